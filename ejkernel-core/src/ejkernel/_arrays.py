@@ -1,0 +1,60 @@
+"""Static descriptions of arrays and of the named dimensions along which an operation may be split or batched."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySpec:
+    """Shape and dtype of one array of a call."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, array: Any) -> ArraySpec:
+        return cls(tuple(array.shape), np.dtype(array.dtype).name)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        import jax.numpy as jnp  # registers bfloat16 and the float8 types with NumPy
+
+        return self.size * jnp.dtype(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Dim:
+    """One axis of an array: the factor that it runs over, and whether it may have size 1 instead (broadcast)."""
+
+    factor: str
+    broadcasts: bool = False
+
+
+def parse_dims(text: str) -> tuple[Dim, ...]:
+    """Read `"b? h t d"`: factors by name, `?` where size 1 stands for any size."""
+    return tuple(Dim(word.rstrip("?"), word.endswith("?")) for word in text.split())
+
+
+def spans(dim: Dim, size: int, full: int | None = None) -> bool:
+    """Whether an axis really runs over its factor, instead of being broadcast along it."""
+    return not (dim.broadcasts and size == 1 and full != 1)
+
+
+def named(values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """The present fields of a NamedTuple, as pairs."""
+    for name, value in zip(values._fields, values, strict=True):  # pyright: ignore[reportAttributeAccessIssue]
+        if value is not None:
+            yield name, value

@@ -1,0 +1,11 @@
+"""Which platform runs first where several can: data, justified by the measurements in `benchmarks/results`.
+
+Operation -> backend -> platform or implementation id -> standing; larger is preferred. What is absent stands at 0. An
+accelerator's platform joins the table once a committed measurement shows where it beats XLA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+DEFAULT_ORDER: Mapping[str, Mapping[str, Mapping[str, int]]] = {}

@@ -1,0 +1,89 @@
+"""What became of each plugin that was found, and where each implementation comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+from ejkernel.plugin import FIRST_PARTY, Implementation, Plugin
+
+State = Literal["ok", "disabled", "missing requirement", "incompatible", "conflict", "broken"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PluginRecord:
+    """One entry point and its state.
+
+    Attributes:
+        name: platform id, the entry point's name.
+        distribution: the distribution that ships it.
+        version: that distribution's version.
+        value: the module that the entry point names.
+        state: what became of it.
+        reason: why it is not `ok`, in the user's words.
+        traceback: of the exception that broke it, if any.
+        plugin: its description when one could be had.
+        tables: paths of the tuning tables that it ships.
+        module: the registered light module, for further hooks.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    value: str
+    state: State
+    reason: str = ""
+    traceback: str = ""
+    plugin: Plugin | None = None
+    tables: tuple[str, ...] = ()
+    module: Any = None
+
+    @property
+    def ok(self) -> bool:
+        return self.state == "ok"
+
+    @property
+    def first_party(self) -> bool:
+        return FIRST_PARTY.get(self.name) == self.distribution
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = ("name", "distribution", "version", "value", "state", "reason", "traceback")
+        return {**{field: getattr(self, field) for field in fields}, "first_party": self.first_party}
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """An implementation together with who brings it.
+
+    Attributes:
+        platform: the platform's name.
+        implementation: the plugin author's record.
+        distribution: who ships it; `"(this process)"` for a registration at run time.
+        version: of that distribution.
+        origin: `"first-party"`, `"third-party"` or `"registered"`.
+    """
+
+    platform: str
+    implementation: Implementation
+    distribution: str
+    version: str
+    origin: Literal["first-party", "third-party", "registered"]
+
+    @property
+    def id(self) -> str:
+        variant = self.implementation.variant
+        return f"{self.platform}.{variant}" if variant else self.platform
+
+
+@functools.cache
+def resolve(reference: str | Callable[..., Any]) -> Any:
+    """Import what `"package.module:attribute"` names; objects are returned as they are."""
+    if not isinstance(reference, str):
+        return reference
+    module, separator, attribute = reference.partition(":")
+    if not separator:
+        raise ValueError(f"reference: got {reference!r}, expected 'package.module:attribute'")
+    return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))

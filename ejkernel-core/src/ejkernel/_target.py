@@ -1,0 +1,110 @@
+"""Where will this run? A `Target` describes the device that a program is being built for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+_BACKEND_OF_PLATFORM = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The device that a program is built for.
+
+    Attributes:
+        backend: `"cpu"`, `"gpu"` or `"tpu"` (JAX's words).
+        device_kind: the device's own name, e.g. `"NVIDIA H200"`; empty when unknown.
+        compute_capability: of a CUDA device as `"9.0"`; None elsewhere or when unknown.
+    """
+
+    backend: str
+    device_kind: str = ""
+    compute_capability: str | None = None
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """The compute capability as numbers, `(9, 0)`; None when unknown."""
+        if self.compute_capability is None:
+            return None
+        major, _, minor = self.compute_capability.partition(".")
+        return int(major), int(minor or 0)
+
+    def __str__(self) -> str:
+        known = (self.device_kind, self.compute_capability and f"sm_{self.compute_capability.replace('.', '')}")
+        details = ", ".join(item for item in known if item and item != self.backend)
+        return f"{self.backend} ({details})" if details else self.backend
+
+
+def target_of_device(device: Any) -> Target:
+    """Describe a `jax.Device`."""
+    backend = _BACKEND_OF_PLATFORM.get(device.platform, device.platform)
+    capability = getattr(device, "compute_capability", None) if backend == "gpu" else None
+    return Target(backend, device.device_kind, None if capability is None else str(capability))
+
+
+def as_target(value: Target | str | Any) -> Target:
+    """Accept a `Target`, a `jax.Device`, or a backend's name such as `"gpu"` or `"cuda"`."""
+    if isinstance(value, Target):
+        return value
+    if isinstance(value, str):
+        if value not in _BACKEND_OF_PLATFORM:
+            raise ValueError(f"target: got {value!r}, expected one of {', '.join(sorted(_BACKEND_OF_PLATFORM))}")
+        return Target(_BACKEND_OF_PLATFORM[value])
+    if hasattr(value, "device_kind"):
+        return target_of_device(value)
+    raise TypeError(f"target: got {type(value).__name__}, expected Target, jax.Device or a backend's name")
+
+
+def _target_of_mesh(mesh: Any) -> Target | None:
+    abstract = getattr(mesh, "abstract_device", None)
+    if abstract is None:
+        return None
+    backend = _BACKEND_OF_PLATFORM.get(abstract.platform or "", abstract.platform)
+    if backend is None:
+        return None
+    known = _default_target()
+    if known.device_kind == abstract.device_kind:
+        return known
+    return Target(backend, abstract.device_kind or "")
+
+
+def _default_target() -> Target:
+    import jax
+
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if default is not None and not isinstance(default, str):
+        return target_of_device(default)
+    return target_of_device(jax.local_devices(backend=default)[0])
+
+
+def resolve_target(leaves: Iterable[Any], explicit: Target | str | Any | None = None) -> Target:
+    """Find where a call with these array leaves will run.
+
+    In order: the explicit argument; the device of a mesh, from the leaves' types or the context; the committed device of a
+    concrete array; the default device. `jax.default_backend()` alone would be wrong while lowering for another platform.
+    """
+    import jax
+
+    if explicit is not None:
+        return as_target(explicit)
+    committed: Target | None = None
+    for leaf in leaves:
+        if isinstance(leaf, jax.core.Tracer):
+            mesh = getattr(jax.typeof(leaf).sharding, "mesh", None)
+            if mesh is not None and not mesh.empty and (found := _target_of_mesh(mesh)) is not None:
+                return found
+        elif isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) and committed is None:
+            sharding = leaf.sharding
+            if sharding is not None and getattr(leaf, "committed", True):
+                committed = _target_of_sharding(sharding)
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty and (found := _target_of_mesh(context)) is not None:
+        return found
+    return committed or _default_target()
+
+
+def _target_of_sharding(sharding: Any) -> Target | None:
+    devices = getattr(sharding, "_device_assignment", None) or tuple(sharding.device_set)
+    return target_of_device(devices[0]) if devices else None

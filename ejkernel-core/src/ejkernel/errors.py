@@ -1,0 +1,59 @@
+"""Errors and warnings of ejkernel, and the one way argument errors are worded."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class EjkernelError(Exception):
+    """Base class of errors that ejkernel itself defines."""
+
+
+class NoKernelError(EjkernelError, NotImplementedError):
+    """No admitted implementation can run this call. The message is the table of candidates and what to do next."""
+
+    def __init__(self, message: str, explanation: Any = None) -> None:
+        super().__init__(message)
+        self.explanation = explanation
+
+
+class PluginError(EjkernelError):
+    """A plugin could not be used; raised instead of warned under `EJKERNEL_STRICT=1`."""
+
+
+class EjkernelWarning(UserWarning):
+    """Base class of the warnings that ejkernel issues."""
+
+
+class PluginWarning(EjkernelWarning):
+    """A plugin was found and could not be used."""
+
+
+class FallbackWarning(EjkernelWarning):
+    """A call on an accelerator runs on the portable path because nothing faster admits it."""
+
+
+class CacheWarning(EjkernelWarning):
+    """The tuning cache could not be read or written; tuned configs are treated as missing."""
+
+
+def invalid(argument: str, got: Any, expected: str, *, remedy: str = "") -> ValueError:
+    """A `ValueError` naming argument, what it got and what was expected, in one line."""
+    return ValueError(_sentence(argument, got, expected, remedy))
+
+
+def wrong_type(argument: str, got: Any, expected: str, *, remedy: str = "") -> TypeError:
+    """A `TypeError` naming argument, what it got and what was expected, in one line."""
+    return TypeError(_sentence(argument, got, expected, remedy))
+
+
+def _sentence(argument: str, got: Any, expected: str, remedy: str) -> str:
+    return f"{argument}: got {got}, expected {expected}" + (f"; {remedy}" if remedy else "")
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'triton'?` when a known name is close, else an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

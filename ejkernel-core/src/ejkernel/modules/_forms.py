@@ -1,0 +1,39 @@
+"""Class forms of the public functions, and the executor that calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Module:
+    """A public function as an object without state: `RmsNorm()(x, scale)` is `rms_norm(x, scale)`."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self).function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def class_form(name: str, function: Callable[..., Any]) -> type[Module]:
+    """The class form of a public function."""
+    return type(
+        name,
+        (Module,),
+        {"function": staticmethod(function), "__doc__": function.__doc__, "__module__": function.__module__},
+    )
+
+
+class Executor:
+    """Calls operations: `executor(FlashAttention(), query, key, value, causal=True)`."""
+
+    def __call__(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return operation(*args, **kwargs)
+
+
+def create_default_executor() -> Executor:
+    """An executor that dispatches as the current settings say."""
+    return Executor()

@@ -1,0 +1,55 @@
+"""Normalisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ejkernel._policy import PlatformChoice
+from ejkernel.modules._forms import class_form
+from ejkernel.operations.rms_norm.interface import OPERATION as _RMS_NORM
+
+
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    offset: jax.Array | None = None,
+    *,
+    epsilon: float = 1e-6,
+    axis: int = -1,
+    scale_offset: float = 0.0,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> jax.Array:
+    """Root-mean-square normalisation: `x / sqrt(mean(x^2) + epsilon) * (scale + scale_offset) + offset`.
+
+    Args:
+        x: `[..., d, ...]`, float32, bfloat16 or float16; any length.
+        scale: `[d]`; None means ones.
+        offset: `[d]`; None means zeros.
+        epsilon: added to the mean square.
+        axis: the axis of size d.
+        scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1` (Gemma).
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+
+    Returns:
+        Like x. Computed in float32 inside.
+
+    Raises:
+        ValueError: a shape, axis or value does not fit.
+        TypeError: not an array of a floating type.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
+    """
+    return _RMS_NORM.invoke(
+        {"x": x, "scale": scale, "offset": offset},
+        {"epsilon": epsilon, "axis": axis, "scale_offset": scale_offset},
+        platform=platform,
+        cfg=cfg,
+    )
+
+
+RmsNorm = class_form("RmsNorm", rms_norm)

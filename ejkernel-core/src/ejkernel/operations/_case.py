@@ -1,0 +1,46 @@
+"""Named problems, shared by tests, benchmarks and tuning."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One named problem of an operation.
+
+    Attributes:
+        name: unique within the operation, e.g. `"gqa-causal-tail"`.
+        arrays: makes the array arguments of the operation's `canonicalise` from a random generator; NumPy, floats in float32.
+        options: its other arguments.
+        tags: `"bench"` for benchmark-sized problems, `"extreme"` for those beyond low-precision dtypes, and so on.
+    """
+
+    name: str
+    arrays: Callable[[np.random.Generator], Mapping[str, Any]]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tags: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Toggle:
+    """How to show that an implementation consumes one field of the call.
+
+    The case is run as it is and once more with the change; results (or, with `program=True`, at least the lowered programs) must
+    differ, or the implementation must refuse one of the two.
+
+    Attributes:
+        case: name of the case to start from.
+        options: options to change.
+        drop: array argument to leave out.
+        program: the field changes how the result is computed rather than the exact result (e.g. `precision`).
+    """
+
+    case: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    drop: str | None = None
+    program: bool = False

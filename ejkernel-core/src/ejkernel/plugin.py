@@ -1,0 +1,137 @@
+"""All that a plugin author imports: records, markers and the API level.
+
+Standard library and pluggy only, so that importing a plugin's light module stays cheap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import pluggy
+
+from ejkernel._target import Target
+
+__all__ = [
+    "API_LEVEL",
+    "ENTRY_POINT_GROUP",
+    "FIRST_PARTY",
+    "SUPPORTED_API_LEVELS",
+    "ConfigSpace",
+    "Hooks",
+    "Implementation",
+    "Phase",
+    "Plugin",
+    "Target",
+    "hookimpl",
+    "hookspec",
+]
+
+API_LEVEL = 1
+"""The level of the plugin API that this core speaks."""
+
+SUPPORTED_API_LEVELS = range(1, 2)
+"""The levels that this core accepts from plugins."""
+
+ENTRY_POINT_GROUP = "ejkernel.plugins"
+
+FIRST_PARTY: Mapping[str, str] = {
+    "xla": "ejkernel-xla",
+    "triton": "ejkernel-triton",
+    "pallas": "ejkernel-pallas",
+    "cuda": "ejkernel-cuda",
+}
+"""Platform names that are reserved, and the distribution that owns each."""
+
+Phase = Literal["forward", "backward"]
+
+hookspec = pluggy.HookspecMarker("ejkernel")
+hookimpl = pluggy.HookimplMarker("ejkernel")
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigSpace:
+    """The performance knobs of one implementation.
+
+    Attributes:
+        config: a frozen dataclass type; its fields never change a result beyond rounding.
+        heuristic: `(call, target) -> config`; pure, and legal for every call that `supports` admits.
+        search_space: `(call, target) -> configs`; every one legal for that call.
+    """
+
+    config: type
+    heuristic: Callable[[Any, Target], Any]
+    search_space: Callable[[Any, Target], Sequence[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One platform's code for one operation and phase.
+
+    References are written `"package.module:attribute"` and resolved on first use, or given as the object itself.
+
+    Attributes:
+        operation: name of the operation in core, e.g. `"flash_attention"`.
+        target: the code. Forward: `(call, inputs, config) -> outputs`; backward:
+            `(call, inputs, outputs, cotangents, config) -> gradients`. The tuples are the operation's own.
+        phase: `"forward"` or `"backward"`.
+        backends: kinds of device it runs on: `"cpu"`, `"gpu"`, `"tpu"` or `"any"`.
+        supports: `(call, target) -> str | None`: None, or the reason for refusing in the user's words. Pure and total.
+        configs: a `ConfigSpace`, or None for an implementation without knobs.
+        variant: tells two implementations of one platform apart; the id is `platform` or `platform.variant`.
+        priority: orders the variants of one platform; larger is preferred.
+        version: raised whenever a change makes stored timings meaningless.
+        partitioning: `"native"` for plain JAX code that XLA itself partitions over devices; `"opaque"` for code that core
+            must split by the operation's sharding rule.
+        plain_jax: whether JAX can differentiate the forward code itself (`use(..., custom_gradients=False)`).
+    """
+
+    operation: str
+    target: str | Callable[..., Any]
+    phase: Phase = "forward"
+    backends: tuple[str, ...] = ("any",)
+    supports: str | Callable[[Any, Target], str | None] | None = None
+    configs: str | ConfigSpace | None = None
+    variant: str = ""
+    priority: int = 0
+    version: int = 1
+    partitioning: Literal["native", "opaque"] = "opaque"
+    plain_jax: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plugin:
+    """What a plugin's light module answers from `ejkernel_plugin`.
+
+    Attributes:
+        name: the platform id; equals the name of the entry point.
+        api_level: the `API_LEVEL` it was written against.
+        summary: one line for `ejkernel list`.
+        requires: import names that must be findable, e.g. `("triton", "jax_triton")`.
+        versions: distribution name to version specifier, e.g. `{"triton": ">=3.6,<4"}`.
+        implementations: what it brings.
+    """
+
+    name: str
+    api_level: int
+    summary: str
+    requires: tuple[str, ...] = ()
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    implementations: tuple[Implementation, ...] = ()
+
+
+class Hooks:
+    """The hooks that core calls on a plugin's light module."""
+
+    @hookspec
+    def ejkernel_plugin(self) -> Plugin:  # pyright: ignore[reportReturnType]
+        """Describe the plugin. Required; imports nothing heavy."""
+
+    @hookspec
+    def ejkernel_tuned_configs(self) -> Sequence[str]:  # pyright: ignore[reportReturnType]
+        """Paths of the tuning tables (JSON) that the distribution ships."""
+
+    @hookspec
+    def ejkernel_diagnose(self, report: Callable[[str, str], None]) -> None:
+        """Examine this machine; call `report(name, finding)`. Run by `ejkernel doctor` in a subprocess."""

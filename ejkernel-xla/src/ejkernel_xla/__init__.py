@@ -1,0 +1,1 @@
+"""ejkernel on XLA: every operation, on every device that JAX knows."""

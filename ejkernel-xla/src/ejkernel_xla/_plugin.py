@@ -1,0 +1,30 @@
+"""The light plugin module of ejkernel-xla: imports the standard library and `ejkernel.plugin` only."""
+
+from __future__ import annotations
+
+from ejkernel.plugin import API_LEVEL, Implementation, Plugin, hookimpl
+
+
+def _both_phases(operation: str, **record: object) -> tuple[Implementation, ...]:
+    """Plain JAX code for both phases of one operation, `ejkernel_xla.<operation>:forward` and `:backward`."""
+    return tuple(
+        Implementation(
+            operation=operation,
+            phase=phase,
+            target=f"ejkernel_xla.{operation}:{phase}",
+            partitioning="native",
+            plain_jax=True,
+            **record,  # pyright: ignore[reportArgumentType]
+        )
+        for phase in ("forward", "backward")
+    )
+
+
+@hookimpl
+def ejkernel_plugin() -> Plugin:
+    return Plugin(
+        name="xla",
+        api_level=API_LEVEL,
+        summary="Every operation in plain JAX, on every device; the fallback of all others",
+        implementations=(*_both_phases("rms_norm"),),
+    )
