@@ -8,6 +8,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _LAZY = {
+    "EXPORT_DISABLED_CHECKS": "ejkernel._export",
     **dict.fromkeys(("Backend", "Platform", "kernel_registry"), "ejkernel._registry"),
     "use": "ejkernel._policy",
     "explain": "ejkernel._explain",

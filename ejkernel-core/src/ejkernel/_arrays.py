@@ -48,11 +48,6 @@ def parse_dims(text: str) -> tuple[Dim, ...]:
     return tuple(Dim(word.rstrip("?"), word.endswith("?")) for word in text.split())
 
 
-def spans(dim: Dim, size: int, full: int | None = None) -> bool:
-    """Whether an axis really runs over its factor, instead of being broadcast along it."""
-    return not (dim.broadcasts and size == 1 and full != 1)
-
-
 def named(values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """The present fields of a NamedTuple, as pairs."""
     for name, value in zip(values._fields, values, strict=True):  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,7 +12,7 @@ import jax
 
 from ejkernel._arrays import ArraySpec, named
 from ejkernel._explain import Decision, Explanation, Verdict
-from ejkernel._partition import Layout, mesh_of, run_auto, run_explicit
+from ejkernel._partition import MIXED_AXES, Layout, is_mixed, mesh_of, run_auto, run_explicit
 from ejkernel._priority import DEFAULT_ORDER
 from ejkernel._records import Candidate, resolve
 from ejkernel._registry import kernel_registry
@@ -83,6 +83,9 @@ def _judge(request: Request, candidate: Candidate, wanted: tuple[str, ...], tabl
     elif implementation.supports is not None:
         reason, verdict = _ask_supports(request, implementation)
         reasons += [reason] if reason else []
+    if request.native_only and implementation.partitioning != "native":
+        reasons.append(request.native_only)
+        verdict = "refused"
     if not request.policy.custom_gradients and implementation.phase == "forward" and not implementation.plain_jax:
         reasons.append("custom_gradients=False needs plain JAX code")
         verdict = "refused"
@@ -170,21 +173,22 @@ def run_backward(request: Request, inputs: Any, outputs: Any, cotangents: Any) -
 
 def _run_partitioned(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> Any:
     mesh = mesh_of(arguments)
-    if mesh is not None and not mesh.auto_axes and not mesh.explicit_axes:
-        mesh = None
-    if mesh is not None:
-        explicit = bool(mesh.explicit_axes)
-        if explicit or _admitted(request, phase)[1].implementation.partitioning == "opaque":
-            results = _expected(request, phase, arguments)
-            layout = Layout.of(request.operation, request.call, arguments, results)
+    if mesh is None:
+        return _run_local(request, phase, arguments)
+    if is_mixed(mesh):
+        request = dataclasses.replace(request, native_only=MIXED_AXES)
+    explicit = any(mesh.shape[axis] > 1 for axis in mesh.explicit_axes)
+    if not explicit and _admitted(request, phase)[1].implementation.partitioning == "native":
+        return _run_local(request, phase, arguments)
+    results = _expected(request, phase, arguments)
+    layout = Layout.of(request.operation, request.call, arguments, results)
 
-            def run(*shards: Any) -> Any:
-                return _run_local(request.reshaped(shards[0]), phase, shards)
+    def run(*shards: Any) -> Any:
+        return _run_local(request.reshaped(shards[0]), phase, shards)
 
-            if explicit:
-                return run_explicit(layout, mesh, run, arguments, results)
-            return run_auto(layout, run, arguments, results)
-    return _run_local(request, phase, arguments)
+    if explicit:
+        return run_explicit(layout, mesh, run, arguments, results)
+    return run_auto(layout, run, arguments, results)
 
 
 def _run_local(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> Any:

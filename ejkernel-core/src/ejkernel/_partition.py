@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ejkernel._arrays import Dim, named, parse_dims, spans
+from ejkernel._arrays import Dim, named, parse_dims
 
 if TYPE_CHECKING:
     from ejkernel.operation import Operation
@@ -46,8 +46,19 @@ def mesh_of(arrays: Any) -> Any:
     for leaf in jax.tree.leaves(arrays):
         mesh = getattr(jax.typeof(leaf).sharding, "mesh", None)
         if mesh is not None and not mesh.empty and mesh.size > 1:
-            return mesh if set(mesh.axis_names) - set(mesh.manual_axes) else None
+            return mesh if any(mesh.shape[axis] > 1 for axis in (*mesh.auto_axes, *mesh.explicit_axes)) else None
     return None
+
+
+MIXED_AXES = (
+    "inside a shard_map that leaves some mesh axes to XLA, which cannot split a kernel there; make all axes manual, or all Auto"
+)
+
+
+def is_mixed(mesh: Any) -> bool:
+    """Whether some axes are manual (or explicit) while others are left to XLA, where `custom_partitioning` does not work."""
+    automatic = any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
+    return automatic and bool(mesh.manual_axes or mesh.explicit_axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +131,9 @@ def run_explicit(layout: Layout, mesh: Any, run: Run, arguments: tuple[Any, ...]
         outputs = run(*jax.tree.unflatten(tree, [vary(leaf, axes) for leaf in leaves]))
         return tuple(_sum_parts(layout, jax.tree.leaves(outputs), result_shapes, assigned))
 
+    out_specs = layout.specs(layout.results, result_shapes, assigned)
     sharded = jax.shard_map(
-        local, mesh=mesh, in_specs=in_specs, out_specs=layout.specs(layout.results, result_shapes, assigned)
+        local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=frozenset(mesh.explicit_axes)
     )
     return jax.tree.unflatten(jax.tree.structure(results), sharded(*leaves))
 
@@ -199,8 +211,4 @@ def sharding_rule(layout: Layout, shapes: Sequence[Any], result_shapes: Sequence
 
     sides = [write(dims, shape) for dims, shape in arrays]
     count = len(layout.arguments)
-    sizes_ok = ", ".join(sides[:count]) + " -> " + ", ".join(sides[count:])
-    return sizes_ok, tuple(whole)
-
-
-__all__ = ["Layout", "mesh_of", "run_auto", "run_explicit", "sharding_rule", "spans", "unify_manual_axes", "vary"]
+    return ", ".join(sides[:count]) + " -> " + ", ".join(sides[count:]), tuple(whole)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from ejkernel._target import Target, as_target
 from ejkernel.errors import invalid, wrong_type
 
 PlatformChoice = str | Sequence[str] | None
@@ -29,6 +30,7 @@ class Policy:
         custom_gradients: False gives plain JAX code that `jvp` and Hessians can differentiate.
         overlay: config overlays, innermost first: pairs of operation or implementation id and config.
         source: which setting named the platforms: "argument", "use", "environment" or "default".
+        target: the device to build for; None = where the arrays are.
     """
 
     platforms: tuple[str, ...] = ()
@@ -36,6 +38,7 @@ class Policy:
     custom_gradients: bool = True
     overlay: tuple[tuple[str, Any], ...] = ()
     source: str = "default"
+    target: Target | None = None
 
 
 _context = jax.make_user_context(default_value=None)
@@ -54,7 +57,11 @@ def current() -> Policy:
 
 @contextlib.contextmanager
 def use(
-    *platforms: str, forbid: Iterable[str] = (), custom_gradients: bool | None = None, overlay: Iterable[tuple[str, Any]] = ()
+    *platforms: str,
+    forbid: Iterable[str] = (),
+    custom_gradients: bool | None = None,
+    target: Target | str | Any = None,
+    overlay: Iterable[tuple[str, Any]] = (),
 ) -> Iterator[Policy]:
     """Choose or forbid platforms for every ejkernel call inside the `with` block.
 
@@ -65,6 +72,8 @@ def use(
         forbid: platforms that must not run.
         custom_gradients: False differentiates the implementation's own JAX code instead of calling backward kernels, which
             is what `jax.jvp`, `jax.hessian` and gradients of gradients need.
+        target: the device to build for, where it is not the one that the arrays are on (`Target`, `jax.Device` or the name of a
+            backend); this is how a machine without a GPU lowers for one.
         overlay: see `ejkernel.overlay`.
 
     Yields:
@@ -88,6 +97,7 @@ def use(
         forbid=forbidden,
         custom_gradients=outer.custom_gradients if custom_gradients is None else custom_gradients,
         overlay=(*overlay, *outer.overlay),
+        target=outer.target if target is None else as_target(target),
         source="use" if names else outer.source,
     )
     _refuse_contradiction(policy)

@@ -55,13 +55,23 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The static part of one invocation: what, where, and under which settings."""
+    """The static part of one invocation: what, where, and under which settings.
+
+    Attributes:
+        operation: the operation.
+        call: its canonical call.
+        target: where it will run.
+        policy: who may run it.
+        config: override for the chosen implementation's config.
+        native_only: why only implementations that XLA itself partitions will do here; empty if any will.
+    """
 
     operation: Operation
     call: Any
     target: Target
     policy: _policy.Policy
     config: Any = None
+    native_only: str = ""
 
     def reshaped(self, inputs: Any) -> Request:
         """The same request for arrays of other shapes (a folded batch, one shard)."""
@@ -141,9 +151,8 @@ class Operation(abc.ABC):
             What the `Bound` that `form` returned makes of the outputs.
         """
         policy = _policy.for_call(self.name, platform)
-        invocation = _Invocation(
-            self, form, _static_options(options), policy, _target.resolve_target(jax.tree.leaves(arrays)), _as_config(cfg)
-        )
+        target = _target.resolve_target(jax.tree.leaves(arrays), policy.target)
+        invocation = _Invocation(self, form, _static_options(options), policy, target, _as_config(cfg))
         if _explain.capturing():
             raise _explain.Captured(invocation.explain(arrays))
         self.check_values(arrays)

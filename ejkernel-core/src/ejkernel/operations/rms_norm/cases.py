@@ -25,12 +25,12 @@ def _arrays(*shape: int, axis: int = -1, scale: bool = True, offset: bool = Fals
 
 CASES = (
     Case("plain", _arrays(4, 33, 64, scale=False)),
-    Case("scale", _arrays(4, 33, 64)),
+    Case("scale", _arrays(4, 33, 64), tags=frozenset({"transforms"})),
     Case("scale-offset", _arrays(2, 3, 5, 48, offset=True), {"epsilon": 1e-5}),
     Case("gemma", _arrays(4, 128), {"scale_offset": 1.0}),
     Case("middle-axis", _arrays(3, 40, 5, axis=1), {"axis": 1}),
     Case("one-axis", _arrays(37)),
-    Case("width-1", _arrays(5, 1)),
+    Case("width-1", _arrays(5, 1), {"epsilon": 0.5}),  # a small epsilon leaves a gradient made of cancellation
     Case("no-rows", _arrays(0, 16)),
     Case("wide", _arrays(3, 4099)),
     Case("tiny-values", _arrays(4, 64, magnitude=1e-3), {"epsilon": 1e-6}),

@@ -1,0 +1,9 @@
+"""The conformance kit: the contract of every operation, executable against any platform.
+
+A plugin author writes a test module with
+
+    pytest_plugins = ["ejkernel.testing.plugin"]
+    from ejkernel.testing.suite import *
+
+and runs `pytest --ejkernel-platform=acme`.
+"""

@@ -1,0 +1,161 @@
+"""Pytest plugin of the conformance kit: options, parameters, the report and the evidence check."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ejkernel.testing.report import Report
+
+_REPORT: pytest.StashKey[Report] = pytest.StashKey()
+_DEVICES = 8
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ejkernel")
+    group.addoption("--ejkernel-platform", default=None, help="platform under test, e.g. xla or acme")
+    group.addoption("--ejkernel-operation", action="append", default=[], help="only this operation (repeatable)")
+    group.addoption("--ejkernel-dtype", action="append", default=[], help="only this dtype (repeatable)")
+    group.addoption("--ejkernel-case", action="append", default=[], help="only cases whose name contains this (repeatable)")
+    group.addoption("--ejkernel-full", action="store_true", help="lower every case for every target, not a sample")
+    group.addoption("--ejkernel-report", default=None, type=Path, help="write the report here as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ejkernel_level(name): level of the conformance suite that a test belongs to")
+    if config.getoption("--ejkernel-platform") is None:
+        return
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={_DEVICES}".strip()
+    config.stash[_REPORT] = Report(config.getoption("--ejkernel-platform"))
+
+
+def _platform(config: pytest.Config) -> str:
+    name = config.getoption("--ejkernel-platform")
+    if name is None:
+        raise pytest.UsageError("the conformance suite needs --ejkernel-platform=NAME")
+    return name
+
+
+_PARAMETERS = frozenset({"problem", "operation_name", "toggled", "transformed"})
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a platform to test, the suite is deselected, so that it can live beside ordinary tests."""
+    if config.getoption("--ejkernel-platform") is None:
+        suite = [item for item in items if item.get_closest_marker("ejkernel_level")]
+        if suite:
+            config.hook.pytest_deselected(items=suite)
+            items[:] = [item for item in items if item not in set(suite)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    wanted = _PARAMETERS & {*metafunc.fixturenames}
+    if not wanted:
+        return
+    if metafunc.config.getoption("--ejkernel-platform") is None:
+        for name in wanted:
+            metafunc.parametrize(name, [None], ids=["needs --ejkernel-platform"])
+        return
+    from ejkernel.testing import problem as problems
+
+    config = metafunc.config
+    platform = _platform(config)
+    operations = problems.operations_of(platform)
+    if not operations:
+        raise pytest.UsageError(f"--ejkernel-platform={platform}: it implements no operation; see `ejkernel doctor`")
+    operations = config.getoption("--ejkernel-operation") or operations
+    cases = config.getoption("--ejkernel-case")
+
+    def admitted(name: str) -> bool:
+        return not cases or any(part in name for part in cases)
+
+    if "problem" in metafunc.fixturenames:
+        found = [
+            problems.Problem(operation, case, dtype, platform)
+            for operation in operations
+            for case in problems.cases_of(operation)
+            for dtype in config.getoption("--ejkernel-dtype") or problems.DTYPES
+            if admitted(case.name) and not ("extreme" in case.tags and dtype != "float32")
+        ]
+        metafunc.parametrize("problem", found, ids=[f"{p.operation}-{p.case.name}-{p.dtype}" for p in found])
+    if "transformed" in metafunc.fixturenames:
+        found = [
+            problems.Problem(operation, case, "float32", platform)
+            for operation in operations
+            for case in problems.representative(operation)
+            if admitted(case.name)
+        ]
+        metafunc.parametrize("transformed", found, ids=[f"{p.operation}-{p.case.name}" for p in found])
+    if "toggled" in metafunc.fixturenames:
+        pairs = [(operation, field) for operation in operations for field in problems.toggles_of(operation)]
+        metafunc.parametrize("toggled", pairs, ids=["-".join(pair) for pair in pairs])
+    if "operation_name" in metafunc.fixturenames:
+        metafunc.parametrize("operation_name", operations)
+
+
+@pytest.fixture
+def platform_name(request: pytest.FixtureRequest) -> str:
+    """The platform under test."""
+    return _platform(request.config)
+
+
+@pytest.fixture
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether everything is to be lowered for every target."""
+    return request.config.getoption("--ejkernel-full")
+
+
+@pytest.fixture
+def conformance_report(request: pytest.FixtureRequest) -> Report:
+    """The report of this run."""
+    return request.config.stash[_REPORT]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    outcome = yield
+    report = item.config.stash.get(_REPORT, None)
+    level = item.get_closest_marker("ejkernel_level")
+    if report is not None and level is not None and (outcome.when == "call" or outcome.failed):
+        params = getattr(item, "callspec", None)
+        values = list(params.params.values()) if params else []
+        subject = values[0] if values else "-"
+        operation = getattr(subject, "operation", subject[0] if isinstance(subject, tuple) else subject)
+        feature = item.name.removeprefix("test_")
+        if outcome.failed:
+            report.note(operation, level.args[0], feature, "fail")
+        elif outcome.passed:
+            report.note(operation, level.args[0], feature, "pass")
+    return outcome
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    report = config.stash.get(_REPORT, None)
+    if report is None or not report.outcomes:
+        return
+    terminalreporter.section(f"ejkernel conformance of {report.platform}")
+    for line in report.lines():
+        terminalreporter.line(line)
+    path = config.getoption("--ejkernel-report")
+    if path is not None:
+        report.write(path)
+        terminalreporter.line(f"report written to {path}")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A run in which the platform under test never ran proves nothing, and fails."""
+    report = session.config.stash.get(_REPORT, None)
+    if report is None or exitstatus != 0:
+        return
+    numbers = {operation for operation, level, _ in report.outcomes if level == "numbers"}
+    unseen = sorted(operation for operation in numbers if not report.stamped[operation])
+    if unseen:
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.line(f"ejkernel: {report.platform} was never seen running {', '.join(unseen)}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,0 +1,165 @@
+"""One case of one operation in one dtype, run by the platform under test and by the float64 reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel import _dispatch, _explain, _policy, _target
+from ejkernel._arrays import named
+from ejkernel.operation import Bound, Operation, Request
+from ejkernel.operations import OPERATIONS, get_operation
+from ejkernel.operations._case import Case, Toggle
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def cases_of(operation: str) -> tuple[Case, ...]:
+    """The named problems of an operation, without those that are sized for benchmarks."""
+    module = importlib.import_module(f"ejkernel.operations.{operation}.cases")
+    return tuple(case for case in module.CASES if "bench" not in case.tags)
+
+
+def toggles_of(operation: str) -> dict[str, Toggle]:
+    """How each field of the operation's call is toggled."""
+    return dict(importlib.import_module(f"ejkernel.operations.{operation}.cases").TOGGLES)
+
+
+def case_named(operation: str, name: str) -> Case:
+    return next(case for case in cases_of(operation) if case.name == name)
+
+
+def representative(operation: str) -> tuple[Case, ...]:
+    """The cases on which transforms are tried: those tagged so, else the first."""
+    cases = cases_of(operation)
+    return tuple(case for case in cases if "transforms" in case.tags) or cases[:1]
+
+
+def operations_of(platform: str) -> list[str]:
+    """Operations that a platform implements."""
+    from ejkernel._registry import kernel_registry
+
+    return [
+        name for name in sorted(OPERATIONS) if any(c.platform == platform for c in kernel_registry.candidates(name, "forward"))
+    ]
+
+
+def seed_of(*words: str) -> int:
+    """A seed that depends on names only, so that a case has the same data in every run."""
+    return zlib.crc32("/".join(words).encode())
+
+
+def as_dtype(value: Any, dtype: str) -> Any:
+    """A JAX array; floating ones in the dtype asked for."""
+    array = jnp.asarray(value)
+    return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+
+def as_reference(values: Any) -> Any:
+    """NumPy arrays, floating ones in float64, without changing a value."""
+
+    def convert(value: Any) -> Any:
+        array = np.asarray(value)
+        return array.astype(np.float64) if jnp.issubdtype(value.dtype, jnp.floating) else array
+
+    return jax.tree.map(convert, values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A case in a dtype, for a platform. Arrays and references are computed once."""
+
+    operation: str
+    case: Case
+    dtype: str
+    platform: str
+
+    @property
+    def owner(self) -> Operation:
+        return get_operation(self.operation)
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, Any]:
+        generated = self.case.arrays(np.random.default_rng(seed_of(self.operation, self.case.name)))
+        return {name: jax.tree.map(lambda leaf: as_dtype(leaf, self.dtype), value) for name, value in generated.items()}
+
+    @functools.cached_property
+    def bound(self) -> Bound:
+        return self.owner.canonicalise(**self.arrays, **self.case.options)
+
+    def request(self, config: Any = None) -> Request:
+        policy = _policy.for_call(self.operation, self.platform)
+        target = _target.resolve_target(jax.tree.leaves(self.arrays), policy.target)
+        return Request(self.owner, self.bound.call, target, policy, config)
+
+    def explain(self) -> _explain.Explanation:
+        return _dispatch.explain_request(self.request())
+
+    def refusal(self) -> str | None:
+        """Why the platform under test does not run the forward phase; None if it does."""
+        decision = self.explain().forward
+        if decision.chosen is not None:
+            return None
+        own = [verdict for verdict in decision.verdicts if verdict.candidate.platform == self.platform]
+        return "; ".join(reason for verdict in own for reason in verdict.reasons)
+
+    # What the platform under test computes
+
+    @property
+    def differentiable(self) -> dict[str, Any]:
+        return {name: value for name, value in named(self.bound.inputs) if name in self.owner.differentiable}
+
+    def public(self, request: Request, values: dict[str, Any]) -> dict[str, Any]:
+        """The public outputs as a function of the differentiable inputs."""
+        return dict(named(self.owner.run(request, self.bound.inputs._replace(**values))))
+
+    def outputs(self, config: Any = None) -> dict[str, Any]:
+        """Every output of the forward phase, residuals included."""
+        request = self.request(config).saving_residuals()
+        return dict(named(jax.jit(lambda inputs: _dispatch.run_forward(request, inputs))(self.bound.inputs)))
+
+    @functools.cached_property
+    def cotangents(self) -> dict[str, Any]:
+        rng = np.random.default_rng(seed_of(self.operation, self.case.name, "cotangents"))
+        specs = dict(named(self.owner.output_specs(self.bound.call)))
+        visible = self.owner.public(self.bound.call)
+        return {
+            name: jnp.asarray(rng.standard_normal(spec.shape), spec.dtype) for name, spec in specs.items() if name in visible
+        }
+
+    def gradients(self, config: Any = None) -> dict[str, Any]:
+        request = self.request(config)
+
+        def pull(values: dict[str, Any], cotangents: dict[str, Any]) -> dict[str, Any]:
+            _, pullback = jax.vjp(lambda values: self.public(request, values), values)
+            return pullback(cotangents)[0]
+
+        return jax.jit(pull)(self.differentiable, self.cotangents)
+
+    # What is right
+
+    @functools.cached_property
+    def _reference(self) -> Any:
+        return importlib.import_module(f"ejkernel.operations.{self.operation}.reference")
+
+    @functools.cached_property
+    def expected_outputs(self) -> Any:
+        call = dataclasses.replace(self.bound.call, save_residuals=True)
+        with np.errstate(all="ignore"):
+            return self._reference.forward(call, as_reference(self.bound.inputs))
+
+    @functools.cached_property
+    def expected_gradients(self) -> dict[str, Any]:
+        outputs = self.expected_outputs
+        cotangents = self.owner.Outputs(**{**dict.fromkeys(outputs._fields), **as_reference(self.cotangents)})
+        call = dataclasses.replace(self.bound.call, save_residuals=True)
+        with np.errstate(all="ignore"):
+            found = self._reference.backward(call, as_reference(self.bound.inputs), outputs, cotangents)
+        return dict(named(found))

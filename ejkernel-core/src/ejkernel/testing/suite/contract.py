@@ -1,0 +1,115 @@
+"""Level 1: `supports` predicts, every field of a call is consumed or refused, refusals are refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel import _dispatch, _policy
+from ejkernel._records import resolve
+from ejkernel._registry import kernel_registry
+from ejkernel.plugin import Target
+from ejkernel.testing.problem import DTYPES, Problem, case_named, cases_of, toggles_of
+from ejkernel.testing.report import Report
+
+__all__ = ["test_every_field_is_toggled", "test_field_is_consumed", "test_supports_is_pure_and_total", "test_supports_predicts_lowering"]
+
+TARGETS = (
+    Target("cpu", "cpu"),
+    Target("gpu"),
+    Target("gpu", "NVIDIA A100-SXM4-80GB", "8.0"),
+    Target("gpu", "NVIDIA H200", "9.0"),
+    Target("gpu", "NVIDIA B200", "10.0"),
+    Target("tpu", "TPU v5 lite"),
+    Target("tpu", "TPU v6 lite"),
+)
+_LOWERING_PLATFORM = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+_SAMPLE = 3
+
+
+@pytest.mark.ejkernel_level("contract")
+def test_supports_is_pure_and_total(operation_name: str, platform_name: str) -> None:
+    """For every case, dtype and target, `supports` answers None or a reason, the same one twice."""
+    own = [c for p in ("forward", "backward") for c in kernel_registry.candidates(operation_name, p) if c.platform == platform_name]
+    for case in cases_of(operation_name):
+        for dtype in DTYPES:
+            call = Problem(operation_name, case, dtype, platform_name).bound.call
+            for target in TARGETS:
+                for candidate in own:
+                    if candidate.implementation.supports is not None:
+                        answer = resolve(candidate.implementation.supports)(call, target)
+                        assert answer is None or (isinstance(answer, str) and answer), (case.name, target, answer)
+                        assert answer == resolve(candidate.implementation.supports)(call, target)
+
+
+@pytest.mark.ejkernel_level("contract")
+def test_supports_predicts_lowering(operation_name: str, platform_name: str, full: bool) -> None:
+    """A target that `supports` admits can be lowered for, both phases, from whatever machine this is."""
+    cases = cases_of(operation_name)
+    lowered = 0
+    for case in cases if full else cases[:_SAMPLE]:
+        problem = Problem(operation_name, case, "float32", platform_name)
+        for target in TARGETS:
+            with _policy.use(target=target):
+                if problem.refusal() is None:
+                    _lower(problem, _LOWERING_PLATFORM[target.backend])
+                    lowered += 1
+    assert lowered, f"{platform_name} admits none of {len(cases)} cases of {operation_name} on any target"
+
+
+def _lower(problem: Problem, platform: str) -> None:
+    request = problem.request()
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (problem.differentiable, problem.cotangents))
+
+    def both(values: dict[str, Any], cotangents: dict[str, Any]) -> Any:
+        outputs, pullback = jax.vjp(lambda values: problem.public(request, values), values)
+        return outputs, pullback(cotangents)
+
+    jax.jit(both).trace(*specs).lower(lowering_platforms=(platform,))
+
+
+@pytest.mark.ejkernel_level("contract")
+def test_every_field_is_toggled(operation_name: str, platform_name: str) -> None:
+    """The shared toggles cover every field of the call, so that none can be ignored unnoticed."""
+    case = cases_of(operation_name)[0]
+    problem = Problem(operation_name, case, "float32", platform_name)
+    fields = {field.name for field in dataclasses.fields(problem.bound.call)}
+    required = {name for name in problem.owner.Inputs._fields if name not in problem.owner.Inputs._field_defaults}
+    assert {*toggles_of(operation_name)} == fields - required - {"save_residuals"}
+
+
+@pytest.mark.ejkernel_level("contract")
+def test_field_is_consumed(toggled: tuple[str, str], platform_name: str, conformance_report: Report) -> None:
+    """Changing one field changes the result (or at least the program), or the platform refuses it."""
+    operation, field = toggled
+    toggle = toggles_of(operation)[field]
+    base = case_named(operation, toggle.case)
+
+    def arrays(rng: np.random.Generator) -> dict[str, Any]:
+        return {name: value for name, value in base.arrays(rng).items() if name != toggle.drop}
+
+    changed = dataclasses.replace(base, arrays=arrays, options={**base.options, **toggle.options})
+    problems = [Problem(operation, case, "float32", platform_name) for case in (base, changed)]
+    assert getattr(problems[0].bound.call, field) != getattr(problems[1].bound.call, field), f"the toggle leaves {field} as it is"
+    refusals = [reason for reason in (problem.refusal() for problem in problems) if reason is not None]
+    if refusals:
+        conformance_report.note(operation, "contract", f"field {field}", f"refused: {refusals[0]}")
+        return
+    outputs = [problem.outputs() for problem in problems]
+    differ = any(not np.array_equal(*pair, equal_nan=True) for pair in _pairs(*outputs))
+    if not differ and toggle.program:
+        differ = _program(problems[0]) != _program(problems[1])
+    assert differ, f"{platform_name} ignores {field} of {operation}: {toggle}"
+
+
+def _pairs(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[Any, Any]]:
+    return [(np.asarray(first[name], np.float64), np.asarray(second[name], np.float64)) for name in first.keys() & second.keys()]
+
+
+def _program(problem: Problem) -> str:
+    request = problem.request()
+    return jax.jit(lambda inputs: _dispatch.run_forward(request, inputs)).lower(problem.bound.inputs).as_text()

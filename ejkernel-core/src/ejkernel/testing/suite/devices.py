@@ -1,0 +1,130 @@
+"""Level 3, many devices: batch and head sharding without gathering, in every way that JAX shards."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ejkernel._arrays import named, parse_dims
+from ejkernel.testing.problem import Problem
+from ejkernel.testing.suite.transforms import SAME
+from ejkernel.testing.tolerance import check_close
+
+__all__ = ["test_explicit_mesh", "test_jit_over_sharded_inputs", "test_shard_map"]
+
+_DATA, _MODEL = 4, 2
+
+
+class _Sharded:
+    """A problem widened so that its batch and heads divide over a mesh, with a spec for every array."""
+
+    def __init__(self, problem: Problem, kind: AxisType) -> None:
+        if len(jax.devices()) < _DATA * _MODEL:
+            pytest.skip(f"needs {_DATA * _MODEL} devices, this machine has {len(jax.devices())}")
+        self.problem = problem
+        self.mesh = jax.make_mesh((_DATA, _MODEL), ("data", "model"), axis_types=(kind,) * 2)
+        operation, call = problem.owner, problem.bound.call
+        self.dims = {name: parse_dims(text) for name, text in operation.dimensions(call).items()}
+        inputs = dict(named(problem.bound.inputs))
+        self.axes = {"b": "data"}
+        heads = [a.shape[i] for n, a in inputs.items() for i, d in enumerate(self.dims[n]) if d.factor == "h"]
+        if "h" in operation.shardable and heads and all(size == 1 or size % _MODEL == 0 for size in heads):
+            self.axes["h"] = "model"
+        self.inputs = operation.Inputs(
+            **{**dict.fromkeys(operation.Inputs._fields), **{n: self._widened(n, a) for n, a in inputs.items()}}
+        )
+        self.request = problem.request().reshaped(self.inputs)
+        outputs = operation.output_specs(self.request.call)
+        rng = np.random.default_rng(0)
+        visible = operation.public(call)
+        self.cotangents = {
+            n: jnp.asarray(rng.standard_normal(s.shape), s.dtype) for n, s in named(outputs) if n in visible
+        }
+
+    def _widened(self, name: str, array: Any) -> Any:
+        if array.shape[0] == 1 and self.dims[name][0].broadcasts:
+            return array
+        copies = -(-_DATA // array.shape[0])
+        scales = jnp.arange(1, copies + 1).astype(array.dtype) if jnp.issubdtype(array.dtype, jnp.floating) else None
+        parts = [array if scales is None else array * scales[i] for i in range(copies)]
+        return jnp.concatenate(parts)[: max(_DATA, array.shape[0] // _DATA * _DATA)]
+
+    def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        return PartitionSpec(
+            *(self.axes.get(d.factor) if size != 1 else None for d, size in zip(self.dims[name], shape, strict=True))
+        )
+
+    @property
+    def differentiable(self) -> dict[str, Any]:
+        return {n: a for n, a in named(self.inputs) if n in self.problem.owner.differentiable}
+
+    def pull(self, inputs: dict[str, Any], cotangents: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Public outputs and gradients, from all canonical inputs."""
+        operation = self.problem.owner
+        full = operation.Inputs(**{**dict.fromkeys(operation.Inputs._fields), **inputs})
+        request = self.request.reshaped(full)
+
+        def outputs(values: dict[str, Any]) -> dict[str, Any]:
+            return dict(named(operation.run(request, full._replace(**values))))
+
+        got, pullback = jax.vjp(outputs, {n: inputs[n] for n in self.differentiable})
+        return got, pullback(cotangents)[0]
+
+    def arguments(self, sharded: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        def place(values: dict[str, Any]) -> dict[str, Any]:
+            if not sharded:
+                return values
+            return {n: jax.device_put(a, NamedSharding(self.mesh, self.spec(n, a.shape))) for n, a in values.items()}
+
+        return place(dict(named(self.inputs))), place(self.cotangents)
+
+    def check(self, run: Any, arguments: tuple[Any, Any]) -> None:
+        expected = jax.jit(self.pull)(*self.arguments(sharded=False))
+        compiled = jax.jit(run).lower(*arguments).compile()
+        gathers = re.findall(r"(?m)^.*= .* all-gather(?:-start)?\(.*$", compiled.as_text())
+        assert not gathers, f"{self.problem.operation} gathers:\n" + "\n".join(gathers[:3])
+        for kind, got, want in zip(("output", "gradient"), compiled(*arguments), expected, strict=True):
+            for name, value in got.items():
+                check_close(f"{kind} {name}", jax.device_get(value), jax.device_get(want[name]), SAME)
+
+
+def _admitted(problem: Problem) -> None:
+    reason = problem.refusal()
+    if reason is not None:
+        pytest.skip(f"{problem.platform} refuses {problem.case.name}: {reason}")
+
+
+@pytest.mark.ejkernel_level("transforms")
+def test_jit_over_sharded_inputs(transformed: Problem) -> None:
+    """Auto mesh: inputs arrive sharded, nothing is said inside the program, and nothing is gathered."""
+    _admitted(transformed)
+    sharded = _Sharded(transformed, AxisType.Auto)
+    sharded.check(sharded.pull, sharded.arguments(sharded=True))
+
+
+@pytest.mark.ejkernel_level("transforms")
+def test_explicit_mesh(transformed: Problem) -> None:
+    """Explicit mesh: shardings are part of the types."""
+    _admitted(transformed)
+    sharded = _Sharded(transformed, AxisType.Explicit)
+    sharded.check(sharded.pull, sharded.arguments(sharded=True))
+
+
+@pytest.mark.ejkernel_level("transforms")
+def test_shard_map(transformed: Problem) -> None:
+    """Inside `shard_map` with `check_vma=True`; gradients of replicated inputs are summed."""
+    _admitted(transformed)
+    sharded = _Sharded(transformed, AxisType.Auto)
+    inputs, cotangents = sharded.arguments(sharded=False)
+    in_specs = tuple({n: sharded.spec(n, a.shape) for n, a in values.items()} for values in (inputs, cotangents))
+    out_specs = (in_specs[1], {n: in_specs[0][n] for n in sharded.differentiable})
+    mapped = jax.shard_map(sharded.pull, mesh=sharded.mesh, in_specs=in_specs, out_specs=out_specs)
+    sharded.check(mapped, (inputs, cotangents))
+
+

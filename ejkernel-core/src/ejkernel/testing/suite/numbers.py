@@ -1,0 +1,99 @@
+"""Level 2: forward and every gradient against the float64 reference; every config; determinism."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel._records import resolve
+from ejkernel.errors import NoKernelError
+from ejkernel.testing.problem import Problem
+from ejkernel.testing.report import Report
+from ejkernel.testing.tolerance import FORWARD, GRADIENT, check_close, deviation
+
+__all__ = ["test_every_config", "test_forward", "test_gradients", "test_repeats_bit_equal"]
+
+
+def _refused(problem: Problem, report: Report) -> bool:
+    """Whether the platform refuses the case; then calling it must say so, and the report shows why."""
+    reason = problem.refusal()
+    if reason is None:
+        return False
+    assert reason, "a refusal must have a reason"
+    with pytest.raises(NoKernelError, match=re.escape(problem.platform)):
+        problem.owner.invoke(problem.arrays, problem.case.options, platform=problem.platform)
+    report.note(problem.operation, "numbers", f"{problem.case.name} {problem.dtype}", f"refused: {reason}")
+    return True
+
+
+def _note_stamp(problem: Problem, report: Report) -> None:
+    """Find the platform's stamp in the lowered program: proof that it ran, and nothing else in its place."""
+    request = problem.request()
+    lowered = jax.jit(lambda values: problem.public(request, values)).lower(problem.differentiable)
+    stamps = set(re.findall(rf"ejkernel\.{problem.operation}\[([^\]]+)\]", lowered.as_text(debug_info=True)))
+    foreign = {stamp for stamp in stamps if stamp.partition(".")[0] != problem.platform}
+    assert stamps and not foreign, f"asked for {problem.platform}, the program shows {sorted(stamps) or 'no stamp'}"
+    report.ran(problem.operation)
+
+
+@pytest.mark.ejkernel_level("numbers")
+def test_forward(problem: Problem, conformance_report: Report) -> None:
+    if _refused(problem, conformance_report):
+        return
+    _note_stamp(problem, conformance_report)
+    expected = problem.expected_outputs
+    for name, value in problem.outputs().items():
+        found = check_close(name, value, getattr(expected, name), FORWARD[problem.dtype])
+        conformance_report.worst(problem.operation, problem.dtype, found.norm)
+
+
+@pytest.mark.ejkernel_level("numbers")
+def test_gradients(problem: Problem, conformance_report: Report) -> None:
+    if problem.refusal() is not None:
+        return
+    gradients = problem.gradients()
+    expected = problem.expected_gradients
+    assert gradients.keys() == problem.differentiable.keys()
+    for name, value in gradients.items():
+        found = check_close(f"gradient of {name}", value, expected[name], GRADIENT[problem.dtype])
+        conformance_report.worst(problem.operation, f"{problem.dtype} gradient", found.norm)
+
+
+@pytest.mark.ejkernel_level("numbers")
+def test_every_config(transformed: Problem) -> None:
+    """Every config of the search space, in both phases, gives the reference's numbers: not only the winner."""
+    explanation = transformed.explain()
+    for decision, run, expected, tolerance in (
+        (explanation.forward, transformed.outputs, transformed.expected_outputs._asdict(), FORWARD),
+        (explanation.backward, transformed.gradients, transformed.expected_gradients, GRADIENT),
+    ):
+        if decision.chosen is None or decision.chosen.platform != transformed.platform:
+            continue
+        if decision.chosen.implementation.configs is None:
+            continue
+        space = resolve(decision.chosen.implementation.configs)  # pyright: ignore[reportArgumentType]
+        configs = space.search_space(decision.call, decision.target)
+        assert space.heuristic(decision.call, decision.target) is not None
+        assert configs, "an empty search space"
+        for config in configs:
+            _check_all(run(config), expected, tolerance[transformed.dtype], str(config))
+
+
+def _check_all(got: dict[str, Any], expected: dict[str, Any], tolerance: Any, config: str) -> None:
+    for name, value in got.items():
+        check_close(f"{name} with {config}", value, expected[name], tolerance)
+
+
+@pytest.mark.ejkernel_level("numbers")
+def test_repeats_bit_equal(transformed: Problem) -> None:
+    if transformed.refusal() is not None:
+        return
+    first = {**transformed.outputs(), **transformed.gradients()}
+    for _ in range(3):
+        again = {**transformed.outputs(), **transformed.gradients()}
+        for name, value in first.items():
+            assert np.array_equal(np.asarray(value), np.asarray(again[name]), equal_nan=True), (name, deviation(again[name], value))

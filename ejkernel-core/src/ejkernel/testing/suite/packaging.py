@@ -1,0 +1,73 @@
+"""Level 0: the plugin is found, light and well-formed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ejkernel._records import resolve
+from ejkernel._registry import kernel_registry
+from ejkernel.plugin import SUPPORTED_API_LEVELS
+from ejkernel.testing.report import Report
+
+__all__ = ["test_light_module", "test_plugin_is_found", "test_references_resolve"]
+
+IMPORT_BUDGET_SECONDS = 0.005
+_HEAVY = ("jax", "jaxlib", "numpy", "triton", "jax_triton", "torch", "cupy")
+
+_PROBE = """
+import importlib, json, sys, time, warnings
+warnings.simplefilter("error")
+import ejkernel.plugin
+before = set(sys.modules)
+start = time.perf_counter()
+importlib.import_module({module!r})
+seconds = time.perf_counter() - start
+new = {{m.partition(".")[0] for m in set(sys.modules) - before}}
+print(json.dumps({{"seconds": seconds, "heavy": sorted(new & set({heavy!r}))}}))
+"""
+
+
+def _record(platform: str):
+    found = [record for record in kernel_registry.records if record.name == platform]
+    assert found, f"no installed distribution has an entry point named {platform!r} in group 'ejkernel.plugins'"
+    return found[0]
+
+
+@pytest.mark.ejkernel_level("packaging")
+def test_plugin_is_found(platform_name: str, conformance_report: Report) -> None:
+    record = _record(platform_name)
+    assert record.state == "ok", f"{record.state}: {record.reason}\n{record.traceback}"
+    assert record.plugin is not None
+    assert record.plugin.api_level in SUPPORTED_API_LEVELS
+    assert record.plugin.summary
+
+
+@pytest.mark.ejkernel_level("packaging")
+def test_light_module(platform_name: str) -> None:
+    """Importing the light module is fast and pulls in nothing heavy that core has not imported already."""
+    probe = _PROBE.format(module=_record(platform_name).value.partition(":")[0], heavy=_HEAVY)
+    best = None
+    for _ in range(3):
+        run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False, timeout=120)
+        assert run.returncode == 0, run.stderr
+        found = json.loads(run.stdout.splitlines()[-1])
+        assert not found["heavy"], f"the light module imports {', '.join(found['heavy'])}"
+        best = min(found["seconds"], best or found["seconds"])
+    assert best is not None and best < IMPORT_BUDGET_SECONDS, f"{best * 1e3:.1f} ms, allowed {IMPORT_BUDGET_SECONDS * 1e3:.0f} ms"
+
+
+@pytest.mark.ejkernel_level("packaging")
+def test_references_resolve(platform_name: str) -> None:
+    """Everything that the plugin's records name can be imported."""
+    for candidate in kernel_registry.list_implementations():
+        if candidate.platform == platform_name:
+            implementation = candidate.implementation
+            assert callable(resolve(implementation.target))
+            if implementation.supports is not None:
+                assert callable(resolve(implementation.supports))
+            if implementation.configs is not None:
+                assert isinstance(resolve(implementation.configs).config, type)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,3 @@
+"""Loads the conformance kit's options."""
+
+pytest_plugins = ["ejkernel.testing.plugin"]
