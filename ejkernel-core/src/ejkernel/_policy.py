@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 
+from ejkernel._registry import kernel_registry
 from ejkernel._target import Target, as_target
-from ejkernel.errors import invalid, wrong_type
+from ejkernel.errors import invalid, suggestion, wrong_type
 
 PlatformChoice = str | Sequence[str] | None
 
@@ -147,8 +148,6 @@ def _as_names(argument: str, values: Iterable[Any]) -> tuple[str, ...]:
 
 
 def _check_known(argument: str, names: tuple[str, ...]) -> None:
-    from ejkernel._registry import kernel_registry
-
     for name in names:
         kernel_registry.check_platform(argument, name)
 
@@ -164,7 +163,11 @@ def _environment_table() -> dict[str, tuple[str, ...]]:
     table: dict[str, tuple[str, ...]] = {}
     for entry in filter(None, (part.strip() for part in os.environ.get("EJKERNEL_PLATFORM", "").split(";"))):
         operation, separator, names = entry.rpartition("=")
-        table[operation.strip() if separator else "*"] = _as_names("EJKERNEL_PLATFORM", _split(names))
+        operation = operation.strip() if separator else "*"
+        known = kernel_registry.list_operations()
+        if operation not in ("*", *known):
+            raise invalid("EJKERNEL_PLATFORM", repr(operation), "an operation or *" + suggestion(operation, known))
+        table[operation] = _as_names("EJKERNEL_PLATFORM", _split(names))
     return table
 
 
