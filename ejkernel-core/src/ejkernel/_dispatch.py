@@ -13,7 +13,7 @@ import jax
 from ejkernel._arrays import ArraySpec, named
 from ejkernel._explain import Decision, Explanation, Verdict
 from ejkernel._partition import MIXED_AXES, Layout, is_mixed, mesh_of, run_auto, run_explicit
-from ejkernel._priority import DEFAULT_ORDER
+from ejkernel._priority import DEFAULT_ORDER, UNMEASURED
 from ejkernel._records import Candidate, resolve
 from ejkernel._registry import kernel_registry
 from ejkernel.errors import FallbackWarning, NoKernelError
@@ -121,8 +121,8 @@ def _rank(request: Request, candidate: Candidate, wanted: tuple[str, ...], named
     if candidate.origin == "registered":
         standing, own = priority, 0
     else:
-        standing = order.get(candidate.id, order.get(candidate.platform, 0))
-        own = priority
+        unlisted = 0 if candidate.platform == _PORTABLE else UNMEASURED
+        standing, own = order.get(candidate.id, order.get(candidate.platform, unlisted)), priority
     return (place, not named_by_table, -standing, -own, candidate.id)
 
 

@@ -1,7 +1,7 @@
 """Which platform runs first where several can: data, justified by the measurements in `benchmarks/results`.
 
-Operation -> backend -> platform or implementation id -> standing; larger is preferred. What is absent stands at 0. An
-accelerator's platform joins the table once a committed measurement shows where it beats XLA.
+Operation -> backend -> platform or implementation id -> standing; larger is preferred. XLA stands at 0 and whatever is absent
+below it: another platform joins the table once a committed measurement shows where it beats XLA.
 """
 
 from __future__ import annotations
@@ -9,3 +9,5 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 DEFAULT_ORDER: Mapping[str, Mapping[str, Mapping[str, int]]] = {}
+
+UNMEASURED = -1

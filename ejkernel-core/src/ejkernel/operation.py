@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
+import numpy as np
 
 from ejkernel import _dispatch, _explain, _policy, _target
 from ejkernel._arrays import ArraySpec, named
 from ejkernel._batching import batched_backward, batched_forward
 from ejkernel._partition import unify_manual_axes
+from ejkernel.errors import wrong_type
 from ejkernel.plugin import Phase, Target
 
 __all__ = ["ArraySpec", "Bound", "Call", "Cost", "Operation", "Request"]
@@ -224,10 +226,20 @@ def _public(request: Request, outputs: Any) -> Any:
 
 
 def _static_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    for name, value in options.items():
-        if isinstance(value, jax.core.Tracer):
-            raise TypeError(f"{name}: got a traced value, expected a Python value known when the program is built")
-    return tuple(options.items())
+    return tuple((name, _static(name, value)) for name, value in options.items())
+
+
+def _static(name: str, value: Any) -> Any:
+    """An option as a hashable Python value: lists become tuples, arrays of one element become numbers."""
+    if isinstance(value, jax.core.Tracer):
+        raise wrong_type(name, "a traced value", "a Python value known when the program is built")
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+        if value.size != 1:
+            raise wrong_type(name, f"an array of shape {value.shape}", "a Python value")
+        return value.item()
+    return value
 
 
 def _as_config(cfg: Any) -> Any:
