@@ -42,6 +42,6 @@ def autotune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Autotun
     """
     if not _installed:
         raise NoTunerError(
-            "autotune: searching for configs is not part of this version of ejkernel; give configs by cfg=, ejkernel.overlay or a table"
+            "autotune: searching for configs is not part of this version of ejkernel; give them by cfg= or ejkernel.overlay"
         )
     return _installed[0].tune(record_calls(function, *args, **kwargs))

@@ -79,7 +79,9 @@ class Entry:
             {"config": t.config, "seconds": [float(value) for value in t.seconds], "failure": t.failure} for t in self.timings
         ]
         check = self.check and {
-            "passed": bool(self.check.passed), "error": float(self.check.error), "reference": self.check.reference
+            "passed": bool(self.check.passed),
+            "error": float(self.check.error),
+            "reference": self.check.reference,
         }
         return {"key": self.key.to_dict(), **plain, "timings": timings, "check": check, "provenance": dict(self.provenance)}
 

@@ -1,9 +1,9 @@
 """The key of a tuned config: what was tuned, for which call, on which kind of device, under which versions.
 
-Policy on versions. An implementation raises its own `version` when its timings lose meaning. The user's cache also asks for the same
-jax release (three numbers; XLA and the kernel compilers follow it) and the same major.minor of core (calls keep their meaning
-within it). A table shipped in a plugin is released with the code that it belongs to, so there both are only provenance. Drivers,
-hosts, paths and line numbers are no part of a key; a CPU is only known as `cpu`.
+Policy on versions. An implementation raises its own `version` when its timings lose meaning. The user's cache also asks for the
+same jax release (three numbers; XLA and the kernel compilers follow it) and the same major.minor of core (calls keep their
+meaning within it). A table shipped in a plugin is released with the code that it belongs to, so there both are only provenance.
+Drivers, hosts, paths and line numbers are no part of a key; a CPU is only known as `cpu`.
 """
 
 from __future__ import annotations

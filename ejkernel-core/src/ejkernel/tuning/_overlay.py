@@ -33,11 +33,7 @@ class Selector:
 
     def covers(self, implementation: str, operation: str, phase: Phase) -> bool:
         """Whether it speaks of this implementation of this phase."""
-        return (
-            self.operation == operation
-            and self.implementation in (None, implementation)
-            and self.phase in (None, phase)
-        )
+        return self.operation == operation and self.implementation in (None, implementation) and self.phase in (None, phase)
 
     def check(self) -> None:
         """Refuse an operation, implementation or phase that does not exist."""
@@ -62,13 +58,14 @@ class Selector:
 def overlay(configs: Mapping[str, Any]) -> Iterator[None]:
     """Run every call inside the `with` block with these configs, unless the call has a `cfg=` of its own.
 
-    Blocks nest: the innermost that speaks of a call decides. Compiled programs are traced again under another overlay. Nothing is
-    written anywhere.
+    Blocks nest: the innermost that speaks of a call decides. Compiled programs are traced again under another overlay. Nothing
+    is written anywhere.
 
     Args:
-        configs: from `"operation"`, `"operation/implementation"`, either with `":forward"` or `":backward"` behind it, to the config
-            dataclass of the implementation or a mapping of some of its knobs (the others come from its heuristic). A line for an
-            operation must fit the implementation that runs; one for an implementation waits until that is chosen.
+        configs: from `"operation"` or `"operation/implementation"`, with or without `":forward"` or `":backward"` behind it,
+            to the config dataclass of the implementation or a mapping of some of its knobs (the others come from its
+            heuristic). A line for an operation must fit the implementation that runs; one for an implementation waits until
+            that is chosen.
 
     Raises:
         ValueError: unknown operation, implementation or phase; when a call is made, a config that does not fit.

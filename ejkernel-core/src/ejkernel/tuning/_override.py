@@ -1,7 +1,7 @@
 """The two tiers that a user writes by hand: `cfg=` on one call, and `with ejkernel.overlay(...)` around many.
 
-What is written for a call or an operation must fit the implementation that runs at least one of its phases, else it is an error:
-nothing is silently ignored. What is written for one implementation waits until that implementation is chosen.
+What is written for a call or an operation must fit the implementation that runs at least one of its phases, else it is an
+error: nothing is silently ignored. What is written for one implementation waits until that implementation is chosen.
 """
 
 from __future__ import annotations

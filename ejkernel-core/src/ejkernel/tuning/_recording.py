@@ -1,8 +1,8 @@
 """Finding every ejkernel call of a program.
 
-The program is traced once under a context of its own, so that nothing compiled before answers for it. Tracing also visits calls that
-the program does not make in the end (the unbatched form of a mapped call, the plain forward of a differentiated one); those that it
-does make are told apart by a mark in the name stack of their equations.
+The program is traced once under a context of its own, so that nothing compiled before answers for it. Tracing also visits calls
+that the program does not make in the end (the unbatched form of a mapped call, the plain forward of a differentiated one);
+those that it does make are told apart by a mark in the name stack of their equations.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ def note(request: Request, decision: Decision) -> str:
 
 
 def record_calls(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[RecordedCall, ...]:
-    """Every ejkernel call that a function makes: each phase, as the kernels see it, each distinct call once. Nothing is computed.
+    """Every ejkernel call that a function makes, each phase and each distinct call once. Nothing is computed.
 
-    Under `vmap` that is the call with the folded batch, under `shard_map` and on explicit meshes that of one shard, under `grad`
-    both phases. On Auto meshes the shards are not known before compilation, and the call on the whole arrays stands for them.
+    Calls are as the kernels see them: under `vmap` with the folded batch, under `shard_map` and on explicit meshes of one
+    shard, under `grad` in both phases. On Auto meshes the shards are not known before compilation, and the call on the whole
+    arrays stands for them.
 
     Args:
         function: the program; `jax.grad` and others may be applied to it.

@@ -71,9 +71,7 @@ class AutotuningResult:
         _open.blocks.append(block)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         _open.blocks.pop().__exit__(kind, error, traceback)
 
     def remember(self) -> None:

@@ -1,7 +1,7 @@
 """Which config an implementation runs with, and which tier said so.
 
-Tiers: override, overlay, memory, persistent (user cache, then shipped tables), heuristic, error. Tuning is no tier of its own here: it
-runs only when asked, and its answers come back through the tiers before the heuristic.
+Tiers: override, overlay, memory, persistent (user cache, then shipped tables), heuristic, error. Tuning runs only when asked,
+never from here; its answers come back through the tiers before the heuristic.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The user's cache: one JSON file per entry, written by atomic rename.
 
-Concurrent processes never share a file that is half written, and entries of different keys never share a file; of two processes that
+Concurrent processes never see a file that is half written, and entries of different keys never share one; of two processes that
 store the same key, the later wins. Only files of this module's own names, in its own folder, are ever read, written or deleted.
 """
 

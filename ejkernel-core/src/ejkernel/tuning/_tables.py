@@ -1,8 +1,8 @@
 """Tuning tables that plugins ship: exact calls first, then the nearest of the same bucket.
 
-A third party's table speaks only of its own implementations and never chooses the platform, as its kernels are opt-in. A config of a
-near call is used only if the implementation's search space for the call at hand contains it, as that is the one place where an
-implementation says which configs are legal for a call. Which platform is fastest is never taken over from a near call.
+A third party's table speaks only of its own implementations and never chooses the platform, as its kernels are opt-in. A config
+of a near call is used only if the implementation's search space for the call at hand contains it, as that is the one place
+where an implementation says which configs are legal for a call. Which platform is fastest is never taken over from a near call.
 """
 
 from __future__ import annotations
