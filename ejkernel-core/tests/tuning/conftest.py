@@ -116,7 +116,9 @@ class World:
         fields.setdefault("timings", (tuning.Timing(config, (seconds, seconds)), tuning.Timing({"rows": 64}, failure="OOM")))
         return tuning.Entry(fields.pop("key", None) or self.key(x), config, **fields)
 
-    def ship(self, *entries: tuning.Entry, name: str = "fixture", distribution: str = "ejkernel-fixture", text: Any = None) -> Path:
+    def ship(
+        self, *entries: tuning.Entry, name: str = "fixture", distribution: str = "ejkernel-fixture", text: Any = None
+    ) -> Path:
         """Install a plugin that ships a table of these entries."""
         path = self.directory / f"table-{len(self.tables)}.json"
         path.write_text(dump_entries(entries) if text is None else text)

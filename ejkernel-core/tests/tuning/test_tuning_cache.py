@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 _WRITER = """
 import dataclasses, sys
 from ejkernel import tuning
+from ejkernel.tuning._store import directory, read
 worker = int(sys.argv[1])
 key = tuning.Key("rms_norm", "forward", "fixture", 1, "{}", "cpu", "cpu", "", "0.0.0", "0.1")
 for number in range(40):
@@ -34,6 +35,8 @@ for number in range(40):
     entry = tuning.Entry(dataclasses.replace(key, version=version), {"rows": worker}, timings=(timing,),
                          check=tuning.Check(True, 0.5))
     assert tuning.store(entry)
+    for _ in range(10):
+        assert len(read(directory() / f"{entry.key.digest}.json").timings[0].seconds) == 2000
 """
 
 

@@ -55,7 +55,7 @@ def test_a_line_that_does_not_fit(world: Any, name: str) -> None:
 
 def test_implementation_without_knobs(world: Any) -> None:
     world.register(platform="plain", configs=None)
-    with ejkernel.overlay({"rms_norm": {"rows": 1}}), pytest.raises(ValueError, match="'plain'.*without knobs"):
+    with ejkernel.overlay({"rms_norm": {"rows": 1}}), pytest.raises(ValueError, match=r"'plain'.*without knobs"):
         ejkernel.rms_norm(world.x, platform="plain")
 
 

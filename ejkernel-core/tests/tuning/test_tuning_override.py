@@ -37,7 +37,7 @@ def test_forward_alone_accepts_the_config_of_backward(world: Any) -> None:
 
 def test_config_that_fits_no_phase(world: Any) -> None:
     world.register("backward")
-    expected = r"cfg: got Strange.*expected Blocks\(rows, warps\) for 'fixture' \(forward\) or GradBlocks\(columns, warps\) for 'fixture'"
+    expected = r"cfg: got Strange.*expected Blocks\(rows, warps\) for 'fixture' \(forward\) or GradBlocks\(columns, warps\)"
     with pytest.raises(TypeError, match=expected):
         world.run(cfg=world.Strange())
     with pytest.raises(TypeError, match=expected):
