@@ -234,3 +234,16 @@ def test_table_with_an_unchecked_entry_is_refused(world: Any) -> None:
     world.ship(world.entry(10, check=None))
     with pytest.warns(ejkernel.errors.CacheWarning, match="no check for rms_norm/fixture:forward"):
         assert world.tier() == "heuristic"
+
+
+@pytest.mark.filterwarnings("default")
+def test_call_without_a_key_goes_on_with_the_heuristic(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> Any:
+        raise TypeError("x: got a thing")
+
+    monkeypatch.setattr(tuning.Key, "of", refuse)
+    with pytest.warns(
+        ejkernel.errors.CacheWarning, match="RmsNormCall: calls of it cannot be looked up.*x: got a thing"
+    ) as caught:
+        assert (world.run(), world.run()) == (world.Blocks(8), world.Blocks(8))
+    assert len(caught) == 1
