@@ -1,0 +1,249 @@
+"""Each tier by itself, their order, and what `explain` says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel
+from ejkernel import tuning
+from ejkernel.plugin import ConfigSpace
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def test_heuristic(world: Any) -> None:
+    assert world.run() == world.Blocks(8, 4)
+    assert world.tier() == "heuristic"
+
+
+def test_override_dataclass(world: Any) -> None:
+    assert world.run(cfg=world.Blocks(2, 1)) == world.Blocks(2, 1)
+    assert world.tier(cfg=world.Blocks(2, 1)) == "override"
+
+
+def test_override_mapping_takes_the_rest_from_the_heuristic(world: Any) -> None:
+    tuning.remember(world.entry(1))
+    assert world.run(cfg={"warps": 7}) == world.Blocks(8, 7)
+    assert world.tier(cfg={"warps": 7}) == "override"
+
+
+def test_overlay(world: Any) -> None:
+    with ejkernel.overlay({"rms_norm": world.Blocks(3)}):
+        assert world.run() == world.Blocks(3)
+        assert world.tier() == "overlay"
+    assert world.run() == world.Blocks(8)
+
+
+def test_autotuning_result(world: Any) -> None:
+    with tuning.AutotuningResult((world.entry(5),)):
+        assert world.run() == world.Blocks(5)
+        assert world.tier() == "overlay (autotuning result)"
+        assert world.run(jnp.ones((7, 4))) == world.Blocks(8)
+    assert world.run() == world.Blocks(8)
+
+
+def test_memory(world: Any) -> None:
+    tuning.remember(world.entry(6))
+    assert world.run() == world.Blocks(6)
+    assert world.tier() == "memory"
+    assert world.tier(jnp.ones((7, 4))) == "heuristic"
+    tuning.forget()
+    assert world.run() == world.Blocks(8)
+
+
+def test_user_cache(world: Any) -> None:
+    assert tuning.store(world.entry(9)) is True
+    assert world.run() == world.Blocks(9)
+    assert world.tier() == "user cache"
+    assert world.tier(jnp.ones((7, 4))) == "heuristic"
+
+
+def test_shipped_table_exact(world: Any) -> None:
+    world.ship(world.entry(10))
+    assert world.run() == world.Blocks(10)
+    assert world.tier() == "shipped table"
+
+
+def test_shipped_table_of_another_jax_and_core(world: Any) -> None:
+    entry = world.entry(10)
+    world.ship(dataclasses.replace(entry, key=dataclasses.replace(entry.key, jax="0.0.1", core="0.0")))
+    assert world.tier() == "shipped table"
+
+
+def test_shipped_table_nearest_in_log_space(world: Any) -> None:
+    world.ship(world.entry(1, jnp.ones((64, 16))), world.entry(2, jnp.ones((1024, 16))))
+    # 300 is 236 away from 64 and 724 from 1024, but log2 puts it nearer to 1024 (1.8 against 2.2).
+    assert world.run(jnp.ones((300, 16))) == world.Blocks(2)
+    assert world.run(jnp.ones((100, 16))) == world.Blocks(1)
+    assert world.tier(jnp.ones((100, 16))) == "shipped table (nearest bucket: x float32[64,16])"
+
+
+def test_nearest_is_of_the_same_dtype_rank_and_flags(world: Any) -> None:
+    world.ship(world.entry(1, jnp.ones((64, 16))))
+    assert world.tier(jnp.ones((65, 16), jnp.bfloat16)) == "heuristic"
+    assert world.tier(jnp.ones((65, 2, 16))) == "heuristic"
+    assert world.tier(jnp.ones((65, 16)), epsilon=1e-3) == "heuristic"
+    assert world.tier(jnp.ones((65, 16))).startswith("shipped table (nearest")
+
+
+def test_nearest_config_outside_the_search_space_is_passed_over(world: Any) -> None:
+    world.ship(world.entry(7, jnp.ones((64, 16))), world.entry(2, jnp.ones((1024, 16))))
+    assert world.run(jnp.ones((65, 16))) == world.Blocks(2)
+    assert world.run(jnp.ones((64, 16))) == world.Blocks(7)
+
+
+def test_order_of_tiers(world: Any) -> None:
+    world.ship(world.entry(15), world.entry(4, jnp.ones((6, 4))))
+    tuning.store(world.entry(14))
+    tuning.remember(world.entry(13))
+    with ejkernel.overlay({"rms_norm": {"rows": 12}}):
+        assert (world.run(cfg={"rows": 11}).rows, world.tier(cfg={"rows": 11})) == (11, "override")
+        assert (world.run().rows, world.tier()) == (12, "overlay")
+    assert (world.run().rows, world.tier()) == (13, "memory")
+    tuning.forget()
+    assert (world.run().rows, world.tier()) == (14, "user cache")
+    tuning.clear_cache()
+    assert (world.run().rows, world.tier()) == (15, "shipped table")
+    assert world.run(jnp.ones((5, 4))).rows == 4
+    assert world.tier(jnp.ones((5, 4, 4))) == "heuristic"
+
+
+def test_compiled_programs_see_changes_of_memory_and_cache(world: Any) -> None:
+    program = jax.jit(ejkernel.rms_norm)
+    program(world.x)
+    program(world.x)
+    assert [config.rows for config in world.seen] == [8]
+    tuning.remember(world.entry(6))
+    program(world.x)
+    program(world.x)
+    assert world.seen[-1].rows == 6
+    tuning.forget()
+    tuning.store(world.entry(9))
+    program(world.x)
+    assert world.seen[-1].rows == 9
+
+
+def test_results_do_not_depend_on_the_config(world: Any) -> None:
+    expected = np.asarray(ejkernel.rms_norm(world.x, platform="fixture"))
+    np.testing.assert_array_equal(np.asarray(ejkernel.rms_norm(world.x, cfg={"rows": 1})), expected)
+
+
+def test_explanation_shows_config_and_tier(world: Any) -> None:
+    tuning.remember(world.entry(6))
+    decision = ejkernel.explain("rms_norm", world.x).to_dict()["forward"]
+    assert (decision["chosen"], decision["config"], decision["tier"]) == ("fixture", {"rows": 6, "warps": 4}, "memory")
+    assert "config Blocks(rows=6, warps=4) from memory" in str(ejkernel.explain("rms_norm", world.x))
+
+
+def test_a_raising_heuristic_is_named(world: Any) -> None:
+    def broken(call: Any, target: Any) -> Any:
+        return 1 // 0
+
+    world.register(platform="acme", configs=ConfigSpace(world.Blocks, broken, lambda call, target: []))
+    with pytest.raises(ejkernel.NoConfigError, match=r"'acme' \(rms_norm, forward\).*heuristic raised ZeroDivisionError"):
+        ejkernel.rms_norm(world.x, platform="acme")
+    world.seen.clear()
+    ejkernel.rms_norm(world.x, platform="acme", cfg=world.Blocks(1))
+    assert world.seen == [world.Blocks(1)]
+
+
+def test_a_heuristic_that_returns_something_else_is_the_end(world: Any) -> None:
+    space = ConfigSpace(world.Blocks, lambda call, target: {"rows": 1}, lambda call, target: [])
+    world.register(platform="acme", configs=space)
+    with pytest.raises(ejkernel.NoConfigError, match=r"'acme'.*returned \{'rows': 1\}, expected Blocks"):
+        ejkernel.rms_norm(world.x, platform="acme")
+
+
+def test_a_raising_search_space_is_named(world: Any) -> None:
+    def broken(call: Any, target: Any) -> Any:
+        raise RuntimeError("no space")
+
+    world.register(platform="acme", configs=ConfigSpace(world.Blocks, lambda call, target: world.Blocks(), broken))
+    key = world.key(jnp.ones((64, 16)), "acme")
+    world.ship(world.entry(1, key=key), name="acme")
+    with pytest.raises(ejkernel.NoConfigError, match="search space raised RuntimeError: no space"):
+        ejkernel.rms_norm(jnp.ones((65, 16)), platform="acme")
+
+
+@pytest.mark.parametrize("tier", ["memory", "user cache"])
+def test_platform_choice(world: Any, tier: str) -> None:
+    world.register(platform="slow", priority=1)
+    key = world.key(implementation="slow")
+    put = tuning.remember if tier == "memory" else tuning.store
+    assert ejkernel.explain("rms_norm", world.x).chosen == "fixture"
+    put(world.entry(3, key=key, best="slow", seconds=1e-6))
+    explanation = ejkernel.explain("rms_norm", world.x)
+    assert (explanation.chosen, explanation.forward.setting, explanation.forward.tier) == ("slow", "tuning table", tier)
+    assert ejkernel.explain("rms_norm", jnp.ones((9, 9))).chosen == "fixture"
+    with ejkernel.use("fixture"):
+        assert ejkernel.explain("rms_norm", world.x).chosen == "fixture"
+
+
+def test_platform_choice_needs_no_knobs(world: Any) -> None:
+    world.register(platform="plain", priority=1, configs=None)
+    tuning.remember(world.entry(None, key=world.key(implementation="plain"), best="plain"))
+    assert ejkernel.explain("rms_norm", world.x).chosen == "plain"
+
+
+def test_two_that_claim_to_be_best(world: Any) -> None:
+    world.register(platform="slow", priority=1)
+    tuning.remember(world.entry(3, best="fixture", seconds=2e-3))
+    tuning.remember(world.entry(3, key=world.key(implementation="slow"), best="slow", seconds=1e-3))
+    assert ejkernel.explain("rms_norm", world.x).chosen == "slow"
+
+
+def test_platform_choice_of_another_version_does_not_count(world: Any) -> None:
+    world.register(platform="slow", priority=1, version=2)
+    key = dataclasses.replace(world.key(implementation="slow"), version=1)
+    tuning.remember(world.entry(3, key=key, best="slow"))
+    assert ejkernel.explain("rms_norm", world.x).chosen == "fixture"
+
+
+def test_only_first_party_tables_choose_the_platform(world: Any) -> None:
+    world.register(platform="slow", priority=1)
+    entry = world.entry(3, key=world.key(implementation="slow"), best="slow")
+    world.ship(entry, name="slow")
+    assert ejkernel.explain("rms_norm", world.x).chosen == "fixture"
+    assert world.tier(platform="slow") == "shipped table"
+    world.ship(entry, name="xla", distribution="ejkernel-xla")
+    assert ejkernel.explain("rms_norm", world.x).chosen == "slow"
+
+
+def test_a_third_partys_table_speaks_only_of_itself(world: Any) -> None:
+    world.ship(world.entry(10), name="acme")
+    assert world.tier() == "heuristic"
+
+
+@pytest.mark.filterwarnings("default")
+def test_corrupt_table_is_ignored_with_one_warning(world: Any) -> None:
+    path = world.ship(text="{ not json")
+    with pytest.warns(ejkernel.errors.CacheWarning, match=path.name) as caught:
+        assert world.tier() == "heuristic"
+        world.ship(world.entry(10))
+        assert world.tier() == "shipped table"
+    assert len(caught) == 1
+
+
+def test_table_with_an_unchecked_entry_is_refused(world: Any) -> None:
+    world.ship(world.entry(10, check=None))
+    with pytest.warns(ejkernel.errors.CacheWarning, match="no check for rms_norm/fixture:forward"):
+        assert world.tier() == "heuristic"
+
+
+@pytest.mark.filterwarnings("default")
+def test_call_without_a_key_goes_on_with_the_heuristic(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> Any:
+        raise TypeError("x: got a thing")
+
+    monkeypatch.setattr(tuning.Key, "of", refuse)
+    with pytest.warns(
+        ejkernel.errors.CacheWarning, match="RmsNormCall: calls of it cannot be looked up.*x: got a thing"
+    ) as caught:
+        assert (world.run(), world.run()) == (world.Blocks(8), world.Blocks(8))
+    assert len(caught) == 1
