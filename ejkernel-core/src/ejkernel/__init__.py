@@ -13,6 +13,7 @@ _LAZY = {
     "explain": "ejkernel._explain",
     **dict.fromkeys(("NoKernelError", "PluginError", "EjkernelError"), "ejkernel.errors"),
     **dict.fromkeys(("rms_norm", "RmsNorm", "Executor", "create_default_executor"), "ejkernel.modules"),
+    "MaskInfo": "ejkernel.masks",
 }
 
 
