@@ -1,4 +1,4 @@
-"""Loggers with coloured output that is set up when the first line is written, and gives way to the application's own logging."""
+"""Loggers whose coloured output is decided as each line is written, and gives way to the application's own logging."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _COLOURS = {"DEBUG": 36, "INFO": 32, "WARNING": 33, "ERROR": 31, "CRITICAL": 35}
 
 
 class _Terminal(logging.Handler):
-    """Writes to whatever `sys.stderr` is now. Silent once the root logger has handlers: they receive the same records."""
+    """Writes to whatever `sys.stderr` is now. Silent once the application has handlers, which receive the same records."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if logging.getLogger().handlers:
+        top = logging.getLogger(record.name.partition(".")[0])
+        if logging.getLogger().handlers or any(handler is not self for handler in top.handlers):
             return
         stream: Any = sys.stderr
         if stream is not None:

@@ -206,8 +206,15 @@ def _one_scale(scale: float | None, softmax_scale: float | None) -> float | None
 
 
 def _restarting_sum(
-    values: Any, chunk_size: int | None, reverse: bool, scale: float | None, cu_seqlens: Any, head_first: bool, output_dtype: Any
+    values: Any,
+    chunk_size: int | None,
+    reverse: bool,
+    scale: float | None,
+    cu_seqlens: Any,
+    head_first: bool,
+    output_dtype: Any,
 ) -> Any:
+    values = jnp.asarray(values)
     if not jnp.issubdtype(values.dtype, jnp.floating):
         raise wrong_type("g", f"dtype {values.dtype}", "a floating type")
     if values.ndim not in (3, 4):

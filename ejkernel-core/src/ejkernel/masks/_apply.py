@@ -102,7 +102,9 @@ def _rows(array: Any, index: Any, axis: int) -> Any:
     return jnp.take_along_axis(array, jnp.expand_dims(index, [a for a in range(1, array.ndim) if a != axis]), axis=axis)
 
 
-def apply_kv_lengths(info: MaskInfo, kv_lengths: Any, *, q_len: int | None, end_index: Any, sliding_window: int | None) -> MaskInfo:
+def apply_kv_lengths(
+    info: MaskInfo, kv_lengths: Any, *, q_len: int | None, end_index: Any, sliding_window: int | None
+) -> MaskInfo:
     """Keep keys before `kv_lengths`; then the `q_len` queries, and the `sliding_window` keys, that end at `end_index`."""
     lengths = _lengths("kv_lengths", kv_lengths)
     if q_len is None and sliding_window is None:
@@ -110,7 +112,9 @@ def apply_kv_lengths(info: MaskInfo, kv_lengths: Any, *, q_len: int | None, end_
         return info.replace(key_lengths=shorter)
     query_length, key_length = info.known_sizes("apply_kv_lengths(q_len=, sliding_window=)")
     end = lengths if end_index is None else _lengths("end_index", end_index)
-    info = _derive.resolved(apply_kv_lengths(info, lengths, q_len=None, end_index=None, sliding_window=None), query_length, key_length)
+    info = _derive.resolved(
+        apply_kv_lengths(info, lengths, q_len=None, end_index=None, sliding_window=None), query_length, key_length
+    )
     changes: dict[str, Any] = {
         "query_positions": _materialise.query_positions(info, query_length),
         "key_positions": _materialise.key_positions(info, key_length),
@@ -147,7 +151,9 @@ def _within(name: str, value: Any, size: int) -> int:
 
 def _window_width(value: Any) -> int:
     if isinstance(value, (tuple, list)):
-        raise wrong_type("sliding_window", value, "an int", remedy="the last keys are kept, so only a number of keys makes sense")
+        raise wrong_type(
+            "sliding_window", value, "an int", remedy="the last keys are kept, so only a number of keys makes sense"
+        )
     return _checks.integer("sliding_window", value, 1)
 
 

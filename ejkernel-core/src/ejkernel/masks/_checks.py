@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -32,7 +33,10 @@ def as_array(name: str, value: Any) -> Any:
 def _cast(array: Any, dtype: Any) -> Any:
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(array.shape, dtype)
-    return jnp.asarray(array, dtype)
+    if isinstance(array, np.ndarray):
+        with jax.ensure_compile_time_eval():  # under tracing too, what was given as values stays values
+            return jnp.asarray(array, dtype)
+    return array.astype(dtype)
 
 
 def integers(name: str, value: Any, axes: str, *, remedy: str = "") -> Any:
@@ -66,7 +70,10 @@ def boolean(name: str, value: Any) -> Any:
         host = np.asarray(array)
         if host.size and not 0 <= host.min() <= host.max() <= 1:
             raise invalid(
-                name, f"integers in [{host.min()}, {host.max()}]", "0 and 1", remedy="use MaskInfo.from_segments for segment ids"
+                name,
+                f"integers in [{host.min()}, {host.max()}]",
+                "0 and 1",
+                remedy="use MaskInfo.from_segments for segment ids",
             )
     return _cast(array, jnp.bool_)
 
@@ -119,7 +126,9 @@ def cumulative(name: str, value: Any) -> Any:
     if is_concrete(array):
         host = np.asarray(array)
         if host[0] != 0:
-            raise invalid(name, f"first value {host[0]}", "0", remedy="pass cumulative lengths [0, l1, l1 + l2, ...], not lengths")
+            raise invalid(
+                name, f"first value {host[0]}", "0", remedy="pass cumulative lengths [0, l1, l1 + l2, ...], not lengths"
+            )
         if (np.diff(host) < 0).any():
             raise invalid(name, host.tolist(), "values that never fall", remedy="pass cumulative lengths, not lengths")
     return array

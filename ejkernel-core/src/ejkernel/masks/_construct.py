@@ -32,7 +32,9 @@ def from_attention_mask(cls: type[MaskInfo], mask: Any, **fields: Any) -> MaskIn
     if len(array.shape) == 3:
         array = array[:, None]
     if len(array.shape) != 4:
-        raise invalid("attention_mask", f"shape {tuple(array.shape)}", "[batch, key], [batch, query, key] or [batch, head, query, key]")
+        raise invalid(
+            "attention_mask", f"shape {tuple(array.shape)}", "[batch, key], [batch, query, key] or [batch, head, query, key]"
+        )
     return cls(dense=array, **fields)
 
 
@@ -59,7 +61,9 @@ def from_cu_seqlens(
         raise invalid("causal_alignment", repr(causal_alignment), "'top_left' or 'bottom_right'")
     queries = _checks.cumulative("cu_seqlens_q", cu_seqlens_q)
     keys = queries if cu_seqlens_k is None else _checks.cumulative("cu_seqlens_k", cu_seqlens_k)
-    _checks.agree("number of sequences", [("cu_seqlens_q", queries.shape[0] - 1, False), ("cu_seqlens_k", keys.shape[0] - 1, False)])
+    _checks.agree(
+        "number of sequences", [("cu_seqlens_q", queries.shape[0] - 1, False), ("cu_seqlens_k", keys.shape[0] - 1, False)]
+    )
     total_q = _checks.static_total("cu_seqlens_q", queries, total_length)
     total_k = _checks.static_total("cu_seqlens_k", keys, total_length if total_key_length is None else total_key_length)
     query_segments, query_positions = packed_segments(queries, total_q)
@@ -132,7 +136,7 @@ def causal(
 
 
 class CausalName:
-    """`MaskInfo.causal(...)` makes a causal mask while `info.causal` says whether one is: the class and the instance share a name.
+    """`MaskInfo.causal(...)` makes a causal mask, `info.causal` says whether it is one: class and instance share a name.
 
     Instances store their bool in `__dict__`, which hides this descriptor.
     """
@@ -145,3 +149,4 @@ class CausalName:
         return functools.partial(causal, owner)
 
 
+CAUSAL_NAME = CausalName()

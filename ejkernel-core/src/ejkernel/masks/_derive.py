@@ -42,14 +42,16 @@ def segments_with_lengths(segments: Any, lengths: Any, size: int) -> Any:
 def segment_ids(info: MaskInfo, side: Side) -> Any:
     """Segment ids `[B, size]` of one side as said, else padding read from the dense mask; None if the size is unknown.
 
-    Segments cannot express a dense mask, so from one they only mark padding: 0 where the token takes part, -1 where no head lets
-    it see or be seen.
+    Segments cannot express a dense mask, so from one they only mark padding: 0 where the token takes part, -1 where no
+    head lets it see or be seen.
     """
     query = side == "query"
     size = info.q_len if query else info.kv_len
     if size is None:
         return None
-    said = segments_with_lengths(*((info.query_segments, info.query_lengths) if query else (info.key_segments, info.key_lengths)), size)
+    said = segments_with_lengths(
+        *((info.query_segments, info.query_lengths) if query else (info.key_segments, info.key_lengths)), size
+    )
     if said is not None:
         return said
     if info.dense is not None:

@@ -48,7 +48,9 @@ def _matrix(mask: np.ndarray, max_rows: int, max_cols: int) -> str:
 
 
 def _blocks(mask: np.ndarray, max_rows: int, max_cols: int) -> str:
-    rows, cols = (np.array_split(np.arange(size), min(size, most)) for size, most in zip(mask.shape, (max_rows, max_cols), strict=True))
+    rows, cols = (
+        np.array_split(np.arange(size), min(size, most)) for size, most in zip(mask.shape, (max_rows, max_cols), strict=True)
+    )
     return "\n".join("".join(_cell(mask[np.ix_(row, col)]) for col in cols) for row in rows)
 
 
@@ -63,8 +65,19 @@ def _sample(size: int, most: int) -> list[int]:
 
 def summary(info: MaskInfo) -> str:
     """The parts that were said: arrays by dtype and shape, structure by value."""
-    parts = [f"{name}={_short(value)}" for name in vars(info) if (value := getattr(info, name)) is not None and hasattr(value, "shape")]
-    structure = {"causal": False, "causal_offset": 0, "window": None, "chunk_size": None, "prefix": None, "sizes": (None, None, None)}
+    parts = [
+        f"{name}={_short(value)}"
+        for name in vars(info)
+        if (value := getattr(info, name)) is not None and hasattr(value, "shape")
+    ]
+    structure = {
+        "causal": False,
+        "causal_offset": 0,
+        "window": None,
+        "chunk_size": None,
+        "prefix": None,
+        "sizes": (None, None, None),
+    }
     parts += [f"{name}={getattr(info, name)}" for name, unsaid in structure.items() if getattr(info, name) != unsaid]
     return f"MaskInfo({', '.join(parts)})"
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.errors import invalid
-from ejkernel.masks import _apply, _checks, _construct, _derive, _materialise, _visualise
+from ejkernel.masks import _apply, _checks, _construct, _derive, _materialise, _sizes, _visualise
 
 AxisName = str | tuple[str, ...] | None
 
@@ -54,9 +55,9 @@ class MaskInfo:
         key_positions: int32 `[B|1, S]`.
         query_lengths: int32 `[B|1]`.
         key_lengths: int32 `[B|1]`.
-        sizes: (B, T, S) as far as known apart from the arrays; only used to materialise.
+        sizes: (B, T, S) where no array tells them; only used to materialise.
         sliding_window_baked_in: a client's note that its window is in this mask already; no part of visibility.
-        batch_axis_name: mesh axes over which B is sharded; likewise `qheads_axis_name`, `kvheads_axis_name`, `sequence_axis_name`.
+        batch_axis_name: mesh axes over which B is sharded; likewise for query heads, key heads and the sequence.
     """
 
     dense: Any = None
@@ -66,7 +67,7 @@ class MaskInfo:
     key_positions: Any = None
     query_lengths: Any = None
     key_lengths: Any = None
-    causal: _construct.CausalName = _construct.CausalName()
+    causal: _construct.CausalName = _construct.CAUSAL_NAME
     causal_offset: int = 0
     window: _checks.Window | None = None
     chunk_size: int | None = None
@@ -124,7 +125,8 @@ class MaskInfo:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        _check_sizes(self)
+        _sizes.check(self, ARRAYS)
+        object.__setattr__(self, "sizes", _sizes.not_told_by_arrays(self, ARRAYS))
 
     # Constructors
 
@@ -218,7 +220,9 @@ class MaskInfo:
         cls, lengths: Any, max_length: int, *, key_lengths: Any = None, key_max_length: int | None = None, **fields: Any
     ) -> MaskInfo:
         """Right-padded sequences: `lengths` `[B]` of `max_length`; the keys' are the same unless given."""
-        return _construct.from_lengths(cls, lengths, max_length, key_lengths=key_lengths, key_max_length=key_max_length, **fields)
+        return _construct.from_lengths(
+            cls, lengths, max_length, key_lengths=key_lengths, key_max_length=key_max_length, **fields
+        )
 
     @classmethod
     def from_random(
@@ -255,7 +259,7 @@ class MaskInfo:
         """A copy with other fields.
 
         Names of fields are set as given, None included. The named spellings ignore None, and `attention_mask` replaces what
-        `info.attention_mask` reads: dense, structure and lengths give way to it; segments and positions stay where they still fit.
+        `info.attention_mask` reads: dense, structure and lengths give way to it; segments and positions stay where they fit.
         """
         changes = dict(fields)
         if attention_mask is not None:
@@ -281,12 +285,12 @@ class MaskInfo:
     @property
     def q_len(self) -> int | None:
         """T if anything says so; a dense mask that broadcasts over queries says 1."""
-        return _length(self.query_segments, self.query_positions, self.sizes[1], self.dense, -2)
+        return _sizes.last_axis(self.query_segments, self.query_positions, self.sizes[1], self.dense, -2)
 
     @property
     def kv_len(self) -> int | None:
         """S if anything says so."""
-        return _length(self.key_segments, self.key_positions, self.sizes[2], self.dense, -1)
+        return _sizes.last_axis(self.key_segments, self.key_positions, self.sizes[2], self.dense, -1)
 
     @property
     def shape(self) -> tuple[int | None, int | None, int | None]:
@@ -295,20 +299,15 @@ class MaskInfo:
 
     def known_sizes(self, purpose: str) -> tuple[int, int]:
         """(T, S), or an error that says how to give them."""
-        if self.q_len is None or self.kv_len is None:
-            raise invalid(
-                f"sizes for {purpose}", f"T={self.q_len}, S={self.kv_len}", "both", remedy="use materialize(T, S) or pass sizes="
-            )
-        return self.q_len, self.kv_len
+        return _sizes.both(purpose, self.q_len, self.kv_len)
 
     # Views
 
     def materialize(self, query_length: int | None = None, key_length: int | None = None) -> Any:
         """Everything that was said as one bool `[B|1, H|1, T, S]`."""
-        if query_length is None or key_length is None:
-            known = self.known_sizes("materialize")
-            query_length, key_length = known[0] if query_length is None else query_length, known[1] if key_length is None else key_length
-        return _materialise.visibility(self, query_length, key_length)
+        queries = self.q_len if query_length is None else query_length
+        keys = self.kv_len if key_length is None else key_length
+        return _materialise.visibility(self, *_sizes.both("materialize", queries, keys))
 
     @property
     def attention_mask(self) -> Any:
@@ -329,7 +328,7 @@ class MaskInfo:
 
     @property
     def q_segment_ids(self) -> Any:
-        """Query segments as said, lengths included. From a dense mask only padding: 0 for queries that see something, -1 else."""
+        """Query segments as said, lengths included. From a dense mask only padding: 0 for queries that see a key, -1 else."""
         return _derive.segment_ids(self, "query")
 
     @property
@@ -460,31 +459,13 @@ def _axis(name: Any) -> AxisName:
     return tuple(name) if isinstance(name, (list, tuple)) else name
 
 
-def _length(segments: Any, positions: Any, size: int | None, dense: Any, axis: int) -> int | None:
-    for array in (segments, positions):
-        if array is not None:
-            return array.shape[-1]
-    return size if size is not None or dense is None else dense.shape[axis]
-
-
-def _check_sizes(info: MaskInfo) -> None:
-    def along(name: str, axis: int, broadcasts: bool = False) -> tuple[str, int | None, bool]:
-        array = getattr(info, name)
-        return name, None if array is None else array.shape[axis], broadcasts
-
-    batch, query, key = info.sizes
-    _checks.agree("batch size", [*(along(name, 0, True) for name in ARRAYS), ("sizes[0]", batch, True)])
-    query_sizes = [along("query_segments", 1), along("query_positions", 1), ("sizes[1]", query, False)]
-    _checks.agree("number of queries", [*query_sizes, along("dense", 2, True)])
-    key_sizes = [along("key_segments", 1), along("key_positions", 1), ("sizes[2]", key, False)]
-    _checks.agree("number of keys", [*key_sizes, along("dense", 3, True)])
-
-
 def _standing_for(info: MaskInfo, attention_mask: Any) -> dict[str, Any]:
     """Changes that make `attention_mask` all that is said besides segments and positions of the same size."""
     dense = _construct.from_attention_mask(MaskInfo, attention_mask)
     if dense.dense is None:
-        raise invalid("attention_mask", "[batch, key]", "[batch, query, key] or [batch, head, query, key]", remedy="set segments")
+        raise invalid(
+            "attention_mask", "[batch, key]", "[batch, query, key] or [batch, head, query, key]", remedy="set segments"
+        )
     changes: dict[str, Any] = {"dense": dense.dense, "query_lengths": None, "key_lengths": None, **_apply.PLAIN}
     changes["sizes"] = (info.sizes[0], dense.dense.shape[2], dense.dense.shape[3])
     for name, axis in (("query_segments", 2), ("query_positions", 2), ("key_segments", 3), ("key_positions", 3)):
@@ -506,7 +487,7 @@ def _flatten_with_keys(info: MaskInfo) -> tuple[tuple[tuple[Any, Any], ...], tup
     return tuple((jax.tree_util.GetAttrKey(name), array) for name, array in zip(ARRAYS, arrays, strict=True)), static
 
 
-def _unflatten(static: tuple[Any, ...], arrays: tuple[Any, ...]) -> MaskInfo:
+def _unflatten(static: tuple[Any, ...], arrays: Iterable[Any]) -> MaskInfo:
     """Without checks: JAX puts placeholders, specs and batched arrays where arrays were."""
     info = object.__new__(MaskInfo)
     for name, value in zip((*ARRAYS, *STATIC), (*arrays, *static), strict=True):
