@@ -117,7 +117,7 @@ def test_methods_work_on_the_local_part_of_a_sharded_mask():
     assert info.sizes == (None, None, None) and local.shape == (1, 2, 3)
     np.testing.assert_array_equal(local.attention_mask[0, 0], [[1, 0, 0], [1, 0, 0]])
     specs = jax.tree.map(lambda leaf: jax.sharding.PartitionSpec("x"), info)
-    mesh = jax.make_mesh((1,), ("x",))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     run = jax.shard_map(
         lambda i: i.apply_causal().materialize(), mesh=mesh, in_specs=(specs,), out_specs=jax.sharding.PartitionSpec("x")
     )
