@@ -15,6 +15,7 @@ _LAZY = {
     **dict.fromkeys(("autotune", "overlay"), "ejkernel.tuning"),
     **dict.fromkeys(("NoConfigError", "NoKernelError", "NoTunerError", "PluginError", "EjkernelError"), "ejkernel.errors"),
     **dict.fromkeys(("rms_norm", "RmsNorm", "Executor", "create_default_executor"), "ejkernel.modules"),
+    "MaskInfo": "ejkernel.masks",
 }
 
 

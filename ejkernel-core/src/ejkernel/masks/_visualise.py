@@ -1,0 +1,86 @@
+"""A mask as text, for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ejkernel.errors import invalid
+from ejkernel.masks import _checks
+
+if TYPE_CHECKING:
+    from ejkernel.masks.info import MaskInfo
+
+
+def visualise(
+    info: MaskInfo,
+    query_length: int | None,
+    key_length: int | None,
+    *,
+    batch: int,
+    head: int,
+    max_rows: int,
+    max_cols: int,
+    compact: bool,
+) -> str:
+    mask = info.materialize(query_length, key_length)
+    if not _checks.is_concrete(mask):
+        raise invalid("mask", "a traced value", "known values", remedy="call visualize outside jit")
+    for name, index, size in (("batch", batch, mask.shape[0]), ("head", head, mask.shape[1])):
+        if not (size == 1 or 0 <= index < size):
+            raise invalid(name, index, f"a value in [0, {size - 1}]")
+    host = np.asarray(mask[min(batch, mask.shape[0] - 1), min(head, mask.shape[1] - 1)])
+    if host.size == 0:
+        return f"{host.shape[0]} queries x {host.shape[1]} keys, empty"
+    return _blocks(host, max_rows, max_cols) if compact else _matrix(host, max_rows, max_cols)
+
+
+def _matrix(mask: np.ndarray, max_rows: int, max_cols: int) -> str:
+    rows, cols = _sample(mask.shape[0], max_rows), _sample(mask.shape[1], max_cols)
+    width = len(str(cols[-1]))
+    margin = len(str(rows[-1]))
+    sampled = "" if len(rows) == mask.shape[0] and len(cols) == mask.shape[1] else ", sampled"
+    lines = [f"{mask.shape[0]} queries x {mask.shape[1]} keys, {mask.mean():.1%} visible{sampled}"]
+    lines.append(" " * margin + " | " + " ".join(f"{col:>{width}}" for col in cols))
+    lines += [f"{row:>{margin}} | " + " ".join(f"{int(mask[row, col]):>{width}}" for col in cols) for row in rows]
+    return "\n".join(lines)
+
+
+def _blocks(mask: np.ndarray, max_rows: int, max_cols: int) -> str:
+    rows, cols = (
+        np.array_split(np.arange(size), min(size, most)) for size, most in zip(mask.shape, (max_rows, max_cols), strict=True)
+    )
+    return "\n".join("".join(_cell(mask[np.ix_(row, col)]) for col in cols) for row in rows)
+
+
+def _cell(block: np.ndarray) -> str:
+    return "#" if block.all() else "+" if block.any() else "."
+
+
+def _sample(size: int, most: int) -> list[int]:
+    """At most `most` indices, evenly spread, first and last included."""
+    return list(range(size)) if size <= most else sorted({round(i * (size - 1) / max(most - 1, 1)) for i in range(most)})
+
+
+def summary(info: MaskInfo) -> str:
+    """The parts that were said: arrays by dtype and shape, structure by value."""
+    parts = [
+        f"{name}={_short(value)}"
+        for name in vars(info)
+        if (value := getattr(info, name)) is not None and hasattr(value, "shape")
+    ]
+    structure = {
+        "causal": False,
+        "causal_offset": 0,
+        "window": None,
+        "chunk_size": None,
+        "prefix": None,
+        "sizes": (None, None, None),
+    }
+    parts += [f"{name}={getattr(info, name)}" for name, unsaid in structure.items() if getattr(info, name) != unsaid]
+    return f"MaskInfo({', '.join(parts)})"
+
+
+def _short(array: Any) -> str:
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"

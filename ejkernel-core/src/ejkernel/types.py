@@ -1,0 +1,7 @@
+"""Types that users and clients import by name."""
+
+from __future__ import annotations
+
+from ejkernel.masks import MaskInfo
+
+__all__ = ["MaskInfo"]

@@ -1,0 +1,14 @@
+"""Arithmetic on sizes."""
+
+from __future__ import annotations
+
+from ejkernel.masks._checks import integer
+
+
+def next_power_of_2(x: int) -> int:
+    """The smallest power of two that is at least x; 1 for x = 0.
+
+    >>> [next_power_of_2(x) for x in (0, 1, 5, 64, 65)]
+    [1, 1, 8, 64, 128]
+    """
+    return 1 << max(integer("x", x, 0) - 1, 0).bit_length()

@@ -1,0 +1,35 @@
+"""The name under which existing clients import `ejkernel.packing`."""
+
+from __future__ import annotations
+
+from ejkernel.packing import (
+    cdiv,
+    chunk_global_cumsum,
+    chunk_local_cumsum,
+    identity_dtype_convert,
+    prepare_chunk_indices,
+    prepare_chunk_offsets,
+    prepare_cu_seqlens_from_mask,
+    prepare_lens,
+    prepare_lens_from_mask,
+    prepare_position_ids,
+    prepare_sequence_ids,
+    prepare_token_indices,
+    reorder_sequence,
+)
+
+__all__ = [
+    "cdiv",
+    "chunk_global_cumsum",
+    "chunk_local_cumsum",
+    "identity_dtype_convert",
+    "prepare_chunk_indices",
+    "prepare_chunk_offsets",
+    "prepare_cu_seqlens_from_mask",
+    "prepare_lens",
+    "prepare_lens_from_mask",
+    "prepare_position_ids",
+    "prepare_sequence_ids",
+    "prepare_token_indices",
+    "reorder_sequence",
+]
