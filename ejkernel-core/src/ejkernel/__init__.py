@@ -12,6 +12,8 @@ _LAZY = {
     "use": "ejkernel._policy",
     "explain": "ejkernel._explain",
     **dict.fromkeys(("NoKernelError", "PluginError", "EjkernelError"), "ejkernel.errors"),
+    **dict.fromkeys(("attention", "flash_attention", "flash_attn_varlen", "scaled_dot_product_attention"), "ejkernel.modules"),
+    **dict.fromkeys(("Attention", "FlashAttention", "FlashAttnVarlen", "ScaledDotProductAttention"), "ejkernel.modules"),
     **dict.fromkeys(("rms_norm", "RmsNorm", "Executor", "create_default_executor"), "ejkernel.modules"),
 }
 
