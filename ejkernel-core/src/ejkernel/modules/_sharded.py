@@ -94,7 +94,8 @@ def _run(plan: Plan, arrays: dict[str, Any]) -> Any:
 
 def _named_specs(arrays: Mapping[str, Any], positional: Sequence[str], in_specs: Any) -> dict[str, PartitionSpec]:
     if not isinstance(in_specs, (tuple, list)) or isinstance(in_specs, PartitionSpec):
-        raise wrong_type("in_specs", type(in_specs).__name__, "a tuple with one PartitionSpec or None per array")
+        got = "a single PartitionSpec" if isinstance(in_specs, PartitionSpec) else type(in_specs).__name__
+        raise wrong_type("in_specs", got, "a tuple with one PartitionSpec or None per array")
     if len(in_specs) > len(positional):
         raise invalid("in_specs", f"{len(in_specs)} entries", f"at most {len(positional)}, one for each of {', '.join(positional)}")
     specs: dict[str, PartitionSpec] = {}
