@@ -97,7 +97,10 @@ REFUSED = [
     ({"dropout_prob": 0.5, "dropout_seed": -1}, ValueError, "dropout_seed", "-1", "[0, 2**64)"),
     ({"dropout_prob": 0.5, "dropout_seed": zeros(3, dtype=np.uint32)}, ValueError, "dropout_seed", "(3,)", "uint32[2]"),
     ({"dropout_prob": 0.5, "dropout_seed": zeros(2)}, TypeError, "dropout_seed", "dtype float32", "an integer type"),
-    ({"dropout_prob": 0.5, "dropout_streams": zeros(1, 2, 1, dtype=np.uint32)}, ValueError, "dropout_streams", "(1, 2, 1)", "(1, 2, 2)"),
+    (
+        {"dropout_prob": 0.5, "dropout_streams": zeros(1, 2, 1, dtype=np.uint32)},
+        ValueError, "dropout_streams", "(1, 2, 1)", "(1, 2, 2)",
+    ),
     ({"causal": 1}, TypeError, "causal", "1", "True or False"),
     ({"causal": True, "causal_alignment": "left"}, ValueError, "causal_alignment", "'left'", "top_left, bottom_right"),
     ({"causal_alignment": "bottom_right"}, ValueError, "causal_alignment", "'bottom_right'", "None without causal=True"),
@@ -110,7 +113,10 @@ REFUSED = [
         ValueError, "causal_alignment", "'top_left'", "None when mask_info has causal_offset 3",
     ),
     ({"chunk_size": 0}, ValueError, "chunk_size", "0", "a value >= 1"),
-    ({"chunk_size": 4, "mask_info": Info(chunk_size=8)}, ValueError, "chunk_size", "4 as an argument and 8 in mask_info", "one value"),
+    (
+        {"chunk_size": 4, "mask_info": Info(chunk_size=8)},
+        ValueError, "chunk_size", "4 as an argument and 8 in mask_info", "one value",
+    ),
     ({"prefix": -1, "causal": True}, ValueError, "prefix", "-1", "a value >= 0"),
     ({"normalize_output": "no"}, TypeError, "normalize_output", "'no'", "True or False"),
     ({"logits_dtype": "int8"}, ValueError, "logits_dtype", "int8", "one of bfloat16, float16, float32, float64"),
@@ -135,7 +141,9 @@ def test_refusals_name_argument_got_and_expected(change, error, name, got, expec
         OPERATION.canonicalise(**{**arrays(), **change})
     message = str(caught.value)
     assert "\n" not in message
-    assert message.startswith(f"{name}: got ") and got in message and expected in message
+    assert message.startswith(f"{name}: got ")
+    assert got in message
+    assert expected in message
 
 
 @pytest.mark.parametrize("name", ["softmax_scale", "logits_soft_cap", "dropout_prob"])
@@ -154,7 +162,8 @@ def test_concrete_lengths_are_checked_before_anything_runs():
 def test_defaults():
     call = call_of()
     assert call.scale == pytest.approx(8**-0.5, rel=1e-15)
-    assert call.window is None and call.precision is None
+    assert call.window is None
+    assert call.precision is None
     assert (call.logits_dtype, call.normalize_output, call.return_lse, call.dropout_rate) == ("float32", True, False, 0.0)
     assert hash(call) == hash(call_of())
 
@@ -241,6 +250,13 @@ def test_windows_of_mask_and_argument_intersect():
     assert call_of(mask_info=Info(window=(1, 5)), sliding_window=(4, 2)).window == (1, 2)
 
 
+def test_a_prefix_exempts_from_its_own_causal_mask_only():
+    info = Info(causal=True, prefix=2)
+    assert seen(2, 2, mask_info=info) == [[1, 1], [1, 1]]
+    assert seen(2, 2, mask_info=info, causal=True) == [[1, 0], [1, 1]]
+    assert call_of(causal=True, prefix=3, mask_info=info).prefix == 2
+
+
 def test_lengths_are_padding_and_the_shorter_counts():
     assert seen(3, 3, key_lengths=np.array([2]), query_lengths=np.array([2])) == [[1, 1, 0], [1, 1, 0], [0, 0, 0]]
     info = Info(key_lengths=np.array([1], np.int32))
@@ -290,7 +306,8 @@ def test_streams_of_every_kind_of_seed():
 
 def test_streams_shape_and_rule():
     streams = OPERATION.canonicalise(**arrays(heads=4, batch=3), dropout_prob=0.5, dropout_seed=5).inputs.dropout_streams
-    assert streams.shape == (3, 4, 2) and streams.dtype == np.uint32
+    assert streams.shape == (3, 4, 2)
+    assert streams.dtype == np.uint32
     np.testing.assert_array_equal(streams, dropout.streams(np.array([5, 0], np.uint32), 3, 4))
     assert len({tuple(pair) for pair in np.asarray(streams).reshape(-1, 2).tolist()}) == 12
 

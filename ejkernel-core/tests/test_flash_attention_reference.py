@@ -53,9 +53,11 @@ def test_case_is_finite_and_shaped_by_the_contract(name):
     call, inputs = problem(name)
     outputs = reference.forward(call, inputs)
     expected = OPERATION.output_specs(dataclasses.replace(call, save_residuals=True))
-    assert outputs.out.shape == expected.out.shape and outputs.lse.shape == expected.lse.shape
+    assert outputs.out.shape == expected.out.shape
+    assert outputs.lse.shape == expected.lse.shape
     assert np.isfinite(outputs.out).all()
-    assert not np.isnan(outputs.lse).any() and not np.isposinf(outputs.lse).any()
+    assert not np.isnan(outputs.lse).any()
+    assert not np.isposinf(outputs.lse).any()
     gradients = reference.backward(call, inputs, outputs, FlashAttentionOutputs(np.ones_like(outputs.out)))
     for name in present(inputs):
         assert getattr(gradients, name).shape == getattr(inputs, name).shape
@@ -63,10 +65,11 @@ def test_case_is_finite_and_shaped_by_the_contract(name):
 
 
 GRADIENT_CASES = [
-    "gqa-causal-tail", "value-size", "scale", "bottom-right-empty-rows", "window-sides", "chunk-causal", "prefix-window", "positions",
-    "segments-causal-padding", "lengths-0-and-1", "mask-heads", "bias-2x2x13x21", "bias-2x1x1x21", "bias-1x1x13x1", "bias-13x21",
-    "bias-gqa", "sinks", "sinks-several", "sinks-shared", "sinks-empty-rows", "soft-cap", "soft-cap-causal-window", "dropout",
-    "dropout-causal", "unnormalised", "unnormalised-sinks", "lse", "everything",
+    "gqa-causal-tail", "value-size", "scale", "bottom-right-empty-rows", "window-sides", "chunk-causal",
+    "prefix-window", "positions", "segments-causal-padding", "lengths-0-and-1", "mask-heads", "bias-2x2x13x21",
+    "bias-2x1x1x21", "bias-1x1x13x1", "bias-13x21", "bias-gqa", "sinks", "sinks-several", "sinks-shared",
+    "sinks-empty-rows", "soft-cap", "soft-cap-causal-window", "dropout", "dropout-causal", "unnormalised",
+    "unnormalised-sinks", "lse", "everything",
 ]  # fmt: skip
 
 
@@ -112,7 +115,9 @@ def test_unnormalised_output_is_the_sum_of_exponentials_below_the_largest_logit(
     np.testing.assert_allclose(reference.forward(call, inputs).out, expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["bottom-right-empty-rows", "mask-nothing-visible", "lengths-0-and-1", "window-empty-rows", "no-keys"])
+@pytest.mark.parametrize(
+    "name", ["bottom-right-empty-rows", "mask-nothing-visible", "lengths-0-and-1", "window-empty-rows", "no-keys"]
+)
 def test_rows_that_see_nothing(name):
     call, inputs = problem(name)
     outputs = reference.forward(call, inputs)
@@ -140,14 +145,17 @@ def test_gradients_of_hidden_keys_are_zero():
     call, inputs = problem("nan-in-masked-places")
     outputs = reference.forward(call, inputs)
     gradients = reference.backward(call, inputs, outputs, FlashAttentionOutputs(np.ones_like(outputs.out)))
-    assert (gradients.key[0, 9:] == 0).all() and (gradients.value[1, 14:] == 0).all() and (gradients.query[1, 11:] == 0).all()
+    assert (gradients.key[0, 9:] == 0).all()
+    assert (gradients.value[1, 14:] == 0).all()
+    assert (gradients.query[1, 11:] == 0).all()
 
 
 def test_dropout_keeps_the_expected_share_and_scale():
     call, inputs = problem("dropout")
     ones = inputs._replace(value=np.ones_like(inputs.value))
     sums = reference.forward(call, ones).out[..., 0]
-    assert abs(sums.mean() - 1) < 0.05 and sums.std() > 0.05
+    assert abs(sums.mean() - 1) < 0.05
+    assert sums.std() > 0.05
 
 
 def test_every_field_of_the_call_has_a_toggle():

@@ -49,8 +49,10 @@ def normal(*shape, seed=0):
 
 def qkv(queries=12, keys=None, heads=4, key_heads=2, batch=2, size=8, value_size=None):
     keys = queries if keys is None else keys
-    return normal(batch, queries, heads, size), normal(batch, keys, key_heads, size, seed=1), normal(
-        batch, keys, key_heads, value_size or size, seed=2
+    return (
+        normal(batch, queries, heads, size),
+        normal(batch, keys, key_heads, size, seed=1),
+        normal(batch, keys, key_heads, value_size or size, seed=2),
     )
 
 
@@ -90,7 +92,12 @@ def test_mask_info_bias_and_causal_hold_together():
     ids = np.array([[0] * 4 + [1] * 4 + [-1] * 2] * 2, np.int32)
     info = Info(dense=normal(2, 1, 10, 10) > -0.5, query_segments=ids, key_segments=ids)
     bias = normal(2, 1, 1, 10)
-    seen = info.dense & (ids[:, None, :, None] == ids[:, None, None]) & (ids >= 0)[:, None, :, None] & np.tril(np.ones((10, 10), bool))
+    seen = (
+        info.dense
+        & (ids[:, None, :, None] == ids[:, None, None])
+        & (ids >= 0)[:, None, :, None]
+        & np.tril(np.ones((10, 10), bool))
+    )
     expected = exact(q, k, v, bias=bias, mask=seen).out
     np.testing.assert_allclose(flash_attention(q, k, v, bias, mask_info=info, causal=True), expected, **CLOSE)
     assert (np.asarray(expected)[:, 8:] == 0).all()
@@ -134,7 +141,8 @@ class count_compilations:  # noqa: N801 - reads as a verb
 def test_low_precision_keeps_its_dtype():
     q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in qkv())
     out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
-    assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
+    assert out.dtype == jnp.bfloat16
+    assert lse.dtype == jnp.float32
     expected = exact(*(np.asarray(a, np.float32) for a in (q, k, v)), causal=True).out
     np.testing.assert_allclose(out.astype(np.float32), expected, rtol=2e-2, atol=2e-2)
 
@@ -221,7 +229,12 @@ def test_packed_under_jit_and_grad():
     for r in range(3):
         rows, columns = slice(cu_q[r], cu_q[r + 1]), slice(cu_k[r], cu_k[r + 1])
         _, found = exact(
-            q[None, rows], k[None, columns], v[None, columns], grad=grad[None, rows], causal=True, causal_alignment="bottom_right"
+            q[None, rows],
+            k[None, columns],
+            v[None, columns],
+            grad=grad[None, rows],
+            causal=True,
+            causal_alignment="bottom_right",
         )
         for total, name, part in zip(expected, ("query", "key", "value"), (rows, columns, columns), strict=True):
             total[part] = getattr(found, name)[0]
@@ -394,7 +407,8 @@ def test_attention_with_infinite_bias_and_nan_under_the_mask():
     seen[..., 4] = False
     bias[..., 4] = np.nan
     weights, pull = jax.vjp(lambda q, bias: attention(q, k, v, bias, mask_info=Info(dense=seen))[1], q, bias)
-    assert (np.asarray(weights)[:, :, 2] == 0).all() and (np.asarray(weights)[..., 4] == 0).all()
+    assert (np.asarray(weights)[:, :, 2] == 0).all()
+    assert (np.asarray(weights)[..., 4] == 0).all()
     np.testing.assert_allclose(np.asarray(weights).sum(-1), np.broadcast_to([1, 1, 0, 1, 1, 1], (2, 2, 6)), rtol=1e-5)
     assert all(np.isfinite(gradient).all() for gradient in pull(jnp.ones_like(weights)))
 

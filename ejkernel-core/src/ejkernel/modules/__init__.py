@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ejkernel.modules._forms import Executor, create_default_executor
 from ejkernel.modules.attention import (
     Attention,
     FlashAttention,
@@ -14,7 +15,6 @@ from ejkernel.modules.attention import (
     flash_attn_varlen,
     scaled_dot_product_attention,
 )
-from ejkernel.modules._forms import Executor, create_default_executor
 from ejkernel.modules.norms import RmsNorm, rms_norm
 
 FUNCTIONS: Mapping[str, str] = {

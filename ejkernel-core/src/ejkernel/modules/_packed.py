@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,6 +19,9 @@ from ejkernel.operations.flash_attention.visibility import check_alignment
 LAYOUTS: Mapping[str, tuple[int, int]] = {"thd": (3, 0), "htd": (3, 1), "bthd": (4, 1), "bhtd": (4, 2)}
 """Number of axes and axis of the tokens, by layout; t are the packed tokens and b has size 1."""
 
+_checked: weakref.WeakValueDictionary[tuple[int, int, Any], jax.Array] = weakref.WeakValueDictionary()
+"""Cumulative lengths that were found to be right; being immutable, they need no second look at the next layer's call."""
+
 
 def check_layout(layout: Any) -> None:
     if layout not in LAYOUTS:
@@ -25,6 +30,9 @@ def check_layout(layout: Any) -> None:
 
 def check_cum_seqlens(name: str, array: Any, tokens: int, longest: Any = None, longest_name: str = "") -> None:
     """Check cumulative lengths as far as they are known: shape and type always, values when they are concrete."""
+    key = (id(array), tokens, longest)
+    if _checked.get(key) is array:
+        return
     if longest is not None:
         longest = bind.as_count(longest_name, longest, 0)
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
@@ -35,16 +43,18 @@ def check_cum_seqlens(name: str, array: Any, tokens: int, longest: Any = None, l
         raise invalid(name, f"shape {tuple(array.shape)}", "[R + 1] for R sequences")
     if not is_concrete(array):
         return
-    values = np.asarray(array).astype(np.int64)
-    lengths = values[1:] - values[:-1]
-    if values[0] != 0:
-        raise invalid(name, f"{values[0]} as its first entry", "0")
-    if lengths.size and lengths.min() < 0:
+    values = np.asarray(array)
+    first, last = int(values[0]), int(values[-1])
+    if first != 0:
+        raise invalid(name, f"{first} as its first entry", "0")
+    if (values[1:] < values[:-1]).any():
         raise invalid(name, f"{_shown(values)}, which decreases", "cumulative lengths in ascending order")
-    if values[-1] > tokens:
-        raise invalid(name, f"{values[-1]} as its last entry", f"at most the {tokens} packed tokens")
-    if longest is not None and lengths.size and lengths.max() > longest:
-        raise invalid(longest_name, longest, f"at least {lengths.max()}, the longest sequence in {name}")
+    if last > tokens:
+        raise invalid(name, f"{last} as its last entry", f"at most the {tokens} packed tokens")
+    if longest is not None and len(values) > 1 and (found := int((values[1:] - values[:-1]).max())) > longest:
+        raise invalid(longest_name, longest, f"at least {found}, the longest sequence in {name}")
+    if isinstance(array, jax.Array):
+        _checked[key] = array
 
 
 def _shown(values: np.ndarray) -> str:
@@ -77,7 +87,9 @@ def packed(
     if same:
         cum_seqlens_k = cum_seqlens_q
         if queries != keys:
-            raise invalid("cum_seqlens_k", None, f"cumulative lengths of the {keys} keys, which are not as many as the {queries} queries")
+            raise invalid(
+                "cum_seqlens_k", None, f"cumulative lengths of the {keys} keys, which are not as many as the {queries} queries"
+            )
     if cum_seqlens_q.shape != cum_seqlens_k.shape:
         got = f"{cum_seqlens_k.shape[0] - 1} sequences"
         raise invalid("cum_seqlens_k", got, f"the {cum_seqlens_q.shape[0] - 1} of cum_seqlens_q")
@@ -87,7 +99,11 @@ def packed(
     key_segments, key_positions, key_lengths = _tokens(cum_seqlens_k, keys)
     if causal_alignment == "bottom_right":
         query_positions = query_positions + _per_token(key_lengths - query_lengths, query_segments)
-    restarts = [rest.get("chunk_size"), rest.get("prefix"), *(getattr(mask_info, name, None) for name in ("chunk_size", "prefix"))]
+    restarts = [
+        rest.get("chunk_size"),
+        rest.get("prefix"),
+        *(getattr(mask_info, name, None) for name in ("chunk_size", "prefix")),
+    ]
     by_index = same and all(given is None for given in restarts)
     bound = OPERATION.canonicalise(
         query,
@@ -134,7 +150,9 @@ def _refuse_second_description(mask_info: Any) -> None:
     given = [name for name in names if getattr(mask_info, name, None) is not None]
     given += ["causal_offset"] if getattr(mask_info, "causal_offset", 0) else []
     if given:
-        raise invalid("mask_info", f"{', '.join(given)} beside cum_seqlens", "sequences described once", remedy="drop one of the two")
+        raise invalid(
+            "mask_info", f"{', '.join(given)} beside cum_seqlens", "sequences described once", remedy="drop one of the two"
+        )
 
 
 def _tokens(cum_seqlens: Any, count: int) -> tuple[Any, Any, Any]:

@@ -97,7 +97,9 @@ def _named_specs(arrays: Mapping[str, Any], positional: Sequence[str], in_specs:
         got = "a single PartitionSpec" if isinstance(in_specs, PartitionSpec) else type(in_specs).__name__
         raise wrong_type("in_specs", got, "a tuple with one PartitionSpec or None per array")
     if len(in_specs) > len(positional):
-        raise invalid("in_specs", f"{len(in_specs)} entries", f"at most {len(positional)}, one for each of {', '.join(positional)}")
+        raise invalid(
+            "in_specs", f"{len(in_specs)} entries", f"at most {len(positional)}, one for each of {', '.join(positional)}"
+        )
     specs: dict[str, PartitionSpec] = {}
     for name, spec in zip(positional, in_specs, strict=False):
         if spec is not None and not isinstance(spec, PartitionSpec):

@@ -99,7 +99,10 @@ def flash_attention(
     """
     if block_tables is not None:
         raise invalid(
-            "block_tables", "a page table", "None", remedy="paged key-value caches are not supported by flash_attention; gather pages"
+            "block_tables",
+            "a page table",
+            "None",
+            remedy="paged key-value caches are not supported by flash_attention; gather pages",
         )
     arrays = _arrays(query, key, value, bias, softmax_aux, mask_info, dropout_seed)
     options = options_of(
@@ -282,7 +285,9 @@ def scaled_dot_product_attention(
     form = unbatched if len(query.shape) == 3 else None
     if cum_seqlens_q is not None or cum_seqlens_k is not None:
         if lengths or mask is not None:
-            raise invalid("cum_seqlens_q", "packed sequences beside a mask or lengths", "one of them", remedy="use mask_info for a mask")
+            raise invalid(
+                "cum_seqlens_q", "packed sequences beside a mask or lengths", "one of them", remedy="use mask_info for a mask"
+            )
         form = packed
         _add_packed(arrays, options, cum_seqlens_q, cum_seqlens_k, layout="bthd" if len(query.shape) == 4 else "thd")
     arrays.update(lengths)
@@ -401,7 +406,10 @@ def _add_packed(
     axes, axis = LAYOUTS[layout]
     if query_lengths is None:
         raise invalid(names[0], None, "cumulative lengths of the queries")
-    described = ((0, query_lengths, "query", longest_query), (1, query_lengths if key_lengths is None else key_lengths, "key", longest_key))
+    described = (
+        (0, query_lengths, "query", longest_query),
+        (1, query_lengths if key_lengths is None else key_lengths, "key", longest_key),
+    )
     for side, lengths, name, longest in described:
         if len(arrays[name].shape) != axes:
             raise invalid(name, f"shape {tuple(arrays[name].shape)}", f"{axes} axes in layout {layout!r}")

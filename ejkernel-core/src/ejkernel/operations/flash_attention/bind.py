@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ejkernel.errors import EjkernelWarning, invalid, wrong_type
 from ejkernel.operations._checks import check_array
@@ -81,7 +82,7 @@ def as_sinks(array: Any, heads: int) -> Any:
 
 def as_number(name: str, value: Any) -> float:
     """A Python float of a number that is known when the program is built."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise wrong_type(name, "a traced value", "a number known when the program is built")
     if isinstance(value, (bool, str)) or value is None or getattr(value, "shape", ()) != ():
         raise wrong_type(name, repr(value), "a number")
@@ -120,7 +121,7 @@ def as_dropout_rate(value: Any) -> float:
 def as_count(name: str, value: Any, least: int) -> int:
     """An int of at least `least`."""
     try:
-        if isinstance(value, (bool, np.bool_, jax.core.Tracer)):
+        if isinstance(value, (bool, np.bool_, Tracer)):
             raise TypeError
         count = operator.index(value)
     except TypeError:
@@ -212,4 +213,6 @@ def dropout_streams(rate: float, seed: Any, batch: int, heads: int) -> Any:
 def check_dropout_streams(streams: Any, batch: int, heads: int) -> None:
     """Refuse streams that are not uint32 `[B, H, 2]`."""
     if tuple(streams.shape) != (batch, heads, 2) or streams.dtype != np.uint32:
-        raise invalid("dropout_streams", f"{streams.dtype} of shape {tuple(streams.shape)}", f"uint32 of shape {(batch, heads, 2)}")
+        raise invalid(
+            "dropout_streams", f"{streams.dtype} of shape {tuple(streams.shape)}", f"uint32 of shape {(batch, heads, 2)}"
+        )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from ejkernel._arrays import ArraySpec, named
 from ejkernel.errors import invalid
@@ -265,14 +266,14 @@ class FlashAttention(Operation):
             if lengths is not None and is_concrete(lengths):
                 size = arrays[owner].shape[-3]
                 values = np.asarray(lengths)
-                if values.size and not (0 <= values.min() and values.max() <= size):
+                if values.size and not (values.min() >= 0 and values.max() <= size):
                     raise invalid(name, values.tolist(), f"values in [0, {size}]")
 
 
 def is_concrete(array: Any) -> bool:
     """Whether the values of an array can be read here and now."""
     if isinstance(array, jax.Array):
-        return not isinstance(array, jax.core.Tracer) and array.is_fully_addressable
+        return not isinstance(array, Tracer) and array.is_fully_addressable
     return isinstance(array, np.ndarray)
 
 

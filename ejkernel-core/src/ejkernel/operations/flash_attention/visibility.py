@@ -68,7 +68,8 @@ class Visibility:
         return self.causal or self.window is not None or self.chunk_size is not None
 
     def __and__(self, other: Visibility) -> Visibility:
-        """What both say together."""
+        """The pairs that both admit. Positions, and an offset of them, are facts about the tokens and hold for either side's
+        causal, window and chunk masks; a prefix exempts only from the causal mask that it came with."""
         masks = [mask for mask in (self.mask, other.mask) if mask is not None]
         return Visibility(
             mask=masks[0] & masks[1] if len(masks) == 2 else next(iter(masks), None),
@@ -82,7 +83,7 @@ class Visibility:
             query_offset=self.query_offset or other.query_offset,
             window=intersection(self.window, other.window),
             chunk_size=_agreed("chunk_size", self.chunk_size, other.chunk_size),
-            prefix=_agreed("prefix", self.prefix, other.prefix),
+            prefix=min((said.prefix or 0 for said in (self, other) if said.causal), default=0) or None,
         )
 
     def checked(self, sizes: tuple[int, int, int, int]) -> Visibility:
@@ -116,7 +117,9 @@ class Visibility:
             return self
         offset = keys - queries if alignment == "bottom_right" else 0
         if self.query_positions is not None or self.key_positions is not None:
-            raise invalid("causal_alignment", repr(alignment), "None when mask_info holds positions", remedy="give one of the two")
+            raise invalid(
+                "causal_alignment", repr(alignment), "None when mask_info holds positions", remedy="give one of the two"
+            )
         if self.query_offset not in (0, offset):
             raise invalid("causal_alignment", repr(alignment), f"None when mask_info has causal_offset {self.query_offset}")
         return dataclasses.replace(self, query_offset=offset)
