@@ -14,6 +14,8 @@ _LAZY = {
     "explain": "ejkernel._explain",
     **dict.fromkeys(("autotune", "overlay"), "ejkernel.tuning"),
     **dict.fromkeys(("NoConfigError", "NoKernelError", "NoTunerError", "PluginError", "EjkernelError"), "ejkernel.errors"),
+    **dict.fromkeys(("attention", "flash_attention", "flash_attn_varlen", "scaled_dot_product_attention"), "ejkernel.modules"),
+    **dict.fromkeys(("Attention", "FlashAttention", "FlashAttnVarlen", "ScaledDotProductAttention"), "ejkernel.modules"),
     **dict.fromkeys(("rms_norm", "RmsNorm", "Executor", "create_default_executor"), "ejkernel.modules"),
     "MaskInfo": "ejkernel.masks",
 }
