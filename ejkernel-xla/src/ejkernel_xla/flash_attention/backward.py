@@ -22,6 +22,7 @@ from ejkernel_xla.flash_attention.tiles import (
     heads_last,
     operands,
     piece,
+    poison,
     product,
     scores,
     zeros,
@@ -109,8 +110,9 @@ def _guarded(arrays: Operands, stats: Statistics, d_out: Any) -> tuple[Operands,
     All factors are made finite; a row that holds a non-finite number gets NaN as its shift, so that its weights become NaN where
     it sees a key and stay 0 elsewhere. Rows that see a non-finite key have lse = NaN since the forward phase.
     """
-    broken = jnp.any(~jnp.isfinite(arrays.query), axis=-1) | jnp.any(~jnp.isfinite(d_out), axis=-1) | ~jnp.isfinite(stats.delta)
-    shift = jnp.where(broken & (stats.shift != -jnp.inf), jnp.nan, stats.shift)
+    broken = poison(arrays.query) + poison(d_out)
+    shift = stats.shift + broken.astype(stats.shift.dtype) + stats.delta * 0
+    shift = jnp.where(stats.shift == -jnp.inf, stats.shift, shift)
     arrays = arrays._replace(query=finite(arrays.query), key=finite(arrays.key), value=finite(arrays.value))
     return arrays, Statistics(shift, finite(stats.delta)), finite(d_out)
 

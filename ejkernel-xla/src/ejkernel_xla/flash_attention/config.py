@@ -8,28 +8,48 @@ from collections.abc import Sequence
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
 
+_CACHED_SCORES = 2**20
+"""Scores of all heads that stay in a CPU's last-level cache from one pass over a tile to the next."""
+
+_SMALL_SCORES = 2**22
+"""Up to this many scores a single tile in the forward phase costs little time and saves the compilation of a loop."""
+
 
 @dataclasses.dataclass(frozen=True)
 class FlashAttentionConfig:
-    """Queries and keys of one tile; both are cut to the lengths of the call.
+    """Queries and keys of one tile; all are cut to the lengths of the call.
 
     Attributes:
         block_q, block_k: in the forward phase.
         block_q_backward, block_k_backward: in the backward phase.
     """
 
-    block_q: int = 512
-    block_k: int = 512
-    block_q_backward: int = 512
-    block_k_backward: int = 512
+    block_q: int = 256
+    block_k: int = 256
+    block_q_backward: int = 256
+    block_k_backward: int = 256
 
 
 def heuristic(call: FlashAttentionCall, target: Target) -> FlashAttentionConfig:
-    return FlashAttentionConfig()
+    """One tile of all heads should stay in cache; short problems should compile fast."""
+    batch, queries, heads, _ = call.query.shape
+    keys = call.key.shape[1]
+    if target.backend != "cpu":
+        return FlashAttentionConfig(512, 512, 512, 512)
+    block = 512
+    while block > 128 and batch * heads * block * block > _CACHED_SCORES:
+        block //= 2
+    if max(queries, keys) <= 512 and batch * heads * queries * keys <= _SMALL_SCORES:
+        return FlashAttentionConfig(512, 512, 128, 512)
+    return FlashAttentionConfig(block, block, block, block)
 
 
 def search_space(call: FlashAttentionCall, target: Target) -> Sequence[FlashAttentionConfig]:
-    return [heuristic(call, target)]
+    """Square and oblong tiles around the heuristic, larger ones for accelerators; both phases vary together."""
+    sizes = (128, 256, 512) if target.backend == "cpu" else (256, 512, 1024)
+    pairs = [(q, k) for q in sizes for k in sizes if 1 / 4 <= q / k <= 4]
+    found = [heuristic(call, target), *(FlashAttentionConfig(q, k, q, k) for q, k in pairs)]
+    return list(dict.fromkeys(found))
 
 
 CONFIGS = ConfigSpace(FlashAttentionConfig, heuristic, search_space)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel._partition import vary
 from ejkernel.operations.flash_attention import dropout
@@ -46,7 +47,7 @@ def heads_first(x: Any, groups: int | None = None) -> Any:
     """`[b,t,h,...] -> [b,h,t,...]`; with `groups`, `[b,k,g,t,...]`."""
     if groups is None:
         return jnp.swapaxes(x, 1, 2)
-    x = x.reshape(*x.shape[:2], -1, groups, *x.shape[3:])
+    x = x.reshape(*x.shape[:2], x.shape[2] // groups, groups, *x.shape[3:])
     return jnp.moveaxis(x, 1, 3)
 
 
@@ -99,9 +100,9 @@ def add_piece(total: Any, axes: tuple[int, ...], starts: tuple[Any, ...], part: 
     """`total[start : ...] += part`, along those of the axes on which part is shorter."""
     if total.shape == part.shape:
         return total + part
-    where: list[Any] = [0] * total.ndim
+    where: list[Any] = [np.int32(0)] * total.ndim
     for axis, start in zip(axes, starts, strict=True):
-        where[axis] = start if part.shape[axis] != total.shape[axis] else 0
+        where[axis] = start if part.shape[axis] != total.shape[axis] else np.int32(0)
     current = jax.lax.dynamic_slice(total, where, part.shape)
     return jax.lax.dynamic_update_slice(total, current + part, where)
 
@@ -254,6 +255,11 @@ def finite(x: Any) -> Any:
     return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
 
 
+def poison(x: Any) -> Any:
+    """Per row (last axis): 0 if all of x is finite, else NaN."""
+    return jnp.sum(x * jnp.zeros((), x.dtype), axis=-1)
+
+
 def guarded(call: FlashAttentionCall, arrays: Operands) -> Operands:
     """Keep NaN and infinities of values away from the queries that do not see them.
 
@@ -262,6 +268,5 @@ def guarded(call: FlashAttentionCall, arrays: Operands) -> Operands:
     """
     if not is_masked(call):
         return arrays
-    broken = jnp.any(~jnp.isfinite(arrays.value), axis=-1, keepdims=True)
-    key = jnp.where(broken, jnp.full((), jnp.nan, arrays.key.dtype), arrays.key)
+    key = arrays.key + poison(arrays.value)[..., None].astype(arrays.key.dtype)
     return arrays._replace(key=key, value=finite(arrays.value))
