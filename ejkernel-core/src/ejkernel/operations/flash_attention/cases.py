@@ -108,7 +108,28 @@ def _everything(rng: np.random.Generator, made: dict[str, Any]) -> None:
 
 
 _HEADS = (
-    Case("plain", _arrays()),
+    Case("plain", _arrays(), tags=frozenset({"transforms"})),
+    Case(
+        "everything",
+        _arrays(
+            heads=4,
+            key_heads=2,
+            value_size=6,
+            bias=(2, 4, 17, 17),
+            sinks=(4, 2),
+            extra=lambda rng, made: made.update(
+                key_lengths=np.array([17, 12], np.int32), dropout_seed=np.array([3, 1], np.uint32)
+            ),
+        ),
+        {
+            "causal": True,
+            "sliding_window": (9, 0),
+            "logits_soft_cap": 5.0,
+            "dropout_prob": 0.25,
+            "return_lse": True,
+        },
+        frozenset({"transforms"}),
+    ),
     Case("tails", _arrays(33, 50, size=16)),
     Case("more-queries", _arrays(41, 19)),
     Case("gqa", _arrays(20, heads=6, key_heads=2)),
@@ -175,7 +196,12 @@ _MASKED = (
 
 _LOGITS = (
     *(
-        Case(f"bias-{'x'.join(map(str, shape))}", _arrays(13, 21, bias=shape), {"causal": len(shape) == 2})
+        # A bias that is the same for all keys of a row moves the log-sum-exp only.
+        Case(
+            f"bias-{'x'.join(map(str, shape))}",
+            _arrays(13, 21, bias=shape),
+            {"causal": len(shape) == 2, "return_lse": shape[-1] == 1},
+        )
         for shape in ((2, 2, 13, 21), (1, 2, 13, 21), (2, 1, 1, 21), (1, 1, 13, 1), (1, 1, 1, 1), (13, 21))
     ),
     Case("bias-gqa", _arrays(13, 21, heads=4, key_heads=2, bias=(1, 4, 13, 21)), {"sliding_window": (6, 3)}),

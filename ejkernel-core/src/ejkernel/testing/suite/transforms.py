@@ -104,6 +104,7 @@ def test_vmap_every_subset(transformed: Problem) -> None:
     """vmap over each single argument, over each left out, and over all, with gradients, equals a Python loop."""
     _skip_refused(transformed)
     run = value_and_gradients(transformed)
+    alone = jax.jit(run)
     names = tuple(transformed.arrays)
     subsets = {(name,) for name in names} | {tuple(n for n in names if n != left_out) for left_out in names} | {names}
     for subset in sorted(subset for subset in subsets if subset):
@@ -111,7 +112,7 @@ def test_vmap_every_subset(transformed: Problem) -> None:
         mapped = _stacked(copies, subset)
         axes = {name: 0 if name in subset else None for name in names}
         got = jax.jit(jax.vmap(run, in_axes=(axes,)))(mapped)
-        expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[run(copy) for copy in copies])
+        expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[alone(copy) for copy in copies])
         _assert_same(f"vmap over {', '.join(subset)}", got, expected)
 
 
@@ -120,6 +121,7 @@ def test_nested_vmap_other_axes(transformed: Problem) -> None:
     """vmap of vmap, the inner axis last, over different subsets."""
     _skip_refused(transformed)
     run = value_and_gradients(transformed)
+    alone = jax.jit(run)
     names = _floating(transformed.arrays)
     first, rest = (names[0],), tuple(names[1:2]) or (names[0],)
     outer = _perturbed(transformed.arrays, first)
@@ -131,7 +133,7 @@ def test_nested_vmap_other_axes(transformed: Problem) -> None:
     axes_inner = {name: -1 if name in rest else None for name in transformed.arrays}
     axes_outer = {name: 0 if name in first else None for name in transformed.arrays}
     got = jax.jit(jax.vmap(jax.vmap(run, in_axes=(axes_inner,)), in_axes=(axes_outer,)))(mapped)
-    rows = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *[run(copy) for copy in row]) for row in grid]
+    rows = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *[alone(copy) for copy in row]) for row in grid]
     _assert_same("nested vmap", got, jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows))
 
 
@@ -139,6 +141,7 @@ def test_nested_vmap_other_axes(transformed: Problem) -> None:
 def test_scan(transformed: Problem) -> None:
     _skip_refused(transformed)
     run = value_and_gradients(transformed)
+    alone = jax.jit(run)
     names = tuple(_floating(transformed.arrays))
     copies = _perturbed(transformed.arrays, names)
     stacked = {name: value for name, value in _stacked(copies, names).items() if name in names}
@@ -147,7 +150,7 @@ def test_scan(transformed: Problem) -> None:
         return carry + 1, run({**transformed.arrays, **values})
 
     _, got = jax.jit(lambda values: jax.lax.scan(step, 0, values))(stacked)
-    _assert_same("scan", got, jax.tree.map(lambda *leaves: jnp.stack(leaves), *[run(copy) for copy in copies]))
+    _assert_same("scan", got, jax.tree.map(lambda *leaves: jnp.stack(leaves), *[alone(copy) for copy in copies]))
 
 
 @pytest.mark.ejkernel_level("transforms")
