@@ -30,11 +30,11 @@ def check_layout(layout: Any) -> None:
 
 def check_cum_seqlens(name: str, array: Any, tokens: int, longest: Any = None, longest_name: str = "") -> None:
     """Check cumulative lengths as far as they are known: shape and type always, values when they are concrete."""
+    if longest is not None:
+        longest = bind.as_count(longest_name, longest, 0)
     key = (id(array), tokens, longest)
     if _checked.get(key) is array:
         return
-    if longest is not None:
-        longest = bind.as_count(longest_name, longest, 0)
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise wrong_type(name, type(array).__name__, "an integer array [R + 1]")
     if not jnp.issubdtype(array.dtype, jnp.integer):
