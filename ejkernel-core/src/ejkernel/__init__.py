@@ -12,7 +12,8 @@ _LAZY = {
     "use": "ejkernel._policy",
     "explain": "ejkernel._explain",
     **dict.fromkeys(("NoKernelError", "PluginError", "EjkernelError"), "ejkernel.errors"),
-    **dict.fromkeys(("rms_norm", "RmsNorm", "Executor", "create_default_executor"), "ejkernel.modules"),
+    **dict.fromkeys(("Executor", "create_default_executor"), "ejkernel.modules"),
+    **dict.fromkeys(("layer_norm", "LayerNorm", "rms_norm", "RmsNorm"), "ejkernel.modules"),
 }
 
 
