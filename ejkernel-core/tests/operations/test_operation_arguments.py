@@ -28,6 +28,17 @@ _NORM = [
 REFUSED: dict[str, list[Any]] = {
     "layer_norm": _NORM,
     "rms_norm": _NORM,
+    "softmax": [
+        ((X.astype(np.int32),), {}, TypeError, "x: got dtype int32, expected a floating type"),
+        ((X[0, 0, 0],), {}, ValueError, r"x: got shape \(\), expected at least one axis"),
+        ((X,), {"axis": -4}, ValueError, r"axis: got -4, expected a value in \[-3, 2\]"),
+        ((X,), {"axis": (1, -2)}, ValueError, r"axis: got \(1, -2\), expected one or more axes, each once"),
+        ((X,), {"axis": ()}, ValueError, r"axis: got \(\), expected one or more axes"),
+        ((X, X), {}, TypeError, "where: got dtype float32, expected bool; True marks"),
+        ((X, X[:, :2] > 0), {}, ValueError, r"where: got shape \(2, 2, 8\), expected a shape that broadcasts to \(2, 3, 8\)"),
+        ((X, X[None] > 0), {}, ValueError, r"where: got shape \(1, 2, 3, 8\), expected a shape that broadcasts"),
+        ((X,), {"scale": float("inf")}, ValueError, "scale: got inf, expected a finite number"),
+    ],
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 from ejkernel._arrays import named
 from ejkernel.operations import get_operation
 
-OPERATIONS = ("layer_norm", "rms_norm")
+OPERATIONS = ("layer_norm", "rms_norm", "softmax")
 
 
 def _problems() -> list[Any]:

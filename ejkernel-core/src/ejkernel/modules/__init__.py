@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 from ejkernel.modules._forms import Executor, create_default_executor
 from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
+from ejkernel.modules.probabilities import Softmax, softmax
 
 FUNCTIONS: Mapping[str, str] = {
     "layer_norm": "layer_norm",
     "rms_norm": "rms_norm",
+    "softmax": "softmax",
 }
 """Public function by every name that `explain`, `kernel_registry.get` and the command line accept."""
 
@@ -18,7 +20,9 @@ __all__ = [
     "Executor",
     "LayerNorm",
     "RmsNorm",
+    "Softmax",
     "create_default_executor",
     "layer_norm",
     "rms_norm",
+    "softmax",
 ]
