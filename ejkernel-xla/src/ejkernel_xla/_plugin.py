@@ -29,6 +29,7 @@ def ejkernel_plugin() -> Plugin:
         implementations=(
             *_both_phases("layer_norm"),
             *_both_phases("rms_norm"),
+            *_both_phases("rope"),
             *_both_phases("softmax"),
         ),
     )

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from ejkernel.modules._forms import Executor, create_default_executor
 from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
 from ejkernel.modules.probabilities import Softmax, softmax
+from ejkernel.modules.rotary import LlamaRope, LlamaRotaryEmbedding, Rope, llama_rope, rope
 
 FUNCTIONS: Mapping[str, str] = {
     "layer_norm": "layer_norm",
+    "llama_rope": "llama_rope",
     "rms_norm": "rms_norm",
+    "rope": "rope",
     "softmax": "softmax",
 }
 """Public function by every name that `explain`, `kernel_registry.get` and the command line accept."""
@@ -19,10 +22,15 @@ __all__ = [
     "FUNCTIONS",
     "Executor",
     "LayerNorm",
+    "LlamaRope",
+    "LlamaRotaryEmbedding",
     "RmsNorm",
+    "Rope",
     "Softmax",
     "create_default_executor",
     "layer_norm",
+    "llama_rope",
     "rms_norm",
+    "rope",
     "softmax",
 ]
