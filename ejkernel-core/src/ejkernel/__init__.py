@@ -15,6 +15,7 @@ _LAZY = {
     **dict.fromkeys(("Executor", "create_default_executor"), "ejkernel.modules"),
     **dict.fromkeys(("layer_norm", "LayerNorm", "rms_norm", "RmsNorm"), "ejkernel.modules"),
     **dict.fromkeys(("LlamaRope", "LlamaRotaryEmbedding", "Rope", "llama_rope", "rope"), "ejkernel.modules"),
+    **dict.fromkeys(("mean_pooling", "MeanPooling"), "ejkernel.modules"),
     **dict.fromkeys(("softmax", "Softmax"), "ejkernel.modules"),
 }
 

@@ -30,6 +30,14 @@ _NORM = [
 REFUSED: dict[str, list[Any]] = {
     "layer_norm": _NORM,
     "rms_norm": _NORM,
+    "mean_pooling": [
+        ((X[0],), {}, ValueError, r"x: got shape \(3, 8\), expected \[B,T,H,D\] or \[B,T,D\]"),
+        ((X.astype(np.int32),), {}, TypeError, "x: got dtype int32, expected a floating type"),
+        ((X, np.array([0, 3])), {}, ValueError, "x: got batch 2, expected batch 1 with cu_seqlens; pack"),
+        ((X[:1], np.array([0.0, 3.0])), {}, TypeError, "cu_seqlens: got dtype float64, expected integers"),
+        ((X[:1], np.array([[0, 3]])), {}, ValueError, r"cu_seqlens: got shape \(1, 2\) with 2 axes, expected 1 axes"),
+        ((X[:1], np.array([], np.int32)), {}, ValueError, r"cu_seqlens: got no element, expected \[n \+ 1\]"),
+    ],
     "rope": [
         ((Q, None, None, C), {}, TypeError, r"cos: got None, expected an array; LlamaRotaryEmbedding"),
         ((Q[0], None, C, C), {}, ValueError, r"query: got shape \(5, 4, 8\) with 3 axes, expected 4 axes"),
@@ -64,3 +72,16 @@ REFUSED: dict[str, list[Any]] = {
 def test_refused(name: str, args: Any, options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         get_operation(name).canonicalise(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "arrays", "message"),
+    [
+        ("mean_pooling", {"x": X[:1], "cu_seqlens": np.array([1, 3])}, r"cu_seqlens: got \[1 3\], expected .* from 0"),
+        ("mean_pooling", {"x": X[:1], "cu_seqlens": np.array([0, 2, 1])}, "values that do not decrease"),
+        ("mean_pooling", {"x": X[:1], "cu_seqlens": np.array([0, 4])}, "at most 3 = length of x"),
+    ],
+)
+def test_refused_values(name: str, arrays: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_operation(name).check_values(arrays)

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 
 from ejkernel.modules._forms import Executor, create_default_executor
 from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
+from ejkernel.modules.pooling import MeanPooling, mean_pooling
 from ejkernel.modules.probabilities import Softmax, softmax
 from ejkernel.modules.rotary import LlamaRope, LlamaRotaryEmbedding, Rope, llama_rope, rope
 
 FUNCTIONS: Mapping[str, str] = {
     "layer_norm": "layer_norm",
     "llama_rope": "llama_rope",
+    "mean_pooling": "mean_pooling",
     "rms_norm": "rms_norm",
     "rope": "rope",
     "softmax": "softmax",
@@ -24,12 +26,14 @@ __all__ = [
     "LayerNorm",
     "LlamaRope",
     "LlamaRotaryEmbedding",
+    "MeanPooling",
     "RmsNorm",
     "Rope",
     "Softmax",
     "create_default_executor",
     "layer_norm",
     "llama_rope",
+    "mean_pooling",
     "rms_norm",
     "rope",
     "softmax",
