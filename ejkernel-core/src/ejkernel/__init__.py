@@ -13,6 +13,7 @@ _LAZY = {
     "explain": "ejkernel._explain",
     **dict.fromkeys(("NoKernelError", "PluginError", "EjkernelError"), "ejkernel.errors"),
     **dict.fromkeys(("Executor", "create_default_executor"), "ejkernel.modules"),
+    **dict.fromkeys(("grouped_matmul", "GroupedMatmul"), "ejkernel.modules"),
     **dict.fromkeys(("layer_norm", "LayerNorm", "rms_norm", "RmsNorm"), "ejkernel.modules"),
     **dict.fromkeys(("LlamaRope", "LlamaRotaryEmbedding", "Rope", "llama_rope", "rope"), "ejkernel.modules"),
     **dict.fromkeys(("mean_pooling", "MeanPooling"), "ejkernel.modules"),

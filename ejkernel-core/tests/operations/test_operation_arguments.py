@@ -11,6 +11,7 @@ from ejkernel.operations import get_operation
 X = np.ones((2, 3, 8), np.float32)
 Q = np.ones((2, 5, 4, 8), np.float32)
 C = np.ones((5, 4), np.float32)
+G2 = np.array([1, 2], np.int32)
 EIGHT = np.ones(8, np.float32)
 
 _NORM = [
@@ -28,6 +29,27 @@ _NORM = [
 ]
 
 REFUSED: dict[str, list[Any]] = {
+    "grouped_matmul": [
+        ((X[0], X, G2), {}, ValueError, r"rhs: got shape \(2, 3, 8\), expected \[G, K, N\] with K = 8 as in lhs"),
+        ((X[0, :, :4], X, G2), {"transpose_rhs": True}, ValueError, r"expected \[G, N, K\] with K = 4 as in lhs"),
+        ((X, X, G2), {}, ValueError, r"lhs: got shape \(2, 3, 8\) with 3 axes, expected 2 axes"),
+        ((X[0, :, :3], X, G2[:1]), {}, ValueError, "group_sizes: got 1 groups, expected 2 as in rhs"),
+        ((X[0, :, :3], X[:1], G2), {}, ValueError, "group_sizes: got 2 groups, expected 1 as in rhs; group_offset="),
+        ((X[0, :, :3], X, G2[:1], 0), {}, ValueError, "group_sizes: got 1 groups, expected at least 2 as in rhs"),
+        ((X[0, :, :3], X, G2 / 2), {}, TypeError, "group_sizes: got dtype float64, expected integers"),
+        ((X[0, :, :3], X, G2, 1.5), {}, TypeError, "group_offset: got dtype float.., expected an integer"),
+        ((X[0, :, :3], X, G2, G2), {}, ValueError, r"group_offset: got shape \(2,\), expected a scalar or \[1\]"),
+        ((X[0, :, :3], X, G2, None, X[0, :2]), {}, ValueError, r"existing_out: got shape \(2, 8\), expected \(3, 8\)"),
+        (
+            (X[0, :, :3], X, G2, None, X[0].astype(np.float16)),
+            {},
+            TypeError,
+            "existing_out: got dtype float16, expected float32",
+        ),
+        ((X[0, :, :3], X, G2), {"preferred_element_type": np.int32}, TypeError, "preferred_element_type: got dtype int32"),
+        ((X[0, :, :3], X, G2), {"precision": "best"}, ValueError, "precision: got 'best', expected None or one of default"),
+        ((X[0, :, :3], X, G2), {"transpose_rhs": 1}, TypeError, "transpose_rhs: got 1, expected a bool"),
+    ],
     "layer_norm": _NORM,
     "rms_norm": _NORM,
     "mean_pooling": [
@@ -77,6 +99,12 @@ def test_refused(name: str, args: Any, options: Any, error: type[Exception], mes
 @pytest.mark.parametrize(
     ("name", "arrays", "message"),
     [
+        (
+            "grouped_matmul",
+            {"lhs": X[0], "group_sizes": np.array([-1, 2])},
+            r"group_sizes: got \[-1  2\], expected values >= 0",
+        ),
+        ("grouped_matmul", {"lhs": X[0], "group_sizes": np.array([2, 2])}, "a sum of at most 3 = rows of lhs"),
         ("mean_pooling", {"x": X[:1], "cu_seqlens": np.array([1, 3])}, r"cu_seqlens: got \[1 3\], expected .* from 0"),
         ("mean_pooling", {"x": X[:1], "cu_seqlens": np.array([0, 2, 1])}, "values that do not decrease"),
         ("mean_pooling", {"x": X[:1], "cu_seqlens": np.array([0, 4])}, "at most 3 = length of x"),

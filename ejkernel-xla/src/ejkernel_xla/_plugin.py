@@ -27,6 +27,7 @@ def ejkernel_plugin() -> Plugin:
         api_level=API_LEVEL,
         summary="Every operation in plain JAX, on every device; the fallback of all others",
         implementations=(
+            *_both_phases("grouped_matmul", configs="ejkernel_xla.grouped_matmul.config:CONFIGS"),
             *_both_phases("layer_norm"),
             *_both_phases("mean_pooling"),
             *_both_phases("rms_norm"),

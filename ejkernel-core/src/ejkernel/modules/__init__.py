@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ejkernel.modules._forms import Executor, create_default_executor
+from ejkernel.modules.matmuls import GroupedMatmul, grouped_matmul
 from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
 from ejkernel.modules.pooling import MeanPooling, mean_pooling
 from ejkernel.modules.probabilities import Softmax, softmax
 from ejkernel.modules.rotary import LlamaRope, LlamaRotaryEmbedding, Rope, llama_rope, rope
 
 FUNCTIONS: Mapping[str, str] = {
+    "grouped_matmul": "grouped_matmul",
     "layer_norm": "layer_norm",
     "llama_rope": "llama_rope",
     "mean_pooling": "mean_pooling",
@@ -23,6 +25,7 @@ FUNCTIONS: Mapping[str, str] = {
 __all__ = [
     "FUNCTIONS",
     "Executor",
+    "GroupedMatmul",
     "LayerNorm",
     "LlamaRope",
     "LlamaRotaryEmbedding",
@@ -31,6 +34,7 @@ __all__ = [
     "Rope",
     "Softmax",
     "create_default_executor",
+    "grouped_matmul",
     "layer_norm",
     "llama_rope",
     "mean_pooling",
