@@ -30,7 +30,7 @@ def _angle_gradient(call: RopeCall, like: Any, per_channel: Any) -> Any:
     if call.per_pair and call.interleaved:
         total = total[..., 0::2] + total[..., 1::2]
     elif call.per_pair:
-        total = sum(np.split(total, 2, axis=-1))
+        total = np.add(*np.split(total, 2, axis=-1))
     return total if like.shape[0] == total.shape[0] else total.sum(axis=0, keepdims=True)
 
 
