@@ -10,14 +10,17 @@ import numpy as np
 from ejkernel.operations._case import Case, Toggle
 
 
-def _arrays(*shape: int, bounds: tuple[int, ...] | None = None) -> Callable[[np.random.Generator], Mapping[str, Any]]:
-    """`bounds` are cumulative lengths; tokens past the last one hold NaN."""
+def _arrays(
+    *shape: int, bounds: tuple[int, ...] | None = None, poison: bool = True
+) -> Callable[[np.random.Generator], Mapping[str, Any]]:
+    """`bounds` are cumulative lengths; tokens past the last one hold NaN if `poison`."""
 
     def make(rng: np.random.Generator) -> Mapping[str, Any]:
         x = rng.standard_normal(shape).astype(np.float32)
         if bounds is None:
             return {"x": x}
-        x[:, bounds[-1] :] = np.nan
+        if poison:
+            x[:, bounds[-1] :] = np.nan
         return {"x": x, "cu_seqlens": np.array(bounds, np.int32)}
 
     return make
@@ -33,6 +36,7 @@ CASES = (
     Case("packed-empty-sequences", _arrays(1, 12, 2, 8, bounds=(0, 0, 5, 5, 5, 12, 12))),
     Case("packed-unused-tail", _arrays(1, 12, 2, 8, bounds=(0, 4, 7))),
     Case("packed-one-sequence", _arrays(1, 12, 2, 8, bounds=(0, 12))),
+    Case("packed-one-short-sequence", _arrays(1, 12, 2, 8, bounds=(0, 7), poison=False)),
     Case("packed-no-sequence", _arrays(1, 12, 2, 8, bounds=(0,))),
     Case("packed-length-0", _arrays(1, 0, 2, 8, bounds=(0, 0, 0))),
     Case("packed-long", _arrays(1, 3000, 1, 4, bounds=(0, 1, 1500, 2999, 3000))),
@@ -44,5 +48,5 @@ CASES = (
 )
 
 TOGGLES = {
-    "cu_seqlens": Toggle("packed-one-sequence", drop="cu_seqlens", program=True),
+    "cu_seqlens": Toggle("packed-one-short-sequence", drop="cu_seqlens"),
 }
