@@ -7,28 +7,34 @@ from typing import Any
 
 __version__ = "0.1.0"
 
+_SUBMODULES = ("loggings", "masks", "modules", "packing", "plugin", "testing", "tuning", "types", "utils", "xla_utils")
+
 _LAZY = {
     "EXPORT_DISABLED_CHECKS": "ejkernel._export",
-    **dict.fromkeys(("Backend", "Platform", "kernel_registry"), "ejkernel._registry"),
-    "use": "ejkernel._policy",
-    "explain": "ejkernel._explain",
-    **dict.fromkeys(("autotune", "overlay"), "ejkernel.tuning"),
-    **dict.fromkeys(("NoConfigError", "NoKernelError", "NoTunerError", "PluginError", "EjkernelError"), "ejkernel.errors"),
-    **dict.fromkeys(("attention", "flash_attention", "flash_attn_varlen", "scaled_dot_product_attention"), "ejkernel.modules"),
-    **dict.fromkeys(("Attention", "FlashAttention", "FlashAttnVarlen", "ScaledDotProductAttention"), "ejkernel.modules"),
-    **dict.fromkeys(("rms_norm", "RmsNorm", "Executor", "create_default_executor"), "ejkernel.modules"),
     "MaskInfo": "ejkernel.masks",
+    "explain": "ejkernel._explain",
+    "use": "ejkernel._policy",
+    **dict.fromkeys(("Backend", "Platform", "kernel_registry"), "ejkernel._registry"),
+    **dict.fromkeys(("autotune", "overlay"), "ejkernel.tuning"),
+    **dict.fromkeys(("EjkernelError", "NoConfigError", "NoKernelError", "NoTunerError", "PluginError"), "ejkernel.errors"),
 }
+"""Names and where they live; the public functions and their class forms are those of `ejkernel.modules`."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'ejkernel' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f"ejkernel.{name}")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    if not name.startswith("_"):
+        modules = importlib.import_module("ejkernel.modules")
+        if name in modules.__all__:
+            return getattr(modules, name)
+    raise AttributeError(f"module 'ejkernel' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, *_SUBMODULES, *importlib.import_module("ejkernel.modules").__all__})
 
 
 def _discover() -> None:

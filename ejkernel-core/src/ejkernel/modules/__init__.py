@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ejkernel.modules._forms import Executor, create_default_executor
 from ejkernel.modules.attention import (
     Attention,
@@ -15,16 +13,26 @@ from ejkernel.modules.attention import (
     flash_attn_varlen,
     scaled_dot_product_attention,
 )
-from ejkernel.modules.norms import RmsNorm, rms_norm
+from ejkernel.modules.matmuls import GroupedMatmul, grouped_matmul
+from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
+from ejkernel.modules.pooling import MeanPooling, mean_pooling
+from ejkernel.modules.probabilities import Softmax, softmax
+from ejkernel.modules.rotary import LlamaRope, LlamaRotaryEmbedding, Rope, llama_rope, rope
 
-FUNCTIONS: Mapping[str, str] = {
-    "attention": "attention",
-    "flash_attention": "flash_attention",
-    "flash_attn_varlen": "flash_attn_varlen",
-    "rms_norm": "rms_norm",
-    "scaled_dot_product_attention": "scaled_dot_product_attention",
-}
-"""Public function by every name that `explain`, `kernel_registry.get` and the command line accept."""
+FUNCTIONS = (
+    "attention",
+    "flash_attention",
+    "flash_attn_varlen",
+    "grouped_matmul",
+    "layer_norm",
+    "llama_rope",
+    "mean_pooling",
+    "rms_norm",
+    "rope",
+    "scaled_dot_product_attention",
+    "softmax",
+)
+"""The public functions, by the names that `explain`, `kernel_registry.get` and the command line accept."""
 
 __all__ = [
     "FUNCTIONS",
@@ -32,12 +40,25 @@ __all__ = [
     "Executor",
     "FlashAttention",
     "FlashAttnVarlen",
+    "GroupedMatmul",
+    "LayerNorm",
+    "LlamaRope",
+    "LlamaRotaryEmbedding",
+    "MeanPooling",
     "RmsNorm",
+    "Rope",
     "ScaledDotProductAttention",
+    "Softmax",
     "attention",
     "create_default_executor",
     "flash_attention",
     "flash_attn_varlen",
+    "grouped_matmul",
+    "layer_norm",
+    "llama_rope",
+    "mean_pooling",
     "rms_norm",
+    "rope",
     "scaled_dot_product_attention",
+    "softmax",
 ]

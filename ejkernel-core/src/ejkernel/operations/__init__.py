@@ -40,4 +40,4 @@ def public_function(name: str) -> Callable[..., Any]:
 
     if name not in modules.FUNCTIONS:
         raise invalid("operation", repr(name), "the name of a public function" + suggestion(name, modules.FUNCTIONS))
-    return getattr(modules, modules.FUNCTIONS[name])
+    return getattr(modules, name)

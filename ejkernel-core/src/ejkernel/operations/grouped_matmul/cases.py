@@ -1,0 +1,84 @@
+"""Named problems of `grouped_matmul`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ejkernel.operations._case import Case, Toggle
+
+
+def _arrays(
+    rows: int,
+    inner: int,
+    columns: int,
+    sizes: tuple[int, ...],
+    *,
+    transpose: bool = False,
+    existing: bool = False,
+    offset: int | None = None,
+    held: int | None = None,
+    poison: bool = True,
+) -> Callable[[np.random.Generator], Mapping[str, Any]]:
+    """Rows whose group has no matrix hold NaN if `poison`. `held` is the number of matrices, from group `offset` on."""
+
+    def make(rng: np.random.Generator) -> Mapping[str, Any]:
+        count, first = held if held is not None else len(sizes), offset or 0
+        group = np.repeat(np.arange(len(sizes)), sizes)
+        group = np.concatenate([group, np.full(rows - group.size, -1)])
+        lhs = rng.standard_normal((rows, inner)).astype(np.float32)
+        if poison:
+            lhs[(group < first) | (group >= first + count)] = np.nan
+        shape = (count, columns, inner) if transpose else (count, inner, columns)
+        arrays = {
+            "lhs": lhs,
+            "rhs": (rng.standard_normal(shape) / max(inner, 1) ** 0.5).astype(np.float32),
+            "group_sizes": np.array(sizes, np.int32),
+        }
+        if offset is not None:
+            arrays["group_offset"] = np.array(offset, np.int32)
+        if existing:
+            arrays["existing_out"] = rng.standard_normal((rows, columns)).astype(np.float32)
+        return arrays
+
+    return make
+
+
+_BENCH = frozenset({"bench"})
+
+CASES = (
+    Case("plain", _arrays(48, 32, 24, (16, 20, 12))),
+    Case("empty-groups", _arrays(40, 16, 24, (0, 7, 0, 0, 33, 0))),
+    Case("unused-rows", _arrays(40, 16, 24, (5, 0, 9))),
+    Case("skewed", _arrays(131, 16, 8, (1, 127, 2, 1))),
+    Case("all-empty", _arrays(9, 8, 8, (0, 0, 0))),
+    Case("transposed", _arrays(48, 32, 24, (16, 20, 12), transpose=True), {"transpose_rhs": True}),
+    Case("square-transposed", _arrays(20, 16, 16, (9, 11), transpose=True), {"transpose_rhs": True}),
+    Case("existing-out", _arrays(40, 16, 24, (5, 0, 9), existing=True)),
+    Case("shard-of-groups", _arrays(40, 16, 24, (5, 6, 7, 8, 9), offset=1, held=2)),
+    Case("last-shard-existing-out", _arrays(40, 16, 24, (5, 6, 7, 8, 9), offset=3, held=2, existing=True)),
+    Case("first-shard", _arrays(40, 16, 24, (5, 6, 7, 8, 9), offset=0, held=2)),
+    Case("offset-past-held", _arrays(30, 16, 8, (9, 12, 9), offset=1, held=3, poison=False)),
+    Case("float32-out", _arrays(24, 16, 8, (10, 14)), {"preferred_element_type": "float32"}),
+    Case("precision", _arrays(24, 16, 8, (10, 14)), {"precision": "highest"}),
+    Case("one-row", _arrays(1, 16, 8, (0, 1, 0))),
+    Case("few-rows-many-groups", _arrays(3, 16, 8, (0, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0))),
+    Case("no-rows", _arrays(0, 16, 8, (0, 0))),
+    Case("no-groups", _arrays(6, 16, 8, ())),
+    Case("inner-0", _arrays(6, 0, 8, (2, 3), existing=True)),
+    Case("columns-1", _arrays(6, 5, 1, (2, 4))),
+    Case("odd-sizes", _arrays(77, 33, 17, (30, 1, 46))),
+    Case("bench-8192-8x4096x14336", _arrays(8192, 4096, 14336, (1024,) * 8), tags=_BENCH),
+    Case("bench-32768-32x7168x4096", _arrays(32768, 7168, 4096, (1024,) * 32), tags=_BENCH),
+    Case("bench-131072-128x2048x768", _arrays(131072, 2048, 768, (1024,) * 128), tags=_BENCH),
+)
+
+TOGGLES = {
+    "existing_out": Toggle("existing-out", drop="existing_out"),
+    "group_offset": Toggle("offset-past-held", drop="group_offset"),
+    "preferred_element_type": Toggle("float32-out", {"preferred_element_type": "bfloat16"}),
+    "transpose_rhs": Toggle("square-transposed", {"transpose_rhs": False}),
+    "precision": Toggle("precision", {"precision": "default"}, program=True),
+}

@@ -1,0 +1,203 @@
+"""Contract of `grouped_matmul`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel._arrays import ArraySpec
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.operation import Bound, Call, Cost, Operation
+from ejkernel.operations._checks import check_array, check_shape
+from ejkernel.operations._numbers import check_compute
+from ejkernel.plugin import Phase
+
+PRECISIONS = ("default", "high", "highest")
+
+
+class GroupedMatmulInputs(NamedTuple):
+    """lhs `[b, m, k]`; rhs `[1 or b, g, k, n]`, or `[1 or b, g, n, k]` with `transpose_rhs`.
+
+    group_sizes int32 `[1 or b, s]`, s >= g: the rows of group 0 come first, then those of group 1. group_offset int32
+    `[1 or b]` or None (0): rhs holds the matrices of the groups from group_offset on. existing_out `[b, m, n]` or None (zeros).
+    """
+
+    lhs: Any
+    rhs: Any
+    group_sizes: Any
+    group_offset: Any = None
+    existing_out: Any = None
+
+
+class GroupedMatmulOutputs(NamedTuple):
+    """out `[b, m, n]` in the dtype `preferred_element_type`. There is no residual."""
+
+    out: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedMatmulCall(Call):
+    """Static facts.
+
+    Attributes:
+        preferred_element_type: dtype of out.
+        transpose_rhs: rhs is `[b, g, n, k]`.
+        precision: of the products: None (full precision of the inputs' common dtype), or "default", "high", "highest".
+    """
+
+    lhs: ArraySpec
+    rhs: ArraySpec
+    group_sizes: ArraySpec
+    group_offset: ArraySpec | None = None
+    existing_out: ArraySpec | None = None
+    preferred_element_type: str
+    transpose_rhs: bool = False
+    precision: str | None = None
+
+    @property
+    def columns(self) -> int:
+        """n."""
+        return self.rhs.shape[2 if self.transpose_rhs else 3]
+
+
+class GroupedMatmul(Operation):
+    """`out_i = lhs_i . rhs_(g - group_offset)` for row i of group g; rows whose group has no matrix are those of existing_out.
+
+    Such rows, past the sum of the sizes or of groups held elsewhere, take no part in any gradient, whatever lhs holds there.
+    lhs and rhs are multiplied in their common dtype (bfloat16 with float32: float32), summed in float32.
+    """
+
+    name = "grouped_matmul"
+    Call = GroupedMatmulCall
+    Inputs = GroupedMatmulInputs
+    Outputs = GroupedMatmulOutputs
+    differentiable = ("lhs", "rhs", "existing_out")
+    shardable = ("b", "n")
+
+    def canonicalise(
+        self,
+        lhs: Any,
+        rhs: Any,
+        group_sizes: Any,
+        group_offset: Any = None,
+        existing_out: Any = None,
+        *,
+        preferred_element_type: Any = None,
+        transpose_rhs: bool = False,
+        precision: Any = None,
+    ) -> Bound:
+        """Check and add the batch axis.
+
+        Args:
+            lhs: `[M,K]`, floating.
+            rhs: `[G,K,N]`, or `[G,N,K]` with transpose_rhs, floating.
+            group_sizes: integers `[G]`, or `[S]` with S >= G beside group_offset; >= 0, sum at most M.
+            group_offset: integer scalar or `[1]`: the group of the first matrix of rhs; None = 0.
+            existing_out: `[M,N]` in the result's dtype, or None (zeros).
+            preferred_element_type: dtype of the result; None = the common dtype of lhs and rhs.
+            transpose_rhs: rhs is `[G,N,K]`.
+            precision: None, "default", "high", "highest" or a `jax.lax.Precision`.
+        """
+        if not isinstance(transpose_rhs, bool):
+            raise wrong_type("transpose_rhs", repr(transpose_rhs), "a bool")
+        check_compute("lhs", lhs, ndim=2)
+        check_compute("rhs", rhs, ndim=3)
+        rows, inner = lhs.shape
+        if rhs.shape[2 if transpose_rhs else 1] != inner:
+            meaning = "[G, N, K]" if transpose_rhs else "[G, K, N]"
+            raise invalid("rhs", f"shape {tuple(rhs.shape)}", f"{meaning} with K = {inner} as in lhs")
+        columns = rhs.shape[1 if transpose_rhs else 2]
+        _check_groups(group_sizes, group_offset, rhs.shape[0])
+        dtype = _result_dtype(preferred_element_type, lhs, rhs)
+        if existing_out is not None:
+            check_shape("existing_out", existing_out, (rows, columns), "[M, N]")
+            if np.dtype(existing_out.dtype).name != dtype:
+                raise wrong_type("existing_out", f"dtype {existing_out.dtype}", f"{dtype}, the dtype of the result")
+        inputs = GroupedMatmulInputs(
+            lhs[None],
+            rhs[None],
+            jnp.asarray(group_sizes, jnp.int32)[None],
+            None if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(1),
+            None if existing_out is None else existing_out[None],
+        )
+        specs = {name: None if value is None else ArraySpec.of(value) for name, value in inputs._asdict().items()}
+        call = GroupedMatmulCall(
+            **specs,  # pyright: ignore[reportArgumentType]
+            preferred_element_type=dtype,
+            transpose_rhs=transpose_rhs,
+            precision=_precision_name(precision),
+        )
+        return Bound(call, inputs, lambda outputs: outputs.out[0])
+
+    def check_values(self, arrays: Mapping[str, Any]) -> None:
+        sizes, lhs = arrays.get("group_sizes"), arrays.get("lhs")
+        if sizes is None or lhs is None or isinstance(sizes, jax.core.Tracer) or getattr(lhs, "ndim", 0) != 2:
+            return
+        values = np.asarray(sizes)
+        if values.ndim == 1 and ((values < 0).any() or values.sum() > lhs.shape[0]):
+            raise invalid("group_sizes", values, f"values >= 0 with a sum of at most {lhs.shape[0]} = rows of lhs")
+
+    def dimensions(self, call: GroupedMatmulCall) -> Mapping[str, str]:
+        return {
+            "lhs": "b m k",
+            "rhs": "b? g n k" if call.transpose_rhs else "b? g k n",
+            "group_sizes": "b? s",
+            "group_offset": "b?",
+            "existing_out": "b m n",
+            "out": "b m n",
+        }
+
+    def output_specs(self, call: GroupedMatmulCall) -> GroupedMatmulOutputs:
+        return GroupedMatmulOutputs(ArraySpec((*call.lhs.shape[:2], call.columns), call.preferred_element_type))
+
+    def public(self, call: GroupedMatmulCall) -> tuple[str, ...]:
+        return ("out",)
+
+    def cost(self, call: GroupedMatmulCall, phase: Phase) -> Cost:
+        """Exact if every row of lhs belongs to a group of rhs, which the sizes say only at run time."""
+        product = 2 * call.lhs.size * call.columns
+        out, existing = self.output_specs(call).out.nbytes, 0 if call.existing_out is None else call.existing_out.nbytes
+        if phase == "forward":
+            return Cost(product, call.lhs.nbytes + call.rhs.nbytes + call.group_sizes.nbytes + out)
+        moved = 2 * (call.lhs.nbytes + call.rhs.nbytes) + call.group_sizes.nbytes + out + existing
+        return Cost(2 * product, moved)
+
+
+def _check_groups(group_sizes: Any, group_offset: Any, held: int) -> None:
+    check_array("group_sizes", group_sizes, ndim=1, floating=False)
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise wrong_type("group_sizes", f"dtype {group_sizes.dtype}", "integers")
+    if group_offset is None:
+        if group_sizes.shape[0] != held:
+            remedy = "group_offset= says which groups rhs holds" if group_sizes.shape[0] > held else ""
+            raise invalid("group_sizes", f"{group_sizes.shape[0]} groups", f"{held} as in rhs", remedy=remedy)
+        return
+    if group_sizes.shape[0] < held:
+        raise invalid("group_sizes", f"{group_sizes.shape[0]} groups", f"at least {held} as in rhs")
+    if not jnp.issubdtype(jnp.result_type(group_offset), jnp.integer):
+        raise wrong_type("group_offset", f"dtype {jnp.result_type(group_offset)}", "an integer")
+    if jnp.shape(group_offset) not in ((), (1,)):
+        raise invalid("group_offset", f"shape {jnp.shape(group_offset)}", "a scalar or [1]")
+
+
+def _result_dtype(preferred: Any, lhs: Any, rhs: Any) -> str:
+    dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred is None else jnp.dtype(preferred)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise wrong_type("preferred_element_type", f"dtype {dtype}", "float32, bfloat16 or float16")
+    return dtype.name
+
+
+def _precision_name(precision: Any) -> str | None:
+    name = precision.name.lower() if isinstance(precision, jax.lax.Precision) else precision
+    if name is not None and name not in PRECISIONS:
+        raise invalid("precision", repr(precision), f"None or one of {', '.join(PRECISIONS)}")
+    return name
+
+
+OPERATION = GroupedMatmul()

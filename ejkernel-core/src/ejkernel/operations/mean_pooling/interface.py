@@ -1,0 +1,120 @@
+"""Contract of `mean_pooling`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel._arrays import ArraySpec
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.operation import Bound, Call, Cost, Operation
+from ejkernel.operations._checks import check_array
+from ejkernel.operations._numbers import check_compute
+from ejkernel.plugin import Phase
+
+
+class MeanPoolingInputs(NamedTuple):
+    """x `[b, t, h, d]`; cu_seqlens int32 `[1 or b, n + 1]`: sequence i is the tokens cu_seqlens[i] up to
+    cu_seqlens[i + 1], exclusive."""
+
+    x: Any
+    cu_seqlens: Any = None
+
+
+class MeanPoolingOutputs(NamedTuple):
+    """out `[b, n, h, d]` in the dtype of x; n = 1 without cu_seqlens. There is no residual."""
+
+    out: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeanPoolingCall(Call):
+    """Static facts of one `mean_pooling`."""
+
+    x: ArraySpec
+    cu_seqlens: ArraySpec | None = None
+
+    @property
+    def sequences(self) -> int:
+        """How many means each member of the batch has."""
+        return 1 if self.cu_seqlens is None else self.cu_seqlens.shape[1] - 1
+
+
+class MeanPooling(Operation):
+    """`out_i = mean of x_t over the tokens t of sequence i`; 0 for a sequence without tokens. Summed in float32.
+
+    Tokens outside of every sequence take no part, whatever they hold.
+    """
+
+    name = "mean_pooling"
+    Call = MeanPoolingCall
+    Inputs = MeanPoolingInputs
+    Outputs = MeanPoolingOutputs
+    differentiable = ("x",)
+    shardable = ("b", "h", "d")
+
+    def canonicalise(self, x: Any, cu_seqlens: Any = None) -> Bound:
+        """Check; x gets a head axis if it has none.
+
+        Args:
+            x: `[B,T,H,D]` or `[B,T,D]`, floating; B = 1 with cu_seqlens.
+            cu_seqlens: integers `[n + 1]`, not decreasing, from 0 to at most T; None = each row of the batch is one sequence.
+        """
+        check_compute("x", x)
+        if x.ndim not in (3, 4):
+            raise invalid("x", f"shape {tuple(x.shape)}", "[B,T,H,D] or [B,T,D]")
+        if cu_seqlens is not None:
+            check_array("cu_seqlens", cu_seqlens, ndim=1, floating=False)
+            if not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+                raise wrong_type("cu_seqlens", f"dtype {cu_seqlens.dtype}", "integers")
+            if cu_seqlens.shape[0] < 1:
+                raise invalid("cu_seqlens", "no element", "[n + 1], so at least one")
+            if x.shape[0] != 1:
+                raise invalid("x", f"batch {x.shape[0]}", "batch 1 with cu_seqlens", remedy="pack the sequences along T")
+        inputs = MeanPoolingInputs(
+            x if x.ndim == 4 else x[:, :, None, :],
+            None if cu_seqlens is None else jnp.asarray(cu_seqlens, jnp.int32)[None],
+        )
+        call = MeanPoolingCall(
+            x=ArraySpec.of(inputs.x), cu_seqlens=None if cu_seqlens is None else ArraySpec.of(inputs.cu_seqlens)
+        )
+
+        def finish(outputs: MeanPoolingOutputs) -> Any:
+            out = outputs.out[:, 0] if cu_seqlens is None else outputs.out[0]
+            return out if x.ndim == 4 else out[:, 0]
+
+        return Bound(call, inputs, finish)
+
+    def check_values(self, arrays: Mapping[str, Any]) -> None:
+        cu_seqlens, x = arrays.get("cu_seqlens"), arrays.get("x")
+        if cu_seqlens is None or x is None or isinstance(cu_seqlens, jax.core.Tracer):
+            return
+        values = np.asarray(cu_seqlens)
+        if values.ndim != 1 or values.size == 0 or getattr(x, "ndim", 0) < 2:
+            return
+        if values[0] != 0 or values[-1] > x.shape[1] or (np.diff(values) < 0).any():
+            raise invalid("cu_seqlens", values, f"values that do not decrease, from 0 to at most {x.shape[1]} = length of x")
+
+    def dimensions(self, call: MeanPoolingCall) -> Mapping[str, str]:
+        return {"x": "b t h d", "cu_seqlens": "b? s", "out": "b n h d"}
+
+    def output_specs(self, call: MeanPoolingCall) -> MeanPoolingOutputs:
+        batch, _, heads, width = call.x.shape
+        return MeanPoolingOutputs(ArraySpec((batch, call.sequences, heads, width), call.x.dtype))
+
+    def public(self, call: MeanPoolingCall) -> tuple[str, ...]:
+        return ("out",)
+
+    def cost(self, call: MeanPoolingCall, phase: Phase) -> Cost:
+        out = self.output_specs(call).out
+        moved = call.x.nbytes + out.nbytes + (0 if call.cu_seqlens is None else call.cu_seqlens.nbytes)
+        return Cost(call.x.size + out.size if phase == "forward" else out.size, moved)
+
+
+OPERATION = MeanPooling()

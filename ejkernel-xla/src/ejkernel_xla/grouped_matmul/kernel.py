@@ -1,0 +1,174 @@
+"""Grouped products by tiles of rows, each of one group, in a loop whose length depends on shapes alone.
+
+`jax.lax.ragged_dot` is not used: it multiplies every row by every matrix on a CPU, and reaches 24 to 102 TFLOP/s or runs out of
+memory where such a loop reached 115 to 215 on an H200 (bfloat16).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall, GroupedMatmulInputs, GroupedMatmulOutputs
+
+from ejkernel_xla._numerics import accumulator, dot_precision
+from ejkernel_xla.grouped_matmul.config import GroupedMatmulConfig
+
+
+class _Tiles(NamedTuple):
+    """Every tile: its matrix, its first row, and the rows `low <= row < high` that are its own. The last tiles may be empty."""
+
+    matrix: Any
+    first: Any
+    low: Any
+    high: Any
+
+
+class _Rows(NamedTuple):
+    """Every row of lhs: whether it has a matrix, and where its result stands among the rows of all tiles."""
+
+    has_matrix: Any
+    place: Any
+
+
+def _tile_list(rows: int, matrices: int, height: int, sizes: Any, offset: Any) -> tuple[_Tiles, _Rows]:
+    """Cut every group that has a matrix into tiles of `height <= rows`."""
+    ends = jnp.minimum(jnp.cumsum(sizes), rows)
+    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
+    ends = jnp.concatenate([ends, jnp.full(1, rows, ends.dtype)])
+    group = jnp.arange(matrices, dtype=jnp.int32) + offset
+    held = (group >= 0) & (group < sizes.shape[0])
+    group = jnp.clip(group, 0, sizes.shape[0])
+    start, end = starts[group], jnp.where(held, ends[group], starts[group])
+    tiles_of = -(-(end - start) // height)
+    tiles_up_to = jnp.cumsum(tiles_of)
+
+    busy = min(matrices, rows)
+    index = jnp.arange((rows - busy) // height + busy, dtype=jnp.int32)
+    matrix = jnp.minimum(jnp.searchsorted(tiles_up_to, index, side="right"), matrices - 1).astype(jnp.int32)
+    low = start[matrix] + (index - tiles_up_to[matrix] + tiles_of[matrix]) * height
+    high = jnp.where(index < tiles_up_to[-1], jnp.minimum(low + height, end[matrix]), low)
+    tiles = _Tiles(matrix, jnp.clip(low, 0, rows - height), low, high)
+
+    row = jnp.arange(rows, dtype=jnp.int32)
+    own = jnp.searchsorted(ends[:-1], row, side="right") - offset
+    has_matrix = (own >= 0) & (own < matrices) & (row < ends[-2])
+    own = jnp.clip(own, 0, matrices - 1)
+    tile = jnp.clip(tiles_up_to[own] - tiles_of[own] + (row - start[own]) // height, 0, index.shape[0] - 1)
+    return tiles, _Rows(has_matrix, tile * height + row - tiles.first[tile])
+
+
+def _rows_of(array: Any, tile: _Tiles, height: int) -> Any:
+    return jax.lax.dynamic_slice_in_dim(array, tile.first, height)
+
+
+def _own_rows_of(array: Any, tile: _Tiles, height: int) -> Any:
+    """The tile's rows, zero where they belong to others: those may hold NaN."""
+    row = tile.first + jnp.arange(height, dtype=jnp.int32)
+    return jnp.where(((row >= tile.low) & (row < tile.high))[:, None], _rows_of(array, tile, height), 0)
+
+
+class _Product:
+    """One member of the batch: its tiles and how they are multiplied."""
+
+    def __init__(self, call: GroupedMatmulCall, config: GroupedMatmulConfig, rhs: Any, sizes: Any, offset: Any) -> None:
+        rows = call.lhs.shape[1]
+        self.config, self.rhs = config, rhs
+        self.height = min(config.block_m, rows)
+        self.tiles, self.rows = _tile_list(rows, rhs.shape[0], self.height, sizes, offset)
+        self.dtype = jnp.promote_types(call.lhs.dtype, call.rhs.dtype)
+        self.dot = functools.partial(
+            jax.lax.dot_general,
+            precision=dot_precision(call.precision, self.dtype),
+            preferred_element_type=accumulator(self.dtype),
+        )
+
+    def apply(self, values: Any, contracted: int, dtype: Any) -> Any:
+        """Every row of `values` times its matrix, along that axis of the matrix; rows without one hold anything."""
+
+        def one(tile: _Tiles) -> Any:
+            matrix, block = (
+                jax.lax.dynamic_index_in_dim(self.rhs, tile.matrix, keepdims=False),
+                _rows_of(values, tile, self.height),
+            )
+            out = self.dot(block.astype(self.dtype), matrix.astype(self.dtype), (((1,), (contracted,)), ((), ())))
+            return out.astype(dtype)
+
+        together = min(self.config.tiles_per_step, self.tiles.matrix.shape[0])
+        out = jax.lax.map(one, self.tiles, batch_size=None if together == 1 else together)
+        return out.reshape(out.shape[0] * out.shape[1], out.shape[2])[self.rows.place]
+
+    def outer(self, left: Any, right: Any) -> Any:
+        """For every matrix, the sum over its rows of `left` times `right`; one tile after the other, so in a fixed order."""
+
+        def add(total: Any, tile: _Tiles) -> tuple[Any, None]:
+            a, b = (_own_rows_of(values, tile, self.height).astype(self.dtype) for values in (left, right))
+            return total.at[tile.matrix].add(self.dot(a, b, (((0,), (0,)), ((), ())))), None
+
+        zeros = jnp.zeros((self.rhs.shape[0], left.shape[1], right.shape[1]), accumulator(self.dtype))
+        return jax.lax.scan(add, zeros, self.tiles)[0]
+
+
+def _over_batch(function: Any, inputs: GroupedMatmulInputs, *more: Any) -> Any:
+    """`function(lhs, rhs, sizes, offset, *more)` for every member of the batch."""
+    offset = jnp.zeros(1, jnp.int32) if inputs.group_offset is None else inputs.group_offset
+    arrays = (inputs.lhs, inputs.rhs, inputs.group_sizes, offset, *more)
+    batch = inputs.lhs.shape[0]
+    if batch == 1:
+        return jax.tree.map(lambda leaf: leaf[None], function(*(array[0] for array in arrays)))
+    axes = [0 if array.shape[0] == batch else None for array in arrays]
+    arrays = [array if axis == 0 else array[0] for array, axis in zip(arrays, axes, strict=True)]
+    return jax.vmap(function, in_axes=tuple(axes))(*arrays)
+
+
+def _nothing_to_do(call: GroupedMatmulCall) -> bool:
+    return call.lhs.shape[0] * call.lhs.shape[1] * call.rhs.shape[1] == 0
+
+
+def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, config: GroupedMatmulConfig) -> GroupedMatmulOutputs:
+    dtype = jnp.dtype(call.preferred_element_type)
+    existing = jnp.zeros((), dtype) if inputs.existing_out is None else inputs.existing_out
+    if _nothing_to_do(call):
+        return GroupedMatmulOutputs(jnp.broadcast_to(existing, (*call.lhs.shape[:2], call.columns)))
+
+    def one(lhs: Any, rhs: Any, sizes: Any, offset: Any) -> tuple[Any, Any]:
+        product = _Product(call, config, rhs, sizes, offset)
+        return product.apply(lhs, 1 if call.transpose_rhs else 0, dtype), product.rows.has_matrix
+
+    out, has_matrix = _over_batch(one, inputs)
+    return GroupedMatmulOutputs(jnp.where(has_matrix[..., None], out, existing))
+
+
+def backward(
+    call: GroupedMatmulCall,
+    inputs: GroupedMatmulInputs,
+    outputs: GroupedMatmulOutputs,
+    cotangents: GroupedMatmulOutputs,
+    config: GroupedMatmulConfig,
+) -> GroupedMatmulInputs:
+    """The cotangent is rounded to the common dtype of lhs and rhs before it is multiplied."""
+    grad, existing = cotangents.out, inputs.existing_out
+    if _nothing_to_do(call):
+        return GroupedMatmulInputs(
+            jnp.zeros_like(inputs.lhs), jnp.zeros_like(inputs.rhs), None, None, None if existing is None else grad
+        )
+
+    def one(lhs: Any, rhs: Any, sizes: Any, offset: Any, grad: Any) -> tuple[Any, Any, Any]:
+        product = _Product(call, config, rhs, sizes, offset)
+        d_lhs = product.apply(grad, 0 if call.transpose_rhs else 1, lhs.dtype)
+        d_rhs = product.outer(grad, lhs) if call.transpose_rhs else product.outer(lhs, grad)
+        return d_lhs, d_rhs, product.rows.has_matrix
+
+    d_lhs, d_rhs, has_matrix = _over_batch(one, inputs, grad)
+    if inputs.rhs.shape[0] != d_rhs.shape[0]:
+        d_rhs = jnp.sum(d_rhs, axis=0, keepdims=True)
+    has_matrix = has_matrix[..., None]
+    return GroupedMatmulInputs(
+        jnp.where(has_matrix, d_lhs, 0),
+        d_rhs.astype(inputs.rhs.dtype),
+        None,
+        None,
+        None if existing is None else jnp.where(has_matrix, 0, grad),
+    )
