@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from ejkernel._target import Target, as_target
 from ejkernel.errors import invalid, wrong_type
 
 PlatformChoice = str | Sequence[str] | None
@@ -29,6 +30,7 @@ class Policy:
         custom_gradients: False gives plain JAX code that `jvp` and Hessians can differentiate.
         overlay: config overlays, innermost first: pairs of operation or implementation id and config.
         source: which setting named the platforms: "argument", "use", "environment" or "default".
+        target: where programs will run, if that is not to be found out from the arrays.
     """
 
     platforms: tuple[str, ...] = ()
@@ -36,6 +38,7 @@ class Policy:
     custom_gradients: bool = True
     overlay: tuple[tuple[str, Any], ...] = ()
     source: str = "default"
+    target: Target | None = None
 
 
 _context = jax.make_user_context(default_value=None)
@@ -54,7 +57,11 @@ def current() -> Policy:
 
 @contextlib.contextmanager
 def use(
-    *platforms: str, forbid: Iterable[str] = (), custom_gradients: bool | None = None, overlay: Iterable[tuple[str, Any]] = ()
+    *platforms: str,
+    forbid: Iterable[str] = (),
+    custom_gradients: bool | None = None,
+    overlay: Iterable[tuple[str, Any]] = (),
+    target: Target | str | None = None,
 ) -> Iterator[Policy]:
     """Choose or forbid platforms for every ejkernel call inside the `with` block.
 
@@ -66,6 +73,8 @@ def use(
         custom_gradients: False differentiates the implementation's own JAX code instead of calling backward kernels, which
             is what `jax.jvp`, `jax.hessian` and gradients of gradients need.
         overlay: see `ejkernel.overlay`.
+        target: the device that programs are built for, where that is another than the arrays' (lowering for a GPU on a
+            machine without one): a `Target`, or `"gpu"`, `"gpu:9.0"` (with its compute capability), `"tpu"`, `"cpu"`.
 
     Yields:
         The policy in force.
@@ -89,6 +98,7 @@ def use(
         custom_gradients=outer.custom_gradients if custom_gradients is None else custom_gradients,
         overlay=(*overlay, *outer.overlay),
         source="use" if names else outer.source,
+        target=outer.target if target is None else as_target(target),
     )
     _refuse_contradiction(policy)
     with _context(policy):

@@ -141,9 +141,8 @@ class Operation(abc.ABC):
             What the `Bound` that `form` returned makes of the outputs.
         """
         policy = _policy.for_call(self.name, platform)
-        invocation = _Invocation(
-            self, form, _static_options(options), policy, _target.resolve_target(jax.tree.leaves(arrays)), _as_config(cfg)
-        )
+        target = _target.resolve_target(jax.tree.leaves(arrays), policy.target)
+        invocation = _Invocation(self, form, _static_options(options), policy, target, _as_config(cfg))
         if _explain.capturing():
             raise _explain.Captured(invocation.explain(arrays))
         self.check_values(arrays)

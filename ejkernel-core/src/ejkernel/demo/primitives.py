@@ -1,0 +1,51 @@
+"""The operations that the demo's model is built from: ejkernel's, and the same in plain JAX to compare with."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.demo.model import Primitives
+
+_THETA = 10000.0
+_EPSILON = 1e-6
+
+
+def ejkernel_primitives() -> Primitives:
+    """Attention, norm and rotary embedding through ejkernel's dispatcher."""
+    import ejkernel
+
+    def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return ejkernel.flash_attention(query, key, value, causal=True)
+
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return ejkernel.rms_norm(x, scale, epsilon=_EPSILON)
+
+    def rotate(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rotary = ejkernel.LlamaRotaryEmbedding(query.shape[-1], theta=_THETA)
+        cos, sin = rotary(jnp.arange(query.shape[1])[None])
+        return ejkernel.llama_rope(query, key, cos=cos, sin=sin)
+
+    return Primitives(attention, norm, rotate)
+
+
+def plain_primitives() -> Primitives:
+    """The same three written with `jax.nn` and `jax.numpy` alone."""
+
+    def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+    return Primitives(attention, _plain_norm, lambda query, key: (_plain_rotate(query), _plain_rotate(key)))
+
+
+def _plain_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + _EPSILON) * scale
+
+
+def _plain_rotate(x: jax.Array) -> jax.Array:
+    half = x.shape[-1] // 2
+    frequencies = _THETA ** (-jnp.arange(half) / half)
+    angles = jnp.arange(x.shape[1])[:, None, None] * frequencies
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

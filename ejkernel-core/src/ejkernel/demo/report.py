@@ -1,0 +1,141 @@
+"""What the demo found, as plain data: the JSON output, the tables and the verdict are read from it."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import ejkernel
+from ejkernel.demo import data
+from ejkernel.demo.plot import save_plot
+from ejkernel.demo.primitives import ejkernel_primitives, explanations, plain_primitives
+from ejkernel.demo.sample import sample
+from ejkernel.demo.train import Settings, Trainer, interleaved_seconds
+
+CURVE_TOLERANCE = 0.05
+"""Nats per byte by which the two loss curves may differ anywhere: rounding grows along a training run."""
+
+FIRST_STEP_TOLERANCE = 1e-4
+"""Nats per byte at the first step, where both runs have the same parameters and only one forward pass differs."""
+
+Progress = Callable[[str, int, float], None]
+
+
+def run_demo(
+    settings: Settings, *, platforms: tuple[str, ...], out: Path, compare: bool, progress: Progress
+) -> dict[str, Any]:
+    """Train, compare, sample and write the files.
+
+    Args:
+        settings: the training run.
+        platforms: the only platforms that ejkernel may use; empty = its own choice.
+        out: directory for the plot and the sampled text; made if absent.
+        compare: whether to train the plain JAX model too.
+        progress: called as `progress(run, step, loss)`.
+
+    Returns:
+        The report. `report["ok"]` says whether every check in `report["checks"]` passed.
+    """
+    windows = settings.windows()
+    with _only(platforms):
+        ours = Trainer(settings, ejkernel_primitives())
+        ours.run(windows, lambda step, value: progress("ejkernel", step, value))
+        served = _served(settings, ours)
+        text = sample(ours.parameters, settings.shape, ours.primitives, seed=settings.seed)
+    trainers = {"ejkernel": ours}
+    if compare:
+        plain = Trainer(settings, plain_primitives())
+        plain.run(windows, lambda step, value: progress("plain JAX", step, value))
+        trainers["plain JAX"] = plain
+    times = interleaved_seconds(list(trainers.values()), windows[-1])
+    checks = _checks(trainers)
+    report: dict[str, Any] = {
+        "machine": {"device": str(jax.devices()[0].device_kind), "cpu": platform.machine(), "jax": jax.__version__},
+        "text": data.TITLE,
+        "settings": {"steps": settings.steps, "seed": settings.seed, "batch": settings.batch, **vars(settings.shape)},
+        "platforms": list(platforms),
+        "parameters": sum(value.size for value in ours.parameters.values()),
+        "runs": {name: _summary(trainer, taken) for (name, trainer), taken in zip(trainers.items(), times, strict=True)},
+        "served": served,
+        "checks": checks,
+        "sample": text,
+    }
+    report["files"] = _write(out, trainers, dict(zip(trainers, times, strict=True)), text)
+    report["ok"] = all(check["ok"] for check in checks)
+    return report
+
+
+@contextlib.contextmanager
+def _only(platforms: tuple[str, ...]) -> Iterator[None]:
+    if not platforms:
+        yield
+        return
+    with ejkernel.use(*platforms):
+        yield
+
+
+def _summary(trainer: Trainer, taken: list[float]) -> dict[str, Any]:
+    quartiles = np.quantile(taken, (0.25, 0.5, 0.75))
+    return {
+        "first_loss": trainer.losses[0],
+        "final_loss": float(np.mean(trainer.losses[-10:])),
+        "losses": trainer.losses,
+        "compile_seconds": trainer.compile_seconds,
+        "train_seconds": sum(trainer.seconds),
+        "step_seconds_quartiles": quartiles.tolist(),
+        "steps_per_second": 1 / float(quartiles[1]),
+    }
+
+
+def _served(settings: Settings, trainer: Trainer) -> list[dict[str, Any]]:
+    """One row per operation and phase: what dispatch chose, why, and whether the compiled program carries its stamp."""
+    rows = []
+    for explanation in explanations(settings.shape, settings.batch):
+        for decision in (explanation.forward, explanation.backward):
+            chosen = decision.chosen.id if decision.chosen else None
+            rows.append(
+                {
+                    "operation": decision.operation,
+                    "phase": decision.phase,
+                    "implementation": chosen,
+                    "setting": decision.setting,
+                    "others": [
+                        f"{verdict.candidate.id}: {verdict.verdict}" + (f" ({'; '.join(verdict.reasons)})" if verdict.reasons else "")
+                        for verdict in decision.verdicts
+                        if verdict.candidate is not decision.chosen
+                    ]
+                    + [f"{name}: {state} ({reason})" for name, state, reason in decision.absent],
+                    "in_compiled_program": (decision.operation, decision.phase, chosen) in trainer.stamps,
+                }
+            )
+    return rows
+
+
+def _checks(trainers: dict[str, Trainer]) -> list[dict[str, Any]]:
+    ours = trainers["ejkernel"]
+    checks = [_check("the loss falls", ours.losses[-1] - ours.losses[0], 0.0)]
+    if "plain JAX" in trainers:
+        difference = np.abs(np.subtract(ours.losses, trainers["plain JAX"].losses))
+        checks.append(_check("same loss at the first step", float(difference[0]), FIRST_STEP_TOLERANCE))
+        checks.append(_check("loss curves agree everywhere", float(difference.max()), CURVE_TOLERANCE))
+    return checks
+
+
+def _check(name: str, value: float, limit: float) -> dict[str, Any]:
+    """Passes when the value is below the limit; NaN does not pass."""
+    return {"name": name, "value": value, "limit": limit, "ok": bool(value < limit)}
+
+
+def _write(out: Path, trainers: dict[str, Trainer], times: dict[str, list[float]], text: str) -> dict[str, str]:
+    out.mkdir(parents=True, exist_ok=True)
+    plot, sampled = out / "loss.png", out / "sample.txt"
+    curves = {name: trainer.losses for name, trainer in trainers.items()}
+    save_plot(plot, curves, times, "byte-level language model")
+    sampled.write_text(text + "\n", encoding="utf-8")
+    return {"plot": str(plot), "sample": str(sampled)}
