@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from ejkernel.demo.model import Primitives
+from ejkernel.demo.model import Primitives, Shape
 
 _THETA = 10000.0
 _EPSILON = 1e-6
@@ -27,6 +29,23 @@ def ejkernel_primitives() -> Primitives:
         return ejkernel.llama_rope(query, key, cos=cos, sin=sin)
 
     return Primitives(attention, norm, rotate)
+
+
+def explanations(shape: Shape, batch: int) -> list[Any]:
+    """What dispatch says about the model's calls under the settings in force: one `Explanation` per operation."""
+    import ejkernel
+
+    def array(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+    query = array(batch, shape.length, shape.heads, shape.head_size)
+    key = array(batch, shape.length, shape.key_heads, shape.head_size)
+    angles = array(1, shape.length, shape.head_size)
+    return [
+        ejkernel.explain("flash_attention", query, key, key, causal=True),
+        ejkernel.explain("rms_norm", array(batch, shape.length, shape.width), array(shape.width), epsilon=_EPSILON),
+        ejkernel.explain("llama_rope", query, key, cos=angles, sin=angles),
+    ]
 
 
 def plain_primitives() -> Primitives:
