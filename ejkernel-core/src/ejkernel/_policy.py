@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -55,7 +55,7 @@ def current() -> Policy:
 @contextlib.contextmanager
 def use(
     *platforms: str, forbid: Iterable[str] = (), custom_gradients: bool | None = None, overlay: Iterable[tuple[str, Any]] = ()
-) -> Iterator[Policy]:
+) -> Generator[Policy]:
     """Choose or forbid platforms for every ejkernel call inside the `with` block.
 
     Blocks nest: inner platforms replace outer ones, forbidden platforms add up.
