@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -62,7 +62,7 @@ def use(
     custom_gradients: bool | None = None,
     overlay: Iterable[tuple[str, Any]] = (),
     target: Target | str | None = None,
-) -> Iterator[Policy]:
+) -> Generator[Policy]:
     """Choose or forbid platforms for every ejkernel call inside the `with` block.
 
     Blocks nest: inner platforms replace outer ones, forbidden platforms add up.

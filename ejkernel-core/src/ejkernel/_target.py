@@ -64,8 +64,8 @@ def _target_of_mesh(mesh: Any) -> Target | None:
     abstract = getattr(mesh, "abstract_device", None)
     if abstract is None:
         return None
-    backend = _BACKEND_OF_PLATFORM.get(abstract.platform or "", abstract.platform)
-    if backend is None:
+    backend: str = _BACKEND_OF_PLATFORM.get(abstract.platform or "", abstract.platform or "")
+    if not backend:
         return None
     known = _default_target()
     if known.device_kind == abstract.device_kind:
@@ -94,7 +94,7 @@ def resolve_target(leaves: Iterable[Any], explicit: Target | str | Any | None = 
         return as_target(explicit)
     committed: Target | None = None
     for leaf in leaves:
-        if isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
             mesh = getattr(jax.typeof(leaf).sharding, "mesh", None)
             if mesh is not None and not mesh.empty and (found := _target_of_mesh(mesh)) is not None:
                 return found

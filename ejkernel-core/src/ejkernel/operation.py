@@ -215,7 +215,7 @@ def _public(request: Request, outputs: Any) -> Any:
 
 def _static_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     for name, value in options.items():
-        if isinstance(value, jax.core.Tracer):
+        if isinstance(value, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
             raise TypeError(f"{name}: got a traced value, expected a Python value known when the program is built")
     return tuple(options.items())
 
