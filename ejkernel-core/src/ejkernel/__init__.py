@@ -11,7 +11,8 @@ _LAZY = {
     **dict.fromkeys(("Backend", "Platform", "kernel_registry"), "ejkernel._registry"),
     "use": "ejkernel._policy",
     "explain": "ejkernel._explain",
-    **dict.fromkeys(("NoKernelError", "PluginError", "EjkernelError"), "ejkernel.errors"),
+    **dict.fromkeys(("autotune", "overlay"), "ejkernel.tuning"),
+    **dict.fromkeys(("NoConfigError", "NoKernelError", "NoTunerError", "PluginError", "EjkernelError"), "ejkernel.errors"),
     **dict.fromkeys(("rms_norm", "RmsNorm", "Executor", "create_default_executor"), "ejkernel.modules"),
 }
 

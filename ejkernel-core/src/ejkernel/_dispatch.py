@@ -186,10 +186,12 @@ def _run_partitioned(request: Request, phase: Phase, arguments: tuple[Any, ...])
 
 
 def _run_local(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> Any:
+    from ejkernel.tuning._recording import note
+
     decision, chosen = _admitted(request, phase)
     function: Callable[..., Any] = resolve(chosen.implementation.target)
     suffix = "" if phase == "forward" else ".backward"
-    with jax.named_scope(f"ejkernel.{request.operation.name}{suffix}[{chosen.id}]"):
+    with jax.named_scope(f"ejkernel.{request.operation.name}{suffix}[{chosen.id}]{note(request, decision)}"):
         results = function(request.call, *arguments, decision.config)
     expected = _expected(request, phase, arguments)
     _check_results(chosen, phase, results, expected)

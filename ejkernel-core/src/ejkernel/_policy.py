@@ -43,6 +43,8 @@ class Policy:
 
 _context = jax.make_user_context(default_value=None)
 _epoch = jax.make_user_context(default_value=0)
+recording = jax.make_user_context(default_value=None)
+"""Set while `ejkernel.tuning.record_calls` traces a program."""
 
 
 def bump_epoch(epoch: int) -> None:

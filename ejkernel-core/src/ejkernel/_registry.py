@@ -140,6 +140,11 @@ class KernelRegistry:
         self._candidates.setdefault(key, []).append(candidate)
         self._candidates[key].sort(key=lambda known: known.id)
 
+    def refresh(self) -> None:
+        """Have programs that dispatched before traced again, as something that decides for them changed (a tuned config)."""
+        with self._lock:
+            self._changed()
+
     def _changed(self) -> None:
         from ejkernel import _policy
 

@@ -23,6 +23,14 @@ class PluginError(EjkernelError):
     """A plugin could not be used; raised instead of warned under `EJKERNEL_STRICT=1`."""
 
 
+class NoConfigError(EjkernelError, RuntimeError):
+    """No tier has a config for the chosen implementation: its heuristic failed."""
+
+
+class NoTunerError(EjkernelError, NotImplementedError):
+    """Autotuning was asked for and no tuner is installed."""
+
+
 class EjkernelWarning(UserWarning):
     """Base class of the warnings that ejkernel issues."""
 

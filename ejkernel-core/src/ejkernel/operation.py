@@ -221,4 +221,8 @@ def _static_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def _as_config(cfg: Any) -> Any:
-    return tuple(sorted(cfg.items())) if isinstance(cfg, Mapping) else cfg
+    if cfg is None:
+        return None
+    from ejkernel.tuning import as_setting
+
+    return as_setting("cfg", cfg)

@@ -2,6 +2,47 @@
 
 from __future__ import annotations
 
+from ejkernel.tuning._autotune import Tuner, autotune, install_tuner
+from ejkernel.tuning._configs import as_setting, from_plain, to_plain
+from ejkernel.tuning._entry import Check, Entry, Timing
+from ejkernel.tuning._key import Key
+from ejkernel.tuning._manage import CacheFile, CacheInfo, cache_entries, cache_info, clear_cache, export_cache, merge_cache
+from ejkernel.tuning._memory import forget, remember, remembered
+from ejkernel.tuning._overlay import overlay
+from ejkernel.tuning._recording import RecordedCall, record_calls
+from ejkernel.tuning._result import AutotuningResult
 from ejkernel.tuning._select import Selected, preferred_platform, select
+from ejkernel.tuning._store import USER_CACHE
 
-__all__ = ["Selected", "preferred_platform", "select"]
+store = USER_CACHE.store
+
+__all__ = [
+    "AutotuningResult",
+    "CacheFile",
+    "CacheInfo",
+    "Check",
+    "Entry",
+    "Key",
+    "RecordedCall",
+    "Selected",
+    "Timing",
+    "Tuner",
+    "as_setting",
+    "autotune",
+    "cache_entries",
+    "cache_info",
+    "clear_cache",
+    "export_cache",
+    "forget",
+    "from_plain",
+    "install_tuner",
+    "merge_cache",
+    "overlay",
+    "preferred_platform",
+    "record_calls",
+    "remember",
+    "remembered",
+    "select",
+    "store",
+    "to_plain",
+]

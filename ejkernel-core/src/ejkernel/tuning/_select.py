@@ -1,12 +1,27 @@
-"""Which config an implementation runs with, and which tier said so."""
+"""Which config an implementation runs with, and which tier said so.
+
+Tiers: override, overlay, memory, persistent (user cache, then shipped tables), heuristic, error. Tuning is no tier of its own here: it
+runs only when asked, and its answers come back through the tiers before the heuristic.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from ejkernel._records import Candidate, resolve
+from ejkernel._records import Candidate
+from ejkernel._registry import kernel_registry
 from ejkernel.plugin import ConfigSpace, Phase
+from ejkernel.tuning import _memory, _tables
+from ejkernel.tuning._configs import config_space, describe, from_plain
+from ejkernel.tuning._entry import Entry
+from ejkernel.tuning._heuristic import from_heuristic, legal_configs
+from ejkernel.tuning._key import Key
+from ejkernel.tuning._overlay import Selector
+from ejkernel.tuning._override import from_overlay, from_override
+from ejkernel.tuning._result import AutotuningResult
+from ejkernel.tuning._store import USER_CACHE
+from ejkernel.tuning._warn import warn_once
 
 if TYPE_CHECKING:
     from ejkernel.operation import Request
@@ -21,14 +36,90 @@ class Selected:
 
 
 def preferred_platform(request: Request, phase: Phase) -> str | None:
-    """The platform or implementation id that a loaded tuning table names for this call; None if none does."""
+    """Id of the implementation that was measured to be fastest for exactly this call; None if nobody knows.
+
+    An implementation is taken at its entry's word only about itself, so that the entry's own key vouches for its version. Where
+    several entries of one tier disagree, the fastest wins.
+    """
+    keys = {c.id: _key(request, phase, c) for c in kernel_registry.candidates(request.operation.name, phase)}
+    results = [value.lookup for _, value in request.policy.overlay if isinstance(value, AutotuningResult)]
+    for lookup in (*results, _memory.lookup, USER_CACHE.lookup, _tables.choice):
+        found = ((name, lookup(key)) for name, key in keys.items() if key is not None)
+        named = [(entry.seconds, name) for name, entry in found if entry is not None and entry.best == name]
+        if named:
+            return min(named)[1]
     return None
 
 
 def select(request: Request, phase: Phase, chosen: Candidate) -> Selected | None:
-    """The config for the chosen implementation; None if it has no knobs."""
-    reference = chosen.implementation.configs
-    if reference is None:
+    """The config for the chosen implementation; None if it has no knobs.
+
+    Raises:
+        ValueError: an override or overlay that fits nothing, or an illegal value in it.
+        TypeError: likewise.
+        NoConfigError: no tier has a config.
+    """
+    space = config_space(chosen)
+    config = from_override(request, phase, chosen, space)
+    if config is not None:
+        return Selected(config, "override")
+    key = _key(request, phase, chosen) if space is not None else None
+    return (
+        _from_overlays(request, phase, chosen, space, key)
+        or (_from_stores(request, chosen, space, key) if space is not None and key is not None else None)
+        or (Selected(from_heuristic(request, chosen, space), "heuristic") if space is not None else None)
+    )
+
+
+def _from_overlays(
+    request: Request, phase: Phase, chosen: Candidate, space: ConfigSpace | None, key: Key | None
+) -> Selected | None:
+    for name, value in request.policy.overlay:
+        if isinstance(value, AutotuningResult):
+            entry = value.lookup(key) if key is not None else None
+            config = _config_of(entry, chosen, space)
+            tier = "overlay (autotuning result)"
+        else:
+            config = from_overlay(request, phase, chosen, space, Selector.parse(name), value)
+            tier = "overlay"
+        if config is not None:
+            return Selected(config, tier)
+    return None
+
+
+def _from_stores(request: Request, chosen: Candidate, space: ConfigSpace, key: Key) -> Selected | None:
+    for lookup, tier in (
+        (_memory.lookup, "memory"),
+        (USER_CACHE.lookup, "user cache"),
+        (_tables.lookup, "shipped table"),
+    ):
+        config = _config_of(lookup(key), chosen, space)
+        if config is not None:
+            return Selected(config, tier)
+
+    near = _tables.nearest(key)
+    legal = legal_configs(request, chosen, space) if near else ()
+    for entry in near:
+        config = _config_of(entry, chosen, space)
+        if config is not None and config in legal:
+            return Selected(config, f"shipped table (nearest bucket: {entry.key.arrays()})")
+    return None
+
+
+def _config_of(entry: Entry | None, chosen: Candidate, space: ConfigSpace | None) -> Any:
+    """The entry's config as the implementation's dataclass; a config that this no longer takes is a miss, with one warning."""
+    if entry is None or entry.config is None or space is None:
         return None
-    space: ConfigSpace = resolve(reference)  # pyright: ignore[reportArgumentType]
-    return Selected(space.heuristic(request.call, request.target), "heuristic")
+    try:
+        return from_plain(space.config, entry.config)
+    except (ValueError, TypeError) as error:
+        warn_once(describe(chosen), f"stored config ignored: {error}")
+        return None
+
+
+def _key(request: Request, phase: Phase, candidate: Candidate) -> Key | None:
+    try:
+        return Key.of(request, phase, candidate)
+    except TypeError as error:
+        warn_once(type(request.call).__name__, f"calls of it cannot be looked up in the tuning cache: {error}")
+        return None

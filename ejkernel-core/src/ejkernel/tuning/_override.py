@@ -1,0 +1,102 @@
+"""The two tiers that a user writes by hand: `cfg=` on one call, and `with ejkernel.overlay(...)` around many.
+
+What is written for a call or an operation must fit the implementation that runs at least one of its phases, else it is an error:
+nothing is silently ignored. What is written for one implementation waits until that implementation is chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from ejkernel._records import Candidate
+from ejkernel._registry import kernel_registry
+from ejkernel.errors import invalid, suggestion, wrong_type
+from ejkernel.plugin import ConfigSpace, Phase
+from ejkernel.tuning._configs import complete, config_space, fits, knobs, signature
+from ejkernel.tuning._heuristic import from_heuristic
+from ejkernel.tuning._overlay import Selector
+from ejkernel.tuning._result import AutotuningResult
+
+if TYPE_CHECKING:
+    from ejkernel.operation import Request
+
+
+def from_override(request: Request, phase: Phase, chosen: Candidate, space: ConfigSpace | None) -> Any:
+    """The config that `cfg=` asks for in this phase; None if it is absent or meant for the other phase.
+
+    Raises:
+        ValueError: it fits neither phase's implementation, or a value is illegal.
+        TypeError: it is the config of something else.
+    """
+    if request.config is None:
+        return None
+    if space is not None and fits(request.config, space):
+        return complete("cfg", request.config, space, lambda: from_heuristic(request, chosen, space))
+    other = _other_phase(request, phase)
+    if other is not None and fits(request.config, config_space(other)):
+        return None
+    raise _misfit("cfg", request.config, [chosen] if other is None else [chosen, other])
+
+
+def from_overlay(
+    request: Request, phase: Phase, chosen: Candidate, space: ConfigSpace | None, selector: Selector, setting: Any
+) -> Any:
+    """The config that one line of an overlay asks for in this phase; None if it speaks of something else.
+
+    Raises:
+        ValueError: it speaks of this implementation and does not fit, or a value is illegal.
+        TypeError: likewise, and it is the config of something else.
+    """
+    if not selector.covers(chosen.id, request.operation.name, phase):
+        return None
+    argument = f"overlay[{str(selector)!r}]"
+    if space is not None and fits(setting, space):
+        return complete(argument, setting, space, lambda: from_heuristic(request, chosen, space))
+    others: list[Candidate] = []
+    if selector.phase is None and selector.implementation is not None:
+        other_phase: Phase = "backward" if phase == "forward" else "forward"
+        others = [c for c in kernel_registry.candidates(request.operation.name, other_phase) if c.id == chosen.id]
+    elif selector.phase is None and (other := _other_phase(request, phase)) is not None:
+        others = [other]
+    if any(fits(setting, config_space(other)) for other in others):
+        return None
+    raise _misfit(argument, setting, [chosen, *others])
+
+
+def _other_phase(request: Request, phase: Phase) -> Candidate | None:
+    """What runs the other phase, if anything can."""
+    from ejkernel import _dispatch
+
+    results = tuple(line for line in request.policy.overlay if isinstance(line[1], AutotuningResult))
+    plain = dataclasses.replace(request, config=None, policy=dataclasses.replace(request.policy, overlay=results))
+    if phase == "forward":
+        return _dispatch.decide(plain.saving_residuals(), "backward").chosen
+    return _dispatch.decide(plain, "forward").chosen
+
+
+def _misfit(argument: str, setting: Any, chosen: list[Candidate]) -> ValueError | TypeError:
+    operation = chosen[0].implementation.operation
+    spaces = [(candidate, config_space(candidate)) for candidate in chosen]
+    fitting = [
+        f"{signature(space.config)} for {candidate.id!r} ({candidate.implementation.phase})"
+        for candidate, space in spaces
+        if space is not None
+    ]
+    remedy = "choose with platform= the implementation that it is meant for"
+    if not fitting:
+        ids = " and ".join(dict.fromkeys(f"{c.id!r} ({c.implementation.phase})" for c in chosen))
+        return invalid(argument, _shown(setting), f"no config, as {operation} runs on {ids} without knobs", remedy=remedy)
+    expected = " or ".join(fitting)
+    if not isinstance(setting, tuple):
+        return wrong_type(argument, _shown(setting), f"{expected}, or a mapping of these knobs", remedy=remedy)
+    known = [name for _, space in spaces if space is not None for name in knobs(space.config)]
+    strange = [name for name, _ in setting if name not in known]
+    if strange:
+        hint = suggestion(strange[0], known)
+        return invalid(argument, f"unknown knob {', '.join(map(repr, strange))}", f"knobs of {expected}{hint}", remedy=remedy)
+    return invalid(argument, _shown(setting), f"knobs of one of: {expected}", remedy="give the phases separate configs")
+
+
+def _shown(setting: Any) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in setting) if isinstance(setting, tuple) else repr(setting)
