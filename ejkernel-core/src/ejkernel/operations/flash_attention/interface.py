@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ejkernel._arrays import ArraySpec
-from ejkernel.operation import Call
+import jax
+import numpy as np
+
+from ejkernel._arrays import ArraySpec, named
+from ejkernel.errors import invalid
+from ejkernel.operation import Bound, Call, Cost, Operation
+from ejkernel.operations.flash_attention import bind
+from ejkernel.operations.flash_attention.pairs import count_pairs
+from ejkernel.operations.flash_attention.visibility import Visibility
+from ejkernel.plugin import Phase
 
 
 class FlashAttentionInputs(NamedTuple):
@@ -82,3 +91,188 @@ class FlashAttentionCall(Call):
     logits_dtype: str = "float32"
     precision: str | None = None
     return_lse: bool = False
+
+
+class FlashAttention(Operation):
+    """`out = softmax(mask(cap(scale * query . key + bias)), sinks) . value`, with float32 logits, softmax and sums."""
+
+    name = "flash_attention"
+    Call = FlashAttentionCall
+    Inputs = FlashAttentionInputs
+    Outputs = FlashAttentionOutputs
+    differentiable = ("query", "key", "value", "bias", "sinks")
+    shardable = ("b", "h")
+
+    def canonicalise(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        bias: Any = None,
+        softmax_aux: Any = None,
+        mask_info: Any = None,
+        mask: Any = None,
+        query_segments: Any = None,
+        key_segments: Any = None,
+        query_positions: Any = None,
+        key_positions: Any = None,
+        query_lengths: Any = None,
+        key_lengths: Any = None,
+        dropout_seed: Any = None,
+        dropout_streams: Any = None,
+        *,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        causal_alignment: str | None = None,
+        sliding_window: Any = None,
+        chunk_size: int | None = None,
+        prefix: int | None = None,
+        logits_soft_cap: float | None = None,
+        dropout_prob: float = 0.0,
+        normalize_output: bool = True,
+        logits_dtype: Any = "float32",
+        precision: Any = None,
+        return_lse: bool = False,
+    ) -> Bound:
+        """Check the arguments and combine everything said about visibility by AND.
+
+        Args:
+            query: `[B, T, H, D]`.
+            key: `[B, S, K, D]`, H a multiple of K.
+            value: `[B, S, K, V]`.
+            bias: floating `[B|1, H|1, T|1, S|1]` or `[T|1, S|1]`.
+            softmax_aux: sinks `[H]`, `[H, n]` or `[1, n]`.
+            mask_info: a `MaskInfo`.
+            mask: bool, True = visible, shaped like bias.
+            query_segments, key_segments: int `[B|1, T]`, `[B|1, S]`; equal segments see each other, negative ones nothing.
+            query_positions, key_positions: int `[B|1, T]`, `[B|1, S]`, in place of indices.
+            query_lengths, key_lengths: int `[B|1]`; tokens from there on are padding.
+            dropout_seed: int, integer scalar or PRNG key.
+            dropout_streams: uint32 `[B, H, 2]` in place of a seed, for shards of a larger problem.
+            softmax_scale: None means `1 / sqrt(D)`.
+            causal: a key is visible up to the query's position.
+            causal_alignment: "top_left" (also what None means): query 0 at position 0; "bottom_right": at S - T.
+            sliding_window: `(left, right)`, inclusive; an int w means (w, w).
+            chunk_size: only keys of the query's own chunk are visible.
+            prefix: keys before this position are exempt from `causal`.
+            logits_soft_cap: c in `c * tanh(logits / c)`, > 0.
+            dropout_prob: in [0, 1).
+            normalize_output: whether to divide by the softmax denominator.
+            logits_dtype: "float32" keeps the products as accumulated; a smaller dtype rounds them.
+            precision: of the products.
+            return_lse: return `(out, lse)`.
+        """
+        bind.check_query_key_value(query, key, value)
+        batch, queries, heads, head_size = query.shape
+        keys = key.shape[1]
+        sizes = (batch, heads, queries, keys)
+        said = Visibility(
+            mask=mask,
+            query_segments=query_segments,
+            key_segments=key_segments,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            query_lengths=query_lengths,
+            key_lengths=key_lengths,
+            causal=causal,
+            window=sliding_window,
+            chunk_size=chunk_size,
+            prefix=prefix,
+        )
+        seen = said.checked(sizes) & Visibility.of_mask_info(mask_info).checked(sizes)
+        seen = seen.aligned(causal_alignment, queries, keys).with_lengths_as_segments(queries, keys).simplified()
+        rate = bind.as_dropout_rate(dropout_prob)
+        if dropout_streams is not None and rate:
+            bind.check_dropout_streams(dropout_streams, batch, heads)
+        elif rate:
+            dropout_streams = bind.dropout_streams(rate, dropout_seed, batch, heads)
+        inputs = FlashAttentionInputs(
+            query=query,
+            key=key,
+            value=value,
+            bias=None if bias is None else bind.as_bias(bias, sizes),
+            mask=seen.mask,
+            query_segments=seen.query_segments,
+            key_segments=seen.key_segments,
+            query_positions=seen.query_positions,
+            key_positions=seen.key_positions,
+            sinks=bind.as_sinks(softmax_aux, heads),
+            dropout_streams=dropout_streams if rate else None,
+        )
+        call = FlashAttentionCall(
+            **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
+            scale=bind.as_scale(softmax_scale, head_size),
+            causal=seen.causal,
+            query_offset=seen.query_offset,
+            window=seen.window,
+            chunk_size=seen.chunk_size,
+            prefix=seen.prefix,
+            soft_cap=bind.as_soft_cap(logits_soft_cap),
+            dropout_rate=rate,
+            normalize_output=bind.as_flag("normalize_output", normalize_output),
+            logits_dtype=bind.as_logits_dtype(logits_dtype, query.dtype),
+            precision=bind.as_precision(precision),
+            return_lse=bind.as_flag("return_lse", return_lse),
+        )
+
+        def finish(outputs: FlashAttentionOutputs) -> Any:
+            return (outputs.out, outputs.lse) if return_lse else outputs.out
+
+        return Bound(call, inputs, finish)
+
+    def dimensions(self, call: FlashAttentionCall) -> Mapping[str, str]:
+        return {
+            "query": "b t h d",
+            "key": "b s h d",
+            "value": "b s h v",
+            "bias": "b? h? t? s?",
+            "mask": "b? h? t? s?",
+            "query_segments": "b? t",
+            "key_segments": "b? s",
+            "query_positions": "b? t",
+            "key_positions": "b? s",
+            "sinks": "b? h n",
+            "dropout_streams": "b h w",
+            "out": "b t h v",
+            "lse": "b t h",
+        }
+
+    def output_specs(self, call: FlashAttentionCall) -> FlashAttentionOutputs:
+        rows = call.query.shape[:3]
+        out = ArraySpec((*rows, call.value.shape[3]), call.query.dtype)
+        return FlashAttentionOutputs(out, ArraySpec(rows, "float32") if call.return_lse or call.save_residuals else None)
+
+    def public(self, call: FlashAttentionCall) -> tuple[str, ...]:
+        return ("out", "lse") if call.return_lse else ("out",)
+
+    def cost(self, call: FlashAttentionCall, phase: Phase) -> Cost:
+        batch, _, heads, head_size = call.query.shape
+        products = 2 * batch * heads * count_pairs(call) * (head_size + call.value.shape[3])
+        arrays = {name: spec for name in FlashAttentionInputs._fields if (spec := getattr(call, name)) is not None}
+        read = sum(spec.nbytes for spec in arrays.values())
+        outputs = [spec.nbytes for _, spec in named(self.output_specs(call))]
+        if phase == "forward":
+            return Cost(products, read + sum(outputs))
+        gradients = sum(spec.nbytes for name, spec in arrays.items() if name in self.differentiable)
+        cotangents = sum(outputs[: len(self.public(call))])
+        return Cost(products * 5 // 2, read + sum(outputs) + cotangents + gradients)
+
+    def check_values(self, arrays: Mapping[str, Any]) -> None:
+        """Lengths that are known must lie within the arrays that they describe."""
+        for name, owner in (("query_lengths", "query"), ("key_lengths", "key")):
+            lengths = arrays.get(name)
+            if lengths is not None and is_concrete(lengths):
+                size = arrays[owner].shape[-3]
+                values = np.asarray(lengths)
+                if values.size and not (0 <= values.min() and values.max() <= size):
+                    raise invalid(name, values.tolist(), f"values in [0, {size}]")
+
+
+def is_concrete(array: Any) -> bool:
+    """Whether the values of an array can be read here and now."""
+    if isinstance(array, jax.Array):
+        return not isinstance(array, jax.core.Tracer) and array.is_fully_addressable
+    return isinstance(array, np.ndarray)
+
+
+OPERATION = FlashAttention()

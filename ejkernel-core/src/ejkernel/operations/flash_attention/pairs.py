@@ -1,0 +1,48 @@
+"""The visible pairs of a canonical call: as an array, and their exact number where it is static."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def visible(call: Any, inputs: Any, xp: Any) -> Any:
+    """Which (query, key) pairs are visible: bool `[B|1, H|1, T, S]`. `xp` is `numpy` or `jax.numpy`."""
+    queries, keys = call.query.shape[1], call.key.shape[1]
+    query = inputs.query_positions
+    query = (xp.arange(queries) + call.query_offset)[None] if query is None else query
+    key = xp.arange(keys)[None] if inputs.key_positions is None else inputs.key_positions
+    query, key = query[:, None, :, None], key[:, None, None, :]
+    seen = xp.ones((1, 1, queries, keys), bool)
+    if call.causal:
+        seen = seen & ((key <= query) | (key < (call.prefix or 0) if call.prefix else False))
+    if call.window is not None:
+        left, right = call.window
+        seen = seen if left is None else seen & (key >= query - left)
+        seen = seen if right is None else seen & (key <= query + right)
+    if call.chunk_size is not None:
+        seen = seen & (query // call.chunk_size == key // call.chunk_size)
+    if inputs.query_segments is not None:
+        own, other = inputs.query_segments[:, None, :, None], inputs.key_segments[:, None, None, :]
+        seen = seen & (own == other) & (own >= 0)
+    return seen if inputs.mask is None else seen & inputs.mask
+
+
+def count_pairs(call: Any) -> int:
+    """Number of pairs of one head that causal, window, chunk and prefix leave; all of them where positions are arrays."""
+    queries, keys = call.query.shape[1], call.key.shape[1]
+    if call.query_positions is not None or call.key_positions is not None:
+        return queries * keys
+    position = np.arange(queries, dtype=np.int64) + call.query_offset
+    first, last = np.zeros_like(position), np.full_like(position, keys - 1)
+    if call.causal:
+        last = np.minimum(last, np.maximum(position, (call.prefix or 0) - 1))
+    if call.window is not None:
+        left, right = call.window
+        first = first if left is None else np.maximum(first, position - left)
+        last = last if right is None else np.minimum(last, position + right)
+    if call.chunk_size is not None:
+        start = position // call.chunk_size * call.chunk_size
+        first, last = np.maximum(first, start), np.minimum(last, start + call.chunk_size - 1)
+    return int(np.maximum(last - first + 1, 0).sum())

@@ -1,0 +1,118 @@
+"""`flash_attention` in NumPy float64.
+
+Nothing may depend on masked places, so what is not finite there is replaced at the door: non-finite entries of query, key and
+value become 0, as does the bias of invisible pairs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.operations.flash_attention import dropout
+from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
+from ejkernel.operations.flash_attention.pairs import visible
+
+
+class _Softmax(NamedTuple):
+    """Arrays are `[b, h, t, s]`, statistics `[b, h, t, 1]`, sinks `[b, h, t, n]`."""
+
+    query: Any
+    key: Any
+    value: Any
+    visible: Any
+    slope: Any  # of the soft cap
+    exponentials: Any  # exp(logits - maximum)
+    probabilities: Any
+    sink_probabilities: Any
+    lse: Any
+    keep: Any  # 0, or 1 / (1 - rate)
+
+
+def _finite(array: Any) -> Any:
+    return np.where(np.isfinite(array), array, 0.0)
+
+
+def _softmax(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> _Softmax:
+    group = call.query.shape[2] // call.key.shape[2]
+    query = _finite(inputs.query)
+    key, value = (np.repeat(_finite(array), group, axis=2) for array in (inputs.key, inputs.value))
+    logits = np.einsum("bthd,bshd->bhts", query, key)
+    if call.logits_dtype not in ("float32", "float64"):
+        logits = logits.astype(jnp.dtype(call.logits_dtype)).astype(np.float64)
+    logits = call.scale * logits
+    seen = np.broadcast_to(visible(call, inputs, np), logits.shape)
+    if inputs.bias is not None:
+        logits = logits + np.where(seen, inputs.bias, 0.0)
+    slope = np.ones_like(logits)
+    if call.soft_cap is not None:
+        capped = np.tanh(logits / call.soft_cap)
+        logits, slope = call.soft_cap * capped, 1 - capped**2
+    logits = np.where(seen, logits, -np.inf)
+
+    sinks = np.zeros((1, logits.shape[1], 0)) if inputs.sinks is None else inputs.sinks
+    sinks = np.broadcast_to(sinks[:, :, None], (*logits.shape[:3], sinks.shape[-1]))
+    largest = np.maximum(logits.max(-1, keepdims=True, initial=-np.inf), sinks.max(-1, keepdims=True, initial=-np.inf))
+    largest = _finite(largest)
+    exponentials, sink_exponentials = np.exp(logits - largest), np.exp(sinks - largest)
+    total = exponentials.sum(-1, keepdims=True) + sink_exponentials.sum(-1, keepdims=True)
+    empty = total == 0
+    lse = np.where(empty, -np.inf, largest + np.log(np.where(empty, 1, total)))
+    divisor = np.where(empty, 1, total)
+
+    keep = np.ones_like(logits)
+    if inputs.dropout_streams is not None:
+        first, second = np.moveaxis(inputs.dropout_streams, -1, 0)[..., None, None]
+        rows, columns = (np.arange(size, dtype=np.uint32) for size in logits.shape[2:])
+        kept = dropout.bits(first, second, rows[:, None], columns) >= dropout.threshold(call.dropout_rate)
+        keep = kept / (1 - call.dropout_rate)
+    return _Softmax(
+        query, key, value, seen, slope, exponentials, exponentials / divisor, sink_exponentials / divisor, lse, keep
+    )
+
+
+def _rows(statistic: Any) -> Any:
+    """`[b, h, t, 1]` as `[b, t, h]`."""
+    return np.moveaxis(statistic[..., 0], 1, 2)
+
+
+def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> FlashAttentionOutputs:
+    s = _softmax(call, inputs)
+    weights = (s.probabilities if call.normalize_output else s.exponentials) * s.keep
+    return FlashAttentionOutputs(np.einsum("bhts,bshv->bthv", weights, s.value), _rows(s.lse))
+
+
+def backward(
+    call: FlashAttentionCall, inputs: FlashAttentionInputs, outputs: FlashAttentionOutputs, cotangents: FlashAttentionOutputs
+) -> FlashAttentionInputs:
+    s = _softmax(call, inputs)
+    grad = cotangents.out
+    d_lse = 0.0 if cotangents.lse is None else np.moveaxis(cotangents.lse, 1, 2)[..., None]
+    weights = s.probabilities if call.normalize_output else s.exponentials
+    d_value = np.einsum("bhts,bthv->bshv", weights * s.keep, grad)
+    d_weights = np.einsum("bthv,bshv->bhts", grad, s.value) * s.keep
+    # With the row's largest logit held constant, unnormalised weights depend on their own logit only.
+    mean = (weights * d_weights).sum(-1, keepdims=True) if call.normalize_output else 0.0
+    d_logits = (weights * (d_weights - mean) + s.probabilities * d_lse) * s.slope
+    d_sinks = s.sink_probabilities * (d_lse - mean)
+
+    def per_key_head(gradient: Any) -> Any:
+        batch, keys, heads, size = gradient.shape
+        groups = call.key.shape[2]
+        return gradient.reshape(batch, keys, groups, heads // groups, size).sum(3)
+
+    return FlashAttentionInputs(
+        query=call.scale * np.einsum("bhts,bshd->bthd", d_logits, s.key),
+        key=per_key_head(call.scale * np.einsum("bhts,bthd->bshd", d_logits, s.query)),
+        value=per_key_head(d_value),
+        bias=None if inputs.bias is None else _sum_to(d_logits, inputs.bias.shape),
+        sinks=None if inputs.sinks is None else _sum_to(d_sinks.sum(2), inputs.sinks.shape),
+    )
+
+
+def _sum_to(gradient: Any, shape: tuple[int, ...]) -> Any:
+    """Sum over the axes along which an array of this shape was broadcast."""
+    axes = tuple(i for i, (full, own) in enumerate(zip(gradient.shape, shape, strict=True)) if full != own)
+    return gradient.sum(axes, keepdims=True)
