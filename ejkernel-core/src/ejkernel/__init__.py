@@ -13,7 +13,8 @@ _LAZY = {
     "explain": "ejkernel._explain",
     **dict.fromkeys(("autotune", "overlay"), "ejkernel.tuning"),
     **dict.fromkeys(("NoConfigError", "NoKernelError", "NoTunerError", "PluginError", "EjkernelError"), "ejkernel.errors"),
-    **dict.fromkeys(("rms_norm", "RmsNorm", "Executor", "create_default_executor"), "ejkernel.modules"),
+    **dict.fromkeys(("Executor", "create_default_executor"), "ejkernel.modules"),
+    **dict.fromkeys(("layer_norm", "LayerNorm", "rms_norm", "RmsNorm"), "ejkernel.modules"),
 }
 
 

@@ -26,5 +26,8 @@ def ejkernel_plugin() -> Plugin:
         name="xla",
         api_level=API_LEVEL,
         summary="Every operation in plain JAX, on every device; the fallback of all others",
-        implementations=(*_both_phases("rms_norm"),),
+        implementations=(
+            *_both_phases("layer_norm"),
+            *_both_phases("rms_norm"),
+        ),
     )

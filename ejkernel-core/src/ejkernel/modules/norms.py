@@ -8,6 +8,7 @@ import jax
 
 from ejkernel._policy import PlatformChoice
 from ejkernel.modules._forms import class_form
+from ejkernel.operations.layer_norm.interface import OPERATION as _LAYER_NORM
 from ejkernel.operations.rms_norm.interface import OPERATION as _RMS_NORM
 
 
@@ -52,4 +53,46 @@ def rms_norm(
     )
 
 
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    offset: jax.Array | None = None,
+    *,
+    epsilon: float = 1e-6,
+    axis: int = -1,
+    scale_offset: float = 0.0,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> jax.Array:
+    """Layer normalisation: `(x - mean(x)) / sqrt(var(x) + epsilon) * (scale + scale_offset) + offset`.
+
+    Args:
+        x: `[..., d, ...]`, float32, bfloat16 or float16; any length.
+        scale: `[d]`; None means ones.
+        offset: `[d]`; None means zeros.
+        epsilon: added to the variance, which is the mean of squared deviations (biased).
+        axis: the axis of size d.
+        scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1`.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+
+    Returns:
+        Like x. Computed in float32 inside.
+
+    Raises:
+        ValueError: a shape, axis or value does not fit.
+        TypeError: not an array of a floating type.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Ba, Kiros and Hinton, Layer Normalization, 2016.
+    """
+    return _LAYER_NORM.invoke(
+        {"x": x, "scale": scale, "offset": offset},
+        {"epsilon": epsilon, "axis": axis, "scale_offset": scale_offset},
+        platform=platform,
+        cfg=cfg,
+    )
+
+
 RmsNorm = class_form("RmsNorm", rms_norm)
+LayerNorm = class_form("LayerNorm", layer_norm)

@@ -1,0 +1,8 @@
+"""Named problems of `layer_norm`."""
+
+from __future__ import annotations
+
+from ejkernel.operations._rows.cases import NORM_CASES, NORM_TOGGLES
+
+CASES = NORM_CASES
+TOGGLES = NORM_TOGGLES

@@ -1,0 +1,60 @@
+"""Every NumPy reference: its backward is the derivative of its forward, and both have the shapes of the contract."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+from ejkernel._arrays import named
+from ejkernel.operations import get_operation
+
+OPERATIONS = ("layer_norm", "rms_norm")
+
+
+def _problems() -> list[Any]:
+    cases = [(name, case) for name in OPERATIONS for case in importlib.import_module(f"ejkernel.operations.{name}.cases").CASES]
+    return [pytest.param(name, case, id=f"{name}-{case.name}") for name, case in cases if "bench" not in case.tags]
+
+
+def _as_float64(array: Any) -> np.ndarray:
+    array = np.asarray(array)
+    return array.astype(np.float64) if array.dtype.kind == "f" else array
+
+
+def _weighted_sum(outputs: Any, weights: Any) -> float:
+    return sum(float(np.vdot(getattr(outputs, name), weight)) for name, weight in named(weights))
+
+
+@pytest.mark.parametrize(("name", "case"), _problems())
+def test_backward_is_the_derivative_of_forward(name: str, case: Any) -> None:
+    operation = get_operation(name)
+    reference = importlib.import_module(f"ejkernel.operations.{name}.reference")
+    rng = np.random.default_rng(0)
+    bound = operation.canonicalise(**case.arrays(rng), **case.options)
+    call = dataclasses.replace(bound.call, save_residuals=True)
+    inputs = operation.Inputs(**{key: _as_float64(value) for key, value in named(bound.inputs)})
+    outputs = reference.forward(call, inputs)
+    specs = operation.output_specs(call)
+    assert {key: value.shape for key, value in named(outputs)} == {key: spec.shape for key, spec in named(specs)}
+
+    cotangents = operation.Outputs(
+        **{
+            **dict.fromkeys(operation.Outputs._fields),
+            **{key: rng.standard_normal(getattr(outputs, key).shape) for key in operation.public(call)},
+        }
+    )
+    gradients = reference.backward(call, inputs, outputs, cotangents)
+    differentiable = {key: value for key, value in named(inputs) if key in operation.differentiable}
+    assert {key: value.shape for key, value in named(gradients)} == {key: value.shape for key, value in differentiable.items()}
+    for key, value in differentiable.items():
+        direction = np.where(np.isfinite(value), rng.standard_normal(value.shape), 0)
+        step = 1e-6 * max(1e-3, float(np.abs(value[np.isfinite(value)]).max(initial=0)))
+        high, low = (reference.forward(call, inputs._replace(**{key: value + s * direction})) for s in (step, -step))
+        slope = (_weighted_sum(high, cotangents) - _weighted_sum(low, cotangents)) / (2 * step)
+        gradient = getattr(gradients, key)
+        assert np.isfinite(gradient).all()
+        size = np.sqrt(np.sum(gradient**2)) + np.abs(slope)
+        assert abs(slope - np.vdot(gradient, direction)) <= 1e-6 * size + 1e-9, key

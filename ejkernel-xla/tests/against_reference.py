@@ -1,0 +1,131 @@
+"""Helpers: run an operation on XLA beside its float64 NumPy reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ejkernel import _policy, _target
+from ejkernel._arrays import named
+from ejkernel.operation import Request
+from ejkernel.operations import get_operation
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3}
+
+
+def problems(operation: str) -> Any:
+    """Parametrise a test by `case` (benchmark sizes left out) and `dtype`."""
+    cases = importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES
+    rows = [(case, dtype) for case in cases if "bench" not in case.tags for dtype in TOLERANCE]
+    rows = [(case, dtype) for case, dtype in rows if dtype == "float32" or "extreme" not in case.tags]
+    return pytest.mark.parametrize(("case", "dtype"), [pytest.param(*row, id=f"{row[0].name}-{row[1]}") for row in rows])
+
+
+def is_float(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def case_arrays(case: Any, dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
+    """The case's arrays as JAX arrays, floats in `dtype`."""
+    arrays = case.arrays(np.random.default_rng(seed))
+    return {name: jnp.asarray(value, dtype if is_float(value) else None) for name, value in arrays.items()}
+
+
+def runner(operation: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The operation on XLA as a function of its arrays by keyword."""
+    return lambda **arrays: get_operation(operation).invoke(arrays, options, platform="xla")
+
+
+def assert_close(got: Any, wanted: Any, tolerance: float, what: str = "") -> None:
+    """Same shape, and the largest error is within `tolerance` of the largest magnitude."""
+    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+    assert got.shape == wanted.shape, what
+    assert np.isfinite(got).all(), what
+    error, size = np.abs(got - wanted).max(initial=0), np.abs(wanted).max(initial=0)
+    assert error <= tolerance * size + 1e-30, f"{what}: error {error:.3g} beside magnitude {size:.3g}"
+
+
+def check_case(name: str, case: Any, dtype: str) -> None:
+    """Forward, public result and every gradient, against the reference on the same rounded inputs."""
+    operation = get_operation(name)
+    reference = importlib.import_module(f"ejkernel.operations.{name}.reference")
+    arrays = case_arrays(case, dtype)
+    bound = operation.canonicalise(**arrays, **case.options)
+    request = Request(operation, bound.call, _target.resolve_target(()), _policy.for_call(name, "xla"))
+    inputs64 = jax.tree.map(lambda a: np.asarray(a, np.float64) if is_float(a) else np.asarray(a), bound.inputs)
+    saved = dataclasses.replace(bound.call, save_residuals=True)
+    outputs64 = reference.forward(saved, inputs64)
+
+    differentiable = {key: value for key, value in named(bound.inputs) if key in operation.differentiable}
+    outputs, pull = jax.vjp(lambda values: operation.run(request, bound.inputs._replace(**values)), differentiable)
+    rng = np.random.default_rng(1)
+    cotangents = jax.tree.map(lambda out: jnp.asarray(rng.standard_normal(out.shape), out.dtype), outputs)
+    (gradients,) = pull(cotangents)
+    cotangents64 = jax.tree.map(lambda a: np.asarray(a, np.float64), cotangents)
+    gradients64 = reference.backward(saved, inputs64, outputs64, cotangents64)
+
+    tolerance = TOLERANCE[dtype]
+    for key, value in named(outputs):
+        assert_close(value, getattr(outputs64, key), tolerance, key)
+    assert {key for key, _ in named(gradients64)} == set(gradients)
+    for key, value in gradients.items():
+        assert value.dtype == differentiable[key].dtype
+        assert_close(value, getattr(gradients64, key), tolerance, f"gradient of {key}")
+    public = runner(name, case.options)(**arrays)
+    for got, wanted in zip(jax.tree.leaves(public), jax.tree.leaves(bound.finish(outputs64)), strict=True):
+        assert_close(got, wanted, tolerance, "public result")
+
+
+def check_vmap(name: str, case: Any, *, tries: int = 3) -> None:
+    """`vmap` over random axes of random subsets of the arrays equals a loop, forward and gradients."""
+    run, size = runner(name, case.options), 3
+    members = [case_arrays(case, seed=seed) for seed in range(size)]
+    rng = np.random.default_rng(7)
+    for _ in range(tries):
+        axes = {key: int(rng.integers(-1, value.ndim + 1)) for key, value in members[0].items()}
+        axes = {key: None if axis < 0 else axis for key, axis in axes.items()}
+        if all(axis is None for axis in axes.values()):
+            axes[next(iter(axes))] = 0
+        stacked = {
+            key: members[0][key] if axis is None else jnp.stack([member[key] for member in members], axis)
+            for key, axis in axes.items()
+        }
+        member_of = [{key: member[key] if axes[key] is not None else members[0][key] for key in axes} for member in members]
+
+        def value_and_gradients(arrays: dict[str, Any]) -> Any:
+            floats = {key: value for key, value in arrays.items() if is_float(value)}
+            outputs, pull = jax.vjp(lambda floats: run(**{**arrays, **floats}), floats)
+            return outputs, pull(jax.tree.map(jnp.sin, outputs))[0]
+
+        got = jax.vmap(value_and_gradients, in_axes=(axes,))(stacked)
+        wanted = [value_and_gradients(arrays) for arrays in member_of]
+        wanted = jax.tree.map(lambda *leaves: jnp.stack(leaves), *wanted)
+        for leaf, expected in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            assert_close(leaf, expected, 1e-5, str(axes))
+
+
+def check_second_order(function: Callable[..., Any], plain: Callable[..., Any], *arrays: Any) -> None:
+    """Hessian under `custom_gradients=False`, and value and gradient under `jit`, equal those of a plain formula."""
+    from ejkernel import use
+
+    def scalar(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *values: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(f(*values)))
+
+    which = tuple(range(len(arrays)))
+    with use("xla", custom_gradients=False):
+        second = jax.hessian(scalar(function), argnums=which)(*arrays)
+    for got, wanted in zip(
+        jax.tree.leaves(second), jax.tree.leaves(jax.hessian(scalar(plain), argnums=which)(*arrays)), strict=True
+    ):
+        assert_close(got, wanted, 5e-5, "hessian")
+    first = jax.jit(jax.value_and_grad(scalar(function), argnums=which))(*arrays)
+    for got, wanted in zip(
+        jax.tree.leaves(first), jax.tree.leaves(jax.value_and_grad(scalar(plain), argnums=which)(*arrays)), strict=True
+    ):
+        assert_close(got, wanted, 2e-5, "value and gradient under jit")
