@@ -25,18 +25,24 @@ def demo(
 
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError('the demo draws with matplotlib; install it with: pip install "ejkernel-core[cli]"')
-    from ejkernel.demo.report import run_demo
+    from ejkernel.demo.report import run_demo, unserved
     from ejkernel.demo.train import Settings
 
     settings = Settings(steps=steps, seed=seed)
     platforms = tuple(name.strip() for name in platform.split(",") if name.strip()) if platform else ()
+    with user_mistakes():
+        missing = unserved(settings, platforms)
+    if missing:
+        where = f"platform {platform}" if platform else "what is installed"
+        raise UserError(f"{where} cannot run {', '.join(missing)} here; see `ejkernel list`")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: {out}: {error.strerror or error}") from error
     if not as_json:
         _introduce(settings)
-    with _progress(steps, hidden=as_json) as on_step, user_mistakes():
-        try:
-            report = run_demo(settings, platforms=platforms, out=out, compare=not no_compare, progress=on_step)
-        except OSError as error:
-            raise UserError(f"--out: {out}: {error.strerror or error}") from error
+    with _progress(steps, hidden=as_json) as on_step:
+        report = run_demo(settings, platforms=platforms, out=out, compare=not no_compare, progress=on_step)
     if as_json:
         emit(report)
     else:

@@ -35,7 +35,7 @@ def run_demo(
     Args:
         settings: the training run.
         platforms: the only platforms that ejkernel may use; empty = its own choice.
-        out: directory for the plot and the sampled text; made if absent.
+        out: directory for the plot and the sampled text; it exists.
         compare: whether to train the plain JAX model too.
         progress: called as `progress(run, step, loss)`.
 
@@ -43,7 +43,7 @@ def run_demo(
         The report. `report["ok"]` says whether every check in `report["checks"]` passed.
     """
     windows = settings.windows()
-    with _only(platforms):
+    with only(platforms):
         ours = Trainer(settings, ejkernel_primitives())
         ours.run(windows, lambda step, value: progress("ejkernel", step, value))
         served = _served(settings, ours)
@@ -71,8 +71,20 @@ def run_demo(
     return report
 
 
+def unserved(settings: Settings, platforms: tuple[str, ...]) -> list[str]:
+    """Operations of the model for which nothing that is installed and allowed can run.
+
+    Raises:
+        ValueError: unknown platform.
+    """
+    with only(platforms):
+        decisions = [d for e in explanations(settings.shape, settings.batch) for d in (e.forward, e.backward)]
+    return [f"{decision.operation} ({decision.phase})" for decision in decisions if decision.chosen is None]
+
+
 @contextlib.contextmanager
-def _only(platforms: tuple[str, ...]) -> Iterator[None]:
+def only(platforms: tuple[str, ...]) -> Iterator[None]:
+    """Hold ejkernel to these platforms; with none, leave it its own choice."""
     if not platforms:
         yield
         return
@@ -133,7 +145,6 @@ def _check(name: str, value: float, limit: float) -> dict[str, Any]:
 
 
 def _write(out: Path, trainers: dict[str, Trainer], times: dict[str, list[float]], text: str) -> dict[str, str]:
-    out.mkdir(parents=True, exist_ok=True)
     plot, sampled = out / "loss.png", out / "sample.txt"
     curves = {name: trainer.losses for name, trainer in trainers.items()}
     save_plot(plot, curves, times, "byte-level language model")
