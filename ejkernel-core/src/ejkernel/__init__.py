@@ -15,6 +15,8 @@ _LAZY = {
     **dict.fromkeys(("NoConfigError", "NoKernelError", "NoTunerError", "PluginError", "EjkernelError"), "ejkernel.errors"),
     **dict.fromkeys(("Executor", "create_default_executor"), "ejkernel.modules"),
     **dict.fromkeys(("layer_norm", "LayerNorm", "rms_norm", "RmsNorm"), "ejkernel.modules"),
+    **dict.fromkeys(("attention", "flash_attention", "flash_attn_varlen", "scaled_dot_product_attention"), "ejkernel.modules"),
+    **dict.fromkeys(("Attention", "FlashAttention", "FlashAttnVarlen", "ScaledDotProductAttention"), "ejkernel.modules"),
 }
 
 

@@ -28,6 +28,7 @@ def ejkernel_plugin() -> Plugin:
         summary="Every operation in plain JAX, on every device; the fallback of all others",
         implementations=(
             *_both_phases("layer_norm"),
+            *_both_phases("flash_attention", configs="ejkernel_xla.flash_attention.config:CONFIGS"),
             *_both_phases("rms_norm"),
         ),
     )

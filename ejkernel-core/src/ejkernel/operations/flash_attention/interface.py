@@ -144,7 +144,8 @@ class FlashAttention(Operation):
             softmax_aux: sinks `[H]`, `[H, n]` or `[1, n]`.
             mask_info: a `MaskInfo`.
             mask: bool, True = visible, shaped like bias.
-            query_segments, key_segments: int `[B|1, T]`, `[B|1, S]`; equal segments see each other, negative ones nothing.
+            query_segments, key_segments: int `[B|1, T]`, `[B|1, S]`; equal segments see each other, negative ones nothing;
+                one side alone only marks padding.
             query_positions, key_positions: int `[B|1, T]`, `[B|1, S]`, in place of indices.
             query_lengths, key_lengths: int `[B|1]`; tokens from there on are padding.
             dropout_seed: int, integer scalar or PRNG key.
@@ -180,7 +181,7 @@ class FlashAttention(Operation):
             prefix=prefix,
         )
         seen = said.checked(sizes) & Visibility.of_mask_info(mask_info).checked(sizes)
-        seen = seen.aligned(causal_alignment, queries, keys).with_lengths_as_segments(queries, keys).simplified()
+        seen = seen.aligned(causal_alignment, queries, keys).with_padding_as_segments(queries, keys).simplified()
         rate = bind.as_dropout_rate(dropout_prob)
         if dropout_streams is not None and rate:
             bind.check_dropout_streams(dropout_streams, batch, heads)

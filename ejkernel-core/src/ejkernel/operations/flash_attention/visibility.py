@@ -121,17 +121,18 @@ class Visibility:
             raise invalid("causal_alignment", repr(alignment), f"None when mask_info has causal_offset {self.query_offset}")
         return dataclasses.replace(self, query_offset=offset)
 
-    def with_lengths_as_segments(self, queries: int, keys: int) -> Visibility:
-        """Tokens past a length put into the padding segment -1."""
-        if (self.query_segments is None) != (self.key_segments is None):
-            missing = "query_segments" if self.query_segments is None else "key_segments"
-            raise invalid(missing, None, "segments on both sides", remedy="pass MaskInfo.from_segments(query, key)")
-        if self.query_lengths is None and self.key_lengths is None:
+    def with_padding_as_segments(self, queries: int, keys: int) -> Visibility:
+        """Tokens past a length put into the padding segment -1. Segments of one side alone only mark its padding."""
+        query, key = self.query_segments, self.key_segments
+        given = (query, key, self.query_lengths, self.key_lengths)
+        if all(array is None for array in given):
             return self
+        if query is None or key is None:
+            query, key = _only_padding(query), _only_padding(key)
         return dataclasses.replace(
             self,
-            query_segments=_padded(self.query_segments, self.query_lengths, queries),
-            key_segments=_padded(self.key_segments, self.key_lengths, keys),
+            query_segments=_padded(query, self.query_lengths, queries),
+            key_segments=_padded(key, self.key_lengths, keys),
             query_lengths=None,
             key_lengths=None,
         )
@@ -208,6 +209,10 @@ def _integers(name: str, array: Any, batch: int, rest: tuple[int, ...]) -> Any:
     if tuple(array.shape) not in ((batch, *rest), (1, *rest)):
         raise invalid(name, f"shape {tuple(array.shape)}", f"{(batch, *rest)} or {(1, *rest)}")
     return jnp.asarray(array).astype(jnp.int32)
+
+
+def _only_padding(segments: Any) -> Any:
+    return None if segments is None else jnp.minimum(jnp.maximum(segments, -1), 0)
 
 
 def _padded(segments: Any, lengths: Any, size: int) -> Any:

@@ -1,0 +1,183 @@
+"""`mesh=, in_specs=, out_specs=` of the attention functions: one `jax.shard_map` around the local call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ejkernel import _explain
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.operation import Operation
+from ejkernel.operations.flash_attention import bind
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The static part of a sharded call; the key under which its program is cached."""
+
+    operation: Operation
+    form: Callable[..., Any] | None
+    options: tuple[tuple[str, Any], ...]
+    settings: tuple[tuple[str, Any], ...]
+    mesh: Any
+    specs: tuple[tuple[str, PartitionSpec], ...]
+    out_specs: Any
+    split: Split
+
+    def invoke(self, arrays: Mapping[str, Any]) -> Any:
+        return self.operation.invoke(arrays, dict(self.options), form=self.form, **dict(self.settings))
+
+
+def invoke(
+    operation: Operation,
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    positional: Sequence[str],
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    form: Callable[..., Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """`operation.invoke`, inside `jax.shard_map` when there is a mesh.
+
+    Args:
+        operation, arrays, options, form: as in `Operation.invoke`.
+        positional: names of the array arguments in the order of `in_specs`; an entry that `arrays` lacks takes a spec too.
+        mesh: a `jax.sharding.Mesh` or None.
+        in_specs: one PartitionSpec or None for each positional array.
+        out_specs: a PartitionSpec, or a tuple of them for several results.
+        **settings: `platform` and `cfg`.
+    """
+    if mesh is None:
+        for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
+            if specs is not None:
+                raise invalid(name, specs, "None without a mesh", remedy="pass mesh= too")
+        return operation.invoke(arrays, options, form=form, **settings)
+    for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
+        if specs is None:
+            raise invalid(name, None, "PartitionSpecs with mesh=")
+    if _explain.capturing():
+        return operation.invoke(arrays, options, form=form, **settings)
+    specs = _named_specs(arrays, positional, in_specs)
+    split = Split.of(arrays, specs, mesh)
+    _check_whole_lengths(split)
+    plan = Plan(
+        operation=operation,
+        form=form,
+        options=tuple(options.items()),
+        settings=tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in settings.items()),
+        mesh=mesh,
+        specs=tuple(specs.items()),
+        out_specs=tuple(out_specs) if isinstance(out_specs, list) else out_specs,
+        split=split,
+    )
+    operation.check_values(arrays)
+    return _run(plan, dict(arrays))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(plan: Plan, arrays: dict[str, Any]) -> Any:
+    arrays = _with_streams(plan, arrays)
+    arrays = {name: value for name, value in arrays.items() if value is not None}
+    in_specs = {name: _specs_of(plan, name, value) for name, value in arrays.items()}
+    return jax.shard_map(plan.invoke, mesh=plan.mesh, in_specs=(in_specs,), out_specs=plan.out_specs)(arrays)
+
+
+def _named_specs(arrays: Mapping[str, Any], positional: Sequence[str], in_specs: Any) -> dict[str, PartitionSpec]:
+    if not isinstance(in_specs, (tuple, list)) or isinstance(in_specs, PartitionSpec):
+        raise wrong_type("in_specs", type(in_specs).__name__, "a tuple with one PartitionSpec or None per array")
+    if len(in_specs) > len(positional):
+        raise invalid("in_specs", f"{len(in_specs)} entries", f"at most {len(positional)}, one for each of {', '.join(positional)}")
+    specs: dict[str, PartitionSpec] = {}
+    for name, spec in zip(positional, in_specs, strict=False):
+        if spec is not None and not isinstance(spec, PartitionSpec):
+            raise wrong_type("in_specs", f"{type(spec).__name__} for {name}", "a PartitionSpec or None")
+        if arrays.get(name) is not None:
+            specs[name] = PartitionSpec() if spec is None else spec
+    return specs
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The mesh axes, of more than one device, over which attention is split."""
+
+    batch: Axes = ()
+    queries: Axes = ()
+    keys: Axes = ()
+    heads: Axes = ()
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Any], specs: Mapping[str, PartitionSpec], mesh: Any) -> Split:
+        """Read it off the specs of query and key, `[b, t, h, d]` or `[t, h, d]`."""
+
+        def axes(name: str, axis: int) -> Axes:
+            rank, spec = len(arrays[name].shape), specs.get(name, PartitionSpec())
+            entry = spec[rank + axis] if 0 <= rank + axis < len(spec) else None
+            names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            return tuple(name for name in names if mesh.shape[name] > 1)
+
+        split = cls(axes("query", -4), axes("query", -3), axes("key", -3), axes("query", -2))
+        for name in ("key", "value"):
+            if axes(name, -4) != split.batch:
+                raise invalid("in_specs", f"batch axes {axes(name, -4)} for {name}", f"the query's {split.batch}")
+            if axes(name, -2) != split.heads and not (arrays[name].shape[-2] == 1 and not axes(name, -2)):
+                raise invalid("in_specs", f"head axes {axes(name, -2)} for {name}", f"the query's {split.heads}")
+            if axes(name, -3) != split.keys:
+                raise invalid("in_specs", f"length axes {axes(name, -3)} for {name}", f"the key's {split.keys}")
+        return split
+
+
+def _check_whole_lengths(split: Split) -> None:
+    for name, axes in (("query", split.queries), ("key", split.keys)):
+        if axes:
+            raise invalid("in_specs", f"the {name}'s length split over {axes}", "whole sequences", remedy="use ring_attention")
+
+
+def mask_info_specs(mask_info: Any, split: Split) -> Any:
+    """PartitionSpecs of a `MaskInfo`'s arrays: each axis is split as in query and key, unless it has size 1."""
+    axes = {
+        "dense": (split.batch, split.heads, split.queries, split.keys),
+        **dict.fromkeys(("query_segments", "query_positions"), (split.batch, split.queries)),
+        **dict.fromkeys(("key_segments", "key_positions"), (split.batch, split.keys)),
+        **dict.fromkeys(("query_lengths", "key_lengths"), (split.batch,)),
+    }
+    wanted = {id(getattr(mask_info, name)): entries for name, entries in axes.items()}
+
+    def spec(leaf: Any) -> PartitionSpec:
+        entries = zip(wanted[id(leaf)], leaf.shape, strict=True)
+        return PartitionSpec(*(names if names and size != 1 else None for names, size in entries))
+
+    return jax.tree.map(spec, mask_info)
+
+
+def _with_streams(plan: Plan, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The dropout streams of the whole problem in place of its seed, so that splitting it drops the same entries."""
+    changed = {name: value for name, value in arrays.items() if name != "dropout_seed"}
+    query, rate = arrays["query"], dict(plan.options).get("dropout_prob", 0.0)
+    batch = query.shape[0] if len(query.shape) == 4 else 1
+    streams = bind.dropout_streams(bind.as_dropout_rate(rate), arrays.get("dropout_seed"), batch, query.shape[-2])
+    return {**changed, "dropout_streams": streams}
+
+
+def _specs_of(plan: Plan, name: str, value: Any) -> Any:
+    if name in dict(plan.specs):
+        return dict(plan.specs)[name]
+    if name == "mask_info":
+        return mask_info_specs(value, plan.split)
+    if name == "dropout_streams":
+        return PartitionSpec(plan.split.batch or None, plan.split.heads or None)
+    if name in ("query_lengths", "key_lengths"):
+        return PartitionSpec(plan.split.batch if plan.split.batch and value.shape[0] != 1 else None)
+    if name == "mask":
+        entries = (plan.split.batch, plan.split.heads)[: max(len(value.shape) - 2, 0)]
+        return PartitionSpec(*(axes if axes and size != 1 else None for axes, size in zip(entries, value.shape, strict=False)))
+    return jax.tree.map(lambda _: PartitionSpec(), value)

@@ -1,0 +1,424 @@
+"""Softmax attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel._policy import PlatformChoice
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.modules import _sharded
+from ejkernel.modules._forms import class_form
+from ejkernel.modules._packed import LAYOUTS, check_cum_seqlens, check_layout, packed
+from ejkernel.modules._static import dtype_name, options_of
+from ejkernel.modules._unbatched import unbatched
+from ejkernel.modules._weights import with_weights
+from ejkernel.operations.flash_attention.bind import host_seed
+from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
+
+_POSITIONAL = ("query", "key", "value", "bias", "cum_seqlens_q", "cum_seqlens_k", "softmax_aux", "block_tables")
+
+
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    cum_seqlens_q: jax.Array | None = None,
+    cum_seqlens_k: jax.Array | None = None,
+    softmax_aux: jax.Array | None = None,
+    block_tables: jax.Array | None = None,
+    *,
+    mask_info: Any = None,
+    softmax_scale: float | None = None,
+    dropout_prob: float = 0.0,
+    causal: bool = False,
+    causal_alignment: str | None = None,
+    dropout_seed: Any = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    logits_soft_cap: float | None = None,
+    normalize_output: bool = True,
+    precision: Any = None,
+    logits_dtype: Any = jnp.float32,
+    return_lse: bool = False,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Any:
+    """Exact softmax attention in O(T) memory: `softmax(mask(cap(softmax_scale * query . key + bias))) . value`.
+
+    Everything said about visibility (mask_info, causal, sliding_window, chunk_size, cum_seqlens) holds at once. A query that
+    sees no key gives 0, lse -inf and no gradient; what no query sees may hold NaN.
+
+    Args:
+        query: `[B, T, H, D]`, float32, bfloat16, float16 or float64; any lengths and head sizes.
+        key: `[B, S, K, D]`; query head h reads key head `h // (H // K)`.
+        value: `[B, S, K, V]`.
+        bias: floating `[B|1, H|1, T|1, S|1]` or `[T|1, S|1]`, added to the scaled products; has a gradient.
+        cum_seqlens_q: int `[R + 1]`, cumulative lengths of R sequences packed into one batch row; arrays are then
+            `[1, N, H, D]` or `[N, H, D]`, positions restart with every sequence, and tokens past the last one give 0.
+        cum_seqlens_k: the same for keys; None means the queries' own.
+        softmax_aux: sinks `[H]`, `[H, n]` or `[1, n]`, logits that take part in the softmax's denominator only; have gradients.
+        block_tables: refused: paged caches belong to the paged functions.
+        mask_info: a `MaskInfo`.
+        softmax_scale: factor on the products; None means `1 / sqrt(D)`.
+        dropout_prob: probability in [0, 1) of dropping a weight; the others are divided by `1 - dropout_prob`.
+        causal: a query sees keys up to its own position.
+        causal_alignment: "top_left", which None means too: query i is at position i; "bottom_right": at `i + S - T`. With
+            cum_seqlens, of each sequence. Needs `causal`.
+        dropout_seed: int, integer scalar or PRNG key; the same seed drops the same entries on every platform and sharding.
+        sliding_window: `(left, right)` keys around the query's position, inclusive, None = unlimited; an int w means (w, w).
+        chunk_size: a query sees only keys of its own chunk of this many positions.
+        logits_soft_cap: c > 0 turns logits into `c * tanh(logits / c)`.
+        normalize_output: False leaves out the denominator and returns `sum_j exp(logit_j - largest) value_j`, where the row's
+            largest logit, sinks included, is a constant under differentiation.
+        precision: of the matrix products: None for the full precision of the dtype, a `jax.lax.Precision`, or its name.
+        logits_dtype: dtype to which the products are rounded; float32 (float64 for float64 inputs) is none.
+        return_lse: return the log-sum-exp too.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+        mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split. mask_info is split along.
+        in_specs: one PartitionSpec or None for each positional array, in order.
+        out_specs: PartitionSpec of the output, or a pair of them with `return_lse`.
+
+    Returns:
+        `[B, T, H, V]` in the query's dtype; with `return_lse` also float32 `[B, T, H]`, natural logarithm, differentiable.
+
+    Raises:
+        ValueError: shapes, values or settings that do not fit or contradict each other.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Dao et al., FlashAttention, 2022; Rabe and Staats, Self-attention does not need O(n^2) memory, 2021.
+    """
+    if block_tables is not None:
+        raise invalid(
+            "block_tables", "a page table", "None", remedy="paged key-value caches are not supported by flash_attention; gather pages"
+        )
+    arrays = _arrays(query, key, value, bias, softmax_aux, mask_info, dropout_seed)
+    options = options_of(
+        softmax_scale=softmax_scale,
+        dropout_prob=dropout_prob,
+        causal=causal,
+        causal_alignment=causal_alignment,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        logits_soft_cap=logits_soft_cap,
+        normalize_output=normalize_output,
+        precision=precision,
+        logits_dtype=logits_dtype,
+        return_lse=return_lse,
+    )
+    form = None
+    if cum_seqlens_q is not None or cum_seqlens_k is not None:
+        form = packed
+        _add_packed(arrays, options, cum_seqlens_q, cum_seqlens_k, layout="bthd" if len(query.shape) == 4 else "thd")
+    return _sharded.invoke(
+        _FLASH_ATTENTION,
+        arrays,
+        options,
+        positional=_POSITIONAL,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        form=form,
+        platform=platform,
+        cfg=cfg,
+    )
+
+
+def flash_attn_varlen(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cu_seqlens_q: jax.Array,
+    cu_seqlens_k: jax.Array | None = None,
+    max_seqlens_q: int | None = None,
+    max_seqlens_k: int | None = None,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    layout: str = "thd",
+    *,
+    bias: jax.Array | None = None,
+    softmax_aux: jax.Array | None = None,
+    mask_info: Any = None,
+    causal_alignment: str | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: Any = None,
+    normalize_output: bool = True,
+    precision: Any = None,
+    logits_dtype: Any = jnp.float32,
+    return_lse: bool = False,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> Any:
+    """`flash_attention` of packed sequences: token i of sequence r attends to the keys of sequence r only.
+
+    Args:
+        q: `[N, H, D]`, tokens of all sequences one after the other.
+        k: `[M, K, D]`.
+        v: `[M, K, V]`.
+        cu_seqlens_q: int `[R + 1]`, `0, length_0, length_0 + length_1, ...`; may be traced. Tokens past the last entry are
+            padding and give 0.
+        cu_seqlens_k: the same for keys; None means the queries' own.
+        max_seqlens_q: an upper bound of the query lengths, in tokens; checked where the lengths are known.
+        max_seqlens_k: the same for keys.
+        causal: positions restart with every sequence.
+        sm_scale: factor on the products; None means `1 / sqrt(D)`.
+        layout: "thd" as above, "htd" for `[H, N, D]`, "bthd" for `[1, N, H, D]`, "bhtd" for `[1, H, N, D]`; of all arrays and
+            the result.
+        bias: floating `[1, H|1, N|1, M|1]` or `[N|1, M|1]`.
+        softmax_aux: see `flash_attention`, as are mask_info (no segments, positions or lengths), sliding_window, chunk_size,
+            logits_soft_cap, dropout_prob, dropout_seed, normalize_output, precision, logits_dtype, return_lse.
+        causal_alignment: "top_left" (None): the first query of a sequence is at its first key; "bottom_right": the last at
+            its last.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+
+    Returns:
+        Like q with the values' head size; with `return_lse` also float32 without the last axis.
+
+    Raises:
+        ValueError: as `flash_attention`; cumulative lengths that are known and do not start at 0, decrease, or exceed the
+            tokens or the given maximum.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Dao, FlashAttention-2, 2023 (variable-length interface).
+    """
+    arrays = _arrays(q, k, v, bias, softmax_aux, mask_info, dropout_seed)
+    options = options_of(
+        softmax_scale=sm_scale,
+        dropout_prob=dropout_prob,
+        causal=causal,
+        causal_alignment=causal_alignment,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        logits_soft_cap=logits_soft_cap,
+        normalize_output=normalize_output,
+        precision=precision,
+        logits_dtype=logits_dtype,
+        return_lse=return_lse,
+    )
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlens_q", "max_seqlens_k")
+    _add_packed(arrays, options, cu_seqlens_q, cu_seqlens_k, max_seqlens_q, max_seqlens_k, layout=layout, names=names)
+    return _FLASH_ATTENTION.invoke(arrays, options, platform=platform, cfg=cfg, form=packed)
+
+
+def scaled_dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    cum_seqlens_q: jax.Array | None = None,
+    cum_seqlens_k: jax.Array | None = None,
+    *,
+    mask: jax.Array | None = None,
+    mask_info: Any = None,
+    scale: float | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> jax.Array:
+    """Attention under the argument names of `jax.nn.dot_product_attention`: `softmax(mask(scale * q . k + bias)) . v`.
+
+    Args:
+        query: `[B, T, H, D]` or `[T, H, D]`.
+        key: `[B, S, K, D]` or `[S, K, D]`.
+        value: `[B, S, K, V]` or `[S, K, V]`.
+        bias: floating `[B|1, H|1, T|1, S|1]`.
+        cum_seqlens_q: int `[R + 1]`; see `flash_attention`.
+        cum_seqlens_k: int `[R + 1]`.
+        mask: bool, shaped like bias; True = visible.
+        mask_info: a `MaskInfo`; holds together with everything else.
+        scale: factor on the products; None means `1 / sqrt(D)`. `softmax_scale` is another name for it.
+        softmax_scale: see scale.
+        is_causal: query i sees keys up to i. `causal` is another name for it.
+        causal: see is_causal.
+        query_seq_lengths: int `[B]`; queries from there on give 0.
+        key_value_seq_lengths: int `[B]`; keys from there on are not seen.
+        local_window_size: `(left, right)`, inclusive; an int w means (w, w). `sliding_window` is another name for it.
+        sliding_window: see local_window_size.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+        mesh, in_specs, out_specs: see `flash_attention`.
+
+    Returns:
+        `[B, T, H, V]` or `[T, H, V]`, in the query's dtype.
+
+    Raises:
+        ValueError: shapes, values or settings that do not fit or contradict each other.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Vaswani et al., Attention is all you need, 2017, section 3.2.1.
+    """
+    arrays = _arrays(query, key, value, bias, None, mask_info, None)
+    options = options_of(
+        softmax_scale=_one_of("scale", scale, "softmax_scale", softmax_scale),
+        causal=is_causal or causal,
+        sliding_window=_one_of("local_window_size", local_window_size, "sliding_window", sliding_window),
+    )
+    lengths = {"query_lengths": query_seq_lengths, "key_lengths": key_value_seq_lengths}
+    lengths = {name: given for name, given in lengths.items() if given is not None}
+    form = unbatched if len(query.shape) == 3 else None
+    if cum_seqlens_q is not None or cum_seqlens_k is not None:
+        if lengths or mask is not None:
+            raise invalid("cum_seqlens_q", "packed sequences beside a mask or lengths", "one of them", remedy="use mask_info for a mask")
+        form = packed
+        _add_packed(arrays, options, cum_seqlens_q, cum_seqlens_k, layout="bthd" if len(query.shape) == 4 else "thd")
+    arrays.update(lengths)
+    if mask is not None:
+        arrays["mask"] = mask
+    return _sharded.invoke(
+        _FLASH_ATTENTION,
+        arrays,
+        options,
+        positional=_POSITIONAL[:6],
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        form=form,
+        platform=platform,
+        cfg=cfg,
+    )
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    dropout_rng: Any = None,
+    softmax_aux: jax.Array | None = None,
+    *,
+    mask_info: Any = None,
+    deterministic: bool = True,
+    dropout_prob: float = 0.0,
+    dtype: Any = None,
+    softmax_dtype: Any = None,
+    softmax_scale: float | None = None,
+    init_bias: Callable[[], jax.Array] | None = None,
+    causal: bool = False,
+    causal_alignment: str | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    logits_soft_cap: float | None = None,
+    precision: Any = None,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention that also returns its weights: `weights = softmax(...)`, `out = weights . value`.
+
+    The weights are those that multiply the values: after dropout, and summing to less than 1 where sinks take part. They
+    need O(T S) memory; where they are not used under `jit`, they are not computed.
+
+    Args:
+        query: `[B, T, H, D]`.
+        key: `[B, S, K, D]`.
+        value: `[B, S, K, V]`.
+        bias: floating `[B|1, H|1, T|1, S|1]`.
+        dropout_rng: int, integer scalar or PRNG key; see `flash_attention`.
+        softmax_aux: sinks `[H]`, `[H, n]` or `[1, n]`.
+        mask_info: a `MaskInfo`.
+        deterministic: True switches dropout off.
+        dropout_prob: probability in [0, 1) of dropping a weight.
+        dtype: of both results; None keeps the query's.
+        softmax_dtype: dtype to which the products are rounded before the softmax, which runs in float32 at least; None is none.
+        softmax_scale: factor on the products; None means `1 / sqrt(D)`.
+        init_bias: makes the bias when `bias` is None.
+        causal, causal_alignment, sliding_window, chunk_size, logits_soft_cap, precision: see `flash_attention`.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+
+    Returns:
+        Output `[B, T, H, V]` and weights `[B, H, T, S]`, both differentiable.
+
+    Raises:
+        ValueError: shapes, values or settings that do not fit or contradict each other.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Vaswani et al., Attention is all you need, 2017, section 3.2.1.
+    """
+    if bias is None and init_bias is not None:
+        bias = init_bias()
+    options = options_of(
+        softmax_scale=softmax_scale,
+        dropout_prob=0.0 if deterministic else dropout_prob,
+        causal=causal,
+        causal_alignment=causal_alignment,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        logits_soft_cap=logits_soft_cap,
+        precision=precision,
+        logits_dtype=jnp.float32 if softmax_dtype is None else softmax_dtype,
+        output_dtype=None if dtype is None else dtype_name("dtype", dtype),
+    )
+    arrays = _arrays(query, key, value, bias, softmax_aux, mask_info, dropout_rng)
+    return _FLASH_ATTENTION.invoke(arrays, options, platform=platform, cfg=cfg, form=with_weights)
+
+
+def _arrays(query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, mask_info: Any, seed: Any) -> dict[str, Any]:
+    for name, array in (("query", query), ("key", key), ("value", value), ("bias", bias), ("softmax_aux", softmax_aux)):
+        if array is not None and not hasattr(array, "dtype"):
+            raise wrong_type(name, type(array).__name__, "an array")
+    given = {"bias": bias, "softmax_aux": softmax_aux, "mask_info": mask_info, "dropout_seed": host_seed(seed)}
+    return {"query": query, "key": key, "value": value, **{name: a for name, a in given.items() if a is not None}}
+
+
+def _add_packed(
+    arrays: dict[str, Any],
+    options: dict[str, Any],
+    query_lengths: Any,
+    key_lengths: Any,
+    longest_query: Any = None,
+    longest_key: Any = None,
+    *,
+    layout: str,
+    names: tuple[str, ...] = ("cum_seqlens_q", "cum_seqlens_k", "max_seqlens_q", "max_seqlens_k"),
+) -> None:
+    """Add cumulative lengths to a call. The same object on both sides is passed once, so that kernels may use indices."""
+    check_layout(layout)
+    axes, axis = LAYOUTS[layout]
+    if query_lengths is None:
+        raise invalid(names[0], None, "cumulative lengths of the queries")
+    described = ((0, query_lengths, "query", longest_query), (1, query_lengths if key_lengths is None else key_lengths, "key", longest_key))
+    for side, lengths, name, longest in described:
+        if len(arrays[name].shape) != axes:
+            raise invalid(name, f"shape {tuple(arrays[name].shape)}", f"{axes} axes in layout {layout!r}")
+        check_cum_seqlens(names[side], lengths, arrays[name].shape[axis], longest, names[2 + side])
+    arrays["cum_seqlens_q"] = query_lengths
+    if key_lengths is not None and key_lengths is not query_lengths:
+        arrays["cum_seqlens_k"] = key_lengths
+    options["layout"] = layout
+
+
+def _one_of(name: str, first: Any, other_name: str, second: Any) -> Any:
+    if first is not None and second is not None and first != second:
+        raise invalid(other_name, second, f"None, or {name} = {first}: they are one setting")
+    return second if first is None else first
+
+
+FlashAttention = class_form("FlashAttention", flash_attention)
+FlashAttnVarlen = class_form("FlashAttnVarlen", flash_attn_varlen)
+ScaledDotProductAttention = class_form("ScaledDotProductAttention", scaled_dot_product_attention)
+Attention = class_form("Attention", attention)

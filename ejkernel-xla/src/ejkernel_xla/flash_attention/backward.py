@@ -1,0 +1,174 @@
+"""The backward phase: every tile is computed again from lse (Dao et al., FlashAttention, 2022), as its transpose."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
+from ejkernel_xla._numerics import accumulator
+from ejkernel_xla.flash_attention.config import FlashAttentionConfig
+from ejkernel_xla.flash_attention.forward import log_sum, sweep
+from ejkernel_xla.flash_attention.masks import Plan, is_masked, plan
+from ejkernel_xla.flash_attention.tiles import (
+    BY_KEY,
+    Operands,
+    Tile,
+    add_piece,
+    finite,
+    heads_first,
+    heads_last,
+    operands,
+    piece,
+    product,
+    scores,
+    zeros,
+)
+
+
+class Statistics(NamedTuple):
+    """Per row `[b,k,g,q]`: weight = exp(logit - shift), and d_logit = weight * (d_out . value - delta)."""
+
+    shift: Any
+    delta: Any
+
+
+class Gradients(NamedTuple):
+    """Wide sums: query `[b,k,d,g,q]`, key and value as the operands, bias like the bias."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any
+
+
+def backward(
+    call: FlashAttentionCall,
+    inputs: FlashAttentionInputs,
+    outputs: FlashAttentionOutputs,
+    cotangents: FlashAttentionOutputs,
+    config: FlashAttentionConfig,
+) -> FlashAttentionInputs:
+    arrays = operands(call, inputs)
+    groups = arrays.query.shape[2]
+    d_out = heads_first(cotangents.out, groups)
+    layout = plan(call, config.block_q_backward, config.block_k_backward)
+    stats = _statistics(call, arrays, layout, outputs, cotangents, d_out)
+    d_sinks = None if inputs.sinks is None else _sinks(arrays.sinks, stats).reshape(inputs.sinks.shape)
+    if is_masked(call):
+        arrays, stats, d_out = _guarded(arrays, stats, d_out)
+    stats = stats._replace(shift=jnp.where(stats.shift == -jnp.inf, jnp.inf, stats.shift))
+    sums = _sweep(call, arrays, layout, stats, d_out)
+    return FlashAttentionInputs(
+        query=heads_last(jnp.moveaxis(sums.query, 2, 4), grouped=True).astype(inputs.query.dtype),
+        key=heads_last(sums.key, grouped=False).astype(inputs.key.dtype),
+        value=heads_last(sums.value, grouped=False).astype(inputs.value.dtype),
+        bias=None if inputs.bias is None else sums.bias.reshape(inputs.bias.shape).astype(inputs.bias.dtype),
+        sinks=None if d_sinks is None else d_sinks.astype(inputs.sinks.dtype),
+    )
+
+
+def _statistics(
+    call: FlashAttentionCall,
+    arrays: Operands,
+    layout: Plan,
+    outputs: FlashAttentionOutputs,
+    cotangents: FlashAttentionOutputs,
+    d_out: Any,
+) -> Statistics:
+    wide = accumulator(arrays.query.dtype)
+    groups = arrays.query.shape[2]
+    lse = heads_first(outputs.lse, groups).astype(wide)
+    d_lse = None if cotangents.lse is None else heads_first(cotangents.lse, groups).astype(wide)
+    if wide != jnp.float32 or not call.normalize_output:
+        # lse is too narrow for float64, and the maximum is no residual; rows of no values give both at the price of one product.
+        rows = sweep(call, arrays._replace(value=arrays.value[..., :0]), layout)
+        lse = log_sum(rows)
+    if not call.normalize_output:
+        # The maximum is held constant: d_logit = exp(logit - maximum) * (d_out . value + d_lse / total).
+        delta = jnp.zeros_like(lse) if d_lse is None else -d_lse / jnp.where(rows.total == 0, 1, rows.total)
+        return Statistics(jnp.where(rows.total == 0, -jnp.inf, rows.maximum), delta)
+    out = heads_first(outputs.out, groups)
+    delta = jnp.sum(finite(d_out).astype(wide) * out.astype(wide), axis=-1)
+    return Statistics(lse, delta if d_lse is None else delta - d_lse)
+
+
+def _sinks(sinks: Any, stats: Statistics) -> Any:
+    """A sink is a logit without a value, so its d_logit is `-weight * delta`. `[b?,k,g,n]`."""
+    weights = jnp.exp(sinks[:, :, :, None].astype(stats.shift.dtype) - stats.shift[..., None])
+    weights = jnp.where(stats.shift[..., None] == -jnp.inf, 0, weights)
+    total = -jnp.sum(weights * stats.delta[..., None], axis=3)
+    return total if sinks.shape[0] == total.shape[0] else jnp.sum(total, axis=0, keepdims=True)
+
+
+def _guarded(arrays: Operands, stats: Statistics, d_out: Any) -> tuple[Operands, Statistics, Any]:
+    """Keep NaN and infinities of hidden rows and keys out of the products, where 0 * NaN would spread them.
+
+    All factors are made finite; a row that holds a non-finite number gets NaN as its shift, so that its weights become NaN where
+    it sees a key and stay 0 elsewhere. Rows that see a non-finite key have lse = NaN since the forward phase.
+    """
+    broken = jnp.any(~jnp.isfinite(arrays.query), axis=-1) | jnp.any(~jnp.isfinite(d_out), axis=-1) | ~jnp.isfinite(stats.delta)
+    shift = jnp.where(broken & (stats.shift != -jnp.inf), jnp.nan, stats.shift)
+    arrays = arrays._replace(query=finite(arrays.query), key=finite(arrays.key), value=finite(arrays.value))
+    return arrays, Statistics(shift, finite(stats.delta)), finite(d_out)
+
+
+def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statistics, d_out: Any) -> Gradients:
+    if plan.whole:
+        return _tile(call, arrays, plan, Tile(*map(int, plan.tiles[0])), stats, d_out)
+    wide = accumulator(arrays.query.dtype)
+    b, k, g, t, d = arrays.query.shape
+    like = (arrays, d_out)
+    sums = Gradients(
+        zeros((b, k, d, g, t), wide, like),
+        zeros(arrays.key.shape, wide, like),
+        zeros(arrays.value.shape, wide, like),
+        None if arrays.bias is None else zeros(arrays.bias.shape, wide, like),
+    )
+
+    def step(sums: Gradients, row: Any) -> tuple[Gradients, None]:
+        tile = Tile(*(row[i] for i in range(5)))
+        parts = _tile(call, arrays, plan, tile, stats, d_out)
+        return Gradients(
+            add_piece(sums.query, (4,), (tile.query_start,), parts.query),
+            add_piece(sums.key, (2,), (tile.key_start,), parts.key),
+            add_piece(sums.value, (2,), (tile.key_start,), parts.value),
+            None if sums.bias is None else add_piece(sums.bias, (3, 4), (tile.query_start, tile.key_start), parts.bias),
+        ), None
+
+    return jax.lax.scan(step, sums, plan.tiles)[0] if len(plan.tiles) else sums
+
+
+def _tile(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, stats: Statistics, d_out: Any) -> Gradients:
+    """The part of every gradient that one tile makes."""
+    query = piece(arrays.query, 3, tile.query_start, plan.block_q)
+    key = piece(arrays.key, 2, tile.key_start, plan.block_k)
+    value = piece(arrays.value, 2, tile.key_start, plan.block_k)
+    d_out = piece(d_out, 3, tile.query_start, plan.block_q)
+    shift, delta = (BY_KEY.rows(piece(x, 3, tile.query_start, plan.block_q)) for x in stats)
+    found = scores(call, product(call, key, query, ((3,), (4,))), arrays, plan, tile, BY_KEY)
+    weights = jnp.exp(found.logits - shift)  # [b,k,s,g,q]
+    if found.visible is not None:
+        weights = jnp.where(found.visible, weights, 0)
+    d_weights = product(call, value, d_out, ((3,), (4,)))
+    if found.keep is not None:
+        d_weights = d_weights * found.keep
+    d_logits = weights * (d_weights - delta)
+    kept = weights if found.keep is None else weights * found.keep
+    d_raw = (d_logits if found.slope is None else d_logits * found.slope) * call.scale
+    d_raw = d_raw.astype(query.dtype)
+    return Gradients(
+        product(call, key, d_raw, ((2,), (2,))),
+        product(call, d_raw, query, ((3, 4), (2, 3))),
+        product(call, kept.astype(d_out.dtype), d_out, ((3, 4), (2, 3))),
+        None if arrays.bias is None else _bias(arrays.bias, d_logits if found.slope is None else d_logits * found.slope, plan),
+    )
+
+
+def _bias(bias: Any, d_logits: Any, plan: Plan) -> Any:
+    """Sum `[b,k,s,g,q]` over the axes along which the bias is broadcast."""
+    d_bias = jnp.moveaxis(d_logits, 2, 4)
+    broadcast = tuple(axis for axis in range(5) if bias.shape[axis] == 1)
+    return jnp.sum(d_bias, axis=broadcast, keepdims=True)

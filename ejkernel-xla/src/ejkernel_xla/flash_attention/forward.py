@@ -1,0 +1,124 @@
+"""The forward phase: tiles of one query block after another, with a running maximum and sum (Milakov and Gimelshein, Online
+normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
+from ejkernel_xla._numerics import accumulator
+from ejkernel_xla.flash_attention.config import FlashAttentionConfig
+from ejkernel_xla.flash_attention.masks import Plan, plan
+from ejkernel_xla.flash_attention.tiles import (
+    BY_QUERY,
+    Operands,
+    Tile,
+    guarded,
+    heads_last,
+    operands,
+    piece,
+    product,
+    scores,
+    zeros,
+)
+
+
+class Rows(NamedTuple):
+    """Running state of one query block: maximum and sum `[b,k,g,q]` of `exp(logit - maximum)`, weighted values `[b,k,g,q,e]`."""
+
+    maximum: Any
+    total: Any
+    values: Any
+
+
+def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: FlashAttentionConfig) -> FlashAttentionOutputs:
+    arrays = guarded(call, operands(call, inputs))
+    rows = sweep(call, arrays, plan(call, config.block_q, config.block_k))
+    out = heads_last(rows.values, grouped=True)
+    wanted = call.return_lse or call.save_residuals
+    lse = heads_last(log_sum(rows).astype(jnp.float32), grouped=True) if wanted else None
+    return FlashAttentionOutputs(out, lse)
+
+
+def log_sum(rows: Rows) -> Any:
+    """`log sum exp`, -inf for a row that sees nothing; finite derivatives of every order there."""
+    empty = rows.total == 0
+    return jnp.where(empty, -jnp.inf, rows.maximum + jnp.log(jnp.where(empty, 1, rows.total)))
+
+
+def sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan) -> Rows:
+    """All rows: maximum and sum `[b,k,g,t]`, finished output `[b,k,g,t,e]`."""
+    shape = arrays.query.shape[:4]
+    start = _start(call, arrays)
+    if plan.whole:
+        rows = _absorb(call, arrays, plan, Tile(*map(int, plan.tiles[0])), start)
+        return rows._replace(values=_finish(call, rows))
+    block = Rows(*(jnp.broadcast_to(x, (*shape[:3], plan.block_q)) for x in start[:2]), _no_values(arrays, plan.block_q))
+    every = Rows(*(jnp.broadcast_to(x, shape) for x in start[:2]), _no_values(arrays, shape[3]).astype(arrays.query.dtype))
+
+    def step(carry: tuple[Rows, Rows], row: Any) -> tuple[tuple[Rows, Rows], None]:
+        rows, every = carry
+        tile = Tile(*(row[i] for i in range(5)))
+        rows = Rows(*(jnp.where(tile.begins > 0, fresh, old) for fresh, old in zip(block, rows, strict=True)))
+        rows = _absorb(call, arrays, plan, tile, rows)
+        done = rows._replace(values=_finish(call, rows))
+        every = Rows(
+            *(jax.lax.dynamic_update_slice_in_dim(x, y, tile.query_start, 3) for x, y in zip(every, done, strict=True))
+        )
+        return (rows, every), None
+
+    if len(plan.tiles):
+        (_, every), _ = jax.lax.scan(step, (block, every), plan.tiles)
+    return every
+
+
+def _start(call: FlashAttentionCall, arrays: Operands) -> Rows:
+    """Before the first tile: nothing, or the sinks."""
+    wide = accumulator(arrays.query.dtype)
+    shape = (*arrays.query.shape[:3], 1)
+    if arrays.sinks is None:
+        return Rows(zeros(shape, wide, arrays, -jnp.inf), zeros(shape, wide, arrays), None)
+    sinks = arrays.sinks.astype(wide)
+    maximum = jax.lax.stop_gradient(jnp.max(sinks, axis=-1, keepdims=True))
+    total = jnp.sum(jnp.exp(sinks - _shift(maximum)), axis=-1, keepdims=True)
+    return Rows(*(jnp.broadcast_to(x, shape) + zeros(shape, wide, arrays) for x in (maximum, total)), None)
+
+
+def _no_values(arrays: Operands, queries: int) -> Any:
+    return zeros((*arrays.query.shape[:3], queries, arrays.value.shape[-1]), accumulator(arrays.query.dtype), arrays)
+
+
+def _shift(maximum: Any) -> Any:
+    """What is subtracted from logits; 0 where nothing is visible, since -inf - -inf is NaN."""
+    return jnp.where(maximum == -jnp.inf, 0, maximum)
+
+
+def _absorb(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, rows: Rows) -> Rows:
+    """Add one tile to the state of its query block."""
+    query = piece(arrays.query, 3, tile.query_start, plan.block_q)
+    key = piece(arrays.key, 2, tile.key_start, plan.block_k)
+    value = piece(arrays.value, 2, tile.key_start, plan.block_k)
+    found = scores(call, product(call, query, key, ((4,), (3,))), arrays, plan, tile, BY_QUERY)
+    logits = found.logits if found.visible is None else jnp.where(found.visible, found.logits, -jnp.inf)
+    # Any constant may be subtracted, so the maximum needs no derivative.
+    maximum = jax.lax.stop_gradient(jnp.maximum(rows.maximum, jnp.max(logits, axis=-1)))
+    shift = _shift(maximum)
+    weights = jnp.exp(logits - shift[..., None])
+    decay = jnp.exp(rows.maximum - shift)
+    total = rows.total * decay + jnp.sum(weights, axis=-1)
+    if found.keep is not None:
+        weights = weights * found.keep
+    values = product(call, weights.astype(value.dtype), value, ((4,), (2,)))
+    if rows.values is not None:
+        values = values + rows.values * decay[..., None]
+    return Rows(maximum, total, values)
+
+
+def _finish(call: FlashAttentionCall, rows: Rows) -> Any:
+    values = rows.values
+    if call.normalize_output:
+        values = values / jnp.where(rows.total == 0, 1, rows.total)[..., None]
+    return values.astype(call.query.dtype)

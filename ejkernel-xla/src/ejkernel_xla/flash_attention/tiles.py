@@ -1,0 +1,267 @@
+"""The arrays of a call with heads first, and the piece of each that one tile reads.
+
+Axes: b batch, k key heads, g query heads per key head, q queries, s keys, d and e sizes of keys and values. Batch and heads stay
+separate axes throughout, so that XLA can split them over devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel._partition import vary
+from ejkernel.operations.flash_attention import dropout
+from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
+from ejkernel_xla._numerics import accumulator
+from ejkernel_xla.flash_attention.masks import Plan, both, by_position, is_masked
+
+_PRECISIONS = {
+    "default": jax.lax.Precision.DEFAULT,
+    "high": jax.lax.Precision.HIGH,
+    "highest": jax.lax.Precision.HIGHEST,
+}
+
+
+class Operands(NamedTuple):
+    """query `[b,k,g,q,d]`, key `[b,k,s,d]`, value `[b,k,s,e]`, bias and mask `[b?,k?,g?,q?,s?]`, segments and positions `[b?,q]`
+    and `[b?,s]`, sinks `[b?,k,g,n]`, dropout_streams `[b,k,g,2]`."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any
+    mask: Any
+    query_segments: Any
+    key_segments: Any
+    query_positions: Any
+    key_positions: Any
+    sinks: Any
+    dropout_streams: Any
+
+
+def heads_first(x: Any, groups: int | None = None) -> Any:
+    """`[b,t,h,...] -> [b,h,t,...]`; with `groups`, `[b,k,g,t,...]`."""
+    if groups is None:
+        return jnp.swapaxes(x, 1, 2)
+    x = x.reshape(*x.shape[:2], -1, groups, *x.shape[3:])
+    return jnp.moveaxis(x, 1, 3)
+
+
+def heads_last(x: Any, grouped: bool) -> Any:
+    """The inverse of `heads_first`."""
+    if not grouped:
+        return jnp.swapaxes(x, 1, 2)
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
+
+
+def operands(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> Operands:
+    """Bring heads first and split query heads into `[k, g]`."""
+    key_heads = call.key.shape[2]
+    groups = call.query.shape[2] // max(key_heads, 1)
+
+    def split(x: Any) -> Any:
+        if x is None:
+            return None
+        return x.reshape(x.shape[0], *((1, 1) if x.shape[1] == 1 else (key_heads, groups)), *x.shape[2:])
+
+    return Operands(
+        query=heads_first(inputs.query, max(groups, 1)),
+        key=heads_first(inputs.key),
+        value=heads_first(inputs.value),
+        bias=split(inputs.bias),
+        mask=split(inputs.mask),
+        sinks=split(inputs.sinks),
+        dropout_streams=split(inputs.dropout_streams),
+        **{name: getattr(inputs, name) for name in Operands._fields if name.endswith(("segments", "positions"))},
+    )
+
+
+def zeros(shape: tuple[int, ...], dtype: Any, like: Any, fill: float = 0.0) -> Any:
+    """A loop's initial value that varies over the mesh axes over which the data does (inside `shard_map`)."""
+    varying = frozenset().union(
+        *(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(like))  # pyright: ignore[reportAttributeAccessIssue]
+    )
+    return vary(jnp.full(shape, fill, dtype), varying)
+
+
+def piece(x: Any, axis: int, start: Any, size: int) -> Any:
+    """`x[start : start + size]` along an axis; the whole of it where it is broadcast or not longer."""
+    if x is None or x.shape[axis] in (1, size):
+        return x
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def add_piece(total: Any, axes: tuple[int, ...], starts: tuple[Any, ...], part: Any) -> Any:
+    """`total[start : ...] += part`, along those of the axes on which part is shorter."""
+    if total.shape == part.shape:
+        return total + part
+    where: list[Any] = [0] * total.ndim
+    for axis, start in zip(axes, starts, strict=True):
+        where[axis] = start if part.shape[axis] != total.shape[axis] else 0
+    current = jax.lax.dynamic_slice(total, where, part.shape)
+    return jax.lax.dynamic_update_slice(total, current + part, where)
+
+
+def product(call: FlashAttentionCall, a: Any, b: Any, contracting: tuple[tuple[int, ...], tuple[int, ...]]) -> Any:
+    """A product over batch axes b and k, accumulated in the wide dtype."""
+    wide = accumulator(a.dtype)
+    exact = a.dtype == wide and call.precision is None
+    precision = jax.lax.Precision.HIGHEST if exact else _PRECISIONS.get(call.precision or "default")
+    return jax.lax.dot_general(a, b, (contracting, ((0, 1), (0, 1))), precision=precision, preferred_element_type=wide)
+
+
+class View(NamedTuple):
+    """How the pieces of one tile are laid out so that they broadcast against its scores."""
+
+    rows: Callable[[Any], Any]
+    """`[b,k,g,q]` (leading axes may be missing)"""
+    columns: Callable[[Any], Any]
+    """`[b,s]` or `[s]`"""
+    entries: Callable[[Any], Any]
+    """`[b,k,g,q,s]`"""
+    keys: int
+    queries: int
+    """axes of the scores"""
+
+
+def _batch_first(x: Any, rank: int) -> Any:
+    """`[b,x]` or `[x]` with axes of size 1 between."""
+    return x.reshape(*x.shape[:-1], *[1] * (rank - x.ndim), x.shape[-1])
+
+
+BY_QUERY = View(
+    rows=lambda x: _batch_first(x, 4)[..., None],
+    columns=lambda x: _batch_first(x, 5),
+    entries=lambda x: x,
+    keys=4,
+    queries=3,
+)
+"""Scores `[b,k,g,q,s]`."""
+
+BY_KEY = View(
+    rows=lambda x: _batch_first(x, 4)[:, :, None],
+    columns=lambda x: _batch_first(x, 3)[..., None, None],
+    entries=lambda x: jnp.moveaxis(x, 4, 2),
+    keys=2,
+    queries=4,
+)
+"""Scores `[b,k,s,g,q]`: products with them over queries need no transposition."""
+
+
+class Tile(NamedTuple):
+    """Where one tile is: a row of `Plan.tiles`, as Python or traced integers."""
+
+    query_start: Any
+    key_start: Any
+    first_query: Any
+    first_key: Any
+    begins: Any
+
+
+class Scores(NamedTuple):
+    """logits after bias and soft cap; slope, their derivative by `scale * query . key`, None for 1; visible, None for all;
+    keep, the factor of dropout, None for 1."""
+
+    logits: Any
+    slope: Any
+    visible: Any
+    keep: Any
+
+
+def scores(call: FlashAttentionCall, raw: Any, arrays: Operands, plan: Plan, tile: Tile, view: View) -> Scores:
+    """From `query . key` to masked-ready logits. The mask is left to the caller, who knows where it must act."""
+    logits = _rounded(raw, call.logits_dtype) * call.scale
+    bias = _entries(arrays.bias, plan, tile, view)
+    rows, columns = _indices(plan.block_q, tile.query_start), _indices(plan.block_k, tile.key_start)
+    visible = _visible(call, arrays, plan, tile, view, rows, columns, bias)
+    if bias is not None:
+        logits = logits + jnp.where(visible, bias, 0).astype(logits.dtype)
+    slope = None
+    if call.soft_cap is not None:
+        capped = jnp.tanh(logits / call.soft_cap)
+        logits, slope = call.soft_cap * capped, 1 - capped * capped
+    return Scores(logits, slope, visible, _keep(call, arrays, view, rows, columns))
+
+
+def _indices(size: int, start: Any) -> Any:
+    return jax.lax.iota(jnp.int32, size) + start
+
+
+def _entries(x: Any, plan: Plan, tile: Tile, view: View) -> Any:
+    if x is None:
+        return None
+    return view.entries(piece(piece(x, 3, tile.query_start, plan.block_q), 4, tile.key_start, plan.block_k))
+
+
+def _rounded(raw: Any, dtype: str) -> Any:
+    """Rounded to a narrower dtype; a pair of conversions could be optimised away."""
+    info = jnp.finfo(dtype)
+    if info.nmant >= jnp.finfo(raw.dtype).nmant:
+        return raw
+    return jax.lax.reduce_precision(raw, info.nexp, info.nmant)
+
+
+def _visible(
+    call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, view: View, rows: Any, columns: Any, bias: Any
+) -> Any:
+    visible = None
+    if plan.structured:
+        query = piece(arrays.query_positions, 1, tile.query_start, plan.block_q)
+        key = piece(arrays.key_positions, 1, tile.key_start, plan.block_k)
+        query = rows + call.query_offset if query is None else query
+        visible = by_position(call, view.rows(_per_query(query)), view.columns(columns if key is None else key))
+    if plan.key_tail:
+        visible = both(visible, view.columns(columns >= tile.first_key))
+    if plan.query_tail and view is BY_KEY:
+        visible = both(visible, view.rows(_per_query(rows >= tile.first_query)))
+    if arrays.mask is not None:
+        visible = both(visible, _entries(arrays.mask, plan, tile, view))
+    if bias is not None:
+        visible = both(visible, bias != -jnp.inf)
+    if arrays.query_segments is not None:
+        query = view.rows(_per_query(piece(arrays.query_segments, 1, tile.query_start, plan.block_q)))
+        key = view.columns(piece(arrays.key_segments, 1, tile.key_start, plan.block_k))
+        visible = both(visible, (query == key) & (query >= 0))
+    return visible
+
+
+def _per_query(x: Any) -> Any:
+    """`[b?,q]` or `[q]` as `[b?,1,1,q]`."""
+    return _batch_first(x if x.ndim == 2 else x[None], 4)
+
+
+def _keep(call: FlashAttentionCall, arrays: Operands, view: View, rows: Any, columns: Any) -> Any:
+    """0 for a dropped entry, else `1 / (1 - rate)`."""
+    if not call.dropout_rate:
+        return None
+    streams = arrays.dropout_streams[..., None, :]
+    random = dropout.bits(
+        view.rows(streams[..., 0]),
+        view.rows(streams[..., 1]),
+        view.rows(_per_query(rows).astype(jnp.uint32)),
+        view.columns(columns.astype(jnp.uint32)),
+    )
+    survivor = 1 / (1 - call.dropout_rate) if call.dropout_rate < 1 else 0.0
+    return jnp.where(random < dropout.threshold(call.dropout_rate), 0.0, survivor)
+
+
+def finite(x: Any) -> Any:
+    """x with 0 for NaN and infinities."""
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
+
+
+def guarded(call: FlashAttentionCall, arrays: Operands) -> Operands:
+    """Keep NaN and infinities of values away from the queries that do not see them.
+
+    A weight of 0 times NaN would be NaN, so a key whose value is not finite gets NaN as its logit instead: that reaches exactly
+    the queries that see it.
+    """
+    if not is_masked(call):
+        return arrays
+    broken = jnp.any(~jnp.isfinite(arrays.value), axis=-1, keepdims=True)
+    key = jnp.where(broken, jnp.full((), jnp.nan, arrays.key.dtype), arrays.key)
+    return arrays._replace(key=key, value=finite(arrays.value))
