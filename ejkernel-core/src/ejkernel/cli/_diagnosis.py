@@ -18,6 +18,7 @@ from ejkernel._registry import kernel_registry
 from ejkernel._settings import read_settings, unknown_settings
 from ejkernel.cli import _probes
 from ejkernel.cli._output import first_line
+from ejkernel.errors import suggestion
 
 OURS = "ejkernel-core"
 _ALWAYS = (OURS, "jax", "jaxlib", "numpy")
@@ -108,6 +109,13 @@ def _setting_problems(report: dict[str, Any]) -> list[dict[str, str]]:
     problems = [
         _problem(f"{name} is set, and nothing reads it", hint or "unset it; the settings are listed above")
         for name, hint in report["unknown_settings"].items()
+    ]
+    found = {plugin["name"] for plugin in report["plugins"]}
+    allowed = next(s["value"] for s in report["settings"] if s["name"] == "EJKERNEL_PLUGINS")
+    problems += [
+        _problem(f"EJKERNEL_PLUGINS names {name!r}, which is not installed" + suggestion(name, found), "correct the variable")
+        for name in (part.strip().lower() for part in (allowed or "").split(","))
+        if name and name not in found
     ]
     try:
         _policy.for_call("*", None)

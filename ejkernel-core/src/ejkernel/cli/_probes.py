@@ -22,11 +22,11 @@ for device in jax.devices():
 """
 
 _DIAGNOSE = """
-import importlib, pluggy
+import pkgutil, pluggy
 from ejkernel.plugin import Hooks
 manager = pluggy.PluginManager("ejkernel")
 manager.add_hookspecs(Hooks)
-manager.register(importlib.import_module(argument))
+manager.register(pkgutil.resolve_name(argument))
 manager.hook.ejkernel_diagnose(report=lambda name, finding: tell({"name": str(name), "finding": str(finding)}))
 """
 
@@ -46,9 +46,9 @@ def probe_devices(timeout: float = TIMEOUT) -> dict[str, Any]:
     return {"devices": found, "error": error}
 
 
-def probe_plugin(module: str, timeout: float = TIMEOUT) -> dict[str, Any]:
-    """What a plugin's `ejkernel_diagnose` reports: `{"findings": [...], "error": str | None}`."""
-    found, error = ask(_DIAGNOSE, module, timeout)
+def probe_plugin(value: str, timeout: float = TIMEOUT) -> dict[str, Any]:
+    """What the `ejkernel_diagnose` of an entry point's value reports: `{"findings": [...], "error": str | None}`."""
+    found, error = ask(_DIAGNOSE, value, timeout)
     return {"findings": found, "error": error}
 
 

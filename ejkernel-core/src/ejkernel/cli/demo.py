@@ -13,7 +13,7 @@ from ejkernel.cli._output import AsJson, UserError, console, emit, table, user_m
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 200,
+    steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 320,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same run.")] = 0,
     platform: Annotated[str | None, typer.Option(help="The only platforms to use: one, or several with commas.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the plot and the sampled text.")] = Path("ejkernel-demo"),

@@ -24,7 +24,7 @@ def ejkernel_primitives() -> Primitives:
         return ejkernel.rms_norm(x, scale, epsilon=_EPSILON)
 
     def rotate(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rotary = ejkernel.LlamaRotaryEmbedding(query.shape[-1], theta=_THETA)
+        rotary = ejkernel.LlamaRotaryEmbedding(query.shape[-1], _THETA)
         cos, sin = rotary(jnp.arange(query.shape[1])[None])
         return ejkernel.llama_rope(query, key, cos=cos, sin=sin)
 

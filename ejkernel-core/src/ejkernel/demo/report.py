@@ -18,7 +18,7 @@ from ejkernel.demo.primitives import ejkernel_primitives, explanations, plain_pr
 from ejkernel.demo.sample import sample
 from ejkernel.demo.train import Settings, Trainer, interleaved_seconds
 
-CURVE_TOLERANCE = 0.05
+CURVE_TOLERANCE = 0.01
 """Nats per byte by which the two loss curves may differ anywhere: rounding grows along a training run."""
 
 FIRST_STEP_TOLERANCE = 1e-4
