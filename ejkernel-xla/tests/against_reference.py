@@ -27,6 +27,12 @@ def problems(operation: str) -> Any:
     return pytest.mark.parametrize(("case", "dtype"), [pytest.param(*row, id=f"{row[0].name}-{row[1]}") for row in rows])
 
 
+def cases_named(operation: str, *names: str) -> Any:
+    """Parametrise a test by `case`, over these cases."""
+    cases = {case.name: case for case in importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES}
+    return pytest.mark.parametrize("case", [pytest.param(cases[name], id=name) for name in names])
+
+
 def is_float(value: Any) -> bool:
     return jnp.issubdtype(value.dtype, jnp.floating)
 
@@ -82,7 +88,7 @@ def check_case(name: str, case: Any, dtype: str) -> None:
         assert_close(got, wanted, tolerance, "public result")
 
 
-def check_vmap(name: str, case: Any, *, tries: int = 3) -> None:
+def check_vmap(name: str, case: Any, *, tries: int = 2) -> None:
     """`vmap` over random axes of random subsets of the arrays equals a loop, forward and gradients."""
     run, size = runner(name, case.options), 3
     members = [case_arrays(case, seed=seed) for seed in range(size)]
@@ -98,12 +104,13 @@ def check_vmap(name: str, case: Any, *, tries: int = 3) -> None:
         }
         member_of = [{key: member[key] if axes[key] is not None else members[0][key] for key in axes} for member in members]
 
+        @jax.jit
         def value_and_gradients(arrays: dict[str, Any]) -> Any:
             floats = {key: value for key, value in arrays.items() if is_float(value)}
             outputs, pull = jax.vjp(lambda floats: run(**{**arrays, **floats}), floats)
             return outputs, pull(jax.tree.map(jnp.sin, outputs))[0]
 
-        got = jax.vmap(value_and_gradients, in_axes=(axes,))(stacked)
+        got = jax.jit(jax.vmap(value_and_gradients, in_axes=(axes,)))(stacked)
         wanted = [value_and_gradients(arrays) for arrays in member_of]
         wanted = jax.tree.map(lambda *leaves: jnp.stack(leaves), *wanted)
         for leaf, expected in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from against_reference import check_case, check_second_order, check_vmap, problems
-from ejkernel.operations._rows.cases import NORM_CASES
+from against_reference import cases_named, check_case, check_second_order, check_vmap, problems
 
 NAMES = ("layer_norm", "rms_norm")
 
@@ -22,9 +21,7 @@ def test_against_reference(name: str, case: Any, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "case", [c for c in NORM_CASES if c.name in ("scale-offset", "middle-axis", "one-axis")], ids=lambda c: c.name
-)
+@cases_named("layer_norm", "scale-offset", "middle-axis", "one-axis")
 def test_vmap(name: str, case: Any) -> None:
     check_vmap(name, case)
 

@@ -17,6 +17,8 @@ _LAZY = {
     **dict.fromkeys(("layer_norm", "LayerNorm", "rms_norm", "RmsNorm"), "ejkernel.modules"),
     **dict.fromkeys(("attention", "flash_attention", "flash_attn_varlen", "scaled_dot_product_attention"), "ejkernel.modules"),
     **dict.fromkeys(("Attention", "FlashAttention", "FlashAttnVarlen", "ScaledDotProductAttention"), "ejkernel.modules"),
+    **dict.fromkeys(("LlamaRope", "LlamaRotaryEmbedding", "Rope", "llama_rope", "rope"), "ejkernel.modules"),
+    **dict.fromkeys(("softmax", "Softmax"), "ejkernel.modules"),
 }
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ejkernel._arrays import named
+from ejkernel._arrays import named, parse_dims
 from ejkernel.operations import get_operation
 
-OPERATIONS = ("layer_norm", "rms_norm")
+OPERATIONS = ("layer_norm", "rms_norm", "rope", "softmax")
 
 
 def _problems() -> list[Any]:
@@ -28,6 +28,16 @@ def _weighted_sum(outputs: Any, weights: Any) -> float:
     return sum(float(np.vdot(getattr(outputs, name), weight)) for name, weight in named(weights))
 
 
+def _check_dimensions(operation: Any, call: Any, arrays: dict[str, Any]) -> None:
+    """Every array has the rank that its dims say, and every factor one size; query and key heads (`h`) may differ."""
+    sizes: dict[str, set[int]] = {}
+    for name, text in operation.dimensions(call).items():
+        if name in arrays:
+            for dim, size in zip(parse_dims(text), arrays[name].shape, strict=True):
+                sizes.setdefault(dim.factor, set()).update(() if dim.broadcasts and size == 1 else (size,))
+    assert {factor: found for factor, found in sizes.items() if len(found) > 1 and factor != "h"} == {}
+
+
 @pytest.mark.parametrize(("name", "case"), _problems())
 def test_backward_is_the_derivative_of_forward(name: str, case: Any) -> None:
     operation = get_operation(name)
@@ -39,6 +49,8 @@ def test_backward_is_the_derivative_of_forward(name: str, case: Any) -> None:
     outputs = reference.forward(call, inputs)
     specs = operation.output_specs(call)
     assert {key: value.shape for key, value in named(outputs)} == {key: spec.shape for key, spec in named(specs)}
+
+    _check_dimensions(operation, call, {**dict(named(inputs)), **dict(named(outputs))})
 
     cotangents = operation.Outputs(
         **{

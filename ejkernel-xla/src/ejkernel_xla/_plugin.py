@@ -30,5 +30,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("layer_norm"),
             *_both_phases("flash_attention", configs="ejkernel_xla.flash_attention.config:CONFIGS"),
             *_both_phases("rms_norm"),
+            *_both_phases("rope"),
+            *_both_phases("softmax"),
         ),
     )

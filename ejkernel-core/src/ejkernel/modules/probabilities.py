@@ -1,0 +1,52 @@
+"""Softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ejkernel._policy import PlatformChoice
+from ejkernel.modules._forms import class_form
+from ejkernel.operations.softmax.interface import OPERATION as _SOFTMAX
+
+
+def softmax(
+    x: jax.Array,
+    axis: int | Sequence[int] | None = -1,
+    where: jax.Array | None = None,
+    *,
+    scale: float = 1.0,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> jax.Array:
+    """Softmax: `exp(scale * x_i) / sum_j exp(scale * x_j)`, j over the places where `where` is True.
+
+    A place that is masked, or whose x is -inf, gets 0, and so does every place of a row that has nothing else. What x holds
+    at masked places, NaN included, changes neither the result nor the gradient.
+
+    Args:
+        x: float32, bfloat16 or float16; any length.
+        axis: the axis or axes over which the result sums to 1; None = all of them.
+        where: bool, broadcastable to x; None means everywhere.
+        scale: factor on x, for example 1 / temperature.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+
+    Returns:
+        Like x. Computed in float32 inside.
+
+    Raises:
+        ValueError: a shape, axis or value does not fit.
+        TypeError: x is not of a floating type, or where is not bool.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: argument names as `jax.nn.softmax`; the stable form is in Milakov and Gimelshein, Online normalizer calculation
+        for softmax, 2018.
+    """
+    axes = axis if axis is None or isinstance(axis, int) else tuple(axis)
+    return _SOFTMAX.invoke({"x": x, "where": where}, {"axis": axes, "scale": scale}, platform=platform, cfg=cfg)
+
+
+Softmax = class_form("Softmax", softmax)

@@ -1,0 +1,178 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel._policy import PlatformChoice
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.modules._forms import class_form
+from ejkernel.operations.rope.interface import OPERATION as _ROPE
+
+
+def rope(
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    layout: str = "BTHD",
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> jax.Array:
+    """Rotary position embedding of one array: `x * cos + turn(x) * sin`, where `turn` maps each pair (a, b) to (-b, a).
+
+    Args:
+        x: `[B,T,H,D]`, float32, bfloat16 or float16; any length.
+        cos: `[B,T,w]`, `[1,T,w]` or `[T,w]`. w is `rotary_dim`, one number per channel, or `rotary_dim / 2`, one per pair.
+        sin: like cos.
+        rotary_dim: how many channels, the first ones, are rotated; even. None = D.
+        interleaved: pairs are channels (2i, 2i + 1), as in GPT-J, instead of (i, i + rotary_dim / 2), as in Llama.
+        layout: "BTHD", or "BHTD" if x is `[B,H,T,D]`.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+
+    Returns:
+        Like x. Computed in float32 inside; cos and sin have gradients too.
+
+    Raises:
+        ValueError: a shape or value does not fit.
+        TypeError: not an array of a floating type.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
+    """
+    return _ROPE.invoke(
+        {"query": x, "key": None, "cos": cos, "sin": sin},
+        {"rotary_dim": rotary_dim, "interleaved": interleaved, "layout": layout},
+        platform=platform,
+        cfg=cfg,
+    )
+
+
+def llama_rope(
+    q: jax.Array,
+    k: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    layout: str = "BTHD",
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Rotary position embedding of queries and keys: `x * cos + turn(x) * sin`, `turn` maps each pair (a, b) to (-b, a).
+
+    Args:
+        q: `[B,T,H,D]`, float32, bfloat16 or float16; any length.
+        k: `[B,T,K,D]`.
+        cos: `[B,T,w]`, `[1,T,w]` or `[T,w]`. w is `rotary_dim`, one number per channel, or `rotary_dim / 2`, one per pair.
+        sin: like cos. `LlamaRotaryEmbedding` makes both.
+        rotary_dim: how many channels, the first ones, are rotated; even. None = D.
+        interleaved: pairs are channels (2i, 2i + 1), as in GPT-J, instead of (i, i + rotary_dim / 2), as in Llama. cos and sin
+            per channel must then be in that order too.
+        layout: "BTHD", or "BHTD" if q and k are `[B,heads,T,D]`.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+
+    Returns:
+        q and k, rotated, each in its own dtype. Computed in float32 inside; cos and sin have gradients too.
+
+    Raises:
+        ValueError: a shape or value does not fit.
+        TypeError: not an array of a floating type.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
+    """
+    if k is None:
+        raise wrong_type("k", "None", "an array", remedy="rope(x, cos, sin) rotates one array")
+    return _ROPE.invoke(
+        {"query": q, "key": k, "cos": cos, "sin": sin},
+        {"rotary_dim": rotary_dim, "interleaved": interleaved, "layout": layout},
+        platform=platform,
+        cfg=cfg,
+    )
+
+
+Rope = class_form("Rope", rope)
+LlamaRope = class_form("LlamaRope", llama_rope)
+
+
+class LlamaRotaryEmbedding:
+    """Makes cos and sin for `llama_rope` from positions: pair i turns by `position * base^(-2i / dim)`.
+
+    Angles are products of float32 numbers, as in the models that were trained with them; at position p the angle of the first
+    pair is exact up to 2^24, and the others carry a relative error of 1e-7, that is, `p * 1e-7` radians at most.
+    """
+
+    def __init__(
+        self, dim: int, base: float = 10000.0, *, scaling: Mapping[str, Any] | None = None, interleaved: bool = False
+    ) -> None:
+        """
+        Args:
+            dim: number of rotated channels; even.
+            base: ratio of the slowest to the fastest period, for dim channels.
+            scaling: None; `{"rope_type": "linear", "factor": f}`: positions divided by f; or `{"rope_type": "llama3",
+                "factor": f, "low_freq_factor": l, "high_freq_factor": h, "original_max_position_embeddings": n}`: periods
+                above n / l stretched by f, those below n / h kept, and a blend in between.
+            interleaved: repeat each number for neighbouring channels instead of for both halves.
+
+        Raises:
+            ValueError: dim is not even and positive, base is not positive, or scaling is not one of these.
+        """
+        if not isinstance(dim, int) or dim <= 0 or dim % 2:
+            raise invalid("dim", dim, "an even number of channels > 0")
+        if base <= 0:
+            raise invalid("base", base, "a number > 0")
+        self.dim, self.interleaved = dim, interleaved
+        frequencies = 1.0 / float(base) ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+        self.frequencies = _scaled(frequencies, scaling).astype(np.float32)
+
+    def __call__(self, position_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """cos and sin of positions.
+
+        Args:
+            position_ids: integers `[B,T]` or `[T]`; any size, negative ones too.
+
+        Returns:
+            cos and sin, float32, `[B,T,dim]` or `[T,dim]`, one number per channel.
+
+        Raises:
+            TypeError: positions are not integers.
+        """
+        position_ids = jnp.asarray(position_ids)
+        if not jnp.issubdtype(position_ids.dtype, jnp.integer):
+            raise wrong_type("position_ids", f"dtype {position_ids.dtype}", "integers")
+        angles = position_ids[..., None].astype(jnp.float32) * self.frequencies
+        angles = jnp.repeat(angles, 2, axis=-1) if self.interleaved else jnp.concatenate([angles, angles], axis=-1)
+        return jnp.cos(angles), jnp.sin(angles)
+
+
+def _scaled(frequencies: np.ndarray, scaling: Mapping[str, Any] | None) -> np.ndarray:
+    if scaling is None:
+        return frequencies
+    fields = {
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    }
+    kind = scaling.get("rope_type")
+    if kind not in fields:
+        raise invalid("scaling", f"rope_type {kind!r}", f"one of {', '.join(fields)}")
+    if set(scaling) != {"rope_type", *fields[kind]}:
+        raise invalid("scaling", f"fields {', '.join(sorted(scaling))}", f"rope_type, {', '.join(fields[kind])}")
+    slow = frequencies / scaling["factor"]
+    if kind == "linear":
+        return slow
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return kept * frequencies + (1 - kept) * slow

@@ -1,0 +1,130 @@
+"""Contract of `softmax`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ejkernel._arrays import ArraySpec
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.operation import Bound, Call, Cost, Operation
+from ejkernel.operations._checks import check_array, normalise_axis
+from ejkernel.operations._numbers import check_compute, finite_number
+from ejkernel.operations._rows.interface import SHARDABLE_ROWS, row_dims
+from ejkernel.plugin import Phase
+
+
+class SoftmaxInputs(NamedTuple):
+    """x `[b, ..., d]`; where bool, of the same rank, each axis as in x or 1: True = takes part."""
+
+    x: Any
+    where: Any = None
+
+
+class SoftmaxOutputs(NamedTuple):
+    """out like x. Backward reads it; there is no other residual."""
+
+    out: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SoftmaxCall(Call):
+    """Static facts: `scale` is the factor on x."""
+
+    x: ArraySpec
+    where: ArraySpec | None = None
+    scale: float = 1.0
+
+
+class Softmax(Operation):
+    """`out_i = exp(scale * x_i) / sum_j exp(scale * x_j)` over the last axis, j over the places where `where` is True.
+
+    In float32 inside. A place that is masked, or whose x is -inf, gets 0; a row of nothing else is all 0. What x and the
+    cotangent hold at masked places, NaN included, has no effect.
+    """
+
+    name = "softmax"
+    Call = SoftmaxCall
+    Inputs = SoftmaxInputs
+    Outputs = SoftmaxOutputs
+    differentiable = ("x",)
+    shardable = SHARDABLE_ROWS
+
+    def canonicalise(self, x: Any, where: Any = None, *, axis: int | tuple[int, ...] | None = -1, scale: float = 1.0) -> Bound:
+        """Check and bring the summed axes last, as one.
+
+        Args:
+            x: floating, at least one axis.
+            where: bool, broadcastable to x, or None (all True).
+            axis: the axis or axes over which the result sums to 1; None = all.
+            scale: factor on x.
+        """
+        check_compute("x", x)
+        axes = _normalise_axes(axis, x.ndim)
+        scale = finite_number("scale", scale)
+        summed = tuple(range(x.ndim - len(axes), x.ndim))
+        moved = jnp.moveaxis(x, axes, summed)
+        rows = moved.shape[: x.ndim - len(axes)]
+        canonical = (*(rows or (1,)), math.prod(moved.shape[len(rows) :]))
+        if where is not None:
+            _check_where(where, x.shape)
+            where = jnp.moveaxis(where.reshape((1,) * (x.ndim - where.ndim) + where.shape), axes, summed)
+            kept = where.shape[: len(rows)]
+            if math.prod(where.shape[len(rows) :]) != 1:
+                where = jnp.broadcast_to(where, (*kept, *moved.shape[len(rows) :]))
+            where = where.reshape(*(kept or (1,)), math.prod(where.shape[len(rows) :]))
+        inputs = SoftmaxInputs(moved.reshape(canonical), where)
+        call = SoftmaxCall(x=ArraySpec.of(inputs.x), where=None if where is None else ArraySpec.of(where), scale=scale)
+
+        def finish(outputs: SoftmaxOutputs) -> Any:
+            return jnp.moveaxis(outputs.out.reshape(moved.shape), summed, axes)
+
+        return Bound(call, inputs, finish)
+
+    def dimensions(self, call: SoftmaxCall) -> Mapping[str, str]:
+        rows = row_dims(len(call.x.shape))
+        return {
+            "x": " ".join((*rows, "d")),
+            "where": " ".join(f"{factor}?" for factor in (*rows, "d")),
+            "out": " ".join((*rows, "d")),
+        }
+
+    def output_specs(self, call: SoftmaxCall) -> SoftmaxOutputs:
+        return SoftmaxOutputs(call.x)
+
+    def public(self, call: SoftmaxCall) -> tuple[str, ...]:
+        return ("out",)
+
+    def cost(self, call: SoftmaxCall, phase: Phase) -> Cost:
+        mask_bytes = 0 if call.where is None else call.where.nbytes
+        scaling = 1 if call.scale != 1 else 0
+        if phase == "forward":
+            return Cost((5 + scaling) * call.x.size, 2 * call.x.nbytes + mask_bytes)
+        return Cost((4 + scaling) * call.x.size, 3 * call.x.nbytes + mask_bytes)
+
+
+def _normalise_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
+    if ndim == 0:
+        raise invalid("x", "shape ()", "at least one axis")
+    if axis is None:
+        return tuple(range(ndim))
+    axes = tuple(sorted(normalise_axis(one, ndim) for one in (axis if isinstance(axis, tuple) else (axis,))))
+    if not axes or len(set(axes)) != len(axes):
+        raise invalid("axis", axis, "one or more axes, each once")
+    return axes
+
+
+def _check_where(where: Any, shape: tuple[int, ...]) -> None:
+    check_array("where", where, floating=False)
+    if where.dtype != bool:
+        raise wrong_type("where", f"dtype {where.dtype}", "bool", remedy="True marks the places that take part")
+    aligned = shape[len(shape) - where.ndim :]
+    if where.ndim > len(shape) or any(size not in (1, full) for size, full in zip(where.shape, aligned, strict=True)):
+        raise invalid("where", f"shape {tuple(where.shape)}", f"a shape that broadcasts to {tuple(shape)} = x")
+
+
+OPERATION = Softmax()
