@@ -98,6 +98,7 @@ def _render(report: dict[str, Any]) -> None:
             (name, f"{run['first_loss']:.3f}", f"{run['final_loss']:.3f}", f"{run['compile_seconds']:.1f} s", speed, f"{middle} ({low}-{high})")
         )
     columns = ("run", "first loss", "last 10 steps", "compile", "steps/s", "ms per step (quartiles)")
+    screen.print()
     screen.print(table(columns, rows, title=f"Loss in nats per byte; speed on {report['machine']['device']}, taken in turns"))
     served = [
         (
@@ -110,10 +111,14 @@ def _render(report: dict[str, Any]) -> None:
         )
         for row in report["served"]
     ]
+    screen.print()
     screen.print(table(("operation", "phase", "served by", "because", "seen running", "others"), served, title="Who ran"))
+    screen.print()
     for check in report["checks"]:
         word = verdict("ok" if check["ok"] else "broken")
         screen.print(word, f"{check['name']}: {check['value']:.2e}, limit {check['limit']:g}", markup=False)
+    if report["max_abs_difference"] is not None:
+        screen.print(f"largest difference of the loss curves at any one step: {report['max_abs_difference']:.2e}", markup=False)
     screen.print()
     screen.print("Sampled from the trained model:", style="bold")
     screen.print(report["sample"], markup=False, soft_wrap=True)

@@ -27,27 +27,32 @@ def doctor(
 
 def _render(report: dict[str, Any], verbose: bool) -> None:
     screen = console()
+
+    def section(title: str, columns: tuple[str, ...], rows: list[Any]) -> None:
+        screen.print(table(columns, rows, title=title))
+        screen.print()
+
     versions = [(name, version or "not installed") for name, version in report["versions"].items()]
-    screen.print(table(("package", "version"), versions, title="Versions"))
+    section("Versions", ("package", "version"), versions)
     for found in report["known_combinations"]:
         names = ", ".join(f"{name} {report['versions'][name]}" for name in found["packages"])
         screen.print(verdict(found["verdict"]), f"combination {names}: {found['finding']}", markup=False)
     plugins = [
         (p["name"], verdict(p["state"]), f"{p['distribution']} {p['version']}", p["reason"]) for p in report["plugins"]
     ]
-    screen.print(table(("plugin", "state", "from", "reason"), plugins, title="Plugins"))
+    section("Plugins", ("plugin", "state", "from", "reason"), plugins)
     if verbose:
         _print_tracebacks(screen, report["plugins"])
     settings = [(s["name"], s["value"] or s["default"], s["source"], s["meaning"]) for s in report["settings"]]
-    screen.print(table(("setting", "value", "source", "meaning"), settings, title="Settings"))
-    screen.print(table(("device", "kind", "capability"), _device_rows(report["devices"]["devices"]), title="Devices"))
+    section("Settings", ("setting", "value", "source", "meaning"), settings)
+    section("Devices", ("device", "kind", "capability"), _device_rows(report["devices"]["devices"]))
     findings = [
         (name, finding["name"], finding["finding"])
         for name, answer in report["diagnoses"].items()
         for finding in answer["findings"]
     ]
     if findings:
-        screen.print(table(("plugin", "examined", "finding"), findings, title="What plugins found"))
+        section("What plugins found", ("plugin", "examined", "finding"), findings)
     cache = report["cache"]
     state = cache["error"] or f"{cache['entries']} entries"
     screen.print(f"Tuning cache: {cache['directory']}: {state}", markup=False, soft_wrap=True)

@@ -22,7 +22,7 @@ def save_plot(path: Path, curves: Mapping[str, Sequence[float]], seconds: Mappin
     steps = max(map(len, curves.values()))
     losses.text(steps, np.log(256), "uniform guess, ln 256", ha="right", va="bottom", color="0.4")
     losses.set(xlabel="step", ylabel="loss, nats per byte", title=title)
-    losses.legend()
+    losses.legend(loc="center right")
     names = list(seconds)
     low, middle, high = 1e3 * np.transpose([np.quantile(seconds[name], (0.25, 0.5, 0.75)) for name in names])
     speed.bar(names, middle, yerr=(middle - low, high - middle), color=["C0", "C1"][: len(names)], width=0.6, capsize=4)

