@@ -20,7 +20,8 @@ PAIRS = (("3.11", "0.10.2"), ("3.12", "0.11.2"), ("3.13", "0.12.0.1"))
 
 MAIN = PAIRS[1]
 PLATFORMS = ("xla", "triton", "pallas", "cuda")
-TOOLS = ("build", "hatchling>=1.27", "pyright==1.1.414", "pytest>=8", "ruff==0.17.5", "editables")
+TOOLS = ("build", "editables", "hatchling>=1.27", "pyright[nodejs]==1.1.414", "ruff==0.17.5")
+CUDA_TOOLS = ("cmake", "ninja", "scikit-build-core")
 
 nox.options.sessions = ["lint", "types", "tests", "docs", "conformance(platform='xla')", "isolation", "smoke"]
 nox.options.error_on_missing_interpreters = False
@@ -34,9 +35,12 @@ def interpreter(python: str) -> str | None:
     return command
 
 
-def main_pair() -> tuple[str, str]:
-    """The pair in the middle, or the first whose interpreter is there."""
-    return next((pair for pair in (MAIN, *PAIRS) if interpreter(pair[0])), MAIN)
+def main_environment(session: nox.Session) -> Path:
+    """The environment of the main pair, or of the first whose interpreter is there. Without any, nothing can be tested."""
+    pair = next((pair for pair in (MAIN, *PAIRS) if interpreter(pair[0])), None)
+    if pair is None:
+        session.error(f"none of {', '.join(f'python{python}' for python, _ in PAIRS)} is found; put one on PATH")
+    return environment(session, pair)
 
 
 def distributions() -> list[str]:
@@ -55,16 +59,16 @@ def environment(session: nox.Session, pair: tuple[str, str]) -> Path:
             session.error(missing)
         session.skip(missing)
     packages = distributions()
-    stamp_text = hashlib.sha256(
-        b"\0".join([jax.encode(), *(t.encode() for t in TOOLS), *((ROOT / p / "pyproject.toml").read_bytes() for p in packages)])
-    ).hexdigest()
+    tools = (*TOOLS, *(CUDA_TOOLS if "ejkernel-cuda" in packages else ()))
+    declared = [(ROOT / name / "pyproject.toml").read_text() for name in packages]
+    stamp_text = hashlib.sha256("\0".join((jax, *tools, *declared)).encode()).hexdigest()
     path = ROOT / ".nox" / f"py{python}-jax{jax}"
     executable, stamp = path / "bin" / "python", path / "ejkernel-stamp"
     if stamp.exists() and stamp.read_text() == stamp_text:
         return executable
     session.run(command, "-m", "venv", "--clear", str(path), external=True)
     pip = [str(executable), "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
-    session.run(*pip, f"jax=={jax}", *TOOLS, external=True)
+    session.run(*pip, f"jax=={jax}", *tools, external=True)
     editable = [argument for name in packages for argument in ("--editable", _with_extras(name))]
     session.run(*pip, "--no-build-isolation", f"jax=={jax}", *editable, external=True)
     stamp.write_text(stamp_text)
@@ -85,7 +89,7 @@ def pytest(session: nox.Session, python: Path, *arguments: str) -> None:
 @nox.session(python=False)
 def lint(session: nox.Session) -> None:
     """Style and formatting."""
-    python = environment(session, main_pair())
+    python = main_environment(session)
     session.run(str(python), "-m", "ruff", "check", ".", external=True)
     session.run(str(python), "-m", "ruff", "format", "--check", ".", external=True)
 
@@ -93,25 +97,24 @@ def lint(session: nox.Session) -> None:
 @nox.session(python=False)
 def types(session: nox.Session) -> None:
     """Static types."""
-    python = environment(session, main_pair())
+    python = main_environment(session)
     session.run(str(python), "-m", "pyright", "--pythonpath", str(python), external=True)
 
 
 @nox.session(python=False)
 def tests(session: nox.Session) -> None:
     """Unit tests of each distribution, and the tests across distributions, on the main pair."""
-    _tests(session, main_pair())
+    _tests(session, main_environment(session))
 
 
 @nox.session(python=False)
 @nox.parametrize("pair", PAIRS, ids=[f"py{python}-jax{jax}" for python, jax in PAIRS])
 def matrix(session: nox.Session, pair: tuple[str, str]) -> None:
     """All tests on every pair."""
-    _tests(session, pair)
+    _tests(session, environment(session, pair))
 
 
-def _tests(session: nox.Session, pair: tuple[str, str]) -> None:
-    python = environment(session, pair)
+def _tests(session: nox.Session, python: Path) -> None:
     for name in distributions():
         if any((ROOT / name / "tests").glob("**/test_*.py")):
             pytest(session, python, f"{name}/tests")
@@ -123,14 +126,14 @@ def _tests(session: nox.Session, pair: tuple[str, str]) -> None:
 @nox.parametrize("platform", PLATFORMS)
 def conformance(session: nox.Session, platform: str) -> None:
     """The conformance kit on one platform."""
-    python = environment(session, main_pair())
+    python = main_environment(session)
     pytest(session, python, "-p", "ejkernel.testing.plugin", f"--ejkernel-platform={platform}", "tests/conformance")
 
 
 @nox.session(python=False)
 def example(session: nox.Session) -> None:
     """The example of a third-party platform passes the conformance kit."""
-    python = environment(session, main_pair())
+    python = main_environment(session)
     pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
     session.run(*pip, "install", "--no-deps", "--no-build-isolation", "./examples/acme-ejkernel", external=True)
     try:
@@ -142,7 +145,7 @@ def example(session: nox.Session) -> None:
 @nox.session(python=False)
 def isolation(session: nox.Session) -> None:
     """Built wheels in fresh environments."""
-    pytest(session, environment(session, main_pair()), "tests/isolation")
+    pytest(session, main_environment(session), "tests/isolation")
 
 
 @nox.session(python=False)
@@ -155,11 +158,11 @@ def smoke(session: nox.Session, pair: tuple[str, str]) -> None:
 @nox.session(python=False)
 def docs(session: nox.Session) -> None:
     """The code in README, pages and docstrings."""
-    pytest(session, environment(session, main_pair()), "tests/docs")
+    pytest(session, main_environment(session), "tests/docs")
 
 
 @nox.session(python=False)
 def bench(session: nox.Session) -> None:
     """Benchmarks on this machine; arguments after `--` go to `ejkernel bench`."""
-    python = environment(session, main_pair())
+    python = main_environment(session)
     session.run(str(python.with_name("ejkernel")), "bench", *session.posargs, external=True)

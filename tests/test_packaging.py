@@ -31,7 +31,7 @@ def test_siblings_are_pinned(distribution):
 def test_entry_point(distribution):
     declared = distribution.project.get("entry-points", {}).get("ejkernel.plugins", {})
     names = {name: owner for name, owner in FIRST_PARTY.items() if owner == distribution.name}
-    assert declared == {name: f"{distribution.package}._plugin" for name in names}
+    assert declared == dict.fromkeys(names, f"{distribution.package}._plugin")
 
 
 def test_metadata(distribution, root):
