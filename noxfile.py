@@ -1,7 +1,7 @@
 """Sessions of the whole repository. `nox` runs what continuous integration runs; `nox -l` lists the rest.
 
-Sessions share one environment per pair of Python and jax under `.nox/`, made on first use. A pair whose interpreter is not found is
-skipped and says so, unless `EJKERNEL_REQUIRE_ALL_PYTHONS=1`.
+Sessions share one environment per pair of Python and jax under `.nox/`, made on first use. A pair whose interpreter is not
+found is skipped and says so, unless `EJKERNEL_REQUIRE_ALL_PYTHONS=1`.
 """
 
 from __future__ import annotations

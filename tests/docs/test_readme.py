@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import itertools
 import re
 import warnings
 from pathlib import Path
@@ -22,7 +23,7 @@ def sections(page: Path) -> list[tuple[str, str, int]]:
         return []
     text = page.read_text()
     starts = [0, *(match.start() for match in HEADING.finditer(text)), len(text)]
-    found = [(text[start:end], text.count("\n", 0, start)) for start, end in zip(starts, starts[1:], strict=False)]
+    found = [(text[start:end], text.count("\n", 0, start)) for start, end in itertools.pairwise(starts)]
     return [(part.partition("\n")[0].lstrip("# "), part, line) for part, line in found if FENCE.search(part)]
 
 
