@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import importlib_metadata
 from packaging.utils import canonicalize_name
 
 from ejkernel import _policy
@@ -17,10 +16,10 @@ from ejkernel._records import PluginRecord
 from ejkernel._registry import kernel_registry
 from ejkernel._settings import read_settings, unknown_settings
 from ejkernel.cli import _probes
+from ejkernel.cli._foreign import OURS, foreign_distributions
 from ejkernel.cli._output import first_line
 from ejkernel.errors import suggestion
 
-OURS = "ejkernel-core"
 _ALWAYS = (OURS, "jax", "jaxlib", "numpy")
 _RELATED = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "triton", "jax-triton")
 
@@ -72,13 +71,6 @@ def known_combinations(versions: dict[str, str | None]) -> list[dict[str, Any]]:
     return [
         {"packages": dict(c.packages), "verdict": c.verdict, "finding": c.finding, "remedy": c.remedy} for c in found
     ]
-
-
-def foreign_distributions() -> list[dict[str, str]]:
-    """Other distributions that also own the import package `ejkernel`, so that files of both lie in one folder."""
-    owners = {canonicalize_name(name) for name in importlib_metadata.packages_distributions().get("ejkernel", ())}
-    found = sorted(owners - {OURS})
-    return [{"distribution": name, "version": importlib_metadata.version(name)} for name in found]
 
 
 def cache_state() -> dict[str, Any]:
@@ -145,7 +137,7 @@ def _foreign_problems(report: dict[str, Any]) -> list[dict[str, str]]:
     return [
         _problem(
             f"{found['distribution']} {found['version']} also owns the import package ejkernel; files of both are mixed",
-            f"pip uninstall {found['distribution']}, then pip install --force-reinstall --no-deps {OURS}",
+            f"pip uninstall {found['distribution']} && pip install --force-reinstall --no-deps {OURS}",
         )
         for found in report["foreign_distributions"]
     ]

@@ -43,7 +43,7 @@ def _render(report: dict[str, Any], verbose: bool) -> None:
     section("Plugins", ("plugin", "state", "from", "reason"), plugins)
     if verbose:
         _print_tracebacks(screen, report["plugins"])
-    settings = [(s["name"], s["value"] or s["default"], s["source"], s["meaning"]) for s in report["settings"]]
+    settings = [(s["name"], _shown(s), s["source"], s["meaning"]) for s in report["settings"]]
     section("Settings", ("setting", "value", "source", "meaning"), settings)
     section("Devices", ("device", "kind", "capability"), _device_rows(report["devices"]["devices"]))
     findings = [
@@ -57,6 +57,12 @@ def _render(report: dict[str, Any], verbose: bool) -> None:
     state = cache["error"] or f"{cache['entries']} entries"
     screen.print(f"Tuning cache: {cache['directory']}: {state}", markup=False, soft_wrap=True)
     _print_verdict(screen, report["problems"])
+
+
+def _shown(setting: dict[str, Any]) -> str:
+    if setting["value"] is None:
+        return setting["default"]
+    return setting["value"] or "(empty)"
 
 
 def _device_rows(devices: list[dict[str, Any]]) -> list[tuple[str, ...]]:
