@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from ejkernel.tuning import cache_info
 from ejkernel.tuning._entry import Check, Entry, Timing
 from ejkernel.tuning._key import Key, running_versions
@@ -12,7 +13,17 @@ from ejkernel.tuning._store import USER_CACHE
 
 
 def entry(operation: str = "rms_norm") -> Entry:
-    key = Key(operation, "forward", "triton", 1, '{"x":{"dtype":"float32","shape":[4,8]}}', "gpu", "NVIDIA H200", "9.0", *running_versions())
+    key = Key(
+        operation,
+        "forward",
+        "triton",
+        1,
+        '{"x":{"dtype":"float32","shape":[4,8]}}',
+        "gpu",
+        "NVIDIA H200",
+        "9.0",
+        *running_versions(),
+    )
     return Entry(key, {"rows": 4}, timings=(Timing({"rows": 4}, (1e-3,)),), check=Check(True, 0.1))
 
 

@@ -7,11 +7,12 @@ import importlib.resources
 import time
 from pathlib import Path
 
-import ejkernel
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import ejkernel
 from ejkernel.demo import data, model, report, train
 from ejkernel.demo.primitives import ejkernel_primitives, plain_primitives
 
@@ -39,7 +40,9 @@ def test_json(cli, small: Path):
         assert run["compile_seconds"] > 0
     assert found["max_abs_difference"] < 1e-4
     served = {(row["operation"], row["phase"]): row for row in found["served"]}
-    assert set(served) == {(name, phase) for name in ("flash_attention", "rms_norm", "rope") for phase in ("forward", "backward")}
+    assert set(served) == {
+        (name, phase) for name in ("flash_attention", "rms_norm", "rope") for phase in ("forward", "backward")
+    }
     assert all(row["implementation"] == "xla" and row["in_compiled_program"] for row in served.values())
     assert Path(found["files"]["plot"]).read_bytes().startswith(b"\x89PNG")
     assert Path(found["files"]["sample"]).read_text() == found["sample"] + "\n"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from ejkernel.cli import _probes
 from ejkernel.cli._diagnosis import _PROBLEMS, known_combinations
 

@@ -7,8 +7,9 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
-import ejkernel
 import pytest
+
+import ejkernel
 from ejkernel._known_versions import matching
 from ejkernel._settings import VARIABLES, read_settings, unknown_settings
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from ejkernel.cli.explain import parse_option, parse_shape
 from ejkernel.operations import OPERATIONS
 

@@ -30,7 +30,9 @@ app.add_typer(cache_app, name="cache")
 
 
 @app.callback(invoke_without_command=True)
-def _root(context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _root(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
     if version:
         import ejkernel
 
@@ -55,4 +57,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 # The base of usage errors lives in click or inside typer, depending on typer's version.
-_USAGE_ERRORS = tuple(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+_USAGE_ERRORS: tuple[type[Exception], ...] = tuple(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)

@@ -68,9 +68,7 @@ def installed_versions(records: tuple[PluginRecord, ...]) -> dict[str, str | Non
 def known_combinations(versions: dict[str, str | None]) -> list[dict[str, Any]]:
     """Measured combinations that these versions amount to."""
     found = matching({name: version for name, version in versions.items() if version})
-    return [
-        {"packages": dict(c.packages), "verdict": c.verdict, "finding": c.finding, "remedy": c.remedy} for c in found
-    ]
+    return [{"packages": dict(c.packages), "verdict": c.verdict, "finding": c.finding, "remedy": c.remedy} for c in found]
 
 
 def cache_state() -> dict[str, Any]:
@@ -148,7 +146,9 @@ def _device_problems(report: dict[str, Any]) -> list[dict[str, str]]:
     problems = [_problem(f"jax.devices(): {error}", "check JAX_PLATFORMS, the driver and jax's installation")] if error else []
     for name, answer in report["diagnoses"].items():
         if answer["error"]:
-            problems.append(_problem(f"plugin {name}: its own examination failed: {answer['error']}", "report it to its authors"))
+            problems.append(
+                _problem(f"plugin {name}: its own examination failed: {answer['error']}", "report it to its authors")
+            )
     return problems
 
 

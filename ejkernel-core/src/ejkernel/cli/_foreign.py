@@ -13,7 +13,7 @@ OURS, PACKAGE = "ejkernel-core", "ejkernel"
 def foreign_distributions() -> list[dict[str, str]]:
     """Name and version of each, as installed on this interpreter's path; files of theirs and ours lie in one folder.
 
-    Our own loop: the standard library's `packages_distributions()` fails altogether where one distribution's metadata is damaged.
+    Our own loop: the standard library's `packages_distributions()` fails altogether on one distribution's damaged metadata.
     """
     found: dict[str, str] = {}
     for distribution in distributions():

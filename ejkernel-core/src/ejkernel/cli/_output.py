@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +17,7 @@ class UserError(Exception):
 
 
 @contextlib.contextmanager
-def user_mistakes() -> Iterator[None]:
+def user_mistakes() -> Generator[None]:
     """Report what the library refuses inside the block as the user's mistake."""
     from ejkernel.errors import EjkernelError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,7 +115,7 @@ def _row(file: Any) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def _file_mistakes(path: Path) -> Iterator[None]:
+def _file_mistakes(path: Path) -> Generator[None]:
     """As `user_mistakes`, also for files that cannot be read or written."""
     with user_mistakes():
         try:

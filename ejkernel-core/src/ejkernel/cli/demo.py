@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,7 +64,7 @@ def _introduce(settings: Any) -> None:
 
 
 @contextlib.contextmanager
-def _progress(steps: int, *, hidden: bool) -> Iterator[Callable[[str, int, float], None]]:
+def _progress(steps: int, *, hidden: bool) -> Generator[Callable[[str, int, float], None]]:
     """Yields `on_step(run, step, loss)`, which draws one bar per run on a terminal and nothing elsewhere."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -95,7 +95,14 @@ def _render(report: dict[str, Any]) -> None:
         low, middle, high = (f"{1e3 * value:.1f}" for value in run["step_seconds_quartiles"])
         speed = f"{run['steps_per_second']:.1f}"
         rows.append(
-            (name, f"{run['first_loss']:.3f}", f"{run['final_loss']:.3f}", f"{run['compile_seconds']:.1f} s", speed, f"{middle} ({low}-{high})")
+            (
+                name,
+                f"{run['first_loss']:.3f}",
+                f"{run['final_loss']:.3f}",
+                f"{run['compile_seconds']:.1f} s",
+                speed,
+                f"{middle} ({low}-{high})",
+            )
         )
     columns = ("run", "first loss", "last 10 steps", "compile", "steps/s", "ms per step (quartiles)")
     screen.print()

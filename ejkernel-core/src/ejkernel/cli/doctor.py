@@ -37,9 +37,7 @@ def _render(report: dict[str, Any], verbose: bool) -> None:
     for found in report["known_combinations"]:
         names = ", ".join(f"{name} {report['versions'][name]}" for name in found["packages"])
         screen.print(verdict(found["verdict"]), f"combination {names}: {found['finding']}", markup=False)
-    plugins = [
-        (p["name"], verdict(p["state"]), f"{p['distribution']} {p['version']}", p["reason"]) for p in report["plugins"]
-    ]
+    plugins = [(p["name"], verdict(p["state"]), f"{p['distribution']} {p['version']}", p["reason"]) for p in report["plugins"]]
     section("Plugins", ("plugin", "state", "from", "reason"), plugins)
     if verbose:
         _print_tracebacks(screen, report["plugins"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,7 @@ SMOOTHED_OVER, CURVE_TOLERANCE = 10, 0.05
 Progress = Callable[[str, int, float], None]
 
 
-def run_demo(
-    settings: Settings, *, platforms: tuple[str, ...], out: Path, compare: bool, progress: Progress
-) -> dict[str, Any]:
+def run_demo(settings: Settings, *, platforms: tuple[str, ...], out: Path, compare: bool, progress: Progress) -> dict[str, Any]:
     """Train, compare, sample and write the files.
 
     Args:
@@ -87,7 +85,7 @@ def unserved(settings: Settings, platforms: tuple[str, ...]) -> list[str]:
 
 
 @contextlib.contextmanager
-def only(platforms: tuple[str, ...]) -> Iterator[None]:
+def only(platforms: tuple[str, ...]) -> Generator[None]:
     """Hold ejkernel to these platforms; with none, leave it its own choice."""
     if not platforms:
         yield
@@ -121,16 +119,19 @@ def _served(settings: Settings, trainer: Trainer) -> list[dict[str, Any]]:
                     "phase": decision.phase,
                     "implementation": chosen,
                     "setting": decision.setting,
-                    "others": [
-                        f"{verdict.candidate.id}: {verdict.verdict}" + (f" ({'; '.join(verdict.reasons)})" if verdict.reasons else "")
-                        for verdict in decision.verdicts
-                        if verdict.candidate is not decision.chosen
-                    ]
-                    + [f"{name}: {state} ({reason})" for name, state, reason in decision.absent],
+                    "others": _others(decision),
                     "in_compiled_program": (decision.operation, decision.phase, chosen) in trainer.stamps,
                 }
             )
     return rows
+
+
+def _others(decision: Any) -> list[str]:
+    """Every candidate that was not chosen and every unusable plugin, each with its reasons."""
+    rejected = [
+        (v.candidate.id, v.verdict, "; ".join(v.reasons)) for v in decision.verdicts if v.candidate is not decision.chosen
+    ]
+    return [f"{name}: {state}" + (f" ({reason})" if reason else "") for name, state, reason in (*rejected, *decision.absent)]
 
 
 def _checks(trainers: dict[str, Trainer]) -> list[dict[str, Any]]:
@@ -150,7 +151,7 @@ def _checks(trainers: dict[str, Trainer]) -> list[dict[str, Any]]:
 def _largest_difference(trainers: dict[str, Trainer]) -> float | None:
     """Between the two loss curves at any single step; None without a comparison."""
     curves = [trainer.losses for trainer in trainers.values()]
-    return float(np.abs(np.subtract(*curves)).max()) if len(curves) == 2 else None
+    return float(np.ptp(curves, axis=0).max()) if len(curves) > 1 else None
 
 
 def _smoothed(losses: list[float]) -> np.ndarray:

@@ -30,9 +30,7 @@ class Settings:
     shape: Shape = dataclasses.field(default_factory=Shape)
 
     def windows(self) -> np.ndarray:
-        return data.batches(
-            data.load_text(), seed=self.seed, steps=self.steps, batch=self.batch, length=self.shape.length
-        )
+        return data.batches(data.load_text(), seed=self.seed, steps=self.steps, batch=self.batch, length=self.shape.length)
 
 
 class Trainer:
