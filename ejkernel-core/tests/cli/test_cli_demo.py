@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -71,15 +72,17 @@ def test_out_that_cannot_be_made(cli, tmp_path: Path):
     assert cli("demo", "--out", str(tmp_path / "file")).mistake.startswith("--out: ")
 
 
-def test_platform_that_cannot_run_here(cli):
-    def refuse(call: object, target: object) -> str:
-        return "never"
+@pytest.fixture
+def acme() -> Iterator[None]:
+    """A platform that refuses everything."""
+    ejkernel.kernel_registry.register("rms_norm", "acme", supports=lambda call, target: "never")(print)
+    yield
+    ejkernel.kernel_registry.unregister("rms_norm", "acme")
 
-    ejkernel.kernel_registry.register("rms_norm", "acme", supports=refuse)(print)
-    try:
-        said = cli("demo", "--platform", "acme").mistake
-    finally:
-        ejkernel.kernel_registry.unregister("rms_norm", "acme")
+
+@pytest.mark.usefixtures("acme")
+def test_platform_that_cannot_run_here(cli):
+    said = cli("demo", "--platform", "acme").mistake
     assert "platform acme cannot run" in said
     assert "rms_norm (forward)" in said
 
@@ -123,8 +126,8 @@ def test_batches_are_windows_of_the_text():
 
 @pytest.mark.slow
 def test_in_full(cli, tmp_path: Path):
-    start = time.monotonic()
+    start = time.process_time()
     answer = cli("demo", "--out", str(tmp_path), "--no-compare", "--json")
     assert answer.json["runs"]["ejkernel"]["final_loss"] < 2.5
     assert answer.json["runs"]["ejkernel"]["first_loss"] == pytest.approx(np.log(256), abs=0.2)
-    assert time.monotonic() - start < 300  # a minute on an idle machine of two cores
+    assert time.process_time() - start < 120  # a minute of two cores, however busy the machine is

@@ -35,10 +35,9 @@ def explain(
         return
     screen = console()
     call = ", ".join(f"{name}={value}" for name, value in explanation.to_dict()["call"].items())
-    screen.print(f"{explanation.forward.operation}({call})", markup=False)
+    screen.print(f"{explanation.forward.operation}({call})", markup=False, soft_wrap=True)
     for decision in (explanation.forward, explanation.backward):
-        screen.print()
-        screen.print(_decision_table(decision))
+        _show_decision(screen, decision)
 
 
 def _target(target: str | None) -> Any:
@@ -122,11 +121,13 @@ def _explain_case(operation: str, case: str, platform: tuple[str, ...] | None) -
     raise UserError(f"{operation}: does not dispatch")
 
 
-def _decision_table(decision: Any) -> Any:
+def _show_decision(screen: Any, decision: Any) -> None:
     chosen = decision.chosen.id if decision.chosen else "nothing"
     title = f"{decision.phase} on {decision.target}: {chosen}" + (f", by {decision.setting}" if decision.chosen else "")
+    screen.print()
+    screen.print(title, style="bold", markup=False, soft_wrap=True)
     if decision.config is not None:
-        title += f"; {decision.config} from {decision.tier}"
+        screen.print(f"{decision.config} from {decision.tier}", markup=False, soft_wrap=True)
     rows = [
         (v.candidate.id, verdict(v.verdict), f"{v.candidate.distribution} {v.candidate.version}".strip(), "; ".join(v.reasons))
         for v in decision.verdicts
@@ -134,4 +135,4 @@ def _decision_table(decision: Any) -> Any:
     rows += [(name, verdict(state), "", reason) for name, state, reason in decision.absent]
     if not rows:
         rows = [("-", "", "", "no installed plugin implements this phase")]
-    return table(("implementation", "verdict", "from", "reasons"), rows, title=title)
+    screen.print(table(("implementation", "verdict", "from", "reasons"), rows))
