@@ -35,9 +35,7 @@ def decide(request: Request, phase: Phase) -> Decision:
     table = None if wanted else preferred_platform(request, phase)
     judged = sorted((_judge(request, candidate, wanted, table) for candidate in candidates), key=lambda v: v.rank)
     chosen = next((verdict.candidate for verdict in judged if verdict.verdict == "available"), None)
-    verdicts = tuple(
-        dataclasses.replace(v, verdict="chosen") if v.candidate is chosen else v for v in judged
-    )
+    verdicts = tuple(dataclasses.replace(v, verdict="chosen") if v.candidate is chosen else v for v in judged)
     if not wanted and chosen is not None:
         setting = "tuning table" if table in (chosen.id, chosen.platform) else "priority"
     picked = select(request, phase, chosen) if chosen is not None else None
@@ -105,7 +103,7 @@ def _judge(request: Request, candidate: Candidate, wanted: tuple[str, ...], tabl
 def _ask_supports(request: Request, implementation: Any) -> tuple[str, str]:
     try:
         reason = resolve(implementation.supports)(request.call, request.target)
-    except Exception as error:  # a raise means broken, which is reported and never taken for "unsupported"
+    except Exception as error:  # noqa: BLE001 - a raise means broken, which is reported and never taken for "unsupported"
         line = traceback.format_exception_only(error)[-1].strip()
         return f"supports() raised {line}", "broken"
     if reason is not None and not isinstance(reason, str):
@@ -223,4 +221,6 @@ def _check_results(chosen: Candidate, phase: Phase, results: Any, expected: Any)
             for name in dict.fromkeys((*wanted, *got))
             if got.get(name) != wanted.get(name)
         ]
-        raise TypeError(f"{chosen.id} ({phase}) breaks the contract of {chosen.implementation.operation}: {'; '.join(differences)}")
+        raise TypeError(
+            f"{chosen.id} ({phase}) breaks the contract of {chosen.implementation.operation}: {'; '.join(differences)}"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from ejkernel._records import Candidate
@@ -75,7 +75,7 @@ class Decision:
             "target": dataclasses.asdict(self.target),
             "chosen": self.chosen.id if self.chosen else None,
             "setting": self.setting,
-            "config": dataclasses.asdict(self.config) if dataclasses.is_dataclass(self.config) else None,
+            "config": None if self.config is None else dataclasses.asdict(self.config),
             "tier": self.tier or None,
             "candidates": [verdict.to_dict() for verdict in self.verdicts],
             "absent": [dict(zip(("name", "state", "reason"), row, strict=True)) for row in self.absent],
@@ -149,7 +149,7 @@ def capturing() -> bool:
 
 
 @contextlib.contextmanager
-def capture() -> Iterator[None]:
+def capture() -> Generator[None]:
     token = _capturing.set(True)
     try:
         yield

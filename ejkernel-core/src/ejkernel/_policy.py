@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ class Policy:
         custom_gradients: False gives plain JAX code that `jvp` and Hessians can differentiate.
         overlay: config overlays, innermost first: pairs of operation or implementation id and config.
         source: which setting named the platforms: "argument", "use", "environment" or "default".
-        target: the device to build for; None = where the arrays are.
+        target: where programs will run, if that is not to be found out from the arrays.
     """
 
     platforms: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ def use(
     custom_gradients: bool | None = None,
     target: Target | str | Any = None,
     overlay: Iterable[tuple[str, Any]] = (),
-) -> Iterator[Policy]:
+) -> Generator[Policy]:
     """Choose or forbid platforms for every ejkernel call inside the `with` block.
 
     Blocks nest: inner platforms replace outer ones, forbidden platforms add up.
@@ -75,9 +75,9 @@ def use(
         forbid: platforms that must not run.
         custom_gradients: False differentiates the implementation's own JAX code instead of calling backward kernels, which
             is what `jax.jvp`, `jax.hessian` and gradients of gradients need.
-        target: the device to build for, where it is not the one that the arrays are on (`Target`, `jax.Device` or the name of a
-            backend); this is how a machine without a GPU lowers for one.
         overlay: see `ejkernel.overlay`.
+        target: the device that programs are built for, where that is another than the arrays' (lowering for a GPU on a
+            machine without one): a `Target`, or `"gpu"`, `"gpu:9.0"` (with its compute capability), `"tpu"`, `"cpu"`.
 
     Yields:
         The policy in force.
@@ -100,8 +100,8 @@ def use(
         forbid=forbidden,
         custom_gradients=outer.custom_gradients if custom_gradients is None else custom_gradients,
         overlay=(*overlay, *outer.overlay),
-        target=outer.target if target is None else as_target(target),
         source="use" if names else outer.source,
+        target=outer.target if target is None else as_target(target),
     )
     _refuse_contradiction(policy)
     with _context(policy):

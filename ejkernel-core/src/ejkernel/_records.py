@@ -8,7 +8,11 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Literal
 
+from ejkernel._requirements import canonical
 from ejkernel.plugin import FIRST_PARTY, Implementation, Plugin
+
+LIGHT_IMPORT_BUDGET = 0.005
+"""Seconds that importing a plugin's light module may take."""
 
 State = Literal["ok", "disabled", "missing requirement", "incompatible", "conflict", "broken"]
 
@@ -27,7 +31,9 @@ class PluginRecord:
         traceback: of the exception that broke it, if any.
         plugin: its description when one could be had.
         tables: paths of the tuning tables that it ships.
-        module: the registered light module, for further hooks.
+        module: the light module, for further hooks.
+        seconds: how long importing the light module took; more than `LIGHT_IMPORT_BUDGET` is worth a remark.
+        heavy: top-level packages that importing it newly imported, beyond the standard library and its own.
     """
 
     name: str
@@ -40,6 +46,13 @@ class PluginRecord:
     plugin: Plugin | None = None
     tables: tuple[str, ...] = ()
     module: Any = None
+    seconds: float = 0.0
+    heavy: tuple[str, ...] = ()
+
+    @property
+    def slow(self) -> bool:
+        """Whether its light module is none: slow to import, or importing other packages."""
+        return self.seconds > LIGHT_IMPORT_BUDGET or bool(self.heavy)
 
     @property
     def ok(self) -> bool:
@@ -47,11 +60,12 @@ class PluginRecord:
 
     @property
     def first_party(self) -> bool:
-        return FIRST_PARTY.get(self.name) == self.distribution
+        return FIRST_PARTY.get(self.name) == canonical(self.distribution)
 
     def to_dict(self) -> dict[str, Any]:
-        fields = ("name", "distribution", "version", "value", "state", "reason", "traceback")
-        return {**{field: getattr(self, field) for field in fields}, "first_party": self.first_party}
+        fields = ("name", "distribution", "version", "value", "state", "reason", "traceback", "seconds")
+        lists = {"tables": [*self.tables], "heavy": [*self.heavy]}
+        return {**{field: getattr(self, field) for field in fields}, **lists, "first_party": self.first_party}
 
 
 @dataclasses.dataclass(frozen=True)

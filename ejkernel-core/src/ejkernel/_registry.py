@@ -15,7 +15,7 @@ from ejkernel.plugin import FIRST_PARTY, Implementation, Phase
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Platform(str, enum.Enum):
+class Platform(enum.StrEnum):
     """Names of the first-party platforms, for completion in editors. Any other string names a platform just as well."""
 
     XLA = "xla"
@@ -24,18 +24,14 @@ class Platform(str, enum.Enum):
     CUDA = "cuda"
     AUTO = "auto"
 
-    __str__ = str.__str__
 
-
-class Backend(str, enum.Enum):
+class Backend(enum.StrEnum):
     """Kinds of device, in JAX's words."""
 
     CPU = "cpu"
     GPU = "gpu"
     TPU = "tpu"
     ANY = "any"
-
-    __str__ = str.__str__
 
 
 class KernelRegistry:

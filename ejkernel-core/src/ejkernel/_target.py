@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,13 +46,15 @@ def target_of_device(device: Any) -> Target:
 
 
 def as_target(value: Target | str | Any) -> Target:
-    """Accept a `Target`, a `jax.Device`, or a backend's name such as `"gpu"` or `"cuda"`."""
+    """Accept a `Target`, a `jax.Device`, or a backend's name such as `"gpu"`, `"cuda"` or, with a capability, `"gpu:9.0"`."""
     if isinstance(value, Target):
         return value
     if isinstance(value, str):
-        if value not in _BACKEND_OF_PLATFORM:
-            raise ValueError(f"target: got {value!r}, expected one of {', '.join(sorted(_BACKEND_OF_PLATFORM))}")
-        return Target(_BACKEND_OF_PLATFORM[value])
+        name, separator, capability = value.partition(":")
+        if name not in _BACKEND_OF_PLATFORM or (separator and not re.fullmatch(r"\d+\.\d+", capability)):
+            names = ", ".join(sorted(_BACKEND_OF_PLATFORM))
+            raise ValueError(f"target: got {value!r}, expected one of {names}, or a GPU with its capability as 'gpu:9.0'")
+        return Target(_BACKEND_OF_PLATFORM[name], compute_capability=capability or None)
     if hasattr(value, "device_kind"):
         return target_of_device(value)
     raise TypeError(f"target: got {type(value).__name__}, expected Target, jax.Device or a backend's name")
@@ -61,8 +64,8 @@ def _target_of_mesh(mesh: Any) -> Target | None:
     abstract = getattr(mesh, "abstract_device", None)
     if abstract is None:
         return None
-    backend = _BACKEND_OF_PLATFORM.get(abstract.platform or "", abstract.platform)
-    if backend is None:
+    backend: str = _BACKEND_OF_PLATFORM.get(abstract.platform or "", abstract.platform or "")
+    if not backend:
         return None
     known = _default_target()
     if known.device_kind == abstract.device_kind:
@@ -91,7 +94,7 @@ def resolve_target(leaves: Iterable[Any], explicit: Target | str | Any | None = 
         return as_target(explicit)
     committed: Target | None = None
     for leaf in leaves:
-        if isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
             mesh = getattr(jax.typeof(leaf).sharding, "mesh", None)
             if mesh is not None and not mesh.empty and (found := _target_of_mesh(mesh)) is not None:
                 return found

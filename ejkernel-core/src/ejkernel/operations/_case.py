@@ -30,8 +30,8 @@ class Case:
 class Toggle:
     """How to show that an implementation consumes one field of the call.
 
-    The case is run as it is and once more with the change; results (or, with `program=True`, at least the lowered programs) must
-    differ, or the implementation must refuse one of the two.
+    The case is run as it is and once more with the change; results (or, with `program=True`, at least the lowered programs)
+    must differ, or the implementation must refuse one of the two.
 
     Attributes:
         case: name of the case to start from.

@@ -1,0 +1,7 @@
+"""The command line: `ejkernel doctor | list | explain | demo | cache`."""
+
+from __future__ import annotations
+
+from ejkernel.cli._entry import main
+
+__all__ = ["main"]

@@ -1,0 +1,177 @@
+"""What `ejkernel doctor` examines: facts as plain data, and the problems among them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from packaging.utils import canonicalize_name
+
+from ejkernel import _policy
+from ejkernel._known_versions import matching
+from ejkernel._records import PluginRecord
+from ejkernel._registry import kernel_registry
+from ejkernel._settings import read_settings, unknown_settings
+from ejkernel.cli import _probes
+from ejkernel.cli._foreign import OURS, foreign_distributions
+from ejkernel.cli._output import first_line
+from ejkernel.errors import suggestion
+
+_ALWAYS = (OURS, "jax", "jaxlib", "numpy")
+_RELATED = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "triton", "jax-triton")
+
+
+def diagnose(timeout: float = _probes.TIMEOUT) -> dict[str, Any]:
+    """Examine this installation and this machine.
+
+    Returns:
+        The facts, and under `"problems"` what is broken among what was installed or asked for, each with a remedy; `"ok"` says
+        that there is none.
+    """
+    records = kernel_registry.records
+    asked = [record for record in records if hasattr(record.module, "ejkernel_diagnose")]
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        devices = pool.submit(_probes.probe_devices, timeout)
+        hooks = {record.name: pool.submit(_probes.probe_plugin, record.value, timeout) for record in asked}
+        report: dict[str, Any] = {
+            "versions": installed_versions(records),
+            "plugins": [record.to_dict() for record in records],
+            "settings": [setting.to_dict() for setting in read_settings()],
+            "unknown_settings": unknown_settings(),
+            "foreign_distributions": foreign_distributions(),
+            "cache": cache_state(),
+            "devices": devices.result(),
+            "diagnoses": {name: answer.result() for name, answer in hooks.items()},
+        }
+    report["known_combinations"] = known_combinations(report["versions"])
+    report["problems"] = [problem for find in _PROBLEMS for problem in find(report)]
+    report["ok"] = not report["problems"]
+    return report
+
+
+def installed_versions(records: tuple[PluginRecord, ...]) -> dict[str, str | None]:
+    """Python, what we stand on, the plugins' distributions and whatever a plugin says it needs; None where it is missing."""
+    needed = {canonicalize_name(name) for record in records if record.plugin for name in record.plugin.versions}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in dict.fromkeys((*_ALWAYS, *(record.distribution for record in records), *_RELATED, *sorted(needed))):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name in _ALWAYS or name in needed:
+                versions[name] = None
+    return versions
+
+
+def known_combinations(versions: dict[str, str | None]) -> list[dict[str, Any]]:
+    """Measured combinations that these versions amount to."""
+    found = matching({name: version for name, version in versions.items() if version})
+    return [{"packages": dict(c.packages), "verdict": c.verdict, "finding": c.finding, "remedy": c.remedy} for c in found]
+
+
+def cache_state() -> dict[str, Any]:
+    """The tuning cache's folder and entries."""
+    from ejkernel.cli.cache import describe_cache
+
+    return describe_cache()
+
+
+def _plugin_problems(report: dict[str, Any]) -> list[dict[str, str]]:
+    return [
+        _problem(f"plugin {p['name']} ({p['distribution']} {p['version']}) is {p['state']}: {p['reason']}", _plugin_remedy(p))
+        for p in report["plugins"]
+        if p["state"] not in ("ok", "disabled")
+    ]
+
+
+def _plugin_remedy(plugin: dict[str, Any]) -> str:
+    distribution = plugin["distribution"]
+    return {
+        "missing requirement": f"install what is missing, or pip uninstall {distribution}",
+        "incompatible": f"pip install --upgrade {distribution} {OURS}",
+        "conflict": "uninstall all but one of the distributions that claim this name",
+    }.get(plugin["state"], f"see `ejkernel doctor --verbose`; pip install --force-reinstall {distribution}")
+
+
+def _setting_problems(report: dict[str, Any]) -> list[dict[str, str]]:
+    problems = [
+        _problem(f"{name} is set, and nothing reads it", hint or "unset it; the settings are listed above")
+        for name, hint in report["unknown_settings"].items()
+    ]
+    found = {plugin["name"] for plugin in report["plugins"]}
+    allowed = next(s["value"] for s in report["settings"] if s["name"] == "EJKERNEL_PLUGINS")
+    problems += [
+        _problem(f"EJKERNEL_PLUGINS names {name!r}, which is not installed" + suggestion(name, found), "correct the variable")
+        for name in (part.strip().lower() for part in (allowed or "").split(","))
+        if name and name not in found
+    ]
+    try:
+        _policy.for_call("*", None)
+    except (ValueError, TypeError) as error:
+        problems.append(_problem(first_line(error), "correct or unset the variable"))
+        return problems
+    usable = {plugin["name"] for plugin in report["plugins"] if plugin["state"] == "ok"} | {*kernel_registry.list_platforms()}
+    for operation in ("*", *kernel_registry.list_operations()):
+        unusable = [name for name in _policy.environment_platforms(operation) if name.partition(".")[0] not in usable]
+        if unusable:
+            what = f"EJKERNEL_PLATFORM asks for {', '.join(unusable)}, which cannot be used here"
+            problems.append(_problem(what, "see the plugin's state above"))
+            break
+    return problems
+
+
+def _version_problems(report: dict[str, Any]) -> list[dict[str, str]]:
+    problems = []
+    for found in report["known_combinations"]:
+        if found["verdict"] == "bad":
+            names = " with ".join(f"{name} {report['versions'][name]}" for name in found["packages"])
+            problems.append(_problem(f"{names}: {found['finding']}", found["remedy"]))
+    return problems
+
+
+def _foreign_problems(report: dict[str, Any]) -> list[dict[str, str]]:
+    return [
+        _problem(
+            f"{found['distribution']} {found['version']} also owns the import package ejkernel; files of both are mixed",
+            f"pip uninstall {found['distribution']} && pip install --force-reinstall --no-deps {OURS}",
+        )
+        for found in report["foreign_distributions"]
+    ]
+
+
+def _device_problems(report: dict[str, Any]) -> list[dict[str, str]]:
+    error = report["devices"]["error"]
+    problems = [_problem(f"jax.devices(): {error}", "check JAX_PLATFORMS, the driver and jax's installation")] if error else []
+    for name, answer in report["diagnoses"].items():
+        if answer["error"]:
+            problems.append(
+                _problem(f"plugin {name}: its own examination failed: {answer['error']}", "report it to its authors")
+            )
+    return problems
+
+
+def _cache_problems(report: dict[str, Any]) -> list[dict[str, str]]:
+    """A cache folder that cannot be used is a problem where the user chose it; elsewhere it is only shown."""
+    cache, problems = report["cache"], []
+    chosen = any(s["name"] == "EJKERNEL_CACHE_DIR" and s["value"] for s in report["settings"])
+    if cache["error"] and chosen:
+        problems.append(_problem(f"tuning cache: {cache['error']}", "set EJKERNEL_CACHE_DIR to a folder that can be written"))
+    if unreadable := cache["states"].get("unreadable", 0):
+        problems.append(_problem(f"tuning cache: {unreadable} unreadable entries", "ejkernel cache clear"))
+    return problems
+
+
+def _problem(what: str, remedy: str) -> dict[str, str]:
+    return {"problem": what, "remedy": remedy}
+
+
+_PROBLEMS: tuple[Callable[[dict[str, Any]], list[dict[str, str]]], ...] = (
+    _foreign_problems,
+    _plugin_problems,
+    _setting_problems,
+    _version_problems,
+    _device_problems,
+    _cache_problems,
+)

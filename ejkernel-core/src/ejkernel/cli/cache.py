@@ -1,0 +1,131 @@
+"""`ejkernel cache`: look at, empty, export and merge the user's cache of tuned configs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ejkernel.cli._output import AsJson, UserError, console, emit, table, user_mistakes, verdict
+
+cache_app = typer.Typer(help="Look after the cache of tuned configs.", no_args_is_help=False)
+
+_Operation = Annotated[str | None, typer.Option(help="Only entries of this operation.")]
+
+
+@cache_app.callback(invoke_without_command=True)
+def _root(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@cache_app.command("show")
+def show(as_json: AsJson = False) -> None:
+    """Show where the cache is and what it holds."""
+    from ejkernel.tuning import cache_entries
+
+    state = describe_cache()
+    files = cache_entries()
+    if as_json:
+        emit({**state, "files": [file.to_dict() for file in files]})
+        return
+    screen = console()
+    rows = [_row(file) for file in files]
+    if rows:
+        screen.print(table(("operation", "phase", "implementation", "arrays", "device", "config", "state"), rows))
+    screen.print(f"{state['directory']}: {state['entries']} entries, {state['bytes']} bytes", markup=False, soft_wrap=True)
+
+
+@cache_app.command("clear")
+def clear(
+    operation: _Operation = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete entries of the cache."""
+    from ejkernel.tuning import clear_cache
+
+    what = f"the entries of {operation}" if operation else "every entry"
+    if not yes:
+        if as_json:
+            raise UserError("--json: needs --yes as well, since nothing can be asked")
+        typer.confirm(f"Delete {what} in {describe_cache()['directory']}?", abort=True)
+    _say(as_json, "deleted", clear_cache(operation))
+
+
+@cache_app.command("export")
+def export(
+    path: Annotated[Path, typer.Argument(help="The file to write.")], operation: _Operation = None, as_json: AsJson = False
+) -> None:
+    """Write the readable entries to one JSON file, in the form of a table that a plugin ships."""
+    from ejkernel.tuning import export_cache
+
+    with _file_mistakes(path):
+        count = export_cache(path, operation)
+    _say(as_json, "exported", count)
+
+
+@cache_app.command("merge")
+def merge(
+    path: Annotated[Path, typer.Argument(help="An exported file.")],
+    replace: Annotated[bool, typer.Option(help="Also where the cache has an entry already.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take the entries of an exported file into the cache."""
+    from ejkernel.tuning import merge_cache
+
+    with _file_mistakes(path):
+        count = merge_cache(path, replace=replace)
+    _say(as_json, "merged", count)
+
+
+def describe_cache() -> dict[str, Any]:
+    """The cache's folder, its size, and whether it can be used; writes nothing."""
+    from ejkernel.tuning import cache_info
+
+    info = cache_info()
+    return {
+        "directory": str(info.directory),
+        "entries": info.count,
+        "bytes": info.bytes,
+        "states": dict(info.states),
+        "error": _obstacle(info.directory),
+    }
+
+
+def _obstacle(directory: Path) -> str | None:
+    """Why entries cannot be written there, as far as can be told without writing."""
+    existing = next((path for path in (directory, *directory.parents) if path.exists()), directory)
+    if not existing.is_dir():
+        return f"{existing} is not a folder"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written"
+
+
+def _row(file: Any) -> tuple[Any, ...]:
+    if file.entry is None:
+        return (file.path.name, "", "", file.reason, "", "", verdict(file.state))
+    key = file.entry.key
+    config = ", ".join(f"{name}={value}" for name, value in (file.entry.config or {}).items())
+    device = key.device_kind or key.backend
+    return (key.operation, key.phase, key.implementation, key.arrays(), device, config, verdict(file.state))
+
+
+@contextlib.contextmanager
+def _file_mistakes(path: Path) -> Generator[None]:
+    """As `user_mistakes`, also for files that cannot be read or written."""
+    with user_mistakes():
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror or error}") from error
+
+
+def _say(as_json: bool, word: str, count: int) -> None:
+    if as_json:
+        emit({word: count})
+    else:
+        print(f"{word} {count} {'entry' if count == 1 else 'entries'}")

@@ -1,0 +1,84 @@
+"""`ejkernel doctor`: versions, plugins, settings, devices and what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ejkernel.cli._output import AsJson, console, emit, table, verdict
+
+
+def doctor(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks of broken plugins.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for each native probe.")] = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Examine the installation; exit status 1 if something asked for is broken."""
+    from ejkernel.cli._diagnosis import diagnose
+
+    report = diagnose(timeout)
+    if as_json:
+        emit(report)
+    else:
+        _render(report, verbose)
+    raise typer.Exit(0 if report["ok"] else 1)
+
+
+def _render(report: dict[str, Any], verbose: bool) -> None:
+    screen = console()
+
+    def section(title: str, columns: tuple[str, ...], rows: list[Any]) -> None:
+        screen.print(table(columns, rows, title=title))
+        screen.print()
+
+    versions = [(name, version or "not installed") for name, version in report["versions"].items()]
+    section("Versions", ("package", "version"), versions)
+    for found in report["known_combinations"]:
+        names = ", ".join(f"{name} {report['versions'][name]}" for name in found["packages"])
+        screen.print(verdict(found["verdict"]), f"combination {names}: {found['finding']}", markup=False)
+    plugins = [(p["name"], verdict(p["state"]), f"{p['distribution']} {p['version']}", p["reason"]) for p in report["plugins"]]
+    section("Plugins", ("plugin", "state", "from", "reason"), plugins)
+    if verbose:
+        _print_tracebacks(screen, report["plugins"])
+    settings = [(s["name"], _shown(s), s["source"], s["meaning"]) for s in report["settings"]]
+    section("Settings", ("setting", "value", "source", "meaning"), settings)
+    section("Devices", ("device", "kind", "capability"), _device_rows(report["devices"]["devices"]))
+    findings = [
+        (name, finding["name"], finding["finding"])
+        for name, answer in report["diagnoses"].items()
+        for finding in answer["findings"]
+    ]
+    if findings:
+        section("What plugins found", ("plugin", "examined", "finding"), findings)
+    cache = report["cache"]
+    state = cache["error"] or f"{cache['entries']} entries"
+    screen.print(f"Tuning cache: {cache['directory']}: {state}", markup=False, soft_wrap=True)
+    _print_verdict(screen, report["problems"])
+
+
+def _shown(setting: dict[str, Any]) -> str:
+    if setting["value"] is None:
+        return setting["default"]
+    return setting["value"] or "(empty)"
+
+
+def _device_rows(devices: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    return [(f"{d['platform']}:{d['id']}", d["kind"], str(d["compute_capability"] or "")) for d in devices]
+
+
+def _print_tracebacks(screen: Any, plugins: list[dict[str, Any]]) -> None:
+    for plugin in plugins:
+        if plugin["traceback"]:
+            screen.print(f"{plugin['name']}:", style="bold", markup=False)
+            screen.print(plugin["traceback"], markup=False, soft_wrap=True)
+
+
+def _print_verdict(screen: Any, problems: list[dict[str, str]]) -> None:
+    if not problems:
+        screen.print("Healthy.", style="green")
+        return
+    screen.print(f"{len(problems)} problem{'s' if len(problems) > 1 else ''}:", style="bold red")
+    for problem in problems:
+        screen.print(f"  - {problem['problem']}", markup=False, soft_wrap=True)
+        screen.print(f"    remedy: {problem['remedy']}", markup=False, soft_wrap=True)

@@ -1,0 +1,81 @@
+"""`ejkernel cache` over entries that a made-up tuning run left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ejkernel.tuning import cache_info
+from ejkernel.tuning._entry import Check, Entry, Timing
+from ejkernel.tuning._key import Key, running_versions
+from ejkernel.tuning._store import USER_CACHE
+
+
+def entry(operation: str = "rms_norm") -> Entry:
+    key = Key(
+        operation,
+        "forward",
+        "triton",
+        1,
+        '{"x":{"dtype":"float32","shape":[4,8]}}',
+        "gpu",
+        "NVIDIA H200",
+        "9.0",
+        *running_versions(),
+    )
+    return Entry(key, {"rows": 4}, timings=(Timing({"rows": 4}, (1e-3,)),), check=Check(True, 0.1))
+
+
+@pytest.fixture
+def filled() -> None:
+    USER_CACHE.store(entry())
+    USER_CACHE.store(entry("softmax"))
+
+
+def test_show_empty(cli):
+    report = cli("cache", "show", "--json").json
+    assert (report["entries"], report["bytes"], report["files"], report["error"]) == (0, 0, [], None)
+
+
+@pytest.mark.usefixtures("filled")
+def test_show(cli):
+    report = cli("cache", "show", "--json").json
+    assert (report["entries"], report["states"]) == (2, {"ok": 2})
+    assert {file["entry"]["key"]["operation"] for file in report["files"]} == {"rms_norm", "softmax"}
+    out = cli("cache", "show").out
+    assert "x float32[4,8]" in out
+    assert "rows=4" in out
+
+
+@pytest.mark.usefixtures("filled")
+def test_unreadable_entries_are_shown(cli):
+    next(cache_info().directory.iterdir()).write_text("{")
+    assert cli("cache", "show", "--json").json["states"] == {"ok": 1, "unreadable": 1}
+
+
+@pytest.mark.usefixtures("filled")
+def test_clear(cli, monkeypatch: pytest.MonkeyPatch):
+    assert cli("cache", "clear", "--operation", "softmax", "--yes", "--json").json == {"deleted": 1}
+    assert "--yes" in cli("cache", "clear", "--json").mistake
+    monkeypatch.setattr("builtins.input", lambda *_: "n")
+    assert cache_info().count == 1
+    assert cli("cache", "clear", "--yes").out == "deleted 1 entry\n"
+    assert cache_info().count == 0
+
+
+@pytest.mark.usefixtures("filled")
+def test_export_and_merge(cli, tmp_path: Path):
+    file = tmp_path / "table.json"
+    assert cli("cache", "export", str(file), "--json").json == {"exported": 2}
+    assert cli("cache", "merge", str(file)).out == "merged 0 entries\n"
+    assert cli("cache", "clear", "--yes", "--json").json == {"deleted": 2}
+    assert cli("cache", "merge", str(file), "--json").json == {"merged": 2}
+    assert cache_info().count == 2
+
+
+def test_mistakes(cli, tmp_path: Path):
+    assert "No such file" in cli("cache", "merge", str(tmp_path / "absent.json")).mistake
+    (tmp_path / "other.json").write_text("[1]")
+    assert "tuned configs" in cli("cache", "merge", str(tmp_path / "other.json")).mistake
+    assert "No such file" in cli("cache", "export", str(tmp_path / "no" / "where.json")).mistake

@@ -1,0 +1,130 @@
+"""`ejkernel doctor`: what it says of healthy and of broken installations, and that nothing native takes it down."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ejkernel.cli import _probes
+from ejkernel.cli._diagnosis import _PROBLEMS, known_combinations
+
+DIAGNOSE = "@hookimpl\ndef ejkernel_diagnose(report):\n    report('driver', '550.54')\n"
+
+
+def problems(report: dict[str, Any]) -> str:
+    return "\n".join(f"{row['problem']} -> {row['remedy']}" for row in report["problems"])
+
+
+def test_healthy(site, fresh_cli):
+    answer = fresh_cli("doctor", "--json")
+    report = answer.json
+    assert (answer.status, report["ok"], report["problems"]) == (0, True, [])
+    assert set(report) == {
+        *("versions", "plugins", "settings", "unknown_settings", "foreign_distributions", "cache", "devices"),
+        *("diagnoses", "known_combinations", "problems", "ok"),
+    }
+    assert {"python", "ejkernel-core", "jax", "jaxlib", "numpy", "ejkernel-xla"} <= set(report["versions"])
+    assert [(p["name"], p["state"]) for p in report["plugins"]] == [("xla", "ok")]
+    assert report["devices"]["devices"][0]["platform"] == "cpu"
+    assert report["devices"]["error"] is None
+    assert report["cache"]["entries"] == 0
+
+
+def test_screen(site, fresh_cli):
+    site.add("ejk-sick", "sick = sick_light", {"sick_light": "raise RuntimeError('no driver')"})
+    answer = fresh_cli("doctor", "--verbose", EJKERNEL_PLATFROM="xla")
+    assert answer.status == 1
+    for expected in ("2 problems:", "RuntimeError: no driver", "Traceback", "did you mean 'EJKERNEL_PLATFORM'?"):
+        assert expected in answer.out
+
+
+def test_states_and_remedies(site, fresh_cli):
+    site.add("ejk-sick", "sick = sick_light", {"sick_light": "raise RuntimeError('no driver')"})
+    site.plugin("needy", requires="('no_such_module',)")
+    site.plugin("future", api_level="99")
+    answer = fresh_cli("doctor", "--json")
+    states = {plugin["name"]: plugin["state"] for plugin in answer.json["plugins"]}
+    assert states == {"sick": "broken", "needy": "missing requirement", "future": "incompatible", "xla": "ok"}
+    said = problems(answer.json)
+    assert answer.status == 1
+    assert len(answer.json["problems"]) == 3
+    assert "no driver -> see `ejkernel doctor --verbose`" in said
+    assert "pip install --upgrade ejk-future ejkernel-core" in said
+    assert "no_such_module" in said
+    (sick,) = (plugin for plugin in answer.json["plugins"] if plugin["name"] == "sick")
+    assert "RuntimeError: no driver" in sick["traceback"]
+
+
+def test_disabled_plugins_are_no_problem(site, fresh_cli):
+    site.add("ejk-sick", "sick = sick_light", {"sick_light": "raise RuntimeError('no driver')"})
+    answer = fresh_cli("doctor", "--json", EJKERNEL_PLUGINS="xla")
+    assert (answer.status, problems(answer.json)) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"EJKERNEL_PLATFORM": "tritn"}, "EJKERNEL_PLATFORM: got 'tritn'"),
+        ({"EJKERNEL_PLATFORM": "rms_norm=sick"}, "EJKERNEL_PLATFORM asks for sick, which cannot be used here"),
+        ({"EJKERNEL_PLATFORM": "xla", "EJKERNEL_FORBID": "xla"}, "at least one platform that is not forbidden"),
+        ({"EJKERNEL_PLUGINS": "xla,xlaa"}, "EJKERNEL_PLUGINS names 'xlaa', which is not installed; did you mean 'xla'?"),
+        ({"EJKERNEL_CACHE_DIR": "/dev/null/nowhere"}, "tuning cache: /dev/null is not a folder"),
+        ({"JAX_PLATFORMS": "nonsense"}, "jax.devices(): "),
+    ],
+)
+def test_settings_that_cannot_work(site, fresh_cli, environment: dict[str, str], expected: str):
+    site.add("ejk-sick", "sick = sick_light", {"sick_light": "raise RuntimeError('no driver')"})
+    answer = fresh_cli("doctor", "--json", **environment)
+    assert answer.status == 1
+    assert expected in problems(answer.json)
+
+
+def test_what_plugins_report(site, fresh_cli):
+    site.plugin("acme", code=DIAGNOSE)
+    site.plugin("crash", code=DIAGNOSE + "    import os, signal\n    os.kill(os.getpid(), signal.SIGSEGV)\n")
+    site.plugin("raises", code=DIAGNOSE + "    raise RuntimeError('no licence')\n")
+    answer = fresh_cli("doctor", "--json")
+    driver = [{"name": "driver", "finding": "550.54"}]
+    assert answer.status == 1
+    assert answer.json["diagnoses"] == {
+        "acme": {"findings": driver, "error": None},
+        "crash": {"findings": driver, "error": "the probe was killed by SIGSEGV"},
+        "raises": {"findings": driver, "error": "RuntimeError: no licence"},
+    }
+
+
+def test_foreign_distribution(site, fresh_cli):
+    info = site.add("ejkernel", "", {}, version="0.0.78")
+    (info / "RECORD").write_text("ejkernel/modules/__init__.py,,\n")
+    answer = fresh_cli("doctor", "--json")
+    assert answer.status == 1
+    assert answer.json["foreign_distributions"] == [{"distribution": "ejkernel", "version": "0.0.78"}]
+    assert "pip uninstall ejkernel && pip install" in problems(answer.json)
+
+
+def test_foreign_distribution_of_another_name(site, fresh_cli):
+    info = site.add("some-fork", "", {}, version="2.0")
+    (info / "RECORD").write_text("other/__init__.py,,\nejkernel/kernels/a.py,,\n")
+    harmless = site.add("ejkernel-extras", "", {}, version="1.0")
+    (harmless / "RECORD").write_text("ejkernel_extras/__init__.py,,\n")
+    report = fresh_cli("doctor", "--json").json
+    assert report["foreign_distributions"] == [{"distribution": "some-fork", "version": "2.0"}]
+
+
+def test_bad_combination_is_a_problem():
+    versions = {"jax": "0.12.0.1", "jax-triton": "0.4.1"}
+    report = {"versions": versions, "known_combinations": known_combinations(versions)}
+    (find,) = (find for find in _PROBLEMS if find.__name__ == "_version_problems")
+    (problem,) = find(report)
+    assert problem["problem"].startswith("jax-triton 0.4.1 with jax 0.12.0.1: ")
+    assert "jax-triton==0.3.1" in problem["remedy"]
+
+
+def test_a_probe_that_hangs_ends_and_keeps_what_it_told(tmp_path: Path):
+    start = time.monotonic()
+    told, error = _probes.ask("tell({'a': 1})\nimport time\ntime.sleep(60)", "", timeout=2)
+    assert (told, error) == ([{"a": 1}], "no answer within 2 s")
+    assert time.monotonic() - start < 20

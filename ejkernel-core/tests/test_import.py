@@ -1,0 +1,108 @@
+"""`import ejkernel` in fresh interpreters: cheap, without side effects, and proof against every plugin."""
+
+from __future__ import annotations
+
+import json
+
+RUNS = 3
+"""Timings are taken as the best of so many processes; a busy machine can only make them longer."""
+
+
+def test_budget_over_jax(python):
+    timed = """
+        import time
+        import jax
+        start = time.perf_counter()
+        import ejkernel
+        print(time.perf_counter() - start)
+        """
+    assert min(float(python(timed)) for _ in range(RUNS)) < 0.1
+
+
+def test_budget_of_every_installed_light_module(python):
+    timed = """
+        import json
+        import ejkernel
+        print(json.dumps({r.name: (r.seconds, r.heavy) for r in ejkernel.kernel_registry.records if r.module}))
+        """
+    runs = [json.loads(python(timed, PYTHONWARNINGS="ignore")) for _ in range(RUNS)]
+    assert "xla" in runs[0]
+    for name in runs[0]:
+        assert min(run[name][0] for run in runs) < 0.005, name
+        assert runs[0][name][1] == [], name
+
+
+def test_no_side_effects(python):
+    """Audit hooks see every file opened for writing and every process; a device query would fail on this platform name."""
+    output = python(
+        """
+        import os, sys
+        import jax
+        opened = []
+        def watch(event, arguments):
+            if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
+                opened.append(arguments[0])
+            elif event in ("os.mkdir", "os.rename", "os.remove", "os.putenv", "subprocess.Popen", "socket.connect"):
+                opened.append((event, arguments))
+        environment, config = dict(os.environ), dict(jax.config.values)
+        sys.addaudithook(watch)
+        import ejkernel
+        assert ejkernel.kernel_registry.records, "nothing was discovered"
+        assert not opened, opened
+        assert dict(os.environ) == environment
+        assert dict(jax.config.values) == config
+        assert not os.listdir("."), os.listdir(".")
+        try:
+            jax.devices()
+        except RuntimeError as error:
+            print(error)
+        """,
+        JAX_PLATFORMS="nowhere",
+        PYTHONDONTWRITEBYTECODE="1",
+    )
+    assert "nowhere" in output
+
+
+def test_plugin_that_exits_does_not_end_the_program(site, python):
+    site.add("ejk-exit", "quitter = exit_light", {"exit_light": "raise SystemExit('gone')"})
+    output = python("import ejkernel; print(ejkernel.kernel_registry.list_platforms())")
+    assert "'xla'" in output
+    assert output.count("PluginWarning") == 1
+    assert "'quitter' (ejk-exit 1.0) cannot be used, broken: importing 'exit_light' raised SystemExit: gone" in output
+
+
+def test_warning_points_at_the_import(site, python):
+    site.plugin("old", api_level="0")
+    output = python("x = 1\nimport ejkernel\n")
+    assert "<string>:2: PluginWarning: ejkernel plugin 'old' (ejk-old 1.0) cannot be used, incompatible" in output
+
+
+def test_strict_raises(site, python):
+    site.plugin("old", api_level="0")
+    output = python("import ejkernel", fails=True, EJKERNEL_STRICT="1", EJKERNEL_PLUGINS="old,xla")
+    assert "PluginError: ejkernel plugin 'old' (ejk-old 1.0) cannot be used, incompatible" in output
+
+
+def test_third_party_plugin_is_visible_but_opt_in(site, python):
+    site.plugin(
+        "acme",
+        code="def forward(call, inputs, config):\n    raise RuntimeError('acme was called')",
+        implementations="(Implementation(operation='rms_norm', target='acme_light:forward', priority=10**9),)",
+    )
+    output = python(
+        """
+        import jax.numpy as jnp
+        import ejkernel
+        x = jnp.ones((2, 8))
+        explanation = ejkernel.explain("rms_norm", x)
+        verdicts = {v.candidate.id: v.verdict for v in explanation.forward.verdicts}
+        assert verdicts == {"xla": "chosen", "acme": "opt-in"}, verdicts
+        assert float(ejkernel.rms_norm(x)[0, 0]) > 0.99
+        try:
+            ejkernel.rms_norm(x, platform="acme")
+        except RuntimeError as error:
+            print(error)
+        """,
+        EJKERNEL_PLUGINS="xla,acme",
+    )
+    assert output.strip() == "acme was called"

@@ -1,0 +1,168 @@
+"""Sessions of the whole repository. `nox` runs what continuous integration runs; `nox -l` lists the rest.
+
+Sessions share one environment per pair of Python and jax under `.nox/`, made on first use. A pair whose interpreter is not
+found is skipped and says so, unless `EJKERNEL_REQUIRE_ALL_PYTHONS=1`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+PAIRS = (("3.11", "0.10.2"), ("3.12", "0.11.2"), ("3.13", "0.12.0.1"))
+"""Python and jax, oldest to newest."""
+
+MAIN = PAIRS[1]
+PLATFORMS = ("xla", "triton", "pallas", "cuda")
+TOOLS = ("build", "editables", "hatchling>=1.27", "pyright[nodejs]==1.1.414", "ruff==0.17.5")
+CUDA_TOOLS = ("cmake", "ninja", "scikit-build-core")
+
+nox.options.sessions = ["lint", "types", "tests", "docs", "conformance(platform='xla')", "isolation", "smoke"]
+nox.options.error_on_missing_interpreters = False
+
+
+def interpreter(python: str) -> str | None:
+    """The command of an interpreter that starts; a version manager's shim may exist and refuse."""
+    command = shutil.which(f"python{python}")
+    if command is None or subprocess.run([command, "-c", ""], capture_output=True, check=False).returncode:
+        return None
+    return command
+
+
+def main_environment(session: nox.Session) -> Path:
+    """The environment of the main pair, or of the first whose interpreter is there. Without any, nothing can be tested."""
+    pair = next((pair for pair in (MAIN, *PAIRS) if interpreter(pair[0])), None)
+    if pair is None:
+        session.error(f"none of {', '.join(f'python{python}' for python, _ in PAIRS)} is found; put one on PATH")
+    return environment(session, pair)
+
+
+def distributions() -> list[str]:
+    """The distributions that can be installed here, core first. The CUDA one needs a compiler."""
+    names = sorted(path.parent.name for path in ROOT.glob("ejkernel-*/pyproject.toml"))
+    return [name for name in names if name != "ejkernel-cuda" or shutil.which("nvcc")]
+
+
+def environment(session: nox.Session, pair: tuple[str, str]) -> Path:
+    """The Python of the shared environment of a pair, with every distribution installed in editable form."""
+    python, jax = pair
+    command = interpreter(python)
+    if command is None:
+        missing = f"python{python} is not found, so jax {jax} on Python {python} is not tested; put it on PATH"
+        if os.environ.get("EJKERNEL_REQUIRE_ALL_PYTHONS", "0") not in ("", "0"):
+            session.error(missing)
+        session.skip(missing)
+    packages = distributions()
+    tools = (*TOOLS, *(CUDA_TOOLS if "ejkernel-cuda" in packages else ()))
+    declared = [(ROOT / name / "pyproject.toml").read_text() for name in packages]
+    stamp_text = hashlib.sha256("\0".join((jax, *tools, *declared)).encode()).hexdigest()
+    path = ROOT / ".nox" / f"py{python}-jax{jax}"
+    executable, stamp = path / "bin" / "python", path / "ejkernel-stamp"
+    if stamp.exists() and stamp.read_text() == stamp_text:
+        return executable
+    session.run(command, "-m", "venv", "--clear", str(path), external=True)
+    pip = [str(executable), "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
+    session.run(*pip, f"jax=={jax}", *tools, external=True)
+    editable = [argument for name in packages for argument in ("--editable", _with_extras(name))]
+    session.run(*pip, "--no-build-isolation", f"jax=={jax}", *editable, external=True)
+    stamp.write_text(stamp_text)
+    return executable
+
+
+def _with_extras(name: str) -> str:
+    return f"./{name}[cli,testing]" if name == "ejkernel-core" else f"./{name}"
+
+
+def pytest(session: nox.Session, python: Path, *arguments: str) -> None:
+    """Run pytest with a fresh configuration: no setting of ejkernel leaks in from outside."""
+    clean = {name: None for name in os.environ if name.startswith("EJKERNEL_")}
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, *session.posargs]
+    session.run(*command, env={"JAX_PLATFORMS": "cpu", **clean}, external=True)
+
+
+@nox.session(python=False)
+def lint(session: nox.Session) -> None:
+    """Style and formatting."""
+    python = main_environment(session)
+    session.run(str(python), "-m", "ruff", "check", ".", external=True)
+    session.run(str(python), "-m", "ruff", "format", "--check", ".", external=True)
+
+
+@nox.session(python=False)
+def types(session: nox.Session) -> None:
+    """Static types."""
+    python = main_environment(session)
+    session.run(str(python), "-m", "pyright", "--pythonpath", str(python), external=True)
+
+
+@nox.session(python=False)
+def tests(session: nox.Session) -> None:
+    """Unit tests of each distribution, and the tests across distributions, on the main pair."""
+    _tests(session, main_environment(session))
+
+
+@nox.session(python=False)
+@nox.parametrize("pair", PAIRS, ids=[f"py{python}-jax{jax}" for python, jax in PAIRS])
+def matrix(session: nox.Session, pair: tuple[str, str]) -> None:
+    """All tests on every pair."""
+    _tests(session, environment(session, pair))
+
+
+def _tests(session: nox.Session, python: Path) -> None:
+    for name in distributions():
+        if any((ROOT / name / "tests").glob("**/test_*.py")):
+            pytest(session, python, f"{name}/tests")
+    elsewhere = ("conformance", "docs", "isolation", "smoke")
+    pytest(session, python, "tests", *(f"--ignore=tests/{part}" for part in elsewhere))
+
+
+@nox.session(python=False)
+@nox.parametrize("platform", PLATFORMS)
+def conformance(session: nox.Session, platform: str) -> None:
+    """The conformance kit on one platform."""
+    python = main_environment(session)
+    pytest(session, python, "-p", "ejkernel.testing.plugin", f"--ejkernel-platform={platform}", "tests/conformance")
+
+
+@nox.session(python=False)
+def example(session: nox.Session) -> None:
+    """The example of a third-party platform passes the conformance kit."""
+    python = main_environment(session)
+    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    session.run(*pip, "install", "--no-deps", "--no-build-isolation", "./examples/acme-ejkernel", external=True)
+    try:
+        pytest(session, python, "--ejkernel-platform=acme", "examples/acme-ejkernel/tests")
+    finally:
+        session.run(*pip, "uninstall", "--yes", "acme-ejkernel", external=True)
+
+
+@nox.session(python=False)
+def isolation(session: nox.Session) -> None:
+    """Built wheels in fresh environments."""
+    pytest(session, main_environment(session), "tests/isolation")
+
+
+@nox.session(python=False)
+@nox.parametrize("pair", (PAIRS[0], PAIRS[-1]), ids=["oldest", "newest"])
+def smoke(session: nox.Session, pair: tuple[str, str]) -> None:
+    """The first cases of every operation on the oldest and the newest pair, and that every plugin is discovered there."""
+    pytest(session, environment(session, pair), "tests/smoke", "ejkernel-core/tests/test_discovery.py")
+
+
+@nox.session(python=False)
+def docs(session: nox.Session) -> None:
+    """The code in README, pages and docstrings."""
+    pytest(session, main_environment(session), "tests/docs")
+
+
+@nox.session(python=False)
+def bench(session: nox.Session) -> None:
+    """Benchmarks on this machine; arguments after `--` go to `ejkernel bench`."""
+    python = main_environment(session)
+    session.run(str(python.with_name("ejkernel")), "bench", *session.posargs, external=True)
