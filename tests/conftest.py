@@ -17,6 +17,12 @@ ROOT = Path(__file__).parents[1]
 DISTRIBUTIONS = ("ejkernel-core", "ejkernel-xla", "ejkernel-triton", "ejkernel-pallas", "ejkernel-cuda")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The conformance kit is run on a named platform, with its plugin loaded; see `noxfile.py`."""
+    loaded = config.pluginmanager.has_plugin("ejkernel.testing.plugin")
+    return True if collection_path.name == "conformance" and not loaded else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Distribution:
     """A distribution's source directory and its pyproject."""
