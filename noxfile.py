@@ -20,8 +20,9 @@ PAIRS = (("3.11", "0.10.2"), ("3.12", "0.11.2"), ("3.13", "0.12.0.1"))
 
 MAIN = PAIRS[1]
 PLATFORMS = ("xla", "triton", "pallas", "cuda")
-TOOLS = ("build", "editables", "hatchling>=1.27", "pyright[nodejs]==1.1.414", "ruff==0.17.5")
-CUDA_TOOLS = ("cmake", "ninja", "scikit-build-core")
+BUILDERS = ("build", "editables", "hatchling>=1.27")
+CUDA_BUILDERS = ("cmake", "ninja", "scikit-build-core")
+CHECKERS = ("nox", "pyright[nodejs]==1.1.414", "ruff==0.17.5")
 
 nox.options.sessions = ["lint", "types", "tests", "docs", "conformance(platform='xla')", "isolation", "smoke"]
 nox.options.error_on_missing_interpreters = False
@@ -59,20 +60,32 @@ def environment(session: nox.Session, pair: tuple[str, str]) -> Path:
             session.error(missing)
         session.skip(missing)
     packages = distributions()
-    tools = (*TOOLS, *(CUDA_TOOLS if "ejkernel-cuda" in packages else ()))
+    builders = (*BUILDERS, *(CUDA_BUILDERS if "ejkernel-cuda" in packages else ()))
     declared = [(ROOT / name / "pyproject.toml").read_text() for name in packages]
-    stamp_text = hashlib.sha256("\0".join((jax, *tools, *declared)).encode()).hexdigest()
+    stamp_text = hashlib.sha256("\0".join((jax, *builders, *declared)).encode()).hexdigest()
     path = ROOT / ".nox" / f"py{python}-jax{jax}"
     executable, stamp = path / "bin" / "python", path / "ejkernel-stamp"
     if stamp.exists() and stamp.read_text() == stamp_text:
         return executable
     session.run(command, "-m", "venv", "--clear", str(path), external=True)
-    pip = [str(executable), "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
-    session.run(*pip, f"jax=={jax}", *tools, external=True)
+    install = [*pip(executable), "install"]
+    session.run(*install, f"jax=={jax}", *builders, external=True)
     editable = [argument for name in packages for argument in ("--editable", _with_extras(name))]
-    session.run(*pip, "--no-build-isolation", f"jax=={jax}", *editable, external=True)
+    session.run(*install, "--no-build-isolation", f"jax=={jax}", *editable, external=True)
     stamp.write_text(stamp_text)
     return executable
+
+
+def pip(python: Path) -> list[str]:
+    """The beginning of a pip command."""
+    return [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+
+
+def checking_environment(session: nox.Session) -> Path:
+    """The main environment with the tools that read the code without running it."""
+    python = main_environment(session)
+    session.run(*pip(python), "install", *CHECKERS, external=True)
+    return python
 
 
 def _with_extras(name: str) -> str:
@@ -89,7 +102,7 @@ def pytest(session: nox.Session, python: Path, *arguments: str) -> None:
 @nox.session(python=False)
 def lint(session: nox.Session) -> None:
     """Style and formatting."""
-    python = main_environment(session)
+    python = checking_environment(session)
     session.run(str(python), "-m", "ruff", "check", ".", external=True)
     session.run(str(python), "-m", "ruff", "format", "--check", ".", external=True)
 
@@ -97,7 +110,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(python=False)
 def types(session: nox.Session) -> None:
     """Static types."""
-    python = main_environment(session)
+    python = checking_environment(session)
     session.run(str(python), "-m", "pyright", "--pythonpath", str(python), external=True)
 
 
@@ -115,9 +128,8 @@ def matrix(session: nox.Session, pair: tuple[str, str]) -> None:
 
 
 def _tests(session: nox.Session, python: Path) -> None:
-    for name in distributions():
-        if any((ROOT / name / "tests").glob("**/test_*.py")):
-            pytest(session, python, f"{name}/tests")
+    for name in sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")}):
+        pytest(session, python, f"{name}/tests")
     elsewhere = ("conformance", "docs", "isolation", "smoke")
     pytest(session, python, "tests", *(f"--ignore=tests/{part}" for part in elsewhere))
 
@@ -134,12 +146,11 @@ def conformance(session: nox.Session, platform: str) -> None:
 def example(session: nox.Session) -> None:
     """The example of a third-party platform passes the conformance kit."""
     python = main_environment(session)
-    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    session.run(*pip, "install", "--no-deps", "--no-build-isolation", "./examples/acme-ejkernel", external=True)
+    session.run(*pip(python), "install", "--no-deps", "--no-build-isolation", "./examples/acme-ejkernel", external=True)
     try:
         pytest(session, python, "--ejkernel-platform=acme", "examples/acme-ejkernel/tests")
     finally:
-        session.run(*pip, "uninstall", "--yes", "acme-ejkernel", external=True)
+        session.run(*pip(python), "uninstall", "--yes", "acme-ejkernel", external=True)
 
 
 @nox.session(python=False)
