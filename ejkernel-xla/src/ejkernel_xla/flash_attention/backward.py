@@ -61,7 +61,7 @@ def backward(
     if is_masked(call):
         arrays, stats, d_out = _guarded(arrays, stats, d_out)
     stats = stats._replace(shift=jnp.where(stats.shift == -jnp.inf, jnp.inf, stats.shift))
-    sums = _sweep(call, arrays, layout, stats, d_out)
+    sums = _sweep(call, arrays, layout, stats, d_out, config.narrow_products)
     return FlashAttentionInputs(
         query=heads_last(jnp.moveaxis(sums.query, 2, 4), grouped=True).astype(inputs.query.dtype),
         key=heads_last(sums.key, grouped=False).astype(inputs.key.dtype),
@@ -117,9 +117,9 @@ def _guarded(arrays: Operands, stats: Statistics, d_out: Any) -> tuple[Operands,
     return arrays, Statistics(shift, finite(stats.delta)), finite(d_out)
 
 
-def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statistics, d_out: Any) -> Gradients:
+def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statistics, d_out: Any, narrow: bool) -> Gradients:
     if plan.whole:
-        return _tile(call, arrays, plan, Tile(*map(int, plan.tiles[0])), stats, d_out)
+        return _tile(call, arrays, plan, Tile(*map(int, plan.tiles[0])), stats, d_out, narrow)
     wide = accumulator(arrays.query.dtype)
     b, k, g, t, d = arrays.query.shape
     like = (arrays, d_out)
@@ -132,7 +132,7 @@ def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statis
 
     def step(sums: Gradients, row: Any) -> tuple[Gradients, None]:
         tile = Tile(*(row[i] for i in range(5)))
-        parts = _tile(call, arrays, plan, tile, stats, d_out)
+        parts = _tile(call, arrays, plan, tile, stats, d_out, narrow)
         return Gradients(
             add_piece(sums.query, (4,), (tile.query_start,), parts.query),
             add_piece(sums.key, (2,), (tile.key_start,), parts.key),
@@ -143,7 +143,9 @@ def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statis
     return jax.lax.scan(step, sums, plan.tiles)[0] if len(plan.tiles) else sums
 
 
-def _tile(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, stats: Statistics, d_out: Any) -> Gradients:
+def _tile(
+    call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, stats: Statistics, d_out: Any, narrow: bool
+) -> Gradients:
     """The part of every gradient that one tile makes."""
     query = piece(arrays.query, 3, tile.query_start, plan.block_q)
     key = piece(arrays.key, 2, tile.key_start, plan.block_k)
@@ -161,8 +163,9 @@ def _tile(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, st
     kept = weights if found.keep is None else weights * found.keep
     d_raw = (d_logits if found.slope is None else d_logits * found.slope) * call.scale
     d_raw = d_raw.astype(query.dtype)
+    wide = key.dtype if narrow else accumulator(key.dtype)
     return Gradients(
-        product(call, key, d_raw, ((2,), (2,))),
+        product(call, key.astype(wide), d_raw.astype(wide), ((2,), (2,))),
         product(call, d_raw, query, ((3, 4), (2, 3))),
         product(call, kept.astype(d_out.dtype), d_out, ((3, 4), (2, 3))),
         None if arrays.bias is None else _bias(arrays.bias, d_logits if found.slope is None else d_logits * found.slope, plan),
