@@ -56,10 +56,11 @@ def backward(
     groups = arrays.query.shape[2]
     d_out = heads_first(cotangents.out, groups)
     layout = plan(call, config.block_q_backward, config.block_k_backward)
-    stats = _statistics(call, arrays, layout, outputs, cotangents, d_out)
+    stats = _statistics(call, arrays, layout, outputs, cotangents)
     d_sinks = None if inputs.sinks is None else _sinks(arrays.sinks, stats).reshape(inputs.sinks.shape)
     if is_masked(call):
-        arrays, stats, d_out = _guarded(arrays, stats, d_out)
+        broken = heads_first(poison(inputs.query) + poison(cotangents.out), groups)
+        arrays, stats, d_out = _guarded(arrays, stats, d_out, broken)
     stats = stats._replace(shift=jnp.where(stats.shift == -jnp.inf, jnp.inf, stats.shift))
     sums = _sweep(call, arrays, layout, stats, d_out, config.narrow_products)
     return FlashAttentionInputs(
@@ -77,7 +78,6 @@ def _statistics(
     layout: Plan,
     outputs: FlashAttentionOutputs,
     cotangents: FlashAttentionOutputs,
-    d_out: Any,
 ) -> Statistics:
     wide = accumulator(arrays.query.dtype)
     groups = arrays.query.shape[2]
@@ -91,8 +91,8 @@ def _statistics(
         # The maximum is held constant: d_logit = exp(logit - maximum) * (d_out . value + d_lse / total).
         delta = jnp.zeros_like(lse) if d_lse is None else -d_lse / jnp.where(rows.total == 0, 1, rows.total)
         return Statistics(jnp.where(rows.total == 0, -jnp.inf, rows.maximum), delta)
-    out = heads_first(outputs.out, groups)
-    delta = jnp.sum(finite(d_out).astype(wide) * out.astype(wide), axis=-1)
+    d_out = finite(cotangents.out) if is_masked(call) else cotangents.out
+    delta = heads_first(jnp.sum(d_out.astype(wide) * outputs.out.astype(wide), axis=-1), groups)
     return Statistics(lse, delta if d_lse is None else delta - d_lse)
 
 
@@ -104,13 +104,13 @@ def _sinks(sinks: Any, stats: Statistics) -> Any:
     return total if sinks.shape[0] == total.shape[0] else jnp.sum(total, axis=0, keepdims=True)
 
 
-def _guarded(arrays: Operands, stats: Statistics, d_out: Any) -> tuple[Operands, Statistics, Any]:
+def _guarded(arrays: Operands, stats: Statistics, d_out: Any, broken: Any) -> tuple[Operands, Statistics, Any]:
     """Keep NaN and infinities of hidden rows and keys out of the products, where 0 * NaN would spread them.
 
-    All factors are made finite; a row that holds a non-finite number gets NaN as its shift, so that its weights become NaN where
-    it sees a key and stay 0 elsewhere. Rows that see a non-finite key have lse = NaN since the forward phase.
+    All factors are made finite; a row that holds a non-finite number (`broken`, 0 or NaN) gets NaN as its shift, so that its
+    weights become NaN where it sees a key and stay 0 elsewhere. Rows that see a non-finite key have lse = NaN since the forward
+    phase.
     """
-    broken = poison(arrays.query) + poison(d_out)
     shift = stats.shift + broken.astype(stats.shift.dtype) + stats.delta * 0
     shift = jnp.where(stats.shift == -jnp.inf, stats.shift, shift)
     arrays = arrays._replace(query=finite(arrays.query), key=finite(arrays.key), value=finite(arrays.value))

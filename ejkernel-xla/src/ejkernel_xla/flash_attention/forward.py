@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 
 def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: FlashAttentionConfig) -> FlashAttentionOutputs:
-    arrays = guarded(call, operands(call, inputs))
+    arrays = guarded(call, inputs, operands(call, inputs))
     rows = sweep(call, arrays, plan(call, config.block_q, config.block_k))
     out = heads_last(rows.values, grouped=True)
     wanted = call.return_lse or call.save_residuals

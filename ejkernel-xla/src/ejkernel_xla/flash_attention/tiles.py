@@ -269,7 +269,7 @@ def poison(x: Any) -> Any:
     return jnp.sum(x * jnp.zeros((), x.dtype), axis=-1)
 
 
-def guarded(call: FlashAttentionCall, arrays: Operands) -> Operands:
+def guarded(call: FlashAttentionCall, inputs: FlashAttentionInputs, arrays: Operands) -> Operands:
     """Keep NaN and infinities of values away from the queries that do not see them.
 
     A weight of 0 times NaN would be NaN, so a key whose value is not finite gets NaN as its logit instead: that reaches exactly
@@ -277,5 +277,5 @@ def guarded(call: FlashAttentionCall, arrays: Operands) -> Operands:
     """
     if not is_masked(call):
         return arrays
-    key = arrays.key + poison(arrays.value)[..., None].astype(arrays.key.dtype)
+    key = arrays.key + heads_first(poison(inputs.value))[..., None].astype(arrays.key.dtype)
     return arrays._replace(key=key, value=finite(arrays.value))
