@@ -99,13 +99,15 @@ def check(name: str, config: FlashAttentionConfig, dtype: str = "float32") -> No
     inputs64, cotangents64 = as_float64(inputs), as_float64(cotangents)
     outputs64 = reference.forward(call, inputs64)
     gradients64 = reference.backward(call, inputs64, outputs64, cotangents64)
-    tolerance = TOLERANCE[dtype]
+    extreme = "extreme" in NAMED[name].tags
+    # Logits of 1e4 are rounded by 1e-3 in float32, differently in each phase.
+    tolerance = 5e-4 if extreme else TOLERANCE[dtype]
     for key, value in named(outputs):
         wanted = getattr(outputs64, key)
         assert_close(value, wanted, tolerance * largest(wanted) + 1e-30, key)
     assert {key for key, _ in named(gradients)} == {key for key, _ in named(gradients64)}
-    # Some gradients are 0 by cancellation, of terms as large as the other gradients; large logits cancel larger terms.
-    terms = (1.0 if "extreme" in NAMED[name].tags else 0.1) * max(largest(value) for _, value in named(gradients64))
+    # Some gradients are 0 by cancellation, of terms as large as the other gradients.
+    terms = (1.0 if extreme else 0.1) * max(largest(value) for _, value in named(gradients64))
     for key, value in named(gradients):
         wanted = getattr(gradients64, key)
         assert value.dtype == getattr(inputs, key).dtype

@@ -56,12 +56,13 @@ def backward(
     groups = arrays.query.shape[2]
     d_out = heads_first(cotangents.out, groups)
     layout = plan(call, config.block_q_backward, config.block_k_backward)
-    stats = _statistics(call, arrays, layout, outputs, cotangents, d_out)
+    stats = _statistics(call, arrays, layout, outputs, cotangents)
     d_sinks = None if inputs.sinks is None else _sinks(arrays.sinks, stats).reshape(inputs.sinks.shape)
     if is_masked(call):
-        arrays, stats, d_out = _guarded(arrays, stats, d_out)
+        broken = heads_first(poison(inputs.query) + poison(cotangents.out), groups)
+        arrays, stats, d_out = _guarded(arrays, stats, d_out, broken)
     stats = stats._replace(shift=jnp.where(stats.shift == -jnp.inf, jnp.inf, stats.shift))
-    sums = _sweep(call, arrays, layout, stats, d_out)
+    sums = _sweep(call, arrays, layout, stats, d_out, config.narrow_products)
     return FlashAttentionInputs(
         query=heads_last(jnp.moveaxis(sums.query, 2, 4), grouped=True).astype(inputs.query.dtype),
         key=heads_last(sums.key, grouped=False).astype(inputs.key.dtype),
@@ -77,7 +78,6 @@ def _statistics(
     layout: Plan,
     outputs: FlashAttentionOutputs,
     cotangents: FlashAttentionOutputs,
-    d_out: Any,
 ) -> Statistics:
     wide = accumulator(arrays.query.dtype)
     groups = arrays.query.shape[2]
@@ -91,8 +91,8 @@ def _statistics(
         # The maximum is held constant: d_logit = exp(logit - maximum) * (d_out . value + d_lse / total).
         delta = jnp.zeros_like(lse) if d_lse is None else -d_lse / jnp.where(rows.total == 0, 1, rows.total)
         return Statistics(jnp.where(rows.total == 0, -jnp.inf, rows.maximum), delta)
-    out = heads_first(outputs.out, groups)
-    delta = jnp.sum(finite(d_out).astype(wide) * out.astype(wide), axis=-1)
+    d_out = finite(cotangents.out) if is_masked(call) else cotangents.out
+    delta = heads_first(jnp.sum(d_out.astype(wide) * outputs.out.astype(wide), axis=-1), groups)
     return Statistics(lse, delta if d_lse is None else delta - d_lse)
 
 
@@ -104,22 +104,22 @@ def _sinks(sinks: Any, stats: Statistics) -> Any:
     return total if sinks.shape[0] == total.shape[0] else jnp.sum(total, axis=0, keepdims=True)
 
 
-def _guarded(arrays: Operands, stats: Statistics, d_out: Any) -> tuple[Operands, Statistics, Any]:
+def _guarded(arrays: Operands, stats: Statistics, d_out: Any, broken: Any) -> tuple[Operands, Statistics, Any]:
     """Keep NaN and infinities of hidden rows and keys out of the products, where 0 * NaN would spread them.
 
-    All factors are made finite; a row that holds a non-finite number gets NaN as its shift, so that its weights become NaN where
-    it sees a key and stay 0 elsewhere. Rows that see a non-finite key have lse = NaN since the forward phase.
+    All factors are made finite; a row that holds a non-finite number (`broken`, 0 or NaN) gets NaN as its shift, so that its
+    weights become NaN where it sees a key and stay 0 elsewhere. Rows that see a non-finite key have lse = NaN since the forward
+    phase.
     """
-    broken = poison(arrays.query) + poison(d_out)
     shift = stats.shift + broken.astype(stats.shift.dtype) + stats.delta * 0
     shift = jnp.where(stats.shift == -jnp.inf, stats.shift, shift)
     arrays = arrays._replace(query=finite(arrays.query), key=finite(arrays.key), value=finite(arrays.value))
     return arrays, Statistics(shift, finite(stats.delta)), finite(d_out)
 
 
-def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statistics, d_out: Any) -> Gradients:
+def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statistics, d_out: Any, narrow: bool) -> Gradients:
     if plan.whole:
-        return _tile(call, arrays, plan, Tile(*map(int, plan.tiles[0])), stats, d_out)
+        return _tile(call, arrays, plan, Tile(*map(int, plan.tiles[0])), stats, d_out, narrow)
     wide = accumulator(arrays.query.dtype)
     b, k, g, t, d = arrays.query.shape
     like = (arrays, d_out)
@@ -132,7 +132,7 @@ def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statis
 
     def step(sums: Gradients, row: Any) -> tuple[Gradients, None]:
         tile = Tile(*(row[i] for i in range(5)))
-        parts = _tile(call, arrays, plan, tile, stats, d_out)
+        parts = _tile(call, arrays, plan, tile, stats, d_out, narrow)
         return Gradients(
             add_piece(sums.query, (4,), (tile.query_start,), parts.query),
             add_piece(sums.key, (2,), (tile.key_start,), parts.key),
@@ -143,7 +143,9 @@ def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statis
     return jax.lax.scan(step, sums, plan.tiles)[0] if len(plan.tiles) else sums
 
 
-def _tile(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, stats: Statistics, d_out: Any) -> Gradients:
+def _tile(
+    call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, stats: Statistics, d_out: Any, narrow: bool
+) -> Gradients:
     """The part of every gradient that one tile makes."""
     query = piece(arrays.query, 3, tile.query_start, plan.block_q)
     key = piece(arrays.key, 2, tile.key_start, plan.block_k)
@@ -161,8 +163,9 @@ def _tile(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, st
     kept = weights if found.keep is None else weights * found.keep
     d_raw = (d_logits if found.slope is None else d_logits * found.slope) * call.scale
     d_raw = d_raw.astype(query.dtype)
+    wide = key.dtype if narrow else accumulator(key.dtype)
     return Gradients(
-        product(call, key, d_raw, ((2,), (2,))),
+        product(call, key.astype(wide), d_raw.astype(wide), ((2,), (2,))),
         product(call, d_raw, query, ((3, 4), (2, 3))),
         product(call, kept.astype(d_out.dtype), d_out, ((3, 4), (2, 3))),
         None if arrays.bias is None else _bias(arrays.bias, d_logits if found.slope is None else d_logits * found.slope, plan),

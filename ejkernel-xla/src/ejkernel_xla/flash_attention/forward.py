@@ -21,6 +21,7 @@ from ejkernel_xla.flash_attention.tiles import (
     operands,
     piece,
     product,
+    put_piece,
     scores,
     zeros,
 )
@@ -35,7 +36,7 @@ class Rows(NamedTuple):
 
 
 def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: FlashAttentionConfig) -> FlashAttentionOutputs:
-    arrays = guarded(call, operands(call, inputs))
+    arrays = guarded(call, inputs, operands(call, inputs))
     rows = sweep(call, arrays, plan(call, config.block_q, config.block_k))
     out = heads_last(rows.values, grouped=True)
     wanted = call.return_lse or call.save_residuals
@@ -52,10 +53,11 @@ def log_sum(rows: Rows) -> Any:
 def sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan) -> Rows:
     """All rows: maximum and sum `[b,k,g,t]`, finished output `[b,k,g,t,e]`."""
     shape = arrays.query.shape[:4]
-    start = _start(call, arrays)
     if plan.whole:
-        rows = _absorb(call, arrays, plan, Tile(*map(int, plan.tiles[0])), start)
+        before = None if arrays.sinks is None else _start(call, arrays)
+        rows = _absorb(call, arrays, plan, Tile(*map(int, plan.tiles[0])), before)
         return rows._replace(values=_finish(call, rows))
+    start = _start(call, arrays)
     block = Rows(*(jnp.broadcast_to(x, (*shape[:3], plan.block_q)) for x in start[:2]), _no_values(arrays, plan.block_q))
     every = Rows(*(jnp.broadcast_to(x, shape) for x in start[:2]), _no_values(arrays, shape[3]).astype(arrays.query.dtype))
 
@@ -66,7 +68,7 @@ def sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan) -> Rows:
         rows = _absorb(call, arrays, plan, tile, rows)
         done = rows._replace(values=_finish(call, rows))
         every = Rows(
-            *(jax.lax.dynamic_update_slice_in_dim(x, y, tile.query_start, 3) for x, y in zip(every, done, strict=True))
+            *(put_piece(x, 3, tile.query_start, y) for x, y in zip(every, done, strict=True))
         )
         return (rows, every), None
 
@@ -96,24 +98,27 @@ def _shift(maximum: Any) -> Any:
     return jnp.where(maximum == -jnp.inf, 0, maximum)
 
 
-def _absorb(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, rows: Rows) -> Rows:
-    """Add one tile to the state of its query block."""
+def _absorb(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, rows: Rows | None) -> Rows:
+    """Add one tile to the state of its query block, None for nothing so far."""
     query = piece(arrays.query, 3, tile.query_start, plan.block_q)
     key = piece(arrays.key, 2, tile.key_start, plan.block_k)
     value = piece(arrays.value, 2, tile.key_start, plan.block_k)
     found = scores(call, product(call, query, key, ((4,), (3,))), arrays, plan, tile, BY_QUERY)
     logits = found.logits if found.visible is None else jnp.where(found.visible, found.logits, -jnp.inf)
     # Any constant may be subtracted, so the maximum needs no derivative.
-    maximum = jax.lax.stop_gradient(jnp.maximum(rows.maximum, jnp.max(logits, axis=-1)))
+    maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+    if rows is not None:
+        maximum = jnp.maximum(rows.maximum, maximum)
     shift = _shift(maximum)
     weights = jnp.exp(logits - shift[..., None])
-    decay = jnp.exp(rows.maximum - shift)
-    total = rows.total * decay + jnp.sum(weights, axis=-1)
+    total = jnp.sum(weights, axis=-1)
     if found.keep is not None:
         weights = weights * found.keep
     values = product(call, weights.astype(value.dtype), value, ((4,), (2,)))
-    if rows.values is not None:
-        values = values + rows.values * decay[..., None]
+    if rows is not None:
+        decay = jnp.exp(rows.maximum - shift)
+        total = rows.total * decay + total
+        values = values if rows.values is None else rows.values * decay[..., None] + values
     return Rows(maximum, total, values)
 
 

@@ -93,18 +93,27 @@ def piece(x: Any, axis: int, start: Any, size: int) -> Any:
     """`x[start : start + size]` along an axis; the whole of it where it is broadcast or not longer."""
     if x is None or x.shape[axis] in (1, size):
         return x
-    return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+    sizes = (*x.shape[:axis], size, *x.shape[axis + 1 :])
+    return jax.lax.dynamic_slice(x, _starts(x, {axis: start}), sizes, allow_negative_indices=False)
+
+
+def put_piece(x: Any, axis: int, start: Any, part: Any) -> Any:
+    """x with `x[start : ...] = part` along an axis."""
+    return jax.lax.dynamic_update_slice(x, part, _starts(x, {axis: start}), allow_negative_indices=False)
 
 
 def add_piece(total: Any, axes: tuple[int, ...], starts: tuple[Any, ...], part: Any) -> Any:
     """`total[start : ...] += part`, along those of the axes on which part is shorter."""
     if total.shape == part.shape:
         return total + part
-    where: list[Any] = [np.int32(0)] * total.ndim
-    for axis, start in zip(axes, starts, strict=True):
-        where[axis] = start if part.shape[axis] != total.shape[axis] else np.int32(0)
-    current = jax.lax.dynamic_slice(total, where, part.shape)
-    return jax.lax.dynamic_update_slice(total, current + part, where)
+    shorter = {axis: start for axis, start in zip(axes, starts, strict=True) if part.shape[axis] != total.shape[axis]}
+    where = _starts(total, shorter)
+    current = jax.lax.dynamic_slice(total, where, part.shape, allow_negative_indices=False)
+    return jax.lax.dynamic_update_slice(total, current + part, where, allow_negative_indices=False)
+
+
+def _starts(x: Any, given: dict[int, Any]) -> list[Any]:
+    return [given.get(axis, np.int32(0)) for axis in range(x.ndim)]
 
 
 def product(call: FlashAttentionCall, a: Any, b: Any, contracting: tuple[tuple[int, ...], tuple[int, ...]]) -> Any:
@@ -260,7 +269,7 @@ def poison(x: Any) -> Any:
     return jnp.sum(x * jnp.zeros((), x.dtype), axis=-1)
 
 
-def guarded(call: FlashAttentionCall, arrays: Operands) -> Operands:
+def guarded(call: FlashAttentionCall, inputs: FlashAttentionInputs, arrays: Operands) -> Operands:
     """Keep NaN and infinities of values away from the queries that do not see them.
 
     A weight of 0 times NaN would be NaN, so a key whose value is not finite gets NaN as its logit instead: that reaches exactly
@@ -268,5 +277,5 @@ def guarded(call: FlashAttentionCall, arrays: Operands) -> Operands:
     """
     if not is_masked(call):
         return arrays
-    key = arrays.key + poison(arrays.value)[..., None].astype(arrays.key.dtype)
+    key = arrays.key + heads_first(poison(inputs.value))[..., None].astype(arrays.key.dtype)
     return arrays._replace(key=key, value=finite(arrays.value))
