@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from ejkernel._target import Target, as_target
 from ejkernel.errors import invalid, wrong_type
 
 PlatformChoice = str | Sequence[str] | None
@@ -28,6 +29,7 @@ class Policy:
         forbid: never to be tried.
         custom_gradients: False gives plain JAX code that `jvp` and Hessians can differentiate.
         overlay: config overlays, innermost first: pairs of operation or implementation id and config.
+        target: the device to build for, in place of the one that the arrays are on; None finds out.
         source: which setting named the platforms: "argument", "use", "environment" or "default".
     """
 
@@ -35,6 +37,7 @@ class Policy:
     forbid: frozenset[str] = frozenset()
     custom_gradients: bool = True
     overlay: tuple[tuple[str, Any], ...] = ()
+    target: Target | None = None
     source: str = "default"
 
 
@@ -54,7 +57,11 @@ def current() -> Policy:
 
 @contextlib.contextmanager
 def use(
-    *platforms: str, forbid: Iterable[str] = (), custom_gradients: bool | None = None, overlay: Iterable[tuple[str, Any]] = ()
+    *platforms: str,
+    forbid: Iterable[str] = (),
+    custom_gradients: bool | None = None,
+    overlay: Iterable[tuple[str, Any]] = (),
+    target: Target | str | Any | None = None,
 ) -> Iterator[Policy]:
     """Choose or forbid platforms for every ejkernel call inside the `with` block.
 
@@ -66,6 +73,8 @@ def use(
         custom_gradients: False differentiates the implementation's own JAX code instead of calling backward kernels, which
             is what `jax.jvp`, `jax.hessian` and gradients of gradients need.
         overlay: see `ejkernel.overlay`.
+        target: the device to build for when it is not the one that the arrays are on, as when a program is lowered for a GPU on
+            a machine without one: a `Target`, such as `Target("gpu", "NVIDIA H200", "9.0")`, a `jax.Device`, or a backend's name.
 
     Yields:
         The policy in force.
@@ -88,6 +97,7 @@ def use(
         forbid=forbidden,
         custom_gradients=outer.custom_gradients if custom_gradients is None else custom_gradients,
         overlay=(*overlay, *outer.overlay),
+        target=outer.target if target is None else as_target(target),
         source="use" if names else outer.source,
     )
     _refuse_contradiction(policy)

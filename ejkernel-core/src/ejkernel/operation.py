@@ -142,7 +142,12 @@ class Operation(abc.ABC):
         """
         policy = _policy.for_call(self.name, platform)
         invocation = _Invocation(
-            self, form, _static_options(options), policy, _target.resolve_target(jax.tree.leaves(arrays)), _as_config(cfg)
+            self,
+            form,
+            _static_options(options),
+            policy,
+            _target.resolve_target(jax.tree.leaves(arrays), policy.target),
+            _as_config(cfg),
         )
         if _explain.capturing():
             raise _explain.Captured(invocation.explain(arrays))
