@@ -6,8 +6,8 @@ from ejkernel.operations.rms_norm.interface import RmsNormCall
 from ejkernel.plugin import Target
 
 DTYPES = ("float32", "bfloat16")
-WIDEST = 32768
-"""The smallest tile, 16 whole rows with their float32 copies, must fit into 16 MiB of VMEM."""
+WIDEST = {"float32": 16384, "bfloat16": 32768}
+"""The smallest tile is 16 whole rows; with its float32 copies it must fit into the 16 MiB of VMEM that a v4 or v5e gives a kernel."""
 
 
 def supports(call: RmsNormCall, target: Target) -> str | None:
@@ -17,6 +17,7 @@ def supports(call: RmsNormCall, target: Target) -> str | None:
         spec = getattr(call, name)
         if spec is not None and spec.dtype not in DTYPES:
             return f"{name} is {spec.dtype}, needs {' or '.join(DTYPES)}"
-    if call.x.shape[-1] > WIDEST:
-        return f"width {call.x.shape[-1]} is above {WIDEST}, of which 16 rows fit into VMEM"
+    widest = WIDEST[call.x.dtype]
+    if call.x.shape[-1] > widest:
+        return f"width {call.x.shape[-1]} is above {widest}, the widest {call.x.dtype} row of which 16 fit into VMEM"
     return None
