@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import ejkernel
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import ejkernel
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs
 from ejkernel.plugin import Target
@@ -69,7 +68,9 @@ def check_forward(x=((2, 3, 8), jnp.float32), scale=(1, 8), offset=(0, 8), out=N
     )  # fmt: skip
 
 
-def check_backward(x=(2, 3, 8), scale=(1, 8), rstd=(6,), grad=(2, 3, 8), d_scale=None, d_offset=(0, 8), parts=((1, 2, 8), (0, 2, 8))):
+def check_backward(
+    x=(2, 3, 8), scale=(1, 8), rstd=(6,), grad=(2, 3, 8), d_scale=None, d_offset=(0, 8), parts=((1, 2, 8), (0, 2, 8))
+):
     results = (struct(x), struct(d_scale or scale), struct(d_offset), struct(parts[0]), struct(parts[1]))
     return jax.block_until_ready(
         jax.ffi.ffi_call(check_target("backward"), results)(

@@ -1,16 +1,15 @@
-"""`rms_norm` in Triton on a machine without a GPU: numbers in the interpreter, machine code ahead of time, lowering for CUDA."""
+"""`rms_norm` in Triton on a machine without a GPU: numbers in the interpreter, machine code ahead of time, lowering."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 
+import ejkernel
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import ejkernel
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations.rms_norm import reference
 from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs
@@ -18,8 +17,8 @@ from ejkernel.plugin import Target
 from ejkernel_triton.rms_norm import capability, config
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
-from ejkernel_triton import testing  # noqa: E402
-from ejkernel_triton.rms_norm import kernel  # noqa: E402
+from ejkernel_triton import testing
+from ejkernel_triton.rms_norm import kernel
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(
@@ -191,7 +190,9 @@ def test_shard_map_checks_varying_axes():
     def gradients(x, scale, offset):
         return jax.grad(lambda *a: jax.lax.psum(loss(*a), "data"), (0, 1, 2))(x, scale, offset)
 
-    sharded = jax.shard_map(gradients, mesh=mesh, in_specs=(spec("data"), spec(), spec()), out_specs=(spec("data"), spec(), spec()))
+    sharded = jax.shard_map(
+        gradients, mesh=mesh, in_specs=(spec("data"), spec(), spec()), out_specs=(spec("data"), spec(), spec())
+    )
     with ejkernel.use(target=H200):
         text = jax.jit(sharded).trace(*specs((64, 256))).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @triton_kernel_call") == 2

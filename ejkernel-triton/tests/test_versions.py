@@ -36,6 +36,9 @@ def test_plugin_record():
 
 
 def test_light_module_imports_nothing_heavy():
-    code = "import sys, ejkernel, ejkernel_triton._plugin as p; p.ejkernel_plugin(); print([m for m in ('jax_triton','triton') if m in sys.modules])"
+    code = (
+        "import sys, ejkernel, ejkernel_triton._plugin as p; p.ejkernel_plugin(); "
+        "print([m for m in ('jax_triton', 'triton') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

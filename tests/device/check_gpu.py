@@ -2,7 +2,8 @@
 
     python tests/device/check_gpu.py --out results
 
-Prints tables and writes `check_gpu.json`. Exits with 1 if any number is wrong. README.md beside this says how to run it elsewhere.
+Prints tables and writes `check_gpu.json`. Exits with 1 if any number is wrong. README.md beside this says how to run it
+elsewhere.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import itertools
 import json
 import os
 import pathlib
+import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -24,11 +27,10 @@ from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
+import ejkernel
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-import ejkernel
 from ejkernel.errors import NoKernelError
 from ejkernel.operations.rms_norm import reference
 from ejkernel.operations.rms_norm.interface import OPERATION, RmsNormInputs, RmsNormOutputs
@@ -38,7 +40,33 @@ BANDWIDTH = 4.3e12
 """Bytes per second of a copy on one H200, read and write counted."""
 TOLERANCE = {"float32": 1e-5, "bfloat16": 6e-3, "float16": 1e-3}
 """Relative L2 error; the low-precision dtypes are limited by the rounding of the result."""
-WIDTHS = (1, 2, 3, 7, 8, 16, 31, 33, 64, 100, 128, 200, 256, 512, 513, 1000, 1024, 2048, 3000, 4096, 4099, 8192, 12288, 16384, 40000)
+WIDTHS = (
+    1,
+    2,
+    3,
+    7,
+    8,
+    16,
+    31,
+    33,
+    64,
+    100,
+    128,
+    200,
+    256,
+    512,
+    513,
+    1000,
+    1024,
+    2048,
+    3000,
+    4096,
+    4099,
+    8192,
+    12288,
+    16384,
+    40000,
+)
 FEW_WIDTHS = (1, 33, 128, 1000, 4096, 8192)
 SHAPES = ((16384, 4096), (131072, 128), (8192, 8192))
 started = time.monotonic()
@@ -164,7 +192,8 @@ def check_determinism(numbers: Numbers) -> None:
         run = jax.jit(functools.partial(loss_parts, platform=numbers.platform))
         first = [np.asarray(v).view(np.uint16) for v in run(*values)]
         equal = sum(
-            all(np.array_equal(a, np.asarray(b).view(np.uint16)) for a, b in zip(first, run(*values), strict=True)) for _ in range(30)
+            all(np.array_equal(a, np.asarray(b).view(np.uint16)) for a, b in zip(first, run(*values), strict=True))
+            for _ in range(30)
         )
         numbers.add(f"30 equal runs {shape}", equal == 30, f"{equal} of 30 equal bit by bit")
 
@@ -172,7 +201,9 @@ def check_determinism(numbers: Numbers) -> None:
 def check_offsets(numbers: Numbers) -> None:
     """More than 2^31 elements: the last rows show whether offsets are 64 bits wide."""
     rows, width = 560_000, 4096
-    x = jax.jit(lambda: jnp.sin(jax.lax.iota(jnp.int32, rows).astype(jnp.float32))[:, None] * jnp.cos(jnp.arange(width) * 0.37))()
+    x = jax.jit(
+        lambda: jnp.sin(jax.lax.iota(jnp.int32, rows).astype(jnp.float32))[:, None] * jnp.cos(jnp.arange(width) * 0.37)
+    )()
     x = x.astype(jnp.bfloat16)
     scale = jnp.ones((width,), jnp.bfloat16)
     out, d_x, d_scale, _ = jax.jit(functools.partial(loss_parts, platform=numbers.platform))(x, scale, None, x)
@@ -229,8 +260,8 @@ def timed(name: str, phase: str, shape, function, sets) -> dict[str, Any]:
         "fraction": moved / BANDWIDTH / median,
     }  # fmt: skip
     print(
-        f"  {phase:8s} {rows:6d} x {width:<5d} {name:34s} {row['microseconds']:8.1f} us  {row['terabytes_per_second']:5.2f} TB/s"
-        f"  {row['fraction']:.2f} of {BANDWIDTH / 1e12} TB/s  spread {row['spread']:.2f}",
+        f"  {phase:8s} {rows:6d} x {width:<5d} {name:34s} {row['microseconds']:8.1f} us"
+        f"  {row['terabytes_per_second']:5.2f} TB/s  {row['fraction']:.2f} of {BANDWIDTH / 1e12} TB/s  spread {row['spread']:.2f}",
         flush=True,
     )
     return row
@@ -289,7 +320,7 @@ def sweep(platform: str, budget: float) -> list[dict[str, Any]]:
             ("forward", forward, config.FORWARD, sets), ("backward", backward, config.BACKWARD, wider)
         ):  # fmt: skip
             found = []
-            for cfg in spread_out(space.search_space(call, target), 20):
+            for cfg in chosen_of(space.search_space(call, target), space.heuristic(call, target), 16):
                 if remaining(budget) < 0:
                     break
                 found.append(timed(f"{platform} {knobs(cfg)}", phase, shape, functools.partial(function, cfg=cfg), values))
@@ -304,10 +335,10 @@ def knobs(cfg: Any) -> str:
     return " ".join(f"{key[:9]}={value}" for key, value in dataclasses.asdict(cfg).items())
 
 
-def spread_out(space, most: int):
-    """At most so many configs, evenly over the space."""
-    step = max(1, -(-len(space) // most))
-    return space[::step]
+def chosen_of(space, heuristic, most: int):
+    """The heuristic's config and a fixed random sample of the others."""
+    others = [cfg for cfg in space if cfg != heuristic]
+    return [heuristic, *random.Random(0).sample(others, min(most, len(others)))]
 
 
 def time_torch(compiled: bool) -> list[dict[str, Any]]:
@@ -327,7 +358,9 @@ def time_torch(compiled: bool) -> list[dict[str, Any]]:
         outs = [function(x, (shape[1],), s, 1e-6) for x, s, _ in sets]
         calls = {
             "forward": lambda i, sets=sets, shape=shape: function(sets[i][0].detach(), (shape[1],), sets[i][1].detach(), 1e-6),
-            "backward": lambda i, sets=sets, outs=outs: torch.autograd.grad(outs[i], sets[i][:2], sets[i][2], retain_graph=True),
+            "backward": lambda i, sets=sets, outs=outs: torch.autograd.grad(
+                outs[i], sets[i][:2], sets[i][2], retain_graph=True
+            ),
         }
         for phase, call in calls.items():
             samples = []
@@ -348,7 +381,7 @@ def time_torch(compiled: bool) -> list[dict[str, Any]]:
                 "spread": (max(samples) - min(samples)) / median, "terabytes_per_second": moved / median / 1e12,
                 "fraction": moved / BANDWIDTH / median,
             })  # fmt: skip
-            print(f"  {phase:8s} {shape[0]:6d} x {shape[1]:<5d} {name:34s} {median * 1e6:8.1f} us  {moved / median / 1e12:5.2f} TB/s", flush=True)
+            print(f"  {phase:8s} {shape[0]:6d} x {shape[1]:<5d} {name:34s} {median * 1e6:8.1f} us", flush=True)
     return rows
 
 
@@ -367,7 +400,8 @@ def touch_memory(platform: str) -> None:
 def sanitize(platform: str, limit: float) -> dict[str, Any]:
     """Run `touch_memory` under compute-sanitizer, every array its own allocation."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__, "--touch", platform]
+    tool = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+    command = [*tool, sys.executable, __file__, "--touch", platform]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
     except FileNotFoundError:
@@ -390,9 +424,10 @@ def versions() -> dict[str, Any]:
             return None
 
     names = ("ejkernel-core", "ejkernel-triton", "ejkernel-cuda", "jax", "jaxlib", "triton", "jax-triton", "torch", "numpy")
-    smi = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    smi = subprocess.run(query, capture_output=True, text=True).stdout if shutil.which(query[0]) else "unknown"
     return {
-        "device": str(current_target()), "driver": smi.stdout.strip(), "python": sys.version.split()[0],
+        "device": str(current_target()), "driver": smi.strip(), "python": sys.version.split()[0],
         **{name: version(name) for name in names},
     }  # fmt: skip
 
@@ -401,7 +436,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of check_gpu.json")
     parser.add_argument("--platforms", default="", help="comma separated; default: every GPU plugin that is installed")
-    parser.add_argument("--budget", type=float, default=320, help="seconds after which nothing new is started")
+    parser.add_argument("--budget", type=float, default=270, help="seconds after which nothing new is started")
     parser.add_argument("--skip", default="", help="of numbers,times,sweep,torch,memory")
     parser.add_argument("--touch", help=argparse.SUPPRESS)
     return parser.parse_args()

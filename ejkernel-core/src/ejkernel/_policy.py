@@ -73,8 +73,9 @@ def use(
         custom_gradients: False differentiates the implementation's own JAX code instead of calling backward kernels, which
             is what `jax.jvp`, `jax.hessian` and gradients of gradients need.
         overlay: see `ejkernel.overlay`.
-        target: the device to build for when it is not the one that the arrays are on, as when a program is lowered for a GPU on
-            a machine without one: a `Target`, such as `Target("gpu", "NVIDIA H200", "9.0")`, a `jax.Device`, or a backend's name.
+        target: the device to build for when it is not the one that the arrays are on, as when a program is lowered for a GPU
+            on a machine without one: a `Target` such as `Target("gpu", "NVIDIA H200", "9.0")`, a `jax.Device`, or a backend's
+            name.
 
     Yields:
         The policy in force.

@@ -60,8 +60,7 @@ def building_for(target: Target) -> Iterator[None]:
 def current_target() -> Target:
     """The device that the implementation being traced is built for; outside of one, where an array would be put by default.
 
-    Kernels that are compiled while they are traced or lowered ask here, and never the host: the host may have another device, or
-    none.
+    Kernels that are compiled while they are traced or lowered ask here and never the host, which may have another device or none.
     """
     return _building.get() or _default_target()
 

@@ -1,7 +1,7 @@
 """Triton kernels without a GPU: in Triton's interpreter over NumPy, and compiled ahead of time for a GPU that is not there.
 
-`interpreted_call` takes the place of `call_kernel` in a kernel module, so that a test runs the launch code as it is. Results start as
-NaN, and each lies between guard bytes that must survive.
+`interpreted_call` takes the place of `call_kernel` in a kernel module, so that a test runs the launch code as it is. Results
+start as NaN, and each lies between guard bytes that must survive.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _guarded(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray
 
 
 def _interpret(function: JITFunction[Any], *args: Any, **kwargs: Any) -> Any:
-    """Triton's own library (`tl.sum`) was compiled-mode code when triton was imported; inside a kernel it is interpreted too."""
+    """Triton's own library (`tl.sum`) is made for compilation when triton is imported; in a kernel it is interpreted too."""
     scope = interpreter._patch_lang(function.fn)
     try:
         return InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
@@ -109,7 +109,10 @@ def interpreted_call(
     arguments = [value if isinstance(value, int) else HostArray(np.array(value, order="C")) for value in inputs]
     results = [_guarded(shape, dtype) for shape, dtype in outputs]
     before = [argument.array.copy() for argument in arguments if isinstance(argument, HostArray)]
-    with mock.patch.object(JITFunction, "__call__", _interpret), mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor):
+    with (
+        mock.patch.object(JITFunction, "__call__", _interpret),
+        mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
+    ):
         InterpretedFunction(kernel.fn)[(grid,)](*arguments, *(HostArray(array) for _, array in results), **constants)
     after = [argument.array for argument in arguments if isinstance(argument, HostArray)]
     for old, new in zip(before, after, strict=True):

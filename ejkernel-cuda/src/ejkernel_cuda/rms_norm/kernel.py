@@ -1,7 +1,7 @@
 """Root-mean-square normalisation: the arrays as the library's handlers take them.
 
-Parameters travel in float32, `[0, d]` when absent. In backward every block writes one partial sum of the parameters' gradients, and a
-second launch adds them up in a fixed order, without atomics.
+Parameters travel in float32, `[0, d]` when absent. In backward every block writes one partial sum of the parameters' gradients, and
+a second launch adds them up in a fixed order, without atomics.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs
+
 from ejkernel_cuda._library import handler
 from ejkernel_cuda.rms_norm.config import BackwardConfig, ForwardConfig
 

@@ -79,8 +79,8 @@ def backward_space(call: RmsNormCall, target: Target) -> list[BackwardConfig]:
 
 
 def _thread_fits(elements: int, warps: int, most: int) -> bool:
-    """Whether a thread has from 1 to `most` elements of a tile; the smallest tile is always admitted with one warp."""
-    return elements <= 32 * warps * most and (warps == 1 or elements >= 32 * warps)
+    """Whether a thread has from 4 to `most` elements of a tile; the smallest tile is always admitted with one warp."""
+    return elements <= 32 * warps * most and (warps == 1 or elements >= 32 * warps * 4)
 
 
 FORWARD = ConfigSpace(ForwardConfig, forward_heuristic, forward_space)

@@ -1,7 +1,7 @@
 """Root-mean-square normalisation: a program holds whole rows in registers, so every array passes memory once.
 
-Statistics and sums are float32. In backward each program walks over its tiles in a fixed order and writes one partial sum of the
-parameters' gradients; a last small sum adds the programs up, without atomics.
+Statistics and sums are float32. In backward each program walks over its tiles in a fixed order and writes one partial sum of
+the parameters' gradients; a last small sum adds the programs up, without atomics.
 """
 
 import math
@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-
 from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs
+
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.rms_norm.config import BackwardConfig, ForwardConfig, padded_width
 
@@ -123,6 +123,10 @@ def _storage(parameter: Any) -> int:
     return PER_BATCH if parameter.shape[0] > 1 else SHARED
 
 
+def _cdiv(value: int, divisor: int) -> int:
+    return -(-value // divisor)
+
+
 def _rows(shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-1])
 
@@ -138,7 +142,7 @@ def forward(call: RmsNormCall, inputs: RmsNormInputs, config: ForwardConfig) -> 
         rms_norm_forward_kernel,
         (x, x if scale is None else scale, x if offset is None else offset, rows, rows // shape[0]),
         ((shape, x.dtype), (shape[:-1] if call.save_residuals else (1,), jnp.float32)),
-        grid=triton.cdiv(rows, config.rows),
+        grid=_cdiv(rows, config.rows),
         num_warps=config.num_warps,
         WIDTH=shape[-1],
         BLOCK=padded_width(call),
@@ -160,11 +164,11 @@ def backward(
         return RmsNormInputs(*(None if value is None else jnp.zeros_like(value) for value in inputs))
     groups = x.shape[0] if PER_BATCH in (_storage(scale), _storage(offset)) else 1
     rows = _rows(x.shape) // groups
-    programs = min(config.programs, triton.cdiv(rows, config.rows))
+    programs = min(config.programs, _cdiv(rows, config.rows))
     if scale is None and offset is None:
-        programs = triton.cdiv(rows, config.rows)
+        programs = _cdiv(rows, config.rows)
     elif groups > 1:
-        programs = min(programs, triton.cdiv(config.programs, groups))
+        programs = min(programs, _cdiv(config.programs, groups))
     partial = (groups, programs, x.shape[-1])
     d_x, d_scale, d_offset = call_kernel(
         rms_norm_backward_kernel,

@@ -7,7 +7,7 @@ from ejkernel.plugin import Target
 
 DTYPES = ("float32", "bfloat16")
 WIDEST = {"float32": 16384, "bfloat16": 32768}
-"""The smallest tile is 16 whole rows; with its float32 copies it must fit into the 16 MiB of VMEM that a v4 or v5e gives a kernel."""
+"""The smallest tile, 16 whole rows with their float32 copies, must fit into the 16 MiB of VMEM that v4 and v5e give a kernel."""
 
 
 def supports(call: RmsNormCall, target: Target) -> str | None:

@@ -1,7 +1,7 @@
 """Root-mean-square normalisation on TPU: tiles of whole rows, every array passes memory once.
 
-The grid runs over groups (rows under one row of the parameters) and over their tiles. A TPU core takes the tiles in order, so that in
-backward the parameters' gradients add up in one block that stays in VMEM. Backward derives rstd from x, which it reads anyhow.
+The grid runs over groups (rows under one row of the parameters) and over their tiles. A TPU core takes the tiles in order, so that
+in backward the parameters' gradients add up in one block that stays in VMEM. Backward derives rstd from x, which it reads anyhow.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs
 from ejkernel_pallas._call import result_like
 from ejkernel_pallas.tpu.rms_norm.config import Config
 
@@ -25,24 +25,22 @@ def _inverse(x: Any, epsilon: float) -> Any:
     return jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
 
 
-def _forward_kernel(*refs: Any, call: RmsNormCall) -> None:
-    x_ref, *refs = refs
+def _forward_kernel(x_ref: Any, *others: Any, call: RmsNormCall) -> None:
+    refs = list(others)
     x = x_ref[...].astype(jnp.float32)  # [ROWS, d]
     rstd = _inverse(x, call.epsilon)  # [ROWS, 1]
     out = x * rstd
     if call.scale is not None:
-        scale_ref, *refs = refs
-        out = out * (scale_ref[...].astype(jnp.float32) + call.scale_offset)  # [1, d]
+        out = out * (refs.pop(0)[...].astype(jnp.float32) + call.scale_offset)  # [1, d]
     if call.offset is not None:
-        offset_ref, *refs = refs
-        out = out + offset_ref[...].astype(jnp.float32)  # [1, d]
+        out = out + refs.pop(0)[...].astype(jnp.float32)  # [1, d]
     refs[0][...] = out.astype(refs[0].dtype)
     if call.save_residuals:
         refs[1][...] = rstd
 
 
-def _backward_kernel(*refs: Any, call: RmsNormCall, rows: int) -> None:
-    x_ref, grad_ref, *refs = refs
+def _backward_kernel(x_ref: Any, grad_ref: Any, *others: Any, call: RmsNormCall, rows: int) -> None:
+    refs = list(others)
     i_tile = pl.program_id(1)
     i_row = i_tile * x_ref.shape[0] + jax.lax.broadcasted_iota(jnp.int32, (x_ref.shape[0], 1), 0)
     inside = i_row < rows  # what lies beyond the last row is undefined
@@ -52,8 +50,7 @@ def _backward_kernel(*refs: Any, call: RmsNormCall, rows: int) -> None:
     normalised = jnp.where(inside, x * rstd, 0.0)
     weighted = grad
     if call.scale is not None:
-        scale_ref, *refs = refs
-        weighted = grad * (scale_ref[...].astype(jnp.float32) + call.scale_offset)
+        weighted = grad * (refs.pop(0)[...].astype(jnp.float32) + call.scale_offset)
     d_x = rstd * (weighted - normalised * jnp.mean(weighted * normalised, axis=-1, keepdims=True))
     refs[0][...] = d_x.astype(refs[0].dtype)
 
@@ -136,7 +133,9 @@ def backward(
         name="ejkernel_rms_norm_backward",
     )(x.reshape(shape), cotangents.out.reshape(shape), *(value for value, _ in scales))
     totals = iter(sums)
-    return RmsNormInputs(d_x.reshape(x.shape), *(None if v is None else _as_parameter(next(totals), v) for v in (scale, offset)))
+    return RmsNormInputs(
+        d_x.reshape(x.shape), *(None if v is None else _as_parameter(next(totals), v) for v in (scale, offset))
+    )
 
 
 def _as_parameter(sums: Any, parameter: Any) -> Any:
