@@ -22,11 +22,13 @@ class Pair:
 
 
 PAIRS = (
+    Pair(jax="==0.10.2", jax_triton="==0.3.1"),
     Pair(jax="==0.11.*", jax_triton="==0.3.1"),
+    Pair(jax="==0.12.0.1", jax_triton="==0.3.1"),
     Pair(
         jax=">=0.12",
         jax_triton=">=0.4,<=0.4.1",
-        problem="its calls fail in JAX's dead-code elimination; install jax 0.11.2 with jax-triton 0.3.1",
+        problem="its calls fail while JAX lowers them; pip install jax-triton==0.3.1",
     ),
 )
 """The first entry that fits speaks; a combination without one is tried."""
