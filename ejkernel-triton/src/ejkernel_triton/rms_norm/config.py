@@ -12,6 +12,9 @@ _ROWS = tuple(1 << power for power in range(10))
 _ELEMENTS = 1 << 14
 """Most elements of a tile of several rows."""
 
+_SHARED_MEMORY = 96 * 1024
+"""What a block gets on every supported device."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
@@ -74,8 +77,13 @@ def backward_space(call: RmsNormCall, target: Target) -> list[BackwardConfig]:
     return [
         BackwardConfig(r, w, programs, stages)
         for r, w, programs, stages in itertools.product(rows, (1, 2, 4, 8, 16, 32), (132, 264, 528, 1056), (1, 2, 3))
-        if _thread_fits(r * width, w, 32)
+        if _thread_fits(r * width, w, 32) and (stages == 1 or stages * _tile_bytes(call, r * width) <= _SHARED_MEMORY)
     ]
+
+
+def _tile_bytes(call: RmsNormCall, elements: int) -> int:
+    """Shared memory of one tile of x and one of its gradient."""
+    return 2 * elements * (4 if call.x.dtype == "float32" else 2)
 
 
 def _thread_fits(elements: int, warps: int, most: int) -> bool:
