@@ -12,10 +12,11 @@ import jax
 
 from ejkernel._arrays import ArraySpec, named
 from ejkernel._explain import Decision, Explanation, Verdict
-from ejkernel._partition import MIXED_AXES, Layout, is_mixed, mesh_of, run_auto, run_explicit
+from ejkernel._partition import MIXED_AXES, Layout, is_mixed, mesh_of, run_auto, run_explicit, vary_like
 from ejkernel._priority import DEFAULT_ORDER, UNMEASURED
 from ejkernel._records import Candidate, resolve
 from ejkernel._registry import kernel_registry
+from ejkernel._target import building_for
 from ejkernel.errors import FallbackWarning, NoKernelError
 from ejkernel.plugin import Phase
 
@@ -195,8 +196,10 @@ def _run_local(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> An
     decision, chosen = _admitted(request, phase)
     function: Callable[..., Any] = resolve(chosen.implementation.target)
     suffix = "" if phase == "forward" else ".backward"
-    with jax.named_scope(f"ejkernel.{request.operation.name}{suffix}[{chosen.id}]{note(request, decision)}"):
+    scope = f"ejkernel.{request.operation.name}{suffix}[{chosen.id}]{note(request, decision)}"
+    with jax.named_scope(scope), building_for(request.target):
         results = function(request.call, *arguments, decision.config)
+    results = vary_like(results, arguments)
     expected = _expected(request, phase, arguments)
     _check_results(chosen, phase, results, expected)
     return results

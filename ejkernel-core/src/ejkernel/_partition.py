@@ -27,8 +27,16 @@ Run = Callable[..., Any]
 
 def unify_manual_axes(inputs: Any) -> Any:
     """Inside `shard_map`, make all inputs vary over the same mesh axes, so that replicated ones get summed gradients."""
-    varying = frozenset().union(*(_varying(leaf) for leaf in jax.tree.leaves(inputs)))
-    return jax.tree.map(lambda leaf: vary(leaf, varying), inputs) if varying else inputs
+    return vary_like(inputs, inputs)
+
+
+def vary_like(values: Any, arrays: Any) -> Any:
+    """Mark values as varying over every manual mesh axis that one of the arrays varies over.
+
+    A kernel's results depend on all of its operands, but not every primitive that calls a kernel says so in its types.
+    """
+    varying = frozenset().union(*(_varying(leaf) for leaf in jax.tree.leaves(arrays)))
+    return jax.tree.map(lambda leaf: vary(leaf, varying), values) if varying else values
 
 
 def vary(array: Any, axes: frozenset[str]) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+_building: contextvars.ContextVar[Target | None] = contextvars.ContextVar("ejkernel_building", default=None)
 _BACKEND_OF_PLATFORM = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
 
@@ -43,6 +46,24 @@ def target_of_device(device: Any) -> Target:
     backend = _BACKEND_OF_PLATFORM.get(device.platform, device.platform)
     capability = getattr(device, "compute_capability", None) if backend == "gpu" else None
     return Target(backend, device.device_kind, None if capability is None else str(capability))
+
+
+@contextlib.contextmanager
+def building_for(target: Target) -> Iterator[None]:
+    """Say for which device the implementation traced inside the block is built."""
+    token = _building.set(target)
+    try:
+        yield
+    finally:
+        _building.reset(token)
+
+
+def current_target() -> Target:
+    """The device that the implementation being traced is built for; outside of one, where an array would be put by default.
+
+    Kernels that are compiled while they are traced or lowered ask here and never the host, which may have another device or none.
+    """
+    return _building.get() or _default_target()
 
 
 def as_target(value: Target | str | Any) -> Target:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pluggy
 
-from ejkernel._target import Target
+from ejkernel._target import Target, current_target
 
 __all__ = [
     "API_LEVEL",
@@ -24,6 +24,7 @@ __all__ = [
     "Phase",
     "Plugin",
     "Target",
+    "current_target",
     "hookimpl",
     "hookspec",
 ]

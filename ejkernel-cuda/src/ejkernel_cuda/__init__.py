@@ -1,0 +1,1 @@
+"""ejkernel in CUDA C++, called through XLA's foreign function interface."""

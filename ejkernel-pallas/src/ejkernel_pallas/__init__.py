@@ -1,0 +1,1 @@
+"""ejkernel on Pallas: TPU kernels through Mosaic."""

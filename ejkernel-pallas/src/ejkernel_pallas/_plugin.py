@@ -1,0 +1,29 @@
+"""The light plugin module of ejkernel-pallas: imports the standard library and `ejkernel.plugin` only."""
+
+from __future__ import annotations
+
+from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
+
+
+def _tpu(operation: str, phase: Phase) -> Implementation:
+    """One phase of an operation on TPU: `tpu/<operation>/{kernel,capability,config}.py`."""
+    package = f"ejkernel_pallas.tpu.{operation}"
+    return Implementation(
+        operation=operation,
+        phase=phase,
+        variant="tpu",
+        backends=("tpu",),
+        target=f"{package}.kernel:{phase}",
+        supports=f"{package}.capability:supports",
+        configs=f"{package}.config:{phase.upper()}",
+    )
+
+
+@hookimpl
+def ejkernel_plugin() -> Plugin:
+    return Plugin(
+        name="pallas",
+        api_level=API_LEVEL,
+        summary="Pallas kernels: TPU through Mosaic",
+        implementations=(_tpu("rms_norm", "forward"), _tpu("rms_norm", "backward")),
+    )

@@ -1,0 +1,1 @@
+"""ejkernel on Triton: GPU kernels through jax-triton."""

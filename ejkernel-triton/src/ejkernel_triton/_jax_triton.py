@@ -1,0 +1,81 @@
+"""The only module that imports jax-triton.
+
+jax-triton overwrites `TRITON_CACHE_DIR` for the whole process when it is imported; the user's value is put back. It would take
+the compute capability from the first device of the host; here it comes from the target that core builds for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from ejkernel.plugin import current_target
+
+from ejkernel_triton._versions import version_problem
+
+_CACHE_VARIABLE = "TRITON_CACHE_DIR"
+
+
+@contextlib.contextmanager
+def _environment_kept() -> Iterator[None]:
+    before = os.environ.get(_CACHE_VARIABLE)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_CACHE_VARIABLE, None)
+        else:
+            os.environ[_CACHE_VARIABLE] = before
+
+
+@functools.cache
+def _jax_triton() -> Any:
+    problem = version_problem()
+    if problem:
+        raise ImportError(problem)
+    with _environment_kept():
+        import jax_triton
+    return jax_triton
+
+
+def call_kernel(
+    kernel: Any,
+    inputs: Sequence[Any],
+    outputs: Sequence[tuple[tuple[int, ...], Any]],
+    *,
+    grid: int,
+    num_warps: int,
+    num_stages: int = 1,
+    **constants: Any,
+) -> list[jax.Array]:
+    """Call a `triton.jit` kernel whose parameters are: inputs in order, outputs in order, constants by name.
+
+    Args:
+        kernel: the kernel.
+        inputs: arrays, and integers that the compiled kernel does not depend on.
+        outputs: shape and dtype of each.
+        grid: number of programs.
+        num_warps: warps per program.
+        num_stages: depth of software pipelining.
+        **constants: `tl.constexpr` parameters.
+    """
+    capability = current_target().capability
+    if capability is None:
+        raise ValueError(f"target: got {current_target()}, expected a GPU with a known compute capability")
+    return list(
+        _jax_triton().triton_call(
+            *inputs,
+            kernel=kernel,
+            out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs],
+            grid=(grid,),
+            name=kernel.fn.__name__,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            compute_capability=capability[0] * 10 + capability[1],
+            **constants,
+        )
+    )

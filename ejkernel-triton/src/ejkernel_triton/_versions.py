@@ -1,0 +1,69 @@
+"""Which versions of jax, jax-triton and Triton are known to work, or not to work, together.
+
+Reads package metadata only, so that `supports` can ask without importing any of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+
+from packaging.specifiers import SpecifierSet
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """What is known of one combination: specifiers, and the problem (empty = works)."""
+
+    jax: str
+    jax_triton: str
+    problem: str = ""
+
+
+PAIRS = (
+    Pair(jax="==0.10.2", jax_triton="==0.3.1"),
+    Pair(jax="==0.11.*", jax_triton="==0.3.1"),
+    Pair(jax="==0.12.0.1", jax_triton="==0.3.1"),
+    Pair(
+        jax=">=0.12",
+        jax_triton=">=0.4,<=0.4.1",
+        problem="its calls fail while JAX lowers them; pip install jax-triton==0.3.1",
+    ),
+)
+"""The first entry that fits speaks; a combination without one is tried."""
+
+
+@functools.cache
+def installed() -> dict[str, str | None]:
+    """Versions of the three packages; None where one is not installed."""
+    return {name: _version(name) for name in ("jax", "jax-triton", "triton")}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def version_problem() -> str | None:
+    """One sentence saying why the installed versions cannot work together; None if no reason is known."""
+    versions = installed()
+    missing = [name for name, version in versions.items() if version is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed: pip install {' '.join(missing)}"
+    return problem_of(str(versions["jax"]), str(versions["jax-triton"]))
+
+
+def problem_of(jax: str, jax_triton: str) -> str | None:
+    """What the table says of one pair of versions."""
+    for pair in PAIRS:
+        if _fits(jax, pair.jax) and _fits(jax_triton, pair.jax_triton):
+            return f"jax-triton {jax_triton} does not work with jax {jax}: {pair.problem}" if pair.problem else None
+    return None
+
+
+def _fits(version: str, specifier: str) -> bool:
+    return SpecifierSet(specifier).contains(version, prereleases=True)

@@ -1,0 +1,15 @@
+#!/bin/bash
+# Build the wheels of every distribution into .whl/ and add what a bare GPU machine lacks.
+#   tests/device/build_wheels.sh [python]     python: 3.12 with pip, build back ends and nvcc on the PATH
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${1:-python3}
+rm -rf .whl
+mkdir .whl
+for distribution in ejkernel-core ejkernel-xla ejkernel-triton ejkernel-pallas ejkernel-cuda; do
+  "$python" -m pip wheel -q --no-deps --no-build-isolation -w .whl "./$distribution"
+done
+"$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp -d .whl \
+  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+  jax_triton==0.3.1 absl-py importlib-metadata zipp platformdirs filelock
+du -sh .whl
