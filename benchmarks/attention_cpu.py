@@ -21,10 +21,11 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import ejkernel
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import ejkernel
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-2}
 

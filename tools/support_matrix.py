@@ -1,7 +1,7 @@
 """Write the support matrix into README.md: operation x platform, from the plugins' records and the conformance reports.
 
-    python tools/support_matrix.py            rewrite README.md
-    python tools/support_matrix.py --check    exit 1 if README.md is out of date
+python tools/support_matrix.py            rewrite README.md
+python tools/support_matrix.py --check    exit 1 if README.md is out of date
 """
 
 from __future__ import annotations

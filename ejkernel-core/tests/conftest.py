@@ -94,8 +94,6 @@ def python(site: Site):
     return run
 
 
-
-
 def plain_forward(call: Any, inputs: RmsNormInputs, config: Any) -> RmsNormOutputs:
     """rms_norm without offset, float32, for tests of the machinery."""
     rstd = 1 / jnp.sqrt(jnp.mean(inputs.x**2, -1) + call.epsilon)

@@ -166,7 +166,9 @@ def test_an_implementation_that_breaks_the_contract_is_named():
         return ejkernel.operations.rms_norm.interface.RmsNormOutputs(inputs.x[:1])
 
     try:
-        with pytest.raises(TypeError, match=r"liar \(forward\) breaks the contract of rms_norm: out: returned float32\[1,3,8\]"):
+        with pytest.raises(
+            TypeError, match=r"liar \(forward\) breaks the contract of rms_norm: out: returned float32\[1,3,8\]"
+        ):
             ejkernel.rms_norm(X, platform="liar")
     finally:
         kernel_registry.unregister("rms_norm", "liar")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import ejkernel
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import ejkernel
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs
 from ejkernel.plugin import Target

@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import ejkernel
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import ejkernel
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations.rms_norm import reference
 from ejkernel.operations.rms_norm.interface import OPERATION, RmsNormCall, RmsNormInputs, RmsNormOutputs
 from ejkernel.plugin import Target
 from ejkernel_pallas import _plugin
 from ejkernel_pallas.tpu.rms_norm import capability, config, kernel
-from jax.experimental.pallas import tpu as pltpu
 
 V6E = Target("tpu", "TPU v6 lite")
 TOLERANCE = {"float32": 2e-5, "bfloat16": 6e-3}

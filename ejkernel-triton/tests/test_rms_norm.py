@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 
-import ejkernel
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import ejkernel
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations.rms_norm import reference
 from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from ejkernel import _policy, _target
 from ejkernel._arrays import named
 from ejkernel.operation import Request

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
 from ejkernel import use
 from ejkernel._arrays import named
 from ejkernel.operations import get_operation
@@ -20,8 +23,6 @@ from ejkernel.plugin import Target
 from ejkernel_xla.flash_attention import backward, forward
 from ejkernel_xla.flash_attention.config import CONFIGS, FlashAttentionConfig
 from ejkernel_xla.flash_attention.masks import plan
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 SMALL = FlashAttentionConfig(block_q=8, block_k=16, block_q_backward=16, block_k_backward=8)
@@ -71,9 +72,15 @@ def as_float64(values: Any) -> Any:
     return jax.tree.map(lambda a: np.asarray(a, np.float64) if is_float(a) else np.asarray(a), values)
 
 
-def qkv(batch: int = 2, queries: int = 24, keys: int = 24, heads: int = 4, key_heads: int = 2, size: int = 8) -> Mapping[str, Any]:
+def qkv(
+    batch: int = 2, queries: int = 24, keys: int = 24, heads: int = 4, key_heads: int = 2, size: int = 8
+) -> Mapping[str, Any]:
     rng = np.random.default_rng(3)
-    shapes = {"query": (batch, queries, heads, size), "key": (batch, keys, key_heads, size), "value": (batch, keys, key_heads, size)}
+    shapes = {
+        "query": (batch, queries, heads, size),
+        "key": (batch, keys, key_heads, size),
+        "value": (batch, keys, key_heads, size),
+    }
     return {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
 
 
@@ -119,14 +126,18 @@ def test_numbers(name: str) -> None:
     check(name, SMALL)
 
 
-@pytest.mark.parametrize("name", ("everything", "gqa-causal-tail", "bottom-right-empty-rows", "bias-1x2x13x21", "prefix-window"))
+@pytest.mark.parametrize(
+    "name", ("everything", "gqa-causal-tail", "bottom-right-empty-rows", "bias-1x2x13x21", "prefix-window")
+)
 @pytest.mark.parametrize("config", (UNEVEN, FlashAttentionConfig()), ids=("uneven", "default"))
 def test_configs_give_the_same_numbers(name: str, config: FlashAttentionConfig) -> None:
     check(name, config)
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-@pytest.mark.parametrize("name", ("gqa-causal-tail", "segments", "bias-1x2x13x21", "sinks", "soft-cap", "unnormalised-sinks", "dropout"))
+@pytest.mark.parametrize(
+    "name", ("gqa-causal-tail", "segments", "bias-1x2x13x21", "sinks", "soft-cap", "unnormalised-sinks", "dropout")
+)
 def test_narrow_dtypes(name: str, dtype: str) -> None:
     check(name, SMALL, dtype)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import ejkernel
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from against_reference import cases_named, check_case, check_second_order, check_vmap, problems
+
+import ejkernel
 
 NAMES = ("layer_norm", "rms_norm")
 

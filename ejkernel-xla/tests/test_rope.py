@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import ejkernel
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from against_reference import cases_named, check_case, check_second_order, check_vmap, problems
+
+import ejkernel
 
 
 @problems("rope")

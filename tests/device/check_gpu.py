@@ -27,10 +27,11 @@ from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
-import ejkernel
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import ejkernel
 from ejkernel.errors import NoKernelError
 from ejkernel.operations.rms_norm import reference
 from ejkernel.operations.rms_norm.interface import OPERATION, RmsNormInputs, RmsNormOutputs

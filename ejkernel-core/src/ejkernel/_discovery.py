@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import re
 import sys
@@ -155,7 +156,7 @@ def _load(claim: PluginRecord) -> PluginRecord:
     before = {*sys.modules}
     start = time.perf_counter()
     try:
-        module = entry.load()
+        module = _second_copy(entry.load())
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin that calls sys.exit() must not end the user's program
@@ -165,6 +166,16 @@ def _load(claim: PluginRecord) -> PluginRecord:
     light = {*sys.stdlib_module_names, "ejkernel", "pluggy", own}
     heavy = {name.partition(".")[0] for name in {*sys.modules} - before} - light
     return dataclasses.replace(claim, module=module, seconds=seconds, heavy=tuple(sorted(heavy)))
+
+
+def _second_copy(module: Any) -> Any:
+    """The module, or a copy of its own where it is only half imported: its import is what imported ejkernel."""
+    spec = getattr(module, "__spec__", None)
+    if spec is None or not getattr(spec, "_initializing", False):
+        return module
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
 
 
 def _import_failure(module: str, error: BaseException) -> str:

@@ -140,9 +140,7 @@ def run_explicit(layout: Layout, mesh: Any, run: Run, arguments: tuple[Any, ...]
         return tuple(_sum_parts(layout, jax.tree.leaves(outputs), result_shapes, assigned))
 
     out_specs = layout.specs(layout.results, result_shapes, assigned)
-    sharded = jax.shard_map(
-        local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=frozenset(mesh.explicit_axes)
-    )
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=frozenset(mesh.explicit_axes))
     return jax.tree.unflatten(jax.tree.structure(results), sharded(*leaves))
 
 

@@ -112,6 +112,7 @@ class Plugin:
         requires: import names that must be findable, e.g. `("triton", "jax_triton")`.
         versions: distribution name to version specifier, e.g. `{"triton": ">=3.6,<4"}`.
         implementations: what it brings.
+        custom_calls: names of the custom calls that its programs contain, which `jax.export` must be told to let through.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Plugin:
     requires: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     implementations: tuple[Implementation, ...] = ()
+    custom_calls: tuple[str, ...] = ()
 
 
 class Hooks:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from ejkernel.operations import get_operation
 
 X = np.ones((2, 3, 8), np.float32)

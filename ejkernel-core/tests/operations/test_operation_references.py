@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from ejkernel._arrays import named, parse_dims
 from ejkernel.operations import get_operation
 

@@ -27,6 +27,7 @@ def ejkernel_plugin() -> Plugin:
         api_level=API_LEVEL,
         summary="CUDA C++ kernels for NVIDIA GPUs, in one shared library",
         implementations=(_implementation("rms_norm", "forward"), _implementation("rms_norm", "backward")),
+        custom_calls=("ejkernel_cuda_rms_norm_forward", "ejkernel_cuda_rms_norm_backward"),
     )
 
 

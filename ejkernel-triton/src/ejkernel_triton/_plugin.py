@@ -29,6 +29,7 @@ def ejkernel_plugin() -> Plugin:
         requires=("triton", "jax_triton"),
         versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1"},
         implementations=(_implementation("rms_norm", "forward"), _implementation("rms_norm", "backward")),
+        custom_calls=("triton_kernel_call",),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+
 from ejkernel.operations._rows.interface import NormCall, NormInputs, per_row
 
 

@@ -142,7 +142,9 @@ class Split:
 def _check_whole_lengths(split: Split) -> None:
     for name, axes in (("query", split.queries), ("key", split.keys)):
         if axes:
-            raise invalid("in_specs", f"the {name}'s length split over {axes}", "whole sequences", remedy="split batch and heads")
+            raise invalid(
+                "in_specs", f"the {name}'s length split over {axes}", "whole sequences", remedy="split batch and heads"
+            )
 
 
 def mask_info_specs(mask_info: Any, split: Split) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ejkernel.operations.rms_norm.interface import RmsNormCall
 from ejkernel.plugin import Target
-
 from ejkernel_triton._versions import version_problem
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs
 
+from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.rms_norm.config import BackwardConfig, ForwardConfig, padded_width
 

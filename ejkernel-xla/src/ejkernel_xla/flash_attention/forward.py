@@ -67,9 +67,7 @@ def sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan) -> Rows:
         rows = Rows(*(jnp.where(tile.begins > 0, fresh, old) for fresh, old in zip(block, rows, strict=True)))
         rows = _absorb(call, arrays, plan, tile, rows)
         done = rows._replace(values=_finish(call, rows))
-        every = Rows(
-            *(put_piece(x, 3, tile.query_start, y) for x, y in zip(every, done, strict=True))
-        )
+        every = Rows(*(put_piece(x, 3, tile.query_start, y) for x, y in zip(every, done, strict=True)))
         return (rows, every), None
 
     if len(plan.tiles):

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ejkernel.operations.mean_pooling.interface import MeanPoolingCall, MeanPoolingInputs, MeanPoolingOutputs
 
+from ejkernel.operations.mean_pooling.interface import MeanPoolingCall, MeanPoolingInputs, MeanPoolingOutputs
 from ejkernel_xla._numerics import accumulator
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from ejkernel.operations.rope.interface import RopeCall, RopeInputs, RopeOutputs
 
+from ejkernel.operations.rope.interface import RopeCall, RopeInputs, RopeOutputs
 from ejkernel_xla._numerics import accumulator
 
 

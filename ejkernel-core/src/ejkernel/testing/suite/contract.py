@@ -16,7 +16,12 @@ from ejkernel.plugin import Target
 from ejkernel.testing.problem import DTYPES, Problem, case_named, cases_of, toggles_of
 from ejkernel.testing.report import Report
 
-__all__ = ["test_every_field_is_toggled", "test_field_is_consumed", "test_supports_is_pure_and_total", "test_supports_predicts_lowering"]
+__all__ = [
+    "test_every_field_is_toggled",
+    "test_field_is_consumed",
+    "test_supports_is_pure_and_total",
+    "test_supports_predicts_lowering",
+]
 
 TARGETS = (
     Target("cpu", "cpu"),
@@ -34,7 +39,9 @@ _SAMPLE = 3
 @pytest.mark.ejkernel_level("contract")
 def test_supports_is_pure_and_total(operation_name: str, platform_name: str) -> None:
     """For every case, dtype and target, `supports` answers None or a reason, the same one twice."""
-    own = [c for p in ("forward", "backward") for c in kernel_registry.candidates(operation_name, p) if c.platform == platform_name]
+    own = [
+        c for p in ("forward", "backward") for c in kernel_registry.candidates(operation_name, p) if c.platform == platform_name
+    ]
     for case in cases_of(operation_name):
         for dtype in DTYPES:
             call = Problem(operation_name, case, dtype, platform_name).bound.call
@@ -94,7 +101,9 @@ def test_field_is_consumed(toggled: tuple[str, str], platform_name: str, conform
 
     changed = dataclasses.replace(base, arrays=arrays, options={**base.options, **toggle.options})
     problems = [Problem(operation, case, "float32", platform_name) for case in (base, changed)]
-    assert getattr(problems[0].bound.call, field) != getattr(problems[1].bound.call, field), f"the toggle leaves {field} as it is"
+    assert getattr(problems[0].bound.call, field) != getattr(problems[1].bound.call, field), (
+        f"the toggle leaves {field} as it is"
+    )
     refusals = [reason for reason in (problem.refusal() for problem in problems) if reason is not None]
     if refusals:
         conformance_report.note(operation, "contract", f"field {field}", f"refused: {refusals[0]}")
@@ -107,7 +116,9 @@ def test_field_is_consumed(toggled: tuple[str, str], platform_name: str, conform
 
 
 def _pairs(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[Any, Any]]:
-    return [(np.asarray(first[name], np.float64), np.asarray(second[name], np.float64)) for name in first.keys() & second.keys()]
+    return [
+        (np.asarray(first[name], np.float64), np.asarray(second[name], np.float64)) for name in first.keys() & second.keys()
+    ]
 
 
 def _program(problem: Problem) -> str:

@@ -43,9 +43,7 @@ class _Sharded:
         outputs = operation.output_specs(self.request.call)
         rng = np.random.default_rng(0)
         visible = operation.public(call)
-        self.cotangents = {
-            n: jnp.asarray(rng.standard_normal(s.shape), s.dtype) for n, s in named(outputs) if n in visible
-        }
+        self.cotangents = {n: jnp.asarray(rng.standard_normal(s.shape), s.dtype) for n, s in named(outputs) if n in visible}
 
     def _widened(self, name: str, array: Any) -> Any:
         if array.shape[0] == 1 and self.dims[name][0].broadcasts:
@@ -126,5 +124,3 @@ def test_shard_map(transformed: Problem) -> None:
     out_specs = (in_specs[1], {n: in_specs[0][n] for n in sharded.differentiable})
     mapped = jax.shard_map(sharded.pull, mesh=sharded.mesh, in_specs=in_specs, out_specs=out_specs)
     sharded.check(mapped, (inputs, cotangents))
-
-

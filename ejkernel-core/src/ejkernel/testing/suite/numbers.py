@@ -99,4 +99,7 @@ def test_repeats_bit_equal(transformed: Problem) -> None:
     for _ in range(3):
         again = {**transformed.outputs(), **transformed.gradients()}
         for name, value in first.items():
-            assert np.array_equal(np.asarray(value), np.asarray(again[name]), equal_nan=True), (name, deviation(again[name], value))
+            assert np.array_equal(np.asarray(value), np.asarray(again[name]), equal_nan=True), (
+                name,
+                deviation(again[name], value),
+            )

@@ -57,7 +57,9 @@ def test_light_module(platform_name: str) -> None:
         found = json.loads(run.stdout.splitlines()[-1])
         assert not found["heavy"], f"the light module imports {', '.join(found['heavy'])}"
         best = min(found["seconds"], best or found["seconds"])
-    assert best is not None and best < IMPORT_BUDGET_SECONDS, f"{best * 1e3:.1f} ms, allowed {IMPORT_BUDGET_SECONDS * 1e3:.0f} ms"
+    assert best is not None and best < IMPORT_BUDGET_SECONDS, (
+        f"{best * 1e3:.1f} ms, allowed {IMPORT_BUDGET_SECONDS * 1e3:.0f} ms"
+    )
 
 
 @pytest.mark.ejkernel_level("packaging")

@@ -87,7 +87,9 @@ def _perturbed(arrays: dict[str, Any], names: tuple[str, ...]) -> list[dict[str,
 
 def _stacked(copies: list[dict[str, Any]], names: tuple[str, ...], axis: int = 0) -> dict[str, Any]:
     return {
-        name: jax.tree.map(lambda *leaves: jnp.stack(leaves, axis), *[copy[name] for copy in copies]) if name in names else value
+        name: jax.tree.map(lambda *leaves: jnp.stack(leaves, axis), *[copy[name] for copy in copies])
+        if name in names
+        else value
         for name, value in copies[0].items()
     }
 
@@ -192,7 +194,8 @@ def test_export(transformed: Problem) -> None:
 def test_plain_jax_second_derivatives(transformed: Problem) -> None:
     """`use(..., custom_gradients=False)`: jvp agrees with the gradient, and the gradient can be differentiated again."""
     plain = any(
-        c.platform == transformed.platform and c.implementation.plain_jax for c in kernel_registry.candidates(transformed.operation)
+        c.platform == transformed.platform and c.implementation.plain_jax
+        for c in kernel_registry.candidates(transformed.operation)
     )
     if not plain:
         pytest.skip(f"{transformed.platform} has no plain JAX code for {transformed.operation}; it would need plain_jax=True")
