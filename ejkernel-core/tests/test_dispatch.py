@@ -88,7 +88,7 @@ def test_asking_for_what_is_forbidden_is_a_contradiction():
 
 @pytest.mark.parametrize("argument", ["trition", "xlaa"])
 def test_unknown_platform_gets_a_suggestion(argument):
-    with pytest.raises(ValueError, match="did you mean '(triton|xla)'"):
+    with pytest.raises(ValueError, match=r"did you mean '(triton|xla)'"):
         ejkernel.rms_norm(X, platform=argument)
 
 

@@ -47,7 +47,7 @@ def test_numeric_gen():
     np.testing.assert_array_equal(utils.numeric_gen(4, dtype="f4", seed=1), utils.numeric_gen(4, dtype=jnp.float32, seed=1))
     uniform = utils.numeric_gen(1000, dtype="f4", method="uniform", key=jax.random.key(0))
     assert float(uniform.min()) >= 0 and float(uniform.max()) < 1 and abs(float(uniform.mean()) - 0.5) < 0.05
-    with pytest.raises(ValueError, match="method: got 'norml'.*did you mean 'normal'"):
+    with pytest.raises(ValueError, match=r"method: got 'norml'.*did you mean 'normal'"):
         utils.numeric_gen(2, method="norml")
 
 

@@ -13,8 +13,9 @@ from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
+from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+from triton.compiler import ASTSource
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -139,7 +140,7 @@ class Compilation:
         aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(self.types) if kind.startswith("*")}
         source = ASTSource(self.kernel, signature, {(names.index(k),): v for k, v in self.constants.items()}, aligned)
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        return triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 _TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32", "int64": "*i64"}
