@@ -71,9 +71,12 @@ def as_float64(values: Any) -> Any:
     return jax.tree.map(lambda a: np.asarray(a, np.float64) if is_float(a) else np.asarray(a), values)
 
 
-def qkv(batch: int = 2, queries: int = 24, keys: int = 24, heads: int = 4, key_heads: int = 2, size: int = 8) -> Mapping[str, Any]:
+def qkv(
+    batch: int = 2, queries: int = 24, keys: int = 24, heads: int = 4, key_heads: int = 2, size: int = 8
+) -> Mapping[str, Any]:
     rng = np.random.default_rng(3)
-    shapes = {"query": (batch, queries, heads, size), "key": (batch, keys, key_heads, size), "value": (batch, keys, key_heads, size)}
+    key_shape = (batch, keys, key_heads, size)
+    shapes = {"query": (batch, queries, heads, size), "key": key_shape, "value": key_shape}
     return {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
 
 
@@ -119,14 +122,18 @@ def test_numbers(name: str) -> None:
     check(name, SMALL)
 
 
-@pytest.mark.parametrize("name", ("everything", "gqa-causal-tail", "bottom-right-empty-rows", "bias-1x2x13x21", "prefix-window"))
+@pytest.mark.parametrize(
+    "name", ("everything", "gqa-causal-tail", "bottom-right-empty-rows", "bias-1x2x13x21", "prefix-window")
+)
 @pytest.mark.parametrize("config", (UNEVEN, FlashAttentionConfig()), ids=("uneven", "default"))
 def test_configs_give_the_same_numbers(name: str, config: FlashAttentionConfig) -> None:
     check(name, config)
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-@pytest.mark.parametrize("name", ("gqa-causal-tail", "segments", "bias-1x2x13x21", "sinks", "soft-cap", "unnormalised-sinks", "dropout"))
+@pytest.mark.parametrize(
+    "name", ("gqa-causal-tail", "segments", "bias-1x2x13x21", "sinks", "soft-cap", "unnormalised-sinks", "dropout")
+)
 def test_narrow_dtypes(name: str, dtype: str) -> None:
     check(name, SMALL, dtype)
 
@@ -265,7 +272,7 @@ class TestTiles:
                 space = CONFIGS.search_space(call, target)
                 assert CONFIGS.heuristic(call, target) in space
                 assert len(set(space)) == len(space)
-                assert all(min(dataclasses.astuple(config)) >= 1 for config in space)
+                assert all(min(dataclasses.astuple(config)[:4]) >= 1 for config in space)
 
 
 class TestTransforms:

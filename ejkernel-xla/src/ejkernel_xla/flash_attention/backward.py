@@ -84,7 +84,7 @@ def _statistics(
     lse = heads_first(outputs.lse, groups).astype(wide)
     d_lse = None if cotangents.lse is None else heads_first(cotangents.lse, groups).astype(wide)
     if wide != jnp.float32 or not call.normalize_output:
-        # lse is too narrow for float64, and the maximum is no residual; rows of no values give both at the price of one product.
+        # lse is too narrow for float64, and the maximum is no residual: a sweep without values gives both for one product.
         rows = sweep(call, arrays._replace(value=arrays.value[..., :0]), layout)
         lse = log_sum(rows)
     if not call.normalize_output:

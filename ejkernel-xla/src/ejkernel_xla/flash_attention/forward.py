@@ -28,7 +28,7 @@ from ejkernel_xla.flash_attention.tiles import (
 
 
 class Rows(NamedTuple):
-    """Running state of one query block: maximum and sum `[b,k,g,q]` of `exp(logit - maximum)`, weighted values `[b,k,g,q,e]`."""
+    """Running state of one query block: maximum, sum of `exp(logit - maximum)` `[b,k,g,q]`, weighted values `[b,k,g,q,e]`."""
 
     maximum: Any
     total: Any
