@@ -139,7 +139,7 @@ def measure(problem: Problem, rounds: int, compile_rounds: int) -> dict[str, Any
     error = largest_error(compiled["ours"](*arrays), compiled["jax.nn"](*arrays))
     if error > TOLERANCE[problem.dtype]:
         raise SystemExit(f"{problem.name}: ours and jax.nn differ by {error:.3g} of the largest magnitude")
-    for name, function in forward.items():
+    for function in forward.values():
         jax.block_until_ready(function(*arrays[:3]))
     return {
         "name": problem.name,
