@@ -1,7 +1,7 @@
 """Attention on CPU, forward and backward: ejkernel on XLA beside jax.nn's XLA path.
 
-Every case first passes a comparison of outputs and gradients. Timings of the two alternate, so that whatever else the machine does
-hits both; medians, spread and ratios go to a JSON file. Run on a quiet machine:
+Every case first passes a comparison of outputs and gradients. Timings of the two alternate, so that whatever else the machine
+does hits both; medians, spread and ratios go to a JSON file. Run on a quiet machine:
 
     python benchmarks/attention_cpu.py --rounds 9 --output benchmarks/results/attention_cpu.json
 """

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
+
 from ejkernel_xla._numerics import accumulator
 from ejkernel_xla.flash_attention.config import FlashAttentionConfig
 from ejkernel_xla.flash_attention.forward import log_sum, sweep
@@ -57,7 +57,8 @@ def backward(
     d_out = heads_first(cotangents.out, groups)
     layout = plan(call, config.block_q_backward, config.block_k_backward)
     stats = _statistics(call, arrays, layout, outputs, cotangents)
-    d_sinks = None if inputs.sinks is None else _sinks(arrays.sinks, stats).reshape(inputs.sinks.shape)
+    sinks = inputs.sinks
+    d_sinks = None if sinks is None else _sinks(arrays.sinks, stats).reshape(sinks.shape).astype(sinks.dtype)
     if is_masked(call):
         broken = heads_first(poison(inputs.query) + poison(cotangents.out), groups)
         arrays, stats, d_out = _guarded(arrays, stats, d_out, broken)
@@ -68,7 +69,7 @@ def backward(
         key=heads_last(sums.key, grouped=False).astype(inputs.key.dtype),
         value=heads_last(sums.value, grouped=False).astype(inputs.value.dtype),
         bias=None if inputs.bias is None else sums.bias.reshape(inputs.bias.shape).astype(inputs.bias.dtype),
-        sinks=None if d_sinks is None else d_sinks.astype(inputs.sinks.dtype),
+        sinks=d_sinks,
     )
 
 
@@ -83,11 +84,12 @@ def _statistics(
     groups = arrays.query.shape[2]
     lse = heads_first(outputs.lse, groups).astype(wide)
     d_lse = None if cotangents.lse is None else heads_first(cotangents.lse, groups).astype(wide)
+    rows = None
     if wide != jnp.float32 or not call.normalize_output:
-        # lse is too narrow for float64, and the maximum is no residual; rows of no values give both at the price of one product.
+        # lse is too narrow for float64, and the maximum is no residual: a sweep without values gives both for one product.
         rows = sweep(call, arrays._replace(value=arrays.value[..., :0]), layout)
         lse = log_sum(rows)
-    if not call.normalize_output:
+    if rows is not None and not call.normalize_output:
         # The maximum is held constant: d_logit = exp(logit - maximum) * (d_out . value + d_lse / total).
         delta = jnp.zeros_like(lse) if d_lse is None else -d_lse / jnp.where(rows.total == 0, 1, rows.total)
         return Statistics(jnp.where(rows.total == 0, -jnp.inf, rows.maximum), delta)

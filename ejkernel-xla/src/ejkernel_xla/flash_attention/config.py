@@ -22,7 +22,7 @@ class FlashAttentionConfig:
     Attributes:
         block_q, block_k: in the forward phase.
         block_q_backward, block_k_backward: in the backward phase.
-        narrow_products: multiply bfloat16 and float16 as they are in the product over keys, instead of as float32. Both are exact;
+        narrow_products: multiply bfloat16 and float16 as they are in the product over keys, not as float32. Both are exact;
             XLA has no bfloat16 kernel on CPU for a product over the leading axis of both sides.
     """
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
+
 from ejkernel_xla._numerics import accumulator
 from ejkernel_xla.flash_attention.config import FlashAttentionConfig
 from ejkernel_xla.flash_attention.masks import Plan, plan
@@ -28,7 +28,7 @@ from ejkernel_xla.flash_attention.tiles import (
 
 
 class Rows(NamedTuple):
-    """Running state of one query block: maximum and sum `[b,k,g,q]` of `exp(logit - maximum)`, weighted values `[b,k,g,q,e]`."""
+    """Running state of one query block: maximum, sum of `exp(logit - maximum)` `[b,k,g,q]`, weighted values `[b,k,g,q,e]`."""
 
     maximum: Any
     total: Any
@@ -58,8 +58,13 @@ def sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan) -> Rows:
         rows = _absorb(call, arrays, plan, Tile(*map(int, plan.tiles[0])), before)
         return rows._replace(values=_finish(call, rows))
     start = _start(call, arrays)
-    block = Rows(*(jnp.broadcast_to(x, (*shape[:3], plan.block_q)) for x in start[:2]), _no_values(arrays, plan.block_q))
-    every = Rows(*(jnp.broadcast_to(x, shape) for x in start[:2]), _no_values(arrays, shape[3]).astype(arrays.query.dtype))
+
+    def untouched(queries: int) -> Rows:
+        maximum, total = (jnp.broadcast_to(x, (*shape[:3], queries)) for x in start[:2])
+        return Rows(maximum, total, _no_values(arrays, queries))
+
+    block, every = untouched(plan.block_q), untouched(shape[3])
+    every = every._replace(values=every.values.astype(arrays.query.dtype))
 
     def step(carry: tuple[Rows, Rows], row: Any) -> tuple[tuple[Rows, Rows], None]:
         rows, every = carry
@@ -84,7 +89,8 @@ def _start(call: FlashAttentionCall, arrays: Operands) -> Rows:
     sinks = arrays.sinks.astype(wide)
     maximum = jax.lax.stop_gradient(jnp.max(sinks, axis=-1, keepdims=True))
     total = jnp.sum(jnp.exp(sinks - _shift(maximum)), axis=-1, keepdims=True)
-    return Rows(*(jnp.broadcast_to(x, shape) + zeros(shape, wide, arrays) for x in (maximum, total)), None)
+    maximum, total = (jnp.broadcast_to(x, shape) + zeros(shape, wide, arrays) for x in (maximum, total))
+    return Rows(maximum, total, None)
 
 
 def _no_values(arrays: Operands, queries: int) -> Any:

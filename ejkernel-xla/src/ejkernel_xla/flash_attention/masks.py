@@ -10,7 +10,6 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 
 
@@ -105,9 +104,8 @@ def _visibility(call: FlashAttentionCall, q_low: Any, q_high: Any, k_low: Any, k
         first_chunks = q_low // call.chunk_size, k_low // call.chunk_size
         last_chunks = q_high // call.chunk_size, k_high // call.chunk_size
         some &= (last_chunks[0] >= first_chunks[1]) & (first_chunks[0] <= last_chunks[1])
-        every &= (
-            (first_chunks[0] == last_chunks[0]) & (first_chunks[1] == last_chunks[1]) & (first_chunks[0] == first_chunks[1])
-        )
+        every &= (first_chunks[0] == last_chunks[0]) & (first_chunks[1] == last_chunks[1])
+        every &= first_chunks[0] == first_chunks[1]
     return some, every
 
 

@@ -1,7 +1,7 @@
 """The arrays of a call with heads first, and the piece of each that one tile reads.
 
-Axes: b batch, k key heads, g query heads per key head, q queries, s keys, d and e sizes of keys and values. Batch and heads stay
-separate axes throughout, so that XLA can split them over devices.
+Axes: b batch, k key heads, g query heads per key head, q queries, s keys, d and e sizes of keys and values. Batch and heads
+stay separate axes throughout, so that XLA can split them over devices.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from ejkernel._partition import vary
 from ejkernel.operations.flash_attention import dropout
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
+
 from ejkernel_xla._numerics import accumulator
 from ejkernel_xla.flash_attention.masks import Plan, both, by_position, is_masked
 
@@ -27,8 +27,8 @@ _PRECISIONS = {
 
 
 class Operands(NamedTuple):
-    """query `[b,k,g,q,d]`, key `[b,k,s,d]`, value `[b,k,s,e]`, bias and mask `[b?,k?,g?,q?,s?]`, segments and positions `[b?,q]`
-    and `[b?,s]`, sinks `[b?,k,g,n]`, dropout_streams `[b,k,g,2]`."""
+    """query `[b,k,g,q,d]`, key `[b,k,s,d]`, value `[b,k,s,e]`, bias and mask `[b?,k?,g?,q?,s?]`, segments and positions
+    `[b?,q]` and `[b?,s]`, sinks `[b?,k,g,n]`, dropout_streams `[b,k,g,2]`."""
 
     query: Any
     key: Any
@@ -84,7 +84,7 @@ def operands(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> Operands
 def zeros(shape: tuple[int, ...], dtype: Any, like: Any, fill: float = 0.0) -> Any:
     """A loop's initial value that varies over the mesh axes over which the data does (inside `shard_map`)."""
     varying = frozenset().union(
-        *(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(like))  # pyright: ignore[reportAttributeAccessIssue]
+        *(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(like))  # pyright: ignore
     )
     return vary(jnp.full(shape, fill, dtype), varying)
 
