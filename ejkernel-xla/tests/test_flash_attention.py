@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
 from ejkernel import use
 from ejkernel._arrays import named
 from ejkernel.operations import get_operation
@@ -20,8 +23,6 @@ from ejkernel.plugin import Target
 from ejkernel_xla.flash_attention import backward, forward
 from ejkernel_xla.flash_attention.config import CONFIGS, FlashAttentionConfig
 from ejkernel_xla.flash_attention.masks import plan
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 SMALL = FlashAttentionConfig(block_q=8, block_k=16, block_q_backward=16, block_k_backward=8)

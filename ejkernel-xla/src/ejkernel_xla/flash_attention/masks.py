@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 
 

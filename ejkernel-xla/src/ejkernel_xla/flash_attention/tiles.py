@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from ejkernel._partition import vary
 from ejkernel.operations.flash_attention import dropout
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
-
 from ejkernel_xla._numerics import accumulator
 from ejkernel_xla.flash_attention.masks import Plan, both, by_position, is_masked
 
