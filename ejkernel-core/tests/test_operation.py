@@ -88,7 +88,9 @@ def layout(arguments, results, shardable=("b", "h")):
 
 
 def test_rule_splits_query_heads_over_key_heads():
-    rule, whole = sharding_rule(layout(["b t h d", "b s h d"], ["b t h d"]), [(2, 5, 8, 4), (2, 7, 2, 4)], [(2, 5, 8, 4)])
+    rule, whole, sizes = sharding_rule(
+        layout(["b t h d", "b s h d"], ["b t h d"]), [(2, 5, 8, 4), (2, 7, 2, 4)], [(2, 5, 8, 4)]
+    )
     query, key = rule.split(" -> ")[0].split(", ")
     batch, _, heads, group, _ = query.replace("(", "").replace(")", "").split()
     assert key.split()[0] == batch
@@ -96,6 +98,7 @@ def test_rule_splits_query_heads_over_key_heads():
     assert f"({heads} {group})" in query
     assert group in whole
     assert heads not in whole
+    assert sizes == {group: 4}
 
 
 class _Mesh:

@@ -12,7 +12,7 @@ import itertools
 import math
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -176,45 +176,47 @@ def run_auto(layout: Layout, run: Run, arguments: tuple[Any, ...], results: Any)
         return mesh, local, shardings(layout.results, result_shapes), shardings(layout.arguments, shapes)
 
     partitioned = custom_partitioning(flat)
-    rule, fixed = sharding_rule(layout, shapes, result_shapes)
-    partitioned.def_partition(partition, sharding_rule=rule, need_replication_factors=fixed)
+    rule = sharding_rule(layout, shapes, result_shapes)
+    partitioned.def_partition(partition, sharding_rule=rule.text, need_replication_factors=rule.whole, **rule.sizes)
     return jax.tree.unflatten(result_tree, partitioned(*leaves))
 
 
-def sharding_rule(layout: Layout, shapes: Sequence[Any], result_shapes: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
-    """The Shardy rule of a phase, `"b t h d, ... -> b t h d"`, and the factors that must stay whole.
+class Rule(NamedTuple):
+    """A Shardy rule in text, the factors that must stay whole, and the sizes of those that appear in products only."""
+
+    text: str
+    whole: tuple[str, ...]
+    sizes: dict[str, int]
+
+
+def sharding_rule(layout: Layout, shapes: Sequence[Any], result_shapes: Sequence[Any]) -> Rule:
+    """The rule of a phase, `"b t h d, ... -> b t h d"`.
 
     A factor whose size differs between arrays (query heads over key heads) is split as `(h g)` where it is larger.
     """
     fresh = (a + b for a, b in itertools.product(string.ascii_lowercase, repeat=2))
     whole: list[str] = []
-    smallest: dict[str, int] = {}
-    letters: dict[tuple[str, int], str] = {}
     arrays = [*zip(layout.arguments, shapes, strict=True), *zip(layout.results, result_shapes, strict=True)]
+    smallest: dict[str, int] = {}
     for dims, shape in arrays:
         for dim, size in zip(dims, shape, strict=True):
             if dim.factor in layout.shardable and size != 1:
                 smallest[dim.factor] = min(size, smallest.get(dim.factor, size))
+    names = {factor: next(fresh) for factor in smallest}
+    groups: dict[tuple[str, int], str] = {}
 
-    def letter(key: tuple[str, int], shardable: bool) -> str:
-        if key not in letters:
-            letters[key] = next(fresh)
-            if not shardable:
-                whole.append(letters[key])
-        return letters[key]
+    def word(dim: Dim, size: int) -> str:
+        if size == 1 or dim.factor not in layout.shardable:
+            whole.append(next(fresh))
+            return whole[-1]
+        ratio = size // smallest[dim.factor]
+        if ratio == 1:
+            return names[dim.factor]
+        if (dim.factor, ratio) not in groups:
+            whole.append(groups.setdefault((dim.factor, ratio), next(fresh)))
+        return f"({names[dim.factor]} {groups[dim.factor, ratio]})"
 
-    def write(dims: tuple[Dim, ...], shape: tuple[int, ...]) -> str:
-        words = []
-        for dim, size in zip(dims, shape, strict=True):
-            if size == 1 or dim.factor not in layout.shardable:
-                whole.append(next(fresh))
-                words.append(whole[-1])
-                continue
-            base = letter((dim.factor, smallest[dim.factor]), True)
-            ratio = size // smallest[dim.factor]
-            words.append(base if ratio == 1 else f"({base} {letter((dim.factor + '/', ratio), False)})")
-        return " ".join(words)
-
-    sides = [write(dims, shape) for dims, shape in arrays]
+    sides = [" ".join(word(dim, size) for dim, size in zip(dims, shape, strict=True)) for dims, shape in arrays]
     count = len(layout.arguments)
-    return ", ".join(sides[:count]) + " -> " + ", ".join(sides[count:]), tuple(whole)
+    text = ", ".join(sides[:count]) + " -> " + ", ".join(sides[count:])
+    return Rule(text, tuple(whole), {name: ratio for (_, ratio), name in groups.items()})

@@ -18,11 +18,11 @@ import numpy as np
 from ejkernel import _dispatch, _explain, _policy, _target
 from ejkernel._arrays import ArraySpec, named
 from ejkernel._batching import batched_backward, batched_forward
-from ejkernel._partition import unify_manual_axes
+from ejkernel._partition import unify_manual_axes, vary_like
 from ejkernel.errors import wrong_type
 from ejkernel.plugin import Phase, Target
 
-__all__ = ["ArraySpec", "Bound", "Call", "Cost", "Operation", "Request"]
+__all__ = ["ArraySpec", "Bound", "Call", "Cost", "Operation", "Request", "vary_like"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

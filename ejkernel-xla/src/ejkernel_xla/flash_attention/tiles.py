@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._partition import vary
+from ejkernel.operation import vary_like
 from ejkernel.operations.flash_attention import dropout
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
 from ejkernel_xla._numerics import accumulator
@@ -83,10 +83,7 @@ def operands(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> Operands
 
 def zeros(shape: tuple[int, ...], dtype: Any, like: Any, fill: float = 0.0) -> Any:
     """A loop's initial value that varies over the mesh axes over which the data does (inside `shard_map`)."""
-    varying = frozenset().union(
-        *(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(like))  # pyright: ignore
-    )
-    return vary(jnp.full(shape, fill, dtype), varying)
+    return vary_like(jnp.full(shape, fill, dtype), like)
 
 
 def piece(x: Any, axis: int, start: Any, size: int) -> Any:
