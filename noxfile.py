@@ -24,7 +24,7 @@ BUILDERS = ("build", "editables", "hatchling>=1.27")
 CUDA_BUILDERS = ("cmake", "ninja", "scikit-build-core")
 CHECKERS = ("nox", "pyright[nodejs]==1.1.414", "ruff==0.17.5")
 
-nox.options.sessions = ["lint", "types", "tests", "docs", "conformance(platform='xla')", "isolation", "smoke"]
+nox.options.sessions = ["lint", "types", "tests", "docs", "conformance(platform='xla')", "opaque", "example", "isolation", "smoke"]
 nox.options.error_on_missing_interpreters = False
 
 
@@ -130,16 +130,22 @@ def matrix(session: nox.Session, pair: tuple[str, str]) -> None:
 def _tests(session: nox.Session, python: Path) -> None:
     for name in sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")}):
         pytest(session, python, f"{name}/tests")
-    elsewhere = ("conformance", "docs", "isolation", "smoke")
+    elsewhere = ("conformance", "device", "docs", "isolation", "opaque", "smoke")
     pytest(session, python, "tests", *(f"--ignore=tests/{part}" for part in elsewhere))
 
 
 @nox.session(python=False)
 @nox.parametrize("platform", PLATFORMS)
 def conformance(session: nox.Session, platform: str) -> None:
-    """The conformance kit on one platform."""
+    """The conformance kit on one platform; `--ejkernel-full --ejkernel-report=FILE` after `--` for everything and a record."""
     python = main_environment(session)
     pytest(session, python, "-p", "ejkernel.testing.plugin", f"--ejkernel-platform={platform}", "tests/conformance")
+
+
+@nox.session(python=False)
+def opaque(session: nox.Session) -> None:
+    """Kernels that XLA cannot split, over meshes and under every transform: what core alone must get right."""
+    pytest(session, main_environment(session), "--ejkernel-platform=opaque", "tests/opaque")
 
 
 @nox.session(python=False)
@@ -174,6 +180,14 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def bench(session: nox.Session) -> None:
-    """Benchmarks on this machine; arguments after `--` go to `ejkernel bench`."""
+    """Benchmarks on this machine, written to benchmarks/results. It should have nothing else to do."""
     python = main_environment(session)
-    session.run(str(python.with_name("ejkernel")), "bench", *session.posargs, external=True)
+    for name in ("startup_cpu", "attention_cpu"):
+        out = ROOT / "benchmarks" / "results" / f"{name}.json"
+        session.run(str(python), f"benchmarks/{name}.py", "--out", str(out), *session.posargs, external=True)
+
+
+@nox.session(python=False)
+def support(session: nox.Session) -> None:
+    """Rewrite the support matrix of README from the plugins' records and the recorded conformance runs."""
+    session.run(str(main_environment(session)), "tools/support_matrix.py", external=True)

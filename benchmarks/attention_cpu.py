@@ -3,7 +3,7 @@
 Every case first passes a comparison of outputs and gradients. Timings of the two alternate, so that whatever else the machine
 does hits both; medians, spread and ratios go to a JSON file. Run on a quiet machine:
 
-    python benchmarks/attention_cpu.py --rounds 9 --output benchmarks/results/attention_cpu.json
+    python benchmarks/attention_cpu.py --rounds 9 --out benchmarks/results/attention_cpu.json
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="timed runs of each side")
     parser.add_argument("--compile-rounds", type=int, default=3, help="timed compilations of each side")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "attention_cpu.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention_cpu.json")
     options = parser.parse_args()
     report: dict[str, Any] = {"environment": environment(), "cases": []}
     for problem in PROBLEMS:
@@ -182,8 +182,8 @@ def main() -> None:
         report["cases"].append(case)
         ratios = {name: case[name]["ratio"]["median"] for name in ("forward_ms", "forward_backward_ms", "trace_and_compile_ms")}
         print(f"{problem.name:40s} jax.nn / ours: " + "  ".join(f"{k[:-3]} {v:.2f}" for k, v in ratios.items()), flush=True)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import itertools
 import re
 import warnings
 from pathlib import Path
@@ -13,18 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-HEADING = re.compile(r"^##? ", re.MULTILINE)
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def sections(page: Path) -> list[tuple[str, str, int]]:
-    """Sections with code: title, text, and the line at which the text begins."""
-    if not page.exists():
-        return []
-    text = page.read_text()
-    starts = [0, *(match.start() for match in HEADING.finditer(text)), len(text)]
-    found = [(text[start:end], text.count("\n", 0, start)) for start, end in itertools.pairwise(starts)]
-    return [(part.partition("\n")[0].lstrip("# "), part, line) for part, line in found if FENCE.search(part)]
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if FENCE.search(page.read_text())]
 
 
 def modules() -> list[str]:
@@ -35,24 +23,18 @@ def modules() -> list[str]:
     return [name.removesuffix(".__init__") for name in names]
 
 
-CODE = [
-    pytest.param(page, text, line, id=f"{page.relative_to(ROOT).as_posix()}: {title}")
-    for page in PAGES
-    for title, text, line in sections(page)
-]
-
-
 def test_readme_has_code():
-    assert sections(ROOT / "README.md"), "README.md shows no Python code"
+    assert ROOT / "README.md" in PAGES
 
 
-@pytest.mark.parametrize(("page", "text", "line"), CODE)
-def test_page(page, text, line, tmp_path, monkeypatch):
-    """The blocks of one section run in order and share their names."""
+@pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
+def test_page(page, tmp_path, monkeypatch):
+    """The blocks of a page run in order and share their names, as for a reader who follows it."""
     monkeypatch.chdir(tmp_path)
+    text = page.read_text()
     namespace: dict[str, object] = {"__name__": "__main__"}
     for match in FENCE.finditer(text):
-        before = "\n" * (line + text.count("\n", 0, match.start(1)))  # so that a traceback shows the page's line
+        before = "\n" * text.count("\n", 0, match.start(1))  # so that a traceback shows the page's line
         exec(compile(before + match[1], str(page), "exec"), namespace)
 
 

@@ -1,6 +1,6 @@
 """Import time beyond jax, and the cost of dispatching a warm eager call.
 
-python benchmarks/startup.py --out benchmarks/results/startup_cpu.json
+python benchmarks/startup_cpu.py --out benchmarks/results/startup_cpu.json
 """
 
 from __future__ import annotations
