@@ -188,6 +188,6 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
-def support(session: nox.Session) -> None:
-    """Rewrite the support matrix of README from the plugins' records and the recorded conformance runs."""
-    session.run(str(main_environment(session)), "tools/support_matrix.py", external=True)
+def tables(session: nox.Session) -> None:
+    """Rewrite the tables of README from the plugins' records and what is recorded in benchmarks/results."""
+    session.run(str(main_environment(session)), "tools/readme_tables.py", external=True)
