@@ -24,7 +24,17 @@ BUILDERS = ("build", "editables", "hatchling>=1.27")
 CUDA_BUILDERS = ("cmake", "ninja", "scikit-build-core")
 CHECKERS = ("nox", "pyright[nodejs]==1.1.414", "ruff==0.17.5")
 
-nox.options.sessions = ["lint", "types", "tests", "docs", "conformance(platform='xla')", "opaque", "example", "isolation", "smoke"]
+nox.options.sessions = [
+    "lint",
+    "types",
+    "tests",
+    "docs",
+    "conformance(platform='xla')",
+    "opaque",
+    "example",
+    "isolation",
+    "smoke",
+]
 nox.options.error_on_missing_interpreters = False
 
 

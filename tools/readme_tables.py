@@ -73,7 +73,8 @@ def speed() -> str:
     startup = json.loads((RESULTS / "startup_cpu.json").read_text())
     host = attention["environment"]
     lines = [
-        f"jax {host['jax']}, Python {host['python']}, {host['cores']} cores ({host['machine']}); ratio = time of jax.nn / ours, medians.",
+        f"jax {host['jax']}, Python {host['python']}, {host['cores']} cores ({host['machine']}); "
+        "the ratios are time of jax.nn / ours, medians.",
         "",
         "| attention | forward | forward + backward | ours, forward + backward | compile | temporary memory, ours / jax.nn |",
         "|---|---|---|---|---|---|",
@@ -88,8 +89,8 @@ def speed() -> str:
     overhead = startup["eager_call_us"]
     lines += [
         "",
-        f"`import ejkernel` beyond `import jax`: {startup['import_beyond_jax_ms']['median']:.0f} ms. A warm eager call, over the same "
-        "function under `jax.jit`: "
+        f"`import ejkernel` beyond `import jax`: {startup['import_beyond_jax_ms']['median']:.0f} ms. "
+        "A warm eager call, over the same function under `jax.jit`: "
         + ", ".join(f"`{name}` {found['overhead_us']:.0f} us" for name, found in overhead.items())
         + ".",
     ]

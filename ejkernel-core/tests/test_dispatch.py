@@ -176,7 +176,7 @@ def test_an_implementation_that_breaks_the_contract_is_named():
 
 def test_target_of_use_reaches_supports(registered):
     seen = []
-    registered("gpu_only", backend="gpu", supports=lambda call, target: seen.append(target))
+    registered("gpu_only", backend="gpu", priority=99, supports=lambda call, target: seen.append(target))
     with use(target=Target("gpu", "NVIDIA H200", "9.0")):
         assert explain("rms_norm", X).chosen == "gpu_only"
     assert seen[-1].capability == (9, 0)

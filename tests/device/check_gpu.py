@@ -345,6 +345,7 @@ def chosen_of(space, heuristic, most: int):
 def time_torch(compiled: bool) -> list[dict[str, Any]]:
     """torch's own RMSNorm on the same shapes, by events around a queue that the host fills ahead of time."""
     import torch
+    import torch._functorch.config
 
     torch._functorch.config.donated_buffer = False  # the backward pass is timed again and again over the same forward pass
     norm = torch.nn.functional.rms_norm

@@ -27,7 +27,7 @@ def test_healthy(site, fresh_cli):
         *("diagnoses", "known_combinations", "problems", "ok"),
     }
     assert {"python", "ejkernel-core", "jax", "jaxlib", "numpy", "ejkernel-xla"} <= set(report["versions"])
-    assert [(p["name"], p["state"]) for p in report["plugins"]] == [("xla", "ok")]
+    assert [p["state"] for p in report["plugins"] if p["name"] == "xla"] == ["ok"]
     assert report["devices"]["devices"][0]["platform"] == "cpu"
     assert report["devices"]["error"] is None
     assert report["cache"]["entries"] == 0
@@ -47,7 +47,8 @@ def test_states_and_remedies(site, fresh_cli):
     site.plugin("future", api_level="99")
     answer = fresh_cli("doctor", "--json")
     states = {plugin["name"]: plugin["state"] for plugin in answer.json["plugins"]}
-    assert states == {"sick": "broken", "needy": "missing requirement", "future": "incompatible", "xla": "ok"}
+    expected = {"sick": "broken", "needy": "missing requirement", "future": "incompatible", "xla": "ok"}
+    assert {name: states[name] for name in expected} == expected
     said = problems(answer.json)
     assert answer.status == 1
     assert len(answer.json["problems"]) == 3
@@ -89,11 +90,12 @@ def test_what_plugins_report(site, fresh_cli):
     answer = fresh_cli("doctor", "--json")
     driver = [{"name": "driver", "finding": "550.54"}]
     assert answer.status == 1
-    assert answer.json["diagnoses"] == {
+    expected = {
         "acme": {"findings": driver, "error": None},
         "crash": {"findings": driver, "error": "the probe was killed by SIGSEGV"},
         "raises": {"findings": driver, "error": "RuntimeError: no licence"},
     }
+    assert {name: answer.json["diagnoses"][name] for name in expected} == expected
 
 
 def test_foreign_distribution(site, fresh_cli):

@@ -88,6 +88,9 @@ class _Product:
 
     def apply(self, values: Any, contracted: int, dtype: Any) -> Any:
         """Every row of `values` times its matrix, along that axis of the matrix; rows without one hold anything."""
+        columns = self.rhs.shape[2 - contracted]
+        if columns == 0:
+            return jnp.zeros((values.shape[0], 0), dtype)
 
         def one(tile: _Tiles) -> Any:
             matrix, block = (

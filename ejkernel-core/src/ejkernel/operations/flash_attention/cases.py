@@ -109,27 +109,6 @@ def _everything(rng: np.random.Generator, made: dict[str, Any]) -> None:
 
 _HEADS = (
     Case("plain", _arrays(), tags=frozenset({"transforms"})),
-    Case(
-        "everything",
-        _arrays(
-            heads=4,
-            key_heads=2,
-            value_size=6,
-            bias=(2, 4, 17, 17),
-            sinks=(4, 2),
-            extra=lambda rng, made: made.update(
-                key_lengths=np.array([17, 12], np.int32), dropout_seed=np.array([3, 1], np.uint32)
-            ),
-        ),
-        {
-            "causal": True,
-            "sliding_window": (9, 0),
-            "logits_soft_cap": 5.0,
-            "dropout_prob": 0.25,
-            "return_lse": True,
-        },
-        frozenset({"transforms"}),
-    ),
     Case("tails", _arrays(33, 50, size=16)),
     Case("more-queries", _arrays(41, 19)),
     Case("gqa", _arrays(20, heads=6, key_heads=2)),
@@ -234,6 +213,7 @@ _LOGITS = (
         "everything",
         _arrays(24, heads=4, key_heads=2, value_size=5, bias=(1, 4, 24, 24), sinks=(4, 2), extra=_everything),
         {"causal": True, "sliding_window": 10, "logits_soft_cap": 4.0, "dropout_prob": 0.2, "return_lse": True},
+        frozenset({"transforms"}),
     ),
 )
 
