@@ -73,8 +73,7 @@ def speed() -> str:
     startup = json.loads((RESULTS / "startup_cpu.json").read_text())
     host = attention["environment"]
     lines = [
-        f"jax {host['jax']}, Python {host['python']}, {host['cores']} cores ({host['machine']}); "
-        "the ratios are time of jax.nn / ours, medians.",
+        f"jax {host['jax']}, Python {host['python']}, {host['cores']} cores ({host['machine']}); ratios: jax.nn / ours, medians.",
         "",
         "| attention | forward | forward + backward | ours, forward + backward | compile | temporary memory, ours / jax.nn |",
         "|---|---|---|---|---|---|",

@@ -12,7 +12,7 @@ import itertools
 import math
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -177,7 +177,7 @@ def run_auto(layout: Layout, run: Run, arguments: tuple[Any, ...], results: Any)
 
     partitioned = custom_partitioning(flat)
     rule = sharding_rule(layout, shapes, result_shapes)
-    partitioned.def_partition(partition, sharding_rule=rule.text, need_replication_factors=rule.whole, **rule.sizes)
+    partitioned.def_partition(partition, sharding_rule=rule.text, need_replication_factors=rule.whole, **cast(Any, rule.sizes))
     return jax.tree.unflatten(result_tree, partitioned(*leaves))
 
 

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 _building: contextvars.ContextVar[Target | None] = contextvars.ContextVar("ejkernel_building", default=None)
@@ -43,13 +43,13 @@ class Target:
 
 def target_of_device(device: Any) -> Target:
     """Describe a `jax.Device`."""
-    backend = _BACKEND_OF_PLATFORM.get(device.platform, device.platform)
+    backend: str = _BACKEND_OF_PLATFORM.get(device.platform) or device.platform
     capability = getattr(device, "compute_capability", None) if backend == "gpu" else None
     return Target(backend, device.device_kind, None if capability is None else str(capability))
 
 
 @contextlib.contextmanager
-def building_for(target: Target) -> Iterator[None]:
+def building_for(target: Target) -> Generator[None]:
     """Say for which device the implementation traced inside the block is built."""
     token = _building.set(target)
     try:

@@ -231,7 +231,7 @@ def _static_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 def _static(name: str, value: Any) -> Any:
     """An option as a hashable Python value: lists become tuples, arrays of one element become numbers."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
         raise wrong_type(name, "a traced value", "a Python value known when the program is built")
     if isinstance(value, list):
         return tuple(value)

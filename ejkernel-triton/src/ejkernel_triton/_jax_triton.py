@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
 
 @contextlib.contextmanager
-def _environment_kept() -> Iterator[None]:
+def _environment_kept() -> Generator[None]:
     before = os.environ.get(_CACHE_VARIABLE)
     try:
         yield

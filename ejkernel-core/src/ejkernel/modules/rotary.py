@@ -93,7 +93,7 @@ def llama_rope(
 
     Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
     """
-    if k is None:
+    if k is None:  # pyright: ignore[reportUnnecessaryComparison]
         raise wrong_type("k", "None", "an array", remedy="rope(x, cos, sin) rotates one array")
     return _ROPE.invoke(
         {"query": q, "key": k, "cos": cos, "sin": sin},

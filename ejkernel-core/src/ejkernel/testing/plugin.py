@@ -26,12 +26,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ejkernel_level(name): level of the conformance suite that a test belongs to")
-    if config.getoption("--ejkernel-platform") is None:
+    platform = config.getoption("--ejkernel-platform")
+    if platform is None:
         return
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={_DEVICES}".strip()
-    config.stash[_REPORT] = Report(config.getoption("--ejkernel-platform"))
+    config.stash[_REPORT] = Report(platform)
 
 
 def _platform(config: pytest.Config) -> str:
@@ -107,7 +108,7 @@ def platform_name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def full(request: pytest.FixtureRequest) -> bool:
     """Whether everything is to be lowered for every target."""
-    return request.config.getoption("--ejkernel-full")
+    return bool(request.config.getoption("--ejkernel-full"))
 
 
 @pytest.fixture

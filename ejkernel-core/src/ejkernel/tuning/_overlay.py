@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from ejkernel import _policy
@@ -55,7 +55,7 @@ class Selector:
 
 
 @contextlib.contextmanager
-def overlay(configs: Mapping[str, Any]) -> Iterator[None]:
+def overlay(configs: Mapping[str, Any]) -> Generator[None]:
     """Run every call inside the `with` block with these configs, unless the call has a `cfg=` of its own.
 
     Blocks nest: the innermost that speaks of a call decides. Compiled programs are traced again under another overlay. Nothing

@@ -85,7 +85,7 @@ class _Sharded:
     def check(self, run: Any, arguments: tuple[Any, Any]) -> None:
         expected = jax.jit(self.pull)(*self.arguments(sharded=False))
         compiled = jax.jit(run).lower(*arguments).compile()
-        gathers = re.findall(r"(?m)^.*= .* all-gather(?:-start)?\(.*$", compiled.as_text())
+        gathers = re.findall(r"(?m)^.*= .* all-gather(?:-start)?\(.*$", compiled.as_text() or "")
         assert not gathers, f"{self.problem.operation} gathers:\n" + "\n".join(gathers[:3])
         for kind, got, want in zip(("output", "gradient"), compiled(*arguments), expected, strict=True):
             for name, value in got.items():
