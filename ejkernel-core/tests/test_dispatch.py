@@ -48,6 +48,15 @@ def test_platform_is_strict_and_a_tuple_is_an_order(registered):
     assert len(taken) == 1
 
 
+def test_a_variant_is_asked_for_by_its_id(registered):
+    one, other = registered("many", variant="one"), registered("many", variant="other", priority=5)
+    assert explain("rms_norm", X, platform="many").chosen == "many.other"
+    assert explain("rms_norm", X, platform="many.one").chosen == "many.one"
+    with use("many", forbid={"many.other"}):
+        ejkernel.rms_norm(X)
+    assert (len(one), len(other)) == (1, 0)
+
+
 def test_all_reasons_are_reported(registered):
     registered("elsewhere", backend="tpu", supports=lambda call, target: "never asked")
     with use("xla", forbid={"elsewhere"}):

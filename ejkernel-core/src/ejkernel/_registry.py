@@ -223,8 +223,9 @@ class KernelRegistry:
         return resolve(max(admitted, key=lambda c: c.implementation.priority).implementation.target)
 
     def check_platform(self, argument: str, name: str) -> None:
-        """Refuse a platform that nothing installed or registered is called, with what to do about it."""
-        known = {*self.list_platforms(), *(record.name for record in self._records)}
+        """Refuse a platform or implementation id (`"cuda.cudnn"`) that nothing installed is called, with what to do about it."""
+        ids = (candidate.id for candidate in self.list_implementations())
+        known = {*self.list_platforms(), *ids, *(record.name for record in self._records)}
         if name in known:
             return
         if name in FIRST_PARTY:
