@@ -12,6 +12,7 @@ import pytest
 
 import ejkernel
 from ejkernel import NoKernelError, explain, kernel_registry, use
+from ejkernel.errors import FallbackWarning
 from ejkernel.plugin import Target
 
 X = jnp.ones((2, 3, 8))
@@ -76,8 +77,20 @@ def test_raising_supports_is_broken_not_unsupported(registered):
     registered("faulty", supports=supports, priority=10)
     verdict, reasons = verdicts(explain("rms_norm", X))["faulty"]
     assert verdict == "broken"
+    with pytest.warns(FallbackWarning, match=r"runs on xla: faulty: supports\(\) raised KeyError"):
+        ejkernel.rms_norm(X)
+    ejkernel.rms_norm(X + 1, epsilon=1e-5)  # warned of once, and warnings are errors here
     assert reasons == ("supports() raised KeyError: 'table'",)
     assert explain("rms_norm", X).chosen == "xla"
+
+
+def test_leaving_an_accelerator_to_xla_is_warned_of(registered):
+    registered("picky", backend="gpu", priority=50, supports=lambda call, target: "width 8 is odd")
+    lowered = jax.jit(ejkernel.rms_norm).trace
+    with use("xla", target="gpu:9.0"):
+        lowered(X)
+    with use(forbid={"triton", "cuda"}, target="gpu:9.0"), pytest.warns(FallbackWarning, match="picky: width 8 is odd"):
+        lowered(X)
 
 
 def test_forbid_adds_up_when_nested(registered):

@@ -140,24 +140,18 @@ def _next_step(request: Request) -> str:
 
 
 def _warn_of_fallback(decision: Decision) -> None:
-    chosen = decision.chosen
-    assert chosen is not None
-    if decision.target.backend == "cpu" or chosen.platform != _PORTABLE or decision.setting != "priority":
+    """Warn once when something preferred could not run: it is broken, or it leaves an accelerator to the portable path."""
+    if decision.setting != "priority":
         return
+    chosen = next(verdict for verdict in decision.verdicts if verdict.verdict == "chosen")
+    fell_back = decision.target.backend != "cpu" and chosen.candidate.platform == _PORTABLE
     for verdict in decision.verdicts:
-        if verdict.verdict in ("refused", "broken") and verdict.rank < _rank_of(decision, chosen):
+        if verdict.rank < chosen.rank and (verdict.verdict == "broken" or (verdict.verdict == "refused" and fell_back)):
             key = (decision.operation, verdict.candidate.id, "; ".join(verdict.reasons))
             if key not in _warned:
                 _warned.add(key)
-                warnings.warn(
-                    f"{decision.operation} ({decision.phase}) runs on xla: {verdict.candidate.id}: {key[2]}",
-                    FallbackWarning,
-                    stacklevel=2,
-                )
-
-
-def _rank_of(decision: Decision, chosen: Candidate) -> tuple[Any, ...]:
-    return next(verdict.rank for verdict in decision.verdicts if verdict.candidate is chosen)
+                where = f"{decision.operation} ({decision.phase}) runs on {chosen.candidate.id}"
+                warnings.warn(f"{where}: {verdict.candidate.id}: {key[2]}", FallbackWarning, stacklevel=2)
 
 
 def run_forward(request: Request, inputs: Any) -> Any:

@@ -17,6 +17,7 @@ import jax
 from ejkernel._registry import kernel_registry
 from ejkernel._target import Target, as_target
 from ejkernel.errors import invalid, suggestion, wrong_type
+from ejkernel.plugin import FIRST_PARTY
 
 PlatformChoice = str | Sequence[str] | None
 
@@ -93,7 +94,7 @@ def use(
     """
     outer = current()
     names = _as_names("use", platforms)
-    forbidden = outer.forbid | frozenset(_as_names("forbid", forbid))
+    forbidden = outer.forbid | frozenset(_as_names("forbid", forbid, installed=False))
     policy = dataclasses.replace(
         outer,
         platforms=names or outer.platforms,
@@ -135,7 +136,8 @@ def _refuse_contradiction(policy: Policy) -> None:
         )
 
 
-def _as_names(argument: str, values: Iterable[Any]) -> tuple[str, ...]:
+def _as_names(argument: str, values: Iterable[Any], *, installed: bool = True) -> tuple[str, ...]:
+    """Platform names in lower case. A first-party platform may be forbidden whether or not it is installed."""
     names = []
     for value in (values,) if isinstance(values, str) else values:
         if not isinstance(value, str):
@@ -145,13 +147,10 @@ def _as_names(argument: str, values: Iterable[Any]) -> tuple[str, ...]:
         if len(names) > 1:
             raise invalid(argument, ", ".join(names), "'auto' alone, or platforms without 'auto'")
         return ()
-    _check_known(argument, tuple(names))
-    return tuple(names)
-
-
-def _check_known(argument: str, names: tuple[str, ...]) -> None:
     for name in names:
-        kernel_registry.check_platform(argument, name)
+        if installed or name not in FIRST_PARTY:
+            kernel_registry.check_platform(argument, name)
+    return tuple(names)
 
 
 def environment_platforms(operation: str) -> tuple[str, ...]:
@@ -175,7 +174,7 @@ def _environment_table() -> dict[str, tuple[str, ...]]:
 
 @functools.cache
 def _environment_forbid() -> frozenset[str]:
-    return frozenset(_as_names("EJKERNEL_FORBID", _split(os.environ.get("EJKERNEL_FORBID", ""))))
+    return frozenset(_as_names("EJKERNEL_FORBID", _split(os.environ.get("EJKERNEL_FORBID", "")), installed=False))
 
 
 def _split(text: str) -> list[str]:
