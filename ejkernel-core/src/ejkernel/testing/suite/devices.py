@@ -18,23 +18,28 @@ from ejkernel.testing.tolerance import check_close
 
 __all__ = ["test_explicit_mesh", "test_jit_over_sharded_inputs", "test_shard_map"]
 
-_DATA, _MODEL = 4, 2
+
+def _mesh_shape() -> tuple[int, int]:
+    """Batch and head shards: as many of 8 as there are devices for."""
+    devices = len(jax.devices())
+    if devices < 2:
+        pytest.skip("needs 2 devices or more, this machine has 1")
+    return (4, 2) if devices >= 8 else (2, 2) if devices >= 4 else (2, 1)
 
 
 class _Sharded:
     """A problem widened so that its batch and heads divide over a mesh, with a spec for every array."""
 
     def __init__(self, problem: Problem, kind: AxisType) -> None:
-        if len(jax.devices()) < _DATA * _MODEL:
-            pytest.skip(f"needs {_DATA * _MODEL} devices, this machine has {len(jax.devices())}")
+        self.batches, model = _mesh_shape()
         self.problem = problem
-        self.mesh = jax.make_mesh((_DATA, _MODEL), ("data", "model"), axis_types=(kind,) * 2)
+        self.mesh = jax.make_mesh((self.batches, model), ("data", "model"), axis_types=(kind,) * 2)
         operation, call = problem.owner, problem.bound.call
         self.dims = {name: parse_dims(text) for name, text in operation.dimensions(call).items()}
         inputs = dict(named(problem.bound.inputs))
         self.axes = {"b": "data"}
         heads = [a.shape[i] for n, a in inputs.items() for i, d in enumerate(self.dims[n]) if d.factor == "h"]
-        if "h" in operation.shardable and heads and all(size == 1 or size % _MODEL == 0 for size in heads):
+        if "h" in operation.shardable and heads and all(size == 1 or size % model == 0 for size in heads):
             self.axes["h"] = "model"
         self.inputs = operation.Inputs(
             **{**dict.fromkeys(operation.Inputs._fields), **{n: self._widened(n, a) for n, a in inputs.items()}}
@@ -48,10 +53,10 @@ class _Sharded:
     def _widened(self, name: str, array: Any) -> Any:
         if array.shape[0] == 1 and self.dims[name][0].broadcasts:
             return array
-        copies = -(-_DATA // array.shape[0])
+        copies = -(-self.batches // array.shape[0])
         scales = jnp.arange(1, copies + 1).astype(array.dtype) if jnp.issubdtype(array.dtype, jnp.floating) else None
         parts = [array if scales is None else array * scales[i] for i in range(copies)]
-        return jnp.concatenate(parts)[: max(_DATA, array.shape[0] // _DATA * _DATA)]
+        return jnp.concatenate(parts)[: max(self.batches, array.shape[0] // self.batches * self.batches)]
 
     def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         return PartitionSpec(
