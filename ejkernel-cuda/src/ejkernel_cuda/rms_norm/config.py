@@ -10,7 +10,7 @@ from ejkernel.plugin import ConfigSpace, Target
 
 _THREADS = tuple(1 << power for power in range(10))
 _PACKS_PER_THREAD = 2
-"""Two 16-byte loads in flight per array and thread, with the next row's read ahead."""
+"""Two 16-byte loads in flight per array and thread, with the next row's read ahead; four in forward on wide rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +39,14 @@ def _packs(call: RmsNormCall) -> int:
     return -(-width * itemsize // 16) if width * itemsize % 16 == 0 else width
 
 
-def _threads(call: RmsNormCall) -> int:
-    wanted = -(-_packs(call) // _PACKS_PER_THREAD)
+def _threads(call: RmsNormCall, packs_per_thread: int = _PACKS_PER_THREAD) -> int:
+    wanted = -(-_packs(call) // packs_per_thread)
     return next((threads for threads in _THREADS if threads >= wanted), _THREADS[-1])
 
 
 def forward_heuristic(call: RmsNormCall, target: Target) -> ForwardConfig:
-    return ForwardConfig(_threads(call))
+    wide = _packs(call) >= 256
+    return ForwardConfig(_threads(call, 2 * _PACKS_PER_THREAD if wide else _PACKS_PER_THREAD))
 
 
 def forward_space(call: RmsNormCall, target: Target) -> list[ForwardConfig]:
