@@ -15,6 +15,7 @@ from ejkernel._arrays import ArraySpec
 from ejkernel.operations.rms_norm import reference
 from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs
 from ejkernel.plugin import Target
+from ejkernel_triton._versions import version_problem
 from ejkernel_triton.rms_norm import capability, config
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
@@ -22,9 +23,7 @@ from ejkernel_triton import testing
 from ejkernel_triton.rms_norm import kernel
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
-needs_jax_triton = pytest.mark.skipif(
-    not pytest.importorskip("importlib.util").find_spec("jax_triton"), reason="install jax-triton to lower for CUDA"
-)
+needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 
 

@@ -29,6 +29,24 @@ def test_missing_packages_are_named(monkeypatch):
         _versions.installed.cache_clear()
 
 
+def test_jax_without_its_cuda_part_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(_versions, "installed", lambda: {"jax": "0.11.2", "jax-triton": "0.3.1", "triton": "3.6.0"})
+    monkeypatch.setattr(_versions, "_has_gpu_support", lambda: False)
+    problem = _versions.version_problem.__wrapped__()
+    assert "CUDA" in problem and "pip install" in problem and "\n" not in problem
+    monkeypatch.setattr(_versions, "_has_gpu_support", lambda: True)
+    assert _versions.version_problem.__wrapped__() is None
+
+
+def test_cuda_part_is_looked_for_by_its_name(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    (tmp_path / "jax_cuda_other.py").touch()
+    assert not _versions._has_gpu_support()
+    (tmp_path / "jax_cuda13_plugin").mkdir()
+    (tmp_path / "jax_cuda13_plugin" / "__init__.py").touch()
+    assert _versions._has_gpu_support()
+
+
 def test_plugin_record():
     plugin = _plugin.ejkernel_plugin()
     assert [i.phase for i in plugin.implementations] == ["forward", "backward"]

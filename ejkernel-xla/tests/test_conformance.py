@@ -1,3 +1,3 @@
 """The conformance suite against this distribution; runs with `--ejkernel-platform=xla`."""
 
-from ejkernel.testing.suite import *  # noqa: F403
+from ejkernel.testing.suite import *

@@ -1,6 +1,6 @@
 """Which versions of jax, jax-triton and Triton are known to work, or not to work, together.
 
-Reads package metadata only, so that `supports` can ask without importing any of them.
+Reads package metadata and looks for modules only, so that `supports` can ask without importing any of them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import pkgutil
+import re
 
 from packaging.specifiers import SpecifierSet
 
@@ -54,7 +56,14 @@ def version_problem() -> str | None:
     missing = [name for name, version in versions.items() if version is None]
     if missing:
         return f"{' and '.join(missing)} not installed: pip install {' '.join(missing)}"
+    if not _has_gpu_support():
+        return "jax is installed without its CUDA part, in which jax-triton builds its calls; pip install 'jax[cuda13]'"
     return problem_of(str(versions["jax"]), str(versions["jax-triton"]))
+
+
+def _has_gpu_support() -> bool:
+    """Whether jaxlib's extension modules for CUDA are there; calls are built with them on a machine without a GPU too."""
+    return any(re.fullmatch(r"jax_cuda\d+_plugin", module.name) for module in pkgutil.iter_modules())
 
 
 def problem_of(jax: str, jax_triton: str) -> str | None:

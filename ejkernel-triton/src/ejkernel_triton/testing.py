@@ -1,16 +1,18 @@
 """Triton kernels without a GPU: in Triton's interpreter over NumPy, and compiled ahead of time for a GPU that is not there.
 
 `interpreted_call` takes the place of `call_kernel` in a kernel module, so that a test runs the launch code as it is. Results
-start as NaN, and each lies between guard bytes that must survive.
+start as NaN, and each lies between guard bytes that must survive. Under a JAX transformation `traced_call` takes its place.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from triton import compile as triton_compile
@@ -23,6 +25,9 @@ from triton.runtime.jit import JITFunction
 _GUARD = 256
 _POISON = 0xFF
 """Bytes of all ones are NaN in every floating type."""
+
+_one_at_a_time = threading.Lock()
+"""The interpreter patches Triton's own modules while a kernel runs; several devices call from several threads."""
 
 
 class _Storage:
@@ -107,6 +112,40 @@ def interpreted_call(
     **constants: Any,
 ) -> list[Any]:
     """`call_kernel` in the interpreter; `num_warps` and `num_stages` have no meaning there."""
+    return [jnp.asarray(array) for array in _interpreted(kernel, inputs, outputs, grid, constants)]
+
+
+def traced_call(
+    kernel: Any,
+    inputs: Sequence[Any],
+    outputs: Sequence[tuple[tuple[int, ...], Any]],
+    *,
+    grid: int,
+    num_warps: int,
+    num_stages: int = 1,
+    **constants: Any,
+) -> list[Any]:
+    """`interpreted_call` within a program: the host is called when the program runs."""
+    arrays = [value for value in inputs if not isinstance(value, int)]
+    axes = jax.typeof(arrays[0]).manual_axis_type
+    shapes = [jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes) for shape, dtype in outputs]  # pyright: ignore
+
+    def host(*values: Any) -> list[np.ndarray]:
+        given = iter(values)
+        arguments = [value if isinstance(value, int) else np.asarray(next(given)) for value in inputs]
+        with _one_at_a_time:
+            return _interpreted(kernel, arguments, outputs, grid, constants)
+
+    return jax.pure_callback(host, shapes, *arrays)
+
+
+def _interpreted(
+    kernel: Any,
+    inputs: Sequence[Any],
+    outputs: Sequence[tuple[tuple[int, ...], Any]],
+    grid: int,
+    constants: dict[str, Any],
+) -> list[np.ndarray]:
     arguments = [value if isinstance(value, int) else HostArray(np.array(value, order="C")) for value in inputs]
     results = [_guarded(shape, dtype) for shape, dtype in outputs]
     before = [argument.array.copy() for argument in arguments if isinstance(argument, HostArray)]
@@ -120,7 +159,7 @@ def interpreted_call(
         np.testing.assert_array_equal(old.view(np.uint8), new.view(np.uint8), "the kernel changed an input")
     for buffer, _ in results:
         assert (buffer[:_GUARD] == _POISON).all() and (buffer[-_GUARD:] == _POISON).all(), "written outside of an output"
-    return [jnp.asarray(array) for _, array in results]
+    return [array for _, array in results]
 
 
 @dataclasses.dataclass

@@ -158,5 +158,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if unseen:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
-            reporter.line(f"ejkernel: {report.platform} was never seen running {', '.join(unseen)}", red=True)
+            for line in report.unseen_lines(unseen):
+                reporter.line(line, red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -53,6 +53,23 @@ class Report:
                 lines.append(f"  {operation} {feature}: {outcome}")
         return lines
 
+    def unseen_lines(self, operations: list[str]) -> list[str]:
+        """Why these operations never ran on the platform under test, and what to do about it."""
+        lines: list[str] = []
+        for operation in operations:
+            refusals = {
+                outcome.partition(": ")[2]: None
+                for (name, level, _), outcome in self.outcomes.items()
+                if (name, level) == (operation, "numbers") and outcome.startswith("refused")
+            }
+            reason = next(iter(refusals), "no case was run")
+            lines.append(f"ejkernel: {self.platform} was never seen running {operation}, so this proves nothing: {reason}")
+        lines.append(
+            f"ejkernel: run the suite on a device that {self.platform} supports, or under its interpreter: a fixture with"
+            " `ejkernel.use(target=...)`"
+        )
+        return lines
+
     def to_dict(self) -> dict[str, Any]:
         import jax
 
