@@ -100,6 +100,25 @@ def test_strict_raises(site, python):
     assert "PluginError: ejkernel plugin 'old' (ejk-old 1.0) cannot be used, incompatible" in output
 
 
+def test_strict_command_line_reports(site, python):
+    """`ejkernel doctor` under EJKERNEL_STRICT=1 is a report with status 1, any other command one line with status 2."""
+    site.plugin("old", api_level="0")
+    program = site.path / "bin" / "ejkernel"
+    program.parent.mkdir()
+    program.write_text("import sys\nfrom ejkernel.cli import main\nsys.exit(main())\n")
+    code = """
+        import subprocess, sys
+        for command, status in (("doctor", 1), ("list", 2)):
+            done = subprocess.run([sys.executable, "-W", "ignore", "bin/ejkernel", command], capture_output=True, text=True)
+            assert done.returncode == status, done
+            print(done.stdout, done.stderr)
+    """
+    output = python(code, EJKERNEL_STRICT="1", COLUMNS="200")
+    assert "plugin old (ejk-old 1.0) is incompatible" in output
+    assert "\n ejkernel: ejkernel plugin 'old' (ejk-old 1.0) cannot be used, incompatible" in output
+    assert "Traceback" not in output
+
+
 def test_third_party_plugin_is_visible_but_opt_in(site, python):
     site.plugin(
         "acme",

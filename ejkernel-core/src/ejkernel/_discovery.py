@@ -45,14 +45,26 @@ def discover() -> tuple[PluginRecord, ...]:
     Each one that cannot be used gives one `PluginWarning`; those that `EJKERNEL_PLUGINS` leaves out give none.
 
     Raises:
-        PluginError: under `EJKERNEL_STRICT=1`, if any plugin cannot be used.
+        PluginError: under `EJKERNEL_STRICT=1`, if any plugin cannot be used. The command `ejkernel` raises it later, so that
+            `ejkernel doctor` can say what is wrong.
     """
     claims = [*_claims()]
     allowed = _allowed()
     records = [_examine(claim, claims, allowed) for claim in claims]
-    messages = [_message(record) for record in records if record.state not in ("ok", "disabled")]
-    _complain([*messages, *_unknown(allowed or (), {claim.name for claim in claims})])
+    _complain(complaints(records))
     return tuple(records)
+
+
+def complaints(records: Iterable[PluginRecord]) -> list[str]:
+    """What is wrong with the plugins that were found or asked for, one sentence or two each."""
+    records = [*records]
+    messages = [_message(record) for record in records if record.state not in ("ok", "disabled")]
+    return [*messages, *_unknown(_allowed() or (), {record.name for record in records})]
+
+
+def is_strict() -> bool:
+    """Whether `EJKERNEL_STRICT` asks for errors in place of warnings."""
+    return os.environ.get("EJKERNEL_STRICT", "").strip().lower() not in _OFF
 
 
 def _claims() -> Iterator[PluginRecord]:
@@ -249,7 +261,13 @@ def _unknown(allowed: tuple[str, ...], found: set[str]) -> Iterator[str]:
 
 
 def _complain(messages: list[str]) -> None:
-    if messages and os.environ.get("EJKERNEL_STRICT", "").strip().lower() not in _OFF:
+    if messages and is_strict() and not _is_command_line():
         raise PluginError("\n".join(messages))
     for message in messages:
         warnings.warn(message, PluginWarning, stacklevel=5)
+
+
+def _is_command_line() -> bool:
+    """Whether this process is the command `ejkernel`, whose own import of the package must not be what fails."""
+    program = getattr(sys, "argv", None) or [""]
+    return os.path.splitext(os.path.basename(program[0]))[0] == "ejkernel"

@@ -9,6 +9,7 @@ from collections.abc import Generator
 from typing import Any
 
 from ejkernel._records import Candidate
+from ejkernel.errors import wrong_type
 from ejkernel.plugin import Phase, Target
 
 _capturing = contextvars.ContextVar("ejkernel_explaining", default=False)
@@ -170,9 +171,12 @@ def explain(operation: str, *args: Any, **kwargs: Any) -> Explanation:
 
     Raises:
         ValueError: unknown operation, or whatever the call itself would refuse.
+        TypeError: likewise, or an operation that is not named by a string.
     """
     from ejkernel.operations import public_function
 
+    if not isinstance(operation, str):
+        raise wrong_type("operation", repr(operation), "the name of a public function, such as 'rms_norm'")
     function = public_function(operation)
     with capture():
         try:

@@ -119,7 +119,7 @@ def for_call(operation: str, platform: PlatformChoice) -> Policy:
     forbidden = _environment_forbid()
     if forbidden:
         policy = dataclasses.replace(policy, forbid=policy.forbid | forbidden)
-    names = _as_names("platform", (platform,) if isinstance(platform, str) else platform or ())
+    names = () if platform is None else _as_names("platform", platform)
     if names:
         policy = dataclasses.replace(policy, platforms=names, source="argument")
     _refuse_contradiction(policy)
@@ -139,6 +139,8 @@ def _refuse_contradiction(policy: Policy) -> None:
 def _as_names(argument: str, values: Iterable[Any], *, installed: bool = True) -> tuple[str, ...]:
     """Platform names in lower case. A first-party platform may be forbidden whether or not it is installed."""
     names = []
+    if not isinstance(values, Iterable):
+        raise wrong_type(argument, repr(values), "the name of a platform, such as 'xla', or several")
     for value in (values,) if isinstance(values, str) else values:
         if not isinstance(value, str):
             raise wrong_type(argument, repr(value), "the name of a platform, such as 'xla'")

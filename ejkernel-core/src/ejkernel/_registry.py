@@ -91,9 +91,7 @@ class KernelRegistry:
         Raises:
             ValueError: unknown backend or phase, or the same id registered twice.
         """
-        names = [member.value for member in Backend]
-        if str(backend) not in names:
-            raise invalid("backend", repr(backend), f"one of {', '.join(names)}")
+        _check_backend(str(backend))
         if phase not in ("forward", "backward"):
             raise invalid("phase", repr(phase), "'forward' or 'backward'")
 
@@ -192,12 +190,13 @@ class KernelRegistry:
             backend: kind of device; None means this machine's.
 
         Raises:
-            ValueError: unknown operation or platform.
+            ValueError: unknown operation, platform or backend.
             NoKernelError: nothing is registered for this platform and backend.
         """
         from ejkernel import _target
         from ejkernel.operations import OPERATIONS, public_function
 
+        _check_backend(backend)
         name = None if platform in (None, "auto") else str(platform)
         if algorithm not in self.list_operations():
             raise invalid("algorithm", repr(algorithm), "an operation" + suggestion(algorithm, self.list_operations()))
@@ -231,6 +230,12 @@ class KernelRegistry:
         if name in FIRST_PARTY:
             raise invalid(argument, repr(name), "an installed platform", remedy=f"pip install {FIRST_PARTY[name]}")
         raise invalid(argument, repr(name), "an installed platform" + suggestion(name, {*known, *FIRST_PARTY}))
+
+
+def _check_backend(backend: str | None) -> None:
+    names = [member.value for member in Backend]
+    if backend is not None and str(backend) not in names:
+        raise invalid("backend", repr(backend), f"one of {', '.join(names)}")
 
 
 kernel_registry = KernelRegistry()

@@ -153,7 +153,12 @@ class Operation(abc.ABC):
             What the `Bound` that `form` returned makes of the outputs.
         """
         policy = _policy.for_call(self.name, platform)
-        target = _target.resolve_target(jax.tree.leaves(arrays), policy.target)
+        leaves = jax.tree.leaves(arrays)
+        for leaf in leaves:
+            if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float)):
+                name = next(name for name, value in arrays.items() if any(one is leaf for one in jax.tree.leaves(value)))
+                raise wrong_type(name, type(leaf).__name__, "an array")
+        target = _target.resolve_target(leaves, policy.target)
         invocation = _Invocation(self, form, _static_options(options), policy, target, _as_config(cfg))
         if _explain.capturing():
             raise _explain.Captured(invocation.explain(arrays))

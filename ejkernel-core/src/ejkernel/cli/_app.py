@@ -39,6 +39,18 @@ def _root(
         print(ejkernel.__version__)
     elif context.invoked_subcommand is None:
         print(context.get_help())
+    elif context.invoked_subcommand != "doctor":
+        _refuse_under_strict()
+
+
+def _refuse_under_strict() -> None:
+    """What `import ejkernel` raises under `EJKERNEL_STRICT=1` in any other program; `doctor` reports it instead."""
+    from ejkernel import _discovery
+    from ejkernel._registry import kernel_registry
+
+    found = _discovery.complaints(kernel_registry.records) if _discovery.is_strict() else []
+    if found:
+        raise UserError(f"{found[0]} (EJKERNEL_STRICT is set)")
 
 
 def run(arguments: Sequence[str]) -> int:

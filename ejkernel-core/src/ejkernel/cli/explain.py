@@ -50,6 +50,7 @@ def _target(target: str | None) -> Any:
 
 def _explain_call(operation: str, shapes: list[str], options: list[str], platform: tuple[str, ...] | None) -> Any:
     import ejkernel
+    from ejkernel.operations import public_function
 
     arguments: dict[str, Any] = {}
     for text in shapes:
@@ -58,6 +59,9 @@ def _explain_call(operation: str, shapes: list[str], options: list[str], platfor
     for text in options:
         name, value = parse_option(text)
         _add(arguments, name, value)
+    if not shapes:
+        public_function(operation)
+        raise UserError(f"{operation}: got no arrays, expected --shape name=sizes:dtype for each of them, or --case")
     return ejkernel.explain(operation, platform=platform, **arguments)
 
 

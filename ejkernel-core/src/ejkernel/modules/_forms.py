@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ejkernel.errors import wrong_type
+
 
 class Module:
     """A public function as an object without state: `RmsNorm()(x, scale)` is `rms_norm(x, scale)`."""
@@ -31,6 +33,10 @@ class Executor:
     """Calls operations: `executor(FlashAttention(), query, key, value, causal=True)`."""
 
     def __call__(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if isinstance(operation, type) and issubclass(operation, Module):
+            raise wrong_type("operation", f"the class {operation.__name__}", f"an object: {operation.__name__}()")
+        if not callable(operation):
+            raise wrong_type("operation", repr(operation), "an operation, such as FlashAttention()")
         return operation(*args, **kwargs)
 
 

@@ -364,6 +364,8 @@ def attention(
 
     Source: Vaswani et al., Attention is all you need, 2017, section 3.2.1.
     """
+    if init_bias is not None and not callable(init_bias):
+        raise wrong_type("init_bias", repr(init_bias), "a function that makes the bias")
     if bias is None and init_bias is not None:
         bias = init_bias()
     options = options_of(
@@ -413,7 +415,12 @@ def _add_packed(
     for side, lengths, name, longest in described:
         if len(arrays[name].shape) != axes:
             raise invalid(name, f"shape {tuple(arrays[name].shape)}", f"{axes} axes in layout {layout!r}")
+        if axes == 4 and arrays[name].shape[0] != 1:
+            raise invalid(name, f"batch size {arrays[name].shape[0]}", "1 with packed sequences")
         check_cum_seqlens(names[side], lengths, arrays[name].shape[axis], longest, names[2 + side])
+    if key_lengths is not None and key_lengths.shape != query_lengths.shape:
+        got = f"cumulative lengths of {key_lengths.shape[0] - 1} sequences"
+        raise invalid(names[1], got, f"those of {query_lengths.shape[0] - 1}, as in {names[0]}")
     arrays["cum_seqlens_q"] = query_lengths
     if key_lengths is not None and key_lengths is not query_lengths:
         arrays["cum_seqlens_k"] = key_lengths

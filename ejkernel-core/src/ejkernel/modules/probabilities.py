@@ -45,7 +45,7 @@ def softmax(
     Source: argument names as `jax.nn.softmax`; the stable form is in Milakov and Gimelshein, Online normalizer calculation
         for softmax, 2018.
     """
-    axes = axis if axis is None or isinstance(axis, int) else tuple(axis)
+    axes: Any = tuple(axis) if isinstance(axis, Sequence) and not isinstance(axis, str) else axis
     return _SOFTMAX.invoke({"x": x, "where": where}, {"axis": axes, "scale": scale}, platform=platform, cfg=cfg)
 
 

@@ -32,6 +32,11 @@ class FlashAttentionConfig:
     block_k_backward: int = 256
     narrow_products: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("block_q", "block_k", "block_q_backward", "block_k_backward"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected a value >= 1")
+
 
 def heuristic(call: FlashAttentionCall, target: Target) -> FlashAttentionConfig:
     """One tile of all heads should stay in cache; short problems should compile fast."""

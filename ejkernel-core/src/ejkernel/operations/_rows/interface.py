@@ -72,6 +72,8 @@ class RowNorm(Operation, abc.ABC):
             scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1` (Gemma).
         """
         check_compute("x", x)
+        if x.ndim == 0:
+            raise invalid("x", "shape ()", "at least one axis")
         axis = normalise_axis(axis, x.ndim)
         epsilon = finite_number("epsilon", epsilon, at_least=0)
         scale_offset = finite_number("scale_offset", scale_offset)

@@ -60,7 +60,8 @@ class Visibility:
             )
         except AttributeError:
             remedy = "wrap a boolean mask in MaskInfo.from_attention_mask(...)"
-            raise wrong_type("mask_info", type(info).__name__, "a MaskInfo", remedy=remedy) from None
+            got = "an array" if hasattr(info, "dtype") else type(info).__name__
+            raise wrong_type("mask_info", got, "a MaskInfo", remedy=remedy) from None
 
     @property
     def positional(self) -> bool:

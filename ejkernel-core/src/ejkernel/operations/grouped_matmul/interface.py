@@ -187,7 +187,10 @@ def _check_groups(group_sizes: Any, group_offset: Any, held: int) -> None:
 
 
 def _result_dtype(preferred: Any, lhs: Any, rhs: Any) -> str:
-    dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred is None else jnp.dtype(preferred)
+    try:
+        dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred is None else jnp.dtype(preferred)
+    except TypeError:
+        raise wrong_type("preferred_element_type", repr(preferred), "float32, bfloat16 or float16") from None
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise wrong_type("preferred_element_type", f"dtype {dtype}", "float32, bfloat16 or float16")
     return dtype.name
