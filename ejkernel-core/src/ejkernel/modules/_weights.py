@@ -29,15 +29,21 @@ def weights(call: Any, inputs: Any, lse: Any) -> Any:
     batch, queries, heads, size = inputs.query.shape
     keys, key_heads = inputs.key.shape[1:3]
     accumulator = jnp.promote_types(inputs.query.dtype, jnp.float32)
+    # NaN times a gradient of 0 is NaN: the factors are finite, and NaN comes back where the pair is visible.
+    query, query_poison = _finite(inputs.query)
+    key, key_poison = _finite(inputs.key)
     logits = jnp.einsum(
         "btkgd,bskd->bkgts",
-        inputs.query.reshape(batch, queries, key_heads, heads // key_heads, size),
-        inputs.key,
+        query.reshape(batch, queries, key_heads, heads // key_heads, size),
+        key,
         precision=_precision(call),
         preferred_element_type=accumulator,
     ).reshape(batch, heads, queries, keys)
     if call.logits_dtype not in ("float32", "float64"):
         logits = logits.astype(call.logits_dtype).astype(accumulator)
+    query_poison = jnp.swapaxes(query_poison, 1, 2)[..., None]
+    key_poison = jnp.repeat(jnp.swapaxes(key_poison, 1, 2), heads // key_heads, axis=1)[:, :, None]
+    logits = logits + (query_poison + key_poison).astype(accumulator)
     seen = visible(call, inputs, jnp)
     logits = jnp.where(seen, logits, 0) * call.scale
     if inputs.bias is not None:
@@ -45,7 +51,7 @@ def weights(call: Any, inputs: Any, lse: Any) -> Any:
     if call.soft_cap is not None:
         logits = call.soft_cap * jnp.tanh(logits / call.soft_cap)
     total = jnp.swapaxes(lse, 1, 2)[..., None].astype(accumulator)
-    occupied = seen & (total > -jnp.inf) & (logits > -jnp.inf)
+    occupied = seen & (total != -jnp.inf) & (logits != -jnp.inf)
     # Both operands are replaced before the subtraction: -inf - -inf would put NaN into the gradient of a branch not taken.
     result = jnp.where(occupied, jnp.exp(jnp.where(occupied, logits, 0) - jnp.where(occupied, total, 0)), 0)
     if inputs.dropout_streams is None:
@@ -54,6 +60,12 @@ def weights(call: Any, inputs: Any, lse: Any) -> Any:
     rows, columns = jnp.arange(queries, dtype=jnp.uint32), jnp.arange(keys, dtype=jnp.uint32)
     kept = dropout.bits(first, second, rows[:, None], columns) >= dropout.threshold(call.dropout_rate)
     return jnp.where(kept, result / (1 - call.dropout_rate), 0)
+
+
+def _finite(array: Any) -> tuple[Any, Any]:
+    """The array with 0 in place of NaN and infinities, and for each of its rows 0, or NaN if it had one."""
+    zero = jnp.zeros((), array.dtype)
+    return jnp.where(jnp.isfinite(array), array, zero), jnp.sum(array * zero, axis=-1)
 
 
 def _precision(call: Any) -> Any:

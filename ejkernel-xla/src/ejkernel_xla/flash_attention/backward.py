@@ -93,7 +93,10 @@ def _statistics(
         # The maximum is held constant: d_logit = exp(logit - maximum) * (d_out . value + d_lse / total).
         delta = jnp.zeros_like(lse) if d_lse is None else -d_lse / jnp.where(rows.total == 0, 1, rows.total)
         return Statistics(jnp.where(rows.total == 0, -jnp.inf, rows.maximum), delta)
-    d_out = finite(cotangents.out) if is_masked(call) else cotangents.out
+    d_out = cotangents.out
+    if is_masked(call):
+        # The output of a row that sees no key is 0, and NaN in its cotangent must not come back; elsewhere it must.
+        d_out = jnp.where(outputs.out == 0, 0, d_out)
     delta = heads_first(jnp.sum(d_out.astype(wide) * outputs.out.astype(wide), axis=-1), groups)
     return Statistics(lse, delta if d_lse is None else delta - d_lse)
 
@@ -110,12 +113,12 @@ def _guarded(arrays: Operands, stats: Statistics, d_out: Any, broken: Any) -> tu
     """Keep NaN and infinities of hidden rows and keys out of the products, where 0 * NaN would spread them.
 
     All factors are made finite; a row that holds a non-finite number (`broken`, 0 or NaN) gets NaN as its shift, so that its
-    weights become NaN where it sees a key and stay 0 elsewhere. Rows that see a non-finite key have lse = NaN since the forward
-    phase.
+    weights become NaN where it sees a key and stay 0 elsewhere. Keys stay as they are here, since an infinite one may have a
+    weight of 0; `_tile` makes them finite where they are multiplied with gradients.
     """
     shift = stats.shift + broken.astype(stats.shift.dtype) + stats.delta * 0
     shift = jnp.where(stats.shift == -jnp.inf, stats.shift, shift)
-    arrays = arrays._replace(query=finite(arrays.query), key=finite(arrays.key), value=finite(arrays.value))
+    arrays = arrays._replace(query=finite(arrays.query), value=finite(arrays.value))
     return arrays, Statistics(shift, finite(stats.delta)), finite(d_out)
 
 
@@ -163,14 +166,16 @@ def _tile(
         d_weights = d_weights * found.keep
     d_logits = weights * (d_weights - delta)
     kept = weights if found.keep is None else weights * found.keep
-    d_raw = (d_logits if found.slope is None else d_logits * found.slope) * call.scale
-    d_raw = d_raw.astype(query.dtype)
+    if found.slope is not None:
+        d_logits = d_logits * (found.slope if found.visible is None else jnp.where(found.visible, found.slope, 0))
+    d_raw = (d_logits * call.scale).astype(query.dtype)
+    key = finite(key) if is_masked(call) else key
     wide = key.dtype if narrow else accumulator(key.dtype)
     return Gradients(
         product(call, key.astype(wide), d_raw.astype(wide), ((2,), (2,))),
         product(call, d_raw, query, ((3, 4), (2, 3))),
         product(call, kept.astype(d_out.dtype), d_out, ((3, 4), (2, 3))),
-        None if arrays.bias is None else _bias(arrays.bias, d_logits if found.slope is None else d_logits * found.slope, plan),
+        None if arrays.bias is None else _bias(arrays.bias, d_logits, plan),
     )
 
 
