@@ -39,7 +39,16 @@ def mask_info(batch: int) -> MaskInfo:
 def run(info: MaskInfo, **extra):
     def loss(query, key, value, bias, sinks):
         out, lse = flash_attention(
-            query, key, value, bias, softmax_aux=sinks, mask_info=info, dropout_prob=0.3, dropout_seed=5, return_lse=True, **extra
+            query,
+            key,
+            value,
+            bias,
+            softmax_aux=sinks,
+            mask_info=info,
+            dropout_prob=0.3,
+            dropout_seed=5,
+            return_lse=True,
+            **extra,
         )
         return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(lse > -jnp.inf, lse, 0)), (out, lse)
 
