@@ -70,3 +70,14 @@ def test_lists(my_kernel):
 def test_platform_and_backend_are_open_strings():
     assert f"{Platform.XLA}" == "xla" == Platform.XLA
     assert str(Backend.ANY) == "any"
+
+
+def test_readers_keep_their_list_while_another_is_added(my_kernel):
+    """A list that is sorted in place looks empty to other threads."""
+    before = kernel_registry._candidates["my_kernel", "forward"]
+    kernel_registry.register("my_kernel", "another")(lambda: None)
+    try:
+        assert [candidate.id for candidate in before] == ["triton", "xla"]
+        assert [candidate.id for candidate in kernel_registry.candidates("my_kernel")] == ["another", "triton", "xla"]
+    finally:
+        kernel_registry.unregister("my_kernel", "another")

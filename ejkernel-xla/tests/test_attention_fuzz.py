@@ -132,7 +132,9 @@ def check(drawn: Drawn) -> None:
     @jax.jit
     def run(values: Any) -> Any:
         outputs, pull = jax.vjp(lambda values: OPERATION.run(request, bound.inputs._replace(**values)), values)
-        cotangents = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape).astype(x.dtype), outputs)
+        cotangents = jax.tree.map(
+            lambda x: jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape).astype(x.dtype), outputs
+        )
         return outputs, cotangents, pull(cotangents)[0]
 
     outputs, cotangents, gradients = run(moving)

@@ -36,7 +36,9 @@ def rows_and_gradients(given, cotangent, **options):
     return {name: np.isnan(found[name]).any((0, 2, 3)) for name in ("out", "query", "key", "value")}, gradients
 
 
-@pytest.mark.parametrize("options", ({}, {"cfg": BLOCKS}, {"cfg": BLOCKS, "logits_soft_cap": 3.0, "dropout_prob": 0.0}), ids=str)
+@pytest.mark.parametrize(
+    "options", ({}, {"cfg": BLOCKS}, {"cfg": BLOCKS, "logits_soft_cap": 3.0, "dropout_prob": 0.0}), ids=str
+)
 @pytest.mark.parametrize("name", ("query", "key", "value"))
 @pytest.mark.parametrize("token", range(LENGTH))
 def test_nan_reaches_the_rows_that_see_it(name, token, options):

@@ -12,7 +12,7 @@ import jax
 
 from ejkernel._arrays import ArraySpec, named
 from ejkernel._explain import Decision, Explanation, Verdict
-from ejkernel._partition import MIXED_AXES, Layout, is_mixed, mesh_of, run_auto, run_explicit, vary_like
+from ejkernel._partition import MIXED_AXES, Layout, is_mixed, mesh_of, placed_like, run_auto, run_explicit, vary_like
 from ejkernel._priority import DEFAULT_ORDER, UNMEASURED
 from ejkernel._records import Candidate, resolve
 from ejkernel._registry import kernel_registry
@@ -180,7 +180,8 @@ def _run_partitioned(request: Request, phase: Phase, arguments: tuple[Any, ...])
         return _run_local(request.reshaped(shards[0]), phase, shards)
 
     if explicit:
-        return run_explicit(layout, mesh, run, arguments, results)
+        found = run_explicit(layout, mesh, run, arguments, results)
+        return placed_like(found, arguments[0]) if phase == "backward" else found
     return run_auto(layout, run, arguments, results)
 
 

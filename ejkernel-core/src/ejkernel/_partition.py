@@ -144,6 +144,12 @@ def run_explicit(layout: Layout, mesh: Any, run: Run, arguments: tuple[Any, ...]
     return jax.tree.unflatten(jax.tree.structure(results), sharded(*leaves))
 
 
+def placed_like(values: Any, arrays: Any) -> Any:
+    """Gradients on an explicit mesh, each resharded as the array of the same name is: their types must agree."""
+    shardings = {name: jax.typeof(array).sharding for name, array in named(arrays)}
+    return values._replace(**{name: jax.sharding.reshard(value, shardings[name]) for name, value in named(values)})
+
+
 def _sum_parts(layout: Layout, leaves: Sequence[Any], shapes: Sequence[Any], assigned: Mapping[str, Any]) -> list[Any]:
     summed = []
     for dims, shape, leaf in zip(layout.results, shapes, leaves, strict=True):

@@ -135,8 +135,8 @@ class KernelRegistry:
 
     def _add(self, candidate: Candidate) -> None:
         key = (candidate.implementation.operation, candidate.implementation.phase)
-        self._candidates.setdefault(key, []).append(candidate)
-        self._candidates[key].sort(key=lambda known: known.id)
+        # A new list: another thread may be reading the old one, and a list that is being sorted looks empty.
+        self._candidates[key] = sorted([*self._candidates.get(key, ()), candidate], key=lambda known: known.id)
 
     def refresh(self) -> None:
         """Have programs that dispatched before traced again, as something that decides for them changed (a tuned config)."""

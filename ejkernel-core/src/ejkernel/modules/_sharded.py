@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ejkernel import _explain
 from ejkernel.errors import invalid, wrong_type
@@ -16,6 +16,8 @@ from ejkernel.operation import Operation
 from ejkernel.operations.flash_attention import bind
 
 Axes = tuple[str, ...]
+_FOLLOWING = ("bias", "softmax_aux")
+"""Arrays that are split as the query is unless a spec says otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ def invoke(
         operation, arrays, options, form: as in `Operation.invoke`.
         positional: names of the array arguments in the order of `in_specs`; an entry that `arrays` lacks takes a spec too.
         mesh: a `jax.sharding.Mesh` or None.
-        in_specs: one PartitionSpec or None for each positional array.
+        in_specs: one PartitionSpec or None for each positional array. A bias or sinks without one are split as the query is.
         out_specs: a PartitionSpec, or a tuple of them for several results.
         **settings: `platform` and `cfg`.
     """
@@ -89,6 +91,8 @@ def _run(plan: Plan, arrays: dict[str, Any]) -> Any:
     arrays = _with_streams(plan, arrays)
     arrays = {name: value for name, value in arrays.items() if value is not None}
     in_specs = {name: _specs_of(plan, name, value) for name, value in arrays.items()}
+    if AxisType.Explicit in plan.mesh.axis_types:  # shard_map wants its arguments placed already
+        arrays = jax.tree.map(lambda leaf, spec: jax.sharding.reshard(leaf, NamedSharding(plan.mesh, spec)), arrays, in_specs)
     return jax.shard_map(plan.invoke, mesh=plan.mesh, in_specs=(in_specs,), out_specs=plan.out_specs)(arrays)
 
 
@@ -104,7 +108,7 @@ def _named_specs(arrays: Mapping[str, Any], positional: Sequence[str], in_specs:
     for name, spec in zip(positional, in_specs, strict=False):
         if spec is not None and not isinstance(spec, PartitionSpec):
             raise wrong_type("in_specs", f"{type(spec).__name__} for {name}", "a PartitionSpec or None")
-        if arrays.get(name) is not None:
+        if arrays.get(name) is not None and not (spec is None and name in _FOLLOWING):
             specs[name] = PartitionSpec() if spec is None else spec
     return specs
 
@@ -181,7 +185,9 @@ def _specs_of(plan: Plan, name: str, value: Any) -> Any:
         return PartitionSpec(plan.split.batch or None, plan.split.heads or None)
     if name in ("query_lengths", "key_lengths"):
         return PartitionSpec(plan.split.batch if plan.split.batch and value.shape[0] != 1 else None)
-    if name == "mask":
+    if name == "softmax_aux":
+        return PartitionSpec(plan.split.heads if plan.split.heads and value.shape[0] != 1 else None)
+    if name in ("mask", "bias"):
         entries = (plan.split.batch, plan.split.heads)[: max(len(value.shape) - 2, 0)]
         return PartitionSpec(*(axes if axes and size != 1 else None for axes, size in zip(entries, value.shape, strict=False)))
     return jax.tree.map(lambda _: PartitionSpec(), value)

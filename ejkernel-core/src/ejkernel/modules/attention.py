@@ -84,7 +84,7 @@ def flash_attention(
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
         mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split. mask_info is split along.
-        in_specs: one PartitionSpec or None for each positional array, in order.
+        in_specs: one PartitionSpec or None for each positional array, in order; bias and softmax_aux follow the query without.
         out_specs: PartitionSpec of the output, or a pair of them with `return_lse`.
 
     Returns:

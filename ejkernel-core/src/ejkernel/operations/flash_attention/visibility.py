@@ -15,6 +15,8 @@ from ejkernel.operations.flash_attention.bind import as_count, as_flag, as_score
 
 Window = tuple[int | None, int | None]
 ALIGNMENTS = ("top_left", "bottom_right")
+LARGEST = 2**31 - 1
+"""Positions are int32; a window beyond that is no limit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,8 +105,8 @@ class Visibility:
             causal=as_flag("causal", self.causal),
             query_offset=as_count("causal_offset", self.query_offset, -(2**31)),
             window=as_window(self.window),
-            chunk_size=None if self.chunk_size is None else as_count("chunk_size", self.chunk_size, 1),
-            prefix=None if self.prefix is None else as_count("prefix", self.prefix, 0),
+            chunk_size=None if self.chunk_size is None else min(as_count("chunk_size", self.chunk_size, 1), LARGEST),
+            prefix=None if self.prefix is None else min(as_count("prefix", self.prefix, 0), LARGEST),
             **tokens,
             **counts,
         )
@@ -112,9 +114,9 @@ class Visibility:
     def aligned(self, alignment: str | None, queries: int, keys: int) -> Visibility:
         """With the queries placed as `causal_alignment` says."""
         check_alignment(alignment, self.causal)
-        if self.query_offset and self.query_positions is not None:
-            return dataclasses.replace(self, query_positions=self.query_positions + self.query_offset, query_offset=0)
         if alignment is None:
+            if self.query_offset and self.query_positions is not None:
+                return dataclasses.replace(self, query_positions=self.query_positions + self.query_offset, query_offset=0)
             return self
         offset = keys - queries if alignment == "bottom_right" else 0
         if self.query_positions is not None or self.key_positions is not None:
@@ -172,8 +174,8 @@ def as_window(value: Any) -> Window | None:
         left, right = value
     else:
         left = right = as_count("sliding_window", value, 0)
-    sides = (left, right)
-    return tuple(None if side is None else as_count("sliding_window", side, 0) for side in sides)  # pyright: ignore[reportReturnType]
+    counts = (None if side is None else as_count("sliding_window", side, 0) for side in (left, right))
+    return tuple(None if count is None or count >= LARGEST else count for count in counts)  # pyright: ignore[reportReturnType]
 
 
 def intersection(first: Any, second: Any) -> Window | None:
