@@ -172,3 +172,23 @@ def test_mistakes_name_argument_got_and_expected(name, arrays):
     call, error, text = MISTAKES[name]
     with pytest.raises(error, match=text):
         call(*arrays)
+
+
+def test_rms_norm_gradients_are_exact_also_when_vmap_shares_the_scale():
+    """`d/dx sum(g y)` is `r (w - n mean(w n))` with n = r x, w = g scale; a shared scale's gradient is a sum, not a mean."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    x, g = (jax.random.normal(key, (5, 3, 8)) for key in keys[:2])
+    scale = jax.random.normal(keys[2], (8,))
+
+    def loss(x, scale):
+        out = jax.vmap(jax.vmap(ejkernel.rms_norm, in_axes=(0, None)), in_axes=(0, None))(x, scale)
+        return jnp.sum(out * g)
+
+    d_x, d_scale = jax.grad(loss, argnums=(0, 1))(x, scale)
+    x, g, scale = (np.asarray(array, np.float64) for array in (x, g, scale))
+    r = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+    n, w = r * x, g * scale
+    close(d_x, r * (w - n * (w * n).mean(-1, keepdims=True)))
+    close(d_scale, (g * n).sum((0, 1)))
+    one = jax.vmap(jax.grad(lambda x, scale, g: jnp.sum(ejkernel.rms_norm(x, scale) * g), argnums=1), in_axes=(0, None, 0))
+    close(one(jnp.float32(x), jnp.float32(scale), jnp.float32(g)), (g * n).sum(1))

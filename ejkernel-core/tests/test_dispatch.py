@@ -262,3 +262,8 @@ def test_misspelled_environment_is_refused_with_its_name():
     assert run.returncode == 1
     assert "EJKERNEL_PLATFORM: got 'rms_nrom'" in run.stderr
     assert "did you mean 'rms_norm'" in run.stderr
+
+
+def test_use_beats_the_environment(python):
+    code = "import ejkernel as e, jax\nwith e.use('xla'):\n    print(e.explain('softmax', jax.numpy.ones(3)).forward.setting)"
+    assert python(code, EJKERNEL_PLATFORM="xla").split()[-1] == "use"

@@ -1,0 +1,50 @@
+"""The tiles that attention visits, against every entry of the score matrix."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.operations import get_operation
+from ejkernel_xla.flash_attention.masks import plan
+
+QUERIES, KEYS = 9, 7
+WINDOWS = [None, *itertools.product((None, 0, 1, 3, 5, 6, 7, 8), (None, 0, 2, 5, 6))]
+
+
+def visible(causal: bool, window: tuple[int | None, int | None] | None, chunk: int | None) -> np.ndarray:
+    query, key = np.arange(QUERIES)[:, None], np.arange(KEYS)[None]
+    left, right = window or (None, None)
+    seen = np.ones((QUERIES, KEYS), bool)
+    for asked, rule in (
+        (causal, key <= query),
+        (left is not None, query <= key + (left or 0)),
+        (right is not None, key <= query + (right or 0)),
+        (chunk is not None, query // (chunk or 1) == key // (chunk or 1)),
+    ):
+        seen &= rule | (not asked)
+    return seen
+
+
+@pytest.mark.parametrize("chunk", [None, 3, 4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("blocks", [(9, 7), (3, 7), (4, 3), (2, 5), (1, 1)])
+def test_every_visible_entry_is_in_one_tile_and_hidden_ones_are_known(blocks, causal, chunk):
+    array = jnp.zeros((1, QUERIES, 1, 4))
+    for window in WINDOWS:
+        bound = get_operation("flash_attention").canonicalise(
+            array, array[:, :KEYS], array[:, :KEYS], causal=causal, sliding_window=window, chunk_size=chunk
+        )
+        found = plan(bound.call, *blocks)
+        seen = visible(causal, window, chunk)
+        visits = np.zeros((QUERIES, KEYS), int)
+        hides = False
+        for query, key, first_query, first_key, _ in found.tiles:
+            rows, columns = slice(first_query, query + found.block_q), slice(first_key, key + found.block_k)
+            visits[rows, columns] += 1
+            hides |= not seen[query : query + found.block_q, key : key + found.block_k].all()
+        assert (visits[seen] == 1).all() and visits.max() <= 1, (window, found.tiles)
+        assert found.structured >= hides, (window, "a visited tile hides entries and is said to be plain")
