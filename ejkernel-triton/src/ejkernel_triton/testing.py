@@ -173,12 +173,12 @@ class Compilation:
     num_stages: int
 
     def compile(self, capability: int) -> Any:
-        """Compile to machine code, with the alignment that jax-triton promises."""
+        """Compile to machine code, with the alignment that jax-triton promises and the fusion that it asks for."""
         names = self.kernel.arg_names
         signature = {**dict(zip(names, self.types, strict=False)), **dict.fromkeys(self.constants, "constexpr")}
         aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(self.types) if kind.startswith("*")}
         source = ASTSource(self.kernel, signature, {(names.index(k),): v for k, v in self.constants.items()}, aligned)
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
         return triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
