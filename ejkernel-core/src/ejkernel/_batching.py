@@ -60,6 +60,7 @@ class _Fold:
         flags = dict(named(in_batched))
         self.sizes = {name: array.shape[int(flags[name])] for name, array in named(inputs)}
         self.batch = next(size for name, size in self.sizes.items() if not self.dims[name][0].broadcasts)
+        self.batch_major = any(flags[name] and _splits_second_axis(array) for name, array in named(inputs))
 
     def into(self, values: Any, in_batched: Any, *, expand: bool) -> Any:
         """Fold every array; with `expand`, also those that the whole batch shares, so that each member has its own gradient."""
@@ -78,6 +79,8 @@ class _Fold:
             array = jnp.broadcast_to(array, (self.axis_size, *array.shape))
         if array.shape[1] != self.batch:
             array = jnp.broadcast_to(array, (self.axis_size, self.batch, *array.shape[2:]))
+        if self.batch_major:
+            array = jnp.swapaxes(array, 0, 1)
         return array.reshape(self.axis_size * self.batch, *array.shape[2:])
 
     def out_of(self, values: Any) -> Any:
@@ -90,8 +93,17 @@ class _Fold:
         )
 
     def _unfold(self, array: Any, size: int) -> Any:
-        array = array.reshape(self.axis_size, self.batch, *array.shape[1:])
+        if self.batch_major:
+            array = jnp.swapaxes(array.reshape(self.batch, self.axis_size, *array.shape[1:]), 0, 1)
+        else:
+            array = array.reshape(self.axis_size, self.batch, *array.shape[1:])
         if size == self.batch:
             return array
         total = jnp.sum(array, axis=1, keepdims=True, dtype=jnp.promote_types(array.dtype, jnp.float32))
         return total.astype(array.dtype)
+
+
+def _splits_second_axis(array: Any) -> bool:
+    """Whether an explicit mesh splits the batch, which then has to be the major part of the folded axis."""
+    spec = (*jax.typeof(array).sharding.spec, None, None)
+    return spec[0] is None and spec[1] is not None

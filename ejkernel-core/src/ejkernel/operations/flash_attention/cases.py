@@ -185,6 +185,7 @@ _LOGITS = (
     ),
     Case("bias-gqa", _arrays(13, 21, heads=4, key_heads=2, bias=(1, 4, 13, 21)), {"sliding_window": (6, 3)}),
     Case("bias-minus-infinity", _arrays(13, 21, bias=(2, 2, 13, 21), extra=_infinite_bias)),
+    Case("bias-minus-infinity-capped", _arrays(13, 21, bias=(2, 2, 13, 21), extra=_infinite_bias), {"logits_soft_cap": 3.0}),
     Case("sinks", _arrays(19, sinks=(2,)), {"causal": True}),
     Case("sinks-several", _arrays(19, heads=4, key_heads=2, sinks=(4, 3)), {"sliding_window": 6}),
     Case("sinks-shared", _arrays(19, heads=4, key_heads=2, sinks=(1, 2))),

@@ -23,9 +23,9 @@ class FlashAttentionInputs(NamedTuple):
     """Canonical arrays. Query head h reads key head h // (H // K).
 
     query `[B, T, H, D]`; key `[B, S, K, D]`; value `[B, S, K, V]`; bias floating and mask bool (True = visible), both
-    `[B|1, H|1, T|1, S|1]`; segments and positions int32 `[B|1, T]` and `[B|1, S]`: a pair is visible only if its segments are
-    equal and not negative; positions replace indices in causal, window and chunk masks; sinks `[B|1, H, n]`: logits that take
-    part in the denominator only; dropout_streams uint32 `[B, H, 2]`, see `dropout`.
+    `[B|1, H|1, T|1, S|1]`, where a bias of -inf hides the pair; segments and positions int32 `[B|1, T]` and `[B|1, S]`: a pair is
+    visible only if its segments are equal and not negative; positions replace indices in causal, window and chunk masks; sinks
+    `[B|1, H, n]`: logits that take part in the denominator only; dropout_streams uint32 `[B, H, 2]`, see `dropout`.
     """
 
     query: Any

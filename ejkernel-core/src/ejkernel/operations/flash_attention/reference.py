@@ -45,6 +45,7 @@ def _softmax(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> _Softmax
     logits = call.scale * logits
     seen = np.broadcast_to(visible(call, inputs, np), logits.shape)
     if inputs.bias is not None:
+        seen = seen & (inputs.bias != -np.inf)
         logits = logits + np.where(seen, inputs.bias, 0.0)
     slope = np.ones_like(logits)
     if call.soft_cap is not None:
