@@ -142,10 +142,17 @@ def matrix(session: nox.Session, pair: tuple[str, str]) -> None:
 
 
 def _tests(session: nox.Session, python: Path) -> None:
-    for name in sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")}):
-        pytest(session, python, f"{name}/tests")
+    """Every distribution is tested, also after one has failed."""
     elsewhere = ("conformance", "device", "docs", "isolation", "opaque", "smoke")
-    pytest(session, python, "tests", *(f"--ignore=tests/{part}" for part in elsewhere))
+    suites = [[f"{name}/tests"] for name in sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")})]
+    failed = []
+    for suite in (*suites, ["tests", *(f"--ignore=tests/{part}" for part in elsewhere)]):
+        try:
+            pytest(session, python, *suite)
+        except nox.command.CommandFailed:
+            failed.append(suite[0])
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session(python=False)

@@ -124,7 +124,7 @@ REFUSED = [
     ({"logits_dtype": np.float64}, ValueError, "logits_dtype", "float64", "at most float32 for float32 inputs"),
     ({"precision": "best"}, ValueError, "precision", "'best'", "default, high, highest"),
     ({"precision": 3}, TypeError, "precision", "3", "None, a jax.lax.Precision or its name"),
-    ({"mask_info": zeros(4, 4, dtype=bool)}, TypeError, "mask_info", "ndarray", "a MaskInfo; wrap a boolean mask"),
+    ({"mask_info": zeros(4, 4, dtype=bool)}, TypeError, "mask_info", "an array", "a MaskInfo; wrap a boolean mask"),
     ({"query_segments": zeros(1, 5, dtype=np.int32)}, ValueError, "query_segments", "shape (1, 5)", "(1, 4)"),
     ({"key_segments": zeros(1, 4)}, TypeError, "key_segments", "dtype float32", "an integer type"),
     ({"key_lengths": zeros(3, dtype=np.int32)}, ValueError, "key_lengths", "shape (3,)", "(1,)"),

@@ -4,6 +4,7 @@
 start as NaN, and each lies between guard bytes that must survive. Under a JAX transformation `traced_call` takes its place.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import dataclasses

@@ -4,7 +4,7 @@ Statistics and sums are float32. In backward each program walks over its tiles i
 the parameters' gradients; a last small sum adds the programs up, without atomics.
 """
 
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
 import math
 from typing import Any
 
