@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 
 import nox
+import nox.command
 
 ROOT = Path(__file__).parent
 PAIRS = (("3.11", "0.10.2"), ("3.12", "0.11.2"), ("3.13", "0.12.0.1"))

@@ -297,7 +297,7 @@ REFUSED = [
     ({"cu_seqlens_q": np.array([0.0, 5.0])}, "cu_seqlens_q: got dtype float64, expected an integer type"),
     ({"cu_seqlens_q": np.array([[0, 13]])}, "cu_seqlens_q: got shape (1, 2), expected [R + 1]"),
     ({"cu_seqlens_q": [0, 13]}, "cu_seqlens_q: got list"),
-    ({"cu_seqlens_k": np.array([0, 5, 9, 13])}, "cum_seqlens_k: got 3 sequences, expected the 2 of cum_seqlens_q"),
+    ({"cu_seqlens_k": np.array([0, 5, 9, 13])}, "cu_seqlens_k: got cumulative lengths of 3 sequences"),
     ({"max_seqlens_q": 7}, "max_seqlens_q: got 7, expected at least 8, the longest sequence in cu_seqlens_q"),
     ({"max_seqlens_k": -1}, "max_seqlens_k: got -1"),
     ({"layout": "dht"}, "layout: got 'dht', expected one of thd, htd, bthd, bhtd"),

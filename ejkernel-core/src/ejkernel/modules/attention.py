@@ -415,9 +415,9 @@ def _add_packed(
     for side, lengths, name, longest in described:
         if len(arrays[name].shape) != axes:
             raise invalid(name, f"shape {tuple(arrays[name].shape)}", f"{axes} axes in layout {layout!r}")
+        check_cum_seqlens(names[side], lengths, arrays[name].shape[axis], longest, names[2 + side])
         if axes == 4 and arrays[name].shape[0] != 1:
             raise invalid(name, f"batch size {arrays[name].shape[0]}", "1 with packed sequences")
-        check_cum_seqlens(names[side], lengths, arrays[name].shape[axis], longest, names[2 + side])
     if key_lengths is not None and key_lengths.shape != query_lengths.shape:
         got = f"cumulative lengths of {key_lengths.shape[0] - 1} sequences"
         raise invalid(names[1], got, f"those of {query_lengths.shape[0] - 1}, as in {names[0]}")
