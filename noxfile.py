@@ -21,7 +21,7 @@ PAIRS = (("3.11", "0.10.2"), ("3.12", "0.11.2"), ("3.13", "0.12.0.1"))
 
 MAIN = PAIRS[1]
 PLATFORMS = ("xla", "triton", "pallas", "cuda")
-BUILDERS = ("build", "editables", "hatchling>=1.27")
+BUILDERS = ("build", "editables", "hatchling>=1.27", "pytest-xdist>=3.6")
 CUDA_BUILDERS = ("cmake", "ninja", "scikit-build-core")
 CUDA_PART = "jax-cuda13-plugin"
 """With it jax-triton lowers for a GPU on a machine without one; CUDA itself, a hundred times its size, is not needed."""
@@ -148,8 +148,9 @@ def _tests(session: nox.Session, python: Path) -> None:
     suites = [[f"{name}/tests"] for name in sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")})]
     failed = []
     for suite in (*suites, ["tests", *(f"--ignore=tests/{part}" for part in elsewhere)]):
+        workers = ["-n", "2"] if suite == ["ejkernel-xla/tests"] else []  # the longest by far, and it measures no times
         try:
-            pytest(session, python, *suite)
+            pytest(session, python, *workers, *suite)
         except nox.command.CommandFailed:
             failed.append(suite[0])
     if failed:
