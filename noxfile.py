@@ -132,23 +132,24 @@ def types(session: nox.Session) -> None:
 @nox.session(python=False)
 def tests(session: nox.Session) -> None:
     """Unit tests of each distribution, and the tests across distributions, on the main pair."""
-    _tests(session, main_environment(session))
+    _tests(session, main_environment(session), everything=False)
 
 
 @nox.session(python=False)
 @nox.parametrize("pair", PAIRS, ids=[f"py{python}-jax{jax}" for python, jax in PAIRS])
 def matrix(session: nox.Session, pair: tuple[str, str]) -> None:
     """All tests on every pair."""
-    _tests(session, environment(session, pair))
+    _tests(session, environment(session, pair), everything=True)
 
 
-def _tests(session: nox.Session, python: Path) -> None:
+def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
     """Every distribution is tested, also after one has failed."""
     elsewhere = ("conformance", "device", "docs", "isolation", "opaque", "smoke")
     suites = [[f"{name}/tests"] for name in sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")})]
     failed = []
     for suite in (*suites, ["tests", *(f"--ignore=tests/{part}" for part in elsewhere)]):
-        workers = ["-n", "2"] if suite == ["ejkernel-xla/tests"] else []  # the longest by far, and it measures no times
+        # XLA's are the longest by far and measure no times; their long random searches are for the matrix
+        workers = ["-n", "2", *(() if everything else ("-m", "not slow"))] if suite == ["ejkernel-xla/tests"] else []
         try:
             pytest(session, python, *workers, *suite)
         except nox.command.CommandFailed:

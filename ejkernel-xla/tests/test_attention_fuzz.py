@@ -24,8 +24,8 @@ from ejkernel_xla.flash_attention.config import FlashAttentionConfig
 
 FEW = hypothesis.settings(max_examples=25, deadline=None, derandomize=True, database=None)
 MANY = hypothesis.settings(max_examples=300, deadline=None, derandomize=True, database=None)
-FLOOR = 1e-2
-"""Gradients of rows that hardly vary are sums of cancelling terms; their errors are measured on this scale at least."""
+FLOOR = 1e-1
+"""Gradients of rows that hardly vary are sums of cancelling terms of size 1; their errors are measured on this scale at least."""
 
 lengths = st.one_of(st.integers(0, 3), st.integers(0, 40))
 sides = st.one_of(st.none(), st.integers(0, 12))
