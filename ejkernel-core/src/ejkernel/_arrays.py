@@ -48,6 +48,13 @@ def parse_dims(text: str) -> tuple[Dim, ...]:
     return tuple(Dim(word.rstrip("?"), word.endswith("?")) for word in text.split())
 
 
+def has_gradient(array: Any) -> bool:
+    """Whether gradients are formed in an array's dtype: floating, of two bytes or more."""
+    import jax.numpy as jnp
+
+    return jnp.issubdtype(array.dtype, jnp.floating) and np.dtype(array.dtype).itemsize > 1
+
+
 def named(values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """The present fields of a NamedTuple, as pairs."""
     for name, value in zip(values._fields, values, strict=True):  # pyright: ignore[reportAttributeAccessIssue]

@@ -205,7 +205,7 @@ def _expected(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> Any
     operation = request.operation
     if phase == "forward":
         return operation.output_specs(request.call)
-    present = {name: ArraySpec.of(value) for name, value in named(arguments[0]) if name in operation.differentiable}
+    present = {name: ArraySpec.of(value) for name, value in operation.moving(arguments[0]).items()}
     return operation.Inputs(**{**dict.fromkeys(operation.Inputs._fields), **present})
 
 

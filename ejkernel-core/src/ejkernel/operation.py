@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from ejkernel import _dispatch, _explain, _policy, _target
-from ejkernel._arrays import ArraySpec, named
+from ejkernel._arrays import ArraySpec, has_gradient, named
 from ejkernel._batching import batched_backward, batched_forward
 from ejkernel._partition import unify_manual_axes, vary_like
 from ejkernel.errors import wrong_type
@@ -92,7 +92,7 @@ class Operation(abc.ABC):
         Call: subclass of `Call`.
         Inputs: NamedTuple of arrays (None where absent).
         Outputs: NamedTuple of what forward returns: the public outputs, then residuals (None unless `save_residuals`).
-        differentiable: fields of `Inputs` that have a gradient.
+        differentiable: fields of `Inputs` that have a gradient, when they hold floats of two bytes or more.
         shardable: factors along which the operation may be split over devices without communication, except sums of
             gradients over factors that an input lacks. An axis of a factor may have different sizes in different arrays
             (query heads and key heads) as long as each divides by the number of shards.
@@ -115,6 +115,10 @@ class Operation(abc.ABC):
 
         The first dim of every array is the batch factor `b`, into which `vmap` folds.
         """
+
+    def moving(self, inputs: Any) -> dict[str, Any]:
+        """The present inputs that have a gradient, by name."""
+        return {name: array for name, array in named(inputs) if name in self.differentiable and has_gradient(array)}
 
     @abc.abstractmethod
     def output_specs(self, call: Any) -> Any:
@@ -219,6 +223,7 @@ def _differentiable_forward(request: Request, inputs: Any) -> Any:
 
 def _differentiable_backward(request: Request, residuals: Any, cotangents: Any) -> Any:
     inputs, outputs = residuals
+    cotangents = type(cotangents)(*(one if one is not None and has_gradient(one) else None for one in cotangents))
     return (batched_backward(request.saving_residuals(), inputs, outputs, cotangents),)
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ejkernel import _explain
-from ejkernel.errors import invalid, wrong_type
+from ejkernel.errors import invalid
+from ejkernel.modules import _mesh
 from ejkernel.operation import Operation
 from ejkernel.operations.flash_attention import bind
 
@@ -59,17 +60,11 @@ def invoke(
         out_specs: a PartitionSpec, or a tuple of them for several results.
         **settings: `platform` and `cfg`.
     """
-    if mesh is None:
-        for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
-            if specs is not None:
-                raise invalid(name, specs, "None without a mesh", remedy="pass mesh= too")
+    if not _mesh.is_sharded(mesh, in_specs, out_specs):
         return operation.invoke(arrays, options, form=form, **settings)
-    for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
-        if specs is None:
-            raise invalid(name, None, "PartitionSpecs with mesh=")
     if _explain.capturing():
         return operation.invoke(arrays, options, form=form, **settings)
-    specs = _named_specs(arrays, positional, in_specs)
+    specs = _mesh.named_specs(arrays, positional, in_specs, following=_FOLLOWING)
     split = Split.of(arrays, specs, mesh)
     _check_whole_lengths(split)
     plan = Plan(
@@ -91,26 +86,7 @@ def _run(plan: Plan, arrays: dict[str, Any]) -> Any:
     arrays = _with_streams(plan, arrays)
     arrays = {name: value for name, value in arrays.items() if value is not None}
     in_specs = {name: _specs_of(plan, name, value) for name, value in arrays.items()}
-    if AxisType.Explicit in plan.mesh.axis_types:  # shard_map wants its arguments placed already
-        arrays = jax.tree.map(lambda leaf, spec: jax.sharding.reshard(leaf, NamedSharding(plan.mesh, spec)), arrays, in_specs)
-    return jax.shard_map(plan.invoke, mesh=plan.mesh, in_specs=(in_specs,), out_specs=plan.out_specs)(arrays)
-
-
-def _named_specs(arrays: Mapping[str, Any], positional: Sequence[str], in_specs: Any) -> dict[str, PartitionSpec]:
-    if not isinstance(in_specs, (tuple, list)) or isinstance(in_specs, PartitionSpec):
-        got = "a single PartitionSpec" if isinstance(in_specs, PartitionSpec) else type(in_specs).__name__
-        raise wrong_type("in_specs", got, "a tuple with one PartitionSpec or None per array")
-    if len(in_specs) > len(positional):
-        raise invalid(
-            "in_specs", f"{len(in_specs)} entries", f"at most {len(positional)}, one for each of {', '.join(positional)}"
-        )
-    specs: dict[str, PartitionSpec] = {}
-    for name, spec in zip(positional, in_specs, strict=False):
-        if spec is not None and not isinstance(spec, PartitionSpec):
-            raise wrong_type("in_specs", f"{type(spec).__name__} for {name}", "a PartitionSpec or None")
-        if arrays.get(name) is not None and not (spec is None and name in _FOLLOWING):
-            specs[name] = PartitionSpec() if spec is None else spec
-    return specs
+    return _mesh.shard(plan.invoke, arrays, plan.mesh, in_specs, plan.out_specs)
 
 
 @dataclasses.dataclass(frozen=True)

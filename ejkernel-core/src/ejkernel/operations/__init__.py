@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 
 OPERATIONS: Mapping[str, str] = {
     name: f"ejkernel.operations.{name}.interface:OPERATION"
-    for name in ("flash_attention", "grouped_matmul", "layer_norm", "mean_pooling", "rms_norm", "rope", "softmax")
+    for name in (
+        "flash_attention",
+        "grouped_matmul",
+        "layer_norm",
+        "mean_pooling",
+        "rms_norm",
+        "rope",
+        "softmax",
+    )
 }
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import _dispatch, _explain, _policy, _target
-from ejkernel._arrays import named
+from ejkernel._arrays import has_gradient, named
 from ejkernel.operation import Bound, Operation, Request
 from ejkernel.operations import OPERATIONS, get_operation
 from ejkernel.operations._case import Case, Toggle
@@ -57,9 +57,9 @@ def seed_of(*words: str) -> int:
 
 
 def as_dtype(value: Any, dtype: str) -> Any:
-    """A JAX array; floating ones in the dtype asked for."""
+    """A JAX array; float32 ones in the dtype asked for, others (integers, stored float8) as they are."""
     array = jnp.asarray(value)
-    return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
+    return array.astype(dtype) if array.dtype == jnp.float32 else array
 
 
 def as_reference(values: Any) -> Any:
@@ -114,7 +114,7 @@ class Problem:
 
     @property
     def differentiable(self) -> dict[str, Any]:
-        return {name: value for name, value in named(self.bound.inputs) if name in self.owner.differentiable}
+        return self.owner.moving(self.bound.inputs)
 
     def public(self, request: Request, values: dict[str, Any]) -> dict[str, Any]:
         """The public outputs as a function of the differentiable inputs."""
@@ -131,14 +131,18 @@ class Problem:
         specs = dict(named(self.owner.output_specs(self.bound.call)))
         visible = self.owner.public(self.bound.call)
         return {
-            name: jnp.asarray(rng.standard_normal(spec.shape), spec.dtype) for name, spec in specs.items() if name in visible
+            name: jnp.asarray(rng.standard_normal(spec.shape), spec.dtype)
+            for name, spec in specs.items()
+            if name in visible and has_gradient(spec)
         }
 
     def gradients(self, config: Any = None) -> dict[str, Any]:
         request = self.request(config)
 
         def pull(values: dict[str, Any], cotangents: dict[str, Any]) -> dict[str, Any]:
-            _, pullback = jax.vjp(lambda values: self.public(request, values), values)
+            _, pullback = jax.vjp(
+                lambda values: {n: a for n, a in self.public(request, values).items() if n in cotangents}, values
+            )
             return pullback(cotangents)[0]
 
         return jax.jit(pull)(self.differentiable, self.cotangents)

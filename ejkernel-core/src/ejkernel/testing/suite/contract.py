@@ -73,7 +73,11 @@ def _lower(problem: Problem, platform: str) -> None:
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (problem.differentiable, problem.cotangents))
 
     def both(values: dict[str, Any], cotangents: dict[str, Any]) -> Any:
-        outputs, pullback = jax.vjp(lambda values: problem.public(request, values), values)
+        def pulled(values: dict[str, Any]) -> Any:
+            outputs = problem.public(request, values)
+            return {name: outputs[name] for name in cotangents}, outputs
+
+        _, pullback, outputs = jax.vjp(pulled, values, has_aux=True)
         return outputs, pullback(cotangents)
 
     jax.jit(both).trace(*specs).lower(lowering_platforms=(platform,))

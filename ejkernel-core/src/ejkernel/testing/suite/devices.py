@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ejkernel._arrays import named, parse_dims
+from ejkernel._arrays import has_gradient, named, parse_dims
 from ejkernel.testing.problem import Problem
 from ejkernel.testing.suite.transforms import SAME
 from ejkernel.testing.tolerance import check_close
@@ -48,7 +48,9 @@ class _Sharded:
         outputs = operation.output_specs(self.request.call)
         rng = np.random.default_rng(0)
         visible = operation.public(call)
-        self.cotangents = {n: jnp.asarray(rng.standard_normal(s.shape), s.dtype) for n, s in named(outputs) if n in visible}
+        self.cotangents = {
+            n: jnp.asarray(rng.standard_normal(s.shape), s.dtype) for n, s in named(outputs) if n in visible and has_gradient(s)
+        }
 
     def _widened(self, name: str, array: Any) -> Any:
         if array.shape[0] == 1 and self.dims[name][0].broadcasts:
@@ -65,7 +67,7 @@ class _Sharded:
 
     @property
     def differentiable(self) -> dict[str, Any]:
-        return {n: a for n, a in named(self.inputs) if n in self.problem.owner.differentiable}
+        return self.problem.owner.moving(self.inputs)
 
     def pull(self, inputs: dict[str, Any], cotangents: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Public outputs and gradients, from all canonical inputs."""
@@ -73,10 +75,11 @@ class _Sharded:
         full = operation.Inputs(**{**dict.fromkeys(operation.Inputs._fields), **inputs})
         request = self.request.reshaped(full)
 
-        def outputs(values: dict[str, Any]) -> dict[str, Any]:
-            return dict(named(operation.run(request, full._replace(**values))))
+        def outputs(values: dict[str, Any]) -> Any:
+            got = dict(named(operation.run(request, full._replace(**values))))
+            return {n: got[n] for n in cotangents}, got
 
-        got, pullback = jax.vjp(outputs, {n: inputs[n] for n in self.differentiable})
+        _, pullback, got = jax.vjp(outputs, {n: inputs[n] for n in self.differentiable}, has_aux=True)
         return got, pullback(cotangents)[0]
 
     def arguments(self, sharded: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -126,6 +129,11 @@ def test_shard_map(transformed: Problem) -> None:
     sharded = _Sharded(transformed, AxisType.Auto)
     inputs, cotangents = sharded.arguments(sharded=False)
     in_specs = tuple({n: sharded.spec(n, a.shape) for n, a in values.items()} for values in (inputs, cotangents))
-    out_specs = (in_specs[1], {n: in_specs[0][n] for n in sharded.differentiable})
+    outputs = sharded.problem.owner.output_specs(sharded.request.call)
+    visible = sharded.problem.owner.public(sharded.request.call)
+    out_specs = (
+        {n: sharded.spec(n, s.shape) for n, s in named(outputs) if n in visible},
+        {n: in_specs[0][n] for n in sharded.differentiable},
+    )
     mapped = jax.shard_map(sharded.pull, mesh=sharded.mesh, in_specs=in_specs, out_specs=out_specs)
     sharded.check(mapped, (inputs, cotangents))

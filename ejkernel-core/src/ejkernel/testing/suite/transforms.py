@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ejkernel import EXPORT_DISABLED_CHECKS, _policy
+from ejkernel._arrays import has_gradient
 from ejkernel._registry import kernel_registry
 from ejkernel.testing.problem import Problem, seed_of
 from ejkernel.testing.tolerance import Tolerance, check_close
@@ -37,7 +38,7 @@ def _skip_refused(problem: Problem) -> None:
 
 def _floating(arrays: dict[str, Any]) -> list[str]:
     """Array arguments that have a gradient. Pytrees (mask descriptions) are left alone."""
-    return [n for n, a in arrays.items() if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jnp.floating)]
+    return [n for n, a in arrays.items() if isinstance(a, jax.Array) and has_gradient(a)]
 
 
 def value_and_gradients(problem: Problem) -> Callable[[dict[str, Any]], Any]:
@@ -61,7 +62,7 @@ def value_and_gradients(problem: Problem) -> Callable[[dict[str, Any]], Any]:
 
 def _projected(leaf: Any, index: int) -> Any:
     weights = np.random.default_rng(index).standard_normal(leaf.shape).astype(np.float32)
-    return jnp.sum(jnp.where(jnp.isfinite(leaf), leaf, 0.0) * weights)
+    return jnp.sum(jnp.where(jnp.isfinite(leaf), leaf, 0).astype(jnp.float32) * weights)
 
 
 def _assert_same(what: str, got: Any, expected: Any, tolerance: Tolerance = SAME) -> None:

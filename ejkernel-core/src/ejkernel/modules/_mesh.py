@@ -1,0 +1,107 @@
+"""`mesh=, in_specs=, out_specs=` of the public functions: one `jax.shard_map` around the local call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ejkernel import _explain
+from ejkernel.errors import invalid, wrong_type
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The static part of a sharded call; the key under which its program is cached."""
+
+    function: Callable[..., Any]
+    options: tuple[tuple[str, Any], ...]
+    mesh: Any
+    specs: tuple[tuple[str, PartitionSpec], ...]
+    out_specs: Any
+
+    def local(self, arrays: Mapping[str, Any]) -> Any:
+        return self.function(**arrays, **dict(self.options))
+
+
+def over_mesh(
+    function: Callable[..., Any],
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    positional: Sequence[str],
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Any:
+    """`function(**arrays, **options)`, inside `jax.shard_map` when there is a mesh.
+
+    Args:
+        function: a function of the module level; it is part of the key under which the program is cached.
+        arrays: its array arguments; None where absent.
+        options: its other arguments, hashable.
+        positional: names of the array arguments in the order of `in_specs`; an entry that `arrays` lacks takes a spec too.
+        mesh: a `jax.sharding.Mesh` or None.
+        in_specs: one PartitionSpec or None (whole on every device) for each positional array.
+        out_specs: a PartitionSpec, or a tuple of them for several results.
+    """
+    if not is_sharded(mesh, in_specs, out_specs) or _explain.capturing():
+        return function(**arrays, **options)
+    specs = named_specs(arrays, positional, in_specs)
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    out_specs = tuple(out_specs) if isinstance(out_specs, list) else out_specs
+    return _run(_Plan(function, tuple(options.items()), mesh, tuple(specs.items()), out_specs), dict(arrays))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(plan: _Plan, arrays: dict[str, Any]) -> Any:
+    absent = {name: None for name, value in arrays.items() if value is None}
+    arrays = {name: value for name, value in arrays.items() if value is not None}
+    specs = dict(plan.specs)
+    in_specs = {name: specs.get(name) or jax.tree.map(lambda _: PartitionSpec(), value) for name, value in arrays.items()}
+    return shard(lambda arrays: plan.local({**absent, **arrays}), arrays, plan.mesh, in_specs, plan.out_specs)
+
+
+def shard(function: Callable[[Any], Any], arrays: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
+    """`jax.shard_map` of a function of one pytree; on an explicit mesh its arrays are placed first, as shard_map demands."""
+    if AxisType.Explicit in mesh.axis_types:
+        arrays = jax.tree.map(lambda leaf, spec: jax.sharding.reshard(leaf, NamedSharding(mesh, spec)), arrays, in_specs)
+    return jax.shard_map(function, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs)(arrays)
+
+
+def is_sharded(mesh: Any, in_specs: Any, out_specs: Any) -> bool:
+    """Whether there is a mesh; specs belong to one, and it to them.
+
+    Raises:
+        ValueError: one is given without the other.
+    """
+    for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
+        if mesh is None and specs is not None:
+            raise invalid(name, specs, "None without a mesh", remedy="pass mesh= too")
+        if mesh is not None and specs is None:
+            raise invalid(name, None, "PartitionSpecs with mesh=")
+    return mesh is not None
+
+
+def named_specs(
+    arrays: Mapping[str, Any], positional: Sequence[str], in_specs: Any, following: Sequence[str] = ()
+) -> dict[str, PartitionSpec]:
+    """The spec of every present array that has one; None means whole, except for `following`, which are then left out."""
+    if not isinstance(in_specs, (tuple, list)) or isinstance(in_specs, PartitionSpec):
+        got = "a single PartitionSpec" if isinstance(in_specs, PartitionSpec) else type(in_specs).__name__
+        raise wrong_type("in_specs", got, "a tuple with one PartitionSpec or None per array")
+    if len(in_specs) > len(positional):
+        raise invalid(
+            "in_specs", f"{len(in_specs)} entries", f"at most {len(positional)}, one for each of {', '.join(positional)}"
+        )
+    specs: dict[str, PartitionSpec] = {}
+    for name, spec in zip(positional, in_specs, strict=False):
+        if spec is not None and not isinstance(spec, PartitionSpec):
+            raise wrong_type("in_specs", f"{type(spec).__name__} for {name}", "a PartitionSpec or None")
+        if arrays.get(name) is not None and not (spec is None and name in following):
+            specs[name] = PartitionSpec() if spec is None else spec
+    return specs
