@@ -163,7 +163,8 @@ def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
 def conformance(session: nox.Session, platform: str) -> None:
     """The conformance kit on one platform; `--ejkernel-full --ejkernel-report=FILE` after `--` for everything and a record.
 
-    Compilation takes most of the time, so XLA optimises little here; what users run is in every other session. Without their device, triton and pallas run in their interpreters; cuda has none and fails.
+    Compilation takes most of the time, so XLA optimises little here; what users run is in every other session. Without their
+    device, triton and pallas run in their interpreters; cuda has none and fails.
     """
     python = main_environment(session)
     own = f"ejkernel-{platform}/tests/test_conformance.py"
@@ -175,7 +176,8 @@ def conformance(session: nox.Session, platform: str) -> None:
 @nox.session(python=False)
 def opaque(session: nox.Session) -> None:
     """Kernels that XLA cannot split, over meshes and under every transform: what core alone must get right."""
-    pytest(session, main_environment(session), "--ejkernel-platform=opaque", "tests/opaque")
+    arguments = ("-n", "2", "--ejkernel-platform=opaque", "tests/opaque")
+    pytest(session, main_environment(session), *arguments, env={"XLA_FLAGS": "--xla_backend_optimization_level=0"})
 
 
 @nox.session(python=False)
