@@ -27,8 +27,8 @@ class NoConfigError(EjkernelError, RuntimeError):
     """No tier has a config for the chosen implementation: its heuristic failed."""
 
 
-class NoTunerError(EjkernelError, NotImplementedError):
-    """Autotuning was asked for and no tuner is installed."""
+class TracingError(EjkernelError, RuntimeError):
+    """Something that runs programs was asked for while one is traced."""
 
 
 class EjkernelWarning(UserWarning):

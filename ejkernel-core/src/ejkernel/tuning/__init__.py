@@ -11,6 +11,7 @@ from ejkernel.tuning._memory import forget, remember, remembered
 from ejkernel.tuning._overlay import overlay
 from ejkernel.tuning._recording import RecordedCall, record_calls
 from ejkernel.tuning._result import AutotuningResult
+from ejkernel.tuning._search import Search
 from ejkernel.tuning._select import Selected, preferred_platform, select
 from ejkernel.tuning._store import USER_CACHE
 
@@ -24,6 +25,7 @@ __all__ = [
     "Entry",
     "Key",
     "RecordedCall",
+    "Search",
     "Selected",
     "Timing",
     "Tuner",
