@@ -152,4 +152,5 @@ def _show(result: Any) -> None:
         )
         for entry in result.entries
     ]
-    console().print(table(("call", "implementation", "median", "config", "right", "arrays"), rows))
+    columns = ("call", "implementation", "median", "config", "right", "arrays")
+    console().print(table(columns, rows, wrap=("config", "arrays")))
