@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,7 +23,7 @@ def _problems() -> list[Any]:
 
 def _as_float64(array: Any) -> np.ndarray:
     array = np.asarray(array)
-    return array.astype(np.float64) if array.dtype.kind == "f" else array
+    return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
 def _weighted_sum(outputs: Any, weights: Any) -> float:
