@@ -127,7 +127,7 @@ class _Product:
 
         def step(tile: _Tiles) -> Any:
             matrix = jax.lax.dynamic_index_in_dim(self.rhs, tile.matrix, keepdims=False)
-            return one(tile, _rows_of(values, tile, self.height), matrix)
+            return one(tile, _own_rows_of(values, tile, self.height), matrix)
 
         together = min(self.config.tiles_per_step, self.tiles.matrix.shape[0])
         out = jax.lax.map(step, self.tiles, batch_size=None if together == 1 else together)
