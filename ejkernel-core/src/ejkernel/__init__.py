@@ -7,7 +7,19 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("loggings", "masks", "modules", "packing", "plugin", "testing", "tuning", "types", "utils", "xla_utils")
+_SUBMODULES = (
+    "loggings",
+    "masks",
+    "modules",
+    "packing",
+    "plugin",
+    "quantization",
+    "testing",
+    "tuning",
+    "types",
+    "utils",
+    "xla_utils",
+)
 
 _LAZY = {
     "EXPORT_DISABLED_CHECKS": "ejkernel._export",

@@ -13,7 +13,7 @@ from ejkernel.modules.attention import (
     flash_attn_varlen,
     scaled_dot_product_attention,
 )
-from ejkernel.modules.matmuls import GroupedMatmul, grouped_matmul
+from ejkernel.modules.matmuls import GroupedMatmul, QuantizedMatmul, grouped_matmul, quantized_matmul
 from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
 from ejkernel.modules.pooling import MeanPooling, mean_pooling
 from ejkernel.modules.probabilities import Softmax, softmax
@@ -27,6 +27,7 @@ FUNCTIONS = (
     "layer_norm",
     "llama_rope",
     "mean_pooling",
+    "quantized_matmul",
     "rms_norm",
     "rope",
     "scaled_dot_product_attention",
@@ -45,6 +46,7 @@ __all__ = [
     "LlamaRope",
     "LlamaRotaryEmbedding",
     "MeanPooling",
+    "QuantizedMatmul",
     "RmsNorm",
     "Rope",
     "ScaledDotProductAttention",
@@ -57,6 +59,7 @@ __all__ = [
     "layer_norm",
     "llama_rope",
     "mean_pooling",
+    "quantized_matmul",
     "rms_norm",
     "rope",
     "scaled_dot_product_attention",
