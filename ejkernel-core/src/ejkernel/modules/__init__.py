@@ -17,6 +17,7 @@ from ejkernel.modules.matmuls import GroupedMatmul, grouped_matmul
 from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
 from ejkernel.modules.pooling import MeanPooling, mean_pooling
 from ejkernel.modules.probabilities import Softmax, softmax
+from ejkernel.modules.ring import RingAttention, ring_attention, zigzag_shard, zigzag_unshard
 from ejkernel.modules.rotary import LlamaRope, LlamaRotaryEmbedding, Rope, llama_rope, rope
 
 FUNCTIONS = (
@@ -27,6 +28,7 @@ FUNCTIONS = (
     "layer_norm",
     "llama_rope",
     "mean_pooling",
+    "ring_attention",
     "rms_norm",
     "rope",
     "scaled_dot_product_attention",
@@ -45,6 +47,7 @@ __all__ = [
     "LlamaRope",
     "LlamaRotaryEmbedding",
     "MeanPooling",
+    "RingAttention",
     "RmsNorm",
     "Rope",
     "ScaledDotProductAttention",
@@ -57,8 +60,11 @@ __all__ = [
     "layer_norm",
     "llama_rope",
     "mean_pooling",
+    "ring_attention",
     "rms_norm",
     "rope",
     "scaled_dot_product_attention",
     "softmax",
+    "zigzag_shard",
+    "zigzag_unshard",
 ]

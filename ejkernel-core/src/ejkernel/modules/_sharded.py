@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import PartitionSpec
@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec
 from ejkernel import _explain
 from ejkernel.errors import invalid
 from ejkernel.modules import _mesh
-from ejkernel.operation import Operation
 from ejkernel.operations.flash_attention import bind
 
 Axes = tuple[str, ...]
@@ -21,11 +20,21 @@ _FOLLOWING = ("bias", "softmax_aux")
 """Arrays that are split as the query is unless a spec says otherwise."""
 
 
+class Invokable(Protocol):
+    """An `Operation`, or what is called like one."""
+
+    def invoke(
+        self, arrays: Mapping[str, Any], options: Mapping[str, Any], *, platform: Any, cfg: Any, form: Callable[..., Any] | None
+    ) -> Any: ...
+
+    def check_values(self, arrays: Mapping[str, Any]) -> None: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The static part of a sharded call; the key under which its program is cached."""
 
-    operation: Operation
+    operation: Invokable
     form: Callable[..., Any] | None
     options: tuple[tuple[str, Any], ...]
     settings: tuple[tuple[str, Any], ...]
@@ -39,7 +48,7 @@ class Plan:
 
 
 def invoke(
-    operation: Operation,
+    operation: Invokable,
     arrays: Mapping[str, Any],
     options: Mapping[str, Any],
     *,
@@ -48,6 +57,7 @@ def invoke(
     in_specs: Any = None,
     out_specs: Any = None,
     form: Callable[..., Any] | None = None,
+    sequence_axes: Axes = (),
     **settings: Any,
 ) -> Any:
     """`operation.invoke`, inside `jax.shard_map` when there is a mesh.
@@ -58,6 +68,7 @@ def invoke(
         mesh: a `jax.sharding.Mesh` or None.
         in_specs: one PartitionSpec or None for each positional array. A bias or sinks without one are split as the query is.
         out_specs: a PartitionSpec, or a tuple of them for several results.
+        sequence_axes: the mesh axes over which the lengths of queries and keys are split; without them they must be whole.
         **settings: `platform` and `cfg`.
     """
     if not _mesh.is_sharded(mesh, in_specs, out_specs):
@@ -66,7 +77,7 @@ def invoke(
         return operation.invoke(arrays, options, form=form, **settings)
     specs = _mesh.named_specs(arrays, positional, in_specs, following=_FOLLOWING)
     split = Split.of(arrays, specs, mesh)
-    _check_whole_lengths(split)
+    _check_lengths(split, sequence_axes)
     plan = Plan(
         operation=operation,
         form=form,
@@ -119,18 +130,22 @@ class Split:
         return split
 
 
-def _check_whole_lengths(split: Split) -> None:
+def _check_lengths(split: Split, sequence_axes: Axes) -> None:
     for name, axes in (("query", split.queries), ("key", split.keys)):
-        if axes:
-            raise invalid(
-                "in_specs", f"the {name}'s length split over {axes}", "whole sequences", remedy="split batch and heads"
-            )
+        if axes and not sequence_axes:
+            remedy = "split batch and heads, or call ring_attention with axis_name="
+            raise invalid("in_specs", f"the {name}'s length split over {axes}", "whole sequences", remedy=remedy)
+        if axes != sequence_axes:
+            raise invalid("in_specs", f"the {name}'s length split over {axes or 'nothing'}", f"split over {sequence_axes}")
 
 
 def mask_info_specs(mask_info: Any, split: Split) -> Any:
-    """PartitionSpecs of a `MaskInfo`'s arrays: each axis is split as in query and key, unless it has size 1."""
+    """PartitionSpecs of a `MaskInfo`'s arrays: each axis is split as in query and key, unless it has size 1.
+
+    Where queries and keys are split over the same axes, a dense mask keeps all keys of its queries.
+    """
     axes = {
-        "dense": (split.batch, split.heads, split.queries, split.keys),
+        "dense": (split.batch, split.heads, split.queries, () if split.keys == split.queries else split.keys),
         **dict.fromkeys(("query_segments", "query_positions"), (split.batch, split.queries)),
         **dict.fromkeys(("key_segments", "key_positions"), (split.batch, split.keys)),
         **dict.fromkeys(("query_lengths", "key_lengths"), (split.batch,)),
@@ -164,6 +179,6 @@ def _specs_of(plan: Plan, name: str, value: Any) -> Any:
     if name == "softmax_aux":
         return PartitionSpec(plan.split.heads if plan.split.heads and value.shape[0] != 1 else None)
     if name in ("mask", "bias"):
-        entries = (plan.split.batch, plan.split.heads)[: max(len(value.shape) - 2, 0)]
+        entries = (plan.split.batch, plan.split.heads, plan.split.queries, ())[-len(value.shape) :]
         return PartitionSpec(*(axes if axes and size != 1 else None for axes, size in zip(entries, value.shape, strict=False)))
     return jax.tree.map(lambda _: PartitionSpec(), value)
