@@ -13,6 +13,7 @@ from ejkernel.modules.attention import (
     flash_attn_varlen,
     scaled_dot_product_attention,
 )
+from ejkernel.modules.collectives import AllGatherMatmul, ReduceScatterMatmul, all_gather_matmul, reduce_scatter_matmul
 from ejkernel.modules.matmuls import GroupedMatmul, grouped_matmul
 from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
 from ejkernel.modules.pooling import MeanPooling, mean_pooling
@@ -38,6 +39,7 @@ FUNCTIONS = (
 
 __all__ = [
     "FUNCTIONS",
+    "AllGatherMatmul",
     "Attention",
     "Executor",
     "FlashAttention",
@@ -47,11 +49,13 @@ __all__ = [
     "LlamaRope",
     "LlamaRotaryEmbedding",
     "MeanPooling",
+    "ReduceScatterMatmul",
     "RingAttention",
     "RmsNorm",
     "Rope",
     "ScaledDotProductAttention",
     "Softmax",
+    "all_gather_matmul",
     "attention",
     "create_default_executor",
     "flash_attention",
@@ -60,6 +64,7 @@ __all__ = [
     "layer_norm",
     "llama_rope",
     "mean_pooling",
+    "reduce_scatter_matmul",
     "ring_attention",
     "rms_norm",
     "rope",

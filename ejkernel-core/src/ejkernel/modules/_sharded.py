@@ -14,6 +14,7 @@ from ejkernel import _explain
 from ejkernel.errors import invalid
 from ejkernel.modules import _mesh
 from ejkernel.operations.flash_attention import bind
+from ejkernel.tuning import as_setting
 
 Axes = tuple[str, ...]
 _FOLLOWING = ("bias", "softmax_aux")
@@ -44,7 +45,10 @@ class Plan:
     split: Split
 
     def invoke(self, arrays: Mapping[str, Any]) -> Any:
-        return self.operation.invoke(arrays, dict(self.options), form=self.form, **dict(self.settings))
+        settings = dict(self.settings)
+        if isinstance(settings.get("cfg"), tuple):
+            settings["cfg"] = dict(settings["cfg"])
+        return self.operation.invoke(arrays, dict(self.options), form=self.form, **settings)
 
 
 def invoke(
@@ -82,7 +86,7 @@ def invoke(
         operation=operation,
         form=form,
         options=tuple(options.items()),
-        settings=tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in settings.items()),
+        settings=tuple((name, _hashable(name, value)) for name, value in settings.items()),
         mesh=mesh,
         specs=tuple(specs.items()),
         out_specs=tuple(out_specs) if isinstance(out_specs, list) else out_specs,
@@ -90,6 +94,13 @@ def invoke(
     )
     operation.check_values(arrays)
     return _run(plan, dict(arrays))
+
+
+def _hashable(name: str, value: Any) -> Any:
+    """Lists as tuples, and a mapping of knobs as pairs."""
+    if name == "cfg" and value is not None:
+        return as_setting("cfg", value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ejkernel._policy import PlatformChoice
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules import _mesh, _sharded
+from ejkernel.modules._axes import Axes, as_axes, check_mesh_axes
 from ejkernel.modules._forms import class_form
 from ejkernel.modules._ring.bind import check_layout
 from ejkernel.modules._ring.door import RingAttentionOver
@@ -83,7 +84,7 @@ def ring_attention(
         NoKernelError: no admitted platform supports the local attention.
 
     Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers for Near-Infinite Context, 2023; zigzag order:
-        Brandon et al., Striped Attention, 2023, and its balanced successors.
+        Grattafiori et al., The Llama 3 Herd of Models, 2024, section 3.3.2 (context parallelism).
     """
     if not isinstance(fused_backward, bool):
         raise wrong_type("fused_backward", repr(fused_backward), "True or False")
@@ -103,7 +104,7 @@ def ring_attention(
         precision=precision,
         return_lse=return_lse,
     )
-    axes = _axes(axis_name)
+    axes = as_axes(axis_name)
     if mesh is not None:
         axes = _split_axes(axes, arrays, mesh, in_specs, out_specs)
     return _sharded.invoke(
@@ -120,18 +121,9 @@ def ring_attention(
     )
 
 
-def _axes(axis_name: Any) -> tuple[str, ...]:
-    axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(axes, (tuple, list)) or not all(isinstance(axis, str) for axis in axes):
-        raise wrong_type("axis_name", repr(axis_name), "the name of a mesh axis, several of them, or None")
-    return tuple(axes)
-
-
-def _split_axes(axes: tuple[str, ...], arrays: Any, mesh: Any, in_specs: Any, out_specs: Any) -> tuple[str, ...]:
+def _split_axes(axes: Axes, arrays: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Axes:
     """Those of `axis_name` that have more than one device; none where the specs leave the sequence whole."""
-    for axis in axes:
-        if axis not in mesh.shape:
-            raise invalid("axis_name", repr(axis), f"an axis of the mesh: {', '.join(mesh.shape)}")
+    check_mesh_axes(axes, mesh)
     _mesh.is_sharded(mesh, in_specs, out_specs)
     split = _sharded.Split.of(arrays, _mesh.named_specs(arrays, _POSITIONAL, in_specs), mesh)
     several = tuple(axis for axis in axes if mesh.shape[axis] > 1)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.errors import invalid, wrong_type
+from ejkernel.modules._axes import Axes
 from ejkernel.modules._ring.plan import LAYOUTS, ZIGZAG, positions_of
 from ejkernel.operation import Bound
 from ejkernel.operations.flash_attention import bind
@@ -16,7 +17,7 @@ from ejkernel.operations.flash_attention.visibility import Visibility
 
 
 def bound_shard(
-    axes: str | tuple[str, ...],
+    axes: Axes,
     size: int,
     layout: str,
     *,

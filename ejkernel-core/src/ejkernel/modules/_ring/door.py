@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from ejkernel import _explain, _policy, _target
-from ejkernel.errors import invalid
+from ejkernel.modules._axes import Axes, axis_size
 from ejkernel.modules._ring.bind import bound_shard
 from ejkernel.modules._ring.plan import plan
 from ejkernel.modules._ring.run import Ring, run
@@ -23,7 +23,7 @@ from ejkernel.tuning import as_setting
 class RingAttentionOver:
     """Attention whose sequence is split over mesh axes; dispatched and explained as its inner step, `flash_attention`."""
 
-    axes: str | tuple[str, ...]
+    axes: Axes
     layout: str
 
     def check_values(self, arrays: Mapping[str, Any]) -> None:
@@ -35,7 +35,7 @@ class RingAttentionOver:
         """Run on the shards of this device. On an axis of one device this is local attention."""
         if _explain.capturing():
             return OPERATION.invoke(arrays, options, platform=platform, cfg=cfg, form=form)
-        size = _axis_size(self.axes)
+        size = axis_size(self.axes)
         if size == 1:
             return OPERATION.invoke(arrays, options, platform=platform, cfg=cfg, form=form)
         policy = _policy.for_call(OPERATION.name, platform)
@@ -62,11 +62,3 @@ def _invoke(invocation: _Invocation, arrays: dict[str, Any]) -> Any:
     bound = bound_shard(axes, size, layout, **arrays, **dict(invocation.options))
     request = Request(OPERATION, bound.call, invocation.target, invocation.policy, invocation.config)
     return bound.finish(run(Ring(request, axes, size, layout, plan(bound.call, size, layout)), bound.inputs))
-
-
-def _axis_size(axes: str | tuple[str, ...]) -> int:
-    try:
-        return jax.lax.axis_size(axes)
-    except NameError:
-        remedy = "call it inside jax.shard_map over that axis, or pass mesh=, in_specs= and out_specs="
-        raise invalid("axis_name", repr(axes), "a mesh axis of a surrounding shard_map", remedy=remedy) from None

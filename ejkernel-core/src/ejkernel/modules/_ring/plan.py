@@ -52,7 +52,7 @@ class Stage(NamedTuple):
     `ahead` where it comes from after it; None where nothing is visible."""
 
     first: int
-    count: int
+    shifts: int
     behind: Block | None
     ahead: Block | None
 
@@ -65,8 +65,8 @@ def plan(call: FlashAttentionCall, size: int, layout: str) -> tuple[Stage, ...]:
         if behind is None and ahead is None:
             continue
         last = stages[-1] if stages else None
-        if last is not None and last.first + last.count == shift and (last.behind, last.ahead) == (behind, ahead):
-            stages[-1] = last._replace(count=last.count + 1)
+        if last is not None and last.first + last.shifts == shift and (last.behind, last.ahead) == (behind, ahead):
+            stages[-1] = last._replace(shifts=last.shifts + 1)
         else:
             stages.append(Stage(shift, 1, behind, ahead))
     return tuple(stages)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ejkernel import _dispatch
 from ejkernel._batching import batched_backward, batched_forward
+from ejkernel.modules._axes import Axes, rotated
 from ejkernel.modules._ring.plan import Block, Stage, Structure, may_see, positions_of
 from ejkernel.operation import Request, vary_like
 from ejkernel.operations.flash_attention.interface import FlashAttentionInputs, FlashAttentionOutputs
@@ -35,14 +36,19 @@ class Ring:
     """
 
     request: Request
-    axes: str | tuple[str, ...]
+    axes: Axes
     size: int
     layout: str
     stages: tuple[Stage, ...]
 
     def request_for(self, block: Block, inputs: FlashAttentionInputs) -> Request:
         call = dataclasses.replace(
-            self.request.call, save_residuals=True, sinks=None, query_positions=None, key_positions=None, **block.structure._asdict()
+            self.request.call,
+            save_residuals=True,
+            sinks=None,
+            query_positions=None,
+            key_positions=None,
+            **block.structure._asdict(),
         )
         return dataclasses.replace(self.request, call=call).reshaped(inputs)
 
@@ -119,18 +125,18 @@ def _forward(ring: Ring, inputs: FlashAttentionInputs) -> FlashAttentionOutputs:
     rows = vary_like(Rows(out, jnp.full(out.shape[:3], -jnp.inf, jnp.float32)), inputs)
     moving, at = _travelling(inputs), 0
     for stage in ring.stages:
-        moving = rotated(ring, moving, stage.first - at)
-        if stage.count == 1:
+        moving = _sent(ring, moving, stage.first - at)
+        if stage.shifts == 1:
             rows, at = _absorbed(ring, inputs, stage, moving, stage.first, rows), stage.first
             continue
 
         def step(carry: Any, shift: Any, stage: Stage = stage) -> Any:
             moving, rows = carry
             # The next block is under way while this one is worked on.
-            return (rotated(ring, moving, 1), _absorbed(ring, inputs, stage, moving, shift, rows)), None
+            return (_sent(ring, moving, 1), _absorbed(ring, inputs, stage, moving, shift, rows)), None
 
         (moving, rows), _ = jax.lax.scan(step, (moving, rows), _shifts(stage))
-        at = stage.first + stage.count
+        at = stage.first + stage.shifts
     if inputs.sinks is not None:
         lse = jax.nn.logsumexp(inputs.sinks.astype(jnp.float32), axis=-1)[:, None]
         rows = merged(rows, Rows(jnp.zeros((), jnp.float32), lse))
@@ -144,7 +150,9 @@ def _absorbed(ring: Ring, inputs: FlashAttentionInputs, stage: Stage, moving: Tr
         first = block.first_query
         found = run(ring.request_for(block, part), part)
         fresh = merged(Rows(*(x[:, first:] for x in rows)), Rows(found.out.astype(jnp.float32), found.lse))
-        return Rows(*(x if first == 0 else jnp.concatenate([y[:, :first], x], axis=1) for x, y in zip(fresh, rows, strict=True)))
+        return Rows(
+            *(x if first == 0 else jnp.concatenate([y[:, :first], x], axis=1) for x, y in zip(fresh, rows, strict=True))
+        )
 
     return _visited(ring, inputs, stage, moving, shift, rows, absorb)
 
@@ -173,8 +181,8 @@ def _backward(
     moving, at, sums_at = _travelling(inputs), 0, None
     around = (inputs, outputs, cotangents)
     for stage in ring.stages:
-        moving = rotated(ring, moving, stage.first - at)
-        if stage.count == 1:
+        moving = _sent(ring, moving, stage.first - at)
+        if stage.shifts == 1:
             sums = sums if sums_at is None else _sums_rotated(ring, sums, stage.first - sums_at)
             sums = _differentiated(ring, around, stage, moving, stage.first, sums)
             at = sums_at = stage.first
@@ -185,10 +193,10 @@ def _backward(
             moving, sums = carry
             # The sums follow one step behind their keys, so that they too travel while a block is worked on.
             arrived = _sums_rotated(ring, sums, 1)
-            return (rotated(ring, moving, 1), _differentiated(ring, around, stage, moving, shift, arrived)), None
+            return (_sent(ring, moving, 1), _differentiated(ring, around, stage, moving, shift, arrived)), None
 
         (moving, sums), _ = jax.lax.scan(step, (moving, sums), _shifts(stage))
-        at, sums_at = stage.first + stage.count, stage.first + stage.count - 1
+        at, sums_at = stage.first + stage.shifts, stage.first + stage.shifts - 1
     return _sums_rotated(ring, sums, -(sums_at or 0))
 
 
@@ -244,7 +252,7 @@ def _visited(
             return work(block, part, source, state)
         return jax.lax.cond(seen, lambda state: work(block, part, source, state), lambda state: state, state)
 
-    if stage.behind == stage.ahead or (stage.first == 0 and stage.count == 1):
+    if stage.behind == stage.ahead or (stage.first == 0 and stage.shifts == 1):
         return visit(stage.behind, state)
     behind, ahead = (functools.partial(visit, block) for block in (stage.behind, stage.ahead))
     return jax.lax.cond(device >= shift, behind, ahead, state)
@@ -300,17 +308,13 @@ def _travelling(inputs: FlashAttentionInputs) -> Travelling:
 
 
 def _shifts(stage: Stage) -> Any:
-    return jnp.arange(stage.first, stage.first + stage.count, dtype=jnp.int32)
+    return jnp.arange(stage.first, stage.first + stage.shifts, dtype=jnp.int32)
 
 
-def rotated(ring: Ring, arrays: Any, distance: int) -> Any:
-    """Every device's arrays, sent `distance` devices on."""
-    if distance % ring.size == 0:
-        return arrays
-    pairs = [(device, (device + distance) % ring.size) for device in range(ring.size)]
-    return jax.tree.map(lambda array: jax.lax.ppermute(array, ring.axes, pairs), arrays)
+def _sent(ring: Ring, arrays: Any, distance: int) -> Any:
+    return rotated(arrays, ring.axes, ring.size, distance)
 
 
 def _sums_rotated(ring: Ring, sums: Sums, distance: int) -> Sums:
-    key, value = rotated(ring, (sums.key, sums.value), distance)
+    key, value = _sent(ring, (sums.key, sums.value), distance)
     return sums._replace(key=key, value=value)
