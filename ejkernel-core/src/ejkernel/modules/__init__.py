@@ -14,9 +14,12 @@ from ejkernel.modules.attention import (
     scaled_dot_product_attention,
 )
 from ejkernel.modules.matmuls import GroupedMatmul, QuantizedMatmul, grouped_matmul, quantized_matmul
+from ejkernel.modules.collectives import AllGatherMatmul, ReduceScatterMatmul, all_gather_matmul, reduce_scatter_matmul
+from ejkernel.modules.matmuls import GroupedMatmul, grouped_matmul
 from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
 from ejkernel.modules.pooling import MeanPooling, mean_pooling
 from ejkernel.modules.probabilities import Softmax, softmax
+from ejkernel.modules.ring import RingAttention, ring_attention, zigzag_shard, zigzag_unshard
 from ejkernel.modules.rotary import LlamaRope, LlamaRotaryEmbedding, Rope, llama_rope, rope
 
 FUNCTIONS = (
@@ -28,6 +31,7 @@ FUNCTIONS = (
     "llama_rope",
     "mean_pooling",
     "quantized_matmul",
+    "ring_attention",
     "rms_norm",
     "rope",
     "scaled_dot_product_attention",
@@ -37,6 +41,7 @@ FUNCTIONS = (
 
 __all__ = [
     "FUNCTIONS",
+    "AllGatherMatmul",
     "Attention",
     "Executor",
     "FlashAttention",
@@ -47,10 +52,13 @@ __all__ = [
     "LlamaRotaryEmbedding",
     "MeanPooling",
     "QuantizedMatmul",
+    "ReduceScatterMatmul",
+    "RingAttention",
     "RmsNorm",
     "Rope",
     "ScaledDotProductAttention",
     "Softmax",
+    "all_gather_matmul",
     "attention",
     "create_default_executor",
     "flash_attention",
@@ -60,8 +68,12 @@ __all__ = [
     "llama_rope",
     "mean_pooling",
     "quantized_matmul",
+    "reduce_scatter_matmul",
+    "ring_attention",
     "rms_norm",
     "rope",
     "scaled_dot_product_attention",
     "softmax",
+    "zigzag_shard",
+    "zigzag_unshard",
 ]
