@@ -35,5 +35,6 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("rms_norm"),
             *_both_phases("rope"),
             *_both_phases("softmax"),
+            *_both_phases("sparse_latent_attention", configs="ejkernel_xla.sparse_latent_attention.config:CONFIGS"),
         ),
     )

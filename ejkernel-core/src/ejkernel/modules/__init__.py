@@ -18,15 +18,27 @@ from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
 from ejkernel.modules.pooling import MeanPooling, mean_pooling
 from ejkernel.modules.probabilities import Softmax, softmax
 from ejkernel.modules.rotary import LlamaRope, LlamaRotaryEmbedding, Rope, llama_rope, rope
+from ejkernel.modules.sparse_attention import (
+    ApplyNativeSparseAttention,
+    NativeSparseAttention,
+    apply_native_sparse_attention,
+    native_spare_attention,
+    native_sparse_attention,
+)
+from ejkernel.modules.sparse_latent import DeepSeekAttention, deepseek_attn
 
 FUNCTIONS = (
+    "apply_native_sparse_attention",
     "attention",
+    "deepseek_attn",
     "flash_attention",
     "flash_attn_varlen",
     "grouped_matmul",
     "layer_norm",
     "llama_rope",
     "mean_pooling",
+    "native_spare_attention",
+    "native_sparse_attention",
     "rms_norm",
     "rope",
     "scaled_dot_product_attention",
@@ -36,7 +48,9 @@ FUNCTIONS = (
 
 __all__ = [
     "FUNCTIONS",
+    "ApplyNativeSparseAttention",
     "Attention",
+    "DeepSeekAttention",
     "Executor",
     "FlashAttention",
     "FlashAttnVarlen",
@@ -45,18 +59,23 @@ __all__ = [
     "LlamaRope",
     "LlamaRotaryEmbedding",
     "MeanPooling",
+    "NativeSparseAttention",
     "RmsNorm",
     "Rope",
     "ScaledDotProductAttention",
     "Softmax",
+    "apply_native_sparse_attention",
     "attention",
     "create_default_executor",
+    "deepseek_attn",
     "flash_attention",
     "flash_attn_varlen",
     "grouped_matmul",
     "layer_norm",
     "llama_rope",
     "mean_pooling",
+    "native_spare_attention",
+    "native_sparse_attention",
     "rms_norm",
     "rope",
     "scaled_dot_product_attention",

@@ -23,6 +23,7 @@ OPERATIONS: Mapping[str, str] = {
         "rms_norm",
         "rope",
         "softmax",
+        "sparse_latent_attention",
     )
 }
 
