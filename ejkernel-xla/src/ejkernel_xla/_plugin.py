@@ -32,8 +32,10 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("layer_norm"),
             *_both_phases("mean_pooling"),
             *_both_phases("quantized_matmul", configs="ejkernel_xla.quantized_matmul.config:CONFIGS"),
+            *_both_phases("native_sparse_attention", configs="ejkernel_xla.native_sparse_attention.config:CONFIGS"),
             *_both_phases("rms_norm"),
             *_both_phases("rope"),
             *_both_phases("softmax"),
+            *_both_phases("sparse_latent_attention", configs="ejkernel_xla.sparse_latent_attention.config:CONFIGS"),
         ),
     )

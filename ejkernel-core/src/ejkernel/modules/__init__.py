@@ -21,9 +21,19 @@ from ejkernel.modules.pooling import MeanPooling, mean_pooling
 from ejkernel.modules.probabilities import Softmax, softmax
 from ejkernel.modules.ring import RingAttention, ring_attention, zigzag_shard, zigzag_unshard
 from ejkernel.modules.rotary import LlamaRope, LlamaRotaryEmbedding, Rope, llama_rope, rope
+from ejkernel.modules.sparse_attention import (
+    ApplyNativeSparseAttention,
+    NativeSparseAttention,
+    apply_native_sparse_attention,
+    native_spare_attention,
+    native_sparse_attention,
+)
+from ejkernel.modules.sparse_latent import DeepSeekAttention, deepseek_attn
 
 FUNCTIONS = (
+    "apply_native_sparse_attention",
     "attention",
+    "deepseek_attn",
     "flash_attention",
     "flash_attn_varlen",
     "grouped_matmul",
@@ -32,6 +42,8 @@ FUNCTIONS = (
     "mean_pooling",
     "quantized_matmul",
     "ring_attention",
+    "native_spare_attention",
+    "native_sparse_attention",
     "rms_norm",
     "rope",
     "scaled_dot_product_attention",
@@ -42,7 +54,9 @@ FUNCTIONS = (
 __all__ = [
     "FUNCTIONS",
     "AllGatherMatmul",
+    "ApplyNativeSparseAttention",
     "Attention",
+    "DeepSeekAttention",
     "Executor",
     "FlashAttention",
     "FlashAttnVarlen",
@@ -54,13 +68,16 @@ __all__ = [
     "QuantizedMatmul",
     "ReduceScatterMatmul",
     "RingAttention",
+    "NativeSparseAttention",
     "RmsNorm",
     "Rope",
     "ScaledDotProductAttention",
     "Softmax",
     "all_gather_matmul",
+    "apply_native_sparse_attention",
     "attention",
     "create_default_executor",
+    "deepseek_attn",
     "flash_attention",
     "flash_attn_varlen",
     "grouped_matmul",
@@ -70,6 +87,8 @@ __all__ = [
     "quantized_matmul",
     "reduce_scatter_matmul",
     "ring_attention",
+    "native_spare_attention",
+    "native_sparse_attention",
     "rms_norm",
     "rope",
     "scaled_dot_product_attention",

@@ -20,9 +20,11 @@ OPERATIONS: Mapping[str, str] = {
         "layer_norm",
         "mean_pooling",
         "quantized_matmul",
+        "native_sparse_attention",
         "rms_norm",
         "rope",
         "softmax",
+        "sparse_latent_attention",
     )
 }
 
