@@ -21,6 +21,8 @@ OPERATIONS: Mapping[str, str] = {
         "mean_pooling",
         "quantized_matmul",
         "native_sparse_attention",
+        "paged_attention",
+        "paged_cache_update",
         "rms_norm",
         "rope",
         "softmax",
