@@ -19,7 +19,7 @@ from ejkernel.operations.block_sparse_attention.interface import (
     as_flash_attention,
 )
 from ejkernel.operations.block_sparse_attention.tiles import TileLists, mapped, tile_lists
-from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
+from ejkernel.operations.flash_attention.interface import FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel_xla.block_sparse_attention.config import BlockSparseAttentionConfig
 from ejkernel_xla.flash_attention import masks
 from ejkernel_xla.flash_attention.backward import Gradients, gradients_of, pull
@@ -110,21 +110,20 @@ def _plain(call: BlockSparseAttentionCall, inputs: BlockSparseAttentionInputs, c
 def _planned(
     call: BlockSparseAttentionCall, inputs: BlockSparseAttentionInputs, config: BlockSparseAttentionConfig
 ) -> tuple[Plan, _Schedule | None]:
-    """The tiles to visit: a static plan where nothing but the static structure hides pairs, else a schedule beside it."""
+    """A static plan where there is one tile or none, else a schedule beside it: `custom_partitioning` takes no constant arrays."""
     dense_call, _ = as_flash_attention(call, inputs)
     q_block, k_block = call.q_blocksize or config.q_blocksize, call.kv_blocksize or config.kv_blocksize
     q_block, k_block = min(q_block, max(call.query.shape[1], 1)), min(k_block, max(call.key.shape[1], 1))
     plan = masks.plan(dense_call, q_block, k_block)
-    arrays = (call.mask, call.query_segments, call.query_positions, call.key_positions, call.key_tiles)
-    if not len(plan.tiles) or (call.mask_builder is None and all(spec is None for spec in arrays)):
+    masked = plan.masked or call.mask_builder is not None or call.key_tiles is not None
+    plan = dataclasses.replace(plan, predicate=call.mask_builder, masked=masked)
+    if not len(plan.tiles) or (plan.whole and call.key_tiles is None):
         return plan, None
     if inputs.key_tiles is None:
         lists = tile_lists(dense_call, inputs, call.mask_builder, q_block, k_block)
     else:
         lists = TileLists(inputs.key_tiles, inputs.full_tiles)
-    plan = dataclasses.replace(
-        plan, whole=False, structured=masks.is_structured(dense_call), masked=True, predicate=call.mask_builder
-    )
+    plan = dataclasses.replace(plan, whole=False, structured=masks.is_structured(dense_call), masked=True)
     return plan, _schedule(lists, plan, call.query.shape[1], call.key.shape[1])
 
 

@@ -106,6 +106,7 @@ CASES = (
         {"causal": True, "sliding_window": (8, None)},
     ),
     Case("query-positions", _arrays(3, 20, extra=_given(query_positions=np.array([[4, 5, 6], [17, 18, 19]]))), {"causal": True}),
+    Case("lengths", _arrays(batch=3, extra=_given(query_lengths=np.array([24, 9, 0], np.int32))), {"causal": True}),
     Case("mask", _arrays(extra=_masked)),
     Case("predicate", _arrays(33, sinks=(2,)), {"mask_builder": window_and_sinks}, frozenset({"transforms"})),
     Case("predicate-documents", _arrays(extra=_documents(_ids(9, 15))), {"mask_builder": strided, "causal": True}),
@@ -130,8 +131,8 @@ CASES = (
 TOGGLES = {
     "bias": Toggle("bias", drop="bias"),
     "mask": Toggle("mask", drop="mask"),
-    "query_segments": Toggle("sinks-empty-rows", drop="query_segments"),
-    "key_segments": Toggle("documents", drop="key_segments"),
+    "query_segments": Toggle("lengths", drop="query_lengths"),
+    "key_segments": Toggle("lengths", drop="query_lengths"),
     "query_positions": Toggle("query-positions", drop="query_positions"),
     "key_positions": Toggle("positions", drop="key_positions"),
     "sinks": Toggle("predicate", drop="softmax_aux"),

@@ -115,6 +115,8 @@ class BlockSparseAttention(Operation):
         key_segments: Any = None,
         query_positions: Any = None,
         key_positions: Any = None,
+        query_lengths: Any = None,
+        key_lengths: Any = None,
         key_tiles: Any = None,
         full_tiles: Any = None,
         *,
@@ -132,7 +134,7 @@ class BlockSparseAttention(Operation):
         """Check the arguments and combine everything said about visibility by AND.
 
         Args:
-            query: `[B, T, H, D]`; key, value, bias, softmax_aux, masks, segments, positions and the other options as in
+            query: `[B, T, H, D]`; key, value, bias, softmax_aux, masks, segments, positions, lengths and the other options as in
                 `flash_attention`.
             key_tiles: int `[B|1, n, m]` with n = ceil(T / q_blocksize).
             full_tiles: bool, shaped like key_tiles.
@@ -151,6 +153,8 @@ class BlockSparseAttention(Operation):
             key_segments,
             query_positions,
             key_positions,
+            query_lengths,
+            key_lengths,
             softmax_scale=softmax_scale,
             causal=causal,
             causal_alignment=causal_alignment,
@@ -181,6 +185,10 @@ class BlockSparseAttention(Operation):
             mask_builder=mask_builder,
         )
         return Bound(call, inputs, dense.finish)
+
+    def check_values(self, arrays: Mapping[str, Any]) -> None:
+        """Lengths that are known must lie within the arrays that they describe."""
+        FLASH_ATTENTION.check_values(arrays)
 
     def dimensions(self, call: BlockSparseAttentionCall) -> Mapping[str, str]:
         dense = FLASH_ATTENTION.dimensions(as_flash_attention(call, _NO_INPUTS)[0])

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations.flash_attention import pairs
@@ -43,8 +42,8 @@ def listed(some: Any, every: Any) -> TileLists:
 
 def mapped(lists: TileLists, tiles: int) -> Any:
     """The map bool `[b, n, tiles]` of the listed tiles."""
-    counted = np.arange(lists.key_tiles.shape[-1]) < lists.counts[..., None]
-    return (counted[..., None] & (lists.key_tiles[..., None] == np.arange(tiles))).any(-2)
+    counted = jnp.arange(lists.key_tiles.shape[-1]) < lists.counts[..., None]
+    return (counted[..., None] & (lists.key_tiles[..., None] == jnp.arange(tiles))).any(-2)
 
 
 def tile_map(call: Any, inputs: Any, predicate: Predicate | None, q_block: int, k_block: int) -> tuple[Any, Any]:
@@ -59,23 +58,23 @@ def tile_map(call: Any, inputs: Any, predicate: Predicate | None, q_block: int, 
     return _by_bounds(call, inputs, q_block, k_block)
 
 
-def _blocks(length: int, block: int) -> np.ndarray:
+def _blocks(length: int, block: int) -> Any:
     """Indices `[n, block]`; past the end the last one is repeated, which changes neither any nor all."""
-    index = np.arange(-(-length // block), dtype=np.int32)[:, None] * block + np.arange(block, dtype=np.int32)
-    return np.minimum(index, length - 1)
+    first = jnp.arange(-(-length // block), dtype=jnp.int32)[:, None] * block
+    return jnp.minimum(first + jnp.arange(block, dtype=jnp.int32), length - 1)
 
 
 def _positions(call: Any, inputs: Any) -> tuple[Any, Any]:
     queries, keys = call.query.shape[1], call.key.shape[1]
     query, key = inputs.query_positions, inputs.key_positions
-    query = np.arange(queries, dtype=np.int32)[None] + np.int32(call.query_offset) if query is None else query
-    return query, np.arange(keys, dtype=np.int32)[None] if key is None else key
+    query = jnp.arange(queries, dtype=jnp.int32)[None] + call.query_offset if query is None else query
+    return query, jnp.arange(keys, dtype=jnp.int32)[None] if key is None else key
 
 
 def _by_pairs(call: Any, inputs: Any, predicate: Predicate | None, q_block: int, k_block: int) -> tuple[Any, Any]:
     queries, keys = call.query.shape[1], call.key.shape[1]
     q_blocks, k_blocks = _blocks(queries, q_block), _blocks(keys, k_block)
-    query, key = (jnp.asarray(positions) for positions in _positions(call, inputs))
+    query, key = _positions(call, inputs)
     block_call = dataclasses.replace(call, query=ArraySpec((1, q_block, 1, 1), call.query.dtype), query_offset=0)
 
     def row(index: Any) -> tuple[Any, Any]:
