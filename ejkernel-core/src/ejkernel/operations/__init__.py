@@ -20,6 +20,7 @@ OPERATIONS: Mapping[str, str] = {
         "grouped_matmul",
         "layer_norm",
         "mean_pooling",
+        "paged_attention",
         "rms_norm",
         "rope",
         "softmax",
