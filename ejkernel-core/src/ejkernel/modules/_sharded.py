@@ -185,7 +185,7 @@ def _specs_of(plan: Plan, name: str, value: Any) -> Any:
         return mask_info_specs(value, plan.split)
     if name == "dropout_streams":
         return PartitionSpec(plan.split.batch or None, plan.split.heads or None)
-    if name in ("query_lengths", "key_lengths"):
+    if name in ("query_lengths", "key_lengths", "key_tiles", "full_tiles"):
         return PartitionSpec(plan.split.batch if plan.split.batch and value.shape[0] != 1 else None)
     if name == "softmax_aux":
         return PartitionSpec(plan.split.heads if plan.split.heads and value.shape[0] != 1 else None)
