@@ -97,21 +97,43 @@ def _products_across_blocks(dot: Dot, x: Any, y: Any, decay: Any) -> Any:
     return dot("...rnid,...wnmjd->...rniwmj", from_start, to_end[..., None, :, :, :] * between)
 
 
+@jax.custom_jvp
 def unit_lower_inverse(strict: Any) -> Any:
     """The inverse of the identity plus a strictly lower triangular matrix whose size is a power of two.
 
-    By halves: as stable as forward substitution, and made of products.
+    Blocks on the diagonal are inverted, then every two of them become one: `[[A, 0], [B, C]]^-1 = [[A', 0], [-C' B A', C']]`
+    with A', C' the inverses of A, C. This is as stable as forward substitution, and made of products.
     """
     size = strict.shape[-1]
-    if size == 1:
-        return jnp.ones_like(strict)
-    half = size // 2
-    halves = jnp.stack([strict[..., :half, :half], strict[..., half:, half:]], axis=-3)
-    inverse = unit_lower_inverse(halves)
-    top, bottom = inverse[..., 0, :, :], inverse[..., 1, :, :]
-    corner = -_multiply(_multiply(bottom, strict[..., half:, :half]), top)
-    upper = jnp.concatenate([top, jnp.zeros_like(top)], axis=-1)
-    return jnp.concatenate([upper, jnp.concatenate([corner, bottom], axis=-1)], axis=-2)
+    block = min(_BLOCK, size)
+    shape = (size // block, block, size // block, block)
+    same = jnp.eye(size // block, dtype=strict.dtype)[:, None, :, None]
+    blocks = jnp.sum(strict.reshape(*strict.shape[:-2], *shape) * same, axis=-2)
+    index = jnp.arange(block)
+
+    def double(inverse: Any, half: Any) -> tuple[Any, None]:
+        return _merge(inverse, blocks, index, half), None
+
+    identity = vary_like(jnp.broadcast_to(jnp.eye(block, dtype=strict.dtype), blocks.shape), strict)
+    inverse = scan(double, identity, 1 << jnp.arange(block.bit_length() - 1))[0] if block > 1 else identity
+    inverse = (inverse[..., None, :] * same).reshape(strict.shape)
+    while block < size:
+        inverse = _merge(inverse, strict, jnp.arange(size), block)
+        block *= 2
+    return inverse
+
+
+def _merge(inverse: Any, strict: Any, index: Any, half: Any) -> Any:
+    """From the inverses of the blocks of size `half` on the diagonal to those of twice that size."""
+    row, column = index[:, None] // half, index // half
+    corners = jnp.where((row == column + 1) & (column % 2 == 0), strict, 0)
+    return inverse - _multiply(_multiply(inverse, corners), inverse)
+
+
+@unit_lower_inverse.defjvp
+def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    inverse = unit_lower_inverse(*primals)
+    return inverse, -_multiply(_multiply(inverse, jnp.tril(tangents[0], -1)), inverse)
 
 
 _multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)

@@ -12,7 +12,7 @@ from ejkernel.operations._case import Case, Toggle
 
 def arrays(
     batch: int = 2,
-    length: int = 20,
+    length: int = 11,
     heads: int = 2,
     width: int = 4,
     channels: int = 3,
@@ -94,34 +94,40 @@ _IDS = (-1, 3, 3, 3, 3, -1, 3, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 2, -1, -1)
 CASES = (
     Case("plain", arrays(beta=False, decay="")),
     Case("gated", arrays(state=True), _STATE, tags=_BOTH),
-    Case("by-channel", arrays(decay="channel", state=True), _STATE),
+    Case("by-channel", arrays(length=20, decay="channel", state=True), _STATE),
     Case("rank-one", arrays(beta=False, decay="channel", low_rank="ab", state=True), _STATE),
     Case("write-alone", arrays(low_rank="a"), {"scale": 0.7}),
-    Case("read-alone", arrays(low_rank="b")),
-    Case("normalised", arrays(), {"use_qk_l2norm": True}),
-    Case("strong", arrays(strength=2.0, state=True), {"use_qk_l2norm": True, "return_state": True}),
+    Case("read-alone", arrays(low_rank="b", beta=False)),
+    Case("normalised", arrays(strength=2.0), {"use_qk_l2norm": True}),
     Case("grouped", arrays(heads=4, key_heads=1, query_heads=2, state=True), _STATE),
-    Case("grouped-queries", arrays(heads=1, key_heads=2, query_heads=4, decay="channel", state=True)),
-    Case("segments", arrays(ids=_IDS, state=True, poison=False), _STATE),
-    Case("segments-by-channel", arrays(ids=_IDS, decay="channel", state=True), {"return_state": True, "reverse": True}),
+    Case("grouped-queries", arrays(1, heads=1, key_heads=2, query_heads=4, state=True)),
+    Case("segments", arrays(1, 20, ids=_IDS, state=True, poison=False), _STATE),
+    Case(
+        "segments-backwards", arrays(length=20, ids=_IDS, decay="channel", state=True), {"return_state": True, "reverse": True}
+    ),
     Case("packed", arrays(1, 23, bounds=(0, 9, 9, 10, 21)), _STATE),
     Case(
-        "packed-by-channel",
-        arrays(1, 23, bounds=(0, 1, 20, 20, 23), decay="channel", state=True),
+        "packed-backwards",
+        arrays(1, 15, bounds=(0, 1, 12, 12, 15), decay="channel", state=True),
         {"return_state": True, "use_qk_l2norm": True, "reverse": True},
     ),
     Case("packed-steps", arrays(1, 5, bounds=(0, 1, 2, 3, 4), state=True), _STATE),
-    Case("packed-whole", arrays(1, 12, bounds=(0, 4, 12)), _STATE),
-    Case("token-by-token", arrays(state=True), {"chunked": False, "return_state": True}),
-    Case("backwards", arrays(state=True), {"reverse": True, "return_state": True}),
-    Case("many-chunks", arrays(1, 150, decay="channel"), {"use_qk_l2norm": True}),
+    Case("token-by-token", arrays(state=True), {"chunked": False, "reverse": True, "return_state": True}),
+    Case("two-chunks", arrays(1, 70, decay="channel"), {"use_qk_l2norm": True}),
     Case("extreme-decays", arrays(1, 70, extreme=True, state=True), _STATE, tags=_EXTREME),
     Case("extreme-decays-by-channel", arrays(1, 70, extreme=True, decay="channel", state=True), _STATE, tags=_EXTREME),
     Case("length-1", arrays(length=1, state=True), _STATE),
     Case("length-0", arrays(length=0, state=True), _STATE),
     Case("bench-gated-b1-t8192-h32-d128", arrays(1, 8192, 32, 128, 128), {"use_qk_l2norm": True}, tags=_BENCH),
-    Case("bench-by-channel-b1-t8192-h32-d128", arrays(1, 8192, 32, 128, 128, decay="channel"), {"use_qk_l2norm": True}, tags=_BENCH),
-    Case("bench-rank-one-b1-t8192-h32-d64", arrays(1, 8192, 32, 64, 64, beta=False, decay="channel", low_rank="ab"), tags=_BENCH),
+    Case(
+        "bench-by-channel-b1-t8192-h32-d128",
+        arrays(1, 8192, 32, 128, 128, decay="channel"),
+        {"use_qk_l2norm": True},
+        tags=_BENCH,
+    ),
+    Case(
+        "bench-rank-one-b1-t8192-h32-d64", arrays(1, 8192, 32, 64, 64, beta=False, decay="channel", low_rank="ab"), tags=_BENCH
+    ),
 )
 
 TOGGLES = {
@@ -131,10 +137,10 @@ TOGGLES = {
     "b": Toggle("rank-one", drop="b"),
     "initial_state": Toggle("gated", drop="initial_state"),
     "segments": Toggle("segments", drop="segments"),
-    "cu_seqlens": Toggle("packed-whole", drop="cu_seqlens"),
+    "cu_seqlens": Toggle("packed", drop="cu_seqlens"),
     "scale": Toggle("write-alone", {"scale": 0.1}),
     "use_qk_l2norm": Toggle("normalised", {"use_qk_l2norm": False}),
     "chunked": Toggle("token-by-token", {"chunked": True}, program=True),
-    "reverse": Toggle("backwards", {"reverse": False}),
+    "reverse": Toggle("token-by-token", {"reverse": False}),
     "return_state": Toggle("plain", {"return_state": True}),
 }

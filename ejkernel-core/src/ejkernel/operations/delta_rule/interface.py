@@ -163,7 +163,9 @@ class DeltaRule(Operation):
         if cu_seqlens is not None:
             check_packed(cu_seqlens, "query", batch)
             if segments is not None:
-                raise invalid("segments", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end")
+                raise invalid(
+                    "segments", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end"
+                )
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if initial_state is not None:
             check_compute("initial_state", initial_state)
@@ -250,7 +252,9 @@ def _check_tokens(arrays: Mapping[str, Any]) -> None:
             expected = " or ".join(str(shape) for shape in shapes)
             raise invalid(name, f"shape {tuple(array.shape)}", f"{expected}, with batch, length and channels of query")
         if array.shape[2] < 1 or heads % array.shape[2]:
-            raise invalid(name, f"{array.shape[2]} heads", f"a number that divides {heads}, the most heads of query, key, value")
+            raise invalid(
+                name, f"{array.shape[2]} heads", f"a number that divides {heads}, the most heads of query, key, value"
+            )
     for name, array in (("key", key), ("value", value)):
         if array.dtype != query.dtype:
             raise wrong_type(name, f"dtype {array.dtype}", f"{query.dtype}, the dtype of query")
@@ -261,7 +265,9 @@ def _check_segments(segments: Any, batch: int, length: int) -> None:
     if not jnp.issubdtype(segments.dtype, jnp.integer):
         raise wrong_type("segments", f"dtype {segments.dtype}", "integers")
     if tuple(segments.shape) not in ((batch, length), (1, length)):
-        raise invalid("segments", f"shape {tuple(segments.shape)}", f"{(batch, length)} or {(1, length)} = [batch or 1, length]")
+        raise invalid(
+            "segments", f"shape {tuple(segments.shape)}", f"{(batch, length)} or {(1, length)} = [batch or 1, length]"
+        )
 
 
 OPERATION = DeltaRule()
