@@ -13,7 +13,7 @@ import pytest
 from ejkernel._arrays import named, parse_dims
 from ejkernel.operations import get_operation
 
-OPERATIONS = ("grouped_matmul", "layer_norm", "mean_pooling", "quantized_matmul", "rms_norm", "rope", "softmax")
+OPERATIONS = ("delta_rule", "grouped_matmul", "layer_norm", "mean_pooling", "quantized_matmul", "rms_norm", "rope", "softmax")
 
 
 def _problems() -> list[Any]:

@@ -16,6 +16,7 @@ OPERATIONS: Mapping[str, str] = {
     name: f"ejkernel.operations.{name}.interface:OPERATION"
     for name in (
         "block_sparse_attention",
+        "delta_rule",
         "flash_attention",
         "grouped_matmul",
         "layer_norm",
