@@ -12,7 +12,7 @@ import pytest
 from ejkernel._arrays import named, parse_dims
 from ejkernel.operations import get_operation
 
-OPERATIONS = ("grouped_matmul", "layer_norm", "mean_pooling", "rms_norm", "rope", "softmax")
+OPERATIONS = ("grouped_matmul", "layer_norm", "linear_recurrence", "mean_pooling", "rms_norm", "rope", "softmax")
 
 
 def _problems() -> list[Any]:

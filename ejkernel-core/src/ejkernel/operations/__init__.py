@@ -18,6 +18,7 @@ OPERATIONS: Mapping[str, str] = {
         "flash_attention",
         "grouped_matmul",
         "layer_norm",
+        "linear_recurrence",
         "mean_pooling",
         "rms_norm",
         "rope",
