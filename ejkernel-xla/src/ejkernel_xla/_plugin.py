@@ -36,6 +36,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("flash_attention", configs="ejkernel_xla.flash_attention.config:CONFIGS"),
             *_both_phases("grouped_matmul", configs="ejkernel_xla.grouped_matmul.config:CONFIGS"),
             *_both_phases("layer_norm"),
+            *_both_phases("linear_recurrence", configs="ejkernel_xla.linear_recurrence.config:CONFIGS"),
             *_both_phases("mean_pooling"),
             *_both_phases("quantized_matmul", configs="ejkernel_xla.quantized_matmul.config:CONFIGS"),
             *_both_phases("native_sparse_attention", configs="ejkernel_xla.native_sparse_attention.config:CONFIGS"),

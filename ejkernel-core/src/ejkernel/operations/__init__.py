@@ -20,6 +20,7 @@ OPERATIONS: Mapping[str, str] = {
         "flash_attention",
         "grouped_matmul",
         "layer_norm",
+        "linear_recurrence",
         "mean_pooling",
         "quantized_matmul",
         "native_sparse_attention",
