@@ -7,7 +7,20 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("loggings", "masks", "modules", "packing", "plugin", "testing", "tuning", "types", "utils", "xla_utils")
+_SUBMODULES = (
+    "callib",
+    "loggings",
+    "masks",
+    "modules",
+    "ops",
+    "packing",
+    "plugin",
+    "testing",
+    "tuning",
+    "types",
+    "utils",
+    "xla_utils",
+)
 
 _LAZY = {
     "EXPORT_DISABLED_CHECKS": "ejkernel._export",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from ejkernel.modules._forms import Executor, create_default_executor
 from ejkernel.modules.attention import (
     Attention,
@@ -62,3 +65,11 @@ __all__ = [
     "scaled_dot_product_attention",
     "softmax",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name.endswith("Config"):
+        configs = importlib.import_module("ejkernel.modules.operations.configs")
+        if name in configs.__all__:
+            return getattr(configs, name)
+    raise AttributeError(f"module 'ejkernel.modules' has no attribute {name!r}")
