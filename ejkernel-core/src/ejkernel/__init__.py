@@ -8,12 +8,22 @@ from typing import Any
 __version__ = "0.1.0"
 
 _SUBMODULES = (
+<<<<<<< HEAD
     "loggings",
     "masks",
     "modules",
     "packing",
     "plugin",
     "quantization",
+=======
+    "callib",
+    "loggings",
+    "masks",
+    "modules",
+    "ops",
+    "packing",
+    "plugin",
+>>>>>>> client
     "testing",
     "tuning",
     "types",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import contextvars
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 from ejkernel.errors import NoTunerError
@@ -26,6 +28,33 @@ def install_tuner(tuner: Tuner | None) -> None:
     _installed[:] = [] if tuner is None else [tuner]
 
 
+_forward_only = contextvars.ContextVar("ejkernel_forward_autotune_only", default=False)
+
+
+@contextlib.contextmanager
+def forward_autotune_only() -> Generator[None]:
+    """Inside the `with` block tuning leaves backward phases as they are; it never changes what runs."""
+    token = _forward_only.set(True)
+    try:
+        yield
+    finally:
+        _forward_only.reset(token)
+
+
+def tune(calls: Sequence[RecordedCall], tuner: Tuner | None = None) -> AutotuningResult:
+    """Have calls tuned by this tuner, or by the installed one.
+
+    Raises:
+        NoTunerError: there is none.
+    """
+    tuner = tuner or next(iter(_installed), None)
+    if tuner is None:
+        raise NoTunerError(
+            "autotune: searching for configs is not part of this version of ejkernel; give them by cfg= or ejkernel.overlay"
+        )
+    return tuner.tune([call for call in calls if call.phase == "forward" or not _forward_only.get()])
+
+
 def autotune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> AutotuningResult:
     """Tune every ejkernel call that a function makes, for both phases where it differentiates.
 
@@ -40,8 +69,4 @@ def autotune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Autotun
     Raises:
         NoTunerError: no tuner is installed.
     """
-    if not _installed:
-        raise NoTunerError(
-            "autotune: searching for configs is not part of this version of ejkernel; give them by cfg= or ejkernel.overlay"
-        )
-    return _installed[0].tune(record_calls(function, *args, **kwargs))
+    return tune(record_calls(function, *args, **kwargs) if _installed else ())
