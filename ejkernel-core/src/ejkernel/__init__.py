@@ -8,14 +8,6 @@ from typing import Any
 __version__ = "0.1.0"
 
 _SUBMODULES = (
-<<<<<<< HEAD
-    "loggings",
-    "masks",
-    "modules",
-    "packing",
-    "plugin",
-    "quantization",
-=======
     "callib",
     "loggings",
     "masks",
@@ -23,7 +15,7 @@ _SUBMODULES = (
     "ops",
     "packing",
     "plugin",
->>>>>>> client
+    "quantization",
     "testing",
     "tuning",
     "types",

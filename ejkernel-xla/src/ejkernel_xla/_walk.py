@@ -141,7 +141,9 @@ class Walk:
     def _at(self, values: Any, step: Any) -> Any:
         return jax.lax.dynamic_index_in_dim(values, step, axis=1, keepdims=False)
 
-    def loop(self, body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, like: Any, *, reverse: bool = False) -> tuple[Any, Any]:
+    def loop(
+        self, body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, like: Any, *, reverse: bool = False
+    ) -> tuple[Any, Any]:
         """`jax.lax.scan` of `body(carry, step)` over all chunks; a single one needs no loop. `like`: arrays that it reads."""
         carry = vary_like(carry, like)
         if self.count == 1:
