@@ -7,7 +7,21 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("loggings", "masks", "modules", "packing", "plugin", "testing", "tuning", "types", "utils", "xla_utils")
+_SUBMODULES = (
+    "callib",
+    "loggings",
+    "masks",
+    "modules",
+    "ops",
+    "packing",
+    "plugin",
+    "quantization",
+    "testing",
+    "tuning",
+    "types",
+    "utils",
+    "xla_utils",
+)
 
 _LAZY = {
     "EXPORT_DISABLED_CHECKS": "ejkernel._export",
@@ -16,7 +30,9 @@ _LAZY = {
     "use": "ejkernel._policy",
     **dict.fromkeys(("Backend", "Platform", "kernel_registry"), "ejkernel._registry"),
     **dict.fromkeys(("autotune", "overlay"), "ejkernel.tuning"),
-    **dict.fromkeys(("EjkernelError", "NoConfigError", "NoKernelError", "PluginError", "TracingError"), "ejkernel.errors"),
+    **dict.fromkeys(
+        ("EjkernelError", "NoConfigError", "NoKernelError", "NoTunerError", "PluginError", "TracingError"), "ejkernel.errors"
+    ),
 }
 """Names and where they live; the public functions and their class forms are those of `ejkernel.modules`."""
 

@@ -33,6 +33,7 @@ class Policy:
         overlay: config overlays, innermost first: pairs of operation or implementation id and config.
         source: which setting named the platforms: "argument", "use", "environment" or "default".
         target: where programs will run, if that is not to be found out from the arrays.
+        closed_tiers: tiers of config selection that must not answer: "memory", "persistent", "heuristic".
     """
 
     platforms: tuple[str, ...] = ()
@@ -41,6 +42,7 @@ class Policy:
     overlay: tuple[tuple[str, Any], ...] = ()
     source: str = "default"
     target: Target | None = None
+    closed_tiers: frozenset[str] = frozenset()
 
 
 _context = jax.make_user_context(default_value=None)
@@ -107,6 +109,23 @@ def use(
     _refuse_contradiction(policy)
     with _context(policy):
         yield policy
+
+
+@contextlib.contextmanager
+def closing_tiers(tiers: Iterable[str]) -> Generator[None]:
+    """Keep these tiers from answering inside the `with` block, beside those that are closed already."""
+    outer, closed = current(), frozenset(tiers)
+    changed = dataclasses.replace(outer, closed_tiers=outer.closed_tiers | closed)
+    with _context(changed) if closed else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def heuristics_allowed() -> Generator[None]:
+    """Open the tier "heuristic" again inside the `with` block, for asking which calls have nothing better."""
+    outer = current()
+    with _context(dataclasses.replace(outer, closed_tiers=outer.closed_tiers - {"heuristic"})):
+        yield
 
 
 def for_call(operation: str, platform: PlatformChoice) -> Policy:

@@ -27,6 +27,10 @@ class NoConfigError(EjkernelError, RuntimeError):
     """No tier has a config for the chosen implementation: its heuristic failed."""
 
 
+class NoTunerError(EjkernelError, NotImplementedError):
+    """Tuning was asked for something that has no reference to check configs against."""
+
+
 class TracingError(EjkernelError, RuntimeError):
     """Something that runs programs was asked for while one is traced."""
 

@@ -165,12 +165,14 @@ class Operation(abc.ABC):
             arrays: keyword arguments of `canonicalise` that hold arrays (any pytree; None where absent).
             options: its other keyword arguments; static and hashable.
             platform: None or "auto", one platform, or several in order of preference.
-            cfg: config override for the chosen implementation: its dataclass, or a mapping of its fields.
+            cfg: config override for the chosen implementation: its dataclass, a mapping of its fields, or a portable config of
+                `ejkernel.modules.operations.configs`, which may also demand a platform.
             form: another door to the same operation with `canonicalise`'s contract.
 
         Returns:
             What the `Bound` that `form` returned makes of the outputs.
         """
+        platform, cfg = _demands(platform, cfg)
         policy = _policy.for_call(self.name, platform)
         leaves = jax.tree.leaves(arrays)
         for leaf in leaves:
@@ -178,7 +180,7 @@ class Operation(abc.ABC):
                 name = next(name for name, value in arrays.items() if any(one is leaf for one in jax.tree.leaves(value)))
                 raise wrong_type(name, type(leaf).__name__, "an array")
         target = _target.resolve_target(leaves, policy.target)
-        invocation = _Invocation(self, form, _static_options(options), policy, target, _as_config(cfg))
+        invocation = _Invocation(self, form, _static_options(options), policy, target, cfg)
         if _explain.capturing():
             raise _explain.Captured(invocation.explain(arrays))
         self.check_values(arrays)
@@ -274,9 +276,10 @@ def _static(name: str, value: Any) -> Any:
     return value
 
 
-def _as_config(cfg: Any) -> Any:
+def _demands(platform: _policy.PlatformChoice, cfg: Any) -> tuple[_policy.PlatformChoice, Any]:
+    """Platform and config of a call, either of which `cfg=` may say."""
     if cfg is None:
-        return None
-    from ejkernel.tuning import as_setting
+        return platform, None
+    from ejkernel.tuning import as_setting, demanded_platform
 
-    return as_setting("cfg", cfg)
+    return demanded_platform(cfg, platform), as_setting("cfg", cfg)

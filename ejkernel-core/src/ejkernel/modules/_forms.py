@@ -30,14 +30,23 @@ def class_form(name: str, function: Callable[..., Any]) -> type[Module]:
 
 
 class Executor:
-    """Calls operations: `executor(FlashAttention(), query, key, value, causal=True)`."""
+    """Calls operations: `executor(FlashAttention(), query, key, value, causal=True)`.
+
+    Args:
+        chooser: an `ejkernel.ops.ConfigSelectorChain` that chooses configs; None leaves that to the dispatcher.
+    """
+
+    def __init__(self, chooser: Any = None) -> None:
+        if chooser is not None and not callable(getattr(chooser, "call", None)):
+            raise wrong_type("chooser", repr(chooser), "an ejkernel.ops.ConfigSelectorChain, or None")
+        self.chooser = chooser
 
     def __call__(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if isinstance(operation, type) and issubclass(operation, Module):
             raise wrong_type("operation", f"the class {operation.__name__}", f"an object: {operation.__name__}()")
         if not callable(operation):
             raise wrong_type("operation", repr(operation), "an operation, such as FlashAttention()")
-        return operation(*args, **kwargs)
+        return operation(*args, **kwargs) if self.chooser is None else self.chooser.call(operation, *args, **kwargs)
 
 
 def create_default_executor() -> Executor:

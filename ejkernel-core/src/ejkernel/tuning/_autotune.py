@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import contextvars
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -27,6 +29,27 @@ _installed: list[Tuner] = []
 def install_tuner(tuner: Tuner | None) -> None:
     """Use this tuner for `autotune`, for example `Search(rounds=20)`; None goes back to `Search()`."""
     _installed[:] = [] if tuner is None else [tuner]
+
+
+_forward_only = contextvars.ContextVar("ejkernel_forward_autotune_only", default=False)
+
+
+@contextlib.contextmanager
+def forward_autotune_only() -> Generator[None]:
+    """Inside the `with` block tuning leaves backward phases as they are; it never changes what runs."""
+    token = _forward_only.set(True)
+    try:
+        yield
+    finally:
+        _forward_only.reset(token)
+
+
+def tune(calls: Sequence[RecordedCall], tuner: Tuner | None = None) -> AutotuningResult:
+    """Have calls tuned by this tuner, by the installed one, or by `Search()`."""
+    from ejkernel.tuning._search import Search
+
+    tuner = tuner or next(iter(_installed), None) or Search()
+    return tuner.tune([call for call in calls if call.phase == "forward" or not _forward_only.get()])
 
 
 def autotune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> AutotuningResult:
@@ -55,22 +78,20 @@ def autotune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Autotun
         >>> with result:
         ...     out = ejkernel.rms_norm(jax.numpy.ones((4, 64)))
     """
+    return _on_first_process(lambda: tune(record_calls(function, *args, **kwargs)))
+
+
+def _refuse_while_tracing() -> None:
     if isinstance(jnp.zeros(()), jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
         raise TracingError(
             "autotune: called while a program is traced, where nothing can be timed; call it outside of jit with the function "
             "and arrays or ShapeDtypeStructs of its arguments, then run the compiled function under `with result:`"
         )
-    return _on_first_process(lambda: _tuner().tune(record_calls(function, *args, **kwargs)))
-
-
-def _tuner() -> Tuner:
-    from ejkernel.tuning._search import Search
-
-    return _installed[0] if _installed else Search()
 
 
 def _on_first_process(tune: Callable[[], AutotuningResult]) -> AutotuningResult:
     """What `tune` gives on the first process of a job, on all of them."""
+    _refuse_while_tracing()
     if jax.process_count() == 1:
         return tune()
     import numpy as np

@@ -131,7 +131,7 @@ def canonical_json(value: Any) -> str:
 @functools.lru_cache(maxsize=4096)
 def _call_text(call: Any) -> str:
     fields = [field.name for field in dataclasses.fields(call) if field.name != _PASSING]
-    return canonical_json({name: _encode(getattr(call, name), name) for name in fields})
+    return canonical_json({name: encode(getattr(call, name), name) for name in fields})
 
 
 @functools.cache
@@ -146,7 +146,7 @@ def running_versions() -> tuple[str, str]:
     return ".".join(map(str, release)), ".".join(map(str, Version(ejkernel.__version__).release[:2]))
 
 
-def _encode(value: Any, name: str) -> Any:
+def encode(value: Any, name: str) -> Any:
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, (bool, int, str)):
@@ -156,13 +156,15 @@ def _encode(value: Any, name: str) -> Any:
     if isinstance(value, ArraySpec):
         return {"dtype": value.dtype, "shape": list(value.shape)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _encode(getattr(value, field.name), name) for field in dataclasses.fields(value)}
+        return {field.name: encode(getattr(value, field.name), name) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
-        return [_encode(item, name) for item in value]
+        return [encode(item, name) for item in value]
     if isinstance(value, (frozenset, set)):
-        return sorted((_encode(item, name) for item in value), key=canonical_json)
+        return sorted((encode(item, name) for item in value), key=canonical_json)
     if isinstance(value, Mapping):
-        return {str(item): _encode(content, name) for item, content in value.items()}
+        return {str(item): encode(content, name) for item, content in value.items()}
+    if callable(value):  # by name: a config never changes a result, so mistaking one function for another costs time only
+        return {"function": f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"}
     raise wrong_type(name, repr(value), "a value with a JSON form in a canonical call")
 
 

@@ -13,6 +13,7 @@ from ejkernel._registry import kernel_registry
 from ejkernel.errors import invalid, suggestion, wrong_type
 from ejkernel.plugin import Phase
 from ejkernel.tuning._configs import as_setting
+from ejkernel.tuning._portable import BaseOperationConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,13 @@ def overlay(configs: Mapping[str, Any]) -> Generator[None]:
         if not isinstance(name, str):
             raise wrong_type("overlay", repr(name), "names such as 'rms_norm' or 'rms_norm/triton:backward' as keys")
         Selector.parse(name).check()
+        if isinstance(config, BaseOperationConfig) and str(config.platform).lower() != "auto":
+            raise invalid(
+                f"overlay[{name!r}]",
+                f"platform={config.platform!r}",
+                "'auto'",
+                remedy="choose platforms with ejkernel.use(...)",
+            )
         lines.append((name, as_setting(f"overlay[{name!r}]", config)))
     # More specific lines of one block come first, as the first that answers decides.
     lines.sort(key=lambda line: -(line[0].count("/") + line[0].count(":")))

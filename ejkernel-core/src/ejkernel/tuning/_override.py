@@ -13,9 +13,10 @@ from ejkernel._records import Candidate
 from ejkernel._registry import kernel_registry
 from ejkernel.errors import invalid, suggestion, wrong_type
 from ejkernel.plugin import ConfigSpace, Phase
-from ejkernel.tuning._configs import complete, config_space, fits, knobs, signature
+from ejkernel.tuning._configs import build, complete, config_space, fits, knobs, signature
 from ejkernel.tuning._heuristic import from_heuristic
 from ejkernel.tuning._overlay import Selector
+from ejkernel.tuning._portable import BaseOperationConfig
 from ejkernel.tuning._result import AutotuningResult
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def from_override(request: Request, phase: Phase, chosen: Candidate, space: Conf
     """
     if request.config is None:
         return None
+    if isinstance(request.config, BaseOperationConfig):
+        return _from_portable("cfg", request.config, request, phase, chosen, space)
     if space is not None and fits(request.config, space):
         return complete("cfg", request.config, space, lambda: from_heuristic(request, chosen, space))
     other = _other_phase(request, phase)
@@ -51,6 +54,8 @@ def from_overlay(
     if not selector.covers(chosen.id, request.operation.name, phase):
         return None
     argument = f"overlay[{str(selector)!r}]"
+    if isinstance(setting, BaseOperationConfig):
+        return _from_portable(argument, setting, request, phase, chosen, space)
     if space is not None and fits(setting, space):
         return complete(argument, setting, space, lambda: from_heuristic(request, chosen, space))
     others: list[Candidate] = []
@@ -62,6 +67,15 @@ def from_overlay(
     if any(fits(setting, config_space(other)) for other in others):
         return None
     raise _misfit(argument, setting, [chosen, *others])
+
+
+def _from_portable(
+    argument: str, setting: BaseOperationConfig, request: Request, phase: Phase, chosen: Candidate, space: ConfigSpace | None
+) -> Any:
+    """The heuristic's config with what a portable one says of its knobs; None if it says nothing of them in this phase."""
+    setting.check(argument, request.operation.name, request.target.backend)
+    said = {} if space is None else setting.knobs(phase, knobs(space.config))
+    return build(argument, space.config, said, from_heuristic(request, chosen, space)) if space is not None and said else None
 
 
 def _other_phase(request: Request, phase: Phase) -> Candidate | None:

@@ -26,23 +26,10 @@ _open = _Open()
 
 
 @dataclasses.dataclass(frozen=True)
-class AutotuningResult:
-    """Tuned configs of a program. `with result:` puts them in force, `result | other` merges (the right one wins).
-
-    Attributes:
-        entries: one per key; each was checked against the reference.
-
-    Raises:
-        ValueError: an entry has no check that passed, or two have one key.
-    """
+class KeyedConfigs:
+    """Configs of exact calls. As a line of an overlay it answers for these, and nothing is asked of how they were found."""
 
     entries: tuple[Entry, ...] = ()
-
-    def __post_init__(self) -> None:
-        for entry in self.entries:
-            require_verified(entry)
-        if len(self._by_key) != len(self.entries):
-            raise ValueError("AutotuningResult: got two entries of one key, expected one; merge results with |")
 
     @functools.cached_property
     def _by_key(self) -> dict[Key, Entry]:
@@ -59,6 +46,26 @@ class AutotuningResult:
     def lookup(self, key: Key) -> Entry | None:
         """The entry of exactly this key."""
         return self._by_key.get(key)
+
+
+@dataclasses.dataclass(frozen=True)
+class AutotuningResult(KeyedConfigs):
+    """Tuned configs of a program. `with result:` puts them in force, `result | other` merges (the right one wins).
+
+    Attributes:
+        entries: one per key; each was checked against the reference.
+
+    Raises:
+        ValueError: an entry has no check that passed, or two have one key.
+    """
+
+    __hash__ = KeyedConfigs.__hash__
+
+    def __post_init__(self) -> None:
+        for entry in self.entries:
+            require_verified(entry)
+        if len(self._by_key) != len(self.entries):
+            raise ValueError("AutotuningResult: got two entries of one key, expected one; merge results with |")
 
     def __or__(self, other: AutotuningResult) -> AutotuningResult:
         if not isinstance(other, AutotuningResult):

@@ -7,10 +7,13 @@ never from here; its answers come back through the tiers before the heuristic.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ejkernel._policy import Policy
 from ejkernel._records import Candidate
 from ejkernel._registry import kernel_registry
+from ejkernel.errors import NoConfigError
 from ejkernel.plugin import ConfigSpace, Phase
 from ejkernel.tuning import _memory, _tables
 from ejkernel.tuning._configs import config_space, describe, from_plain
@@ -19,7 +22,7 @@ from ejkernel.tuning._heuristic import from_heuristic, legal_configs
 from ejkernel.tuning._key import Key
 from ejkernel.tuning._overlay import Selector
 from ejkernel.tuning._override import from_overlay, from_override
-from ejkernel.tuning._result import AutotuningResult
+from ejkernel.tuning._result import AutotuningResult, KeyedConfigs
 from ejkernel.tuning._store import USER_CACHE
 from ejkernel.tuning._warn import warn_once
 
@@ -43,7 +46,8 @@ def preferred_platform(request: Request, phase: Phase) -> str | None:
     """
     keys = {c.id: _key(request, phase, c) for c in kernel_registry.candidates(request.operation.name, phase)}
     results = [value.lookup for _, value in request.policy.overlay if isinstance(value, AutotuningResult)]
-    for lookup in (*results, _memory.lookup, USER_CACHE.lookup, _tables.choice):
+    stored = [_tables.choice if tier == "shipped table" else lookup for lookup, tier in stored_tiers(request.policy)]
+    for lookup in (*results, *stored):
         found = ((name, lookup(key)) for name, key in keys.items() if key is not None)
         named = [(entry.seconds, name) for name, entry in found if entry is not None and entry.best == name]
         if named:
@@ -64,21 +68,26 @@ def select(request: Request, phase: Phase, chosen: Candidate) -> Selected | None
     if config is not None:
         return Selected(config, "override")
     key = _key(request, phase, chosen) if space is not None else None
-    return (
-        _from_overlays(request, phase, chosen, space, key)
-        or (_from_stores(request, chosen, space, key) if space is not None and key is not None else None)
-        or (Selected(from_heuristic(request, chosen, space), "heuristic") if space is not None else None)
-    )
+    found = _from_overlays(request, phase, chosen, space, key)
+    if found is not None or space is None:
+        return found
+    return (_from_stores(request, chosen, space, key) if key is not None else None) or _from_heuristic(request, chosen, space)
+
+
+def _from_heuristic(request: Request, chosen: Candidate, space: ConfigSpace) -> Selected:
+    if "heuristic" in request.policy.closed_tiers:
+        raise no_config_without_heuristic(describe(chosen))
+    return Selected(from_heuristic(request, chosen, space), "heuristic")
 
 
 def _from_overlays(
     request: Request, phase: Phase, chosen: Candidate, space: ConfigSpace | None, key: Key | None
 ) -> Selected | None:
     for name, value in request.policy.overlay:
-        if isinstance(value, AutotuningResult):
+        if isinstance(value, KeyedConfigs):
             entry = value.lookup(key) if key is not None else None
             config = _config_of(entry, chosen, space)
-            tier = "overlay (autotuning result)"
+            tier = "overlay (autotuning result)" if isinstance(value, AutotuningResult) else "overlay"
         else:
             config = from_overlay(request, phase, chosen, space, Selector.parse(name), value)
             tier = "overlay"
@@ -88,22 +97,32 @@ def _from_overlays(
 
 
 def _from_stores(request: Request, chosen: Candidate, space: ConfigSpace, key: Key) -> Selected | None:
-    for lookup, tier in (
-        (_memory.lookup, "memory"),
-        (USER_CACHE.lookup, "user cache"),
-        (_tables.lookup, "shipped table"),
-    ):
+    for lookup, tier in stored_tiers(request.policy):
         config = _config_of(lookup(key), chosen, space)
         if config is not None:
             return Selected(config, tier)
 
-    near = _tables.nearest(key)
+    near = [] if "persistent" in request.policy.closed_tiers else _tables.nearest(key)
     legal = legal_configs(request, chosen, space) if near else ()
     for entry in near:
         config = _config_of(entry, chosen, space)
         if config is not None and config in legal:
             return Selected(config, f"shipped table (nearest bucket: {entry.key.arrays()})")
     return None
+
+
+def stored_tiers(policy: Policy) -> list[tuple[Callable[[Key], Entry | None], str]]:
+    """The tiers that hold entries by key, as far as they may answer."""
+    memory = [] if "memory" in policy.closed_tiers else [(_memory.lookup, "memory")]
+    persistent = [(USER_CACHE.lookup, "user cache"), (_tables.lookup, "shipped table")]
+    return [*memory, *([] if "persistent" in policy.closed_tiers else persistent)]
+
+
+def no_config_without_heuristic(name: str) -> NoConfigError:
+    """What is raised where the heuristic is closed and nothing before it answered."""
+    return NoConfigError(
+        f"{name}: no override, overlay or stored entry has a config, and heuristics are not allowed here; pass cfg=, or allow them"
+    )
 
 
 def _config_of(entry: Entry | None, chosen: Candidate, space: ConfigSpace | None) -> Any:

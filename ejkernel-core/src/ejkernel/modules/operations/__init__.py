@@ -1,0 +1,20 @@
+"""The public functions, their class forms and their portable configs, under the path that older clients import them from."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith("__"):
+        for home in ("ejkernel.modules", "ejkernel.modules.operations.configs"):
+            module = importlib.import_module(home)
+            if name in module.__all__:
+                return getattr(module, name)
+    raise AttributeError(f"module 'ejkernel.modules.operations' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    homes = ("ejkernel.modules", "ejkernel.modules.operations.configs")
+    return sorted({name for home in homes for name in importlib.import_module(home).__all__})
