@@ -135,7 +135,7 @@ class Operation(abc.ABC):
     def random_inputs(self, call: Any, rng: np.random.Generator, **given: Any) -> Any:
         """Concrete NumPy inputs of a call, legal for the operation, on which implementations are checked and timed.
 
-        Floats are normal. An operation with inputs of other types says what they may hold by giving them.
+        Floats are normal, int8 is of its whole range. An operation with inputs of other types says what they may hold by giving them.
 
         Raises:
             NotImplementedError: an input that is not floating is not given.
@@ -254,6 +254,8 @@ def _public(request: Request, outputs: Any) -> Any:
 
 def _normal(operation: str, name: str, spec: ArraySpec, rng: np.random.Generator) -> Any:
     dtype = jax.numpy.dtype(spec.dtype)
+    if dtype == np.int8:  # quantised numbers
+        return rng.integers(-127, 128, spec.shape, np.int8)
     if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
         raise NotImplementedError(f"{operation}: does not say what a random {name} of {spec.dtype} may hold")
     return rng.standard_normal(spec.shape, np.float32).astype(dtype)

@@ -222,7 +222,7 @@ def test_stored_config_of_another_form_is_a_miss_with_a_warning(kernel: Scaled) 
 
 def test_arguments_without_a_json_form_are_not_looked_up(kernel: Scaled) -> None:
     with pytest.warns(CacheWarning, match="cannot be looked up"):
-        chosen = ConfigSelectorChain().choose(Invocation("scaled", (X, print)), kernel)
+        chosen = ConfigSelectorChain().choose(Invocation("scaled", (X, 1j)), kernel)
     assert chosen == Blocks(2)
 
 

@@ -34,3 +34,15 @@ def segments(spec: ArraySpec, count: int = 4) -> Any:
 def positions(spec: ArraySpec) -> Any:
     """Positions `[..., t]` from 0 on."""
     return np.broadcast_to(np.arange(spec.shape[-1]), spec.shape).astype(spec.dtype)
+
+
+def requests(rng: np.random.Generator, call: Any, tokens: int, pages: int, page_size: int) -> dict[str, Any]:
+    """`query_start_loc`, `kv_lens` and `block_tables` of a mix of requests that together own all tokens; pages in no order."""
+    starts = cumulative(rng, call.query_start_loc, tokens)
+    longest = call.block_tables.shape[-1] * page_size
+    new = np.minimum(np.diff(starts, axis=-1), longest)
+    *rows, count, width = call.block_tables.shape
+    order = np.stack([rng.permutation(max(pages, count * width)) for _ in range(int(np.prod(rows)))])
+    tables = order[:, : count * width].reshape(call.block_tables.shape) % max(pages, 1)
+    lengths = np.broadcast_to(new + ((longest - new) * rng.random(new.shape)).astype(np.int64), call.kv_lens.shape)
+    return {"query_start_loc": starts, "kv_lens": lengths.astype(np.int32), "block_tables": tables.astype(np.int32)}
