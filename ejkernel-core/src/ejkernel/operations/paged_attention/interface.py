@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel._arrays import ArraySpec, named
 from ejkernel.errors import invalid, wrong_type
