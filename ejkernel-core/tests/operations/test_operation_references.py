@@ -12,7 +12,17 @@ import pytest
 from ejkernel._arrays import named, parse_dims
 from ejkernel.operations import get_operation
 
-OPERATIONS = ("grouped_matmul", "layer_norm", "linear_recurrence", "mean_pooling", "rms_norm", "rope", "softmax")
+OPERATIONS = (
+    "grouped_matmul",
+    "layer_norm",
+    "linear_recurrence",
+    "mean_pooling",
+    "rms_norm",
+    "rope",
+    "rwkv4",
+    "selective_scan",
+    "softmax",
+)
 
 
 def _problems() -> list[Any]:

@@ -22,6 +22,8 @@ OPERATIONS: Mapping[str, str] = {
         "mean_pooling",
         "rms_norm",
         "rope",
+        "rwkv4",
+        "selective_scan",
         "softmax",
     )
 }

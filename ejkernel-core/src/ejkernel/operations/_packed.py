@@ -36,4 +36,6 @@ def check_bounds(cu_seqlens: Any, name: str, array: Any) -> None:
     if values.ndim != 1 or values.size == 0 or getattr(array, "ndim", 0) < 2:
         return
     if values[0] != 0 or values[-1] > array.shape[1] or (np.diff(values) < 0).any():
-        raise invalid("cu_seqlens", values, f"values that do not decrease, from 0 to at most {array.shape[1]} = length of {name}")
+        raise invalid(
+            "cu_seqlens", values, f"values that do not decrease, from 0 to at most {array.shape[1]} = length of {name}"
+        )

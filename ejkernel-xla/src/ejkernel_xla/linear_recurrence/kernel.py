@@ -91,7 +91,9 @@ def _sizes(call: LinearRecurrenceCall, config: LinearRecurrenceConfig, length: i
     return min(config.chunk_size // config.block_size, max(-(-length // block), 1)) * block, block
 
 
-def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: LinearRecurrenceConfig) -> LinearRecurrenceOutputs:
+def forward(
+    call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: LinearRecurrenceConfig
+) -> LinearRecurrenceOutputs:
     problem = _Problem(call, inputs, config)
     walk = problem.walk
     states = problem.initial

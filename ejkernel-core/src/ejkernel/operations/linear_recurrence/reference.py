@@ -96,9 +96,7 @@ def _state_shape(x: LinearRecurrenceInputs) -> tuple[int, int, int]:
     return x.query.shape[2], x.query.shape[3], x.value.shape[3]
 
 
-def _pull_token(
-    call: Any, x: Any, grads: Any, d_out: Any, row: int, t: int, before: Any, after: Any, d_state: Any
-) -> Any:
+def _pull_token(call: Any, x: Any, grads: Any, d_out: Any, row: int, t: int, before: Any, after: Any, d_state: Any) -> Any:
     """Add the gradients of one token; from the gradient of the state after it, that of the state before it."""
     q, k, v, d_o = x.query[row, t], x.key[row, t], x.value[row, t], call.scale * d_out[row, t]
     d_seen = q[:, :, None] * d_o[:, None, :]
