@@ -14,6 +14,8 @@ Q = np.ones((2, 5, 4, 8), np.float32)
 C = np.ones((5, 4), np.float32)
 G2 = np.array([1, 2], np.int32)
 EIGHT = np.ones(8, np.float32)
+QKV = (Q, Q[:, :, :2], Q[:, :, :2, :3])
+SCAN = (X, Q[0, :3].reshape(12, 8)[:8], X, X, EIGHT, X)
 
 _NORM = [
     ((X, EIGHT[:5]), {}, ValueError, r"scale: got shape \(5,\), expected \(8,\)"),
@@ -53,6 +55,42 @@ REFUSED: dict[str, list[Any]] = {
     ],
     "layer_norm": _NORM,
     "rms_norm": _NORM,
+    "linear_recurrence": [
+        ((X, X, X), {}, ValueError, r"query: got shape \(2, 3, 8\) with 3 axes, expected 4 axes"),
+        ((Q.astype(np.int32), Q, Q), {}, TypeError, "query: got dtype int32, expected a floating type"),
+        ((Q, Q[:, :, :, :4], Q), {}, ValueError, r"key: got .* expected batch 2, length 5 and 8 channels as query"),
+        ((Q, Q, Q[:, :3]), {}, ValueError, r"value: got shape \(2, 3, 4, 8\), expected batch 2, length 5 as query"),
+        ((Q, Q[:, :, :3], Q), {}, ValueError, "key: got .* heads, expected the fewest, 3, to divide the most, 4"),
+        ((Q, Q[:, :, :2], Q[:, :, :1]), {}, ValueError, "key: got 2 heads, expected 1 or 4, as the others"),
+        ((*QKV, Q), {}, ValueError, r"g: got shape \(2, 5, 4, 8\) with 4 axes, expected 3 axes"),
+        ((*QKV, Q[:, :, :3, 0]), {}, ValueError, r"g: got shape \(2, 5, 3\), expected \(2, 5, 4\) or \(2, 5, 2\)"),
+        ((*QKV, None, EIGHT), {}, ValueError, r"g_gamma: got shape \(1, 8\), expected \(1, 4\) or \(1, 2\)"),
+        ((*QKV, None, None, Q[..., :3]), {}, ValueError, r"gk: got .* expected \(2, 5, 4, 8\) or \(2, 5, 2, 8\)"),
+        ((*QKV, None, None, None, Q), {}, ValueError, r"gv: got .* expected \(2, 5, 4, 3\) or \(2, 5, 2, 3\)"),
+        ((*QKV,), {"bonus": Q[0, 0, :, :3]}, ValueError, r"bonus: got shape \(4, 3\), expected \(4, 8\) or \(2, 8\)"),
+        ((*QKV,), {"initial_state": Q}, ValueError, r"initial_state: got .* expected \(2, 4, 8, 3\) = \[B, H, D, V\]"),
+        ((*QKV,), {"cu_seqlens": G2}, ValueError, "query: got batch 2, expected batch 1 with cu_seqlens; pack"),
+        ((*QKV,), {"cu_seqlens": G2 / 2}, TypeError, "cu_seqlens: got dtype float64, expected integers"),
+        ((*QKV,), {"reverse": 1}, TypeError, "reverse: got 1, expected a bool"),
+        ((*QKV,), {"scale": float("nan")}, ValueError, "scale: got nan, expected a finite number"),
+        ((*QKV,), {"precision": "best"}, ValueError, "precision: got 'best', expected None or one of default"),
+    ],
+    "rwkv4": [
+        ((EIGHT, EIGHT, X[0], X[0]), {}, ValueError, r"k: got shape \(3, 8\) with 2 axes, expected 3 axes"),
+        ((EIGHT[:5], EIGHT, X, X), {}, ValueError, r"w: got shape \(5,\), expected \(8,\) = \[C\]"),
+        ((EIGHT, EIGHT, X, X[:, :2]), {}, ValueError, r"v: got .* expected \(2, 3, 8\) = \[B, T, C\] as k"),
+        ((EIGHT, EIGHT, X, X, X[:, :2]), {}, ValueError, r"state: got .* expected \(2, 3, 8\) = \[B, 3, C\]"),
+        ((EIGHT, EIGHT, X, X), {"return_state": 1}, TypeError, "return_state: got 1, expected a bool"),
+    ],
+    "selective_scan": [
+        ((X[0], *SCAN[1:]), {}, ValueError, r"x: got shape \(3, 8\) with 2 axes, expected 3 axes"),
+        ((X, SCAN[1][:5], *SCAN[2:]), {}, ValueError, r"A: got shape \(5, 8\), expected \(8, 8\) = \[I, N\]"),
+        ((*SCAN[:2], X[:, :2], *SCAN[3:]), {}, ValueError, r"B: got .* expected \(2, 3, 8\) = \[B, T, N\]"),
+        ((*SCAN[:4], EIGHT[:2], X), {}, ValueError, r"D: got shape \(2,\), expected \(8,\) = \[I\]"),
+        ((*SCAN[:5], None), {}, TypeError, "dt: got NoneType, expected an array"),
+        ((*SCAN, X), {}, ValueError, r"initial_state: got .* expected \(2, 8, 8\) = \[B, I, N\]"),
+        ((X.astype(np.int32), *SCAN[1:]), {}, TypeError, "x: got dtype int32, expected a floating type"),
+    ],
     "mean_pooling": [
         ((X[0],), {}, ValueError, r"x: got shape \(3, 8\), expected \[B,T,H,D\] or \[B,T,D\]"),
         ((X.astype(np.int32),), {}, TypeError, "x: got dtype int32, expected a floating type"),
@@ -106,6 +144,8 @@ def test_refused(name: str, args: Any, options: Any, error: type[Exception], mes
             r"group_sizes: got \[-1  2\], expected values >= 0",
         ),
         ("grouped_matmul", {"lhs": X[0], "group_sizes": np.array([2, 2])}, "a sum of at most 3 = rows of lhs"),
+        ("linear_recurrence", {"query": Q[:1], "cu_seqlens": np.array([0, 6])}, "from 0 to at most 5 = length of query"),
+        ("linear_recurrence", {"query": Q[:1], "cu_seqlens": np.array([1, 3])}, r"cu_seqlens: got \[1 3\], expected .* from 0"),
         ("mean_pooling", {"x": X[:1], "cu_seqlens": np.array([1, 3])}, r"cu_seqlens: got \[1 3\], expected .* from 0"),
         ("mean_pooling", {"x": X[:1], "cu_seqlens": np.array([0, 2, 1])}, "values that do not decrease"),
         ("mean_pooling", {"x": X[:1], "cu_seqlens": np.array([0, 4])}, "at most 3 = length of x"),

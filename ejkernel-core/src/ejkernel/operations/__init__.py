@@ -28,6 +28,8 @@ OPERATIONS: Mapping[str, str] = {
         "quantized_matmul",
         "rms_norm",
         "rope",
+        "rwkv4",
+        "selective_scan",
         "softmax",
         "sparse_latent_attention",
     )
