@@ -31,7 +31,34 @@ _NORM = [
     ((X[0, 0, 0],), {}, ValueError, r"x: got shape \(\), expected at least one axis"),
 ]
 
+B = np.ones((2, 5, 4), np.float32)
+S = np.ones((2, 4, 8, 8), np.float32)
+IDS = np.zeros((2, 5), np.int32)
+
 REFUSED: dict[str, list[Any]] = {
+    "delta_rule": [
+        ((Q[0], Q, Q), {}, ValueError, r"query: got shape \(5, 4, 8\) with 3 axes, expected 4 axes"),
+        ((Q.astype(np.int32), Q, Q), {}, TypeError, "query: got dtype int32, expected a floating type"),
+        ((Q, Q[..., :3], Q), {}, ValueError, r"key: got shape \(2, 5, 4, 3\), expected \(2, 5, 4, 8\), with batch, length"),
+        ((Q, Q, Q[:, :4]), {}, ValueError, r"value: got shape \(2, 4, 4, 8\), expected \(2, 5, 4, 8\)"),
+        ((Q, Q[:, :, :3], Q), {}, ValueError, "key: got 3 heads, expected a number that divides 4"),
+        ((Q, Q.astype(np.float16), Q), {}, TypeError, "key: got dtype float16, expected float32, the dtype of query"),
+        ((Q, Q, Q, Q), {}, ValueError, r"beta: got shape \(2, 5, 4, 8\), expected \(2, 5, 4\)"),
+        ((Q, Q, Q, B, Q[..., :3]), {}, ValueError, r"decay: got .*, expected \(2, 5, 4, 8\) or \(2, 5, 4\)"),
+        ((Q, Q, Q, B, B, S[:1]), {}, ValueError, r"initial_state: got shape \(1, 4, 8, 8\), expected \(2, 4, 8, 8\)"),
+        ((Q, Q, Q), {"a": B}, ValueError, r"a: got shape \(2, 5, 4\), expected \(2, 5, 4, 8\)"),
+        ((Q, Q, Q), {"segments": IDS[:, :4]}, ValueError, r"segments: got shape \(2, 4\), expected \(2, 5\) or \(1, 5\)"),
+        ((Q, Q, Q), {"segments": B[..., 0]}, TypeError, "segments: got dtype float32, expected integers"),
+        ((Q, Q, Q), {"cu_seqlens": np.array([0, 5])}, ValueError, "query: got batch 2, expected batch 1 with cu_seqlens; pack"),
+        (
+            (Q[:1], Q[:1], Q[:1]),
+            {"cu_seqlens": np.array([0, 5]), "segments": IDS[:1]},
+            ValueError,
+            "segments: got an array, expected None beside cu_seqlens",
+        ),
+        ((Q, Q, Q), {"scale": float("nan")}, ValueError, "scale: got nan, expected a finite number"),
+        ((Q, Q, Q), {"chunked": 1}, TypeError, "chunked: got 1, expected a bool"),
+    ],
     "grouped_matmul": [
         ((X[0], X, G2), {}, ValueError, r"rhs: got shape \(2, 3, 8\), expected \[G, K, N\] with K = 8 as in lhs"),
         ((X[0, :, :4], X, G2), {"transpose_rhs": True}, ValueError, r"expected \[G, N, K\] with K = 4 as in lhs"),
@@ -138,6 +165,7 @@ def test_refused(name: str, args: Any, options: Any, error: type[Exception], mes
 @pytest.mark.parametrize(
     ("name", "arrays", "message"),
     [
+        ("delta_rule", {"query": Q[:1], "cu_seqlens": np.array([0, 6])}, r"cu_seqlens: got \[0 6\], expected .* at most 5"),
         (
             "grouped_matmul",
             {"lhs": X[0], "group_sizes": np.array([-1, 2])},
