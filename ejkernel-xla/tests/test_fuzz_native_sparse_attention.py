@@ -19,7 +19,11 @@ def calls(draw: Any, vmap: bool = False) -> tuple[dict[str, Any], dict[str, Any]
     packed = draw(st.booleans()) and not vmap
     batch, length = 1 if packed else draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 14, 19)))
     key_heads = draw(st.sampled_from((1, 2)))
-    heads, slots, block_size = key_heads * draw(st.sampled_from((1, 3))), draw(st.sampled_from((1, 4))), draw(st.sampled_from((1, 4, 8)))
+    heads, slots, block_size = (
+        key_heads * draw(st.sampled_from((1, 3))),
+        draw(st.sampled_from((1, 4))),
+        draw(st.sampled_from((1, 4, 8))),
+    )
 
     def normal(heads: int, size: int) -> Any:
         return rng.standard_normal((batch, length, heads, size)).astype(np.float32)

@@ -64,7 +64,12 @@ REFUSED: dict[str, list[Any]] = {
     ],
     "native_sparse_attention": [
         ((Q, Q, Q, SLOTS[..., 0]), {}, ValueError, r"block_indices: got shape \(2, 5, 4\) with 3 axes, expected 4 axes"),
-        ((Q, Q, Q, SLOTS[:, :4]), {}, ValueError, r"block_indices: got shape \(2, 4, 4, 3\), expected \[B,T,K,S\] with .*2, 5, 4"),
+        (
+            (Q, Q, Q, SLOTS[:, :4]),
+            {},
+            ValueError,
+            r"block_indices: got shape \(2, 4, 4, 3\), expected \[B,T,K,S\] with .*2, 5, 4",
+        ),
         ((Q, Q, Q, SLOTS / 2), {}, TypeError, "block_indices: got dtype float64, expected integers"),
         ((Q, Q[:, :4], Q[:, :4], SLOTS), {}, ValueError, "key: got length 4, expected the query's 5"),
         ((Q, Q[:, :, :3], Q[:, :, :3], SLOTS), {}, ValueError, "query: got 4 heads, expected a multiple of the 3 key heads"),
@@ -102,7 +107,12 @@ REFUSED: dict[str, list[Any]] = {
         ((X,), {"scale": float("inf")}, ValueError, "scale: got inf, expected a finite number"),
     ],
     "sparse_latent_attention": [
-        ((Q, X[:, :, :4], SLOTS[:, :, 0]), {}, ValueError, r"key_value: got shape \(2, 3, 4\), expected \[2, S, 8\] as the query"),
+        (
+            (Q, X[:, :, :4], SLOTS[:, :, 0]),
+            {},
+            ValueError,
+            r"key_value: got shape \(2, 3, 4\), expected \[2, S, 8\] as the query",
+        ),
         ((Q, X[:1], SLOTS[:, :, 0]), {}, ValueError, r"key_value: got shape \(1, 3, 8\), expected \[2, S, 8\]"),
         ((Q, X.astype(np.float16), SLOTS[:, :, 0]), {}, TypeError, "key_value: got dtype float16, expected the query's dtype"),
         ((X, X, SLOTS[:, :, 0]), {}, ValueError, r"query: got shape \(2, 3, 8\) with 3 axes, expected 4 axes"),

@@ -38,9 +38,7 @@ def blocks_of(length: int, block_size: int, cu_seqlens: Any) -> Blocks:
     if cu_seqlens is None:
         numbers = jnp.arange(-(-length // block_size), dtype=jnp.int32)
         tokens = jnp.arange(length, dtype=jnp.int32)
-        return Blocks(
-            numbers * block_size, jnp.zeros_like(numbers), numbers, jnp.zeros_like(tokens), tokens // block_size
-        )
+        return Blocks(numbers * block_size, jnp.zeros_like(numbers), numbers, jnp.zeros_like(tokens), tokens // block_size)
     sequences = cu_seqlens.shape[0] - 1
     most = min(length, (length + sequences * (block_size - 1)) // block_size)
     segments, positions, lengths = _tokens(cu_seqlens, length)

@@ -116,9 +116,7 @@ def native_sparse_attention(
         "platform": platform,
         "cfg": cfg,
     }
-    return over_mesh(
-        _branches, arrays, options, positional=_POSITIONAL, mesh=mesh, in_specs=in_specs, out_specs=out_specs
-    )
+    return over_mesh(_branches, arrays, options, positional=_POSITIONAL, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 def native_spare_attention(

@@ -191,11 +191,15 @@ def _check(arrays: dict[str, Any]) -> None:
         check_shape("b_k", b_k, (batch, length, b_k.shape[2]), "[B,T,d_rope]")
     rope = 0 if b_k is None or b_q is not None else b_k.shape[2]
     if size != nope + rope:
-        raise invalid("query", f"head size {size}", f"{nope + rope}: the {nope} channels of w_kc" + f" and {rope} of b_k" * bool(rope))
+        raise invalid(
+            "query", f"head size {size}", f"{nope + rope}: the {nope} channels of w_kc" + f" and {rope} of b_k" * bool(rope)
+        )
     if b_q is not None:
         check_compute("b_q", b_q)
         shared = (batch, length, b_k.shape[2])
-        check_shape("b_q", b_q, shared if b_q.ndim == 3 else (batch, length, heads, b_k.shape[2]), "[B,T,d_rope] or [B,T,H,d_rope]")
+        check_shape(
+            "b_q", b_q, shared if b_q.ndim == 3 else (batch, length, heads, b_k.shape[2]), "[B,T,d_rope] or [B,T,H,d_rope]"
+        )
 
 
 DeepSeekAttention = class_form("DeepSeekAttention", deepseek_attn)
