@@ -16,6 +16,7 @@ G2 = np.array([1, 2], np.int32)
 EIGHT = np.ones(8, np.float32)
 QKV = (Q, Q[:, :, :2], Q[:, :, :2, :3])
 SCAN = (X, Q[0, :3].reshape(12, 8)[:8], X, X, EIGHT, X)
+SLOTS = np.zeros((2, 5, 4, 3), np.int32)
 
 _NORM = [
     ((X, EIGHT[:5]), {}, ValueError, r"scale: got shape \(5,\), expected \(8,\)"),
@@ -126,6 +127,26 @@ REFUSED: dict[str, list[Any]] = {
         ((X[:1], np.array([[0, 3]])), {}, ValueError, r"cu_seqlens: got shape \(1, 2\) with 2 axes, expected 1 axes"),
         ((X[:1], np.array([], np.int32)), {}, ValueError, r"cu_seqlens: got no element, expected \[n \+ 1\]"),
     ],
+    "native_sparse_attention": [
+        ((Q, Q, Q, SLOTS[..., 0]), {}, ValueError, r"block_indices: got shape \(2, 5, 4\) with 3 axes, expected 4 axes"),
+        (
+            (Q, Q, Q, SLOTS[:, :4]),
+            {},
+            ValueError,
+            r"block_indices: got shape \(2, 4, 4, 3\), expected \[B,T,K,S\] with .*2, 5, 4",
+        ),
+        ((Q, Q, Q, SLOTS / 2), {}, TypeError, "block_indices: got dtype float64, expected integers"),
+        ((Q, Q[:, :4], Q[:, :4], SLOTS), {}, ValueError, "key: got length 4, expected the query's 5"),
+        ((Q, Q[:, :, :3], Q[:, :, :3], SLOTS), {}, ValueError, "query: got 4 heads, expected a multiple of the 3 key heads"),
+        ((Q, Q, Q, SLOTS, SLOTS), {}, ValueError, r"block_counts: got shape \(2, 5, 4, 3\), expected an int, or \[B,T,K\]"),
+        ((Q, Q, Q, SLOTS, -1), {}, ValueError, "block_counts: got -1, expected a value >= 0"),
+        ((Q, Q, Q, SLOTS, 1.5), {}, TypeError, "block_counts: got 1.5, expected an int"),
+        ((Q, Q, Q, SLOTS, None, np.array([0, 5])), {}, ValueError, "query: got batch 2, expected batch 1 with cu_seqlens"),
+        ((Q, Q, Q, SLOTS, None, np.array([0.0])), {}, TypeError, "cu_seqlens: got dtype float64, expected integers"),
+        ((Q, Q, Q, SLOTS), {"block_size": 0}, ValueError, "block_size: got 0, expected a value >= 1"),
+        ((Q, Q, Q, SLOTS), {"softmax_scale": float("inf")}, ValueError, "softmax_scale: got inf, expected a finite number"),
+        ((Q, Q, Q, SLOTS), {"return_lse": 1}, TypeError, "return_lse: got 1, expected True or False"),
+    ],
     "rope": [
         ((Q, None, None, C), {}, TypeError, r"cos: got None, expected an array; LlamaRotaryEmbedding"),
         ((Q[0], None, C, C), {}, ValueError, r"query: got shape \(5, 4, 8\) with 3 axes, expected 4 axes"),
@@ -149,6 +170,22 @@ REFUSED: dict[str, list[Any]] = {
         ((X, X[:, :2] > 0), {}, ValueError, r"where: got shape \(2, 2, 8\), expected a shape that broadcasts to \(2, 3, 8\)"),
         ((X, X[None] > 0), {}, ValueError, r"where: got shape \(1, 2, 3, 8\), expected a shape that broadcasts"),
         ((X,), {"scale": float("inf")}, ValueError, "scale: got inf, expected a finite number"),
+    ],
+    "sparse_latent_attention": [
+        (
+            (Q, X[:, :, :4], SLOTS[:, :, 0]),
+            {},
+            ValueError,
+            r"key_value: got shape \(2, 3, 4\), expected \[2, S, 8\] as the query",
+        ),
+        ((Q, X[:1], SLOTS[:, :, 0]), {}, ValueError, r"key_value: got shape \(1, 3, 8\), expected \[2, S, 8\]"),
+        ((Q, X.astype(np.float16), SLOTS[:, :, 0]), {}, TypeError, "key_value: got dtype float16, expected the query's dtype"),
+        ((X, X, SLOTS[:, :, 0]), {}, ValueError, r"query: got shape \(2, 3, 8\) with 3 axes, expected 4 axes"),
+        ((Q, X, SLOTS), {}, ValueError, r"token_indices: got shape \(2, 5, 4, 3\) with 4 axes, expected 3 axes"),
+        ((Q, X, SLOTS[:, :4, 0]), {}, ValueError, r"token_indices: got shape \(2, 4, 3\), expected \[B,T,k\] with .*2, 5"),
+        ((Q, X, SLOTS[:, :, 0] / 2), {}, TypeError, "token_indices: got dtype float64, expected integers"),
+        ((Q, X, SLOTS[:, :, 0]), {"value_size": 9}, ValueError, "value_size: got 9, expected at most 8"),
+        ((Q, X, SLOTS[:, :, 0]), {"value_size": 0}, ValueError, "value_size: got 0, expected a value >= 1"),
     ],
 }
 
@@ -177,6 +214,8 @@ def test_refused(name: str, args: Any, options: Any, error: type[Exception], mes
         ("mean_pooling", {"x": X[:1], "cu_seqlens": np.array([1, 3])}, r"cu_seqlens: got \[1 3\], expected .* from 0"),
         ("mean_pooling", {"x": X[:1], "cu_seqlens": np.array([0, 2, 1])}, "values that do not decrease"),
         ("mean_pooling", {"x": X[:1], "cu_seqlens": np.array([0, 4])}, "at most 3 = length of x"),
+        ("native_sparse_attention", {"query": Q[:1], "cu_seqlens": np.array([0, 6])}, "from 0 to at most 5 = length of query"),
+        ("native_sparse_attention", {"query": Q[:1], "cu_seqlens": np.array([0, 4, 3])}, r"cu_seqlens: got \[0 4 3\]"),
     ],
 )
 def test_refused_values(name: str, arrays: Any, message: str) -> None:
