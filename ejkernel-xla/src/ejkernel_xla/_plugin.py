@@ -34,6 +34,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("block_sparse_attention", "plain_", variant="plain", priority=-1, configs=_BLOCK_SPARSE),
             *_both_phases("flash_attention", configs="ejkernel_xla.flash_attention.config:CONFIGS"),
             *_both_phases("grouped_matmul", configs="ejkernel_xla.grouped_matmul.config:CONFIGS"),
+            *_both_phases("latent_paged_attention", configs="ejkernel_xla.latent_paged_attention.kernel:CONFIGS"),
             *_both_phases("layer_norm"),
             *_both_phases("mean_pooling"),
             *_both_phases("paged_attention", configs="ejkernel_xla.paged_attention.config:CONFIGS"),

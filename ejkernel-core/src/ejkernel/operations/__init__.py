@@ -18,6 +18,7 @@ OPERATIONS: Mapping[str, str] = {
         "block_sparse_attention",
         "flash_attention",
         "grouped_matmul",
+        "latent_paged_attention",
         "layer_norm",
         "mean_pooling",
         "paged_attention",
