@@ -38,6 +38,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("layer_norm"),
             *_both_phases("mean_pooling"),
             *_both_phases("paged_attention", configs="ejkernel_xla.paged_attention.config:CONFIGS"),
+            *_both_phases("paged_cache_update"),
             *_both_phases("rms_norm"),
             *_both_phases("rope"),
             *_both_phases("softmax"),

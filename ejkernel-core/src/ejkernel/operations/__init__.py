@@ -22,6 +22,7 @@ OPERATIONS: Mapping[str, str] = {
         "layer_norm",
         "mean_pooling",
         "paged_attention",
+        "paged_cache_update",
         "rms_norm",
         "rope",
         "softmax",

@@ -126,26 +126,36 @@ def canonical_page_scale(name: str, scale: Any, key_heads: int) -> Any:
     return array.reshape(1, -1)
 
 
-def check_request_values(arrays: Mapping[str, Any], tokens: int, page_size: int | None) -> None:
-    """Check those of the description's values that are known: starts ascend within the tokens, lengths fit the tables."""
-    starts, lengths, tables = (_known(arrays.get(name)) for name in ("query_start_loc", "kv_lens", "block_tables"))
-    active = _known(arrays.get("num_seqs"))
-    if arrays.get("num_seqs") is not None and active is None:
+def check_starts(name: str, starts: Any, tokens: int, active: Any = None) -> None:
+    """Refuse cumulative numbers of new tokens that are known and do not ascend from 0 to at most the tokens that there are.
+
+    Args:
+        name, starts: the argument and its values `[R + 1]`.
+        tokens: N.
+        active: the number of requests in use, None for all; later entries may hold anything.
+    """
+    known, count = known_values(starts), known_values(active)
+    if known is None or known.ndim != 1 or not known.size or (active is not None and count is None):
         return
-    if starts is not None and starts.ndim == 1 and starts.size:
-        starts = starts if active is None else starts[: int(active.reshape(-1)[0]) + 1]
-        if starts[0] != 0 or (starts[1:] < starts[:-1]).any() or starts[-1] > tokens:
-            raise invalid("query_start_loc", starts.tolist()[:8], f"0, then ascending values of at most {tokens} = tokens")
-    if lengths is not None and lengths.ndim == 1 and tables is not None and tables.ndim == 2 and page_size is not None:
-        lengths = lengths if active is None else lengths[: int(active.reshape(-1)[0])]
-        room = tables.shape[1] * page_size
-        if lengths.size and (lengths.min() < 0 or lengths.max() > room):
-            got = f"values in [{lengths.min()}, {lengths.max()}]"
-            raise invalid("kv_lens", got, f"values in [0, {room}], what {tables.shape[1]} pages of {page_size} tokens hold")
+    known = known if count is None else known[: int(count.reshape(-1)[0]) + 1]
+    if known[0] != 0 or (known[1:] < known[:-1]).any() or known[-1] > tokens:
+        raise invalid(name, known.tolist()[:8], f"0, then ascending values of at most {tokens} = tokens")
 
 
-def _known(array: Any) -> np.ndarray | None:
+def check_lengths(name: str, lengths: Any, room: int, meaning: str, active: Any = None) -> None:
+    """Refuse lengths that are known and negative or more than there is room for."""
+    known, count = known_values(lengths), known_values(active)
+    if known is None or known.ndim != 1 or (active is not None and count is None):
+        return
+    known = known if count is None else known[: int(count.reshape(-1)[0])]
+    if known.size and not (known.min() >= 0 and known.max() <= room):
+        raise invalid(name, f"values in [{known.min()}, {known.max()}]", f"values in [0, {room}], {meaning}")
+
+
+def known_values(array: Any) -> np.ndarray | None:
     """The values, if they can be read here and now without leaving this process."""
+    if isinstance(array, int):
+        return np.asarray(array)
     if isinstance(array, jax.Array):
         return None if isinstance(array, Tracer) or not array.is_fully_addressable else np.asarray(array)
     return array if isinstance(array, np.ndarray) else None

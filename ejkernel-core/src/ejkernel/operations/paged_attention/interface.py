@@ -207,9 +207,8 @@ class PagedAttention(Operation):
         return Bound(call, inputs, finish)
 
     def check_values(self, arrays: Mapping[str, Any]) -> None:
-        query = arrays.get("query")
-        if query is not None and getattr(query, "ndim", 0) == 3:
-            _pages.check_request_values(arrays, query.shape[0], None)
+        if getattr(arrays.get("query"), "ndim", 0) == 3 and "query_start_loc" in arrays:
+            _pages.check_starts("query_start_loc", arrays["query_start_loc"], arrays["query"].shape[0], arrays.get("num_seqs"))
 
     def dimensions(self, call: PagedAttentionCall) -> Mapping[str, str]:
         head = _pages.head_factor(call.layout, call.key_pages, call.key_heads)
