@@ -14,6 +14,12 @@ from ejkernel.modules.attention import (
     scaled_dot_product_attention,
 )
 from ejkernel.modules.latent import FlashMLA, MultiHeadLatentAttention, flash_mla, multi_head_latent_attention
+from ejkernel.modules.latent_serving import (
+    MultiLatentRaggedPageAttention,
+    MultiLatentRaggedPageAttentionV2,
+    multi_latent_ragged_page_attention,
+    multi_latent_ragged_page_attention_v2,
+)
 from ejkernel.modules.matmuls import GroupedMatmul, grouped_matmul
 from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
 from ejkernel.modules.pooling import MeanPooling, mean_pooling
@@ -62,6 +68,8 @@ FUNCTIONS = (
     "llama_rope",
     "mean_pooling",
     "multi_head_latent_attention",
+    "multi_latent_ragged_page_attention",
+    "multi_latent_ragged_page_attention_v2",
     "page_attention",
     "paged_cache_update",
     "prefill_page_attention",
@@ -93,6 +101,8 @@ __all__ = [
     "LlamaRotaryEmbedding",
     "MeanPooling",
     "MultiHeadLatentAttention",
+    "MultiLatentRaggedPageAttention",
+    "MultiLatentRaggedPageAttentionV2",
     "PageAttention",
     "PagedCacheUpdate",
     "PrefillPageAttention",
@@ -118,6 +128,8 @@ __all__ = [
     "llama_rope",
     "mean_pooling",
     "multi_head_latent_attention",
+    "multi_latent_ragged_page_attention",
+    "multi_latent_ragged_page_attention_v2",
     "page_attention",
     "paged_cache_update",
     "prefill_page_attention",

@@ -80,6 +80,7 @@ CASES = (
 TOGGLES = {
     "key_scale": Toggle("everything", drop="k_scale"),
     "value_scale": Toggle("everything", drop="v_scale"),
+    "pe_offset": Toggle("padded-channels", {"pe_offset": 7}),
     "scale": Toggle("scale", {"softmax_scale": None}),
     "window": Toggle("window", {"sliding_window": None}),
     "soft_cap": Toggle("soft-cap", {"logits_soft_cap": None}),
