@@ -25,11 +25,6 @@ from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
 from ejkernel.modules.pooling import MeanPooling, mean_pooling
 from ejkernel.modules.probabilities import Softmax, softmax
 from ejkernel.modules.rotary import LlamaRope, LlamaRotaryEmbedding, Rope, llama_rope, rope
-from ejkernel.modules.sparse_attention import (
-    BlockSparseAttention,
-    BlockSparseLayout,
-    block_sparse_layout,
-    blocksparse_attention,
 from ejkernel.modules.serving import (
     PageAttention,
     PrefillPageAttention,
@@ -53,6 +48,12 @@ from ejkernel.modules.serving_updates import (
     chunked_prefill_paged_decode,
     paged_cache_update,
     ragged_page_attention_v3,
+)
+from ejkernel.modules.sparse_attention import (
+    BlockSparseAttention,
+    BlockSparseLayout,
+    block_sparse_layout,
+    blocksparse_attention,
 )
 
 FUNCTIONS = (

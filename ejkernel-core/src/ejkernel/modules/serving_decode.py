@@ -172,9 +172,7 @@ def _flat_buffer(*, key_pages: Any, value_pages: Any, page_size: int = 1, **rest
             raise invalid("page_size", page_size, f"a divisor of the {buffer.shape[0]} tokens of {name}")
         return buffer.reshape(buffer.shape[0] // page_size, page_size, *buffer.shape[1:])
 
-    return _paged.one_token_each(
-        key_pages=paged("key_buffer", key_pages), value_pages=paged("value_buffer", value_pages), **rest
-    )
+    return _paged.one_token_each(key_pages=paged("key_buffer", key_pages), value_pages=paged("value_buffer", value_pages), **rest)
 
 
 def _dense_cache(*, query: Any, key: Any, value: Any, sequence_start: Any, sequence_end: Any, **rest: Any) -> Bound:
