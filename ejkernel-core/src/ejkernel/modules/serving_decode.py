@@ -110,7 +110,7 @@ def ragged_decode_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> jax.Array:
-    """One decoding step over a dense cache: query b is the token at `sequence_end[b] - 1` and sees keys from `sequence_start[b]` on.
+    """One decoding step over a dense cache: query b, at `sequence_end[b] - 1`, sees keys from `sequence_start[b]` on.
 
     Args:
         query: `[B, H, D]`, or `[B, 1, H, D]`.
@@ -172,7 +172,9 @@ def _flat_buffer(*, key_pages: Any, value_pages: Any, page_size: int = 1, **rest
             raise invalid("page_size", page_size, f"a divisor of the {buffer.shape[0]} tokens of {name}")
         return buffer.reshape(buffer.shape[0] // page_size, page_size, *buffer.shape[1:])
 
-    return _paged.one_token_each(key_pages=paged("key_buffer", key_pages), value_pages=paged("value_buffer", value_pages), **rest)
+    return _paged.one_token_each(
+        key_pages=paged("key_buffer", key_pages), value_pages=paged("value_buffer", value_pages), **rest
+    )
 
 
 def _dense_cache(*, query: Any, key: Any, value: Any, sequence_start: Any, sequence_end: Any, **rest: Any) -> Bound:

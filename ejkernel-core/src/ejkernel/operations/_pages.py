@@ -95,13 +95,19 @@ def check_key_heads(key_heads: Any, found: int, layout: str) -> int | None:
     if key_heads is None or key_heads == found:
         return None
     if layout != INTERLEAVED or not isinstance(key_heads, int) or not 0 < key_heads < found:
-        raise invalid("key_heads", repr(key_heads), f"the {found} heads of the pages" if layout != INTERLEAVED else f"1 ... {found}")
+        raise invalid(
+            "key_heads", repr(key_heads), f"the {found} heads of the pages" if layout != INTERLEAVED else f"1 ... {found}"
+        )
     return key_heads
 
 
 def canonical_requests(query_start_loc: Any, kv_lens: Any, block_tables: Any) -> tuple[Any, Any, Any]:
     """Check the description of the requests and add the batch axis: int32 `[1, R + 1]`, `[1, R]`, `[1, R, P]`."""
-    for name, array, ndim in (("query_start_loc", query_start_loc, 1), ("kv_lens", kv_lens, 1), ("block_tables", block_tables, 2)):
+    for name, array, ndim in (
+        ("query_start_loc", query_start_loc, 1),
+        ("kv_lens", kv_lens, 1),
+        ("block_tables", block_tables, 2),
+    ):
         check_array(name, array, ndim=ndim, floating=False)
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise wrong_type(name, f"dtype {array.dtype}", "integers")

@@ -67,7 +67,13 @@ def _as_input(gradient: Any, array: Any) -> Any:
 
 
 def _gradients(
-    call: PagedAttentionCall, config: PagedAttentionConfig, member: PagedAttentionInputs, out: Any, lse: Any, d_out: Any, d_lse: Any
+    call: PagedAttentionCall,
+    config: PagedAttentionConfig,
+    member: PagedAttentionInputs,
+    out: Any,
+    lse: Any,
+    d_out: Any,
+    d_lse: Any,
 ) -> dict[str, Any]:
     """Gradients of one batch member, in wide dtypes."""
     sizes = Sizes.of(call, PagedAttentionConfig(config.block_q, config.block_k, 1))

@@ -132,9 +132,7 @@ def backward(
         keys, values = token_major(_of(grad.key_pages, row.member), call.layout)
         values = values if values is not None else token_major(_of(grad.value_pages, row.member), call.layout)[0]
         at = (row.page, row.offset, row.key_head)
-        np.add.at(
-            keys[..., : len(seen.query)], at, call.scale * seen.key_scale * np.multiply.outer(d_raw, seen.query)
-        )
+        np.add.at(keys[..., : len(seen.query)], at, call.scale * seen.key_scale * np.multiply.outer(d_raw, seen.query))
         np.add.at(values[..., : call.value_size], at, seen.value_scale * np.multiply.outer(seen.weights, d_out))
         for scale, part in (
             (grad.key_scale, call.scale * (d_raw @ seen.raw)),
@@ -149,9 +147,7 @@ def backward(
         if grad.qq_bias is not None:
             bias, new = _of(grad.qq_bias, row.member), row.new >= 0
             np.add.at(bias[row.request % len(bias)], (row.local, row.new[new]), d_logits[new])
-    return PagedAttentionInputs(
-        **{name: array if name in DIFFERENTIABLE else None for name, array in grad._asdict().items()}
-    )
+    return PagedAttentionInputs(**{name: array if name in DIFFERENTIABLE else None for name, array in grad._asdict().items()})
 
 
 DIFFERENTIABLE = ("query", "key_pages", "value_pages", "sinks", "alibi_slopes", "qq_bias", "key_scale", "value_scale")
