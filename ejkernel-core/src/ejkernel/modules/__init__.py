@@ -13,7 +13,6 @@ from ejkernel.modules.attention import (
     flash_attn_varlen,
     scaled_dot_product_attention,
 )
-from ejkernel.modules.block_sparse import BlockSparseAttention, BlockSparseLayout, block_sparse_layout, blocksparse_attention
 from ejkernel.modules.collectives import AllGatherMatmul, ReduceScatterMatmul, all_gather_matmul, reduce_scatter_matmul
 from ejkernel.modules.deltas import (
     RWKV7,
@@ -28,6 +27,12 @@ from ejkernel.modules.deltas import (
     rwkv7_mul,
 )
 from ejkernel.modules.latent import FlashMLA, MultiHeadLatentAttention, flash_mla, multi_head_latent_attention
+from ejkernel.modules.latent_serving import (
+    MultiLatentRaggedPageAttention,
+    MultiLatentRaggedPageAttentionV2,
+    multi_latent_ragged_page_attention,
+    multi_latent_ragged_page_attention_v2,
+)
 from ejkernel.modules.matmuls import GroupedMatmul, QuantizedMatmul, grouped_matmul, quantized_matmul
 from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
 from ejkernel.modules.pooling import MeanPooling, mean_pooling
@@ -71,8 +76,12 @@ from ejkernel.modules.serving_updates import (
 )
 from ejkernel.modules.sparse_attention import (
     ApplyNativeSparseAttention,
+    BlockSparseAttention,
+    BlockSparseLayout,
     NativeSparseAttention,
     apply_native_sparse_attention,
+    block_sparse_layout,
+    blocksparse_attention,
     native_spare_attention,
     native_sparse_attention,
 )
@@ -100,6 +109,8 @@ FUNCTIONS = (
     "llama_rope",
     "mean_pooling",
     "multi_head_latent_attention",
+    "multi_latent_ragged_page_attention",
+    "multi_latent_ragged_page_attention_v2",
     "native_spare_attention",
     "native_sparse_attention",
     "page_attention",
@@ -156,6 +167,8 @@ __all__ = [
     "LlamaRotaryEmbedding",
     "MeanPooling",
     "MultiHeadLatentAttention",
+    "MultiLatentRaggedPageAttention",
+    "MultiLatentRaggedPageAttentionV2",
     "NativeSparseAttention",
     "PageAttention",
     "PagedCacheUpdate",
@@ -200,6 +213,8 @@ __all__ = [
     "llama_rope",
     "mean_pooling",
     "multi_head_latent_attention",
+    "multi_latent_ragged_page_attention",
+    "multi_latent_ragged_page_attention_v2",
     "native_spare_attention",
     "native_sparse_attention",
     "page_attention",

@@ -19,6 +19,7 @@ OPERATIONS: Mapping[str, str] = {
         "delta_rule",
         "flash_attention",
         "grouped_matmul",
+        "latent_paged_attention",
         "layer_norm",
         "linear_recurrence",
         "mean_pooling",
