@@ -27,6 +27,7 @@ def ejkernel_plugin() -> Plugin:
         api_level=API_LEVEL,
         summary="Every operation in plain JAX, on every device; the fallback of all others",
         implementations=(
+            *_both_phases("cross_entropy", configs="ejkernel_xla._vocabulary:CONFIGS"),
             *_both_phases("flash_attention", configs="ejkernel_xla.flash_attention.config:CONFIGS"),
             *_both_phases("grouped_matmul", configs="ejkernel_xla.grouped_matmul.config:CONFIGS"),
             *_both_phases("layer_norm"),

@@ -14,6 +14,7 @@ from ejkernel.modules.attention import (
     scaled_dot_product_attention,
 )
 from ejkernel.modules.collectives import AllGatherMatmul, ReduceScatterMatmul, all_gather_matmul, reduce_scatter_matmul
+from ejkernel.modules.losses import CrossEntropyOutput, FusedCrossEntropy, fused_cross_entropy
 from ejkernel.modules.matmuls import GroupedMatmul, grouped_matmul
 from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
 from ejkernel.modules.pooling import MeanPooling, mean_pooling
@@ -25,6 +26,7 @@ FUNCTIONS = (
     "attention",
     "flash_attention",
     "flash_attn_varlen",
+    "fused_cross_entropy",
     "grouped_matmul",
     "layer_norm",
     "llama_rope",
@@ -41,9 +43,11 @@ __all__ = [
     "FUNCTIONS",
     "AllGatherMatmul",
     "Attention",
+    "CrossEntropyOutput",
     "Executor",
     "FlashAttention",
     "FlashAttnVarlen",
+    "FusedCrossEntropy",
     "GroupedMatmul",
     "LayerNorm",
     "LlamaRope",
@@ -60,6 +64,7 @@ __all__ = [
     "create_default_executor",
     "flash_attention",
     "flash_attn_varlen",
+    "fused_cross_entropy",
     "grouped_matmul",
     "layer_norm",
     "llama_rope",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 OPERATIONS: Mapping[str, str] = {
     name: f"ejkernel.operations.{name}.interface:OPERATION"
     for name in (
+        "cross_entropy",
         "flash_attention",
         "grouped_matmul",
         "layer_norm",
