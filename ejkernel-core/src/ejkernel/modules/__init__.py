@@ -33,6 +33,7 @@ from ejkernel.modules.latent_serving import (
     multi_latent_ragged_page_attention,
     multi_latent_ragged_page_attention_v2,
 )
+from ejkernel.modules.losses import CrossEntropyOutput, FusedCrossEntropy, fused_cross_entropy
 from ejkernel.modules.matmuls import GroupedMatmul, QuantizedMatmul, grouped_matmul, quantized_matmul
 from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
 from ejkernel.modules.pooling import MeanPooling, mean_pooling
@@ -98,6 +99,7 @@ FUNCTIONS = (
     "flash_attention",
     "flash_attn_varlen",
     "flash_mla",
+    "fused_cross_entropy",
     "gated_delta_rule",
     "gla",
     "gla_attention",
@@ -150,12 +152,14 @@ __all__ = [
     "BlockSparseAttention",
     "BlockSparseLayout",
     "ChunkedPrefillPagedDecode",
+    "CrossEntropyOutput",
     "DecodeAttention",
     "DeepSeekAttention",
     "Executor",
     "FlashAttention",
     "FlashAttnVarlen",
     "FlashMLA",
+    "FusedCrossEntropy",
     "GLAttention",
     "GatedDeltaRule",
     "GatedLinearAttention",
@@ -202,6 +206,7 @@ __all__ = [
     "flash_attention",
     "flash_attn_varlen",
     "flash_mla",
+    "fused_cross_entropy",
     "gated_delta_rule",
     "gla",
     "gla_attention",

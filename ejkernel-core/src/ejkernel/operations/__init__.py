@@ -17,6 +17,7 @@ OPERATIONS: Mapping[str, str] = {
     for name in (
         "block_sparse_attention",
         "delta_rule",
+        "cross_entropy",
         "flash_attention",
         "grouped_matmul",
         "latent_paged_attention",
