@@ -107,11 +107,11 @@ def _with_extras(name: str) -> str:
     return f"./{name}[cli,testing]" if name == "ejkernel-core" else f"./{name}"
 
 
-def pytest(session: nox.Session, python: Path, *arguments: str) -> None:
+def pytest(session: nox.Session, python: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
     """Run pytest with a fresh configuration: no setting of ejkernel leaks in from outside."""
     clean = {name: None for name in os.environ if name.startswith("EJKERNEL_")}
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, *session.posargs]
-    session.run(*command, env={"JAX_PLATFORMS": "cpu", **clean}, external=True)
+    session.run(*command, env={"JAX_PLATFORMS": "cpu", **clean, **(env or {})}, external=True)
 
 
 @nox.session(python=False)
@@ -163,18 +163,21 @@ def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
 def conformance(session: nox.Session, platform: str) -> None:
     """The conformance kit on one platform; `--ejkernel-full --ejkernel-report=FILE` after `--` for everything and a record.
 
-    Without their device, triton and pallas run in their interpreters; cuda has none and fails.
+    Compilation takes most of the time, so XLA optimises little here; what users run is in every other session. Without their
+    device, triton and pallas run in their interpreters; cuda has none and fails.
     """
     python = main_environment(session)
     own = f"ejkernel-{platform}/tests/test_conformance.py"
     suite = own if (ROOT / own).is_file() else "tests/conformance"
-    pytest(session, python, "-p", "ejkernel.testing.plugin", f"--ejkernel-platform={platform}", suite)
+    arguments = ("-n", "2", "-p", "ejkernel.testing.plugin", f"--ejkernel-platform={platform}", suite)
+    pytest(session, python, *arguments, env={"XLA_FLAGS": "--xla_backend_optimization_level=0"})
 
 
 @nox.session(python=False)
 def opaque(session: nox.Session) -> None:
     """Kernels that XLA cannot split, over meshes and under every transform: what core alone must get right."""
-    pytest(session, main_environment(session), "--ejkernel-platform=opaque", "tests/opaque")
+    arguments = ("-n", "2", "--ejkernel-platform=opaque", "tests/opaque")
+    pytest(session, main_environment(session), *arguments, env={"XLA_FLAGS": "--xla_backend_optimization_level=0"})
 
 
 @nox.session(python=False)

@@ -14,3 +14,15 @@ def test_a_platform_that_never_ran_is_told_why_and_what_to_do():
     assert first.endswith("acme was never seen running softmax, so this proves nothing: needs an Acme 1, the target is cpu")
     assert second.endswith("rope, so this proves nothing: no case was run")
     assert "run the suite on a device that acme supports" in remedy and "ejkernel.use(target=...)" in remedy
+
+
+def test_reports_of_workers_add_up():
+    whole = Report("acme")
+    for error, outcome in ((1e-3, "pass"), (1e-2, "fail")):
+        part = Report("acme")
+        part.note("softmax", "numbers", "forward", outcome)
+        part.worst("softmax", "float32", error)
+        part.ran("softmax")
+        whole.merge(part.state())
+    assert whole.rows() == [("softmax", "numbers", 0, 0, 1)]
+    assert whole.errors["softmax"] == {"float32": 1e-2} and whole.stamped["softmax"] == 2

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fuzzing import FLOOR, MANY, check_vmap, mapped_axes
 from hypothesis import strategies as st
 
 import ejkernel
@@ -23,9 +24,6 @@ from ejkernel.testing.tolerance import FORWARD, GRADIENT, check_close
 from ejkernel_xla.flash_attention.config import FlashAttentionConfig
 
 FEW = hypothesis.settings(max_examples=25, deadline=None, derandomize=True, database=None)
-MANY = hypothesis.settings(max_examples=300, deadline=None, derandomize=True, database=None)
-FLOOR = 1e-1
-"""Gradients of rows that hardly vary are sums of cancelling terms of size 1; their errors are measured on this scale at least."""
 
 lengths = st.one_of(st.integers(0, 3), st.integers(0, 40))
 sides = st.one_of(st.none(), st.integers(0, 12))
@@ -173,6 +171,15 @@ def test_random_problems(drawn: Drawn) -> None:
 @hypothesis.given(problems())
 def test_many_random_problems(drawn: Drawn) -> None:
     check(drawn)
+
+
+@FEW
+@hypothesis.given(problems(), st.data())
+def test_mapped_over_random_axes(drawn: Drawn, data: Any) -> None:
+    """`vmap`, gradients included; the description of the mask is shared, as its sizes are part of it."""
+    arrays = {name: value for name, value in drawn.arrays.items() if name != "dropout_seed"}
+    options = {**drawn.options, "dropout_prob": 0.0}
+    check_vmap("flash_attention", arrays, options, data.draw(mapped_axes(arrays)), size=2)
 
 
 # Packed sequences beside one dense call for each

@@ -15,6 +15,7 @@ _SUBMODULES = (
     "ops",
     "packing",
     "plugin",
+    "quantization",
     "testing",
     "tuning",
     "types",

@@ -5,19 +5,21 @@ from __future__ import annotations
 from ejkernel.plugin import API_LEVEL, Implementation, Plugin, hookimpl
 
 
-def _both_phases(operation: str, **record: object) -> tuple[Implementation, ...]:
-    """Plain JAX code for both phases of one operation, `ejkernel_xla.<operation>:forward` and `:backward`."""
+def _both_phases(operation: str, prefix: str = "", **record: object) -> tuple[Implementation, ...]:
+    """Plain JAX code for both phases of one operation, `ejkernel_xla.<operation>:<prefix>forward` and `...backward`."""
+    record = {"partitioning": "native", "plain_jax": True, **record}
     return tuple(
         Implementation(
             operation=operation,
             phase=phase,
-            target=f"ejkernel_xla.{operation}:{phase}",
-            partitioning="native",
-            plain_jax=True,
+            target=f"ejkernel_xla.{operation}:{prefix}{phase}",
             **record,  # pyright: ignore[reportArgumentType]
         )
         for phase in ("forward", "backward")
     )
+
+
+_BLOCK_SPARSE = "ejkernel_xla.block_sparse_attention.config:CONFIGS"
 
 
 @hookimpl
@@ -27,12 +29,22 @@ def ejkernel_plugin() -> Plugin:
         api_level=API_LEVEL,
         summary="Every operation in plain JAX, on every device; the fallback of all others",
         implementations=(
+            # The loop over listed tiles has a trip count that only the device knows: JAX cannot transpose it, nor XLA split it.
+            *_both_phases("block_sparse_attention", partitioning="opaque", plain_jax=False, configs=_BLOCK_SPARSE),
+            *_both_phases("block_sparse_attention", "plain_", variant="plain", priority=-1, configs=_BLOCK_SPARSE),
+            *_both_phases("delta_rule", configs="ejkernel_xla.delta_rule.config:CONFIGS"),
             *_both_phases("flash_attention", configs="ejkernel_xla.flash_attention.config:CONFIGS"),
             *_both_phases("grouped_matmul", configs="ejkernel_xla.grouped_matmul.config:CONFIGS"),
             *_both_phases("layer_norm"),
+            *_both_phases("linear_recurrence", configs="ejkernel_xla.linear_recurrence.config:CONFIGS"),
             *_both_phases("mean_pooling"),
+            *_both_phases("native_sparse_attention", configs="ejkernel_xla.native_sparse_attention.config:CONFIGS"),
+            *_both_phases("paged_attention", configs="ejkernel_xla.paged_attention.config:CONFIGS"),
+            *_both_phases("paged_cache_update"),
+            *_both_phases("quantized_matmul", configs="ejkernel_xla.quantized_matmul.config:CONFIGS"),
             *_both_phases("rms_norm"),
             *_both_phases("rope"),
             *_both_phases("softmax"),
+            *_both_phases("sparse_latent_attention", configs="ejkernel_xla.sparse_latent_attention.config:CONFIGS"),
         ),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import PartitionSpec
@@ -13,19 +13,29 @@ from jax.sharding import PartitionSpec
 from ejkernel import _explain
 from ejkernel.errors import invalid
 from ejkernel.modules import _mesh
-from ejkernel.operation import Operation
 from ejkernel.operations.flash_attention import bind
+from ejkernel.tuning import as_setting
 
 Axes = tuple[str, ...]
 _FOLLOWING = ("bias", "softmax_aux")
 """Arrays that are split as the query is unless a spec says otherwise."""
 
 
+class Invokable(Protocol):
+    """An `Operation`, or what is called like one."""
+
+    def invoke(
+        self, arrays: Mapping[str, Any], options: Mapping[str, Any], *, platform: Any, cfg: Any, form: Callable[..., Any] | None
+    ) -> Any: ...
+
+    def check_values(self, arrays: Mapping[str, Any]) -> None: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The static part of a sharded call; the key under which its program is cached."""
 
-    operation: Operation
+    operation: Invokable
     form: Callable[..., Any] | None
     options: tuple[tuple[str, Any], ...]
     settings: tuple[tuple[str, Any], ...]
@@ -35,11 +45,14 @@ class Plan:
     split: Split
 
     def invoke(self, arrays: Mapping[str, Any]) -> Any:
-        return self.operation.invoke(arrays, dict(self.options), form=self.form, **dict(self.settings))
+        settings = dict(self.settings)
+        if isinstance(settings.get("cfg"), tuple):
+            settings["cfg"] = dict(settings["cfg"])
+        return self.operation.invoke(arrays, dict(self.options), form=self.form, **settings)
 
 
 def invoke(
-    operation: Operation,
+    operation: Invokable,
     arrays: Mapping[str, Any],
     options: Mapping[str, Any],
     *,
@@ -48,6 +61,7 @@ def invoke(
     in_specs: Any = None,
     out_specs: Any = None,
     form: Callable[..., Any] | None = None,
+    sequence_axes: Axes = (),
     **settings: Any,
 ) -> Any:
     """`operation.invoke`, inside `jax.shard_map` when there is a mesh.
@@ -58,6 +72,7 @@ def invoke(
         mesh: a `jax.sharding.Mesh` or None.
         in_specs: one PartitionSpec or None for each positional array. A bias or sinks without one are split as the query is.
         out_specs: a PartitionSpec, or a tuple of them for several results.
+        sequence_axes: the mesh axes over which the lengths of queries and keys are split; without them they must be whole.
         **settings: `platform` and `cfg`.
     """
     if not _mesh.is_sharded(mesh, in_specs, out_specs):
@@ -66,12 +81,12 @@ def invoke(
         return operation.invoke(arrays, options, form=form, **settings)
     specs = _mesh.named_specs(arrays, positional, in_specs, following=_FOLLOWING)
     split = Split.of(arrays, specs, mesh)
-    _check_whole_lengths(split)
+    _check_lengths(split, sequence_axes)
     plan = Plan(
         operation=operation,
         form=form,
         options=tuple(options.items()),
-        settings=tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in settings.items()),
+        settings=tuple((name, _hashable(name, value)) for name, value in settings.items()),
         mesh=mesh,
         specs=tuple(specs.items()),
         out_specs=tuple(out_specs) if isinstance(out_specs, list) else out_specs,
@@ -79,6 +94,13 @@ def invoke(
     )
     operation.check_values(arrays)
     return _run(plan, dict(arrays))
+
+
+def _hashable(name: str, value: Any) -> Any:
+    """Lists as tuples, and a mapping of knobs as pairs."""
+    if name == "cfg" and value is not None:
+        return as_setting("cfg", value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -119,18 +141,22 @@ class Split:
         return split
 
 
-def _check_whole_lengths(split: Split) -> None:
+def _check_lengths(split: Split, sequence_axes: Axes) -> None:
     for name, axes in (("query", split.queries), ("key", split.keys)):
-        if axes:
-            raise invalid(
-                "in_specs", f"the {name}'s length split over {axes}", "whole sequences", remedy="split batch and heads"
-            )
+        if axes and not sequence_axes:
+            remedy = "split batch and heads, or call ring_attention with axis_name="
+            raise invalid("in_specs", f"the {name}'s length split over {axes}", "whole sequences", remedy=remedy)
+        if axes != sequence_axes:
+            raise invalid("in_specs", f"the {name}'s length split over {axes or 'nothing'}", f"split over {sequence_axes}")
 
 
 def mask_info_specs(mask_info: Any, split: Split) -> Any:
-    """PartitionSpecs of a `MaskInfo`'s arrays: each axis is split as in query and key, unless it has size 1."""
+    """PartitionSpecs of a `MaskInfo`'s arrays: each axis is split as in query and key, unless it has size 1.
+
+    Where queries and keys are split over the same axes, a dense mask keeps all keys of its queries.
+    """
     axes = {
-        "dense": (split.batch, split.heads, split.queries, split.keys),
+        "dense": (split.batch, split.heads, split.queries, () if split.keys == split.queries else split.keys),
         **dict.fromkeys(("query_segments", "query_positions"), (split.batch, split.queries)),
         **dict.fromkeys(("key_segments", "key_positions"), (split.batch, split.keys)),
         **dict.fromkeys(("query_lengths", "key_lengths"), (split.batch,)),
@@ -159,11 +185,11 @@ def _specs_of(plan: Plan, name: str, value: Any) -> Any:
         return mask_info_specs(value, plan.split)
     if name == "dropout_streams":
         return PartitionSpec(plan.split.batch or None, plan.split.heads or None)
-    if name in ("query_lengths", "key_lengths"):
+    if name in ("query_lengths", "key_lengths", "key_tiles", "full_tiles"):
         return PartitionSpec(plan.split.batch if plan.split.batch and value.shape[0] != 1 else None)
     if name == "softmax_aux":
         return PartitionSpec(plan.split.heads if plan.split.heads and value.shape[0] != 1 else None)
     if name in ("mask", "bias"):
-        entries = (plan.split.batch, plan.split.heads)[: max(len(value.shape) - 2, 0)]
+        entries = (plan.split.batch, plan.split.heads, plan.split.queries, ())[-len(value.shape) :]
         return PartitionSpec(*(axes if axes and size != 1 else None for axes, size in zip(entries, value.shape, strict=False)))
     return jax.tree.map(lambda _: PartitionSpec(), value)

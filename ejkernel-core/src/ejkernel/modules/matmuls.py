@@ -7,8 +7,12 @@ from typing import Any
 import jax
 
 from ejkernel._policy import PlatformChoice
+from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._forms import class_form
 from ejkernel.operations.grouped_matmul.interface import OPERATION as _GROUPED_MATMUL
+from ejkernel.operations.quantized_matmul.interface import OPERATION as _QUANTIZED_MATMUL
+
+_TPU_PATHS = (None, "hybrid", "packed", "predecode")
 
 
 def grouped_matmul(
@@ -19,12 +23,14 @@ def grouped_matmul(
     preferred_element_type: Any = None,
     group_offset: jax.Array | int | None = None,
     existing_out: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
     transpose_rhs: bool = False,
     precision: jax.lax.Precision | str | None = None,
     platform: PlatformChoice = None,
     cfg: Any = None,
 ) -> jax.Array:
-    """Rows in consecutive groups times one matrix per group: `out[i] = lhs[i] @ rhs[g]` for row i of group g.
+    """Rows in groups times a matrix per group: `out[i] = lhs[i] @ rhs[g] * rhs_scale[g] + bias[g]` for row i of group g.
 
     With `group_offset=o`, rhs holds the matrices of groups o, o + 1, ... alone (experts sharded over devices). Rows without a
     matrix, past the sum of the sizes or of groups held elsewhere, are 0 or those of existing_out, and take no part in any
@@ -33,11 +39,14 @@ def grouped_matmul(
     Args:
         lhs: `[M,K]`, float32, bfloat16 or float16.
         rhs: `[G,K,N]`, or `[G,N,K]` with transpose_rhs. Its dtype may differ: the product is formed in the common dtype
-            (bfloat16 with float32: float32) and summed in float32.
+            (bfloat16 with float32: float32) and summed in float32. int8 and float8 matrices are multiplied in the dtype of lhs,
+            which holds their values exactly, and have no gradient.
         group_sizes: integers `[G]`, >= 0, sum at most M; may be traced. `[S]` with S >= G beside group_offset.
-        preferred_element_type: dtype of the result; None = the common dtype of lhs and rhs.
+        preferred_element_type: dtype of the result; None = the dtype of the products.
         group_offset: integer, may be traced; None = 0.
         existing_out: `[M,N]` in the result's dtype: the rows that have no matrix.
+        rhs_scale: `[G]`, or `[G,N]` for one number per column; multiplies the summed products in float32. None = 1.
+        bias: `[G,N]`; added in float32, to rows that have a matrix. None = 0.
         transpose_rhs: rhs is `[G,N,K]`.
         precision: of the products; None = full precision of the common dtype.
         platform: None or "auto", one platform, or several in order of preference.
@@ -61,6 +70,8 @@ def grouped_matmul(
             "group_sizes": group_sizes,
             "group_offset": group_offset,
             "existing_out": existing_out,
+            "rhs_scale": rhs_scale,
+            "bias": bias,
         },
         {"preferred_element_type": preferred_element_type, "transpose_rhs": transpose_rhs, "precision": precision},
         platform=platform,
@@ -68,4 +79,77 @@ def grouped_matmul(
     )
 
 
+def quantized_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None = None,
+    *,
+    transpose: bool = False,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+    fuse: bool = True,
+    use_best_config: bool = False,
+    allow_dense_fallback: bool | None = None,
+    strict_fuse: bool | None = None,
+    tpu_path: str | None = None,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> jax.Array:
+    """Product with weights of a few bits: `x @ W`, or `x @ W.T` with transpose, `W = dequantize(w, scales, zeros)`.
+
+    W is unpacked tile by tile in float32 and rounded to the dtype of x; products are summed in float32.
+
+    Args:
+        x: `[M,K]`, float32, bfloat16 or float16.
+        w: uint32 `[K, words]`, as `ejkernel.quantization.quantize` packs a matrix `[K,N]`; with transpose `[N, words]`, from
+            `[N,K]`. Groups run along the last axis: along N, or along K with transpose.
+        scales: `[K, N / group_size]`, or `[N, K / group_size]` with transpose; as quantize returns them.
+        zeros: like scales for affine, else None.
+        transpose: w holds `[N,K]`.
+        group_size: weights that share a scale; None = the mode's default (64, 32 for mx, 16 for nv).
+        bits: of a code; None = the mode's default.
+        mode: "affine", "nf4", "mxfp4", "mxfp8", "nvfp4" or "nvfp8".
+        fuse: a hint that never changes the result, as the four below: whichever kernel runs unpacks inside.
+        use_best_config: a hint; configs are those of the tuning tiers in any case.
+        allow_dense_fallback: a hint; no kernel here forms all of W first.
+        strict_fuse: a hint; not True together with allow_dense_fallback=True.
+        tpu_path: a hint: None, "hybrid", "packed" or "predecode".
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+
+    Returns:
+        `[M,N]`, like x. Differentiable in x, and in scales and zeros of affine and nf4.
+
+    Raises:
+        ValueError: shapes do not belong together, or a value is not one of these.
+        TypeError: a dtype or type does not fit.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: formats as in `ejkernel.quantization.quantize`.
+    """
+    _check_hints(fuse, use_best_config, allow_dense_fallback, strict_fuse, tpu_path)
+    return _QUANTIZED_MATMUL.invoke(
+        {"x": x, "w": w, "scales": scales, "zeros": zeros},
+        {"transpose": transpose, "mode": mode, "bits": bits, "group_size": group_size},
+        platform=platform,
+        cfg=cfg,
+    )
+
+
+def _check_hints(fuse: Any, use_best_config: Any, allow_dense_fallback: Any, strict_fuse: Any, tpu_path: Any) -> None:
+    for name, value in (("fuse", fuse), ("use_best_config", use_best_config)):
+        if not isinstance(value, bool):
+            raise wrong_type(name, repr(value), "a bool")
+    for name, value in (("allow_dense_fallback", allow_dense_fallback), ("strict_fuse", strict_fuse)):
+        if value is not None and not isinstance(value, bool):
+            raise wrong_type(name, repr(value), "a bool or None")
+    if allow_dense_fallback and strict_fuse:
+        raise invalid("strict_fuse", True, "not True together with allow_dense_fallback=True")
+    if tpu_path not in _TPU_PATHS:
+        raise invalid("tpu_path", repr(tpu_path), "None, 'hybrid', 'packed' or 'predecode'")
+
+
 GroupedMatmul = class_form("GroupedMatmul", grouped_matmul)
+QuantizedMatmul = class_form("QuantizedMatmul", quantized_matmul)

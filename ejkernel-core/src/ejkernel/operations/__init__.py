@@ -15,13 +15,21 @@ if TYPE_CHECKING:
 OPERATIONS: Mapping[str, str] = {
     name: f"ejkernel.operations.{name}.interface:OPERATION"
     for name in (
+        "block_sparse_attention",
+        "delta_rule",
         "flash_attention",
         "grouped_matmul",
         "layer_norm",
+        "linear_recurrence",
         "mean_pooling",
+        "native_sparse_attention",
+        "paged_attention",
+        "paged_cache_update",
+        "quantized_matmul",
         "rms_norm",
         "rope",
         "softmax",
+        "sparse_latent_attention",
     )
 }
 

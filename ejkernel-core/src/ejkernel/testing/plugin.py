@@ -148,9 +148,21 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.line(f"report written to {path}")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """pytest-xdist: take in what a worker found."""
+    report, output = node.config.stash.get(_REPORT, None), getattr(node, "workeroutput", {})
+    if report is not None and "ejkernel_report" in output:
+        report.merge(output["ejkernel_report"])
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A run in which the platform under test never ran proves nothing, and fails."""
     report = session.config.stash.get(_REPORT, None)
+    output = getattr(session.config, "workeroutput", None)  # of a worker of pytest-xdist; its parent judges
+    if report is not None and output is not None:
+        output["ejkernel_report"] = report.state()
+        return
     if report is None or exitstatus != 0:
         return
     numbers = {operation for operation, level, _ in report.outcomes if level == "numbers"}

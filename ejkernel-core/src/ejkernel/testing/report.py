@@ -34,6 +34,21 @@ class Report:
         """Count a program in which the platform under test was seen."""
         self.stamped[operation] += 1
 
+    def state(self) -> list[Any]:
+        """Everything found so far, as lists of plain values: what a worker process sends to the one that reports."""
+        errors = [(operation, dtype, error) for operation, found in self.errors.items() for dtype, error in found.items()]
+        return [[(*key, outcome) for key, outcome in self.outcomes.items()], errors, list(self.stamped.items())]
+
+    def merge(self, state: list[Any]) -> None:
+        """Take in what another process found."""
+        outcomes, errors, stamped = state
+        for operation, level, feature, outcome in outcomes:
+            self.note(operation, level, feature, outcome)
+        for operation, dtype, error in errors:
+            self.worst(operation, dtype, error)
+        for operation, count in stamped:
+            self.stamped[operation] += count
+
     def rows(self) -> list[tuple[str, str, int, int, int]]:
         """(operation, level, passed, refused, failed)."""
         found: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)

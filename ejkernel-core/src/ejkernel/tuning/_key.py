@@ -159,6 +159,8 @@ def encode(value: Any, name: str) -> Any:
         return sorted((encode(item, name) for item in value), key=canonical_json)
     if isinstance(value, Mapping):
         return {str(item): encode(content, name) for item, content in value.items()}
+    if callable(value):  # by name: a config never changes a result, so mistaking one function for another costs time only
+        return {"function": f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"}
     raise wrong_type(name, repr(value), "a value with a JSON form in a canonical call")
 
 

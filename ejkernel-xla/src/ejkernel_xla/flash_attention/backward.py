@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel_xla._numerics import accumulator
 from ejkernel_xla.flash_attention.config import FlashAttentionConfig
 from ejkernel_xla.flash_attention.forward import log_sum, sweep
-from ejkernel_xla.flash_attention.masks import Plan, is_masked, plan
+from ejkernel_xla.flash_attention.masks import Plan, Tile, plan
 from ejkernel_xla.flash_attention.tiles import (
     BY_KEY,
     Operands,
-    Tile,
     add_piece,
     finite,
     heads_first,
@@ -37,12 +35,13 @@ class Statistics(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Wide sums: query `[b,k,d,g,q]`, key and value as the operands, bias like the bias."""
+    """Wide sums: query `[b,k,d,g,q]`, the others as the operands."""
 
     query: Any
     key: Any
     value: Any
     bias: Any
+    sinks: Any = None
 
 
 def backward(
@@ -52,25 +51,40 @@ def backward(
     cotangents: FlashAttentionOutputs,
     config: FlashAttentionConfig,
 ) -> FlashAttentionInputs:
-    arrays = operands(call, inputs)
-    groups = arrays.query.shape[2]
-    d_out = heads_first(cotangents.out, groups)
     layout = plan(call, config.block_q_backward, config.block_k_backward)
-    stats = _statistics(call, arrays, layout, outputs, cotangents)
-    sinks = inputs.sinks
-    d_sinks = None if sinks is None else _sinks(arrays.sinks, stats).reshape(sinks.shape).astype(sinks.dtype)
-    if is_masked(call):
-        broken = heads_first(poison(inputs.query) + poison(cotangents.out), groups)
-        arrays, stats, d_out = _guarded(arrays, stats, d_out, broken)
-    stats = stats._replace(shift=jnp.where(stats.shift == -jnp.inf, jnp.inf, stats.shift))
-    sums = _sweep(call, arrays, layout, stats, d_out, config.narrow_products)
+    return gradients_of(inputs, pull(call, operands(call, inputs), outputs, cotangents, layout, config.narrow_products))
+
+
+def gradients_of(inputs: FlashAttentionInputs, sums: Gradients) -> FlashAttentionInputs:
+    """In the shapes and dtypes of the inputs."""
+    bias, sinks = inputs.bias, inputs.sinks
     return FlashAttentionInputs(
         query=heads_last(jnp.moveaxis(sums.query, 2, 4), grouped=True).astype(inputs.query.dtype),
         key=heads_last(sums.key, grouped=False).astype(inputs.key.dtype),
         value=heads_last(sums.value, grouped=False).astype(inputs.value.dtype),
-        bias=None if inputs.bias is None else sums.bias.reshape(inputs.bias.shape).astype(inputs.bias.dtype),
-        sinks=d_sinks,
+        bias=None if bias is None else sums.bias.reshape(bias.shape).astype(bias.dtype),
+        sinks=None if sinks is None else sums.sinks.reshape(sinks.shape).astype(sinks.dtype),
     )
+
+
+def pull(
+    call: FlashAttentionCall,
+    arrays: Operands,
+    outputs: FlashAttentionOutputs,
+    cotangents: FlashAttentionOutputs,
+    layout: Plan,
+    narrow: bool,
+) -> Gradients:
+    """The gradients over the tiles of a plan."""
+    groups = arrays.query.shape[2]
+    d_out = heads_first(cotangents.out, groups)
+    stats = _statistics(call, arrays, layout, outputs, cotangents)
+    d_sinks = None if arrays.sinks is None else _sinks(arrays.sinks, stats)
+    if layout.masked:
+        broken = poison(arrays.query) + poison(d_out)
+        arrays, stats, d_out = _guarded(arrays, stats, d_out, broken)
+    stats = stats._replace(shift=jnp.where(stats.shift == -jnp.inf, jnp.inf, stats.shift))
+    return _sweep(call, arrays, layout, stats, d_out, narrow)._replace(sinks=d_sinks)
 
 
 def _statistics(
@@ -94,7 +108,7 @@ def _statistics(
         delta = jnp.zeros_like(lse) if d_lse is None else -d_lse / jnp.where(rows.total == 0, 1, rows.total)
         return Statistics(jnp.where(rows.total == 0, -jnp.inf, rows.maximum), delta)
     d_out = cotangents.out
-    if is_masked(call):
+    if layout.masked:
         # The output of a row that sees no key is 0, and NaN in its cotangent must not come back; elsewhere it must.
         d_out = jnp.where(outputs.out == 0, 0, d_out)
     delta = heads_first(jnp.sum(d_out.astype(wide) * outputs.out.astype(wide), axis=-1), groups)
@@ -135,17 +149,16 @@ def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statis
         None if arrays.bias is None else zeros(arrays.bias.shape, wide, like),
     )
 
-    def step(sums: Gradients, row: Any) -> tuple[Gradients, None]:
-        tile = Tile(*(row[i] for i in range(5)))
+    def step(sums: Gradients, tile: Tile) -> Gradients:
         parts = _tile(call, arrays, plan, tile, stats, d_out, narrow)
         return Gradients(
             add_piece(sums.query, (4,), (tile.query_start,), parts.query),
             add_piece(sums.key, (2,), (tile.key_start,), parts.key),
             add_piece(sums.value, (2,), (tile.key_start,), parts.value),
             None if sums.bias is None else add_piece(sums.bias, (3, 4), (tile.query_start, tile.key_start), parts.bias),
-        ), None
+        )
 
-    return jax.lax.scan(step, sums, plan.tiles)[0] if len(plan.tiles) else sums
+    return plan.visit(step, sums)
 
 
 def _tile(
@@ -169,7 +182,7 @@ def _tile(
     if found.slope is not None:
         d_logits = d_logits * (found.slope if found.visible is None else jnp.where(found.visible, found.slope, 0))
     d_raw = (d_logits * call.scale).astype(query.dtype)
-    key = finite(key) if is_masked(call) else key
+    key = finite(key) if plan.masked else key
     wide = key.dtype if narrow else accumulator(key.dtype)
     return Gradients(
         product(call, key.astype(wide), d_raw.astype(wide), ((2,), (2,))),

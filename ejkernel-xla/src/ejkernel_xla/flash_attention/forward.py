@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel_xla._numerics import accumulator
 from ejkernel_xla.flash_attention.config import FlashAttentionConfig
-from ejkernel_xla.flash_attention.masks import Plan, plan
+from ejkernel_xla.flash_attention.masks import Plan, Tile, plan
 from ejkernel_xla.flash_attention.tiles import (
     BY_QUERY,
     Operands,
-    Tile,
     guarded,
     heads_last,
     operands,
@@ -36,8 +35,15 @@ class Rows(NamedTuple):
 
 
 def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: FlashAttentionConfig) -> FlashAttentionOutputs:
-    arrays = guarded(call, inputs, operands(call, inputs))
-    rows = sweep(call, arrays, plan(call, config.block_q, config.block_k))
+    return outputs_of(call, attend(call, operands(call, inputs), plan(call, config.block_q, config.block_k)))
+
+
+def attend(call: FlashAttentionCall, arrays: Operands, plan: Plan) -> Rows:
+    """All rows, over the tiles of a plan: maximum and sum `[b,k,g,t]`, finished output `[b,k,g,t,e]`."""
+    return sweep(call, guarded(plan, arrays), plan)
+
+
+def outputs_of(call: FlashAttentionCall, rows: Rows) -> FlashAttentionOutputs:
     out = heads_last(rows.values, grouped=True)
     wanted = call.return_lse or call.save_residuals
     lse = heads_last(log_sum(rows).astype(jnp.float32), grouped=True) if wanted else None
@@ -66,18 +72,22 @@ def sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan) -> Rows:
     block, every = untouched(plan.block_q), untouched(shape[3])
     every = every._replace(values=every.values.astype(arrays.query.dtype))
 
-    def step(carry: tuple[Rows, Rows], row: Any) -> tuple[tuple[Rows, Rows], None]:
+    def own(tile: Tile, every: Any, block: Any) -> Any:
+        """A last block that starts earlier leaves the rows of the block before it alone: they may have other tiles."""
+        if plan.count is None or not plan.query_tail:
+            return block
+        rows = jax.lax.iota(jnp.int32, plan.block_q) + tile.query_start >= tile.first_query
+        return jnp.where(rows.reshape(-1, *[1] * (block.ndim - 4)), block, piece(every, 3, tile.query_start, plan.block_q))
+
+    def step(carry: tuple[Rows, Rows], tile: Tile) -> tuple[Rows, Rows]:
         rows, every = carry
-        tile = Tile(*(row[i] for i in range(5)))
         rows = Rows(*(jnp.where(tile.begins > 0, fresh, old) for fresh, old in zip(block, rows, strict=True)))
         rows = _absorb(call, arrays, plan, tile, rows)
         done = rows._replace(values=_finish(call, rows))
-        every = Rows(*(put_piece(x, 3, tile.query_start, y) for x, y in zip(every, done, strict=True)))
-        return (rows, every), None
+        every = Rows(*(put_piece(x, 3, tile.query_start, own(tile, x, y)) for x, y in zip(every, done, strict=True)))
+        return rows, every
 
-    if len(plan.tiles):
-        (_, every), _ = jax.lax.scan(step, (block, every), plan.tiles)
-    return every
+    return plan.visit(step, (block, every))[1]
 
 
 def _start(call: FlashAttentionCall, arrays: Operands) -> Rows:

@@ -1,17 +1,21 @@
 """Which tiles of the score matrix are worth computing, and which entries of a tile are visible.
 
 What is known statically (causal, window, chunk, prefix over plain indices) removes whole tiles before the program is built;
-what only arrays know (masks, segments, positions) is applied inside the tiles.
+what only arrays know (masks, segments, positions) is applied inside the tiles. Block-sparse attention brings lists of tiles that
+are made on the device instead.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
+from ejkernel.operations.flash_attention.pairs import tile_visibility
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,20 +27,50 @@ class Plan:
 
     Attributes:
         block_q, block_k: size of every tile.
-        tiles: int32 `[n, 5]`: start of the queries, start of the keys, first query and first key that belong to the tile, and 1
-            where a new query block begins.
+        tiles: int32 `[n, 5]`, or `[n, 6]` on the device: the fields of `Tile`.
         whole: one tile is the whole matrix.
         structured: some visited tile holds entries that the static structure hides.
         query_tail, key_tail: the last block overlaps the one before it.
+        masked: some entry of the score matrix can be hidden.
+        count: how many of the tiles are visited, where only the device knows; None = all.
+        predicate: a further rule, from positions that broadcast together to visibility.
     """
 
     block_q: int
     block_k: int
-    tiles: np.ndarray
+    tiles: Any
     whole: bool
     structured: bool
     query_tail: bool
     key_tail: bool
+    masked: bool
+    count: Any = None
+    predicate: Callable[[Any, Any], Any] | None = None
+
+    def visit(self, step: Callable[[Any, Tile], Any], carry: Any) -> Any:
+        """`carry = step(carry, tile)` for every tile, in order."""
+        if self.count is not None:
+            return jax.lax.fori_loop(0, self.count, lambda i, carry: step(carry, Tile.of(self.tiles[i])), carry)
+        if not len(self.tiles):
+            return carry
+        return jax.lax.scan(lambda carry, row: (step(carry, Tile.of(row)), None), carry, self.tiles)[0]
+
+
+class Tile(NamedTuple):
+    """Where one tile is, as Python or traced integers: start of its queries and keys, the first query and key that belong to it,
+    1 where a new query block begins, and 1 if no mask hides any of it (None if that is not known tile by tile)."""
+
+    query_start: Any
+    key_start: Any
+    first_query: Any
+    first_key: Any
+    begins: Any
+    full: Any = None
+
+    @classmethod
+    def of(cls, row: Any) -> Tile:
+        """From a row of `Plan.tiles`."""
+        return cls(*(row[i] for i in range(row.shape[0])))
 
 
 def is_masked(call: FlashAttentionCall) -> bool:
@@ -54,7 +88,7 @@ def plan(call: FlashAttentionCall, block_q: int, block_k: int) -> Plan:
     """The tiles that this call needs; `block_q` and `block_k` are cut to the lengths."""
     queries, keys = call.query.shape[1], call.key.shape[1]
     if min(call.query.shape[0], call.query.shape[2], queries, keys) == 0:
-        return Plan(block_q, block_k, np.zeros((0, 5), np.int32), False, False, False, False)
+        return Plan(block_q, block_k, np.zeros((0, 5), np.int32), False, False, False, False, is_masked(call))
     block_q, block_k = min(block_q, queries), min(block_k, keys)
     first_query, query_start = _blocks(queries, block_q)
     first_key, key_start = _blocks(keys, block_k)
@@ -63,7 +97,7 @@ def plan(call: FlashAttentionCall, block_q: int, block_k: int) -> Plan:
         every = np.full_like(some, not is_structured(call))
     else:
         low, high = query_start[:, None] + call.query_offset, query_start[:, None] + call.query_offset + block_q - 1
-        some, every = _visibility(call, low, high, key_start[None], key_start[None] + block_k - 1)
+        some, every = tile_visibility(call, low, high, key_start[None], key_start[None] + block_k - 1, np)
     row, column = np.nonzero(some)
     begins = np.diff(row, prepend=-1) > 0
     tiles = np.stack([query_start[row], key_start[column], first_query[row], first_key[column], begins], axis=1)
@@ -75,39 +109,13 @@ def plan(call: FlashAttentionCall, block_q: int, block_k: int) -> Plan:
         not every[some].all(),
         queries % block_q != 0,
         keys % block_k != 0,
+        is_masked(call),
     )
 
 
 def _blocks(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     first = np.arange(0, length, block)
     return first, np.minimum(first, length - block)
-
-
-def _visibility(call: FlashAttentionCall, q_low: Any, q_high: Any, k_low: Any, k_high: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Whether a tile of query and key positions (both ends included) has some visible entry, and only visible entries.
-
-    Each constraint is judged alone, so `some` may be true for a tile that only their combination empties.
-    """
-    shape = np.broadcast_shapes(q_low.shape, k_low.shape)
-    some, every = np.ones(shape, bool), np.ones(shape, bool)
-    if call.causal:
-        prefix = call.prefix or 0
-        some &= (k_low <= q_high) | (k_low < prefix)
-        every &= k_high <= np.maximum(q_low, prefix - 1)
-    left, right = call.window or (None, None)
-    if left is not None:
-        some &= q_low - k_high <= left
-        every &= q_high - k_low <= left
-    if right is not None:
-        some &= k_low - q_high <= right
-        every &= k_high - q_low <= right
-    if call.chunk_size is not None:
-        first_chunks = q_low // call.chunk_size, k_low // call.chunk_size
-        last_chunks = q_high // call.chunk_size, k_high // call.chunk_size
-        some &= (last_chunks[0] >= first_chunks[1]) & (first_chunks[0] <= last_chunks[1])
-        every &= (first_chunks[0] == last_chunks[0]) & (first_chunks[1] == last_chunks[1])
-        every &= first_chunks[0] == first_chunks[1]
-    return some, every
 
 
 def by_position(call: FlashAttentionCall, query: Any, key: Any) -> Any:

@@ -17,7 +17,7 @@ from ejkernel.operation import vary_like
 from ejkernel.operations.flash_attention import dropout
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
 from ejkernel_xla._numerics import accumulator
-from ejkernel_xla.flash_attention.masks import Plan, both, by_position, is_masked
+from ejkernel_xla.flash_attention.masks import Plan, Tile, both, by_position
 
 _PRECISIONS = {
     "default": jax.lax.Precision.DEFAULT,
@@ -159,16 +159,6 @@ BY_KEY = View(
 """Scores `[b,k,s,g,q]`: products with them over queries need no transposition."""
 
 
-class Tile(NamedTuple):
-    """Where one tile is: a row of `Plan.tiles`, as Python or traced integers."""
-
-    query_start: Any
-    key_start: Any
-    first_query: Any
-    first_key: Any
-    begins: Any
-
-
 class Scores(NamedTuple):
     """logits after bias and soft cap; slope, their derivative by `scale * query . key`, None for 1; visible, None for all;
     keep, the factor of dropout, None for 1."""
@@ -215,20 +205,37 @@ def _rounded(raw: Any, dtype: str) -> Any:
 def _visible(
     call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, view: View, rows: Any, columns: Any, bias: Any
 ) -> Any:
+    def by_masks() -> Any:
+        return _by_masks(call, arrays, plan, tile, view, rows, columns)
+
     visible = None
-    if plan.structured:
-        query = piece(arrays.query_positions, 1, tile.query_start, plan.block_q)
-        key = piece(arrays.key_positions, 1, tile.key_start, plan.block_k)
-        query = rows + call.query_offset if query is None else query
-        visible = by_position(call, view.rows(_per_query(query)), view.columns(columns if key is None else key))
+    if tile.full is None:
+        visible = by_masks()
+    elif (shape := jax.eval_shape(by_masks)) is not None:
+        everything = vary_like(jnp.ones(shape.shape, bool), arrays)
+        visible = jax.lax.cond(tile.full > 0, lambda: everything, lambda: vary_like(by_masks(), arrays))
     if plan.key_tail:
         visible = both(visible, view.columns(columns >= tile.first_key))
     if plan.query_tail and view is BY_KEY:
         visible = both(visible, view.rows(_per_query(rows >= tile.first_query)))
-    if arrays.mask is not None:
-        visible = both(visible, _entries(arrays.mask, plan, tile, view))
     if bias is not None:
         visible = both(visible, bias != -jnp.inf)
+    return visible
+
+
+def _by_masks(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, view: View, rows: Any, columns: Any) -> Any:
+    """What positions, masks and segments leave of a tile; None for all of it."""
+    visible = None
+    if plan.structured or plan.predicate is not None:
+        query = piece(arrays.query_positions, 1, tile.query_start, plan.block_q)
+        key = piece(arrays.key_positions, 1, tile.key_start, plan.block_k)
+        query = view.rows(_per_query(rows + call.query_offset if query is None else query))
+        key = view.columns(columns if key is None else key)
+        visible = by_position(call, query, key) if plan.structured else None
+        if plan.predicate is not None:
+            visible = both(visible, plan.predicate(query, key))
+    if arrays.mask is not None:
+        visible = both(visible, _entries(arrays.mask, plan, tile, view))
     if arrays.query_segments is not None:
         query = view.rows(_per_query(piece(arrays.query_segments, 1, tile.query_start, plan.block_q)))
         key = view.columns(piece(arrays.key_segments, 1, tile.key_start, plan.block_k))
@@ -266,13 +273,13 @@ def poison(x: Any) -> Any:
     return jnp.sum(x * jnp.zeros((), x.dtype), axis=-1)
 
 
-def guarded(call: FlashAttentionCall, inputs: FlashAttentionInputs, arrays: Operands) -> Operands:
+def guarded(plan: Plan, arrays: Operands) -> Operands:
     """Keep NaN and infinities of values away from the queries that do not see them.
 
     A weight of 0 times NaN would be NaN, so a key whose value is not finite gets NaN as its logit instead: that reaches exactly
     the queries that see it.
     """
-    if not is_masked(call):
+    if not plan.masked:
         return arrays
-    key = arrays.key + heads_first(poison(inputs.value))[..., None].astype(arrays.key.dtype)
+    key = arrays.key + poison(arrays.value)[..., None].astype(arrays.key.dtype)
     return arrays._replace(key=key, value=finite(arrays.value))

@@ -7,13 +7,20 @@ on a GPU.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel._arrays import has_gradient
 from ejkernel.operation import vary_like
-from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall, GroupedMatmulInputs, GroupedMatmulOutputs
+from ejkernel.operations.grouped_matmul.interface import (
+    OPERATION,
+    GroupedMatmulCall,
+    GroupedMatmulInputs,
+    GroupedMatmulOutputs,
+)
 from ejkernel_xla._numerics import accumulator, dot_precision
 from ejkernel_xla.grouped_matmul.config import GroupedMatmulConfig
 
@@ -74,35 +81,67 @@ def _own_rows_of(array: Any, tile: _Tiles, height: int) -> Any:
 class _Product:
     """One member of the batch: its tiles and how they are multiplied."""
 
-    def __init__(self, call: GroupedMatmulCall, config: GroupedMatmulConfig, rhs: Any, sizes: Any, offset: Any) -> None:
+    def __init__(
+        self, call: GroupedMatmulCall, config: GroupedMatmulConfig, rhs: Any, sizes: Any, offset: Any, scale: Any, bias: Any
+    ) -> None:
+        """`scale [g, 1 or n]` and `bias [g, n]`, or None."""
         rows = call.lhs.shape[1]
+        self.scale, self.bias = scale, bias
         self.config, self.rhs = config, rhs
         self.height = min(config.block_m, rows)
+        self.transposed = call.transpose_rhs
         self.tiles, self.rows = _tile_list(rows, rhs.shape[0], self.height, sizes, offset)
-        self.dtype = jnp.promote_types(call.lhs.dtype, call.rhs.dtype)
+        self.dtype = jnp.dtype(call.product_dtype)
         self.dot = functools.partial(
             jax.lax.dot_general,
             precision=dot_precision(call.precision, self.dtype),
             preferred_element_type=accumulator(self.dtype),
         )
 
-    def apply(self, values: Any, contracted: int, dtype: Any) -> Any:
-        """Every row of `values` times its matrix, along that axis of the matrix; rows without one hold anything."""
-        columns = self.rhs.shape[2 - contracted]
-        if columns == 0:
-            return jnp.zeros((values.shape[0], 0), dtype)
+    def forward(self, lhs: Any, dtype: Any, *, scaled: bool = True) -> Any:
+        """Every row of lhs times its matrix, scaled and shifted if asked for; rows without a matrix hold anything."""
+        scale, bias = (self.scale, self.bias) if scaled else (None, None)
 
-        def one(tile: _Tiles) -> Any:
-            matrix, block = (
-                jax.lax.dynamic_index_in_dim(self.rhs, tile.matrix, keepdims=False),
-                _rows_of(values, tile, self.height),
-            )
-            out = self.dot(block.astype(self.dtype), matrix.astype(self.dtype), (((1,), (contracted,)), ((), ())))
-            return out.astype(dtype)
+        def one(tile: _Tiles, block: Any, matrix: Any) -> Any:
+            out = self._times(block, matrix, 1 if self.transposed else 0)
+            out = out if scale is None else out * scale[tile.matrix].astype(out.dtype)
+            return (out if bias is None else out + bias[tile.matrix].astype(out.dtype)).astype(dtype)
+
+        return self._by_tiles(lhs, one)
+
+    def gradient_of_lhs(self, grad: Any, dtype: Any) -> Any:
+        """Every row of grad, scaled, times its matrix transposed."""
+
+        def one(tile: _Tiles, block: Any, matrix: Any) -> Any:
+            if self.scale is not None:
+                block = block.astype(accumulator(self.dtype)) * self.scale[tile.matrix].astype(accumulator(self.dtype))
+            return self._times(block, matrix, 0 if self.transposed else 1).astype(dtype)
+
+        return self._by_tiles(grad, one)
+
+    def _times(self, block: Any, matrix: Any, contracted: int) -> Any:
+        return self.dot(block.astype(self.dtype), matrix.astype(self.dtype), (((1,), (contracted,)), ((), ())))
+
+    def _by_tiles(self, values: Any, one: Callable[[_Tiles, Any, Any], Any]) -> Any:
+        """`one(tile, rows, matrix)` for every tile, put back into the order of the rows."""
+
+        def step(tile: _Tiles) -> Any:
+            matrix = jax.lax.dynamic_index_in_dim(self.rhs, tile.matrix, keepdims=False)
+            return one(tile, _own_rows_of(values, tile, self.height), matrix)
 
         together = min(self.config.tiles_per_step, self.tiles.matrix.shape[0])
-        out = jax.lax.map(one, self.tiles, batch_size=None if together == 1 else together)
+        out = jax.lax.map(step, self.tiles, batch_size=None if together == 1 else together)
         return out.reshape(out.shape[0] * out.shape[1], out.shape[2])[self.rows.place]
+
+    def sums(self, values: Any) -> Any:
+        """For every matrix, the sum of its rows of `values`, one tile after the other."""
+
+        def add(total: Any, tile: _Tiles) -> tuple[Any, None]:
+            own = _own_rows_of(values, tile, self.height).astype(total.dtype)
+            return total.at[tile.matrix].add(jnp.sum(own, axis=0)), None
+
+        zeros = jnp.zeros((self.rhs.shape[0], values.shape[1]), accumulator(values.dtype))
+        return jax.lax.scan(add, vary_like(zeros, (values, self.tiles)), self.tiles)[0]
 
     def outer(self, left: Any, right: Any) -> Any:
         """For every matrix, the sum over its rows of `left` times `right`; one tile after the other, so in a fixed order."""
@@ -116,19 +155,19 @@ class _Product:
 
 
 def _over_batch(function: Any, inputs: GroupedMatmulInputs, *more: Any) -> Any:
-    """`function(lhs, rhs, sizes, offset, *more)` for every member of the batch."""
+    """`function(lhs, rhs, sizes, offset, scale, bias, *more)` for every member of the batch; absent ones are None."""
     offset = jnp.zeros(1, jnp.int32) if inputs.group_offset is None else inputs.group_offset
-    arrays = (inputs.lhs, inputs.rhs, inputs.group_sizes, offset, *more)
+    arrays = (inputs.lhs, inputs.rhs, inputs.group_sizes, offset, inputs.rhs_scale, inputs.bias, *more)
     batch = inputs.lhs.shape[0]
     if batch == 1:
-        return jax.tree.map(lambda leaf: leaf[None], function(*(array[0] for array in arrays)))
-    axes = [0 if array.shape[0] == batch else None for array in arrays]
-    arrays = [array if axis == 0 else array[0] for array, axis in zip(arrays, axes, strict=True)]
+        return jax.tree.map(lambda leaf: leaf[None], function(*(None if array is None else array[0] for array in arrays)))
+    axes = [0 if array is not None and array.shape[0] == batch else None for array in arrays]
+    arrays = [array if array is None or axis == 0 else array[0] for array, axis in zip(arrays, axes, strict=True)]
     return jax.vmap(function, in_axes=tuple(axes))(*arrays)
 
 
 def _nothing_to_do(call: GroupedMatmulCall) -> bool:
-    return call.lhs.shape[0] * call.lhs.shape[1] * call.rhs.shape[1] == 0
+    return call.lhs.shape[0] * call.lhs.shape[1] * call.rhs.shape[1] * call.columns == 0
 
 
 def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, config: GroupedMatmulConfig) -> GroupedMatmulOutputs:
@@ -137,9 +176,9 @@ def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, config: Groupe
     if _nothing_to_do(call):
         return GroupedMatmulOutputs(jnp.broadcast_to(existing, (*call.lhs.shape[:2], call.columns)))
 
-    def one(lhs: Any, rhs: Any, sizes: Any, offset: Any) -> tuple[Any, Any]:
-        product = _Product(call, config, rhs, sizes, offset)
-        return product.apply(lhs, 1 if call.transpose_rhs else 0, dtype), product.rows.has_matrix
+    def one(lhs: Any, *about: Any) -> tuple[Any, Any]:
+        product = _Product(call, config, *about)
+        return product.forward(lhs, dtype), product.rows.has_matrix
 
     out, has_matrix = _over_batch(one, inputs)
     return GroupedMatmulOutputs(jnp.where(has_matrix[..., None], out, existing))
@@ -152,27 +191,41 @@ def backward(
     cotangents: GroupedMatmulOutputs,
     config: GroupedMatmulConfig,
 ) -> GroupedMatmulInputs:
-    """The cotangent is rounded to the common dtype of lhs and rhs before it is multiplied."""
+    """The cotangent, scaled, is rounded to the dtype of the products before it is multiplied."""
     grad, existing = cotangents.out, inputs.existing_out
     if _nothing_to_do(call):
-        return GroupedMatmulInputs(
-            jnp.zeros_like(inputs.lhs), jnp.zeros_like(inputs.rhs), None, None, None if existing is None else grad
+        zeros = {name: jnp.zeros_like(value) for name, value in OPERATION.moving(inputs).items()}
+        return GroupedMatmulInputs(**{**dict.fromkeys(inputs._fields), **zeros})._replace(
+            existing_out=None if existing is None else grad
         )
 
-    def one(lhs: Any, rhs: Any, sizes: Any, offset: Any, grad: Any) -> tuple[Any, Any, Any]:
-        product = _Product(call, config, rhs, sizes, offset)
-        d_lhs = product.apply(grad, 0 if call.transpose_rhs else 1, lhs.dtype)
-        d_rhs = product.outer(grad, lhs) if call.transpose_rhs else product.outer(lhs, grad)
-        return d_lhs, d_rhs, product.rows.has_matrix
+    def one(lhs: Any, rhs: Any, sizes: Any, offset: Any, scale: Any, bias: Any, grad: Any) -> tuple[dict[str, Any], Any]:
+        product = _Product(call, config, rhs, sizes, offset, scale, bias)
+        found = {"lhs": product.gradient_of_lhs(grad, lhs.dtype)}
+        if has_gradient(rhs):
+            outer = product.outer(grad, lhs) if call.transpose_rhs else product.outer(lhs, grad)
+            if scale is not None:
+                outer = outer * (scale[:, :, None] if call.transpose_rhs else scale[:, None]).astype(outer.dtype)
+            found["rhs"] = outer
+        if scale is not None:
+            unscaled = product.forward(lhs, accumulator(product.dtype), scaled=False)
+            per_column = product.sums(grad.astype(unscaled.dtype) * unscaled)
+            found["rhs_scale"] = per_column if scale.shape[1] != 1 else jnp.sum(per_column, axis=1, keepdims=True)
+        if bias is not None:
+            found["bias"] = product.sums(grad)
+        return found, product.rows.has_matrix
 
-    d_lhs, d_rhs, has_matrix = _over_batch(one, inputs, grad)
-    if inputs.rhs.shape[0] != d_rhs.shape[0]:
-        d_rhs = jnp.sum(d_rhs, axis=0, keepdims=True)
+    found, has_matrix = _over_batch(one, inputs, grad)
     has_matrix = has_matrix[..., None]
-    return GroupedMatmulInputs(
-        jnp.where(has_matrix, d_lhs, 0),
-        d_rhs.astype(inputs.rhs.dtype),
-        None,
-        None,
-        None if existing is None else jnp.where(has_matrix, 0, grad),
-    )
+    found["lhs"] = jnp.where(has_matrix, found["lhs"], 0)
+    gradients = {name: _summed(getattr(inputs, name), value) for name, value in found.items()}
+    if existing is not None:
+        gradients["existing_out"] = jnp.where(has_matrix, 0, grad)
+    return GroupedMatmulInputs(**{**dict.fromkeys(inputs._fields), **gradients})
+
+
+def _summed(value: Any, gradient: Any) -> Any:
+    """In the dtype of the input, over the batch if the batch shares the input."""
+    if value.shape[0] != gradient.shape[0]:
+        gradient = jnp.sum(gradient, axis=0, keepdims=True)
+    return gradient.astype(value.dtype)

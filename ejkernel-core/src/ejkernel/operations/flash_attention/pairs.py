@@ -1,4 +1,4 @@
-"""The visible pairs of a canonical call: as an array, and their exact number where it is static."""
+"""The visible pairs of a canonical call: as an array, as a bound for tiles, and their exact number where it is static."""
 
 from __future__ import annotations
 
@@ -27,6 +27,33 @@ def visible(call: Any, inputs: Any, xp: Any) -> Any:
         own, other = inputs.query_segments[:, None, :, None], inputs.key_segments[:, None, None, :]
         seen = seen & (own == other) & (own >= 0)
     return seen if inputs.mask is None else seen & inputs.mask
+
+
+def tile_visibility(call: Any, q_low: Any, q_high: Any, k_low: Any, k_high: Any, xp: Any) -> tuple[Any, Any]:
+    """Whether a tile of query and key positions (both ends included) has some visible entry, and only visible entries.
+
+    Causal, window, chunk and prefix only. Each is judged alone, so `some` may be true for a tile that only their combination
+    empties. The bounds broadcast together; `xp` is `numpy` or `jax.numpy`.
+    """
+    some = every = xp.ones(xp.broadcast_shapes(q_low.shape, k_low.shape), bool)
+    if call.causal:
+        prefix = call.prefix or 0
+        some = some & ((k_low <= q_high) | (k_low < prefix))
+        every = every & (k_high <= xp.maximum(q_low, prefix - 1))
+    left, right = call.window or (None, None)
+    if left is not None:
+        some = some & (q_low - k_high <= left)
+        every = every & (q_high - k_low <= left)
+    if right is not None:
+        some = some & (k_low - q_high <= right)
+        every = every & (k_high - q_low <= right)
+    if call.chunk_size is not None:
+        first_chunks = q_low // call.chunk_size, k_low // call.chunk_size
+        last_chunks = q_high // call.chunk_size, k_high // call.chunk_size
+        some = some & (last_chunks[0] >= first_chunks[1]) & (first_chunks[0] <= last_chunks[1])
+        every = every & (first_chunks[0] == last_chunks[0]) & (first_chunks[1] == last_chunks[1])
+        every = every & (first_chunks[0] == first_chunks[1])
+    return some, every
 
 
 def count_pairs(call: Any) -> int:

@@ -127,8 +127,11 @@ class Visibility:
             raise invalid("causal_alignment", repr(alignment), f"None when mask_info has causal_offset {self.query_offset}")
         return dataclasses.replace(self, query_offset=offset)
 
-    def with_padding_as_segments(self, queries: int, keys: int) -> Visibility:
-        """Tokens past a length put into the padding segment -1. Segments of one side alone only mark its padding."""
+    def with_padding_as_segments(self, queries: Any, keys: Any) -> Visibility:
+        """Tokens past a length put into the padding segment -1. Segments of one side alone only mark its padding.
+
+        `queries` and `keys` are how many there are or, in a shard, the indices `[T]` and `[S]` that lengths are compared with.
+        """
         query, key = self.query_segments, self.key_segments
         given = (query, key, self.query_lengths, self.key_lengths)
         if all(array is None for array in given):
@@ -221,8 +224,7 @@ def _only_padding(segments: Any) -> Any:
     return None if segments is None else jnp.minimum(jnp.maximum(segments, -1), 0)
 
 
-def _padded(segments: Any, lengths: Any, size: int) -> Any:
-    segments = jnp.zeros((1, size), jnp.int32) if segments is None else segments
-    if lengths is None:
-        return segments
-    return jnp.where(jnp.arange(size, dtype=jnp.int32) < lengths[:, None], segments, -1)
+def _padded(segments: Any, lengths: Any, indices: Any) -> Any:
+    indices = jnp.arange(indices, dtype=jnp.int32) if isinstance(indices, int) else indices
+    segments = jnp.zeros((1, len(indices)), jnp.int32) if segments is None else segments
+    return segments if lengths is None else jnp.where(indices < lengths[:, None], segments, -1)

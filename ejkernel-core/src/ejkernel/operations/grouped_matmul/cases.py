@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.operations._case import Case, Toggle
+
+
+def _stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    return np.round(values * 64).clip(-127, 127).astype(np.int8) if dtype == "int8" else values.astype(jnp.dtype(dtype))
 
 
 def _arrays(
@@ -21,8 +26,14 @@ def _arrays(
     offset: int | None = None,
     held: int | None = None,
     poison: bool = True,
+    stored: str = "float32",
+    scale: str = "",
+    bias: bool = False,
 ) -> Callable[[np.random.Generator], Mapping[str, Any]]:
-    """Rows whose group has no matrix hold NaN if `poison`. `held` is the number of matrices, from group `offset` on."""
+    """Rows whose group has no matrix hold NaN if `poison`. `held` is the number of matrices, from group `offset` on.
+
+    `stored` is the dtype of rhs; `scale` is "" for none, "group" for `[G]` or "column" for `[G,N]`.
+    """
 
     def make(rng: np.random.Generator) -> Mapping[str, Any]:
         count, first = held if held is not None else len(sizes), offset or 0
@@ -34,22 +45,29 @@ def _arrays(
         shape = (count, columns, inner) if transpose else (count, inner, columns)
         arrays = {
             "lhs": lhs,
-            "rhs": (rng.standard_normal(shape) / max(inner, 1) ** 0.5).astype(np.float32),
+            "rhs": _stored(rng.standard_normal(shape) / max(inner, 1) ** 0.5, stored),
             "group_sizes": np.array(sizes, np.int32),
         }
         if offset is not None:
             arrays["group_offset"] = np.array(offset, np.int32)
         if existing:
             arrays["existing_out"] = rng.standard_normal((rows, columns)).astype(np.float32)
+        if scale:
+            sizes_of = (count, columns) if scale == "column" else (count,)
+            unit = {"int8": 1 / 64}.get(stored, 1.0)
+            arrays["rhs_scale"] = (unit * rng.uniform(0.5, 2.0, sizes_of)).astype(np.float32)
+        if bias:
+            arrays["bias"] = rng.standard_normal((count, columns)).astype(np.float32)
         return arrays
 
     return make
 
 
 _BENCH = frozenset({"bench"})
+_TRANSFORMS = frozenset({"transforms"})
 
 CASES = (
-    Case("plain", _arrays(48, 32, 24, (16, 20, 12))),
+    Case("plain", _arrays(48, 32, 24, (16, 20, 12)), tags=_TRANSFORMS),
     Case("empty-groups", _arrays(40, 16, 24, (0, 7, 0, 0, 33, 0))),
     Case("unused-rows", _arrays(40, 16, 24, (5, 0, 9))),
     Case("skewed", _arrays(131, 16, 8, (1, 127, 2, 1))),
@@ -69,6 +87,14 @@ CASES = (
     Case("no-groups", _arrays(6, 16, 8, ())),
     Case("inner-0", _arrays(6, 0, 8, (2, 3), existing=True)),
     Case("columns-1", _arrays(6, 5, 1, (2, 4))),
+    Case("scale-bias", _arrays(40, 16, 24, (5, 0, 9), scale="group", bias=True, existing=True), tags=_TRANSFORMS),
+    Case("column-scale-shard", _arrays(40, 16, 24, (5, 6, 7, 8, 9), offset=1, held=2, scale="column")),
+    Case("int8", _arrays(24, 16, 8, (10, 12), stored="int8", scale="column", bias=True)),
+    Case(
+        "float8-transposed",
+        _arrays(24, 16, 8, (10, 0, 12), stored="float8_e4m3fn", scale="group", transpose=True),
+        {"transpose_rhs": True},
+    ),
     Case("odd-sizes", _arrays(77, 33, 17, (30, 1, 46))),
     Case("bench-8192-8x4096x14336", _arrays(8192, 4096, 14336, (1024,) * 8), tags=_BENCH),
     Case("bench-32768-32x7168x4096", _arrays(32768, 7168, 4096, (1024,) * 32), tags=_BENCH),
@@ -78,6 +104,8 @@ CASES = (
 TOGGLES = {
     "existing_out": Toggle("existing-out", drop="existing_out"),
     "group_offset": Toggle("offset-past-held", drop="group_offset"),
+    "rhs_scale": Toggle("scale-bias", drop="rhs_scale"),
+    "bias": Toggle("scale-bias", drop="bias"),
     "preferred_element_type": Toggle("float32-out", {"preferred_element_type": "bfloat16"}),
     "transpose_rhs": Toggle("square-transposed", {"transpose_rhs": False}),
     "precision": Toggle("precision", {"precision": "default"}, program=True),

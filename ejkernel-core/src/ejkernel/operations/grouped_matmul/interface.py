@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._arrays import ArraySpec
+from ejkernel._arrays import ArraySpec, has_gradient
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operation import Bound, Call, Cost, Operation
 from ejkernel.operations._checks import check_array, check_shape
@@ -26,6 +26,7 @@ class GroupedMatmulInputs(NamedTuple):
 
     group_sizes int32 `[1 or b, s]`, s >= g: the rows of group 0 come first, then those of group 1. group_offset int32
     `[1 or b]` or None (0): rhs holds the matrices of the groups from group_offset on. existing_out `[b, m, n]` or None (zeros).
+    rhs_scale `[1 or b, g, 1 or n]` or None (1); bias `[1 or b, g, n]` or None (0).
     """
 
     lhs: Any
@@ -33,6 +34,8 @@ class GroupedMatmulInputs(NamedTuple):
     group_sizes: Any
     group_offset: Any = None
     existing_out: Any = None
+    rhs_scale: Any = None
+    bias: Any = None
 
 
 class GroupedMatmulOutputs(NamedTuple):
@@ -48,7 +51,7 @@ class GroupedMatmulCall(Call):
     Attributes:
         preferred_element_type: dtype of out.
         transpose_rhs: rhs is `[b, g, n, k]`.
-        precision: of the products: None (full precision of the inputs' common dtype), or "default", "high", "highest".
+        precision: of the products: None (full precision of `product_dtype`), or "default", "high", "highest".
     """
 
     lhs: ArraySpec
@@ -56,6 +59,8 @@ class GroupedMatmulCall(Call):
     group_sizes: ArraySpec
     group_offset: ArraySpec | None = None
     existing_out: ArraySpec | None = None
+    rhs_scale: ArraySpec | None = None
+    bias: ArraySpec | None = None
     preferred_element_type: str
     transpose_rhs: bool = False
     precision: str | None = None
@@ -65,19 +70,25 @@ class GroupedMatmulCall(Call):
         """n."""
         return self.rhs.shape[2 if self.transpose_rhs else 3]
 
+    @property
+    def product_dtype(self) -> str:
+        """The dtype in which lhs and rhs are multiplied: their common one, or that of lhs for int8 and float8 matrices."""
+        return _common_dtype(self.lhs, self.rhs).name
+
 
 class GroupedMatmul(Operation):
-    """`out_i = lhs_i . rhs_(g - group_offset)` for row i of group g; rows whose group has no matrix are those of existing_out.
+    """`out_i = lhs_i . rhs_j * rhs_scale_j + bias_j`, j = g - group_offset, for row i of group g.
 
-    Such rows, past the sum of the sizes or of groups held elsewhere, take no part in any gradient, whatever lhs holds there.
-    lhs and rhs are multiplied in their common dtype (bfloat16 with float32: float32), summed in float32.
+    Rows whose group has no matrix are those of existing_out. Such rows, past the sum of the sizes or of groups held elsewhere,
+    take no part in any gradient, whatever lhs holds there. lhs and rhs are multiplied in `GroupedMatmulCall.product_dtype`
+    (bfloat16 with float32: float32; bfloat16 with int8: bfloat16), summed, scaled and shifted in float32.
     """
 
     name = "grouped_matmul"
     Call = GroupedMatmulCall
     Inputs = GroupedMatmulInputs
     Outputs = GroupedMatmulOutputs
-    differentiable = ("lhs", "rhs", "existing_out")
+    differentiable = ("lhs", "rhs", "existing_out", "rhs_scale", "bias")
     shardable = ("b", "n")
 
     def canonicalise(
@@ -87,6 +98,8 @@ class GroupedMatmul(Operation):
         group_sizes: Any,
         group_offset: Any = None,
         existing_out: Any = None,
+        rhs_scale: Any = None,
+        bias: Any = None,
         *,
         preferred_element_type: Any = None,
         transpose_rhs: bool = False,
@@ -96,18 +109,22 @@ class GroupedMatmul(Operation):
 
         Args:
             lhs: `[M,K]`, floating.
-            rhs: `[G,K,N]`, or `[G,N,K]` with transpose_rhs, floating.
+            rhs: `[G,K,N]`, or `[G,N,K]` with transpose_rhs, floating (float8 too) or int8.
             group_sizes: integers `[G]`, or `[S]` with S >= G beside group_offset; >= 0, sum at most M.
             group_offset: integer scalar or `[1]`: the group of the first matrix of rhs; None = 0.
             existing_out: `[M,N]` in the result's dtype, or None (zeros).
-            preferred_element_type: dtype of the result; None = the common dtype of lhs and rhs.
+            rhs_scale: `[G]`, or `[G,N]` for one number per column, floating; None = 1.
+            bias: `[G,N]`, floating; None = 0.
+            preferred_element_type: dtype of the result; None = the dtype of the products.
             transpose_rhs: rhs is `[G,N,K]`.
             precision: None, "default", "high", "highest" or a `jax.lax.Precision`.
         """
         if not isinstance(transpose_rhs, bool):
             raise wrong_type("transpose_rhs", repr(transpose_rhs), "a bool")
         check_compute("lhs", lhs, ndim=2)
-        check_compute("rhs", rhs, ndim=3)
+        check_array("rhs", rhs, ndim=3, floating=False)
+        if not jnp.issubdtype(rhs.dtype, jnp.floating) and rhs.dtype != jnp.int8:
+            raise wrong_type("rhs", f"dtype {rhs.dtype}", "a floating type or int8")
         rows, inner = lhs.shape
         if rhs.shape[2 if transpose_rhs else 1] != inner:
             meaning = "[G, N, K]" if transpose_rhs else "[G, K, N]"
@@ -119,12 +136,15 @@ class GroupedMatmul(Operation):
             check_shape("existing_out", existing_out, (rows, columns), "[M, N]")
             if np.dtype(existing_out.dtype).name != dtype:
                 raise wrong_type("existing_out", f"dtype {existing_out.dtype}", f"{dtype}, the dtype of the result")
+        _check_scale_and_bias(rhs_scale, bias, rhs.shape[0], columns)
         inputs = GroupedMatmulInputs(
             lhs[None],
             rhs[None],
             jnp.asarray(group_sizes, jnp.int32)[None],
             None if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(1),
             None if existing_out is None else existing_out[None],
+            None if rhs_scale is None else rhs_scale.reshape(1, rhs.shape[0], *rhs_scale.shape[1:] or (1,)),
+            None if bias is None else bias[None],
         )
         specs = {name: None if value is None else ArraySpec.of(value) for name, value in inputs._asdict().items()}
         call = GroupedMatmulCall(
@@ -150,6 +170,8 @@ class GroupedMatmul(Operation):
             "group_sizes": "b? s",
             "group_offset": "b?",
             "existing_out": "b m n",
+            "rhs_scale": "b? g n?",
+            "bias": "b? g n",
             "out": "b m n",
         }
 
@@ -163,10 +185,12 @@ class GroupedMatmul(Operation):
         """Exact if every row of lhs belongs to a group of rhs, which the sizes say only at run time."""
         product = 2 * call.lhs.size * call.columns
         out, existing = self.output_specs(call).out.nbytes, 0 if call.existing_out is None else call.existing_out.nbytes
+        small = sum(0 if spec is None else spec.nbytes for spec in (call.group_sizes, call.rhs_scale, call.bias))
         if phase == "forward":
-            return Cost(product, call.lhs.nbytes + call.rhs.nbytes + call.group_sizes.nbytes + out)
-        moved = 2 * (call.lhs.nbytes + call.rhs.nbytes) + call.group_sizes.nbytes + out + existing
-        return Cost(2 * product, moved)
+            return Cost(product, call.lhs.nbytes + call.rhs.nbytes + small + out)
+        products = 1 + has_gradient(call.rhs) + (call.rhs_scale is not None)
+        moved = 2 * call.lhs.nbytes + (1 + has_gradient(call.rhs)) * call.rhs.nbytes + 2 * small + out + existing
+        return Cost(products * product, moved)
 
 
 def _check_groups(group_sizes: Any, group_offset: Any, held: int) -> None:
@@ -186,9 +210,23 @@ def _check_groups(group_sizes: Any, group_offset: Any, held: int) -> None:
         raise invalid("group_offset", f"shape {jnp.shape(group_offset)}", "a scalar or [1]")
 
 
+def _check_scale_and_bias(rhs_scale: Any, bias: Any, held: int, columns: int) -> None:
+    if rhs_scale is not None:
+        check_compute("rhs_scale", rhs_scale)
+        if tuple(rhs_scale.shape) not in ((held,), (held, columns)):
+            raise invalid("rhs_scale", f"shape {tuple(rhs_scale.shape)}", f"({held},) or {(held, columns)} = [G] or [G, N]")
+    if bias is not None:
+        check_compute("bias", bias)
+        check_shape("bias", bias, (held, columns), "[G, N]")
+
+
+def _common_dtype(lhs: Any, rhs: Any) -> Any:
+    return jnp.promote_types(lhs.dtype, rhs.dtype) if has_gradient(rhs) else jnp.dtype(lhs.dtype)
+
+
 def _result_dtype(preferred: Any, lhs: Any, rhs: Any) -> str:
     try:
-        dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred is None else jnp.dtype(preferred)
+        dtype = _common_dtype(lhs, rhs) if preferred is None else jnp.dtype(preferred)
     except TypeError:
         raise wrong_type("preferred_element_type", repr(preferred), "float32, bfloat16 or float16") from None
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:

@@ -20,12 +20,22 @@ def _groups(inputs: GroupedMatmulInputs) -> Iterator[tuple[int, int, int, slice]
                 yield row, shared, group - offset, slice(start, end)
 
 
+def _per_matrix(inputs: GroupedMatmulInputs, row: int, matrix: int) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and bias of one matrix, each `[n]` or a single number."""
+    scale, bias = inputs.rhs_scale, inputs.bias
+    return (
+        np.ones(1) if scale is None else scale[row % len(scale), matrix],
+        np.zeros(1) if bias is None else bias[row % len(bias), matrix],
+    )
+
+
 def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs) -> GroupedMatmulOutputs:
     rhs = inputs.rhs.swapaxes(-1, -2) if call.transpose_rhs else inputs.rhs
     shape = (*inputs.lhs.shape[:2], call.columns)
     out = np.zeros(shape) if inputs.existing_out is None else inputs.existing_out.copy()
     for row, shared, matrix, rows in _groups(inputs):
-        out[row, rows] = inputs.lhs[row, rows] @ rhs[shared, matrix]
+        scale, bias = _per_matrix(inputs, row, matrix)
+        out[row, rows] = inputs.lhs[row, rows] @ rhs[shared, matrix] * scale + bias
     return GroupedMatmulOutputs(out)
 
 
@@ -34,15 +44,24 @@ def backward(
 ) -> GroupedMatmulInputs:
     rhs = inputs.rhs.swapaxes(-1, -2) if call.transpose_rhs else inputs.rhs
     d_lhs, d_rhs, d_existing = np.zeros(inputs.lhs.shape), np.zeros(rhs.shape), cotangents.out.copy()
+    d_scale, d_bias = (None if value is None else np.zeros(value.shape) for value in (inputs.rhs_scale, inputs.bias))
     for row, shared, matrix, rows in _groups(inputs):
-        grad = cotangents.out[row, rows]
-        d_lhs[row, rows] = grad @ rhs[shared, matrix].T
-        d_rhs[shared, matrix] += inputs.lhs[row, rows].T @ grad
+        lhs, grad = inputs.lhs[row, rows], cotangents.out[row, rows]
+        scale, _ = _per_matrix(inputs, row, matrix)
+        d_lhs[row, rows] = (grad * scale) @ rhs[shared, matrix].T
+        d_rhs[shared, matrix] += lhs.T @ (grad * scale)
         d_existing[row, rows] = 0
+        if d_scale is not None:
+            per_column = np.sum(grad * (lhs @ rhs[shared, matrix]), axis=0)
+            d_scale[row % len(d_scale), matrix] += per_column if d_scale.shape[2] == call.columns else per_column.sum()
+        if d_bias is not None:
+            d_bias[row % len(d_bias), matrix] += grad.sum(axis=0)
     return GroupedMatmulInputs(
         d_lhs,
         d_rhs.swapaxes(-1, -2) if call.transpose_rhs else d_rhs,
         None,
         None,
         None if inputs.existing_out is None else d_existing,
+        d_scale,
+        d_bias,
     )

@@ -1,0 +1,169 @@
+"""What the functions on paged caches share: their doors to the operations, and lengths that are known checked against tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.operation import Bound
+from ejkernel.operations import _pages
+from ejkernel.operations._checks import check_array
+from ejkernel.operations.paged_attention.interface import OPERATION as PAGED_ATTENTION
+from ejkernel.operations.paged_attention.interface import as_window
+from ejkernel.operations.paged_cache_update.interface import OPERATION as PAGED_CACHE_UPDATE
+
+_PAGE_AXIS: Mapping[str, int] = {"phtd": 2, "hptd": 2}
+
+
+def attend(*, form: Callable[..., Bound] | None = None, platform: Any = None, cfg: Any = None, **given: Any) -> Any:
+    """`paged_attention` on arrays and options together; a function that `over_mesh` can call."""
+    arrays = {name: value for name, value in given.items() if name not in _OPTIONS and value is not None}
+    options = {name: given[name] for name in _OPTIONS if given.get(name) is not None}
+    return PAGED_ATTENTION.invoke(arrays, options, platform=platform, cfg=as_mapping(cfg), form=form)
+
+
+_OPTIONS = (
+    "layout",
+    "key_heads",
+    "page_size",
+    "softmax_scale",
+    "causal",
+    "sliding_window",
+    "logits_soft_cap",
+    "precision",
+    "return_lse",
+)
+
+
+def update_and_attend(
+    *,
+    query: Any,
+    key: Any,
+    value: Any,
+    key_pages: Any,
+    value_pages: Any = None,
+    query_start_loc: Any,
+    kv_lens: Any,
+    block_tables: Any,
+    num_seqs: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    layout: str = "pthd",
+    platform: Any = None,
+    cfg: Any = None,
+    **rest: Any,
+) -> tuple[Any, Any]:
+    """`paged_cache_update`, then `paged_attention` over what it wrote; returns the output and the pages."""
+    described = {"query_start_loc": query_start_loc, "kv_lens": kv_lens, "block_tables": block_tables}
+    scales = {name: scale for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)) if scale is not None}
+    active = {} if num_seqs is None else {"num_seqs": num_seqs}
+    pages = {"key_pages": key_pages} if value_pages is None else {"key_pages": key_pages, "value_pages": value_pages}
+    updated = PAGED_CACHE_UPDATE.invoke(
+        {"key": key, "value": value, **pages, **described, **scales, **active},
+        {"layout": layout},
+        platform=platform,
+        form=None if num_seqs is None else _update_active,
+    )
+    pages = dict(zip(pages, updated if isinstance(updated, tuple) else (updated,), strict=True))
+    out = attend(
+        query=query,
+        **pages,
+        **described,
+        **scales,
+        **active,
+        layout=layout,
+        form=None if num_seqs is None else attend_active,
+        platform=platform,
+        cfg=cfg,
+        **rest,
+    )
+    return out, updated
+
+
+def one_token_each(*, query: Any, **rest: Any) -> Bound:
+    """Canonicalise one new token per request, `[R, H, D]`."""
+    check_array("query", query, ndim=3)
+    return PAGED_ATTENTION.canonicalise(query, query_start_loc=jnp.arange(query.shape[0] + 1, dtype=jnp.int32), **rest)
+
+
+def attend_active(*, query_start_loc: Any, kv_lens: Any, num_seqs: Any, **rest: Any) -> Bound:
+    """Canonicalise with the first `num_seqs` requests alone."""
+    starts, lengths = _first(query_start_loc, kv_lens, num_seqs)
+    return PAGED_ATTENTION.canonicalise(query_start_loc=starts, kv_lens=lengths, **rest)
+
+
+def _update_active(*, query_start_loc: Any, kv_lens: Any, num_seqs: Any, **rest: Any) -> Bound:
+    starts, lengths = _first(query_start_loc, kv_lens, num_seqs)
+    return PAGED_CACHE_UPDATE.canonicalise(query_start_loc=starts, kv_lens=lengths, **rest)
+
+
+def _first(starts: Any, lengths: Any, count: Any) -> tuple[Any, Any]:
+    """Starts and lengths in which requests from `count` on have neither new tokens nor keys, whatever they held."""
+    for name, array in (("query_start_loc", starts), ("kv_lens", lengths)):
+        check_array(name, array, ndim=1, floating=False)
+    requests = lengths.shape[0]
+    if not jnp.issubdtype(jnp.result_type(count), jnp.integer) or jnp.size(count) != 1:
+        raise wrong_type("num_seqs", f"{jnp.result_type(count)} of shape {jnp.shape(count)}", "an integer, a scalar or [1]")
+    count = jnp.clip(jnp.asarray(count).reshape(()), 0, requests).astype(jnp.int32)
+    active = jnp.arange(requests + 1, dtype=jnp.int32)
+    starts = starts[jnp.minimum(active, count)] if starts.shape[0] == requests + 1 else starts
+    return starts, jnp.where(active[:-1] < count, lengths, 0)
+
+
+def window_of(sliding_window: Any) -> int | None:
+    """The last keys that are visible: an int counts them, a pair `(left, right)` means `left + 1`."""
+    return as_window(sliding_window)
+
+
+def check_known(lengths_name: str, lengths: Any, tables: Any, pages: Any, layout: str, active: Any = None) -> None:
+    """Lengths that are known must fit what the tables' pages hold."""
+    _pages.check_layout(layout)
+    if getattr(tables, "ndim", 0) == 2 and getattr(pages, "ndim", 0) == 4:
+        size = pages.shape[_PAGE_AXIS.get(layout, 1)]
+        meaning = f"what {tables.shape[1]} pages of {size} tokens hold"
+        _pages.check_lengths(lengths_name, lengths, tables.shape[1] * size, meaning, active)
+
+
+def as_hashable(cfg: Any) -> Any:
+    """A mapping as pairs, so that it can be part of the key of a compiled program."""
+    return tuple(sorted(cfg.items())) if isinstance(cfg, Mapping) else cfg
+
+
+def as_mapping(cfg: Any) -> Any:
+    """The inverse of `as_hashable`."""
+    return dict(cfg) if isinstance(cfg, tuple) else cfg
+
+
+def settings(**given: Any) -> dict[str, Any]:
+    """Options without those that are None, hashable."""
+    found = {name: value for name, value in given.items() if value is not None}
+    if "cfg" in found:
+        found["cfg"] = as_hashable(found["cfg"])
+    if isinstance(found.get("platform"), list):
+        found["platform"] = tuple(found["platform"])
+    return found
+
+
+def check_hints(**hints: Any) -> None:
+    """Hints to platforms that have such a knob must at least be of the right kind; they never change results.
+
+    Args:
+        **hints: by argument name, `(value, type or types)`; None is always right.
+    """
+    for name, (value, kinds) in hints.items():
+        if value is not None and not isinstance(value, kinds):
+            kind = " or ".join(one.__name__ for one in (kinds if isinstance(kinds, tuple) else (kinds,)))
+            raise wrong_type(name, repr(value), f"{kind}, or None")
+
+
+def check_floating_dtype(name: str, dtype: Any) -> None:
+    """Refuse what is not a floating dtype."""
+    try:
+        floating = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise invalid(name, repr(dtype), "a floating dtype, or None")

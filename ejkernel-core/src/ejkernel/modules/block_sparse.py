@@ -1,0 +1,167 @@
+"""Softmax attention that skips the tiles that its mask leaves empty."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ejkernel._policy import PlatformChoice
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.modules import _sharded
+from ejkernel.modules._block_layout import BlockSparseLayout, as_predicate_or_map, block_sparse_layout
+from ejkernel.modules._forms import class_form
+from ejkernel.modules._static import options_of
+from ejkernel.operations._checks import check_array
+from ejkernel.operations.block_sparse_attention.interface import OPERATION as _BLOCK_SPARSE_ATTENTION
+from ejkernel.operations.flash_attention.bind import as_flag
+
+_POSITIONAL = ("query", "key", "value", "softmax_aux", "bias")
+
+
+def blocksparse_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    softmax_aux: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    mask_builder: Any = None,
+    mask_info: Any = None,
+    qkv_layouts: BlockSparseLayout | tuple[BlockSparseLayout] | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    causal: bool | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    fused_backward: bool = False,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> jax.Array:
+    """Exact softmax attention that computes only tiles with visible pairs: `softmax(mask(cap(scale * q . k + bias))) . v`.
+
+    The result is that of dense attention under the same mask; the work falls with the number of tiles that hold a visible pair.
+    Everything said about visibility holds at once. A query that sees no key gives 0 and no gradient.
+
+    Args:
+        query: `[B, H, T, D]`: heads before tokens; any lengths and head sizes.
+        key: `[B, K, S, D]`; query head h reads key head `h // (H // K)`.
+        value: `[B, K, S, V]`.
+        softmax_aux: sinks `[H]`, `[H, n]` or `[1, n]`, logits that take part in the softmax's denominator only; have gradients.
+        bias: floating `[B|1, H|1, T|1, S|1]`; has a gradient. It does not decide which tiles are visited.
+        mask_builder: a function `(query_positions, key_positions) -> bool` of int32 arrays that broadcast together, elementwise,
+            made of operators that NumPy and JAX share, without traced arrays inside; define it once, for it is part of the key
+            of the compiled program. Or a map bool `[n, tiles]` or `[B, n, tiles]` of the tiles to visit, in blocks of 128 x 128.
+        mask_info: a `MaskInfo`; its segments, positions and dense mask may be traced.
+        qkv_layouts: a layout made by `block_sparse_layout` (or a tuple of that one), which holds its mask: mask_info and
+            mask_builder are then left out. Saves finding the tiles again in every layer.
+        sliding_window: `(left, right)` keys around the query's position, inclusive, None = unlimited; an int w means (w, w).
+        chunk_size: a query sees only keys of its own chunk of this many positions.
+        causal: a query sees keys up to its own position. None means True, and with qkv_layouts what the layout says.
+        logits_soft_cap: c > 0 turns logits into `c * tanh(logits / c)`.
+        softmax_scale: factor on the products; None means `1 / sqrt(D)`.
+        fused_backward: a hint for platforms that have two backward kernels; never changes a result.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation; blocks need not divide the lengths.
+        mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split. Masks and layouts are split along.
+        in_specs: one PartitionSpec or None for each of the five positional arrays; bias and softmax_aux follow the query without.
+        out_specs: PartitionSpec of the output.
+
+    Returns:
+        `[B, H, T, V]` in the query's dtype.
+
+    Raises:
+        ValueError: shapes, values or settings that do not fit or contradict each other.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Child et al., Generating long sequences with sparse transformers, 2019; tiles as in Dao et al., FlashAttention, 2022,
+        section 3.3.
+    """
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        check_array(name, array, ndim=4)
+    as_flag("fused_backward", fused_backward)
+    arrays = {name: _heads_after_tokens(array) for name, array in (("query", query), ("key", key), ("value", value))}
+    arrays |= {name: array for name, array in (("softmax_aux", softmax_aux), ("bias", bias)) if array is not None}
+    queries, keys = query.shape[2], key.shape[2]
+    predicate, tile_map = as_predicate_or_map(mask_builder, None, None)
+    if tile_map is not None and qkv_layouts is None:
+        qkv_layouts = block_sparse_layout(
+            queries,
+            keys,
+            mask_info=mask_info,
+            mask_builder=tile_map,
+            causal=causal is not False,
+            sliding_window=sliding_window,
+            chunk_size=chunk_size,
+        )
+        mask_builder = mask_info = sliding_window = chunk_size = causal = None
+    structure = {"sliding_window": sliding_window, "chunk_size": chunk_size}
+    if qkv_layouts is None:
+        options = options_of(causal=causal is not False, mask_builder=predicate, **structure)
+        arrays |= {} if mask_info is None else {"mask_info": mask_info}
+    else:
+        layout = _one_layout(qkv_layouts, queries, mask_info=mask_info, mask_builder=mask_builder)
+        said = layout.mask_info.causal if causal is None else causal
+        options = options_of(causal=said, mask_builder=layout.mask_builder, **structure)
+        options |= {"q_blocksize": layout.q_blocksize, "kv_blocksize": layout.kv_blocksize}
+        arrays |= {"mask_info": layout.mask_info, "key_tiles": layout.key_tiles}
+        if sliding_window is chunk_size is None and said == layout.mask_info.causal and layout.mask_info.prefix is None:
+            arrays["full_tiles"] = layout.full_tiles
+    options |= options_of(logits_soft_cap=logits_soft_cap, softmax_scale=softmax_scale)
+    out = _sharded.invoke(
+        _BLOCK_SPARSE_ATTENTION,
+        arrays,
+        options,
+        positional=_POSITIONAL,
+        mesh=mesh,
+        in_specs=_heads_last(in_specs),
+        out_specs=_swapped(out_specs),
+        platform=platform,
+        cfg=cfg,
+    )
+    return jnp.swapaxes(out, 1, 2)
+
+
+def _heads_after_tokens(array: Any) -> Any:
+    """`[B, H, T, D] -> [B, T, H, D]`, of arrays and of the shapes that `explain` is given."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((array.shape[0], array.shape[2], array.shape[1], array.shape[3]), array.dtype)
+    return jnp.swapaxes(array, 1, 2)
+
+
+def _one_layout(layouts: Any, queries: int, **others: Any) -> BlockSparseLayout:
+    layout = layouts[0] if isinstance(layouts, (tuple, list)) and len(layouts) == 1 else layouts
+    if not isinstance(layout, BlockSparseLayout):
+        raise wrong_type("qkv_layouts", type(layouts).__name__, "a layout made by block_sparse_layout")
+    for name, given in others.items():
+        if given is not None:
+            raise invalid(name, "given beside qkv_layouts", "None", remedy="build the layout with it: a layout holds its mask")
+    blocks = -(-queries // layout.q_blocksize)
+    if layout.key_tiles.shape[1] != blocks:
+        raise invalid(
+            "qkv_layouts", f"a layout of {layout.key_tiles.shape[1]} blocks of queries", f"{blocks} for T = {queries}"
+        )
+    return layout
+
+
+def _heads_last(in_specs: Any) -> Any:
+    """The specs of query, key and value for `[B, T, H, D]`."""
+    if not isinstance(in_specs, (tuple, list)) or isinstance(in_specs, PartitionSpec):
+        return in_specs
+    return (*(_swapped(spec) for spec in in_specs[:3]), *in_specs[3:])
+
+
+def _swapped(spec: Any) -> Any:
+    if not isinstance(spec, PartitionSpec) or len(spec) < 2:
+        return spec
+    entries = (*spec, None)
+    return PartitionSpec(entries[0], entries[2], entries[1], *entries[3:-1])
+
+
+BlockSparseAttention = class_form("BlockSparseAttention", blocksparse_attention)

@@ -1,0 +1,326 @@
+"""States that are corrected towards each value before it is stored: the gated delta rule, its form by channel, and RWKV-7."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ejkernel._policy import PlatformChoice
+from ejkernel.errors import invalid
+from ejkernel.modules._deltas import by_removal, check_starts, chunked_by, delta, ragged
+from ejkernel.modules._forms import class_form
+from ejkernel.modules._mesh import over_mesh
+from ejkernel.operations._checks import check_array, check_shape
+from ejkernel.operations.delta_rule.interface import OPERATION as _DELTA_RULE
+
+_POSITIONAL = ("query", "key", "value", "beta", "decay", "initial_state", "seg_ids", "cu_seqlens")
+
+
+def gated_delta_rule(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    beta: jax.Array,
+    decay: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    *,
+    softmax_scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    use_chunked: bool = True,
+    return_state: bool = False,
+    reverse: bool = False,
+    chunk_size: int | None = None,
+    seg_ids: jax.Array | None = None,
+    cu_seqlens: jax.Array | None = None,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Any:
+    """The gated delta rule: `S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; out = scale * S^T q`, one decay g per head.
+
+    Args:
+        query: `[B,T,K,D]`, float32, bfloat16 or float16; any length, 0 included.
+        key: `[B,T,K,D]`. The numbers of heads of query, key and value divide the largest of them, H; a head is shared by
+            consecutive ones.
+        value: `[B,T,K,V]`, of the dtype of query and key.
+        beta: `[B,T,K]`, the share of the difference that is stored, usually 0 to 1 (2 with keys of length 1 reflects).
+        decay: `[B,T,K]`, natural logarithm of what is left of the state, <= 0; -inf forgets. None = 0.
+        initial_state: `[B,H,D,V]`, or `[n,H,D,V]` with cu_seqlens; None = zeros.
+        softmax_scale: factor of the result; None = `1 / sqrt(D)`.
+        use_qk_l2norm: divide query and key by `sqrt(sum x^2 + 1e-6)` first.
+        use_chunked: many tokens at once, by matrix products; False: token after token. The numbers are the same.
+        return_state: also return the last state.
+        reverse: run every sequence from its last token to its first.
+        chunk_size: tokens of one chunk, a hint for speed; the same as `cfg={"chunk_size": chunk_size}`.
+        seg_ids: integers `[B,T]` or `[1,T]`. The state becomes 0 before a token whose id is not that of the token before it.
+            Tokens with an id below 0 are padding: they take no part, whatever they hold, get 0, and do not separate their
+            neighbours; the first token that takes part starts from initial_state.
+        cu_seqlens: integers `[n + 1]`, not decreasing, from 0 to at most T; may be traced; B = 1. Sequence i is the tokens
+            from cu_seqlens[i] to cu_seqlens[i + 1]; tokens after the last one take no part, whatever they hold, and get 0.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation: its dataclass, or a mapping of its fields.
+        mesh: a mesh over which to split batch and heads, with in_specs and out_specs.
+        in_specs: a PartitionSpec or None for each of query, key, value, beta, decay, initial_state, seg_ids, cu_seqlens, or
+            for the first of them.
+        out_specs: a PartitionSpec for the result; a pair for result and state.
+
+    Returns:
+        `[B,T,H,V]` in the dtype of value; with return_state a pair with the state `[B,H,D,V]` (`[n,H,D,V]`), float32.
+
+    Raises:
+        ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
+        TypeError: a dtype does not fit.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule, 2025.
+    """
+    if getattr(decay, "ndim", 3) != 3:
+        remedy = "kernel_delta_attention takes one per channel"
+        raise invalid("decay", f"shape {tuple(decay.shape)}", "[B,T,H], one per head", remedy=remedy)
+    return kernel_delta_attention(
+        query,
+        key,
+        value,
+        beta,
+        decay,
+        initial_state,
+        softmax_scale=softmax_scale,
+        use_qk_l2norm=use_qk_l2norm,
+        use_chunked=use_chunked,
+        return_state=return_state,
+        reverse=reverse,
+        chunk_size=chunk_size,
+        seg_ids=seg_ids,
+        cu_seqlens=cu_seqlens,
+        platform=platform,
+        cfg=cfg,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
+
+
+def kernel_delta_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    beta: jax.Array,
+    decay: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    *,
+    softmax_scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    use_chunked: bool = True,
+    return_state: bool = False,
+    reverse: bool = False,
+    chunk_size: int | None = None,
+    seg_ids: jax.Array | None = None,
+    cu_seqlens: jax.Array | None = None,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Any:
+    """The delta rule with one decay per channel of the key (KDA).
+
+    `S <- diag(exp g) S; S <- S + k (beta (v - S^T k))^T; out = scale * S^T q`
+
+    Args:
+        query, key, value, beta, initial_state: as in `gated_delta_rule`.
+        decay: `[B,T,K,D]`, or `[B,T,K]` for one per head, or None.
+        softmax_scale, use_qk_l2norm, use_chunked, return_state, reverse, chunk_size, seg_ids, cu_seqlens: as in
+            `gated_delta_rule`.
+        platform, cfg, mesh, in_specs, out_specs: as in `gated_delta_rule`.
+
+    Returns:
+        As `gated_delta_rule`.
+
+    Raises:
+        ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
+        TypeError: a dtype does not fit.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Kimi Team, Kimi Linear: An Expressive, Efficient Attention Architecture, 2025.
+    """
+    arrays = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "beta": beta,
+        "decay": decay,
+        "initial_state": initial_state,
+        "seg_ids": seg_ids,
+        "cu_seqlens": cu_seqlens,
+    }
+    options = {
+        "scale": softmax_scale,
+        "use_qk_l2norm": use_qk_l2norm,
+        "chunked": use_chunked,
+        "reverse": reverse,
+        "return_state": return_state,
+        "platform": platform,
+        "cfg": chunked_by(chunk_size, cfg),
+    }
+    return over_mesh(delta, arrays, options, positional=_POSITIONAL, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def ragged_gated_delta_rule(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    beta: jax.Array,
+    decay: jax.Array | None = None,
+    recurrent_state: jax.Array | None = None,
+    query_start_loc: jax.Array | None = None,
+    state_indices: jax.Array | None = None,
+    *,
+    softmax_scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    chunk_size: int | None = None,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The gated delta rule over the packed tokens of many requests, each of which has its state in a slot of a pool.
+
+    One program serves every mix of prefill and decode: a request of one token takes a single step, without a chunk.
+
+    Args:
+        query, key: `[N,K,D]`; value: `[N,K,V]`; heads as in `gated_delta_rule`.
+        beta: `[N,K]`.
+        decay: `[N,K]`, or `[N,K,D]` for one per channel; None = 0.
+        recurrent_state: the pool `[slots,H,D,V]`, of a floating type; states are float32 inside and rounded when stored.
+        query_start_loc: integers `[R + 1]`, not decreasing, from 0 to at most N; may be traced. Request i has the tokens from
+            query_start_loc[i] to query_start_loc[i + 1]. Tokens after the last one take no part, whatever they hold, and
+            get 0.
+        state_indices: integers `[R]`, the slot of each request; may be traced. Requests that have tokens must have different
+            slots. One whose slot is not in the pool (-1) starts from zeros and its state is not stored.
+        softmax_scale, use_qk_l2norm, chunk_size: as in `gated_delta_rule`.
+        platform, cfg: as in `gated_delta_rule`.
+
+    Returns:
+        `[N,H,V]` in the dtype of value, and the pool with the slots of the requests that have tokens replaced; under `jit`
+        with the pool donated, in its place.
+
+    Raises:
+        ValueError: a shape does not fit, or query_start_loc (if concrete) decreases, does not start at 0 or ends beyond N.
+        TypeError: an argument is missing, or a dtype does not fit.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: the rule as in `gated_delta_rule`; the pool of states is that of continuous batching.
+    """
+    check_starts(query_start_loc, query)
+    arrays = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "beta": beta,
+        "decay": decay,
+        "recurrent_state": recurrent_state,
+        "query_start_loc": query_start_loc,
+        "state_indices": state_indices,
+    }
+    options = {"scale": softmax_scale, "use_qk_l2norm": use_qk_l2norm}
+    return _DELTA_RULE.invoke(arrays, options, platform=platform, cfg=chunked_by(chunk_size, cfg), form=ragged)
+
+
+def rwkv7(
+    r: jax.Array,
+    w: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    softmax_scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    return_state: bool = False,
+    use_chunked: bool = True,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> Any:
+    """The recurrence of RWKV-7: `S <- diag(exp w) S + a (b^T S) + k v^T; out = scale * S^T r`, with the old S in `b^T S`.
+
+    Args:
+        r: `[B,T,H,D]`, the receptance; float32, bfloat16 or float16; heads as those of query in `gated_delta_rule`.
+        w: `[B,T,H,D]`, the logarithm of the decay, <= 0.
+        k: `[B,T,H,D]`; v: `[B,T,H,V]`; of the dtype of r.
+        a: `[B,T,H,D]`, where it is written what b reads.
+        b: `[B,T,H,D]`.
+        softmax_scale: factor of the result; None = `1 / sqrt(D)`; models of RWKV-7 want 1.
+        initial_state, reverse, cu_seqlens, return_state, use_chunked: as in `gated_delta_rule`.
+        platform, cfg: as in `gated_delta_rule`.
+
+    Returns:
+        As `gated_delta_rule`.
+
+    Raises:
+        ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
+        TypeError: a dtype does not fit.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, 2025.
+    """
+    arrays = {"query": r, "decay": w, "key": k, "value": v, "a": a, "b": b}
+    for name, array in zip(("r", "w", "k", "v", "a", "b"), arrays.values(), strict=True):
+        check_array(name, array, ndim=4)
+    arrays = {**arrays, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    options = {"scale": softmax_scale, "chunked": use_chunked, "reverse": reverse, "return_state": return_state}
+    return _DELTA_RULE.invoke(arrays, options, platform=platform, cfg=cfg)
+
+
+def rwkv7_mul(
+    r: jax.Array,
+    w: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kk: jax.Array,
+    a: jax.Array,
+    *,
+    softmax_scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    reverse: bool = False,
+    cu_seqlens: jax.Array | None = None,
+    return_state: bool = False,
+    use_chunked: bool = True,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> Any:
+    """`rwkv7` by the removal key kk and its rate a: `S <- diag(exp w) S - (kk * a) (kk^T S) + k v^T; out = scale * S^T r`.
+
+    Args:
+        r, w, k, v: as in `rwkv7`.
+        kk: `[B,T,H,D]`, what is removed, usually of length 1.
+        a: `[B,T,H,D]`, how much of each channel is removed, usually 0 to 1.
+        softmax_scale, initial_state, reverse, cu_seqlens, return_state, use_chunked: as in `rwkv7`.
+        platform, cfg: as in `gated_delta_rule`.
+
+    Returns:
+        As `gated_delta_rule`.
+
+    Raises:
+        ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
+        TypeError: a dtype does not fit.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, 2025.
+    """
+    for name, array in (("r", r), ("w", w), ("k", k), ("v", v), ("kk", kk), ("a", a)):
+        check_array(name, array, ndim=4)
+    check_shape("a", a, tuple(kk.shape), "[B,T,H,D] as kk")
+    arrays = {"r": r, "w": w, "k": k, "v": v, "kk": kk, "a": a, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    options = {"scale": softmax_scale, "chunked": use_chunked, "reverse": reverse, "return_state": return_state}
+    _DELTA_RULE.check_values({"query": r, "cu_seqlens": cu_seqlens})
+    return _DELTA_RULE.invoke(arrays, options, platform=platform, cfg=cfg, form=by_removal)
+
+
+GatedDeltaRule = class_form("GatedDeltaRule", gated_delta_rule)
+KernelDeltaAttention = class_form("KernelDeltaAttention", kernel_delta_attention)
+RaggedGatedDeltaRule = class_form("RaggedGatedDeltaRule", ragged_gated_delta_rule)
+RWKV7 = class_form("RWKV7", rwkv7)
+RWKV7Mul = class_form("RWKV7Mul", rwkv7_mul)

@@ -1,0 +1,193 @@
+"""Multi-head latent attention: keys and values are projections of one short latent vector per token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel._policy import PlatformChoice
+from ejkernel.errors import invalid
+from ejkernel.modules._forms import class_form
+from ejkernel.modules._packed import check_cum_seqlens, packed
+from ejkernel.modules._static import options_of
+from ejkernel.operation import Bound
+from ejkernel.operations._checks import check_array, check_shape
+from ejkernel.operations._numbers import check_compute
+from ejkernel.operations.flash_attention.bind import as_flag, host_seed
+from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
+
+
+def flash_mla(
+    query: jax.Array,
+    key_value: jax.Array,
+    w_kc: jax.Array,
+    w_vc: jax.Array,
+    b_q: jax.Array | None = None,
+    b_k: jax.Array | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    causal_alignment: str | None = None,
+    cu_seqlens: jax.Array | None = None,
+    mask_info: Any = None,
+    bias: jax.Array | None = None,
+    softmax_aux: jax.Array | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: Any = None,
+    precision: Any = None,
+    absorbed: bool = False,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> jax.Array:
+    """Latent attention: with `c = key_value`, keys are `[c . w_kc, b_k]`, values `c . w_vc`; softmax attention of query over them.
+
+    Two forms of the same sum. The expanded one (default) makes keys and values of every head from the latents, which suits
+    training and prefill. The absorbed one moves `w_kc` to the query and `w_vc` behind the weights, `(q . w_kc^T) . c` and
+    `(sum_s p_s c_s) . w_vc`, so that all heads read one latent per token: it suits few queries over many keys.
+
+    Args:
+        query: `[B, T, H, d_nope]`, or `[B, T, H, d_nope + d_rope]` with b_k and without b_q.
+        key_value: latents `[B, S, r]`.
+        w_kc: `[r, K, d_nope]`; query head h reads head `h // (H // K)`.
+        w_vc: `[r, K, V]`.
+        b_q: rotary part of the query, `[B, T, H, d_rope]`, or `[B, T, d_rope]` for all heads.
+        b_k: rotary part of the keys, shared by all heads, `[B, S, d_rope]`.
+        softmax_scale: factor on the products; None means `1 / sqrt(d_nope + d_rope)`.
+        causal: a query sees keys up to its own position.
+        causal_alignment: see `flash_attention`.
+        cu_seqlens: int `[R + 1]`, cumulative lengths of sequences packed into the tokens, B = 1.
+        mask_info, bias, softmax_aux, sliding_window, chunk_size, logits_soft_cap, dropout_prob, dropout_seed, precision: see
+            `flash_attention`.
+        absorbed: compute the absorbed form.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+
+    Returns:
+        `[B, T, H, V]` in the query's dtype. All floating arguments have gradients.
+
+    Raises:
+        ValueError: shapes, values or settings that do not fit or contradict each other.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: DeepSeek-AI, DeepSeek-V2, 2024, section 2.1; the names of the arguments as in SGLang's and EasyDeL's latent attention.
+    """
+    arrays = {"query": query, "key_value": key_value, "w_kc": w_kc, "w_vc": w_vc, "b_q": b_q, "b_k": b_k}
+    if dropout_seed is not None:
+        dropout_seed = host_seed(dropout_seed)
+    arrays |= {"mask_info": mask_info, "bias": bias, "softmax_aux": softmax_aux, "dropout_seed": dropout_seed}
+    if cu_seqlens is not None:
+        check_cum_seqlens("cu_seqlens", cu_seqlens, query.shape[1])
+        arrays["cu_seqlens"] = cu_seqlens
+    options = options_of(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        causal_alignment=causal_alignment,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        logits_soft_cap=logits_soft_cap,
+        dropout_prob=dropout_prob,
+        precision=precision,
+    )
+    options["absorbed"] = as_flag("absorbed", absorbed)
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    return _FLASH_ATTENTION.invoke(arrays, options, form=_latent, platform=platform, cfg=cfg)
+
+
+def _latent(
+    query: Any,
+    key_value: Any,
+    w_kc: Any,
+    w_vc: Any,
+    b_q: Any = None,
+    b_k: Any = None,
+    cu_seqlens: Any = None,
+    *,
+    absorbed: bool,
+    softmax_scale: float | None = None,
+    precision: Any = None,
+    **rest: Any,
+) -> Bound:
+    """Canonicalise latent attention as `flash_attention`."""
+    query, rotary = _split_query(query, key_value, w_kc, w_vc, b_q, b_k)
+    parts = (query.shape[3], 0 if b_k is None else b_k.shape[2])
+    scale = 1 / math.sqrt(sum(parts)) if softmax_scale is None else softmax_scale
+    if absorbed:
+        group = query.shape[2] // w_kc.shape[1]
+        query = _product("bthd,rhd->bthr", query, jnp.repeat(w_kc, group, axis=1), precision)
+        key = value = key_value[:, :, None]
+    else:
+        key = _product("bsr,rkd->bskd", key_value, w_kc, precision)
+        value = _product("bsr,rkv->bskv", key_value, w_vc, precision)
+    if b_k is not None:
+        query = jnp.concatenate([query, rotary], axis=-1)
+        key = jnp.concatenate([key, jnp.broadcast_to(b_k[:, :, None], (*key.shape[:3], b_k.shape[2]))], axis=-1)
+    settings = {"softmax_scale": scale, "precision": precision, **rest}
+    if cu_seqlens is None:
+        bound = _FLASH_ATTENTION.canonicalise(query, key, value, **settings)
+    else:
+        bound = packed(query, key, value, cu_seqlens, layout="bthd", **settings)
+    if not absorbed:
+        return bound
+
+    def finish(outputs: Any) -> Any:
+        weights = jnp.repeat(w_vc, query.shape[2] // w_vc.shape[1], axis=1)
+        return _product("bthr,rhv->bthv", bound.finish(outputs), weights, precision)
+
+    return Bound(bound.call, bound.inputs, finish)
+
+
+def _split_query(query: Any, key_value: Any, w_kc: Any, w_vc: Any, b_q: Any, b_k: Any) -> tuple[Any, Any]:
+    """Check what belongs together and return the two parts of the query, `[B, T, H, d_nope]` and `[B, T, H, d_rope]`."""
+    given = {"query": (query, 4), "key_value": (key_value, 3), "w_kc": (w_kc, 3), "w_vc": (w_vc, 3)}
+    for name, (array, rank) in given.items():
+        check_compute(name, array, ndim=rank)
+    batch, queries, heads, _ = query.shape
+    rank, key_heads, size = w_kc.shape
+    if key_value.shape[0] != batch:
+        raise invalid("key_value", f"batch size {key_value.shape[0]}", f"the query's {batch}")
+    if key_value.shape[2] != rank:
+        raise invalid("w_kc", f"shape {tuple(w_kc.shape)}", f"[r, K, d_nope] with r = {key_value.shape[2]}, the latents' size")
+    if w_vc.shape[:2] != (rank, key_heads):
+        raise invalid("w_vc", f"shape {tuple(w_vc.shape)}", f"[{rank}, {key_heads}, V] as w_kc")
+    if key_heads == 0 or heads % key_heads:
+        raise invalid("query", f"{heads} heads", f"a multiple of the {key_heads} heads of w_kc")
+    if b_k is None:
+        if b_q is not None:
+            raise invalid("b_q", "an array", "None without b_k")
+        check_shape("query", query, (batch, queries, heads, size), "[B, T, H, d_nope] with the d_nope of w_kc")
+        return query, None
+    check_array("b_k", b_k, ndim=3)
+    rotary_size = b_k.shape[2]
+    check_shape("b_k", b_k, (batch, key_value.shape[1], rotary_size), "[B, S, d_rope]")
+    if b_q is None:
+        check_shape("query", query, (batch, queries, heads, size + rotary_size), "[B, T, H, d_nope + d_rope] without b_q")
+        return query[..., :size], query[..., size:]
+    check_shape("query", query, (batch, queries, heads, size), "[B, T, H, d_nope] with b_q")
+    full = (batch, queries, heads, rotary_size)
+    if len(b_q.shape) == 3:
+        check_shape("b_q", b_q, (batch, queries, rotary_size), "[B, T, d_rope] or [B, T, H, d_rope]")
+        return query, jnp.broadcast_to(b_q[:, :, None], full)
+    check_shape("b_q", b_q, full, "[B, T, H, d_rope] or [B, T, d_rope]")
+    return query, b_q
+
+
+def _product(equation: str, first: Any, second: Any, precision: Any) -> Any:
+    """In the first array's dtype, summed in float32 at least; float32 products stay float32."""
+    dtype = jnp.promote_types(first.dtype, second.dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if precision is None and dtype.itemsize >= 4 else precision
+    return jnp.einsum(equation, first, second, precision=precision, preferred_element_type=wide).astype(first.dtype)
+
+
+multi_head_latent_attention = flash_mla
+"""Another name of `flash_mla`."""
+
+FlashMLA = class_form("FlashMLA", flash_mla)
+MultiHeadLatentAttention = class_form("MultiHeadLatentAttention", flash_mla)

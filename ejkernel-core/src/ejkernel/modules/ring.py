@@ -1,0 +1,184 @@
+"""Attention over sequences that are split over devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel._policy import PlatformChoice
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.modules import _mesh, _sharded
+from ejkernel.modules._axes import Axes, as_axes, check_mesh_axes
+from ejkernel.modules._forms import class_form
+from ejkernel.modules._ring.bind import check_layout
+from ejkernel.modules._ring.door import RingAttentionOver
+from ejkernel.modules._static import options_of
+from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
+
+_POSITIONAL = ("query", "key", "value", "softmax_aux", "bias")
+
+
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    softmax_aux: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    mask_info: Any = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    causal: bool = False,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
+    fused_backward: bool = False,
+    layout: str = "contiguous",
+    precision: Any = None,
+    return_lse: bool = False,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Any:
+    """Exact softmax attention over a sequence that is split over devices: `softmax(mask(cap(scale * q . k + bias))) . v`.
+
+    Every device keeps its queries; blocks of keys and values go round the devices of `axis_name` while the local attention of
+    the chosen platform works on the block at hand. Nothing is gathered. Blocks that causal, window or chunk masks hide from
+    every device are not visited; blocks that a device finds hidden by causality, positions or segments cost it nothing.
+
+    Args:
+        query: `[B, T, H, D]`, float32, bfloat16 or float16 (float64 on one device). With `mesh` the whole array, inside a
+            `shard_map` of one's own the device's shard; likewise everything below.
+        key: `[B, S, K, D]`; query head h reads key head `h // (H // K)`.
+        value: `[B, S, K, V]`.
+        softmax_aux: sinks `[H]`, `[H, n]` or `[1, n]`; take part in each row's denominator once; have gradients.
+        bias: floating `[B|1, H|1, T|1, S|1]` or `[T|1, S|1]`; has a gradient. A shard holds its queries' rows and *all* keys.
+        mask_info: a `MaskInfo`, split along with the arrays. A shard's holds the segments and positions of its own tokens, the
+            rows of a dense mask with all keys, and lengths of the whole sequence.
+        sliding_window: `(left, right)`, inclusive, None = unlimited; an int w means (w, w).
+        chunk_size: a query sees only keys of its own chunk of this many positions.
+        causal: a query sees keys up to its own position in the whole sequence.
+        logits_soft_cap: c > 0 turns logits into `c * tanh(logits / c)`.
+        softmax_scale: factor on the products; None means `1 / sqrt(D)`.
+        axis_name: mesh axis, or axes, over which the sequence is split; None means local attention.
+        fused_backward: a hint that changes nothing here: one pass always makes all gradients of a block.
+        layout: order of the sequence: "contiguous", or "zigzag" as `zigzag_shard` makes it, which balances causal work.
+        precision: of the matrix products, see `flash_attention`.
+        return_lse: return the log-sum-exp too.
+        platform: of the local attention: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation of the local attention.
+        mesh: make the `jax.shard_map` here; batch and heads may be split over its other axes.
+        in_specs: one PartitionSpec or None for each positional array; bias and softmax_aux follow the query without.
+        out_specs: PartitionSpec of the output, or a pair of them with `return_lse`.
+
+    Returns:
+        `[B, T, H, V]` in the query's dtype; with `return_lse` also float32 `[B, T, H]`, natural logarithm, differentiable.
+
+    Raises:
+        ValueError: shapes, values or settings that do not fit or contradict each other.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the local attention.
+
+    Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers for Near-Infinite Context, 2023; zigzag order:
+        Grattafiori et al., The Llama 3 Herd of Models, 2024, section 3.3.2 (context parallelism).
+    """
+    if not isinstance(fused_backward, bool):
+        raise wrong_type("fused_backward", repr(fused_backward), "True or False")
+    check_layout(layout)
+    named = {"query": query, "key": key, "value": value, "softmax_aux": softmax_aux, "bias": bias}
+    for name, array in named.items():
+        if not hasattr(array, "dtype") and (array is not None or name in _POSITIONAL[:3]):
+            raise wrong_type(name, type(array).__name__, "an array")
+    arrays = {**named, "mask_info": mask_info}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    options = options_of(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        logits_soft_cap=logits_soft_cap,
+        precision=precision,
+        return_lse=return_lse,
+    )
+    axes = as_axes(axis_name)
+    if mesh is not None:
+        axes = _split_axes(axes, arrays, mesh, in_specs, out_specs)
+    return _sharded.invoke(
+        RingAttentionOver(axes, layout) if axes else _FLASH_ATTENTION,
+        arrays,
+        options,
+        positional=_POSITIONAL,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        sequence_axes=axes if mesh is not None else (),
+        platform=platform,
+        cfg=cfg,
+    )
+
+
+def _split_axes(axes: Axes, arrays: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Axes:
+    """Those of `axis_name` that have more than one device; none where the specs leave the sequence whole."""
+    check_mesh_axes(axes, mesh)
+    _mesh.is_sharded(mesh, in_specs, out_specs)
+    split = _sharded.Split.of(arrays, _mesh.named_specs(arrays, _POSITIONAL, in_specs), mesh)
+    several = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+    return several if split.queries or split.keys else ()
+
+
+def zigzag_shard(array: jax.Array, axis_size: int, axis: int = 1) -> jax.Array:
+    """Reorder a sequence so that splitting it over `axis_size` devices balances causal attention.
+
+    The sequence is cut into `2 axis_size` pieces; device i gets pieces i and `2 axis_size - 1 - i`. A permutation; apply it to
+    everything that has the sequence axis: tokens, targets, segments, positions, both axes of a bias or dense mask.
+
+    Args:
+        array: the sequence on `axis`, in natural order, of a length divisible by `2 axis_size`.
+        axis_size: number of devices that will hold it.
+        axis: which axis.
+
+    Returns:
+        The array for `ring_attention(..., layout="zigzag")`.
+
+    Raises:
+        ValueError: the length does not divide.
+    """
+    return _permuted(array, axis_size, axis, _zigzag(axis_size))
+
+
+def zigzag_unshard(array: jax.Array, axis_size: int, axis: int = 1) -> jax.Array:
+    """The inverse of `zigzag_shard`, e.g. for outputs.
+
+    Args:
+        array: in zigzag order on `axis`.
+        axis_size: number of devices that hold it.
+        axis: which axis.
+
+    Returns:
+        The array in natural order.
+
+    Raises:
+        ValueError: the length does not divide.
+    """
+    order = _zigzag(axis_size)
+    return _permuted(array, axis_size, axis, [order.index(piece) for piece in range(2 * axis_size)])
+
+
+def _zigzag(axis_size: int) -> list[int]:
+    return [piece for device in range(axis_size) for piece in (device, 2 * axis_size - 1 - device)]
+
+
+def _permuted(array: Any, axis_size: int, axis: int, order: list[int]) -> Any:
+    axis = axis % array.ndim
+    length, pieces = array.shape[axis], len(order)
+    if pieces == 0 or length % pieces:
+        raise invalid("array", f"length {length} on axis {axis}", f"a multiple of 2 axis_size = {2 * axis_size}; pad it")
+    cut = array.reshape(*array.shape[:axis], pieces, length // pieces, *array.shape[axis + 1 :])
+    return jnp.take(cut, jnp.asarray(order), axis=axis).reshape(array.shape)
+
+
+RingAttention = class_form("RingAttention", ring_attention)

@@ -1,0 +1,359 @@
+"""Attention over paged caches that hold the new tokens already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel._policy import PlatformChoice
+from ejkernel.errors import invalid
+from ejkernel.modules import _paged
+from ejkernel.modules._forms import class_form
+from ejkernel.modules._mesh import over_mesh
+from ejkernel.operation import Bound
+from ejkernel.operations._checks import check_array
+from ejkernel.operations._pages import INTERLEAVED
+from ejkernel.operations.paged_attention.interface import OPERATION as _PAGED_ATTENTION
+
+
+def unified_attention(
+    queries: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    kv_lens: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    alibi_slopes: jax.Array | None = None,
+    qq_bias: jax.Array | None = None,
+    softmax_aux: jax.Array | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    layout: str = "pthd",
+    precision: Any = None,
+    return_lse: bool = False,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Any:
+    """Attention of packed new tokens, prompts and single steps in any mix, over a paged cache that holds their keys already.
+
+    `L_ij = cap(softmax_scale * k_scale * q_i . k_j) + slope * (j - i) + qq_bias`; `out_i = v_scale * softmax_j(L_ij) . v_j`. Token t of a
+    request with q new tokens is at position `kv_len - q + t`. One compiled program serves every mix of lengths.
+
+    Args:
+        queries: `[N, H, D]`, new tokens of all requests one after the other; float32, bfloat16 or float16.
+        key_cache: `[pages, page_size, K, D]`; query head h reads key head `h // (H // K)`. Floating, int8, float8_e4m3fn or
+            float8_e5m2.
+        value_cache: `[pages, page_size, K, V]` in the same dtype.
+        kv_lens: int `[R]`, tokens of each request in the cache, the new ones included.
+        block_tables: int `[R, W]`, the pages of each request in order; entries beyond need may hold anything.
+        query_start_loc: int `[R + 1]`, cumulative numbers of new tokens; tokens past the last one give 0.
+        alibi_slopes: `[H]`: key j gains `slope * (j - i)`.
+        qq_bias: `[Q, Q]` or `[R, Q, Q]`: bias from new token i to new token j of the same request, counted from its first new
+            one; -inf hides j (a tree of drafts). Tokens from Q on have none.
+        softmax_aux: sinks `[H]`, `[H, n]` or `[1, n]`, logits that take part in the softmax's denominator only.
+        softmax_scale: factor on the products; None means `1 / sqrt(D)`.
+        causal: False lets a new token see every token of its request.
+        sliding_window: w: the last w tokens, the query's own included; `(left, right)` means `left + 1`.
+        logits_soft_cap: c > 0 turns scaled products into `c * tanh(product / c)`.
+        k_scale: factor of the stored keys, a number, a scalar array or `[K]`; None is 1.
+        v_scale: the same for values.
+        layout: of the caches: "pthd" as above, "phtd" for `[pages, K, page_size, D]`, "hptd" for `[K, pages, page_size, D]`.
+        precision: of the matrix products; None for the full precision of the dtype.
+        return_lse: return the log-sum-exp too.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+        mesh: run inside `jax.shard_map` on this mesh; heads may be split.
+        in_specs: one PartitionSpec or None for each positional array, in order.
+        out_specs: PartitionSpec of the output, or a pair of them with `return_lse`.
+
+    Returns:
+        `[N, H, V]` in the queries' dtype; with `return_lse` also float32 `[N, H]`, natural logarithm, sinks included.
+
+    Raises:
+        ValueError: shapes or values that do not fit.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Kwon et al., Efficient memory management for large language model serving with PagedAttention, 2023.
+    """
+    _paged.check_known("kv_lens", kv_lens, block_tables, key_cache, layout)
+    arrays = {
+        "query": queries,
+        "key_pages": key_cache,
+        "value_pages": value_cache,
+        "kv_lens": kv_lens,
+        "block_tables": block_tables,
+        "query_start_loc": query_start_loc,
+        "alibi_slopes": alibi_slopes,
+        "qq_bias": qq_bias,
+        "softmax_aux": softmax_aux,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    options = _paged.settings(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        sliding_window=_paged.window_of(sliding_window),
+        logits_soft_cap=logits_soft_cap,
+        layout=layout,
+        precision=precision,
+        return_lse=return_lse,
+        platform=platform,
+        cfg=cfg,
+    )
+    specs = {"positional": tuple(arrays)[:9], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    return over_mesh(_paged.attend, arrays, options, **specs)
+
+
+def page_attention(
+    query: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    context_lens: jax.Array,
+    block_tables: jax.Array,
+    *,
+    softmax_scale: float | None = None,
+    attn_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    attn_logits_soft_cap: float | None = None,
+    softmax_aux: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    layout: str = "pthd",
+    return_lse: bool = False,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> Any:
+    """One decoding step: the last token of every request attends to its own pages.
+
+    Args:
+        query: `[R, H, D]`, one token per request.
+        key_cache: `[pages, page_size, K, D]`, see layout.
+        value_cache: `[pages, page_size, K, V]`.
+        context_lens: int `[R]`, tokens of each request in the cache, the current one included; 0 gives 0.
+        block_tables: int `[R, W]`.
+        softmax_scale: factor on the products; None means `1 / sqrt(D)`. `attn_scale` is another name for it.
+        attn_scale: see softmax_scale.
+        sliding_window: w: the last w tokens; `(left, right)` means `left + 1`.
+        logits_soft_cap: c > 0. `attn_logits_soft_cap` is another name for it.
+        attn_logits_soft_cap: see logits_soft_cap.
+        softmax_aux: sinks, see `unified_attention`, as are alibi_slopes, k_scale, v_scale and return_lse.
+        layout: "pthd" as above, "phtd" for `[pages, K, page_size, D]`, "hptd" for `[K, pages, page_size, D]`.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+
+    Returns:
+        `[R, H, V]` in the query's dtype; with `return_lse` also float32 `[R, H]`.
+
+    Raises:
+        ValueError: shapes or values that do not fit.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Kwon et al., PagedAttention, 2023.
+    """
+    _paged.check_known("context_lens", context_lens, block_tables, key_cache, layout)
+    return _paged.attend(
+        query=query,
+        key_pages=key_cache,
+        value_pages=value_cache,
+        kv_lens=context_lens,
+        block_tables=block_tables,
+        softmax_aux=softmax_aux,
+        alibi_slopes=alibi_slopes,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        softmax_scale=_either("softmax_scale", softmax_scale, "attn_scale", attn_scale),
+        sliding_window=_paged.window_of(sliding_window),
+        logits_soft_cap=_either("logits_soft_cap", logits_soft_cap, "attn_logits_soft_cap", attn_logits_soft_cap),
+        layout=layout,
+        return_lse=return_lse,
+        form=_paged.one_token_each,
+        platform=platform,
+        cfg=cfg,
+    )
+
+
+def prefill_page_attention(
+    query: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    context_len: jax.Array,
+    page_indices: jax.Array,
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    attn_logits_soft_cap: float | None = None,
+    softmax_aux: jax.Array | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    layout: str = "pthd",
+    return_lse: bool = False,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> Any:
+    """One chunk of one request's prompt attends to the request's pages, which hold the chunk already.
+
+    Args:
+        query: `[C, H, D]`, the last C tokens of the context.
+        key_cache: `[pages, page_size, K, D]`, see layout.
+        value_cache: `[pages, page_size, K, V]`.
+        context_len: int `[1]` or a scalar: tokens in the cache, the chunk included.
+        page_indices: int `[W]`, the request's pages in order.
+        softmax_scale: factor on the products; None means `1 / sqrt(D)`.
+        sliding_window: w: the last w tokens, of each token of the chunk; `(left, right)` means `left + 1`.
+        logits_soft_cap: c > 0. `attn_logits_soft_cap` is another name for it.
+        attn_logits_soft_cap: see logits_soft_cap.
+        softmax_aux: sinks, see `unified_attention`, as are k_scale, v_scale and return_lse.
+        layout: "pthd" as above, "phtd" for `[pages, K, page_size, D]`, "hptd" for `[K, pages, page_size, D]`.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+
+    Returns:
+        `[C, H, V]` in the query's dtype; with `return_lse` also float32 `[C, H]`.
+
+    Raises:
+        ValueError: shapes or values that do not fit.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Agrawal et al., SARATHI: Efficient LLM inference by piggybacking decodes with chunked prefills, 2023.
+    """
+    return _paged.attend(
+        query=query,
+        key_pages=key_cache,
+        value_pages=value_cache,
+        context_len=context_len,
+        page_indices=page_indices,
+        softmax_aux=softmax_aux,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        softmax_scale=softmax_scale,
+        sliding_window=_paged.window_of(sliding_window),
+        logits_soft_cap=_either("logits_soft_cap", logits_soft_cap, "attn_logits_soft_cap", attn_logits_soft_cap),
+        layout=layout,
+        return_lse=return_lse,
+        form=_one_request,
+        platform=platform,
+        cfg=cfg,
+    )
+
+
+def ragged_page_attention_v2(
+    queries: jax.Array,
+    kv_pages: jax.Array,
+    context_lens: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    num_seqs: jax.Array | int,
+    softmax_aux: jax.Array | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    compute_dtype: Any = None,
+    optimized: bool = False,
+    mask_value: float | None = None,
+    vmem_limit_bytes: int | None = None,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> jax.Array:
+    """`unified_attention` over one cache whose key and value heads alternate: k0, v0, k1, v1, ...
+
+    Args:
+        queries: `[N, H, D]`, new tokens of all requests one after the other.
+        kv_pages: `[pages, page_size, 2 K, D]`; holds the new tokens already.
+        context_lens: int `[R]`, tokens of each request in the cache, the new ones included.
+        block_tables: int `[R, W]`.
+        query_start_loc: int `[R + 1]`, cumulative numbers of new tokens.
+        num_seqs: int or int `[1]`, the requests in use; what the others' entries hold does not matter, and their tokens give 0.
+        softmax_aux: sinks, see `unified_attention`, as are softmax_scale, logits_soft_cap, sliding_window, k_scale and v_scale.
+        compute_dtype: hint: the least precise dtype that is good enough for the products; never makes a result less precise than
+            the inputs' own dtype does.
+        optimized: hint: prefer a platform's faster variant, if it has two.
+        mask_value: hint: the logit that a platform may give to hidden pairs; they have no weight whatever it is.
+        vmem_limit_bytes: hint: memory that a TPU kernel may use.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+        mesh, in_specs, out_specs: see `unified_attention`.
+
+    Returns:
+        `[N, H, D]` in the queries' dtype.
+
+    Raises:
+        ValueError: shapes or values that do not fit.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Jiang et al., Ragged Paged Attention, JAX's Pallas kernels for TPU, 2025 (the layout of the cache).
+    """
+    _paged.check_hints(
+        optimized=(optimized, bool), mask_value=(mask_value, (int, float)), vmem_limit_bytes=(vmem_limit_bytes, int)
+    )
+    _paged.check_floating_dtype("compute_dtype", compute_dtype)
+    _paged.check_known("context_lens", context_lens, block_tables, kv_pages, INTERLEAVED, num_seqs)
+    arrays = {
+        "query": queries,
+        "key_pages": kv_pages,
+        "kv_lens": context_lens,
+        "block_tables": block_tables,
+        "query_start_loc": query_start_loc,
+        "num_seqs": num_seqs,
+        "softmax_aux": softmax_aux,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    options = _paged.settings(
+        softmax_scale=softmax_scale,
+        logits_soft_cap=logits_soft_cap,
+        sliding_window=_paged.window_of(sliding_window),
+        layout=INTERLEAVED,
+        form=_paged.attend_active,
+        platform=platform,
+        cfg=cfg,
+    )
+    specs = {"positional": tuple(arrays)[:7], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    return over_mesh(_paged.attend, arrays, options, **specs)
+
+
+def _either(name: str, value: Any, other_name: str, other: Any) -> Any:
+    """The one of two names for an argument that was used."""
+    if value is not None and other is not None:
+        raise invalid(other_name, other, f"None beside {name}", remedy="they are two names for one argument")
+    return other if value is None else value
+
+
+def _one_request(*, query: Any, context_len: Any, page_indices: Any, **rest: Any) -> Bound:
+    check_array("query", query, ndim=3)
+    check_array("page_indices", page_indices, ndim=1, floating=False)
+    if jnp.size(context_len) != 1:
+        raise invalid("context_len", f"shape {jnp.shape(context_len)}", "a scalar or [1]")
+    starts = jnp.array([0, query.shape[0]], jnp.int32)
+    lengths = jnp.asarray(context_len).reshape(1)
+    return _PAGED_ATTENTION.canonicalise(
+        query, query_start_loc=starts, kv_lens=lengths, block_tables=page_indices[None], **rest
+    )
+
+
+UnifiedAttention = class_form("UnifiedAttention", unified_attention)
+PageAttention = class_form("PageAttention", page_attention)
+PrefillPageAttention = class_form("PrefillPageAttention", prefill_page_attention)
+RaggedPageAttentionv2 = class_form("RaggedPageAttentionv2", ragged_page_attention_v2)

@@ -1,0 +1,211 @@
+"""One decoding step over caches without a page table of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel._policy import PlatformChoice
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.modules import _paged
+from ejkernel.modules._forms import class_form
+from ejkernel.modules._mesh import over_mesh
+from ejkernel.operation import Bound
+from ejkernel.operations._checks import check_array
+from ejkernel.operations._pages import check_lengths
+
+
+def decode_attention(
+    query: jax.Array,
+    key_buffer: jax.Array,
+    value_buffer: jax.Array,
+    req_to_tokens: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    softmax_scale: float | None = None,
+    page_size: int = 1,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: jax.Array | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """One decoding step over a flat buffer of tokens, with the log-sum-exp that combines it with other parts of the context.
+
+    Args:
+        query: `[R, H, D]`, one token per request.
+        key_buffer: `[tokens, K, D]`.
+        value_buffer: `[tokens, K, V]`.
+        req_to_tokens: int `[R, W]`: the slots of each request's tokens in order, or with page_size the pages of so many slots.
+        seq_lens: int `[R]`, tokens of each request; 0 gives 0 and a log-sum-exp of -inf.
+        softmax_scale: factor on the products; None means `1 / sqrt(D)`.
+        page_size: slots per entry of req_to_tokens; the buffers hold whole pages.
+        sliding_window: w: the last w tokens; `(left, right)` means `left + 1`.
+        logits_soft_cap: c > 0.
+        softmax_aux: sinks, see `unified_attention`, as are k_scale and v_scale.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+        mesh: run inside `jax.shard_map` on this mesh; requests and heads may be split.
+        in_specs: one PartitionSpec or None for each positional array, in order.
+        out_specs: PartitionSpecs of the two results.
+
+    Returns:
+        `[R, H, V]` in the query's dtype, and float32 `[R, H]`, natural logarithm, sinks included.
+
+    Raises:
+        ValueError: shapes or values that do not fit.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Dao et al., Flash-Decoding for long-context inference, 2023.
+    """
+    if getattr(req_to_tokens, "ndim", 0) == 2:
+        room = req_to_tokens.shape[1] * page_size
+        check_lengths("seq_lens", seq_lens, room, f"what {req_to_tokens.shape[1]} entries of {page_size} tokens hold")
+    arrays = {
+        "query": query,
+        "key_pages": key_buffer,
+        "value_pages": value_buffer,
+        "block_tables": req_to_tokens,
+        "kv_lens": seq_lens,
+        "softmax_aux": softmax_aux,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    options = _paged.settings(
+        softmax_scale=softmax_scale,
+        page_size=page_size,
+        sliding_window=_paged.window_of(sliding_window),
+        logits_soft_cap=logits_soft_cap,
+        return_lse=True,
+        form=_flat_buffer,
+        platform=platform,
+        cfg=cfg,
+    )
+    specs = {"positional": tuple(arrays)[:5], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    return over_mesh(_paged.attend, arrays, options, **specs)
+
+
+def ragged_decode_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sequence_start: jax.Array,
+    sequence_end: jax.Array,
+    softmax_aux: jax.Array | None = None,
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> jax.Array:
+    """One decoding step over a dense cache: query b is the token at `sequence_end[b] - 1` and sees keys from `sequence_start[b]` on.
+
+    Args:
+        query: `[B, H, D]`, or `[B, 1, H, D]`.
+        key: `[B, S, K, D]`.
+        value: `[B, S, K, V]`.
+        sequence_start: int `[B]`, the first key of each sequence (left padding before it is never read).
+        sequence_end: int `[B]`, one past the last key, at most S; an empty range gives 0.
+        softmax_aux: sinks `[H]`, `[H, n]` or `[1, n]`.
+        softmax_scale: factor on the products; None means `1 / sqrt(D)`.
+        sliding_window: `(left, right)`, inclusive, so the last `left + 1` keys. An int is refused: here it has meant both w and
+            2 w + 1 keys.
+        logits_soft_cap: c > 0.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+        mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split.
+        in_specs: one PartitionSpec or None for each positional array, in order.
+        out_specs: PartitionSpec of the output.
+
+    Returns:
+        Like query, with the values' head size.
+
+    Raises:
+        ValueError: shapes or values that do not fit.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Dao et al., Flash-Decoding for long-context inference, 2023.
+    """
+    if isinstance(sliding_window, int):
+        remedy = f"({sliding_window - 1}, 0) for the last {sliding_window} keys"
+        raise wrong_type("sliding_window", sliding_window, "a pair (left, right)", remedy=remedy)
+    if getattr(key, "ndim", 0) == 4:
+        for name, bounds in (("sequence_start", sequence_start), ("sequence_end", sequence_end)):
+            check_lengths(name, bounds, key.shape[1], "the keys of each row")
+    arrays = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "sequence_start": sequence_start,
+        "sequence_end": sequence_end,
+        "softmax_aux": softmax_aux,
+    }
+    options = _paged.settings(
+        softmax_scale=softmax_scale,
+        sliding_window=_paged.window_of(sliding_window),
+        logits_soft_cap=logits_soft_cap,
+        form=_dense_cache,
+        platform=platform,
+        cfg=cfg,
+    )
+    specs = {"positional": tuple(arrays), "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    return over_mesh(_paged.attend, arrays, options, **specs)
+
+
+def _flat_buffer(*, key_pages: Any, value_pages: Any, page_size: int = 1, **rest: Any) -> Bound:
+    def paged(name: str, buffer: Any) -> Any:
+        check_array(name, buffer, ndim=3, floating=False)
+        if not isinstance(page_size, int) or page_size < 1 or buffer.shape[0] % page_size:
+            raise invalid("page_size", page_size, f"a divisor of the {buffer.shape[0]} tokens of {name}")
+        return buffer.reshape(buffer.shape[0] // page_size, page_size, *buffer.shape[1:])
+
+    return _paged.one_token_each(
+        key_pages=paged("key_buffer", key_pages), value_pages=paged("value_buffer", value_pages), **rest
+    )
+
+
+def _dense_cache(*, query: Any, key: Any, value: Any, sequence_start: Any, sequence_end: Any, **rest: Any) -> Bound:
+    """Every token of the cache is a page of its own, so that a sequence may start anywhere."""
+    one_axis_more = getattr(query, "ndim", 0) == 4
+    if one_axis_more and query.shape[1] != 1:
+        raise invalid("query", f"{query.shape[1]} tokens per sequence", "[B, H, D] or [B, 1, H, D]")
+    query = query[:, 0] if one_axis_more else query
+    check_array("query", query, ndim=3)
+    for name, array in (("key", key), ("value", value)):
+        check_array(name, array, ndim=4, floating=False)
+        if array.shape[0] != query.shape[0]:
+            raise invalid(name, f"batch size {array.shape[0]}", f"the query's {query.shape[0]}")
+    for name, array in (("sequence_start", sequence_start), ("sequence_end", sequence_end)):
+        check_array(name, array, ndim=1, floating=False)
+        if array.shape != query.shape[:1] or not jnp.issubdtype(array.dtype, jnp.integer):
+            raise invalid(name, f"{array.dtype} of shape {tuple(array.shape)}", f"integers [B] with B = {query.shape[0]}")
+    batch, length = key.shape[:2]
+    start, end = (jnp.clip(jnp.asarray(x, jnp.int32), 0, length) for x in (sequence_start, sequence_end))
+    tokens = jnp.arange(length, dtype=jnp.int32)
+    bound = _paged.one_token_each(
+        query=query,
+        key_pages=key.reshape(batch * length, 1, *key.shape[2:]),
+        value_pages=value.reshape(batch * length, 1, *value.shape[2:]),
+        kv_lens=jnp.maximum(end - start, 0),
+        block_tables=jnp.arange(batch, dtype=jnp.int32)[:, None] * length + start[:, None] + tokens,
+        **rest,
+    )
+    finish = (lambda outputs: bound.finish(outputs)[:, None]) if one_axis_more else bound.finish
+    return Bound(bound.call, bound.inputs, finish)
+
+
+DecodeAttention = class_form("DecodeAttention", decode_attention)
+RaggedDecodeAttention = class_form("RaggedDecodeAttention", ragged_decode_attention)

@@ -1,0 +1,300 @@
+"""Writing new tokens into paged caches, alone and followed by attention over what was written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel._policy import PlatformChoice
+from ejkernel.errors import invalid
+from ejkernel.modules import _paged
+from ejkernel.modules._forms import class_form
+from ejkernel.modules._mesh import over_mesh
+from ejkernel.operations._checks import check_array
+from ejkernel.operations._pages import INTERLEAVED, check_lengths
+from ejkernel.operations.paged_cache_update.interface import OPERATION as _PAGED_CACHE_UPDATE
+
+
+def paged_cache_update(
+    keys: jax.Array,
+    values: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    kv_lens: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    *,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    layout: str = "pthd",
+    platform: PlatformChoice = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Store the new tokens of every request: token t of a request with q new ones at position `kv_len - q + t` of its pages.
+
+    Under `jax.jit` with the caches donated (`donate_argnums`), the pages are written in place.
+
+    Args:
+        keys: `[N, K, D]`, new tokens of all requests one after the other; floating, or in the cache's own dtype.
+        values: `[N, K, V]`.
+        key_cache: `[pages, page_size, K, D]`: floating, int8, float8_e4m3fn or float8_e5m2.
+        value_cache: `[pages, page_size, K, V]` in the same dtype.
+        kv_lens: int `[R]`, tokens of each request after the update.
+        block_tables: int `[R, W]`, the pages of each request in order. Tokens for which it has no page, or one outside of the
+            cache, are dropped.
+        query_start_loc: int `[R + 1]`, cumulative numbers of new tokens; tokens past the last one are dropped.
+        k_scale: keys are divided by it before they are stored, a number, a scalar array or `[K]`; None is 1. Values beyond the
+            range of int8 or float8 become its ends.
+        v_scale: the same for values.
+        layout: of the caches: "pthd" as above, "phtd" for `[pages, K, page_size, D]`, "hptd" for `[K, pages, page_size, D]`.
+        platform: None or "auto", one platform, or several in order of preference.
+
+    Returns:
+        The caches. Gradients reach keys, values, scales and what was not overwritten, unless pages are int8 or float8.
+
+    Raises:
+        ValueError: shapes or values that do not fit.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Kwon et al., PagedAttention, 2023.
+    """
+    _paged.check_known("kv_lens", kv_lens, block_tables, key_cache, layout)
+    arrays = {
+        "key": keys,
+        "value": values,
+        "key_pages": key_cache,
+        "value_pages": value_cache,
+        "kv_lens": kv_lens,
+        "block_tables": block_tables,
+        "query_start_loc": query_start_loc,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    present = {name: value for name, value in arrays.items() if value is not None}
+    return _PAGED_CACHE_UPDATE.invoke(present, {"layout": layout}, platform=platform)
+
+
+def chunked_prefill_paged_decode(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    kv_lens: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    alibi_slopes: jax.Array | None = None,
+    softmax_aux: jax.Array | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    layout: str = "pthd",
+    precision: Any = None,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One step of continuous batching: `paged_cache_update`, then `unified_attention` over what it wrote.
+
+    Args:
+        queries: `[N, H, D]`, new tokens of all requests one after the other, chunks of prompts and single steps in any mix.
+        keys: `[N, K, D]`.
+        values: `[N, K, V]`.
+        key_cache: `[pages, page_size, K, D]`; donate it and value_cache to `jax.jit` to have them written in place.
+        value_cache: `[pages, page_size, K, V]`.
+        kv_lens: int `[R]`, tokens of each request after the update.
+        block_tables: int `[R, W]`.
+        query_start_loc: int `[R + 1]`, cumulative numbers of new tokens.
+        alibi_slopes: see `unified_attention`, as are softmax_aux, softmax_scale, causal, sliding_window, logits_soft_cap and
+            precision.
+        k_scale: keys are stored divided by it and read multiplied by it; see `paged_cache_update`, as for v_scale and layout.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the attention.
+        mesh, in_specs, out_specs: see `unified_attention`; three results.
+
+    Returns:
+        `[N, H, V]` in the queries' dtype, and the two caches.
+
+    Raises:
+        ValueError: shapes or values that do not fit.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Agrawal et al., SARATHI, 2023; Yu et al., Orca (continuous batching), 2022.
+    """
+    _paged.check_known("kv_lens", kv_lens, block_tables, key_cache, layout)
+    arrays = {
+        "query": queries,
+        "key": keys,
+        "value": values,
+        "key_pages": key_cache,
+        "value_pages": value_cache,
+        "kv_lens": kv_lens,
+        "block_tables": block_tables,
+        "query_start_loc": query_start_loc,
+        "alibi_slopes": alibi_slopes,
+        "softmax_aux": softmax_aux,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    options = _paged.settings(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        sliding_window=_paged.window_of(sliding_window),
+        logits_soft_cap=logits_soft_cap,
+        layout=layout,
+        precision=precision,
+        platform=platform,
+        cfg=cfg,
+    )
+    specs = {"positional": tuple(arrays)[:10], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    return over_mesh(_separate_caches, arrays, options, **specs)
+
+
+def ragged_page_attention_v3(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    kv_cache: jax.Array,
+    kv_lens: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    distribution: jax.Array,
+    softmax_aux: jax.Array | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    q_scale: None = None,
+    vmem_limit_bytes: int | None = None,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`chunked_prefill_paged_decode` over one cache in the packed layout of TPU kernels.
+
+    Args:
+        queries: `[N, H, D]`, new tokens of all requests one after the other.
+        keys: `[N, K, D]`.
+        values: `[N, K, D]`.
+        kv_cache: `[pages, page_size, C / p, p, E]`: C heads in groups of p, k0, v0, k1, v1, ..., of which the first 2 K are in use;
+            E >= D channels, of which the first D are. A cache that has room for K but not for 2 K heads, and E >= 2 D, holds keys
+            and values side by side in the channels of one head (TPU kernels do so for D = 64): there E must be 2 D. Written in
+            place under `jax.jit` with donation; what is not in use stays as it is.
+        kv_lens: int `[R]`, tokens of each request after the update.
+        block_tables: int `[R * W]`, the pages of request 0, then those of request 1, ...
+        query_start_loc: int `[R + 1]`, cumulative numbers of new tokens.
+        distribution: int `[3]`: decoding requests are those before its first entry, prompts those before its second; requests from
+            its third on are not in use, whatever they hold. The first two are hints.
+        softmax_aux: sinks, see `unified_attention`, as are softmax_scale (None means `1 / sqrt(D)`, not 1), logits_soft_cap and
+            sliding_window.
+        k_scale: keys are stored divided by it and read multiplied by it; see `paged_cache_update`, as for v_scale.
+        q_scale: refused unless None: queries are multiplied in their own dtype.
+        vmem_limit_bytes: hint: memory that a TPU kernel may use; never changes results.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the attention.
+        mesh, in_specs, out_specs: see `unified_attention`; two results.
+
+    Returns:
+        `[N, H, D]` in the queries' dtype, and the cache.
+
+    Raises:
+        ValueError: shapes or values that do not fit.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Jiang et al., Ragged Paged Attention, kernels for TPU, 2025 (the layout of the cache).
+    """
+    if q_scale is not None:
+        raise invalid("q_scale", q_scale, "None", remedy="queries are not quantised; k_scale and v_scale belong to the cache")
+    _paged.check_hints(vmem_limit_bytes=(vmem_limit_bytes, int))
+    _check_packed(kv_cache, kv_lens, block_tables, distribution)
+    arrays = {
+        "queries": queries,
+        "keys": keys,
+        "values": values,
+        "kv_cache": kv_cache,
+        "kv_lens": kv_lens,
+        "block_tables": block_tables,
+        "query_start_loc": query_start_loc,
+        "distribution": distribution,
+        "softmax_aux": softmax_aux,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    options = _paged.settings(
+        softmax_scale=softmax_scale,
+        logits_soft_cap=logits_soft_cap,
+        sliding_window=_paged.window_of(sliding_window),
+        platform=platform,
+        cfg=cfg,
+    )
+    specs = {"positional": tuple(arrays)[:9], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    return over_mesh(_packed_cache, arrays, options, **specs)
+
+
+def _separate_caches(**given: Any) -> tuple[Any, Any, Any]:
+    out, (key_cache, value_cache) = _paged.update_and_attend(**given)
+    return out, key_cache, value_cache
+
+
+def _packed_cache(
+    *, queries: Any, keys: Any, values: Any, kv_cache: Any, block_tables: Any, kv_lens: Any, distribution: Any, **rest: Any
+) -> tuple[Any, Any]:
+    check_array("keys", keys, ndim=3, floating=False)
+    pages, page_size, groups, packing, channels = kv_cache.shape
+    key_heads, head_size = keys.shape[1:]
+    heads = groups * packing
+    if heads < 2 * key_heads:
+        if heads < key_heads or channels != 2 * head_size:
+            got = f"{heads} heads of {channels} channels"
+            raise invalid("kv_cache", got, f"{2 * key_heads} heads or more of at least {head_size} channels")
+        heads, channels = 2 * heads, head_size
+    fused = kv_cache.reshape(pages, page_size, heads, channels)
+    out, fused = _paged.update_and_attend(
+        query=queries,
+        key=keys,
+        value=values,
+        key_pages=fused,
+        kv_lens=kv_lens,
+        block_tables=block_tables.reshape(kv_lens.shape[0], -1) if kv_lens.shape[0] else block_tables.reshape(0, 0),
+        num_seqs=distribution[2],
+        layout=INTERLEAVED,
+        key_heads=key_heads,
+        **rest,
+    )
+    return out, fused.reshape(kv_cache.shape)
+
+
+def _check_packed(kv_cache: Any, kv_lens: Any, block_tables: Any, distribution: Any) -> None:
+    check_array("kv_cache", kv_cache, ndim=5, floating=False)
+    check_array("kv_lens", kv_lens, ndim=1, floating=False)
+    check_array("block_tables", block_tables, ndim=1, floating=False)
+    check_array("distribution", distribution, ndim=1, floating=False)
+    if distribution.shape != (3,) or not jnp.issubdtype(distribution.dtype, jnp.integer):
+        raise invalid("distribution", f"{distribution.dtype} of shape {tuple(distribution.shape)}", "integers [3]")
+    requests = kv_lens.shape[0]
+    if block_tables.shape[0] % max(requests, 1):
+        raise invalid("block_tables", f"{block_tables.shape[0]} entries", f"the same number for each of {requests} requests")
+    if not isinstance(distribution, jax.core.Tracer) and isinstance(distribution, jax.Array):  # pyright: ignore[reportAttributeAccessIssue]
+        entries = block_tables.shape[0] // max(requests, 1)
+        room = entries * kv_cache.shape[1]
+        meaning = f"what {entries} pages of {kv_cache.shape[1]} tokens hold"
+        check_lengths("kv_lens", kv_lens, room, meaning, distribution[2])
+
+
+PagedCacheUpdate = class_form("PagedCacheUpdate", paged_cache_update)
+ChunkedPrefillPagedDecode = class_form("ChunkedPrefillPagedDecode", chunked_prefill_paged_decode)
+RaggedPageAttentionv3 = class_form("RaggedPageAttentionv3", ragged_page_attention_v3)

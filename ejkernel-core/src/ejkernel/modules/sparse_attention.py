@@ -1,0 +1,338 @@
+"""Attention over blocks of keys that each query chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel import _explain
+from ejkernel._policy import PlatformChoice
+from ejkernel.errors import invalid
+from ejkernel.modules._blocks import block_means, blocks_of, chosen_blocks
+from ejkernel.modules._forms import class_form
+from ejkernel.modules._mesh import over_mesh
+from ejkernel.modules._packed import check_cum_seqlens
+from ejkernel.modules.attention import flash_attention
+from ejkernel.operations._checks import check_array
+from ejkernel.operations._selected import check_integers
+from ejkernel.operations.flash_attention import bind
+from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
+from ejkernel.operations.flash_attention.interface import is_concrete
+from ejkernel.operations.native_sparse_attention.interface import OPERATION as _SELECTED
+
+_POSITIONAL = ("query", "key", "value", "g_cmp", "g_slc", "block_indices", "block_counts", "cu_seqlens", "g_swa")
+
+
+def native_sparse_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    g_cmp: jax.Array | None = None,
+    g_slc: jax.Array | None = None,
+    block_indices: jax.Array | None = None,
+    block_counts: jax.Array | int = 16,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    block_size: int = 64,
+    window_size: int = 0,
+    g_swa: jax.Array | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> jax.Array:
+    """Causal attention in three branches: `out = g_cmp * compressed + g_slc * selected + g_swa * window`.
+
+    The sequence is cut into blocks of block_size tokens. *compressed* attends to the means of the keys and values of every
+    complete block, *selected* to the tokens of block_counts blocks, *window* to the last window_size tokens; each has a softmax
+    of its own. Without block_indices a query selects, per key head: its own block, the one before, the first block, and then
+    those with the largest weights in compressed attention, summed over the query heads of the key head; the earlier one of
+    equals. No gradient passes through the choice.
+
+    Args:
+        query: `[B, T, H, D]`, float32, bfloat16, float16 or float64.
+        key: `[B, T, K, D]`; query head h reads key head `h // (H // K)`.
+        value: `[B, T, K, V]`.
+        g_cmp: gate of the compressed branch `[B, T, H]`; None leaves the branch out of the sum.
+        g_slc: gate of the selected branch `[B, T, H]`; None = 1.
+        block_indices: integers `[B, T, K, S]`, used in place of the choice: block c of a query is the tokens from
+            `c * block_size` on, counted from the start of its sequence. Negative numbers and blocks that begin after the query
+            name nothing; a block named twice counts once.
+        block_counts: how many blocks: an int, or integers `[B, T, K]`. Of given block_indices, the first so many count.
+        cu_seqlens: integers `[n + 1]`, cumulative lengths of sequences packed along T; then B = 1. May be traced. Blocks begin
+            with every sequence; queries past the last one give 0.
+        block_size: tokens per block.
+        window_size: keys of the window branch, the query's own included; 0 leaves the branch out.
+        g_swa: gate of the window branch `[B, T, H]`; None = 1. Needs a window.
+        softmax_scale: factor on the products of all branches; None = `1 / sqrt(D)`.
+        platform: None or "auto", one platform, or several in order of preference; of every branch's attention.
+        cfg: config override for the chosen implementation of the selected branch.
+        mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split.
+        in_specs: one PartitionSpec or None for each of the positional arrays, in order, and then g_swa.
+        out_specs: PartitionSpec of the result.
+
+    Returns:
+        `[B, T, H, V]` in the query's dtype. A query that sees nothing in a branch gets 0 from it.
+
+    Raises:
+        ValueError: a shape or a value does not fit.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Yuan et al., Native Sparse Attention, 2025 (with means as its compression).
+    """
+    bind.check_query_key_value(query, key, value)
+    window_size = bind.as_count("window_size", window_size, 0)
+    if g_swa is not None and not window_size:
+        raise invalid("g_swa", "a gate", "None without a window", remedy="pass window_size=")
+    for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa)):
+        if gate is not None:
+            check_array(name, gate)
+            if tuple(gate.shape) != tuple(query.shape[:3]):
+                raise invalid(name, f"shape {tuple(gate.shape)}", f"[B,T,H] = {tuple(query.shape[:3])}")
+    counts = _as_counts(block_counts, key)
+    _check_lengths(query, key, cu_seqlens)
+    arrays = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "g_cmp": g_cmp,
+        "g_slc": g_slc,
+        "block_indices": block_indices,
+        "block_counts": None if isinstance(counts, int) else block_counts,
+        "cu_seqlens": cu_seqlens,
+        "g_swa": g_swa,
+    }
+    block_size = bind.as_count("block_size", block_size, 1)
+    options = {
+        "count": _most_blocks(counts, query.shape[1], block_size) if block_indices is None else _static(counts),
+        "block_size": block_size,
+        "window_size": window_size,
+        "scale": bind.as_scale(softmax_scale, query.shape[3]),
+        "platform": platform,
+        "cfg": cfg,
+    }
+    return over_mesh(_branches, arrays, options, positional=_POSITIONAL, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def native_spare_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g_cmp: jax.Array | None = None,
+    g_slc: jax.Array | None = None,
+    block_indices: jax.Array | None = None,
+    block_counts: jax.Array | int = 16,
+    block_size: int = 64,
+    scale: float | None = None,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    window_size: int = 0,
+    g_swa: jax.Array | None = None,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> jax.Array:
+    """`native_sparse_attention` under its historical spelling, argument names and order.
+
+    Args:
+        q, k, v: `[B, T, H, D]`, `[B, T, K, D]`, `[B, T, K, V]`: query, key and value.
+        scale: softmax_scale.
+        g_cmp, g_slc, block_indices, block_counts, block_size, cu_seqlens, window_size, g_swa, platform, cfg: see
+            `native_sparse_attention`.
+
+    Returns:
+        `[B, T, H, V]`.
+    """
+    return native_sparse_attention(
+        q,
+        k,
+        v,
+        g_cmp,
+        g_slc,
+        block_indices,
+        block_counts,
+        cu_seqlens,
+        block_size=block_size,
+        window_size=window_size,
+        g_swa=g_swa,
+        softmax_scale=scale,
+        platform=platform,
+        cfg=cfg,
+    )
+
+
+def apply_native_sparse_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    block_indices: jax.Array,
+    block_counts: jax.Array | int | None = None,
+    block_size: int = 64,
+    softmax_scale: float | None = None,
+    cu_seqlens: jax.Array | None = None,
+    *,
+    return_lse: bool = False,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> Any:
+    """The selected branch alone: causal softmax attention over the tokens of the blocks that each query names.
+
+    Args:
+        query: `[B, T, H, D]`, float32, bfloat16, float16 or float64.
+        key: `[B, T, K, D]`; query head h reads key head `h // (H // K)`.
+        value: `[B, T, K, V]`.
+        block_indices: integers `[B, T, K, S]`; see `native_sparse_attention`.
+        block_counts: how many of the S entries count: an int, integers `[B, T, K]`, or None for all.
+        block_size: tokens per block.
+        softmax_scale: factor on the products; None = `1 / sqrt(D)`.
+        cu_seqlens: integers `[n + 1]`, cumulative lengths of packed sequences, with B = 1; may be traced.
+        return_lse: return the log-sum-exp too.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+
+    Returns:
+        `[B, T, H, V]` in the query's dtype, 0 for a query that names no block; with `return_lse` also float32 `[B, T, H]`,
+        natural logarithm, -inf there, differentiable.
+
+    Raises:
+        ValueError: a shape or a value does not fit.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Yuan et al., Native Sparse Attention, 2025, section 3.3.2.
+    """
+    arrays = {"query": query, "key": key, "value": value, "block_indices": block_indices, "cu_seqlens": cu_seqlens}
+    options: dict[str, Any] = {"block_size": block_size, "softmax_scale": softmax_scale, "return_lse": return_lse}
+    is_array = getattr(block_counts, "ndim", 0) > 0
+    (arrays if is_array else options)["block_counts"] = block_counts
+    return _SELECTED.invoke(arrays, options, platform=platform, cfg=cfg)
+
+
+def _branches(
+    *,
+    query: Any,
+    key: Any,
+    value: Any,
+    g_cmp: Any,
+    g_slc: Any,
+    block_indices: Any,
+    block_counts: Any,
+    cu_seqlens: Any,
+    g_swa: Any,
+    count: int | None,
+    block_size: int,
+    window_size: int,
+    scale: float,
+    platform: Any,
+    cfg: Any,
+) -> Any:
+    """The gated sum, on checked arguments."""
+    parts: list[tuple[Any, Any]] = []
+    computed = block_indices is None
+    if computed and _explain.capturing():
+        # The choice needs numbers, and what is explained is the branch that follows it.
+        block_indices = jax.ShapeDtypeStruct((*key.shape[:3], count or 0), jnp.int32)
+    elif computed or (g_cmp is not None and not _explain.capturing()):
+        compressed, block_indices = _compressed(
+            query, key, value, block_indices, cu_seqlens, count=count, block_size=block_size, scale=scale, platform=platform
+        )
+        parts += [(g_cmp, compressed)] if g_cmp is not None else []
+    arrays = {"query": query, "key": key, "value": value, "block_indices": block_indices, "cu_seqlens": cu_seqlens}
+    options: dict[str, Any] = {"block_size": block_size, "softmax_scale": scale, "is_distinct": computed}
+    (options if block_counts is None else arrays)["block_counts"] = count if block_counts is None else block_counts
+    parts.append((g_slc, _SELECTED.invoke(arrays, options, platform=platform, cfg=cfg)))
+    if window_size:
+        window = flash_attention(
+            query,
+            key,
+            value,
+            cum_seqlens_q=cu_seqlens,
+            causal=True,
+            sliding_window=(window_size - 1, 0),
+            softmax_scale=scale,
+            platform=platform,
+        )
+        parts.append((g_swa, window))
+    return _gated_sum(parts)
+
+
+def _compressed(
+    query: Any,
+    key: Any,
+    value: Any,
+    block_indices: Any,
+    cu_seqlens: Any,
+    *,
+    count: int | None,
+    block_size: int,
+    scale: float,
+    platform: Any,
+) -> tuple[Any, Any]:
+    """Attention over block means, and the chosen blocks in place of missing indices."""
+    blocks = blocks_of(query.shape[1], block_size, cu_seqlens)
+    keys, values = (block_means(x, block_size, blocks, cu_seqlens) for x in (key, value))
+    arrays = {
+        "query": query,
+        "key": keys,
+        "value": values,
+        "query_positions": jnp.arange(query.shape[1], dtype=jnp.int32)[None],
+        "key_positions": (blocks.starts + (block_size - 1))[None],
+    }
+    if cu_seqlens is not None:
+        arrays |= {"query_segments": blocks.token_sequences[None], "key_segments": blocks.sequences[None]}
+    options = {"causal": True, "softmax_scale": scale, "return_lse": True}
+    out, lse = _FLASH_ATTENTION.invoke(arrays, options, platform=platform)
+    if block_indices is None:
+        entries = keys.shape[1] if count is None else min(count, keys.shape[1])
+        block_indices = chosen_blocks(query, keys, lse, blocks, block_size=block_size, count=entries, scale=scale)
+    return out, block_indices
+
+
+def _gated_sum(parts: list[tuple[Any, Any]]) -> Any:
+    """`sum of gate * out`, in float32 at least, in the outputs' dtype."""
+    if len(parts) == 1 and parts[0][0] is None:
+        return parts[0][1]
+    dtype = parts[0][1].dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+    terms = [out.astype(wide) if gate is None else gate.astype(wide)[..., None] * out.astype(wide) for gate, out in parts]
+    return sum(terms[1:], terms[0]).astype(dtype)
+
+
+def _as_counts(block_counts: Any, key: Any) -> Any:
+    """An int, or integers `[B,T,K]`."""
+    if getattr(block_counts, "ndim", 0) == 0:
+        return bind.as_count("block_counts", block_counts, 0)
+    check_integers("block_counts", block_counts)
+    if tuple(block_counts.shape) != tuple(key.shape[:3]):
+        raise invalid("block_counts", f"shape {tuple(block_counts.shape)}", f"an int, or [B,T,K] = {tuple(key.shape[:3])}")
+    return block_counts
+
+
+def _static(counts: Any) -> int | None:
+    return counts if isinstance(counts, int) else None
+
+
+def _most_blocks(counts: Any, length: int, block_size: int) -> int:
+    """The most blocks that a query may read. Counts that are traced say nothing, and then it is all blocks."""
+    every = -(-length // block_size)
+    if isinstance(counts, int):
+        return min(counts, every)
+    return min(max(int(counts.max()), 0), every) if is_concrete(counts) and counts.size else every
+
+
+def _check_lengths(query: Any, key: Any, cu_seqlens: Any) -> None:
+    if key.shape[1] != query.shape[1]:
+        raise invalid("key", f"length {key.shape[1]}", f"the query's {query.shape[1]}")
+    if cu_seqlens is None:
+        return
+    check_cum_seqlens("cu_seqlens", cu_seqlens, query.shape[1])
+    if query.shape[0] != 1:
+        raise invalid("query", f"batch {query.shape[0]}", "batch 1 with cu_seqlens", remedy="pack the sequences along T")
+
+
+NativeSparseAttention = class_form("NativeSparseAttention", native_sparse_attention)
+ApplyNativeSparseAttention = class_form("ApplyNativeSparseAttention", apply_native_sparse_attention)

@@ -1,0 +1,205 @@
+"""Latent attention over tokens that an indexer chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel import _explain
+from ejkernel._policy import PlatformChoice
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.modules._forms import class_form
+from ejkernel.modules._indexer import chosen_tokens
+from ejkernel.modules._mesh import over_mesh
+from ejkernel.operations._checks import check_shape
+from ejkernel.operations._numbers import check_compute
+from ejkernel.operations.flash_attention import bind
+from ejkernel.operations.sparse_latent_attention.interface import OPERATION as _SPARSE_LATENT
+
+_POSITIONAL = ("query", "key_value", "w_kc", "w_vc", "query_index", "key_index", "index_weights", "b_q", "b_k")
+
+
+def deepseek_attn(
+    query: jax.Array,
+    key_value: jax.Array,
+    w_kc: jax.Array,
+    w_vc: jax.Array,
+    query_index: jax.Array,
+    key_index: jax.Array,
+    index_weights: jax.Array,
+    b_q: jax.Array | None = None,
+    b_k: jax.Array | None = None,
+    *,
+    index_topk: int = 2048,
+    softmax_scale: float | None = None,
+    index_softmax_scale: float | None = None,
+    causal: bool = True,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> jax.Array:
+    """DeepSeek sparse attention: latent attention over the index_topk tokens that an indexer ranks highest.
+
+    The indexer's score of token s for query t is `I = sum_h index_weights[t,h] relu(index_softmax_scale * query_index[t,h] .
+    key_index[s])`; the largest are kept, the earlier one of equals. Over those, with c = key_value,
+    `out[t,h] = softmax_s(softmax_scale * (q_nope[t,h] . (c[s] w_kc) + q_rope[t,h] . b_k[s])) . (c[s] w_vc)`.
+    Keys and values are never formed: w_kc is applied to the query and w_vc to the result. The choice passes no gradient, so
+    those of query_index, key_index and index_weights are 0; the loss that trains an indexer is not part of this.
+
+    Args:
+        query: `[B, T, H, D]`, float32, bfloat16, float16 or float64. D is d_nope; or d_nope + d_rope, the rope part last, when
+            b_k is given without b_q.
+        key_value: latents `[B, T, r]`.
+        w_kc: `[r, K, d_nope]`; query head h reads key head `h // (H // K)`.
+        w_vc: `[r, K, V]`.
+        query_index: `[B, T, I, E]`.
+        key_index: `[B, T, E]`.
+        index_weights: `[B, T, I]`.
+        b_q: rope part of the queries `[B, T, H, d_rope]`, or `[B, T, d_rope]` shared by the heads. Needs b_k.
+        b_k: rope part of the keys `[B, T, d_rope]`, shared by the heads.
+        index_topk: tokens per query; all that there are if there are fewer.
+        softmax_scale: None = `1 / sqrt(d_nope + d_rope)`.
+        index_softmax_scale: > 0, so it does not change which scores are largest; None = `1 / sqrt(E)`.
+        causal: a query sees tokens up to its own; False: all.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+        mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split (w_kc and w_vc along K, or whole for K = 1).
+        in_specs: one PartitionSpec or None for each positional array, in order.
+        out_specs: PartitionSpec of the result.
+
+    Returns:
+        `[B, T, H, V]` in the query's dtype.
+
+    Raises:
+        ValueError: a shape or a value does not fit.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: DeepSeek-AI, DeepSeek-V3.2, 2025, section 2.1; DeepSeek-V2, 2024, section 2.1 (latent attention).
+    """
+    arrays = {
+        "query": query,
+        "key_value": key_value,
+        "w_kc": w_kc,
+        "w_vc": w_vc,
+        "query_index": query_index,
+        "key_index": key_index,
+        "index_weights": index_weights,
+        "b_q": b_q,
+        "b_k": b_k,
+    }
+    _check(arrays)
+    index_scale = bind.as_number(
+        "index_softmax_scale", query_index.shape[3] ** -0.5 if index_softmax_scale is None else index_softmax_scale
+    )
+    if index_scale <= 0:
+        raise invalid("index_softmax_scale", index_scale, "a value > 0")
+    options = {
+        "count": min(bind.as_count("index_topk", index_topk, 1), key_value.shape[1]),
+        "scale": bind.as_scale(softmax_scale, w_kc.shape[2] + (0 if b_k is None else b_k.shape[2])),
+        "index_scale": index_scale,
+        "causal": bind.as_flag("causal", causal),
+        "platform": platform,
+        "cfg": cfg,
+    }
+    return over_mesh(_attend, arrays, options, positional=_POSITIONAL, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def _attend(
+    *,
+    query: Any,
+    key_value: Any,
+    w_kc: Any,
+    w_vc: Any,
+    query_index: Any,
+    key_index: Any,
+    index_weights: Any,
+    b_q: Any,
+    b_k: Any,
+    count: int,
+    scale: float,
+    index_scale: float,
+    causal: bool,
+    platform: Any,
+    cfg: Any,
+) -> Any:
+    """The operation between two products, on checked arguments."""
+    options = {"value_size": key_value.shape[2], "softmax_scale": scale, "is_distinct": True}
+    if _explain.capturing():
+        # Nothing is computed while a call is explained, so that its arrays may be shapes alone.
+        rope = 0 if b_k is None else b_k.shape[2]
+        latent = (key_value.shape[2] + rope,)
+        shapes = {"query": (*query.shape[:3], *latent), "key_value": (*key_value.shape[:2], *latent)}
+        described = {name: jax.ShapeDtypeStruct(shape, query.dtype) for name, shape in shapes.items()}
+        described["token_indices"] = jax.ShapeDtypeStruct((*query.shape[:2], count), jnp.int32)
+        return _SPARSE_LATENT.invoke(described, options, platform=platform, cfg=cfg)
+    tokens = chosen_tokens(query_index, key_index, index_weights, count=count, scale=index_scale, causal=causal)
+    latent_query, latents = _absorbed(query, key_value, w_kc, b_q, b_k)
+    arrays = {"query": latent_query, "key_value": latents, "token_indices": tokens}
+    out = _SPARSE_LATENT.invoke(arrays, options, platform=platform, cfg=cfg)
+    return _per_key_head("btkgr,rkv->btkgv", out, w_vc)
+
+
+def _absorbed(query: Any, key_value: Any, w_kc: Any, b_q: Any, b_k: Any) -> tuple[Any, Any]:
+    """Queries against latents `[B,T,H,r + d_rope]`, and what they are multiplied with `[B,T,r + d_rope]`."""
+    size = w_kc.shape[2]
+    latent = _per_key_head("btkgd,rkd->btkgr", query[..., :size], w_kc)
+    if b_k is None:
+        return latent, key_value
+    rope = query[..., size:] if b_q is None else b_q
+    rope = rope if rope.ndim == 4 else jnp.broadcast_to(rope[:, :, None], (*query.shape[:3], rope.shape[2]))
+    return jnp.concatenate([latent, rope], axis=-1), jnp.concatenate([key_value, b_k], axis=-1)
+
+
+def _per_key_head(equation: str, x: Any, weight: Any) -> Any:
+    """A product of `[B,T,H,a]` with the matrices of the key heads, in x's dtype."""
+    batch, length, heads, size = x.shape
+    grouped = x.reshape(batch, length, weight.shape[1], heads // weight.shape[1], size)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if wide == x.dtype else jax.lax.Precision.DEFAULT
+    product = jnp.einsum(equation, grouped, weight, precision=precision, preferred_element_type=wide)
+    return product.reshape(batch, length, heads, product.shape[-1]).astype(x.dtype)
+
+
+def _check(arrays: dict[str, Any]) -> None:
+    for name, rank in zip(_POSITIONAL[:7], (4, 3, 3, 3, 4, 3, 3), strict=True):
+        check_compute(name, arrays[name], ndim=rank)
+    query, b_q, b_k = arrays["query"], arrays["b_q"], arrays["b_k"]
+    batch, length, heads, size = query.shape
+    rank, key_heads, nope = arrays["w_kc"].shape
+    index_heads, index_size = arrays["query_index"].shape[2:]
+    for name in ("key_value", "w_kc", "w_vc", "b_q", "b_k"):
+        if arrays[name] is not None and arrays[name].dtype != query.dtype:
+            raise wrong_type(name, f"dtype {arrays[name].dtype}", f"the query's dtype {query.dtype}", remedy="cast one of them")
+    if arrays["key_index"].dtype != arrays["query_index"].dtype:
+        raise wrong_type("key_index", f"dtype {arrays['key_index'].dtype}", f"query_index's {arrays['query_index'].dtype}")
+    if not key_heads or not heads or heads % key_heads:
+        raise invalid("query", f"{heads} heads", f"a multiple of the {key_heads} key heads of w_kc")
+    check_shape("key_value", arrays["key_value"], (batch, length, rank), "[B,T,r], r as in w_kc")
+    check_shape("w_vc", arrays["w_vc"], (rank, key_heads, arrays["w_vc"].shape[2]), "[r,K,V], r and K as in w_kc")
+    check_shape("query_index", arrays["query_index"], (batch, length, index_heads, index_size), "[B,T,I,E]")
+    check_shape("key_index", arrays["key_index"], (batch, length, index_size), "[B,T,E]")
+    check_shape("index_weights", arrays["index_weights"], (batch, length, index_heads), "[B,T,I]")
+    if b_k is None and b_q is not None:
+        raise invalid("b_k", None, "the keys' rope part beside b_q")
+    if b_k is not None:
+        check_compute("b_k", b_k, ndim=3)
+        check_shape("b_k", b_k, (batch, length, b_k.shape[2]), "[B,T,d_rope]")
+    rope = 0 if b_k is None or b_q is not None else b_k.shape[2]
+    if size != nope + rope:
+        raise invalid(
+            "query", f"head size {size}", f"{nope + rope}: the {nope} channels of w_kc" + f" and {rope} of b_k" * bool(rope)
+        )
+    if b_q is not None:
+        check_compute("b_q", b_q)
+        shared = (batch, length, b_k.shape[2])
+        check_shape(
+            "b_q", b_q, shared if b_q.ndim == 3 else (batch, length, heads, b_k.shape[2]), "[B,T,d_rope] or [B,T,H,d_rope]"
+        )
+
+
+DeepSeekAttention = class_form("DeepSeekAttention", deepseek_attn)

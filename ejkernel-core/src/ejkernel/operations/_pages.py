@@ -1,0 +1,167 @@
+"""What the operations on paged caches share: layouts of pages, and the description of the requests that own them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from ejkernel._arrays import ArraySpec
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.operations._checks import check_array
+
+INTERLEAVED = "interleaved"
+LAYOUTS: Mapping[str, str] = {
+    "pthd": "[pages, page_size, K, D]",
+    "phtd": "[pages, K, page_size, D]",
+    "hptd": "[K, pages, page_size, D]",
+    INTERLEAVED: "[pages, page_size, 2 K, D], heads in the order k0, v0, k1, v1, ...",
+}
+"""Layouts of a cache by name: p pages, t tokens of a page, h heads, d channels."""
+
+_DIMS = {"pthd": "p s {h} {d}", "phtd": "p {h} s {d}", "hptd": "{h} p s {d}", INTERLEAVED: "p s {h} two {d}"}
+_ONE_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+@dataclasses.dataclass(frozen=True)
+class PageShape:
+    """Sizes of one array of pages. `heads` counts pairs of key and value heads where the layout is interleaved."""
+
+    pages: int
+    page_size: int
+    heads: int
+    head_size: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], layout: str) -> PageShape:
+        """Read a canonical shape, which has the batch in front."""
+        names = _DIMS[layout].format(h="h", d="d").split()
+        sizes = dict(zip(names, shape[1:], strict=True))
+        return cls(sizes["p"], sizes["s"], sizes["h"], sizes["d"])
+
+
+def page_dims(layout: str, batch: str, head: str, channel: str) -> str:
+    """The dims of canonical pages, for `Operation.dimensions`."""
+    return f"{batch} {_DIMS[layout].format(h=head, d=channel)}"
+
+
+def head_factor(layout: str, pages: ArraySpec, key_heads: int | None) -> str:
+    """The factor of head axes: `h`, which may be split over devices, unless the pages have padding among their heads."""
+    return "h" if key_heads is None or PageShape.of(pages.shape, layout).heads == key_heads else "whole"
+
+
+def check_layout(layout: Any) -> None:
+    if layout not in LAYOUTS:
+        raise invalid("layout", repr(layout), f"one of {', '.join(LAYOUTS)}")
+
+
+def canonical_pages(name: str, pages: Any, layout: str) -> Any:
+    """Pages with the batch axis; interleaved heads as `[heads, 2]`."""
+    check_array(name, pages, ndim=4, floating=False)
+    if np.dtype(pages.dtype).name not in _ONE_BYTE and not (
+        jnp.issubdtype(pages.dtype, jnp.floating) and pages.dtype.itemsize > 1
+    ):
+        raise wrong_type(name, f"dtype {pages.dtype}", f"a floating type of two bytes or more, or {', '.join(_ONE_BYTE)}")
+    if layout != INTERLEAVED:
+        return pages[None]
+    if pages.shape[2] % 2:
+        raise invalid(name, f"{pages.shape[2]} heads", f"an even number of heads in layout {layout!r}: {LAYOUTS[layout]}")
+    return pages.reshape(1, *pages.shape[:2], pages.shape[2] // 2, 2, pages.shape[3])
+
+
+def check_page_pair(key_pages: Any, value_pages: Any, layout: str) -> None:
+    """Check canonical key and value pages against each other; interleaved ones hold both."""
+    if layout == INTERLEAVED:
+        if value_pages is not None:
+            raise invalid("value_pages", "an array", "None", remedy=f"layout {layout!r} holds keys and values in key_pages")
+        return
+    if value_pages is None:
+        raise wrong_type("value_pages", None, "an array", remedy=f"only layout {INTERLEAVED!r} holds values in key_pages")
+    key, value = PageShape.of(key_pages.shape, layout), PageShape.of(value_pages.shape, layout)
+    if dataclasses.replace(key, head_size=0) != dataclasses.replace(value, head_size=0):
+        got = f"shape {tuple(value_pages.shape[1:])}"
+        raise invalid("value_pages", got, f"{LAYOUTS[layout]} with the sizes of the key pages {tuple(key_pages.shape[1:])}")
+    if key_pages.dtype != value_pages.dtype:
+        raise wrong_type("value_pages", f"dtype {value_pages.dtype}", f"the key pages' {key_pages.dtype}")
+
+
+def check_key_heads(key_heads: Any, found: int, layout: str) -> int | None:
+    """The heads in use where interleaved pages have padding after them; None where all are used."""
+    if key_heads is None or key_heads == found:
+        return None
+    if layout != INTERLEAVED or not isinstance(key_heads, int) or not 0 < key_heads < found:
+        raise invalid(
+            "key_heads", repr(key_heads), f"the {found} heads of the pages" if layout != INTERLEAVED else f"1 ... {found}"
+        )
+    return key_heads
+
+
+def canonical_requests(query_start_loc: Any, kv_lens: Any, block_tables: Any) -> tuple[Any, Any, Any]:
+    """Check the description of the requests and add the batch axis: int32 `[1, R + 1]`, `[1, R]`, `[1, R, P]`."""
+    for name, array, ndim in (
+        ("query_start_loc", query_start_loc, 1),
+        ("kv_lens", kv_lens, 1),
+        ("block_tables", block_tables, 2),
+    ):
+        check_array(name, array, ndim=ndim, floating=False)
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise wrong_type(name, f"dtype {array.dtype}", "integers")
+    requests = kv_lens.shape[0]
+    if query_start_loc.shape[0] != requests + 1:
+        got = f"shape {tuple(query_start_loc.shape)}"
+        raise invalid("query_start_loc", got, f"[R + 1] = [{requests + 1}] for the {requests} requests of kv_lens")
+    if block_tables.shape[0] != requests:
+        raise invalid("block_tables", f"{block_tables.shape[0]} rows", f"one for each of the {requests} requests of kv_lens")
+    return tuple(jnp.asarray(array, jnp.int32)[None] for array in (query_start_loc, kv_lens, block_tables))  # pyright: ignore[reportReturnType]
+
+
+def canonical_page_scale(name: str, scale: Any, key_heads: int) -> Any:
+    """A factor of stored values, a scalar or `[K]`, as float32 `[1, 1 or K]`."""
+    if scale is None:
+        return None
+    if not isinstance(scale, (int, float)):
+        check_array(name, scale)
+    array = jnp.asarray(scale, jnp.float32)
+    if array.shape not in ((), (1,), (key_heads,)):
+        raise invalid(name, f"shape {tuple(array.shape)}", f"a scalar or [K] with K = {key_heads} key heads")
+    return array.reshape(1, -1)
+
+
+def check_starts(name: str, starts: Any, tokens: int, active: Any = None) -> None:
+    """Refuse cumulative numbers of new tokens that are known and do not ascend from 0 to at most the tokens that there are.
+
+    Args:
+        name, starts: the argument and its values `[R + 1]`.
+        tokens: N.
+        active: the number of requests in use, None for all; later entries may hold anything.
+    """
+    known, count = known_values(starts), known_values(active)
+    if known is None or known.ndim != 1 or not known.size or (active is not None and count is None):
+        return
+    known = known if count is None else known[: int(count.reshape(-1)[0]) + 1]
+    if known[0] != 0 or (known[1:] < known[:-1]).any() or known[-1] > tokens:
+        raise invalid(name, known.tolist()[:8], f"0, then ascending values of at most {tokens} = tokens")
+
+
+def check_lengths(name: str, lengths: Any, room: int, meaning: str, active: Any = None) -> None:
+    """Refuse lengths that are known and negative or more than there is room for."""
+    known, count = known_values(lengths), known_values(active)
+    if known is None or known.ndim != 1 or (active is not None and count is None):
+        return
+    known = known if count is None else known[: int(count.reshape(-1)[0])]
+    if known.size and not (known.min() >= 0 and known.max() <= room):
+        raise invalid(name, f"values in [{known.min()}, {known.max()}]", f"values in [0, {room}], {meaning}")
+
+
+def known_values(array: Any) -> np.ndarray | None:
+    """The values, if they can be read here and now without leaving this process."""
+    if isinstance(array, int):
+        return np.asarray(array)
+    if isinstance(array, jax.Array):
+        return None if isinstance(array, Tracer) or not array.is_fully_addressable else np.asarray(array)
+    return array if isinstance(array, np.ndarray) else None

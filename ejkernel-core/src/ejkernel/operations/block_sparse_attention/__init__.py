@@ -1,0 +1,1 @@
+"""Softmax attention over the tiles that a mask names."""

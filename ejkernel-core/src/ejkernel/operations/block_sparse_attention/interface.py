@@ -1,0 +1,237 @@
+"""Contract of `block_sparse_attention`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ejkernel._arrays import ArraySpec, named
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.operation import Bound, Call, Cost, Operation
+from ejkernel.operations._checks import check_array, check_shape
+from ejkernel.operations.flash_attention.bind import as_count
+from ejkernel.operations.flash_attention.interface import OPERATION as FLASH_ATTENTION
+from ejkernel.operations.flash_attention.interface import (
+    FlashAttentionCall,
+    FlashAttentionInputs,
+    FlashAttentionOutputs,
+)
+from ejkernel.plugin import Phase
+
+
+class BlockSparseAttentionInputs(NamedTuple):
+    """Canonical arrays: those of `flash_attention` without dropout, and lists of tiles.
+
+    key_tiles int32 `[B|1, n, m]`: besides what the masks say, queries of block i see only keys of the blocks `key_tiles[b, i]`,
+    no block twice; the list ends at the first negative entry. Blocks have `q_blocksize` queries and `kv_blocksize` keys, the last
+    ones fewer. full_tiles bool, as key_tiles: a promise that no mask hides a pair of the tile. Without key_tiles an
+    implementation chooses its own tiles.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any = None
+    mask: Any = None
+    query_segments: Any = None
+    key_segments: Any = None
+    query_positions: Any = None
+    key_positions: Any = None
+    sinks: Any = None
+    key_tiles: Any = None
+    full_tiles: Any = None
+
+
+BlockSparseAttentionOutputs = FlashAttentionOutputs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSparseAttentionCall(Call):
+    """Static facts, as in `flash_attention`.
+
+    Attributes:
+        q_blocksize, kv_blocksize: tokens of the listed blocks; None without lists.
+        mask_builder: a rule from positions of queries and keys, int32 arrays that broadcast together, to visibility; None = all.
+    """
+
+    query: ArraySpec
+    key: ArraySpec
+    value: ArraySpec
+    bias: ArraySpec | None = None
+    mask: ArraySpec | None = None
+    query_segments: ArraySpec | None = None
+    key_segments: ArraySpec | None = None
+    query_positions: ArraySpec | None = None
+    key_positions: ArraySpec | None = None
+    sinks: ArraySpec | None = None
+    key_tiles: ArraySpec | None = None
+    full_tiles: ArraySpec | None = None
+    scale: float
+    causal: bool = False
+    query_offset: int = 0
+    window: tuple[int | None, int | None] | None = None
+    chunk_size: int | None = None
+    prefix: int | None = None
+    soft_cap: float | None = None
+    q_blocksize: int | None = None
+    kv_blocksize: int | None = None
+    mask_builder: Callable[[Any, Any], Any] | None = None
+
+
+_LISTS = ("key_tiles", "full_tiles")
+_SHARED = tuple(name for name in BlockSparseAttentionInputs._fields if name not in _LISTS)
+_FLAGS = ("scale", "causal", "query_offset", "window", "chunk_size", "prefix", "soft_cap", "save_residuals")
+
+
+def as_flash_attention(call: Any, inputs: Any) -> tuple[FlashAttentionCall, FlashAttentionInputs]:
+    """The same problem as dense attention, without the lists and without `mask_builder`."""
+    specs = {name: getattr(call, name) for name in (*_SHARED, *_FLAGS)}
+    return FlashAttentionCall(**specs), FlashAttentionInputs(**{name: getattr(inputs, name) for name in _SHARED})
+
+
+class BlockSparseAttention(Operation):
+    """`out = softmax(mask(cap(scale * query . key + bias)), sinks) . value` over the tiles that hold visible pairs."""
+
+    name = "block_sparse_attention"
+    Call = BlockSparseAttentionCall
+    Inputs = BlockSparseAttentionInputs
+    Outputs = BlockSparseAttentionOutputs
+    differentiable = ("query", "key", "value", "bias", "sinks")
+    shardable = ("b", "h")
+
+    def canonicalise(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        bias: Any = None,
+        softmax_aux: Any = None,
+        mask_info: Any = None,
+        mask: Any = None,
+        query_segments: Any = None,
+        key_segments: Any = None,
+        query_positions: Any = None,
+        key_positions: Any = None,
+        query_lengths: Any = None,
+        key_lengths: Any = None,
+        key_tiles: Any = None,
+        full_tiles: Any = None,
+        *,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        causal_alignment: str | None = None,
+        sliding_window: Any = None,
+        chunk_size: int | None = None,
+        logits_soft_cap: float | None = None,
+        q_blocksize: int | None = None,
+        kv_blocksize: int | None = None,
+        mask_builder: Callable[[Any, Any], Any] | None = None,
+        prefix: int | None = None,
+    ) -> Bound:
+        """Check the arguments and combine everything said about visibility by AND.
+
+        Args:
+            query: `[B, T, H, D]`; key, value, bias, softmax_aux, masks, segments, positions, lengths and the other options as in
+                `flash_attention`.
+            key_tiles: int `[B|1, n, m]` with n = ceil(T / q_blocksize).
+            full_tiles: bool, shaped like key_tiles.
+            q_blocksize, kv_blocksize: tokens of the listed blocks.
+            mask_builder: `(query_positions, key_positions) -> bool`, elementwise.
+        """
+        dense = FLASH_ATTENTION.canonicalise(
+            query,
+            key,
+            value,
+            bias,
+            softmax_aux,
+            mask_info,
+            mask,
+            query_segments,
+            key_segments,
+            query_positions,
+            key_positions,
+            query_lengths,
+            key_lengths,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            causal_alignment=causal_alignment,
+            sliding_window=sliding_window,
+            chunk_size=chunk_size,
+            prefix=prefix,
+            logits_soft_cap=logits_soft_cap,
+        )
+        if mask_builder is not None and not callable(mask_builder):
+            raise wrong_type("mask_builder", repr(mask_builder), "a function (query_positions, key_positions) -> bool")
+        shared = {name: getattr(dense.inputs, name) for name in _SHARED}
+        if mask_builder is not None:
+            shared |= _positions(dense.call, mask_info, query_positions, key_positions)
+        if key_tiles is not None:
+            q_blocksize = as_count("q_blocksize", q_blocksize, 1)
+            kv_blocksize = as_count("kv_blocksize", kv_blocksize, 1)
+            shared |= _lists(key_tiles, full_tiles, query.shape[0], -(-query.shape[1] // q_blocksize))
+        else:
+            for name, given in (("full_tiles", full_tiles), ("q_blocksize", q_blocksize), ("kv_blocksize", kv_blocksize)):
+                if given is not None:
+                    raise invalid(name, given, "None without key_tiles")
+        inputs = BlockSparseAttentionInputs(**shared)
+        call = BlockSparseAttentionCall(
+            **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
+            **{name: getattr(dense.call, name) for name in _FLAGS},
+            q_blocksize=q_blocksize,
+            kv_blocksize=kv_blocksize,
+            mask_builder=mask_builder,
+        )
+        return Bound(call, inputs, dense.finish)
+
+    def check_values(self, arrays: Mapping[str, Any]) -> None:
+        """Lengths that are known must lie within the arrays that they describe."""
+        FLASH_ATTENTION.check_values(arrays)
+
+    def dimensions(self, call: BlockSparseAttentionCall) -> Mapping[str, str]:
+        dense = FLASH_ATTENTION.dimensions(as_flash_attention(call, _NO_INPUTS)[0])
+        return {**dense, "key_tiles": "b? n m", "full_tiles": "b? n m"}
+
+    def output_specs(self, call: BlockSparseAttentionCall) -> FlashAttentionOutputs:
+        return FLASH_ATTENTION.output_specs(as_flash_attention(call, _NO_INPUTS)[0])
+
+    def public(self, call: BlockSparseAttentionCall) -> tuple[str, ...]:
+        return ("out",)
+
+    def cost(self, call: BlockSparseAttentionCall, phase: Phase) -> Cost:
+        """An upper bound: what segments, masks, predicates and lists hide is not known statically."""
+        return FLASH_ATTENTION.cost(as_flash_attention(call, _NO_INPUTS)[0], phase)
+
+
+_NO_INPUTS = BlockSparseAttentionInputs(None, None, None)
+
+
+def _positions(call: FlashAttentionCall, mask_info: Any, query_positions: Any, key_positions: Any) -> dict[str, Any]:
+    """Positions for a predicate, which needs them even where causal, window and chunk masks do not ask for them."""
+    if call.causal or call.window is not None or call.chunk_size is not None:
+        return {}
+    query = query_positions if query_positions is not None else getattr(mask_info, "query_positions", None)
+    key = key_positions if key_positions is not None else getattr(mask_info, "key_positions", None)
+    if offset := getattr(mask_info, "causal_offset", 0):
+        query = (jnp.arange(call.query.shape[1])[None] if query is None else query) + offset
+    found = {"query_positions": query, "key_positions": key}
+    return {name: jnp.asarray(array).astype(jnp.int32) for name, array in found.items() if array is not None}
+
+
+def _lists(key_tiles: Any, full_tiles: Any, batch: int, blocks: int) -> dict[str, Any]:
+    check_array("key_tiles", key_tiles, ndim=3, floating=False)
+    if not jnp.issubdtype(key_tiles.dtype, jnp.integer):
+        raise wrong_type("key_tiles", f"dtype {key_tiles.dtype}", "an integer type")
+    shape = tuple(key_tiles.shape)
+    if shape[:2] not in ((batch, blocks), (1, blocks)):
+        raise invalid("key_tiles", f"shape {shape}", f"[{batch} or 1, {blocks}, m]: {blocks} blocks of queries")
+    if full_tiles is not None:
+        check_shape("full_tiles", full_tiles, shape, "the shape of key_tiles")
+        if full_tiles.dtype != bool:
+            raise wrong_type("full_tiles", f"dtype {full_tiles.dtype}", "bool")
+    return {"key_tiles": jnp.asarray(key_tiles).astype(jnp.int32), "full_tiles": full_tiles}
+
+
+OPERATION = BlockSparseAttention()

@@ -1,0 +1,1 @@
+"""Linear attention with decays, and what else is a linear recurrence of matrix states."""

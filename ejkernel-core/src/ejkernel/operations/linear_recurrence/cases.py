@@ -1,0 +1,116 @@
+"""Named problems of `linear_recurrence`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ejkernel.operations._case import Case, Toggle
+
+
+def arrays(
+    batch: int = 2,
+    length: int = 20,
+    heads: int = 2,
+    width: int = 4,
+    channels: int = 3,
+    *,
+    query_heads: int | None = None,
+    value_heads: int | None = None,
+    decays: str = "",
+    bonus: bool = False,
+    state: bool = False,
+    bounds: tuple[int, ...] | None = None,
+    rate: float = 0.5,
+    extreme: bool = False,
+) -> Callable[[np.random.Generator], Mapping[str, Any]]:
+    """A maker of arguments.
+
+    Args:
+        heads: of key, and of the others unless they say otherwise.
+        decays: which log decays there are, of `"g gamma gk gv"`.
+        state: with an initial state.
+        bounds: cumulative lengths; tokens past the last one hold NaN.
+        rate: log decays are `-rate |normal|`.
+        extreme: a third of the log decays is -50 instead, and a third 0.
+    """
+    query_heads, value_heads = query_heads or heads, value_heads or heads
+    most = max(heads, query_heads, value_heads)
+    shapes = {
+        "query": (batch, length, query_heads, width),
+        "key": (batch, length, heads, width),
+        "value": (batch, length, value_heads, channels),
+        "g": (batch, length, most),
+        "gamma": (most,),
+        "gk": (batch, length, heads, width),
+        "gv": (batch, length, value_heads, channels),
+        "bonus": (heads, width),
+        "initial_state": (batch if bounds is None else len(bounds) - 1, most, width, channels),
+    }
+    plain = ["query", "key", "value", *["bonus"] * bonus, *["initial_state"] * state]
+
+    def decay(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+        ordinary = -rate * np.abs(rng.standard_normal(shape))
+        kind = rng.integers(3, size=shape) if extreme else 2
+        return np.where(kind == 2, ordinary, np.where(kind == 1, 0, -50)).astype(np.float32)
+
+    def make(rng: np.random.Generator) -> Mapping[str, Any]:
+        made = {name: rng.standard_normal(shapes[name]).astype(np.float32) for name in plain}
+        made.update({"g_gamma" if name == "gamma" else name: decay(rng, shapes[name]) for name in decays.split()})
+        if bounds is not None:
+            for name in made.keys() & {"query", "key", "value", "g", "gk", "gv"}:
+                made[name][:, bounds[-1] :] = np.nan
+            made["cu_seqlens"] = np.array(bounds, np.int32)
+        return made
+
+    return make
+
+
+_STATE = {"return_state": True}
+_BENCH = frozenset({"bench"})
+_TRANSFORMS = frozenset({"transforms"})
+_EXTREME = frozenset({"extreme"})
+
+CASES = (
+    Case("gla", arrays(decays="gk", state=True), _STATE, tags=_TRANSFORMS),
+    Case("scalar", arrays(length=21, decays="g gamma")),
+    Case("no-decay", arrays(length=17)),
+    Case("value-decay", arrays(decays="gv g", state=True), _STATE),
+    Case("every-decay", arrays(decays="g gamma gk gv", state=True), {"scale": 1.0, **_STATE}),
+    Case("gamma", arrays(decays="gamma"), {"precision": "highest"}),
+    Case("bonus", arrays(decays="gk", bonus=True, state=True), _STATE),
+    Case("bonus-every-decay", arrays(decays="g gv", bonus=True), {"reverse": True}),
+    Case("reverse", arrays(decays="gk gv", state=True), {"reverse": True, **_STATE}),
+    Case("query-groups", arrays(heads=2, query_heads=4, decays="g gamma", state=True), _STATE),
+    Case("query-groups-shared-state", arrays(heads=1, query_heads=3, decays="gk gv"), _STATE),
+    Case("value-groups", arrays(heads=2, value_heads=4, decays="g", state=True), _STATE),
+    Case("packed", arrays(1, 24, decays="g gk", state=True, bounds=(0, 5, 6, 6, 24)), _STATE, tags=_TRANSFORMS),
+    Case("packed-reset", arrays(1, decays="g", bounds=(0, 7, 20))),
+    Case("packed-tail", arrays(1, decays="gk gv", bonus=True, bounds=(0, 9, 14)), {"reverse": True, **_STATE}),
+    Case("packed-no-sequence", arrays(1, 6, decays="g", bounds=(0,), state=True), _STATE),
+    Case("long", arrays(1, 150, 1, decays="g gk")),
+    Case("length-1", arrays(length=1, decays="g gk gv", bonus=True, state=True), _STATE),
+    Case("length-0", arrays(length=0, decays="g", state=True), _STATE),
+    Case("extreme-key-decay", arrays(length=40, decays="gk", extreme=True, rate=0.05), tags=_EXTREME),
+    Case("extreme-decays", arrays(length=40, decays="g gv", extreme=True, rate=0.05, state=True), _STATE, tags=_EXTREME),
+    Case("bench-gla-t8192-h32-d128", arrays(1, 8192, 32, 128, 128, decays="gk", rate=0.05), tags=_BENCH),
+    Case("bench-scalar-t8192-h32-d128", arrays(1, 8192, 32, 128, 128, decays="g", rate=0.05), tags=_BENCH),
+    Case("bench-lightning-t8192-h64-d128", arrays(1, 8192, 64, 128, 128, decays="gamma", rate=0.05), tags=_BENCH),
+    Case("bench-ssd-b4-t4096-h80-n128", arrays(4, 4096, 1, 128, 64, value_heads=80, decays="g", rate=0.05), tags=_BENCH),
+)
+
+TOGGLES = {
+    "g": Toggle("scalar", drop="g"),
+    "g_gamma": Toggle("gamma", drop="g_gamma"),
+    "gk": Toggle("gla", drop="gk"),
+    "gv": Toggle("value-decay", drop="gv"),
+    "bonus": Toggle("bonus", drop="bonus"),
+    "initial_state": Toggle("gla", drop="initial_state"),
+    "cu_seqlens": Toggle("packed-reset", drop="cu_seqlens"),
+    "scale": Toggle("gla", {"scale": 2.0}),
+    "reverse": Toggle("gla", {"reverse": True}),
+    "return_state": Toggle("scalar", {"return_state": True}),
+    "precision": Toggle("gamma", {"precision": "default"}, program=True),
+}

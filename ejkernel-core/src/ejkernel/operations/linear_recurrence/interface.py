@@ -1,0 +1,272 @@
+"""Contract of `linear_recurrence`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+from ejkernel._arrays import ArraySpec, named
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.operation import Bound, Call, Cost, Operation
+from ejkernel.operations._checks import check_shape
+from ejkernel.operations._numbers import check_compute, finite_number
+from ejkernel.operations._packed import as_bounds, check_bounds, check_packed
+from ejkernel.plugin import Phase
+
+PRECISIONS = ("default", "high", "highest")
+
+
+class LinearRecurrenceInputs(NamedTuple):
+    """Arrays with their canonical dims.
+
+    query, key `[b, t, h, d]`, value `[b, t, h, v]`; log decays g `[b, t, h]`, g_gamma `[1 or b, h]`, gk `[b, t, h, d]`,
+    gv `[b, t, h, v]`; bonus `[1 or b, h, d]`; initial_state `[b, n, H, d, v]`; cu_seqlens int32 `[1 or b, n + 1]`, n = 1
+    without. The axis h has H heads, or K heads that H / K consecutive heads share; only initial_state always has H.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    g: Any = None
+    g_gamma: Any = None
+    gk: Any = None
+    gv: Any = None
+    bonus: Any = None
+    initial_state: Any = None
+    cu_seqlens: Any = None
+
+
+class LinearRecurrenceOutputs(NamedTuple):
+    """out `[b, t, H, v]` in the dtype of value; final_state `[b, n, H, d, v]`, float32 (float64 for float64), with
+    return_state. There is no residual."""
+
+    out: Any
+    final_state: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearRecurrenceCall(Call):
+    """Static facts.
+
+    Attributes:
+        scale: factor of the output.
+        reverse: every sequence runs from its last token to its first.
+        return_state: final_state is wanted.
+        precision: of the products: None (full precision of the inputs' common dtype), or "default", "high", "highest".
+    """
+
+    query: ArraySpec
+    key: ArraySpec
+    value: ArraySpec
+    g: ArraySpec | None = None
+    g_gamma: ArraySpec | None = None
+    gk: ArraySpec | None = None
+    gv: ArraySpec | None = None
+    bonus: ArraySpec | None = None
+    initial_state: ArraySpec | None = None
+    cu_seqlens: ArraySpec | None = None
+    scale: float = 1.0
+    reverse: bool = False
+    return_state: bool = False
+    precision: str | None = None
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """K and H: the fewest and the most heads that query, key and value have."""
+        found = [spec.shape[2] for spec in (self.query, self.key, self.value)]
+        return min(found), max(found)
+
+    @property
+    def sequences(self) -> int:
+        """n: how many states each member of the batch has."""
+        return 1 if self.cu_seqlens is None else self.cu_seqlens.shape[1] - 1
+
+    @property
+    def state_dtype(self) -> str:
+        return "float64" if "float64" in (self.query.dtype, self.key.dtype, self.value.dtype) else "float32"
+
+
+class LinearRecurrence(Operation):
+    """`S_t = exp(g_t + g_gamma) diag(exp gk_t) S_(t-1) diag(exp gv_t) + k_t v_t^T`, `o_t = scale S_t^T q_t`.
+
+    With a bonus, `o_t = scale (S_(t-1) + diag(bonus) k_t v_t^T)^T q_t`. States are float32. Tokens outside of every sequence take no
+    part, whatever they hold: their outputs and gradients are 0.
+    """
+
+    name = "linear_recurrence"
+    Call = LinearRecurrenceCall
+    Inputs = LinearRecurrenceInputs
+    Outputs = LinearRecurrenceOutputs
+    differentiable = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "bonus", "initial_state")
+    shardable = ("b", "h")
+
+    def canonicalise(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        g: Any = None,
+        g_gamma: Any = None,
+        gk: Any = None,
+        gv: Any = None,
+        bonus: Any = None,
+        initial_state: Any = None,
+        cu_seqlens: Any = None,
+        *,
+        scale: float | None = None,
+        reverse: bool = False,
+        return_state: bool = False,
+        precision: Any = None,
+    ) -> Bound:
+        """Check and bring the state to `[B, n, H, D, V]`.
+
+        Args:
+            query: `[B,T,heads,D]`, floating. Every array has H or K heads, H the most and K the fewest of query, key and value.
+            key: `[B,T,heads,D]`.
+            value: `[B,T,heads,V]`.
+            g: log decay per token and head `[B,T,heads]`.
+            g_gamma: log decay per head `[heads]` or `[B,heads]`.
+            gk: log decay per token and key channel `[B,T,heads,D]`.
+            gv: log decay per token and value channel `[B,T,heads,V]`.
+            bonus: weight of the token itself `[heads,D]`; None: the state after the token is read.
+            initial_state: `[B,H,D,V]`, or `[n,H,D,V]` with cu_seqlens; None = zeros.
+            cu_seqlens: integers `[n + 1]`, B = 1.
+            scale: factor of the output; None = 1 / sqrt(D).
+            reverse: run every sequence from its end.
+            return_state: also return the last state, shaped like initial_state.
+            precision: None, "default", "high", "highest" or a `jax.lax.Precision`.
+        """
+        for name, flag in (("reverse", reverse), ("return_state", return_state)):
+            if not isinstance(flag, bool):
+                raise wrong_type(name, repr(flag), "a bool")
+        for name, array in (("query", query), ("key", key), ("value", value)):
+            check_compute(name, array, ndim=4)
+        batch, length, _, width = query.shape
+        _check_like_query("key", key, query)
+        _check_like_query("value", value, query, channels=False)
+        heads = _check_heads(query, key, value)
+        channels = value.shape[3]
+        leading = {"g": (), "gk": (width,), "gv": (channels,)}
+        for name, array in (("g", g), ("gk", gk), ("gv", gv)):
+            if array is not None:
+                check_compute(name, array, ndim=3 + len(leading[name]))
+                _check_shared(name, array, (batch, length), heads, leading[name])
+        if g_gamma is not None:
+            check_compute("g_gamma", g_gamma)
+            if g_gamma.ndim == 1:
+                g_gamma = g_gamma[None]
+            _check_shared("g_gamma", g_gamma, (g_gamma.shape[0],) if g_gamma.shape[:1] == (1,) else (batch,), heads, ())
+        if bonus is not None:
+            check_compute("bonus", bonus, ndim=2)
+            _check_shared("bonus", bonus, (), heads, (width,))
+        if cu_seqlens is not None:
+            check_packed(cu_seqlens, "query", batch)
+        if initial_state is not None:
+            count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            check_compute("initial_state", initial_state)
+            meaning = "[B, H, D, V]" if cu_seqlens is None else "[n, H, D, V]"
+            check_shape("initial_state", initial_state, (count, heads[1], width, channels), meaning)
+        packed = cu_seqlens is not None
+        inputs = LinearRecurrenceInputs(
+            query,
+            key,
+            value,
+            g,
+            g_gamma,
+            gk,
+            gv,
+            None if bonus is None else bonus[None],
+            None if initial_state is None else initial_state[None] if packed else initial_state[:, None],
+            as_bounds(cu_seqlens) if packed else None,
+        )
+        call = LinearRecurrenceCall(
+            **{name: ArraySpec.of(array) for name, array in named(inputs)},
+            scale=width**-0.5 if scale is None else finite_number("scale", scale),
+            reverse=reverse,
+            return_state=return_state,
+            precision=precision_name(precision),
+        )
+
+        def finish(outputs: LinearRecurrenceOutputs) -> Any:
+            if not return_state:
+                return outputs.out
+            return outputs.out, outputs.final_state[0] if packed else outputs.final_state[:, 0]
+
+        return Bound(call, inputs, finish)
+
+    def check_values(self, arrays: Mapping[str, Any]) -> None:
+        check_bounds(arrays.get("cu_seqlens"), "query", arrays.get("query"))
+
+    def dimensions(self, call: LinearRecurrenceCall) -> Mapping[str, str]:
+        return {
+            "query": "b t h d",
+            "key": "b t h d",
+            "value": "b t h v",
+            "g": "b t h",
+            "g_gamma": "b? h",
+            "gk": "b t h d",
+            "gv": "b t h v",
+            "bonus": "b? h d",
+            "initial_state": "b n h d v",
+            "cu_seqlens": "b? s",
+            "out": "b t h v",
+            "final_state": "b n h d v",
+        }
+
+    def output_specs(self, call: LinearRecurrenceCall) -> LinearRecurrenceOutputs:
+        batch, length, _, width = call.query.shape
+        heads, channels = call.heads[1], call.value.shape[3]
+        state = ArraySpec((batch, call.sequences, heads, width, channels), call.state_dtype)
+        out = ArraySpec((batch, length, heads, channels), call.value.dtype)
+        return LinearRecurrenceOutputs(out, state if call.return_state else None)
+
+    def public(self, call: LinearRecurrenceCall) -> tuple[str, ...]:
+        return ("out", "final_state") if call.return_state else ("out",)
+
+    def cost(self, call: LinearRecurrenceCall, phase: Phase) -> Cost:
+        """Of the recurrence itself: one product to write the state, one to read it; the gradient takes five."""
+        out, state = self.output_specs(call)
+        flops = 2 * out.size * call.query.shape[3]
+        read = sum(spec.nbytes for spec in vars(call).values() if isinstance(spec, ArraySpec))
+        if phase == "forward":
+            return Cost(2 * flops, read + out.nbytes + (0 if state is None else state.nbytes))
+        return Cost(5 * flops, 2 * read + out.nbytes + (0 if state is None else state.nbytes))
+
+
+def precision_name(precision: Any) -> str | None:
+    """`precision` as the call holds it: None or one of `PRECISIONS`."""
+    name = precision.name.lower() if hasattr(precision, "name") else precision
+    if name is not None and name not in PRECISIONS:
+        raise invalid("precision", repr(precision), f"None or one of {', '.join(PRECISIONS)}")
+    return name
+
+
+def _check_like_query(name: str, array: Any, query: Any, *, channels: bool = True) -> None:
+    got, wanted = array.shape, query.shape
+    if got[:2] != wanted[:2] or (channels and got[3] != wanted[3]):
+        expected = f"batch {wanted[0]}, length {wanted[1]}" + (f" and {wanted[3]} channels" if channels else "")
+        raise invalid(name, f"shape {tuple(got)}", f"{expected} as query")
+
+
+def _check_heads(query: Any, key: Any, value: Any) -> tuple[int, int]:
+    """The fewest and the most heads."""
+    found = {"query": query.shape[2], "key": key.shape[2], "value": value.shape[2]}
+    fewest, most = min(found.values()), max(found.values())
+    if fewest == 0 or most % fewest:
+        raise invalid("key", f"{found} heads", f"the fewest, {fewest}, to divide the most, {most}")
+    for name, heads in found.items():
+        if heads not in (fewest, most):
+            raise invalid(name, f"{heads} heads", f"{fewest} or {most}, as the others")
+    return fewest, most
+
+
+def _check_shared(name: str, array: Any, leading: tuple[int, ...], heads: tuple[int, int], trailing: tuple[int, ...]) -> None:
+    """Refuse an array that is not `[*leading, H or K, *trailing]`."""
+    allowed = [(*leading, count, *trailing) for count in dict.fromkeys(reversed(heads))]
+    if tuple(array.shape) not in allowed:
+        raise invalid(name, f"shape {tuple(array.shape)}", " or ".join(map(str, allowed)))
+
+
+OPERATION = LinearRecurrence()

@@ -1,0 +1,1 @@
+"""Attention over the blocks of keys that each query selects."""

@@ -1,0 +1,222 @@
+"""Contract of `native_sparse_attention`: the selected branch, attention over the blocks that each query names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel._arrays import ArraySpec, named
+from ejkernel.errors import invalid
+from ejkernel.operation import Bound, Call, Cost, Operation
+from ejkernel.operations._numbers import statistics_dtype
+from ejkernel.operations._selected import NOTHING, check_integers, distinct
+from ejkernel.operations.flash_attention import bind
+from ejkernel.operations.flash_attention.interface import is_concrete
+from ejkernel.plugin import Phase
+
+
+class NativeSparseAttentionInputs(NamedTuple):
+    """query `[b, t, h, d]`, key `[b, t, k, d]`, value `[b, t, k, e]`; query head h reads key head `h // (h_count // k_count)`.
+
+    block_indices int32 `[b, t, k, s]`: the blocks of a query, each at most once and none that begins after the query;
+    negative entries name nothing. Block c of a query at t is the tokens
+    `sequence_starts[t] + c * block_size`, ... of which it sees those up to t.
+    sequence_starts int32 `[1 or b, t]`: first token of the query's own sequence; None = 0, and blocks are then aligned.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    block_indices: Any
+    sequence_starts: Any = None
+
+
+class NativeSparseAttentionOutputs(NamedTuple):
+    """out `[b, t, h, e]` in the query's dtype; lse `[b, t, h]` in float32 (float64 for float64), natural logarithm, -inf for a
+    query without keys. lse is public when asked for and a residual otherwise."""
+
+    out: Any
+    lse: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NativeSparseAttentionCall(Call):
+    """Static facts of one call.
+
+    Attributes:
+        block_size: tokens per block.
+        scale: factor on `query . key`.
+        return_lse: lse is a public output.
+    """
+
+    query: ArraySpec
+    key: ArraySpec
+    value: ArraySpec
+    block_indices: ArraySpec
+    sequence_starts: ArraySpec | None = None
+    block_size: int
+    scale: float
+    return_lse: bool = False
+
+
+class NativeSparseAttention(Operation):
+    """`out_t = softmax over j of (scale * query_t . key_j) . value_j`, j over the tokens up to t in the blocks that t names.
+
+    Logits, softmax and sums are kept in float32. A query that names no block gives 0, lse -inf and no gradient.
+    """
+
+    name = "native_sparse_attention"
+    Call = NativeSparseAttentionCall
+    Inputs = NativeSparseAttentionInputs
+    Outputs = NativeSparseAttentionOutputs
+    differentiable = ("query", "key", "value")
+    shardable = ("b", "h")
+
+    def canonicalise(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        block_indices: Any,
+        block_counts: Any = None,
+        cu_seqlens: Any = None,
+        *,
+        block_size: int = 64,
+        softmax_scale: float | None = None,
+        return_lse: bool = False,
+        is_distinct: bool = False,
+    ) -> Bound:
+        """Check, and reduce every list of blocks to those that count.
+
+        Args:
+            query: `[B,T,H,D]`, floating.
+            key: `[B,T,K,D]`, H a multiple of K.
+            value: `[B,T,K,V]`.
+            block_indices: integers `[B,T,K,S]`, counted from the start of the query's own sequence. Negative numbers and blocks
+                that begin after the query name nothing; a block named twice counts once.
+            block_counts: how many of the S entries count: an int, integers `[B,T,K]`, or None for all.
+            cu_seqlens: integers `[n + 1]`: sequences packed along T, then B = 1. Queries past the last one see nothing.
+            block_size: tokens per block, at least 1.
+            softmax_scale: None = `1 / sqrt(D)`.
+            return_lse: return `(out, lse)`.
+            is_distinct: nothing is named twice, so nothing need be done about it.
+        """
+        bind.check_query_key_value(query, key, value)
+        batch, length, _, head_size = query.shape
+        if key.shape[1] != length:
+            raise invalid("key", f"length {key.shape[1]}", f"the query's {length}")
+        block_size = bind.as_count("block_size", block_size, 1)
+        check_integers("block_indices", block_indices, ndim=4)
+        rows = (batch, length, key.shape[2])
+        if tuple(block_indices.shape[:3]) != rows:
+            raise invalid("block_indices", f"shape {tuple(block_indices.shape)}", f"[B,T,K,S] with (B, T, K) = {rows}")
+        counts = _counts(block_counts, rows, block_indices.shape[3])
+        starts = None if cu_seqlens is None else _sequence_starts(cu_seqlens, batch, length)
+        named_blocks = _that_count(block_indices, counts, starts, block_size)
+        inputs = NativeSparseAttentionInputs(
+            query,
+            key,
+            value,
+            named_blocks if bind.as_flag("is_distinct", is_distinct) else distinct(named_blocks),
+            None if starts is None else jnp.minimum(starts, max(length - 1, 0)),
+        )
+        call = NativeSparseAttentionCall(
+            **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
+            block_size=block_size,
+            scale=bind.as_scale(softmax_scale, head_size),
+            return_lse=bind.as_flag("return_lse", return_lse),
+        )
+
+        def finish(outputs: NativeSparseAttentionOutputs) -> Any:
+            return (outputs.out, outputs.lse) if return_lse else outputs.out
+
+        return Bound(call, inputs, finish)
+
+    def check_values(self, arrays: Mapping[str, Any]) -> None:
+        cu_seqlens, query = arrays.get("cu_seqlens"), arrays.get("query")
+        if cu_seqlens is None or not is_concrete(cu_seqlens) or getattr(query, "ndim", 0) < 2:
+            return
+        values, length = np.asarray(cu_seqlens), query.shape[1]  # pyright: ignore[reportOptionalMemberAccess]
+        if values.ndim == 1 and values.size and (values[0] != 0 or values[-1] > length or (np.diff(values) < 0).any()):
+            raise invalid("cu_seqlens", values, f"values that do not decrease, from 0 to at most {length} = length of query")
+
+    def dimensions(self, call: NativeSparseAttentionCall) -> Mapping[str, str]:
+        return {
+            "query": "b t h d",
+            "key": "b t h d",
+            "value": "b t h v",
+            "block_indices": "b t h s",
+            "sequence_starts": "b? t",
+            "out": "b t h v",
+            "lse": "b t h",
+        }
+
+    def output_specs(self, call: NativeSparseAttentionCall) -> NativeSparseAttentionOutputs:
+        rows = call.query.shape[:3]
+        out = ArraySpec((*rows, call.value.shape[3]), call.query.dtype)
+        wanted = call.return_lse or call.save_residuals
+        return NativeSparseAttentionOutputs(out, ArraySpec(rows, statistics_dtype(call.query.dtype)) if wanted else None)
+
+    def public(self, call: NativeSparseAttentionCall) -> tuple[str, ...]:
+        return ("out", "lse") if call.return_lse else ("out",)
+
+    def cost(self, call: NativeSparseAttentionCall, phase: Phase) -> Cost:
+        """Of queries that each name as many blocks as they can, in one sequence; how many they do name is known at run time."""
+        batch, length, heads, head_size = call.query.shape
+        most = call.block_indices.shape[3] * call.block_size
+        short = min(length, most)
+        pairs = short * (short + 1) // 2 + (length - short) * most
+        products = 2 * batch * heads * pairs * (head_size + call.value.shape[3])
+        read = sum(spec.nbytes for spec in (call.query, call.key, call.value, call.block_indices))
+        outputs = [spec.nbytes for _, spec in named(self.output_specs(call))]
+        if phase == "forward":
+            return Cost(products, read + sum(outputs))
+        gradients = sum(spec.nbytes for spec in (call.query, call.key, call.value))
+        return Cost(products * 5 // 2, read + sum(outputs) + sum(outputs[: len(self.public(call))]) + gradients)
+
+
+def _counts(block_counts: Any, rows: tuple[int, int, int], slots: int) -> Any:
+    """None, an int or an array `[B,T,K]`."""
+    if block_counts is None:
+        return None
+    if not hasattr(block_counts, "dtype") or getattr(block_counts, "ndim", 0) == 0:
+        return min(bind.as_count("block_counts", block_counts, 0), slots)
+    check_integers("block_counts", block_counts)
+    if tuple(block_counts.shape) != rows:
+        raise invalid("block_counts", f"shape {tuple(block_counts.shape)}", f"an int, or [B,T,K] = {rows}")
+    return block_counts
+
+
+def _sequence_starts(cu_seqlens: Any, batch: int, length: int) -> Any:
+    """First token of every token's sequence `[1, t]`; `length` past the last sequence."""
+    check_integers("cu_seqlens", cu_seqlens, ndim=1)
+    if cu_seqlens.shape[0] < 1:
+        raise invalid("cu_seqlens", "no element", "[n + 1], so at least one")
+    if batch != 1:
+        raise invalid("query", f"batch {batch}", "batch 1 with cu_seqlens", remedy="pack the sequences along T")
+    bounds = jnp.asarray(cu_seqlens, jnp.int32)
+    tokens = jnp.arange(length, dtype=jnp.int32)
+    starts = bounds[jnp.maximum(jnp.searchsorted(bounds, tokens, side="right").astype(jnp.int32) - 1, 0)]
+    return jnp.where(tokens < bounds[-1], starts, length)[None]
+
+
+def _that_count(block_indices: Any, counts: Any, starts: Any, block_size: int) -> Any:
+    """int32 indices with `NOTHING` in place of those that are negative, in the future or not counted."""
+    length, slots = block_indices.shape[1], block_indices.shape[3]
+    position = jnp.arange(length, dtype=jnp.int32)[None]
+    position = position if starts is None else position - starts
+    # Blocks beyond every query are cut before the conversion and the comparison in blocks, so that no index overflows.
+    last = jnp.where(position < 0, NOTHING, position // block_size)[:, :, None, None]
+    counted = (block_indices >= 0) & (block_indices <= last)
+    if isinstance(counts, int):
+        counted &= jnp.arange(slots) < counts
+    elif counts is not None:
+        counted &= jnp.arange(slots) < counts[..., None]
+    return jnp.where(counted, block_indices, NOTHING).astype(jnp.int32)
+
+
+OPERATION = NativeSparseAttention()

@@ -1,0 +1,1 @@
+"""Attention of packed queries over a paged cache of keys and values."""

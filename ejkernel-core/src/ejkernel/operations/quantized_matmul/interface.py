@@ -1,0 +1,167 @@
+"""Contract of `quantized_matmul`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ejkernel._arrays import ArraySpec
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.operation import Bound, Call, Cost, Operation
+from ejkernel.operations._numbers import check_compute
+from ejkernel.plugin import Phase
+from ejkernel.quantization._format import QuantizationFormat, resolve_format
+from ejkernel.quantization._weights import check_packed
+
+
+class QuantizedMatmulInputs(NamedTuple):
+    """x `[b, m, k]`. The weights `[k, n]`, or `[n, k]` with `transpose`, packed along their last axis.
+
+    w uint32 `[1 or b, k or n, words]`; scales `[1 or b, k or n, groups]`: floats for affine and nf4, uint8 for mx (E8M0) and nv
+    (E4M3); zeros like scales for affine, else None.
+    """
+
+    x: Any
+    w: Any
+    scales: Any
+    zeros: Any = None
+
+
+class QuantizedMatmulOutputs(NamedTuple):
+    """out `[b, m, n]`, like x. There is no residual."""
+
+    out: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedMatmulCall(Call):
+    """Static facts.
+
+    Attributes:
+        transpose: the weights are stored as `[n, k]`, in groups along k, instead of `[k, n]`, in groups along n.
+        mode: one of `ejkernel.quantization.MODES`.
+        bits: of a code.
+        group_size: weights that share a scale.
+    """
+
+    x: ArraySpec
+    w: ArraySpec
+    scales: ArraySpec
+    zeros: ArraySpec | None = None
+    transpose: bool = False
+    mode: str = "affine"
+    bits: int = 4
+    group_size: int = 64
+
+    @property
+    def form(self) -> QuantizationFormat:
+        """The format."""
+        return QuantizationFormat(self.mode, self.bits, self.group_size)
+
+    @property
+    def packed_columns(self) -> int:
+        """Weights per stored row: n, or k with `transpose`."""
+        return self.scales.shape[2] * self.group_size
+
+    @property
+    def columns(self) -> int:
+        """n."""
+        return self.w.shape[1] if self.transpose else self.packed_columns
+
+
+class QuantizedMatmul(Operation):
+    """`out = x @ W`, or `x @ W.T` with `transpose`, where `W = scale * (code - zero)` or `scale * value(code)`.
+
+    W is formed in float32 and rounded to the dtype of x; products are summed in float32. Codes have no gradient, and neither
+    have one-byte scales.
+    """
+
+    name = "quantized_matmul"
+    Call = QuantizedMatmulCall
+    Inputs = QuantizedMatmulInputs
+    Outputs = QuantizedMatmulOutputs
+    differentiable = ("x", "scales", "zeros")
+    shardable = ("b", "m", "n")
+
+    def canonicalise(
+        self,
+        x: Any,
+        w: Any,
+        scales: Any,
+        zeros: Any = None,
+        *,
+        transpose: bool = False,
+        mode: str = "affine",
+        bits: int | None = None,
+        group_size: int | None = None,
+    ) -> Bound:
+        """Check and add the batch axis.
+
+        Args:
+            x: `[M,K]`, floating.
+            w: uint32 `[K, words]` as `quantize` packs a matrix `[K,N]`, or `[N, words]` with transpose, from `[N,K]`.
+            scales: `[K, N / group_size]`, or `[N, K / group_size]` with transpose.
+            zeros: like scales for affine, else None.
+            transpose: see w.
+            mode: one of `ejkernel.quantization.MODES`.
+            bits: of a code; None = the mode's default.
+            group_size: weights that share a scale; None = the mode's default.
+        """
+        if not isinstance(transpose, bool):
+            raise wrong_type("transpose", repr(transpose), "a bool")
+        form = resolve_format(mode, group_size, bits)
+        check_compute("x", x, ndim=2)
+        check_packed(w, scales, zeros, form, name="w")
+        if w.ndim != 2:
+            raise invalid("w", f"shape {tuple(w.shape)} with {w.ndim} axes", "2 axes")
+        inner = scales.shape[1] * form.group_size if transpose else w.shape[0]
+        if inner != x.shape[1]:
+            stored = "[N, K]" if transpose else "[K, N]"
+            raise invalid(
+                "w",
+                f"packed weights of {w.shape[0]} x {scales.shape[1] * form.group_size}",
+                f"{stored} with K = {x.shape[1]} as in x",
+                remedy=f"transpose={not transpose} reads them as {'[K, N]' if transpose else '[N, K]'}",
+            )
+        inputs = QuantizedMatmulInputs(x[None], w[None], scales[None], None if zeros is None else zeros[None])
+        specs = {name: None if value is None else ArraySpec.of(value) for name, value in inputs._asdict().items()}
+        call = QuantizedMatmulCall(
+            **specs,  # pyright: ignore[reportArgumentType]
+            transpose=transpose,
+            mode=form.mode,
+            bits=form.bits,
+            group_size=form.group_size,
+        )
+        return Bound(call, inputs, lambda outputs: outputs.out[0])
+
+    def dimensions(self, call: QuantizedMatmulCall) -> Mapping[str, str]:
+        """Columns are split over devices only where whole rows are stored for each: words and groups are not columns."""
+        row, column = ("n", "n") if call.transpose else ("k", "columns")
+        return {
+            "x": "b m k",
+            "w": f"b? {row} words",
+            "scales": f"b? {row} groups",
+            "zeros": f"b? {row} groups",
+            "out": f"b m {column}",
+        }
+
+    def output_specs(self, call: QuantizedMatmulCall) -> QuantizedMatmulOutputs:
+        return QuantizedMatmulOutputs(ArraySpec((*call.x.shape[:2], call.columns), call.x.dtype))
+
+    def public(self, call: QuantizedMatmulCall) -> tuple[str, ...]:
+        return ("out",)
+
+    def cost(self, call: QuantizedMatmulCall, phase: Phase) -> Cost:
+        """Unpacking is not counted."""
+        product = 2 * call.x.size * call.columns
+        small = call.scales.nbytes + (0 if call.zeros is None else call.zeros.nbytes)
+        out = self.output_specs(call).out.nbytes
+        moved = call.x.nbytes + call.w.nbytes + small + out
+        if phase == "forward":
+            return Cost(product, moved)
+        floats = call.form.float_scales
+        return Cost((2 if floats else 1) * product, moved + call.x.nbytes + (small if floats else 0))
+
+
+OPERATION = QuantizedMatmul()

@@ -1,0 +1,53 @@
+"""Performance knobs of the delta rule on XLA."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from ejkernel.operations.delta_rule.interface import DeltaRuleCall
+from ejkernel.plugin import ConfigSpace, Target
+
+_STEP_BYTES = {"cpu": 1 << 22}
+_OTHER_STEP_BYTES = 1 << 30
+"""The most memory that the products of the chunks of one step may take, about: a cache, or a part of an accelerator's memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaRuleConfig:
+    """How tokens are grouped.
+
+    Attributes:
+        chunk_size: tokens between two states, rounded up to a power of two and cut to the length.
+        chunks_per_step: chunks whose products are formed together. The backward phase keeps one state per step and recomputes
+            the others. Not used where chunked is False: there a step is a chunk.
+    """
+
+    chunk_size: int = 64
+    chunks_per_step: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_size", "chunks_per_step"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected a value >= 1")
+
+
+def heuristic(call: DeltaRuleCall, target: Target) -> DeltaRuleConfig:
+    """Chunks of 64; together as many as fit into a cache, or into a part of an accelerator's memory."""
+    batch, _, _, width = call.query.shape
+    chunk = 64
+    per_token = 3 * chunk + 6 * width + 3 * call.value.shape[3]
+    if call.decays_by_channel:
+        per_token += 24 * width
+    chunk_bytes = 4 * batch * call.heads * chunk * max(per_token, 1)
+    budget = _STEP_BYTES.get(target.backend, _OTHER_STEP_BYTES)
+    return DeltaRuleConfig(chunk, max(budget // max(chunk_bytes, 1), 1))
+
+
+def search_space(call: DeltaRuleCall, target: Target) -> Sequence[DeltaRuleConfig]:
+    chosen = heuristic(call, target)
+    steps = sorted({1, chosen.chunks_per_step, 4 * chosen.chunks_per_step})
+    return [DeltaRuleConfig(chunk, step) for chunk in (16, 32, 64, 128) for step in steps if chunk == 64 or step != 1]
+
+
+CONFIGS = ConfigSpace(DeltaRuleConfig, heuristic, search_space)

@@ -1,0 +1,194 @@
+"""One step of the loop over tokens: a few chunks, by matrix products or token after token."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.operations.delta_rule.interface import NORM_EPSILON, DeltaRuleCall
+from ejkernel_xla._numerics import dot_precision
+from ejkernel_xla.delta_rule.products import decayed_products, scan, sum_after, sum_before, unit_lower_inverse
+
+
+class Tokens(NamedTuple):
+    """The tokens of the chunks of a step: `[n, b, h, c]`, n chunks of c, then channels. Zeros where no token takes part."""
+
+    query: Any
+    key: Any
+    value: Any
+    beta: Any = None
+    decay: Any = None
+    a: Any = None
+    b: Any = None
+
+
+class Marks(NamedTuple):
+    """Where states change in the chunks of a step; None where they do not.
+
+    Attributes:
+        rank: `[n, 1 or b, c]`, how often the state became 0 up to each place.
+        rank_before: `[n, 1 or b]`, the same for the place before the chunk.
+        first: `[n, 1 or b]` bool, whether another sequence begins with the chunk.
+    """
+
+    rank: Any = None
+    rank_before: Any = None
+    first: Any = None
+
+
+class _Vectors(NamedTuple):
+    """What tokens do, `[n, b, H, c, d or v]` in the state's dtype; decay `[..., d]` or `[..., 1]`."""
+
+    query: Any
+    read: Any
+    writes: tuple[Any, ...]
+    value: Any
+    beta: Any
+    decay: Any
+
+
+def _vectors(call: DeltaRuleCall, tokens: Tokens) -> _Vectors:
+    dtype = jnp.dtype(call.state_dtype)
+
+    def wide(array: Any) -> Any:
+        return jnp.repeat(array, call.heads // array.shape[2], axis=2) if array.shape[2] != call.heads else array
+
+    query, key, value = (array.astype(dtype) for array in tokens[:3])
+    if call.use_qk_l2norm:
+        query, key = (x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON) for x in (query, key))
+    query, key, value = wide(query * call.scale), wide(key), wide(value)
+    beta = jnp.ones_like(key[..., :1]) if tokens.beta is None else wide(tokens.beta.astype(dtype))[..., None]
+    if tokens.decay is None:
+        decay = jnp.zeros_like(key[..., :1])
+    else:
+        decay = wide(tokens.decay.astype(dtype))
+        decay = decay if call.decays_by_channel else decay[..., None]
+    read = jnp.exp(decay) * key if tokens.b is None else wide(tokens.b.astype(dtype))
+    writes = (key,) if tokens.a is None else (wide(tokens.a.astype(dtype)), key)
+    return _Vectors(query, read, writes, value, beta, decay)
+
+
+def _einsum(call: DeltaRuleCall) -> Any:
+    """Products in full precision; where the inputs are of two bytes, as the device multiplies float32 fastest."""
+    return functools.partial(jnp.einsum, precision=dot_precision(None, call.query.dtype))
+
+
+def run_step(call: DeltaRuleCall, state: Any, tokens: Tokens, marks: Marks, starts: Any) -> tuple[Any, Any, Any]:
+    """The chunks of one step.
+
+    Args:
+        call: static facts.
+        state: `[b, H, d, v]` before them.
+        tokens, marks: of the chunks.
+        starts: `[n, b, H, d, v]`, the state before each chunk with which another sequence begins, or None.
+
+    Returns:
+        The state after them, out `[n, b, H, c, v]`, and the state after each `[n, b, H, d, v]` if there are starts, else None.
+    """
+    return (_by_chunks if call.chunked else _by_tokens)(call, state, tokens, marks, starts)
+
+
+def _enter(state: Any, first: Any, start: Any) -> Any:
+    return state if start is None else jnp.where(first[:, None, None, None], start, state)
+
+
+def _by_tokens(call: DeltaRuleCall, state: Any, tokens: Tokens, marks: Marks, starts: Any) -> tuple[Any, Any, Any]:
+    vectors, dot = _vectors(call, tokens), _einsum(call)
+    fresh = None
+    if marks.rank is not None:
+        before = jnp.concatenate([marks.rank_before[..., None], marks.rank[..., :-1]], axis=-1)
+        fresh = jnp.moveaxis(marks.rank != before, -1, 1)
+
+    def token(state: Any, step: Any) -> Any:
+        (query, read, writes, value, beta, decay), fresh = step
+        if fresh is not None:
+            state = jnp.where(fresh[:, None, None, None], 0, state)
+        read_value = dot("bhd,bhdv->bhv", read, state)
+        state = jnp.exp(decay)[..., None] * state
+        if len(writes) == 1:
+            state += dot("bhd,bhv->bhdv", writes[0], beta * (value - read_value))
+        else:
+            state += dot("bhd,bhv->bhdv", writes[0], read_value) + dot("bhd,bhv->bhdv", writes[1], beta * value)
+        return state, dot("bhd,bhdv->bhv", query, state)
+
+    def chunk(state: Any, step: Any) -> Any:
+        steps, first, start = step
+        state, out = scan(token, _enter(state, first, start), steps)
+        return state, (jnp.moveaxis(out, 0, 2), None if start is None else state)
+
+    rows = (jax.tree.map(lambda x: jnp.moveaxis(x, 3, 1), vectors), fresh)
+    state, (out, states) = scan(chunk, state, (rows, marks.first, starts))
+    return state, out, states
+
+
+class _Chunk(NamedTuple):
+    """What a chunk does to the state S before it, `[n, b, H, ...]`.
+
+    With `u = values - reads S`: out is `queries S + weights u + own`, and the state after it `kept S + writes^T u + stored`.
+    """
+
+    reads: Any
+    values: Any
+    queries: Any
+    weights: Any
+    kept: Any
+    writes: Any
+    own: Any = None
+    stored_keys: Any = None
+    stored_values: Any = None
+
+
+def _by_chunks(call: DeltaRuleCall, state: Any, tokens: Tokens, marks: Marks, starts: Any) -> tuple[Any, Any, Any]:
+    dot = _einsum(call)
+
+    def chunk(state: Any, step: Any) -> Any:
+        (reads, values, queries, weights, kept, writes, own, keys, stored), first, start = step
+        state = _enter(state, first, start)
+        values = values - dot("bhcd,bhdv->bhcv", reads, state)
+        out = dot("bhcd,bhdv->bhcv", queries, state) + dot("bhij,bhjv->bhiv", weights, values)
+        state = kept * state + dot("bhcd,bhcv->bhdv", writes, values)
+        if own is not None:
+            out, state = out + own, state + dot("bhcd,bhcv->bhdv", keys, stored)
+        return state, (out, None if start is None else state)
+
+    state, (out, states) = scan(chunk, state, (_chunks(call, tokens, marks), marks.first, starts))
+    return state, out, states
+
+
+def _chunks(call: DeltaRuleCall, tokens: Tokens, marks: Marks) -> _Chunk:
+    """The WY form: u of every token, a linear function of the state before the chunk, by the inverse of a triangular matrix."""
+    dot, x = _einsum(call), _vectors(call, tokens)
+    readers = jnp.stack([x.read, x.query * jnp.exp(x.decay)], axis=-3)
+    writers = jnp.stack(x.writes, axis=-3)
+    products = decayed_products(dot, readers, writers, x.decay)
+    readers = readers * jnp.exp(sum_before(x.decay))[..., None, :, :]
+    writers = writers * jnp.exp(sum_after(x.decay))[..., None, :, :]
+    kept = jnp.exp(jnp.sum(x.decay, axis=-2))[..., None]
+    if marks.rank is not None:
+        rank, last = marks.rank[:, :, None, None, :], marks.rank[:, :, None, None, -1:]
+        before = marks.rank_before[:, :, None, None, None]
+        products = jnp.where(rank[..., :, None, None] == rank[..., None, None, :], products, 0)
+        readers = jnp.where((rank == before)[..., None], readers, 0)
+        writers = jnp.where((rank == last)[..., None], writers, 0)
+        kept = jnp.where(last == before, kept, 0)
+    reach, given = products[..., 0, :, 0, :], x.beta * x.value
+    own = dot("...id,...id->...i", x.query, x.writes[0])
+    weights = products[..., 1, :, 0, :] + own[..., None] * jnp.eye(own.shape[-1], dtype=own.dtype)
+    reads = readers[..., 0, :, :]
+    if len(x.writes) == 1:
+        inverse = unit_lower_inverse(x.beta * reach)
+        solved = dot("...ij,...jd->...id", inverse, jnp.concatenate([x.beta * reads, given], axis=-1))
+        reads, values = jnp.split(solved, [reads.shape[-1]], axis=-1)
+        return _Chunk(reads, values, readers[..., 1, :, :], weights, kept, writers[..., 0, :, :])
+    inverse = unit_lower_inverse(-reach)
+    from_values = dot("...ij,...jv->...iv", products[..., 0, :, 1, :], given)
+    solved = dot("...ij,...jd->...id", inverse, jnp.concatenate([-reads, from_values], axis=-1))
+    reads, values = jnp.split(solved, [reads.shape[-1]], axis=-1)
+    direct = dot("...id,...id->...i", x.query, x.writes[1])[..., None] * given
+    direct = direct + dot("...ij,...jv->...iv", products[..., 1, :, 1, :], given)
+    return _Chunk(
+        reads, values, readers[..., 1, :, :], weights, kept, writers[..., 0, :, :], direct, writers[..., 1, :, :], given
+    )

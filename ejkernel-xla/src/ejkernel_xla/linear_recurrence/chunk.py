@@ -1,0 +1,200 @@
+"""One chunk: its outputs from the state before it, and the state after it, as matrix products.
+
+No exponent is a difference of sums: each is itself a sum of the log decays between two tokens, so it is never positive when they
+are not, and a strong decay costs the weak ones beside it no precision. Scalar decays (per head) weight the scores of a chunk.
+Decays per channel cannot leave the products; they are formed pair by pair within blocks, and across blocks as one factor up to
+the block's edge on either side (Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023).
+
+Axes: x batch, i and j tokens of a chunk (query and key), k group of heads, r head of a group, d key channel, v value channel; a and b
+blocks, then i and j tokens of a block. Axes x and r of an array may have size 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.operations.linear_recurrence.interface import LinearRecurrenceCall
+from ejkernel_xla._numerics import dot_precision
+
+
+class Tokens(NamedTuple):
+    """The arrays of a chunk: query, key, value `[x,i,k,r,c]`, g `[x,i,k,r]`, gk and gv `[x,i,k,r,c]`."""
+
+    query: Any
+    key: Any
+    value: Any
+    g: Any = None
+    gk: Any = None
+    gv: Any = None
+
+
+class Shared(NamedTuple):
+    """What all tokens share: g_gamma `[x,k,r]`, bonus `[x,k,r,d]`."""
+
+    g_gamma: Any = None
+    bonus: Any = None
+
+
+class _Logs(NamedTuple):
+    """Log decays per token: scalar `[x,i,k,r]`, or in its place per key channel and per value channel `[x,i,k,r,c]`."""
+
+    scalar: Any
+    key: Any
+    value: Any
+
+
+class Chunk:
+    """The arithmetic of the chunks of one call."""
+
+    def __init__(self, call: LinearRecurrenceCall, size: int, block: int) -> None:
+        self.call, self.size, self.block = call, size, block
+        self.exclusive = call.bonus is not None
+        dtype = functools.reduce(jnp.promote_types, (call.query.dtype, call.key.dtype, call.value.dtype))
+        self.dot = functools.partial(jnp.einsum, precision=dot_precision(call.precision, dtype))
+
+    def run(self, state: Any, tokens: Tokens, shared: Shared, valid: Any) -> tuple[Any, Any]:
+        """The state after the chunk and its outputs `[x,i,k,r,v]`. Tokens that are not valid must be 0."""
+        logs = self._logs(tokens, shared, valid)
+        return self._advance(state, tokens, logs), self._read(state, tokens, shared, logs)
+
+    def advance(self, state: Any, tokens: Tokens, shared: Shared, valid: Any) -> Any:
+        """The state after the chunk."""
+        return self._advance(state, tokens, self._logs(tokens, shared, valid))
+
+    def _logs(self, tokens: Tokens, shared: Shared, valid: Any) -> _Logs:
+        scalar = tokens.g
+        if shared.g_gamma is not None:
+            exists = jnp.ones((1, self.size)) if valid is None else valid
+            constant = shared.g_gamma[:, None] * exists[:, :, None, None].astype(shared.g_gamma.dtype)
+            scalar = constant if scalar is None else scalar + constant
+        key, value = tokens.gk, tokens.gv
+        if scalar is not None and key is not None:
+            return _Logs(None, key + scalar[..., None], value)
+        if scalar is not None and value is not None:
+            return _Logs(None, key, value + scalar[..., None])
+        return _Logs(scalar, key, value)
+
+    def _advance(self, state: Any, tokens: Tokens, logs: _Logs) -> Any:
+        key, value = tokens.key, tokens.value
+        later = _later(self.size)
+        if logs.scalar is not None:
+            value = value * jnp.exp(_sums(later, logs.scalar))[..., None]
+            state = state * jnp.exp(jnp.sum(logs.scalar, axis=1))[..., None, None]
+        if logs.value is not None:
+            value = value * jnp.exp(_sums(later, logs.value))
+            state = state * jnp.exp(jnp.sum(logs.value, axis=1))[..., None, :]
+        if logs.key is not None:
+            key = key * jnp.exp(_sums(later, logs.key))
+            state = state * jnp.exp(jnp.sum(logs.key, axis=1))[..., :, None]
+        return state + self.dot("xjkrd,xjkrv->xkrdv", key, value)
+
+    def _read(self, state: Any, tokens: Tokens, shared: Shared, logs: _Logs) -> Any:
+        query = tokens.query * self.call.scale
+        earlier = _earlier(self.size, self.exclusive)
+        decayed = query if logs.key is None else query * jnp.exp(_sums(earlier, logs.key))
+        out = self.dot("xikrd,xkrdv->xikrv", decayed, state)
+        if logs.scalar is not None:
+            out = out * jnp.exp(_sums(earlier, logs.scalar))[..., None]
+        if logs.value is not None:
+            out = out * jnp.exp(_sums(earlier, logs.value))
+        return out + self._weighted(self._scores(query, tokens, shared, logs), tokens.value, logs.value)
+
+    def _scores(self, query: Any, tokens: Tokens, shared: Shared, logs: _Logs) -> Any:
+        """What query i takes of value j, decays per value channel apart `[x,k,r,i,j]`."""
+        if logs.key is None:
+            scores = self.dot("xikrd,xjkrd->xkrij", query, tokens.key)
+            if logs.scalar is not None:
+                scores = scores * jnp.exp(self._pair_sums(logs.scalar))
+        else:
+            scores = self._block_scores(query, tokens.key, logs.key)
+        order = np.arange(self.size)
+        visible = order[:, None] > order if self.exclusive else order[:, None] >= order
+        scores = jnp.where(visible, scores, 0)
+        if shared.bonus is None:
+            return scores
+        own = jnp.sum(query * tokens.key * shared.bonus[:, None], axis=-1)
+        return scores + jnp.moveaxis(own, 1, -1)[..., None] * np.eye(self.size, dtype=own.dtype)
+
+    def _pair_sums(self, scalar: Any) -> Any:
+        """Sums of the log decays between token j and query i `[x,k,r,i,j]`."""
+        between = jnp.moveaxis(scalar, 1, -1)[..., None, :] * _earlier(self.size, self.exclusive).astype(scalar.dtype)
+        return _exact("xkril,jl->xkrij", between, _later(self.size))
+
+    def _block_scores(self, query: Any, key: Any, logs: Any) -> Any:
+        query, key, logs = (self._blocks(array) for array in (query, key, logs))
+        within = self._within(logs)
+        scores = jnp.sum(query[:, :, :, None] * key[:, :, None] * jnp.exp(within), axis=-1)
+        scores = jnp.moveaxis(scores, (4, 5), (1, 2))[..., None, :]
+        blocks = self.size // self.block
+        if blocks > 1:
+            query = query * jnp.exp(_block_sums(_earlier(self.block, self.exclusive), logs))
+            key = key[:, None] * self._across(logs)
+            across = self.dot("xaikrd,xabjkrd->xkraibj", query, key)
+            scores = jnp.where(np.eye(blocks, dtype=bool)[:, None, :, None], scores, across)
+        return scores.reshape(*scores.shape[:3], self.size, self.size)
+
+    def _weighted(self, scores: Any, value: Any, logs: Any) -> Any:
+        """Values under scores, and under decays per value channel."""
+        if logs is None:
+            return self.dot("xkrij,xjkrv->xikrv", scores, value)
+        blocks = self.size // self.block
+        scores = scores.reshape(*scores.shape[:3], blocks, self.block, blocks, self.block)
+        value, logs = self._blocks(value), self._blocks(logs)
+        own = _exact("xkraibj,ab->xaijkr", scores, np.eye(blocks))
+        out = jnp.sum(own[..., None] * value[:, :, None] * jnp.exp(self._within(logs)), axis=3)
+        if blocks > 1:
+            across = self.dot("xkraibj,xabjkrv->xaikrv", scores, value[:, None] * self._across(logs))
+            out = out + across * jnp.exp(_block_sums(_earlier(self.block, self.exclusive), logs))
+        return out.reshape(out.shape[0], self.size, *out.shape[3:])
+
+    def _blocks(self, array: Any) -> Any:
+        """`[x,i,...]` as `[x,a,i,...]`."""
+        return array.reshape(array.shape[0], self.size // self.block, self.block, *array.shape[2:])
+
+    def _within(self, logs: Any) -> Any:
+        """Sums of log decays between tokens of one block `[x,a,i,j,k,r,c]`; 0 where j does not come first."""
+        return _exact("ijl,xalkrc->xaijkrc", _earlier(self.block, self.exclusive)[:, None] * _later(self.block), logs)
+
+    def _across(self, logs: Any) -> Any:
+        """Decay from token j of block b to the start of block a `[x,a,b,j,k,r,c]`; 0 unless b comes before a."""
+        blocks = self.size // self.block
+        before = np.tri(blocks, k=-1)
+        between = before[:, None] * _later(blocks)
+        gap = _exact("abm,xmkrc->xabkrc", between, jnp.sum(logs, axis=2))
+        exponent = gap[:, :, :, None] + _block_sums(_later(self.block), logs)[:, None]
+        first = (before > 0)[:, :, None, None, None, None]
+        return jnp.where(first, jnp.exp(jnp.where(first, exponent, 0)), 0)
+
+
+def _earlier(size: int, exclusive: bool) -> np.ndarray:
+    """`[i, l]`: 1 where the decay of token l acts before query i reads."""
+    return np.tri(size, k=-1 if exclusive else 0)
+
+
+def _later(size: int) -> np.ndarray:
+    """`[j, l]`: 1 where token l comes after token j."""
+    return np.tri(size, k=-1).T
+
+
+def _exact(equation: str, *operands: Any) -> Any:
+    """A product with a matrix of zeros and ones, in full precision: a sum."""
+    dtype = next(operand.dtype for operand in operands if isinstance(operand, jax.Array))
+    return jnp.einsum(equation, *(jnp.asarray(operand, dtype) for operand in operands), precision=jax.lax.Precision.HIGHEST)
+
+
+def _sums(matrix: np.ndarray, logs: Any) -> Any:
+    """Sums over tokens l, `[x,l,...]`, that a matrix `[i, l]` selects."""
+    flat = _exact("il,xlc->xic", matrix, logs.reshape(*logs.shape[:2], math.prod(logs.shape[2:])))
+    return flat.reshape(logs.shape)
+
+
+def _block_sums(matrix: np.ndarray, logs: Any) -> Any:
+    """The same in every block, `[x,a,l,...]`."""
+    flat = _exact("il,xalc->xaic", matrix, logs.reshape(*logs.shape[:3], math.prod(logs.shape[3:])))
+    return flat.reshape(logs.shape)

@@ -1,0 +1,58 @@
+"""Chunk sizes of the linear recurrence on XLA."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ejkernel.operations.linear_recurrence.interface import LinearRecurrenceCall
+from ejkernel.plugin import ConfigSpace, Target
+
+_PAIR_ELEMENTS = 2**24
+"""The most weights of pairs of tokens per channel that one chunk may hold at once (64 MiB in float32)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearRecurrenceConfig:
+    """How sequences are cut.
+
+    Attributes:
+        chunk_size: tokens between two states.
+        block_size: tokens among which decays per channel are formed pair by pair; divides chunk_size. Without such decays it is
+            not used.
+    """
+
+    chunk_size: int = 64
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        if self.chunk_size < 1 or self.block_size < 1 or self.chunk_size % self.block_size:
+            raise ValueError(
+                f"chunk_size, block_size: got {self.chunk_size}, {self.block_size}, expected values >= 1, the second a divisor"
+                " of the first"
+            )
+
+
+def heuristic(call: LinearRecurrenceCall, target: Target) -> LinearRecurrenceConfig:
+    """Chunks about as long as the state is wide, so that neither states nor scores dominate; smaller ones for many channels."""
+    batch, length, _, width = call.query.shape
+    channels, heads = call.value.shape[3], call.heads[1]
+    chunk = 128 if width * channels >= 128 * 128 and length >= 1024 else 64
+    per_channel = (width if call.gk is not None else 0) + (channels if call.gv is not None else 0)
+    if not per_channel:
+        return LinearRecurrenceConfig(chunk, 16)
+    block, chunk = (8, 32) if target.backend == "cpu" else (16, 64)
+    while chunk > block and batch * heads * per_channel * chunk * block > _PAIR_ELEMENTS:
+        chunk //= 2
+    return LinearRecurrenceConfig(chunk, block)
+
+
+def search_space(call: LinearRecurrenceCall, target: Target) -> tuple[LinearRecurrenceConfig, ...]:
+    """Halves and doubles of the heuristic's chunk; blocks of 8 and 16 where there are decays per channel."""
+    chosen = heuristic(call, target)
+    blocks = {chosen.block_size} if call.gk is None and call.gv is None else {8, 16}
+    chunks = {max(chosen.chunk_size // 2, 16), chosen.chunk_size, 2 * chosen.chunk_size}
+    found = [LinearRecurrenceConfig(chunk, block) for chunk in sorted(chunks) for block in sorted(blocks) if chunk % block == 0]
+    return tuple(dict.fromkeys([chosen, *found]))
+
+
+CONFIGS = ConfigSpace(LinearRecurrenceConfig, heuristic, search_space)

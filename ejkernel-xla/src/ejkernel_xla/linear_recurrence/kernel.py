@@ -1,0 +1,189 @@
+"""A loop over chunks that carries the states; backward forms the states between chunks once more, then pulls back through one
+chunk after the other, last first."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.operations.linear_recurrence.interface import (
+    LinearRecurrenceCall,
+    LinearRecurrenceInputs,
+    LinearRecurrenceOutputs,
+)
+from ejkernel_xla._walk import Walk
+from ejkernel_xla.linear_recurrence.chunk import Chunk, Shared, Tokens
+from ejkernel_xla.linear_recurrence.config import LinearRecurrenceConfig
+
+
+class _Problem:
+    """Arrays with their heads as `[k, r]`, prepared for the walk."""
+
+    def __init__(self, call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: LinearRecurrenceConfig) -> None:
+        self.call, self.inputs = call, inputs
+        self.dtype = jnp.dtype(call.state_dtype)
+        self.fewest, self.most = call.heads
+        self.batch, length = call.query.shape[:2]
+        size, block = _sizes(call, config, length)
+        self.walk = Walk(self.batch, length, size, bounds=inputs.cu_seqlens, reverse=call.reverse)
+        self.chunk = Chunk(call, size, block)
+        self.tokens = Tokens(*(self.walk.prepare(self.grouped(getattr(inputs, name), 2)) for name in Tokens._fields))
+        shared = Shared(self.grouped(inputs.g_gamma, 1), self.grouped(inputs.bonus, 1))
+        self.shared = jax.tree.map(lambda array: array.astype(self.dtype), shared)
+        self.initial = self._initial()
+
+    def grouped(self, array: Any, axis: int) -> Any:
+        if array is None:
+            return None
+        return array.reshape(*array.shape[:axis], self.fewest, array.shape[axis] // self.fewest, *array.shape[axis + 1 :])
+
+    def _initial(self) -> Any:
+        """The states before the first tokens `[x,n,k,r,d,v]`; r = 1 if all heads of a group have the same."""
+        given = self.inputs.initial_state
+        if given is not None:
+            return self.grouped(given, 2).astype(self.dtype)
+        per_head = [spec.shape[2] for spec in (self.call.key, self.call.value, self.call.g, self.call.gk, self.call.gv) if spec]
+        if self.call.g_gamma is not None:
+            per_head.append(self.call.g_gamma.shape[1])
+        shape = (self.batch, self.call.sequences, self.fewest, max(per_head) // self.fewest)
+        return jnp.zeros((*shape, self.call.query.shape[3], self.call.value.shape[3]), self.dtype)
+
+    def at(self, step: Any) -> Tokens:
+        """The tokens of a chunk, 0 where there is none."""
+        valid = self.walk.valid(step)
+
+        def clean(array: Any) -> Any:
+            piece = self.walk.piece(array, step).astype(self.dtype)
+            return piece if valid is None else jnp.where(valid.reshape(*valid.shape, *[1] * (piece.ndim - 2)), piece, 0)
+
+        return jax.tree.map(clean, self.tokens)
+
+    def before(self, state: Any, step: Any) -> Any:
+        """The state before a chunk."""
+        return self.walk.begin(state, self.initial, step) if self.walk.packed else state
+
+    def every_head(self, states: Any) -> Any:
+        """States or their gradients as `[x,n,H,d,v]`."""
+        shape = (*states.shape[:3], self.most // self.fewest, *states.shape[4:])
+        return jnp.broadcast_to(states, shape).reshape(*shape[:2], self.most, *shape[4:])
+
+    def d_final(self, cotangent: Any) -> Any:
+        """The gradient of the last states, shaped like `initial`."""
+        if cotangent is None:
+            return jnp.zeros_like(self.initial)
+        d_final = self.grouped(cotangent, 2).astype(self.dtype)
+        return d_final if d_final.shape == self.initial.shape else jnp.sum(d_final, axis=3, keepdims=True)
+
+    @property
+    def first(self) -> Any:
+        """What the loop carries before the first chunk."""
+        return jnp.zeros_like(self.initial[:, 0]) if self.walk.packed else self.initial[:, 0]
+
+
+def _sizes(call: LinearRecurrenceCall, config: LinearRecurrenceConfig, length: int) -> tuple[int, int]:
+    """Tokens of a chunk and of a block, no more than the sequence needs."""
+    if call.gk is None and call.gv is None:
+        size = max(min(config.chunk_size, length), 1)
+        return size, size
+    block = max(min(config.block_size, length), 1)
+    return min(config.chunk_size // config.block_size, max(-(-length // block), 1)) * block, block
+
+
+def forward(
+    call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: LinearRecurrenceConfig
+) -> LinearRecurrenceOutputs:
+    problem = _Problem(call, inputs, config)
+    walk = problem.walk
+    states = problem.initial
+    if walk.count:
+
+        def step(carry: tuple[Any, Any], index: Any) -> tuple[tuple[Any, Any], Any]:
+            state, states = carry
+            state, out = problem.chunk.run(problem.before(state, index), problem.at(index), problem.shared, walk.valid(index))
+            if walk.packed and call.return_state:
+                states = walk.write(states, state, index, at_first=False)
+            return (state, states), out.astype(call.value.dtype)
+
+        kept = states if walk.packed and call.return_state else None
+        (state, kept), pieces = walk.loop(step, (problem.first, kept), inputs)
+        states = state[:, None] if kept is None else kept
+        out = walk.restore(pieces)
+        out = out.reshape(*out.shape[:2], problem.most, out.shape[-1])
+    else:
+        out = jnp.zeros((*call.query.shape[:2], problem.most, call.value.shape[3]), call.value.dtype)
+    return LinearRecurrenceOutputs(out, problem.every_head(states) if call.return_state else None)
+
+
+class _Pulled(NamedTuple):
+    """What the backward loop carries: gradients of the state, of what tokens share and of packed sequences' first states."""
+
+    state: Any
+    shared: Shared
+    initial: Any
+
+
+def backward(
+    call: LinearRecurrenceCall,
+    inputs: LinearRecurrenceInputs,
+    outputs: LinearRecurrenceOutputs,
+    cotangents: LinearRecurrenceOutputs,
+    config: LinearRecurrenceConfig,
+) -> LinearRecurrenceInputs:
+    problem = _Problem(call, inputs, config)
+    walk, like = problem.walk, (inputs, cotangents)
+    d_final = problem.d_final(cotangents.final_state)
+    zeros = jax.tree.map(jnp.zeros_like, problem.shared)
+    if not walk.count:
+        d_tokens = {name: None if spec is None else jnp.zeros(spec.shape) for name, spec in _specs(call)}
+        return _gradients(problem, d_tokens, zeros, d_final)
+    d_out = walk.prepare(problem.grouped(cotangents.out, 2))
+    befores = _states_between(problem, like)
+
+    def step(carry: _Pulled, index: Any) -> tuple[_Pulled, Tokens]:
+        valid = walk.valid(index)
+        d_state = walk.end(carry.state, d_final, index) if walk.packed else carry.state
+        d_rows = walk.piece(d_out, index).astype(problem.dtype)
+        d_rows = d_rows if valid is None else jnp.where(valid[:, :, None, None, None], d_rows, 0)
+        before = jax.lax.dynamic_index_in_dim(befores, index, keepdims=False)
+        _, pull = jax.vjp(lambda *values: problem.chunk.run(*values, valid), before, problem.at(index), problem.shared)
+        d_state, d_tokens, d_shared = pull((d_state, d_rows))
+        d_initial = carry.initial
+        if walk.packed:
+            if d_initial is not None:
+                d_initial = walk.write(d_initial, d_state, index, at_first=True)
+            d_state = walk.forget_before(d_state, index)
+        narrow = jax.tree.map(lambda gradient, array: gradient.astype(array.dtype), d_tokens, problem.tokens)
+        return _Pulled(d_state, jax.tree.map(jnp.add, carry.shared, d_shared), d_initial), narrow
+
+    kept = d_final if walk.packed and inputs.initial_state is not None else None
+    start = _Pulled(jnp.zeros_like(d_final[:, 0]) if walk.packed else d_final[:, 0], zeros, kept)
+    last, pieces = walk.loop(step, start, like, reverse=True)
+    d_tokens = {name: walk.restore(piece) for name, piece in pieces._asdict().items()}
+    return _gradients(problem, d_tokens, last.shared, last.state[:, None] if kept is None else last.initial)
+
+
+def _specs(call: LinearRecurrenceCall) -> list[tuple[str, Any]]:
+    return [(name, getattr(call, name)) for name in Tokens._fields]
+
+
+def _states_between(problem: _Problem, like: Any) -> Any:
+    """The state before every chunk `[m,x,k,r,d,v]`."""
+    walk = problem.walk
+
+    def step(state: Any, index: Any) -> tuple[Any, Any]:
+        before = problem.before(state, index)
+        return problem.chunk.advance(before, problem.at(index), problem.shared, walk.valid(index)), before
+
+    return walk.loop(step, problem.first, like)[1]
+
+
+def _gradients(problem: _Problem, d_tokens: dict[str, Any], d_shared: Shared, d_initial: Any) -> LinearRecurrenceInputs:
+    found = {**d_tokens, **d_shared._asdict(), "initial_state": d_initial}
+
+    def shaped(name: str, gradient: Any) -> Any:
+        like = getattr(problem.inputs, name)
+        return None if like is None else gradient.reshape(like.shape).astype(like.dtype)
+
+    return LinearRecurrenceInputs(**{name: shaped(name, gradient) for name, gradient in found.items()})

@@ -1,0 +1,181 @@
+"""The backward phase: weights are recomputed from the log-sum-exp, one tile after the other, and gradients of keys and values are
+added to their pages in that order, so that results do not depend on timing."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel._arrays import has_gradient
+from ejkernel.operation import vary_like
+from ejkernel.operations._pages import INTERLEAVED
+from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
+from ejkernel_xla.paged_attention.config import PagedAttentionConfig
+from ejkernel_xla.paged_attention.tiles import Attention, Block, Sizes, Tiles, over_batch, steps_of, tile_list
+
+
+class _Sums(NamedTuple):
+    """Gradients that grow over tiles: key `[p,s,k,d]`, value `[p,s,k,e]`, key_scale and value_scale `[k]`, alibi_slopes `[k,g]`,
+    qq_bias; None where there is nothing to add to."""
+
+    key: Any
+    value: Any
+    key_scale: Any
+    value_scale: Any
+    alibi_slopes: Any
+    qq_bias: Any
+
+
+class _Fixed(NamedTuple):
+    """What a tile brings along: query, d_out, lse and mean, the weighted mean of the gradients by the weights less that of the
+    lse; `[t,k,g,q,...]`."""
+
+    query: Any
+    d_out: Any
+    lse: Any
+    mean: Any
+
+
+def backward(
+    call: PagedAttentionCall,
+    inputs: PagedAttentionInputs,
+    outputs: PagedAttentionOutputs,
+    cotangents: PagedAttentionOutputs,
+    config: PagedAttentionConfig,
+) -> PagedAttentionInputs:
+    moving = [name for name in _MOVING if (array := getattr(inputs, name)) is not None and has_gradient(array)]
+    if call.query.size * call.kv_lens.shape[1] * call.value_size == 0:
+        found = {name: jnp.zeros_like(getattr(inputs, name)) for name in moving}
+    else:
+        given = (outputs.out, outputs.lse, cotangents.out, cotangents.lse)
+        gradients = over_batch(functools.partial(_gradients, call, config), inputs, *given)
+        found = {name: _as_input(gradients[name], getattr(inputs, name)) for name in moving}
+    return PagedAttentionInputs(**{**dict.fromkeys(PagedAttentionInputs._fields), **found})
+
+
+_MOVING = ("query", "key_pages", "value_pages", "sinks", "alibi_slopes", "qq_bias", "key_scale", "value_scale")
+
+
+def _as_input(gradient: Any, array: Any) -> Any:
+    """Summed over the batch where it shares the input, and in the input's dtype."""
+    if array.shape[0] != gradient.shape[0]:
+        gradient = jnp.sum(gradient, axis=0, keepdims=True)
+    return gradient.reshape(array.shape).astype(array.dtype)
+
+
+def _gradients(
+    call: PagedAttentionCall,
+    config: PagedAttentionConfig,
+    member: PagedAttentionInputs,
+    out: Any,
+    lse: Any,
+    d_out: Any,
+    d_lse: Any,
+) -> dict[str, Any]:
+    """Gradients of one batch member, in wide dtypes."""
+    sizes = Sizes.of(call, PagedAttentionConfig(config.block_q, config.block_k, 1))
+    attention = Attention(call, sizes, member)
+    wide = attention.wide
+    tiles, rows = tile_list(call, sizes, member)
+    d_out = jnp.zeros_like(out) if d_out is None else d_out
+    mean = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1)
+    if d_lse is not None:
+        mean = mean - jnp.where(lse == -jnp.inf, 0, d_lse).astype(wide)
+
+    def one(sums: _Sums, tile: Tiles) -> tuple[_Sums, Any]:
+        fixed = _Fixed(*(attention.take(array, tile) for array in (member.query, d_out, lse, mean)))
+        zeros = vary_like(jnp.zeros(fixed.query.shape, wide), (member, d_out))
+        if not attention.readable:
+            return sums, zeros[0]
+        step = functools.partial(_absorb, attention, tile, fixed)
+        sums, d_query = jax.lax.fori_loop(0, steps_of(tile, sizes)[0], step, (sums, zeros))
+        return sums, d_query[0]
+
+    sums = vary_like(_no_sums(attention), (member, d_out))
+    sums, d_query = jax.lax.scan(one, sums, Tiles(*(field[:, None] for field in tiles)))
+    found: dict[str, Any] = {"query": attention.put(d_query, rows), **_by_input(call, member, sums)}
+    if member.sinks is not None:
+        weights = jnp.exp(member.sinks.astype(wide) - jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None])
+        found["sinks"] = -jnp.sum(jnp.where(rows.owned[:, None, None], weights * mean[..., None], 0), axis=0)
+    return found
+
+
+def _no_sums(attention: Attention) -> _Sums:
+    call, member, wide = attention.call, attention.member, attention.wide
+    pages = (call.pages.pages, call.pages.page_size, call.heads)
+    stored = has_gradient(member.key_pages)
+
+    def zeros(shape: tuple[int, ...], wanted: Any) -> Any:
+        return jnp.zeros(shape, wide) if wanted else None
+
+    return _Sums(
+        zeros((*pages, call.query.shape[3]), stored),
+        zeros((*pages, call.value_size), stored),
+        zeros((call.heads,), member.key_scale is not None),
+        zeros((call.heads,), member.value_scale is not None),
+        zeros((call.heads, attention.groups), member.alibi_slopes is not None),
+        None if member.qq_bias is None else jnp.zeros(member.qq_bias.shape, wide),
+    )
+
+
+def _absorb(attention: Attention, tile: Tiles, fixed: _Fixed, index: Any, state: tuple[_Sums, Any]) -> tuple[_Sums, Any]:
+    sums, d_query = state
+    call, dtype = attention.call, attention.dtype
+    block = attention.block(tile, index)
+    scores = attention.scores(tile, fixed.query, block)
+    lse = jnp.where(fixed.lse == -jnp.inf, 0, fixed.lse)[..., None]
+    weights = jnp.exp(jnp.where(scores.visible, scores.logits, -jnp.inf) - lse)
+    products = attention.dot("tkgqe,tkse->tkgqs", fixed.d_out.astype(dtype), scores.value)
+    value_scale = 1 if attention.value_scale is None else attention.value_scale[:, None, None, None]
+    d_logits = weights * (value_scale * products - fixed.mean[..., None])
+    d_raw = d_logits if scores.slope is None else d_logits * scores.slope
+    d_raw = jnp.where(scores.visible, d_raw, 0)
+    d_scaled = d_raw * call.scale
+    if attention.key_scale is not None:
+        d_scaled = d_scaled * attention.key_scale[:, None, None, None]
+    d_scaled = d_scaled.astype(dtype)
+    d_query = d_query + attention.dot("tkgqs,tksd->tkgqd", d_scaled, scores.key)
+    d_key = attention.dot("tkgqs,tkgqd->skd", d_scaled, fixed.query.astype(dtype))
+    d_value = attention.dot("tkgqs,tkgqe->ske", (weights * value_scale).astype(dtype), fixed.d_out.astype(dtype))
+    sums = _Sums(
+        _add_to_pages(sums.key, block, d_key),
+        _add_to_pages(sums.value, block, d_value),
+        _plus(sums.key_scale, lambda: call.scale * jnp.sum(jnp.where(scores.visible, d_raw * scores.raw, 0), (0, 2, 3, 4))),
+        _plus(sums.value_scale, lambda: jnp.sum(jnp.where(scores.visible, weights * products, 0), (0, 2, 3, 4))),
+        _plus(sums.alibi_slopes, lambda: jnp.sum(d_logits * attention.distance(tile, block), (0, 3, 4))),
+        sums.qq_bias if sums.qq_bias is None else sums.qq_bias.at[scores.bias_at].add(jnp.sum(d_logits, (1, 2)), mode="drop"),
+    )
+    return sums, d_query
+
+
+def _plus(total: Any, part: Any) -> Any:
+    return None if total is None else total + part()
+
+
+def _add_to_pages(total: Any, block: Block, part: Any) -> Any:
+    """Add `[s,k,d]` at the keys of a block of one tile."""
+    if total is None:
+        return None
+    page = jnp.where(block.exists[0], block.page[0], total.shape[0])
+    return total.at[page, block.offset[0]].add(part, mode="drop")
+
+
+def _by_input(call: PagedAttentionCall, member: PagedAttentionInputs, sums: _Sums) -> dict[str, Any]:
+    found: dict[str, Any] = {"qq_bias": sums.qq_bias}
+    if sums.alibi_slopes is not None:
+        found["alibi_slopes"] = sums.alibi_slopes.reshape(-1)
+    for name, scale in (("key_scale", member.key_scale), ("value_scale", member.value_scale)):
+        if scale is not None:
+            total = getattr(sums, name)
+            found[name] = jnp.sum(total, keepdims=True) if scale.shape == (1,) else total
+    if sums.key is None:
+        return found
+    if call.layout == INTERLEAVED:
+        both = jnp.stack([sums.key, sums.value], axis=3)
+        room = [(0, whole - part) for whole, part in zip(member.key_pages.shape, both.shape, strict=True)]
+        return {**found, "key_pages": jnp.pad(both, room)}
+    order = {"pthd": (0, 1, 2, 3), "phtd": (0, 2, 1, 3), "hptd": (2, 0, 1, 3)}[call.layout]
+    return {**found, "key_pages": sums.key.transpose(order), "value_pages": sums.value.transpose(order)}
