@@ -94,8 +94,8 @@ class LinearRecurrenceCall(Call):
 class LinearRecurrence(Operation):
     """`S_t = exp(g_t + g_gamma) diag(exp gk_t) S_(t-1) diag(exp gv_t) + k_t v_t^T`, `o_t = scale S_t^T q_t`.
 
-    With a bonus, `o_t = scale (S_(t-1) + diag(bonus) k_t v_t^T)^T q_t`. States are float32. Tokens outside of every sequence take no
-    part, whatever they hold: their outputs and gradients are 0.
+    With a bonus, `o_t = scale (S_(t-1) + diag(bonus) k_t v_t^T)^T q_t`. States are float32. Tokens outside of every sequence
+    take no part, whatever they hold: their outputs and gradients are 0.
     """
 
     name = "linear_recurrence"

@@ -72,9 +72,9 @@ class PagedCacheUpdateCall(Call):
 class PagedCacheUpdate(Operation):
     """Token t of a request with q new tokens and n keys, those included, is stored at position `n - q + t` of its pages.
 
-    Stored is `key / key_scale` in the pages' dtype, rounded to nearest and held within the range of int8 and float8. Positions below
-    0 or beyond the block table, pages outside of the cache and tokens that no request owns are dropped; everything else that pages
-    hold stays. No two tokens may share a slot.
+    Stored is `key / key_scale` in the pages' dtype, rounded to nearest and held within the range of int8 and float8. Positions
+    below 0 or beyond the block table, pages outside of the cache and tokens that no request owns are dropped; everything else that
+    pages hold stays. No two tokens may share a slot.
     """
 
     name = "paged_cache_update"

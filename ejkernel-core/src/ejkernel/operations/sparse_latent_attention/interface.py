@@ -102,9 +102,9 @@ class SparseLatentAttention(Operation):
         check_integers("token_indices", token_indices, ndim=3)
         if tuple(token_indices.shape[:2]) != (batch, length):
             raise invalid("token_indices", f"shape {tuple(token_indices.shape)}", f"[B,T,k] with (B, T) = {(batch, length)}")
-        value_size = size if value_size is None else bind.as_count("value_size", value_size, 1)
-        if value_size > size:
-            raise invalid("value_size", value_size, f"at most {size}, the channels of key_value")
+        values = size if value_size is None else bind.as_count("value_size", value_size, 1)
+        if values > size:
+            raise invalid("value_size", values, f"at most {size}, the channels of key_value")
         exists = (token_indices >= 0) & (token_indices < key_value.shape[1])
         tokens = jnp.where(exists, token_indices, NOTHING).astype(jnp.int32)
         inputs = SparseLatentAttentionInputs(
@@ -112,7 +112,7 @@ class SparseLatentAttention(Operation):
         )
         call = SparseLatentAttentionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
-            value_size=value_size,
+            value_size=values,
             scale=bind.as_scale(softmax_scale, size),
             return_lse=bind.as_flag("return_lse", return_lse),
         )
