@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ejkernel._arrays import ArraySpec, named
 from ejkernel.errors import invalid
 from ejkernel.operation import Bound, Call, Cost, Operation
@@ -131,6 +133,10 @@ class CrossEntropy(Operation):
             return CrossEntropyOutputs(*(None if value is None else value[0] for value in outputs))
 
         return Bound(call, inputs, finish)
+
+    def random_inputs(self, call: CrossEntropyCall, rng: np.random.Generator, **given: Any) -> CrossEntropyInputs:
+        targets = rng.integers(0, max(call.vocabulary, 1), call.targets.shape, np.int32)
+        return super().random_inputs(call, rng, **{"targets": targets, **given})
 
     def dimensions(self, call: CrossEntropyCall) -> Mapping[str, str]:
         rows = " ".join(row_dims(len(call.x.shape)))

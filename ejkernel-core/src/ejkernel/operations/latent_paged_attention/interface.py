@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel._arrays import ArraySpec, named
 from ejkernel.errors import invalid, wrong_type
@@ -14,6 +15,7 @@ from ejkernel.operation import Bound, Call, Cost, Operation
 from ejkernel.operations import _pages
 from ejkernel.operations._checks import check_array, check_shape
 from ejkernel.operations._numbers import check_compute
+from ejkernel.operations._random import requests
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.paged_attention.interface import as_window
 from ejkernel.plugin import Phase
@@ -160,6 +162,13 @@ class LatentPagedAttention(Operation):
             return (outputs.out[0], outputs.lse[0]) if return_lse else outputs.out[0]
 
         return Bound(call, inputs, finish)
+
+    def random_inputs(
+        self, call: LatentPagedAttentionCall, rng: np.random.Generator, **given: Any
+    ) -> LatentPagedAttentionInputs:
+        """A mix of requests that own all tokens and different pages."""
+        known = requests(rng, call, call.query_nope.shape[1], *call.pages.shape[1:3])
+        return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: LatentPagedAttentionCall) -> Mapping[str, str]:
         return {

@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
+
 from ejkernel._arrays import ArraySpec, named
 from ejkernel.errors import wrong_type
 from ejkernel.operation import Bound, Call, Cost, Operation
@@ -95,6 +98,13 @@ class Rwkv4(Operation):
             return (outputs.out, outputs.final_state) if return_state else outputs.out
 
         return Bound(call, inputs, finish)
+
+    def random_inputs(self, call: Rwkv4Call, rng: np.random.Generator, **given: Any) -> Rwkv4Inputs:
+        """Decays below 0; a state with a denominator above it."""
+        known: dict[str, Any] = {"w": -rng.random(call.w.shape, np.float32).astype(jnp.dtype(call.w.dtype))}
+        if call.state is not None:
+            known["state"] = rng.random(call.state.shape, np.float32).astype(jnp.dtype(call.state.dtype))
+        return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: Rwkv4Call) -> Mapping[str, str]:
         return {

@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
+
 from ejkernel._arrays import ArraySpec, named
 from ejkernel.operation import Bound, Call, Cost, Operation
 from ejkernel.operations._checks import check_shape
@@ -86,6 +89,14 @@ class SelectiveScan(Operation):
         inputs = SelectiveScanInputs(x, A[None], B, C, None if D is None else D[None], dt, initial_state)
         call = SelectiveScanCall(**{name: ArraySpec.of(array) for name, array in named(inputs)})
         return Bound(call, inputs, lambda outputs: (outputs.out, outputs.final_state))
+
+    def random_inputs(self, call: SelectiveScanCall, rng: np.random.Generator, **given: Any) -> SelectiveScanInputs:
+        """A below 0, small steps above it: states that decay, as trained ones do."""
+        known = {
+            name: (factor * (0.1 + rng.random(spec.shape, np.float32))).astype(jnp.dtype(spec.dtype))
+            for name, factor, spec in (("A", -1.0, call.A), ("dt", 0.1, call.dt))
+        }
+        return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: SelectiveScanCall) -> Mapping[str, str]:
         return {

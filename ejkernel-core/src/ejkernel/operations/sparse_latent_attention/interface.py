@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel._arrays import ArraySpec, named
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operation import Bound, Call, Cost, Operation
 from ejkernel.operations._numbers import check_compute, statistics_dtype
+from ejkernel.operations._random import positions
 from ejkernel.operations._selected import NOTHING, check_integers, distinct
 from ejkernel.operations.flash_attention import bind
 from ejkernel.plugin import Phase
@@ -119,6 +121,14 @@ class SparseLatentAttention(Operation):
             return (outputs.out, outputs.lse) if return_lse else outputs.out
 
         return Bound(call, inputs, finish)
+
+    def random_inputs(
+        self, call: SparseLatentAttentionCall, rng: np.random.Generator, **given: Any
+    ) -> SparseLatentAttentionInputs:
+        """The tokens up to the query's own, counted back."""
+        indices = np.arange(call.query.shape[1])[None, :, None] - positions(call.token_indices)
+        indices = np.where(indices < call.key_value.shape[1], indices, -1)
+        return super().random_inputs(call, rng, **{"token_indices": indices.astype(np.int32), **given})
 
     def dimensions(self, call: SparseLatentAttentionCall) -> Mapping[str, str]:
         return {
