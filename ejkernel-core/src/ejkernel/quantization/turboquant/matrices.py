@@ -10,6 +10,9 @@ import numpy as np
 
 from ejkernel.errors import invalid, wrong_type
 
+_ROTATION, _PROJECTION = 1, 2
+"""Beside the seed, so that one seed gives unrelated matrices, unrelated too to what a user draws from it."""
+
 
 def generate_rotation_matrix(seed: int, head_dim: int, dtype: Any = jnp.float32) -> jax.Array:
     """An orthogonal matrix, uniform among all of them: Q of the QR decomposition of a Gaussian matrix, R's diagonal positive.
@@ -29,7 +32,7 @@ def generate_rotation_matrix(seed: int, head_dim: int, dtype: Any = jnp.float32)
     Source: Mezzadri, How to generate random matrices from the classical compact groups, 2007.
     """
     _check(seed=seed, head_dim=head_dim)
-    orthogonal, upper = np.linalg.qr(np.random.default_rng(seed).standard_normal((head_dim, head_dim)))
+    orthogonal, upper = np.linalg.qr(np.random.default_rng((seed, _ROTATION)).standard_normal((head_dim, head_dim)))
     return jnp.asarray(orthogonal * np.where(np.diagonal(upper) < 0, -1.0, 1.0), dtype)
 
 
@@ -50,7 +53,7 @@ def generate_projection_matrix(seed: int, projection_dim: int, head_dim: int, dt
         TypeError: not an integer.
     """
     _check(seed=seed, projection_dim=projection_dim, head_dim=head_dim)
-    entries = np.random.default_rng(seed).standard_normal((projection_dim, head_dim))
+    entries = np.random.default_rng((seed, _PROJECTION)).standard_normal((projection_dim, head_dim))
     return jnp.asarray(entries / np.sqrt(projection_dim), dtype)
 
 
