@@ -85,7 +85,9 @@ def test_nf4_errs_by_half_the_gap_between_quantiles() -> None:
     candidates = NF4[:, None, None] * np.where(scales == 0, 1, scales)
     best = np.abs(candidates - w).min(axis=0)
     np.testing.assert_allclose(np.abs(found - w), best, atol=1e-6 * scales.max())
-    np.testing.assert_array_equal(np.abs(w).reshape(24, 8, 32).max(axis=2), np.asarray(scales)[:, ::32] * (w.any(axis=1)[:, None]))
+    np.testing.assert_array_equal(
+        np.abs(w).reshape(24, 8, 32).max(axis=2), np.asarray(scales)[:, ::32] * (w.any(axis=1)[:, None])
+    )
 
 
 @pytest.mark.parametrize(("mode", "group", "largest"), [("mxfp4", 32, 6.0), ("mxfp8", 32, 448.0)])
@@ -198,7 +200,11 @@ PACKED = quantize(W, group_size=32)
         (lambda: quantize(W, axis="row", group_size=3), ValueError, "a divisor of 4, the second to last axis"),
         (lambda: quantize(W, bits=9), ValueError, "bits: got 9, expected 2 to 8"),
         (lambda: quantize(W, mode="nf4", bits=3), ValueError, "bits: got 3, expected 4 or None for mode 'nf4'"),
-        (lambda: quantize(W, mode="mxfp4", group_size=16), ValueError, "group_size: got 16, expected 32 or None for mode 'mxfp4'"),
+        (
+            lambda: quantize(W, mode="mxfp4", group_size=16),
+            ValueError,
+            "group_size: got 16, expected 32 or None for mode 'mxfp4'",
+        ),
         (lambda: quantize(W, mode="afine"), ValueError, "did you mean 'affine'"),
         (lambda: quantize(W, group_size=32.0), TypeError, "group_size: got 32.0, expected an int or None"),
         (lambda: quantize(W, group_size=0), ValueError, "group_size: got 0, expected a value >= 1"),

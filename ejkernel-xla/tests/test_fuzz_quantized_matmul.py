@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 from fuzzing import FEW, MANY, check_problem, check_vmap, dtypes, mapped_axes, maybe, seeds
@@ -24,8 +25,13 @@ class Drawn:
     config: QuantizedMatmulConfig | None
 
 
+ROWS, GROUPS = st.sampled_from((0, 1, 5)), st.sampled_from((1, 2, 3))
+FEWER = hypothesis.settings(FEW, max_examples=8)
+"""Under `vmap` every draw is a new program."""
+
+
 @st.composite
-def problems(draw: Any, rows: Any = st.sampled_from((0, 1, 5)), groups: Any = st.sampled_from((1, 2, 3))) -> Drawn:
+def problems(draw: Any, rows: Any = ROWS, groups: Any = GROUPS) -> Drawn:
     free = st.tuples(st.just("affine"), st.sampled_from((2, 3, 4, 5, 6, 7, 8)), st.sampled_from((5, 16, 32)))
     quantiles = st.tuples(st.just("nf4"), st.just(4), st.sampled_from((16, 32)))
     mode, bits, group = draw(st.one_of(free, free, quantiles, st.sampled_from(_FIXED)))
@@ -67,7 +73,7 @@ def test_vmap_many(data: Any) -> None:
     _check_vmap(data)
 
 
+@FEWER
 @given(st.data())
-@FEW
 def test_vmap_few(data: Any) -> None:
     _check_vmap(data)

@@ -34,13 +34,20 @@ def _drawn(mode: str, bits: int | None, transpose: bool, group: int | None) -> t
 
 
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize(("mode", "bits", "group"), [("affine", 4, 32), ("affine", 3, 16), ("affine", 5, 10), ("mxfp4", None, None)])
+@pytest.mark.parametrize(
+    ("mode", "bits", "group"), [("affine", 4, 32), ("affine", 3, 16), ("affine", 5, 10), ("mxfp4", None, None)]
+)
 def test_every_block_gives_the_same(mode: str, bits: int | None, group: int | None, transpose: bool) -> None:
     """Blocks of one column up to all, also where the last one is not full; against the weights as a whole."""
     x, *packed = _drawn(mode, bits, transpose, group)
-    bound = get_operation("quantized_matmul").canonicalise(x, *packed, mode=mode, bits=bits, group_size=group, transpose=transpose)
-    dense = lambda x, *floats: x @ (lambda w: w.T if transpose else w)(
-        dequantize(packed[0], *(floats or packed[1:]), mode=mode, bits=bits, group_size=group)
+    bound = get_operation("quantized_matmul").canonicalise(
+        x, *packed, mode=mode, bits=bits, group_size=group, transpose=transpose
+    )
+    dense = lambda x, *floats: (
+        x
+        @ (lambda w: w.T if transpose else w)(
+            dequantize(packed[0], *(floats or packed[1:]), mode=mode, bits=bits, group_size=group)
+        )
     )
     moving = (x, *packed[1:]) if mode == "affine" else (x,)
     expected, pull = jax.vjp(dense, *moving)
@@ -95,7 +102,9 @@ def test_class_form_and_second_order() -> None:
         ejkernel.QuantizedMatmul()(x, *packed, **options), ejkernel.quantized_matmul(x, *packed, **options)
     )
     check_second_order(
-        lambda x, scales: ejkernel.quantized_matmul(x[:, None].repeat(32, 1).reshape(2, 160), packed[0], scales, packed[2], **options),
+        lambda x, scales: ejkernel.quantized_matmul(
+            x[:, None].repeat(32, 1).reshape(2, 160), packed[0], scales, packed[2], **options
+        ),
         lambda x, scales: x[:, None].repeat(32, 1).reshape(2, 160) @ dequantize(packed[0], scales, packed[2], group_size=32).T,
         x[:, :5],
         packed[1],

@@ -55,7 +55,12 @@ REFUSED: dict[str, list[Any]] = {
         ((X[0, :, :3], X.astype(np.int16), G2), {}, TypeError, "rhs: got dtype int16, expected a floating type or int8"),
         ((X[0, :, :3], X, G2, None, None, EIGHT), {}, ValueError, r"rhs_scale: got shape \(8,\), expected \(2,\) or \(2, 8\)"),
         ((X[0, :, :3], X, G2, None, None, G2), {}, TypeError, "rhs_scale: got dtype int32, expected a floating type"),
-        ((X[0, :, :3], X, G2, None, None, None, EIGHT), {}, ValueError, r"bias: got shape \(8,\), expected \(2, 8\) = \[G, N\]"),
+        (
+            (X[0, :, :3], X, G2, None, None, None, EIGHT),
+            {},
+            ValueError,
+            r"bias: got shape \(8,\), expected \(2, 8\) = \[G, N\]",
+        ),
     ],
     "layer_norm": _NORM,
     "rms_norm": _NORM,
@@ -69,7 +74,12 @@ REFUSED: dict[str, list[Any]] = {
     ],
     "quantized_matmul": [
         ((X, Q4, S4, S4), {}, ValueError, r"x: got shape \(2, 3, 8\) with 3 axes, expected 2 axes"),
-        ((X[0], Q4[:5], S4[:5], S4[:5]), {}, ValueError, r"w: got packed weights of 5 x 64, expected \[K, N\] with K = 8 as in x"),
+        (
+            (X[0], Q4[:5], S4[:5], S4[:5]),
+            {},
+            ValueError,
+            r"w: got packed weights of 5 x 64, expected \[K, N\] with K = 8 as in x",
+        ),
         ((X[0], Q4, S4, S4), {"transpose": True}, ValueError, r"expected \[N, K\] with K = 8 as in x; transpose=False reads"),
         ((X[0], Q4.astype(np.int32), S4, S4), {}, TypeError, "w: got dtype int32, expected uint32, as quantize returns it"),
         ((X[0], Q4, S4), {}, TypeError, "zeros: got None, expected an array for mode 'affine'"),

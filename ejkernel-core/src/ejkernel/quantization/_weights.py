@@ -143,7 +143,9 @@ def check_packed(wq: Any, scales: Any, zeros: Any, form: QuantizationFormat, nam
         kind = "E8M0" if form.mode.startswith("mx") else "E4M3"
         raise wrong_type("scales", f"dtype {scales.dtype}", f"uint8, the {kind} codes of mode {form.mode!r}")
     if wq.ndim < 1 or wq.ndim != scales.ndim or wq.shape[:-1] != scales.shape[:-1]:
-        raise invalid("scales", f"shape {tuple(scales.shape)}", f"all but the last axis as in {name} of shape {tuple(wq.shape)}")
+        raise invalid(
+            "scales", f"shape {tuple(scales.shape)}", f"all but the last axis as in {name} of shape {tuple(wq.shape)}"
+        )
     count = scales.shape[-1] * form.group_size
     if wq.shape[-1] != form.words(count):
         raise invalid(

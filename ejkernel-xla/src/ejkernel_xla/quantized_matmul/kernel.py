@@ -50,7 +50,9 @@ class _Blocks:
             return packed
         missing = {name: self.count * self.size(name) - array.shape[self.axis] for name, array in packed.items()}
         return {
-            name: jnp.pad(array, [(0, missing[name] if axis == self.axis else 0) for axis in (0, 1)]) if missing[name] else array
+            name: jnp.pad(array, [(0, missing[name] if axis == self.axis else 0) for axis in (0, 1)])
+            if missing[name]
+            else array
             for name, array in packed.items()
         }
 
@@ -186,4 +188,6 @@ def backward(
             summed = jnp.sum(summed, axis=0, keepdims=True)
         return summed.astype(value.dtype)
 
-    return QuantizedMatmulInputs(found["x"].reshape(inputs.x.shape).astype(inputs.x.dtype), None, gradient("scales"), gradient("zeros"))
+    return QuantizedMatmulInputs(
+        found["x"].reshape(inputs.x.shape).astype(inputs.x.dtype), None, gradient("scales"), gradient("zeros")
+    )

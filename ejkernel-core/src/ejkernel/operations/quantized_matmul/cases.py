@@ -40,7 +40,9 @@ def _arrays(
     return make
 
 
-def _case(name: str, rows: int, inner: int, columns: int, mode: str, bits: int, group: int, tags: str = "", **flags: bool) -> Case:
+def _case(
+    name: str, rows: int, inner: int, columns: int, mode: str, bits: int, group: int, tags: str = "", **flags: bool
+) -> Case:
     options = {"mode": mode, "bits": bits, "group_size": group, **flags}
     return Case(name, _arrays(rows, inner, columns, mode, bits, group, **flags), options, frozenset(tags.split()))
 
