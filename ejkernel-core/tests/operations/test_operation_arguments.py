@@ -17,6 +17,7 @@ EIGHT = np.ones(8, np.float32)
 QKV = (Q, Q[:, :, :2], Q[:, :, :2, :3])
 SCAN = (X, Q[0, :3].reshape(12, 8)[:8], X, X, EIGHT, X)
 SLOTS = np.zeros((2, 5, 4, 3), np.int32)
+Q4, S4 = np.ones((8, 8), np.uint32), np.ones((8, 1), np.float32)
 
 _NORM = [
     ((X, EIGHT[:5]), {}, ValueError, r"scale: got shape \(5,\), expected \(8,\)"),
@@ -80,6 +81,16 @@ REFUSED: dict[str, list[Any]] = {
         ((X[0, :, :3], X, G2), {"preferred_element_type": np.int32}, TypeError, "preferred_element_type: got dtype int32"),
         ((X[0, :, :3], X, G2), {"precision": "best"}, ValueError, "precision: got 'best', expected None or one of default"),
         ((X[0, :, :3], X, G2), {"transpose_rhs": 1}, TypeError, "transpose_rhs: got 1, expected a bool"),
+        ((X[0, :, :3].astype(np.int8), X, G2), {}, TypeError, "lhs: got dtype int8, expected a floating type"),
+        ((X[0, :, :3], X.astype(np.int16), G2), {}, TypeError, "rhs: got dtype int16, expected a floating type or int8"),
+        ((X[0, :, :3], X, G2, None, None, EIGHT), {}, ValueError, r"rhs_scale: got shape \(8,\), expected \(2,\) or \(2, 8\)"),
+        ((X[0, :, :3], X, G2, None, None, G2), {}, TypeError, "rhs_scale: got dtype int32, expected a floating type"),
+        (
+            (X[0, :, :3], X, G2, None, None, None, EIGHT),
+            {},
+            ValueError,
+            r"bias: got shape \(8,\), expected \(2, 8\) = \[G, N\]",
+        ),
     ],
     "layer_norm": _NORM,
     "rms_norm": _NORM,
@@ -146,6 +157,22 @@ REFUSED: dict[str, list[Any]] = {
         ((Q, Q, Q, SLOTS), {"block_size": 0}, ValueError, "block_size: got 0, expected a value >= 1"),
         ((Q, Q, Q, SLOTS), {"softmax_scale": float("inf")}, ValueError, "softmax_scale: got inf, expected a finite number"),
         ((Q, Q, Q, SLOTS), {"return_lse": 1}, TypeError, "return_lse: got 1, expected True or False"),
+    "quantized_matmul": [
+        ((X, Q4, S4, S4), {}, ValueError, r"x: got shape \(2, 3, 8\) with 3 axes, expected 2 axes"),
+        (
+            (X[0], Q4[:5], S4[:5], S4[:5]),
+            {},
+            ValueError,
+            r"w: got packed weights of 5 x 64, expected \[K, N\] with K = 8 as in x",
+        ),
+        ((X[0], Q4, S4, S4), {"transpose": True}, ValueError, r"expected \[N, K\] with K = 8 as in x; transpose=False reads"),
+        ((X[0], Q4.astype(np.int32), S4, S4), {}, TypeError, "w: got dtype int32, expected uint32, as quantize returns it"),
+        ((X[0], Q4, S4), {}, TypeError, "zeros: got None, expected an array for mode 'affine'"),
+        ((X[0], Q4, S4, S4), {"bits": 8}, ValueError, "w: got 8 words per row, expected 16 for 1 groups of 64 codes of 8 bits"),
+        ((X[0], Q4, S4), {"mode": "mxfp4"}, TypeError, "scales: got dtype float32, expected uint8, the E8M0 codes"),
+        ((X[0], Q4[None], S4[None], S4[None]), {}, ValueError, r"w: got shape \(1, 8, 8\) with 3 axes, expected 2 axes"),
+        ((X[0], Q4, S4, S4), {"transpose": 0}, TypeError, "transpose: got 0, expected a bool"),
+        ((X[0], Q4, S4, S4), {"mode": "int4"}, ValueError, "mode: got 'int4', expected one of affine, nf4"),
     ],
     "rope": [
         ((Q, None, None, C), {}, TypeError, r"cos: got None, expected an array; LlamaRotaryEmbedding"),
