@@ -30,6 +30,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("cross_entropy", configs="ejkernel_xla._vocabulary:CONFIGS"),
             *_both_phases("flash_attention", configs="ejkernel_xla.flash_attention.config:CONFIGS"),
             *_both_phases("grouped_matmul", configs="ejkernel_xla.grouped_matmul.config:CONFIGS"),
+            *_both_phases("kl_divergence", configs="ejkernel_xla._vocabulary:CONFIGS"),
             *_both_phases("layer_norm"),
             *_both_phases("mean_pooling"),
             *_both_phases("rms_norm"),

@@ -18,6 +18,7 @@ OPERATIONS: Mapping[str, str] = {
         "cross_entropy",
         "flash_attention",
         "grouped_matmul",
+        "kl_divergence",
         "layer_norm",
         "mean_pooling",
         "rms_norm",
