@@ -29,7 +29,30 @@ _NORM = [
     ((X[0, 0, 0],), {}, ValueError, r"x: got shape \(\), expected at least one axis"),
 ]
 
+ROWS = np.ones((2, 3), np.int32)
+
 REFUSED: dict[str, list[Any]] = {
+    "cross_entropy": [
+        ((X, ROWS[0]), {}, ValueError, r"targets: got shape \(3,\), expected \(2, 3\), one label for each row"),
+        ((X, X[..., 0]), {}, TypeError, "targets: got float32, expected integers"),
+        ((X.astype(np.int32), ROWS), {}, TypeError, "x: got dtype int32, expected a floating type"),
+        ((X[..., :0], ROWS), {}, ValueError, "x: got a vocabulary of 0, expected at least one entry"),
+        ((X, ROWS, C), {}, ValueError, r"head: got shape \(5, 4\), expected \[D, V\] with D = 8 as in x"),
+        ((X, ROWS, X[0]), {"transpose_head": 1}, TypeError, "transpose_head: got 1, expected a bool"),
+        ((X, ROWS, None, EIGHT), {}, ValueError, "head: got None, expected a head beside head_bias"),
+        ((X, ROWS, X[0], EIGHT), {"transpose_head": True}, ValueError, r"head_bias: got shape \(8,\), expected \(3,\)"),
+        ((X, ROWS), {"logit_softcap": 0.0}, ValueError, "logits_soft_cap: got 0.0, expected a value > 0"),
+        ((X, ROWS), {"precision": "best"}, ValueError, "precision: got 'best'"),
+    ],
+    "kl_divergence": [
+        ((X, X[:1]), {}, ValueError, r"teacher: got rows \(1, 3\), expected \(2, 3\) as the student's"),
+        ((X, X[..., :7]), {}, ValueError, "teacher: got a vocabulary of 7, expected 8"),
+        ((X, X, None, None, ROWS), {}, TypeError, "valid: got dtype int32, expected bool"),
+        ((X, X), {"transpose_heads": True}, ValueError, "transpose_heads: got True, expected False without heads"),
+        ((X, X), {"direction": "jsd", "beta": 0.0}, ValueError, r"beta: got 0.0, expected a value in \(0, 1\)"),
+        ((X, X), {"temperature": float("nan")}, ValueError, "temperature: got nan, expected a finite number"),
+        ((X, X, C), {}, ValueError, r"student_head: got shape \(5, 4\), expected \[D, V\] with D = 8 as in student"),
+    ],
     "grouped_matmul": [
         ((X[0], X, G2), {}, ValueError, r"rhs: got shape \(2, 3, 8\), expected \[G, K, N\] with K = 8 as in lhs"),
         ((X[0, :, :4], X, G2), {"transpose_rhs": True}, ValueError, r"expected \[G, N, K\] with K = 4 as in lhs"),

@@ -14,7 +14,14 @@ from ejkernel.modules.attention import (
     scaled_dot_product_attention,
 )
 from ejkernel.modules.collectives import AllGatherMatmul, ReduceScatterMatmul, all_gather_matmul, reduce_scatter_matmul
-from ejkernel.modules.losses import CrossEntropyOutput, FusedCrossEntropy, fused_cross_entropy
+from ejkernel.modules.losses import (
+    CrossEntropyOutput,
+    FusedCrossEntropy,
+    FusedKLDivergence,
+    KLDivergenceOutput,
+    fused_cross_entropy,
+    fused_kl_divergence,
+)
 from ejkernel.modules.matmuls import GroupedMatmul, grouped_matmul
 from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
 from ejkernel.modules.pooling import MeanPooling, mean_pooling
@@ -27,6 +34,7 @@ FUNCTIONS = (
     "flash_attention",
     "flash_attn_varlen",
     "fused_cross_entropy",
+    "fused_kl_divergence",
     "grouped_matmul",
     "layer_norm",
     "llama_rope",
@@ -48,7 +56,9 @@ __all__ = [
     "FlashAttention",
     "FlashAttnVarlen",
     "FusedCrossEntropy",
+    "FusedKLDivergence",
     "GroupedMatmul",
+    "KLDivergenceOutput",
     "LayerNorm",
     "LlamaRope",
     "LlamaRotaryEmbedding",
@@ -65,6 +75,7 @@ __all__ = [
     "flash_attention",
     "flash_attn_varlen",
     "fused_cross_entropy",
+    "fused_kl_divergence",
     "grouped_matmul",
     "layer_norm",
     "llama_rope",
