@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +107,9 @@ def fused_cross_entropy(
 
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024; z-loss: Chowdhery et al., PaLM, 2022.
     """
-    arrays = dict(zip(_ARRAYS, (logits, targets, weights, hidden, lm_head_weight, lm_head_bias, attention_mask), strict=True))
+    arrays: dict[str, Any] = dict(
+        zip(_ARRAYS, (logits, targets, weights, hidden, lm_head_weight, lm_head_bias, attention_mask), strict=True)
+    )
     _check_sources(arrays)
     check_reduction(reduction)
     smoothing = finite_number("label_smoothing", label_smoothing, at_least=0)
@@ -119,7 +121,7 @@ def fused_cross_entropy(
     specs = specs_of(arrays, _ARRAYS, mesh, in_specs, out_specs)
     if mesh is not None:
         axes, row_axes = _mesh_axes(axes, arrays, specs, mesh, transpose_head)
-        out_specs = _output_specs(out_specs)
+        out_specs = CrossEntropyOutput(*_per_result(out_specs, 3))
     if mesh is not None or not axes:
         _check_labels(arrays, ignore_index, transpose_head)
     options = {
@@ -253,11 +255,11 @@ def _mesh_axes(axes: Axes, arrays: dict[str, Any], specs: dict[str, Any], mesh: 
     return last, row_axes
 
 
-def _output_specs(out_specs: Any) -> Any:
-    """One spec stands for loss and z_loss; the sum of the weights is whole."""
-    if isinstance(out_specs, (tuple, list)) and not isinstance(out_specs, jax.sharding.PartitionSpec):
-        return CrossEntropyOutput(*out_specs)
-    return CrossEntropyOutput(out_specs, out_specs, jax.sharding.PartitionSpec())
+def _per_result(out_specs: Any, results: int) -> tuple[Any, ...]:
+    """One spec stands for all results but the last, the sum of the weights, which is whole."""
+    if isinstance(out_specs, jax.sharding.PartitionSpec) or not isinstance(out_specs, (tuple, list)):
+        return (*[out_specs] * (results - 1), jax.sharding.PartitionSpec())
+    return tuple(cast("tuple[Any, ...]", out_specs))
 
 
 class KLDivergenceOutput(NamedTuple):
@@ -343,7 +345,7 @@ def fused_kl_divergence(
         teacher_head,
         attention_mask,
     )
-    arrays = dict(zip(_KL_ARRAYS, given, strict=True))
+    arrays: dict[str, Any] = dict(zip(_KL_ARRAYS, given, strict=True))
     for side in ("student", "teacher"):
         _check_side(side, arrays)
     check_reduction(reduction)
@@ -358,9 +360,7 @@ def fused_kl_divergence(
                         "in_specs", f"{name} split over {last or rows}", "tokens split, vocabulary and channels whole"
                     )
                 row_axes = rows if name in ("student_logits", "student_hidden") else row_axes
-        if not isinstance(out_specs, (tuple, list)) or isinstance(out_specs, jax.sharding.PartitionSpec):
-            out_specs = (out_specs, jax.sharding.PartitionSpec())
-        out_specs = KLDivergenceOutput(*out_specs)
+        out_specs = KLDivergenceOutput(*_per_result(out_specs, 2))
     options = {
         "transpose_heads": transpose_heads,
         "reduction": reduction,
