@@ -36,6 +36,7 @@ _NORM = [
 B = np.ones((2, 5, 4), np.float32)
 S = np.ones((2, 4, 8, 8), np.float32)
 IDS = np.zeros((2, 5), np.int32)
+ROWS = np.ones((2, 3), np.int32)
 
 REFUSED: dict[str, list[Any]] = {
     "delta_rule": [
@@ -60,6 +61,27 @@ REFUSED: dict[str, list[Any]] = {
         ),
         ((Q, Q, Q), {"scale": float("nan")}, ValueError, "scale: got nan, expected a finite number"),
         ((Q, Q, Q), {"chunked": 1}, TypeError, "chunked: got 1, expected a bool"),
+    ],
+    "cross_entropy": [
+        ((X, ROWS[0]), {}, ValueError, r"targets: got shape \(3,\), expected \(2, 3\), one label for each row"),
+        ((X, X[..., 0]), {}, TypeError, "targets: got float32, expected integers"),
+        ((X.astype(np.int32), ROWS), {}, TypeError, "x: got dtype int32, expected a floating type"),
+        ((X[..., :0], ROWS), {}, ValueError, "x: got a vocabulary of 0, expected at least one entry"),
+        ((X, ROWS, C), {}, ValueError, r"head: got shape \(5, 4\), expected \[D, V\] with D = 8 as in x"),
+        ((X, ROWS, X[0]), {"transpose_head": 1}, TypeError, "transpose_head: got 1, expected a bool"),
+        ((X, ROWS, None, EIGHT), {}, ValueError, "head: got None, expected a head beside head_bias"),
+        ((X, ROWS, X[0], EIGHT), {"transpose_head": True}, ValueError, r"head_bias: got shape \(8,\), expected \(3,\)"),
+        ((X, ROWS), {"logit_softcap": 0.0}, ValueError, "logits_soft_cap: got 0.0, expected a value > 0"),
+        ((X, ROWS), {"precision": "best"}, ValueError, "precision: got 'best'"),
+    ],
+    "kl_divergence": [
+        ((X, X[:1]), {}, ValueError, r"teacher: got rows \(1, 3\), expected \(2, 3\) as the student's"),
+        ((X, X[..., :7]), {}, ValueError, "teacher: got a vocabulary of 7, expected 8"),
+        ((X, X, None, None, ROWS), {}, TypeError, "valid: got dtype int32, expected bool"),
+        ((X, X), {"transpose_heads": True}, ValueError, "transpose_heads: got True, expected False without heads"),
+        ((X, X), {"direction": "jsd", "beta": 0.0}, ValueError, r"beta: got 0.0, expected a value in \(0, 1\)"),
+        ((X, X), {"temperature": float("nan")}, ValueError, "temperature: got nan, expected a finite number"),
+        ((X, X, C), {}, ValueError, r"student_head: got shape \(5, 4\), expected \[D, V\] with D = 8 as in student"),
     ],
     "grouped_matmul": [
         ((X[0], X, G2), {}, ValueError, r"rhs: got shape \(2, 3, 8\), expected \[G, K, N\] with K = 8 as in lhs"),
@@ -157,6 +179,7 @@ REFUSED: dict[str, list[Any]] = {
         ((Q, Q, Q, SLOTS), {"block_size": 0}, ValueError, "block_size: got 0, expected a value >= 1"),
         ((Q, Q, Q, SLOTS), {"softmax_scale": float("inf")}, ValueError, "softmax_scale: got inf, expected a finite number"),
         ((Q, Q, Q, SLOTS), {"return_lse": 1}, TypeError, "return_lse: got 1, expected True or False"),
+    ],
     "quantized_matmul": [
         ((X, Q4, S4, S4), {}, ValueError, r"x: got shape \(2, 3, 8\) with 3 axes, expected 2 axes"),
         (

@@ -33,7 +33,14 @@ from ejkernel.modules.latent_serving import (
     multi_latent_ragged_page_attention,
     multi_latent_ragged_page_attention_v2,
 )
-from ejkernel.modules.losses import CrossEntropyOutput, FusedCrossEntropy, fused_cross_entropy
+from ejkernel.modules.losses import (
+    CrossEntropyOutput,
+    FusedCrossEntropy,
+    FusedKLDivergence,
+    KLDivergenceOutput,
+    fused_cross_entropy,
+    fused_kl_divergence,
+)
 from ejkernel.modules.matmuls import GroupedMatmul, QuantizedMatmul, grouped_matmul, quantized_matmul
 from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
 from ejkernel.modules.pooling import MeanPooling, mean_pooling
@@ -100,6 +107,7 @@ FUNCTIONS = (
     "flash_attn_varlen",
     "flash_mla",
     "fused_cross_entropy",
+    "fused_kl_divergence",
     "gated_delta_rule",
     "gla",
     "gla_attention",
@@ -160,10 +168,12 @@ __all__ = [
     "FlashAttnVarlen",
     "FlashMLA",
     "FusedCrossEntropy",
+    "FusedKLDivergence",
     "GLAttention",
     "GatedDeltaRule",
     "GatedLinearAttention",
     "GroupedMatmul",
+    "KLDivergenceOutput",
     "KernelDeltaAttention",
     "LayerNorm",
     "LightningAttention",
@@ -207,6 +217,7 @@ __all__ = [
     "flash_attn_varlen",
     "flash_mla",
     "fused_cross_entropy",
+    "fused_kl_divergence",
     "gated_delta_rule",
     "gla",
     "gla_attention",
