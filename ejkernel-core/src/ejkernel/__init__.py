@@ -30,7 +30,9 @@ _LAZY = {
     "use": "ejkernel._policy",
     **dict.fromkeys(("Backend", "Platform", "kernel_registry"), "ejkernel._registry"),
     **dict.fromkeys(("autotune", "overlay"), "ejkernel.tuning"),
-    **dict.fromkeys(("EjkernelError", "NoConfigError", "NoKernelError", "NoTunerError", "PluginError"), "ejkernel.errors"),
+    **dict.fromkeys(
+        ("EjkernelError", "NoConfigError", "NoKernelError", "NoTunerError", "PluginError", "TracingError"), "ejkernel.errors"
+    ),
 }
 """Names and where they live; the public functions and their class forms are those of `ejkernel.modules`."""
 

@@ -28,7 +28,11 @@ class NoConfigError(EjkernelError, RuntimeError):
 
 
 class NoTunerError(EjkernelError, NotImplementedError):
-    """Autotuning was asked for and no tuner is installed."""
+    """Tuning was asked for something that has no reference to check configs against."""
+
+
+class TracingError(EjkernelError, RuntimeError):
+    """Something that runs programs was asked for while one is traced."""
 
 
 class EjkernelWarning(UserWarning):

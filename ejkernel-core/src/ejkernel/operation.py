@@ -132,6 +132,21 @@ class Operation(abc.ABC):
     def cost(self, call: Any, phase: Phase) -> Cost:
         """Exact work of one phase; masked tiles are not counted."""
 
+    def random_inputs(self, call: Any, rng: np.random.Generator, **given: Any) -> Any:
+        """Concrete NumPy inputs of a call, legal for the operation, on which implementations are checked and timed.
+
+        Floats are normal, int8 is of its whole range. An operation with inputs of other types says what they may hold by giving them.
+
+        Raises:
+            NotImplementedError: an input that is not floating is not given.
+        """
+        values: dict[str, Any] = dict.fromkeys(self.Inputs._fields)  # pyright: ignore[reportAttributeAccessIssue]
+        for name in values:
+            spec: ArraySpec | None = getattr(call, name)
+            if spec is not None:
+                values[name] = given[name] if name in given else _normal(self.name, name, spec, rng)
+        return self.Inputs(**values)
+
     def check_values(self, arrays: Mapping[str, Any]) -> None:
         """Check concrete values (never tracers) before anything runs, e.g. that cumulative lengths are sorted."""
 
@@ -235,6 +250,15 @@ _differentiable.defvjp(_differentiable_forward, _differentiable_backward)
 def _public(request: Request, outputs: Any) -> Any:
     visible = request.operation.public(request.call)
     return type(outputs)(**{name: getattr(outputs, name) if name in visible else None for name in outputs._fields})
+
+
+def _normal(operation: str, name: str, spec: ArraySpec, rng: np.random.Generator) -> Any:
+    dtype = jax.numpy.dtype(spec.dtype)
+    if dtype == np.int8:  # quantised numbers
+        return rng.integers(-127, 128, spec.shape, np.int8)
+    if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
+        raise NotImplementedError(f"{operation}: does not say what a random {name} of {spec.dtype} may hold")
+    return rng.standard_normal(spec.shape, np.float32).astype(dtype)
 
 
 def _static_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel.demo import data, model, report, train
+from ejkernel.demo import data, model, report, serve, train
 from ejkernel.demo.primitives import ejkernel_primitives, plain_primitives
+from ejkernel.demo.requests import Scheduler, requests_from
 
 SHAPE = model.Shape(width=32, layers=1, heads=4, key_heads=2, hidden=48, length=32)
 SMALL = functools.partial(train.Settings, batch=4, warmup=2, shape=SHAPE)
@@ -42,19 +43,34 @@ def test_json(cli, small: Path):
     assert found["max_abs_difference"] < 1e-4
     served = {(row["operation"], row["phase"]): row for row in found["served"]}
     assert set(served) == {
-        (name, phase) for name in ("flash_attention", "rms_norm", "rope") for phase in ("forward", "backward")
+        *((name, phase) for name in ("flash_attention", "rms_norm", "rope") for phase in ("forward", "backward")),
+        ("paged_attention", "forward"),
+        ("paged_cache_update", "forward"),
     }
     assert all(row["implementation"] == "xla" and row["in_compiled_program"] for row in served.values())
     assert Path(found["files"]["plot"]).read_bytes().startswith(b"\x89PNG")
     assert Path(found["files"]["sample"]).read_text() == found["sample"] + "\n"
     assert len(found["sample"]) > 200
+    serving = found["serving"]
+    assert (serving["requests"], serving["mismatches"]) == (7, 0)
+    assert serving["generated"] == sum(len(text["answer"]) for text in serving["texts"]) > 28
+    assert serving["mixes"] > 7
+    assert max(len(text["prompt"]) for text in serving["texts"]) > 10
 
 
 def test_screen(cli, small: Path):
     answer = cli("demo", "--steps", "8", "--no-compare", "--platform", "xla", "--out", str(small))
     assert answer.status == 0
     assert "plain JAX" not in answer.out
-    for expected in ("The Devil's Dictionary", "flash_attention", "use", "ok the loss falls", "loss.png"):
+    for expected in (
+        "The Devil's Dictionary",
+        "flash_attention",
+        "use",
+        "ok the loss falls",
+        "loss.png",
+        "one compiled program",
+        "ok",
+    ):
         assert expected in answer.out
 
 
@@ -65,6 +81,37 @@ def test_a_disagreement_ends_with_status_1(cli, small: Path, monkeypatch: pytest
     assert answer.status == 1
     failed = [check["name"] for check in answer.json["checks"] if not check["ok"]]
     assert "same loss at the first step" in failed
+
+
+def test_a_served_byte_that_differs_ends_with_status_1(cli, small: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serve, "rotate_at", lambda query, key, positions: (query, key))
+    answer = cli("demo", "--steps", "3", "--no-compare", "--out", str(small), "--json")
+    assert answer.status == 1
+    failed = [check for check in answer.json["checks"] if not check["ok"]]
+    assert [check["value"] for check in failed] == [answer.json["serving"]["mismatches"]]
+    assert "full recomputation" in failed[0]["name"]
+
+
+def test_requests_join_when_pages_are_free_and_leave():
+    text = bytes(range(97, 123)) * 4
+    waiting = requests_from(text, seed=1, length=32, count=5)
+    scheduler = Scheduler(waiting, slots=2, tokens=6, pages=6, page_size=8, entries=4)
+    steps, most = 0, 0
+    while scheduler.busy:
+        plan = scheduler.plan()
+        new = np.diff(plan.query_start_loc)
+        owned = [page for request in waiting for page in request.pages]
+        assert len(owned) == len(set(owned)) <= 6
+        for slot, count in enumerate(new):
+            here = slice(plan.query_start_loc[slot], plan.query_start_loc[slot + 1])
+            first = plan.kv_lens[slot] - count
+            assert plan.positions[here].tolist() == list(range(first, plan.kv_lens[slot]))
+        most = max(most, int((plan.kv_lens > 0).sum()))
+        scheduler.advance(np.arange(2) + steps)
+        steps += 1
+    assert most == 2
+    assert all(len(request.answer) == request.count and request.pages == [] for request in waiting)
+    assert max(sum(mix) for mix in scheduler.mixes) == 6
 
 
 def test_out_that_cannot_be_made(cli, tmp_path: Path):

@@ -14,6 +14,9 @@ Q = np.ones((2, 5, 4, 8), np.float32)
 C = np.ones((5, 4), np.float32)
 G2 = np.array([1, 2], np.int32)
 EIGHT = np.ones(8, np.float32)
+QKV = (Q, Q[:, :, :2], Q[:, :, :2, :3])
+SCAN = (X, Q[0, :3].reshape(12, 8)[:8], X, X, EIGHT, X)
+SLOTS = np.zeros((2, 5, 4, 3), np.int32)
 
 _NORM = [
     ((X, EIGHT[:5]), {}, ValueError, r"scale: got shape \(5,\), expected \(8,\)"),
@@ -29,7 +32,34 @@ _NORM = [
     ((X[0, 0, 0],), {}, ValueError, r"x: got shape \(\), expected at least one axis"),
 ]
 
+B = np.ones((2, 5, 4), np.float32)
+S = np.ones((2, 4, 8, 8), np.float32)
+IDS = np.zeros((2, 5), np.int32)
+
 REFUSED: dict[str, list[Any]] = {
+    "delta_rule": [
+        ((Q[0], Q, Q), {}, ValueError, r"query: got shape \(5, 4, 8\) with 3 axes, expected 4 axes"),
+        ((Q.astype(np.int32), Q, Q), {}, TypeError, "query: got dtype int32, expected a floating type"),
+        ((Q, Q[..., :3], Q), {}, ValueError, r"key: got shape \(2, 5, 4, 3\), expected \(2, 5, 4, 8\), with batch, length"),
+        ((Q, Q, Q[:, :4]), {}, ValueError, r"value: got shape \(2, 4, 4, 8\), expected \(2, 5, 4, 8\)"),
+        ((Q, Q[:, :, :3], Q), {}, ValueError, "key: got 3 heads, expected a number that divides 4"),
+        ((Q, Q.astype(np.float16), Q), {}, TypeError, "key: got dtype float16, expected float32, the dtype of query"),
+        ((Q, Q, Q, Q), {}, ValueError, r"beta: got shape \(2, 5, 4, 8\), expected \(2, 5, 4\)"),
+        ((Q, Q, Q, B, Q[..., :3]), {}, ValueError, r"decay: got .*, expected \(2, 5, 4, 8\) or \(2, 5, 4\)"),
+        ((Q, Q, Q, B, B, S[:1]), {}, ValueError, r"initial_state: got shape \(1, 4, 8, 8\), expected \(2, 4, 8, 8\)"),
+        ((Q, Q, Q), {"a": B}, ValueError, r"a: got shape \(2, 5, 4\), expected \(2, 5, 4, 8\)"),
+        ((Q, Q, Q), {"segments": IDS[:, :4]}, ValueError, r"segments: got shape \(2, 4\), expected \(2, 5\) or \(1, 5\)"),
+        ((Q, Q, Q), {"segments": B[..., 0]}, TypeError, "segments: got dtype float32, expected integers"),
+        ((Q, Q, Q), {"cu_seqlens": np.array([0, 5])}, ValueError, "query: got batch 2, expected batch 1 with cu_seqlens; pack"),
+        (
+            (Q[:1], Q[:1], Q[:1]),
+            {"cu_seqlens": np.array([0, 5]), "segments": IDS[:1]},
+            ValueError,
+            "segments: got an array, expected None beside cu_seqlens",
+        ),
+        ((Q, Q, Q), {"scale": float("nan")}, ValueError, "scale: got nan, expected a finite number"),
+        ((Q, Q, Q), {"chunked": 1}, TypeError, "chunked: got 1, expected a bool"),
+    ],
     "grouped_matmul": [
         ((X[0], X, G2), {}, ValueError, r"rhs: got shape \(2, 3, 8\), expected \[G, K, N\] with K = 8 as in lhs"),
         ((X[0, :, :4], X, G2), {"transpose_rhs": True}, ValueError, r"expected \[G, N, K\] with K = 4 as in lhs"),
@@ -53,6 +83,42 @@ REFUSED: dict[str, list[Any]] = {
     ],
     "layer_norm": _NORM,
     "rms_norm": _NORM,
+    "linear_recurrence": [
+        ((X, X, X), {}, ValueError, r"query: got shape \(2, 3, 8\) with 3 axes, expected 4 axes"),
+        ((Q.astype(np.int32), Q, Q), {}, TypeError, "query: got dtype int32, expected a floating type"),
+        ((Q, Q[:, :, :, :4], Q), {}, ValueError, r"key: got .* expected batch 2, length 5 and 8 channels as query"),
+        ((Q, Q, Q[:, :3]), {}, ValueError, r"value: got shape \(2, 3, 4, 8\), expected batch 2, length 5 as query"),
+        ((Q, Q[:, :, :3], Q), {}, ValueError, "key: got .* heads, expected the fewest, 3, to divide the most, 4"),
+        ((Q, Q[:, :, :2], Q[:, :, :1]), {}, ValueError, "key: got 2 heads, expected 1 or 4, as the others"),
+        ((*QKV, Q), {}, ValueError, r"g: got shape \(2, 5, 4, 8\) with 4 axes, expected 3 axes"),
+        ((*QKV, Q[:, :, :3, 0]), {}, ValueError, r"g: got shape \(2, 5, 3\), expected \(2, 5, 4\) or \(2, 5, 2\)"),
+        ((*QKV, None, EIGHT), {}, ValueError, r"g_gamma: got shape \(1, 8\), expected \(1, 4\) or \(1, 2\)"),
+        ((*QKV, None, None, Q[..., :3]), {}, ValueError, r"gk: got .* expected \(2, 5, 4, 8\) or \(2, 5, 2, 8\)"),
+        ((*QKV, None, None, None, Q), {}, ValueError, r"gv: got .* expected \(2, 5, 4, 3\) or \(2, 5, 2, 3\)"),
+        ((*QKV,), {"bonus": Q[0, 0, :, :3]}, ValueError, r"bonus: got shape \(4, 3\), expected \(4, 8\) or \(2, 8\)"),
+        ((*QKV,), {"initial_state": Q}, ValueError, r"initial_state: got .* expected \(2, 4, 8, 3\) = \[B, H, D, V\]"),
+        ((*QKV,), {"cu_seqlens": G2}, ValueError, "query: got batch 2, expected batch 1 with cu_seqlens; pack"),
+        ((*QKV,), {"cu_seqlens": G2 / 2}, TypeError, "cu_seqlens: got dtype float64, expected integers"),
+        ((*QKV,), {"reverse": 1}, TypeError, "reverse: got 1, expected a bool"),
+        ((*QKV,), {"scale": float("nan")}, ValueError, "scale: got nan, expected a finite number"),
+        ((*QKV,), {"precision": "best"}, ValueError, "precision: got 'best', expected None or one of default"),
+    ],
+    "rwkv4": [
+        ((EIGHT, EIGHT, X[0], X[0]), {}, ValueError, r"k: got shape \(3, 8\) with 2 axes, expected 3 axes"),
+        ((EIGHT[:5], EIGHT, X, X), {}, ValueError, r"w: got shape \(5,\), expected \(8,\) = \[C\]"),
+        ((EIGHT, EIGHT, X, X[:, :2]), {}, ValueError, r"v: got .* expected \(2, 3, 8\) = \[B, T, C\] as k"),
+        ((EIGHT, EIGHT, X, X, X[:, :2]), {}, ValueError, r"state: got .* expected \(2, 3, 8\) = \[B, 3, C\]"),
+        ((EIGHT, EIGHT, X, X), {"return_state": 1}, TypeError, "return_state: got 1, expected a bool"),
+    ],
+    "selective_scan": [
+        ((X[0], *SCAN[1:]), {}, ValueError, r"x: got shape \(3, 8\) with 2 axes, expected 3 axes"),
+        ((X, SCAN[1][:5], *SCAN[2:]), {}, ValueError, r"A: got shape \(5, 8\), expected \(8, 8\) = \[I, N\]"),
+        ((*SCAN[:2], X[:, :2], *SCAN[3:]), {}, ValueError, r"B: got .* expected \(2, 3, 8\) = \[B, T, N\]"),
+        ((*SCAN[:4], EIGHT[:2], X), {}, ValueError, r"D: got shape \(2,\), expected \(8,\) = \[I\]"),
+        ((*SCAN[:5], None), {}, TypeError, "dt: got NoneType, expected an array"),
+        ((*SCAN, X), {}, ValueError, r"initial_state: got .* expected \(2, 8, 8\) = \[B, I, N\]"),
+        ((X.astype(np.int32), *SCAN[1:]), {}, TypeError, "x: got dtype int32, expected a floating type"),
+    ],
     "mean_pooling": [
         ((X[0],), {}, ValueError, r"x: got shape \(3, 8\), expected \[B,T,H,D\] or \[B,T,D\]"),
         ((X.astype(np.int32),), {}, TypeError, "x: got dtype int32, expected a floating type"),
@@ -60,6 +126,26 @@ REFUSED: dict[str, list[Any]] = {
         ((X[:1], np.array([0.0, 3.0])), {}, TypeError, "cu_seqlens: got dtype float64, expected integers"),
         ((X[:1], np.array([[0, 3]])), {}, ValueError, r"cu_seqlens: got shape \(1, 2\) with 2 axes, expected 1 axes"),
         ((X[:1], np.array([], np.int32)), {}, ValueError, r"cu_seqlens: got no element, expected \[n \+ 1\]"),
+    ],
+    "native_sparse_attention": [
+        ((Q, Q, Q, SLOTS[..., 0]), {}, ValueError, r"block_indices: got shape \(2, 5, 4\) with 3 axes, expected 4 axes"),
+        (
+            (Q, Q, Q, SLOTS[:, :4]),
+            {},
+            ValueError,
+            r"block_indices: got shape \(2, 4, 4, 3\), expected \[B,T,K,S\] with .*2, 5, 4",
+        ),
+        ((Q, Q, Q, SLOTS / 2), {}, TypeError, "block_indices: got dtype float64, expected integers"),
+        ((Q, Q[:, :4], Q[:, :4], SLOTS), {}, ValueError, "key: got length 4, expected the query's 5"),
+        ((Q, Q[:, :, :3], Q[:, :, :3], SLOTS), {}, ValueError, "query: got 4 heads, expected a multiple of the 3 key heads"),
+        ((Q, Q, Q, SLOTS, SLOTS), {}, ValueError, r"block_counts: got shape \(2, 5, 4, 3\), expected an int, or \[B,T,K\]"),
+        ((Q, Q, Q, SLOTS, -1), {}, ValueError, "block_counts: got -1, expected a value >= 0"),
+        ((Q, Q, Q, SLOTS, 1.5), {}, TypeError, "block_counts: got 1.5, expected an int"),
+        ((Q, Q, Q, SLOTS, None, np.array([0, 5])), {}, ValueError, "query: got batch 2, expected batch 1 with cu_seqlens"),
+        ((Q, Q, Q, SLOTS, None, np.array([0.0])), {}, TypeError, "cu_seqlens: got dtype float64, expected integers"),
+        ((Q, Q, Q, SLOTS), {"block_size": 0}, ValueError, "block_size: got 0, expected a value >= 1"),
+        ((Q, Q, Q, SLOTS), {"softmax_scale": float("inf")}, ValueError, "softmax_scale: got inf, expected a finite number"),
+        ((Q, Q, Q, SLOTS), {"return_lse": 1}, TypeError, "return_lse: got 1, expected True or False"),
     ],
     "rope": [
         ((Q, None, None, C), {}, TypeError, r"cos: got None, expected an array; LlamaRotaryEmbedding"),
@@ -85,6 +171,22 @@ REFUSED: dict[str, list[Any]] = {
         ((X, X[None] > 0), {}, ValueError, r"where: got shape \(1, 2, 3, 8\), expected a shape that broadcasts"),
         ((X,), {"scale": float("inf")}, ValueError, "scale: got inf, expected a finite number"),
     ],
+    "sparse_latent_attention": [
+        (
+            (Q, X[:, :, :4], SLOTS[:, :, 0]),
+            {},
+            ValueError,
+            r"key_value: got shape \(2, 3, 4\), expected \[2, S, 8\] as the query",
+        ),
+        ((Q, X[:1], SLOTS[:, :, 0]), {}, ValueError, r"key_value: got shape \(1, 3, 8\), expected \[2, S, 8\]"),
+        ((Q, X.astype(np.float16), SLOTS[:, :, 0]), {}, TypeError, "key_value: got dtype float16, expected the query's dtype"),
+        ((X, X, SLOTS[:, :, 0]), {}, ValueError, r"query: got shape \(2, 3, 8\) with 3 axes, expected 4 axes"),
+        ((Q, X, SLOTS), {}, ValueError, r"token_indices: got shape \(2, 5, 4, 3\) with 4 axes, expected 3 axes"),
+        ((Q, X, SLOTS[:, :4, 0]), {}, ValueError, r"token_indices: got shape \(2, 4, 3\), expected \[B,T,k\] with .*2, 5"),
+        ((Q, X, SLOTS[:, :, 0] / 2), {}, TypeError, "token_indices: got dtype float64, expected integers"),
+        ((Q, X, SLOTS[:, :, 0]), {"value_size": 9}, ValueError, "value_size: got 9, expected at most 8"),
+        ((Q, X, SLOTS[:, :, 0]), {"value_size": 0}, ValueError, "value_size: got 0, expected a value >= 1"),
+    ],
 }
 
 
@@ -100,15 +202,20 @@ def test_refused(name: str, args: Any, options: Any, error: type[Exception], mes
 @pytest.mark.parametrize(
     ("name", "arrays", "message"),
     [
+        ("delta_rule", {"query": Q[:1], "cu_seqlens": np.array([0, 6])}, r"cu_seqlens: got \[0 6\], expected .* at most 5"),
         (
             "grouped_matmul",
             {"lhs": X[0], "group_sizes": np.array([-1, 2])},
             r"group_sizes: got \[-1  2\], expected values >= 0",
         ),
         ("grouped_matmul", {"lhs": X[0], "group_sizes": np.array([2, 2])}, "a sum of at most 3 = rows of lhs"),
+        ("linear_recurrence", {"query": Q[:1], "cu_seqlens": np.array([0, 6])}, "from 0 to at most 5 = length of query"),
+        ("linear_recurrence", {"query": Q[:1], "cu_seqlens": np.array([1, 3])}, r"cu_seqlens: got \[1 3\], expected .* from 0"),
         ("mean_pooling", {"x": X[:1], "cu_seqlens": np.array([1, 3])}, r"cu_seqlens: got \[1 3\], expected .* from 0"),
         ("mean_pooling", {"x": X[:1], "cu_seqlens": np.array([0, 2, 1])}, "values that do not decrease"),
         ("mean_pooling", {"x": X[:1], "cu_seqlens": np.array([0, 4])}, "at most 3 = length of x"),
+        ("native_sparse_attention", {"query": Q[:1], "cu_seqlens": np.array([0, 6])}, "from 0 to at most 5 = length of query"),
+        ("native_sparse_attention", {"query": Q[:1], "cu_seqlens": np.array([0, 4, 3])}, r"cu_seqlens: got \[0 4 3\]"),
     ],
 )
 def test_refused_values(name: str, arrays: Any, message: str) -> None:

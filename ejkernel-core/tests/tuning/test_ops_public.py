@@ -12,7 +12,7 @@ import pytest
 
 import ejkernel
 from ejkernel import ops, tuning
-from ejkernel.errors import NoConfigError, NoTunerError
+from ejkernel.errors import NoConfigError
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -141,13 +141,14 @@ def test_stores_left_out(world: Any) -> None:
     assert ops.ConfigSelectorChain(None, persistent=None).select(inv) == tuning.Selected(world.Blocks(), "heuristic")
 
 
-def test_miss_asks_for_a_tuner_and_says_that_there_is_none(world: Any) -> None:
+def test_miss_is_searched(world: Any) -> None:
     chain = ops.ConfigSelectorChain(policy=ops.AutotunePolicy(cache_miss_fallback="autotune"))
-    with pytest.raises(NoTunerError, match="searching for configs is not part of this version"):
-        chain.call(ejkernel.rms_norm, world.x)
     with ops.policy_override(chain, allow_autotune=False):
-        chain.call(ejkernel.rms_norm, world.x)
-    assert {*world.seen} == {world.Blocks()}
+        chain.call(ejkernel.rms_norm, world.x, platform="fixture")
+    assert {*world.seen} == {world.Blocks()} and not tuning.remembered()
+    chain.call(ejkernel.rms_norm, world.x, platform="fixture")
+    assert {world.Blocks(rows) for rows in (1, 2, 4, 8)} <= {*world.seen}
+    assert [entry.key.implementation for entry in tuning.remembered()] == ["fixture"]
 
 
 @pytest.mark.parametrize("persist", [False, True])

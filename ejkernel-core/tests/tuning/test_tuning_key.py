@@ -32,7 +32,6 @@ def test_canonical_text(world: Any) -> None:
         "implementation": "fixture",
         "version": 1,
         "call": {
-            "save_residuals": False,
             "x": {"dtype": "float32", "shape": [3, 4]},
             "scale": None,
             "offset": None,
@@ -97,7 +96,7 @@ class RichCall(Call):
 )
 def test_encoding(value: Any, encoded: Any) -> None:
     text = _key._call_text(RichCall(x=ArraySpec((2, 3), "float32"), inner=value))
-    assert json.loads(text) == {"save_residuals": False, "x": {"dtype": "float32", "shape": [2, 3]}, "inner": encoded}
+    assert json.loads(text) == {"x": {"dtype": "float32", "shape": [2, 3]}, "inner": encoded}
 
 
 def test_what_has_no_json_form() -> None:

@@ -134,12 +134,6 @@ def test_remember_and_store(world: Any) -> None:
     assert world.tier() == "memory"
 
 
-def test_autotune_without_a_tuner(world: Any) -> None:
-    with pytest.raises(ejkernel.NoTunerError, match="searching for configs is not part of this version of ejkernel"):
-        ejkernel.autotune(ejkernel.rms_norm, world.x)
-    assert issubclass(ejkernel.NoTunerError, NotImplementedError)
-
-
 def test_autotune_hands_the_calls_to_the_tuner(world: Any) -> None:
     class Fixed:
         def tune(self, calls: Sequence[tuning.RecordedCall]) -> tuning.AutotuningResult:

@@ -39,43 +39,31 @@ class Walk:
         """Lay out `length` tokens; `bounds` are cumulative lengths `[1 or b, n + 1]` or None; size >= 1."""
         self.batch, self.length, self.size, self.reverse = batch, length, size, reverse
         self.packed = bounds is not None
-        if self.packed:
-            busy = min(bounds.shape[1] - 1, length)
-            self.count = (length - busy) // size + busy if busy else 0
+        busy = min(bounds.shape[1] - 1, length) if self.packed else 1
+        self.count = (length - busy) // size + busy if self.packed else -(-length // size)
+        if self.packed and busy:
             self._chunks = jax.vmap(self._pack)(bounds)
-        else:
-            self.count = -(-length // size)
+        elif self.packed:
+            self.count = 0
 
     def _pack(self, bounds: Any) -> _Packed:
         starts, ends = bounds[:-1], bounds[1:]
         chunks_of = -(-(ends - starts) // self.size)
         up_to = jnp.cumsum(chunks_of)
         index = jnp.arange(self.count, dtype=jnp.int32)
-        if not self.count:
-            none = jnp.zeros(0, jnp.int32)
-            place = jnp.zeros(self.length, jnp.int32)
-            return _Packed(none, none == 0, none == 0, none[:, None] + jnp.arange(self.size), place)
-        sequence = jnp.searchsorted(up_to, index, side="right").astype(jnp.int32)
+        sequence = jnp.sum(index[:, None] >= up_to, axis=1, dtype=jnp.int32)
         known = jnp.minimum(sequence, starts.shape[0] - 1)
         rank = index - (up_to - chunks_of)[known]
         busy = sequence < starts.shape[0]
         position = rank[:, None] * self.size + jnp.arange(self.size, dtype=jnp.int32)
-        token = self._mirrored(position, starts[known, None], ends[known, None])
+        token = ends[known, None] - 1 - position if self.reverse else starts[known, None] + position
         valid = busy[:, None] & (position < (ends - starts)[known, None])
         tokens = jnp.where(valid, token, self.length)
 
-        row = jnp.arange(self.length, dtype=jnp.int32)
-        own = jnp.clip(jnp.searchsorted(bounds, row, side="right") - 1, 0, starts.shape[0] - 1)
-        held = (row >= bounds[0]) & (row < bounds[-1])
-        place = (up_to - chunks_of)[own] * self.size + self._mirrored(row, starts[own], ends[own], inverse=True)
-        place = jnp.where(held, place, self.count * self.size)
+        rows = jnp.arange(self.count * self.size, dtype=jnp.int32)
+        place = jnp.full(self.length, self.count * self.size, jnp.int32)
+        place = place.at[tokens.reshape(rows.shape)].set(rows, mode="drop")
         return _Packed(sequence, busy & (rank == 0), busy & (rank == chunks_of[known] - 1), tokens, place)
-
-    def _mirrored(self, at: Any, start: Any, end: Any, *, inverse: bool = False) -> Any:
-        """The token at a position of its sequence, or (`inverse`) the position of a token."""
-        if self.reverse:
-            return end - 1 - at
-        return at - start if inverse else start + at
 
     def prepare(self, array: Any) -> Any:
         """An array `[b, t, ...]` as `piece` reads it."""
@@ -86,7 +74,7 @@ class Walk:
         return jnp.pad(array, [(0, 0), (0, spare), *[(0, 0)] * (array.ndim - 2)]) if spare else array
 
     def piece(self, array: Any, step: Any) -> Any:
-        """The tokens of one chunk `[b, c, ...]` of a prepared array; 0 where there is none, whatever the array holds."""
+        """The tokens of one chunk `[b, c, ...]` of a prepared array; anything where there is none."""
         if array is None:
             return None
         if self.packed:
@@ -109,7 +97,9 @@ class Walk:
         joined = pieces[0] if self.count == 1 else jnp.moveaxis(pieces, 0, 1)
         joined = joined.reshape(self.batch, self.count * self.size, *pieces.shape[3:])
         if self.packed:
-            return jax.vmap(_rows)(joined, jnp.broadcast_to(self._chunks.place, (self.batch, self.length)))
+            place = jnp.broadcast_to(self._chunks.place, (self.batch, self.length))
+            rows = jax.vmap(_rows)(joined, place)
+            return jnp.where(_like(place < joined.shape[1], rows), rows, 0)
         joined = joined[:, : self.length]
         return jnp.flip(joined, 1) if self.reverse else joined
 
@@ -153,7 +143,8 @@ class Walk:
 
 
 def _rows(array: Any, rows: Any) -> Any:
-    return array.at[rows].get(mode="fill", fill_value=0)
+    """Rows of an array; the last one for those beyond the end."""
+    return array.at[rows].get(mode="clip")
 
 
 def _set_row(array: Any, row: Any, value: Any) -> Any:
@@ -161,4 +152,5 @@ def _set_row(array: Any, row: Any, value: Any) -> Any:
 
 
 def _like(flags: Any, array: Any) -> Any:
-    return flags.reshape(flags.shape[0], *[1] * (array.ndim - 1))
+    """Flags of the leading axes of an array, shaped to broadcast against it."""
+    return flags.reshape(*flags.shape, *[1] * (array.ndim - flags.ndim))

@@ -1,4 +1,4 @@
-"""The command line: `ejkernel doctor | list | explain | demo | cache`."""
+"""The command line: `ejkernel doctor | list | explain | demo | tune | cache`."""
 
 from __future__ import annotations
 

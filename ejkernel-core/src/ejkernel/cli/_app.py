@@ -14,6 +14,7 @@ from ejkernel.cli.demo import demo
 from ejkernel.cli.doctor import doctor
 from ejkernel.cli.explain import explain
 from ejkernel.cli.list import list_operations
+from ejkernel.cli.tune import tune
 
 app = typer.Typer(
     name="ejkernel",
@@ -26,6 +27,7 @@ app.command("doctor")(doctor)
 app.command("list")(list_operations)
 app.command("explain")(explain)
 app.command("demo")(demo)
+app.command("tune")(tune)
 app.add_typer(cache_app, name="cache")
 
 

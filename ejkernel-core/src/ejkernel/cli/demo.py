@@ -1,4 +1,4 @@
-"""`ejkernel demo`: trains a small language model on real text, and checks it against plain JAX."""
+"""`ejkernel demo`: trains a small language model on real text, checks it against plain JAX, and serves it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def demo(
     no_compare: Annotated[bool, typer.Option("--no-compare", help="Leave out the comparison with plain JAX.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a language model on a shipped book and compare it with plain JAX; exit status 1 if they disagree."""
+    """Train a language model on a shipped book, compare it with plain JAX, and serve it; exit status 1 if anything disagrees."""
     import importlib.util
 
     if importlib.util.find_spec("matplotlib") is None:
@@ -126,9 +126,24 @@ def _render(report: dict[str, Any]) -> None:
         screen.print(word, f"{check['name']}: {check['value']:.2e}, limit {check['limit']:g}", markup=False)
     if report["max_abs_difference"] is not None:
         screen.print(f"largest difference of the loss curves at any one step: {report['max_abs_difference']:.2e}", markup=False)
+    _render_serving(report["serving"])
     screen.print()
     screen.print("Sampled from the trained model:", style="bold")
     screen.print(report["sample"], markup=False, soft_wrap=True)
     screen.print()
     for name, path in report["files"].items():
         screen.print(f"{name}: {path}", markup=False, soft_wrap=True)
+
+
+def _render_serving(found: dict[str, Any]) -> None:
+    screen = console()
+    screen.print()
+    screen.print("Served through the paged cache, the likeliest byte each time:", style="bold")
+    screen.print(
+        f"{found['requests']} requests in {found['slots']} slots: {found['generated']} bytes in {found['steps']} steps of "
+        f"{found['mixes']} different mixes, one compiled program ({found['compile_seconds']:.1f} s to build), "
+        f"{found['tokens_per_second']:.0f} bytes/s",
+        markup=False,
+    )
+    for text in found["texts"][:2]:
+        screen.print(f"{text['prompt']!r} -> {text['answer']!r}", markup=False, soft_wrap=True)

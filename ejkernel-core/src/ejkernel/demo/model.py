@@ -74,26 +74,33 @@ def initialise(shape: Shape, seed: int) -> dict[str, jax.Array]:
 
 def logits(parameters: Parameters, tokens: jax.Array, shape: Shape, primitives: Primitives) -> jax.Array:
     """Scores of the next byte: tokens `[B, T]` -> `[B, T, 256]`."""
-    shared = {"embedding", "final_norm"}
-    stacked = {name: value for name, value in parameters.items() if name not in shared}
-    embedding = parameters["embedding"]
 
-    def block(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-        return _block(x, layer, shape, primitives), None
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return primitives.attention(*primitives.rotate(query, key), value)
 
-    x, _ = jax.lax.scan(block, embedding[tokens], stacked)
-    return primitives.norm(x, parameters["final_norm"]) @ embedding.T
+    def step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+        return block(x, layer, shape, primitives.norm, attend), None
+
+    x, _ = jax.lax.scan(step, parameters["embedding"][tokens], stacked(parameters))
+    return primitives.norm(x, parameters["final_norm"]) @ parameters["embedding"].T
 
 
-def _block(x: jax.Array, layer: Parameters, shape: Shape, primitives: Primitives) -> jax.Array:
+def stacked(parameters: Parameters) -> dict[str, jax.Array]:
+    """The parameters that every block has its own of, `[layers, ...]`."""
+    return {name: value for name, value in parameters.items() if name not in ("embedding", "final_norm")}
+
+
+def block(
+    x: jax.Array, layer: Parameters, shape: Shape, norm: Callable[..., jax.Array], attend: Callable[..., jax.Array]
+) -> jax.Array:
+    """One block on `x [B, T, width]`; `attend(query, key, value)` rotates by position and attends."""
     batch, length, width = x.shape
-    h = primitives.norm(x, layer["attention_norm"])
+    h = norm(x, layer["attention_norm"])
     query = (h @ layer["query"]).reshape(batch, length, shape.heads, shape.head_size)
     key = (h @ layer["key"]).reshape(batch, length, shape.key_heads, shape.head_size)
     value = (h @ layer["value"]).reshape(batch, length, shape.key_heads, shape.head_size)
-    query, key = primitives.rotate(query, key)
-    x = x + primitives.attention(query, key, value).reshape(batch, length, width) @ layer["output"]
-    h = primitives.norm(x, layer["feed_forward_norm"])
+    x = x + attend(query, key, value).reshape(batch, length, width) @ layer["output"]
+    h = norm(x, layer["feed_forward_norm"])
     return x + (jax.nn.silu(h @ layer["gate"]) * (h @ layer["up"])) @ layer["down"]
 
 

@@ -24,11 +24,17 @@ def ejkernel_primitives() -> Primitives:
         return ejkernel.rms_norm(x, scale, epsilon=_EPSILON)
 
     def rotate(query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rotary = ejkernel.LlamaRotaryEmbedding(query.shape[-1], _THETA)
-        cos, sin = rotary(jnp.arange(query.shape[1])[None])
-        return ejkernel.llama_rope(query, key, cos=cos, sin=sin)
+        return rotate_at(query, key, jnp.arange(query.shape[1]))
 
     return Primitives(attention, norm, rotate)
+
+
+def rotate_at(query: jax.Array, key: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rotary embedding of `q [B,T,H,D]` and `k [B,T,K,D]` at these positions `[T]`, through ejkernel's dispatcher."""
+    import ejkernel
+
+    cos, sin = ejkernel.LlamaRotaryEmbedding(query.shape[-1], _THETA)(positions[None])
+    return ejkernel.llama_rope(query, key, cos=cos, sin=sin)
 
 
 def explanations(shape: Shape, batch: int) -> list[Any]:
@@ -45,6 +51,29 @@ def explanations(shape: Shape, batch: int) -> list[Any]:
         ejkernel.explain("flash_attention", query, key, key, causal=True),
         ejkernel.explain("rms_norm", array(batch, shape.length, shape.width), array(shape.width), epsilon=_EPSILON),
         ejkernel.explain("llama_rope", query, key, cos=angles, sin=angles),
+    ]
+
+
+def serving_explanations(shape: Shape) -> list[Any]:
+    """The same for what serving adds: attention over pages, and the update of the pages."""
+    import ejkernel
+    from ejkernel.demo.serve import Capacity
+
+    room = Capacity()
+
+    def array(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    new = array(room.tokens, shape.key_heads, shape.head_size)
+    pages = array(room.pages, room.page_size, shape.key_heads, shape.head_size)
+    described = (
+        array(room.slots, dtype=jnp.int32),
+        array(room.slots, -(-shape.length // room.page_size), dtype=jnp.int32),
+        array(room.slots + 1, dtype=jnp.int32),
+    )
+    return [
+        ejkernel.explain("paged_cache_update", new, new, pages, pages, *described),
+        ejkernel.explain("unified_attention", array(room.tokens, shape.heads, shape.head_size), pages, pages, *described),
     ]
 
 

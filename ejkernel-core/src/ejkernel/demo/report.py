@@ -14,8 +14,9 @@ import numpy as np
 import ejkernel
 from ejkernel.demo import data
 from ejkernel.demo.plot import save_plot
-from ejkernel.demo.primitives import ejkernel_primitives, explanations, plain_primitives
+from ejkernel.demo.primitives import ejkernel_primitives, explanations, plain_primitives, serving_explanations
 from ejkernel.demo.sample import sample
+from ejkernel.demo.serve import Server, serve
 from ejkernel.demo.train import Settings, Trainer, interleaved_seconds
 
 FIRST_STEP_TOLERANCE = 1e-4
@@ -31,7 +32,7 @@ Progress = Callable[[str, int, float], None]
 
 
 def run_demo(settings: Settings, *, platforms: tuple[str, ...], out: Path, compare: bool, progress: Progress) -> dict[str, Any]:
-    """Train, compare, sample and write the files.
+    """Train, compare, sample, serve and write the files.
 
     Args:
         settings: the training run.
@@ -47,15 +48,16 @@ def run_demo(settings: Settings, *, platforms: tuple[str, ...], out: Path, compa
     with only(platforms):
         ours = Trainer(settings, ejkernel_primitives())
         ours.run(windows, lambda step, value: progress("ejkernel", step, value))
-        served = _served(settings, ours)
         text = sample(ours.parameters, settings.shape, ours.primitives, seed=settings.seed)
+        serving, server = serve(ours.parameters, settings.shape, ours.primitives, seed=settings.seed)
+        served = [*_served(settings, ours), *_served_requests(settings, server)]
     trainers = {"ejkernel": ours}
     if compare:
         plain = Trainer(settings, plain_primitives())
         plain.run(windows, lambda step, value: progress("plain JAX", step, value))
         trainers["plain JAX"] = plain
     times = interleaved_seconds(list(trainers.values()), windows[-1])
-    checks = _checks(trainers)
+    checks = [*_checks(trainers), _check(_serving_check(serving), float(serving["mismatches"]), 0.5)]
     report: dict[str, Any] = {
         "machine": {"device": str(jax.devices()[0].device_kind), "cpu": platform.machine(), "jax": jax.__version__},
         "text": data.TITLE,
@@ -64,6 +66,7 @@ def run_demo(settings: Settings, *, platforms: tuple[str, ...], out: Path, compa
         "parameters": sum(value.size for value in ours.parameters.values()),
         "runs": {name: _summary(trainer, taken) for (name, trainer), taken in zip(trainers.items(), times, strict=True)},
         "served": served,
+        "serving": serving,
         "max_abs_difference": _largest_difference(trainers),
         "checks": checks,
         "sample": text,
@@ -81,6 +84,7 @@ def unserved(settings: Settings, platforms: tuple[str, ...]) -> list[str]:
     """
     with only(platforms):
         decisions = [d for e in explanations(settings.shape, settings.batch) for d in (e.forward, e.backward)]
+        decisions += [e.forward for e in serving_explanations(settings.shape)]
     return [f"{decision.operation} ({decision.phase})" for decision in decisions if decision.chosen is None]
 
 
@@ -109,21 +113,30 @@ def _summary(trainer: Trainer, taken: list[float]) -> dict[str, Any]:
 
 def _served(settings: Settings, trainer: Trainer) -> list[dict[str, Any]]:
     """One row per operation and phase: what dispatch chose, why, and whether the compiled program carries its stamp."""
-    rows = []
-    for explanation in explanations(settings.shape, settings.batch):
-        for decision in (explanation.forward, explanation.backward):
-            chosen = decision.chosen.id if decision.chosen else None
-            rows.append(
-                {
-                    "operation": decision.operation,
-                    "phase": decision.phase,
-                    "implementation": chosen,
-                    "setting": decision.setting,
-                    "others": _others(decision),
-                    "in_compiled_program": (decision.operation, decision.phase, chosen) in trainer.stamps,
-                }
-            )
-    return rows
+    decisions = [d for e in explanations(settings.shape, settings.batch) for d in (e.forward, e.backward)]
+    return [_row(decision, trainer.stamps) for decision in decisions]
+
+
+def _served_requests(settings: Settings, server: Server) -> list[dict[str, Any]]:
+    """The same for what only serving runs, which has no backward phase."""
+    stamps = [(operation, "forward", name) for operation, name in server.stamps]
+    return [_row(explanation.forward, stamps) for explanation in serving_explanations(settings.shape)]
+
+
+def _row(decision: Any, stamps: list[tuple[str, str, str]]) -> dict[str, Any]:
+    chosen = decision.chosen.id if decision.chosen else None
+    return {
+        "operation": decision.operation,
+        "phase": decision.phase,
+        "implementation": chosen,
+        "setting": decision.setting,
+        "others": _others(decision),
+        "in_compiled_program": (decision.operation, decision.phase, chosen) in stamps,
+    }
+
+
+def _serving_check(serving: dict[str, Any]) -> str:
+    return f"{serving['generated']} served bytes equal those of full recomputation (bytes that differ)"
 
 
 def _others(decision: Any) -> list[str]:

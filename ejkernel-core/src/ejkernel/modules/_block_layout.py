@@ -18,7 +18,7 @@ from ejkernel.masks import MaskInfo
 from ejkernel.operations.block_sparse_attention import tiles
 from ejkernel.operations.flash_attention.bind import as_count
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
-from ejkernel.operations.flash_attention.visibility import Visibility
+from ejkernel.operations.flash_attention.visibility import Visibility, as_window
 
 MaskBuilder = Callable[[Any, Any], Any]
 
@@ -102,7 +102,8 @@ def block_sparse_layout(
     given = Visibility.of_mask_info(mask_info)
     batch = 1 if mask_info is None or mask_info.batch_size is None else mask_info.batch_size
     sizes = (batch, 1 if given.mask is None else given.mask.shape[1], queries, keys)
-    said = Visibility(causal=causal, window=sliding_window, chunk_size=chunk_size).checked(sizes) & given.checked(sizes)
+    asked = Visibility(causal=causal, window=as_window(sliding_window), chunk_size=chunk_size)
+    said = asked.checked(sizes) & given.checked(sizes)
     predicate, tile_map = as_predicate_or_map(mask_builder, -(-queries // q_block), -(-keys // k_block))
     lists = _lists(said.aligned(None, queries, keys), queries, keys, predicate, tile_map, (q_block, k_block))
     return BlockSparseLayout(_as_mask_info(said, sizes), *lists, q_block, k_block, predicate)

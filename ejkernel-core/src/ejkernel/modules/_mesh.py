@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -25,7 +25,7 @@ class _Plan:
     out_specs: Any
 
     def local(self, arrays: Mapping[str, Any]) -> Any:
-        return self.function(**arrays, **dict(self.options))
+        return self.function(**arrays, **{name: restored(value) for name, value in self.options})
 
 
 def over_mesh(
@@ -52,9 +52,25 @@ def over_mesh(
     if not is_sharded(mesh, in_specs, out_specs) or _explain.capturing():
         return function(**arrays, **options)
     specs = named_specs(arrays, positional, in_specs)
-    options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    options = {name: hashable(value) for name, value in options.items()}
     out_specs = tuple(out_specs) if isinstance(out_specs, list) else out_specs
     return _run(_Plan(function, tuple(options.items()), mesh, tuple(specs.items()), out_specs), dict(arrays))
+
+
+class _Knobs(tuple[tuple[str, Any], ...]):
+    """A mapping (`cfg={"block_q": 64}`) as pairs, which can be part of a key."""
+
+
+def hashable(value: Any) -> Any:
+    """Lists as tuples and mappings as pairs; `restored` is the way back for mappings."""
+    if isinstance(value, Mapping):
+        return _Knobs(tuple((name, hashable(knob)) for name, knob in cast("Mapping[str, Any]", value).items()))
+    return tuple(cast("list[Any]", value)) if isinstance(value, list) else value
+
+
+def restored(value: Any) -> Any:
+    """A mapping that `hashable` made pairs of, as a mapping; anything else as it is."""
+    return dict(cast("_Knobs", value)) if isinstance(value, _Knobs) else value
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -91,16 +91,16 @@ def one_token_each(*, query: Any, **rest: Any) -> Bound:
 
 def attend_active(*, query_start_loc: Any, kv_lens: Any, num_seqs: Any, **rest: Any) -> Bound:
     """Canonicalise with the first `num_seqs` requests alone."""
-    starts, lengths = _first(query_start_loc, kv_lens, num_seqs)
+    starts, lengths = first_requests(query_start_loc, kv_lens, num_seqs)
     return PAGED_ATTENTION.canonicalise(query_start_loc=starts, kv_lens=lengths, **rest)
 
 
 def _update_active(*, query_start_loc: Any, kv_lens: Any, num_seqs: Any, **rest: Any) -> Bound:
-    starts, lengths = _first(query_start_loc, kv_lens, num_seqs)
+    starts, lengths = first_requests(query_start_loc, kv_lens, num_seqs)
     return PAGED_CACHE_UPDATE.canonicalise(query_start_loc=starts, kv_lens=lengths, **rest)
 
 
-def _first(starts: Any, lengths: Any, count: Any) -> tuple[Any, Any]:
+def first_requests(starts: Any, lengths: Any, count: Any) -> tuple[Any, Any]:
     """Starts and lengths in which requests from `count` on have neither new tokens nor keys, whatever they held."""
     for name, array in (("query_start_loc", starts), ("kv_lens", lengths)):
         check_array(name, array, ndim=1, floating=False)

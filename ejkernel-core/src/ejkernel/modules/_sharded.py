@@ -14,7 +14,6 @@ from ejkernel import _explain
 from ejkernel.errors import invalid
 from ejkernel.modules import _mesh
 from ejkernel.operations.flash_attention import bind
-from ejkernel.tuning import as_setting
 
 Axes = tuple[str, ...]
 _FOLLOWING = ("bias", "softmax_aux")
@@ -45,9 +44,7 @@ class Plan:
     split: Split
 
     def invoke(self, arrays: Mapping[str, Any]) -> Any:
-        settings = dict(self.settings)
-        if isinstance(settings.get("cfg"), tuple):
-            settings["cfg"] = dict(settings["cfg"])
+        settings = {name: _mesh.restored(value) for name, value in self.settings}
         return self.operation.invoke(arrays, dict(self.options), form=self.form, **settings)
 
 
@@ -86,7 +83,7 @@ def invoke(
         operation=operation,
         form=form,
         options=tuple(options.items()),
-        settings=tuple((name, _hashable(name, value)) for name, value in settings.items()),
+        settings=tuple((name, _mesh.hashable(value)) for name, value in settings.items()),
         mesh=mesh,
         specs=tuple(specs.items()),
         out_specs=tuple(out_specs) if isinstance(out_specs, list) else out_specs,
@@ -94,13 +91,6 @@ def invoke(
     )
     operation.check_values(arrays)
     return _run(plan, dict(arrays))
-
-
-def _hashable(name: str, value: Any) -> Any:
-    """Lists as tuples, and a mapping of knobs as pairs."""
-    if name == "cfg" and value is not None:
-        return as_setting("cfg", value)
-    return tuple(value) if isinstance(value, list) else value
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -128,7 +128,7 @@ def _latent(
     if b_k is not None:
         query = jnp.concatenate([query, rotary], axis=-1)
         key = jnp.concatenate([key, jnp.broadcast_to(b_k[:, :, None], (*key.shape[:3], b_k.shape[2]))], axis=-1)
-    settings = {"softmax_scale": scale, "precision": precision, **rest}
+    settings: dict[str, Any] = {"softmax_scale": scale, "precision": precision, **rest}
     if cu_seqlens is None:
         bound = _FLASH_ATTENTION.canonicalise(query, key, value, **settings)
     else:

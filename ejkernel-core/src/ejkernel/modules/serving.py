@@ -46,8 +46,8 @@ def unified_attention(
 ) -> Any:
     """Attention of packed new tokens, prompts and single steps in any mix, over a paged cache that holds their keys already.
 
-    `L_ij = cap(softmax_scale * k_scale * q_i . k_j) + slope * (j - i) + qq_bias`; `out_i = v_scale * softmax_j(L_ij) . v_j`. Token t of a
-    request with q new tokens is at position `kv_len - q + t`. One compiled program serves every mix of lengths.
+    `L_ij = cap(softmax_scale * k_scale * q_i . k_j) + slope * (j - i) + qq_bias`; `out_i = v_scale * softmax_j(L_ij) . v_j`. Token
+    t of a request with q new tokens is at position `kv_len - q + t`. One compiled program serves every mix of lengths.
 
     Args:
         queries: `[N, H, D]`, new tokens of all requests one after the other; float32, bfloat16 or float16.

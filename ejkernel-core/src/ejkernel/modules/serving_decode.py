@@ -110,7 +110,7 @@ def ragged_decode_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> jax.Array:
-    """One decoding step over a dense cache: query b is the token at `sequence_end[b] - 1` and sees keys from `sequence_start[b]` on.
+    """One decoding step over a dense cache: query b, at `sequence_end[b] - 1`, sees keys from `sequence_start[b]` on.
 
     Args:
         query: `[B, H, D]`, or `[B, 1, H, D]`.

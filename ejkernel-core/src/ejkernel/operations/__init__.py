@@ -17,8 +17,10 @@ OPERATIONS: Mapping[str, str] = {
     for name in (
         "block_sparse_attention",
         "delta_rule",
+        "cross_entropy",
         "flash_attention",
         "grouped_matmul",
+        "latent_paged_attention",
         "layer_norm",
         "linear_recurrence",
         "mean_pooling",
@@ -28,6 +30,8 @@ OPERATIONS: Mapping[str, str] = {
         "quantized_matmul",
         "rms_norm",
         "rope",
+        "rwkv4",
+        "selective_scan",
         "softmax",
         "sparse_latent_attention",
     )

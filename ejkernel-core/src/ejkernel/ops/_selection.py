@@ -58,7 +58,7 @@ class ConfigSelectorChain:
 
         Raises:
             NoConfigError: no tier has one.
-            NoTunerError: the policy asks for tuning on a miss, and there is no tuner.
+            NoTunerError: the policy asks for tuning a `Kernel` on a miss.
             ValueError, TypeError: an override or overlay that does not fit.
         """
         return self.select(inv, kernel).config
@@ -115,8 +115,8 @@ class ConfigSelectorChain:
             return found
         if self.policy.tunes and not inv.is_traced():
             raise NoTunerError(
-                f"{kernel.op_id}: searching for configs of a Kernel is not part of this version of ejkernel; give them by cfg= or "
-                "overlay_cache, or let the policy fall back to heuristics"
+                f"{kernel.op_id}: the configs of a Kernel cannot be searched, as it has no reference to check them against; give "
+                "them by cfg= or overlay_cache, or let the policy fall back to heuristics"
             )
         if "heuristic" in _policy.current().closed_tiers:
             raise no_config_without_heuristic(kernel.op_id)

@@ -12,6 +12,7 @@ from ejkernel.tuning._overlay import overlay
 from ejkernel.tuning._portable import BaseOperationConfig, BwdParams, FwdParams, demanded_platform
 from ejkernel.tuning._recording import RecordedCall, record_calls
 from ejkernel.tuning._result import AutotuningResult, KeyedConfigs
+from ejkernel.tuning._search import Search
 from ejkernel.tuning._select import Selected, preferred_platform, select
 from ejkernel.tuning._store import USER_CACHE
 
@@ -29,6 +30,7 @@ __all__ = [
     "Key",
     "KeyedConfigs",
     "RecordedCall",
+    "Search",
     "Selected",
     "Timing",
     "Tuner",

@@ -1,4 +1,4 @@
-"""`ejkernel.autotune`: the door to tuning. The search itself is a `Tuner` that someone installs."""
+"""`ejkernel.autotune`: the door to tuning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import contextvars
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
-from ejkernel.errors import NoTunerError
+import jax
+import jax.numpy as jnp
+
+from ejkernel.errors import TracingError
 from ejkernel.tuning._recording import RecordedCall, record_calls
 from ejkernel.tuning._result import AutotuningResult
 
@@ -24,7 +27,7 @@ _installed: list[Tuner] = []
 
 
 def install_tuner(tuner: Tuner | None) -> None:
-    """Use this tuner for `autotune`; None takes the current one away."""
+    """Use this tuner for `autotune`, for example `Search(rounds=20)`; None goes back to `Search()`."""
     _installed[:] = [] if tuner is None else [tuner]
 
 
@@ -42,31 +45,60 @@ def forward_autotune_only() -> Generator[None]:
 
 
 def tune(calls: Sequence[RecordedCall], tuner: Tuner | None = None) -> AutotuningResult:
-    """Have calls tuned by this tuner, or by the installed one.
+    """Have calls tuned by this tuner, by the installed one, or by `Search()`."""
+    from ejkernel.tuning._search import Search
 
-    Raises:
-        NoTunerError: there is none.
-    """
-    tuner = tuner or next(iter(_installed), None)
-    if tuner is None:
-        raise NoTunerError(
-            "autotune: searching for configs is not part of this version of ejkernel; give them by cfg= or ejkernel.overlay"
-        )
+    tuner = tuner or next(iter(_installed), None) or Search()
     return tuner.tune([call for call in calls if call.phase == "forward" or not _forward_only.get()])
 
 
 def autotune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> AutotuningResult:
     """Tune every ejkernel call that a function makes, for both phases where it differentiates.
 
+    The function itself is only traced. Each of its calls is run alone, on random inputs of its shapes, with every config of
+    every platform that may run it; what gives other numbers than the reference is set aside, the others are timed.
+
     Args:
-        function: the program; see `ejkernel.tuning.record_calls`.
+        function: the program; `jax.grad` and others may be applied to it. See `ejkernel.tuning.record_calls`.
         *args: its arguments, as arrays or `jax.ShapeDtypeStruct`s.
         **kwargs: its keyword arguments.
 
     Returns:
-        The configs found; nothing is in force until they are used as a context manager or remembered or stored.
+        The configs found; nothing is in force until they are used as a context manager or remembered or stored. In a job of
+        several processes the first one tunes and all get its result.
 
     Raises:
-        NoTunerError: no tuner is installed.
+        TracingError: called while another program is traced.
+        ValueError: the program is built for a device that this process does not have.
+
+    Example:
+        >>> import ejkernel
+        >>> x = jax.ShapeDtypeStruct((4, 64), "float32")
+        >>> result = ejkernel.autotune(lambda x: ejkernel.rms_norm(x), x)
+        >>> with result:
+        ...     out = ejkernel.rms_norm(jax.numpy.ones((4, 64)))
     """
-    return tune(record_calls(function, *args, **kwargs) if _installed else ())
+    return _on_first_process(lambda: tune(record_calls(function, *args, **kwargs)))
+
+
+def _refuse_while_tracing() -> None:
+    if isinstance(jnp.zeros(()), jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
+        raise TracingError(
+            "autotune: called while a program is traced, where nothing can be timed; call it outside of jit with the function "
+            "and arrays or ShapeDtypeStructs of its arguments, then run the compiled function under `with result:`"
+        )
+
+
+def _on_first_process(tune: Callable[[], AutotuningResult]) -> AutotuningResult:
+    """What `tune` gives on the first process of a job, on all of them."""
+    _refuse_while_tracing()
+    if jax.process_count() == 1:
+        return tune()
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    text = np.frombuffer((tune().dumps() if jax.process_index() == 0 else "").encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.int64(text.size)))
+    padded = np.zeros(length, np.uint8)
+    padded[: text.size] = text
+    return AutotuningResult.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8)).decode())

@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any
 from ejkernel._arrays import ArraySpec
 from ejkernel.errors import wrong_type
 
+_PASSING = "save_residuals"
+"""A forward phase has one config, whether or not it is asked for residuals besides."""
+
 if TYPE_CHECKING:
     from ejkernel._records import Candidate
     from ejkernel.operation import Request
@@ -127,7 +130,8 @@ def canonical_json(value: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _call_text(call: Any) -> str:
-    return canonical_json({field.name: encode(getattr(call, field.name), field.name) for field in dataclasses.fields(call)})
+    fields = [field.name for field in dataclasses.fields(call) if field.name != _PASSING]
+    return canonical_json({name: encode(getattr(call, name), name) for name in fields})
 
 
 @functools.cache

@@ -25,10 +25,14 @@ class Grid:
     @classmethod
     def of(cls, call: DeltaRuleCall, config: DeltaRuleConfig) -> Grid:
         length = call.query.shape[1]
-        size = 1 << (min(config.chunk_size, length) - 1).bit_length()
+        size = min(config.chunk_size, length)
+        if call.cu_seqlens is not None:
+            # every sequence may leave a part of a chunk empty
+            size = min(size, -(-2 * length // call.sequences))
+        size = 1 << (size - 1).bit_length()
         chunks = -(-length // size)
         if call.cu_seqlens is not None:
-            chunks = max(min((length + call.sequences * (size - 1)) // size, length // 2), 1)
+            chunks = min((length + call.sequences * (size - 1)) // size, length)
         steps = -(-chunks // (config.chunks_per_step if call.chunked else 1))
         return cls(steps, -(-chunks // steps), size)
 

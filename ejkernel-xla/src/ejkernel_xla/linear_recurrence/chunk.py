@@ -5,8 +5,8 @@ are not, and a strong decay costs the weak ones beside it no precision. Scalar d
 Decays per channel cannot leave the products; they are formed pair by pair within blocks, and across blocks as one factor up to
 the block's edge on either side (Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023).
 
-Axes: x batch, i and j tokens of a chunk (query and key), k group of heads, r head of a group, d key channel, v value channel; a and b
-blocks, then i and j tokens of a block. Axes x and r of an array may have size 1.
+Axes: x batch, i and j tokens of a chunk (query and key), k group of heads, r head of a group, d key channel, v value channel; a and
+b blocks, then i and j tokens of a block. Axes x and r of an array may have size 1.
 """
 
 from __future__ import annotations

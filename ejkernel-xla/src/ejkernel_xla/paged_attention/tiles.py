@@ -22,8 +22,8 @@ _FAR = 2**30
 
 
 class Tiles(NamedTuple):
-    """Every tile `[t]`: its request, its first row among the tokens, the rows `low <= row < high` that are its own, what to add to a
-    row for its position and for its number among the request's new tokens, and the keys `begin <= key < end` that it may see."""
+    """Every tile `[t]`: its request, its first row among the tokens, the rows `low <= row < high` that are its own, what to add to
+    a row for its position and for its number among the request's new tokens, and the keys `begin <= key < end` that it may see."""
 
     request: Any
     first: Any
@@ -144,9 +144,15 @@ class Attention:
         """`[t,q]`"""
         return tiles.first[:, None] + jnp.arange(self.sizes.block_q, dtype=jnp.int32)
 
+    def _own(self, tiles: Tiles) -> Any:
+        """`[t,q]`"""
+        row = self.rows(tiles)
+        return (row >= tiles.low[:, None]) & (row < tiles.high[:, None])
+
     def take(self, array: Any, tiles: Tiles) -> Any:
-        """The tiles' rows of an array `[n,h,...]` as `[t,k,g,q,...]`."""
+        """The tiles' rows of an array `[n,h,...]` as `[t,k,g,q,...]`; 0 for rows of others, which may hold NaN."""
         found = array[self.rows(tiles)]
+        found = jnp.where(self._own(tiles).reshape(*found.shape[:2], *[1] * (found.ndim - 2)), found, 0)
         found = found.reshape(*found.shape[:2], self.call.heads, self.groups, *found.shape[3:])
         return jnp.moveaxis(found, 1, 3)
 
@@ -175,7 +181,7 @@ class Attention:
         if self.key_scale is not None:
             logits = logits * self.key_scale[:, None, None, None]
         if poison is not None:
-            logits = logits + poison
+            logits = jnp.where(visible, logits + poison, 0)
         slope = None
         if call.soft_cap is not None:
             capped = jnp.tanh(logits / call.soft_cap)
@@ -196,7 +202,7 @@ class Attention:
         call, row = self.call, self.rows(tiles)
         position = (row + tiles.to_position[:, None])[:, :, None]
         keys = block.keys[:, None, :]
-        visible = block.exists[:, None, :] & ((row >= tiles.low[:, None]) & (row < tiles.high[:, None]))[:, :, None]
+        visible = block.exists[:, None, :] & self._own(tiles)[:, :, None]
         if call.causal:
             visible &= keys <= position
         if call.window is not None:

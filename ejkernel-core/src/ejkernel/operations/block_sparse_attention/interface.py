@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel._arrays import ArraySpec, named
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operation import Bound, Call, Cost, Operation
 from ejkernel.operations._checks import check_array, check_shape
+from ejkernel.operations._random import positions
 from ejkernel.operations.flash_attention.bind import as_count
 from ejkernel.operations.flash_attention.interface import OPERATION as FLASH_ATTENTION
 from ejkernel.operations.flash_attention.interface import (
@@ -189,6 +191,20 @@ class BlockSparseAttention(Operation):
     def check_values(self, arrays: Mapping[str, Any]) -> None:
         """Lengths that are known must lie within the arrays that they describe."""
         FLASH_ATTENTION.check_values(arrays)
+
+    def random_inputs(
+        self, call: BlockSparseAttentionCall, rng: np.random.Generator, **given: Any
+    ) -> BlockSparseAttentionInputs:
+        """As `flash_attention`; lists name the first tiles of each row, all of them with pairs to mask."""
+        dense = FLASH_ATTENTION.random_inputs(as_flash_attention(call, _NO_INPUTS)[0], rng)
+        known = {name: getattr(dense, name) for name in _SHARED if getattr(call, name) is not None}
+        if call.key_tiles is not None:
+            tiles = -(-call.key.shape[1] // (call.kv_blocksize or 1))
+            listed = positions(call.key_tiles)
+            known["key_tiles"] = np.where(listed < tiles, listed, -1).astype(np.int32)
+        if call.full_tiles is not None:
+            known["full_tiles"] = np.zeros(call.full_tiles.shape, bool)
+        return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: BlockSparseAttentionCall) -> Mapping[str, str]:
         dense = FLASH_ATTENTION.dimensions(as_flash_attention(call, _NO_INPUTS)[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from ejkernel.operations.block_sparse_attention.interface import (
     as_flash_attention,
 )
 from ejkernel.operations.flash_attention import reference as dense
-from ejkernel.operations.flash_attention.interface import FlashAttentionOutputs
+from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
 
 
 def forward(call: BlockSparseAttentionCall, inputs: BlockSparseAttentionInputs) -> FlashAttentionOutputs:
@@ -28,11 +27,14 @@ def backward(
     outputs: FlashAttentionOutputs,
     cotangents: FlashAttentionOutputs,
 ) -> BlockSparseAttentionInputs:
-    found = dense.backward(*_dense(call, inputs), outputs, cotangents)
+    dense_call, dense_inputs = _dense(call, inputs)
+    found = dense.backward(dense_call, dense_inputs, outputs, cotangents)
     return BlockSparseAttentionInputs(found.query, found.key, found.value, bias=found.bias, sinks=found.sinks)
 
 
-def _dense(call: BlockSparseAttentionCall, inputs: BlockSparseAttentionInputs) -> Any:
+def _dense(
+    call: BlockSparseAttentionCall, inputs: BlockSparseAttentionInputs
+) -> tuple[FlashAttentionCall, FlashAttentionInputs]:
     """The call and inputs of dense attention, with one mask for everything that it lacks."""
     queries, keys = call.query.shape[1], call.key.shape[1]
     seen = np.ones((1, 1, queries, keys), bool)

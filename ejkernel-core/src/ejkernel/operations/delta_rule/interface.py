@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel._arrays import ArraySpec, named
 from ejkernel.errors import invalid, wrong_type
@@ -14,6 +15,7 @@ from ejkernel.operation import Bound, Call, Cost, Operation
 from ejkernel.operations._checks import check_array, check_shape
 from ejkernel.operations._numbers import check_compute, finite_number, statistics_dtype
 from ejkernel.operations._packed import as_bounds, check_bounds, check_packed
+from ejkernel.operations._random import cumulative, segments
 from ejkernel.plugin import Phase
 
 NORM_EPSILON = 1e-6
@@ -195,6 +197,22 @@ class DeltaRule(Operation):
 
     def check_values(self, arrays: Mapping[str, Any]) -> None:
         check_bounds(arrays.get("cu_seqlens"), "query", arrays.get("query"))
+
+    def random_inputs(self, call: DeltaRuleCall, rng: np.random.Generator, **given: Any) -> DeltaRuleInputs:
+        """Decays a little below 0, keys of length 1, as models have them."""
+        known: dict[str, Any] = {}
+        for name in ("decay",):
+            if (spec := getattr(call, name)) is not None:
+                known[name] = (-0.1 * rng.random(spec.shape, np.float32)).astype(jnp.dtype(spec.dtype))
+        for name in ("key", "a", "b"):
+            if (spec := getattr(call, name)) is not None:
+                drawn = rng.standard_normal(spec.shape, np.float32)
+                known[name] = (drawn / np.linalg.norm(drawn, axis=-1, keepdims=True)).astype(jnp.dtype(spec.dtype))
+        if call.cu_seqlens is not None:
+            known["cu_seqlens"] = cumulative(rng, call.cu_seqlens, call.query.shape[1])
+        if call.segments is not None:
+            known["segments"] = segments(call.segments)
+        return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: DeltaRuleCall) -> Mapping[str, str]:
         return {

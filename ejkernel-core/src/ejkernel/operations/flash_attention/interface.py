@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ from jax.core import Tracer
 from ejkernel._arrays import ArraySpec, named
 from ejkernel.errors import invalid
 from ejkernel.operation import Bound, Call, Cost, Operation
+from ejkernel.operations._random import positions, segments
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.pairs import count_pairs
 from ejkernel.operations.flash_attention.visibility import Visibility
@@ -221,6 +222,19 @@ class FlashAttention(Operation):
             return (outputs.out, outputs.lse) if return_lse else outputs.out
 
         return Bound(call, inputs, finish)
+
+    def random_inputs(self, call: FlashAttentionCall, rng: np.random.Generator, **given: Any) -> FlashAttentionInputs:
+        """Four packed sequences where there are segments, half of the pairs where there is a dense mask."""
+        rules: dict[str, Callable[[ArraySpec], Any]] = {
+            "mask": lambda spec: rng.random(spec.shape) < 0.5,
+            "query_segments": segments,
+            "key_segments": segments,
+            "query_positions": positions,
+            "key_positions": positions,
+            "dropout_streams": lambda spec: rng.integers(0, 2**32, spec.shape, np.uint32),
+        }
+        known = {name: rule(getattr(call, name)) for name, rule in rules.items() if getattr(call, name) is not None}
+        return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: FlashAttentionCall) -> Mapping[str, str]:
         return {

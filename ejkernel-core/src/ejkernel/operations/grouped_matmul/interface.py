@@ -16,6 +16,7 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.operation import Bound, Call, Cost, Operation
 from ejkernel.operations._checks import check_array, check_shape
 from ejkernel.operations._numbers import check_compute
+from ejkernel.operations._random import shares
 from ejkernel.plugin import Phase
 
 PRECISIONS = ("default", "high", "highest")
@@ -162,6 +163,14 @@ class GroupedMatmul(Operation):
         values = np.asarray(sizes)
         if values.ndim == 1 and ((values < 0).any() or values.sum() > lhs.shape[0]):
             raise invalid("group_sizes", values, f"values >= 0 with a sum of at most {lhs.shape[0]} = rows of lhs")
+
+    def random_inputs(self, call: GroupedMatmulCall, rng: np.random.Generator, **given: Any) -> GroupedMatmulInputs:
+        """Uneven groups of all rows; with an offset, rhs holds those of the middle."""
+        sizes = shares(rng, call.group_sizes, call.lhs.shape[1])
+        if call.group_offset is not None:
+            first = (call.group_sizes.shape[1] - call.rhs.shape[1]) // 2
+            given = {"group_offset": np.full(call.group_offset.shape, first, np.int32), **given}
+        return super().random_inputs(call, rng, group_sizes=sizes, **given)
 
     def dimensions(self, call: GroupedMatmulCall) -> Mapping[str, str]:
         return {

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
 
 from ejkernel._arrays import ArraySpec, named
 from ejkernel.errors import invalid, wrong_type
@@ -13,6 +15,7 @@ from ejkernel.operation import Bound, Call, Cost, Operation
 from ejkernel.operations._checks import check_shape
 from ejkernel.operations._numbers import check_compute, finite_number
 from ejkernel.operations._packed import as_bounds, check_bounds, check_packed
+from ejkernel.operations._random import cumulative
 from ejkernel.plugin import Phase
 
 PRECISIONS = ("default", "high", "highest")
@@ -91,8 +94,8 @@ class LinearRecurrenceCall(Call):
 class LinearRecurrence(Operation):
     """`S_t = exp(g_t + g_gamma) diag(exp gk_t) S_(t-1) diag(exp gv_t) + k_t v_t^T`, `o_t = scale S_t^T q_t`.
 
-    With a bonus, `o_t = scale (S_(t-1) + diag(bonus) k_t v_t^T)^T q_t`. States are float32. Tokens outside of every sequence take no
-    part, whatever they hold: their outputs and gradients are 0.
+    With a bonus, `o_t = scale (S_(t-1) + diag(bonus) k_t v_t^T)^T q_t`. States are float32. Tokens outside of every sequence
+    take no part, whatever they hold: their outputs and gradients are 0.
     """
 
     name = "linear_recurrence"
@@ -198,6 +201,16 @@ class LinearRecurrence(Operation):
 
     def check_values(self, arrays: Mapping[str, Any]) -> None:
         check_bounds(arrays.get("cu_seqlens"), "query", arrays.get("query"))
+
+    def random_inputs(self, call: LinearRecurrenceCall, rng: np.random.Generator, **given: Any) -> LinearRecurrenceInputs:
+        """Decays a little below 0, as models have them."""
+        known: dict[str, Any] = {}
+        for name in ("g", "g_gamma", "gk", "gv"):
+            if (spec := getattr(call, name)) is not None:
+                known[name] = (-0.1 * rng.random(spec.shape, np.float32)).astype(jnp.dtype(spec.dtype))
+        if call.cu_seqlens is not None:
+            known["cu_seqlens"] = cumulative(rng, call.cu_seqlens, call.query.shape[1])
+        return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: LinearRecurrenceCall) -> Mapping[str, str]:
         return {

@@ -16,6 +16,7 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.operation import Bound, Call, Cost, Operation
 from ejkernel.operations._checks import check_array
 from ejkernel.operations._numbers import check_compute
+from ejkernel.operations._random import cumulative
 from ejkernel.plugin import Phase
 
 
@@ -100,6 +101,11 @@ class MeanPooling(Operation):
             return
         if values[0] != 0 or values[-1] > x.shape[1] or (np.diff(values) < 0).any():
             raise invalid("cu_seqlens", values, f"values that do not decrease, from 0 to at most {x.shape[1]} = length of x")
+
+    def random_inputs(self, call: MeanPoolingCall, rng: np.random.Generator, **given: Any) -> MeanPoolingInputs:
+        if call.cu_seqlens is not None:
+            given = {"cu_seqlens": cumulative(rng, call.cu_seqlens, call.x.shape[1]), **given}
+        return super().random_inputs(call, rng, **given)
 
     def dimensions(self, call: MeanPoolingCall) -> Mapping[str, str]:
         return {"x": "b t h d", "cu_seqlens": "b? s", "out": "b n h d"}

@@ -13,6 +13,7 @@ from ejkernel._arrays import ArraySpec, named
 from ejkernel.errors import invalid
 from ejkernel.operation import Bound, Call, Cost, Operation
 from ejkernel.operations._numbers import statistics_dtype
+from ejkernel.operations._random import positions
 from ejkernel.operations._selected import NOTHING, check_integers, distinct
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.interface import is_concrete
@@ -143,6 +144,16 @@ class NativeSparseAttention(Operation):
         values, length = np.asarray(cu_seqlens), query.shape[1]  # pyright: ignore[reportOptionalMemberAccess]
         if values.ndim == 1 and values.size and (values[0] != 0 or values[-1] > length or (np.diff(values) < 0).any()):
             raise invalid("cu_seqlens", values, f"values that do not decrease, from 0 to at most {length} = length of query")
+
+    def random_inputs(
+        self, call: NativeSparseAttentionCall, rng: np.random.Generator, **given: Any
+    ) -> NativeSparseAttentionInputs:
+        """The last blocks up to the query's own."""
+        own = np.arange(call.query.shape[1])[None, :, None, None] // call.block_size
+        known: dict[str, Any] = {"block_indices": (own - positions(call.block_indices)).astype(np.int32)}
+        if call.sequence_starts is not None:
+            known["sequence_starts"] = np.zeros(call.sequence_starts.shape, np.int32)
+        return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: NativeSparseAttentionCall) -> Mapping[str, str]:
         return {

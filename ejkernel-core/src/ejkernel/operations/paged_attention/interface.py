@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel._arrays import ArraySpec, named
 from ejkernel.errors import invalid, wrong_type
@@ -15,6 +16,7 @@ from ejkernel.operations import _pages
 from ejkernel.operations._checks import check_array, check_shape
 from ejkernel.operations._numbers import check_compute
 from ejkernel.operations._pages import INTERLEAVED, PageShape
+from ejkernel.operations._random import requests
 from ejkernel.operations.flash_attention import bind
 from ejkernel.plugin import Phase
 
@@ -209,6 +211,12 @@ class PagedAttention(Operation):
     def check_values(self, arrays: Mapping[str, Any]) -> None:
         if getattr(arrays.get("query"), "ndim", 0) == 3 and "query_start_loc" in arrays:
             _pages.check_starts("query_start_loc", arrays["query_start_loc"], arrays["query"].shape[0], arrays.get("num_seqs"))
+
+    def random_inputs(self, call: PagedAttentionCall, rng: np.random.Generator, **given: Any) -> PagedAttentionInputs:
+        """A mix of requests that own all tokens and different pages."""
+        pages = PageShape.of(call.key_pages.shape, call.layout)
+        known = requests(rng, call, call.query.shape[1], pages.pages, pages.page_size)
+        return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: PagedAttentionCall) -> Mapping[str, str]:
         head = _pages.head_factor(call.layout, call.key_pages, call.key_heads)

@@ -15,6 +15,7 @@ from ejkernel.operations import _pages
 from ejkernel.operations._checks import check_array
 from ejkernel.operations._numbers import check_compute
 from ejkernel.operations._pages import INTERLEAVED, PageShape
+from ejkernel.operations._random import requests
 from ejkernel.plugin import Phase
 
 
@@ -71,9 +72,9 @@ class PagedCacheUpdateCall(Call):
 class PagedCacheUpdate(Operation):
     """Token t of a request with q new tokens and n keys, those included, is stored at position `n - q + t` of its pages.
 
-    Stored is `key / key_scale` in the pages' dtype, rounded to nearest and held within the range of int8 and float8. Positions below
-    0 or beyond the block table, pages outside of the cache and tokens that no request owns are dropped; everything else that pages
-    hold stays. No two tokens may share a slot.
+    Stored is `key / key_scale` in the pages' dtype, rounded to nearest and held within the range of int8 and float8. Positions
+    below 0 or beyond the block table, pages outside of the cache and tokens that no request owns are dropped; everything else that
+    pages hold stays. No two tokens may share a slot.
     """
 
     name = "paged_cache_update"
@@ -149,6 +150,12 @@ class PagedCacheUpdate(Operation):
     def check_values(self, arrays: Mapping[str, Any]) -> None:
         if getattr(arrays.get("key"), "ndim", 0) == 3 and "query_start_loc" in arrays:
             _pages.check_starts("query_start_loc", arrays["query_start_loc"], arrays["key"].shape[0], arrays.get("num_seqs"))
+
+    def random_inputs(self, call: PagedCacheUpdateCall, rng: np.random.Generator, **given: Any) -> PagedCacheUpdateInputs:
+        """A mix of requests that own all tokens and different pages."""
+        pages = PageShape.of(call.key_pages.shape, call.layout)
+        known = requests(rng, call, call.key.shape[1], pages.pages, pages.page_size)
+        return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: PagedCacheUpdateCall) -> Mapping[str, str]:
         head = _pages.head_factor(call.layout, call.key_pages, call.key.shape[2])

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ejkernel._arrays import ArraySpec
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operation import Bound, Call, Cost, Operation
@@ -134,6 +136,14 @@ class QuantizedMatmul(Operation):
             group_size=form.group_size,
         )
         return Bound(call, inputs, lambda outputs: outputs.out[0])
+
+    def random_inputs(self, call: QuantizedMatmulCall, rng: np.random.Generator, **given: Any) -> QuantizedMatmulInputs:
+        """Any codes; one-byte scales near 1, as both of their formats can hold."""
+        known: dict[str, Any] = {"w": rng.integers(0, 2**32, call.w.shape, np.uint32)}
+        if call.scales.dtype == "uint8":
+            one = 127 if call.mode.startswith("mx") else 56
+            known["scales"] = rng.integers(one - 2, one + 3, call.scales.shape).astype(np.uint8)
+        return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: QuantizedMatmulCall) -> Mapping[str, str]:
         """Columns are split over devices only where whole rows are stored for each: words and groups are not columns."""

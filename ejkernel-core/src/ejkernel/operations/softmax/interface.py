@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel._arrays import ArraySpec
 from ejkernel.errors import invalid, wrong_type
@@ -84,6 +85,12 @@ class Softmax(Operation):
             return jnp.moveaxis(outputs.out.reshape(moved.shape), summed, axes)
 
         return Bound(call, inputs, finish)
+
+    def random_inputs(self, call: SoftmaxCall, rng: np.random.Generator, **given: Any) -> SoftmaxInputs:
+        """Half of the places are masked."""
+        if call.where is not None:
+            given = {"where": rng.random(call.where.shape) < 0.5, **given}
+        return super().random_inputs(call, rng, **given)
 
     def dimensions(self, call: SoftmaxCall) -> Mapping[str, str]:
         rows = row_dims(len(call.x.shape))

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel._arrays import ArraySpec, named
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operation import Bound, Call, Cost, Operation
 from ejkernel.operations._numbers import check_compute, statistics_dtype
+from ejkernel.operations._random import positions
 from ejkernel.operations._selected import NOTHING, check_integers, distinct
 from ejkernel.operations.flash_attention import bind
 from ejkernel.plugin import Phase
@@ -100,9 +102,9 @@ class SparseLatentAttention(Operation):
         check_integers("token_indices", token_indices, ndim=3)
         if tuple(token_indices.shape[:2]) != (batch, length):
             raise invalid("token_indices", f"shape {tuple(token_indices.shape)}", f"[B,T,k] with (B, T) = {(batch, length)}")
-        value_size = size if value_size is None else bind.as_count("value_size", value_size, 1)
-        if value_size > size:
-            raise invalid("value_size", value_size, f"at most {size}, the channels of key_value")
+        values = size if value_size is None else bind.as_count("value_size", value_size, 1)
+        if values > size:
+            raise invalid("value_size", values, f"at most {size}, the channels of key_value")
         exists = (token_indices >= 0) & (token_indices < key_value.shape[1])
         tokens = jnp.where(exists, token_indices, NOTHING).astype(jnp.int32)
         inputs = SparseLatentAttentionInputs(
@@ -110,7 +112,7 @@ class SparseLatentAttention(Operation):
         )
         call = SparseLatentAttentionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
-            value_size=value_size,
+            value_size=values,
             scale=bind.as_scale(softmax_scale, size),
             return_lse=bind.as_flag("return_lse", return_lse),
         )
@@ -119,6 +121,14 @@ class SparseLatentAttention(Operation):
             return (outputs.out, outputs.lse) if return_lse else outputs.out
 
         return Bound(call, inputs, finish)
+
+    def random_inputs(
+        self, call: SparseLatentAttentionCall, rng: np.random.Generator, **given: Any
+    ) -> SparseLatentAttentionInputs:
+        """The tokens up to the query's own, counted back."""
+        indices = np.arange(call.query.shape[1])[None, :, None] - positions(call.token_indices)
+        indices = np.where(indices < call.key_value.shape[1], indices, -1)
+        return super().random_inputs(call, rng, **{"token_indices": indices.astype(np.int32), **given})
 
     def dimensions(self, call: SparseLatentAttentionCall) -> Mapping[str, str]:
         return {

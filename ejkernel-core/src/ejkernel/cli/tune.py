@@ -1,0 +1,156 @@
+"""`ejkernel tune`: finds the fastest configs on this machine, and writes them as a table that a plugin can ship."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ejkernel.cli._output import AsJson, UserError, console, emit, table, user_mistakes
+
+_SPEC = re.compile(r"(\w+)\[([\d,\s]*)\]")
+
+
+def tune(
+    operation: Annotated[str, typer.Argument(help="A public function, e.g. flash_attention.")],
+    shapes: Annotated[
+        Path | None,
+        typer.Option(help='JSON: a list of {"arrays": {"x": "float32[4,64]"}, "options": {}}, one for each call.'),
+    ] = None,
+    case: Annotated[list[str] | None, typer.Option(help="A named case of the operation, in place of --shapes.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the table here.")] = None,
+    store: Annotated[bool, typer.Option("--store", help="Keep what is found in the user's cache.")] = False,
+    platform: Annotated[str | None, typer.Option(help="Only these platforms: one, or several with commas.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each config.")] = 10,
+    forward_only: Annotated[bool, typer.Option("--forward-only", help="Leave the backward phase out.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check and time every config of every platform that may run these calls."""
+    if (shapes is None) == (not case):
+        raise UserError("tune: give either --shapes FILE or --case NAME")
+    if out is None and not store and not as_json:
+        raise UserError("tune: say what to do with the result: --out FILE, --store or --json")
+    from ejkernel.tuning import AutotuningResult, Search
+
+    chosen = tuple(platform.split(",")) if platform else None
+    search = Search(rounds=rounds, progress=False if as_json else None, store=store)
+    result = AutotuningResult()
+    with user_mistakes():
+        calls = _from_file(shapes, operation) if shapes is not None else _from_cases(operation, case or [])
+        for arrays, options in calls:
+            result = result | search.tune(_calls_of(operation, arrays, options, chosen, forward_only))
+        if out is not None:
+            _write(result, out)
+    if as_json:
+        emit(json.loads(result.dumps()))
+        return
+    _show(result)
+
+
+def _calls_of(
+    operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any], platform: tuple[str, ...] | None, forward_only: bool
+) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    from ejkernel._arrays import has_gradient
+    from ejkernel.operations import OPERATIONS, get_operation, public_function
+    from ejkernel.tuning import record_calls
+
+    def call(arrays: Any) -> Any:
+        if operation in OPERATIONS:
+            return get_operation(operation).invoke(arrays, options, platform=platform)
+        return public_function(operation)(**arrays, **options, platform=platform)
+
+    def loss(moving: Any, arrays: Any) -> Any:
+        leaves = jax.tree.leaves(call({**arrays, **moving}))
+        return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves if has_gradient(leaf))
+
+    if forward_only:
+        return record_calls(call, arrays)
+    moving = {name: value for name, value in arrays.items() if hasattr(value, "dtype") and has_gradient(value)}
+    return record_calls(jax.grad(loss), moving, arrays)
+
+
+def _from_cases(operation: str, names: list[str]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    import importlib
+
+    import jax
+    import numpy as np
+
+    from ejkernel.errors import invalid, suggestion
+    from ejkernel.operations import get_operation
+
+    get_operation(operation)
+    cases = {known.name: known for known in importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES}
+    found = []
+    for name in names:
+        if name not in cases:
+            raise invalid("--case", repr(name), f"one of {', '.join(cases)}" + suggestion(name, cases))
+        arrays = cases[name].arrays(np.random.default_rng(0))
+        specs = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), dict(arrays))
+        found.append((specs, cases[name].options))
+    return found
+
+
+def _from_file(path: Path, operation: str) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    from ejkernel.operations import OPERATIONS, public_function
+
+    if operation not in OPERATIONS:
+        public_function(operation)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--shapes: {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"--shapes: {path}: not JSON: {error}") from error
+    if not isinstance(document, list) or not document:
+        raise UserError(f"--shapes: {path}: got {type(document).__name__}, expected a list of calls")
+    return [_call_in_file(item, f"--shapes: {path}, call {index}") for index, item in enumerate(document)]
+
+
+def _call_in_file(item: Any, where: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    import jax
+    import jax.numpy as jnp
+
+    if not isinstance(item, dict) or not isinstance(item.get("arrays"), dict) or item.keys() - {"arrays", "options"}:
+        raise UserError(f'{where}: expected {{"arrays": {{"name": "float32[4,64]"}}, "options": {{}}}}')
+    arrays: dict[str, Any] = {}
+    for name, text in item["arrays"].items():
+        match = _SPEC.fullmatch(text) if isinstance(text, str) else None
+        try:
+            if match is None:
+                raise TypeError
+            sizes = tuple(int(size) for size in match[2].split(",") if size.strip())
+            arrays[name] = jax.ShapeDtypeStruct(sizes, jnp.dtype(match[1]))
+        except TypeError:
+            raise UserError(f"{where}: {name}: got {text!r}, expected a dtype and sizes, e.g. float32[4,64]") from None
+    options = item.get("options", {})
+    return arrays, {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+
+
+def _write(result: Any, out: Path) -> None:
+    try:
+        result.save(out)
+    except OSError as error:
+        raise UserError(f"--out: {out}: {error.strerror or error}") from error
+
+
+def _show(result: Any) -> None:
+    rows = [
+        (
+            f"{entry.key.operation} {entry.key.phase}",
+            entry.key.implementation + (" (fastest)" if entry.best == entry.key.implementation else ""),
+            f"{1e3 * entry.seconds:.4g} ms",
+            ", ".join(f"{name}={value}" for name, value in (entry.config or {}).items()),
+            f"{sum(not timing.failure for timing in entry.timings)} of {len(entry.timings)}",
+            entry.key.arrays(),
+        )
+        for entry in result.entries
+    ]
+    columns = ("call", "implementation", "median", "config", "right", "arrays")
+    console().print(table(columns, rows, wrap=("config", "arrays")))

@@ -1,0 +1,230 @@
+"""Latent attention over a paged cache, for serving: store the new latents, then attend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel import _explain
+from ejkernel._policy import PlatformChoice
+from ejkernel.errors import invalid
+from ejkernel.modules import _paged
+from ejkernel.modules._forms import class_form
+from ejkernel.operation import Bound
+from ejkernel.operations._checks import check_array, check_shape
+from ejkernel.operations.flash_attention.bind import as_number
+from ejkernel.operations.latent_paged_attention.interface import OPERATION as _LATENT_PAGED_ATTENTION
+from ejkernel.operations.paged_cache_update.interface import OPERATION as _PAGED_CACHE_UPDATE
+
+_LANES = 128
+
+
+def multi_latent_ragged_page_attention(
+    queries_nope: jax.Array,
+    queries_pe: jax.Array,
+    keys_values: jax.Array,
+    keys_pe: jax.Array,
+    kv_cache: jax.Array,
+    kv_lens: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    distribution: jax.Array,
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    mask_value: float | None = None,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Store new latents in their pages, then absorbed latent attention: `softmax(cap(scale * (q_nope . c + q_pe . k_pe))) . c`.
+
+    Any mix of prompts, chunks of prompts and single steps; one compilation serves all of them. Token t of a request with q new
+    tokens stands at position `kv_len - q + t` and sees the keys up to there.
+
+    Args:
+        queries_nope: `[N, H, r]`: queries after the key projection was moved to them (`q . w_kc^T`), new tokens of all requests
+            one after the other.
+        queries_pe: rotary parts `[N, H, e]`.
+        keys_values: new latents `[N, r]`, in the queries' dtype.
+        keys_pe: rotary parts of the new keys, shared by the heads, `[N, e]`.
+        kv_cache: `[pages, page_size / p, p, C]`, where C is r rounded up to a multiple of 128, then e rounded up likewise: latents
+            first, each part followed by zeros. Floating, int8, float8_e4m3fn or float8_e5m2. Donate it to `jax.jit` to have it
+            written in place.
+        kv_lens: int `[R]`, tokens of each request after this step, the new ones included.
+        block_tables: int `[R * W]`, the pages of request 0, then those of request 1, ...
+        query_start_loc: int `[R + 1]`, cumulative numbers of new tokens; tokens past the last one give 0 and are not stored.
+        distribution: int `[3]`: decoding requests are those before its first entry, prompts those before its second; requests from
+            its third on are not in use, whatever they hold. The first two are hints.
+        softmax_scale: factor on the products; None means `1 / sqrt(r + e)`. Models want `1 / sqrt(d_nope + d_rope)` of the heads
+            before absorption, which this function cannot know.
+        sliding_window: w >= 1: only the last w keys, the query's own included.
+        logits_soft_cap: c > 0 turns logits into `c * tanh(logits / c)`.
+        mask_value: accepted for its callers; hidden keys have weight 0 exactly, whatever it is.
+        q_scale: factor of what queries_nope and queries_pe hold; a number or scalar array; None is 1.
+        k_scale: rows are stored divided by it and read multiplied by it; a number or scalar array; None is 1.
+        v_scale: factor of the stored latents as values; None means k_scale, which is what they were divided by.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the attention.
+
+    Returns:
+        `[N, H, r]` in the queries' dtype, still to be multiplied with the value projection, and the cache.
+
+    Raises:
+        ValueError: shapes or values that do not fit.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: DeepSeek-AI, DeepSeek-V2, 2024, section 2.1.2 (absorption); Jiang et al., Ragged Paged Attention, 2025 (layout).
+    """
+    if mask_value is not None:
+        as_number("mask_value", mask_value)
+    for name, array, rank in (("keys_values", keys_values, 2), ("keys_pe", keys_pe, 2), ("kv_cache", kv_cache, 4)):
+        check_array(name, array, ndim=rank, floating=False)
+    for name, array in (("kv_lens", kv_lens), ("block_tables", block_tables), ("distribution", distribution)):
+        check_array(name, array, ndim=1, floating=False)
+    check_shape("distribution", distribution, (3,), "[3]")
+    if block_tables.shape[0] % max(kv_lens.shape[0], 1):
+        got = f"{block_tables.shape[0]} entries"
+        raise invalid("block_tables", got, f"the same number for each of the {kv_lens.shape[0]} requests of kv_lens")
+    described = {
+        "kv_lens": kv_lens,
+        "block_tables": block_tables,
+        "query_start_loc": query_start_loc,
+        "distribution": distribution,
+    }
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    new = {"keys_values": keys_values, "keys_pe": keys_pe, "k_scale": k_scale}
+    arrays = {"queries_nope": queries_nope, "queries_pe": queries_pe, **described, **scales}
+    options = _paged.settings(
+        softmax_scale=softmax_scale, sliding_window=_paged.window_of(sliding_window), logits_soft_cap=logits_soft_cap
+    )
+    if not _explain.capturing():  # an explanation is asked of the attention
+        kv_cache = _PAGED_CACHE_UPDATE.invoke(
+            _present({"kv_cache": kv_cache, **new, **described}), {}, form=_store, platform=platform, cfg=_for_update(cfg)
+        )
+    out = _LATENT_PAGED_ATTENTION.invoke(
+        _present({"kv_cache": kv_cache, **arrays}), options, form=_attend, platform=platform, cfg=cfg
+    )
+    return out, kv_cache
+
+
+def multi_latent_ragged_page_attention_v2(
+    queries_nope: jax.Array,
+    queries_pe: jax.Array,
+    keys_values: jax.Array,
+    keys_pe: jax.Array,
+    kv_cache: jax.Array,
+    kv_lens: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    distribution: jax.Array,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """`multi_latent_ragged_page_attention` under the name of its second TPU kernel: the same arguments, cache and results.
+
+    What differed there are the knobs of its config, of which each may be three numbers: for decoding, prompts and mixed batches.
+
+    Args:
+        queries_nope, queries_pe, keys_values, keys_pe, kv_cache, kv_lens, block_tables, query_start_loc, distribution, **options:
+            see `multi_latent_ragged_page_attention`.
+
+    Returns:
+        `[N, H, r]` and the cache.
+
+    Raises:
+        ValueError, TypeError, NoKernelError: as there.
+
+    Source: see `multi_latent_ragged_page_attention`.
+    """
+    described = (kv_lens, block_tables, query_start_loc, distribution)
+    return multi_latent_ragged_page_attention(queries_nope, queries_pe, keys_values, keys_pe, kv_cache, *described, **options)
+
+
+def _present(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def _for_update(cfg: Any) -> Any:
+    """A portable config is for both steps, one of an implementation for the attention alone."""
+    return cfg if "paged_cache_update" in getattr(cfg, "operations", ()) else None
+
+
+def _rounded_up(size: int) -> int:
+    return -(-size // _LANES) * _LANES
+
+
+def _described(
+    kv_cache: Any, kv_lens: Any, block_tables: Any, query_start_loc: Any, distribution: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The cache as `[P, page_size, C]`, and the requests that are in use."""
+    pages, groups, packing, channels = kv_cache.shape
+    starts, lengths = _paged.first_requests(query_start_loc, kv_lens, distribution[2])
+    tables = block_tables.reshape(kv_lens.shape[0], -1) if kv_lens.shape[0] else block_tables.reshape(0, 0)
+    described = {"query_start_loc": starts, "kv_lens": lengths, "block_tables": tables}
+    return kv_cache.reshape(pages, groups * packing, channels), described
+
+
+def _store(*, kv_cache: Any, keys_values: Any, keys_pe: Any, k_scale: Any = None, **requests: Any) -> Bound:
+    """Canonicalise the update of one array of pages: a cache whose values have no channels."""
+    size, rotary = keys_values.shape[1], keys_pe.shape[1]
+    _check_channels(kv_cache, size, rotary)
+    check_shape("keys_pe", keys_pe, (keys_values.shape[0], rotary), "[N, e] with the N of keys_values")
+    widths = _rounded_up(size) - size, _rounded_up(rotary) - rotary
+    parts = [jnp.pad(part, ((0, 0), (0, width))) for part, width in zip((keys_values, keys_pe), widths, strict=True)]
+    rows = jnp.concatenate(parts, axis=-1)[:, None]
+    pages, described = _described(kv_cache, **requests)
+    pages = pages[:, :, None]
+    bound = _PAGED_CACHE_UPDATE.canonicalise(
+        key=rows, value=rows[..., :0], key_pages=pages, value_pages=pages[..., :0], k_scale=k_scale, **described
+    )
+    return Bound(bound.call, bound.inputs, lambda outputs: bound.finish(outputs)[0].reshape(kv_cache.shape))
+
+
+def _attend(
+    *,
+    kv_cache: Any,
+    queries_nope: Any,
+    queries_pe: Any,
+    kv_lens: Any,
+    block_tables: Any,
+    query_start_loc: Any,
+    distribution: Any,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    **options: Any,
+) -> Bound:
+    check_array("queries_nope", queries_nope, ndim=3)
+    check_array("queries_pe", queries_pe, ndim=3)
+    size = queries_nope.shape[2]
+    _check_channels(kv_cache, size, queries_pe.shape[2])
+    pages, described = _described(kv_cache, kv_lens, block_tables, query_start_loc, distribution)
+    factors = [jnp.asarray(scale, jnp.float32) for scale in (q_scale, k_scale) if scale is not None]
+    return _LATENT_PAGED_ATTENTION.canonicalise(
+        queries_nope,
+        queries_pe,
+        pages,
+        **described,
+        k_scale=None if not factors else factors[0] if len(factors) == 1 else factors[0] * factors[1],
+        v_scale=k_scale if v_scale is None else v_scale,
+        pe_offset=_rounded_up(size),
+        **options,
+    )
+
+
+def _check_channels(kv_cache: Any, size: int, rotary: int) -> None:
+    need = _rounded_up(size), _rounded_up(rotary)
+    if kv_cache.shape[3] != sum(need):
+        meaning = f"{need[0]} + {need[1]}: latents of {size} and rotary parts of {rotary}, each rounded up to {_LANES}"
+        raise invalid("kv_cache", f"{kv_cache.shape[3]} channels", meaning)
+
+
+MultiLatentRaggedPageAttention = class_form("MultiLatentRaggedPageAttention", multi_latent_ragged_page_attention)
+MultiLatentRaggedPageAttentionV2 = class_form("MultiLatentRaggedPageAttentionV2", multi_latent_ragged_page_attention_v2)

@@ -1,0 +1,250 @@
+"""Losses over a vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel._policy import PlatformChoice
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.modules import _mesh
+from ejkernel.modules._axes import Axes, as_axes, axis_size, check_mesh_axes
+from ejkernel.modules._forms import class_form
+from ejkernel.modules._losses import check_reduction, counted, reduced, specs_of, split_axes, summed
+from ejkernel.operations._numbers import finite_number
+from ejkernel.operations.cross_entropy.interface import IGNORED
+from ejkernel.operations.cross_entropy.interface import OPERATION as _CROSS_ENTROPY
+from ejkernel.operations.flash_attention.interface import is_concrete
+
+_ARRAYS = ("logits", "targets", "weights", "hidden", "lm_head_weight", "lm_head_bias", "attention_mask")
+
+
+class CrossEntropyOutput(NamedTuple):
+    """loss, differentiable; z_loss, its part from the z-loss; weight_sum, the sum of the weights of the tokens that count."""
+
+    loss: jax.Array
+    z_loss: jax.Array
+    weight_sum: jax.Array
+
+
+def fused_cross_entropy(
+    logits: jax.Array | None = None,
+    targets: jax.Array | None = None,
+    weights: jax.Array | None = None,
+    *,
+    hidden: jax.Array | None = None,
+    lm_head_weight: jax.Array | None = None,
+    lm_head_bias: jax.Array | None = None,
+    transpose_head: bool = False,
+    logit_softcap: float | None = None,
+    attention_mask: jax.Array | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    vocab_parallel_axis: str | tuple[str, ...] | None = None,
+    precision: Any = None,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> CrossEntropyOutput:
+    """Cross entropy from logits, or from hidden states and the head without ever storing all logits.
+
+    For a token with label y, and l its logits after the soft cap, `lse = log sum_v exp(l_v)`:
+    `loss = (1 - s) (lse - l_y) + s (lse - mean_v l_v) + z_loss lse^2` with s = label_smoothing (PyTorch's definition).
+
+    Tokens do not count, and what their rows hold has no effect, where the label is ignore_index or (if only the running program
+    knows it) outside of the vocabulary, where attention_mask is 0, and where the weight is 0.
+
+    Args:
+        logits: `[..., V]`, float32, bfloat16 or float16; inside in float32. Or None beside hidden.
+        targets: integer labels `[...]`; global ids, also where the vocabulary is split.
+        weights: `[...]`, factor on each token's loss; constants under differentiation.
+        hidden: `[..., D]`, in the place of logits.
+        lm_head_weight: `[D, V]`, or `[V, D]` with transpose_head.
+        lm_head_bias: `[V]`.
+        transpose_head: lm_head_weight is `[V, D]`, as an embedding is.
+        logit_softcap: c > 0 turns logits into `c * tanh(l / c)`.
+        attention_mask: `[...]`, bool or 0 and 1: which tokens count.
+        ignore_index: label of tokens that do not count.
+        label_smoothing: s in [0, 1].
+        z_loss: weight of the square of lse, >= 0.
+        reduction: "none", "sum" (of weighted losses) or "mean" (by the sum of weights; 0 where no token counts).
+        vocab_parallel_axis: mesh axis, or axes, over which the vocabulary of logits, or of head and bias, is split. With `mesh`
+            it is read off in_specs where it is not given.
+        precision: of the products with the head; None = full precision of the dtype.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+        mesh: make the `jax.shard_map` here; sums then run over all tokens. Inside a `shard_map` of one's own, reductions are
+            over this device's tokens.
+        in_specs: one PartitionSpec or None for each of logits, targets, weights, hidden, lm_head_weight, lm_head_bias,
+            attention_mask; the last may be left out.
+        out_specs: PartitionSpec of the loss, or a `CrossEntropyOutput` of them.
+
+    Returns:
+        `CrossEntropyOutput(loss, z_loss, weight_sum)` in float32: scalars, or `[...]` loss and z_loss with reduction "none".
+
+    Raises:
+        ValueError: shapes, values or settings that do not fit; a known label outside of the vocabulary.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024; z-loss: Chowdhery et al., PaLM, 2022.
+    """
+    arrays = dict(zip(_ARRAYS, (logits, targets, weights, hidden, lm_head_weight, lm_head_bias, attention_mask), strict=True))
+    _check_sources(arrays)
+    check_reduction(reduction)
+    smoothing = finite_number("label_smoothing", label_smoothing, at_least=0)
+    if smoothing > 1:
+        raise invalid("label_smoothing", smoothing, "a value in [0, 1]")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, np.integer)):
+        raise wrong_type("ignore_index", repr(ignore_index), "an int")
+    axes, row_axes = as_axes(vocab_parallel_axis), ()
+    specs = specs_of(arrays, _ARRAYS, mesh, in_specs, out_specs)
+    if mesh is not None:
+        axes, row_axes = _mesh_axes(axes, arrays, specs, mesh, transpose_head)
+        out_specs = _output_specs(out_specs)
+    if mesh is not None or not axes:
+        _check_labels(arrays, ignore_index, transpose_head)
+    options = {
+        "transpose_head": transpose_head,
+        "logit_softcap": logit_softcap,
+        "ignore_index": int(ignore_index),
+        "smoothing": smoothing,
+        "z_loss": finite_number("z_loss", z_loss, at_least=0),
+        "reduction": reduction,
+        "axes": axes,
+        "row_axes": row_axes,
+        "precision": precision,
+        "platform": platform,
+        "cfg": cfg,
+    }
+    return _mesh.over_mesh(
+        _cross_entropy, arrays, options, positional=_ARRAYS, mesh=mesh, in_specs=in_specs, out_specs=out_specs
+    )
+
+
+def _cross_entropy(
+    *,
+    logits: Any,
+    targets: Any,
+    weights: Any,
+    hidden: Any,
+    lm_head_weight: Any,
+    lm_head_bias: Any,
+    attention_mask: Any,
+    transpose_head: bool,
+    logit_softcap: Any,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+    reduction: str,
+    axes: Axes,
+    row_axes: Axes,
+    **settings: Any,
+) -> CrossEntropyOutput:
+    """On one device."""
+    x = logits if hidden is None else hidden
+    head = None if hidden is None else lm_head_weight
+    held = x.shape[-1] if head is None else head.shape[0 if transpose_head else 1]
+    devices = axis_size(axes) if axes else 1
+    kept, scale = counted(tuple(targets.shape), weights, attention_mask)
+    labels = jnp.asarray(targets)
+    kept = kept & (labels != ignore_index) & (labels >= 0) & (labels < devices * held)
+    labels = labels.astype(jnp.int32) - (jax.lax.axis_index(axes) * held if axes else 0)
+    here = (labels >= 0) & (labels < held)
+    arrays = {
+        "x": x,
+        "targets": jnp.where(kept, jnp.where(here, labels, held), IGNORED),
+        "head": head,
+        "head_bias": lm_head_bias,
+    }
+    precision = settings.pop("precision")
+    options = {
+        "transpose_head": transpose_head,
+        "logit_softcap": logit_softcap,
+        "sum_logits": smoothing > 0,
+        "precision": precision,
+    }
+    loss, lse, total = _CROSS_ENTROPY.invoke(arrays, options, **settings)
+    if axes:
+        loss, lse, total = _over_vocabulary(loss, lse, total, here & kept, axes)
+    if smoothing:
+        loss = (1 - smoothing) * loss + smoothing * (lse - total / (devices * held))
+    scale = jnp.where(kept, scale, 0)
+    penalty = jnp.where(kept, z_loss * lse * lse, 0) * scale
+    loss = jnp.where(kept, loss, 0) * scale + penalty
+    weight_sum = summed(scale, row_axes)
+    penalty = reduced(jax.lax.stop_gradient(penalty), weight_sum, reduction, row_axes)
+    return CrossEntropyOutput(reduced(loss, weight_sum, reduction, row_axes), penalty, weight_sum)
+
+
+def _over_vocabulary(loss: Any, lse: Any, total: Any, here: Any, axes: Axes) -> tuple[Any, Any, Any]:
+    """The whole vocabulary's, from those of each device's part of it."""
+    largest = jax.lax.pmax(jax.lax.stop_gradient(lse), axes)
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    whole = largest + jnp.log(jax.lax.psum(jnp.exp(lse - largest), axes))
+    target = jax.lax.psum(jnp.where(here, lse - loss, 0), axes)
+    return whole - target, whole, None if total is None else jax.lax.psum(total, axes)
+
+
+def _check_sources(arrays: dict[str, Any]) -> None:
+    if arrays["targets"] is None:
+        raise invalid("targets", None, "integer labels")
+    for name, array in arrays.items():
+        if array is not None and not hasattr(array, "dtype"):
+            raise wrong_type(name, type(array).__name__, "an array")
+    if (arrays["logits"] is None) == (arrays["hidden"] is None):
+        got = "neither logits nor hidden" if arrays["logits"] is None else "both logits and hidden"
+        raise invalid("logits", got, "logits, or hidden with lm_head_weight")
+    if arrays["hidden"] is not None and arrays["lm_head_weight"] is None:
+        raise invalid("lm_head_weight", None, "the head that makes logits of hidden")
+    for name in ("lm_head_weight", "lm_head_bias"):
+        if arrays["logits"] is not None and arrays[name] is not None:
+            raise invalid(name, "an array", "None beside logits", remedy="pass hidden= for hidden states")
+
+
+def _check_labels(arrays: dict[str, Any], ignore_index: int, transpose_head: bool) -> None:
+    """Labels that are known must be in the vocabulary."""
+    targets, head = arrays["targets"], arrays["lm_head_weight"]
+    if not is_concrete(targets) or (head is not None and len(head.shape) != 2):
+        return
+    vocabulary = arrays["logits"].shape[-1] if head is None else head.shape[0 if transpose_head else 1]
+    values = np.asarray(targets)
+    wrong = values[(values != ignore_index) & ((values < 0) | (values >= vocabulary))]
+    if wrong.size:
+        expected = f"values in [0, {vocabulary - 1}] or ignore_index = {ignore_index}"
+        raise invalid("targets", wrong.ravel()[0], expected)
+
+
+def _mesh_axes(axes: Axes, arrays: dict[str, Any], specs: dict[str, Any], mesh: Any, transpose_head: bool) -> tuple[Axes, Axes]:
+    """The axes over which the vocabulary, and over which the tokens, are split."""
+    check_mesh_axes(axes, mesh)
+    x = "logits" if arrays["hidden"] is None else "hidden"
+    row_axes, last = split_axes(specs.get(x), len(arrays[x].shape), mesh)
+    if x == "hidden":
+        if last:
+            raise invalid("in_specs", f"hidden channels split over {last}", "whole hidden states")
+        first, second = split_axes(specs.get("lm_head_weight"), 2, mesh)
+        last, inner = (first, second) if transpose_head else (second, first)
+        if inner:
+            raise invalid("in_specs", f"the head's hidden channels split over {inner}", "the head split over its vocabulary")
+    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+    if axes and axes != last:
+        raise invalid("in_specs", f"the vocabulary split over {last or 'nothing'}", f"over {axes} = vocab_parallel_axis")
+    return last, row_axes
+
+
+def _output_specs(out_specs: Any) -> Any:
+    """One spec stands for loss and z_loss; the sum of the weights is whole."""
+    if isinstance(out_specs, (tuple, list)) and not isinstance(out_specs, jax.sharding.PartitionSpec):
+        return CrossEntropyOutput(*out_specs)
+    return CrossEntropyOutput(out_specs, out_specs, jax.sharding.PartitionSpec())
+
+
+FusedCrossEntropy = class_form("FusedCrossEntropy", fused_cross_entropy)

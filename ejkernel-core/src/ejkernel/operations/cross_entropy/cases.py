@@ -1,0 +1,74 @@
+"""Named problems of `cross_entropy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ejkernel.operations._case import Case, Toggle
+
+
+def _arrays(
+    rows: tuple[int, ...],
+    vocabulary: int,
+    hidden: int | None = None,
+    *,
+    bias: bool = False,
+    transpose: bool = False,
+    ignored: float = 0.0,
+    elsewhere: float = 0.0,
+    magnitude: float = 1.0,
+) -> Callable[[np.random.Generator], Mapping[str, Any]]:
+    """A fraction `ignored` of the rows has target -1 and holds NaN; a fraction `elsewhere` has a target past the vocabulary."""
+
+    def make(rng: np.random.Generator) -> Mapping[str, Any]:
+        x = (magnitude * rng.standard_normal((*rows, vocabulary if hidden is None else hidden))).astype(np.float32)
+        targets = rng.integers(0, vocabulary, rows).astype(np.int32)
+        draw = rng.random(rows)
+        targets = np.where(draw < ignored, -1, np.where(draw > 1 - elsewhere, vocabulary + 3, targets)).astype(np.int32)
+        x[targets == -1] = np.nan
+        arrays: dict[str, Any] = {"x": x, "targets": targets}
+        if hidden is not None:
+            head = rng.standard_normal((hidden, vocabulary)) / hidden**0.5
+            arrays["head"] = (head.T if transpose else head).astype(np.float32)
+        if bias:
+            arrays["head_bias"] = rng.standard_normal(vocabulary).astype(np.float32)
+        return arrays
+
+    return make
+
+
+_T = frozenset({"transforms"})
+_BENCH = frozenset({"bench"})
+
+CASES = (
+    Case("logits", _arrays((3, 5), 33, ignored=0.3), {"sum_logits": True}, _T),
+    Case("logits-soft-cap", _arrays((4, 6), 20, magnitude=3.0), {"logit_softcap": 2.0}),
+    Case("logits-one-row", _arrays((), 7)),
+    Case("logits-elsewhere", _arrays((2, 9), 16, elsewhere=0.5)),
+    Case("logits-extreme", _arrays((5,), 40, magnitude=1e4), tags=frozenset({"extreme"})),
+    Case("head", _arrays((3, 5), 33, 8, bias=True, ignored=0.3), {"sum_logits": True}, _T),
+    Case("head-transposed", _arrays((17,), 40, 12, transpose=True, ignored=0.2), {"transpose_head": True}),
+    Case("head-square", _arrays((2, 4), 16, 16), {}),
+    Case("head-square-transposed", _arrays((2, 4), 16, 16, transpose=True), {"transpose_head": True}),
+    Case("head-soft-cap", _arrays((2, 3, 4), 21, 8, bias=True, magnitude=2.0), {"logit_softcap": 1.5}),
+    Case("head-elsewhere", _arrays((11,), 24, 8, elsewhere=0.4, ignored=0.2)),
+    Case("head-all-ignored", _arrays((2, 3), 12, 8, bias=True, ignored=1.1)),
+    Case("head-precision", _arrays((6,), 12, 8), {"precision": "highest"}),
+    Case("vocabulary-1", _arrays((4,), 1, 8)),
+    Case("no-rows", _arrays((0, 3), 12, 8)),
+    Case("several-tiles", _arrays((2, 35), 300, 8, bias=True, ignored=0.2), {"sum_logits": True}),
+    Case("bench-logits-8192x128256", _arrays((8192,), 128256), tags=_BENCH),
+    Case("bench-head-8192x4096x128256", _arrays((8192,), 128256, 4096), tags=_BENCH),
+)
+
+TOGGLES = {
+    "head": Toggle("head-square", drop="head"),
+    "head_bias": Toggle("head", drop="head_bias"),
+    "transpose_head": Toggle("head-square-transposed", {"transpose_head": False}),
+    "soft_cap": Toggle("head-soft-cap", {"logit_softcap": None}),
+    "sum_logits": Toggle("head", {"sum_logits": False}),
+    "precision": Toggle("head-precision", {"precision": "default"}, program=True),
+}

@@ -1,0 +1,1 @@
+"""Kullback-Leibler divergence over a vocabulary."""

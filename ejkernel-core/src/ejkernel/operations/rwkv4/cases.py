@@ -1,0 +1,57 @@
+"""Named problems of `rwkv4`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ejkernel.operations._case import Case, Toggle
+
+
+def arrays(
+    batch: int = 2, length: int = 12, channels: int = 6, *, state: bool = False, magnitude: float = 1.0, shift: float = 0.0
+) -> Callable[[np.random.Generator], Mapping[str, Any]]:
+    """A maker of arguments; keys are `shift + magnitude * normal`, the denominator of a state is above 1."""
+
+    def make(rng: np.random.Generator) -> Mapping[str, Any]:
+        def normal(*shape: int) -> Any:
+            return rng.standard_normal(shape).astype(np.float32)
+
+        made = {
+            "w": normal(channels) - 1,
+            "u": normal(channels),
+            "k": shift + magnitude * normal(batch, length, channels),
+            "v": normal(batch, length, channels),
+        }
+        if state:
+            numerator, exponent = normal(2, batch, channels)
+            made["state"] = np.stack([numerator, 1 + np.abs(normal(batch, channels)), exponent], axis=1)
+        return made
+
+    return make
+
+
+_STATE = {"return_state": True}
+
+CASES = (
+    Case("state", arrays(state=True), _STATE, tags=frozenset({"transforms"})),
+    Case("plain", arrays()),
+    Case("return-state", arrays(3, 7, 5), _STATE),
+    Case("from-state", arrays(1, 9, 4, state=True)),
+    Case("one-channel", arrays(1, 5, 1), _STATE),
+    Case("length-1", arrays(length=1, state=True), _STATE),
+    Case("length-1-nothing-seen", arrays(length=1), _STATE),
+    Case("length-0", arrays(length=0), _STATE),
+    Case("no-batch", arrays(0, 4)),
+    Case("long", arrays(1, 150, 3, state=True), _STATE),
+    Case("large-keys", arrays(1, 20, 4, magnitude=30.0, shift=200.0), _STATE, tags=frozenset({"extreme"})),
+    Case("small-keys", arrays(1, 20, 4, magnitude=30.0, shift=-200.0), tags=frozenset({"extreme"})),
+    Case("bench-b8-t4096-c2048", arrays(8, 4096, 2048), tags=frozenset({"bench"})),
+)
+
+TOGGLES = {
+    "state": Toggle("from-state", drop="state"),
+    "return_state": Toggle("plain", {"return_state": True}),
+}

@@ -1,0 +1,1 @@
+"""Selective scan of Mamba."""

@@ -1,0 +1,153 @@
+"""The tuner: what is wrong or fails is set aside, the rest is timed, and what it finds comes back through the tiers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ejkernel
+from ejkernel import tuning
+from ejkernel.operations.rms_norm.interface import RmsNormOutputs
+from ejkernel.plugin import ConfigSpace
+from ejkernel.tuning import Search
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A knob that costs time, and values of it that are wrong or fail."""
+
+    loops: int = 0
+
+
+WRONG, FAILS, SLOW, QUICK = Work(-1), Work(-2), Work(300), Work(0)
+
+
+def busy(call: Any, inputs: Any, config: Work) -> RmsNormOutputs:
+    if config == FAILS:
+        raise RuntimeError("out of registers")
+    x = inputs.x
+    # Work that the compiler cannot leave out: its result is 0 and is added.
+    zero = 0.0
+    if config.loops > 0:
+        zero = jax.lax.fori_loop(0, config.loops, lambda i, a: jnp.cos(a @ a.T @ a) * 0, jnp.ones((64, 64)))[0, 0]
+    rstd = jax.lax.rsqrt(jnp.mean(x**2, axis=-1) + call.epsilon)
+    factor = 1.1 if config == WRONG else 1.0
+    return RmsNormOutputs(x * rstd[..., None] * factor + zero * 0, rstd if call.save_residuals else None)
+
+
+def register(world: Any, configs: list[Work], heuristic: Work = SLOW, platform: str = "busy") -> None:
+    space = ConfigSpace(Work, lambda call, target: heuristic, lambda call, target: configs)
+    ejkernel.kernel_registry.register("rms_norm", platform, phase="forward", configs=space, priority=2000)(busy)
+    world.undo.append(lambda: ejkernel.kernel_registry.unregister("rms_norm", platform, phase="forward"))
+
+
+def tuned(world: Any, platform: str = "busy", **settings: Any) -> dict[str, tuning.Entry]:
+    tuning.install_tuner(Search(progress=False, **settings))
+    result = ejkernel.autotune(lambda x: ejkernel.rms_norm(x, platform=platform), world.x)
+    return {entry.key.implementation: entry for entry in result.entries}
+
+
+def test_wrong_and_failing_configs_are_set_aside(world: Any) -> None:
+    register(world, [WRONG, FAILS, QUICK])
+    entry = tuned(world)["busy"]
+    assert entry.config == {"loops": QUICK.loops}
+    assert entry.check.passed and entry.check.error < 1 and entry.check.reference == "NumPy float64"
+    timings = {timing.config["loops"]: timing for timing in entry.timings}
+    assert timings[-1].failure.startswith("wrong numbers: error ") and not timings[-1].seconds
+    assert timings[-2].failure == "RuntimeError: out of registers"
+    assert timings[300].median > 2 * timings[0].median
+
+
+def test_the_heuristic_stays_where_nothing_is_faster(world: Any) -> None:
+    register(world, [SLOW, Work(301)], heuristic=QUICK)
+    assert tuned(world)["busy"].config == {"loops": 0}
+
+
+def test_no_config_is_right(world: Any) -> None:
+    register(world, [FAILS], heuristic=WRONG)
+    with pytest.warns(ejkernel.errors.EjkernelWarning, match="no config of busy is right for rms_norm forward: wrong numbers"):
+        assert tuned(world) == {}
+
+
+def test_the_fastest_platform_is_named_and_chosen(world: Any) -> None:
+    register(world, [], heuristic=SLOW, platform="slow")
+    tuning.install_tuner(Search(progress=False))
+    assert ejkernel.explain("rms_norm", world.x).chosen == "slow"
+    result = ejkernel.autotune(ejkernel.rms_norm, world.x)
+    found = {entry.key.implementation: entry for entry in result.entries}
+    assert {"slow", "fixture", "xla"} <= found.keys()
+    assert len({entry.best for entry in result.entries}) == 1
+    with result:
+        explanation = ejkernel.explain("rms_norm", world.x)
+    assert explanation.chosen == found["slow"].best != "slow"
+    assert explanation.forward.setting == "tuning table"
+
+
+def test_what_was_tuned_under_grad_serves_the_plain_call(world: Any) -> None:
+    world.register("backward")
+    tuning.install_tuner(Search(progress=False))
+    result = ejkernel.autotune(jax.grad(lambda x: ejkernel.rms_norm(x, platform="fixture").sum()), world.x)
+    assert [entry.key.phase for entry in result.entries] == ["forward", "backward"]
+    with result:
+        assert world.tier(platform="fixture") == "overlay (autotuning result)"
+        assert world.tier(platform="fixture", phase="backward") == "overlay (autotuning result)"
+
+
+def test_entries_can_be_stored_as_they_are_found(world: Any) -> None:
+    register(world, [QUICK])
+    tuned(world, store=True)
+    assert world.tier(platform="busy") == "user cache"
+
+
+def test_refused_while_tracing(world: Any) -> None:
+    with pytest.raises(ejkernel.TracingError, match="call it outside of jit"):
+        jax.jit(lambda x: ejkernel.autotune(ejkernel.rms_norm, x))(world.x)
+
+
+def test_a_device_that_is_not_here(world: Any) -> None:
+    with (
+        ejkernel.use(target="gpu:9.0"),
+        pytest.raises(ValueError, match=r"target: got gpu \(sm_90\), expected a device of this process"),
+    ):
+        ejkernel.autotune(lambda x: ejkernel.rms_norm(x, platform="xla"), world.x)
+
+
+def test_calls_inside_transforms_are_found(world: Any) -> None:
+    register(world, [QUICK], heuristic=QUICK)
+    tuning.install_tuner(Search(progress=False, rounds=1))
+
+    def program(x: Any) -> Any:
+        step = lambda carry, row: (carry + ejkernel.rms_norm(row, platform="busy").sum(), None)
+        return jax.lax.scan(step, 0.0, jax.vmap(lambda row: ejkernel.rms_norm(row, platform="busy"))(x))[0]
+
+    shapes = [tuple(entry.key.sizes) for entry in ejkernel.autotune(program, world.x).entries]
+    assert sorted(shapes) == [(1, 4), (3, 4)]
+
+
+@pytest.mark.parametrize("settings", [{"rounds": 0}, {"input_sets": 0}, {"keep_within": 0.5}])
+def test_settings_are_checked(settings: Any) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        Search(**settings)
+
+
+def test_every_operation_says_what_its_inputs_may_hold() -> None:
+    """Random inputs of every named case have the shapes and dtypes of the call."""
+    import numpy as np
+
+    from ejkernel.operations import OPERATIONS, get_operation
+    from ejkernel.testing.problem import Problem, cases_of
+
+    for name in OPERATIONS:
+        operation = get_operation(name)
+        for case in cases_of(name):
+            call = Problem(name, case, "float32", "xla").bound.call
+            inputs = operation.random_inputs(call, np.random.default_rng(0))
+            for field, value in inputs._asdict().items():
+                spec = getattr(call, field)
+                assert (value is None) == (spec is None), (name, case.name, field)
+                if value is not None:
+                    assert (value.shape, str(value.dtype)) == (spec.shape, spec.dtype), (name, case.name, field)

@@ -1,0 +1,141 @@
+"""Linear attention's public functions on XLA: decays, scales, names, returned values, meshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import ejkernel
+from ejkernel.testing.tolerance import Tolerance, check_close
+
+CLOSE = Tolerance(1e-5, 1e-4)
+RNG = np.random.default_rng(0)
+Q, K = RNG.standard_normal((2, 2, 6, 4, 3)).astype(np.float32)
+V = RNG.standard_normal((2, 6, 4, 2)).astype(np.float32)
+W = -np.abs(RNG.standard_normal((2, 6, 4, 3))).astype(np.float32)
+U = RNG.standard_normal((4, 3)).astype(np.float32)
+S0 = RNG.standard_normal((2, 4, 3, 2)).astype(np.float32)
+
+
+def by_hand(q: Any, k: Any, v: Any, decay: Any, scale: float, state: Any = None, u: Any = None) -> tuple[Any, Any]:
+    """One token after the other; `decay [B,T,H,D]` multiplies the state."""
+    state = np.zeros((*q.shape[:1], *q.shape[2:], v.shape[-1])) if state is None else state.astype(np.float64)
+    outs = []
+    for t in range(q.shape[1]):
+        outer = k[:, t, :, :, None] * v[:, t, :, None, :]
+        after = decay[:, t, :, :, None] * state + outer
+        seen = after if u is None else state + u[None, :, :, None] * outer
+        outs.append(scale * np.einsum("bhd,bhdv->bhv", q[:, t], seen))
+        state = after
+    return np.stack(outs, axis=1), state
+
+
+def check(got: Any, wanted: tuple[Any, Any]) -> None:
+    out, state = got
+    check_close("out", out, wanted[0], CLOSE)
+    check_close("state", state, wanted[1], CLOSE)
+    assert state.dtype == jnp.float32
+
+
+def per_head(gamma: Any) -> Any:
+    return np.broadcast_to(np.exp(np.asarray(gamma))[:, None], W.shape)
+
+
+def test_lightning_decays_count_heads_from_0() -> None:
+    gamma = [-(8 / 4) * (1 - 3 / 12) * h for h in range(4)]
+    wanted = by_hand(Q, K, V, per_head(gamma), 3**-0.5)
+    check(ejkernel.lightning_attention(Q, K, V, layer_idx=3, num_layers=12, return_state=True), wanted)
+    check(ejkernel.lightning_attn(Q, K, V, 3, 12), wanted)
+
+
+def test_retention_decays() -> None:
+    gamma = np.log([1 - 2.0 ** (-5 - h) for h in range(4)])
+    check(ejkernel.retention(Q, K, V, S0, return_state=True), by_hand(Q, K, V, per_head(gamma), 3**-0.5, S0))
+
+
+def test_gla_gates_by_channel_or_by_head() -> None:
+    wanted = by_hand(Q, K, V, np.exp(W), 3**-0.5, S0)
+    check(ejkernel.gla_attention(Q, K, V, W, initial_state=S0, return_state=True), wanted)
+    check(ejkernel.gla(Q, K, V, W, None, None, S0), wanted)
+    wanted = by_hand(Q, K, V, np.broadcast_to(np.exp(W[..., :1]), W.shape), 2.0)
+    check(ejkernel.gla_attention(Q, K, V, W[..., 0], softmax_scale=2.0, return_state=True), wanted)
+
+
+def test_recurrent_under_both_names() -> None:
+    gamma = W[0, 0, :, 0]
+    wanted = by_hand(Q, K, V, np.exp(W) * per_head(gamma), 3**-0.5, S0)
+    check(ejkernel.recurrent_attention(Q, K, V, None, gamma, W, None, S0, return_state=True), wanted)
+    check(ejkernel.recurrent(Q, K, V, None, W, None, S0, g_gamma=gamma), wanted)
+    check(ejkernel.recurrent(Q, K, V, gk=W, initial_state=S0, g_gamma=np.tile(gamma, (2, 1))), wanted)
+    alone = ejkernel.recurrent_attention(Q, K, V, None, gamma, W, None, S0)
+    check_close("out", alone, wanted[0], CLOSE)
+
+
+def test_rwkv6_reads_before_it_writes() -> None:
+    wanted = by_hand(Q, K, V, np.exp(W), 3**-0.5, S0, U)
+    check(ejkernel.rwkv6(Q, K, V, W, U, S0, return_state=True), wanted)
+    assert ejkernel.rwkv6(Q, K, V, W, U).shape == (2, 6, 4, 2)
+
+
+def test_packed_states_are_per_sequence() -> None:
+    out, state = ejkernel.rwkv6(Q[:1], K[:1], V[:1], W[:1], U, S0, np.array([0, 4, 6]), softmax_scale=1.0, return_state=True)
+    for i, tokens in enumerate((slice(0, 4), slice(4, 6))):
+        wanted = by_hand(*(x[:1, tokens] for x in (Q, K, V, np.exp(W))), 1.0, S0[i : i + 1], U)
+        check((out[:, tokens], state[i : i + 1]), wanted)
+
+
+def test_class_forms() -> None:
+    executor = ejkernel.create_default_executor()
+    for form, arrays, options in (
+        (ejkernel.RecurrentAttention, (Q, K, V), {}),
+        (ejkernel.GLAttention, (Q, K, V, W), {}),
+        (ejkernel.GatedLinearAttention, (Q, K, V, W), {}),
+        (ejkernel.LightningAttention, (Q, K, V), {"layer_idx": 0, "num_layers": 2}),
+        (ejkernel.Retention, (Q, K, V), {}),
+        (ejkernel.RWKV6, (Q, K, V, W, U), {}),
+    ):
+        np.testing.assert_array_equal(executor(form(), *arrays, **options), form.function(*arrays, **options))
+
+
+@pytest.mark.parametrize("name", ["gla_attention", "lightning_attention", "retention"])
+def test_over_a_mesh(name: str) -> None:
+    """Batch and heads split over 2 x 2 devices; decays that follow from the head's number are those of the whole array."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec, state_spec = P("data", None, "model"), P("data", "model")
+    arrays = (Q, K, V, W, None, S0) if name == "gla_attention" else (Q, K, V, S0)
+    in_specs = (spec, spec, spec, spec, None, state_spec) if name == "gla_attention" else (spec, spec, spec, state_spec)
+    options = {"return_state": True, **({"layer_idx": 1, "num_layers": 4} if name == "lightning_attention" else {})}
+    function = getattr(ejkernel, name)
+    got = function(*arrays, **options, mesh=mesh, in_specs=in_specs, out_specs=(spec, state_spec))
+    for one, other in zip(got, function(*arrays, **options), strict=True):
+        check_close(name, one, other, Tolerance(2e-6, 2e-5))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"layer_idx": 4, "num_layers": 4}, ValueError, "layer_idx: got 4, expected a value from 0 to num_layers - 1 = 3"),
+        ({"layer_idx": -1, "num_layers": 4}, ValueError, "layer_idx: got -1, expected a value from 0"),
+        ({"layer_idx": 0.5, "num_layers": 4}, TypeError, "layer_idx: got 0.5, expected an int"),
+        ({"layer_idx": 0, "num_layers": True}, TypeError, "num_layers: got True, expected an int"),
+    ],
+)
+def test_refused_layers(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ejkernel.lightning_attention(Q, K, V, **options)
+
+
+def test_wrong_rank_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"query: got shape \(6, 4, 3\) with 3 axes, expected 4 axes"):
+        ejkernel.retention(Q[0], K, V)
+
+
+def test_explain() -> None:
+    explanation = ejkernel.explain("lightning_attention", Q, K, V, layer_idx=0, num_layers=2)
+    assert explanation.forward.chosen is not None
+    assert explanation.forward.chosen.platform == "xla"

@@ -1,0 +1,238 @@
+"""DeepSeek sparse attention on XLA: against dense latent attention, the indexer's choice, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from against_reference import assert_close
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import ejkernel
+from ejkernel.modules import _indexer
+from ejkernel.operations import get_operation
+from ejkernel_xla.sparse_latent_attention.config import SparseLatentAttentionConfig
+from ejkernel_xla.sparse_latent_attention.kernel import backward, forward
+
+B, T, H, K, R, NOPE, ROPE, V, INDEX_HEADS, INDEX_SIZE = 2, 19, 4, 2, 6, 5, 2, 3, 3, 4
+NAMES = ("query", "key_value", "w_kc", "w_vc", "query_index", "key_index", "index_weights", "b_q", "b_k")
+MOVING = ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k")
+
+
+@pytest.fixture(scope="module")
+def arrays() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = (
+        (B, T, H, NOPE),
+        (B, T, R),
+        (R, K, NOPE),
+        (R, K, V),
+        (B, T, INDEX_HEADS, INDEX_SIZE),
+        (B, T, INDEX_SIZE),
+        (B, T, INDEX_HEADS),
+        (B, T, ROPE),
+        (B, T, ROPE),
+    )
+    return {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in zip(NAMES, shapes, strict=True)}
+
+
+def run(arrays: dict[str, Any], **options: Any) -> jax.Array:
+    return ejkernel.deepseek_attn(*(arrays.get(name) for name in NAMES), **options)
+
+
+def chosen(arrays: dict[str, Any], topk: int, causal: bool) -> np.ndarray:
+    """bool `[B,T,T]` from float64 scores, one query at a time."""
+    query, key, weights = (np.asarray(arrays[name], np.float64) for name in ("query_index", "key_index", "index_weights"))
+    found = np.zeros((B, T, T), bool)
+    for row, token in np.ndindex(B, T):
+        seen = token + 1 if causal else T
+        scores = weights[row, token] @ np.maximum(query[row, token] @ key[row, :seen].T, 0)
+        found[row, token, np.argsort(-scores, kind="stable")[:topk]] = True
+    return found
+
+
+def dense(arrays: dict[str, Any], visible: Any) -> jax.Array:
+    """Latent attention with its keys and values formed, under a dense mask."""
+    key = jnp.einsum("bsr,rkd->bskd", arrays["key_value"], arrays["w_kc"], precision="highest")
+    value = jnp.einsum("bsr,rkv->bskv", arrays["key_value"], arrays["w_vc"], precision="highest")
+    query = arrays["query"]
+    if "b_k" in arrays:
+        if "b_q" in arrays:
+            rope = arrays["b_q"] if arrays["b_q"].ndim == 4 else jnp.broadcast_to(arrays["b_q"][:, :, None], (B, T, H, ROPE))
+            query = jnp.concatenate([query, rope], axis=-1)
+        key = jnp.concatenate([key, jnp.broadcast_to(arrays["b_k"][:, :, None], (B, T, K, ROPE))], axis=-1)
+    key, value = jnp.repeat(key, H // K, axis=2), jnp.repeat(value, H // K, axis=2)
+    logits = jnp.einsum("bthd,bshd->bhts", query, key, precision="highest") / np.sqrt(query.shape[3])
+    weights = jax.nn.softmax(jnp.where(visible[:, None], logits, -1e30), axis=-1)
+    return jnp.einsum("bhts,bshv->bthv", weights, value, precision="highest")
+
+
+def forms(arrays: dict[str, Any], form: str) -> dict[str, Any]:
+    """The ways in which a rope part may come."""
+    if form == "none":
+        return {name: array for name, array in arrays.items() if name not in ("b_q", "b_k")}
+    per_head = jax.random.normal(jax.random.key(1), (B, T, H, ROPE))
+    if form == "inside":
+        inside = jnp.concatenate([arrays["query"], per_head], axis=-1)
+        return {**{name: array for name, array in arrays.items() if name != "b_q"}, "query": inside}
+    return {**arrays, "b_q": per_head} if form == "per-head" else arrays
+
+
+@pytest.mark.parametrize("form", ["none", "shared", "per-head", "inside"])
+def test_all_tokens_equal_dense_latent_attention(arrays, form):
+    given = forms(arrays, form)
+    everything = np.broadcast_to(np.tri(T, dtype=bool), (B, T, T))
+    assert_close(run(given, index_topk=T), dense(given, everything), 3e-6)
+    assert_close(run(given, index_topk=10_000), dense(given, everything), 3e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_chosen_tokens_and_all_gradients(arrays, causal):
+    visible = chosen(arrays, 6, causal)
+
+    def pulled(function: Any) -> Any:
+        out, pull = jax.vjp(function, arrays)
+        return out, pull(jnp.cos(out))[0]
+
+    out, gradients = jax.jit(lambda: pulled(lambda arrays: run(arrays, index_topk=6, causal=causal)))()
+    wanted, wanted_gradients = pulled(lambda arrays: dense(arrays, visible))
+    assert_close(out, wanted, 3e-6)
+    for name in MOVING:
+        assert_close(gradients[name], wanted_gradients[name], 1e-5, name)
+    for name in NAMES[4:7]:
+        np.testing.assert_array_equal(gradients[name], 0)
+    scaled = run(arrays, index_topk=6, causal=causal, index_softmax_scale=3.0)
+    np.testing.assert_array_equal(scaled, run(arrays, index_topk=6, causal=causal))
+
+
+def test_equal_scores_choose_the_earlier_token(arrays):
+    zeros = {**arrays, "index_weights": jnp.zeros((B, T, INDEX_HEADS))}
+    first = np.tri(T, dtype=bool) & (np.arange(T) < 6)
+    assert_close(run(zeros, index_topk=6), dense(arrays, np.broadcast_to(first, (B, T, T))), 3e-6)
+
+
+def test_pieces_of_keys_and_queries_change_nothing(arrays, monkeypatch):
+    indexer = [arrays[name] for name in ("query_index", "key_index", "index_weights")]
+    options = {"count": 6, "scale": 0.5, "causal": True}
+    wanted = _indexer.chosen_tokens(*indexer, **options)
+    monkeypatch.setattr(_indexer, "_KEYS", 4)
+    monkeypatch.setattr(_indexer, "_NUMBERS", 5 * B * T)
+    pieces = jax.jit(lambda *arrays: _indexer.chosen_tokens.__wrapped__(*arrays, **options))
+    np.testing.assert_array_equal(pieces(*indexer), wanted)
+    assert "while" in pieces.lower(*indexer).as_text()
+    np.testing.assert_array_equal((wanted >= 0).sum(-1), np.broadcast_to(np.minimum(np.arange(T) + 1, 6), (B, T)))
+
+
+def test_a_score_that_is_not_a_number_comes_last(arrays):
+    broken = {**arrays, "key_index": arrays["key_index"].at[:, 2].set(jnp.nan)}
+    visible = chosen({**arrays, "key_index": arrays["key_index"].at[:, 2].set(0.0)}, T, True)
+    assert_close(run(broken, index_topk=T), dense(arrays, visible), 3e-6)
+    tokens = _indexer.chosen_tokens(
+        broken["query_index"], broken["key_index"], broken["index_weights"], count=6, scale=1.0, causal=True
+    )
+    assert not (np.asarray(tokens[:, 6:]) == 2).any() and (np.asarray(tokens[:, 2:6]) == 2).any(-1).all()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_over_a_mesh(arrays, kind):
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind,) * 2)
+    heads, per_token, matrix = P("dp", None, "tp", None), P("dp"), P(None, "tp", None)
+    specs = (heads, per_token, matrix, matrix, per_token, per_token, per_token, per_token, per_token)
+
+    def loss(arrays: Any, **options: Any) -> Any:
+        return jnp.sum(jnp.sin(run(arrays, index_topk=6, **options)))
+
+    wanted, wanted_gradients = jax.jit(jax.value_and_grad(loss))(arrays)
+    with jax.set_mesh(mesh):
+        got, gradients = jax.jit(jax.value_and_grad(lambda a: loss(a, mesh=mesh, in_specs=specs, out_specs=heads)))(arrays)
+    assert_close(got, wanted, 1e-5)
+    for name in MOVING:
+        assert_close(jax.device_get(gradients[name]), wanted_gradients[name], 1e-5, name)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error", "message"),
+    [
+        ({"b_k": None}, {}, ValueError, "b_k: got None, expected the keys' rope part beside b_q"),
+        ({"b_q": None}, {}, ValueError, "query: got head size 5, expected 7: the 5 channels of w_kc and 2 of b_k"),
+        (
+            {"w_vc": np.ones((R, 1, V), np.float32)},
+            {},
+            ValueError,
+            r"w_vc: got shape \(6, 1, 3\), expected \(6, 2, 3\) = \[r,K,V\]",
+        ),
+        (
+            {"w_kc": np.ones((R, 3, NOPE), np.float32)},
+            {},
+            ValueError,
+            "query: got 4 heads, expected a multiple of the 3 key heads",
+        ),
+        (
+            {"key_value": np.ones((B, T, R), np.float16)},
+            {},
+            TypeError,
+            "key_value: got dtype float16, expected the query's dtype",
+        ),
+        (
+            {"key_index": np.ones((B, T, 9), np.float32)},
+            {},
+            ValueError,
+            r"key_index: got shape \(2, 19, 9\), expected .* \[B,T,E\]",
+        ),
+        ({}, {"index_topk": 0}, ValueError, "index_topk: got 0, expected a value >= 1"),
+        ({}, {"index_softmax_scale": -1.0}, ValueError, "index_softmax_scale: got -1.0, expected a value > 0"),
+        ({}, {"causal": 1}, TypeError, "causal: got 1, expected True or False"),
+    ],
+)
+def test_mistakes(arrays, change, options, error, message):
+    with pytest.raises(error, match=message):
+        run({**arrays, **change}, **options)
+
+
+def test_class_form_and_explain(arrays):
+    form = ejkernel.create_default_executor()(ejkernel.DeepSeekAttention(), *arrays.values(), index_topk=6)
+    np.testing.assert_array_equal(form, run(arrays, index_topk=6))
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays.values()]
+    assert ejkernel.explain("deepseek_attn", *shapes, platform="xla").forward.operation == "sparse_latent_attention"
+
+
+def _temporary_bytes(length: int, config: SparseLatentAttentionConfig) -> tuple[int, int]:
+    """Of the forward and of the backward phase; 64 tokens of 32 channels for each of `length` queries of 4 heads."""
+    spec, found = jax.ShapeDtypeStruct, []
+
+    def bind(*arrays: Any) -> Any:
+        found.append(get_operation("sparse_latent_attention").canonicalise(*arrays, return_lse=True).call)
+        return 0
+
+    shapes = (spec((1, length, 4, 32), jnp.float32), spec((1, length, 32), jnp.float32), spec((1, length, 64), jnp.int32))
+    jax.eval_shape(bind, *shapes)
+    call, inputs = found[0], get_operation("sparse_latent_attention").Inputs(*shapes)
+    outputs = jax.eval_shape(lambda inputs: forward(call, inputs, config), inputs)
+    first = jax.jit(lambda inputs: forward(call, inputs, config)).lower(inputs)
+    second = jax.jit(lambda inputs, outputs: backward(call, inputs, outputs, outputs, config)).lower(inputs, outputs)
+    return tuple(one.compile().memory_analysis().temp_size_in_bytes for one in (first, second))
+
+
+def test_memory_grows_with_the_length_and_stays_far_below_a_full_gather():
+    config = SparseLatentAttentionConfig(16)
+    short, long = _temporary_bytes(1024, config), _temporary_bytes(4096, config)
+    gathered = 4096 * 64 * 32 * 4  # the tokens of all queries at once
+    for phase, (few, many) in enumerate(zip(short, long, strict=True)):
+        assert many < 4.3 * few, phase
+        assert many < gathered / 3, phase
+    assert _temporary_bytes(4096, SparseLatentAttentionConfig(4096))[0] > gathered
+
+
+def test_the_indexer_never_holds_all_scores():
+    spec = jax.ShapeDtypeStruct
+
+    def bytes_for(length: int) -> int:
+        shapes = (spec((1, length, 4, 16), jnp.float32), spec((1, length, 16), jnp.float32), spec((1, length, 4), jnp.float32))
+        lowered = _indexer.chosen_tokens.lower(*shapes, count=16, scale=1.0, causal=True)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert bytes_for(32768) < 32768 * 32768 * 4 / 8
