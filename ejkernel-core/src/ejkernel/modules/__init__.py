@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from ejkernel.modules._forms import Executor, create_default_executor
 from ejkernel.modules.attention import (
     Attention,
@@ -246,3 +249,12 @@ __all__ = [
     "zigzag_shard",
     "zigzag_unshard",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The portable configs, which live beside the older path of these functions."""
+    if name.endswith("Config"):
+        configs = importlib.import_module("ejkernel.modules.operations.configs")
+        if name in configs.__all__:
+            return getattr(configs, name)
+    raise AttributeError(f"module 'ejkernel.modules' has no attribute {name!r}")
