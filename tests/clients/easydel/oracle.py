@@ -56,8 +56,8 @@ def attention(
 
 
 def state_space_v1(x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, *, initial_state: Any, conv_state: Any, **rest: Any) -> Any:
-    """Mamba's recurrence, one token after the other; gate and activation are the caller's."""
-    assert initial_state is None and rest["gate"] is None
+    """Mamba's recurrence, one token after the other."""
+    assert initial_state is None
 
     def step(state: Any, token: Any) -> Any:
         x, b, c, dt = token
@@ -66,7 +66,8 @@ def state_space_v1(x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, *, initial_s
 
     first = jnp.zeros((x.shape[0], *A.shape), jnp.float32)
     state, y = jax.lax.scan(step, first, tuple(jnp.moveaxis(one, 1, 0) for one in (x, B, C, dt)))
-    return jnp.moveaxis(y, 0, 1), state, conv_state
+    gated = jnp.moveaxis(y, 0, 1) * (1.0 if rest["gate"] is None else rest["act_fn"](rest["gate"]))
+    return gated, state, conv_state
 
 
 def state_space_v2(x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, *, initial_state: Any, conv_state: Any, **rest: Any) -> Any:
