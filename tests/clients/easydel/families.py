@@ -45,7 +45,7 @@ FAMILIES = {
     "mistral": Family("Mistral", {**_DENSE, "sliding_window": 5}),
     "gemma2": Family(
         "Gemma2",
-        {**_DENSE, "query_pre_attn_scalar": 16, "sliding_window": 5, "attn_logit_softcapping": 5.0},
+        {**_DENSE, "query_pre_attn_scalar": 16, "sliding_window": 5, "attn_logit_softcapping": 2.0},
     ),
     "mixtral": Family("Mixtral", {**_DENSE, **_EXPERTS, "sliding_window": None}),
     "qwen3_moe": Family("Qwen3Moe", {**_DENSE, **_QWEN_EXPERTS}),
@@ -104,6 +104,8 @@ def build(name: str, mechanism: str, axes: tuple[int, ...] = (1, 1, 1, 1, 1), **
             "attn_mechanism": mechanism,
             "attn_dtype": jnp.float32,
             "attn_softmax_dtype": jnp.float32,
+            "blocksize_q": 8,
+            "blocksize_k": 8,
             "sharding_axis_dims": axes,
             **fields,
         }
@@ -115,7 +117,7 @@ def build(name: str, mechanism: str, axes: tuple[int, ...] = (1, 1, 1, 1, 1), **
         leaves, tree = jax.tree.flatten(parameters)
         noise = np.random.default_rng(0)
         # so that what starts at 0 or 1 (norms, biases, sinks) is as general as the rest
-        moved = [leaf + jnp.asarray(0.05 * noise.standard_normal(leaf.shape), leaf.dtype) for leaf in leaves]
+        moved = [leaf + jnp.asarray(0.2 * noise.standard_normal(leaf.shape), leaf.dtype) for leaf in leaves]
         nnx.update(model, jax.tree.unflatten(tree, moved))
     return model
 

@@ -41,7 +41,7 @@ def step(name: str, mechanism: str, axes: tuple[int, ...] = (1, 1, 1, 1, 1), **f
 def reference(name: str) -> tuple[float, dict[str, Any]]:
     """Of the plain attention, on one device."""
     if name not in _reference:
-        with oracle.in_place_of_vanilla():
+        with oracle.in_place():
             _reference[name] = step(name, "vanilla")
     return _reference[name]
 

@@ -70,7 +70,7 @@ _KNOBS: Mapping[str, str] = {
     "blocksize_heads": "block_h",
     "num_key_splits": "num_splits",
 }
-"""Names of fields of `Params` as knobs; the others are called alike."""
+"""Names of fields of `Params` as knobs, beside the name itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,7 @@ class BaseOperationConfig:
         given = {
             name: value for name, value in {**common, **mine}.items() if value is not None and not isinstance(value, Params)
         }
-        return {_KNOBS.get(name, name): value for name, value in given.items()}
+        return {**given, **{_KNOBS[name]: value for name, value in given.items() if name in _KNOBS}}
 
 
 def demanded_platform(cfg: Any, platform: Any) -> Any:
