@@ -130,12 +130,12 @@ def test_forms_refuse():
         ejkernel.ragged_decode_attention(query, cache[:2], cache[:2], lens, lens, sliding_window=4)
     with pytest.raises(ValueError, match="page_size: got 3, expected a divisor of the 20 tokens of key_buffer"):
         ejkernel.decode_attention(query, flat, flat, tables, lens, page_size=3)
-    with pytest.raises(ValueError, match="attn_scale: got 2.0, expected None beside softmax_scale"):
+    with pytest.raises(ValueError, match=r"attn_scale: got 2.0, expected None beside softmax_scale"):
         ejkernel.page_attention(query, cache, cache, lens, tables, softmax_scale=1.0, attn_scale=2.0)
     packed = cache.reshape(5, 4, 2, 1, 8)
     described = (lens, tables.reshape(-1), PUBLIC["query_start_loc"], jnp.array([0, 2, 2]))
     new = jnp.asarray(NEW)
-    with pytest.raises(ValueError, match="q_scale: got 0.5, expected None; queries are not quantised"):
+    with pytest.raises(ValueError, match=r"q_scale: got 0.5, expected None; queries are not quantised"):
         ejkernel.ragged_page_attention_v3(PUBLIC["queries"], new, new, packed, *described, q_scale=0.5)
     with pytest.raises(
         ValueError, match="kv_cache: got 2 heads of 8 channels, expected 4 heads or more of at least 8 channels"

@@ -50,9 +50,21 @@ def page_dims(layout: str, batch: str, head: str, channel: str) -> str:
     return f"{batch} {_DIMS[layout].format(h=head, d=channel)}"
 
 
-def head_factor(layout: str, pages: ArraySpec, key_heads: int | None) -> str:
-    """The factor of head axes: `h`, which may be split over devices, unless the pages have padding among their heads."""
-    return "h" if key_heads is None or PageShape.of(pages.shape, layout).heads == key_heads else "whole"
+@dataclasses.dataclass(frozen=True)
+class PageFactors:
+    """The factors of head and channel axes: of arrays of tokens, and of pages, which may have padding after both."""
+
+    head: str
+    page_head: str
+    page_channel: str
+
+    @classmethod
+    def of(cls, layout: str, pages: ArraySpec, key_heads: int | None, head_size: int) -> PageFactors:
+        """Heads are `h`, which may be split over devices, unless the pages have padding among them."""
+        shape = PageShape.of(pages.shape, layout)
+        padded = key_heads is not None and shape.heads != key_heads
+        channel = "d" if shape.head_size == head_size else "padded_channel"
+        return cls("own_head", "padded_head", channel) if padded else cls("h", "h", channel)
 
 
 def check_layout(layout: Any) -> None:

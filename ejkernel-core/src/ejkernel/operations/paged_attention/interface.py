@@ -219,11 +219,12 @@ class PagedAttention(Operation):
         return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: PagedAttentionCall) -> Mapping[str, str]:
-        head = _pages.head_factor(call.layout, call.key_pages, call.key_heads)
+        factors = _pages.PageFactors.of(call.layout, call.key_pages, call.key_heads, call.query.shape[3])
+        head = factors.head
         return {
             "query": f"b n {head} d",
-            "key_pages": _pages.page_dims(call.layout, "b?", head, "d"),
-            "value_pages": _pages.page_dims(call.layout, "b?", head, "v"),
+            "key_pages": _pages.page_dims(call.layout, "b?", factors.page_head, factors.page_channel),
+            "value_pages": _pages.page_dims(call.layout, "b?", factors.page_head, "v"),
             "query_start_loc": "b? l",
             "kv_lens": "b? r",
             "block_tables": "b? r w",

@@ -158,13 +158,13 @@ class PagedCacheUpdate(Operation):
         return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: PagedCacheUpdateCall) -> Mapping[str, str]:
-        head = _pages.head_factor(call.layout, call.key_pages, call.key.shape[2])
-        pages = _pages.page_dims(call.layout, "b", head, "d"), _pages.page_dims(call.layout, "b", head, "v")
+        factors = _pages.PageFactors.of(call.layout, call.key_pages, call.key.shape[2], call.key.shape[3])
+        head = factors.head
         return {
             "key": f"b n {head} d",
             "value": f"b n {head} v",
-            "key_pages": pages[0],
-            "value_pages": pages[1],
+            "key_pages": _pages.page_dims(call.layout, "b", factors.page_head, factors.page_channel),
+            "value_pages": _pages.page_dims(call.layout, "b", factors.page_head, "v"),
             "query_start_loc": "b? l",
             "kv_lens": "b? r",
             "block_tables": "b? r w",
