@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.operations._pages import INTERLEAVED
+from ejkernel.operations._pages import FUSED, alternating
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
 
 
@@ -19,8 +19,9 @@ def _of(array: Any, row: int) -> Any:
 
 def token_major(pages: Any, layout: str) -> tuple[Any, Any]:
     """Views `[P, page_size, K, D]` of one member's pages: its keys and, if it holds them too, its values."""
-    if layout == INTERLEAVED:
-        return pages[:, :, :, 0], pages[:, :, :, 1]
+    if layout in FUSED:
+        heads = alternating(pages, layout)
+        return heads[:, :, 0::2], heads[:, :, 1::2]
     order = {"pthd": (0, 1, 2, 3), "phtd": (0, 2, 1, 3), "hptd": (1, 2, 0, 3)}[layout]
     return pages.transpose(order), None
 
