@@ -132,9 +132,10 @@ def backward(
         grad.query[where] += call.scale * seen.key_scale * d_raw @ seen.key
         keys, values = token_major(_of(grad.key_pages, row.member), call.layout)
         values = values if values is not None else token_major(_of(grad.value_pages, row.member), call.layout)[0]
-        at = (row.page, row.offset, row.key_head)
-        np.add.at(keys[..., : len(seen.query)], at, call.scale * seen.key_scale * np.multiply.outer(d_raw, seen.query))
-        np.add.at(values[..., : call.value_size], at, seen.value_scale * np.multiply.outer(seen.weights, d_out))
+        for number, (page, offset) in enumerate(zip(row.page, row.offset, strict=True)):
+            d_key, d_value = keys[page, offset, row.key_head], values[page, offset, row.key_head]
+            d_key[: len(seen.query)] += call.scale * seen.key_scale * d_raw[number] * seen.query
+            d_value[: call.value_size] += seen.value_scale * seen.weights[number] * d_out
         for scale, part in (
             (grad.key_scale, call.scale * (d_raw @ seen.raw)),
             (grad.value_scale, seen.weights @ products),
