@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -166,7 +167,7 @@ def test_packed_lengths_share_one_program() -> None:
         poisoned = {name: value.at[:, bounds[-1] :].set(jnp.nan) for name, value in arrays.items()}
         (out, final), gradients = packed(poisoned, states, jnp.array(bounds))
         np.testing.assert_array_equal(out[:, bounds[-1] :], 0)
-        for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for index, (start, end) in enumerate(itertools.pairwise(bounds)):
             alone = {name: value[:, start:end] for name, value in arrays.items()}
             wanted, expected = value_and_gradients({**alone, "initial_state": states[index : index + 1]}, CHUNKS)
             assert_same((out[:, start:end], final[index : index + 1]), wanted)

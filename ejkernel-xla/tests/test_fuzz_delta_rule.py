@@ -67,7 +67,7 @@ def check(drawn: Drawn, dtype: str, config: DeltaRuleConfig) -> None:
     check_problem("delta_rule", *drawn, dtype, config=config)
 
 
-@FEW
+@hypothesis.settings(FEW, max_examples=10)
 @hypothesis.given(problems(), dtypes, configs)
 def test_few_problems(drawn: Drawn, dtype: str, config: DeltaRuleConfig) -> None:
     check(drawn, dtype, config)
@@ -86,7 +86,7 @@ def mapped(draw: Any) -> tuple[Drawn, dict[str, int | None]]:
     return drawn, draw(mapped_axes(drawn.arrays))
 
 
-@hypothesis.settings(FEW, max_examples=6)
+@hypothesis.settings(FEW, max_examples=3)
 @hypothesis.given(mapped())
 def test_few_vmaps(drawn: tuple[Drawn, dict[str, int | None]]) -> None:
     check_vmap("delta_rule", *drawn[0], drawn[1])

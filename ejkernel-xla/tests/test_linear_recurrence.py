@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from typing import Any
@@ -87,7 +88,7 @@ def test_packed_sequences_are_sequences(reverse: bool) -> None:
         (_, (out, state)), grads = packed(poisoned, jnp.array(bounds))
         wanted = jnp.zeros_like(out)
         wanted_grads = {n: jnp.zeros_like(a) for n, a in arrays.items()}
-        for i, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
             alone = {**pieces(arrays, start, stop), "initial_state": arrays["initial_state"][i : i + 1]}
 
             (_, (one, last)), more = separate(alone)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from against_reference import assert_close
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel
@@ -198,6 +198,27 @@ def test_over_a_mesh(arrays, kind):
     assert_close(got, wanted, 1e-5)
     for name, gradient in gradients.items():
         assert_close(jax.device_get(gradient), wanted_gradients[name], 1e-5, name)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_inputs_are_not_gathered(kind):
+    keys = jax.random.split(jax.random.key(1), 4)
+    shapes = {"query": (4, 12, 4, 8), "key": (4, 12, 2, 8), "value": (4, 12, 2, 8), "g_cmp": (4, 12, 4)}
+    arrays = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+    def pulled(arrays: Any) -> Any:
+        return jax.value_and_grad(lambda arrays: jnp.sum(jnp.sin(run(arrays))))(arrays)
+
+    wanted = jax.jit(pulled)(arrays)
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        spec = NamedSharding(mesh, P("dp", None, "tp"))
+        arrays = {name: jax.device_put(array, spec) for name, array in arrays.items()}
+        compiled = jax.jit(pulled).lower(arrays).compile()
+        got = compiled(arrays)
+    assert "all-gather" not in compiled.as_text()
+    for leaf, expected in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert_close(jax.device_get(leaf), expected, 1e-5)
 
 
 def test_historical_spelling(arrays):

@@ -77,7 +77,7 @@ def test_prefill_decode_and_mixes_share_one_program() -> None:
 
 
 def test_a_donated_pool_is_updated_in_place() -> None:
-    states = jax.random.normal(jax.random.key(0), (512, HEADS, WIDTH, CHANNELS))
+    states = jax.random.normal(jax.random.key(0), (4096, HEADS, WIDTH, CHANNELS))
     arrays, bounds, slots = tokens(8), jnp.arange(9), jnp.arange(8) * 3
 
     def step(states: Any) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from against_reference import assert_close
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel
@@ -152,6 +152,24 @@ def test_over_a_mesh(arrays, kind):
     assert_close(got, wanted, 1e-5)
     for name in MOVING:
         assert_close(jax.device_get(gradients[name]), wanted_gradients[name], 1e-5, name)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_inputs_are_not_gathered(arrays, kind):
+    def pulled(arrays: Any) -> Any:
+        return jax.value_and_grad(lambda arrays: jnp.sum(jnp.sin(run(arrays, index_topk=6))))(arrays)
+
+    wanted = jax.jit(pulled)(arrays)
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind,) * 2)
+    matrix = P(None, "tp")
+    specs = {name: P("dp") for name in NAMES} | {"query": P("dp", None, "tp"), "w_kc": matrix, "w_vc": matrix}
+    with jax.set_mesh(mesh):
+        placed = {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in arrays.items()}
+        compiled = jax.jit(pulled).lower(placed).compile()
+        got = compiled(placed)
+    assert "all-gather" not in compiled.as_text()
+    for leaf, expected in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert_close(jax.device_get(leaf), expected, 1e-5)
 
 
 @pytest.mark.parametrize(

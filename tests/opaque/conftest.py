@@ -12,7 +12,7 @@ pytest_plugins = ["ejkernel.testing.plugin"]
 
 for _candidate in kernel_registry.list_implementations():
     _known = _candidate.implementation
-    if _candidate.platform == "xla":
+    if _candidate.platform == "xla" and not _known.variant:
         kernel_registry.register(
             _known.operation, "opaque", priority=-1, phase=_known.phase, configs=_known.configs, partitioning="opaque"
         )(resolve(_known.target))

@@ -17,6 +17,7 @@ EIGHT = np.ones(8, np.float32)
 QKV = (Q, Q[:, :, :2], Q[:, :, :2, :3])
 SCAN = (X, Q[0, :3].reshape(12, 8)[:8], X, X, EIGHT, X)
 SLOTS = np.zeros((2, 5, 4, 3), np.int32)
+Q4, S4 = np.ones((8, 8), np.uint32), np.ones((8, 1), np.float32)
 
 _NORM = [
     ((X, EIGHT[:5]), {}, ValueError, r"scale: got shape \(5,\), expected \(8,\)"),
@@ -35,6 +36,7 @@ _NORM = [
 B = np.ones((2, 5, 4), np.float32)
 S = np.ones((2, 4, 8, 8), np.float32)
 IDS = np.zeros((2, 5), np.int32)
+ROWS = np.ones((2, 3), np.int32)
 
 REFUSED: dict[str, list[Any]] = {
     "delta_rule": [
@@ -60,6 +62,27 @@ REFUSED: dict[str, list[Any]] = {
         ((Q, Q, Q), {"scale": float("nan")}, ValueError, "scale: got nan, expected a finite number"),
         ((Q, Q, Q), {"chunked": 1}, TypeError, "chunked: got 1, expected a bool"),
     ],
+    "cross_entropy": [
+        ((X, ROWS[0]), {}, ValueError, r"targets: got shape \(3,\), expected \(2, 3\), one label for each row"),
+        ((X, X[..., 0]), {}, TypeError, "targets: got float32, expected integers"),
+        ((X.astype(np.int32), ROWS), {}, TypeError, "x: got dtype int32, expected a floating type"),
+        ((X[..., :0], ROWS), {}, ValueError, "x: got a vocabulary of 0, expected at least one entry"),
+        ((X, ROWS, C), {}, ValueError, r"head: got shape \(5, 4\), expected \[D, V\] with D = 8 as in x"),
+        ((X, ROWS, X[0]), {"transpose_head": 1}, TypeError, "transpose_head: got 1, expected a bool"),
+        ((X, ROWS, None, EIGHT), {}, ValueError, "head: got None, expected a head beside head_bias"),
+        ((X, ROWS, X[0], EIGHT), {"transpose_head": True}, ValueError, r"head_bias: got shape \(8,\), expected \(3,\)"),
+        ((X, ROWS), {"logit_softcap": 0.0}, ValueError, "logits_soft_cap: got 0.0, expected a value > 0"),
+        ((X, ROWS), {"precision": "best"}, ValueError, "precision: got 'best'"),
+    ],
+    "kl_divergence": [
+        ((X, X[:1]), {}, ValueError, r"teacher: got rows \(1, 3\), expected \(2, 3\) as the student's"),
+        ((X, X[..., :7]), {}, ValueError, "teacher: got a vocabulary of 7, expected 8"),
+        ((X, X, None, None, ROWS), {}, TypeError, "valid: got dtype int32, expected bool"),
+        ((X, X), {"transpose_heads": True}, ValueError, "transpose_heads: got True, expected False without heads"),
+        ((X, X), {"direction": "jsd", "beta": 0.0}, ValueError, r"beta: got 0.0, expected a value in \(0, 1\)"),
+        ((X, X), {"temperature": float("nan")}, ValueError, "temperature: got nan, expected a finite number"),
+        ((X, X, C), {}, ValueError, r"student_head: got shape \(5, 4\), expected \[D, V\] with D = 8 as in student"),
+    ],
     "grouped_matmul": [
         ((X[0], X, G2), {}, ValueError, r"rhs: got shape \(2, 3, 8\), expected \[G, K, N\] with K = 8 as in lhs"),
         ((X[0, :, :4], X, G2), {"transpose_rhs": True}, ValueError, r"expected \[G, N, K\] with K = 4 as in lhs"),
@@ -80,6 +103,16 @@ REFUSED: dict[str, list[Any]] = {
         ((X[0, :, :3], X, G2), {"preferred_element_type": np.int32}, TypeError, "preferred_element_type: got dtype int32"),
         ((X[0, :, :3], X, G2), {"precision": "best"}, ValueError, "precision: got 'best', expected None or one of default"),
         ((X[0, :, :3], X, G2), {"transpose_rhs": 1}, TypeError, "transpose_rhs: got 1, expected a bool"),
+        ((X[0, :, :3].astype(np.int8), X, G2), {}, TypeError, "lhs: got dtype int8, expected a floating type"),
+        ((X[0, :, :3], X.astype(np.int16), G2), {}, TypeError, "rhs: got dtype int16, expected a floating type or int8"),
+        ((X[0, :, :3], X, G2, None, None, EIGHT), {}, ValueError, r"rhs_scale: got shape \(8,\), expected \(2,\) or \(2, 8\)"),
+        ((X[0, :, :3], X, G2, None, None, G2), {}, TypeError, "rhs_scale: got dtype int32, expected a floating type"),
+        (
+            (X[0, :, :3], X, G2, None, None, None, EIGHT),
+            {},
+            ValueError,
+            r"bias: got shape \(8,\), expected \(2, 8\) = \[G, N\]",
+        ),
     ],
     "layer_norm": _NORM,
     "rms_norm": _NORM,
@@ -146,6 +179,23 @@ REFUSED: dict[str, list[Any]] = {
         ((Q, Q, Q, SLOTS), {"block_size": 0}, ValueError, "block_size: got 0, expected a value >= 1"),
         ((Q, Q, Q, SLOTS), {"softmax_scale": float("inf")}, ValueError, "softmax_scale: got inf, expected a finite number"),
         ((Q, Q, Q, SLOTS), {"return_lse": 1}, TypeError, "return_lse: got 1, expected True or False"),
+    ],
+    "quantized_matmul": [
+        ((X, Q4, S4, S4), {}, ValueError, r"x: got shape \(2, 3, 8\) with 3 axes, expected 2 axes"),
+        (
+            (X[0], Q4[:5], S4[:5], S4[:5]),
+            {},
+            ValueError,
+            r"w: got packed weights of 5 x 64, expected \[K, N\] with K = 8 as in x",
+        ),
+        ((X[0], Q4, S4, S4), {"transpose": True}, ValueError, r"expected \[N, K\] with K = 8 as in x; transpose=False reads"),
+        ((X[0], Q4.astype(np.int32), S4, S4), {}, TypeError, "w: got dtype int32, expected uint32, as quantize returns it"),
+        ((X[0], Q4, S4), {}, TypeError, "zeros: got None, expected an array for mode 'affine'"),
+        ((X[0], Q4, S4, S4), {"bits": 8}, ValueError, "w: got 8 words per row, expected 16 for 1 groups of 64 codes of 8 bits"),
+        ((X[0], Q4, S4), {"mode": "mxfp4"}, TypeError, "scales: got dtype float32, expected uint8, the E8M0 codes"),
+        ((X[0], Q4[None], S4[None], S4[None]), {}, ValueError, r"w: got shape \(1, 8, 8\) with 3 axes, expected 2 axes"),
+        ((X[0], Q4, S4, S4), {"transpose": 0}, TypeError, "transpose: got 0, expected a bool"),
+        ((X[0], Q4, S4, S4), {"mode": "int4"}, ValueError, "mode: got 'int4', expected one of affine, nf4"),
     ],
     "rope": [
         ((Q, None, None, C), {}, TypeError, r"cos: got None, expected an array; LlamaRotaryEmbedding"),

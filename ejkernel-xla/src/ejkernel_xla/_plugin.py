@@ -37,6 +37,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("flash_attention", configs="ejkernel_xla.flash_attention.config:CONFIGS"),
             *_both_phases("grouped_matmul", configs="ejkernel_xla.grouped_matmul.config:CONFIGS"),
             *_both_phases("latent_paged_attention", configs="ejkernel_xla.latent_paged_attention.kernel:CONFIGS"),
+            *_both_phases("kl_divergence", configs="ejkernel_xla._vocabulary:CONFIGS"),
             *_both_phases("layer_norm"),
             *_both_phases("linear_recurrence", configs="ejkernel_xla.linear_recurrence.config:CONFIGS"),
             *_both_phases("mean_pooling"),

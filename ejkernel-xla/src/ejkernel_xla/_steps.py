@@ -5,6 +5,7 @@ Forward keeps one state. Backward keeps the states between chunks, and those of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from ejkernel_xla._walk import Walk
 
-Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+Run = Callable[..., tuple[Any, Any]]
 """`run(shared, state, tokens, valid)`: the state after a chunk and its outputs `[b, c, ...]`; `valid` `[1, c]` or None for all."""
 
 
@@ -62,7 +63,7 @@ def run_backward(
         before = jax.tree.map(lambda states: jax.lax.dynamic_index_in_dim(states, index, keepdims=False), befores)
         pieces, valid = _pieces(walk, tokens, before, index), walk.valid(index)
         d_rows = walk.piece(d_out, index).astype(_dtype(before))
-        _, pull = jax.vjp(lambda *values: run(*values, valid), shared, before, pieces)
+        _, pull = jax.vjp(functools.partial(run, valid=valid), shared, before, pieces)
         more, d_state, d_pieces = pull((d_state, d_rows))
         narrow = jax.tree.map(lambda gradient, array: gradient.astype(array.dtype), d_pieces, tokens)
         return (d_state, jax.tree.map(jnp.add, d_shared, more)), narrow

@@ -113,7 +113,7 @@ class Tiles:
         """Logits `[b, n, block]` of one tile, wide."""
         wide = accumulator(x.dtype)
         if head.matrix is None:
-            return x.astype(wide)
+            return (x if x.shape[2] == self.block else jax.lax.dynamic_slice_in_dim(x, tile[0], self.block, 2)).astype(wide)
         found = self._product(x, self.matrix(head, tile), (2, 2 if self.transposed else 1))
         if head.bias is not None:
             found = found + jax.lax.dynamic_slice_in_dim(head.bias, tile[0], self.block, 1)[:, None].astype(found.dtype)
@@ -149,14 +149,15 @@ class Tiles:
             preferred_element_type=accumulator(dtype),
         )
         part = part[None] if shared else part
-        matrix = _added(sums.matrix, part, tile[0], 1 if self.transposed else 2)
+        matrix = added(sums.matrix, part, tile[0], 1 if self.transposed else 2)
         if sums.bias is None:
             return Head(matrix)
         total = jnp.sum(d_logits, axis=(0, 1) if sums.bias.shape[0] == 1 else 1)
-        return Head(matrix, _added(sums.bias, total[None] if total.ndim == 1 else total, tile[0], 1))
+        return Head(matrix, added(sums.bias, total[None] if total.ndim == 1 else total, tile[0], 1))
 
 
-def _added(total: Any, part: Any, start: Any, axis: int) -> Any:
+def added(total: Any, part: Any, start: Any, axis: int) -> Any:
+    """`total[start : ...] += part` along an axis, summed in part's dtype and rounded to total's."""
     if total.shape == part.shape:
         return (total.astype(part.dtype) + part).astype(total.dtype)
     size = part.shape[axis]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from ejkernel.modules._forms import Executor, create_default_executor
 from ejkernel.modules.attention import (
     Attention,
@@ -37,7 +34,14 @@ from ejkernel.modules.latent_serving import (
     multi_latent_ragged_page_attention,
     multi_latent_ragged_page_attention_v2,
 )
-from ejkernel.modules.losses import CrossEntropyOutput, FusedCrossEntropy, fused_cross_entropy
+from ejkernel.modules.losses import (
+    CrossEntropyOutput,
+    FusedCrossEntropy,
+    FusedKLDivergence,
+    KLDivergenceOutput,
+    fused_cross_entropy,
+    fused_kl_divergence,
+)
 from ejkernel.modules.matmuls import GroupedMatmul, QuantizedMatmul, grouped_matmul, quantized_matmul
 from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
 from ejkernel.modules.pooling import MeanPooling, mean_pooling
@@ -100,6 +104,7 @@ FUNCTIONS = (
     "flash_attn_varlen",
     "flash_mla",
     "fused_cross_entropy",
+    "fused_kl_divergence",
     "gated_delta_rule",
     "gla",
     "gla_attention",
@@ -160,10 +165,12 @@ __all__ = [
     "FlashAttnVarlen",
     "FlashMLA",
     "FusedCrossEntropy",
+    "FusedKLDivergence",
     "GLAttention",
     "GatedDeltaRule",
     "GatedLinearAttention",
     "GroupedMatmul",
+    "KLDivergenceOutput",
     "KernelDeltaAttention",
     "LayerNorm",
     "LightningAttention",
@@ -207,6 +214,7 @@ __all__ = [
     "flash_attn_varlen",
     "flash_mla",
     "fused_cross_entropy",
+    "fused_kl_divergence",
     "gated_delta_rule",
     "gla",
     "gla_attention",
@@ -249,12 +257,3 @@ __all__ = [
     "zigzag_shard",
     "zigzag_unshard",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """The portable configs, which live beside the older path of these functions."""
-    if name.endswith("Config"):
-        configs = importlib.import_module("ejkernel.modules.operations.configs")
-        if name in configs.__all__:
-            return getattr(configs, name)
-    raise AttributeError(f"module 'ejkernel.modules' has no attribute {name!r}")

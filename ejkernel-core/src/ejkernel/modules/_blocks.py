@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.modules._packed import _tokens  # pyright: ignore[reportPrivateUsage]
+from ejkernel.modules._ranking import largest, over_rows
 from ejkernel.operations.mean_pooling.interface import OPERATION as _MEAN_POOLING
 
 _NUMBERS = 2**24
@@ -31,6 +32,8 @@ class Blocks(NamedTuple):
     """`[t]`"""
     token_numbers: Any
     """of the block in which each token lies, within its sequence `[t]`"""
+    token_entries: Any
+    """where the blocks of each token's sequence begin in `[n]`, `[t]`"""
 
 
 def blocks_of(length: int, block_size: int, cu_seqlens: Any) -> Blocks:
@@ -38,7 +41,14 @@ def blocks_of(length: int, block_size: int, cu_seqlens: Any) -> Blocks:
     if cu_seqlens is None:
         numbers = jnp.arange(-(-length // block_size), dtype=jnp.int32)
         tokens = jnp.arange(length, dtype=jnp.int32)
-        return Blocks(numbers * block_size, jnp.zeros_like(numbers), numbers, jnp.zeros_like(tokens), tokens // block_size)
+        return Blocks(
+            numbers * block_size,
+            jnp.zeros_like(numbers),
+            numbers,
+            jnp.zeros_like(tokens),
+            tokens // block_size,
+            jnp.zeros_like(tokens),
+        )
     sequences = cu_seqlens.shape[0] - 1
     most = min(length, (length + sequences * (block_size - 1)) // block_size)
     segments, positions, lengths = _tokens(cu_seqlens, length)
@@ -49,7 +59,8 @@ def blocks_of(length: int, block_size: int, cu_seqlens: Any) -> Blocks:
     numbers = jnp.where(used, index - first[owner], 0)
     cumulative = cu_seqlens.astype(jnp.int32)
     starts = jnp.where(used, cumulative[owner] + numbers * block_size, cumulative[-1])
-    return Blocks(starts, jnp.where(used, owner, -1), numbers, segments, positions // block_size)
+    entries = first[jnp.maximum(segments, 0)]
+    return Blocks(starts, jnp.where(used, owner, -1), numbers, segments, positions // block_size, entries)
 
 
 def block_means(x: Any, block_size: int, blocks: Blocks, cu_seqlens: Any) -> Any:
@@ -80,7 +91,7 @@ def chosen_blocks(query: Any, means: Any, lse: Any, blocks: Blocks, *, block_siz
         scale: factor on the products.
     """
     batch, length, heads, size = query.shape
-    entries, key_heads = means.shape[1:3]
+    key_heads = means.shape[2]
     query, means, lse = jax.lax.stop_gradient((query, means, lse))
     groups = heads // key_heads
     query = query.reshape(batch, length, key_heads, groups, size)
@@ -90,7 +101,7 @@ def chosen_blocks(query: Any, means: Any, lse: Any, blocks: Blocks, *, block_siz
     last = blocks.starts + (block_size - 1)
 
     def tile(arrays: Any) -> Any:
-        query, lse, sequence, number, position = arrays
+        query, lse, sequence, number, entries, position = arrays
         logits = jnp.einsum("tbkgd,bnkd->tbkgn", query, means, precision=precision, preferred_element_type=wide) * scale
         same = (sequence[:, None] == blocks.sequences) & (sequence[:, None] >= 0)
         complete = same & (last <= position[:, None])
@@ -102,24 +113,10 @@ def chosen_blocks(query: Any, means: Any, lse: Any, blocks: Blocks, *, block_siz
         forced = jnp.where(behind == 0, groups + 3, forced)[:, None, None]
         scores = jnp.where(forced > 0, forced, jnp.sum(weights, axis=3))
         scores = jnp.where((same & (behind >= 0))[:, None, None], scores, -1)
-        best, entry = jax.lax.top_k(scores, count)
-        return jnp.where(best >= 0, blocks.numbers[entry], -1)
+        best, entry = largest(scores, count)
+        return jnp.where(best >= 0, entry - entries[:, None, None, None], -1)
 
-    per_token = (blocks.token_sequences, blocks.token_numbers, jnp.arange(length, dtype=jnp.int32))
+    per_token = (blocks.token_sequences, blocks.token_numbers, blocks.token_entries, jnp.arange(length, dtype=jnp.int32))
     arrays = (jnp.moveaxis(query, 1, 0), jnp.moveaxis(lse, 1, 0), *per_token)
-    found = over_rows(tile, arrays, max(_NUMBERS // max(batch * heads * entries, 1), 1))
+    found = over_rows(tile, arrays, max(_NUMBERS // max(batch * heads * means.shape[1], 1), 1))
     return jnp.moveaxis(found, 0, 1).astype(jnp.int32)
-
-
-def over_rows(function: Any, arrays: Any, block: int) -> Any:
-    """`function` of tiles of at most `block` rows (axis 0) of every array, its results put together; one tile is no loop."""
-    length = jax.tree.leaves(arrays)[0].shape[0]
-    if length <= block:
-        return function(arrays)
-
-    def tiles(x: Any) -> Any:
-        x = jnp.pad(x, [(0, -length % block)] + [(0, 0)] * (x.ndim - 1))
-        return x.reshape(x.shape[0] // block, block, *x.shape[1:])
-
-    found = jax.lax.map(function, jax.tree.map(tiles, arrays))
-    return jax.tree.map(lambda x: x.reshape(x.shape[0] * block, *x.shape[2:])[:length], found)

@@ -41,7 +41,7 @@ def check_starts(query_start_loc: Any, query: Any) -> None:
     if isinstance(query_start_loc, jax.core.Tracer) or not hasattr(query_start_loc, "shape") or not hasattr(query, "shape"):
         return
     values = np.asarray(query_start_loc)
-    if values.ndim != 1 or values.size == 0 or not query.shape:
+    if values.ndim != 1 or values.size == 0 or len(query.shape) != 3:
         return
     if values[0] != 0 or values[-1] > query.shape[0] or (np.diff(values) < 0).any():
         expected = f"values that do not decrease, from 0 to at most {query.shape[0]} = tokens of query"

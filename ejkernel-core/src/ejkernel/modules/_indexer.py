@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules._blocks import over_rows
+from ejkernel.modules._ranking import largest, over_rows
 
 _KEYS = 512
 """Keys that are scored at once."""
@@ -45,7 +45,7 @@ def chosen_tokens(query: Any, key: Any, weights: Any, *, count: int, scale: floa
         scores = jnp.where(scores >= lowest, scores, lowest)
         if causal:
             scores = jnp.where(jnp.arange(tokens) <= position[:, None, None], scores, -jnp.inf)
-        best, token = jax.lax.top_k(scores, count)
+        best, token = largest(scores, count)
         return jnp.where(best >= lowest, token, -1).astype(jnp.int32)
 
     if not tokens or not count:

@@ -70,7 +70,7 @@ def hashable(value: Any) -> Any:
 
 def restored(value: Any) -> Any:
     """A mapping that `hashable` made pairs of, as a mapping; anything else as it is."""
-    return dict(cast("_Knobs", value)) if isinstance(value, _Knobs) else value
+    return dict(value) if isinstance(value, _Knobs) else value
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -77,7 +77,7 @@ def gated_delta_rule(
 
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule, 2025.
     """
-    if getattr(decay, "ndim", 3) != 3:
+    if decay is not None and getattr(decay, "ndim", 3) != 3:
         remedy = "kernel_delta_attention takes one per channel"
         raise invalid("decay", f"shape {tuple(decay.shape)}", "[B,T,H], one per head", remedy=remedy)
     return kernel_delta_attention(

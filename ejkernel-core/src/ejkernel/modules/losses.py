@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,18 @@ from ejkernel.operations._numbers import finite_number
 from ejkernel.operations.cross_entropy.interface import IGNORED
 from ejkernel.operations.cross_entropy.interface import OPERATION as _CROSS_ENTROPY
 from ejkernel.operations.flash_attention.interface import is_concrete
+from ejkernel.operations.kl_divergence.interface import OPERATION as _KL_DIVERGENCE
 
+_KL_ARRAYS = (
+    "student_logits",
+    "teacher_logits",
+    "weights",
+    "student_hidden",
+    "student_head",
+    "teacher_hidden",
+    "teacher_head",
+    "attention_mask",
+)
 _ARRAYS = ("logits", "targets", "weights", "hidden", "lm_head_weight", "lm_head_bias", "attention_mask")
 
 
@@ -96,7 +107,9 @@ def fused_cross_entropy(
 
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024; z-loss: Chowdhery et al., PaLM, 2022.
     """
-    arrays = dict(zip(_ARRAYS, (logits, targets, weights, hidden, lm_head_weight, lm_head_bias, attention_mask), strict=True))
+    arrays: dict[str, Any] = dict(
+        zip(_ARRAYS, (logits, targets, weights, hidden, lm_head_weight, lm_head_bias, attention_mask), strict=True)
+    )
     _check_sources(arrays)
     check_reduction(reduction)
     smoothing = finite_number("label_smoothing", label_smoothing, at_least=0)
@@ -108,7 +121,7 @@ def fused_cross_entropy(
     specs = specs_of(arrays, _ARRAYS, mesh, in_specs, out_specs)
     if mesh is not None:
         axes, row_axes = _mesh_axes(axes, arrays, specs, mesh, transpose_head)
-        out_specs = _output_specs(out_specs)
+        out_specs = CrossEntropyOutput(*_per_result(out_specs, 3))
     if mesh is not None or not axes:
         _check_labels(arrays, ignore_index, transpose_head)
     options = {
@@ -199,6 +212,8 @@ def _check_sources(arrays: dict[str, Any]) -> None:
     for name, array in arrays.items():
         if array is not None and not hasattr(array, "dtype"):
             raise wrong_type(name, type(array).__name__, "an array")
+    if not jnp.issubdtype(arrays["targets"].dtype, jnp.integer):
+        raise wrong_type("targets", f"dtype {arrays['targets'].dtype}", "integers")
     if (arrays["logits"] is None) == (arrays["hidden"] is None):
         got = "neither logits nor hidden" if arrays["logits"] is None else "both logits and hidden"
         raise invalid("logits", got, "logits, or hidden with lm_head_weight")
@@ -240,11 +255,171 @@ def _mesh_axes(axes: Axes, arrays: dict[str, Any], specs: dict[str, Any], mesh: 
     return last, row_axes
 
 
-def _output_specs(out_specs: Any) -> Any:
-    """One spec stands for loss and z_loss; the sum of the weights is whole."""
-    if isinstance(out_specs, (tuple, list)) and not isinstance(out_specs, jax.sharding.PartitionSpec):
-        return CrossEntropyOutput(*out_specs)
-    return CrossEntropyOutput(out_specs, out_specs, jax.sharding.PartitionSpec())
+def _per_result(out_specs: Any, results: int) -> tuple[Any, ...]:
+    """One spec stands for all results but the last, the sum of the weights, which is whole."""
+    if isinstance(out_specs, jax.sharding.PartitionSpec) or not isinstance(out_specs, (tuple, list)):
+        return (*[out_specs] * (results - 1), jax.sharding.PartitionSpec())
+    return tuple(cast("tuple[Any, ...]", out_specs))
 
 
+class KLDivergenceOutput(NamedTuple):
+    """loss, differentiable; weight_sum, the sum of the weights of the tokens that count."""
+
+    loss: jax.Array
+    weight_sum: jax.Array
+
+
+def fused_kl_divergence(
+    student_logits: jax.Array | None = None,
+    teacher_logits: jax.Array | None = None,
+    weights: jax.Array | None = None,
+    *,
+    student_hidden: jax.Array | None = None,
+    student_head: jax.Array | None = None,
+    teacher_hidden: jax.Array | None = None,
+    teacher_head: jax.Array | None = None,
+    transpose_heads: bool = False,
+    attention_mask: jax.Array | None = None,
+    reduction: str = "mean",
+    direction: str = "forward",
+    temperature: float = 1.0,
+    beta: float | None = None,
+    precision: Any = None,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> KLDivergenceOutput:
+    """Divergence of a student from a teacher, for distillation; from logits, or from hidden states without storing all logits.
+
+    With `s, t = softmax(student / T), softmax(teacher / T)` of each token and T = temperature, the loss is T^2 times
+
+    - "forward": `KL(t || s) = sum_v t_v log(t_v / s_v)`;
+    - "reverse": `KL(s || t)`;
+    - "jsd": `beta KL(t || m) + (1 - beta) KL(s || m)` with `m = beta t + (1 - beta) s`.
+
+    The teacher is a constant: it has no gradient. Tokens do not count, and what their rows hold has no effect, where
+    attention_mask or the weight is 0.
+
+    Args:
+        student_logits: `[..., V]`, float32, bfloat16 or float16; inside in float32. Or None beside student_hidden.
+        teacher_logits: `[..., V]`, or None beside teacher_hidden.
+        weights: `[...]`, factor on each token's loss; constants under differentiation.
+        student_hidden: `[..., D]`, with student_head `[D, V]`.
+        student_head: `[D, V]`, or `[V, D]` with transpose_heads; has a gradient.
+        teacher_hidden: `[..., D']`, with teacher_head `[D', V]`; another width than the student's will do.
+        teacher_head: `[D', V]`, or `[V, D']`.
+        transpose_heads: both heads are `[V, D]`, as embeddings are.
+        attention_mask: `[...]`, bool or 0 and 1: which tokens count.
+        reduction: "none", "sum" (of weighted losses) or "mean" (by the sum of weights; 0 where no token counts).
+        direction: "forward", "reverse" or "jsd".
+        temperature: T > 0.
+        beta: weight of the teacher in the mixture, in (0, 1); for "jsd" alone, None means 0.5.
+        precision: of the products with the heads; None = full precision of the dtype.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+        mesh: make the `jax.shard_map` here; tokens may be split, the vocabulary may not; sums then run over all tokens.
+        in_specs: one PartitionSpec or None for each of student_logits, teacher_logits, weights, student_hidden, student_head,
+            teacher_hidden, teacher_head, attention_mask; the last may be left out.
+        out_specs: PartitionSpec of the loss, or a `KLDivergenceOutput` of them.
+
+    Returns:
+        `KLDivergenceOutput(loss, weight_sum)` in float32: scalars, or `[...]` loss with reduction "none".
+
+    Raises:
+        ValueError: shapes, values or settings that do not fit.
+        TypeError: a wrong type or dtype.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, 2015; Agarwal et al., On-Policy Distillation
+        of Language Models, 2024 (reverse and jsd).
+    """
+    given = (
+        student_logits,
+        teacher_logits,
+        weights,
+        student_hidden,
+        student_head,
+        teacher_hidden,
+        teacher_head,
+        attention_mask,
+    )
+    arrays: dict[str, Any] = dict(zip(_KL_ARRAYS, given, strict=True))
+    for side in ("student", "teacher"):
+        _check_side(side, arrays)
+    check_reduction(reduction)
+    row_axes: Axes = ()
+    specs = specs_of(arrays, _KL_ARRAYS, mesh, in_specs, out_specs)
+    if mesh is not None:
+        for name, array in arrays.items():
+            if array is not None and name not in ("weights", "attention_mask"):
+                rows, last = split_axes(specs.get(name), len(array.shape), mesh)
+                if last or (name.endswith("head") and rows):
+                    raise invalid(
+                        "in_specs", f"{name} split over {last or rows}", "tokens split, vocabulary and channels whole"
+                    )
+                row_axes = rows if name in ("student_logits", "student_hidden") else row_axes
+        out_specs = KLDivergenceOutput(*_per_result(out_specs, 2))
+    options = {
+        "transpose_heads": transpose_heads,
+        "reduction": reduction,
+        "direction": direction,
+        "temperature": temperature,
+        "beta": beta,
+        "row_axes": row_axes,
+        "precision": precision,
+        "platform": platform,
+        "cfg": cfg,
+    }
+    return _mesh.over_mesh(
+        _kl_divergence, arrays, options, positional=_KL_ARRAYS, mesh=mesh, in_specs=in_specs, out_specs=out_specs
+    )
+
+
+def _kl_divergence(
+    *,
+    student_logits: Any,
+    teacher_logits: Any,
+    weights: Any,
+    student_hidden: Any,
+    student_head: Any,
+    teacher_hidden: Any,
+    teacher_head: Any,
+    attention_mask: Any,
+    reduction: str,
+    row_axes: Axes,
+    platform: Any,
+    cfg: Any,
+    **options: Any,
+) -> KLDivergenceOutput:
+    """On one device."""
+    student = student_logits if student_hidden is None else student_hidden
+    kept, scale = counted(tuple(student.shape[:-1]), weights, attention_mask)
+    arrays = {
+        "student": student,
+        "teacher": teacher_logits if teacher_hidden is None else teacher_hidden,
+        "student_head": student_head,
+        "teacher_head": teacher_head,
+        "valid": None if weights is None and attention_mask is None else kept,
+    }
+    loss = _KL_DIVERGENCE.invoke(arrays, options, platform=platform, cfg=cfg) * scale * float(options["temperature"]) ** 2
+    weight_sum = summed(scale, row_axes)
+    return KLDivergenceOutput(reduced(loss, weight_sum, reduction, row_axes), weight_sum)
+
+
+def _check_side(side: str, arrays: dict[str, Any]) -> None:
+    logits, hidden, head = (arrays[f"{side}_{name}"] for name in ("logits", "hidden", "head"))
+    for name in (f"{side}_logits", f"{side}_hidden", f"{side}_head", "weights", "attention_mask"):
+        if arrays[name] is not None and not hasattr(arrays[name], "dtype"):
+            raise wrong_type(name, type(arrays[name]).__name__, "an array")
+    if (logits is None) == (hidden is None):
+        got = "neither logits nor hidden states" if logits is None else "both logits and hidden states"
+        raise invalid(f"{side}_logits", got, f"{side}_logits, or {side}_hidden with {side}_head")
+    if (hidden is None) != (head is None):
+        got = "None" if head is None else "an array"
+        raise invalid(f"{side}_head", got, f"a head with {side}_hidden, and None with {side}_logits")
+
+
+FusedKLDivergence = class_form("FusedKLDivergence", fused_kl_divergence)
 FusedCrossEntropy = class_form("FusedCrossEntropy", fused_cross_entropy)

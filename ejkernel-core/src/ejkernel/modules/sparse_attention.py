@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -205,7 +207,8 @@ def apply_native_sparse_attention(
 
     Source: Yuan et al., Native Sparse Attention, 2025, section 3.3.2.
     """
-    arrays = {"query": query, "key": key, "value": value, "block_indices": block_indices, "cu_seqlens": cu_seqlens}
+    arrays: dict[str, Any] = {"query": query, "key": key, "value": value, "block_indices": block_indices}
+    arrays["cu_seqlens"] = cu_seqlens
     options: dict[str, Any] = {"block_size": block_size, "softmax_scale": softmax_scale, "return_lse": return_lse}
     is_array = getattr(block_counts, "ndim", 0) > 0
     (arrays if is_array else options)["block_counts"] = block_counts
@@ -299,7 +302,7 @@ def _gated_sum(parts: list[tuple[Any, Any]]) -> Any:
     dtype = parts[0][1].dtype
     wide = jnp.promote_types(dtype, jnp.float32)
     terms = [out.astype(wide) if gate is None else gate.astype(wide)[..., None] * out.astype(wide) for gate, out in parts]
-    return sum(terms[1:], terms[0]).astype(dtype)
+    return functools.reduce(operator.add, terms).astype(dtype)
 
 
 def _as_counts(block_counts: Any, key: Any) -> Any:

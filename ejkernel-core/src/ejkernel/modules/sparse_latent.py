@@ -151,7 +151,8 @@ def _absorbed(query: Any, key_value: Any, w_kc: Any, b_q: Any, b_k: Any) -> tupl
     if b_k is None:
         return latent, key_value
     rope = query[..., size:] if b_q is None else b_q
-    rope = rope if rope.ndim == 4 else jnp.broadcast_to(rope[:, :, None], (*query.shape[:3], rope.shape[2]))
+    # A sum, since it is split over devices as the heads are, which a broadcast would not be.
+    rope = rope if rope.ndim == 4 else rope[:, :, None] + jnp.zeros_like(latent[..., :1])
     return jnp.concatenate([latent, rope], axis=-1), jnp.concatenate([key_value, b_k], axis=-1)
 
 
@@ -184,22 +185,21 @@ def _check(arrays: dict[str, Any]) -> None:
     check_shape("query_index", arrays["query_index"], (batch, length, index_heads, index_size), "[B,T,I,E]")
     check_shape("key_index", arrays["key_index"], (batch, length, index_size), "[B,T,E]")
     check_shape("index_weights", arrays["index_weights"], (batch, length, index_heads), "[B,T,I]")
-    if b_k is None and b_q is not None:
-        raise invalid("b_k", None, "the keys' rope part beside b_q")
+    rope = 0
     if b_k is not None:
         check_compute("b_k", b_k, ndim=3)
-        check_shape("b_k", b_k, (batch, length, b_k.shape[2]), "[B,T,d_rope]")
-    rope = 0 if b_k is None or b_q is not None else b_k.shape[2]
-    if size != nope + rope:
-        raise invalid(
-            "query", f"head size {size}", f"{nope + rope}: the {nope} channels of w_kc" + f" and {rope} of b_k" * bool(rope)
-        )
+        rope = b_k.shape[2]
+        check_shape("b_k", b_k, (batch, length, rope), "[B,T,d_rope]")
     if b_q is not None:
+        if b_k is None:
+            raise invalid("b_k", None, "the keys' rope part beside b_q")
         check_compute("b_q", b_q)
-        shared = (batch, length, b_k.shape[2])
-        check_shape(
-            "b_q", b_q, shared if b_q.ndim == 3 else (batch, length, heads, b_k.shape[2]), "[B,T,d_rope] or [B,T,H,d_rope]"
-        )
+        expected = (batch, length, rope) if b_q.ndim == 3 else (batch, length, heads, rope)
+        check_shape("b_q", b_q, expected, "[B,T,d_rope] or [B,T,H,d_rope]")
+    inside = rope if b_q is None else 0
+    if size != nope + inside:
+        parts = f"the {nope} channels of w_kc" + (f" and {inside} of b_k" if inside else "")
+        raise invalid("query", f"head size {size}", f"{nope + inside}: {parts}")
 
 
 DeepSeekAttention = class_form("DeepSeekAttention", deepseek_attn)

@@ -154,7 +154,10 @@ def _ssd(*, x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, initial_state: Any,
         check_shape(name, array, (batch, length, groups, width), "[B, T, G, N] as x and B")
     if groups == 0 or heads % groups:
         raise invalid("B", f"{groups} groups", f"a divisor of the {heads} heads of x")
-    per_head = {"A": (A, (heads,), "[H]"), "dt": (dt, (batch, length, heads), "[B, T, H]")}
+    per_head: dict[str, tuple[Any, tuple[int, ...], str]] = {
+        "A": (A, (heads,), "[H]"),
+        "dt": (dt, (batch, length, heads), "[B, T, H]"),
+    }
     if D is not None:
         per_head["D"] = (D, (heads,), "[H]")
     if initial_state is not None:

@@ -21,6 +21,7 @@ OPERATIONS: Mapping[str, str] = {
         "flash_attention",
         "grouped_matmul",
         "latent_paged_attention",
+        "kl_divergence",
         "layer_norm",
         "linear_recurrence",
         "mean_pooling",

@@ -65,20 +65,20 @@ def unpack_codes(words: Any, bits: int, count: int) -> Any:
     words = words.astype(jnp.uint32)
     words = jnp.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, -words.shape[-1] % per_period)])
     words = words.reshape(*words.shape[:-1], -1, per_period)
-    start = np.arange(period) * bits
-    word, shift = start // WORD, (start % WORD).astype(np.uint32)
-    codes = _spread(words, word, per_period) >> shift
-    if per_period > 1:
-        # A code may go on in the next word. Shifting by 32 is undefined, so those that start at bit 0 take nothing from it.
-        rest = _spread(words, np.minimum(word + 1, per_period - 1), per_period) << ((WORD - shift) % WORD)
-        codes = codes | jnp.where(shift + bits > WORD, rest, 0)
+    codes = jnp.concatenate([_codes_from(words, word, bits, period) for word in range(per_period)], axis=-1)
     codes = codes & np.uint32((1 << bits) - 1)
     return codes.reshape(*codes.shape[:-2], -1)[..., :count]
 
 
-def _spread(words: Any, index: np.ndarray, per_period: int) -> Any:
-    """`words[..., index]` for an index that is known; one word is broadcast rather than gathered."""
-    return words if per_period == 1 else words[..., index]
+def _codes_from(words: Any, word: int, bits: int, period: int) -> Any:
+    """The codes that start in this word of every period, with what lies above them; the last one may go on in the next word."""
+    starts = np.arange(period) * bits - word * WORD
+    shifts = starts[(starts >= 0) & (starts < WORD)].astype(np.uint32)
+    codes = words[..., word : word + 1] >> shifts
+    if shifts[-1] + bits <= WORD:
+        return codes
+    rest = words[..., word + 1 : word + 2] << np.uint32(WORD - shifts[-1])
+    return jnp.concatenate([codes[..., :-1], codes[..., -1:] | rest], axis=-1)
 
 
 def _period(bits: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations._checks import check_array
 from ejkernel.operations._numbers import check_compute
-from ejkernel.quantization._codes import E2M1_MAX, E4M3_MAX, E8M0_BIAS, decode_e4m3, decode_weights, encode, encode_e4m3
+from ejkernel.quantization._codes import E2M1_MAX, E4M3_MAX, E8M0_BIAS, decode_scales, decode_weights, encode, encode_e4m3
 from ejkernel.quantization._format import QuantizationFormat, resolve_format
 from ejkernel.quantization._packing import pack_codes
 
@@ -244,6 +244,6 @@ def _nvidia(groups: Any, form: QuantizationFormat, dtype: Any) -> tuple[Any, Any
     scale = jnp.where(largest > 0, scale, jnp.ones_like(scale))
     codes = encode_e4m3(scale)
     if form.bits == 8:
-        codes = jnp.where(decode_e4m3(codes, scale.dtype) < scale, jnp.minimum(codes + 1, _LARGEST_E4M3), codes)
-    factor = decode_e4m3(codes, groups.dtype)
+        codes = jnp.where(decode_scales(codes, form, scale.dtype) < scale, jnp.minimum(codes + 1, _LARGEST_E4M3), codes)
+    factor = decode_scales(codes, form, groups.dtype)
     return encode(groups / factor[..., None], form), codes.astype(jnp.uint8)

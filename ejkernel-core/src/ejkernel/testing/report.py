@@ -58,11 +58,11 @@ class Report:
 
     def lines(self) -> list[str]:
         """The table that the suite prints last."""
-        lines = [f"{'operation':<18}{'level':<13}{'pass':>6}{'refused':>9}{'fail':>6}   worst relative error"]
+        lines = [f"{'operation':<26}{'level':<13}{'pass':>6}{'refused':>9}{'fail':>6}   worst relative error"]
         for operation, level, passed, refused, failed in self.rows():
             worst = self.errors.get(operation, {}) if level == "numbers" else {}
             shown = ", ".join(f"{dtype} {error:.1e}" for dtype, error in worst.items())
-            lines.append(f"{operation:<18}{level:<13}{passed:>6}{refused:>9}{failed:>6}   {shown}".rstrip())
+            lines.append(f"{operation:<26}{level:<13}{passed:>6}{refused:>9}{failed:>6}   {shown}".rstrip())
         for (operation, _, feature), outcome in sorted(self.outcomes.items()):
             if outcome.startswith("refused"):
                 lines.append(f"  {operation} {feature}: {outcome}")

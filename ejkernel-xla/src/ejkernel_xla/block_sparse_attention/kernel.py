@@ -98,9 +98,10 @@ def _plain(call: BlockSparseAttentionCall, inputs: BlockSparseAttentionInputs, c
     plan = masks.plan(dense_call, config.q_blocksize, config.kv_blocksize)
     plan = dataclasses.replace(plan, predicate=call.mask_builder, masked=plan.masked or call.mask_builder is not None)
     if inputs.key_tiles is not None and len(plan.tiles):
-        tiles = -(-call.key.shape[1] // call.kv_blocksize)
+        rows, columns = call.blocks
+        tiles = -(-call.key.shape[1] // columns)
         listed = mapped(TileLists(inputs.key_tiles, None), tiles)[:, None]
-        listed = jnp.repeat(jnp.repeat(listed, call.q_blocksize, 2), call.kv_blocksize, 3)
+        listed = jnp.repeat(jnp.repeat(listed, rows, 2), columns, 3)
         listed = listed[:, :, : call.query.shape[1], : call.key.shape[1]]
         dense_inputs = dense_inputs._replace(mask=both(inputs.mask, listed))
         plan = dataclasses.replace(plan, masked=True)

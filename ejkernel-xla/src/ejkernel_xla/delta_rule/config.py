@@ -45,9 +45,14 @@ def heuristic(call: DeltaRuleCall, target: Target) -> DeltaRuleConfig:
 
 
 def search_space(call: DeltaRuleCall, target: Target) -> Sequence[DeltaRuleConfig]:
-    chosen = heuristic(call, target)
-    steps = sorted({1, chosen.chunks_per_step, 4 * chosen.chunks_per_step})
-    return [DeltaRuleConfig(chunk, step) for chunk in (16, 32, 64, 128) for step in steps if chunk == 64 or step != 1]
+    """Chunks around 64, one or more at a time; no two that the length makes the same."""
+    length, chosen = call.query.shape[1], heuristic(call, target).chunks_per_step
+    found: list[DeltaRuleConfig] = []
+    for size in (16, 32, 64, 128):
+        if size == 16 or size < 2 * length:
+            chunks = max(-(-length // size), 1)
+            found += [DeltaRuleConfig(size, steps) for steps in sorted({1, min(chosen, chunks), min(4 * chosen, chunks)})]
+    return found
 
 
 CONFIGS = ConfigSpace(DeltaRuleConfig, heuristic, search_space)

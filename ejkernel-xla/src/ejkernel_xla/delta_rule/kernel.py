@@ -17,7 +17,7 @@ from ejkernel.operations.delta_rule.interface import DeltaRuleCall, DeltaRuleInp
 from ejkernel_xla.delta_rule.config import DeltaRuleConfig
 from ejkernel_xla.delta_rule.layout import Grid, Packed, Rows
 from ejkernel_xla.delta_rule.products import scan
-from ejkernel_xla.delta_rule.steps import Marks, Tokens, run_step
+from ejkernel_xla.delta_rule.steps import Step, Tokens, run_step
 
 
 def _nothing_to_do(call: DeltaRuleCall) -> bool:
@@ -73,11 +73,11 @@ def forward(call: DeltaRuleCall, inputs: DeltaRuleInputs, config: DeltaRuleConfi
 def _forward_rows(call: DeltaRuleCall, inputs: DeltaRuleInputs, grid: Grid, initial: Any) -> DeltaRuleOutputs:
     layout = Rows(call, inputs, grid)
 
-    def step(state: Any, values: Any) -> Any:
-        state, out, _ = run_step(call, state, *values, None)
+    def step(state: Any, values: Step) -> Any:
+        state, out, _ = run_step(call, state, values)
         return state, out
 
-    state, out = scan(step, initial[:, 0], (_tokens(inputs, layout.cut), layout.marks))
+    state, out = scan(step, initial[:, 0], Step(_tokens(inputs, layout.cut), layout.marks))
     out = layout.joined(out.astype(call.value.dtype))
     return DeltaRuleOutputs(out, state[:, None] if call.return_state else None)
 
@@ -85,15 +85,12 @@ def _forward_rows(call: DeltaRuleCall, inputs: DeltaRuleInputs, grid: Grid, init
 def _forward_packed(call: DeltaRuleCall, inputs: DeltaRuleInputs, grid: Grid, initial: Any) -> DeltaRuleOutputs:
     layout = Packed(call, inputs, grid)
 
-    def run(state: Any, values: Any) -> Any:
-        return run_step(call, state, *values)
-
     def step(state: Any, values: Any) -> Any:
-        needed, *values = values
-        state, *found = _maybe(needed, run, state, values)
+        needed, values = values
+        state, *found = _maybe(needed, lambda state, values: run_step(call, state, values), state, values)
         return state, found
 
-    steps = (_needed(layout, grid), _tokens(inputs, layout.cut), layout.marks, layout.starts(initial))
+    steps = (_needed(layout, grid), Step(_tokens(inputs, layout.cut), layout.marks, layout.starts(initial)))
     _, (out, states) = scan(step, jnp.zeros_like(initial[:, 0]), steps)
     after, alone, _ = _run_singles(call, layout, _tokens(inputs, layout.single), initial)
     out = layout.joined(out) + layout.to_tokens(alone)
@@ -110,7 +107,7 @@ def _of(mask: Any) -> Any:
 
 def _run_singles(call: DeltaRuleCall, layout: Packed, tokens: Tokens, initial: Any) -> tuple[Any, Any, Any]:
     """Every sequence of one token, as if all were a batch of single steps."""
-    return run_step(dataclasses.replace(call, chunked=False), initial.reshape(-1, *initial.shape[2:]), tokens, Marks(), None)
+    return run_step(dataclasses.replace(call, chunked=False), initial.reshape(-1, *initial.shape[2:]), Step(tokens))
 
 
 def backward(
@@ -143,12 +140,12 @@ def _backward_rows(
     call: DeltaRuleCall, inputs: DeltaRuleInputs, grid: Grid, initial: Any, d_out: Any, d_final: Any
 ) -> tuple[Tokens, Any]:
     layout = Rows(call, inputs, grid)
-    steps = (_tokens(inputs, layout.cut), layout.marks)
-    states = _states_before(lambda state, values: run_step(call, state, *values, None)[0], initial[:, 0], steps)
+    steps = Step(_tokens(inputs, layout.cut), layout.marks)
+    states = _states_before(lambda state, values: run_step(call, state, values)[0], initial[:, 0], steps)
 
     def step(d_state: Any, values: Any) -> Any:
-        state, (tokens, marks), d_out = values
-        _, pull = jax.vjp(lambda state, tokens: run_step(call, state, tokens, marks, None)[:2], state, tokens)
+        state, (tokens, marks, _), d_out = values
+        _, pull = jax.vjp(lambda state, tokens: run_step(call, state, Step(tokens, marks))[:2], state, tokens)
         return pull((d_state, d_out))
 
     d_state, d_tokens = scan(step, d_final[:, 0], (states, steps, layout.cut(d_out)), reverse=True)
@@ -160,16 +157,19 @@ def _backward_packed(
 ) -> tuple[Tokens, Any]:
     layout = Packed(call, inputs, grid)
     needed = _needed(layout, grid)
-    steps = (_tokens(inputs, layout.cut), layout.marks, layout.starts(initial))
+    steps = Step(_tokens(inputs, layout.cut), layout.marks, layout.starts(initial))
 
     def forth(state: Any, values: Any) -> Any:
         needed, values = values
-        return _maybe(needed, lambda state, values: run_step(call, state, *values)[:1], state, values)[0]
+        return _maybe(needed, lambda state, values: run_step(call, state, values)[:1], state, values)[0]
 
     def pull(d_state: Any, values: Any) -> Any:
         state, (tokens, marks, starts), *d_found = values
-        _, pulled = jax.vjp(lambda *moving: run_step(call, *moving[:2], marks, moving[2]), state, tokens, starts)
-        return pulled((d_state, *d_found))
+
+        def again(state: Any, tokens: Tokens, starts: Any) -> Any:
+            return run_step(call, state, Step(tokens, marks, starts))
+
+        return jax.vjp(again, state, tokens, starts)[1]((d_state, *d_found))
 
     def back(d_state: Any, values: Any) -> Any:
         needed, *values = values

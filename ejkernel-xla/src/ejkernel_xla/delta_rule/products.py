@@ -130,10 +130,12 @@ def _merge(inverse: Any, strict: Any, index: Any, half: Any) -> Any:
     return inverse - _multiply(_multiply(inverse, corners), inverse)
 
 
-@unit_lower_inverse.defjvp
-def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+def _inverse_and_tangent(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     inverse = unit_lower_inverse(*primals)
     return inverse, -_multiply(_multiply(inverse, jnp.tril(tangents[0], -1)), inverse)
+
+
+unit_lower_inverse.defjvp(_inverse_and_tangent)
 
 
 _multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)

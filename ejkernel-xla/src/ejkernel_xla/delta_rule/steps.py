@@ -39,6 +39,14 @@ class Marks(NamedTuple):
     first: Any = None
 
 
+class Step(NamedTuple):
+    """A few chunks. starts: `[n, b, H, d, v]`, the state before each chunk with which another sequence begins, or None."""
+
+    tokens: Tokens
+    marks: Marks = Marks()
+    starts: Any = None
+
+
 class _Vectors(NamedTuple):
     """What tokens do, `[n, b, H, c, d or v]` in the state's dtype; decay `[..., d]` or `[..., 1]`."""
 
@@ -76,26 +84,21 @@ def _einsum(call: DeltaRuleCall) -> Any:
     return functools.partial(jnp.einsum, precision=dot_precision(None, call.query.dtype))
 
 
-def run_step(call: DeltaRuleCall, state: Any, tokens: Tokens, marks: Marks, starts: Any) -> tuple[Any, Any, Any]:
-    """The chunks of one step.
-
-    Args:
-        call: static facts.
-        state: `[b, H, d, v]` before them.
-        tokens, marks: of the chunks.
-        starts: `[n, b, H, d, v]`, the state before each chunk with which another sequence begins, or None.
+def run_step(call: DeltaRuleCall, state: Any, step: Step) -> tuple[Any, Any, Any]:
+    """The state `[b, H, d, v]` after the chunks of a step, from that before them.
 
     Returns:
-        The state after them, out `[n, b, H, c, v]`, and the state after each `[n, b, H, d, v]` if there are starts, else None.
+        The state, out `[n, b, H, c, v]`, and the state after each chunk `[n, b, H, d, v]` if there are starts, else None.
     """
-    return (_by_chunks if call.chunked else _by_tokens)(call, state, tokens, marks, starts)
+    return (_by_chunks if call.chunked else _by_tokens)(call, state, step)
 
 
 def _enter(state: Any, first: Any, start: Any) -> Any:
     return state if start is None else jnp.where(first[:, None, None, None], start, state)
 
 
-def _by_tokens(call: DeltaRuleCall, state: Any, tokens: Tokens, marks: Marks, starts: Any) -> tuple[Any, Any, Any]:
+def _by_tokens(call: DeltaRuleCall, state: Any, step: Step) -> tuple[Any, Any, Any]:
+    tokens, marks, starts = step
     vectors, dot = _vectors(call, tokens), _einsum(call)
     fresh = None
     if marks.rank is not None:
@@ -141,7 +144,8 @@ class _Chunk(NamedTuple):
     stored_values: Any = None
 
 
-def _by_chunks(call: DeltaRuleCall, state: Any, tokens: Tokens, marks: Marks, starts: Any) -> tuple[Any, Any, Any]:
+def _by_chunks(call: DeltaRuleCall, state: Any, step: Step) -> tuple[Any, Any, Any]:
+    tokens, marks, starts = step
     dot = _einsum(call)
 
     def chunk(state: Any, step: Any) -> Any:

@@ -129,6 +129,9 @@ class _Product:
             matrix = jax.lax.dynamic_index_in_dim(self.rhs, tile.matrix, keepdims=False)
             return one(tile, _own_rows_of(values, tile, self.height), matrix)
 
+        tile = jax.eval_shape(step, jax.tree.map(lambda leaf: leaf[0], self.tiles))
+        if tile.size == 0:
+            return jnp.zeros((values.shape[0], tile.shape[1]), tile.dtype)
         together = min(self.config.tiles_per_step, self.tiles.matrix.shape[0])
         out = jax.lax.map(step, self.tiles, batch_size=None if together == 1 else together)
         return out.reshape(out.shape[0] * out.shape[1], out.shape[2])[self.rows.place]

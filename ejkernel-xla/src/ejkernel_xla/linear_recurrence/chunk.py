@@ -5,6 +5,8 @@ are not, and a strong decay costs the weak ones beside it no precision. Scalar d
 Decays per channel cannot leave the products; they are formed pair by pair within blocks, and across blocks as one factor up to
 the block's edge on either side (Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023).
 
+Matrices of zeros and ones are made inside the program: `custom_partitioning` takes no program with constants.
+
 Axes: x batch, i and j tokens of a chunk (query and key), k group of heads, r head of a group, d key channel, v value channel; a and
 b blocks, then i and j tokens of a block. Axes x and r of an array may have size 1.
 """
@@ -17,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ejkernel.operations.linear_recurrence.interface import LinearRecurrenceCall
 from ejkernel_xla._numerics import dot_precision
@@ -113,13 +114,13 @@ class Chunk:
                 scores = scores * jnp.exp(self._pair_sums(logs.scalar))
         else:
             scores = self._block_scores(query, tokens.key, logs.key)
-        order = np.arange(self.size)
+        order = jnp.arange(self.size)
         visible = order[:, None] > order if self.exclusive else order[:, None] >= order
         scores = jnp.where(visible, scores, 0)
         if shared.bonus is None:
             return scores
         own = jnp.sum(query * tokens.key * shared.bonus[:, None], axis=-1)
-        return scores + jnp.moveaxis(own, 1, -1)[..., None] * np.eye(self.size, dtype=own.dtype)
+        return scores + jnp.moveaxis(own, 1, -1)[..., None] * jnp.eye(self.size, dtype=own.dtype)
 
     def _pair_sums(self, scalar: Any) -> Any:
         """Sums of the log decays between token j and query i `[x,k,r,i,j]`."""
@@ -136,7 +137,7 @@ class Chunk:
             query = query * jnp.exp(_block_sums(_earlier(self.block, self.exclusive), logs))
             key = key[:, None] * self._across(logs)
             across = self.dot("xaikrd,xabjkrd->xkraibj", query, key)
-            scores = jnp.where(np.eye(blocks, dtype=bool)[:, None, :, None], scores, across)
+            scores = jnp.where(jnp.eye(blocks, dtype=bool)[:, None, :, None], scores, across)
         return scores.reshape(*scores.shape[:3], self.size, self.size)
 
     def _weighted(self, scores: Any, value: Any, logs: Any) -> Any:
@@ -146,7 +147,7 @@ class Chunk:
         blocks = self.size // self.block
         scores = scores.reshape(*scores.shape[:3], blocks, self.block, blocks, self.block)
         value, logs = self._blocks(value), self._blocks(logs)
-        own = _exact("xkraibj,ab->xaijkr", scores, np.eye(blocks))
+        own = _exact("xkraibj,ab->xaijkr", scores, jnp.eye(blocks))
         out = jnp.sum(own[..., None] * value[:, :, None] * jnp.exp(self._within(logs)), axis=3)
         if blocks > 1:
             across = self.dot("xkraibj,xabjkrv->xaikrv", scores, value[:, None] * self._across(logs))
@@ -159,42 +160,41 @@ class Chunk:
 
     def _within(self, logs: Any) -> Any:
         """Sums of log decays between tokens of one block `[x,a,i,j,k,r,c]`; 0 where j does not come first."""
-        return _exact("ijl,xalkrc->xaijkrc", _earlier(self.block, self.exclusive)[:, None] * _later(self.block), logs)
+        return _exact("xalkrc,ijl->xaijkrc", logs, _earlier(self.block, self.exclusive)[:, None] * _later(self.block))
 
     def _across(self, logs: Any) -> Any:
         """Decay from token j of block b to the start of block a `[x,a,b,j,k,r,c]`; 0 unless b comes before a."""
         blocks = self.size // self.block
-        before = np.tri(blocks, k=-1)
+        before = jnp.tri(blocks, k=-1)
         between = before[:, None] * _later(blocks)
-        gap = _exact("abm,xmkrc->xabkrc", between, jnp.sum(logs, axis=2))
+        gap = _exact("xmkrc,abm->xabkrc", jnp.sum(logs, axis=2), between)
         exponent = gap[:, :, :, None] + _block_sums(_later(self.block), logs)[:, None]
         first = (before > 0)[:, :, None, None, None, None]
         return jnp.where(first, jnp.exp(jnp.where(first, exponent, 0)), 0)
 
 
-def _earlier(size: int, exclusive: bool) -> np.ndarray:
+def _earlier(size: int, exclusive: bool) -> Any:
     """`[i, l]`: 1 where the decay of token l acts before query i reads."""
-    return np.tri(size, k=-1 if exclusive else 0)
+    return jnp.tri(size, k=-1 if exclusive else 0)
 
 
-def _later(size: int) -> np.ndarray:
+def _later(size: int) -> Any:
     """`[j, l]`: 1 where token l comes after token j."""
-    return np.tri(size, k=-1).T
+    return jnp.tri(size, k=-1).T
 
 
-def _exact(equation: str, *operands: Any) -> Any:
-    """A product with a matrix of zeros and ones, in full precision: a sum."""
-    dtype = next(operand.dtype for operand in operands if isinstance(operand, jax.Array))
-    return jnp.einsum(equation, *(jnp.asarray(operand, dtype) for operand in operands), precision=jax.lax.Precision.HIGHEST)
+def _exact(equation: str, values: Any, selection: Any) -> Any:
+    """A product with an array of zeros and ones, in full precision: a sum."""
+    return jnp.einsum(equation, values, selection.astype(values.dtype), precision=jax.lax.Precision.HIGHEST)
 
 
-def _sums(matrix: np.ndarray, logs: Any) -> Any:
+def _sums(matrix: Any, logs: Any) -> Any:
     """Sums over tokens l, `[x,l,...]`, that a matrix `[i, l]` selects."""
-    flat = _exact("il,xlc->xic", matrix, logs.reshape(*logs.shape[:2], math.prod(logs.shape[2:])))
+    flat = _exact("xlc,il->xic", logs.reshape(*logs.shape[:2], math.prod(logs.shape[2:])), matrix)
     return flat.reshape(logs.shape)
 
 
-def _block_sums(matrix: np.ndarray, logs: Any) -> Any:
+def _block_sums(matrix: Any, logs: Any) -> Any:
     """The same in every block, `[x,a,l,...]`."""
-    flat = _exact("il,xalc->xaic", matrix, logs.reshape(*logs.shape[:3], math.prod(logs.shape[3:])))
+    flat = _exact("xalc,il->xaic", logs.reshape(*logs.shape[:3], math.prod(logs.shape[3:])), matrix)
     return flat.reshape(logs.shape)

@@ -33,14 +33,16 @@ class LinearRecurrenceConfig:
 
 
 def heuristic(call: LinearRecurrenceCall, target: Target) -> LinearRecurrenceConfig:
-    """Chunks about as long as the state is wide, so that neither states nor scores dominate; smaller ones for many channels."""
-    batch, length, _, width = call.query.shape
+    """Chunks of 64. With decays per channel a CPU does best without a second block in the chunk, as long as states are small beside
+    16 tokens; elsewhere chunks shrink until the weights of pairs fit."""
+    batch, _, _, width = call.query.shape
     channels, heads = call.value.shape[3], call.heads[1]
-    chunk = 128 if width * channels >= 128 * 128 and length >= 1024 else 64
     per_channel = (width if call.gk is not None else 0) + (channels if call.gv is not None else 0)
     if not per_channel:
-        return LinearRecurrenceConfig(chunk, 16)
-    block, chunk = (8, 32) if target.backend == "cpu" else (16, 64)
+        return LinearRecurrenceConfig(64, 16)
+    if target.backend == "cpu":
+        return LinearRecurrenceConfig(16 if width * channels <= 64 * 64 else 32, 16)
+    chunk, block = 64, 16
     while chunk > block and batch * heads * per_channel * chunk * block > _PAIR_ELEMENTS:
         chunk //= 2
     return LinearRecurrenceConfig(chunk, block)

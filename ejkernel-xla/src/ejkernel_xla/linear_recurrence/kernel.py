@@ -3,6 +3,7 @@ chunk after the other, last first."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -147,7 +148,7 @@ def backward(
         d_rows = walk.piece(d_out, index).astype(problem.dtype)
         d_rows = d_rows if valid is None else jnp.where(valid[:, :, None, None, None], d_rows, 0)
         before = jax.lax.dynamic_index_in_dim(befores, index, keepdims=False)
-        _, pull = jax.vjp(lambda *values: problem.chunk.run(*values, valid), before, problem.at(index), problem.shared)
+        _, pull = jax.vjp(functools.partial(problem.chunk.run, valid=valid), before, problem.at(index), problem.shared)
         d_state, d_tokens, d_shared = pull((d_state, d_rows))
         d_initial = carry.initial
         if walk.packed:

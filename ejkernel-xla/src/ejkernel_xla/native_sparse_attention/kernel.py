@@ -97,5 +97,6 @@ def _gathered(call: NativeSparseAttentionCall, key: Any, value: Any, selection: 
     tokens = selection.starts[..., None] + jnp.arange(call.block_size, dtype=jnp.int32)
     tokens = tokens.reshape(*tokens.shape[:3], tokens.shape[3] * tokens.shape[4])
     visible = tokens < selection.limit[..., None]
+    shown = visible[..., None]
     key, value = (_selected.gathered(x, selection.starts, call.block_size) for x in (key, value))
-    return *(jnp.where(visible[..., None], x, jnp.zeros((), x.dtype)) for x in (key, value)), visible
+    return jnp.where(shown, key, jnp.zeros((), key.dtype)), jnp.where(shown, value, jnp.zeros((), value.dtype)), visible

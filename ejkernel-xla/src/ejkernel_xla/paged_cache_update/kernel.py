@@ -15,6 +15,7 @@ from ejkernel.operations.paged_cache_update.interface import (
     PagedCacheUpdateInputs,
     PagedCacheUpdateOutputs,
 )
+from ejkernel.plugin import current_target
 from ejkernel_xla._numerics import accumulator
 
 
@@ -48,7 +49,15 @@ def _rows(call: PagedCacheUpdateCall, pages: Any, slots: tuple[Any, Any], which:
 
 def _put(call: PagedCacheUpdateCall, pages: Any, slots: tuple[Any, Any], which: int, new: Any) -> Any:
     value = jnp.swapaxes(new, 0, 1) if call.layout == "hptd" else new
+    if pages.dtype.itemsize == 1 and jnp.issubdtype(pages.dtype, jnp.floating) and current_target().backend == "cpu":
+        bits = _put(call, _bits(pages), slots, which, _bits(new))
+        return jax.lax.bitcast_convert_type(bits, pages.dtype)
     return _rows(call, pages, slots, which, new).set(value, mode="drop")
+
+
+def _bits(array: Any) -> Any:
+    """XLA on a CPU scatters float8 by converting all of it to float16 and back; it copies the bits instead."""
+    return jax.lax.bitcast_convert_type(array, jnp.uint8)
 
 
 def _take(call: PagedCacheUpdateCall, pages: Any, slots: tuple[Any, Any], which: int, new: Any) -> Any:

@@ -82,6 +82,11 @@ class BlockSparseAttentionCall(Call):
     kv_blocksize: int | None = None
     mask_builder: Callable[[Any, Any], Any] | None = None
 
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Tokens of the listed blocks, of queries and of keys; of a call without lists, 1."""
+        return self.q_blocksize or 1, self.kv_blocksize or 1
+
 
 _LISTS = ("key_tiles", "full_tiles")
 _SHARED = tuple(name for name in BlockSparseAttentionInputs._fields if name not in _LISTS)
@@ -177,7 +182,7 @@ class BlockSparseAttention(Operation):
         else:
             for name, given in (("full_tiles", full_tiles), ("q_blocksize", q_blocksize), ("kv_blocksize", kv_blocksize)):
                 if given is not None:
-                    raise invalid(name, given, "None without key_tiles")
+                    raise invalid(name, given if isinstance(given, int) else "an array", "None without key_tiles")
         inputs = BlockSparseAttentionInputs(**shared)
         call = BlockSparseAttentionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]

@@ -53,7 +53,7 @@ def _dense(
 
 def _listed(call: BlockSparseAttentionCall, inputs: BlockSparseAttentionInputs) -> np.ndarray:
     seen = np.zeros((len(inputs.key_tiles), 1, call.query.shape[1], call.key.shape[1]), bool)
-    rows, columns = call.q_blocksize, call.kv_blocksize
+    rows, columns = call.blocks
     for b, blocks in enumerate(inputs.key_tiles):
         for i, listed in enumerate(blocks):
             for j in itertools.takewhile(lambda tile: tile >= 0, listed):

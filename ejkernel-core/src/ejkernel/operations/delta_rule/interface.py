@@ -154,7 +154,7 @@ class DeltaRule(Operation):
             scale: None = `1 / sqrt(D)`.
             use_qk_l2norm, chunked, reverse, return_state: as in `DeltaRuleCall`.
         """
-        flags = {"use_qk_l2norm": use_qk_l2norm, "chunked": chunked, "reverse": reverse, "return_state": return_state}
+        flags: Any = {"use_qk_l2norm": use_qk_l2norm, "chunked": chunked, "reverse": reverse, "return_state": return_state}
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise wrong_type(name, repr(flag), "a bool")
@@ -185,8 +185,8 @@ class DeltaRule(Operation):
             cu_seqlens=None if cu_seqlens is None else as_bounds(cu_seqlens),
         )
         specs: Any = {name: ArraySpec.of(array) for name, array in named(inputs)}
-        scale = max(width, 1) ** -0.5 if scale is None else finite_number("scale", scale)
-        call = DeltaRuleCall(**specs, scale=scale, **flags)
+        factor = max(width, 1) ** -0.5 if scale is None else finite_number("scale", scale)
+        call = DeltaRuleCall(**specs, scale=factor, **flags)
 
         def finish(outputs: DeltaRuleOutputs) -> Any:
             if not return_state:

@@ -86,6 +86,7 @@ CASES = (
     Case("no-rows", _arrays(0, 16, 8, (0, 0))),
     Case("no-groups", _arrays(6, 16, 8, ())),
     Case("inner-0", _arrays(6, 0, 8, (2, 3), existing=True)),
+    Case("columns-0", _arrays(6, 5, 0, (2, 4))),
     Case("columns-1", _arrays(6, 5, 1, (2, 4))),
     Case("scale-bias", _arrays(40, 16, 24, (5, 0, 9), scale="group", bias=True, existing=True), tags=_TRANSFORMS),
     Case("column-scale-shard", _arrays(40, 16, 24, (5, 6, 7, 8, 9), offset=1, held=2, scale="column")),

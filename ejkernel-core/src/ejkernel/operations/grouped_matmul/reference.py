@@ -44,7 +44,8 @@ def backward(
 ) -> GroupedMatmulInputs:
     rhs = inputs.rhs.swapaxes(-1, -2) if call.transpose_rhs else inputs.rhs
     d_lhs, d_rhs, d_existing = np.zeros(inputs.lhs.shape), np.zeros(rhs.shape), cotangents.out.copy()
-    d_scale, d_bias = (None if value is None else np.zeros(value.shape) for value in (inputs.rhs_scale, inputs.bias))
+    d_scale = None if inputs.rhs_scale is None else np.zeros_like(inputs.rhs_scale)
+    d_bias = None if inputs.bias is None else np.zeros_like(inputs.bias)
     for row, shared, matrix, rows in _groups(inputs):
         lhs, grad = inputs.lhs[row, rows], cotangents.out[row, rows]
         scale, _ = _per_matrix(inputs, row, matrix)

@@ -133,9 +133,9 @@ class LatentPagedAttention(Operation):
             raise wrong_type("query_pe", f"dtype {query_pe.dtype}", f"that of query_nope, {query_nope.dtype}")
         check_array("pages", pages, ndim=3, floating=False)
         pages = _pages.canonical_pages("pages", pages[:, :, None], "pthd")[..., 0, :]
-        pe_offset = size if pe_offset is None else bind.as_count("pe_offset", pe_offset, size)
-        if min(heads, size) == 0 or pages.shape[3] < pe_offset + query_pe.shape[2]:
-            need = f"at least {pe_offset + query_pe.shape[2]}: latents of {size} and rotary parts of {query_pe.shape[2]}"
+        offset = size if pe_offset is None else bind.as_count("pe_offset", pe_offset, size)
+        if min(heads, size) == 0 or pages.shape[3] < offset + query_pe.shape[2]:
+            need = f"at least {offset + query_pe.shape[2]}: latents of {size} and rotary parts of {query_pe.shape[2]}"
             raise invalid("pages", f"{pages.shape[3]} channels for {heads} heads", need)
         starts, lengths, tables = _pages.canonical_requests(query_start_loc, kv_lens, block_tables)
         inputs = LatentPagedAttentionInputs(
@@ -150,7 +150,7 @@ class LatentPagedAttention(Operation):
         )
         call = LatentPagedAttentionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
-            pe_offset=pe_offset,
+            pe_offset=offset,
             scale=bind.as_scale(softmax_scale, size + query_pe.shape[2]),
             window=as_window(sliding_window),
             soft_cap=bind.as_soft_cap(logits_soft_cap),

@@ -78,7 +78,7 @@ def backward(
     outputs: LatentPagedAttentionOutputs,
     cotangents: LatentPagedAttentionOutputs,
 ) -> LatentPagedAttentionInputs:
-    grad = {n: None if (a := getattr(inputs, n)) is None else np.zeros(a.shape) for n in _DIFFERENTIABLE}
+    grad: dict[str, Any] = {n: None if (a := getattr(inputs, n)) is None else np.zeros(a.shape) for n in _DIFFERENTIABLE}
     width, rotary_width = inputs.query_nope.shape[3], inputs.query_pe.shape[3]
     for token in _tokens(call, inputs):
         member = token.at[0]

@@ -57,7 +57,7 @@ def arrays(
         return np.where(kind == 2, ordinary, np.where(kind == 1, 0, -50)).astype(np.float32)
 
     def make(rng: np.random.Generator) -> Mapping[str, Any]:
-        made = {name: rng.standard_normal(shapes[name]).astype(np.float32) for name in plain}
+        made: dict[str, Any] = {name: rng.standard_normal(shapes[name]).astype(np.float32) for name in plain}
         made.update({"g_gamma" if name == "gamma" else name: decay(rng, shapes[name]) for name in decays.split()})
         if bounds is not None:
             for name in made.keys() & {"query", "key", "value", "g", "gk", "gv"}:

@@ -184,8 +184,9 @@ class LinearRecurrence(Operation):
             None if initial_state is None else initial_state[None] if packed else initial_state[:, None],
             as_bounds(cu_seqlens) if packed else None,
         )
+        specs: dict[str, Any] = {name: ArraySpec.of(array) for name, array in named(inputs)}
         call = LinearRecurrenceCall(
-            **{name: ArraySpec.of(array) for name, array in named(inputs)},
+            **specs,
             scale=width**-0.5 if scale is None else finite_number("scale", scale),
             reverse=reverse,
             return_state=return_state,

@@ -220,14 +220,14 @@ def _that_count(block_indices: Any, counts: Any, starts: Any, block_size: int) -
     length, slots = block_indices.shape[1], block_indices.shape[3]
     position = jnp.arange(length, dtype=jnp.int32)[None]
     position = position if starts is None else position - starts
-    # Blocks beyond every query are cut before the conversion and the comparison in blocks, so that no index overflows.
+    # Compared as block numbers, not as tokens: `block_indices * block_size` could overflow.
     last = jnp.where(position < 0, NOTHING, position // block_size)[:, :, None, None]
     counted = (block_indices >= 0) & (block_indices <= last)
     if isinstance(counts, int):
         counted &= jnp.arange(slots) < counts
     elif counts is not None:
         counted &= jnp.arange(slots) < counts[..., None]
-    return jnp.where(counted, block_indices, NOTHING).astype(jnp.int32)
+    return jnp.where(counted, block_indices.astype(jnp.int32), NOTHING)
 
 
 OPERATION = NativeSparseAttention()

@@ -146,7 +146,8 @@ def backward(
             _of(grad.alibi_slopes, row.member)[row.head] += d_logits @ (row.keys - row.position)
         if grad.qq_bias is not None:
             bias, new = _of(grad.qq_bias, row.member), row.new >= 0
-            np.add.at(bias[row.request % len(bias)], (row.local, row.new[new]), d_logits[new])
+            if new.any():  # else the token may be beyond the last row of the bias
+                np.add.at(bias[row.request % len(bias)], (row.local, row.new[new]), d_logits[new])
     return PagedAttentionInputs(**{name: array if name in DIFFERENTIABLE else None for name, array in grad._asdict().items()})
 
 

@@ -92,7 +92,8 @@ class Rwkv4(Operation):
             check_compute(name, array)
             check_shape(name, array, shape, meaning)
         inputs = Rwkv4Inputs(w[None], u[None], k, v, state)
-        call = Rwkv4Call(**{name: ArraySpec.of(array) for name, array in named(inputs)}, return_state=return_state)
+        specs: dict[str, Any] = {name: ArraySpec.of(array) for name, array in named(inputs)}
+        call = Rwkv4Call(**specs, return_state=return_state)
 
         def finish(outputs: Rwkv4Outputs) -> Any:
             return (outputs.out, outputs.final_state) if return_state else outputs.out

@@ -73,7 +73,7 @@ class SelectiveScan(Operation):
         check_compute("x", x, ndim=3)
         check_compute("A", A, ndim=2)
         (batch, length, channels), width = x.shape, A.shape[1]
-        expected = {
+        expected: dict[str, tuple[Any, tuple[int, ...], str]] = {
             "A": (A, (channels, width), "[I, N]"),
             "B": (B, (batch, length, width), "[B, T, N]"),
             "C": (C, (batch, length, width), "[B, T, N]"),
@@ -87,7 +87,8 @@ class SelectiveScan(Operation):
             check_compute(name, array)
             check_shape(name, array, shape, meaning)
         inputs = SelectiveScanInputs(x, A[None], B, C, None if D is None else D[None], dt, initial_state)
-        call = SelectiveScanCall(**{name: ArraySpec.of(array) for name, array in named(inputs)})
+        specs: dict[str, Any] = {name: ArraySpec.of(array) for name, array in named(inputs)}
+        call = SelectiveScanCall(**specs)
         return Bound(call, inputs, lambda outputs: (outputs.out, outputs.final_state))
 
     def random_inputs(self, call: SelectiveScanCall, rng: np.random.Generator, **given: Any) -> SelectiveScanInputs:

@@ -106,7 +106,7 @@ class SparseLatentAttention(Operation):
         if values > size:
             raise invalid("value_size", values, f"at most {size}, the channels of key_value")
         exists = (token_indices >= 0) & (token_indices < key_value.shape[1])
-        tokens = jnp.where(exists, token_indices, NOTHING).astype(jnp.int32)
+        tokens = jnp.where(exists, token_indices.astype(jnp.int32), NOTHING)
         inputs = SparseLatentAttentionInputs(
             query, key_value, tokens if bind.as_flag("is_distinct", is_distinct) else distinct(tokens)
         )

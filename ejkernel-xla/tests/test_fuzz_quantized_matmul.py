@@ -1,0 +1,79 @@
+"""`quantized_matmul` on random problems: layouts, formats, sizes, dtypes and blocks, against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+from fuzzing import FEW, MANY, check_problem, check_vmap, dtypes, mapped_axes, maybe, seeds
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ejkernel.operations.quantized_matmul.cases import packed
+from ejkernel_xla.quantized_matmul.config import QuantizedMatmulConfig
+
+_FIXED = (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16), ("nvfp8", 8, 16))
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    arrays: dict[str, Any]
+    options: dict[str, Any]
+    config: QuantizedMatmulConfig | None
+
+
+ROWS, GROUPS = st.sampled_from((0, 1, 5)), st.sampled_from((1, 2, 3))
+FEWER = hypothesis.settings(FEW, max_examples=8)
+"""Under `vmap` every draw is a new program."""
+
+
+@st.composite
+def problems(draw: Any, rows: Any = ROWS, groups: Any = GROUPS) -> Drawn:
+    free = st.tuples(st.just("affine"), st.sampled_from((2, 3, 4, 5, 6, 7, 8)), st.sampled_from((5, 16, 32)))
+    quantiles = st.tuples(st.just("nf4"), st.just(4), st.sampled_from((16, 32)))
+    mode, bits, group = draw(st.one_of(free, free, quantiles, st.sampled_from(_FIXED)))
+    transpose, columns, other = draw(st.booleans()), group * draw(groups), draw(st.sampled_from((1, 9, 40)))
+    rng = np.random.default_rng(draw(seeds))
+    inner = columns if transpose else other
+    x = (rng.standard_normal((draw(rows), inner)) / inner**0.5).astype(np.float32)
+    config = draw(maybe(st.builds(QuantizedMatmulConfig, st.sampled_from((1, 8, 32, 64)))))
+    options = {"mode": mode, "bits": bits, "group_size": group, "transpose": transpose}
+    return Drawn({"x": x, **packed(rng, other, columns, mode, bits, group)}, options, config)
+
+
+def _check(problem: Drawn, dtype: str) -> None:
+    check_problem("quantized_matmul", problem.arrays, problem.options, dtype, config=problem.config)
+
+
+@FEW
+@given(problems(), dtypes)
+def test_few(problem: Drawn, dtype: str) -> None:
+    _check(problem, dtype)
+
+
+@pytest.mark.slow
+@MANY
+@given(problems(st.integers(0, 9), st.integers(1, 7)), dtypes)
+def test_many(problem: Drawn, dtype: str) -> None:
+    _check(problem, dtype)
+
+
+def _check_vmap(data: Any) -> None:
+    problem = data.draw(problems(rows=st.just(3)))
+    check_vmap("quantized_matmul", problem.arrays, problem.options, data.draw(mapped_axes(problem.arrays)))
+
+
+@pytest.mark.slow
+@MANY
+@given(st.data())
+def test_vmap_many(data: Any) -> None:
+    _check_vmap(data)
+
+
+@FEWER
+@given(st.data())
+def test_vmap_few(data: Any) -> None:
+    _check_vmap(data)
