@@ -26,6 +26,9 @@ CUDA_BUILDERS = ("cmake", "ninja", "scikit-build-core")
 CUDA_PART = "jax-cuda13-plugin"
 """With it jax-triton lowers for a GPU on a machine without one; CUDA itself, a hundred times its size, is not needed."""
 
+CLIENT_FILES = ("overrides.txt", "requirements.txt")
+"""What the client's environment is made from."""
+
 CHECKERS = ("nox", "pyright[nodejs]==1.1.414", "ruff==0.17.5")
 
 nox.options.sessions = [
@@ -208,6 +211,28 @@ def smoke(session: nox.Session, pair: tuple[str, str]) -> None:
 def docs(session: nox.Session) -> None:
     """The code in README, pages and docstrings."""
     pytest(session, main_environment(session), "tests/docs")
+
+
+@nox.session(python=False)
+def client(session: nox.Session) -> None:
+    """EasyDeL on this tree, on CPU, in an environment of its own; see tests/clients/easydel/README.md."""
+    folder = "tests/clients/easydel"
+    path, command = ROOT / ".nox" / "client", interpreter("3.12")
+    if command is None:
+        session.skip("python3.12 is not found; put it on PATH")
+    executable, stamp = path / "bin" / "python", path / "ejkernel-stamp"
+    wanted = hashlib.sha256(b"\0".join((ROOT / folder / name).read_bytes() for name in CLIENT_FILES)).hexdigest()
+    if not stamp.exists() or stamp.read_text() != wanted:
+        session.run(command, "-m", "venv", "--clear", str(path), external=True)
+        session.run(*pip(executable), "install", "uv", external=True)
+        install = [str(executable), "-m", "uv", "pip", "install", "--quiet", "--python", str(executable)]
+        lists = ["--override", f"{folder}/overrides.txt", "-r", f"{folder}/requirements.txt", "pluggy"]
+        session.run(*install, *lists, external=True)
+        packages = ["--editable", "./ejkernel-core", "--editable", "./ejkernel-xla"]
+        session.run(*install, "--no-deps", "--no-build-isolation", *packages, external=True)
+        stamp.write_text(wanted)
+    out = ROOT / "benchmarks" / "results" / "easydel_cpu.json"
+    session.run(str(executable), f"{folder}/run.py", "--out", str(out), *session.posargs, external=True)
 
 
 @nox.session(python=False)

@@ -104,6 +104,7 @@ def build(name: str, mechanism: str, axes: tuple[int, ...] = (1, 1, 1, 1, 1), **
             "attn_mechanism": mechanism,
             "attn_dtype": jnp.float32,
             "attn_softmax_dtype": jnp.float32,
+            "kvdtype": jnp.float32,
             "blocksize_q": 8,
             "blocksize_k": 8,
             "sharding_axis_dims": axes,

@@ -65,6 +65,8 @@ def served(name: str, mechanism: str) -> tuple[list[list[int]], list[list[int]]]
             max_num_seqs=4,
             page_size=16,
             min_input_pad=4,
+            min_token_pad=16,
+            max_num_seq_buckets=[4],
             hbm_utilization=0.01,
             max_num_batched_tokens=16,
             sharding_axis_dims=(1, 1, 1, 1, 1),
