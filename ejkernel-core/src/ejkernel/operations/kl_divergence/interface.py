@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from ejkernel._arrays import ArraySpec, named
 from ejkernel.errors import invalid, wrong_type
@@ -148,6 +149,12 @@ class KlDivergence(Operation):
             precision=as_precision(precision),
         )
         return Bound(call, inputs, lambda outputs: outputs.loss[0])
+
+    def random_inputs(self, call: KlDivergenceCall, rng: np.random.Generator, **given: Any) -> KlDivergenceInputs:
+        """Most rows count."""
+        if call.valid is not None:
+            given = {"valid": rng.random(call.valid.shape) < 0.9, **given}
+        return super().random_inputs(call, rng, **given)
 
     def dimensions(self, call: KlDivergenceCall) -> Mapping[str, str]:
         rows = " ".join(row_dims(len(call.student.shape)))
