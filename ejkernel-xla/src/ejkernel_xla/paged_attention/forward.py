@@ -89,7 +89,8 @@ def _absorb(attention: Attention, tiles: Tiles, query: Any, index: Any, state: _
     maximum = jnp.maximum(state.maximum, jax.lax.stop_gradient(jnp.max(logits, axis=-1)))
     kept, finite = _rescaling(state.maximum, maximum)
     weights = jnp.exp(logits - finite[..., None])
-    values = attention.dot("tkgqs,tkse->tkgqe", weights.astype(attention.dtype), scores.value)
+    rows = weights.astype(attention.dtype).reshape(*weights.shape[:2], -1, weights.shape[4])
+    values = attention.dot("tkms,tkse->tkme", rows, scores.value).reshape(state.values.shape)
     return _State(maximum, state.total * kept + jnp.sum(weights, axis=-1), state.values * kept[..., None] + values)
 
 

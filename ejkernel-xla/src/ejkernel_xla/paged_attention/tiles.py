@@ -176,7 +176,8 @@ class Attention:
         call = self.call
         visible, bias, bias_at = self._visible(tiles, block)
         key, value, poison = self._load(block, visible)
-        raw = self.dot("tkgqd,tksd->tkgqs", query.astype(self.dtype), key)
+        rows = query.astype(self.dtype).reshape(*query.shape[:2], -1, query.shape[4])
+        raw = self.dot("tkmd,tksd->tkms", rows, key).reshape(*query.shape[:4], -1)
         logits = raw * call.scale
         if self.key_scale is not None:
             logits = logits * self.key_scale[:, None, None, None]
