@@ -65,7 +65,7 @@ def flash_attention(
             `[1, N, H, D]` or `[N, H, D]`, positions restart with every sequence, and tokens past the last one give 0.
         cum_seqlens_k: the same for keys; None means the queries' own.
         softmax_aux: sinks `[H]`, `[H, n]` or `[1, n]`, logits that take part in the softmax's denominator only; have gradients.
-        block_tables: refused: paged caches belong to the paged functions.
+        block_tables: refused: a table does not say how many keys a row has; `unified_attention` takes pages with lengths.
         mask_info: a `MaskInfo`.
         softmax_scale: factor on the products; None means `1 / sqrt(D)`.
         dropout_prob: probability in [0, 1) of dropping a weight; the others are divided by `1 - dropout_prob`.
@@ -102,7 +102,7 @@ def flash_attention(
             "block_tables",
             "a page table",
             "None",
-            remedy="paged key-value caches are not supported by flash_attention; gather pages",
+            remedy="it does not say how many keys each row has; unified_attention takes pages, their tables and lengths",
         )
     arrays = _arrays(query, key, value, bias, softmax_aux, mask_info, dropout_seed)
     options = options_of(
