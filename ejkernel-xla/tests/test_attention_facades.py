@@ -148,7 +148,7 @@ def test_low_precision_keeps_its_dtype():
 
 
 def test_block_tables_are_refused():
-    with pytest.raises(ValueError, match="block_tables: got a page table, expected None; .* unified_attention takes pages"):
+    with pytest.raises(ValueError, match=r"block_tables: got a page table, expected None; .* unified_attention takes pages"):
         flash_attention(*qkv(), None, None, None, None, np.zeros((2, 2), np.int32))
 
 

@@ -178,6 +178,22 @@ def test_vocabulary_of_logits_over_devices():
     assert "all-gather" not in text
 
 
+@pytest.mark.parametrize("reduction", ("none", "mean"))
+def test_a_mesh_of_one_device(reduction):
+    mesh = jax.make_mesh((1, 1), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:1])
+    out = P("dp") if reduction == "none" else P()
+    logits, targets, options = normal(4, 6, V), labels(4, 6), {"mesh": mesh, "out_specs": out, "reduction": reduction}
+    rows = P("dp", None, "tp")
+    got = cross_entropy(logits, targets, in_specs=(rows, P("dp")), **options)
+    assert_same(got, cross_entropy(logits, targets, reduction=reduction))
+    hidden, head = normal(4, 6, D), normal(D, V)
+    specs = (None, P("dp"), None, P("dp"), P(None, "tp"))
+    got = cross_entropy(targets=targets, hidden=hidden, lm_head_weight=head, in_specs=specs, **options)
+    assert_same(got, cross_entropy(targets=targets, hidden=hidden, lm_head_weight=head, reduction=reduction))
+    got = divergence(logits, logits * 2, in_specs=(rows, rows), **options)
+    assert_same(got, divergence(logits, logits * 2, reduction=reduction))
+
+
 def temporary_bytes(function, *shapes) -> int:
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return jax.jit(function).lower(*arrays).compile().memory_analysis().temp_size_in_bytes

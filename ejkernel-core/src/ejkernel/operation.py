@@ -135,7 +135,7 @@ class Operation(abc.ABC):
     def random_inputs(self, call: Any, rng: np.random.Generator, **given: Any) -> Any:
         """Concrete NumPy inputs of a call, legal for the operation, on which implementations are checked and timed.
 
-        Floats are normal, int8 is of its whole range. An operation with inputs of other types says what they may hold by giving them.
+        Floats are normal, int8 is of its whole range. An operation with inputs of other types gives them itself.
 
         Raises:
             NotImplementedError: an input that is not floating is not given.

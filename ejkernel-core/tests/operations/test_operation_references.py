@@ -44,6 +44,7 @@ def _check_dimensions(operation: Any, call: Any, arrays: dict[str, Any]) -> None
     assert {factor: found for factor, found in sizes.items() if len(found) > 1 and factor != "h"} == {}
 
 
+@np.errstate(all="ignore")
 @pytest.mark.parametrize(("name", "case"), _problems())
 def test_backward_is_the_derivative_of_forward(name: str, case: Any) -> None:
     operation = get_operation(name)

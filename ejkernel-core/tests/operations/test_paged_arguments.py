@@ -14,7 +14,7 @@ from ejkernel.operations.paged_attention.interface import as_window
 
 QUERY = np.ones((3, 4, 8), np.float32)
 NEW = np.ones((3, 2, 8), np.float32)
-CACHE = np.ones((5, 4, 2, 8), np.float32)
+CACHE = np.ones((5, 3, 2, 8), np.float32)
 DESCRIBED = {
     "query_start_loc": np.array([0, 1, 3], np.int32),
     "kv_lens": np.array([4, 6], np.int32),
@@ -25,11 +25,11 @@ UPDATE = {"key": NEW, "value": NEW, "key_pages": CACHE, "value_pages": CACHE, **
 
 BOTH = [
     ({"layout": "nhd"}, ValueError, "layout: got 'nhd', expected one of pthd, phtd, hptd, interleaved"),
-    ({"key_pages": CACHE[0]}, ValueError, r"key_pages: got shape \(4, 2, 8\) with 3 axes, expected 4 axes"),
+    ({"key_pages": CACHE[0]}, ValueError, r"key_pages: got shape \(3, 2, 8\) with 3 axes, expected 4 axes"),
     ({"key_pages": CACHE.astype(np.int32)}, TypeError, "key_pages: got dtype int32, expected a floating type of two bytes"),
-    ({"value_pages": CACHE[:4]}, ValueError, r"value_pages: got shape \(4, 4, 2, 8\), expected \[pages, page_size, K, D\]"),
+    ({"value_pages": CACHE[:4]}, ValueError, r"value_pages: got shape \(4, 3, 2, 8\), expected \[pages, page_size, K, D\]"),
     ({"value_pages": CACHE.astype(np.float16)}, TypeError, "value_pages: got dtype float16, expected the key pages' float32"),
-    ({"value_pages": None}, TypeError, "value_pages: got None, expected an array; only layout 'interleaved'"),
+    ({"value_pages": None}, TypeError, "value_pages: got None, expected an array; only layouts interleaved, packed, side_by_side"),
     ({"layout": "interleaved"}, ValueError, "value_pages: got an array, expected None; layout 'interleaved' holds"),
     ({"layout": "phtd"}, ValueError, r"layout='phtd' reads the cache as \[pages, K, page_size, D\]"),
     ({"query_start_loc": np.array([0, 3])}, ValueError, r"query_start_loc: got shape \(2,\), expected \[R \+ 1\] = \[3\]"),
@@ -109,7 +109,7 @@ PUBLIC = {
     [
         (
             {"kv_lens": jnp.array([4, 13])},
-            r"kv_lens: got values in \[4, 13\], expected values in \[0, 12\], what 3 pages of 4 tokens",
+            r"kv_lens: got values in \[4, 13\], expected values in \[0, 9\], what 3 pages of 3 tokens",
         ),
         ({"query_start_loc": jnp.array([0, 2, 1])}, r"query_start_loc: got \[0, 2, 1\], expected 0, then ascending values"),
         ({"query_start_loc": jnp.array([0, 2, 4])}, "of at most 3 = tokens"),
@@ -122,20 +122,20 @@ def test_known_values_are_checked(change: Any, message: str):
 
 
 def test_forms_refuse():
-    cache, flat = PUBLIC["key_cache"], PUBLIC["key_cache"].reshape(20, 2, 8)
+    cache, flat = PUBLIC["key_cache"], PUBLIC["key_cache"].reshape(15, 2, 8)
     query, lens, tables = PUBLIC["queries"][:2], PUBLIC["kv_lens"], PUBLIC["block_tables"]
     with pytest.raises(
         TypeError, match=r"sliding_window: got 4, expected a pair \(left, right\); \(3, 0\) for the last 4 keys"
     ):
         ejkernel.ragged_decode_attention(query, cache[:2], cache[:2], lens, lens, sliding_window=4)
-    with pytest.raises(ValueError, match="page_size: got 3, expected a divisor of the 20 tokens of key_buffer"):
-        ejkernel.decode_attention(query, flat, flat, tables, lens, page_size=3)
-    with pytest.raises(ValueError, match="attn_scale: got 2.0, expected None beside softmax_scale"):
+    with pytest.raises(ValueError, match="page_size: got 4, expected a divisor of the 15 tokens of key_buffer"):
+        ejkernel.decode_attention(query, flat, flat, tables, lens, page_size=4)
+    with pytest.raises(ValueError, match=r"attn_scale: got 2\.0, expected None beside softmax_scale"):
         ejkernel.page_attention(query, cache, cache, lens, tables, softmax_scale=1.0, attn_scale=2.0)
-    packed = cache.reshape(5, 4, 2, 1, 8)
+    packed = cache.reshape(5, 3, 2, 1, 8)
     described = (lens, tables.reshape(-1), PUBLIC["query_start_loc"], jnp.array([0, 2, 2]))
     new = jnp.asarray(NEW)
-    with pytest.raises(ValueError, match="q_scale: got 0.5, expected None; queries are not quantised"):
+    with pytest.raises(ValueError, match=r"q_scale: got 0\.5, expected None; queries are not quantised"):
         ejkernel.ragged_page_attention_v3(PUBLIC["queries"], new, new, packed, *described, q_scale=0.5)
     with pytest.raises(
         ValueError, match="kv_cache: got 2 heads of 8 channels, expected 4 heads or more of at least 8 channels"

@@ -45,10 +45,11 @@ class Server:
         size = (shape.layers * capacity.pages, capacity.page_size, shape.key_heads, shape.head_size)
         self._caches = (jnp.zeros(size), jnp.zeros(size))
         plan = Plan(
-            *(np.zeros(capacity.tokens, np.int32) for _ in range(2)),
-            np.zeros(capacity.slots, np.int32),
-            np.zeros((capacity.slots, self.entries), np.int32),
-            np.zeros(capacity.slots + 1, np.int32),
+            tokens=np.zeros(capacity.tokens, np.int32),
+            positions=np.zeros(capacity.tokens, np.int32),
+            kv_lens=np.zeros(capacity.slots, np.int32),
+            block_tables=np.zeros((capacity.slots, self.entries), np.int32),
+            query_start_loc=np.zeros(capacity.slots + 1, np.int32),
         )
 
         def step(caches: Any, parameters: Parameters, plan: Plan) -> Any:

@@ -51,12 +51,16 @@ def reduced(x: Any, weight_sum: Any, reduction: str, axes: Axes) -> Any:
     return total if reduction == "sum" else total / jnp.where(weight_sum == 0, 1, weight_sum)
 
 
-def split_axes(spec: Any, rank: int, mesh: Any) -> tuple[Axes, Axes]:
-    """The mesh axes, of more than one device, over which a spec splits all axes but the last, and the last."""
+def split_axes(spec: Any, rank: int) -> tuple[Axes, Axes]:
+    """The mesh axes over which a spec splits all axes but the last, and the last; also those of one device."""
     entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec or ()]
     entries += [()] * (rank - len(entries))
-    entries = [tuple(axis for axis in entry if mesh.shape[axis] > 1) for entry in entries]
     return tuple(axis for entry in entries[:-1] for axis in entry), entries[-1]
+
+
+def several(axes: Axes, mesh: Any) -> Axes:
+    """Those of the axes that have more than one device."""
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
 def specs_of(

@@ -121,7 +121,7 @@ def window_of(sliding_window: Any) -> int | None:
 def check_known(lengths_name: str, lengths: Any, tables: Any, pages: Any, layout: str, active: Any = None) -> None:
     """Lengths that are known must fit what the tables' pages hold."""
     _pages.check_layout(layout)
-    if getattr(tables, "ndim", 0) == 2 and getattr(pages, "ndim", 0) == 4:
+    if getattr(tables, "ndim", 0) == 2 and getattr(pages, "ndim", 0) >= 4:
         size = pages.shape[_PAGE_AXIS.get(layout, 1)]
         meaning = f"what {tables.shape[1]} pages of {size} tokens hold"
         _pages.check_lengths(lengths_name, lengths, tables.shape[1] * size, meaning, active)

@@ -13,7 +13,7 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules import _mesh
 from ejkernel.modules._axes import Axes, as_axes, axis_size, check_mesh_axes
 from ejkernel.modules._forms import class_form
-from ejkernel.modules._losses import check_reduction, counted, reduced, specs_of, split_axes, summed
+from ejkernel.modules._losses import check_reduction, counted, reduced, several, specs_of, split_axes, summed
 from ejkernel.operations._numbers import finite_number
 from ejkernel.operations.cross_entropy.interface import IGNORED
 from ejkernel.operations.cross_entropy.interface import OPERATION as _CROSS_ENTROPY
@@ -241,16 +241,18 @@ def _mesh_axes(axes: Axes, arrays: dict[str, Any], specs: dict[str, Any], mesh: 
     """The axes over which the vocabulary, and over which the tokens, are split."""
     check_mesh_axes(axes, mesh)
     x = "logits" if arrays["hidden"] is None else "hidden"
-    row_axes, last = split_axes(specs.get(x), len(arrays[x].shape), mesh)
+    row_axes, last = split_axes(specs.get(x), len(arrays[x].shape))
     if x == "hidden":
-        if last:
+        if several(last, mesh):
             raise invalid("in_specs", f"hidden channels split over {last}", "whole hidden states")
-        first, second = split_axes(specs.get("lm_head_weight"), 2, mesh)
+        first, second = split_axes(specs.get("lm_head_weight"), 2)
+        single = last
         last, inner = (first, second) if transpose_head else (second, first)
-        if inner:
+        if several(inner, mesh):
             raise invalid("in_specs", f"the head's hidden channels split over {inner}", "the head split over its vocabulary")
-    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
-    if axes and axes != last:
+        # Axes of one device split nothing, but shard_map has to be told that results are whole along them.
+        last = (*last, *(axis for axis in (*single, *inner) if axis not in last))
+    if several(axes, mesh) and several(axes, mesh) != several(last, mesh):
         raise invalid("in_specs", f"the vocabulary split over {last or 'nothing'}", f"over {axes} = vocab_parallel_axis")
     return last, row_axes
 
@@ -350,15 +352,16 @@ def fused_kl_divergence(
         _check_side(side, arrays)
     check_reduction(reduction)
     row_axes: Axes = ()
+    whole_axes: Axes = ()
     specs = specs_of(arrays, _KL_ARRAYS, mesh, in_specs, out_specs)
     if mesh is not None:
         for name, array in arrays.items():
             if array is not None and name not in ("weights", "attention_mask"):
-                rows, last = split_axes(specs.get(name), len(array.shape), mesh)
-                if last or (name.endswith("head") and rows):
-                    raise invalid(
-                        "in_specs", f"{name} split over {last or rows}", "tokens split, vocabulary and channels whole"
-                    )
+                rows, last = split_axes(specs.get(name), len(array.shape))
+                whole = (*rows, *last) if name.endswith("head") else last
+                if several(whole, mesh):
+                    raise invalid("in_specs", f"{name} split over {whole}", "tokens split, vocabulary and channels whole")
+                whole_axes = tuple(dict.fromkeys((*whole_axes, *whole)))
                 row_axes = rows if name in ("student_logits", "student_hidden") else row_axes
         out_specs = KLDivergenceOutput(*_per_result(out_specs, 2))
     options = {
@@ -368,6 +371,7 @@ def fused_kl_divergence(
         "temperature": temperature,
         "beta": beta,
         "row_axes": row_axes,
+        "whole_axes": whole_axes,
         "precision": precision,
         "platform": platform,
         "cfg": cfg,
@@ -389,11 +393,12 @@ def _kl_divergence(
     attention_mask: Any,
     reduction: str,
     row_axes: Axes,
+    whole_axes: Axes,
     platform: Any,
     cfg: Any,
     **options: Any,
 ) -> KLDivergenceOutput:
-    """On one device."""
+    """On one device. `whole_axes` have one device each."""
     student = student_logits if student_hidden is None else student_hidden
     kept, scale = counted(tuple(student.shape[:-1]), weights, attention_mask)
     arrays = {
@@ -404,6 +409,7 @@ def _kl_divergence(
         "valid": None if weights is None and attention_mask is None else kept,
     }
     loss = _KL_DIVERGENCE.invoke(arrays, options, platform=platform, cfg=cfg) * scale * float(options["temperature"]) ** 2
+    loss = jax.lax.psum(loss, whole_axes) if whole_axes else loss
     weight_sum = summed(scale, row_axes)
     return KLDivergenceOutput(reduced(loss, weight_sum, reduction, row_axes), weight_sum)
 

@@ -13,7 +13,7 @@ from ejkernel.modules import _paged
 from ejkernel.modules._forms import class_form
 from ejkernel.modules._mesh import over_mesh
 from ejkernel.operations._checks import check_array
-from ejkernel.operations._pages import INTERLEAVED, check_lengths
+from ejkernel.operations._pages import check_lengths
 from ejkernel.operations.paged_cache_update.interface import OPERATION as _PAGED_CACHE_UPDATE
 
 
@@ -254,28 +254,24 @@ def _packed_cache(
     *, queries: Any, keys: Any, values: Any, kv_cache: Any, block_tables: Any, kv_lens: Any, distribution: Any, **rest: Any
 ) -> tuple[Any, Any]:
     check_array("keys", keys, ndim=3, floating=False)
-    pages, page_size, groups, packing, channels = kv_cache.shape
     key_heads, head_size = keys.shape[1:]
-    heads = groups * packing
-    if heads < 2 * key_heads:
-        if heads < key_heads or channels != 2 * head_size:
-            got = f"{heads} heads of {channels} channels"
-            raise invalid("kv_cache", got, f"{2 * key_heads} heads or more of at least {head_size} channels")
-        heads, channels = 2 * heads, head_size
-    fused = kv_cache.reshape(pages, page_size, heads, channels)
-    out, fused = _paged.update_and_attend(
+    heads, channels = kv_cache.shape[2] * kv_cache.shape[3], kv_cache.shape[4]
+    beside = heads < 2 * key_heads
+    if beside and (heads < key_heads or channels != 2 * head_size):
+        got = f"{heads} heads of {channels} channels"
+        raise invalid("kv_cache", got, f"{2 * key_heads} heads or more of at least {head_size} channels")
+    return _paged.update_and_attend(
         query=queries,
         key=keys,
         value=values,
-        key_pages=fused,
+        key_pages=kv_cache,
         kv_lens=kv_lens,
         block_tables=block_tables.reshape(kv_lens.shape[0], -1) if kv_lens.shape[0] else block_tables.reshape(0, 0),
         num_seqs=distribution[2],
-        layout=INTERLEAVED,
+        layout="side_by_side" if beside else "packed",
         key_heads=key_heads,
         **rest,
     )
-    return out, fused.reshape(kv_cache.shape)
 
 
 def _check_packed(kv_cache: Any, kv_lens: Any, block_tables: Any, distribution: Any) -> None:

@@ -16,12 +16,12 @@ OPERATIONS: Mapping[str, str] = {
     name: f"ejkernel.operations.{name}.interface:OPERATION"
     for name in (
         "block_sparse_attention",
-        "delta_rule",
         "cross_entropy",
+        "delta_rule",
         "flash_attention",
         "grouped_matmul",
-        "latent_paged_attention",
         "kl_divergence",
+        "latent_paged_attention",
         "layer_norm",
         "linear_recurrence",
         "mean_pooling",

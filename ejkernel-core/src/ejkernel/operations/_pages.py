@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ejkernel._arrays import ArraySpec
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations._checks import check_array
 
@@ -21,16 +20,28 @@ LAYOUTS: Mapping[str, str] = {
     "phtd": "[pages, K, page_size, D]",
     "hptd": "[K, pages, page_size, D]",
     INTERLEAVED: "[pages, page_size, 2 K, D], heads in the order k0, v0, k1, v1, ...",
+    "packed": "[pages, page_size, 2 K / p, p, D], the same in groups of p heads",
+    "side_by_side": "[pages, page_size, K / p, p, 2 D], the value of a head after its key",
 }
 """Layouts of a cache by name: p pages, t tokens of a page, h heads, d channels."""
 
-_DIMS = {"pthd": "p s {h} {d}", "phtd": "p {h} s {d}", "hptd": "{h} p s {d}", INTERLEAVED: "p s {h} two {d}"}
+_DIMS = {
+    "pthd": "p s {h} {d}",
+    "phtd": "p {h} s {d}",
+    "hptd": "{h} p s {d}",
+    INTERLEAVED: "p s c padded",
+    "packed": "p s g c padded",
+    "side_by_side": "p s g c padded",
+}
+FUSED = (INTERLEAVED, "packed", "side_by_side")
+"""Layouts that hold keys and values in one array."""
+
 _ONE_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 @dataclasses.dataclass(frozen=True)
 class PageShape:
-    """Sizes of one array of pages. `heads` counts pairs of key and value heads where the layout is interleaved."""
+    """Sizes of one array of pages. `heads` counts pairs of key and value heads where the layout holds both."""
 
     pages: int
     page_size: int
@@ -42,7 +53,19 @@ class PageShape:
         """Read a canonical shape, which has the batch in front."""
         names = _DIMS[layout].format(h="h", d="d").split()
         sizes = dict(zip(names, shape[1:], strict=True))
-        return cls(sizes["p"], sizes["s"], sizes["h"], sizes["d"])
+        if layout not in FUSED:
+            return cls(sizes["p"], sizes["s"], sizes["h"], sizes["d"])
+        heads, beside = sizes.get("g", 1) * sizes["c"], layout == "side_by_side"
+        return cls(sizes["p"], sizes["s"], heads if beside else heads // 2, sizes["padded"] // 2 if beside else sizes["padded"])
+
+
+def alternating(pages: Any, layout: str) -> Any:
+    """Fused pages, or any selection `[..., heads]` of their tokens, as `[..., 2 K, D]` in the order k0, v0, k1, v1, ..."""
+    if layout == INTERLEAVED:
+        return pages
+    *leading, groups, packing, channels = pages.shape
+    halves = 2 if layout == "side_by_side" else 1
+    return pages.reshape(*leading, groups * packing * halves, channels // halves)
 
 
 def page_dims(layout: str, batch: str, head: str, channel: str) -> str:
@@ -50,9 +73,9 @@ def page_dims(layout: str, batch: str, head: str, channel: str) -> str:
     return f"{batch} {_DIMS[layout].format(h=head, d=channel)}"
 
 
-def head_factor(layout: str, pages: ArraySpec, key_heads: int | None) -> str:
-    """The factor of head axes: `h`, which may be split over devices, unless the pages have padding among their heads."""
-    return "h" if key_heads is None or PageShape.of(pages.shape, layout).heads == key_heads else "whole"
+def head_factor(layout: str, owner: str) -> str:
+    """The factor of head axes: `h`, which may be split over devices, unless that could part a key from its value."""
+    return f"{owner}_heads" if layout in FUSED else "h"
 
 
 def check_layout(layout: Any) -> None:
@@ -61,27 +84,26 @@ def check_layout(layout: Any) -> None:
 
 
 def canonical_pages(name: str, pages: Any, layout: str) -> Any:
-    """Pages with the batch axis; interleaved heads as `[heads, 2]`."""
-    check_array(name, pages, ndim=4, floating=False)
+    """Pages with the batch axis."""
+    check_array(name, pages, ndim=4 if _DIMS[layout].count(" ") == 3 else 5, floating=False)
     if np.dtype(pages.dtype).name not in _ONE_BYTE and not (
         jnp.issubdtype(pages.dtype, jnp.floating) and pages.dtype.itemsize > 1
     ):
         raise wrong_type(name, f"dtype {pages.dtype}", f"a floating type of two bytes or more, or {', '.join(_ONE_BYTE)}")
-    if layout != INTERLEAVED:
-        return pages[None]
-    if pages.shape[2] % 2:
-        raise invalid(name, f"{pages.shape[2]} heads", f"an even number of heads in layout {layout!r}: {LAYOUTS[layout]}")
-    return pages.reshape(1, *pages.shape[:2], pages.shape[2] // 2, 2, pages.shape[3])
+    odd = pages.shape[-1] % 2 if layout == "side_by_side" else layout in FUSED and np.prod(pages.shape[2:-1]) % 2
+    if odd:
+        raise invalid(name, f"shape {tuple(pages.shape)}", f"{LAYOUTS[layout]} in layout {layout!r}")
+    return pages[None]
 
 
 def check_page_pair(key_pages: Any, value_pages: Any, layout: str) -> None:
-    """Check canonical key and value pages against each other; interleaved ones hold both."""
-    if layout == INTERLEAVED:
+    """Check canonical key and value pages against each other; fused ones hold both."""
+    if layout in FUSED:
         if value_pages is not None:
             raise invalid("value_pages", "an array", "None", remedy=f"layout {layout!r} holds keys and values in key_pages")
         return
     if value_pages is None:
-        raise wrong_type("value_pages", None, "an array", remedy=f"only layout {INTERLEAVED!r} holds values in key_pages")
+        raise wrong_type("value_pages", None, "an array", remedy=f"only layouts {', '.join(FUSED)} hold values in key_pages")
     key, value = PageShape.of(key_pages.shape, layout), PageShape.of(value_pages.shape, layout)
     if dataclasses.replace(key, head_size=0) != dataclasses.replace(value, head_size=0):
         got = f"shape {tuple(value_pages.shape[1:])}"
@@ -91,12 +113,12 @@ def check_page_pair(key_pages: Any, value_pages: Any, layout: str) -> None:
 
 
 def check_key_heads(key_heads: Any, found: int, layout: str) -> int | None:
-    """The heads in use where interleaved pages have padding after them; None where all are used."""
+    """The heads in use where fused pages have padding after them; None where all are used."""
     if key_heads is None or key_heads == found:
         return None
-    if layout != INTERLEAVED or not isinstance(key_heads, int) or not 0 < key_heads < found:
+    if layout not in FUSED or not isinstance(key_heads, int) or not 0 < key_heads < found:
         raise invalid(
-            "key_heads", repr(key_heads), f"the {found} heads of the pages" if layout != INTERLEAVED else f"1 ... {found}"
+            "key_heads", repr(key_heads), f"the {found} heads of the pages" if layout not in FUSED else f"1 ... {found}"
         )
     return key_heads
 

@@ -225,10 +225,7 @@ def _microscaled(groups: Any, form: QuantizationFormat, dtype: Any) -> tuple[Any
     largest = jnp.max(jnp.abs(groups), axis=-1).astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
     exponent = (bits >> 23) - E8M0_BIAS
-    if form.bits == 4:
-        exponent = exponent - 2
-    else:
-        exponent = exponent - 8 + ((bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)
+    exponent = exponent - 2 if form.bits == 4 else exponent - 8 + ((bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)
     exponent = jnp.where(largest > 0, jnp.maximum(exponent, 1 - E8M0_BIAS), 0)
     inverse = jax.lax.bitcast_convert_type((E8M0_BIAS - exponent).astype(jnp.int32) << 23, jnp.float32)
     return encode(groups * inverse[..., None], form), (exponent + E8M0_BIAS).astype(jnp.uint8)

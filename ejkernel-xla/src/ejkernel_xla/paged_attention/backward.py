@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ejkernel._arrays import has_gradient
 from ejkernel.operation import vary_like
-from ejkernel.operations._pages import INTERLEAVED
+from ejkernel.operations._pages import FUSED, alternating
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
 from ejkernel_xla.paged_attention.config import PagedAttentionConfig
 from ejkernel_xla.paged_attention.tiles import Attention, Block, Sizes, Tiles, over_batch, steps_of, tile_list
@@ -173,9 +173,10 @@ def _by_input(call: PagedAttentionCall, member: PagedAttentionInputs, sums: _Sum
             found[name] = jnp.sum(total, keepdims=True) if scale.shape == (1,) else total
     if sums.key is None:
         return found
-    if call.layout == INTERLEAVED:
-        both = jnp.stack([sums.key, sums.value], axis=3)
-        room = [(0, whole - part) for whole, part in zip(member.key_pages.shape, both.shape, strict=True)]
-        return {**found, "key_pages": jnp.pad(both, room)}
+    if call.layout in FUSED:
+        both = jnp.stack([sums.key, sums.value], axis=3).reshape(*sums.key.shape[:2], -1, sums.key.shape[3])
+        whole = jax.eval_shape(lambda pages: alternating(pages, call.layout), member.key_pages).shape
+        room = [(0, size - part) for size, part in zip(whole, both.shape, strict=True)]
+        return {**found, "key_pages": jnp.pad(both, room).reshape(member.key_pages.shape)}
     order = {"pthd": (0, 1, 2, 3), "phtd": (0, 2, 1, 3), "hptd": (2, 0, 1, 3)}[call.layout]
     return {**found, "key_pages": sums.key.transpose(order), "value_pages": sums.value.transpose(order)}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.operations._pages import INTERLEAVED
+from ejkernel.operations._pages import FUSED, alternating
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs
 from ejkernel_xla._numerics import accumulator, dot_precision
 from ejkernel_xla.paged_attention.config import PagedAttentionConfig
@@ -228,6 +228,8 @@ class Attention:
         """
         read = functools.partial(_reader(self.call), block.page, block.offset)
         member, sizes = self.member, (self.call.query.shape[3], self.call.value_size)
+        if jnp.dtype(self.call.key_pages.dtype).itemsize == 1 and not self.stored_whole:
+            member, _ = jax.lax.optimization_barrier((member, block.page))
         value_pages = member.key_pages if member.value_pages is None else member.value_pages
         key = read(member.key_pages, 0, self.call.heads, sizes[0]).astype(self.dtype)
         value = read(value_pages, 1, self.call.heads, sizes[1]).astype(self.dtype)
@@ -253,8 +255,9 @@ def _reader(call: PagedAttentionCall) -> Callable[..., Any]:
     def read(page: Any, offset: Any, pages: Any, which: int, heads: int, size: int) -> Any:
         if call.layout == "hptd":
             return jnp.moveaxis(pages.at[:, page, offset].get(mode="promise_in_bounds"), 0, 1)
-        if call.layout == INTERLEAVED:
-            found = pages.at[page, offset, :heads, which, :size].get(mode="promise_in_bounds")
+        if call.layout in FUSED:
+            found = alternating(pages.at[page, offset].get(mode="promise_in_bounds"), call.layout)
+            found = found[:, :, which : 2 * heads : 2, :size]
         elif call.layout == "phtd":
             found = pages.at[page, :, offset].get(mode="promise_in_bounds")
         else:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel._arrays import has_gradient, named
-from ejkernel.operations._pages import INTERLEAVED
+from ejkernel.operations._pages import FUSED, alternating
 from ejkernel.operations.paged_cache_update.interface import (
     PagedCacheUpdateCall,
     PagedCacheUpdateInputs,
@@ -35,24 +35,22 @@ def _slots(call: PagedCacheUpdateCall, member: PagedCacheUpdateInputs) -> tuple[
     return jnp.where(owned & (page >= 0), jnp.minimum(page, nowhere), nowhere), position % size
 
 
-def _rows(call: PagedCacheUpdateCall, pages: Any, slots: tuple[Any, Any], which: int, new: Any) -> Any:
-    """The reference `pages.at[...]` of the new tokens' rows; which is 0 for keys and 1 for values where pages hold both."""
+def _rows(call: PagedCacheUpdateCall, pages: Any, slots: tuple[Any, Any]) -> Any:
+    """The reference `pages.at[...]` of the new tokens' rows."""
     page, offset = slots
     if call.layout == "hptd":
         return pages.at[:, page, offset]
     if call.layout == "phtd":
         return pages.at[page, :, offset]
-    if call.layout == INTERLEAVED:
-        return pages.at[page, offset, : new.shape[1], which, : new.shape[2]]
     return pages.at[page, offset]
 
 
-def _put(call: PagedCacheUpdateCall, pages: Any, slots: tuple[Any, Any], which: int, new: Any) -> Any:
-    value = jnp.swapaxes(new, 0, 1) if call.layout == "hptd" else new
+def _put(call: PagedCacheUpdateCall, pages: Any, slots: tuple[Any, Any], new: Any) -> Any:
     if pages.dtype.itemsize == 1 and jnp.issubdtype(pages.dtype, jnp.floating) and current_target().backend == "cpu":
-        bits = _put(call, _bits(pages), slots, which, _bits(new))
+        bits = _put(call, _bits(pages), slots, _bits(new))
         return jax.lax.bitcast_convert_type(bits, pages.dtype)
-    return _rows(call, pages, slots, which, new).set(value, mode="drop")
+    value = jnp.swapaxes(new, 0, 1) if call.layout == "hptd" else new
+    return _rows(call, pages, slots).set(value, mode="drop")
 
 
 def _bits(array: Any) -> Any:
@@ -60,9 +58,20 @@ def _bits(array: Any) -> Any:
     return jax.lax.bitcast_convert_type(array, jnp.uint8)
 
 
-def _take(call: PagedCacheUpdateCall, pages: Any, slots: tuple[Any, Any], which: int, new: Any) -> Any:
-    found = _rows(call, pages, slots, which, new).get(mode="fill", fill_value=0)
+def _take(call: PagedCacheUpdateCall, pages: Any, slots: tuple[Any, Any]) -> Any:
+    found = _rows(call, pages, slots).get(mode="fill", fill_value=0)
     return jnp.swapaxes(found, 0, 1) if call.layout == "hptd" else found
+
+
+def _put_both(call: PagedCacheUpdateCall, pages: Any, slots: tuple[Any, Any], key: Any, value: Any) -> Any:
+    """Rows of pages that hold keys and values; what the new ones do not cover is kept."""
+    tokens, heads, size = key.shape
+    both = jnp.stack([key, value], axis=2).reshape(tokens, 2 * heads, size)
+    rows = jnp.zeros((tokens, *pages.shape[2:]), pages.dtype)
+    if both.size != rows.size:
+        rows = _take(call, pages, slots)
+    whole = alternating(rows, call.layout).at[:, : 2 * heads, :size].set(both)
+    return _put(call, pages, slots, whole.reshape(rows.shape))
 
 
 def _stored(new: Any, scale: Any, dtype: Any) -> Any:
@@ -94,10 +103,10 @@ def forward(call: PagedCacheUpdateCall, inputs: PagedCacheUpdateInputs, config: 
     def one(member: PagedCacheUpdateInputs) -> PagedCacheUpdateOutputs:
         slots, dtype = _slots(call, member), member.key_pages.dtype
         key, value = _stored(member.key, member.key_scale, dtype), _stored(member.value, member.value_scale, dtype)
-        key_pages = _put(call, member.key_pages, slots, 0, key)
-        if call.layout == INTERLEAVED:
-            return PagedCacheUpdateOutputs(_put(call, key_pages, slots, 1, value))
-        return PagedCacheUpdateOutputs(key_pages, _put(call, member.value_pages, slots, 1, value))
+        if call.layout in FUSED:
+            return PagedCacheUpdateOutputs(_put_both(call, member.key_pages, slots, key, value))
+        pages = _put(call, member.key_pages, slots, key), _put(call, member.value_pages, slots, value)
+        return PagedCacheUpdateOutputs(*pages)
 
     return _over_batch(one, inputs)
 
@@ -130,18 +139,23 @@ def _as_input(gradient: Any, array: Any) -> Any:
 
 
 def _gradients(call: PagedCacheUpdateCall, member: PagedCacheUpdateInputs, d_keys: Any, d_values: Any) -> dict[str, Any]:
-    slots, fused = _slots(call, member), call.layout == INTERLEAVED
-    found: dict[str, Any] = {}
-    for which, name, new, scale in ((0, "key", member.key, member.key_scale), (1, "value", member.value, member.value_scale)):
-        wide = accumulator(new.dtype)
-        taken = _take(call, d_keys if fused or which == 0 else d_values, slots, which, new).astype(wide)
-        factor = 1 if scale is None else scale.astype(wide)[:, None]
-        found[name] = taken / factor
-        if scale is not None:
-            part = -jnp.sum(taken * new.astype(wide) / (factor * factor), axis=(0, 2))
-            found[f"{name}_scale"] = jnp.sum(part, keepdims=True) if scale.shape == (1,) else part
-    d_keys = _put(call, d_keys, slots, 0, jnp.zeros_like(member.key, d_keys.dtype))
+    slots, fused = _slots(call, member), call.layout in FUSED
+    heads, size = member.key.shape[1:]
     if fused:
-        return {**found, "key_pages": _put(call, d_keys, slots, 1, jnp.zeros_like(member.value, d_keys.dtype))}
-    d_values = _put(call, d_values, slots, 1, jnp.zeros_like(member.value, d_values.dtype))
-    return {**found, "key_pages": d_keys, "value_pages": d_values}
+        rows = alternating(_take(call, d_keys, slots), call.layout)
+        taken = {"key": rows[:, 0 : 2 * heads : 2, :size], "value": rows[:, 1 : 2 * heads : 2, :size]}
+    else:
+        taken = {"key": _take(call, d_keys, slots), "value": _take(call, d_values, slots)}
+    found: dict[str, Any] = {}
+    for name, new, scale in (("key", member.key, member.key_scale), ("value", member.value, member.value_scale)):
+        wide = accumulator(new.dtype)
+        gradient = taken[name].astype(wide)
+        factor = 1 if scale is None else scale.astype(wide)[:, None]
+        found[name] = gradient / factor
+        if scale is not None:
+            part = -jnp.sum(gradient * new.astype(wide) / (factor * factor), axis=(0, 2))
+            found[f"{name}_scale"] = jnp.sum(part, keepdims=True) if scale.shape == (1,) else part
+    zeros = [jnp.zeros_like(part) for part in taken.values()]
+    if fused:
+        return {**found, "key_pages": _put_both(call, d_keys, slots, *zeros)}
+    return {**found, "key_pages": _put(call, d_keys, slots, zeros[0]), "value_pages": _put(call, d_values, slots, zeros[1])}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.operations._case import Case, Toggle
-from ejkernel.operations._pages import INTERLEAVED
+from ejkernel.operations._pages import FUSED, INTERLEAVED
 
 
 def cache_of(
@@ -41,6 +41,13 @@ def cache_of(
         "block_tables": tables,
     }
     return described, used
+
+
+def fused_tail(layout: str, heads: int, size: int) -> tuple[int, ...]:
+    """The axes after the tokens of pages that hold keys and values, in groups of 2 where the layout has groups."""
+    if layout == INTERLEAVED:
+        return 2 * heads, size
+    return (heads, 2, size) if layout == "packed" else (heads // 2, 2, 2 * size)
 
 
 def _arrays(
@@ -83,8 +90,8 @@ def _arrays(
             return array.astype(np.float32 if stored is None else jnp.dtype(stored))
 
         arrays: dict[str, Any] = {"query": rng.standard_normal((tokens, heads, head_size)).astype(np.float32), **described}
-        if layout == INTERLEAVED:
-            arrays["key_pages"] = pages(2 * (key_heads + padded_heads), head_size + padded_size)
+        if layout in FUSED:
+            arrays["key_pages"] = pages(*fused_tail(layout, key_heads + padded_heads, head_size + padded_size))
         else:
             order = {"pthd": (0, 1, 2, 3), "phtd": (0, 2, 1, 3), "hptd": (2, 0, 1, 3)}[layout]
             arrays["key_pages"] = pages(key_heads, head_size).transpose(order)
@@ -136,6 +143,8 @@ CASES = (
         _arrays(_DECODE, layout=INTERLEAVED, padded_heads=1, padded_size=3),
         {"layout": INTERLEAVED, "key_heads": 2},
     ),
+    Case("packed", _arrays(_DECODE, layout="packed", padded_heads=1), {"layout": "packed", "key_heads": 2}),
+    Case("side-by-side", _arrays(_DECODE, layout="side_by_side"), {"layout": "side_by_side"}),
     Case("square", _arrays(_DECODE, page_size=2, heads=2, poison=False)),
     Case("heads-before-tokens", _arrays(_MIXED, layout="phtd"), {"layout": "phtd"}),
     Case("heads-first", _arrays(_MIXED, layout="hptd"), {"layout": "hptd"}),

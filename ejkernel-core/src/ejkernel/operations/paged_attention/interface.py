@@ -15,7 +15,7 @@ from ejkernel.operation import Bound, Call, Cost, Operation
 from ejkernel.operations import _pages
 from ejkernel.operations._checks import check_array, check_shape
 from ejkernel.operations._numbers import check_compute
-from ejkernel.operations._pages import INTERLEAVED, PageShape
+from ejkernel.operations._pages import FUSED, PageShape
 from ejkernel.operations._random import requests
 from ejkernel.operations.flash_attention import bind
 from ejkernel.plugin import Phase
@@ -24,9 +24,9 @@ from ejkernel.plugin import Phase
 class PagedAttentionInputs(NamedTuple):
     """Canonical arrays; `1|b` where the batch may share one.
 
-    query `[b, N, H, D]`; key_pages and value_pages `[1|b, ...]` in the call's layout, interleaved as `[1|b, P, page_size, K, 2, D]`
-    with value_pages None; query_start_loc int32 `[1|b, R + 1]`; kv_lens int32 `[1|b, R]`; block_tables int32 `[1|b, R, W]`;
-    sinks `[1|b, H, n]`; alibi_slopes `[1|b, H]`; qq_bias `[1|b, 1|R, Q, Q]`; key_scale and value_scale float32 `[1|b, 1|K]`.
+    query `[b, N, H, D]`; key_pages and value_pages `[1|b, ...]` in the call's layout, value_pages None where key_pages hold both;
+    query_start_loc int32 `[1|b, R + 1]`; kv_lens int32 `[1|b, R]`; block_tables int32 `[1|b, R, W]`; sinks `[1|b, H, n]`;
+    alibi_slopes `[1|b, H]`; qq_bias `[1|b, 1|R, Q, Q]`; key_scale and value_scale float32 `[1|b, 1|K]`.
     """
 
     query: Any
@@ -56,7 +56,7 @@ class PagedAttentionCall(Call):
 
     Attributes:
         layout: of the pages, a name of `_pages.LAYOUTS`.
-        key_heads: the heads in use where interleaved pages have padding after them; None = all.
+        key_heads: the heads in use where fused pages have padding after them; None = all.
         scale: factor on `query . key`.
         causal: a key is visible up to the query's position.
         window: only the last so many keys up to the query's position are visible; None = all.
@@ -149,7 +149,7 @@ class PagedAttention(Operation):
         Args:
             query: `[N, H, D]`, the new tokens of all requests one after the other, floating.
             key_pages: as layout says; floating, int8, float8_e4m3fn or float8_e5m2.
-            value_pages: the same with head size V; None in the interleaved layout.
+            value_pages: the same with head size V; None in layouts that hold both.
             query_start_loc: int `[R + 1]`, cumulative numbers of new tokens; tokens past the last one give 0.
             kv_lens: int `[R]`, keys of each request, its new tokens included.
             block_tables: int `[R, W]`, pages of each request in order; entries beyond need may hold anything.
@@ -158,7 +158,7 @@ class PagedAttention(Operation):
             qq_bias: `[Q, Q]` or `[R, Q, Q]`, floating: bias from new token i to new token j of the same request; -inf hides j.
             k_scale, v_scale: factors of what the pages hold, a scalar or `[K]`.
             layout: a name of `_pages.LAYOUTS`.
-            key_heads: the heads in use where interleaved pages have padding after them.
+            key_heads: the heads in use where fused pages have padding after them.
             softmax_scale: None means `1 / sqrt(D)`.
             causal: a key is visible up to the query's position.
             sliding_window: w >= 1: the last w keys, the query's own position included.
@@ -219,19 +219,19 @@ class PagedAttention(Operation):
         return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: PagedAttentionCall) -> Mapping[str, str]:
-        head = _pages.head_factor(call.layout, call.key_pages, call.key_heads)
+        head, key_head = (_pages.head_factor(call.layout, owner) for owner in ("query", "key"))
         return {
             "query": f"b n {head} d",
-            "key_pages": _pages.page_dims(call.layout, "b?", head, "d"),
-            "value_pages": _pages.page_dims(call.layout, "b?", head, "v"),
+            "key_pages": _pages.page_dims(call.layout, "b?", key_head, "d"),
+            "value_pages": _pages.page_dims(call.layout, "b?", key_head, "v"),
             "query_start_loc": "b? l",
             "kv_lens": "b? r",
             "block_tables": "b? r w",
             "sinks": f"b? {head} x",
             "alibi_slopes": f"b? {head}",
             "qq_bias": "b? r? i j",
-            "key_scale": f"b? {head}?",
-            "value_scale": f"b? {head}?",
+            "key_scale": f"b? {key_head}?",
+            "value_scale": f"b? {key_head}?",
             "out": f"b n {head} v",
             "lse": f"b n {head}",
         }
@@ -257,11 +257,11 @@ class PagedAttention(Operation):
 
 
 def _check_query(query: Any, shape: PageShape, key_heads: int, layout: str) -> None:
-    remedy = "" if layout == INTERLEAVED else f"layout={layout!r} reads the cache as {_pages.LAYOUTS[layout]}"
+    remedy = "" if layout in FUSED else f"layout={layout!r} reads the cache as {_pages.LAYOUTS[layout]}"
     _, heads, head_size = query.shape
     if heads == 0 or key_heads == 0 or heads % key_heads:
         raise invalid("query", f"{heads} heads", f"a multiple of the {key_heads} key heads", remedy=remedy)
-    if head_size == 0 or shape.head_size < head_size or (layout != INTERLEAVED and shape.head_size != head_size):
+    if head_size == 0 or shape.head_size < head_size or (layout not in FUSED and shape.head_size != head_size):
         raise invalid("query", f"head size {head_size}", f"the pages' {shape.head_size}", remedy=remedy)
 
 

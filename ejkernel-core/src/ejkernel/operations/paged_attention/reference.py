@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.operations._pages import INTERLEAVED
+from ejkernel.operations._pages import FUSED, alternating
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
 
 
@@ -19,8 +19,9 @@ def _of(array: Any, row: int) -> Any:
 
 def token_major(pages: Any, layout: str) -> tuple[Any, Any]:
     """Views `[P, page_size, K, D]` of one member's pages: its keys and, if it holds them too, its values."""
-    if layout == INTERLEAVED:
-        return pages[:, :, :, 0], pages[:, :, :, 1]
+    if layout in FUSED:
+        heads = alternating(pages, layout)
+        return heads[:, :, 0::2], heads[:, :, 1::2]
     order = {"pthd": (0, 1, 2, 3), "phtd": (0, 2, 1, 3), "hptd": (1, 2, 0, 3)}[layout]
     return pages.transpose(order), None
 
@@ -131,9 +132,10 @@ def backward(
         grad.query[where] += call.scale * seen.key_scale * d_raw @ seen.key
         keys, values = token_major(_of(grad.key_pages, row.member), call.layout)
         values = values if values is not None else token_major(_of(grad.value_pages, row.member), call.layout)[0]
-        at = (row.page, row.offset, row.key_head)
-        np.add.at(keys[..., : len(seen.query)], at, call.scale * seen.key_scale * np.multiply.outer(d_raw, seen.query))
-        np.add.at(values[..., : call.value_size], at, seen.value_scale * np.multiply.outer(seen.weights, d_out))
+        for number, (page, offset) in enumerate(zip(row.page, row.offset, strict=True)):
+            d_key, d_value = keys[page, offset, row.key_head], values[page, offset, row.key_head]
+            d_key[: len(seen.query)] += call.scale * seen.key_scale * d_raw[number] * seen.query
+            d_value[: call.value_size] += seen.value_scale * seen.weights[number] * d_out
         for scale, part in (
             (grad.key_scale, call.scale * (d_raw @ seen.raw)),
             (grad.value_scale, seen.weights @ products),

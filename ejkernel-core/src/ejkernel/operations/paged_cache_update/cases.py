@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.operations._case import Case, Toggle
-from ejkernel.operations._pages import INTERLEAVED
-from ejkernel.operations.paged_attention.cases import cache_of
+from ejkernel.operations._pages import FUSED, INTERLEAVED
+from ejkernel.operations.paged_attention.cases import cache_of, fused_tail
 
 
 def _arrays(
@@ -47,8 +47,8 @@ def _arrays(
             "value": rng.standard_normal((tokens, heads, values)).astype(np.float32),
             **described,
         }
-        if layout == INTERLEAVED:
-            arrays["key_pages"] = pages(2 * (heads + padded_heads), head_size + padded_size)
+        if layout in FUSED:
+            arrays["key_pages"] = pages(*fused_tail(layout, heads + padded_heads, head_size + padded_size))
         else:
             order = {"pthd": (0, 1, 2, 3), "phtd": (0, 2, 1, 3), "hptd": (2, 0, 1, 3)}[layout]
             arrays["key_pages"], arrays["value_pages"] = (pages(heads, size).transpose(order) for size in (head_size, values))
@@ -79,6 +79,8 @@ CASES = (
         _arrays(_DECODE, layout=INTERLEAVED, padded_heads=1, padded_size=3, scales=()),
         {"layout": INTERLEAVED},
     ),
+    Case("packed", _arrays(_MIXED, layout="packed", padded_heads=1), {"layout": "packed"}),
+    Case("side-by-side", _arrays(_DECODE, layout="side_by_side"), {"layout": "side_by_side"}),
     Case("square", _arrays(_DECODE, page_size=2)),
     Case("single-head", _arrays(_DECODE, heads=1, page_size=2, layout="phtd"), {"layout": "phtd"}),
     Case("heads-before-tokens", _arrays(_MIXED, layout="phtd"), {"layout": "phtd"}),

@@ -14,7 +14,7 @@ from ejkernel.operation import Bound, Call, Cost, Operation
 from ejkernel.operations import _pages
 from ejkernel.operations._checks import check_array
 from ejkernel.operations._numbers import check_compute
-from ejkernel.operations._pages import INTERLEAVED, PageShape
+from ejkernel.operations._pages import FUSED, PageShape
 from ejkernel.operations._random import requests
 from ejkernel.plugin import Phase
 
@@ -22,8 +22,8 @@ from ejkernel.plugin import Phase
 class PagedCacheUpdateInputs(NamedTuple):
     """Canonical arrays; `1|b` where the batch may share one.
 
-    key `[b, N, K, D]`; value `[b, N, K, V]`; key_pages and value_pages in the call's layout, interleaved as
-    `[b, P, page_size, K, 2, D]` with value_pages None; query_start_loc int32 `[1|b, R + 1]`; kv_lens int32 `[1|b, R]`;
+    key `[b, N, K, D]`; value `[b, N, K, V]`; key_pages and value_pages in the call's layout; value_pages None where
+    key_pages hold both; query_start_loc int32 `[1|b, R + 1]`; kv_lens int32 `[1|b, R]`;
     block_tables int32 `[1|b, R, W]`; key_scale and value_scale float32 `[1|b, 1|K]`.
     """
 
@@ -104,7 +104,7 @@ class PagedCacheUpdate(Operation):
             key: `[N, K, D]`, the new tokens of all requests one after the other: floating, or as the pages hold them.
             value: `[N, K, V]`.
             key_pages: as layout says; floating, int8, float8_e4m3fn or float8_e5m2.
-            value_pages: the same with head size V; None in the interleaved layout, where D = V, and pages may have more heads and
+            value_pages: the same with head size V; None in layouts that hold both, where D = V, and pages may have more heads and
                 channels than the keys: those stay as they are.
             query_start_loc: int `[R + 1]`, cumulative numbers of new tokens.
             kv_lens: int `[R]`, keys of each request after the update.
@@ -140,9 +140,8 @@ class PagedCacheUpdate(Operation):
         call = PagedCacheUpdateCall(**{name: ArraySpec.of(array) for name, array in named(inputs)}, layout=layout)  # pyright: ignore[reportArgumentType]
 
         def finish(outputs: PagedCacheUpdateOutputs) -> Any:
-            if layout == INTERLEAVED:
-                pages = outputs.key_pages
-                return pages.reshape(*pages.shape[1:3], -1, pages.shape[5])
+            if layout in FUSED:
+                return outputs.key_pages[0]
             return outputs.key_pages[0], outputs.value_pages[0]
 
         return Bound(call, inputs, finish)
@@ -158,7 +157,7 @@ class PagedCacheUpdate(Operation):
         return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: PagedCacheUpdateCall) -> Mapping[str, str]:
-        head = _pages.head_factor(call.layout, call.key_pages, call.key.shape[2])
+        head = _pages.head_factor(call.layout, "key")
         pages = _pages.page_dims(call.layout, "b", head, "d"), _pages.page_dims(call.layout, "b", head, "v")
         return {
             "key": f"b n {head} d",
@@ -191,8 +190,8 @@ class PagedCacheUpdate(Operation):
 def _check_fits(name: str, new: Any, shape: PageShape, layout: str) -> None:
     heads, size = new.shape[1:]
     fits = heads <= shape.heads and size <= shape.head_size
-    if (heads, size) != (shape.heads, shape.head_size) and not (layout == INTERLEAVED and fits):
-        room = "at most " if layout == INTERLEAVED else ""
+    if (heads, size) != (shape.heads, shape.head_size) and not (layout in FUSED and fits):
+        room = "at most " if layout in FUSED else ""
         remedy = f"layout={layout!r} reads the cache as {_pages.LAYOUTS[layout]}"
         raise invalid(name, f"{heads} heads of size {size}", f"{room}{shape.heads} of size {shape.head_size}", remedy=remedy)
 
