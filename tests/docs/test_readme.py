@@ -27,6 +27,12 @@ def test_readme_has_code():
     assert ROOT / "README.md" in PAGES
 
 
+def test_index_lists_every_page():
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)#]+\.md)\)", index.read_text())}
+    assert linked == {*(ROOT / "docs").rglob("*.md")} - {index}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
 def test_page(page, tmp_path, monkeypatch):
     """The blocks of a page run in order and share their names, as for a reader who follows it."""

@@ -21,6 +21,7 @@ from ejkernel.modules.operations.configs import (
     MultiLatentRaggedPageAttentionV2Config,
     RaggedPageAttentionv3Config,
 )
+from ejkernel.operations import OPERATIONS
 from ejkernel.plugin import ConfigSpace
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -59,6 +60,12 @@ def test_every_class(made: type[BaseOperationConfig]) -> None:
         made(warp_speed=9)  # pyright: ignore[reportCallIssue]
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.platform = "xla"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("made", CLASSES, ids=lambda made: made.__name__)
+def test_operations_that_a_class_is_for_exist(made: type[BaseOperationConfig]) -> None:
+    assert {*made.operations} <= {*OPERATIONS}
+    assert bool(made.operations) == (made is not BaseOperationConfig)
 
 
 def test_round_trip_with_params() -> None:

@@ -85,13 +85,13 @@ FAMILIES = {
 }
 
 
-def build(name: str, mechanism: str, axes: tuple[int, ...] = (1, 1, 1, 1, 1), **fields: Any) -> Any:
+def build(name: str, mechanism: str, axes: tuple[int, ...] | None = None, **fields: Any) -> Any:
     """A model of a family with random parameters, the same for every mechanism.
 
     Args:
         name: of the family.
         mechanism: EasyDeL's name of the attention mechanism.
-        axes: devices along `dp, fsdp, ep, tp, sp`.
+        axes: devices along `dp, fsdp, ep, tp, sp`, all that there are; None splits the batch.
         **fields: further fields of the config.
     """
     import easydel as ed
@@ -107,7 +107,7 @@ def build(name: str, mechanism: str, axes: tuple[int, ...] = (1, 1, 1, 1, 1), **
             "kvdtype": jnp.float32,
             "blocksize_q": 8,
             "blocksize_k": 8,
-            "sharding_axis_dims": axes,
+            "sharding_axis_dims": axes or (jax.device_count(), 1, 1, 1, 1),
             **fields,
         }
     )
@@ -123,10 +123,10 @@ def build(name: str, mechanism: str, axes: tuple[int, ...] = (1, 1, 1, 1, 1), **
     return model
 
 
-def batch(rows: int = 2) -> tuple[Any, Any]:
+def batch() -> tuple[Any, Any]:
     """Token ids and an attention mask; every second row ends in padding."""
-    ids = np.random.default_rng(1).integers(3, VOCABULARY, (rows, LENGTH))
-    mask = np.ones((rows, LENGTH), np.int32)
+    ids = np.random.default_rng(1).integers(3, VOCABULARY, (4, LENGTH))
+    mask = np.ones((4, LENGTH), np.int32)
     mask[1::2, LENGTH - 4 :] = 0
     return jnp.asarray(ids), jnp.asarray(mask)
 

@@ -57,14 +57,13 @@ def attention(
 
 def state_space_v1(x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, *, initial_state: Any, conv_state: Any, **rest: Any) -> Any:
     """Mamba's recurrence, one token after the other."""
-    assert initial_state is None
 
     def step(state: Any, token: Any) -> Any:
         x, b, c, dt = token
         state = jnp.exp(dt[..., None] * A) * state + (dt * x)[..., None] * b[:, None, :]
         return state, jnp.einsum("bin,bn->bi", state, c, precision="highest") + D * x
 
-    first = jnp.zeros((x.shape[0], *A.shape), jnp.float32)
+    first = jnp.zeros((x.shape[0], *A.shape), jnp.float32) if initial_state is None else initial_state
     state, y = jax.lax.scan(step, first, tuple(jnp.moveaxis(one, 1, 0) for one in (x, B, C, dt)))
     gated = jnp.moveaxis(y, 0, 1) * (1.0 if rest["gate"] is None else rest["act_fn"](rest["gate"]))
     return gated, state, conv_state
@@ -72,7 +71,7 @@ def state_space_v1(x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, *, initial_s
 
 def state_space_v2(x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, *, initial_state: Any, conv_state: Any, **rest: Any) -> Any:
     """Mamba-2's recurrence, one token after the other; no gate, no norm."""
-    assert initial_state is None and rest["gate"] is None and not rest["use_gated_rmsnorm"]
+    assert rest["gate"] is None and not rest["use_gated_rmsnorm"]
     B, C = (jnp.repeat(one, x.shape[2] // one.shape[2], 2) for one in (B, C))
 
     def step(state: Any, token: Any) -> Any:
@@ -81,7 +80,7 @@ def state_space_v2(x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, *, initial_s
         state = decay * state + jnp.einsum("bhp,bhn->bhpn", x * dt[..., None], b, precision="highest")
         return state, jnp.einsum("bhpn,bhn->bhp", state, c, precision="highest") + D[:, None] * x
 
-    first = jnp.zeros((*x.shape[:1], *x.shape[2:], B.shape[-1]), jnp.float32)
+    first = jnp.zeros((*x.shape[:1], *x.shape[2:], B.shape[-1]), jnp.float32) if initial_state is None else initial_state
     state, y = jax.lax.scan(step, first, tuple(jnp.moveaxis(one, 1, 0) for one in (x, B, C, dt)))
     return jnp.moveaxis(y, 0, 1).reshape(*x.shape[:2], -1), state, conv_state
 

@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 import traceback
@@ -20,13 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-DEVICES = 4
-"""Virtual devices of the CPU, for the jobs on a mesh."""
-
-_ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={DEVICES}",
-}
+MESH = 4
+"""Virtual devices of the CPU for the jobs on a mesh, which run in a process of their own: EasyDeL's mesh takes all devices."""
 
 MECHANISMS = {
     "vanilla": "attention",
@@ -53,6 +49,10 @@ class Job:
     run: Callable[[], dict[str, Any]]
     functions: tuple[str, ...]
 
+    @property
+    def devices(self) -> int:
+        return MESH if self.name.endswith(":mesh") else 1
+
 
 def jobs() -> list[Job]:
     """All of them, the cheap ones first."""
@@ -63,7 +63,7 @@ def jobs() -> list[Job]:
         for mechanism in ("vanilla", "flash_attn2", "sdpa", "blocksparse", "ring") if described.attention else ("vanilla",):
             made.append(training(family, mechanism))
     made += [
-        training("llama", "flash_attn2", "remat", gradient_checkpointing="nothing_saveable"),
+        training("llama", "flash_attn2", "remat", remat=True),
         training("llama", "flash_attn2", "mesh", axes=(2, 1, 1, 2, 1)),
         training("llama", "blocksparse", "mesh", axes=(1, 2, 1, 2, 1)),
         training("llama", "ring", "mesh", axes=(1, 1, 1, 2, 2)),
@@ -187,18 +187,29 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Returns the number of jobs that neither passed nor differ by the client's own doing."""
+    """Returns 0 if every job passed, or differs by the client's own doing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, help="JSON file; jobs that it already has and that are not run again are kept")
     parser.add_argument("--only", default=["*"], nargs="+", help="patterns of job names, e.g. 'training:llama:*'")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
+    parser.add_argument("--devices", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    os.environ.update(_ENVIRONMENT)
     chosen = [job for job in jobs() if any(fnmatch.fnmatch(job.name, pattern) for pattern in options.only)]
     if options.list:
         print("\n".join(job.name for job in chosen))
         return 0
+    if options.devices is None:
+        commands = [[sys.executable, *sys.argv, "--devices", str(count)] for count in (1, MESH)]
+        return sum(subprocess.run(command, check=False).returncode for command in commands)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    flags = f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={options.devices}"
+    os.environ["XLA_FLAGS"] = flags
+    chosen = [job for job in chosen if job.devices == options.devices]
+    return run_all(chosen, options.out) if chosen else 0
 
+
+def run_all(chosen: list[Job], out: Path | None) -> int:
+    """Run jobs in this process; returns how many neither passed nor differ by the client's own doing."""
     import shim
 
     missing = shim.install()
@@ -206,14 +217,14 @@ def main() -> int:
 
     easydel.LlamaConfig  # noqa: B018 - imports all of its models, so that their calls can be counted
     kept: dict[str, dict[str, Any]] = {}
-    if options.out and options.out.exists():
-        kept = {result["job"]: result for result in json.loads(options.out.read_text())["jobs"]}
+    if out and out.exists():
+        kept = {result["job"]: result for result in json.loads(out.read_text())["jobs"]}
     for job in chosen:
         kept[job.name] = result = perform(job)
         show(result)
-        if options.out:
+        if out:
             ordered = [kept[known.name] for known in jobs() if known.name in kept]
-            options.out.write_text(json.dumps(record(ordered, missing), indent=1) + "\n")
+            out.write_text(json.dumps(record(ordered, missing), indent=1) + "\n")
     return sum(kept[job.name]["verdict"] not in ("pass", "client") for job in chosen)
 
 

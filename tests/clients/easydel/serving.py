@@ -20,15 +20,15 @@ PROMPTS = (3, 9, 21, 14)
 
 @contextlib.contextmanager
 def tokenizer() -> Generator[Any]:
-    """Words `t0 ... t63` as tokens of these numbers, in a directory, since the engine's workers load it from there."""
+    """Words `t00 ... t63` as tokens of these numbers, in a directory, since the engine's workers load it from there."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel({f"t{number}": number for number in range(families.VOCABULARY)}, unk_token="t0"))
+    words = Tokenizer(WordLevel({f"t{number:02}": number for number in range(families.VOCABULARY)}, unk_token="t00"))
     words.pre_tokenizer = WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", pad_token="t0", eos_token="t1", bos_token="t2")
+    made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t00", pad_token="t00", eos_token="t01", bos_token="t02")
     with tempfile.TemporaryDirectory() as folder:
         made.save_pretrained(folder)
         yield PreTrainedTokenizerFast.from_pretrained(folder)
@@ -55,7 +55,7 @@ def served(name: str, mechanism: str) -> tuple[list[list[int]], list[list[int]]]
     model = families.build(name, mechanism)
     random = np.random.default_rng(3)
     prompts = [random.integers(3, families.VOCABULARY, length).tolist() for length in PROMPTS]
-    texts = [" ".join(f"t{token}" for token in prompt) for prompt in prompts]
+    texts = [" ".join(f"t{token:02}" for token in prompt) for prompt in prompts]
     with tokenizer() as words, small_cache(), families.on_mesh(model.config.mesh):
         engine = ed.eSurge(
             model=model,
@@ -77,6 +77,8 @@ def served(name: str, mechanism: str) -> tuple[list[list[int]], list[list[int]]]
             outputs = engine.generate(texts, SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True), use_tqdm=False)
         finally:
             engine.terminate()
+    taken = [np.asarray(output.prompt_token_ids).ravel().tolist() for output in outputs]
+    assert taken == prompts, taken
     return prompts, [list(output.outputs[0].token_ids) for output in outputs]
 
 

@@ -19,12 +19,17 @@ GRADIENT_TOLERANCE = 1e-4
 _reference: dict[Any, Any] = {}
 
 
-def step(name: str, mechanism: str, axes: tuple[int, ...] = (1, 1, 1, 1, 1), **fields: Any) -> tuple[float, dict[str, Any]]:
-    """Loss and gradients by parameter."""
+def step(name: str, mechanism: str, axes: Any = None, remat: bool = False, **fields: Any) -> tuple[float, dict[str, Any]]:
+    """Loss and gradients by parameter.
+
+    Args:
+        name, mechanism, axes, fields: see `families.build`.
+        remat: compute the forward pass again in the backward pass.
+    """
     from flax import nnx
 
     model = families.build(name, mechanism, axes, **fields)
-    ids, mask = families.batch(2 * axes[0] * axes[1])
+    ids, mask = families.batch()
     graph, parameters, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(parameters: Any) -> Any:
@@ -33,22 +38,22 @@ def step(name: str, mechanism: str, axes: tuple[int, ...] = (1, 1, 1, 1, 1), **f
         return -(log_probability * mask[:, 1:]).sum() / mask[:, 1:].sum()
 
     with families.on_mesh(model.config.mesh):
-        value, gradients = jax.jit(jax.value_and_grad(loss))(parameters)
+        value, gradients = jax.jit(jax.value_and_grad(jax.checkpoint(loss) if remat else loss))(parameters)
     flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
     return float(value), {jax.tree_util.keystr(path): np.asarray(leaf, np.float64) for path, leaf in flat}
 
 
 def reference(name: str) -> tuple[float, dict[str, Any]]:
-    """Of the plain attention, on one device."""
+    """Of the plain operations."""
     if name not in _reference:
         with oracle.in_place():
             _reference[name] = step(name, "vanilla")
     return _reference[name]
 
 
-def compare(name: str, mechanism: str, axes: tuple[int, ...] = (1, 1, 1, 1, 1), **fields: Any) -> dict[str, Any]:
-    """The errors of one mechanism."""
-    loss, gradients = step(name, mechanism, axes, **fields)
+def compare(name: str, mechanism: str, **options: Any) -> dict[str, Any]:
+    """The errors of one mechanism; the options are those of `step`."""
+    loss, gradients = step(name, mechanism, **options)
     expected_loss, expected = reference(name)
     if gradients.keys() != expected.keys():
         return {"ok": False, "problem": "other parameters than the reference"}

@@ -13,6 +13,7 @@ from ejkernel.modules.attention import (
     flash_attn_varlen,
     scaled_dot_product_attention,
 )
+from ejkernel.modules.block_sparse import BlockSparseAttention, BlockSparseLayout, block_sparse_layout, blocksparse_attention
 from ejkernel.modules.collectives import AllGatherMatmul, ReduceScatterMatmul, all_gather_matmul, reduce_scatter_matmul
 from ejkernel.modules.deltas import (
     RWKV7,
@@ -101,12 +102,8 @@ from ejkernel.modules.serving_updates import (
 )
 from ejkernel.modules.sparse_attention import (
     ApplyNativeSparseAttention,
-    BlockSparseAttention,
-    BlockSparseLayout,
     NativeSparseAttention,
     apply_native_sparse_attention,
-    block_sparse_layout,
-    blocksparse_attention,
     native_spare_attention,
     native_sparse_attention,
 )

@@ -63,7 +63,7 @@ class BlockSparseAttentionConfig(_PerPhase):
 class RingAttentionConfig(_PerPhase):
     """Of `ring_attention`, whose local step is attention."""
 
-    operations: ClassVar[tuple[str, ...]] = ("ring_attention", *_SOFTMAX)
+    operations: ClassVar[tuple[str, ...]] = _SOFTMAX
 
 
 @dataclasses.dataclass(frozen=True)
