@@ -151,8 +151,8 @@ def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
     suites = [[f"{name}/tests"] for name in sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")})]
     failed = []
     for suite in (*suites, ["tests", *(f"--ignore=tests/{part}" for part in elsewhere)]):
-        # XLA's are the longest by far and measure no times; their long random searches are for the matrix
-        workers = ["-n", "2", *(() if everything else ("-m", "not slow"))] if suite == ["ejkernel-xla/tests"] else []
+        # The long random searches are for the matrix.
+        workers = ["-n", "2", *(() if everything else ("-m", "not slow"))]
         try:
             pytest(session, python, *workers, *suite)
         except nox.command.CommandFailed:
@@ -161,26 +161,39 @@ def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
         session.error(f"failed: {', '.join(failed)}")
 
 
+FAST_COMPILATION = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+"""Where compilation takes most of the time. What users run is compiled in every other session."""
+
+
 @nox.session(python=False)
 @nox.parametrize("platform", PLATFORMS)
 def conformance(session: nox.Session, platform: str) -> None:
-    """The conformance kit on one platform; `--ejkernel-full --ejkernel-report=FILE` after `--` for everything and a record.
+    """The conformance kit on one platform.
 
-    Compilation takes most of the time, so XLA optimises little here; what users run is in every other session. Without their
-    device, triton and pallas run in their interpreters; cuda has none and fails.
+    float32 on every case, other dtypes on some; `-- --ejkernel-full` runs everything, `-- --ejkernel-report=FILE` keeps a record.
+    Without their device, triton and pallas run in their interpreters; cuda has none and fails.
     """
     python = main_environment(session)
     own = f"ejkernel-{platform}/tests/test_conformance.py"
     suite = own if (ROOT / own).is_file() else "tests/conformance"
-    arguments = ("-n", "2", "-p", "ejkernel.testing.plugin", f"--ejkernel-platform={platform}", suite)
-    pytest(session, python, *arguments, env={"XLA_FLAGS": "--xla_backend_optimization_level=0"})
+    extent = () if "--ejkernel-full" in session.posargs else ("--ejkernel-quick",)
+    arguments = ("-n", "2", "-p", "ejkernel.testing.plugin", f"--ejkernel-platform={platform}", *extent, suite)
+    pytest(session, python, *arguments, env=FAST_COMPILATION)
+
+
+OPAQUE = ("cross_entropy", "flash_attention", "grouped_matmul", "paged_cache_update", "rms_norm", "rwkv4")
+"""One operation of each kind: rows, heads, shared parameters, integers, buffers that are updated, states."""
 
 
 @nox.session(python=False)
 def opaque(session: nox.Session) -> None:
-    """Kernels that XLA cannot split, over meshes and under every transform: what core alone must get right."""
-    arguments = ("-n", "2", "--ejkernel-platform=opaque", "tests/opaque")
-    pytest(session, main_environment(session), *arguments, env={"XLA_FLAGS": "--xla_backend_optimization_level=0"})
+    """Kernels that XLA cannot split, over meshes and under every transform: what core alone must get right.
+
+    On one operation of each kind; `-- --ejkernel-full` runs all.
+    """
+    extent = () if "--ejkernel-full" in session.posargs else tuple(f"--ejkernel-operation={name}" for name in OPAQUE)
+    arguments = ("-n", "2", "--ejkernel-platform=opaque", *extent, "tests/opaque")
+    pytest(session, main_environment(session), *arguments, env=FAST_COMPILATION)
 
 
 @nox.session(python=False)

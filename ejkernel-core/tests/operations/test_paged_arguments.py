@@ -29,7 +29,11 @@ BOTH = [
     ({"key_pages": CACHE.astype(np.int32)}, TypeError, "key_pages: got dtype int32, expected a floating type of two bytes"),
     ({"value_pages": CACHE[:4]}, ValueError, r"value_pages: got shape \(4, 3, 2, 8\), expected \[pages, page_size, K, D\]"),
     ({"value_pages": CACHE.astype(np.float16)}, TypeError, "value_pages: got dtype float16, expected the key pages' float32"),
-    ({"value_pages": None}, TypeError, "value_pages: got None, expected an array; only layouts interleaved, packed, side_by_side"),
+    (
+        {"value_pages": None},
+        TypeError,
+        "value_pages: got None, expected an array; only layouts interleaved, packed, side_by_side",
+    ),
     ({"layout": "interleaved"}, ValueError, "value_pages: got an array, expected None; layout 'interleaved' holds"),
     ({"layout": "phtd"}, ValueError, r"layout='phtd' reads the cache as \[pages, K, page_size, D\]"),
     ({"query_start_loc": np.array([0, 3])}, ValueError, r"query_start_loc: got shape \(2,\), expected \[R \+ 1\] = \[3\]"),

@@ -21,6 +21,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--ejkernel-dtype", action="append", default=[], help="only this dtype (repeatable)")
     group.addoption("--ejkernel-case", action="append", default=[], help="only cases whose name contains this (repeatable)")
     group.addoption("--ejkernel-full", action="store_true", help="lower every case for every target, not a sample")
+    group.addoption(
+        "--ejkernel-quick", action="store_true", help="bfloat16 and float16 only for the cases that transforms are tried on"
+    )
     group.addoption("--ejkernel-report", default=None, type=Path, help="write the report here as JSON")
 
 
@@ -80,7 +83,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             problems.Problem(operation, case, dtype, platform)
             for operation in operations
             for case in problems.cases_of(operation)
-            for dtype in config.getoption("--ejkernel-dtype") or problems.DTYPES
+            for dtype in config.getoption("--ejkernel-dtype") or _dtypes(config, operation, case)
             if admitted(case.name) and not ("extreme" in case.tags and dtype != "float32")
         ]
         metafunc.parametrize("problem", found, ids=[f"{p.operation}-{p.case.name}-{p.dtype}" for p in found])
@@ -97,6 +100,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("toggled", pairs, ids=["-".join(pair) for pair in pairs])
     if "operation_name" in metafunc.fixturenames:
         metafunc.parametrize("operation_name", operations)
+
+
+def _dtypes(config: pytest.Config, operation: str, case: Any) -> tuple[str, ...]:
+    from ejkernel.testing import problem as problems
+
+    quick = config.getoption("--ejkernel-quick") and case not in problems.representative(operation)
+    return problems.DTYPES[:1] if quick else problems.DTYPES
 
 
 @pytest.fixture
