@@ -81,17 +81,23 @@ def _gradients(
     wide = attention.wide
     tiles, rows = tile_list(call, sizes, member)
     d_out = jnp.zeros_like(out) if d_out is None else d_out
-    mean = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1)
-    if d_lse is not None:
-        mean = mean - jnp.where(lse == -jnp.inf, 0, d_lse).astype(wide)
+    d_lse = jnp.zeros_like(lse) if d_lse is None else jnp.where(lse == -jnp.inf, 0, d_lse).astype(wide)
+    mean = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1) - d_lse
+    # Sums of a row's gradients under large factors show the rounding of `out`; for them the mean is formed anew.
+    anew = member.key_scale is not None or member.alibi_slopes is not None
 
     def one(sums: _Sums, tile: Tiles) -> tuple[_Sums, Any]:
-        fixed = _Fixed(*(attention.take(array, tile) for array in (member.query, d_out, lse, mean)))
+        arrays = (member.query, d_out, lse, -d_lse if anew else mean)
+        fixed = _Fixed(*(attention.take(array, tile) for array in arrays))
         zeros = vary_like(jnp.zeros(fixed.query.shape, wide), (member, d_out))
         if not attention.readable:
             return sums, zeros[0]
+        count = steps_of(tile, sizes)[0]
+        if anew:
+            average = functools.partial(_average, attention, tile, fixed)
+            fixed = fixed._replace(mean=jax.lax.fori_loop(0, count, average, vary_like(fixed.mean, (member, d_out))))
         step = functools.partial(_absorb, attention, tile, fixed)
-        sums, d_query = jax.lax.fori_loop(0, steps_of(tile, sizes)[0], step, (sums, zeros))
+        sums, d_query = jax.lax.fori_loop(0, count, step, (sums, zeros))
         return sums, d_query[0]
 
     sums = vary_like(_no_sums(attention), (member, d_out))
@@ -121,15 +127,25 @@ def _no_sums(attention: Attention) -> _Sums:
     )
 
 
+def _weighed(attention: Attention, tile: Tiles, fixed: _Fixed, block: Block) -> tuple[Any, Any, Any, Any]:
+    """Scores, weights, products of d_out with the values, and value_scale as a factor on them."""
+    scores = attention.scores(tile, fixed.query, block)
+    lse = jnp.where(fixed.lse == -jnp.inf, 0, fixed.lse)[..., None]
+    weights = jnp.exp(jnp.where(scores.visible, scores.logits, -jnp.inf) - lse)
+    products = attention.dot("tkgqe,tkse->tkgqs", fixed.d_out.astype(attention.dtype), scores.value)
+    return scores, weights, products, 1 if attention.value_scale is None else attention.value_scale[:, None, None, None]
+
+
+def _average(attention: Attention, tile: Tiles, fixed: _Fixed, index: Any, mean: Any) -> Any:
+    scores, weights, products, value_scale = _weighed(attention, tile, fixed, attention.block(tile, index))
+    return mean + jnp.sum(jnp.where(scores.visible, weights * value_scale * products, 0), axis=-1)
+
+
 def _absorb(attention: Attention, tile: Tiles, fixed: _Fixed, index: Any, state: tuple[_Sums, Any]) -> tuple[_Sums, Any]:
     sums, d_query = state
     call, dtype = attention.call, attention.dtype
     block = attention.block(tile, index)
-    scores = attention.scores(tile, fixed.query, block)
-    lse = jnp.where(fixed.lse == -jnp.inf, 0, fixed.lse)[..., None]
-    weights = jnp.exp(jnp.where(scores.visible, scores.logits, -jnp.inf) - lse)
-    products = attention.dot("tkgqe,tkse->tkgqs", fixed.d_out.astype(dtype), scores.value)
-    value_scale = 1 if attention.value_scale is None else attention.value_scale[:, None, None, None]
+    scores, weights, products, value_scale = _weighed(attention, tile, fixed, block)
     d_logits = weights * (value_scale * products - fixed.mean[..., None])
     d_raw = d_logits if scores.slope is None else d_logits * scores.slope
     d_raw = jnp.where(scores.visible, d_raw, 0)
