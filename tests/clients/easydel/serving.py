@@ -26,7 +26,9 @@ def tokenizer() -> Generator[Any]:
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel({f"t{number:02}": number for number in range(families.VOCABULARY)}, unk_token="t00"))
+    numbers = {f"t{number:02}": number for number in range(families.VOCABULARY)}
+    # the parser that EasyDeL takes for Mistral wants a token of this name
+    words = Tokenizer(WordLevel({**numbers, "[TOOL_CALLS]": families.VOCABULARY}, unk_token="t00"))
     words.pre_tokenizer = WhitespaceSplit()
     made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t00", pad_token="t00", eos_token="t01", bos_token="t02")
     with tempfile.TemporaryDirectory() as folder:
