@@ -186,3 +186,20 @@ def test_from_random():
     same(info.dense, MaskInfo.from_random(2, 64, 32, sparsity=0.75, seed=0).dense)
     assert not np.array_equal(info.dense, MaskInfo.from_random(2, 64, 32, sparsity=0.75, seed=1).dense)
     same(MaskInfo.from_random(1, 3, sparsity=1.0).dense[0, 0], np.eye(3))
+
+
+def test_mask_in_another_dtype_and_segments_that_are_stored():
+    info = MaskInfo.from_attention_mask(jnp.array([[1, 1, 0]]))
+    same(info.get_or_compute_attention_mask(dtype=jnp.int32), [[[[1, 1, 0], [1, 1, 0], [0, 0, 0]]]], jnp.int32)
+    stored = MaskInfo(_attention_mask=info.attention_mask).materialize_segment_ids()
+    same(stored._q_segment_ids, [[0, 0, -1]], jnp.int32)
+    same(stored._kv_segment_ids, [[0, 0, -1]], jnp.int32)
+    same(stored.attention_mask, info.attention_mask)
+
+
+def test_token_types():
+    causal = MaskInfo.from_attention_mask(jnp.ones((1, 3), jnp.int32)).apply_causal()
+    both = causal.apply_token_type_ids(jnp.array([[0, 1, 1]]))
+    visible = np.asarray(both.attention_mask)[0, 0]
+    assert visible[1, 2] and visible[2, 1], "tokens of one type see each other both ways"
+    assert visible[1, 0] and not visible[0, 1], "elsewhere the causal mask holds"

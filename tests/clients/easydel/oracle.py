@@ -88,7 +88,6 @@ def state_space_v2(x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, *, initial_s
 def gated_delta_rule(q: Any, k: Any, v: Any, beta: Any, decay: Any, state: Any, *, use_qk_l2norm: bool, **rest: Any) -> Any:
     """The delta rule with one decay per head, one token after the other."""
     del rest
-    assert state is None
     if use_qk_l2norm:
         q, k = (x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
 
@@ -99,7 +98,7 @@ def gated_delta_rule(q: Any, k: Any, v: Any, beta: Any, decay: Any, state: Any, 
         state += jnp.einsum("bhd,bhv->bhdv", k, beta[..., None] * (v - found), precision="highest")
         return state, jnp.einsum("bhdv,bhd->bhv", state, q, precision="highest") * q.shape[-1] ** -0.5
 
-    first = jnp.zeros((q.shape[0], q.shape[2], q.shape[3], v.shape[3]), jnp.float32)
+    first = jnp.zeros((q.shape[0], q.shape[2], q.shape[3], v.shape[3]), jnp.float32) if state is None else state
     state, y = jax.lax.scan(step, first, tuple(jnp.moveaxis(one, 1, 0) for one in (q, k, v, beta, decay)))
     return jnp.moveaxis(y, 0, 1), state
 

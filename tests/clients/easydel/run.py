@@ -67,8 +67,7 @@ def jobs() -> list[Job]:
         training("llama", "flash_attn2", "mesh", axes=(2, 1, 1, 2, 1)),
         training("llama", "blocksparse", "mesh", axes=(1, 2, 1, 2, 1)),
         training("llama", "ring", "mesh", axes=(1, 1, 1, 2, 2)),
-        training("gpt_oss", "ring", "mesh", axes=(1, 1, 1, 1, 4)),
-        training("mixtral", "flash_attn2", "mesh", axes=(1, 1, 2, 2, 1)),
+        training("mistral", "ring", "mesh", axes=(1, 1, 1, 1, 4)),
     ]
     for family, described in FAMILIES.items():
         for mechanism in ("vanilla", "flash_attn2") if described.attention else ("vanilla",):
