@@ -29,7 +29,7 @@ def ejkernel_primitives() -> Primitives:
     return Primitives(attention, norm, rotate)
 
 
-def rotate_at(query: jax.Array, key: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rotate_at(query: jax.Array, key: jax.Array, positions: Any) -> tuple[jax.Array, jax.Array]:
     """Rotary embedding of `q [B,T,H,D]` and `k [B,T,K,D]` at these positions `[T]`, through ejkernel's dispatcher."""
     import ejkernel
 

@@ -230,13 +230,13 @@ def _winner(group: list[_Trial]) -> _Trial | None:
 
 
 def _provenance(candidate: Candidate, device: Any) -> dict[str, str]:
-    import jaxlib
+    import importlib.metadata
 
     facts = {
         "device": device.device_kind,
         "driver": str(getattr(device.client, "platform_version", "")).splitlines()[0] if device.platform != "cpu" else "",
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         candidate.distribution or candidate.platform: candidate.version,
         "machine": platform.machine(),
         "cores": str(os.cpu_count()),

@@ -39,7 +39,7 @@ def _sweep(call: PagedAttentionCall, config: PagedAttentionConfig, member: Paged
     return _attend(call, config, member, bounded=False)
 
 
-@_sweep.defjvp
+@_sweep.defjvp  # pyright: ignore[reportUntypedFunctionDecorator]
 def _differentiated(call: Any, config: Any, primals: Any, tangents: Any) -> Any:
     """A loop whose length is data cannot be differentiated backwards, so JAX's own derivatives are those of a bounded one."""
     return jax.jvp(functools.partial(_attend, call, config, bounded=True), primals, tangents)

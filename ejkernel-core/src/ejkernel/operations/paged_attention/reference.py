@@ -149,7 +149,7 @@ def backward(
         if grad.qq_bias is not None:
             bias, new = _of(grad.qq_bias, row.member), row.new >= 0
             if new.any():  # else the token may be beyond the last row of the bias
-                np.add.at(bias[row.request % len(bias)], (row.local, row.new[new]), d_logits[new])
+                np.add.at(bias[row.request % len(bias), row.local], row.new[new], d_logits[new])
     return PagedAttentionInputs(**{name: array if name in DIFFERENTIABLE else None for name, array in grad._asdict().items()})
 
 
