@@ -110,59 +110,6 @@ from ejkernel.modules.sparse_attention import (
 from ejkernel.modules.sparse_latent import DeepSeekAttention, deepseek_attn
 from ejkernel.modules.states import RWKV4, StateSpaceV1, StateSpaceV2, rwkv4, state_space_v1, state_space_v2
 
-FUNCTIONS = (
-    "apply_native_sparse_attention",
-    "attention",
-    "blocksparse_attention",
-    "chunked_prefill_paged_decode",
-    "decode_attention",
-    "deepseek_attn",
-    "flash_attention",
-    "flash_attn_varlen",
-    "flash_mla",
-    "fused_cross_entropy",
-    "fused_kl_divergence",
-    "gated_delta_rule",
-    "gla",
-    "gla_attention",
-    "grouped_matmul",
-    "kernel_delta_attention",
-    "layer_norm",
-    "lightning_attention",
-    "lightning_attn",
-    "llama_rope",
-    "mean_pooling",
-    "multi_head_latent_attention",
-    "multi_latent_ragged_page_attention",
-    "multi_latent_ragged_page_attention_v2",
-    "native_spare_attention",
-    "native_sparse_attention",
-    "page_attention",
-    "paged_cache_update",
-    "prefill_page_attention",
-    "quantized_matmul",
-    "ragged_decode_attention",
-    "ragged_gated_delta_rule",
-    "ragged_page_attention_v2",
-    "ragged_page_attention_v3",
-    "recurrent",
-    "recurrent_attention",
-    "retention",
-    "ring_attention",
-    "rms_norm",
-    "rope",
-    "rwkv4",
-    "rwkv6",
-    "rwkv7",
-    "rwkv7_mul",
-    "scaled_dot_product_attention",
-    "softmax",
-    "state_space_v1",
-    "state_space_v2",
-    "unified_attention",
-)
-"""The public functions, by the names that `explain`, `kernel_registry.get` and the command line accept."""
-
 __all__ = [
     "FUNCTIONS",
     "RWKV4",
@@ -289,3 +236,16 @@ __all__ = [
     "zigzag_shard",
     "zigzag_unshard",
 ]
+
+_HELPERS = {
+    "all_gather_matmul",
+    "block_sparse_layout",
+    "create_default_executor",
+    "reduce_scatter_matmul",
+    "zigzag_shard",
+    "zigzag_unshard",
+}
+"""Functions that dispatch nothing."""
+
+FUNCTIONS = tuple(name for name in __all__ if name[0].islower() and name not in _HELPERS)
+"""The public functions, by the names that `explain`, `kernel_registry.get` and the command line accept."""
