@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ejkernel
+from ejkernel.operations import get_operation
 from ejkernel.testing.tolerance import Tolerance, check_close
 
 CLOSE = Tolerance(1e-5, 1e-4)
@@ -133,6 +134,37 @@ def test_refused_layers(options: Any, error: type[Exception], message: str) -> N
 def test_wrong_rank_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"query: got shape \(6, 4, 3\) with 3 axes, expected 4 axes"):
         ejkernel.retention(Q[0], K, V)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ejkernel.recurrent_attention(Q, K, V, softmax_scale="1"), "softmax_scale: got '1', expected a number"),
+        (lambda: ejkernel.gla(Q, K, V, W.astype(int)), "g: got dtype int.*, expected a floating type"),
+        (lambda: ejkernel.rwkv6(Q, K, V, W.astype(int), U), "w: got dtype int.*, expected a floating type"),
+        (lambda: ejkernel.rwkv6(Q, K, V, W, U.astype(int)), "u: got dtype int"),
+        (lambda: ejkernel.rwkv6(Q, K[:, 1:], V, W, U), r"k: got shape \(2, 5, 4, 3\), expected .* as r\n"),
+        (lambda: ejkernel.rwkv7(Q, W[:1], K, V, K, K), r"w: got shape .*, with batch, length and channels of r\n"),
+        (lambda: ejkernel.rwkv7_mul(Q, W, K, V, K.astype(jnp.float8_e4m3fn), K), "kk: got dtype float8_e4m3fn"),
+        (lambda: ejkernel.rwkv7_mul(Q, W, K, V, K, K.astype(jnp.float8_e4m3fn)), "a: got dtype float8_e4m3fn"),
+        (lambda: ejkernel.gated_delta_rule(Q, K, Q, Q[..., 0], use_chunked=1), "use_chunked: got 1, expected a bool"),
+        (lambda: ejkernel.gated_delta_rule(Q, K, Q, Q[..., 0], seg_ids=Q[:, :, 0, 0]), "seg_ids: got dtype float32"),
+        (lambda: ejkernel.gated_delta_rule(Q, K, Q, Q[..., 0], chunk_size=np.ones(3)), r"chunk_size: got .*, expected an int"),
+        (lambda: ejkernel.lightning_attention(Q, K, V, layer_idx=0, num_layers=0), "num_layers: got 0, expected a value >= 1"),
+        (lambda: ejkernel.retention([[1, 2**40]], K, V), "query: got list, expected an array"),
+    ],
+)
+def test_refusals_name_the_arguments_of_the_function_that_was_called(call: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match="^" + message):
+        call()
+    with pytest.raises(ValueError, match="^scale: got nan, expected a finite number"):  # names are the operation's again
+        get_operation("linear_recurrence").canonicalise(Q, K, V, scale=float("nan"))
+
+
+def test_no_channel() -> None:
+    out, state = ejkernel.recurrent_attention(Q[..., :0], K[..., :0], V, return_state=True)
+    np.testing.assert_array_equal(out, np.zeros(V.shape))
+    assert state.shape == (2, 4, 0, 2)
 
 
 def test_explain() -> None:

@@ -75,7 +75,7 @@ REFUSED: dict[str, list[Any]] = {
         ((X, ROWS), {"precision": "best"}, ValueError, "precision: got 'best'"),
     ],
     "kl_divergence": [
-        ((X, X[:1]), {}, ValueError, r"teacher: got rows \(1, 3\), expected \(2, 3\) as the student's"),
+        ((X, X[:1]), {}, ValueError, r"teacher: got rows \(1, 3\), expected \(2, 3\) as in student"),
         ((X, X[..., :7]), {}, ValueError, "teacher: got a vocabulary of 7, expected 8"),
         ((X, X, None, None, ROWS), {}, TypeError, "valid: got dtype int32, expected bool"),
         ((X, X), {"transpose_heads": True}, ValueError, "transpose_heads: got True, expected False without heads"),

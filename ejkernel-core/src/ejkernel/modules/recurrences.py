@@ -10,12 +10,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ejkernel._policy import PlatformChoice
-from ejkernel.errors import invalid, wrong_type
+from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._forms import class_form
 from ejkernel.modules._mesh import over_mesh
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 
 
+@argument_names(scale="softmax_scale")
 def recurrent_attention(
     query: jax.Array,
     key: jax.Array,
@@ -49,7 +50,7 @@ def recurrent_attention(
         key: `[B,T,K,D]`.
         value: `[B,T,K,V]`.
         g: log decay per token and head `[B,T,H]`.
-        g_gamma: log decay per head `[H]` or `[B,H]`.
+        g_gamma: log decay per head `[H]`, or `[B,H]` or `[1,H]`.
         gk: log decay per token and key channel `[B,T,K,D]`.
         gv: log decay per token and value channel `[B,T,K,V]`.
         initial_state: the state before the first token `[B,H,D,V]`, or `[n,H,D,V]` with cu_seqlens; None = zeros.
@@ -94,6 +95,7 @@ def _recurrence(*, platform: PlatformChoice, cfg: Any, scale: Any, reverse: bool
     return _LINEAR_RECURRENCE.invoke(arrays, options, platform=platform, cfg=cfg)
 
 
+@argument_names(scale="softmax_scale", gk="g")
 def gla_attention(
     query: jax.Array,
     key: jax.Array,
@@ -118,7 +120,8 @@ def gla_attention(
         query: `[B,T,H,D]`, float32, bfloat16 or float16; any length.
         key: `[B,T,K,D]`; K divides H.
         value: `[B,T,K,V]`.
-        g: log gate per key channel `[B,T,K,D]`, or per head `[B,T,H]`: its number of axes says which.
+        g: log gate per key channel `[B,T,K,D]`, or per head `[B,T,H]`: its number of axes says which;
+            -inf is not allowed.
         g_gamma: log decay per head `[H]` or `[B,H]`, in addition.
         initial_state: `[B,H,D,V]`, or `[n,H,D,V]` with cu_seqlens; None = zeros.
         cu_seqlens: cumulative lengths of packed sequences, integers `[n + 1]`, B = 1; as for `recurrent_attention`.
@@ -155,6 +158,7 @@ def gla_attention(
     return over_mesh(_recurrence, arrays, options, positional=tuple(arrays), mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
+@argument_names(scale="softmax_scale")
 def lightning_attention(
     query: jax.Array,
     key: jax.Array,
@@ -208,6 +212,8 @@ def lightning_attention(
     for name, number in (("layer_idx", layer_idx), ("num_layers", num_layers)):
         if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
             raise wrong_type(name, repr(number), "an int")
+    if num_layers < 1:
+        raise invalid("num_layers", num_layers, "a value >= 1")
     if not 0 <= layer_idx < num_layers:
         raise invalid("layer_idx", layer_idx, f"a value from 0 to num_layers - 1 = {num_layers - 1}")
     heads = _heads(query)
@@ -216,6 +222,7 @@ def lightning_attention(
     return _with_constant_decay(gamma, (query, key, value, initial_state, cu_seqlens), options, mesh, in_specs, out_specs)
 
 
+@argument_names(scale="softmax_scale")
 def retention(
     query: jax.Array,
     key: jax.Array,
@@ -282,6 +289,7 @@ def _with_constant_decay(
     return over_mesh(_recurrence, arrays, options, positional=tuple(arrays), mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
+@argument_names(query="r", key="k", value="v", gk="w", bonus="u", scale="softmax_scale")
 def rwkv6(
     r: jax.Array,
     k: jax.Array,
@@ -303,7 +311,8 @@ def rwkv6(
         r: receptance `[B,T,H,D]`, float32, bfloat16 or float16; any length.
         k: key `[B,T,H,D]`.
         v: value `[B,T,H,V]`.
-        w: log decay per key channel `[B,T,H,D]`, already negative (`-exp` of the model's parameter).
+        w: log decay per key channel `[B,T,H,D]`, already negative (`-exp` of the model's parameter); -inf is not
+            allowed.
         u: bonus of the token itself `[H,D]`.
         initial_state: `[B,H,D,V]`, or `[n,H,D,V]` with cu_seqlens; None = zeros.
         cu_seqlens: cumulative lengths of packed sequences, integers `[n + 1]`, B = 1; as for `recurrent_attention`.

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel._policy import PlatformChoice
-from ejkernel.errors import invalid
+from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._forms import class_form
 from ejkernel.operation import Bound
 from ejkernel.operations._checks import check_shape
 from ejkernel.operations._numbers import check_compute, finite_number
+from ejkernel.operations.flash_attention.bind import as_flag
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 from ejkernel.operations.rwkv4.interface import OPERATION as _RWKV4
 from ejkernel.operations.selective_scan.interface import OPERATION as _SELECTIVE_SCAN
@@ -21,6 +22,7 @@ from ejkernel.operations.selective_scan.interface import OPERATION as _SELECTIVE
 Activation = Callable[[jax.Array], jax.Array]
 
 
+@argument_names(x="hidden_states")
 def state_space_v1(
     hidden_states: jax.Array,
     A: jax.Array,
@@ -40,7 +42,7 @@ def state_space_v1(
 
     Args:
         hidden_states: x, `[B,T,I]`, float32, bfloat16 or float16; any length.
-        A: `[I,N]`, already negative (`-exp(A_log)`).
+        A: `[I,N]`, already negative (`-exp(A_log)`) and finite.
         B: `[B,T,N]`.
         C: `[B,T,N]`.
         D: `[I]`, or None (no skip connection).
@@ -96,7 +98,7 @@ def state_space_v2(
 
     Args:
         x: `[B,T,H,P]`, float32, bfloat16 or float16; any length.
-        A: `[H]`, already negative (`-exp(A_log)`).
+        A: `[H]`, already negative (`-exp(A_log)`) and finite.
         B: `[B,T,G,N]`; G divides H, and H / G consecutive heads share a group. Groups are never repeated in memory.
         C: `[B,T,G,N]`.
         D: `[H]`, or None (no skip connection).
@@ -123,7 +125,7 @@ def state_space_v2(
     Source: Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
         Duality, 2024.
     """
-    if use_gated_rmsnorm and gate is None:
+    if as_flag("use_gated_rmsnorm", use_gated_rmsnorm) and gate is None:
         raise invalid("use_gated_rmsnorm", True, "a gate with it", remedy="pass gate=, or normalise with rms_norm")
     arrays = {"x": x, "A": A, "B": B, "C": C, "D": D, "dt": dt, "initial_state": initial_state}
     options = {"n_groups": n_groups, "precision": precision}
@@ -145,6 +147,8 @@ def _ssd(*, x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, initial_state: Any,
     """Mamba-2 as a linear recurrence: query C, key B, value dt x, log decay A dt."""
     check_compute("x", x, ndim=4)
     batch, length, heads, channels = x.shape
+    if n_groups is not None and (isinstance(n_groups, bool) or not isinstance(n_groups, int)):
+        raise wrong_type("n_groups", repr(n_groups), "an int or None")
     for name, array in (("B", B), ("C", C)):
         check_compute(name, array, ndim=4)
         if n_groups is not None and array.shape[2] != n_groups:

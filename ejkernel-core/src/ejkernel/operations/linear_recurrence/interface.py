@@ -187,7 +187,7 @@ class LinearRecurrence(Operation):
         specs: dict[str, Any] = {name: ArraySpec.of(array) for name, array in named(inputs)}
         call = LinearRecurrenceCall(
             **specs,
-            scale=width**-0.5 if scale is None else finite_number("scale", scale),
+            scale=max(width, 1) ** -0.5 if scale is None else finite_number("scale", scale),
             reverse=reverse,
             return_state=return_state,
             precision=precision_name(precision),
