@@ -117,6 +117,41 @@ def test_over_a_mesh(name: str) -> None:
         check_close(name, one, other, Tolerance(2e-6, 2e-5))
 
 
+def two_by_two() -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 1, 2), ("data", "sp", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+
+
+@pytest.mark.parametrize("name", ["recurrent_attention", "gated_delta_rule"])
+def test_axes_of_one_device_split_nothing(name: str) -> None:
+    """Clients name their sequence axis for tokens, and not for states, also where it has one device."""
+    spec, state_spec = P("data", "sp", "model"), P("data", "model")
+    arrays = (Q, K, V) if name == "recurrent_attention" else (Q, K, V, np.abs(W[..., 0]))
+    function = getattr(ejkernel, name)
+    shard = {"mesh": two_by_two(), "in_specs": (spec,) * len(arrays), "out_specs": (spec, state_spec)}
+    got = function(*arrays, return_state=True, **shard)
+    for one, other in zip(got, function(*arrays, return_state=True), strict=True):
+        check_close(name, one, other, Tolerance(2e-6, 2e-5))
+
+
+@pytest.mark.parametrize(
+    ("name", "specs", "message"),
+    [
+        ("recurrent_attention", (P(None, "data"),) * 3, "axis t of query split over data, expected it whole"),
+        ("retention", (P(), P(), P(None, None, None, "model")), "axis v of value split over model, expected it whole"),
+        ("gla_attention", (P(None, None, "model"), P(), P()), "axis h of key split over nothing, expected model as in query"),
+        ("recurrent_attention", (P("data"), P("data"), P("data"), P("model")), "axis b of g split over model, expected data"),
+        ("gated_delta_rule", (P(None, "data"),) * 4, "axis t of query split over data, expected it whole"),
+        ("gated_delta_rule", (P(None, None, "model"), P(), P(), P()), "axis h of key split over nothing, expected model"),
+    ],
+)
+def test_splits_that_would_compute_something_else_are_refused(name: str, specs: Any, message: str) -> None:
+    """Each device would begin with empty states, or pair other heads."""
+    rates = np.abs(W[..., 0])
+    arrays = (Q, K[:, :, :2], V[:, :, :2], *((rates if name == "gated_delta_rule" else -rates,) if len(specs) == 4 else ()))
+    with pytest.raises(ValueError, match="^in_specs: got " + message):
+        getattr(ejkernel, name)(*arrays, mesh=two_by_two(), in_specs=specs, out_specs=P())
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -157,7 +192,7 @@ def test_wrong_rank_is_refused_by_name() -> None:
 def test_refusals_name_the_arguments_of_the_function_that_was_called(call: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match="^" + message):
         call()
-    with pytest.raises(ValueError, match="^scale: got nan, expected a finite number"):  # names are the operation's again
+    with pytest.raises(ValueError, match=r"^scale: got nan, expected a finite number"):  # names are the operation's again
         get_operation("linear_recurrence").canonicalise(Q, K, V, scale=float("nan"))
 
 

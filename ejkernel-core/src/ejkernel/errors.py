@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 _PUBLIC: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("public argument names", default=None)
@@ -57,7 +57,7 @@ class CacheWarning(EjkernelWarning):
 
 
 @contextlib.contextmanager
-def argument_names(**public: str) -> Iterator[None]:
+def argument_names(**public: str) -> Generator[None]:
     """Within, or in the decorated function, argument errors say `public[name]` where an operation's own check says `name`."""
     token = _PUBLIC.set({**public, **(_PUBLIC.get() or {})})
     try:

@@ -63,7 +63,7 @@ def gated_delta_rule(
             from cu_seqlens[i] to cu_seqlens[i + 1]; tokens after the last one take no part, whatever they hold, and get 0.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation: its dataclass, or a mapping of its fields.
-        mesh: a mesh over which to split batch and heads, with in_specs and out_specs.
+        mesh: a mesh over which to split batch and heads, alike in all arrays, with in_specs and out_specs.
         in_specs: a PartitionSpec or None for each of query, key, value, beta, decay, initial_state, seg_ids, cu_seqlens, or
             for the first of them.
         out_specs: a PartitionSpec for the result; a pair for result and state.
@@ -167,7 +167,25 @@ def kernel_delta_attention(
         "platform": platform,
         "cfg": chunked_by(chunk_size, cfg),
     }
-    return over_mesh(delta, arrays, options, positional=_POSITIONAL, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    dims = {
+        **dict.fromkeys(("query", "key"), "b t h d"),
+        "value": "b t h v",
+        "beta": "b t h",
+        "decay": "b t h" if getattr(decay, "ndim", 3) == 3 else "b t h d",
+        "initial_state": "b h d v" if cu_seqlens is None else "n h d v",
+        "seg_ids": "b t",
+        "cu_seqlens": "s",
+    }
+    return over_mesh(
+        delta,
+        arrays,
+        options,
+        positional=_POSITIONAL,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        dims=dims,
+    )
 
 
 @argument_names(scale="softmax_scale")

@@ -61,7 +61,7 @@ def recurrent_attention(
         return_state: also return the last state.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
-        mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it.
+        mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
         in_specs: with mesh, one PartitionSpec or None for each positional array.
         out_specs: with mesh, a PartitionSpec, or a tuple of two with return_state.
 
@@ -87,7 +87,24 @@ def recurrent_attention(
         "cu_seqlens": cu_seqlens,
     }
     options = {"scale": softmax_scale, "reverse": reverse, "return_state": return_state, "platform": platform, "cfg": cfg}
-    return over_mesh(_recurrence, arrays, options, positional=tuple(arrays), mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return over_mesh(
+        _recurrence,
+        arrays,
+        options,
+        positional=tuple(arrays),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        dims=_dims(cu_seqlens, g_gamma),
+    )
+
+
+def _dims(cu_seqlens: Any, g_gamma: Any) -> dict[str, str]:
+    """The axes of the arrays, for `over_mesh`."""
+    state = "b h d v" if cu_seqlens is None else "n h d v"
+    dims = {"query": "b t h d", "key": "b t h d", "value": "b t h v", "g": "b t h", "gk": "b t h d", "gv": "b t h v"}
+    dims["g_gamma"] = "h" if len(getattr(g_gamma, "shape", ())) == 1 else "b h"
+    return {**dims, "initial_state": state, "cu_seqlens": "s"}
 
 
 def _recurrence(*, platform: PlatformChoice, cfg: Any, scale: Any, reverse: bool, return_state: bool, **arrays: Any) -> Any:
@@ -130,7 +147,7 @@ def gla_attention(
         return_state: also return the last state.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
-        mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it.
+        mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
         in_specs: with mesh, one PartitionSpec or None for each positional array.
         out_specs: with mesh, a PartitionSpec, or a tuple of two with return_state.
 
@@ -155,7 +172,16 @@ def gla_attention(
         "cu_seqlens": cu_seqlens,
     }
     options = {"scale": softmax_scale, "reverse": reverse, "return_state": return_state, "platform": platform, "cfg": cfg}
-    return over_mesh(_recurrence, arrays, options, positional=tuple(arrays), mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return over_mesh(
+        _recurrence,
+        arrays,
+        options,
+        positional=tuple(arrays),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        dims=_dims(cu_seqlens, g_gamma),
+    )
 
 
 @argument_names(scale="softmax_scale")
@@ -195,7 +221,7 @@ def lightning_attention(
         return_state: also return the last state.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
-        mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it.
+        mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
         in_specs: with mesh, one PartitionSpec or None for each positional array; the decays follow the heads of query.
         out_specs: with mesh, a PartitionSpec, or a tuple of two with return_state.
 
@@ -254,7 +280,7 @@ def retention(
         return_state: also return the last state.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
-        mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it.
+        mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
         in_specs: with mesh, one PartitionSpec or None for each positional array; the decays follow the heads of query.
         out_specs: with mesh, a PartitionSpec, or a tuple of two with return_state.
 
@@ -286,7 +312,16 @@ def _with_constant_decay(
     if isinstance(in_specs, (tuple, list)) and not isinstance(in_specs, PartitionSpec) and 0 < len(in_specs) <= len(names):
         heads = (*(in_specs[0] or ()), None, None, None)[2]
         in_specs = (*in_specs, *[None] * (len(names) - len(in_specs)), PartitionSpec(heads))
-    return over_mesh(_recurrence, arrays, options, positional=tuple(arrays), mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return over_mesh(
+        _recurrence,
+        arrays,
+        options,
+        positional=tuple(arrays),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        dims=_dims(given[4], gamma),
+    )
 
 
 @argument_names(query="r", key="k", value="v", gk="w", bonus="u", scale="softmax_scale")

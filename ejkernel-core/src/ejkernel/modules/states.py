@@ -66,10 +66,11 @@ def state_space_v1(
     """
     arrays = {"x": hidden_states, "A": A, "B": B, "C": C, "D": D, "dt": dt, "initial_state": initial_state}
     out, state = _SELECTIVE_SCAN.invoke(arrays, {}, platform=platform, cfg=cfg)
+    activation = _activation(act_fn)
     if gate is not None:
         check_compute("gate", gate)
         check_shape("gate", gate, out.shape, "[B, T, I]")
-        out = (out * (act_fn or jax.nn.silu)(gate)).astype(out.dtype)
+        out = (out * activation(gate)).astype(out.dtype)
     return out, state, conv_state
 
 
@@ -130,17 +131,23 @@ def state_space_v2(
     arrays = {"x": x, "A": A, "B": B, "C": C, "D": D, "dt": dt, "initial_state": initial_state}
     options = {"n_groups": n_groups, "precision": precision}
     out, state = _LINEAR_RECURRENCE.invoke(arrays, options, platform=platform, cfg=cfg, form=_ssd)
+    activation = _activation(act_fn)
     if gate is None:
         return out, state, conv_state
     check_compute("gate", gate)
     check_shape("gate", gate, out.shape, "[B, T, H * P]")
-    activation = act_fn or jax.nn.silu
     if not use_gated_rmsnorm:
         return (out * activation(gate)).astype(out.dtype), state, conv_state
     epsilon = finite_number("rmsnorm_eps", rmsnorm_eps, at_least=0)
     wide = out.astype(jnp.promote_types(out.dtype, jnp.float32))
     normalised = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
     return (normalised * activation(gate.astype(wide.dtype))).astype(out.dtype), state, conv_state
+
+
+def _activation(act_fn: Any) -> Activation:
+    if act_fn is not None and not callable(act_fn):
+        raise wrong_type("act_fn", repr(act_fn), "a function of an array, or None")
+    return act_fn or jax.nn.silu
 
 
 def _ssd(*, x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, initial_state: Any, n_groups: int | None, precision: Any) -> Bound:
