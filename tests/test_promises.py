@@ -164,6 +164,11 @@ MISTAKES = {
         TypeError,
         "the name of a public function",
     ),
+    "explain of a composition": (
+        lambda q, k, v: ejkernel.explain("all_gather_matmul", q, k, "tp"),
+        ValueError,
+        "expected the name of a public function that platforms implement; that one is the same on every platform",
+    ),
 }
 
 

@@ -324,6 +324,19 @@ def test_rwkv7_mul_is_rwkv7_with_its_product() -> None:
         ejkernel.rwkv7_mul(**arrays, kk=kk, a=rate[:, :3])
 
 
+def test_what_stands_after_the_last_sequence_of_rwkv7_mul() -> None:
+    """Nothing of it comes through the product of kk and a, in neither direction."""
+    arrays = rwkv_arrays()
+    given = {name: arrays[name][:1, :9] for name in ("r", "w", "k", "v", "a")} | {"kk": arrays["b"][:1, :9]}
+
+    def out_and_gradients(arrays: dict[str, Any]) -> Any:
+        found, pull = jax.vjp(lambda values: ejkernel.rwkv7_mul(**values, cu_seqlens=jnp.array([0, 3, 7])), arrays)
+        return found, pull(jnp.cos(found))[0]
+
+    poisoned = {name: value.at[:, 7:].set(jnp.nan) for name, value in given.items()}
+    assert_same(out_and_gradients(poisoned), out_and_gradients(given), 0)
+
+
 def test_the_delta_rule_is_a_case_of_rwkv7() -> None:
     arrays = problem(length=20, decay="channel", state=True)
     wanted = ejkernel.kernel_delta_attention(**arrays, use_qk_l2norm=False, return_state=True)

@@ -129,6 +129,15 @@ def test_tokens_that_do_not_count_may_hold_nan():
     assert counts.sum() == 7
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint32])
+def test_labels_of_any_integer_type(dtype):
+    """Neither a vocabulary of 300 nor -100 fits into a byte; in one of uint8, -100 would be 156."""
+    logits, targets = normal(3, 300), np.array([120, 56, 127] if dtype == np.int8 else [120, 156, 255], dtype)
+    got, wanted = (cross_entropy(logits, one, reduction="none") for one in (targets, targets.astype(np.int32)))
+    np.testing.assert_array_equal(got.loss, wanted.loss)
+    assert got.weight_sum == 3
+
+
 def test_a_label_outside_of_the_vocabulary():
     logits = normal(3, V)
     targets = jnp.array([1, V, -5])
@@ -286,7 +295,11 @@ REFUSED = {
     "both": (lambda: cross_entropy(X, L, hidden=H, lm_head_weight=W), ValueError, "logits: got both logits and hidden"),
     "no head": (lambda: cross_entropy(targets=L, hidden=H), ValueError, "lm_head_weight: got None"),
     "a head of logits": (lambda: cross_entropy(X, L, lm_head_weight=W), ValueError, "lm_head_weight: got an array"),
-    "another head": (lambda: cross_entropy(targets=L, hidden=X, lm_head_weight=W), ValueError, r"head: got shape \(12, 40\)"),
+    "another head": (
+        lambda: cross_entropy(targets=L, hidden=X, lm_head_weight=W),
+        ValueError,
+        r"^lm_head_weight: got shape \(12, 40\)",
+    ),
     "labels of floats": (lambda: cross_entropy(X, X[..., 0]), TypeError, "targets: got dtype float32, expected integers"),
     "labels of another shape": (lambda: cross_entropy(X, L[:1]), ValueError, r"targets: got shape \(1, 5\)"),
     "weights of another shape": (
@@ -297,7 +310,28 @@ REFUSED = {
     "a reduction": (lambda: cross_entropy(X, L, reduction="avg"), ValueError, "reduction: got 'avg', expected one of none"),
     "a smoothing": (lambda: cross_entropy(X, L, label_smoothing=1.5), ValueError, r"label_smoothing: got 1.5"),
     "a z-loss": (lambda: cross_entropy(X, L, z_loss=-1), ValueError, "z_loss: got -1.0, expected a value >= 0"),
-    "an axis": (lambda: cross_entropy(X, L, vocab_parallel_axis="tp"), ValueError, r"axis_name: got \('tp',\)"),
+    "an axis": (lambda: cross_entropy(X, L, vocab_parallel_axis="tp"), ValueError, r"vocab_parallel_axis: got \('tp',\)"),
+    "logits of integers": (lambda: cross_entropy(L[..., None], L * 0), TypeError, "^logits: got dtype int32"),
+    "hidden of integers": (
+        lambda: cross_entropy(targets=L, hidden=H.astype(int), lm_head_weight=W),
+        TypeError,
+        "^hidden: got dtype int",
+    ),
+    "logits of one number": (lambda: cross_entropy(X[0, 0, 0], L), ValueError, r"logits: got shape \(\), expected \[..., V\]"),
+    "a head of one axis": (
+        lambda: cross_entropy(targets=L, hidden=H, lm_head_weight=W[0]),
+        ValueError,
+        r"lm_head_weight: got shape \(40,\) with 1 axes, expected 2 axes",
+    ),
+    "a cap": (lambda: cross_entropy(X, L, logit_softcap=-1.0), ValueError, "^logit_softcap: got -1.0, expected a value > 0"),
+    "a flag": (
+        lambda: cross_entropy(targets=L, hidden=H, lm_head_weight=W, transpose_head=2),
+        TypeError,
+        "transpose_head: got 2, expected True or False",
+    ),
+    "complex weights": (lambda: cross_entropy(X, L, L * 1j), TypeError, "weights: got dtype complex"),
+    "several smoothings": (lambda: cross_entropy(X, L, label_smoothing=np.ones(3)), TypeError, "label_smoothing: got array"),
+    "an array of reductions": (lambda: cross_entropy(X, L, reduction=L), ValueError, "reduction: got "),
     "a direction": (lambda: divergence(X, X, direction="up"), ValueError, "direction: got 'up', expected one of forward"),
     "a temperature": (lambda: divergence(X, X, temperature=0.0), ValueError, "temperature: got 0.0, expected a value > 0"),
     "a beta": (lambda: divergence(X, X, beta=0.5), ValueError, "beta: got 0.5, expected None with direction 'forward'"),
@@ -306,7 +340,11 @@ REFUSED = {
         ValueError,
         r"beta: got 1.0, expected a value in \(0, 1\)",
     ),
-    "another vocabulary": (lambda: divergence(X, X[..., :9]), ValueError, "teacher: got a vocabulary of 9, expected 40"),
+    "another vocabulary": (
+        lambda: divergence(X, X[..., :9]),
+        ValueError,
+        "teacher_logits: got a vocabulary of 9, expected 40 as in student_logits",
+    ),
     "half a student": (lambda: divergence(None, X, student_hidden=H), ValueError, "student_head: got None, expected a head"),
 }
 

@@ -152,6 +152,20 @@ def test_class_form_and_defaults() -> None:
     assert_close(no_decay, ejkernel.ragged_gated_delta_rule(**{**arguments, "decay": 0 * arrays["decay"]})[0], 1e-7)
 
 
+def test_slots_and_bounds_of_any_integer_type() -> None:
+    """A pool of 300 slots has more than a byte can count."""
+    states = jax.random.normal(jax.random.key(1), (300, HEADS, WIDTH, CHANNELS))
+    arguments = {**tokens(3), "recurrent_state": states}
+    bounds, slots = np.array([0, 1, 3]), np.array([250, 44])
+    wanted = ejkernel.ragged_gated_delta_rule(**arguments, query_start_loc=bounds, state_indices=slots)
+    assert np.all(np.any(wanted[1] != states, axis=(1, 2, 3)) == np.isin(np.arange(300), slots))
+    got = ejkernel.ragged_gated_delta_rule(
+        **arguments, query_start_loc=bounds.astype(np.uint8), state_indices=slots.astype(np.uint8)
+    )
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -162,6 +176,8 @@ def test_class_form_and_defaults() -> None:
         ({"query_start_loc": jnp.array([0, 3])}, ValueError, r"query_start_loc: got shape \(2,\), expected \(3,\)"),
         ({"state_indices": jnp.array([0.0, 1.0])}, TypeError, "state_indices: got dtype float32, expected integers"),
         ({"recurrent_state": pool()[:, :1]}, ValueError, r"recurrent_state: got shape \(6, 1, 4, 3\), expected \(6, 2, 4, 3\)"),
+        ({"decay": [0.0]}, TypeError, "^decay: got list, expected an array"),
+        ({"softmax_scale": "1"}, TypeError, "^softmax_scale: got '1', expected a number"),
         ({"query": tokens(3)["query"][None]}, ValueError, "query: got shape .* with 4 axes, expected 3 axes"),
     ],
 )

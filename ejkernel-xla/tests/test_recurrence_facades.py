@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ejkernel
+from ejkernel.operations import get_operation
 from ejkernel.testing.tolerance import Tolerance, check_close
 
 CLOSE = Tolerance(1e-5, 1e-4)
@@ -116,6 +117,41 @@ def test_over_a_mesh(name: str) -> None:
         check_close(name, one, other, Tolerance(2e-6, 2e-5))
 
 
+def two_by_two() -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 1, 2), ("data", "sp", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+
+
+@pytest.mark.parametrize("name", ["recurrent_attention", "gated_delta_rule"])
+def test_axes_of_one_device_split_nothing(name: str) -> None:
+    """Clients name their sequence axis for tokens, and not for states, also where it has one device."""
+    spec, state_spec = P("data", "sp", "model"), P("data", "model")
+    arrays = (Q, K, V) if name == "recurrent_attention" else (Q, K, V, np.abs(W[..., 0]))
+    function = getattr(ejkernel, name)
+    shard = {"mesh": two_by_two(), "in_specs": (spec,) * len(arrays), "out_specs": (spec, state_spec)}
+    got = function(*arrays, return_state=True, **shard)
+    for one, other in zip(got, function(*arrays, return_state=True), strict=True):
+        check_close(name, one, other, Tolerance(2e-6, 2e-5))
+
+
+@pytest.mark.parametrize(
+    ("name", "specs", "message"),
+    [
+        ("recurrent_attention", (P(None, "data"),) * 3, "axis t of query split over data, expected it whole"),
+        ("retention", (P(), P(), P(None, None, None, "model")), "axis v of value split over model, expected it whole"),
+        ("gla_attention", (P(None, None, "model"), P(), P()), "axis h of key split over nothing, expected model as in query"),
+        ("recurrent_attention", (P("data"), P("data"), P("data"), P("model")), "axis b of g split over model, expected data"),
+        ("gated_delta_rule", (P(None, "data"),) * 4, "axis t of query split over data, expected it whole"),
+        ("gated_delta_rule", (P(None, None, "model"), P(), P(), P()), "axis h of key split over nothing, expected model"),
+    ],
+)
+def test_splits_that_would_compute_something_else_are_refused(name: str, specs: Any, message: str) -> None:
+    """Each device would begin with empty states, or pair other heads."""
+    rates = np.abs(W[..., 0])
+    arrays = (Q, K[:, :, :2], V[:, :, :2], *((rates if name == "gated_delta_rule" else -rates,) if len(specs) == 4 else ()))
+    with pytest.raises(ValueError, match="^in_specs: got " + message):
+        getattr(ejkernel, name)(*arrays, mesh=two_by_two(), in_specs=specs, out_specs=P())
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -133,6 +169,37 @@ def test_refused_layers(options: Any, error: type[Exception], message: str) -> N
 def test_wrong_rank_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"query: got shape \(6, 4, 3\) with 3 axes, expected 4 axes"):
         ejkernel.retention(Q[0], K, V)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ejkernel.recurrent_attention(Q, K, V, softmax_scale="1"), "softmax_scale: got '1', expected a number"),
+        (lambda: ejkernel.gla(Q, K, V, W.astype(int)), "g: got dtype int.*, expected a floating type"),
+        (lambda: ejkernel.rwkv6(Q, K, V, W.astype(int), U), "w: got dtype int.*, expected a floating type"),
+        (lambda: ejkernel.rwkv6(Q, K, V, W, U.astype(int)), "u: got dtype int"),
+        (lambda: ejkernel.rwkv6(Q, K[:, 1:], V, W, U), r"k: got shape \(2, 5, 4, 3\), expected .* as r\n"),
+        (lambda: ejkernel.rwkv7(Q, W[:1], K, V, K, K), r"w: got shape .*, with batch, length and channels of r\n"),
+        (lambda: ejkernel.rwkv7_mul(Q, W, K, V, K.astype(jnp.float8_e4m3fn), K), "kk: got dtype float8_e4m3fn"),
+        (lambda: ejkernel.rwkv7_mul(Q, W, K, V, K, K.astype(jnp.float8_e4m3fn)), "a: got dtype float8_e4m3fn"),
+        (lambda: ejkernel.gated_delta_rule(Q, K, Q, Q[..., 0], use_chunked=1), "use_chunked: got 1, expected a bool"),
+        (lambda: ejkernel.gated_delta_rule(Q, K, Q, Q[..., 0], seg_ids=Q[:, :, 0, 0]), "seg_ids: got dtype float32"),
+        (lambda: ejkernel.gated_delta_rule(Q, K, Q, Q[..., 0], chunk_size=np.ones(3)), r"chunk_size: got .*, expected an int"),
+        (lambda: ejkernel.lightning_attention(Q, K, V, layer_idx=0, num_layers=0), "num_layers: got 0, expected a value >= 1"),
+        (lambda: ejkernel.retention([[1, 2**40]], K, V), "query: got list, expected an array"),
+    ],
+)
+def test_refusals_name_the_arguments_of_the_function_that_was_called(call: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match="^" + message):
+        call()
+    with pytest.raises(ValueError, match=r"^scale: got nan, expected a finite number"):  # names are the operation's again
+        get_operation("linear_recurrence").canonicalise(Q, K, V, scale=float("nan"))
+
+
+def test_no_channel() -> None:
+    out, state = ejkernel.recurrent_attention(Q[..., :0], K[..., :0], V, return_state=True)
+    np.testing.assert_array_equal(out, np.zeros(V.shape))
+    assert state.shape == (2, 4, 0, 2)
 
 
 def test_explain() -> None:

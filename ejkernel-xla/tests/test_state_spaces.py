@@ -220,6 +220,9 @@ def test_config_is_checked(config: Any, fields: Any, message: str) -> None:
     ("changed", "error", "message"),
     [
         ({"n_groups": 3}, ValueError, "B: got 2 groups, expected n_groups = 3"),
+        ({"act_fn": "silu"}, TypeError, "act_fn: got 'silu', expected a function of an array, or None"),
+        ({"n_groups": "2"}, TypeError, "n_groups: got '2', expected an int or None"),
+        ({"use_gated_rmsnorm": None}, TypeError, "use_gated_rmsnorm: got None, expected True or False"),
         ({"use_gated_rmsnorm": True}, ValueError, "use_gated_rmsnorm: got True, expected a gate with it; pass gate="),
         (
             {"gate": np.ones((2, 9, 4), np.float32)},

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Generator, Iterable
 from typing import Any
+
+_PUBLIC: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("public argument names", default=None)
 
 
 class EjkernelError(Exception):
@@ -51,6 +56,16 @@ class CacheWarning(EjkernelWarning):
     """The tuning cache could not be read or written; tuned configs are treated as missing."""
 
 
+@contextlib.contextmanager
+def argument_names(**public: str) -> Generator[None]:
+    """Within, or in the decorated function, argument errors say `public[name]` where an operation's own check says `name`."""
+    token = _PUBLIC.set({**public, **(_PUBLIC.get() or {})})
+    try:
+        yield
+    finally:
+        _PUBLIC.reset(token)
+
+
 def invalid(argument: str, got: Any, expected: str, *, remedy: str = "") -> ValueError:
     """A `ValueError` naming argument, what it got and what was expected, in one line."""
     return ValueError(_sentence(argument, got, expected, remedy))
@@ -62,6 +77,9 @@ def wrong_type(argument: str, got: Any, expected: str, *, remedy: str = "") -> T
 
 
 def _sentence(argument: str, got: Any, expected: str, remedy: str) -> str:
+    if public := _PUBLIC.get():
+        argument = public.get(argument, argument)
+        expected = re.sub(r"\w+", lambda word: public.get(word[0], word[0]), expected)
     return f"{argument}: got {got}, expected {expected}" + (f"; {remedy}" if remedy else "")
 
 

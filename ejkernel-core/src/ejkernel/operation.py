@@ -174,6 +174,9 @@ class Operation(abc.ABC):
         """
         platform, cfg = _demands(platform, cfg)
         policy = _policy.for_call(self.name, platform)
+        for name, value in arrays.items():
+            if isinstance(value, list):
+                raise wrong_type(name, "list", "an array")
         leaves = jax.tree.leaves(arrays)
         for leaf in leaves:
             if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float)):

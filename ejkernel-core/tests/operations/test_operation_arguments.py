@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -75,7 +76,7 @@ REFUSED: dict[str, list[Any]] = {
         ((X, ROWS), {"precision": "best"}, ValueError, "precision: got 'best'"),
     ],
     "kl_divergence": [
-        ((X, X[:1]), {}, ValueError, r"teacher: got rows \(1, 3\), expected \(2, 3\) as the student's"),
+        ((X, X[:1]), {}, ValueError, r"teacher: got rows \(1, 3\), expected \(2, 3\) as in student"),
         ((X, X[..., :7]), {}, ValueError, "teacher: got a vocabulary of 7, expected 8"),
         ((X, X, None, None, ROWS), {}, TypeError, "valid: got dtype int32, expected bool"),
         ((X, X), {"transpose_heads": True}, ValueError, "transpose_heads: got True, expected False without heads"),
@@ -271,3 +272,12 @@ def test_refused(name: str, args: Any, options: Any, error: type[Exception], mes
 def test_refused_values(name: str, arrays: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         get_operation(name).check_values(arrays)
+
+
+@pytest.mark.parametrize("given", ["HIGHEST", "highest", jax.lax.Precision.HIGHEST])
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [("grouped_matmul", (X[0], np.ones((2, 8, 4), np.float32), G2)), ("linear_recurrence", QKV), ("cross_entropy", (X, ROWS))],
+)
+def test_spellings_of_a_precision(name: str, args: Any, given: Any) -> None:
+    assert get_operation(name).canonicalise(*args, precision=given).call.precision == "highest"

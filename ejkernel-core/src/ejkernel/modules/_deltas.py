@@ -20,7 +20,7 @@ def chunked_by(chunk_size: Any, cfg: Any) -> Any:
     """The config that `chunk_size=` and `cfg=` ask for."""
     if chunk_size is None:
         return cfg
-    if isinstance(chunk_size, bool) or not hasattr(chunk_size, "__index__"):
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, (int, np.integer)):
         raise wrong_type("chunk_size", repr(chunk_size), "an int")
     if chunk_size < 1:
         raise invalid("chunk_size", chunk_size, "a value >= 1")
@@ -62,8 +62,9 @@ def ragged(
 ) -> Bound:
     """Canonicalise packed tokens `[N, H, ...]` whose states stand in the slots of a pool `[slots, H, D, V]`."""
     tokens = {"query": query, "key": key, "value": value, "beta": beta, "decay": decay}
-    for name in ("query", "key", "value"):
-        check_array(name, tokens[name], ndim=3)
+    for name, array in tokens.items():
+        if array is not None or name in ("query", "key", "value"):
+            check_array(name, array, ndim=3 if name in ("query", "key", "value") else None)
     check_compute("recurrent_state", recurrent_state, ndim=4)
     for name, array in (("query_start_loc", query_start_loc), ("state_indices", state_indices)):
         check_array(name, array, ndim=1, floating=False)
@@ -72,6 +73,8 @@ def ragged(
     check_shape("query_start_loc", query_start_loc, (state_indices.shape[0] + 1,), "[requests of state_indices + 1]")
     heads = max(query.shape[1], key.shape[1], value.shape[1])
     slots = recurrent_state.shape[0]
+    # The number of slots may not fit into a smaller type.
+    state_indices, query_start_loc = state_indices.astype(jnp.int32), query_start_loc.astype(jnp.int32)
     shape = (slots, heads, query.shape[2], value.shape[2])
     check_shape("recurrent_state", recurrent_state, shape, "[slots, heads, channels of query, channels of value]")
 
@@ -93,6 +96,11 @@ def ragged(
 
 def by_removal(*, r: Any, w: Any, k: Any, v: Any, kk: Any, a: Any, **rest: Any) -> Bound:
     """Canonicalise RWKV-7 with `a = kk * a` and `b = -kk`; the product is not rounded to a type of two bytes."""
+    bounds = rest.get("cu_seqlens")
+    if bounds is not None and getattr(bounds, "ndim", 0) == 1 and bounds.shape[0]:
+        # What stands after the last sequence may be NaN, and 0 * NaN would be in the gradient of this product.
+        used = (jnp.arange(kk.shape[1]) < bounds[-1])[:, None, None]
+        kk, a = jnp.where(used, kk, 0), jnp.where(used, a, 0)
     wide = jnp.promote_types(kk.dtype, jnp.float32)
     write = kk.astype(wide) * a.astype(wide)
     return OPERATION.canonicalise(query=r, key=k, value=v, decay=w, a=write, b=-kk, **rest)

@@ -17,7 +17,7 @@ REDUCTIONS = ("none", "mean", "sum")
 
 def check_reduction(reduction: Any) -> None:
     """Refuse an unknown reduction."""
-    if reduction not in REDUCTIONS:
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise invalid("reduction", repr(reduction), f"one of {', '.join(REDUCTIONS)}")
 
 
@@ -31,6 +31,8 @@ def counted(rows: tuple[int, ...], weights: Any, attention_mask: Any) -> tuple[A
             raise wrong_type(name, type(array).__name__, "an array")
         if tuple(array.shape) != rows:
             raise invalid(name, f"shape {tuple(array.shape)}", f"{rows}, one for each token")
+        if jnp.issubdtype(array.dtype, jnp.complexfloating):
+            raise wrong_type(name, f"dtype {array.dtype}", "real numbers or bool")
         kept = kept & (array != 0)
     if weights is None:
         return kept, kept.astype(jnp.float32)

@@ -37,6 +37,7 @@ def over_mesh(
     mesh: Any = None,
     in_specs: Any = None,
     out_specs: Any = None,
+    dims: Any = None,
 ) -> Any:
     """`function(**arrays, **options)`, inside `jax.shard_map` when there is a mesh.
 
@@ -48,13 +49,46 @@ def over_mesh(
         mesh: a `jax.sharding.Mesh` or None.
         in_specs: one PartitionSpec or None (whole on every device) for each positional array.
         out_specs: a PartitionSpec, or a tuple of them for several results.
+        dims: the axes of every positional array, as `"b t h d"`: b and h may be split, alike in all arrays; others may not.
+            Without, any may.
     """
     if not is_sharded(mesh, in_specs, out_specs) or _explain.capturing():
         return function(**arrays, **options)
     specs = named_specs(arrays, positional, in_specs)
+    if dims is not None:
+        _check_split(arrays, specs, mesh, dims)
+    specs = {name: _without_single(spec, mesh) for name, spec in specs.items()}
     options = {name: hashable(value) for name, value in options.items()}
     out_specs = tuple(out_specs) if isinstance(out_specs, list) else out_specs
     return _run(_Plan(function, tuple(options.items()), mesh, tuple(specs.items()), out_specs), dict(arrays))
+
+
+def _check_split(arrays: Mapping[str, Any], specs: Mapping[str, PartitionSpec], mesh: Any, dims: Mapping[str, str]) -> None:
+    """Refuse specs under which devices would compute something else than the whole: they see neither other tokens nor heads."""
+    found: dict[str, tuple[str, Any]] = {}
+    for name, letters in dims.items():
+        array = arrays.get(name)
+        if array is None or len(getattr(array, "shape", ())) != len(letters.split()):
+            continue
+        entries = (*_without_single(specs.get(name, PartitionSpec()), mesh), *[None] * len(array.shape))
+        for letter, entry, size in zip(letters.split(), entries, array.shape, strict=False):
+            if letter not in ("b", "h") and entry is not None:
+                raise invalid("in_specs", f"axis {letter} of {name} split over {entry}", "it whole on every device")
+            if letter in ("b", "h") and size != 1:
+                other, wanted = found.setdefault(letter, (name, entry))
+                if entry != wanted:
+                    got = f"axis {letter} of {name} split over {entry or 'nothing'}"
+                    raise invalid("in_specs", got, f"{wanted or 'nothing'} as in {other}")
+
+
+def _without_single(spec: PartitionSpec, mesh: Any) -> PartitionSpec:
+    """The spec less the axes of one device, which split nothing but would make results count as varying along them."""
+    kept: list[Any] = []
+    for entry in spec:
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        several = tuple(axis for axis in axes if mesh.shape.get(axis, 2) > 1)
+        kept.append(several[0] if len(several) == 1 else several or None)
+    return PartitionSpec(*kept)
 
 
 class _Knobs(tuple[tuple[str, Any], ...]):

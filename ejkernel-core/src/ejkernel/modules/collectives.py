@@ -20,7 +20,7 @@ from ejkernel.modules import _mesh
 from ejkernel.modules._axes import Axes, as_axes, axis_size, check_mesh_axes, rotated
 from ejkernel.modules._forms import class_form
 from ejkernel.operation import vary_like
-from ejkernel.operations._checks import check_array
+from ejkernel.operations._numbers import check_compute
 from ejkernel.operations.flash_attention.bind import as_flag, as_precision
 
 
@@ -145,8 +145,8 @@ def _invoke(
         raise invalid("axis_name", axis_name, "a mesh axis")
     if mesh is not None:
         check_mesh_axes(axes, mesh)
-    check_array("x", x)
-    check_array("y", y, ndim=2)
+    check_compute("x", x)
+    check_compute("y", y, ndim=2)
     if len(x.shape) < 2:
         raise invalid("x", f"shape {tuple(x.shape)}", "[..., M, K]")
     options = {

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 
 from ejkernel._policy import PlatformChoice
-from ejkernel.errors import invalid
+from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._deltas import by_removal, check_starts, chunked_by, delta, ragged
 from ejkernel.modules._forms import class_form
 from ejkernel.modules._mesh import over_mesh
 from ejkernel.operations._checks import check_array, check_shape
+from ejkernel.operations._numbers import check_compute
 from ejkernel.operations.delta_rule.interface import OPERATION as _DELTA_RULE
 
 _POSITIONAL = ("query", "key", "value", "beta", "decay", "initial_state", "seg_ids", "cu_seqlens")
@@ -62,7 +63,7 @@ def gated_delta_rule(
             from cu_seqlens[i] to cu_seqlens[i + 1]; tokens after the last one take no part, whatever they hold, and get 0.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation: its dataclass, or a mapping of its fields.
-        mesh: a mesh over which to split batch and heads, with in_specs and out_specs.
+        mesh: a mesh over which to split batch and heads, alike in all arrays, with in_specs and out_specs.
         in_specs: a PartitionSpec or None for each of query, key, value, beta, decay, initial_state, seg_ids, cu_seqlens, or
             for the first of them.
         out_specs: a PartitionSpec for the result; a pair for result and state.
@@ -103,6 +104,7 @@ def gated_delta_rule(
     )
 
 
+@argument_names(scale="softmax_scale", chunked="use_chunked", segments="seg_ids")
 def kernel_delta_attention(
     query: jax.Array,
     key: jax.Array,
@@ -165,9 +167,28 @@ def kernel_delta_attention(
         "platform": platform,
         "cfg": chunked_by(chunk_size, cfg),
     }
-    return over_mesh(delta, arrays, options, positional=_POSITIONAL, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    dims = {
+        **dict.fromkeys(("query", "key"), "b t h d"),
+        "value": "b t h v",
+        "beta": "b t h",
+        "decay": "b t h" if getattr(decay, "ndim", 3) == 3 else "b t h d",
+        "initial_state": "b h d v" if cu_seqlens is None else "n h d v",
+        "seg_ids": "b t",
+        "cu_seqlens": "s",
+    }
+    return over_mesh(
+        delta,
+        arrays,
+        options,
+        positional=_POSITIONAL,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        dims=dims,
+    )
 
 
+@argument_names(scale="softmax_scale")
 def ragged_gated_delta_rule(
     query: jax.Array,
     key: jax.Array,
@@ -227,6 +248,7 @@ def ragged_gated_delta_rule(
     return _DELTA_RULE.invoke(arrays, options, platform=platform, cfg=chunked_by(chunk_size, cfg), form=ragged)
 
 
+@argument_names(query="r", decay="w", key="k", value="v", scale="softmax_scale", chunked="use_chunked")
 def rwkv7(
     r: jax.Array,
     w: jax.Array,
@@ -274,6 +296,7 @@ def rwkv7(
     return _DELTA_RULE.invoke(arrays, options, platform=platform, cfg=cfg)
 
 
+@argument_names(query="r", decay="w", key="k", value="v", scale="softmax_scale", chunked="use_chunked", b="kk")
 def rwkv7_mul(
     r: jax.Array,
     w: jax.Array,
@@ -311,7 +334,7 @@ def rwkv7_mul(
     Source: Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, 2025.
     """
     for name, array in (("r", r), ("w", w), ("k", k), ("v", v), ("kk", kk), ("a", a)):
-        check_array(name, array, ndim=4)
+        check_compute(name, array, ndim=4)
     check_shape("a", a, tuple(kk.shape), "[B,T,H,D] as kk")
     arrays = {"r": r, "w": w, "k": k, "v": v, "kk": kk, "a": a, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     options = {"scale": softmax_scale, "chunked": use_chunked, "reverse": reverse, "return_state": return_state}

@@ -9,14 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel._policy import PlatformChoice
-from ejkernel.errors import invalid, wrong_type
+from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules import _mesh
 from ejkernel.modules._axes import Axes, as_axes, axis_size, check_mesh_axes
 from ejkernel.modules._forms import class_form
 from ejkernel.modules._losses import check_reduction, counted, reduced, several, specs_of, split_axes, summed
+from ejkernel.operations._checks import check_array
 from ejkernel.operations._numbers import finite_number
 from ejkernel.operations.cross_entropy.interface import IGNORED
 from ejkernel.operations.cross_entropy.interface import OPERATION as _CROSS_ENTROPY
+from ejkernel.operations.flash_attention.bind import as_flag
 from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.operations.kl_divergence.interface import OPERATION as _KL_DIVERGENCE
 
@@ -112,6 +114,7 @@ def fused_cross_entropy(
     )
     _check_sources(arrays)
     check_reduction(reduction)
+    transpose_head = as_flag("transpose_head", transpose_head)
     smoothing = finite_number("label_smoothing", label_smoothing, at_least=0)
     if smoothing > 1:
         raise invalid("label_smoothing", smoothing, "a value in [0, 1]")
@@ -142,6 +145,15 @@ def fused_cross_entropy(
     )
 
 
+_OPERATION_NAMES = {
+    "head": "lm_head_weight",
+    "head_bias": "lm_head_bias",
+    "logits_soft_cap": "logit_softcap",
+    "axis_name": "vocab_parallel_axis",
+}
+
+
+@argument_names(**_OPERATION_NAMES)
 def _cross_entropy(
     *,
     logits: Any,
@@ -167,7 +179,8 @@ def _cross_entropy(
     held = x.shape[-1] if head is None else head.shape[0 if transpose_head else 1]
     devices = axis_size(axes) if axes else 1
     kept, scale = counted(tuple(targets.shape), weights, attention_mask)
-    labels = jnp.asarray(targets)
+    # A number of the vocabulary's size, or ignore_index, may not fit into the labels' own type.
+    labels = jnp.asarray(targets).astype(jnp.promote_types(targets.dtype, jnp.int32))
     kept = kept & (labels != ignore_index) & (labels >= 0) & (labels < devices * held)
     labels = labels.astype(jnp.int32) - (jax.lax.axis_index(axes) * held if axes else 0)
     here = (labels >= 0) & (labels < held)
@@ -184,7 +197,8 @@ def _cross_entropy(
         "sum_logits": smoothing > 0,
         "precision": precision,
     }
-    loss, lse, total = _CROSS_ENTROPY.invoke(arrays, options, **settings)
+    with argument_names(x="logits" if hidden is None else "hidden"):
+        loss, lse, total = _CROSS_ENTROPY.invoke(arrays, options, **settings)
     if axes:
         loss, lse, total = _over_vocabulary(loss, lse, total, here & kept, axes)
     if smoothing:
@@ -217,8 +231,12 @@ def _check_sources(arrays: dict[str, Any]) -> None:
     if (arrays["logits"] is None) == (arrays["hidden"] is None):
         got = "neither logits nor hidden" if arrays["logits"] is None else "both logits and hidden"
         raise invalid("logits", got, "logits, or hidden with lm_head_weight")
-    if arrays["hidden"] is not None and arrays["lm_head_weight"] is None:
-        raise invalid("lm_head_weight", None, "the head that makes logits of hidden")
+    if arrays["hidden"] is not None:
+        if arrays["lm_head_weight"] is None:
+            raise invalid("lm_head_weight", None, "the head that makes logits of hidden")
+        check_array("lm_head_weight", arrays["lm_head_weight"], ndim=2)
+    elif arrays["logits"].ndim == 0:
+        raise invalid("logits", "shape ()", "[..., V]")
     for name in ("lm_head_weight", "lm_head_bias"):
         if arrays["logits"] is not None and arrays[name] is not None:
             raise invalid(name, "an array", "None beside logits", remedy="pass hidden= for hidden states")
@@ -227,7 +245,7 @@ def _check_sources(arrays: dict[str, Any]) -> None:
 def _check_labels(arrays: dict[str, Any], ignore_index: int, transpose_head: bool) -> None:
     """Labels that are known must be in the vocabulary."""
     targets, head = arrays["targets"], arrays["lm_head_weight"]
-    if not is_concrete(targets) or (head is not None and len(head.shape) != 2):
+    if not is_concrete(targets):
         return
     vocabulary = arrays["logits"].shape[-1] if head is None else head.shape[0 if transpose_head else 1]
     values = np.asarray(targets)
@@ -408,7 +426,11 @@ def _kl_divergence(
         "teacher_head": teacher_head,
         "valid": None if weights is None and attention_mask is None else kept,
     }
-    loss = _KL_DIVERGENCE.invoke(arrays, options, platform=platform, cfg=cfg) * scale * float(options["temperature"]) ** 2
+    student_name = "student_logits" if student_hidden is None else "student_hidden"
+    teacher_name = "teacher_logits" if teacher_hidden is None else "teacher_hidden"
+    with argument_names(student=student_name, teacher=teacher_name):
+        loss = _KL_DIVERGENCE.invoke(arrays, options, platform=platform, cfg=cfg)
+    loss = loss * scale * float(options["temperature"]) ** 2
     loss = jax.lax.psum(loss, whole_axes) if whole_axes else loss
     weight_sum = summed(scale, row_axes)
     return KLDivergenceOutput(reduced(loss, weight_sum, reduction, row_axes), weight_sum)

@@ -12,7 +12,7 @@ from ejkernel.modules._forms import class_form
 from ejkernel.operations.grouped_matmul.interface import OPERATION as _GROUPED_MATMUL
 from ejkernel.operations.quantized_matmul.interface import OPERATION as _QUANTIZED_MATMUL
 
-_TPU_PATHS = (None, "hybrid", "packed", "predecode")
+_TPU_PATHS = ("hybrid", "packed", "predecode")
 
 
 def grouped_matmul(
@@ -147,7 +147,7 @@ def _check_hints(fuse: Any, use_best_config: Any, allow_dense_fallback: Any, str
             raise wrong_type(name, repr(value), "a bool or None")
     if allow_dense_fallback and strict_fuse:
         raise invalid("strict_fuse", True, "not True together with allow_dense_fallback=True")
-    if tpu_path not in _TPU_PATHS:
+    if tpu_path is not None and (not isinstance(tpu_path, str) or tpu_path not in _TPU_PATHS):
         raise invalid("tpu_path", repr(tpu_path), "None, 'hybrid', 'packed' or 'predecode'")
 
 

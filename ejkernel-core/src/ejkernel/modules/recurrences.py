@@ -10,12 +10,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ejkernel._policy import PlatformChoice
-from ejkernel.errors import invalid, wrong_type
+from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._forms import class_form
 from ejkernel.modules._mesh import over_mesh
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 
 
+@argument_names(scale="softmax_scale")
 def recurrent_attention(
     query: jax.Array,
     key: jax.Array,
@@ -49,7 +50,7 @@ def recurrent_attention(
         key: `[B,T,K,D]`.
         value: `[B,T,K,V]`.
         g: log decay per token and head `[B,T,H]`.
-        g_gamma: log decay per head `[H]` or `[B,H]`.
+        g_gamma: log decay per head `[H]`, or `[B,H]` or `[1,H]`.
         gk: log decay per token and key channel `[B,T,K,D]`.
         gv: log decay per token and value channel `[B,T,K,V]`.
         initial_state: the state before the first token `[B,H,D,V]`, or `[n,H,D,V]` with cu_seqlens; None = zeros.
@@ -60,7 +61,7 @@ def recurrent_attention(
         return_state: also return the last state.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
-        mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it.
+        mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
         in_specs: with mesh, one PartitionSpec or None for each positional array.
         out_specs: with mesh, a PartitionSpec, or a tuple of two with return_state.
 
@@ -86,7 +87,24 @@ def recurrent_attention(
         "cu_seqlens": cu_seqlens,
     }
     options = {"scale": softmax_scale, "reverse": reverse, "return_state": return_state, "platform": platform, "cfg": cfg}
-    return over_mesh(_recurrence, arrays, options, positional=tuple(arrays), mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return over_mesh(
+        _recurrence,
+        arrays,
+        options,
+        positional=tuple(arrays),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        dims=_dims(cu_seqlens, g_gamma),
+    )
+
+
+def _dims(cu_seqlens: Any, g_gamma: Any) -> dict[str, str]:
+    """The axes of the arrays, for `over_mesh`."""
+    state = "b h d v" if cu_seqlens is None else "n h d v"
+    dims = {"query": "b t h d", "key": "b t h d", "value": "b t h v", "g": "b t h", "gk": "b t h d", "gv": "b t h v"}
+    dims["g_gamma"] = "h" if len(getattr(g_gamma, "shape", ())) == 1 else "b h"
+    return {**dims, "initial_state": state, "cu_seqlens": "s"}
 
 
 def _recurrence(*, platform: PlatformChoice, cfg: Any, scale: Any, reverse: bool, return_state: bool, **arrays: Any) -> Any:
@@ -94,6 +112,7 @@ def _recurrence(*, platform: PlatformChoice, cfg: Any, scale: Any, reverse: bool
     return _LINEAR_RECURRENCE.invoke(arrays, options, platform=platform, cfg=cfg)
 
 
+@argument_names(scale="softmax_scale", gk="g")
 def gla_attention(
     query: jax.Array,
     key: jax.Array,
@@ -118,7 +137,8 @@ def gla_attention(
         query: `[B,T,H,D]`, float32, bfloat16 or float16; any length.
         key: `[B,T,K,D]`; K divides H.
         value: `[B,T,K,V]`.
-        g: log gate per key channel `[B,T,K,D]`, or per head `[B,T,H]`: its number of axes says which.
+        g: log gate per key channel `[B,T,K,D]`, or per head `[B,T,H]`: its number of axes says which;
+            -inf is not allowed.
         g_gamma: log decay per head `[H]` or `[B,H]`, in addition.
         initial_state: `[B,H,D,V]`, or `[n,H,D,V]` with cu_seqlens; None = zeros.
         cu_seqlens: cumulative lengths of packed sequences, integers `[n + 1]`, B = 1; as for `recurrent_attention`.
@@ -127,7 +147,7 @@ def gla_attention(
         return_state: also return the last state.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
-        mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it.
+        mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
         in_specs: with mesh, one PartitionSpec or None for each positional array.
         out_specs: with mesh, a PartitionSpec, or a tuple of two with return_state.
 
@@ -152,9 +172,19 @@ def gla_attention(
         "cu_seqlens": cu_seqlens,
     }
     options = {"scale": softmax_scale, "reverse": reverse, "return_state": return_state, "platform": platform, "cfg": cfg}
-    return over_mesh(_recurrence, arrays, options, positional=tuple(arrays), mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return over_mesh(
+        _recurrence,
+        arrays,
+        options,
+        positional=tuple(arrays),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        dims=_dims(cu_seqlens, g_gamma),
+    )
 
 
+@argument_names(scale="softmax_scale")
 def lightning_attention(
     query: jax.Array,
     key: jax.Array,
@@ -191,7 +221,7 @@ def lightning_attention(
         return_state: also return the last state.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
-        mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it.
+        mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
         in_specs: with mesh, one PartitionSpec or None for each positional array; the decays follow the heads of query.
         out_specs: with mesh, a PartitionSpec, or a tuple of two with return_state.
 
@@ -208,6 +238,8 @@ def lightning_attention(
     for name, number in (("layer_idx", layer_idx), ("num_layers", num_layers)):
         if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
             raise wrong_type(name, repr(number), "an int")
+    if num_layers < 1:
+        raise invalid("num_layers", num_layers, "a value >= 1")
     if not 0 <= layer_idx < num_layers:
         raise invalid("layer_idx", layer_idx, f"a value from 0 to num_layers - 1 = {num_layers - 1}")
     heads = _heads(query)
@@ -216,6 +248,7 @@ def lightning_attention(
     return _with_constant_decay(gamma, (query, key, value, initial_state, cu_seqlens), options, mesh, in_specs, out_specs)
 
 
+@argument_names(scale="softmax_scale")
 def retention(
     query: jax.Array,
     key: jax.Array,
@@ -247,7 +280,7 @@ def retention(
         return_state: also return the last state.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
-        mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it.
+        mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
         in_specs: with mesh, one PartitionSpec or None for each positional array; the decays follow the heads of query.
         out_specs: with mesh, a PartitionSpec, or a tuple of two with return_state.
 
@@ -279,9 +312,19 @@ def _with_constant_decay(
     if isinstance(in_specs, (tuple, list)) and not isinstance(in_specs, PartitionSpec) and 0 < len(in_specs) <= len(names):
         heads = (*(in_specs[0] or ()), None, None, None)[2]
         in_specs = (*in_specs, *[None] * (len(names) - len(in_specs)), PartitionSpec(heads))
-    return over_mesh(_recurrence, arrays, options, positional=tuple(arrays), mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return over_mesh(
+        _recurrence,
+        arrays,
+        options,
+        positional=tuple(arrays),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        dims=_dims(given[4], gamma),
+    )
 
 
+@argument_names(query="r", key="k", value="v", gk="w", bonus="u", scale="softmax_scale")
 def rwkv6(
     r: jax.Array,
     k: jax.Array,
@@ -303,7 +346,8 @@ def rwkv6(
         r: receptance `[B,T,H,D]`, float32, bfloat16 or float16; any length.
         k: key `[B,T,H,D]`.
         v: value `[B,T,H,V]`.
-        w: log decay per key channel `[B,T,H,D]`, already negative (`-exp` of the model's parameter).
+        w: log decay per key channel `[B,T,H,D]`, already negative (`-exp` of the model's parameter); -inf is not
+            allowed.
         u: bonus of the token itself `[H,D]`.
         initial_state: `[B,H,D,V]`, or `[n,H,D,V]` with cu_seqlens; None = zeros.
         cu_seqlens: cumulative lengths of packed sequences, integers `[n + 1]`, B = 1; as for `recurrent_attention`.

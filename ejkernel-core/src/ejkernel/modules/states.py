@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel._policy import PlatformChoice
-from ejkernel.errors import invalid
+from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._forms import class_form
 from ejkernel.operation import Bound
 from ejkernel.operations._checks import check_shape
 from ejkernel.operations._numbers import check_compute, finite_number
+from ejkernel.operations.flash_attention.bind import as_flag
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 from ejkernel.operations.rwkv4.interface import OPERATION as _RWKV4
 from ejkernel.operations.selective_scan.interface import OPERATION as _SELECTIVE_SCAN
@@ -21,6 +22,7 @@ from ejkernel.operations.selective_scan.interface import OPERATION as _SELECTIVE
 Activation = Callable[[jax.Array], jax.Array]
 
 
+@argument_names(x="hidden_states")
 def state_space_v1(
     hidden_states: jax.Array,
     A: jax.Array,
@@ -40,7 +42,7 @@ def state_space_v1(
 
     Args:
         hidden_states: x, `[B,T,I]`, float32, bfloat16 or float16; any length.
-        A: `[I,N]`, already negative (`-exp(A_log)`).
+        A: `[I,N]`, already negative (`-exp(A_log)`) and finite.
         B: `[B,T,N]`.
         C: `[B,T,N]`.
         D: `[I]`, or None (no skip connection).
@@ -64,10 +66,11 @@ def state_space_v1(
     """
     arrays = {"x": hidden_states, "A": A, "B": B, "C": C, "D": D, "dt": dt, "initial_state": initial_state}
     out, state = _SELECTIVE_SCAN.invoke(arrays, {}, platform=platform, cfg=cfg)
+    activation = _activation(act_fn)
     if gate is not None:
         check_compute("gate", gate)
         check_shape("gate", gate, out.shape, "[B, T, I]")
-        out = (out * (act_fn or jax.nn.silu)(gate)).astype(out.dtype)
+        out = (out * activation(gate)).astype(out.dtype)
     return out, state, conv_state
 
 
@@ -96,7 +99,7 @@ def state_space_v2(
 
     Args:
         x: `[B,T,H,P]`, float32, bfloat16 or float16; any length.
-        A: `[H]`, already negative (`-exp(A_log)`).
+        A: `[H]`, already negative (`-exp(A_log)`) and finite.
         B: `[B,T,G,N]`; G divides H, and H / G consecutive heads share a group. Groups are never repeated in memory.
         C: `[B,T,G,N]`.
         D: `[H]`, or None (no skip connection).
@@ -123,16 +126,16 @@ def state_space_v2(
     Source: Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
         Duality, 2024.
     """
-    if use_gated_rmsnorm and gate is None:
+    if as_flag("use_gated_rmsnorm", use_gated_rmsnorm) and gate is None:
         raise invalid("use_gated_rmsnorm", True, "a gate with it", remedy="pass gate=, or normalise with rms_norm")
     arrays = {"x": x, "A": A, "B": B, "C": C, "D": D, "dt": dt, "initial_state": initial_state}
     options = {"n_groups": n_groups, "precision": precision}
     out, state = _LINEAR_RECURRENCE.invoke(arrays, options, platform=platform, cfg=cfg, form=_ssd)
+    activation = _activation(act_fn)
     if gate is None:
         return out, state, conv_state
     check_compute("gate", gate)
     check_shape("gate", gate, out.shape, "[B, T, H * P]")
-    activation = act_fn or jax.nn.silu
     if not use_gated_rmsnorm:
         return (out * activation(gate)).astype(out.dtype), state, conv_state
     epsilon = finite_number("rmsnorm_eps", rmsnorm_eps, at_least=0)
@@ -141,10 +144,18 @@ def state_space_v2(
     return (normalised * activation(gate.astype(wide.dtype))).astype(out.dtype), state, conv_state
 
 
+def _activation(act_fn: Any) -> Activation:
+    if act_fn is not None and not callable(act_fn):
+        raise wrong_type("act_fn", repr(act_fn), "a function of an array, or None")
+    return act_fn or jax.nn.silu
+
+
 def _ssd(*, x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, initial_state: Any, n_groups: int | None, precision: Any) -> Bound:
     """Mamba-2 as a linear recurrence: query C, key B, value dt x, log decay A dt."""
     check_compute("x", x, ndim=4)
     batch, length, heads, channels = x.shape
+    if n_groups is not None and (isinstance(n_groups, bool) or not isinstance(n_groups, int)):
+        raise wrong_type("n_groups", repr(n_groups), "an int or None")
     for name, array in (("B", B), ("C", C)):
         check_compute(name, array, ndim=4)
         if n_groups is not None and array.shape[2] != n_groups:

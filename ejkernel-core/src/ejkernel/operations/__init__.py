@@ -60,5 +60,6 @@ def public_function(name: str) -> Callable[..., Any]:
     from ejkernel import modules
 
     if name not in modules.FUNCTIONS:
-        raise invalid("operation", repr(name), "the name of a public function" + suggestion(name, modules.FUNCTIONS))
+        plain = "; that one is the same on every platform" if name in modules.__all__ else suggestion(name, modules.FUNCTIONS)
+        raise invalid("operation", repr(name), "the name of a public function that platforms implement" + plain)
     return getattr(modules, name)

@@ -20,7 +20,7 @@ def check_compute(name: str, value: Any, *, ndim: int | None = None) -> None:
 
 def finite_number(name: str, value: Any, *, at_least: float | None = None) -> float:
     """A Python float that is finite and not below `at_least`."""
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
+    if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
         raise wrong_type(name, repr(value), "a number")
     number = float(value)
     if not math.isfinite(number):

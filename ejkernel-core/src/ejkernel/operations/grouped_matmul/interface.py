@@ -17,9 +17,8 @@ from ejkernel.operation import Bound, Call, Cost, Operation
 from ejkernel.operations._checks import check_array, check_shape
 from ejkernel.operations._numbers import check_compute
 from ejkernel.operations._random import shares
+from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
-
-PRECISIONS = ("default", "high", "highest")
 
 
 class GroupedMatmulInputs(NamedTuple):
@@ -152,7 +151,7 @@ class GroupedMatmul(Operation):
             **specs,  # pyright: ignore[reportArgumentType]
             preferred_element_type=dtype,
             transpose_rhs=transpose_rhs,
-            precision=_precision_name(precision),
+            precision=as_precision(precision),
         )
         return Bound(call, inputs, lambda outputs: outputs.out[0])
 
@@ -241,13 +240,6 @@ def _result_dtype(preferred: Any, lhs: Any, rhs: Any) -> str:
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise wrong_type("preferred_element_type", f"dtype {dtype}", "float32, bfloat16 or float16")
     return dtype.name
-
-
-def _precision_name(precision: Any) -> str | None:
-    name = precision.name.lower() if isinstance(precision, jax.lax.Precision) else precision
-    if name is not None and name not in PRECISIONS:
-        raise invalid("precision", repr(precision), f"None or one of {', '.join(PRECISIONS)}")
-    return name
 
 
 OPERATION = GroupedMatmul()

@@ -122,12 +122,12 @@ class KlDivergence(Operation):
         size = vocabulary.check_rows("student", student, student_head, "student_head", transpose_heads)
         other = vocabulary.check_rows("teacher", teacher, teacher_head, "teacher_head", transpose_heads)
         if size != other:
-            raise invalid("teacher", f"a vocabulary of {other}", f"{size} as the student's")
+            raise invalid("teacher", f"a vocabulary of {other}", f"{size} as in student")
         if transpose_heads and student_head is None and teacher_head is None:
             raise invalid("transpose_heads", True, "False without heads")
         rows = tuple(student.shape[:-1])
         if tuple(teacher.shape[:-1]) != rows:
-            raise invalid("teacher", f"rows {tuple(teacher.shape[:-1])}", f"{rows} as the student's")
+            raise invalid("teacher", f"rows {tuple(teacher.shape[:-1])}", f"{rows} as in student")
         if valid is not None:
             check_shape("valid", valid, rows, "one for each row")
             if valid.dtype != bool:

@@ -16,9 +16,8 @@ from ejkernel.operations._checks import check_shape
 from ejkernel.operations._numbers import check_compute, finite_number
 from ejkernel.operations._packed import as_bounds, check_bounds, check_packed
 from ejkernel.operations._random import cumulative
+from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
-
-PRECISIONS = ("default", "high", "highest")
 
 
 class LinearRecurrenceInputs(NamedTuple):
@@ -187,10 +186,10 @@ class LinearRecurrence(Operation):
         specs: dict[str, Any] = {name: ArraySpec.of(array) for name, array in named(inputs)}
         call = LinearRecurrenceCall(
             **specs,
-            scale=width**-0.5 if scale is None else finite_number("scale", scale),
+            scale=max(width, 1) ** -0.5 if scale is None else finite_number("scale", scale),
             reverse=reverse,
             return_state=return_state,
-            precision=precision_name(precision),
+            precision=as_precision(precision),
         )
 
         def finish(outputs: LinearRecurrenceOutputs) -> Any:
@@ -247,14 +246,6 @@ class LinearRecurrence(Operation):
         if phase == "forward":
             return Cost(2 * flops, read + out.nbytes + (0 if state is None else state.nbytes))
         return Cost(5 * flops, 2 * read + out.nbytes + (0 if state is None else state.nbytes))
-
-
-def precision_name(precision: Any) -> str | None:
-    """`precision` as the call holds it: None or one of `PRECISIONS`."""
-    name = precision.name.lower() if hasattr(precision, "name") else precision
-    if name is not None and name not in PRECISIONS:
-        raise invalid("precision", repr(precision), f"None or one of {', '.join(PRECISIONS)}")
-    return name
 
 
 def _check_like_query(name: str, array: Any, query: Any, *, channels: bool = True) -> None:
