@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 
@@ -63,6 +64,18 @@ def wrong_type(argument: str, got: Any, expected: str, *, remedy: str = "") -> T
 
 def _sentence(argument: str, got: Any, expected: str, remedy: str) -> str:
     return f"{argument}: got {got}, expected {expected}" + (f"; {remedy}" if remedy else "")
+
+
+@contextlib.contextmanager
+def naming(**names: str) -> Generator[None]:
+    """Argument errors raised inside say the caller's name of an argument, `names[argument]`, in place of the operation's."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        argument, colon, rest = str(error).partition(": ")
+        if colon and argument in names:
+            error.args = (names[argument] + colon + rest,)
+        raise
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

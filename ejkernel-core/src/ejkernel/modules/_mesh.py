@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ejkernel import _explain
 from ejkernel.errors import invalid, wrong_type
@@ -94,7 +94,10 @@ def is_sharded(mesh: Any, in_specs: Any, out_specs: Any) -> bool:
 
     Raises:
         ValueError: one is given without the other.
+        TypeError: what is given is no mesh.
     """
+    if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise wrong_type("mesh", type(mesh).__name__, "a jax.sharding.Mesh, or None")
     for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
         if mesh is None and specs is not None:
             raise invalid(name, specs, "None without a mesh", remedy="pass mesh= too")
