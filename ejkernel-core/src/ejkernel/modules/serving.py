@@ -54,7 +54,8 @@ def unified_attention(
         key_cache: `[pages, page_size, K, D]`; query head h reads key head `h // (H // K)`. Floating, int8, float8_e4m3fn or
             float8_e5m2.
         value_cache: `[pages, page_size, K, V]` in the same dtype.
-        kv_lens: int `[R]`, tokens of each request in the cache, the new ones included.
+        kv_lens: int `[R]`, tokens of each request in the cache, the new ones included. Of a request with more new tokens than
+            that, the first ones stand before its first key and give 0.
         block_tables: int `[R, W]`, the pages of each request in order; entries beyond need may hold anything.
         query_start_loc: int `[R + 1]`, cumulative numbers of new tokens; tokens past the last one give 0.
         alibi_slopes: `[H]`: key j gains `slope * (j - i)`.
@@ -291,7 +292,7 @@ def ragged_page_attention_v2(
         context_lens: int `[R]`, tokens of each request in the cache, the new ones included.
         block_tables: int `[R, W]`.
         query_start_loc: int `[R + 1]`, cumulative numbers of new tokens.
-        num_seqs: int or int `[1]`, the requests in use; what the others' entries hold does not matter, and their tokens give 0.
+        num_seqs: int or int `[1]`, the requests in use, at most R; what the others' entries hold does not matter, and their tokens give 0.
         softmax_aux: sinks, see `unified_attention`, as are softmax_scale, logits_soft_cap, sliding_window, k_scale and v_scale.
         compute_dtype: hint: the least precise dtype that is good enough for the products; never makes a result less precise than
             the inputs' own dtype does.
