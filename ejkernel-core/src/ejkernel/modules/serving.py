@@ -292,7 +292,7 @@ def ragged_page_attention_v2(
         context_lens: int `[R]`, tokens of each request in the cache, the new ones included.
         block_tables: int `[R, W]`.
         query_start_loc: int `[R + 1]`, cumulative numbers of new tokens.
-        num_seqs: int or int `[1]`, the requests in use, at most R; what entries of others hold does not matter, their tokens give 0.
+        num_seqs: int or int `[1]`, requests in use, at most R; what entries of others hold does not matter, their tokens give 0.
         softmax_aux: sinks, see `unified_attention`, as are softmax_scale, logits_soft_cap, sliding_window, k_scale and v_scale.
         compute_dtype: hint: the least precise dtype that is good enough for the products; never makes a result less precise than
             the inputs' own dtype does.
