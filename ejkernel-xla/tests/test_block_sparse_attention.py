@@ -236,6 +236,7 @@ def test_class_form_and_explain():
         ({"qkv_layouts": "short"}, "qkv_layouts: got a layout of 1 blocks of queries, expected 6 for T = 96"),
         ({"qkv_layouts": "own", "mask_builder": window_and_sinks}, "mask_builder: got given beside qkv_layouts"),
         ({"fused_backward": 1}, "fused_backward"),
+        ({"causal": "no"}, "causal: got 'no', expected True or False"),
     ],
 )
 def test_errors(options, message):

@@ -129,6 +129,9 @@ def test_names():
         ({"b_k": None, "b_q": jnp.ones((B, T, ROPE))}, "b_q: got an array, expected None without b_k"),
         ({"key_value": jnp.ones((1, S, R))}, "key_value: got batch size 1, expected the query's 2"),
         ({"b_k": jnp.ones((B, S + 1, ROPE))}, r"b_k: got shape .*\[B, S, d_rope\]"),
+        ({"w_vc": None}, "w_vc: got NoneType, expected an array"),
+        ({"query": None, "cu_seqlens": jnp.array([0, 2])}, "query: got NoneType, expected an array"),
+        ({"query": jnp.ones((B, T, H, NOPE)), "b_q": jnp.ones((B, T, ROPE), int)}, "b_q: got dtype int32, expected a floating"),
     ],
 )
 def test_errors(change, message):

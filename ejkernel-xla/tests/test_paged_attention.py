@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import ejkernel
 from ejkernel.operations import get_operation
@@ -209,3 +210,19 @@ def test_nothing_is_repeated_for_grouped_heads_or_copied_from_the_cache(layout: 
     compiled = step.lower(spec((requests, 8, 64), "float32"), cache, cache, *described).compile()
     # 4 requests x 128 keys x 2 heads x 64 channels x 4 bytes = 256 KiB for keys, as much for values; a cache has 2 to 8 MiB
     assert compiled.memory_analysis().temp_size_in_bytes < 1_200_000
+
+
+def test_specs_may_name_mesh_axes_of_one_device():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1, 1), ("dp", "fsdp", "ep", "tp", "sp"))
+    rng = np.random.default_rng(0)
+    query, cache = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 2, 4), (2, 5, 1, 4)))
+    start, end = jnp.array([0, 1]), jnp.array([5, 3])
+    rows, keys = PartitionSpec(("dp", "fsdp"), "tp", None), PartitionSpec(("dp", "fsdp"), "sp", "tp", None)
+    lengths = PartitionSpec(("dp", "fsdp"))
+    specs = {"mesh": mesh, "in_specs": (rows, keys, keys, lengths, lengths, None), "out_specs": rows}
+    split = ejkernel.ragged_decode_attention(query, cache, cache, start, end, None, **specs)
+    assert np.abs(split - ejkernel.ragged_decode_attention(query, cache, cache, start, end)).max() < 1e-6
+    query = query[:, None]
+    rows = PartitionSpec(("dp", "fsdp"), None, "tp", None)
+    split = ejkernel.flash_attention(query, cache, cache, mesh=mesh, in_specs=(rows, keys, keys), out_specs=rows)
+    assert np.abs(split - ejkernel.flash_attention(query, cache, cache)).max() < 1e-6

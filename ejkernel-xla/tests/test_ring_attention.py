@@ -435,6 +435,22 @@ def test_an_odd_zigzag_is_refused():
         ejkernel.zigzag_shard(jnp.zeros((1, 30)), 4)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"axis": 3}, r"axis: got 3, expected a value in \[-2, 1\]"),
+        ({"axis": "sp"}, "axis: got 'sp', expected an int"),
+        ({"axis_size": 0}, "axis_size: got 0, expected a value >= 1"),
+        ({"axis_size": 1.5}, "axis_size: got 1.5, expected an int"),
+        ({"array": [[1, 2]]}, "array: got list, expected an array"),
+    ],
+)
+@pytest.mark.parametrize("function", [ejkernel.zigzag_shard, ejkernel.zigzag_unshard])
+def test_what_zigzag_refuses(function, change, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        function(**{"array": jnp.zeros((1, 8)), "axis_size": 2, **change})
+
+
 def test_zigzag_order():
     there = ejkernel.zigzag_shard(jnp.arange(12)[None], 3)
     assert there[0].tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -151,3 +152,100 @@ def test_forms_refuse():
         ejkernel.ragged_page_attention_v2(
             PUBLIC["queries"], cache, *described[:1], tables, described[2], 2, compute_dtype="int8"
         )
+
+
+def _serving() -> dict[str, dict[str, Any]]:
+    """Right arguments of the public functions, by their own names."""
+    lens, tables, starts = (PUBLIC[name] for name in ("kv_lens", "block_tables", "query_start_loc"))
+    query, cache, new = PUBLIC["queries"], PUBLIC["key_cache"], jnp.asarray(NEW)
+    packed, flat = jnp.concatenate([cache, cache], 2)[:, :, None], cache.reshape(15, 2, 8)
+    latent = {"queries_nope": query, "queries_pe": query, "keys_values": new[:, 0], "keys_pe": new[:, 0]}
+    distributed = {"kv_lens": lens, "block_tables": tables.reshape(-1), "query_start_loc": starts}
+    distributed["distribution"] = jnp.array([0, 2, 2])
+    return {
+        "unified_attention": PUBLIC,
+        "page_attention": {
+            "query": query[:2], "key_cache": cache, "value_cache": cache, "context_lens": lens, "block_tables": tables
+        },
+        "prefill_page_attention": {
+            "query": query, "key_cache": cache, "value_cache": cache, "context_len": lens[:1], "page_indices": tables[0]
+        },
+        "ragged_page_attention_v2": {
+            "queries": query, "kv_pages": packed[:, :, 0], "context_lens": lens, "block_tables": tables,
+            "query_start_loc": starts, "num_seqs": 2,
+        },
+        "decode_attention": {
+            "query": query[:2], "key_buffer": flat, "value_buffer": flat, "req_to_tokens": tables, "seq_lens": lens,
+            "page_size": 3,
+        },
+        "ragged_decode_attention": {
+            "query": query[:2], "key": cache[:2], "value": cache[:2], "sequence_start": lens * 0, "sequence_end": lens // 2
+        },
+        "paged_cache_update": {
+            "keys": new, "values": new, "key_cache": cache, "value_cache": cache, "kv_lens": lens, "block_tables": tables,
+            "query_start_loc": starts,
+        },
+        "chunked_prefill_paged_decode": {**PUBLIC, "keys": new, "values": new},
+        "ragged_page_attention_v3": {"queries": query, "keys": new, "values": new, "kv_cache": packed, **distributed},
+        "multi_latent_ragged_page_attention": {**latent, "kv_cache": jnp.zeros((5, 3, 1, 256)), **distributed},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("function", sorted(_serving()))
+def test_messages_say_the_name_that_the_caller_uses(function: str):
+    right = _serving()[function]
+    for name, value in right.items():
+        if name == "page_size":
+            continue
+        with pytest.raises(TypeError, match=rf"^{name}: got None(Type)?, expected an array"):
+            getattr(ejkernel, function)(**{**right, name: None})
+        if isinstance(value, int):
+            continue
+        with pytest.raises((ValueError, TypeError), match=rf"^{name}: got"):
+            getattr(ejkernel, function)(**{**right, name: value[None]})
+        with pytest.raises(TypeError, match=rf"^{name}: got dtype"):
+            getattr(ejkernel, function)(**{**right, name: value.astype(jnp.complex64)})
+
+
+WRONG = [
+    ("unified_attention", {"layout": ["pthd"]}, r"layout: got \['pthd'\], expected one of pthd"),
+    ("unified_attention", {"cfg": (1, 2)}, r"cfg: got \(1, 2\), expected the config dataclass"),
+    ("unified_attention", {"mesh": 3, "in_specs": (), "out_specs": None}, r"mesh: got int, expected a jax\.sharding\.Mesh"),
+    ("prefill_page_attention", {"context_len": 10}, r"context_len: got values in \[10, 10\], expected values in \[0, 9\]"),
+    ("prefill_page_attention", {"context_len": jnp.array(-1)}, r"context_len: got values in \[-1, -1\]"),
+    ("ragged_page_attention_v2", {"num_seqs": -1}, "num_seqs: got -1, expected at most 2 requests in use"),
+    ("ragged_page_attention_v2", {"num_seqs": jnp.array([3])}, "num_seqs: got 3, expected at most 2 requests in use"),
+    ("ragged_page_attention_v2", {"num_seqs": [2]}, "num_seqs: got list, expected an array"),
+    ("ragged_page_attention_v3", {"distribution": jnp.array([0, 0, 3])}, "distribution: got 3, expected at most 2"),
+    ("ragged_page_attention_v3", {"kv_lens": np.array([4, 10])}, r"kv_lens: got values in \[4, 10\], expected .* \[0, 9\]"),
+    ("ragged_page_attention_v3", {"queries": jnp.ones((2, 4, 8)), "query_start_loc": jnp.array([0, 1, 2])}, "keys: got 3 tokens"),
+    ("chunked_prefill_paged_decode", {"keys": jnp.ones((4, 2, 8)), "values": jnp.ones((4, 2, 8))}, "keys: got 4 tokens"),
+    ("decode_attention", {"page_size": 0}, "page_size: got 0, expected a value >= 1"),
+    ("decode_attention", {"page_size": None}, "page_size: got None, expected an int"),
+    ("ragged_decode_attention", {"value": jnp.ones((2, 2, 2, 8))}, r"value: got shape \(2, 2, 2, 8\), expected the 3 tokens"),
+    ("ragged_decode_attention", {"sliding_window": np.int64(3)}, r"sliding_window: got 3, .* \(2, 0\) for the last 3 keys"),
+    ("multi_latent_ragged_page_attention", {"kv_lens": jnp.array([4, 10])}, r"kv_lens: got values in \[4, 10\]"),
+    ("multi_latent_ragged_page_attention", {"distribution": jnp.array([0, 0, 3])}, "distribution: got 3, expected at most 2"),
+    ("multi_latent_ragged_page_attention", {"query_start_loc": jnp.array([0, 2, 1])}, r"query_start_loc: got \[0, 2, 1\]"),
+    ("multi_latent_ragged_page_attention", {"keys_values": jnp.ones((3, 8), int)}, "keys_values: got dtype int32"),
+    ("multi_latent_ragged_page_attention", {"keys_pe": jnp.ones((2, 8))}, r"keys_pe: got shape \(2, 8\)"),
+    ("multi_latent_ragged_page_attention", {"q_scale": jnp.ones(2)}, r"q_scale: got shape \(2,\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "change", "message"), WRONG)
+def test_public_functions_refuse(function: str, change: Any, message: str):
+    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+        getattr(ejkernel, function)(**{**_serving()[function], **change})
+
+
+@pytest.mark.parametrize("function", sorted(_serving()))
+def test_explained_from_shapes_alone(function: str):
+    right = _serving()[function]
+    shapes = {
+        name: value if isinstance(value, int) else jax.ShapeDtypeStruct(value.shape, value.dtype)
+        for name, value in right.items()
+    }
+    explained = ejkernel.explain(function, **shapes).forward.operation
+    expected = {"paged_cache_update": "paged_cache_update", "multi_latent_ragged_page_attention": "latent_paged_attention"}
+    assert explained == expected.get(function, "paged_attention")

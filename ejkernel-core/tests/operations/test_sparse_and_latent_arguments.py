@@ -35,6 +35,10 @@ LISTS = {"key_tiles": np.zeros((2, 3, 3), np.int32), "q_blocksize": 8, "kv_block
         ({"q_blocksize": 8}, "q_blocksize: got 8, expected None without key_tiles"),
         ({"full_tiles": np.zeros((2, 3, 3), bool)}, "full_tiles: .*expected None without key_tiles"),
         ({"mask_builder": 3}, "mask_builder: got 3, expected a function"),
+        ({"mask_builder": lambda query: query > 0}, "mask_builder: got a function that fails: .* takes 1 positional argument"),
+        ({"mask_builder": lambda query, key: query - key}, "mask_builder: got a function that returns int32 of shape"),
+        ({"mask_builder": lambda query, key: query > key and True}, "mask_builder: got a function that fails"),
+        ({"mask_builder": lambda query, key: (query > key)[..., None, :]}, "mask_builder: got a function that returns bool of"),
         ({"query": np.zeros((1, 20, 2, 4), np.float32)}, "key: got batch size 2, expected the query's 1"),
     ],
 )

@@ -105,6 +105,8 @@ def block_sparse_layout(
     asked = Visibility(causal=causal, window=as_window(sliding_window), chunk_size=chunk_size)
     said = asked.checked(sizes) & given.checked(sizes)
     predicate, tile_map = as_predicate_or_map(mask_builder, -(-queries // q_block), -(-keys // k_block))
+    if predicate is not None:
+        tiles.check_predicate(predicate)
     lists = _lists(said.aligned(None, queries, keys), queries, keys, predicate, tile_map, (q_block, k_block))
     return BlockSparseLayout(_as_mask_info(said, sizes), *lists, q_block, k_block, predicate)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ejkernel import _explain
 from ejkernel.errors import invalid, wrong_type
@@ -117,10 +117,24 @@ def _run(plan: _Plan, arrays: dict[str, Any]) -> Any:
 
 
 def shard(function: Callable[[Any], Any], arrays: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
-    """`jax.shard_map` of a function of one pytree; on an explicit mesh its arrays are placed first, as shard_map demands."""
+    """`jax.shard_map` of a function of one pytree; on an explicit mesh its arrays are placed first, as shard_map demands.
+
+    Mesh axes of one device split nothing: they are left out of in_specs, so that out_specs need not name them.
+    """
+    in_specs = jax.tree.map(lambda spec: _splitting(spec, mesh), in_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     if AxisType.Explicit in mesh.axis_types:
         arrays = jax.tree.map(lambda leaf, spec: jax.sharding.reshard(leaf, NamedSharding(mesh, spec)), arrays, in_specs)
     return jax.shard_map(function, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs)(arrays)
+
+
+def _splitting(spec: PartitionSpec, mesh: Any) -> PartitionSpec:
+    """The spec without the mesh axes of one device."""
+
+    def several(entry: Any) -> Any:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        return tuple(name for name in names if name is not None and mesh.shape.get(name, 2) > 1) or None
+
+    return PartitionSpec(*(several(entry) for entry in spec))
 
 
 def is_sharded(mesh: Any, in_specs: Any, out_specs: Any) -> bool:
@@ -128,7 +142,10 @@ def is_sharded(mesh: Any, in_specs: Any, out_specs: Any) -> bool:
 
     Raises:
         ValueError: one is given without the other.
+        TypeError: what is given is no mesh.
     """
+    if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise wrong_type("mesh", type(mesh).__name__, "a jax.sharding.Mesh, or None")
     for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
         if mesh is None and specs is not None:
             raise invalid(name, specs, "None without a mesh", remedy="pass mesh= too")

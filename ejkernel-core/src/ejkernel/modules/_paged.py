@@ -7,10 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel import _explain
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operation import Bound
 from ejkernel.operations import _pages
-from ejkernel.operations._checks import check_array
+from ejkernel.operations._checks import check_array, check_shape
 from ejkernel.operations.paged_attention.interface import OPERATION as PAGED_ATTENTION
 from ejkernel.operations.paged_attention.interface import as_window
 from ejkernel.operations.paged_cache_update.interface import OPERATION as PAGED_CACHE_UPDATE
@@ -20,9 +21,9 @@ _PAGE_AXIS: Mapping[str, int] = {"phtd": 2, "hptd": 2}
 
 def attend(*, form: Callable[..., Bound] | None = None, platform: Any = None, cfg: Any = None, **given: Any) -> Any:
     """`paged_attention` on arrays and options together; a function that `over_mesh` can call."""
-    arrays = {name: value for name, value in given.items() if name not in _OPTIONS and value is not None}
+    arrays = {name: value for name, value in given.items() if name not in _OPTIONS}
     options = {name: given[name] for name in _OPTIONS if given.get(name) is not None}
-    return PAGED_ATTENTION.invoke(arrays, options, platform=platform, cfg=as_mapping(cfg), form=form)
+    return PAGED_ATTENTION.invoke(arrays, options, platform=platform, cfg=cfg, form=form)
 
 
 _OPTIONS = (
@@ -48,7 +49,7 @@ def update_and_attend(
     query_start_loc: Any,
     kv_lens: Any,
     block_tables: Any,
-    num_seqs: Any = None,
+    distribution: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
     layout: str = "pthd",
@@ -57,17 +58,23 @@ def update_and_attend(
     **rest: Any,
 ) -> tuple[Any, Any]:
     """`paged_cache_update`, then `paged_attention` over what it wrote; returns the output and the pages."""
+    check_array("query", query, ndim=3)
+    check_array("key", key, ndim=3, floating=False)
+    if key.shape[0] != query.shape[0]:
+        raise invalid("key", f"{key.shape[0]} tokens", f"the {query.shape[0]} tokens of the query")
     described = {"query_start_loc": query_start_loc, "kv_lens": kv_lens, "block_tables": block_tables}
     scales = {name: scale for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)) if scale is not None}
-    active = {} if num_seqs is None else {"num_seqs": num_seqs}
+    active = {} if distribution is None else {"distribution": distribution}
     pages = {"key_pages": key_pages} if value_pages is None else {"key_pages": key_pages, "value_pages": value_pages}
-    updated = PAGED_CACHE_UPDATE.invoke(
-        {"key": key, "value": value, **pages, **described, **scales, **active},
-        {"layout": layout},
-        platform=platform,
-        form=None if num_seqs is None else _update_active,
-    )
-    pages = dict(zip(pages, updated if isinstance(updated, tuple) else (updated,), strict=True))
+    updated: Any = None
+    if not _explain.capturing():  # an explanation is asked of the attention
+        updated = PAGED_CACHE_UPDATE.invoke(
+            {"key": key, "value": value, **pages, **described, **scales, **active},
+            {"layout": layout},
+            platform=platform,
+            form=None if distribution is None else _update_distributed,
+        )
+        pages = dict(zip(pages, updated if isinstance(updated, tuple) else (updated,), strict=True))
     out = attend(
         query=query,
         **pages,
@@ -75,7 +82,7 @@ def update_and_attend(
         **scales,
         **active,
         layout=layout,
-        form=None if num_seqs is None else attend_active,
+        form=None if distribution is None else _attend_distributed,
         platform=platform,
         cfg=cfg,
         **rest,
@@ -95,9 +102,40 @@ def attend_active(*, query_start_loc: Any, kv_lens: Any, num_seqs: Any, **rest: 
     return PAGED_ATTENTION.canonicalise(query_start_loc=starts, kv_lens=lengths, **rest)
 
 
-def _update_active(*, query_start_loc: Any, kv_lens: Any, num_seqs: Any, **rest: Any) -> Bound:
-    starts, lengths = first_requests(query_start_loc, kv_lens, num_seqs)
-    return PAGED_CACHE_UPDATE.canonicalise(query_start_loc=starts, kv_lens=lengths, **rest)
+def _attend_distributed(*, query_start_loc: Any, kv_lens: Any, block_tables: Any, distribution: Any, **rest: Any) -> Bound:
+    return PAGED_ATTENTION.canonicalise(**distributed(query_start_loc, kv_lens, block_tables, distribution), **rest)
+
+
+def _update_distributed(*, query_start_loc: Any, kv_lens: Any, block_tables: Any, distribution: Any, **rest: Any) -> Bound:
+    return PAGED_CACHE_UPDATE.canonicalise(**distributed(query_start_loc, kv_lens, block_tables, distribution), **rest)
+
+
+def distributed(query_start_loc: Any, kv_lens: Any, block_tables: Any, distribution: Any) -> dict[str, Any]:
+    """The requests before the distribution's last entry, with the flat tables as `[R, W]`."""
+    starts, lengths = first_requests(query_start_loc, kv_lens, distribution[2])
+    tables = block_tables.reshape(kv_lens.shape[0], -1) if kv_lens.shape[0] else block_tables.reshape(0, 0)
+    return {"query_start_loc": starts, "kv_lens": lengths, "block_tables": tables}
+
+
+def check_distributed(
+    query_start_loc: Any, kv_lens: Any, block_tables: Any, distribution: Any, *, tokens: int, page_size: int
+) -> None:
+    """Check the description of requests by flat tables and a distribution, and of its values what is known."""
+    described = {"query_start_loc": query_start_loc, "kv_lens": kv_lens, "block_tables": block_tables}
+    for name, array in {**described, "distribution": distribution}.items():
+        check_array(name, array, ndim=1, floating=False)
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise wrong_type(name, f"dtype {array.dtype}", "integers")
+    check_shape("distribution", distribution, (3,), "[3]")
+    requests = kv_lens.shape[0]
+    if block_tables.shape[0] % max(requests, 1):
+        got = f"{block_tables.shape[0]} entries"
+        raise invalid("block_tables", got, f"the same number for each of the {requests} requests of kv_lens")
+    _pages.check_count("distribution", distribution, requests)
+    entries = block_tables.shape[0] // max(requests, 1)
+    meaning = f"what {entries} pages of {page_size} tokens hold"
+    _pages.check_lengths("kv_lens", kv_lens, entries * page_size, meaning, distribution)
+    _pages.check_starts("query_start_loc", query_start_loc, tokens, distribution)
 
 
 def first_requests(starts: Any, lengths: Any, count: Any) -> tuple[Any, Any]:
@@ -105,6 +143,8 @@ def first_requests(starts: Any, lengths: Any, count: Any) -> tuple[Any, Any]:
     for name, array in (("query_start_loc", starts), ("kv_lens", lengths)):
         check_array(name, array, ndim=1, floating=False)
     requests = lengths.shape[0]
+    if not isinstance(count, int):
+        check_array("num_seqs", count, floating=False)
     if not jnp.issubdtype(jnp.result_type(count), jnp.integer) or jnp.size(count) != 1:
         raise wrong_type("num_seqs", f"{jnp.result_type(count)} of shape {jnp.shape(count)}", "an integer, a scalar or [1]")
     count = jnp.clip(jnp.asarray(count).reshape(()), 0, requests).astype(jnp.int32)
@@ -121,30 +161,17 @@ def window_of(sliding_window: Any) -> int | None:
 def check_known(lengths_name: str, lengths: Any, tables: Any, pages: Any, layout: str, active: Any = None) -> None:
     """Lengths that are known must fit what the tables' pages hold."""
     _pages.check_layout(layout)
+    if getattr(lengths, "ndim", 0) == 1:
+        _pages.check_count("num_seqs", active, lengths.shape[0])
     if getattr(tables, "ndim", 0) == 2 and getattr(pages, "ndim", 0) >= 4:
         size = pages.shape[_PAGE_AXIS.get(layout, 1)]
         meaning = f"what {tables.shape[1]} pages of {size} tokens hold"
         _pages.check_lengths(lengths_name, lengths, tables.shape[1] * size, meaning, active)
 
 
-def as_hashable(cfg: Any) -> Any:
-    """A mapping as pairs, so that it can be part of the key of a compiled program."""
-    return tuple(sorted(cfg.items())) if isinstance(cfg, Mapping) else cfg
-
-
-def as_mapping(cfg: Any) -> Any:
-    """The inverse of `as_hashable`."""
-    return dict(cfg) if isinstance(cfg, tuple) else cfg
-
-
 def settings(**given: Any) -> dict[str, Any]:
-    """Options without those that are None, hashable."""
-    found = {name: value for name, value in given.items() if value is not None}
-    if "cfg" in found:
-        found["cfg"] = as_hashable(found["cfg"])
-    if isinstance(found.get("platform"), list):
-        found["platform"] = tuple(found["platform"])
-    return found
+    """Options without those that are None."""
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def check_hints(**hints: Any) -> None:

@@ -86,6 +86,7 @@ def blocksparse_attention(
     for name, array in (("query", query), ("key", key), ("value", value)):
         check_array(name, array, ndim=4)
     as_flag("fused_backward", fused_backward)
+    causal = None if causal is None else as_flag("causal", causal)
     arrays = {name: _heads_after_tokens(array) for name, array in (("query", query), ("key", key), ("value", value))}
     arrays |= {name: array for name, array in (("softmax_aux", softmax_aux), ("bias", bias)) if array is not None}
     queries, keys = query.shape[2], key.shape[2]

@@ -83,6 +83,7 @@ def flash_mla(
         dropout_seed = host_seed(dropout_seed)
     arrays |= {"mask_info": mask_info, "bias": bias, "softmax_aux": softmax_aux, "dropout_seed": dropout_seed}
     if cu_seqlens is not None:
+        check_array("query", query, ndim=4)
         check_cum_seqlens("cu_seqlens", cu_seqlens, query.shape[1])
         arrays["cu_seqlens"] = cu_seqlens
     options = options_of(
@@ -96,7 +97,6 @@ def flash_mla(
         precision=precision,
     )
     options["absorbed"] = as_flag("absorbed", absorbed)
-    arrays = {name: array for name, array in arrays.items() if array is not None}
     return _FLASH_ATTENTION.invoke(arrays, options, form=_latent, platform=platform, cfg=cfg)
 
 
@@ -170,6 +170,7 @@ def _split_query(query: Any, key_value: Any, w_kc: Any, w_vc: Any, b_q: Any, b_k
         check_shape("query", query, (batch, queries, heads, size + rotary_size), "[B, T, H, d_nope + d_rope] without b_q")
         return query[..., :size], query[..., size:]
     check_shape("query", query, (batch, queries, heads, size), "[B, T, H, d_nope] with b_q")
+    check_array("b_q", b_q)
     full = (batch, queries, heads, rotary_size)
     if len(b_q.shape) == 3:
         check_shape("b_q", b_q, (batch, queries, rotary_size), "[B, T, d_rope] or [B, T, H, d_rope]")

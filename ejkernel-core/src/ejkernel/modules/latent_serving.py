@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,11 +9,12 @@ import jax.numpy as jnp
 
 from ejkernel import _explain
 from ejkernel._policy import PlatformChoice
-from ejkernel.errors import invalid
+from ejkernel.errors import argument_names, invalid
 from ejkernel.modules import _paged
 from ejkernel.modules._forms import class_form
 from ejkernel.operation import Bound
 from ejkernel.operations._checks import check_array, check_shape
+from ejkernel.operations._numbers import check_compute
 from ejkernel.operations.flash_attention.bind import as_number
 from ejkernel.operations.latent_paged_attention.interface import OPERATION as _LATENT_PAGED_ATTENTION
 from ejkernel.operations.paged_cache_update.interface import OPERATION as _PAGED_CACHE_UPDATE
@@ -87,12 +87,17 @@ def multi_latent_ragged_page_attention(
         as_number("mask_value", mask_value)
     for name, array, rank in (("keys_values", keys_values, 2), ("keys_pe", keys_pe, 2), ("kv_cache", kv_cache, 4)):
         check_array(name, array, ndim=rank, floating=False)
-    for name, array in (("kv_lens", kv_lens), ("block_tables", block_tables), ("distribution", distribution)):
-        check_array(name, array, ndim=1, floating=False)
-    check_shape("distribution", distribution, (3,), "[3]")
-    if block_tables.shape[0] % max(kv_lens.shape[0], 1):
-        got = f"{block_tables.shape[0]} entries"
-        raise invalid("block_tables", got, f"the same number for each of the {kv_lens.shape[0]} requests of kv_lens")
+    for name, array in (("keys_values", keys_values), ("keys_pe", keys_pe)):
+        if array.dtype != kv_cache.dtype:
+            check_compute(name, array)
+    check_array("queries_nope", queries_nope, ndim=3)
+    check_array("queries_pe", queries_pe, ndim=3)
+    tokens, heads, _ = queries_nope.shape
+    check_shape("queries_pe", queries_pe, (tokens, heads, queries_pe.shape[2]), "[N, H, e] with the N and H of queries_nope")
+    check_shape("keys_values", keys_values, (tokens, keys_values.shape[1]), "[N, r] with the N of queries_nope")
+    check_shape("keys_pe", keys_pe, (tokens, keys_pe.shape[1]), "[N, e] with the N of queries_nope")
+    page_size = kv_cache.shape[1] * kv_cache.shape[2]
+    _paged.check_distributed(query_start_loc, kv_lens, block_tables, distribution, tokens=tokens, page_size=page_size)
     described = {
         "kv_lens": kv_lens,
         "block_tables": block_tables,
@@ -105,13 +110,14 @@ def multi_latent_ragged_page_attention(
     options = _paged.settings(
         softmax_scale=softmax_scale, sliding_window=_paged.window_of(sliding_window), logits_soft_cap=logits_soft_cap
     )
-    if not _explain.capturing():  # an explanation is asked of the attention
-        kv_cache = _PAGED_CACHE_UPDATE.invoke(
-            _present({"kv_cache": kv_cache, **new, **described}), {}, form=_store, platform=platform, cfg=_for_update(cfg)
+    with argument_names(query_nope="queries_nope", query_pe="queries_pe", key_pages="kv_cache", pages="kv_cache"):
+        if not _explain.capturing():  # an explanation is asked of the attention
+            kv_cache = _PAGED_CACHE_UPDATE.invoke(
+                {"kv_cache": kv_cache, **new, **described}, {}, form=_store, platform=platform, cfg=_for_update(cfg)
+            )
+        out = _LATENT_PAGED_ATTENTION.invoke(
+            {"kv_cache": kv_cache, **arrays}, options, form=_attend, platform=platform, cfg=cfg
         )
-    out = _LATENT_PAGED_ATTENTION.invoke(
-        _present({"kv_cache": kv_cache, **arrays}), options, form=_attend, platform=platform, cfg=cfg
-    )
     return out, kv_cache
 
 
@@ -147,10 +153,6 @@ def multi_latent_ragged_page_attention_v2(
     return multi_latent_ragged_page_attention(queries_nope, queries_pe, keys_values, keys_pe, kv_cache, *described, **options)
 
 
-def _present(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: array for name, array in arrays.items() if array is not None}
-
-
 def _for_update(cfg: Any) -> Any:
     """A portable config is for both steps, one of an implementation for the attention alone."""
     return cfg if "paged_cache_update" in getattr(cfg, "operations", ()) else None
@@ -165,9 +167,7 @@ def _described(
 ) -> tuple[Any, dict[str, Any]]:
     """The cache as `[P, page_size, C]`, and the requests that are in use."""
     pages, groups, packing, channels = kv_cache.shape
-    starts, lengths = _paged.first_requests(query_start_loc, kv_lens, distribution[2])
-    tables = block_tables.reshape(kv_lens.shape[0], -1) if kv_lens.shape[0] else block_tables.reshape(0, 0)
-    described = {"query_start_loc": starts, "kv_lens": lengths, "block_tables": tables}
+    described = _paged.distributed(query_start_loc, kv_lens, block_tables, distribution)
     return kv_cache.reshape(pages, groups * packing, channels), described
 
 
@@ -175,7 +175,6 @@ def _store(*, kv_cache: Any, keys_values: Any, keys_pe: Any, k_scale: Any = None
     """Canonicalise the update of one array of pages: a cache whose values have no channels."""
     size, rotary = keys_values.shape[1], keys_pe.shape[1]
     _check_channels(kv_cache, size, rotary)
-    check_shape("keys_pe", keys_pe, (keys_values.shape[0], rotary), "[N, e] with the N of keys_values")
     widths = _rounded_up(size) - size, _rounded_up(rotary) - rotary
     parts = [jnp.pad(part, ((0, 0), (0, width))) for part, width in zip((keys_values, keys_pe), widths, strict=True)]
     rows = jnp.concatenate(parts, axis=-1)[:, None]
@@ -201,11 +200,11 @@ def _attend(
     v_scale: Any = None,
     **options: Any,
 ) -> Bound:
-    check_array("queries_nope", queries_nope, ndim=3)
-    check_array("queries_pe", queries_pe, ndim=3)
     size = queries_nope.shape[2]
     _check_channels(kv_cache, size, queries_pe.shape[2])
     pages, described = _described(kv_cache, kv_lens, block_tables, query_start_loc, distribution)
+    if jnp.size(q_scale if q_scale is not None else 1) != 1:
+        raise invalid("q_scale", f"shape {jnp.shape(q_scale)}", "a number or a scalar array")
     factors = [jnp.asarray(scale, jnp.float32) for scale in (q_scale, k_scale) if scale is not None]
     return _LATENT_PAGED_ATTENTION.canonicalise(
         queries_nope,

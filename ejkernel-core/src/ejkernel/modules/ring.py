@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel._policy import PlatformChoice
 from ejkernel.errors import invalid, wrong_type
@@ -15,6 +17,8 @@ from ejkernel.modules._forms import class_form
 from ejkernel.modules._ring.bind import check_layout
 from ejkernel.modules._ring.door import RingAttentionOver
 from ejkernel.modules._static import options_of
+from ejkernel.operations._checks import check_array, normalise_axis
+from ejkernel.operations.flash_attention.bind import as_count
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 
 _POSITIONAL = ("query", "key", "value", "softmax_aux", "bias")
@@ -145,9 +149,10 @@ def zigzag_shard(array: jax.Array, axis_size: int, axis: int = 1) -> jax.Array:
         The array for `ring_attention(..., layout="zigzag")`.
 
     Raises:
-        ValueError: the length does not divide.
+        ValueError: the length does not divide, or there is no such axis.
+        TypeError: a wrong type.
     """
-    return _permuted(array, axis_size, axis, _zigzag(axis_size))
+    return _permuted(array, axis_size, axis, _zigzag)
 
 
 def zigzag_unshard(array: jax.Array, axis_size: int, axis: int = 1) -> jax.Array:
@@ -162,20 +167,22 @@ def zigzag_unshard(array: jax.Array, axis_size: int, axis: int = 1) -> jax.Array
         The array in natural order.
 
     Raises:
-        ValueError: the length does not divide.
+        ValueError: the length does not divide, or there is no such axis.
+        TypeError: a wrong type.
     """
-    order = _zigzag(axis_size)
-    return _permuted(array, axis_size, axis, [order.index(piece) for piece in range(2 * axis_size)])
+    return _permuted(array, axis_size, axis, lambda size: np.argsort(_zigzag(size)).tolist())
 
 
 def _zigzag(axis_size: int) -> list[int]:
     return [piece for device in range(axis_size) for piece in (device, 2 * axis_size - 1 - device)]
 
 
-def _permuted(array: Any, axis_size: int, axis: int, order: list[int]) -> Any:
-    axis = axis % array.ndim
+def _permuted(array: Any, axis_size: int, axis: int, order_of: Callable[[int], list[int]]) -> Any:
+    check_array("array", array, floating=False)
+    axis = normalise_axis(axis, array.ndim)
+    order = order_of(as_count("axis_size", axis_size, 1))
     length, pieces = array.shape[axis], len(order)
-    if pieces == 0 or length % pieces:
+    if length % pieces:
         raise invalid("array", f"length {length} on axis {axis}", f"a multiple of 2 axis_size = {2 * axis_size}; pad it")
     cut = array.reshape(*array.shape[:axis], pieces, length // pieces, *array.shape[axis + 1 :])
     return jnp.take(cut, jnp.asarray(order), axis=axis).reshape(array.shape)

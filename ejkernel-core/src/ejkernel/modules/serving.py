@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel._policy import PlatformChoice
-from ejkernel.errors import invalid
+from ejkernel.errors import argument_names, invalid
 from ejkernel.modules import _paged
 from ejkernel.modules._forms import class_form
 from ejkernel.modules._mesh import over_mesh
 from ejkernel.operation import Bound
 from ejkernel.operations._checks import check_array
-from ejkernel.operations._pages import INTERLEAVED
+from ejkernel.operations._pages import INTERLEAVED, known_values
 from ejkernel.operations.paged_attention.interface import OPERATION as _PAGED_ATTENTION
 
 
@@ -54,7 +54,8 @@ def unified_attention(
         key_cache: `[pages, page_size, K, D]`; query head h reads key head `h // (H // K)`. Floating, int8, float8_e4m3fn or
             float8_e5m2.
         value_cache: `[pages, page_size, K, V]` in the same dtype.
-        kv_lens: int `[R]`, tokens of each request in the cache, the new ones included.
+        kv_lens: int `[R]`, tokens of each request in the cache, the new ones included. Of a request with more new tokens than
+            that, the first ones stand before its first key and give 0.
         block_tables: int `[R, W]`, the pages of each request in order; entries beyond need may hold anything.
         query_start_loc: int `[R + 1]`, cumulative numbers of new tokens; tokens past the last one give 0.
         alibi_slopes: `[H]`: key j gains `slope * (j - i)`.
@@ -112,7 +113,8 @@ def unified_attention(
         cfg=cfg,
     )
     specs = {"positional": tuple(arrays)[:9], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    return over_mesh(_paged.attend, arrays, options, **specs)
+    with argument_names(query="queries", key_pages="key_cache", value_pages="value_cache"):
+        return over_mesh(_paged.attend, arrays, options, **specs)
 
 
 def page_attention(
@@ -165,25 +167,26 @@ def page_attention(
     Source: Kwon et al., PagedAttention, 2023.
     """
     _paged.check_known("context_lens", context_lens, block_tables, key_cache, layout)
-    return _paged.attend(
-        query=query,
-        key_pages=key_cache,
-        value_pages=value_cache,
-        kv_lens=context_lens,
-        block_tables=block_tables,
-        softmax_aux=softmax_aux,
-        alibi_slopes=alibi_slopes,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        softmax_scale=_either("softmax_scale", softmax_scale, "attn_scale", attn_scale),
-        sliding_window=_paged.window_of(sliding_window),
-        logits_soft_cap=_either("logits_soft_cap", logits_soft_cap, "attn_logits_soft_cap", attn_logits_soft_cap),
-        layout=layout,
-        return_lse=return_lse,
-        form=_paged.one_token_each,
-        platform=platform,
-        cfg=cfg,
-    )
+    with argument_names(key_pages="key_cache", value_pages="value_cache", kv_lens="context_lens"):
+        return _paged.attend(
+            query=query,
+            key_pages=key_cache,
+            value_pages=value_cache,
+            kv_lens=context_lens,
+            block_tables=block_tables,
+            softmax_aux=softmax_aux,
+            alibi_slopes=alibi_slopes,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            softmax_scale=_either("softmax_scale", softmax_scale, "attn_scale", attn_scale),
+            sliding_window=_paged.window_of(sliding_window),
+            logits_soft_cap=_either("logits_soft_cap", logits_soft_cap, "attn_logits_soft_cap", attn_logits_soft_cap),
+            layout=layout,
+            return_lse=return_lse,
+            form=_paged.one_token_each,
+            platform=platform,
+            cfg=cfg,
+        )
 
 
 def prefill_page_attention(
@@ -232,24 +235,29 @@ def prefill_page_attention(
 
     Source: Agrawal et al., SARATHI: Efficient LLM inference by piggybacking decodes with chunked prefills, 2023.
     """
-    return _paged.attend(
-        query=query,
-        key_pages=key_cache,
-        value_pages=value_cache,
-        context_len=context_len,
-        page_indices=page_indices,
-        softmax_aux=softmax_aux,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        softmax_scale=softmax_scale,
-        sliding_window=_paged.window_of(sliding_window),
-        logits_soft_cap=_either("logits_soft_cap", logits_soft_cap, "attn_logits_soft_cap", attn_logits_soft_cap),
-        layout=layout,
-        return_lse=return_lse,
-        form=_one_request,
-        platform=platform,
-        cfg=cfg,
-    )
+    known = known_values(context_len)
+    if known is not None and known.size == 1 and getattr(page_indices, "ndim", 0) == 1:
+        _paged.check_known("context_len", known.reshape(1), page_indices[None], key_cache, layout)
+    names = {"kv_lens": "context_len", "block_tables": "page_indices"}
+    with argument_names(key_pages="key_cache", value_pages="value_cache", **names):
+        return _paged.attend(
+            query=query,
+            key_pages=key_cache,
+            value_pages=value_cache,
+            context_len=context_len,
+            page_indices=page_indices,
+            softmax_aux=softmax_aux,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            softmax_scale=softmax_scale,
+            sliding_window=_paged.window_of(sliding_window),
+            logits_soft_cap=_either("logits_soft_cap", logits_soft_cap, "attn_logits_soft_cap", attn_logits_soft_cap),
+            layout=layout,
+            return_lse=return_lse,
+            form=_one_request,
+            platform=platform,
+            cfg=cfg,
+        )
 
 
 def ragged_page_attention_v2(
@@ -284,7 +292,7 @@ def ragged_page_attention_v2(
         context_lens: int `[R]`, tokens of each request in the cache, the new ones included.
         block_tables: int `[R, W]`.
         query_start_loc: int `[R + 1]`, cumulative numbers of new tokens.
-        num_seqs: int or int `[1]`, the requests in use; what the others' entries hold does not matter, and their tokens give 0.
+        num_seqs: int or int `[1]`, requests in use, at most R; what entries of others hold does not matter, their tokens give 0.
         softmax_aux: sinks, see `unified_attention`, as are softmax_scale, logits_soft_cap, sliding_window, k_scale and v_scale.
         compute_dtype: hint: the least precise dtype that is good enough for the products; never makes a result less precise than
             the inputs' own dtype does.
@@ -331,7 +339,8 @@ def ragged_page_attention_v2(
         cfg=cfg,
     )
     specs = {"positional": tuple(arrays)[:7], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    return over_mesh(_paged.attend, arrays, options, **specs)
+    with argument_names(query="queries", key_pages="kv_pages", kv_lens="context_lens"):
+        return over_mesh(_paged.attend, arrays, options, **specs)
 
 
 def _either(name: str, value: Any, other_name: str, other: Any) -> Any:
@@ -344,7 +353,9 @@ def _either(name: str, value: Any, other_name: str, other: Any) -> Any:
 def _one_request(*, query: Any, context_len: Any, page_indices: Any, **rest: Any) -> Bound:
     check_array("query", query, ndim=3)
     check_array("page_indices", page_indices, ndim=1, floating=False)
-    if jnp.size(context_len) != 1:
+    if not isinstance(context_len, int):
+        check_array("context_len", context_len, floating=False)
+    if jnp.size(context_len) != 1 or jnp.ndim(context_len) > 1:
         raise invalid("context_len", f"shape {jnp.shape(context_len)}", "a scalar or [1]")
     starts = jnp.array([0, query.shape[0]], jnp.int32)
     lengths = jnp.asarray(context_len).reshape(1)

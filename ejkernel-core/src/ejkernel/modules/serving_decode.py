@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel._policy import PlatformChoice
-from ejkernel.errors import invalid, wrong_type
+from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules import _paged
 from ejkernel.modules._forms import class_form
 from ejkernel.modules._mesh import over_mesh
 from ejkernel.operation import Bound
-from ejkernel.operations._checks import check_array
+from ejkernel.operations._checks import check_array, check_shape
 from ejkernel.operations._pages import check_lengths
+from ejkernel.operations.flash_attention.bind import as_count
 
 
 def decode_attention(
@@ -66,6 +67,7 @@ def decode_attention(
 
     Source: Dao et al., Flash-Decoding for long-context inference, 2023.
     """
+    page_size = as_count("page_size", page_size, 1)
     if getattr(req_to_tokens, "ndim", 0) == 2:
         room = req_to_tokens.shape[1] * page_size
         check_lengths("seq_lens", seq_lens, room, f"what {req_to_tokens.shape[1]} entries of {page_size} tokens hold")
@@ -90,7 +92,9 @@ def decode_attention(
         cfg=cfg,
     )
     specs = {"positional": tuple(arrays)[:5], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    return over_mesh(_paged.attend, arrays, options, **specs)
+    names = {"kv_lens": "seq_lens", "block_tables": "req_to_tokens"}
+    with argument_names(key_pages="key_buffer", value_pages="value_buffer", **names):
+        return over_mesh(_paged.attend, arrays, options, **specs)
 
 
 def ragged_decode_attention(
@@ -139,9 +143,10 @@ def ragged_decode_attention(
 
     Source: Dao et al., Flash-Decoding for long-context inference, 2023.
     """
-    if isinstance(sliding_window, int):
-        remedy = f"({sliding_window - 1}, 0) for the last {sliding_window} keys"
-        raise wrong_type("sliding_window", sliding_window, "a pair (left, right)", remedy=remedy)
+    if sliding_window is not None and not isinstance(sliding_window, (tuple, list)):
+        width = as_count("sliding_window", sliding_window, 1)
+        remedy = f"({width - 1}, 0) for the last {width} keys"
+        raise wrong_type("sliding_window", width, "a pair (left, right)", remedy=remedy)
     if getattr(key, "ndim", 0) == 4:
         for name, bounds in (("sequence_start", sequence_start), ("sequence_end", sequence_end)):
             check_lengths(name, bounds, key.shape[1], "the keys of each row")
@@ -162,13 +167,14 @@ def ragged_decode_attention(
         cfg=cfg,
     )
     specs = {"positional": tuple(arrays), "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    return over_mesh(_paged.attend, arrays, options, **specs)
+    with argument_names(key_pages="key", value_pages="value"):
+        return over_mesh(_paged.attend, arrays, options, **specs)
 
 
 def _flat_buffer(*, key_pages: Any, value_pages: Any, page_size: int = 1, **rest: Any) -> Bound:
     def paged(name: str, buffer: Any) -> Any:
         check_array(name, buffer, ndim=3, floating=False)
-        if not isinstance(page_size, int) or page_size < 1 or buffer.shape[0] % page_size:
+        if buffer.shape[0] % page_size:
             raise invalid("page_size", page_size, f"a divisor of the {buffer.shape[0]} tokens of {name}")
         return buffer.reshape(buffer.shape[0] // page_size, page_size, *buffer.shape[1:])
 
@@ -188,10 +194,13 @@ def _dense_cache(*, query: Any, key: Any, value: Any, sequence_start: Any, seque
         check_array(name, array, ndim=4, floating=False)
         if array.shape[0] != query.shape[0]:
             raise invalid(name, f"batch size {array.shape[0]}", f"the query's {query.shape[0]}")
+        if array.shape[1:3] != key.shape[1:3]:
+            raise invalid(name, f"shape {tuple(array.shape)}", f"the {key.shape[1]} tokens and {key.shape[2]} heads of the key")
     for name, array in (("sequence_start", sequence_start), ("sequence_end", sequence_end)):
         check_array(name, array, ndim=1, floating=False)
-        if array.shape != query.shape[:1] or not jnp.issubdtype(array.dtype, jnp.integer):
-            raise invalid(name, f"{array.dtype} of shape {tuple(array.shape)}", f"integers [B] with B = {query.shape[0]}")
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise wrong_type(name, f"dtype {array.dtype}", "integers")
+        check_shape(name, array, query.shape[:1], "[B]")
     batch, length = key.shape[:2]
     start, end = (jnp.clip(jnp.asarray(x, jnp.int32), 0, length) for x in (sequence_start, sequence_end))
     tokens = jnp.arange(length, dtype=jnp.int32)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel._policy import PlatformChoice
-from ejkernel.errors import invalid
+from ejkernel.errors import argument_names, invalid
 from ejkernel.modules import _paged
 from ejkernel.modules._forms import class_form
 from ejkernel.modules._mesh import over_mesh
 from ejkernel.operations._checks import check_array
-from ejkernel.operations._pages import check_lengths
 from ejkernel.operations.paged_cache_update.interface import OPERATION as _PAGED_CACHE_UPDATE
 
 
@@ -72,8 +70,8 @@ def paged_cache_update(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
-    present = {name: value for name, value in arrays.items() if value is not None}
-    return _PAGED_CACHE_UPDATE.invoke(present, {"layout": layout}, platform=platform)
+    with argument_names(key="keys", value="values", key_pages="key_cache", value_pages="value_cache"):
+        return _PAGED_CACHE_UPDATE.invoke(arrays, {"layout": layout}, platform=platform)
 
 
 def chunked_prefill_paged_decode(
@@ -156,7 +154,8 @@ def chunked_prefill_paged_decode(
         cfg=cfg,
     )
     specs = {"positional": tuple(arrays)[:10], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    return over_mesh(_separate_caches, arrays, options, **specs)
+    with argument_names(query="queries", key="keys", value="values", key_pages="key_cache", value_pages="value_cache"):
+        return over_mesh(_separate_caches, arrays, options, **specs)
 
 
 def ragged_page_attention_v3(
@@ -220,7 +219,10 @@ def ragged_page_attention_v3(
     if q_scale is not None:
         raise invalid("q_scale", q_scale, "None", remedy="queries are not quantised; k_scale and v_scale belong to the cache")
     _paged.check_hints(vmem_limit_bytes=(vmem_limit_bytes, int))
-    _check_packed(kv_cache, kv_lens, block_tables, distribution)
+    check_array("queries", queries, ndim=3)
+    check_array("kv_cache", kv_cache, ndim=5, floating=False)
+    sizes = {"tokens": queries.shape[0], "page_size": kv_cache.shape[1]}
+    _paged.check_distributed(query_start_loc, kv_lens, block_tables, distribution, **sizes)
     arrays = {
         "queries": queries,
         "keys": keys,
@@ -242,7 +244,8 @@ def ragged_page_attention_v3(
         cfg=cfg,
     )
     specs = {"positional": tuple(arrays)[:9], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    return over_mesh(_packed_cache, arrays, options, **specs)
+    with argument_names(query="queries", key="keys", value="values", key_pages="kv_cache"):
+        return over_mesh(_packed_cache, arrays, options, **specs)
 
 
 def _separate_caches(**given: Any) -> tuple[Any, Any, Any]:
@@ -250,9 +253,7 @@ def _separate_caches(**given: Any) -> tuple[Any, Any, Any]:
     return out, key_cache, value_cache
 
 
-def _packed_cache(
-    *, queries: Any, keys: Any, values: Any, kv_cache: Any, block_tables: Any, kv_lens: Any, distribution: Any, **rest: Any
-) -> tuple[Any, Any]:
+def _packed_cache(*, queries: Any, keys: Any, values: Any, kv_cache: Any, **rest: Any) -> tuple[Any, Any]:
     check_array("keys", keys, ndim=3, floating=False)
     key_heads, head_size = keys.shape[1:]
     heads, channels = kv_cache.shape[2] * kv_cache.shape[3], kv_cache.shape[4]
@@ -265,30 +266,10 @@ def _packed_cache(
         key=keys,
         value=values,
         key_pages=kv_cache,
-        kv_lens=kv_lens,
-        block_tables=block_tables.reshape(kv_lens.shape[0], -1) if kv_lens.shape[0] else block_tables.reshape(0, 0),
-        num_seqs=distribution[2],
         layout="side_by_side" if beside else "packed",
         key_heads=key_heads,
         **rest,
     )
-
-
-def _check_packed(kv_cache: Any, kv_lens: Any, block_tables: Any, distribution: Any) -> None:
-    check_array("kv_cache", kv_cache, ndim=5, floating=False)
-    check_array("kv_lens", kv_lens, ndim=1, floating=False)
-    check_array("block_tables", block_tables, ndim=1, floating=False)
-    check_array("distribution", distribution, ndim=1, floating=False)
-    if distribution.shape != (3,) or not jnp.issubdtype(distribution.dtype, jnp.integer):
-        raise invalid("distribution", f"{distribution.dtype} of shape {tuple(distribution.shape)}", "integers [3]")
-    requests = kv_lens.shape[0]
-    if block_tables.shape[0] % max(requests, 1):
-        raise invalid("block_tables", f"{block_tables.shape[0]} entries", f"the same number for each of {requests} requests")
-    if not isinstance(distribution, jax.core.Tracer) and isinstance(distribution, jax.Array):  # pyright: ignore[reportAttributeAccessIssue]
-        entries = block_tables.shape[0] // max(requests, 1)
-        room = entries * kv_cache.shape[1]
-        meaning = f"what {entries} pages of {kv_cache.shape[1]} tokens hold"
-        check_lengths("kv_lens", kv_lens, room, meaning, distribution[2])
 
 
 PagedCacheUpdate = class_form("PagedCacheUpdate", paged_cache_update)

@@ -79,7 +79,7 @@ def head_factor(layout: str, owner: str) -> str:
 
 
 def check_layout(layout: Any) -> None:
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise invalid("layout", repr(layout), f"one of {', '.join(LAYOUTS)}")
 
 
@@ -160,14 +160,21 @@ def check_starts(name: str, starts: Any, tokens: int, active: Any = None) -> Non
     Args:
         name, starts: the argument and its values `[R + 1]`.
         tokens: N.
-        active: the number of requests in use, None for all; later entries may hold anything.
+        active: the number of requests in use, or what ends with it, None for all; later entries may hold anything.
     """
     known, count = known_values(starts), known_values(active)
     if known is None or known.ndim != 1 or not known.size or (active is not None and count is None):
         return
-    known = known if count is None else known[: int(count.reshape(-1)[0]) + 1]
+    known = known if count is None else known[: int(count.reshape(-1)[-1]) + 1]
     if known[0] != 0 or (known[1:] < known[:-1]).any() or known[-1] > tokens:
         raise invalid(name, known.tolist()[:8], f"0, then ascending values of at most {tokens} = tokens")
+
+
+def check_count(name: str, count: Any, requests: int) -> None:
+    """Refuse a number of requests in use, alone or the last of several, that is known and not one of 0 ... R."""
+    known = known_values(count)
+    if known is not None and known.size and not 0 <= known.reshape(-1)[-1] <= requests:
+        raise invalid(name, known.reshape(-1)[-1], f"at most {requests} requests in use, the length of kv_lens")
 
 
 def check_lengths(name: str, lengths: Any, room: int, meaning: str, active: Any = None) -> None:
@@ -175,7 +182,7 @@ def check_lengths(name: str, lengths: Any, room: int, meaning: str, active: Any 
     known, count = known_values(lengths), known_values(active)
     if known is None or known.ndim != 1 or (active is not None and count is None):
         return
-    known = known if count is None else known[: int(count.reshape(-1)[0])]
+    known = known if count is None else known[: int(count.reshape(-1)[-1])]
     if known.size and not (known.min() >= 0 and known.max() <= room):
         raise invalid(name, f"values in [{known.min()}, {known.max()}]", f"values in [0, {room}], {meaning}")
 

@@ -14,6 +14,7 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.operation import Bound, Call, Cost, Operation
 from ejkernel.operations._checks import check_array, check_shape
 from ejkernel.operations._random import positions
+from ejkernel.operations.block_sparse_attention.tiles import check_predicate
 from ejkernel.operations.flash_attention.bind import as_count
 from ejkernel.operations.flash_attention.interface import OPERATION as FLASH_ATTENTION
 from ejkernel.operations.flash_attention.interface import (
@@ -170,8 +171,8 @@ class BlockSparseAttention(Operation):
             prefix=prefix,
             logits_soft_cap=logits_soft_cap,
         )
-        if mask_builder is not None and not callable(mask_builder):
-            raise wrong_type("mask_builder", repr(mask_builder), "a function (query_positions, key_positions) -> bool")
+        if mask_builder is not None:
+            check_predicate(mask_builder)
         shared = {name: getattr(dense.inputs, name) for name in _SHARED}
         if mask_builder is not None:
             shared |= _positions(dense.call, mask_info, query_positions, key_positions)

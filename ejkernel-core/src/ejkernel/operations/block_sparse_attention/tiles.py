@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel._arrays import ArraySpec
+from ejkernel.errors import wrong_type
 from ejkernel.operations.flash_attention import pairs
 
 Predicate = Callable[[Any, Any], Any]
@@ -38,6 +40,22 @@ def listed(some: Any, every: Any) -> TileLists:
     order = jnp.argsort(~some, axis=-1, stable=True).astype(jnp.int32)
     visited = jnp.take_along_axis(some, order, axis=-1)
     return TileLists(jnp.where(visited, order, -1), visited & jnp.take_along_axis(every, order, axis=-1))
+
+
+def check_predicate(builder: Any) -> None:
+    """Refuse a `mask_builder` that is no elementwise function of two arrays of positions."""
+    expected = "a function (query_positions, key_positions) -> bool, elementwise"
+    if not callable(builder):
+        raise wrong_type("mask_builder", repr(builder), expected)
+    query, key = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1, 2, 1), (1, 1, 1, 3)))
+    try:
+        found = jax.eval_shape(builder, query, key)
+        fits = found.dtype == bool and np.broadcast_shapes(found.shape, (1, 1, 2, 3)) == (1, 1, 2, 3)
+    except (AttributeError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise wrong_type("mask_builder", f"a function that fails: {reason}", expected) from error
+    if not fits:
+        raise wrong_type("mask_builder", f"a function that returns {found.dtype} of shape {found.shape}", expected)
 
 
 def mapped(lists: TileLists, tiles: int) -> Any:

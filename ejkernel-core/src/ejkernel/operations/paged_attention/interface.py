@@ -210,7 +210,8 @@ class PagedAttention(Operation):
 
     def check_values(self, arrays: Mapping[str, Any]) -> None:
         if getattr(arrays.get("query"), "ndim", 0) == 3 and "query_start_loc" in arrays:
-            _pages.check_starts("query_start_loc", arrays["query_start_loc"], arrays["query"].shape[0], arrays.get("num_seqs"))
+            active = arrays.get("num_seqs", arrays.get("distribution"))
+            _pages.check_starts("query_start_loc", arrays["query_start_loc"], arrays["query"].shape[0], active)
 
     def random_inputs(self, call: PagedAttentionCall, rng: np.random.Generator, **given: Any) -> PagedAttentionInputs:
         """A mix of requests that own all tokens and different pages."""

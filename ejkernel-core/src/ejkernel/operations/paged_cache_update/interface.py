@@ -148,7 +148,8 @@ class PagedCacheUpdate(Operation):
 
     def check_values(self, arrays: Mapping[str, Any]) -> None:
         if getattr(arrays.get("key"), "ndim", 0) == 3 and "query_start_loc" in arrays:
-            _pages.check_starts("query_start_loc", arrays["query_start_loc"], arrays["key"].shape[0], arrays.get("num_seqs"))
+            active = arrays.get("num_seqs", arrays.get("distribution"))
+            _pages.check_starts("query_start_loc", arrays["query_start_loc"], arrays["key"].shape[0], active)
 
     def random_inputs(self, call: PagedCacheUpdateCall, rng: np.random.Generator, **given: Any) -> PagedCacheUpdateInputs:
         """A mix of requests that own all tokens and different pages."""
