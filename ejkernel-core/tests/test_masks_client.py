@@ -103,6 +103,39 @@ def test_decode_step():
         info.apply_kv_lengths(kv_lengths=jnp.array([3]), q_len=1, end_index=jnp.array([3]), sliding_window=(2, 2))
 
 
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 6, 9])
+@pytest.mark.parametrize("lengths", [(1, 1), (5, 3), (6, 6)])
+@pytest.mark.parametrize("queries", [1, 2, 6])
+def test_a_step_with_a_cache_by_its_definition(window, lengths, queries):
+    """The cut's columns are the cached keys, per example; the second example begins with padding."""
+    valid = np.array([[1] * 6, [0, 0, 1, 1, 1, 1]], bool)
+    whole = valid[:, :, None] & valid[:, None, :] & np.tri(6, dtype=bool)
+    whole &= np.arange(6) < np.array(lengths)[:, None, None]
+    info = MaskInfo.from_attention_mask(jnp.asarray(valid)).apply_causal()
+    ends = jnp.array(lengths)
+    step = info.apply_kv_lengths(kv_lengths=ends, q_len=queries, end_index=ends, sliding_window=window)
+    for example, length in enumerate(lengths):
+        row, width = max(length - queries, 0), min(window or 6, 6)
+        column = max(length - width, 0)
+        expected = whole[example, row : row + queries, column : column + width]
+        same(step.attention_mask[example, 0], expected)
+        same(step.q_position_ids[example], np.arange(row, row + queries))
+        same(step.kv_positions[example], np.arange(column, column + width))
+
+
+@pytest.mark.parametrize("length", range(1, 13))
+def test_a_window_after_the_cut_still_knows_the_positions(length):
+    """Not the columns, which start at 0 again: of 5 cached keys a window of 2 sees the newest 3, however long the sequence is."""
+    ends = jnp.array([length])
+    info = MaskInfo.from_segments(jnp.zeros((1, 12), jnp.int32)).apply_causal()
+    cut = info.apply_kv_lengths(kv_lengths=ends, q_len=1, end_index=ends, sliding_window=5)
+    first = max(length - 5, 0)
+    seen = [max(length - 3, 0) <= key < length for key in range(first, first + 5)]
+    same(cut.apply_sliding_window(2).attention_mask, [[[seen]]])
+    uncut = info.apply_kv_lengths(kv_lengths=ends, q_len=1, end_index=ends).apply_sliding_window(2)
+    same(uncut.attention_mask, [[[[max(length - 3, 0) <= key < length for key in range(12)]]]])
+
+
 def test_bias_is_finite():
     bias = MaskInfo.causal(2).create_bias(jnp.float32)
     same(bias[0, 0], [[0, np.finfo(np.float32).min], [0, 0]], jnp.float32)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
 from typing import Any
+from unittest import mock
 
 import families
 import jax.numpy as jnp
@@ -59,3 +62,43 @@ def compare(name: str, mechanism: str, **fields: Any) -> dict[str, Any]:
         "equal": int((new == expected).sum()),
         "equal_without_cache": int((new == without_cache).sum()),
     }
+
+
+def compare_whole_cache(name: str, mechanism: str) -> dict[str, Any]:
+    """Whether every new token is that of a pass without a cache, where EasyDeL's own cut of the cache is out of the way."""
+    with whole_cache():
+        sequences, mask = generated(name, mechanism)
+    expected, new = forward_choices(name, sequences, mask), sequences[:, PROMPT:]
+    equal = int((new == expected).sum())
+    return {"ok": new.shape == (2, NEW) and equal == new.size, "tokens": int(new.size), "equal": equal}
+
+
+@contextlib.contextmanager
+def whole_cache() -> Generator[None]:
+    """Windowed layers keep all keys and `MaskInfo` alone applies the window; Gemma 2 stores its cache. See `docs/clients.md`."""
+    from easydel.caching.transformer.cache import TransformerCacheView
+    from easydel.layers.attention._flexible import AttentionModule
+    from easydel.modules.gemma2.modeling_gemma2 import Gemma2DecoderLayer
+
+    made, layer = TransformerCacheView.init.__func__, Gemma2DecoderLayer.__call__
+
+    def init(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return made(cls, *args, **{**kwargs, "masking_details": None})
+
+    def window(
+        self: Any, *, key: Any, value: Any, mask_info: Any, sliding_window: Any, cache_metadata: Any, **rest: Any
+    ) -> Any:
+        return key, value, mask_info.apply_sliding_window(sliding_window), cache_metadata
+
+    def storing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output, view = layer(self, *args, **kwargs), kwargs.get("cache_view")
+        if view is not None:
+            view.key, view.value, view.indexs = output.cache_view.key, output.cache_view.value, output.cache_view.indexs
+        return output
+
+    with (
+        mock.patch.object(TransformerCacheView, "init", classmethod(init)),
+        mock.patch.object(AttentionModule, "_apply_sliding_window", window),
+        mock.patch.object(Gemma2DecoderLayer, "__call__", storing),
+    ):
+        yield

@@ -73,6 +73,7 @@ def jobs() -> list[Job]:
         for mechanism in ("vanilla", "flash_attn2") if described.attention else ("vanilla",):
             made.append(generation(family, mechanism))
     made += [generation("llama", mechanism) for mechanism in ("sdpa", "blocksparse", "ring")]
+    made += [generation(family, "vanilla", whole_cache=True) for family in ("mistral", "gemma2", "gpt_oss")]
     for family in ("llama", "qwen3", "mistral", "gpt_oss"):
         made += [serving(family, mechanism) for mechanism in ("ragged_page_attention_v3", "ragged_page_attention_v2")]
     return made
@@ -89,15 +90,16 @@ def training(family: str, mechanism: str, further: str = "", **options: Any) -> 
     return Job(":".join(filter(None, ("training", family, mechanism, further))), run, functions(family, mechanism))
 
 
-def generation(family: str, mechanism: str) -> Job:
-    """`generate()`."""
+def generation(family: str, mechanism: str, whole_cache: bool = False) -> Job:
+    """`generate()`; with EasyDeL's cache, or with one that keeps every key."""
 
     def run() -> dict[str, Any]:
         import generation as kind
 
-        return kind.compare(family, mechanism)
+        return (kind.compare_whole_cache if whole_cache else kind.compare)(family, mechanism)
 
-    return Job(f"generation:{family}:{mechanism}", run, functions(family, mechanism))
+    further = ":whole_cache" if whole_cache else ""
+    return Job(f"generation:{family}:{mechanism}{further}", run, functions(family, mechanism))
 
 
 def serving(family: str, mechanism: str) -> Job:
