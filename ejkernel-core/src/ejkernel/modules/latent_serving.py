@@ -203,7 +203,7 @@ def _attend(
     size = queries_nope.shape[2]
     _check_channels(kv_cache, size, queries_pe.shape[2])
     pages, described = _described(kv_cache, kv_lens, block_tables, query_start_loc, distribution)
-    if jnp.size(q_scale if q_scale is not None else 1) != 1:
+    if q_scale is not None and jnp.size(q_scale) != 1:
         raise invalid("q_scale", f"shape {jnp.shape(q_scale)}", "a number or a scalar array")
     factors = [jnp.asarray(scale, jnp.float32) for scale in (q_scale, k_scale) if scale is not None]
     return _LATENT_PAGED_ATTENTION.canonicalise(

@@ -144,7 +144,7 @@ def state_space_v2(
     return (normalised * activation(gate.astype(wide.dtype))).astype(out.dtype), state, conv_state
 
 
-def _activation(act_fn: Any) -> Activation:
+def _activation(act_fn: Any) -> Callable[[Any], Any]:
     if act_fn is not None and not callable(act_fn):
         raise wrong_type("act_fn", repr(act_fn), "a function of an array, or None")
     return act_fn or jax.nn.silu
