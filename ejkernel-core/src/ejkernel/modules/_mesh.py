@@ -57,7 +57,6 @@ def over_mesh(
     specs = named_specs(arrays, positional, in_specs)
     if dims is not None:
         _check_split(arrays, specs, mesh, dims)
-    specs = {name: _without_single(spec, mesh) for name, spec in specs.items()}
     options = {name: hashable(value) for name, value in options.items()}
     out_specs = tuple(out_specs) if isinstance(out_specs, list) else out_specs
     return _run(_Plan(function, tuple(options.items()), mesh, tuple(specs.items()), out_specs), dict(arrays))
@@ -121,20 +120,10 @@ def shard(function: Callable[[Any], Any], arrays: Any, mesh: Any, in_specs: Any,
 
     Mesh axes of one device split nothing: they are left out of in_specs, so that out_specs need not name them.
     """
-    in_specs = jax.tree.map(lambda spec: _splitting(spec, mesh), in_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    in_specs = jax.tree.map(lambda spec: _without_single(spec, mesh), in_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     if AxisType.Explicit in mesh.axis_types:
         arrays = jax.tree.map(lambda leaf, spec: jax.sharding.reshard(leaf, NamedSharding(mesh, spec)), arrays, in_specs)
     return jax.shard_map(function, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs)(arrays)
-
-
-def _splitting(spec: PartitionSpec, mesh: Any) -> PartitionSpec:
-    """The spec without the mesh axes of one device."""
-
-    def several(entry: Any) -> Any:
-        names = entry if isinstance(entry, tuple) else (entry,)
-        return tuple(name for name in names if name is not None and mesh.shape.get(name, 2) > 1) or None
-
-    return PartitionSpec(*(several(entry) for entry in spec))
 
 
 def is_sharded(mesh: Any, in_specs: Any, out_specs: Any) -> bool:

@@ -6,16 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
-import jax.core
-import jax.numpy as jnp
 import numpy as np
 
 from ejkernel._arrays import ArraySpec
-from ejkernel.errors import invalid, wrong_type
+from ejkernel.errors import invalid
 from ejkernel.operation import Bound, Call, Cost, Operation
-from ejkernel.operations._checks import check_array
 from ejkernel.operations._numbers import check_compute
+from ejkernel.operations._packed import as_bounds, check_bounds, check_packed
 from ejkernel.operations._random import cumulative
 from ejkernel.plugin import Phase
 
@@ -71,16 +68,10 @@ class MeanPooling(Operation):
         if x.ndim not in (3, 4):
             raise invalid("x", f"shape {tuple(x.shape)}", "[B,T,H,D] or [B,T,D]")
         if cu_seqlens is not None:
-            check_array("cu_seqlens", cu_seqlens, ndim=1, floating=False)
-            if not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
-                raise wrong_type("cu_seqlens", f"dtype {cu_seqlens.dtype}", "integers")
-            if cu_seqlens.shape[0] < 1:
-                raise invalid("cu_seqlens", "no element", "[n + 1], so at least one")
-            if x.shape[0] != 1:
-                raise invalid("x", f"batch {x.shape[0]}", "batch 1 with cu_seqlens", remedy="pack the sequences along T")
+            check_packed(cu_seqlens, "x", x.shape[0])
         inputs = MeanPoolingInputs(
             x if x.ndim == 4 else x[:, :, None, :],
-            None if cu_seqlens is None else jnp.asarray(cu_seqlens, jnp.int32)[None],
+            None if cu_seqlens is None else as_bounds(cu_seqlens),
         )
         call = MeanPoolingCall(
             x=ArraySpec.of(inputs.x), cu_seqlens=None if cu_seqlens is None else ArraySpec.of(inputs.cu_seqlens)
@@ -93,14 +84,7 @@ class MeanPooling(Operation):
         return Bound(call, inputs, finish)
 
     def check_values(self, arrays: Mapping[str, Any]) -> None:
-        cu_seqlens, x = arrays.get("cu_seqlens"), arrays.get("x")
-        if cu_seqlens is None or x is None or isinstance(cu_seqlens, jax.core.Tracer):
-            return
-        values = np.asarray(cu_seqlens)
-        if values.ndim != 1 or values.size == 0 or getattr(x, "ndim", 0) < 2:
-            return
-        if values[0] != 0 or values[-1] > x.shape[1] or (np.diff(values) < 0).any():
-            raise invalid("cu_seqlens", values, f"values that do not decrease, from 0 to at most {x.shape[1]} = length of x")
+        check_bounds(arrays.get("cu_seqlens"), "x", arrays.get("x"))
 
     def random_inputs(self, call: MeanPoolingCall, rng: np.random.Generator, **given: Any) -> MeanPoolingInputs:
         if call.cu_seqlens is not None:
