@@ -13,8 +13,9 @@ from ejkernel._arrays import has_gradient
 from ejkernel.operation import vary_like
 from ejkernel.operations._pages import FUSED, alternating
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
+from ejkernel_xla._batch import over_batch
 from ejkernel_xla.paged_attention.config import PagedAttentionConfig
-from ejkernel_xla.paged_attention.tiles import Attention, Block, Sizes, Tiles, over_batch, steps_of, tile_list
+from ejkernel_xla.paged_attention.tiles import Attention, Block, Sizes, Tiles, steps_of, tile_list
 
 
 class _Sums(NamedTuple):
@@ -51,7 +52,7 @@ def backward(
         found = {name: jnp.zeros_like(getattr(inputs, name)) for name in moving}
     else:
         given = (outputs.out, outputs.lse, cotangents.out, cotangents.lse)
-        gradients = over_batch(functools.partial(_gradients, call, config), inputs, *given)
+        gradients = over_batch(functools.partial(_gradients, call, config), inputs.query.shape[0], inputs, *given)
         found = {name: _as_input(gradients[name], getattr(inputs, name)) for name in moving}
     return PagedAttentionInputs(**{**dict.fromkeys(PagedAttentionInputs._fields), **found})
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from ejkernel.operation import vary_like
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
+from ejkernel_xla._batch import over_batch
 from ejkernel_xla.paged_attention.config import PagedAttentionConfig
-from ejkernel_xla.paged_attention.tiles import Attention, Sizes, Tiles, over_batch, steps_of, tile_list
+from ejkernel_xla.paged_attention.tiles import Attention, Sizes, Tiles, steps_of, tile_list
 
 
 class _State(NamedTuple):
@@ -29,7 +30,7 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
         out = jnp.zeros((batch, tokens, heads, call.value_size), call.query.dtype)
         lse = jnp.full((batch, tokens, heads), -jnp.inf, jnp.float32)
     else:
-        out, lse = over_batch(functools.partial(_sweep, call, config), inputs)
+        out, lse = over_batch(functools.partial(_sweep, call, config), inputs.query.shape[0], inputs)
     return PagedAttentionOutputs(out, lse if call.return_lse or call.save_residuals else None)
 
 

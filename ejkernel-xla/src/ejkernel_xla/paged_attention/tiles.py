@@ -266,15 +266,3 @@ def _reader(call: PagedAttentionCall) -> Callable[..., Any]:
         return jnp.swapaxes(found, 1, 2)
 
     return read
-
-
-def over_batch(function: Callable[..., Any], inputs: PagedAttentionInputs, *more: Any) -> Any:
-    """`function(member, *more)` for every member of the batch; arrays that the batch shares are not copied."""
-    batch, arrays = inputs.query.shape[0], (inputs, *more)
-    if batch == 1:
-        found = function(*jax.tree.map(lambda leaf: leaf[0], arrays))
-        return jax.tree.map(lambda leaf: leaf[None], found)
-    shared = jax.tree.map(lambda leaf: leaf.shape[0] != batch, arrays)
-    arrays = jax.tree.map(lambda leaf, alone: leaf[0] if alone else leaf, arrays, shared)
-    axes = jax.tree.map(lambda alone: None if alone else 0, shared)
-    return jax.vmap(function, in_axes=axes)(*arrays)

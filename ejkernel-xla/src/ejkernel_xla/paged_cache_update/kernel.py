@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from ejkernel.operations.paged_cache_update.interface import (
     PagedCacheUpdateOutputs,
 )
 from ejkernel.plugin import current_target
+from ejkernel_xla._batch import over_batch
 from ejkernel_xla._numerics import accumulator
 
 
@@ -89,16 +89,6 @@ def _stored(new: Any, scale: Any, dtype: Any) -> Any:
     return new.astype(dtype)
 
 
-def _over_batch(function: Callable[..., Any], inputs: PagedCacheUpdateInputs, *more: Any) -> Any:
-    """`function(member, *more)` for every member of the batch."""
-    batch, arrays = inputs.key.shape[0], (inputs, *more)
-    if batch == 1:
-        return jax.tree.map(lambda leaf: leaf[None], function(*jax.tree.map(lambda leaf: leaf[0], arrays)))
-    shared = jax.tree.map(lambda leaf: leaf.shape[0] != batch, arrays)
-    arrays = jax.tree.map(lambda leaf, alone: leaf[0] if alone else leaf, arrays, shared)
-    return jax.vmap(function, in_axes=jax.tree.map(lambda alone: None if alone else 0, shared))(*arrays)
-
-
 def forward(call: PagedCacheUpdateCall, inputs: PagedCacheUpdateInputs, config: None) -> PagedCacheUpdateOutputs:
     def one(member: PagedCacheUpdateInputs) -> PagedCacheUpdateOutputs:
         slots, dtype = _slots(call, member), member.key_pages.dtype
@@ -108,7 +98,7 @@ def forward(call: PagedCacheUpdateCall, inputs: PagedCacheUpdateInputs, config: 
         pages = _put(call, member.key_pages, slots, key), _put(call, member.value_pages, slots, value)
         return PagedCacheUpdateOutputs(*pages)
 
-    return _over_batch(one, inputs)
+    return over_batch(one, inputs.key.shape[0], inputs)
 
 
 def backward(
@@ -123,7 +113,7 @@ def backward(
     if cotangents.key_pages is None:
         found = {name: jnp.zeros_like(getattr(inputs, name)) for name in moving}
     else:
-        gradients = _over_batch(lambda *arrays: _gradients(call, *arrays), inputs, *cotangents)
+        gradients = over_batch(lambda *arrays: _gradients(call, *arrays), inputs.key.shape[0], inputs, *cotangents)
         found = {name: _as_input(gradients[name], getattr(inputs, name)) for name in moving}
     return PagedCacheUpdateInputs(**{**dict.fromkeys(PagedCacheUpdateInputs._fields), **found})
 
