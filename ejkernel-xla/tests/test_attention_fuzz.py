@@ -143,10 +143,10 @@ def check(drawn: Drawn) -> None:
         gradients64 = reference.backward(call, inputs64, outputs64, as_float64(cotangents))
     dtype = bound.call.query.dtype
     for name, value in named(outputs):
-        check_close(name, value, getattr(outputs64, name), FORWARD[dtype], FLOOR)
+        check_close(name, value, getattr(outputs64, name), FORWARD[dtype], FLOOR[dtype])
     for name, value in gradients.items():
         assert value.dtype == moving[name].dtype
-        check_close(f"gradient of {name}", value, getattr(gradients64, name), GRADIENT[dtype], FLOOR)
+        check_close(f"gradient of {name}", value, getattr(gradients64, name), GRADIENT[dtype], FLOOR[dtype])
 
 
 def _check_visibility(drawn: Drawn, bound: Any) -> None:
@@ -243,7 +243,7 @@ def check_packed(drawn: Packed) -> None:
     found = (jax.jit(all_of) if drawn.traced else all_of)(query, key, value, given)
     expected = _one_by_one(query, key, value, grad, ends, drawn.options)
     for name, got, wanted in zip(("out", "lse", "query", "key", "value"), found, expected, strict=True):
-        check_close(name, got, wanted, GRADIENT["float32"], FLOOR)
+        check_close(name, got, wanted, GRADIENT["float32"], FLOOR["float32"])
 
 
 def _one_by_one(query: Any, key: Any, value: Any, grad: Any, ends: Any, options: Any) -> tuple[np.ndarray, ...]:
