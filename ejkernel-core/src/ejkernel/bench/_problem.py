@@ -101,9 +101,8 @@ def _rolled(leaf: Any, places: int) -> Any:
 class _Pooled(np.random.Generator):
     """A generator whose large normal arrays repeat a pool."""
 
-    def standard_normal(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:
-        count = int(np.prod(size)) if size is not None else 1
-        if out is not None or count <= _POOL:
+    def standard_normal(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:  # pyright: ignore
+        if out is not None or size is None or np.prod(size) <= _POOL:
             return super().standard_normal(size, dtype, out)
         return np.resize(super().standard_normal(_POOL, np.float32), size).astype(dtype, copy=False)
 

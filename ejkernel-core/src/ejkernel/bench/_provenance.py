@@ -27,7 +27,8 @@ def describe_device(device: Any) -> dict[str, Any]:
         "capability": target_of_device(device).compute_capability,
         "driver": " ".join(driver.split()) or None,
         "count": jax.local_device_count(),
-        "host": {"cpu": _cpu_model(), "cores": _cores(), "memory": _memory(), "load": _load()},
+        "host": f"{_cpu_model()}, {_cores()} cores, {_memory()}",
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }
 
 
@@ -68,12 +69,8 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _memory() -> int | None:
+def _memory() -> str:
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
     except (ValueError, OSError, AttributeError):
-        return None
-
-
-def _load() -> float | None:
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+        return "memory unknown"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import shlex
@@ -64,12 +63,9 @@ def bench(
     if out is not None:
         _write(result, out)
     if plots is not None:
-        importlib.import_module(_REPORT).write(result, plots)
+        _draw(result, plots)
     if as_json:
         emit(result)
-
-
-_REPORT = "ejkernel.bench.report"
 
 
 def _words(text: str | None) -> tuple[str, ...]:
@@ -80,13 +76,13 @@ def _check_targets(out: Path | None, plots: Path | None) -> None:
     """What can be known to fail, before minutes of work: no folder for the result, nothing to draw plots with."""
     if out is not None and not out.absolute().parent.is_dir():
         raise UserError(f"--out: {out}: there is no folder {out.absolute().parent}")
-    if plots is not None and importlib.util.find_spec(_REPORT) is None:
-        raise UserError("--plots: this installation has no ejkernel.bench.report")
+    if plots is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UserError('--plots: needs matplotlib; install it with: pip install "ejkernel-core[cli]"')
 
 
 def _run(settings: Any, as_json: bool) -> dict[str, Any]:
     from ejkernel import bench as benchmarks
-    from ejkernel.cli._bench_table import losses_table, show_case, show_head
+    from ejkernel.cli._bench_table import show_case, show_end
 
     screen = None if as_json else console()
 
@@ -97,8 +93,7 @@ def _run(settings: Any, as_json: bool) -> dict[str, Any]:
     command = shlex.join(["ejkernel", *sys.argv[1:]])
     result = benchmarks.run(settings, command=command, progress=False if as_json else None, each=show)
     if screen is not None:
-        show_head(screen, result)
-        losses_table(screen, result["cases"])
+        show_end(screen, result)
     return result
 
 
@@ -140,3 +135,16 @@ def _write(result: dict[str, Any], out: Path) -> None:
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out: {out}: {error.strerror or error}") from error
+
+
+def _draw(result: dict[str, Any], folder: Path) -> None:
+    from ejkernel.bench import parse_document
+    from ejkernel.bench.report import write_page, write_plots
+
+    document = parse_document(result)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_page(document, folder / "index.html")
+        write_plots(document, folder)
+    except OSError as error:
+        raise UserError(f"--plots: {folder}: {error.strerror or error}") from error

@@ -19,7 +19,7 @@ import jax
 
 from ejkernel._records import Candidate
 from ejkernel._timing import repeats_for, seconds
-from ejkernel.errors import EjkernelWarning, invalid
+from ejkernel.errors import EjkernelWarning, in_one_line, invalid
 from ejkernel.tuning._configs import config_space, to_plain
 from ejkernel.tuning._entry import Check, Entry, Timing
 from ejkernel.tuning._heuristic import legal_configs
@@ -110,7 +110,7 @@ class Search:
             try:
                 trial.program = problem.program(trial.candidate, trial.config).lower(*problem.first).compile()
             except Exception as error:  # noqa: BLE001 - code of plugins and compilers; recorded as this config's failure
-                trial.failure = _named(error)
+                trial.failure = in_one_line(error)
 
         with ThreadPoolExecutor(self.workers or min(os.cpu_count() or 1, 8)) as pool:
             list(pool.map(compile_one, trials))
@@ -157,7 +157,7 @@ def _verify(problem: TuningProblem, trial: _Trial) -> None:
     try:
         trial.check = problem.check(jax.block_until_ready(trial.program(*problem.first)))
     except Exception as error:  # noqa: BLE001 - a kernel that fails on the device is this config's failure
-        trial.failure = _named(error)
+        trial.failure = in_one_line(error)
         return
     if not trial.check.passed:
         trial.failure = f"wrong numbers: error {trial.check.error:.3g} of what is tolerated, against {trial.check.reference}"
@@ -224,7 +224,3 @@ def _provenance(candidate: Candidate, device: Any) -> dict[str, str]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     return {name: value for name, value in facts.items() if value}
-
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:500]

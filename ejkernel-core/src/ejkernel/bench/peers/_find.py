@@ -12,13 +12,13 @@ _MODULES = (
     "jax_attention",
     "jax_textbook",
     "jax_ragged_dot",
-    "tokamax",
+    "jax_tokamax",
     "torch_attention",
     "torch_rows",
-    "liger",
-    "fla",
-    "mamba",
-    "flashinfer",
+    "torch_liger",
+    "torch_fla",
+    "torch_mamba",
+    "torch_flashinfer",
 )
 
 
