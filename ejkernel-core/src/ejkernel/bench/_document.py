@@ -203,14 +203,15 @@ def parse_document(content: Any, where: str = "document") -> Document:
 
 
 def _cases(found: Any, where: str) -> list[Case]:
-    cases = [_case(case, where) for case in found]
+    cases = [parse_case(case, where) for case in found]
     keys = [case.key for case in cases]
     if repeated := sorted({key for key in keys if keys.count(key) > 1}):
         raise invalid(where, f"{' '.join(repeated[0])} twice", "each case once")
     return cases
 
 
-def _case(found: Mapping[str, Any], where: str) -> Case:
+def parse_case(found: Mapping[str, Any], where: str = "case") -> Case:
+    """One case of a file."""
     operation, case, dtype, phase = (str(found[name]) for name in ("operation", "case", "dtype", "phase"))
     flops, moved, limit = (float(found[name]) for name in ("flops", "bytes", "limit_s"))
     runs = [_run(run, where) for run in found["runs"]]

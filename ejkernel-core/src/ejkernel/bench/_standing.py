@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ejkernel.bench._document import Case, common_samples
+from ejkernel.bench._document import Case, Run, common_samples
 from ejkernel.bench._statistics import LogRatio
 
 CONFIDENCE = 0.99
@@ -27,13 +27,15 @@ class Standing:
 
 def standing(case: Case) -> Standing:
     """What a user of the default choice gets, compared with the fastest peer."""
-    ours, peer = case.ours, case.best_peer
-    if ours is None:
+    if case.ours is None:
         return Standing("missing")
-    if peer is None:
-        return Standing("alone")
-    samples = common_samples(peer, ours)
-    if samples is None:
+    return against(case, case.best_peer)
+
+
+def against(case: Case, peer: Run | None) -> Standing:
+    """The same compared with one peer."""
+    samples = common_samples(peer, case.ours) if peer and case.ours else None
+    if samples is None or peer is None:
         return Standing("alone")
     found = LogRatio.of(*samples, case.label)
     low, high = found.interval(CONFIDENCE)
