@@ -17,7 +17,7 @@ HOSTILE = "<img src=x onerror=\"document.title='changed'\"></script>"
 
 
 def recorded() -> dict[str, Any]:
-    """Three operations; paged attention is lost to torch, and every kind of missing result occurs."""
+    """Three operations; paged attention is lost to torch, softmax has no products, and every kind of missing result occurs."""
     times = {"xla": 1.0, "jax.nn": 1.6, "torch": 1.3}
     operations = ("flash_attention", "paged_attention", "softmax")
     lost = lambda operation, name: 0.5 if (operation, name) == ("paged_attention", "torch") else times[name]
@@ -27,6 +27,8 @@ def recorded() -> dict[str, Any]:
     for case in found["cases"][:2]:
         run = copy.deepcopy(case["runs"][1])
         case["runs"].append({**run, "name": "triton", "kind": "ours", "chosen": False})
+    for case in found["cases"][-6:]:
+        case["flops"] = 0.0  # as where data is only moved
     found["commit"] = HOSTILE
     return found
 

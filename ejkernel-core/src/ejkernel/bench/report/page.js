@@ -106,6 +106,7 @@
       const at = (v) => left + ((Math.log(v) - low) / (high - low)) * (right - left);
       return { at, ticks: ticks.filter((v) => Math.log(v) >= low && Math.log(v) <= high) };
     }
+    high = high || 1; // an operation that only moves data has no products
     const rough = (high * 1.04) / Math.max(2, Math.min(6, (right - left) / 90)), unit = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].find((s) => s * unit >= rough) * unit;
     for (let index = 0; index * step <= high * 1.04; index++) ticks.push(index * step);
