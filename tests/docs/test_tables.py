@@ -31,7 +31,7 @@ def test_benchmarks(tables):
     for run in runs_of(found, "xla"):
         run.update(compile_s=0.2, temporary_bytes=3 << 20)
     lines = tables.benchmarks(parse_document(found))
-    assert lines[0] == "A CPU, 2 cores; jax 0.11.2, python 3.12.1; 15 rounds, wall time; commit 0123abc."
+    assert lines[0] == "A CPU, 2 cores, 8 GiB; jax 0.11.2, python 3.12.1; 15 rounds, wall time; commit 0123abc."
     row = "| `rms_norm` | 1 | 1.30 | 1.30 | 2.00 (2.00 to 2.00) | 3 MiB / 1 MiB | 0 of 2 |"
     assert row in lines
     assert [line.split(" | ")[-1] for line in lines if "`softmax`" in line] == ["**2 of 2** |"]

@@ -129,15 +129,8 @@ class Document:
     @property
     def kind(self) -> str:
         """The device in words; a CPU by its model and cores."""
-        return host_of(self) if self.device.get("backend") == "cpu" else str(self.device.get("kind") or "unknown device")
-
-
-def host_of(document: Document) -> str:
-    """Model and cores of the machine."""
-    host = document.device.get("host")
-    if not isinstance(host, Mapping):
-        return str(host or "unknown machine")
-    return f"{host.get('cpu', 'unknown CPU')}, {host.get('cores', '?')} cores"
+        name = "host" if self.device.get("backend") == "cpu" else "kind"
+        return str(self.device.get(name) or "unknown device")
 
 
 def run_kinds(cases: Sequence[Case]) -> dict[str, str]:

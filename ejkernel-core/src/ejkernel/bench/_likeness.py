@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ejkernel.bench._document import Document, host_of
+from ejkernel.bench._document import Document
 
 LIMITS_AGREE = 0.15
 """Measured limits of one machine differ this much between runs that have it for themselves."""
@@ -18,7 +18,7 @@ def obstacles(old: Document, new: Document) -> list[str]:
     """Why times are not like for like; empty where they are."""
     found = [_differs(name, old.device, new.device) for name in ("backend", "kind", "count")]
     if old.device.get("backend") == new.device.get("backend") == "cpu":
-        found.append(_differs("host", {"host": host_of(old)}, {"host": host_of(new)}))
+        found.append(_differs("host", old.device, new.device))
     found.append(_differs("clock", old.settings, new.settings))
     found += [
         f"{name}: {before:.3g} before, {after:.3g} now"
@@ -30,11 +30,8 @@ def obstacles(old: Document, new: Document) -> list[str]:
 
 def remarks(old: Document, new: Document) -> list[str]:
     """What differs and does not forbid the comparison: it may be what is being compared."""
-    busy = [
-        f"{when}, the machine had other work: load {load}"
-        for when, load in (("before", _load(old)), ("now", _load(new)))
-        if load > BUSY
-    ]
+    loads = (("before", old.device.get("load")), ("now", new.device.get("load")))
+    busy = [f"{when}, the machine had other work: load {load}" for when, load in loads if (load or 0) > BUSY]
     settings = [_differs(name, old.settings, new.settings) for name in ("rounds", "input_sets", "size")]
     names = sorted(old.versions.keys() | new.versions.keys())
     return [text for text in (*busy, *settings, *(_differs(name, old.versions, new.versions) for name in names)) if text]
@@ -43,11 +40,6 @@ def remarks(old: Document, new: Document) -> list[str]:
 def _differs(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     before, after = old.get(name), new.get(name)
     return f"{name}: {_said(before)} before, {_said(after)} now" if before != after else ""
-
-
-def _load(document: Document) -> float:
-    host = document.device.get("host")
-    return float(host.get("load") or 0) if isinstance(host, Mapping) else 0.0
 
 
 def _said(value: Any) -> str:

@@ -88,15 +88,7 @@ def _provenance(document: Document) -> list[list[str]]:
 
 
 def _pairs(found: Mapping[str, Any]) -> str:
-    return ", ".join(_pair(name, value) for name, value in found.items() if value not in (None, {}, []))
-
-
-def _pair(name: str, value: Any) -> str:
-    if isinstance(value, Mapping):
-        return _pairs(value)
-    if name == "memory" and isinstance(value, int):
-        return f"memory {value / 2**30:.3g} GiB"
-    return f"{name} {' '.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+    return ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
 
 
 def _finite(value: Any) -> Any:
