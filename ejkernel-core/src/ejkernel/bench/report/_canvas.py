@@ -16,7 +16,7 @@ COLOURS = ("#0072b2", "#d08700", "#009e73", "#c05a94", "#3aa0d8", "#7a5c1e", "#5
 PEER_SHAPES = ("s", "^", "D", "v")
 LOSS, SOFT, LINE, TEXT = "#c2410c", "#59636e", "#d8dee4", "#1b1f24"
 NEEDS = 'plots need matplotlib; install it with: pip install "ejkernel-core[bench]"'
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.edgecolor": LINE,
     "axes.labelcolor": SOFT,
