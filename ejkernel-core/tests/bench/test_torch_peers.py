@@ -41,6 +41,8 @@ def test_sdpa(case, dtype):
     check("flash_attention", case, "torch SDPA", dtypes=(dtype,))
 
 
+# torch.compile warns of its own parts.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "case"),
@@ -50,6 +52,7 @@ def test_compiled(operation, case):
     check(operation, case, "torch.compile")
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["window-causal", "segments", "soft-cap", "gqa"])
 def test_flex_attention(case):

@@ -12,6 +12,7 @@ _MODULES = (
     "jax_attention",
     "jax_textbook",
     "jax_ragged_dot",
+    "jax_pallas",
     "jax_tokamax",
     "torch_attention",
     "torch_rows",

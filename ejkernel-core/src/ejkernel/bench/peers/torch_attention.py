@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,7 +80,11 @@ def _mask(call: Any, x: Any) -> Any:
         rules.append(same)
     if not rules:
         return None
-    return lambda *where: functools.reduce(lambda left, rule: left & rule(*where), rules[1:], rules[0](*where))
+
+    def mask(batch: Any, head: Any, query: Any, key: Any) -> Any:  # FlexAttention counts the parameters
+        return functools.reduce(operator.and_, [rule(batch, head, query, key) for rule in rules])
+
+    return mask
 
 
 PEERS = (
