@@ -45,7 +45,8 @@ def _norm(name: str) -> Builder:
             x, width = inputs.x, inputs.x.shape[-1]
             scale = jnp.ones(width, x.dtype) if inputs.scale is None else inputs.scale[0]
             offset = jnp.zeros(width, x.dtype) if inputs.offset is None else inputs.offset[0]
-            return {"out": norm(x.reshape(1, -1, width), scale, offset, eps=call.epsilon).reshape(x.shape)}
+            out: Any = norm(x.reshape(1, -1, width), scale, offset, eps=call.epsilon)
+            return {"out": out.reshape(x.shape)}
 
         return rows
 
