@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from ejkernel.plugin import current_target
+from ejkernel_triton._kernel_cache import install, keep, seam_problem
 from ejkernel_triton._versions import version_problem
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
@@ -39,6 +40,7 @@ def _jax_triton() -> Any:
         raise ImportError(problem)
     with _environment_kept():
         import jax_triton
+    install(jax_triton.triton_lib)
     return jax_triton
 
 
@@ -50,6 +52,7 @@ def call_kernel(
     grid: int,
     num_warps: int,
     num_stages: int = 1,
+    fp_fusion: bool = True,
     **constants: Any,
 ) -> list[jax.Array]:
     """Call a `triton.jit` kernel whose parameters are: inputs in order, outputs in order, constants by name.
@@ -61,8 +64,10 @@ def call_kernel(
         grid: number of programs.
         num_warps: warps per program.
         num_stages: depth of software pipelining.
+        fp_fusion: whether a product and a sum may become one instruction, which rounds once.
         **constants: `tl.constexpr` parameters.
     """
+    keep(kernel)
     capability = current_target().capability
     if capability is None:
         raise ValueError(f"target: got {current_target()}, expected a GPU with a known compute capability")
@@ -75,7 +80,13 @@ def call_kernel(
             name=kernel.fn.__name__,
             num_warps=num_warps,
             num_stages=num_stages,
+            enable_fp_fusion=fp_fusion,
             compute_capability=capability[0] * 10 + capability[1],
             **constants,
         )
     )
+
+
+def cache_problem() -> str | None:
+    """Why compiled kernels are not kept on disk; None if they are."""
+    return seam_problem(_jax_triton().triton_lib) if version_problem() is None else version_problem()
