@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -71,22 +72,33 @@ def call_kernel(
     capability = current_target().capability
     if capability is None:
         raise ValueError(f"target: got {current_target()}, expected a GPU with a known compute capability")
+    library = _jax_triton()
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs]
+    if _takes_backend_options(library):
+        form: dict[str, Any] = {"out_type": shapes, "backend_options": {"enable_fp_fusion": fp_fusion}}
+    else:
+        form = {"out_shape": shapes, "enable_fp_fusion": fp_fusion}
     return list(
-        _jax_triton().triton_call(
+        library.triton_call(
             *inputs,
             kernel=kernel,
-            out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs],
             grid=(grid,),
             name=kernel.fn.__name__,
             num_warps=num_warps,
             num_stages=num_stages,
-            enable_fp_fusion=fp_fusion,
             compute_capability=capability[0] * 10 + capability[1],
+            **form,
             **constants,
         )
     )
 
 
+@functools.cache
+def _takes_backend_options(library: Any) -> bool:
+    """Whether it is called as since jax-triton 0.4."""
+    return "backend_options" in inspect.signature(library.triton_call).parameters
+
+
 def cache_problem() -> str | None:
     """Why compiled kernels are not kept on disk; None if they are."""
-    return seam_problem(_jax_triton().triton_lib) if version_problem() is None else version_problem()
+    return seam_problem(_jax_triton().triton_lib)

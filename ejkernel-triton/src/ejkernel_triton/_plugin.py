@@ -29,13 +29,28 @@ def ejkernel_plugin() -> Plugin:
         requires=("triton", "jax_triton"),
         versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1"},
         implementations=(_implementation("rms_norm", "forward"), _implementation("rms_norm", "backward")),
-        custom_calls=("triton_kernel_call",),
+        custom_calls=("triton_kernel_call", "triton_kernel_call_ffi"),
     )
 
 
 @hookimpl
 def ejkernel_diagnose(report: Callable[[str, str], None]) -> None:
+    from ejkernel_triton._interpret import INTERPRET, interpreting
     from ejkernel_triton._versions import installed, version_problem
 
     report("versions", ", ".join(f"{name} {version or 'missing'}" for name, version in installed().items()))
     report("jax-triton", version_problem() or "no known problem with these versions")
+    report("compiled kernels", _cache_state())
+    if interpreting():
+        report("interpreter", f"{INTERPRET} is set: kernels run on the host, very slowly")
+
+
+def _cache_state() -> str:
+    from ejkernel_triton._kernel_cache import STORE
+    from ejkernel_triton._versions import version_problem
+
+    if version_problem():
+        return "none without a jax-triton that works"
+    from ejkernel_triton._jax_triton import cache_problem
+
+    return cache_problem() or f"kept in {STORE.folder}"
