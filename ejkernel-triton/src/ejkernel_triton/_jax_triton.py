@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from ejkernel.plugin import current_target
+from ejkernel_triton._interpret import interpreting
 from ejkernel_triton._kernel_cache import install, keep, seam_problem
 from ejkernel_triton._versions import version_problem
 
@@ -58,6 +59,8 @@ def call_kernel(
 ) -> list[jax.Array]:
     """Call a `triton.jit` kernel whose parameters are: inputs in order, outputs in order, constants by name.
 
+    With `EJKERNEL_TRITON_INTERPRET=1` it runs in Triton's interpreter on the host, called from the program.
+
     Args:
         kernel: the kernel.
         inputs: arrays, and integers that the compiled kernel does not depend on.
@@ -68,6 +71,10 @@ def call_kernel(
         fp_fusion: whether a product and a sum may become one instruction, which rounds once.
         **constants: `tl.constexpr` parameters.
     """
+    if interpreting():
+        from ejkernel_triton._interpreter import traced_call
+
+        return traced_call(kernel, inputs, outputs, grid=grid, num_warps=num_warps, **constants)
     keep(kernel)
     capability = current_target().capability
     if capability is None:

@@ -1,10 +1,11 @@
-"""The light plugin module of ejkernel-triton: imports the standard library and `ejkernel.plugin` only."""
+"""The light plugin module of ejkernel-triton: imports the standard library, `ejkernel.plugin` and a light module only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
+from ejkernel_triton._interpret import INTERPRET, interpreting
 
 
 def _implementation(operation: str, phase: Phase) -> Implementation:
@@ -13,7 +14,7 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
     return Implementation(
         operation=operation,
         phase=phase,
-        backends=("gpu",),
+        backends=("gpu", "cpu") if interpreting() else ("gpu",),
         target=f"{package}.kernel:{phase}",
         supports=f"{package}.capability:supports_{phase}",
         configs=f"{package}.config:{phase.upper()}",
@@ -35,7 +36,6 @@ def ejkernel_plugin() -> Plugin:
 
 @hookimpl
 def ejkernel_diagnose(report: Callable[[str, str], None]) -> None:
-    from ejkernel_triton._interpret import INTERPRET, interpreting
     from ejkernel_triton._versions import installed, version_problem
 
     report("versions", ", ".join(f"{name} {version or 'missing'}" for name, version in installed().items()))
