@@ -50,7 +50,7 @@ COMBINATIONS = (
     Combination(
         {"jax-triton": _FIRST_OF_NEXT, "jax": ">=0.10.2,<0.12", "triton": ">=3.7,<=3.9.0"},
         "good",
-        "Triton kernels are lowered for GPUs, each process for itself: what is compiled is not kept on disk",
+        "Triton kernels of one's own are lowered for GPUs; those of ejkernel-triton are called as jax-triton 0.3 wants it",
     ),
     Combination(
         {"jax-triton": "==0.3.1", "jax": "==0.11.2", "triton": "==3.6.*"},

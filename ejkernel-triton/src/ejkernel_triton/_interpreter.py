@@ -7,7 +7,7 @@ Results start as NaN, and each lies between guard bytes that must survive.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -105,11 +105,12 @@ def interpreted_call(
     grid: int,
     num_warps: int,
     num_stages: int = 1,
+    input_output_aliases: Mapping[int, int] | None = None,
     fp_fusion: bool = True,
     **constants: Any,
 ) -> list[Any]:
     """`call_kernel` in the interpreter; `num_warps`, `num_stages` and `fp_fusion` have no meaning there."""
-    return [jnp.asarray(array) for array in _interpreted(kernel, inputs, outputs, grid, constants)]
+    return [jnp.asarray(array) for array in _interpreted(kernel, inputs, outputs, grid, input_output_aliases, constants)]
 
 
 def traced_call(
@@ -120,6 +121,7 @@ def traced_call(
     grid: int,
     num_warps: int,
     num_stages: int = 1,
+    input_output_aliases: Mapping[int, int] | None = None,
     fp_fusion: bool = True,
     **constants: Any,
 ) -> list[Any]:
@@ -132,7 +134,7 @@ def traced_call(
         given = iter(values)
         arguments = [value if isinstance(value, int) else np.asarray(next(given)) for value in inputs]
         with _one_at_a_time:
-            return _interpreted(kernel, arguments, outputs, grid, constants)
+            return _interpreted(kernel, arguments, outputs, grid, input_output_aliases, constants)
 
     return jax.pure_callback(host, shapes, *arrays)
 
@@ -142,18 +144,23 @@ def _interpreted(
     inputs: Sequence[Any],
     outputs: Sequence[tuple[tuple[int, ...], Any]],
     grid: int,
+    aliases: Mapping[int, int] | None,
     constants: dict[str, Any],
 ) -> list[np.ndarray]:
     arguments = [value if isinstance(value, int) else HostArray(np.array(value, order="C")) for value in inputs]
     results = [_guarded(shape, dtype) for shape, dtype in outputs]
-    before = [argument.array.copy() for argument in arguments if isinstance(argument, HostArray)]
+    for given, result in (aliases or {}).items():
+        results[result][1][...] = arguments[given].array
+        arguments[given] = HostArray(results[result][1])
+    unaliased = [a for i, a in enumerate(arguments) if isinstance(a, HostArray) and i not in (aliases or {})]
+    before = [argument.array.copy() for argument in unaliased]
     with (
         mock.patch.object(JITFunction, "__call__", _interpret),
         mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
     ):
         InterpretedFunction(kernel.fn)[(grid,)](*arguments, *(HostArray(array) for _, array in results), **constants)
-    after = [argument.array for argument in arguments if isinstance(argument, HostArray)]
-    for old, new in zip(before, after, strict=True):
+    for old, argument in zip(before, unaliased, strict=True):
+        new = argument.array
         np.testing.assert_array_equal(old.view(np.uint8), new.view(np.uint8), "the kernel changed an input")
     for buffer, _ in results:
         assert (buffer[:_GUARD] == _POISON).all() and (buffer[-_GUARD:] == _POISON).all(), "written outside of an output"

@@ -21,6 +21,10 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
     )
 
 
+def _both_phases(operation: str) -> tuple[Implementation, ...]:
+    return _implementation(operation, "forward"), _implementation(operation, "backward")
+
+
 @hookimpl
 def ejkernel_plugin() -> Plugin:
     return Plugin(
@@ -28,9 +32,9 @@ def ejkernel_plugin() -> Plugin:
         api_level=API_LEVEL,
         summary="Triton kernels for NVIDIA GPUs, through jax-triton",
         requires=("triton", "jax_triton"),
-        versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1"},
-        implementations=(_implementation("rms_norm", "forward"), _implementation("rms_norm", "backward")),
-        custom_calls=("triton_kernel_call", "triton_kernel_call_ffi"),
+        versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1,<0.4"},
+        implementations=(*_both_phases("rms_norm"),),
+        custom_calls=("triton_kernel_call"),
     )
 
 

@@ -7,39 +7,121 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import triton
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ejkernel_triton._interpreter import interpreted_call, traced_call
 
-__all__ = ["Compilation", "Recorder", "interpreted_call", "traced_call"]
+__all__ = ["Compilation", "Recorder", "Resources", "interpreted_call", "resources", "stack_bytes", "traced_call"]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Compilation:
-    """What `recorded_call` saw: a kernel with everything needed to compile it."""
+    """What a `Recorder` saw: a kernel with everything needed to compile it.
+
+    Attributes:
+        kernel: the kernel.
+        types: of its inputs and outputs, in Triton's words; "1" for an integer that is one, which Triton takes for a constant.
+        constants: `tl.constexpr` parameters.
+        num_warps: warps per program.
+        num_stages: depth of software pipelining.
+        fp_fusion: whether a product and a sum may become one instruction.
+    """
 
     kernel: Any
-    types: list[str]
-    constants: dict[str, Any]
+    types: tuple[str, ...]
+    constants: Mapping[str, Any]
     num_warps: int
     num_stages: int
+    fp_fusion: bool = True
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Hashable; two compilations that are equal in it give the same machine code."""
+        return (
+            id(self.kernel),
+            self.types,
+            repr(sorted(self.constants.items())),
+            self.num_warps,
+            self.num_stages,
+            self.fp_fusion,
+        )
 
     def compile(self, capability: int) -> Any:
         """Compile to machine code, with the alignment that jax-triton promises and the fusion that it asks for."""
         names = self.kernel.arg_names
-        signature = {**dict(zip(names, self.types, strict=False)), **dict.fromkeys(self.constants, "constexpr")}
+        constants = {**self.constants, **{name: 1 for name, kind in zip(names, self.types, strict=False) if kind == "1"}}
+        signature = {**dict(zip(names, self.types, strict=False)), **dict.fromkeys(constants, "constexpr")}
         aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(self.types) if kind.startswith("*")}
-        source = ASTSource(self.kernel, signature, {(names.index(k),): v for k, v in self.constants.items()}, aligned)
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        source = ASTSource(self.kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fp_fusion}
         return triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-_TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32", "int64": "*i64"}
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes.
+
+    Attributes:
+        registers: per thread.
+        stack: bytes per thread that lie in memory in place of registers; above 0 the kernel spills.
+        shared: bytes of shared memory per program.
+    """
+
+    registers: int
+    stack: int
+    shared: int
+
+
+def resources(compiled: Any) -> Resources:
+    """Registers and stack as the disassembler reads them from the machine code, shared memory as Triton will ask for it."""
+    disassembler = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(disassembler), "--dump-resource-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
+    return Resources(numbers["REG"], numbers["STACK"] + numbers["LOCAL"], compiled.metadata.shared)
+
+
+def stack_bytes(compiled: Any) -> int:
+    """Bytes per thread of the compiled kernel that lie in memory instead of registers."""
+    return resources(compiled).stack
+
+
+_TYPES = {
+    "bool": "*i1",
+    "int8": "*i8",
+    "int16": "*i16",
+    "int32": "*i32",
+    "int64": "*i64",
+    "uint8": "*u8",
+    "uint16": "*u16",
+    "uint32": "*u32",
+    "uint64": "*u64",
+    "float8_e4m3fn": "*fp8e4nv",
+    "float8_e5m2": "*fp8e5",
+    "float16": "*fp16",
+    "bfloat16": "*bf16",
+    "float32": "*fp32",
+}
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, int):
+        return "1" if value == 1 else "i32" if -(2**31) <= value < 2**31 else "i64"
+    return _TYPES[jnp.dtype(value.dtype).name]
 
 
 class Recorder:
@@ -49,9 +131,18 @@ class Recorder:
         self.compilations: list[Compilation] = []
 
     def __call__(
-        self, kernel: Any, inputs: Any, outputs: Any, *, grid: int, num_warps: int, num_stages: int = 1, **constants: Any
+        self,
+        kernel: Any,
+        inputs: Any,
+        outputs: Any,
+        *,
+        grid: int,
+        num_warps: int,
+        num_stages: int = 1,
+        input_output_aliases: Mapping[int, int] | None = None,
+        fp_fusion: bool = True,
+        **constants: Any,
     ) -> list[Any]:
-        types = ["i32" if isinstance(value, int) else _TYPES[str(value.dtype)] for value in inputs]
-        types += [_TYPES[str(jnp.dtype(dtype))] for _, dtype in outputs]
-        self.compilations.append(Compilation(kernel, types, constants, num_warps, num_stages))
+        types = (*map(_type, inputs), *(_TYPES[jnp.dtype(dtype).name] for _, dtype in outputs))
+        self.compilations.append(Compilation(kernel, types, constants, num_warps, num_stages, fp_fusion))
         return [jnp.zeros(shape, dtype) for shape, dtype in outputs]
