@@ -205,7 +205,7 @@ def _without_folders(text: str, kernel: Any) -> str:
     import triton
 
     source = Path(inspect.getfile(kernel.fn)).parents
-    roots = (Path(triton.__file__).parents[1], source[min(kernel.__module__.count("."), len(source) - 1)])
+    roots = (Path(str(triton.__file__)).parents[1], source[min(kernel.__module__.count("."), len(source) - 1)])
     for root in roots:
         text = text.replace(f'loc("{root}{os.sep}', 'loc("')
     return text

@@ -34,7 +34,7 @@ def ejkernel_plugin() -> Plugin:
         requires=("triton", "jax_triton"),
         versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1,<0.4"},
         implementations=(*_both_phases("rms_norm"),),
-        custom_calls=("triton_kernel_call"),
+        custom_calls=("triton_kernel_call",),
     )
 
 
