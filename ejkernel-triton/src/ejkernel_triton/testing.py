@@ -183,7 +183,10 @@ class Compilation:
         return triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-_TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32", "int64": "*i64"}
+_TYPES = {
+    **{"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"},
+    **{"bool": "*i1", "int32": "*i32", "int64": "*i64", "uint32": "*u32"},
+}
 
 
 class Recorder:
