@@ -4,8 +4,8 @@
 block of queries, `bias_gradient_kernel` a tile of the bias's own shape. A row's `shift` is its log-sum-exp in powers of two, +inf
 where it sees nothing, so that weight = 2 ** (unit * x - shift) and d_logit = weight * (d_out . value - delta).
 
-As in the forward kernel, a block whose result holds NaN is computed again with care: rows and keys that are not finite are kept
-out of the products, and reach what sees them through the weights.
+As in the forward kernel, rows and keys that are not finite are kept out of the products of tiles with hidden entries, and reach
+what sees them through the weights.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.flash_attention.tiles import (
-    any_nan,
     finite,
     kept,
     key_range,
@@ -64,7 +63,7 @@ def weights_of(
 def add_queries(
     state, start, stop, b_key, b_value, p_query, p_d_out, p_shift, p_delta, places, stream_0, stream_1, o_key, queries, keys,
     R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add what the queries in [start, stop) of one head give to `(d_key, d_value)`. Scores are `[keys, queries]`."""
     b_d_key, b_d_value = state
@@ -74,21 +73,18 @@ def add_queries(
     for i_query in tl.range(start, stop, BLOCK_Q):
         o_start = tl.full((), 0, tl.int64) + i_query
         b_query = load_rows(p_query + o_start * STRIDE, o_block, queries - i_query, STRIDE, R.size, BLOCK_D, MASKED)
-        b_raw = tl.dot(b_key, tl.trans(b_query), input_precision=R.precision)  # [BLOCK_K, BLOCK_Q]
         b_d_out = load_rows(p_d_out + o_start * OUT_STRIDE, o_block, queries - i_query, OUT_STRIDE, R.value_size, BLOCK_V, MASKED)
         if MASKED:
             m_row = i_query + o_block < queries
             b_shift = tl.load(p_shift + i_query + o_block, mask=m_row, other=float("inf"))
             b_delta = tl.load(p_delta + i_query + o_block, mask=m_row, other=0.0)
+            b_broken = poison(b_query) + poison(b_d_out) + b_delta * 0.0
+            b_shift = tl.where(b_shift == float("inf"), b_shift, b_shift + b_broken)
+            b_query, b_d_out, b_delta = finite(b_query), finite(b_d_out), finite(b_delta)
         else:
             b_shift = tl.load(p_shift + i_query + o_block)
             b_delta = tl.load(p_delta + i_query + o_block)
-        if CAREFUL:
-            b_broken = poison(b_query) + poison(b_d_out) + b_delta * 0.0
-            b_shift = tl.where(b_shift == float("inf"), b_shift, b_shift + b_broken)
-            b_query, b_d_out = finite(b_query), finite(b_d_out)
-            b_raw = tl.dot(b_key, tl.trans(b_query), input_precision=R.precision)
-            b_delta = finite(b_delta)
+        b_raw = tl.dot(b_key, tl.trans(b_query), input_precision=R.precision)  # [BLOCK_K, BLOCK_Q]
         b_d_weights = tl.dot(b_value, tl.trans(b_d_out), input_precision=R.precision)
         b_kept, b_d_logits = weights_of(
             b_raw, b_shift[None, :], b_d_weights, b_delta[None, :], places, stream_0, stream_1,
@@ -152,18 +148,8 @@ def key_gradient_kernel(
         state = add_member(
             state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, b_key, b_value, p_query, p_d_out,
             p_shift, p_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_streams,
-            o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, False,
+            o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V,
         )  # fmt: skip
-    if R.masked:
-        if any_nan(state[0]) | any_nan(state[1]):
-            state = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_V], tl.float32))
-            for i_member in range(R.group):
-                state = add_member(
-                    state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, b_key, b_value, p_query,
-                    p_d_out, p_shift, p_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions,
-                    p_key_positions, p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True,
-                )  # fmt: skip
-
     b_d_key, b_d_value = state
     b_d_key *= R.scale
     if R.dropout:
@@ -178,7 +164,7 @@ def key_gradient_kernel(
 def add_member(
     state, i_batch, i_head, low, full_low, full_high, high, b_key, b_value, p_query, p_d_out, p_shift, p_delta, p_bias, p_mask,
     p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_streams, o_key, queries, keys,
-    R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CAREFUL: tl.constexpr,
+    R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Add one query head of the group to `(d_key, d_value)`."""
     i_batch_head = i_batch * R.heads + i_head
@@ -193,28 +179,22 @@ def add_member(
     stream_0, stream_1 = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
     if R.dropout:
         stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
-    if CAREFUL:
+    if R.whole:
+        if R.edges_first_by_key:
+            state = add_queries(
+                state, low, full_low, b_key, b_value, p_query, p_d_out, p_shift, p_delta, places, stream_0, stream_1,
+                o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True,
+            )  # fmt: skip
         state = add_queries(
-            state, low, high, b_key, b_value, p_query, p_d_out, p_shift, p_delta, places, stream_0, stream_1, o_key, queries,
-            keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, True,
+            state, full_low, full_high, b_key, b_value, p_query, p_d_out, p_shift, p_delta, places, stream_0, stream_1,
+            o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, False,
         )  # fmt: skip
     else:
-        if R.whole:
-            if R.edges_first_by_key:
-                state = add_queries(
-                    state, low, full_low, b_key, b_value, p_query, p_d_out, p_shift, p_delta, places, stream_0, stream_1,
-                    o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, False,
-                )  # fmt: skip
-            state = add_queries(
-                state, full_low, full_high, b_key, b_value, p_query, p_d_out, p_shift, p_delta, places, stream_0, stream_1,
-                o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, False, False,
-            )  # fmt: skip
-        else:
-            full_high = low
-        state = add_queries(
-            state, full_high, high, b_key, b_value, p_query, p_d_out, p_shift, p_delta, places, stream_0, stream_1, o_key,
-            queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, False,
-        )  # fmt: skip
+        full_high = low
+    state = add_queries(
+        state, full_high, high, b_key, b_value, p_query, p_d_out, p_shift, p_delta, places, stream_0, stream_1, o_key,
+        queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True,
+    )  # fmt: skip
     return state
 
 
@@ -222,7 +202,7 @@ def add_member(
 def add_keys(
     b_d_query, start, stop, b_query, b_d_out, b_shift, b_delta, p_key, p_value, places, stream_0, stream_1, o_query, queries,
     keys, R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys in [start, stop) give to d_query."""
     o_block = tl.arange(0, BLOCK_K)
@@ -238,7 +218,7 @@ def add_keys(
             b_raw, b_shift[:, None], b_d_weights, b_delta[:, None], places, stream_0, stream_1,
             o_query, (i_key + o_block)[None, :], queries, keys, R, MASKED,
         )  # fmt: skip
-        if CAREFUL:
+        if MASKED:
             b_key = finite(b_key)
         b_d_query = tl.dot(b_d_logits.to(b_key.dtype), b_key, b_d_query, input_precision=R.precision)
     return b_d_query
@@ -309,24 +289,18 @@ def query_gradient_kernel(
         if R.edges_first:
             b_d_query = add_keys(
                 b_d_query, low, full_low, b_query, b_d_out, b_shift, b_delta, p_key, p_value, places, stream_0, stream_1,
-                o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
+                o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, True,
             )  # fmt: skip
         b_d_query = add_keys(
             b_d_query, full_low, full_high, b_query, b_d_out, b_shift, b_delta, p_key, p_value, places, stream_0, stream_1,
-            o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, False, False,
+            o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, False,
         )  # fmt: skip
     else:
         full_high = low
     b_d_query = add_keys(
         b_d_query, full_high, high, b_query, b_d_out, b_shift, b_delta, p_key, p_value, places, stream_0, stream_1,
-        o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
+        o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, True,
     )  # fmt: skip
-    if R.masked:
-        if any_nan(b_d_query):
-            b_d_query = add_keys(
-                tl.zeros([BLOCK_Q, BLOCK_D], tl.float32), low, high, b_query, b_d_out, b_shift, b_delta, p_key, p_value, places,
-                stream_0, stream_1, o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, True, True,
-            )  # fmt: skip
     b_d_query *= R.scale
     store_rows(p_d_query + o_row * R.size, b_d_query, o_block, queries - i_first, R.heads * R.size, R.size, BLOCK_D)
 

@@ -1,8 +1,8 @@
 """The forward kernel: a program owns a block of queries of one head and walks over the keys that they see, with a running
 maximum and sum (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022).
 
-Tiles whose entries are all visible are computed without masks. If a result holds NaN, which a hidden value can cause as 0 * NaN,
-the block is computed again with care: values that are not finite reach exactly the queries that see them.
+Tiles whose entries are all visible are computed without masks. In the others a weight of 0 times a hidden NaN would be NaN, so a
+value that is not finite becomes a NaN of its key's logits instead, which reaches exactly the queries that see it.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.flash_attention.tiles import (
-    any_nan,
     finite,
     kept,
     key_range,
@@ -45,7 +44,6 @@ def absorb(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
 ):
     """Add the keys in [start, stop) to `(weighted values, maximum, sum)`."""
     b_values, b_maximum, b_sum = state
@@ -66,10 +64,9 @@ def absorb(
                 b_bias = tl.where(b_seen, b_bias, 0.0)
         b_logits, _ = logits_of(b_raw, b_bias, R)
         b_value = load_rows(p_value + o_start * VALUE_STRIDE, o_block, keys - i_key, VALUE_STRIDE, R.value_size, BLOCK_V, MASKED)
-        if CAREFUL:
+        if MASKED:
             b_logits += poison(b_value)[None, :]
             b_value = finite(b_value)
-        if MASKED:
             b_logits = tl.where(b_seen, b_logits, float("-inf"))
         b_largest = tl.maximum(b_maximum, tl.max(b_logits, axis=1))
         b_shift = b_largest
@@ -158,32 +155,24 @@ def forward_kernel(
         shift = tl.where(largest == float("-inf"), 0.0, largest)
         b_maximum = tl.zeros([BLOCK_Q], tl.float32) + largest
         b_sum += tl.sum(tl.exp2((b_sinks - shift) * R.unit), axis=0)
-    start = (tl.zeros([BLOCK_Q, BLOCK_V], tl.float32), b_maximum, b_sum)
 
-    state = start
+    state = (tl.zeros([BLOCK_Q, BLOCK_V], tl.float32), b_maximum, b_sum)
     if R.whole:
         if R.edges_first:
             state = absorb(
                 state, low, full_low, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
-                R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
+                R, BLOCK_K, BLOCK_D, BLOCK_V, True,
             )  # fmt: skip
         state = absorb(
             state, full_low, full_high, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
-            R, BLOCK_K, BLOCK_D, BLOCK_V, False, False,
+            R, BLOCK_K, BLOCK_D, BLOCK_V, False,
         )  # fmt: skip
     else:
         full_high = low
     state = absorb(
         state, full_high, high, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
-        R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
+        R, BLOCK_K, BLOCK_D, BLOCK_V, True,
     )  # fmt: skip
-    if R.masked:
-        if any_nan(state[0]):
-            state = absorb(
-                start, low, high, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
-                R, BLOCK_K, BLOCK_D, BLOCK_V, True, True,
-            )  # fmt: skip
-
     b_values, b_maximum, b_sum = state
     b_divisor = tl.full([BLOCK_Q], 1.0, tl.float32)
     if R.normalize:

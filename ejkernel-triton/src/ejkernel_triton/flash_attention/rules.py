@@ -30,7 +30,6 @@ class Rules:
         edges_first, edges_first_by_key: masked tiles may come before whole ones, among the keys of a block of queries, and among
             the queries of a block of keys.
         whole: some tiles may need no mask.
-        masked: some entry can be hidden, so that what is not finite there must be kept out of the products.
         sinks: their number, and whether they are per batch.
         rounding: dtype that `query . key` is rounded to, "" for none.
     """
@@ -55,7 +54,6 @@ class Rules:
     edges_first: bool
     edges_first_by_key: bool
     whole: bool
-    masked: bool
     sinks: int
     sinks_per_batch: bool
     dropout: bool
@@ -74,7 +72,6 @@ class Rules:
 
 def rules_of(call: FlashAttentionCall) -> Rules:
     """The rules of a call that `supports` admits."""
-    positional = call.causal or call.window is not None or call.chunk_size is not None
     arrays = (call.query_positions, call.key_positions, call.query_segments, call.key_segments)
     given = any(spec is not None for spec in arrays)
     elementwise = call.bias is not None or call.mask is not None
@@ -105,7 +102,6 @@ def rules_of(call: FlashAttentionCall) -> Rules:
         edges_first=given or left is not None or bool(chunk),
         edges_first_by_key=given or call.causal or right is not None or bool(chunk),
         whole=not elementwise,
-        masked=positional or given or elementwise,
         sinks=0 if call.sinks is None else call.sinks.shape[2],
         sinks_per_batch=call.sinks is not None and call.sinks.shape[0] > 1,
         dropout=call.dropout_rate > 0,

@@ -62,11 +62,6 @@ def poison(b_tile):
 
 
 @triton.jit
-def any_nan(b_tile):
-    return tl.max(tl.max((b_tile != b_tile).to(tl.int32), axis=1), axis=0) > 0
-
-
-@triton.jit
 def chunk_of(x, CHUNK: tl.constexpr):
     """Floor division; the machine's rounds to zero."""
     return tl.where(x >= 0, x // CHUNK, -1 - (-1 - x) // CHUNK)
