@@ -33,8 +33,11 @@ def ejkernel_plugin() -> Plugin:
         summary="Triton kernels for NVIDIA GPUs, through jax-triton",
         requires=("triton", "jax_triton"),
         versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1,<0.4"},
-        implementations=(*_both_phases("rms_norm"),),
-        custom_calls=("triton_kernel_call"),
+        implementations=(
+            *_both_phases("flash_attention"),
+            *_both_phases("rms_norm"),
+        ),
+        custom_calls=("triton_kernel_call",),
     )
 
 
