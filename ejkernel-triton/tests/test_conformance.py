@@ -24,9 +24,10 @@ NOT_INTERPRETED = {
 
 
 def kernel_modules():
-    """Every module that launches kernels: `<operation>/kernel.py`."""
+    """Every module that launches kernels: `<operation>/kernel.py`, or what it shares with others."""
     packages = [found.name for found in pkgutil.iter_modules(ejkernel_triton.__path__) if found.ispkg]
-    return [importlib.import_module(f"ejkernel_triton.{name}.kernel") for name in packages]
+    modules = [importlib.import_module(f"ejkernel_triton.{name}.kernel") for name in packages]
+    return [module for module in modules if hasattr(module, "call_kernel")]
 
 
 @pytest.fixture(autouse=True)

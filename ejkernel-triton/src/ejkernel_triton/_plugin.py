@@ -20,6 +20,10 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
     )
 
 
+def _both_phases(operation: str) -> tuple[Implementation, ...]:
+    return _implementation(operation, "forward"), _implementation(operation, "backward")
+
+
 @hookimpl
 def ejkernel_plugin() -> Plugin:
     return Plugin(
@@ -28,7 +32,11 @@ def ejkernel_plugin() -> Plugin:
         summary="Triton kernels for NVIDIA GPUs, through jax-triton",
         requires=("triton", "jax_triton"),
         versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1"},
-        implementations=(_implementation("rms_norm", "forward"), _implementation("rms_norm", "backward")),
+        implementations=(
+            *_both_phases("layer_norm"),
+            *_both_phases("rms_norm"),
+            *_both_phases("softmax"),
+        ),
         custom_calls=("triton_kernel_call",),
     )
 

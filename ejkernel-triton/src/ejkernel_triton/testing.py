@@ -8,6 +8,10 @@ start as NaN, and each lies between guard bytes that must survive. Under a JAX t
 from __future__ import annotations
 
 import dataclasses
+import pathlib
+import re
+import subprocess
+import tempfile
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +20,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import triton
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -183,7 +188,18 @@ class Compilation:
         return triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-_TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32", "int64": "*i64"}
+def stack_bytes(compiled: Any) -> int:
+    """Bytes per thread of the compiled kernel that lie in memory instead of registers."""
+    disassembler = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(disassembler), "--dump-resource-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sum(int(number) for number in re.findall(r"(?:STACK|LOCAL):(\d+)", report))
+
+
+_TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32", "int64": "*i64", "bool": "*i1"}
 
 
 class Recorder:
