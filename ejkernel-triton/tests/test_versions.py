@@ -52,7 +52,7 @@ def test_plugin_record():
     phases = {}
     for implementation in plugin.implementations:
         phases.setdefault(implementation.operation, []).append(implementation.phase)
-    assert set(phases) == {"layer_norm", "rms_norm", "softmax"}
+    assert set(phases) == {"layer_norm", "mean_pooling", "rms_norm", "rope", "softmax"}
     assert all(found == ["forward", "backward"] for found in phases.values())
 
 

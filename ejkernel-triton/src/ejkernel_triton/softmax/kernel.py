@@ -8,6 +8,7 @@ for the largest value and the sum, which is rescaled when a larger value comes, 
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
@@ -181,7 +182,7 @@ def _call(
 
 def forward(call: SoftmaxCall, inputs: SoftmaxInputs, config: Config) -> SoftmaxOutputs:
     if not inputs.x.size:
-        return SoftmaxOutputs(inputs.x)
+        return SoftmaxOutputs(jnp.zeros_like(inputs.x))
     return SoftmaxOutputs(
         _call(softmax_forward_kernel, softmax_forward_walking_kernel, (inputs.x,), call, inputs, config)
     )
@@ -191,6 +192,6 @@ def backward(
     call: SoftmaxCall, inputs: SoftmaxInputs, outputs: SoftmaxOutputs, cotangents: SoftmaxOutputs, config: Config
 ) -> SoftmaxInputs:
     if not inputs.x.size:
-        return SoftmaxInputs(inputs.x)
+        return SoftmaxInputs(jnp.zeros_like(inputs.x))
     arrays = (outputs.out, cotangents.out)
     return SoftmaxInputs(_call(softmax_backward_kernel, softmax_backward_walking_kernel, arrays, call, inputs, config))
