@@ -35,7 +35,11 @@ def ejkernel_plugin() -> Plugin:
         versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1,<0.4"},
         implementations=(
             *_both_phases("flash_attention"),
+            *_both_phases("layer_norm"),
+            *_both_phases("mean_pooling"),
             *_both_phases("rms_norm"),
+            *_both_phases("rope"),
+            *_both_phases("softmax"),
         ),
         custom_calls=("triton_kernel_call",),
     )
