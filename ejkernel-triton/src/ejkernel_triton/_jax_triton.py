@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,6 +50,7 @@ def call_kernel(
     grid: int,
     num_warps: int,
     num_stages: int = 1,
+    input_output_aliases: Mapping[int, int] | None = None,
     **constants: Any,
 ) -> list[jax.Array]:
     """Call a `triton.jit` kernel whose parameters are: inputs in order, outputs in order, constants by name.
@@ -61,11 +62,15 @@ def call_kernel(
         grid: number of programs.
         num_warps: warps per program.
         num_stages: depth of software pipelining.
+        input_output_aliases: number of an array among `inputs` to the number of the output that starts with its contents, in
+            its memory where the caller's program has no other use of it. The kernel is given both, and they are one.
         **constants: `tl.constexpr` parameters.
     """
     capability = current_target().capability
     if capability is None:
         raise ValueError(f"target: got {current_target()}, expected a GPU with a known compute capability")
+    arrays = [i for i, value in enumerate(inputs) if not isinstance(value, int)]
+    aliases = {arrays.index(given): result for given, result in (input_output_aliases or {}).items()}
     return list(
         _jax_triton().triton_call(
             *inputs,
@@ -75,6 +80,7 @@ def call_kernel(
             name=kernel.fn.__name__,
             num_warps=num_warps,
             num_stages=num_stages,
+            input_output_aliases=aliases,
             compute_capability=capability[0] * 10 + capability[1],
             **constants,
         )

@@ -28,7 +28,12 @@ def ejkernel_plugin() -> Plugin:
         summary="Triton kernels for NVIDIA GPUs, through jax-triton",
         requires=("triton", "jax_triton"),
         versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1"},
-        implementations=(_implementation("rms_norm", "forward"), _implementation("rms_norm", "backward")),
+        implementations=(
+            _implementation("rms_norm", "forward"),
+            _implementation("rms_norm", "backward"),
+            _implementation("paged_attention", "forward"),
+            _implementation("paged_cache_update", "forward"),
+        ),
         custom_calls=("triton_kernel_call",),
     )
 

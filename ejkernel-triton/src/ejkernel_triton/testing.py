@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -110,10 +110,11 @@ def interpreted_call(
     grid: int,
     num_warps: int,
     num_stages: int = 1,
+    input_output_aliases: Mapping[int, int] | None = None,
     **constants: Any,
 ) -> list[Any]:
     """`call_kernel` in the interpreter; `num_warps` and `num_stages` have no meaning there."""
-    return [jnp.asarray(array) for array in _interpreted(kernel, inputs, outputs, grid, constants)]
+    return [jnp.asarray(array) for array in _interpreted(kernel, inputs, outputs, grid, input_output_aliases, constants)]
 
 
 def traced_call(
@@ -124,6 +125,7 @@ def traced_call(
     grid: int,
     num_warps: int,
     num_stages: int = 1,
+    input_output_aliases: Mapping[int, int] | None = None,
     **constants: Any,
 ) -> list[Any]:
     """`interpreted_call` within a program: the host is called when the program runs."""
@@ -135,7 +137,7 @@ def traced_call(
         given = iter(values)
         arguments = [value if isinstance(value, int) else np.asarray(next(given)) for value in inputs]
         with _one_at_a_time:
-            return _interpreted(kernel, arguments, outputs, grid, constants)
+            return _interpreted(kernel, arguments, outputs, grid, input_output_aliases, constants)
 
     return jax.pure_callback(host, shapes, *arrays)
 
@@ -145,18 +147,23 @@ def _interpreted(
     inputs: Sequence[Any],
     outputs: Sequence[tuple[tuple[int, ...], Any]],
     grid: int,
+    aliases: Mapping[int, int] | None,
     constants: dict[str, Any],
 ) -> list[np.ndarray]:
     arguments = [value if isinstance(value, int) else HostArray(np.array(value, order="C")) for value in inputs]
     results = [_guarded(shape, dtype) for shape, dtype in outputs]
-    before = [argument.array.copy() for argument in arguments if isinstance(argument, HostArray)]
+    for given, result in (aliases or {}).items():
+        results[result][1][...] = arguments[given].array
+        arguments[given] = HostArray(results[result][1])
+    unaliased = [a for i, a in enumerate(arguments) if isinstance(a, HostArray) and i not in (aliases or {})]
+    before = [argument.array.copy() for argument in unaliased]
     with (
         mock.patch.object(JITFunction, "__call__", _interpret),
         mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
     ):
         InterpretedFunction(kernel.fn)[(grid,)](*arguments, *(HostArray(array) for _, array in results), **constants)
-    after = [argument.array for argument in arguments if isinstance(argument, HostArray)]
-    for old, new in zip(before, after, strict=True):
+    for old, argument in zip(before, unaliased, strict=True):
+        new = argument.array
         np.testing.assert_array_equal(old.view(np.uint8), new.view(np.uint8), "the kernel changed an input")
     for buffer, _ in results:
         assert (buffer[:_GUARD] == _POISON).all() and (buffer[-_GUARD:] == _POISON).all(), "written outside of an output"
@@ -183,7 +190,16 @@ class Compilation:
         return triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-_TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32", "int64": "*i64"}
+_TYPES = {
+    "float32": "*fp32",
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float8_e4m3fn": "*fp8e4nv",
+    "float8_e5m2": "*fp8e5",
+    "int8": "*i8",
+    "int32": "*i32",
+    "int64": "*i64",
+}
 
 
 class Recorder:
@@ -193,7 +209,16 @@ class Recorder:
         self.compilations: list[Compilation] = []
 
     def __call__(
-        self, kernel: Any, inputs: Any, outputs: Any, *, grid: int, num_warps: int, num_stages: int = 1, **constants: Any
+        self,
+        kernel: Any,
+        inputs: Any,
+        outputs: Any,
+        *,
+        grid: int,
+        num_warps: int,
+        num_stages: int = 1,
+        input_output_aliases: Mapping[int, int] | None = None,
+        **constants: Any,
     ) -> list[Any]:
         types = ["i32" if isinstance(value, int) else _TYPES[str(value.dtype)] for value in inputs]
         types += [_TYPES[str(jnp.dtype(dtype))] for _, dtype in outputs]
