@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
+from ejkernel.plugin import current_target
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._numerics import dot_precision
 from ejkernel_triton._pages import Strides, count_up_to, search_block
+from ejkernel_triton.paged_attention.capability import E4M3_SINCE
 from ejkernel_triton.paged_attention.config import SMALLEST_ROWS, PagedAttentionConfig, padded
 from ejkernel_triton.paged_attention.schedule import FAR, Schedule, Sizes, make_schedule
 
@@ -25,16 +27,24 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _read(p_pages, o_token, m_key, SIZE: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows of pages as `[BLOCK_K, BLOCK]`; 0 where there is no key."""
+def _read(p_pages, o_token, m_key, SIZE: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, E4M3: tl.constexpr):
+    """Rows of pages as `[BLOCK_K, BLOCK]`; 0 where there is no key. E4M3 is whether the device converts from float8_e4m3fn."""
+    STORED: tl.constexpr = p_pages.dtype.element_ty
     o_size = tl.arange(0, BLOCK)
     m_tile = m_key[:, None]
     if SIZE < BLOCK:
         m_tile = m_tile & (o_size < SIZE)[None, :]
-    b_rows = tl.load(p_pages + o_token[:, None] + o_size[None, :], mask=m_tile, other=0)  # [BLOCK_K, BLOCK]
-    if b_rows.dtype == tl.int8:
-        b_rows = b_rows.to(tl.float32)
-    return b_rows.to(DTYPE)
+    o_rows = o_token[:, None] + o_size[None, :]
+    if STORED.primitive_bitwidth > 8:
+        return tl.load(p_pages + o_rows, mask=m_tile, other=0.0).to(DTYPE)  # [BLOCK_K, BLOCK]
+    b_byte = tl.load(p_pages.to(tl.pointer_type(tl.int8), bitcast=True) + o_rows, mask=m_tile, other=0)  # [BLOCK_K, BLOCK]
+    if STORED == tl.int8:
+        return b_byte.to(tl.float32).to(DTYPE)
+    if STORED == tl.float8e4nv and not E4M3:
+        b_wide = b_byte.to(tl.int16)
+        b_half = (((b_wide & 0x80) << 8) | ((b_wide & 0x7F) << 7)).to(tl.float16, bitcast=True)  # 2**-8 of the value
+        return tl.where((b_wide & 0x7F) == 0x7F, float("nan"), b_half.to(tl.float32) * 256.0).to(DTYPE)
+    return b_byte.to(STORED, bitcast=True).to(DTYPE)
 
 
 @triton.jit
@@ -73,6 +83,7 @@ def _absorb(
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
+    E4M3: tl.constexpr,
 ):
     """One block of keys. With EDGE, rows differ in the keys that they see; a value that is not finite must then reach only the rows
     that see it, although every row multiplies it by its weight."""
@@ -89,8 +100,8 @@ def _absorb(
         m_key = m_key & (i_page >= 0) & (i_page < pages)
         o_key = i_page.to(tl.int64) * KEY_PAGE + (i_key % PAGE) * KEY_TOKEN
         o_value = i_page.to(tl.int64) * VALUE_PAGE + (i_key % PAGE) * VALUE_TOKEN
-    b_key = _read(p_key, o_key, m_key, D, BLOCK_D, b_query.dtype)  # [BLOCK_K, BLOCK_D]
-    b_value = _read(p_value, o_value, m_key, V, BLOCK_V, b_query.dtype)  # [BLOCK_K, BLOCK_V]
+    b_key = _read(p_key, o_key, m_key, D, BLOCK_D, b_query.dtype, E4M3)  # [BLOCK_K, BLOCK_D]
+    b_value = _read(p_value, o_value, m_key, V, BLOCK_V, b_query.dtype, E4M3)  # [BLOCK_K, BLOCK_V]
 
     b_logit = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)  # [BLOCK_M, BLOCK_K]
     if SOFT_CAP > 0:
@@ -212,6 +223,7 @@ def paged_attention_kernel(
     SAVE_LSE: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    E4M3: tl.constexpr,
     SEARCH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -299,7 +311,7 @@ def paged_attention_kernel(
                 b_max, b_sum, b_acc = _absorb(
                     b_query, b_max, b_sum, b_acc, i_block, i_lowest, i_limit, i_position, i_local, i_first_new, b_factor, b_slope,
                     p_key, p_value, p_tables, p_bias, pages, PART != 1, D, V, BLOCK_D, BLOCK_V, BLOCK_K, PAGE, KEY_PAGE, KEY_TOKEN,
-                    VALUE_PAGE, VALUE_TOKEN, CAUSAL, WINDOW, SOFT_CAP, SLOPES > 0, BIAS, PRECISION,
+                    VALUE_PAGE, VALUE_TOKEN, CAUSAL, WINDOW, SOFT_CAP, SLOPES > 0, BIAS, PRECISION, E4M3,
                 )  # fmt: skip
 
     o_value = tl.arange(0, BLOCK_V)
@@ -591,6 +603,7 @@ def _pass(
         SOFT_CAP=0.0 if call.soft_cap is None else call.soft_cap,
         DTYPE=_TRITON_DTYPES[dtype.name],
         PRECISION=dot_precision(call.precision, dtype),
+        E4M3=(current_target().capability or (9, 0)) >= E4M3_SINCE,
         STAGES=num_stages,
         **shared,
     )
