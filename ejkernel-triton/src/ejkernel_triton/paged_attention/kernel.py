@@ -14,12 +14,10 @@ import triton
 import triton.language as tl
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
-from ejkernel.plugin import current_target
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._numerics import dot_precision
 from ejkernel_triton._pages import Strides, count_up_to, search_block
-from ejkernel_triton.paged_attention.capability import E4M3_SINCE
-from ejkernel_triton.paged_attention.config import SMALLEST_ROWS, PagedAttentionConfig, padded
+from ejkernel_triton.paged_attention.config import PagedAttentionConfig, padded
 from ejkernel_triton.paged_attention.schedule import FAR, Schedule, Sizes, make_schedule
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -27,8 +25,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _read(p_pages, o_token, m_key, SIZE: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, E4M3: tl.constexpr):
-    """Rows of pages as `[BLOCK_K, BLOCK]`; 0 where there is no key. E4M3 is whether the device converts from float8_e4m3fn."""
+def _read(p_pages, o_token, m_key, SIZE: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """Rows of pages as `[BLOCK_K, BLOCK]`; 0 where there is no key."""
     STORED: tl.constexpr = p_pages.dtype.element_ty
     o_size = tl.arange(0, BLOCK)
     m_tile = m_key[:, None]
@@ -36,15 +34,25 @@ def _read(p_pages, o_token, m_key, SIZE: tl.constexpr, BLOCK: tl.constexpr, DTYP
         m_tile = m_tile & (o_size < SIZE)[None, :]
     o_rows = o_token[:, None] + o_size[None, :]
     if STORED.primitive_bitwidth > 8:
-        return tl.load(p_pages + o_rows, mask=m_tile, other=0.0).to(DTYPE)  # [BLOCK_K, BLOCK]
-    b_byte = tl.load(p_pages.to(tl.pointer_type(tl.int8), bitcast=True) + o_rows, mask=m_tile, other=0)  # [BLOCK_K, BLOCK]
-    if STORED == tl.int8:
-        return b_byte.to(tl.float32).to(DTYPE)
-    if STORED == tl.float8e4nv and not E4M3:
-        b_wide = b_byte.to(tl.int16)
-        b_half = (((b_wide & 0x80) << 8) | ((b_wide & 0x7F) << 7)).to(tl.float16, bitcast=True)  # 2**-8 of the value
-        return tl.where((b_wide & 0x7F) == 0x7F, float("nan"), b_half.to(tl.float32) * 256.0).to(DTYPE)
-    return b_byte.to(STORED, bitcast=True).to(DTYPE)
+        b_rows = tl.load(p_pages + o_rows, mask=m_tile, other=0.0)  # [BLOCK_K, BLOCK]
+    else:
+        p_byte = p_pages.to(tl.pointer_type(tl.int8), bitcast=True)
+        b_byte = tl.load(p_byte + o_rows, mask=m_tile, other=0)  # [BLOCK_K, BLOCK]
+        if STORED == tl.int8:
+            b_rows = b_byte.to(tl.float32)
+        else:
+            b_rows = b_byte.to(STORED, bitcast=True)
+    return b_rows.to(DTYPE)
+
+
+@triton.jit
+def _pages_of_block(p_table, i_block, table_width, BLOCK_K: tl.constexpr, PAGE: tl.constexpr):
+    """The page of every key `[BLOCK_K]`, or one for all of them; -1 beyond the table."""
+    if PAGE % BLOCK_K == 0:
+        i_entry = i_block * BLOCK_K // PAGE
+    else:
+        i_entry = (i_block * BLOCK_K + tl.arange(0, BLOCK_K)) // PAGE
+    return tl.load(p_table + i_entry, mask=i_entry < table_width, other=-1)
 
 
 @triton.jit
@@ -53,6 +61,7 @@ def _absorb(
     b_max,
     b_sum,
     b_acc,
+    i_page,
     i_block,
     i_lowest,
     i_limit,
@@ -66,6 +75,7 @@ def _absorb(
     p_table,
     p_bias,
     pages,
+    table_width,
     EDGE: tl.constexpr,
     D: tl.constexpr,
     V: tl.constexpr,
@@ -83,25 +93,17 @@ def _absorb(
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
-    E4M3: tl.constexpr,
 ):
-    """One block of keys. With EDGE, rows differ in the keys that they see; a value that is not finite must then reach only the rows
+    """One block of keys, while the next one's pages are looked up. With EDGE, rows differ in the keys that they see; a value that is not finite must then reach only the rows
     that see it, although every row multiplies it by its weight."""
     i_key = i_block * BLOCK_K + tl.arange(0, BLOCK_K)  # [BLOCK_K]
     m_key = (i_key >= i_lowest) & (i_key < i_limit)
-    if PAGE % BLOCK_K == 0:
-        i_page = tl.load(p_table + i_block * BLOCK_K // PAGE)
-        m_key = m_key & (i_page >= 0) & (i_page < pages)
-        i_in_page = (i_block * BLOCK_K) % PAGE + tl.arange(0, BLOCK_K)
-        o_key = i_page.to(tl.int64) * KEY_PAGE + i_in_page * KEY_TOKEN
-        o_value = i_page.to(tl.int64) * VALUE_PAGE + i_in_page * VALUE_TOKEN
-    else:
-        i_page = tl.load(p_table + i_key // PAGE, mask=m_key, other=-1)  # [BLOCK_K]
-        m_key = m_key & (i_page >= 0) & (i_page < pages)
-        o_key = i_page.to(tl.int64) * KEY_PAGE + (i_key % PAGE) * KEY_TOKEN
-        o_value = i_page.to(tl.int64) * VALUE_PAGE + (i_key % PAGE) * VALUE_TOKEN
-    b_key = _read(p_key, o_key, m_key, D, BLOCK_D, b_query.dtype, E4M3)  # [BLOCK_K, BLOCK_D]
-    b_value = _read(p_value, o_value, m_key, V, BLOCK_V, b_query.dtype, E4M3)  # [BLOCK_K, BLOCK_V]
+    m_key = m_key & (i_page >= 0) & (i_page < pages)
+    o_key = i_page.to(tl.int64) * KEY_PAGE + (i_key % PAGE) * KEY_TOKEN
+    o_value = i_page.to(tl.int64) * VALUE_PAGE + (i_key % PAGE) * VALUE_TOKEN
+    i_next_page = _pages_of_block(p_table, i_block + 1, table_width, BLOCK_K, PAGE)
+    b_key = _read(p_key, o_key, m_key, D, BLOCK_D, b_query.dtype)  # [BLOCK_K, BLOCK_D]
+    b_value = _read(p_value, o_value, m_key, V, BLOCK_V, b_query.dtype)  # [BLOCK_K, BLOCK_V]
 
     b_logit = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)  # [BLOCK_M, BLOCK_K]
     if SOFT_CAP > 0:
@@ -136,7 +138,7 @@ def _absorb(
         b_weight = tl.where(m_logit & m_broken[None, :], float("nan"), b_weight)
     b_sum = b_sum * b_kept + tl.sum(b_weight, axis=1)
     b_acc = tl.dot(b_weight.to(b_value.dtype), b_value, b_acc * b_kept[:, None], input_precision=PRECISION)
-    return b_new_max, b_sum, b_acc
+    return b_new_max, b_sum, b_acc, i_next_page
 
 
 @triton.jit
@@ -195,6 +197,7 @@ def paged_attention_kernel(
     KEY_HEADS: tl.constexpr,
     HEADS_OF_TILE: tl.constexpr,
     HEAD_TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
     PAGE: tl.constexpr,
     KEY_PAGE: tl.constexpr,
@@ -223,13 +226,11 @@ def paged_attention_kernel(
     SAVE_LSE: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
-    E4M3: tl.constexpr,
     SEARCH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One split of one tile. SCHEDULES, TABLES, SINKS and SLOPES are 0 for none, 1 for one that the batch shares, 2 for one per
     batch member; KEY_SCALE and VALUE_SCALE 0 for none, else how many there are."""
-    TOKENS: tl.constexpr = BLOCK_M // HEADS_OF_TILE
     i_head_tile = tl.program_id(0) % HEAD_TILES
     i_unit = (tl.program_id(0) // HEAD_TILES) % units
     i_batch = tl.program_id(0) // HEAD_TILES // units
@@ -303,15 +304,16 @@ def paged_attention_kernel(
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    i_page = _pages_of_block(p_tables, i_begin, table_width, BLOCK_K, PAGE)
     for PART in tl.static_range(3):
         if PART == 1 or (not ALIKE and (PART == 2 or WINDOW > 0)):
             i_from = i_begin if PART == 0 else (i_full_begin if PART == 1 else i_full_stop)
             i_to = i_full_begin if PART == 0 else (i_full_stop if PART == 1 else i_stop)
             for i_block in tl.range(i_from, i_to, num_stages=STAGES):
-                b_max, b_sum, b_acc = _absorb(
-                    b_query, b_max, b_sum, b_acc, i_block, i_lowest, i_limit, i_position, i_local, i_first_new, b_factor, b_slope,
-                    p_key, p_value, p_tables, p_bias, pages, PART != 1, D, V, BLOCK_D, BLOCK_V, BLOCK_K, PAGE, KEY_PAGE, KEY_TOKEN,
-                    VALUE_PAGE, VALUE_TOKEN, CAUSAL, WINDOW, SOFT_CAP, SLOPES > 0, BIAS, PRECISION, E4M3,
+                b_max, b_sum, b_acc, i_page = _absorb(
+                    b_query, b_max, b_sum, b_acc, i_page, i_block, i_lowest, i_limit, i_position, i_local, i_first_new, b_factor, b_slope,
+                    p_key, p_value, p_tables, p_bias, pages, table_width, PART != 1, D, V, BLOCK_D, BLOCK_V, BLOCK_K, PAGE, KEY_PAGE, KEY_TOKEN,
+                    VALUE_PAGE, VALUE_TOKEN, CAUSAL, WINDOW, SOFT_CAP, SLOPES > 0, BIAS, PRECISION,
                 )  # fmt: skip
 
     o_value = tl.arange(0, BLOCK_V)
@@ -448,14 +450,12 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
         return _without_keys(call, inputs)
     inputs = _with_one_sink(_with_one_schedule(inputs))
     if config.decode_keys:
-        low = Sizes.of(call, config, rows=SMALLEST_ROWS, keys=config.decode_keys)
-        few = low.tokens_of_tile
-        low = Sizes.of(call, config, rows=SMALLEST_ROWS, keys=config.decode_keys, up_to=few)
-        high = Sizes.of(call, config, rows=config.rows, keys=config.keys, above=few)
-        results = _pass(call, inputs, low, None, num_warps=4, num_stages=min(config.num_stages, 3))
-        results = _pass(call, inputs, high, results, num_warps=config.num_warps, num_stages=config.num_stages)
+        alone = Sizes.of(call, config, tokens_of_tile=1, keys=config.decode_keys, up_to=1)
+        results = _pass(call, inputs, alone, None, num_warps=4, num_stages=min(config.num_stages, 3))
+        together = Sizes.of(call, config, tokens_of_tile=config.tokens, keys=config.keys, above=1)
+        results = _pass(call, inputs, together, results, num_warps=config.num_warps, num_stages=config.num_stages)
     else:
-        sizes = Sizes.of(call, config, rows=config.rows, keys=config.keys)
+        sizes = Sizes.of(call, config, tokens_of_tile=config.tokens, keys=config.keys)
         results = _pass(call, inputs, sizes, None, num_warps=config.num_warps, num_stages=config.num_stages)
     return PagedAttentionOutputs(results.out, results.lse if save_lse else None)
 
@@ -532,6 +532,7 @@ def _pass(
         "KEY_HEADS": call.heads,
         "HEADS_OF_TILE": sizes.heads_of_tile,
         "HEAD_TILES": sizes.head_tiles,
+        "TOKENS": sizes.tokens_of_tile,
         "PARTS": sizes.parts,
         "SCHEDULES": _storage(schedule.splits),
         "SINKS": _storage(inputs.sinks),
@@ -603,7 +604,6 @@ def _pass(
         SOFT_CAP=0.0 if call.soft_cap is None else call.soft_cap,
         DTYPE=_TRITON_DTYPES[dtype.name],
         PRECISION=dot_precision(call.precision, dtype),
-        E4M3=(current_target().capability or (9, 0)) >= E4M3_SINCE,
         STAGES=num_stages,
         **shared,
     )
@@ -643,7 +643,6 @@ def _merge(
         num_warps=4,
         input_output_aliases={len(arrays) - 2: 0, len(arrays) - 1: 1},
         BLOCK_V=block,
-        TOKENS=sizes.tokens_of_tile,
         TOGETHER=min(64, max(1, triton.next_power_of_2(sizes.wanted))),
         HEADS_OF_PROGRAM=heads_of_program,
         CLEAR=clear,

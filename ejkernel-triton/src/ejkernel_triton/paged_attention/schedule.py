@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
-from ejkernel_triton.paged_attention.config import PagedAttentionConfig
+from ejkernel_triton.paged_attention.config import PagedAttentionConfig, heads_of_tile, rows_of_tile
 
 FAR = 2**30
 """A window that hides nothing, small enough for int32."""
@@ -37,7 +37,7 @@ class Sizes:
     """Static sizes of one pass.
 
     Attributes:
-        rows: of a tile, the queries' tokens times the heads of `heads_of_tile`; a power of two, at least 16.
+        rows: of a tile, its tokens times its heads and padding.
         keys: of a block.
         heads_of_tile: query heads of a tile, all under one key head.
         head_tiles: tiles that cover all query heads.
@@ -61,13 +61,19 @@ class Sizes:
 
     @classmethod
     def of(
-        cls, call: PagedAttentionCall, config: PagedAttentionConfig, *, rows: int, keys: int, above: int = 0, up_to: int = FAR
+        cls,
+        call: PagedAttentionCall,
+        config: PagedAttentionConfig,
+        *,
+        tokens_of_tile: int,
+        keys: int,
+        above: int = 0,
+        up_to: int = FAR,
     ) -> Sizes:
         batch, tokens, heads, _ = call.query.shape
-        group = heads // call.heads
-        together = min(group, rows)
-        tokens_of_tile = rows // together
-        head_tiles = call.heads * -(-group // together)
+        together = heads_of_tile(call)
+        head_tiles = call.heads * -(-(heads // call.heads) // together)
+        rows = rows_of_tile(call, tokens_of_tile)
         busy = min(call.kv_lens.shape[1], tokens)
         tiles = busy if up_to <= tokens_of_tile else (tokens - busy) // tokens_of_tile + busy
         most = tiles * max(-(-call.longest // (LEAST_BLOCKS * keys)), 1)
