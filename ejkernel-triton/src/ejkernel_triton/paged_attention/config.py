@@ -10,10 +10,10 @@ import numpy as np
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_triton._capability import shared_memory_limit
+from ejkernel_triton._pages import ONE_BYTE
 
 SMALLEST = 16
 """Rows, columns and depth of the smallest product of a tensor core."""
-_ONE_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ def _power(size: int) -> int:
 
 def product_itemsize(call: PagedAttentionCall) -> int:
     """Bytes of an operand of the products: 4 where queries or floating pages are float32, or one bfloat16 and the other float16."""
-    dtypes = {call.query.dtype, call.key_pages.dtype} - set(_ONE_BYTE)
+    dtypes = {call.query.dtype, call.key_pages.dtype} - set(ONE_BYTE)
     return 2 if dtypes in ({"bfloat16"}, {"float16"}) else 4
 
 
@@ -71,7 +71,7 @@ def _most_rows(call: PagedAttentionCall) -> int:
 
 def _fits(call: PagedAttentionCall, target: Target, rows: int, keys: int, stages: int) -> bool:
     """Whether queries, weights, and keys and values of all steps in flight lie in shared memory; bytes are there once more, widened."""
-    itemsize, stored = product_itemsize(call), 1 if call.key_pages.dtype in _ONE_BYTE else np.dtype(call.key_pages.dtype).itemsize
+    itemsize, stored = product_itemsize(call), 1 if call.key_pages.dtype in ONE_BYTE else np.dtype(call.key_pages.dtype).itemsize
     width = padded(call.query.shape[3]) + padded(call.value_size)
     steps = max(stages - 1, 1) * keys * width * stored + (keys * width * itemsize if stored != itemsize else 0)
     return steps + rows * (padded(call.query.shape[3]) + keys) * itemsize <= shared_memory_limit(target)
@@ -93,12 +93,14 @@ def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
     keys = _keys(call)
     if tokens <= requests:
         return PagedAttentionConfig(1, keys, 4, _stages(call, target, rows_of_tile(call, 1), keys, 4), 1056)
-    most = max(_most_rows(call) // heads_of_tile(call), 1)
+    tallest = _most_rows(call) // (1 if target.capability and target.capability >= (9, 0) else 2)
+    most = max(tallest // heads_of_tile(call), 1)
     together = min(_power(-(-tokens // requests)), 1 << (most.bit_length() - 1))
     rows = rows_of_tile(call, together)
     decode_keys = keys if together > 1 and requests > 1 else 0
+    warps = 8 if rows * padded(max(call.query.shape[3], call.value_size)) >= 128 * 128 else 4
     return PagedAttentionConfig(
-        together, keys, 8 if rows >= 128 else 4, _stages(call, target, rows, keys, 3), 528, decode_keys
+        together, keys, warps, _stages(call, target, rows, keys, 3), 528, decode_keys
     )
 
 

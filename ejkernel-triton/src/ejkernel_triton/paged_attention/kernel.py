@@ -16,7 +16,8 @@ import triton.language as tl
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._numerics import dot_precision
-from ejkernel_triton._pages import Strides, count_up_to, search_block
+from ejkernel_triton._pages import Strides, batch_stride, search_block, storage, with_one_schedule
+from ejkernel_triton._requests import count_up_to
 from ejkernel_triton.paged_attention.config import PagedAttentionConfig, padded
 from ejkernel_triton.paged_attention.schedule import FAR, Schedule, Sizes, make_schedule
 
@@ -448,7 +449,7 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
     save_lse = call.return_lse or call.save_residuals
     if batch * tokens * call.kv_lens.shape[1] * call.value_size * call.longest * call.pages.pages == 0:
         return _without_keys(call, inputs)
-    inputs = _with_one_sink(_with_one_schedule(inputs))
+    inputs = _with_one_sink(with_one_schedule(inputs))
     if config.decode_keys:
         alone = Sizes.of(call, config, tokens_of_tile=1, keys=config.decode_keys, up_to=1)
         results = _pass(call, inputs, alone, None, num_warps=4, num_stages=min(config.num_stages, 3))
@@ -482,22 +483,6 @@ def _with_one_sink(inputs: PagedAttentionInputs) -> PagedAttentionInputs:
     if inputs.sinks.shape[2] == 1:
         return inputs._replace(sinks=inputs.sinks[..., 0])
     return inputs._replace(sinks=jax.nn.logsumexp(inputs.sinks.astype(jnp.float32), axis=-1))
-
-
-def _with_one_schedule(inputs: PagedAttentionInputs) -> PagedAttentionInputs:
-    """Starts and lengths of one batch size, 1 or b."""
-    members = max(inputs.query_start_loc.shape[0], inputs.kv_lens.shape[0])
-    starts, lengths = (jnp.broadcast_to(x, (members, x.shape[1])) for x in (inputs.query_start_loc, inputs.kv_lens))
-    return inputs._replace(query_start_loc=starts, kv_lens=lengths)
-
-
-def _storage(array: Any) -> int:
-    """0 for none, 1 for one that the batch shares, 2 for one per batch member."""
-    return 0 if array is None else 1 if array.shape[0] == 1 else 2
-
-
-def _batch_stride(array: Any) -> int:
-    return 0 if array is None or array.shape[0] == 1 else array.size // array.shape[0]
 
 
 def _product_dtype(call: PagedAttentionCall) -> Any:
@@ -534,10 +519,10 @@ def _pass(
         "HEAD_TILES": sizes.head_tiles,
         "TOKENS": sizes.tokens_of_tile,
         "PARTS": sizes.parts,
-        "SCHEDULES": _storage(schedule.splits),
-        "SINKS": _storage(inputs.sinks),
+        "SCHEDULES": storage(schedule.splits),
+        "SINKS": storage(inputs.sinks),
         "VALUE_SCALE": 0 if inputs.value_scale is None else inputs.value_scale.shape[1],
-        "VALUE_SCALE_BATCH": _batch_stride(inputs.value_scale),
+        "VALUE_SCALE_BATCH": batch_stride(inputs.value_scale),
         "SAVE_LSE": save_lse,
         "SEARCH": search_block(requests),
     }
@@ -592,13 +577,13 @@ def _pass(
         VALUE_HEAD=value.head,
         VALUE_BATCH=value.batch,
         FIRST_VALUE=value.first_value,
-        TABLES=_storage(inputs.block_tables),
-        SLOPES=_storage(inputs.alibi_slopes),
+        TABLES=storage(inputs.block_tables),
+        SLOPES=storage(inputs.alibi_slopes),
         BIAS=0 if bias is None else bias.shape[3],
-        BIAS_BATCH=_batch_stride(bias),
+        BIAS_BATCH=batch_stride(bias),
         BIAS_REQUEST=0 if bias is None or bias.shape[1] == 1 else bias.shape[3] ** 2,
         KEY_SCALE=0 if inputs.key_scale is None else inputs.key_scale.shape[1],
-        KEY_SCALE_BATCH=_batch_stride(inputs.key_scale),
+        KEY_SCALE_BATCH=batch_stride(inputs.key_scale),
         CAUSAL=call.causal,
         WINDOW=0 if call.window is None else min(call.window, FAR),
         SOFT_CAP=0.0 if call.soft_cap is None else call.soft_cap,
