@@ -37,6 +37,8 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("flash_attention"),
             *_both_phases("layer_norm"),
             *_both_phases("mean_pooling"),
+            _implementation("paged_attention", "forward"),
+            _implementation("paged_cache_update", "forward"),
             *_both_phases("rms_norm"),
             *_both_phases("rope"),
             *_both_phases("softmax"),
