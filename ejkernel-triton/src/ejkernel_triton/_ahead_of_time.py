@@ -27,6 +27,7 @@ from ejkernel_triton.testing import Compilation, Recorder, resources
 
 CAPABILITIES = (80, 90, 100)
 PLATFORM = "triton"
+_KINDS = {80: "NVIDIA A100-SXM4-80GB", 90: "NVIDIA H200", 100: "NVIDIA B200"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +119,8 @@ class _Zeros(np.random.Generator):
 
 
 def target_of(capability: int) -> Target:
-    """A GPU with a compute capability that is written as 90 for 9.0."""
-    return Target("gpu", "", f"{capability // 10}.{capability % 10}")
+    """A GPU with a compute capability that is written as 90 for 9.0; of a kind for which tuning tables are made."""
+    return Target("gpu", _KINDS.get(capability, ""), f"{capability // 10}.{capability % 10}")
 
 
 def recorded(
