@@ -139,9 +139,7 @@ def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
     ]
     split = [
         BackwardConfig(rows, warps, programs, stages, block)
-        for rows, warps, programs, stages, block in itertools.product(
-            (1, 2, 4, 8), (4, 8), (32, 64, 128), (1, 3), (1024, 2048)
-        )
+        for rows, warps, programs, stages, block in itertools.product((1, 2, 4, 8), (4, 8), (32, 64, 128), (1, 3), (1024, 2048))
         if width >= 8192 and thread_fits(rows * block, warps, 32)
         if stages == 1 or stages * _tile_bytes(call, rows * block) <= SHARED_MEMORY
     ]

@@ -49,9 +49,7 @@ def chunks_of(bounds: Any, length: int, size: int) -> Chunks:
 
 
 @triton.jit
-def chunk_of(
-    p_bounds, p_first, p_sequence, i_batch, i_chunk, chunks, sequences, SHARED: tl.constexpr, CHUNK: tl.constexpr
-):
+def chunk_of(p_bounds, p_first, p_sequence, i_batch, i_chunk, chunks, sequences, SHARED: tl.constexpr, CHUNK: tl.constexpr):
     """The sequence of a chunk and its tokens, from and up to; none for a chunk that is not used."""
     i_member = 0 if SHARED else i_batch
     i_sequence = tl.load(p_sequence + i_member * chunks + i_chunk)
@@ -83,7 +81,7 @@ def pooling_partial_sums_kernel(
     i_batch = tl.program_id(0) // COLUMNS // chunks
     o_channel = tl.program_id(0) % COLUMNS * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     m_channel = o_channel < CHANNELS
-    i_sequence, i_begin, i_end = chunk_of(p_bounds, p_first, p_sequence, i_batch, i_chunk, chunks, sequences, SHARED, CHUNK)
+    _, i_begin, i_end = chunk_of(p_bounds, p_first, p_sequence, i_batch, i_chunk, chunks, sequences, SHARED, CHUNK)
     p_row = p_x + i_batch.to(tl.int64) * length * CHANNELS
     b_sum = tl.zeros([TOKENS, BLOCK], tl.float32)
     for i_step in tl.range(0, tl.cdiv(i_end - i_begin, TOKENS), num_stages=STAGES):
@@ -210,7 +208,11 @@ def forward(call: MeanPoolingCall, inputs: MeanPoolingInputs, config: Config) ->
 
 
 def backward(
-    call: MeanPoolingCall, inputs: MeanPoolingInputs, outputs: MeanPoolingOutputs, cotangents: MeanPoolingOutputs, config: Config
+    call: MeanPoolingCall,
+    inputs: MeanPoolingInputs,
+    outputs: MeanPoolingOutputs,
+    cotangents: MeanPoolingOutputs,
+    config: Config,
 ) -> MeanPoolingInputs:
     x, grad = inputs.x, cotangents.out
     batch, length = x.shape[:2]

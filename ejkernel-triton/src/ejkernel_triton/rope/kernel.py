@@ -127,7 +127,8 @@ def rope_kernel(
     TOKENS: tl.constexpr,
     QUERY_STEP: tl.constexpr,
     KEY_STEP: tl.constexpr,
-    SHARED_ANGLES: tl.constexpr,
+    SHARED_COS: tl.constexpr,
+    SHARED_SIN: tl.constexpr,
     PER_PAIR: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
@@ -136,11 +137,13 @@ def rope_kernel(
     tiles = tl.cdiv(length, TOKENS)
     i_batch = tl.program_id(0) // tiles
     i_token = tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
-    o_angles = 0 if SHARED_ANGLES else i_batch.to(tl.int64) * length
-    o_token = (i_token.to(tl.int64) + o_angles)[:, None, None]
+    o_token = i_token.to(tl.int64)[:, None, None]
+    o_batch = i_batch.to(tl.int64) * length
     m_token = (i_token < length)[:, None, None]
-    b_cos_1, b_cos_2 = load_angles(p_cos, o_token, m_token, HALF, BLOCK, INTERLEAVED, PER_PAIR)  # [TOKENS, 1, BLOCK]
-    b_sin_1, b_sin_2 = load_angles(p_sin, o_token, m_token, HALF, BLOCK, INTERLEAVED, PER_PAIR)
+    o_cos = o_token if SHARED_COS else o_token + o_batch
+    o_sin = o_token if SHARED_SIN else o_token + o_batch
+    b_cos_1, b_cos_2 = load_angles(p_cos, o_cos, m_token, HALF, BLOCK, INTERLEAVED, PER_PAIR)  # [TOKENS, 1, BLOCK]
+    b_sin_1, b_sin_2 = load_angles(p_sin, o_sin, m_token, HALF, BLOCK, INTERLEAVED, PER_PAIR)
     rotate_heads(
         p_query, p_query_out, b_cos_1, b_cos_2, b_sin_1, b_sin_2, i_batch, i_token, length,
         QUERY_HEADS, QUERY_STEP, WIDTH, HALF, BLOCK, REST, INTERLEAVED, HEADS_FIRST, INVERSE,
@@ -273,7 +276,8 @@ def _rotate(call: RopeCall, query: Any, key: Any, cos: Any, sin: Any, config: Co
         ((query.shape, query.dtype), ((1,), query.dtype) if key is None else (key.shape, key.dtype)),
         grid=query.shape[0] * -(-length // config.tokens),
         REST=padded(max(query.shape[-1] - call.rotary_dim, 1)),
-        SHARED_ANGLES=cos.shape[0] == 1,
+        SHARED_COS=cos.shape[0] == 1,
+        SHARED_SIN=sin.shape[0] == 1,
         INVERSE=inverse,
         **_constants(call, config),
     )
@@ -291,11 +295,21 @@ def backward(call: RopeCall, inputs: RopeInputs, outputs: RopeOutputs, cotangent
         return RopeInputs(d_query, d_key, jnp.zeros_like(cos), jnp.zeros_like(sin))
     length = _length(call)
     gradients = (cotangents.query, cotangents.query if key is None else cotangents.key)
+    groups = max(cos.shape[0], sin.shape[0])
+
+    def result(angles: Any) -> Any:
+        return (groups, *angles.shape[1:]), angles.dtype if angles.shape[0] == groups else jnp.float32
+
+    def finished(gradient: Any, angles: Any) -> Any:
+        """Where only one of cos and sin is shared over the batch, its gradient was made for each member."""
+        same = angles.shape[0] == groups
+        return gradient if same else jnp.sum(gradient, axis=0, keepdims=True).astype(angles.dtype)
+
     d_cos, d_sin = call_kernel(
         rope_angle_gradients_kernel,
-        (query, query if key is None else key, *gradients, length, query.shape[0] // cos.shape[0]),
-        ((cos.shape, cos.dtype), (sin.shape, sin.dtype)),
-        grid=cos.shape[0] * -(-length // config.tokens),
+        (query, query if key is None else key, *gradients, length, query.shape[0] // groups),
+        (result(cos), result(sin)),
+        grid=groups * -(-length // config.tokens),
         **_constants(call, config),
     )
-    return RopeInputs(d_query, d_key, d_cos, d_sin)
+    return RopeInputs(d_query, d_key, finished(d_cos, cos), finished(d_sin, sin))

@@ -163,9 +163,7 @@ def softmax_backward_walking_kernel(
         tl.store(p_dx + o_row + o_width[None, :], b_dx.to(p_dx.dtype.element_ty), mask=m_tile)
 
 
-def _call(
-    held: Any, walking: Any, arrays: tuple[Any, ...], call: SoftmaxCall, inputs: SoftmaxInputs, config: Config
-) -> Any:
+def _call(held: Any, walking: Any, arrays: tuple[Any, ...], call: SoftmaxCall, inputs: SoftmaxInputs, config: Config) -> Any:
     """One array like x, by the kernel that holds rows or the one that walks over them."""
     x = inputs.x
     mask = mask_of(x, inputs.where)
@@ -183,9 +181,7 @@ def _call(
 def forward(call: SoftmaxCall, inputs: SoftmaxInputs, config: Config) -> SoftmaxOutputs:
     if not inputs.x.size:
         return SoftmaxOutputs(jnp.zeros_like(inputs.x))
-    return SoftmaxOutputs(
-        _call(softmax_forward_kernel, softmax_forward_walking_kernel, (inputs.x,), call, inputs, config)
-    )
+    return SoftmaxOutputs(_call(softmax_forward_kernel, softmax_forward_walking_kernel, (inputs.x,), call, inputs, config))
 
 
 def backward(
