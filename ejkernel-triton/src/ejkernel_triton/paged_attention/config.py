@@ -128,4 +128,4 @@ def _admitted(call: PagedAttentionCall, target: Target, tokens: int, keys: int, 
     return 2 <= held <= 128 and 32 <= loaded <= 128 and _fits(call, target, rows, keys, stages)
 
 
-CONFIGS = ConfigSpace(PagedAttentionConfig, heuristic, search_space)
+FORWARD = ConfigSpace(PagedAttentionConfig, heuristic, search_space)
