@@ -527,8 +527,11 @@ def _pass(
         "SEARCH": search_block(requests),
     }
     rows = sizes.tokens_of_tile * sizes.heads_of_tile
-    parts = (batch, sizes.parts, sizes.head_tiles, rows)
+    parts = (batch, sizes.parts, sizes.head_tiles, rows) if sizes.parts else (1, 1, 1, 1)
     absent = inputs.query
+    clear = before is None
+    if before is None and not sizes.parts:
+        before = _cleared(call)
 
     def present(array: Any) -> Any:
         return absent if array is None else array
@@ -592,7 +595,16 @@ def _pass(
         STAGES=num_stages,
         **shared,
     )
-    return _merge(call, inputs, sizes, schedule, _Results(out, lse), (part, part_lse), clear=before is None, shared=shared)
+    if not sizes.parts:
+        return _Results(out, lse)
+    return _merge(call, inputs, sizes, schedule, _Results(out, lse), (part, part_lse), clear=clear, shared=shared)
+
+
+def _cleared(call: PagedAttentionCall) -> _Results:
+    """What rows without a request hold."""
+    rows = call.query.shape[:3]
+    lse = jnp.full(rows if call.return_lse or call.save_residuals else (1,), -jnp.inf, jnp.float32)
+    return _Results(jnp.zeros((*rows, call.value_size), call.query.dtype), lse)
 
 
 def _merge(
