@@ -183,6 +183,7 @@ def paged_attention_kernel(
     table_width,
     pages,
     units,
+    parts,
     p_out,
     p_lse,
     p_part,
@@ -199,7 +200,6 @@ def paged_attention_kernel(
     HEADS_OF_TILE: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,
     PAGE: tl.constexpr,
     KEY_PAGE: tl.constexpr,
     KEY_TOKEN: tl.constexpr,
@@ -332,7 +332,7 @@ def paged_attention_kernel(
     else:
         b_out, b_lse = _normalised(b_max, b_sum, b_acc)
         i_part = tl.load(p_parts_up_to + o_schedule + i_request) - tiles * splits + i_in_request
-        i_part = (i_batch * PARTS + i_part).to(tl.int64) * HEAD_TILES + i_head_tile
+        i_part = (i_batch * parts + i_part).to(tl.int64) * HEAD_TILES + i_head_tile
         o_part = i_part * (TOKENS * HEADS_OF_TILE) + i_row  # [BLOCK_M]
         tl.store(p_part + o_part[:, None] * V + o_value[None, :], b_out, mask=m_out)
         tl.store(p_part_lse + o_part, b_lse, mask=m_row)
@@ -351,6 +351,7 @@ def paged_attention_merge_kernel(
     p_lse_before,
     tokens,
     requests,
+    parts,
     p_out,
     p_lse,
     V: tl.constexpr,
@@ -360,7 +361,6 @@ def paged_attention_merge_kernel(
     HEADS_OF_TILE: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,
     TOGETHER: tl.constexpr,
     HEADS_OF_PROGRAM: tl.constexpr,
     SCHEDULES: tl.constexpr,
@@ -412,7 +412,7 @@ def paged_attention_merge_kernel(
             for i_from in range(0, splits, TOGETHER):
                 i_split = i_from + tl.arange(0, TOGETHER)
                 m_split = i_split < splits
-                o_part = ((i_batch * PARTS + i_part + i_split).to(tl.int64) * HEAD_TILES + i_head_tile) * (TOKENS * HEADS_OF_TILE)
+                o_part = ((i_batch * parts + i_part + i_split).to(tl.int64) * HEAD_TILES + i_head_tile) * (TOKENS * HEADS_OF_TILE)
                 o_part += i_in_tile
                 b_lse = tl.load(p_part_lse + o_part, mask=m_split, other=float("-inf"))  # [TOGETHER]
                 m_part = m_split[:, None] & m_value[None, :]
@@ -518,7 +518,6 @@ def _pass(
         "HEADS_OF_TILE": sizes.heads_of_tile,
         "HEAD_TILES": sizes.head_tiles,
         "TOKENS": sizes.tokens_of_tile,
-        "PARTS": sizes.parts,
         "SCHEDULES": storage(schedule.splits),
         "SINKS": storage(inputs.sinks),
         "VALUE_SCALE": 0 if inputs.value_scale is None else inputs.value_scale.shape[1],
@@ -558,7 +557,7 @@ def _pass(
     bias = inputs.qq_bias
     out, lse, part, part_lse = call_kernel(
         paged_attention_kernel,
-        (*arrays, tokens, requests, call.block_tables.shape[2], call.pages.pages, sizes.units),
+        (*arrays, tokens, requests, call.block_tables.shape[2], call.pages.pages, sizes.units, sizes.parts),
         (*results, ((*parts, call.value_size), jnp.float32), (parts, jnp.float32)),
         grid=batch * sizes.units * sizes.head_tiles,
         num_warps=num_warps,
@@ -634,7 +633,7 @@ def _merge(
     )
     out, lse = call_kernel(
         paged_attention_merge_kernel,
-        (*arrays, tokens, requests),
+        (*arrays, tokens, requests, sizes.parts),
         tuple((array.shape, array.dtype) for array in found),
         grid=batch * tokens * (heads // heads_of_program) * -(-call.value_size // block),
         num_warps=4,
