@@ -223,12 +223,10 @@ def lengths_of(rng, requests, tokens):
 @pytest.mark.parametrize(("tokens", "requests", "chosen"), [(64, 64, (1, 64, 1056)), (300, 7, (8, 32, 264)), (40, 40, (1, 64, 16))])
 def test_units_are_within_their_bounds_and_balanced(tokens, requests, chosen):
     """No more units than programs are launched for, every key in one of them, and none much longer than the average."""
-    spec = jax.ShapeDtypeStruct
     call = shapes_of(tokens, requests, 256, 16)
     options = PagedAttentionConfig(chosen[0], chosen[1], 4, 3, chosen[2])
     sizes = Sizes.of(call, options, tokens_of_tile=chosen[0], keys=chosen[1])
     made = jax.jit(lambda starts, lengths: make_schedule(call, sizes, starts, lengths))
-    del spec
     for seed in range(40):
         starts, lengths = lengths_of(np.random.default_rng(seed), requests, tokens)
         splits, units, parts = (np.asarray(array)[0] for array in made(starts, lengths))
