@@ -220,7 +220,9 @@ def lengths_of(rng, requests, tokens):
     return np.concatenate([[0], np.cumsum(new)])[None].astype(np.int32), np.where(new > 0, keys, 0)[None].astype(np.int32)
 
 
-@pytest.mark.parametrize(("tokens", "requests", "chosen"), [(64, 64, (1, 64, 1056)), (300, 7, (8, 32, 264)), (40, 40, (1, 64, 16))])
+@pytest.mark.parametrize(
+    ("tokens", "requests", "chosen"), [(64, 64, (1, 64, 1056)), (300, 7, (8, 32, 264)), (40, 40, (1, 64, 16))]
+)
 def test_units_are_within_their_bounds_and_balanced(tokens, requests, chosen):
     """No more units than programs are launched for, every key in one of them, and none much longer than the average."""
     call = shapes_of(tokens, requests, 256, 16)
@@ -312,7 +314,9 @@ def test_compiles_without_spills(monkeypatch, tmp_path, name, capability_number)
         found = testing.resources(compiled)
         assert found.stack == 0, (compilation.kernel.fn.__name__, found)
         if compilation.kernel is kernel.paged_attention_kernel:
-            assert "cp.async.cg.shared.global" in compiled.asm["ptx"], "keys are not copied 16 bytes at a time ahead of their use"
+            assert "cp.async.cg.shared.global" in compiled.asm["ptx"], (
+                "keys are not copied 16 bytes at a time ahead of their use"
+            )
 
 
 def arrays_of(tokens, requests, width, page_size):

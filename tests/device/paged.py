@@ -96,7 +96,9 @@ def problem(shape: Shape, small: bool, decode_tokens: int = 0) -> tuple[Any, Any
         lengths = np.array([keys for _, keys in requests], np.int32)
         described = {"query_start_loc": starts, "kv_lens": lengths, "block_tables": tables}
         tail = (sum(need), shape.page_size, KEY_HEADS, SIZE)
-        keys, values = (jax.jit(jax.random.normal, static_argnums=(1, 2))(jax.random.key(i), tail, jnp.bfloat16) for i in range(2))
+        keys, values = (
+            jax.jit(jax.random.normal, static_argnums=(1, 2))(jax.random.key(i), tail, jnp.bfloat16) for i in range(2)
+        )
     tokens = int(described["query_start_loc"][-1])
     query = jax.random.normal(jax.random.key(9), (tokens, HEADS, SIZE), jnp.bfloat16)
     bound = OPERATION.canonicalise(query, keys, values, **{k: jnp.asarray(v) for k, v in described.items()}, return_lse=True)
@@ -124,6 +126,10 @@ def relative(got: Any, wanted: np.ndarray) -> float:
 
 def attend(call: Any, cfg: Any) -> Any:
     return jax.jit(lambda inputs: kernel.forward(call, inputs, cfg))
+
+
+def output_of(call: Any, cfg: Any, inputs: Any) -> Any:
+    return kernel.forward(call, inputs, cfg).out
 
 
 class Report:
@@ -254,7 +260,9 @@ def check_in_place(report: Report) -> None:
     kept = before == [cache.unsafe_buffer_pointer() for cache in caches]
     report.check("donated caches", kept and memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < 1e6, detail)
     written = np.asarray(caches[0][np.asarray(tables[:, -1]), 15]), np.asarray(caches[1][np.asarray(tables[:, -1]), 15])
-    report.check("donated caches hold the tokens", all(np.array_equal(w, np.asarray(n)) for w, n in zip(written, new, strict=True)), "")
+    report.check(
+        "donated caches hold the tokens", all(np.array_equal(w, np.asarray(n)) for w, n in zip(written, new, strict=True)), ""
+    )
     samples = []
     for _ in range(20):
         jax.block_until_ready(caches)
@@ -295,7 +303,7 @@ def time_shape(report: Report, shape: Shape, most: int) -> None:
             run = attend(call, cfg)
             error = relative(run(inputs).out, wanted)
             report.check(f"{shape.name}: {knobs(cfg)} beside XLA", error < 1e-2, f"{error:.1e}")
-            report.time(shape, f"triton {knobs(cfg)}", lambda inputs, cfg=cfg: kernel.forward(call, inputs, cfg).out, inputs, error=error)
+            report.time(shape, f"triton {knobs(cfg)}", functools.partial(output_of, call, cfg), inputs, error=error)
     report.result.setdefault("kernels", {})[shape.name] = kernels_of(shape)
     print("  " + "; ".join(f"{name} {time:.1f} us" for name, time in report.result["kernels"][shape.name]), flush=True)
     report.save(shape.name)
@@ -315,16 +323,18 @@ def time_pallas(report: Report, shape: Shape) -> None:
     """jax's own kernel reads `[K, pages, page_size, D]`, decoding only."""
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
-    _, inputs = problem(shape, False)
+    call, inputs = problem(shape, False)
     keys, values = (jnp.transpose(array[0], (2, 0, 1, 3)) for array in inputs[1:3])
     tables, lengths = jnp.maximum(inputs.block_tables[0], 0), inputs.kv_lens[0]
-    wanted = np.asarray(attend(problem(shape, False)[0], config.heuristic(problem(shape, False)[0], current_target()))(inputs).out[0])
+    wanted = np.asarray(attend(call, config.heuristic(call, current_target()))(inputs).out[0], np.float64)
     query = inputs.query[0] * jnp.bfloat16(SIZE**-0.5)
     for splits, together in ((16, 8), (32, 8), (64, 4)):
         run = functools.partial(paged_attention, k_splits=splits, pages_per_compute_block=together)
         got = np.asarray(jax.jit(run)(query, keys, values, tables, lengths), np.float64)
-        error = relative(got, wanted.astype(np.float64))
-        report.time(shape, f"jax pallas splits={splits} pages={together}", run, query, keys, values, tables, lengths, error=error)
+        error = relative(got, wanted)
+        report.time(
+            shape, f"jax pallas splits={splits} pages={together}", run, query, keys, values, tables, lengths, error=error
+        )
 
 
 def time_flashinfer(report: Report, shape: Shape) -> None:
@@ -369,7 +379,7 @@ def attempt(name: str, peer: Any, *arguments: Any) -> None:
     """A peer that is not installed or does not run is named; it says nothing of these kernels."""
     try:
         peer(*arguments)
-    except Exception as error:
+    except (ImportError, RuntimeError, ValueError, TypeError, AttributeError, OSError) as error:
         print(f"  {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
 
@@ -377,7 +387,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of paged.json")
     parser.add_argument("--budget", type=float, default=230, help="seconds after which nothing new is started")
-    parser.add_argument("--configs", type=int, default=14, help="configs of the search space to time per shape, drawn by a fixed seed")
+    parser.add_argument("--configs", type=int, default=14, help="configs to time per shape, drawn by a fixed seed")
     parser.add_argument("--skip", default="", help="of cases,updates,peers")
     parser.add_argument("--shapes", default="", help="only shapes whose name holds this")
     options = parser.parse_args()

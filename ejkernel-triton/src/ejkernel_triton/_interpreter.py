@@ -98,7 +98,7 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
 
 @contextlib.contextmanager
 def _library_interpreted() -> Generator[None]:
-    """Triton's own library (`tl.sum`) sees the language as `core`, which a kernel's module does not name: both are patched, once."""
+    """Triton's own library (`tl.sum`) sees the language as `core`, which a kernel's module does not name: both are patched."""
     scope = interpreter._patch_lang(_interpret)
     try:
         yield
