@@ -70,8 +70,11 @@ def _most_rows(call: PagedAttentionCall) -> int:
 
 
 def _fits(call: PagedAttentionCall, target: Target, rows: int, keys: int, stages: int) -> bool:
-    """Whether queries, weights, and keys and values of all steps in flight lie in shared memory; bytes are there once more, widened."""
-    itemsize, stored = product_itemsize(call), 1 if call.key_pages.dtype in ONE_BYTE else np.dtype(call.key_pages.dtype).itemsize
+    """Whether queries, weights, and keys and values of all steps in flight lie in shared memory; bytes are there widened too."""
+    itemsize, stored = (
+        product_itemsize(call),
+        1 if call.key_pages.dtype in ONE_BYTE else np.dtype(call.key_pages.dtype).itemsize,
+    )
     width = padded(call.query.shape[3]) + padded(call.value_size)
     steps = max(stages - 1, 1) * keys * width * stored + (keys * width * itemsize if stored != itemsize else 0)
     return steps + rows * (padded(call.query.shape[3]) + keys) * itemsize <= shared_memory_limit(target)
@@ -99,9 +102,7 @@ def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
     rows = rows_of_tile(call, together)
     decode_keys = keys if together > 1 and requests > 1 else 0
     warps = 8 if rows * padded(max(call.query.shape[3], call.value_size)) >= 128 * 128 else 4
-    return PagedAttentionConfig(
-        together, keys, warps, _stages(call, target, rows, keys, 3), 528, decode_keys
-    )
+    return PagedAttentionConfig(together, keys, warps, _stages(call, target, rows, keys, 3), 528, decode_keys)
 
 
 def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentionConfig]:
@@ -128,4 +129,4 @@ def _admitted(call: PagedAttentionCall, target: Target, tokens: int, keys: int, 
     return 2 <= held <= 128 and 32 <= loaded <= 128 and _fits(call, target, rows, keys, stages)
 
 
-CONFIGS = ConfigSpace(PagedAttentionConfig, heuristic, search_space)
+FORWARD = ConfigSpace(PagedAttentionConfig, heuristic, search_space)

@@ -39,20 +39,15 @@ def _read(p_pages, o_token, m_key, SIZE: tl.constexpr, BLOCK: tl.constexpr, DTYP
     else:
         p_byte = p_pages.to(tl.pointer_type(tl.int8), bitcast=True)
         b_byte = tl.load(p_byte + o_rows, mask=m_tile, other=0)  # [BLOCK_K, BLOCK]
-        if STORED == tl.int8:
-            b_rows = b_byte.to(tl.float32)
-        else:
-            b_rows = b_byte.to(STORED, bitcast=True)
+        b_rows = b_byte.to(tl.float32) if tl.int8 == STORED else b_byte.to(STORED, bitcast=True)
     return b_rows.to(DTYPE)
 
 
 @triton.jit
 def _pages_of_block(p_table, i_block, table_width, BLOCK_K: tl.constexpr, PAGE: tl.constexpr):
     """The page of every key `[BLOCK_K]`, or one for all of them; -1 beyond the table."""
-    if PAGE % BLOCK_K == 0:
-        i_entry = i_block * BLOCK_K // PAGE
-    else:
-        i_entry = (i_block * BLOCK_K + tl.arange(0, BLOCK_K)) // PAGE
+    i_key = i_block * BLOCK_K if PAGE % BLOCK_K == 0 else i_block * BLOCK_K + tl.arange(0, BLOCK_K)
+    i_entry = i_key // PAGE
     return tl.load(p_table + i_entry, mask=i_entry < table_width, other=-1)
 
 
@@ -95,8 +90,11 @@ def _absorb(
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of keys, while the next one's pages are looked up. With EDGE, rows differ in the keys that they see; a value that is not finite must then reach only the rows
-    that see it, although every row multiplies it by its weight."""
+    """One block of keys, while the next one's pages are looked up.
+
+    With EDGE, rows differ in the keys that they see; a value that is not finite must then reach only the rows that see it,
+    although every row multiplies it by its weight.
+    """
     i_key = i_block * BLOCK_K + tl.arange(0, BLOCK_K)  # [BLOCK_K]
     m_key = (i_key >= i_lowest) & (i_key < i_limit)
     m_key = m_key & (i_page >= 0) & (i_page < pages)
@@ -183,6 +181,7 @@ def paged_attention_kernel(
     table_width,
     pages,
     units,
+    parts,
     p_out,
     p_lse,
     p_part,
@@ -199,7 +198,6 @@ def paged_attention_kernel(
     HEADS_OF_TILE: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,
     PAGE: tl.constexpr,
     KEY_PAGE: tl.constexpr,
     KEY_TOKEN: tl.constexpr,
@@ -312,9 +310,9 @@ def paged_attention_kernel(
             i_to = i_full_begin if PART == 0 else (i_full_stop if PART == 1 else i_stop)
             for i_block in tl.range(i_from, i_to, num_stages=STAGES):
                 b_max, b_sum, b_acc, i_page = _absorb(
-                    b_query, b_max, b_sum, b_acc, i_page, i_block, i_lowest, i_limit, i_position, i_local, i_first_new, b_factor, b_slope,
-                    p_key, p_value, p_tables, p_bias, pages, table_width, PART != 1, D, V, BLOCK_D, BLOCK_V, BLOCK_K, PAGE, KEY_PAGE, KEY_TOKEN,
-                    VALUE_PAGE, VALUE_TOKEN, CAUSAL, WINDOW, SOFT_CAP, SLOPES > 0, BIAS, PRECISION,
+                    b_query, b_max, b_sum, b_acc, i_page, i_block, i_lowest, i_limit, i_position, i_local, i_first_new, b_factor,
+                    b_slope, p_key, p_value, p_tables, p_bias, pages, table_width, PART != 1, D, V, BLOCK_D, BLOCK_V, BLOCK_K,
+                    PAGE, KEY_PAGE, KEY_TOKEN, VALUE_PAGE, VALUE_TOKEN, CAUSAL, WINDOW, SOFT_CAP, SLOPES > 0, BIAS, PRECISION,
                 )  # fmt: skip
 
     o_value = tl.arange(0, BLOCK_V)
@@ -332,7 +330,7 @@ def paged_attention_kernel(
     else:
         b_out, b_lse = _normalised(b_max, b_sum, b_acc)
         i_part = tl.load(p_parts_up_to + o_schedule + i_request) - tiles * splits + i_in_request
-        i_part = (i_batch * PARTS + i_part).to(tl.int64) * HEAD_TILES + i_head_tile
+        i_part = (i_batch * parts + i_part).to(tl.int64) * HEAD_TILES + i_head_tile
         o_part = i_part * (TOKENS * HEADS_OF_TILE) + i_row  # [BLOCK_M]
         tl.store(p_part + o_part[:, None] * V + o_value[None, :], b_out, mask=m_out)
         tl.store(p_part_lse + o_part, b_lse, mask=m_row)
@@ -351,6 +349,7 @@ def paged_attention_merge_kernel(
     p_lse_before,
     tokens,
     requests,
+    parts,
     p_out,
     p_lse,
     V: tl.constexpr,
@@ -360,7 +359,6 @@ def paged_attention_merge_kernel(
     HEADS_OF_TILE: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,
     TOGETHER: tl.constexpr,
     HEADS_OF_PROGRAM: tl.constexpr,
     SCHEDULES: tl.constexpr,
@@ -396,8 +394,6 @@ def paged_attention_merge_kernel(
                 if SAVE_LSE:
                     tl.store(p_lse + o_head, float("-inf"))
     elif splits > 1:
-        i_end = tl.minimum(tl.load(p_starts + i_request + 1), tokens)
-        tiles = tl.cdiv(i_end - i_start, TOKENS)
         i_tile = (i_token - i_start) // TOKENS
         i_part = tl.load(p_parts_up_to + o_schedule + i_request) - (i_tile + 1) * splits
         for i in range(HEADS_OF_PROGRAM):
@@ -412,7 +408,9 @@ def paged_attention_merge_kernel(
             for i_from in range(0, splits, TOGETHER):
                 i_split = i_from + tl.arange(0, TOGETHER)
                 m_split = i_split < splits
-                o_part = ((i_batch * PARTS + i_part + i_split).to(tl.int64) * HEAD_TILES + i_head_tile) * (TOKENS * HEADS_OF_TILE)
+                o_part = ((i_batch * parts + i_part + i_split).to(tl.int64) * HEAD_TILES + i_head_tile) * (
+                    TOKENS * HEADS_OF_TILE
+                )
                 o_part += i_in_tile
                 b_lse = tl.load(p_part_lse + o_part, mask=m_split, other=float("-inf"))  # [TOGETHER]
                 m_part = m_split[:, None] & m_value[None, :]
@@ -445,7 +443,7 @@ class _Results(NamedTuple):
 
 
 def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: PagedAttentionConfig) -> PagedAttentionOutputs:
-    batch, tokens, heads, _ = call.query.shape
+    batch, tokens, _, _ = call.query.shape
     save_lse = call.return_lse or call.save_residuals
     if batch * tokens * call.kv_lens.shape[1] * call.value_size * call.longest * call.pages.pages == 0:
         return _without_keys(call, inputs)
@@ -518,7 +516,6 @@ def _pass(
         "HEADS_OF_TILE": sizes.heads_of_tile,
         "HEAD_TILES": sizes.head_tiles,
         "TOKENS": sizes.tokens_of_tile,
-        "PARTS": sizes.parts,
         "SCHEDULES": storage(schedule.splits),
         "SINKS": storage(inputs.sinks),
         "VALUE_SCALE": 0 if inputs.value_scale is None else inputs.value_scale.shape[1],
@@ -527,15 +524,21 @@ def _pass(
         "SEARCH": search_block(requests),
     }
     rows = sizes.tokens_of_tile * sizes.heads_of_tile
-    parts = (batch, sizes.parts, sizes.head_tiles, rows)
+    parts = (batch, sizes.parts, sizes.head_tiles, rows) if sizes.parts else (1, 1, 1, 1)
     absent = inputs.query
+    clear = before is None
+    if before is None and not sizes.parts:
+        before = _cleared(call)
 
     def present(array: Any) -> Any:
         return absent if array is None else array
 
-    results = ((batch, tokens, heads, call.value_size), inputs.query.dtype), (
-        (batch, tokens, heads) if save_lse else (1,),
-        jnp.float32,
+    results = (
+        ((batch, tokens, heads, call.value_size), inputs.query.dtype),
+        (
+            (batch, tokens, heads) if save_lse else (1,),
+            jnp.float32,
+        ),
     )
     arrays = (
         inputs.query,
@@ -555,7 +558,7 @@ def _pass(
     bias = inputs.qq_bias
     out, lse, part, part_lse = call_kernel(
         paged_attention_kernel,
-        (*arrays, tokens, requests, call.block_tables.shape[2], call.pages.pages, sizes.units),
+        (*arrays, tokens, requests, call.block_tables.shape[2], call.pages.pages, sizes.units, sizes.parts),
         (*results, ((*parts, call.value_size), jnp.float32), (parts, jnp.float32)),
         grid=batch * sizes.units * sizes.head_tiles,
         num_warps=num_warps,
@@ -592,7 +595,16 @@ def _pass(
         STAGES=num_stages,
         **shared,
     )
-    return _merge(call, inputs, sizes, schedule, _Results(out, lse), (part, part_lse), clear=before is None, shared=shared)
+    if not sizes.parts:
+        return _Results(out, lse)
+    return _merge(call, inputs, sizes, schedule, _Results(out, lse), (part, part_lse), clear=clear, shared=shared)
+
+
+def _cleared(call: PagedAttentionCall) -> _Results:
+    """What rows without a request hold."""
+    rows = call.query.shape[:3]
+    lse = jnp.full(rows if call.return_lse or call.save_residuals else (1,), -jnp.inf, jnp.float32)
+    return _Results(jnp.zeros((*rows, call.value_size), call.query.dtype), lse)
 
 
 def _merge(
@@ -622,7 +634,7 @@ def _merge(
     )
     out, lse = call_kernel(
         paged_attention_merge_kernel,
-        (*arrays, tokens, requests),
+        (*arrays, tokens, requests, sizes.parts),
         tuple((array.shape, array.dtype) for array in found),
         grid=batch * tokens * (heads // heads_of_program) * -(-call.value_size // block),
         num_warps=4,

@@ -43,7 +43,7 @@ class Sizes:
         head_tiles: tiles that cover all query heads.
         tokens_of_tile: new tokens of a tile.
         units: most units of a batch member.
-        parts: most units of a batch member whose result is a part of a tile's.
+        parts: most units of a batch member whose result is a part of a tile's; 0 where no tile is long enough for a split.
         wanted: units that the keys are cut for.
         above, up_to: new tokens of the requests that this pass serves: `above < tokens <= up_to`.
     """
@@ -76,10 +76,12 @@ class Sizes:
         rows = rows_of_tile(call, tokens_of_tile)
         busy = min(call.kv_lens.shape[1], tokens)
         tiles = busy if up_to <= tokens_of_tile else (tokens - busy) // tokens_of_tile + busy
-        most = tiles * max(-(-call.longest // (LEAST_BLOCKS * keys)), 1)
+        most_splits = max(-(-call.longest // (LEAST_BLOCKS * keys)), 1)
+        most = tiles * most_splits
         wanted = max(1, min(config.programs // (head_tiles * batch), most))
         units = min(tiles + wanted, most)
-        return cls(rows, keys, together, head_tiles, tokens_of_tile, units, min(units, 2 * wanted), wanted, above, up_to)
+        parts = min(units, 2 * wanted) if most_splits > 1 else 0
+        return cls(rows, keys, together, head_tiles, tokens_of_tile, units, parts, wanted, above, up_to)
 
 
 def make_schedule(call: PagedAttentionCall, sizes: Sizes, starts: Any, lengths: Any) -> Schedule:

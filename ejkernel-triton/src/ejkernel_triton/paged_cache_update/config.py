@@ -47,4 +47,4 @@ def search_space(call: PagedCacheUpdateCall, target: Target) -> list[PagedCacheU
     return found if chosen in found else [chosen, *found]
 
 
-CONFIGS = ConfigSpace(PagedCacheUpdateConfig, heuristic, search_space)
+FORWARD = ConfigSpace(PagedCacheUpdateConfig, heuristic, search_space)

@@ -39,7 +39,7 @@ def _as_float8(b_new, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.co
     b_large = ((b_power + (23 - MANTISSA)) << 23).to(tl.float32, bitcast=True) * 1.5
     b_size = (b_size + b_large) - b_large
     b_normal = (b_size.to(tl.int32, bitcast=True) >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
-    b_subnormal = (b_size * (2.0 ** (BIAS + MANTISSA - 1))).to(tl.int32)
+    b_subnormal = (tl.minimum(b_size, 2.0 ** (1 - BIAS)) * (2.0 ** (BIAS + MANTISSA - 1))).to(tl.int32)
     b_code = tl.where(b_size < 2.0 ** (1 - BIAS), b_subnormal, b_normal)
     b_code = tl.where(b_new != b_new, 0x7F, b_code)
     return (b_code | ((b_new.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.int8)
@@ -54,7 +54,7 @@ def _store(p_new, p_scale, p_pages, i_head, HEADS: tl.constexpr, SIZE: tl.conste
     m_tile = (i_head < HEADS)[:, None] & (o_size < SIZE)[None, :]
     b_new = tl.load(p_new + i_head[:, None] * SIZE + o_size[None, :], mask=m_tile)  # [HEADS_OF_PROGRAM, BLOCK]
     o_stored = i_head.to(tl.int64)[:, None] * STRIDE + o_size[None, :]
-    if SCALE == 0 and p_new.dtype.element_ty == STORED:
+    if SCALE == 0 and STORED == p_new.dtype.element_ty:
         tl.store(p_pages + o_stored, b_new, mask=m_tile)
     else:
         b_new = b_new.to(tl.float32)
@@ -64,9 +64,9 @@ def _store(p_new, p_scale, p_pages, i_head, HEADS: tl.constexpr, SIZE: tl.conste
         if STORED.primitive_bitwidth > 8:
             tl.store(p_pages + o_stored, b_new.to(STORED), mask=m_tile)
         else:
-            if STORED == tl.int8:
+            if tl.int8 == STORED:
                 b_byte = _as_int8(b_new)
-            elif STORED == tl.float8e4nv:
+            elif tl.float8e4nv == STORED:
                 b_byte = _as_float8(b_new, 3, 7, 448.0)
             else:
                 b_byte = _as_float8(b_new, 2, 15, 57344.0)
