@@ -32,6 +32,7 @@ class Rules:
         whole: some tiles may need no mask.
         sinks: their number, and whether they are per batch.
         rounding: dtype that `query . key` is rounded to, "" for none.
+        plain: logits are nothing but products, so that a row's statistic can be where their sum starts.
     """
 
     heads: int
@@ -60,6 +61,7 @@ class Rules:
     threshold: int
     survivor: float
     rounding: str
+    plain: bool
     capped: bool
     unit: float
     factor: float
@@ -81,6 +83,7 @@ def rules_of(call: FlashAttentionCall) -> Rules:
         left, right = (None if side is None else min(side, farthest) for side in (left, right))
     chunk = call.chunk_size or 0
     unit, factor, bias_factor, cap_factor = _units(call)
+    rounding = call.logits_dtype if call.logits_dtype in ("bfloat16", "float16") else ""
     return Rules(
         heads=call.query.shape[2],
         group=call.query.shape[2] // call.key.shape[2],
@@ -107,7 +110,8 @@ def rules_of(call: FlashAttentionCall) -> Rules:
         dropout=call.dropout_rate > 0,
         threshold=int(dropout.threshold(call.dropout_rate)),
         survivor=1 / (1 - call.dropout_rate),
-        rounding=call.logits_dtype if call.logits_dtype in ("bfloat16", "float16") else "",
+        rounding=rounding,
+        plain=not rounding and call.bias is None and call.soft_cap is None and call.scale > 0,
         capped=call.soft_cap is not None,
         unit=unit,
         factor=factor,

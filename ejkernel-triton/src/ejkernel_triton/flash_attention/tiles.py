@@ -180,6 +180,12 @@ def load_scores(p, o_query, o_key, queries, keys, AXES: tl.constexpr):
 
 
 @triton.jit
+def statistic_of(p, i_batch_head, queries):
+    """Where the rows of one head begin in a statistic `[b, h, t]`, whose t is padded to a multiple of 128."""
+    return p + i_batch_head.to(tl.int64) * (tl.cdiv(queries, 128) * 128)
+
+
+@triton.jit
 def places_of(
     p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries, keys,
     R: tl.constexpr,
