@@ -77,7 +77,9 @@ def options(**values: Any) -> tuple[tuple[str, Any], ...]:
 
 NUMBERS = {
     "gqa-causal-128": Problem(1, 1000, 4, 2, 128, options=options(causal=True)),
-    "segments-64": Problem(2, 777, 4, 4, 64, segments=5, sinks=True, options=options(causal=True, dropout_prob=0.1, dropout_seed=3)),
+    "segments-64": Problem(
+        2, 777, 4, 4, 64, segments=5, sinks=True, options=options(causal=True, dropout_prob=0.1, dropout_seed=3)
+    ),
     "window-cap-256": Problem(1, 700, 2, 1, 256, options=options(causal=True, sliding_window=(200, 0), logits_soft_cap=20.0)),
     "bias-mla": Problem(1, 515, 2, 2, 192, 128, bias=(1, 2, 515, 515), options=options(chunk_size=300)),
     "full-float32": Problem(1, 300, 2, 1, 80, dtype="float32"),
@@ -187,7 +189,10 @@ def time_configs(name: str, problem: Problem, save: Any, heuristic_only: bool) -
             continue
         outputs = outputs or program(inputs)
         seconds, _ = device_times(program, (inputs,))
-        save("times", {"case": name, "phase": "forward", "config": str(choice), "us": seconds * 1e6, "tflops": flops / seconds / 1e12})
+        save(
+            "times",
+            {"case": name, "phase": "forward", "config": str(choice), "us": seconds * 1e6, "tflops": flops / seconds / 1e12},
+        )
     backwards = [config.backward_heuristic(call, target)] if heuristic_only else config.backward_space(call, target)
     programs = compiled(
         [(lambda i, o, c, x=x: kernel.backward(call, i, o, c, x), (inputs, outputs, cotangents)) for x in backwards]
@@ -199,7 +204,10 @@ def time_configs(name: str, problem: Problem, save: Any, heuristic_only: bool) -
         seconds, kernels = device_times(program, (inputs, outputs, cotangents), 3)
         parts = {k.removesuffix("_kernel"): round(v * 1e6) for k, v in kernels.items() if v > 5e-6}
         tflops = 2.5 * flops / seconds / 1e12
-        save("times", {"case": name, "phase": "backward", "config": str(choice), "us": seconds * 1e6, "tflops": tflops, "parts": parts})
+        save(
+            "times",
+            {"case": name, "phase": "backward", "config": str(choice), "us": seconds * 1e6, "tflops": tflops, "parts": parts},
+        )
 
 
 def time_cudnn(name: str, problem: Problem, save: Any) -> None:
@@ -218,10 +226,15 @@ def time_cudnn(name: str, problem: Problem, save: Any) -> None:
     arguments = inputs[:3]
     try:
         seconds, _ = device_times(jax.jit(attention), arguments)
-        save("peers", {"case": name, "name": "cudnn", "phase": "forward", "us": seconds * 1e6, "tflops": flops / seconds / 1e12})
+        save(
+            "peers", {"case": name, "name": "cudnn", "phase": "forward", "us": seconds * 1e6, "tflops": flops / seconds / 1e12}
+        )
         pull = jax.jit(lambda *a: jax.vjp(attention, *a)[1])(*arguments)
         seconds, _ = device_times(jax.jit(lambda pull, g: pull(g)), (pull, cotangents.out))
-        save("peers", {"case": name, "name": "cudnn", "phase": "backward", "us": seconds * 1e6, "tflops": 2.5 * flops / seconds / 1e12})
+        save(
+            "peers",
+            {"case": name, "name": "cudnn", "phase": "backward", "us": seconds * 1e6, "tflops": 2.5 * flops / seconds / 1e12},
+        )
     except Exception as error:
         save("peers", {"case": name, "name": "cudnn", "failed": str(error).splitlines()[0][:150]})
 
@@ -254,9 +267,7 @@ def time_flex(name: str, problem: Problem, save: Any) -> None:
         attention = torch.compile(flex_attention, dynamic=False)
 
         def run() -> Any:
-            return attention(
-                q, key, value, block_mask=block_mask, score_mod=capped if cap else None, enable_gqa=h != k
-            )
+            return attention(q, key, value, block_mask=block_mask, score_mod=capped if cap else None, enable_gqa=h != k)
 
         def timed(function: Any) -> float:
             for _ in range(2):
@@ -277,7 +288,10 @@ def time_flex(name: str, problem: Problem, save: Any) -> None:
         out = run()
         grad = torch.randn_like(out)
         seconds = timed(lambda: torch.autograd.grad(out, (q, key, value), grad, retain_graph=True))
-        save("peers", {"case": name, "name": "flex", "phase": "backward", "us": seconds * 1e6, "tflops": 2.5 * flops / seconds / 1e12})
+        save(
+            "peers",
+            {"case": name, "name": "flex", "phase": "backward", "us": seconds * 1e6, "tflops": 2.5 * flops / seconds / 1e12},
+        )
     except Exception as error:
         save("peers", {"case": name, "name": "flex", "failed": str(error).splitlines()[0][:150]})
 
@@ -296,7 +310,11 @@ def main() -> int:
     def save(part: str, row: dict[str, Any]) -> None:
         result[part].append(row)
         if part != "numbers" or not row["passed"]:
-            print(f"{time.monotonic() - BEGIN:6.1f}s", " ".join(str(round(v, 1) if isinstance(v, float) else v) for v in row.values()), flush=True)
+            print(
+                f"{time.monotonic() - BEGIN:6.1f}s",
+                " ".join(str(round(v, 1) if isinstance(v, float) else v) for v in row.values()),
+                flush=True,
+            )
         (Path(given.out) / "flash_attention.json").write_text(json.dumps(result, indent=1))
 
     passed = True

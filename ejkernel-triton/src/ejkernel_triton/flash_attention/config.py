@@ -20,12 +20,14 @@ class ForwardConfig:
     block_q, block_k: queries that a program owns, and keys of one tile; powers of two.
     num_warps: warps per program.
     num_stages: depth of the pipeline over tiles of keys.
+    ahead: whether the product of the next tile runs beside the exponentials of this one.
     """
 
     block_q: int
     block_k: int
     num_warps: int
     num_stages: int
+    ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +147,7 @@ def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardCon
     best = backward_heuristic(call, target)
     found = [best]
     for own, other, warps, stages in _around(model.key_fits, model.keys, model.queries, (1, 2, 3)):
-        found.append(
-            dataclasses.replace(best, key_block_q=other, key_block_k=own, key_num_warps=warps, key_num_stages=stages)
-        )
+        found.append(dataclasses.replace(best, key_block_q=other, key_block_k=own, key_num_warps=warps, key_num_stages=stages))
     for own, other, warps, stages in _around(model.query_fits, model.queries, model.keys, (1, 2, 3)):
         found.append(
             dataclasses.replace(best, query_block_q=own, query_block_k=other, query_num_warps=warps, query_num_stages=stages)

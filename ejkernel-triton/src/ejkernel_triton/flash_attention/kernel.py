@@ -42,7 +42,7 @@ def backward(
     if not _score_count(call):
         zeros = (None if x is None else vary_like(jnp.zeros(x.shape, x.dtype), inputs) for x in inputs[:4])
         return FlashAttentionInputs(*zeros, sinks=d_sinks)
-    start = jnp.where(shift == -jnp.inf, -jnp.inf, -shift * (LOG2_E / rules_of(call).unit))
+    start = jnp.where(shift == -jnp.inf, -jnp.inf, -shift * LOG2_E)
     rows = (cotangents.out, _padded(start, -jnp.inf), _padded(-delta, 0.0))
     d_key, d_value = _key_gradients(call, inputs, rows, config)
     return FlashAttentionInputs(
@@ -126,6 +126,7 @@ def _attend(
         BLOCK_N=1 << max(rules.sinks - 1, 0).bit_length(),
         SAVE_LSE=save_lse,
         SAVE_MAXIMUM=save_maximum,
+        AHEAD=config.ahead,
     )
 
 
