@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
@@ -19,12 +20,14 @@ class ForwardConfig:
     block_q, block_k: queries that a program owns, and keys of one tile; powers of two.
     num_warps: warps per program.
     num_stages: depth of the pipeline over tiles of keys.
+    ahead: whether the product of the next tile runs beside the exponentials of this one.
     """
 
     block_q: int
     block_k: int
     num_warps: int
     num_stages: int
+    ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +106,19 @@ _SINGLE = ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 8, 1), (16, 
 """For float32, in order of preference; the last fits everywhere."""
 
 
-def _first(tiles: Iterable[Tile], fits: object, own: int, other: int) -> Tile:
+def _first(tiles: Iterable[Tile], fits: Callable[[Tile], bool], own: int, other: int) -> Tile:
     tiles = [_cut(tile, own, other) for tile in tiles]
-    return next((tile for tile in tiles if fits(tile)), tiles[-1])  # pyright: ignore
+    return next((tile for tile in tiles if fits(tile)), tiles[-1])
+
+
+def _around(fits: Callable[[Tile], bool], own: int, other: int, stages: Iterable[int]) -> list[Tile]:
+    """The tiles worth a measurement: one warpgroup for 64 rows, two where those do not hold them or for 128."""
+    found = []
+    for rows, columns, depth in itertools.product((64, 128), (32, 64, 128), stages):
+        warps = next((warps for warps in (rows // 16, 8) if fits((rows, columns, warps, depth))), None)
+        if warps is not None:
+            found.append(_cut((rows, columns, warps, depth), own, other))
+    return sorted(set(found))
 
 
 def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
@@ -116,9 +129,8 @@ def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig
 
 def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfig]:
     model = _Model(call, target)
-    tiles = [(q, k, w, s) for q in (64, 128) for k in (32, 64, 128) for w in (4, 8) for s in (2, 3, 4)]
-    tiles = {_cut(tile, model.queries, model.keys) for tile in tiles if model.forward_fits(tile)}
-    return list(dict.fromkeys([forward_heuristic(call, target), *(ForwardConfig(*tile) for tile in sorted(tiles))]))
+    tiles = _around(model.forward_fits, model.queries, model.keys, (2, 3, 4))
+    return list(dict.fromkeys([forward_heuristic(call, target), *(ForwardConfig(*tile) for tile in tiles)]))
 
 
 def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConfig:
@@ -133,13 +145,10 @@ def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardCon
     """Each kernel varied alone: the two do not influence each other."""
     model = _Model(call, target)
     best = backward_heuristic(call, target)
-    tiles = [(own, other, w, s) for own in (64, 128) for other in (32, 64, 128) for w in (4, 8) for s in (1, 2, 3)]
     found = [best]
-    for own, other, warps, stages in sorted({_cut(t, model.keys, model.queries) for t in tiles if model.key_fits(t)}):
-        found.append(
-            dataclasses.replace(best, key_block_q=other, key_block_k=own, key_num_warps=warps, key_num_stages=stages)
-        )
-    for own, other, warps, stages in sorted({_cut(t, model.queries, model.keys) for t in tiles if model.query_fits(t)}):
+    for own, other, warps, stages in _around(model.key_fits, model.keys, model.queries, (1, 2, 3)):
+        found.append(dataclasses.replace(best, key_block_q=other, key_block_k=own, key_num_warps=warps, key_num_stages=stages))
+    for own, other, warps, stages in _around(model.query_fits, model.queries, model.keys, (1, 2, 3)):
         found.append(
             dataclasses.replace(best, query_block_q=own, query_block_k=other, query_num_warps=warps, query_num_stages=stages)
         )

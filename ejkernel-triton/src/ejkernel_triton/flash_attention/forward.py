@@ -1,8 +1,9 @@
 """The forward kernel: a program owns a block of queries of one head and walks over the keys that they see, with a running
 maximum and sum (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022).
 
-Tiles whose entries are all visible are computed without masks. In the others a weight of 0 times a hidden NaN would be NaN, so a
-value that is not finite becomes a NaN of its key's logits instead, which reaches exactly the queries that see it.
+Tiles whose entries are all visible are computed without masks. If a result holds NaN, which a hidden value can cause as 0 * NaN,
+the block is computed again with care: a value that is not finite becomes a NaN of its key's logits, which reaches exactly the
+queries that see it.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.flash_attention.tiles import (
+    any_nan,
     finite,
     kept,
     key_range,
@@ -44,6 +46,7 @@ def absorb(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):
     """Add the keys in [start, stop) to `(weighted values, maximum, sum)`."""
     b_values, b_maximum, b_sum = state
@@ -63,10 +66,13 @@ def absorb(
                 b_seen = b_seen & (b_bias != float("-inf"))
                 b_bias = tl.where(b_seen, b_bias, 0.0)
         b_logits, _ = logits_of(b_raw, b_bias, R)
-        b_value = load_rows(p_value + o_start * VALUE_STRIDE, o_block, keys - i_key, VALUE_STRIDE, R.value_size, BLOCK_V, MASKED)
-        if MASKED:
+        b_value = load_rows(
+            p_value + o_start * VALUE_STRIDE, o_block, keys - i_key, VALUE_STRIDE, R.value_size, BLOCK_V, MASKED
+        )
+        if CAREFUL:
             b_logits += poison(b_value)[None, :]
             b_value = finite(b_value)
+        if MASKED:
             b_logits = tl.where(b_seen, b_logits, float("-inf"))
         b_largest = tl.maximum(b_maximum, tl.max(b_logits, axis=1))
         b_shift = b_largest
@@ -80,6 +86,51 @@ def absorb(
         b_values = b_values * b_decay[:, None]
         b_values = tl.dot(b_weights.to(b_value.dtype), b_value, b_values, input_precision=R.precision)
         b_maximum = b_largest
+    return b_values, b_maximum, b_sum
+
+
+@triton.jit
+def absorb_ahead(
+    state,
+    start,
+    stop,
+    b_query,
+    p_key,
+    p_value,
+    stream_0,
+    stream_1,
+    o_query,
+    R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """`absorb` without masks, where the product of the next tile runs beside the exponentials of this one."""
+    b_values, b_maximum, b_sum = state
+    o_block = tl.arange(0, BLOCK_K)
+    KEY_STRIDE: tl.constexpr = R.heads // R.group * R.size
+    VALUE_STRIDE: tl.constexpr = R.heads // R.group * R.value_size
+    if start < stop:
+        o_start = tl.full((), 0, tl.int64) + start
+        b_key = load_rows(p_key + o_start * KEY_STRIDE, o_block, BLOCK_K, KEY_STRIDE, R.size, BLOCK_D, False)
+        b_raw = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)  # [BLOCK_Q, BLOCK_K]
+        for i_key in tl.range(start, stop, BLOCK_K):
+            o_start = tl.full((), 0, tl.int64) + i_key
+            o_next = tl.minimum(o_start + BLOCK_K, stop - BLOCK_K)
+            b_key = load_rows(p_key + o_next * KEY_STRIDE, o_block, BLOCK_K, KEY_STRIDE, R.size, BLOCK_D, False)
+            b_next = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
+            b_logits, _ = logits_of(b_raw, 0.0, R)
+            b_largest = tl.maximum(b_maximum, tl.max(b_logits, axis=1))
+            b_weights = tl.exp2(b_logits * R.unit - (b_largest * R.unit)[:, None])
+            b_decay = tl.exp2((b_maximum - b_largest) * R.unit)
+            b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
+            if R.dropout:
+                b_weights = tl.where(kept(stream_0, stream_1, o_query, (i_key + o_block)[None, :], R), b_weights, 0.0)
+            b_value = load_rows(p_value + o_start * VALUE_STRIDE, o_block, BLOCK_K, VALUE_STRIDE, R.value_size, BLOCK_V, False)
+            b_values = b_values * b_decay[:, None]
+            b_values = tl.dot(b_weights.to(b_value.dtype), b_value, b_values, input_precision=R.precision)
+            b_maximum = b_largest
+            b_raw = b_next
     return b_values, b_maximum, b_sum
 
 
@@ -113,6 +164,7 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     SAVE_LSE: tl.constexpr,
     SAVE_MAXIMUM: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     i_block, i_batch_head = schedule(blocks, batch_heads, section, R.causal)
     i_batch = i_batch_head // R.heads
@@ -156,23 +208,36 @@ def forward_kernel(
         b_maximum = tl.zeros([BLOCK_Q], tl.float32) + largest
         b_sum += tl.sum(tl.exp2((b_sinks - shift) * R.unit), axis=0)
 
-    state = (tl.zeros([BLOCK_Q, BLOCK_V], tl.float32), b_maximum, b_sum)
+    start = (tl.zeros([BLOCK_Q, BLOCK_V], tl.float32), b_maximum, b_sum)
+    state = start
     if R.whole:
         if R.edges_first:
             state = absorb(
                 state, low, full_low, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
-                R, BLOCK_K, BLOCK_D, BLOCK_V, True,
+                R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
             )  # fmt: skip
-        state = absorb(
-            state, full_low, full_high, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
-            R, BLOCK_K, BLOCK_D, BLOCK_V, False,
-        )  # fmt: skip
+        if AHEAD:
+            state = absorb_ahead(
+                state, full_low, full_high, b_query, p_key, p_value, stream_0, stream_1, o_query, R, BLOCK_K, BLOCK_D, BLOCK_V
+            )  # fmt: skip
+        else:
+            state = absorb(
+                state, full_low, full_high, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
+                R, BLOCK_K, BLOCK_D, BLOCK_V, False, False,
+            )  # fmt: skip
     else:
         full_high = low
     state = absorb(
         state, full_high, high, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
-        R, BLOCK_K, BLOCK_D, BLOCK_V, True,
+        R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
     )  # fmt: skip
+    if R.masked:
+        if any_nan(state[0]):
+            state = absorb(
+                start, low, high, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
+                R, BLOCK_K, BLOCK_D, BLOCK_V, True, True,
+            )  # fmt: skip
+
     b_values, b_maximum, b_sum = state
     b_divisor = tl.full([BLOCK_Q], 1.0, tl.float32)
     if R.normalize:

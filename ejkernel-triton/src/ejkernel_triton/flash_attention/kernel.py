@@ -42,7 +42,8 @@ def backward(
     if not _score_count(call):
         zeros = (None if x is None else vary_like(jnp.zeros(x.shape, x.dtype), inputs) for x in inputs[:4])
         return FlashAttentionInputs(*zeros, sinks=d_sinks)
-    rows = (cotangents.out, jnp.where(shift == -jnp.inf, jnp.inf, shift * LOG2_E), delta)
+    start = jnp.where(shift == -jnp.inf, -jnp.inf, -shift * LOG2_E)
+    rows = (cotangents.out, _padded(start, -jnp.inf), _padded(-delta, 0.0))
     d_key, d_value = _key_gradients(call, inputs, rows, config)
     return FlashAttentionInputs(
         query=_query_gradient(call, inputs, rows, config),
@@ -125,6 +126,7 @@ def _attend(
         BLOCK_N=1 << max(rules.sinks - 1, 0).bit_length(),
         SAVE_LSE=save_lse,
         SAVE_MAXIMUM=save_maximum,
+        AHEAD=config.ahead,
     )
 
 
@@ -150,6 +152,11 @@ def _statistics(
     total = jnp.where(lse == -jnp.inf, 1, jnp.exp(lse - jnp.where(lse == -jnp.inf, 0, shift)))
     delta = jnp.zeros_like(lse) if d_lse is None else -d_lse / total
     return _heads_first(jnp.where(lse == -jnp.inf, -jnp.inf, shift)), _heads_first(delta)
+
+
+def _padded(rows: Any, value: float) -> Any:
+    """Padded as `tiles.statistic_of` expects."""
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % 128)), constant_values=value)
 
 
 def _heads_first(rows: Any) -> Any:

@@ -43,9 +43,7 @@ def _tiles(call: FlashAttentionCall, inputs: FlashAttentionInputs, block_q: int,
     queries, keys = call.query.shape[1], call.key.shape[1]
     q_low, q_high = _position_ends(inputs.query_positions, queries, block_q, call.query_offset)
     k_low, k_high = _position_ends(inputs.key_positions, keys, block_k, 0)
-    some, every = tile_visibility(
-        call, q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None], jnp
-    )
+    some, every = tile_visibility(call, q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None], jnp)
     every = every & _complete(queries, block_q)[None, :, None] & _complete(keys, block_k)[None, None]
     if inputs.query_segments is not None:
         own, other = _segment_ends(inputs.query_segments, block_q), _segment_ends(inputs.key_segments, block_k)

@@ -30,8 +30,11 @@ class Rules:
         edges_first, edges_first_by_key: masked tiles may come before whole ones, among the keys of a block of queries, and among
             the queries of a block of keys.
         whole: some tiles may need no mask.
+        masked: some entry can be hidden, so that what is not finite there must be kept out of the products.
+        simple: causal by indices and without a prefix.
         sinks: their number, and whether they are per batch.
         rounding: dtype that `query . key` is rounded to, "" for none.
+        plain: logits are nothing but products, so that a row's statistic can be where their sum starts.
     """
 
     heads: int
@@ -54,12 +57,15 @@ class Rules:
     edges_first: bool
     edges_first_by_key: bool
     whole: bool
+    masked: bool
+    simple: bool
     sinks: int
     sinks_per_batch: bool
     dropout: bool
     threshold: int
     survivor: float
     rounding: str
+    plain: bool
     capped: bool
     unit: float
     factor: float
@@ -81,6 +87,7 @@ def rules_of(call: FlashAttentionCall) -> Rules:
         left, right = (None if side is None else min(side, farthest) for side in (left, right))
     chunk = call.chunk_size or 0
     unit, factor, bias_factor, cap_factor = _units(call)
+    rounding = call.logits_dtype if call.logits_dtype in ("bfloat16", "float16") else ""
     return Rules(
         heads=call.query.shape[2],
         group=call.query.shape[2] // call.key.shape[2],
@@ -102,12 +109,15 @@ def rules_of(call: FlashAttentionCall) -> Rules:
         edges_first=given or left is not None or bool(chunk),
         edges_first_by_key=given or call.causal or right is not None or bool(chunk),
         whole=not elementwise,
+        simple=call.causal and call.prefix is None and call.query_positions is None and call.key_positions is None,
+        masked=elementwise or given or call.causal or call.window is not None or call.chunk_size is not None,
         sinks=0 if call.sinks is None else call.sinks.shape[2],
         sinks_per_batch=call.sinks is not None and call.sinks.shape[0] > 1,
         dropout=call.dropout_rate > 0,
         threshold=int(dropout.threshold(call.dropout_rate)),
         survivor=1 / (1 - call.dropout_rate),
-        rounding=call.logits_dtype if call.logits_dtype in ("bfloat16", "float16") else "",
+        rounding=rounding,
+        plain=not rounding and call.bias is None and call.soft_cap is None and call.scale > 0,
         capped=call.soft_cap is not None,
         unit=unit,
         factor=factor,

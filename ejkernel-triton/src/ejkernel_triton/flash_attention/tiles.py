@@ -62,6 +62,11 @@ def poison(b_tile):
 
 
 @triton.jit
+def any_nan(b_tile):
+    return tl.max(tl.max((b_tile != b_tile).to(tl.int32), axis=1), axis=0) > 0
+
+
+@triton.jit
 def chunk_of(x, CHUNK: tl.constexpr):
     """Floor division; the machine's rounds to zero."""
     return tl.where(x >= 0, x // CHUNK, -1 - (-1 - x) // CHUNK)
@@ -180,6 +185,12 @@ def load_scores(p, o_query, o_key, queries, keys, AXES: tl.constexpr):
 
 
 @triton.jit
+def statistic_of(p, i_batch_head, queries):
+    """Where the rows of one head begin in a statistic `[b, h, t]`, whose t is padded to a multiple of 128."""
+    return p + i_batch_head.to(tl.int64) * (tl.cdiv(queries, 128) * 128)
+
+
+@triton.jit
 def places_of(
     p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries, keys,
     R: tl.constexpr,
@@ -198,7 +209,6 @@ def places_of(
 @triton.jit
 def seen_in(places, o_query, o_key, queries, keys, R: tl.constexpr):
     """Which entries of a tile are visible. Queries past the end need no rule: what they hold is 0."""
-    b_seen = o_key < keys
     if R.query_positions > 0:
         b_query = tl.load(places[4] + o_query, mask=o_query < queries, other=0)
     else:
@@ -207,13 +217,21 @@ def seen_in(places, o_query, o_key, queries, keys, R: tl.constexpr):
         b_key = tl.load(places[5] + o_key, mask=o_key < keys, other=0)
     else:
         b_key = o_key
-    if R.causal:
-        if R.prefix > 0:
-            b_seen = b_seen & ((b_key <= b_query) | (b_key < R.prefix))
+    if R.simple:  # keys past the end are put after every query; one comparison of unsigned numbers holds two
+        b_distance = b_query - tl.where(o_key < keys, o_key, 1 << 30)
+        if R.left >= 0:
+            b_seen = b_distance.to(tl.uint32) <= R.left
         else:
-            b_seen = b_seen & (b_key <= b_query)
-    if R.left >= 0:
-        b_seen = b_seen & (b_query - b_key <= R.left)
+            b_seen = b_distance >= 0
+    else:
+        b_seen = o_key < keys
+        if R.causal:
+            if R.prefix > 0:
+                b_seen = b_seen & ((b_key <= b_query) | (b_key < R.prefix))
+            else:
+                b_seen = b_seen & (b_key <= b_query)
+        if R.left >= 0:
+            b_seen = b_seen & (b_query - b_key <= R.left)
     if R.right >= 0:
         b_seen = b_seen & (b_key - b_query <= R.right)
     if R.chunk > 0:
