@@ -3,7 +3,7 @@
 Results start as NaN, and each lies between guard bytes that must survive.
 """
 
-# pyright: reportPrivateUsage=false
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
 from __future__ import annotations
 
 import contextlib
