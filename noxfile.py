@@ -251,14 +251,15 @@ def client(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def bench(session: nox.Session) -> None:
-    """Benchmarks on this machine, written to benchmarks/results. It should have nothing else to do."""
+    """Benchmarks on this machine, written to benchmarks/results and README. It should have nothing else to do."""
     python = main_environment(session)
     out = RESULTS / "startup_cpu.json"
     session.run(str(python), "benchmarks/startup_cpu.py", "--out", str(out), external=True)
     plots = ROOT / "build" / "bench_cpu"
     _bench(session, python, RESULTS / "bench_cpu.json", "--plots", str(plots))
     shutil.copyfile(plots / "overview.png", RESULTS / "bench_cpu.png")
-    session.log(f"the page: {plots / 'index.html'}; now run `nox -s tables`")
+    session.log(f"the page: {plots / 'index.html'}")
+    session.notify("tables")
 
 
 @nox.session(python=False)
