@@ -16,6 +16,7 @@ import nox
 import nox.command
 
 ROOT = Path(__file__).parent
+RESULTS = ROOT / "benchmarks" / "results"
 PAIRS = (("3.11", "0.10.2"), ("3.12", "0.11.2"), ("3.13", "0.12.0.1"))
 """Python and jax, oldest to newest."""
 
@@ -147,7 +148,7 @@ def matrix(session: nox.Session, pair: tuple[str, str]) -> None:
 
 def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
     """Every distribution is tested, also after one has failed."""
-    elsewhere = ("conformance", "device", "docs", "isolation", "opaque", "smoke")
+    elsewhere = ("browser", "conformance", "device", "docs", "isolation", "opaque", "smoke")
     suites = [[f"{name}/tests"] for name in sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")})]
     failed = []
     for suite in (*suites, ["tests", *(f"--ignore=tests/{part}" for part in elsewhere)]):
@@ -256,17 +257,46 @@ def client(session: nox.Session) -> None:
         packages = ["--editable", "./ejkernel-core", "--editable", "./ejkernel-xla"]
         session.run(*install, "--no-deps", "--no-build-isolation", *packages, external=True)
         stamp.write_text(wanted)
-    out = ROOT / "benchmarks" / "results" / "easydel_cpu.json"
+    out = RESULTS / "easydel_cpu.json"
     session.run(str(executable), f"{folder}/run.py", "--out", str(out), *session.posargs, external=True)
 
 
 @nox.session(python=False)
 def bench(session: nox.Session) -> None:
-    """Benchmarks on this machine, written to benchmarks/results. It should have nothing else to do."""
+    """Benchmarks on this machine, written to benchmarks/results and README. It should have nothing else to do."""
     python = main_environment(session)
-    for name in ("startup_cpu", "attention_cpu"):
-        out = ROOT / "benchmarks" / "results" / f"{name}.json"
-        session.run(str(python), f"benchmarks/{name}.py", "--out", str(out), *session.posargs, external=True)
+    out = RESULTS / "startup_cpu.json"
+    session.run(str(python), "benchmarks/startup_cpu.py", "--out", str(out), external=True)
+    plots = ROOT / "build" / "bench_cpu"
+    _bench(session, python, RESULTS / "bench_cpu.json", "--plots", str(plots))
+    shutil.copyfile(plots / "overview.png", RESULTS / "bench_cpu.png")
+    session.log(f"the page: {plots / 'index.html'}")
+    session.notify("tables")
+
+
+@nox.session(python=False)
+def bench_compare(session: nox.Session) -> None:
+    """Benchmarks on this machine against the recorded ones; fails on a regression."""
+    python = main_environment(session)
+    new = ROOT / "build" / "bench_cpu.json"
+    _bench(session, python, new)
+    command = (str(python.parent / "ejkernel"), "bench", "--compare", str(RESULTS / "bench_cpu.json"), str(new))
+    session.run(*command, env={"JAX_PLATFORMS": "cpu"}, external=True)
+
+
+def _bench(session: nox.Session, python: Path, out: Path, *options: str) -> None:
+    """One run of every CPU case; what follows `--` on the command line goes to `ejkernel bench`."""
+    out.parent.mkdir(exist_ok=True)
+    command = (str(python.parent / "ejkernel"), "bench", "--size", "cpu", "--out", str(out), *options, *session.posargs)
+    session.run(*command, env={"JAX_PLATFORMS": "cpu"}, external=True)
+
+
+@nox.session(python=False)
+def browser(session: nox.Session) -> None:
+    """The page of a benchmark in headless Chromium; on Debian: apt-get install chromium chromium-driver."""
+    python = main_environment(session)
+    session.run(*pip(python), "install", "selenium>=4.20", external=True)
+    pytest(session, python, "-rs", "tests/browser")
 
 
 @nox.session(python=False)

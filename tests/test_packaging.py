@@ -47,7 +47,11 @@ def test_metadata(distribution, root):
 def test_core_extras(root):
     extras = tomllib.loads((root / "ejkernel-core" / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     names = {extra: {re.match(r"[\w-]+", item)[0] for item in items} for extra, items in extras.items()}
-    assert names == {"cli": {"matplotlib", "rich", "typer"}, "testing": {"flatbuffers", "hypothesis", "pytest"}}
+    assert names == {
+        "bench": {"matplotlib", "rich", "typer"},
+        "cli": {"matplotlib", "rich", "typer"},
+        "testing": {"flatbuffers", "hypothesis", "pytest"},
+    }
 
 
 def test_wheel(distribution, wheel):

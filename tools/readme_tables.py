@@ -10,9 +10,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
+
+from ejkernel.bench._document import Case, Document, Run, read_document
+from ejkernel.bench._standing import standing
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -68,23 +72,10 @@ def support() -> str:
 
 
 def speed() -> str:
-    """Attention on CPU against jax.nn, and the cost of dispatch, in Markdown."""
-    attention = json.loads((RESULTS / "attention_cpu.json").read_text())
+    """Every operation on CPU against the fastest peer, what is lost, and the cost of dispatch, in Markdown."""
+    recorded = RESULTS / "bench_cpu.json"
+    lines = benchmarks(read_document(recorded)) if recorded.exists() else ["No run of `nox -s bench` is recorded yet."]
     startup = json.loads((RESULTS / "startup_cpu.json").read_text())
-    host = attention["environment"]
-    lines = [
-        f"jax {host['jax']}, Python {host['python']}, {host['cores']} cores ({host['machine']}); ratios: jax.nn / ours, medians.",
-        "",
-        "| attention | forward | forward + backward | ours, forward + backward | compile | temporary memory, ours / jax.nn |",
-        "|---|---|---|---|---|---|",
-    ]
-    for case in attention["cases"]:
-        ratios = [
-            f"{case[key]['ratio']['median']:.2f}" for key in ("forward_ms", "forward_backward_ms", "trace_and_compile_ms")
-        ]
-        memory = " / ".join(f"{case['temporary_bytes'][name] / 2**20:.0f} MiB" for name in ("ours", "jax.nn"))
-        time = f"{case['forward_backward_ms']['ours']['median']:.0f} ms"
-        lines.append(f"| `{case['name']}` | {ratios[0]} | {ratios[1]} | {time} | {ratios[2]} | {memory} |")
     overhead = startup["eager_call_us"]
     lines += [
         "",
@@ -94,6 +85,73 @@ def speed() -> str:
         + ".",
     ]
     return "\n".join(lines)
+
+
+def benchmarks(document: Document) -> list[str]:
+    """The picture, a row for each operation, and every case that is lost."""
+    libraries = ", ".join(f"{name} {document.versions[name]}" for name in ("jax", "python") if name in document.versions)
+    settings = f"{document.settings.get('rounds')} rounds, {document.settings.get('clock')} time"
+    operations = sorted({case.operation for case in document.cases})
+    return [
+        f"{document.kind}; {libraries}; {settings}; commit {(document.commit or 'unknown')[:10]}.",
+        "",
+        "![Time of the best peer over ours, a mark for each case](benchmarks/results/bench_cpu.png)",
+        "",
+        "| operation | cases | forward | backward | compile | temporary memory, ours / peer | lost |",
+        "|---|---|---|---|---|---|---|",
+        *(_operation_row(name, [case for case in document.cases if case.operation == name]) for name in operations),
+        "",
+        *_lost(document),
+    ]
+
+
+def _operation_row(name: str, cases: list[Case]) -> str:
+    found = [standing(case) for case in cases]
+    judged = [one for one in found if one.word != "alone"]
+    lost = sum(one.word in ("loss", "missing") for one in found)
+    pairs = [(case.ours, case.best_peer) for case in cases if case.ours and case.best_peer]
+    compile_ratios = [peer.compile_s / ours.compile_s for ours, peer in pairs if ours.compile_s and peer.compile_s]
+    cells = [
+        f"`{name}`",
+        f"{len({case.key[1:3] for case in cases})}",
+        _ratios([one.ratio for case, one in zip(cases, found, strict=True) if case.phase == "forward" and one.ratio]),
+        _ratios([one.ratio for case, one in zip(cases, found, strict=True) if case.phase != "forward" and one.ratio]),
+        _ratios(compile_ratios),
+        _memory(pairs),
+        f"**{lost} of {len(judged)}**" if lost else f"0 of {len(judged)}" if judged else "no peer",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _ratios(ratios: list[float]) -> str:
+    """Geometric mean with the least and the largest."""
+    if not ratios:
+        return "-"
+    mean = statistics.geometric_mean(ratios)
+    return f"{mean:.2f}" if len(ratios) == 1 else f"{mean:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def _memory(pairs: list[tuple[Run, Run]]) -> str:
+    """Of the case where either needs most."""
+    known = [(ours.temporary_bytes, peer.temporary_bytes) for ours, peer in pairs]
+    both = [(ours, peer) for ours, peer in known if ours is not None and peer is not None]
+    return " / ".join(f"{size / 2**20:.0f} MiB" for size in max(both, key=max)) if both else "-"
+
+
+def _lost(document: Document) -> list[str]:
+    """What a peer does faster, and what has no result of ours, worst first."""
+    found = [(case, standing(case)) for case in document.cases]
+    lost = sorted((pair for pair in found if pair[1].word == "loss"), key=lambda pair: pair[1].ratio or 0)
+    lines = [
+        f"- `{case.label}`: {one.ratio:.2f} ({one.interval[0]:.2f} to {one.interval[1]:.2f}) against {one.peer}"
+        for case, one in lost
+        if one.ratio and one.interval
+    ]
+    lines += [f"- `{case.label}`: no result of ours" for case, one in found if one.word == "missing"]
+    compared = sum(one.ratio is not None for _, one in found)
+    meaning = "Ratios are time of the fastest peer / ours, geometric mean (least to largest)"
+    heading = f"{meaning}; {len(lost)} of {compared} cases are lost"
+    return [f"{heading}:", "", *lines] if lines else [f"{heading}."]
 
 
 def main() -> int:

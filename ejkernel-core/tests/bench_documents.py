@@ -54,7 +54,7 @@ def document(
                 )  # fmt: skip
     return {
         "schema": 1, "date": "2026-11-21T12:00:00Z", "commit": "0123abc", "command": "ejkernel bench --size cpu",
-        "device": {"backend": "cpu", "kind": "cpu", "capability": None, "driver": None, "count": 1, "host": "A CPU, 2 cores, 8 GiB"},
+        "device": {"backend": "cpu", "kind": "cpu", "count": 1, "host": "A CPU, 2 cores, 8 GiB", "load": 0.1},
         "versions": {"python": "3.12.1", "jax": "0.11.2"}, "limits": copy.deepcopy(LIMITS),
         "settings": {"rounds": rounds, "input_sets": 3, "size": "cpu", "clock": "wall"}, "cases": cases,
     }  # fmt: skip

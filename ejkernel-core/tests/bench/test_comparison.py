@@ -162,9 +162,10 @@ def test_limits_that_nearly_agree_are_no_obstacle():
     old, new = small(), small(seed=1)
     new["limits"]["bytes_per_s"] *= 1.1
     new["versions"]["jax"] = "0.12.0.1"
+    new["device"]["load"] = 1.9
     found = compare(old, new)
     assert (found.basis, list(found.obstacles)) == ("seconds", [])
-    assert found.remarks == ["jax: 0.11.2 before, 0.12.0.1 now"]
+    assert found.remarks == ["now, the machine had other work: load 1.9", "jax: 0.11.2 before, 0.12.0.1 now"]
 
 
 def test_clocks_are_not_mixed():
@@ -189,8 +190,8 @@ def test_files_and_json(tmp_path):
     assert found["counts"] == {"slower": 2, "same": 4}
     assert found["rule"] == {"threshold": 0.05, "confidence": 0.99, "samples": 5}
     assert sum(change["regression"] for change in found["changes"]) == 2
+    (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ValueError, match=r"bad\.json: got a file that is not JSON"):
-        (tmp_path / "bad.json").write_text("{")
         compare_files(tmp_path / "bad.json", paths[0])
 
 
@@ -227,3 +228,9 @@ def test_interval_covers_as_it_says():
     same = LogRatio.of([1.0, 2.0, 3.0], [2.0, 4.0, 6.0], "x")
     assert same.ratio == pytest.approx(0.5)
     assert LogRatio.mean([same, LogRatio(math.log(2.0), -same.draws)]).ratio == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("name", "value"), [("threshold", -0.1), ("threshold", math.nan), ("confidence", 1.0), ("samples", 0)])
+def test_rule_refuses(name, value):
+    with pytest.raises(ValueError, match=f"{name}: got {value}, expected"):
+        Rule(**{name: value})

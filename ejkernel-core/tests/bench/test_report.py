@@ -15,7 +15,7 @@ from bench_documents import document, runs_of
 
 from ejkernel.bench._document import parse_document
 from ejkernel.bench._units import seconds_text
-from ejkernel.bench.report import page_html, write_page, write_plots
+from ejkernel.bench.report import page_html, write, write_page, write_plots
 from ejkernel.bench.report._canvas import log_ticks
 from ejkernel.bench.report._content import content
 
@@ -39,7 +39,8 @@ def test_page_holds_the_numbers():
     assert (ours["speaks"], ours["samples"], ours["clock"], ours["ratio"]) == (True, 15, "wall", 1.0)
     assert torch["ratio"] == pytest.approx(0.9, rel=0.01)
     labels = dict(shown["provenance"])
-    assert labels["Limits"] == "0.2 TFLOP/s float32, 0.1 TFLOP/s bfloat16, 20 GB/s (largest of several products; copy)"
+    assert labels["Limits"] == "0.2 TFLOP/s float32, 0.1 TFLOP/s bfloat16, 20 GB/s; largest of several products; copy"
+    assert labels["Device"] == "backend cpu, kind cpu, count 1, host A CPU, 2 cores, 8 GiB, load 0.1"
     assert labels["Commit"] == "0123abc"
 
 
@@ -97,7 +98,8 @@ def test_plots(tmp_path):
     for path in paths:
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size < 150_000
-    again = write_plots(parse_document(found), tmp_path / "again")
+    page, *again = write(found, tmp_path / "again")
+    assert page.name == "index.html"
     assert [path.read_bytes() for path in again] == [path.read_bytes() for path in paths]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,12 +29,10 @@ class DeviceClock:
         """Seconds on the device of one run with each set of arguments, after one run that is not counted; none if unknown."""
         if self.reason:
             return []
-        from jax.experimental.mosaic.gpu import profiler
-
         rotating = _Rotating(program, turn)
         try:
-            count = len(program.sets)
-            _, found = profiler.Cupti(finalize=True).measure(rotating, iterations=count)(rotating)
+            profiler = importlib.import_module(_PROFILER)
+            _, found = profiler.Cupti(finalize=True).measure(rotating, iterations=len(program.sets))()
         except Exception as error:  # noqa: BLE001 - an optional instrument; the reason goes to the result and wall time stays
             message = f"{type(error).__name__}: {error}".partition("\n")[0]
             if "divisible" not in message and "consistent" not in message:
@@ -56,7 +54,7 @@ class _Rotating:
         self._program = program
         self._turn = turn
 
-    def __call__(self, rotating: _Rotating) -> Any:
+    def __call__(self) -> Any:
         arguments = self._program.sets[self._turn % len(self._program.sets)]
         self._turn += 1
         found = self._program.run(*arguments)
@@ -69,6 +67,3 @@ class _Rotating:
 
     def lower(self, *arguments: Any) -> Any:
         raise NotImplementedError
-
-
-Clock = Callable[[Program, int], list[float]]

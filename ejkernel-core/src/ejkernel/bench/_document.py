@@ -128,9 +128,9 @@ class Document:
 
     @property
     def kind(self) -> str:
-        """The device in words; a CPU under the name of its model."""
-        kind, host = str(self.device.get("kind") or "unknown device"), str(self.device.get("host") or "")
-        return host if self.device.get("backend") == "cpu" and host else kind
+        """The device in words; a CPU by its model and cores."""
+        name = "host" if self.device.get("backend") == "cpu" else "kind"
+        return str(self.device.get(name) or "unknown device")
 
 
 def run_kinds(cases: Sequence[Case]) -> dict[str, str]:
@@ -167,6 +167,11 @@ def read_document(path: str | Path) -> Document:
     except ValueError as error:
         raise invalid(str(path), f"a file that is not JSON ({error})", "what `ejkernel bench --out` wrote") from error
     return parse_document(content, str(path))
+
+
+def as_document(result: Document | Mapping[str, Any], where: str = "result") -> Document:
+    """A recorded run, or the JSON of one, as the former."""
+    return result if isinstance(result, Document) else parse_document(result, where)
 
 
 def parse_document(content: Any, where: str = "document") -> Document:

@@ -10,6 +10,9 @@ from ejkernel.bench._document import Document
 LIMITS_AGREE = 0.15
 """Measured limits of one machine differ this much between runs that have it for themselves."""
 
+BUSY = 0.5
+"""Load of a machine that is not quiet."""
+
 
 def obstacles(old: Document, new: Document) -> list[str]:
     """Why times are not like for like; empty where they are."""
@@ -27,9 +30,11 @@ def obstacles(old: Document, new: Document) -> list[str]:
 
 def remarks(old: Document, new: Document) -> list[str]:
     """What differs and does not forbid the comparison: it may be what is being compared."""
+    loads = (("before", old.device.get("load")), ("now", new.device.get("load")))
+    busy = [f"{when}, the machine had other work: load {load}" for when, load in loads if (load or 0) > BUSY]
     settings = [_differs(name, old.settings, new.settings) for name in ("rounds", "input_sets", "size")]
     names = sorted(old.versions.keys() | new.versions.keys())
-    return [text for text in (*settings, *(_differs(name, old.versions, new.versions) for name in names)) if text]
+    return [text for text in (*busy, *settings, *(_differs(name, old.versions, new.versions) for name in names)) if text]
 
 
 def _differs(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

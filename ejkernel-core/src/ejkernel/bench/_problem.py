@@ -99,12 +99,12 @@ def _rolled(leaf: Any, places: int) -> Any:
 
 
 class _Pooled(np.random.Generator):
-    """A generator whose large normal arrays repeat a pool."""
+    """A generator whose large normal arrays repeat a pool, in float32, which is what cases make of them."""
 
     def standard_normal(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:  # pyright: ignore
         if out is not None or size is None or np.prod(size) <= _POOL:
             return super().standard_normal(size, dtype, out)
-        return np.resize(super().standard_normal(_POOL, np.float32), size).astype(dtype, copy=False)
+        return np.resize(super().standard_normal(_POOL, np.float32), size)
 
 
 def _generator(seed: int) -> np.random.Generator:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ejkernel.bench._document import Case, Run, common_samples
@@ -41,8 +40,3 @@ def against(case: Case, peer: Run | None) -> Standing:
     low, high = found.interval(CONFIDENCE)
     word = "even" if low <= 1 <= high else "win" if low > 1 else "loss"
     return Standing(word, found.ratio, (low, high), peer.name)
-
-
-def standings(cases: Sequence[Case]) -> list[tuple[Case, Standing]]:
-    """Every case with its standing."""
-    return [(case, standing(case)) for case in cases]

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ejkernel.bench._document import Document, parse_document, read_document
+from ejkernel.bench._document import Document, as_document, read_document
 from ejkernel.bench._judgement import ORDER, Change, Rule, changes_of
 from ejkernel.bench._likeness import obstacles, remarks
 
@@ -100,8 +100,7 @@ def compare(old: Document | Mapping[str, Any], new: Document | Mapping[str, Any]
     Raises:
         ValueError: `old` or `new` is not a benchmark result.
     """
-    old = old if isinstance(old, Document) else parse_document(old, "old")
-    new = new if isinstance(new, Document) else parse_document(new, "new")
+    old, new = as_document(old, "old"), as_document(new, "new")
     rule, forbidden = rule or Rule(), obstacles(old, new)
     before, after = ({case.key: case for case in document.cases} for document in (old, new))
     changes = [

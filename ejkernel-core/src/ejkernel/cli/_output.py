@@ -37,11 +37,11 @@ def emit(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def console() -> Any:
+def console(*, stderr: bool = False) -> Any:
     """The console that commands print on; as wide as the terminal says."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=False)
+    return Console(highlight=False, soft_wrap=False, stderr=stderr)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str = "", wrap: Sequence[str] = ()) -> Any:

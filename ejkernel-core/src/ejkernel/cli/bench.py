@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shlex
 import sys
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ejkernel.cli._bench_files import draw, draw_file, show_comparison, what_plots_need
 from ejkernel.cli._output import AsJson, UserError, console, emit, table, user_mistakes
 
 
@@ -32,13 +32,27 @@ def bench(
     compile_rounds: Annotated[int, typer.Option(min=1, help="Timed compilations of each.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Write the result here, as JSON.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Write plots and a page with tables into this folder.")] = None,
+    recorded: Annotated[Path | None, typer.Option("--from", help="Draw this result into --plots; nothing is timed.")] = None,
+    compared: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--compare", metavar="OLD NEW", help="Compare two results; status 1 if one of ours is worse."),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="With --compare, show also what stayed the same.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Say what would run, and against whom.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Time our kernels beside those of others, after checking both."""
+    if compared is not None:
+        show_comparison(*compared, everything=everything, as_json=as_json)
+        return
+    if recorded is not None and plots is None:
+        raise UserError("--from: needs --plots, the folder to draw into")
     if no_peers and peer:
         raise UserError("--no-peers: leave it out beside --peer")
     _check_targets(out, plots)
+    if recorded is not None and plots is not None:
+        draw_file(recorded, plots)
+        return
     with user_mistakes():
         from ejkernel.bench import Settings
         from ejkernel.bench.peers import wanted_peers
@@ -63,7 +77,7 @@ def bench(
     if out is not None:
         _write(result, out)
     if plots is not None:
-        _draw(result, plots)
+        draw(result, plots)
     if as_json:
         emit(result)
 
@@ -76,8 +90,8 @@ def _check_targets(out: Path | None, plots: Path | None) -> None:
     """What can be known to fail, before minutes of work: no folder for the result, nothing to draw plots with."""
     if out is not None and not out.absolute().parent.is_dir():
         raise UserError(f"--out: {out}: there is no folder {out.absolute().parent}")
-    if plots is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UserError('--plots: needs matplotlib; install it with: pip install "ejkernel-core[cli]"')
+    if plots is not None and (reason := what_plots_need()):
+        raise UserError(f"--plots: {reason}")
 
 
 def _run(settings: Any, as_json: bool) -> dict[str, Any]:
@@ -135,16 +149,3 @@ def _write(result: dict[str, Any], out: Path) -> None:
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out: {out}: {error.strerror or error}") from error
-
-
-def _draw(result: dict[str, Any], folder: Path) -> None:
-    from ejkernel.bench import parse_document
-    from ejkernel.bench.report import write_page, write_plots
-
-    document = parse_document(result)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_page(document, folder / "index.html")
-        write_plots(document, folder)
-    except OSError as error:
-        raise UserError(f"--plots: {folder}: {error.strerror or error}") from error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from ejkernel.bench.report.folder import missing, write
 from ejkernel.bench.report.page import page_html, write_page
 from ejkernel.bench.report.plots import write_plots
 
-__all__ = ["page_html", "write_page", "write_plots"]
+__all__ = ["missing", "page_html", "write", "write_page", "write_plots"]

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from ejkernel.bench._document import Case, run_kinds
+from ejkernel.errors import EjkernelError
 
 COLOURS = ("#0072b2", "#d08700", "#009e73", "#c05a94", "#3aa0d8", "#7a5c1e", "#5b3fa0", "#6e7781")
 """Told apart with any kind of colour vision; orange-red is kept for losses."""
 
 PEER_SHAPES = ("s", "^", "D", "v")
 LOSS, SOFT, LINE, TEXT = "#c2410c", "#59636e", "#d8dee4", "#1b1f24"
-STYLE = {
+NEEDS = 'plots need matplotlib; install it with: pip install "ejkernel-core[bench]"'
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.edgecolor": LINE,
     "axes.labelcolor": SOFT,
@@ -28,7 +30,7 @@ STYLE = {
 }
 
 
-class MissingPlotter(ImportError):
+class MissingPlotterError(EjkernelError, ImportError):
     """Pictures were asked for and matplotlib is not installed."""
 
 
@@ -39,8 +41,7 @@ def figure(width: float, height: float, **options: Any) -> tuple[Any, Any]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        needs = 'plots need matplotlib; install it with: pip install "ejkernel-core[bench]"'
-        raise MissingPlotter(needs) from error
+        raise MissingPlotterError(NEEDS) from error
     with rc_context(STYLE):
         made = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(made)  # no window system and no global state

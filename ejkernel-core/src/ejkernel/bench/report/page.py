@@ -6,25 +6,27 @@ import base64
 import hashlib
 import html
 import json
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-from ejkernel.bench._document import Document
+from ejkernel.bench._document import Document, as_document
 from ejkernel.bench.report._content import content
 
 
-def write_page(document: Document, path: str | Path) -> Path:
+def write_page(result: Document | Mapping[str, Any], path: str | Path) -> Path:
     """Write the page of a recorded run; returns where."""
     path = Path(path)
-    path.write_text(page_html(document), encoding="utf-8")
+    path.write_text(page_html(result), encoding="utf-8")
     return path
 
 
-def page_html(document: Document) -> str:
+def page_html(result: Document | Mapping[str, Any]) -> str:
     """The page. Its policy lets the browser run this one script and load nothing."""
     parts = files("ejkernel.bench.report")
     script, style = ((parts / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
-    shown = content(document)
+    shown = content(as_document(result))
     filled = {
         "TITLE": html.escape(shown["title"]),
         "SCRIPT_HASH": _digest(script),

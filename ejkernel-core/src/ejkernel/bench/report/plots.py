@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ejkernel.bench._document import Case, Document
+from ejkernel.bench._document import Case, Document, as_document
 from ejkernel.bench._standing import Standing, standing
 from ejkernel.bench._units import seconds_text, three_digits
 from ejkernel.bench.report._canvas import LINE, LOSS, SOFT, figure, log_ticks, marks, save
 from ejkernel.bench.report.overview import write_overview
 
 
-def write_plots(document: Document, folder: str | Path) -> list[Path]:
+def write_plots(result: Document | Mapping[str, Any], folder: str | Path) -> list[Path]:
     """Write `overview.png` and one `<operation>.png` each; returns the paths.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    folder = Path(folder)
+    document, folder = as_document(result), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     operations = sorted({case.operation for case in document.cases})
     paths = [write_overview(document, folder / "overview.png")]
@@ -80,7 +80,7 @@ def _words(found: Standing) -> tuple[str, str]:
     if found.ratio is None:
         return ("no result", LOSS) if found.word == "missing" else ("", SOFT)
     text = f"{three_digits(found.ratio)}x"
-    return (f"{text} loss", LOSS) if found.word == "loss" else (text, SOFT)
+    return (f"{text} {found.word}" if found.word in ("loss", "even") else text, LOSS if found.word == "loss" else SOFT)
 
 
 def _legend(made: Any, style: dict[str, dict[str, Any]]) -> None:

@@ -1,0 +1,90 @@
+"""The tables of `ejkernel bench`, and its mistakes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ejkernel.cli import main
+
+
+@pytest.fixture
+def shell(world, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+
+    def run(*arguments):
+        status = main(("bench", *arguments))
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+SMALL = ("rms_norm", "--size", "test", "--case", "scale", "--rounds", "5", "--input-sets", "1", "--phase", "forward")
+
+
+def test_table(shell, tmp_path):
+    out = tmp_path / "result.json"
+    status, text, _ = shell(*SMALL, "--out", str(out))
+    assert status == 0
+    lines = text.splitlines()
+    by_run = {line.partition("  ")[0].strip(): line for line in lines}
+    assert any(line.startswith("rms_norm scale float32 forward  (limit ") for line in lines)
+    assert "1.00" in by_run["ours: slow"] and by_run["ours: slow"].rstrip().endswith("chosen")
+    assert by_run["quick"].rstrip().endswith("LOSS") and "GB/s" in by_run["quick"]
+    assert "wrong: out: " in by_run["wrong"] and "failed: RuntimeError: out of registers" in by_run["raising"]
+    assert "moon: refused: needs a moon" in lines and "choosy: refused: does not do scale" in lines
+    assert "a peer is faster in 1 of 1 cases with peers" in text
+    (loss,) = [line for line in lines if line.startswith("rms_norm scale ") and "quick" in line]
+    assert float(loss.split()[-1]) < 0.4
+    assert json.loads(out.read_text())["cases"][0]["case"] == "scale"
+
+
+def test_json_alone(shell):
+    status, text, errors = shell(*SMALL, "--json", "--no-peers", "--platform", "slow")
+    result = json.loads(text)
+    assert (status, errors) == (0, "")
+    assert [run["name"] for run in result["cases"][0]["runs"]] == ["slow"]
+    assert result["command"].startswith("ejkernel ")
+
+
+def test_no_loss(shell):
+    _, text, _ = shell(*SMALL, "--no-peers", "--platform", "slow")
+    assert "no peer is faster in 0 cases with peers" in text
+
+
+def test_list(shell):
+    _, text, _ = shell("rms_norm", "--size", "cpu", "--list", "--json")
+    found = json.loads(text)
+    assert [case["case"] for case in found["cases"]] == ["bench-2048x4096", "bench-32768x128"]
+    assert found["cases"][0]["peers"] == ["quick", "wrong", "raising", "choosy", "elsewhere"]
+    assert found["peers"]["absent"] == "not installed: no_such_package"
+    _, text, _ = shell("rms_norm", "--size", "cpu", "--list")
+    assert "bench-32768x128" in text and "not installed: no_such_package" in text
+
+
+def test_plots(shell, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert shell(*SMALL, "--plots", str(tmp_path / "plots"))[0] == 0
+    assert {"index.html", "overview.png", "rms_norm.png"} == {file.name for file in (tmp_path / "plots").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mistake"),
+    [
+        (("rms_nrom",), "operation: got 'rms_nrom', expected one of"),
+        (
+            ("rms_norm", "--case", "nothing"),
+            "--case: got 'nothing', expected a case of rms_norm with size cpu: bench-2048x4096",
+        ),
+        (("rms_norm", "--size", "huge"), "--size: got 'huge', expected one of auto, cpu, gpu, test"),
+        (("rms_norm", "--no-peers", "--peer", "quick"), "--no-peers: leave it out beside --peer"),
+        (("rms_norm", "--peer", "nobody"), "--peer: got 'nobody', expected one of"),
+        (("rms_norm", "--out", "/no/such/folder/x.json"), "--out: /no/such/folder/x.json: there is no folder /no/such/folder"),
+    ],
+)
+def test_mistakes(shell, arguments, mistake):
+    status, text, errors = shell(*arguments)
+    assert (status, text, errors.count("\n")) == (2, "", 1)
+    assert mistake in errors

@@ -1,0 +1,52 @@
+"""The README's tables, from recorded runs that no machine made."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from bench_documents import document, runs_of
+
+from ejkernel.bench._document import parse_document
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """The tool, which is a script."""
+    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "tools" / "readme_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def times(operation: str, name: str) -> float:
+    return {"xla": 1.0, "jax.nn": 1.6, "torch": 0.9 if operation == "softmax" else 1.3}[name]
+
+
+def test_benchmarks(tables):
+    found = document(operations=("rms_norm", "softmax"), lengths=(512,), times=times, noise=0.002)
+    for run in runs_of(found, "xla"):
+        run.update(compile_s=0.2, temporary_bytes=3 << 20)
+    lines = tables.benchmarks(parse_document(found))
+    assert lines[0] == "A CPU, 2 cores, 8 GiB; jax 0.11.2, python 3.12.1; 15 rounds, wall time; commit 0123abc."
+    row = "| `rms_norm` | 1 | 1.30 | 1.30 | 2.00 (2.00 to 2.00) | 3 MiB / 1 MiB | 0 of 2 |"
+    assert row in lines
+    assert [line.split(" | ")[-1] for line in lines if "`softmax`" in line] == ["**2 of 2** |"]
+    assert any(line.endswith("2 of 4 cases are lost:") for line in lines)
+    losses = [line for line in lines if line.startswith("- `softmax T512 float32")]
+    assert len(losses) == 2
+    assert all(line.endswith("against torch") and ": 0.90 (" in line for line in losses)
+
+
+def test_without_peers_or_results(tables):
+    found = document(operations=("softmax",), lengths=(512,))
+    for case in found["cases"]:
+        case["runs"] = case["runs"][:1]
+    assert "| `softmax` | 1 | - | - | - | - | no peer |" in tables.benchmarks(parse_document(found))
+    runs_of(found, "xla")[0].update(status="wrong", wall_s=None)
+    lines = tables.benchmarks(parse_document(found))
+    assert "| `softmax` | 1 | - | - | - | - | **1 of 1** |" in lines
+    assert lines[-1] == "- `softmax T512 float32 forward`: no result of ours"
