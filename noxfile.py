@@ -222,6 +222,18 @@ def smoke(session: nox.Session, pair: tuple[str, str]) -> None:
 
 
 @nox.session(python=False)
+def triton_aot(session: nox.Session) -> None:
+    """Every Triton kernel compiled for sm_80, sm_90 and sm_100 on a machine without a GPU; `-- --space` for every config too.
+
+    Fails where one spills or needs more shared memory than the device has; keeps a record in triton_aot.json.
+    """
+    python = main_environment(session)
+    out = ROOT / "benchmarks" / "results" / "triton_aot.json"
+    command = [str(python), "tools/triton_aot.py", "--out", str(out), *session.posargs]
+    session.run(*command, env={"JAX_PLATFORMS": "cpu"}, external=True)
+
+
+@nox.session(python=False)
 def docs(session: nox.Session) -> None:
     """The code in README, pages and docstrings."""
     pytest(session, main_environment(session), "tests/docs")
@@ -251,14 +263,15 @@ def client(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def bench(session: nox.Session) -> None:
-    """Benchmarks on this machine, written to benchmarks/results. It should have nothing else to do."""
+    """Benchmarks on this machine, written to benchmarks/results and README. It should have nothing else to do."""
     python = main_environment(session)
     out = RESULTS / "startup_cpu.json"
     session.run(str(python), "benchmarks/startup_cpu.py", "--out", str(out), external=True)
     plots = ROOT / "build" / "bench_cpu"
     _bench(session, python, RESULTS / "bench_cpu.json", "--plots", str(plots))
     shutil.copyfile(plots / "overview.png", RESULTS / "bench_cpu.png")
-    session.log(f"the page: {plots / 'index.html'}; now run `nox -s tables`")
+    session.log(f"the page: {plots / 'index.html'}")
+    session.notify("tables")
 
 
 @nox.session(python=False)

@@ -99,7 +99,7 @@ def test_metrics(page):
     seconds = sorted(found["runs"][0]["wall_s"])[7]
     other = sorted(found["runs"][1]["wall_s"])[7]
     rates = {
-        "tflops": found["flops"] / seconds / 1e12,
+        "flops": found["flops"] / seconds / 1e9,  # the fastest is below 1 TFLOP/s
         "gbs": found["bytes"] / seconds / 1e9,
         "fraction": found["limit_s"] / seconds,
         "ratio": 1.0,
@@ -109,6 +109,7 @@ def test_metrics(page):
         number = re.search(r": ([\d.]+)", label_of(page, "xla"))[1]
         assert float(number) == pytest.approx(expected, rel=0.01)
     assert label_of(page, "jax.nn").endswith(f": {other / seconds:.2f}\u00d7")
+    assert "GFLOP/s" in texts(page, "th")
     metric(page, "time")
     assert label_of(page, "xla").endswith("µs, 1.60\u00d7")
 
@@ -129,17 +130,17 @@ def test_filters(page):
 
 
 def test_sorting(page):
-    heading = page.find_element("css selector", "th[data-column='tflops']")
+    heading = page.find_element("css selector", "th[data-column='flops']")
     heading.find_element("tag name", "button").click()
-    values = [float(text) if text else None for text in column(page, "tflops")]
+    values = [float(text) if text else None for text in column(page, "flops")]
     numbers = [value for value in values if value is not None]
     assert len(numbers) == 54
     assert numbers == sorted(numbers)
     assert values[54:] == [None, None]
     assert heading.get_attribute("aria-sort") == "ascending"
     heading.find_element("tag name", "button").click()
-    assert [float(text) for text in column(page, "tflops")[:54]] == numbers[::-1]
-    assert column(page, "tflops")[54:] == ["", ""]
+    assert [float(text) for text in column(page, "flops")[:54]] == numbers[::-1]
+    assert column(page, "flops")[54:] == ["", ""]
     page.find_element("css selector", "th[data-column='case'] button").click()
     assert list(dict.fromkeys(column(page, "case"))) == ["T512", "T2048", "T8192"]
     assert len(all_of(page, "th[aria-sort]")) == 1
@@ -212,3 +213,13 @@ def test_a_run_without_cases(browser, tmp_path):
     browser.get(path.as_uri())
     assert browser.find_element("id", "summary").text.startswith("0 cases")
     assert browser.get_log("browser") == []
+
+
+def test_large_rates_are_in_tflops(browser, tmp_path):
+    found = document(operations=("softmax",), lengths=(512,), noise=0.01)
+    for case in found["cases"]:
+        case["flops"] *= 1e4
+    browser.get(write_page(parse_document(found), tmp_path / "large.html").as_uri())
+    assert "TFLOP/s" in texts(browser, "th")
+    seconds = sorted(found["cases"][0]["runs"][0]["wall_s"])[7]
+    assert float(column(browser, "flops")[0]) == pytest.approx(found["cases"][0]["flops"] / seconds / 1e12, rel=0.01)

@@ -53,7 +53,7 @@ class FallbackWarning(EjkernelWarning):
 
 
 class CacheWarning(EjkernelWarning):
-    """The tuning cache could not be read or written; tuned configs are treated as missing."""
+    """The cache could not be read or written; tuned configs or compiled kernels are treated as missing."""
 
 
 @contextlib.contextmanager

@@ -228,3 +228,9 @@ def test_interval_covers_as_it_says():
     same = LogRatio.of([1.0, 2.0, 3.0], [2.0, 4.0, 6.0], "x")
     assert same.ratio == pytest.approx(0.5)
     assert LogRatio.mean([same, LogRatio(math.log(2.0), -same.draws)]).ratio == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("name", "value"), [("threshold", -0.1), ("threshold", math.nan), ("confidence", 1.0), ("samples", 0)])
+def test_rule_refuses(name, value):
+    with pytest.raises(ValueError, match=f"{name}: got {value}, expected"):
+        Rule(**{name: value})

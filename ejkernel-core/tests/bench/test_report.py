@@ -39,7 +39,7 @@ def test_page_holds_the_numbers():
     assert (ours["speaks"], ours["samples"], ours["clock"], ours["ratio"]) == (True, 15, "wall", 1.0)
     assert torch["ratio"] == pytest.approx(0.9, rel=0.01)
     labels = dict(shown["provenance"])
-    assert labels["Limits"] == "0.2 TFLOP/s float32, 0.1 TFLOP/s bfloat16, 20 GB/s (largest of several products; copy)"
+    assert labels["Limits"] == "0.2 TFLOP/s float32, 0.1 TFLOP/s bfloat16, 20 GB/s; largest of several products; copy"
     assert labels["Device"] == "backend cpu, kind cpu, count 1, host A CPU, 2 cores, 8 GiB, load 0.1"
     assert labels["Commit"] == "0123abc"
 

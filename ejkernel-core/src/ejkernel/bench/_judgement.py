@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ejkernel.bench._document import Case, Run, common_samples
 from ejkernel.bench._statistics import LogRatio
+from ejkernel.errors import invalid
 
 WORSE = ("slower", "newly wrong", "newly failed", "newly refused", "gone")
 """Verdicts that are regressions when the run is one of ours."""
@@ -28,6 +30,14 @@ class Rule:
     threshold: float = 0.05
     confidence: float = 0.99
     samples: int = 5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold < math.inf:
+            raise invalid("threshold", self.threshold, "a relative change >= 0")
+        if not 0 < self.confidence < 1:
+            raise invalid("confidence", self.confidence, "a value between 0 and 1")
+        if self.samples < 1:
+            raise invalid("samples", self.samples, "a value >= 1")
 
 
 @dataclass(frozen=True)

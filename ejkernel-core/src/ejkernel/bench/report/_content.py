@@ -80,7 +80,7 @@ def _provenance(document: Document) -> list[list[str]]:
         ("Commit", document.commit),
         ("Command", document.command),
         ("Device", _pairs(device)),
-        ("Limits", f"{', '.join(rates)} ({limits['how']})" if limits.get("how") else ", ".join(rates)),
+        ("Limits", "; ".join(text for text in (", ".join(rates), str(limits.get("how") or "")) if text)),
         ("Settings", _pairs(document.settings)),
         ("Versions", _pairs(document.versions)),
     ]

@@ -9,9 +9,12 @@
   const seconds = (x) => (x >= 1 ? `${three(x)} s` : x >= 1e-3 ? `${three(x * 1e3)} ms` : x >= 1e-6 ? `${three(x * 1e6)} µs` : `${three(x * 1e9)} ns`);
   const known = (x) => x !== null && x !== undefined && Number.isFinite(x);
   const show = (x, text) => (known(x) ? text(x) : "");
+  /** A CPU's rates are read in GFLOP/s. */
+  const rates = data.cases.flatMap((c) => c.runs.filter((r) => known(r.time)).map((r) => c.flops / r.time));
+  const FLOPS = rates.some((rate) => rate >= 1e12) ? { unit: 1e12, label: "TFLOP/s" } : { unit: 1e9, label: "GFLOP/s" };
   const METRICS = {
     time: { label: "Time", axis: "time, logarithmic; further left is faster", log: true, text: seconds, of: (c, r, t) => t },
-    tflops: { label: "TFLOP/s", axis: "TFLOP/s; further right is faster", text: small, of: (c, r, t) => c.flops / t / 1e12 },
+    flops: { label: FLOPS.label, axis: `${FLOPS.label}; further right is faster`, text: small, of: (c, r, t) => c.flops / t / FLOPS.unit },
     gbs: { label: "GB/s", axis: "GB/s; further right is faster", text: small, of: (c, r, t) => c.bytes / t / 1e9 },
     fraction: { label: "Fraction of limit", axis: "limit / time; 1 is the limit that was measured on this device", text: small, of: (c, r, t) => c.limit_s / t },
     ratio: { label: "Ratio to ours", axis: "time / ours, logarithmic; right of 1 is slower than ours", log: true, text: (x) => `${three(x)}×`, of: (c, r, t) => (known(r.ratio) ? (r.ratio * t) / r.time : null) },
@@ -201,7 +204,7 @@
   function tip(node, c, r) {
     const pairs = [
       ["time", show(r.time, seconds)], ["quartiles", `${show(r.low, seconds)} to ${show(r.high, seconds)}`], ["rounds", `${r.samples}, ${r.clock} clock`],
-      ["TFLOP/s", show(value("tflops", c, r), small)], ["GB/s", show(value("gbs", c, r), small)], ["of the limit", show(value("fraction", c, r), small)],
+      [FLOPS.label, show(value("flops", c, r), small)], ["GB/s", show(value("gbs", c, r), small)], ["of the limit", show(value("fraction", c, r), small)],
       ["time / ours", show(r.ratio, three)], ["compilation", show(r.compile_s, seconds)], ["temporary", show(r.temporary_bytes, (x) => `${three(x / 2 ** 20)} MiB`)],
       ["error", show(r.error, (x) => x.toExponential(1))], ["config", r.detail],
     ].filter(([, text]) => text);
@@ -219,7 +222,7 @@
   const COLUMNS = [
     ["operation", "Operation", (c) => c.operation], ["case", "Case", (c) => c.case], ["dtype", "Dtype", (c) => c.dtype], ["phase", "Phase", (c) => c.phase],
     ["run", "Run", (c, r) => r.name], ["status", "Standing", (c, r) => statusText(c, r)], ["time", "Time", (c, r) => r.time, seconds], ["spread", "Quartiles ±", (c, r) => (known(r.time) ? (r.high - r.low) / 2 / r.time : null), (x) => `${(100 * x).toFixed(1)} %`],
-    ["tflops", "TFLOP/s", (c, r) => value("tflops", c, r), small], ["gbs", "GB/s", (c, r) => value("gbs", c, r), small], ["fraction", "Of limit", (c, r) => value("fraction", c, r), small],
+    ["flops", FLOPS.label, (c, r) => value("flops", c, r), small], ["gbs", "GB/s", (c, r) => value("gbs", c, r), small], ["fraction", "Of limit", (c, r) => value("fraction", c, r), small],
     ["ratio", "Time / ours", (c, r) => r.ratio, three], ["error", "Error", (c, r) => r.error, (x) => x.toExponential(1)],
   ];
   function statusText(c, r) {

@@ -80,7 +80,7 @@ def _words(found: Standing) -> tuple[str, str]:
     if found.ratio is None:
         return ("no result", LOSS) if found.word == "missing" else ("", SOFT)
     text = f"{three_digits(found.ratio)}x"
-    return (f"{text} loss", LOSS) if found.word == "loss" else (text, SOFT)
+    return (f"{text} {found.word}" if found.word in ("loss", "even") else text, LOSS if found.word == "loss" else SOFT)
 
 
 def _legend(made: Any, style: dict[str, dict[str, Any]]) -> None:

@@ -1,0 +1,61 @@
+"""What every `supports` here asks first, and what a device has that kernels are sized by."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from ejkernel._arrays import ArraySpec
+from ejkernel.plugin import Target
+from ejkernel_triton._interpret import interpreting
+from ejkernel_triton._versions import version_problem
+
+OLDEST = (8, 0)
+FLOATS = ("float32", "bfloat16", "float16")
+
+_KIB = 1024
+_SHARED_MEMORY = {(8, 0): 163 * _KIB, (8, 7): 163 * _KIB, (9, 0): 227 * _KIB, (10, 0): 227 * _KIB, (10, 3): 227 * _KIB}
+"""CUDA programming guide, technical specifications per compute capability: most dynamic shared memory of one block."""
+_LEAST_SHARED_MEMORY = 99 * _KIB
+"""Of 8.6, 8.9 and 12.x; taken for capabilities that are not listed."""
+
+
+def refusal(
+    target: Target, specs: Mapping[str, ArraySpec | None], dtypes: Collection[str] | Mapping[str, Collection[str]] = FLOATS
+) -> str | None:
+    """Why kernels cannot run there or read these arrays, as far as it holds for every kernel; None if nothing is known.
+
+    Args:
+        target: of the call.
+        specs: the arrays whose dtype matters, by name; absent ones are None.
+        dtypes: those that are read, of all arrays or by name.
+    """
+    return _target_problem(target) or _dtype_problem(specs, dtypes) or (None if interpreting() else version_problem())
+
+
+def _target_problem(target: Target) -> str | None:
+    if interpreting() and target.backend == "cpu":
+        return None
+    if target.backend != "gpu":
+        return f"needs an NVIDIA GPU, the target is {target}"
+    if target.capability is None:
+        return f"the compute capability of {target} is unknown; say it with ejkernel.use(target=Target('gpu', ..., '9.0'))"
+    if target.capability < OLDEST:
+        return f"needs compute capability {OLDEST[0]}.{OLDEST[1]} or newer, {target} has {target.compute_capability}"
+    return None
+
+
+def _dtype_problem(
+    specs: Mapping[str, ArraySpec | None], dtypes: Collection[str] | Mapping[str, Collection[str]]
+) -> str | None:
+    for name, spec in specs.items():
+        admitted = dtypes[name] if isinstance(dtypes, Mapping) else dtypes
+        if spec is not None and spec.dtype not in admitted:
+            return f"{name} is {spec.dtype}, needs {', '.join(admitted)}"
+    return None
+
+
+def shared_memory_limit(target: Target) -> int:
+    """Bytes of shared memory that one program may use. The interpreter has no limit; it is given the largest."""
+    if target.capability is None:
+        return max(_SHARED_MEMORY.values())
+    return _SHARED_MEMORY.get(target.capability, _LEAST_SHARED_MEMORY)
