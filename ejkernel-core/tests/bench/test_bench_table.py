@@ -30,11 +30,15 @@ def test_table(shell, tmp_path):
     assert status == 0
     lines = text.splitlines()
     by_run = {line.partition("  ")[0].strip(): line for line in lines}
-    assert any(line.startswith("rms_norm scale float32 forward  (limit ") for line in lines)
+    (title,) = [line for line in lines if line.startswith("rms_norm scale float32 forward  (limit ")]
+    assert title.endswith(" ms; errors against NumPy float64)")
     assert "1.00" in by_run["ours: slow"] and by_run["ours: slow"].rstrip().endswith("chosen")
     assert by_run["quick"].rstrip().endswith("LOSS") and "GB/s" in by_run["quick"]
     assert "wrong: out: " in by_run["wrong"] and "failed: RuntimeError: out of registers" in by_run["raising"]
-    assert "moon: refused: needs a moon" in lines and "choosy: refused: does not do scale" in lines
+    (refused,) = [line for line in lines if line.startswith("refused: ")]
+    assert (
+        refused.startswith("refused: moon (needs a moon)") and "; choosy (does not do scale); elsewhere (runs on gpu" in refused
+    )
     assert "a peer is faster in 1 of 1 cases with peers" in text
     (loss,) = [line for line in lines if line.startswith("rms_norm scale ") and "quick" in line]
     assert float(loss.split()[-1]) < 0.4

@@ -16,15 +16,17 @@ _COLUMNS = ("run", "ms", "x ours", "rate", "of limit", "error", "compile s", "")
 
 
 def show_case(screen: Any, found: Mapping[str, Any]) -> None:
-    """One phase of a case: a row for each run that was timed or should have been, a line for each that refused."""
+    """One phase of a case: a row for each run that was timed or should have been, and who refused."""
     case = parse_case(found)
     rows = [_row(case, run, found["limited_by"]) for run in case.runs if run.status != "refused"]
     screen.print()
-    screen.print(f"{case.label}  (limit {_milliseconds(case.limit_s)} ms)", style="bold", markup=False, soft_wrap=True)
+    against_whom = f"; errors against {found['reference']}" if found["reference"] else ""
+    title = f"{case.label}  (limit {_milliseconds(case.limit_s)} ms{against_whom})"
+    screen.print(title, style="bold", markup=False, soft_wrap=True)
     screen.print(table(_COLUMNS, rows or [("-", *[""] * 6, "nothing runs it here")]))
-    for run in case.runs:
-        if run.status == "refused":
-            screen.print(f"{run.name}: refused: {run.reason}", style="dim", markup=False, soft_wrap=True)
+    refused = [f"{run.name} ({run.reason})" for run in case.runs if run.status == "refused"]
+    if refused:
+        screen.print(f"refused: {'; '.join(refused)}", style="dim", markup=False, soft_wrap=True)
 
 
 def _row(case: Case, run: Run, limited_by: str) -> tuple[Any, ...]:
