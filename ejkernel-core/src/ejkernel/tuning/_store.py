@@ -6,6 +6,7 @@ store the same key, the later wins. Only files of this module's own names, in it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -30,9 +31,14 @@ def _default_directory() -> str:
     return platformdirs.user_cache_dir("ejkernel")
 
 
+def root() -> Path:
+    """The user's cache as a whole: `EJKERNEL_CACHE_DIR`, or the platform's cache directory. It need not exist."""
+    return Path(os.environ.get("EJKERNEL_CACHE_DIR") or _default_directory())
+
+
 def directory() -> Path:
-    """Where entries are: a folder of `EJKERNEL_CACHE_DIR`, or of the platform's cache directory. It need not exist."""
-    return Path(os.environ.get("EJKERNEL_CACHE_DIR") or _default_directory()) / f"configs-{LEVEL}"
+    """Where entries are, a folder of `root`."""
+    return root() / f"configs-{LEVEL}"
 
 
 class UserCache:
@@ -67,7 +73,7 @@ class UserCache:
             ValueError: the entry has no check against the reference that passed.
         """
         require_verified(entry)
-        written = write(directory(), entry)
+        written = write(directory(), entry.key.digest, dump_entries((entry,)))
         if written:
             kernel_registry.refresh()
         return written
@@ -101,14 +107,15 @@ def _lookup(folder: Path, key: Key) -> Entry | None:
     return None
 
 
-def write(folder: Path, entry: Entry) -> bool:
-    """Put an entry's file in place in one step; False, with one warning per folder, if that cannot be."""
-    text = dump_entries((entry,))
+def write(folder: Path, digest: str, text: str) -> bool:
+    """Put a file in place in one step; False, with one warning per folder, if that cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder, f"{entry.key.digest}.json", text)
+        _replace(folder, f"{digest}.json", text)
     except OSError as error:
-        warn_once(f"{folder} (writing)", f"the tuning cache cannot be written ({error.strerror or error}); nothing is kept")
+        message = f"the tuning cache cannot be written ({error.strerror or error}); what was found holds for this process only"
+        remedy = "free space or permit writing there, or let EJKERNEL_CACHE_DIR name another folder"
+        warn_once(f"{root()} (writing)", f"{message}: {remedy}")
         return False
     return True
 
@@ -122,7 +129,8 @@ def _replace(folder: Path, name: str, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, folder / name)
     except BaseException:
-        os.unlink(temporary)
+        with contextlib.suppress(OSError):  # what went wrong before is what must be heard of
+            os.unlink(temporary)
         raise
 
 
@@ -133,7 +141,7 @@ def files(folder: Path) -> Iterator[Path]:
 
 
 def leftovers(folder: Path) -> Iterator[Path]:
-    """Temporary files of writers that are no more, or are at work just now."""
+    """Temporary files of writers that were killed, or are at work just now."""
     if folder.is_dir():
         yield from sorted(path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name))
 
