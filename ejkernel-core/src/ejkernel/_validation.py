@@ -145,9 +145,11 @@ def _quarantined(record: Quarantine) -> str | None:
         if not isinstance(getattr(record, field), Mapping):
             return f"{field}: got {type(getattr(record, field)).__name__}, expected a mapping"
     for specifier in (*record.versions.values(), record.capability):
+        if not isinstance(specifier, str):
+            return f"got the specifier {specifier!r}, expected a string"
         try:
             _requirements.admits(specifier or ">=0", "0")
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             return f"got the specifier {specifier!r}: {error}"
     return None
 
