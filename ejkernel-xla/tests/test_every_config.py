@@ -85,15 +85,14 @@ def test_no_implementation_is_left_out() -> None:
     assert {candidate.implementation.operation for candidate in WITH_KNOBS} == PROBLEMS.keys()
 
 
-def search(examples: int, candidate: Candidate, check: Callable[[Candidate, Problem], None]) -> None:
+def search(examples: int, candidate: Candidate, check: Callable[[Candidate, Problem, int], None]) -> None:
+    operation = candidate.implementation.operation
+
     @hypothesis.settings(max_examples=examples, deadline=None, derandomize=True, database=None)
-    @hypothesis.given(PROBLEMS[candidate.implementation.operation], dtypes)
-    def run(drawn: Drawn, dtype: str) -> None:
+    @hypothesis.given(PROBLEMS[operation], dtypes, st.integers(0, 11))
+    def run(drawn: Drawn, dtype: str, first: int) -> None:
         arrays, options = drawn
-        check(
-            candidate,
-            Problem(candidate.implementation.operation, Case("drawn", lambda _: arrays, options), dtype, candidate.id),
-        )
+        check(candidate, Problem(operation, Case("drawn", lambda _: arrays, options), dtype, candidate.id), first)
 
     run()
 
