@@ -217,7 +217,9 @@ def test_full_or_read_only_disk(world: Any, monkeypatch: pytest.MonkeyPatch, cod
         assert tuning.store(entry) is False
         assert tuning.AutotuningResult((world.entry(10),)).store() == 0
     (message,) = [str(warning.message) for warning in caught]
-    assert message.startswith(f"{world.directory / 'cache'} (writing): the tuning cache cannot be written ({os.strerror(code)})")
+    assert message.startswith(
+        f"{world.directory / 'cache'} (writing): the tuning cache cannot be written ({os.strerror(code)})"
+    )
     assert message.endswith("free space or permit writing there, or let EJKERNEL_CACHE_DIR name another folder")
     assert list(tuning.cache_info().directory.iterdir()) == []
     assert world.run() == world.Blocks(8)
