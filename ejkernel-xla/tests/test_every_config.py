@@ -100,7 +100,10 @@ def search(examples: int, candidate: Candidate, check: Callable[[Candidate, Prob
 def check_legal(candidate: Candidate, problem: Problem, first: int) -> None:
     space = resolve(candidate.implementation.configs)
     for target in TARGETS:
-        check_space(space, problem.bound.call, target)
+        call = problem.bound.call
+        assert {*check_space(space, call, target)} == {*space.search_space(call, target)}, (
+            "the heuristic's config is in the space"
+        )
 
 
 def check_numbers(candidate: Candidate, problem: Problem, first: int, most: int | None = None) -> None:
