@@ -333,9 +333,10 @@ class TestShipped:
         assert said(world) == (8, "heuristic", ())
 
     def test_every_config(self, world: Any) -> None:
+        world.register(platform="slow", priority=1)
         ship(world, Quarantine("rms_norm", "crashes the driver"))
         decision = ejkernel.explain("rms_norm", world.x).forward
-        assert decision.chosen.id != "fixture"
+        assert decision.chosen.id == "slow"
         refused = next(verdict for verdict in decision.verdicts if verdict.candidate.id == "fixture")
         assert "and 1 more" in refused.reasons[0]
 
