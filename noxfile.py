@@ -300,6 +300,17 @@ def browser(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
+def tuned(session: nox.Session) -> None:
+    """Tunes attention on this machine and fails if a tuned case is slower than the heuristic. It should have nothing else to do.
+
+    What the tuner keeps goes to a cache of the session's own.
+    """
+    out = ROOT / "benchmarks" / "results" / "tuning_cpu.json"
+    command = [str(main_environment(session)), "benchmarks/tuning_cpu.py", "--out", str(out), *session.posargs]
+    session.run(*command, env={"EJKERNEL_CACHE_DIR": session.create_tmp()}, external=True)
+
+
+@nox.session(python=False)
 def tables(session: nox.Session) -> None:
     """Rewrite the tables of README from the plugins' records and what is recorded in benchmarks/results."""
     session.run(str(main_environment(session)), "tools/readme_tables.py", external=True)

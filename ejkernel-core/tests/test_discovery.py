@@ -252,6 +252,42 @@ def test_tables(sealed):
     assert discovered()[0]["acme", "ejk-acme"].tables == ("h100.json", "dir/a.json")
 
 
+QUARANTINE = """
+from ejkernel.plugin import Quarantine
+
+@hookimpl
+def ejkernel_quarantined_configs():
+    return {}
+"""
+MISCOMPILED = "Quarantine('rms_norm', 'miscompiled', {'rows': '>=8'}, versions={'triton': '>=3.6,<3.7'}, capability='==9.0')"
+
+
+def test_quarantine(sealed):
+    sealed.plugin("acme", implementations=f"({IMPLEMENTATION.format('')},)", code=QUARANTINE.format(f"[{MISCOMPILED}]"))
+    (record,) = discovered()[0]["acme", "ejk-acme"].quarantine
+    assert (record.operation, record.reason, record.config, record.phase) == ("rms_norm", "miscompiled", {"rows": ">=8"}, None)
+    assert (record.versions, record.capability) == ({"triton": ">=3.6,<3.7"}, "==9.0")
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("'all'", "returned str, expected a list of Quarantine"),
+        ("[3]", "[0]: got int, expected ejkernel.plugin.Quarantine"),
+        ("[Quarantine('softmax', 'x')]", "'softmax' with variant '' is none of the plugin's own implementations"),
+        ("[Quarantine('rms_norm', '')]", "reason: got ''"),
+        ("[Quarantine('rms_norm', 'x', ['rows'])]", "config: got list, expected a mapping"),
+        ("[Quarantine('rms_norm', 'x', phase='both')]", "phase: got 'both'"),
+        ("[Quarantine('rms_norm', 'x', capability='sm90')]", "got the specifier 'sm90'"),
+        ("[Quarantine('rms_norm', 'x', versions={'triton': 3})]", "got the specifier 3"),
+        ("1 / 0", "raised ZeroDivisionError"),
+    ],
+)
+def test_malformed_quarantine(sealed, answer, said):
+    sealed.plugin("acme", implementations=f"({IMPLEMENTATION.format('')},)", code=QUARANTINE.format(answer))
+    assert said in only("broken").reason
+
+
 def test_two_distributions_claim_one_name(sealed):
     sealed.plugin("acme", "one-acme")
     sealed.plugin("acme", "two-acme")

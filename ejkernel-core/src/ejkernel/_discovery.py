@@ -125,8 +125,7 @@ def _examine(claim: PluginRecord, claims: Iterable[PluginRecord], allowed: tuple
     try:
         _refuse_conflict(claim, claims)
         claim = _load(claim)
-        plugin, tables = _answers(claim)
-        claim = dataclasses.replace(claim, plugin=plugin, tables=tables)
+        claim, plugin = _answers(claim)
         _refuse_unmet(plugin)
     except _RejectedError as rejected:
         # `raise _RejectedError from error` keeps the plugin's own exception, whose traceback its author needs
@@ -200,7 +199,7 @@ def _line(error: BaseException) -> str:
     return traceback.format_exception_only(error)[-1].strip()
 
 
-def _answers(claim: PluginRecord) -> tuple[Plugin, tuple[str, ...]]:
+def _answers(claim: PluginRecord) -> tuple[PluginRecord, Plugin]:
     """Register the light module with pluggy and ask its hooks."""
     manager = pluggy.PluginManager("ejkernel")
     manager.add_hookspecs(Hooks)
@@ -220,7 +219,9 @@ def _answers(claim: PluginRecord) -> tuple[Plugin, tuple[str, ...]]:
     _broken_if(_validation.contents(plugin))
     tables, complaint = _validation.tables(_ask(manager, "ejkernel_tuned_configs"))
     _broken_if(complaint)
-    return plugin, tables
+    quarantine, complaint = _validation.quarantine(_ask(manager, "ejkernel_quarantined_configs"), plugin)
+    _broken_if(complaint)
+    return dataclasses.replace(claim, plugin=plugin, tables=tables, quarantine=quarantine), plugin
 
 
 def _ask(manager: pluggy.PluginManager, hook: str) -> list[Any]:

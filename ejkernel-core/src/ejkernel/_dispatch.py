@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel._arrays import ArraySpec, named
 from ejkernel._explain import Decision, Explanation, Verdict
@@ -22,6 +23,7 @@ from ejkernel.plugin import Phase
 
 if TYPE_CHECKING:
     from ejkernel.operation import Request
+    from ejkernel.tuning import Selected
 
 _PORTABLE = "xla"
 _warned: set[tuple[str, str, str]] = set()
@@ -29,17 +31,11 @@ _warned: set[tuple[str, str, str]] = set()
 
 def decide(request: Request, phase: Phase) -> Decision:
     """Judge every candidate for one phase and choose."""
-    from ejkernel.tuning import preferred_platform, select
-
-    candidates = kernel_registry.candidates(request.operation.name, phase)
-    wanted, setting = _wanted(request, phase, candidates)
-    table = None if wanted else preferred_platform(request, phase)
-    judged = sorted((_judge(request, candidate, wanted, table) for candidate in candidates), key=lambda v: v.rank)
-    chosen = next((verdict.candidate for verdict in judged if verdict.verdict == "available"), None)
+    wanted, setting, table, judged = _judged(request, phase)
+    chosen, picked = _choose(request, phase, judged)
     verdicts = tuple(dataclasses.replace(v, verdict="chosen") if v.candidate is chosen else v for v in judged)
     if not wanted and chosen is not None:
         setting = "tuning table" if table in (chosen.id, chosen.platform) else "priority"
-    picked = select(request, phase, chosen) if chosen is not None else None
     return Decision(
         operation=request.operation.name,
         phase=phase,
@@ -50,8 +46,39 @@ def decide(request: Request, phase: Phase) -> Decision:
         setting=setting,
         config=picked.config if picked else None,
         tier=picked.tier if picked else "",
+        quarantined=picked.quarantined if picked else (),
         absent=tuple((r.name, r.state, r.reason) for r in kernel_registry.records if not r.ok),
     )
+
+
+def willing(request: Request, phase: Phase) -> list[Candidate]:
+    """The candidates that support the call and may run it, in the order of preference, whatever becomes of their configs."""
+    return [verdict.candidate for verdict in _judged(request, phase)[-1] if verdict.verdict == "available"]
+
+
+def _judged(request: Request, phase: Phase) -> tuple[tuple[str, ...], str, str | None, list[Verdict]]:
+    """The platforms asked for, the setting that did, what tuning tables prefer, and every candidate's verdict, best first."""
+    from ejkernel.tuning import preferred_platform
+
+    candidates = kernel_registry.candidates(request.operation.name, phase)
+    wanted, setting = _wanted(request, phase, candidates)
+    table = None if wanted else preferred_platform(request, phase)
+    judged = (_judge(request, candidate, wanted, table) for candidate in candidates)
+    return wanted, setting, table, sorted(judged, key=lambda verdict: verdict.rank)
+
+
+def _choose(request: Request, phase: Phase, judged: list[Verdict]) -> tuple[Candidate | None, Selected | None]:
+    """The first that is available, with its config. One whose every config is quarantined is refused in `judged`."""
+    from ejkernel.tuning import QuarantinedError, select
+
+    for place, verdict in enumerate(judged):
+        if verdict.verdict == "available":
+            try:
+                return verdict.candidate, select(request, phase, verdict.candidate)
+            except QuarantinedError as error:
+                reasons = (*verdict.reasons, str(error))
+                judged[place] = dataclasses.replace(verdict, verdict="refused", reasons=reasons)
+    return None, None
 
 
 def explain_request(request: Request) -> Explanation:
@@ -190,12 +217,18 @@ def _run_local(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> An
 
     decision, chosen = _admitted(request, phase)
     function: Callable[..., Any] = resolve(chosen.implementation.target)
-    suffix = "" if phase == "forward" else ".backward"
-    scope = f"ejkernel.{request.operation.name}{suffix}[{chosen.id}]{note(request, decision)}"
-    with jax.named_scope(scope), building_for(request.target):
-        results = function(request.call, *arguments, decision.config)
-    results = vary_like(results, arguments)
     expected = _expected(request, phase, arguments)
+    suffix = "" if phase == "forward" else ".backward"
+    mark = note(request, decision)
+    with jax.named_scope(f"ejkernel.{request.operation.name}{suffix}[{chosen.id}]{mark}"), building_for(request.target):
+        try:
+            results = function(request.call, *arguments, decision.config)
+        except Exception:
+            if not mark:
+                raise
+            # The calls of a program are being listed, so that the tuner can find out which of their configs work.
+            results = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), expected)
+    results = vary_like(results, arguments)
     _check_results(chosen, phase, results, expected)
     return results
 

@@ -55,6 +55,7 @@ class Decision:
         setting: which setting decided: `argument`, `use`, `environment`, `tuning table`, `priority`.
         config: the performance knobs it runs with; None where it has none.
         tier: which tier of config selection answered.
+        quarantined: configs that a tier would have chosen and that must not run here, as `<config>: <reason>`.
         absent: plugins that are installed and not usable, as `(name, state, reason)`.
     """
 
@@ -67,6 +68,7 @@ class Decision:
     setting: str
     config: Any = None
     tier: str = ""
+    quarantined: tuple[str, ...] = ()
     absent: tuple[tuple[str, str, str], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,6 +80,7 @@ class Decision:
             "setting": self.setting,
             "config": None if self.config is None else dataclasses.asdict(self.config),
             "tier": self.tier or None,
+            "quarantined": list(self.quarantined),
             "candidates": [verdict.to_dict() for verdict in self.verdicts],
             "absent": [dict(zip(("name", "state", "reason"), row, strict=True)) for row in self.absent],
         }
@@ -89,7 +92,8 @@ class Decision:
             head += f", config {self.config} from {self.tier}"
         rows = [(v.candidate.id, v.verdict, _origin(v.candidate), "; ".join(v.reasons)) for v in self.verdicts]
         rows += [(name, state, "", reason) for name, state, reason in self.absent]
-        return "\n".join([head, *_aligned(rows or [("(no candidate)", "", "", "no plugin implements it")])])
+        passed_over = [f"  quarantined: {line}" for line in self.quarantined]
+        return "\n".join([head, *passed_over, *_aligned(rows or [("(no candidate)", "", "", "no plugin implements it")])])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from ejkernel._requirements import canonical
-from ejkernel.plugin import FIRST_PARTY, Implementation, Plugin
+from ejkernel.plugin import FIRST_PARTY, Implementation, Plugin, Quarantine
 
 LIGHT_IMPORT_BUDGET = 0.005
 """Seconds that importing a plugin's light module may take."""
@@ -31,6 +31,7 @@ class PluginRecord:
         traceback: of the exception that broke it, if any.
         plugin: its description when one could be had.
         tables: paths of the tuning tables that it ships.
+        quarantine: which of its configs must not be chosen.
         module: the light module, for further hooks.
         seconds: how long importing the light module took; more than `LIGHT_IMPORT_BUDGET` is worth a remark.
         heavy: top-level packages that importing it newly imported, beyond the standard library and its own.
@@ -45,6 +46,7 @@ class PluginRecord:
     traceback: str = ""
     plugin: Plugin | None = None
     tables: tuple[str, ...] = ()
+    quarantine: tuple[Quarantine, ...] = ()
     module: Any = None
     seconds: float = 0.0
     heavy: tuple[str, ...] = ()

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ejkernel.plugin import API_LEVEL, SUPPORTED_API_LEVELS, ConfigSpace, Implementation, Plugin
+from ejkernel import _requirements
+from ejkernel.plugin import API_LEVEL, SUPPORTED_API_LEVELS, ConfigSpace, Implementation, Plugin, Quarantine
 
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _PLATFORM = re.compile(r"[a-z][a-z0-9_-]*")
@@ -115,6 +116,42 @@ def tables(answers: Sequence[Any]) -> tuple[tuple[str, ...], str | None]:
     if not all(isinstance(path, (str, os.PathLike)) for path in paths):
         return (), f"ejkernel_tuned_configs() returned {paths!r}, expected a list of paths"
     return tuple(os.fspath(path) for path in paths), None
+
+
+def quarantine(answers: Sequence[Any], owner: Plugin) -> tuple[tuple[Quarantine, ...], str | None]:
+    """The records that `ejkernel_quarantined_configs` answered, or a complaint."""
+    records = answers[0] if answers else ()
+    if isinstance(records, (str, bytes)) or not isinstance(records, Sequence):
+        return (), f"ejkernel_quarantined_configs() returned {type(records).__name__}, expected a list of Quarantine"
+    known = {(record.operation, record.variant) for record in owner.implementations}
+    for number, record in enumerate(records):
+        if not isinstance(record, Quarantine):
+            complaint = f"got {type(record).__name__}, expected ejkernel.plugin.Quarantine"
+        elif (record.operation, record.variant) not in known:
+            complaint = f"{record.operation!r} with variant {record.variant!r} is none of the plugin's own implementations"
+        else:
+            complaint = _quarantined(record)
+        if complaint:
+            return (), f"ejkernel_quarantined_configs()[{number}]: {complaint}"
+    return tuple(records), None
+
+
+def _quarantined(record: Quarantine) -> str | None:
+    if not isinstance(record.reason, str) or not record.reason:
+        return f"reason: got {record.reason!r}, expected what goes wrong with these configs"
+    if record.phase not in (None, "forward", "backward"):
+        return f"phase: got {record.phase!r}, expected 'forward', 'backward' or None"
+    for field in ("config", "call", "versions"):
+        if not isinstance(getattr(record, field), Mapping):
+            return f"{field}: got {type(getattr(record, field)).__name__}, expected a mapping"
+    for specifier in (*record.versions.values(), record.capability):
+        if not isinstance(specifier, str):
+            return f"got the specifier {specifier!r}, expected a string"
+        try:
+            _requirements.admits(specifier or ">=0", "0")
+        except ValueError as error:
+            return f"got the specifier {specifier!r}: {error}"
+    return None
 
 
 def _is_strings(values: Any) -> bool:

@@ -23,6 +23,7 @@ __all__ = [
     "Implementation",
     "Phase",
     "Plugin",
+    "Quarantine",
     "Target",
     "current_target",
     "hookimpl",
@@ -124,6 +125,34 @@ class Plugin:
     custom_calls: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Quarantine:
+    """Configs of one implementation that are known to fail or to give wrong numbers, and where: no tier but a user's own `cfg=`
+    or overlay chooses them. All conditions must hold; one that is left out holds always.
+
+    A wanted value is the value itself, a tuple of values, or comparisons of a number, such as `">=64"` or `">16,<=128"`.
+
+    Attributes:
+        operation: name of the operation.
+        reason: what goes wrong, in the user's words.
+        config: name of a knob -> the wanted value.
+        call: field of the canonical call -> the wanted value; of an array its dtype, e.g. `{"query": "bfloat16"}`.
+        phase: `"forward"` or `"backward"`; None for both.
+        variant: of the implementation.
+        versions: distribution name to version specifier, e.g. `{"triton": ">=3.6,<3.6.2"}`; all must be installed so.
+        capability: specifier of the compute capability, e.g. `">=9.0,<10"`.
+    """
+
+    operation: str
+    reason: str
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    call: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    phase: Phase | None = None
+    variant: str = ""
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    capability: str = ""
+
+
 class Hooks:
     """The hooks that core calls on a plugin's light module."""
 
@@ -134,6 +163,10 @@ class Hooks:
     @hookspec
     def ejkernel_tuned_configs(self) -> Sequence[str]:  # pyright: ignore[reportReturnType]
         """Paths of the tuning tables (JSON) that the distribution ships."""
+
+    @hookspec
+    def ejkernel_quarantined_configs(self) -> Sequence[Quarantine]:  # pyright: ignore[reportReturnType]
+        """Configs of the plugin's own implementations that must not be chosen; imports nothing heavy."""
 
     @hookspec
     def ejkernel_diagnose(self, report: Callable[[str, str], None]) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from ejkernel._kernel_store import KernelStore, StoredKernels, stored_kernels
-from ejkernel.tuning import cache_info
+from ejkernel._records import Candidate
+from ejkernel.plugin import Implementation
+from ejkernel.tuning import Quarantined, _quarantine, cache_info
 from ejkernel.tuning._entry import Check, Entry, Timing
 from ejkernel.tuning._key import Key, running_versions
 from ejkernel.tuning._store import USER_CACHE
@@ -84,6 +86,27 @@ def test_export_and_merge(cli, tmp_path: Path):
     assert cli("cache", "clear", "--yes", "--json").json == {"deleted": 2, "kernels": 0}
     assert cli("cache", "merge", str(file), "--json").json == {"merged": 2}
     assert cache_info().count == 2
+
+
+@pytest.fixture
+def quarantined() -> None:
+    versions = _quarantine.compiling_versions(
+        Candidate("triton", Implementation("rms_norm", print), "ejkernel-triton", "", "first-party")
+    )
+    _quarantine.add([Quarantined(entry().key, {"rows": 32}, "wrong numbers: error 7", versions)])
+
+
+@pytest.mark.usefixtures("filled", "quarantined")
+def test_quarantined_configs_are_shown_and_cleared(cli):
+    report = cli("cache", "show", "--json").json
+    assert (report["entries"], report["quarantined"]) == (3, 1)
+    (record,) = [file["quarantined"] for file in report["files"] if file["quarantined"]]
+    assert (record["config"], record["reason"]) == ({"rows": 32}, "wrong numbers: error 7")
+    out = " ".join(cli("cache", "show").out.split())
+    assert "rows=32: wrong numbers" in out and "3 entries (1 quarantined)" in out
+    assert cli("cache", "clear", "--quarantine", "--operation", "softmax", "--yes", "--json").json == {"deleted": 0}
+    assert cli("cache", "clear", "--quarantine", "--yes").out == "deleted 1 entry\n"
+    assert (cache_info().count, cache_info().quarantined) == (2, 0)
 
 
 def test_mistakes(cli, tmp_path: Path):

@@ -128,7 +128,73 @@ def test_calls_inside_transforms_are_found(world: Any) -> None:
     assert sorted(shapes) == [(1, 4), (3, 4)]
 
 
-@pytest.mark.parametrize("settings", [{"rounds": 0}, {"input_sets": 0}, {"keep_within": 0.5}])
+def test_the_luckiest_must_win_again(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config that was fast in the first rounds only does not replace the heuristic's."""
+    from ejkernel.tuning import _search
+
+    lucky, steady = Work(1), Work(2)
+    measured: list[Any] = []
+
+    def clock(times: dict[Work, list[float]]) -> Any:
+        def seconds(program: Any, sets: Any, repeats: int, turn: int) -> float:
+            config = program.config
+            measured.append(config)
+            return times[config][min(measured.count(config) - 2, 3)] if measured.count(config) > 1 else 1.0
+
+        return seconds
+
+    class Labelled:
+        def __init__(self, program: Any, config: Any) -> None:
+            self.program, self.config = program, config
+
+        def lower(self, *arguments: Any) -> Any:
+            return Labelled(self.program.lower(*arguments), self.config)
+
+        def compile(self) -> Any:
+            return Labelled(self.program.compile(), self.config)
+
+        def __call__(self, *arguments: Any) -> Any:
+            return self.program(*arguments)
+
+    program = _search.TuningProblem.program
+    monkeypatch.setattr(_search.TuningProblem, "program", lambda self, c, config: Labelled(program(self, c, config), config))
+    register(world, [lucky], heuristic=QUICK)
+    monkeypatch.setattr(_search, "_seconds", clock({QUICK: [1.0, 1.0, 1.0, 1.0], lucky: [0.5, 0.5, 1.0, 1.0]}))
+    entry = tuned(world, rounds=2)["busy"]
+    assert entry.config == {"loops": 0}
+    assert [timing.seconds for timing in entry.timings] == [(1.0,) * 4, (0.5, 0.5, 1.0, 1.0)]
+    measured.clear()
+    register(world, [steady], heuristic=QUICK, platform="other")
+    monkeypatch.setattr(_search, "_seconds", clock({QUICK: [1.0, 1.0, 1.0, 1.0], steady: [0.5, 0.5, 0.9, 0.9]}))
+    assert tuned(world, "other", rounds=2)["other"].config == {"loops": 2}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_threads_compile_no_more_at_once_than_asked(world: Any, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    import threading
+    import time
+
+    from ejkernel.tuning import _search
+
+    lock, running, most = threading.Lock(), [0], [0]
+    program = _search.TuningProblem.program
+
+    def counted(self: Any, candidate: Any, config: Any) -> Any:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.1)
+        with lock:
+            running[0] -= 1
+        return program(self, candidate, config)
+
+    monkeypatch.setattr(_search.TuningProblem, "program", counted)
+    register(world, [Work(n) for n in range(1, 6)], heuristic=QUICK)
+    assert len(tuned(world, workers=workers, rounds=1)["busy"].timings) == 6
+    assert most == [workers]
+
+
+@pytest.mark.parametrize("settings", [{"rounds": 0}, {"input_sets": 0}, {"workers": 0}, {"keep_within": 0.5}])
 def test_settings_are_checked(settings: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         Search(**settings)

@@ -203,18 +203,30 @@ def test_file_in_place_of_the_directory(world: Any, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
-def test_full_or_read_only_disk(world: Any, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def refuse(source: Any, destination: Any) -> None:
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("place", ["os.replace", "os.fsync", "tempfile.mkstemp", "pathlib.Path.mkdir"])
+def test_full_or_read_only_disk(world: Any, monkeypatch: pytest.MonkeyPatch, code: int, place: str) -> None:
+    entry = world.entry(9)
+    tuning.cache_info().directory.mkdir(parents=True)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "replace", refuse)
-    with pytest.warns(CacheWarning, match=os.strerror(code)) as caught:
-        assert tuning.store(world.entry(9)) is False
-        assert tuning.store(world.entry(10)) is False
-    assert len(caught) == 1
+    monkeypatch.setattr(place, refuse)
+    with pytest.warns(CacheWarning) as caught:
+        assert tuning.store(entry) is False
+        assert tuning.AutotuningResult((world.entry(10),)).store() == 0
+    (message,) = [str(warning.message) for warning in caught]
+    assert message.startswith(
+        f"{world.directory / 'cache'} (writing): the tuning cache cannot be written ({os.strerror(code)})"
+    )
+    assert message.endswith("free space or permit writing there, or let EJKERNEL_CACHE_DIR name another folder")
     assert list(tuning.cache_info().directory.iterdir()) == []
     assert world.run() == world.Blocks(8)
+    with tuning.AutotuningResult((entry,)):
+        assert (world.run(), world.tier()) == (world.Blocks(9), "overlay (autotuning result)")
+    tuning.remember(entry)
+    assert (world.run(), world.tier()) == (world.Blocks(9), "memory")
 
 
 def test_a_miss_asks_the_disk_once(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:

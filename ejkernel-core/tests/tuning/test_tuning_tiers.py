@@ -129,6 +129,41 @@ def test_compiled_programs_see_changes_of_memory_and_cache(world: Any) -> None:
     assert world.seen[-1].rows == 9
 
 
+def test_nothing_is_tuned_unless_asked(world: Any) -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+
+        def tune(self, calls: Any) -> tuning.AutotuningResult:
+            self.calls += calls
+            return tuning.AutotuningResult((world.entry(2, key=key),))
+
+    key, tuner = world.key(), Counting()
+    tuning.install_tuner(tuner)
+    world.run()
+    world.grad()
+    jax.jit(ejkernel.rms_norm)(world.x)
+    assert (world.tier(), tuner.calls) == ("heuristic", [])
+    result = ejkernel.autotune(ejkernel.rms_norm, world.x)
+    assert [call.tier for call in tuner.calls] == ["heuristic"]
+    assert (world.run(), world.tier()) == (world.Blocks(8), "heuristic")
+    result.remember()
+    assert (world.run(), world.tier()) == (world.Blocks(2), "memory")
+
+
+def test_error_where_no_tier_may_answer(world: Any) -> None:
+    from ejkernel import _policy
+
+    with (
+        _policy.closing_tiers(["heuristic"]),
+        pytest.raises(ejkernel.NoConfigError, match=r"'fixture'.*heuristics are not allowed"),
+    ):
+        ejkernel.explain("rms_norm", world.x)
+    tuning.remember(world.entry(2))
+    with _policy.closing_tiers(["heuristic"]):
+        assert world.tier() == "memory"
+
+
 def test_results_do_not_depend_on_the_config(world: Any) -> None:
     expected = np.asarray(ejkernel.rms_norm(world.x, platform="fixture"))
     np.testing.assert_array_equal(np.asarray(ejkernel.rms_norm(world.x, cfg={"rows": 1})), expected)

@@ -40,13 +40,15 @@ def show(as_json: AsJson = False) -> None:
     rows = [_row(file) for file in files]
     if rows:
         screen.print(table(("operation", "phase", "implementation", "arrays", "device", "config", "state"), rows))
-    screen.print(f"{state['directory']}: {state['entries']} entries, {state['bytes']} bytes", markup=False, soft_wrap=True)
+    counts = f"{state['entries']} entries ({state['quarantined']} quarantined), {state['bytes']} bytes"
+    screen.print(f"{state['directory']}: {counts}", markup=False, soft_wrap=True)
     screen.print(f"compiled kernels: {kernels.count}, {kernels.bytes} bytes", markup=False, soft_wrap=True)
 
 
 @cache_app.command("clear")
 def clear(
     operation: _Operation = None,
+    quarantine: Annotated[bool, typer.Option("--quarantine", help="Only quarantined configs, to try them again.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -54,13 +56,14 @@ def clear(
     from ejkernel._kernel_store import clear_kernels
     from ejkernel.tuning import clear_cache
 
-    what = f"the entries of {operation}" if operation else "every entry and compiled kernel"
+    kept = f" of {operation}" if operation else "" if quarantine else " and the compiled kernels"
+    what = ("the quarantined configs" if quarantine else "the entries") + kept
     if not yes:
         if as_json:
             raise UserError("--json: needs --yes as well, since nothing can be asked")
         typer.confirm(f"Delete {what} in {describe_cache()['directory']}?", abort=True)
-    count = clear_cache(operation)
-    kernels = 0 if operation else clear_kernels()
+    count = clear_cache(operation, quarantine=quarantine or None)
+    kernels = 0 if operation or quarantine else clear_kernels()
     if as_json:
         emit({"deleted": count, "kernels": kernels})
         return
@@ -105,6 +108,7 @@ def describe_cache() -> dict[str, Any]:
         "entries": info.count,
         "bytes": info.bytes,
         "states": dict(info.states),
+        "quarantined": info.quarantined,
         "error": _obstacle(info.directory),
     }
 
@@ -118,12 +122,15 @@ def _obstacle(directory: Path) -> str | None:
 
 
 def _row(file: Any) -> tuple[Any, ...]:
-    if file.entry is None:
+    if file.key is None:
         return (file.path.name, "", "", file.reason, "", "", verdict(file.state))
-    key = file.entry.key
-    config = ", ".join(f"{name}={value}" for name, value in (file.entry.config or {}).items())
+    key, held = file.key, file.entry or file.quarantined
+    config = ", ".join(f"{name}={value}" for name, value in (held.config or {}).items())
     device = key.device_kind or key.backend
-    return (key.operation, key.phase, key.implementation, key.arrays(), device, config, verdict(file.state))
+    state = verdict(file.state)
+    if file.quarantined is not None:
+        config, state = f"{config}: {file.quarantined.reason}", verdict("quarantined" if file.state == "ok" else file.state)
+    return (key.operation, key.phase, key.implementation, key.arrays(), device, config, state)
 
 
 @contextlib.contextmanager

@@ -132,6 +132,8 @@ def _show_decision(screen: Any, decision: Any) -> None:
     screen.print(title, style="bold", markup=False, soft_wrap=True)
     if decision.config is not None:
         screen.print(f"{decision.config} from {decision.tier}", markup=False, soft_wrap=True)
+    for line in decision.quarantined:
+        screen.print(f"quarantined: {line}", markup=False, soft_wrap=True)
     rows = [
         (v.candidate.id, verdict(v.verdict), f"{v.candidate.distribution} {v.candidate.version}".strip(), "; ".join(v.reasons))
         for v in decision.verdicts

@@ -26,6 +26,7 @@ def tune(
     store: Annotated[bool, typer.Option("--store", help="Keep what is found in the user's cache.")] = False,
     platform: Annotated[str | None, typer.Option(help="Only these platforms: one, or several with commas.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each config.")] = 10,
+    retry: Annotated[bool, typer.Option("--retry", help="Also try configs that are quarantined on this machine.")] = False,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="Leave the backward phase out.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -37,7 +38,7 @@ def tune(
     from ejkernel.tuning import AutotuningResult, Search
 
     chosen = tuple(platform.split(",")) if platform else None
-    search = Search(rounds=rounds, progress=False if as_json else None, store=store)
+    search = Search(rounds=rounds, progress=False if as_json else None, store=store, retry=retry)
     result = AutotuningResult()
     with user_mistakes():
         calls = _from_file(shapes, operation) if shapes is not None else _from_cases(operation, case or [])

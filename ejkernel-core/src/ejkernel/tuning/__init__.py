@@ -10,6 +10,7 @@ from ejkernel.tuning._manage import CacheFile, CacheInfo, cache_entries, cache_i
 from ejkernel.tuning._memory import forget, remember, remembered
 from ejkernel.tuning._overlay import overlay
 from ejkernel.tuning._portable import BaseOperationConfig, BwdParams, FwdParams, demanded_platform
+from ejkernel.tuning._quarantine import Quarantined, QuarantinedError
 from ejkernel.tuning._recording import RecordedCall, record_calls
 from ejkernel.tuning._result import AutotuningResult, KeyedConfigs
 from ejkernel.tuning._search import Search
@@ -29,6 +30,8 @@ __all__ = [
     "FwdParams",
     "Key",
     "KeyedConfigs",
+    "Quarantined",
+    "QuarantinedError",
     "RecordedCall",
     "Search",
     "Selected",

@@ -6,7 +6,6 @@ error: nothing is silently ignored. What is written for one implementation waits
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ejkernel._records import Candidate
@@ -17,7 +16,6 @@ from ejkernel.tuning._configs import build, complete, config_space, fits, knobs,
 from ejkernel.tuning._heuristic import from_heuristic
 from ejkernel.tuning._overlay import Selector
 from ejkernel.tuning._portable import BaseOperationConfig
-from ejkernel.tuning._result import AutotuningResult
 
 if TYPE_CHECKING:
     from ejkernel.operation import Request
@@ -79,14 +77,11 @@ def _from_portable(
 
 
 def _other_phase(request: Request, phase: Phase) -> Candidate | None:
-    """What runs the other phase, if anything can."""
+    """What runs the other phase, if anything can; its configs are not looked at."""
     from ejkernel import _dispatch
 
-    results = tuple(line for line in request.policy.overlay if isinstance(line[1], AutotuningResult))
-    plain = dataclasses.replace(request, config=None, policy=dataclasses.replace(request.policy, overlay=results))
-    if phase == "forward":
-        return _dispatch.decide(plain.saving_residuals(), "backward").chosen
-    return _dispatch.decide(plain, "forward").chosen
+    other: Phase = "backward" if phase == "forward" else "forward"
+    return next(iter(_dispatch.willing(request.saving_residuals() if other == "backward" else request, other)), None)
 
 
 def _misfit(argument: str, setting: Any, chosen: list[Candidate]) -> ValueError | TypeError:

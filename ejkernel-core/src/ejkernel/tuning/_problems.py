@@ -65,8 +65,7 @@ class TuningProblem:
     def candidates(self) -> list[Candidate]:
         """The implementations that support the call and may run it, in the order of preference."""
         request = self.request.saving_residuals() if self.phase == "backward" else self.request
-        verdicts = _dispatch.decide(request, self.phase).verdicts
-        return [verdict.candidate for verdict in verdicts if verdict.verdict in ("chosen", "available")]
+        return _dispatch.willing(request, self.phase)
 
     def program(self, candidate: Candidate, config: Any) -> Any:
         """One implementation with one config, as a jitted function of the phase's arguments."""

@@ -1,7 +1,8 @@
 """The tuner: every config of every implementation that may run a call, checked first, then timed against the others.
 
-Nothing is timed while tracing, and nothing that gave wrong numbers is timed at all. Times are wall-clock medians of rounds in which
-the candidates take turns, over several sets of arguments, so that a machine that slows down hurts all alike.
+Nothing is timed while tracing, and nothing that gave wrong numbers is timed at all: it is quarantined. Times are wall-clock medians
+of rounds in which the candidates take turns, over several sets of arguments, so that a machine that slows down hurts all alike.
+The fastest of many is partly the luckiest of many, so it must beat the heuristic's config once more, in rounds of the two alone.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import statistics
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,6 +28,7 @@ from ejkernel.tuning._heuristic import legal_configs
 from ejkernel.tuning._key import Key
 from ejkernel.tuning._problems import TuningProblem
 from ejkernel.tuning._progress import Progress
+from ejkernel.tuning._quarantine import Quarantined, Ward, add, lift
 from ejkernel.tuning._recording import RecordedCall
 from ejkernel.tuning._result import AutotuningResult
 
@@ -40,9 +43,17 @@ class _Trial:
     candidate: Candidate
     config: Any
     program: Any = None
+    repeats: int = 1
     check: Check | None = None
     seconds: list[float] = dataclasses.field(default_factory=list)
     failure: str = ""
+    was_quarantined: bool = False
+    lasting: bool = False
+    """Whether it failed here, and not for want of memory, which may be another process's doing."""
+
+    def fail(self, error: Exception) -> None:
+        self.failure = in_one_line(error)
+        self.lasting = not (isinstance(error, MemoryError) or "Out of memory" in self.failure)
 
     @property
     def timing(self) -> Timing:
@@ -60,6 +71,7 @@ class Search:
         workers: threads that compile; None = one per core, at most 8.
         progress: show a progress bar; None = where stderr is a terminal.
         store: write the entries of each call to the user's cache as soon as they are found.
+        retry: also try configs that are quarantined because they failed on this machine; what passes is so no more.
     """
 
     rounds: int = 5
@@ -68,11 +80,13 @@ class Search:
     workers: int | None = None
     progress: bool | None = None
     store: bool = False
+    retry: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "input_sets"):
-            if getattr(self, name) < 1:
-                raise invalid(name, getattr(self, name), "a value >= 1")
+        for name in ("rounds", "input_sets", "workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise invalid(name, value, "a value >= 1")
         if self.keep_within < 1:
             raise invalid("keep_within", self.keep_within, "a value >= 1")
 
@@ -89,40 +103,65 @@ class Search:
         return result
 
     def _tune(self, problem: TuningProblem, progress: Progress) -> tuple[Entry, ...]:
-        trials = _trials(problem)
+        trials = _trials(problem, self.retry)
         progress.begin(str(problem), len(trials))
         try:
             sets = [problem.first, *(problem.arguments(seed) for seed in range(1, self.input_sets))]
-        except NotImplementedError as error:
-            warnings.warn(f"autotune: {problem} left alone: {error}", EjkernelWarning, stacklevel=2)
+            _ = problem.expected  # here, so that a failure of the reference is not laid to a config
+        except Exception as error:  # noqa: BLE001 - without inputs or a reference nothing can be said of any config
+            warnings.warn(f"autotune: {problem} left alone: {in_one_line(error)}", EjkernelWarning, stacklevel=2)
             return ()
-        self._compile(problem, trials)
+        self._compile(problem, [trial for trial in trials if not trial.failure])
         for trial in trials:
             _verify(problem, trial)
             progress.advance()
+        _quarantine(problem, trials)
         self._time([trial for trial in trials if not trial.failure], sets, progress)
+        groups: dict[Candidate, list[_Trial]] = {}
+        for trial in trials:
+            groups.setdefault(trial.candidate, []).append(trial)
+        winners = {candidate: self._winner(group, sets) for candidate, group in groups.items()}
         for trial in trials:
             trial.program = None
-        return _entries(problem, trials)
+        return _entries(problem, groups, winners)
 
     def _compile(self, problem: TuningProblem, trials: list[_Trial]) -> None:
         def compile_one(trial: _Trial) -> None:
             try:
                 trial.program = problem.program(trial.candidate, trial.config).lower(*problem.first).compile()
             except Exception as error:  # noqa: BLE001 - code of plugins and compilers; recorded as this config's failure
-                trial.failure = in_one_line(error)
+                trial.fail(error)
 
         with ThreadPoolExecutor(self.workers or min(os.cpu_count() or 1, 8)) as pool:
             list(pool.map(compile_one, trials))
 
     def _time(self, trials: list[_Trial], sets: list[Any], progress: Progress) -> None:
-        repeats = {id(trial): repeats_for(trial.program, sets) for trial in trials}
+        for trial in trials:
+            trial.repeats = repeats_for(trial.program, sets)
         for turn in range(self.rounds):
             best = min((min(trial.seconds, default=float("inf")) for trial in trials), default=0.0)
             for trial in trials:
                 if not turn or min(trial.seconds) <= self.keep_within * best:
-                    trial.seconds.append(seconds(trial.program, sets, repeats[id(trial)], turn))
+                    trial.seconds.append(seconds(trial.program, sets, trial.repeats, turn))
             progress.best(_leader(trials))
+
+    def _winner(self, group: list[_Trial], sets: list[Any]) -> _Trial | None:
+        """The fastest that is right; the heuristic's config, which comes first, unless that is clearly slower twice."""
+        right = [trial for trial in group if not trial.failure]
+        if not right:
+            return None
+        best, first = min(right, key=lambda trial: trial.timing.median), group[0]
+        if best is first or first.failure:
+            return best
+        if best.timing.median > _WORTH * first.timing.median:
+            return first
+        again: dict[int, list[float]] = {id(first): [], id(best): []}
+        for turn in range(self.rounds):
+            for trial in (first, best):
+                again[id(trial)].append(seconds(trial.program, sets, trial.repeats, turn))
+        first.seconds += again[id(first)]
+        best.seconds += again[id(best)]
+        return best if statistics.median(again[id(best)]) <= _WORTH * statistics.median(again[id(first)]) else first
 
 
 def _device_for(call: RecordedCall) -> Any:
@@ -138,29 +177,50 @@ def _device_for(call: RecordedCall) -> Any:
     return match[0]
 
 
-def _trials(problem: TuningProblem) -> list[_Trial]:
+def _trials(problem: TuningProblem, retry: bool) -> list[_Trial]:
     trials: list[_Trial] = []
     for candidate in problem.candidates():
         space = config_space(candidate)
-        if space is None:
-            trials.append(_Trial(candidate, None))
-            continue
-        heuristic = space.heuristic(problem.request.call, problem.request.target)
-        configs = dict.fromkeys((heuristic, *legal_configs(problem.request, candidate, space)))
-        trials += [_Trial(candidate, config) for config in configs]
+        configs: dict[Any, None] = {None: None}
+        if space is not None:
+            heuristic = space.heuristic(problem.request.call, problem.request.target)
+            configs = dict.fromkeys((heuristic, *legal_configs(problem.request, candidate, space)))
+        ward = Ward(problem.request, problem.phase, candidate, _key(problem, candidate))
+        for config in configs:
+            reason = ward.reason(config, found_here=not retry)
+            failure = "" if reason is None else f"quarantined: {reason}"
+            trials.append(_Trial(candidate, config, failure=failure, was_quarantined=ward.is_own(config)))
     return trials
+
+
+def _key(problem: TuningProblem, candidate: Candidate) -> Key:
+    return Key.of(problem.request, problem.phase, candidate)
 
 
 def _verify(problem: TuningProblem, trial: _Trial) -> None:
     if trial.failure:
         return
     try:
-        trial.check = problem.check(jax.block_until_ready(trial.program(*problem.first)))
+        results = jax.block_until_ready(trial.program(*problem.first))
     except Exception as error:  # noqa: BLE001 - a kernel that fails on the device is this config's failure
-        trial.failure = in_one_line(error)
+        trial.fail(error)
         return
+    trial.check = problem.check(results)
     if not trial.check.passed:
         trial.failure = f"wrong numbers: error {trial.check.error:.3g} of what is tolerated, against {trial.check.reference}"
+        trial.lasting = True
+
+
+def _quarantine(problem: TuningProblem, trials: list[_Trial]) -> None:
+    """Keep what failed from being chosen. Where nothing at all is right, no single config is to blame."""
+    if all(trial.failure for trial in trials):
+        return
+    for trial in trials:
+        if trial.was_quarantined and not trial.failure:
+            lift(_key(problem, trial.candidate), trial.config)
+    failed = [trial for trial in trials if trial.lasting]
+    if failed:
+        add(Quarantined.of(_key(problem, t.candidate), t.candidate, t.config, t.failure) for t in failed)
 
 
 def _leader(trials: list[_Trial]) -> str:
@@ -172,42 +232,29 @@ def _leader(trials: list[_Trial]) -> str:
     return f"{best.candidate.id}{knobs}: {1e3 * best.timing.median:.3g} ms"
 
 
-def _entries(problem: TuningProblem, trials: list[_Trial]) -> tuple[Entry, ...]:
+def _entries(
+    problem: TuningProblem, groups: Mapping[Candidate, list[_Trial]], winners: Mapping[Candidate, _Trial | None]
+) -> tuple[Entry, ...]:
     """One entry per implementation with a config that is right; each names the fastest of all."""
-    by_candidate: dict[Candidate, list[_Trial]] = {}
-    for trial in trials:
-        by_candidate.setdefault(trial.candidate, []).append(trial)
-    winners = {candidate: _winner(group) for candidate, group in by_candidate.items()}
     right = {candidate: winner for candidate, winner in winners.items() if winner is not None}
-    for candidate, group in by_candidate.items():
+    for candidate, group in groups.items():
         if candidate not in right:
             message = f"autotune: no config of {candidate.id} is right for {problem}: {group[0].failure}"
             warnings.warn(message, EjkernelWarning, stacklevel=2)
     if not right:
         return ()
     fastest = min(right, key=lambda candidate: right[candidate].timing.median)
-    request = problem.request.saving_residuals() if problem.phase == "backward" else problem.request
     return tuple(
         Entry(
-            key=Key.of(request, problem.phase, candidate),
+            key=_key(problem, candidate),
             config=to_plain(winner.config),
-            best=fastest.id if len(by_candidate) > 1 else "",
-            timings=tuple(trial.timing for trial in by_candidate[candidate]),
+            best=fastest.id if len(groups) > 1 else "",
+            timings=tuple(trial.timing for trial in groups[candidate]),
             check=winner.check,
             provenance=_provenance(candidate, problem.device),
         )
         for candidate, winner in right.items()
     )
-
-
-def _winner(group: list[_Trial]) -> _Trial | None:
-    """The fastest that is right; the heuristic's config, which comes first, if that is about as fast."""
-    right = [trial for trial in group if not trial.failure]
-    if not right:
-        return None
-    best = min(right, key=lambda trial: trial.timing.median)
-    first = group[0]
-    return first if not first.failure and best.timing.median > _WORTH * first.timing.median else best
 
 
 def _provenance(candidate: Candidate, device: Any) -> dict[str, str]:

@@ -1,13 +1,14 @@
 """Which config an implementation runs with, and which tier said so.
 
 Tiers: override, overlay, memory, persistent (user cache, then shipped tables), heuristic, error. Tuning runs only when asked,
-never from here; its answers come back through the tiers before the heuristic.
+never from here; its answers come back through the tiers before the heuristic. From memory on, no tier answers with a config that
+is quarantined: the next best of the tier takes its place, or the next tier.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ejkernel._policy import Policy
@@ -22,6 +23,7 @@ from ejkernel.tuning._heuristic import from_heuristic, legal_configs
 from ejkernel.tuning._key import Key
 from ejkernel.tuning._overlay import Selector
 from ejkernel.tuning._override import from_overlay, from_override
+from ejkernel.tuning._quarantine import Ward
 from ejkernel.tuning._result import AutotuningResult, KeyedConfigs
 from ejkernel.tuning._store import USER_CACHE
 from ejkernel.tuning._warn import warn_once
@@ -32,10 +34,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Selected:
-    """A config and the tier that answered."""
+    """A config, the tier that answered, and which configs were passed over as quarantined, each with the reason."""
 
     config: Any
     tier: str
+    quarantined: tuple[str, ...] = ()
 
 
 def preferred_platform(request: Request, phase: Phase) -> str | None:
@@ -62,22 +65,33 @@ def select(request: Request, phase: Phase, chosen: Candidate) -> Selected | None
         ValueError: an override or overlay that fits nothing, or an illegal value in it.
         TypeError: likewise.
         NoConfigError: no tier has a config.
+        QuarantinedError: every config is quarantined.
     """
     space = config_space(chosen)
     config = from_override(request, phase, chosen, space)
     if config is not None:
         return Selected(config, "override")
-    key = _key(request, phase, chosen) if space is not None else None
+    key = _key(request, phase, chosen)
     found = _from_overlays(request, phase, chosen, space, key)
-    if found is not None or space is None:
+    if found is not None:
         return found
-    return (_from_stores(request, chosen, space, key) if key is not None else None) or _from_heuristic(request, chosen, space)
+    ward = Ward(request, phase, chosen, key)
+    if space is None:
+        if not ward.admits(None):
+            raise ward.nothing_left()
+        return None
+    found = _from_stores(request, chosen, space, key, ward) if key is not None else None
+    found = found or _from_heuristic(request, chosen, space, ward)
+    return dataclasses.replace(found, quarantined=tuple(dict.fromkeys(ward.met)))
 
 
-def _from_heuristic(request: Request, chosen: Candidate, space: ConfigSpace) -> Selected:
+def _from_heuristic(request: Request, chosen: Candidate, space: ConfigSpace, ward: Ward) -> Selected:
     if "heuristic" in request.policy.closed_tiers:
         raise no_config_without_heuristic(describe(chosen))
-    return Selected(from_heuristic(request, chosen, space), "heuristic")
+    config = from_heuristic(request, chosen, space)
+    if not ward.admits(config):
+        config = ward.nearest(config, legal_configs(request, chosen, space))
+    return Selected(config, "heuristic")
 
 
 def _from_overlays(
@@ -96,19 +110,34 @@ def _from_overlays(
     return None
 
 
-def _from_stores(request: Request, chosen: Candidate, space: ConfigSpace, key: Key) -> Selected | None:
+def _from_stores(request: Request, chosen: Candidate, space: ConfigSpace, key: Key, ward: Ward) -> Selected | None:
     for lookup, tier in stored_tiers(request.policy):
-        config = _config_of(lookup(key), chosen, space)
+        config = next(_configs_of(lookup(key), chosen, space, ward), None)
         if config is not None:
             return Selected(config, tier)
 
     near = [] if "persistent" in request.policy.closed_tiers else _tables.nearest(key)
     legal = legal_configs(request, chosen, space) if near else ()
     for entry in near:
-        config = _config_of(entry, chosen, space)
-        if config is not None and config in legal:
+        config = next((config for config in _configs_of(entry, chosen, space, ward) if config in legal), None)
+        if config is not None:
             return Selected(config, f"shipped table (nearest bucket: {entry.key.arrays()})")
     return None
+
+
+def _configs_of(entry: Entry | None, chosen: Candidate, space: ConfigSpace, ward: Ward) -> Iterator[Any]:
+    """The entry's config; if that is quarantined, the others that it has timings of, the fastest first."""
+    config = _config_of(entry, chosen, space)
+    if entry is None or config is None:
+        return
+    if ward.admits(config):
+        yield config
+        return
+    for timing in sorted(entry.timings, key=lambda timing: timing.median):
+        if not timing.failure and timing.config != entry.config:
+            other = _config_of(dataclasses.replace(entry, config=timing.config), chosen, space)
+            if other is not None and ward.admits(other):
+                yield other
 
 
 def stored_tiers(policy: Policy) -> list[tuple[Callable[[Key], Entry | None], str]]:

@@ -58,7 +58,7 @@ class UserCache:
             ValueError: the entry has no check against the reference that passed.
         """
         require_verified(entry)
-        written = write(directory(), entry)
+        written = write(directory(), entry.key.digest, dump_entries((entry,)))
         if written:
             kernel_registry.refresh()
         return written
@@ -92,13 +92,14 @@ def _lookup(folder: Path, key: Key) -> Entry | None:
     return None
 
 
-def write(folder: Path, entry: Entry) -> bool:
-    """Put an entry's file in place in one step; False, with one warning per folder, if that cannot be."""
-    text = dump_entries((entry,))
+def write(folder: Path, digest: str, text: str) -> bool:
+    """Put a file in place in one step; False, with one warning per folder, if that cannot be."""
     try:
-        replace_file(folder / f"{entry.key.digest}.json", text.encode())
+        replace_file(folder / f"{digest}.json", text.encode())
     except OSError as error:
-        warn_once(f"{folder} (writing)", f"the tuning cache cannot be written ({error.strerror or error}); nothing is kept")
+        message = f"the tuning cache cannot be written ({error.strerror or error}); what was found holds for this process only"
+        remedy = "free space or permit writing there, or let EJKERNEL_CACHE_DIR name another folder"
+        warn_once(f"{cache_folder()} (writing)", f"{message}: {remedy}")
         return False
     return True
 
@@ -110,7 +111,7 @@ def files(folder: Path) -> Iterator[Path]:
 
 
 def leftovers(folder: Path) -> Iterator[Path]:
-    """Temporary files of writers that are no more, or are at work just now."""
+    """Temporary files of writers that were killed, or are at work just now."""
     if folder.is_dir():
         yield from sorted(path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name))
 

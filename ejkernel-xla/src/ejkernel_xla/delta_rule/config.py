@@ -45,14 +45,14 @@ def heuristic(call: DeltaRuleCall, target: Target) -> DeltaRuleConfig:
 
 
 def search_space(call: DeltaRuleCall, target: Target) -> Sequence[DeltaRuleConfig]:
-    """Chunks around 64, one or more at a time; no two that the length makes the same."""
-    length, chosen = call.query.shape[1], heuristic(call, target).chunks_per_step
-    found: list[DeltaRuleConfig] = []
+    """The heuristic; chunks around 64, one or more at a time, no two that the length makes the same."""
+    length, first = call.query.shape[1], heuristic(call, target)
+    chosen, found = first.chunks_per_step, [first]
     for size in (16, 32, 64, 128):
         if size == 16 or size < 2 * length:
             chunks = max(-(-length // size), 1)
             found += [DeltaRuleConfig(size, steps) for steps in sorted({1, min(chosen, chunks), min(4 * chosen, chunks)})]
-    return found
+    return list(dict.fromkeys(found))
 
 
 CONFIGS = ConfigSpace(DeltaRuleConfig, heuristic, search_space)

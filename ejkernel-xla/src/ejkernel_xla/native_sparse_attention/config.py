@@ -34,10 +34,10 @@ def heuristic(call: NativeSparseAttentionCall, target: Target) -> NativeSparseAt
 
 
 def search_space(call: NativeSparseAttentionCall, target: Target) -> Sequence[NativeSparseAttentionConfig]:
-    """A quarter to four times the heuristic's choice, and no more than the length."""
-    block, length = heuristic(call, target).block_q, max(call.query.shape[1], 1)
-    sizes = {min(max(int(block * factor), 1), length) for factor in (0.25, 0.5, 1, 2, 4)} | {min(8, length)}
-    return tuple(NativeSparseAttentionConfig(size) for size in sorted(sizes))
+    """The heuristic's choice; a quarter to four times as much, and no more than the length."""
+    chosen, length = heuristic(call, target), max(call.query.shape[1], 1)
+    sizes = {min(max(int(chosen.block_q * factor), 1), length) for factor in (0.25, 0.5, 1, 2, 4)} | {min(8, length)}
+    return tuple(dict.fromkeys([chosen, *(NativeSparseAttentionConfig(size) for size in sorted(sizes))]))
 
 
 CONFIGS = ConfigSpace(NativeSparseAttentionConfig, heuristic, search_space)

@@ -33,10 +33,10 @@ def heuristic(call: SparseLatentAttentionCall, target: Target) -> SparseLatentAt
 
 
 def search_space(call: SparseLatentAttentionCall, target: Target) -> Sequence[SparseLatentAttentionConfig]:
-    """A quarter to four times the heuristic's choice, and no more than the length."""
-    block, length = heuristic(call, target).block_q, max(call.query.shape[1], 1)
-    sizes = {min(max(int(block * factor), 1), length) for factor in (0.25, 0.5, 1, 2, 4)} | {min(4, length)}
-    return tuple(SparseLatentAttentionConfig(size) for size in sorted(sizes))
+    """The heuristic's choice; a quarter to four times as much, and no more than the length."""
+    chosen, length = heuristic(call, target), max(call.query.shape[1], 1)
+    sizes = {min(max(int(chosen.block_q * factor), 1), length) for factor in (0.25, 0.5, 1, 2, 4)} | {min(4, length)}
+    return tuple(dict.fromkeys([chosen, *(SparseLatentAttentionConfig(size) for size in sorted(sizes))]))
 
 
 CONFIGS = ConfigSpace(SparseLatentAttentionConfig, heuristic, search_space)

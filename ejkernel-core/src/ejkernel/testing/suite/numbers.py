@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -10,12 +11,17 @@ import numpy as np
 import pytest
 
 from ejkernel._records import resolve
+from ejkernel._registry import kernel_registry
 from ejkernel.errors import NoKernelError
+from ejkernel.plugin import Target
 from ejkernel.testing.problem import Problem
 from ejkernel.testing.report import Report
+from ejkernel.testing.spaces import check_space
 from ejkernel.testing.tolerance import EXTREME, FORWARD, GRADIENT, check_close, deviation
 
-__all__ = ["test_every_config", "test_forward", "test_gradients", "test_repeats_bit_equal"]
+__all__ = ["test_config_space", "test_every_config", "test_forward", "test_gradients", "test_repeats_bit_equal"]
+
+TARGETS = (Target("cpu"), Target("gpu"), Target("gpu", "NVIDIA H200", "9.0"), Target("tpu"))
 
 
 def _refused(problem: Problem, report: Report) -> bool:
@@ -79,11 +85,24 @@ def test_every_config(transformed: Problem) -> None:
         if decision.chosen.implementation.configs is None:
             continue
         space = resolve(decision.chosen.implementation.configs)  # pyright: ignore[reportArgumentType]
-        configs = space.search_space(decision.call, decision.target)
-        assert space.heuristic(decision.call, decision.target) is not None
-        assert configs, "an empty search space"
-        for config in configs:
+        for config in check_space(space, decision.call, decision.target):
             _check_all(run(config), expected, tolerance[transformed.dtype], str(config))
+
+
+@pytest.mark.ejkernel_level("numbers")
+def test_config_space(problem: Problem) -> None:
+    """On every case and for every target: nothing is computed."""
+    own = [c for c in kernel_registry.list_implementations(problem.operation) if c.platform == problem.platform]
+    call = dataclasses.replace(problem.bound.call, save_residuals=True)
+    for candidate in own:
+        if candidate.implementation.configs is None:
+            continue
+        space = resolve(candidate.implementation.configs)  # pyright: ignore[reportArgumentType]
+        for target in (problem.request().target, *TARGETS):
+            runs_there = {"any", target.backend} & {*candidate.implementation.backends}
+            supports = candidate.implementation.supports
+            if runs_there and (supports is None or resolve(supports)(call, target) is None):
+                check_space(space, call, target)
 
 
 def _check_all(got: dict[str, Any], expected: dict[str, Any], tolerance: Any, config: str) -> None:
