@@ -130,18 +130,24 @@ def test_calls_inside_transforms_are_found(world: Any) -> None:
 
 def test_the_luckiest_must_win_again(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A config that was fast in the first rounds only does not replace the heuristic's."""
+    from ejkernel import _timing
     from ejkernel.tuning import _search
 
     lucky, steady = Work(1), Work(2)
     measured: list[Any] = []
 
     def clock(times: dict[Work, list[float]]) -> Any:
-        def seconds(program: Any, sets: Any, repeats: int, turn: int) -> float:
+        def seconds(program: Any, *arguments: Any) -> float:
             config = program.config
             measured.append(config)
             return times[config][min(measured.count(config) - 2, 3)] if measured.count(config) > 1 else 1.0
 
         return seconds
+
+    def use(seconds: Any) -> None:
+        """In the rounds, and where the repeats of a round are counted."""
+        for module in (_timing, _search):
+            monkeypatch.setattr(module, "seconds", seconds)
 
     class Labelled:
         def __init__(self, program: Any, config: Any) -> None:
@@ -159,13 +165,13 @@ def test_the_luckiest_must_win_again(world: Any, monkeypatch: pytest.MonkeyPatch
     program = _search.TuningProblem.program
     monkeypatch.setattr(_search.TuningProblem, "program", lambda self, c, config: Labelled(program(self, c, config), config))
     register(world, [lucky], heuristic=QUICK)
-    monkeypatch.setattr(_search, "_seconds", clock({QUICK: [1.0, 1.0, 1.0, 1.0], lucky: [0.5, 0.5, 1.0, 1.0]}))
+    use(clock({QUICK: [1.0, 1.0, 1.0, 1.0], lucky: [0.5, 0.5, 1.0, 1.0]}))
     entry = tuned(world, rounds=2)["busy"]
     assert entry.config == {"loops": 0}
     assert [timing.seconds for timing in entry.timings] == [(1.0,) * 4, (0.5, 0.5, 1.0, 1.0)]
     measured.clear()
     register(world, [steady], heuristic=QUICK, platform="other")
-    monkeypatch.setattr(_search, "_seconds", clock({QUICK: [1.0, 1.0, 1.0, 1.0], steady: [0.5, 0.5, 0.9, 0.9]}))
+    use(clock({QUICK: [1.0, 1.0, 1.0, 1.0], steady: [0.5, 0.5, 0.9, 0.9]}))
     assert tuned(world, "other", rounds=2)["other"].config == {"loops": 2}
 
 
