@@ -223,7 +223,7 @@ _BENCH = tuple(
         f"bench-{name}-{length}",
         _arrays(length, heads=8, key_heads=key_heads, size=64, batch=1),
         options,
-        frozenset({"bench", "bench-cpu"}),
+        frozenset({"bench-cpu"}),
     )
     for length in (512, 2048, 4096)
     for name, key_heads, options in (
@@ -234,7 +234,24 @@ _BENCH = tuple(
     )
 )
 
-CASES = (*_HEADS, *_POSITIONAL, *_MASKED, *_LOGITS, *_BENCH)
+_BENCH_GPU = tuple(
+    Case(
+        f"bench-8192-{name}",
+        _arrays(8192, heads=heads, key_heads=key_heads, size=size, batch=2),
+        options,
+        frozenset({"bench"}),
+    )
+    for name, heads, key_heads, size, options in (
+        ("gqa-causal", 32, 8, 128, {"causal": True}),
+        ("causal", 16, 16, 128, {"causal": True}),
+        ("full", 16, 16, 128, {}),
+        ("full-d64", 32, 32, 64, {}),
+        ("window-4096-cap-d256", 16, 8, 256, {"causal": True, "sliding_window": (4095, 0), "logits_soft_cap": 50.0}),
+        ("window-128-d64", 64, 8, 64, {"causal": True, "sliding_window": (127, 0)}),
+    )
+)
+
+CASES = (*_HEADS, *_POSITIONAL, *_MASKED, *_LOGITS, *_BENCH, *_BENCH_GPU)
 
 TOGGLES = {
     "bias": Toggle("bias-2x2x13x21", drop="bias"),
