@@ -71,6 +71,15 @@ def test_every_config_gives_the_same_numbers(interpreted, name):
         check(call, inputs, cotangents, config.Config(tokens, heads, 1))
 
 
+@pytest.mark.parametrize("shared", ["cos", "sin"])
+def test_only_one_of_cos_and_sin_is_shared_over_the_batch(interpreted, shared):
+    """What vmap over the other one folds to."""
+    call, inputs, cotangents = problem(SMALL["gqa"])
+    inputs = inputs._replace(**{shared: getattr(inputs, shared)[:1]})
+    call = dataclasses.replace(call, **{shared: ArraySpec.of(getattr(inputs, shared))})
+    check(call, inputs, cotangents, config.Config(tokens=8, heads=2, num_warps=1))
+
+
 def test_half_precision_beside_float32_angles(interpreted):
     check(*problem(SMALL["partial"], "bfloat16"), config.Config(tokens=4, heads=2, num_warps=1), 8e-3)
 
