@@ -6,14 +6,17 @@ Results start as NaN, and each lies between guard bytes that must survive.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import triton.language as tl  # noqa: F401 - `_patch_lang` looks for these two among a function's globals
+from triton.language import core  # noqa: F401
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -80,12 +83,8 @@ def _guarded(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray
 
 
 def _interpret(function: JITFunction[Any], *args: Any, **kwargs: Any) -> Any:
-    """Triton's own library (`tl.sum`) is made for compilation when triton is imported; in a kernel it is interpreted too."""
-    scope = interpreter._patch_lang(function.fn)
-    try:
-        return InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
-    finally:
-        scope.restore()
+    """A function that a kernel calls."""
+    return InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
 
 
 _patch_tensor_before = interpreter._patch_lang_tensor
@@ -95,6 +94,16 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
     """The interpreter turns arrays of one element into integers in a way that NumPy 2.5 refuses."""
     _patch_tensor_before(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda value: int(value.handle.data.item()))
+
+
+@contextlib.contextmanager
+def _library_interpreted() -> Generator[None]:
+    """Triton's own library (`tl.sum`) sees the language as `core`, which a kernel's module does not name: both are patched."""
+    scope = interpreter._patch_lang(_interpret)
+    try:
+        yield
+    finally:
+        scope.restore()
 
 
 def interpreted_call(
@@ -147,7 +156,7 @@ def _interpreted(
     aliases: Mapping[int, int] | None,
     constants: dict[str, Any],
 ) -> list[np.ndarray]:
-    arguments = [value if isinstance(value, int) else HostArray(np.array(value, order="C")) for value in inputs]
+    arguments: list[Any] = [value if isinstance(value, int) else HostArray(np.array(value, order="C")) for value in inputs]
     results = [_guarded(shape, dtype) for shape, dtype in outputs]
     for given, result in (aliases or {}).items():
         results[result][1][...] = arguments[given].array
@@ -157,6 +166,7 @@ def _interpreted(
     with (
         mock.patch.object(JITFunction, "__call__", _interpret),
         mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
+        _library_interpreted(),
     ):
         InterpretedFunction(kernel.fn)[(grid,)](*arguments, *(HostArray(array) for _, array in results), **constants)
     for old, argument in zip(before, unaliased, strict=True):
