@@ -164,7 +164,8 @@ def test_no_rows_or_no_columns(norm, shape):
 
 
 HELD_KERNELS = ["norm_forward_kernel", "norm_backward_kernel"]
-WALKING_KERNELS = ["norm_forward_walking_kernel", "norm_row_means_kernel", "norm_backward_kernel"]
+SPLIT_KERNELS = ["norm_forward_kernel", "norm_row_means_kernel", "norm_backward_kernel"]
+WALKING_KERNELS = ["norm_forward_walking_kernel", *SPLIT_KERNELS[1:]]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +175,7 @@ WALKING_KERNELS = ["norm_forward_walking_kernel", "norm_row_means_kernel", "norm
         ((131072, 128), "bfloat16", HELD_KERNELS),
         ((64, 8192), "float32", HELD_KERNELS),
         ((8, 7), "float16", HELD_KERNELS),
+        ((64, 16384), "bfloat16", SPLIT_KERNELS),
         ((8, 131072), "bfloat16", WALKING_KERNELS),
     ],
 )
