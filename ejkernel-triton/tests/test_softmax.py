@@ -25,7 +25,7 @@ from ejkernel_triton.softmax.mask import PER_ELEMENT, PER_ROW, mask_of
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
-SMALL = [case for case in CASES if "bench" not in case.tags]
+SMALL = [case for case in CASES if not any(tag.startswith("bench") for tag in case.tags)]
 HELD, WALKING = config.Config(rows=4, num_warps=1), config.Config(rows=1, num_warps=1, block=16)
 
 
@@ -82,7 +82,7 @@ def test_half_precision(interpreted, dtype, limit, choice):
 def test_every_config_gives_the_same_numbers(interpreted, name):
     call, inputs, cotangents = problem(next(case for case in CASES if case.name == name))
     forward = {c.rows: c for c in config.forward_space(call, H200)}
-    walking = [config.Config(1, 1, block, stages) for block in (8, 32, 64) for stages in (1, 2)]
+    walking = [config.Config(1, 1, block) for block in (8, 32, 64)]
     for choice in (*forward.values(), *walking):
         check(call, inputs, cotangents, (choice, choice))
 
@@ -160,7 +160,8 @@ def test_compiles_without_spills(monkeypatch, tmp_path, shape, where, walks, dty
     for compilation in recorder.compilations:
         compiled = compilation.compile(capability_number)
         assert testing.stack_bytes(compiled) == 0
-        assert "ld.global.v4.b32" in compiled.asm["ptx"], "loads are not 16 bytes wide"
+        wide_loads = ("ld.global.v4.b32", "cp.async.cg.shared.global")  # the second moves 16 bytes by definition
+        assert any(load in compiled.asm["ptx"] for load in wide_loads), "loads are not 16 bytes wide"
 
 
 @needs_jax_triton
