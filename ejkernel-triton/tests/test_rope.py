@@ -66,8 +66,7 @@ def test_numbers_in_the_interpreter(interpreted, name):
 @pytest.mark.parametrize("name", ["gqa", "interleaved-per-channel", "heads-first"])
 def test_every_config_gives_the_same_numbers(interpreted, name):
     call, inputs, cotangents = problem(SMALL[name])
-    tiles = {(tokens, heads) for tokens in (1, 2, 16, 64) for heads in (1, 2, 8)}
-    for tokens, heads in sorted(tiles):
+    for tokens, heads in ((1, 2), (2, 8), (16, 1), (64, 8)):
         check(call, inputs, cotangents, config.Config(tokens, heads, 1))
 
 
@@ -124,7 +123,9 @@ def test_compiles_without_spills(monkeypatch, tmp_path, flags, capability_number
     for compilation in recorder.compilations:
         compiled = compilation.compile(capability_number)
         assert testing.stack_bytes(compiled) == 0
-    assert "ld.global.v4.b32" in recorder.compilations[0].compile(capability_number).asm["ptx"]
+        if compilation is recorder.compilations[0]:  # four pairs a thread, or eight: 8 or 16 bytes of each half
+            width = "v2" if flags.get("heads_first") else "v4"
+            assert f"ld.global.{width}.b32" in compiled.asm["ptx"]
 
 
 def loss(query, key, cos, sin):

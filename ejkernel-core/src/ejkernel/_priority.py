@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 DEFAULT_ORDER: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     # benchmarks/results/rows_h200.json, against XLA over several shapes in bfloat16. `rope` is absent: both phases are 1.00
-    # times as fast where tokens come before heads, and 0.97 times where heads do
+    # times as fast where tokens come before heads, and 0.95 times where heads do
     # forward 1.07 to 2.2 times as fast as XLA, backward 1.08 to 2.7 times
     "layer_norm": {"gpu": {"triton": 10}},
     # forward 1.30 times (packed sequences over 200 times), backward 2.5 times
