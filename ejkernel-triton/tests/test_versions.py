@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import importlib
+import pathlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -72,15 +74,24 @@ def test_cuda_part_is_looked_for_by_its_name(monkeypatch, tmp_path):
     assert _versions._has_gpu_support()
 
 
-def test_plugin_record():
-    """Every operation that has a folder here is offered, with a forward phase and at most a backward one."""
-    folders = {path.parent.name for path in Path(str(_plugin.__file__)).parent.glob("[!_]*/capability.py")}
-    phases: dict[str, list[str]] = {}
+FOLDERS = {
+    path.parent.name for path in pathlib.Path(_plugin.__file__).parent.glob("*/capability.py") if path.parent.name[0] != "_"
+}
+
+
+def test_every_folder_of_an_operation_is_declared_once():
+    declared = collections.defaultdict(list)
     for implementation in _plugin.ejkernel_plugin().implementations:
-        phases.setdefault(implementation.operation, []).append(implementation.phase)
-    assert phases.keys() == folders
-    assert all(found in (["forward"], ["forward", "backward"]) for found in phases.values())
-    assert phases["rms_norm"] == ["forward", "backward"]
+        declared[implementation.operation].append(implementation.phase)
+    assert declared.keys() == FOLDERS
+    for operation, phases in declared.items():
+        written = importlib.import_module(f"ejkernel_triton.{operation}.capability")
+        assert phases == [phase for phase in ("forward", "backward") if hasattr(written, f"supports_{phase}")], operation
+    assert all(phases[0] == "forward" for phases in declared.values())
+    assert {operation for operation, phases in declared.items() if len(phases) == 1} == {
+        "paged_attention",
+        "paged_cache_update",
+    }
 
 
 def test_light_module_imports_nothing_heavy():

@@ -94,12 +94,15 @@ def walking_configs(width: int, size: int, least: int) -> list[ForwardConfig]:
     ]
 
 
+def held_forward(width: int) -> ForwardConfig:
+    """Whole rows in registers. Programs of few warps overlap better: wide rows give a thread 32 elements, not 16."""
+    rows = max(1, min(512, 2048 // width))
+    return ForwardConfig(rows, warps_for(width * rows, 32 if width >= 8192 else 16))
+
+
 def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
     width = padded_width(call)
-    if width > WIDEST_FORWARD:
-        return ForwardConfig(1, 16, 8192)
-    rows = max(1, min(512, 2048 // width))
-    return ForwardConfig(rows, warps_for(width * rows, 16))
+    return held_forward(width) if width <= WIDEST_FORWARD else ForwardConfig(1, 16, 4096)
 
 
 def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
@@ -113,11 +116,14 @@ def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
 
 
 def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
-    """Three tiles in flight where shared memory holds them: a third faster than one on an H200."""
+    """Three tiles in flight where shared memory holds them: a third faster than one on an H200.
+
+    Tiles of some columns have 4096 elements: two long rows, or four short ones in flight where a row has many tiles.
+    """
     width = padded_width(call)
     size = itemsize(call.x)
     if width > WIDEST_BACKWARD:
-        return BackwardConfig(4, 8, 64, 1, 2048)
+        return BackwardConfig(2, 8, 64, 1, 2048) if width <= 2 * WIDEST_BACKWARD else BackwardConfig(4, 4, 32, 3, 1024)
     narrow = width <= 512
     rows = max(1, (1024 if width < 64 else 2048 if narrow else 16384 // size) // width)
     if 3 * _tile_bytes(call, rows * width) <= SHARED_MEMORY:

@@ -31,11 +31,15 @@ def head_width(call: RopeCall) -> int:
 
 
 def heuristic(call: RopeCall, target: Target) -> Config:
-    """About 2048 pairs a step, eight for each thread; a step of heads has no more than the key."""
-    together = max(1, 4096 // head_width(call))
+    """About 2048 pairs a step, eight for each thread; a step of heads has no more than the key.
+
+    Where heads come first, and lie apart, half as many, of one head.
+    """
+    together = max(1, (2048 if call.heads_first else 4096) // head_width(call))
     heads = 1 if call.heads_first else min(together, *(padded(max(1, count)) for count in _heads(call)))
     tokens = max(1, min(32, together // heads))
-    return Config(tokens, heads, warps_for(tokens * heads * padded(max(1, call.rotary_dim // 2)), 8))
+    pairs = tokens * heads * padded(max(1, call.rotary_dim // 2))
+    return Config(tokens, heads, warps_for(pairs, 4 if call.heads_first else 8))
 
 
 def _heads(call: RopeCall) -> list[int]:

@@ -6,7 +6,16 @@ import itertools
 
 from ejkernel.operations.softmax.interface import SoftmaxCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_triton._rows.config import ForwardConfig, itemsize, padded, rows_of_tile, thread_fits, walking_configs, warps_for
+from ejkernel_triton._rows.config import (
+    ForwardConfig,
+    held_forward,
+    itemsize,
+    padded,
+    rows_of_tile,
+    thread_fits,
+    walking_configs,
+    warps_for,
+)
 
 Config = ForwardConfig
 """Of both phases: rows of a program, or blocks that it walks over."""
@@ -17,11 +26,17 @@ WIDEST_BACKWARD = 16384
 
 
 def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
-    return _heuristic(call, WIDEST_FORWARD)
+    """Few warps with blocks in flight where rows are walked over; backward has too many arrays for that to gain."""
+    width = padded(call.x.shape[-1])
+    return held_forward(width) if width <= WIDEST_FORWARD else Config(1, 4, 4096, 3)
 
 
 def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
-    return _heuristic(call, WIDEST_BACKWARD)
+    width = padded(call.x.shape[-1])
+    if width > WIDEST_BACKWARD:
+        return Config(1, 16, 8192)
+    rows = max(1, min(512, 2048 // width))
+    return Config(rows, warps_for(width * rows, 16))
 
 
 def forward_space(call: SoftmaxCall, target: Target) -> list[Config]:
@@ -30,14 +45,6 @@ def forward_space(call: SoftmaxCall, target: Target) -> list[Config]:
 
 def backward_space(call: SoftmaxCall, target: Target) -> list[Config]:
     return _space(call, WIDEST_BACKWARD, 2)
-
-
-def _heuristic(call: SoftmaxCall, widest: int) -> Config:
-    width = padded(call.x.shape[-1])
-    if width > widest:
-        return Config(1, 16, 8192)
-    rows = max(1, min(512, 2048 // width))
-    return Config(rows, warps_for(width * rows, 16))
 
 
 def _space(call: SoftmaxCall, widest: int, arrays: int) -> list[Config]:

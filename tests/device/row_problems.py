@@ -1,0 +1,206 @@
+"""Calls of the operations over rows for `rows.py`: shapes, arrays, what is exact, and what a user would write."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.plugin import current_target
+
+NARROW = (1, 2, 7, 8, 33, 64, 100, 128, 200, 256, 513, 1000)
+WIDTHS = (*NARROW, 1024, 3000, 4096, 4099, 8192, 12288, 16384, 20000, 32768, 40000, 131072)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call: an operation, shapes of its arrays by name, and options."""
+
+    operation: str
+    shapes: dict[str, tuple[int, ...]]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    float32: tuple[str, ...] = ()
+    """Arrays that are float32 whatever the others are."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation} " + "x".join(map(str, next(iter(self.shapes.values()))))
+
+    def arrays(self, seed: int, dtype: str = "bfloat16") -> dict[str, Any]:
+        def make(key, name, shape):
+            if name == "cu_seqlens":
+                return jnp.asarray([0, 40000, 50000, 50256, 65536][: shape[0]], jnp.int32)
+            if name == "where":
+                return jax.random.bernoulli(key, 0.6, shape)
+            return jax.random.normal(key, shape, jnp.float32 if name in self.float32 else dtype)
+
+        keys = jax.random.split(jax.random.key(seed), len(self.shapes))
+        return {name: make(key, name, shape) for key, (name, shape) in zip(keys, self.shapes.items(), strict=True)}
+
+
+def norm(operation: str, rows: int, width: int) -> Problem:
+    return Problem(operation, {"x": (rows, width), "scale": (width,), "offset": (width,)})
+
+
+def rotary(layout: str, batch: int, length: int, query: int, key: int, width: int, **options: Any) -> Problem:
+    def heads(count: int) -> tuple[int, ...]:
+        return (batch, count, length, width) if layout == "BHTD" else (batch, length, count, width)
+
+    shapes = {"query": heads(query), "key": heads(key), "cos": (length, width // 2), "sin": (length, width // 2)}
+    return Problem("rope", shapes, {"layout": layout, **options}, ("cos", "sin"))
+
+
+TIMED = (
+    norm("layer_norm", 16384, 4096),
+    norm("layer_norm", 131072, 128),
+    norm("layer_norm", 8192, 8192),
+    norm("layer_norm", 8192, 16384),
+    norm("layer_norm", 2048, 32768),
+    Problem("softmax", {"x": (32768, 4096)}),
+    Problem("softmax", {"x": (131072, 128)}),
+    Problem("softmax", {"x": (1024, 131072)}),
+    rotary("BTHD", 4, 8192, 32, 8, 128),
+    rotary("BHTD", 4, 8192, 32, 8, 128),
+    Problem("mean_pooling", {"x": (8, 8192, 32, 128)}),
+    Problem("mean_pooling", {"x": (1, 65536, 32, 128), "cu_seqlens": (5,)}),
+)
+
+
+def checked_problems(operation: str) -> list[Problem]:
+    """Small problems over many widths and flags."""
+    if operation in ("layer_norm", "rms_norm"):
+        return [norm(operation, 13, width) for width in WIDTHS] + [
+            Problem(operation, {"x": (37, 640)}), Problem(operation, {"x": (70001, 128), "scale": (128,)}),
+            Problem(operation, {"x": (3, 5, 512), "scale": (512,)}, {"scale_offset": 1.0}),
+        ]  # fmt: skip
+    if operation == "softmax":
+        return [Problem("softmax", {"x": (13, width)}, {"scale": 0.7}) for width in WIDTHS] + [
+            Problem("softmax", {"x": (4, 3, 9, width), "where": where})
+            for width in (100, 4096, 40000)
+            for where in ((4, 3, 9, width), (4, 1, 9, width), (9, 1), (4, 1, 1, 1), (1, 3, 1, width))
+        ]
+    if operation == "rope":
+        rope = functools.partial(rotary, batch=3, length=77, query=6, key=2)
+        return [
+            rope(layout, width=width, interleaved=interleaved)
+            for layout in ("BTHD", "BHTD")
+            for width in (2, 26, 64, 128, 256)
+            for interleaved in (False, True)
+        ]
+    dense = [(3, length, 5, width) for length in (1, 255, 256, 257, 5000) for width in (7, 128)]
+    return [Problem("mean_pooling", {"x": shape}) for shape in dense] + [
+        Problem("mean_pooling", {"x": (1, 65600, 2, 16), "cu_seqlens": (count,)}) for count in (1, 2, 5)
+    ]
+
+
+class Prepared:
+    """A problem with its canonical call, inputs on the device, cotangents, and what XLA makes of them in float32."""
+
+    def __init__(self, problem: Problem, dtype: str, seed: int = 0) -> None:
+        self.operation = importlib.import_module(f"ejkernel.operations.{problem.operation}.interface").OPERATION
+        self.kernel = importlib.import_module(f"ejkernel_triton.{problem.operation}.kernel")
+        self.config = importlib.import_module(f"ejkernel_triton.{problem.operation}.config")
+        self.reference = importlib.import_module(f"ejkernel.operations.{problem.operation}.reference")
+        self.xla = importlib.import_module(f"ejkernel_xla.{problem.operation}.kernel")
+        bound = self.operation.canonicalise(**problem.arrays(seed, dtype), **problem.options)
+        self.call = dataclasses.replace(bound.call, save_residuals=True)
+        self.light = bound.call
+        self.inputs = bound.inputs
+        public = self.operation.public(self.call)
+        specs = self.operation.output_specs(self.call)._asdict()
+        keys = jax.random.split(jax.random.key(seed + 1), len(public))
+        self.cotangents = self.operation.Outputs(**{
+            name: jax.random.normal(key, specs[name].shape, specs[name].dtype) for key, name in zip(keys, public, strict=True)
+        })  # fmt: skip
+        self.public = public
+        self.floors: dict[str, float] = {}
+
+    def outputs(self) -> Any:
+        return jax.jit(lambda inputs: self.xla.forward(self.call, inputs, None))(self.inputs)
+
+    def exact(self) -> dict[str, np.ndarray]:
+        """Results and gradients in float64 on the host; `floors` gets the magnitude that d_x is a difference of."""
+        wide = [jax.tree.map(_wide, values) for values in (self.inputs, self.cotangents)]
+        outputs = self.reference.forward(self.call, wide[0])
+        gradients = self.reference.backward(self.call, wide[0], outputs, wide[1])
+        if "rstd" in outputs._fields:
+            weight = 1.0 if wide[0].scale is None else wide[0].scale[0] + self.call.scale_offset
+            self.floors["d_x"] = float(np.linalg.norm(wide[1].out * weight * outputs.rstd[..., None]))
+        return self.named(outputs, gradients)
+
+    def named(self, outputs: Any, gradients: Any) -> dict[str, Any]:
+        found = {name: getattr(outputs, name) for name in self.public}
+        return found | {f"d_{key}": value for key, value in gradients._asdict().items() if value is not None}
+
+    def ours(self, forward: Any = None, backward: Any = None) -> dict[str, Any]:
+        """Results and gradients of the kernels."""
+        target = current_target()
+        forward = forward or self.config.FORWARD.heuristic(self.call, target)
+        backward = backward or self.config.BACKWARD.heuristic(self.call, target)
+
+        @jax.jit
+        def run(inputs, cotangents):
+            outputs = self.kernel.forward(self.call, inputs, forward)
+            return outputs, self.kernel.backward(self.call, inputs, outputs, cotangents, backward)
+
+        return self.named(*run(self.inputs, self.cotangents))
+
+
+def _wide(value: Any) -> np.ndarray:
+    value = np.asarray(value)
+    return value if value.dtype in (np.bool_, np.int32) else value.astype(np.float64)
+
+
+def moved_bytes(prepared: Prepared, phase: str) -> int:
+    """What has to pass memory; the gradients of cos and sin are not asked for."""
+    asked = "forward" if prepared.operation.name == "rope" else phase
+    return prepared.operation.cost(prepared.light, asked).bytes
+
+
+def textbook(prepared: Prepared, phase: str) -> Callable[..., Any]:
+    """What a user would write, differentiated by JAX."""
+    call = prepared.call
+
+    def norm_of(x, scale, offset):
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(wide, -1, keepdims=True) if call_name == "layer_norm" else 0.0
+        rstd = jax.lax.rsqrt(jnp.mean((wide - mean) ** 2, -1, keepdims=True) + call.epsilon)
+        return ((wide - mean) * rstd * scale[0] + offset[0]).astype(x.dtype)
+
+    def softmax_of(x):
+        return jax.nn.softmax(x.astype(jnp.float32), axis=-1).astype(x.dtype)
+
+    def rope_of(query, key, cos, sin):
+        def rotate(x):
+            first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+            c, s = (jnp.expand_dims(value, 1 if call.heads_first else 2) for value in (cos, sin))
+            return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1).astype(x.dtype)
+
+        return rotate(query), rotate(key)
+
+    def pooling_of(x, cu_seqlens=None):
+        if cu_seqlens is None:
+            return jnp.mean(x.astype(jnp.float32), axis=1, keepdims=True).astype(x.dtype)
+        ids = jnp.searchsorted(cu_seqlens[0], jnp.arange(x.shape[1]), side="right") - 1
+        total = jax.ops.segment_sum(x[0].astype(jnp.float32), ids, cu_seqlens.shape[1] - 1, indices_are_sorted=True)
+        return (total / jnp.diff(cu_seqlens[0])[:, None, None]).astype(x.dtype)[None]
+
+    call_name = prepared.operation.name
+    function = {"softmax": softmax_of, "rope": rope_of, "mean_pooling": pooling_of}.get(call_name, norm_of)
+    moving = {"rope": 2, "softmax": 1, "mean_pooling": 1}.get(call_name, 3)
+
+    def run(inputs, outputs, cotangents):
+        given = [value for value in inputs if value is not None]
+        if phase == "forward":
+            return jax.tree.leaves(function(*given))
+        _, pull = jax.vjp(lambda *free: function(*free, *given[moving:]), *given[:moving])
+        grads = [getattr(cotangents, name) for name in prepared.public]
+        return list(pull(tuple(grads) if len(grads) > 1 else grads[0]))
+
+    return run
