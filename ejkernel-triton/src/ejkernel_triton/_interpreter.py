@@ -106,6 +106,20 @@ def _library_interpreted() -> Generator[None]:
         scope.restore()
 
 
+_dot_before = interpreter.InterpreterBuilder.create_dot
+
+
+def _dot(builder: Any, left: Any, right: Any, *others: Any) -> Any:
+    """The interpreter keeps bfloat16 as bits, and multiplies those as integers."""
+    return _dot_before(builder, _widened(left), _widened(right), *others)
+
+
+def _widened(operand: Any) -> Any:
+    if operand.dtype.scalar != tl.bfloat16:
+        return operand
+    return interpreter.TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
 def interpreted_call(
     kernel: Any,
     inputs: Sequence[Any],
@@ -166,7 +180,9 @@ def _interpreted(
     with (
         mock.patch.object(JITFunction, "__call__", _interpret),
         mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
+        mock.patch.object(interpreter.InterpreterBuilder, "create_dot", _dot),
         _library_interpreted(),
+        np.errstate(all="ignore"),
     ):
         InterpretedFunction(kernel.fn)[(grid,)](*arguments, *(HostArray(array) for _, array in results), **constants)
     for old, argument in zip(before, unaliased, strict=True):
