@@ -198,7 +198,8 @@ def check_cases(report: Report) -> None:
 
 def check_case(report: Report, case: Case, target: Any) -> None:
     arrays = {name: jnp.asarray(array) for name, array in case.arrays(np.random.default_rng(0)).items()}
-    bound = OPERATION.canonicalise(**arrays, **{**case.options, "return_lse": True})
+    options: dict[str, Any] = {**case.options, "return_lse": True}
+    bound = OPERATION.canonicalise(**arrays, **options)
     exact = reference.forward(bound.call, wide(bound.inputs))
     for cfg in (config.heuristic(bound.call, target), config.PagedAttentionConfig(2, 16, 4, 2, 8, 16)):
         got = attend(bound.call, cfg)(bound.inputs)
