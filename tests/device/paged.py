@@ -20,11 +20,10 @@ import sys
 import time
 from typing import Any
 
-from check_gpu import chosen_of, knobs, seconds, versions
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from check_gpu import chosen_of, knobs, seconds, versions
 
 import ejkernel
 from ejkernel.operations._case import Case
@@ -76,8 +75,8 @@ SHAPES = (
 
 
 @functools.cache
-def problem(shape: Shape, small: bool, decode_tokens: int = 0) -> tuple[Any, Any]:
-    """A canonical call in bfloat16 and its arrays; the small one has the requests and (in decoding) tokens of the large one's class."""
+def problem(shape: Shape, small: bool) -> tuple[Any, Any]:
+    """A canonical call in bfloat16 and its arrays; the small one is compiled as the large one is."""
     requests = shape.checked if small else shape.timed
     requests = (*requests, *((0, 0),) * (len(shape.timed) - len(requests)))
     if small:

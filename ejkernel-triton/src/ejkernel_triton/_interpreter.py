@@ -15,7 +15,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import triton.language as tl  # noqa: F401 - `_patch_lang` looks for these two among a function's globals
+import triton.language as tl
 from triton.language import core  # noqa: F401
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction

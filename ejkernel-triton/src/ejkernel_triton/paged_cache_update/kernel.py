@@ -54,7 +54,7 @@ def _store(p_new, p_scale, p_pages, i_head, HEADS: tl.constexpr, SIZE: tl.conste
     m_tile = (i_head < HEADS)[:, None] & (o_size < SIZE)[None, :]
     b_new = tl.load(p_new + i_head[:, None] * SIZE + o_size[None, :], mask=m_tile)  # [HEADS_OF_PROGRAM, BLOCK]
     o_stored = i_head.to(tl.int64)[:, None] * STRIDE + o_size[None, :]
-    if SCALE == 0 and STORED == p_new.dtype.element_ty:
+    if SCALE == 0 and p_new.dtype.element_ty == STORED:
         tl.store(p_pages + o_stored, b_new, mask=m_tile)
     else:
         b_new = b_new.to(tl.float32)
