@@ -83,7 +83,7 @@ def _fits(call: PagedAttentionCall, target: Target, rows: int, keys: int, stages
 def _keys(call: PagedAttentionCall) -> int:
     size = padded(max(call.query.shape[3], call.value_size))
     most = 64 if product_itemsize(call) == 2 else 32
-    return most if size <= 128 else most // 2 if size <= 256 else SMALLEST
+    return min(most if size <= 128 else most // 2 if size <= 256 else SMALLEST, padded(call.longest))
 
 
 def _stages(call: PagedAttentionCall, target: Target, rows: int, keys: int, most: int) -> int:
@@ -106,27 +106,34 @@ def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
 
 
 def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentionConfig]:
+    """Only what can make a difference to requests as long as the block table."""
     chosen = heuristic(call, target)
     decoding = call.query.shape[1] <= call.kv_lens.shape[1]
-    tokens = sorted({1, 2, 4, 8, 16, 32, chosen.tokens} if not decoding else {1})
+    heights = {1} if decoding else {n for n in (1, 2, 4, 8, 16, 32) if n < 2 * call.query.shape[1]}
+    widths = {keys for keys in (16, 32, 64, 128) if min(chosen.keys, 32) <= keys <= padded(call.longest)}
+    counts = (264, 528, 1056, 2112) if decoding else (264, 528)
+    stages = (2, 3, 4) if decoding else (2, 3)
     found = [
-        PagedAttentionConfig(tokens, keys, warps, stages, programs, chosen.decode_keys if tokens > 1 else 0)
-        for tokens, keys, warps, stages, programs in itertools.product(
-            tokens, (16, 32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (264, 528, 1056, 2112) if decoding else (264, 528, 1056)
+        PagedAttentionConfig(tokens, keys, warps, depth, programs, chosen.decode_keys if tokens > 1 else 0)
+        for tokens, keys, warps, depth, programs in itertools.product(
+            sorted(heights | {chosen.tokens}), sorted(widths), (2, 4, 8), stages, counts
         )
-        if _admitted(call, target, tokens, keys, warps, stages)
+        if _admitted(call, target, tokens, keys, warps, depth)
+        and depth <= max(-(-call.longest // keys) + 1, 2)
+        and (call.longest > 2 * keys or programs == chosen.programs)
     ]
     return found if chosen in found else [chosen, *found]
 
 
 def _admitted(call: PagedAttentionCall, target: Target, tokens: int, keys: int, warps: int, stages: int) -> bool:
-    """Fits shared memory and registers: sums, scores and addresses of keys."""
+    """Fits shared memory, and registers with sums, scores and addresses of keys; few warps where those are few."""
     rows, threads = rows_of_tile(call, tokens), 32 * warps
     if tokens > 1 and tokens * heads_of_tile(call) > _most_rows(call):
         return False
     held = rows * (padded(call.value_size) + keys) / threads
     loaded = keys * padded(max(call.query.shape[3], call.value_size)) * product_itemsize(call) / threads
-    return 2 <= held <= 128 and 32 <= loaded <= 128 and _fits(call, target, rows, keys, stages)
+    enough = warps == 2 or (held >= 2 and loaded >= 32)
+    return enough and held <= 128 and loaded <= 256 and _fits(call, target, rows, keys, stages)
 
 
 FORWARD = ConfigSpace(PagedAttentionConfig, heuristic, search_space)
