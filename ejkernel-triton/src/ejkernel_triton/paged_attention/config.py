@@ -14,6 +14,8 @@ from ejkernel_triton._pages import ONE_BYTE
 
 SMALLEST = 16
 """Rows, columns and depth of the smallest product of a tensor core."""
+DECODE_STAGES = 3
+"""Most steps in flight in the pass for requests with one new token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,12 @@ class PagedAttentionConfig:
     num_stages: int
     programs: int
     decode_keys: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.programs, self.num_warps, self.num_stages) < 1:
+            raise ValueError(f"{self}: tokens, num_warps, num_stages and programs are at least 1")
+        if any(keys < SMALLEST or keys & (keys - 1) for keys in (self.keys, self.decode_keys or SMALLEST)):
+            raise ValueError(f"{self}: keys and decode_keys are powers of two of at least {SMALLEST}")
 
 
 def padded(size: int) -> int:
@@ -65,7 +73,7 @@ def _most_rows(call: PagedAttentionCall) -> int:
     """Rows whose weighted values a program holds in registers."""
     size = padded(max(call.query.shape[3], call.value_size))
     if product_itemsize(call) == 4:
-        return 32 if size <= 128 else SMALLEST
+        return SMALLEST
     return 128 if size <= 128 else 64 if size <= 256 else 32
 
 
@@ -95,14 +103,19 @@ def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
     tokens, requests = call.query.shape[1], max(call.kv_lens.shape[1], 1)
     keys = _keys(call)
     if tokens <= requests:
-        return PagedAttentionConfig(1, keys, 4, _stages(call, target, rows_of_tile(call, 1), keys, 4), 1056)
-    tallest = _most_rows(call) // (1 if target.capability and target.capability >= (9, 0) else 2)
-    most = max(tallest // heads_of_tile(call), 1)
+        rows = rows_of_tile(call, 1)
+        return PagedAttentionConfig(1, keys, warps_of(call, rows), _stages(call, target, rows, keys, 4), 1056)
+    smaller = 1 if target.capability and target.capability >= (9, 0) else 2  # without wgmma operands lie in registers
+    most = max(_most_rows(call) // smaller // heads_of_tile(call), 1)
     together = min(_power(-(-tokens // requests)), 1 << (most.bit_length() - 1))
     rows = rows_of_tile(call, together)
     decode_keys = keys if together > 1 and requests > 1 else 0
-    warps = 8 if rows * padded(max(call.query.shape[3], call.value_size)) >= 128 * 128 else 4
-    return PagedAttentionConfig(together, keys, warps, _stages(call, target, rows, keys, 3), 528, decode_keys)
+    keys = max(keys // smaller, SMALLEST)
+    return PagedAttentionConfig(together, keys, warps_of(call, rows), _stages(call, target, rows, keys, 3), 528, decode_keys)
+
+
+def warps_of(call: PagedAttentionCall, rows: int) -> int:
+    return 8 if rows * padded(max(call.query.shape[3], call.value_size)) >= 128 * 128 else 4
 
 
 def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentionConfig]:
@@ -133,7 +146,8 @@ def _admitted(call: PagedAttentionCall, target: Target, tokens: int, keys: int, 
     held = rows * (padded(call.value_size) + keys) / threads
     loaded = keys * padded(max(call.query.shape[3], call.value_size)) * product_itemsize(call) / threads
     enough = warps == 2 or (held >= 2 and loaded >= 32)
-    return enough and held <= 128 and loaded <= 256 and _fits(call, target, rows, keys, stages)
+    alone = tokens == 1 or _fits(call, target, rows_of_tile(call, 1), _keys(call), min(stages, DECODE_STAGES))
+    return enough and held <= 128 and loaded <= 256 and alone and _fits(call, target, rows, keys, stages)
 
 
 FORWARD = ConfigSpace(PagedAttentionConfig, heuristic, search_space)

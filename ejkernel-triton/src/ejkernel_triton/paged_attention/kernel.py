@@ -18,7 +18,7 @@ from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._numerics import dot_precision
 from ejkernel_triton._pages import Strides, batch_stride, search_block, storage, with_one_schedule
 from ejkernel_triton._requests import count_up_to
-from ejkernel_triton.paged_attention.config import PagedAttentionConfig, padded
+from ejkernel_triton.paged_attention.config import DECODE_STAGES, PagedAttentionConfig, padded, warps_of
 from ejkernel_triton.paged_attention.schedule import FAR, Schedule, Sizes, make_schedule
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -450,7 +450,9 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
     inputs = _with_one_sink(with_one_schedule(inputs))
     if config.decode_keys:
         alone = Sizes.of(call, config, tokens_of_tile=1, keys=config.decode_keys, up_to=1)
-        results = _pass(call, inputs, alone, None, num_warps=4, num_stages=min(config.num_stages, 3))
+        results = _pass(
+            call, inputs, alone, None, num_warps=warps_of(call, alone.rows), num_stages=min(config.num_stages, DECODE_STAGES)
+        )
         together = Sizes.of(call, config, tokens_of_tile=config.tokens, keys=config.keys, above=1)
         results = _pass(call, inputs, together, results, num_warps=config.num_warps, num_stages=config.num_stages)
     else:
@@ -640,7 +642,7 @@ def _merge(
         num_warps=4,
         input_output_aliases={len(arrays) - 2: 0, len(arrays) - 1: 1},
         BLOCK_V=block,
-        TOGETHER=min(64, max(1, triton.next_power_of_2(sizes.wanted))),
+        TOGETHER=min(64, 8192 // block, triton.next_power_of_2(sizes.wanted)),
         HEADS_OF_PROGRAM=heads_of_program,
         CLEAR=clear,
         **shared,
