@@ -16,6 +16,8 @@ SMALLEST = 16
 """Rows, columns and depth of the smallest product of a tensor core."""
 DECODE_STAGES = 3
 """Most steps in flight in the pass for requests with one new token."""
+LONG = 512
+"""Keys from which on a decoding request is worth a pass of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +107,12 @@ def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
     if tokens <= requests:
         rows = rows_of_tile(call, 1)
         return PagedAttentionConfig(1, keys, warps_of(call, rows), _stages(call, target, rows, keys, 4), 1056)
-    smaller = 1 if target.capability and target.capability >= (9, 0) else 2  # without wgmma operands lie in registers
-    most = max(_most_rows(call) // smaller // heads_of_tile(call), 1)
+    # Operands of wgmma lie in shared memory, those of other products in registers.
+    smaller = 1 if (target.capability or (0, 0)) >= (9, 0) and product_itemsize(call) == 2 else 2
+    most = max(max(_most_rows(call) // smaller, SMALLEST) // heads_of_tile(call), 1)
     together = min(_power(-(-tokens // requests)), 1 << (most.bit_length() - 1))
     rows = rows_of_tile(call, together)
-    decode_keys = keys if together > 1 and requests > 1 else 0
+    decode_keys = keys if together > 1 and requests > 1 and call.longest >= LONG else 0
     keys = max(keys // smaller, SMALLEST)
     return PagedAttentionConfig(together, keys, warps_of(call, rows), _stages(call, target, rows, keys, 3), 528, decode_keys)
 
