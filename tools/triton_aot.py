@@ -42,17 +42,18 @@ def _compile_all(arguments: argparse.Namespace) -> int:
     from ejkernel_triton._versions import installed
 
     rows: list[aot.Row] = []
+    problems: list[str] = []
     for operation in arguments.operation or operations_of(aot.PLATFORM):
-        cases = _cases(operation, arguments)
-        found = aot.compiled(
-            operation, cases, arguments.dtype or DTYPES, arguments.capability or aot.CAPABILITIES, space=arguments.space
-        )
-        for row in found:
-            rows.append(row)
-            if problem := row.problem():
-                print(problem, flush=True)
-    print(*aot.summary(rows), sep="\n")
-    problems = [problem for row in rows if (problem := row.problem())]
+        before = len(rows)
+        try:
+            cases = _cases(operation, arguments)
+            dtypes, capabilities = arguments.dtype or DTYPES, arguments.capability or aot.CAPABILITIES
+            rows.extend(aot.compiled(operation, cases, dtypes, capabilities, space=arguments.space))
+        except Exception as error:  # noqa: BLE001 - what cannot be compiled is a finding, and the other operations are looked at
+            problems.append(f"{operation}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        problems += [problem for row in rows[before:] if (problem := row.problem())]
+        print(f"{operation}: {len(rows) - before} compiled", flush=True)
+    print(*aot.summary(rows), *problems, sep="\n")
     if arguments.out:
         record = {"schema": 1, "versions": installed(), "problems": problems, "rows": [dataclasses.asdict(row) for row in rows]}
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")

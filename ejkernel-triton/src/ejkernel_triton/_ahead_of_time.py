@@ -27,6 +27,7 @@ from ejkernel_triton.testing import Compilation, Recorder, resources
 
 CAPABILITIES = (80, 90, 100)
 PLATFORM = "triton"
+_KINDS = {80: "NVIDIA A100-SXM4-80GB", 90: "NVIDIA H200", 100: "NVIDIA B200"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,16 +111,16 @@ class _Zeros(np.random.Generator):
     def __init__(self) -> None:
         super().__init__(np.random.PCG64(0))
 
-    def standard_normal(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:
+    def standard_normal(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:  # pyright: ignore
         return np.zeros(() if size is None else size, dtype)
 
-    def normal(self, loc: Any = 0.0, scale: Any = 1.0, size: Any = None) -> Any:
+    def normal(self, loc: Any = 0.0, scale: Any = 1.0, size: Any = None) -> Any:  # pyright: ignore
         return self.standard_normal(size)
 
 
 def target_of(capability: int) -> Target:
-    """A GPU with a compute capability that is written as 90 for 9.0."""
-    return Target("gpu", "", f"{capability // 10}.{capability % 10}")
+    """A GPU with a compute capability that is written as 90 for 9.0; of a kind for which tuning tables are made."""
+    return Target("gpu", _KINDS.get(capability, ""), f"{capability // 10}.{capability % 10}")
 
 
 def recorded(

@@ -3,7 +3,7 @@
 Results start as NaN, and each lies between guard bytes that must survive.
 """
 
-# pyright: reportPrivateUsage=false
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
 from __future__ import annotations
 
 import contextlib
@@ -177,7 +177,7 @@ def _interpreted(
     aliases: Mapping[int, int] | None,
     constants: dict[str, Any],
 ) -> list[np.ndarray]:
-    arguments = [value if isinstance(value, int) else HostArray(np.array(value, order="C")) for value in inputs]
+    arguments: list[Any] = [value if isinstance(value, int) else HostArray(np.array(value, order="C")) for value in inputs]
     results = [_guarded(shape, dtype) for shape, dtype in outputs]
     for given, result in (aliases or {}).items():
         results[result][1][...] = arguments[given].array

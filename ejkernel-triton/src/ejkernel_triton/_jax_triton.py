@@ -43,7 +43,8 @@ def _jax_triton() -> Any:
         raise ImportError(problem)
     with _environment_kept():
         import jax_triton
-    install(jax_triton.triton_lib)
+        from jax_triton import triton_lib
+    install(triton_lib)
     return jax_triton
 
 

@@ -21,7 +21,7 @@ import json
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ejkernel._kernel_store import KernelStore
 
@@ -85,11 +85,10 @@ def keep(kernel: Any) -> None:
 
 def seam_problem(library: Any) -> str | None:
     """Why kernels cannot be kept with this version of jax-triton; None if they can."""
-    create = getattr(library, "get_or_create_triton_kernel", None)
-    compile_ = getattr(library, "compile_ttir_inplace", None)
-    result = getattr(library, "CompilationResult", None)
+    names = ("get_or_create_triton_kernel", "compile_ttir_inplace", "CompilationResult")
+    create, compile_, result = (cast("Any", getattr(library, name, None)) for name in names)
     if (
-        create is None
+        None in (create, compile_, result)
         or not set(create.__code__.co_names) >= _CALLED
         or tuple(inspect.signature(compile_).parameters) != _ARGUMENTS
         or tuple(field.name for field in dataclasses.fields(result)) != _RESULTS
@@ -205,7 +204,7 @@ def _without_folders(text: str, kernel: Any) -> str:
     import triton
 
     source = Path(inspect.getfile(kernel.fn)).parents
-    roots = (Path(triton.__file__).parents[1], source[min(kernel.__module__.count("."), len(source) - 1)])
+    roots = (Path(str(triton.__file__)).parents[1], source[min(kernel.__module__.count("."), len(source) - 1)])
     for root in roots:
         text = text.replace(f'loc("{root}{os.sep}', 'loc("')
     return text

@@ -34,9 +34,14 @@ def ejkernel_plugin() -> Plugin:
         requires=("triton", "jax_triton"),
         versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1,<0.4"},
         implementations=(
-            *_both_phases("rms_norm"),
+            *_both_phases("flash_attention"),
+            *_both_phases("layer_norm"),
+            *_both_phases("mean_pooling"),
             _implementation("paged_attention", "forward"),
             _implementation("paged_cache_update", "forward"),
+            *_both_phases("rms_norm"),
+            *_both_phases("rope"),
+            *_both_phases("softmax"),
         ),
         custom_calls=("triton_kernel_call",),
     )

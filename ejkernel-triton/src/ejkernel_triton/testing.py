@@ -85,7 +85,7 @@ class Resources:
 
 def resources(compiled: Any) -> Resources:
     """Registers and stack as the disassembler reads them from the machine code, shared memory as Triton will ask for it."""
-    disassembler = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    disassembler = pathlib.Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

@@ -1,0 +1,494 @@
+"""The backward kernels: weights are computed again from the log-sum-exp (Dao et al., FlashAttention, 2022), without atomics.
+
+`key_gradient_kernel` owns a block of keys of one key head and walks over the queries of its group, `query_gradient_kernel` owns a
+block of queries, `bias_gradient_kernel` a tile of the bias's own shape. Rows have two statistics, padded at the end: `start`, minus the log-sum-exp
+in powers of two, and `minus_delta`, so that weight = 2 ** (unit * x + start) and d_logit = weight * (d_out . value + minus_delta).
+Where they do not change from tile to tile the sums of the products start from them.
+
+As in the forward kernel, a block whose result holds NaN is computed again with care: rows and keys that are not finite are kept
+out of the products, and reach what sees them through the weights.
+"""
+
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+import triton
+import triton.language as tl
+
+from ejkernel_triton.flash_attention.tiles import (
+    any_nan,
+    finite,
+    kept,
+    key_range,
+    load_rows,
+    load_scores,
+    logits_of,
+    places_of,
+    poison,
+    query_range,
+    schedule,
+    seen_in,
+    statistic_of,
+    store_rows,
+    stored_range,
+)
+
+
+@triton.jit
+def logits_from(b_left, b_right, b_start, R: tl.constexpr):
+    """`b_left . b_right`, on top of the statistic where that is possible."""
+    if R.plain:
+        b_sum = tl.zeros([b_left.shape[0], b_right.shape[1]], tl.float32) + b_start * (1.0 / R.unit)
+        return tl.dot(b_left, b_right, b_sum, input_precision=R.precision)
+    return tl.dot(b_left, b_right, input_precision=R.precision)
+
+
+@triton.jit
+def d_weights_from(b_left, b_right, b_minus_delta, R: tl.constexpr):
+    if R.dropout:
+        return tl.dot(b_left, b_right, input_precision=R.precision)
+    b_sum = tl.zeros([b_left.shape[0], b_right.shape[1]], tl.float32) + b_minus_delta
+    return tl.dot(b_left, b_right, b_sum, input_precision=R.precision)
+
+
+@triton.jit
+def weights_of(
+    b_raw, b_start, places, stream_0, stream_1, o_query, o_key, queries, keys,
+    R: tl.constexpr, MASKED: tl.constexpr, STARTED: tl.constexpr,
+):  # fmt: skip
+    """Weights; the derivative of a logit by its product; whether entries are visible and kept. STARTED: b_raw is made by
+    `logits_from`."""
+    b_seen, b_keep, b_slope = o_query >= 0, o_query >= 0, 1.0
+    if MASKED:
+        b_seen = seen_in(places, o_query, o_key, queries, keys, R)
+    b_bias = 0.0
+    if MASKED:
+        if R.bias >= 0:
+            b_bias = load_scores(places[0], o_query, o_key, queries, keys, R.bias).to(tl.float32)
+            b_seen = b_seen & (b_bias != float("-inf"))
+            b_bias = tl.where(b_seen, b_bias, 0.0)
+    b_logits, b_tangent = logits_of(b_raw, b_bias, R)
+    b_exponents = b_logits * R.unit
+    if STARTED:
+        if not R.plain:
+            b_exponents += b_start
+    else:
+        b_exponents += b_start
+    b_weights = tl.exp2(b_exponents)
+    if R.capped:
+        b_slope = 1.0 - b_tangent * b_tangent
+    if MASKED:
+        b_weights = tl.where(b_seen, b_weights, 0.0)
+    if R.dropout:
+        b_keep = kept(stream_0, stream_1, o_query, o_key, R)
+    return b_weights, b_slope, b_seen, b_keep
+
+
+@triton.jit
+def dropped(b_weights, b_keep, R: tl.constexpr):
+    """Weights after dropout, without its factor."""
+    if R.dropout:
+        b_weights = tl.where(b_keep, b_weights, 0.0)
+    return b_weights
+
+
+@triton.jit
+def d_logits_of(
+    b_weights, b_slope, b_seen, b_keep, b_d_weights, b_minus_delta,
+    R: tl.constexpr, HIDING: tl.constexpr, STARTED: tl.constexpr,
+):  # fmt: skip
+    """d_logits; HIDING: also where a weight of 0 meets what is not finite. STARTED: b_d_weights is made by `d_weights_from`."""
+    if R.dropout:
+        b_d_weights = tl.where(b_keep, b_d_weights * R.survivor, 0.0) + b_minus_delta
+    else:
+        if not STARTED:
+            b_d_weights += b_minus_delta
+    b_d_logits = b_weights * b_d_weights
+    if R.capped:
+        b_d_logits = b_d_logits * b_slope
+    if HIDING:
+        b_d_logits = tl.where(b_seen, b_d_logits, 0.0)
+    return b_d_logits
+
+
+@triton.jit
+def add_queries(
+    state, start, stop, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1, o_key, queries, keys,
+    R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Add what the queries in [start, stop) of one head give to `(d_key, d_value)`. Scores are `[keys, queries]`."""
+    b_d_key, b_d_value = state
+    o_block = tl.arange(0, BLOCK_Q)
+    STRIDE: tl.constexpr = R.heads * R.size
+    OUT_STRIDE: tl.constexpr = R.heads * R.value_size
+    for i_query in tl.range(start, stop, BLOCK_Q):
+        i_query = tl.multiple_of(i_query, BLOCK_Q)
+        o_start = tl.full((), 0, tl.int64) + i_query
+        b_query = load_rows(p_query + o_start * STRIDE, o_block, queries - i_query, STRIDE, R.size, BLOCK_D, MASKED)
+        b_d_out = load_rows(
+            p_d_out + o_start * OUT_STRIDE, o_block, queries - i_query, OUT_STRIDE, R.value_size, BLOCK_V, MASKED
+        )
+        b_start = tl.load(p_start + i_query + o_block)
+        b_minus_delta = tl.load(p_minus_delta + i_query + o_block)
+        if CAREFUL:
+            b_broken = poison(b_query) + poison(b_d_out) + b_minus_delta * 0.0
+            b_start = tl.where(b_start == float("-inf"), b_start, b_start + b_broken)
+            b_query, b_d_out, b_minus_delta = finite(b_query), finite(b_d_out), finite(b_minus_delta)
+        b_raw = tl.dot(b_key, tl.trans(b_query), input_precision=R.precision)  # [BLOCK_K, BLOCK_Q]
+        b_d_weights = tl.dot(b_value, tl.trans(b_d_out), input_precision=R.precision)
+        b_weights, b_slope, b_seen, b_keep = weights_of(
+            b_raw, b_start[None, :], places, stream_0, stream_1, (i_query + o_block)[None, :], o_key, queries, keys,
+            R, MASKED, False,
+        )  # fmt: skip
+        b_kept = dropped(b_weights, b_keep, R).to(b_d_out.dtype)
+        b_d_value = tl.dot(b_kept, b_d_out, b_d_value, input_precision=R.precision)
+        b_d_logits = d_logits_of(b_weights, b_slope, b_seen, b_keep, b_d_weights, b_minus_delta[None, :], R, CAREFUL, False)
+        b_d_key = tl.dot(b_d_logits.to(b_query.dtype), b_query, b_d_key, input_precision=R.precision)
+    return b_d_key, b_d_value
+
+
+@triton.jit
+def key_gradient_kernel(
+    p_query,
+    p_key,
+    p_value,
+    p_bias,
+    p_mask,
+    p_query_segments,
+    p_key_segments,
+    p_query_positions,
+    p_key_positions,
+    p_streams,
+    p_ranges,
+    p_d_out,
+    p_start,
+    p_minus_delta,
+    queries,
+    keys,
+    blocks,
+    batch_heads,
+    section,
+    p_d_key,
+    p_d_value,
+    R: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    KEY_HEADS: tl.constexpr = R.heads // R.group
+    i_block, i_batch_head = schedule(blocks, batch_heads, section, False)
+    i_batch = i_batch_head // KEY_HEADS
+    i_key_head = i_batch_head - i_batch * KEY_HEADS
+    i_first = i_block * BLOCK_K
+    o_block = tl.arange(0, BLOCK_K)
+    o_key = (i_first + o_block)[:, None]
+    o_row = (i_batch.to(tl.int64) * keys + i_first) * KEY_HEADS + i_key_head
+    b_key = load_rows(p_key + o_row * R.size, o_block, keys - i_first, KEY_HEADS * R.size, R.size, BLOCK_D, True)
+    b_value = load_rows(
+        p_value + o_row * R.value_size, o_block, keys - i_first, KEY_HEADS * R.value_size, R.value_size, BLOCK_V, True
+    )
+    if R.ranges > 0:
+        low, full_low, full_high, high = stored_range(p_ranges, i_batch, blocks, i_block, R)
+        high = tl.minimum(high, queries)
+    else:
+        last = tl.minimum(i_first + BLOCK_K, keys) - 1
+        low, full_low, full_high, high = query_range(i_first, last, queries, BLOCK_Q, R)
+
+    state = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_V], tl.float32))
+    for i_member in range(R.group):
+        state = add_member(
+            state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, b_key, b_value, p_query, p_d_out,
+            p_start, p_minus_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_streams,
+            o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, False,
+        )  # fmt: skip
+    if R.masked:
+        if any_nan(state[0]) | any_nan(state[1]):
+            state = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_V], tl.float32))
+            for i_member in range(R.group):
+                state = add_member(
+                    state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, b_key, b_value, p_query,
+                    p_d_out, p_start, p_minus_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions,
+                    p_key_positions, p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True,
+                )  # fmt: skip
+
+    b_d_key, b_d_value = state
+    b_d_key *= R.scale
+    if R.dropout:
+        b_d_value *= R.survivor
+    store_rows(p_d_key + o_row * R.size, b_d_key, o_block, keys - i_first, KEY_HEADS * R.size, R.size, BLOCK_D)
+    store_rows(
+        p_d_value + o_row * R.value_size, b_d_value, o_block, keys - i_first, KEY_HEADS * R.value_size, R.value_size, BLOCK_V
+    )
+
+
+@triton.jit
+def add_member(
+    state, i_batch, i_head, low, full_low, full_high, high, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, p_bias, p_mask,
+    p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_streams, o_key, queries, keys,
+    R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Add one query head of the group to `(d_key, d_value)`."""
+    i_batch_head = i_batch * R.heads + i_head
+    o_query_row = i_batch.to(tl.int64) * queries * R.heads + i_head
+    p_query += o_query_row * R.size
+    p_d_out += o_query_row * R.value_size
+    p_start = statistic_of(p_start, i_batch_head, queries)
+    p_minus_delta = statistic_of(p_minus_delta, i_batch_head, queries)
+    places = places_of(
+        p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries, keys, R
+    )
+    stream_0, stream_1 = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
+    if R.dropout:
+        stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
+    if CAREFUL:
+        state = add_queries(
+            state, low, high, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1, o_key,
+            queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, True,
+        )  # fmt: skip
+    else:
+        if R.whole:
+            if R.edges_first_by_key:
+                state = add_queries(
+                    state, low, full_low, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1,
+                    o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, False,
+                )  # fmt: skip
+            state = add_queries(
+                state, full_low, full_high, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1,
+                o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, False, False,
+            )  # fmt: skip
+        else:
+            full_high = low
+        state = add_queries(
+            state, full_high, high, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1, o_key,
+            queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, False,
+        )  # fmt: skip
+    return state
+
+
+@triton.jit
+def add_keys(
+    b_d_query, start, stop, b_query, b_d_out, b_start, b_minus_delta, p_key, p_value, places, stream_0, stream_1, o_query, queries,
+    keys, R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Add what the keys in [start, stop) give to d_query."""
+    o_block = tl.arange(0, BLOCK_K)
+    KEY_STRIDE: tl.constexpr = R.heads // R.group * R.size
+    VALUE_STRIDE: tl.constexpr = R.heads // R.group * R.value_size
+    for i_key in tl.range(start, stop, BLOCK_K):
+        o_start = tl.full((), 0, tl.int64) + i_key
+        b_key = load_rows(p_key + o_start * KEY_STRIDE, o_block, keys - i_key, KEY_STRIDE, R.size, BLOCK_D, MASKED)
+        b_raw = logits_from(b_query, tl.trans(b_key), b_start[:, None], R)  # [BLOCK_Q, BLOCK_K]
+        b_value = load_rows(
+            p_value + o_start * VALUE_STRIDE, o_block, keys - i_key, VALUE_STRIDE, R.value_size, BLOCK_V, MASKED
+        )
+        b_d_weights = d_weights_from(b_d_out, tl.trans(b_value), b_minus_delta[:, None], R)
+        b_weights, b_slope, b_seen, b_keep = weights_of(
+            b_raw, b_start[:, None], places, stream_0, stream_1, o_query, (i_key + o_block)[None, :], queries, keys,
+            R, MASKED, True,
+        )  # fmt: skip
+        b_d_logits = d_logits_of(b_weights, b_slope, b_seen, b_keep, b_d_weights, b_minus_delta[:, None], R, CAREFUL, True)
+        if CAREFUL:
+            b_key = finite(b_key)
+        b_d_query = tl.dot(b_d_logits.to(b_key.dtype), b_key, b_d_query, input_precision=R.precision)
+    return b_d_query
+
+
+@triton.jit
+def query_gradient_kernel(
+    p_query,
+    p_key,
+    p_value,
+    p_bias,
+    p_mask,
+    p_query_segments,
+    p_key_segments,
+    p_query_positions,
+    p_key_positions,
+    p_streams,
+    p_ranges,
+    p_d_out,
+    p_start,
+    p_minus_delta,
+    queries,
+    keys,
+    blocks,
+    batch_heads,
+    section,
+    p_d_query,
+    R: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    i_block, i_batch_head = schedule(blocks, batch_heads, section, R.causal)
+    i_batch = i_batch_head // R.heads
+    i_head = i_batch_head - i_batch * R.heads
+    i_first = i_block * BLOCK_Q
+    o_block = tl.arange(0, BLOCK_Q)
+    o_query = (i_first + o_block)[:, None]
+    o_row = (i_batch.to(tl.int64) * queries + i_first) * R.heads + i_head
+    o_key_row = i_batch.to(tl.int64) * keys * (R.heads // R.group) + i_head // R.group
+    p_key += o_key_row * R.size
+    p_value += o_key_row * R.value_size
+    places = places_of(
+        p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries, keys, R
+    )
+    stream_0, stream_1 = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
+    if R.dropout:
+        stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
+    if R.ranges > 0:
+        low, full_low, full_high, high = stored_range(p_ranges, i_batch, blocks, i_block, R)
+        high = tl.minimum(high, keys)
+    else:
+        last = tl.minimum(i_first + BLOCK_Q, queries) - 1
+        low, full_low, full_high, high = key_range(i_first + R.offset, last + R.offset, keys, BLOCK_K, R)
+
+    b_query = load_rows(p_query + o_row * R.size, o_block, queries - i_first, R.heads * R.size, R.size, BLOCK_D, True)
+    b_d_out = load_rows(
+        p_d_out + o_row * R.value_size, o_block, queries - i_first, R.heads * R.value_size, R.value_size, BLOCK_V, True
+    )
+    b_start = tl.load(statistic_of(p_start, i_batch_head, queries) + i_first + o_block)
+    b_minus_delta = tl.load(statistic_of(p_minus_delta, i_batch_head, queries) + i_first + o_block)
+
+    b_d_query = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    if R.whole:
+        if R.edges_first:
+            b_d_query = add_keys(
+                b_d_query, low, full_low, b_query, b_d_out, b_start, b_minus_delta, p_key, p_value, places, stream_0, stream_1,
+                o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
+            )  # fmt: skip
+        b_d_query = add_keys(
+            b_d_query, full_low, full_high, b_query, b_d_out, b_start, b_minus_delta, p_key, p_value, places, stream_0, stream_1,
+            o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, False, False,
+        )  # fmt: skip
+    else:
+        full_high = low
+    b_d_query = add_keys(
+        b_d_query, full_high, high, b_query, b_d_out, b_start, b_minus_delta, p_key, p_value, places, stream_0, stream_1,
+        o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
+    )  # fmt: skip
+    if R.masked:
+        if any_nan(b_d_query):
+            b_d_query = add_keys(
+                tl.zeros([BLOCK_Q, BLOCK_D], tl.float32), low, high, b_query, b_d_out, b_start, b_minus_delta, p_key, p_value,
+                places, stream_0, stream_1, o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, True, True,
+            )  # fmt: skip
+    b_d_query *= R.scale
+    store_rows(p_d_query + o_row * R.size, b_d_query, o_block, queries - i_first, R.heads * R.size, R.size, BLOCK_D)
+
+
+@triton.jit
+def bias_gradient_kernel(
+    p_query,
+    p_key,
+    p_value,
+    p_bias,
+    p_mask,
+    p_query_segments,
+    p_key_segments,
+    p_query_positions,
+    p_key_positions,
+    p_streams,
+    p_d_out,
+    p_start,
+    p_minus_delta,
+    queries,
+    keys,
+    batch,
+    own_query_blocks,
+    own_key_blocks,
+    p_d_bias,
+    R: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """A program owns one tile of d_bias and sums, in order, over the axes along which the bias is broadcast."""
+    i_rest = tl.program_id(0)
+    i_own_key = i_rest % own_key_blocks
+    i_rest = i_rest // own_key_blocks
+    i_own_query = i_rest % own_query_blocks
+    i_rest = i_rest // own_query_blocks
+    i_own_head = i_rest * 0
+    i_own_batch = i_rest
+    heads, members = 1, 1
+    if R.bias & 2:
+        i_own_head = i_rest % R.heads
+        i_own_batch = i_rest // R.heads
+    else:
+        heads = R.heads
+    if not R.bias & 1:
+        members = batch
+    query_blocks, key_blocks = 1, 1
+    if not R.bias & 4:
+        query_blocks = tl.cdiv(queries, BLOCK_Q)
+    if not R.bias & 8:
+        key_blocks = tl.cdiv(keys, BLOCK_K)
+
+    o_rows, o_columns = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
+    b_d_bias = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    for i_step in range(members * heads * query_blocks * key_blocks):
+        i_key_block = i_own_key + i_step % key_blocks
+        i_left = i_step // key_blocks
+        i_query_block = i_own_query + i_left % query_blocks
+        i_left = i_left // query_blocks
+        i_head = i_own_head + i_left % heads
+        i_batch = i_own_batch + i_left // heads
+        i_query, i_key = i_query_block * BLOCK_Q, i_key_block * BLOCK_K
+        last = tl.minimum(i_query + BLOCK_Q, queries) - 1
+        low, high = 0, keys
+        if R.ranges == 0:
+            low, _, _, high = key_range(i_query + R.offset, last + R.offset, keys, BLOCK_K, R)
+        if (i_key < high) & (i_key + BLOCK_K > low):
+            o_row = (i_batch.to(tl.int64) * queries + i_query) * R.heads + i_head
+            o_key_row = (i_batch.to(tl.int64) * keys + i_key) * (R.heads // R.group) + i_head // R.group
+            KEY_HEADS: tl.constexpr = R.heads // R.group
+            b_query = load_rows(p_query + o_row * R.size, o_rows, queries - i_query, R.heads * R.size, R.size, BLOCK_D, True)
+            b_key = load_rows(p_key + o_key_row * R.size, o_columns, keys - i_key, KEY_HEADS * R.size, R.size, BLOCK_D, True)
+            b_d_out = load_rows(
+                p_d_out + o_row * R.value_size, o_rows, queries - i_query, R.heads * R.value_size, R.value_size, BLOCK_V, True
+            )
+            b_value = load_rows(
+                p_value + o_key_row * R.value_size,
+                o_columns,
+                keys - i_key,
+                KEY_HEADS * R.value_size,
+                R.value_size,
+                BLOCK_V,
+                True,
+            )
+            i_batch_head = i_batch * R.heads + i_head
+            b_start = tl.load(statistic_of(p_start, i_batch_head, queries) + i_query + o_rows)
+            b_minus_delta = tl.load(statistic_of(p_minus_delta, i_batch_head, queries) + i_query + o_rows)
+            b_raw = logits_from(b_query, tl.trans(b_key), b_start[:, None], R)
+            b_d_weights = d_weights_from(b_d_out, tl.trans(b_value), b_minus_delta[:, None], R)
+            places = places_of(
+                p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries,
+                keys, R,
+            )  # fmt: skip
+            stream_0, stream_1 = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
+            if R.dropout:
+                stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
+            b_weights, b_slope, b_seen, b_keep = weights_of(
+                b_raw, b_start[:, None], places, stream_0, stream_1, (i_query + o_rows)[:, None], (i_key + o_columns)[None, :], queries,
+                keys, R, True, True,
+            )  # fmt: skip
+            b_d_logits = d_logits_of(b_weights, b_slope, b_seen, b_keep, b_d_weights, b_minus_delta[:, None], R, True, True)
+            b_d_bias += b_d_logits
+
+    o_own_query, o_own_key = i_own_query * BLOCK_Q + o_rows, i_own_key * BLOCK_K + o_columns
+    if R.bias & 4:
+        rows = queries
+    else:
+        b_d_bias = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32) + tl.sum(b_d_bias, axis=0)[None, :]
+        rows = 1
+    if R.bias & 8:
+        columns = keys
+    else:
+        b_d_bias = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32) + tl.sum(b_d_bias, axis=1)[:, None]
+        columns = 1
+    o_own = (i_rest.to(tl.int64) * rows + o_own_query[:, None]) * columns + o_own_key[None, :]
+    m_own = (o_own_query < rows)[:, None] & (o_own_key < columns)[None, :]
+    tl.store(p_d_bias + o_own, b_d_bias.to(p_d_bias.dtype.element_ty), mask=m_own)

@@ -1,0 +1,255 @@
+"""The forward kernel: a program owns a block of queries of one head and walks over the keys that they see, with a running
+maximum and sum (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022).
+
+Tiles whose entries are all visible are computed without masks. If a result holds NaN, which a hidden value can cause as 0 * NaN,
+the block is computed again with care: a value that is not finite becomes a NaN of its key's logits, which reaches exactly the
+queries that see it.
+"""
+
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+import triton
+import triton.language as tl
+
+from ejkernel_triton.flash_attention.tiles import (
+    any_nan,
+    finite,
+    kept,
+    key_range,
+    load_rows,
+    load_scores,
+    logits_of,
+    places_of,
+    poison,
+    schedule,
+    seen_in,
+    store_rows,
+    stored_range,
+)
+
+
+@triton.jit
+def absorb(
+    state,
+    start,
+    stop,
+    b_query,
+    p_key,
+    p_value,
+    places,
+    stream_0,
+    stream_1,
+    o_query,
+    queries,
+    keys,
+    R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """Add the keys in [start, stop) to `(weighted values, maximum, sum)`."""
+    b_values, b_maximum, b_sum = state
+    o_block = tl.arange(0, BLOCK_K)
+    KEY_STRIDE: tl.constexpr = R.heads // R.group * R.size
+    VALUE_STRIDE: tl.constexpr = R.heads // R.group * R.value_size
+    for i_key in tl.range(start, stop, BLOCK_K):
+        o_start = tl.full((), 0, tl.int64) + i_key
+        b_key = load_rows(p_key + o_start * KEY_STRIDE, o_block, keys - i_key, KEY_STRIDE, R.size, BLOCK_D, MASKED)
+        b_raw = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)  # [BLOCK_Q, BLOCK_K]
+        o_key = (i_key + o_block)[None, :]
+        b_bias = 0.0
+        if MASKED:
+            b_seen = seen_in(places, o_query, o_key, queries, keys, R)
+            if R.bias >= 0:
+                b_bias = load_scores(places[0], o_query, o_key, queries, keys, R.bias).to(tl.float32)
+                b_seen = b_seen & (b_bias != float("-inf"))
+                b_bias = tl.where(b_seen, b_bias, 0.0)
+        b_logits, _ = logits_of(b_raw, b_bias, R)
+        b_value = load_rows(
+            p_value + o_start * VALUE_STRIDE, o_block, keys - i_key, VALUE_STRIDE, R.value_size, BLOCK_V, MASKED
+        )
+        if CAREFUL:
+            b_logits += poison(b_value)[None, :]
+            b_value = finite(b_value)
+        if MASKED:
+            b_logits = tl.where(b_seen, b_logits, float("-inf"))
+        b_largest = tl.maximum(b_maximum, tl.max(b_logits, axis=1))
+        b_shift = b_largest
+        if MASKED:  # -inf - -inf is NaN
+            b_shift = tl.where(b_largest == float("-inf"), 0.0, b_largest)
+        b_weights = tl.exp2(b_logits * R.unit - (b_shift * R.unit)[:, None])
+        b_decay = tl.exp2((b_maximum - b_shift) * R.unit)
+        b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
+        if R.dropout:
+            b_weights = tl.where(kept(stream_0, stream_1, o_query, o_key, R), b_weights, 0.0)
+        b_values = b_values * b_decay[:, None]
+        b_values = tl.dot(b_weights.to(b_value.dtype), b_value, b_values, input_precision=R.precision)
+        b_maximum = b_largest
+    return b_values, b_maximum, b_sum
+
+
+@triton.jit
+def absorb_ahead(
+    state,
+    start,
+    stop,
+    b_query,
+    p_key,
+    p_value,
+    stream_0,
+    stream_1,
+    o_query,
+    R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """`absorb` without masks, where the product of the next tile runs beside the exponentials of this one."""
+    b_values, b_maximum, b_sum = state
+    o_block = tl.arange(0, BLOCK_K)
+    KEY_STRIDE: tl.constexpr = R.heads // R.group * R.size
+    VALUE_STRIDE: tl.constexpr = R.heads // R.group * R.value_size
+    if start < stop:
+        o_start = tl.full((), 0, tl.int64) + start
+        b_key = load_rows(p_key + o_start * KEY_STRIDE, o_block, BLOCK_K, KEY_STRIDE, R.size, BLOCK_D, False)
+        b_raw = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)  # [BLOCK_Q, BLOCK_K]
+        for i_key in tl.range(start, stop, BLOCK_K):
+            o_start = tl.full((), 0, tl.int64) + i_key
+            o_next = tl.minimum(o_start + BLOCK_K, stop - BLOCK_K)
+            b_key = load_rows(p_key + o_next * KEY_STRIDE, o_block, BLOCK_K, KEY_STRIDE, R.size, BLOCK_D, False)
+            b_next = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
+            b_logits, _ = logits_of(b_raw, 0.0, R)
+            b_largest = tl.maximum(b_maximum, tl.max(b_logits, axis=1))
+            b_weights = tl.exp2(b_logits * R.unit - (b_largest * R.unit)[:, None])
+            b_decay = tl.exp2((b_maximum - b_largest) * R.unit)
+            b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
+            if R.dropout:
+                b_weights = tl.where(kept(stream_0, stream_1, o_query, (i_key + o_block)[None, :], R), b_weights, 0.0)
+            b_value = load_rows(p_value + o_start * VALUE_STRIDE, o_block, BLOCK_K, VALUE_STRIDE, R.value_size, BLOCK_V, False)
+            b_values = b_values * b_decay[:, None]
+            b_values = tl.dot(b_weights.to(b_value.dtype), b_value, b_values, input_precision=R.precision)
+            b_maximum = b_largest
+            b_raw = b_next
+    return b_values, b_maximum, b_sum
+
+
+@triton.jit
+def forward_kernel(
+    p_query,
+    p_key,
+    p_value,
+    p_bias,
+    p_mask,
+    p_query_segments,
+    p_key_segments,
+    p_query_positions,
+    p_key_positions,
+    p_sinks,
+    p_streams,
+    p_ranges,
+    queries,
+    keys,
+    blocks,
+    batch_heads,
+    section,
+    p_out,
+    p_lse,
+    p_maximum,
+    R: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SAVE_LSE: tl.constexpr,
+    SAVE_MAXIMUM: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    i_block, i_batch_head = schedule(blocks, batch_heads, section, R.causal)
+    i_batch = i_batch_head // R.heads
+    i_head = i_batch_head - i_batch * R.heads
+    i_first = i_block * BLOCK_Q
+    o_block = tl.arange(0, BLOCK_Q)
+    o_query = (i_first + o_block)[:, None]
+    o_row = i_batch.to(tl.int64) * queries + i_first
+    o_key_row = i_batch.to(tl.int64) * keys
+    i_key_head = i_head // R.group
+    p_key += (o_key_row * (R.heads // R.group) + i_key_head) * R.size
+    p_value += (o_key_row * (R.heads // R.group) + i_key_head) * R.value_size
+    places = places_of(
+        p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries, keys, R
+    )
+    stream_0, stream_1 = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
+    if R.dropout:
+        stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
+
+    if R.ranges > 0:
+        low, full_low, full_high, high = stored_range(p_ranges, i_batch, blocks, i_block, R)
+        high = tl.minimum(high, keys)
+    else:
+        last = tl.minimum(i_first + BLOCK_Q, queries) - 1
+        low, full_low, full_high, high = key_range(i_first + R.offset, last + R.offset, keys, BLOCK_K, R)
+
+    b_query = load_rows(
+        p_query + (o_row * R.heads + i_head) * R.size, o_block, queries - i_first, R.heads * R.size, R.size, BLOCK_D, True
+    )
+    b_maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_Q], tl.float32)
+    if R.sinks > 0:
+        o_sink = tl.arange(0, BLOCK_N)
+        i_row = i_head
+        if R.sinks_per_batch:
+            i_row = i_batch_head
+        b_sinks = tl.load(p_sinks + i_row * R.sinks + o_sink, mask=o_sink < R.sinks, other=float("-inf")).to(tl.float32)
+        b_sinks *= 1.4426950408889634 / R.unit
+        largest = tl.max(b_sinks, axis=0)
+        shift = tl.where(largest == float("-inf"), 0.0, largest)
+        b_maximum = tl.zeros([BLOCK_Q], tl.float32) + largest
+        b_sum += tl.sum(tl.exp2((b_sinks - shift) * R.unit), axis=0)
+
+    start = (tl.zeros([BLOCK_Q, BLOCK_V], tl.float32), b_maximum, b_sum)
+    state = start
+    if R.whole:
+        if R.edges_first:
+            state = absorb(
+                state, low, full_low, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
+                R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
+            )  # fmt: skip
+        if AHEAD:
+            state = absorb_ahead(
+                state, full_low, full_high, b_query, p_key, p_value, stream_0, stream_1, o_query, R, BLOCK_K, BLOCK_D, BLOCK_V
+            )  # fmt: skip
+        else:
+            state = absorb(
+                state, full_low, full_high, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
+                R, BLOCK_K, BLOCK_D, BLOCK_V, False, False,
+            )  # fmt: skip
+    else:
+        full_high = low
+    state = absorb(
+        state, full_high, high, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
+        R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
+    )  # fmt: skip
+    if R.masked:
+        if any_nan(state[0]):
+            state = absorb(
+                start, low, high, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
+                R, BLOCK_K, BLOCK_D, BLOCK_V, True, True,
+            )  # fmt: skip
+
+    b_values, b_maximum, b_sum = state
+    b_divisor = tl.full([BLOCK_Q], 1.0, tl.float32)
+    if R.normalize:
+        b_divisor = tl.where(b_sum == 0.0, 1.0, b_sum)
+    if R.dropout:
+        b_values *= R.survivor
+    b_out = b_values / b_divisor[:, None]
+    o_out = (o_row * R.heads + i_head) * R.value_size
+    store_rows(p_out + o_out, b_out, o_block, queries - i_first, R.heads * R.value_size, R.value_size, BLOCK_V)
+    p_row = o_row * R.heads + i_head + o_block * R.heads
+    m_row = i_first + o_block < queries
+    if SAVE_LSE:
+        tl.store(p_lse + p_row, (b_maximum * R.unit + tl.log2(b_sum)) * 0.6931471805599453, mask=m_row)
+    if SAVE_MAXIMUM:
+        tl.store(p_maximum + p_row, b_maximum * (R.unit * 0.6931471805599453), mask=m_row)

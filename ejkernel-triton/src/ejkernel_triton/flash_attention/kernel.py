@@ -1,0 +1,245 @@
+"""The launches of `flash_attention`: what kernels are given, and what is left to XLA before and after them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.operation import vary_like
+from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
+from ejkernel_triton._jax_triton import call_kernel
+from ejkernel_triton.flash_attention.backward import bias_gradient_kernel, key_gradient_kernel, query_gradient_kernel
+from ejkernel_triton.flash_attention.config import BackwardConfig, ForwardConfig, power_of_two
+from ejkernel_triton.flash_attention.forward import forward_kernel
+from ejkernel_triton.flash_attention.ranges import ranges
+from ejkernel_triton.flash_attention.rules import LOG2_E, Rules, rules_of
+
+_CACHED_BYTES = 24 * 2**20
+"""Of keys and values that programs running at one time share through the L2 cache."""
+
+_MASKS = ("bias", "mask", "query_segments", "key_segments", "query_positions", "key_positions")
+
+
+def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: ForwardConfig) -> FlashAttentionOutputs:
+    saved = call.return_lse or call.save_residuals
+    if not _score_count(call):
+        out, lse = _without_keys(call, inputs)
+    else:
+        out, lse, _ = _attend(call, inputs, config, save_lse=saved)
+    return FlashAttentionOutputs(out, lse if saved else None)
+
+
+def backward(
+    call: FlashAttentionCall,
+    inputs: FlashAttentionInputs,
+    outputs: FlashAttentionOutputs,
+    cotangents: FlashAttentionOutputs,
+    config: BackwardConfig,
+) -> FlashAttentionInputs:
+    shift, delta = _statistics(call, inputs, outputs, cotangents, config)
+    d_sinks = None if inputs.sinks is None else _sink_gradient(inputs.sinks, shift, delta)
+    if not _score_count(call):
+        zeros = (None if x is None else vary_like(jnp.zeros(x.shape, x.dtype), inputs) for x in inputs[:4])
+        return FlashAttentionInputs(*zeros, sinks=d_sinks)
+    start = jnp.where(shift == -jnp.inf, -jnp.inf, -shift * LOG2_E)
+    rows = (cotangents.out, _padded(start, -jnp.inf), _padded(-delta, 0.0))
+    d_key, d_value = _key_gradients(call, inputs, rows, config)
+    return FlashAttentionInputs(
+        query=_query_gradient(call, inputs, rows, config),
+        key=d_key,
+        value=d_value,
+        bias=None if inputs.bias is None else _bias_gradient(call, inputs, rows),
+        sinks=d_sinks,
+    )
+
+
+def _score_count(call: FlashAttentionCall) -> int:
+    batch, queries, heads, _ = call.query.shape
+    return batch * queries * heads * call.key.shape[1]
+
+
+def _without_keys(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> tuple[Any, Any]:
+    """No kernel is needed where there is no pair: only sinks are in the sums."""
+    rows = call.query.shape[:3]
+    out = jnp.zeros((*rows, call.value.shape[3]), call.query.dtype)
+    lse = jnp.full(rows, -jnp.inf, jnp.float32)
+    if inputs.sinks is not None:
+        sinks = inputs.sinks.astype(jnp.float32)
+        largest = jnp.max(sinks, axis=-1, initial=-jnp.inf)
+        shift = jnp.where(largest == -jnp.inf, 0, largest)
+        lse = jnp.broadcast_to((shift + jnp.log(jnp.sum(jnp.exp(sinks - shift[..., None]), axis=-1)))[:, None], rows)
+    return vary_like(out, inputs), vary_like(lse, inputs)
+
+
+def _section(call: FlashAttentionCall) -> int:
+    """Key heads that are worked on at one time."""
+    batch, keys, heads, size = call.key.shape
+    itemsize = 4 if call.key.dtype == "float32" else 2
+    per_head = keys * (size + call.value.shape[3]) * itemsize
+    return max(1, min(batch * heads, _CACHED_BYTES // per_head))
+
+
+def _masks(inputs: FlashAttentionInputs) -> tuple[Any, ...]:
+    """Absent arrays are replaced by one that is there; kernels do not look at them."""
+    return tuple(inputs.query if getattr(inputs, name) is None else getattr(inputs, name) for name in _MASKS)
+
+
+def _cdiv(value: int, divisor: int) -> int:
+    return -(-value // divisor)
+
+
+def _attend(
+    call: FlashAttentionCall,
+    inputs: FlashAttentionInputs,
+    config: ForwardConfig,
+    *,
+    save_lse: bool,
+    save_maximum: bool = False,
+) -> list[Any]:
+    """out, and the log-sum-exp and the maximum of each row if they are saved."""
+    query, key, value = inputs[:3]
+    batch, queries, heads, size = query.shape
+    rules = rules_of(call)
+    blocks = _cdiv(queries, config.block_q)
+    stored = ranges(call, inputs, config.block_q, config.block_k, by_key=False) if rules.ranges else query
+    sinks, streams = (query if x is None else x for x in (inputs.sinks, inputs.dropout_streams))
+    return call_kernel(
+        forward_kernel,
+        (
+            *(query, key, value, *_masks(inputs), sinks, streams, stored),
+            *(queries, key.shape[1], blocks, batch * heads, _section(call) * rules.group),
+        ),
+        (
+            ((*query.shape[:3], value.shape[3]), query.dtype),
+            (query.shape[:3] if save_lse else (1,), jnp.float32),
+            (query.shape[:3] if save_maximum else (1,), jnp.float32),
+        ),
+        grid=blocks * batch * heads,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        R=rules,
+        BLOCK_Q=config.block_q,
+        BLOCK_K=config.block_k,
+        BLOCK_D=power_of_two(size),
+        BLOCK_V=power_of_two(value.shape[3]),
+        BLOCK_N=1 << max(rules.sinks - 1, 0).bit_length(),
+        SAVE_LSE=save_lse,
+        SAVE_MAXIMUM=save_maximum,
+        AHEAD=config.ahead,
+    )
+
+
+def _statistics(
+    call: FlashAttentionCall,
+    inputs: FlashAttentionInputs,
+    outputs: FlashAttentionOutputs,
+    cotangents: FlashAttentionOutputs,
+    config: BackwardConfig,
+) -> tuple[Any, Any]:
+    """shift and delta `[B, H, T]`: weight = exp(logit - shift), d_logit = weight * (d_out . value - delta)."""
+    lse, d_lse = outputs.lse, cotangents.lse
+    if call.normalize_output:
+        # The output of a row that sees nothing is 0, and NaN in its cotangent must not come back.
+        d_out = jnp.where(outputs.out == 0, 0, cotangents.out)
+        delta = jnp.sum(d_out.astype(jnp.float32) * outputs.out.astype(jnp.float32), axis=-1)
+        return _heads_first(lse), _heads_first(delta if d_lse is None else delta - d_lse)
+    # Unnormalised weights are exp(logit - maximum), with the maximum, which is no residual, held constant.
+    shift = lse
+    if _score_count(call):
+        blocks = config.query_block_q, config.query_block_k, config.query_num_warps, config.query_num_stages
+        shift = _attend(call, inputs, ForwardConfig(*blocks), save_lse=False, save_maximum=True)[2]
+    total = jnp.where(lse == -jnp.inf, 1, jnp.exp(lse - jnp.where(lse == -jnp.inf, 0, shift)))
+    delta = jnp.zeros_like(lse) if d_lse is None else -d_lse / total
+    return _heads_first(jnp.where(lse == -jnp.inf, -jnp.inf, shift)), _heads_first(delta)
+
+
+def _padded(rows: Any, value: float) -> Any:
+    """Padded as `tiles.statistic_of` expects."""
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % 128)), constant_values=value)
+
+
+def _heads_first(rows: Any) -> Any:
+    return jnp.swapaxes(rows, 1, 2)
+
+
+def _sink_gradient(sinks: Any, shift: Any, delta: Any) -> Any:
+    """A sink is a logit without a value, so its d_logit is `-weight * delta`."""
+    seen = shift[..., None] != -jnp.inf
+    weights = jnp.where(seen, jnp.exp(sinks[:, :, None].astype(jnp.float32) - jnp.where(seen, shift[..., None], 0)), 0)
+    total = -jnp.sum(weights * delta[..., None], axis=2)
+    total = total if sinks.shape[0] == total.shape[0] else jnp.sum(total, axis=0, keepdims=True)
+    return total.astype(sinks.dtype)
+
+
+def _gradient_inputs(inputs: FlashAttentionInputs) -> tuple[Any, ...]:
+    streams = inputs.query if inputs.dropout_streams is None else inputs.dropout_streams
+    return (*inputs[:3], *_masks(inputs), streams)
+
+
+def _key_gradients(
+    call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...], config: BackwardConfig
+) -> list[Any]:
+    query, key, value = inputs[:3]
+    rules = rules_of(call)
+    blocks = _cdiv(key.shape[1], config.key_block_k)
+    block_q, block_k = config.key_block_q, config.key_block_k
+    stored = ranges(call, inputs, block_q, block_k, by_key=True) if rules.ranges else query
+    batch_heads = key.shape[0] * key.shape[2]
+    return call_kernel(
+        key_gradient_kernel,
+        (
+            *(*_gradient_inputs(inputs), stored, *rows),
+            *(query.shape[1], key.shape[1], blocks, batch_heads, _section(call)),
+        ),
+        ((key.shape, key.dtype), (value.shape, value.dtype)),
+        grid=blocks * batch_heads,
+        num_warps=config.key_num_warps,
+        num_stages=config.key_num_stages,
+        **_blocks(call, rules, block_q, block_k),
+    )
+
+
+def _query_gradient(
+    call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...], config: BackwardConfig
+) -> Any:
+    query, key = inputs[:2]
+    rules = rules_of(call)
+    batch, queries, heads, _ = query.shape
+    block_q, block_k = config.query_block_q, config.query_block_k
+    blocks = _cdiv(queries, block_q)
+    stored = ranges(call, inputs, block_q, block_k, by_key=False) if rules.ranges else query
+    return call_kernel(
+        query_gradient_kernel,
+        (
+            *(*_gradient_inputs(inputs), stored, *rows),
+            *(queries, key.shape[1], blocks, batch * heads, _section(call) * rules.group),
+        ),
+        ((query.shape, query.dtype),),
+        grid=blocks * batch * heads,
+        num_warps=config.query_num_warps,
+        num_stages=config.query_num_stages,
+        **_blocks(call, rules, block_q, block_k),
+    )[0]
+
+
+def _bias_gradient(call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...]) -> Any:
+    bias = inputs.bias
+    rules = rules_of(call)
+    batch, queries, _, size = call.query.shape
+    block = 32 if max(size, call.value.shape[3]) <= 256 and call.query.dtype != "float32" else 16
+    own_queries, own_keys = _cdiv(bias.shape[2], block), _cdiv(bias.shape[3], block)
+    return call_kernel(
+        bias_gradient_kernel,
+        (*_gradient_inputs(inputs), *rows, queries, call.key.shape[1], batch, own_queries, own_keys),
+        ((bias.shape, bias.dtype),),
+        grid=bias.shape[0] * bias.shape[1] * own_queries * own_keys,
+        num_warps=4,
+        num_stages=2 if block == 32 else 1,
+        **_blocks(call, rules, block, block),
+    )[0]
+
+
+def _blocks(call: FlashAttentionCall, rules: Rules, block_q: int, block_k: int) -> dict[str, Any]:
+    sizes = (power_of_two(array.shape[3]) for array in (call.query, call.value))
+    return {"R": rules, "BLOCK_Q": block_q, "BLOCK_K": block_k, **dict(zip(("BLOCK_D", "BLOCK_V"), sizes, strict=True))}

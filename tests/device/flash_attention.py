@@ -1,0 +1,336 @@
+"""`flash_attention` in Triton on a real GPU: every config's numbers, then device times over the configs and beside peers.
+
+    python tests/device/flash_attention.py --out results [--parts numbers,times,peers] [--cases gqa,full] [--budget 200]
+
+Numbers are compared with XLA's on the same inputs as float32. Times are device times (CUPTI); the backward phase is timed as the
+pullback alone. Writes `flash_attention.json` and exits with 1 if any number is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionOutputs
+from ejkernel.operations.flash_attention.pairs import count_pairs
+from ejkernel.plugin import current_target
+from ejkernel_triton.flash_attention import config, kernel
+from ejkernel_xla.flash_attention import backward as xla_backward
+from ejkernel_xla.flash_attention import config as xla_config
+from ejkernel_xla.flash_attention import forward as xla_forward
+
+BEGIN = time.monotonic()
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call. `segments` packs that many sequences of equal length."""
+
+    batch: int
+    length: int
+    heads: int
+    key_heads: int
+    size: int
+    value_size: int = 0
+    dtype: str = "bfloat16"
+    segments: int = 0
+    bias: tuple[int, ...] | None = None
+    sinks: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def build(self, seed: int = 0, dtype: str = "") -> tuple[Any, Any, Any]:
+        """The call, its inputs and a cotangent."""
+        dtype = dtype or self.dtype
+        b, t, h, k, d, v = self.batch, self.length, self.heads, self.key_heads, self.size, self.value_size or self.size
+        keys = jax.random.split(jax.random.key(seed), 6)
+
+        def normal(i: int, *shape: int) -> Any:
+            return jax.random.normal(keys[i], shape, jnp.bfloat16 if self.dtype == "bfloat16" else self.dtype).astype(dtype)
+
+        arrays: dict[str, Any] = {"query": normal(0, b, t, h, d), "key": normal(1, b, t, k, d), "value": normal(2, b, t, k, v)}
+        if self.segments:
+            ids = (jnp.arange(t, dtype=jnp.int32) * self.segments // t)[None]
+            arrays.update(query_segments=ids, key_segments=ids)
+        if self.bias is not None:
+            arrays["bias"] = normal(3, *self.bias)
+        if self.sinks:
+            arrays["softmax_aux"] = normal(4, h)
+        bound = OPERATION.canonicalise(**arrays, **dict(self.options))
+        call = dataclasses.replace(bound.call, save_residuals=True)
+        return call, bound.inputs, FlashAttentionOutputs(normal(5, b, t, h, v))
+
+
+def options(**values: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(values.items())
+
+
+NUMBERS = {
+    "gqa-causal-128": Problem(1, 1000, 4, 2, 128, options=options(causal=True)),
+    "segments-64": Problem(
+        2, 777, 4, 4, 64, segments=5, sinks=True, options=options(causal=True, dropout_prob=0.1, dropout_seed=3)
+    ),
+    "window-cap-256": Problem(1, 700, 2, 1, 256, options=options(causal=True, sliding_window=(200, 0), logits_soft_cap=20.0)),
+    "bias-mla": Problem(1, 515, 2, 2, 192, 128, bias=(1, 2, 515, 515), options=options(chunk_size=300)),
+    "full-float32": Problem(1, 300, 2, 1, 80, dtype="float32"),
+}
+
+TIMES = {
+    "gqa": Problem(2, 8192, 32, 8, 128, options=options(causal=True)),
+    "mha": Problem(2, 8192, 16, 16, 128, options=options(causal=True)),
+    "full": Problem(2, 8192, 16, 16, 128),
+    "cap": Problem(2, 8192, 16, 8, 256, options=options(causal=True, sliding_window=(4095, 0), logits_soft_cap=50.0)),
+    "window": Problem(2, 8192, 64, 8, 64, options=options(causal=True, sliding_window=(127, 0))),
+    "segments": Problem(1, 32768, 16, 4, 128, segments=8, options=options(causal=True)),
+    "full64": Problem(2, 8192, 32, 32, 64),
+    "mla": Problem(2, 8192, 16, 16, 192, 128, options=options(causal=True)),
+}
+
+
+def relative(got: Any, wanted: Any) -> float:
+    got, wanted = jnp.asarray(got, jnp.float32), jnp.asarray(wanted, jnp.float32)
+    got, wanted = (jnp.where(jnp.isinf(x), 0, x) for x in (got, wanted))
+    return float(jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted))
+
+
+def compiled(programs: list[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
+    """Compile side by side; an exception stands for a program that did not."""
+
+    def one(program: tuple[Any, tuple[Any, ...]]) -> Any:
+        function, arguments = program
+        try:
+            return jax.jit(function).lower(*arguments).compile()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(16) as pool:
+        return list(pool.map(one, programs))
+
+
+def check_numbers(save: Any) -> bool:
+    passed = True
+    for name, problem in NUMBERS.items():
+        call, inputs, cotangents = problem.build()
+        wide_call, wide_inputs, wide_cotangents = problem.build(dtype="float32")
+        chosen = xla_config.heuristic(wide_call, current_target())
+        wanted = jax.jit(lambda i: xla_forward(wide_call, i, chosen))(wide_inputs)  # noqa: B023
+        gradients = jax.jit(lambda i, o, c: xla_backward(wide_call, i, o, c, chosen))(wide_inputs, wanted, wide_cotangents)  # noqa: B023
+        limit = 1e-2 if problem.dtype == "bfloat16" else 2e-5
+        forwards = config.forward_space(call, current_target())
+        programs = [(lambda i, c=c: kernel.forward(call, i, c), (inputs,)) for c in forwards]  # noqa: B023
+        outputs = None
+        for choice, program in zip(forwards, compiled(programs), strict=True):
+            if isinstance(program, Exception):
+                errors, detail = {}, str(program).splitlines()[0][:150]
+            else:
+                got = program(inputs)
+                outputs = outputs or got
+                errors = {field: relative(getattr(got, field), getattr(wanted, field)) for field in ("out", "lse")}
+                detail = " ".join(f"{k} {v:.1e}" for k, v in errors.items())
+            good = bool(errors) and all(error < limit for error in errors.values())
+            passed &= good
+            save("numbers", {"case": name, "phase": "forward", "config": str(choice), "passed": good, "detail": detail})
+        backwards = config.backward_space(call, current_target())
+        programs = [
+            (lambda i, o, c, x=x: kernel.backward(call, i, o, c, x), (inputs, outputs, cotangents))  # noqa: B023
+            for x in backwards
+        ]
+        for choice, program in zip(backwards, compiled(programs), strict=True):
+            if isinstance(program, Exception):
+                errors, detail = {}, str(program).splitlines()[0][:150]
+            else:
+                got = program(inputs, outputs, cotangents)
+                errors = {n: relative(g, w) for n, g, w in zip(inputs._fields, got, gradients, strict=True) if w is not None}
+                detail = " ".join(f"{k} {v:.1e}" for k, v in errors.items())
+            good = bool(errors) and all(error < limit for error in errors.values())
+            passed &= good
+            save("numbers", {"case": name, "phase": "backward", "config": str(choice), "passed": good, "detail": detail})
+    return passed
+
+
+def device_times(function: Any, arguments: tuple[Any, ...], repeats: int = 5) -> tuple[float, dict[str, float]]:
+    """Median device time of a call in seconds, and of each of its kernels."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, runs = profiler.Cupti(finalize=False).measure(function, iterations=repeats, aggregate=False)(*arguments)
+    runs = runs if runs and isinstance(runs[0], list) else [runs]
+    kernels: dict[str, list[float]] = {}
+    for run in runs:
+        sums: dict[str, float] = {}
+        for kernel_name, milliseconds in run:
+            sums[kernel_name] = sums.get(kernel_name, 0.0) + milliseconds / 1e3
+        for kernel_name, seconds in sums.items():
+            kernels.setdefault(kernel_name, []).append(seconds)
+    total = statistics.median(sum(milliseconds for _, milliseconds in run) / 1e3 for run in runs)
+    return total, {kernel_name: statistics.median(values) for kernel_name, values in kernels.items()}
+
+
+def time_configs(name: str, problem: Problem, save: Any, heuristic_only: bool) -> None:
+    call, inputs, cotangents = problem.build()
+    flops = 4 * problem.batch * problem.heads * count_pairs(call) / (problem.segments or 1)
+    flops *= (problem.size + (problem.value_size or problem.size)) / 2
+    target = current_target()
+    forwards = [config.forward_heuristic(call, target)] if heuristic_only else config.forward_space(call, target)
+    programs = compiled([(lambda i, c=c: kernel.forward(call, i, c), (inputs,)) for c in forwards])
+    outputs = None
+    for choice, program in zip(forwards, programs, strict=True):
+        if isinstance(program, Exception):
+            save("times", {"case": name, "config": str(choice), "failed": str(program).splitlines()[0][:150]})
+            continue
+        outputs = outputs or program(inputs)
+        seconds, _ = device_times(program, (inputs,))
+        save(
+            "times",
+            {"case": name, "phase": "forward", "config": str(choice), "us": seconds * 1e6, "tflops": flops / seconds / 1e12},
+        )
+    backwards = [config.backward_heuristic(call, target)] if heuristic_only else config.backward_space(call, target)
+    programs = compiled(
+        [(lambda i, o, c, x=x: kernel.backward(call, i, o, c, x), (inputs, outputs, cotangents)) for x in backwards]
+    )
+    for choice, program in zip(backwards, programs, strict=True):
+        if isinstance(program, Exception):
+            save("times", {"case": name, "config": str(choice), "failed": str(program).splitlines()[0][:150]})
+            continue
+        seconds, kernels = device_times(program, (inputs, outputs, cotangents), 3)
+        parts = {k.removesuffix("_kernel"): round(v * 1e6) for k, v in kernels.items() if v > 5e-6}
+        tflops = 2.5 * flops / seconds / 1e12
+        save(
+            "times",
+            {"case": name, "phase": "backward", "config": str(choice), "us": seconds * 1e6, "tflops": tflops, "parts": parts},
+        )
+
+
+def time_cudnn(name: str, problem: Problem, save: Any) -> None:
+    given = dict(problem.options)
+    if problem.segments or "logits_soft_cap" in given:
+        return
+    call, inputs, cotangents = problem.build()
+    flops = 4 * problem.batch * problem.heads * count_pairs(call) * (problem.size + (problem.value_size or problem.size)) / 2
+    window = given.get("sliding_window")
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=given.get("causal", False), local_window_size=window, implementation="cudnn"
+        )
+
+    arguments = inputs[:3]
+    try:
+        seconds, _ = device_times(jax.jit(attention), arguments)
+        save(
+            "peers", {"case": name, "name": "cudnn", "phase": "forward", "us": seconds * 1e6, "tflops": flops / seconds / 1e12}
+        )
+        pull = jax.jit(lambda *a: jax.vjp(attention, *a)[1])(*arguments)
+        seconds, _ = device_times(jax.jit(lambda pull, g: pull(g)), (pull, cotangents.out))
+        save(
+            "peers",
+            {"case": name, "name": "cudnn", "phase": "backward", "us": seconds * 1e6, "tflops": 2.5 * flops / seconds / 1e12},
+        )
+    except Exception as error:
+        save("peers", {"case": name, "name": "cudnn", "failed": str(error).splitlines()[0][:150]})
+
+
+def time_flex(name: str, problem: Problem, save: Any) -> None:
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    given = dict(problem.options)
+    call, _, _ = problem.build()
+    flops = 4 * problem.batch * problem.heads * count_pairs(call) / (problem.segments or 1)
+    flops *= (problem.size + (problem.value_size or problem.size)) / 2
+    b, t, h, k, d, v = problem.batch, problem.length, problem.heads, problem.key_heads, problem.size, problem.value_size
+    q, key, value = (
+        torch.randn(b, heads, t, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for heads, size in ((h, d), (k, d), (k, v or d))
+    )
+    window, cap, per = given.get("sliding_window"), given.get("logits_soft_cap"), t // max(problem.segments, 1)
+
+    def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+        visible = i >= j
+        visible = visible & (i - j <= window[0]) if window else visible
+        return visible & (i // per == j // per) if problem.segments else visible
+
+    def capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return cap * torch.tanh(score / cap)
+
+    try:
+        block_mask = create_block_mask(seen, None, None, t, t, device="cuda") if given.get("causal") else None
+        attention = torch.compile(flex_attention, dynamic=False)
+
+        def run() -> Any:
+            return attention(q, key, value, block_mask=block_mask, score_mod=capped if cap else None, enable_gqa=h != k)
+
+        def timed(function: Any) -> float:
+            for _ in range(2):
+                function()
+            events = []
+            for _ in range(5):
+                pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                pair[0].record()
+                function()
+                pair[1].record()
+                events.append(pair)
+            torch.cuda.synchronize()
+            return statistics.median(a.elapsed_time(b) for a, b in events) / 1e3
+
+        with torch.no_grad():
+            seconds = timed(run)
+        save("peers", {"case": name, "name": "flex", "phase": "forward", "us": seconds * 1e6, "tflops": flops / seconds / 1e12})
+        out = run()
+        grad = torch.randn_like(out)
+        seconds = timed(lambda: torch.autograd.grad(out, (q, key, value), grad, retain_graph=True))
+        save(
+            "peers",
+            {"case": name, "name": "flex", "phase": "backward", "us": seconds * 1e6, "tflops": 2.5 * flops / seconds / 1e12},
+        )
+    except Exception as error:
+        save("peers", {"case": name, "name": "flex", "failed": str(error).splitlines()[0][:150]})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default=os.environ.get("OUT", "."))
+    parser.add_argument("--parts", default="numbers,times,peers")
+    parser.add_argument("--cases", default=",".join(TIMES))
+    parser.add_argument("--budget", type=float, default=200.0, help="seconds after which nothing new is started")
+    parser.add_argument("--heuristic", action="store_true", help="time the heuristic's configs only")
+    given = parser.parse_args()
+    parts, cases = given.parts.split(","), given.cases.split(",")
+    result: dict[str, list[Any]] = {"numbers": [], "times": [], "peers": []}
+
+    def save(part: str, row: dict[str, Any]) -> None:
+        result[part].append(row)
+        if part != "numbers" or not row["passed"]:
+            print(
+                f"{time.monotonic() - BEGIN:6.1f}s",
+                " ".join(str(round(v, 1) if isinstance(v, float) else v) for v in row.values()),
+                flush=True,
+            )
+        (Path(given.out) / "flash_attention.json").write_text(json.dumps(result, indent=1))
+
+    passed = True
+    if "numbers" in parts:
+        passed = check_numbers(save)
+        print(f"numbers: {sum(row['passed'] for row in result['numbers'])} of {len(result['numbers'])} right", flush=True)
+    for name in cases:
+        for part, run in (
+            ("times", lambda n, p, s: time_configs(n, p, s, given.heuristic)),
+            ("peers", time_cudnn),
+            ("peers", time_flex),
+        ):
+            if part in parts and time.monotonic() - BEGIN < given.budget:
+                run(name, TIMES[name], save)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
