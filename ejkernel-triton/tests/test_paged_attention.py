@@ -360,6 +360,7 @@ def test_supports_refuses_with_numbers():
     assert "query is float64" in ask(query=ArraySpec((1, 64, 32, 128), "float64"))
     assert "key_pages is float64" in ask(key_pages=pages("float64"), value_pages=pages("float64"))
     assert "1024 is above 512" in ask(value_pages=pages("bfloat16", 1024))
+    assert "a page of 4294967296 elements" in ask(key_pages=ArraySpec((1, 2, 2**22, 8, 128), "int8"))
     e4m3 = {"key_pages": pages("float8_e4m3fn"), "value_pages": pages("float8_e4m3fn")}
     assert ask(**e4m3) is None
     assert "8.9" in ask(Target("gpu", "", "8.0"), **e4m3)

@@ -23,6 +23,8 @@ from ejkernel_triton.paged_attention.schedule import FAR, Schedule, Sizes, make_
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+_FEW_MERGES, _MOST_MERGES = 1024, 16384
+"""Rows below which one is merged by several programs, and programs above which one takes several rows."""
 
 
 @triton.jit
@@ -623,7 +625,9 @@ def _merge(
     """Put parts of tiles into the results, in place."""
     batch, tokens, heads, _ = call.query.shape
     requests = call.kv_lens.shape[1]
-    heads_of_program, block = (1, min(padded(call.value_size), 32)) if tokens <= 256 else (heads, padded(call.value_size))
+    rows = batch * tokens * heads
+    heads_of_program = next((n for n in range(1, heads) if heads % n == 0 and rows <= n * _MOST_MERGES), heads)
+    block = min(padded(call.value_size), 32) if rows < _FEW_MERGES else padded(call.value_size)
     absent = inputs.query
     arrays = (
         *parts,
