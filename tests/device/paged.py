@@ -20,11 +20,10 @@ import sys
 import time
 from typing import Any
 
-from check_gpu import chosen_of, knobs, seconds, versions
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from check_gpu import chosen_of, knobs, seconds, versions
 
 import ejkernel
 from ejkernel.operations._case import Case
@@ -76,8 +75,8 @@ SHAPES = (
 
 
 @functools.cache
-def problem(shape: Shape, small: bool, decode_tokens: int = 0) -> tuple[Any, Any]:
-    """A canonical call in bfloat16 and its arrays; the small one has the requests and (in decoding) tokens of the large one's class."""
+def problem(shape: Shape, small: bool) -> tuple[Any, Any]:
+    """A canonical call in bfloat16 and its arrays; the small one is compiled as the large one is."""
     requests = shape.checked if small else shape.timed
     requests = (*requests, *((0, 0),) * (len(shape.timed) - len(requests)))
     if small:
@@ -198,7 +197,8 @@ def check_cases(report: Report) -> None:
 
 def check_case(report: Report, case: Case, target: Any) -> None:
     arrays = {name: jnp.asarray(array) for name, array in case.arrays(np.random.default_rng(0)).items()}
-    bound = OPERATION.canonicalise(**arrays, **{**case.options, "return_lse": True})
+    options: dict[str, Any] = {**case.options, "return_lse": True}
+    bound = OPERATION.canonicalise(**arrays, **options)
     exact = reference.forward(bound.call, wide(bound.inputs))
     for cfg in (config.heuristic(bound.call, target), config.PagedAttentionConfig(2, 16, 4, 2, 8, 16)):
         got = attend(bound.call, cfg)(bound.inputs)

@@ -15,7 +15,8 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import triton.language as tl  # noqa: F401 - `_patch_lang` looks for these two among a function's globals
+import triton.language as tl
+from triton._C.libtriton import ir
 from triton.language import core  # noqa: F401
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
@@ -106,6 +107,26 @@ def _library_interpreted() -> Generator[None]:
         scope.restore()
 
 
+_dot_before = interpreter.InterpreterBuilder.create_dot
+
+
+def _dot(builder: Any, left: Any, right: Any, total: Any, precision: Any, *others: Any) -> Any:
+    """The interpreter keeps bfloat16 as bits and multiplies those as integers, and takes no notice of the precision."""
+    rounded = precision == ir.INPUT_PRECISION.TF32
+    return _dot_before(builder, _operand(left, rounded), _operand(right, rounded), total, precision, *others)
+
+
+def _operand(operand: Any, rounded: bool) -> Any:
+    """bfloat16 as float32; with `rounded`, float32 to nearest in the 10 bits of TF32."""
+    dtype = operand.dtype.scalar
+    if dtype == tl.bfloat16:
+        return interpreter.TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+    if rounded and dtype == tl.float32:
+        bits = np.ascontiguousarray(operand.data).view(np.uint32)
+        return interpreter.TensorHandle(((bits + 0x1000) & np.uint32(0xFFFFE000)).view(np.float32), tl.float32)
+    return operand
+
+
 def interpreted_call(
     kernel: Any,
     inputs: Sequence[Any],
@@ -166,7 +187,9 @@ def _interpreted(
     with (
         mock.patch.object(JITFunction, "__call__", _interpret),
         mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
+        mock.patch.object(interpreter.InterpreterBuilder, "create_dot", _dot),
         _library_interpreted(),
+        np.errstate(all="ignore"),
     ):
         InterpretedFunction(kernel.fn)[(grid,)](*arguments, *(HostArray(array) for _, array in results), **constants)
     for old, argument in zip(before, unaliased, strict=True):

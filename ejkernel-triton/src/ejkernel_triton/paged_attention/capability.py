@@ -9,7 +9,7 @@ from ejkernel_triton._pages import STORED, e4m3_problem
 
 WIDEST = 512
 """A program holds a tile's weighted values in registers."""
-MOST_PROGRAMS = 2**31 - 1
+MOST_PROGRAMS = MOST_ELEMENTS = 2**31 - 1
 
 
 def supports_forward(call: PagedAttentionCall, target: Target) -> str | None:
@@ -17,6 +17,9 @@ def supports_forward(call: PagedAttentionCall, target: Target) -> str | None:
     widest = max(size, call.value_size)
     if widest > WIDEST:
         return f"head size {widest} is above {WIDEST}, the widest that one program holds"
+    elements = max(spec.size // max(spec.shape[0] * call.pages.pages, 1) for spec in (call.key_pages, call.value_pages) if spec)
+    if elements > MOST_ELEMENTS:
+        return f"a page of {elements} elements is above {MOST_ELEMENTS}; only pages are counted in 64 bits"
     if batch * heads * (tokens + call.kv_lens.shape[1]) > MOST_PROGRAMS:
         return f"{tokens} tokens of {heads} heads, {batch} times, need more than {MOST_PROGRAMS} programs"
     names: dict[str, tuple[str, ...]] = {"query": FLOATS, "key_pages": STORED, "value_pages": STORED}

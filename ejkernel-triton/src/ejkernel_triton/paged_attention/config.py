@@ -14,6 +14,10 @@ from ejkernel_triton._pages import ONE_BYTE
 
 SMALLEST = 16
 """Rows, columns and depth of the smallest product of a tensor core."""
+DECODE_STAGES = 3
+"""Most steps in flight in the pass for requests with one new token."""
+LONG = 512
+"""Keys from which on a decoding request is worth a pass of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,12 @@ class PagedAttentionConfig:
     num_stages: int
     programs: int
     decode_keys: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.programs, self.num_warps, self.num_stages) < 1:
+            raise ValueError(f"{self}: tokens, num_warps, num_stages and programs are at least 1")
+        if any(keys < SMALLEST or keys & (keys - 1) for keys in (self.keys, self.decode_keys or SMALLEST)):
+            raise ValueError(f"{self}: keys and decode_keys are powers of two of at least {SMALLEST}")
 
 
 def padded(size: int) -> int:
@@ -65,7 +75,7 @@ def _most_rows(call: PagedAttentionCall) -> int:
     """Rows whose weighted values a program holds in registers."""
     size = padded(max(call.query.shape[3], call.value_size))
     if product_itemsize(call) == 4:
-        return 32 if size <= 128 else SMALLEST
+        return SMALLEST
     return 128 if size <= 128 else 64 if size <= 256 else 32
 
 
@@ -83,7 +93,7 @@ def _fits(call: PagedAttentionCall, target: Target, rows: int, keys: int, stages
 def _keys(call: PagedAttentionCall) -> int:
     size = padded(max(call.query.shape[3], call.value_size))
     most = 64 if product_itemsize(call) == 2 else 32
-    return most if size <= 128 else most // 2 if size <= 256 else SMALLEST
+    return min(most if size <= 128 else most // 2 if size <= 256 else SMALLEST, padded(call.longest))
 
 
 def _stages(call: PagedAttentionCall, target: Target, rows: int, keys: int, most: int) -> int:
@@ -95,38 +105,52 @@ def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
     tokens, requests = call.query.shape[1], max(call.kv_lens.shape[1], 1)
     keys = _keys(call)
     if tokens <= requests:
-        return PagedAttentionConfig(1, keys, 4, _stages(call, target, rows_of_tile(call, 1), keys, 4), 1056)
-    tallest = _most_rows(call) // (1 if target.capability and target.capability >= (9, 0) else 2)
-    most = max(tallest // heads_of_tile(call), 1)
+        rows = rows_of_tile(call, 1)
+        return PagedAttentionConfig(1, keys, warps_of(call, rows), _stages(call, target, rows, keys, 4), 1056)
+    # Operands of wgmma lie in shared memory, those of other products in registers.
+    smaller = 1 if (target.capability or (0, 0)) >= (9, 0) and product_itemsize(call) == 2 else 2
+    most = max(max(_most_rows(call) // smaller, SMALLEST) // heads_of_tile(call), 1)
     together = min(_power(-(-tokens // requests)), 1 << (most.bit_length() - 1))
     rows = rows_of_tile(call, together)
-    decode_keys = keys if together > 1 and requests > 1 else 0
-    warps = 8 if rows * padded(max(call.query.shape[3], call.value_size)) >= 128 * 128 else 4
-    return PagedAttentionConfig(together, keys, warps, _stages(call, target, rows, keys, 3), 528, decode_keys)
+    decode_keys = keys if together > 1 and requests > 1 and call.longest >= LONG else 0
+    keys = max(keys // smaller, SMALLEST)
+    return PagedAttentionConfig(together, keys, warps_of(call, rows), _stages(call, target, rows, keys, 3), 528, decode_keys)
+
+
+def warps_of(call: PagedAttentionCall, rows: int) -> int:
+    return 8 if rows * padded(max(call.query.shape[3], call.value_size)) >= 128 * 128 else 4
 
 
 def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentionConfig]:
+    """Only what can make a difference to requests as long as the block table."""
     chosen = heuristic(call, target)
     decoding = call.query.shape[1] <= call.kv_lens.shape[1]
-    tokens = sorted({1, 2, 4, 8, 16, 32, chosen.tokens} if not decoding else {1})
+    heights = {1} if decoding else {n for n in (1, 2, 4, 8, 16, 32) if n < 2 * call.query.shape[1]}
+    widths = {keys for keys in (16, 32, 64, 128) if min(chosen.keys, 32) <= keys <= padded(call.longest)}
+    counts = (264, 528, 1056, 2112) if decoding else (264, 528)
+    stages = (2, 3, 4) if decoding else (2, 3)
     found = [
-        PagedAttentionConfig(tokens, keys, warps, stages, programs, chosen.decode_keys if tokens > 1 else 0)
-        for tokens, keys, warps, stages, programs in itertools.product(
-            tokens, (16, 32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (264, 528, 1056, 2112) if decoding else (264, 528, 1056)
+        PagedAttentionConfig(tokens, keys, warps, depth, programs, chosen.decode_keys if tokens > 1 else 0)
+        for tokens, keys, warps, depth, programs in itertools.product(
+            sorted(heights | {chosen.tokens}), sorted(widths), (2, 4, 8), stages, counts
         )
-        if _admitted(call, target, tokens, keys, warps, stages)
+        if _admitted(call, target, tokens, keys, warps, depth)
+        and depth <= max(-(-call.longest // keys) + 1, 2)
+        and (call.longest > 2 * keys or programs == chosen.programs)
     ]
     return found if chosen in found else [chosen, *found]
 
 
 def _admitted(call: PagedAttentionCall, target: Target, tokens: int, keys: int, warps: int, stages: int) -> bool:
-    """Fits shared memory and registers: sums, scores and addresses of keys."""
+    """Fits shared memory, and registers with sums, scores and addresses of keys; few warps where those are few."""
     rows, threads = rows_of_tile(call, tokens), 32 * warps
     if tokens > 1 and tokens * heads_of_tile(call) > _most_rows(call):
         return False
     held = rows * (padded(call.value_size) + keys) / threads
     loaded = keys * padded(max(call.query.shape[3], call.value_size)) * product_itemsize(call) / threads
-    return 2 <= held <= 128 and 32 <= loaded <= 128 and _fits(call, target, rows, keys, stages)
+    enough = warps == 2 or (held >= 2 and loaded >= 32)
+    alone = tokens == 1 or _fits(call, target, rows_of_tile(call, 1), _keys(call), min(stages, DECODE_STAGES))
+    return enough and held <= 128 and loaded <= 256 and alone and _fits(call, target, rows, keys, stages)
 
 
 FORWARD = ConfigSpace(PagedAttentionConfig, heuristic, search_space)

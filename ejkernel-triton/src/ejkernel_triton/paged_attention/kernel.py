@@ -5,7 +5,7 @@ A tile holds new tokens and the query heads of one key head as rows of one produ
 units of log 2. Backward is the XLA platform's: it needs nothing but `out` and `lse`.
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportAttributeAccessIssue=false
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +18,13 @@ from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._numerics import dot_precision
 from ejkernel_triton._pages import Strides, batch_stride, search_block, storage, with_one_schedule
 from ejkernel_triton._requests import count_up_to
-from ejkernel_triton.paged_attention.config import PagedAttentionConfig, padded
+from ejkernel_triton.paged_attention.config import DECODE_STAGES, PagedAttentionConfig, padded, warps_of
 from ejkernel_triton.paged_attention.schedule import FAR, Schedule, Sizes, make_schedule
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+_FEW_MERGES, _MOST_MERGES = 1024, 16384
+"""Rows below which one is merged by several programs, and programs above which one takes several rows."""
 
 
 @triton.jit
@@ -450,7 +452,9 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
     inputs = _with_one_sink(with_one_schedule(inputs))
     if config.decode_keys:
         alone = Sizes.of(call, config, tokens_of_tile=1, keys=config.decode_keys, up_to=1)
-        results = _pass(call, inputs, alone, None, num_warps=4, num_stages=min(config.num_stages, 3))
+        results = _pass(
+            call, inputs, alone, None, num_warps=warps_of(call, alone.rows), num_stages=min(config.num_stages, DECODE_STAGES)
+        )
         together = Sizes.of(call, config, tokens_of_tile=config.tokens, keys=config.keys, above=1)
         results = _pass(call, inputs, together, results, num_warps=config.num_warps, num_stages=config.num_stages)
     else:
@@ -621,7 +625,9 @@ def _merge(
     """Put parts of tiles into the results, in place."""
     batch, tokens, heads, _ = call.query.shape
     requests = call.kv_lens.shape[1]
-    heads_of_program, block = (1, min(padded(call.value_size), 32)) if tokens <= 256 else (heads, padded(call.value_size))
+    rows = batch * tokens * heads
+    heads_of_program = next((n for n in range(1, heads) if heads % n == 0 and rows <= n * _MOST_MERGES), heads)
+    block = min(padded(call.value_size), 32) if rows < _FEW_MERGES else padded(call.value_size)
     absent = inputs.query
     arrays = (
         *parts,
@@ -640,7 +646,7 @@ def _merge(
         num_warps=4,
         input_output_aliases={len(arrays) - 2: 0, len(arrays) - 1: 1},
         BLOCK_V=block,
-        TOGETHER=min(64, max(1, triton.next_power_of_2(sizes.wanted))),
+        TOGETHER=min(64, 8192 // block, triton.next_power_of_2(sizes.wanted)),
         HEADS_OF_PROGRAM=heads_of_program,
         CLEAR=clear,
         **shared,
