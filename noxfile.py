@@ -221,6 +221,18 @@ def smoke(session: nox.Session, pair: tuple[str, str]) -> None:
 
 
 @nox.session(python=False)
+def triton_aot(session: nox.Session) -> None:
+    """Every Triton kernel compiled for sm_80, sm_90 and sm_100 on a machine without a GPU; `-- --space` for every config too.
+
+    Fails where one spills or needs more shared memory than the device has; keeps a record in triton_aot.json.
+    """
+    python = main_environment(session)
+    out = ROOT / "benchmarks" / "results" / "triton_aot.json"
+    command = [str(python), "tools/triton_aot.py", "--out", str(out), *session.posargs]
+    session.run(*command, env={"JAX_PLATFORMS": "cpu"}, external=True)
+
+
+@nox.session(python=False)
 def docs(session: nox.Session) -> None:
     """The code in README, pages and docstrings."""
     pytest(session, main_environment(session), "tests/docs")

@@ -17,7 +17,7 @@ from ejkernel.operations.flash_attention.interface import (
     FlashAttentionOutputs,
 )
 
-SMALL = {case.name: case for case in CASES if "bench" not in case.tags}
+SMALL = {case.name: case for case in CASES if not case.is_benchmark}
 FLOATING = OPERATION.differentiable
 
 

@@ -5,28 +5,19 @@ Where there is no GPU, kernels run in Triton's interpreter, called from the prog
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
 import jax
 import pytest
 
 import ejkernel
-import ejkernel_triton
 from ejkernel.plugin import Target
 from ejkernel.testing.suite import *
+from ejkernel_triton._interpret import INTERPRET
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 NOT_INTERPRETED = {
     "test_export": "the interpreter is called on the host, and such a program cannot be exported",
     "test_jit_over_sharded_inputs": "the interpreter is called on the host, which a custom partitioning cannot hold",
 }
-
-
-def kernel_modules():
-    """Every module that launches kernels: `<operation>/kernel.py`."""
-    packages = [found.name for found in pkgutil.iter_modules(ejkernel_triton.__path__) if found.ispkg]
-    return [importlib.import_module(f"ejkernel_triton.{name}.kernel") for name in packages]
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +29,6 @@ def interpreted(request, monkeypatch):
         return
     if request.node.originalname in NOT_INTERPRETED:
         pytest.skip(f"needs a GPU: {NOT_INTERPRETED[request.node.originalname]}")
-    testing = importlib.import_module("ejkernel_triton.testing")
-    for module in kernel_modules():
-        monkeypatch.setattr(module, "call_kernel", testing.traced_call)
+    monkeypatch.setenv(INTERPRET, "1")
     with ejkernel.use(target=H200):
         yield

@@ -4,20 +4,45 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import ejkernel  # noqa: F401 - discovery first: a light module is imported by it
+from ejkernel._known_versions import matching
 from ejkernel_triton import _plugin, _versions
 
 
-def test_known_bad_pair_is_one_sentence():
-    problem = _versions.problem_of("0.12.0.1", "0.4.1")
-    assert "0.4.1" in problem and "0.12.0.1" in problem and "install" in problem
-    assert "\n" not in problem
+def problem(jax, jax_triton, triton="3.6.0"):
+    return _versions.problem_of({"jax": jax, "jax-triton": jax_triton, "triton": triton})
 
 
-def test_known_good_and_unknown_pairs_are_tried():
-    assert _versions.problem_of("0.11.2", "0.3.1") is None
-    assert _versions.problem_of("0.11.0", "0.9.9") is None
+BAD = [("0.12.0.1", "0.4.1", "3.9.0"), ("0.12.0", "0.4.0", "3.7.1"), ("0.11.2", "0.4.1", "3.6.0"), ("0.10.2", "0.4.0", "3.6.0")]
+GOOD = [
+    *[(jax, "0.3.1", triton) for jax in ("0.10.2", "0.11.0", "0.11.2", "0.12.0", "0.12.0.1") for triton in ("3.6.0", "3.7.1")],
+    *[(jax, "0.3.1", triton) for jax in ("0.10.2", "0.11.2", "0.12.0.1") for triton in ("3.8.0", "3.9.0")],
+    *[("0.11.2", jax_triton, triton) for jax_triton in ("0.4.0", "0.4.1") for triton in ("3.7.1", "3.9.0")],
+]
+
+
+@pytest.mark.parametrize(("jax", "jax_triton", "triton"), BAD)
+def test_what_is_known_to_be_broken_is_one_sentence(jax, jax_triton, triton):
+    said = problem(jax, jax_triton, triton)
+    assert f"jax-triton {jax_triton}" in said and 'pip install "jax-triton==0.3.1"' in said
+    assert f"jax {jax}" in said or f"triton {triton}" in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(("jax", "jax_triton", "triton"), GOOD)
+def test_what_is_known_to_work(jax, jax_triton, triton):
+    assert problem(jax, jax_triton, triton) is None
+    known = matching({"jax": jax, "jax-triton": jax_triton, "triton": triton})
+    assert {combination.verdict for combination in known} == {"good"}
+
+
+def test_what_was_never_measured_is_tried():
+    assert problem("0.11.0", "0.9.9") is None
+    assert matching({"jax": "0.11.0", "jax-triton": "0.9.9", "triton": "3.6.0"}) == ()
 
 
 def test_missing_packages_are_named(monkeypatch):
@@ -48,9 +73,14 @@ def test_cuda_part_is_looked_for_by_its_name(monkeypatch, tmp_path):
 
 
 def test_plugin_record():
-    plugin = _plugin.ejkernel_plugin()
-    assert [i.phase for i in plugin.implementations] == ["forward", "backward"]
-    assert {i.operation for i in plugin.implementations} == {"rms_norm"}
+    """Every operation that has a folder here is offered, with a forward phase and at most a backward one."""
+    folders = {path.parent.name for path in Path(str(_plugin.__file__)).parent.glob("[!_]*/capability.py")}
+    phases: dict[str, list[str]] = {}
+    for implementation in _plugin.ejkernel_plugin().implementations:
+        phases.setdefault(implementation.operation, []).append(implementation.phase)
+    assert phases.keys() == folders
+    assert all(found in (["forward"], ["forward", "backward"]) for found in phases.values())
+    assert phases["rms_norm"] == ["forward", "backward"]
 
 
 def test_light_module_imports_nothing_heavy():
@@ -60,3 +90,15 @@ def test_light_module_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_doctor_is_told_where_kernels_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("EJKERNEL_TRITON_INTERPRET", "1")
+    findings = {}
+    _plugin.ejkernel_diagnose(findings.__setitem__)
+    if _versions.version_problem() is None:
+        assert findings["compiled kernels"] == f"kept in {tmp_path / 'kernels-triton'}"
+    else:
+        assert "jax-triton" in findings["compiled kernels"]
+    assert "EJKERNEL_TRITON_INTERPRET" in findings["interpreter"]

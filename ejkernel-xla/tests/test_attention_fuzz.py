@@ -113,7 +113,7 @@ def problems(draw: Any) -> Drawn:
         "return_lse": draw(st.booleans()),
     }
     blocks = [draw(st.one_of(st.integers(1, 17), st.just(64))) for _ in range(4)]
-    return Drawn(arrays, options, info, FlashAttentionConfig(*blocks, narrow_products=draw(st.booleans())))
+    return Drawn(arrays, options, info, FlashAttentionConfig(*blocks))
 
 
 def as_float64(values: Any) -> Any:

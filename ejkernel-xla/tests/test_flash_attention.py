@@ -28,7 +28,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 SMALL = FlashAttentionConfig(block_q=8, block_k=16, block_q_backward=16, block_k_backward=8)
 UNEVEN = FlashAttentionConfig(block_q=7, block_k=5, block_q_backward=5, block_k_backward=9)
 OPERATION = get_operation("flash_attention")
-NAMED = {case.name: case for case in CASES if "bench" not in case.tags}
+NAMED = {case.name: case for case in CASES if not case.is_benchmark}
 
 
 def is_float(value: Any) -> bool:

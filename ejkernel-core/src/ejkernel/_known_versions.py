@@ -26,12 +26,31 @@ class Combination:
     remedy: str = ""
 
 
+_FIRST_OF_NEXT = ">=0.4.0,<=0.4.1"
+_REMEDY = 'pip install "jax-triton==0.3.1"'
+
 COMBINATIONS = (
     Combination(
-        {"jax-triton": "==0.4.1", "jax": "==0.12.0.1"},
+        {"jax-triton": _FIRST_OF_NEXT, "jax": ">=0.12"},
         "bad",
-        "jax-triton fails inside a private dead-code-elimination rule of JAX as soon as a Triton kernel is traced",
-        'pip install "jax-triton==0.3.1"',
+        "jax-triton fails inside a private dead-code-elimination rule of JAX as soon as a program with a Triton kernel is lowered",
+        _REMEDY,
+    ),
+    Combination(
+        {"jax-triton": _FIRST_OF_NEXT, "triton": "<3.7"},
+        "bad",
+        "jax-triton uses parts of Triton that came with 3.7 and fails as soon as a program with a Triton kernel is lowered",
+        _REMEDY,
+    ),
+    Combination(
+        {"jax-triton": "==0.3.1", "jax": ">=0.10.2,<=0.12.0.1", "triton": ">=3.6,<=3.9.0"},
+        "good",
+        "Triton kernels are lowered for GPUs",
+    ),
+    Combination(
+        {"jax-triton": _FIRST_OF_NEXT, "jax": ">=0.10.2,<0.12", "triton": ">=3.7,<=3.9.0"},
+        "good",
+        "Triton kernels of one's own are lowered for GPUs; those of ejkernel-triton are called as jax-triton 0.3 wants it",
     ),
     Combination(
         {"jax-triton": "==0.3.1", "jax": "==0.11.2", "triton": "==3.6.*"},
@@ -39,6 +58,8 @@ COMBINATIONS = (
         "Triton kernels run on Hopper GPUs",
     ),
 )
+"""Lowered with jax 0.10.2, 0.11.0, 0.11.2, 0.12.0, 0.12.0.1; jax-triton 0.3.1, 0.4.0, 0.4.1; Triton 3.6.0, 3.7.0, 3.7.1, 3.8.0,
+3.9.0. The ranges above span what was found between them."""
 
 
 def matching(installed: Mapping[str, str]) -> tuple[Combination, ...]:

@@ -53,7 +53,7 @@ class FallbackWarning(EjkernelWarning):
 
 
 class CacheWarning(EjkernelWarning):
-    """The tuning cache could not be read or written; tuned configs are treated as missing."""
+    """The cache could not be read or written; tuned configs or compiled kernels are treated as missing."""
 
 
 @contextlib.contextmanager
@@ -87,3 +87,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'triton'?` when a known name is close, else an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def in_one_line(error: BaseException) -> str:
+    """An exception of someone else's as a line of a report."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:500]

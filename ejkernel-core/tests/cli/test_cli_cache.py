@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ejkernel._kernel_store import KernelStore, StoredKernels, stored_kernels
 from ejkernel.tuning import cache_info
 from ejkernel.tuning._entry import Check, Entry, Timing
 from ejkernel.tuning._key import Key, running_versions
@@ -56,7 +57,7 @@ def test_unreadable_entries_are_shown(cli):
 
 @pytest.mark.usefixtures("filled")
 def test_clear(cli, monkeypatch: pytest.MonkeyPatch):
-    assert cli("cache", "clear", "--operation", "softmax", "--yes", "--json").json == {"deleted": 1}
+    assert cli("cache", "clear", "--operation", "softmax", "--yes", "--json").json == {"deleted": 1, "kernels": 0}
     assert "--yes" in cli("cache", "clear", "--json").mistake
     monkeypatch.setattr("builtins.input", lambda *_: "n")
     assert cache_info().count == 1
@@ -65,11 +66,22 @@ def test_clear(cli, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("filled")
+def test_compiled_kernels_are_shown_and_cleared(cli):
+    assert KernelStore("triton").put("0" * 64, b"a kernel")
+    assert cli("cache", "show", "--json").json["kernels"]["count"] == 1
+    assert "compiled kernels: 1, " in cli("cache", "show").out
+    cli("cache", "clear", "--operation", "softmax", "--yes")
+    assert stored_kernels().count == 1
+    assert cli("cache", "clear", "--yes").out == "deleted 1 entry\ndeleted 1 compiled kernel\n"
+    assert stored_kernels() == StoredKernels(0, 0)
+
+
+@pytest.mark.usefixtures("filled")
 def test_export_and_merge(cli, tmp_path: Path):
     file = tmp_path / "table.json"
     assert cli("cache", "export", str(file), "--json").json == {"exported": 2}
     assert cli("cache", "merge", str(file)).out == "merged 0 entries\n"
-    assert cli("cache", "clear", "--yes", "--json").json == {"deleted": 2}
+    assert cli("cache", "clear", "--yes", "--json").json == {"deleted": 2, "kernels": 0}
     assert cli("cache", "merge", str(file), "--json").json == {"merged": 2}
     assert cache_info().count == 2
 

@@ -71,7 +71,9 @@ def test_unknown_variables_get_a_hint():
     ("installed", "verdicts"),
     [
         ({"jax": "0.12.0.1", "jax-triton": "0.4.1"}, ["bad"]),
-        ({"jax": "0.11.2", "jax-triton": "0.3.1", "triton": "3.6.0"}, ["good"]),
+        ({"jax": "0.11.2", "jax-triton": "0.3.1", "triton": "3.6.0"}, ["good", "good"]),
+        ({"jax": "0.12.0.1", "jax-triton": "0.3.1", "triton": "3.9.0"}, ["good"]),
+        ({"jax": "0.11.2", "jax-triton": "0.4.1", "triton": "3.6.0"}, ["bad"]),
         ({"jax": "0.11.2", "jax-triton": "0.4.1"}, []),
         ({"jax": "0.12.0.1"}, []),
     ],

@@ -21,7 +21,7 @@ NAMES = tuple(name for name in OPERATIONS if name not in ATTENTION)
 
 def _problems() -> list[Any]:
     cases = [(name, case) for name in NAMES for case in importlib.import_module(f"ejkernel.operations.{name}.cases").CASES]
-    return [pytest.param(name, case, id=f"{name}-{case.name}") for name, case in cases if "bench" not in case.tags]
+    return [pytest.param(name, case, id=f"{name}-{case.name}") for name, case in cases if not case.is_benchmark]
 
 
 def _as_float64(array: Any) -> np.ndarray:

@@ -8,5 +8,8 @@ INTERPRET = "EJKERNEL_TRITON_INTERPRET"
 
 
 def interpreting() -> bool:
-    """Read when a program is traced; one that is compiled already stays what it is."""
+    """Read when plugins are discovered (then kernels run on CPU targets too) and whenever a program is traced.
+
+    A program that is compiled already stays what it is.
+    """
     return os.environ.get(INTERPRET, "0") not in ("", "0")

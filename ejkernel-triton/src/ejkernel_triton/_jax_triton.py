@@ -7,17 +7,21 @@ the compute capability from the first device of the host; here it comes from the
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from ejkernel.plugin import current_target
+from ejkernel_triton._interpret import interpreting
+from ejkernel_triton._kernel_cache import install, keep, seam_problem
 from ejkernel_triton._versions import version_problem
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
+_stand_in: contextvars.ContextVar[Callable[..., list[Any]] | None] = contextvars.ContextVar("ejkernel_triton", default=None)
 
 
 @contextlib.contextmanager
@@ -39,7 +43,25 @@ def _jax_triton() -> Any:
         raise ImportError(problem)
     with _environment_kept():
         import jax_triton
+        from jax_triton import triton_lib
+    install(triton_lib)
     return jax_triton
+
+
+@contextlib.contextmanager
+def standing_in(call: Callable[..., list[Any]]) -> Generator[None]:
+    """Have `call` take the place of `call_kernel`, in programs that are traced inside the block."""
+    token = _stand_in.set(call)
+    try:
+        yield
+    finally:
+        _stand_in.reset(token)
+
+
+def _in_the_interpreter() -> Callable[..., list[Any]]:
+    from ejkernel_triton._interpreter import traced_call
+
+    return traced_call
 
 
 def call_kernel(
@@ -50,9 +72,13 @@ def call_kernel(
     grid: int,
     num_warps: int,
     num_stages: int = 1,
+    input_output_aliases: Mapping[int, int] | None = None,
+    fp_fusion: bool = True,
     **constants: Any,
 ) -> list[jax.Array]:
     """Call a `triton.jit` kernel whose parameters are: inputs in order, outputs in order, constants by name.
+
+    With `EJKERNEL_TRITON_INTERPRET=1` it runs in Triton's interpreter on the host, called from the program.
 
     Args:
         kernel: the kernel.
@@ -61,11 +87,21 @@ def call_kernel(
         grid: number of programs.
         num_warps: warps per program.
         num_stages: depth of software pipelining.
+        input_output_aliases: number of an array among `inputs` to the number of the output that starts with its contents, in
+            its memory where the caller's program has no other use of it. The kernel is given both, and they are one.
+        fp_fusion: whether a product and a sum may become one instruction, which rounds once.
         **constants: `tl.constexpr` parameters.
     """
+    stand_in = _stand_in.get() or (_in_the_interpreter() if interpreting() else None)
+    if stand_in is not None:
+        launch = {"num_warps": num_warps, "num_stages": num_stages, "fp_fusion": fp_fusion}
+        return stand_in(kernel, inputs, outputs, grid=grid, input_output_aliases=input_output_aliases, **launch, **constants)
+    keep(kernel)
     capability = current_target().capability
     if capability is None:
         raise ValueError(f"target: got {current_target()}, expected a GPU with a known compute capability")
+    arrays = [i for i, value in enumerate(inputs) if not isinstance(value, int)]
+    aliases = {arrays.index(given): result for given, result in (input_output_aliases or {}).items()}
     return list(
         _jax_triton().triton_call(
             *inputs,
@@ -75,7 +111,14 @@ def call_kernel(
             name=kernel.fn.__name__,
             num_warps=num_warps,
             num_stages=num_stages,
+            enable_fp_fusion=fp_fusion,
+            input_output_aliases=aliases,
             compute_capability=capability[0] * 10 + capability[1],
             **constants,
         )
     )
+
+
+def cache_problem() -> str | None:
+    """Why compiled kernels are not kept on disk; None if they are."""
+    return seam_problem(_jax_triton().triton_lib)

@@ -1,10 +1,11 @@
-"""The light plugin module of ejkernel-triton: imports the standard library and `ejkernel.plugin` only."""
+"""The light plugin module of ejkernel-triton: imports the standard library, `ejkernel.plugin` and a light module only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
+from ejkernel_triton._interpret import INTERPRET, interpreting
 
 
 def _implementation(operation: str, phase: Phase) -> Implementation:
@@ -13,7 +14,7 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
     return Implementation(
         operation=operation,
         phase=phase,
-        backends=("gpu",),
+        backends=("gpu", "cpu") if interpreting() else ("gpu",),
         target=f"{package}.kernel:{phase}",
         supports=f"{package}.capability:supports_{phase}",
         configs=f"{package}.config:{phase.upper()}",
@@ -31,10 +32,16 @@ def ejkernel_plugin() -> Plugin:
         api_level=API_LEVEL,
         summary="Triton kernels for NVIDIA GPUs, through jax-triton",
         requires=("triton", "jax_triton"),
-        versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1"},
+        versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1,<0.4"},
         implementations=(
-            *_both_phases("rms_norm"),
             *_both_phases("flash_attention"),
+            *_both_phases("layer_norm"),
+            *_both_phases("mean_pooling"),
+            _implementation("paged_attention", "forward"),
+            _implementation("paged_cache_update", "forward"),
+            *_both_phases("rms_norm"),
+            *_both_phases("rope"),
+            *_both_phases("softmax"),
         ),
         custom_calls=("triton_kernel_call",),
     )
@@ -46,3 +53,17 @@ def ejkernel_diagnose(report: Callable[[str, str], None]) -> None:
 
     report("versions", ", ".join(f"{name} {version or 'missing'}" for name, version in installed().items()))
     report("jax-triton", version_problem() or "no known problem with these versions")
+    report("compiled kernels", _cache_state())
+    if interpreting():
+        report("interpreter", f"{INTERPRET} is set: kernels run on the host, very slowly")
+
+
+def _cache_state() -> str:
+    from ejkernel_triton._kernel_cache import STORE
+    from ejkernel_triton._versions import version_problem
+
+    if version_problem():
+        return "none without a jax-triton that works"
+    from ejkernel_triton._jax_triton import cache_problem
+
+    return cache_problem() or f"kept in {STORE.folder}"

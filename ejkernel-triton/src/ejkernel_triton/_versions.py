@@ -5,35 +5,13 @@ Reads package metadata and looks for modules only, so that `supports` can ask wi
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.metadata
 import pkgutil
 import re
+from collections.abc import Mapping
 
-from packaging.specifiers import SpecifierSet
-
-
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """What is known of one combination: specifiers, and the problem (empty = works)."""
-
-    jax: str
-    jax_triton: str
-    problem: str = ""
-
-
-PAIRS = (
-    Pair(jax="==0.10.2", jax_triton="==0.3.1"),
-    Pair(jax="==0.11.*", jax_triton="==0.3.1"),
-    Pair(jax="==0.12.0.1", jax_triton="==0.3.1"),
-    Pair(
-        jax=">=0.12",
-        jax_triton=">=0.4,<=0.4.1",
-        problem="its calls fail while JAX lowers them; pip install jax-triton==0.3.1",
-    ),
-)
-"""The first entry that fits speaks; a combination without one is tried."""
+from ejkernel._known_versions import matching
 
 
 @functools.cache
@@ -58,7 +36,7 @@ def version_problem() -> str | None:
         return f"{' and '.join(missing)} not installed: pip install {' '.join(missing)}"
     if not _has_gpu_support():
         return "jax is installed without its CUDA part, in which jax-triton builds its calls; pip install 'jax[cuda13]'"
-    return problem_of(str(versions["jax"]), str(versions["jax-triton"]))
+    return problem_of({name: str(version) for name, version in versions.items()})
 
 
 def _has_gpu_support() -> bool:
@@ -66,13 +44,10 @@ def _has_gpu_support() -> bool:
     return any(re.fullmatch(r"jax_cuda\d+_plugin", module.name) for module in pkgutil.iter_modules())
 
 
-def problem_of(jax: str, jax_triton: str) -> str | None:
-    """What the table says of one pair of versions."""
-    for pair in PAIRS:
-        if _fits(jax, pair.jax) and _fits(jax_triton, pair.jax_triton):
-            return f"jax-triton {jax_triton} does not work with jax {jax}: {pair.problem}" if pair.problem else None
+def problem_of(versions: Mapping[str, str]) -> str | None:
+    """What core's table of measured combinations says of these versions; those that it does not hold are tried."""
+    for known in matching(versions):
+        if known.verdict == "bad":
+            combination = " with ".join(f"{name} {versions[name]}" for name in known.packages)
+            return f"{combination} does not work: {known.finding}; {known.remedy}"
     return None
-
-
-def _fits(version: str, specifier: str) -> bool:
-    return SpecifierSet(specifier).contains(version, prereleases=True)

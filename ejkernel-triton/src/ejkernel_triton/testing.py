@@ -1,192 +1,127 @@
 """Triton kernels without a GPU: in Triton's interpreter over NumPy, and compiled ahead of time for a GPU that is not there.
 
-`interpreted_call` takes the place of `call_kernel` in a kernel module, so that a test runs the launch code as it is. Results
-start as NaN, and each lies between guard bytes that must survive. Under a JAX transformation `traced_call` takes its place.
+`interpreted_call` takes the place of `call_kernel` in a kernel module, so that a test runs the launch code as it is; a
+`Recorder` takes its place to compile what is launched. Under a JAX transformation `EJKERNEL_TRITON_INTERPRET=1` does the same.
 """
 
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Sequence
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
 from typing import Any
-from unittest import mock
 
-import jax
 import jax.numpy as jnp
-import numpy as np
+import triton
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
-_GUARD = 256
-_POISON = 0xFF
-"""Bytes of all ones are NaN in every floating type."""
+from ejkernel_triton._interpreter import interpreted_call, traced_call
 
-_one_at_a_time = threading.Lock()
-"""The interpreter patches Triton's own modules while a kernel runs; several devices call from several threads."""
+__all__ = ["Compilation", "Recorder", "Resources", "interpreted_call", "resources", "stack_bytes", "traced_call"]
 
 
-class _Storage:
-    """The bytes under an array, as the interpreter expects them of a tensor."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def data_ptr(self) -> int:
-        return self.array.ctypes.data
-
-    def cpu(self) -> _Storage:
-        return self
-
-    def copy_(self, other: _Storage) -> None:
-        assert other.array is self.array, "the kernel worked on another buffer"
-
-
-class HostArray:
-    """An array with the few methods of a tensor that Triton's interpreter calls; there is only one copy, on the host."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-        self.dtype = str(array.dtype)
-
-    def data_ptr(self) -> int:
-        return self.array.ctypes.data
-
-    def untyped_storage(self) -> _Storage:
-        return _Storage(self.array)
-
-    def new_empty(self, size: int, device: str) -> HostArray:
-        return HostArray(self.array)
-
-    def set_(self, storage: _Storage, offset: int, size: Any, stride: Any) -> None:
-        assert storage.array is self.array or offset == 0
-
-    def storage_offset(self) -> int:
-        return 0
-
-    def size(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(step // self.array.itemsize for step in self.array.strides)
-
-
-def _guarded(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """An array of NaN inside a buffer of NaN; both share memory."""
-    dtype = jnp.dtype(dtype)
-    length = int(np.prod(shape)) * dtype.itemsize
-    buffer = np.full(length + 2 * _GUARD, _POISON, np.uint8)
-    return buffer, buffer[_GUARD : _GUARD + length].view(dtype).reshape(shape)
-
-
-def _interpret(function: JITFunction[Any], *args: Any, **kwargs: Any) -> Any:
-    """Triton's own library (`tl.sum`) is made for compilation when triton is imported; in a kernel it is interpreted too."""
-    scope = interpreter._patch_lang(function.fn)
-    try:
-        return InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
-    finally:
-        scope.restore()
-
-
-_patch_tensor_before = interpreter._patch_lang_tensor
-
-
-def _patch_tensor(tensor: Any, scope: Any) -> None:
-    """The interpreter turns arrays of one element into integers in a way that NumPy 2.5 refuses."""
-    _patch_tensor_before(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda value: int(value.handle.data.item()))
-
-
-def interpreted_call(
-    kernel: Any,
-    inputs: Sequence[Any],
-    outputs: Sequence[tuple[tuple[int, ...], Any]],
-    *,
-    grid: int,
-    num_warps: int,
-    num_stages: int = 1,
-    **constants: Any,
-) -> list[Any]:
-    """`call_kernel` in the interpreter; `num_warps` and `num_stages` have no meaning there."""
-    return [jnp.asarray(array) for array in _interpreted(kernel, inputs, outputs, grid, constants)]
-
-
-def traced_call(
-    kernel: Any,
-    inputs: Sequence[Any],
-    outputs: Sequence[tuple[tuple[int, ...], Any]],
-    *,
-    grid: int,
-    num_warps: int,
-    num_stages: int = 1,
-    **constants: Any,
-) -> list[Any]:
-    """`interpreted_call` within a program: the host is called when the program runs."""
-    arrays = [value for value in inputs if not isinstance(value, int)]
-    axes = jax.typeof(arrays[0]).manual_axis_type
-    shapes = [jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes) for shape, dtype in outputs]  # pyright: ignore
-
-    def host(*values: Any) -> list[np.ndarray]:
-        given = iter(values)
-        arguments = [value if isinstance(value, int) else np.asarray(next(given)) for value in inputs]
-        with _one_at_a_time:
-            return _interpreted(kernel, arguments, outputs, grid, constants)
-
-    return jax.pure_callback(host, shapes, *arrays)
-
-
-def _interpreted(
-    kernel: Any,
-    inputs: Sequence[Any],
-    outputs: Sequence[tuple[tuple[int, ...], Any]],
-    grid: int,
-    constants: dict[str, Any],
-) -> list[np.ndarray]:
-    arguments = [value if isinstance(value, int) else HostArray(np.array(value, order="C")) for value in inputs]
-    results = [_guarded(shape, dtype) for shape, dtype in outputs]
-    before = [argument.array.copy() for argument in arguments if isinstance(argument, HostArray)]
-    with (
-        mock.patch.object(JITFunction, "__call__", _interpret),
-        mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
-    ):
-        InterpretedFunction(kernel.fn)[(grid,)](*arguments, *(HostArray(array) for _, array in results), **constants)
-    after = [argument.array for argument in arguments if isinstance(argument, HostArray)]
-    for old, new in zip(before, after, strict=True):
-        np.testing.assert_array_equal(old.view(np.uint8), new.view(np.uint8), "the kernel changed an input")
-    for buffer, _ in results:
-        assert (buffer[:_GUARD] == _POISON).all() and (buffer[-_GUARD:] == _POISON).all(), "written outside of an output"
-    return [array for _, array in results]
-
-
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Compilation:
-    """What `recorded_call` saw: a kernel with everything needed to compile it."""
+    """What a `Recorder` saw: a kernel with everything needed to compile it.
+
+    Attributes:
+        kernel: the kernel.
+        types: of its inputs and outputs, in Triton's words; "1" for an integer that is one, which Triton takes for a constant.
+        constants: `tl.constexpr` parameters.
+        num_warps: warps per program.
+        num_stages: depth of software pipelining.
+        fp_fusion: whether a product and a sum may become one instruction.
+    """
 
     kernel: Any
-    types: list[str]
-    constants: dict[str, Any]
+    types: tuple[str, ...]
+    constants: Mapping[str, Any]
     num_warps: int
     num_stages: int
+    fp_fusion: bool = True
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Hashable; two compilations that are equal in it give the same machine code."""
+        return (
+            id(self.kernel),
+            self.types,
+            repr(sorted(self.constants.items())),
+            self.num_warps,
+            self.num_stages,
+            self.fp_fusion,
+        )
 
     def compile(self, capability: int) -> Any:
         """Compile to machine code, with the alignment that jax-triton promises and the fusion that it asks for."""
         names = self.kernel.arg_names
-        signature = {**dict(zip(names, self.types, strict=False)), **dict.fromkeys(self.constants, "constexpr")}
+        constants = {**self.constants, **{name: 1 for name, kind in zip(names, self.types, strict=False) if kind == "1"}}
+        signature = {**dict(zip(names, self.types, strict=False)), **dict.fromkeys(constants, "constexpr")}
         aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(self.types) if kind.startswith("*")}
-        source = ASTSource(self.kernel, signature, {(names.index(k),): v for k, v in self.constants.items()}, aligned)
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        source = ASTSource(self.kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fp_fusion}
         return triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes.
+
+    Attributes:
+        registers: per thread.
+        stack: bytes per thread that lie in memory in place of registers; above 0 the kernel spills.
+        shared: bytes of shared memory per program.
+    """
+
+    registers: int
+    stack: int
+    shared: int
+
+
+def resources(compiled: Any) -> Resources:
+    """Registers and stack as the disassembler reads them from the machine code, shared memory as Triton will ask for it."""
+    disassembler = pathlib.Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(disassembler), "--dump-resource-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
+    return Resources(numbers["REG"], numbers["STACK"] + numbers["LOCAL"], compiled.metadata.shared)
+
+
+def stack_bytes(compiled: Any) -> int:
+    """Bytes per thread of the compiled kernel that lie in memory instead of registers."""
+    return resources(compiled).stack
+
+
 _TYPES = {
-    **{"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"},
-    **{"bool": "*i1", "int32": "*i32", "int64": "*i64", "uint32": "*u32"},
+    "bool": "*i1",
+    "int8": "*i8",
+    "int16": "*i16",
+    "int32": "*i32",
+    "int64": "*i64",
+    "uint8": "*u8",
+    "uint16": "*u16",
+    "uint32": "*u32",
+    "uint64": "*u64",
+    "float8_e4m3fn": "*fp8e4nv",
+    "float8_e5m2": "*fp8e5",
+    "float16": "*fp16",
+    "bfloat16": "*bf16",
+    "float32": "*fp32",
 }
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, int):
+        return "1" if value == 1 else "i32" if -(2**31) <= value < 2**31 else "i64"
+    return _TYPES[jnp.dtype(value.dtype).name]
 
 
 class Recorder:
@@ -196,9 +131,18 @@ class Recorder:
         self.compilations: list[Compilation] = []
 
     def __call__(
-        self, kernel: Any, inputs: Any, outputs: Any, *, grid: int, num_warps: int, num_stages: int = 1, **constants: Any
+        self,
+        kernel: Any,
+        inputs: Any,
+        outputs: Any,
+        *,
+        grid: int,
+        num_warps: int,
+        num_stages: int = 1,
+        input_output_aliases: Mapping[int, int] | None = None,
+        fp_fusion: bool = True,
+        **constants: Any,
     ) -> list[Any]:
-        types = ["i32" if isinstance(value, int) else _TYPES[str(value.dtype)] for value in inputs]
-        types += [_TYPES[str(jnp.dtype(dtype))] for _, dtype in outputs]
-        self.compilations.append(Compilation(kernel, types, constants, num_warps, num_stages))
+        types = (*map(_type, inputs), *(_TYPES[jnp.dtype(dtype).name] for _, dtype in outputs))
+        self.compilations.append(Compilation(kernel, types, constants, num_warps, num_stages, fp_fusion))
         return [jnp.zeros(shape, dtype) for shape, dtype in outputs]

@@ -1,4 +1,4 @@
-"""The command line: `ejkernel doctor | list | explain | demo | tune | cache`."""
+"""The command line: `ejkernel doctor | list | explain | demo | tune | bench | cache`."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ejkernel.cli._output import UserError
+from ejkernel.cli.bench import bench
 from ejkernel.cli.cache import cache_app
 from ejkernel.cli.demo import demo
 from ejkernel.cli.doctor import doctor
@@ -28,6 +29,7 @@ app.command("list")(list_operations)
 app.command("explain")(explain)
 app.command("demo")(demo)
 app.command("tune")(tune)
+app.command("bench")(bench)
 app.add_typer(cache_app, name="cache")
 
 

@@ -1,8 +1,9 @@
-"""`ejkernel cache`: look at, empty, export and merge the user's cache of tuned configs."""
+"""`ejkernel cache`: look at and empty the user's cache; export and merge its tuned configs."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 
 from ejkernel.cli._output import AsJson, UserError, console, emit, table, user_mistakes, verdict
 
-cache_app = typer.Typer(help="Look after the cache of tuned configs.", no_args_is_help=False)
+cache_app = typer.Typer(help="Look after the cache of tuned configs and compiled kernels.", no_args_is_help=False)
 
 _Operation = Annotated[str | None, typer.Option(help="Only entries of this operation.")]
 
@@ -26,18 +27,21 @@ def _root(context: typer.Context) -> None:
 @cache_app.command("show")
 def show(as_json: AsJson = False) -> None:
     """Show where the cache is and what it holds."""
+    from ejkernel._kernel_store import stored_kernels
     from ejkernel.tuning import cache_entries
 
     state = describe_cache()
     files = cache_entries()
+    kernels = stored_kernels()
     if as_json:
-        emit({**state, "files": [file.to_dict() for file in files]})
+        emit({**state, "files": [file.to_dict() for file in files], "kernels": dataclasses.asdict(kernels)})
         return
     screen = console()
     rows = [_row(file) for file in files]
     if rows:
         screen.print(table(("operation", "phase", "implementation", "arrays", "device", "config", "state"), rows))
     screen.print(f"{state['directory']}: {state['entries']} entries, {state['bytes']} bytes", markup=False, soft_wrap=True)
+    screen.print(f"compiled kernels: {kernels.count}, {kernels.bytes} bytes", markup=False, soft_wrap=True)
 
 
 @cache_app.command("clear")
@@ -46,15 +50,23 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete entries of the cache."""
+    """Delete tuned configs and, unless an operation is named, compiled kernels."""
+    from ejkernel._kernel_store import clear_kernels
     from ejkernel.tuning import clear_cache
 
-    what = f"the entries of {operation}" if operation else "every entry"
+    what = f"the entries of {operation}" if operation else "every entry and compiled kernel"
     if not yes:
         if as_json:
             raise UserError("--json: needs --yes as well, since nothing can be asked")
         typer.confirm(f"Delete {what} in {describe_cache()['directory']}?", abort=True)
-    _say(as_json, "deleted", clear_cache(operation))
+    count = clear_cache(operation)
+    kernels = 0 if operation else clear_kernels()
+    if as_json:
+        emit({"deleted": count, "kernels": kernels})
+        return
+    _say(as_json, "deleted", count)
+    if kernels:
+        print(f"deleted {kernels} compiled {'kernel' if kernels == 1 else 'kernels'}")
 
 
 @cache_app.command("export")

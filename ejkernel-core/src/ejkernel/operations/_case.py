@@ -17,13 +17,19 @@ class Case:
         name: unique within the operation, e.g. `"gqa-causal-tail"`.
         arrays: makes the array arguments of the operation's `canonicalise` from a random generator; NumPy, floats in float32.
         options: its other arguments.
-        tags: `"bench"` for benchmark-sized problems, `"extreme"` for those beyond low-precision dtypes, and so on.
+        tags: `"bench"` for problems of the size of an accelerator's benchmark, `"bench-cpu"` for a CPU's, `"extreme"` for those
+            beyond low-precision dtypes, and so on.
     """
 
     name: str
     arrays: Callable[[np.random.Generator], Mapping[str, Any]]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tags: frozenset[str] = frozenset()
+
+    @property
+    def is_benchmark(self) -> bool:
+        """Whether it is too large for tests."""
+        return not self.tags.isdisjoint({"bench", "bench-cpu"})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def cases_of(operation: str) -> tuple[Case, ...]:
     """The named problems of an operation, without those that are sized for benchmarks."""
     module = importlib.import_module(f"ejkernel.operations.{operation}.cases")
-    return tuple(case for case in module.CASES if "bench" not in case.tags)
+    return tuple(case for case in module.CASES if not case.is_benchmark)
 
 
 def toggles_of(operation: str) -> dict[str, Toggle]:

@@ -74,6 +74,29 @@ def deviation(got: Any, expected: Any, floor: float = 0.0) -> Deviation:
     )
 
 
+def deviation_on_device(got: Any, expected: Any, floor: float = 0.0) -> Deviation:
+    """As `deviation`, for JAX arrays too large to be brought to the host; in float32."""
+    import jax
+    import jax.numpy as jnp
+
+    if got.shape != expected.shape:
+        raise AssertionError(f"shape {got.shape}, expected {expected.shape}")
+
+    @jax.jit
+    def measure(got: Any, expected: Any) -> Any:
+        got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
+        difference = jnp.where(got == expected, 0.0, jnp.abs(got - expected))
+        finite = jnp.where(jnp.isfinite(expected), expected, 0.0)
+        sizes = [jnp.sqrt(jnp.sum(x * x)) for x in (difference, finite)]
+        return *sizes, jnp.max(difference, initial=0.0), jnp.max(jnp.abs(finite), initial=0.0)
+
+    distance, norm, worst, largest = (float(x) for x in measure(got, expected))
+    if not np.isfinite(distance + worst):
+        return Deviation(np.inf, np.inf)
+    norm, largest = max(norm, floor * got.size**0.5), max(largest, floor)
+    return Deviation(distance / (norm or 1.0), worst / (largest or 1.0))
+
+
 def check_close(what: str, got: Any, expected: Any, tolerance: Tolerance, floor: float = 0.0) -> Deviation:
     """Raise `AssertionError` with the numbers when a result is further from the reference than allowed."""
     measured = deviation(got, expected, floor)

@@ -17,12 +17,14 @@ from ejkernel._arrays import has_gradient, named
 from ejkernel._records import Candidate
 from ejkernel.operation import Request
 from ejkernel.plugin import Phase
-from ejkernel.testing.tolerance import FORWARD, GRADIENT, deviation
+from ejkernel.testing.tolerance import FORWARD, GRADIENT, Deviation, Tolerance, deviation, deviation_on_device
 from ejkernel.tuning._entry import Check
 
 _PORTABLE = "xla"
 _REFERENCE_FLOPS = 2e9
-"""Above it the float64 reference takes too long, and XLA's implementation, checked against it at other sizes, stands in."""
+_REFERENCE_SIZE = 2**24
+"""Above so much work, or so many numbers, the float64 reference takes too long, and XLA's implementation in float32, checked
+against it at other sizes, stands in."""
 
 _FLOOR = 1e-2
 """Size below which expected values do not shrink the scale of an error: sums of cancelling terms are as good as their terms."""
@@ -33,6 +35,14 @@ def pinned(request: Request, phase: Phase, candidate: Candidate, config: Any) ->
     policy = dataclasses.replace(request.policy, platforms=(candidate.id,), source="autotune", overlay=())
     request = dataclasses.replace(request, policy=policy, config=config)
     return request.saving_residuals() if phase == "backward" else request
+
+
+@dataclasses.dataclass(frozen=True)
+class Error:
+    """A result's distance from what is expected, and as a share of what is tolerated."""
+
+    found: Deviation
+    share: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,19 +77,26 @@ class TuningProblem:
     def arguments(self, seed: int) -> tuple[Any, ...]:
         """Random arguments on the device: inputs, and for backward the outputs that belong to them and cotangents."""
         rng = np.random.default_rng(seed)
-        operation, call = self.request.operation, self.request.call
-        inputs = jax.device_put(operation.random_inputs(call, rng), self.device)
+        inputs = jax.device_put(self.inputs(seed, rng), self.device)
         if self.phase == "forward":
             return (inputs,)
         outputs = jax.jit(lambda inputs: _dispatch.run_forward(self._trusted("forward"), inputs))(inputs)
-        visible = operation.public(call)
+        return inputs, outputs, jax.device_put(self.cotangents(outputs, rng), self.device)
+
+    def inputs(self, seed: int, rng: np.random.Generator) -> Any:
+        """Random inputs that the operation admits."""
+        return self.request.operation.random_inputs(self.request.call, rng)
+
+    def cotangents(self, outputs: Any, rng: np.random.Generator) -> Any:
+        """Random cotangents of the public outputs."""
+        operation = self.request.operation
+        visible = operation.public(self.request.call)
         fields = {
             name: jnp.asarray(rng.standard_normal(value.shape, np.float32), value.dtype)
             for name, value in named(outputs)
             if name in visible and has_gradient(value)
         }
-        cotangents = operation.Outputs(**{**dict.fromkeys(outputs._fields), **fields})
-        return inputs, outputs, jax.device_put(cotangents, self.device)
+        return operation.Outputs(**{**dict.fromkeys(outputs._fields), **fields})
 
     @functools.cached_property
     def first(self) -> tuple[Any, ...]:
@@ -89,34 +106,42 @@ class TuningProblem:
     @functools.cached_property
     def expected(self) -> tuple[Mapping[str, Any], str]:
         """What the phase should give on the first arguments, and who says so."""
-        operation = self.request.operation
-        known = any(candidate.platform == _PORTABLE for candidate in self._portable())
-        if operation.cost(self.request.call, self.phase).flops > _REFERENCE_FLOPS and known:
-            run = _dispatch.run_forward if self.phase == "forward" else _dispatch.run_backward
-            request = self._trusted(self.phase)
-            return dict(named(jax.jit(lambda *arguments: run(request, *arguments))(*self.first))), "XLA with its heuristic"
+        operation, call = self.request.operation, self.request.call
+        specs = [*(getattr(call, name) for name in operation.Inputs._fields), *operation.output_specs(call)]  # pyright: ignore
+        size = max(spec.size for spec in specs if spec is not None)
+        large = operation.cost(call, self.phase).flops > _REFERENCE_FLOPS or size > _REFERENCE_SIZE
+        if large and self._portable():
+            return self._in_float32(), "XLA in float32"
         reference = importlib.import_module(f"ejkernel.operations.{operation.name}.reference")
         wide = jax.tree.map(_widened, self.first)
-        call = dataclasses.replace(self.request.call, save_residuals=True)
+        call = dataclasses.replace(call, save_residuals=True)
         with np.errstate(all="ignore"):
             if self.phase == "forward":
                 return dict(named(reference.forward(call, *wide))), "NumPy float64"
             inputs, _, cotangents = wide
             return dict(named(reference.backward(call, inputs, reference.forward(call, inputs), cotangents))), "NumPy float64"
 
+    def _in_float32(self) -> Mapping[str, Any]:
+        """What XLA's implementation gives on the first arguments in float32."""
+        inputs = jax.tree.map(_in_float32, self.first[0])
+        request = self._trusted(self.phase).reshaped(inputs)
+        outputs = jax.jit(lambda inputs: _dispatch.run_forward(request, inputs))(inputs)
+        if self.phase == "forward":
+            return dict(named(outputs))
+        given = {name: value.astype(getattr(outputs, name).dtype) for name, value in named(self.first[2])}
+        cotangents = self.first[2]._replace(**given)
+        return dict(named(jax.jit(lambda *arguments: _dispatch.run_backward(request, *arguments))(inputs, outputs, cotangents)))
+
     def check(self, results: Any) -> Check:
         """Compare results on the first arguments with what is expected; errors are in units of what is tolerated."""
-        expected, reference = self.expected
+        worst = max((found.share for found in self.errors(dict(named(results))).values()), default=0.0)
+        return Check(worst <= 1, float(min(worst, np.finfo(np.float64).max)), self.expected[1])
+
+    def errors(self, results: Mapping[str, Any]) -> dict[str, Error]:
+        """How far each result on the first arguments is from what is expected."""
+        expected = self.expected[0]
         table = FORWARD if self.phase == "forward" else GRADIENT
-        worst = 0.0
-        for name, value in named(results):
-            tolerance = table.get(str(value.dtype))
-            if tolerance is None:
-                worst = max(worst, 0.0 if np.array_equal(value, expected[name]) else np.inf)
-                continue
-            found = deviation(value, expected[name], _FLOOR)
-            worst = max(worst, found.norm / tolerance.norm, found.element / tolerance.element)
-        return Check(worst <= 1, float(min(worst, np.finfo(np.float64).max)), reference)
+        return {name: _error(value, expected[name], table.get(str(value.dtype))) for name, value in results.items()}
 
     def _portable(self) -> list[Candidate]:
         from ejkernel._registry import kernel_registry
@@ -130,6 +155,19 @@ class TuningProblem:
         if self._portable():
             policy = dataclasses.replace(policy, platforms=(_PORTABLE,), forbid=frozenset(), source="autotune")
         return dataclasses.replace(self.request, policy=policy, config=None).saving_residuals()
+
+
+def _error(value: Any, expected: Any, tolerance: Tolerance | None) -> Error:
+    if tolerance is None:  # integers and stored numbers: equal or wrong
+        same = np.array_equal(value, expected)
+        return Error(Deviation(0.0, 0.0), 0.0) if same else Error(Deviation(np.inf, np.inf), np.inf)
+    measure = deviation_on_device if isinstance(expected, jax.Array) else deviation
+    found = measure(value, expected, _FLOOR)
+    return Error(found, max(found.norm / tolerance.norm, found.element / tolerance.element))
+
+
+def _in_float32(leaf: Any) -> Any:
+    return leaf.astype(jnp.float32) if str(leaf.dtype) in ("bfloat16", "float16") else leaf
 
 
 def _widened(leaf: Any) -> Any:

@@ -7,7 +7,6 @@ the candidates take turns, over several sets of arguments, so that a machine tha
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import platform
 import time
@@ -19,7 +18,8 @@ from typing import Any
 import jax
 
 from ejkernel._records import Candidate
-from ejkernel.errors import EjkernelWarning, invalid
+from ejkernel._timing import repeats_for, seconds
+from ejkernel.errors import EjkernelWarning, in_one_line, invalid
 from ejkernel.tuning._configs import config_space, to_plain
 from ejkernel.tuning._entry import Check, Entry, Timing
 from ejkernel.tuning._heuristic import legal_configs
@@ -28,11 +28,6 @@ from ejkernel.tuning._problems import TuningProblem
 from ejkernel.tuning._progress import Progress
 from ejkernel.tuning._recording import RecordedCall
 from ejkernel.tuning._result import AutotuningResult
-
-_LEAST_SECONDS = 2e-3
-"""A timed run is repeated until it takes this long, so that the clock and the dispatch of one call do not decide."""
-
-_MOST_REPEATS = 100
 
 _WORTH = 0.97
 """A config replaces the heuristic's if it takes less than this share of its time: below, the difference may be noise."""
@@ -115,18 +110,18 @@ class Search:
             try:
                 trial.program = problem.program(trial.candidate, trial.config).lower(*problem.first).compile()
             except Exception as error:  # noqa: BLE001 - code of plugins and compilers; recorded as this config's failure
-                trial.failure = _named(error)
+                trial.failure = in_one_line(error)
 
         with ThreadPoolExecutor(self.workers or min(os.cpu_count() or 1, 8)) as pool:
             list(pool.map(compile_one, trials))
 
     def _time(self, trials: list[_Trial], sets: list[Any], progress: Progress) -> None:
-        repeats = {id(trial): _repeats(trial, sets) for trial in trials}
+        repeats = {id(trial): repeats_for(trial.program, sets) for trial in trials}
         for turn in range(self.rounds):
             best = min((min(trial.seconds, default=float("inf")) for trial in trials), default=0.0)
             for trial in trials:
                 if not turn or min(trial.seconds) <= self.keep_within * best:
-                    trial.seconds.append(_seconds(trial.program, sets, repeats[id(trial)], turn))
+                    trial.seconds.append(seconds(trial.program, sets, repeats[id(trial)], turn))
             progress.best(_leader(trials))
 
 
@@ -162,24 +157,10 @@ def _verify(problem: TuningProblem, trial: _Trial) -> None:
     try:
         trial.check = problem.check(jax.block_until_ready(trial.program(*problem.first)))
     except Exception as error:  # noqa: BLE001 - a kernel that fails on the device is this config's failure
-        trial.failure = _named(error)
+        trial.failure = in_one_line(error)
         return
     if not trial.check.passed:
         trial.failure = f"wrong numbers: error {trial.check.error:.3g} of what is tolerated, against {trial.check.reference}"
-
-
-def _repeats(trial: _Trial, sets: list[Any]) -> int:
-    once = _seconds(trial.program, sets, 1, 0)
-    return max(1, min(_MOST_REPEATS, round(_LEAST_SECONDS / max(once, 1e-9))))
-
-
-def _seconds(program: Any, sets: list[Any], repeats: int, turn: int) -> float:
-    """Seconds per run, without waiting in between: dispatch overlaps with work as in a program."""
-    rotation = itertools.islice(itertools.cycle(sets), turn, turn + repeats)
-    start = time.perf_counter()
-    results = [program(*arguments) for arguments in rotation]
-    jax.block_until_ready(results)
-    return (time.perf_counter() - start) / repeats
 
 
 def _leader(trials: list[_Trial]) -> str:
@@ -243,7 +224,3 @@ def _provenance(candidate: Candidate, device: Any) -> dict[str, str]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     return {name: value for name, value in facts.items() if value}
-
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:500]

@@ -6,14 +6,12 @@ store the same key, the later wins. Only files of this module's own names, in it
 
 from __future__ import annotations
 
-import functools
-import os
 import re
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from ejkernel._cache_folder import cache_folder, replace_file
 from ejkernel._registry import kernel_registry
 from ejkernel.tuning._entry import LEVEL, Entry, dump_entries, load_entries, require_verified
 from ejkernel.tuning._key import Key
@@ -23,16 +21,9 @@ _NAME = re.compile(r"[0-9a-f]{64}\.json")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\..*\.tmp")
 
 
-@functools.cache
-def _default_directory() -> str:
-    import platformdirs
-
-    return platformdirs.user_cache_dir("ejkernel")
-
-
 def directory() -> Path:
     """Where entries are: a folder of `EJKERNEL_CACHE_DIR`, or of the platform's cache directory. It need not exist."""
-    return Path(os.environ.get("EJKERNEL_CACHE_DIR") or _default_directory()) / f"configs-{LEVEL}"
+    return cache_folder() / f"configs-{LEVEL}"
 
 
 class UserCache:
@@ -105,25 +96,11 @@ def write(folder: Path, entry: Entry) -> bool:
     """Put an entry's file in place in one step; False, with one warning per folder, if that cannot be."""
     text = dump_entries((entry,))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder, f"{entry.key.digest}.json", text)
+        replace_file(folder / f"{entry.key.digest}.json", text.encode())
     except OSError as error:
         warn_once(f"{folder} (writing)", f"the tuning cache cannot be written ({error.strerror or error}); nothing is kept")
         return False
     return True
-
-
-def _replace(folder: Path, name: str, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(prefix=f".{name.removesuffix('.json')}.", suffix=".tmp", dir=folder)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / name)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def files(folder: Path) -> Iterator[Path]:

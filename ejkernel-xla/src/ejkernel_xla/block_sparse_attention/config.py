@@ -18,12 +18,10 @@ class BlockSparseAttentionConfig:
 
     Attributes:
         q_blocksize, kv_blocksize: queries and keys of one tile. Small tiles skip more and compute less at a time.
-        narrow_products: see `FlashAttentionConfig`.
     """
 
     q_blocksize: int = 128
     kv_blocksize: int = 128
-    narrow_products: bool = False
 
     def __post_init__(self) -> None:
         for name in ("q_blocksize", "kv_blocksize"):
@@ -35,7 +33,7 @@ def heuristic(call: BlockSparseAttentionCall, target: Target) -> BlockSparseAtte
     """One tile of all heads should stay in cache on a CPU; an accelerator wants larger products."""
     block = 256
     if target.backend != "cpu":
-        return BlockSparseAttentionConfig(block, block, narrow_products=True)
+        return BlockSparseAttentionConfig(block, block)
     while block > 64 and call.query.shape[2] * block * block > _CACHED_SCORES:
         block //= 2
     return BlockSparseAttentionConfig(block, block)
@@ -43,9 +41,9 @@ def heuristic(call: BlockSparseAttentionCall, target: Target) -> BlockSparseAtte
 
 def search_space(call: BlockSparseAttentionCall, target: Target) -> Sequence[BlockSparseAttentionConfig]:
     """Square and oblong tiles around the heuristic."""
-    sizes, narrow = ((64, 128, 256), False) if target.backend == "cpu" else ((128, 256, 512), True)
+    sizes = (64, 128, 256) if target.backend == "cpu" else (128, 256, 512)
     pairs = [(q, k) for q in sizes for k in sizes if 1 / 2 <= q / k <= 2]
-    return list(dict.fromkeys([heuristic(call, target), *(BlockSparseAttentionConfig(q, k, narrow) for q, k in pairs)]))
+    return list(dict.fromkeys([heuristic(call, target), *(BlockSparseAttentionConfig(q, k) for q, k in pairs)]))
 
 
 CONFIGS = ConfigSpace(BlockSparseAttentionConfig, heuristic, search_space)

@@ -59,7 +59,7 @@ def backward(
 
     def run(arguments: Any, plan: Plan) -> Gradients:
         inputs, outputs, cotangents = arguments
-        return pull(dense_call, operands(dense_call, inputs), outputs, cotangents, plan, config.narrow_products)
+        return pull(dense_call, operands(dense_call, inputs), outputs, cotangents, plan)
 
     sums = _each(run, plan, schedule, (dense_inputs, outputs, cotangents))
     return _gradients(dense_inputs, sums)
@@ -80,7 +80,7 @@ def plain_backward(
     config: BlockSparseAttentionConfig,
 ) -> BlockSparseAttentionInputs:
     dense_call, dense_inputs, plan = _plain(call, inputs, config)
-    sums = pull(dense_call, operands(dense_call, dense_inputs), outputs, cotangents, plan, config.narrow_products)
+    sums = pull(dense_call, operands(dense_call, dense_inputs), outputs, cotangents, plan)
     return _gradients(dense_inputs, sums)
 
 

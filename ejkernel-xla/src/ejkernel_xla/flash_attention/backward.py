@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
+from ejkernel.plugin import current_target
 from ejkernel_xla._numerics import accumulator
 from ejkernel_xla.flash_attention.config import FlashAttentionConfig
 from ejkernel_xla.flash_attention.forward import log_sum, sweep
@@ -52,7 +53,7 @@ def backward(
     config: FlashAttentionConfig,
 ) -> FlashAttentionInputs:
     layout = plan(call, config.block_q_backward, config.block_k_backward)
-    return gradients_of(inputs, pull(call, operands(call, inputs), outputs, cotangents, layout, config.narrow_products))
+    return gradients_of(inputs, pull(call, operands(call, inputs), outputs, cotangents, layout))
 
 
 def gradients_of(inputs: FlashAttentionInputs, sums: Gradients) -> FlashAttentionInputs:
@@ -73,7 +74,6 @@ def pull(
     outputs: FlashAttentionOutputs,
     cotangents: FlashAttentionOutputs,
     layout: Plan,
-    narrow: bool,
 ) -> Gradients:
     """The gradients over the tiles of a plan."""
     groups = arrays.query.shape[2]
@@ -84,7 +84,7 @@ def pull(
         broken = poison(arrays.query) + poison(d_out)
         arrays, stats, d_out = _guarded(arrays, stats, d_out, broken)
     stats = stats._replace(shift=jnp.where(stats.shift == -jnp.inf, jnp.inf, stats.shift))
-    return _sweep(call, arrays, layout, stats, d_out, narrow)._replace(sinks=d_sinks)
+    return _sweep(call, arrays, layout, stats, d_out)._replace(sinks=d_sinks)
 
 
 def _statistics(
@@ -136,9 +136,9 @@ def _guarded(arrays: Operands, stats: Statistics, d_out: Any, broken: Any) -> tu
     return arrays, Statistics(shift, finite(stats.delta)), finite(d_out)
 
 
-def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statistics, d_out: Any, narrow: bool) -> Gradients:
+def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statistics, d_out: Any) -> Gradients:
     if plan.whole:
-        return _tile(call, arrays, plan, Tile(*map(int, plan.tiles[0])), stats, d_out, narrow)
+        return _tile(call, arrays, plan, Tile(*map(int, plan.tiles[0])), stats, d_out)
     wide = accumulator(arrays.query.dtype)
     b, k, g, t, d = arrays.query.shape
     like = (arrays, d_out)
@@ -150,7 +150,7 @@ def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statis
     )
 
     def step(sums: Gradients, tile: Tile) -> Gradients:
-        parts = _tile(call, arrays, plan, tile, stats, d_out, narrow)
+        parts = _tile(call, arrays, plan, tile, stats, d_out)
         return Gradients(
             add_piece(sums.query, (4,), (tile.query_start,), parts.query),
             add_piece(sums.key, (2,), (tile.key_start,), parts.key),
@@ -161,9 +161,7 @@ def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statis
     return plan.visit(step, sums)
 
 
-def _tile(
-    call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, stats: Statistics, d_out: Any, narrow: bool
-) -> Gradients:
+def _tile(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, stats: Statistics, d_out: Any) -> Gradients:
     """The part of every gradient that one tile makes."""
     query = piece(arrays.query, 3, tile.query_start, plan.block_q)
     key = piece(arrays.key, 2, tile.key_start, plan.block_k)
@@ -183,7 +181,8 @@ def _tile(
         d_logits = d_logits * (found.slope if found.visible is None else jnp.where(found.visible, found.slope, 0))
     d_raw = (d_logits * call.scale).astype(query.dtype)
     key = finite(key) if plan.masked else key
-    wide = key.dtype if narrow else accumulator(key.dtype)
+    # On CPU, XLA has no bfloat16 kernel for a product over the leading axis of both sides; both ways are exact.
+    wide = accumulator(key.dtype) if current_target().backend == "cpu" else key.dtype
     return Gradients(
         product(call, key.astype(wide), d_raw.astype(wide), ((2,), (2,))),
         product(call, d_raw, query, ((3, 4), (2, 3))),

@@ -22,15 +22,12 @@ class FlashAttentionConfig:
     Attributes:
         block_q, block_k: in the forward phase.
         block_q_backward, block_k_backward: in the backward phase.
-        narrow_products: multiply bfloat16 and float16 as they are in the product over keys, not as float32. Both are exact;
-            XLA has no bfloat16 kernel on CPU for a product over the leading axis of both sides.
     """
 
     block_q: int = 256
     block_k: int = 256
     block_q_backward: int = 256
     block_k_backward: int = 256
-    narrow_products: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k", "block_q_backward", "block_k_backward"):
@@ -43,7 +40,7 @@ def heuristic(call: FlashAttentionCall, target: Target) -> FlashAttentionConfig:
     batch, queries, heads, _ = call.query.shape
     keys = call.key.shape[1]
     if target.backend != "cpu":
-        return FlashAttentionConfig(512, 512, 512, 512, narrow_products=True)
+        return FlashAttentionConfig(512, 512, 512, 512)
     block = 512
     while block > 128 and batch * heads * block * block > _CACHED_SCORES:
         block //= 2
@@ -56,7 +53,7 @@ def search_space(call: FlashAttentionCall, target: Target) -> Sequence[FlashAtte
     """Square and oblong tiles around the heuristic, larger ones for accelerators; both phases vary together."""
     sizes = (128, 256, 512) if target.backend == "cpu" else (256, 512, 1024)
     pairs = [(q, k) for q in sizes for k in sizes if 1 / 4 <= q / k <= 4]
-    found = [heuristic(call, target), *(FlashAttentionConfig(q, k, q, k, target.backend != "cpu") for q, k in pairs)]
+    found = [heuristic(call, target), *(FlashAttentionConfig(q, k, q, k) for q, k in pairs)]
     return list(dict.fromkeys(found))
 
 

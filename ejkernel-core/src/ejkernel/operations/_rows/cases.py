@@ -43,6 +43,8 @@ NORM_CASES = (
     Case("tiny-values", _arrays(4, 64, magnitude=1e-3), {"epsilon": 1e-6}),
     Case("bench-16384x4096", _arrays(16384, 4096), tags=frozenset({"bench"})),
     Case("bench-131072x128", _arrays(131072, 128), tags=frozenset({"bench"})),
+    Case("bench-2048x4096", _arrays(2048, 4096), tags=frozenset({"bench-cpu"})),
+    Case("bench-32768x128", _arrays(32768, 128), tags=frozenset({"bench-cpu"})),
 )
 
 NORM_TOGGLES = {

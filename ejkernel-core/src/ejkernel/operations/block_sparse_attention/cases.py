@@ -123,7 +123,7 @@ CASES = (
     Case("everything", _EVERYTHING, {"causal": True, "sliding_window": 10, "logits_soft_cap": 4.0}, frozenset({"transforms"})),
     *(
         Case(f"bench-documents-4096-{count}", _arrays(4096, heads=8, key_heads=2, size=64, batch=1, extra=_documents(
-            _ids(*[4096 // count] * count))), {"causal": True}, frozenset({"bench"}))
+            _ids(*[4096 // count] * count))), {"causal": True}, frozenset({"bench", "bench-cpu"}))
         for count in (1, 4, 16)
     ),
 )  # fmt: skip

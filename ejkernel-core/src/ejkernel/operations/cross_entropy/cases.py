@@ -41,7 +41,7 @@ def _arrays(
 
 
 _T = frozenset({"transforms"})
-_BENCH = frozenset({"bench"})
+_BENCH, _BENCH_CPU = frozenset({"bench"}), frozenset({"bench-cpu"})
 
 CASES = (
     Case("logits", _arrays((3, 5), 33, ignored=0.3), {"sum_logits": True}, _T),
@@ -62,6 +62,8 @@ CASES = (
     Case("several-tiles", _arrays((2, 35), 300, 8, bias=True, ignored=0.2), {"sum_logits": True}),
     Case("bench-logits-8192x128256", _arrays((8192,), 128256), tags=_BENCH),
     Case("bench-head-8192x4096x128256", _arrays((8192,), 128256, 4096), tags=_BENCH),
+    Case("bench-logits-256x32000", _arrays((256,), 32000), tags=_BENCH_CPU),
+    Case("bench-head-256x512x32000", _arrays((256,), 32000, 512), tags=_BENCH_CPU),
 )
 
 TOGGLES = {

@@ -88,6 +88,7 @@ def _poison(made: dict[str, Any], ids: Any, bounds: Any, poison: bool) -> None:
 
 
 _BENCH, _BOTH, _EXTREME = frozenset({"bench"}), frozenset({"transforms"}), frozenset({"extreme"})
+_BENCH_CPU = frozenset({"bench-cpu"})
 _STATE = {"return_state": True}
 _IDS = (-1, 3, 3, 3, 3, -1, 3, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 2, -1, -1)
 
@@ -116,6 +117,13 @@ CASES = (
     Case("extreme-decays-by-channel", arrays(1, 70, extreme=True, decay="channel", state=True), _STATE, tags=_EXTREME),
     Case("length-1", arrays(length=1, state=True), _STATE),
     Case("length-0", arrays(length=0, state=True), _STATE),
+    Case("bench-gated-b1-t1024-h4-d64", arrays(1, 1024, 4, 64, 64), {"use_qk_l2norm": True}, tags=_BENCH_CPU),
+    Case(
+        "bench-by-channel-b1-t1024-h4-d64",
+        arrays(1, 1024, 4, 64, 64, decay="channel"),
+        {"use_qk_l2norm": True},
+        tags=_BENCH_CPU,
+    ),
     Case("bench-gated-b1-t8192-h32-d128", arrays(1, 8192, 32, 128, 128), {"use_qk_l2norm": True}, tags=_BENCH),
     Case(
         "bench-by-channel-b1-t8192-h32-d128",

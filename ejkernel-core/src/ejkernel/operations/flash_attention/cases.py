@@ -222,11 +222,16 @@ _BENCH = tuple(
     Case(
         f"bench-{name}-{length}",
         _arrays(length, heads=8, key_heads=key_heads, size=64, batch=1),
-        {"causal": causal},
-        frozenset({"bench"}),
+        options,
+        frozenset({"bench", "bench-cpu"}),
     )
     for length in (512, 2048, 4096)
-    for name, key_heads, causal in (("full", 8, False), ("causal", 8, True), ("gqa-causal", 2, True))
+    for name, key_heads, options in (
+        ("full", 8, {"causal": False}),
+        ("causal", 8, {"causal": True}),
+        ("gqa-causal", 2, {"causal": True}),
+        ("window-256", 8, {"causal": True, "sliding_window": (256, 0)}),
+    )
 )
 
 CASES = (*_HEADS, *_POSITIONAL, *_MASKED, *_LOGITS, *_BENCH)

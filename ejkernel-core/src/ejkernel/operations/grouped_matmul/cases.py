@@ -100,6 +100,12 @@ CASES = (
     Case("bench-8192-8x4096x14336", _arrays(8192, 4096, 14336, (1024,) * 8), tags=_BENCH),
     Case("bench-32768-32x7168x4096", _arrays(32768, 7168, 4096, (1024,) * 32), tags=_BENCH),
     Case("bench-131072-128x2048x768", _arrays(131072, 2048, 768, (1024,) * 128), tags=_BENCH),
+    Case("bench-1024-8x512x1024", _arrays(1024, 512, 1024, (128,) * 8), tags=frozenset({"bench-cpu"})),
+    Case(
+        "bench-1024-8x512x1024-skewed",
+        _arrays(1024, 512, 1024, (500, 12, 0, 256, 128, 64, 1, 63)),
+        tags=frozenset({"bench-cpu"}),
+    ),
 )
 
 TOGGLES = {

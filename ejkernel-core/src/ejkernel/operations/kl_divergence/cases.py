@@ -43,7 +43,7 @@ def _arrays(
 
 
 _T = frozenset({"transforms"})
-_BENCH = frozenset({"bench"})
+_BENCH, _BENCH_CPU = frozenset({"bench"}), frozenset({"bench-cpu"})
 
 CASES = (
     Case("logits", _arrays((3, 5), 33, valid=0.6), {"temperature": 2.0}, _T),
@@ -64,6 +64,8 @@ CASES = (
     Case("no-rows", _arrays((0, 3), 12, 8, 8)),
     Case("bench-logits-4096x128256", _arrays((4096,), 128256), tags=_BENCH),
     Case("bench-heads-4096x4096x128256", _arrays((4096,), 128256, 4096, 4096), tags=_BENCH),
+    Case("bench-logits-128x32000", _arrays((128,), 32000), tags=_BENCH_CPU),
+    Case("bench-heads-128x256x32000", _arrays((128,), 32000, 256, 256), tags=_BENCH_CPU),
 )
 
 TOGGLES = {

@@ -71,6 +71,11 @@ CASES = (
         frozenset({"transforms"}),
     ),
     Case(
+        "bench-decode-b8-1k",
+        _arrays(((1, 1024),) * 8, page_size=64, heads=16, size=128, rotary=32),
+        tags=frozenset({"bench-cpu"}),
+    ),
+    Case(
         "bench-decode-b128-4k",
         _arrays(((1, 4096),) * 128, page_size=64, heads=128, size=512, rotary=64),
         tags=frozenset({"bench"}),

@@ -69,7 +69,7 @@ def arrays(
 
 
 _STATE = {"return_state": True}
-_BENCH = frozenset({"bench"})
+_BENCH, _BENCH_CPU = frozenset({"bench"}), frozenset({"bench-cpu"})
 _TRANSFORMS = frozenset({"transforms"})
 _EXTREME = frozenset({"extreme"})
 
@@ -98,6 +98,9 @@ CASES = (
     Case("bench-gla-t8192-h32-d128", arrays(1, 8192, 32, 128, 128, decays="gk", rate=0.05), tags=_BENCH),
     Case("bench-scalar-t8192-h32-d128", arrays(1, 8192, 32, 128, 128, decays="g", rate=0.05), tags=_BENCH),
     Case("bench-lightning-t8192-h64-d128", arrays(1, 8192, 64, 128, 128, decays="gamma", rate=0.05), tags=_BENCH),
+    Case("bench-gla-t1024-h4-d64", arrays(1, 1024, 4, 64, 64, decays="gk", rate=0.05), tags=_BENCH_CPU),
+    Case("bench-scalar-t1024-h4-d64", arrays(1, 1024, 4, 64, 64, decays="g", rate=0.05), tags=_BENCH_CPU),
+    Case("bench-ssd-b1-t1024-h8-n64", arrays(1, 1024, 1, 64, 64, value_heads=8, decays="g", rate=0.05), tags=_BENCH_CPU),
     Case("bench-ssd-b4-t4096-h80-n128", arrays(4, 4096, 1, 128, 64, value_heads=80, decays="g", rate=0.05), tags=_BENCH),
 )
 

@@ -44,6 +44,7 @@ CASES = (
     Case("length-0", _arrays(2, 0, 3, 16)),
     Case("no-batch", _arrays(0, 4, 16)),
     Case("bench-b8-t8192-h32-d128", _arrays(8, 8192, 32, 128), tags=_BENCH),
+    Case("bench-b2-t2048-h8-d128", _arrays(2, 2048, 8, 128), tags=frozenset({"bench-cpu"})),
     Case("bench-packed-t65536-h32-d128", _arrays(1, 65536, 32, 128, bounds=(0, 40000, 50000, 50256, 65536)), tags=_BENCH),
 )
 

@@ -107,6 +107,12 @@ CASES = (
     Case("length-1", _arrays(1), _FOUR),
     Case("length-0", _arrays(0), _FOUR),
     Case("large-logits", _arrays(magnitude=20.0), {**_FOUR, "return_lse": True}, tags=frozenset({"extreme"})),
+    Case(
+        "bench-t1024-h8-d64",
+        _arrays(1024, 8, 2, 64, batch=1, slots=8, block_size=32),
+        {"block_size": 32},
+        tags=frozenset({"bench-cpu"}),
+    ),
     Case("bench-t32768-h64-d128", _arrays(32768, 64, 4, 128, batch=1, slots=16, block_size=64), tags=_BENCH),
 )
 

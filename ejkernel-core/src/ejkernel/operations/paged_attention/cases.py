@@ -154,6 +154,16 @@ CASES = (
     Case("bench-decode-b64-4k", _arrays(((1, 4096),) * 64, page_size=16, heads=32, key_heads=8, head_size=128), tags=_BENCH),
     Case("bench-decode-b1-128k", _arrays(((1, 131072),), page_size=64, heads=32, key_heads=8, head_size=128), tags=_BENCH),
     Case(
+        "bench-decode-b8-1k",
+        _arrays(((1, 1024),) * 8, page_size=16, heads=8, key_heads=2, head_size=64),
+        tags=frozenset({"bench-cpu"}),
+    ),
+    Case(
+        "bench-mixed-prefill-1k",
+        _arrays(((1, 512),) * 4 + ((256, 1024),), page_size=16, heads=8, key_heads=2, head_size=64),
+        tags=frozenset({"bench-cpu"}),
+    ),
+    Case(
         "bench-mixed-prefill",
         _arrays(((1, 4096),) * 32 + ((2048, 4096),), page_size=16, heads=32, key_heads=8, head_size=128),
         tags=_BENCH,

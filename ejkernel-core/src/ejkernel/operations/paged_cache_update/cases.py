@@ -87,6 +87,11 @@ CASES = (
     Case("heads-first", _arrays(_MIXED, layout="hptd", scales=(2,)), {"layout": "hptd"}),
     Case("value-size", _arrays(_MIXED, value_size=5)),
     Case(
+        "bench-decode-b8-1k",
+        _arrays(((1, 1024),) * 8, page_size=16, heads=2, head_size=64),
+        tags=frozenset({"bench-cpu"}),
+    ),
+    Case(
         "bench-decode-b64-4k",
         _arrays(((1, 4096),) * 64, page_size=16, heads=8, head_size=128),
         tags=frozenset({"bench"}),

@@ -69,6 +69,8 @@ CASES = (
     _case("bench-1x4096x14336", 1, 4096, 14336, "affine", 4, 64, "bench"),
     _case("bench-16x4096x14336", 16, 4096, 14336, "affine", 4, 64, "bench"),
     _case("bench-4096x4096x14336", 4096, 4096, 14336, "affine", 4, 64, "bench"),
+    _case("bench-1x2048x2048", 1, 2048, 2048, "affine", 4, 64, "bench-cpu"),
+    _case("bench-128x2048x2048", 128, 2048, 2048, "affine", 4, 64, "bench-cpu"),
 )
 
 TOGGLES = {

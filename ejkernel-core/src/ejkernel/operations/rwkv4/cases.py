@@ -48,6 +48,7 @@ CASES = (
     Case("long", arrays(1, 150, 3, state=True), _STATE),
     Case("large-keys", arrays(1, 20, 4, magnitude=30.0, shift=200.0), _STATE, tags=frozenset({"extreme"})),
     Case("small-keys", arrays(1, 20, 4, magnitude=30.0, shift=-200.0), tags=frozenset({"extreme"})),
+    Case("bench-b2-t512-c512", arrays(2, 512, 512), tags=frozenset({"bench-cpu"})),
     Case("bench-b8-t4096-c2048", arrays(8, 4096, 2048), tags=frozenset({"bench"})),
 )
 

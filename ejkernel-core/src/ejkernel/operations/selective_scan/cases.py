@@ -54,6 +54,7 @@ CASES = (
     Case("long", arrays(1, 150, 3, 2, state=True)),
     Case("slow-decay", arrays(1, 40, 4, 2, rate=1e-3)),
     Case("strong-decay", arrays(1, 20, 4, 2, rate=1e3, state=True), tags=frozenset({"extreme"})),
+    Case("bench-b1-t512-i512-n16", arrays(1, 512, 512, 16), tags=frozenset({"bench-cpu"})),
     Case("bench-b2-t4096-i2048-n16", arrays(2, 4096, 2048, 16), tags=frozenset({"bench"})),
     Case("bench-b1-t8192-i5120-n16", arrays(1, 8192, 5120, 16), tags=frozenset({"bench"})),
 )

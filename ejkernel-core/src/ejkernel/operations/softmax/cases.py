@@ -56,6 +56,8 @@ CASES = (
     Case("wide", _arrays(3, 4099)),
     Case("bench-32768x4096", _arrays(32768, 4096), tags=frozenset({"bench"})),
     Case("bench-131072x128", _arrays(131072, 128), tags=frozenset({"bench"})),
+    Case("bench-2048x4096", _arrays(2048, 4096), tags=frozenset({"bench-cpu"})),
+    Case("bench-32768x128", _arrays(32768, 128), tags=frozenset({"bench-cpu"})),
 )
 
 TOGGLES = {

@@ -73,6 +73,12 @@ CASES = (
     Case("length-1", _arrays(1)),
     Case("length-0", _arrays(0)),
     Case("large-logits", _arrays(magnitude=15.0), {"return_lse": True}, tags=frozenset({"extreme"})),
+    Case(
+        "bench-t256-h16-k128",
+        _arrays(256, heads=16, size=192, batch=1, slots=128),
+        {"value_size": 128},
+        tags=frozenset({"bench-cpu"}),
+    ),
     Case("bench-t8192-h128-k2048", _arrays(8192, heads=128, size=576, batch=1, slots=2048), {"value_size": 512}, tags=_BENCH),
 )
 

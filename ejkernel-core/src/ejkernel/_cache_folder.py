@@ -1,0 +1,39 @@
+"""The user's cache folder, and how a file is put there in one step."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from pathlib import Path
+
+
+@functools.cache
+def _default_directory() -> str:
+    import platformdirs
+
+    return platformdirs.user_cache_dir("ejkernel")
+
+
+def cache_folder() -> Path:
+    """`EJKERNEL_CACHE_DIR`, or the platform's cache directory. It need not exist."""
+    return Path(os.environ.get("EJKERNEL_CACHE_DIR") or _default_directory())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file that nobody ever sees half written; its folder is made where it is missing.
+
+    Raises:
+        OSError: it cannot be written; what was there before is left.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,81 @@
+"""A whole benchmark: the cases that are asked for, with limits before and provenance after."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ejkernel._registry import kernel_registry
+from ejkernel._target import target_of_device
+from ejkernel.bench import _provenance
+from ejkernel.bench._clock import DeviceClock
+from ejkernel.bench._document import SCHEMA
+from ejkernel.bench._limits import measure_limits
+from ejkernel.bench._problem import BenchProblem, prepare
+from ejkernel.bench._result import Limits
+from ejkernel.bench._select import select
+from ejkernel.bench._settings import Settings
+from ejkernel.bench._trials import bench_case
+from ejkernel.bench.peers import wanted_peers
+from ejkernel.tuning._progress import Progress
+
+
+def run(
+    settings: Settings,
+    *,
+    command: str = "",
+    progress: bool | None = None,
+    each: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Trial a benchmark.
+
+    Args:
+        settings: what to run.
+        command: what the user typed, for the result.
+        progress: show a progress bar; None = where stderr is a terminal.
+        each: called with each case of the result as it is there.
+
+    Returns:
+        The result, as JSON may hold it: device, versions, limits, and every sample of every run.
+    """
+    device = jax.local_devices()[0]
+    backend = target_of_device(device).backend
+    settings = settings.on(backend)
+    for platform in settings.platforms:
+        kernel_registry.check_platform("--platform", platform.partition(".")[0])
+    selected = select(settings)
+    peers, missing = wanted_peers(settings.peers)
+    clock = DeviceClock(backend)
+    limits = measure_limits(settings.dtypes, backend)
+    cases: list[dict[str, Any]] = []
+    with Progress(progress, len(selected) * len(settings.phases)) as bar:
+        for one in selected:
+            base = prepare(one)
+            for phase in settings.phases:
+                case = bench_case(BenchProblem.of(one, phase, base), settings, peers, Limits.of(limits), clock, bar)
+                cases.append(case)
+                if each is not None:
+                    each(case)
+    timed_on_device = any(found["device_s"] for case in cases for found in case["runs"])
+    return {
+        "schema": SCHEMA,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _provenance.commit(),
+        "command": command,
+        "device": _provenance.describe_device(device),
+        "versions": _provenance.versions(peers),
+        "limits": limits,
+        "settings": {
+            "rounds": settings.rounds,
+            "input_sets": settings.input_sets,
+            "compile_rounds": settings.compile_rounds,
+            "size": settings.size,
+            "clock": "cupti" if timed_on_device else "wall",
+            "no_device_clock": clock.reason or None,
+        },
+        "peers": {**{peer.name: None for peer in peers}, **missing},
+        "cases": cases,
+    }

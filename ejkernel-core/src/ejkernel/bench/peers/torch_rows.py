@@ -1,0 +1,71 @@
+"""What one writes in torch and leaves to `torch.compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ejkernel.bench._program import Function
+from ejkernel.bench.peers._peer import Built, Peer, beyond
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    return torch.compile(function, dynamic=False)
+
+
+def _rms_norm(call: Any, inputs: Any) -> Function | str:
+    reason = beyond(call, "x", "scale", "epsilon")
+    if reason:
+        return reason
+    from torch.nn.functional import rms_norm
+
+    norm = _compiled(lambda x, scale: rms_norm(x, x.shape[-1:], scale, call.epsilon))
+    return lambda x: {"out": norm(x.x, None if x.scale is None else x.scale[0])}
+
+
+def _layer_norm(call: Any, inputs: Any) -> Function | str:
+    reason = beyond(call, "x", "scale", "offset", "epsilon")
+    if reason:
+        return reason
+    from torch.nn.functional import layer_norm
+
+    norm = _compiled(lambda x, scale, offset: layer_norm(x, x.shape[-1:], scale, offset, call.epsilon))
+    return lambda x: {"out": norm(x.x, *(None if one is None else one[0] for one in (x.scale, x.offset)))}
+
+
+def _softmax(call: Any, inputs: Any) -> Function | str:
+    reason = beyond(call, "x", "scale")
+    if reason:
+        return reason
+    import torch
+
+    softmax = _compiled(lambda x: torch.softmax(call.scale * x.float(), -1).to(x.dtype))
+    return lambda x: {"out": softmax(x.x)}
+
+
+def _cross_entropy(call: Any, inputs: Any) -> Built | str:
+    reason = beyond(call, "x", "targets")
+    if reason:
+        return reason
+    from torch.nn.functional import cross_entropy
+
+    loss = _compiled(lambda x, targets: cross_entropy(x.float(), targets, ignore_index=-1, reduction="none"))
+
+    def run(x: Any) -> Mapping[str, Any]:
+        return {"loss": loss(x.x.flatten(0, -2), x.targets.flatten()).reshape(x.targets.shape)}
+
+    return Built(run, lambda x: x._replace(targets=x.targets.long()))
+
+
+PEERS = (
+    Peer(
+        "torch.compile",
+        {"rms_norm": _rms_norm, "layer_norm": _layer_norm, "softmax": _softmax, "cross_entropy": _cross_entropy},
+        ("torch",),
+        {"torch": "2.4"},
+        ("cpu", "gpu"),
+        "torch",
+    ),
+)

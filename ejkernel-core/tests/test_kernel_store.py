@@ -1,0 +1,95 @@
+"""Compiled kernels on disk: what is damaged, full or too large."""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+
+import pytest
+
+from ejkernel import _kernel_store
+from ejkernel._kernel_store import KernelStore, StoredKernels, clear_kernels, stored_kernels
+from ejkernel.errors import CacheWarning
+from ejkernel.tuning import _warn
+
+KEYS = [digit * 64 for digit in "0123456789abcdef"]
+STORE = KernelStore("made-up")
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(_warn, "_said", set())
+
+
+def test_what_is_put_is_got():
+    assert STORE.get(KEYS[0]) is None
+    assert not STORE.folder.exists()
+    assert STORE.put(KEYS[0], b"first") and STORE.put(KEYS[1], b"")
+    assert (STORE.get(KEYS[0]), STORE.get(KEYS[1]), STORE.get(KEYS[2])) == (b"first", b"", None)
+    assert STORE.put(KEYS[0], b"second")
+    assert STORE.get(KEYS[0]) == b"second"
+    assert KernelStore("other").get(KEYS[0]) is None
+
+
+@pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[:-1], lambda b: b[:20], lambda b: b + b"x", lambda b: b[::-1]])
+def test_a_damaged_entry_is_a_miss_and_is_replaced(damage):
+    STORE.put(KEYS[0], b"a kernel" * 10)
+    (file,) = STORE.folder.iterdir()
+    file.write_bytes(damage(file.read_bytes()))
+    assert STORE.get(KEYS[0]) is None
+    STORE.put(KEYS[0], b"again")
+    assert STORE.get(KEYS[0]) == b"again"
+
+
+def test_a_full_disk_gives_one_warning(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(CacheWarning, match="No space left") as caught:
+        assert not STORE.put(KEYS[0], b"a") and not STORE.put(KEYS[1], b"b")
+    assert len(caught) == 1
+    assert list(STORE.folder.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_used_gives_one_warning(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.warns(CacheWarning, match="compiled again") as caught:
+        assert STORE.get(KEYS[0]) is None
+        assert not STORE.put(KEYS[0], b"a")
+    assert len(caught) == 1
+    assert stored_kernels() == StoredKernels(0, 0)
+
+
+def test_the_least_recently_used_go_first(monkeypatch):
+    content = os.urandom(1000)
+    for age, key in enumerate(KEYS[:8]):
+        STORE.put(key, content)
+        os.utime(STORE.folder / f"{key}.kernel", (1000 + age, 1000 + age))
+    size = stored_kernels().bytes // 8
+    assert STORE.get(KEYS[0]) == content  # used just now
+    monkeypatch.setattr(_kernel_store, "MOST_BYTES", 8 * size)
+    monkeypatch.setattr(_kernel_store, "_LEFT_AFTER_TRIMMING", 6 * size)
+    STORE.put(KEYS[8], content)
+    kept = [key for key in KEYS if (STORE.folder / f"{key}.kernel").exists()]
+    assert kept == [KEYS[0], *KEYS[4:9]]
+
+
+def test_clearing_touches_nothing_else():
+    STORE.put(KEYS[0], b"a")
+    KernelStore("other").put(KEYS[0], b"b")
+    others = (STORE.folder / "notes.txt", STORE.folder.parent / "configs-1" / f"{KEYS[0]}.json")
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    left = STORE.folder / f".{KEYS[1]}.abc.tmp"
+    left.touch()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert clear_kernels() == 2
+    assert caught == []
+    assert not left.exists() and all(path.exists() for path in others)
+    assert stored_kernels() == StoredKernels(0, 0)

@@ -1,0 +1,235 @@
+"""Every kernel compiled ahead of time, for GPUs that are not there: what it takes, and whether that is within the limits.
+
+An operation's cases are traced for a target with a `Recorder` in place of the launches, so what is compiled is what dispatch
+would run: the heuristic's config and, where asked, every config of the search space.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel import _dispatch, _policy
+from ejkernel._arrays import has_gradient, named
+from ejkernel._records import resolve
+from ejkernel.operation import Request
+from ejkernel.operations import get_operation
+from ejkernel.operations._case import Case
+from ejkernel.plugin import Target
+from ejkernel_triton._capability import shared_memory_limit
+from ejkernel_triton._jax_triton import standing_in
+from ejkernel_triton.testing import Compilation, Recorder, resources
+
+CAPABILITIES = (80, 90, 100)
+PLATFORM = "triton"
+_KINDS = {80: "NVIDIA A100-SXM4-80GB", 90: "NVIDIA H200", 100: "NVIDIA B200"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Allowance:
+    """Leave for a kernel to keep some of its values in memory.
+
+    Attributes:
+        kernel: its name.
+        most: bytes of stack per thread.
+        reason: why that is right.
+        constants: only with these constants.
+        capabilities: only there.
+    """
+
+    kernel: str
+    most: int
+    reason: str
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    capabilities: tuple[int, ...] = CAPABILITIES
+
+    def covers(self, row: Row) -> bool:
+        return (
+            row.kernel == self.kernel
+            and row.stack <= self.most
+            and row.capability in self.capabilities
+            and all(row.constants.get(name) == repr(value) for name, value in self.constants.items())
+        )
+
+
+ALLOWED: tuple[Allowance, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One kernel, compiled once.
+
+    Attributes:
+        operation: whose kernel it is.
+        case: the problem in which it was seen first.
+        dtype: of that problem's floats.
+        config: the config that was tried; empty for the heuristic's.
+        kernel: its name.
+        capability: what it was compiled for: 90 for 9.0.
+        constants: its `tl.constexpr` parameters, as text.
+        num_warps: warps per program.
+        num_stages: depth of software pipelining.
+        registers: per thread.
+        stack: bytes per thread in memory in place of registers.
+        shared: bytes of shared memory per program.
+        limit: the most of them that the device has for one program.
+    """
+
+    operation: str
+    case: str
+    dtype: str
+    config: str
+    kernel: str
+    capability: int
+    constants: Mapping[str, str]
+    num_warps: int
+    num_stages: int
+    registers: int
+    stack: int
+    shared: int
+    limit: int
+
+    def problem(self, allowed: Iterable[Allowance] = ALLOWED) -> str | None:
+        """What is beyond the limits; None if nothing is. Configs of a search space may spill: they are only slow."""
+        config = self.config or "heuristic"
+        where = f"{self.kernel} for sm_{self.capability} ({self.operation}, {self.case}, {self.dtype}, {config})"
+        if self.shared > self.limit:
+            return f"{where}: {self.shared} bytes of shared memory, the device has {self.limit}"
+        if self.stack and not self.config and not any(allowance.covers(self) for allowance in allowed):
+            return f"{where}: spills {self.stack} bytes per thread"
+        return None
+
+
+class _Zeros(np.random.Generator):
+    """A generator whose floats are zeros, for arrays of which only the shapes are wanted."""
+
+    def __init__(self) -> None:
+        super().__init__(np.random.PCG64(0))
+
+    def standard_normal(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:  # pyright: ignore
+        return np.zeros(() if size is None else size, dtype)
+
+    def normal(self, loc: Any = 0.0, scale: Any = 1.0, size: Any = None) -> Any:  # pyright: ignore
+        return self.standard_normal(size)
+
+
+def target_of(capability: int) -> Target:
+    """A GPU with a compute capability that is written as 90 for 9.0; of a kind for which tuning tables are made."""
+    return Target("gpu", _KINDS.get(capability, ""), f"{capability // 10}.{capability % 10}")
+
+
+def recorded(
+    operation: str, case: Case, dtype: str, target: Target, *, space: bool = False
+) -> Iterator[tuple[str, Compilation]]:
+    """The launches of one problem, both phases: with the heuristic's configs, named "", or with every one of the search space.
+
+    Nothing for a problem that is refused.
+    """
+
+    def described(value: Any) -> Any:
+        return jax.ShapeDtypeStruct(value.shape, dtype if value.dtype == np.float32 else value.dtype)
+
+    arrays = jax.tree.map(described, dict(case.arrays(_Zeros())))
+    decisions: list[_dispatch.Decision] = []
+    run = _Run(operation, case.options, target)
+    jax.eval_shape(lambda arrays: decisions.extend(run.decisions(arrays)), arrays)
+    own = [decision for decision in decisions if decision.chosen is not None and decision.chosen.platform == PLATFORM]
+    if not decisions[0].chosen:
+        return
+    configs = [config for decision in own for config in _search_space(decision)] if space else [None]
+    for config in configs:
+        recorder = Recorder()
+        with standing_in(recorder):
+            jax.eval_shape(lambda arrays, config=config: run.both_phases(arrays, config), arrays)
+        for compilation in recorder.compilations:
+            yield "" if config is None else str(config), compilation
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """An operation with its options, on this platform, for a target."""
+
+    operation: str
+    options: Mapping[str, Any]
+    target: Target
+
+    def bind(self, arrays: Mapping[str, Any], config: Any = None) -> tuple[Request, Any]:
+        owner = get_operation(self.operation)
+        bound = owner.canonicalise(**arrays, **self.options)
+        policy = _policy.for_call(self.operation, PLATFORM)
+        return Request(owner, bound.call, self.target, policy, config), bound.inputs
+
+    def decisions(self, arrays: Mapping[str, Any]) -> tuple[_dispatch.Decision, ...]:
+        explanation = _dispatch.explain_request(self.bind(arrays)[0])
+        return explanation.forward, explanation.backward
+
+    def both_phases(self, arrays: Mapping[str, Any], config: Any) -> None:
+        request, inputs = self.bind(arrays, config)
+        moving = request.operation.moving(inputs)
+
+        def outputs(values: dict[str, Any]) -> dict[str, Any]:
+            found = dict(named(request.operation.run(request, inputs._replace(**values))))
+            return {name: value for name, value in found.items() if has_gradient(value)}
+
+        found, pullback = jax.vjp(outputs, moving)
+        if moving:
+            pullback(found)
+
+
+def _search_space(decision: _dispatch.Decision) -> Iterable[Any]:
+    assert decision.chosen is not None
+    if decision.chosen.implementation.configs is None:
+        return ()
+    space: Any = resolve(decision.chosen.implementation.configs)
+    return space.search_space(decision.call, decision.target)
+
+
+def compiled(
+    operation: str,
+    cases: Iterable[Case],
+    dtypes: Iterable[str],
+    capabilities: Iterable[int] = CAPABILITIES,
+    *,
+    space: bool = False,
+) -> Iterator[Row]:
+    """Compile what an operation launches, each kernel once per capability."""
+    problems = [(case, dtype) for case in cases for dtype in dtypes]
+    for capability in capabilities:
+        target = target_of(capability)
+        seen: set[Any] = set()
+        for case, dtype in problems:
+            for config, compilation in recorded(operation, case, dtype, target, space=space):
+                if compilation.identity in seen:
+                    continue
+                seen.add(compilation.identity)
+                taken = resources(compilation.compile(capability))
+                yield Row(
+                    operation=operation,
+                    case=case.name,
+                    dtype=dtype,
+                    config=config,
+                    kernel=compilation.kernel.fn.__name__,
+                    capability=capability,
+                    constants={name: repr(value) for name, value in compilation.constants.items()},
+                    num_warps=compilation.num_warps,
+                    num_stages=compilation.num_stages,
+                    limit=shared_memory_limit(target),
+                    **dataclasses.asdict(taken),
+                )
+
+
+def summary(rows: Iterable[Row]) -> list[str]:
+    """A line per kernel and capability: how often it was compiled, and the most of everything."""
+    groups: dict[tuple[str, int], list[Row]] = collections.defaultdict(list)
+    for row in rows:
+        groups[row.kernel, row.capability].append(row)
+    lines = [f"{'kernel':40} {'sm':>4} {'compiled':>8} {'registers':>9} {'stack':>6} {'shared':>7} {'limit':>7}"]
+    for (kernel, capability), members in sorted(groups.items()):
+        most = [max(getattr(row, name) for row in members) for name in ("registers", "stack", "shared", "limit")]
+        lines.append(f"{kernel:40} {capability:4} {len(members):8} {most[0]:9} {most[1]:6} {most[2]:7} {most[3]:7}")
+    return lines

@@ -1,0 +1,177 @@
+"""Triton's interpreter over NumPy: kernels on the host, without a GPU and without torch. Very slow.
+
+Results start as NaN, and each lies between guard bytes that must survive.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton.language as tl  # noqa: F401 - `_patch_lang` looks for these two among a function's globals
+from triton.language import core  # noqa: F401
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+_GUARD = 256
+_POISON = 0xFF
+"""Bytes of all ones are NaN in every floating type."""
+
+_one_at_a_time = threading.Lock()
+"""The interpreter patches Triton's own modules while a kernel runs; several devices call from several threads."""
+
+
+class _Storage:
+    """The bytes under an array, as the interpreter expects them of a tensor."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def cpu(self) -> _Storage:
+        return self
+
+    def copy_(self, other: _Storage) -> None:
+        assert other.array is self.array, "the kernel worked on another buffer"
+
+
+class HostArray:
+    """An array with the few methods of a tensor that Triton's interpreter calls; there is only one copy, on the host."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.dtype = str(array.dtype)
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> _Storage:
+        return _Storage(self.array)
+
+    def new_empty(self, size: int, device: str) -> HostArray:
+        return HostArray(self.array)
+
+    def set_(self, storage: _Storage, offset: int, size: Any, stride: Any) -> None:
+        assert storage.array is self.array or offset == 0
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(step // self.array.itemsize for step in self.array.strides)
+
+
+def _guarded(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """An array of NaN inside a buffer of NaN; both share memory."""
+    dtype = jnp.dtype(dtype)
+    length = int(np.prod(shape)) * dtype.itemsize
+    buffer = np.full(length + 2 * _GUARD, _POISON, np.uint8)
+    return buffer, buffer[_GUARD : _GUARD + length].view(dtype).reshape(shape)
+
+
+def _interpret(function: JITFunction[Any], *args: Any, **kwargs: Any) -> Any:
+    """A function that a kernel calls."""
+    return InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
+
+
+_patch_tensor_before = interpreter._patch_lang_tensor
+
+
+def _patch_tensor(tensor: Any, scope: Any) -> None:
+    """The interpreter turns arrays of one element into integers in a way that NumPy 2.5 refuses."""
+    _patch_tensor_before(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda value: int(value.handle.data.item()))
+
+
+@contextlib.contextmanager
+def _library_interpreted() -> Generator[None]:
+    """Triton's own library (`tl.sum`) sees the language as `core`, which a kernel's module does not name: both are patched."""
+    scope = interpreter._patch_lang(_interpret)
+    try:
+        yield
+    finally:
+        scope.restore()
+
+
+def interpreted_call(
+    kernel: Any,
+    inputs: Sequence[Any],
+    outputs: Sequence[tuple[tuple[int, ...], Any]],
+    *,
+    grid: int,
+    num_warps: int,
+    num_stages: int = 1,
+    input_output_aliases: Mapping[int, int] | None = None,
+    fp_fusion: bool = True,
+    **constants: Any,
+) -> list[Any]:
+    """`call_kernel` in the interpreter; `num_warps`, `num_stages` and `fp_fusion` have no meaning there."""
+    return [jnp.asarray(array) for array in _interpreted(kernel, inputs, outputs, grid, input_output_aliases, constants)]
+
+
+def traced_call(
+    kernel: Any,
+    inputs: Sequence[Any],
+    outputs: Sequence[tuple[tuple[int, ...], Any]],
+    *,
+    grid: int,
+    num_warps: int,
+    num_stages: int = 1,
+    input_output_aliases: Mapping[int, int] | None = None,
+    fp_fusion: bool = True,
+    **constants: Any,
+) -> list[Any]:
+    """`interpreted_call` within a program: the host is called when the program runs."""
+    arrays = [value for value in inputs if not isinstance(value, int)]
+    axes = jax.typeof(arrays[0]).manual_axis_type
+    shapes = [jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes) for shape, dtype in outputs]  # pyright: ignore
+
+    def host(*values: Any) -> list[np.ndarray]:
+        given = iter(values)
+        arguments = [value if isinstance(value, int) else np.asarray(next(given)) for value in inputs]
+        with _one_at_a_time:
+            return _interpreted(kernel, arguments, outputs, grid, input_output_aliases, constants)
+
+    return jax.pure_callback(host, shapes, *arrays)
+
+
+def _interpreted(
+    kernel: Any,
+    inputs: Sequence[Any],
+    outputs: Sequence[tuple[tuple[int, ...], Any]],
+    grid: int,
+    aliases: Mapping[int, int] | None,
+    constants: dict[str, Any],
+) -> list[np.ndarray]:
+    arguments: list[Any] = [value if isinstance(value, int) else HostArray(np.array(value, order="C")) for value in inputs]
+    results = [_guarded(shape, dtype) for shape, dtype in outputs]
+    for given, result in (aliases or {}).items():
+        results[result][1][...] = arguments[given].array
+        arguments[given] = HostArray(results[result][1])
+    unaliased = [a for i, a in enumerate(arguments) if isinstance(a, HostArray) and i not in (aliases or {})]
+    before = [argument.array.copy() for argument in unaliased]
+    with (
+        mock.patch.object(JITFunction, "__call__", _interpret),
+        mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
+        _library_interpreted(),
+    ):
+        InterpretedFunction(kernel.fn)[(grid,)](*arguments, *(HostArray(array) for _, array in results), **constants)
+    for old, argument in zip(before, unaliased, strict=True):
+        new = argument.array
+        np.testing.assert_array_equal(old.view(np.uint8), new.view(np.uint8), "the kernel changed an input")
+    for buffer, _ in results:
+        assert (buffer[:_GUARD] == _POISON).all() and (buffer[-_GUARD:] == _POISON).all(), "written outside of an output"
+    return [array for _, array in results]

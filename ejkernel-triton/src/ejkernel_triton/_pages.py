@@ -1,0 +1,75 @@
+"""Pages of any layout and what they may hold, without Triton."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel._arrays import ArraySpec
+from ejkernel.operations._pages import FUSED, PageShape
+from ejkernel.plugin import Target
+from ejkernel_triton._capability import FLOATS
+
+ONE_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")
+STORED = (*FLOATS, *ONE_BYTE)
+E4M3_SINCE = (8, 9)
+
+MOST_SEARCHED = 1024
+"""Requests that a program looks at together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Strides:
+    """Elements from one page, token, head and batch member to the next, and from a head's key to its value in the same array."""
+
+    page: int
+    token: int
+    head: int
+    batch: int
+    first_value: int = 0
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], layout: str) -> Strides:
+        """Read a canonical shape, which has the batch in front; all members share a batch of one."""
+        sizes, batch = PageShape.of(shape, layout), math.prod(shape[1:]) if shape[0] > 1 else 0
+        tokens, heads, size = sizes.page_size, sizes.heads, sizes.head_size
+        if layout in FUSED:
+            return cls(tokens * heads * 2 * size, heads * 2 * size, 2 * size, batch, first_value=size)
+        if layout == "pthd":
+            return cls(tokens * heads * size, heads * size, size, batch)
+        if layout == "phtd":
+            return cls(tokens * heads * size, size, tokens * size, batch)
+        return cls(tokens * size, size, sizes.pages * tokens * size, batch)
+
+
+def e4m3_problem(target: Target, *specs: ArraySpec | None) -> str | None:
+    """Why arrays of float8_e4m3fn cannot be read or written there, if one of these is."""
+    if target.capability is None or target.capability >= E4M3_SINCE:
+        return None
+    if not any(spec is not None and spec.dtype == "float8_e4m3fn" for spec in specs):
+        return None
+    return f"Triton has no float8_e4m3fn below compute capability 8.9, {target} has {target.compute_capability}"
+
+
+def with_one_schedule(inputs: Any) -> Any:
+    """Starts and lengths of one batch size, 1 or b."""
+    members = max(inputs.query_start_loc.shape[0], inputs.kv_lens.shape[0])
+    starts, lengths = (jnp.broadcast_to(x, (members, x.shape[1])) for x in (inputs.query_start_loc, inputs.kv_lens))
+    return inputs._replace(query_start_loc=starts, kv_lens=lengths)
+
+
+def search_block(requests: int) -> int:
+    """A power of two."""
+    return min(MOST_SEARCHED, 1 << max(requests - 1, 0).bit_length())
+
+
+def storage(array: Any) -> int:
+    """0 for none, 1 for one that the batch shares, 2 for one per batch member."""
+    return 0 if array is None else 1 if array.shape[0] == 1 else 2
+
+
+def batch_stride(array: Any) -> int:
+    return 0 if array is None or array.shape[0] == 1 else array.size // array.shape[0]

@@ -1,0 +1,1 @@
+"""What the normalisations over rows share: configs, capabilities, kernels and their launch."""

@@ -1,0 +1,25 @@
+"""Which calls over rows these kernels run."""
+
+from __future__ import annotations
+
+from ejkernel._arrays import ArraySpec
+from ejkernel.operations._rows.interface import NormCall
+from ejkernel.plugin import Target
+from ejkernel_triton._capability import refusal
+
+MOST_ROWS = 2**31 - 2**16
+"""Rows and columns are counted in 32 bits; elements in 64."""
+
+
+def supports_norm(call: NormCall, target: Target) -> str | None:
+    return too_many_rows(call.x) or refusal(target, {"x": call.x, "scale": call.scale, "offset": call.offset})
+
+
+def too_many_rows(x: ArraySpec) -> str | None:
+    """Why rows `[..., d]` cannot be counted; None if they can."""
+    width = x.shape[-1]
+    if width > MOST_ROWS:
+        return f"width {width} is more than {MOST_ROWS}"
+    if width and x.size // width > MOST_ROWS:
+        return f"{x.size // width} rows are more than {MOST_ROWS}"
+    return None

@@ -1,0 +1,357 @@
+"""Normalisation of rows: `rms_norm`, and `layer_norm`, which takes the mean off first (`CENTRED`).
+
+A program holds whole rows in registers, so that every array passes memory once. Rows too wide for that are walked over twice,
+the second time backwards, so that it begins with what the cache still holds. Statistics and sums are float32.
+
+In backward each program walks over its tiles in a fixed order and writes one partial sum of the parameters' gradients; a last
+small sum adds the programs up, without atomics. For wide rows one kernel makes the two sums of every row that the gradient of x
+needs; a second one then works on tiles of some columns.
+"""
+
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from ejkernel.operations._rows.interface import NormCall, NormInputs
+from ejkernel_triton._jax_triton import call_kernel
+from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded_width
+
+ABSENT, SHARED, PER_BATCH = 0, 1, 2
+"""How a parameter is stored: not at all, `[1, d]`, or `[b, d]` with b > 1."""
+
+
+@triton.jit
+def with_parameters(
+    b_normalised,
+    p_scale,
+    p_offset,
+    o_width,
+    o_param,
+    m_width,
+    m_tile,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+):
+    """`normalised * (scale + SCALE_OFFSET) + offset` of a tile [ROWS, BLOCK]."""
+    b_out = b_normalised
+    if SCALE == 1:
+        b_out *= tl.load(p_scale + o_width, mask=m_width, other=0.0).to(tl.float32)[None, :] + SCALE_OFFSET
+    if SCALE == 2:
+        b_out *= tl.load(p_scale + o_param, mask=m_tile, other=0.0).to(tl.float32) + SCALE_OFFSET
+    if OFFSET == 1:
+        b_out += tl.load(p_offset + o_width, mask=m_width, other=0.0).to(tl.float32)[None, :]
+    if OFFSET == 2:
+        b_out += tl.load(p_offset + o_param, mask=m_tile, other=0.0).to(tl.float32)
+    return b_out
+
+
+@triton.jit
+def norm_forward_kernel(
+    p_x,
+    p_scale,
+    p_offset,
+    rows,
+    rows_per_batch,
+    p_out,
+    p_mean,
+    p_rstd,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SAVE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+):
+    i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    o_width = tl.arange(0, BLOCK)  # [BLOCK]
+    m_row = i_row < rows
+    m_width = o_width < WIDTH
+    m_tile = m_row[:, None] & m_width[None, :]
+    o_tile = i_row.to(tl.int64)[:, None] * WIDTH + o_width[None, :]
+    o_param = (i_row // rows_per_batch).to(tl.int64)[:, None] * WIDTH + o_width[None, :]
+
+    b_x = tl.load(p_x + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+    if CENTRED:
+        b_mean = tl.sum(b_x, axis=1) / WIDTH  # [ROWS]
+        b_x = tl.where(m_width[None, :], b_x - b_mean[:, None], 0.0)
+        if SAVE:
+            tl.store(p_mean + i_row, b_mean, mask=m_row)
+    b_rstd = tl.rsqrt(tl.sum(b_x * b_x, axis=1) / WIDTH + EPSILON)  # [ROWS]
+    b_out = with_parameters(
+        b_x * b_rstd[:, None], p_scale, p_offset, o_width, o_param, m_width, m_tile, SCALE, OFFSET, SCALE_OFFSET
+    )
+    tl.store(p_out + o_tile, b_out.to(p_out.dtype.element_ty), mask=m_tile)
+    if SAVE:
+        tl.store(p_rstd + i_row, b_rstd, mask=m_row)
+
+
+@triton.jit
+def norm_forward_walking_kernel(
+    p_x,
+    p_scale,
+    p_offset,
+    rows_per_batch,
+    p_out,
+    p_mean,
+    p_rstd,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SAVE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Each lane follows the mean and the sum of squared distances of its columns (Welford); the lanes are joined at the end."""
+    i_row = tl.program_id(0)
+    o_row = i_row.to(tl.int64) * WIDTH
+    o_param = (i_row // rows_per_batch).to(tl.int64) * WIDTH
+    o_block = tl.arange(0, BLOCK)  # [BLOCK]
+    STEPS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    b_lane_mean = tl.zeros([BLOCK], tl.float32)
+    b_squares = tl.zeros([BLOCK], tl.float32)
+    for i_step in tl.range(0, STEPS, num_stages=STAGES):
+        o_width = i_step * BLOCK + o_block
+        m_width = o_width < WIDTH
+        b_x = tl.load(p_x + o_row + o_width, mask=m_width, other=0.0).to(tl.float32)  # [BLOCK]
+        if CENTRED:
+            b_distance = b_x - b_lane_mean
+            b_lane_mean = tl.where(m_width, b_lane_mean + b_distance / (i_step + 1), b_lane_mean)
+            b_squares = tl.where(m_width, b_squares + b_distance * (b_x - b_lane_mean), b_squares)
+        else:
+            b_squares += b_x * b_x
+
+    b_mean = 0.0
+    if CENTRED:
+        b_count = ((WIDTH - o_block + BLOCK - 1) // BLOCK).to(tl.float32)  # [BLOCK], columns of each lane
+        b_mean = tl.sum(b_lane_mean * b_count) / WIDTH
+        b_squares += b_count * (b_lane_mean - b_mean) * (b_lane_mean - b_mean)
+    b_rstd = tl.rsqrt(tl.sum(b_squares) / WIDTH + EPSILON)
+
+    for i_back in tl.range(0, STEPS, num_stages=STAGES):
+        o_width = (STEPS - 1 - i_back) * BLOCK + o_block
+        m_width = o_width < WIDTH
+        b_x = tl.load(p_x + o_row + o_width, mask=m_width, other=0.0).to(tl.float32)  # [BLOCK]
+        b_out = with_parameters(
+            ((b_x - b_mean) * b_rstd)[None, :],
+            p_scale,
+            p_offset,
+            o_width,
+            (o_param + o_width)[None, :],
+            m_width,
+            m_width[None, :],
+            SCALE,
+            OFFSET,
+            SCALE_OFFSET,
+        )
+        tl.store(p_out + (o_row + o_width)[None, :], b_out.to(p_out.dtype.element_ty), mask=m_width[None, :])
+    if SAVE:
+        if CENTRED:
+            tl.store(p_mean + i_row, b_mean)
+        tl.store(p_rstd + i_row, b_rstd)
+
+
+@triton.jit
+def norm_row_means_kernel(
+    p_x,
+    p_scale,
+    p_mean,
+    p_rstd,
+    p_grad,
+    rows,
+    p_mean_weighted,
+    p_mean_product,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Means over a row of the weighted gradient, and of its product with the normalised row; `rows` lie under one scale."""
+    i_row = tl.program_id(0)
+    o_row = i_row.to(tl.int64) * WIDTH
+    o_scale = (i_row // rows).to(tl.int64) * WIDTH if SCALE == 2 else 0
+    b_mean = tl.load(p_mean + i_row) if CENTRED else 0.0
+    b_rstd = tl.load(p_rstd + i_row)
+    b_weighted_sum = tl.zeros([BLOCK], tl.float32)
+    b_product_sum = tl.zeros([BLOCK], tl.float32)
+    for i_step in tl.range(0, (WIDTH + BLOCK - 1) // BLOCK, num_stages=STAGES):
+        o_width = i_step * BLOCK + tl.arange(0, BLOCK)
+        m_width = o_width < WIDTH
+        b_x = tl.load(p_x + o_row + o_width, mask=m_width, other=0.0).to(tl.float32)  # [BLOCK]
+        b_weighted = tl.load(p_grad + o_row + o_width, mask=m_width, other=0.0).to(tl.float32)  # [BLOCK]
+        if SCALE != 0:
+            b_weighted *= tl.load(p_scale + o_scale + o_width, mask=m_width, other=0.0).to(tl.float32) + SCALE_OFFSET
+        b_weighted_sum += b_weighted
+        b_product_sum += b_weighted * ((b_x - b_mean) * b_rstd)
+    tl.store(p_mean_weighted + i_row, tl.sum(b_weighted_sum) / WIDTH)
+    tl.store(p_mean_product + i_row, tl.sum(b_product_sum) / WIDTH)
+
+
+@triton.jit
+def norm_backward_kernel(
+    p_x,
+    p_scale,
+    p_mean,
+    p_rstd,
+    p_grad,
+    p_mean_weighted,
+    p_mean_product,
+    rows,
+    programs,
+    p_dx,
+    p_dscale,
+    p_doffset,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """`rows` rows lie under one parameter row (a group); `programs` programs share them.
+
+    With SPLIT a tile has some columns of its rows, whose means were made before.
+    """
+    COLUMNS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    i_program = tl.program_id(0) // COLUMNS
+    i_group = (i_program // programs).to(tl.int64)
+    o_width = tl.program_id(0) % COLUMNS * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    m_width = o_width < WIDTH
+    if SCALE != 0:
+        o_scale = i_group * WIDTH if SCALE == 2 else 0
+        b_scale = tl.load(p_scale + o_scale + o_width, mask=m_width, other=0.0).to(tl.float32) + SCALE_OFFSET  # [BLOCK]
+    b_dscale = tl.zeros([ROWS, BLOCK], tl.float32)
+    b_doffset = tl.zeros([ROWS, BLOCK], tl.float32)
+
+    for i_tile in tl.range(i_program % programs, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
+        i_local = i_tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
+        m_row = i_local < rows
+        i_row = i_group * rows + i_local
+        m_tile = m_row[:, None] & m_width[None, :]
+        o_tile = i_row[:, None] * WIDTH + o_width[None, :]
+        b_x = tl.load(p_x + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        b_grad = tl.load(p_grad + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        b_rstd = tl.load(p_rstd + i_row, mask=m_row, other=0.0)  # [ROWS]
+        if CENTRED:
+            b_x -= tl.load(p_mean + i_row, mask=m_row, other=0.0)[:, None]
+        b_normalised = b_x * b_rstd[:, None]
+        b_weighted = b_grad
+        if SCALE != 0:
+            b_weighted = b_grad * b_scale[None, :]
+            b_dscale += b_grad * b_normalised
+        if OFFSET:
+            b_doffset += b_grad
+        if SPLIT:
+            b_product = tl.load(p_mean_product + i_row, mask=m_row, other=0.0)  # [ROWS]
+        else:
+            b_product = tl.sum(b_weighted * b_normalised, axis=1) / WIDTH  # [ROWS]
+        b_dx = b_weighted - b_normalised * b_product[:, None]
+        if CENTRED and SPLIT:
+            b_dx -= tl.load(p_mean_weighted + i_row, mask=m_row, other=0.0)[:, None]
+        elif CENTRED:
+            b_dx -= (tl.sum(b_weighted, axis=1) / WIDTH)[:, None]
+        tl.store(p_dx + o_tile, (b_dx * b_rstd[:, None]).to(p_dx.dtype.element_ty), mask=m_tile)
+
+    o_partial = i_program.to(tl.int64) * WIDTH + o_width
+    if SCALE != 0:
+        tl.store(p_dscale + o_partial, tl.sum(b_dscale, axis=0), mask=m_width)
+    if OFFSET:
+        tl.store(p_doffset + o_partial, tl.sum(b_doffset, axis=0), mask=m_width)
+
+
+def storage(parameter: Any) -> int:
+    if parameter is None:
+        return ABSENT
+    return PER_BATCH if parameter.shape[0] > 1 else SHARED
+
+
+def cdiv(value: int, divisor: int) -> int:
+    return -(-value // divisor)
+
+
+def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, centred: bool) -> tuple[Any, Any, Any]:
+    """out, and the mean (if centred) and rstd of each row (if they are saved)."""
+    x, scale, offset = inputs
+    shape = x.shape
+    save = call.save_residuals
+    if not x.size:
+        rstd = jnp.full(shape[:-1], call.epsilon**-0.5 if call.epsilon else jnp.inf, jnp.float32)
+        return x, jnp.zeros_like(rstd) if save and centred else None, rstd if save else None
+    rows = math.prod(shape[:-1])
+    absent = ((1,), jnp.float32)
+    statistic = (shape[:-1], jnp.float32)
+    arrays = (x, x if scale is None else scale, x if offset is None else offset)
+    constants = {
+        "WIDTH": shape[-1], "CENTRED": centred, "SCALE": storage(scale), "OFFSET": storage(offset), "SAVE": save,
+        "EPSILON": call.epsilon, "SCALE_OFFSET": call.scale_offset, "num_warps": config.num_warps,
+    }  # fmt: skip
+    results = ((shape, x.dtype), statistic if save and centred else absent, statistic if save else absent)
+    if config.block:
+        walking = {"BLOCK": config.block, "STAGES": config.num_stages, **constants}
+        found = call_kernel(norm_forward_walking_kernel, (*arrays, rows // shape[0]), results, grid=rows, **walking)
+    else:
+        held = {"BLOCK": padded_width(call), "ROWS": config.rows, **constants}
+        grid = cdiv(rows, config.rows)
+        found = call_kernel(norm_forward_kernel, (*arrays, rows, rows // shape[0]), results, grid=grid, **held)
+    out, mean, rstd = found
+    return out, mean if save and centred else None, rstd if save else None
+
+
+def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad: Any, config: BackwardConfig) -> NormInputs:
+    """Gradients from the cotangent of out; `mean` is None where the rows are not centred."""
+    x, scale, offset = inputs
+    if not x.size:
+        return NormInputs(*(None if value is None else jnp.zeros_like(value) for value in inputs))
+    width = x.shape[-1]
+    groups = x.shape[0] if PER_BATCH in (storage(scale), storage(offset)) else 1
+    rows = math.prod(x.shape[:-1]) // groups
+    programs = min(config.programs, cdiv(rows, config.rows))
+    if scale is None and offset is None:
+        programs = cdiv(rows, config.rows)
+    elif groups > 1:
+        programs = min(programs, cdiv(config.programs, groups))
+    arrays = (x, x if scale is None else scale, rstd if mean is None else mean, rstd, grad)
+    constants = {
+        "WIDTH": width, "BLOCK": config.block or padded_width(call), "CENTRED": mean is not None, "SCALE": storage(scale),
+        "SCALE_OFFSET": call.scale_offset, "STAGES": config.num_stages, "num_warps": config.num_warps,
+    }  # fmt: skip
+    means = (rstd, rstd)
+    if config.block:
+        results = (((groups * rows,), jnp.float32),) * 2
+        means = call_kernel(norm_row_means_kernel, (*arrays, rows), results, grid=groups * rows, **constants)
+    partial = ((groups, programs, width), jnp.float32)
+    absent = ((1,), jnp.float32)
+    d_x, d_scale, d_offset = call_kernel(
+        norm_backward_kernel,
+        (*arrays, *means, rows, programs),
+        ((x.shape, x.dtype), absent if scale is None else partial, absent if offset is None else partial),
+        grid=groups * programs * cdiv(width, constants["BLOCK"]),
+        ROWS=config.rows,
+        OFFSET=offset is not None,
+        SPLIT=config.block != 0,
+        **constants,
+    )
+    return NormInputs(d_x, _sum_of_partials(d_scale, scale), _sum_of_partials(d_offset, offset))
+
+
+def _sum_of_partials(partials: Any, parameter: Any) -> Any:
+    """Add up `[groups, programs, d]` to the parameter's `[1 or b, d]`."""
+    if parameter is None:
+        return None
+    total = jnp.sum(partials, axis=1 if parameter.shape[0] == partials.shape[0] else (0, 1))
+    return total.reshape(parameter.shape).astype(parameter.dtype)

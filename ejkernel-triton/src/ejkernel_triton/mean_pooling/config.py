@@ -1,0 +1,71 @@
+"""Performance knobs of `mean_pooling`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+from ejkernel.operations.mean_pooling.interface import MeanPoolingCall
+from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_triton._rows.config import SHARED_MEMORY, itemsize, padded, thread_fits, warps_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Attributes:
+    chunk: most tokens of one program, all of one sequence.
+    tokens: tokens of one step; a power of two.
+    block: channels of one program; a power of two.
+    num_warps: warps per program.
+    num_stages: steps in flight; above 1 they pass through shared memory.
+    """
+
+    chunk: int
+    tokens: int
+    block: int
+    num_warps: int
+    num_stages: int = 1
+
+
+def channels(call: MeanPoolingCall) -> int:
+    """Channels of a token, of all heads."""
+    return math.prod(call.x.shape[2:])
+
+
+def forward_heuristic(call: MeanPoolingCall, target: Target) -> Config:
+    block = min(padded(channels(call)), 1024)
+    tokens = max(1, min(64, 4096 // block))
+    return Config(256, tokens, block, warps_for(tokens * block, 16), 3)
+
+
+def backward_heuristic(call: MeanPoolingCall, target: Target) -> Config:
+    block = min(padded(channels(call)), 2048)
+    tokens = max(1, min(64, 4096 // block))
+    return Config(64, tokens, block, warps_for(tokens * block, 16))
+
+
+def forward_space(call: MeanPoolingCall, target: Target) -> list[Config]:
+    return _space(call, (128, 256, 512, 1024), (1, 2, 3))
+
+
+def backward_space(call: MeanPoolingCall, target: Target) -> list[Config]:
+    """Backward writes only; there is nothing to have in flight."""
+    return _space(call, (16, 64, 256), (1,))
+
+
+def _space(call: MeanPoolingCall, chunks: tuple[int, ...], stages: tuple[int, ...]) -> list[Config]:
+    widest = padded(channels(call))
+    blocks = sorted({min(widest, block) for block in (256, 512, 1024, 2048, 4096)})
+    return [
+        Config(chunk, tokens, block, warps, stage)
+        for chunk, tokens, block, warps, stage in itertools.product(
+            chunks, (1, 2, 4, 8, 16, 32, 64), blocks, (2, 4, 8, 16), stages
+        )
+        if tokens <= chunk and (tokens * block >= 1024 or tokens == 64) and thread_fits(tokens * block, warps, 64)
+        if stage == 1 or stage * tokens * block * itemsize(call.x) <= SHARED_MEMORY
+    ]
+
+
+FORWARD = ConfigSpace(Config, forward_heuristic, forward_space)
+BACKWARD = ConfigSpace(Config, backward_heuristic, backward_space)

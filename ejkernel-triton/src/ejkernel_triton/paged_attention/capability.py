@@ -1,0 +1,25 @@
+"""Which calls of `paged_attention` these kernels run."""
+
+from __future__ import annotations
+
+from ejkernel.operations.paged_attention.interface import PagedAttentionCall
+from ejkernel.plugin import Target
+from ejkernel_triton._capability import FLOATS, refusal
+from ejkernel_triton._pages import STORED, e4m3_problem
+
+WIDEST = 512
+"""A program holds a tile's weighted values in registers."""
+MOST_PROGRAMS = 2**31 - 1
+
+
+def supports_forward(call: PagedAttentionCall, target: Target) -> str | None:
+    batch, tokens, heads, size = call.query.shape
+    widest = max(size, call.value_size)
+    if widest > WIDEST:
+        return f"head size {widest} is above {WIDEST}, the widest that one program holds"
+    if batch * heads * (tokens + call.kv_lens.shape[1]) > MOST_PROGRAMS:
+        return f"{tokens} tokens of {heads} heads, {batch} times, need more than {MOST_PROGRAMS} programs"
+    names: dict[str, tuple[str, ...]] = {"query": FLOATS, "key_pages": STORED, "value_pages": STORED}
+    names |= dict.fromkeys(("sinks", "alibi_slopes", "qq_bias", "key_scale", "value_scale"), FLOATS)
+    problem = refusal(target, {name: getattr(call, name) for name in names}, names)
+    return problem or e4m3_problem(target, call.key_pages)

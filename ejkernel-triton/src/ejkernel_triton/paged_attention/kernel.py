@@ -1,0 +1,648 @@
+"""The forward phase: programs walk over the pages of one tile's keys with a running maximum and sum, and a merge in a fixed order
+puts tiles together whose keys are split (Dao et al., Flash-Decoding, 2023; Kwon et al., PagedAttention, 2023).
+
+A tile holds new tokens and the query heads of one key head as rows of one product, so that its keys are read once. Logits are in
+units of log 2. Backward is the XLA platform's: it needs nothing but `out` and `lse`.
+"""
+
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
+from ejkernel_triton._jax_triton import call_kernel
+from ejkernel_triton._numerics import dot_precision
+from ejkernel_triton._pages import Strides, batch_stride, search_block, storage, with_one_schedule
+from ejkernel_triton._requests import count_up_to
+from ejkernel_triton.paged_attention.config import PagedAttentionConfig, padded
+from ejkernel_triton.paged_attention.schedule import FAR, Schedule, Sizes, make_schedule
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _read(p_pages, o_token, m_key, SIZE: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """Rows of pages as `[BLOCK_K, BLOCK]`; 0 where there is no key."""
+    STORED: tl.constexpr = p_pages.dtype.element_ty
+    o_size = tl.arange(0, BLOCK)
+    m_tile = m_key[:, None]
+    if SIZE < BLOCK:
+        m_tile = m_tile & (o_size < SIZE)[None, :]
+    o_rows = o_token[:, None] + o_size[None, :]
+    if STORED.primitive_bitwidth > 8:
+        b_rows = tl.load(p_pages + o_rows, mask=m_tile, other=0.0)  # [BLOCK_K, BLOCK]
+    else:
+        p_byte = p_pages.to(tl.pointer_type(tl.int8), bitcast=True)
+        b_byte = tl.load(p_byte + o_rows, mask=m_tile, other=0)  # [BLOCK_K, BLOCK]
+        b_rows = b_byte.to(tl.float32) if tl.int8 == STORED else b_byte.to(STORED, bitcast=True)
+    return b_rows.to(DTYPE)
+
+
+@triton.jit
+def _pages_of_block(p_table, i_block, table_width, BLOCK_K: tl.constexpr, PAGE: tl.constexpr):
+    """The page of every key `[BLOCK_K]`, or one for all of them; -1 beyond the table."""
+    i_key = i_block * BLOCK_K if PAGE % BLOCK_K == 0 else i_block * BLOCK_K + tl.arange(0, BLOCK_K)
+    i_entry = i_key // PAGE
+    return tl.load(p_table + i_entry, mask=i_entry < table_width, other=-1)
+
+
+@triton.jit
+def _absorb(
+    b_query,
+    b_max,
+    b_sum,
+    b_acc,
+    i_page,
+    i_block,
+    i_lowest,
+    i_limit,
+    i_position,
+    i_local,
+    i_first_new,
+    b_factor,
+    b_slope,
+    p_key,
+    p_value,
+    p_table,
+    p_bias,
+    pages,
+    table_width,
+    EDGE: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEY_PAGE: tl.constexpr,
+    KEY_TOKEN: tl.constexpr,
+    VALUE_PAGE: tl.constexpr,
+    VALUE_TOKEN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One block of keys, while the next one's pages are looked up.
+
+    With EDGE, rows differ in the keys that they see; a value that is not finite must then reach only the rows that see it,
+    although every row multiplies it by its weight.
+    """
+    i_key = i_block * BLOCK_K + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    m_key = (i_key >= i_lowest) & (i_key < i_limit)
+    m_key = m_key & (i_page >= 0) & (i_page < pages)
+    o_key = i_page.to(tl.int64) * KEY_PAGE + (i_key % PAGE) * KEY_TOKEN
+    o_value = i_page.to(tl.int64) * VALUE_PAGE + (i_key % PAGE) * VALUE_TOKEN
+    i_next_page = _pages_of_block(p_table, i_block + 1, table_width, BLOCK_K, PAGE)
+    b_key = _read(p_key, o_key, m_key, D, BLOCK_D, b_query.dtype)  # [BLOCK_K, BLOCK_D]
+    b_value = _read(p_value, o_value, m_key, V, BLOCK_V, b_query.dtype)  # [BLOCK_K, BLOCK_V]
+
+    b_logit = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)  # [BLOCK_M, BLOCK_K]
+    if SOFT_CAP > 0:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), with factor = 2 scale / cap
+        b_logit = SOFT_CAP * LOG2E * (1.0 - 2.0 / (tl.exp2(b_logit * (b_factor * LOG2E)) + 1.0))
+    else:
+        b_logit = b_logit * (b_factor * LOG2E)
+    if ALIBI:
+        b_logit += (b_slope * LOG2E)[:, None] * (i_key[None, :] - i_position[:, None]).to(tl.float32)
+    m_logit = m_key[None, :]
+    if EDGE:
+        if CAUSAL:
+            m_logit = m_logit & (i_key[None, :] <= i_position[:, None])
+        if WINDOW > 0:
+            m_logit = m_logit & (i_key[None, :] > i_position[:, None] - WINDOW)
+        if BIAS > 0:
+            i_new = i_key - i_first_new  # [BLOCK_K]
+            m_bias = (i_local < BIAS)[:, None] & ((i_new >= 0) & (i_new < BIAS))[None, :]
+            b_bias = tl.load(p_bias + i_local[:, None] * BIAS + i_new[None, :], mask=m_bias, other=0.0).to(tl.float32)
+            m_logit = m_logit & (b_bias != float("-inf"))
+            b_logit += b_bias * LOG2E
+    b_logit = tl.where(m_logit, b_logit, float("-inf"))
+
+    b_new_max = tl.maximum(b_max, tl.max(b_logit, axis=1))  # [BLOCK_M]
+    b_finite = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+    b_kept = tl.exp2(b_max - b_finite)
+    b_weight = tl.exp2(b_logit - b_finite[:, None])  # [BLOCK_M, BLOCK_K]
+    if EDGE:
+        m_finite = b_value - b_value == 0.0
+        m_broken = tl.min(m_finite.to(tl.int32), axis=1) == 0  # [BLOCK_K]
+        b_value = tl.where(m_finite, b_value, 0.0)
+        b_weight = tl.where(m_logit & m_broken[None, :], float("nan"), b_weight)
+    b_sum = b_sum * b_kept + tl.sum(b_weight, axis=1)
+    b_acc = tl.dot(b_weight.to(b_value.dtype), b_value, b_acc * b_kept[:, None], input_precision=PRECISION)
+    return b_new_max, b_sum, b_acc, i_next_page
+
+
+@triton.jit
+def _with_sink(b_max, b_sum, b_acc, b_sink):
+    """The sink's weight joins the sum; it has no value."""
+    b_new_max = tl.maximum(b_max, b_sink)
+    b_finite = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+    b_kept = tl.exp2(b_max - b_finite)
+    return b_new_max, b_sum * b_kept + tl.exp2(b_sink - b_finite), b_acc * b_kept[:, None]
+
+
+@triton.jit
+def _normalised(b_max, b_sum, b_acc):
+    """Weighted values over their sum, and the log-sum-exp; 0 and -inf for a row that sees nothing."""
+    m_empty = b_sum == 0.0
+    b_out = b_acc / tl.where(m_empty, 1.0, b_sum)[:, None]
+    b_lse = tl.where(m_empty, float("-inf"), tl.where(m_empty, 0.0, b_max) + tl.log2(tl.where(m_empty, 1.0, b_sum)))
+    return b_out, b_lse
+
+
+@triton.jit
+def paged_attention_kernel(
+    p_query,
+    p_key,
+    p_value,
+    p_starts,
+    p_lengths,
+    p_tables,
+    p_splits,
+    p_units_up_to,
+    p_parts_up_to,
+    p_sinks,
+    p_slopes,
+    p_bias,
+    p_key_scale,
+    p_value_scale,
+    p_out_before,
+    p_lse_before,
+    tokens,
+    requests,
+    table_width,
+    pages,
+    units,
+    parts,
+    p_out,
+    p_lse,
+    p_part,
+    p_part_lse,
+    SCALE: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS_OF_TILE: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEY_PAGE: tl.constexpr,
+    KEY_TOKEN: tl.constexpr,
+    KEY_HEAD: tl.constexpr,
+    KEY_BATCH: tl.constexpr,
+    VALUE_PAGE: tl.constexpr,
+    VALUE_TOKEN: tl.constexpr,
+    VALUE_HEAD: tl.constexpr,
+    VALUE_BATCH: tl.constexpr,
+    FIRST_VALUE: tl.constexpr,
+    SCHEDULES: tl.constexpr,
+    TABLES: tl.constexpr,
+    SINKS: tl.constexpr,
+    SLOPES: tl.constexpr,
+    BIAS: tl.constexpr,
+    BIAS_BATCH: tl.constexpr,
+    BIAS_REQUEST: tl.constexpr,
+    KEY_SCALE: tl.constexpr,
+    KEY_SCALE_BATCH: tl.constexpr,
+    VALUE_SCALE: tl.constexpr,
+    VALUE_SCALE_BATCH: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SAVE_LSE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SEARCH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One split of one tile. SCHEDULES, TABLES, SINKS and SLOPES are 0 for none, 1 for one that the batch shares, 2 for one per
+    batch member; KEY_SCALE and VALUE_SCALE 0 for none, else how many there are."""
+    i_head_tile = tl.program_id(0) % HEAD_TILES
+    i_unit = (tl.program_id(0) // HEAD_TILES) % units
+    i_batch = tl.program_id(0) // HEAD_TILES // units
+    i_key_head = i_head_tile // (HEAD_TILES // KEY_HEADS)
+    o_schedule = i_batch * requests if SCHEDULES == 2 else 0
+    i_request = count_up_to(p_units_up_to + o_schedule, requests, i_unit, SEARCH)
+    if i_request >= requests:
+        return
+
+    # The tile: its tokens, rows, and the keys that any of its rows sees.
+    o_starts = p_starts + o_schedule + (i_batch if SCHEDULES == 2 else 0) + i_request
+    i_start = tl.minimum(tl.maximum(tl.load(o_starts), 0), tokens)
+    i_end = tl.minimum(tl.maximum(tl.load(o_starts + 1), i_start), tokens)
+    keys = tl.load(p_lengths + o_schedule + i_request)
+    splits = tl.load(p_splits + o_schedule + i_request)
+    tiles = tl.cdiv(i_end - i_start, TOKENS)
+    i_in_request = i_unit - tl.load(p_units_up_to + o_schedule + i_request) + tiles * splits
+    i_split = i_in_request % splits
+    i_first = i_start + (tiles - 1 - i_in_request // splits) * TOKENS  # tiles with the most keys first
+    i_last = tl.minimum(i_first + TOKENS, i_end)
+    to_position = keys - i_end
+    i_row = tl.arange(0, BLOCK_M)
+    i_token = i_first + i_row // HEADS_OF_TILE  # [BLOCK_M]
+    i_in_group = (i_head_tile % (HEAD_TILES // KEY_HEADS)) * HEADS_OF_TILE + i_row % HEADS_OF_TILE
+    i_head = i_key_head * (HEADS // KEY_HEADS) + i_in_group  # [BLOCK_M]
+    m_row = (i_token < i_last) & (i_row < TOKENS * HEADS_OF_TILE) & (i_in_group < HEADS // KEY_HEADS)
+    i_lowest = 0
+    i_limit = tl.minimum(keys, table_width * PAGE)
+    if WINDOW > 0:
+        i_lowest = tl.maximum(i_first + to_position - WINDOW + 1, 0)
+    if CAUSAL:
+        i_limit = tl.minimum(i_limit, i_last + to_position)
+    i_low_block = i_lowest // BLOCK_K
+    blocks = tl.maximum(tl.cdiv(i_limit, BLOCK_K) - i_low_block, 0)
+    blocks_of_split = tl.cdiv(blocks, splits)
+    i_begin = i_low_block + tl.minimum(i_split * blocks_of_split, blocks)
+    i_stop = i_low_block + tl.minimum((i_split + 1) * blocks_of_split, blocks)
+
+    o_head = (i_batch.to(tl.int64) * tokens + i_token) * HEADS + i_head  # [BLOCK_M]
+    o_size = tl.arange(0, BLOCK_D)
+    m_query = m_row[:, None] & (o_size < D)[None, :]
+    b_query = tl.load(p_query + o_head[:, None] * D + o_size[None, :], mask=m_query, other=0.0).to(DTYPE)  # [BLOCK_M, BLOCK_D]
+    b_factor = 2.0 * SCALE / SOFT_CAP if SOFT_CAP > 0 else SCALE * 1.0
+    if KEY_SCALE > 0:
+        b_factor *= tl.load(p_key_scale + i_batch * KEY_SCALE_BATCH + (i_key_head if KEY_SCALE > 1 else 0))
+    b_slope = tl.zeros([BLOCK_M], tl.float32)
+    if SLOPES > 0:
+        b_slope = tl.load(p_slopes + (i_batch * HEADS if SLOPES == 2 else 0) + i_head, mask=m_row, other=0.0).to(tl.float32)
+    p_key += i_batch.to(tl.int64) * KEY_BATCH + i_key_head.to(tl.int64) * KEY_HEAD
+    p_value += i_batch.to(tl.int64) * VALUE_BATCH + i_key_head.to(tl.int64) * VALUE_HEAD + FIRST_VALUE
+    i_table = (i_batch if TABLES == 2 else 0) * requests + i_request
+    p_tables += i_table.to(tl.int64) * table_width
+    p_bias += i_batch.to(tl.int64) * BIAS_BATCH + i_request.to(tl.int64) * BIAS_REQUEST
+    i_position = i_token + to_position
+    i_local = i_token - i_start
+    i_first_new = i_start + to_position
+
+    # Where every row sees every key nothing is compared row by row: between the window's edge and the first row's position.
+    ALIKE: tl.constexpr = (TOKENS == 1 or not (CAUSAL or WINDOW > 0)) and BIAS == 0
+    i_full_begin = i_begin
+    i_full_stop = i_stop
+    if not ALIKE:
+        if WINDOW > 0:
+            i_full_begin = tl.maximum(i_last - 1 + to_position - WINDOW + BLOCK_K, 0) // BLOCK_K
+            i_full_begin = tl.minimum(tl.maximum(i_full_begin, i_begin), i_stop)
+        if CAUSAL:
+            i_full_stop = tl.maximum(i_first + to_position + 1, 0) // BLOCK_K
+        if BIAS > 0:
+            i_full_stop = i_full_begin
+        i_full_stop = tl.minimum(tl.maximum(i_full_stop, i_full_begin), i_stop)
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    i_page = _pages_of_block(p_tables, i_begin, table_width, BLOCK_K, PAGE)
+    for PART in tl.static_range(3):
+        if PART == 1 or (not ALIKE and (PART == 2 or WINDOW > 0)):
+            i_from = i_begin if PART == 0 else (i_full_begin if PART == 1 else i_full_stop)
+            i_to = i_full_begin if PART == 0 else (i_full_stop if PART == 1 else i_stop)
+            for i_block in tl.range(i_from, i_to, num_stages=STAGES):
+                b_max, b_sum, b_acc, i_page = _absorb(
+                    b_query, b_max, b_sum, b_acc, i_page, i_block, i_lowest, i_limit, i_position, i_local, i_first_new, b_factor,
+                    b_slope, p_key, p_value, p_tables, p_bias, pages, table_width, PART != 1, D, V, BLOCK_D, BLOCK_V, BLOCK_K,
+                    PAGE, KEY_PAGE, KEY_TOKEN, VALUE_PAGE, VALUE_TOKEN, CAUSAL, WINDOW, SOFT_CAP, SLOPES > 0, BIAS, PRECISION,
+                )  # fmt: skip
+
+    o_value = tl.arange(0, BLOCK_V)
+    m_out = m_row[:, None] & (o_value < V)[None, :]
+    if splits == 1:
+        if SINKS > 0:
+            b_sink = tl.load(p_sinks + (i_batch * HEADS if SINKS == 2 else 0) + i_head, mask=m_row, other=float("-inf"))
+            b_max, b_sum, b_acc = _with_sink(b_max, b_sum, b_acc, b_sink.to(tl.float32) * LOG2E)
+        b_out, b_lse = _normalised(b_max, b_sum, b_acc)
+        if VALUE_SCALE > 0:
+            b_out *= tl.load(p_value_scale + i_batch * VALUE_SCALE_BATCH + (i_key_head if VALUE_SCALE > 1 else 0))
+        tl.store(p_out + o_head[:, None] * V + o_value[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
+        if SAVE_LSE:
+            tl.store(p_lse + o_head, b_lse * LN2, mask=m_row)
+    else:
+        b_out, b_lse = _normalised(b_max, b_sum, b_acc)
+        i_part = tl.load(p_parts_up_to + o_schedule + i_request) - tiles * splits + i_in_request
+        i_part = (i_batch * parts + i_part).to(tl.int64) * HEAD_TILES + i_head_tile
+        o_part = i_part * (TOKENS * HEADS_OF_TILE) + i_row  # [BLOCK_M]
+        tl.store(p_part + o_part[:, None] * V + o_value[None, :], b_out, mask=m_out)
+        tl.store(p_part_lse + o_part, b_lse, mask=m_row)
+
+
+@triton.jit
+def paged_attention_merge_kernel(
+    p_part,
+    p_part_lse,
+    p_starts,
+    p_splits,
+    p_parts_up_to,
+    p_sinks,
+    p_value_scale,
+    p_out_before,
+    p_lse_before,
+    tokens,
+    requests,
+    parts,
+    p_out,
+    p_lse,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS_OF_TILE: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    HEADS_OF_PROGRAM: tl.constexpr,
+    SCHEDULES: tl.constexpr,
+    SINKS: tl.constexpr,
+    VALUE_SCALE: tl.constexpr,
+    VALUE_SCALE_BATCH: tl.constexpr,
+    SAVE_LSE: tl.constexpr,
+    CLEAR: tl.constexpr,
+    SEARCH: tl.constexpr,
+):
+    """A slice of the values of one token's heads: merged from the parts of its tile. With CLEAR, tokens of no request become 0."""
+    SLICES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    i_slice = tl.program_id(0) % SLICES
+    i_first_head = (tl.program_id(0) // SLICES) % (HEADS // HEADS_OF_PROGRAM) * HEADS_OF_PROGRAM
+    i_row = tl.program_id(0) // SLICES // (HEADS // HEADS_OF_PROGRAM)
+    i_batch = i_row // tokens
+    i_token = i_row % tokens
+    o_schedule = i_batch * requests if SCHEDULES == 2 else 0
+    p_starts += o_schedule + (i_batch if SCHEDULES == 2 else 0)
+    i_request = count_up_to(p_starts + 1, requests, i_token, SEARCH)
+    o_value = i_slice * BLOCK_V + tl.arange(0, BLOCK_V)
+    m_value = o_value < V
+    i_start = 2147483647
+    splits = 0
+    if i_request < requests:
+        i_start = tl.maximum(tl.load(p_starts + i_request), 0)
+        splits = tl.load(p_splits + o_schedule + i_request)
+    if i_token < i_start:
+        if CLEAR:
+            for i in range(HEADS_OF_PROGRAM):
+                o_head = i_row.to(tl.int64) * HEADS + i_first_head + i
+                tl.store(p_out + o_head * V + o_value, tl.zeros([BLOCK_V], p_out.dtype.element_ty), mask=m_value)
+                if SAVE_LSE:
+                    tl.store(p_lse + o_head, float("-inf"))
+    elif splits > 1:
+        i_tile = (i_token - i_start) // TOKENS
+        i_part = tl.load(p_parts_up_to + o_schedule + i_request) - (i_tile + 1) * splits
+        for i in range(HEADS_OF_PROGRAM):
+            i_head = i_first_head + i
+            i_key_head = i_head // (HEADS // KEY_HEADS)
+            i_in_group = i_head % (HEADS // KEY_HEADS)
+            i_head_tile = i_key_head * (HEAD_TILES // KEY_HEADS) + i_in_group // HEADS_OF_TILE
+            i_in_tile = (i_token - i_start) % TOKENS * HEADS_OF_TILE + i_in_group % HEADS_OF_TILE
+            b_max = tl.full([1], float("-inf"), tl.float32)
+            b_sum = tl.zeros([1], tl.float32)
+            b_acc = tl.zeros([1, BLOCK_V], tl.float32)
+            for i_from in range(0, splits, TOGETHER):
+                i_split = i_from + tl.arange(0, TOGETHER)
+                m_split = i_split < splits
+                o_part = ((i_batch * parts + i_part + i_split).to(tl.int64) * HEAD_TILES + i_head_tile) * (
+                    TOKENS * HEADS_OF_TILE
+                )
+                o_part += i_in_tile
+                b_lse = tl.load(p_part_lse + o_part, mask=m_split, other=float("-inf"))  # [TOGETHER]
+                m_part = m_split[:, None] & m_value[None, :]
+                b_part = tl.load(p_part + o_part[:, None] * V + o_value[None, :], mask=m_part, other=0.0)  # [TOGETHER, BLOCK_V]
+                b_new_max = tl.maximum(b_max, tl.max(b_lse, axis=0))
+                b_finite = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+                b_weight = tl.exp2(b_lse - b_finite)
+                b_kept = tl.exp2(b_max - b_finite)
+                b_sum = b_sum * b_kept + tl.sum(b_weight, axis=0)
+                b_acc = b_acc * b_kept[:, None] + tl.sum(b_weight[:, None] * b_part, axis=0)[None, :]
+                b_max = b_new_max
+            if SINKS > 0:
+                b_sink = tl.load(p_sinks + (i_batch * HEADS if SINKS == 2 else 0) + i_head).to(tl.float32) * LOG2E
+                b_max, b_sum, b_acc = _with_sink(b_max, b_sum, b_acc, b_sink)
+            b_out, b_lse = _normalised(b_max, b_sum, b_acc)
+            if VALUE_SCALE > 0:
+                b_out *= tl.load(p_value_scale + i_batch * VALUE_SCALE_BATCH + (i_key_head if VALUE_SCALE > 1 else 0))
+            o_head = i_row.to(tl.int64) * HEADS + i_head + tl.arange(0, 1)
+            m_out = m_value[None, :]
+            tl.store(p_out + o_head[:, None] * V + o_value[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
+            if SAVE_LSE:
+                tl.store(p_lse + o_head, b_lse * LN2, mask=i_slice + tl.arange(0, 1) == 0)
+
+
+class _Results(NamedTuple):
+    """out `[b, N, H, V]`; lse `[b, N, H]`, or one element where it is not wanted."""
+
+    out: Any
+    lse: Any
+
+
+def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: PagedAttentionConfig) -> PagedAttentionOutputs:
+    batch, tokens, _, _ = call.query.shape
+    save_lse = call.return_lse or call.save_residuals
+    if batch * tokens * call.kv_lens.shape[1] * call.value_size * call.longest * call.pages.pages == 0:
+        return _without_keys(call, inputs)
+    inputs = _with_one_sink(with_one_schedule(inputs))
+    if config.decode_keys:
+        alone = Sizes.of(call, config, tokens_of_tile=1, keys=config.decode_keys, up_to=1)
+        results = _pass(call, inputs, alone, None, num_warps=4, num_stages=min(config.num_stages, 3))
+        together = Sizes.of(call, config, tokens_of_tile=config.tokens, keys=config.keys, above=1)
+        results = _pass(call, inputs, together, results, num_warps=config.num_warps, num_stages=config.num_stages)
+    else:
+        sizes = Sizes.of(call, config, tokens_of_tile=config.tokens, keys=config.keys)
+        results = _pass(call, inputs, sizes, None, num_warps=config.num_warps, num_stages=config.num_stages)
+    return PagedAttentionOutputs(results.out, results.lse if save_lse else None)
+
+
+def _without_keys(call: PagedAttentionCall, inputs: PagedAttentionInputs) -> PagedAttentionOutputs:
+    """No queries, or nothing that a query could see: zeros, and the sinks alone in the log-sum-exp of rows with a request."""
+    batch, tokens, heads, _ = call.query.shape
+    out = jnp.zeros((batch, tokens, heads, call.value_size), call.query.dtype)
+    if not (call.return_lse or call.save_residuals):
+        return PagedAttentionOutputs(out)
+    lse = jnp.full((batch, tokens, heads), -jnp.inf, jnp.float32)
+    if inputs.sinks is not None:
+        row, starts = jnp.arange(tokens)[:, None], inputs.query_start_loc[:, None]
+        owned = jnp.any((row >= starts[..., :-1]) & (row < starts[..., 1:]), axis=-1)[..., None]
+        sinks = jax.nn.logsumexp(inputs.sinks.astype(jnp.float32), axis=-1)[:, None]
+        lse = jnp.where(owned, sinks, lse)
+    return PagedAttentionOutputs(out, lse)
+
+
+def _with_one_sink(inputs: PagedAttentionInputs) -> PagedAttentionInputs:
+    """Sinks `[1|b, H, n]` of a head as one `[1|b, H]`."""
+    if inputs.sinks is None:
+        return inputs
+    if inputs.sinks.shape[2] == 1:
+        return inputs._replace(sinks=inputs.sinks[..., 0])
+    return inputs._replace(sinks=jax.nn.logsumexp(inputs.sinks.astype(jnp.float32), axis=-1))
+
+
+def _product_dtype(call: PagedAttentionCall) -> Any:
+    """Of queries, keys and weights in the products; stored bytes are widened to the query's."""
+    stored, query = jnp.dtype(call.key_pages.dtype), jnp.dtype(call.query.dtype)
+    return query if stored.itemsize == 1 else jnp.promote_types(query, stored)
+
+
+_TRITON_DTYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
+
+
+def _pass(
+    call: PagedAttentionCall,
+    inputs: PagedAttentionInputs,
+    sizes: Sizes,
+    before: _Results | None,
+    *,
+    num_warps: int,
+    num_stages: int,
+) -> _Results:
+    """Serve the requests that `sizes` names; rows of others keep what they hold `before`, or are left to a later pass."""
+    batch, tokens, heads, size = call.query.shape
+    requests = call.kv_lens.shape[1]
+    save_lse = call.return_lse or call.save_residuals
+    schedule = make_schedule(call, sizes, inputs.query_start_loc, inputs.kv_lens)
+    key = Strides.of(call.key_pages.shape, call.layout)
+    value = key if call.value_pages is None else Strides.of(call.value_pages.shape, call.layout)
+    dtype = _product_dtype(call)
+    shared: dict[str, Any] = {
+        "V": call.value_size,
+        "HEADS": heads,
+        "KEY_HEADS": call.heads,
+        "HEADS_OF_TILE": sizes.heads_of_tile,
+        "HEAD_TILES": sizes.head_tiles,
+        "TOKENS": sizes.tokens_of_tile,
+        "SCHEDULES": storage(schedule.splits),
+        "SINKS": storage(inputs.sinks),
+        "VALUE_SCALE": 0 if inputs.value_scale is None else inputs.value_scale.shape[1],
+        "VALUE_SCALE_BATCH": batch_stride(inputs.value_scale),
+        "SAVE_LSE": save_lse,
+        "SEARCH": search_block(requests),
+    }
+    rows = sizes.tokens_of_tile * sizes.heads_of_tile
+    parts = (batch, sizes.parts, sizes.head_tiles, rows) if sizes.parts else (1, 1, 1, 1)
+    absent = inputs.query
+    clear = before is None
+    if before is None and not sizes.parts:
+        before = _cleared(call)
+
+    def present(array: Any) -> Any:
+        return absent if array is None else array
+
+    results = (
+        ((batch, tokens, heads, call.value_size), inputs.query.dtype),
+        (
+            (batch, tokens, heads) if save_lse else (1,),
+            jnp.float32,
+        ),
+    )
+    arrays = (
+        inputs.query,
+        inputs.key_pages,
+        inputs.key_pages if inputs.value_pages is None else inputs.value_pages,
+        inputs.query_start_loc,
+        inputs.kv_lens,
+        inputs.block_tables,
+        *schedule,
+        present(inputs.sinks),
+        present(inputs.alibi_slopes),
+        present(inputs.qq_bias),
+        present(inputs.key_scale),
+        present(inputs.value_scale),
+        *(before or (absent, absent)),
+    )
+    bias = inputs.qq_bias
+    out, lse, part, part_lse = call_kernel(
+        paged_attention_kernel,
+        (*arrays, tokens, requests, call.block_tables.shape[2], call.pages.pages, sizes.units, sizes.parts),
+        (*results, ((*parts, call.value_size), jnp.float32), (parts, jnp.float32)),
+        grid=batch * sizes.units * sizes.head_tiles,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        input_output_aliases={len(arrays) - 2: 0, len(arrays) - 1: 1} if before else None,
+        SCALE=call.scale,
+        D=size,
+        BLOCK_D=padded(size),
+        BLOCK_V=padded(call.value_size),
+        BLOCK_M=sizes.rows,
+        BLOCK_K=sizes.keys,
+        PAGE=call.pages.page_size,
+        KEY_PAGE=key.page,
+        KEY_TOKEN=key.token,
+        KEY_HEAD=key.head,
+        KEY_BATCH=key.batch,
+        VALUE_PAGE=value.page,
+        VALUE_TOKEN=value.token,
+        VALUE_HEAD=value.head,
+        VALUE_BATCH=value.batch,
+        FIRST_VALUE=value.first_value,
+        TABLES=storage(inputs.block_tables),
+        SLOPES=storage(inputs.alibi_slopes),
+        BIAS=0 if bias is None else bias.shape[3],
+        BIAS_BATCH=batch_stride(bias),
+        BIAS_REQUEST=0 if bias is None or bias.shape[1] == 1 else bias.shape[3] ** 2,
+        KEY_SCALE=0 if inputs.key_scale is None else inputs.key_scale.shape[1],
+        KEY_SCALE_BATCH=batch_stride(inputs.key_scale),
+        CAUSAL=call.causal,
+        WINDOW=0 if call.window is None else min(call.window, FAR),
+        SOFT_CAP=0.0 if call.soft_cap is None else call.soft_cap,
+        DTYPE=_TRITON_DTYPES[dtype.name],
+        PRECISION=dot_precision(call.precision, dtype),
+        STAGES=num_stages,
+        **shared,
+    )
+    if not sizes.parts:
+        return _Results(out, lse)
+    return _merge(call, inputs, sizes, schedule, _Results(out, lse), (part, part_lse), clear=clear, shared=shared)
+
+
+def _cleared(call: PagedAttentionCall) -> _Results:
+    """What rows without a request hold."""
+    rows = call.query.shape[:3]
+    lse = jnp.full(rows if call.return_lse or call.save_residuals else (1,), -jnp.inf, jnp.float32)
+    return _Results(jnp.zeros((*rows, call.value_size), call.query.dtype), lse)
+
+
+def _merge(
+    call: PagedAttentionCall,
+    inputs: PagedAttentionInputs,
+    sizes: Sizes,
+    schedule: Schedule,
+    found: _Results,
+    parts: tuple[Any, Any],
+    *,
+    clear: bool,
+    shared: dict[str, Any],
+) -> _Results:
+    """Put parts of tiles into the results, in place."""
+    batch, tokens, heads, _ = call.query.shape
+    requests = call.kv_lens.shape[1]
+    heads_of_program, block = (1, min(padded(call.value_size), 32)) if tokens <= 256 else (heads, padded(call.value_size))
+    absent = inputs.query
+    arrays = (
+        *parts,
+        inputs.query_start_loc,
+        schedule.splits,
+        schedule.parts_up_to,
+        absent if inputs.sinks is None else inputs.sinks,
+        absent if inputs.value_scale is None else inputs.value_scale,
+        *found,
+    )
+    out, lse = call_kernel(
+        paged_attention_merge_kernel,
+        (*arrays, tokens, requests, sizes.parts),
+        tuple((array.shape, array.dtype) for array in found),
+        grid=batch * tokens * (heads // heads_of_program) * -(-call.value_size // block),
+        num_warps=4,
+        input_output_aliases={len(arrays) - 2: 0, len(arrays) - 1: 1},
+        BLOCK_V=block,
+        TOGETHER=min(64, max(1, triton.next_power_of_2(sizes.wanted))),
+        HEADS_OF_PROGRAM=heads_of_program,
+        CLEAR=clear,
+        **shared,
+    )
+    return _Results(out, lse)

@@ -1,0 +1,114 @@
+"""Which program reads which keys: made on the device from the lengths, so that one compilation serves every mix of requests.
+
+A tile is a run of new tokens of one request with the query heads of one key head. Each tile's keys are cut into as many splits as
+make all programs about equally long; a unit is one split of one tile. Static shapes bound the number of units; programs beyond
+those in use end at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ejkernel.operations.paged_attention.interface import PagedAttentionCall
+from ejkernel_triton.paged_attention.config import PagedAttentionConfig, heads_of_tile, rows_of_tile
+
+FAR = 2**30
+"""A window that hides nothing, small enough for int32."""
+LEAST_BLOCKS = 2
+"""Blocks of keys below which a split is not worth its merge."""
+_SQUARE = 2048
+"""Requests up to which a cumulative sum is a masked sum: one program on the device instead of several."""
+
+
+class Schedule(NamedTuple):
+    """Per request `[s, R]`, s being 1 or the batch: splits of each tile (0 = another pass's request), units of all requests
+    up to and with this one, and of those only the ones whose tiles have several splits."""
+
+    splits: Any
+    units_up_to: Any
+    parts_up_to: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Static sizes of one pass.
+
+    Attributes:
+        rows: of a tile, its tokens times its heads and padding.
+        keys: of a block.
+        heads_of_tile: query heads of a tile, all under one key head.
+        head_tiles: tiles that cover all query heads.
+        tokens_of_tile: new tokens of a tile.
+        units: most units of a batch member.
+        parts: most units of a batch member whose result is a part of a tile's; 0 where no tile is long enough for a split.
+        wanted: units that the keys are cut for.
+        above, up_to: new tokens of the requests that this pass serves: `above < tokens <= up_to`.
+    """
+
+    rows: int
+    keys: int
+    heads_of_tile: int
+    head_tiles: int
+    tokens_of_tile: int
+    units: int
+    parts: int
+    wanted: int
+    above: int
+    up_to: int
+
+    @classmethod
+    def of(
+        cls,
+        call: PagedAttentionCall,
+        config: PagedAttentionConfig,
+        *,
+        tokens_of_tile: int,
+        keys: int,
+        above: int = 0,
+        up_to: int = FAR,
+    ) -> Sizes:
+        batch, tokens, heads, _ = call.query.shape
+        together = heads_of_tile(call)
+        head_tiles = call.heads * -(-(heads // call.heads) // together)
+        rows = rows_of_tile(call, tokens_of_tile)
+        busy = min(call.kv_lens.shape[1], tokens)
+        tiles = busy if up_to <= tokens_of_tile else (tokens - busy) // tokens_of_tile + busy
+        most_splits = max(-(-call.longest // (LEAST_BLOCKS * keys)), 1)
+        most = tiles * most_splits
+        wanted = max(1, min(config.programs // (head_tiles * batch), most))
+        units = min(tiles + wanted, most)
+        parts = min(units, 2 * wanted) if most_splits > 1 else 0
+        return cls(rows, keys, together, head_tiles, tokens_of_tile, units, parts, wanted, above, up_to)
+
+
+def make_schedule(call: PagedAttentionCall, sizes: Sizes, starts: Any, lengths: Any) -> Schedule:
+    """From `query_start_loc [s, R + 1]` and `kv_lens [s, R]`.
+
+    With c = ceil(sum of blocks / wanted), a tile of n blocks has ceil(n / c) <= n / c + 1 splits, which sums to at most wanted +
+    tiles; if it has more than one, at most 2 n / c, which sums to at most 2 wanted.
+    """
+    tokens = call.query.shape[1]
+    begins = jnp.clip(starts[:, :-1], 0, tokens)
+    counts = jnp.maximum(jnp.clip(starts[:, 1:], 0, tokens) - begins, 0)
+    counts = jnp.where((counts > sizes.above) & (counts <= sizes.up_to), counts, 0)
+    tiles = -(-counts // sizes.tokens_of_tile)
+    keys = jnp.clip(lengths, 0, call.longest)
+    if call.window is not None:
+        seen = min(call.window, FAR) + sizes.keys + (sizes.tokens_of_tile if call.causal else counts)
+        keys = jnp.minimum(keys, seen)
+    blocks = -(-keys // sizes.keys)
+    chunk = jnp.maximum(-(-jnp.sum(tiles * blocks, axis=1, keepdims=True) // sizes.wanted), LEAST_BLOCKS)
+    splits = jnp.where(tiles > 0, jnp.maximum(-(-blocks // chunk), 1), 0)
+    units = tiles * splits
+    return Schedule(splits, _cumulative(units), _cumulative(jnp.where(splits > 1, units, 0)))
+
+
+def _cumulative(values: Any) -> Any:
+    length = values.shape[1]
+    if length > _SQUARE:
+        return jnp.cumsum(values, axis=1, dtype=jnp.int32)
+    index = jnp.arange(length)
+    return jnp.sum(jnp.where(index[None, :] <= index[:, None], values[:, None, :], 0), axis=2, dtype=jnp.int32)

@@ -1,0 +1,26 @@
+"""Which calls of `rope` these kernels run."""
+
+from __future__ import annotations
+
+from ejkernel.operations.rope.interface import RopeCall
+from ejkernel.plugin import Target
+from ejkernel_triton._capability import refusal
+
+WIDEST = 4096
+"""A program holds all channels of a head."""
+MOST_TOKENS = 2**31 - 2**16
+"""Tokens, heads and programs are counted in 32 bits; elements in 64."""
+
+
+def supports_forward(call: RopeCall, target: Target) -> str | None:
+    if call.query.shape[-1] > WIDEST:
+        return f"head size {call.query.shape[-1]} is above {WIDEST}, the widest head that one program holds"
+    if call.key is not None and (call.query.size == 0) != (call.key.size == 0):
+        return f"query {call.query} or key {call.key} has no heads, the other one has"
+    length = call.query.shape[2 if call.heads_first else 1]
+    if call.query.shape[0] * length > MOST_TOKENS:
+        return f"{call.query.shape[0] * length} tokens are more than {MOST_TOKENS}"
+    return refusal(target, {"query": call.query, "key": call.key, "cos": call.cos, "sin": call.sin})
+
+
+supports_backward = supports_forward

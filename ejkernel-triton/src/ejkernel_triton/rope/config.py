@@ -1,0 +1,57 @@
+"""Performance knobs of `rope`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from ejkernel.operations.rope.interface import RopeCall
+from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_triton._rows.config import padded, thread_fits, warps_for
+
+_POWERS = tuple(1 << power for power in range(8))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Attributes:
+    tokens: tokens of one program, which reads their cos and sin once; a power of two.
+    heads: heads of one step of a program; a power of two.
+    num_warps: warps per program.
+    """
+
+    tokens: int
+    heads: int
+    num_warps: int
+
+
+def head_width(call: RopeCall) -> int:
+    """Channels of one head in a tile."""
+    return max(2, padded(call.query.shape[-1]))
+
+
+def heuristic(call: RopeCall, target: Target) -> Config:
+    """About 2048 pairs a step, eight for each thread; a step of heads has no more than the key."""
+    together = max(1, 4096 // head_width(call))
+    heads = 1 if call.heads_first else min(together, *(padded(max(1, count)) for count in _heads(call)))
+    tokens = max(1, min(32, together // heads))
+    return Config(tokens, heads, warps_for(tokens * heads * padded(max(1, call.rotary_dim // 2)), 8))
+
+
+def _heads(call: RopeCall) -> list[int]:
+    """Heads of query, and of key if there is one."""
+    return [spec.shape[1 if call.heads_first else 2] for spec in (call.query, call.key) if spec is not None]
+
+
+def search_space(call: RopeCall, target: Target) -> list[Config]:
+    width = head_width(call)
+    return [
+        Config(tokens, heads, warps)
+        for tokens, heads, warps in itertools.product(_POWERS, _POWERS, (1, 2, 4, 8, 16))
+        if heads <= padded(max(1, *_heads(call))) and (1024 <= tokens * heads * width <= 8192 or tokens == heads == 1)
+        if thread_fits(tokens * heads * width, warps, 64)
+    ]
+
+
+FORWARD = ConfigSpace(Config, heuristic, search_space)
+BACKWARD = FORWARD

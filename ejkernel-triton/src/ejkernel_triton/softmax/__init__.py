@@ -1,0 +1,1 @@
+"""Softmax in Triton."""

@@ -1,0 +1,55 @@
+"""Performance knobs of `softmax`."""
+
+from __future__ import annotations
+
+import itertools
+
+from ejkernel.operations.softmax.interface import SoftmaxCall
+from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_triton._rows.config import ForwardConfig, itemsize, padded, rows_of_tile, thread_fits, walking_configs, warps_for
+
+Config = ForwardConfig
+"""Of both phases: rows of a program, or blocks that it walks over."""
+
+WIDEST_FORWARD = 32768
+WIDEST_BACKWARD = 16384
+"""Wider rows are walked over in blocks; a program holds at most 32 registers per thread of each row."""
+
+
+def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
+    return _heuristic(call, WIDEST_FORWARD)
+
+
+def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
+    return _heuristic(call, WIDEST_BACKWARD)
+
+
+def forward_space(call: SoftmaxCall, target: Target) -> list[Config]:
+    return _space(call, WIDEST_FORWARD, 1)
+
+
+def backward_space(call: SoftmaxCall, target: Target) -> list[Config]:
+    return _space(call, WIDEST_BACKWARD, 2)
+
+
+def _heuristic(call: SoftmaxCall, widest: int) -> Config:
+    width = padded(call.x.shape[-1])
+    if width > widest:
+        return Config(1, 16, 8192)
+    rows = max(1, min(512, 2048 // width))
+    return Config(rows, warps_for(width * rows, 16))
+
+
+def _space(call: SoftmaxCall, widest: int, arrays: int) -> list[Config]:
+    """`arrays` are read for each element."""
+    width = padded(call.x.shape[-1])
+    held = [
+        Config(rows, warps)
+        for rows, warps in itertools.product(rows_of_tile(width), (1, 2, 4, 8, 16, 32))
+        if width <= widest and thread_fits(rows * width, warps, 64 // arrays)
+    ]
+    return held + walking_configs(width, arrays * itemsize(call.x), 16384)
+
+
+FORWARD = ConfigSpace(Config, forward_heuristic, forward_space)
+BACKWARD = ConfigSpace(Config, backward_heuristic, backward_space)

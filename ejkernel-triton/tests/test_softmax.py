@@ -1,0 +1,178 @@
+"""`softmax` in Triton on a machine without a GPU: numbers in the interpreter, machine code ahead of time, lowering."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel
+from ejkernel._arrays import ArraySpec
+from ejkernel.operations.softmax import reference
+from ejkernel.operations.softmax.cases import CASES
+from ejkernel.operations.softmax.interface import OPERATION, SoftmaxCall, SoftmaxInputs, SoftmaxOutputs
+from ejkernel.plugin import Target
+from ejkernel_triton._versions import version_problem
+from ejkernel_triton.softmax import capability, config
+
+pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
+from ejkernel_triton import testing
+from ejkernel_triton.softmax import kernel
+from ejkernel_triton.softmax.mask import PER_ELEMENT, PER_ROW, mask_of
+
+H200 = Target("gpu", "NVIDIA H200", "9.0")
+needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
+SMALL = [case for case in CASES if "bench" not in case.tags]
+HELD, WALKING = config.Config(rows=4, num_warps=1), config.Config(rows=1, num_warps=1, block=16)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
+
+
+def wide(values):
+    def one(value):
+        return None if value is None else np.asarray(value, bool if value.dtype == bool else np.float64)
+
+    return type(values)(*(one(value) for value in values))
+
+
+def problem(case, dtype="float32"):
+    """A canonical call, its inputs, and a cotangent that is NaN at masked places."""
+    rng = np.random.default_rng(3)
+    arrays = {name: jnp.asarray(value) for name, value in case.arrays(rng).items()}
+    arrays["x"] = arrays["x"].astype(dtype)
+    bound = OPERATION.canonicalise(**arrays, **case.options)
+    grad = jnp.asarray(rng.standard_normal(bound.inputs.x.shape), dtype)
+    if bound.inputs.where is not None:
+        grad = jnp.where(bound.inputs.where, grad, jnp.nan)
+    return bound.call, bound.inputs, SoftmaxOutputs(grad)
+
+
+def check(call, inputs, cotangents, choices, limit=2e-6):
+    outputs = kernel.forward(call, inputs, choices[0])
+    exact = reference.forward(call, wide(inputs))
+    np.testing.assert_allclose(np.asarray(outputs.out, np.float64), exact.out, atol=limit)
+    got = kernel.backward(call, inputs, outputs, cotangents, choices[1])
+    wanted = reference.backward(call, wide(inputs), exact, wide(cotangents))
+    np.testing.assert_allclose(np.asarray(got.x, np.float64), wanted.x, atol=limit * 4)
+    assert outputs.out.dtype == got.x.dtype == inputs.x.dtype
+    assert got.where is None
+
+
+@pytest.mark.parametrize("choice", [HELD, WALKING], ids=["held", "walking"])
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_numbers_in_the_interpreter(interpreted, case, choice):
+    if case.name == "wide" and choice is WALKING:
+        choice = dataclasses.replace(choice, block=1024)
+    check(*problem(case), (choice, choice))
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-3), ("float16", 3e-4)])
+@pytest.mark.parametrize("choice", [HELD, WALKING], ids=["held", "walking"])
+def test_half_precision(interpreted, dtype, limit, choice):
+    check(*problem(next(case for case in CASES if case.name == "scale"), dtype), (choice, choice), limit)
+
+
+@pytest.mark.parametrize("name", ["where-poisoned", "two-axes"])
+def test_every_config_gives_the_same_numbers(interpreted, name):
+    call, inputs, cotangents = problem(next(case for case in CASES if case.name == name))
+    forward = {c.rows: c for c in config.forward_space(call, H200)}
+    walking = [config.Config(1, 1, block, stages) for block in (8, 32, 64) for stages in (1, 2)]
+    for choice in (*forward.values(), *walking):
+        check(call, inputs, cotangents, (choice, choice))
+
+
+def test_a_larger_value_in_a_later_block(interpreted):
+    """The walking sum is rescaled; rows of -inf in all blocks but the last one, and NaN and inf as in the definition."""
+    x = np.full((4, 40), -np.inf, np.float32)
+    x[0, 39], x[1, 3], x[1, 38] = 2.0, 1.0, 90.0
+    x[2], x[3] = np.arange(40), 1.0
+    x[3, 20] = np.nan
+    out = kernel.forward(SoftmaxCall(x=ArraySpec.of(x)), SoftmaxInputs(jnp.asarray(x)), WALKING).out
+    exact = reference.forward(SoftmaxCall(x=ArraySpec.of(x)), SoftmaxInputs(x[:3].astype(np.float64))).out
+    np.testing.assert_allclose(out[:3], exact, atol=1e-6)
+    assert np.isnan(out[3]).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "where", "stored", "middle", "inner", "kind"),
+    [
+        ((2, 3, 4, 8), (2, 3, 4, 8), (2, 3, 4, 8), 1, 24, PER_ELEMENT),
+        ((2, 3, 4, 8), (1, 1, 1, 8), (1, 1, 1, 8), 24, 1, PER_ELEMENT),
+        ((2, 3, 4, 8), (2, 1, 4, 8), (2, 1, 4, 8), 3, 4, PER_ELEMENT),
+        ((2, 3, 4, 8), (1, 3, 1, 1), (2, 3, 1, 1), 4, 1, PER_ROW),
+        ((2, 3, 4, 8), (2, 1, 1, 8), (2, 1, 1, 8), 12, 1, PER_ELEMENT),
+        ((2, 1, 4, 8), (1, 1, 4, 8), (1, 1, 4, 8), 2, 4, PER_ELEMENT),
+        ((2, 3, 2, 5, 2, 8), (2, 1, 2, 1, 2, 8), (2, 3, 2, 1, 2, 8), 5, 2, PER_ELEMENT),
+    ],
+)
+def test_masks_are_read_as_they_are_stored(shape, where, stored, middle, inner, kind):
+    values = np.random.default_rng(0).random(where) < 0.5
+    mask = mask_of(jnp.zeros(shape), jnp.asarray(values))
+    assert (mask.where.shape, mask.middle, mask.inner, mask.kind) == (stored, middle, inner, kind)
+    row = np.arange(np.prod(shape[:-1]))
+    picked = np.asarray(mask.where).reshape(-1, where[-1])[row // (middle * inner) * inner + row % inner]
+    np.testing.assert_array_equal(picked, np.broadcast_to(values, (*shape[:-1], where[-1])).reshape(-1, where[-1]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "where", "walks"),
+    [
+        ((32768, 4096), None, False),
+        ((131072, 128), (1, 128), False),
+        ((64, 16384), None, False),
+        ((8, 131072), (8, 131072), True),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("capability_number", [80, 90, 100])
+def test_compiles_without_spills(monkeypatch, tmp_path, shape, where, walks, dtype, capability_number):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    recorder = testing.Recorder()
+    monkeypatch.setattr(kernel, "call_kernel", recorder)
+    mask = None if where is None else ArraySpec(where, "bool")
+    call = SoftmaxCall(x=ArraySpec(shape, dtype), where=mask)
+    inputs = SoftmaxInputs(*(s and jax.ShapeDtypeStruct(s.shape, s.dtype) for s in (call.x, call.where)))
+    target = Target("gpu", "", f"{capability_number // 10}.0")
+
+    def both(inputs):
+        outputs = kernel.forward(call, inputs, config.forward_heuristic(call, target))
+        return kernel.backward(call, inputs, outputs, outputs, config.backward_heuristic(call, target))
+
+    jax.eval_shape(both, inputs)
+    names = ("softmax_forward", "softmax_backward")
+    assert [c.kernel.fn.__name__ for c in recorder.compilations] == [
+        f"{name}_walking_kernel" if walks else f"{name}_kernel" for name in names
+    ]
+    for compilation in recorder.compilations:
+        compiled = compilation.compile(capability_number)
+        assert testing.stack_bytes(compiled) == 0
+        assert "ld.global.v4.b32" in compiled.asm["ptx"], "loads are not 16 bytes wide"
+
+
+@needs_jax_triton
+def test_lowers_for_cuda():
+    def loss(x, where):
+        return ejkernel.softmax(x, where, platform="triton").astype(jnp.float32).sum()
+
+    x, where = jax.ShapeDtypeStruct((6, 8, 256), "bfloat16"), jax.ShapeDtypeStruct((256,), "bool")
+    with ejkernel.use(target=H200):
+        text = jax.jit(jax.grad(loss)).trace(x, where).lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+    assert text.count("stablehlo.custom_call @triton_kernel_call") == 2
+    assert "ejkernel.softmax.backward[triton]" in text
+
+
+@needs_jax_triton
+def test_supports():
+    call = SoftmaxCall(x=ArraySpec((4, 64), "float32"), where=ArraySpec((4, 1), "bool"))
+    for supports in (capability.supports_forward, capability.supports_backward):
+        assert supports(call, H200) is None
+        assert supports(dataclasses.replace(call, x=ArraySpec((4, 1_000_000), "float16")), Target("gpu", "", "8.0")) is None
+        assert "x is float64" in str(supports(dataclasses.replace(call, x=ArraySpec((4, 64), "float64")), H200))
+        assert "rows" in str(supports(dataclasses.replace(call, x=ArraySpec((3_000_000_000, 2), "float32")), H200))
+        assert "the target is cpu" in str(supports(call, Target("cpu")))
