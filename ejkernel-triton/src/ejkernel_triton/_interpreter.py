@@ -167,6 +167,7 @@ def _interpreted(
         mock.patch.object(JITFunction, "__call__", _interpret),
         mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
         _library_interpreted(),
+        np.errstate(all="ignore"),  # no arithmetic warns on a GPU
     ):
         InterpretedFunction(kernel.fn)[(grid,)](*arguments, *(HostArray(array) for _, array in results), **constants)
     for old, argument in zip(before, unaliased, strict=True):

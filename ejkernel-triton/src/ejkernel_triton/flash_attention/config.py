@@ -53,14 +53,8 @@ Tile = tuple[int, int, int, int]
 """Rows that a program owns, rows of one tile of the others, warps, stages."""
 
 _SMALL = (
-    (64, 64, 4, 1),
-    (64, 32, 4, 2),
-    (64, 32, 8, 1),
-    (32, 32, 4, 1),
-    (32, 32, 8, 1),
-    (32, 16, 8, 1),
-    (16, 16, 8, 1),
-    (16, 16, 4, 1),
+    *((64, 64, 4, 1), (64, 32, 4, 2), (64, 32, 8, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
+    *((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
 )
 """What is tried when nothing better fits; the last fits everywhere."""
 _SINGLE = ((32, 32, 4, 1), (16, 16, 4, 1))
@@ -135,7 +129,8 @@ class _Model:
     def _fits(self, tile: Tile, shared: int, held: int) -> bool:
         own, other, warps, stages = tile
         total = shared * (4 if self.single else 2) + stages * own * other * self.score_bytes
-        return total <= self.limit and held <= 32 * warps * 208
+        registers = 72 if self.single else 208 if own >= 64 else 112
+        return total <= self.limit and held <= 32 * warps * registers
 
     def forward_choices(self) -> tuple[Tile, ...]:
         if self.single:
