@@ -15,7 +15,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import triton.language as tl  # noqa: F401 - `_patch_lang` looks for these two among a function's globals
+import triton.language as tl  # `_patch_lang` looks for these two among a function's globals
 from triton.language import core  # noqa: F401
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
@@ -96,6 +96,15 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda value: int(value.handle.data.item()))
 
 
+_dot_before = interpreter.InterpreterBuilder.create_dot
+
+
+def _dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+    """The interpreter keeps bfloat16 as the integers of its bits, and would multiply those."""
+    a, b = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+    return _dot_before(builder, a, b, *rest)
+
+
 @contextlib.contextmanager
 def _library_interpreted() -> Generator[None]:
     """Triton's own library (`tl.sum`) sees the language as `core`, which a kernel's module does not name: both are patched."""
@@ -166,6 +175,7 @@ def _interpreted(
     with (
         mock.patch.object(JITFunction, "__call__", _interpret),
         mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
+        mock.patch.object(interpreter.InterpreterBuilder, "create_dot", _dot),
         _library_interpreted(),
         np.errstate(all="ignore"),  # no arithmetic warns on a GPU
     ):
