@@ -10,7 +10,7 @@ out of the products, and reach what sees them through the weights.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
-# ruff: noqa: SIM102, SIM108 - static and dynamic conditions stay apart
+# ruff: noqa: SIM102 - static and dynamic conditions stay apart
 import triton
 import triton.language as tl
 
@@ -113,7 +113,8 @@ def d_logits_of(
 @triton.jit
 def add_queries(
     state, start, stop, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1, o_key, queries,
-    keys, R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    keys, R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Add what the queries in [start, stop) of one head give to `(d_key, d_value)`. Scores are `[keys, queries]`."""
     b_d_key, b_d_value = state
@@ -473,8 +474,8 @@ def bias_gradient_kernel(
             if R.dropout:
                 stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
             b_weights, b_slope, b_seen, b_keep = weights_of(
-                b_raw, b_start[:, None], places, stream_0, stream_1, (i_query + o_rows)[:, None], (i_key + o_columns)[None, :], queries,
-                keys, R, True, True,
+                b_raw, b_start[:, None], places, stream_0, stream_1, (i_query + o_rows)[:, None], (i_key + o_columns)[None, :],
+                queries, keys, R, True, True,
             )  # fmt: skip
             b_d_logits = d_logits_of(b_weights, b_slope, b_seen, b_keep, b_d_weights, b_minus_delta[:, None], R, True, True)
             b_d_bias += b_d_logits

@@ -7,7 +7,7 @@ queries that see it.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
-# ruff: noqa: SIM102, SIM108 - static and dynamic conditions stay apart
+# ruff: noqa: SIM102 - static and dynamic conditions stay apart
 import triton
 import triton.language as tl
 

@@ -5,7 +5,7 @@ A tile's entries are addressed by two index arrays that broadcast together: `o_q
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
-# ruff: noqa: SIM102, SIM108 - static and dynamic conditions stay apart
+# ruff: noqa: SIM108 - static and dynamic conditions stay apart
 import triton
 import triton.language as tl
 
