@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import triton.language as tl  # `_patch_lang` looks for these two among a function's globals
+from triton._C.libtriton import ir
 from triton.language import core  # noqa: F401
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
@@ -97,12 +98,28 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
 
 
 _dot_before = interpreter.InterpreterBuilder.create_dot
+_cast_before = interpreter.InterpreterBuilder.cast_impl
 
 
-def _dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
-    """The interpreter keeps bfloat16 as the integers of its bits, and would multiply those."""
+def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, *rest: Any) -> Any:
+    """The interpreter keeps bfloat16 as the integers of its bits, which it would multiply, and knows no TF32."""
     a, b = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-    return _dot_before(builder, a, b, *rest)
+    if input_precision == ir.INPUT_PRECISION.TF32 and a.data.dtype == np.float32:
+        a, b = (interpreter.TensorHandle(_tf32(x.data), x.dtype) for x in (a, b))
+    return _dot_before(builder, a, b, d, input_precision, *rest)
+
+
+def _tf32(array: np.ndarray) -> np.ndarray:
+    """Rounded to 10 bits of fraction, halves away from zero; what is not finite stays."""
+    bits = (array.view(np.uint32) + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(array), bits.view(np.float32), array)
+
+
+def _cast(builder: Any, source: Any, target: Any) -> Any:
+    """The interpreter cuts off what bfloat16 does not hold; a GPU rounds to nearest even."""
+    if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+        return interpreter.TensorHandle(source.data.astype(jnp.bfloat16).view(np.uint16), tl.bfloat16)
+    return _cast_before(builder, source, target)
 
 
 @contextlib.contextmanager
@@ -175,7 +192,7 @@ def _interpreted(
     with (
         mock.patch.object(JITFunction, "__call__", _interpret),
         mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
-        mock.patch.object(interpreter.InterpreterBuilder, "create_dot", _dot),
+        mock.patch.multiple(interpreter.InterpreterBuilder, create_dot=_dot, cast_impl=_cast),
         _library_interpreted(),
         np.errstate(all="ignore"),  # no arithmetic warns on a GPU
     ):
