@@ -104,7 +104,10 @@ def test_quarantined_configs_are_shown_and_cleared(cli):
     assert (record["config"], record["reason"]) == ({"rows": 32}, "wrong numbers: error 7")
     out = " ".join(cli("cache", "show").out.split())
     assert "rows=32: wrong numbers" in out and "3 entries (1 quarantined)" in out
-    assert cli("cache", "clear", "--quarantine", "--operation", "softmax", "--yes", "--json").json == {"deleted": 0, "kernels": 0}
+    assert cli("cache", "clear", "--quarantine", "--operation", "softmax", "--yes", "--json").json == {
+        "deleted": 0,
+        "kernels": 0,
+    }
     assert cli("cache", "clear", "--quarantine", "--yes").out == "deleted 1 entry\n"
     assert (cache_info().count, cache_info().quarantined) == (2, 0)
 

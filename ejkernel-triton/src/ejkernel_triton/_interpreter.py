@@ -15,7 +15,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import triton.language as tl
+import triton.language as tl  # `_patch_lang` looks for these two among a function's globals
 from triton._C.libtriton import ir
 from triton.language import core  # noqa: F401
 from triton.runtime import interpreter
@@ -97,6 +97,31 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda value: int(value.handle.data.item()))
 
 
+_dot_before = interpreter.InterpreterBuilder.create_dot
+_cast_before = interpreter.InterpreterBuilder.cast_impl
+
+
+def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, *rest: Any) -> Any:
+    """The interpreter keeps bfloat16 as the integers of its bits, which it would multiply, and knows no TF32."""
+    a, b = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+    if input_precision == ir.INPUT_PRECISION.TF32 and a.data.dtype == np.float32:
+        a, b = (interpreter.TensorHandle(_tf32(x.data), x.dtype) for x in (a, b))
+    return _dot_before(builder, a, b, d, input_precision, *rest)
+
+
+def _tf32(array: np.ndarray) -> np.ndarray:
+    """Rounded to 10 bits of fraction, halves away from zero; what is not finite stays."""
+    bits = (array.view(np.uint32) + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(array), bits.view(np.float32), array)
+
+
+def _cast(builder: Any, source: Any, target: Any) -> Any:
+    """The interpreter cuts off what bfloat16 does not hold; a GPU rounds to nearest even."""
+    if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+        return interpreter.TensorHandle(source.data.astype(jnp.bfloat16).view(np.uint16), tl.bfloat16)
+    return _cast_before(builder, source, target)
+
+
 @contextlib.contextmanager
 def _library_interpreted() -> Generator[None]:
     """Triton's own library (`tl.sum`) sees the language as `core`, which a kernel's module does not name: both are patched."""
@@ -105,26 +130,6 @@ def _library_interpreted() -> Generator[None]:
         yield
     finally:
         scope.restore()
-
-
-_dot_before = interpreter.InterpreterBuilder.create_dot
-
-
-def _dot(builder: Any, left: Any, right: Any, total: Any, precision: Any, *others: Any) -> Any:
-    """The interpreter keeps bfloat16 as bits and multiplies those as integers, and takes no notice of the precision."""
-    rounded = precision == ir.INPUT_PRECISION.TF32
-    return _dot_before(builder, _operand(left, rounded), _operand(right, rounded), total, precision, *others)
-
-
-def _operand(operand: Any, rounded: bool) -> Any:
-    """bfloat16 as float32; with `rounded`, float32 to nearest in the 10 bits of TF32."""
-    dtype = operand.dtype.scalar
-    if dtype == tl.bfloat16:
-        return interpreter.TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-    if rounded and dtype == tl.float32:
-        bits = np.ascontiguousarray(operand.data).view(np.uint32)
-        return interpreter.TensorHandle(((bits + 0x1000) & np.uint32(0xFFFFE000)).view(np.float32), tl.float32)
-    return operand
 
 
 def interpreted_call(
@@ -187,9 +192,9 @@ def _interpreted(
     with (
         mock.patch.object(JITFunction, "__call__", _interpret),
         mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
-        mock.patch.object(interpreter.InterpreterBuilder, "create_dot", _dot),
+        mock.patch.multiple(interpreter.InterpreterBuilder, create_dot=_dot, cast_impl=_cast),
         _library_interpreted(),
-        np.errstate(all="ignore"),
+        np.errstate(all="ignore"),  # no arithmetic warns on a GPU
     ):
         InterpretedFunction(kernel.fn)[(grid,)](*arguments, *(HostArray(array) for _, array in results), **constants)
     for old, argument in zip(before, unaliased, strict=True):

@@ -36,6 +36,7 @@ _RESULTS = ("binary", "name", "shared_mem_bytes", "ttgir", "llir")
 _LINE_INFO = "TRITON_DISABLE_LINE_INFO"
 
 _ours: dict[int, Any] = {}
+_installing = threading.Lock()
 _compiling = threading.Lock()
 
 
@@ -99,8 +100,10 @@ def seam_problem(library: Any) -> str | None:
 
 
 def install(library: Any) -> None:
-    """Put the store into jax-triton's module, if that is built as expected."""
-    if seam_problem(library) is None:
+    """Put the store into jax-triton's module, if that is built as expected; once, also where several threads come first."""
+    with _installing:
+        if isinstance(library.code_gen, _Frontend) or seam_problem(library) is not None:
+            return
         library.code_gen = _Frontend(library.code_gen)
         library.compile_ttir_inplace = functools.partial(_compile, library.compile_ttir_inplace, library.CompilationResult)
 

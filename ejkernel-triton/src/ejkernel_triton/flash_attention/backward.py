@@ -1,15 +1,16 @@
 """The backward kernels: weights are computed again from the log-sum-exp (Dao et al., FlashAttention, 2022), without atomics.
 
 `key_gradient_kernel` owns a block of keys of one key head and walks over the queries of its group, `query_gradient_kernel` owns a
-block of queries, `bias_gradient_kernel` a tile of the bias's own shape. Rows have two statistics, padded at the end: `start`, minus the log-sum-exp
-in powers of two, and `minus_delta`, so that weight = 2 ** (unit * x + start) and d_logit = weight * (d_out . value + minus_delta).
-Where they do not change from tile to tile the sums of the products start from them.
+block of queries, `bias_gradient_kernel` a tile of the bias's own shape. Rows have two statistics, padded at the end: `start`, minus
+the log-sum-exp in powers of two, and `minus_delta`, so that weight = 2 ** (unit * x + start) and d_logit = weight * (d_out . value
++ minus_delta). Where they do not change from tile to tile the sums of the products start from them.
 
 As in the forward kernel, a block whose result holds NaN is computed again with care: rows and keys that are not finite are kept
 out of the products, and reach what sees them through the weights.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# ruff: noqa: SIM102 - static and dynamic conditions stay apart
 import triton
 import triton.language as tl
 
@@ -111,8 +112,9 @@ def d_logits_of(
 
 @triton.jit
 def add_queries(
-    state, start, stop, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1, o_key, queries, keys,
-    R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    state, start, stop, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1, o_key, queries,
+    keys, R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Add what the queries in [start, stop) of one head give to `(d_key, d_value)`. Scores are `[keys, queries]`."""
     b_d_key, b_d_value = state
@@ -197,8 +199,8 @@ def key_gradient_kernel(
     for i_member in range(R.group):
         state = add_member(
             state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, b_key, b_value, p_query, p_d_out,
-            p_start, p_minus_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_streams,
-            o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, False,
+            p_start, p_minus_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions,
+            p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, False,
         )  # fmt: skip
     if R.masked:
         if any_nan(state[0]) | any_nan(state[1]):
@@ -222,8 +224,8 @@ def key_gradient_kernel(
 
 @triton.jit
 def add_member(
-    state, i_batch, i_head, low, full_low, full_high, high, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, p_bias, p_mask,
-    p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_streams, o_key, queries, keys,
+    state, i_batch, i_head, low, full_low, full_high, high, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, p_bias,
+    p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_streams, o_key, queries, keys,
     R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Add one query head of the group to `(d_key, d_value)`."""
@@ -472,8 +474,8 @@ def bias_gradient_kernel(
             if R.dropout:
                 stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
             b_weights, b_slope, b_seen, b_keep = weights_of(
-                b_raw, b_start[:, None], places, stream_0, stream_1, (i_query + o_rows)[:, None], (i_key + o_columns)[None, :], queries,
-                keys, R, True, True,
+                b_raw, b_start[:, None], places, stream_0, stream_1, (i_query + o_rows)[:, None], (i_key + o_columns)[None, :],
+                queries, keys, R, True, True,
             )  # fmt: skip
             b_d_logits = d_logits_of(b_weights, b_slope, b_seen, b_keep, b_d_weights, b_minus_delta[:, None], R, True, True)
             b_d_bias += b_d_logits

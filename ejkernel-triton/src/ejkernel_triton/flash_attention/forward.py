@@ -7,6 +7,7 @@ queries that see it.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# ruff: noqa: SIM102 - static and dynamic conditions stay apart
 import triton
 import triton.language as tl
 
@@ -250,6 +251,7 @@ def forward_kernel(
     p_row = o_row * R.heads + i_head + o_block * R.heads
     m_row = i_first + o_block < queries
     if SAVE_LSE:
-        tl.store(p_lse + p_row, (b_maximum * R.unit + tl.log2(b_sum)) * 0.6931471805599453, mask=m_row)
+        b_lse = (b_maximum * R.unit + tl.log2(tl.where(b_sum == 0.0, 1.0, b_sum))) * 0.6931471805599453
+        tl.store(p_lse + p_row, b_lse, mask=m_row)
     if SAVE_MAXIMUM:
         tl.store(p_maximum + p_row, b_maximum * (R.unit * 0.6931471805599453), mask=m_row)
