@@ -9,7 +9,7 @@ As in the forward kernel, a block whose result holds NaN is computed again with 
 out of the products, and reach what sees them through the weights.
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # ruff: noqa: SIM102 - static and dynamic conditions stay apart
 import triton
 import triton.language as tl

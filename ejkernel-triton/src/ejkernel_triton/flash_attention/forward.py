@@ -6,7 +6,7 @@ the block is computed again with care: a value that is not finite becomes a NaN 
 queries that see it.
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # ruff: noqa: SIM102 - static and dynamic conditions stay apart
 import triton
 import triton.language as tl

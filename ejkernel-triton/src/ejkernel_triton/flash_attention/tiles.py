@@ -4,7 +4,7 @@ A tile's entries are addressed by two index arrays that broadcast together: `o_q
 `[1, BQ]` and `[BK, 1]` where scores are computed as their transpose. `R` is a `rules.Rules`.
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # ruff: noqa: SIM108 - static and dynamic conditions stay apart
 import triton
 import triton.language as tl
