@@ -59,7 +59,7 @@ _SMALL = (
 """What is tried when nothing better fits; the last fits everywhere."""
 _SINGLE = ((32, 32, 4, 1), (16, 16, 4, 1))
 """For float32 on tensor cores."""
-_EXACT = ((16, 16, 4, 1),)
+_EXACT = ((16, 16, 8, 1), (16, 16, 4, 1))
 """For float32 without them, as it is where `precision` asks for nothing less: larger products take minutes to compile."""
 
 _FORWARD = (
