@@ -244,8 +244,8 @@ def test_memory_grows_with_the_length_only():
 def test_supports_refuses_with_numbers():
     call, _ = call_of(64, 4, 2, 64)
 
-    def ask(target, **changes):
-        return capability.supports_forward(dataclasses.replace(call, **changes), target)
+    def ask(target, supports=capability.supports_forward, **changes):
+        return supports(dataclasses.replace(call, **changes), target)
 
     assert "has 7.5" in ask(Target("gpu", "Tesla T4", "7.5"))
     assert "key is float64" in ask(H200, key=ArraySpec((1, 64, 2, 64), "float64"))
@@ -256,6 +256,9 @@ def test_supports_refuses_with_numbers():
     assert str(2**30) in ask(H200, query_offset=2**30)
     assert "2048 sinks" in ask(H200, sinks=ArraySpec((1, 4, 2048), "bfloat16"))
     assert "programs" in ask(H200, query=ArraySpec((2**16, 2**20, 4, 64), "bfloat16"))
+    bias = ArraySpec((1, 8, 2**18, 2**18), "bfloat16")
+    assert str(2**31) in ask(H200, capability.supports_backward, bias=bias)
+    assert str(2**31) not in (ask(H200, bias=bias) or "")
 
 
 @needs_jax_triton

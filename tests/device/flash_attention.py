@@ -77,7 +77,7 @@ def options(**values: Any) -> tuple[tuple[str, Any], ...]:
 NUMBERS = {
     "gqa-causal-128": Problem(1, 1000, 4, 2, 128, options=options(causal=True)),
     "full-float32": Problem(1, 300, 2, 1, 80, dtype="float32"),
-    "exact-float32": Problem(1, 200, 2, 1, 64, dtype="float32", options=options(precision="highest", causal=True)),
+    "tf32x3-float32": Problem(1, 200, 2, 1, 64, dtype="float32", options=options(precision="high", causal=True)),
     "segments-64": Problem(
         2, 777, 4, 4, 64, segments=5, sinks=True, options=options(causal=True, dropout_prob=0.1, dropout_seed=3)
     ),

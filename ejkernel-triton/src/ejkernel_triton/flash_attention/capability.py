@@ -21,7 +21,14 @@ def supports_forward(call: FlashAttentionCall, target: Target) -> str | None:
 
 
 def supports_backward(call: FlashAttentionCall, target: Target) -> str | None:
-    return _refusal(call, target)
+    problem = _refusal(call, target)
+    if problem or call.bias is None:
+        return problem
+    batch, heads, queries, keys = call.bias.shape
+    programs = batch * heads * -(-queries // _SMALLEST_BLOCK) * -(-keys // _SMALLEST_BLOCK)
+    if programs > MOST_PROGRAMS:
+        return f"the gradient of a bias of shape {call.bias.shape} may need {programs} programs, more than {MOST_PROGRAMS}"
+    return None
 
 
 def _refusal(call: FlashAttentionCall, target: Target) -> str | None:

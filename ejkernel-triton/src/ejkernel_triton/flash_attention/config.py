@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_triton._capability import shared_memory_limit
-from ejkernel_triton.flash_attention.rules import products
+from ejkernel_triton._numerics import dot_precision
 
 _SMALLEST = 16
 """Tensor cores multiply no smaller tiles."""
@@ -59,8 +59,8 @@ _SMALL = (
 """What is tried when nothing better fits; the last fits everywhere."""
 _SINGLE = ((32, 32, 4, 1), (16, 16, 4, 1))
 """For float32 on tensor cores."""
-_EXACT = ((16, 16, 4, 1),)
-"""For float32 without them: larger products take minutes to compile."""
+_EXACT = ((16, 16, 8, 1), (16, 16, 4, 1))
+"""For float32 without them, as it is where `precision` asks for nothing less: larger products take minutes to compile."""
 
 _FORWARD = (
     *((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 32, 8, 3)),
@@ -101,7 +101,7 @@ class _Model:
     def __init__(self, call: FlashAttentionCall, target: Target) -> None:
         self.size, self.value_size = power_of_two(call.query.shape[3]), power_of_two(call.value.shape[3])
         self.single = call.query.dtype == "float32"
-        self.exact = self.single and products(call) == "ieee"
+        self.exact = dot_precision(call.precision, call.query.dtype) == "ieee"
         self.limit = shared_memory_limit(target)
         self.queries, self.keys = call.query.shape[1], call.key.shape[1]
         self.score_bytes = sum(4 for spec in (call.bias, call.mask) if spec is not None and min(spec.shape[2:]) > 1)

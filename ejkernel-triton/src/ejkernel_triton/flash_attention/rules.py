@@ -8,7 +8,7 @@ from typing import Any
 
 from ejkernel.operations.flash_attention import dropout
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
-from ejkernel_triton._numerics import DotPrecision, dot_precision
+from ejkernel_triton._numerics import dot_precision
 
 LOG2_E = math.log2(math.e)
 ABSENT = -1
@@ -125,17 +125,7 @@ def rules_of(call: FlashAttentionCall) -> Rules:
         cap_factor=cap_factor,
         scale=call.scale,
         normalize=call.normalize_output,
-        precision=products(call),
-    )
-
-
-def products(call: FlashAttentionCall) -> DotPrecision:
-    """`input_precision` of the products. What float32 gets without a wish are three products of TF32 parts, which err by a few
-    2**-22 of a term: no more than sums of float32 do, and tens of times faster than products without tensor cores."""
-    return (
-        "tf32x3"
-        if call.query.dtype == "float32" and call.precision is None
-        else dot_precision(call.precision, call.query.dtype)
+        precision=dot_precision(call.precision, call.query.dtype),
     )
 
 
