@@ -23,6 +23,18 @@ from ejkernel.bench.peers import wanted_peers
 from ejkernel.tuning._progress import Progress
 
 
+class _Interruption:
+    """A block that Ctrl-C ends, and nothing more."""
+
+    happened = False
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self.happened = kind is not None and issubclass(kind, KeyboardInterrupt)
+        return self.happened
+
+
 def run(
     settings: Settings,
     *,
@@ -30,7 +42,7 @@ def run(
     progress: bool | None = None,
     each: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Trial a benchmark.
+    """Run a benchmark. Interrupted, it returns the cases that were complete.
 
     Args:
         settings: what to run.
@@ -51,7 +63,8 @@ def run(
     clock = DeviceClock(backend)
     limits = measure_limits(settings.dtypes, backend)
     cases: list[dict[str, Any]] = []
-    with Progress(progress, len(selected) * len(settings.phases)) as bar:
+    interrupted = _Interruption()
+    with interrupted, Progress(progress, len(selected) * len(settings.phases)) as bar:
         for one in selected:
             base = prepare(one)
             for phase in settings.phases:
@@ -75,6 +88,7 @@ def run(
             "size": settings.size,
             "clock": "cupti" if timed_on_device else "wall",
             "no_device_clock": clock.reason or None,
+            "interrupted": interrupted.happened,
         },
         "peers": {**{peer.name: None for peer in peers}, **missing},
         "cases": cases,
