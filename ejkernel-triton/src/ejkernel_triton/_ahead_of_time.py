@@ -61,9 +61,7 @@ ALLOWED: tuple[Allowance, ...] = (
     Allowance(
         "key_gradient_kernel", 192, "in tiles with masks and in the pass after NaN; loops over whole tiles spill nothing"
     ),
-    Allowance(
-        "query_gradient_kernel", 16, "two values of a kernel with every feature; smaller tiles cost more", capabilities=(100,)
-    ),
+    Allowance("query_gradient_kernel", 16, "two values, in a kernel with every feature at once", capabilities=(100,)),
 )
 
 
