@@ -146,6 +146,10 @@ def matrix(session: nox.Session, pair: tuple[str, str]) -> None:
     _tests(session, environment(session, pair), everything=True)
 
 
+FAST_COMPILATION = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+"""Where compilation takes most of the time. What users run is compiled in every other session."""
+
+
 def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
     """Every distribution is tested, also after one has failed."""
     elsewhere = ("browser", "conformance", "device", "docs", "isolation", "opaque", "smoke")
@@ -155,15 +159,11 @@ def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
         # The long random searches are for the matrix.
         workers = ["-n", "2", *(() if everything else ("-m", "not slow"))]
         try:
-            pytest(session, python, *workers, *suite)
+            pytest(session, python, *workers, *suite, env=FAST_COMPILATION if suite[0] == "ejkernel-xla/tests" else None)
         except nox.command.CommandFailed:
             failed.append(suite[0])
     if failed:
         session.error(f"failed: {', '.join(failed)}")
-
-
-FAST_COMPILATION = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-"""Where compilation takes most of the time. What users run is compiled in every other session."""
 
 
 @nox.session(python=False)
