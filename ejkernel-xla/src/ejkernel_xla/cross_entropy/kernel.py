@@ -64,9 +64,13 @@ def _rows(call: CrossEntropyCall, tiles: Tiles, head: Head, x: Any, targets: Any
         largest = jnp.maximum(rows.largest, jax.lax.stop_gradient(jnp.max(seen, axis=-1)))
         shift = _shift(largest)
         total = rows.total * jnp.exp(rows.largest - shift) + jnp.sum(jnp.exp(seen - shift[..., None]), axis=-1)
-        wanted = columns == targets[..., None]
-        wanted = wanted if own is None else wanted & own
-        target = rows.target + jnp.sum(jnp.where(wanted, logits, 0), axis=-1)
+        if tiles.size == tiles.block:  # gathered: one more comparison of every logit kept XLA on CPU from fusing the sums
+            found = jnp.take_along_axis(logits, jnp.clip(targets, 0, tiles.size - 1)[..., None], axis=-1)[..., 0]
+            target = jnp.where((targets >= 0) & (targets < tiles.size), found, 0)
+        else:
+            wanted = columns == targets[..., None]
+            wanted = wanted if own is None else wanted & own
+            target = rows.target + jnp.sum(jnp.where(wanted, logits, 0), axis=-1)
         if rows.logit_sum is None:
             return Rows(largest, total, target, None)
         logits = logits if own is None else jnp.where(own, logits, 0)
