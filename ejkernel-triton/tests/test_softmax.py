@@ -167,7 +167,7 @@ def test_compiles_without_spills(monkeypatch, tmp_path, shape, where, walks, dty
 @needs_jax_triton
 def test_lowers_for_cuda():
     def loss(x, where):
-        return ejkernel.softmax(x, where, platform="triton").astype(jnp.float32).sum()
+        return ejkernel.softmax(x, where=where, platform="triton").astype(jnp.float32).sum()
 
     x, where = jax.ShapeDtypeStruct((6, 8, 256), "bfloat16"), jax.ShapeDtypeStruct((256,), "bool")
     with ejkernel.use(target=H200):

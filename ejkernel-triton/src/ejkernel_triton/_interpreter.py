@@ -115,6 +115,23 @@ def _tf32(array: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(array), bits.view(np.float32), array)
 
 
+_load_before = interpreter.InterpreterBuilder.create_masked_load
+_store_before = interpreter.InterpreterBuilder.create_masked_store
+
+
+def _masked_load(builder: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+    """Where a scalar took part in a mask, newer interpreters hold it as integers and then refuse it."""
+    return _load_before(builder, pointers, _as_bool(mask), *rest)
+
+
+def _masked_store(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    return _store_before(builder, pointers, value, _as_bool(mask), *rest)
+
+
+def _as_bool(mask: Any) -> Any:
+    return interpreter.TensorHandle(mask.data.astype(np.bool_), mask.dtype)
+
+
 def _cast(builder: Any, source: Any, target: Any) -> Any:
     """The interpreter cuts off what bfloat16 does not hold; a GPU rounds to nearest even."""
     if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
@@ -192,7 +209,13 @@ def _interpreted(
     with (
         mock.patch.object(JITFunction, "__call__", _interpret),
         mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
-        mock.patch.multiple(interpreter.InterpreterBuilder, create_dot=_dot, cast_impl=_cast),
+        mock.patch.multiple(
+            interpreter.InterpreterBuilder,
+            create_dot=_dot,
+            cast_impl=_cast,
+            create_masked_load=_masked_load,
+            create_masked_store=_masked_store,
+        ),
         _library_interpreted(),
         np.errstate(all="ignore"),  # no arithmetic warns on a GPU
     ):
