@@ -10,6 +10,7 @@ out of the products, and reach what sees them through the weights.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
 # ruff: noqa: SIM102 - static and dynamic conditions stay apart
 import triton
 import triton.language as tl

@@ -7,6 +7,7 @@ queries that see it.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
 # ruff: noqa: SIM102 - static and dynamic conditions stay apart
 import triton
 import triton.language as tl

@@ -5,6 +5,7 @@ A tile's entries are addressed by two index arrays that broadcast together: `o_q
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
 # ruff: noqa: SIM108 - static and dynamic conditions stay apart
 import triton
 import triton.language as tl

@@ -5,7 +5,8 @@ A tile holds new tokens and the query heads of one key head as rows of one produ
 units of log 2. Backward is the XLA platform's: it needs nothing but `out` and `lse`.
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
 from typing import Any, NamedTuple
 
 import jax

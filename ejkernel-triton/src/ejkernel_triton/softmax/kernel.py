@@ -4,7 +4,8 @@ Rows too wide for that are walked over twice, the second time backwards, so that
 for the largest value and the sum, which is rescaled when a larger value comes, then for the result. Sums are float32.
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
 import math
 from typing import Any
 
