@@ -11,7 +11,7 @@ from typing import Any
 
 _PLAIN_VERSION = re.compile(r"\d+(\.\d+)*")
 _PLAIN_CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+)*)")
-_COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
+COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
     "==": operator.eq,
@@ -19,6 +19,7 @@ _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
+"""The comparisons that a requirement, or a quarantine's condition on a config, may make."""
 
 
 def canonical(name: str) -> str:
@@ -63,7 +64,7 @@ def admits(specifier: str, version: str) -> bool:
     clauses = [_PLAIN_CLAUSE.fullmatch(clause.strip()) for clause in specifier.split(",")]
     if _PLAIN_VERSION.fullmatch(version) and all(clauses):
         return all(
-            _COMPARE[clause[1]](_release(version, clause[2]), _release(clause[2], version)) for clause in clauses if clause
+            COMPARE[clause[1]](_release(version, clause[2]), _release(clause[2], version)) for clause in clauses if clause
         )
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version

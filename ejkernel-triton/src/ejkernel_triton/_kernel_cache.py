@@ -9,8 +9,7 @@ Nothing in the result tells one process, folder or day from another, so that low
 persistent cache of compiled programs is hit as well. For this, PTX has no line tables, unless TRITON_DISABLE_LINE_INFO=0.
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: basic, reportMissingImports=false
 from __future__ import annotations
 
 import dataclasses

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from ejkernel.bench._program import Program
+from ejkernel.errors import in_one_line
 
 _PROFILER = "jax.experimental.mosaic.gpu.profiler"
 
@@ -34,7 +35,7 @@ class DeviceClock:
             profiler = importlib.import_module(_PROFILER)
             _, found = profiler.Cupti(finalize=True).measure(rotating, iterations=len(program.sets))()
         except Exception as error:  # noqa: BLE001 - an optional instrument; the reason goes to the result and wall time stays
-            message = f"{type(error).__name__}: {error}".partition("\n")[0]
+            message = in_one_line(error)
             if "divisible" not in message and "consistent" not in message:
                 self.reason = message
             return []

@@ -13,10 +13,9 @@ import functools
 import hashlib
 import json
 import math
-import operator
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +38,6 @@ FORMAT = "ejkernel quarantined config"
 LEVEL = 1
 
 _COMPARISON = re.compile(r"\s*(<=|>=|==|!=|<|>)\s*(-?\d+(?:\.\d+)?)\s*")
-_COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
-    "<=": operator.le,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    ">": operator.gt,
-}
 
 
 class QuarantinedError(NoConfigError):
@@ -286,7 +277,7 @@ def _is_met(value: Any, wanted: Any) -> bool:
     value = value.dtype if isinstance(value, ArraySpec) else value
     if isinstance(wanted, str) and type(value) in (int, float):
         clauses = [_COMPARISON.fullmatch(clause) for clause in wanted.split(",")]
-        return all(clause is not None and _COMPARE[clause[1]](value, float(clause[2])) for clause in clauses)
+        return all(clause is not None and _requirements.COMPARE[clause[1]](value, float(clause[2])) for clause in clauses)
     return value == wanted or (isinstance(wanted, tuple) and value in wanted)
 
 

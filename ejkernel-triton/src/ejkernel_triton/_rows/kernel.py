@@ -8,8 +8,7 @@ small sum adds the programs up, without atomics. For wide rows one kernel makes 
 needs; a second one then works on tiles of some columns.
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
 import math
 from typing import Any
 

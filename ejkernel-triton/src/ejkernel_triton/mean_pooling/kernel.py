@@ -5,8 +5,7 @@ depends on shapes only. Every chunk writes a partial sum; a second kernel adds t
 A row of the batch without `cu_seqlens` is one sequence.
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
 import math
 from typing import Any, NamedTuple
 

@@ -4,8 +4,7 @@ The results are the caches themselves, in their own memory where the caller's pr
 bit by bit, so that it is to nearest, ties to even, on every device and for every dtype. Backward is the XLA platform's.
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportAttributeAccessIssue=false
 import jax
 import triton
 import triton.language as tl

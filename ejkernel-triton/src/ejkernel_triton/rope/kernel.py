@@ -4,8 +4,7 @@ The gradient of query and key is the same kernel with the transposed rotation. T
 over the batch that shares them, are made by a kernel of their own, so that XLA drops it where nobody asks for them.
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
 from typing import Any
 
 import jax.numpy as jnp

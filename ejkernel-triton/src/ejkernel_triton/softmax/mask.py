@@ -1,7 +1,6 @@
 """`where` of `softmax`, read as it is stored: each of its axes may have size 1."""
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
 import math
 from typing import Any, NamedTuple
 
