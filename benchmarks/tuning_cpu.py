@@ -1,4 +1,4 @@
-"""Tuned attention on CPU beside the heuristic: the tuner runs on every case, then its config and the heuristic's take turns.
+"""Tuned attention on CPU beside the heuristic: the tuner runs on every named case, then its config and the heuristic's take turns.
 
 Forward, and forward with backward, in fresh rounds that the tuner has not seen. A tuned case must not be slower than the heuristic
 beyond the spread of the rounds; the exit status says whether one is. Run on a quiet machine:
@@ -9,52 +9,67 @@ beyond the spread of the rounds; the exit status says whether one is. Run on a q
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import datetime
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-from attention_cpu import Problem, environment, milliseconds, ours, with_backward
+import jax.numpy as jnp
+import numpy as np
 
+import ejkernel
 from ejkernel import tuning
+from ejkernel.bench import Selected, Settings, provenance, select
 
-PROBLEMS = (
-    *(Problem(1, length, 8, 8, 64, False) for length in (512, 2048)),
-    *(Problem(1, length, 8, 8, 64, True) for length in (512, 2048, 4096)),
-    *(Problem(1, length, 8, 2, 64, True) for length in (512, 2048)),
-    *(Problem(1, length, 8, 8, 64, True, window=256) for length in (512, 2048, 4096)),
-)
 PROGRAMS = ("forward", "forward_backward")
 ALLOWED = 1.03
 """The median of tuned over heuristic, round by round, above which a case may count as slower."""
 
+Programs = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
+"""By name, a function and its arguments."""
 
-def measure(problem: Problem, rounds: int, tuning_rounds: int) -> dict[str, Any]:
-    arrays, attention = problem.arrays(), ours(problem)
-    programs = {"forward": (attention, arrays[:3]), "forward_backward": (with_backward(attention), arrays)}
+
+def programs_of(selected: Selected) -> Programs:
+    """A case as what a user would write, with the gradients of every array."""
+    case = selected.case
+    arrays = {name: jnp.asarray(value) for name, value in case.arrays(np.random.default_rng(0)).items()}
+
+    def attention(arrays: dict[str, Any]) -> Any:
+        return ejkernel.flash_attention(**arrays, **case.options)
+
+    def with_gradients(arrays: dict[str, Any], cotangent: Any) -> Any:
+        out, pull = jax.vjp(attention, arrays)
+        return out, pull(cotangent)
+
+    cotangent = jax.random.normal(jax.random.key(0), jax.eval_shape(attention, arrays).shape)
+    return {"forward": (attention, (arrays,)), "forward_backward": (with_gradients, (arrays, cotangent))}
+
+
+def measure(selected: Selected, rounds: int, tuning_rounds: int) -> dict[str, Any]:
+    programs = programs_of(selected)
     start = time.perf_counter()
-    calls = tuning.record_calls(with_backward(attention), *arrays)
-    result = tuning.Search(rounds=tuning_rounds, progress=False).tune(calls)
-    case: dict[str, Any] = {
-        "name": problem.name,
-        "problem": dataclasses.asdict(problem),
+    function, arguments = programs["forward_backward"]
+    result = tuning.Search(rounds=tuning_rounds, progress=False).tune(tuning.record_calls(function, *arguments))
+    found: dict[str, Any] = {
+        "name": selected.case.name,
         "tuning_s": round(time.perf_counter() - start, 2),
         "configs": {entry.key.phase: described(entry) for entry in result.entries},
     }
-    changed = [phase for phase, known in case["configs"].items() if known["tuned"] != known["heuristic"]]
+    changed = {phase for phase, known in found["configs"].items() if known["tuned"] != known["heuristic"]}
     for name, (function, arguments) in programs.items():
-        if not {"forward", *(["backward"] if name == "forward_backward" else [])} & {*changed}:
-            case[name] = {"verdict": "the heuristic's own config"}
+        if not changed & ({"forward"} if name == "forward" else {"forward", "backward"}):
+            found[name] = {"verdict": "the heuristic's own config"}
             continue
         heuristic = jax.jit(function).lower(*arguments).compile()
         with result:
             tuned = jax.jit(function).lower(*arguments).compile()
         times = in_turn({"heuristic": heuristic, "tuned": tuned}, arguments, rounds)
-        case[name] = {**times, "verdict": verdict(times["ratio"])}
-    return case
+        found[name] = {**times, "verdict": verdict(times["ratio"])}
+    return found
 
 
 def described(entry: tuning.Entry) -> dict[str, Any]:
@@ -76,7 +91,9 @@ def in_turn(programs: dict[str, Any], arguments: tuple[Any, ...], rounds: int) -
         jax.block_until_ready(program(*arguments))
     for turn in range(rounds):
         for name in sorted(programs, reverse=bool(turn % 2)):
-            times[name].append(milliseconds(lambda name=name: programs[name](*arguments)))
+            start = time.perf_counter()
+            jax.block_until_ready(programs[name](*arguments))
+            times[name].append(1e3 * (time.perf_counter() - start))
     ratios = [tuned / heuristic for tuned, heuristic in zip(times["tuned"], times["heuristic"], strict=True)]
     shown = {f"{name}_ms": spread(values) for name, values in times.items()}
     return {**shown, "ratio": spread(ratios)}
@@ -102,31 +119,34 @@ def ratio_of(found: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="timed runs of each side")
-    parser.add_argument("--tuning-rounds", type=int, default=3, help="timed runs of each config in the tuner")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--tuning-rounds", type=int, default=5, help="timed runs of each config in the tuner")
+    parser.add_argument("--case", default="*", help="cases whose name matches this pattern")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "tuning_cpu.json")
     options = parser.parse_args()
     start = time.perf_counter()
-    settings = {"rounds": options.rounds, "tuning_rounds": options.tuning_rounds, "allowed": ALLOWED}
-    report: dict[str, Any] = {"environment": environment(), "settings": settings, "cases": []}
-    for problem in PROBLEMS:
-        if options.only not in problem.name:
-            continue
-        case = measure(problem, options.rounds, options.tuning_rounds)
+    report: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": provenance.commit(),
+        "device": provenance.describe_device(jax.local_devices()[0]),
+        "versions": provenance.versions(()),
+        "settings": {"rounds": options.rounds, "tuning_rounds": options.tuning_rounds, "allowed": ALLOWED},
+        "cases": [],
+    }
+    for selected in select(Settings(("flash_attention",), size="cpu", case=options.case).on("cpu")):
+        case = measure(selected, options.rounds, options.tuning_rounds)
         report["cases"].append(case)
         words = (f"{name} {ratio_of(case[name])}{case[name]['verdict']}" for name in PROGRAMS)
-        print(f"{problem.name:40s} tuned / heuristic: {', '.join(words)}; tuned in {case['tuning_s']} s", flush=True)
+        print(f"{case['name']:28s} tuned / heuristic: {', '.join(words)}; tuned in {case['tuning_s']} s", flush=True)
     measured = [(case["name"], name, case[name]) for case in report["cases"] for name in PROGRAMS]
     report["summary"] = {
         verdict: [f"{case} {name}" for case, name, found in measured if found["verdict"] == verdict]
         for verdict in ("slower", "same", "faster", "the heuristic's own config")
     }
     report["seconds"] = round(time.perf_counter() - start, 1)
-    slower = report["summary"]["slower"]
     print(", ".join(f"{len(cases)} {verdict}" for verdict, cases in report["summary"].items()))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 1 if slower else 0
+    return 1 if report["summary"]["slower"] else 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ejkernel import bench
-from ejkernel.bench import _provenance
+from ejkernel.bench import provenance
 from ejkernel.bench._document import parse_document
 from ejkernel.bench._problem import BenchProblem, prepare
 from ejkernel.bench._select import Selected
@@ -103,7 +103,7 @@ def test_document(benchmark):
         "elsewhere": None,
     }
     assert result["versions"]["ejkernel-core"] and result["device"]["backend"] == "cpu" and "cores" in result["device"]["host"]
-    assert result["commit"] == _provenance.commit()
+    assert result["commit"] == provenance.commit()
 
 
 def test_platforms_and_peers_by_name(benchmark):

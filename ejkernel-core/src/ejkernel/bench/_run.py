@@ -10,7 +10,7 @@ import jax
 
 from ejkernel._registry import kernel_registry
 from ejkernel._target import target_of_device
-from ejkernel.bench import _provenance
+from ejkernel.bench import provenance
 from ejkernel.bench._clock import DeviceClock
 from ejkernel.bench._document import SCHEMA
 from ejkernel.bench._limits import measure_limits
@@ -76,10 +76,10 @@ def run(
     return {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _provenance.commit(),
+        "commit": provenance.commit(),
         "command": command,
-        "device": _provenance.describe_device(device),
-        "versions": _provenance.versions(peers),
+        "device": provenance.describe_device(device),
+        "versions": provenance.versions(peers),
         "limits": limits,
         "settings": {
             "rounds": settings.rounds,

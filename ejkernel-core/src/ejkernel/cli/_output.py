@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Generator, Sequence
 from typing import Annotated, Any
 
 import typer
+
+_FILE_WIDTH = 160
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
@@ -38,10 +41,13 @@ def emit(value: Any) -> None:
 
 
 def console(*, stderr: bool = False) -> Any:
-    """The console that commands print on; as wide as the terminal says."""
+    """The console that commands print on: as wide as the terminal or `COLUMNS` says; in a file, nothing is cut."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=False, stderr=stderr)
+    made = Console(highlight=False, soft_wrap=False, stderr=stderr)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = _FILE_WIDTH
+    return made
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str = "", wrap: Sequence[str] = ()) -> Any:

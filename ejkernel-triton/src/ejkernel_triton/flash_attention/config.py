@@ -13,7 +13,7 @@ from ejkernel_triton._numerics import dot_precision
 _SMALLEST = 16
 """Tensor cores multiply no smaller tiles."""
 _NARROW = 256
-"""Up to so many visible positions a block meets a few tiles only, and a short pipeline starts faster."""
+"""Within a window of so many keys a block meets a few tiles only, and a short pipeline starts faster."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class _Model:
         self.queries, self.keys = call.query.shape[1], call.key.shape[1]
         self.score_bytes = sum(4 for spec in (call.bias, call.mask) if spec is not None and min(spec.shape[2:]) > 1)
         self.width = max(self.size, self.value_size)
-        self.narrow = _visible_width(call) <= _NARROW
+        self.narrow = call.window_width is not None and call.window_width <= _NARROW
         self.capped = call.soft_cap is not None
         self.triangular = call.causal
 
@@ -161,13 +161,6 @@ class _Model:
         if self.width > 128:
             return (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2)
         return ((64, 64, 4, 3),) if self.width <= 64 else ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))
-
-
-def _visible_width(call: FlashAttentionCall) -> int:
-    """Most keys that a window lets a query see; larger than any array where it does not."""
-    left, right = call.window or (None, None)
-    right = 0 if call.causal and call.prefix is None else right
-    return 2**31 if left is None or right is None else left + right + 1
 
 
 def _first(tiles: Iterable[Tile], fits: Callable[[Tile], bool], own: int, other: int) -> Tile:

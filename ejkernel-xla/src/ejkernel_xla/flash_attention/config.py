@@ -11,6 +11,9 @@ from ejkernel.plugin import ConfigSpace, Target
 _CACHED_SCORES = 2**20
 """Scores of all heads that stay in a CPU's last-level cache from one pass over a tile to the next."""
 
+_NARROW_WINDOW = 384
+"""Within a window of so many keys, a large part of large tiles is masked."""
+
 _SMALL_SCORES = 2**22
 """Up to this many scores a single tile in the forward phase costs little time and saves the compilation of a loop."""
 
@@ -46,7 +49,9 @@ def heuristic(call: FlashAttentionCall, target: Target) -> FlashAttentionConfig:
         block //= 2
     if max(queries, keys) <= 512 and batch * heads * queries * keys <= _SMALL_SCORES:
         return FlashAttentionConfig(512, 512, 128, 512)
-    return FlashAttentionConfig(block, block, block, block)
+    narrow = call.window_width is not None and call.window_width <= _NARROW_WINDOW
+    backward = min(block, 128) if narrow else block
+    return FlashAttentionConfig(block, block, backward, backward)
 
 
 def search_space(call: FlashAttentionCall, target: Target) -> Sequence[FlashAttentionConfig]:

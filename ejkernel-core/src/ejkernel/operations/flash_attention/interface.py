@@ -94,6 +94,13 @@ class FlashAttentionCall(Call):
     precision: str | None = None
     return_lse: bool = False
 
+    @property
+    def window_width(self) -> int | None:
+        """Most keys that the window lets a query see; None where it does not bound them."""
+        left, right = self.window or (None, None)
+        right = 0 if self.causal and self.prefix is None else right
+        return None if left is None or right is None else left + right + 1
+
 
 class FlashAttention(Operation):
     """`out = softmax(mask(cap(scale * query . key + bias)), sinks) . value`, with float32 logits, softmax and sums."""
