@@ -21,6 +21,13 @@ def test_named_case(cli, tmp_path):
     assert all(entry.provenance["device"] and len(entry.timings) > 1 for entry in entries)
 
 
+def test_cases_by_pattern_and_dtype(cli):
+    arguments = ("--case", "skew*", "--dtype", "bfloat16,float32", "--forward-only", "--rounds", "1", "--json")
+    entries = cli("tune", "grouped_matmul", *arguments).json["entries"]
+    assert [entry["key"]["call"]["lhs"]["dtype"] for entry in entries] == ["bfloat16", "float32"]
+    assert "--dtype" in cli("tune", "grouped_matmul", "--case", "skewed", "--dtype", "bf16", "--store").mistake
+
+
 def test_shapes_from_a_file(cli, tmp_path):
     shapes = tmp_path / "shapes.json"
     arrays = {"query": "float32[1,8,2,4]", "key": "float32[1,8,1,4]", "value": "float32[1,8,1,4]"}

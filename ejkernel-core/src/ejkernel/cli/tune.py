@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,8 @@ def tune(
         Path | None,
         typer.Option(help='JSON: a list of {"arrays": {"x": "float32[4,64]"}, "options": {}}, one for each call.'),
     ] = None,
-    case: Annotated[list[str] | None, typer.Option(help="A named case of the operation, in place of --shapes.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Named cases that match this pattern, in place of --shapes.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the named cases: one, or several with commas.")] = "float32",
     out: Annotated[Path | None, typer.Option(help="Write the table here.")] = None,
     store: Annotated[bool, typer.Option("--store", help="Keep what is found in the user's cache.")] = False,
     platform: Annotated[str | None, typer.Option(help="Only these platforms: one, or several with commas.")] = None,
@@ -41,7 +43,7 @@ def tune(
     search = Search(rounds=rounds, progress=False if as_json else None, store=store, retry=retry)
     result = AutotuningResult()
     with user_mistakes():
-        calls = _from_file(shapes, operation) if shapes is not None else _from_cases(operation, case or [])
+        calls = _from_file(shapes, operation) if shapes is not None else _from_cases(operation, case or [], dtype.split(","))
         for arrays, options in calls:
             result = result | search.tune(_calls_of(operation, arrays, options, chosen, forward_only))
         if out is not None:
@@ -77,25 +79,38 @@ def _calls_of(
     return record_calls(jax.grad(loss), moving, arrays)
 
 
-def _from_cases(operation: str, names: list[str]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def _from_cases(
+    operation: str, patterns: Sequence[str], dtypes: Sequence[str]
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     import importlib
 
     import jax
     import numpy as np
 
+    from ejkernel.bench import Settings
     from ejkernel.errors import invalid, suggestion
     from ejkernel.operations import get_operation
 
     get_operation(operation)
+    Settings(dtypes=tuple(dtypes))  # knows the dtypes of cases
     cases = {known.name: known for known in importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES}
+    names = {pattern: fnmatch.filter(cases, pattern) for pattern in patterns}
+    for pattern, matching in names.items():
+        if not matching:
+            raise invalid("--case", repr(pattern), f"one of {', '.join(cases)}" + suggestion(pattern, cases))
     found = []
-    for name in names:
-        if name not in cases:
-            raise invalid("--case", repr(name), f"one of {', '.join(cases)}" + suggestion(name, cases))
-        arrays = cases[name].arrays(np.random.default_rng(0))
-        specs = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), dict(arrays))
-        found.append((specs, cases[name].options))
+    for name in dict.fromkeys(name for matching in names.values() for name in matching):
+        arrays = dict(cases[name].arrays(np.random.default_rng(0)))
+        for dtype in dtypes:
+            found.append((jax.tree.map(lambda array, dtype=dtype: _spec(array, dtype), arrays), cases[name].options))
     return found
+
+
+def _spec(array: Any, dtype: str) -> Any:
+    """What an array of a case is in a dtype; only float32 ones have a choice."""
+    import jax
+
+    return jax.ShapeDtypeStruct(array.shape, dtype if array.dtype == "float32" else array.dtype)
 
 
 def _from_file(path: Path, operation: str) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
