@@ -313,4 +313,4 @@ def tuned(session: nox.Session) -> None:
 @nox.session(python=False)
 def tables(session: nox.Session) -> None:
     """Rewrite the tables of README from the plugins' records and what is recorded in benchmarks/results."""
-    session.run(str(main_environment(session)), "tools/readme_tables.py", external=True)
+    session.run(str(main_environment(session)), "tools/generated_tables.py", external=True)

@@ -51,6 +51,6 @@ def test_nothing_else_is_drawn():
 
 def test_tables_are_up_to_date():
     check = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "readme_tables.py"), "--check"], capture_output=True, text=True, check=False
+        [sys.executable, str(ROOT / "tools" / "generated_tables.py"), "--check"], capture_output=True, text=True, check=False
     )
     assert check.returncode == 0, check.stderr
