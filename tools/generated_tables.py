@@ -156,8 +156,12 @@ def _lost(document: Document) -> list[str]:
 
 
 def cases_on_gpu() -> str:
-    """Every case of the recorded run on a GPU: what dispatch picks or, where it was not asked to, the fastest of ours."""
-    document = read_document(RESULTS / "bench_h200.json")
+    """The recorded run on a GPU in Markdown."""
+    return "\n".join(every_case(read_document(RESULTS / "bench_h200.json")))
+
+
+def every_case(document: Document) -> list[str]:
+    """A row for each case: what dispatch picks or, where that was left out, the fastest of ours; then what is lost."""
     libraries = ", ".join(
         f"{name} {document.versions[name]}" for name in ("jax", "triton", "torch") if name in document.versions
     )
@@ -175,7 +179,7 @@ def cases_on_gpu() -> str:
         mine = f"{ours.name} | {1e3 * ours.seconds:.3g} ms | {case.limit_s / ours.seconds:.2f}" if ours else "**none** | - | -"
         theirs = f"{peer.name} | {f'{ratio:.2f}' if ratio else '-'}" if peer else "- | -"
         lines.append(f"| `{name}` | {case.dtype} | {case.phase} | {mine} | {theirs} |")
-    return "\n".join([*lines, "", *_lost(document)])
+    return [*lines, "", *_lost(document)]
 
 
 PAGES = {

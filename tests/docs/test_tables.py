@@ -35,7 +35,7 @@ def test_benchmarks(tables):
     row = "| `rms_norm` | 1 | 1.30 | 1.30 | 2.00 (2.00 to 2.00) | 3 MiB / 1 MiB | 0 of 2 |"
     assert row in lines
     assert [line.split(" | ")[-1] for line in lines if "`softmax`" in line] == ["**2 of 2** |"]
-    assert any(line.endswith("2 of 4 cases are lost:") for line in lines)
+    assert "2 of 4 cases that a peer runs too are lost:" in lines
     losses = [line for line in lines if line.startswith("- `softmax T512 float32")]
     assert len(losses) == 2
     assert all(line.endswith("against torch") and ": 0.90 (" in line for line in losses)
@@ -50,3 +50,13 @@ def test_without_peers_or_results(tables):
     lines = tables.benchmarks(parse_document(found))
     assert "| `softmax` | 1 | - | - | - | - | **1 of 1** |" in lines
     assert lines[-1] == "- `softmax T512 float32 forward`: no result of ours"
+
+
+def test_every_case(tables):
+    found = document(operations=("softmax",), lengths=(512,), times=times, noise=0.002)
+    lines = tables.every_case(parse_document(found))
+    assert lines[0] == "A CPU, 2 cores, 8 GiB; jax 0.11.2; 15 rounds, wall time."
+    rows = [line for line in lines if line.startswith("| `softmax T512` | float32 | forward | xla | ")]
+    assert len(rows) == 1 and rows[0].endswith("| torch | 0.90 |")
+    runs_of(found, "xla")[0].update(status="wrong", wall_s=None)
+    assert any("| forward | **none** | - | - | torch | - |" in line for line in tables.every_case(parse_document(found)))
