@@ -25,6 +25,7 @@ def interpreted(request, monkeypatch):
     """Numbers and transforms in the interpreter; lowering for a GPU is the compiler's own."""
     level = request.node.get_closest_marker("ejkernel_level")
     if level.args[0] == "packaging" or request.node.originalname.startswith("test_supports") or jax.default_backend() == "gpu":
+        monkeypatch.delenv(INTERPRET, raising=False)
         yield
         return
     if request.node.originalname in NOT_INTERPRETED:

@@ -24,6 +24,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ejkernel-quick", action="store_true", help="bfloat16 and float16 only for the cases that transforms are tried on"
     )
+    group.addoption(
+        "--ejkernel-sample",
+        default=1,
+        type=int,
+        metavar="N",
+        help="numbers of one case in N only, beside those that transforms are tried on",
+    )
     group.addoption("--ejkernel-report", default=None, type=Path, help="write the report here as JSON")
 
 
@@ -82,7 +89,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         found = [
             problems.Problem(operation, case, dtype, platform)
             for operation in operations
-            for case in problems.cases_of(operation)
+            for case in _cases(config, operation)
             for dtype in config.getoption("--ejkernel-dtype") or _dtypes(config, operation, case)
             if admitted(case.name) and not ("extreme" in case.tags and dtype != "float32")
         ]
@@ -100,6 +107,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("toggled", pairs, ids=["-".join(pair) for pair in pairs])
     if "operation_name" in metafunc.fixturenames:
         metafunc.parametrize("operation_name", operations)
+
+
+def _cases(config: pytest.Config, operation: str) -> list[Any]:
+    from ejkernel.testing import problem as problems
+
+    step = config.getoption("--ejkernel-sample")
+    if step < 1:
+        raise pytest.UsageError(f"--ejkernel-sample: got {step}, expected a value >= 1")
+    always = problems.representative(operation)
+    return [case for index, case in enumerate(problems.cases_of(operation)) if index % step == 0 or case in always]
 
 
 def _dtypes(config: pytest.Config, operation: str, case: Any) -> tuple[str, ...]:
