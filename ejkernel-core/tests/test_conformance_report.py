@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from ejkernel.testing.report import Report
 
 
@@ -26,3 +28,13 @@ def test_reports_of_workers_add_up():
         whole.merge(part.state())
     assert whole.rows() == [("softmax", "numbers", 0, 0, 1)]
     assert whole.errors["softmax"] == {"float32": 1e-2} and whole.stamped["softmax"] == 2
+
+
+def test_a_sample_of_cases_keeps_those_that_transforms_are_tried_on():
+    from ejkernel.testing import plugin, problem
+
+    config = SimpleNamespace(getoption=lambda name: {"--ejkernel-sample": 4}[name])
+    every, always = ([case.name for case in cases("flash_attention")] for cases in (problem.cases_of, problem.representative))
+    found = [case.name for case in plugin._cases(config, "flash_attention")]
+    assert {*always, *every[::4]} == {*found}
+    assert len(always) < len(found) < len(every) / 2
