@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
+from ejkernel.testing import problem
 from ejkernel.testing.report import Report
 
 
@@ -31,10 +30,7 @@ def test_reports_of_workers_add_up():
 
 
 def test_a_sample_of_cases_keeps_those_that_transforms_are_tried_on():
-    from ejkernel.testing import plugin, problem
-
-    config = SimpleNamespace(getoption=lambda name: {"--ejkernel-sample": 4}[name])
     every, always = ([case.name for case in cases("flash_attention")] for cases in (problem.cases_of, problem.representative))
-    found = [case.name for case in plugin._cases(config, "flash_attention")]
+    found = [case.name for case in problem.sample_of("flash_attention", 4)]
     assert {*always, *every[::4]} == {*found}
     assert len(always) < len(found) < len(every) / 2

@@ -80,7 +80,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not operations:
         raise pytest.UsageError(f"--ejkernel-platform={platform}: it implements no operation; see `ejkernel doctor`")
     operations = config.getoption("--ejkernel-operation") or operations
-    cases = config.getoption("--ejkernel-case")
+    cases, step = config.getoption("--ejkernel-case"), int(config.getoption("--ejkernel-sample") or 0)
+    if step < 1:
+        raise pytest.UsageError(f"--ejkernel-sample: got {step}, expected a value >= 1")
 
     def admitted(name: str) -> bool:
         return not cases or any(part in name for part in cases)
@@ -89,7 +91,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         found = [
             problems.Problem(operation, case, dtype, platform)
             for operation in operations
-            for case in _cases(config, operation)
+            for case in problems.sample_of(operation, step)
             for dtype in config.getoption("--ejkernel-dtype") or _dtypes(config, operation, case)
             if admitted(case.name) and not ("extreme" in case.tags and dtype != "float32")
         ]
@@ -107,16 +109,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("toggled", pairs, ids=["-".join(pair) for pair in pairs])
     if "operation_name" in metafunc.fixturenames:
         metafunc.parametrize("operation_name", operations)
-
-
-def _cases(config: pytest.Config, operation: str) -> list[Any]:
-    from ejkernel.testing import problem as problems
-
-    step = config.getoption("--ejkernel-sample")
-    if step < 1:
-        raise pytest.UsageError(f"--ejkernel-sample: got {step}, expected a value >= 1")
-    always = problems.representative(operation)
-    return [case for index, case in enumerate(problems.cases_of(operation)) if index % step == 0 or case in always]
 
 
 def _dtypes(config: pytest.Config, operation: str, case: Any) -> tuple[str, ...]:

@@ -42,6 +42,12 @@ def representative(operation: str) -> tuple[Case, ...]:
     return tuple(case for case in cases if "transforms" in case.tags) or cases[:1]
 
 
+def sample_of(operation: str, step: int) -> list[Case]:
+    """One case in `step`, and those on which transforms are tried."""
+    always = representative(operation)
+    return [case for index, case in enumerate(cases_of(operation)) if index % step == 0 or case in always]
+
+
 def operations_of(platform: str) -> list[str]:
     """Operations that a platform implements."""
     from ejkernel._registry import kernel_registry
