@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import jax.numpy as jnp
@@ -63,7 +62,7 @@ class BackwardConfig:
 
     Attributes:
         lhs_*: of the gradient of lhs, a product of the cotangent with the matrices.
-        rhs_*: of the gradient of the matrices: tiles of a matrix in the order in which it is stored, and rows of lhs per step.
+        rhs_*: of the gradient of the matrices, one program per tile: tiles of a matrix as it is stored, and rows of lhs per step.
     """
 
     lhs_block_m: int
@@ -80,15 +79,13 @@ class BackwardConfig:
     rhs_num_warps: int
     rhs_num_stages: int
     rhs_band: int
-    rhs_programs: int
-    rhs_tma: bool
 
     def __post_init__(self) -> None:
         _ = self.tile_of_lhs, self.tile_of_rhs
 
     @classmethod
     def of(cls, lhs: Tile, rhs: Tile) -> BackwardConfig:
-        return cls(*dataclasses.astuple(lhs), *dataclasses.astuple(rhs))
+        return cls(*dataclasses.astuple(lhs), *dataclasses.astuple(rhs)[:6])
 
     @property
     def tile_of_lhs(self) -> Tile:
@@ -137,15 +134,16 @@ class _Product:
         step = tile.block_m * tile.block_k * self.itemsize + right * self.stored
         end = tile.block_m * tile.block_n * self.out
         if tile.tma:
-            total = tile.num_stages * step + max(end, step if self.outer else 0) + 1024
+            total = tile.num_stages * step + end + 1024
         else:
             total = max(tile.num_stages * step + (right * self.itemsize if self.stored != self.itemsize else 0), end)
         held = tile.block_m * tile.block_n // (32 * tile.num_warps)
-        most = 64 if self.itemsize == 4 or self.partial else 128
+        in_registers = self.itemsize == 4 or self.partial or (self.target.capability or _TMA_ON) < _TMA_ON
+        most = 64 if in_registers else 128
         return total <= shared_memory_limit(self.target) and held <= most
 
     def cut(self, tile: Tile) -> Tile:
-        """To the sizes of the arrays; the copy engine only where it can read them and tiles are large enough to wait for it."""
+        """To the sizes of the arrays; the copy engine only where it can read them."""
         block_m, block_n = min(tile.block_m, _power(self.height)), min(tile.block_n, _power(self.width))
         small = block_m * block_n < 64 * 64
         return dataclasses.replace(
@@ -154,7 +152,7 @@ class _Product:
             block_n=block_n,
             block_k=min(tile.block_k, _power(self.depth)),
             num_warps=min(tile.num_warps, 4) if small else tile.num_warps,
-            tma=tile.tma and self.tma and not small,
+            tma=tile.tma and self.tma,
         )
 
 
@@ -189,7 +187,7 @@ def _product_of(call: GroupedMatmulCall, target: Target, kind: str) -> _Product:
         exact=itemsize == 4 and dot_precision(call.precision, call.product_dtype) == "ieee",
         outer=outer,
         partial=outer and call.rhs_scale is not None,
-        tma=readable and (outer or call.rhs.dtype == call.product_dtype) and target.capability == _TMA_ON,
+        tma=readable and not outer and call.rhs.dtype == call.product_dtype and target.capability == _TMA_ON,
         target=target,
     )
 
@@ -202,6 +200,8 @@ _HALF = (
     *((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 32, 8, 3)),
     *((64, 128, 64, 4, 3), (64, 64, 64, 4, 2), (32, 32, 32, 4, 2), (16, 16, 16, 4, 1)),
 )
+_LONG = ((128, 256, 64, 8, 4), (128, 256, 32, 8, 6), (128, 256, 128, 8, 2), (128, 128, 64, 4, 3))
+"""For the gradient of matrices, beside."""
 _LOW = ((128, 128, 4, 4), (128, 64, 4, 4), (64, 128, 4, 3), (64, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1))
 """Columns, depth, warps and stages where groups have so few rows that reading the matrices is the work."""
 _FEW = 64
@@ -231,12 +231,15 @@ def _heuristic(product: _Product) -> Tile:
 
 
 def _space(product: _Product) -> list[Tile]:
-    large = ((256, 128, 64, 8, 3), (128, 128, 64, 4, 3)) if product.itemsize == 2 else ()
-    shapes = itertools.product((*_shapes(product), *large), (4, 8, 16), (False, True))
-    found = [
-        _tile(product, shape, band, tma=tma) for shape, band, tma in shapes if band == 8 or shape[0] * shape[1] >= 128 * 256
-    ]
-    return list(dict.fromkeys([_heuristic(product), *filter(product.fits, found)]))
+    """The heuristic's tile in other bands, and other tiles of a size that is worth it, each read in both ways."""
+    chosen = _heuristic(product)
+    shapes = _shapes(product)
+    large = shapes[2:-2]
+    if shapes is _HALF:
+        large = _LONG if product.outer else ((256, 128, 64, 8, 3), (128, 128, 64, 4, 3))
+    found = [dataclasses.replace(chosen, band=band) for band in (8, 4, 16)]
+    found += [_tile(product, shape, tma=tma) for shape in (*shapes[:2], *large) for tma in (False, True)]
+    return list(dict.fromkeys([chosen, *filter(product.fits, found)]))
 
 
 def forward_heuristic(call: GroupedMatmulCall, target: Target) -> Tile:

@@ -162,15 +162,6 @@ def grouped_fill_kernel(
 
 
 @triton.jit
-def outer_step(
-    p_left, p_right, o_left, o_right, m_row, m_left, m_right, b_acc, PRECISION: tl.constexpr
-):  # fmt: skip
-    b_left = tl.load(p_left + o_left, mask=m_row[None, :] & m_left[:, None], other=0.0)  # [BLOCK_L, BLOCK_M]
-    b_right = tl.load(p_right + o_right, mask=m_row[:, None] & m_right[None, :], other=0.0)  # [BLOCK_M, BLOCK_R]
-    return tl.dot(b_left, b_right, b_acc, input_precision=PRECISION)
-
-
-@triton.jit
 def grouped_outer_kernel(
     p_left,
     p_right,
@@ -179,14 +170,11 @@ def grouped_outer_kernel(
     p_scale,
     rows,
     matrices,
-    units,
     p_out,
     p_partial,
-    p_scratch,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     MEMBERS: tl.constexpr,
-    BATCH: tl.constexpr,
     MATRICES: tl.constexpr,
     SCALES: tl.constexpr,
     SCALE: tl.constexpr,
@@ -199,87 +187,62 @@ def grouped_outer_kernel(
     BLOCK_R: tl.constexpr,
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
-    TMA: tl.constexpr,
 ):
-    """`out = left' . right * scale` over the rows of each matrix, of all MEMBERS of the BATCH if they share it.
+    """`out = left' . right * scale` over the rows of each matrix, of all MEMBERS of the batch if they share it.
 
     Left is lhs and right the cotangent or, TRANSPOSED, the other way round. With PARTIAL also the sums over a tile of K of
-    `left' . right * rhs`, from which the scale's gradient is made. With TMA the loops over tiles and over whole blocks of rows
-    are one pipeline; rows that do not fill a block are added after it.
+    `left' . right * rhs`, from which the scale's gradient is made. Rows of other groups, which may hold NaN, are not loaded; the
+    copy engine could not leave them out, and a last step of its own for them cost more than it gained.
     """
     LEFTS: tl.constexpr = (LEFT + BLOCK_L - 1) // BLOCK_L
     RIGHTS: tl.constexpr = (RIGHT + BLOCK_R - 1) // BLOCK_R
+    i_matrix = tl.program_id(0) // (LEFTS * RIGHTS)
+    i_left, i_right = unit_of(tl.program_id(0) % (LEFTS * RIGHTS), LEFTS, RIGHTS, BAND)
     o_m = tl.arange(0, BLOCK_M)
-    if TMA:
-        left_tiles = tl.make_tensor_descriptor(p_left, [rows * BATCH, LEFT], [LEFT, 1], [BLOCK_M, BLOCK_L])
-        right_tiles = tl.make_tensor_descriptor(p_right, [rows * BATCH, RIGHT], [RIGHT, 1], [BLOCK_M, BLOCK_R])
-    for i_unit in tl.range(tl.program_id(0), units, tl.num_programs(0), flatten=TMA):
-        i_matrix = i_unit // (LEFTS * RIGHTS)
-        i_left, i_right = unit_of(i_unit % (LEFTS * RIGHTS), LEFTS, RIGHTS, BAND)
-        o_l = i_left * BLOCK_L + tl.arange(0, BLOCK_L)
-        o_r = i_right * BLOCK_R + tl.arange(0, BLOCK_R)
-        b_acc = tl.zeros([BLOCK_L, BLOCK_R], tl.float32)
-        if TMA:
-            i_member = i_matrix // matrices
-            p_bound = p_bounds + i_member * (matrices + 1) + i_matrix % matrices
-            i_low = tl.load(p_bound)
-            length = tl.load(p_bound + 1) - i_low
-            i_low += i_member * rows
-            whole = length // BLOCK_M
-            # Every tile takes a step, for the loops to become one: without a whole block it reads zeros past the last row.
-            i_from = tl.where(whole > 0, i_low, rows * BATCH)
-            steps = tl.maximum(whole, 1)
-            tl.assume(steps > 0)
-            for i_step in tl.range(0, steps, num_stages=STAGES):
-                b_left = left_tiles.load([i_from + i_step * BLOCK_M, i_left * BLOCK_L])  # [BLOCK_M, BLOCK_L]
-                b_right = right_tiles.load([i_from + i_step * BLOCK_M, i_right * BLOCK_R])  # [BLOCK_M, BLOCK_R]
-                b_acc = tl.dot(b_left.trans(), b_right, b_acc, input_precision=PRECISION)
-            # Takes the sum out of the pipeline: Triton 3.6 does not wait for it in the branch that adds nothing.
-            b_acc = tl.where(length > 0, b_acc, 0.0)
-            if length > whole * BLOCK_M:
-                m_row = (o_m < length - whole * BLOCK_M)[:, None]
-                b_left = left_tiles.load([i_low + whole * BLOCK_M, i_left * BLOCK_L])
-                b_right = right_tiles.load([i_low + whole * BLOCK_M, i_right * BLOCK_R])
-                b_left, b_right = tl.where(m_row, b_left, 0.0), tl.where(m_row, b_right, 0.0)
-                b_acc = tl.dot(b_left.trans(), b_right, b_acc, input_precision=PRECISION)
+    o_l = i_left * BLOCK_L + tl.arange(0, BLOCK_L)
+    o_r = i_right * BLOCK_R + tl.arange(0, BLOCK_R)
+    m_l, m_r = o_l < LEFT, o_r < RIGHT
+    o_left = o_m[None, :] * LEFT + o_l[:, None]
+    o_right = o_m[:, None] * RIGHT + o_r[None, :]
+    b_acc = tl.zeros([BLOCK_L, BLOCK_R], tl.float32)
+    for i_part in range(MEMBERS):
+        i_member = i_matrix // matrices + i_part
+        p_bound = p_bounds + i_member * (matrices + 1) + i_matrix % matrices
+        i_low = tl.load(p_bound)
+        length = tl.load(p_bound + 1) - i_low
+        i_first = i_member.to(tl.int64) * rows + i_low
+        p_l = p_left + i_first * LEFT
+        p_r = p_right + i_first * RIGHT
+        for i_m in tl.range(0, length, BLOCK_M, num_stages=STAGES):
+            m_m = o_m < length - i_m
+            b_left = tl.load(p_l + o_left, mask=m_m[None, :] & m_l[:, None], other=0.0)  # [BLOCK_L, BLOCK_M]
+            b_right = tl.load(p_r + o_right, mask=m_m[:, None] & m_r[None, :], other=0.0)  # [BLOCK_M, BLOCK_R]
+            b_acc = tl.dot(b_left, b_right, b_acc, input_precision=PRECISION)
+            p_l += BLOCK_M * LEFT
+            p_r += BLOCK_M * RIGHT
+    m_tile = m_l[:, None] & m_r[None, :]
+    o_tile = o_l[:, None] * RIGHT + o_r[None, :]
+    if PARTIAL:
+        p_weight = p_rhs + (i_matrix % MATRICES).to(tl.int64) * LEFT * RIGHT
+        b_rhs = tl.load(p_weight + o_tile, mask=m_tile, other=0.0)  # [BLOCK_L, BLOCK_R]
+        b_product = b_acc * b_rhs.to(tl.float32).to(p_left.dtype.element_ty).to(tl.float32)
+        if TRANSPOSED:
+            o_partial = (i_matrix.to(tl.int64) * RIGHTS + i_right) * LEFT
+            tl.store(p_partial + o_partial + o_l, tl.sum(b_product, axis=1), mask=m_l)
         else:
-            o_left = o_m[None, :] * LEFT + o_l[:, None]
-            o_right = o_m[:, None] * RIGHT + o_r[None, :]
-            for i_part in range(MEMBERS):
-                i_member = i_matrix // matrices + i_part
-                p_bound = p_bounds + i_member * (matrices + 1) + i_matrix % matrices
-                i_low = tl.load(p_bound)
-                length = tl.load(p_bound + 1) - i_low
-                i_first = i_member.to(tl.int64) * rows + i_low
-                p_l = p_left + i_first * LEFT
-                p_r = p_right + i_first * RIGHT
-                for i_m in tl.range(0, length, BLOCK_M, num_stages=STAGES):
-                    b_acc = outer_step(p_l, p_r, o_left, o_right, o_m < length - i_m, o_l < LEFT, o_r < RIGHT, b_acc, PRECISION)
-                    p_l += BLOCK_M * LEFT
-                    p_r += BLOCK_M * RIGHT
-        m_tile = (o_l < LEFT)[:, None] & (o_r < RIGHT)[None, :]
-        o_tile = o_l[:, None] * RIGHT + o_r[None, :]
-        if PARTIAL:
-            p_weight = p_rhs + (i_matrix % MATRICES).to(tl.int64) * LEFT * RIGHT
-            b_rhs = tl.load(p_weight + o_tile, mask=m_tile, other=0.0)  # [BLOCK_L, BLOCK_R]
-            b_product = b_acc * b_rhs.to(tl.float32).to(p_left.dtype.element_ty).to(tl.float32)
+            o_partial = (i_matrix.to(tl.int64) * LEFTS + i_left) * RIGHT
+            tl.store(p_partial + o_partial + o_r, tl.sum(b_product, axis=0), mask=m_r)
+    if SAVE:
+        if SCALE == 1:
+            b_acc *= tl.load(p_scale + i_matrix % SCALES).to(tl.float32)
+        elif SCALE > 1:
+            p_own = p_scale + (i_matrix % SCALES).to(tl.int64) * SCALE
             if TRANSPOSED:
-                o_partial = (i_matrix.to(tl.int64) * RIGHTS + i_right) * LEFT
-                tl.store(p_partial + o_partial + o_l, tl.sum(b_product, axis=1), mask=o_l < LEFT)
+                b_acc *= tl.load(p_own + o_l, mask=m_l, other=0.0).to(tl.float32)[:, None]
             else:
-                o_partial = (i_matrix.to(tl.int64) * LEFTS + i_left) * RIGHT
-                tl.store(p_partial + o_partial + o_r, tl.sum(b_product, axis=0), mask=o_r < RIGHT)
-        if SAVE:
-            if SCALE == 1:
-                b_acc *= tl.load(p_scale + i_matrix % SCALES).to(tl.float32)
-            elif SCALE > 1:
-                p_own = p_scale + (i_matrix % SCALES).to(tl.int64) * SCALE
-                if TRANSPOSED:
-                    b_acc *= tl.load(p_own + o_l, mask=o_l < LEFT, other=0.0).to(tl.float32)[:, None]
-                else:
-                    b_acc *= tl.load(p_own + o_r, mask=o_r < RIGHT, other=0.0).to(tl.float32)[None, :]
-            p_tile = p_out + i_matrix.to(tl.int64) * LEFT * RIGHT + o_tile
-            tl.store(p_tile, b_acc.to(p_out.dtype.element_ty), mask=m_tile)
+                b_acc *= tl.load(p_own + o_r, mask=m_r, other=0.0).to(tl.float32)[None, :]
+        p_tile = p_out + i_matrix.to(tl.int64) * LEFT * RIGHT + o_tile
+        tl.store(p_tile, b_acc.to(p_out.dtype.element_ty), mask=m_tile)
 
 
 @triton.jit
@@ -481,24 +444,20 @@ def _gradients_of_matrices(
     members = 1 if shared else batch
     lefts, rights = -(-left.shape[2] // tile.block_m), -(-right.shape[2] // tile.block_n)
     parts = rights if call.transpose_rhs else lefts
-    units = members * rhs.shape[1] * lefts * rights
     dtype = rhs.dtype if members == rhs.shape[0] else jnp.float32
-    tma = (batch == 1 or not shared) and _by_copy_engine(tile, left, right)
-    out, partial, _ = call_kernel(
+    out, partial = call_kernel(
         grouped_outer_kernel,
-        (left, right, bounds, rhs, bounds if scale is None else scale, rows, rhs.shape[1], units),
+        (left, right, bounds, rhs, bounds if scale is None else scale, rows, rhs.shape[1]),
         (
             ((members, *rhs.shape[1:]), dtype) if save else ((1,), jnp.float32),
             ((members, rhs.shape[1], parts, call.columns) if scale is not None else (1,), jnp.float32),
-            _scratch(_programs(units, tile), used=tma),
         ),
-        grid=_programs(units, tile),
+        grid=members * rhs.shape[1] * lefts * rights,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         LEFT=left.shape[2],
         RIGHT=right.shape[2],
         MEMBERS=batch if shared else 1,
-        BATCH=batch,
         MATRICES=_count(rhs),
         SCALES=_count(scale),
         SCALE=0 if scale is None else scale.shape[2],
@@ -511,7 +470,6 @@ def _gradients_of_matrices(
         BLOCK_R=tile.block_n,
         BAND=tile.band,
         STAGES=tile.num_stages,
-        TMA=tma,
     )
     found = {"rhs": _summed(rhs, out)} if save else {}
     if scale is not None:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+_MANY = 4096
+
 
 class Tiles(NamedTuple):
     """Tiles of rows `[low, high)` of one matrix, in order, which cover every row that has one; the first `count [1]` are used."""
@@ -57,12 +59,21 @@ def tiles_of(bounds: Any, rows: int, height: int) -> Tiles:
     member = jnp.arange(batch, dtype=jnp.int32)[:, None] * rows
     start, end = (bounds[:, :-1] + member).reshape(-1), (bounds[:, 1:] + member).reshape(-1)
     counts = -(-(end - start) // height)
-    up_to = jnp.cumsum(counts, dtype=jnp.int32)
+    up_to = _running_sum(counts)
     index = jnp.arange(most_tiles(batch * rows, batch * matrices, height), dtype=jnp.int32)
     matrix = jnp.searchsorted(up_to, index, side="right", method="compare_all").astype(jnp.int32)
     matrix = jnp.minimum(matrix, batch * matrices - 1)
     low = start[matrix] + (index - (up_to - counts)[matrix]) * height
     return Tiles(matrix, low, jnp.minimum(low + height, end[matrix]), up_to[-1:])
+
+
+def _running_sum(values: Any) -> Any:
+    """As one reduction, which XLA makes one kernel with all that comes before; of very many values in the usual way."""
+    count = values.shape[0]
+    if count > _MANY:
+        return jnp.cumsum(values, dtype=jnp.int32)
+    index = jnp.arange(count, dtype=jnp.int32)
+    return jnp.sum(jnp.where(index <= index[:, None], values, 0), axis=1, dtype=jnp.int32)
 
 
 def rows_with_matrix(bounds: Any, rows: int) -> Any:
