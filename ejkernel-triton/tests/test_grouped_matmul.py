@@ -21,7 +21,7 @@ from ejkernel.operations.grouped_matmul.interface import (
     GroupedMatmulOutputs,
 )
 from ejkernel.plugin import Target
-from ejkernel_triton._kernel_cache import _with_scratch
+from ejkernel_triton._kernel_cache import STORE, Entry, _with_scratch
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.grouped_matmul import capability, config, schedule
 
@@ -231,11 +231,13 @@ def test_compiles_to_the_machine_of_hopper(monkeypatch, tmp_path):
             continue
         assert "cp.async.bulk.tensor" in ptx
         assert compiled.metadata.global_scratch_size == config.SCRATCH
-        declared = max(map(int, re.findall(r"_param_(\d+),?\n", ptx)))
-        patched = _with_scratch(ptx, compiled.metadata.name)
-        own, given = (f"[{compiled.metadata.name}_param_{declared - i}]" for i in (2, 1))
+        parameters = len(compilation.types)
+        patched = _with_scratch(ptx, compiled.metadata.name, parameters)
+        own, given = (f"[{compiled.metadata.name}_param_{parameters - i}]" for i in (1, 0))
         assert ptx.count(given) == patched.count(own) == 1
         assert patched.count(given) == ptx.count(own) == 0
+        with pytest.raises(RuntimeError, match=f"got {parameters + 2} parameters"):
+            _with_scratch(ptx, compiled.metadata.name, parameters - 1)
 
 
 def test_compiles_for_ampere(monkeypatch, tmp_path):
@@ -258,6 +260,13 @@ def test_lowers_for_cuda():
     assert "ejkernel.grouped_matmul.backward[triton]" in text
     assert text.count("stablehlo.custom_call @triton_kernel_call") == 5
     assert f"tensor<{5 * config.SCRATCH}xui8>" in text, "at most five tiles have no memory for their descriptors"
+    stored = [Entry.load(STORE.get(path.stem) or b"") for path in STORE.folder.rglob("*.kernel")]
+    through_copies = [entry for entry in stored if "cp.async.bulk.tensor" in entry.ptx]
+    assert through_copies
+    for entry in through_copies:
+        declared = len(re.findall(rf"\.param .*{entry.name}_param_\d+", entry.ptx))
+        assert entry.ptx.count(f"[{entry.name}_param_{declared - 3}]") == 1
+        assert entry.ptx.count(f"[{entry.name}_param_{declared - 2}]") == 0, "the null pointer of jaxlib is read"
 
 
 @needs_jax_triton

@@ -74,12 +74,15 @@ class _Known:
 
 @dataclasses.dataclass(frozen=True)
 class _New:
-    """A kernel's first IR, with the key under which the kernel will be stored, None if it will not; whether it has `p_scratch`."""
+    """A kernel's first IR, with the key under which the kernel will be stored, None if it will not.
+
+    `parameters` is how many a kernel with `p_scratch` has; 0 for others.
+    """
 
     module: Any
     key: str | None
     ttir: str
-    scratch: bool
+    parameters: int
 
     def __str__(self) -> str:
         return self.ttir
@@ -126,16 +129,16 @@ class _Frontend:
     def ast_to_ttir(self, fn: Any, src: Any, *, options: Any, **rest: Any) -> Any:
         if id(fn) not in _ours:
             return self._code_generator.ast_to_ttir(fn, src, options=options, **rest)
-        scratch = _SCRATCH in fn.arg_names
+        parameters = sum(kind != "constexpr" for kind in src.signature.values()) if _SCRATCH in fn.arg_names else 0
         if not _storable(options):
             module = self._code_generator.ast_to_ttir(fn, src, options=options, **rest)
-            return _New(module, None, str(module), scratch)
+            return _New(module, None, str(module), parameters)
         key = _key(src, options)
         stored = None if _always_compile() else STORE.get(key)
         if stored is not None:
             return _Known(Entry.load(stored))
         module = self._code_generator.ast_to_ttir(fn, src, options=options, **rest)
-        return _New(module, key, _without_folders(str(module), fn), scratch)
+        return _New(module, key, _without_folders(str(module), fn), parameters)
 
 
 def _compile(compile_: Any, result: Any, ttir: Any, backend: Any, options: Any, compute_capability: Any, platform: str) -> Any:
@@ -145,26 +148,31 @@ def _compile(compile_: Any, result: Any, ttir: Any, backend: Any, options: Any, 
         return compile_(ttir, backend, options, compute_capability, platform)
     if ttir.key is None:
         compiled = compile_(ttir.module, backend, options, compute_capability, platform)
-        return dataclasses.replace(compiled, binary=_with_scratch(compiled.binary, compiled.name)) if ttir.scratch else compiled
+        return dataclasses.replace(compiled, binary=_with_scratch(compiled.binary, compiled.name, ttir.parameters))
     from triton import knobs
 
     with _compiling, knobs.compilation.scope():
         knobs.compilation.disable_line_info = not _line_info()
         compiled = compile_(ttir.module, backend, options, compute_capability, platform)
-    binary = _with_scratch(compiled.binary, compiled.name) if ttir.scratch else compiled.binary
+    binary = _with_scratch(compiled.binary, compiled.name, ttir.parameters)
     entry = Entry(compiled.name, compiled.shared_mem_bytes, str(ttir), binary)
     STORE.put(ttir.key, entry.dump())
     return _as_result(result, entry)
 
 
-def _with_scratch(ptx: str, name: str) -> str:
-    """Have a kernel read the address of its scratch memory from its own last parameter.
+def _with_scratch(ptx: str, name: str, parameters: int) -> str:
+    """Have a kernel of so many parameters read the address of its scratch memory from the last of them; 0 for one without.
 
-    After those parameters Triton puts two more: the address of global scratch memory and that of a profiler's.
+    After those Triton declares two more: the address of global scratch memory, and that of a profiler's.
     """
-    declared = re.findall(rf"^\s*\.param .*\b{name}_param_(\d+),?\s*$", ptx, re.MULTILINE)
-    own = len(declared) - 3
-    return re.sub(rf"\[{name}_param_{own + 1}([]+])", rf"[{name}_param_{own}\1", ptx)
+    if not parameters:
+        return ptx
+    declared = len(re.findall(rf"^\s*\.param .*\b{name}_param_\d+,?\s*$", ptx, re.MULTILINE))
+    if declared != parameters + 2:
+        raise RuntimeError(
+            f"{name}: got {declared} parameters from this version of Triton, expected {parameters} and two for scratch"
+        )
+    return re.sub(rf"\[{name}_param_{parameters}([]+])", rf"[{name}_param_{parameters - 1}\1", ptx)
 
 
 def _as_result(result: Any, entry: Entry) -> Any:

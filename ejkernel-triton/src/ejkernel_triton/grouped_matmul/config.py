@@ -200,8 +200,9 @@ _HALF = (
     *((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 32, 8, 3)),
     *((64, 128, 64, 4, 3), (64, 64, 64, 4, 2), (32, 32, 32, 4, 2), (16, 16, 16, 4, 1)),
 )
-_LONG = ((128, 256, 64, 8, 4), (128, 256, 32, 8, 6), (128, 256, 128, 8, 2), (128, 128, 64, 4, 3))
-"""For the gradient of matrices, beside."""
+_MORE = ((256, 128, 64, 8, 3), (128, 128, 64, 4, 3))
+_OUTER_MORE = ((128, 256, 64, 8, 4), (128, 256, 32, 8, 6), *_MORE)
+"""Worth a measurement too, the second for gradients of matrices."""
 _LOW = ((128, 128, 4, 4), (128, 64, 4, 4), (64, 128, 4, 3), (64, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1))
 """Columns, depth, warps and stages where groups have so few rows that reading the matrices is the work."""
 _FEW = 64
@@ -219,9 +220,9 @@ def _shapes(product: _Product) -> tuple[tuple[int, ...], ...]:
     return tuple((max(_SMALLEST, min(_FEW, _power(product.mean))), *shape) for shape in _LOW)
 
 
-def _tile(product: _Product, shape: tuple[int, ...], band: int = 8, *, tma: bool) -> Tile:
-    """One program per tile, or with the copy engine one per multiprocessor."""
-    tile = product.cut(Tile(*shape, band=band, tma=tma))
+def _tile(product: _Product, shape: tuple[int, ...], *, tma: bool) -> Tile:
+    """One program per tile, or with the copy engine one per multiprocessor. Bands as one H200 likes them."""
+    tile = product.cut(Tile(*shape, band=16 if product.outer else 8, tma=tma))
     return dataclasses.replace(tile, programs=_MULTIPROCESSORS) if tile.tma else tile
 
 
@@ -234,11 +235,11 @@ def _space(product: _Product) -> list[Tile]:
     """The heuristic's tile in other bands, and other tiles of a size that is worth it, each read in both ways."""
     chosen = _heuristic(product)
     shapes = _shapes(product)
-    large = shapes[2:-2]
+    more = shapes[2:-2]
     if shapes is _HALF:
-        large = _LONG if product.outer else ((256, 128, 64, 8, 3), (128, 128, 64, 4, 3))
-    found = [dataclasses.replace(chosen, band=band) for band in (8, 4, 16)]
-    found += [_tile(product, shape, tma=tma) for shape in (*shapes[:2], *large) for tma in (False, True)]
+        more = _OUTER_MORE if product.outer else _MORE
+    found = [dataclasses.replace(chosen, band=band) for band in (4, 8, 16)]
+    found += [_tile(product, shape, tma=tma) for shape in (*shapes[:2], *more) for tma in (False, True)]
     return list(dict.fromkeys([chosen, *filter(product.fits, found)]))
 
 
