@@ -119,16 +119,19 @@ _load_before = interpreter.InterpreterBuilder.create_masked_load
 _store_before = interpreter.InterpreterBuilder.create_masked_store
 
 
-def _masked_load(builder: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+def _masked_load(builder: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
     """Where a scalar took part in a mask, newer interpreters hold it as integers and then refuse it."""
-    return _load_before(builder, pointers, _as_bool(mask), *rest)
+    return _load_before(builder, pointers, _as_bool(mask), *rest, **named)
 
 
-def _masked_store(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-    return _store_before(builder, pointers, value, _as_bool(mask), *rest)
+def _masked_store(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+    return _store_before(builder, pointers, value, _as_bool(mask), *rest, **named)
 
 
 def _as_bool(mask: Any) -> Any:
+    """Loads through a descriptor of a tensor bring a bare array."""
+    if isinstance(mask, np.ndarray):
+        return interpreter.TensorHandle(mask, tl.int1)
     return interpreter.TensorHandle(mask.data.astype(np.bool_), mask.dtype)
 
 

@@ -119,6 +119,12 @@ def call_kernel(
     )
 
 
+def has_scratch() -> bool:
+    """Whether kernels may use global scratch memory, as `tl.make_tensor_descriptor` does; `_kernel_cache` says how they get it."""
+    stands_in = _stand_in.get() is not None or interpreting()
+    return stands_in or (version_problem() is None and cache_problem() is None)
+
+
 def cache_problem() -> str | None:
     """Why compiled kernels are not kept on disk; None if they are."""
     return seam_problem(_jax_triton().triton_lib)

@@ -5,6 +5,9 @@ Both are looked up in its module when they are called, so `install` puts others 
 answered from the store when the key is known: Triton's own hash of the source with everything that it calls, the
 signature and the constants; its options (warps, stages, fusion, architecture); the versions of jax-triton and Triton, ptxas too.
 
+A kernel that describes tensors to the copy engine (`tl.make_tensor_descriptor`) writes the descriptors to global scratch memory,
+for which jaxlib passes a null pointer. `_with_scratch` has it take its own last parameter, `p_scratch`, instead.
+
 Nothing in the result tells one process, folder or day from another, so that lowered programs are equal byte for byte and JAX's
 persistent cache of compiled programs is hit as well. For this, PTX has no line tables, unless TRITON_DISABLE_LINE_INFO=0.
 """
@@ -19,6 +22,7 @@ import importlib.metadata
 import inspect
 import json
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +38,7 @@ _CALLED = {"code_gen", "ast_to_ttir", "compile_ttir_inplace"}
 _ARGUMENTS = ("ttir", "backend", "options", "compute_capability", "platform")
 _RESULTS = ("binary", "name", "shared_mem_bytes", "ttgir", "llir")
 _LINE_INFO = "TRITON_DISABLE_LINE_INFO"
+_SCRATCH = "p_scratch"
 
 _ours: dict[int, Any] = {}
 _installing = threading.Lock()
@@ -69,11 +74,15 @@ class _Known:
 
 @dataclasses.dataclass(frozen=True)
 class _New:
-    """A kernel's first IR, with the key under which the kernel will be stored."""
+    """A kernel's first IR, with the key under which the kernel will be stored, None if it will not.
+
+    `parameters` is how many a kernel with `p_scratch` has; 0 for others.
+    """
 
     module: Any
-    key: str
+    key: str | None
     ttir: str
+    parameters: int
 
     def __str__(self) -> str:
         return self.ttir
@@ -118,14 +127,18 @@ class _Frontend:
         return getattr(self._code_generator, name)
 
     def ast_to_ttir(self, fn: Any, src: Any, *, options: Any, **rest: Any) -> Any:
-        if id(fn) not in _ours or not _storable(options):
+        if id(fn) not in _ours:
             return self._code_generator.ast_to_ttir(fn, src, options=options, **rest)
+        parameters = sum(kind != "constexpr" for kind in src.signature.values()) if _SCRATCH in fn.arg_names else 0
+        if not _storable(options):
+            module = self._code_generator.ast_to_ttir(fn, src, options=options, **rest)
+            return _New(module, None, str(module), parameters)
         key = _key(src, options)
         stored = None if _always_compile() else STORE.get(key)
         if stored is not None:
             return _Known(Entry.load(stored))
         module = self._code_generator.ast_to_ttir(fn, src, options=options, **rest)
-        return _New(module, key, _without_folders(str(module), fn))
+        return _New(module, key, _without_folders(str(module), fn), parameters)
 
 
 def _compile(compile_: Any, result: Any, ttir: Any, backend: Any, options: Any, compute_capability: Any, platform: str) -> Any:
@@ -133,14 +146,33 @@ def _compile(compile_: Any, result: Any, ttir: Any, backend: Any, options: Any, 
         return _as_result(result, ttir.entry)
     if not isinstance(ttir, _New):
         return compile_(ttir, backend, options, compute_capability, platform)
+    if ttir.key is None:
+        compiled = compile_(ttir.module, backend, options, compute_capability, platform)
+        return dataclasses.replace(compiled, binary=_with_scratch(compiled.binary, compiled.name, ttir.parameters))
     from triton import knobs
 
     with _compiling, knobs.compilation.scope():
         knobs.compilation.disable_line_info = not _line_info()
         compiled = compile_(ttir.module, backend, options, compute_capability, platform)
-    entry = Entry(compiled.name, compiled.shared_mem_bytes, str(ttir), compiled.binary)
+    binary = _with_scratch(compiled.binary, compiled.name, ttir.parameters)
+    entry = Entry(compiled.name, compiled.shared_mem_bytes, str(ttir), binary)
     STORE.put(ttir.key, entry.dump())
     return _as_result(result, entry)
+
+
+def _with_scratch(ptx: str, name: str, parameters: int) -> str:
+    """Have a kernel of so many parameters read the address of its scratch memory from the last of them; 0 for one without.
+
+    After those Triton declares two more: the address of global scratch memory, and that of a profiler's.
+    """
+    if not parameters:
+        return ptx
+    declared = len(re.findall(rf"^\s*\.param .*\b{name}_param_\d+,?\s*$", ptx, re.MULTILINE))
+    if declared != parameters + 2:
+        raise RuntimeError(
+            f"{name}: got {declared} parameters from this version of Triton, expected {parameters} and two for scratch"
+        )
+    return re.sub(rf"\[{name}_param_{parameters}([]+])", rf"[{name}_param_{parameters - 1}\1", ptx)
 
 
 def _as_result(result: Any, entry: Entry) -> Any:

@@ -35,6 +35,7 @@ def ejkernel_plugin() -> Plugin:
         versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1,<0.4"},
         implementations=(
             *_both_phases("flash_attention"),
+            *_both_phases("grouped_matmul"),
             *_both_phases("layer_norm"),
             *_both_phases("mean_pooling"),
             _implementation("paged_attention", "forward"),

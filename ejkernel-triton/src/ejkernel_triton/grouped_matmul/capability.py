@@ -1,0 +1,43 @@
+"""Which calls of `grouped_matmul` these kernels run."""
+
+from __future__ import annotations
+
+from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
+from ejkernel.plugin import Target
+from ejkernel_triton._capability import FLOATS, refusal
+from ejkernel_triton._pages import STORED, e4m3_problem
+
+MOST = 2**31 - 2**16
+"""Rows, elements of a matrix, tiles and programs are counted in 32 bits; elements of whole arrays in 64."""
+WIDEST = 2**23
+"""Of a row: a tile of 128 rows is addressed in 32 bits."""
+_SMALLEST = 16
+"""Rows and columns of the smallest tile."""
+
+
+def supports_forward(call: GroupedMatmulCall, target: Target) -> str | None:
+    return _refusal(call, target)
+
+
+def supports_backward(call: GroupedMatmulCall, target: Target) -> str | None:
+    return _refusal(call, target)
+
+
+def _refusal(call: GroupedMatmulCall, target: Target) -> str | None:
+    batch, rows, inner = call.lhs.shape
+    matrices, columns = call.rhs.shape[1], call.columns
+    if call.preferred_element_type not in FLOATS:
+        return f"preferred_element_type is {call.preferred_element_type}, needs {', '.join(FLOATS)}"
+    for name, width in (("K", inner), ("N", columns)):
+        if width > WIDEST:
+            return f"{name} = {width} is above {WIDEST}, the widest row that a tile addresses"
+    if inner * columns > MOST:
+        return f"a matrix of {inner} x {columns} elements is above {MOST}"
+    widest = -(-max(inner, columns) // _SMALLEST)
+    tiles = batch * (rows // _SMALLEST + matrices + 2)
+    units = max(tiles * widest, batch * matrices * -(-inner // _SMALLEST) * -(-columns // _SMALLEST), batch * rows)
+    if units > MOST:
+        return f"{batch} x {rows} rows and {matrices} matrices of {inner} x {columns} may need {units} tiles, more than {MOST}"
+    names: dict[str, tuple[str, ...]] = dict.fromkeys(("lhs", "existing_out", "rhs_scale", "bias"), FLOATS) | {"rhs": STORED}
+    problem = refusal(target, {name: getattr(call, name) for name in names}, names)
+    return problem or e4m3_problem(target, call.rhs)

@@ -1,0 +1,265 @@
+"""Performance knobs of `grouped_matmul`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
+from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_triton._capability import shared_memory_limit
+from ejkernel_triton._numerics import dot_precision
+
+SCRATCH = 256
+"""Bytes of two descriptors of tensors."""
+_SMALLEST = 16
+"""Rows, columns and depth of the smallest product of a tensor core."""
+_MULTIPROCESSORS = 132
+_TMA_ON = (9, 0)
+"""Where the kernels were measured with the copy engine; elsewhere tiles are read through pointers."""
+_TMA_BYTES = 16
+"""Rows of a tensor that the copy engine reads begin at multiples of this."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How a product is cut into programs.
+
+    Attributes:
+        block_m: rows of a tile of the result; a power of two, as the other two.
+        block_n: columns of a tile of the result.
+        block_k: depth of one step; for a matrix's gradient, rows of lhs.
+        num_warps: warps per program.
+        num_stages: steps in flight.
+        band: tiles of rows that use every tile of columns one after the other, so that it stays in the L2 cache.
+        programs: that share all tiles; 0 = one per tile.
+        tma: whether the copy engine reads the tiles; then the next tile is read while one is stored.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    band: int = 8
+    programs: int = 0
+    tma: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k"):
+            size = getattr(self, name)
+            if size < _SMALLEST or size & (size - 1):
+                raise ValueError(f"{name}: got {size}, expected a power of two of at least {_SMALLEST}")
+        if min(self.num_warps, self.num_stages, self.band, self.programs + 1) < 1:
+            raise ValueError(f"{self}: num_warps, num_stages and band are at least 1, programs at least 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """A `Tile` for each kernel.
+
+    Attributes:
+        lhs_*: of the gradient of lhs, a product of the cotangent with the matrices.
+        rhs_*: of the gradient of the matrices, one program per tile: tiles of a matrix as it is stored, and rows of lhs per step.
+    """
+
+    lhs_block_m: int
+    lhs_block_n: int
+    lhs_block_k: int
+    lhs_num_warps: int
+    lhs_num_stages: int
+    lhs_band: int
+    lhs_programs: int
+    lhs_tma: bool
+    rhs_block_m: int
+    rhs_block_n: int
+    rhs_block_k: int
+    rhs_num_warps: int
+    rhs_num_stages: int
+    rhs_band: int
+
+    def __post_init__(self) -> None:
+        _ = self.tile_of_lhs, self.tile_of_rhs
+
+    @classmethod
+    def of(cls, lhs: Tile, rhs: Tile) -> BackwardConfig:
+        return cls(*dataclasses.astuple(lhs), *dataclasses.astuple(rhs)[:6])
+
+    @property
+    def tile_of_lhs(self) -> Tile:
+        return Tile(*dataclasses.astuple(self)[:8])
+
+    @property
+    def tile_of_rhs(self) -> Tile:
+        return Tile(*dataclasses.astuple(self)[8:])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """One of the kernels' products, of `height x depth` and `depth x width`, summed over the depth.
+
+    Attributes:
+        height: rows of all groups, or of a matrix for its gradient.
+        width: columns.
+        depth: length of the sums.
+        mean: rows of a mean group.
+        itemsize: bytes of an element of the left operand.
+        stored: bytes of an element of the right operand in memory.
+        out: bytes of an element of the result.
+        exact: float32 without tensor cores.
+        outer: whether this is the gradient of matrices.
+        partial: whether the gradient of a scale is made on the way.
+        tma: whether the copy engine can read the operands.
+        target: of the call.
+    """
+
+    height: int
+    width: int
+    depth: int
+    mean: int
+    itemsize: int
+    stored: int
+    out: int
+    exact: bool
+    outer: bool
+    partial: bool
+    tma: bool
+    target: Target
+
+    def fits(self, tile: Tile) -> bool:
+        """Shared memory: steps in flight, a widened operand, and what the end of a tile needs beside the next; registers."""
+        right = tile.block_n * tile.block_k
+        step = tile.block_m * tile.block_k * self.itemsize + right * self.stored
+        end = tile.block_m * tile.block_n * self.out
+        if tile.tma:
+            total = tile.num_stages * step + end + 1024
+        else:
+            total = max(tile.num_stages * step + (right * self.itemsize if self.stored != self.itemsize else 0), end)
+        held = tile.block_m * tile.block_n // (32 * tile.num_warps)
+        in_registers = self.itemsize == 4 or self.partial or (self.target.capability or _TMA_ON) < _TMA_ON
+        most = 64 if in_registers else 128
+        return total <= shared_memory_limit(self.target) and held <= most
+
+    def cut(self, tile: Tile) -> Tile:
+        """To the sizes of the arrays; the copy engine only where it can read them."""
+        block_m, block_n = min(tile.block_m, _power(self.height)), min(tile.block_n, _power(self.width))
+        small = block_m * block_n < 64 * 64
+        return dataclasses.replace(
+            tile,
+            block_m=block_m,
+            block_n=block_n,
+            block_k=min(tile.block_k, _power(self.depth)),
+            num_warps=min(tile.num_warps, 4) if small else tile.num_warps,
+            tma=tile.tma and self.tma,
+        )
+
+
+def readable_by_tma(width: int, dtype: Any) -> bool:
+    """Whether the kernels read tiles of rows of this width through the copy engine: of halves, with starts that it admits."""
+    itemsize = jnp.dtype(dtype).itemsize
+    return itemsize == 2 and width > 0 and width * itemsize % _TMA_BYTES == 0
+
+
+def _power(size: int) -> int:
+    """The smallest block that holds so many elements."""
+    return max(_SMALLEST, 1 << max(size - 1, 0).bit_length())
+
+
+def _product_of(call: GroupedMatmulCall, target: Target, kind: str) -> _Product:
+    """Of `kind` "forward", "lhs" or "rhs"."""
+    itemsize = jnp.dtype(call.product_dtype).itemsize
+    batch, rows, inner = call.lhs.shape
+    columns, matrices = call.columns, max(call.rhs.shape[1], 1)
+    outer = kind == "rhs"
+    out = {"forward": call.preferred_element_type, "lhs": call.lhs.dtype, "rhs": call.rhs.dtype}[kind]
+    wide = (columns, inner) if kind == "lhs" or (outer and call.transpose_rhs) else (inner, columns)
+    readable = all(readable_by_tma(size, call.product_dtype) for size in (inner, columns))
+    return _Product(
+        height=wide[0] if outer else batch * rows,
+        width=wide[1],
+        depth=rows if outer else wide[0],
+        mean=rows // matrices,
+        itemsize=itemsize,
+        stored=itemsize if outer else jnp.dtype(call.rhs.dtype).itemsize,
+        out=jnp.dtype(out).itemsize,
+        exact=itemsize == 4 and dot_precision(call.precision, call.product_dtype) == "ieee",
+        outer=outer,
+        partial=outer and call.rhs_scale is not None,
+        tma=readable and not outer and call.rhs.dtype == call.product_dtype and target.capability == _TMA_ON,
+        target=target,
+    )
+
+
+_EXACT = ((128, 128, 16, 8, 2), (64, 64, 16, 8, 2), (32, 32, 16, 4, 2), (16, 16, 16, 4, 1))
+"""For float32 without tensor cores."""
+_SINGLE = ((128, 128, 32, 8, 3), (64, 64, 32, 4, 3), (64, 64, 32, 4, 2), (32, 32, 32, 4, 2), (16, 16, 16, 4, 1))
+"""For float32 on tensor cores."""
+_HALF = (
+    *((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 32, 8, 3)),
+    *((64, 128, 64, 4, 3), (64, 64, 64, 4, 2), (32, 32, 32, 4, 2), (16, 16, 16, 4, 1)),
+)
+_MORE = ((256, 128, 64, 8, 3), (128, 128, 64, 4, 3))
+_OUTER_MORE = ((128, 256, 64, 8, 4), (128, 256, 32, 8, 6), *_MORE)
+"""Worth a measurement too, the second for gradients of matrices."""
+_LOW = ((128, 128, 4, 4), (128, 64, 4, 4), (64, 128, 4, 3), (64, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1))
+"""Columns, depth, warps and stages where groups have so few rows that reading the matrices is the work."""
+_FEW = 64
+"""Rows of a mean group below which that is so."""
+
+
+def _shapes(product: _Product) -> tuple[tuple[int, ...], ...]:
+    """Block sizes, warps and stages, the best first; the last fits everywhere."""
+    if product.exact:
+        return _EXACT
+    if product.itemsize == 4:
+        return _SINGLE
+    if product.outer or product.mean >= _FEW:
+        return _HALF
+    return tuple((max(_SMALLEST, min(_FEW, _power(product.mean))), *shape) for shape in _LOW)
+
+
+def _tile(product: _Product, shape: tuple[int, ...], *, tma: bool) -> Tile:
+    """One program per tile, or with the copy engine one per multiprocessor. Bands as one H200 likes them."""
+    tile = product.cut(Tile(*shape, band=16 if product.outer else 8, tma=tma))
+    return dataclasses.replace(tile, programs=_MULTIPROCESSORS) if tile.tma else tile
+
+
+def _heuristic(product: _Product) -> Tile:
+    tiles = (_tile(product, shape, tma=tma) for shape in _shapes(product) for tma in (product.tma, False))
+    return next(filter(product.fits, tiles), product.cut(Tile(*_shapes(product)[-1])))
+
+
+def _space(product: _Product) -> list[Tile]:
+    """The heuristic's tile in other bands, and other tiles of a size that is worth it, each read in both ways."""
+    chosen = _heuristic(product)
+    shapes = _shapes(product)
+    more = shapes[2:-2]
+    if shapes is _HALF:
+        more = _OUTER_MORE if product.outer else _MORE
+    found = [dataclasses.replace(chosen, band=band) for band in (4, 8, 16)]
+    found += [_tile(product, shape, tma=tma) for shape in (*shapes[:2], *more) for tma in (False, True)]
+    return list(dict.fromkeys([chosen, *filter(product.fits, found)]))
+
+
+def forward_heuristic(call: GroupedMatmulCall, target: Target) -> Tile:
+    return _heuristic(_product_of(call, target, "forward"))
+
+
+def forward_space(call: GroupedMatmulCall, target: Target) -> list[Tile]:
+    return _space(_product_of(call, target, "forward"))
+
+
+def backward_heuristic(call: GroupedMatmulCall, target: Target) -> BackwardConfig:
+    return BackwardConfig.of(*(_heuristic(_product_of(call, target, kind)) for kind in ("lhs", "rhs")))
+
+
+def backward_space(call: GroupedMatmulCall, target: Target) -> list[BackwardConfig]:
+    """Each kernel varied alone: the two do not influence each other."""
+    lhs, rhs = (_space(_product_of(call, target, kind)) for kind in ("lhs", "rhs"))
+    return list(dict.fromkeys(BackwardConfig.of(*pair) for pair in [(x, rhs[0]) for x in lhs] + [(lhs[0], x) for x in rhs]))
+
+
+FORWARD = ConfigSpace(Tile, forward_heuristic, forward_space)
+BACKWARD = ConfigSpace(BackwardConfig, backward_heuristic, backward_space)

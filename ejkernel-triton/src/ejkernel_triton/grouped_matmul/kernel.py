@@ -1,0 +1,503 @@
+"""Grouped products by tiles of rows, each of one matrix, and the gradient of every matrix by a loop over its rows.
+
+The tiles are a table that jnp makes on the device from the sizes of the groups (`schedule`). A tile may read rows of the next
+group: what they hold stays in rows that are not stored. The sum of a matrix's gradient takes its own rows only. Each element of
+a result is summed by one program in a fixed order.
+"""
+
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
+from typing import Any
+
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from ejkernel._arrays import has_gradient
+from ejkernel.operations.grouped_matmul.interface import (
+    OPERATION,
+    GroupedMatmulCall,
+    GroupedMatmulInputs,
+    GroupedMatmulOutputs,
+)
+from ejkernel_triton._jax_triton import call_kernel, has_scratch
+from ejkernel_triton._numerics import dot_precision
+from ejkernel_triton.grouped_matmul.config import SCRATCH, BackwardConfig, Tile, readable_by_tma
+from ejkernel_triton.grouped_matmul.schedule import bounds_of, matrix_of_rows, rows_with_matrix, tiles_of
+
+
+@triton.jit
+def unit_of(i_unit, tiles, COLUMNS: tl.constexpr, BAND: tl.constexpr):
+    """A tile of rows and one of columns: bands of BAND tiles of rows, which share every tile of columns one after the other."""
+    i_band = i_unit // (BAND * COLUMNS)
+    i_within = i_unit % (BAND * COLUMNS)
+    height = tl.minimum(tiles - i_band * BAND, BAND)
+    return i_band * BAND + i_within % height, i_within // height
+
+
+@triton.jit
+def grouped_matmul_kernel(
+    p_lhs,
+    p_rhs,
+    p_matrix,
+    p_low,
+    p_high,
+    p_count,
+    p_scale,
+    p_bias,
+    rows,
+    p_out,
+    p_scratch,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    MATRICES: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE: tl.constexpr,
+    BIASES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """`out = lhs . rhs * scale + bias` for every tile of rows.
+
+    MATRICES, SCALES and BIASES are how many there are in memory, 0 for none; matrices are counted through the batch, and where
+    the batch shares them that number wraps around. SCALE is the numbers per matrix. With TMA the loops over tiles and over K are
+    one pipeline, so that the next tile is on its way while this one is stored.
+    """
+    COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    STRIDE_K: tl.constexpr = 1 if TRANSPOSED else N
+    STRIDE_N: tl.constexpr = K if TRANSPOSED else 1
+    tiles = tl.load(p_count)
+    o_row = tl.arange(0, BLOCK_M)
+    o_k = tl.arange(0, BLOCK_K)
+    if TMA:
+        lhs_tiles = tl.make_tensor_descriptor(p_lhs, [rows, K], [K, 1], [BLOCK_M, BLOCK_K])
+        if TRANSPOSED:
+            rhs_tiles = tl.make_tensor_descriptor(p_rhs, [MATRICES, N, K], [N * K, K, 1], [1, BLOCK_N, BLOCK_K])
+        else:
+            rhs_tiles = tl.make_tensor_descriptor(p_rhs, [MATRICES, K, N], [K * N, N, 1], [1, BLOCK_K, BLOCK_N])
+    for i_unit in tl.range(tl.program_id(0), tiles * COLUMNS, tl.num_programs(0), flatten=TMA):
+        i_tile, i_column = unit_of(i_unit, tiles, COLUMNS, BAND)
+        i_matrix = tl.load(p_matrix + i_tile)
+        i_low = tl.load(p_low + i_tile)
+        i_high = tl.load(p_high + i_tile)
+        i_weight = i_matrix % MATRICES
+        o_n = i_column * BLOCK_N + tl.arange(0, BLOCK_N)
+        if not TMA:
+            o_lhs = tl.minimum(o_row, rows - 1 - i_low)[:, None] * K + o_k[None, :]
+            o_rhs = o_k[:, None] * STRIDE_K + o_n[None, :] * STRIDE_N
+            p_row = p_lhs + i_low.to(tl.int64) * K
+            p_weight = p_rhs + i_weight.to(tl.int64) * K * N
+        b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for i_k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            if TMA:
+                b_lhs = lhs_tiles.load([i_low, i_k])  # [BLOCK_M, BLOCK_K]
+                if TRANSPOSED:
+                    b_rhs = rhs_tiles.load([i_weight, i_column * BLOCK_N, i_k]).reshape(BLOCK_N, BLOCK_K).trans()
+                else:
+                    b_rhs = rhs_tiles.load([i_weight, i_k, i_column * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+            else:
+                if K % BLOCK_K == 0:
+                    b_lhs = tl.load(p_row + o_lhs)  # [BLOCK_M, BLOCK_K]
+                else:
+                    b_lhs = tl.load(p_row + o_lhs, mask=(o_k < K - i_k)[None, :], other=0.0)
+                if K % BLOCK_K == 0 and N % BLOCK_N == 0:
+                    b_rhs = tl.load(p_weight + o_rhs)  # [BLOCK_K, BLOCK_N]
+                else:
+                    b_rhs = tl.load(p_weight + o_rhs, mask=(o_k < K - i_k)[:, None] & (o_n < N)[None, :], other=0.0)
+                p_row += BLOCK_K
+                p_weight += BLOCK_K * STRIDE_K
+            if p_rhs.dtype.element_ty == tl.int8:
+                b_rhs = b_rhs.to(tl.float32)
+            b_acc = tl.dot(b_lhs, b_rhs.to(p_lhs.dtype.element_ty), b_acc, input_precision=PRECISION)
+        if SCALE == 1:
+            b_acc *= tl.load(p_scale + i_matrix % SCALES).to(tl.float32)
+        elif SCALE > 1:
+            b_scale = tl.load(p_scale + (i_matrix % SCALES).to(tl.int64) * N + o_n, mask=o_n < N, other=0.0)
+            b_acc *= b_scale.to(tl.float32)[None, :]
+        if BIASES > 0:
+            b_bias = tl.load(p_bias + (i_matrix % BIASES).to(tl.int64) * N + o_n, mask=o_n < N, other=0.0)
+            b_acc += b_bias.to(tl.float32)[None, :]
+        p_tile = p_out + i_low.to(tl.int64) * N + o_row[:, None] * N + o_n[None, :]
+        tl.store(p_tile, b_acc.to(p_out.dtype.element_ty), mask=(o_row < i_high - i_low)[:, None] & (o_n < N)[None, :])
+
+
+@triton.jit
+def grouped_fill_kernel(
+    p_bounds,
+    p_existing,
+    p_before,
+    rows,
+    matrices,
+    p_out,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EXISTING: tl.constexpr,
+):
+    """Rows without a matrix become those of `existing`, or zeros; others are left alone."""
+    blocks = tl.cdiv(rows, BLOCK_M)
+    i_member = tl.program_id(0) // blocks
+    i_low = tl.program_id(0) % blocks * BLOCK_M
+    p_bounds += i_member * (matrices + 1)
+    i_first = tl.load(p_bounds)
+    i_last = tl.load(p_bounds + matrices)
+    if (i_low < i_first) | (tl.minimum(i_low + BLOCK_M, rows) > i_last):
+        o_row = i_low + tl.arange(0, BLOCK_M)
+        m_row = (o_row < rows) & ((o_row < i_first) | (o_row >= i_last))
+        o_out = (i_member.to(tl.int64) * rows + o_row)[:, None] * N
+        for i_n in range(0, N, BLOCK_N):
+            o_n = i_n + tl.arange(0, BLOCK_N)
+            m_tile = m_row[:, None] & (o_n < N)[None, :]
+            if EXISTING:
+                b_out = tl.load(p_existing + o_out + o_n[None, :], mask=m_tile, other=0.0)  # [BLOCK_M, BLOCK_N]
+            else:
+                b_out = tl.zeros([BLOCK_M, BLOCK_N], p_out.dtype.element_ty)
+            tl.store(p_out + o_out + o_n[None, :], b_out, mask=m_tile)
+
+
+@triton.jit
+def grouped_outer_kernel(
+    p_left,
+    p_right,
+    p_bounds,
+    p_rhs,
+    p_scale,
+    rows,
+    matrices,
+    p_out,
+    p_partial,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    MATRICES: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SAVE: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BAND: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """`out = left' . right * scale` over the rows of each matrix, of all MEMBERS of the batch if they share it.
+
+    Left is lhs and right the cotangent or, TRANSPOSED, the other way round. With PARTIAL also the sums over a tile of K of
+    `left' . right * rhs`, from which the scale's gradient is made. Rows of other groups, which may hold NaN, are not loaded; the
+    copy engine could not leave them out, and a last step of its own for them cost more than it gained.
+    """
+    LEFTS: tl.constexpr = (LEFT + BLOCK_L - 1) // BLOCK_L
+    RIGHTS: tl.constexpr = (RIGHT + BLOCK_R - 1) // BLOCK_R
+    i_matrix = tl.program_id(0) // (LEFTS * RIGHTS)
+    i_left, i_right = unit_of(tl.program_id(0) % (LEFTS * RIGHTS), LEFTS, RIGHTS, BAND)
+    o_m = tl.arange(0, BLOCK_M)
+    o_l = i_left * BLOCK_L + tl.arange(0, BLOCK_L)
+    o_r = i_right * BLOCK_R + tl.arange(0, BLOCK_R)
+    m_l, m_r = o_l < LEFT, o_r < RIGHT
+    o_left = o_m[None, :] * LEFT + o_l[:, None]
+    o_right = o_m[:, None] * RIGHT + o_r[None, :]
+    b_acc = tl.zeros([BLOCK_L, BLOCK_R], tl.float32)
+    for i_part in range(MEMBERS):
+        i_member = i_matrix // matrices + i_part
+        p_bound = p_bounds + i_member * (matrices + 1) + i_matrix % matrices
+        i_low = tl.load(p_bound)
+        length = tl.load(p_bound + 1) - i_low
+        i_first = i_member.to(tl.int64) * rows + i_low
+        p_l = p_left + i_first * LEFT
+        p_r = p_right + i_first * RIGHT
+        for i_m in tl.range(0, length, BLOCK_M, num_stages=STAGES):
+            m_m = o_m < length - i_m
+            b_left = tl.load(p_l + o_left, mask=m_m[None, :] & m_l[:, None], other=0.0)  # [BLOCK_L, BLOCK_M]
+            b_right = tl.load(p_r + o_right, mask=m_m[:, None] & m_r[None, :], other=0.0)  # [BLOCK_M, BLOCK_R]
+            b_acc = tl.dot(b_left, b_right, b_acc, input_precision=PRECISION)
+            p_l += BLOCK_M * LEFT
+            p_r += BLOCK_M * RIGHT
+    m_tile = m_l[:, None] & m_r[None, :]
+    o_tile = o_l[:, None] * RIGHT + o_r[None, :]
+    if PARTIAL:
+        p_weight = p_rhs + (i_matrix % MATRICES).to(tl.int64) * LEFT * RIGHT
+        b_rhs = tl.load(p_weight + o_tile, mask=m_tile, other=0.0)  # [BLOCK_L, BLOCK_R]
+        b_product = b_acc * b_rhs.to(tl.float32).to(p_left.dtype.element_ty).to(tl.float32)
+        if TRANSPOSED:
+            o_partial = (i_matrix.to(tl.int64) * RIGHTS + i_right) * LEFT
+            tl.store(p_partial + o_partial + o_l, tl.sum(b_product, axis=1), mask=m_l)
+        else:
+            o_partial = (i_matrix.to(tl.int64) * LEFTS + i_left) * RIGHT
+            tl.store(p_partial + o_partial + o_r, tl.sum(b_product, axis=0), mask=m_r)
+    if SAVE:
+        if SCALE == 1:
+            b_acc *= tl.load(p_scale + i_matrix % SCALES).to(tl.float32)
+        elif SCALE > 1:
+            p_own = p_scale + (i_matrix % SCALES).to(tl.int64) * SCALE
+            if TRANSPOSED:
+                b_acc *= tl.load(p_own + o_l, mask=m_l, other=0.0).to(tl.float32)[:, None]
+            else:
+                b_acc *= tl.load(p_own + o_r, mask=m_r, other=0.0).to(tl.float32)[None, :]
+        p_tile = p_out + i_matrix.to(tl.int64) * LEFT * RIGHT + o_tile
+        tl.store(p_tile, b_acc.to(p_out.dtype.element_ty), mask=m_tile)
+
+
+@triton.jit
+def grouped_sum_kernel(
+    p_grad,
+    p_bounds,
+    rows,
+    matrices,
+    p_out,
+    N: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Sums over the rows of each matrix, of all MEMBERS if they share it."""
+    COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    i_matrix = tl.program_id(0) // COLUMNS
+    o_n = tl.program_id(0) % COLUMNS * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_m = tl.arange(0, BLOCK_M)
+    b_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i_member in range(MEMBERS):
+        i_row = i_matrix // matrices + i_member
+        p_bound = p_bounds + i_row * (matrices + 1) + i_matrix % matrices
+        i_low = tl.load(p_bound)
+        i_high = tl.load(p_bound + 1)
+        for i_m in range(i_low, i_high, BLOCK_M):
+            p_tile = p_grad + (i_row.to(tl.int64) * rows + i_m) * N + o_m[:, None] * N + o_n[None, :]
+            m_tile = (o_m < i_high - i_m)[:, None] & (o_n < N)[None, :]
+            b_sum += tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+    tl.store(p_out + i_matrix.to(tl.int64) * N + o_n, tl.sum(b_sum, axis=0).to(p_out.dtype.element_ty), mask=o_n < N)
+
+
+def _count(array: Any) -> int:
+    """Matrices, or rows of numbers for one, of the whole batch; 0 without an array."""
+    return 0 if array is None else array.shape[0] * array.shape[1]
+
+
+def _scratch(programs: int, *, used: bool) -> tuple[tuple[int, ...], Any]:
+    """Memory for two descriptors of tensors per program."""
+    return (programs * SCRATCH if used else 1,), jnp.uint8
+
+
+def _by_copy_engine(tile: Tile, *arrays: Any) -> bool:
+    """Whether tiles are read through descriptors: as the config wants, if the arrays allow it."""
+    return tile.tma and has_scratch() and all(readable_by_tma(array.shape[-1], array.dtype) for array in arrays)
+
+
+def _programs(units: int, tile: Tile) -> int:
+    return max(min(units, tile.programs) if tile.programs else units, 1)
+
+
+def _product(
+    lhs: Any,
+    rhs: Any,
+    bounds: Any,
+    tile: Tile,
+    dtype: Any,
+    precision: str | None,
+    *,
+    transposed: bool,
+    scale: Any = None,
+    bias: Any = None,
+    existing: Any = None,
+) -> Any:
+    """`lhs [b, m, k]` times the matrices of its rows, in `dtype`; lhs has the dtype of the products."""
+    batch, rows, inner = lhs.shape
+    columns = rhs.shape[2 if transposed else 3]
+    tiles = tiles_of(bounds, rows, tile.block_m)
+    programs = _programs(tiles.matrix.shape[0] * -(-columns // tile.block_n), tile)
+    tma = lhs.dtype == rhs.dtype and _by_copy_engine(tile, lhs, rhs)
+    out, _ = call_kernel(
+        grouped_matmul_kernel,
+        (lhs, rhs, *tiles, bounds if scale is None else scale, bounds if bias is None else bias, batch * rows),
+        (((batch, rows, columns), dtype), _scratch(programs, used=tma)),
+        grid=programs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        K=inner,
+        N=columns,
+        TRANSPOSED=transposed,
+        MATRICES=_count(rhs),
+        SCALES=_count(scale),
+        SCALE=0 if scale is None else scale.shape[2],
+        BIASES=_count(bias),
+        PRECISION=dot_precision(precision, lhs.dtype),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        BAND=tile.band,
+        STAGES=tile.num_stages,
+        TMA=tma,
+    )
+    height, width = 16, min(512, triton.next_power_of_2(columns))
+    (out,) = call_kernel(
+        grouped_fill_kernel,
+        (bounds, bounds if existing is None else existing, out, rows, bounds.shape[1] - 1),
+        ((out.shape, out.dtype),),
+        grid=batch * -(-rows // height),
+        num_warps=4,
+        input_output_aliases={2: 0},
+        N=columns,
+        BLOCK_M=height,
+        BLOCK_N=width,
+        EXISTING=existing is not None,
+    )
+    return out
+
+
+def _bounds(call: GroupedMatmulCall, inputs: GroupedMatmulInputs) -> Any:
+    return bounds_of(inputs.group_sizes, inputs.group_offset, *call.lhs.shape[:2], call.rhs.shape[1])
+
+
+def _nothing_to_do(call: GroupedMatmulCall) -> bool:
+    return call.lhs.shape[0] * call.lhs.shape[1] * call.rhs.shape[1] * call.columns == 0
+
+
+def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, config: Tile) -> GroupedMatmulOutputs:
+    dtype = jnp.dtype(call.preferred_element_type)
+    if _nothing_to_do(call):
+        existing = jnp.zeros((), dtype) if inputs.existing_out is None else inputs.existing_out
+        return GroupedMatmulOutputs(jnp.broadcast_to(existing, (*call.lhs.shape[:2], call.columns)))
+    lhs, rhs = inputs.lhs.astype(call.product_dtype), inputs.rhs
+    if not lhs.size:  # a sum of no products is a sum of one that is zero
+        lhs = jnp.zeros((*lhs.shape[:2], 1), lhs.dtype)
+        rhs = jnp.zeros((*rhs.shape[:2], *((call.columns, 1) if call.transpose_rhs else (1, call.columns))), rhs.dtype)
+    out = _product(
+        lhs,
+        rhs,
+        _bounds(call, inputs),
+        config,
+        dtype,
+        call.precision,
+        transposed=call.transpose_rhs,
+        scale=inputs.rhs_scale,
+        bias=inputs.bias,
+        existing=inputs.existing_out,
+    )
+    return GroupedMatmulOutputs(out)
+
+
+def backward(
+    call: GroupedMatmulCall,
+    inputs: GroupedMatmulInputs,
+    outputs: GroupedMatmulOutputs,
+    cotangents: GroupedMatmulOutputs,
+    config: BackwardConfig,
+) -> GroupedMatmulInputs:
+    """The cotangent is rounded to the dtype of the products before it is multiplied, after it is scaled per column."""
+    grad = cotangents.out
+    absent: dict[str, Any] = dict.fromkeys(inputs._fields)
+    if _nothing_to_do(call):
+        zeros = {name: jnp.zeros_like(value) for name, value in OPERATION.moving(inputs).items()}
+        return GroupedMatmulInputs(**{**absent, **zeros})._replace(existing_out=None if inputs.existing_out is None else grad)
+    bounds = _bounds(call, inputs)
+    found: dict[str, Any] = {}
+    if inputs.existing_out is not None:
+        found["existing_out"] = jnp.where(rows_with_matrix(bounds, call.lhs.shape[1])[..., None], 0, grad)
+    if inputs.bias is not None:
+        found["bias"] = _row_sums(grad, bounds, inputs.bias)
+    if inputs.lhs.size:
+        found["lhs"] = _gradient_of_lhs(call, inputs, bounds, grad, config.tile_of_lhs)
+        found |= _gradients_of_matrices(call, inputs, bounds, grad.astype(call.product_dtype), config.tile_of_rhs)
+    else:
+        zeros = OPERATION.moving(inputs._replace(existing_out=None, bias=None))
+        found |= {name: jnp.zeros_like(value) for name, value in zeros.items()}
+    return GroupedMatmulInputs(**{**absent, **found})
+
+
+def _gradient_of_lhs(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, bounds: Any, grad: Any, tile: Tile) -> Any:
+    scale = inputs.rhs_scale
+    if scale is not None and scale.shape[2] > 1:  # along the sum: it cannot wait until afterwards
+        own = matrix_of_rows(bounds, grad.shape[1])
+        scale = jnp.broadcast_to(scale, (grad.shape[0], *scale.shape[1:]))
+        grad = grad.astype(jnp.float32) * jnp.take_along_axis(scale, own[..., None], axis=1).astype(jnp.float32)
+        scale = None
+    return _product(
+        grad.astype(call.product_dtype),
+        inputs.rhs,
+        bounds,
+        tile,
+        inputs.lhs.dtype,
+        call.precision,
+        transposed=not call.transpose_rhs,
+        scale=scale,
+    )
+
+
+def _gradients_of_matrices(
+    call: GroupedMatmulCall, inputs: GroupedMatmulInputs, bounds: Any, grad: Any, tile: Tile
+) -> dict[str, Any]:
+    """Of rhs and of its scale, which is `sum of rhs * (lhs' . grad)` over K."""
+    rhs, scale, lhs = inputs.rhs, inputs.rhs_scale, inputs.lhs.astype(grad.dtype)
+    save = has_gradient(rhs)
+    if not save and scale is None:
+        return {}
+    batch, rows, _ = lhs.shape
+    left, right = (grad, lhs) if call.transpose_rhs else (lhs, grad)
+    shared = rhs.shape[0] == 1 and (scale is None or scale.shape[0] == 1)
+    members = 1 if shared else batch
+    lefts, rights = -(-left.shape[2] // tile.block_m), -(-right.shape[2] // tile.block_n)
+    parts = rights if call.transpose_rhs else lefts
+    dtype = rhs.dtype if members == rhs.shape[0] else jnp.float32
+    out, partial = call_kernel(
+        grouped_outer_kernel,
+        (left, right, bounds, rhs, bounds if scale is None else scale, rows, rhs.shape[1]),
+        (
+            ((members, *rhs.shape[1:]), dtype) if save else ((1,), jnp.float32),
+            ((members, rhs.shape[1], parts, call.columns) if scale is not None else (1,), jnp.float32),
+        ),
+        grid=members * rhs.shape[1] * lefts * rights,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        LEFT=left.shape[2],
+        RIGHT=right.shape[2],
+        MEMBERS=batch if shared else 1,
+        MATRICES=_count(rhs),
+        SCALES=_count(scale),
+        SCALE=0 if scale is None else scale.shape[2],
+        TRANSPOSED=call.transpose_rhs,
+        SAVE=save,
+        PARTIAL=scale is not None,
+        PRECISION=dot_precision(call.precision, lhs.dtype),
+        BLOCK_M=tile.block_k,
+        BLOCK_L=tile.block_m,
+        BLOCK_R=tile.block_n,
+        BAND=tile.band,
+        STAGES=tile.num_stages,
+    )
+    found = {"rhs": _summed(rhs, out)} if save else {}
+    if scale is not None:
+        per_column = jnp.sum(partial, axis=2)
+        found["rhs_scale"] = _summed(scale, per_column if scale.shape[2] > 1 else jnp.sum(per_column, axis=2, keepdims=True))
+    return found
+
+
+def _row_sums(grad: Any, bounds: Any, bias: Any) -> Any:
+    """The bias's gradient."""
+    batch, rows, columns = grad.shape
+    block = min(128, max(16, triton.next_power_of_2(columns)))
+    (out,) = call_kernel(
+        grouped_sum_kernel,
+        (grad, bounds, rows, bias.shape[1]),
+        ((bias.shape, bias.dtype),),
+        grid=_count(bias) * -(-columns // block),
+        num_warps=4,
+        N=columns,
+        MEMBERS=batch // bias.shape[0],
+        BLOCK_M=32,
+        BLOCK_N=block,
+    )
+    return out
+
+
+def _summed(value: Any, gradient: Any) -> Any:
+    """In the dtype of the input, over the batch if the batch shares the input."""
+    if value.shape[0] != gradient.shape[0]:
+        gradient = jnp.sum(gradient, axis=0, keepdims=True)
+    return gradient.astype(value.dtype)
