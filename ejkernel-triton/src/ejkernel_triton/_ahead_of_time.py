@@ -83,6 +83,7 @@ class Row:
         stack: bytes per thread in memory in place of registers.
         shared: bytes of shared memory per program.
         limit: the most of them that the device has for one program.
+        spilling: share of a loop's instructions that move values to and from the stack, where it is largest.
     """
 
     operation: str
@@ -98,6 +99,7 @@ class Row:
     stack: int
     shared: int
     limit: int
+    spilling: float = 0.0
 
     def problem(self, allowed: Iterable[Allowance] = ALLOWED) -> str | None:
         """What is beyond the limits; None if nothing is. Configs of a search space may spill: they are only slow."""
@@ -105,8 +107,8 @@ class Row:
         where = f"{self.kernel} for sm_{self.capability} ({self.operation}, {self.case}, {self.dtype}, {config})"
         if self.shared > self.limit:
             return f"{where}: {self.shared} bytes of shared memory, the device has {self.limit}"
-        if self.stack and not self.config and not any(allowance.covers(self) for allowance in allowed):
-            return f"{where}: spills {self.stack} bytes per thread"
+        if self.spilling > TOLERATED and not self.config and not any(allowance.covers(self) for allowance in allowed):
+            return f"{where}: spills {self.stack} bytes per thread, with {self.spilling:.0%} of the instructions of a loop"
         return None
 
 
