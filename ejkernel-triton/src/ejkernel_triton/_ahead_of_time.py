@@ -30,20 +30,26 @@ PLATFORM = "triton"
 _KINDS = {80: "NVIDIA A100-SXM4-80GB", 90: "NVIDIA H200", 100: "NVIDIA B200"}
 
 
+TOLERATED = 0.1
+"""Share of a loop's instructions that may move values to and from the stack. On an H200 attention's key-side kernel at 0.045 and
+0.06 was the fastest of nine configs, by up to 1.2 times over those without; its query-side kernel with tiles of 128 x 128 at 0.11
+took 2.75 ms, of 128 x 32 without any 3.2 ms, and of 128 x 64 without any 2.5 ms."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Allowance:
-    """Leave for a kernel to keep some of its values in memory.
+    """Leave for a kernel to keep more of its values in memory.
 
     Attributes:
         kernel: its name.
-        most: bytes of stack per thread.
+        most: share of a loop's instructions that move them.
         reason: why that is right.
         constants: only with these constants.
         capabilities: only there.
     """
 
     kernel: str
-    most: int
+    most: float
     reason: str
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     capabilities: tuple[int, ...] = CAPABILITIES
@@ -51,17 +57,17 @@ class Allowance:
     def covers(self, row: Row) -> bool:
         return (
             row.kernel == self.kernel
-            and row.stack <= self.most
+            and row.spilling <= self.most
             and row.capability in self.capabilities
             and all(row.constants.get(name) == repr(value) for name, value in self.constants.items())
         )
 
 
+_WIDE = {"BLOCK_D": 512}
 ALLOWED: tuple[Allowance, ...] = (
-    Allowance(
-        "key_gradient_kernel", 192, "in tiles with masks and in the pass after NaN; loops over whole tiles spill nothing"
-    ),
-    Allowance("query_gradient_kernel", 16, "two values, in a kernel with every feature at once", capabilities=(100,)),
+    Allowance("forward_kernel", 0.2, "of heads of 512: 2.8 ms on an H200, the smaller tile 3.8 ms", _WIDE),
+    Allowance("key_gradient_kernel", 0.25, "of heads of 512: 8.8 ms on an H200 for both gradients, smaller tiles 12.8 ms", _WIDE),
+    Allowance("query_gradient_kernel", 0.25, "of heads of 512: 5.7 ms on an H200, smaller tiles 6.9 ms", _WIDE),
 )
 
 

@@ -71,38 +71,27 @@ _SMALL_PARTS = (
 )
 """For float32 in parts."""
 
-_TF32_FORWARD = ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2))
-_PARTS_FORWARD = ((128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2))
+# The first of a list was the fastest on an H200; all are worth a measurement elsewhere.
+_TF32_FORWARD = ((128, 32, 8, 2), (128, 64, 8, 2), (64, 32, 4, 2))
+_PARTS_FORWARD = ((128, 32, 8, 2), (64, 32, 4, 2))
+_NARROW_PARTS_FORWARD = ((64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2))
 _PARTS_KEY = ((64, 32, 4, 2), (128, 32, 8, 2), (64, 16, 4, 2))
-_PARTS_QUERY = ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 16, 4, 3), (128, 16, 8, 1))
+_PARTS_QUERY = ((64, 32, 4, 2), (128, 64, 8, 2), (128, 16, 8, 1), (64, 16, 4, 3))
 _FORWARD = (
-    *((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 32, 8, 3)),
+    *((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3)),
     *((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3)),
 )
 _AHEAD = ((128, 32, 8, 3), (128, 64, 8, 2))
-_MASKED = ((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3))
-_APART = ((64, 32, 4, 2), (64, 64, 4, 2), (128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3))
+_MASKED = ((64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 4, 3))
 _KEY = (
-    (64, 32, 4, 2),
-    (64, 32, 4, 3),
-    (64, 64, 4, 1),
-    (64, 64, 4, 2),
-    (64, 64, 8, 2),
-    (64, 32, 8, 3),
-    (128, 32, 8, 3),
-    (128, 64, 8, 2),
+    *((64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 1), (64, 64, 4, 2)),
+    *((64, 64, 8, 2), (64, 32, 8, 3), (128, 32, 8, 3), (128, 64, 8, 2)),
 )
+_APART = ((128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 1), (128, 64, 8, 3))
 _QUERY = (
-    (64, 32, 4, 2),
-    (64, 64, 4, 1),
-    (64, 64, 4, 2),
-    (64, 64, 4, 3),
-    (128, 32, 8, 2),
-    (128, 64, 8, 1),
-    (128, 64, 8, 2),
-    (128, 64, 8, 3),
+    *((64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3)),
+    *((128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3)),
 )
-"""Worth a measurement."""
 
 
 def power_of_two(size: int) -> int:
@@ -125,6 +114,7 @@ class _Model:
         self.width = max(self.size, self.value_size)
         self.narrow = _visible_width(call) <= _NARROW
         self.capped = call.soft_cap is not None
+        self.apart = self.width > (64 if self.parts else 128) and (self.parts or not self.wide)
         self.triangular = call.causal
 
     def forward_fits(self, tile: Tile) -> bool:
@@ -137,7 +127,8 @@ class _Model:
 
     def key_fits(self, tile: Tile) -> bool:
         """Of a kernel that makes both gradients at once."""
-        return self._fits(tile, self._both(tile), tile[0] * (self.size + self.value_size) + tile[0] * tile[1] * 2)
+        sums = self.size + self.value_size + (self.width if self.parts else 0)
+        return self._fits(tile, self._both(tile), tile[0] * sums + tile[0] * tile[1] * 2)
 
     def apart_fits(self, tile: Tile) -> bool:
         return self._fits(tile, self._both(tile), self._summed(tile[0] * self.width) + tile[0] * tile[1] * 2)
@@ -162,7 +153,10 @@ class _Model:
         return {"parts": parts, "tf32": tf32, "tf32x3": _SINGLE, "ieee": _EXACT}[self.product] if self.wide else half
 
     def forward_choices(self) -> tuple[Tile, ...]:
-        return (*self.tiles(self._forward(), _PARTS_FORWARD[1:] if self.width > 64 else _PARTS_FORWARD, _TF32_FORWARD), *self.small())
+        return (*self.tiles(self._forward(), self.parts_forward(), _TF32_FORWARD), *self.small())
+
+    def parts_forward(self) -> tuple[Tile, ...]:
+        return _NARROW_PARTS_FORWARD if self.width <= 64 else _PARTS_FORWARD
 
     def small(self) -> tuple[Tile, ...]:
         return self.tiles(_SMALL, _SMALL_PARTS)
@@ -180,8 +174,8 @@ class _Model:
         return (*self.tiles(self._key(), _PARTS_KEY), *self.small())
 
     def _key(self) -> tuple[Tile, ...]:
-        if self.width > 128:
-            return (64, 64, 8, 2), (64, 32, 8, 3), (64, 32, 8, 1)
+        if self.apart:
+            return (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 1)
         return ((64, 64, 4, 1),) if self.narrow else ((64, 64, 4, 2),)
 
     def query_choices(self) -> tuple[Tile, ...]:
@@ -221,13 +215,14 @@ def _fitting(tiles: Iterable[Tile], fits: Callable[[Tile], bool], own: int, othe
 def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
     model = _Model(call, target)
     tile = _first(model.forward_choices(), model.forward_fits, model.queries, model.keys)
-    return ForwardConfig(*tile, ahead=model.capped and model.width > 128 and tile in _AHEAD)
+    masked = model.narrow and not model.wide and tile in _MASKED
+    return ForwardConfig(*tile, ahead=model.capped and model.width > 128 and tile in _AHEAD, masked=masked)
 
 
 def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfig]:
     model = _Model(call, target)
     lengths = model.queries, model.keys
-    tiles = _fitting(model.tiles(_FORWARD, _PARTS_FORWARD, _TF32_FORWARD), model.forward_fits, *lengths)
+    tiles = _fitting(model.tiles(_FORWARD, model.parts_forward(), _TF32_FORWARD), model.forward_fits, *lengths)
     ahead = [] if model.wide else _fitting(_AHEAD, model.forward_fits, *lengths)
     masked = _fitting(_MASKED, model.forward_fits, *lengths) if model.narrow and not model.wide else []
     found = [ForwardConfig(*tile) for tile in tiles] + [ForwardConfig(*tile, ahead=True) for tile in ahead]
@@ -237,11 +232,10 @@ def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfi
 
 def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConfig:
     model = _Model(call, target)
-    apart = model.parts or (model.width > 128 and not model.wide)
-    fits = model.apart_fits if apart else model.key_fits
+    fits = model.apart_fits if model.apart else model.key_fits
     own, other, warps, stages = _first(model.key_choices(), fits, model.keys, model.queries)
     by_query = _first(model.query_choices(), model.query_fits, model.queries, model.keys)
-    return BackwardConfig(other, own, warps, stages, *by_query, key_apart=apart)
+    return BackwardConfig(other, own, warps, stages, *by_query, key_apart=model.apart)
 
 
 def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardConfig]:
@@ -249,8 +243,8 @@ def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardCon
     model = _Model(call, target)
     best = backward_heuristic(call, target)
     by_key, by_query = (model.keys, model.queries), (model.queries, model.keys)
-    together = [] if model.parts else _fitting(model.tiles(_KEY, ()), model.key_fits, *by_key)
-    apart = _fitting(model.tiles(_APART, _PARTS_KEY, ()), model.apart_fits, *by_key) if model.parts or not model.wide else []
+    together = _fitting(model.tiles(_KEY, _PARTS_KEY), model.key_fits, *by_key)
+    apart = _fitting(model.tiles(_APART, _PARTS_KEY), model.apart_fits, *by_key) if model.apart else []
     found = [best]
     for separate, tiles in ((False, together), (True, apart)):
         for own, other, warps, stages in tiles:
