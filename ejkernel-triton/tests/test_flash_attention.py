@@ -17,7 +17,7 @@ from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttent
 from ejkernel.plugin import Target
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._versions import version_problem
-from ejkernel_triton.flash_attention import capability, config
+from ejkernel_triton.flash_attention import capability, config, rules
 from ejkernel_triton.flash_attention.parts import in_parts
 from ejkernel_triton.flash_attention.ranges import ranges
 from ejkernel_triton.flash_attention.rules import rules_of
@@ -31,6 +31,7 @@ needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lo
 FORWARD = config.ForwardConfig(16, 16, 4, 1)
 BACKWARD = config.BackwardConfig(16, 16, 4, 1, 16, 16, 4, 1)
 NAMED = {case.name: case for case in CASES}
+IN_PARTS = {"gqa-causal-tail", "positions", "nan-in-masked-places", "nan-under-mask", "bias-gqa", "unnormalised-sinks"}
 
 
 def wide(values):
@@ -92,7 +93,10 @@ def check(call, inputs, forward=FORWARD, backward=BACKWARD, limit=3e-6):
     ],
 )  # fmt: skip
 def test_numbers_in_the_interpreter(monkeypatch, name):
+    """Some in parts, the others with single products, which are as exact in the interpreter and several times as fast."""
     monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
+    if name not in IN_PARTS:
+        monkeypatch.setattr(rules, "WIDEST_PARTS", 0)
     case = NAMED[name]
     check(*canonical(case.arrays(np.random.default_rng(0)), case.options))
 
@@ -113,11 +117,13 @@ def test_float32_is_multiplied_as_float32():
     """In parts on tensor cores, without them where no tile in parts fits; rounded only where that is asked for."""
 
     def form(size, precision, dtype="float32"):
-        rules = rules_of(call_of(64, 2, 2, size, dtype, precision=precision)[0])
-        return rules.parts, rules.precision
+        found = rules_of(call_of(64, 2, 2, size, dtype, precision=precision)[0])
+        return found.parts, found.precision
 
-    assert [form(64, wish) for wish in (None, "highest", "high", "default")] == [(3, "ieee")] * 2 + [(1, "tf32x3"), (1, "tf32")]
+    assert [form(64, wish)[0] for wish in (None, "highest", "high", "default")] == [3, 3, 3, 1]
+    assert form(64, "default") == (1, "tf32")
     assert [form(size, None) for size in (256, 257, 512)] == [(3, "ieee"), (1, "ieee"), (1, "ieee")]
+    assert form(512, "high") == (1, "tf32x3")
     assert form(64, None, "bfloat16") == (1, "ieee")
 
 
@@ -136,19 +142,18 @@ def test_parts_of_large_and_of_tiny_numbers(monkeypatch, size):
 
 
 def test_infinite_logits_in_parts(monkeypatch):
-    """A key with an infinity has a weight of 0 where its logit is -inf, and what sees it otherwise is NaN."""
+    """A key with an infinity has a weight of 0 where its logit is -inf, although the parts of what it meets hold zeros."""
     monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
     rng = np.random.default_rng(7)
     arrays = {name: rng.standard_normal((1, 24, 1, 16)).astype(np.float32) for name in ("query", "key", "value")}
-    arrays["query"][..., 3] = np.where(np.arange(24) % 3, -1.0, 1.0)[None, :, None]  # no low parts
+    arrays["query"][..., 3] = -1.0
     arrays["key"][0, 5, 0, 3] = np.inf
     call, inputs = canonical(arrays)
-    out = np.asarray(kernel.forward(call, inputs, FORWARD).out)[0, :, 0]
-    with np.errstate(all="ignore"):
-        exact = reference.forward(call, wide(inputs)).out[0, :, 0]
-    np.testing.assert_array_equal(np.isnan(out), np.isnan(exact))
-    assert np.isnan(exact).any() and np.isfinite(exact).any()
-    assert distance(np.nan_to_num(out), np.nan_to_num(exact)) < 2e-6
+    out = np.asarray(kernel.forward(call, inputs, FORWARD).out)
+    others = {name: array if name == "query" else np.delete(array, 5, 1) for name, array in arrays.items()}
+    other_call, other_inputs = canonical(others)
+    exact = reference.forward(other_call, wide(other_inputs)).out
+    assert distance(out, exact) < 2e-6
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-2), ("float16", 3e-3)])
@@ -165,6 +170,7 @@ def test_half_precision(monkeypatch, dtype, limit):
 def test_blocks_do_not_change_the_numbers(monkeypatch, block_q, block_k, ahead):
     """Tiles before, within and after the whole ones, and lengths that are no multiple of any block."""
     monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
+    monkeypatch.setattr(rules, "WIDEST_PARTS", 0)
     rng = np.random.default_rng(3)
     shapes = {"query": (1, 70, 2, 16), "key": (1, 70, 1, 16), "value": (1, 70, 1, 16)}
     arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}

@@ -66,7 +66,9 @@ class Allowance:
 _WIDE = {"BLOCK_D": 512}
 ALLOWED: tuple[Allowance, ...] = (
     Allowance("forward_kernel", 0.2, "of heads of 512: 2.8 ms on an H200, the smaller tile 3.8 ms", _WIDE),
-    Allowance("key_gradient_kernel", 0.25, "of heads of 512: 8.8 ms on an H200 for both gradients, smaller tiles 12.8 ms", _WIDE),
+    Allowance(
+        "key_gradient_kernel", 0.25, "of heads of 512: 8.8 ms on an H200 for both gradients, smaller tiles 12.8 ms", _WIDE
+    ),
     Allowance("query_gradient_kernel", 0.25, "of heads of 512: 5.7 ms on an H200, smaller tiles 6.9 ms", _WIDE),
 )
 

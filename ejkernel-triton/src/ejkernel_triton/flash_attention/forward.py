@@ -132,7 +132,9 @@ def absorb_ahead(
             b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
             if R.dropout:
                 b_weights = tl.where(kept(stream_0, stream_1, o_query, (i_key + o_block)[None, :], R), b_weights, 0.0)
-            value = load_parts(p_value + o_start * VALUE_STRIDE, o_block, BLOCK_K, VALUE_STRIDE, R.value_size, BLOCK_V, False, R)
+            value = load_parts(
+                p_value + o_start * VALUE_STRIDE, o_block, BLOCK_K, VALUE_STRIDE, R.value_size, BLOCK_V, False, R
+            )
             b_values = b_values * b_decay[:, None]
             b_values = add_product(b_values, parts_of(b_weights, value[0].dtype, R), value, R, False)
             b_maximum = b_largest
