@@ -83,6 +83,27 @@ def test_resources_are_those_of_the_machine_code():
     assert testing.resources(compilation(4096, num_warps=8).compile(90)).shared > 0
 
 
+LISTING = """
+.L_x_0:
+        /*0000*/                   STL [R1], R2 ;
+.L_x_1:
+        /*0010*/                   LDL R2, [R1] ;
+        /*0020*/                   FADD R2, R2, R3 ;
+        /*0030*/                   FADD R2, R2, R3 ;
+        /*0040*/              @!P0 BRA `(.L_x_1) ;
+        /*0050*/               @P1 BRA `(.L_x_0) ;
+        /*0060*/                   LDL R4, [R1] ;
+.L_x_2:
+        /*0070*/                   BRA `(.L_x_2) ;
+"""
+
+
+def test_only_what_innermost_loops_spill_counts():
+    assert testing.spilling_of(LISTING) == 1 / 4
+    assert testing.spilling_of(LISTING.replace("/*0010*/                   LDL", "/*0010*/                   LDS")) == 0
+    assert testing.spilling_of("") == 0
+
+
 def test_an_integer_of_one_is_a_constant_as_in_a_launch():
     assert list(compilation(64, count=1).types) == ["*fp32", "1", "*fp32"]
     assert "count" not in compilation(64, count=1).compile(90).asm["ttir"].split("{")[0]
@@ -98,17 +119,18 @@ def test_limits():
     shared = dataclasses.replace(ROW, shared=2049, config="a config")
     assert "2049 bytes of shared memory, the device has 2048" in shared.problem()
     assert "greedy for sm_90 (softmax, plain, float32, a config)" in shared.problem()
-    spilling = dataclasses.replace(ROW, stack=16)
-    assert "spills 16 bytes" in spilling.problem()
+    spilling = dataclasses.replace(ROW, stack=16, spilling=0.2)
+    assert "spills 16 bytes per thread, with 20% of the instructions of a loop" in spilling.problem()
     assert dataclasses.replace(spilling, config="of the search space").problem() is None
+    assert dataclasses.replace(spilling, spilling=0.01).problem() is None
 
 
 def test_leave_to_spill_is_narrow():
-    spilling = dataclasses.replace(ROW, stack=16)
-    leave = aot.Allowance("greedy", 16, "measured to be faster", {"BLOCK": 64}, (90,))
+    spilling = dataclasses.replace(ROW, stack=16, spilling=0.2)
+    leave = aot.Allowance("greedy", 0.2, "measured to be faster", {"BLOCK": 64}, (90,))
     assert spilling.problem([leave]) is None
     for other in (
-        dataclasses.replace(leave, most=15),
+        dataclasses.replace(leave, most=0.19),
         dataclasses.replace(leave, kernel="other"),
         dataclasses.replace(leave, constants={"BLOCK": 128}),
         dataclasses.replace(leave, capabilities=(80,)),

@@ -77,6 +77,7 @@ def options(**values: Any) -> tuple[tuple[str, Any], ...]:
 NUMBERS = {
     "gqa-causal-128": Problem(1, 1000, 4, 2, 128, options=options(causal=True)),
     "full-float32": Problem(1, 300, 2, 1, 80, dtype="float32"),
+    "causal-float32-128": Problem(1, 400, 4, 2, 128, dtype="float32", options=options(causal=True)),
     "tf32x3-float32": Problem(1, 200, 2, 1, 64, dtype="float32", options=options(precision="high", causal=True)),
     "segments-64": Problem(
         2, 777, 4, 4, 64, segments=5, sinks=True, options=options(causal=True, dropout_prob=0.1, dropout_seed=3)
@@ -95,6 +96,7 @@ TIMES = {
     "segments": Problem(1, 32768, 16, 4, 128, segments=8, options=options(causal=True)),
     "full64": Problem(2, 8192, 32, 32, 64),
     "mla": Problem(2, 8192, 16, 16, 192, 128, options=options(causal=True)),
+    "float32": Problem(2, 8192, 32, 8, 128, dtype="float32", options=options(causal=True)),
 }
 
 

@@ -30,20 +30,26 @@ PLATFORM = "triton"
 _KINDS = {80: "NVIDIA A100-SXM4-80GB", 90: "NVIDIA H200", 100: "NVIDIA B200"}
 
 
+TOLERATED = 0.1
+"""Share of a loop's instructions that may move values to and from the stack. On an H200 attention's key-side kernel at 0.045 and
+0.06 was the fastest of nine configs, by up to 1.2 times over those without; its query-side kernel with tiles of 128 x 128 at 0.11
+took 2.75 ms, of 128 x 32 without any 3.2 ms, and of 128 x 64 without any 2.5 ms."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Allowance:
-    """Leave for a kernel to keep some of its values in memory.
+    """Leave for a kernel to keep more of its values in memory.
 
     Attributes:
         kernel: its name.
-        most: bytes of stack per thread.
+        most: share of a loop's instructions that move them.
         reason: why that is right.
         constants: only with these constants.
         capabilities: only there.
     """
 
     kernel: str
-    most: int
+    most: float
     reason: str
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     capabilities: tuple[int, ...] = CAPABILITIES
@@ -51,17 +57,19 @@ class Allowance:
     def covers(self, row: Row) -> bool:
         return (
             row.kernel == self.kernel
-            and row.stack <= self.most
+            and row.spilling <= self.most
             and row.capability in self.capabilities
             and all(row.constants.get(name) == repr(value) for name, value in self.constants.items())
         )
 
 
+_WIDE = {"BLOCK_D": 512}
 ALLOWED: tuple[Allowance, ...] = (
+    Allowance("forward_kernel", 0.2, "of heads of 512: 2.8 ms on an H200, the smaller tile 3.8 ms", _WIDE),
     Allowance(
-        "key_gradient_kernel", 192, "in tiles with masks and in the pass after NaN; loops over whole tiles spill nothing"
+        "key_gradient_kernel", 0.25, "of heads of 512: 8.8 ms on an H200 for both gradients, smaller tiles 12.8 ms", _WIDE
     ),
-    Allowance("query_gradient_kernel", 16, "two values, in a kernel with every feature at once", capabilities=(100,)),
+    Allowance("query_gradient_kernel", 0.25, "of heads of 512: 5.7 ms on an H200, smaller tiles 6.9 ms", _WIDE),
 )
 
 
@@ -83,6 +91,7 @@ class Row:
         stack: bytes per thread in memory in place of registers.
         shared: bytes of shared memory per program.
         limit: the most of them that the device has for one program.
+        spilling: share of a loop's instructions that move values to and from the stack, where it is largest.
     """
 
     operation: str
@@ -98,6 +107,7 @@ class Row:
     stack: int
     shared: int
     limit: int
+    spilling: float = 0.0
 
     def problem(self, allowed: Iterable[Allowance] = ALLOWED) -> str | None:
         """What is beyond the limits; None if nothing is. Configs of a search space may spill: they are only slow."""
@@ -105,8 +115,8 @@ class Row:
         where = f"{self.kernel} for sm_{self.capability} ({self.operation}, {self.case}, {self.dtype}, {config})"
         if self.shared > self.limit:
             return f"{where}: {self.shared} bytes of shared memory, the device has {self.limit}"
-        if self.stack and not self.config and not any(allowance.covers(self) for allowance in allowed):
-            return f"{where}: spills {self.stack} bytes per thread"
+        if self.spilling > TOLERATED and not self.config and not any(allowance.covers(self) for allowance in allowed):
+            return f"{where}: spills {self.stack} bytes per thread, with {self.spilling:.0%} of the instructions of a loop"
         return None
 
 

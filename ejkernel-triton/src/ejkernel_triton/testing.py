@@ -28,6 +28,7 @@ __all__ = [
     "Resources",
     "interpreted_call",
     "resources",
+    "spilling_of",
     "stack_bytes",
     "tolerated_stack",
     "traced_call",
@@ -85,23 +86,49 @@ class Resources:
         registers: per thread.
         stack: bytes per thread that lie in memory in place of registers; above 0 the kernel spills.
         shared: bytes of shared memory per program.
+        spilling: largest share, over innermost loops, of instructions that only move values to and from the stack. What is
+            spilled before a loop and read after it does not count: it costs next to nothing.
     """
 
     registers: int
     stack: int
     shared: int
+    spilling: float = 0.0
 
 
 def resources(compiled: Any) -> Resources:
     """Registers and stack as the disassembler reads them from the machine code, shared memory as Triton will ask for it."""
-    disassembler = pathlib.Path(str(triton.__file__)).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [str(disassembler), "--dump-resource-usage", file.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
-    return Resources(numbers["REG"], numbers["STACK"] + numbers["LOCAL"], compiled.metadata.shared)
+        report = _tool("cuobjdump", "--dump-resource-usage", file.name)
+        numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
+        stack = numbers["STACK"] + numbers["LOCAL"]
+        spilling = spilling_of(_tool("nvdisasm", "--print-code", file.name)) if stack else 0.0
+    return Resources(numbers["REG"], stack, compiled.metadata.shared, spilling)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    """What one of the tools that come with Triton prints."""
+    path = pathlib.Path(str(triton.__file__)).parent / "backends/nvidia/bin" / name
+    return subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def spilling_of(disassembly: str) -> float:
+    """`Resources.spilling` of a disassembled kernel."""
+    labels: dict[str, int] = {}
+    instructions: list[str] = []
+    for line in disassembly.splitlines():
+        label = re.match(r"\s*(\.L_x_\d+):", line)
+        if label:
+            labels[label[1]] = len(instructions)
+        elif re.match(r"\s*/\*[0-9a-f]+\*/", line):
+            instructions.append(line)
+    targets = ((i, re.search(r"\bBRA\b.*(\.L_x_\d+)", line)) for i, line in enumerate(instructions))
+    jumps = [(labels[target[1]], i) for i, target in targets if target and labels.get(target[1], i + 1) <= i]
+    innermost = [(a, b) for a, b in jumps if not any((c, d) != (a, b) and a <= c and d <= b for c, d in jumps)]
+    shares = (sum(bool(re.search(r"\b(LDL|STL)\b", x)) for x in instructions[a : b + 1]) / (b + 1 - a) for a, b in innermost)
+    return max(shares, default=0.0)
 
 
 def tolerated_stack() -> int:

@@ -1,6 +1,7 @@
 """The backward kernels: weights are computed again from the log-sum-exp (Dao et al., FlashAttention, 2022), without atomics.
 
-`key_gradient_kernel` owns a block of keys of one key head and walks over the queries of its group, `query_gradient_kernel` owns a
+`key_gradient_kernel` owns a block of keys of one key head and walks over the queries of its group (for both gradients, or twice,
+for one each, where a program cannot hold both), `query_gradient_kernel` owns a
 block of queries, `bias_gradient_kernel` a tile of the bias's own shape. Rows have two statistics, padded at the end: `start`, minus
 the log-sum-exp in powers of two, and `minus_delta`, so that weight = 2 ** (unit * x + start) and d_logit = weight * (d_out . value
 + minus_delta). Where they do not change from tile to tile the sums of the products start from them.
@@ -16,39 +17,44 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.flash_attention.tiles import (
+    add_product,
     any_nan,
     finite,
+    finite_parts,
     kept,
     key_range,
-    load_rows,
+    load_parts,
     load_scores,
     logits_of,
+    parts_of,
     places_of,
     poison,
+    product,
     query_range,
     schedule,
     seen_in,
     statistic_of,
     store_rows,
     stored_range,
+    transposed,
 )
 
 
 @triton.jit
-def logits_from(b_left, b_right, b_start, R: tl.constexpr):
-    """`b_left . b_right`, on top of the statistic where that is possible."""
+def logits_from(left, right, b_start, R: tl.constexpr, CAREFUL: tl.constexpr):
+    """`left . right`, on top of the statistic where that is possible."""
     if R.plain:
-        b_sum = tl.zeros([b_left.shape[0], b_right.shape[1]], tl.float32) + b_start * (1.0 / R.unit)
-        return tl.dot(b_left, b_right, b_sum, input_precision=R.precision)
-    return tl.dot(b_left, b_right, input_precision=R.precision)
+        b_sum = tl.zeros([left[0].shape[0], right[0].shape[1]], tl.float32) + b_start * (1.0 / R.unit)
+        return add_product(b_sum, left, right, R, CAREFUL)
+    return product(left, right, R, CAREFUL)
 
 
 @triton.jit
-def d_weights_from(b_left, b_right, b_minus_delta, R: tl.constexpr):
+def d_weights_from(left, right, b_minus_delta, R: tl.constexpr, CAREFUL: tl.constexpr):
     if R.dropout:
-        return tl.dot(b_left, b_right, input_precision=R.precision)
-    b_sum = tl.zeros([b_left.shape[0], b_right.shape[1]], tl.float32) + b_minus_delta
-    return tl.dot(b_left, b_right, b_sum, input_precision=R.precision)
+        return product(left, right, R, CAREFUL)
+    b_sum = tl.zeros([left[0].shape[0], right[0].shape[1]], tl.float32) + b_minus_delta
+    return add_product(b_sum, left, right, R, CAREFUL)
 
 
 @triton.jit
@@ -113,38 +119,41 @@ def d_logits_of(
 
 @triton.jit
 def add_queries(
-    state, start, stop, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1, o_key, queries,
+    state, start, stop, key, value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1, o_key, queries,
     keys, R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    CAREFUL: tl.constexpr, WANTED: tl.constexpr,
 ):  # fmt: skip
     """Add what the queries in [start, stop) of one head give to `(d_key, d_value)`. Scores are `[keys, queries]`."""
     b_d_key, b_d_value = state
     o_block = tl.arange(0, BLOCK_Q)
-    STRIDE: tl.constexpr = R.heads * R.size
-    OUT_STRIDE: tl.constexpr = R.heads * R.value_size
+    STRIDE: tl.constexpr = R.heads * R.row
+    OUT_STRIDE: tl.constexpr = R.heads * R.value_row
     for i_query in tl.range(start, stop, BLOCK_Q):
         i_query = tl.multiple_of(i_query, BLOCK_Q)
         o_start = tl.full((), 0, tl.int64) + i_query
-        b_query = load_rows(p_query + o_start * STRIDE, o_block, queries - i_query, STRIDE, R.size, BLOCK_D, MASKED)
-        b_d_out = load_rows(
-            p_d_out + o_start * OUT_STRIDE, o_block, queries - i_query, OUT_STRIDE, R.value_size, BLOCK_V, MASKED
+        query = load_parts(p_query + o_start * STRIDE, o_block, queries - i_query, STRIDE, R.size, BLOCK_D, MASKED, R)
+        d_out = load_parts(
+            p_d_out + o_start * OUT_STRIDE, o_block, queries - i_query, OUT_STRIDE, R.value_size, BLOCK_V, MASKED, R
         )
         b_start = tl.load(p_start + i_query + o_block)
         b_minus_delta = tl.load(p_minus_delta + i_query + o_block)
         if CAREFUL:
-            b_broken = poison(b_query) + poison(b_d_out) + b_minus_delta * 0.0
+            b_broken = poison(query[0]) + poison(d_out[0]) + b_minus_delta * 0.0
             b_start = tl.where(b_start == float("-inf"), b_start, b_start + b_broken)
-            b_query, b_d_out, b_minus_delta = finite(b_query), finite(b_d_out), finite(b_minus_delta)
-        b_raw = tl.dot(b_key, tl.trans(b_query), input_precision=R.precision)  # [BLOCK_K, BLOCK_Q]
-        b_d_weights = tl.dot(b_value, tl.trans(b_d_out), input_precision=R.precision)
+            query, d_out, b_minus_delta = finite_parts(query, R), finite_parts(d_out, R), finite(b_minus_delta)
+        b_raw = product(key, transposed(query, R), R, CAREFUL)  # [BLOCK_K, BLOCK_Q]
+        if WANTED != "value":
+            b_d_weights = product(value, transposed(d_out, R), R, CAREFUL)
         b_weights, b_slope, b_seen, b_keep = weights_of(
             b_raw, b_start[None, :], places, stream_0, stream_1, (i_query + o_block)[None, :], o_key, queries, keys,
             R, MASKED, False,
         )  # fmt: skip
-        b_kept = dropped(b_weights, b_keep, R).to(b_d_out.dtype)
-        b_d_value = tl.dot(b_kept, b_d_out, b_d_value, input_precision=R.precision)
-        b_d_logits = d_logits_of(b_weights, b_slope, b_seen, b_keep, b_d_weights, b_minus_delta[None, :], R, CAREFUL, False)
-        b_d_key = tl.dot(b_d_logits.to(b_query.dtype), b_query, b_d_key, input_precision=R.precision)
+        if WANTED != "key":
+            kept_weights = parts_of(dropped(b_weights, b_keep, R), d_out[0].dtype, R)
+            b_d_value = add_product(b_d_value, kept_weights, d_out, R, CAREFUL)
+        if WANTED != "value":
+            b_d_logits = d_logits_of(b_weights, b_slope, b_seen, b_keep, b_d_weights, b_minus_delta[None, :], R, CAREFUL, False)
+            b_d_key = add_product(b_d_key, parts_of(b_d_logits, query[0].dtype, R), query, R, CAREFUL)
     return b_d_key, b_d_value
 
 
@@ -176,6 +185,7 @@ def key_gradient_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    WANTED: tl.constexpr,
 ):
     KEY_HEADS: tl.constexpr = R.heads // R.group
     i_block, i_batch_head = schedule(blocks, batch_heads, section, False)
@@ -185,9 +195,9 @@ def key_gradient_kernel(
     o_block = tl.arange(0, BLOCK_K)
     o_key = (i_first + o_block)[:, None]
     o_row = (i_batch.to(tl.int64) * keys + i_first) * KEY_HEADS + i_key_head
-    b_key = load_rows(p_key + o_row * R.size, o_block, keys - i_first, KEY_HEADS * R.size, R.size, BLOCK_D, True)
-    b_value = load_rows(
-        p_value + o_row * R.value_size, o_block, keys - i_first, KEY_HEADS * R.value_size, R.value_size, BLOCK_V, True
+    key = load_parts(p_key + o_row * R.row, o_block, keys - i_first, KEY_HEADS * R.row, R.size, BLOCK_D, True, R)
+    value = load_parts(
+        p_value + o_row * R.value_row, o_block, keys - i_first, KEY_HEADS * R.value_row, R.value_size, BLOCK_V, True, R
     )
     if R.ranges > 0:
         low, full_low, full_high, high = stored_range(p_ranges, i_batch, blocks, i_block, R)
@@ -199,41 +209,43 @@ def key_gradient_kernel(
     state = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_V], tl.float32))
     for i_member in range(R.group):
         state = add_member(
-            state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, b_key, b_value, p_query, p_d_out,
+            state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, key, value, p_query, p_d_out,
             p_start, p_minus_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions,
-            p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, False,
+            p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, False, WANTED,
         )  # fmt: skip
-    if R.masked:
+    if R.careful:
         if any_nan(state[0]) | any_nan(state[1]):
             state = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_V], tl.float32))
             for i_member in range(R.group):
                 state = add_member(
-                    state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, b_key, b_value, p_query,
+                    state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, key, value, p_query,
                     p_d_out, p_start, p_minus_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions,
-                    p_key_positions, p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True,
+                    p_key_positions, p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, WANTED,
                 )  # fmt: skip
 
     b_d_key, b_d_value = state
-    b_d_key *= R.scale
-    if R.dropout:
-        b_d_value *= R.survivor
-    store_rows(p_d_key + o_row * R.size, b_d_key, o_block, keys - i_first, KEY_HEADS * R.size, R.size, BLOCK_D)
-    store_rows(
-        p_d_value + o_row * R.value_size, b_d_value, o_block, keys - i_first, KEY_HEADS * R.value_size, R.value_size, BLOCK_V
-    )
+    if WANTED != "value":
+        b_d_key *= R.scale
+        store_rows(p_d_key + o_row * R.size, b_d_key, o_block, keys - i_first, KEY_HEADS * R.size, R.size, BLOCK_D)
+    if WANTED != "key":
+        if R.dropout:
+            b_d_value *= R.survivor
+        p_d_value += o_row * R.value_size
+        store_rows(p_d_value, b_d_value, o_block, keys - i_first, KEY_HEADS * R.value_size, R.value_size, BLOCK_V)
 
 
 @triton.jit
 def add_member(
-    state, i_batch, i_head, low, full_low, full_high, high, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, p_bias,
+    state, i_batch, i_head, low, full_low, full_high, high, key, value, p_query, p_d_out, p_start, p_minus_delta, p_bias,
     p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_streams, o_key, queries, keys,
     R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CAREFUL: tl.constexpr,
+    WANTED: tl.constexpr,
 ):  # fmt: skip
     """Add one query head of the group to `(d_key, d_value)`."""
     i_batch_head = i_batch * R.heads + i_head
     o_query_row = i_batch.to(tl.int64) * queries * R.heads + i_head
-    p_query += o_query_row * R.size
-    p_d_out += o_query_row * R.value_size
+    p_query += o_query_row * R.row
+    p_d_out += o_query_row * R.value_row
     p_start = statistic_of(p_start, i_batch_head, queries)
     p_minus_delta = statistic_of(p_minus_delta, i_batch_head, queries)
     places = places_of(
@@ -244,55 +256,55 @@ def add_member(
         stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
     if CAREFUL:
         state = add_queries(
-            state, low, high, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1, o_key,
-            queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, True,
+            state, low, high, key, value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1, o_key,
+            queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, True, WANTED,
         )  # fmt: skip
     else:
         if R.whole:
             if R.edges_first_by_key:
                 state = add_queries(
-                    state, low, full_low, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1,
-                    o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, False,
+                    state, low, full_low, key, value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1,
+                    o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, False, WANTED,
                 )  # fmt: skip
             state = add_queries(
-                state, full_low, full_high, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1,
-                o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, False, False,
+                state, full_low, full_high, key, value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1,
+                o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, False, False, WANTED,
             )  # fmt: skip
         else:
             full_high = low
         state = add_queries(
-            state, full_high, high, b_key, b_value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1, o_key,
-            queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, False,
+            state, full_high, high, key, value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1, o_key,
+            queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, False, WANTED,
         )  # fmt: skip
     return state
 
 
 @triton.jit
 def add_keys(
-    b_d_query, start, stop, b_query, b_d_out, b_start, b_minus_delta, p_key, p_value, places, stream_0, stream_1, o_query, queries,
+    b_d_query, start, stop, query, d_out, b_start, b_minus_delta, p_key, p_value, places, stream_0, stream_1, o_query, queries,
     keys, R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys in [start, stop) give to d_query."""
     o_block = tl.arange(0, BLOCK_K)
-    KEY_STRIDE: tl.constexpr = R.heads // R.group * R.size
-    VALUE_STRIDE: tl.constexpr = R.heads // R.group * R.value_size
+    KEY_STRIDE: tl.constexpr = R.heads // R.group * R.row
+    VALUE_STRIDE: tl.constexpr = R.heads // R.group * R.value_row
     for i_key in tl.range(start, stop, BLOCK_K):
         o_start = tl.full((), 0, tl.int64) + i_key
-        b_key = load_rows(p_key + o_start * KEY_STRIDE, o_block, keys - i_key, KEY_STRIDE, R.size, BLOCK_D, MASKED)
-        b_raw = logits_from(b_query, tl.trans(b_key), b_start[:, None], R)  # [BLOCK_Q, BLOCK_K]
-        b_value = load_rows(
-            p_value + o_start * VALUE_STRIDE, o_block, keys - i_key, VALUE_STRIDE, R.value_size, BLOCK_V, MASKED
+        key = load_parts(p_key + o_start * KEY_STRIDE, o_block, keys - i_key, KEY_STRIDE, R.size, BLOCK_D, MASKED, R)
+        b_raw = logits_from(query, transposed(key, R), b_start[:, None], R, CAREFUL)  # [BLOCK_Q, BLOCK_K]
+        value = load_parts(
+            p_value + o_start * VALUE_STRIDE, o_block, keys - i_key, VALUE_STRIDE, R.value_size, BLOCK_V, MASKED, R
         )
-        b_d_weights = d_weights_from(b_d_out, tl.trans(b_value), b_minus_delta[:, None], R)
+        b_d_weights = d_weights_from(d_out, transposed(value, R), b_minus_delta[:, None], R, CAREFUL)
         b_weights, b_slope, b_seen, b_keep = weights_of(
             b_raw, b_start[:, None], places, stream_0, stream_1, o_query, (i_key + o_block)[None, :], queries, keys,
             R, MASKED, True,
         )  # fmt: skip
         b_d_logits = d_logits_of(b_weights, b_slope, b_seen, b_keep, b_d_weights, b_minus_delta[:, None], R, CAREFUL, True)
         if CAREFUL:
-            b_key = finite(b_key)
-        b_d_query = tl.dot(b_d_logits.to(b_key.dtype), b_key, b_d_query, input_precision=R.precision)
+            key = finite_parts(key, R)
+        b_d_query = add_product(b_d_query, parts_of(b_d_logits, key[0].dtype, R), key, R, CAREFUL)
     return b_d_query
 
 
@@ -332,8 +344,8 @@ def query_gradient_kernel(
     o_query = (i_first + o_block)[:, None]
     o_row = (i_batch.to(tl.int64) * queries + i_first) * R.heads + i_head
     o_key_row = i_batch.to(tl.int64) * keys * (R.heads // R.group) + i_head // R.group
-    p_key += o_key_row * R.size
-    p_value += o_key_row * R.value_size
+    p_key += o_key_row * R.row
+    p_value += o_key_row * R.value_row
     places = places_of(
         p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries, keys, R
     )
@@ -347,9 +359,9 @@ def query_gradient_kernel(
         last = tl.minimum(i_first + BLOCK_Q, queries) - 1
         low, full_low, full_high, high = key_range(i_first + R.offset, last + R.offset, keys, BLOCK_K, R)
 
-    b_query = load_rows(p_query + o_row * R.size, o_block, queries - i_first, R.heads * R.size, R.size, BLOCK_D, True)
-    b_d_out = load_rows(
-        p_d_out + o_row * R.value_size, o_block, queries - i_first, R.heads * R.value_size, R.value_size, BLOCK_V, True
+    query = load_parts(p_query + o_row * R.row, o_block, queries - i_first, R.heads * R.row, R.size, BLOCK_D, True, R)
+    d_out = load_parts(
+        p_d_out + o_row * R.value_row, o_block, queries - i_first, R.heads * R.value_row, R.value_size, BLOCK_V, True, R
     )
     b_start = tl.load(statistic_of(p_start, i_batch_head, queries) + i_first + o_block)
     b_minus_delta = tl.load(statistic_of(p_minus_delta, i_batch_head, queries) + i_first + o_block)
@@ -358,23 +370,23 @@ def query_gradient_kernel(
     if R.whole:
         if R.edges_first:
             b_d_query = add_keys(
-                b_d_query, low, full_low, b_query, b_d_out, b_start, b_minus_delta, p_key, p_value, places, stream_0, stream_1,
+                b_d_query, low, full_low, query, d_out, b_start, b_minus_delta, p_key, p_value, places, stream_0, stream_1,
                 o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
             )  # fmt: skip
         b_d_query = add_keys(
-            b_d_query, full_low, full_high, b_query, b_d_out, b_start, b_minus_delta, p_key, p_value, places, stream_0, stream_1,
+            b_d_query, full_low, full_high, query, d_out, b_start, b_minus_delta, p_key, p_value, places, stream_0, stream_1,
             o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, False, False,
         )  # fmt: skip
     else:
         full_high = low
     b_d_query = add_keys(
-        b_d_query, full_high, high, b_query, b_d_out, b_start, b_minus_delta, p_key, p_value, places, stream_0, stream_1,
+        b_d_query, full_high, high, query, d_out, b_start, b_minus_delta, p_key, p_value, places, stream_0, stream_1,
         o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
     )  # fmt: skip
-    if R.masked:
+    if R.careful:
         if any_nan(b_d_query):
             b_d_query = add_keys(
-                tl.zeros([BLOCK_Q, BLOCK_D], tl.float32), low, high, b_query, b_d_out, b_start, b_minus_delta, p_key, p_value,
+                tl.zeros([BLOCK_Q, BLOCK_D], tl.float32), low, high, query, d_out, b_start, b_minus_delta, p_key, p_value,
                 places, stream_0, stream_1, o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, True, True,
             )  # fmt: skip
     b_d_query *= R.scale
@@ -448,25 +460,20 @@ def bias_gradient_kernel(
             o_row = (i_batch.to(tl.int64) * queries + i_query) * R.heads + i_head
             o_key_row = (i_batch.to(tl.int64) * keys + i_key) * (R.heads // R.group) + i_head // R.group
             KEY_HEADS: tl.constexpr = R.heads // R.group
-            b_query = load_rows(p_query + o_row * R.size, o_rows, queries - i_query, R.heads * R.size, R.size, BLOCK_D, True)
-            b_key = load_rows(p_key + o_key_row * R.size, o_columns, keys - i_key, KEY_HEADS * R.size, R.size, BLOCK_D, True)
-            b_d_out = load_rows(
-                p_d_out + o_row * R.value_size, o_rows, queries - i_query, R.heads * R.value_size, R.value_size, BLOCK_V, True
+            query = load_parts(p_query + o_row * R.row, o_rows, queries - i_query, R.heads * R.row, R.size, BLOCK_D, True, R)
+            key = load_parts(p_key + o_key_row * R.row, o_columns, keys - i_key, KEY_HEADS * R.row, R.size, BLOCK_D, True, R)
+            d_out = load_parts(
+                p_d_out + o_row * R.value_row, o_rows, queries - i_query, R.heads * R.value_row, R.value_size, BLOCK_V, True, R
             )
-            b_value = load_rows(
-                p_value + o_key_row * R.value_size,
-                o_columns,
-                keys - i_key,
-                KEY_HEADS * R.value_size,
-                R.value_size,
-                BLOCK_V,
-                True,
-            )
+            value = load_parts(
+                p_value + o_key_row * R.value_row, o_columns, keys - i_key, KEY_HEADS * R.value_row, R.value_size, BLOCK_V,
+                True, R,
+            )  # fmt: skip
             i_batch_head = i_batch * R.heads + i_head
             b_start = tl.load(statistic_of(p_start, i_batch_head, queries) + i_query + o_rows)
             b_minus_delta = tl.load(statistic_of(p_minus_delta, i_batch_head, queries) + i_query + o_rows)
-            b_raw = logits_from(b_query, tl.trans(b_key), b_start[:, None], R)
-            b_d_weights = d_weights_from(b_d_out, tl.trans(b_value), b_minus_delta[:, None], R)
+            b_raw = logits_from(query, transposed(key, R), b_start[:, None], R, True)
+            b_d_weights = d_weights_from(d_out, transposed(value, R), b_minus_delta[:, None], R, True)
             places = places_of(
                 p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries,
                 keys, R,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_triton._capability import shared_memory_limit
-from ejkernel_triton._numerics import dot_precision
+from ejkernel_triton.flash_attention.rules import product_of
 
 _SMALLEST = 16
 """Tensor cores multiply no smaller tiles."""
@@ -23,6 +23,7 @@ class ForwardConfig:
     num_warps: warps per program.
     num_stages: depth of the pipeline over tiles of keys.
     ahead: whether the product of the next tile runs beside the exponentials of this one.
+    masked: whether all tiles go through one loop with masks, instead of through one for whole tiles and others around it.
     """
 
     block_q: int
@@ -30,12 +31,14 @@ class ForwardConfig:
     num_warps: int
     num_stages: int
     ahead: bool = False
+    masked: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Attributes:
     key_*: of the kernel that owns `key_block_k` keys and walks over tiles of `key_block_q` queries.
+    key_apart: whether that kernel runs twice, for the gradient of the keys and for that of the values.
     query_*: of the kernel that owns `query_block_q` queries and walks over tiles of `query_block_k` keys.
     """
 
@@ -47,6 +50,7 @@ class BackwardConfig:
     query_block_k: int
     query_num_warps: int
     query_num_stages: int
+    key_apart: bool = False
 
 
 Tile = tuple[int, int, int, int]
@@ -57,37 +61,37 @@ _SMALL = (
     *((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
 )
 """What is tried when nothing better fits; the last fits everywhere."""
-_SINGLE = ((32, 32, 4, 1), (16, 16, 4, 1))
-"""For float32 on tensor cores."""
 _EXACT = ((16, 16, 8, 1), (16, 16, 4, 1))
-"""For float32 without them, as it is where `precision` asks for nothing less: larger products take minutes to compile."""
+"""For float32 without tensor cores: larger products take minutes to compile."""
+_SINGLE = ((32, 32, 4, 1), (16, 16, 4, 1))
+"""For float32 rounded to TF32."""
+_SMALL_PARTS = (
+    *((64, 32, 4, 2), (64, 16, 4, 2), (64, 16, 8, 1), (32, 32, 4, 1)),
+    *((32, 16, 8, 1), (32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
+)
+"""For float32 in parts."""
 
+# The first of a list was the fastest on an H200; all are worth a measurement elsewhere.
+_TF32_FORWARD = ((128, 32, 8, 2), (128, 64, 8, 2), (64, 32, 4, 2))
+_PARTS_FORWARD = ((128, 32, 8, 2), (64, 32, 4, 2))
+_NARROW_PARTS_FORWARD = ((64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2))
+_PARTS_KEY = ((64, 32, 4, 2), (128, 32, 8, 2), (64, 16, 4, 2))
+_PARTS_QUERY = ((64, 32, 4, 2), (128, 64, 8, 2), (128, 16, 8, 1), (64, 16, 4, 3))
 _FORWARD = (
-    *((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 32, 8, 3)),
+    *((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3)),
     *((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3)),
 )
 _AHEAD = ((128, 32, 8, 3), (128, 64, 8, 2))
+_MASKED = ((64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 4, 3))
 _KEY = (
-    (64, 32, 4, 2),
-    (64, 32, 4, 3),
-    (64, 64, 4, 1),
-    (64, 64, 4, 2),
-    (64, 64, 8, 2),
-    (64, 32, 8, 3),
-    (128, 32, 8, 3),
-    (128, 64, 8, 2),
+    *((64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 1), (64, 64, 4, 2)),
+    *((64, 64, 8, 2), (64, 32, 8, 3), (128, 32, 8, 3), (128, 64, 8, 2)),
 )
+_APART = ((128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 1), (128, 64, 8, 3))
 _QUERY = (
-    (64, 32, 4, 2),
-    (64, 64, 4, 1),
-    (64, 64, 4, 2),
-    (64, 64, 4, 3),
-    (128, 32, 8, 2),
-    (128, 64, 8, 1),
-    (128, 64, 8, 2),
-    (128, 64, 8, 3),
+    *((64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3)),
+    *((128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3)),
 )
-"""Worth a measurement."""
 
 
 def power_of_two(size: int) -> int:
@@ -100,26 +104,38 @@ class _Model:
 
     def __init__(self, call: FlashAttentionCall, target: Target) -> None:
         self.size, self.value_size = power_of_two(call.query.shape[3]), power_of_two(call.value.shape[3])
-        self.single = call.query.dtype == "float32"
-        self.exact = dot_precision(call.precision, call.query.dtype) == "ieee"
+        self.product = product_of(call)
+        self.wide = call.query.dtype == "float32"
+        self.parts = self.product == "parts"
+        self.itemsize = 6 if self.parts else 4 if self.wide else 2
         self.limit = shared_memory_limit(target)
         self.queries, self.keys = call.query.shape[1], call.key.shape[1]
         self.score_bytes = sum(4 for spec in (call.bias, call.mask) if spec is not None and min(spec.shape[2:]) > 1)
         self.width = max(self.size, self.value_size)
         self.narrow = call.window_width is not None and call.window_width <= _NARROW
         self.capped = call.soft_cap is not None
+        self.apart = self.width > (64 if self.parts else 128) and (self.parts or not self.wide)
         self.triangular = call.causal
 
     def forward_fits(self, tile: Tile) -> bool:
         own, other, _, stages = tile
         shared = own * self.size + stages * other * (self.size + self.value_size)
-        return self._fits(tile, shared, own * self.value_size + own * other * 3 // 2)
+        return self._fits(tile, shared, self._summed(own * self.value_size) + own * other * 3 // 2)
 
     def query_fits(self, tile: Tile) -> bool:
-        return self._fits(tile, self._both(tile), tile[0] * self.size + tile[0] * tile[1] * 2)
+        return self._fits(tile, self._both(tile), self._summed(tile[0] * self.size) + tile[0] * tile[1] * 2)
 
     def key_fits(self, tile: Tile) -> bool:
-        return self._fits(tile, self._both(tile), tile[0] * (self.size + self.value_size) + tile[0] * tile[1] * 2)
+        """Of a kernel that makes both gradients at once."""
+        sums = self.size + self.value_size + (self.width if self.parts else 0)
+        return self._fits(tile, self._both(tile), tile[0] * sums + tile[0] * tile[1] * 2)
+
+    def apart_fits(self, tile: Tile) -> bool:
+        return self._fits(tile, self._both(tile), self._summed(tile[0] * self.width) + tile[0] * tile[1] * 2)
+
+    def _summed(self, elements: int) -> int:
+        """A sum, and for parts that of one tile beside it."""
+        return elements * 2 if self.parts else elements
 
     def _both(self, tile: Tile) -> int:
         """Elements of the owned rows and of the tiles in flight; a tile of scores changes its layout on the way."""
@@ -128,13 +144,24 @@ class _Model:
 
     def _fits(self, tile: Tile, shared: int, held: int) -> bool:
         own, other, warps, stages = tile
-        total = shared * (4 if self.single else 2) + stages * own * other * self.score_bytes
-        registers = 72 if self.single else 208 if own >= 64 else 112
+        total = shared * self.itemsize + stages * own * other * self.score_bytes
+        registers = 208 if own >= 64 else 72 if self.wide and not self.parts else 112
         return total <= self.limit and held <= 32 * warps * registers
 
+    def tiles(self, half: tuple[Tile, ...], parts: tuple[Tile, ...], tf32: tuple[Tile, ...] = _SINGLE) -> tuple[Tile, ...]:
+        """Those of them that belong to the kind of product."""
+        return {"parts": parts, "tf32": tf32, "tf32x3": _SINGLE, "ieee": _EXACT}[self.product] if self.wide else half
+
     def forward_choices(self) -> tuple[Tile, ...]:
-        if self.single:
-            return self.single_choices()
+        return (*self.tiles(self._forward(), self.parts_forward(), _TF32_FORWARD), *self.small())
+
+    def parts_forward(self) -> tuple[Tile, ...]:
+        return _NARROW_PARTS_FORWARD if self.width <= 64 else _PARTS_FORWARD
+
+    def small(self) -> tuple[Tile, ...]:
+        return self.tiles(_SMALL, _SMALL_PARTS)
+
+    def _forward(self) -> tuple[Tile, ...]:
         if self.narrow:
             return ((64, 32, 4, 3),)
         if self.width > 128:
@@ -143,19 +170,18 @@ class _Model:
             return ((128, 128, 8, 3), (64, 64, 4, 3))
         return (64, 64, 4, 3), (64, 64, 4, 2)
 
-    def single_choices(self) -> tuple[Tile, ...]:
-        return _EXACT if self.exact else _SINGLE
-
     def key_choices(self) -> tuple[Tile, ...]:
-        if self.single:
-            return self.single_choices()
-        if self.width > 128:
-            return (64, 64, 8, 2), (64, 32, 8, 3), (64, 32, 8, 1)
+        return (*self.tiles(self._key(), _PARTS_KEY), *self.small())
+
+    def _key(self) -> tuple[Tile, ...]:
+        if self.apart:
+            return (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 1)
         return ((64, 64, 4, 1),) if self.narrow else ((64, 64, 4, 2),)
 
     def query_choices(self) -> tuple[Tile, ...]:
-        if self.single:
-            return self.single_choices()
+        return (*self.tiles(self._query(), _PARTS_QUERY), *self.small())
+
+    def _query(self) -> tuple[Tile, ...]:
         if self.narrow:
             return ((64, 64, 4, 1),)
         if self.width > 128:
@@ -175,43 +201,51 @@ def _cut(tile: Tile, own: int, other: int) -> Tile:
     return block_own, block_other, warps if block_own == tile[0] else min(warps, 4), stages
 
 
-def _fitting(model: _Model, tiles: Iterable[Tile], fits: Callable[[Tile], bool], own: int, other: int) -> list[Tile]:
-    tiles = model.single_choices() if model.single else tiles
+def _fitting(tiles: Iterable[Tile], fits: Callable[[Tile], bool], own: int, other: int) -> list[Tile]:
     return [_cut(tile, own, other) for tile in tiles if fits(tile)]
 
 
 def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
     model = _Model(call, target)
-    tile = _first((*model.forward_choices(), *_SMALL), model.forward_fits, model.queries, model.keys)
-    return ForwardConfig(*tile, ahead=model.capped and model.width > 128 and tile in _AHEAD)
+    tile = _first(model.forward_choices(), model.forward_fits, model.queries, model.keys)
+    masked = model.narrow and not model.wide and tile in _MASKED
+    return ForwardConfig(*tile, ahead=model.capped and model.width > 128 and tile in _AHEAD, masked=masked)
 
 
 def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfig]:
     model = _Model(call, target)
-    tiles = _fitting(model, _FORWARD, model.forward_fits, model.queries, model.keys)
-    ahead = [] if model.single else _fitting(model, _AHEAD, model.forward_fits, model.queries, model.keys)
+    lengths = model.queries, model.keys
+    tiles = _fitting(model.tiles(_FORWARD, model.parts_forward(), _TF32_FORWARD), model.forward_fits, *lengths)
+    ahead = [] if model.wide else _fitting(_AHEAD, model.forward_fits, *lengths)
+    masked = _fitting(_MASKED, model.forward_fits, *lengths) if model.narrow and not model.wide else []
     found = [ForwardConfig(*tile) for tile in tiles] + [ForwardConfig(*tile, ahead=True) for tile in ahead]
+    found += [ForwardConfig(*tile, masked=True) for tile in masked]
     return list(dict.fromkeys([forward_heuristic(call, target), *found]))
 
 
 def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConfig:
     model = _Model(call, target)
-    own, other, warps, stages = _first((*model.key_choices(), *_SMALL), model.key_fits, model.keys, model.queries)
-    by_query = _first((*model.query_choices(), *_SMALL), model.query_fits, model.queries, model.keys)
-    return BackwardConfig(other, own, warps, stages, *by_query)
+    fits = model.apart_fits if model.apart else model.key_fits
+    own, other, warps, stages = _first(model.key_choices(), fits, model.keys, model.queries)
+    by_query = _first(model.query_choices(), model.query_fits, model.queries, model.keys)
+    return BackwardConfig(other, own, warps, stages, *by_query, key_apart=model.apart)
 
 
 def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardConfig]:
     """Each kernel varied alone: the two do not influence each other."""
     model = _Model(call, target)
     best = backward_heuristic(call, target)
+    by_key, by_query = (model.keys, model.queries), (model.queries, model.keys)
+    together = _fitting(model.tiles(_KEY, _PARTS_KEY), model.key_fits, *by_key)
+    apart = _fitting(model.tiles(_APART, _PARTS_KEY), model.apart_fits, *by_key) if model.apart else []
     found = [best]
-    for own, other, warps, stages in _fitting(model, _KEY, model.key_fits, model.keys, model.queries):
-        found.append(dataclasses.replace(best, key_block_q=other, key_block_k=own, key_num_warps=warps, key_num_stages=stages))
-    for own, other, warps, stages in _fitting(model, _QUERY, model.query_fits, model.queries, model.keys):
-        found.append(
-            dataclasses.replace(best, query_block_q=own, query_block_k=other, query_num_warps=warps, query_num_stages=stages)
-        )
+    for separate, tiles in ((False, together), (True, apart)):
+        for own, other, warps, stages in tiles:
+            blocks = {"key_block_q": other, "key_block_k": own, "key_num_warps": warps, "key_num_stages": stages}
+            found.append(dataclasses.replace(best, **blocks, key_apart=separate))
+    for own, other, warps, stages in _fitting(model.tiles(_QUERY, _PARTS_QUERY), model.query_fits, *by_query):
+        blocks = {"query_block_q": own, "query_block_k": other, "query_num_warps": warps, "query_num_stages": stages}
+        found.append(dataclasses.replace(best, **blocks))
     return list(dict.fromkeys(found))
 
 

@@ -13,19 +13,23 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.flash_attention.tiles import (
+    add_product,
     any_nan,
-    finite,
+    finite_parts,
     kept,
     key_range,
-    load_rows,
+    load_parts,
     load_scores,
     logits_of,
+    parts_of,
     places_of,
     poison,
+    product,
     schedule,
     seen_in,
     store_rows,
     stored_range,
+    transposed,
 )
 
 
@@ -34,7 +38,7 @@ def absorb(
     state,
     start,
     stop,
-    b_query,
+    query,
     p_key,
     p_value,
     places,
@@ -53,12 +57,12 @@ def absorb(
     """Add the keys in [start, stop) to `(weighted values, maximum, sum)`."""
     b_values, b_maximum, b_sum = state
     o_block = tl.arange(0, BLOCK_K)
-    KEY_STRIDE: tl.constexpr = R.heads // R.group * R.size
-    VALUE_STRIDE: tl.constexpr = R.heads // R.group * R.value_size
+    KEY_STRIDE: tl.constexpr = R.heads // R.group * R.row
+    VALUE_STRIDE: tl.constexpr = R.heads // R.group * R.value_row
     for i_key in tl.range(start, stop, BLOCK_K):
         o_start = tl.full((), 0, tl.int64) + i_key
-        b_key = load_rows(p_key + o_start * KEY_STRIDE, o_block, keys - i_key, KEY_STRIDE, R.size, BLOCK_D, MASKED)
-        b_raw = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)  # [BLOCK_Q, BLOCK_K]
+        key = load_parts(p_key + o_start * KEY_STRIDE, o_block, keys - i_key, KEY_STRIDE, R.size, BLOCK_D, MASKED, R)
+        b_raw = product(query, transposed(key, R), R, CAREFUL)  # [BLOCK_Q, BLOCK_K]
         o_key = (i_key + o_block)[None, :]
         b_bias = 0.0
         if MASKED:
@@ -68,12 +72,12 @@ def absorb(
                 b_seen = b_seen & (b_bias != float("-inf"))
                 b_bias = tl.where(b_seen, b_bias, 0.0)
         b_logits, _ = logits_of(b_raw, b_bias, R)
-        b_value = load_rows(
-            p_value + o_start * VALUE_STRIDE, o_block, keys - i_key, VALUE_STRIDE, R.value_size, BLOCK_V, MASKED
+        value = load_parts(
+            p_value + o_start * VALUE_STRIDE, o_block, keys - i_key, VALUE_STRIDE, R.value_size, BLOCK_V, MASKED, R
         )
         if CAREFUL:
-            b_logits += poison(b_value)[None, :]
-            b_value = finite(b_value)
+            b_logits += poison(value[0])[None, :]
+            value = finite_parts(value, R)
         if MASKED:
             b_logits = tl.where(b_seen, b_logits, float("-inf"))
         b_largest = tl.maximum(b_maximum, tl.max(b_logits, axis=1))
@@ -86,7 +90,7 @@ def absorb(
         if R.dropout:
             b_weights = tl.where(kept(stream_0, stream_1, o_query, o_key, R), b_weights, 0.0)
         b_values = b_values * b_decay[:, None]
-        b_values = tl.dot(b_weights.to(b_value.dtype), b_value, b_values, input_precision=R.precision)
+        b_values = add_product(b_values, parts_of(b_weights, value[0].dtype, R), value, R, CAREFUL)
         b_maximum = b_largest
     return b_values, b_maximum, b_sum
 
@@ -96,7 +100,7 @@ def absorb_ahead(
     state,
     start,
     stop,
-    b_query,
+    query,
     p_key,
     p_value,
     stream_0,
@@ -110,17 +114,17 @@ def absorb_ahead(
     """`absorb` without masks, where the product of the next tile runs beside the exponentials of this one."""
     b_values, b_maximum, b_sum = state
     o_block = tl.arange(0, BLOCK_K)
-    KEY_STRIDE: tl.constexpr = R.heads // R.group * R.size
-    VALUE_STRIDE: tl.constexpr = R.heads // R.group * R.value_size
+    KEY_STRIDE: tl.constexpr = R.heads // R.group * R.row
+    VALUE_STRIDE: tl.constexpr = R.heads // R.group * R.value_row
     if start < stop:
         o_start = tl.full((), 0, tl.int64) + start
-        b_key = load_rows(p_key + o_start * KEY_STRIDE, o_block, BLOCK_K, KEY_STRIDE, R.size, BLOCK_D, False)
-        b_raw = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)  # [BLOCK_Q, BLOCK_K]
+        key = load_parts(p_key + o_start * KEY_STRIDE, o_block, BLOCK_K, KEY_STRIDE, R.size, BLOCK_D, False, R)
+        b_raw = product(query, transposed(key, R), R, False)  # [BLOCK_Q, BLOCK_K]
         for i_key in tl.range(start, stop, BLOCK_K):
             o_start = tl.full((), 0, tl.int64) + i_key
             o_next = tl.minimum(o_start + BLOCK_K, stop - BLOCK_K)
-            b_key = load_rows(p_key + o_next * KEY_STRIDE, o_block, BLOCK_K, KEY_STRIDE, R.size, BLOCK_D, False)
-            b_next = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
+            key = load_parts(p_key + o_next * KEY_STRIDE, o_block, BLOCK_K, KEY_STRIDE, R.size, BLOCK_D, False, R)
+            b_next = product(query, transposed(key, R), R, False)
             b_logits, _ = logits_of(b_raw, 0.0, R)
             b_largest = tl.maximum(b_maximum, tl.max(b_logits, axis=1))
             b_weights = tl.exp2(b_logits * R.unit - (b_largest * R.unit)[:, None])
@@ -128,9 +132,11 @@ def absorb_ahead(
             b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
             if R.dropout:
                 b_weights = tl.where(kept(stream_0, stream_1, o_query, (i_key + o_block)[None, :], R), b_weights, 0.0)
-            b_value = load_rows(p_value + o_start * VALUE_STRIDE, o_block, BLOCK_K, VALUE_STRIDE, R.value_size, BLOCK_V, False)
+            value = load_parts(
+                p_value + o_start * VALUE_STRIDE, o_block, BLOCK_K, VALUE_STRIDE, R.value_size, BLOCK_V, False, R
+            )
             b_values = b_values * b_decay[:, None]
-            b_values = tl.dot(b_weights.to(b_value.dtype), b_value, b_values, input_precision=R.precision)
+            b_values = add_product(b_values, parts_of(b_weights, value[0].dtype, R), value, R, False)
             b_maximum = b_largest
             b_raw = b_next
     return b_values, b_maximum, b_sum
@@ -177,8 +183,8 @@ def forward_kernel(
     o_row = i_batch.to(tl.int64) * queries + i_first
     o_key_row = i_batch.to(tl.int64) * keys
     i_key_head = i_head // R.group
-    p_key += (o_key_row * (R.heads // R.group) + i_key_head) * R.size
-    p_value += (o_key_row * (R.heads // R.group) + i_key_head) * R.value_size
+    p_key += (o_key_row * (R.heads // R.group) + i_key_head) * R.row
+    p_value += (o_key_row * (R.heads // R.group) + i_key_head) * R.value_row
     places = places_of(
         p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries, keys, R
     )
@@ -193,8 +199,8 @@ def forward_kernel(
         last = tl.minimum(i_first + BLOCK_Q, queries) - 1
         low, full_low, full_high, high = key_range(i_first + R.offset, last + R.offset, keys, BLOCK_K, R)
 
-    b_query = load_rows(
-        p_query + (o_row * R.heads + i_head) * R.size, o_block, queries - i_first, R.heads * R.size, R.size, BLOCK_D, True
+    query = load_parts(
+        p_query + (o_row * R.heads + i_head) * R.row, o_block, queries - i_first, R.heads * R.row, R.size, BLOCK_D, True, R
     )
     b_maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_Q], tl.float32)
@@ -215,28 +221,28 @@ def forward_kernel(
     if R.whole:
         if R.edges_first:
             state = absorb(
-                state, low, full_low, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
+                state, low, full_low, query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
                 R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
             )  # fmt: skip
         if AHEAD:
             state = absorb_ahead(
-                state, full_low, full_high, b_query, p_key, p_value, stream_0, stream_1, o_query, R, BLOCK_K, BLOCK_D, BLOCK_V
+                state, full_low, full_high, query, p_key, p_value, stream_0, stream_1, o_query, R, BLOCK_K, BLOCK_D, BLOCK_V
             )  # fmt: skip
         else:
             state = absorb(
-                state, full_low, full_high, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
+                state, full_low, full_high, query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
                 R, BLOCK_K, BLOCK_D, BLOCK_V, False, False,
             )  # fmt: skip
     else:
         full_high = low
     state = absorb(
-        state, full_high, high, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
+        state, full_high, high, query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
         R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
     )  # fmt: skip
-    if R.masked:
+    if R.careful:
         if any_nan(state[0]):
             state = absorb(
-                start, low, high, b_query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
+                start, low, high, query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
                 R, BLOCK_K, BLOCK_D, BLOCK_V, True, True,
             )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.flash_attention.backward import bias_gradient_kernel, key_gradient_kernel, query_gradient_kernel
 from ejkernel_triton.flash_attention.config import BackwardConfig, ForwardConfig, power_of_two
 from ejkernel_triton.flash_attention.forward import forward_kernel
+from ejkernel_triton.flash_attention.parts import in_parts
 from ejkernel_triton.flash_attention.ranges import ranges
 from ejkernel_triton.flash_attention.rules import LOG2_E, Rules, rules_of
 
@@ -43,7 +45,7 @@ def backward(
         zeros = (None if x is None else vary_like(jnp.zeros(x.shape, x.dtype), inputs) for x in inputs[:4])
         return FlashAttentionInputs(*zeros, sinks=d_sinks)
     start = jnp.where(shift == -jnp.inf, -jnp.inf, -shift * LOG2_E)
-    rows = (cotangents.out, _padded(start, -jnp.inf), _padded(-delta, 0.0))
+    rows = (*_operands((cotangents.out,), rules_of(call)), _padded(start, -jnp.inf), _padded(-delta, 0.0))
     d_key, d_value = _key_gradients(call, inputs, rows, config)
     return FlashAttentionInputs(
         query=_query_gradient(call, inputs, rows, config),
@@ -80,6 +82,11 @@ def _section(call: FlashAttentionCall) -> int:
     return max(1, min(batch * heads, _CACHED_BYTES // per_head))
 
 
+def _operands(arrays: tuple[Any, ...], rules: Rules) -> tuple[Any, ...]:
+    """As kernels multiply them."""
+    return arrays if rules.parts == 1 else tuple(map(in_parts, arrays))
+
+
 def _masks(inputs: FlashAttentionInputs) -> tuple[Any, ...]:
     """Absent arrays are replaced by one that is there; kernels do not look at them."""
     return tuple(inputs.query if getattr(inputs, name) is None else getattr(inputs, name) for name in _MASKS)
@@ -98,9 +105,11 @@ def _attend(
     save_maximum: bool = False,
 ) -> list[Any]:
     """out, and the log-sum-exp and the maximum of each row if they are saved."""
-    query, key, value = inputs[:3]
-    batch, queries, heads, size = query.shape
+    batch, queries, heads, size = call.query.shape
     rules = rules_of(call)
+    if config.masked:
+        rules = dataclasses.replace(rules, whole=False)
+    query, key, value = _operands(inputs[:3], rules)
     blocks = _cdiv(queries, config.block_q)
     stored = ranges(call, inputs, config.block_q, config.block_k, by_key=False) if rules.ranges else query
     sinks, streams = (query if x is None else x for x in (inputs.sinks, inputs.dropout_streams))
@@ -111,9 +120,9 @@ def _attend(
             *(queries, key.shape[1], blocks, batch * heads, _section(call) * rules.group),
         ),
         (
-            ((*query.shape[:3], value.shape[3]), query.dtype),
-            (query.shape[:3] if save_lse else (1,), jnp.float32),
-            (query.shape[:3] if save_maximum else (1,), jnp.float32),
+            ((batch, queries, heads, rules.value_size), call.query.dtype),
+            ((batch, queries, heads) if save_lse else (1,), jnp.float32),
+            ((batch, queries, heads) if save_maximum else (1,), jnp.float32),
         ),
         grid=blocks * batch * heads,
         num_warps=config.num_warps,
@@ -122,7 +131,7 @@ def _attend(
         BLOCK_Q=config.block_q,
         BLOCK_K=config.block_k,
         BLOCK_D=power_of_two(size),
-        BLOCK_V=power_of_two(value.shape[3]),
+        BLOCK_V=power_of_two(rules.value_size),
         BLOCK_N=1 << max(rules.sinks - 1, 0).bit_length(),
         SAVE_LSE=save_lse,
         SAVE_MAXIMUM=save_maximum,
@@ -172,14 +181,23 @@ def _sink_gradient(sinks: Any, shift: Any, delta: Any) -> Any:
     return total.astype(sinks.dtype)
 
 
-def _gradient_inputs(inputs: FlashAttentionInputs) -> tuple[Any, ...]:
+def _gradient_inputs(inputs: FlashAttentionInputs, rules: Rules) -> tuple[Any, ...]:
     streams = inputs.query if inputs.dropout_streams is None else inputs.dropout_streams
-    return (*inputs[:3], *_masks(inputs), streams)
+    return (*_operands(inputs[:3], rules), *_masks(inputs), streams)
 
 
 def _key_gradients(
     call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...], config: BackwardConfig
 ) -> list[Any]:
+    if config.key_apart:
+        return [_by_key(call, inputs, rows, config, name)[i] for i, name in enumerate(("key", "value"))]
+    return _by_key(call, inputs, rows, config, "both")
+
+
+def _by_key(
+    call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...], config: BackwardConfig, wanted: str
+) -> list[Any]:
+    """The gradients of keys and values; those that are not wanted are empty."""
     query, key, value = inputs[:3]
     rules = rules_of(call)
     blocks = _cdiv(key.shape[1], config.key_block_k)
@@ -189,13 +207,14 @@ def _key_gradients(
     return call_kernel(
         key_gradient_kernel,
         (
-            *(*_gradient_inputs(inputs), stored, *rows),
+            *(*_gradient_inputs(inputs, rules), stored, *rows),
             *(query.shape[1], key.shape[1], blocks, batch_heads, _section(call)),
         ),
-        ((key.shape, key.dtype), (value.shape, value.dtype)),
+        (((1,) if wanted == "value" else key.shape, key.dtype), ((1,) if wanted == "key" else value.shape, value.dtype)),
         grid=blocks * batch_heads,
         num_warps=config.key_num_warps,
         num_stages=config.key_num_stages,
+        WANTED=wanted,
         **_blocks(call, rules, block_q, block_k),
     )
 
@@ -212,7 +231,7 @@ def _query_gradient(
     return call_kernel(
         query_gradient_kernel,
         (
-            *(*_gradient_inputs(inputs), stored, *rows),
+            *(*_gradient_inputs(inputs, rules), stored, *rows),
             *(queries, key.shape[1], blocks, batch * heads, _section(call) * rules.group),
         ),
         ((query.shape, query.dtype),),
@@ -231,7 +250,7 @@ def _bias_gradient(call: FlashAttentionCall, inputs: FlashAttentionInputs, rows:
     own_queries, own_keys = _cdiv(bias.shape[2], block), _cdiv(bias.shape[3], block)
     return call_kernel(
         bias_gradient_kernel,
-        (*_gradient_inputs(inputs), *rows, queries, call.key.shape[1], batch, own_queries, own_keys),
+        (*_gradient_inputs(inputs, rules), *rows, queries, call.key.shape[1], batch, own_queries, own_keys),
         ((bias.shape, bias.dtype),),
         grid=bias.shape[0] * bias.shape[1] * own_queries * own_keys,
         num_warps=4,

@@ -44,6 +44,73 @@ def load_rows(p, o_row, rows, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: t
 
 
 @triton.jit
+def load_parts(
+    p, o_row, rows, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """Rows as an operand of `product`: all parts of a row lie one after the other."""
+    b_high = load_rows(p, o_row, rows, STRIDE, SIZE, BLOCK, TAIL)
+    if R.parts == 1:
+        parts = (b_high,)
+    else:
+        b_middle = load_rows(p + SIZE, o_row, rows, STRIDE, SIZE, BLOCK, TAIL)
+        parts = (b_high, b_middle, load_rows(p + 2 * SIZE, o_row, rows, STRIDE, SIZE, BLOCK, TAIL))
+    return parts
+
+
+@triton.jit
+def parts_of(b_tile, dtype: tl.constexpr, R: tl.constexpr):
+    """A float32 tile as an operand of `product`."""
+    if R.parts == 1:
+        parts = (b_tile.to(dtype),)
+    else:
+        b_high = b_tile.to(dtype)
+        b_rest = b_tile - b_high.to(tl.float32)
+        b_middle = b_rest.to(dtype)
+        parts = (b_high, b_middle, (b_rest - b_middle.to(tl.float32)).to(dtype))
+    return parts
+
+
+@triton.jit
+def transposed(parts, R: tl.constexpr):
+    if R.parts == 1:
+        turned = (tl.trans(parts[0]),)
+    else:
+        turned = (tl.trans(parts[0]), tl.trans(parts[1]), tl.trans(parts[2]))
+    return turned
+
+
+@triton.jit
+def product(left, right, R: tl.constexpr, CAREFUL: tl.constexpr):
+    """`left . right` in float32; CAREFUL: an infinity times the 0 in a low part does not count.
+
+    Of nine products of parts the three smallest are left out: together they are about as large as float32's own rounding of one
+    term. Tensor cores cut their sums instead of rounding them, so the small ones come first, and long sums over tiles are made
+    outside of them.
+    """
+    if R.parts == 1:
+        b_product = tl.dot(left[0], right[0], input_precision=R.precision)
+    else:
+        b_small = tl.dot(left[2], right[0])
+        b_small = tl.dot(left[0], right[2], b_small)
+        b_small = tl.dot(left[1], right[1], b_small)
+        b_small = tl.dot(left[1], right[0], b_small)
+        b_small = tl.dot(left[0], right[1], b_small)
+        if CAREFUL:
+            b_small = tl.where(b_small - b_small == 0, b_small, 0.0)
+        b_product = tl.dot(left[0], right[0], b_small)
+    return b_product
+
+
+@triton.jit
+def add_product(b_sum, left, right, R: tl.constexpr, CAREFUL: tl.constexpr):
+    if R.parts == 1:
+        b_sum = tl.dot(left[0], right[0], b_sum, input_precision=R.precision)
+    else:
+        b_sum += product(left, right, R, CAREFUL)
+    return b_sum
+
+
+@triton.jit
 def store_rows(p, b_tile, o_row, rows, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     o_column = tl.arange(0, BLOCK)
     p_tile = p + o_row[:, None] * STRIDE + o_column[None, :]
@@ -55,6 +122,16 @@ def finite(b_tile):
     """0 for NaN and infinities."""
     b_wide = b_tile.to(tl.float32)
     return tl.where(b_wide - b_wide == 0, b_wide, 0.0).to(b_tile.dtype)
+
+
+@triton.jit
+def finite_parts(parts, R: tl.constexpr):
+    """Only a first part is ever not finite."""
+    if R.parts == 1:
+        clean = (finite(parts[0]),)
+    else:
+        clean = (finite(parts[0]), parts[1], parts[2])
+    return clean
 
 
 @triton.jit
