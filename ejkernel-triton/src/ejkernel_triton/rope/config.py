@@ -18,11 +18,13 @@ class Config:
     tokens: tokens of one program, which reads their cos and sin once; a power of two.
     heads: heads of one step of a program; a power of two.
     num_warps: warps per program.
+    span: heads that one program rotates, of query or of key; a multiple of `heads`, or 0 for all heads of both.
     """
 
     tokens: int
     heads: int
     num_warps: int
+    span: int = 0
 
 
 def head_width(call: RopeCall) -> int:
@@ -50,10 +52,11 @@ def _heads(call: RopeCall) -> list[int]:
 def search_space(call: RopeCall, target: Target) -> list[Config]:
     width = head_width(call)
     return [
-        Config(tokens, heads, warps)
+        Config(tokens, heads, warps, span)
         for tokens, heads, warps in itertools.product(_POWERS, _POWERS, (1, 2, 4, 8, 16))
         if heads <= padded(max(1, *_heads(call))) and (1024 <= tokens * heads * width <= 8192 or tokens == heads == 1)
         if thread_fits(tokens * heads * width, warps, 64)
+        for span in (0, heads)
     ]
 
 
