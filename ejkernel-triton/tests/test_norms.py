@@ -29,6 +29,10 @@ WALKING = (
     config.ForwardConfig(rows=1, num_warps=1, block=16),
     config.BackwardConfig(rows=2, num_warps=1, programs=3, num_stages=1, block=32),
 )
+MEETING = (
+    config.ForwardConfig(rows=1, num_warps=1, block=16, lag=3),
+    config.BackwardConfig(rows=2, num_warps=1, programs=1, num_stages=1, block=32, lag=3),
+)
 
 
 class Norm:
@@ -95,11 +99,11 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize("configs", [HELD, WALKING], ids=["held", "walking"])
+@pytest.mark.parametrize("configs", [HELD, WALKING, MEETING], ids=["held", "walking", "meeting"])
 @pytest.mark.parametrize(("arguments", "options"), PROBLEMS)
 def test_numbers_in_the_interpreter(norm, interpreted, configs, arguments, options):
     call, inputs, cotangents = norm.problem(*arguments, **options)
-    if call.x.shape[-1] > 4000 and configs is WALKING:
+    if call.x.shape[-1] > 4000 and configs is not HELD:
         configs = tuple(dataclasses.replace(choice, block=1024) for choice in configs)
     outputs = norm.kernel.forward(call, inputs, configs[0])
     exact = norm.reference.forward(call, wide(inputs))
@@ -125,17 +129,19 @@ def test_every_config_gives_the_same_numbers(norm, interpreted, shape):
     exact = norm.reference.forward(call, wide(inputs))
     wanted = norm.reference.backward(call, wide(inputs), exact, wide(cotangents))
     walking = [config.ForwardConfig(1, 1, block, stages) for block in (8, 64, 512) for stages in (1, 2)]
-    for choice in [*{choice.rows: choice for choice in config.forward_space(call, H200)}.values(), *walking]:
+    meeting = [config.ForwardConfig(1, 1, block, 1, lag) for block in (8, 64, 512) for lag in (1, 100)]
+    for choice in [*{choice.rows: choice for choice in config.forward_space(call, H200)}.values(), *walking, *meeting]:
         outputs = norm.kernel.forward(call, inputs, choice)
         assert relative_error(outputs.out, exact.out) < 2e-5, choice
     split = [config.BackwardConfig(rows, 1, programs, 1, 64) for rows in (1, 4) for programs in (1, 7)]
-    for choice in [*{(c.rows, c.programs): c for c in config.backward_space(call, H200)}.values(), *split]:
+    meeting = [config.BackwardConfig(rows, 1, 1, 1, 64, lag) for rows in (1, 4) for lag in (1, 100)]
+    for choice in [*{(c.rows, c.programs): c for c in config.backward_space(call, H200)}.values(), *split, *meeting]:
         got = norm.kernel.backward(call, inputs, outputs, cotangents, choice)
         assert relative_error(got.x, wanted.x) < 2e-5, choice
         assert relative_error(got.scale, wanted.scale) < 2e-5, choice
 
 
-@pytest.mark.parametrize("choice", [HELD[0], WALKING[0]], ids=["held", "walking"])
+@pytest.mark.parametrize("choice", [HELD[0], WALKING[0], MEETING[0]], ids=["held", "walking", "meeting"])
 def test_rows_far_from_zero_keep_their_variance(interpreted, choice):
     norm = Norm("layer_norm")
     call, inputs, _ = norm.problem((3, 333), shift=1000.0, seed=4)
@@ -147,7 +153,7 @@ def test_rows_far_from_zero_keep_their_variance(interpreted, choice):
 def test_forward_without_residuals_leaves_statistics_alone(norm, interpreted):
     call, inputs, _ = norm.problem((3, 16))
     call = dataclasses.replace(call, save_residuals=False)
-    for choice in (config.forward_heuristic(call, H200), WALKING[0]):
+    for choice in (config.forward_heuristic(call, H200), WALKING[0], MEETING[0]):
         outputs = norm.kernel.forward(call, inputs, choice)
         assert [getattr(outputs, name) for name in norm.operation.statistics] == [None] * len(norm.operation.statistics)
 

@@ -27,6 +27,7 @@ H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
 SMALL = [case for case in CASES if not any(tag.startswith("bench") for tag in case.tags)]
 HELD, WALKING = config.Config(rows=4, num_warps=1), config.Config(rows=1, num_warps=1, block=16)
+MEETING = dataclasses.replace(WALKING, lag=3)
 
 
 @pytest.fixture
@@ -64,16 +65,16 @@ def check(call, inputs, cotangents, choices, limit=2e-6):
     assert got.where is None
 
 
-@pytest.mark.parametrize("choice", [HELD, WALKING], ids=["held", "walking"])
+@pytest.mark.parametrize("choice", [HELD, WALKING, MEETING], ids=["held", "walking", "meeting"])
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_numbers_in_the_interpreter(interpreted, case, choice):
-    if case.name == "wide" and choice is WALKING:
+    if case.name == "wide" and choice is not HELD:
         choice = dataclasses.replace(choice, block=1024)
     check(*problem(case), (choice, choice))
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-3), ("float16", 3e-4)])
-@pytest.mark.parametrize("choice", [HELD, WALKING], ids=["held", "walking"])
+@pytest.mark.parametrize("choice", [HELD, WALKING, MEETING], ids=["held", "walking", "meeting"])
 def test_half_precision(interpreted, dtype, limit, choice):
     check(*problem(next(case for case in CASES if case.name == "scale"), dtype), (choice, choice), limit)
 
@@ -82,18 +83,19 @@ def test_half_precision(interpreted, dtype, limit, choice):
 def test_every_config_gives_the_same_numbers(interpreted, name):
     call, inputs, cotangents = problem(next(case for case in CASES if case.name == name))
     forward = {c.rows: c for c in config.forward_space(call, H200)}
-    walking = [config.Config(1, 1, block) for block in (8, 32, 64)]
-    for choice in (*forward.values(), *walking):
+    cut = [config.Config(1, 1, block, 1, lag) for block in (8, 32, 64) for lag in (0, 1, 50)]
+    for choice in (*forward.values(), *cut):
         check(call, inputs, cotangents, (choice, choice))
 
 
-def test_a_larger_value_in_a_later_block(interpreted):
-    """The walking sum is rescaled; rows of -inf in all blocks but the last one, and NaN and inf as in the definition."""
+@pytest.mark.parametrize("choice", [WALKING, MEETING], ids=["walking", "meeting"])
+def test_a_larger_value_in_a_later_block(interpreted, choice):
+    """Sums are rescaled; rows of -inf in all blocks but the last one, and NaN and inf as in the definition."""
     x = np.full((4, 40), -np.inf, np.float32)
     x[0, 39], x[1, 3], x[1, 38] = 2.0, 1.0, 90.0
     x[2], x[3] = np.arange(40), 1.0
     x[3, 20] = np.nan
-    out = kernel.forward(SoftmaxCall(x=ArraySpec.of(x)), SoftmaxInputs(jnp.asarray(x)), WALKING).out
+    out = kernel.forward(SoftmaxCall(x=ArraySpec.of(x)), SoftmaxInputs(jnp.asarray(x)), choice).out
     exact = reference.forward(SoftmaxCall(x=ArraySpec.of(x)), SoftmaxInputs(x[:3].astype(np.float64))).out
     np.testing.assert_allclose(out[:3], exact, atol=1e-6)
     assert np.isnan(out[3]).all()

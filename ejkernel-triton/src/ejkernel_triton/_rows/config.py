@@ -14,10 +14,12 @@ _WARPS = (1, 2, 4, 8, 16, 32)
 _ELEMENTS = 1 << 14
 """Most elements of a tile of several rows."""
 
-WIDEST_FORWARD = 32768
-"""Wider rows are walked over in blocks; a row of this width is held in 32 registers per thread."""
+WIDEST_FORWARD = 16384
+"""Wider rows are shared by programs; a row of this width is held in 32 registers per thread."""
 WIDEST_BACKWARD = 8192
 """A program holds a row of x, of the gradient and of each parameter's partial sum, up to this width without spills."""
+MOST_PARTS = 128
+"""Parts of a row whose sums a program of the backward phase reads for each of its rows."""
 
 SHARED_MEMORY = 96 * 1024
 """What a block gets on every supported device."""
@@ -26,16 +28,20 @@ SHARED_MEMORY = 96 * 1024
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:
-    rows: rows that one program normalises; a power of two, 1 where rows are walked over.
+    rows: rows that one program normalises; a power of two, 1 where rows are walked over or shared.
     num_warps: warps per program.
-    block: columns of one step where a program walks over its row, a power of two; 0 = it holds whole rows.
+    block: columns of one step where a program walks over its row, or of a part where programs share it, a power of two;
+        0 = a program holds whole rows.
     num_stages: steps in flight where a program walks over its row.
+    lag: where programs share rows, how many programs after the one that sums up a part its result is made, at least; 0 = one
+        program walks over its row.
     """
 
     rows: int
     num_warps: int
     block: int = 0
     num_stages: int = 1
+    lag: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +52,7 @@ class BackwardConfig:
     programs: programs that share the rows under one parameter; each writes one partial sum of the parameter's gradient.
     num_stages: tiles in flight; above 1 they pass through shared memory.
     block: columns of one tile, a power of two, where sums over rows are made before; 0 = a tile holds whole rows.
+    lag: as in forward, of tiles of `rows` rows and `block` columns, one for each program; 0 = sums have a kernel of their own.
     """
 
     rows: int
@@ -53,6 +60,7 @@ class BackwardConfig:
     programs: int
     num_stages: int
     block: int = 0
+    lag: int = 0
 
 
 def padded(size: int) -> int:
@@ -94,6 +102,20 @@ def walking_configs(width: int, size: int, least: int) -> list[ForwardConfig]:
     ]
 
 
+def meeting_config(width: int, size: int) -> ForwardConfig:
+    """Programs that share a row of elements of `size` bytes: parts of 32 KiB."""
+    return ForwardConfig(1, 8, 32768 // size, 1, 264)
+
+
+def meeting_configs(width: int, size: int, least: int) -> list[ForwardConfig]:
+    """Configs of a search space whose programs share rows, for rows of at least `least` columns."""
+    return [
+        ForwardConfig(1, warps, block, 1, lag)
+        for block, warps, lag in itertools.product((4096, 8192, 16384), (8, 16), (132, 264, 528))
+        if least <= width and 2 * block <= width and thread_fits(block, warps, 128 // size)
+    ]
+
+
 def held_forward(width: int) -> ForwardConfig:
     """Whole rows in registers. Programs of few warps overlap better: wide rows give a thread 32 elements, not 16."""
     rows = max(1, min(512, 2048 // width))
@@ -102,7 +124,7 @@ def held_forward(width: int) -> ForwardConfig:
 
 def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
     width = padded_width(call)
-    return held_forward(width) if width <= WIDEST_FORWARD else ForwardConfig(1, 16, 4096)
+    return held_forward(width) if width <= WIDEST_FORWARD else meeting_config(width, itemsize(call.x))
 
 
 def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
@@ -110,9 +132,10 @@ def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
     held = [
         ForwardConfig(rows, warps)
         for rows, warps in itertools.product(rows_of_tile(width), _WARPS)
-        if width <= WIDEST_FORWARD and thread_fits(rows * width, warps, 64)
+        if width <= 2 * WIDEST_FORWARD and thread_fits(rows * width, warps, 64)
     ]
-    return held + walking_configs(width, itemsize(call.x), 16384)
+    size = itemsize(call.x)
+    return held + walking_configs(width, size, 16384) + meeting_configs(width, size, 16384)
 
 
 def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
@@ -123,7 +146,9 @@ def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
     width = padded_width(call)
     size = itemsize(call.x)
     if width > WIDEST_BACKWARD:
-        return BackwardConfig(2, 8, 64, 1, 2048) if width <= 2 * WIDEST_BACKWARD else BackwardConfig(4, 4, 32, 3, 1024)
+        block = max(512, width // MOST_PARTS)
+        rows = 16384 // size // block
+        return BackwardConfig(rows, 8, 1, 1, block, 264) if rows >= 8 else BackwardConfig(4, 4, 32, 3, 1024)
     narrow = width <= 512
     rows = max(1, (1024 if width < 64 else 2048 if narrow else 16384 // size) // width)
     if 3 * _tile_bytes(call, rows * width) <= SHARED_MEMORY:
@@ -134,7 +159,7 @@ def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
 
 
 def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
-    width = padded_width(call)
+    width, size = padded_width(call), itemsize(call.x)
     held = [
         BackwardConfig(rows, warps, programs, stages)
         for rows, warps, programs, stages in itertools.product(
@@ -149,7 +174,13 @@ def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
         if width >= 8192 and thread_fits(rows * block, warps, 32)
         if stages == 1 or stages * _tile_bytes(call, rows * block) <= SHARED_MEMORY
     ]
-    return held + split
+    meeting = [
+        BackwardConfig(rows, warps, 1, 1, block, lag)
+        for rows, warps, block, lag in itertools.product((4, 8, 16, 32), (8, 16), (512, 1024, 2048), (132, 264, 528))
+        if width > WIDEST_BACKWARD and width <= block * MOST_PARTS and 8192 <= rows * block * size // 2 <= 16384
+        if thread_fits(rows * block, warps, 128 // size)
+    ]
+    return held + split + meeting
 
 
 def _tile_bytes(call: NormCall, elements: int) -> int:

@@ -1,11 +1,12 @@
 """Normalisation of rows: `rms_norm`, and `layer_norm`, which takes the mean off first (`CENTRED`).
 
-A program holds whole rows in registers, so that every array passes memory once. Rows too wide for that are walked over twice,
-the second time backwards, so that it begins with what the cache still holds. Statistics and sums are float32.
+A program holds whole rows in registers, so that every array passes memory once. Rows too wide for that are shared by programs
+that meet (`meeting`), or walked over twice by one program, the second time backwards, so that it begins with what the cache still
+holds. Statistics and sums are float32.
 
 In backward each program walks over its tiles in a fixed order and writes one partial sum of the parameters' gradients; a last
-small sum adds the programs up, without atomics. For wide rows one kernel makes the two sums of every row that the gradient of x
-needs; a second one then works on tiles of some columns.
+small sum adds the programs up, without atomics. For wide rows programs meet over tiles of some rows and columns; or one kernel
+makes the two sums of every row that the gradient of x needs, and a second one then works on tiles of some columns.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
@@ -18,7 +19,8 @@ import triton.language as tl
 
 from ejkernel.operations._rows.interface import NormCall, NormInputs
 from ejkernel_triton._jax_triton import call_kernel
-from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded_width
+from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded, padded_width
+from ejkernel_triton._rows.meeting import arrivals_of, arrive, lag_of, wait_for
 
 ABSENT, SHARED, PER_BATCH = 0, 1, 2
 """How a parameter is stored: not at all, `[1, d]`, or `[b, d]` with b > 1."""
@@ -162,6 +164,193 @@ def norm_forward_walking_kernel(
 
 
 @triton.jit
+def norm_forward_meeting_kernel(
+    p_x,
+    p_scale,
+    p_offset,
+    p_arrivals_before,
+    items,
+    lag,
+    rows_per_batch,
+    p_out,
+    p_mean,
+    p_rstd,
+    p_arrivals,
+    p_sums,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SAVE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+):
+    """Sums of one part: its mean, and squares of what is left; then the result of another one (`meeting`)."""
+    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    o_block = tl.arange(0, BLOCK)  # [BLOCK]
+    i_item = tl.program_id(0)
+    if i_item < items:
+        o_width = i_item % PARTS * BLOCK + o_block
+        m_width = o_width < WIDTH
+        b_x = tl.load(p_x + (i_item // PARTS).to(tl.int64) * WIDTH + o_width, mask=m_width, other=0.0).to(tl.float32)  # [BLOCK]
+        if CENTRED:
+            b_part_mean = tl.sum(b_x) / tl.minimum(WIDTH - i_item % PARTS * BLOCK, BLOCK)
+            b_x = tl.where(m_width, b_x - b_part_mean, 0.0)
+            tl.store(p_sums + items + i_item, b_part_mean)
+        tl.store(p_sums + i_item, tl.sum(b_x * b_x))
+        arrive(p_arrivals + i_item // PARTS)
+
+    i_item -= lag
+    if i_item >= 0:
+        i_row = i_item // PARTS
+        i_part = i_item % PARTS
+        o_width = i_part * BLOCK + o_block
+        m_width = o_width < WIDTH
+        o_row = i_row.to(tl.int64) * WIDTH
+        b_x = tl.load(p_x + o_row + o_width, mask=m_width, other=0.0)  # [BLOCK]
+        wait_for(p_arrivals + i_row, PARTS)
+        o_part = tl.arange(0, PARTS_BLOCK)
+        m_part = o_part < PARTS
+        b_squares = tl.load(p_sums + i_row * PARTS + o_part, mask=m_part, other=0.0, cache_modifier=".cg")  # [PARTS_BLOCK]
+        b_mean = 0.0
+        if CENTRED:
+            b_means = tl.load(p_sums + items + i_row * PARTS + o_part, mask=m_part, other=0.0, cache_modifier=".cg")
+            b_count = tl.where(m_part, tl.minimum(WIDTH - o_part * BLOCK, BLOCK), 0).to(tl.float32)
+            b_mean = tl.sum(b_means * b_count) / WIDTH
+            b_squares += b_count * (b_means - b_mean) * (b_means - b_mean)
+        b_rstd = tl.rsqrt(tl.sum(b_squares) / WIDTH + EPSILON)
+        o_param = (i_row // rows_per_batch).to(tl.int64) * WIDTH
+        b_out = with_parameters(
+            ((b_x.to(tl.float32) - b_mean) * b_rstd)[None, :],
+            p_scale,
+            p_offset,
+            o_width,
+            (o_param + o_width)[None, :],
+            m_width,
+            m_width[None, :],
+            SCALE,
+            OFFSET,
+            SCALE_OFFSET,
+        )
+        tl.store(p_out + (o_row + o_width)[None, :], b_out.to(p_out.dtype.element_ty), mask=m_width[None, :])
+        if SAVE:
+            if i_part == 0:
+                if CENTRED:
+                    tl.store(p_mean + i_row, b_mean)
+                tl.store(p_rstd + i_row, b_rstd)
+
+
+@triton.jit
+def gradient_tile(
+    p_x,
+    p_scale,
+    p_mean,
+    p_rstd,
+    p_grad,
+    i_tile,
+    i_part,
+    rows,
+    tiles,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+):
+    """The gradient of a tile [ROWS, BLOCK], times the scale too, the normalised rows, 1 / deviation, offsets and masks.
+
+    `rows` rows, `tiles` tiles, lie under one parameter row.
+    """
+    i_group = i_tile // tiles
+    i_local = i_tile % tiles * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    m_row = i_local < rows
+    i_row = i_group * rows + i_local
+    o_width = i_part * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    m_width = o_width < WIDTH
+    m_tile = m_row[:, None] & m_width[None, :]
+    o_tile = i_row.to(tl.int64)[:, None] * WIDTH + o_width[None, :]
+    b_x = tl.load(p_x + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+    b_grad = tl.load(p_grad + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+    b_rstd = tl.load(p_rstd + i_row, mask=m_row, other=0.0)  # [ROWS]
+    if CENTRED:
+        b_x -= tl.load(p_mean + i_row, mask=m_row, other=0.0)[:, None]
+    b_weighted = b_grad
+    if SCALE != 0:
+        o_scale = i_group.to(tl.int64) * WIDTH if SCALE == 2 else 0
+        b_scale = tl.load(p_scale + o_scale + o_width, mask=m_width, other=0.0).to(tl.float32) + SCALE_OFFSET  # [BLOCK]
+        b_weighted = b_grad * b_scale[None, :]
+    return b_grad, b_weighted, b_x * b_rstd[:, None], b_rstd, i_row, m_row, o_width, m_width, o_tile, m_tile
+
+
+@triton.jit
+def norm_backward_meeting_kernel(
+    p_x,
+    p_scale,
+    p_mean,
+    p_rstd,
+    p_grad,
+    p_arrivals_before,
+    items,
+    lag,
+    rows,
+    every_row,
+    p_dx,
+    p_dscale,
+    p_doffset,
+    p_arrivals,
+    p_sums,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+):
+    """Both sums of some columns of some rows; then another tile's gradients, with a partial sum of the parameters' (`meeting`)."""
+    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    o_second = tl.full((), PARTS, tl.int64) * every_row
+    tiles = tl.cdiv(rows, ROWS)
+    i_item = tl.program_id(0)
+    if i_item < items:
+        _, b_weighted, b_normalised, _, i_row, m_row, _, _, _, _ = gradient_tile(
+            p_x, p_scale, p_mean, p_rstd, p_grad, i_item // PARTS, i_item % PARTS, rows, tiles,
+            WIDTH, BLOCK, ROWS, CENTRED, SCALE, SCALE_OFFSET,
+        )  # fmt: skip
+        p_part = p_sums + i_row.to(tl.int64) * PARTS + i_item % PARTS
+        tl.store(p_part, tl.sum(b_weighted * b_normalised, axis=1), mask=m_row)
+        if CENTRED:
+            tl.store(p_part + o_second, tl.sum(b_weighted, axis=1), mask=m_row)
+        arrive(p_arrivals + i_item // PARTS)
+
+    i_item -= lag
+    if i_item >= 0:
+        i_tile = i_item // PARTS
+        b_grad, b_weighted, b_normalised, b_rstd, i_row, m_row, o_width, m_width, o_tile, m_tile = gradient_tile(
+            p_x, p_scale, p_mean, p_rstd, p_grad, i_tile, i_item % PARTS, rows, tiles,
+            WIDTH, BLOCK, ROWS, CENTRED, SCALE, SCALE_OFFSET,
+        )  # fmt: skip
+        wait_for(p_arrivals + i_tile, PARTS)
+        o_part = tl.arange(0, PARTS_BLOCK)
+        m_part = m_row[:, None] & (o_part < PARTS)[None, :]
+        p_part = p_sums + i_row.to(tl.int64)[:, None] * PARTS + o_part[None, :]
+        b_product = tl.sum(tl.load(p_part, mask=m_part, other=0.0, cache_modifier=".cg"), axis=1) / WIDTH  # [ROWS]
+        b_dx = b_weighted - b_normalised * b_product[:, None]
+        if CENTRED:
+            b_dx -= (tl.sum(tl.load(p_part + o_second, mask=m_part, other=0.0, cache_modifier=".cg"), axis=1) / WIDTH)[:, None]
+        tl.store(p_dx + o_tile, (b_dx * b_rstd[:, None]).to(p_dx.dtype.element_ty), mask=m_tile)
+        o_partial = i_tile.to(tl.int64) * WIDTH + o_width
+        if SCALE != 0:
+            tl.store(p_dscale + o_partial, tl.sum(b_grad * b_normalised, axis=0), mask=m_width)
+        if OFFSET:
+            tl.store(p_doffset + o_partial, tl.sum(b_grad, axis=0), mask=m_width)
+
+
+@triton.jit
 def norm_row_means_kernel(
     p_x,
     p_scale,
@@ -301,6 +490,20 @@ def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, c
         "EPSILON": call.epsilon, "SCALE_OFFSET": call.scale_offset, "num_warps": config.num_warps,
     }  # fmt: skip
     results = ((shape, x.dtype), statistic if save and centred else absent, statistic if save else absent)
+    if config.lag:
+        parts = cdiv(shape[-1], config.block)
+        items, lag = rows * parts, lag_of(config.lag, parts)
+        out, mean, rstd, *_ = call_kernel(
+            norm_forward_meeting_kernel,
+            (*arrays, arrivals_of(rows), items, lag, rows // shape[0]),
+            (*results, ((rows,), jnp.int32), ((1 + centred, items), jnp.float32)),
+            grid=items + lag,
+            input_output_aliases={3: 3},
+            BLOCK=config.block,
+            PARTS_BLOCK=padded(parts),
+            **constants,
+        )
+        return out, mean if save and centred else None, rstd if save else None
     if config.block:
         walking = {"BLOCK": config.block, "STAGES": config.num_stages, **constants}
         found = call_kernel(norm_forward_walking_kernel, (*arrays, rows // shape[0]), results, grid=rows, **walking)
@@ -320,6 +523,8 @@ def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad
     width = x.shape[-1]
     groups = x.shape[0] if PER_BATCH in (storage(scale), storage(offset)) else 1
     rows = math.prod(x.shape[:-1]) // groups
+    if config.lag:
+        return _norm_backward_meeting(call, inputs, mean, rstd, grad, config, groups, rows)
     programs = min(config.programs, cdiv(rows, config.rows))
     if scale is None and offset is None:
         programs = cdiv(rows, config.rows)
@@ -345,6 +550,41 @@ def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad
         OFFSET=offset is not None,
         SPLIT=config.block != 0,
         **constants,
+    )
+    return NormInputs(d_x, _sum_of_partials(d_scale, scale), _sum_of_partials(d_offset, offset))
+
+
+def _norm_backward_meeting(
+    call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad: Any, config: BackwardConfig, groups: int, rows: int
+) -> NormInputs:
+    """`norm_backward` with tiles of some rows and columns, whose programs meet."""
+    x, scale, offset = inputs
+    width, tiles = x.shape[-1], cdiv(rows, config.rows)
+    parts = cdiv(width, config.block)
+    items, lag = groups * tiles * parts, lag_of(config.lag, parts)
+    partial, absent = ((groups, tiles, width), jnp.float32), ((1,), jnp.float32)
+    centred = mean is not None
+    d_x, d_scale, d_offset, *_ = call_kernel(
+        norm_backward_meeting_kernel,
+        (
+            *(x, x if scale is None else scale, mean if centred else rstd, rstd, grad, arrivals_of(groups * tiles)),
+            *(items, lag, rows, groups * rows),
+        ),
+        (
+            *((x.shape, x.dtype), absent if scale is None else partial, absent if offset is None else partial),
+            *(((groups * tiles,), jnp.int32), ((1 + centred, groups * rows, parts), jnp.float32)),
+        ),
+        grid=items + lag,
+        num_warps=config.num_warps,
+        input_output_aliases={5: 3},
+        WIDTH=width,
+        BLOCK=config.block,
+        ROWS=config.rows,
+        PARTS_BLOCK=padded(parts),
+        CENTRED=centred,
+        SCALE=storage(scale),
+        OFFSET=offset is not None,
+        SCALE_OFFSET=call.scale_offset,
     )
     return NormInputs(d_x, _sum_of_partials(d_scale, scale), _sum_of_partials(d_offset, offset))
 

@@ -10,6 +10,8 @@ from ejkernel_triton._rows.config import (
     ForwardConfig,
     held_forward,
     itemsize,
+    meeting_config,
+    meeting_configs,
     padded,
     rows_of_tile,
     thread_fits,
@@ -18,23 +20,22 @@ from ejkernel_triton._rows.config import (
 )
 
 Config = ForwardConfig
-"""Of both phases: rows of a program, or blocks that it walks over."""
+"""Of both phases: rows of a program, blocks that it walks over, or parts that programs share."""
 
-WIDEST_FORWARD = 32768
+WIDEST_FORWARD = 16384
 WIDEST_BACKWARD = 16384
-"""Wider rows are walked over in blocks; a program holds at most 32 registers per thread of each row."""
+"""Wider rows are shared by programs; a program holds at most 32 registers per thread of each row."""
 
 
 def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
-    """Few warps with blocks in flight where rows are walked over; backward has too many arrays for that to gain."""
     width = padded(call.x.shape[-1])
-    return held_forward(width) if width <= WIDEST_FORWARD else Config(1, 4, 4096, 3)
+    return held_forward(width) if width <= WIDEST_FORWARD else meeting_config(width, itemsize(call.x))
 
 
 def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
     width = padded(call.x.shape[-1])
     if width > WIDEST_BACKWARD:
-        return Config(1, 16, 8192)
+        return meeting_config(width, 2 * itemsize(call.x))
     rows = max(1, min(512, 2048 // width))
     return Config(rows, warps_for(width * rows, 16))
 
@@ -53,9 +54,10 @@ def _space(call: SoftmaxCall, widest: int, arrays: int) -> list[Config]:
     held = [
         Config(rows, warps)
         for rows, warps in itertools.product(rows_of_tile(width), (1, 2, 4, 8, 16, 32))
-        if width <= widest and thread_fits(rows * width, warps, 64 // arrays)
+        if width <= 2 * widest // arrays and thread_fits(rows * width, warps, 64 // arrays)
     ]
-    return held + walking_configs(width, arrays * itemsize(call.x), 16384)
+    size = arrays * itemsize(call.x)
+    return held + walking_configs(width, size, 16384) + meeting_configs(width, size, 16384)
 
 
 FORWARD = ConfigSpace(Config, forward_heuristic, forward_space)

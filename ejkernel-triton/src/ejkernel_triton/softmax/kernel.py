@@ -1,13 +1,14 @@
 """Softmax over the last axis: a program holds whole rows in registers, so that every array passes memory once.
 
-Rows too wide for that are walked over twice, the second time backwards, so that it begins with what the cache still holds: first
-for the largest value and the sum, which is rescaled when a larger value comes, then for the result. Sums are float32.
+Rows too wide for that are shared by programs that meet (`_rows.meeting`): each makes the largest value and the sum of its part.
+Or one program walks over its row twice, the second time backwards, so that it begins with what the cache still holds: first for
+the largest value and the sum, which is rescaled when a larger value comes, then for the result. Sums are float32.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import triton
@@ -16,6 +17,7 @@ import triton.language as tl
 from ejkernel.operations.softmax.interface import SoftmaxCall, SoftmaxInputs, SoftmaxOutputs
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._rows.config import padded
+from ejkernel_triton._rows.meeting import arrivals_of, arrive, lag_of, wait_for
 from ejkernel_triton.softmax.config import Config
 from ejkernel_triton.softmax.mask import mask_of, masked
 
@@ -93,6 +95,122 @@ def softmax_forward_walking_kernel(
 
 
 @triton.jit
+def softmax_forward_meeting_kernel(
+    p_x,
+    p_where,
+    p_arrivals_before,
+    items,
+    lag,
+    middle,
+    inner,
+    p_out,
+    p_arrivals,
+    p_sums,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    WHERE: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    o_block = tl.arange(0, BLOCK)  # [BLOCK]
+    i_item = tl.program_id(0)
+    if i_item < items:
+        i_row = i_item // PARTS + tl.arange(0, 1)  # [1]
+        o_width = i_item % PARTS * BLOCK + o_block
+        m_tile = (o_width < WIDTH)[None, :]
+        o_tile = i_row.to(tl.int64)[:, None] * WIDTH + o_width[None, :]
+        m_part = masked(m_tile, p_where, i_row, i_row >= 0, o_width, middle, inner, WIDTH, WHERE)
+        b_x = tl.load(p_x + o_tile, mask=m_tile, other=0.0).to(tl.float32) * SCALE  # [1, BLOCK]
+        b_x = tl.where(m_part, b_x, float("-inf"))
+        b_largest = tl.maximum(tl.max(b_x, axis=1), LOWEST)  # [1]
+        tl.store(p_sums + i_item + tl.arange(0, 1), b_largest)
+        tl.store(p_sums + items + i_item + tl.arange(0, 1), tl.sum(tl.exp(b_x - b_largest[:, None]), axis=1))
+        arrive(p_arrivals + i_item // PARTS)
+
+    i_item -= lag
+    if i_item >= 0:
+        i_row = i_item // PARTS + tl.arange(0, 1)  # [1]
+        o_width = i_item % PARTS * BLOCK + o_block
+        m_tile = (o_width < WIDTH)[None, :]
+        o_tile = i_row.to(tl.int64)[:, None] * WIDTH + o_width[None, :]
+        m_part = masked(m_tile, p_where, i_row, i_row >= 0, o_width, middle, inner, WIDTH, WHERE)
+        b_x = tl.load(p_x + o_tile, mask=m_tile, other=0.0)  # [1, BLOCK]
+        wait_for(p_arrivals + i_item // PARTS, PARTS)
+        o_part = tl.arange(0, PARTS_BLOCK)
+        p_part = p_sums + i_item // PARTS * PARTS + o_part
+        b_largests = tl.load(p_part, mask=o_part < PARTS, other=LOWEST, cache_modifier=".cg")  # [PARTS_BLOCK]
+        b_totals = tl.load(p_part + items, mask=o_part < PARTS, other=0.0, cache_modifier=".cg")  # [PARTS_BLOCK]
+        b_largest = tl.max(b_largests)
+        b_total = tl.sum(b_totals * tl.exp(b_largests - b_largest))
+        b_inverse = 1.0 / tl.where(b_total == 0.0, 1.0, b_total)
+        b_x = tl.where(m_part, b_x.to(tl.float32) * SCALE, float("-inf"))
+        tl.store(p_out + o_tile, (tl.exp(b_x - b_largest) * b_inverse).to(p_out.dtype.element_ty), mask=m_tile)
+
+
+@triton.jit
+def gradient_tile(
+    p_out,
+    p_grad,
+    p_where,
+    i_item,
+    middle,
+    inner,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHERE: tl.constexpr,
+):
+    """Result and gradient of a part [1, BLOCK], the gradient 0 where masked, with offsets and mask of what is stored."""
+    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    i_row = i_item // PARTS + tl.arange(0, 1)  # [1]
+    o_width = i_item % PARTS * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    m_tile = (o_width < WIDTH)[None, :]
+    o_tile = i_row.to(tl.int64)[:, None] * WIDTH + o_width[None, :]
+    b_out = tl.load(p_out + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [1, BLOCK]
+    b_grad = tl.load(p_grad + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [1, BLOCK]
+    if WHERE != 0:
+        m_part = masked(m_tile, p_where, i_row, i_row >= 0, o_width, middle, inner, WIDTH, WHERE)
+        b_grad = tl.where(m_part, b_grad, 0.0)
+    return b_out, b_grad, o_tile, m_tile
+
+
+@triton.jit
+def softmax_backward_meeting_kernel(
+    p_out,
+    p_grad,
+    p_where,
+    p_arrivals_before,
+    items,
+    lag,
+    middle,
+    inner,
+    p_dx,
+    p_arrivals,
+    p_sums,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    WHERE: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    i_item = tl.program_id(0)
+    if i_item < items:
+        b_out, b_grad, _, _ = gradient_tile(p_out, p_grad, p_where, i_item, middle, inner, WIDTH, BLOCK, WHERE)
+        tl.store(p_sums + i_item + tl.arange(0, 1), tl.sum(b_out * b_grad, axis=1))
+        arrive(p_arrivals + i_item // PARTS)
+
+    i_item -= lag
+    if i_item >= 0:
+        b_out, b_grad, o_tile, m_tile = gradient_tile(p_out, p_grad, p_where, i_item, middle, inner, WIDTH, BLOCK, WHERE)
+        wait_for(p_arrivals + i_item // PARTS, PARTS)
+        o_part = tl.arange(0, PARTS_BLOCK)
+        p_part = p_sums + i_item // PARTS * PARTS + o_part
+        b_sum = tl.sum(tl.load(p_part, mask=o_part < PARTS, other=0.0, cache_modifier=".cg"))
+        tl.store(p_dx + o_tile, (b_out * (b_grad - b_sum) * SCALE).to(p_dx.dtype.element_ty), mask=m_tile)
+
+
+@triton.jit
 def softmax_backward_kernel(
     p_out,
     p_grad,
@@ -164,25 +282,51 @@ def softmax_backward_walking_kernel(
         tl.store(p_dx + o_row + o_width[None, :], b_dx.to(p_dx.dtype.element_ty), mask=m_tile)
 
 
-def _call(held: Any, walking: Any, arrays: tuple[Any, ...], call: SoftmaxCall, inputs: SoftmaxInputs, config: Config) -> Any:
-    """One array like x, by the kernel that holds rows or the one that walks over them."""
+class _Kernels(NamedTuple):
+    """The kernel where a program holds whole rows, the one that walks over its row, and the one whose programs share rows."""
+
+    held: Any
+    walking: Any
+    meeting: Any
+
+
+_FORWARD = _Kernels(softmax_forward_kernel, softmax_forward_walking_kernel, softmax_forward_meeting_kernel)
+_BACKWARD = _Kernels(softmax_backward_kernel, softmax_backward_walking_kernel, softmax_backward_meeting_kernel)
+
+
+def _call(kernels: _Kernels, arrays: tuple[Any, ...], call: SoftmaxCall, inputs: SoftmaxInputs, config: Config) -> Any:
+    """One array like x."""
     x = inputs.x
     mask = mask_of(x, inputs.where)
-    rows = math.prod(x.shape[:-1])
-    constants = {"WIDTH": x.shape[-1], "WHERE": mask.kind, "SCALE": call.scale, "num_warps": config.num_warps}
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+    constants = {"WIDTH": width, "WHERE": mask.kind, "SCALE": call.scale, "num_warps": config.num_warps}
     repetition = (mask.middle, mask.inner)
     result = ((x.shape, x.dtype),)
+    if config.lag:
+        parts = -(-width // config.block)
+        items, lag = rows * parts, lag_of(config.lag, parts)
+        given = (*arrays, mask.where, arrivals_of(rows), items, lag, *repetition)
+        return call_kernel(
+            kernels.meeting,
+            given,
+            (*result, ((rows,), jnp.int32), ((2, items), jnp.float32)),
+            grid=items + lag,
+            input_output_aliases={len(arrays) + 1: 1},
+            BLOCK=config.block,
+            PARTS_BLOCK=padded(parts),
+            **constants,
+        )[0]
     if config.block:
         steps = {"BLOCK": config.block, "STAGES": config.num_stages, **constants}
-        return call_kernel(walking, (*arrays, mask.where, *repetition), result, grid=rows, **steps)[0]
-    tile = {"BLOCK": padded(x.shape[-1]), "ROWS": config.rows, **constants}
-    return call_kernel(held, (*arrays, mask.where, rows, *repetition), result, grid=-(-rows // config.rows), **tile)[0]
+        return call_kernel(kernels.walking, (*arrays, mask.where, *repetition), result, grid=rows, **steps)[0]
+    tile = {"BLOCK": padded(width), "ROWS": config.rows, **constants}
+    return call_kernel(kernels.held, (*arrays, mask.where, rows, *repetition), result, grid=-(-rows // config.rows), **tile)[0]
 
 
 def forward(call: SoftmaxCall, inputs: SoftmaxInputs, config: Config) -> SoftmaxOutputs:
     if not inputs.x.size:
         return SoftmaxOutputs(jnp.zeros_like(inputs.x))
-    return SoftmaxOutputs(_call(softmax_forward_kernel, softmax_forward_walking_kernel, (inputs.x,), call, inputs, config))
+    return SoftmaxOutputs(_call(_FORWARD, (inputs.x,), call, inputs, config))
 
 
 def backward(
@@ -191,4 +335,4 @@ def backward(
     if not inputs.x.size:
         return SoftmaxInputs(jnp.zeros_like(inputs.x))
     arrays = (outputs.out, cotangents.out)
-    return SoftmaxInputs(_call(softmax_backward_kernel, softmax_backward_walking_kernel, arrays, call, inputs, config))
+    return SoftmaxInputs(_call(_BACKWARD, arrays, call, inputs, config))
