@@ -31,7 +31,7 @@ WALKING = (
 )
 MEETING = (
     config.ForwardConfig(rows=1, num_warps=1, block=16, lag=3),
-    config.BackwardConfig(rows=2, num_warps=1, programs=1, num_stages=1, block=32, lag=3),
+    config.BackwardConfig(rows=2, num_warps=1, programs=1, num_stages=2, block=32, lag=3, tiles=2),
 )
 
 
@@ -134,7 +134,7 @@ def test_every_config_gives_the_same_numbers(norm, interpreted, shape):
         outputs = norm.kernel.forward(call, inputs, choice)
         assert relative_error(outputs.out, exact.out) < 2e-5, choice
     split = [config.BackwardConfig(rows, 1, programs, 1, 64) for rows in (1, 4) for programs in (1, 7)]
-    meeting = [config.BackwardConfig(rows, 1, 1, 1, 64, lag) for rows in (1, 4) for lag in (1, 100)]
+    meeting = [config.BackwardConfig(rows, 1, 1, 1, 64, lag, tiles) for rows, lag, tiles in ((1, 1, 1), (4, 100, 3))]
     for choice in [*{(c.rows, c.programs): c for c in config.backward_space(call, H200)}.values(), *split, *meeting]:
         got = norm.kernel.backward(call, inputs, outputs, cotangents, choice)
         assert relative_error(got.x, wanted.x) < 2e-5, choice

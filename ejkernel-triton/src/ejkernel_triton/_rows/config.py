@@ -52,7 +52,8 @@ class BackwardConfig:
     programs: programs that share the rows under one parameter; each writes one partial sum of the parameter's gradient.
     num_stages: tiles in flight; above 1 they pass through shared memory.
     block: columns of one tile, a power of two, where sums over rows are made before; 0 = a tile holds whole rows.
-    lag: as in forward, of tiles of `rows` rows and `block` columns, one for each program; 0 = sums have a kernel of their own.
+    lag: where programs share rows (forward's `lag`), each with `tiles` tiles; 0 = sums over rows have a kernel of their own.
+    tiles: that a program has where programs share rows; there `programs` is not used.
     """
 
     rows: int
@@ -61,6 +62,7 @@ class BackwardConfig:
     num_stages: int
     block: int = 0
     lag: int = 0
+    tiles: int = 1
 
 
 def padded(size: int) -> int:
@@ -147,8 +149,9 @@ def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
     size = itemsize(call.x)
     if width > WIDEST_BACKWARD:
         block = max(512, width // MOST_PARTS)
-        rows = 16384 // size // block
-        return BackwardConfig(rows, 8, 1, 1, block, 264) if rows >= 8 else BackwardConfig(4, 4, 32, 3, 1024)
+        if block > 2048:
+            return BackwardConfig(4, 4, 32, 3, 1024)
+        return BackwardConfig(2048 // block, 4, 1, 3, block, 264, 4 if size == 2 else 2)
     narrow = width <= 512
     rows = max(1, (1024 if width < 64 else 2048 if narrow else 16384 // size) // width)
     if 3 * _tile_bytes(call, rows * width) <= SHARED_MEMORY:
@@ -175,10 +178,12 @@ def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
         if stages == 1 or stages * _tile_bytes(call, rows * block) <= SHARED_MEMORY
     ]
     meeting = [
-        BackwardConfig(rows, warps, 1, 1, block, lag)
-        for rows, warps, block, lag in itertools.product((4, 8, 16, 32), (8, 16), (512, 1024, 2048), (132, 264, 528))
-        if width > WIDEST_BACKWARD and width <= block * MOST_PARTS and 8192 <= rows * block * size // 2 <= 16384
-        if thread_fits(rows * block, warps, 128 // size)
+        BackwardConfig(rows, warps, 1, stages, block, lag, tiles)
+        for rows, warps, stages, block, lag, tiles in itertools.product(
+            (1, 2, 4, 8), (4, 8), (2, 3), (512, 1024, 2048), (264, 528), (2, 4, 8)
+        )
+        if width > WIDEST_BACKWARD and width <= block * MOST_PARTS and 2048 <= rows * block <= 4096 and tiles >= stages
+        if thread_fits(rows * block, warps, 16) and stages * _tile_bytes(call, rows * block) <= SHARED_MEMORY
     ]
     return held + split + meeting
 

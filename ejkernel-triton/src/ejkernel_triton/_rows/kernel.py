@@ -245,44 +245,28 @@ def norm_forward_meeting_kernel(
 @triton.jit
 def gradient_tile(
     p_x,
-    p_scale,
     p_mean,
     p_rstd,
     p_grad,
-    i_tile,
-    i_part,
+    i_local,
+    i_group,
+    o_width,
+    m_width,
     rows,
-    tiles,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
     CENTRED: tl.constexpr,
-    SCALE: tl.constexpr,
-    SCALE_OFFSET: tl.constexpr,
 ):
-    """The gradient of a tile [ROWS, BLOCK], times the scale too, the normalised rows, 1 / deviation, offsets and masks.
-
-    `rows` rows, `tiles` tiles, lie under one parameter row.
-    """
-    i_group = i_tile // tiles
-    i_local = i_tile % tiles * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    """The gradient of rows `i_local` of a group, normalised rows `[ROWS, BLOCK]`, 1 / deviation, and where they are."""
     m_row = i_local < rows
     i_row = i_group * rows + i_local
-    o_width = i_part * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    m_width = o_width < WIDTH
     m_tile = m_row[:, None] & m_width[None, :]
-    o_tile = i_row.to(tl.int64)[:, None] * WIDTH + o_width[None, :]
+    o_tile = i_row[:, None] * WIDTH + o_width[None, :]
     b_x = tl.load(p_x + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     b_grad = tl.load(p_grad + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     b_rstd = tl.load(p_rstd + i_row, mask=m_row, other=0.0)  # [ROWS]
     if CENTRED:
         b_x -= tl.load(p_mean + i_row, mask=m_row, other=0.0)[:, None]
-    b_weighted = b_grad
-    if SCALE != 0:
-        o_scale = i_group.to(tl.int64) * WIDTH if SCALE == 2 else 0
-        b_scale = tl.load(p_scale + o_scale + o_width, mask=m_width, other=0.0).to(tl.float32) + SCALE_OFFSET  # [BLOCK]
-        b_weighted = b_grad * b_scale[None, :]
-    return b_grad, b_weighted, b_x * b_rstd[:, None], b_rstd, i_row, m_row, o_width, m_width, o_tile, m_tile
+    return b_grad, b_x * b_rstd[:, None], b_rstd, i_row, m_row, o_tile, m_tile
 
 
 @triton.jit
@@ -305,49 +289,74 @@ def norm_backward_meeting_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
     CENTRED: tl.constexpr,
     SCALE: tl.constexpr,
     OFFSET: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Both sums of some columns of some rows; then another tile's gradients, with a partial sum of the parameters' (`meeting`)."""
+    """Both sums of some columns of some rows, TILES tiles; then the gradients of others, with a partial sum of the parameters'
+    (`meeting`). `rows` rows lie under one parameter row (a group)."""
     PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     o_second = tl.full((), PARTS, tl.int64) * every_row
-    tiles = tl.cdiv(rows, ROWS)
+    stretches = tl.cdiv(rows, ROWS * TILES)
     i_item = tl.program_id(0)
     if i_item < items:
-        _, b_weighted, b_normalised, _, i_row, m_row, _, _, _, _ = gradient_tile(
-            p_x, p_scale, p_mean, p_rstd, p_grad, i_item // PARTS, i_item % PARTS, rows, tiles,
-            WIDTH, BLOCK, ROWS, CENTRED, SCALE, SCALE_OFFSET,
-        )  # fmt: skip
-        p_part = p_sums + i_row.to(tl.int64) * PARTS + i_item % PARTS
-        tl.store(p_part, tl.sum(b_weighted * b_normalised, axis=1), mask=m_row)
-        if CENTRED:
-            tl.store(p_part + o_second, tl.sum(b_weighted, axis=1), mask=m_row)
-        arrive(p_arrivals + i_item // PARTS)
+        i_stretch = i_item // PARTS
+        i_group = (i_stretch // stretches).to(tl.int64)
+        o_width = i_item % PARTS * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+        m_width = o_width < WIDTH
+        if SCALE != 0:
+            o_scale = i_group * WIDTH if SCALE == 2 else 0
+            b_scale = tl.load(p_scale + o_scale + o_width, mask=m_width, other=0.0).to(tl.float32) + SCALE_OFFSET  # [BLOCK]
+        for i_tile in tl.range(0, TILES, num_stages=STAGES):
+            i_local = (i_stretch % stretches * TILES + i_tile) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+            b_grad, b_normalised, _, i_row, m_row, _, _ = gradient_tile(
+                p_x, p_mean, p_rstd, p_grad, i_local, i_group, o_width, m_width, rows, WIDTH, CENTRED
+            )
+            b_weighted = b_grad * b_scale[None, :] if SCALE != 0 else b_grad
+            p_part = p_sums + i_row * PARTS + i_item % PARTS
+            tl.store(p_part, tl.sum(b_weighted * b_normalised, axis=1), mask=m_row)
+            if CENTRED:
+                tl.store(p_part + o_second, tl.sum(b_weighted, axis=1), mask=m_row)
+        arrive(p_arrivals + i_stretch)
 
     i_item -= lag
     if i_item >= 0:
-        i_tile = i_item // PARTS
-        b_grad, b_weighted, b_normalised, b_rstd, i_row, m_row, o_width, m_width, o_tile, m_tile = gradient_tile(
-            p_x, p_scale, p_mean, p_rstd, p_grad, i_tile, i_item % PARTS, rows, tiles,
-            WIDTH, BLOCK, ROWS, CENTRED, SCALE, SCALE_OFFSET,
-        )  # fmt: skip
-        wait_for(p_arrivals + i_tile, PARTS)
-        o_part = tl.arange(0, PARTS_BLOCK)
-        m_part = m_row[:, None] & (o_part < PARTS)[None, :]
-        p_part = p_sums + i_row.to(tl.int64)[:, None] * PARTS + o_part[None, :]
-        b_product = tl.sum(tl.load(p_part, mask=m_part, other=0.0, cache_modifier=".cg"), axis=1) / WIDTH  # [ROWS]
-        b_dx = b_weighted - b_normalised * b_product[:, None]
-        if CENTRED:
-            b_dx -= (tl.sum(tl.load(p_part + o_second, mask=m_part, other=0.0, cache_modifier=".cg"), axis=1) / WIDTH)[:, None]
-        tl.store(p_dx + o_tile, (b_dx * b_rstd[:, None]).to(p_dx.dtype.element_ty), mask=m_tile)
-        o_partial = i_tile.to(tl.int64) * WIDTH + o_width
+        i_stretch = i_item // PARTS
+        i_group = (i_stretch // stretches).to(tl.int64)
+        o_width = i_item % PARTS * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+        m_width = o_width < WIDTH
         if SCALE != 0:
-            tl.store(p_dscale + o_partial, tl.sum(b_grad * b_normalised, axis=0), mask=m_width)
+            o_scale = i_group * WIDTH if SCALE == 2 else 0
+            b_scale = tl.load(p_scale + o_scale + o_width, mask=m_width, other=0.0).to(tl.float32) + SCALE_OFFSET  # [BLOCK]
+        o_part = tl.arange(0, PARTS_BLOCK)
+        b_dscale = tl.zeros([ROWS, BLOCK], tl.float32)
+        b_doffset = tl.zeros([ROWS, BLOCK], tl.float32)
+        wait_for(p_arrivals + i_stretch, PARTS)
+        for i_tile in tl.range(0, TILES, num_stages=STAGES):
+            i_local = (i_stretch % stretches * TILES + i_tile) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+            b_grad, b_normalised, b_rstd, i_row, m_row, o_tile, m_tile = gradient_tile(
+                p_x, p_mean, p_rstd, p_grad, i_local, i_group, o_width, m_width, rows, WIDTH, CENTRED
+            )
+            m_part = m_row[:, None] & (o_part < PARTS)[None, :]
+            p_part = p_sums + i_row[:, None] * PARTS + o_part[None, :]
+            b_product = tl.sum(tl.load(p_part, mask=m_part, other=0.0, cache_modifier=".cg"), axis=1) / WIDTH  # [ROWS]
+            b_dx = (b_grad * b_scale[None, :] if SCALE != 0 else b_grad) - b_normalised * b_product[:, None]
+            if CENTRED:
+                b_dx -= (tl.sum(tl.load(p_part + o_second, mask=m_part, other=0.0, cache_modifier=".cg"), axis=1) / WIDTH)[:, None]
+            tl.store(p_dx + o_tile, (b_dx * b_rstd[:, None]).to(p_dx.dtype.element_ty), mask=m_tile)
+            if SCALE != 0:
+                b_dscale += b_grad * b_normalised
+            if OFFSET:
+                b_doffset += b_grad
+        o_partial = i_stretch.to(tl.int64) * WIDTH + o_width
+        if SCALE != 0:
+            tl.store(p_dscale + o_partial, tl.sum(b_dscale, axis=0), mask=m_width)
         if OFFSET:
-            tl.store(p_doffset + o_partial, tl.sum(b_grad, axis=0), mask=m_width)
+            tl.store(p_doffset + o_partial, tl.sum(b_doffset, axis=0), mask=m_width)
 
 
 @triton.jit
@@ -559,20 +568,20 @@ def _norm_backward_meeting(
 ) -> NormInputs:
     """`norm_backward` with tiles of some rows and columns, whose programs meet."""
     x, scale, offset = inputs
-    width, tiles = x.shape[-1], cdiv(rows, config.rows)
+    width, stretches = x.shape[-1], cdiv(rows, config.rows * config.tiles)
     parts = cdiv(width, config.block)
-    items, lag = groups * tiles * parts, lag_of(config.lag, parts)
-    partial, absent = ((groups, tiles, width), jnp.float32), ((1,), jnp.float32)
+    items, lag = groups * stretches * parts, lag_of(config.lag, parts)
+    partial, absent = ((groups, stretches, width), jnp.float32), ((1,), jnp.float32)
     centred = mean is not None
     d_x, d_scale, d_offset, *_ = call_kernel(
         norm_backward_meeting_kernel,
         (
-            *(x, x if scale is None else scale, mean if centred else rstd, rstd, grad, arrivals_of(groups * tiles)),
+            *(x, x if scale is None else scale, mean if centred else rstd, rstd, grad, arrivals_of(groups * stretches)),
             *(items, lag, rows, groups * rows),
         ),
         (
             *((x.shape, x.dtype), absent if scale is None else partial, absent if offset is None else partial),
-            *(((groups * tiles,), jnp.int32), ((1 + centred, groups * rows, parts), jnp.float32)),
+            *(((groups * stretches,), jnp.int32), ((1 + centred, groups * rows, parts), jnp.float32)),
         ),
         grid=items + lag,
         num_warps=config.num_warps,
@@ -580,6 +589,8 @@ def _norm_backward_meeting(
         WIDTH=width,
         BLOCK=config.block,
         ROWS=config.rows,
+        TILES=config.tiles,
+        STAGES=config.num_stages,
         PARTS_BLOCK=padded(parts),
         CENTRED=centred,
         SCALE=storage(scale),
