@@ -170,17 +170,20 @@ def test_no_rows_or_no_columns(norm, shape):
 
 
 HELD_KERNELS = ["norm_forward_kernel", "norm_backward_kernel"]
-SPLIT_KERNELS = ["norm_forward_kernel", "norm_row_means_kernel", "norm_backward_kernel"]
-WALKING_KERNELS = ["norm_forward_walking_kernel", *SPLIT_KERNELS[1:]]
+MEETING_BACKWARD = ["norm_forward_kernel", "norm_backward_meeting_kernel"]
+MEETING_KERNELS = ["norm_forward_meeting_kernel", "norm_backward_meeting_kernel"]
+SPLIT_KERNELS = ["norm_forward_meeting_kernel", "norm_row_means_kernel", "norm_backward_kernel"]
 
 
 COMPILED = [
-    ((64, 16384), "bfloat16", SPLIT_KERNELS),
+    ((64, 16384), "bfloat16", MEETING_BACKWARD),
     ((16384, 4096), "bfloat16", HELD_KERNELS),
     ((131072, 128), "bfloat16", HELD_KERNELS),
     ((64, 8192), "float32", HELD_KERNELS),
     ((8, 7), "float16", HELD_KERNELS),
-    ((8, 131072), "bfloat16", WALKING_KERNELS),
+    ((8, 131072), "bfloat16", MEETING_KERNELS),
+    ((8, 131072), "float32", MEETING_KERNELS),
+    ((8, 1_000_000), "bfloat16", SPLIT_KERNELS),
 ]
 """The first, which has the most in registers, is always compiled for every generation."""
 

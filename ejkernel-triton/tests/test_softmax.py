@@ -134,14 +134,14 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "where", "walks", "dtype", "capability_number"),
+    ("shape", "where", "shared", "dtype", "capability_number"),
     [
         pytest.param(*problem, number, marks=pytest.mark.slow if number != 90 and problem is not COMPILED[0] else ())
         for problem in COMPILED
         for number in (80, 90, 100)
     ],
 )
-def test_compiles_without_spills(monkeypatch, tmp_path, shape, where, walks, dtype, capability_number):
+def test_compiles_without_spills(monkeypatch, tmp_path, shape, where, shared, dtype, capability_number):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     recorder = testing.Recorder()
     monkeypatch.setattr(kernel, "call_kernel", recorder)
@@ -157,7 +157,7 @@ def test_compiles_without_spills(monkeypatch, tmp_path, shape, where, walks, dty
     jax.eval_shape(both, inputs)
     names = ("softmax_forward", "softmax_backward")
     assert [c.kernel.fn.__name__ for c in recorder.compilations] == [
-        f"{name}_walking_kernel" if walks else f"{name}_kernel" for name in names
+        f"{name}_meeting_kernel" if shared else f"{name}_kernel" for name in names
     ]
     for compilation in recorder.compilations:
         compiled = compilation.compile(capability_number)
