@@ -21,6 +21,7 @@ from ejkernel_triton.paged_attention.config import PagedAttentionConfig
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import _interpreter, testing
+from ejkernel_triton._ahead_of_time import ALLOWED
 from ejkernel_triton._jax_triton import standing_in
 from ejkernel_triton.paged_attention import kernel
 from ejkernel_triton.paged_attention.schedule import LEAST_BLOCKS, Sizes, make_schedule
@@ -328,7 +329,9 @@ def test_compiles_without_spills(monkeypatch, tmp_path, name, capability_number)
     for compilation in recorder.compilations:
         compiled = compilation.compile(capability_number)
         found = testing.resources(compiled)
-        assert found.stack <= testing.tolerated_stack(), (compilation.kernel.fn.__name__, found)
+        name, most = compilation.kernel.fn.__name__, testing.tolerated_stack()
+        allowed = [a.most for a in ALLOWED if a.kernel == name and capability_number in a.capabilities]
+        assert found.stack <= max([most, *allowed]), (name, found)
         if compilation.kernel is kernel.paged_attention_kernel:
             assert "cp.async.cg.shared.global" in compiled.asm["ptx"], (
                 "keys are not copied 16 bytes at a time ahead of their use"

@@ -20,6 +20,7 @@ from ejkernel_triton.softmax import capability, config
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
+from ejkernel_triton._rows import meeting
 from ejkernel_triton.softmax import kernel
 from ejkernel_triton.softmax.mask import PER_ELEMENT, PER_ROW, mask_of
 
@@ -27,12 +28,13 @@ H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
 SMALL = [case for case in CASES if not any(tag.startswith("bench") for tag in case.tags)]
 HELD, WALKING = config.Config(rows=4, num_warps=1), config.Config(rows=1, num_warps=1, block=16)
-MEETING = dataclasses.replace(WALKING, lag=3)
+MEETING = dataclasses.replace(WALKING, meet=True)
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
     monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
+    monkeypatch.setattr(meeting, "PATIENCE", 1)
 
 
 def wide(values):
@@ -83,7 +85,7 @@ def test_half_precision(interpreted, dtype, limit, choice):
 def test_every_config_gives_the_same_numbers(interpreted, name):
     call, inputs, cotangents = problem(next(case for case in CASES if case.name == name))
     forward = {c.rows: c for c in config.forward_space(call, H200)}
-    cut = [config.Config(1, 1, block, 1, lag) for block in (8, 32, 64) for lag in (0, 1, 50)]
+    cut = [config.Config(1, 1, block, 1, meet) for block in (8, 32, 64) for meet in (False, True)]
     for choice in (*forward.values(), *cut):
         check(call, inputs, cotangents, (choice, choice))
 

@@ -18,8 +18,8 @@ WIDEST_FORWARD = 16384
 """Wider rows are shared by programs; a row of this width is held in 32 registers per thread."""
 WIDEST_BACKWARD = 8192
 """A program holds a row of x, of the gradient and of each parameter's partial sum, up to this width without spills."""
-MOST_PARTS = 128
-"""Parts of a row whose sums a program of the backward phase reads for each of its rows."""
+MOST_PARTS = 16
+"""Programs that meet over one row have a bit each in a word; together they must fit on small devices too."""
 
 SHARED_MEMORY = 96 * 1024
 """What a block gets on every supported device."""
@@ -33,15 +33,14 @@ class ForwardConfig:
     block: columns of one step where a program walks over its row, or of a part where programs share it, a power of two;
         0 = a program holds whole rows.
     num_stages: steps in flight where a program walks over its row.
-    lag: where programs share rows, how many programs after the one that sums up a part its result is made, at least; 0 = one
-        program walks over its row.
+    meet: whether programs share a row, a part each, instead of one that walks over it.
     """
 
     rows: int
     num_warps: int
     block: int = 0
     num_stages: int = 1
-    lag: int = 0
+    meet: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +51,6 @@ class BackwardConfig:
     programs: programs that share the rows under one parameter; each writes one partial sum of the parameter's gradient.
     num_stages: tiles in flight; above 1 they pass through shared memory.
     block: columns of one tile, a power of two, where sums over rows are made before; 0 = a tile holds whole rows.
-    lag: where programs share rows (forward's `lag`), each with `tiles` tiles; 0 = sums over rows have a kernel of their own.
-    tiles: that a program has where programs share rows; there `programs` is not used.
     """
 
     rows: int
@@ -61,8 +58,6 @@ class BackwardConfig:
     programs: int
     num_stages: int
     block: int = 0
-    lag: int = 0
-    tiles: int = 1
 
 
 def padded(size: int) -> int:
@@ -104,17 +99,18 @@ def walking_configs(width: int, size: int, least: int) -> list[ForwardConfig]:
     ]
 
 
-def meeting_config(width: int, size: int) -> ForwardConfig:
-    """Programs that share a row of elements of `size` bytes: parts of 32 KiB."""
-    return ForwardConfig(1, 8, 32768 // size, 1, 264)
+def sharing_config(width: int, size: int) -> ForwardConfig | None:
+    """Programs that share a row of elements of `size` bytes, parts of 32 KiB; None for a row that is too wide."""
+    block = 32768 // size
+    return ForwardConfig(1, 8, block, 1, True) if width <= MOST_PARTS * block else None
 
 
-def meeting_configs(width: int, size: int, least: int) -> list[ForwardConfig]:
+def sharing_configs(width: int, size: int, least: int) -> list[ForwardConfig]:
     """Configs of a search space whose programs share rows, for rows of at least `least` columns."""
     return [
-        ForwardConfig(1, warps, block, 1, lag)
-        for block, warps, lag in itertools.product((4096, 8192, 16384), (8, 16), (132, 264, 528))
-        if least <= width and 2 * block <= width and thread_fits(block, warps, 128 // size)
+        ForwardConfig(1, warps, block, 1, True)
+        for block, warps in itertools.product((4096, 8192, 16384, 32768), (4, 8, 16))
+        if least <= width and 2 * block <= width <= MOST_PARTS * block and thread_fits(block, warps, 256 // size)
     ]
 
 
@@ -126,7 +122,9 @@ def held_forward(width: int) -> ForwardConfig:
 
 def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
     width = padded_width(call)
-    return held_forward(width) if width <= WIDEST_FORWARD else meeting_config(width, itemsize(call.x))
+    if width <= WIDEST_FORWARD:
+        return held_forward(width)
+    return sharing_config(width, itemsize(call.x)) or ForwardConfig(1, 16, 4096)
 
 
 def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
@@ -137,7 +135,7 @@ def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
         if width <= 2 * WIDEST_FORWARD and thread_fits(rows * width, warps, 64)
     ]
     size = itemsize(call.x)
-    return held + walking_configs(width, size, 16384) + meeting_configs(width, size, 16384)
+    return held + walking_configs(width, size, 16384) + sharing_configs(width, size, 16384)
 
 
 def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
@@ -148,10 +146,7 @@ def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
     width = padded_width(call)
     size = itemsize(call.x)
     if width > WIDEST_BACKWARD:
-        block = max(512, width // MOST_PARTS)
-        if block > 2048:
-            return BackwardConfig(4, 4, 32, 3, 1024)
-        return BackwardConfig(2048 // block, 4, 1, 3, block, 264, 4 if size == 2 else 2)
+        return BackwardConfig(2, 8, 64, 1, 2048) if width <= 2 * WIDEST_BACKWARD else BackwardConfig(4, 4, 32, 3, 1024)
     narrow = width <= 512
     rows = max(1, (1024 if width < 64 else 2048 if narrow else 16384 // size) // width)
     if 3 * _tile_bytes(call, rows * width) <= SHARED_MEMORY:
@@ -162,7 +157,7 @@ def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
 
 
 def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
-    width, size = padded_width(call), itemsize(call.x)
+    width = padded_width(call)
     held = [
         BackwardConfig(rows, warps, programs, stages)
         for rows, warps, programs, stages in itertools.product(
@@ -177,15 +172,7 @@ def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
         if width >= 8192 and thread_fits(rows * block, warps, 32)
         if stages == 1 or stages * _tile_bytes(call, rows * block) <= SHARED_MEMORY
     ]
-    meeting = [
-        BackwardConfig(rows, warps, 1, stages, block, lag, tiles)
-        for rows, warps, stages, block, lag, tiles in itertools.product(
-            (1, 2, 4, 8), (4, 8), (2, 3), (512, 1024, 2048), (264, 528), (2, 4, 8)
-        )
-        if width > WIDEST_BACKWARD and width <= block * MOST_PARTS and 2048 <= rows * block <= 4096 and tiles >= stages
-        if thread_fits(rows * block, warps, 16) and stages * _tile_bytes(call, rows * block) <= SHARED_MEMORY
-    ]
-    return held + split + meeting
+    return held + split
 
 
 def _tile_bytes(call: NormCall, elements: int) -> int:

@@ -5,8 +5,8 @@ that meet (`meeting`), or walked over twice by one program, the second time back
 holds. Statistics and sums are float32.
 
 In backward each program walks over its tiles in a fixed order and writes one partial sum of the parameters' gradients; a last
-small sum adds the programs up, without atomics. For wide rows programs meet over tiles of some rows and columns; or one kernel
-makes the two sums of every row that the gradient of x needs, and a second one then works on tiles of some columns.
+small sum adds the programs up, without atomics. For wide rows one kernel makes the two sums of every row that the gradient of x
+needs; a second one then works on tiles of some columns, the last rows first, which the cache still holds.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
@@ -20,7 +20,7 @@ import triton.language as tl
 from ejkernel.operations._rows.interface import NormCall, NormInputs
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded, padded_width
-from ejkernel_triton._rows.meeting import arrivals_of, arrive, lag_of, wait_for
+from ejkernel_triton._rows.meeting import meet, patience, widened, words_of
 
 ABSENT, SHARED, PER_BATCH = 0, 1, 2
 """How a parameter is stored: not at all, `[1, d]`, or `[b, d]` with b > 1."""
@@ -164,22 +164,69 @@ def norm_forward_walking_kernel(
 
 
 @triton.jit
+def finish_part(
+    b_x,
+    p_scale,
+    p_offset,
+    p_out,
+    p_mean,
+    p_rstd,
+    b_mean,
+    b_rstd,
+    i_row,
+    i_part,
+    zero,
+    rows_per_batch,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SAVE: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+):
+    """The result of a part from its stored values; that of the first part stores the row's statistics too."""
+    o_width = i_part * BLOCK + tl.arange(0, BLOCK)
+    m_width = o_width < WIDTH
+    o_param = (i_row // rows_per_batch).to(tl.int64) * WIDTH
+    b_out = with_parameters(
+        ((widened(b_x, zero) - b_mean) * b_rstd)[None, :],
+        p_scale,
+        p_offset,
+        o_width,
+        (o_param + o_width)[None, :],
+        m_width,
+        m_width[None, :],
+        SCALE,
+        OFFSET,
+        SCALE_OFFSET,
+    )
+    o_out = (i_row.to(tl.int64) * WIDTH + o_width)[None, :]
+    tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=m_width[None, :])
+    if SAVE:
+        if i_part == 0:
+            if CENTRED:
+                tl.store(p_mean + i_row, b_mean)
+            tl.store(p_rstd + i_row, b_rstd)
+
+
+@triton.jit
 def norm_forward_meeting_kernel(
     p_x,
     p_scale,
     p_offset,
-    p_arrivals_before,
+    p_words_before,
     items,
-    lag,
     rows_per_batch,
     p_out,
     p_mean,
     p_rstd,
-    p_arrivals,
+    p_words,
     p_sums,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
+    PATIENCE: tl.constexpr,
     CENTRED: tl.constexpr,
     SCALE: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -187,30 +234,22 @@ def norm_forward_meeting_kernel(
     EPSILON: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
 ):
-    """Sums of one part: its mean, and squares of what is left; then the result of another one (`meeting`)."""
+    """A program holds a part of a row (`meeting`), whose sums are its mean and the squares of what is left."""
     PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    o_block = tl.arange(0, BLOCK)  # [BLOCK]
-    i_item = tl.program_id(0)
-    if i_item < items:
-        o_width = i_item % PARTS * BLOCK + o_block
-        m_width = o_width < WIDTH
-        b_x = tl.load(p_x + (i_item // PARTS).to(tl.int64) * WIDTH + o_width, mask=m_width, other=0.0).to(tl.float32)  # [BLOCK]
-        if CENTRED:
-            b_part_mean = tl.sum(b_x) / tl.minimum(WIDTH - i_item % PARTS * BLOCK, BLOCK)
-            b_x = tl.where(m_width, b_x - b_part_mean, 0.0)
-            tl.store(p_sums + items + i_item, b_part_mean)
-        tl.store(p_sums + i_item, tl.sum(b_x * b_x))
-        arrive(p_arrivals + i_item // PARTS)
-
-    i_item -= lag
-    if i_item >= 0:
-        i_row = i_item // PARTS
-        i_part = i_item % PARTS
-        o_width = i_part * BLOCK + o_block
-        m_width = o_width < WIDTH
-        o_row = i_row.to(tl.int64) * WIDTH
-        b_x = tl.load(p_x + o_row + o_width, mask=m_width, other=0.0)  # [BLOCK]
-        wait_for(p_arrivals + i_row, PARTS)
+    i_row = tl.program_id(0) // PARTS
+    i_part = tl.program_id(0) % PARTS
+    o_width = i_part * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    o_row = i_row.to(tl.int64) * WIDTH
+    m_width = o_width < WIDTH
+    b_stored = tl.load(p_x + o_row + o_width, mask=m_width, other=0.0)  # [BLOCK]
+    b_x = b_stored.to(tl.float32)
+    if CENTRED:
+        b_part_mean = tl.sum(b_x) / tl.minimum(WIDTH - i_part * BLOCK, BLOCK)
+        b_x = tl.where(m_width, widened(b_stored, items >> 31) - b_part_mean, 0.0)
+        tl.store(p_sums + items + tl.program_id(0), b_part_mean)
+    tl.store(p_sums + tl.program_id(0), tl.sum(b_x * b_x))
+    complete, left, zero = meet(p_words + i_row, i_part, PARTS, PATIENCE)
+    if complete:
         o_part = tl.arange(0, PARTS_BLOCK)
         m_part = o_part < PARTS
         b_squares = tl.load(p_sums + i_row * PARTS + o_part, mask=m_part, other=0.0, cache_modifier=".cg")  # [PARTS_BLOCK]
@@ -221,142 +260,19 @@ def norm_forward_meeting_kernel(
             b_mean = tl.sum(b_means * b_count) / WIDTH
             b_squares += b_count * (b_means - b_mean) * (b_means - b_mean)
         b_rstd = tl.rsqrt(tl.sum(b_squares) / WIDTH + EPSILON)
-        o_param = (i_row // rows_per_batch).to(tl.int64) * WIDTH
-        b_out = with_parameters(
-            ((b_x.to(tl.float32) - b_mean) * b_rstd)[None, :],
-            p_scale,
-            p_offset,
-            o_width,
-            (o_param + o_width)[None, :],
-            m_width,
-            m_width[None, :],
-            SCALE,
-            OFFSET,
-            SCALE_OFFSET,
-        )
-        tl.store(p_out + (o_row + o_width)[None, :], b_out.to(p_out.dtype.element_ty), mask=m_width[None, :])
-        if SAVE:
-            if i_part == 0:
-                if CENTRED:
-                    tl.store(p_mean + i_row, b_mean)
-                tl.store(p_rstd + i_row, b_rstd)
-
-
-@triton.jit
-def gradient_tile(
-    p_x,
-    p_mean,
-    p_rstd,
-    p_grad,
-    i_local,
-    i_group,
-    o_width,
-    m_width,
-    rows,
-    WIDTH: tl.constexpr,
-    CENTRED: tl.constexpr,
-):
-    """The gradient of rows `i_local` of a group, normalised rows `[ROWS, BLOCK]`, 1 / deviation, and where they are."""
-    m_row = i_local < rows
-    i_row = i_group * rows + i_local
-    m_tile = m_row[:, None] & m_width[None, :]
-    o_tile = i_row[:, None] * WIDTH + o_width[None, :]
-    b_x = tl.load(p_x + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-    b_grad = tl.load(p_grad + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-    b_rstd = tl.load(p_rstd + i_row, mask=m_row, other=0.0)  # [ROWS]
-    if CENTRED:
-        b_x -= tl.load(p_mean + i_row, mask=m_row, other=0.0)[:, None]
-    return b_grad, b_x * b_rstd[:, None], b_rstd, i_row, m_row, o_tile, m_tile
-
-
-@triton.jit
-def norm_backward_meeting_kernel(
-    p_x,
-    p_scale,
-    p_mean,
-    p_rstd,
-    p_grad,
-    p_arrivals_before,
-    items,
-    lag,
-    rows,
-    every_row,
-    p_dx,
-    p_dscale,
-    p_doffset,
-    p_arrivals,
-    p_sums,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr,
-    CENTRED: tl.constexpr,
-    SCALE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SCALE_OFFSET: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Both sums of some columns of some rows, TILES tiles; then the gradients of others, with a partial sum of the parameters'
-    (`meeting`). `rows` rows lie under one parameter row (a group)."""
-    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    o_second = tl.full((), PARTS, tl.int64) * every_row
-    stretches = tl.cdiv(rows, ROWS * TILES)
-    i_item = tl.program_id(0)
-    if i_item < items:
-        i_stretch = i_item // PARTS
-        i_group = (i_stretch // stretches).to(tl.int64)
-        o_width = i_item % PARTS * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-        m_width = o_width < WIDTH
-        if SCALE != 0:
-            o_scale = i_group * WIDTH if SCALE == 2 else 0
-            b_scale = tl.load(p_scale + o_scale + o_width, mask=m_width, other=0.0).to(tl.float32) + SCALE_OFFSET  # [BLOCK]
-        for i_tile in tl.range(0, TILES, num_stages=STAGES):
-            i_local = (i_stretch % stretches * TILES + i_tile) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-            b_grad, b_normalised, _, i_row, m_row, _, _ = gradient_tile(
-                p_x, p_mean, p_rstd, p_grad, i_local, i_group, o_width, m_width, rows, WIDTH, CENTRED
-            )
-            b_weighted = b_grad * b_scale[None, :] if SCALE != 0 else b_grad
-            p_part = p_sums + i_row * PARTS + i_item % PARTS
-            tl.store(p_part, tl.sum(b_weighted * b_normalised, axis=1), mask=m_row)
-            if CENTRED:
-                tl.store(p_part + o_second, tl.sum(b_weighted, axis=1), mask=m_row)
-        arrive(p_arrivals + i_stretch)
-
-    i_item -= lag
-    if i_item >= 0:
-        i_stretch = i_item // PARTS
-        i_group = (i_stretch // stretches).to(tl.int64)
-        o_width = i_item % PARTS * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-        m_width = o_width < WIDTH
-        if SCALE != 0:
-            o_scale = i_group * WIDTH if SCALE == 2 else 0
-            b_scale = tl.load(p_scale + o_scale + o_width, mask=m_width, other=0.0).to(tl.float32) + SCALE_OFFSET  # [BLOCK]
-        o_part = tl.arange(0, PARTS_BLOCK)
-        b_dscale = tl.zeros([ROWS, BLOCK], tl.float32)
-        b_doffset = tl.zeros([ROWS, BLOCK], tl.float32)
-        wait_for(p_arrivals + i_stretch, PARTS)
-        for i_tile in tl.range(0, TILES, num_stages=STAGES):
-            i_local = (i_stretch % stretches * TILES + i_tile) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-            b_grad, b_normalised, b_rstd, i_row, m_row, o_tile, m_tile = gradient_tile(
-                p_x, p_mean, p_rstd, p_grad, i_local, i_group, o_width, m_width, rows, WIDTH, CENTRED
-            )
-            m_part = m_row[:, None] & (o_part < PARTS)[None, :]
-            p_part = p_sums + i_row[:, None] * PARTS + o_part[None, :]
-            b_product = tl.sum(tl.load(p_part, mask=m_part, other=0.0, cache_modifier=".cg"), axis=1) / WIDTH  # [ROWS]
-            b_dx = (b_grad * b_scale[None, :] if SCALE != 0 else b_grad) - b_normalised * b_product[:, None]
-            if CENTRED:
-                b_dx -= (tl.sum(tl.load(p_part + o_second, mask=m_part, other=0.0, cache_modifier=".cg"), axis=1) / WIDTH)[:, None]
-            tl.store(p_dx + o_tile, (b_dx * b_rstd[:, None]).to(p_dx.dtype.element_ty), mask=m_tile)
-            if SCALE != 0:
-                b_dscale += b_grad * b_normalised
-            if OFFSET:
-                b_doffset += b_grad
-        o_partial = i_stretch.to(tl.int64) * WIDTH + o_width
-        if SCALE != 0:
-            tl.store(p_dscale + o_partial, tl.sum(b_dscale, axis=0), mask=m_width)
-        if OFFSET:
-            tl.store(p_doffset + o_partial, tl.sum(b_doffset, axis=0), mask=m_width)
+        finish_part(
+            b_stored, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, i_part, zero, rows_per_batch,
+            WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
+        )  # fmt: skip
+        if left != 0:
+            for i_other in tl.range(0, PARTS):
+                if ((left >> i_other) & 1) != 0:
+                    o_other = i_other * BLOCK + tl.arange(0, BLOCK)
+                    b_other = tl.load(p_x + o_row + o_other, mask=o_other < WIDTH, other=0.0)
+                    finish_part(
+                        b_other, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, i_other, zero, rows_per_batch,
+                        WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -437,7 +353,7 @@ def norm_backward_kernel(
     b_doffset = tl.zeros([ROWS, BLOCK], tl.float32)
 
     for i_tile in tl.range(i_program % programs, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
-        i_local = i_tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
+        i_local = (tl.cdiv(rows, ROWS) - 1 - i_tile if SPLIT else i_tile) * ROWS + tl.arange(0, ROWS)  # [ROWS]
         m_row = i_local < rows
         i_row = i_group * rows + i_local
         m_tile = m_row[:, None] & m_width[None, :]
@@ -499,17 +415,17 @@ def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, c
         "EPSILON": call.epsilon, "SCALE_OFFSET": call.scale_offset, "num_warps": config.num_warps,
     }  # fmt: skip
     results = ((shape, x.dtype), statistic if save and centred else absent, statistic if save else absent)
-    if config.lag:
+    if config.meet:
         parts = cdiv(shape[-1], config.block)
-        items, lag = rows * parts, lag_of(config.lag, parts)
         out, mean, rstd, *_ = call_kernel(
             norm_forward_meeting_kernel,
-            (*arrays, arrivals_of(rows), items, lag, rows // shape[0]),
-            (*results, ((rows,), jnp.int32), ((1 + centred, items), jnp.float32)),
-            grid=items + lag,
+            (*arrays, words_of(rows), rows * parts, rows // shape[0]),
+            (*results, ((rows,), jnp.int32), ((1 + centred, rows * parts), jnp.float32)),
+            grid=rows * parts,
             input_output_aliases={3: 3},
             BLOCK=config.block,
             PARTS_BLOCK=padded(parts),
+            PATIENCE=patience(),
             **constants,
         )
         return out, mean if save and centred else None, rstd if save else None
@@ -532,8 +448,6 @@ def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad
     width = x.shape[-1]
     groups = x.shape[0] if PER_BATCH in (storage(scale), storage(offset)) else 1
     rows = math.prod(x.shape[:-1]) // groups
-    if config.lag:
-        return _norm_backward_meeting(call, inputs, mean, rstd, grad, config, groups, rows)
     programs = min(config.programs, cdiv(rows, config.rows))
     if scale is None and offset is None:
         programs = cdiv(rows, config.rows)
@@ -559,43 +473,6 @@ def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad
         OFFSET=offset is not None,
         SPLIT=config.block != 0,
         **constants,
-    )
-    return NormInputs(d_x, _sum_of_partials(d_scale, scale), _sum_of_partials(d_offset, offset))
-
-
-def _norm_backward_meeting(
-    call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad: Any, config: BackwardConfig, groups: int, rows: int
-) -> NormInputs:
-    """`norm_backward` with tiles of some rows and columns, whose programs meet."""
-    x, scale, offset = inputs
-    width, stretches = x.shape[-1], cdiv(rows, config.rows * config.tiles)
-    parts = cdiv(width, config.block)
-    items, lag = groups * stretches * parts, lag_of(config.lag, parts)
-    partial, absent = ((groups, stretches, width), jnp.float32), ((1,), jnp.float32)
-    centred = mean is not None
-    d_x, d_scale, d_offset, *_ = call_kernel(
-        norm_backward_meeting_kernel,
-        (
-            *(x, x if scale is None else scale, mean if centred else rstd, rstd, grad, arrivals_of(groups * stretches)),
-            *(items, lag, rows, groups * rows),
-        ),
-        (
-            *((x.shape, x.dtype), absent if scale is None else partial, absent if offset is None else partial),
-            *(((groups * stretches,), jnp.int32), ((1 + centred, groups * rows, parts), jnp.float32)),
-        ),
-        grid=items + lag,
-        num_warps=config.num_warps,
-        input_output_aliases={5: 3},
-        WIDTH=width,
-        BLOCK=config.block,
-        ROWS=config.rows,
-        TILES=config.tiles,
-        STAGES=config.num_stages,
-        PARTS_BLOCK=padded(parts),
-        CENTRED=centred,
-        SCALE=storage(scale),
-        OFFSET=offset is not None,
-        SCALE_OFFSET=call.scale_offset,
     )
     return NormInputs(d_x, _sum_of_partials(d_scale, scale), _sum_of_partials(d_offset, offset))
 

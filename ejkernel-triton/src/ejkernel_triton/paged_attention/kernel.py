@@ -38,7 +38,7 @@ def _read(p_pages, o_token, m_key, SIZE: tl.constexpr, BLOCK: tl.constexpr, DTYP
     m_tile = m_key[:, None]
     if SIZE < BLOCK:
         m_tile = m_tile & (o_size < SIZE)[None, :]
-    o_rows = o_token[:, None] + o_size[None, :]
+    o_rows = o_token[:, None] + o_size[None, :]  # of 32 bits where all keys lie in one page
     if STORED.primitive_bitwidth > 8:
         b_rows = tl.load(p_pages + o_rows, mask=m_tile, other=0.0)  # [BLOCK_K, BLOCK]
     else:
@@ -102,7 +102,7 @@ def _absorb(
     although every row multiplies it by its weight. In a WHOLE block every row sees every key whose page there is, and nothing
     is compared tile by tile: a page that is not there is a maximum of -inf, or a term of -inf where keys have pages of their own.
     """
-    ONE_PAGE: tl.constexpr = KIND == WHOLE and PAGE % BLOCK_K == 0
+    ONE_PAGE: tl.constexpr = PAGE % BLOCK_K == 0
     # The product is scaled where weights are taken, in one instruction with the maximum.
     LATE: tl.constexpr = KIND == WHOLE and SCALE_ABOVE_0 and SOFT_CAP == 0 and not ALIBI
     i_key = i_block * BLOCK_K + tl.arange(0, BLOCK_K)  # [BLOCK_K]
@@ -111,8 +111,15 @@ def _absorb(
         m_key = m_page & (i_key >= 0)
     else:
         m_key = (i_key >= i_lowest) & (i_key < i_limit) & m_page
-    o_key = i_page.to(tl.int64) * KEY_PAGE + (i_key % PAGE) * KEY_TOKEN
-    o_value = i_page.to(tl.int64) * VALUE_PAGE + (i_key % PAGE) * VALUE_TOKEN
+    if ONE_PAGE:  # addresses differ by constants from the first one
+        i_first = i_block * BLOCK_K % PAGE
+        p_key += i_page.to(tl.int64) * KEY_PAGE + i_first * KEY_TOKEN
+        p_value += i_page.to(tl.int64) * VALUE_PAGE + i_first * VALUE_TOKEN
+        o_key = tl.arange(0, BLOCK_K) * KEY_TOKEN
+        o_value = tl.arange(0, BLOCK_K) * VALUE_TOKEN
+    else:
+        o_key = i_page.to(tl.int64) * KEY_PAGE + (i_key % PAGE) * KEY_TOKEN
+        o_value = i_page.to(tl.int64) * VALUE_PAGE + (i_key % PAGE) * VALUE_TOKEN
     i_next_page = _pages_of_block(p_table, i_block + 1, table_width, BLOCK_K, PAGE)
     b_key = _read(p_key, o_key, m_key, D, BLOCK_D, b_query.dtype)  # [BLOCK_K, BLOCK_D]
     b_value = _read(p_value, o_value, m_key, V, BLOCK_V, b_query.dtype)  # [BLOCK_K, BLOCK_V]
@@ -145,12 +152,12 @@ def _absorb(
     b_largest = tl.max(b_logit, axis=1)  # [BLOCK_M]
     if LATE:
         b_largest *= b_factor * LOG2E
-    if ONE_PAGE:
+    if KIND == WHOLE and ONE_PAGE:
         b_largest = tl.where(m_page, b_largest, float("-inf"))
     b_new_max = tl.maximum(b_max, b_largest)
     b_finite = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
     b_kept = tl.exp2(b_max - b_finite)
-    b_shift = tl.where(m_page, b_finite, float("inf")) if ONE_PAGE else b_finite
+    b_shift = tl.where(m_page, b_finite, float("inf")) if KIND == WHOLE and ONE_PAGE else b_finite
     b_scaled = b_logit * (b_factor * LOG2E) if LATE else b_logit
     b_weight = tl.exp2(b_scaled - b_shift[:, None])  # [BLOCK_M, BLOCK_K]
     if KIND == EDGE:
@@ -332,7 +339,7 @@ def paged_attention_kernel(
         if PART == 1 or (not ALIKE and (PART == 2 or WINDOW > 0)):
             i_from = i_begin if PART == 0 else (i_full_begin if PART == 1 else i_full_stop)
             i_to = i_full_begin if PART == 0 else (i_full_stop if PART == 1 else i_stop)
-            for i_block in tl.range(i_from, i_to, num_stages=STAGES):
+            for i_block in tl.range(i_from, i_to, num_stages=STAGES if PART == 1 else min(STAGES, 2)):
                 b_max, b_sum, b_acc, i_page = _absorb(
                     b_query, b_max, b_sum, b_acc, i_page, i_block, i_lowest, i_limit, i_position, i_local, i_first_new, b_factor,
                     b_slope, p_key, p_value, p_tables, p_bias, pages, table_width, EDGE if PART != 1 else (ALL if ALIKE else WHOLE), D, V, BLOCK_D, BLOCK_V, BLOCK_K,

@@ -33,15 +33,13 @@ def head_width(call: RopeCall) -> int:
 
 
 def heuristic(call: RopeCall, target: Target) -> Config:
-    """About 2048 pairs a step, eight for each thread; a step of heads has no more than the key.
-
-    Where heads come first, and lie apart, half as many, of one head.
-    """
-    together = max(1, (2048 if call.heads_first else 4096) // head_width(call))
-    heads = 1 if call.heads_first else min(together, *(padded(max(1, count)) for count in _heads(call)))
+    """About 1024 pairs a step, sixteen for each thread, of as many heads of a token as there are; few tokens of a program leave
+    the sums of cos and sin in few registers. Where heads come first, and lie apart, a program has one of them."""
+    together = max(1, 2048 // head_width(call))
+    heads = 1 if call.heads_first else min(together, padded(max(1, *_heads(call))))
     tokens = max(1, min(32, together // heads))
     pairs = tokens * heads * padded(max(1, call.rotary_dim // 2))
-    return Config(tokens, heads, warps_for(pairs, 4 if call.heads_first else 8))
+    return Config(tokens, heads, warps_for(pairs, 8 if call.heads_first else 16), heads if call.heads_first else 0)
 
 
 def _heads(call: RopeCall) -> list[int]:

@@ -10,10 +10,10 @@ from ejkernel_triton._rows.config import (
     ForwardConfig,
     held_forward,
     itemsize,
-    meeting_config,
-    meeting_configs,
     padded,
     rows_of_tile,
+    sharing_config,
+    sharing_configs,
     thread_fits,
     walking_configs,
     warps_for,
@@ -29,13 +29,15 @@ WIDEST_BACKWARD = 16384
 
 def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
     width = padded(call.x.shape[-1])
-    return held_forward(width) if width <= WIDEST_FORWARD else meeting_config(width, itemsize(call.x))
+    if width <= WIDEST_FORWARD:
+        return held_forward(width)
+    return sharing_config(width, itemsize(call.x)) or Config(1, 4, 4096, 3)
 
 
 def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
     width = padded(call.x.shape[-1])
     if width > WIDEST_BACKWARD:
-        return meeting_config(width, 2 * itemsize(call.x))
+        return sharing_config(width, 2 * itemsize(call.x)) or Config(1, 16, 8192)
     rows = max(1, min(512, 2048 // width))
     return Config(rows, warps_for(width * rows, 16))
 
@@ -57,7 +59,7 @@ def _space(call: SoftmaxCall, widest: int, arrays: int) -> list[Config]:
         if width <= 2 * widest // arrays and thread_fits(rows * width, warps, 64 // arrays)
     ]
     size = arrays * itemsize(call.x)
-    return held + walking_configs(width, size, 16384) + meeting_configs(width, size, 16384)
+    return held + walking_configs(width, size, 16384) + sharing_configs(width, size, 16384)
 
 
 FORWARD = ConfigSpace(Config, forward_heuristic, forward_space)

@@ -17,7 +17,7 @@ import triton.language as tl
 from ejkernel.operations.softmax.interface import SoftmaxCall, SoftmaxInputs, SoftmaxOutputs
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._rows.config import padded
-from ejkernel_triton._rows.meeting import arrivals_of, arrive, lag_of, wait_for
+from ejkernel_triton._rows.meeting import meet, patience, widened, words_of
 from ejkernel_triton.softmax.config import Config
 from ejkernel_triton.softmax.mask import mask_of, masked
 
@@ -95,83 +95,63 @@ def softmax_forward_walking_kernel(
 
 
 @triton.jit
+def place_of(i_row, i_part, p_where, middle, inner, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHERE: tl.constexpr):
+    """Offsets of a part of a row [1, BLOCK], the places that there are, and those that take part."""
+    i_rows = i_row + tl.arange(0, 1)  # [1]
+    o_width = i_part * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    m_tile = (o_width < WIDTH)[None, :]
+    o_tile = i_rows.to(tl.int64)[:, None] * WIDTH + o_width[None, :]
+    return o_tile, m_tile, masked(m_tile, p_where, i_rows, i_rows >= 0, o_width, middle, inner, WIDTH, WHERE)
+
+
+@triton.jit
 def softmax_forward_meeting_kernel(
     p_x,
     p_where,
-    p_arrivals_before,
+    p_words_before,
     items,
-    lag,
     middle,
     inner,
     p_out,
-    p_arrivals,
+    p_words,
     p_sums,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
+    PATIENCE: tl.constexpr,
     WHERE: tl.constexpr,
     SCALE: tl.constexpr,
 ):
+    """A program holds a part of a row (`_rows.meeting`), whose sums are its largest value and the sum of its weights."""
     PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    o_block = tl.arange(0, BLOCK)  # [BLOCK]
-    i_item = tl.program_id(0)
-    if i_item < items:
-        i_row = i_item // PARTS + tl.arange(0, 1)  # [1]
-        o_width = i_item % PARTS * BLOCK + o_block
-        m_tile = (o_width < WIDTH)[None, :]
-        o_tile = i_row.to(tl.int64)[:, None] * WIDTH + o_width[None, :]
-        m_part = masked(m_tile, p_where, i_row, i_row >= 0, o_width, middle, inner, WIDTH, WHERE)
-        b_x = tl.load(p_x + o_tile, mask=m_tile, other=0.0).to(tl.float32) * SCALE  # [1, BLOCK]
-        b_x = tl.where(m_part, b_x, float("-inf"))
-        b_largest = tl.maximum(tl.max(b_x, axis=1), LOWEST)  # [1]
-        tl.store(p_sums + i_item + tl.arange(0, 1), b_largest)
-        tl.store(p_sums + items + i_item + tl.arange(0, 1), tl.sum(tl.exp(b_x - b_largest[:, None]), axis=1))
-        arrive(p_arrivals + i_item // PARTS)
-
-    i_item -= lag
-    if i_item >= 0:
-        i_row = i_item // PARTS + tl.arange(0, 1)  # [1]
-        o_width = i_item % PARTS * BLOCK + o_block
-        m_tile = (o_width < WIDTH)[None, :]
-        o_tile = i_row.to(tl.int64)[:, None] * WIDTH + o_width[None, :]
-        m_part = masked(m_tile, p_where, i_row, i_row >= 0, o_width, middle, inner, WIDTH, WHERE)
-        b_x = tl.load(p_x + o_tile, mask=m_tile, other=0.0)  # [1, BLOCK]
-        wait_for(p_arrivals + i_item // PARTS, PARTS)
+    i_row = tl.program_id(0) // PARTS
+    i_part = tl.program_id(0) % PARTS
+    o_tile, m_tile, m_part = place_of(i_row, i_part, p_where, middle, inner, WIDTH, BLOCK, WHERE)
+    b_stored = tl.load(p_x + o_tile, mask=m_tile, other=0.0)  # [1, BLOCK]
+    b_x = tl.where(m_part, b_stored.to(tl.float32) * SCALE, float("-inf"))
+    b_part_largest = tl.maximum(tl.max(b_x, axis=1), LOWEST)  # [1]
+    p_sum = p_sums + tl.program_id(0) + tl.arange(0, 1)
+    tl.store(p_sum, b_part_largest)
+    b_x = tl.where(m_part, widened(b_stored, items >> 31) * SCALE, float("-inf"))
+    tl.store(p_sum + items, tl.sum(tl.exp(b_x - b_part_largest[:, None]), axis=1))
+    complete, left, zero = meet(p_words + i_row, i_part, PARTS, PATIENCE)
+    if complete:
         o_part = tl.arange(0, PARTS_BLOCK)
-        p_part = p_sums + i_item // PARTS * PARTS + o_part
+        p_part = p_sums + i_row * PARTS + o_part
         b_largests = tl.load(p_part, mask=o_part < PARTS, other=LOWEST, cache_modifier=".cg")  # [PARTS_BLOCK]
         b_totals = tl.load(p_part + items, mask=o_part < PARTS, other=0.0, cache_modifier=".cg")  # [PARTS_BLOCK]
         b_largest = tl.max(b_largests)
         b_total = tl.sum(b_totals * tl.exp(b_largests - b_largest))
         b_inverse = 1.0 / tl.where(b_total == 0.0, 1.0, b_total)
-        b_x = tl.where(m_part, b_x.to(tl.float32) * SCALE, float("-inf"))
+        b_x = tl.where(m_part, widened(b_stored, zero) * SCALE, float("-inf"))
         tl.store(p_out + o_tile, (tl.exp(b_x - b_largest) * b_inverse).to(p_out.dtype.element_ty), mask=m_tile)
-
-
-@triton.jit
-def gradient_tile(
-    p_out,
-    p_grad,
-    p_where,
-    i_item,
-    middle,
-    inner,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WHERE: tl.constexpr,
-):
-    """Result and gradient of a part [1, BLOCK], the gradient 0 where masked, with offsets and mask of what is stored."""
-    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    i_row = i_item // PARTS + tl.arange(0, 1)  # [1]
-    o_width = i_item % PARTS * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    m_tile = (o_width < WIDTH)[None, :]
-    o_tile = i_row.to(tl.int64)[:, None] * WIDTH + o_width[None, :]
-    b_out = tl.load(p_out + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [1, BLOCK]
-    b_grad = tl.load(p_grad + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [1, BLOCK]
-    if WHERE != 0:
-        m_part = masked(m_tile, p_where, i_row, i_row >= 0, o_width, middle, inner, WIDTH, WHERE)
-        b_grad = tl.where(m_part, b_grad, 0.0)
-    return b_out, b_grad, o_tile, m_tile
+        if left != 0:
+            for i_other in tl.range(0, PARTS):
+                if ((left >> i_other) & 1) != 0:
+                    o_other, m_other, m_taking = place_of(i_row, i_other, p_where, middle, inner, WIDTH, BLOCK, WHERE)
+                    b_other = tl.load(p_x + o_other, mask=m_other, other=0.0).to(tl.float32)  # [1, BLOCK]
+                    b_other = tl.exp(tl.where(m_taking, b_other * SCALE, float("-inf")) - b_largest) * b_inverse
+                    tl.store(p_out + o_other, b_other.to(p_out.dtype.element_ty), mask=m_other)
 
 
 @triton.jit
@@ -179,35 +159,46 @@ def softmax_backward_meeting_kernel(
     p_out,
     p_grad,
     p_where,
-    p_arrivals_before,
+    p_words_before,
     items,
-    lag,
     middle,
     inner,
     p_dx,
-    p_arrivals,
+    p_words,
     p_sums,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
+    PATIENCE: tl.constexpr,
     WHERE: tl.constexpr,
     SCALE: tl.constexpr,
 ):
+    """A program holds a part of a row of the result and of its gradient (`_rows.meeting`)."""
     PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    i_item = tl.program_id(0)
-    if i_item < items:
-        b_out, b_grad, _, _ = gradient_tile(p_out, p_grad, p_where, i_item, middle, inner, WIDTH, BLOCK, WHERE)
-        tl.store(p_sums + i_item + tl.arange(0, 1), tl.sum(b_out * b_grad, axis=1))
-        arrive(p_arrivals + i_item // PARTS)
-
-    i_item -= lag
-    if i_item >= 0:
-        b_out, b_grad, o_tile, m_tile = gradient_tile(p_out, p_grad, p_where, i_item, middle, inner, WIDTH, BLOCK, WHERE)
-        wait_for(p_arrivals + i_item // PARTS, PARTS)
+    i_row = tl.program_id(0) // PARTS
+    i_part = tl.program_id(0) % PARTS
+    o_tile, m_tile, m_part = place_of(i_row, i_part, p_where, middle, inner, WIDTH, BLOCK, WHERE)
+    b_out = tl.load(p_out + o_tile, mask=m_tile, other=0.0)  # [1, BLOCK]
+    b_grad = tl.load(p_grad + o_tile, mask=m_tile, other=0.0)  # [1, BLOCK]
+    if WHERE != 0:
+        b_grad = tl.where(m_part, b_grad, 0.0)
+    tl.store(p_sums + tl.program_id(0) + tl.arange(0, 1), tl.sum(b_out.to(tl.float32) * b_grad.to(tl.float32), axis=1))
+    complete, left, zero = meet(p_words + i_row, i_part, PARTS, PATIENCE)
+    if complete:
         o_part = tl.arange(0, PARTS_BLOCK)
-        p_part = p_sums + i_item // PARTS * PARTS + o_part
-        b_sum = tl.sum(tl.load(p_part, mask=o_part < PARTS, other=0.0, cache_modifier=".cg"))
-        tl.store(p_dx + o_tile, (b_out * (b_grad - b_sum) * SCALE).to(p_dx.dtype.element_ty), mask=m_tile)
+        b_sum = tl.sum(tl.load(p_sums + i_row * PARTS + o_part, mask=o_part < PARTS, other=0.0, cache_modifier=".cg"))
+        b_dx = widened(b_out, zero) * (widened(b_grad, zero) - b_sum) * SCALE
+        tl.store(p_dx + o_tile, b_dx.to(p_dx.dtype.element_ty), mask=m_tile)
+        if left != 0:
+            for i_other in tl.range(0, PARTS):
+                if ((left >> i_other) & 1) != 0:
+                    o_other, m_other, m_taking = place_of(i_row, i_other, p_where, middle, inner, WIDTH, BLOCK, WHERE)
+                    b_other = tl.load(p_out + o_other, mask=m_other, other=0.0).to(tl.float32)  # [1, BLOCK]
+                    b_other_grad = tl.load(p_grad + o_other, mask=m_other, other=0.0).to(tl.float32)  # [1, BLOCK]
+                    if WHERE != 0:
+                        b_other_grad = tl.where(m_taking, b_other_grad, 0.0)
+                    b_other = b_other * (b_other_grad - b_sum) * SCALE
+                    tl.store(p_dx + o_other, b_other.to(p_dx.dtype.element_ty), mask=m_other)
 
 
 @triton.jit
@@ -302,18 +293,17 @@ def _call(kernels: _Kernels, arrays: tuple[Any, ...], call: SoftmaxCall, inputs:
     constants = {"WIDTH": width, "WHERE": mask.kind, "SCALE": call.scale, "num_warps": config.num_warps}
     repetition = (mask.middle, mask.inner)
     result = ((x.shape, x.dtype),)
-    if config.lag:
+    if config.meet:
         parts = -(-width // config.block)
-        items, lag = rows * parts, lag_of(config.lag, parts)
-        given = (*arrays, mask.where, arrivals_of(rows), items, lag, *repetition)
         return call_kernel(
             kernels.meeting,
-            given,
-            (*result, ((rows,), jnp.int32), ((2, items), jnp.float32)),
-            grid=items + lag,
+            (*arrays, mask.where, words_of(rows), rows * parts, *repetition),
+            (*result, ((rows,), jnp.int32), ((2, rows * parts), jnp.float32)),
+            grid=rows * parts,
             input_output_aliases={len(arrays) + 1: 1},
             BLOCK=config.block,
             PARTS_BLOCK=padded(parts),
+            PATIENCE=patience(),
             **constants,
         )[0]
     if config.block:
