@@ -98,9 +98,13 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize("configs", [HELD, WALKING, MEETING], ids=["held", "walking", "meeting"])
-@pytest.mark.parametrize(("arguments", "options"), PROBLEMS)
-def test_numbers_in_the_interpreter(norm, interpreted, configs, arguments, options):
+TRIED = [(kind, *problem) for kind in ("held", "walking") for problem in PROBLEMS]
+TRIED += [("meeting", *PROBLEMS[index]) for index in (0, 2, 6, 8)]
+
+
+@pytest.mark.parametrize(("kind", "arguments", "options"), TRIED)
+def test_numbers_in_the_interpreter(norm, interpreted, kind, arguments, options):
+    configs = {"held": HELD, "walking": WALKING, "meeting": MEETING}[kind]
     call, inputs, cotangents = norm.problem(*arguments, **options)
     if call.x.shape[-1] > 4000 and configs is not HELD:
         configs = tuple(dataclasses.replace(choice, block=choice.block and 1024) for choice in configs)

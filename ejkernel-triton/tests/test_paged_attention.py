@@ -125,7 +125,11 @@ PROBLEMS = {
     "pages of whole blocks outside": {"requests": ((5, 150), (1, 100)), "broken_page": True},
     "negative scale": {"requests": ((5, 150), (1, 100)), "softmax_scale": -0.7},
     "whole blocks, int8": {
-        "requests": ((5, 150), (1, 100)), "page_size": 16, "stored": "int8", "k_scale": np.float32(0.01), "v_scale": np.float32(1)
+        "requests": ((5, 150), (1, 100)),
+        "page_size": 16,
+        "stored": "int8",
+        "k_scale": np.float32(0.01),
+        "v_scale": np.float32(1),
     },
 }
 

@@ -67,16 +67,23 @@ def check(call, inputs, cotangents, choices, limit=2e-6):
     assert got.where is None
 
 
-@pytest.mark.parametrize("choice", [HELD, WALKING, MEETING], ids=["held", "walking", "meeting"])
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_numbers_in_the_interpreter(interpreted, case, choice):
+@pytest.mark.parametrize(
+    ("choice", "case"),
+    [
+        pytest.param(choice, case, id=f"{name}-{case.name}")
+        for name, choice in (("held", HELD), ("walking", WALKING), ("meeting", MEETING))
+        for case in SMALL
+        if choice is not MEETING or case.name in ("wide", "where-poisoned")
+    ],
+)
+def test_numbers_in_the_interpreter(interpreted, choice, case):
     if case.name == "wide" and choice is not HELD:
         choice = dataclasses.replace(choice, block=1024)
     check(*problem(case), (choice, choice))
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-3), ("float16", 3e-4)])
-@pytest.mark.parametrize("choice", [HELD, WALKING, MEETING], ids=["held", "walking", "meeting"])
+@pytest.mark.parametrize("choice", [HELD, WALKING], ids=["held", "walking"])
 def test_half_precision(interpreted, dtype, limit, choice):
     check(*problem(next(case for case in CASES if case.name == "scale"), dtype), (choice, choice), limit)
 
@@ -85,7 +92,7 @@ def test_half_precision(interpreted, dtype, limit, choice):
 def test_every_config_gives_the_same_numbers(interpreted, name):
     call, inputs, cotangents = problem(next(case for case in CASES if case.name == name))
     forward = {c.rows: c for c in config.forward_space(call, H200)}
-    cut = [config.Config(1, 1, block, 1, meet) for block in (8, 32, 64) for meet in (False, True)]
+    cut = [config.Config(1, 1, 8), *(config.Config(1, 1, block, 1, meet) for block in (32, 64) for meet in (False, True))]
     for choice in (*forward.values(), *cut):
         check(call, inputs, cotangents, (choice, choice))
 
@@ -189,3 +196,11 @@ def test_supports():
         assert "x is float64" in str(supports(dataclasses.replace(call, x=ArraySpec((4, 64), "float64")), H200))
         assert "rows" in str(supports(dataclasses.replace(call, x=ArraySpec((3_000_000_000, 2), "float32")), H200))
         assert "the target is cpu" in str(supports(call, Target("cpu")))
+
+
+def test_values_of_half_precision_that_are_held_while_programs_meet(interpreted):
+    """They are converted twice, the second time from their bits."""
+    x = jnp.asarray(np.random.default_rng(4).standard_normal((2, 40)) * 3, "bfloat16")
+    call = SoftmaxCall(x=ArraySpec.of(x), scale=0.5)
+    inputs, cotangents = SoftmaxInputs(x), SoftmaxOutputs(x[:, ::-1])
+    check(call, inputs, cotangents, (MEETING, MEETING), 2e-3)

@@ -14,7 +14,7 @@ _WARPS = (1, 2, 4, 8, 16, 32)
 _ELEMENTS = 1 << 14
 """Most elements of a tile of several rows."""
 
-WIDEST_FORWARD = 16384
+WIDEST_FORWARD = 32768
 """Wider rows are shared by programs; a row of this width is held in 32 registers per thread."""
 WIDEST_BACKWARD = 8192
 """A program holds a row of x, of the gradient and of each parameter's partial sum, up to this width without spills."""
@@ -100,9 +100,12 @@ def walking_configs(width: int, size: int, least: int) -> list[ForwardConfig]:
 
 
 def sharing_config(width: int, size: int) -> ForwardConfig | None:
-    """Programs that share a row of elements of `size` bytes, parts of 32 KiB; None for a row that is too wide."""
-    block = 32768 // size
-    return ForwardConfig(1, 8, block, 1, True) if width <= MOST_PARTS * block else None
+    """Programs that share a row of elements of `size` bytes, parts of 16 KiB, or 32 where there would be too many; None for a row
+    that is too wide."""
+    for block, warps in ((16384 // size, 4), (32768 // size, 8)):
+        if width <= MOST_PARTS * block:
+            return ForwardConfig(1, warps, block, 1, True)
+    return None
 
 
 def sharing_configs(width: int, size: int, least: int) -> list[ForwardConfig]:
@@ -110,7 +113,7 @@ def sharing_configs(width: int, size: int, least: int) -> list[ForwardConfig]:
     return [
         ForwardConfig(1, warps, block, 1, True)
         for block, warps in itertools.product((4096, 8192, 16384, 32768), (4, 8, 16))
-        if least <= width and 2 * block <= width <= MOST_PARTS * block and thread_fits(block, warps, 256 // size)
+        if least <= width and 2 * block <= width <= MOST_PARTS * block and thread_fits(block, warps, 128 // size)
     ]
 
 
@@ -132,7 +135,7 @@ def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
     held = [
         ForwardConfig(rows, warps)
         for rows, warps in itertools.product(rows_of_tile(width), _WARPS)
-        if width <= 2 * WIDEST_FORWARD and thread_fits(rows * width, warps, 64)
+        if width <= WIDEST_FORWARD and thread_fits(rows * width, warps, 64)
     ]
     size = itemsize(call.x)
     return held + walking_configs(width, size, 16384) + sharing_configs(width, size, 16384)
@@ -146,7 +149,7 @@ def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
     width = padded_width(call)
     size = itemsize(call.x)
     if width > WIDEST_BACKWARD:
-        return BackwardConfig(2, 8, 64, 1, 2048) if width <= 2 * WIDEST_BACKWARD else BackwardConfig(4, 4, 32, 3, 1024)
+        return BackwardConfig(4, 4, 32 if width <= 65536 else 16, 3, 1024)
     narrow = width <= 512
     rows = max(1, (1024 if width < 64 else 2048 if narrow else 16384 // size) // width)
     if 3 * _tile_bytes(call, rows * width) <= SHARED_MEMORY:

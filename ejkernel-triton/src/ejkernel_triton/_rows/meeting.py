@@ -20,6 +20,7 @@ from ejkernel_triton._interpret import interpreting
 PATIENCE = 128
 """Looks at the word before a program leaves, about a microsecond each; parts of a row arrive within a few."""
 
+
 @triton.jit
 def meet(p_word, i_part, PARTS: tl.constexpr, PATIENCE: tl.constexpr):
     """What this program stored before will be seen by the others. Returns whether all have arrived, else this part is left; the

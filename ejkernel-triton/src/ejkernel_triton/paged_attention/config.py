@@ -110,10 +110,10 @@ def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
     keys = _keys(call)
     if tokens <= requests:
         return _decoding(call, target, keys)
-    # Operands of wgmma lie in shared memory, those of other products in registers. Low tiles, several at a time, hide the look-ups
-    # of keys that lie in many pages, unless they spill.
+    # Operands of wgmma lie in shared memory, those of other products in registers. Of two low tiles at a time one hides what the
+    # other waits for, unless they spill.
     large = (target.capability or (0, 0)) >= (9, 0) and product_itemsize(call) == 2
-    whole = large and (call.pages.page_size % keys == 0 or _widest(call) > 128 or call.soft_cap is not None)
+    whole = large and (_widest(call) > 128 or call.soft_cap is not None)
     most = max(_most_rows(call) // (1 if whole else 2), SMALLEST) // heads_of_tile(call)
     together = min(_power(-(-tokens // requests)), 1 << (max(most, 1).bit_length() - 1))
     rows = rows_of_tile(call, together)

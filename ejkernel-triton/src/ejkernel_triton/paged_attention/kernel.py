@@ -107,10 +107,7 @@ def _absorb(
     LATE: tl.constexpr = KIND == WHOLE and SCALE_ABOVE_0 and SOFT_CAP == 0 and not ALIBI
     i_key = i_block * BLOCK_K + tl.arange(0, BLOCK_K)  # [BLOCK_K]
     m_page = (i_page >= 0) & (i_page < pages)
-    if KIND == WHOLE:
-        m_key = m_page & (i_key >= 0)
-    else:
-        m_key = (i_key >= i_lowest) & (i_key < i_limit) & m_page
+    m_key = m_page & (i_key >= 0) if KIND == WHOLE else m_page & (i_key >= i_lowest) & (i_key < i_limit)
     if ONE_PAGE:  # addresses differ by constants from the first one
         i_first = i_block * BLOCK_K % PAGE
         p_key += i_page.to(tl.int64) * KEY_PAGE + i_first * KEY_TOKEN
@@ -339,12 +336,12 @@ def paged_attention_kernel(
         if PART == 1 or (not ALIKE and (PART == 2 or WINDOW > 0)):
             i_from = i_begin if PART == 0 else (i_full_begin if PART == 1 else i_full_stop)
             i_to = i_full_begin if PART == 0 else (i_full_stop if PART == 1 else i_stop)
-            for i_block in tl.range(i_from, i_to, num_stages=STAGES if PART == 1 else min(STAGES, 2)):
+            for i_block in tl.range(i_from, i_to, num_stages=STAGES if PART == 1 or PAGE % BLOCK_K != 0 else min(STAGES, 2)):
                 b_max, b_sum, b_acc, i_page = _absorb(
                     b_query, b_max, b_sum, b_acc, i_page, i_block, i_lowest, i_limit, i_position, i_local, i_first_new, b_factor,
-                    b_slope, p_key, p_value, p_tables, p_bias, pages, table_width, EDGE if PART != 1 else (ALL if ALIKE else WHOLE), D, V, BLOCK_D, BLOCK_V, BLOCK_K,
-                    PAGE, KEY_PAGE, KEY_TOKEN, VALUE_PAGE, VALUE_TOKEN, CAUSAL, WINDOW, SOFT_CAP, SLOPES > 0, BIAS,
-                    SCALE > 0 and KEY_SCALE == 0, PRECISION,
+                    b_slope, p_key, p_value, p_tables, p_bias, pages, table_width, EDGE if PART != 1 else (ALL if ALIKE else WHOLE),
+                    D, V, BLOCK_D, BLOCK_V, BLOCK_K, PAGE, KEY_PAGE, KEY_TOKEN, VALUE_PAGE, VALUE_TOKEN, CAUSAL, WINDOW, SOFT_CAP,
+                    SLOPES > 0, BIAS, SCALE > 0 and KEY_SCALE == 0, PRECISION,
                 )  # fmt: skip
 
     o_value = tl.arange(0, BLOCK_V)
@@ -489,9 +486,7 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
     if batch * tokens * call.kv_lens.shape[1] * call.value_size * call.longest * call.pages.pages == 0:
         return _without_keys(call, inputs)
     inputs = _with_one_sink(with_one_schedule(inputs))
-    together = Sizes.of(
-        call, config, tokens_of_tile=config.tokens, keys=config.keys, above=1 if config.decode_keys else 0
-    )
+    together = Sizes.of(call, config, tokens_of_tile=config.tokens, keys=config.keys, above=1 if config.decode_keys else 0)
     results = None if together.parts else _cleared(call)
     if config.decode_keys:
         alone = Sizes.of(call, config, tokens_of_tile=1, keys=config.decode_keys, up_to=1)

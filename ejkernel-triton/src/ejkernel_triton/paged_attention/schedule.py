@@ -1,8 +1,8 @@
 """Which program reads which keys: made on the device from the lengths, so that one compilation serves every mix of requests.
 
 A tile is a run of new tokens of one request with the query heads of one key head. Each tile's keys are cut into as many splits as
-make all programs about equally long, none where that is little to gain, for parts must be merged; a unit is one split of one tile. Static shapes bound the number of units; programs beyond
-those in use end at once.
+make all programs about equally long, and not cut where that gains little, for parts must be merged; a unit is one split of one
+tile. Static shapes bound the number of units; programs beyond those in use end at once.
 """
 
 from __future__ import annotations

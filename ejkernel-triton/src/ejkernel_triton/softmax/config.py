@@ -22,9 +22,9 @@ from ejkernel_triton._rows.config import (
 Config = ForwardConfig
 """Of both phases: rows of a program, blocks that it walks over, or parts that programs share."""
 
-WIDEST_FORWARD = 16384
-WIDEST_BACKWARD = 16384
-"""Wider rows are shared by programs; a program holds at most 32 registers per thread of each row."""
+WIDEST_FORWARD = 32768
+WIDEST_BACKWARD = {2: 32768, 4: 16384}
+"""By bytes of an element. Wider rows are shared by programs; a program holds at most 32 registers per thread of each row."""
 
 
 def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
@@ -36,8 +36,8 @@ def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
 
 def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
     width = padded(call.x.shape[-1])
-    if width > WIDEST_BACKWARD:
-        return sharing_config(width, 2 * itemsize(call.x)) or Config(1, 16, 8192)
+    if width > WIDEST_BACKWARD[itemsize(call.x)]:
+        return sharing_config(width, itemsize(call.x)) or Config(1, 16, 8192)
     rows = max(1, min(512, 2048 // width))
     return Config(rows, warps_for(width * rows, 16))
 
@@ -47,7 +47,7 @@ def forward_space(call: SoftmaxCall, target: Target) -> list[Config]:
 
 
 def backward_space(call: SoftmaxCall, target: Target) -> list[Config]:
-    return _space(call, WIDEST_BACKWARD, 2)
+    return _space(call, WIDEST_BACKWARD[itemsize(call.x)], 2)
 
 
 def _space(call: SoftmaxCall, widest: int, arrays: int) -> list[Config]:
@@ -56,10 +56,10 @@ def _space(call: SoftmaxCall, widest: int, arrays: int) -> list[Config]:
     held = [
         Config(rows, warps)
         for rows, warps in itertools.product(rows_of_tile(width), (1, 2, 4, 8, 16, 32))
-        if width <= 2 * widest // arrays and thread_fits(rows * width, warps, 64 // arrays)
+        if width <= widest and thread_fits(rows * width, warps, 64 // arrays)
     ]
-    size = arrays * itemsize(call.x)
-    return held + walking_configs(width, size, 16384) + sharing_configs(width, size, 16384)
+    size = itemsize(call.x)
+    return held + walking_configs(width, arrays * size, 16384) + sharing_configs(width, size, 16384)
 
 
 FORWARD = ConfigSpace(Config, forward_heuristic, forward_space)
