@@ -204,3 +204,9 @@ def test_values_of_half_precision_that_are_held_while_programs_meet(interpreted)
     call = SoftmaxCall(x=ArraySpec.of(x), scale=0.5)
     inputs, cotangents = SoftmaxInputs(x), SoftmaxOutputs(x[:, ::-1])
     check(call, inputs, cotangents, (MEETING, MEETING), 2e-3)
+
+
+def test_too_many_parts_of_a_row_are_refused():
+    call = SoftmaxCall(x=ArraySpec((2, 300), "float32"))
+    with pytest.raises(ValueError, match="block 16 cuts a row of 300 columns into 19 parts"):
+        kernel.forward(call, SoftmaxInputs(jnp.zeros((2, 300))), MEETING)

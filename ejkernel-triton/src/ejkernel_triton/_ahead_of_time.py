@@ -61,7 +61,9 @@ ALLOWED: tuple[Allowance, ...] = (
     Allowance(
         "key_gradient_kernel", 192, "in tiles with masks and in the pass after NaN; loops over whole tiles spill nothing"
     ),
-    Allowance("paged_attention_kernel", 32, "up to seven values, stored before the loops and read after them", capabilities=(90, 100)),
+    Allowance(
+        "paged_attention_kernel", 32, "up to seven values, stored before the loops and read after them", capabilities=(90, 100)
+    ),
     Allowance("query_gradient_kernel", 16, "two values, in a kernel with every feature at once", capabilities=(100,)),
 )
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from ejkernel.operations._rows.interface import NormCall, NormInputs
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded, padded_width
-from ejkernel_triton._rows.meeting import meet, patience, widened, words_of
+from ejkernel_triton._rows.meeting import meet, parts_of, patience, widened, words_of
 
 ABSENT, SHARED, PER_BATCH = 0, 1, 2
 """How a parameter is stored: not at all, `[1, d]`, or `[b, d]` with b > 1."""
@@ -417,7 +417,7 @@ def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, c
     }  # fmt: skip
     results = ((shape, x.dtype), statistic if save and centred else absent, statistic if save else absent)
     if config.meet:
-        parts = cdiv(shape[-1], config.block)
+        parts = parts_of(shape[-1], config.block)
         out, mean, rstd, *_ = call_kernel(
             norm_forward_meeting_kernel,
             (*arrays, words_of(rows), rows * parts, rows // shape[0]),

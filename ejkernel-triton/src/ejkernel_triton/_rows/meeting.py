@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton._interpret import interpreting
+from ejkernel_triton._rows.config import MOST_PARTS
 
 PATIENCE = 128
 """Looks at the word before a program leaves, about a microsecond each; parts of a row arrive within a few."""
@@ -51,6 +52,18 @@ def widened(b_stored, zero):
 def patience() -> int:
     """Looks at the word before a program leaves: waiting is of no use in the interpreter."""
     return 1 if interpreting() else PATIENCE
+
+
+def parts_of(width: int, block: int) -> int:
+    """Programs of a row."""
+    parts = -(-width // block)
+    if parts > MOST_PARTS:
+        least = -(-width // MOST_PARTS)
+        raise ValueError(
+            f"config: block {block} cuts a row of {width} columns into {parts} parts, at most {MOST_PARTS} programs "
+            f"meet; take a block of at least {least} columns, or meet=False"
+        )
+    return parts
 
 
 def words_of(rows: int) -> Any:

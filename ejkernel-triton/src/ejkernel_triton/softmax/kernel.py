@@ -17,7 +17,7 @@ import triton.language as tl
 from ejkernel.operations.softmax.interface import SoftmaxCall, SoftmaxInputs, SoftmaxOutputs
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._rows.config import padded
-from ejkernel_triton._rows.meeting import meet, patience, widened, words_of
+from ejkernel_triton._rows.meeting import meet, parts_of, patience, widened, words_of
 from ejkernel_triton.softmax.config import Config
 from ejkernel_triton.softmax.mask import mask_of, masked
 
@@ -294,7 +294,7 @@ def _call(kernels: _Kernels, arrays: tuple[Any, ...], call: SoftmaxCall, inputs:
     repetition = (mask.middle, mask.inner)
     result = ((x.shape, x.dtype),)
     if config.meet:
-        parts = -(-width // config.block)
+        parts = parts_of(width, config.block)
         return call_kernel(
             kernels.meeting,
             (*arrays, mask.where, words_of(rows), rows * parts, *repetition),
