@@ -20,6 +20,7 @@ from ejkernel_triton._versions import version_problem
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
 from ejkernel_triton._rows import kernel as shared_kernel
+from ejkernel_triton._rows import meeting
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
@@ -29,6 +30,7 @@ WALKING = (
     config.ForwardConfig(rows=1, num_warps=1, block=16),
     config.BackwardConfig(rows=2, num_warps=1, programs=3, num_stages=1, block=32),
 )
+MEETING = config.ForwardConfig(rows=1, num_warps=1, block=16, meet=True), HELD[1]
 
 
 class Norm:
@@ -68,6 +70,7 @@ def norm(request):
 @pytest.fixture
 def interpreted(monkeypatch):
     monkeypatch.setattr(shared_kernel, "call_kernel", testing.interpreted_call)
+    monkeypatch.setattr(meeting, "PATIENCE", 1)
 
 
 def wide(values):
@@ -95,12 +98,16 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize("configs", [HELD, WALKING], ids=["held", "walking"])
-@pytest.mark.parametrize(("arguments", "options"), PROBLEMS)
-def test_numbers_in_the_interpreter(norm, interpreted, configs, arguments, options):
+TRIED = [(kind, *problem) for kind in ("held", "walking") for problem in PROBLEMS]
+TRIED += [("meeting", *PROBLEMS[index]) for index in (0, 2, 6, 8)]
+
+
+@pytest.mark.parametrize(("kind", "arguments", "options"), TRIED)
+def test_numbers_in_the_interpreter(norm, interpreted, kind, arguments, options):
+    configs = {"held": HELD, "walking": WALKING, "meeting": MEETING}[kind]
     call, inputs, cotangents = norm.problem(*arguments, **options)
-    if call.x.shape[-1] > 4000 and configs is WALKING:
-        configs = tuple(dataclasses.replace(choice, block=1024) for choice in configs)
+    if call.x.shape[-1] > 4000 and configs is not HELD:
+        configs = tuple(dataclasses.replace(choice, block=choice.block and 1024) for choice in configs)
     outputs = norm.kernel.forward(call, inputs, configs[0])
     exact = norm.reference.forward(call, wide(inputs))
     limit = TOLERANCE[call.x.dtype]
@@ -125,7 +132,8 @@ def test_every_config_gives_the_same_numbers(norm, interpreted, shape):
     exact = norm.reference.forward(call, wide(inputs))
     wanted = norm.reference.backward(call, wide(inputs), exact, wide(cotangents))
     walking = [config.ForwardConfig(1, 1, block, stages) for block in (8, 64, 512) for stages in (1, 2)]
-    for choice in [*{choice.rows: choice for choice in config.forward_space(call, H200)}.values(), *walking]:
+    shared = [config.ForwardConfig(1, 1, block, 1, True) for block in (32, 128, 512)]
+    for choice in [*{choice.rows: choice for choice in config.forward_space(call, H200)}.values(), *walking, *shared]:
         outputs = norm.kernel.forward(call, inputs, choice)
         assert relative_error(outputs.out, exact.out) < 2e-5, choice
     split = [config.BackwardConfig(rows, 1, programs, 1, 64) for rows in (1, 4) for programs in (1, 7)]
@@ -135,7 +143,7 @@ def test_every_config_gives_the_same_numbers(norm, interpreted, shape):
         assert relative_error(got.scale, wanted.scale) < 2e-5, choice
 
 
-@pytest.mark.parametrize("choice", [HELD[0], WALKING[0]], ids=["held", "walking"])
+@pytest.mark.parametrize("choice", [HELD[0], WALKING[0], MEETING[0]], ids=["held", "walking", "meeting"])
 def test_rows_far_from_zero_keep_their_variance(interpreted, choice):
     norm = Norm("layer_norm")
     call, inputs, _ = norm.problem((3, 333), shift=1000.0, seed=4)
@@ -147,7 +155,7 @@ def test_rows_far_from_zero_keep_their_variance(interpreted, choice):
 def test_forward_without_residuals_leaves_statistics_alone(norm, interpreted):
     call, inputs, _ = norm.problem((3, 16))
     call = dataclasses.replace(call, save_residuals=False)
-    for choice in (config.forward_heuristic(call, H200), WALKING[0]):
+    for choice in (config.forward_heuristic(call, H200), WALKING[0], MEETING[0]):
         outputs = norm.kernel.forward(call, inputs, choice)
         assert [getattr(outputs, name) for name in norm.operation.statistics] == [None] * len(norm.operation.statistics)
 
@@ -164,17 +172,21 @@ def test_no_rows_or_no_columns(norm, shape):
 
 
 HELD_KERNELS = ["norm_forward_kernel", "norm_backward_kernel"]
-SPLIT_KERNELS = ["norm_forward_kernel", "norm_row_means_kernel", "norm_backward_kernel"]
-WALKING_KERNELS = ["norm_forward_walking_kernel", *SPLIT_KERNELS[1:]]
+SPLIT_KERNELS = ["norm_row_means_kernel", "norm_backward_kernel"]
+HELD_FORWARD = ["norm_forward_kernel", *SPLIT_KERNELS]
+SHARED_FORWARD = ["norm_forward_meeting_kernel", *SPLIT_KERNELS]
+WALKING_FORWARD = ["norm_forward_walking_kernel", *SPLIT_KERNELS]
 
 
 COMPILED = [
-    ((64, 16384), "bfloat16", SPLIT_KERNELS),
+    ((64, 16384), "bfloat16", HELD_FORWARD),
     ((16384, 4096), "bfloat16", HELD_KERNELS),
     ((131072, 128), "bfloat16", HELD_KERNELS),
     ((64, 8192), "float32", HELD_KERNELS),
     ((8, 7), "float16", HELD_KERNELS),
-    ((8, 131072), "bfloat16", WALKING_KERNELS),
+    ((8, 131072), "bfloat16", SHARED_FORWARD),
+    ((8, 131072), "float32", SHARED_FORWARD),
+    ((8, 1_000_000), "bfloat16", WALKING_FORWARD),
 ]
 """The first, which has the most in registers, is always compiled for every generation."""
 

@@ -21,6 +21,7 @@ from ejkernel_triton.paged_attention.config import PagedAttentionConfig
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import _interpreter, testing
+from ejkernel_triton._ahead_of_time import ALLOWED
 from ejkernel_triton._jax_triton import standing_in
 from ejkernel_triton.paged_attention import kernel
 from ejkernel_triton.paged_attention.schedule import LEAST_BLOCKS, Sizes, make_schedule
@@ -120,6 +121,16 @@ PROBLEMS = {
     "group of three": {"heads": 6, "key_heads": 2, "size": 5, "value_size": 19},
     "group of forty": {"requests": ((1, 40), (2, 2)), "heads": 40},
     "page outside": {"broken_page": True},
+    "page of a whole block outside": {"requests": ((5, 150), (1, 100)), "page_size": 32, "broken_page": True},
+    "pages of whole blocks outside": {"requests": ((5, 150), (1, 100)), "broken_page": True},
+    "negative scale": {"requests": ((5, 150), (1, 100)), "softmax_scale": -0.7},
+    "whole blocks, int8": {
+        "requests": ((5, 150), (1, 100)),
+        "page_size": 16,
+        "stored": "int8",
+        "k_scale": np.float32(0.01),
+        "v_scale": np.float32(1),
+    },
 }
 
 
@@ -242,7 +253,16 @@ def test_units_are_within_their_bounds_and_balanced(tokens, requests, chosen):
         blocks = -(-lengths[0] // chosen[1])
         longest = np.max(-(-blocks // np.maximum(splits, 1)), initial=0)
         average = np.sum(blocks * tiles) / sizes.wanted
-        assert longest <= max(np.ceil(average), LEAST_BLOCKS)
+        assert longest <= 1.5 * max(np.ceil(average), LEAST_BLOCKS)
+
+
+def test_equal_requests_that_fill_the_device_are_not_split():
+    """64 requests of 4096 keys under 8 key heads are 512 programs of 528: cutting each in two would only add a merge."""
+    call = shapes_of(64, 64, 256, 16)
+    sizes = Sizes.of(call, PagedAttentionConfig(1, 16, 2, 3, 528), tokens_of_tile=1, keys=16)
+    splits, _, parts = make_schedule(call, sizes, jnp.arange(65)[None], jnp.full((1, 64), 4096))
+    assert (splits == 1).all()
+    assert (parts == 0).all()
 
 
 def test_one_compilation_for_every_mix_of_lengths(monkeypatch):
@@ -313,7 +333,9 @@ def test_compiles_without_spills(monkeypatch, tmp_path, name, capability_number)
     for compilation in recorder.compilations:
         compiled = compilation.compile(capability_number)
         found = testing.resources(compiled)
-        assert found.stack <= testing.tolerated_stack(), (compilation.kernel.fn.__name__, found)
+        name, most = compilation.kernel.fn.__name__, testing.tolerated_stack()
+        allowed = [a.most for a in ALLOWED if a.kernel == name and capability_number in a.capabilities]
+        assert found.stack <= max([most, *allowed]), (name, found)
         if compilation.kernel is kernel.paged_attention_kernel:
             assert "cp.async.cg.shared.global" in compiled.asm["ptx"], (
                 "keys are not copied 16 bytes at a time ahead of their use"

@@ -20,6 +20,7 @@ from ejkernel_triton.softmax import capability, config
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
+from ejkernel_triton._rows import meeting
 from ejkernel_triton.softmax import kernel
 from ejkernel_triton.softmax.mask import PER_ELEMENT, PER_ROW, mask_of
 
@@ -27,11 +28,13 @@ H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
 SMALL = [case for case in CASES if not any(tag.startswith("bench") for tag in case.tags)]
 HELD, WALKING = config.Config(rows=4, num_warps=1), config.Config(rows=1, num_warps=1, block=16)
+MEETING = dataclasses.replace(WALKING, meet=True)
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
     monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
+    monkeypatch.setattr(meeting, "PATIENCE", 1)
 
 
 def wide(values):
@@ -64,10 +67,17 @@ def check(call, inputs, cotangents, choices, limit=2e-6):
     assert got.where is None
 
 
-@pytest.mark.parametrize("choice", [HELD, WALKING], ids=["held", "walking"])
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_numbers_in_the_interpreter(interpreted, case, choice):
-    if case.name == "wide" and choice is WALKING:
+@pytest.mark.parametrize(
+    ("choice", "case"),
+    [
+        pytest.param(choice, case, id=f"{name}-{case.name}")
+        for name, choice in (("held", HELD), ("walking", WALKING), ("meeting", MEETING))
+        for case in SMALL
+        if choice is not MEETING or case.name in ("wide", "where-poisoned")
+    ],
+)
+def test_numbers_in_the_interpreter(interpreted, choice, case):
+    if case.name == "wide" and choice is not HELD:
         choice = dataclasses.replace(choice, block=1024)
     check(*problem(case), (choice, choice))
 
@@ -82,18 +92,19 @@ def test_half_precision(interpreted, dtype, limit, choice):
 def test_every_config_gives_the_same_numbers(interpreted, name):
     call, inputs, cotangents = problem(next(case for case in CASES if case.name == name))
     forward = {c.rows: c for c in config.forward_space(call, H200)}
-    walking = [config.Config(1, 1, block) for block in (8, 32, 64)]
-    for choice in (*forward.values(), *walking):
+    cut = [config.Config(1, 1, 8), *(config.Config(1, 1, block, 1, meet) for block in (32, 64) for meet in (False, True))]
+    for choice in (*forward.values(), *cut):
         check(call, inputs, cotangents, (choice, choice))
 
 
-def test_a_larger_value_in_a_later_block(interpreted):
-    """The walking sum is rescaled; rows of -inf in all blocks but the last one, and NaN and inf as in the definition."""
+@pytest.mark.parametrize("choice", [WALKING, MEETING], ids=["walking", "meeting"])
+def test_a_larger_value_in_a_later_block(interpreted, choice):
+    """Sums are rescaled; rows of -inf in all blocks but the last one, and NaN and inf as in the definition."""
     x = np.full((4, 40), -np.inf, np.float32)
     x[0, 39], x[1, 3], x[1, 38] = 2.0, 1.0, 90.0
     x[2], x[3] = np.arange(40), 1.0
     x[3, 20] = np.nan
-    out = kernel.forward(SoftmaxCall(x=ArraySpec.of(x)), SoftmaxInputs(jnp.asarray(x)), WALKING).out
+    out = kernel.forward(SoftmaxCall(x=ArraySpec.of(x)), SoftmaxInputs(jnp.asarray(x)), choice).out
     exact = reference.forward(SoftmaxCall(x=ArraySpec.of(x)), SoftmaxInputs(x[:3].astype(np.float64))).out
     np.testing.assert_allclose(out[:3], exact, atol=1e-6)
     assert np.isnan(out[3]).all()
@@ -132,14 +143,14 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "where", "walks", "dtype", "capability_number"),
+    ("shape", "where", "shared", "dtype", "capability_number"),
     [
         pytest.param(*problem, number, marks=pytest.mark.slow if number != 90 and problem is not COMPILED[0] else ())
         for problem in COMPILED
         for number in (80, 90, 100)
     ],
 )
-def test_compiles_without_spills(monkeypatch, tmp_path, shape, where, walks, dtype, capability_number):
+def test_compiles_without_spills(monkeypatch, tmp_path, shape, where, shared, dtype, capability_number):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     recorder = testing.Recorder()
     monkeypatch.setattr(kernel, "call_kernel", recorder)
@@ -155,7 +166,7 @@ def test_compiles_without_spills(monkeypatch, tmp_path, shape, where, walks, dty
     jax.eval_shape(both, inputs)
     names = ("softmax_forward", "softmax_backward")
     assert [c.kernel.fn.__name__ for c in recorder.compilations] == [
-        f"{name}_walking_kernel" if walks else f"{name}_kernel" for name in names
+        f"{name}_meeting_kernel" if shared else f"{name}_kernel" for name in names
     ]
     for compilation in recorder.compilations:
         compiled = compilation.compile(capability_number)
@@ -185,3 +196,17 @@ def test_supports():
         assert "x is float64" in str(supports(dataclasses.replace(call, x=ArraySpec((4, 64), "float64")), H200))
         assert "rows" in str(supports(dataclasses.replace(call, x=ArraySpec((3_000_000_000, 2), "float32")), H200))
         assert "the target is cpu" in str(supports(call, Target("cpu")))
+
+
+def test_values_of_half_precision_that_are_held_while_programs_meet(interpreted):
+    """They are converted twice, the second time from their bits."""
+    x = jnp.asarray(np.random.default_rng(4).standard_normal((2, 40)) * 3, "bfloat16")
+    call = SoftmaxCall(x=ArraySpec.of(x), scale=0.5)
+    inputs, cotangents = SoftmaxInputs(x), SoftmaxOutputs(x[:, ::-1])
+    check(call, inputs, cotangents, (MEETING, MEETING), 2e-3)
+
+
+def test_too_many_parts_of_a_row_are_refused():
+    call = SoftmaxCall(x=ArraySpec((2, 300), "float32"))
+    with pytest.raises(ValueError, match="block 16 cuts a row of 300 columns into 19 parts"):
+        kernel.forward(call, SoftmaxInputs(jnp.zeros((2, 300))), MEETING)

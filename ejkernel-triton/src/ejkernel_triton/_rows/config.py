@@ -15,9 +15,11 @@ _ELEMENTS = 1 << 14
 """Most elements of a tile of several rows."""
 
 WIDEST_FORWARD = 32768
-"""Wider rows are walked over in blocks; a row of this width is held in 32 registers per thread."""
+"""Wider rows are shared by programs; a row of this width is held in 32 registers per thread."""
 WIDEST_BACKWARD = 8192
 """A program holds a row of x, of the gradient and of each parameter's partial sum, up to this width without spills."""
+MOST_PARTS = 16
+"""Programs that meet over one row have a bit each in a word; together they must fit on small devices too."""
 
 SHARED_MEMORY = 96 * 1024
 """What a block gets on every supported device."""
@@ -26,16 +28,19 @@ SHARED_MEMORY = 96 * 1024
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:
-    rows: rows that one program normalises; a power of two, 1 where rows are walked over.
+    rows: rows that one program normalises; a power of two, 1 where rows are walked over or shared.
     num_warps: warps per program.
-    block: columns of one step where a program walks over its row, a power of two; 0 = it holds whole rows.
+    block: columns of one step where a program walks over its row, or of a part where programs share it, a power of two;
+        0 = a program holds whole rows.
     num_stages: steps in flight where a program walks over its row.
+    meet: whether programs share a row, a part each, instead of one that walks over it.
     """
 
     rows: int
     num_warps: int
     block: int = 0
     num_stages: int = 1
+    meet: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +99,24 @@ def walking_configs(width: int, size: int, least: int) -> list[ForwardConfig]:
     ]
 
 
+def sharing_config(width: int, size: int) -> ForwardConfig | None:
+    """Programs that share a row of elements of `size` bytes, parts of 16 KiB, or 32 where there would be too many; None for a row
+    that is too wide."""
+    for block, warps in ((16384 // size, 4), (32768 // size, 8)):
+        if width <= MOST_PARTS * block:
+            return ForwardConfig(1, warps, block, 1, True)
+    return None
+
+
+def sharing_configs(width: int, size: int, least: int) -> list[ForwardConfig]:
+    """Configs of a search space whose programs share rows, for rows of at least `least` columns."""
+    return [
+        ForwardConfig(1, warps, block, 1, True)
+        for block, warps in itertools.product((4096, 8192, 16384, 32768), (4, 8, 16))
+        if least <= width and 2 * block <= width <= MOST_PARTS * block and thread_fits(block, warps, 128 // size)
+    ]
+
+
 def held_forward(width: int) -> ForwardConfig:
     """Whole rows in registers. Programs of few warps overlap better: wide rows give a thread 32 elements, not 16."""
     rows = max(1, min(512, 2048 // width))
@@ -102,7 +125,9 @@ def held_forward(width: int) -> ForwardConfig:
 
 def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
     width = padded_width(call)
-    return held_forward(width) if width <= WIDEST_FORWARD else ForwardConfig(1, 16, 4096)
+    if width <= WIDEST_FORWARD:
+        return held_forward(width)
+    return sharing_config(width, itemsize(call.x)) or ForwardConfig(1, 16, 4096)
 
 
 def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
@@ -112,7 +137,8 @@ def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
         for rows, warps in itertools.product(rows_of_tile(width), _WARPS)
         if width <= WIDEST_FORWARD and thread_fits(rows * width, warps, 64)
     ]
-    return held + walking_configs(width, itemsize(call.x), 16384)
+    size = itemsize(call.x)
+    return held + walking_configs(width, size, 16384) + sharing_configs(width, size, 16384)
 
 
 def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
@@ -123,7 +149,7 @@ def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
     width = padded_width(call)
     size = itemsize(call.x)
     if width > WIDEST_BACKWARD:
-        return BackwardConfig(2, 8, 64, 1, 2048) if width <= 2 * WIDEST_BACKWARD else BackwardConfig(4, 4, 32, 3, 1024)
+        return BackwardConfig(4, 4, 32 if width <= 65536 else 16, 3, 1024)
     narrow = width <= 512
     rows = max(1, (1024 if width < 64 else 2048 if narrow else 16384 // size) // width)
     if 3 * _tile_bytes(call, rows * width) <= SHARED_MEMORY:

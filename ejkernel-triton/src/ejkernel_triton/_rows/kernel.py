@@ -1,14 +1,16 @@
 """Normalisation of rows: `rms_norm`, and `layer_norm`, which takes the mean off first (`CENTRED`).
 
-A program holds whole rows in registers, so that every array passes memory once. Rows too wide for that are walked over twice,
-the second time backwards, so that it begins with what the cache still holds. Statistics and sums are float32.
+A program holds whole rows in registers, so that every array passes memory once. Rows too wide for that are shared by programs
+that meet (`meeting`), or walked over twice by one program, the second time backwards, so that it begins with what the cache still
+holds. Statistics and sums are float32.
 
 In backward each program walks over its tiles in a fixed order and writes one partial sum of the parameters' gradients; a last
 small sum adds the programs up, without atomics. For wide rows one kernel makes the two sums of every row that the gradient of x
-needs; a second one then works on tiles of some columns.
+needs; a second one then works on tiles of some columns, the last rows first, which the cache still holds.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# ruff: noqa: SIM102 - static and dynamic conditions stay apart
 import math
 from typing import Any
 
@@ -18,7 +20,8 @@ import triton.language as tl
 
 from ejkernel.operations._rows.interface import NormCall, NormInputs
 from ejkernel_triton._jax_triton import call_kernel
-from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded_width
+from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded, padded_width
+from ejkernel_triton._rows.meeting import meet, parts_of, patience, widened, words_of
 
 ABSENT, SHARED, PER_BATCH = 0, 1, 2
 """How a parameter is stored: not at all, `[1, d]`, or `[b, d]` with b > 1."""
@@ -162,6 +165,118 @@ def norm_forward_walking_kernel(
 
 
 @triton.jit
+def finish_part(
+    b_x,
+    p_scale,
+    p_offset,
+    p_out,
+    p_mean,
+    p_rstd,
+    b_mean,
+    b_rstd,
+    i_row,
+    i_part,
+    zero,
+    rows_per_batch,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SAVE: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+):
+    """The result of a part from its stored values; that of the first part stores the row's statistics too."""
+    o_width = i_part * BLOCK + tl.arange(0, BLOCK)
+    m_width = o_width < WIDTH
+    o_param = (i_row // rows_per_batch).to(tl.int64) * WIDTH
+    b_out = with_parameters(
+        ((widened(b_x, zero) - b_mean) * b_rstd)[None, :],
+        p_scale,
+        p_offset,
+        o_width,
+        (o_param + o_width)[None, :],
+        m_width,
+        m_width[None, :],
+        SCALE,
+        OFFSET,
+        SCALE_OFFSET,
+    )
+    o_out = (i_row.to(tl.int64) * WIDTH + o_width)[None, :]
+    tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=m_width[None, :])
+    if SAVE:
+        if i_part == 0:
+            if CENTRED:
+                tl.store(p_mean + i_row, b_mean)
+            tl.store(p_rstd + i_row, b_rstd)
+
+
+@triton.jit
+def norm_forward_meeting_kernel(
+    p_x,
+    p_scale,
+    p_offset,
+    p_words_before,
+    items,
+    rows_per_batch,
+    p_out,
+    p_mean,
+    p_rstd,
+    p_words,
+    p_sums,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    PATIENCE: tl.constexpr,
+    CENTRED: tl.constexpr,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SAVE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+):
+    """A program holds a part of a row (`meeting`), whose sums are its mean and the squares of what is left."""
+    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    i_row = tl.program_id(0) // PARTS
+    i_part = tl.program_id(0) % PARTS
+    o_width = i_part * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    o_row = i_row.to(tl.int64) * WIDTH
+    m_width = o_width < WIDTH
+    b_stored = tl.load(p_x + o_row + o_width, mask=m_width, other=0.0)  # [BLOCK]
+    b_x = b_stored.to(tl.float32)
+    if CENTRED:
+        b_part_mean = tl.sum(b_x) / tl.minimum(WIDTH - i_part * BLOCK, BLOCK)
+        b_x = tl.where(m_width, widened(b_stored, items >> 31) - b_part_mean, 0.0)
+        tl.store(p_sums + items + tl.program_id(0), b_part_mean)
+    tl.store(p_sums + tl.program_id(0), tl.sum(b_x * b_x))
+    complete, left, zero = meet(p_words + i_row, i_part, PARTS, PATIENCE)
+    if complete:
+        o_part = tl.arange(0, PARTS_BLOCK)
+        m_part = o_part < PARTS
+        b_squares = tl.load(p_sums + i_row * PARTS + o_part, mask=m_part, other=0.0, cache_modifier=".cg")  # [PARTS_BLOCK]
+        b_mean = 0.0
+        if CENTRED:
+            b_means = tl.load(p_sums + items + i_row * PARTS + o_part, mask=m_part, other=0.0, cache_modifier=".cg")
+            b_count = tl.where(m_part, tl.minimum(WIDTH - o_part * BLOCK, BLOCK), 0).to(tl.float32)
+            b_mean = tl.sum(b_means * b_count) / WIDTH
+            b_squares += b_count * (b_means - b_mean) * (b_means - b_mean)
+        b_rstd = tl.rsqrt(tl.sum(b_squares) / WIDTH + EPSILON)
+        finish_part(
+            b_stored, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, i_part, zero, rows_per_batch,
+            WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
+        )  # fmt: skip
+        if left != 0:
+            for i_other in tl.range(0, PARTS):
+                if ((left >> i_other) & 1) != 0:
+                    o_other = i_other * BLOCK + tl.arange(0, BLOCK)
+                    b_other = tl.load(p_x + o_row + o_other, mask=o_other < WIDTH, other=0.0)
+                    finish_part(
+                        b_other, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, i_other, zero, rows_per_batch,
+                        WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
+                    )  # fmt: skip
+
+
+@triton.jit
 def norm_row_means_kernel(
     p_x,
     p_scale,
@@ -239,7 +354,7 @@ def norm_backward_kernel(
     b_doffset = tl.zeros([ROWS, BLOCK], tl.float32)
 
     for i_tile in tl.range(i_program % programs, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
-        i_local = i_tile * ROWS + tl.arange(0, ROWS)  # [ROWS]
+        i_local = (tl.cdiv(rows, ROWS) - 1 - i_tile if SPLIT else i_tile) * ROWS + tl.arange(0, ROWS)  # [ROWS]
         m_row = i_local < rows
         i_row = i_group * rows + i_local
         m_tile = m_row[:, None] & m_width[None, :]
@@ -301,6 +416,20 @@ def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, c
         "EPSILON": call.epsilon, "SCALE_OFFSET": call.scale_offset, "num_warps": config.num_warps,
     }  # fmt: skip
     results = ((shape, x.dtype), statistic if save and centred else absent, statistic if save else absent)
+    if config.meet:
+        parts = parts_of(shape[-1], config.block)
+        out, mean, rstd, *_ = call_kernel(
+            norm_forward_meeting_kernel,
+            (*arrays, words_of(rows), rows * parts, rows // shape[0]),
+            (*results, ((rows,), jnp.int32), ((1 + centred, rows * parts), jnp.float32)),
+            grid=rows * parts,
+            input_output_aliases={3: 3},
+            BLOCK=config.block,
+            PARTS_BLOCK=padded(parts),
+            PATIENCE=patience(),
+            **constants,
+        )
+        return out, mean if save and centred else None, rstd if save else None
     if config.block:
         walking = {"BLOCK": config.block, "STAGES": config.num_stages, **constants}
         found = call_kernel(norm_forward_walking_kernel, (*arrays, rows // shape[0]), results, grid=rows, **walking)

@@ -14,8 +14,8 @@ from ejkernel_triton._pages import ONE_BYTE
 
 SMALLEST = 16
 """Rows, columns and depth of the smallest product of a tensor core."""
-DECODE_STAGES = 3
-"""Most steps in flight in the pass for requests with one new token."""
+DECODE_STAGES = 2
+"""Most steps in flight in the pass for requests with one new token, which has long steps."""
 LONG = 512
 """Keys from which on a decoding request is worth a pass of its own."""
 
@@ -71,9 +71,13 @@ def rows_of_tile(call: PagedAttentionCall, tokens: int) -> int:
     return max(SMALLEST, _power(tokens * heads_of_tile(call)))
 
 
+def _widest(call: PagedAttentionCall) -> int:
+    return padded(max(call.query.shape[3], call.value_size))
+
+
 def _most_rows(call: PagedAttentionCall) -> int:
     """Rows whose weighted values a program holds in registers."""
-    size = padded(max(call.query.shape[3], call.value_size))
+    size = _widest(call)
     if product_itemsize(call) == 4:
         return SMALLEST
     return 128 if size <= 128 else 64 if size <= 256 else 32
@@ -91,7 +95,7 @@ def _fits(call: PagedAttentionCall, target: Target, rows: int, keys: int, stages
 
 
 def _keys(call: PagedAttentionCall) -> int:
-    size = padded(max(call.query.shape[3], call.value_size))
+    size = _widest(call)
     most = 64 if product_itemsize(call) == 2 else 32
     return min(most if size <= 128 else most // 2 if size <= 256 else SMALLEST, padded(call.longest))
 
@@ -105,20 +109,31 @@ def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
     tokens, requests = call.query.shape[1], max(call.kv_lens.shape[1], 1)
     keys = _keys(call)
     if tokens <= requests:
-        rows = rows_of_tile(call, 1)
-        return PagedAttentionConfig(1, keys, warps_of(call, rows), _stages(call, target, rows, keys, 4), 1056)
-    # Operands of wgmma lie in shared memory, those of other products in registers.
-    smaller = 1 if (target.capability or (0, 0)) >= (9, 0) and product_itemsize(call) == 2 else 2
-    most = max(max(_most_rows(call) // smaller, SMALLEST) // heads_of_tile(call), 1)
-    together = min(_power(-(-tokens // requests)), 1 << (most.bit_length() - 1))
+        return _decoding(call, target, keys)
+    # Operands of wgmma lie in shared memory, those of other products in registers. Of two low tiles at a time one hides what the
+    # other waits for, unless they spill.
+    large = (target.capability or (0, 0)) >= (9, 0) and product_itemsize(call) == 2
+    whole = large and (_widest(call) > 128 or call.soft_cap is not None)
+    most = max(_most_rows(call) // (1 if whole else 2), SMALLEST) // heads_of_tile(call)
+    together = min(_power(-(-tokens // requests)), 1 << (max(most, 1).bit_length() - 1))
     rows = rows_of_tile(call, together)
     decode_keys = keys if together > 1 and requests > 1 and call.longest >= LONG else 0
-    keys = max(keys // smaller, SMALLEST)
+    keys = max(keys // (1 if large else 2), SMALLEST)
     return PagedAttentionConfig(together, keys, warps_of(call, rows), _stages(call, target, rows, keys, 3), 528, decode_keys)
 
 
+def _decoding(call: PagedAttentionCall, target: Target, keys: int) -> PagedAttentionConfig:
+    """Short steps, which many programs have in flight; with two warps where a step lies in one page."""
+    rows = rows_of_tile(call, 1)
+    if product_itemsize(call) != 2 or call.key_pages.dtype in ONE_BYTE or _widest(call) > 128:
+        return PagedAttentionConfig(1, keys, warps_of(call, rows), _stages(call, target, rows, keys, 4), 1056)
+    keys = min(keys, 32)
+    warps, stages = (2, 3) if call.pages.page_size % keys == 0 else (4, 4)
+    return PagedAttentionConfig(1, keys, warps, _stages(call, target, rows, keys, stages), 528)
+
+
 def warps_of(call: PagedAttentionCall, rows: int) -> int:
-    return 8 if rows * padded(max(call.query.shape[3], call.value_size)) >= 128 * 128 else 4
+    return 8 if rows * _widest(call) >= 128 * 128 else 4
 
 
 def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentionConfig]:
@@ -147,7 +162,7 @@ def _admitted(call: PagedAttentionCall, target: Target, tokens: int, keys: int, 
     if tokens > 1 and tokens * heads_of_tile(call) > _most_rows(call):
         return False
     held = rows * (padded(call.value_size) + keys) / threads
-    loaded = keys * padded(max(call.query.shape[3], call.value_size)) * product_itemsize(call) / threads
+    loaded = keys * _widest(call) * product_itemsize(call) / threads
     enough = warps == 2 or (held >= 2 and loaded >= 32)
     alone = tokens == 1 or _fits(call, target, rows_of_tile(call, 1), _keys(call), min(stages, DECODE_STAGES))
     return enough and held <= 128 and loaded <= 256 and alone and _fits(call, target, rows, keys, stages)

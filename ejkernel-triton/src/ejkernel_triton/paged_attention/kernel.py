@@ -24,6 +24,8 @@ from ejkernel_triton.paged_attention.schedule import FAR, Schedule, Sizes, make_
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+EDGE, ALL, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Blocks of keys of which rows see different ones, all see the same ones, all see every one."""
 _FEW_MERGES, _MOST_MERGES = 1024, 16384
 """Rows below which one is merged by several programs, and programs above which one takes several rows."""
 
@@ -36,7 +38,7 @@ def _read(p_pages, o_token, m_key, SIZE: tl.constexpr, BLOCK: tl.constexpr, DTYP
     m_tile = m_key[:, None]
     if SIZE < BLOCK:
         m_tile = m_tile & (o_size < SIZE)[None, :]
-    o_rows = o_token[:, None] + o_size[None, :]
+    o_rows = o_token[:, None] + o_size[None, :]  # of 32 bits where all keys lie in one page
     if STORED.primitive_bitwidth > 8:
         b_rows = tl.load(p_pages + o_rows, mask=m_tile, other=0.0)  # [BLOCK_K, BLOCK]
     else:
@@ -75,7 +77,7 @@ def _absorb(
     p_bias,
     pages,
     table_width,
-    EDGE: tl.constexpr,
+    KIND: tl.constexpr,
     D: tl.constexpr,
     V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -91,18 +93,30 @@ def _absorb(
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALE_ABOVE_0: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One block of keys, while the next one's pages are looked up.
 
-    With EDGE, rows differ in the keys that they see; a value that is not finite must then reach only the rows that see it,
-    although every row multiplies it by its weight.
+    In an EDGE, rows differ in the keys that they see; a value that is not finite must then reach only the rows that see it,
+    although every row multiplies it by its weight. In a WHOLE block every row sees every key whose page there is, and nothing
+    is compared tile by tile: a page that is not there is a maximum of -inf, or a term of -inf where keys have pages of their own.
     """
+    ONE_PAGE: tl.constexpr = PAGE % BLOCK_K == 0
+    # The product is scaled where weights are taken, in one instruction with the maximum.
+    LATE: tl.constexpr = KIND == WHOLE and SCALE_ABOVE_0 and SOFT_CAP == 0 and not ALIBI
     i_key = i_block * BLOCK_K + tl.arange(0, BLOCK_K)  # [BLOCK_K]
-    m_key = (i_key >= i_lowest) & (i_key < i_limit)
-    m_key = m_key & (i_page >= 0) & (i_page < pages)
-    o_key = i_page.to(tl.int64) * KEY_PAGE + (i_key % PAGE) * KEY_TOKEN
-    o_value = i_page.to(tl.int64) * VALUE_PAGE + (i_key % PAGE) * VALUE_TOKEN
+    m_page = (i_page >= 0) & (i_page < pages)
+    m_key = m_page & (i_key >= 0) if KIND == WHOLE else m_page & (i_key >= i_lowest) & (i_key < i_limit)
+    if ONE_PAGE:  # addresses differ by constants from the first one
+        i_first = i_block * BLOCK_K % PAGE
+        p_key += i_page.to(tl.int64) * KEY_PAGE + i_first * KEY_TOKEN
+        p_value += i_page.to(tl.int64) * VALUE_PAGE + i_first * VALUE_TOKEN
+        o_key = tl.arange(0, BLOCK_K) * KEY_TOKEN
+        o_value = tl.arange(0, BLOCK_K) * VALUE_TOKEN
+    else:
+        o_key = i_page.to(tl.int64) * KEY_PAGE + (i_key % PAGE) * KEY_TOKEN
+        o_value = i_page.to(tl.int64) * VALUE_PAGE + (i_key % PAGE) * VALUE_TOKEN
     i_next_page = _pages_of_block(p_table, i_block + 1, table_width, BLOCK_K, PAGE)
     b_key = _read(p_key, o_key, m_key, D, BLOCK_D, b_query.dtype)  # [BLOCK_K, BLOCK_D]
     b_value = _read(p_value, o_value, m_key, V, BLOCK_V, b_query.dtype)  # [BLOCK_K, BLOCK_V]
@@ -111,12 +125,12 @@ def _absorb(
     if SOFT_CAP > 0:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), with factor = 2 scale / cap
         b_logit = SOFT_CAP * LOG2E * (1.0 - 2.0 / (tl.exp2(b_logit * (b_factor * LOG2E)) + 1.0))
-    else:
+    elif not LATE:
         b_logit = b_logit * (b_factor * LOG2E)
     if ALIBI:
         b_logit += (b_slope * LOG2E)[:, None] * (i_key[None, :] - i_position[:, None]).to(tl.float32)
     m_logit = m_key[None, :]
-    if EDGE:
+    if KIND == EDGE:
         if CAUSAL:
             m_logit = m_logit & (i_key[None, :] <= i_position[:, None])
         if WINDOW > 0:
@@ -127,13 +141,23 @@ def _absorb(
             b_bias = tl.load(p_bias + i_local[:, None] * BIAS + i_new[None, :], mask=m_bias, other=0.0).to(tl.float32)
             m_logit = m_logit & (b_bias != float("-inf"))
             b_logit += b_bias * LOG2E
-    b_logit = tl.where(m_logit, b_logit, float("-inf"))
+    if KIND != WHOLE:
+        b_logit = tl.where(m_logit, b_logit, float("-inf"))
+    elif not ONE_PAGE:
+        b_logit += tl.where(m_key, 0.0, float("-inf"))[None, :]
 
-    b_new_max = tl.maximum(b_max, tl.max(b_logit, axis=1))  # [BLOCK_M]
+    b_largest = tl.max(b_logit, axis=1)  # [BLOCK_M]
+    if LATE:
+        b_largest *= b_factor * LOG2E
+    if KIND == WHOLE and ONE_PAGE:
+        b_largest = tl.where(m_page, b_largest, float("-inf"))
+    b_new_max = tl.maximum(b_max, b_largest)
     b_finite = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
     b_kept = tl.exp2(b_max - b_finite)
-    b_weight = tl.exp2(b_logit - b_finite[:, None])  # [BLOCK_M, BLOCK_K]
-    if EDGE:
+    b_shift = tl.where(m_page, b_finite, float("inf")) if KIND == WHOLE and ONE_PAGE else b_finite
+    b_scaled = b_logit * (b_factor * LOG2E) if LATE else b_logit
+    b_weight = tl.exp2(b_scaled - b_shift[:, None])  # [BLOCK_M, BLOCK_K]
+    if KIND == EDGE:
         m_finite = b_value - b_value == 0.0
         m_broken = tl.min(m_finite.to(tl.int32), axis=1) == 0  # [BLOCK_K]
         b_value = tl.where(m_finite, b_value, 0.0)
@@ -302,6 +326,7 @@ def paged_attention_kernel(
             i_full_stop = tl.maximum(i_first + to_position + 1, 0) // BLOCK_K
         if BIAS > 0:
             i_full_stop = i_full_begin
+        i_full_stop = tl.minimum(i_full_stop, i_limit // BLOCK_K)
         i_full_stop = tl.minimum(tl.maximum(i_full_stop, i_full_begin), i_stop)
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -311,11 +336,12 @@ def paged_attention_kernel(
         if PART == 1 or (not ALIKE and (PART == 2 or WINDOW > 0)):
             i_from = i_begin if PART == 0 else (i_full_begin if PART == 1 else i_full_stop)
             i_to = i_full_begin if PART == 0 else (i_full_stop if PART == 1 else i_stop)
-            for i_block in tl.range(i_from, i_to, num_stages=STAGES):
+            for i_block in tl.range(i_from, i_to, num_stages=STAGES if PART == 1 or PAGE % BLOCK_K != 0 else min(STAGES, 2)):
                 b_max, b_sum, b_acc, i_page = _absorb(
                     b_query, b_max, b_sum, b_acc, i_page, i_block, i_lowest, i_limit, i_position, i_local, i_first_new, b_factor,
-                    b_slope, p_key, p_value, p_tables, p_bias, pages, table_width, PART != 1, D, V, BLOCK_D, BLOCK_V, BLOCK_K,
-                    PAGE, KEY_PAGE, KEY_TOKEN, VALUE_PAGE, VALUE_TOKEN, CAUSAL, WINDOW, SOFT_CAP, SLOPES > 0, BIAS, PRECISION,
+                    b_slope, p_key, p_value, p_tables, p_bias, pages, table_width, EDGE if PART != 1 else (ALL if ALIKE else WHOLE),
+                    D, V, BLOCK_D, BLOCK_V, BLOCK_K, PAGE, KEY_PAGE, KEY_TOKEN, VALUE_PAGE, VALUE_TOKEN, CAUSAL, WINDOW, SOFT_CAP,
+                    SLOPES > 0, BIAS, SCALE > 0 and KEY_SCALE == 0, PRECISION,
                 )  # fmt: skip
 
     o_value = tl.arange(0, BLOCK_V)
@@ -370,18 +396,27 @@ def paged_attention_merge_kernel(
     VALUE_SCALE_BATCH: tl.constexpr,
     SAVE_LSE: tl.constexpr,
     CLEAR: tl.constexpr,
+    BY_REQUEST: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
-    """A slice of the values of one token's heads: merged from the parts of its tile. With CLEAR, tokens of no request become 0."""
+    """A slice of the values of one token's heads: merged from the parts of its tile. With CLEAR, tokens of no request become 0.
+
+    With BY_REQUEST the tokens are the first ones of requests; others are left alone.
+    """
     SLICES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     i_slice = tl.program_id(0) % SLICES
     i_first_head = (tl.program_id(0) // SLICES) % (HEADS // HEADS_OF_PROGRAM) * HEADS_OF_PROGRAM
     i_row = tl.program_id(0) // SLICES // (HEADS // HEADS_OF_PROGRAM)
-    i_batch = i_row // tokens
-    i_token = i_row % tokens
+    i_batch = i_row // (requests if BY_REQUEST else tokens)
     o_schedule = i_batch * requests if SCHEDULES == 2 else 0
     p_starts += o_schedule + (i_batch if SCHEDULES == 2 else 0)
-    i_request = count_up_to(p_starts + 1, requests, i_token, SEARCH)
+    if BY_REQUEST:
+        i_request = i_row % requests
+        i_token = tl.minimum(tl.maximum(tl.load(p_starts + i_request), 0), tokens - 1)
+        i_row = i_batch * tokens + i_token
+    else:
+        i_token = i_row % tokens
+        i_request = count_up_to(p_starts + 1, requests, i_token, SEARCH)
     o_value = i_slice * BLOCK_V + tl.arange(0, BLOCK_V)
     m_value = o_value < V
     i_start = 2147483647
@@ -451,16 +486,15 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
     if batch * tokens * call.kv_lens.shape[1] * call.value_size * call.longest * call.pages.pages == 0:
         return _without_keys(call, inputs)
     inputs = _with_one_sink(with_one_schedule(inputs))
+    together = Sizes.of(call, config, tokens_of_tile=config.tokens, keys=config.keys, above=1 if config.decode_keys else 0)
+    results = None if together.parts else _cleared(call)
     if config.decode_keys:
         alone = Sizes.of(call, config, tokens_of_tile=1, keys=config.decode_keys, up_to=1)
-        results = _pass(
-            call, inputs, alone, None, num_warps=warps_of(call, alone.rows), num_stages=min(config.num_stages, DECODE_STAGES)
-        )
-        together = Sizes.of(call, config, tokens_of_tile=config.tokens, keys=config.keys, above=1)
-        results = _pass(call, inputs, together, results, num_warps=config.num_warps, num_stages=config.num_stages)
-    else:
-        sizes = Sizes.of(call, config, tokens_of_tile=config.tokens, keys=config.keys)
-        results = _pass(call, inputs, sizes, None, num_warps=config.num_warps, num_stages=config.num_stages)
+        stages = min(config.num_stages, DECODE_STAGES)
+        results = _pass(call, inputs, alone, results, num_warps=warps_of(call, alone.rows), num_stages=stages, clear=False)
+    results = _pass(
+        call, inputs, together, results, num_warps=config.num_warps, num_stages=config.num_stages, clear=together.parts > 0
+    )
     return PagedAttentionOutputs(results.out, results.lse if save_lse else None)
 
 
@@ -505,8 +539,12 @@ def _pass(
     *,
     num_warps: int,
     num_stages: int,
+    clear: bool,
 ) -> _Results:
-    """Serve the requests that `sizes` names; rows of others keep what they hold `before`, or are left to a later pass."""
+    """Serve the requests that `sizes` names; rows of others keep what they hold `before`, or are left to a later pass.
+
+    With `clear`, rows of no request become 0 where parts are merged.
+    """
     batch, tokens, heads, size = call.query.shape
     requests = call.kv_lens.shape[1]
     save_lse = call.return_lse or call.save_residuals
@@ -531,9 +569,6 @@ def _pass(
     rows = sizes.tokens_of_tile * sizes.heads_of_tile
     parts = (batch, sizes.parts, sizes.head_tiles, rows) if sizes.parts else (1, 1, 1, 1)
     absent = inputs.query
-    clear = before is None
-    if before is None and not sizes.parts:
-        before = _cleared(call)
 
     def present(array: Any) -> Any:
         return absent if array is None else array
@@ -626,7 +661,9 @@ def _merge(
     """Put parts of tiles into the results, in place."""
     batch, tokens, heads, _ = call.query.shape
     requests = call.kv_lens.shape[1]
-    rows = batch * tokens * heads
+    by_request = sizes.up_to == 1
+    tokens_of_grid = batch * (requests if by_request else tokens)
+    rows = tokens_of_grid * heads
     heads_of_program = next((n for n in range(1, heads) if heads % n == 0 and rows <= n * _MOST_MERGES), heads)
     block = min(padded(call.value_size), 32) if rows < _FEW_MERGES else padded(call.value_size)
     absent = inputs.query
@@ -643,13 +680,14 @@ def _merge(
         paged_attention_merge_kernel,
         (*arrays, tokens, requests, sizes.parts),
         tuple((array.shape, array.dtype) for array in found),
-        grid=batch * tokens * (heads // heads_of_program) * -(-call.value_size // block),
+        grid=tokens_of_grid * (heads // heads_of_program) * -(-call.value_size // block),
         num_warps=4,
         input_output_aliases={len(arrays) - 2: 0, len(arrays) - 1: 1},
         BLOCK_V=block,
-        TOGETHER=min(64, 8192 // block, triton.next_power_of_2(sizes.wanted)),
+        TOGETHER=min(64, 2048 // block, triton.next_power_of_2(sizes.wanted)),
         HEADS_OF_PROGRAM=heads_of_program,
         CLEAR=clear,
+        BY_REQUEST=by_request,
         **shared,
     )
     return _Results(out, lse)

@@ -1,8 +1,8 @@
 """Which program reads which keys: made on the device from the lengths, so that one compilation serves every mix of requests.
 
 A tile is a run of new tokens of one request with the query heads of one key head. Each tile's keys are cut into as many splits as
-make all programs about equally long; a unit is one split of one tile. Static shapes bound the number of units; programs beyond
-those in use end at once.
+make all programs about equally long, and not cut where that gains little, for parts must be merged; a unit is one split of one
+tile. Static shapes bound the number of units; programs beyond those in use end at once.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ class Sizes:
 def make_schedule(call: PagedAttentionCall, sizes: Sizes, starts: Any, lengths: Any) -> Schedule:
     """From `query_start_loc [s, R + 1]` and `kv_lens [s, R]`.
 
-    With c = ceil(sum of blocks / wanted), a tile of n blocks has ceil(n / c) <= n / c + 1 splits, which sums to at most wanted +
-    tiles; if it has more than one, at most 2 n / c, which sums to at most 2 wanted.
+    With c = ceil(sum of blocks / wanted), a tile of n blocks has n / c splits, rounded to nearest and at least one: at most
+    n / c + 1, which sums to at most wanted + tiles; if it has more than one, at most 4/3 n / c, which sums to at most 2 wanted.
+    A unit has up to 3/2 c blocks.
     """
     tokens = call.query.shape[1]
     begins = jnp.clip(starts[:, :-1], 0, tokens)
@@ -101,7 +102,7 @@ def make_schedule(call: PagedAttentionCall, sizes: Sizes, starts: Any, lengths: 
         keys = jnp.minimum(keys, seen)
     blocks = -(-keys // sizes.keys)
     chunk = jnp.maximum(-(-jnp.sum(tiles * blocks, axis=1, keepdims=True) // sizes.wanted), LEAST_BLOCKS)
-    splits = jnp.where(tiles > 0, jnp.maximum(-(-blocks // chunk), 1), 0)
+    splits = jnp.where(tiles > 0, jnp.maximum((2 * blocks + chunk) // (2 * chunk), 1), 0)
     units = tiles * splits
     return Schedule(splits, _cumulative(units), _cumulative(jnp.where(splits > 1, units, 0)))
 

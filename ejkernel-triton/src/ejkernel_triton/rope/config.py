@@ -18,11 +18,13 @@ class Config:
     tokens: tokens of one program, which reads their cos and sin once; a power of two.
     heads: heads of one step of a program; a power of two.
     num_warps: warps per program.
+    span: heads that one program rotates, of query or of key; a multiple of `heads`, or 0 for all heads of both.
     """
 
     tokens: int
     heads: int
     num_warps: int
+    span: int = 0
 
 
 def head_width(call: RopeCall) -> int:
@@ -31,15 +33,13 @@ def head_width(call: RopeCall) -> int:
 
 
 def heuristic(call: RopeCall, target: Target) -> Config:
-    """About 2048 pairs a step, eight for each thread; a step of heads has no more than the key.
-
-    Where heads come first, and lie apart, half as many, of one head.
-    """
-    together = max(1, (2048 if call.heads_first else 4096) // head_width(call))
-    heads = 1 if call.heads_first else min(together, *(padded(max(1, count)) for count in _heads(call)))
+    """About 1024 pairs a step, sixteen for each thread, of as many heads of a token as there are; few tokens of a program leave
+    the sums of cos and sin in few registers. Where heads come first, and lie apart, a program has one of them."""
+    together = max(1, 2048 // head_width(call))
+    heads = 1 if call.heads_first else min(together, padded(max(1, *_heads(call))))
     tokens = max(1, min(32, together // heads))
     pairs = tokens * heads * padded(max(1, call.rotary_dim // 2))
-    return Config(tokens, heads, warps_for(pairs, 4 if call.heads_first else 8))
+    return Config(tokens, heads, warps_for(pairs, 8 if call.heads_first else 16), heads if call.heads_first else 0)
 
 
 def _heads(call: RopeCall) -> list[int]:
@@ -50,10 +50,11 @@ def _heads(call: RopeCall) -> list[int]:
 def search_space(call: RopeCall, target: Target) -> list[Config]:
     width = head_width(call)
     return [
-        Config(tokens, heads, warps)
+        Config(tokens, heads, warps, span)
         for tokens, heads, warps in itertools.product(_POWERS, _POWERS, (1, 2, 4, 8, 16))
         if heads <= padded(max(1, *_heads(call))) and (1024 <= tokens * heads * width <= 8192 or tokens == heads == 1)
         if thread_fits(tokens * heads * width, warps, 64)
+        for span in (0, heads)
     ]
 
 

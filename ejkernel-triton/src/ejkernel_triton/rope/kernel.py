@@ -1,10 +1,13 @@
-"""Rotary position embedding: one pass over query and key, whose cos and sin a program reads once for all heads.
+"""Rotary position embedding: one pass over query and key, whose cos and sin a program reads once for its heads.
 
 The gradient of query and key is the same kernel with the transposed rotation. The gradients of cos and sin, sums over heads and
-over the batch that shares them, are made by a kernel of their own, so that XLA drops it where nobody asks for them.
+over the batch that shares them, are made by a kernel of their own, so that XLA drops it where nobody asks for them: it reads
+query, key and their gradients again, which is a third more than one kernel for everything would move. A program adds up heads
+place by place, in a fixed order; where few tokens leave the device idle, several share the batch, and XLA adds their sums.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# ruff: noqa: SIM102 - static and dynamic conditions stay apart
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +18,9 @@ from ejkernel.operations.rope.interface import RopeCall, RopeInputs, RopeOutputs
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._rows.config import padded
 from ejkernel_triton.rope.config import Config
+
+_PROGRAMS = 1056
+"""Programs of the angles' gradients below which the batch is shared among several: eight for each multiprocessor of an H200."""
 
 
 @triton.jit
@@ -80,8 +86,10 @@ def rotate_heads(
     b_sin_2,
     i_batch,
     i_token,
+    i_first_head,
     length,
     HEADS: tl.constexpr,
+    SPAN: tl.constexpr,
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
@@ -91,8 +99,9 @@ def rotate_heads(
     HEADS_FIRST: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    for i_step in tl.range(0, (HEADS + STEP - 1) // STEP):
-        i_head = i_step * STEP + tl.arange(0, STEP)
+    """SPAN heads from the first one on, as far as there are HEADS."""
+    for i_step in tl.range(0, (SPAN + STEP - 1) // STEP):
+        i_head = i_first_head + i_step * STEP + tl.arange(0, STEP)
         m_tile = (i_token < length)[:, None, None] & (i_head < HEADS)[None, :, None]
         o_tile = head_offsets(i_batch, i_token, i_head, length, HEADS, WIDTH, HEADS_FIRST)
         b_first, b_second = load_pairs(p_x, o_tile, m_tile, HALF, BLOCK, INTERLEAVED)  # [TOKENS, STEP, BLOCK]
@@ -133,10 +142,19 @@ def rope_kernel(
     INTERLEAVED: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     INVERSE: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
+    """Some tokens with all heads of query and key, or with SPAN heads of one of them; programs follow each other in memory."""
+    QUERY_CHUNKS: tl.constexpr = 1 if SPAN == 0 else (QUERY_HEADS + SPAN - 1) // SPAN
+    CHUNKS: tl.constexpr = 1 if SPAN == 0 else QUERY_CHUNKS + (KEY_HEADS + SPAN - 1) // SPAN
+    QUERY_SPAN: tl.constexpr = QUERY_HEADS if SPAN == 0 or SPAN > QUERY_HEADS else SPAN
+    KEY_SPAN: tl.constexpr = KEY_HEADS if SPAN == 0 or SPAN > KEY_HEADS else SPAN
     tiles = tl.cdiv(length, TOKENS)
-    i_batch = tl.program_id(0) // tiles
-    i_token = tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
+    i_batch = tl.program_id(0) // (tiles * CHUNKS)
+    i_rest = tl.program_id(0) % (tiles * CHUNKS)
+    i_tile = i_rest % tiles if HEADS_FIRST else i_rest // CHUNKS
+    i_chunk = i_rest // tiles if HEADS_FIRST else i_rest % CHUNKS
+    i_token = i_tile * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
     o_token = i_token.to(tl.int64)[:, None, None]
     o_batch = i_batch.to(tl.int64) * length
     m_token = (i_token < length)[:, None, None]
@@ -144,23 +162,28 @@ def rope_kernel(
     o_sin = o_token if SHARED_SIN else o_token + o_batch
     b_cos_1, b_cos_2 = load_angles(p_cos, o_cos, m_token, HALF, BLOCK, INTERLEAVED, PER_PAIR)  # [TOKENS, 1, BLOCK]
     b_sin_1, b_sin_2 = load_angles(p_sin, o_sin, m_token, HALF, BLOCK, INTERLEAVED, PER_PAIR)
-    rotate_heads(
-        p_query, p_query_out, b_cos_1, b_cos_2, b_sin_1, b_sin_2, i_batch, i_token, length,
-        QUERY_HEADS, QUERY_STEP, WIDTH, HALF, BLOCK, REST, INTERLEAVED, HEADS_FIRST, INVERSE,
-    )  # fmt: skip
-    if KEY_HEADS != 0:
+    rotates_query = i_chunk < QUERY_CHUNKS
+    rotates_key = (i_chunk >= QUERY_CHUNKS) | (SPAN == 0)
+    if rotates_query:
         rotate_heads(
-            p_key, p_key_out, b_cos_1, b_cos_2, b_sin_1, b_sin_2, i_batch, i_token, length,
-            KEY_HEADS, KEY_STEP, WIDTH, HALF, BLOCK, REST, INTERLEAVED, HEADS_FIRST, INVERSE,
+            p_query, p_query_out, b_cos_1, b_cos_2, b_sin_1, b_sin_2, i_batch, i_token, i_chunk * SPAN, length,
+            QUERY_HEADS, QUERY_SPAN, QUERY_STEP, WIDTH, HALF, BLOCK, REST, INTERLEAVED, HEADS_FIRST, INVERSE,
         )  # fmt: skip
+    if KEY_HEADS != 0:
+        if rotates_key:
+            i_first_key = tl.maximum(i_chunk - QUERY_CHUNKS, 0) * SPAN
+            rotate_heads(
+                p_key, p_key_out, b_cos_1, b_cos_2, b_sin_1, b_sin_2, i_batch, i_token, i_first_key, length,
+                KEY_HEADS, KEY_SPAN, KEY_STEP, WIDTH, HALF, BLOCK, REST, INTERLEAVED, HEADS_FIRST, INVERSE,
+            )  # fmt: skip
 
 
 @triton.jit
-def add_angle_gradients(
-    b_sums,
+def sum_over_heads(
     p_x,
     p_grad,
-    i_batch,
+    i_first,
+    i_last,
     i_token,
     length,
     HEADS: tl.constexpr,
@@ -168,22 +191,37 @@ def add_angle_gradients(
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
+    PER_PAIR: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
 ):
-    """Add the heads of one array to the sums (cos, sin of the first members, then of the second), [TOKENS, BLOCK] each."""
-    b_cos_1, b_cos_2, b_sin_1, b_sin_2 = b_sums
-    for i_step in tl.range(0, (HEADS + STEP - 1) // STEP):
-        i_head = i_step * STEP + tl.arange(0, STEP)
+    """Sums over the heads of batch members [i_first, i_last): for cos, then sin, of the pairs' first and second members.
+
+    Heads at one place of a step stay in one thread, which alone adds them up; threads meet once, at the end. What belongs to a
+    pair is in the first sum of cos and of sin. Each is [TOKENS, BLOCK].
+    """
+    STEPS: tl.constexpr = (HEADS + STEP - 1) // STEP
+    b_zero = tl.zeros([i_token.shape[0], STEP, BLOCK], tl.float32)
+    b_cos_1, b_cos_2, b_sin_1, b_sin_2 = b_zero, b_zero, b_zero, b_zero
+    for i_step in tl.range(i_first * STEPS, i_last * STEPS):
+        i_head = i_step % STEPS * STEP + tl.arange(0, STEP)
         m_tile = (i_token < length)[:, None, None] & (i_head < HEADS)[None, :, None]
+        i_batch = tl.full((), 0, tl.int64) + i_step // STEPS
         o_tile = head_offsets(i_batch, i_token, i_head, length, HEADS, WIDTH, HEADS_FIRST)
         b_first, b_second = load_pairs(p_x, o_tile, m_tile, HALF, BLOCK, INTERLEAVED)  # [TOKENS, STEP, BLOCK]
         b_grad_1, b_grad_2 = load_pairs(p_grad, o_tile, m_tile, HALF, BLOCK, INTERLEAVED)
-        b_cos_1 += tl.sum(b_grad_1 * b_first, axis=1)
-        b_cos_2 += tl.sum(b_grad_2 * b_second, axis=1)
-        b_sin_1 -= tl.sum(b_grad_1 * b_second, axis=1)
-        b_sin_2 += tl.sum(b_grad_2 * b_first, axis=1)
-    return b_cos_1, b_cos_2, b_sin_1, b_sin_2
+        if PER_PAIR:
+            b_cos_1 += b_grad_1 * b_first + b_grad_2 * b_second
+            b_sin_1 += b_grad_2 * b_first - b_grad_1 * b_second
+        else:
+            b_cos_1 += b_grad_1 * b_first
+            b_cos_2 += b_grad_2 * b_second
+            b_sin_1 -= b_grad_1 * b_second
+            b_sin_2 += b_grad_2 * b_first
+    if PER_PAIR:
+        b_none = tl.zeros([i_token.shape[0], BLOCK], tl.float32)
+        return tl.sum(b_cos_1, axis=1), b_none, tl.sum(b_sin_1, axis=1), b_none
+    return tl.sum(b_cos_1, axis=1), tl.sum(b_cos_2, axis=1), tl.sum(b_sin_1, axis=1), tl.sum(b_sin_2, axis=1)
 
 
 @triton.jit
@@ -194,6 +232,7 @@ def rope_angle_gradients_kernel(
     p_key_grad,
     length,
     members,
+    splits,
     p_dcos,
     p_dsin,
     QUERY_HEADS: tl.constexpr,
@@ -208,30 +247,33 @@ def rope_angle_gradients_kernel(
     INTERLEAVED: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
 ):
-    """`members` of the batch share a row of angles."""
+    """`members` of the batch share a row of angles; `splits` programs share those."""
     tiles = tl.cdiv(length, TOKENS)
-    i_group = tl.program_id(0) // tiles
+    i_part = tl.program_id(0) // tiles
     i_token = tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
-    b_zero = tl.zeros([TOKENS, BLOCK], tl.float32)
-    b_cos_1, b_cos_2, b_sin_1, b_sin_2 = b_zero, b_zero, b_zero, b_zero
-    for i_member in tl.range(0, members):
-        i_batch = i_group * members + i_member
-        b_cos_1, b_cos_2, b_sin_1, b_sin_2 = add_angle_gradients(
-            (b_cos_1, b_cos_2, b_sin_1, b_sin_2), p_query, p_query_grad, i_batch, i_token, length,
-            QUERY_HEADS, QUERY_STEP, WIDTH, HALF, BLOCK, INTERLEAVED, HEADS_FIRST,
+    of_split = tl.cdiv(members, splits)
+    i_first = i_part // splits * members + tl.minimum(i_part % splits * of_split, members)
+    i_last = i_part // splits * members + tl.minimum((i_part % splits + 1) * of_split, members)
+    b_cos_1, b_cos_2, b_sin_1, b_sin_2 = sum_over_heads(
+        p_query, p_query_grad, i_first, i_last, i_token, length,
+        QUERY_HEADS, QUERY_STEP, WIDTH, HALF, BLOCK, PER_PAIR, INTERLEAVED, HEADS_FIRST,
+    )  # fmt: skip
+    if KEY_HEADS != 0:
+        b_key_cos_1, b_key_cos_2, b_key_sin_1, b_key_sin_2 = sum_over_heads(
+            p_key, p_key_grad, i_first, i_last, i_token, length,
+            KEY_HEADS, KEY_STEP, WIDTH, HALF, BLOCK, PER_PAIR, INTERLEAVED, HEADS_FIRST,
         )  # fmt: skip
-        if KEY_HEADS != 0:
-            b_cos_1, b_cos_2, b_sin_1, b_sin_2 = add_angle_gradients(
-                (b_cos_1, b_cos_2, b_sin_1, b_sin_2), p_key, p_key_grad, i_batch, i_token, length,
-                KEY_HEADS, KEY_STEP, WIDTH, HALF, BLOCK, INTERLEAVED, HEADS_FIRST,
-            )  # fmt: skip
-    o_token = (i_group.to(tl.int64) * length + i_token)[:, None, None]
+        b_cos_1 += b_key_cos_1
+        b_cos_2 += b_key_cos_2
+        b_sin_1 += b_key_sin_1
+        b_sin_2 += b_key_sin_2
+    o_token = (i_part.to(tl.int64) * length + i_token)[:, None, None]
     m_token = (i_token < length)[:, None, None]
     if PER_PAIR:
         o_pair = tl.arange(0, BLOCK)[None, None, :]
         m_pair = m_token & (o_pair < HALF)
-        b_cos = (b_cos_1 + b_cos_2)[:, None, :].to(p_dcos.dtype.element_ty)
-        b_sin = (b_sin_1 + b_sin_2)[:, None, :].to(p_dsin.dtype.element_ty)
+        b_cos = b_cos_1[:, None, :].to(p_dcos.dtype.element_ty)
+        b_sin = b_sin_1[:, None, :].to(p_dsin.dtype.element_ty)
         tl.store(p_dcos + o_token * HALF + o_pair, b_cos, mask=m_pair)
         tl.store(p_dsin + o_token * HALF + o_pair, b_sin, mask=m_pair)
     else:
@@ -261,6 +303,11 @@ def _constants(call: RopeCall, config: Config) -> dict[str, Any]:
     }
 
 
+def _chunks(constants: dict[str, Any], span: int) -> int:
+    """Programs that share the heads of a token."""
+    return sum(-(-constants[name] // span) for name in ("QUERY_HEADS", "KEY_HEADS")) if span else 1
+
+
 def _length(call: RopeCall) -> int:
     return call.query.shape[2 if call.heads_first else 1]
 
@@ -269,17 +316,18 @@ def _rotate(call: RopeCall, query: Any, key: Any, cos: Any, sin: Any, config: Co
     """query and key, rotated; key may be None."""
     if not call.rotary_dim or not query.size:
         return query + -0.0, None if key is None else key + -0.0  # changes no bit
-    length = _length(call)
+    length, constants = _length(call), _constants(call, config)
     query_out, key_out = call_kernel(
         rope_kernel,
         (query, query if key is None else key, cos, sin, length),
         ((query.shape, query.dtype), ((1,), query.dtype) if key is None else (key.shape, key.dtype)),
-        grid=query.shape[0] * -(-length // config.tokens),
+        grid=query.shape[0] * -(-length // config.tokens) * _chunks(constants, config.span),
         REST=padded(max(query.shape[-1] - call.rotary_dim, 1)),
         SHARED_COS=cos.shape[0] == 1,
         SHARED_SIN=sin.shape[0] == 1,
         INVERSE=inverse,
-        **_constants(call, config),
+        SPAN=config.span,
+        **constants,
     )
     return query_out, None if key is None else key_out
 
@@ -296,20 +344,25 @@ def backward(call: RopeCall, inputs: RopeInputs, outputs: RopeOutputs, cotangent
     length = _length(call)
     gradients = (cotangents.query, cotangents.query if key is None else cotangents.key)
     groups = max(cos.shape[0], sin.shape[0])
+    members, tiles = query.shape[0] // groups, -(-length // config.tokens)
+    splits = min(members, -(-_PROGRAMS // (groups * tiles)))
 
     def result(angles: Any) -> Any:
-        return (groups, *angles.shape[1:]), angles.dtype if angles.shape[0] == groups else jnp.float32
+        whole = splits == 1 and angles.shape[0] == groups
+        return (groups * splits, *angles.shape[1:]), angles.dtype if whole else jnp.float32
 
     def finished(gradient: Any, angles: Any) -> Any:
         """Where only one of cos and sin is shared over the batch, its gradient was made for each member."""
-        same = angles.shape[0] == groups
-        return gradient if same else jnp.sum(gradient, axis=0, keepdims=True).astype(angles.dtype)
+        if gradient.shape == angles.shape:
+            return gradient
+        shape = (angles.shape[0], -1, *angles.shape[1:])
+        return jnp.sum(gradient.reshape(shape), axis=1).astype(angles.dtype)
 
     d_cos, d_sin = call_kernel(
         rope_angle_gradients_kernel,
-        (query, query if key is None else key, *gradients, length, query.shape[0] // groups),
+        (query, query if key is None else key, *gradients, length, members, splits),
         (result(cos), result(sin)),
-        grid=groups * -(-length // config.tokens),
+        grid=groups * splits * tiles,
         **_constants(call, config),
     )
     return RopeInputs(d_query, d_key, finished(d_cos, cos), finished(d_sin, sin))

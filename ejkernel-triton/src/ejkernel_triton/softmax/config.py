@@ -12,29 +12,32 @@ from ejkernel_triton._rows.config import (
     itemsize,
     padded,
     rows_of_tile,
+    sharing_config,
+    sharing_configs,
     thread_fits,
     walking_configs,
     warps_for,
 )
 
 Config = ForwardConfig
-"""Of both phases: rows of a program, or blocks that it walks over."""
+"""Of both phases: rows of a program, blocks that it walks over, or parts that programs share."""
 
 WIDEST_FORWARD = 32768
-WIDEST_BACKWARD = 16384
-"""Wider rows are walked over in blocks; a program holds at most 32 registers per thread of each row."""
+WIDEST_BACKWARD = {2: 32768, 4: 16384}
+"""By bytes of an element. Wider rows are shared by programs; a program holds at most 32 registers per thread of each row."""
 
 
 def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
-    """Few warps with blocks in flight where rows are walked over; backward has too many arrays for that to gain."""
     width = padded(call.x.shape[-1])
-    return held_forward(width) if width <= WIDEST_FORWARD else Config(1, 4, 4096, 3)
+    if width <= WIDEST_FORWARD:
+        return held_forward(width)
+    return sharing_config(width, itemsize(call.x)) or Config(1, 4, 4096, 3)
 
 
 def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
     width = padded(call.x.shape[-1])
-    if width > WIDEST_BACKWARD:
-        return Config(1, 16, 8192)
+    if width > WIDEST_BACKWARD[itemsize(call.x)]:
+        return sharing_config(width, itemsize(call.x)) or Config(1, 16, 8192)
     rows = max(1, min(512, 2048 // width))
     return Config(rows, warps_for(width * rows, 16))
 
@@ -44,7 +47,7 @@ def forward_space(call: SoftmaxCall, target: Target) -> list[Config]:
 
 
 def backward_space(call: SoftmaxCall, target: Target) -> list[Config]:
-    return _space(call, WIDEST_BACKWARD, 2)
+    return _space(call, WIDEST_BACKWARD[itemsize(call.x)], 2)
 
 
 def _space(call: SoftmaxCall, widest: int, arrays: int) -> list[Config]:
@@ -55,7 +58,8 @@ def _space(call: SoftmaxCall, widest: int, arrays: int) -> list[Config]:
         for rows, warps in itertools.product(rows_of_tile(width), (1, 2, 4, 8, 16, 32))
         if width <= widest and thread_fits(rows * width, warps, 64 // arrays)
     ]
-    return held + walking_configs(width, arrays * itemsize(call.x), 16384)
+    size = itemsize(call.x)
+    return held + walking_configs(width, arrays * size, 16384) + sharing_configs(width, size, 16384)
 
 
 FORWARD = ConfigSpace(Config, forward_heuristic, forward_space)

@@ -1,13 +1,14 @@
 """Softmax over the last axis: a program holds whole rows in registers, so that every array passes memory once.
 
-Rows too wide for that are walked over twice, the second time backwards, so that it begins with what the cache still holds: first
-for the largest value and the sum, which is rescaled when a larger value comes, then for the result. Sums are float32.
+Rows too wide for that are shared by programs that meet (`_rows.meeting`): each makes the largest value and the sum of its part.
+Or one program walks over its row twice, the second time backwards, so that it begins with what the cache still holds: first for
+the largest value and the sum, which is rescaled when a larger value comes, then for the result. Sums are float32.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import triton
@@ -16,6 +17,7 @@ import triton.language as tl
 from ejkernel.operations.softmax.interface import SoftmaxCall, SoftmaxInputs, SoftmaxOutputs
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._rows.config import padded
+from ejkernel_triton._rows.meeting import meet, parts_of, patience, widened, words_of
 from ejkernel_triton.softmax.config import Config
 from ejkernel_triton.softmax.mask import mask_of, masked
 
@@ -93,6 +95,113 @@ def softmax_forward_walking_kernel(
 
 
 @triton.jit
+def place_of(i_row, i_part, p_where, middle, inner, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHERE: tl.constexpr):
+    """Offsets of a part of a row [1, BLOCK], the places that there are, and those that take part."""
+    i_rows = i_row + tl.arange(0, 1)  # [1]
+    o_width = i_part * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    m_tile = (o_width < WIDTH)[None, :]
+    o_tile = i_rows.to(tl.int64)[:, None] * WIDTH + o_width[None, :]
+    return o_tile, m_tile, masked(m_tile, p_where, i_rows, i_rows >= 0, o_width, middle, inner, WIDTH, WHERE)
+
+
+@triton.jit
+def softmax_forward_meeting_kernel(
+    p_x,
+    p_where,
+    p_words_before,
+    items,
+    middle,
+    inner,
+    p_out,
+    p_words,
+    p_sums,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    PATIENCE: tl.constexpr,
+    WHERE: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """A program holds a part of a row (`_rows.meeting`), whose sums are its largest value and the sum of its weights."""
+    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    i_row = tl.program_id(0) // PARTS
+    i_part = tl.program_id(0) % PARTS
+    o_tile, m_tile, m_part = place_of(i_row, i_part, p_where, middle, inner, WIDTH, BLOCK, WHERE)
+    b_stored = tl.load(p_x + o_tile, mask=m_tile, other=0.0)  # [1, BLOCK]
+    b_x = tl.where(m_part, b_stored.to(tl.float32) * SCALE, float("-inf"))
+    b_part_largest = tl.maximum(tl.max(b_x, axis=1), LOWEST)  # [1]
+    p_sum = p_sums + tl.program_id(0) + tl.arange(0, 1)
+    tl.store(p_sum, b_part_largest)
+    b_x = tl.where(m_part, widened(b_stored, items >> 31) * SCALE, float("-inf"))
+    tl.store(p_sum + items, tl.sum(tl.exp(b_x - b_part_largest[:, None]), axis=1))
+    complete, left, zero = meet(p_words + i_row, i_part, PARTS, PATIENCE)
+    if complete:
+        o_part = tl.arange(0, PARTS_BLOCK)
+        p_part = p_sums + i_row * PARTS + o_part
+        b_largests = tl.load(p_part, mask=o_part < PARTS, other=LOWEST, cache_modifier=".cg")  # [PARTS_BLOCK]
+        b_totals = tl.load(p_part + items, mask=o_part < PARTS, other=0.0, cache_modifier=".cg")  # [PARTS_BLOCK]
+        b_largest = tl.max(b_largests)
+        b_total = tl.sum(b_totals * tl.exp(b_largests - b_largest))
+        b_inverse = 1.0 / tl.where(b_total == 0.0, 1.0, b_total)
+        b_x = tl.where(m_part, widened(b_stored, zero) * SCALE, float("-inf"))
+        tl.store(p_out + o_tile, (tl.exp(b_x - b_largest) * b_inverse).to(p_out.dtype.element_ty), mask=m_tile)
+        if left != 0:
+            for i_other in tl.range(0, PARTS):
+                if ((left >> i_other) & 1) != 0:
+                    o_other, m_other, m_taking = place_of(i_row, i_other, p_where, middle, inner, WIDTH, BLOCK, WHERE)
+                    b_other = tl.load(p_x + o_other, mask=m_other, other=0.0).to(tl.float32)  # [1, BLOCK]
+                    b_other = tl.exp(tl.where(m_taking, b_other * SCALE, float("-inf")) - b_largest) * b_inverse
+                    tl.store(p_out + o_other, b_other.to(p_out.dtype.element_ty), mask=m_other)
+
+
+@triton.jit
+def softmax_backward_meeting_kernel(
+    p_out,
+    p_grad,
+    p_where,
+    p_words_before,
+    items,
+    middle,
+    inner,
+    p_dx,
+    p_words,
+    p_sums,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    PATIENCE: tl.constexpr,
+    WHERE: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """A program holds a part of a row of the result and of its gradient (`_rows.meeting`)."""
+    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    i_row = tl.program_id(0) // PARTS
+    i_part = tl.program_id(0) % PARTS
+    o_tile, m_tile, m_part = place_of(i_row, i_part, p_where, middle, inner, WIDTH, BLOCK, WHERE)
+    b_out = tl.load(p_out + o_tile, mask=m_tile, other=0.0)  # [1, BLOCK]
+    b_grad = tl.load(p_grad + o_tile, mask=m_tile, other=0.0)  # [1, BLOCK]
+    if WHERE != 0:
+        b_grad = tl.where(m_part, b_grad, 0.0)
+    tl.store(p_sums + tl.program_id(0) + tl.arange(0, 1), tl.sum(b_out.to(tl.float32) * b_grad.to(tl.float32), axis=1))
+    complete, left, zero = meet(p_words + i_row, i_part, PARTS, PATIENCE)
+    if complete:
+        o_part = tl.arange(0, PARTS_BLOCK)
+        b_sum = tl.sum(tl.load(p_sums + i_row * PARTS + o_part, mask=o_part < PARTS, other=0.0, cache_modifier=".cg"))
+        b_dx = widened(b_out, zero) * (widened(b_grad, zero) - b_sum) * SCALE
+        tl.store(p_dx + o_tile, b_dx.to(p_dx.dtype.element_ty), mask=m_tile)
+        if left != 0:
+            for i_other in tl.range(0, PARTS):
+                if ((left >> i_other) & 1) != 0:
+                    o_other, m_other, m_taking = place_of(i_row, i_other, p_where, middle, inner, WIDTH, BLOCK, WHERE)
+                    b_other = tl.load(p_out + o_other, mask=m_other, other=0.0).to(tl.float32)  # [1, BLOCK]
+                    b_other_grad = tl.load(p_grad + o_other, mask=m_other, other=0.0).to(tl.float32)  # [1, BLOCK]
+                    if WHERE != 0:
+                        b_other_grad = tl.where(m_taking, b_other_grad, 0.0)
+                    b_other = b_other * (b_other_grad - b_sum) * SCALE
+                    tl.store(p_dx + o_other, b_other.to(p_dx.dtype.element_ty), mask=m_other)
+
+
+@triton.jit
 def softmax_backward_kernel(
     p_out,
     p_grad,
@@ -164,25 +273,50 @@ def softmax_backward_walking_kernel(
         tl.store(p_dx + o_row + o_width[None, :], b_dx.to(p_dx.dtype.element_ty), mask=m_tile)
 
 
-def _call(held: Any, walking: Any, arrays: tuple[Any, ...], call: SoftmaxCall, inputs: SoftmaxInputs, config: Config) -> Any:
-    """One array like x, by the kernel that holds rows or the one that walks over them."""
+class _Kernels(NamedTuple):
+    """The kernel where a program holds whole rows, the one that walks over its row, and the one whose programs share rows."""
+
+    held: Any
+    walking: Any
+    meeting: Any
+
+
+_FORWARD = _Kernels(softmax_forward_kernel, softmax_forward_walking_kernel, softmax_forward_meeting_kernel)
+_BACKWARD = _Kernels(softmax_backward_kernel, softmax_backward_walking_kernel, softmax_backward_meeting_kernel)
+
+
+def _call(kernels: _Kernels, arrays: tuple[Any, ...], call: SoftmaxCall, inputs: SoftmaxInputs, config: Config) -> Any:
+    """One array like x."""
     x = inputs.x
     mask = mask_of(x, inputs.where)
-    rows = math.prod(x.shape[:-1])
-    constants = {"WIDTH": x.shape[-1], "WHERE": mask.kind, "SCALE": call.scale, "num_warps": config.num_warps}
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+    constants = {"WIDTH": width, "WHERE": mask.kind, "SCALE": call.scale, "num_warps": config.num_warps}
     repetition = (mask.middle, mask.inner)
     result = ((x.shape, x.dtype),)
+    if config.meet:
+        parts = parts_of(width, config.block)
+        return call_kernel(
+            kernels.meeting,
+            (*arrays, mask.where, words_of(rows), rows * parts, *repetition),
+            (*result, ((rows,), jnp.int32), ((2, rows * parts), jnp.float32)),
+            grid=rows * parts,
+            input_output_aliases={len(arrays) + 1: 1},
+            BLOCK=config.block,
+            PARTS_BLOCK=padded(parts),
+            PATIENCE=patience(),
+            **constants,
+        )[0]
     if config.block:
         steps = {"BLOCK": config.block, "STAGES": config.num_stages, **constants}
-        return call_kernel(walking, (*arrays, mask.where, *repetition), result, grid=rows, **steps)[0]
-    tile = {"BLOCK": padded(x.shape[-1]), "ROWS": config.rows, **constants}
-    return call_kernel(held, (*arrays, mask.where, rows, *repetition), result, grid=-(-rows // config.rows), **tile)[0]
+        return call_kernel(kernels.walking, (*arrays, mask.where, *repetition), result, grid=rows, **steps)[0]
+    tile = {"BLOCK": padded(width), "ROWS": config.rows, **constants}
+    return call_kernel(kernels.held, (*arrays, mask.where, rows, *repetition), result, grid=-(-rows // config.rows), **tile)[0]
 
 
 def forward(call: SoftmaxCall, inputs: SoftmaxInputs, config: Config) -> SoftmaxOutputs:
     if not inputs.x.size:
         return SoftmaxOutputs(jnp.zeros_like(inputs.x))
-    return SoftmaxOutputs(_call(softmax_forward_kernel, softmax_forward_walking_kernel, (inputs.x,), call, inputs, config))
+    return SoftmaxOutputs(_call(_FORWARD, (inputs.x,), call, inputs, config))
 
 
 def backward(
@@ -191,4 +325,4 @@ def backward(
     if not inputs.x.size:
         return SoftmaxInputs(jnp.zeros_like(inputs.x))
     arrays = (outputs.out, cotangents.out)
-    return SoftmaxInputs(_call(softmax_backward_kernel, softmax_backward_walking_kernel, arrays, call, inputs, config))
+    return SoftmaxInputs(_call(_BACKWARD, arrays, call, inputs, config))

@@ -1,0 +1,71 @@
+"""Programs that share a row too wide for one of them: each holds a part, so that every array passes memory once.
+
+A program stores the sums of its part, counts itself as arrived, and waits until all of its row have; then each makes the result of
+its part from everybody's sums, added up in the order of parts. Nobody has to be there at a time: who waited for long leaves, and
+the last one to arrive, which finds everything that it needs, finishes the parts that were left. One word per row holds both
+counts, so that a program either sees that all have arrived, or is seen to have left. In the interpreter, where one program runs
+after the other, all but the last leave.
+"""
+
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false
+from typing import Any
+
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from ejkernel_triton._interpret import interpreting
+from ejkernel_triton._rows.config import MOST_PARTS
+
+PATIENCE = 128
+"""Looks at the word before a program leaves, about a microsecond each; parts of a row arrive within a few."""
+
+
+@triton.jit
+def meet(p_word, i_part, PARTS: tl.constexpr, PATIENCE: tl.constexpr):
+    """What this program stored before will be seen by the others. Returns whether all have arrived, else this part is left; the
+    parts that were left to this program, one bit each; and a zero for `widened`."""
+    COUNT: tl.constexpr = 255  # the bits for arrivals; the next ones are for those that left
+    tl.debug_barrier()
+    word = tl.atomic_add(p_word, 1, sem="acq_rel", scope="gpu") + 1
+    left = tl.where((word & COUNT) == PARTS, word >> 8, 0)
+    looks = 0
+    while ((word & COUNT) < PARTS) & (looks < PATIENCE):
+        word = tl.atomic_add(p_word, 0, sem="acquire", scope="gpu")
+        looks += 1
+    if (word & COUNT) < PARTS:
+        word = tl.atomic_add(p_word, 256 << i_part, sem="acq_rel", scope="gpu")
+    return (word & COUNT) == PARTS, left, word >> 31
+
+
+@triton.jit
+def widened(b_stored, zero):
+    """float32 of values of which others are made too, before or after. `zero` is 0, which the compiler does not know: without it,
+    it would keep float32 from one use to the next, in twice the registers of what is stored."""
+    if b_stored.dtype.primitive_bitwidth == 16:
+        b_bits = b_stored.to(tl.int16, bitcast=True) ^ zero.to(tl.int16)
+        b_stored = b_bits.to(b_stored.dtype, bitcast=True)
+    return b_stored.to(tl.float32)
+
+
+def patience() -> int:
+    """Looks at the word before a program leaves: waiting is of no use in the interpreter."""
+    return 1 if interpreting() else PATIENCE
+
+
+def parts_of(width: int, block: int) -> int:
+    """Programs of a row."""
+    parts = -(-width // block)
+    if parts > MOST_PARTS:
+        least = -(-width // MOST_PARTS)
+        raise ValueError(
+            f"config: block {block} cuts a row of {width} columns into {parts} parts, at most {MOST_PARTS} programs "
+            f"meet; take a block of at least {least} columns, or meet=False"
+        )
+    return parts
+
+
+def words_of(rows: int) -> Any:
+    """Of rows where nobody has arrived, to be given to a kernel that changes them."""
+    return jnp.zeros(rows, jnp.int32)
