@@ -189,6 +189,17 @@ def test_configs_fit_the_device(call, version):
     assert config.BackwardConfig.of(space[0].tile_of_lhs, space[0].tile_of_rhs) == space[0]
 
 
+def test_tiles_are_as_high_as_a_mean_group():
+    """Of all groups whose rows are there, not of those whose matrices are."""
+    sizes = ArraySpec((1, 64), "int32")
+    for dtype in ("bfloat16", "float32"):
+        heights = [
+            config.forward_heuristic(call_of(rows, 8, dtype=dtype, group_sizes=sizes), H200).block_m
+            for rows in (64, 2048, 65536)
+        ]
+        assert heights == [16, 32, 128]
+
+
 def test_tiles_that_no_kernel_can_have_are_refused():
     with pytest.raises(ValueError, match="block_n: got 48, expected a power of two"):
         config.Tile(64, 48, 32, 4, 2)

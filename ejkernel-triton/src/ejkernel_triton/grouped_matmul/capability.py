@@ -38,6 +38,7 @@ def _refusal(call: GroupedMatmulCall, target: Target) -> str | None:
     units = max(tiles * widest, batch * matrices * -(-inner // _SMALLEST) * -(-columns // _SMALLEST), batch * rows)
     if units > MOST:
         return f"{batch} x {rows} rows and {matrices} matrices of {inner} x {columns} may need {units} tiles, more than {MOST}"
-    names: dict[str, tuple[str, ...]] = dict.fromkeys(("lhs", "existing_out", "rhs_scale", "bias"), FLOATS) | {"rhs": STORED}
+    names: dict[str, tuple[str, ...]] = dict.fromkeys(("lhs", "existing_out", "rhs_scale", "bias"), FLOATS)
+    names["rhs"] = STORED
     problem = refusal(target, {name: getattr(call, name) for name in names}, names)
     return problem or e4m3_problem(target, call.rhs)

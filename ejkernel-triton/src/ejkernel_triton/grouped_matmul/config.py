@@ -171,7 +171,7 @@ def _product_of(call: GroupedMatmulCall, target: Target, kind: str) -> _Product:
     """Of `kind` "forward", "lhs" or "rhs"."""
     itemsize = jnp.dtype(call.product_dtype).itemsize
     batch, rows, inner = call.lhs.shape
-    columns, matrices = call.columns, max(call.rhs.shape[1], 1)
+    columns = call.columns
     outer = kind == "rhs"
     out = {"forward": call.preferred_element_type, "lhs": call.lhs.dtype, "rhs": call.rhs.dtype}[kind]
     wide = (columns, inner) if kind == "lhs" or (outer and call.transpose_rhs) else (inner, columns)
@@ -180,7 +180,7 @@ def _product_of(call: GroupedMatmulCall, target: Target, kind: str) -> _Product:
         height=wide[0] if outer else batch * rows,
         width=wide[1],
         depth=rows if outer else wide[0],
-        mean=rows // matrices,
+        mean=rows // max(call.group_sizes.shape[1], 1),
         itemsize=itemsize,
         stored=itemsize if outer else jnp.dtype(call.rhs.dtype).itemsize,
         out=jnp.dtype(out).itemsize,
@@ -192,6 +192,8 @@ def _product_of(call: GroupedMatmulCall, target: Target, kind: str) -> _Product:
     )
 
 
+_Shape = tuple[int, ...]
+"""Block sizes, warps and stages."""
 _EXACT = ((128, 128, 16, 8, 2), (64, 64, 16, 8, 2), (32, 32, 16, 4, 2), (16, 16, 16, 4, 1))
 """For float32 without tensor cores."""
 _SINGLE = ((128, 128, 32, 8, 3), (64, 64, 32, 4, 3), (64, 64, 32, 4, 2), (32, 32, 32, 4, 2), (16, 16, 16, 4, 1))
@@ -209,26 +211,27 @@ _FEW = 64
 """Rows of a mean group below which that is so."""
 
 
-def _shapes(product: _Product) -> tuple[tuple[int, ...], ...]:
-    """Block sizes, warps and stages, the best first; the last fits everywhere."""
-    if product.exact:
-        return _EXACT
-    if product.itemsize == 4:
-        return _SINGLE
+def _shapes(product: _Product) -> tuple[_Shape, ...]:
+    """The best first; the last fits everywhere."""
+    shapes = _EXACT if product.exact else _SINGLE if product.itemsize == 4 else _HALF
     if product.outer or product.mean >= _FEW:
-        return _HALF
-    return tuple((max(_SMALLEST, min(_FEW, _power(product.mean))), *shape) for shape in _LOW)
+        return shapes
+    height = _power(product.mean)
+    if shapes is _HALF:
+        return tuple((height, *shape) for shape in _LOW)
+    return tuple((min(rows, height), *shape) for rows, *shape in shapes)
 
 
-def _tile(product: _Product, shape: tuple[int, ...], *, tma: bool) -> Tile:
+def _tile(product: _Product, shape: _Shape, *, tma: bool) -> Tile:
     """One program per tile, or with the copy engine one per multiprocessor. Bands as one H200 likes them."""
-    tile = product.cut(Tile(*shape, band=16 if product.outer else 8, tma=tma))
+    block_m, block_n, block_k, warps, stages = shape
+    tile = product.cut(Tile(block_m, block_n, block_k, warps, stages, band=16 if product.outer else 8, tma=tma))
     return dataclasses.replace(tile, programs=_MULTIPROCESSORS) if tile.tma else tile
 
 
 def _heuristic(product: _Product) -> Tile:
     tiles = (_tile(product, shape, tma=tma) for shape in _shapes(product) for tma in (product.tma, False))
-    return next(filter(product.fits, tiles), product.cut(Tile(*_shapes(product)[-1])))
+    return next(filter(product.fits, tiles), _tile(product, _shapes(product)[-1], tma=False))
 
 
 def _space(product: _Product) -> list[Tile]:

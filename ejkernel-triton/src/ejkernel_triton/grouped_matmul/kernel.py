@@ -352,7 +352,8 @@ def _product(
 
 
 def _bounds(call: GroupedMatmulCall, inputs: GroupedMatmulInputs) -> Any:
-    return bounds_of(inputs.group_sizes, inputs.group_offset, *call.lhs.shape[:2], call.rhs.shape[1])
+    batch, rows, _ = call.lhs.shape
+    return bounds_of(inputs.group_sizes, inputs.group_offset, batch, rows, call.rhs.shape[1])
 
 
 def _nothing_to_do(call: GroupedMatmulCall) -> bool:
