@@ -30,7 +30,7 @@ WALKING = (
     config.ForwardConfig(rows=1, num_warps=1, block=16),
     config.BackwardConfig(rows=2, num_warps=1, programs=3, num_stages=1, block=32),
 )
-MEETING = config.ForwardConfig(rows=1, num_warps=1, block=16, meet=True), HELD[1]
+MEETING = config.ForwardConfig(rows=1, num_warps=1, block=32, meet=True), HELD[1]
 
 
 class Norm:

@@ -172,4 +172,6 @@ def test_supports():
     assert "cos is float64" in str(ask(cos=ArraySpec((2, 33, 8), "float64")))
     assert "8192 is above 4096" in str(ask(query=ArraySpec((2, 33, 4, 8192), "float32")))
     assert "no heads" in str(ask(query=ArraySpec((2, 33, 0, 16), "float32")))
+    first = ArraySpec((2_000_000, 1024, 1, 16), "float32")
+    assert "2000000 tokens of 2048 heads" in str(ask(query=first, key=first, heads_first=True))
     assert "4000000000 tokens" in str(ask(query=ArraySpec((2, 2_000_000_000, 4, 16), "float32")))

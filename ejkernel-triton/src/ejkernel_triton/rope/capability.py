@@ -17,9 +17,12 @@ def supports_forward(call: RopeCall, target: Target) -> str | None:
         return f"head size {call.query.shape[-1]} is above {WIDEST}, the widest head that one program holds"
     if call.key is not None and (call.query.size == 0) != (call.key.size == 0):
         return f"query {call.query} or key {call.key} has no heads, the other one has"
-    length = call.query.shape[2 if call.heads_first else 1]
-    if call.query.shape[0] * length > MOST_TOKENS:
-        return f"{call.query.shape[0] * length} tokens are more than {MOST_TOKENS}"
+    tokens = call.query.shape[0] * call.query.shape[2 if call.heads_first else 1]
+    if tokens > MOST_TOKENS:
+        return f"{tokens} tokens are more than {MOST_TOKENS}"
+    heads = sum(spec.shape[1] for spec in (call.query, call.key) if spec is not None) if call.heads_first else 1
+    if tokens * heads > MOST_TOKENS:
+        return f"{tokens} tokens of {heads} heads, which come first, are more than {MOST_TOKENS}"
     return refusal(target, {"query": call.query, "key": call.key, "cos": call.cos, "sin": call.sin})
 
 
