@@ -134,6 +134,7 @@ def test_leave_to_spill_is_narrow():
         dataclasses.replace(leave, kernel="other"),
         dataclasses.replace(leave, constants={"BLOCK": 128}),
         dataclasses.replace(leave, capabilities=(80,)),
+        dataclasses.replace(leave, dtypes=("bfloat16",)),
     ):
         assert "spills" in spilling.problem([other])
 

@@ -46,6 +46,7 @@ class Allowance:
         reason: why that is right.
         constants: only with these constants.
         capabilities: only there.
+        dtypes: only for problems of these; any if empty.
     """
 
     kernel: str
@@ -53,23 +54,28 @@ class Allowance:
     reason: str
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     capabilities: tuple[int, ...] = CAPABILITIES
+    dtypes: tuple[str, ...] = ()
 
     def covers(self, row: Row) -> bool:
         return (
             row.kernel == self.kernel
             and row.spilling <= self.most
             and row.capability in self.capabilities
+            and (not self.dtypes or row.dtype in self.dtypes)
             and all(row.constants.get(name) == repr(value) for name, value in self.constants.items())
         )
 
 
 _WIDE = {"BLOCK_D": 512}
+_PARTS = "heads of 256 in float32 parts: on an H200 others at 0.17 to 0.19 ran at 30 to 43 TFLOP/s, without tensor cores at 3.5"
 ALLOWED: tuple[Allowance, ...] = (
-    Allowance("forward_kernel", 0.2, "of heads of 512: 2.8 ms on an H200, the smaller tile 3.8 ms", _WIDE),
-    Allowance(
-        "key_gradient_kernel", 0.25, "of heads of 512: 8.8 ms on an H200 for both gradients, smaller tiles 12.8 ms", _WIDE
+    Allowance("forward_kernel", 0.2, "heads of 512: 2.8 ms on an H200, the smaller tile 3.8 ms", _WIDE),
+    Allowance("key_gradient_kernel", 0.25, "heads of 512: 8.8 ms on an H200 for both gradients, smaller tiles 12.8 ms", _WIDE),
+    Allowance("query_gradient_kernel", 0.25, "heads of 512: 5.7 ms on an H200, smaller tiles 6.9 ms", _WIDE),
+    *(
+        Allowance(f"{name}_kernel", 0.25, _PARTS, {"BLOCK_D": 256}, dtypes=("float32",))
+        for name in ("forward", "key_gradient", "query_gradient")
     ),
-    Allowance("query_gradient_kernel", 0.25, "of heads of 512: 5.7 ms on an H200, smaller tiles 6.9 ms", _WIDE),
 )
 
 
