@@ -1,0 +1,154 @@
+"""Kernels that find the state before every segment: what each segment adds by itself, then one after the other."""
+
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
+# ruff: noqa: SIM108 - static and dynamic conditions stay apart
+import triton
+import triton.language as tl
+
+from ejkernel_triton.linear_recurrence.tiles import (
+    LOG2_E,
+    edge_decays,
+    load_tile,
+    log_tile,
+    prefix_decays,
+    scalar_logs,
+    segment_of,
+    state_of,
+    suffix_decays,
+    sum_of,
+)
+
+
+@triton.jit
+def segment_states_kernel(
+    p_key,
+    p_value,
+    p_g,
+    p_gamma,
+    p_gk,
+    p_bounds,
+    p_first,
+    p_sequence,
+    length,
+    segments,
+    sequences,
+    p_state,
+    p_log,
+    R: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The state that a segment makes out of none, and the logarithm to base 2 of its decay."""
+    BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
+    i_block = tl.program_id(0) % BLOCKS
+    i_head = tl.program_id(0) // BLOCKS % R.heads
+    i_segment = tl.program_id(0) // (BLOCKS * R.heads) % segments
+    i_batch = tl.program_id(0) // (BLOCKS * R.heads) // segments
+    i_column = i_block * BLOCK_V
+    _, i_first, count, real, _ = segment_of(
+        p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT
+    )
+    count = tl.where(real, count, 0)
+    i_first = i_batch.to(tl.int64) * length + i_first
+    chunks = tl.cdiv(count, CHUNK)
+
+    b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if R.decay == "key":
+        b_total = tl.zeros([BLOCK_K], tl.float32)
+    else:
+        b_total = 0.0
+    for i_step in tl.range(0, chunks, num_stages=STAGES):
+        if R.back:
+            i_position = (chunks - 1 - i_step) * CHUNK
+        else:
+            i_position = i_step * CHUNK
+        rows = count - i_position
+        if R.reverse:
+            i_token = i_first - i_position
+        else:
+            i_token = i_first + i_position
+        b_key = load_tile(p_key, i_token, i_head, 0, rows, R.key_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
+        b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, WHOLE, R)
+        if R.decay == "scalar":
+            b_coarse, b_fine, coarse, fine = scalar_logs(p_g, p_gamma, i_batch, i_token, i_head, rows, CHUNK, WHOLE, R)
+            _, b_weight = edge_decays(b_coarse, b_fine, coarse, fine, R)
+            b_value = (b_value * (b_weight * R.update_scale)[:, None]).to(b_key.dtype)
+            b_sum = sum_of(coarse, fine, R)
+            b_state *= tl.exp2(b_sum)
+            b_total += b_sum
+        elif R.decay == "key":
+            b_log = log_tile(p_gk, i_token, i_head, 0, rows, R.width, BLOCK_K, CHUNK, WHOLE, R)
+            if R.back:
+                b_weight = prefix_decays(b_log, CHUNK, R)
+            else:
+                b_weight = suffix_decays(b_log, CHUNK, R)
+            b_key = (b_key * (b_weight * R.update_scale)).to(b_value.dtype)
+            b_sum = tl.sum(b_log, axis=0) * LOG2_E
+            b_state *= tl.exp2(b_sum)[:, None]
+            b_total += b_sum
+        elif R.update_scale != 1.0:
+            b_value = (b_value.to(tl.float32) * R.update_scale).to(b_key.dtype)
+        b_state = tl.dot(tl.trans(b_key), b_value, b_state, input_precision=R.precision)
+
+    i_state = i_batch * segments + i_segment
+    p_out, m_out = state_of(p_state, i_state, i_head, i_column, R, BLOCK_K, BLOCK_V)
+    tl.store(p_out, b_state, mask=m_out)
+    if R.decay == "key":
+        o_row = tl.arange(0, BLOCK_K)
+        p_log += (i_state.to(tl.int64) * R.heads + i_head) * R.width
+        tl.store(p_log + o_row, b_total, mask=(o_row < R.width) & (i_block == 0))
+    elif R.decay == "scalar":
+        tl.store(p_log + i_state.to(tl.int64) * R.heads + i_head, b_total, mask=i_block == 0)
+
+
+@triton.jit
+def scan_states_kernel(
+    p_state,
+    p_log,
+    p_initial,
+    p_first,
+    segments,
+    sequences,
+    p_before,
+    p_final,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INITIAL: tl.constexpr,
+):
+    """The state before each segment, and that after the last one of a sequence. Back in time, "before" is after in time."""
+    SIZE: tl.constexpr = R.width * R.channels
+    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    i_block = tl.program_id(0) % BLOCKS
+    i_head = tl.program_id(0) // BLOCKS % R.heads
+    i_sequence = tl.program_id(0) // (BLOCKS * R.heads) % sequences
+    i_batch = tl.program_id(0) // (BLOCKS * R.heads) // sequences
+    o_state = i_block * BLOCK + tl.arange(0, BLOCK)
+    m_state = o_state < SIZE
+    if R.packed:
+        p_first += (0 if R.shared else i_batch) * (sequences + 3) + i_sequence + 1
+        first, end = tl.load(p_first), tl.load(p_first + 1)
+    else:
+        first, end = 0, segments
+    o_sequence = ((i_batch * sequences + i_sequence).to(tl.int64) * R.heads + i_head) * SIZE
+    b_state = tl.zeros([BLOCK], tl.float32)
+    if INITIAL:
+        b_state = tl.load(p_initial + o_sequence + o_state, mask=m_state, other=0.0).to(tl.float32)
+    for i_step in tl.range(0, end - first, num_stages=4):
+        if R.back:
+            i_segment = end - 1 - i_step
+        else:
+            i_segment = first + i_step
+        o_segment = (i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head
+        b_own = tl.load(p_state + o_segment * SIZE + o_state, mask=m_state, other=0.0)
+        tl.store(p_before + o_segment * SIZE + o_state, b_state, mask=m_state)
+        if R.decay == "key":
+            b_state *= tl.exp2(tl.load(p_log + o_segment * R.width + o_state // R.channels, mask=m_state, other=0.0))
+        elif R.decay == "scalar":
+            b_state *= tl.exp2(tl.load(p_log + o_segment))
+        b_state += b_own
+    tl.store(p_final + o_sequence + o_state, b_state, mask=m_state)
