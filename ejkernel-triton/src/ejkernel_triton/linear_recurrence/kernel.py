@@ -28,9 +28,10 @@ from ejkernel_triton.linear_recurrence.rules import (
     value_gradient_of,
     walk_of,
 )
-from ejkernel_triton.linear_recurrence.states import scan_states_kernel, segment_states_kernel
+from ejkernel_triton.linear_recurrence.states import scan_states_kernel, segment_states_kernel, sums_kernel
 from ejkernel_triton.linear_recurrence.walk import scores_kernel, walk_kernel
 
+_SUMMED_HEADS = 16
 _SCANNED = 1024
 """Elements of a state that one program of the scan holds."""
 
@@ -70,9 +71,26 @@ class _Problem:
     def numbers(self, cut: _Segments) -> tuple[Any, ...]:
         return *cut.table, self.length, cut.count, self.call.sequences
 
-    def decays(self) -> tuple[Any, Any]:
-        """g and g_gamma; absent ones are replaced by an array that is there."""
-        return tuple(self.inputs.query if x is None else x for x in (self.inputs.g, self.inputs.g_gamma))  # pyright: ignore
+    def decays(self, cut: _Segments) -> tuple[Any, Any, Any]:
+        """Sums of g, if there is one, and g_gamma; absent ones are replaced by an array that is there."""
+        stand_in = self.inputs.query
+        gamma = stand_in if self.inputs.g_gamma is None else self.inputs.g_gamma
+        if not self.walk.g_heads:
+            return stand_in, stand_in, gamma
+        shape = (self.batch, cut.count, self.heads, cut.size)
+        heads = min(_SUMMED_HEADS, padded(self.heads))
+        coarse, fine = call_kernel(
+            sums_kernel,
+            (self.inputs.g, gamma, *self.numbers(cut)),
+            ((shape, jnp.float32), (shape if self.walk.fine else (1,), jnp.float32)),
+            grid=self.batch * cut.count * (cut.size // self.config.chunk) * -(-self.heads // heads),
+            num_warps=4,
+            R=self.walk,
+            CHUNK=self.config.chunk,
+            SEGMENT=cut.size,
+            HEADS=heads,
+        )
+        return coarse, fine, gamma
 
     def tiles(self, walk: Walk, cut: _Segments, config: Config) -> dict[str, Any]:
         return {
@@ -92,13 +110,13 @@ class _Problem:
     def blocks(self, walk: Walk) -> int:
         return -(-walk.channels // self.block(walk))
 
-    def states(self, walk: Walk, key: Any, value: Any, cut: _Segments, initial: Any) -> list[Any]:
+    def states(self, walk: Walk, key: Any, value: Any, cut: _Segments, initial: Any, decays: Any) -> list[Any]:
         """The states before all segments `[b, segments, H, d, v]` and after all sequences `[b, n, H, d, v]`."""
         shape = (self.batch, cut.count, self.heads, *self.state_shape)
         logs = shape[:4] if walk.decay == "key" else shape[:3] if walk.decay == "scalar" else (1,)
         own, log = call_kernel(
             segment_states_kernel,
-            (key, value, *self.decays(), self.logs, *self.numbers(cut)),
+            (key, value, *decays, self.logs, *self.numbers(cut)),
             ((shape, jnp.float32), (logs, jnp.float32)),
             grid=self.batch * cut.count * self.heads * self.blocks(walk),
             STAGES=self.config.num_stages,
@@ -143,6 +161,7 @@ class _Problem:
         walk: Walk,
         arrays: tuple[Any, Any, Any],
         cut: _Segments,
+        decays: Any,
         *,
         scores: Any = None,
         before: Any = None,
@@ -160,7 +179,7 @@ class _Problem:
         return call_kernel(
             walk_kernel,
             (
-                *(*arrays, *self.decays(), self.logs, query if scores is None else scores, query if before is None else before),
+                *(*arrays, *decays, self.logs, query if scores is None else scores, query if before is None else before),
                 *(*given, *self.numbers(cut)),
             ),
             ((shape, dtype), (state if last else (1,), jnp.float32), (log_shape, jnp.float32)),
@@ -222,13 +241,13 @@ def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: 
     arrays = inputs.query, inputs.key, inputs.value
     fused = call.cu_seqlens is None and (not config.segment or config.segment >= length)
     cut = problem.segments(-(-length // config.chunk) * config.chunk if fused else config.segment or _segment_of(config))
-    scores = problem.scores(cut)
+    scores, decays = problem.scores(cut), problem.decays(cut)
     if fused:
         before, final = inputs.initial_state, None
     else:
-        before, final = problem.states(problem.walk, inputs.key, inputs.value, cut, inputs.initial_state)
+        before, final = problem.states(problem.walk, inputs.key, inputs.value, cut, inputs.initial_state, decays)
     last = fused and call.return_state
-    found = problem.read(problem.walk, arrays, cut, scores=scores, before=before, dtype=call.value.dtype, last=last)
+    found = problem.read(problem.walk, arrays, cut, decays, scores=scores, before=before, dtype=call.value.dtype, last=last)
     return LinearRecurrenceOutputs(found[0], (found[1] if fused else final) if call.return_state else None)
 
 
@@ -258,12 +277,12 @@ def backward(
         return _nothing(problem, d_final)
     d_out = cotangents.out
     cut = problem.segments(min(config.segment or _segment_of(config), -(-problem.length // config.chunk) * config.chunk))
-    scores = problem.scores(cut)
+    scores, decays = problem.scores(cut), problem.decays(cut)
     walk = problem.walk
     query, key, value = inputs.query, inputs.key, inputs.value
-    before, final = problem.states(walk, key, value, cut, inputs.initial_state)
+    before, final = problem.states(walk, key, value, cut, inputs.initial_state, decays)
     to_value = value_gradient_of(walk)
-    d_after, d_initial = problem.states(to_value, query, d_out, cut, d_final)
+    d_after, d_initial = problem.states(to_value, query, d_out, cut, d_final, decays)
 
     decaying = walk.decay != "none"
 
@@ -271,14 +290,14 @@ def backward(
         return given.dtype if given.shape[2] == problem.heads else jnp.float32
 
     d_query, _, products = problem.read(
-        query_gradient_of(walk), (d_out, value, key), cut, before=before, dtype=dtype(query),
+        query_gradient_of(walk), (d_out, value, key), cut, decays, before=before, dtype=dtype(query),
         logs=_Logs(query) if decaying else None,
     )  # fmt: skip
     logs = _Logs(key, products, before, final if d_final is not None else None)
     d_key, _, d_logs = problem.read(
-        key_gradient_of(walk), (value, d_out, query), cut, before=d_after, dtype=dtype(key), logs=logs if decaying else None
+        key_gradient_of(walk), (value, d_out, query), cut, decays, before=d_after, dtype=dtype(key), logs=logs if decaying else None
     )  # fmt: skip
-    d_value = problem.read(to_value, (key, query, d_out), cut, scores=scores, before=d_after, dtype=dtype(value))[0]
+    d_value = problem.read(to_value, (key, query, d_out), cut, decays, scores=scores, before=d_after, dtype=dtype(value))[0]
     return LinearRecurrenceInputs(
         query=_shared(d_query, query, 2),
         key=_shared(d_key, key, 2),

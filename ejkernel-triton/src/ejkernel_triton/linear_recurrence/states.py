@@ -11,6 +11,8 @@ from ejkernel_triton.linear_recurrence.tiles import (
     edge_decays,
     load_tile,
     log_tile,
+    logs_of,
+    parts_of,
     prefix_decays,
     scalar_logs,
     segment_of,
@@ -21,10 +23,61 @@ from ejkernel_triton.linear_recurrence.tiles import (
 
 
 @triton.jit
+def sums_kernel(
+    p_g,
+    p_gamma,
+    p_bounds,
+    p_first,
+    p_sequence,
+    length,
+    segments,
+    sequences,
+    p_coarse,
+    p_fine,
+    R: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Sums of scalar log decays from the start of each chunk `[b, segments, H, SEGMENT]`; tokens that are not there add 0."""
+    CHUNKS: tl.constexpr = SEGMENT // CHUNK
+    BLOCKS: tl.constexpr = (R.heads + HEADS - 1) // HEADS
+    i_block = tl.program_id(0) % BLOCKS
+    i_chunk = tl.program_id(0) // BLOCKS % CHUNKS
+    i_segment = tl.program_id(0) // (BLOCKS * CHUNKS) % segments
+    i_batch = tl.program_id(0) // (BLOCKS * CHUNKS) // segments
+    _, i_token, count, real, _ = segment_of(
+        p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT
+    )
+    o_row, i_head = tl.arange(0, CHUNK), i_block * HEADS + tl.arange(0, HEADS)
+    i_position = i_chunk * CHUNK + o_row
+    m_log = ((i_position < count) & real)[:, None] & (i_head < R.heads)[None, :]
+    i_token = i_batch.to(tl.int64) * length + i_token
+    if R.reverse:
+        i_token = i_token - i_position
+    else:
+        i_token = i_token + i_position
+    o_log = i_token[:, None] * R.g_heads + (i_head // (R.heads // R.g_heads))[None, :]
+    b_log = tl.load(p_g + o_log, mask=m_log, other=0.0).to(tl.float32)  # [CHUNK, HEADS]
+    if R.gamma_heads > 0:
+        o_gamma = i_head // (R.heads // R.gamma_heads)
+        if R.gamma_batch:
+            o_gamma += i_batch * R.gamma_heads
+        b_log += tl.load(p_gamma + o_gamma, mask=i_head < R.heads, other=0.0).to(tl.float32)[None, :]
+    b_coarse, b_fine = parts_of(logs_of(tl.where(m_log, b_log, 0.0)), R)
+    o_sum = ((i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head[None, :]) * SEGMENT + i_position[:, None]
+    m_sum = (i_head < R.heads)[None, :] & (o_row >= 0)[:, None]
+    tl.store(p_coarse + o_sum, tl.cumsum(b_coarse, axis=0), mask=m_sum)
+    if R.fine:
+        tl.store(p_fine + o_sum, tl.cumsum(b_fine, axis=0), mask=m_sum)
+
+
+@triton.jit
 def segment_states_kernel(
     p_key,
     p_value,
-    p_g,
+    p_coarse,
+    p_fine,
     p_gamma,
     p_gk,
     p_bounds,
@@ -56,6 +109,7 @@ def segment_states_kernel(
     count = tl.where(real, count, 0)
     i_first = i_batch.to(tl.int64) * length + i_first
     chunks = tl.cdiv(count, CHUNK)
+    o_sums = ((i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head) * SEGMENT
 
     b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if R.decay == "key":
@@ -75,7 +129,9 @@ def segment_states_kernel(
         b_key = load_tile(p_key, i_token, i_head, 0, rows, R.key_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
         b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, WHOLE, R)
         if R.decay == "scalar":
-            b_coarse, b_fine, coarse, fine = scalar_logs(p_g, p_gamma, i_batch, i_token, i_head, rows, CHUNK, WHOLE, R)
+            b_coarse, b_fine, coarse, fine = scalar_logs(
+                p_coarse, p_fine, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, WHOLE, R
+            )
             _, b_weight = edge_decays(b_coarse, b_fine, coarse, fine, R)
             b_value = (b_value * (b_weight * R.update_scale)[:, None]).to(b_key.dtype)
             b_sum = sum_of(coarse, fine, R)

@@ -144,31 +144,22 @@ def logs_of(b_log):
 
 
 @triton.jit
-def scalar_logs(p_g, p_gamma, i_batch, i_token, i_head, rows, CHUNK: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr):
-    """Sums of the log decays up to each token of a chunk and of all, each in two parts: multiples of 2^-8, whose sums and differences
-    are exact, and rests, whose sums are small. For bfloat16 the first part is the whole: sums are below 2^14, what they lose is below
-    2^-10, and scores keep fewer digits."""
+def scalar_logs(
+    p_coarse, p_fine, p_gamma, i_batch, i_head, i_row, rows, CHUNK: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr
+):
+    """Sums of the log decays up to each token of a chunk and of all of them, each in two parts; what `sums_kernel` wrote from i_row on.
+
+    The first parts are multiples of 2^-8, whose sums and differences are exact, the rests are small. For bfloat16 the first part is
+    the whole: sums are below 2^14 and lose less than 2^-10, and scores keep fewer digits.
+    """
     o_row = tl.arange(0, CHUNK)
-    m_row = o_row < rows
-    b_gamma = 0.0
-    if R.gamma_heads > 0:
-        p_gamma += i_head // (R.heads // R.gamma_heads)
-        if R.gamma_batch:
-            p_gamma += i_batch * R.gamma_heads
-        b_gamma = tl.load(p_gamma).to(tl.float32)
     if R.g_heads > 0:
-        b_log = tl.load(row_of(p_g, i_token, i_head, R.g_heads, CHUNK, R), mask=m_row, other=0.0).to(tl.float32)
-        if R.gamma_heads > 0:
-            b_log = tl.where(m_row, b_log + b_gamma, 0.0)
-        b_coarse, b_fine = parts_of(logs_of(b_log), R)
-        coarse = tl.sum(b_coarse, axis=0)
-        b_coarse = tl.cumsum(b_coarse, axis=0)
-        fine = 0.0
+        b_coarse, coarse = tl.load(p_coarse + i_row + o_row), tl.load(p_coarse + i_row + (CHUNK - 1))
+        b_fine, fine = b_coarse, coarse
         if R.fine:
-            fine = tl.sum(b_fine, axis=0)
-            b_fine = tl.cumsum(b_fine, axis=0)
+            b_fine, fine = tl.load(p_fine + i_row + o_row), tl.load(p_fine + i_row + (CHUNK - 1))
     else:
-        coarse, fine = parts_of(logs_of(b_gamma), R)
+        coarse, fine = parts_of(logs_of(gamma_of(p_gamma, i_batch, i_head, R)), R)
         if WHOLE:
             count = CHUNK * 1.0
             b_count = (o_row + 1).to(tl.float32)
@@ -178,6 +169,14 @@ def scalar_logs(p_g, p_gamma, i_batch, i_token, i_head, rows, CHUNK: tl.constexp
         b_coarse, b_fine = coarse * b_count, fine * b_count
         coarse, fine = coarse * count, fine * count
     return b_coarse, b_fine, coarse, fine
+
+
+@triton.jit
+def gamma_of(p_gamma, i_batch, i_head, R: tl.constexpr):
+    p_gamma += i_head // (R.heads // R.gamma_heads)
+    if R.gamma_batch:
+        p_gamma += i_batch * R.gamma_heads
+    return tl.load(p_gamma).to(tl.float32)
 
 
 @triton.jit

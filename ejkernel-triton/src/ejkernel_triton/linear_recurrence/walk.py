@@ -42,7 +42,8 @@ def walk_kernel(
     p_query,
     p_key,
     p_value,
-    p_g,
+    p_coarse,
+    p_fine,
     p_gamma,
     p_gk,
     p_scores,
@@ -92,6 +93,7 @@ def walk_kernel(
     i_state = i_batch * segments + i_segment
     tokens = length.to(tl.int64) * (tl.num_programs(0) // (BLOCKS * R.heads) // segments)  # of all members of the batch
     chunks = tl.cdiv(count, CHUNK)
+    o_sums = ((i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head) * SEGMENT
 
     b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if BEFORE:
@@ -123,6 +125,10 @@ def walk_kernel(
         b_key = load_tile(p_key, i_token, i_head, 0, rows, R.key_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
         b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, WHOLE, R)
 
+        if R.decay == "scalar":
+            b_coarse, b_fine, coarse, fine = scalar_logs(
+                p_coarse, p_fine, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, WHOLE, R
+            )
         if R.decay == "key":
             b_log = log_tile(p_gk, i_token, i_head, 0, rows, R.width, BLOCK_K, CHUNK, WHOLE, R)
             b_scores = load_tile(p_scores, i_token, i_head, 0, rows, R.heads, CHUNK, CHUNK, CHUNK, WHOLE, R)
@@ -140,7 +146,6 @@ def walk_kernel(
             b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
             b_out = product(b_query, b_state, R)
             if R.decay == "scalar":
-                b_coarse, b_fine, coarse, fine = scalar_logs(p_g, p_gamma, i_batch, i_token, i_head, rows, CHUNK, WHOLE, R)
                 b_read, b_update = edge_decays(b_coarse, b_fine, coarse, fine, R)
                 b_scores = weighted_scores(b_scores, b_coarse, b_fine, CHUNK, R)
                 b_out *= (b_read * R.read_scale)[:, None]
