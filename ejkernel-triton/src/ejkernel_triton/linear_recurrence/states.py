@@ -103,7 +103,7 @@ def segment_states_kernel(
     i_segment = tl.program_id(0) // (BLOCKS * R.heads) % segments
     i_batch = tl.program_id(0) // (BLOCKS * R.heads) // segments
     i_column = i_block * BLOCK_V
-    _, i_first, count, real, _ = segment_of(
+    i_sequence, i_first, count, real, last = segment_of(
         p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT
     )
     count = tl.where(real, count, 0)
@@ -132,7 +132,7 @@ def segment_states_kernel(
             b_coarse, b_fine, coarse, fine = scalar_logs(
                 p_coarse, p_fine, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, WHOLE, R
             )
-            _, b_weight = edge_decays(b_coarse, b_fine, coarse, fine, R)
+            b_read, b_weight = edge_decays(b_coarse, b_fine, coarse, fine, R)
             b_value = (b_value * (b_weight * R.update_scale)[:, None]).to(b_key.dtype)
             b_sum = sum_of(coarse, fine, R)
             b_state *= tl.exp2(b_sum)
