@@ -103,9 +103,8 @@ def segment_states_kernel(
     i_segment = tl.program_id(0) // (BLOCKS * R.heads) % segments
     i_batch = tl.program_id(0) // (BLOCKS * R.heads) // segments
     i_column = i_block * BLOCK_V
-    i_sequence, i_first, count, real, last = segment_of(
-        p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT
-    )
+    i_where = segment_of(p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT)
+    i_first, count, real = i_where[1], i_where[2], i_where[3]
     count = tl.where(real, count, 0)
     i_first = i_batch.to(tl.int64) * length + i_first
     chunks = tl.cdiv(count, CHUNK)
@@ -116,7 +115,7 @@ def segment_states_kernel(
         b_total = tl.zeros([BLOCK_K], tl.float32)
     else:
         b_total = 0.0
-    for i_step in tl.range(0, chunks, num_stages=STAGES):
+    for i_step in range(chunks):
         if R.back:
             i_position = (chunks - 1 - i_step) * CHUNK
         else:
@@ -132,7 +131,7 @@ def segment_states_kernel(
             b_coarse, b_fine, coarse, fine = scalar_logs(
                 p_coarse, p_fine, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, WHOLE, R
             )
-            b_read, b_weight = edge_decays(b_coarse, b_fine, coarse, fine, R)
+            b_weight = edge_decays(b_coarse, b_fine, coarse, fine, R)[1]
             b_value = (b_value * (b_weight * R.update_scale)[:, None]).to(b_key.dtype)
             b_sum = sum_of(coarse, fine, R)
             b_state *= tl.exp2(b_sum)

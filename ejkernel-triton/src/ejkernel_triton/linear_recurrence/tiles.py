@@ -12,6 +12,8 @@ import triton.language as tl
 
 LEAST = tl.constexpr(-90.0)
 """Below it a decay is 0 in float32; infinite ones would make differences NaN."""
+MILD = tl.constexpr(24.0)
+"""Up to so many powers of two between the middle of a chunk and each of its tokens, decays are split there and keep their digits."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -254,21 +256,34 @@ def suffix_decays(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def level_decays(b_log, HALF: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr):
-    """In blocks of 2 HALF tokens: the decay between each token and the middle of its block."""
+def middle_logs(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
+    """Exponents from the middle of a chunk to each token: of its decays after the middle, against them before it; and the largest
+    size of one."""
     o_row = tl.arange(0, CHUNK)
-    o_middle = o_row // (2 * HALF) * (2 * HALF) + HALF
+    HALF: tl.constexpr = CHUNK // 2
+    b_after = (o_row[None, :] >= HALF) & (o_row[None, :] <= o_row[:, None])
+    b_before = (o_row[None, :] < HALF) & (o_row[None, :] > o_row[:, None])
+    b_matrix = tl.where(b_after, 1.0, tl.where(b_before, -1.0, 0.0)).to(tl.bfloat16)
+    b_middle = add_up(b_matrix, b_log, R.exact_logs) * LOG2_E
+    return b_middle, tl.max(tl.max(tl.abs(b_middle), axis=1), axis=0)
+
+
+@triton.jit
+def level_decays(b_log, half, CHUNK: tl.constexpr, R: tl.constexpr):
+    """In blocks of 2 half tokens: the decay between each token and the middle of its block."""
+    o_row = tl.arange(0, CHUNK)
+    o_middle = o_row // (2 * half) * (2 * half) + half
     b_after = (o_row[None, :] >= o_middle[:, None]) & (o_row[None, :] <= o_row[:, None])
     b_before = (o_row[None, :] < o_middle[:, None]) & (o_row[None, :] > o_row[:, None])
     return tl.exp2(add_up(tl.where(b_after | b_before, 1.0, 0.0).to(tl.bfloat16), b_log, R.exact_logs) * LOG2_E)
 
 
 @triton.jit
-def level_pairs(HALF: tl.constexpr, CHUNK: tl.constexpr, BACK: tl.constexpr):
+def level_pairs(half, CHUNK: tl.constexpr, BACK: tl.constexpr):
     """Pairs of tokens on either side of the middle of one block: the later one is the row, or, back in time, the column."""
     o_row = tl.arange(0, CHUNK)
-    same = o_row[:, None] // (2 * HALF) == o_row[None, :] // (2 * HALF)
-    b_half = o_row // HALF % 2
+    same = o_row[:, None] // (2 * half) == o_row[None, :] // (2 * half)
+    b_half = o_row // half % 2
     if BACK:
         pairs = same & (b_half[:, None] < b_half[None, :])
     else:

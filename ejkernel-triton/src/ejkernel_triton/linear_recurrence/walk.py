@@ -18,12 +18,14 @@ import triton.language as tl
 
 from ejkernel_triton.linear_recurrence.tiles import (
     LOG2_E,
+    MILD,
     add_up,
     edge_decays,
     level_decays,
     level_pairs,
     load_tile,
     log_tile,
+    middle_logs,
     prefix_decays,
     product,
     row_of,
@@ -110,7 +112,7 @@ def walk_kernel(
             b_carry = tl.sum(b_carry, axis=0)
 
     o_row = tl.arange(0, CHUNK)
-    for i_step in tl.range(0, chunks, num_stages=STAGES):
+    for i_step in range(chunks):
         if R.back:
             i_position = (chunks - 1 - i_step) * CHUNK
         else:
@@ -160,12 +162,26 @@ def walk_kernel(
                 else:
                     b_read, b_update = prefix_decays(b_log, CHUNK, R), suffix_decays(b_log, CHUNK, R)
                 b_out *= b_read * R.read_scale
-                b_own_pairs = tl.sum(tl.where(o_row[:, None] == o_row[None, :], b_scores, 0.0), axis=1)
-                b_out += b_own_pairs[:, None] * b_value
-                for i_level in tl.static_range(LEVELS):
-                    b_decay = level_decays(b_log, 1 << i_level, CHUNK, R)
-                    b_pairs = tl.where(level_pairs(1 << i_level, CHUNK, R.back), b_scores, 0.0)
-                    b_out += b_decay * product(b_pairs, (b_value * b_decay).to(b_value.dtype), R)
+                mild = False
+                if not R.wide:
+                    b_middle, most = middle_logs(b_log, CHUNK, R)
+                    mild = most < MILD
+                if mild:
+                    if R.back:
+                        b_middle = -b_middle
+                        m_seen = o_row[:, None] <= o_row[None, :]
+                    else:
+                        m_seen = o_row[:, None] >= o_row[None, :]
+                    b_pairs = tl.where(m_seen, b_scores, 0.0)
+                    b_far = (b_value * tl.exp2(-b_middle)).to(b_value.dtype)
+                    b_out += tl.exp2(b_middle) * product(b_pairs, b_far, R)
+                else:
+                    b_own_pairs = tl.sum(tl.where(o_row[:, None] == o_row[None, :], b_scores, 0.0), axis=1)
+                    b_out += b_own_pairs[:, None] * b_value
+                    for i_level in range(LEVELS):
+                        b_decay = level_decays(b_log, 1 << i_level, CHUNK, R)
+                        b_pairs = tl.where(level_pairs(1 << i_level, CHUNK, R.back), b_scores, 0.0)
+                        b_out += b_decay * product(b_pairs, (b_value * b_decay).to(b_value.dtype), R)
                 b_state *= tl.exp2(tl.sum(b_log, axis=0) * LOG2_E)[None, :]
                 b_weighted = (b_value * (b_update * R.update_scale)).to(b_value.dtype)
             else:
@@ -250,11 +266,21 @@ def scores_kernel(
             b_query = load_tile(p_query, i_token, i_head, i_column, rows, R.query_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
             b_key = load_tile(p_key, i_token, i_head, i_column, rows, R.key_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
             b_log = log_tile(p_gk, i_token, i_head, i_column, rows, R.width, BLOCK_K, CHUNK, WHOLE, R)
-            b_pairs = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
-            b_scores += tl.where(o_row[:, None] == o_row[None, :], b_pairs, 0.0)
-            for i_level in tl.static_range(LEVELS):
-                b_decay = level_decays(b_log, 1 << i_level, CHUNK, R)
-                b_left, b_right = (b_query * b_decay).to(b_query.dtype), (b_key * b_decay).to(b_key.dtype)
+            mild = False
+            if not R.wide:
+                b_middle, most = middle_logs(b_log, CHUNK, R)
+                mild = most < MILD
+            if mild:
+                b_left = (b_query * tl.exp2(b_middle)).to(b_query.dtype)
+                b_right = (b_key * tl.exp2(-b_middle)).to(b_key.dtype)
                 b_pairs = tl.dot(b_left, tl.trans(b_right), input_precision=R.precision)
-                b_scores += tl.where(level_pairs(1 << i_level, CHUNK, False), b_pairs, 0.0)
+                b_scores += tl.where(o_row[:, None] >= o_row[None, :], b_pairs, 0.0)
+            else:
+                b_pairs = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
+                b_scores += tl.where(o_row[:, None] == o_row[None, :], b_pairs, 0.0)
+                for i_level in range(LEVELS):
+                    b_decay = level_decays(b_log, 1 << i_level, CHUNK, R)
+                    b_left, b_right = (b_query * b_decay).to(b_query.dtype), (b_key * b_decay).to(b_key.dtype)
+                    b_pairs = tl.dot(b_left, tl.trans(b_right), input_precision=R.precision)
+                    b_scores += tl.where(level_pairs(1 << i_level, CHUNK, False), b_pairs, 0.0)
         store_tile(p_scores, b_scores * R.scale, i_token, i_head, 0, rows, R.heads, CHUNK, CHUNK, CHUNK, WHOLE, R)
