@@ -24,6 +24,7 @@ from ejkernel_triton.linear_recurrence.config import Config, padded
 from ejkernel_triton.linear_recurrence.rules import (
     Walk,
     key_gradient_of,
+    prepared,
     query_gradient_of,
     value_gradient_of,
     walk_of,
@@ -42,6 +43,23 @@ class _Segments(NamedTuple):
     table: tuple[Any, Any, Any]
     size: int
     count: int
+
+
+class _Prepared(NamedTuple):
+    """What kernels are given of the decays; what is absent is replaced by an array that is there.
+
+    read, update: query and key, under decays per channel with the scale and the decays that lie between them and the edges of their
+    chunks. scores `[b, t, H, chunk]`, totals `[b, segments, H, chunks, d]`: of chunks, under decays per channel. coarse, fine: sums
+    of g. gamma: g_gamma.
+    """
+
+    read: Any
+    update: Any
+    scores: Any
+    totals: Any
+    coarse: Any
+    fine: Any
+    gamma: Any
 
 
 class _Problem:
@@ -71,7 +89,7 @@ class _Problem:
     def numbers(self, cut: _Segments) -> tuple[Any, ...]:
         return *cut.table, self.length, cut.count, self.call.sequences
 
-    def decays(self, cut: _Segments) -> tuple[Any, Any, Any]:
+    def _sums(self, cut: _Segments) -> tuple[Any, Any, Any]:
         """Sums of g, if there is one, and g_gamma; absent ones are replaced by an array that is there."""
         stand_in = self.inputs.query
         gamma = stand_in if self.inputs.g_gamma is None else self.inputs.g_gamma
@@ -110,13 +128,13 @@ class _Problem:
     def blocks(self, walk: Walk) -> int:
         return -(-walk.channels // self.block(walk))
 
-    def states(self, walk: Walk, key: Any, value: Any, cut: _Segments, initial: Any, decays: Any) -> list[Any]:
+    def states(self, walk: Walk, key: Any, value: Any, cut: _Segments, initial: Any, made: _Prepared) -> list[Any]:
         """The states before all segments `[b, segments, H, d, v]` and after all sequences `[b, n, H, d, v]`."""
         shape = (self.batch, cut.count, self.heads, *self.state_shape)
         logs = shape[:4] if walk.decay == "key" else shape[:3] if walk.decay == "scalar" else (1,)
         own, log = call_kernel(
             segment_states_kernel,
-            (key, value, *decays, self.logs, *self.numbers(cut)),
+            (key, value, *made[4:], made.totals, *self.numbers(cut)),
             ((shape, jnp.float32), (logs, jnp.float32)),
             grid=self.batch * cut.count * self.heads * self.blocks(walk),
             STAGES=self.config.num_stages,
@@ -134,23 +152,32 @@ class _Problem:
             INITIAL=initial is not None,
         )
 
-    def scores(self, cut: _Segments) -> Any:
-        """Of all chunks `[b, t, H, chunk]` under decays per channel; what stands in for them without."""
+    def prepare(self, cut: _Segments) -> _Prepared:
+        """What kernels are given of the decays. Under decays per channel the scores of all chunks, and queries and keys."""
+        query, key = self.inputs.query, self.inputs.key
         if self.walk.decay != "key":
-            return self.inputs.query
-        wide = self.call.query.dtype != "bfloat16"
+            return _Prepared(query, key, query, query, *self._sums(cut))
         constants = self.tiles(self.walk, cut, self.config)
         del constants["BLOCK_V"]
         constants |= {"BLOCK_K": min(constants["BLOCK_K"], 16 if self.config.chunk == 16 else 64), "num_stages": 1}
-        (scores,) = call_kernel(
+        chunks = cut.size // self.config.chunk
+        width = self.call.query.shape[3]
+        tokens = (self.batch, self.length, self.heads)
+        wide = query.dtype != jnp.bfloat16
+        scores, read, update, totals = call_kernel(
             scores_kernel,
-            (self.inputs.query, self.inputs.key, self.logs, *self.numbers(cut)),
-            (((self.batch, self.length, self.heads, self.config.chunk), jnp.float32 if wide else jnp.bfloat16),),
-            grid=self.batch * cut.count * (cut.size // self.config.chunk) * self.heads,
+            (query, key, self.logs, *self.numbers(cut)),
+            (
+                ((*tokens, self.config.chunk), jnp.float32 if wide else query.dtype),
+                ((*tokens, width), query.dtype),
+                ((*tokens, width), query.dtype),
+                ((self.batch, cut.count, self.heads, chunks, width), jnp.float32),
+            ),
+            grid=self.batch * cut.count * chunks * self.heads,
             LEVELS=self.levels,
             **{**constants, "num_warps": 4},
         )
-        return scores
+        return _Prepared(read, update, scores, totals, query, query, query)
 
     @property
     def levels(self) -> int:
@@ -161,9 +188,9 @@ class _Problem:
         walk: Walk,
         arrays: tuple[Any, Any, Any],
         cut: _Segments,
-        decays: Any,
+        made: _Prepared,
         *,
-        scores: Any = None,
+        update: Any = None,
         before: Any = None,
         dtype: Any,
         last: bool = False,
@@ -179,7 +206,8 @@ class _Problem:
         return call_kernel(
             walk_kernel,
             (
-                *(*arrays, *decays, self.logs, query if scores is None else scores, query if before is None else before),
+                *(*arrays, *made[4:], self.logs, made.scores, made.totals, query if update is None else update),
+                query if before is None else before,
                 *(*given, *self.numbers(cut)),
             ),
             ((shape, dtype), (state if last else (1,), jnp.float32), (log_shape, jnp.float32)),
@@ -238,16 +266,17 @@ def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: 
     if _zero_size(call):
         out = vary_like(jnp.zeros((batch, length, heads, call.value.shape[3]), call.value.dtype), inputs)
         return LinearRecurrenceOutputs(out, _initial(problem) if call.return_state else None)
-    arrays = inputs.query, inputs.key, inputs.value
+    walk = prepared(problem.walk)
     fused = call.cu_seqlens is None and (not config.segment or config.segment >= length)
     cut = problem.segments(-(-length // config.chunk) * config.chunk if fused else config.segment or _segment_of(config))
-    scores, decays = problem.scores(cut), problem.decays(cut)
+    made = problem.prepare(cut)
     if fused:
         before, final = inputs.initial_state, None
     else:
-        before, final = problem.states(problem.walk, inputs.key, inputs.value, cut, inputs.initial_state, decays)
+        before, final = problem.states(walk, made.update, inputs.value, cut, inputs.initial_state, made)
     last = fused and call.return_state
-    found = problem.read(problem.walk, arrays, cut, decays, scores=scores, before=before, dtype=call.value.dtype, last=last)
+    arrays = made.read, made.update, inputs.value
+    found = problem.read(walk, arrays, cut, made, before=before, dtype=call.value.dtype, last=last)
     return LinearRecurrenceOutputs(found[0], (found[1] if fused else final) if call.return_state else None)
 
 
@@ -277,12 +306,12 @@ def backward(
         return _nothing(problem, d_final)
     d_out = cotangents.out
     cut = problem.segments(min(config.segment or _segment_of(config), -(-problem.length // config.chunk) * config.chunk))
-    scores, decays = problem.scores(cut), problem.decays(cut)
+    made = problem.prepare(cut)
     walk = problem.walk
     query, key, value = inputs.query, inputs.key, inputs.value
-    before, final = problem.states(walk, key, value, cut, inputs.initial_state, decays)
-    to_value = value_gradient_of(walk)
-    d_after, d_initial = problem.states(to_value, query, d_out, cut, d_final, decays)
+    before, final = problem.states(prepared(walk), made.update, value, cut, inputs.initial_state, made)
+    to_value = value_gradient_of(prepared(walk))
+    d_after, d_initial = problem.states(to_value, made.read, d_out, cut, d_final, made)
 
     decaying = walk.decay != "none"
 
@@ -290,14 +319,15 @@ def backward(
         return given.dtype if given.shape[2] == problem.heads else jnp.float32
 
     d_query, _, products = problem.read(
-        query_gradient_of(walk), (d_out, value, key), cut, decays, before=before, dtype=dtype(query),
+        query_gradient_of(walk), (d_out, value, key), cut, made, update=made.update, before=before, dtype=dtype(query),
         logs=_Logs(query) if decaying else None,
     )  # fmt: skip
     logs = _Logs(key, products, before, final if d_final is not None else None)
     d_key, _, d_logs = problem.read(
-        key_gradient_of(walk), (value, d_out, query), cut, decays, before=d_after, dtype=dtype(key), logs=logs if decaying else None
+        key_gradient_of(walk), (value, d_out, query), cut, made, update=made.read, before=d_after, dtype=dtype(key),
+        logs=logs if decaying else None,
     )  # fmt: skip
-    d_value = problem.read(to_value, (key, query, d_out), cut, decays, scores=scores, before=d_after, dtype=dtype(value))[0]
+    d_value = problem.read(to_value, (made.update, made.read, d_out), cut, made, before=d_after, dtype=dtype(value))[0]
     return LinearRecurrenceInputs(
         query=_shared(d_query, query, 2),
         key=_shared(d_key, key, 2),

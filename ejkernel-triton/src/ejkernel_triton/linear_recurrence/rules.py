@@ -142,3 +142,10 @@ def value_gradient_of(walk: Walk) -> Walk:
         read_scale=1.0,
         update_scale=walk.scale,
     )
+
+
+def prepared(walk: Walk) -> Walk:
+    """The same over queries and keys that hold their decays per channel and the scale, for all heads."""
+    if walk.decay != "key":
+        return walk
+    return dataclasses.replace(walk, query_heads=walk.heads, key_heads=walk.heads, scale=1.0, read_scale=1.0, update_scale=1.0)

@@ -7,18 +7,15 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.linear_recurrence.tiles import (
-    LOG2_E,
     edge_decays,
     load_tile,
-    log_tile,
     logs_of,
     parts_of,
-    prefix_decays,
     scalar_logs,
     segment_of,
     state_of,
-    suffix_decays,
     sum_of,
+    totals_of,
 )
 
 
@@ -79,7 +76,7 @@ def segment_states_kernel(
     p_coarse,
     p_fine,
     p_gamma,
-    p_gk,
+    p_totals,
     p_bounds,
     p_first,
     p_sequence,
@@ -137,13 +134,7 @@ def segment_states_kernel(
             b_state *= tl.exp2(b_sum)
             b_total += b_sum
         elif R.decay == "key":
-            b_log = log_tile(p_gk, i_token, i_head, 0, rows, R.width, BLOCK_K, CHUNK, WHOLE, R)
-            if R.back:
-                b_weight = prefix_decays(b_log, CHUNK, R)
-            else:
-                b_weight = suffix_decays(b_log, CHUNK, R)
-            b_key = (b_key * (b_weight * R.update_scale)).to(b_value.dtype)
-            b_sum = tl.sum(b_log, axis=0) * LOG2_E
+            b_sum = totals_of(p_totals, o_sums + i_position, 0, rows, CHUNK, R.width, BLOCK_K)
             b_state *= tl.exp2(b_sum)[:, None]
             b_total += b_sum
         elif R.update_scale != 1.0:

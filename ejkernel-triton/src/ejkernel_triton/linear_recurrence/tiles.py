@@ -269,26 +269,31 @@ def middle_logs(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def level_decays(b_log, half, CHUNK: tl.constexpr, R: tl.constexpr):
-    """In blocks of 2 half tokens: the decay between each token and the middle of its block."""
+def level_decays(b_log, level, CHUNK: tl.constexpr, R: tl.constexpr):
+    """In blocks of 2^(level + 1) tokens: the decay between each token and the middle of its block."""
     o_row = tl.arange(0, CHUNK)
-    o_middle = o_row // (2 * half) * (2 * half) + half
+    o_middle = (o_row >> level | 1) << level
     b_after = (o_row[None, :] >= o_middle[:, None]) & (o_row[None, :] <= o_row[:, None])
     b_before = (o_row[None, :] < o_middle[:, None]) & (o_row[None, :] > o_row[:, None])
     return tl.exp2(add_up(tl.where(b_after | b_before, 1.0, 0.0).to(tl.bfloat16), b_log, R.exact_logs) * LOG2_E)
 
 
 @triton.jit
-def level_pairs(half, CHUNK: tl.constexpr, BACK: tl.constexpr):
+def level_pairs(level, CHUNK: tl.constexpr, BACK: tl.constexpr):
     """Pairs of tokens on either side of the middle of one block: the later one is the row, or, back in time, the column."""
-    o_row = tl.arange(0, CHUNK)
-    same = o_row[:, None] // (2 * half) == o_row[None, :] // (2 * half)
-    b_half = o_row // half % 2
+    o_half = tl.arange(0, CHUNK) >> level
     if BACK:
-        pairs = same & (b_half[:, None] < b_half[None, :])
+        pairs = (o_half[None, :] & 1) > (o_half[:, None] & 1)
     else:
-        pairs = same & (b_half[:, None] > b_half[None, :])
-    return pairs
+        pairs = (o_half[:, None] & 1) > (o_half[None, :] & 1)
+    return pairs & ((o_half >> 1)[:, None] == (o_half >> 1)[None, :])
+
+
+@triton.jit
+def totals_of(p_totals, i_row, i_column, rows, CHUNK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Exponents of the decay over a whole chunk `[BLOCK]`, from those of all chunks; i_row is that of its first token."""
+    o_column = i_column + tl.arange(0, BLOCK)
+    return tl.load(p_totals + i_row // CHUNK * SIZE + o_column, mask=(o_column < SIZE) & (rows > 0), other=0.0)
 
 
 @triton.jit

@@ -35,6 +35,7 @@ from ejkernel_triton.linear_recurrence.tiles import (
     store_tile,
     suffix_decays,
     sum_of,
+    totals_of,
     weighted_scores,
 )
 
@@ -49,6 +50,8 @@ def walk_kernel(
     p_gamma,
     p_gk,
     p_scores,
+    p_totals,
+    p_update,
     p_before,
     p_own,
     p_partner,
@@ -132,18 +135,14 @@ def walk_kernel(
                 p_coarse, p_fine, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, WHOLE, R
             )
         if R.decay == "key":
-            b_log = log_tile(p_gk, i_token, i_head, 0, rows, R.width, BLOCK_K, CHUNK, WHOLE, R)
             b_scores = load_tile(p_scores, i_token, i_head, 0, rows, R.heads, CHUNK, CHUNK, CHUNK, WHOLE, R)
+            b_total = totals_of(p_totals, o_sums + i_position, 0, rows, CHUNK, R.width, BLOCK_K)
             if R.back:
                 b_scores = tl.trans(b_scores)
-                b_read, b_update = suffix_decays(b_log, CHUNK, R), prefix_decays(b_log, CHUNK, R)
-            else:
-                b_read, b_update = prefix_decays(b_log, CHUNK, R), suffix_decays(b_log, CHUNK, R)
-            b_out = product((b_query * (b_read * R.read_scale)).to(b_query.dtype), b_state, R)
+            b_out = product(b_query, b_state, R)
             b_out += product(b_scores, b_value, R)
-            b_state *= tl.exp2(tl.sum(b_log, axis=0) * LOG2_E)[:, None]
-            b_weighted = (b_key * (b_update * R.update_scale)).to(b_key.dtype)
-            b_state = tl.dot(tl.trans(b_weighted), b_value, b_state, input_precision=R.precision)
+            b_state *= tl.exp2(b_total)[:, None]
+            b_state = tl.dot(tl.trans(b_key), b_value, b_state, input_precision=R.precision)
         else:
             b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
             b_out = product(b_query, b_state, R)
@@ -157,10 +156,12 @@ def walk_kernel(
             elif R.decay == "value":
                 b_log = log_tile(p_gk, i_token, i_head, i_column, rows, R.channels, BLOCK_V, CHUNK, WHOLE, R)
                 b_scores *= R.scale
+                b_weighted = load_tile(p_update, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, WHOLE, R)
+                b_total = totals_of(p_totals, o_sums + i_position, i_column, rows, CHUNK, R.channels, BLOCK_V)
                 if R.back:
-                    b_read, b_update = suffix_decays(b_log, CHUNK, R), prefix_decays(b_log, CHUNK, R)
+                    b_read = suffix_decays(b_log, CHUNK, R)
                 else:
-                    b_read, b_update = prefix_decays(b_log, CHUNK, R), suffix_decays(b_log, CHUNK, R)
+                    b_read = prefix_decays(b_log, CHUNK, R)
                 b_out *= b_read * R.read_scale
                 mild = False
                 if not R.wide:
@@ -179,11 +180,10 @@ def walk_kernel(
                     b_own_pairs = tl.sum(tl.where(o_row[:, None] == o_row[None, :], b_scores, 0.0), axis=1)
                     b_out += b_own_pairs[:, None] * b_value
                     for i_level in range(LEVELS):
-                        b_decay = level_decays(b_log, 1 << i_level, CHUNK, R)
-                        b_pairs = tl.where(level_pairs(1 << i_level, CHUNK, R.back), b_scores, 0.0)
+                        b_decay = level_decays(b_log, i_level, CHUNK, R)
+                        b_pairs = tl.where(level_pairs(i_level, CHUNK, R.back), b_scores, 0.0)
                         b_out += b_decay * product(b_pairs, (b_value * b_decay).to(b_value.dtype), R)
-                b_state *= tl.exp2(tl.sum(b_log, axis=0) * LOG2_E)[None, :]
-                b_weighted = (b_value * (b_update * R.update_scale)).to(b_value.dtype)
+                b_state *= tl.exp2(b_total)[None, :]
             else:
                 if R.read_scale != 1.0:
                     b_out *= R.read_scale
@@ -237,6 +237,9 @@ def scores_kernel(
     segments,
     sequences,
     p_scores,
+    p_read,
+    p_update,
+    p_totals,
     R: tl.constexpr,
     CHUNK: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -244,7 +247,8 @@ def scores_kernel(
     WHOLE: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """What each token of a chunk takes of each other under decays per channel of key; one program per chunk."""
+    """Under decays per channel of key: what each token of a chunk takes of each other, queries under the decay from the chunk's start
+    and keys under that to its end, and the logarithm to base 2 of the decay over the chunk. One program per chunk."""
     CHUNKS: tl.constexpr = SEGMENT // CHUNK
     i_head = tl.program_id(0) % R.heads
     i_chunk = tl.program_id(0) // R.heads % CHUNKS
@@ -266,6 +270,13 @@ def scores_kernel(
             b_query = load_tile(p_query, i_token, i_head, i_column, rows, R.query_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
             b_key = load_tile(p_key, i_token, i_head, i_column, rows, R.key_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
             b_log = log_tile(p_gk, i_token, i_head, i_column, rows, R.width, BLOCK_K, CHUNK, WHOLE, R)
+            b_read = b_query * (prefix_decays(b_log, CHUNK, R) * R.scale)
+            store_tile(p_read, b_read, i_token, i_head, i_column, rows, R.heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
+            b_update = b_key * suffix_decays(b_log, CHUNK, R)
+            store_tile(p_update, b_update, i_token, i_head, i_column, rows, R.heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
+            o_column = i_column + tl.arange(0, BLOCK_K)
+            i_total = ((i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head) * CHUNKS + i_chunk
+            tl.store(p_totals + i_total * R.width + o_column, tl.sum(b_log, axis=0) * LOG2_E, mask=o_column < R.width)
             mild = False
             if not R.wide:
                 b_middle, most = middle_logs(b_log, CHUNK, R)
@@ -279,8 +290,8 @@ def scores_kernel(
                 b_pairs = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
                 b_scores += tl.where(o_row[:, None] == o_row[None, :], b_pairs, 0.0)
                 for i_level in range(LEVELS):
-                    b_decay = level_decays(b_log, 1 << i_level, CHUNK, R)
+                    b_decay = level_decays(b_log, i_level, CHUNK, R)
                     b_left, b_right = (b_query * b_decay).to(b_query.dtype), (b_key * b_decay).to(b_key.dtype)
                     b_pairs = tl.dot(b_left, tl.trans(b_right), input_precision=R.precision)
-                    b_scores += tl.where(level_pairs(1 << i_level, CHUNK, False), b_pairs, 0.0)
+                    b_scores += tl.where(level_pairs(i_level, CHUNK, False), b_pairs, 0.0)
         store_tile(p_scores, b_scores * R.scale, i_token, i_head, 0, rows, R.heads, CHUNK, CHUNK, CHUNK, WHOLE, R)
