@@ -69,45 +69,50 @@ class _Model:
         return all(self._part_fits(config, width, min(config.block, channels)) for width, channels in self.parts())
 
     def _part_fits(self, config: Config, width: int, block: int) -> bool:
-        tile = config.chunk * (2 * width + block)
-        held = 4 * width * block if self.wide else 2 * width * block
-        shared = self.itemsize * config.num_stages * tile + held + 2 * self.itemsize * config.chunk * max(block, config.chunk)
+        per_token = self.itemsize * (2 * width + block)
         if self.per_channel:
-            shared += config.chunk * width * 4
+            per_token += (4 * block if self.backward else config.chunk) * self.itemsize + 4 * (block if self.backward else 0)
+        held = (4 if self.wide else 2) * width * block
+        shared = (
+            config.num_stages * config.chunk * per_token + held + 2 * self.itemsize * config.chunk * max(block, config.chunk)
+        )
         registers = width * block + config.chunk * (block + config.chunk)
         return shared <= self.limit and registers <= 32 * config.num_warps * 144
 
 
 def _choices(model: _Model, segments: tuple[int, ...]) -> list[Config]:
-    warps = (4,) if model.exact else (4, 8)
+    """Eight warps own 128 channels, in walks whose rows of a tile are channels."""
     found = [
-        Config(chunk, segment, block, warp, stages)
-        for chunk, block, warp, stages, segment in itertools.product(model.chunks(), model.blocks(), warps, (1, 2, 3), segments)
+        Config(chunk, segment, block, warps, stages)
+        for chunk, block, warps, stages, segment in itertools.product(
+            model.chunks()[:1], model.blocks()[-3:], (4, 8), (2, 3), segments
+        )
+        if (warps == 4 and block <= 64) or (warps == 8 and block == 128 and chunk == 64 and not model.per_channel)
     ]
     return [config for config in found if model.fits(config)]
 
 
 def _smallest(model: _Model, segment: int) -> Config:
     """What fits everywhere."""
-    return Config(min(model.chunks()[-1], 32), segment, 16, 8 if not model.exact else 4, 1)
+    return Config(min(model.chunks()[-1], 32), segment, 16, 4, 1)
 
 
 def _preferred(model: _Model, segment: int) -> Config:
-    """The widest block of those that fit, with 4 warps up to 64 channels."""
+    """Four warps and up to 64 channels, so that two programs share a multiprocessor; fewer where tiles are of float32."""
+    widest = 32 if model.itemsize == 4 else 64
     for chunk in model.chunks():
         for block in sorted(model.blocks(), reverse=True):
             for stages in (2, 1):
-                for warps in (4, 8):
-                    config = Config(chunk, segment, block, warps, stages)
-                    if model.fits(config) and (warps == 8) == (block > 64 and not model.exact):
-                        return config
+                config = Config(chunk, segment, block, 4, stages)
+                if block <= widest and model.fits(config):
+                    return config
     return _smallest(model, segment)
 
 
 def _segment(call: LinearRecurrenceCall) -> int:
     """Enough programs for a large device: 512, if segments are of 512 tokens at least."""
     batch, length = call.query.shape[:2]
-    rows = batch * call.heads[1]
+    rows = batch * call.heads[1] * -(-call.value.shape[3] // 64)
     segment = 512
     while segment < 4096 and rows * length // (2 * segment) >= 512:
         segment *= 2
@@ -116,7 +121,7 @@ def _segment(call: LinearRecurrenceCall) -> int:
 
 def _whole(call: LinearRecurrenceCall) -> bool:
     batch, length = call.query.shape[:2]
-    return call.cu_seqlens is None and (length <= 512 or batch * call.heads[1] >= 256)
+    return call.cu_seqlens is None and (length <= 512 or batch * call.heads[1] >= 1024)
 
 
 def forward_heuristic(call: LinearRecurrenceCall, target: Target) -> Config:
@@ -133,18 +138,17 @@ def _space(
 ) -> list[Config]:
     model = _Model(call, target, backward=backward)
     longest = -(-max(call.query.shape[1], 1) // 64) * 64
-    allowed = tuple(dict.fromkeys(min(segment, max(longest, 256)) for segment in segments))
-    found = [c for c in _choices(model, allowed) if c.block * 4 >= max(b for b in model.blocks()) or c.block >= 64]
-    return list(dict.fromkeys([chosen, *found]))
+    allowed = tuple(dict.fromkeys(min(segment, longest) for segment in segments))
+    return list(dict.fromkeys([chosen, *_choices(model, allowed)]))
 
 
 def forward_space(call: LinearRecurrenceCall, target: Target) -> list[Config]:
-    segments = (256, 512, 1024, 2048) if call.cu_seqlens is not None else (0, 256, 512, 1024, 2048)
+    segments = (512, 1024, 2048) if call.cu_seqlens is not None else (0, 512, 1024, 2048)
     return _space(call, target, forward_heuristic(call, target), segments, False)
 
 
 def backward_space(call: LinearRecurrenceCall, target: Target) -> list[Config]:
-    return _space(call, target, backward_heuristic(call, target), (256, 512, 1024), True)
+    return _space(call, target, backward_heuristic(call, target), (512, 1024), True)
 
 
 FORWARD = ConfigSpace(Config, forward_heuristic, forward_space)

@@ -118,12 +118,20 @@ class _Problem:
             "BLOCK_K": padded(walk.width),
             "BLOCK_V": self.block(walk),
             "WHOLE": self.whole,
-            "num_warps": config.num_warps,
+            "num_warps": self.warps(walk),
             "num_stages": config.num_stages,
         }
 
     def block(self, walk: Walk) -> int:
         return min(self.config.block, padded(walk.channels))
+
+    def turned(self, walk: Walk) -> bool:
+        """Whether the rows of a walk's tiles are channels of value: more of them than tokens of a chunk, for eight warps."""
+        return walk.decay in ("none", "scalar") and self.warps(walk) == 8
+
+    def warps(self, walk: Walk) -> int:
+        """No more than can share the rows of a tile."""
+        return self.config.num_warps if self.block(walk) >= 128 else min(self.config.num_warps, 4)
 
     def blocks(self, walk: Walk) -> int:
         return -(-walk.channels // self.block(walk))
@@ -137,7 +145,6 @@ class _Problem:
             (key, value, *made[4:], made.totals, *self.numbers(cut)),
             ((shape, jnp.float32), (logs, jnp.float32)),
             grid=self.batch * cut.count * self.heads * self.blocks(walk),
-            STAGES=self.config.num_stages,
             **self.tiles(walk, cut, self.config),
         )
         size = walk.width * walk.channels
@@ -212,10 +219,10 @@ class _Problem:
             ),
             ((shape, dtype), (state if last else (1,), jnp.float32), (log_shape, jnp.float32)),
             grid=self.batch * cut.count * self.heads * self.blocks(walk),
-            STAGES=self.config.num_stages,
             LEVELS=self.levels,
             BEFORE=before is not None,
             LAST=last,
+            TURNED=self.turned(walk),
             LOG=0 if logs is None else 1 if logs.partner is None else 2,
             FINAL=logs is not None and logs.final is not None,
             **self.tiles(walk, cut, self.config),

@@ -91,7 +91,6 @@ def segment_states_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     WHOLE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """The state that a segment makes out of none, and the logarithm to base 2 of its decay."""
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V

@@ -209,10 +209,10 @@ def edge_decays(b_coarse, b_fine, coarse, fine, R: tl.constexpr):
 
 
 @triton.jit
-def weighted_scores(b_scores, b_coarse, b_fine, CHUNK: tl.constexpr, R: tl.constexpr):
-    """Scores under their scalar decays, 0 where the key is not yet there."""
+def weighted_scores(b_scores, b_coarse, b_fine, CHUNK: tl.constexpr, R: tl.constexpr, LATER_COLUMNS: tl.constexpr):
+    """Scores under their scalar decays, 0 where the key is not yet there. LATER_COLUMNS: in time, columns come after rows."""
     o_row = tl.arange(0, CHUNK)
-    if R.back:
+    if LATER_COLUMNS:
         m_seen = o_row[:, None] <= o_row[None, :]
     else:
         m_seen = o_row[:, None] >= o_row[None, :]
@@ -220,7 +220,7 @@ def weighted_scores(b_scores, b_coarse, b_fine, CHUNK: tl.constexpr, R: tl.const
         b_log = b_coarse[:, None] - b_coarse[None, :]
         if R.fine:
             b_log += b_fine[:, None] - b_fine[None, :]
-        if R.back:
+        if LATER_COLUMNS:
             b_log = -b_log
         b_scores = b_scores * tl.exp2(b_log)
     return tl.where(m_seen, b_scores * R.scale, 0.0)

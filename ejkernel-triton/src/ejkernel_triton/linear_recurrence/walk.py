@@ -72,10 +72,10 @@ def walk_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     WHOLE: tl.constexpr,
-    STAGES: tl.constexpr,
     LEVELS: tl.constexpr,
     BEFORE: tl.constexpr,
     LAST: tl.constexpr,
+    TURNED: tl.constexpr,
     LOG: tl.constexpr,
     FINAL: tl.constexpr,
 ):
@@ -115,6 +115,8 @@ def walk_kernel(
             b_carry = tl.sum(b_carry, axis=0)
 
     o_row = tl.arange(0, CHUNK)
+    if TURNED:
+        b_state = tl.trans(b_state)
     for i_step in range(chunks):
         if R.back:
             i_position = (chunks - 1 - i_step) * CHUNK
@@ -143,12 +145,28 @@ def walk_kernel(
             b_out += product(b_scores, b_value, R)
             b_state *= tl.exp2(b_total)[:, None]
             b_state = tl.dot(tl.trans(b_key), b_value, b_state, input_precision=R.precision)
+        elif TURNED:
+            b_scores = tl.dot(b_key, tl.trans(b_query), input_precision=R.precision)
+            b_out = product(b_state, tl.trans(b_query), R)  # [BLOCK_V, CHUNK]
+            if R.decay == "scalar":
+                b_read, b_update = edge_decays(b_coarse, b_fine, coarse, fine, R)
+                b_scores = weighted_scores(b_scores, b_coarse, b_fine, CHUNK, R, not R.back)
+                b_out *= (b_read * R.read_scale)[None, :]
+                b_state *= tl.exp2(sum_of(coarse, fine, R))
+                b_weighted = (b_value * (b_update * R.update_scale)[:, None]).to(b_value.dtype)
+            else:
+                b_scores = weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, not R.back)
+                b_out *= R.read_scale
+                b_weighted = (b_value.to(tl.float32) * R.update_scale).to(b_value.dtype)
+            b_out += product(tl.trans(b_value), b_scores, R)
+            b_out = tl.trans(b_out)
+            b_state = tl.dot(tl.trans(b_weighted), b_key, b_state, input_precision=R.precision)
         else:
             b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
             b_out = product(b_query, b_state, R)
             if R.decay == "scalar":
                 b_read, b_update = edge_decays(b_coarse, b_fine, coarse, fine, R)
-                b_scores = weighted_scores(b_scores, b_coarse, b_fine, CHUNK, R)
+                b_scores = weighted_scores(b_scores, b_coarse, b_fine, CHUNK, R, R.back)
                 b_out *= (b_read * R.read_scale)[:, None]
                 b_out += product(b_scores, b_value, R)
                 b_state *= tl.exp2(sum_of(coarse, fine, R))
@@ -187,7 +205,7 @@ def walk_kernel(
             else:
                 if R.read_scale != 1.0:
                     b_out *= R.read_scale
-                b_out += product(weighted_scores(b_scores, 0.0, 0.0, CHUNK, R), b_value, R)
+                b_out += product(weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, R.back), b_value, R)
                 b_weighted = b_value
                 if R.update_scale != 1.0:
                     b_weighted = (b_value.to(tl.float32) * R.update_scale).to(b_value.dtype)
@@ -221,6 +239,8 @@ def walk_kernel(
                     b_product = tl.where((o_row < rows)[:, None], b_product, 0.0)
                 store_tile(p_log, b_product, i_token, i_head, i_column, stored, R.heads, R.channels, BLOCK_V, CHUNK, WHOLE, R)
     if LAST:
+        if TURNED:
+            b_state = tl.trans(b_state)
         p_tile, m_tile = state_of(p_last, i_state, i_head, i_column, R, BLOCK_K, BLOCK_V)
         tl.store(p_tile, b_state, mask=m_tile)
 
