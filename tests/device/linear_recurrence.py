@@ -76,9 +76,7 @@ class Problem:
             return value.astype(jnp.float32)
 
         found = self.function(phase, xla, xla_config.CONFIGS.heuristic(self.call, current_target()))
-        return {
-            key: np.asarray(value) for key, value in found(jax.tree.map(wide, self.inputs), wide(self.d_out)).items()
-        }
+        return {key: np.asarray(value) for key, value in found(jax.tree.map(wide, self.inputs), wide(self.d_out)).items()}
 
     def limit(self, phase: Any) -> float:
         cost = OPERATION.cost(self.call, phase)

@@ -1,9 +1,9 @@
 """The launches of `linear_recurrence`.
 
-Forward: one kernel walks over the tokens of a segment with the state in registers. Where a segment is not a whole sequence, the states
-before segments are found first: every segment makes one out of none, and a scan adds them up. Backward makes both the states and
-their gradients so, then walks three times; it keeps states between segments only. With decays per channel the scores of all chunks are
-made by a kernel of their own.
+Forward: one kernel walks over the tokens of a segment with the state in registers. Where a segment is not a whole sequence, the
+states before segments are found first: every segment makes one out of none, and a scan adds them up. Backward makes both the states
+and their gradients so, then walks three times; it keeps states between segments only. With decays per channel a kernel of its own
+makes the scores of all chunks, and their queries and keys under the decays up to the chunk's edges.
 """
 
 from __future__ import annotations
@@ -230,8 +230,8 @@ class _Problem:
 
 
 class _Logs(NamedTuple):
-    """For the gradients of decays. own: the array whose gradient is made; partner: own . out of the first gradient; after, final: the
-    states before segments and after sequences, final only if it has a gradient."""
+    """For the gradients of decays. own: the array whose gradient is made; partner: own . out of the first gradient; after, final:
+    the states before segments and after sequences, final only if it has a gradient."""
 
     own: Any
     partner: Any = None

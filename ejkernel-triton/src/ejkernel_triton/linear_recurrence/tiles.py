@@ -1,7 +1,8 @@
 """Device functions that the kernels share: tiles of tokens, their decays, and products. `R` is a `rules.Walk`.
 
-No exponent is the difference of two long sums, and each is the sum of the log decays between two tokens: it is not positive where
-decays are not, and a strong decay costs the weak ones beside it no precision. Exponents are powers of two.
+Each exponent is the sum of the log decays between two tokens, without the rounding of a difference of two long sums: a strong decay
+costs the weak ones beside it no precision, and exponents are not positive where decays are not. The one exception are decays per
+channel that are mild over a whole chunk, see `MILD`. Exponents are powers of two.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -13,7 +14,8 @@ import triton.language as tl
 LEAST = tl.constexpr(-90.0)
 """Below it a decay is 0 in float32; infinite ones would make differences NaN."""
 MILD = tl.constexpr(24.0)
-"""Up to so many powers of two between the middle of a chunk and each of its tokens, decays are split there and keep their digits."""
+"""Up to so many powers of two between the middle of a chunk and each of its tokens, decays are split in the middle: factors above 1
+are that small, and products keep their digits."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -149,7 +151,7 @@ def logs_of(b_log):
 def scalar_logs(
     p_coarse, p_fine, p_gamma, i_batch, i_head, i_row, rows, CHUNK: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr
 ):
-    """Sums of the log decays up to each token of a chunk and of all of them, each in two parts; what `sums_kernel` wrote from i_row on.
+    """Sums of the log decays up to each token of a chunk and of all of them, each in two parts; `sums_kernel` wrote them from i_row on.
 
     The first parts are multiples of 2^-8, whose sums and differences are exact, the rests are small. For bfloat16 the first part is
     the whole: sums are below 2^14 and lose less than 2^-10, and scores keep fewer digits.

@@ -1,13 +1,16 @@
 """The kernels that read: outputs, and gradients, which are outputs of a walk over the same tokens.
 
 Within a chunk, scores of pairs of tokens are made by products. Scalar decays weight the scores. Decays per channel cannot leave the
-products: for pairs on either side of the middle of a block of 2, 4, 8 ... tokens they are two factors, one up to the middle and one
-from it, so that a chunk takes as many products as it has sizes of blocks, each of whole tiles and of no exponent above 0
-(cf. Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023, section 4.3, with two such levels).
+products, so they are two factors, one up to a token between the pair and one from it. Where all decays from the middle of the chunk
+are mild, that token is the middle for every pair, and one product makes all scores. Otherwise pairs on either side of the middle of a
+block of 2, 4, 8 ... tokens are split there: a chunk takes as many products as it has sizes of blocks, each of whole tiles and of no
+exponent above 0 (cf. Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023, section 4.3, with two
+such levels).
 
-Gradients of decays: with the pairs (i, j) that a decay at s lies between, `d log decay_s = sum over j < s <= i`, which is the sum of
-`query . d_query - key . d_key` over tokens from s to the end of the segment, and what crosses that end: the product of the state
-there with its gradient. Sums stop at the ends of segments, so that rounding does not pile up over a long sequence.
+Gradients of decays: that of log decay s is the sum over the pairs j < s <= i of tokens, which is the sum of
+`query . d_query - key . d_key` over the tokens from s to the end of the segment, and what crosses that end: the product of the state
+there with its gradient. Sums stop at the ends of segments, so that rounding does not pile up over a long sequence. Pairs within a
+chunk have the same rounded scores in both terms and leave nothing behind.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -267,8 +270,8 @@ def scores_kernel(
     WHOLE: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """Under decays per channel of key: what each token of a chunk takes of each other, queries under the decay from the chunk's start
-    and keys under that to its end, and the logarithm to base 2 of the decay over the chunk. One program per chunk."""
+    """Under decays per channel of key: what each token of a chunk takes of each other, queries under the decay from the chunk's
+    start and keys under that to its end, and the logarithm to base 2 of the decay over the chunk. One program per chunk."""
     CHUNKS: tl.constexpr = SEGMENT // CHUNK
     i_head = tl.program_id(0) % R.heads
     i_chunk = tl.program_id(0) // R.heads % CHUNKS
