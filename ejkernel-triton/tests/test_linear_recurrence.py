@@ -156,15 +156,18 @@ def test_compiles_within_the_limits(monkeypatch, tmp_path, name):
 
 
 @needs_jax_triton
-def test_lowers_for_cuda():
-    def loss(*values):
-        given = dict(zip(("query", "key", "value", "g"), values, strict=True))
+@pytest.mark.parametrize(("length", "sequences"), [(64, 0), (1, 0), (1, 1)])
+def test_lowers_for_cuda(length, sequences):
+    """Integers that are 1 are constants to the compiler."""
+
+    def loss(values, bounds):
+        given = {**values, "cu_seqlens": bounds}
         return OPERATION.invoke(given, {}, platform="triton").astype(jnp.float32).sum()
 
-    given = [jax.ShapeDtypeStruct((1, 64, 2, 32), "bfloat16")] * 3 + [jax.ShapeDtypeStruct((1, 64, 2), "bfloat16")]
+    tokens = {name: jax.ShapeDtypeStruct((1, length, 2, 16), "bfloat16") for name in ("query", "key", "value", "gk")}
+    bounds = jax.ShapeDtypeStruct((sequences + 1,), "int32") if sequences else None
     with ejkernel.use(target=H200):
-        traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).trace(*given)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+        text = jax.jit(jax.grad(loss)).trace(tokens, bounds).lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
     assert "ejkernel.linear_recurrence.backward[triton]" in text
     assert text.count("stablehlo.custom_call @triton_kernel_call") >= 8
 

@@ -151,7 +151,7 @@ def logs_of(b_log):
 def scalar_logs(
     p_coarse, p_fine, p_gamma, i_batch, i_head, i_row, rows, CHUNK: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr
 ):
-    """Sums of the log decays up to each token of a chunk and of all of them, each in two parts; `sums_kernel` wrote them from i_row on.
+    """Sums of the log decays up to each token of a chunk and of all of them, each in two parts, as `sums_kernel` wrote them.
 
     The first parts are multiples of 2^-8, whose sums and differences are exact, the rests are small. For bfloat16 the first part is
     the whole: sums are below 2^14 and lose less than 2^-10, and scores keep fewer digits.

@@ -1,16 +1,16 @@
 """The kernels that read: outputs, and gradients, which are outputs of a walk over the same tokens.
 
-Within a chunk, scores of pairs of tokens are made by products. Scalar decays weight the scores. Decays per channel cannot leave the
-products, so they are two factors, one up to a token between the pair and one from it. Where all decays from the middle of the chunk
-are mild, that token is the middle for every pair, and one product makes all scores. Otherwise pairs on either side of the middle of a
-block of 2, 4, 8 ... tokens are split there: a chunk takes as many products as it has sizes of blocks, each of whole tiles and of no
-exponent above 0 (cf. Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023, section 4.3, with two
-such levels).
+Within a chunk, scores of pairs of tokens are made by products. Scalar decays weight the scores. Decays per channel cannot leave
+the products, so they are two factors, one up to a token between the pair and one from it. Where all decays from the middle of the
+chunk are mild, that token is the middle for every pair, and one product makes all scores. Otherwise pairs on either side of the
+middle of a block of 2, 4, 8 ... tokens are split there: a chunk takes as many products as it has sizes of blocks, each of whole
+tiles and of no exponent above 0 (cf. Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023,
+section 4.3).
 
 Gradients of decays: that of log decay s is the sum over the pairs j < s <= i of tokens, which is the sum of
-`query . d_query - key . d_key` over the tokens from s to the end of the segment, and what crosses that end: the product of the state
-there with its gradient. Sums stop at the ends of segments, so that rounding does not pile up over a long sequence. Pairs within a
-chunk have the same rounded scores in both terms and leave nothing behind.
+`query . d_query - key . d_key` over the tokens from s to the end of the segment, and what crosses that end: the product of the
+state there with its gradient. Sums stop at the ends of segments, so that rounding does not pile up over a long sequence. Pairs
+within a chunk have the same rounded scores in both terms and leave nothing behind.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -99,7 +99,7 @@ def walk_kernel(
     )
     i_first = i_batch.to(tl.int64) * length + i_first
     i_state = i_batch * segments + i_segment
-    tokens = length.to(tl.int64) * (tl.num_programs(0) // (BLOCKS * R.heads) // segments)  # of all members of the batch
+    tokens = (tl.num_programs(0) // (BLOCKS * R.heads) // segments).to(tl.int64) * length  # of all members of the batch
     chunks = tl.cdiv(count, CHUNK)
     o_sums = ((i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head) * SEGMENT
 
