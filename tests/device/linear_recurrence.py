@@ -2,13 +2,13 @@
 
     python tests/device/linear_recurrence.py --out results
 
-For the benchmark cases of the operation, in bfloat16: outputs and gradients of configs of the search spaces against XLA in float32, each
-config twice, bit by bit; then device times by CUPTI, the heuristic's kernel by kernel. Prints tables, writes `linear_recurrence.json`
-under `--out` (or `$OUT`), exits with 1 if a number is wrong.
+For the benchmark cases of the operation, in bfloat16: outputs and gradients of configs of the search spaces against XLA in float32,
+each config twice, bit by bit; device times by CUPTI, the heuristic's kernel by kernel, and XLA's. Prints tables, writes
+`linear_recurrence.json` under `--out` (or `$OUT`), exits with 1 if a number is wrong.
 
-`--cases` names, comma separated; `--most` configs of each case and phase besides the heuristic's (0 = all); `--budget` seconds after
-which nothing new is started; `--threads` that compile; `--grid` replaces the search spaces by `chunk,segment,block,warps,stages` items
-separated by spaces.
+`--cases` names, comma separated; `--most` configs of each case and phase besides the heuristic's (0 = all); `--budget` seconds
+after which nothing new is started; `--threads` that compile; `--grid` replaces the search spaces by items
+`chunk,segment,block,warps,stages` in them, separated by spaces; `--skip xla`.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from check_gpu import chosen_of, relative, versions
+from check_gpu import chosen_of, versions
 
 from ejkernel.operations.linear_recurrence.cases import CASES
 from ejkernel.operations.linear_recurrence.interface import OPERATION, LinearRecurrenceInputs, LinearRecurrenceOutputs
 from ejkernel.plugin import current_target
+from ejkernel_triton._ahead_of_time import _Zeros
 from ejkernel_triton.linear_recurrence import config, kernel
 from ejkernel_xla.linear_recurrence import config as xla_config
 from ejkernel_xla.linear_recurrence import kernel as xla
 
 BANDWIDTH, PRODUCTS = 4.3e12, 790e12
+RATE, DECAYS = 0.05, ("g", "g_gamma", "gk")
 TOLERANCE = {"forward": 8e-3, "backward": 1.6e-2}
 NAMES = (
     "bench-scalar-t8192-h32-d128",
@@ -48,17 +48,26 @@ NAMES = (
 
 
 class Problem:
-    """A case in bfloat16 with its arrays, and what is right, by XLA from the same numbers in float32."""
+    """A case in bfloat16 with its arrays; what is right is XLA's from the same numbers in float32."""
 
     def __init__(self, name: str) -> None:
         case = next(case for case in CASES if case.name == name)
-        arrays = {key: jnp.asarray(value, jnp.bfloat16) for key, value in case.arrays(np.random.default_rng(0)).items()}
+        shapes = case.arrays(_Zeros())
+        keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
+        arrays = {}
+        for key, (field, zeros) in zip(keys[1:], shapes.items(), strict=True):
+            normal = jax.random.normal(key, zeros.shape)
+            arrays[field] = (-RATE * abs(normal) if field in DECAYS else normal).astype(jnp.bfloat16)
         bound = OPERATION.canonicalise(**arrays, **case.options)
         self.name, self.call, self.inputs = name, bound.call, bound.inputs
-        self.d_out = jax.random.normal(jax.random.key(1), OPERATION.output_specs(self.call).out.shape, jnp.bfloat16)
+        self.d_out = jax.random.normal(keys[0], OPERATION.output_specs(self.call).out.shape, jnp.bfloat16)
         self.space = {"forward": config.FORWARD, "backward": config.BACKWARD}
 
-    def function(self, phase: str, module: Any, cfg: Any) -> Callable[..., Any]:
+    @property
+    def values(self) -> tuple[Any, Any]:
+        return self.inputs, self.d_out
+
+    def function(self, phase: str, module: Any, cfg: Any) -> Any:
         """Of inputs and cotangent: a dict of arrays."""
 
         def forward(inputs: LinearRecurrenceInputs, d_out: Any) -> dict[str, Any]:
@@ -71,16 +80,34 @@ class Problem:
 
         return jax.jit(forward if phase == "forward" else backward)
 
-    def exact(self, phase: str) -> dict[str, np.ndarray]:
-        def wide(value: Any) -> Any:
-            return value.astype(jnp.float32)
-
-        found = self.function(phase, xla, xla_config.CONFIGS.heuristic(self.call, current_target()))
-        return {key: np.asarray(value) for key, value in found(jax.tree.map(wide, self.inputs), wide(self.d_out)).items()}
+    def program(self, phase: str, cfg: Any) -> Any:
+        """Compiled: a config of ours, None for XLA, "exact" for XLA from the same numbers in float32."""
+        if isinstance(cfg, config.Config):
+            return self.function(phase, kernel, cfg).lower(*self.values).compile()
+        xla_cfg = xla_config.CONFIGS.heuristic(self.call, current_target())
+        found = self.function(phase, xla, xla_cfg)
+        if cfg is None:
+            return found.lower(*self.values).compile()
+        return jax.jit(lambda *values: found(*_float32(values))).lower(*self.values).compile()
 
     def limit(self, phase: Any) -> float:
         cost = OPERATION.cost(self.call, phase)
         return max(cost.bytes / BANDWIDTH, cost.flops / PRODUCTS)
+
+
+def _float32(values: Any) -> Any:
+    return jax.tree.map(lambda value: value.astype(jnp.float32), values)
+
+
+@jax.jit
+def distances(got: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """Relative error in the norm of every array; NaN where anything is."""
+
+    def one(key: str) -> Any:
+        exact = wanted[key].astype(jnp.float32)
+        return jnp.linalg.norm((got[key].astype(jnp.float32) - exact).ravel()) / jnp.linalg.norm(exact.ravel())
+
+    return {key: one(key) for key in wanted}
 
 
 def knobs(cfg: Any) -> str:
@@ -113,63 +140,74 @@ def samples_of(program: Any, values: tuple[Any, ...], iterations: int, *, kernel
     return found
 
 
-def run_phase(report: Report, problem: Problem, phase: str, grid: list[Any], options: argparse.Namespace) -> None:
-    values = problem.inputs, problem.d_out
-    heuristic = problem.space[phase].heuristic(problem.call, current_target())
-    found = grid or problem.space[phase].search_space(problem.call, current_target())
-    chosen = [heuristic, *grid] if grid else chosen_of(found, heuristic, options.most or len(found))
-    chosen = list(dict.fromkeys(chosen))
-
-    def compiled(cfg: Any) -> Any:
-        begin = time.monotonic()
-        try:
-            return problem.function(phase, kernel, cfg).lower(*values).compile(), time.monotonic() - begin
-        except Exception as error:  # noqa: BLE001 - a config that does not compile is a finding
-            return error, 0.0
-
-    exact = problem.exact(phase)
-    limit = problem.limit(phase)
-    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        for cfg, (program, _) in zip(chosen, pool.map(compiled, chosen), strict=True):
-            name = f"{problem.name} {phase} {knobs(cfg)}"
-            if isinstance(program, Exception):
-                report.check(name, False, f"{type(program).__name__}: {str(program)[:300]}")
-                continue
-            if report.remaining() < 0:
-                break
-            got, again = program(*values), program(*values)
-            errors = {key: relative(got[key], exact[key]) for key in exact}
-            equal = all(bool(jnp.array_equal(got[key], again[key])) for key in got)
-            right = equal and all(error < TOLERANCE[phase] for error in errors.values())
-            detail = " ".join(f"{key} {error:.1e}" for key, error in errors.items()) + ("" if equal else ", runs differ")
-            report.check(name, right, detail)
-            del got, again
-            taken = samples_of(program, values, 5)
-            median = statistics.median(taken)
-            row = {
-                "case": problem.name, "phase": phase, "name": knobs(cfg), "config": dataclasses.asdict(cfg),
-                "heuristic": cfg == heuristic, "milliseconds": median, "spread": (max(taken) - min(taken)) / median,
-                "fraction": limit / median * 1e3, "passed": right, "errors": errors,
-            }  # fmt: skip
-            report.result["times"].append(row)
-            mark = "*" if cfg == heuristic else " "
-            print(f"  {phase:8s} {mark}{knobs(cfg):24s} {median:8.3f} ms  {row['fraction']:.3f}  {detail}", flush=True)
-            if cfg == heuristic:
-                kernels = samples_of(program, values, 1, kernels=True)
-                for kernel_name, milliseconds in kernels:
-                    report.result["kernels"].append([problem.name, phase, kernel_name, milliseconds])
-                    print(f"             {kernel_name[:60]:60s} {milliseconds:8.3f} ms", flush=True)
-            report.save()
+def chosen(problem: Problem, phase: str, options: argparse.Namespace) -> list[Any]:
+    """The heuristic's config, those to compare it with, and XLA."""
+    space = problem.space[phase]
+    heuristic = space.heuristic(problem.call, current_target())
+    found = space.search_space(problem.call, current_target())
+    grid = [cfg for item in options.grid.split() if (cfg := config.Config(*map(int, item.split(",")))) in found]
+    found = [heuristic, *grid] if options.grid else chosen_of(found, heuristic, options.most or len(found))
+    return [*dict.fromkeys(found), *([] if "xla" in options.skip else [None])]
 
 
-def time_xla(report: Report, problem: Problem, phase: str) -> None:
-    cfg = xla_config.CONFIGS.heuristic(problem.call, current_target())
-    program = problem.function(phase, xla, cfg).lower(problem.inputs, problem.d_out).compile()
-    taken = samples_of(program, (problem.inputs, problem.d_out), 2)
+def compiled(problem: Problem, phase: str, cfg: Any) -> Any:
+    try:
+        return problem.program(phase, cfg)
+    except Exception as error:  # noqa: BLE001 - a config that does not compile is a finding
+        return error
+
+
+def check_and_time(report: Report, problem: Problem, phase: str, cfg: Any, program: Any, exact: Any, heuristic: Any) -> None:
+    name = "XLA" if cfg is None else knobs(cfg)
+    if isinstance(program, Exception):
+        report.check(f"{problem.name} {phase} {name}", False, f"{type(program).__name__}: {str(program)[:300]}")
+        return
+    got, again = program(*problem.values), program(*problem.values)
+    errors = {key: float(value) for key, value in distances(got, exact).items()}
+    equal = all(bool(jnp.array_equal(got[key], again[key])) for key in got)
+    right = equal and all(error < TOLERANCE[phase] for error in errors.values())
+    detail = " ".join(f"{key} {error:.1e}" for key, error in errors.items()) + ("" if equal else ", runs differ")
+    if cfg is not None:
+        report.check(f"{problem.name} {phase} {name}", right, detail)
+    del got, again
+    taken = samples_of(program, problem.values, 2 if cfg is None else 7)
     median = statistics.median(taken)
-    row = {"case": problem.name, "phase": phase, "name": "XLA", "milliseconds": median}
+    row = {
+        "case": problem.name, "phase": phase, "name": name, "config": None if cfg is None else dataclasses.asdict(cfg),
+        "heuristic": cfg == heuristic, "milliseconds": median, "spread": (max(taken) - min(taken)) / median,
+        "fraction": problem.limit(phase) / median * 1e3, "errors": errors,
+    }  # fmt: skip
     report.result["times"].append(row)
-    print(f"  {phase:8s}  {'XLA':24s} {median:8.3f} ms", flush=True)
+    mark = "*" if cfg == heuristic else " "
+    print(f"  {phase:8s} {mark}{name:20s} {median:8.3f} ms  {row['fraction']:.3f}  {detail}", flush=True)
+    if cfg == heuristic:
+        kernels = samples_of(program, problem.values, 1, kernels=True)
+        report.result["kernels"].append([problem.name, phase, kernels])
+        print("      " + ", ".join(f"{kernel_name[:24]} {taken:.3f}" for kernel_name, taken in kernels), flush=True)
+
+
+def run(report: Report, options: argparse.Namespace) -> None:
+    """Everything is compiled first, by many threads; then one thing after the other runs."""
+    problems = [Problem(name) for name in options.cases.split(",")]
+    phases = options.phases.split(",")
+    wanted = [(p, phase, cfg) for p in problems for phase in phases for cfg in ("exact", *chosen(p, phase, options))]
+    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
+        programs = [pool.submit(compiled, *one) for one in wanted]
+        concurrent.futures.wait(programs)  # XLA tries its own kernels on the device while it compiles
+        exact: Any = None
+        for (problem, phase, cfg), program in zip(wanted, programs, strict=True):
+            if report.remaining() < 0:
+                print("  out of time", flush=True)
+                pool.shutdown(cancel_futures=True)
+                return
+            done = program.result()
+            if cfg == "exact":
+                print(f"{problem.name} {phase} at {time.monotonic() - report.started:.0f} s", flush=True)
+                exact = done(*problem.values)
+                continue
+            heuristic = problem.space[phase].heuristic(problem.call, current_target())
+            check_and_time(report, problem, phase, cfg, done, exact, heuristic)
+            report.save()
 
 
 def main() -> int:
@@ -188,17 +226,8 @@ def main() -> int:
         return 2
     report = Report(options.out, options.budget)
     print(json.dumps(report.result["versions"]), flush=True)
-    grid = [config.Config(*map(int, item.split(","))) for item in options.grid.split()]
-    for name in options.cases.split(","):
-        if report.remaining() < 5:
-            break
-        problem = Problem(name)
-        print(f"{name} at {time.monotonic() - report.started:.0f} s", flush=True)
-        for phase in options.phases.split(","):
-            run_phase(report, problem, phase, grid, options)
-            if "xla" not in options.skip:
-                time_xla(report, problem, phase)
-        report.save()
+    run(report, options)
+    report.save()
     wrong = [row for row in report.result["numbers"] if not row["passed"]]
     print(f"{len(report.result['numbers'])} checks, {len(wrong)} wrong; {time.monotonic() - report.started:.0f} s")
     return 1 if wrong else 0

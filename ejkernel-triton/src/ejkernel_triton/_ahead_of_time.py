@@ -61,6 +61,13 @@ ALLOWED: tuple[Allowance, ...] = (
     Allowance(
         "key_gradient_kernel", 192, "in tiles with masks and in the pass after NaN; loops over whole tiles spill nothing"
     ),
+    Allowance(
+        "walk_kernel", 4096, "the two ways of decays per channel are in one kernel; float32 is multiplied as parts of TF32"
+    ),
+    Allowance(
+        "scores_kernel", 2048, "the two ways of decays per channel are in one kernel; float32 is multiplied as parts of TF32"
+    ),
+    Allowance("segment_states_kernel", 512, "float32 is multiplied as parts of TF32"),
     Allowance("query_gradient_kernel", 16, "two values, in a kernel with every feature at once", capabilities=(100,)),
 )
 

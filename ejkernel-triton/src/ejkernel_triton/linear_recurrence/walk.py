@@ -44,6 +44,32 @@ from ejkernel_triton.linear_recurrence.tiles import (
 
 
 @triton.jit
+def add_levels(b_out, b_scores, b_value, b_log, CHUNK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr):
+    """Values under scores and decays per channel of value, added to b_out; pairs are split at the middles of blocks of every size."""
+    o_row = tl.arange(0, CHUNK)
+    b_out += tl.sum(tl.where(o_row[:, None] == o_row[None, :], b_scores, 0.0), axis=1)[:, None] * b_value
+    for i_level in range(LEVELS):
+        b_decay = level_decays(b_log, i_level, CHUNK, R)
+        b_pairs = tl.where(level_pairs(i_level, CHUNK, R.back), b_scores, 0.0)
+        b_out += b_decay * product(b_pairs, (b_value * b_decay).to(b_value.dtype), R)
+    return b_out
+
+
+@triton.jit
+def level_scores(b_scores, b_query, b_key, b_log, CHUNK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr):
+    """Scores under decays per channel of key, added to b_scores, split in the same way."""
+    o_row = tl.arange(0, CHUNK)
+    b_pairs = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
+    b_scores += tl.where(o_row[:, None] == o_row[None, :], b_pairs, 0.0)
+    for i_level in range(LEVELS):
+        b_decay = level_decays(b_log, i_level, CHUNK, R)
+        b_left, b_right = (b_query * b_decay).to(b_query.dtype), (b_key * b_decay).to(b_key.dtype)
+        b_pairs = tl.dot(b_left, tl.trans(b_right), input_precision=R.precision)
+        b_scores += tl.where(level_pairs(i_level, CHUNK, False), b_pairs, 0.0)
+    return b_scores
+
+
+@triton.jit
 def walk_kernel(
     p_query,
     p_key,
@@ -184,26 +210,21 @@ def walk_kernel(
                 else:
                     b_read = prefix_decays(b_log, CHUNK, R)
                 b_out *= b_read * R.read_scale
-                mild = False
-                if not R.wide:
-                    b_middle, most = middle_logs(b_log, CHUNK, R)
-                    mild = most < MILD
-                if mild:
-                    if R.back:
-                        b_middle = -b_middle
-                        m_seen = o_row[:, None] <= o_row[None, :]
-                    else:
-                        m_seen = o_row[:, None] >= o_row[None, :]
-                    b_pairs = tl.where(m_seen, b_scores, 0.0)
-                    b_far = (b_value * tl.exp2(-b_middle)).to(b_value.dtype)
-                    b_out += tl.exp2(b_middle) * product(b_pairs, b_far, R)
+                if R.wide:
+                    b_out = add_levels(b_out, b_scores, b_value, b_log, CHUNK, LEVELS, R)
                 else:
-                    b_own_pairs = tl.sum(tl.where(o_row[:, None] == o_row[None, :], b_scores, 0.0), axis=1)
-                    b_out += b_own_pairs[:, None] * b_value
-                    for i_level in range(LEVELS):
-                        b_decay = level_decays(b_log, i_level, CHUNK, R)
-                        b_pairs = tl.where(level_pairs(i_level, CHUNK, R.back), b_scores, 0.0)
-                        b_out += b_decay * product(b_pairs, (b_value * b_decay).to(b_value.dtype), R)
+                    b_middle, most = middle_logs(b_log, CHUNK, R)
+                    if most < MILD:
+                        if R.back:
+                            b_middle = -b_middle
+                            m_seen = o_row[:, None] <= o_row[None, :]
+                        else:
+                            m_seen = o_row[:, None] >= o_row[None, :]
+                        b_pairs = tl.where(m_seen, b_scores, 0.0)
+                        b_far = (b_value * tl.exp2(-b_middle)).to(b_value.dtype)
+                        b_out += tl.exp2(b_middle) * product(b_pairs, b_far, R)
+                    else:
+                        b_out = add_levels(b_out, b_scores, b_value, b_log, CHUNK, LEVELS, R)
                 b_state *= tl.exp2(b_total)[None, :]
             else:
                 if R.read_scale != 1.0:
@@ -300,21 +321,15 @@ def scores_kernel(
             o_column = i_column + tl.arange(0, BLOCK_K)
             i_total = ((i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head) * CHUNKS + i_chunk
             tl.store(p_totals + i_total * R.width + o_column, tl.sum(b_log, axis=0) * LOG2_E, mask=o_column < R.width)
-            mild = False
-            if not R.wide:
-                b_middle, most = middle_logs(b_log, CHUNK, R)
-                mild = most < MILD
-            if mild:
-                b_left = (b_query * tl.exp2(b_middle)).to(b_query.dtype)
-                b_right = (b_key * tl.exp2(-b_middle)).to(b_key.dtype)
-                b_pairs = tl.dot(b_left, tl.trans(b_right), input_precision=R.precision)
-                b_scores += tl.where(o_row[:, None] >= o_row[None, :], b_pairs, 0.0)
+            if R.wide:
+                b_scores = level_scores(b_scores, b_query, b_key, b_log, CHUNK, LEVELS, R)
             else:
-                b_pairs = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
-                b_scores += tl.where(o_row[:, None] == o_row[None, :], b_pairs, 0.0)
-                for i_level in range(LEVELS):
-                    b_decay = level_decays(b_log, i_level, CHUNK, R)
-                    b_left, b_right = (b_query * b_decay).to(b_query.dtype), (b_key * b_decay).to(b_key.dtype)
+                b_middle, most = middle_logs(b_log, CHUNK, R)
+                if most < MILD:
+                    b_left = (b_query * tl.exp2(b_middle)).to(b_query.dtype)
+                    b_right = (b_key * tl.exp2(-b_middle)).to(b_key.dtype)
                     b_pairs = tl.dot(b_left, tl.trans(b_right), input_precision=R.precision)
-                    b_scores += tl.where(level_pairs(i_level, CHUNK, False), b_pairs, 0.0)
+                    b_scores += tl.where(o_row[:, None] >= o_row[None, :], b_pairs, 0.0)
+                else:
+                    b_scores = level_scores(b_scores, b_query, b_key, b_log, CHUNK, LEVELS, R)
         store_tile(p_scores, b_scores * R.scale, i_token, i_head, 0, rows, R.heads, CHUNK, CHUNK, CHUNK, WHOLE, R)
