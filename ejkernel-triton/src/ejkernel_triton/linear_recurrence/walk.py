@@ -45,7 +45,7 @@ from ejkernel_triton.linear_recurrence.tiles import (
 
 @triton.jit
 def add_levels(b_out, b_scores, b_value, b_log, CHUNK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr):
-    """Values under scores and decays per channel of value, added to b_out; pairs are split at the middles of blocks of every size."""
+    """Values under scores and decays per channel of value, added to b_out; pairs are split in the middle of blocks of each size."""
     o_row = tl.arange(0, CHUNK)
     b_out += tl.sum(tl.where(o_row[:, None] == o_row[None, :], b_scores, 0.0), axis=1)[:, None] * b_value
     for i_level in range(LEVELS):
