@@ -31,7 +31,7 @@ from check_gpu import chosen_of, versions
 from ejkernel.operations.linear_recurrence.cases import CASES
 from ejkernel.operations.linear_recurrence.interface import OPERATION, LinearRecurrenceInputs, LinearRecurrenceOutputs
 from ejkernel.plugin import current_target
-from ejkernel_triton._ahead_of_time import _Zeros
+from ejkernel_triton._ahead_of_time import _Zeros  # pyright: ignore[reportPrivateUsage]
 from ejkernel_triton.linear_recurrence import config, kernel
 from ejkernel_xla.linear_recurrence import config as xla_config
 from ejkernel_xla.linear_recurrence import kernel as xla
@@ -99,7 +99,7 @@ def _float32(values: Any) -> Any:
     return jax.tree.map(lambda value: value.astype(jnp.float32), values)
 
 
-@jax.jit
+@jax.jit  # pyright: ignore[reportUntypedFunctionDecorator]
 def distances(got: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
     """Relative error in the norm of every array; NaN where anything is."""
 
@@ -187,27 +187,22 @@ def check_and_time(report: Report, problem: Problem, phase: str, cfg: Any, progr
 
 
 def run(report: Report, options: argparse.Namespace) -> None:
-    """Everything is compiled first, by many threads; then one thing after the other runs."""
-    problems = [Problem(name) for name in options.cases.split(",")]
-    phases = options.phases.split(",")
-    wanted = [(p, phase, cfg) for p in problems for phase in phases for cfg in ("exact", *chosen(p, phase, options))]
-    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        programs = [pool.submit(compiled, *one) for one in wanted]
-        concurrent.futures.wait(programs)  # XLA tries its own kernels on the device while it compiles
-        exact: Any = None
-        for (problem, phase, cfg), program in zip(wanted, programs, strict=True):
-            if report.remaining() < 0:
-                print("  out of time", flush=True)
-                pool.shutdown(cancel_futures=True)
-                return
-            done = program.result()
-            if cfg == "exact":
-                print(f"{problem.name} {phase} at {time.monotonic() - report.started:.0f} s", flush=True)
-                exact = done(*problem.values)
-                continue
+    """One case and phase after the other: all its programs are compiled by many threads, then run one by one."""
+    for name in options.cases.split(","):
+        problem = Problem(name)
+        for phase in options.phases.split(","):
             heuristic = problem.space[phase].heuristic(problem.call, current_target())
-            check_and_time(report, problem, phase, cfg, done, exact, heuristic)
-            report.save()
+            wanted = ["exact", *chosen(problem, phase, options)]
+            with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
+                programs = list(pool.map(lambda cfg, phase=phase, problem=problem: compiled(problem, phase, cfg), wanted))
+            print(f"{name} {phase}, compiled at {time.monotonic() - report.started:.0f} s", flush=True)
+            exact = programs[0](*problem.values)
+            for cfg, program in zip(wanted[1:], programs[1:], strict=True):
+                if report.remaining() < 0:
+                    print("  out of time", flush=True)
+                    return
+                check_and_time(report, problem, phase, cfg, program, exact, heuristic)
+                report.save()
 
 
 def main() -> int:

@@ -42,7 +42,7 @@ class _Segments(NamedTuple):
 
     table: tuple[Any, Any, Any]
     size: int
-    count: int
+    number: int
 
 
 class _Prepared(NamedTuple):
@@ -87,7 +87,7 @@ class _Problem:
         return _Segments((table.bounds, table.first, table.sequence), size, table.sequence.shape[1])
 
     def numbers(self, cut: _Segments) -> tuple[Any, ...]:
-        return *cut.table, self.length, cut.count, self.call.sequences
+        return *cut.table, self.length, cut.number, self.call.sequences
 
     def _sums(self, cut: _Segments) -> tuple[Any, Any, Any]:
         """Sums of g, if there is one, and g_gamma; absent ones are replaced by an array that is there."""
@@ -95,13 +95,13 @@ class _Problem:
         gamma = stand_in if self.inputs.g_gamma is None else self.inputs.g_gamma
         if not self.walk.g_heads:
             return stand_in, stand_in, gamma
-        shape = (self.batch, cut.count, self.heads, cut.size)
+        shape = (self.batch, cut.number, self.heads, cut.size)
         heads = min(_SUMMED_HEADS, padded(self.heads))
         coarse, fine = call_kernel(
             sums_kernel,
             (self.inputs.g, gamma, *self.numbers(cut)),
             ((shape, jnp.float32), (shape if self.walk.fine else (1,), jnp.float32)),
-            grid=self.batch * cut.count * (cut.size // self.config.chunk) * -(-self.heads // heads),
+            grid=self.batch * cut.number * (cut.size // self.config.chunk) * -(-self.heads // heads),
             num_warps=4,
             R=self.walk,
             CHUNK=self.config.chunk,
@@ -138,19 +138,19 @@ class _Problem:
 
     def states(self, walk: Walk, key: Any, value: Any, cut: _Segments, initial: Any, made: _Prepared) -> list[Any]:
         """The states before all segments `[b, segments, H, d, v]` and after all sequences `[b, n, H, d, v]`."""
-        shape = (self.batch, cut.count, self.heads, *self.state_shape)
+        shape = (self.batch, cut.number, self.heads, *self.state_shape)
         logs = shape[:4] if walk.decay == "key" else shape[:3] if walk.decay == "scalar" else (1,)
         own, log = call_kernel(
             segment_states_kernel,
             (key, value, *made[4:], made.totals, *self.numbers(cut)),
             ((shape, jnp.float32), (logs, jnp.float32)),
-            grid=self.batch * cut.count * self.heads * self.blocks(walk),
+            grid=self.batch * cut.number * self.heads * self.blocks(walk),
             **self.tiles(walk, cut, self.config),
         )
         size = walk.width * walk.channels
         return call_kernel(
             scan_states_kernel,
-            (own, log, own if initial is None else initial, cut.table[1], cut.count, self.call.sequences),
+            (own, log, own if initial is None else initial, cut.table[1], cut.number, self.call.sequences),
             ((shape, jnp.float32), ((self.batch, self.call.sequences, self.heads, *self.state_shape), jnp.float32)),
             grid=self.batch * self.call.sequences * self.heads * -(-size // _SCANNED),
             num_warps=4,
@@ -164,9 +164,10 @@ class _Problem:
         query, key = self.inputs.query, self.inputs.key
         if self.walk.decay != "key":
             return _Prepared(query, key, query, query, *self._sums(cut))
-        constants = self.tiles(self.walk, cut, self.config)
+        constants: dict[str, Any] = self.tiles(self.walk, cut, self.config)
         del constants["BLOCK_V"]
-        constants |= {"BLOCK_K": min(constants["BLOCK_K"], 16 if self.config.chunk == 16 else 64), "num_stages": 1}
+        constants["BLOCK_K"] = min(constants["BLOCK_K"], 16 if self.config.chunk == 16 else 64)
+        constants |= {"num_warps": 4, "num_stages": 1}
         chunks = cut.size // self.config.chunk
         width = self.call.query.shape[3]
         tokens = (self.batch, self.length, self.heads)
@@ -178,11 +179,11 @@ class _Problem:
                 ((*tokens, self.config.chunk), jnp.float32 if wide else query.dtype),
                 ((*tokens, width), query.dtype),
                 ((*tokens, width), query.dtype),
-                ((self.batch, cut.count, self.heads, chunks, width), jnp.float32),
+                ((self.batch, cut.number, self.heads, chunks, width), jnp.float32),
             ),
-            grid=self.batch * cut.count * chunks * self.heads,
+            grid=self.batch * cut.number * chunks * self.heads,
             LEVELS=self.levels,
-            **{**constants, "num_warps": 4},
+            **constants,
         )
         return _Prepared(read, update, scores, totals, query, query, query)
 
@@ -207,7 +208,7 @@ class _Problem:
         query = arrays[0]
         stand_in = (query, query, query, query)
         given = stand_in if logs is None else tuple(query if x is None else x for x in logs.arrays)
-        state = (self.batch, cut.count, self.heads, *self.state_shape)
+        state = (self.batch, cut.number, self.heads, *self.state_shape)
         shape = (self.batch, self.length, self.heads, walk.channels)
         log_shape = (1,) if logs is None else (self.blocks(walk), *shape[:3]) if walk.decay == "scalar" else shape
         return call_kernel(
@@ -218,7 +219,7 @@ class _Problem:
                 *(*given, *self.numbers(cut)),
             ),
             ((shape, dtype), (state if last else (1,), jnp.float32), (log_shape, jnp.float32)),
-            grid=self.batch * cut.count * self.heads * self.blocks(walk),
+            grid=self.batch * cut.number * self.heads * self.blocks(walk),
             LEVELS=self.levels,
             BEFORE=before is not None,
             LAST=last,
