@@ -137,6 +137,13 @@ def test_each_member_of_the_batch_may_have_its_own(interpreted):
         assert not np.asarray(gradients.g)[outside].any()
 
 
+def test_segments_are_whole_chunks():
+    with pytest.raises(ValueError, match="segment: got 32, expected 0 or a multiple of chunk, 64"):
+        config.Config(64, 32, 16, 4, 2)
+    with pytest.raises(ValueError, match="chunk: got 48"):
+        config.Config(48, 48, 16, 4, 2)
+
+
 def test_exact_products_of_float32_take_small_chunks():
     call, _ = bound_of(arrays(1, 300, 1, 64, 64), {"precision": "highest"})
     assert {choice.chunk for choice in config.BACKWARD.search_space(call, H200)} == {16}

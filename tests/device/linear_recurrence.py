@@ -8,7 +8,7 @@ each config twice, bit by bit; device times by CUPTI, the heuristic's kernel by 
 
 `--cases` names, comma separated; `--most` configs of each case and phase besides the heuristic's (0 = all); `--budget` seconds
 after which nothing new is started; `--threads` that compile; `--grid` replaces the search spaces by items
-`chunk,segment,block,warps,stages` in them, separated by spaces; `--skip xla`.
+`chunk,segment,block,warps,stages`, separated by spaces; `--skip xla`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def chosen(problem: Problem, phase: str, options: argparse.Namespace) -> list[An
     space = problem.space[phase]
     heuristic = space.heuristic(problem.call, current_target())
     found = space.search_space(problem.call, current_target())
-    grid = [cfg for item in options.grid.split() if (cfg := config.Config(*map(int, item.split(",")))) in found]
+    grid = [config.Config(*map(int, item.split(","))) for item in options.grid.split()]
     found = [heuristic, *grid] if options.grid else chosen_of(found, heuristic, options.most or len(found))
     return [*dict.fromkeys(found), *([] if "xla" in options.skip else [None])]
 
@@ -162,7 +162,11 @@ def check_and_time(report: Report, problem: Problem, phase: str, cfg: Any, progr
     if isinstance(program, Exception):
         report.check(f"{problem.name} {phase} {name}", False, f"{type(program).__name__}: {str(program)[:300]}")
         return
-    got, again = program(*problem.values), program(*problem.values)
+    try:
+        got, again = jax.block_until_ready((program(*problem.values), program(*problem.values)))
+    except jax.errors.JaxRuntimeError as error:
+        report.check(f"{problem.name} {phase} {name}", False, str(error)[:300])
+        return
     errors = {key: float(value) for key, value in distances(got, exact).items()}
     equal = all(bool(jnp.array_equal(got[key], again[key])) for key in got)
     right = equal and all(error < TOLERANCE[phase] for error in errors.values())

@@ -13,9 +13,6 @@ DEFAULT_ORDER: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     # times as fast where tokens come before heads, and 0.95 times where heads do
     # forward 1.07 to 2.2 times as fast as XLA, backward 1.08 to 2.7 times
     "layer_norm": {"gpu": {"triton": 10}},
-    # benchmarks/results/linear_recurrence_h200.json: forward 26 to 28 times as fast as XLA in bfloat16, backward
-    # with scalar decays 21 times
-    "linear_recurrence": {"gpu": {"triton": 10}},
     # forward 1.30 times (packed sequences over 200 times), backward 2.5 times
     "mean_pooling": {"gpu": {"triton": 10}},
     # benchmarks/results/paged_h200.json: decode 5 to 140 times as fast as XLA, 1.8 to 1.9 times as JAX's Pallas kernel

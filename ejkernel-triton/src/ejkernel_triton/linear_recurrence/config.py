@@ -21,7 +21,7 @@ class Config:
     chunk: tokens between two states, a power of two.
     segment: tokens of one program, a multiple of chunk; 0 = a whole sequence, in forward without cu_seqlens.
     block: channels of one program's state; a power of two.
-    num_warps: warps per program.
+    num_warps: warps per program: 4, or 8 for a block of 128 channels and a chunk of 64, under decays per head.
     num_stages: chunks in flight.
     """
 
@@ -30,6 +30,13 @@ class Config:
     block: int
     num_warps: int
     num_stages: int
+
+    def __post_init__(self) -> None:
+        for name, size in (("chunk", self.chunk), ("block", self.block)):
+            if size < _SMALLEST or size & (size - 1):
+                raise ValueError(f"{name}: got {size}, expected a power of two from {_SMALLEST} on")
+        if self.segment < 0 or self.segment % self.chunk:
+            raise ValueError(f"segment: got {self.segment}, expected 0 or a multiple of chunk, {self.chunk}")
 
 
 def padded(size: int) -> int:
@@ -81,13 +88,12 @@ class _Model:
 
 
 def _choices(model: _Model, segments: tuple[int, ...]) -> list[Config]:
-    """Eight warps own 128 channels, in walks whose rows of a tile are channels."""
+    """Four warps. Eight, for which tiles are turned, are left to `cfg=` as long as no device has checked their numbers."""
     found = [
-        Config(chunk, segment, block, warps, stages)
-        for chunk, block, warps, stages, segment in itertools.product(
-            model.chunks()[:1], model.blocks()[-3:], (4, 8), (2, 3), segments
-        )
-        if (warps == 4 and block <= 64) or (warps == 8 and block == 128 and chunk == 64 and not model.per_channel)
+        Config(chunk, segment, block, 4, stages)
+        for block, stages, segment in itertools.product((16, 32, 64), (2, 3), segments)
+        for chunk in model.chunks()[:1]
+        if block in model.blocks()[-3:]
     ]
     return [config for config in found if model.fits(config)]
 
