@@ -37,6 +37,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("flash_attention"),
             *_both_phases("grouped_matmul"),
             *_both_phases("layer_norm"),
+            *_both_phases("linear_recurrence"),
             *_both_phases("mean_pooling"),
             _implementation("paged_attention", "forward"),
             _implementation("paged_cache_update", "forward"),

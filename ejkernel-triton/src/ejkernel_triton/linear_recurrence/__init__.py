@@ -1,0 +1,1 @@
+"""Linear recurrences of matrix states in Triton."""

@@ -1,0 +1,41 @@
+"""Which calls of `linear_recurrence` these kernels run."""
+
+from __future__ import annotations
+
+from ejkernel.operations.linear_recurrence.interface import LinearRecurrenceCall
+from ejkernel.plugin import Target
+from ejkernel_triton._capability import FLOATS, refusal
+
+WIDEST = 256
+"""Of a head: a program holds a state of whole columns."""
+MOST = 2**31 - 2**16
+"""Tokens and programs are counted in 32 bits; elements in 64."""
+_LEAST_BLOCK, _LEAST_SEGMENT = 16, 16
+
+
+def supports_forward(call: LinearRecurrenceCall, target: Target) -> str | None:
+    if call.gv is not None:
+        return "decays per channel of value (gv) are not implemented here"
+    if call.bonus is not None:
+        return "a bonus is not implemented here"
+    specs = {name: getattr(call, name) for name in ("query", "key", "value", "g", "g_gamma", "gk", "initial_state")}
+    problem = refusal(target, specs, FLOATS)
+    if problem:
+        return problem
+    dtypes = {call.query.dtype, call.key.dtype, call.value.dtype}
+    if len(dtypes) > 1:
+        return f"query is {call.query.dtype}, key {call.key.dtype} and value {call.value.dtype}, needs one dtype"
+    batch, length, _, width = call.query.shape
+    channels = call.value.shape[3]
+    for name, size in (("query", width), ("value", channels)):
+        if not 0 < size <= WIDEST:
+            return f"the {name}'s head size {size} is not in 1 ... {WIDEST}, what one program holds"
+    blocks = -(-max(width, channels) // _LEAST_BLOCK)
+    programs = batch * call.heads[1] * blocks * (call.sequences + 2 + length // _LEAST_SEGMENT) * 16
+    for name, count in (("tokens", batch * length), ("programs", programs)):
+        if count > MOST:
+            return f"{count} {name} are more than {MOST}"
+    return None
+
+
+supports_backward = supports_forward

@@ -1,0 +1,161 @@
+"""How `linear_recurrence` is cut: chunks, segments and channels of value, with warps and pipeline depth."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+
+from ejkernel.operations.linear_recurrence.interface import LinearRecurrenceCall
+from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_triton._capability import shared_memory_limit
+from ejkernel_triton.linear_recurrence.rules import product_precision
+
+_SMALLEST = 16
+"""Tensor cores multiply no smaller tiles."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Attributes:
+    chunk: tokens between two states, a power of two.
+    segment: tokens of one program, a multiple of chunk; 0 = a whole sequence, in forward without cu_seqlens.
+    block: channels of one program's state; a power of two.
+    num_warps: warps per program: 4, or 8 for a block of 128 channels and a chunk of 64, under decays per head.
+    num_stages: chunks in flight.
+    """
+
+    chunk: int
+    segment: int
+    block: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for name, size in (("chunk", self.chunk), ("block", self.block)):
+            if size < _SMALLEST or size & (size - 1):
+                raise ValueError(f"{name}: got {size}, expected a power of two from {_SMALLEST} on")
+        if self.segment < 0 or self.segment % self.chunk:
+            raise ValueError(f"segment: got {self.segment}, expected 0 or a multiple of chunk, {self.chunk}")
+
+
+def padded(size: int) -> int:
+    """The smallest block that holds so many channels."""
+    return max(_SMALLEST, 1 << max(size - 1, 0).bit_length())
+
+
+class _Model:
+    """What a config costs, and what is known of the call."""
+
+    def __init__(self, call: LinearRecurrenceCall, target: Target, *, backward: bool) -> None:
+        self.call, self.backward = call, backward
+        self.width, self.channels = padded(call.query.shape[3]), padded(call.value.shape[3])
+        self.itemsize = 4 if call.query.dtype == "float32" else 2
+        self.wide = call.query.dtype != "bfloat16"
+        self.exact = self.itemsize == 4 and product_precision(call) == "ieee"
+        self.limit = shared_memory_limit(target)
+        self.per_channel = call.gk is not None
+
+    def chunks(self) -> tuple[int, ...]:
+        """Products of float32 without tensor cores are unrolled: larger tiles take minutes to compile."""
+        longest = padded(self.call.query.shape[1])
+        sizes = (16,) if self.exact else (64, 32) if self.wide else (64,)
+        return tuple(dict.fromkeys(min(size, longest) for size in sizes))
+
+    def parts(self) -> Iterable[tuple[int, int]]:
+        """Widths of key and of value in every walk."""
+        yield self.width, self.channels
+        if self.backward:
+            yield self.channels, self.width
+
+    def blocks(self) -> tuple[int, ...]:
+        widest = max(channels for _, channels in self.parts())
+        return tuple(block for block in (16, 32, 64, 128) if block <= max(widest, 16))
+
+    def fits(self, config: Config) -> bool:
+        return all(self._part_fits(config, width, min(config.block, channels)) for width, channels in self.parts())
+
+    def _part_fits(self, config: Config, width: int, block: int) -> bool:
+        per_token = self.itemsize * (2 * width + block)
+        if self.per_channel:
+            per_token += (4 * block if self.backward else config.chunk) * self.itemsize + 4 * (block if self.backward else 0)
+        held = (4 if self.wide else 2) * width * block
+        shared = (
+            config.num_stages * config.chunk * per_token + held + 2 * self.itemsize * config.chunk * max(block, config.chunk)
+        )
+        registers = width * block + config.chunk * (block + config.chunk)
+        return shared <= self.limit and registers <= 32 * config.num_warps * 144
+
+
+def _choices(model: _Model, segments: tuple[int, ...]) -> list[Config]:
+    """Four warps. Eight, for which tiles are turned, are left to `cfg=` as long as no device has checked their numbers."""
+    found = [
+        Config(chunk, segment, block, 4, stages)
+        for block, stages, segment in itertools.product((16, 32, 64), (2, 3), segments)
+        for chunk in model.chunks()[:1]
+        if block in model.blocks()[-3:]
+    ]
+    return [config for config in found if model.fits(config)]
+
+
+def _smallest(model: _Model, segment: int) -> Config:
+    """What fits everywhere."""
+    return Config(min(model.chunks()[-1], 32), segment, 16, 4, 1)
+
+
+def _preferred(model: _Model, segment: int) -> Config:
+    """Four warps and up to 64 channels, so that two programs share a multiprocessor; fewer where tiles are of float32."""
+    widest = 32 if model.itemsize == 4 else 64
+    for chunk in model.chunks():
+        for block in sorted(model.blocks(), reverse=True):
+            for stages in (2, 1):
+                config = Config(chunk, segment, block, 4, stages)
+                if block <= widest and model.fits(config):
+                    return config
+    return _smallest(model, segment)
+
+
+def _segment(call: LinearRecurrenceCall) -> int:
+    """Enough programs for a large device: 512, if segments are of 512 tokens at least."""
+    batch, length = call.query.shape[:2]
+    rows = batch * call.heads[1] * -(-call.value.shape[3] // 64)
+    segment = 512
+    while segment < 4096 and rows * length // (2 * segment) >= 512:
+        segment *= 2
+    return segment
+
+
+def _whole(call: LinearRecurrenceCall) -> bool:
+    batch, length = call.query.shape[:2]
+    return call.cu_seqlens is None and (length <= 512 or batch * call.heads[1] >= 1024)
+
+
+def forward_heuristic(call: LinearRecurrenceCall, target: Target) -> Config:
+    model = _Model(call, target, backward=False)
+    return _preferred(model, 0 if _whole(call) else _segment(call))
+
+
+def backward_heuristic(call: LinearRecurrenceCall, target: Target) -> Config:
+    return _preferred(_Model(call, target, backward=True), min(_segment(call), 1024))
+
+
+def _space(
+    call: LinearRecurrenceCall, target: Target, chosen: Config, segments: tuple[int, ...], backward: bool
+) -> list[Config]:
+    model = _Model(call, target, backward=backward)
+    longest = -(-max(call.query.shape[1], 1) // 64) * 64
+    allowed = tuple(dict.fromkeys(min(segment, longest) for segment in segments))
+    return list(dict.fromkeys([chosen, *_choices(model, allowed)]))
+
+
+def forward_space(call: LinearRecurrenceCall, target: Target) -> list[Config]:
+    segments = (512, 1024, 2048) if call.cu_seqlens is not None else (0, 512, 1024, 2048)
+    return _space(call, target, forward_heuristic(call, target), segments, False)
+
+
+def backward_space(call: LinearRecurrenceCall, target: Target) -> list[Config]:
+    return _space(call, target, backward_heuristic(call, target), (512, 1024), True)
+
+
+FORWARD = ConfigSpace(Config, forward_heuristic, forward_space)
+BACKWARD = ConfigSpace(Config, backward_heuristic, backward_space)

@@ -1,0 +1,316 @@
+"""Device functions that the kernels share: tiles of tokens, their decays, and products. `R` is a `rules.Walk`.
+
+Each exponent is the sum of the log decays between two tokens, without the rounding of a difference of two long sums: a strong decay
+costs the weak ones beside it no precision, and exponents are not positive where decays are not. The one exception are decays per
+channel that are mild over a whole chunk, see `MILD`. Exponents are powers of two.
+"""
+
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
+# ruff: noqa: SIM108 - static and dynamic conditions stay apart
+import triton
+import triton.language as tl
+
+LEAST = tl.constexpr(-90.0)
+"""Below it a decay is 0 in float32; infinite ones would make differences NaN."""
+MILD = tl.constexpr(24.0)
+"""Up to so many powers of two between the middle of a chunk and each of its tokens, decays are split in the middle: factors above 1
+are that small, and products keep their digits."""
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def segment_of(
+    p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R: tl.constexpr, SEGMENT: tl.constexpr
+):
+    """Sequence of a segment, its first token in the order of time, how many tokens it has, and whether the sequence is real.
+
+    A table holds the sequences of the call between two that are not real: the tokens before and after them.
+    """
+    if R.packed:
+        i_member = 0 if R.shared else i_batch
+        i_sequence = tl.load(p_sequence + i_member * segments + i_segment)
+        used = i_sequence < sequences + 2
+        o_bounds = i_member * (sequences + 3) + tl.minimum(i_sequence, sequences + 1)
+        begin, end = tl.load(p_bounds + o_bounds), tl.load(p_bounds + o_bounds + 1)
+        i_position = (i_segment - tl.load(p_first + o_bounds)) * SEGMENT
+        count = tl.where(used, tl.minimum(end - begin - i_position, SEGMENT), 0)
+        real = used & (i_sequence > 0) & (i_sequence <= sequences)
+        last = i_segment + 1 == tl.load(p_first + o_bounds + 1)
+        i_sequence = tl.minimum(tl.maximum(i_sequence - 1, 0), tl.maximum(sequences - 1, 0))
+    else:
+        begin, end = 0, length
+        i_position = i_segment * SEGMENT
+        count = tl.minimum(length - i_position, SEGMENT)
+        real = count > 0
+        last = i_segment + 1 == segments
+        i_sequence = i_segment * 0
+    if R.reverse:
+        i_token = end - 1 - i_position
+    else:
+        i_token = begin + i_position
+    return i_sequence, i_token, count, real, last
+
+
+@triton.jit
+def tile_of(
+    p,
+    i_token,
+    i_head,
+    i_column,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    R: tl.constexpr,
+):
+    """Pointers to the rows of a chunk `[CHUNK, BLOCK]`, from token i_token of `[tokens, HEADS, SIZE]` on."""
+    o_row = tl.arange(0, CHUNK)
+    if R.reverse:
+        o_row = -o_row
+    o_column = i_column + tl.arange(0, BLOCK)
+    p_row = p + i_token.to(tl.int64) * (HEADS * SIZE) + i_head // (R.heads // HEADS) * SIZE
+    return p_row + o_row[:, None] * (HEADS * SIZE) + o_column[None, :]
+
+
+@triton.jit
+def load_tile(
+    p, i_token, i_head, i_column, rows, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    WHOLE: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Rows of a chunk, 0 from `rows` on and beyond SIZE. WHOLE: every chunk is full."""
+    p_tile = tile_of(p, i_token, i_head, i_column, HEADS, SIZE, BLOCK, CHUNK, R)
+    m_row = tl.arange(0, CHUNK) < rows
+    m_column = i_column + tl.arange(0, BLOCK) < SIZE
+    if SIZE % BLOCK == 0:
+        if WHOLE:
+            b_tile = tl.load(p_tile)
+        else:
+            b_tile = tl.load(p_tile, mask=m_row[:, None], other=0.0)
+    else:
+        b_tile = tl.load(p_tile, mask=m_row[:, None] & m_column[None, :], other=0.0)
+    return b_tile
+
+
+@triton.jit
+def store_tile(
+    p, b_tile, i_token, i_head, i_column, rows, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    WHOLE: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    p_tile = tile_of(p, i_token, i_head, i_column, HEADS, SIZE, BLOCK, CHUNK, R)
+    m_row = tl.arange(0, CHUNK) < rows
+    m_column = i_column + tl.arange(0, BLOCK) < SIZE
+    b_tile = b_tile.to(p.dtype.element_ty)
+    if WHOLE and SIZE % BLOCK == 0:
+        tl.store(p_tile, b_tile)
+    else:
+        tl.store(p_tile, b_tile, mask=m_row[:, None] & m_column[None, :])
+
+
+@triton.jit
+def row_of(p, i_token, i_head, HEADS: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr):
+    """Pointers to one number of every token of a chunk, from `[tokens, HEADS]`."""
+    o_row = tl.arange(0, CHUNK)
+    if R.reverse:
+        o_row = -o_row
+    return p + i_token.to(tl.int64) * HEADS + i_head // (R.heads // HEADS) + o_row * HEADS
+
+
+@triton.jit
+def state_of(p, i_index, i_head, i_column, R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Pointers to the state `[BLOCK_K, BLOCK_V]` of one head, and which of them exist."""
+    o_row, o_column = tl.arange(0, BLOCK_K), i_column + tl.arange(0, BLOCK_V)
+    p_state = p + (i_index.to(tl.int64) * R.heads + i_head) * (R.width * R.channels)
+    m_state = (o_row < R.width)[:, None] & (o_column < R.channels)[None, :]
+    if R.transposed:
+        p_state += o_row[:, None] + o_column[None, :] * R.width
+    else:
+        p_state += o_row[:, None] * R.channels + o_column[None, :]
+    return p_state, m_state
+
+
+@triton.jit
+def product(b_left, b_right, R: tl.constexpr):
+    """A product of tiles, one of which may be a tile of scores or a state: in the dtype of the other, or wider."""
+    if R.wide:
+        b_product = tl.dot(b_left.to(tl.float32), b_right.to(tl.float32), input_precision="tf32")
+    elif b_left.dtype == tl.float32:
+        b_product = tl.dot(b_left.to(b_right.dtype), b_right, input_precision=R.precision)
+    else:
+        b_product = tl.dot(b_left, b_right.to(b_left.dtype), input_precision=R.precision)
+    return b_product
+
+
+@triton.jit
+def logs_of(b_log):
+    """Natural log decays as exponents of two."""
+    return tl.where(b_log < LEAST, LEAST, b_log) * LOG2_E
+
+
+@triton.jit
+def scalar_logs(
+    p_coarse, p_fine, p_gamma, i_batch, i_head, i_row, rows, CHUNK: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr
+):
+    """Sums of the log decays up to each token of a chunk and of all of them, each in two parts, as `sums_kernel` wrote them.
+
+    The first parts are multiples of 2^-8, whose sums and differences are exact, the rests are small. For bfloat16 the first part is
+    the whole: sums are below 2^14 and lose less than 2^-10, and scores keep fewer digits.
+    """
+    o_row = tl.arange(0, CHUNK)
+    if R.g_heads > 0:
+        b_coarse, coarse = tl.load(p_coarse + i_row + o_row), tl.load(p_coarse + i_row + (CHUNK - 1))
+        b_fine, fine = b_coarse, coarse
+        if R.fine:
+            b_fine, fine = tl.load(p_fine + i_row + o_row), tl.load(p_fine + i_row + (CHUNK - 1))
+    else:
+        coarse, fine = parts_of(logs_of(gamma_of(p_gamma, i_batch, i_head, R)), R)
+        if WHOLE:
+            count = CHUNK * 1.0
+            b_count = (o_row + 1).to(tl.float32)
+        else:
+            count = tl.minimum(tl.maximum(rows, 0), CHUNK).to(tl.float32)
+            b_count = tl.minimum((o_row + 1).to(tl.float32), count)
+        b_coarse, b_fine = coarse * b_count, fine * b_count
+        coarse, fine = coarse * count, fine * count
+    return b_coarse, b_fine, coarse, fine
+
+
+@triton.jit
+def gamma_of(p_gamma, i_batch, i_head, R: tl.constexpr):
+    p_gamma += i_head // (R.heads // R.gamma_heads)
+    if R.gamma_batch:
+        p_gamma += i_batch * R.gamma_heads
+    return tl.load(p_gamma).to(tl.float32)
+
+
+@triton.jit
+def parts_of(b_log, R: tl.constexpr):
+    b_fine = b_log * 0.0
+    if R.fine:
+        b_coarse = tl.floor(b_log * 256.0) * 0.00390625
+        b_fine = b_log - b_coarse
+        b_log = b_coarse
+    return b_log, b_fine
+
+
+@triton.jit
+def sum_of(b_coarse, b_fine, R: tl.constexpr):
+    if R.fine:
+        b_coarse += b_fine
+    return b_coarse
+
+
+@triton.jit
+def edge_decays(b_coarse, b_fine, coarse, fine, R: tl.constexpr):
+    """What the state is multiplied by before each token of a chunk reads it, and what the token adds before it is in the state."""
+    b_up_to = tl.exp2(sum_of(b_coarse, b_fine, R))
+    b_from = tl.exp2(sum_of(coarse - b_coarse, fine - b_fine, R))
+    if R.back:
+        b_up_to, b_from = b_from, b_up_to
+    return b_up_to, b_from
+
+
+@triton.jit
+def weighted_scores(b_scores, b_coarse, b_fine, CHUNK: tl.constexpr, R: tl.constexpr, LATER_COLUMNS: tl.constexpr):
+    """Scores under their scalar decays, 0 where the key is not yet there. LATER_COLUMNS: in time, columns come after rows."""
+    o_row = tl.arange(0, CHUNK)
+    if LATER_COLUMNS:
+        m_seen = o_row[:, None] <= o_row[None, :]
+    else:
+        m_seen = o_row[:, None] >= o_row[None, :]
+    if R.decay == "scalar":
+        b_log = b_coarse[:, None] - b_coarse[None, :]
+        if R.fine:
+            b_log += b_fine[:, None] - b_fine[None, :]
+        if LATER_COLUMNS:
+            b_log = -b_log
+        b_scores = b_scores * tl.exp2(b_log)
+    return tl.where(m_seen, b_scores * R.scale, 0.0)
+
+
+@triton.jit
+def add_up(b_matrix, b_tile, EXACT: tl.constexpr):
+    """Sums over rows that a matrix of zeros and ones selects. Numbers of 24 bits go through products of bfloat16 as three parts."""
+    b_first = b_tile.to(tl.bfloat16)
+    b_sum = tl.dot(b_matrix, b_first)
+    if not EXACT:
+        b_rest = b_tile - b_first.to(tl.float32)
+        b_second = b_rest.to(tl.bfloat16)
+        b_third = (b_rest - b_second.to(tl.float32)).to(tl.bfloat16)
+        b_sum = tl.dot(b_matrix, b_third, tl.dot(b_matrix, b_second, b_sum))
+    return b_sum
+
+
+@triton.jit
+def prefix_decays(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
+    """Decay from the start of a chunk up to each token, that of the token included."""
+    o_row = tl.arange(0, CHUNK)
+    b_matrix = tl.where(o_row[:, None] >= o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
+    return tl.exp2(add_up(b_matrix, b_log, R.exact_logs) * LOG2_E)
+
+
+@triton.jit
+def suffix_decays(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
+    """Decay after each token up to the end of a chunk."""
+    o_row = tl.arange(0, CHUNK)
+    b_matrix = tl.where(o_row[:, None] < o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
+    return tl.exp2(add_up(b_matrix, b_log, R.exact_logs) * LOG2_E)
+
+
+@triton.jit
+def middle_logs(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
+    """Exponents from the middle of a chunk to each token: of its decays after the middle, against them before it; and the largest
+    size of one."""
+    o_row = tl.arange(0, CHUNK)
+    HALF: tl.constexpr = CHUNK // 2
+    b_after = (o_row[None, :] >= HALF) & (o_row[None, :] <= o_row[:, None])
+    b_before = (o_row[None, :] < HALF) & (o_row[None, :] > o_row[:, None])
+    b_matrix = tl.where(b_after, 1.0, tl.where(b_before, -1.0, 0.0)).to(tl.bfloat16)
+    b_middle = add_up(b_matrix, b_log, R.exact_logs) * LOG2_E
+    return b_middle, tl.max(tl.max(tl.abs(b_middle), axis=1), axis=0)
+
+
+@triton.jit
+def level_decays(b_log, level, CHUNK: tl.constexpr, R: tl.constexpr):
+    """In blocks of 2^(level + 1) tokens: the decay between each token and the middle of its block."""
+    o_row = tl.arange(0, CHUNK)
+    o_middle = (o_row >> level | 1) << level
+    b_after = (o_row[None, :] >= o_middle[:, None]) & (o_row[None, :] <= o_row[:, None])
+    b_before = (o_row[None, :] < o_middle[:, None]) & (o_row[None, :] > o_row[:, None])
+    return tl.exp2(add_up(tl.where(b_after | b_before, 1.0, 0.0).to(tl.bfloat16), b_log, R.exact_logs) * LOG2_E)
+
+
+@triton.jit
+def level_pairs(level, CHUNK: tl.constexpr, BACK: tl.constexpr):
+    """Pairs of tokens on either side of the middle of one block: the later one is the row, or, back in time, the column."""
+    o_half = tl.arange(0, CHUNK) >> level
+    if BACK:
+        pairs = (o_half[None, :] & 1) > (o_half[:, None] & 1)
+    else:
+        pairs = (o_half[:, None] & 1) > (o_half[None, :] & 1)
+    return pairs & ((o_half >> 1)[:, None] == (o_half >> 1)[None, :])
+
+
+@triton.jit
+def totals_of(p_totals, i_row, i_column, rows, CHUNK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Exponents of the decay over a whole chunk `[BLOCK]`, from those of all chunks; i_row is that of its first token."""
+    o_column = i_column + tl.arange(0, BLOCK)
+    return tl.load(p_totals + i_row // CHUNK * SIZE + o_column, mask=(o_column < SIZE) & (rows > 0), other=0.0)
+
+
+@triton.jit
+def log_tile(
+    p_gk,
+    i_token,
+    i_head,
+    i_column,
+    rows,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    R: tl.constexpr,
+):
+    """Natural log decays per channel of a chunk, in float32; those that are 0 in effect are cut off."""
+    b_log = load_tile(p_gk, i_token, i_head, i_column, rows, R.gk_heads, SIZE, BLOCK, CHUNK, WHOLE, R).to(tl.float32)
+    return tl.where(b_log < LEAST, LEAST, b_log)

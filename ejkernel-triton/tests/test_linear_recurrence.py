@@ -1,0 +1,211 @@
+"""`linear_recurrence` in Triton on a machine without a GPU: numbers in the interpreter, machine code ahead of time, lowering."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel
+from ejkernel._arrays import ArraySpec
+from ejkernel.operations.linear_recurrence import reference
+from ejkernel.operations.linear_recurrence.cases import CASES, arrays
+from ejkernel.operations.linear_recurrence.interface import (
+    OPERATION,
+    LinearRecurrenceCall,
+    LinearRecurrenceInputs,
+    LinearRecurrenceOutputs,
+)
+from ejkernel.plugin import Target
+from ejkernel.testing.tolerance import deviation
+from ejkernel_triton._ahead_of_time import recorded, target_of
+from ejkernel_triton._versions import version_problem
+from ejkernel_triton.linear_recurrence import capability, config
+
+pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
+from ejkernel_triton import testing
+from ejkernel_triton.linear_recurrence import kernel
+
+H200 = Target("gpu", "NVIDIA H200", "9.0")
+needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
+NAMED = {case.name: case for case in CASES}
+SEVERAL_SEGMENTS = config.Config(16, 16, 16, 4, 1)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
+
+
+def wide(values):
+    def widen(value):
+        if value is None or not jnp.issubdtype(value.dtype, jnp.floating):
+            return None if value is None else np.asarray(value)
+        return np.asarray(value).astype(np.float64)
+
+    return type(values)(*map(widen, values))
+
+
+def bound_of(maker, options=None, dtype="float32"):
+    made = maker(np.random.default_rng(0))
+    made = {name: jnp.asarray(value, dtype if value.dtype == np.float32 else value.dtype) for name, value in made.items()}
+    bound = OPERATION.canonicalise(**made, **(options or {}))
+    return bound.call, bound.inputs
+
+
+def check(call, inputs, choice, limits=(2e-6, 1e-5)):
+    """Outputs and every gradient against the reference, in the norm."""
+    specs = OPERATION.output_specs(call)
+    rng = np.random.default_rng(1)
+    cotangents = LinearRecurrenceOutputs(
+        *(None if spec is None else jnp.asarray(rng.standard_normal(spec.shape), spec.dtype) for spec in specs)
+    )
+    outputs = kernel.forward(call, inputs, choice)
+    gradients = kernel.backward(call, inputs, outputs, cotangents, choice)
+    with np.errstate(all="ignore"):
+        exact = reference.forward(call, wide(inputs))
+        wanted = reference.backward(call, wide(inputs), exact, wide(cotangents))
+    for (name, value), like in zip(outputs._asdict().items(), exact, strict=True):
+        assert (value is None) == (like is None), name
+        assert value is None or deviation(value, like).norm < limits[0], name
+    for name, like in wanted._asdict().items():
+        value = getattr(gradients, name)
+        assert (value is None) == (like is None), name
+        if value is not None:
+            assert value.dtype == getattr(inputs, name).dtype, name
+            assert deviation(value, like, floor=1e-3).norm < limits[1], name
+    return outputs, gradients
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gla", "scalar", "no-decay", "packed", "packed-reset", "query-groups", "value-groups", "gamma", "extreme-key-decay"],
+)
+def test_several_segments(interpreted, name):
+    limits = (1e-5, 2e-3) if name.startswith("extreme") else (2e-6, 1e-5)
+    check(*bound_of(NAMED[name].arrays, NAMED[name].options), SEVERAL_SEGMENTS, limits)
+
+
+@pytest.mark.parametrize(
+    ("decays", "length", "bounds"), [("g gamma", 150, None), ("gamma", 128, None), ("", 70, None), ("g", 150, (0, 70, 140))]
+)
+def test_eight_warps_turn_tiles(interpreted, decays, length, bounds):
+    maker = arrays(1, length, 1, 24, 100, value_heads=2, decays=decays, state=True, bounds=bounds, rate=0.1)
+    check(*bound_of(maker, {"return_state": True}), config.Config(64, 64, 128, 8, 3))
+
+
+@pytest.mark.parametrize(("rate", "dtype"), [(0.05, "float32"), (3.0, "float32"), (0.05, "bfloat16"), (3.0, "bfloat16")])
+def test_mild_and_strong_decays_per_channel(interpreted, rate, dtype):
+    """They are split in the middle of a chunk, or at the middle of every block."""
+    limits = (2e-6, 2e-5) if dtype == "float32" else (8e-3, 1.6e-2)
+    maker = arrays(1, 100, 1, 20, 17, decays="gk", state=True, rate=rate)
+    check(*bound_of(maker, {"return_state": True}, dtype), config.Config(64, 64, 16, 4, 2), limits)
+
+
+def test_float16_states_do_not_overflow(interpreted):
+    call, inputs = bound_of(arrays(1, 600, 1, 16, 16), dtype="float16")
+    inputs = inputs._replace(key=jnp.full_like(inputs.key, 14), value=jnp.full_like(inputs.value, 14))
+    call = dataclasses.replace(call, scale=1e-4)
+    out = kernel.forward(call, inputs, config.Config(64, 128, 16, 4, 1)).out
+    exact = reference.forward(call, wide(inputs)).out
+    assert np.abs(exact).max() < 1000 and deviation(out, exact).norm < 2e-3
+
+
+def test_minus_infinity_forgets(interpreted):
+    call, inputs = bound_of(arrays(1, 40, 1, 8, 8, decays="g gk", rate=0.1))
+    inputs = inputs._replace(g=inputs.g.at[0, 7].set(-jnp.inf), gk=inputs.gk.at[0, 20, 0, 3].set(-jnp.inf))
+    check(call, inputs, config.Config(32, 32, 16, 4, 1))
+    only_g = dataclasses.replace(call, gk=None), inputs._replace(gk=None)
+    check(*only_g, config.Config(32, 32, 16, 4, 1))
+
+
+def test_each_member_of_the_batch_may_have_its_own(interpreted):
+    """What vmap over cu_seqlens and g_gamma folds to; tokens outside of every sequence hold NaN."""
+    call, inputs = bound_of(arrays(3, 40, 2, 5, 4, decays="g"))
+    bounds = jnp.array([[0, 20, 40], [0, 0, 31], [0, 33, 33]], jnp.int32)
+    outside = np.arange(40)[None] >= np.asarray(bounds)[:, -1:]
+    values = {name: jnp.where(outside[..., None, None], jnp.nan, getattr(inputs, name)) for name in ("query", "key", "value")}
+    gamma = jnp.asarray(-np.random.default_rng(5).random((3, 2)), jnp.float32)
+    inputs = inputs._replace(**values, cu_seqlens=bounds, g_gamma=gamma)
+    call = dataclasses.replace(call, cu_seqlens=ArraySpec.of(bounds), g_gamma=ArraySpec.of(gamma), return_state=True)
+    for choice in (SEVERAL_SEGMENTS, config.Config(32, 32, 16, 4, 1)):
+        outputs, gradients = check(call, inputs, choice)
+        assert not np.asarray(outputs.out)[outside].any()
+        assert not np.asarray(gradients.g)[outside].any()
+
+
+def test_segments_are_whole_chunks():
+    with pytest.raises(ValueError, match="segment: got 32, expected 0 or a multiple of chunk, 64"):
+        config.Config(64, 32, 16, 4, 2)
+    with pytest.raises(ValueError, match="chunk: got 48"):
+        config.Config(48, 48, 16, 4, 2)
+
+
+def test_exact_products_of_float32_take_small_chunks():
+    call, _ = bound_of(arrays(1, 300, 1, 64, 64), {"precision": "highest"})
+    assert {choice.chunk for choice in config.BACKWARD.search_space(call, H200)} == {16}
+
+
+@pytest.mark.parametrize("name", ["bench-scalar-t1024-h4-d64", "bench-gla-t1024-h4-d64"])
+def test_compiles_within_the_limits(monkeypatch, tmp_path, name):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launched = [launch for _, launch in recorded("linear_recurrence", NAMED[name], "bfloat16", target_of(90))]
+    names = [launch.kernel.fn.__name__ for launch in launched]
+    assert names.count("walk_kernel") == 4
+    assert names.count("scores_kernel" if "gla" in name else "sums_kernel") == 2
+    for launch in {launch.identity: launch for launch in launched if launch.kernel.fn.__name__ == "walk_kernel"}.values():
+        compiled = launch.compile(90)
+        assert testing.resources(compiled).shared <= 227 * 1024
+        assert compiled.asm["ptx"].count("wgmma.mma_async") >= 8, "products of whole tiles are not on the matrix units"
+
+
+@needs_jax_triton
+@pytest.mark.parametrize(("length", "sequences"), [(64, 0), (1, 0), (1, 1)])
+def test_lowers_for_cuda(length, sequences):
+    """Integers that are 1 are constants to the compiler."""
+
+    def loss(values, bounds):
+        given = {**values, "cu_seqlens": bounds}
+        return OPERATION.invoke(given, {}, platform="triton").astype(jnp.float32).sum()
+
+    tokens = {name: jax.ShapeDtypeStruct((1, length, 2, 16), "bfloat16") for name in ("query", "key", "value", "gk")}
+    bounds = jax.ShapeDtypeStruct((sequences + 1,), "int32") if sequences else None
+    with ejkernel.use(target=H200):
+        text = jax.jit(jax.grad(loss)).trace(tokens, bounds).lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+    assert "ejkernel.linear_recurrence.backward[triton]" in text
+    assert text.count("stablehlo.custom_call @triton_kernel_call") >= 8
+
+
+def test_supports():
+    spec = ArraySpec((2, 64, 4, 32), "float32")
+    call = LinearRecurrenceCall(query=spec, key=spec, value=spec)
+
+    def ask(target=H200, **changes):
+        return capability.supports_backward(dataclasses.replace(call, **changes), target)
+
+    if version_problem() is None:
+        assert ask() is None
+    assert "the target is cpu" in str(ask(Target("cpu")))
+    assert "query is float64" in str(ask(query=ArraySpec((2, 64, 4, 32), "float64")))
+    assert "value bfloat16, needs one dtype" in str(ask(value=ArraySpec((2, 64, 4, 32), "bfloat16")))
+    assert "gv" in str(ask(gv=spec))
+    assert "bonus" in str(ask(bonus=ArraySpec((1, 4, 32), "float32")))
+    assert "head size 257" in str(ask(value=ArraySpec((2, 64, 4, 257), "float32")))
+    assert "tokens are more than" in str(
+        ask(**dict.fromkeys(("query", "key", "value"), ArraySpec((2, 2**30, 1, 1), "float32")))
+    )
+
+
+def test_no_tokens(interpreted):
+    call, inputs = bound_of(arrays(2, 0, 2, state=True, decays="g"), {"return_state": True})
+    outputs = kernel.forward(call, inputs, SEVERAL_SEGMENTS)
+    assert outputs.out.shape == (2, 0, 2, 3)
+    np.testing.assert_array_equal(outputs.final_state, inputs.initial_state)
+    gradients = kernel.backward(
+        call, inputs, outputs, LinearRecurrenceOutputs(outputs.out, outputs.final_state), SEVERAL_SEGMENTS
+    )
+    np.testing.assert_array_equal(gradients.initial_state, outputs.final_state)
+    assert isinstance(gradients, LinearRecurrenceInputs) and gradients.g.shape == (2, 0, 2)
