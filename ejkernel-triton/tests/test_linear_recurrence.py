@@ -191,6 +191,7 @@ def test_supports():
     assert "the target is cpu" in str(ask(Target("cpu")))
     assert "query is float64" in str(ask(query=ArraySpec((2, 64, 4, 32), "float64")))
     assert "value bfloat16, needs one dtype" in str(ask(value=ArraySpec((2, 64, 4, 32), "bfloat16")))
+    assert "9.0 or older" in str(ask(Target("gpu", "NVIDIA B200", "10.0")))
     assert "gv" in str(ask(gv=spec))
     assert "bonus" in str(ask(bonus=ArraySpec((1, 4, 32), "float32")))
     assert "head size 257" in str(ask(value=ArraySpec((2, 64, 4, 257), "float32")))
