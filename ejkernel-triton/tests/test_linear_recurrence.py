@@ -89,7 +89,7 @@ def test_several_segments(interpreted, name):
     check(*bound_of(NAMED[name].arrays, NAMED[name].options), SEVERAL_SEGMENTS, limits)
 
 
-@pytest.mark.parametrize(("decays", "bounds"), [("gk", None), ("g gamma", (0, 9, 9, 30)), ("gk g", (0, 17, 33))])
+@pytest.mark.parametrize(("decays", "bounds"), [("gk", None), ("g", (0, 9, 9, 30)), ("gk g", (0, 17, 33))])
 def test_back_to_front(interpreted, decays, bounds):
     maker = arrays(1, 40, 1, 5, 4, decays=decays, state=True, bounds=bounds)
     check(*bound_of(maker, {"reverse": True, "return_state": True}), SEVERAL_SEGMENTS)
