@@ -89,6 +89,12 @@ def test_several_segments(interpreted, name):
     check(*bound_of(NAMED[name].arrays, NAMED[name].options), SEVERAL_SEGMENTS, limits)
 
 
+@pytest.mark.parametrize(("decays", "bounds"), [("gk", None), ("g", (0, 9, 9, 30)), ("gk g", (0, 17, 33))])
+def test_back_to_front(interpreted, decays, bounds):
+    maker = arrays(1, 40, 1, 5, 4, decays=decays, state=True, bounds=bounds)
+    check(*bound_of(maker, {"reverse": True, "return_state": True}), SEVERAL_SEGMENTS)
+
+
 @pytest.mark.parametrize(
     ("decays", "length", "bounds"), [("g gamma", 150, None), ("gamma", 128, None), ("", 70, None), ("g", 150, (0, 70, 140))]
 )
@@ -191,6 +197,7 @@ def test_supports():
     assert "the target is cpu" in str(ask(Target("cpu")))
     assert "query is float64" in str(ask(query=ArraySpec((2, 64, 4, 32), "float64")))
     assert "value bfloat16, needs one dtype" in str(ask(value=ArraySpec((2, 64, 4, 32), "bfloat16")))
+    assert "9.0 or older" in str(ask(Target("gpu", "NVIDIA B200", "10.0")))
     assert "gv" in str(ask(gv=spec))
     assert "bonus" in str(ask(bonus=ArraySpec((1, 4, 32), "float32")))
     assert "head size 257" in str(ask(value=ArraySpec((2, 64, 4, 257), "float32")))

@@ -6,6 +6,8 @@ from ejkernel.operations.linear_recurrence.interface import LinearRecurrenceCall
 from ejkernel.plugin import Target
 from ejkernel_triton._capability import FLOATS, refusal
 
+NEWEST = (9, 0)
+"""Triton 3.6 does not compile the sums over rows in these kernels for 10.0."""
 WIDEST = 256
 """Of a head: a program holds a state of whole columns."""
 MOST = 2**31 - 2**16
@@ -22,6 +24,8 @@ def supports_forward(call: LinearRecurrenceCall, target: Target) -> str | None:
     problem = refusal(target, specs, FLOATS)
     if problem:
         return problem
+    if target.capability is not None and target.capability > NEWEST:
+        return f"needs compute capability {NEWEST[0]}.{NEWEST[1]} or older, {target} has {target.compute_capability}"
     dtypes = {call.query.dtype, call.key.dtype, call.value.dtype}
     if len(dtypes) > 1:
         return f"query is {call.query.dtype}, key {call.key.dtype} and value {call.value.dtype}, needs one dtype"

@@ -116,13 +116,10 @@ def _preferred(model: _Model, segment: int) -> Config:
 
 
 def _segment(call: LinearRecurrenceCall) -> int:
-    """Enough programs for a large device: 512, if segments are of 512 tokens at least."""
+    """1024 tokens, or 512 where that makes fewer than 512 programs, too few for a large device."""
     batch, length = call.query.shape[:2]
     rows = batch * call.heads[1] * -(-call.value.shape[3] // 64)
-    segment = 512
-    while segment < 4096 and rows * length // (2 * segment) >= 512:
-        segment *= 2
-    return segment
+    return 1024 if rows * length // 1024 >= 512 else 512
 
 
 def _whole(call: LinearRecurrenceCall) -> bool:
@@ -136,7 +133,7 @@ def forward_heuristic(call: LinearRecurrenceCall, target: Target) -> Config:
 
 
 def backward_heuristic(call: LinearRecurrenceCall, target: Target) -> Config:
-    return _preferred(_Model(call, target, backward=True), min(_segment(call), 1024))
+    return _preferred(_Model(call, target, backward=True), _segment(call))
 
 
 def _space(
