@@ -111,7 +111,10 @@ class _Model:
         self.parts = self.product == "parts"
         self.itemsize = 6 if self.parts else 4 if self.wide else 2
         self.limit = shared_memory_limit(target)
-        self.warpgroups = (target.capability or (0, 0)) >= (9, 0)
+        generation = (target.capability or (0, 0))[0]
+        self.warpgroups = generation == 9
+        # With tensor memory, what Triton makes of more rows in parts does not fit.
+        self.most_rows = 32 if self.parts and generation > 9 else 2**31
         self.queries, self.keys = call.query.shape[1], call.key.shape[1]
         self.score_bytes = sum(4 for spec in (call.bias, call.mask) if spec is not None and min(spec.shape[2:]) > 1)
         self.width = max(self.size, self.value_size)
@@ -149,7 +152,7 @@ class _Model:
         own, other, warps, stages = tile
         total = shared * self.itemsize + stages * own * other * self.score_bytes
         registers = 208 if own >= 64 else 72 if self.wide and not self.parts else 112
-        return total <= self.limit and held <= 32 * warps * registers
+        return total <= self.limit and held <= 32 * warps * registers and own <= self.most_rows
 
     def tiles(self, half: tuple[Tile, ...], parts: tuple[Tile, ...], tf32: tuple[Tile, ...] = _SINGLE) -> tuple[Tile, ...]:
         """Those of them that belong to the kind of product."""
@@ -159,12 +162,13 @@ class _Model:
         return (*self.tiles(self._forward(), self.parts_forward(), _TF32_FORWARD), *self.small())
 
     def parts_forward(self) -> tuple[Tile, ...]:
-        if self.width <= 64:
+        if self.width <= 64 and self.most_rows > 32:
             return _NARROW_PARTS_FORWARD
         return _PARTS_FORWARD if self.warpgroups else ((128, 16, 8, 2), *_FEW_ROWS)
 
     def parts_backward(self, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
-        return tiles if self.warpgroups or self.width <= 64 else (*_FEW_ROWS, *tiles)
+        few = (not self.warpgroups and self.width > 64) or self.most_rows <= 32
+        return (*_FEW_ROWS, *tiles) if few else tiles
 
     def small(self) -> tuple[Tile, ...]:
         return self.tiles(_SMALL, _SMALL_PARTS)
