@@ -76,6 +76,8 @@ _TF32_FORWARD = ((128, 32, 8, 2), (128, 64, 8, 2), (64, 32, 4, 2))
 _PARTS_FORWARD = ((128, 32, 8, 2), (64, 32, 4, 2))
 _NARROW_PARTS_FORWARD = ((64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2))
 _PARTS_KEY = ((64, 32, 4, 2), (128, 32, 8, 2), (64, 16, 4, 2))
+_FEW_ROWS = ((32, 32, 4, 2),)
+"""Where operands lie in registers, as they do before warpgroups multiply: more rows spill there."""
 _PARTS_QUERY = ((64, 32, 4, 2), (128, 64, 8, 2), (128, 16, 8, 1), (64, 16, 4, 3))
 _FORWARD = (
     *((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3)),
@@ -109,6 +111,10 @@ class _Model:
         self.parts = self.product == "parts"
         self.itemsize = 6 if self.parts else 4 if self.wide else 2
         self.limit = shared_memory_limit(target)
+        generation = (target.capability or (0, 0))[0]
+        self.warpgroups = generation == 9
+        # With tensor memory, what Triton makes of more rows in parts does not fit.
+        self.most_rows = 32 if self.parts and generation > 9 else 2**31
         self.queries, self.keys = call.query.shape[1], call.key.shape[1]
         self.score_bytes = sum(4 for spec in (call.bias, call.mask) if spec is not None and min(spec.shape[2:]) > 1)
         self.width = max(self.size, self.value_size)
@@ -146,7 +152,7 @@ class _Model:
         own, other, warps, stages = tile
         total = shared * self.itemsize + stages * own * other * self.score_bytes
         registers = 208 if own >= 64 else 72 if self.wide and not self.parts else 112
-        return total <= self.limit and held <= 32 * warps * registers
+        return total <= self.limit and held <= 32 * warps * registers and own <= self.most_rows
 
     def tiles(self, half: tuple[Tile, ...], parts: tuple[Tile, ...], tf32: tuple[Tile, ...] = _SINGLE) -> tuple[Tile, ...]:
         """Those of them that belong to the kind of product."""
@@ -156,7 +162,13 @@ class _Model:
         return (*self.tiles(self._forward(), self.parts_forward(), _TF32_FORWARD), *self.small())
 
     def parts_forward(self) -> tuple[Tile, ...]:
-        return _NARROW_PARTS_FORWARD if self.width <= 64 else _PARTS_FORWARD
+        if self.width <= 64 and self.most_rows > 32:
+            return _NARROW_PARTS_FORWARD
+        return _PARTS_FORWARD if self.warpgroups else ((128, 16, 8, 2), *_FEW_ROWS)
+
+    def parts_backward(self, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
+        few = (not self.warpgroups and self.width > 64) or self.most_rows <= 32
+        return (*_FEW_ROWS, *tiles) if few else tiles
 
     def small(self) -> tuple[Tile, ...]:
         return self.tiles(_SMALL, _SMALL_PARTS)
@@ -171,7 +183,7 @@ class _Model:
         return (64, 64, 4, 3), (64, 64, 4, 2)
 
     def key_choices(self) -> tuple[Tile, ...]:
-        return (*self.tiles(self._key(), _PARTS_KEY), *self.small())
+        return (*self.tiles(self._key(), self.parts_backward(_PARTS_KEY)), *self.small())
 
     def _key(self) -> tuple[Tile, ...]:
         if self.apart:
@@ -179,7 +191,7 @@ class _Model:
         return ((64, 64, 4, 1),) if self.narrow else ((64, 64, 4, 2),)
 
     def query_choices(self) -> tuple[Tile, ...]:
-        return (*self.tiles(self._query(), _PARTS_QUERY), *self.small())
+        return (*self.tiles(self._query(), self.parts_backward(_PARTS_QUERY)), *self.small())
 
     def _query(self) -> tuple[Tile, ...]:
         if self.narrow:
