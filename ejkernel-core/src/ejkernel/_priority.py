@@ -20,7 +20,7 @@ DEFAULT_ORDER: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "mean_pooling": {"gpu": {"triton": 10}},
     # benchmarks/results/paged_h200.json: decode 5 to 140 times as fast as XLA, 1.8 to 1.9 times as JAX's Pallas kernel
     "paged_attention": {"gpu": {"triton": 10}},
-    # benchmarks/results/rows_h200.json: 1.00 to 1.01 times in both phases, 1.4 times with the gradients of cos and sin
+    # benchmarks/results/rows_h200.json: 0.99 to 1.00 times in both phases, 1.4 times with the gradients of cos and sin
     "rope": {"gpu": {"triton": 10}},
     # benchmarks/results/rows_h200.json: forward 1.03 to 1.5 times, backward 1.03 to 1.8 times
     "softmax": {"gpu": {"triton": 10}},
