@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_pallas.tpu.grouped_matmul.schedule import most_matrix_items
 
 _LANES = 128
 _SUBLANES = 8
@@ -24,6 +25,11 @@ _STEP_SECONDS = 0.4e-6
 """Of one step of the grid, whatever it does: from the Pallas documentation's 0.35 microseconds."""
 _HEIGHTS = (64, 128, 256, 512, 1024)
 _WIDTHS = (128, 256, 512, 1024, 2048)
+TALLEST = _HEIGHTS[-1]
+MOST_ITEMS = 24576
+"""Their lists take 768 KiB of the scalar memory, which has 1 MiB."""
+_MOST_PRODUCTS = 3 << 29
+"""Of one step, in passes of the matrix unit: the compiler unrolls them, and took 10 seconds for more."""
 _TRIED = 6
 """Configs of a search space."""
 
@@ -128,34 +134,38 @@ def _block(rows: int, columns: int, itemsize: int) -> int:
     return _padded(rows, _SUBLANES * 4 // itemsize) * _padded(columns, _LANES) * itemsize
 
 
+def _matrix_block(rows: int, columns: int, itemsize: int) -> int:
+    """As `_block`, whichever way round the matrix lies."""
+    return max(_block(rows, columns, itemsize), _block(columns, rows, itemsize))
+
+
 def vmem_limit(needed: int) -> int:
     return max(needed, _DEFAULT_VMEM)
 
 
-def _multiplied(rows: int, columns: int, itemsize: int, product: int) -> int:
-    """Copies of an operand on its way to the matrix unit: converted, and in float32 split into three parts of bfloat16."""
-    converted = _block(rows, columns, 4) if itemsize != product else 0
-    return converted + (2 * _block(rows, columns, 4) if product == 4 else _block(rows, columns, product))
+def _copies(rows: int, columns: int, itemsize: int, product: int) -> int:
+    """Of an operand on its way to the matrix unit: converted, and in float32 split into three parts of bfloat16."""
+    converted = _matrix_block(rows, columns, 4) if itemsize != product else 0
+    return converted + (2 if product == 4 else 1) * _matrix_block(rows, columns, product)
 
 
 def rows_bytes(tile: Tile, values: int, rhs: int, product: int, out: int, *, existing: bool) -> int:
-    """VMEM of the kernel whose result has rows; the sizes are those of one element in bytes."""
+    """VMEM of the kernel whose result has rows, from above; the sizes are those of one element in bytes."""
     left, right, result = (tile.rows, tile.inner), (tile.inner, tile.columns), (tile.rows, tile.columns)
-    buffers = 2 * (_block(*left, values) + _block(*right, rhs) + (1 + existing) * _block(*result, out))
-    rows = 6 * (_block(1, tile.columns, 4) + _block(1, tile.inner, 4))
-    copies = _multiplied(*left, values, product) + _multiplied(*right, rhs, product)
-    return buffers + rows + copies + 3 * _block(*result, 4) + _SLACK
+    buffers = 2 * (_block(*left, values) + _matrix_block(*right, rhs) + (1 + existing) * _block(*result, out))
+    per_column = 6 * (_block(1, tile.columns, 4) + _block(1, tile.inner, 4))
+    copies = _copies(*left, values, product) + _copies(*right, rhs, product)
+    return buffers + per_column + copies + 3 * _block(*result, 4) + _SLACK
 
 
 def matrices_bytes(tile: Tile, values: int, grad: int, rhs: int, product: int, out: int, *, scaled: bool) -> int:
-    """VMEM of the kernel whose result is matrices; `out` is 0 without a gradient of rhs."""
+    """VMEM of the kernel whose result is matrices, from above; `rhs` is read if `scaled`, `out` is 0 if there is none."""
     left, right, result = (tile.rows, tile.inner), (tile.rows, tile.columns), (tile.inner, tile.columns)
     buffers = 2 * (_block(*left, values) + _block(*right, grad))
-    buffers += 2 * max(_block(*result, size) + _block(*result[::-1], size) for size in (out or 1,))
-    buffers += 2 * max(_block(*result, rhs), _block(*result[::-1], rhs)) if scaled else 0
-    rows = 10 * _block(1, tile.columns, 4)
-    copies = _multiplied(*left, values, product) + _multiplied(*right, grad, product) + _block(*left, 4) + _block(*right, 4)
-    return buffers + rows + copies + (5 if scaled else 4) * _block(*result, 4) + _SLACK
+    buffers += 2 * sum(_matrix_block(*result, size) for size in (out, rhs if scaled else 0) if size)
+    per_column = 10 * _block(1, tile.columns, 4)
+    copies = _copies(*left, values, product) + _copies(*right, grad, product)
+    return buffers + per_column + copies + (4 if scaled else 3) * _matrix_block(*result, 4) + _SLACK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,9 +201,12 @@ def _parts(size: int) -> list[int]:
 def _tiles(problem: _Problem) -> Iterator[Tile]:
     """Tiles worth a thought."""
     whole = _padded(problem.rows, 16)
-    heights = [height for height in _HEIGHTS if height < whole] + ([whole] if whole <= _HEIGHTS[-1] else [])
+    heights = [height for height in _HEIGHTS if height < whole] + ([whole] if whole <= TALLEST else [])
     for height, inner, columns in itertools.product(heights, _parts(problem.inner), _parts(problem.columns)):
-        yield Tile(height, inner, columns)
+        products = height * inner * columns * problem.passes
+        items = most_matrix_items(problem.batch, problem.rows, problem.matrices, height)
+        if products <= _MOST_PRODUCTS and items <= MOST_ITEMS:
+            yield Tile(height, inner, columns)
 
 
 def _rows_seconds(problem: _Problem, tile: Tile, kind: _Kind) -> float:
