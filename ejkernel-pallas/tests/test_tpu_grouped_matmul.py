@@ -93,9 +93,7 @@ def test_matrix_items_visit_every_matrix_once_in_a_row(seed, shared):
     batch, rows, groups, matrices, height = 3, 50, 7, 5, 16
     sizes = np.stack([random_sizes(rng, groups, rows) for _ in range(batch)])
     offset = rng.integers(-1, groups, batch).astype(np.int32)
-    build = functools.partial(
-        schedule.matrix_items, batch=batch, rows=rows, matrices=matrices, height=height, shared=shared
-    )
+    build = functools.partial(schedule.matrix_items, batch=batch, rows=rows, matrices=matrices, height=height, shared=shared)
     found, count = jax.jit(build)(sizes, offset)
     items = executed(found, count)
     assert len(items) <= schedule.most_matrix_items(batch, rows, matrices, height) == found.tile.shape[0]
@@ -116,8 +114,22 @@ def test_matrix_items_visit_every_matrix_once_in_a_row(seed, shared):
 # Numbers: many tiles in every dimension, remainders, all options
 
 
-def problem(rows, inner, columns, sizes, *, dtype="float32", seed=0, transpose=False, offset=None, held=None, stored=None,
-            scale=None, bias=False, existing=False):
+def problem(
+    rows,
+    inner,
+    columns,
+    sizes,
+    *,
+    dtype="float32",
+    seed=0,
+    transpose=False,
+    offset=None,
+    held=None,
+    stored=None,
+    scale=None,
+    bias=False,
+    existing=False,
+):
     """Arguments of the public function. Rows without a matrix hold NaN, also in the cotangent that comes with them."""
     rng = np.random.default_rng(seed)
     held = len(sizes) if held is None else held
@@ -334,7 +346,13 @@ def test_every_config_fits(kind, dtype):
     """By the model of VMEM; that the model says enough is for the compiler to show, in `test_tpu_grouped_matmul_compiled`."""
     capacity = {"TPU v5 lite": 128, "TPU v6 lite": 128, "TPU v5p": 64, "TPU7x": 64}.get(kind, 16) << 20
     target, size = Target("tpu", kind), 4 if dtype == "float32" else 2
-    for shape in ((8192, 4096, 14336, 8), (3, 100, 7, 12), (131072, 2048, 768, 128), (24568 * 1024, 256, 128, 8), (64, 1, 99999, 2)):
+    for shape in (
+        (8192, 4096, 14336, 8),
+        (3, 100, 7, 12),
+        (131072, 2048, 768, 128),
+        (24568 * 1024, 256, 128, 8),
+        (64, 1, 99999, 2),
+    ):
         call = a_call(*shape, dtype, rhs_scale=ArraySpec((1, shape[3], 1), dtype))
         rows, inner, columns, _ = shape
         for chosen in config.forward_space(call, target):

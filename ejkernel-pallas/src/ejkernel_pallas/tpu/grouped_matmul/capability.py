@@ -24,5 +24,7 @@ def supports(call: GroupedMatmulCall, target: Target) -> str | None:
     batch, rows, _ = call.lhs.shape
     items = most_matrix_items(batch, rows, call.rhs.shape[1], TALLEST)
     if items > MOST_ITEMS:
-        return f"{batch} x {rows} rows in {call.rhs.shape[1]} groups make {items} work items, at most {MOST_ITEMS} fit into SMEM"
+        return (
+            f"{batch} x {rows} rows in {call.rhs.shape[1]} groups make {items} work items, at most {MOST_ITEMS} fit into SMEM"
+        )
     return None

@@ -317,9 +317,7 @@ def _multiply_rows(
     return found
 
 
-def _sum_over_rows(
-    call: GroupedMatmulCall, inputs: GroupedMatmulInputs, grad: Any, tile: Tile, scale: Any
-) -> dict[str, Any]:
+def _sum_over_rows(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, grad: Any, tile: Tile, scale: Any) -> dict[str, Any]:
     """Gradients of rhs, rhs_scale and bias, of those that there are."""
     lhs, rhs = inputs.lhs, inputs.rhs
     batch, rows, inner, matrices, columns = *lhs.shape, rhs.shape[1], call.columns
@@ -453,7 +451,9 @@ def backward(
     if has_gradient(rhs) or scale is not None or inputs.bias is not None:
         gradients |= _sum_over_rows(call, inputs, grad, config.rhs_tile(rows, inner, columns), scale)
     if existing is not None:
-        gradients["existing_out"] = jnp.where(has_matrix(inputs.group_sizes, inputs.group_offset, rows, matrices)[..., None], 0, grad)
+        gradients["existing_out"] = jnp.where(
+            has_matrix(inputs.group_sizes, inputs.group_offset, rows, matrices)[..., None], 0, grad
+        )
     return _gradients(gradients)
 
 

@@ -74,7 +74,9 @@ def row_items(sizes: Any, offset: Any, batch: int, rows: int, matrices: int, hei
     segment, place, total = _expand(counts.reshape(-1), most_row_items(batch, rows, matrices, height))
     tile = jnp.clip(firsts.reshape(-1)[segment] + place, 0, every - 1)
     member, matrix = segment // (matrices + 2), jnp.clip(segment % (matrices + 2) - 1, 0, matrices - 1)
-    return _items(member, matrix, tile, low.reshape(-1)[segment], high.reshape(-1)[segment], member * every + tile, total, height)
+    return _items(
+        member, matrix, tile, low.reshape(-1)[segment], high.reshape(-1)[segment], member * every + tile, total, height
+    )
 
 
 def matrix_items(
