@@ -84,14 +84,13 @@ def _rows_kernel(*refs: Any, product: _Product, inner_scale: bool, scale: bool, 
     i_row = items.tile[i_item] * tile.rows
     low, high, new = items.low[i_item] - i_row, items.high[i_item] - i_row, items.edges[i_item] % 2 == 1
 
-    def partial_product(last: bool) -> Any:
-        """[TM, TN]; in the last tile of the contracted dimension what lies beyond its end is undefined."""
+    def partial_product(masked: bool) -> Any:
+        """[TM, TN]; what lies beyond the end of the contracted dimension is undefined."""
         left, right = values_ref[...], _converted(rhs_ref[...], product.dtype)
         if inner_scale_ref is not None:
             left = left.astype(jnp.float32) * inner_scale_ref[...]
         left = left.astype(product.dtype)
-        rest = product.inner % tile.inner
-        if last and rest:
+        if masked:
             left, right = _kept(left, 1, 0, rest), _kept(right, 1 if product.transposed else 0, 0, rest)
         return product.dot(left, right, (1, 1 if product.transposed else 0))
 
@@ -100,40 +99,38 @@ def _rows_kernel(*refs: Any, product: _Product, inner_scale: bool, scale: bool, 
             total = total * scale_ref[...]
         if bias_ref is not None:
             total = total + bias_ref[...]
-        whole = (low <= 0) & (high >= tile.rows)
 
-        @pl.when(whole)
-        def _() -> None:
+        def store_all() -> None:
             out_ref[...] = total.astype(out_ref.dtype)
 
-        @pl.when(jnp.logical_not(whole))
-        def _() -> None:
+        def store_own() -> None:
             index = jax.lax.broadcasted_iota(jnp.int32, total.shape, 0)
             own = (index >= low) & (index < high)
             out_ref[...] = jnp.where(own, total, out_ref[...].astype(jnp.float32)).astype(out_ref.dtype)
 
-    @pl.when((i_inner == 0) & new & ((low > 0) | (high < tile.rows)))
-    def _() -> None:
+        pl.when(whole)(store_all)
+        pl.when(jnp.logical_not(whole))(store_own)
+
+    def store_base() -> None:
         out_ref[...] = jnp.zeros_like(out_ref) if base_ref is None else base_ref[...]
 
-    @pl.when(high > low)
-    def _() -> None:
-        if product.steps == 1:
-            store(partial_product(last=True))
-            return
-        (sum_ref,) = sums  # [TM, TN]
+    def clear() -> None:
+        sums[0][...] = jnp.zeros_like(sums[0])
 
-        @pl.when(i_inner == 0)
-        def _() -> None:
-            sum_ref[...] = partial_product(last=False)
+    def add(masked: bool) -> None:
+        sums[0][...] += partial_product(masked)  # [TM, TN]
 
-        @pl.when((i_inner > 0) & (i_inner < product.steps - 1))
-        def _() -> None:
-            sum_ref[...] += partial_product(last=False)
-
-        @pl.when(i_inner == product.steps - 1)
-        def _() -> None:
-            store(sum_ref[...] + partial_product(last=True))
+    rest, first, last = product.inner % tile.inner, i_inner == 0, i_inner == product.steps - 1
+    whole, busy = (low <= 0) & (high >= tile.rows), high > low
+    pl.when(first & new & jnp.logical_not(whole))(store_base)
+    if product.steps == 1:
+        pl.when(busy)(lambda: store(partial_product(masked=rest > 0)))
+        return
+    pl.when(busy & first)(clear)
+    pl.when(busy if rest == 0 else busy & jnp.logical_not(last))(lambda: add(masked=False))
+    if rest > 0:
+        pl.when(busy & last)(lambda: add(masked=True))
+    pl.when(busy & last)(lambda: store(sums[0][...]))
 
 
 def _matrices_kernel(*refs: Any, product: _Product, rhs: bool, rhs_scale: bool, scaled: bool, bias: bool) -> None:
@@ -146,36 +143,33 @@ def _matrices_kernel(*refs: Any, product: _Product, rhs: bool, rhs_scale: bool, 
     d_rhs_ref = others.pop(0) if rhs else None  # as rhs
     d_scale_ref = others.pop(0) if rhs_scale else None  # [1, TN]
     d_bias_ref = others.pop(0) if bias else None  # [1, TN]
+    sums = others  # [TK, TN] if a product is asked for
     tile, i_inner, i_item = product.tile, pl.program_id(0), pl.program_id(2)
     i_row, edges = items.tile[i_item] * tile.rows, items.edges[i_item]
     low, high = items.low[i_item] - i_row, items.high[i_item] - i_row
 
-    @pl.when(edges % 2 == 1)
-    def _() -> None:
-        for ref in (*others, *(() if d_bias_ref is None else (d_bias_ref,))):
+    def clear() -> None:
+        for ref in (*sums, *(() if d_bias_ref is None else (d_bias_ref,))):
             ref[...] = jnp.zeros_like(ref)
 
     def add(masked: bool) -> None:
         """Rows of other groups may hold NaN on either side."""
         grad = grad_ref[...]
         grad = _kept(grad, 0, low, high) if masked else grad
-        if d_bias_ref is not None:
 
-            @pl.when(i_inner == 0)
-            def _() -> None:
+        def add_bias() -> None:
+            if d_bias_ref is not None:
                 d_bias_ref[...] += jnp.sum(grad.astype(jnp.float32), axis=0, keepdims=True)
 
+        if d_bias_ref is not None:
+            pl.when(i_inner == 0)(add_bias)
         if values_ref is not None:
             left = values_ref[...]
             left = _kept(left, 0, low, high) if masked else left
-            others[0][...] += product.dot(left.astype(product.dtype), grad.astype(product.dtype), (0, 0))  # [TK, TN]
-
-    whole = (low <= 0) & (high >= tile.rows)
-    pl.when(whole)(functools.partial(add, masked=False))
-    pl.when((high > low) & jnp.logical_not(whole))(functools.partial(add, masked=True))
+            sums[0][...] += product.dot(left.astype(product.dtype), grad.astype(product.dtype), (0, 0))
 
     def store() -> None:
-        total = others[0][...]  # [TK, TN]
+        total = sums[0][...]
         if d_scale_ref is not None and rhs_ref is not None:
             matrix = rhs_ref[...].astype(jnp.float32)
             matrix = matrix.T if product.transposed else matrix
@@ -185,12 +179,16 @@ def _matrices_kernel(*refs: Any, product: _Product, rhs: bool, rhs_scale: bool, 
             total = total if scale_ref is None else total * scale_ref[...]
             d_rhs_ref[...] = (total.T if product.transposed else total).astype(d_rhs_ref.dtype)
 
+    whole = (low <= 0) & (high >= tile.rows)
+    pl.when(edges % 2 == 1)(clear)
+    pl.when(whole)(lambda: add(masked=False))
+    pl.when((high > low) & jnp.logical_not(whole))(lambda: add(masked=True))
     if multiplied:
         pl.when(edges >= 2)(store)
 
 
 def _precision(call: GroupedMatmulCall) -> Any:
-    """float32 is multiplied exactly unless less is asked for; the matrix unit has nothing between the two."""
+    """float32 is multiplied exactly unless "default" is asked for: not every JAX lowers "high", which may be more exact."""
     exact = call.product_dtype == "float32" and call.precision != "default"
     return jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
 
@@ -371,8 +369,11 @@ def _sum_over_rows(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, grad: A
         scaled=has["rhs"] and scale is not None,
         bias=has["bias"],
     )
-    sizes = (jnp.dtype(value.dtype).itemsize for value in (lhs, grad, rhs, product))
-    out = jnp.dtype(results["rhs"][0].dtype).itemsize if has["rhs"] else 0
+    in_bytes = {
+        name: jnp.dtype(value.dtype).itemsize
+        for name, value in {"values": lhs, "grad": grad, "rhs": rhs, "product": product}.items()
+    }
+    in_bytes["out"] = jnp.dtype(results["rhs"][0].dtype).itemsize if has["rhs"] else 0
     found = _run(
         kernel,
         (steps, pl.cdiv(columns, tile.columns), count),
@@ -381,24 +382,21 @@ def _sum_over_rows(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, grad: A
         operands,
         list(results.values()),
         [pltpu.VMEM((tile.inner, tile.columns), jnp.float32)] if multiplied else [],
-        matrices_bytes(tile, *sizes, out, scaled=has["rhs_scale"]),
+        matrices_bytes(tile, **in_bytes, scaled=has["rhs_scale"]),
         "ejkernel_grouped_matmul_matrices",
     )
     gradients = dict(zip(results, found, strict=True))
-    if "rhs_scale" in gradients:
-        per_column = jnp.sum(gradients["rhs_scale"], axis=1)[:, :, 0]
-        whole = inputs.rhs_scale.shape[2] == columns
-        gradients["rhs_scale"] = per_column if whole else jnp.sum(per_column, axis=2, keepdims=True)
-    if "bias" in gradients:
+    if "rhs_scale" in gradients:  # a part from every tile of K
+        gradients["rhs_scale"] = jnp.sum(gradients["rhs_scale"], axis=1)[:, :, 0]
+    if "bias" in gradients:  # whole with the first of them
         gradients["bias"] = gradients["bias"][:, 0, :, 0]
     return {name: _summed(per_matrix[name], value) for name, value in gradients.items()}
 
 
 def _summed(value: Any, gradient: Any) -> Any:
-    """In the dtype of the input, over the batch if the batch shares the input."""
-    if value.shape[0] != gradient.shape[0]:
-        gradient = jnp.sum(gradient, axis=0, keepdims=True)
-    return gradient.astype(value.dtype)
+    """In the dtype of the input; over the batch or the columns if they share the input."""
+    axes = tuple(axis for axis, size in enumerate(value.shape) if size != gradient.shape[axis])
+    return (jnp.sum(gradient, axis=axes, keepdims=True) if axes else gradient).astype(value.dtype)
 
 
 def _product(call: GroupedMatmulCall, rows: int, inner: int, columns: int, tile: Tile, transposed: bool) -> _Product:
