@@ -25,5 +25,7 @@ def ejkernel_plugin() -> Plugin:
         name="pallas",
         api_level=API_LEVEL,
         summary="Pallas kernels: TPU through Mosaic",
-        implementations=(_tpu("rms_norm", "forward"), _tpu("rms_norm", "backward")),
+        implementations=tuple(
+            _tpu(name, phase) for name in ("grouped_matmul", "rms_norm") for phase in ("forward", "backward")
+        ),
     )

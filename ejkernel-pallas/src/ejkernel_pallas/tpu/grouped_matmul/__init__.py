@@ -1,0 +1,1 @@
+"""Products of consecutive groups of rows with one matrix each, on TPU."""
