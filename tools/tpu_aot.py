@@ -33,8 +33,8 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        # Not the user's tuned configs; and libtpu's lock would keep a second process out.
-        os.environ.update(EJKERNEL_CACHE_DIR=folder, TPU_SKIP_MDS_QUERY="1", JAX_PLATFORMS="cpu", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+        # Not the user's tuned configs.
+        os.environ.update(EJKERNEL_CACHE_DIR=folder, JAX_PLATFORMS="cpu")
         return _compile_all(arguments)
 
 

@@ -28,7 +28,7 @@ from ejkernel.operations import get_operation
 from ejkernel.operations._case import Case
 from ejkernel.plugin import Phase, Target
 from ejkernel.testing.shapes import shapes_of
-from ejkernel_pallas._call import with_too_little_vmem
+from ejkernel_pallas._call import LITTLE_VMEM, with_vmem_limits
 
 PLATFORM = "pallas"
 TOPOLOGIES: Mapping[str, str] = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
@@ -89,8 +89,9 @@ def unavailable() -> str | None:
 
 
 def device_of(kind: str) -> Any:
-    """A device that is not there. Nothing is asked of a machine's metadata server."""
+    """A device that is not there. Nothing is asked of a machine's metadata server, and others may use libtpu as well."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[kind]).devices[0]
 
 
@@ -106,19 +107,35 @@ def compile_for(device: Any, function: Callable[..., Any], *arguments: Any, opti
 
 
 def vmem_of(device: Any, function: Callable[..., Any], *arguments: Any) -> dict[str, int]:
-    """Bytes of VMEM that each kernel of a function needs, in the order of the compiler's complaints."""
+    """Bytes of VMEM that each kernel of a function needs, as the compiler counts them.
+
+    It complains of the first allocation beyond the limit, so every kernel's limit is raised to what was missed until all compile.
+    Kernels that are built without `compiler_params` take the limit as an option of the whole program; only the first is found.
+    """
     found: dict[str, int] = {}
-    while True:
-        try:
-            with with_too_little_vmem(except_for=frozenset(found)):
-                compile_for(device, function, *arguments, options={_SCOPED_LIMIT: "64"})
-        except jax.errors.JaxRuntimeError as error:
-            complaint = _NEEDS.search(str(error))
-            if complaint is None or complaint[1] in found:  # another kind of failure, or a kernel that takes no limit of ours
-                return found
-            found[complaint[1]] = int(float(complaint[2]) * _UNITS[complaint[3]])
-        else:
-            return found
+    for options in ({}, {_SCOPED_LIMIT: str(LITTLE_VMEM >> 10)}):
+        while (complaint := _complaint(device, function, arguments, found, options)) is not None:
+            name, size = complaint
+            if size <= found.get(name, 0) or (options and found):
+                return {**found, name: max(size, found.get(name, 0))}
+            found[name] = size
+        if found:
+            break
+    return found
+
+
+def _complaint(
+    device: Any, function: Callable[..., Any], arguments: Any, limits: Mapping[str, int], options: Mapping[str, str]
+) -> tuple[str, int] | None:
+    """The kernel of which the compiler says that it needs more, and how much; None if it says no such thing."""
+    try:
+        with with_vmem_limits(limits):
+            compile_for(device, function, *arguments, options=options)
+    except jax.errors.JaxRuntimeError as error:
+        complaint = _NEEDS.search(str(error))
+        if complaint is not None:  # the size is printed with three digits
+            return complaint[1], int(float(complaint[2]) * 1.005 * _UNITS[complaint[3]])
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

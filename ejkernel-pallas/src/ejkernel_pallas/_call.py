@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
 
-_too_little: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar("ejkernel_too_little_vmem", default=None)
-_LITTLE = 1 << 16
+LITTLE_VMEM = 1 << 16
+_limits: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.ContextVar("ejkernel_vmem_limits", default=None)
 
 
 def result_like(array: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -20,17 +20,17 @@ def result_like(array: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtyp
 
 
 @contextlib.contextmanager
-def with_too_little_vmem(*, except_for: frozenset[str]) -> Generator[None]:
-    """Kernels built inside get 64 KiB of VMEM, so that the compiler refuses them and says how much they need."""
-    token = _too_little.set(except_for)
+def with_vmem_limits(limits: Mapping[str, int]) -> Generator[None]:
+    """Kernels built inside may use so many bytes of VMEM by their names, others 64 KiB: the compiler then says what they need."""
+    token = _limits.set(limits)
     try:
         yield
     finally:
-        _too_little.reset(token)
+        _limits.reset(token)
 
 
 def compiler_params(name: str, semantics: tuple[str, ...], vmem: int) -> pltpu.CompilerParams:
     """For the kernel of this name: what its grid's axes mean to the compiler, and the bytes of VMEM that it may use."""
-    except_for = _too_little.get()
-    limit = vmem if except_for is None or name in except_for else _LITTLE
+    limits = _limits.get()
+    limit = vmem if limits is None else limits.get(name, LITTLE_VMEM)
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=limit)  # pyright: ignore[reportArgumentType]

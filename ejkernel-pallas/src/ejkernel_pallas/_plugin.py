@@ -5,6 +5,10 @@ from __future__ import annotations
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
 
 
+_TPU = ("flash_attention", "rms_norm")
+_PHASES: tuple[Phase, ...] = ("forward", "backward")
+
+
 def _tpu(operation: str, phase: Phase) -> Implementation:
     """One phase of an operation on TPU: `tpu/<operation>/{kernel,capability,config}.py`."""
     package = f"ejkernel_pallas.tpu.{operation}"
@@ -25,5 +29,5 @@ def ejkernel_plugin() -> Plugin:
         name="pallas",
         api_level=API_LEVEL,
         summary="Pallas kernels: TPU through Mosaic",
-        implementations=(_tpu("rms_norm", "forward"), _tpu("rms_norm", "backward")),
+        implementations=tuple(_tpu(operation, phase) for operation in _TPU for phase in _PHASES),
     )

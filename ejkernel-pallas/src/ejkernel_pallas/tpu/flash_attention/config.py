@@ -1,0 +1,191 @@
+"""Tiles of `flash_attention` on TPU, picked by what they take of VMEM."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ejkernel.operations.flash_attention.interface import FlashAttentionCall
+from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_pallas.tpu._vmem import LANES, block_bytes, buffered_bytes, memory_of
+
+SMALLEST = LANES
+"""Queries and keys are lanes somewhere."""
+_OWN = (2048, 1024, 512, 256, 128)
+_OTHER = (2048, 1024, 512, 256, 128)
+_PART = 512
+"""Keys whose scores are formed at once."""
+_SCORES = 5
+"""Arrays of scores in float32 that a kernel holds at once; the compiler keeps them in VMEM, as registers hold no such tile."""
+_BACKWARD_SCORES = 7
+_NARROW = 1024
+"""Within a window of so many keys large tiles are mostly hidden."""
+
+Tile = tuple[int, int]
+"""Queries and keys."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """Attributes:
+    block_q, block_k: queries that an accumulator holds, and keys of one step; multiples of 128.
+    part_k: keys of a step whose scores are formed at once; the product of one part runs beside the exponentials of another.
+    """
+
+    block_q: int
+    block_k: int
+    part_k: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """Attributes:
+    key_block_q, key_block_k: of the kernel that owns keys and walks over queries.
+    query_block_q, query_block_k: of the kernel that owns queries and walks over keys.
+    """
+
+    key_block_q: int
+    key_block_k: int
+    query_block_q: int
+    query_block_k: int
+
+
+def _rounded(length: int) -> int:
+    return max(SMALLEST, -(-length // LANES) * LANES)
+
+
+class _Model:
+    """Bytes of VMEM that tiles take."""
+
+    def __init__(self, call: FlashAttentionCall, target: Target) -> None:
+        self.call = call
+        self.limit = memory_of(target).vmem
+        self.dtype = call.query.dtype
+        self.size, self.value_size = call.query.shape[3], call.value.shape[3]
+        self.queries, self.keys = _rounded(call.query.shape[1]), _rounded(call.key.shape[1])
+
+    def _extras(self, block_q: int, block_k: int) -> int:
+        """Facts, bias and mask of a tile, and their copies in 32 bits, turned."""
+        facts = 2 * 2 * block_bytes((8, max(block_q, block_k)), "int32")
+        turned = block_bytes((block_k, LANES), "int32")
+        total = facts + 3 * turned
+        for spec in (self.call.bias, self.call.mask):
+            if spec is not None:
+                total += 2 * block_bytes((block_q, block_k), spec.dtype) + 2 * 4 * block_q * block_k
+        return total
+
+    def forward(self, block_q: int, block_k: int, part_k: int) -> int:
+        d = self.dtype
+        blocks = buffered_bytes((self.size, block_q), d) + buffered_bytes((block_k, self.size), d)
+        blocks += buffered_bytes((self.value_size, block_k), d) + buffered_bytes((self.value_size, block_q), d)
+        rows = 4 * block_bytes((1, block_q), "float32")
+        accumulator = 2 * block_bytes((self.value_size, block_q), "float32")
+        scores = _SCORES * 4 * block_q * part_k + (2 * 4 * block_q * part_k if part_k < block_k else 0)
+        return blocks + rows + accumulator + scores + self._split(part_k, block_q) + self._extras(block_q, block_k)
+
+    def by_key(self, block_q: int, block_k: int) -> int:
+        return self._backward(block_q, block_k, block_k, self.size + self.value_size)
+
+    def by_query(self, block_q: int, block_k: int) -> int:
+        return self._backward(block_q, block_k, block_q, self.size)
+
+    def _backward(self, block_q: int, block_k: int, own: int, width: int) -> int:
+        d = self.dtype
+        sizes = (self.size, self.value_size)
+        blocks = sum(buffered_bytes((block, size), d) for size in sizes for block in (block_q, block_k))
+        results = 2 * sum(block_bytes((own, size), "float32") for size in (sizes if width > self.size else sizes[:1]))
+        rows = 8 * block_bytes((1, block_q), "float32")
+        scores = _BACKWARD_SCORES * 4 * block_q * block_k
+        return blocks + 2 * results + rows + scores + self._split(block_k, block_q) + self._extras(block_q, block_k)
+
+    def _split(self, block_q: int, block_k: int) -> int:
+        """float32 is multiplied as sums of narrower parts."""
+        return 0 if self.dtype != "float32" else 4 * (block_q * block_k + (block_q + block_k) * (self.size + self.value_size))
+
+    def cut(self, tile: Tile) -> Tile:
+        return min(tile[0], _rounded_down(self.queries)), min(tile[1], _rounded_down(self.keys))
+
+    @property
+    def span(self) -> int | None:
+        """Keys that the rules leave to a query."""
+        spans = [span for span in (self.call.window_width, self.call.chunk_size) if span is not None]
+        return min(spans, default=None)
+
+
+def _rounded_down(length: int) -> int:
+    """The largest tile whose padding is at most an eighth of the length, or the smallest."""
+    for size in _OWN:
+        if size <= length and -length % size * 8 <= length:
+            return size
+    return SMALLEST
+
+
+def _preferred(model: _Model, own: tuple[int, ...], other: tuple[int, ...]) -> list[Tile]:
+    """Tiles, best first: as large as the visible band is wide."""
+    span = model.span
+    widest = 2048 if span is None else max(SMALLEST, 1 << max(min(span, _NARROW) - 1, 1).bit_length())
+    tiles = [(q, k) for q in own for k in other if q <= max(widest, 256) and k <= max(widest, 128)]
+    return sorted(tiles, key=lambda tile: (-math.prod(tile), -tile[0]))
+
+
+def _first(model: _Model, tiles: Iterable[Tile], fits: Callable[[Tile], bool]) -> Tile:
+    return next((tile for tile in map(model.cut, tiles) if fits(tile)), (SMALLEST, SMALLEST))
+
+
+def _part(block_k: int) -> int:
+    return min(block_k, _PART)
+
+
+def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
+    model = _Model(call, target)
+    block_q, block_k = _first(
+        model, _preferred(model, _OWN[1:], _OTHER[1:]), lambda t: model.forward(*t, _part(t[1])) <= model.limit
+    )
+    return ForwardConfig(block_q, block_k, _part(block_k))
+
+
+def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfig]:
+    model = _Model(call, target)
+    found = [forward_heuristic(call, target)]
+    for tile in ((256, 512), (512, 512), (512, 1024), (1024, 512), (1024, 1024), (1024, 2048), (2048, 1024)):
+        block_q, block_k = model.cut(tile)
+        for part in (256, 512, 1024):
+            if block_k % part == 0 and model.forward(block_q, block_k, part) <= model.limit:
+                found.append(ForwardConfig(block_q, block_k, part))
+    return list(dict.fromkeys(found))
+
+
+def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConfig:
+    model = _Model(call, target)
+    tiles = _preferred(model, _OWN[1:], _OTHER[1:])
+    by_key = _first(model, tiles, lambda tile: model.by_key(*tile) <= model.limit)
+    by_query = _first(model, tiles, lambda tile: model.by_query(*tile) <= model.limit)
+    return BackwardConfig(*by_key, *by_query)
+
+
+def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardConfig]:
+    """Each kernel varied alone: the two do not influence each other."""
+    model = _Model(call, target)
+    best = backward_heuristic(call, target)
+    found = [best]
+    for tile in ((256, 256), (256, 512), (512, 256), (512, 512), (512, 1024), (1024, 512), (1024, 1024)):
+        block_q, block_k = model.cut(tile)
+        if model.by_key(block_q, block_k) <= model.limit:
+            found.append(dataclasses.replace(best, key_block_q=block_q, key_block_k=block_k))
+        if model.by_query(block_q, block_k) <= model.limit:
+            found.append(dataclasses.replace(best, query_block_q=block_q, query_block_k=block_k))
+    return list(dict.fromkeys(found))
+
+
+def fits_smallest(call: FlashAttentionCall, target: Target) -> Any:
+    """Bytes that the smallest tile needs, and the limit, where it does not fit; None where it does."""
+    model = _Model(call, target)
+    smallest = (SMALLEST, SMALLEST)
+    needed = max(model.forward(*smallest, SMALLEST), model.by_key(*smallest), model.by_query(*smallest))
+    return (needed, model.limit) if needed > model.limit else None
+
+
+FORWARD = ConfigSpace(ForwardConfig, forward_heuristic, forward_space)
+BACKWARD = ConfigSpace(BackwardConfig, backward_heuristic, backward_space)
