@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--kind", action="append", default=[], help="only this kind, as v6e (repeatable)")
     parser.add_argument("--dtype", action="append", default=[], help="only this dtype (repeatable)")
     parser.add_argument("--case", action="append", default=[], help="only this case (repeatable)")
-    parser.add_argument("--quick", action="store_true", help="only cases for transforms and benchmarks; VMEM is not measured")
+    parser.add_argument("--quick", action="store_true", help="only cases for transforms and benchmarks")
     parser.add_argument(
         "--space", action="store_true", help="every config of the search space, on benchmark and representative cases"
     )
@@ -49,20 +49,23 @@ def _compile_all(arguments: argparse.Namespace) -> int:
     for operation in arguments.operation or operations_of(aot.PLATFORM):
         before = len(rows)
         dtypes, kinds = arguments.dtype or DTYPES, arguments.kind or aot.TOPOLOGIES
-        measure = not (arguments.quick or arguments.space)
-        for row in aot.compiled(operation, _cases(operation, arguments), dtypes, kinds, space=arguments.space, measure=measure):
+        for row in aot.compiled(operation, _cases(operation, arguments), dtypes, kinds, space=arguments.space):
             rows.append(row)
             if problem := row.problem():
                 print(problem, flush=True)
         print(f"{operation}: {len(rows) - before} tried", flush=True)
+        if arguments.out:  # after every operation: a run takes long
+            arguments.out.write_text(json.dumps(_record(rows), indent=1) + "\n")
     print(*aot.summary(rows), sep="\n")
     failed = sum(bool(row.failed) for row in rows)
-    if arguments.out:
-        versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
-        record = {"schema": 1, "versions": versions, "failed": failed, "rows": [_short(row) for row in rows]}
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{len(rows)} tried, {failed} failed")
     return 1 if failed or not rows else 0
+
+
+def _record(rows: list[Any]) -> dict[str, Any]:
+    versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
+    failed = sum(bool(row.failed) for row in rows)
+    return {"schema": 1, "versions": versions, "failed": failed, "rows": [_short(row) for row in rows]}
 
 
 def _short(row: Any) -> dict[str, Any]:

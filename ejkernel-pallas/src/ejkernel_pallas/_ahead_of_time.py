@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import importlib.util
+import itertools
 import os
 import re
 import time
@@ -102,7 +103,9 @@ def compile_for(device: Any, function: Callable[..., Any], *arguments: Any, opti
     mesh = AbstractMesh((1,), ("device",), abstract_device=AbstractDevice(device.device_kind, 1, "tpu"))
     with jax.sharding.use_abstract_mesh(mesh):
         # A function of its own each time: nothing traced under other settings is used again. Arrays of size 0 are not used.
-        lowered = jax.jit(lambda *arrays: function(*arrays), keep_unused=True).trace(*arguments).lower(lowering_platforms=("tpu",))
+        lowered = (
+            jax.jit(lambda *arrays: function(*arrays), keep_unused=True).trace(*arguments).lower(lowering_platforms=("tpu",))
+        )
         return lowered.compile(compiler_options=dict(options or {}))
 
 
@@ -226,12 +229,12 @@ def _first_lines(error: Exception) -> str:
 
 
 def compiled(
-    operation: str, cases: Iterable[Case], dtypes: Iterable[str], kinds: Iterable[str], *, space: bool = False, measure: bool = True
+    operation: str, cases: Iterable[Case], dtypes: Iterable[str], kinds: Iterable[str], *, space: bool = False
 ) -> Iterator[Row]:
-    """Compile both phases of every case in every dtype for every kind."""
+    """Compile both phases of every case in every dtype for every kind. VMEM is measured on benchmarks, with the heuristic's config."""
     phases: tuple[Phase, ...] = ("forward", "backward")
-    problems = [(case, dtype, phase, kind) for case in cases for dtype in dtypes for phase in phases for kind in kinds]
-    for case, dtype, phase, kind in problems:
+    for case, dtype, phase, kind in itertools.product(cases, dtypes, phases, kinds):
+        measure = "bench" in case.tags and not space
         yield from Problem(operation, case, dtype, phase, kind).rows(space=space, measure=measure)
 
 
@@ -240,7 +243,9 @@ def summary(rows: Iterable[Row]) -> list[str]:
     groups: dict[tuple[str, str, str], list[Row]] = collections.defaultdict(list)
     for row in rows:
         groups[row.operation, row.phase, row.kind].append(row)
-    lines = [f"{'operation':24} {'phase':9} {'kind':5} {'compiled':>8} {'failed':>6} {'refused':>7} {'VMEM KiB':>9} {'seconds':>8}"]
+    lines = [
+        f"{'operation':24} {'phase':9} {'kind':5} {'compiled':>8} {'failed':>6} {'refused':>7} {'VMEM KiB':>9} {'seconds':>8}"
+    ]
     for (operation, phase, kind), members in groups.items():
         failed, refused = sum(bool(row.failed) for row in members), sum(bool(row.refused) for row in members)
         vmem = max((size for row in members for size in row.vmem.values()), default=0) >> 10

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
 
-
 _TPU = ("flash_attention", "rms_norm")
 _PHASES: tuple[Phase, ...] = ("forward", "backward")
 

@@ -1,7 +1,7 @@
 """Gradients of attention on TPU: a kernel that owns keys, one that owns queries, and one that owns a bias.
 
-Each recomputes the weights of its tiles from the log-sum-exp and adds up in VMEM in one order, so that results are the same in every
-run. Scores are `[BK, BQ]` as in forward. With w the weights and o the output, the gradient of a logit is
+Each recomputes the weights of its tiles from the log-sum-exp and adds up in VMEM in one order, so that results are the same in
+every run. Scores are `[BK, BQ]` as in forward. With w the weights and o the output, the gradient of a logit is
 `w * (d_out . value - delta)`, where delta is `d_out . o` less the gradient of the log-sum-exp.
 """
 

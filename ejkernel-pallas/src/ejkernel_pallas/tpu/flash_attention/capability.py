@@ -21,7 +21,9 @@ def supports(call: FlashAttentionCall, target: Target) -> str | None:
         if spec is not None and spec.dtype not in DTYPES:
             return f"{name} is {spec.dtype}, needs {' or '.join(DTYPES)}"
     if len({call.query.dtype, call.key.dtype, call.value.dtype}) > 1:
-        return f"query, key and value are {call.query.dtype}, {call.key.dtype} and {call.value.dtype}; they must be of one dtype"
+        return (
+            f"query, key and value are {call.query.dtype}, {call.key.dtype} and {call.value.dtype}; they must be of one dtype"
+        )
     if call.logits_dtype not in DTYPES:
         return f"logits_dtype is {call.logits_dtype}, needs {' or '.join(DTYPES)}"
     if call.dropout_rate:

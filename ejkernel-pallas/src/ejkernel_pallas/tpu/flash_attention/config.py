@@ -13,10 +13,9 @@ from ejkernel_pallas.tpu._vmem import LANES, block_bytes, buffered_bytes, memory
 
 SMALLEST = LANES
 """Queries and keys are lanes somewhere."""
-_OWN = (2048, 1024, 512, 256, 128)
-_OTHER = (2048, 1024, 512, 256, 128)
-_PART = 512
-"""Keys whose scores are formed at once."""
+_SIZES = (2048, 1024, 512, 256, 128)
+_PART = 256
+"""Keys whose scores are formed at once: of 128 ... 1024, the compiler needs the fewest instructions per score for 256."""
 _SCORES = 5
 """Arrays of scores in float32 that a kernel holds at once; the compiler keeps them in VMEM, as registers hold no such tile."""
 _BACKWARD_SCORES = 7
@@ -116,18 +115,23 @@ class _Model:
 
 def _rounded_down(length: int) -> int:
     """The largest tile whose padding is at most an eighth of the length, or the smallest."""
-    for size in _OWN:
+    for size in _SIZES:
         if size <= length and -length % size * 8 <= length:
             return size
     return SMALLEST
 
 
-def _preferred(model: _Model, own: tuple[int, ...], other: tuple[int, ...]) -> list[Tile]:
-    """Tiles, best first: as large as the visible band is wide."""
+def _preferred(model: _Model, largest: Tile) -> list[Tile]:
+    """Tiles of at most that size, largest first, and no wider than the visible band."""
     span = model.span
-    widest = 2048 if span is None else max(SMALLEST, 1 << max(min(span, _NARROW) - 1, 1).bit_length())
-    tiles = [(q, k) for q in own for k in other if q <= max(widest, 256) and k <= max(widest, 128)]
+    widest = SMALLEST * 16 if span is None else 1 << max(min(span, _NARROW) - 1, SMALLEST - 1).bit_length()
+    tiles = [(q, k) for q in _SIZES for k in _SIZES if q <= min(largest[0], max(widest, 256)) and k <= min(largest[1], widest)]
     return sorted(tiles, key=lambda tile: (-math.prod(tile), -tile[0]))
+
+
+def _largest(call: FlashAttentionCall, wide: Tile, single: Tile) -> Tile:
+    """The largest tile worth its compilation: float32 products are sums of six, in as much more code."""
+    return single if call.query.dtype == "float32" else wide
 
 
 def _first(model: _Model, tiles: Iterable[Tile], fits: Callable[[Tile], bool]) -> Tile:
@@ -140,9 +144,8 @@ def _part(block_k: int) -> int:
 
 def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
     model = _Model(call, target)
-    block_q, block_k = _first(
-        model, _preferred(model, _OWN[1:], _OTHER[1:]), lambda t: model.forward(*t, _part(t[1])) <= model.limit
-    )
+    tiles = _preferred(model, _largest(call, (512, 1024), (256, 512)))
+    block_q, block_k = _first(model, tiles, lambda tile: model.forward(*tile, _part(tile[1])) <= model.limit)
     return ForwardConfig(block_q, block_k, _part(block_k))
 
 
@@ -159,7 +162,7 @@ def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfi
 
 def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConfig:
     model = _Model(call, target)
-    tiles = _preferred(model, _OWN[1:], _OTHER[1:])
+    tiles = _preferred(model, _largest(call, (512, 512), (256, 256)))
     by_key = _first(model, tiles, lambda tile: model.by_key(*tile) <= model.limit)
     by_query = _first(model, tiles, lambda tile: model.by_query(*tile) <= model.limit)
     return BackwardConfig(*by_key, *by_query)
@@ -177,6 +180,17 @@ def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardCon
         if model.by_query(block_q, block_k) <= model.limit:
             found.append(dataclasses.replace(best, query_block_q=block_q, query_block_k=block_k))
     return list(dict.fromkeys(found))
+
+
+def forward_bytes(call: FlashAttentionCall, target: Target, config: ForwardConfig) -> int:
+    """VMEM that the forward kernel is expected to need at most."""
+    return _Model(call, target).forward(config.block_q, config.block_k, config.part_k)
+
+
+def backward_bytes(call: FlashAttentionCall, target: Target, config: BackwardConfig) -> tuple[int, int]:
+    """The same for the kernel that owns keys, and for those that own queries and a bias."""
+    model = _Model(call, target)
+    return model.by_key(config.key_block_q, config.key_block_k), model.by_query(config.query_block_q, config.query_block_k)
 
 
 def fits_smallest(call: FlashAttentionCall, target: Target) -> Any:

@@ -32,7 +32,9 @@ def _wants_lse(call: FlashAttentionCall) -> bool:
 
 
 def _kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, operands: Operands, config: ForwardConfig) -> None:
-    (r_tiles, r_sinks), (r_query, r_key, r_value), extras, (r_out, *r_lse), (r_acc, r_max, r_sum) = operands.split(refs, 2, 3, 2 if _wants_lse(call) else 1)
+    (r_tiles, r_sinks), (r_query, r_key, r_value), extras, (r_out, *r_lse), (r_acc, r_max, r_sum) = operands.split(
+        refs, 2, 3, 2 if _wants_lse(call) else 1
+    )
     i_batch, i_head = pl.program_id(0), pl.program_id(1)
     packed = tiles.at(r_tiles, i_batch, pl.program_id(2))
     tile = operands.tile(lists.owner_of(packed), lists.other_of(packed), extras)

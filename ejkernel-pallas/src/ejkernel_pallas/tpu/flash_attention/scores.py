@@ -66,7 +66,11 @@ class Facts:
 def facts_of(call: FlashAttentionCall) -> Facts:
     positional = call.causal or call.window is not None
     given = call.query_positions is not None or call.key_positions is not None
-    wanted = {"position": given and positional, "segment": call.query_segments is not None, "chunk": call.chunk_size is not None}
+    wanted = {
+        "position": given and positional,
+        "segment": call.query_segments is not None,
+        "chunk": call.chunk_size is not None,
+    }
     names = [name for name, is_wanted in wanted.items() if is_wanted]
     return Facts(**{name: row for row, name in enumerate(names)})
 
@@ -92,7 +96,7 @@ def _side(
         rows.append(position)
     if facts.segment >= 0:
         rows.append(jnp.where(segments < 0, padding, segments))
-    if facts.chunk >= 0:
+    if call.chunk_size is not None:
         rows.append(position // call.chunk_size)
     batch = max(row.shape[0] for row in rows)
     rows = [jnp.broadcast_to(row, (batch, length)) for row in rows]
@@ -192,7 +196,9 @@ class Tile:
         key = jax.lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0) + (self.i_key * self.block_k + start)
         query = jax.lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1) + self.i_query * self.block_q
         keys = call.key.shape[1]
-        seen = key < (jnp.where(query < call.query.shape[1], keys, 0) if queries_end else jnp.full(query.shape, keys, jnp.int32))
+        seen = key < (
+            jnp.where(query < call.query.shape[1], keys, 0) if queries_end else jnp.full(query.shape, keys, jnp.int32)
+        )
         if facts.position >= 0:
             query, key = self._fact(facts.position, start, shape[0])
         elif call.query_offset:

@@ -1,8 +1,8 @@
 """Which tiles of the score matrix a grid visits, in which order, and how each is treated: one list, read from scalar memory.
 
-A tile is its owner's index (the block whose result it adds to), the index of the other block, and flags, packed into 31 bits. What
-follows from indices alone gives one list, made while tracing; where segments, positions or a mask decide, the list is made on device
-for each batch, with the tiles to visit first and idle repetitions of the last one after them, which copy nothing.
+A tile is its owner's index (the block whose result it adds to), the index of the other block, and flags, packed into 31 bits.
+What follows from indices alone gives one list, made while tracing; where segments, positions or a mask decide, the list is made on
+device for each batch, with the tiles to visit first and idle repetitions of the last one after them, which copy nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ejkernel.operations.flash_attention.interface import FlashAttentionCall, Fl
 from ejkernel.operations.flash_attention.pairs import tile_visibility
 
 WHOLE, PARTIAL, FIRST, LAST = 1, 2, 4, 8
-"""Nothing in the tile is hidden; something may be; the owner's first tile; its last. Neither of the first two: nothing is visible."""
+"""Nothing in the tile is hidden; something may be; the owner's first tile; its last. With neither of two first, all is hidden."""
 MOST_OWNERS, MOST_OTHERS = 1 << 14, 1 << 13
 _OWNER, _OTHER = 17, 4
 _LARGEST = np.int32(2**31 - 1)
