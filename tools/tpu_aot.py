@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--kind", action="append", default=[], help="only this kind, as v6e (repeatable)")
     parser.add_argument("--dtype", action="append", default=[], help="only this dtype (repeatable)")
     parser.add_argument("--case", action="append", default=[], help="only this case (repeatable)")
+    parser.add_argument("--no-vmem", action="store_true", help="do not measure VMEM, which takes several compilations more")
     parser.add_argument("--quick", action="store_true", help="only cases for transforms and benchmarks")
     parser.add_argument(
         "--space", action="store_true", help="every config of the search space, on benchmark and representative cases"
@@ -49,13 +50,15 @@ def _compile_all(arguments: argparse.Namespace) -> int:
     for operation in arguments.operation or operations_of(aot.PLATFORM):
         before = len(rows)
         dtypes, kinds = arguments.dtype or DTYPES, arguments.kind or aot.TOPOLOGIES
-        for row in aot.compiled(operation, _cases(operation, arguments), dtypes, kinds, space=arguments.space):
+        measure = not (arguments.no_vmem or arguments.space)
+        cases = _cases(operation, arguments)
+        for row in aot.compiled(operation, cases, dtypes, kinds, space=arguments.space, measure=measure):
             rows.append(row)
+            if arguments.out:  # after every row: a run takes long
+                arguments.out.write_text(json.dumps(_record(rows), indent=1) + "\n")
             if problem := row.problem():
                 print(problem, flush=True)
         print(f"{operation}: {len(rows) - before} tried", flush=True)
-        if arguments.out:  # after every operation: a run takes long
-            arguments.out.write_text(json.dumps(_record(rows), indent=1) + "\n")
     print(*aot.summary(rows), sep="\n")
     failed = sum(bool(row.failed) for row in rows)
     print(f"{len(rows)} tried, {failed} failed")

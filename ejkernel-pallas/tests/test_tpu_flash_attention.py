@@ -230,6 +230,30 @@ def test_public_function_lowers_for_tpu():
     assert "ejkernel.flash_attention[pallas.tpu]" in text
 
 
+def test_shard_map_checks_varying_axes():
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    query = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16)
+    segments = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+    bias = jax.ShapeDtypeStruct((1, 1, 256, 256), jnp.bfloat16)
+    sinks = jax.ShapeDtypeStruct((2,), jnp.bfloat16)
+
+    def gradients(query, bias, sinks, segments):
+        def loss(query, bias, sinks):
+            options = {"mask_info": ejkernel.MaskInfo.from_segments(segments), "causal": True, "platform": "pallas"}
+            out = ejkernel.flash_attention(query, query, query, bias, softmax_aux=sinks, **options)
+            return out.astype(jnp.float32).sum()
+
+        return jax.grad(loss, (0, 1, 2))(query, bias, sinks)
+
+    replicated = jax.sharding.PartitionSpec()
+    specs = (spec, replicated, replicated, spec)
+    sharded = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=(spec, replicated, replicated))
+    with ejkernel.use(target=V6E):
+        text = jax.jit(sharded).trace(query, bias, sinks, segments).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("stablehlo.custom_call @tpu_custom_call") == 4
+
+
 @functools.cache
 def _every_target():
     return [Target("tpu", kind) for kind in ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x", "a new kind")]

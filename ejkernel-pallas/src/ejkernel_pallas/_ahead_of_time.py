@@ -229,13 +229,19 @@ def _first_lines(error: Exception) -> str:
 
 
 def compiled(
-    operation: str, cases: Iterable[Case], dtypes: Iterable[str], kinds: Iterable[str], *, space: bool = False
+    operation: str,
+    cases: Iterable[Case],
+    dtypes: Iterable[str],
+    kinds: Iterable[str],
+    *,
+    space: bool = False,
+    measure: bool = True,
 ) -> Iterator[Row]:
-    """Compile both phases of every case in every dtype for every kind. VMEM is measured on benchmarks, with the heuristic's config."""
+    """Compile both phases of every case in every dtype for every kind. With `measure`, VMEM is measured on benchmark cases."""
     phases: tuple[Phase, ...] = ("forward", "backward")
     for case, dtype, phase, kind in itertools.product(cases, dtypes, phases, kinds):
-        measure = "bench" in case.tags and not space
-        yield from Problem(operation, case, dtype, phase, kind).rows(space=space, measure=measure)
+        wanted = measure and "bench" in case.tags
+        yield from Problem(operation, case, dtype, phase, kind).rows(space=space, measure=wanted)
 
 
 def summary(rows: Iterable[Row]) -> list[str]:

@@ -9,8 +9,6 @@ from ejkernel_pallas.tpu.flash_attention import config, tiles
 DTYPES = ("float32", "bfloat16")
 FARTHEST_OFFSET = 2**29
 """Positions are counted in 32 bits."""
-MOST_TILES = 1 << 17
-"""Entries of the lists that a grid follows: half of a core's scalar memory."""
 
 
 def supports(call: FlashAttentionCall, target: Target) -> str | None:
@@ -30,8 +28,8 @@ def supports(call: FlashAttentionCall, target: Target) -> str | None:
         return f"dropout_prob is {call.dropout_rate}, the kernels have no dropout"
     if not call.normalize_output:
         return "normalize_output=False: the gradient needs each row's largest logit, which is not kept"
-    if 0 in (call.query.shape[2], call.query.shape[3]):
-        return f"query has shape {call.query.shape}, needs heads and a head size above 0"
+    if 0 in (*call.query.shape[2:], call.value.shape[3]):
+        return f"query has shape {call.query.shape} and value {call.value.shape}, needs heads and head sizes above 0"
     if abs(call.query_offset) > FARTHEST_OFFSET:
         return f"query_offset {call.query_offset} is beyond {FARTHEST_OFFSET}"
     excess = config.fits_smallest(call, target)
@@ -49,13 +47,7 @@ def _too_long(call: FlashAttentionCall, target: Target) -> str | None:
     queries, keys = call.query.shape[1], call.key.shape[1]
     if max(queries, keys) > most:
         return f"{max(queries, keys)} tokens are more than {most}"
-    forward, backward = config.forward_heuristic(call, target), config.backward_heuristic(call, target)
-    blocks = (
-        (forward.block_q, forward.block_k, False),
-        (backward.query_block_q, backward.query_block_k, False),
-        (backward.key_block_q, backward.key_block_k, True),
-    )
-    longest = max(tiles.list_length(call, q, k, by_key=by_key) for q, k, by_key in blocks)
-    if longest > MOST_TILES:
-        return f"the lists of visible tiles have {longest} entries, scalar memory has room for {MOST_TILES}"
+    longest = config.longest_list(call, config.forward_heuristic(call, target), config.backward_heuristic(call, target))
+    if longest > config.MOST_TILES:
+        return f"the lists of visible tiles have {longest} entries, scalar memory has room for {config.MOST_TILES}"
     return None

@@ -10,6 +10,7 @@ from typing import Any
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_pallas.tpu._vmem import LANES, block_bytes, buffered_bytes, memory_of
+from ejkernel_pallas.tpu.flash_attention.tiles import list_length
 
 SMALLEST = LANES
 """Queries and keys are lanes somewhere."""
@@ -21,6 +22,9 @@ _SCORES = 5
 _BACKWARD_SCORES = 7
 _NARROW = 1024
 """Within a window of so many keys large tiles are mostly hidden."""
+
+MOST_TILES = 1 << 17
+"""Entries of the lists that a grid follows: half of a core's scalar memory."""
 
 Tile = tuple[int, int]
 """Queries and keys."""
@@ -88,7 +92,8 @@ class _Model:
         return self._backward(block_q, block_k, block_k, self.size + self.value_size)
 
     def by_query(self, block_q: int, block_k: int) -> int:
-        return self._backward(block_q, block_k, block_q, self.size)
+        bias = 0 if self.call.bias is None else 3 * 4 * block_q * block_k
+        return self._backward(block_q, block_k, block_q, self.size) + bias
 
     def _backward(self, block_q: int, block_k: int, own: int, width: int) -> int:
         d = self.dtype
@@ -157,7 +162,7 @@ def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfi
         for part in (256, 512, 1024):
             if block_k % part == 0 and model.forward(block_q, block_k, part) <= model.limit:
                 found.append(ForwardConfig(block_q, block_k, part))
-    return list(dict.fromkeys(found))
+    return [config for config in dict.fromkeys(found) if longest_list(call, config, None) <= MOST_TILES]
 
 
 def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConfig:
@@ -179,7 +184,18 @@ def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardCon
             found.append(dataclasses.replace(best, key_block_q=block_q, key_block_k=block_k))
         if model.by_query(block_q, block_k) <= model.limit:
             found.append(dataclasses.replace(best, query_block_q=block_q, query_block_k=block_k))
-    return list(dict.fromkeys(found))
+    return [config for config in dict.fromkeys(found) if longest_list(call, None, config) <= MOST_TILES]
+
+
+def longest_list(call: FlashAttentionCall, forward: ForwardConfig | None, backward: BackwardConfig | None) -> int:
+    """Entries of the longest list of tiles that these configs follow."""
+    lengths: list[int] = []
+    if forward is not None:
+        lengths.append(list_length(call, forward.block_q, forward.block_k))
+    if backward is not None:
+        lengths.append(list_length(call, backward.query_block_q, backward.query_block_k))
+        lengths.append(list_length(call, backward.key_block_q, backward.key_block_k, by_key=True))
+    return max(lengths)
 
 
 def forward_bytes(call: FlashAttentionCall, target: Target, config: ForwardConfig) -> int:
