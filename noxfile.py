@@ -235,6 +235,36 @@ def triton_aot(session: nox.Session) -> None:
     session.run(*command, env={"JAX_PLATFORMS": "cpu"}, external=True)
 
 
+LIBTPU = "libtpu==0.0.52"
+"""The TPU's compiler, 130 MB to download; it needs no TPU."""
+
+
+@nox.session(python=False)
+def tpu_aot(session: nox.Session) -> None:
+    """Every TPU kernel compiled for v5e, v5p, v6e and 7x on a machine without a TPU; `-- --space` for every config too.
+
+    In an environment of its own. Fails where one does not compile; keeps a record in tpu_aot.json. Then the tests that compare
+    what configs count in VMEM with what the compiler counts.
+    """
+    path, (python, jax) = ROOT / ".nox" / "tpu", MAIN
+    command = interpreter(python)
+    if command is None:
+        session.skip(f"python{python} is not found; put it on PATH")
+    executable, stamp = path / "bin" / "python", path / "ejkernel-stamp"
+    packages = ("ejkernel-core", "ejkernel-xla", "ejkernel-pallas")
+    declared = [(ROOT / name / "pyproject.toml").read_text() for name in packages]
+    wanted = hashlib.sha256("\0".join((jax, LIBTPU, *declared)).encode()).hexdigest()
+    if not stamp.exists() or stamp.read_text() != wanted:
+        session.run(command, "-m", "venv", "--clear", str(path), external=True)
+        editable = [argument for name in packages for argument in ("--editable", _with_extras(name))]
+        session.run(*pip(executable), "install", f"jax=={jax}", LIBTPU, *editable, external=True)
+        stamp.write_text(wanted)
+    out = RESULTS / "tpu_aot.json"
+    session.run(str(executable), "tools/tpu_aot.py", "--out", str(out), *session.posargs, external=True)
+    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "ejkernel-pallas/tests/test_ahead_of_time.py")
+    session.run(str(executable), *tests, env={"JAX_PLATFORMS": "cpu"}, external=True)
+
+
 @nox.session(python=False)
 def docs(session: nox.Session) -> None:
     """The code in README, pages and docstrings."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
 
+_TPU = ("flash_attention", "grouped_matmul", "rms_norm")
+_PHASES: tuple[Phase, ...] = ("forward", "backward")
+
 
 def _tpu(operation: str, phase: Phase) -> Implementation:
     """One phase of an operation on TPU: `tpu/<operation>/{kernel,capability,config}.py`."""
@@ -25,7 +28,5 @@ def ejkernel_plugin() -> Plugin:
         name="pallas",
         api_level=API_LEVEL,
         summary="Pallas kernels: TPU through Mosaic",
-        implementations=tuple(
-            _tpu(name, phase) for name in ("grouped_matmul", "rms_norm") for phase in ("forward", "backward")
-        ),
+        implementations=tuple(_tpu(operation, phase) for operation in _TPU for phase in _PHASES),
     )

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from ejkernel import _dispatch, _policy
 from ejkernel._arrays import has_gradient, named
@@ -21,6 +20,7 @@ from ejkernel.operation import Request
 from ejkernel.operations import get_operation
 from ejkernel.operations._case import Case
 from ejkernel.plugin import Target
+from ejkernel.testing.shapes import shapes_of
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._jax_triton import standing_in
 from ejkernel_triton.testing import Compilation, Recorder, resources
@@ -126,19 +126,6 @@ class Row:
         return None
 
 
-class _Zeros(np.random.Generator):
-    """A generator whose floats are zeros, for arrays of which only the shapes are wanted."""
-
-    def __init__(self) -> None:
-        super().__init__(np.random.PCG64(0))
-
-    def standard_normal(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:  # pyright: ignore
-        return np.zeros(() if size is None else size, dtype)
-
-    def normal(self, loc: Any = 0.0, scale: Any = 1.0, size: Any = None) -> Any:  # pyright: ignore
-        return self.standard_normal(size)
-
-
 def target_of(capability: int) -> Target:
     """A GPU with a compute capability that is written as 90 for 9.0; of a kind for which tuning tables are made."""
     return Target("gpu", _KINDS.get(capability, ""), f"{capability // 10}.{capability % 10}")
@@ -151,11 +138,7 @@ def recorded(
 
     Nothing for a problem that is refused.
     """
-
-    def described(value: Any) -> Any:
-        return jax.ShapeDtypeStruct(value.shape, dtype if value.dtype == np.float32 else value.dtype)
-
-    arrays = jax.tree.map(described, dict(case.arrays(_Zeros())))
+    arrays = shapes_of(case, dtype)
     decisions: list[_dispatch.Decision] = []
     run = _Run(operation, case.options, target)
     jax.eval_shape(lambda arrays: decisions.extend(run.decisions(arrays)), arrays)

@@ -84,12 +84,10 @@ def _from_cases(
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     import importlib
 
-    import jax
-    import numpy as np
-
     from ejkernel.bench import Settings
     from ejkernel.errors import invalid, suggestion
     from ejkernel.operations import get_operation
+    from ejkernel.testing.shapes import shapes_of
 
     get_operation(operation)
     Settings(dtypes=tuple(dtypes))  # knows the dtypes of cases
@@ -98,19 +96,8 @@ def _from_cases(
     for pattern, matching in names.items():
         if not matching:
             raise invalid("--case", repr(pattern), f"one of {', '.join(cases)}" + suggestion(pattern, cases))
-    found = []
-    for name in dict.fromkeys(name for matching in names.values() for name in matching):
-        arrays = dict(cases[name].arrays(np.random.default_rng(0)))
-        for dtype in dtypes:
-            found.append((jax.tree.map(lambda array, dtype=dtype: _spec(array, dtype), arrays), cases[name].options))
-    return found
-
-
-def _spec(array: Any, dtype: str) -> Any:
-    """What an array of a case is in a dtype; only float32 ones have a choice."""
-    import jax
-
-    return jax.ShapeDtypeStruct(array.shape, dtype if array.dtype == "float32" else array.dtype)
+    chosen = dict.fromkeys(name for matching in names.values() for name in matching)
+    return [(shapes_of(cases[name], dtype), cases[name].options) for name in chosen for dtype in dtypes]
 
 
 def _from_file(path: Path, operation: str) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:

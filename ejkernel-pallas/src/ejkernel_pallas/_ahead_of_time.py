@@ -1,0 +1,261 @@
+"""Every TPU kernel compiled by the TPU's own compiler on a machine without a TPU: whether it compiles, and what it takes.
+
+Needs `libtpu`. Each phase of a problem is judged, configured and compiled as dispatch would do it for that kind of TPU. The
+compiler says how much VMEM a kernel needs only when it refuses one, so that each is compiled once more with too little.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib.util
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+
+from ejkernel import _dispatch, _policy
+from ejkernel._arrays import has_gradient, named
+from ejkernel._records import resolve
+from ejkernel._target import building_for
+from ejkernel.operation import Request
+from ejkernel.operations import get_operation
+from ejkernel.operations._case import Case
+from ejkernel.plugin import Phase, Target
+from ejkernel.testing.shapes import shapes_of
+from ejkernel_pallas._call import LITTLE_VMEM, with_vmem_limits
+
+PLATFORM = "pallas"
+TOPOLOGIES: Mapping[str, str] = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
+"""The smallest of each kind that the compiler knows."""
+
+_NEEDS = re.compile(r"stack for %?([\w.-]+?)(?:\.\d+)? =.*?Scoped allocation with size ([\d.]+)([KMG]?)", re.DOTALL)
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_SCOPED_LIMIT = "xla_tpu_scoped_vmem_limit_kib"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One phase of one problem, compiled once.
+
+    Attributes:
+        operation: whose it is.
+        case: the problem.
+        dtype: of that problem's floats.
+        phase: forward or backward.
+        kind: what it was compiled for, e.g. `v6e`.
+        config: the config that was tried; empty for the heuristic's.
+        refused: why the call is refused; empty if it is not.
+        failed: what the compiler said; empty if it compiled.
+        seconds: that compiling took.
+        code: bytes of the program.
+        temporary: bytes of device memory beside inputs and results.
+        vmem: kernel -> bytes of VMEM, as the compiler counts them; empty where that was not asked.
+        flops, accessed, optimal_seconds: XLA's estimates, in which it counts a kernel by what the kernel says of itself.
+    """
+
+    operation: str
+    case: str
+    dtype: str
+    phase: str
+    kind: str
+    config: str = ""
+    refused: str = ""
+    failed: str = ""
+    seconds: float = 0.0
+    code: int = 0
+    temporary: int = 0
+    vmem: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    flops: float | None = None
+    accessed: float | None = None
+    optimal_seconds: float | None = None
+
+    def problem(self) -> str | None:
+        """What went wrong; None if nothing did. A refusal is no failure."""
+        if not self.failed:
+            return None
+        where = f"{self.operation} {self.phase} for {self.kind} ({self.case}, {self.dtype}, {self.config or 'heuristic'})"
+        return f"{where}: {self.failed}"
+
+
+def unavailable() -> str | None:
+    """Why nothing can be compiled here; None if it can."""
+    return None if importlib.util.find_spec("libtpu") else "libtpu is not installed: pip install libtpu"
+
+
+def device_of(kind: str) -> Any:
+    """A device that is not there. Nothing is asked of a machine's metadata server, and others may use libtpu as well."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[kind]).devices[0]
+
+
+def compile_for(device: Any, function: Callable[..., Any], *arguments: Any, options: Mapping[str, str] | None = None) -> Any:
+    """Compile a function of arrays, given as shapes and dtypes, for that device."""
+    placed = SingleDeviceSharding(device)
+    arguments = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed), arguments)
+    mesh = AbstractMesh((1,), ("device",), abstract_device=AbstractDevice(device.device_kind, 1, "tpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        # A function of its own each time: nothing traced under other settings is used again. Arrays of size 0 are not used.
+        lowered = (
+            jax.jit(lambda *arrays: function(*arrays), keep_unused=True).trace(*arguments).lower(lowering_platforms=("tpu",))
+        )
+        return lowered.compile(compiler_options=dict(options or {}))
+
+
+def vmem_of(device: Any, function: Callable[..., Any], *arguments: Any) -> dict[str, int]:
+    """Bytes of VMEM that each kernel of a function needs, as the compiler counts them.
+
+    It complains of the first allocation beyond the limit, so every kernel's limit is raised to what was missed until all compile.
+    Kernels that are built without `compiler_params` take the limit as an option of the whole program; only the first is found.
+    """
+    found: dict[str, int] = {}
+    for options in ({}, {_SCOPED_LIMIT: str(LITTLE_VMEM >> 10)}):
+        while (complaint := _complaint(device, function, arguments, found, options)) is not None:
+            name, size = complaint
+            if size <= found.get(name, 0) or (options and found):
+                return {**found, name: max(size, found.get(name, 0))}
+            found[name] = size
+        if found:
+            break
+    return found
+
+
+def _complaint(
+    device: Any, function: Callable[..., Any], arguments: Any, limits: Mapping[str, int], options: Mapping[str, str]
+) -> tuple[str, int] | None:
+    """The kernel of which the compiler says that it needs more, and how much; None if it says no such thing."""
+    try:
+        with with_vmem_limits(limits):
+            compile_for(device, function, *arguments, options=options)
+    except jax.errors.JaxRuntimeError as error:
+        complaint = _NEEDS.search(str(error))
+        if complaint is not None:  # the size is printed with three digits
+            return complaint[1], int(float(complaint[2]) * 1.005 * _UNITS[complaint[3]])
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One phase of a case in a dtype, on a kind of TPU."""
+
+    operation: str
+    case: Case
+    dtype: str
+    phase: Phase
+    kind: str
+
+    def bound(self) -> tuple[Any, Any]:
+        """The canonical call, and its arrays as shapes and dtypes."""
+        calls: list[Any] = []
+
+        def bind(arrays: Mapping[str, Any]) -> Any:
+            bound = get_operation(self.operation).canonicalise(**arrays, **self.case.options)
+            calls.append(bound.call)
+            return bound.inputs
+
+        return jax.eval_shape(bind, shapes_of(self.case, self.dtype)), calls[0]
+
+    def rows(self, *, space: bool = False, measure: bool = True) -> Iterator[Row]:
+        """The heuristic's config, or every one of the search space."""
+        row = Row(self.operation, self.case.name, self.dtype, self.phase, self.kind)
+        inputs, call = self.bound()
+        owner, device = get_operation(self.operation), device_of(self.kind)
+        target = Target("tpu", device.device_kind)
+        call = dataclasses.replace(call, save_residuals=True)
+        decision = _dispatch.decide(Request(owner, call, target, _policy.for_call(self.operation, PLATFORM)), self.phase)
+        if decision.chosen is None or decision.chosen.platform != PLATFORM:
+            own = [verdict for verdict in decision.verdicts if verdict.candidate.platform == PLATFORM]
+            if own:
+                yield dataclasses.replace(row, refused="; ".join(reason for verdict in own for reason in verdict.reasons))
+            return
+        implementation = decision.chosen.implementation
+        configs = [decision.config]
+        if space and implementation.configs is not None:
+            configs = resolve(implementation.configs).search_space(call, target)
+        arguments = (inputs,) if self.phase == "forward" else (inputs, *_outputs(owner, call))
+        for config in configs:
+            run = _on(target, resolve(implementation.target), call, config)
+            yield _compiled(
+                dataclasses.replace(row, config=str(config) if space else ""), device, run, arguments, measure=measure
+            )
+
+
+def _outputs(owner: Any, call: Any) -> tuple[Any, Any]:
+    """Outputs and cotangents as shapes and dtypes."""
+    outputs = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), owner.output_specs(call))
+    public = owner.public(call)
+    kept = {name: value if name in public and has_gradient(value) else None for name, value in named(outputs)}
+    return outputs, outputs._replace(**kept)
+
+
+def _on(target: Target, function: Callable[..., Any], call: Any, config: Any) -> Callable[..., Any]:
+    def run(*arrays: Any) -> Any:
+        with building_for(target):
+            return function(call, *arrays, config)
+
+    return run
+
+
+def _compiled(row: Row, device: Any, run: Callable[..., Any], arguments: Any, *, measure: bool) -> Row:
+    started = time.perf_counter()
+    try:
+        program = compile_for(device, run, *arguments)
+    except Exception as error:  # noqa: BLE001 - whatever lowering or the compiler raises is the finding
+        return dataclasses.replace(row, failed=_first_lines(error))
+    taken = round(time.perf_counter() - started, 2)
+    memory, cost = program.memory_analysis(), program.cost_analysis() or {}
+    return dataclasses.replace(
+        row,
+        seconds=taken,
+        code=memory.generated_code_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+        vmem=vmem_of(device, run, *arguments) if measure else {},
+        flops=cost.get("flops"),
+        accessed=cost.get("bytes accessed"),
+        optimal_seconds=cost.get("optimal_seconds"),
+    )
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:4])[:600]}"
+
+
+def compiled(
+    operation: str,
+    cases: Iterable[Case],
+    dtypes: Iterable[str],
+    kinds: Iterable[str],
+    *,
+    space: bool = False,
+    measure: bool = True,
+) -> Iterator[Row]:
+    """Compile both phases of every case in every dtype for every kind. With `measure`, VMEM is measured on benchmark cases."""
+    phases: tuple[Phase, ...] = ("forward", "backward")
+    for case, dtype, phase, kind in itertools.product(cases, dtypes, phases, kinds):
+        wanted = measure and "bench" in case.tags
+        yield from Problem(operation, case, dtype, phase, kind).rows(space=space, measure=wanted)
+
+
+def summary(rows: Iterable[Row]) -> list[str]:
+    """A line per operation, phase and kind: how many compiled, failed, were refused, and the most of what they take."""
+    groups: dict[tuple[str, str, str], list[Row]] = collections.defaultdict(list)
+    for row in rows:
+        groups[row.operation, row.phase, row.kind].append(row)
+    lines = [
+        f"{'operation':24} {'phase':9} {'kind':5} {'compiled':>8} {'failed':>6} {'refused':>7} {'VMEM KiB':>9} {'seconds':>8}"
+    ]
+    for (operation, phase, kind), members in groups.items():
+        failed, refused = sum(bool(row.failed) for row in members), sum(bool(row.refused) for row in members)
+        vmem = max((size for row in members for size in row.vmem.values()), default=0) >> 10
+        seconds = max(row.seconds for row in members)
+        done = len(members) - failed - refused
+        lines.append(f"{operation:24} {phase:9} {kind:5} {done:8} {failed:6} {refused:7} {vmem:9} {seconds:8.1f}")
+    return lines

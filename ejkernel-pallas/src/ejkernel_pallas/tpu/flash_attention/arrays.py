@@ -1,0 +1,123 @@
+"""Operands of the attention kernels: the form in which they lie in memory, and the blocks that a grid reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
+from ejkernel_pallas.tpu.flash_attention import tiles as lists
+from ejkernel_pallas.tpu.flash_attention.scores import FACTS, Scores, Tile, fact_arrays, facts_of
+
+
+def padded_length(length: int, block: int) -> int:
+    return lists.blocks(length, block) * block
+
+
+def turned(array: Any, length: int) -> Any:
+    """`[b, t, h, d]` as `[b, h, d, length]`, zeros past the end."""
+    return jnp.pad(jnp.transpose(array, (0, 2, 3, 1)), ((0, 0), (0, 0), (0, 0), (0, length - array.shape[1])))
+
+
+def with_tokens_as_rows(array: Any, length: int) -> Any:
+    """`[b, t, h, d]` as `[b, h, length, d]`, zeros past the end."""
+    return jnp.pad(jnp.transpose(array, (0, 2, 1, 3)), ((0, 0), (0, 0), (0, length - array.shape[1]), (0, 0)))
+
+
+def hides(call: FlashAttentionCall) -> bool:
+    """Whether some pair may be hidden."""
+    elementwise = call.bias is not None or call.mask is not None or call.query_segments is not None
+    return elementwise or call.causal or call.window is not None or call.chunk_size is not None
+
+
+def finite(array: Any) -> Any:
+    return jnp.where(jnp.isfinite(array), array, jnp.zeros((), array.dtype))
+
+
+def clean(call: FlashAttentionCall, key: Any, value: Any) -> tuple[Any, Any]:
+    """Keys and values for a product over all keys, hidden ones with weight 0: values are made finite, and NaN in a key's logits,
+    which a rule can hide, stands for what was not."""
+    if not hides(call):
+        return key, value
+    bad = ~jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
+    return jnp.where(bad, jnp.asarray(jnp.nan, key.dtype), key), finite(value)
+
+
+Place = Callable[[tuple[Any, ...]], tuple[Any, Any, Any, Any]]
+"""Batch, query head, block of queries and block of keys at a place of a grid, from the arguments of an index map."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What beside query, key and value a tile needs: facts about tokens, bias, mask.
+
+    Attributes:
+        call, inputs: whose they are.
+        tiles: the list that the grid follows.
+        rows, columns: lengths after padding.
+        block_q, block_k: sizes of a tile.
+    """
+
+    call: FlashAttentionCall
+    inputs: FlashAttentionInputs
+    tiles: lists.Tiles | None
+    rows: int
+    columns: int
+    block_q: int
+    block_k: int
+
+    def places(self, head: Callable[..., Any], *, axes: int = 3, by_key: bool = False) -> Place:
+        """For a grid of so many axes (batches, heads, the list's steps): the tile of a place. `head` is the query head there."""
+        tiles = self.tiles
+        assert tiles is not None
+
+        def where(place: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
+            grid, r_tiles = place[:axes], place[axes]
+            packed = tiles.at(r_tiles, grid[0], grid[2])
+            own, other = lists.owner_of(packed), lists.other_of(packed)
+            return grid[0], head(*grid), other if by_key else own, own if by_key else other
+
+        return where
+
+    def tile(self, i_query: Any, i_key: Any, extras: list[Any]) -> Tile:
+        """What a kernel knows of its tile, `extras` as from `split`."""
+        return Tile(self.call, i_query, i_key, self.block_q, self.block_k, *extras)
+
+    def described(self, where: Place) -> tuple[list[Any], list[pl.BlockSpec]]:
+        """Facts, bias and mask, those that there are, and their blocks."""
+        arrays: list[Any] = list(fact_arrays(self.call, self.inputs, self.rows, self.columns))
+        specs = [
+            pl.BlockSpec((None, FACTS, block), self._fact_place(where, which, array.shape[0] > 1))
+            for which, block, array in zip((2, 3), (self.block_q, self.block_k), arrays, strict=False)
+        ]
+        for name in ("bias", "mask"):
+            spec = getattr(self.call, name)
+            if spec is not None:
+                scores = Scores.of(spec)
+                arrays.append(scores.stored(getattr(self.inputs, name), self.rows, self.columns))
+                specs.append(
+                    pl.BlockSpec(
+                        (None, None, *scores.block(self.block_q, self.block_k)),
+                        lambda *place, scores=scores: scores.place(*where(place)),
+                    )
+                )
+        return arrays, specs
+
+    def _fact_place(self, where: Place, which: int, batched: bool) -> Any:
+        def place(*grid: Any) -> tuple[Any, int, Any]:
+            found = where(grid)
+            return (found[0] if batched else 0), 0, found[which]
+
+        return place
+
+    def split(self, refs: tuple[Any, ...], scalars: int, mains: int, results: int) -> tuple[Any, Any, list[Any], Any, Any]:
+        """Scalars, main operands, `[query facts, key facts, bias, mask]` with None for what is absent, results, scratch."""
+        rest = list(refs[scalars + mains :])
+        has_facts = facts_of(self.call).count > 0
+        wanted = (has_facts, has_facts, self.call.bias is not None, self.call.mask is not None)
+        extras = [rest.pop(0) if is_wanted else None for is_wanted in wanted]
+        return refs[:scalars], refs[scalars : scalars + mains], extras, rest[:results], rest[results:]

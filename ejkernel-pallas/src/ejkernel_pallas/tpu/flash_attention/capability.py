@@ -1,0 +1,53 @@
+"""Which calls of `flash_attention` these kernels run."""
+
+from __future__ import annotations
+
+from ejkernel.operations.flash_attention.interface import FlashAttentionCall
+from ejkernel.plugin import Target
+from ejkernel_pallas.tpu.flash_attention import config, tiles
+
+DTYPES = ("float32", "bfloat16")
+FARTHEST_OFFSET = 2**29
+"""Positions are counted in 32 bits."""
+
+
+def supports(call: FlashAttentionCall, target: Target) -> str | None:
+    if target.backend != "tpu":
+        return f"needs a TPU, the target is {target}"
+    for name in ("query", "key", "value", "bias", "sinks"):
+        spec = getattr(call, name)
+        if spec is not None and spec.dtype not in DTYPES:
+            return f"{name} is {spec.dtype}, needs {' or '.join(DTYPES)}"
+    if len({call.query.dtype, call.key.dtype, call.value.dtype}) > 1:
+        return (
+            f"query, key and value are {call.query.dtype}, {call.key.dtype} and {call.value.dtype}; they must be of one dtype"
+        )
+    if call.logits_dtype not in DTYPES:
+        return f"logits_dtype is {call.logits_dtype}, needs {' or '.join(DTYPES)}"
+    if call.dropout_rate:
+        return f"dropout_prob is {call.dropout_rate}, the kernels have no dropout"
+    if not call.normalize_output:
+        return "normalize_output=False: the gradient needs each row's largest logit, which is not kept"
+    if 0 in (*call.query.shape[2:], call.value.shape[3]):
+        return f"query has shape {call.query.shape} and value {call.value.shape}, needs heads and head sizes above 0"
+    if abs(call.query_offset) > FARTHEST_OFFSET:
+        return f"query_offset {call.query_offset} is beyond {FARTHEST_OFFSET}"
+    excess = config.fits_smallest(call, target)
+    if excess:
+        sizes = f"{call.query.shape[3]} and {call.value.shape[3]}"
+        return f"heads of size {sizes} need {excess[0]} bytes of VMEM in the smallest tiles, a kernel has {excess[1]}"
+    return _too_long(call, target)
+
+
+def _too_long(call: FlashAttentionCall, target: Target) -> str | None:
+    """Refuse what needs longer lists than scalar memory holds, or more blocks than an entry can name."""
+    if not call.query.size or not call.key.size:
+        return None
+    most = (tiles.MOST_OTHERS - 1) * config.SMALLEST
+    queries, keys = call.query.shape[1], call.key.shape[1]
+    if max(queries, keys) > most:
+        return f"{max(queries, keys)} tokens are more than {most}"
+    longest = config.longest_list(call, config.forward_heuristic(call, target), config.backward_heuristic(call, target))
+    if longest > config.MOST_TILES:
+        return f"the lists of visible tiles have {longest} entries, scalar memory has room for {config.MOST_TILES}"
+    return None

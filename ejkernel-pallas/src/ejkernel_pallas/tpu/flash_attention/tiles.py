@@ -1,0 +1,208 @@
+"""Which tiles of the score matrix a grid visits, in which order, and how each is treated: one list, read from scalar memory.
+
+A tile is its owner's index (the block whose result it adds to), the index of the other block, and flags, packed into 31 bits.
+What follows from indices alone gives one list, made while tracing; where segments, positions or a mask decide, the list is made on
+device for each batch, with the tiles to visit first and idle repetitions of the last one after them, which copy nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
+from ejkernel.operations.flash_attention.pairs import tile_visibility
+
+WHOLE, PARTIAL, FIRST, LAST = 1, 2, 4, 8
+"""Nothing in the tile is hidden; something may be; the owner's first tile; its last. With neither of two first, all is hidden."""
+MOST_OWNERS, MOST_OTHERS = 1 << 14, 1 << 13
+_OWNER, _OTHER = 17, 4
+_LARGEST = np.int32(2**31 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Attributes:
+    packed: int32 `[lists * length]`.
+    length: tiles of one list.
+    per_batch: whether every batch has its own list.
+    """
+
+    packed: Any
+    length: int
+    per_batch: bool
+
+    def at(self, packed: Any, batch: Any, step: Any) -> Any:
+        """The packed tile of a step, read from the reference that a kernel is given."""
+        return packed[batch * self.length + step if self.per_batch else step]
+
+
+def owner_of(tile: Any) -> Any:
+    return tile >> _OWNER
+
+
+def other_of(tile: Any) -> Any:
+    return (tile >> _OTHER) & (MOST_OTHERS - 1)
+
+
+def blocks(length: int, block: int) -> int:
+    return -(-length // block)
+
+
+def tiles_of(
+    call: FlashAttentionCall, inputs: FlashAttentionInputs | None, block_q: int, block_k: int, *, by_key: bool = False
+) -> Tiles:
+    """The list for owners that are blocks of queries or, with `by_key`, blocks of keys. Every owner has at least one tile."""
+    xp = jnp if _from_arrays(call) else np
+    candidates, every = _index_table(call, block_q, block_k)
+    some = candidates
+    if xp is jnp:
+        assert inputs is not None
+        some, every = _array_table(call, inputs, block_q, block_k)
+    if by_key:
+        candidates, some, every = np.swapaxes(candidates, 1, 2), xp.swapaxes(some, 1, 2), xp.swapaxes(every, 1, 2)
+    owner, other = (index.astype(np.int32) for index in np.nonzero(_with_every_owner(candidates[0])))
+    some, every = some[:, owner, other], every[:, owner, other]
+    if xp is jnp:
+        return _compacted(owner, other, some, every)
+    first, last = _ends(owner, np)
+    return Tiles(_packed(owner, other, _flags(some, every, first, last, np)), len(owner), False)
+
+
+def _from_arrays(call: FlashAttentionCall) -> bool:
+    """Whether arrays decide which tiles are visible."""
+    given = (call.query_positions, call.key_positions, call.query_segments, _shared_mask(call))
+    return any(spec is not None for spec in given)
+
+
+def list_length(call: FlashAttentionCall, block_q: int, block_k: int, *, by_key: bool = False) -> int:
+    """Entries of all lists of a call, without their arrays."""
+    table = _index_table(call, block_q, block_k)[0][0]
+    lists = call.query.shape[0] if _from_arrays(call) else 1
+    return lists * int(_with_every_owner(table.T if by_key else table).sum())
+
+
+def _shared_mask(call: FlashAttentionCall) -> Any:
+    """A dense mask that is the same for all heads: it empties whole tiles."""
+    mask = call.mask
+    return mask if mask is not None and mask.shape[1] == 1 and min(mask.shape[2:]) > 1 else None
+
+
+def _with_every_owner(table: Any) -> Any:
+    """An owner that sees nothing keeps one tile, in which its result is set."""
+    table = table.copy()
+    table[~table.any(1), 0] = True
+    return table
+
+
+def _ends(owner: Any, xp: Any) -> tuple[Any, Any]:
+    """Where an owner's tiles begin and end in lists `[..., length]`."""
+    changes = owner[..., 1:] != owner[..., :-1]
+    edge = xp.ones((*owner.shape[:-1], 1), bool)
+    return xp.concatenate([edge, changes], axis=-1), xp.concatenate([changes, edge], axis=-1)
+
+
+def _flags(some: Any, every: Any, first: Any, last: Any, xp: Any) -> Any:
+    return xp.where(some, xp.where(every, WHOLE, PARTIAL), 0) + FIRST * first + LAST * last
+
+
+def _packed(owner: Any, other: Any, flags: Any) -> Any:
+    return (flags + (owner << _OWNER) + (other << _OTHER)).astype(np.int32).reshape(-1)
+
+
+def _compacted(owner: Any, other: Any, some: Any, every: Any) -> Tiles:
+    """Lists `[b, length]` with the visible tiles in front; an owner without any keeps its first candidate."""
+    length = len(owner)
+    alone = _ends(owner, np)[0] & (_counts(some, owner)[:, owner] == 0)
+    keep = some | alone
+    order = jnp.argsort(~keep, axis=1, stable=True)
+    kept = jnp.sum(keep, axis=1, keepdims=True, dtype=jnp.int32)
+    place = np.arange(length, dtype=np.int32)[None]
+    order = jnp.where(place < kept, order, jnp.take_along_axis(order, kept - 1, axis=1))
+    owners, others = jnp.asarray(owner)[order], jnp.asarray(other)[order]
+    seen, whole = (jnp.take_along_axis(table, order, axis=1) for table in (some, every))
+    first, last = _ends(owners, jnp)
+    flags = _flags(seen, whole, first, last | (place == kept - 1), jnp)
+    return Tiles(_packed(owners, others, jnp.where(place < kept, flags, 0)), length, True)
+
+
+def _counts(some: Any, owner: Any) -> Any:
+    """Visible tiles of every owner, `[lists, owners]`."""
+    return jnp.zeros((some.shape[0], int(owner.max()) + 1), jnp.int32).at[:, owner].add(some.astype(jnp.int32))
+
+
+def _elementwise(call: FlashAttentionCall) -> bool:
+    """Whether every tile needs its entries judged."""
+    return call.bias is not None or call.mask is not None
+
+
+def _complete(call: FlashAttentionCall, block_q: int, block_k: int) -> Any:
+    """Tiles without an end of an array, `[1, nq, nk]`."""
+    ends = []
+    for length, block in ((call.query.shape[1], block_q), (call.key.shape[1], block_k)):
+        ends.append(np.arange(blocks(length, block)) < length // block)
+    return ends[0][None, :, None] & ends[1][None, None] & (not _elementwise(call))
+
+
+def _index_ends(length: int, block: int, offset: int) -> tuple[Any, Any]:
+    start = np.arange(0, length, block, dtype=np.int64)[None]
+    return start + offset, np.minimum(start + block, length) - 1 + offset
+
+
+def _index_table(call: FlashAttentionCall, block_q: int, block_k: int) -> tuple[Any, Any]:
+    """What indices tell: whether a tile may have a visible entry, and only such; `[1, nq, nk]`."""
+    complete = _complete(call, block_q, block_k)
+    if call.query_positions is not None or call.key_positions is not None:
+        return np.ones(complete.shape, bool), np.zeros(complete.shape, bool)
+    q_low, q_high = _index_ends(call.query.shape[1], block_q, call.query_offset)
+    k_low, k_high = _index_ends(call.key.shape[1], block_k, 0)
+    ends = (q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None])
+    some, every = tile_visibility(call, *ends, np)
+    return some, every & complete
+
+
+def _array_table(call: FlashAttentionCall, inputs: FlashAttentionInputs, block_q: int, block_k: int) -> tuple[Any, Any]:
+    """The same from segments, positions and the mask, `[b, nq, nk]`."""
+    batch, queries = call.query.shape[:2]
+    keys = call.key.shape[1]
+    q_low, q_high = _position_ends(inputs.query_positions, queries, block_q, call.query_offset)
+    k_low, k_high = _position_ends(inputs.key_positions, keys, block_k, 0)
+    some, every = tile_visibility(call, q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None], jnp)
+    every = every & _complete(call, block_q, block_k)
+    if inputs.query_segments is not None:
+        own, other = _segment_ends(inputs.query_segments, block_q), _segment_ends(inputs.key_segments, block_k)
+        own, other = tuple(end[:, :, None] for end in own), tuple(end[:, None] for end in other)
+        some = some & (own[0] <= other[1]) & (other[0] <= own[1])
+        every = every & (own[2] == own[1]) & (other[2] == other[1]) & (own[1] == other[1]) & (own[2] >= 0)
+    if _shared_mask(call) is not None:
+        pads = ((0, 0), (0, -queries % block_q), (0, -keys % block_k))
+        parts = jnp.pad(inputs.mask[:, 0], pads).reshape(
+            inputs.mask.shape[0], blocks(queries, block_q), block_q, blocks(keys, block_k), block_k
+        )
+        some = some & jnp.any(parts, axis=(2, 4))
+    shape = (batch, blocks(queries, block_q), blocks(keys, block_k))
+    return jnp.broadcast_to(some, shape), jnp.broadcast_to(every, shape)
+
+
+def _parts(array: Any, block: int, mode: str, **options: Any) -> Any:
+    """`[b, n]` as `[b, blocks, block]`."""
+    padded = jnp.pad(array, ((0, 0), (0, -array.shape[1] % block)), mode=mode, **options)
+    return padded.reshape(array.shape[0], -1, block)
+
+
+def _position_ends(positions: Any, length: int, block: int, offset: int) -> tuple[Any, Any]:
+    """Smallest and largest position of each block, `[b?, blocks]`."""
+    if positions is None:
+        low, high = _index_ends(length, block, offset)
+        return jnp.asarray(low, jnp.int32), jnp.asarray(high, jnp.int32)
+    parts = _parts(positions, block, "edge")
+    return parts.min(-1), parts.max(-1)
+
+
+def _segment_ends(segments: Any, block: int) -> tuple[Any, Any, Any]:
+    """Smallest segment without padding, largest, and smallest with padding, of each block."""
+    parts = _parts(segments, block, "constant", constant_values=-1)
+    return jnp.where(parts < 0, _LARGEST, parts).min(-1), parts.max(-1), parts.min(-1)
