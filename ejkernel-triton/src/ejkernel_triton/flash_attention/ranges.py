@@ -53,8 +53,8 @@ def _tiles(call: FlashAttentionCall, inputs: FlashAttentionInputs, block_q: int,
     return some, every
 
 
-def _complete(length: int, block: int) -> np.ndarray:
-    return np.arange(-(-length // block)) < length // block
+def _complete(length: int, block: int) -> Any:
+    return jnp.arange(-(-length // block)) < length // block
 
 
 def _blocks(array: Any, block: int, mode: str, **options: Any) -> Any:
@@ -66,8 +66,8 @@ def _blocks(array: Any, block: int, mode: str, **options: Any) -> Any:
 def _position_ends(positions: Any, length: int, block: int, offset: int) -> tuple[Any, Any]:
     """Smallest and largest position of each block, `[b?, blocks]`."""
     if positions is None:
-        start = np.arange(0, length, block, dtype=np.int32)[None]
-        return jnp.asarray(start + offset), jnp.asarray(np.minimum(start + block, length) - 1 + offset)
+        start = jnp.arange(0, length, block, dtype=jnp.int32)[None]
+        return start + offset, jnp.minimum(start + block, length) - 1 + offset
     parts = _blocks(positions, block, "edge")
     return parts.min(-1), parts.max(-1)
 
