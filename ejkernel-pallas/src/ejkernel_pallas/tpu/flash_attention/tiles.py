@@ -80,6 +80,8 @@ def _from_arrays(call: FlashAttentionCall) -> bool:
 
 def list_length(call: FlashAttentionCall, block_q: int, block_k: int, *, by_key: bool = False) -> int:
     """Entries of all lists of a call, without their arrays."""
+    if not call.query.size or not call.key.size:
+        return 0
     table = _index_table(call, block_q, block_k)[0][0]
     lists = call.query.shape[0] if _from_arrays(call) else 1
     return lists * int(_with_every_owner(table.T if by_key else table).sum())
