@@ -12,6 +12,7 @@ import pytest
 
 import ejkernel
 from ejkernel import NoKernelError, explain, kernel_registry, use
+from ejkernel._priority import default_order
 from ejkernel.errors import FallbackWarning
 from ejkernel.plugin import Target
 
@@ -267,3 +268,10 @@ def test_misspelled_environment_is_refused_with_its_name():
 def test_use_beats_the_environment(python):
     code = "import ejkernel as e, jax\nwith e.use('xla'):\n    print(e.explain('softmax', jax.numpy.ones(3)).forward.setting)"
     assert python(code, EJKERNEL_PLATFORM="xla").split()[-1] == "use"
+
+
+def test_the_default_order_may_differ_for_a_dtype():
+    assert default_order("grouped_matmul", "gpu", "bfloat16") == {"triton": 10}
+    assert default_order("grouped_matmul", "gpu", "float32") == {}
+    assert default_order("flash_attention", "gpu", "float32") == default_order("flash_attention", "gpu", "float16")
+    assert default_order("no_such_operation", "gpu", "float32") == {}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ejkernel._arrays import ArraySpec, named
 from ejkernel._explain import Decision, Explanation, Verdict
 from ejkernel._partition import MIXED_AXES, Layout, is_mixed, mesh_of, placed_like, run_auto, run_explicit, vary_like
-from ejkernel._priority import DEFAULT_ORDER, UNMEASURED
+from ejkernel._priority import UNMEASURED, default_order
 from ejkernel._records import Candidate, resolve
 from ejkernel._registry import kernel_registry
 from ejkernel._target import building_for
@@ -142,7 +142,8 @@ def _ask_supports(request: Request, implementation: Any) -> tuple[str, str]:
 def _rank(request: Request, candidate: Candidate, wanted: tuple[str, ...], named_by_table: bool) -> tuple[Any, ...]:
     """Smaller is better: the order asked for, then the tuning table, then priority, then the alphabet."""
     place = next((i for i, name in enumerate(wanted) if name in (candidate.platform, candidate.id)), len(wanted))
-    order = DEFAULT_ORDER.get(request.operation.name, {}).get(request.target.backend, {})
+    dtype = next((spec.dtype for spec in vars(request.call).values() if isinstance(spec, ArraySpec)), "")
+    order = default_order(request.operation.name, request.target.backend, dtype)
     priority = candidate.implementation.priority
     if candidate.origin == "registered":
         standing, own = priority, 0

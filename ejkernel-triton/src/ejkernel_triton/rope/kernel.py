@@ -6,7 +6,7 @@ query, key and their gradients again, which is a third more than one kernel for 
 place by place, in a fixed order; where few tokens leave the device idle, several share the batch, and XLA adds their sums.
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 # ruff: noqa: SIM102 - static and dynamic conditions stay apart
 from typing import Any
 

@@ -44,6 +44,14 @@ def torch_peer(problem: BenchProblem, built: Built, sets: Sequence[Any]) -> Prog
     return Program(run, arguments, results, wait, (spent,), _temporary(torch, run, arguments[0]) if on_gpu else None)
 
 
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile` for one size. A function that was compiled eight times in a process would run uncompiled from then on."""
+    import torch
+
+    torch.compiler.reset()
+    return torch.compile(function, dynamic=False)
+
+
 def _tensors(inputs: Any) -> Any:
     """The canonical inputs as tensors that share their memory."""
     import torch

@@ -9,6 +9,7 @@ from typing import Any
 
 from ejkernel.bench._program import Function
 from ejkernel.bench.peers._peer import Built, Peer, beyond
+from ejkernel.bench.peers._torch import compiled
 from ejkernel.bench.peers.jax_attention import window_of
 
 
@@ -50,13 +51,13 @@ def _flex(call: Any, inputs: Any) -> Built | str:
         block_mask = None if mask is None else create_block_mask(mask, B=batch, H=None, **sizes)
         return {"query": x.query, "key": x.key, "value": x.value, "block_mask": block_mask}
 
-    compiled = torch.compile(flex_attention, dynamic=False)
+    flex = compiled(flex_attention)
     grouped = call.query.shape[2] != call.key.shape[2]
     score = None if call.soft_cap is None else capped
 
     def attention(x: Any) -> Mapping[str, Any]:
         heads_first = (array.transpose(1, 2) for array in (x.query, x.key, x.value))
-        out = compiled(*heads_first, score_mod=score, block_mask=x.block_mask, scale=call.scale, enable_gqa=grouped)
+        out = flex(*heads_first, score_mod=score, block_mask=x.block_mask, scale=call.scale, enable_gqa=grouped)
         return {"out": out.transpose(1, 2)}
 
     return Built(attention, prepare)

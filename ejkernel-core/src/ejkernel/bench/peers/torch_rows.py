@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ejkernel.bench._program import Function
 from ejkernel.bench.peers._peer import Built, Peer, beyond
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    import torch
-
-    return torch.compile(function, dynamic=False)
+from ejkernel.bench.peers._torch import compiled
 
 
 def _rms_norm(call: Any, inputs: Any) -> Function | str:
@@ -21,7 +16,7 @@ def _rms_norm(call: Any, inputs: Any) -> Function | str:
         return reason
     from torch.nn.functional import rms_norm
 
-    norm = _compiled(lambda x, scale: rms_norm(x, x.shape[-1:], scale, call.epsilon))
+    norm = compiled(lambda x, scale: rms_norm(x, x.shape[-1:], scale, call.epsilon))
     return lambda x: {"out": norm(x.x, None if x.scale is None else x.scale[0])}
 
 
@@ -31,7 +26,7 @@ def _layer_norm(call: Any, inputs: Any) -> Function | str:
         return reason
     from torch.nn.functional import layer_norm
 
-    norm = _compiled(lambda x, scale, offset: layer_norm(x, x.shape[-1:], scale, offset, call.epsilon))
+    norm = compiled(lambda x, scale, offset: layer_norm(x, x.shape[-1:], scale, offset, call.epsilon))
     return lambda x: {"out": norm(x.x, *(None if one is None else one[0] for one in (x.scale, x.offset)))}
 
 
@@ -41,7 +36,7 @@ def _softmax(call: Any, inputs: Any) -> Function | str:
         return reason
     import torch
 
-    softmax = _compiled(lambda x: torch.softmax(call.scale * x.float(), -1).to(x.dtype))
+    softmax = compiled(lambda x: torch.softmax(call.scale * x.float(), -1).to(x.dtype))
     return lambda x: {"out": softmax(x.x)}
 
 
@@ -51,7 +46,7 @@ def _cross_entropy(call: Any, inputs: Any) -> Built | str:
         return reason
     from torch.nn.functional import cross_entropy
 
-    loss = _compiled(lambda x, targets: cross_entropy(x.float(), targets, ignore_index=-1, reduction="none"))
+    loss = compiled(lambda x, targets: cross_entropy(x.float(), targets, ignore_index=-1, reduction="none"))
 
     def run(x: Any) -> Mapping[str, Any]:
         return {"loss": loss(x.x.flatten(0, -2), x.targets.flatten()).reshape(x.targets.shape)}

@@ -25,7 +25,7 @@ from ejkernel.operations.grouped_matmul.interface import (
     GroupedMatmulInputs,
     GroupedMatmulOutputs,
 )
-from ejkernel_pallas._call import result_like
+from ejkernel_pallas._call import compiler_params, result_like
 from ejkernel_pallas.tpu.grouped_matmul.config import BackwardConfig, Config, Tile, matrices_bytes, rows_bytes, vmem_limit
 from ejkernel_pallas.tpu.grouped_matmul.schedule import Items, has_matrix, matrix_items, row_items
 
@@ -226,7 +226,7 @@ def _run(
         kernel,
         grid_spec=specs,
         out_shape=[result for result, _ in results],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=tuple(semantics), vmem_limit_bytes=vmem_limit(vmem)),
+        compiler_params=compiler_params(name, tuple(semantics), vmem_limit(vmem)),
         name=name,
     )(*items, *(array for array, _ in operands))
 
