@@ -7,6 +7,7 @@ place by place, in a fixed order; where few tokens leave the device idle, severa
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportArgumentType=false
 # ruff: noqa: SIM102 - static and dynamic conditions stay apart
 from typing import Any
 
