@@ -172,14 +172,15 @@ def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
 def conformance(session: nox.Session, platform: str) -> None:
     """The conformance kit on one platform.
 
-    float32 on every case, other dtypes on some; `-- --ejkernel-full` runs everything, `-- --ejkernel-report=FILE` keeps a record.
-    Without their device, triton and pallas run in their interpreters, on one case in four; cuda has none and fails.
+    Numbers of every second case, transforms on those chosen for it; `-- --ejkernel-full` runs everything in every dtype,
+    `-- --ejkernel-report=FILE` keeps a record. Without their device, triton and pallas run in their interpreters, on one case in
+    eight; cuda has none and fails.
     """
     python = main_environment(session)
     own = f"ejkernel-{platform}/tests/test_conformance.py"
     suite = own if (ROOT / own).is_file() else "tests/conformance"
-    sample = ("--ejkernel-sample=4",) if platform in ("triton", "pallas") and not shutil.which("nvidia-smi") else ()
-    extent = () if "--ejkernel-full" in session.posargs else ("--ejkernel-quick", *sample)
+    interpreted = platform in ("triton", "pallas") and not shutil.which("nvidia-smi")
+    extent = () if "--ejkernel-full" in session.posargs else ("--ejkernel-quick", f"--ejkernel-sample={8 if interpreted else 2}")
     arguments = ("-n", "2", "-p", "ejkernel.testing.plugin", f"--ejkernel-platform={platform}", *extent, suite)
     pytest(session, python, *arguments, env=FAST_COMPILATION)
 
