@@ -180,7 +180,9 @@ def conformance(session: nox.Session, platform: str) -> None:
     own = f"ejkernel-{platform}/tests/test_conformance.py"
     suite = own if (ROOT / own).is_file() else "tests/conformance"
     interpreted = platform in ("triton", "pallas") and not shutil.which("nvidia-smi")
-    extent = () if "--ejkernel-full" in session.posargs else ("--ejkernel-quick", f"--ejkernel-sample={8 if interpreted else 2}")
+    extent = (
+        () if "--ejkernel-full" in session.posargs else ("--ejkernel-quick", f"--ejkernel-sample={8 if interpreted else 2}")
+    )
     arguments = ("-n", "2", "-p", "ejkernel.testing.plugin", f"--ejkernel-platform={platform}", *extent, suite)
     pytest(session, python, *arguments, env=FAST_COMPILATION)
 
