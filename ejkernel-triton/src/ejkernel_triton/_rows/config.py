@@ -8,6 +8,7 @@ import itertools
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations._rows.interface import NormCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_triton._blocks import power_of_two
 
 _ROWS = tuple(1 << power for power in range(10))
 _WARPS = (1, 2, 4, 8, 16, 32)
@@ -60,14 +61,9 @@ class BackwardConfig:
     block: int = 0
 
 
-def padded(size: int) -> int:
-    """The next power of two."""
-    return 1 << max(size - 1, 0).bit_length()
-
-
 def padded_width(call: NormCall) -> int:
     """The width of a tile that holds whole rows."""
-    return padded(call.x.shape[-1])
+    return power_of_two(call.x.shape[-1])
 
 
 def warps_for(elements: int, per_thread: int) -> int:

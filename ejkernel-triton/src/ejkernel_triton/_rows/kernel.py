@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 
 from ejkernel.operations._rows.interface import NormCall, NormInputs
+from ejkernel_triton._blocks import power_of_two
 from ejkernel_triton._jax_triton import call_kernel
-from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded, padded_width
+from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded_width
 from ejkernel_triton._rows.meeting import meet, parts_of, patience, widened, words_of
 
 ABSENT, SHARED, PER_BATCH = 0, 1, 2
@@ -425,7 +426,7 @@ def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, c
             grid=rows * parts,
             input_output_aliases={3: 3},
             BLOCK=config.block,
-            PARTS_BLOCK=padded(parts),
+            PARTS_BLOCK=power_of_two(parts),
             PATIENCE=patience(),
             **constants,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import Target
+from ejkernel_triton._blocks import SMALLEST_PRODUCT
 from ejkernel_triton._capability import FLOATS, refusal
 
 WIDEST = 512
@@ -13,7 +14,6 @@ FARTHEST_OFFSET = 2**29
 """Positions are counted in 32 bits; elements in 64."""
 MOST_SINKS = 1024
 MOST_PROGRAMS = 2**31 - 1
-_SMALLEST_BLOCK = 16
 
 
 def supports_forward(call: FlashAttentionCall, target: Target) -> str | None:
@@ -25,7 +25,7 @@ def supports_backward(call: FlashAttentionCall, target: Target) -> str | None:
     if problem or call.bias is None:
         return problem
     batch, heads, queries, keys = call.bias.shape
-    programs = batch * heads * -(-queries // _SMALLEST_BLOCK) * -(-keys // _SMALLEST_BLOCK)
+    programs = batch * heads * -(-queries // SMALLEST_PRODUCT) * -(-keys // SMALLEST_PRODUCT)
     if programs > MOST_PROGRAMS:
         return f"the gradient of a bias of shape {call.bias.shape} may need {programs} programs, more than {MOST_PROGRAMS}"
     return None
@@ -47,7 +47,7 @@ def _refusal(call: FlashAttentionCall, target: Target) -> str | None:
         return f"query_offset {call.query_offset} is beyond {FARTHEST_OFFSET}"
     if call.sinks is not None and call.sinks.shape[2] > MOST_SINKS:
         return f"{call.sinks.shape[2]} sinks per head are more than {MOST_SINKS}"
-    programs = batch * heads * -(-max(queries, keys) // _SMALLEST_BLOCK)
+    programs = batch * heads * -(-max(queries, keys) // SMALLEST_PRODUCT)
     if programs > MOST_PROGRAMS:
         return f"{batch} x {heads} heads of {max(queries, keys)} tokens may need {programs} programs, more than {MOST_PROGRAMS}"
     return None

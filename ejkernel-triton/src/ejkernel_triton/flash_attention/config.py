@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_triton._blocks import product_block
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton.flash_attention.rules import product_of
 
-_SMALLEST = 16
-"""Tensor cores multiply no smaller tiles."""
 _NARROW = 256
 """Within a window of so many keys a block meets a few tiles only, and a short pipeline starts faster."""
 
@@ -96,16 +95,11 @@ _QUERY = (
 )
 
 
-def power_of_two(size: int) -> int:
-    """The smallest block that holds so many elements."""
-    return max(_SMALLEST, 1 << max(size - 1, 0).bit_length())
-
-
 class _Model:
     """What a tile costs in shared memory and registers, and what is known of the call."""
 
     def __init__(self, call: FlashAttentionCall, target: Target) -> None:
-        self.size, self.value_size = power_of_two(call.query.shape[3]), power_of_two(call.value.shape[3])
+        self.size, self.value_size = product_block(call.query.shape[3]), product_block(call.value.shape[3])
         self.product = product_of(call)
         self.wide = call.query.dtype == "float32"
         self.parts = self.product == "parts"
@@ -209,7 +203,7 @@ def _first(tiles: Iterable[Tile], fits: Callable[[Tile], bool], own: int, other:
 
 def _cut(tile: Tile, own: int, other: int) -> Tile:
     block_own, block_other, warps, stages = tile
-    block_own, block_other = min(block_own, power_of_two(own)), min(block_other, power_of_two(other))
+    block_own, block_other = min(block_own, product_block(own)), min(block_other, product_block(other))
     return block_own, block_other, warps if block_own == tile[0] else min(warps, 4), stages
 
 

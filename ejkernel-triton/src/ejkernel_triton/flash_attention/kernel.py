@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from ejkernel.operation import vary_like
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
+from ejkernel_triton._blocks import product_block
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.flash_attention.backward import bias_gradient_kernel, key_gradient_kernel, query_gradient_kernel
-from ejkernel_triton.flash_attention.config import BackwardConfig, ForwardConfig, power_of_two
+from ejkernel_triton.flash_attention.config import BackwardConfig, ForwardConfig
 from ejkernel_triton.flash_attention.forward import forward_kernel
 from ejkernel_triton.flash_attention.parts import in_parts
 from ejkernel_triton.flash_attention.ranges import ranges
@@ -130,8 +131,8 @@ def _attend(
         R=rules,
         BLOCK_Q=config.block_q,
         BLOCK_K=config.block_k,
-        BLOCK_D=power_of_two(size),
-        BLOCK_V=power_of_two(rules.value_size),
+        BLOCK_D=product_block(size),
+        BLOCK_V=product_block(rules.value_size),
         BLOCK_N=1 << max(rules.sinks - 1, 0).bit_length(),
         SAVE_LSE=save_lse,
         SAVE_MAXIMUM=save_maximum,
@@ -260,5 +261,5 @@ def _bias_gradient(call: FlashAttentionCall, inputs: FlashAttentionInputs, rows:
 
 
 def _blocks(call: FlashAttentionCall, rules: Rules, block_q: int, block_k: int) -> dict[str, Any]:
-    sizes = (power_of_two(array.shape[3]) for array in (call.query, call.value))
+    sizes = (product_block(array.shape[3]) for array in (call.query, call.value))
     return {"R": rules, "BLOCK_Q": block_q, "BLOCK_K": block_k, **dict(zip(("BLOCK_D", "BLOCK_V"), sizes, strict=True))}

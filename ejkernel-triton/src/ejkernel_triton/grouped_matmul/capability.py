@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import Target
+from ejkernel_triton._blocks import SMALLEST_PRODUCT
 from ejkernel_triton._capability import FLOATS, refusal
 from ejkernel_triton._pages import STORED, e4m3_problem
 
@@ -11,8 +12,6 @@ MOST = 2**31 - 2**16
 """Rows, elements of a matrix, tiles and programs are counted in 32 bits; elements of whole arrays in 64."""
 WIDEST = 2**23
 """Of a row: a tile of 128 rows is addressed in 32 bits."""
-_SMALLEST = 16
-"""Rows and columns of the smallest tile."""
 
 
 def supports_forward(call: GroupedMatmulCall, target: Target) -> str | None:
@@ -33,9 +32,11 @@ def _refusal(call: GroupedMatmulCall, target: Target) -> str | None:
             return f"{name} = {width} is above {WIDEST}, the widest row that a tile addresses"
     if inner * columns > MOST:
         return f"a matrix of {inner} x {columns} elements is above {MOST}"
-    widest = -(-max(inner, columns) // _SMALLEST)
-    tiles = batch * (rows // _SMALLEST + matrices + 2)
-    units = max(tiles * widest, batch * matrices * -(-inner // _SMALLEST) * -(-columns // _SMALLEST), batch * rows)
+    widest = -(-max(inner, columns) // SMALLEST_PRODUCT)
+    tiles = batch * (rows // SMALLEST_PRODUCT + matrices + 2)
+    units = max(
+        tiles * widest, batch * matrices * -(-inner // SMALLEST_PRODUCT) * -(-columns // SMALLEST_PRODUCT), batch * rows
+    )
     if units > MOST:
         return f"{batch} x {rows} rows and {matrices} matrices of {inner} x {columns} may need {units} tiles, more than {MOST}"
     names: dict[str, tuple[str, ...]] = dict.fromkeys(("lhs", "existing_out", "rhs_scale", "bias"), FLOATS)

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_triton._blocks import SMALLEST_PRODUCT, product_block
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._numerics import dot_precision
 
 SCRATCH = 256
 """Bytes of two descriptors of tensors."""
-_SMALLEST = 16
-"""Rows, columns and depth of the smallest product of a tensor core."""
 _MULTIPROCESSORS = 132
 _TMA_ON = (9, 0)
 """Where the kernels were measured with the copy engine; elsewhere tiles are read through pointers."""
@@ -50,8 +49,8 @@ class Tile:
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k"):
             size = getattr(self, name)
-            if size < _SMALLEST or size & (size - 1):
-                raise ValueError(f"{name}: got {size}, expected a power of two of at least {_SMALLEST}")
+            if size < SMALLEST_PRODUCT or size & (size - 1):
+                raise ValueError(f"{name}: got {size}, expected a power of two of at least {SMALLEST_PRODUCT}")
         if min(self.num_warps, self.num_stages, self.band, self.programs + 1) < 1:
             raise ValueError(f"{self}: num_warps, num_stages and band are at least 1, programs at least 0")
 
@@ -144,13 +143,13 @@ class _Product:
 
     def cut(self, tile: Tile) -> Tile:
         """To the sizes of the arrays; the copy engine only where it can read them."""
-        block_m, block_n = min(tile.block_m, _power(self.height)), min(tile.block_n, _power(self.width))
+        block_m, block_n = min(tile.block_m, product_block(self.height)), min(tile.block_n, product_block(self.width))
         small = block_m * block_n < 64 * 64
         return dataclasses.replace(
             tile,
             block_m=block_m,
             block_n=block_n,
-            block_k=min(tile.block_k, _power(self.depth)),
+            block_k=min(tile.block_k, product_block(self.depth)),
             num_warps=min(tile.num_warps, 4) if small else tile.num_warps,
             tma=tile.tma and self.tma,
         )
@@ -160,11 +159,6 @@ def readable_by_tma(width: int, dtype: Any) -> bool:
     """Whether the kernels read tiles of rows of this width through the copy engine: of halves, with starts that it admits."""
     itemsize = jnp.dtype(dtype).itemsize
     return itemsize == 2 and width > 0 and width * itemsize % _TMA_BYTES == 0
-
-
-def _power(size: int) -> int:
-    """The smallest block that holds so many elements."""
-    return max(_SMALLEST, 1 << max(size - 1, 0).bit_length())
 
 
 def _product_of(call: GroupedMatmulCall, target: Target, kind: str) -> _Product:
@@ -216,7 +210,7 @@ def _shapes(product: _Product) -> tuple[_Shape, ...]:
     shapes = _EXACT if product.exact else _SINGLE if product.itemsize == 4 else _HALF
     if product.outer or product.mean >= _FEW:
         return shapes
-    height = _power(product.mean)
+    height = product_block(product.mean)
     if shapes is _HALF:
         return tuple((height, *shape) for shape in _LOW)
     return tuple((min(rows, height), *shape) for rows, *shape in shapes)

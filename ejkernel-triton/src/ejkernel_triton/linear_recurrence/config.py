@@ -8,11 +8,9 @@ from collections.abc import Iterable
 
 from ejkernel.operations.linear_recurrence.interface import LinearRecurrenceCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_triton._blocks import SMALLEST_PRODUCT, product_block
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton.linear_recurrence.rules import product_precision
-
-_SMALLEST = 16
-"""Tensor cores multiply no smaller tiles."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +31,10 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, size in (("chunk", self.chunk), ("block", self.block)):
-            if size < _SMALLEST or size & (size - 1):
-                raise ValueError(f"{name}: got {size}, expected a power of two from {_SMALLEST} on")
+            if size < SMALLEST_PRODUCT or size & (size - 1):
+                raise ValueError(f"{name}: got {size}, expected a power of two from {SMALLEST_PRODUCT} on")
         if self.segment < 0 or self.segment % self.chunk:
             raise ValueError(f"segment: got {self.segment}, expected 0 or a multiple of chunk, {self.chunk}")
-
-
-def padded(size: int) -> int:
-    """The smallest block that holds so many channels."""
-    return max(_SMALLEST, 1 << max(size - 1, 0).bit_length())
 
 
 class _Model:
@@ -49,7 +42,7 @@ class _Model:
 
     def __init__(self, call: LinearRecurrenceCall, target: Target, *, backward: bool) -> None:
         self.call, self.backward = call, backward
-        self.width, self.channels = padded(call.query.shape[3]), padded(call.value.shape[3])
+        self.width, self.channels = product_block(call.query.shape[3]), product_block(call.value.shape[3])
         self.itemsize = 4 if call.query.dtype == "float32" else 2
         self.wide = call.query.dtype != "bfloat16"
         self.exact = self.itemsize == 4 and product_precision(call) == "ieee"
@@ -58,7 +51,7 @@ class _Model:
 
     def chunks(self) -> tuple[int, ...]:
         """Products of float32 without tensor cores are unrolled: larger tiles take minutes to compile."""
-        longest = padded(self.call.query.shape[1])
+        longest = product_block(self.call.query.shape[1])
         sizes = (16,) if self.exact else (64, 32) if self.wide else (64,)
         return tuple(dict.fromkeys(min(size, longest) for size in sizes))
 

@@ -18,9 +18,10 @@ from ejkernel.operations.linear_recurrence.interface import (
     LinearRecurrenceInputs,
     LinearRecurrenceOutputs,
 )
+from ejkernel_triton._blocks import product_block
 from ejkernel_triton._chunks import chunks_of
 from ejkernel_triton._jax_triton import call_kernel
-from ejkernel_triton.linear_recurrence.config import Config, padded
+from ejkernel_triton.linear_recurrence.config import Config
 from ejkernel_triton.linear_recurrence.rules import (
     Walk,
     key_gradient_of,
@@ -96,7 +97,7 @@ class _Problem:
         if not self.walk.g_heads:
             return stand_in, stand_in, gamma
         shape = (self.batch, cut.number, self.heads, cut.size)
-        heads = min(_SUMMED_HEADS, padded(self.heads))
+        heads = min(_SUMMED_HEADS, product_block(self.heads))
         coarse, fine = call_kernel(
             sums_kernel,
             (self.inputs.g, gamma, *self.numbers(cut)),
@@ -115,7 +116,7 @@ class _Problem:
             "R": walk,
             "CHUNK": config.chunk,
             "SEGMENT": cut.size,
-            "BLOCK_K": padded(walk.width),
+            "BLOCK_K": product_block(walk.width),
             "BLOCK_V": self.block(walk),
             "WHOLE": self.whole,
             "num_warps": self.warps(walk),
@@ -123,7 +124,7 @@ class _Problem:
         }
 
     def block(self, walk: Walk) -> int:
-        return min(self.config.block, padded(walk.channels))
+        return min(self.config.block, product_block(walk.channels))
 
     def turned(self, walk: Walk) -> bool:
         """Whether the rows of a walk's tiles are channels of value: more of them than tokens of a chunk, for eight warps."""

@@ -8,7 +8,8 @@ import math
 
 from ejkernel.operations.mean_pooling.interface import MeanPoolingCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_triton._rows.config import SHARED_MEMORY, itemsize, padded, thread_fits, warps_for
+from ejkernel_triton._blocks import power_of_two
+from ejkernel_triton._rows.config import SHARED_MEMORY, itemsize, thread_fits, warps_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +36,13 @@ def channels(call: MeanPoolingCall) -> int:
 
 def forward_heuristic(call: MeanPoolingCall, target: Target) -> Config:
     """Four elements a thread of a step and none in flight: the many warps hide the loads, a sum needs few registers."""
-    block = min(padded(channels(call)), 1024)
+    block = min(power_of_two(channels(call)), 1024)
     tokens = max(1, min(64, 2048 // block))
     return Config(256, tokens, block, warps_for(tokens * block, 4))
 
 
 def backward_heuristic(call: MeanPoolingCall, target: Target) -> Config:
-    block = min(padded(channels(call)), 2048)
+    block = min(power_of_two(channels(call)), 2048)
     tokens = max(1, min(64, 4096 // block))
     return Config(64, tokens, block, warps_for(tokens * block, 16))
 
@@ -56,7 +57,7 @@ def backward_space(call: MeanPoolingCall, target: Target) -> list[Config]:
 
 
 def _space(call: MeanPoolingCall, chunks: tuple[int, ...], stages: tuple[int, ...]) -> list[Config]:
-    widest = padded(channels(call))
+    widest = power_of_two(channels(call))
     blocks = sorted({min(widest, block) for block in (256, 512, 1024, 2048, 4096)})
     return [
         Config(chunk, tokens, block, warps, stage)

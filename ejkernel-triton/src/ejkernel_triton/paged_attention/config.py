@@ -9,11 +9,10 @@ import numpy as np
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_triton._blocks import SMALLEST_PRODUCT, power_of_two, product_block
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._pages import ONE_BYTE
 
-SMALLEST = 16
-"""Rows, columns and depth of the smallest product of a tensor core."""
 DECODE_STAGES = 2
 """Most steps in flight in the pass for requests with one new token, which has long steps."""
 LONG = 512
@@ -43,17 +42,8 @@ class PagedAttentionConfig:
     def __post_init__(self) -> None:
         if min(self.tokens, self.programs, self.num_warps, self.num_stages) < 1:
             raise ValueError(f"{self}: tokens, num_warps, num_stages and programs are at least 1")
-        if any(keys < SMALLEST or keys & (keys - 1) for keys in (self.keys, self.decode_keys or SMALLEST)):
-            raise ValueError(f"{self}: keys and decode_keys are powers of two of at least {SMALLEST}")
-
-
-def padded(size: int) -> int:
-    """The size of a head in a tile: a power of two that a product admits."""
-    return max(SMALLEST, _power(size))
-
-
-def _power(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
+        if any(keys < SMALLEST_PRODUCT or keys & (keys - 1) for keys in (self.keys, self.decode_keys or SMALLEST_PRODUCT)):
+            raise ValueError(f"{self}: keys and decode_keys are powers of two of at least {SMALLEST_PRODUCT}")
 
 
 def product_itemsize(call: PagedAttentionCall) -> int:
@@ -68,18 +58,18 @@ def heads_of_tile(call: PagedAttentionCall) -> int:
 
 
 def rows_of_tile(call: PagedAttentionCall, tokens: int) -> int:
-    return max(SMALLEST, _power(tokens * heads_of_tile(call)))
+    return product_block(tokens * heads_of_tile(call))
 
 
 def _widest(call: PagedAttentionCall) -> int:
-    return padded(max(call.query.shape[3], call.value_size))
+    return product_block(max(call.query.shape[3], call.value_size))
 
 
 def _most_rows(call: PagedAttentionCall) -> int:
     """Rows whose weighted values a program holds in registers."""
     size = _widest(call)
     if product_itemsize(call) == 4:
-        return SMALLEST
+        return SMALLEST_PRODUCT
     return 128 if size <= 128 else 64 if size <= 256 else 32
 
 
@@ -89,15 +79,15 @@ def _fits(call: PagedAttentionCall, target: Target, rows: int, keys: int, stages
         product_itemsize(call),
         1 if call.key_pages.dtype in ONE_BYTE else np.dtype(call.key_pages.dtype).itemsize,
     )
-    width = padded(call.query.shape[3]) + padded(call.value_size)
+    width = product_block(call.query.shape[3]) + product_block(call.value_size)
     steps = max(stages - 1, 1) * keys * width * stored + (keys * width * itemsize if stored != itemsize else 0)
-    return steps + rows * (padded(call.query.shape[3]) + keys) * itemsize <= shared_memory_limit(target)
+    return steps + rows * (product_block(call.query.shape[3]) + keys) * itemsize <= shared_memory_limit(target)
 
 
 def _keys(call: PagedAttentionCall) -> int:
     size = _widest(call)
     most = 64 if product_itemsize(call) == 2 else 32
-    return min(most if size <= 128 else most // 2 if size <= 256 else SMALLEST, padded(call.longest))
+    return min(most if size <= 128 else most // 2 if size <= 256 else SMALLEST_PRODUCT, product_block(call.longest))
 
 
 def _stages(call: PagedAttentionCall, target: Target, rows: int, keys: int, most: int) -> int:
@@ -114,11 +104,11 @@ def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
     # other waits for, unless they spill.
     large = (target.capability or (0, 0)) >= (9, 0) and product_itemsize(call) == 2
     whole = large and (_widest(call) > 128 or call.soft_cap is not None)
-    most = max(_most_rows(call) // (1 if whole else 2), SMALLEST) // heads_of_tile(call)
-    together = min(_power(-(-tokens // requests)), 1 << (max(most, 1).bit_length() - 1))
+    most = max(_most_rows(call) // (1 if whole else 2), SMALLEST_PRODUCT) // heads_of_tile(call)
+    together = min(power_of_two(-(-tokens // requests)), 1 << (max(most, 1).bit_length() - 1))
     rows = rows_of_tile(call, together)
     decode_keys = keys if together > 1 and requests > 1 and call.longest >= LONG else 0
-    keys = max(keys // (1 if large else 2), SMALLEST)
+    keys = max(keys // (1 if large else 2), SMALLEST_PRODUCT)
     return PagedAttentionConfig(together, keys, warps_of(call, rows), _stages(call, target, rows, keys, 3), 528, decode_keys)
 
 
@@ -141,7 +131,7 @@ def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentio
     chosen = heuristic(call, target)
     decoding = call.query.shape[1] <= call.kv_lens.shape[1]
     heights = {1} if decoding else {n for n in (1, 2, 4, 8, 16, 32) if n < 2 * call.query.shape[1]}
-    widths = {keys for keys in (16, 32, 64, 128) if min(chosen.keys, 32) <= keys <= padded(call.longest)}
+    widths = {keys for keys in (16, 32, 64, 128) if min(chosen.keys, 32) <= keys <= product_block(call.longest)}
     counts = (264, 528, 1056, 2112) if decoding else (264, 528)
     stages = (2, 3, 4) if decoding else (2, 3)
     found = [
@@ -161,7 +151,7 @@ def _admitted(call: PagedAttentionCall, target: Target, tokens: int, keys: int, 
     rows, threads = rows_of_tile(call, tokens), 32 * warps
     if tokens > 1 and tokens * heads_of_tile(call) > _most_rows(call):
         return False
-    held = rows * (padded(call.value_size) + keys) / threads
+    held = rows * (product_block(call.value_size) + keys) / threads
     loaded = keys * _widest(call) * product_itemsize(call) / threads
     enough = warps == 2 or (held >= 2 and loaded >= 32)
     alone = tokens == 1 or _fits(call, target, rows_of_tile(call, 1), _keys(call), min(stages, DECODE_STAGES))

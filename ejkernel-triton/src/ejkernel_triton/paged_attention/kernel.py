@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
+from ejkernel_triton._blocks import product_block
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._numerics import dot_precision
 from ejkernel_triton._pages import Strides, batch_stride, search_block, storage, with_one_schedule
 from ejkernel_triton._requests import count_up_to
-from ejkernel_triton.paged_attention.config import DECODE_STAGES, PagedAttentionConfig, padded, warps_of
+from ejkernel_triton.paged_attention.config import DECODE_STAGES, PagedAttentionConfig, warps_of
 from ejkernel_triton.paged_attention.schedule import FAR, Schedule, Sizes, make_schedule
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -606,8 +607,8 @@ def _pass(
         input_output_aliases={len(arrays) - 2: 0, len(arrays) - 1: 1} if before else None,
         SCALE=call.scale,
         D=size,
-        BLOCK_D=padded(size),
-        BLOCK_V=padded(call.value_size),
+        BLOCK_D=product_block(size),
+        BLOCK_V=product_block(call.value_size),
         BLOCK_M=sizes.rows,
         BLOCK_K=sizes.keys,
         PAGE=call.pages.page_size,
@@ -665,7 +666,7 @@ def _merge(
     tokens_of_grid = batch * (requests if by_request else tokens)
     rows = tokens_of_grid * heads
     heads_of_program = next((n for n in range(1, heads) if heads % n == 0 and rows <= n * _MOST_MERGES), heads)
-    block = min(padded(call.value_size), 32) if rows < _FEW_MERGES else padded(call.value_size)
+    block = min(product_block(call.value_size), 32) if rows < _FEW_MERGES else product_block(call.value_size)
     absent = inputs.query
     arrays = (
         *parts,

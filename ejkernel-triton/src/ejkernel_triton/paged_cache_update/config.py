@@ -7,6 +7,7 @@ import itertools
 
 from ejkernel.operations.paged_cache_update.interface import PagedCacheUpdateCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_triton._blocks import power_of_two
 
 _MOST = 8192
 """Elements of a tile of keys."""
@@ -23,22 +24,18 @@ class PagedCacheUpdateConfig:
     num_warps: int
 
 
-def padded(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
-
-
 def _width(call: PagedCacheUpdateCall) -> int:
-    return padded(max(call.key.shape[3], call.value.shape[3]))
+    return power_of_two(max(call.key.shape[3], call.value.shape[3]))
 
 
 def heuristic(call: PagedCacheUpdateCall, target: Target) -> PagedCacheUpdateConfig:
-    heads = max(1, min(padded(call.key.shape[2]), 2048 // _width(call)))
+    heads = max(1, min(power_of_two(call.key.shape[2]), 2048 // _width(call)))
     return PagedCacheUpdateConfig(heads, 1 << max(0, min(3, (heads * _width(call) // 256).bit_length() - 1)))
 
 
 def search_space(call: PagedCacheUpdateCall, target: Target) -> list[PagedCacheUpdateConfig]:
     chosen = heuristic(call, target)
-    heads = [1 << power for power in range(padded(call.key.shape[2]).bit_length())]
+    heads = [1 << power for power in range(power_of_two(call.key.shape[2]).bit_length())]
     found = [
         PagedCacheUpdateConfig(heads, warps)
         for heads, warps in itertools.product(heads, (1, 2, 4, 8))

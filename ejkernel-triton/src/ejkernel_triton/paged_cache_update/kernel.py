@@ -14,10 +14,11 @@ from ejkernel.operations.paged_cache_update.interface import (
     PagedCacheUpdateInputs,
     PagedCacheUpdateOutputs,
 )
+from ejkernel_triton._blocks import power_of_two
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._pages import Strides, batch_stride, search_block, storage, with_one_schedule
 from ejkernel_triton._requests import count_up_to
-from ejkernel_triton.paged_cache_update.config import PagedCacheUpdateConfig, padded
+from ejkernel_triton.paged_cache_update.config import PagedCacheUpdateConfig
 
 
 @triton.jit
@@ -170,8 +171,8 @@ def forward(
         HEADS=heads,
         D=size,
         V=call.value.shape[3],
-        BLOCK_D=padded(size),
-        BLOCK_V=padded(call.value.shape[3]),
+        BLOCK_D=power_of_two(size),
+        BLOCK_V=power_of_two(call.value.shape[3]),
         HEADS_OF_PROGRAM=config.heads,
         PAGE=call.pages.page_size,
         KEY_PAGE=key.page,

@@ -7,7 +7,8 @@ import itertools
 
 from ejkernel.operations.rope.interface import RopeCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_triton._rows.config import padded, thread_fits, warps_for
+from ejkernel_triton._blocks import power_of_two
+from ejkernel_triton._rows.config import thread_fits, warps_for
 
 _POWERS = tuple(1 << power for power in range(8))
 
@@ -29,16 +30,16 @@ class Config:
 
 def head_width(call: RopeCall) -> int:
     """Channels of one head in a tile."""
-    return max(2, padded(call.query.shape[-1]))
+    return max(2, power_of_two(call.query.shape[-1]))
 
 
 def heuristic(call: RopeCall, target: Target) -> Config:
     """About 1024 pairs a step, sixteen for each thread, of as many heads of a token as there are; few tokens of a program leave
     the sums of cos and sin in few registers. Where heads come first, and lie apart, a program has one of them."""
     together = max(1, 2048 // head_width(call))
-    heads = 1 if call.heads_first else min(together, padded(max(1, *_heads(call))))
+    heads = 1 if call.heads_first else min(together, power_of_two(max(1, *_heads(call))))
     tokens = max(1, min(32, together // heads))
-    pairs = tokens * heads * padded(max(1, call.rotary_dim // 2))
+    pairs = tokens * heads * power_of_two(max(1, call.rotary_dim // 2))
     return Config(tokens, heads, warps_for(pairs, 8 if call.heads_first else 16), heads if call.heads_first else 0)
 
 
@@ -52,7 +53,7 @@ def search_space(call: RopeCall, target: Target) -> list[Config]:
     return [
         Config(tokens, heads, warps, span)
         for tokens, heads, warps in itertools.product(_POWERS, _POWERS, (1, 2, 4, 8, 16))
-        if heads <= padded(max(1, *_heads(call))) and (1024 <= tokens * heads * width <= 8192 or tokens == heads == 1)
+        if heads <= power_of_two(max(1, *_heads(call))) and (1024 <= tokens * heads * width <= 8192 or tokens == heads == 1)
         if thread_fits(tokens * heads * width, warps, 64)
         for span in (0, heads)
     ]

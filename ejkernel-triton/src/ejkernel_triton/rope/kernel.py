@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from ejkernel.operations.rope.interface import RopeCall, RopeInputs, RopeOutputs
+from ejkernel_triton._blocks import power_of_two
 from ejkernel_triton._jax_triton import call_kernel
-from ejkernel_triton._rows.config import padded
 from ejkernel_triton.rope.config import Config
 
 _PROGRAMS = 1056
@@ -291,12 +291,12 @@ def _constants(call: RopeCall, config: Config) -> dict[str, Any]:
     return {
         "QUERY_HEADS": query_heads,
         "KEY_HEADS": key_heads,
-        "QUERY_STEP": min(config.heads, padded(query_heads)),
-        "KEY_STEP": min(config.heads, padded(max(key_heads, 1))),
+        "QUERY_STEP": min(config.heads, power_of_two(query_heads)),
+        "KEY_STEP": min(config.heads, power_of_two(max(key_heads, 1))),
         "TOKENS": config.tokens,
         "WIDTH": call.query.shape[-1],
         "HALF": half,
-        "BLOCK": padded(half),
+        "BLOCK": power_of_two(half),
         "PER_PAIR": call.per_pair,
         "INTERLEAVED": call.interleaved,
         "HEADS_FIRST": call.heads_first,
@@ -323,7 +323,7 @@ def _rotate(call: RopeCall, query: Any, key: Any, cos: Any, sin: Any, config: Co
         (query, query if key is None else key, cos, sin, length),
         ((query.shape, query.dtype), ((1,), query.dtype) if key is None else (key.shape, key.dtype)),
         grid=query.shape[0] * -(-length // config.tokens) * _chunks(constants, config.span),
-        REST=padded(max(query.shape[-1] - call.rotary_dim, 1)),
+        REST=power_of_two(max(query.shape[-1] - call.rotary_dim, 1)),
         SHARED_COS=cos.shape[0] == 1,
         SHARED_SIN=sin.shape[0] == 1,
         INVERSE=inverse,

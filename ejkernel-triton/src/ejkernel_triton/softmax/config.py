@@ -6,11 +6,11 @@ import itertools
 
 from ejkernel.operations.softmax.interface import SoftmaxCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_triton._blocks import power_of_two
 from ejkernel_triton._rows.config import (
     ForwardConfig,
     held_forward,
     itemsize,
-    padded,
     rows_of_tile,
     sharing_config,
     sharing_configs,
@@ -28,14 +28,14 @@ WIDEST_BACKWARD = {2: 32768, 4: 16384}
 
 
 def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
-    width = padded(call.x.shape[-1])
+    width = power_of_two(call.x.shape[-1])
     if width <= WIDEST_FORWARD:
         return held_forward(width)
     return sharing_config(width, itemsize(call.x)) or Config(1, 4, 4096, 3)
 
 
 def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
-    width = padded(call.x.shape[-1])
+    width = power_of_two(call.x.shape[-1])
     if width > WIDEST_BACKWARD[itemsize(call.x)]:
         return sharing_config(width, itemsize(call.x)) or Config(1, 16, 8192)
     rows = max(1, min(512, 2048 // width))
@@ -52,7 +52,7 @@ def backward_space(call: SoftmaxCall, target: Target) -> list[Config]:
 
 def _space(call: SoftmaxCall, widest: int, arrays: int) -> list[Config]:
     """`arrays` are read for each element."""
-    width = padded(call.x.shape[-1])
+    width = power_of_two(call.x.shape[-1])
     held = [
         Config(rows, warps)
         for rows, warps in itertools.product(rows_of_tile(width), (1, 2, 4, 8, 16, 32))

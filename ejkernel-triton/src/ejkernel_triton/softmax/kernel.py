@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from ejkernel.operations.softmax.interface import SoftmaxCall, SoftmaxInputs, SoftmaxOutputs
+from ejkernel_triton._blocks import power_of_two
 from ejkernel_triton._jax_triton import call_kernel
-from ejkernel_triton._rows.config import padded
 from ejkernel_triton._rows.meeting import meet, parts_of, patience, widened, words_of
 from ejkernel_triton.softmax.config import Config
 from ejkernel_triton.softmax.mask import mask_of, masked
@@ -302,14 +302,14 @@ def _call(kernels: _Kernels, arrays: tuple[Any, ...], call: SoftmaxCall, inputs:
             grid=rows * parts,
             input_output_aliases={len(arrays) + 1: 1},
             BLOCK=config.block,
-            PARTS_BLOCK=padded(parts),
+            PARTS_BLOCK=power_of_two(parts),
             PATIENCE=patience(),
             **constants,
         )[0]
     if config.block:
         steps = {"BLOCK": config.block, "STAGES": config.num_stages, **constants}
         return call_kernel(kernels.walking, (*arrays, mask.where, *repetition), result, grid=rows, **steps)[0]
-    tile = {"BLOCK": padded(width), "ROWS": config.rows, **constants}
+    tile = {"BLOCK": power_of_two(width), "ROWS": config.rows, **constants}
     return call_kernel(kernels.held, (*arrays, mask.where, rows, *repetition), result, grid=-(-rows // config.rows), **tile)[0]
 
 
