@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import nox
@@ -81,19 +82,31 @@ def environment(session: nox.Session, pair: tuple[str, str]) -> Path:
     packages = distributions()
     builders = (*BUILDERS, *(CUDA_BUILDERS if "ejkernel-cuda" in packages else ()))
     declared = [(ROOT / name / "pyproject.toml").read_text() for name in packages]
-    stamp_text = hashlib.sha256("\0".join((jax, CUDA_PART, *builders, *declared)).encode()).hexdigest()
-    path = ROOT / ".nox" / f"py{python}-jax{jax}"
+
+    def fill(executable: Path) -> None:
+        install = [*pip(executable), "install"]
+        session.run(*install, f"jax=={jax}", *builders, external=True)
+        session.run(*install, "--no-build-isolation", f"jax=={jax}", *_editable(packages), external=True)
+        session.run(*install, "--no-deps", f"{CUDA_PART}=={jax}", external=True)
+
+    return _kept(session, command, f"py{python}-jax{jax}", (jax, CUDA_PART, *builders, *declared), fill)
+
+
+def _kept(session: nox.Session, command: str, name: str, made_from: Iterable[str], fill: Callable[[Path], None]) -> Path:
+    """The Python of an environment under `.nox/`, made and filled afresh when what it is made from has changed."""
+    wanted = hashlib.sha256("\0".join(made_from).encode()).hexdigest()
+    path = ROOT / ".nox" / name
     executable, stamp = path / "bin" / "python", path / "ejkernel-stamp"
-    if stamp.exists() and stamp.read_text() == stamp_text:
-        return executable
-    session.run(command, "-m", "venv", "--clear", str(path), external=True)
-    install = [*pip(executable), "install"]
-    session.run(*install, f"jax=={jax}", *builders, external=True)
-    editable = [argument for name in packages for argument in ("--editable", _with_extras(name))]
-    session.run(*install, "--no-build-isolation", f"jax=={jax}", *editable, external=True)
-    session.run(*install, "--no-deps", f"{CUDA_PART}=={jax}", external=True)
-    stamp.write_text(stamp_text)
+    if not stamp.exists() or stamp.read_text() != wanted:
+        session.run(command, "-m", "venv", "--clear", str(path), external=True)
+        fill(executable)
+        stamp.write_text(wanted)
     return executable
+
+
+def _editable(packages: Iterable[str]) -> list[str]:
+    """Arguments of pip that install distributions of this repository from where they lie."""
+    return [argument for name in packages for argument in ("--editable", _with_extras(name))]
 
 
 def pip(python: Path) -> list[str]:
@@ -249,19 +262,17 @@ def tpu_aot(session: nox.Session) -> None:
     In an environment of its own. Fails where one does not compile; keeps a record in tpu_aot.json. Then the tests that compare
     what configs count in VMEM with what the compiler counts.
     """
-    path, (python, jax) = ROOT / ".nox" / "tpu", MAIN
+    python, jax = MAIN
     command = interpreter(python)
     if command is None:
         session.skip(f"python{python} is not found; put it on PATH")
-    executable, stamp = path / "bin" / "python", path / "ejkernel-stamp"
     packages = ("ejkernel-core", "ejkernel-xla", "ejkernel-pallas")
     declared = [(ROOT / name / "pyproject.toml").read_text() for name in packages]
-    wanted = hashlib.sha256("\0".join((jax, LIBTPU, *declared)).encode()).hexdigest()
-    if not stamp.exists() or stamp.read_text() != wanted:
-        session.run(command, "-m", "venv", "--clear", str(path), external=True)
-        editable = [argument for name in packages for argument in ("--editable", _with_extras(name))]
-        session.run(*pip(executable), "install", f"jax=={jax}", LIBTPU, *editable, external=True)
-        stamp.write_text(wanted)
+
+    def fill(executable: Path) -> None:
+        session.run(*pip(executable), "install", f"jax=={jax}", LIBTPU, *_editable(packages), external=True)
+
+    executable = _kept(session, command, "tpu", (jax, LIBTPU, *declared), fill)
     out = RESULTS / "tpu_aot.json"
     session.run(str(executable), "tools/tpu_aot.py", "--out", str(out), *session.posargs, external=True)
     tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "ejkernel-pallas/tests/test_ahead_of_time.py")
@@ -278,20 +289,20 @@ def docs(session: nox.Session) -> None:
 def client(session: nox.Session) -> None:
     """EasyDeL on this tree, on CPU, in an environment of its own; see tests/clients/easydel/README.md."""
     folder = "tests/clients/easydel"
-    path, command = ROOT / ".nox" / "client", interpreter("3.12")
+    command = interpreter("3.12")
     if command is None:
         session.skip("python3.12 is not found; put it on PATH")
-    executable, stamp = path / "bin" / "python", path / "ejkernel-stamp"
-    wanted = hashlib.sha256(b"\0".join((ROOT / folder / name).read_bytes() for name in CLIENT_FILES)).hexdigest()
-    if not stamp.exists() or stamp.read_text() != wanted:
-        session.run(command, "-m", "venv", "--clear", str(path), external=True)
+
+    def fill(executable: Path) -> None:
         session.run(*pip(executable), "install", "uv", external=True)
         install = [str(executable), "-m", "uv", "pip", "install", "--quiet", "--python", str(executable)]
         lists = ["--override", f"{folder}/overrides.txt", "-r", f"{folder}/requirements.txt", "pluggy"]
         session.run(*install, *lists, external=True)
         packages = ["--editable", "./ejkernel-core", "--editable", "./ejkernel-xla"]
         session.run(*install, "--no-deps", "--no-build-isolation", *packages, external=True)
-        stamp.write_text(wanted)
+
+    made_from = ((ROOT / folder / name).read_text() for name in CLIENT_FILES)
+    executable = _kept(session, command, "client", made_from, fill)
     out = RESULTS / "easydel_cpu.json"
     session.run(str(executable), f"{folder}/run.py", "--out", str(out), *session.posargs, external=True)
 
