@@ -21,9 +21,9 @@ def textbook(call: Any, x: Any, scale: Any) -> Any:
 
 
 def _busy(x: Any) -> Any:
-    """A zero that takes a while to compute and that the compiler cannot leave out."""
+    """A zero that the compiler cannot leave out and that takes longer to compute than a busy machine may interrupt a process."""
     side = jnp.full((96, 96), 0.1) + 0 * jnp.sum(x)
-    return 0 * jax.lax.fori_loop(0, 60, lambda _, a: jnp.tanh(a @ a), side)[0, 0]
+    return 0 * jax.lax.fori_loop(0, 1000, lambda _, a: jnp.tanh(a @ a), side)[0, 0]
 
 
 def slow_forward(call: Any, inputs: Any, config: Any) -> RmsNormOutputs:

@@ -43,7 +43,7 @@ def test_forward(benchmark):
         assert (run["wall_s"] is None) == (name not in ("slow", "quick"))
     assert len(found["slow"]["wall_s"]) == len(found["quick"]["wall_s"]) == 5
     assert found["slow"]["device_s"] is None
-    assert statistics.median(found["slow"]["wall_s"]) > 3 * statistics.median(found["quick"]["wall_s"])
+    assert min(found["slow"]["wall_s"]) > 3 * min(found["quick"]["wall_s"])
 
 
 def test_rates_and_limits(benchmark):
