@@ -162,11 +162,11 @@ class TestTiers:
         assert said(world) == (8, "heuristic", (line(world, 2), line(world, 1)))
 
     def test_nearest_bucket_takes_the_next_nearest(self, world: Any) -> None:
-        world.ship(world.entry(1, jnp.ones((64, 16))), world.entry(2, jnp.ones((1024, 16))))
+        world.ship(world.entry(1, jnp.ones((64, 16))), world.entry(2, jnp.ones((160, 16))))
         x = jnp.ones((100, 16))
         assert said(world, x) == (1, "shipped table (nearest bucket: x float32[64,16])", ())
         block(world, 1, x=x)
-        assert said(world, x) == (2, "shipped table (nearest bucket: x float32[1024,16])", (line(world, 1),))
+        assert said(world, x) == (2, "shipped table (nearest bucket: x float32[160,16])", (line(world, 1),))
 
     def test_override_and_overlay_are_the_users_own(self, world: Any) -> None:
         result = tuning.AutotuningResult((world.entry(2),))

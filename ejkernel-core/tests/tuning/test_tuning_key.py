@@ -105,11 +105,12 @@ def test_what_has_no_json_form() -> None:
 
 
 def test_bucket_and_distance(world: Any) -> None:
-    one, other = world.key(jnp.ones((63, 15))), world.key(jnp.ones((7, 15)))
-    assert one.bucket == other.bucket != world.key(jnp.ones((63, 15), jnp.bfloat16)).bucket
-    assert (one.sizes, other.sizes) == ((63, 15), (7, 15))
-    assert one.distance(other) == pytest.approx(3.0)
+    one, other, far = (world.key(jnp.ones(shape)) for shape in ((63, 15), (35, 11), (63, 30)))
+    assert one.bucket == other.bucket == far.bucket != world.key(jnp.ones((63, 15), jnp.bfloat16)).bucket
+    assert (one.sizes, other.sizes) == ((63, 15), (35, 11))
+    assert one.distance(other) == pytest.approx(math.hypot(math.log2(64 / 36), math.log2(16 / 12)))
     assert one.distance(one) == 0
+    assert one.distance(far) == far.distance(one) == math.inf
 
 
 @pytest.mark.parametrize(("version", "expected"), [("0.12.0.1", "0.12.0"), ("0.11.2", "0.11.2"), ("0.13", "0.13.0")])

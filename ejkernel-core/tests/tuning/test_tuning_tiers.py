@@ -77,11 +77,19 @@ def test_shipped_table_of_another_jax_and_core(world: Any) -> None:
 
 
 def test_shipped_table_nearest_in_log_space(world: Any) -> None:
-    world.ship(world.entry(1, jnp.ones((64, 16))), world.entry(2, jnp.ones((1024, 16))))
-    # 300 is 236 away from 64 and 724 from 1024, but log2 puts it nearer to 1024 (1.8 against 2.2).
-    assert world.run(jnp.ones((300, 16))) == world.Blocks(2)
-    assert world.run(jnp.ones((100, 16))) == world.Blocks(1)
-    assert world.tier(jnp.ones((100, 16))) == "shipped table (nearest bucket: x float32[64,16])"
+    world.ship(world.entry(1, jnp.ones((60, 16))), world.entry(2, jnp.ones((120, 16))))
+    # 88 is 28 away from 60 and 32 from 120, but log2 puts it nearer to 120 (0.45 against 0.55).
+    assert world.run(jnp.ones((88, 16))) == world.Blocks(2)
+    assert world.run(jnp.ones((80, 16))) == world.Blocks(1)
+    assert world.tier(jnp.ones((80, 16))) == "shipped table (nearest bucket: x float32[60,16])"
+
+
+def test_half_and_twice_the_size_are_not_near(world: Any) -> None:
+    world.ship(world.entry(1, jnp.ones((64, 16))))
+    for shape in ((33, 16), (127, 16), (64, 9), (64, 31)):
+        assert world.run(jnp.ones(shape)) == world.Blocks(1)
+    for shape in ((32, 16), (128, 16), (64, 8), (64, 32), (0, 16)):
+        assert world.tier(jnp.ones(shape)) == "heuristic"
 
 
 def test_nearest_is_of_the_same_dtype_rank_and_flags(world: Any) -> None:
@@ -93,7 +101,7 @@ def test_nearest_is_of_the_same_dtype_rank_and_flags(world: Any) -> None:
 
 
 def test_nearest_config_outside_the_search_space_is_passed_over(world: Any) -> None:
-    world.ship(world.entry(7, jnp.ones((64, 16))), world.entry(2, jnp.ones((1024, 16))))
+    world.ship(world.entry(7, jnp.ones((64, 16))), world.entry(2, jnp.ones((120, 16))))
     assert world.run(jnp.ones((65, 16))) == world.Blocks(2)
     assert world.run(jnp.ones((64, 16))) == world.Blocks(7)
 

@@ -1,5 +1,8 @@
 """Tuning tables that plugins ship: exact calls first, then the nearest of the same bucket.
 
+What was fastest for one length says little about another ten times as long, where the heuristic still holds: a near call has
+every size within a factor of two.
+
 A third party's table speaks only of its own implementations and never chooses the platform, as its kernels are opt-in. A config
 of a near call is used only if the implementation's search space for the call at hand contains it, as that is the one place
 where an implementation says which configs are legal for a call. Which platform is fastest is never taken over from a near call.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from pathlib import Path
 
 from ejkernel._registry import kernel_registry
@@ -63,8 +67,9 @@ def choice(key: Key) -> Entry | None:
 
 
 def nearest(key: Key) -> list[Entry]:
-    """The shipped entries of calls that differ in sizes only, the nearest first."""
+    """The shipped entries of calls that differ in sizes only, none by a factor of two or more; the nearest first."""
     buckets = _current().buckets
     if not buckets:
         return []
-    return sorted(buckets.get(key.bucket, ()), key=lambda entry: (key.distance(entry.key), entry.key.call))
+    found = [(key.distance(entry.key), entry.key.call, entry) for entry in buckets.get(key.bucket, ())]
+    return [entry for distance, _, entry in sorted(found, key=lambda each: each[:2]) if distance < math.inf]
