@@ -211,7 +211,8 @@ def _paged() -> Problem:
     """Requests whose pages are the last ones of the cache; before, new tokens are stored there."""
     tokens, heads = _PAGE * _PAGES_OF_TAIL, 8
     pages = {name: _normal(seed, _PAGES_OF_TAIL, _PAGE, heads, 128) for seed, name in enumerate(("keys", "values"))}
-    tails = {**pages, "query": _normal(3, 8, 32, 128), "new_keys": _normal(4, 8, heads, 128), "new_values": _normal(5, 8, heads, 128)}
+    new_pages = {name: _normal(seed, 8, heads, 128) for seed, name in enumerate(("new_keys", "new_values"), 4)}
+    tails = {**pages, **new_pages, "query": _normal(3, 8, 32, 128)}
 
     def run(platform: str, arrays: Arrays, before: int) -> Arrays:
         tables = before + jnp.arange(_PAGES_OF_TAIL, dtype=jnp.int32)[None]

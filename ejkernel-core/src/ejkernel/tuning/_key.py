@@ -112,7 +112,7 @@ class Key:
         return tuple(_sizes(json.loads(self.call)))
 
     def distance(self, other: Key) -> float:
-        """Euclidean distance of two keys of one bucket, in log2 of their sizes; infinite if any size is twice the other's or more."""
+        """Euclidean distance of two keys of one bucket, in log2 of their sizes; infinite if a size is twice the other's or more."""
         if any(max(pair) > 0 and max(pair) >= 2 * min(pair) for pair in zip(self.sizes, other.sizes, strict=True)):
             return math.inf
         return math.dist([math.log2(1 + size) for size in self.sizes], [math.log2(1 + size) for size in other.sizes])
