@@ -101,6 +101,16 @@ def test_bounds_that_no_call_may_have_stay_inside_of_the_array(interpreted):
     assert int(chunks.first[0, -1]) <= chunks.counts[0]
 
 
+@pytest.mark.parametrize(("shape", "sequences"), [((8, 8192, 32, 128), 0), ((1, 65536, 32, 128), 4), ((2, 5, 1, 3), 0)])
+def test_search_spaces_are_small_and_hold_the_heuristic(shape, sequences):
+    bounds = ArraySpec((1, sequences + 1), "int32") if sequences else None
+    call = MeanPoolingCall(x=ArraySpec(shape, "bfloat16"), cu_seqlens=bounds)
+    for space in (config.FORWARD, config.BACKWARD):
+        found = space.search_space(call, H200)
+        assert space.heuristic(call, H200) in found
+        assert len(found) == len(set(found)) <= 60
+
+
 COMPILED = [((8, 8192, 32, 128), 0), ((1, 65536, 32, 128), 4), ((2, 100, 3, 17), 0)]
 
 

@@ -9,7 +9,7 @@ import math
 from ejkernel.operations.mean_pooling.interface import MeanPoolingCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_triton._blocks import power_of_two
-from ejkernel_triton._rows.config import SHARED_MEMORY, itemsize, thread_fits, warps_for
+from ejkernel_triton._rows.config import SHARED_MEMORY, itemsize, warps_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,25 +48,39 @@ def backward_heuristic(call: MeanPoolingCall, target: Target) -> Config:
 
 
 def forward_space(call: MeanPoolingCall, target: Target) -> list[Config]:
-    return _space(call, (128, 256, 512, 1024), (1, 2, 3))
+    found = _space(call, (128, 256, 512), (1024, 2048), (2048, 4096), (4, 16), (1, 3))
+    return _with(forward_heuristic(call, target), found)
 
 
 def backward_space(call: MeanPoolingCall, target: Target) -> list[Config]:
     """Backward writes only; there is nothing to have in flight."""
-    return _space(call, (16, 64, 256), (1,))
+    found = _space(call, (16, 64), (256, 1024, 2048, 4096), (4096, 8192), (8, 16, 32), (1,))
+    return _with(backward_heuristic(call, target), found)
 
 
-def _space(call: MeanPoolingCall, chunks: tuple[int, ...], stages: tuple[int, ...]) -> list[Config]:
+def _space(
+    call: MeanPoolingCall,
+    chunks: tuple[int, ...],
+    blocks: tuple[int, ...],
+    steps: tuple[int, ...],
+    per_thread: tuple[int, ...],
+    stages: tuple[int, ...],
+) -> list[Config]:
+    """Steps of so many elements, of which a thread has so many."""
     widest = power_of_two(channels(call))
-    blocks = sorted({min(widest, block) for block in (256, 512, 1024, 2048, 4096)})
-    return [
-        Config(chunk, tokens, block, warps, stage)
-        for chunk, tokens, block, warps, stage in itertools.product(
-            chunks, (1, 2, 4, 8, 16, 32, 64), blocks, (2, 4, 8, 16), stages
+    found = [
+        Config(chunk, tokens, block, warps_for(tokens * block, elements), stage)
+        for chunk, block, step, elements, stage in itertools.product(
+            chunks, sorted({min(widest, block) for block in blocks}), steps, per_thread, stages
         )
-        if tokens <= chunk and (tokens * block >= 1024 or tokens == 64) and thread_fits(tokens * block, warps, 64)
+        if (tokens := max(1, min(64, step // block))) <= chunk
         if stage == 1 or stage * tokens * block * itemsize(call.x) <= SHARED_MEMORY
     ]
+    return list(dict.fromkeys(found))
+
+
+def _with(chosen: Config, found: list[Config]) -> list[Config]:
+    return found if chosen in found else [chosen, *found]
 
 
 FORWARD = ConfigSpace(Config, forward_heuristic, forward_space)

@@ -130,16 +130,16 @@ def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentio
     """Only what can make a difference to requests as long as the block table."""
     chosen = heuristic(call, target)
     decoding = call.query.shape[1] <= call.kv_lens.shape[1]
-    heights = {1} if decoding else {n for n in (1, 2, 4, 8, 16, 32) if n < 2 * call.query.shape[1]}
+    heights = {1} if decoding else {chosen.tokens // 2, chosen.tokens, 2 * chosen.tokens} - {0}
     widths = {keys for keys in (16, 32, 64, 128) if min(chosen.keys, 32) <= keys <= product_block(call.longest)}
-    counts = (264, 528, 1056, 2112) if decoding else (264, 528)
     stages = (2, 3, 4) if decoding else (2, 3)
     found = [
         PagedAttentionConfig(tokens, keys, warps, depth, programs, chosen.decode_keys if tokens > 1 else 0)
         for tokens, keys, warps, depth, programs in itertools.product(
-            sorted(heights | {chosen.tokens}), sorted(widths), (2, 4, 8), stages, counts
+            sorted(heights), sorted(widths), (2, 4, 8), stages, (528, 1056) if decoding else (528,)
         )
         if _admitted(call, target, tokens, keys, warps, depth)
+        and (warps < 8 or rows_of_tile(call, tokens) * keys >= 2048)
         and depth <= max(-(-call.longest // keys) + 1, 2)
         and (call.longest > 2 * keys or programs == chosen.programs)
     ]

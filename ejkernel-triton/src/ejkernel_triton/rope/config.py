@@ -8,7 +8,7 @@ import itertools
 from ejkernel.operations.rope.interface import RopeCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_triton._blocks import power_of_two
-from ejkernel_triton._rows.config import thread_fits, warps_for
+from ejkernel_triton._rows.config import warps_for
 
 _POWERS = tuple(1 << power for power in range(8))
 
@@ -49,14 +49,16 @@ def _heads(call: RopeCall) -> list[int]:
 
 
 def search_space(call: RopeCall, target: Target) -> list[Config]:
-    width = head_width(call)
-    return [
-        Config(tokens, heads, warps, span)
-        for tokens, heads, warps in itertools.product(_POWERS, _POWERS, (1, 2, 4, 8, 16))
-        if heads <= power_of_two(max(1, *_heads(call))) and (1024 <= tokens * heads * width <= 8192 or tokens == heads == 1)
-        if thread_fits(tokens * heads * width, warps, 64)
+    """Tiles of 2048 and 4096 elements of all shapes, of which a thread has 16 or 32."""
+    width, most = head_width(call), power_of_two(max(1, *_heads(call)))
+    found = [
+        Config(tokens, heads, warps_for(size, elements), span)
+        for size, heads, elements in itertools.product((2048, 4096), _POWERS, (16, 32))
+        if heads <= min(most, size // width) and (tokens := size // width // heads) <= 32
         for span in (0, heads)
     ]
+    chosen = heuristic(call, target)
+    return found if chosen in found else [chosen, *found]
 
 
 FORWARD = ConfigSpace(Config, heuristic, search_space)
