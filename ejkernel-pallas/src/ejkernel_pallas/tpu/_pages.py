@@ -71,3 +71,11 @@ class Pages:
         if self.layout == "side_by_side":
             return 1, 0, self.width // 2
         return (2, 1, 0) if self.layout in ("interleaved", "packed") else (1, 0, 0)
+
+
+def stored_bytes(shape: tuple[int, ...], itemsize: int) -> int:
+    """Bytes of VMEM of a buffer that is laid out as pages are: where there are few heads, a tile has few rows."""
+    *outer, rows, columns = (1, *shape)
+    sublanes, packed = 32 // itemsize, 4 // itemsize
+    least = max(packed, 1 << (rows - 1).bit_length()) if rows < sublanes else sublanes
+    return math.prod(outer) * (-(-rows // least) * least) * (-(-columns // 128) * 128) * itemsize

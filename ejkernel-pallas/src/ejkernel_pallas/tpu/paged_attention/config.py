@@ -8,7 +8,7 @@ import math
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_pallas.tpu._pages import ITEMSIZE, Pages
+from ejkernel_pallas.tpu._pages import ITEMSIZE, Pages, stored_bytes
 from ejkernel_pallas.tpu._vmem import LANES, block_bytes, memory_of
 
 HEIGHTS = (8, 16, 32, 64, 128, 256)
@@ -103,14 +103,6 @@ class Shape:
         return max(self.of_pass(tokens) * self.group * tokens for tokens in {1, self.tokens})
 
 
-def _stored_bytes(shape: tuple[int, ...], itemsize: int) -> int:
-    """Of a buffer as pages lie: rows of 8 are enough for every dtype, and fewer where there are fewer."""
-    *outer, rows, columns = (1, *shape)
-    sublanes = 32 // itemsize
-    rows = -(-rows // sublanes) * sublanes if rows > 4 // itemsize else max(4 // itemsize, rows)
-    return math.prod(outer) * rows * (-(-columns // LANES) * LANES) * itemsize
-
-
 def vmem_bytes(call: PagedAttentionCall, config: Config) -> int:
     """From above."""
     shape, product = Shape.of(call, config), product_dtype(call)
@@ -118,13 +110,13 @@ def vmem_bytes(call: PagedAttentionCall, config: Config) -> int:
     itemsize, total = ITEMSIZE[call.key_pages.dtype], _SLACK
     widest = 0
     for source in sources(call):
-        total += 2 * _stored_bytes((config.pages, *source.block), itemsize)
+        total += 2 * stored_bytes((config.pages, *source.block), itemsize)
         if source.token_major:
             total += block_bytes((shape.keys * source.rows, source.width), "float32")
             widest = max(widest, 64 * block_bytes((source.rows, source.width), "float32") * 2)
     total += widest
-    total += 2 * _stored_bytes((config.tokens, heads, size), ITEMSIZE[call.query.dtype])
-    total += _stored_bytes((config.tokens, heads, value_size), ITEMSIZE[call.query.dtype])
+    total += 2 * stored_bytes((config.tokens, heads, size), ITEMSIZE[call.query.dtype])
+    total += stored_bytes((config.tokens, heads, value_size), ITEMSIZE[call.query.dtype])
     total += block_bytes((config.tokens * heads, size), "float32") + block_bytes((config.tokens * heads, value_size), "float32")
     rows, passes = shape.rows, shape.most_passes
     total += block_bytes((passes, rows, size), product)
