@@ -35,5 +35,5 @@ def scalars(call: PagedAttentionCall, tile: int) -> int:
     """Numbers of 32 bits in scalar memory."""
     batch, tokens = call.query.shape[:2]
     requests = call.kv_lens.shape[1]
-    items = 4 * (most_items(batch, tokens, requests, tile) + 1)
-    return items + call.block_tables.size + 3 * batch * requests + 2 * batch * call.heads + 1
+    items = 4 * most_items(batch, tokens, requests, tile)
+    return items + call.block_tables.size + 4 * batch * requests + 2 * batch * call.heads

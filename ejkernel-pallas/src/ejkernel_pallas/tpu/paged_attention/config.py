@@ -23,6 +23,7 @@ _MOST_TOGETHER = 16
 _SCORES = 6
 """Arrays of scores in float32 that the compiler keeps."""
 _SLACK = 1 << 20
+_TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,16 +31,19 @@ class Config:
     """Attributes:
     tokens: new tokens of one request that an item has at most: 1, or a multiple of 8.
     pages: of a request, read in one step.
+    cores: sequences that items are dealt to; where two cores stand behind one grid, each takes one.
     """
 
     tokens: int
     pages: int
+    cores: int = 1
 
     def __post_init__(self) -> None:
         if self.tokens != 1 and (self.tokens < 8 or self.tokens % 8):
             raise ValueError(f"tokens: got {self.tokens}, expected 1 or a positive multiple of 8")
-        if self.pages < 1:
-            raise ValueError(f"pages: got {self.pages}, expected at least 1")
+        for name in ("pages", "cores"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
 
 
 def sources(call: PagedAttentionCall) -> tuple[Pages, ...]:
@@ -136,6 +140,11 @@ def vmem_bytes(call: PagedAttentionCall, config: Config) -> int:
     return total + operands * shape.of_pass(1 if config.tokens == 1 else config.tokens)
 
 
+def cores_of(target: Target) -> int:
+    """Of one device."""
+    return 2 if target.device_kind in _TWO_CORES else 1
+
+
 def smallest(call: PagedAttentionCall) -> Config:
     return Config(1, least_pages(call))
 
@@ -155,7 +164,8 @@ def _fitting(call: PagedAttentionCall, target: Target) -> list[Config]:
     most = _most_tokens(call)
     heights = [height for height in (1, *HEIGHTS) if height <= most]
     keys = {pages_of_step(call, keys) for keys in (_KEYS, 256, 128, 64, 32, 16, 8, 1)}
-    configs = [Config(tokens, pages) for tokens, pages in itertools.product(sorted(heights)[::-1], sorted(keys)[::-1])]
+    cores = cores_of(target)
+    configs = [Config(tokens, pages, cores) for tokens, pages in itertools.product(sorted(heights)[::-1], sorted(keys)[::-1])]
     return [config for config in configs if vmem_bytes(call, config) <= memory_of(target).vmem]
 
 
@@ -171,7 +181,8 @@ def search_space(call: PagedAttentionCall, target: Target) -> list[Config]:
     chosen = heuristic(call, target)
     steps = {pages_of_step(call, keys) for keys in (128, 256, 512, 1024)}
     heights = {1} if chosen.tokens == 1 else {chosen.tokens, max(chosen.tokens // 2, 8), min(chosen.tokens * 2, HEIGHTS[-1])}
-    found = [Config(tokens, pages) for tokens, pages in itertools.product(sorted(heights), sorted(steps | {chosen.pages}))]
+    pairs = itertools.product(sorted(heights), sorted(steps | {chosen.pages}))
+    found = [Config(tokens, pages, chosen.cores) for tokens, pages in pairs]
     found = [config for config in found if vmem_bytes(call, config) <= memory_of(target).vmem]
     return found if chosen in found else [chosen, *found]
 

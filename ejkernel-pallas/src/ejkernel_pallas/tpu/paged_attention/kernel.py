@@ -58,7 +58,7 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Conf
         Scalars(
             count.reshape(1),
             items,
-            make_requests(call, starts, lengths),
+            make_requests(call, starts, lengths, inputs.block_tables),
             inputs.block_tables.reshape(-1),
             _factors(call, inputs.key_scale, batch, call.scale * (LOG2E if call.soft_cap is None else 1 / call.soft_cap)),
             _factors(call, inputs.value_scale, batch, 1.0),
@@ -76,7 +76,7 @@ def _facts(call: PagedAttentionCall, config: Config) -> Facts:
     product = product_dtype(call)
     exact = product == "float32" and call.precision != "default"
     precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
-    return Facts(call, Shape.of(call, config), sources(call), jnp.dtype(product), precision, 1)
+    return Facts(call, Shape.of(call, config), sources(call), jnp.dtype(product), precision, config.cores)
 
 
 def _for_all(array: Any, batch: int) -> Any:
@@ -147,10 +147,10 @@ def _operands(facts: Facts, inputs: PagedAttentionInputs) -> dict[str, tuple[Any
 
 def _scalars(refs: Any) -> Scalars:
     found = list(refs)
-    return Scalars(found[0], Items(*found[1:5]), Requests(*found[5:8]), *found[8:11])
+    return Scalars(found[0], Items(*found[1:5]), Requests(*found[5:9]), *found[9:12])
 
 
-_SCALARS = 11
+_SCALARS = 12
 
 
 def _scratch(facts: Facts) -> Scratch:

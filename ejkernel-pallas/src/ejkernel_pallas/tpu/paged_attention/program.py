@@ -190,6 +190,10 @@ class Work:
         first = self.first_page + step * self.facts.shape.pages
         return first, jnp.clip(pl.cdiv(self.stop, self.facts.page_size) - first, 0, self.facts.shape.pages)
 
+    def is_full(self, step: Any) -> Any:
+        """Whether all pages that fit into a buffer are read."""
+        return (self.pages_of(step)[1] == self.facts.shape.pages) & (self.scalars.requests.complete[self.request] != 0)
+
     def page(self, index: Any) -> tuple[Any, Any]:
         """Where a page of the request lies, and whether it lies in the cache."""
         facts = self.facts
@@ -247,18 +251,18 @@ class Program:
         done = self.scratch.steps[0]
         pl.when(more)(lambda: self._start_query(following, 1 - slot))
         self._stage_query(work, slot, tokens)
-        self._clear(work, tokens)
+        self._clear(tokens)
 
         def step(i_step: Any, _: None) -> None:
             buffer = (done + i_step) % 2
             last = i_step == work.steps - 1
             pl.when(jnp.logical_not(last))(lambda: self._start_pages(work, i_step + 1, 1 - buffer))
             pl.when(last & more)(lambda: self._start_pages(following, 0, 1 - buffer))
-            there = self._wait_pages(work, i_step, buffer)
+            self._wait_pages(work, i_step, buffer)
             self._part(buffer)
-            whole = work.seen_by_all(i_step) & (there == self.facts.shape.pages)
+            whole = work.seen_by_all(i_step) & work.is_full(i_step)
             pl.when(whole)(lambda: self._absorb(work, i_step, buffer, tokens, edge=False))
-            pl.when(jnp.logical_not(whole))(lambda: self._absorb_edge(work, i_step, buffer, tokens, there))
+            pl.when(jnp.logical_not(whole))(lambda: self._absorb_edge(work, i_step, buffer, tokens))
 
         jax.lax.fori_loop(0, work.steps, step, None)
         self.scratch.steps[0] = done + work.steps
@@ -281,7 +285,7 @@ class Program:
     def _page_copies(self, work: Work, place: Any, page: Any, buffer: Any) -> Iterator[Any]:
         size = self.facts.page_size
         for source, pages, copied in zip(self.facts.sources, self.blocks.pages, self.scratch.pages, strict=True):
-            member = work.member if source.shape[0 if source.layout != "hptd" else 0] > 1 else 0
+            member = work.member if source.shape[0] > 1 else 0
             to = copied.at[buffer, pl.ds(place * size, size)] if source.token_major else copied.at[buffer, place]
             yield pltpu.make_async_copy(pages.at[source.at(member, page)], to, self.scratch.pages_copied.at[buffer])
 
@@ -299,11 +303,21 @@ class Program:
 
         jax.lax.fori_loop(0, count, start, None)
 
-    def _wait_pages(self, work: Work, step: Any, buffer: Any) -> Any:
-        """How many of the step's pages are there."""
+    def _wait_pages(self, work: Work, step: Any, buffer: Any) -> None:
+        """For the bytes of a whole buffer, or for one page after the other."""
+        full = work.is_full(step)
+
+        def whole() -> None:
+            for copied in self.scratch.pages:
+                pltpu.make_async_copy(copied.at[buffer], copied.at[buffer], self.scratch.pages_copied.at[buffer]).wait()
+
+        pl.when(full)(whole)
+        pl.when(jnp.logical_not(full))(lambda: self._wait_each_page(work, step, buffer))
+
+    def _wait_each_page(self, work: Work, step: Any, buffer: Any) -> None:
         first, count = work.pages_of(step)
 
-        def wait(place: Any, found: Any) -> Any:
+        def wait(place: Any, _: None) -> None:
             page, there = work.page(first + place)
 
             def copy() -> None:
@@ -311,9 +325,8 @@ class Program:
                     each.wait()
 
             pl.when(there)(copy)
-            return found + there.astype(jnp.int32)
 
-        return jax.lax.fori_loop(0, count, wait, 0)
+        jax.lax.fori_loop(0, count, wait, None)
 
     def _result_copies(self, work: Work) -> Iterator[tuple[Any, Any]]:
         """Whether there is one, and a copy, of each power of two in the number of the item's tokens."""
@@ -378,18 +391,18 @@ class Program:
 
     # The softmax
 
-    def _clear(self, work: Work, tokens: int) -> None:
+    def _clear(self, tokens: int) -> None:
         scratch, shape = self.scratch, self.facts.shape
-        scratch.weighted[...] = jnp.zeros_like(scratch.weighted)
-        if self.blocks.sinks is None:
-            scratch.highest[...] = jnp.full_like(scratch.highest, -jnp.inf)
-            scratch.total[...] = jnp.zeros_like(scratch.total)
-            return
+        rows = shape.of_pass(tokens) * shape.group * tokens
 
         def clear(i_pass: Any, _: None) -> None:
-            sinks = self._per_row(self.blocks.sinks, i_pass, tokens)  # [rows, 128]
-            scratch.highest[i_pass, : sinks.shape[0]] = sinks
-            scratch.total[i_pass, : sinks.shape[0]] = jnp.where(sinks == -jnp.inf, 0.0, 1.0)
+            if self.blocks.sinks is None:
+                sinks = jnp.full((rows, LANES), -jnp.inf, jnp.float32)
+            else:
+                sinks = self._per_row(self.blocks.sinks, i_pass, tokens)  # [rows, 128]
+            scratch.highest[i_pass, :rows] = sinks
+            scratch.total[i_pass, :rows] = jnp.where(sinks == -jnp.inf, 0.0, 1.0)
+            scratch.weighted[i_pass, :rows] = jnp.zeros((rows, self.facts.call.value_size), jnp.float32)
 
         self._over_passes(tokens, clear)
 
@@ -411,7 +424,7 @@ class Program:
                 rows += [jnp.broadcast_to(numbers[i : i + 1], (tokens, LANES)) for i in range(shape.group)]
         return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=0)
 
-    def _absorb_edge(self, work: Work, step: Any, buffer: Any, tokens: int, there: Any) -> None:
+    def _absorb_edge(self, work: Work, step: Any, buffer: Any, tokens: int) -> None:
         scratch, size = self.scratch, self.facts.page_size
         first, count = work.pages_of(step)
         scratch.present[...] = jnp.ones_like(scratch.present)
@@ -424,7 +437,8 @@ class Program:
 
             pl.when(jnp.logical_not(work.page(first + place)[1]))(zero)
 
-        pl.when(there < count)(lambda: jax.lax.fori_loop(0, count, hide, None))
+        missing = self.scalars.requests.complete[work.request] == 0
+        pl.when(missing)(lambda: jax.lax.fori_loop(0, count, hide, None))
         if self.blocks.bias is not None:
             self._bias(work, step, tokens)
         self._absorb(work, step, buffer, tokens, edge=True)

@@ -26,11 +26,13 @@ class Items(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """A column per fact, `[b R]`: the first new token, position of token 0 of the packed ones, and visible keys."""
+    """A column per fact, `[b R]`: the first new token, position of token 0 of the packed ones, visible keys, and 1 if all their
+    pages lie in the cache."""
 
     start: Any
     shift: Any
     length: Any
+    complete: Any
 
 
 def most_items(batch: int, tokens: int, requests: int, tile: int) -> int:
@@ -59,10 +61,13 @@ def make_items(call: PagedAttentionCall, starts: Any, tokens: int, tile: int) ->
     return items, up_to[-1]
 
 
-def make_requests(call: PagedAttentionCall, starts: Any, lengths: Any) -> Requests:
-    """From `query_start_loc [b, R + 1]` and `kv_lens [b, R]`."""
-    columns = starts[:, :-1], lengths - starts[:, 1:], jnp.clip(lengths, 0, call.longest)
-    return Requests(*(column.reshape(-1) for column in columns))
+def make_requests(call: PagedAttentionCall, starts: Any, lengths: Any, tables: Any) -> Requests:
+    """From `query_start_loc [b, R + 1]`, `kv_lens [b, R]` and `block_tables [1|b, R, W]`."""
+    lengths, shift = jnp.clip(lengths, 0, call.longest), lengths - starts[:, 1:]
+    needed = jnp.arange(tables.shape[2]) * call.pages.page_size < lengths[..., None]
+    there = (tables >= 0) & (tables < call.pages.pages)
+    complete = jnp.all(there | ~needed, axis=2).astype(jnp.int32)
+    return Requests(*(column.reshape(-1) for column in (starts[:, :-1], shift, lengths, complete)))
 
 
 def owned(starts: Any, tokens: int) -> tuple[Any, Any]:
