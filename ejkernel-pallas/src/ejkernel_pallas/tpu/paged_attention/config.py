@@ -29,7 +29,7 @@ _TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Attributes:
-    tokens: new tokens of one request that an item has at most: 1, or a multiple of 8.
+    tokens: new tokens of one request that an item has at most: 1, or a power of two from 8 on.
     pages: of a request, read in one step.
     cores: sequences that items are dealt to; where two cores stand behind one grid, each takes one.
     """
@@ -39,8 +39,8 @@ class Config:
     cores: int = 1
 
     def __post_init__(self) -> None:
-        if self.tokens != 1 and (self.tokens < 8 or self.tokens % 8):
-            raise ValueError(f"tokens: got {self.tokens}, expected 1 or a positive multiple of 8")
+        if self.tokens != 1 and (self.tokens < 8 or self.tokens & (self.tokens - 1)):
+            raise ValueError(f"tokens: got {self.tokens}, expected 1, or a power of two from 8 on")
         for name in ("pages", "cores"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
@@ -137,7 +137,7 @@ def vmem_bytes(call: PagedAttentionCall, config: Config) -> int:
     operands += 2 * block_bytes((rows, size), "float32") + 3 * block_bytes((rows, value_size), "float32")
     if product == "float32":  # multiplied as sums of narrower parts
         operands += 2 * block_bytes((rows, shape.keys), "float32") + operands
-    return total + operands * shape.of_pass(1 if config.tokens == 1 else config.tokens)
+    return total + operands
 
 
 def cores_of(target: Target) -> int:

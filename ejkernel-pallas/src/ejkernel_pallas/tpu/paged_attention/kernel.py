@@ -21,6 +21,7 @@ from ejkernel.operations.paged_attention.interface import (
     PagedAttentionOutputs,
 )
 from ejkernel_pallas._call import compiler_params, result_like
+from ejkernel_pallas.tpu._integers import quotient, remainder
 from ejkernel_pallas.tpu._vmem import LANES
 from ejkernel_pallas.tpu.paged_attention.config import Config, Shape, product_dtype, sources, vmem_bytes
 from ejkernel_pallas.tpu.paged_attention.program import (
@@ -119,7 +120,8 @@ def _operands(facts: Facts, inputs: PagedAttentionInputs) -> dict[str, tuple[Any
     def per_member(values: Any) -> tuple[Any, pl.BlockSpec]:
         def at(core: Any, step: Any, *refs: Any) -> tuple[Any, ...]:
             scalars = _scalars(refs)
-            member = scalars.items.request[item_of(scalars, core, step)] // requests if values.shape[0] > 1 else 0
+            request = scalars.items.request[item_of(scalars, core, step)]
+            member = quotient(request, requests) if values.shape[0] > 1 else 0
             return member, 0, 0, 0
 
         return values, pl.BlockSpec((None, *values.shape[1:]), at)
@@ -128,8 +130,8 @@ def _operands(facts: Facts, inputs: PagedAttentionInputs) -> dict[str, tuple[Any
         def at(core: Any, step: Any, *refs: Any) -> tuple[Any, ...]:
             scalars = _scalars(refs)
             request = scalars.items.request[item_of(scalars, core, step)]
-            member = request // requests if values.shape[0] > 1 else 0
-            return member, request % requests if values.shape[1] > 1 else 0, 0, 0
+            member = quotient(request, requests) if values.shape[0] > 1 else 0
+            return member, remainder(request, requests) if values.shape[1] > 1 else 0, 0, 0
 
         return values, pl.BlockSpec((None, None, *values.shape[2:]), at)
 

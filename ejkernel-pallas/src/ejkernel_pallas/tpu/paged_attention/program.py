@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
+from ejkernel_pallas.tpu._integers import quotient, quotient_up, remainder
 from ejkernel_pallas.tpu._pages import Pages
 from ejkernel_pallas.tpu._vmem import LANES
 from ejkernel_pallas.tpu.paged_attention.config import Shape
@@ -130,7 +131,7 @@ class Work:
 
     @property
     def member(self) -> Any:
-        return self.request // self.facts.call.kv_lens.shape[1]
+        return quotient(self.request, self.facts.call.kv_lens.shape[1])
 
     @property
     def base(self) -> Any:
@@ -174,13 +175,13 @@ class Work:
 
     @property
     def first_page(self) -> Any:
-        return self.begin // self.facts.page_size
+        return 0 if self.facts.call.window is None else quotient(self.begin, self.facts.page_size)
 
     @property
     def steps(self) -> Any:
         """At least one, which may read nothing."""
         keys = self.stop - self.first_page * self.facts.page_size
-        return jnp.maximum(pl.cdiv(keys, self.facts.shape.keys), 1)
+        return jnp.maximum(quotient_up(keys, self.facts.shape.keys), 1)
 
     def first_key(self, step: Any) -> Any:
         return self.first_page * self.facts.page_size + step * self.facts.shape.keys
@@ -188,7 +189,7 @@ class Work:
     def pages_of(self, step: Any) -> tuple[Any, Any]:
         """The first page of a step in the order of its request, and how many there are to read."""
         first = self.first_page + step * self.facts.shape.pages
-        return first, jnp.clip(pl.cdiv(self.stop, self.facts.page_size) - first, 0, self.facts.shape.pages)
+        return first, jnp.clip(quotient_up(self.stop, self.facts.page_size) - first, 0, self.facts.shape.pages)
 
     def is_full(self, step: Any) -> Any:
         """Whether all pages that fit into a buffer are read."""
@@ -199,7 +200,7 @@ class Work:
         facts = self.facts
         row = self.request
         if facts.call.block_tables.shape[0] == 1 and facts.call.query.shape[0] > 1:
-            row = row % facts.call.kv_lens.shape[1]
+            row = remainder(row, facts.call.kv_lens.shape[1])
         page = self.scalars.tables[row * facts.table_width + index]
         return page, (page >= 0) & (page < facts.call.pages.pages)
 
@@ -246,7 +247,7 @@ class Program:
             pl.when(jnp.logical_not(work.single))(lambda: self._attend(work, self.facts.shape.tokens))
 
     def _attend(self, work: Work, tokens: int) -> None:
-        following, slot = self._work(work.item + self.facts.cores), pl.program_id(1) % 2
+        following, slot = self._work(work.item + self.facts.cores), remainder(pl.program_id(1), 2)
         more = following.item < self.scalars.count[0]
         done = self.scratch.steps[0]
         pl.when(more)(lambda: self._start_query(following, 1 - slot))
@@ -254,7 +255,7 @@ class Program:
         self._clear(tokens)
 
         def step(i_step: Any, _: None) -> None:
-            buffer = (done + i_step) % 2
+            buffer = remainder(done + i_step, 2)
             last = i_step == work.steps - 1
             pl.when(jnp.logical_not(last))(lambda: self._start_pages(work, i_step + 1, 1 - buffer))
             pl.when(last & more)(lambda: self._start_pages(following, 0, 1 - buffer))
@@ -492,7 +493,7 @@ class Program:
             logits = (call.soft_cap * LOG2E) * jnp.tanh(logits)
         if not edge and self.blocks.slopes is None:
             return logits, None
-        token = jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0) % tokens
+        token = jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0) & (tokens - 1)
         position = work.position + token  # [rows, 1]
         key = work.first_key(step) + jax.lax.broadcasted_iota(jnp.int32, (1, keys), 1)
         if self.blocks.slopes is not None:

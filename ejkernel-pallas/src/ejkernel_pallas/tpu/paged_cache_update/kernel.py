@@ -24,6 +24,7 @@ from ejkernel.operations.paged_cache_update.interface import (
     PagedCacheUpdateOutputs,
 )
 from ejkernel_pallas._call import compiler_params, result_like
+from ejkernel_pallas.tpu._integers import quotient, remainder
 from ejkernel_pallas.tpu._pages import Pages
 from ejkernel_pallas.tpu.paged_cache_update.config import Config, blocks, chunk_rows, chunks_of_step, sources, vmem_bytes
 from ejkernel_pallas.tpu.paged_cache_update.schedule import Chunks, Runs, make_chunks, make_runs
@@ -158,7 +159,7 @@ class Step:
     def _pipelined(self) -> None:
         """While a block is stored, the one before is written, and what the one after needs is read."""
         i_step, steps = pl.program_id(0), pl.num_programs(0)
-        slot, late = i_step % 2, 1 if self.facts.reads else 2
+        slot, late = remainder(i_step, 2), 1 if self.facts.reads else 2
 
         def wait(step: Any, slot: Any) -> None:
             self._copies(step, slot, lambda copy: copy.wait(), reading=False)
@@ -166,7 +167,7 @@ class Step:
         def read(step: Any, slot: Any) -> None:
             self._copies(step, slot, lambda copy: copy.start(), reading=True)
 
-        pl.when(i_step >= late)(lambda: wait(i_step - late, (i_step - late) % 2))
+        pl.when(i_step >= late)(lambda: wait(i_step - late, remainder(i_step - late, 2)))
         if self.facts.reads:
             pl.when(i_step == 0)(lambda: read(i_step, slot))
             pl.when(i_step + 1 < steps)(lambda: read(i_step + 1, 1 - slot))
@@ -210,7 +211,7 @@ class Step:
     def _runs(self, step: Any, slot: Any, act: Callable[[Any], None], reading: bool) -> None:
         runs, tile = self.where, self.facts.config.places
         first = step * tile
-        member = step // (runs.page.shape[0] // tile // self.facts.call.key.shape[0])
+        member = quotient(step, runs.page.shape[0] // tile // self.facts.call.key.shape[0])
 
         def run(token: Any) -> Any:
             size = runs.size[first + token]
@@ -249,7 +250,8 @@ class Step:
         if facts.padded:
             rows, part, size = facts.used
             own = jax.lax.broadcasted_iota(jnp.int32, new.shape, 1) < rows
-            own &= jax.lax.broadcasted_iota(jnp.int32, new.shape, 2) % part < size
+            channel = jax.lax.broadcasted_iota(jnp.int32, new.shape, 2)
+            own &= jnp.where(channel < part, channel, channel - part) < size
             new = jnp.where(own, new, stored[slot].astype(jnp.float32).reshape(new.shape))
         stored[slot] = new.reshape(stored.shape[1:]).astype(stored.dtype)
 
@@ -287,12 +289,16 @@ def _launch(facts: Facts, where: Runs | Chunks, steps: Any, new: list[Any], scal
     columns, per_member = len(where), -(-call.key.shape[1] // config.places)
 
     def at_new(step: Any, *refs: Any) -> tuple[Any, ...]:
-        return (step // per_member, step % per_member, 0, 0) if facts.token_major else (step, 0, 0, 0)
+        return (quotient(step, per_member), remainder(step, per_member), 0, 0) if facts.token_major else (step, 0, 0, 0)
 
     def scale_block(scale: Any) -> pl.BlockSpec:
         if not facts.token_major:  # a step has chunks of several members
             return pl.BlockSpec(scale.shape, lambda step, *refs: (0, 0, 0))
-        return pl.BlockSpec((None, *scale.shape[1:]), lambda step, *refs: (step // per_member if scale.shape[0] > 1 else 0, 0, 0))
+
+        def at(step: Any, *refs: Any) -> tuple[Any, ...]:
+            return quotient(step, per_member) if scale.shape[0] > 1 else 0, 0, 0
+
+        return pl.BlockSpec((None, *scale.shape[1:]), at)
 
     shapes = blocks(call, config)
     new_blocks = [pl.BlockSpec((None, *block) if facts.token_major else block, at_new) for block, _ in shapes]
