@@ -17,4 +17,3 @@ def remainder(value: Any, by: int) -> Any:
 
 def quotient_up(value: Any, by: int) -> Any:
     return quotient(value + (by - 1), by)
-

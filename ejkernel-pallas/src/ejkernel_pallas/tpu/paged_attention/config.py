@@ -130,7 +130,9 @@ def vmem_bytes(call: PagedAttentionCall, config: Config) -> int:
     total += sum(2 * block_bytes((heads, shape.group, LANES), "float32") for spec in (call.sinks, call.alibi_slopes) if spec)
     if call.qq_bias is not None:
         width = call.qq_bias.shape[-1]
-        total += 2 * 2 * block_bytes((width, width), "float32") + 4 * block_bytes((max(config.tokens, 8), shape.keys), "float32")
+        total += 2 * 2 * block_bytes((width, width), "float32") + 4 * block_bytes(
+            (max(config.tokens, 8), shape.keys), "float32"
+        )
         total += 3 * block_bytes((width, shape.keys), "float32") + 4 * block_bytes((max(config.tokens, 8), width), "float32")
     total += _SCORES * block_bytes((rows, shape.keys), "float32")
     operands = block_bytes((shape.keys, size), "float32") + 3 * block_bytes((shape.keys, value_size), "float32")

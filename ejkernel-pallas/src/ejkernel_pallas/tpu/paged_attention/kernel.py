@@ -1,11 +1,10 @@
 """Attention over a paged cache on TPU: one kernel for prompts, chunks and single steps in any mix.
 
-Queries, pages and results stay in HBM as they are; the kernel copies what an item needs. See `program` for what it does with it, and
-Jiang et al., Ragged Paged Attention, 2025, for the idea of one kernel for all mixes.
+Queries, pages and results stay in HBM as they are; the kernel copies what an item needs. See `program` for what it does with that,
+and Jiang et al., Ragged Paged Attention, 2025, for the idea of one kernel for all mixes.
 """
 
 from __future__ import annotations
-
 
 from typing import Any
 
@@ -24,24 +23,16 @@ from ejkernel_pallas._call import compiler_params, result_like
 from ejkernel_pallas.tpu._integers import quotient, remainder
 from ejkernel_pallas.tpu._vmem import LANES
 from ejkernel_pallas.tpu.paged_attention.config import Config, Shape, product_dtype, sources, vmem_bytes
-from ejkernel_pallas.tpu.paged_attention.program import (
-    HIDDEN,
-    LOG2E,
-    UNDEFINED,
-    Blocks,
-    Facts,
-    Program,
-    Scalars,
-    Scratch,
-)
+from ejkernel_pallas.tpu.paged_attention.program import HIDDEN, LOG2E, UNDEFINED, Blocks, Program, Scratch
 from ejkernel_pallas.tpu.paged_attention.schedule import Items, Requests, make_items, make_requests, owned
+from ejkernel_pallas.tpu.paged_attention.work import Facts, Scalars
 
 NAME = "ejkernel_paged_attention"
 
 
 def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Config) -> PagedAttentionOutputs:
     query = inputs.query
-    batch, tokens, heads, _ = query.shape
+    batch, tokens = query.shape[:2]
     wants_lse = call.return_lse or call.save_residuals
     out = jnp.zeros((*query.shape[:3], call.value_size), query.dtype)
     if out.size * call.kv_lens.shape[1] == 0:
@@ -210,7 +201,9 @@ def _launch(facts: Facts, scalars: Scalars, query: Any, inputs: PagedAttentionIn
         named, given = dict(zip(operands, given, strict=False)), given[len(operands) + 1 :]  # out is given as zeros
         lse_ref = given[1] if len(results) > 1 else None
         parts = jax.tree.unflatten(scratch_tree, given[len(results) :])
-        blocks = Blocks(query_ref, page_refs, *(named.get(name) for name in ("sinks", "slopes", "bias", "code")), given[0], lse_ref)
+        blocks = Blocks(
+            query_ref, page_refs, *(named.get(name) for name in ("sinks", "slopes", "bias", "code")), given[0], lse_ref
+        )
         Program(facts, own, blocks, parts).run()
 
     hbm = pl.BlockSpec(memory_space=pl.ANY)

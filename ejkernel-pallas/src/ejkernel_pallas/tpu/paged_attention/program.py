@@ -17,12 +17,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.operations.paged_attention.interface import PagedAttentionCall
-from ejkernel_pallas.tpu._integers import quotient, quotient_up, remainder
+from ejkernel_pallas.tpu._integers import remainder
 from ejkernel_pallas.tpu._pages import Pages
 from ejkernel_pallas.tpu._vmem import LANES
-from ejkernel_pallas.tpu.paged_attention.config import Shape
-from ejkernel_pallas.tpu.paged_attention.schedule import Items, Requests
+from ejkernel_pallas.tpu.paged_attention.work import Facts, Scalars, Work
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -30,17 +28,6 @@ HIDDEN, UNDEFINED = 1, 2
 """What `qq_bias` holds beside finite numbers: -inf, and what is none."""
 _CHUNK = 64
 """Tokens whose heads are parted at once."""
-
-
-class Scalars(NamedTuple):
-    """In scalar memory. Tables lie one row after the other; factors are of keys and of values, for each member and key head."""
-
-    count: Any
-    items: Items
-    requests: Requests
-    tables: Any
-    key_factor: Any
-    value_factor: Any
 
 
 class Scratch(NamedTuple):
@@ -83,138 +70,8 @@ class Blocks(NamedTuple):
     lse: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What is static."""
-
-    call: PagedAttentionCall
-    shape: Shape
-    sources: tuple[Pages, ...]
-    product: Any
-    precision: Any
-    cores: int
-
-    @property
-    def table_width(self) -> int:
-        return self.call.block_tables.shape[2]
-
-    @property
-    def page_size(self) -> int:
-        return self.call.pages.page_size
-
-    def dot(self, left: Any, right: Any, contracted: int) -> Any:
-        """`left [m, c]` times `right`, whose axis `contracted` is c."""
-        return jax.lax.dot_general(
-            left,
-            right,
-            (((1,), (contracted,)), ((), ())),
-            precision=self.precision,
-            preferred_element_type=jnp.float32,
-        )
-
-
 def _exact(left: Any, right: Any) -> Any:
     return jnp.dot(left, right, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """An item's numbers, all scalars: its tokens and their positions, the keys that some of them see, and those that all see."""
-
-    facts: Facts
-    scalars: Scalars
-    item: Any
-
-    @property
-    def request(self) -> Any:
-        return self.scalars.items.request[self.item]
-
-    @property
-    def member(self) -> Any:
-        return quotient(self.request, self.facts.call.kv_lens.shape[1])
-
-    @property
-    def base(self) -> Any:
-        return self.scalars.items.base[self.item]
-
-    @property
-    def low(self) -> Any:
-        return self.scalars.items.low[self.item]
-
-    @property
-    def high(self) -> Any:
-        return self.scalars.items.high[self.item]
-
-    @property
-    def single(self) -> Any:
-        return self.high - self.low == 1
-
-    @property
-    def position(self) -> Any:
-        """Of token `base`."""
-        return self.scalars.requests.shift[self.request] + self.base
-
-    @property
-    def length(self) -> Any:
-        return self.scalars.requests.length[self.request]
-
-    @property
-    def first_new(self) -> Any:
-        """Key of the request's first new token."""
-        return self.scalars.requests.shift[self.request] + self.scalars.requests.start[self.request]
-
-    @property
-    def begin(self) -> Any:
-        window = self.facts.call.window
-        return 0 if window is None else jnp.maximum(self.position + self.low - (window - 1), 0)
-
-    @property
-    def stop(self) -> Any:
-        last = self.position + self.high if self.facts.call.causal else self.length
-        return jnp.maximum(jnp.minimum(last, self.length), 0)
-
-    @property
-    def first_page(self) -> Any:
-        return 0 if self.facts.call.window is None else quotient(self.begin, self.facts.page_size)
-
-    @property
-    def steps(self) -> Any:
-        """At least one, which may read nothing."""
-        keys = self.stop - self.first_page * self.facts.page_size
-        return jnp.maximum(quotient_up(keys, self.facts.shape.keys), 1)
-
-    def first_key(self, step: Any) -> Any:
-        return self.first_page * self.facts.page_size + step * self.facts.shape.keys
-
-    def pages_of(self, step: Any) -> tuple[Any, Any]:
-        """The first page of a step in the order of its request, and how many there are to read."""
-        first = self.first_page + step * self.facts.shape.pages
-        return first, jnp.clip(quotient_up(self.stop, self.facts.page_size) - first, 0, self.facts.shape.pages)
-
-    def is_full(self, step: Any) -> Any:
-        """Whether all pages that fit into a buffer are read."""
-        return (self.pages_of(step)[1] == self.facts.shape.pages) & (self.scalars.requests.complete[self.request] != 0)
-
-    def page(self, index: Any) -> tuple[Any, Any]:
-        """Where a page of the request lies, and whether it lies in the cache."""
-        facts = self.facts
-        row = self.request
-        if facts.call.block_tables.shape[0] == 1 and facts.call.query.shape[0] > 1:
-            row = remainder(row, facts.call.kv_lens.shape[1])
-        page = self.scalars.tables[row * facts.table_width + index]
-        return page, (page >= 0) & (page < facts.call.pages.pages)
-
-    def seen_by_all(self, step: Any) -> Any:
-        """Whether every token of the item sees every key of the step, if all pages are there, and none has a bias."""
-        call, key = self.facts.call, self.first_key(step)
-        last = key + self.facts.shape.keys
-        limit = jnp.minimum(self.position + self.low + 1, self.length) if call.causal else self.length
-        seen = last <= limit
-        if call.window is not None:
-            seen &= key > self.position + self.high - 1 - call.window
-        if call.qq_bias is not None:
-            seen &= last <= self.first_new
-        return seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -480,13 +337,13 @@ class Program:
         gained = []
         for i, head in enumerate(heads):
             own = slice(i * of_head, (i + 1) * of_head)
-            gained.append(self._weighted(work, step, buffer, head, weights[own], None if visible is None else visible[own], tokens))
+            gained.append(
+                self._weighted(work, step, buffer, head, weights[own], None if visible is None else visible[own], tokens)
+            )
         total = gained[0] if together == 1 else jnp.concatenate(gained, axis=0)  # [rows, V]
         scratch.weighted[i_pass, :rows] = kept[:, :1] * scratch.weighted[i_pass, :rows] + total
 
-    def _masked(
-        self, work: Work, step: Any, logits: Any, i_pass: Any, tokens: int, *, edge: bool
-    ) -> tuple[Any, Any]:
+    def _masked(self, work: Work, step: Any, logits: Any, i_pass: Any, tokens: int, *, edge: bool) -> tuple[Any, Any]:
         """Logits of one pass with all that is added to them, and at an edge which of them are visible."""
         call, rows, keys = self.facts.call, *logits.shape
         if call.soft_cap is not None:
@@ -567,7 +424,9 @@ class Program:
                 for i_query in range(shape.group):
                     i_head = i * shape.group + i_query
                     own = values[i * of_head + i_query * tokens : i * of_head + (i_query + 1) * tokens] * factor
-                    target = pl.ds(i_pass * each + i_head, tokens, stride=heads) if tokens > 1 else pl.ds(i_pass * each + i_head, 1)
+                    target = (
+                        pl.ds(i_pass * each + i_head, tokens, stride=heads) if tokens > 1 else pl.ds(i_pass * each + i_head, 1)
+                    )
                     scratch.result_rows[target] = own
             if self.blocks.lse is not None:
                 self._store_lse(highest, total, i_pass, tokens)

@@ -69,21 +69,20 @@ def _arranged(call: PagedCacheUpdateCall, inputs: PagedCacheUpdateInputs) -> tup
         shapes = [(source.rows, source.width) for source in sources(call)]
         return list(both[0]), [_per_channel(scale, shape) for scale, shape in zip(both[1], shapes, strict=True)]
     source, heads, size = sources(call)[0], *call.key.shape[2:]
-    axis, rows, width = (2, source.rows, source.width // 2) if call.layout == "side_by_side" else (3, source.rows // 2, source.width)
+    beside = call.layout == "side_by_side"
+    rows, width = (source.rows, source.width // 2) if beside else (source.rows // 2, source.width)
     room = (0, 0), (0, 0), (0, rows - heads), (0, width - size)
-    if call.layout == "side_by_side":
-        room = (0, 0), (0, 0), (0, source.rows - heads), (0, width - size)
     dtype = call.key.dtype if call.key.dtype == call.value.dtype else "float32"
     new = [jnp.pad(array.astype(dtype), room) for array in both[0]]
     shape = (*new[0].shape[:2], source.rows, source.width)
-    arranged = jnp.concatenate(new, axis=3) if axis == 2 else jnp.stack(new, axis=3).reshape(shape)
+    arranged = jnp.concatenate(new, axis=3) if beside else jnp.stack(new, axis=3).reshape(shape)
     if inputs.key_scale is None and inputs.value_scale is None:
         return [arranged], [None]
     ones = jnp.ones((1, 1), jnp.float32)
-    factors = [_per_channel(ones if scale is None else scale, (new[0].shape[2], width)) for scale in both[1]]
+    factors = [_per_channel(ones if scale is None else scale, (rows, width)) for scale in both[1]]
     batch = max(factor.shape[0] for factor in factors)
     factors = [jnp.broadcast_to(factor, (batch, *factor.shape[1:])) for factor in factors]
-    if axis == 2:
+    if beside:
         return [arranged], [jnp.concatenate(factors, axis=2)]
     return [arranged], [jnp.stack(factors, axis=2).reshape(batch, source.rows, source.width)]
 
@@ -176,7 +175,7 @@ class Step:
             if self.facts.token_major:
                 self._store(i_source, slot)
             else:
-                jax.lax.fori_loop(0, self.facts.chunks, lambda i, _: self._merge(i_source, i_step, i, slot), None)
+                self._merge_all(i_source, i_step, slot)
         self._copies(i_step, slot, lambda copy: copy.start(), reading=False)
         last = i_step == steps - 1
         if late > 1:
@@ -254,6 +253,9 @@ class Step:
             own &= jnp.where(channel < part, channel, channel - part) < size
             new = jnp.where(own, new, stored[slot].astype(jnp.float32).reshape(new.shape))
         stored[slot] = new.reshape(stored.shape[1:]).astype(stored.dtype)
+
+    def _merge_all(self, i_source: int, step: Any, slot: Any) -> None:
+        jax.lax.fori_loop(0, self.facts.chunks, lambda i, _: self._merge(i_source, step, i, slot), None)
 
     def _merge(self, i_source: int, step: Any, i_chunk: Any, slot: Any) -> None:
         """New rows of a chunk as the pages hold them, and others as they were."""
