@@ -202,7 +202,14 @@ def _launch(facts: Facts, scalars: Scalars, query: Any, inputs: PagedAttentionIn
         lse_ref = given[1] if len(results) > 1 else None
         parts = jax.tree.unflatten(scratch_tree, given[len(results) :])
         blocks = Blocks(
-            query_ref, page_refs, *(named.get(name) for name in ("sinks", "slopes", "bias", "code")), given[0], lse_ref
+            query=query_ref,
+            pages=page_refs,
+            sinks=named.get("sinks"),
+            slopes=named.get("slopes"),
+            bias=named.get("bias"),
+            code=named.get("code"),
+            out=given[0],
+            lse=lse_ref,
         )
         Program(facts, own, blocks, parts).run()
 

@@ -40,14 +40,14 @@ def forward(call: PagedCacheUpdateCall, inputs: PagedCacheUpdateInputs, config: 
         # Nothing to write; something of its own shows in a program that this platform served the call.
         return PagedCacheUpdateOutputs(*jax.lax.optimization_barrier((inputs.key_pages, inputs.value_pages)))
     described = (inputs.query_start_loc, inputs.kv_lens, inputs.block_tables)
-    described = [jnp.broadcast_to(array, (batch, *array.shape[1:])) for array in described]
+    starts, lengths, tables = (jnp.broadcast_to(array, (batch, *array.shape[1:])) for array in described)
     new, scales = _arranged(call, inputs)
     facts = Facts(call, sources(call), config, tuple(scale is not None for scale in scales))
     if facts.token_major:
-        runs = make_runs(call, *described, config.places)
+        runs = make_runs(call, starts, lengths, tables, config.places)
         found = _launch(facts, runs, runs.page.shape[0] // config.places, new, scales, pages)
     else:
-        chunks, count, token = make_chunks(call, *described, chunk_rows(call))
+        chunks, count, token = make_chunks(call, starts, lengths, tables, chunk_rows(call))
         chunks = chunks._replace(
             **{name: _padded(getattr(chunks, name), facts.chunks, value) for name, value in PADDING.items()}
         )

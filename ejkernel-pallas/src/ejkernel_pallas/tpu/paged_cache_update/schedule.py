@@ -94,14 +94,15 @@ def make_chunks(call: PagedCacheUpdateCall, starts: Any, lengths: Any, tables: A
     page = tables.reshape(-1, width)[request, entry]
     there = (index < up_to[-1]) & (page >= 0) & (page < call.pages.pages)
     low, high = jnp.maximum(low[request] - first, 0), jnp.minimum(high[request] - first, rows)
-    columns = (request // requests, jnp.where(there, page, -1), first % size, low, high)
+    member, page, place = request // requests, jnp.where(there, page, -1), first % size
     token = jnp.clip(first[:, None] + jnp.arange(rows, dtype=jnp.int32) - shift[request][:, None], 0, tokens - 1)
-    chunks = Chunks(*(column.astype(jnp.int32) for column in columns), _shared(*columns[:3]))
+    member, page, place, low, high = (column.astype(jnp.int32) for column in (member, page, place, low, high))
+    chunks = Chunks(member, page, place, low, high, _shared(member, page, place))
     return chunks, up_to[-1], token
 
 
 def _shared(*columns: Any) -> Any:
     """Whether two chunks of a page are one, `[1]`."""
-    member, page, place = jax.lax.sort(tuple(column.astype(jnp.int32) for column in columns), num_keys=3)
+    member, page, place = jax.lax.sort(columns, num_keys=3)
     same = (member[1:] == member[:-1]) & (page[1:] == page[:-1]) & (place[1:] == place[:-1]) & (page[1:] >= 0)
     return jnp.any(same).astype(jnp.int32).reshape(1)
