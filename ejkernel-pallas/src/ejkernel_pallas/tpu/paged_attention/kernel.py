@@ -153,19 +153,22 @@ def _scratch(facts: Facts) -> Scratch:
     stored = jnp.dtype(call.key_pages.dtype)
     bias = [pltpu.VMEM((max(shape.tokens, 8), keys), jnp.float32)] * (0 if call.qq_bias is None else 2)
 
+    def rows_of(count: int, width: int) -> Any:
+        return pltpu.VMEM((pl.cdiv(width, LANES), count, min(width, LANES)), jnp.float32)
+
     def buffer(source: Any) -> Any:
         block = (keys, *source.tail) if source.token_major else (shape.pages, *source.block)
         return pltpu.VMEM((2, *block), stored)
 
     def parted(source: Any) -> Any:
-        return pltpu.VMEM((keys * source.rows, source.width) if source.token_major else (8, LANES), jnp.float32)
+        return rows_of(keys * source.rows, source.width) if source.token_major else rows_of(8, LANES)
 
     return Scratch(
         steps=pltpu.SMEM((1,), jnp.int32),
         queries=pltpu.VMEM((2, shape.tokens, heads, size), jnp.dtype(call.query.dtype)),
-        query_rows=pltpu.VMEM((shape.tokens * heads, size), jnp.float32),
+        query_rows=rows_of(shape.tokens * heads, size),
         results=pltpu.VMEM((shape.tokens, heads, value_size), jnp.dtype(call.query.dtype)),
-        result_rows=pltpu.VMEM((shape.tokens * heads, value_size), jnp.float32),
+        result_rows=rows_of(shape.tokens * heads, value_size),
         pages=tuple(buffer(source) for source in facts.sources),
         parted=tuple(parted(source) for source in facts.sources),
         query=pltpu.VMEM((passes, rows, size), facts.product),

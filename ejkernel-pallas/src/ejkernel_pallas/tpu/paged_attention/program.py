@@ -34,7 +34,7 @@ class Scratch(NamedTuple):
     """Sources are the arrays of pages: keys and values, or both in one.
 
     steps: steps that this core has done; queries `[2, tokens, H, D]` and results `[tokens, H, V]` as they lie in HBM, and each with
-    heads as rows of float32; pages of every source, in two buffers, and parted by heads where they are not; query
+    heads as rows of float32, in tiles of 128 lanes; pages of every source, in two buffers, and parted by heads where they are not; query
     `[passes, rows, D]`, highest `[.., 128]`, total `[.., 128]` and weighted `[.., V]` are those of a softmax; present
     `[1, keys]` is 0 where a page is missing; bias and code `[tokens, keys]`.
     """
@@ -68,6 +68,20 @@ class Blocks(NamedTuple):
     code: Any
     out: Any
     lse: Any
+
+
+def _put_rows(ref: Any, where: Any, rows: Any) -> None:
+    """Rows `[n, width]` into `[tiles of 128 lanes, rows, lanes]`: only such a tile can be read and written with a stride."""
+    tiles, _, lanes = ref.shape
+    if tiles * lanes > rows.shape[1]:
+        rows = jnp.pad(rows, ((0, 0), (0, tiles * lanes - rows.shape[1])))
+    for i_tile in range(tiles):
+        ref[i_tile, where] = rows[:, i_tile * lanes : (i_tile + 1) * lanes]
+
+
+def _get_rows(ref: Any, where: Any) -> Any:
+    tiles = [ref[i_tile, where] for i_tile in range(ref.shape[0])]
+    return tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=1)
 
 
 def _exact(left: Any, right: Any) -> Any:
@@ -205,20 +219,19 @@ class Program:
         scratch, shape = self.scratch, self.facts.shape
         self._query_copy(work, slot, tokens).wait()
         *_, heads, size = scratch.queries.shape
-        scratch.query_rows[pl.ds(0, tokens * heads)] = (
-            scratch.queries[slot, pl.ds(0, tokens)].astype(jnp.float32).reshape(tokens * heads, size)
-        )
+        rows = scratch.queries[slot, pl.ds(0, tokens)].astype(jnp.float32).reshape(tokens * heads, size)
+        if tokens > 1:
+            _put_rows(scratch.query_rows, pl.ds(0, tokens * heads), rows)
         each = shape.of_pass(tokens) * shape.group
         if tokens == 1:
             for i_pass in range(shape.passes(1)):
-                rows = scratch.query_rows[i_pass * each : (i_pass + 1) * each]  # [heads of the pass, D]
-                scratch.query[i_pass, :each] = rows.astype(self.facts.product)
+                scratch.query[i_pass, :each] = rows[i_pass * each : (i_pass + 1) * each].astype(self.facts.product)
             return
 
         def stage(i_pass: Any, _: None) -> None:
             for i_head in range(each):
-                rows = scratch.query_rows[pl.ds(i_pass * each + i_head, tokens, stride=heads)]  # [tokens, D]
-                scratch.query[i_pass, i_head * tokens : (i_head + 1) * tokens] = rows.astype(self.facts.product)
+                of_head = _get_rows(scratch.query_rows, pl.ds(i_pass * each + i_head, tokens, stride=heads))[:, :size]
+                scratch.query[i_pass, i_head * tokens : (i_head + 1) * tokens] = of_head.astype(self.facts.product)
 
         jax.lax.fori_loop(0, shape.passes(tokens), stage, None)
 
@@ -232,7 +245,7 @@ class Program:
             def part(i: Any, _: None, source: Pages = source, pages: Any = pages, parted: Any = parted, n: int = chunk) -> None:
                 values = pages[buffer, pl.ds(i * n, n)].astype(jnp.float32)
                 start = pl.multiple_of(i * n * source.rows, 8) if n * source.rows % 8 == 0 else i * n * source.rows
-                parted[pl.ds(start, n * source.rows)] = values.reshape(n * source.rows, source.width)
+                _put_rows(parted, pl.ds(start, n * source.rows), values.reshape(n * source.rows, source.width))
 
             jax.lax.fori_loop(0, self.facts.shape.keys // chunk, part, None)
 
@@ -241,7 +254,7 @@ class Program:
         source, keys = self.facts.sources[i_source], self.facts.shape.keys
         factor, first, channel = row
         if source.token_major:
-            rows = self.scratch.parted[i_source][pl.ds(head * factor + first, keys, stride=source.rows)]
+            rows = _get_rows(self.scratch.parted[i_source], pl.ds(head * factor + first, keys, stride=source.rows))
         else:
             rows = self.scratch.pages[i_source][buffer, :, head]  # [pages, page_size, width]
             rows = rows.astype(jnp.float32).reshape(keys, source.width)
@@ -427,13 +440,13 @@ class Program:
                     target = (
                         pl.ds(i_pass * each + i_head, tokens, stride=heads) if tokens > 1 else pl.ds(i_pass * each + i_head, 1)
                     )
-                    scratch.result_rows[target] = own
+                    _put_rows(scratch.result_rows, target, own)
             if self.blocks.lse is not None:
                 self._store_lse(highest, total, i_pass, tokens)
 
         self._over_passes(tokens, finish)
-        rows = scratch.result_rows[pl.ds(0, tokens * heads)].reshape(tokens, heads, value_size)
-        scratch.results[pl.ds(0, tokens)] = rows.astype(scratch.results.dtype)
+        rows = _get_rows(scratch.result_rows, pl.ds(0, tokens * heads))[:, :value_size]
+        scratch.results[pl.ds(0, tokens)] = rows.reshape(tokens, heads, value_size).astype(scratch.results.dtype)
         for there, copy in self._result_copies(work):
             pl.when(there)(copy.start)
         pl.when(jnp.logical_not(more))(lambda: wait(work))
