@@ -34,8 +34,8 @@ class Scratch(NamedTuple):
     """Sources are the arrays of pages: keys and values, or both in one.
 
     steps: steps that this core has done; queries `[2, tokens, H, D]` and results `[tokens, H, V]` as they lie in HBM, and each with
-    heads as rows of float32, in tiles of 128 lanes; pages of every source, in two buffers, and parted by heads where they are not; query
-    `[passes, rows, D]`, highest `[.., 128]`, total `[.., 128]` and weighted `[.., V]` are those of a softmax; present
+    heads as rows of float32, in tiles of 128 lanes; pages of every source, in two buffers, and parted by heads where they are not;
+    query `[passes, rows, D]`, highest `[.., 128]`, total `[.., 128]` and weighted `[.., V]` are those of a softmax; present
     `[1, keys]` is 0 where a page is missing; bias and code `[tokens, keys]`.
     """
 
