@@ -228,6 +228,23 @@ def test_ragged_forms_lower_for_tpu(version, calls):
     assert text.count("output_operand_aliases = [#stablehlo.output_operand_alias") == calls
 
 
+def test_shard_map_checks_varying_axes():
+    """Heads are split over a mesh, and what describes the requests is not."""
+    function, arrays, options = ragged(3)
+    mesh = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    none, heads = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(None, "model")
+    cache = jax.sharding.PartitionSpec(None, None, "model")
+    sharded = jax.shard_map(
+        functools.partial(function, platform="pallas", **options),
+        mesh=mesh,
+        in_specs=(heads, heads, heads, cache, none, none, none, none),
+        out_specs=(heads, cache),
+    )
+    with ejkernel.use(target=V6E):
+        text = jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("stablehlo.custom_call @tpu_custom_call") == 2
+
+
 # What is refused, and which tiles are taken
 
 
