@@ -97,6 +97,7 @@ def test_items_have_every_token_once(seed, tile):
             {"sinks": (4, 2), "alibi": True, "tree": 5, "trees": True, "k_scale": (2,), "v_scale": (2,), "spare_tokens": 3},
             {"sliding_window": 7, "logits_soft_cap": 3.0},
         ),
+        (config.Config(8, 2), {"head_size": 160, "heads": 2, "key_heads": 1}, {}),
         (config.Config(16, 2), {"layout": "hptd", "key_heads": 1, "value_size": 5}, {"layout": "hptd"}),
         (
             config.Config(8, 2),
@@ -104,7 +105,7 @@ def test_items_have_every_token_once(seed, tile):
             {"layout": "packed"},
         ),
     ],
-    ids=["everything", "heads-first", "packed-int8"],
+    ids=["everything", "wide", "heads-first", "packed-int8"],
 )
 def test_numbers_without_races(tiles, arrays, options):
     """Many steps for every item, and items of both kinds one after the other."""
