@@ -158,7 +158,7 @@ def test_a_step_of_serving_copies_no_cache(kind, layout):
         (1,), ("device",), abstract_device=jax.sharding.AbstractDevice(device(kind).device_kind, 1, "tpu")
     )
     with ejkernel.use(target=target_of(kind)), jax.sharding.use_abstract_mesh(mesh):
-        memory = call.lower(*shapes, lowering_platforms=("tpu",)).compile().memory_analysis()
+        memory = call.trace(*shapes).lower(lowering_platforms=("tpu",)).compile().memory_analysis()
     caches = sum(math.prod(each.shape) * 2 for each in cache.values())
     assert memory.alias_size_in_bytes == caches
     assert memory.temp_size_in_bytes < caches // 32
