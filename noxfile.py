@@ -275,7 +275,8 @@ def tpu_aot(session: nox.Session) -> None:
     executable = _kept(session, command, "tpu", (jax, LIBTPU, *declared), fill)
     out = RESULTS / "tpu_aot.json"
     session.run(str(executable), "tools/tpu_aot.py", "--out", str(out), *session.posargs, external=True)
-    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "ejkernel-pallas/tests/test_ahead_of_time.py")
+    files = (f"ejkernel-pallas/tests/{name}.py" for name in ("test_ahead_of_time", "test_tpu_paged_compiled"))
+    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
     session.run(str(executable), *tests, env={"JAX_PLATFORMS": "cpu"}, external=True)
 
 

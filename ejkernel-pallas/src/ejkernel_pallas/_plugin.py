@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
 
-_TPU = ("flash_attention", "grouped_matmul", "rms_norm")
 _PHASES: tuple[Phase, ...] = ("forward", "backward")
+_TPU: dict[str, tuple[Phase, ...]] = {
+    "flash_attention": _PHASES,
+    "grouped_matmul": _PHASES,
+    "paged_attention": ("forward",),
+    "paged_cache_update": ("forward",),
+    "rms_norm": _PHASES,
+}
 
 
 def _tpu(operation: str, phase: Phase) -> Implementation:
@@ -28,5 +34,5 @@ def ejkernel_plugin() -> Plugin:
         name="pallas",
         api_level=API_LEVEL,
         summary="Pallas kernels: TPU through Mosaic",
-        implementations=tuple(_tpu(operation, phase) for operation in _TPU for phase in _PHASES),
+        implementations=tuple(_tpu(operation, phase) for operation, phases in _TPU.items() for phase in phases),
     )

@@ -1,0 +1,87 @@
+"""How many tokens one step of `paged_cache_update` stores on TPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ejkernel.operations.paged_cache_update.interface import PagedCacheUpdateCall
+from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_pallas.tpu._pages import ITEMSIZE, Pages, stored_bytes
+from ejkernel_pallas.tpu._vmem import memory_of
+
+PLACES = (8, 16, 32, 64, 128, 256)
+_MOST = 128
+_SLACK = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Attributes:
+    places: of tokens, that a step holds; a power of two.
+    """
+
+    places: int
+
+    def __post_init__(self) -> None:
+        if self.places < 1 or self.places & (self.places - 1):
+            raise ValueError(f"places: got {self.places}, expected a power of two")
+
+
+def sources(call: PagedCacheUpdateCall) -> tuple[Pages, ...]:
+    """Key pages, and value pages where they are apart."""
+    return tuple(Pages(call.layout, spec.shape) for spec in (call.key_pages, call.value_pages) if spec is not None)
+
+
+def chunk_rows(call: PagedCacheUpdateCall) -> int:
+    """Places of a page that are copied together where they are rows of register tiles: a tile, or the whole page."""
+    rows = 32 // ITEMSIZE[call.key_pages.dtype]
+    return rows if call.pages.page_size % rows == 0 else call.pages.page_size
+
+
+def chunks_of_step(call: PagedCacheUpdateCall, config: Config) -> int:
+    return max(config.places // chunk_rows(call), 1)
+
+
+def blocks(call: PagedCacheUpdateCall, config: Config) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Of every array of pages the block of new tokens, and the block that is stored."""
+    found = []
+    for source in sources(call):
+        rows, width = source.rows, source.width
+        if source.token_major:
+            found.append(((config.places, rows, width), (config.places, *source.tail)))
+        else:
+            block = (chunks_of_step(call, config), rows, chunk_rows(call), width)
+            found.append((block, block))
+    return found
+
+
+def vmem_bytes(call: PagedCacheUpdateCall, config: Config) -> int:
+    """From above."""
+    total = _SLACK
+    new_size = max(ITEMSIZE.get(spec.dtype, 4) for spec in (call.key, call.value))
+    for new, stored in blocks(call, config):
+        total += 2 * stored_bytes(new, new_size) + 2 * stored_bytes(stored, ITEMSIZE[call.key_pages.dtype])
+        total += 6 * stored_bytes(new, 4) + 2 * stored_bytes(stored, 4)
+    return total
+
+
+def _fitting(call: PagedCacheUpdateCall, target: Target) -> list[Config]:
+    configs = [Config(places) for places in PLACES]
+    return [config for config in configs if vmem_bytes(call, config) <= memory_of(target).vmem]
+
+
+def heuristic(call: PagedCacheUpdateCall, target: Target) -> Config:
+    """Many copies at once, and no more places than there are tokens."""
+    tokens = max(call.key.shape[1], 1) * (1 if sources(call)[0].token_major else chunk_rows(call))
+    wanted = min(_MOST, 1 << (tokens - 1).bit_length())
+    fitting = _fitting(call, target) or [Config(PLACES[0])]
+    return max((config for config in fitting if config.places <= max(wanted, PLACES[0])), key=lambda config: config.places)
+
+
+def search_space(call: PagedCacheUpdateCall, target: Target) -> list[Config]:
+    chosen = heuristic(call, target)
+    found = [config for config in _fitting(call, target) if config.places <= max(chosen.places * 2, PLACES[0])]
+    return found if chosen in found else [chosen, *found]
+
+
+FORWARD = ConfigSpace(Config, heuristic, search_space)
