@@ -255,7 +255,7 @@ def _visited(
     work: Callable[..., Any],
     idle: Callable[[Any], Any] = lambda state: state,
 ) -> Any:
-    """What `work` makes of the state on the block that is here after `shift` rotations, or `idle` if this device sees none of it."""
+    """What `work` makes of the state on the block that is here after `shift` rotations; `idle` if this device sees none of it."""
     device = jax.lax.axis_index(ring.axes)
     source = (device - shift + ring.size) % ring.size
 

@@ -8,6 +8,7 @@ every run. Scores are `[BK, BQ]` as in forward. With w the weights and o the out
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from ejkernel_pallas.tpu._vmem import memory_of
 from ejkernel_pallas.tpu.flash_attention import tiles as lists
 from ejkernel_pallas.tpu.flash_attention.arrays import Operands, finite, hides, padded_length, with_tokens_as_rows
 from ejkernel_pallas.tpu.flash_attention.config import BackwardConfig
+from ejkernel_pallas.tpu.flash_attention.cost import bias_cost, by_key_cost, by_query_cost
 from ejkernel_pallas.tpu.flash_attention.scores import LOG2_E, Scores, Tile, precision_of, product
 
 KEY_NAME, QUERY_NAME, BIAS_NAME = (f"ejkernel_flash_attention_backward_{owner}" for owner in ("key", "query", "bias"))
@@ -204,6 +206,7 @@ def _key_gradients(data: _Backward, block_q: int, block_k: int) -> tuple[Any, An
         ),
         out_shape=[result_like(mains[0], (batch, key_heads, columns, width), dtype) for width, dtype in sizes],
         compiler_params=_params(KEY_NAME, "parallel", "parallel", "arbitrary", "arbitrary"),
+        cost_estimate=by_key_cost(operands),
         name=KEY_NAME,
     )(jnp.asarray(tiles.packed), *mains, *extras)
     d_key, d_value = (jnp.transpose(result[:, :, :keys], (0, 2, 1, 3)) for result in results)
@@ -234,6 +237,7 @@ def _query_gradient(data: _Backward, block_q: int, block_k: int) -> Any:
         ),
         out_shape=result_like(mains[0], (batch, heads, size, rows), call.query.dtype),
         compiler_params=_params(QUERY_NAME, "parallel", "parallel", "arbitrary"),
+        cost_estimate=by_query_cost(operands),
         name=QUERY_NAME,
     )(jnp.asarray(tiles.packed), *mains, *extras)
     return jnp.transpose(result[..., :queries], (0, 3, 1, 2))
@@ -267,6 +271,7 @@ def _bias_gradient(data: _Backward, block_q: int, block_k: int) -> Any:
         scratch_shapes=[pltpu.VMEM(block, jnp.float32)],
         out_shape=result_like(mains[0], (outer[0], outer[1], *lengths), jnp.float32),
         compiler_params=_params(BIAS_NAME, *["parallel"] * 4, *["arbitrary"] * 4),
+        cost_estimate=bias_cost(operands, math.prod(outer)),
         name=BIAS_NAME,
     )(*mains, *extras)
     if not scores.keyed:

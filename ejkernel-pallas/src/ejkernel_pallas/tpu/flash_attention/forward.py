@@ -22,6 +22,7 @@ from ejkernel_pallas.tpu._vmem import memory_of
 from ejkernel_pallas.tpu.flash_attention import tiles as lists
 from ejkernel_pallas.tpu.flash_attention.arrays import Operands, clean, padded_length, turned, with_tokens_as_rows
 from ejkernel_pallas.tpu.flash_attention.config import ForwardConfig
+from ejkernel_pallas.tpu.flash_attention.cost import forward_cost
 from ejkernel_pallas.tpu.flash_attention.scores import HIDDEN, LN_2, LOG2_E, precision_of, product
 
 NAME = "ejkernel_flash_attention"
@@ -132,6 +133,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         ),
         out_shape=[result for result, _ in results],
         compiler_params=compiler_params(NAME, ("parallel", "parallel", "arbitrary"), memory_of(current_target()).vmem),
+        cost_estimate=forward_cost(operands, wants_lse=wants_lse),
         name=NAME,
     )(
         jnp.asarray(tiles.packed),
