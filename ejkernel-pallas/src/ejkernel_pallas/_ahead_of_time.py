@@ -35,6 +35,8 @@ PLATFORM = "pallas"
 TOPOLOGIES: Mapping[str, str] = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 """The smallest of each kind that the compiler knows."""
 
+_ALONE = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
 _NEEDS = re.compile(r"stack for %?([\w.-]+?)(?:\.\d+)? =.*?Scoped allocation with size ([\d.]+)([KMG]?)", re.DOTALL)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SCOPED_LIMIT = "xla_tpu_scoped_vmem_limit_kib"
@@ -89,11 +91,16 @@ def unavailable() -> str | None:
     return None if importlib.util.find_spec("libtpu") else "libtpu is not installed: pip install libtpu"
 
 
+def devices_of(kind: str) -> list[Any]:
+    """Devices that are not there. Nothing is asked of a machine's metadata server, and others may use libtpu as well."""
+    for name, value in _ALONE.items():
+        os.environ.setdefault(name, value)
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[kind]).devices)
+
+
 def device_of(kind: str) -> Any:
-    """A device that is not there. Nothing is asked of a machine's metadata server, and others may use libtpu as well."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[kind]).devices[0]
+    """The first of them."""
+    return devices_of(kind)[0]
 
 
 def compile_for(device: Any, function: Callable[..., Any], *arguments: Any, options: Mapping[str, str] | None = None) -> Any:
