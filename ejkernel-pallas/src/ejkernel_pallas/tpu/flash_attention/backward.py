@@ -62,8 +62,7 @@ def _key_kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, operan
         r_value_sum[...] += product(b_weights.astype(r_grad.dtype), r_grad[...], (1, 0), precision)  # [BK, V]
         r_key_sum[...] += product(b_grad.astype(r_query.dtype), r_query[...], (1, 0), precision)  # [BK, D]
 
-    pl.when((packed & lists.WHOLE) != 0)(functools.partial(add, False))
-    pl.when((packed & lists.PARTIAL) != 0)(functools.partial(add, True))
+    tiles.branches(packed, add)
 
     @pl.when(((packed & lists.LAST) != 0) & (i_member == group - 1))
     def _finish() -> None:
@@ -85,8 +84,7 @@ def _query_kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, oper
         _, b_grad = _weights_and_logit_gradients(tile, mains, masked)
         r_sum[...] += product(r_key[...], b_grad.astype(r_key.dtype), (0, 0), precision_of(call))  # [D, BQ]
 
-    pl.when((packed & lists.WHOLE) != 0)(functools.partial(add, False))
-    pl.when((packed & lists.PARTIAL) != 0)(functools.partial(add, True))
+    tiles.branches(packed, add)
 
     @pl.when((packed & lists.LAST) != 0)
     def _finish() -> None:

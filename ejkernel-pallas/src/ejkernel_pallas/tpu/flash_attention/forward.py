@@ -72,8 +72,7 @@ def _kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, operands: 
             r_max[...] = b_max
             b_raw = b_next
 
-    pl.when((packed & lists.WHOLE) != 0)(functools.partial(add, False))
-    pl.when((packed & lists.PARTIAL) != 0)(functools.partial(add, True))
+    tiles.branches(packed, add)
 
     @pl.when((packed & lists.LAST) != 0)
     def _finish() -> None:

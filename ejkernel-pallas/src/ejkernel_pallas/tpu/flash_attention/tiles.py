@@ -8,10 +8,13 @@ device for each batch, with the tiles to visit first and idle repetitions of the
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
 from ejkernel.operations.flash_attention.pairs import tile_visibility
@@ -32,6 +35,7 @@ class Tiles:
     visited: tiles of one list of which products are formed; where arrays decide, as many as there may be.
     owners: blocks of owners that are read in the course of one list.
     others: the same of the other blocks.
+    kinds: which of WHOLE and PARTIAL there may be: a kernel is compiled for these alone.
     """
 
     packed: Any
@@ -40,6 +44,13 @@ class Tiles:
     visited: int
     owners: int
     others: int
+    kinds: int = WHOLE | PARTIAL
+
+    def branches(self, packed: Any, add: Callable[[bool], None]) -> None:
+        """In a kernel: add the tile at hand, masked if something in it may be hidden."""
+        for kind, masked in ((WHOLE, False), (PARTIAL, True)):
+            if self.kinds & kind:
+                pl.when((packed & kind) != 0)(functools.partial(add, masked))
 
     def at(self, packed: Any, batch: Any, step: Any) -> Any:
         """The packed tile of a step, read from the reference that a kernel is given."""
@@ -76,7 +87,8 @@ def tiles_of(
         return _compacted(owner, other, some, every)
     first, last = _ends(owner, np)
     packed = _packed(owner, other, _flags(some, every, first, last, np))
-    return Tiles(packed, len(owner), False, int(some.sum()), _runs(owner), _runs(other))
+    kinds = (WHOLE if (some & every).any() else 0) | (PARTIAL if (some & ~every).any() else 0)
+    return Tiles(packed, len(owner), False, int(some.sum()), _runs(owner), _runs(other), kinds)
 
 
 def _runs(index: Any) -> int:
