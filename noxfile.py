@@ -259,8 +259,8 @@ LIBTPU = "libtpu==0.0.52"
 def tpu_aot(session: nox.Session) -> None:
     """Every TPU kernel compiled for v5e, v5p, v6e and 7x on a machine without a TPU; `-- --space` for every config too.
 
-    In an environment of its own. Fails where one does not compile; keeps a record in tpu_aot.json. Then the tests that compare
-    what configs count in VMEM with what the compiler counts.
+    In an environment of its own. Fails where one does not compile; keeps a record in tpu_aot.json, with other libraries' kernels
+    beside ours. Then the tests that need the compiler. `-- --quick` compiles fewer cases.
     """
     python, jax = MAIN
     command = interpreter(python)
@@ -274,8 +274,10 @@ def tpu_aot(session: nox.Session) -> None:
 
     executable = _kept(session, command, "tpu", (jax, LIBTPU, *declared), fill)
     out = RESULTS / "tpu_aot.json"
-    session.run(str(executable), "tools/tpu_aot.py", "--out", str(out), *session.posargs, external=True)
-    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "ejkernel-pallas/tests/test_ahead_of_time.py")
+    for which in ((), ("--peers", "--keep")):
+        session.run(str(executable), "tools/tpu_aot.py", "--out", str(out), *session.posargs, *which, external=True)
+    names = ("ahead_of_time", "tpu_grouped_matmul_compiled", "tpu_meshes_compiled")
+    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"ejkernel-pallas/tests/test_{name}.py" for name in names))
     session.run(str(executable), *tests, env={"JAX_PLATFORMS": "cpu"}, external=True)
 
 

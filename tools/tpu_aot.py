@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 DTYPES = ("float32", "bfloat16")
+BENCHMARKED = ("bfloat16",)
+"""Of benchmark cases: large blocks of float32 take minutes to compile and show nothing more."""
 
 
 def main() -> int:
@@ -30,7 +32,12 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep what the file holds of other operations, kinds and libraries")
     parser.add_argument("--operation", action="append", default=[], help="only this operation (repeatable)")
     parser.add_argument("--kind", action="append", default=[], help="only this kind, as v6e (repeatable)")
-    parser.add_argument("--dtype", action="append", default=[], help="only this dtype (repeatable)")
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        default=[],
+        help="only this dtype (repeatable); without, float32 and bfloat16, and bfloat16 alone for benchmarks",
+    )
     parser.add_argument("--case", action="append", default=[], help="only this case (repeatable)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--quick", action="store_true", help="only cases for transforms and benchmarks")
@@ -68,11 +75,9 @@ def _compile_all(arguments: argparse.Namespace) -> int:
                 print(f"{time.perf_counter() - started:5.0f} s: {operation} for {kind}, {len(found)}", flush=True)
             for problem in filter(None, (row.problem() for row in found)):
                 print(problem, flush=True)
-    rows.sort(key=lambda row: (row.operation, row.kind, row.case, row.dtype, row.phase, row.peer, row.config))
+            if arguments.out:  # after every part: a run takes long
+                arguments.out.write_text(_document([*kept, *map(_short, rows)]))
     failed = sum(row.problem() is not None for row in rows)
-    if arguments.out:
-        short = sorted([*kept, *map(_short, rows)], key=lambda row: (row["operation"], row["kind"]))
-        arguments.out.write_text(_document(short))
     print(*aot.summary(rows), sep="\n")
     print(f"{len(rows)} tried, {failed} failed, {time.perf_counter() - started:.0f} s")
     return 1 if failed or not rows else 0
@@ -85,12 +90,17 @@ def _compile_part(arguments: argparse.Namespace, operation: str, kind: str) -> l
 
     with tempfile.TemporaryDirectory() as folder:
         _listings.ask(Path(folder))
-        cases, dtypes = _cases(operation, arguments), arguments.dtype or DTYPES
-        if not arguments.peers:
-            return list(aot.compiled(operation, cases, dtypes, [kind], space=arguments.space, listings=Path(folder)))
-        import tpu_peers
+        cases, rows = _cases(operation, arguments), []
+        benchmarks = [case for case in cases if "bench" in case.tags]
+        for some, dtypes in ((benchmarks, BENCHMARKED), ([case for case in cases if case not in benchmarks], DTYPES)):
+            dtypes = arguments.dtype or dtypes
+            if arguments.peers:
+                import tpu_peers
 
-        return list(tpu_peers.compiled(operation, cases, dtypes, kind, listings=Path(folder)))
+                rows += tpu_peers.compiled(operation, some, dtypes, kind, listings=Path(folder))
+            else:
+                rows += aot.compiled(operation, some, dtypes, [kind], space=arguments.space, listings=Path(folder))
+        return rows
 
 
 def _kept(arguments: argparse.Namespace, parts: list[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -102,7 +112,9 @@ def _kept(arguments: argparse.Namespace, parts: list[tuple[str, str]]) -> list[d
 
 
 def _document(rows: list[dict[str, Any]]) -> str:
-    """A row to a line."""
+    """A row to a line, in one order whichever part came first."""
+    names = ("operation", "kind", "case", "dtype", "phase", "peer", "config")
+    rows = sorted(rows, key=lambda row: [row.get(name, "") for name in names])
     versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
     head = {"schema": 2, "versions": versions, "failed": sum("failed" in row and not row.get("peer") for row in rows)}
     lines = ",\n".join(json.dumps(row) for row in rows)

@@ -21,6 +21,10 @@ Entry = tuple[str, Callable[..., Any], tuple[Any, ...]]
 """A peer's name, its forward function of floating arrays, and those."""
 
 
+_FORWARD_ONLY = ("jax flash_attention",)
+"""Whose backward takes minutes to compile."""
+
+
 def compiled(operation: str, cases: Iterable[Case], dtypes: Iterable[str], kind: str, *, listings: Path) -> Iterator[aot.Row]:
     """Both phases of every peer; backward is what gradients take, with as much of forward as they need."""
     device = aot.device_of(kind)
@@ -28,6 +32,8 @@ def compiled(operation: str, cases: Iterable[Case], dtypes: Iterable[str], kind:
         for name, run, arrays in _PEERS.get(operation, lambda *_: ())(case, dtype):
             row = aot.Row(operation, case.name, dtype, "forward", kind, peer=name)
             yield aot.compiled_row(row, device, run, *arrays, listings=listings)
+            if name in _FORWARD_ONLY:
+                continue
             row = dataclasses.replace(row, phase="backward")
             yield aot.compiled_row(row, device, functools.partial(_gradients, run), *arrays, listings=listings)
 
@@ -53,30 +59,34 @@ def _attention(case: Case, dtype: str) -> Iterator[Entry]:
             return jnp.swapaxes(flash_attention(query, key, value, causal=causal, sm_scale=scale), 1, 2)
 
         yield "jax flash_attention", flash, (query, key, value)
-    yield "jax splash_attention", functools.partial(_splash, causal, window, cap, scale), (query, key, value)
+    yield "jax splash_attention", _splash(query, key, causal, window, cap, scale), (query, key, value)
 
 
-def _splash(causal: bool, window: Any, cap: float | None, scale: float, query: Any, key: Any, value: Any) -> Any:
+def _splash(query: Any, key: Any, causal: bool, window: Any, cap: float | None, scale: float) -> Callable[..., Any]:
+    """Its lists of blocks are made here, outside of any program."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape, heads, group = (query.shape[1], key.shape[1]), query.shape[2], query.shape[2] // key.shape[2]
     mask: Any = splash.CausalMask(shape) if causal else splash.FullMask(shape)
     mask = mask if window is None else splash.LocalMask(shape, window, 0)
-    with jax.ensure_compile_time_eval():
-        kernel = (splash.make_splash_mha if group == 1 else splash.make_splash_mqa)(
-            splash.MultiHeadMask([mask] * (heads if group == 1 else group)),
-            head_shards=1,
-            q_seq_shards=1,
-            attn_logits_soft_cap=cap,
-            block_sizes=_splash_blocks(),
-        )
-    query, key, value = (jnp.swapaxes(array, 1, 2) for array in (query * scale, key, value))  # [B, H, T, D]
-    if group == 1:
-        out = jax.vmap(kernel)(query, key, value)
-    else:
-        grouped = query.reshape(query.shape[0], -1, group, *query.shape[2:])
-        out = jax.vmap(jax.vmap(kernel))(grouped, key, value).reshape(query.shape)
-    return jnp.swapaxes(out, 1, 2)
+    kernel = (splash.make_splash_mha if group == 1 else splash.make_splash_mqa)(
+        splash.MultiHeadMask([mask] * (heads if group == 1 else group)),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=cap,
+        block_sizes=_splash_blocks(),
+    )
+
+    def run(query: Any, key: Any, value: Any) -> Any:
+        query, key, value = (jnp.swapaxes(array, 1, 2) for array in (query * scale, key, value))  # [B, H, T, D]
+        if group == 1:
+            out = jax.vmap(kernel)(query, key, value)
+        else:
+            grouped = query.reshape(query.shape[0], -1, group, *query.shape[2:])
+            out = jax.vmap(jax.vmap(kernel))(grouped, key, value).reshape(query.shape)
+        return jnp.swapaxes(out, 1, 2)
+
+    return run
 
 
 def _splash_blocks() -> Any:

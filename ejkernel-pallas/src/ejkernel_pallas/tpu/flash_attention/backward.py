@@ -30,13 +30,16 @@ KEY_NAME, QUERY_NAME, BIAS_NAME = (f"ejkernel_flash_attention_backward_{owner}" 
 
 
 def _weights_and_logit_gradients(tile: Tile, mains: Any, masked: bool) -> tuple[Any, Any]:
-    """Weights and gradients of the logits of a tile, both `[BK, BQ]`; before `scale`, after the cap."""
+    """Weights after dropout and gradients of the logits of a tile, both `[BK, BQ]`; before `scale`, after the cap."""
     r_query, r_key, r_value, r_grad, r_lse, r_delta = mains
     precision = precision_of(tile.call)
     b_raw = product(r_key[...], r_query[...], (1, 1), precision)  # [BK, BQ]
     b_logits, b_slope, b_bias = tile.logits(b_raw, 0)
     b_weights = jnp.exp2(b_logits - r_lse[...])
-    b_grad = b_weights * (product(r_value[...], r_grad[...], (1, 1), precision) - r_delta[...])
+    b_value_grad = product(r_value[...], r_grad[...], (1, 1), precision)
+    b_kept = tile.kept(b_logits.shape, 0)
+    b_grad = b_weights * ((b_value_grad if b_kept is None else b_value_grad * b_kept) - r_delta[...])
+    b_weights = b_weights if b_kept is None else b_weights * b_kept
     b_grad = b_grad if b_slope is None else b_grad * b_slope
     if masked:
         b_seen = tile.seen(b_logits.shape, 0, b_bias, queries_end=True)
@@ -48,7 +51,8 @@ def _key_kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, operan
     (r_tiles,), mains, extras, (r_d_key, r_d_value), (r_key_sum, r_value_sum) = operands.split(refs, 1, 6, 2)
     packed = tiles.at(r_tiles, pl.program_id(0), pl.program_id(2))
     i_member = pl.program_id(3)
-    tile = operands.tile(lists.other_of(packed), lists.owner_of(packed), extras)
+    i_head = pl.program_id(1) * group + i_member
+    tile = operands.tile(pl.program_id(0), i_head, lists.other_of(packed), lists.owner_of(packed), extras)
     r_query, r_grad = mains[0], mains[3]
 
     @pl.when(((packed & lists.FIRST) != 0) & (i_member == 0))
@@ -73,7 +77,7 @@ def _key_kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, operan
 def _query_kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, operands: Operands) -> None:
     (r_tiles,), mains, extras, (r_d_query,), (r_sum,) = operands.split(refs, 1, 6, 1)
     packed = tiles.at(r_tiles, pl.program_id(0), pl.program_id(2))
-    tile = operands.tile(lists.owner_of(packed), lists.other_of(packed), extras)
+    tile = operands.tile(pl.program_id(0), pl.program_id(1), lists.owner_of(packed), lists.other_of(packed), extras)
     r_key = mains[1]
 
     @pl.when((packed & lists.FIRST) != 0)
@@ -94,7 +98,7 @@ def _query_kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, oper
 def _bias_kernel(*refs: Any, call: FlashAttentionCall, operands: Operands, scores: Scores) -> None:
     _, mains, extras, (r_d_bias,), (r_sum,) = operands.split(refs, 0, 6, 1)
     place = [pl.program_id(axis) for axis in range(8)]
-    tile = operands.tile(place[2] + place[6], place[3] + place[7], extras)
+    tile = operands.tile(*(place[axis] + place[4 + axis] for axis in range(4)), extras)
     reduced = [pl.num_programs(axis) - 1 - pl.program_id(axis) for axis in range(4, 8)]
 
     @pl.when(sum(place[4:]) == 0)
