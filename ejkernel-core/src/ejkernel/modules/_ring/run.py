@@ -219,8 +219,8 @@ def _differentiated(ring: Ring, around: Any, stage: Stage, moving: Travelling, s
         )
 
     def idle(own: Sums) -> Sums:
-        zeros = (vary_like(jnp.zeros(array.shape, array.dtype), array) for array in (moving.key, moving.value))
-        return Sums(own.query, *zeros, own.bias)
+        key, value = (vary_like(jnp.zeros(array.shape, array.dtype), array) for array in (moving.key, moving.value))
+        return Sums(own.query, key, value, own.bias)
 
     own = sums._replace(key=None, value=None)
     fresh = _visited(ring, inputs, stage, moving, shift, own, differentiate, idle)

@@ -98,7 +98,8 @@ def _query_kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, oper
 def _bias_kernel(*refs: Any, call: FlashAttentionCall, operands: Operands, scores: Scores) -> None:
     _, mains, extras, (r_d_bias,), (r_sum,) = operands.split(refs, 0, 6, 1)
     place = [pl.program_id(axis) for axis in range(8)]
-    tile = operands.tile(*(place[axis] + place[4 + axis] for axis in range(4)), extras)
+    i_batch, i_head, i_query, i_key = (place[axis] + place[4 + axis] for axis in range(4))
+    tile = operands.tile(i_batch, i_head, i_query, i_key, extras)
     reduced = [pl.num_programs(axis) - 1 - pl.program_id(axis) for axis in range(4, 8)]
 
     @pl.when(sum(place[4:]) == 0)

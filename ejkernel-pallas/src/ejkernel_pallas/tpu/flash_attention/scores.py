@@ -220,7 +220,7 @@ class Tile:
             seen = seen & (Scores.of(call.mask).read(self.mask, start, shape[0]) != 0)
         return seen if bias is None else seen & (bias != -jnp.inf)
 
-    def kept(self, shape: tuple[int, int], start: int) -> Any:
+    def kept(self, shape: tuple[int, ...], start: int) -> Any:
         """What dropout makes of each weight, a factor `[size, BQ]`; None without dropout."""
         if self.streams is None or not self.call.dropout_rate:
             return None
