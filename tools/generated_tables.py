@@ -206,8 +206,9 @@ def compiled_for_tpu() -> str:
 
 
 def _beside_peers(rows: list[dict[str, Any]]) -> list[str]:
-    """A row for every library on every benchmark case and kind for which a peer was compiled."""
-    places = {_place(row) for row in rows if "peer" in row}
+    """A row for every library on every benchmark case and kind for which ours and a peer's were compiled."""
+    ours, theirs = ({_place(row) for row in rows if ("peer" in row) == is_peer} for is_peer in (False, True))
+    places = ours & theirs
     lines = [
         "| case | phase | kind | whose | VMEM | spilled registers | bundles | temporary memory | XLA's estimate |",
         "|---|---|---|---|---|---|---|---|---|",
