@@ -185,7 +185,7 @@ def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
 def conformance(session: nox.Session, platform: str) -> None:
     """The conformance kit on one platform.
 
-    Numbers of every second case, transforms on those chosen for it; `-- --ejkernel-full` runs everything in every dtype,
+    Numbers of every third case, transforms on those chosen for it; `-- --ejkernel-full` runs everything in every dtype,
     `-- --ejkernel-report=FILE` keeps a record. Without their device, triton and pallas run in their interpreters, on one case in
     eight; cuda has none and fails.
     """
@@ -194,7 +194,7 @@ def conformance(session: nox.Session, platform: str) -> None:
     suite = own if (ROOT / own).is_file() else "tests/conformance"
     interpreted = platform in ("triton", "pallas") and not shutil.which("nvidia-smi")
     extent = (
-        () if "--ejkernel-full" in session.posargs else ("--ejkernel-quick", f"--ejkernel-sample={8 if interpreted else 2}")
+        () if "--ejkernel-full" in session.posargs else ("--ejkernel-quick", f"--ejkernel-sample={8 if interpreted else 3}")
     )
     arguments = ("-n", "2", "-p", "ejkernel.testing.plugin", f"--ejkernel-platform={platform}", *extent, suite)
     pytest(session, python, *arguments, env=FAST_COMPILATION)
@@ -259,8 +259,8 @@ LIBTPU = "libtpu==0.0.52"
 def tpu_aot(session: nox.Session) -> None:
     """Every TPU kernel compiled for v5e, v5p, v6e and 7x on a machine without a TPU; `-- --space` for every config too.
 
-    In an environment of its own. Fails where one does not compile; keeps a record in tpu_aot.json. Then the tests that compare
-    what configs count in VMEM with what the compiler counts.
+    In an environment of its own. Fails where one does not compile; keeps a record in tpu_aot.json, with other libraries' kernels
+    beside ours. Then the tests that need the compiler. `-- --quick` compiles fewer cases.
     """
     python, jax = MAIN
     command = interpreter(python)
@@ -274,9 +274,10 @@ def tpu_aot(session: nox.Session) -> None:
 
     executable = _kept(session, command, "tpu", (jax, LIBTPU, *declared), fill)
     out = RESULTS / "tpu_aot.json"
-    session.run(str(executable), "tools/tpu_aot.py", "--out", str(out), *session.posargs, external=True)
-    files = (f"ejkernel-pallas/tests/{name}.py" for name in ("test_ahead_of_time", "test_tpu_paged_compiled"))
-    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
+    for which in ((), ("--peers", "--keep")):
+        session.run(str(executable), "tools/tpu_aot.py", "--out", str(out), *session.posargs, *which, external=True)
+    names = ("ahead_of_time", "tpu_grouped_matmul_compiled", "tpu_meshes_compiled", "tpu_paged_compiled")
+    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"ejkernel-pallas/tests/test_{name}.py" for name in names))
     session.run(str(executable), *tests, env={"JAX_PLATFORMS": "cpu"}, external=True)
 
 

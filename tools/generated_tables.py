@@ -1,5 +1,6 @@
 """Write the generated tables of the pages: in README.md the support matrix, from the plugins' records and the recorded conformance
-runs, and the speed on CPU; in docs/benchmarks.md every case on a GPU; both from the recorded benchmarks.
+runs, and the speed on CPU; in docs/benchmarks.md every case on a GPU; both from the recorded benchmarks; in docs/pallas.md what the
+TPU's compiler said of kernels.
 
 python tools/generated_tables.py            rewrite the pages
 python tools/generated_tables.py --check    exit 1 if one is out of date
@@ -182,9 +183,63 @@ def every_case(document: Document) -> list[str]:
     return [*lines, "", *_lost(document)]
 
 
+def compiled_for_tpu() -> str:
+    """What was compiled for TPUs, then ours beside other libraries' kernels on the benchmark cases, in Markdown."""
+    record = json.loads((RESULTS / "tpu_aot.json").read_text())
+    own = [row for row in record["rows"] if "peer" not in row]
+    lines = [
+        ", ".join(f"{name} {version}" for name, version in record["versions"].items()) + ".",
+        "",
+        "| operation | phase | kind | compiled | refused | failed | most VMEM of a kernel | longest compilation |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in own:
+        groups.setdefault((row["operation"], row["phase"], row["kind"]), []).append(row)
+    for (operation, phase, kind), rows in sorted(groups.items()):
+        refused, failed = (sum(word in row for row in rows) for word in ("refused", "failed"))
+        vmem = max((kernel["vmem"] for row in rows for kernel in row.get("kernels", {}).values()), default=0)
+        counts = f"{len(rows) - refused - failed} | {refused} | {f'**{failed}**' if failed else 0}"
+        seconds = max(row.get("seconds", 0) for row in rows)
+        lines.append(f"| `{operation}` | {phase} | {kind} | {counts} | {_mib(vmem)} | {seconds:.1f} s |")
+    return "\n".join([*lines, "", *_beside_peers(record["rows"])])
+
+
+def _beside_peers(rows: list[dict[str, Any]]) -> list[str]:
+    """A row for every library on every benchmark case and kind for which ours and a peer's were compiled."""
+    ours, theirs = ({_place(row) for row in rows if ("peer" in row) == is_peer} for is_peer in (False, True))
+    places = ours & theirs
+    lines = [
+        "| case | phase | kind | whose | VMEM | spilled registers | bundles | temporary memory | XLA's estimate |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted((row for row in rows if _place(row) in places), key=lambda row: (*_place(row), row.get("peer", ""))):
+        operation, case, phase, kind, _ = _place(row)
+        name = f"| `{operation} {case.removeprefix('bench-')}` | {phase} | {kind} | {row.get('peer', '**ours**')}"
+        if reason := row.get("failed") or row.get("refused"):
+            lines.append(f"{name} | does not compile: {reason.partition(chr(10))[0][:60]} | - | - | - | - |")
+            continue
+        kernels = row.get("kernels", {}).values()
+        most = {key: max((kernel[key] for kernel in kernels), default=0) for key in ("vmem", "spilled")}
+        bundles = sum(kernel["bundles"] for kernel in kernels)
+        listed = f"{_mib(most['vmem'])} | {_mib(most['spilled'])} | {bundles}" if kernels else "- | - | -"
+        estimate = f"{1e3 * row['optimal_seconds']:.3g} ms" if "optimal_seconds" in row else "-"
+        lines.append(f"{name} | {listed} | {_mib(row.get('temporary', 0))} | {estimate} |")
+    return lines
+
+
+def _place(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(row[name] for name in ("operation", "case", "phase", "kind", "dtype"))
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
 PAGES = {
     "README.md": {"support": support, "speed": speed},
     "docs/benchmarks.md": {"cases on a GPU": cases_on_gpu},
+    "docs/pallas.md": {"kernels compiled for TPU": compiled_for_tpu},
 }
 
 

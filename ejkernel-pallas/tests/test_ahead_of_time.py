@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +22,14 @@ from ejkernel.operations.flash_attention.interface import FlashAttentionCall, Fl
 from ejkernel.plugin import Target
 from ejkernel.testing.problem import case_named, representative
 from ejkernel_pallas import _ahead_of_time as aot
+from ejkernel_pallas import _listings
 from ejkernel_pallas._call import LITTLE_VMEM, compiler_params
 from ejkernel_pallas.tpu import _vmem
 from ejkernel_pallas.tpu.flash_attention import config, kernel
 
 needs_compiler = pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
 V6E = Target("tpu", "TPU v6 lite")
+ROOT = Path(__file__).parents[2]
 
 
 def attention(queries, keys, heads, key_heads, size, value_size, dtype, **options):
@@ -127,6 +133,37 @@ def test_rows_of_a_small_case():
     rows = list(aot.compiled("rms_norm", [case], ["float32"], ["v6e"]))
     assert [row.phase for row in rows] == ["forward", "backward"]
     assert all(row.problem() is None and not row.refused and row.code > 0 and row.seconds > 0 for row in rows)
+
+
+@needs_compiler
+def test_the_tool_records_what_the_compiler_lists(tmp_path):
+    """In processes of its own: libtpu reads only once what it shall list."""
+    out = tmp_path / "rows.json"
+    options = ("--operation", "rms_norm", "--case", "bench-16384x4096", "--kind", "v6e", "--jobs", "1")
+    command = [sys.executable, str(ROOT / "tools" / "tpu_aot.py"), *options, "--out", str(out)]
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["phase"] for row in rows] == ["backward", "forward"]
+    (forward,) = rows[1]["kernels"].values()
+    # Tiles of 64 rows, their results and the scale, and 72 KiB of the compiler's own.
+    blocks = 2 * _vmem.buffered_bytes((64, 4096), "bfloat16") + 4096 * 4
+    assert blocks <= forward["vmem"] <= blocks + (1 << 17) and forward["bundles"] > 100
+
+
+def test_listings_are_read_and_removed(tmp_path):
+    parts = {
+        "00-pre-finalize-registers-and-allocations": "#allocation2 [shape = 'u8[4096]', space=vmem, size = 0x1000, scoped]\n"
+        "#allocation3 [shape = 's32[2]', space=sflag, size = 0x8, scoped]\n",
+        "01-final_hlo-static-per-bundle-utilization": "== CAPACITY:\nVALU, VLOAD\n 4 2\n== UTILIZATION:\n1 0\n0 2\n0 0\n",
+        "03-final_bundles": "{ vst [#allocation9_spill] }\n{ vld [#allocation9_spill] } /* exit: %mine.1 = custom-call(%x) */",
+    }
+    for name in ("mine.1", "TLP", "fusion.2"):
+        for part, text in parts.items():
+            (tmp_path / f"17-{name}-{part}.txt").write_text(
+                text if name != "fusion.2" else text.replace("custom-call", "fusion")
+            )
+    assert _listings.taken(tmp_path) == {"mine": _listings.Listing(4096, 3, 4096)}
+    assert not list(tmp_path.iterdir())
 
 
 @needs_compiler

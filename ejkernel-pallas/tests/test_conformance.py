@@ -19,7 +19,6 @@ V6E = Target("tpu", "TPU v6 lite")
 NOT_INTERPRETED = {
     "test_checkpoint": "rematerialisation refuses effects, and the interpreter calls the host in order",
     "test_export": "the interpreter calls the host, and such a program cannot be exported",
-    "test_jit_over_sharded_inputs": "the interpreter calls the host, which a custom partitioning cannot hold",
 }
 
 NOT_INTERPRETED_ALIKE = {

@@ -107,6 +107,8 @@ PROBLEMS = {
     "bias": {"bias": (1, HEADS, QUERIES, KEYS), "causal": True, "logits_soft_cap": 3.0},
     "bias-keys": {"bias": (BATCH, 1, 1, KEYS), "sinks": (HEADS, 2), "sliding_window": (100, 30)},
     "bias-queries": {"bias": (1, 1, QUERIES, 1), "return_lse": True, "softmax_scale": -0.3},
+    "dropout": {"dropout_seed": np.array([3, 5], np.uint32), "dropout_prob": 0.4, "causal": True, "sinks": (HEADS, 1)},
+    "dropout-bias": {"dropout_seed": np.array([7, 1], np.uint32), "dropout_prob": 0.2, "bias": (1, 1, QUERIES, KEYS)},
     "bias-one": {"bias": (1, HEADS, 1, 1), "return_lse": True, "sinks": (1, 1)},
 }
 
@@ -188,6 +190,20 @@ def test_lists_hold_every_visible_tile_once(name, by_key):
             np.testing.assert_array_equal(ends, np.arange(owner_count))
 
 
+def test_a_kernel_has_the_branches_that_its_list_needs():
+    """Whole tiles alone, tiles with something hidden alone, both; any, where arrays decide."""
+    sizes = {"queries": 256, "keys": 256}
+    wanted = {
+        tiles.WHOLE: problem(**sizes),
+        tiles.PARTIAL: problem(**sizes, sliding_window=(20, 20)),
+        tiles.WHOLE | tiles.PARTIAL: problem(**sizes, causal=True),
+    }
+    for kinds, (call, inputs, _) in wanted.items():
+        assert tiles.tiles_of(call, inputs, 128, 128).kinds == kinds
+    call, inputs, _ = problem(**SEGMENTS)
+    assert tiles.tiles_of(call, inputs, 128, 128).kinds == tiles.WHOLE | tiles.PARTIAL
+
+
 def test_causal_lists_skip_half():
     call, _, _ = problem(queries=2048, keys=2048, causal=True)
     assert tiles.list_length(call, 128, 128) == 16 * 17 // 2
@@ -205,7 +221,8 @@ def test_supports_refuses_with_reasons():
     assert "the target is gpu" in ask(Target("gpu", "NVIDIA H200", "9.0"))
     assert "value is float16" in ask(value=dataclasses.replace(call.value, dtype="float16"))
     assert "one dtype" in ask(value=dataclasses.replace(call.value, dtype="bfloat16"))
-    assert "dropout" in ask(dropout_rate=0.5)
+    many = dataclasses.replace(call.query, shape=(1 << 14, *call.query.shape[1:]))
+    assert "streams" in ask(query=many, dropout_rate=0.5)
     assert "normalize_output" in ask(normalize_output=False)
     assert "logits_dtype is float16" in ask(logits_dtype="float16")
     wide = dataclasses.replace(call.query, shape=(*call.query.shape[:3], 40_000))

@@ -72,10 +72,20 @@ def check_case(name: str, case: Any, dtype: str) -> None:
     outputs64 = reference.forward(saved, inputs64)
 
     differentiable = operation.moving(bound.inputs)
-    outputs, pull = jax.vjp(lambda values: operation.run(request, bound.inputs._replace(**values)), differentiable)
+
+    def run(values: Any) -> Any:
+        return operation.run(request, bound.inputs._replace(**values))
+
     rng = np.random.default_rng(1)
-    cotangents = jax.tree.map(lambda out: jnp.asarray(rng.standard_normal(out.shape), out.dtype), outputs)
-    (gradients,) = pull(cotangents)
+    specs = jax.eval_shape(run, differentiable)
+    cotangents = jax.tree.map(lambda out: jnp.asarray(rng.standard_normal(out.shape), out.dtype), specs)
+
+    @jax.jit
+    def outputs_and_gradients(values: Any, cotangents: Any) -> Any:
+        outputs, pull = jax.vjp(run, values)
+        return outputs, pull(cotangents)[0]
+
+    outputs, gradients = outputs_and_gradients(differentiable, cotangents)
     cotangents64 = jax.tree.map(lambda a: np.asarray(a, np.float64), cotangents)
     gradients64 = reference.backward(saved, inputs64, outputs64, cotangents64)
 
@@ -129,13 +139,13 @@ def check_second_order(function: Callable[..., Any], plain: Callable[..., Any], 
 
     which = tuple(range(len(arrays)))
     with use("xla", custom_gradients=False):
-        second = jax.hessian(scalar(function), argnums=which)(*arrays)
+        second = jax.jit(jax.hessian(scalar(function), argnums=which))(*arrays)
     for got, wanted in zip(
-        jax.tree.leaves(second), jax.tree.leaves(jax.hessian(scalar(plain), argnums=which)(*arrays)), strict=True
+        jax.tree.leaves(second), jax.tree.leaves(jax.jit(jax.hessian(scalar(plain), argnums=which))(*arrays)), strict=True
     ):
         assert_close(got, wanted, 5e-5, "hessian")
     first = jax.jit(jax.value_and_grad(scalar(function), argnums=which))(*arrays)
     for got, wanted in zip(
-        jax.tree.leaves(first), jax.tree.leaves(jax.value_and_grad(scalar(plain), argnums=which)(*arrays)), strict=True
+        jax.tree.leaves(first), jax.tree.leaves(jax.jit(jax.value_and_grad(scalar(plain), argnums=which))(*arrays)), strict=True
     ):
         assert_close(got, wanted, 2e-5, "value and gradient under jit")

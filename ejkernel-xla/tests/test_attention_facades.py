@@ -395,7 +395,7 @@ def test_attention_weights_are_differentiable():
     got = loss(lambda q, k, bias, sinks: attention(q, k, v, bias, None, sinks, mask_info=Info(dense=seen))[1])
     wanted = loss(lambda q, k, bias, sinks: dense_weights(q, k, bias=bias, seen=seen, sinks=sinks))
     arguments = (q, k, bias, sinks)
-    for one, other in zip(jax.grad(got, (0, 1, 2, 3))(*arguments), jax.grad(wanted, (0, 1, 2, 3))(*arguments), strict=True):
+    for one, other in zip(*(jax.jit(jax.grad(f, (0, 1, 2, 3)))(*arguments) for f in (got, wanted)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 

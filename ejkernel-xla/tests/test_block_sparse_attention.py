@@ -45,8 +45,12 @@ def check_same(sparse, full, arrays):
 
 
 def value_and_gradients(function, arrays):
-    out, pull = jax.vjp(function, *arrays)
-    return out, pull(jnp.sin(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
+    @jax.jit
+    def run(*arrays):
+        out, pull = jax.vjp(function, *arrays)
+        return out, pull(jnp.sin(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
+
+    return run(*arrays)
 
 
 def brute_map(visible: np.ndarray, block: int = BLOCK) -> tuple[np.ndarray, np.ndarray]:

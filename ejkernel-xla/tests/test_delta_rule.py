@@ -35,8 +35,13 @@ def run(arrays: dict[str, Any], cfg: Any = None, **options: Any) -> Any:
 def value_and_gradients(arrays: dict[str, Any], cfg: Any = None, **options: Any) -> Any:
     """Results, and gradients of a projection of them, of every floating array."""
     moving = {name: value for name, value in arrays.items() if jnp.issubdtype(value.dtype, jnp.floating)}
-    found, pull = jax.vjp(lambda values: run({**arrays, **values}, cfg, **options), moving)
-    return found, pull(jax.tree.map(jnp.cos, found))[0]
+
+    @jax.jit
+    def pulled(moving: Any) -> Any:
+        found, pull = jax.vjp(lambda values: run({**arrays, **values}, cfg, **options), moving)
+        return found, pull(jax.tree.map(jnp.cos, found))[0]
+
+    return pulled(moving)
 
 
 def assert_same(got: Any, wanted: Any, tolerance: float = 2e-5) -> None:
@@ -291,7 +296,7 @@ def test_over_a_mesh() -> None:
         assert_same(sharded(given), ejkernel.gated_delta_rule(**given, return_state=True), 1e-6)
     loss = lambda arrays: jnp.sum(jnp.sin(sharded(arrays)[0]))
     plain = lambda arrays: jnp.sum(jnp.sin(ejkernel.gated_delta_rule(**arrays)))
-    assert_same(jax.grad(loss)(arrays), jax.grad(plain)(arrays), 1e-5)
+    assert_same(jax.jit(jax.grad(loss))(arrays), jax.jit(jax.grad(plain))(arrays), 1e-5)
 
 
 def rwkv_arrays(length: int = 20) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def test_gradients_reach_queries_rows_and_cache():
         return jnp.vdot(multi_latent_ragged_page_attention(*{**arrays, **values}.values(), platform="xla")[0], weights)
 
     values = {name: arrays[name] for name in moving}
-    gradients = jax.grad(loss)(values)
+    gradients = jax.jit(jax.grad(loss))(values)
     for name in moving:
         direction = rng.standard_normal(values[name].shape).astype(np.float32)
         if name == "kv_cache":

@@ -259,7 +259,7 @@ def test_divergence_in_tiles(direction, cfg, sides):
         products = (jnp.matmul(*pair, precision="highest") for pair in ((hidden, head), (teacher, teacher_head)))
         return kl_expected(*products, direction, 2.0, 0.3)
 
-    assert_same(*(jax.value_and_grad(f, (0, 1))(hidden, head) for f in (ours, plain)))
+    assert_same(*(jax.jit(jax.value_and_grad(f, (0, 1)))(hidden, head) for f in (ours, plain)))
 
 
 def test_the_teacher_is_a_constant():

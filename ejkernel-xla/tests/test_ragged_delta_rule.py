@@ -135,7 +135,7 @@ def test_gradients_reach_the_pool() -> None:
             total += jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(after))
         return total
 
-    got, wanted = (jax.grad(f, argnums=(0, 1))(arrays, states) for f in (loss, one_by_one))
+    got, wanted = (jax.jit(jax.grad(f, argnums=(0, 1)))(arrays, states) for f in (loss, one_by_one))
     for leaf, expected in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert_close(leaf, expected, 2e-5)
 

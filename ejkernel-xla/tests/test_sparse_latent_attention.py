@@ -99,7 +99,7 @@ def test_chosen_tokens_and_all_gradients(arrays, causal):
         return out, pull(jnp.cos(out))[0]
 
     out, gradients = jax.jit(lambda: pulled(lambda arrays: run(arrays, index_topk=6, causal=causal)))()
-    wanted, wanted_gradients = pulled(lambda arrays: dense(arrays, visible))
+    wanted, wanted_gradients = jax.jit(lambda: pulled(lambda arrays: dense(arrays, visible)))()
     assert_close(out, wanted, 3e-6)
     for name in MOVING:
         assert_close(gradients[name], wanted_gradients[name], 1e-5, name)

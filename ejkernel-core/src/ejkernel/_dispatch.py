@@ -13,7 +13,17 @@ import jax.numpy as jnp
 
 from ejkernel._arrays import ArraySpec, named
 from ejkernel._explain import Decision, Explanation, Verdict
-from ejkernel._partition import MIXED_AXES, Layout, is_mixed, mesh_of, placed_like, run_auto, run_explicit, vary_like
+from ejkernel._partition import (
+    AUTO_ON_TPU,
+    MIXED_AXES,
+    Layout,
+    is_mixed,
+    mesh_of,
+    placed_like,
+    run_auto,
+    run_explicit,
+    vary_like,
+)
 from ejkernel._priority import UNMEASURED, default_order
 from ejkernel._records import Candidate, resolve
 from ejkernel._registry import kernel_registry
@@ -199,6 +209,8 @@ def _run_partitioned(request: Request, phase: Phase, arguments: tuple[Any, ...])
     if is_mixed(mesh):
         request = dataclasses.replace(request, native_only=MIXED_AXES)
     explicit = any(mesh.shape[axis] > 1 for axis in mesh.explicit_axes)
+    if request.target.backend == "tpu" and not explicit and not request.native_only:
+        request = dataclasses.replace(request, native_only=AUTO_ON_TPU)
     if not explicit and _admitted(request, phase)[1].implementation.partitioning == "native":
         return _run_local(request, phase, arguments)
     results = _expected(request, phase, arguments)

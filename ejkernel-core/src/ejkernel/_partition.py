@@ -1,7 +1,8 @@
 """One phase over many devices: each shard runs its own local call, by the operation's sharding rule.
 
 Three situations: axes that are already manual (inside `shard_map`) need nothing; explicit meshes go through `shard_map`; Auto
-meshes are left to XLA for implementations made of plain JAX, and go through `custom_partitioning` for opaque kernels.
+meshes are left to XLA for implementations made of plain JAX, and go through `custom_partitioning` for opaque kernels, except on
+TPU, which has no such thing.
 `custom_partitioning` puts a pointer into the program, which defeats JAX's persistent cache, so it is used for nothing else.
 """
 
@@ -60,6 +61,12 @@ def mesh_of(arrays: Any) -> Any:
 
 MIXED_AXES = (
     "inside a shard_map that leaves some mesh axes to XLA, which cannot split a kernel there; make all axes manual, or all Auto"
+)
+
+
+AUTO_ON_TPU = (
+    "on a mesh of Auto axes, where JAX gives the TPU's compiler no way to split a kernel; call it inside jax.shard_map over all "
+    "axes, or make them Explicit"
 )
 
 

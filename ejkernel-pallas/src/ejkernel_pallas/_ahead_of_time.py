@@ -1,7 +1,6 @@
 """Every TPU kernel compiled by the TPU's own compiler on a machine without a TPU: whether it compiles, and what it takes.
 
-Needs `libtpu`. Each phase of a problem is judged, configured and compiled as dispatch would do it for that kind of TPU. The
-compiler says how much VMEM a kernel needs only when it refuses one, so that each is compiled once more with too little.
+Needs `libtpu`. Each phase of a problem is judged, configured and compiled as dispatch would do it for that kind of TPU.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,11 +29,15 @@ from ejkernel.operations import get_operation
 from ejkernel.operations._case import Case
 from ejkernel.plugin import Phase, Target
 from ejkernel.testing.shapes import shapes_of
+from ejkernel_pallas import _listings
 from ejkernel_pallas._call import LITTLE_VMEM, with_vmem_limits
+from ejkernel_pallas._listings import Listing
 
 PLATFORM = "pallas"
 TOPOLOGIES: Mapping[str, str] = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 """The smallest of each kind that the compiler knows."""
+
+_ALONE = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 _NEEDS = re.compile(r"stack for %?([\w.-]+?)(?:\.\d+)? =.*?Scoped allocation with size ([\d.]+)([KMG]?)", re.DOTALL)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -51,12 +55,13 @@ class Row:
         phase: forward or backward.
         kind: what it was compiled for, e.g. `v6e`.
         config: the config that was tried; empty for the heuristic's.
+        peer: whose kernel it is instead of ours.
         refused: why the call is refused; empty if it is not.
         failed: what the compiler said; empty if it compiled.
         seconds: that compiling took.
         code: bytes of the program.
         temporary: bytes of device memory beside inputs and results.
-        vmem: kernel -> bytes of VMEM, as the compiler counts them; empty where that was not asked.
+        kernels: kernel -> what the compiler lists of it; empty where it was not asked to.
         flops, accessed, optimal_seconds: XLA's estimates, in which it counts a kernel by what the kernel says of itself.
     """
 
@@ -66,19 +71,20 @@ class Row:
     phase: str
     kind: str
     config: str = ""
+    peer: str = ""
     refused: str = ""
     failed: str = ""
     seconds: float = 0.0
     code: int = 0
     temporary: int = 0
-    vmem: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    kernels: Mapping[str, Listing] = dataclasses.field(default_factory=dict)
     flops: float | None = None
     accessed: float | None = None
     optimal_seconds: float | None = None
 
     def problem(self) -> str | None:
-        """What went wrong; None if nothing did. A refusal is no failure."""
-        if not self.failed:
+        """What went wrong; None if nothing did. A refusal is no failure, nor is what a peer cannot do."""
+        if not self.failed or self.peer:
             return None
         where = f"{self.operation} {self.phase} for {self.kind} ({self.case}, {self.dtype}, {self.config or 'heuristic'})"
         return f"{where}: {self.failed}"
@@ -89,11 +95,16 @@ def unavailable() -> str | None:
     return None if importlib.util.find_spec("libtpu") else "libtpu is not installed: pip install libtpu"
 
 
+def devices_of(kind: str) -> list[Any]:
+    """Devices that are not there. Nothing is asked of a machine's metadata server, and others may use libtpu as well."""
+    for name, value in _ALONE.items():
+        os.environ.setdefault(name, value)
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[kind]).devices)
+
+
 def device_of(kind: str) -> Any:
-    """A device that is not there. Nothing is asked of a machine's metadata server, and others may use libtpu as well."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[kind]).devices[0]
+    """The first of them."""
+    return devices_of(kind)[0]
 
 
 def compile_for(device: Any, function: Callable[..., Any], *arguments: Any, options: Mapping[str, str] | None = None) -> Any:
@@ -162,8 +173,12 @@ class Problem:
 
         return jax.eval_shape(bind, shapes_of(self.case, self.dtype)), calls[0]
 
-    def rows(self, *, space: bool = False, measure: bool = True) -> Iterator[Row]:
-        """The heuristic's config, or every one of the search space."""
+    def rows(self, *, space: bool = False, listings: Path | None = None, known: dict[Any, Row] | None = None) -> Iterator[Row]:
+        """The heuristic's config, or every one of the search space. What is in `known` is not compiled again.
+
+        With `listings`, a folder for which `_listings.ask` was called, rows tell of every kernel.
+        """
+        known = {} if known is None else known
         row = Row(self.operation, self.case.name, self.dtype, self.phase, self.kind)
         inputs, call = self.bound()
         owner, device = get_operation(self.operation), device_of(self.kind)
@@ -181,10 +196,12 @@ class Problem:
             configs = resolve(implementation.configs).search_space(call, target)
         arguments = (inputs,) if self.phase == "forward" else (inputs, *_outputs(owner, call))
         for config in configs:
-            run = _on(target, resolve(implementation.target), call, config)
-            yield _compiled(
-                dataclasses.replace(row, config=str(config) if space else ""), device, run, arguments, measure=measure
-            )
+            own = dataclasses.replace(row, config=str(config) if space else "")
+            key = (implementation.target, self.kind, call, config)
+            if key not in known:
+                run = _on(target, resolve(implementation.target), call, config)
+                known[key] = compiled_row(own, device, run, *arguments, listings=listings)
+            yield dataclasses.replace(known[key], case=own.case, config=own.config)
 
 
 def _outputs(owner: Any, call: Any) -> tuple[Any, Any]:
@@ -203,7 +220,8 @@ def _on(target: Target, function: Callable[..., Any], call: Any, config: Any) ->
     return run
 
 
-def _compiled(row: Row, device: Any, run: Callable[..., Any], arguments: Any, *, measure: bool) -> Row:
+def compiled_row(row: Row, device: Any, run: Callable[..., Any], *arguments: Any, listings: Path | None = None) -> Row:
+    """The row with what compiling the function of these arrays tells."""
     started = time.perf_counter()
     try:
         program = compile_for(device, run, *arguments)
@@ -216,10 +234,11 @@ def _compiled(row: Row, device: Any, run: Callable[..., Any], arguments: Any, *,
         seconds=taken,
         code=memory.generated_code_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
-        vmem=vmem_of(device, run, *arguments) if measure else {},
+        kernels={} if listings is None else _listings.taken(listings),
         flops=cost.get("flops"),
         accessed=cost.get("bytes accessed"),
-        optimal_seconds=cost.get("optimal_seconds"),
+        # What XLA cannot judge, a loop of unknown length or an instruction of no kind it knows, counts -1 second each.
+        optimal_seconds=None if (seconds := cost.get("optimal_seconds")) is None else seconds % 1.0,
     )
 
 
@@ -235,26 +254,27 @@ def compiled(
     kinds: Iterable[str],
     *,
     space: bool = False,
-    measure: bool = True,
+    listings: Path | None = None,
 ) -> Iterator[Row]:
-    """Compile both phases of every case in every dtype for every kind. With `measure`, VMEM is measured on benchmark cases."""
+    """Compile both phases of every case in every dtype for every kind; a problem that cases share, once."""
     phases: tuple[Phase, ...] = ("forward", "backward")
+    known: dict[Any, Row] = {}
     for case, dtype, phase, kind in itertools.product(cases, dtypes, phases, kinds):
-        wanted = measure and "bench" in case.tags
-        yield from Problem(operation, case, dtype, phase, kind).rows(space=space, measure=wanted)
+        yield from Problem(operation, case, dtype, phase, kind).rows(space=space, listings=listings, known=known)
 
 
 def summary(rows: Iterable[Row]) -> list[str]:
     """A line per operation, phase and kind: how many compiled, failed, were refused, and the most of what they take."""
     groups: dict[tuple[str, str, str], list[Row]] = collections.defaultdict(list)
     for row in rows:
-        groups[row.operation, row.phase, row.kind].append(row)
+        if not row.peer:
+            groups[row.operation, row.phase, row.kind].append(row)
     lines = [
         f"{'operation':24} {'phase':9} {'kind':5} {'compiled':>8} {'failed':>6} {'refused':>7} {'VMEM KiB':>9} {'seconds':>8}"
     ]
     for (operation, phase, kind), members in groups.items():
         failed, refused = sum(bool(row.failed) for row in members), sum(bool(row.refused) for row in members)
-        vmem = max((size for row in members for size in row.vmem.values()), default=0) >> 10
+        vmem = max((kernel.vmem for row in members for kernel in row.kernels.values()), default=0) >> 10
         seconds = max(row.seconds for row in members)
         done = len(members) - failed - refused
         lines.append(f"{operation:24} {phase:9} {kind:5} {done:8} {failed:6} {refused:7} {vmem:9} {seconds:8.1f}")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Generator, Mapping
+import math
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import jax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LITTLE_VMEM = 1 << 16
@@ -34,3 +36,13 @@ def compiler_params(name: str, semantics: tuple[str, ...], vmem: int) -> pltpu.C
     limits = _limits.get()
     limit = vmem if limits is None else limits.get(name, LITTLE_VMEM)
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=limit)  # pyright: ignore[reportArgumentType]
+
+
+def block_traffic(blocks: Iterable[tuple[tuple[int, ...], Any, int]]) -> int:
+    """Bytes between HBM and VMEM: of blocks, each given by its shape, its dtype and how often one is copied."""
+    return sum(math.prod(shape) * jax.numpy.dtype(dtype).itemsize * times for shape, dtype, times in blocks)
+
+
+def cost_estimate(flops: int, transcendentals: int, accessed: int) -> pl.CostEstimate:
+    """What a kernel tells XLA of itself. XLA cannot look inside, and arranges copies and collectives beside it by this."""
+    return pl.CostEstimate(flops=int(flops), transcendentals=int(transcendentals), bytes_accessed=int(accessed))

@@ -191,7 +191,7 @@ def _backward(
 
         def step(carry: Any, shift: Any, stage: Stage = stage) -> Any:
             moving, sums = carry
-            # The sums follow one step behind their keys, so that they too travel while a block is worked on.
+            # The sums follow one step behind their keys, and travel while a block is worked on.
             arrived = _sums_rotated(ring, sums, 1)
             return (_sent(ring, moving, 1), _differentiated(ring, around, stage, moving, shift, arrived)), None
 
@@ -201,21 +201,30 @@ def _backward(
 
 
 def _differentiated(ring: Ring, around: Any, stage: Stage, moving: Travelling, shift: Any, sums: Sums) -> Sums:
+    """The sums and what the block at hand adds to them. Those of key and value are touched after the work, not by it: until then
+    they may be under way."""
     inputs, outputs, cotangents = around
 
-    def differentiate(block: Block, part: FlashAttentionInputs, source: Any, sums: Sums) -> Sums:
+    def differentiate(block: Block, part: FlashAttentionInputs, source: Any, own: Sums) -> Sums:
         first = block.first_query
         rows = [FlashAttentionOutputs(*(None if x is None else x[:, first:] for x in y)) for y in (outputs, cotangents)]
         found = batched_backward(ring.request_for(block, part), part, *rows)
         column = source * inputs.key.shape[1]
+        nothing = idle(own)
         return Sums(
-            _added(sums.query, found.query, (0, first, 0, 0)),
-            _added(sums.key, found.key, (0, 0, 0, 0)),
-            _added(sums.value, found.value, (0, 0, 0, 0)),
-            None if sums.bias is None else _added(sums.bias, found.bias, (0, 0, first, column)),
+            _added(own.query, found.query, (0, first, 0, 0)),
+            _added(nothing.key, found.key, (0, 0, 0, 0)),
+            _added(nothing.value, found.value, (0, 0, 0, 0)),
+            None if own.bias is None else _added(own.bias, found.bias, (0, 0, first, column)),
         )
 
-    return _visited(ring, inputs, stage, moving, shift, sums, differentiate)
+    def idle(own: Sums) -> Sums:
+        key, value = (vary_like(jnp.zeros(array.shape, array.dtype), array) for array in (moving.key, moving.value))
+        return Sums(own.query, key, value, own.bias)
+
+    own = sums._replace(key=None, value=None)
+    fresh = _visited(ring, inputs, stage, moving, shift, own, differentiate, idle)
+    return fresh._replace(key=sums.key + fresh.key.astype(jnp.float32), value=sums.value + fresh.value.astype(jnp.float32))
 
 
 def _sinks(ring: Ring, inputs: FlashAttentionInputs, outputs: FlashAttentionOutputs, cotangents: FlashAttentionOutputs) -> Any:
@@ -237,20 +246,27 @@ def _sinks(ring: Ring, inputs: FlashAttentionInputs, outputs: FlashAttentionOutp
 
 
 def _visited(
-    ring: Ring, inputs: FlashAttentionInputs, stage: Stage, moving: Travelling, shift: Any, state: Any, work: Callable[..., Any]
+    ring: Ring,
+    inputs: FlashAttentionInputs,
+    stage: Stage,
+    moving: Travelling,
+    shift: Any,
+    state: Any,
+    work: Callable[..., Any],
+    idle: Callable[[Any], Any] = lambda state: state,
 ) -> Any:
-    """The state after `work` on the block that is here after `shift` rotations, if this device sees any of it."""
+    """What `work` makes of the state on the block that is here after `shift` rotations; `idle` if this device sees none of it."""
     device = jax.lax.axis_index(ring.axes)
     source = (device - shift + ring.size) % ring.size
 
     def visit(block: Block | None, state: Any) -> Any:
         if block is None:
-            return state
+            return idle(state)
         part = _part(ring, inputs, moving, block, device, source)
         seen = may_see(block.structure, part)
         if seen is None:
             return work(block, part, source, state)
-        return jax.lax.cond(seen, lambda state: work(block, part, source, state), lambda state: state, state)
+        return jax.lax.cond(seen, lambda state: work(block, part, source, state), idle, state)
 
     if stage.behind == stage.ahead or (stage.first == 0 and stage.shifts == 1):
         return visit(stage.behind, state)

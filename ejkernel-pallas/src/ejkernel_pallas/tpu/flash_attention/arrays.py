@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
 from ejkernel_pallas.tpu.flash_attention import tiles as lists
@@ -83,12 +85,13 @@ class Operands:
 
         return where
 
-    def tile(self, i_query: Any, i_key: Any, extras: list[Any]) -> Tile:
+    def tile(self, i_batch: Any, i_head: Any, i_query: Any, i_key: Any, extras: list[Any]) -> Tile:
         """What a kernel knows of its tile, `extras` as from `split`."""
-        return Tile(self.call, i_query, i_key, self.block_q, self.block_k, *extras)
+        head = i_batch * self.call.query.shape[2] + i_head
+        return Tile(self.call, i_query, i_key, self.block_q, self.block_k, head, *extras)
 
     def described(self, where: Place) -> tuple[list[Any], list[pl.BlockSpec]]:
-        """Facts, bias and mask, those that there are, and their blocks."""
+        """Facts, bias, mask and streams of dropout, those that there are, and their blocks."""
         arrays: list[Any] = list(fact_arrays(self.call, self.inputs, self.rows, self.columns))
         specs = [
             pl.BlockSpec((None, FACTS, block), self._fact_place(where, which, array.shape[0] > 1))
@@ -105,6 +108,9 @@ class Operands:
                         lambda *place, scores=scores: scores.place(*where(place)),
                     )
                 )
+        if self.inputs.dropout_streams is not None:
+            arrays.append(jax.lax.bitcast_convert_type(self.inputs.dropout_streams, jnp.int32).reshape(-1))
+            specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
         return arrays, specs
 
     def _fact_place(self, where: Place, which: int, batched: bool) -> Any:
@@ -115,9 +121,9 @@ class Operands:
         return place
 
     def split(self, refs: tuple[Any, ...], scalars: int, mains: int, results: int) -> tuple[Any, Any, list[Any], Any, Any]:
-        """Scalars, main operands, `[query facts, key facts, bias, mask]` with None for what is absent, results, scratch."""
+        """Scalars, main operands, `[query facts, key facts, bias, mask, streams]` (None where absent), results, scratch."""
         rest = list(refs[scalars + mains :])
         has_facts = facts_of(self.call).count > 0
-        wanted = (has_facts, has_facts, self.call.bias is not None, self.call.mask is not None)
+        wanted = (has_facts, has_facts, self.call.bias is not None, self.call.mask is not None, self.call.dropout_rate > 0)
         extras = [rest.pop(0) if is_wanted else None for is_wanted in wanted]
         return refs[:scalars], refs[scalars : scalars + mains], extras, rest[:results], rest[results:]

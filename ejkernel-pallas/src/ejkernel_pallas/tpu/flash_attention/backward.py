@@ -8,6 +8,7 @@ every run. Scores are `[BK, BQ]` as in forward. With w the weights and o the out
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -22,19 +23,23 @@ from ejkernel_pallas.tpu._vmem import memory_of
 from ejkernel_pallas.tpu.flash_attention import tiles as lists
 from ejkernel_pallas.tpu.flash_attention.arrays import Operands, finite, hides, padded_length, with_tokens_as_rows
 from ejkernel_pallas.tpu.flash_attention.config import BackwardConfig
+from ejkernel_pallas.tpu.flash_attention.cost import bias_cost, by_key_cost, by_query_cost
 from ejkernel_pallas.tpu.flash_attention.scores import LOG2_E, Scores, Tile, precision_of, product
 
 KEY_NAME, QUERY_NAME, BIAS_NAME = (f"ejkernel_flash_attention_backward_{owner}" for owner in ("key", "query", "bias"))
 
 
 def _weights_and_logit_gradients(tile: Tile, mains: Any, masked: bool) -> tuple[Any, Any]:
-    """Weights and gradients of the logits of a tile, both `[BK, BQ]`; before `scale`, after the cap."""
+    """Weights after dropout and gradients of the logits of a tile, both `[BK, BQ]`; before `scale`, after the cap."""
     r_query, r_key, r_value, r_grad, r_lse, r_delta = mains
     precision = precision_of(tile.call)
     b_raw = product(r_key[...], r_query[...], (1, 1), precision)  # [BK, BQ]
     b_logits, b_slope, b_bias = tile.logits(b_raw, 0)
     b_weights = jnp.exp2(b_logits - r_lse[...])
-    b_grad = b_weights * (product(r_value[...], r_grad[...], (1, 1), precision) - r_delta[...])
+    b_value_grad = product(r_value[...], r_grad[...], (1, 1), precision)
+    b_kept = tile.kept(b_logits.shape, 0)
+    b_grad = b_weights * ((b_value_grad if b_kept is None else b_value_grad * b_kept) - r_delta[...])
+    b_weights = b_weights if b_kept is None else b_weights * b_kept
     b_grad = b_grad if b_slope is None else b_grad * b_slope
     if masked:
         b_seen = tile.seen(b_logits.shape, 0, b_bias, queries_end=True)
@@ -46,7 +51,8 @@ def _key_kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, operan
     (r_tiles,), mains, extras, (r_d_key, r_d_value), (r_key_sum, r_value_sum) = operands.split(refs, 1, 6, 2)
     packed = tiles.at(r_tiles, pl.program_id(0), pl.program_id(2))
     i_member = pl.program_id(3)
-    tile = operands.tile(lists.other_of(packed), lists.owner_of(packed), extras)
+    i_head = pl.program_id(1) * group + i_member
+    tile = operands.tile(pl.program_id(0), i_head, lists.other_of(packed), lists.owner_of(packed), extras)
     r_query, r_grad = mains[0], mains[3]
 
     @pl.when(((packed & lists.FIRST) != 0) & (i_member == 0))
@@ -60,8 +66,7 @@ def _key_kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, operan
         r_value_sum[...] += product(b_weights.astype(r_grad.dtype), r_grad[...], (1, 0), precision)  # [BK, V]
         r_key_sum[...] += product(b_grad.astype(r_query.dtype), r_query[...], (1, 0), precision)  # [BK, D]
 
-    pl.when((packed & lists.WHOLE) != 0)(functools.partial(add, False))
-    pl.when((packed & lists.PARTIAL) != 0)(functools.partial(add, True))
+    tiles.branches(packed, add)
 
     @pl.when(((packed & lists.LAST) != 0) & (i_member == group - 1))
     def _finish() -> None:
@@ -72,7 +77,7 @@ def _key_kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, operan
 def _query_kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, operands: Operands) -> None:
     (r_tiles,), mains, extras, (r_d_query,), (r_sum,) = operands.split(refs, 1, 6, 1)
     packed = tiles.at(r_tiles, pl.program_id(0), pl.program_id(2))
-    tile = operands.tile(lists.owner_of(packed), lists.other_of(packed), extras)
+    tile = operands.tile(pl.program_id(0), pl.program_id(1), lists.owner_of(packed), lists.other_of(packed), extras)
     r_key = mains[1]
 
     @pl.when((packed & lists.FIRST) != 0)
@@ -83,8 +88,7 @@ def _query_kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, oper
         _, b_grad = _weights_and_logit_gradients(tile, mains, masked)
         r_sum[...] += product(r_key[...], b_grad.astype(r_key.dtype), (0, 0), precision_of(call))  # [D, BQ]
 
-    pl.when((packed & lists.WHOLE) != 0)(functools.partial(add, False))
-    pl.when((packed & lists.PARTIAL) != 0)(functools.partial(add, True))
+    tiles.branches(packed, add)
 
     @pl.when((packed & lists.LAST) != 0)
     def _finish() -> None:
@@ -94,7 +98,8 @@ def _query_kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, oper
 def _bias_kernel(*refs: Any, call: FlashAttentionCall, operands: Operands, scores: Scores) -> None:
     _, mains, extras, (r_d_bias,), (r_sum,) = operands.split(refs, 0, 6, 1)
     place = [pl.program_id(axis) for axis in range(8)]
-    tile = operands.tile(place[2] + place[6], place[3] + place[7], extras)
+    i_batch, i_head, i_query, i_key = (place[axis] + place[4 + axis] for axis in range(4))
+    tile = operands.tile(i_batch, i_head, i_query, i_key, extras)
     reduced = [pl.num_programs(axis) - 1 - pl.program_id(axis) for axis in range(4, 8)]
 
     @pl.when(sum(place[4:]) == 0)
@@ -204,6 +209,7 @@ def _key_gradients(data: _Backward, block_q: int, block_k: int) -> tuple[Any, An
         ),
         out_shape=[result_like(mains[0], (batch, key_heads, columns, width), dtype) for width, dtype in sizes],
         compiler_params=_params(KEY_NAME, "parallel", "parallel", "arbitrary", "arbitrary"),
+        cost_estimate=by_key_cost(operands),
         name=KEY_NAME,
     )(jnp.asarray(tiles.packed), *mains, *extras)
     d_key, d_value = (jnp.transpose(result[:, :, :keys], (0, 2, 1, 3)) for result in results)
@@ -234,6 +240,7 @@ def _query_gradient(data: _Backward, block_q: int, block_k: int) -> Any:
         ),
         out_shape=result_like(mains[0], (batch, heads, size, rows), call.query.dtype),
         compiler_params=_params(QUERY_NAME, "parallel", "parallel", "arbitrary"),
+        cost_estimate=by_query_cost(operands),
         name=QUERY_NAME,
     )(jnp.asarray(tiles.packed), *mains, *extras)
     return jnp.transpose(result[..., :queries], (0, 3, 1, 2))
@@ -267,6 +274,7 @@ def _bias_gradient(data: _Backward, block_q: int, block_k: int) -> Any:
         scratch_shapes=[pltpu.VMEM(block, jnp.float32)],
         out_shape=result_like(mains[0], (outer[0], outer[1], *lengths), jnp.float32),
         compiler_params=_params(BIAS_NAME, *["parallel"] * 4, *["arbitrary"] * 4),
+        cost_estimate=bias_cost(operands, math.prod(outer)),
         name=BIAS_NAME,
     )(*mains, *extras)
     if not scores.keyed:

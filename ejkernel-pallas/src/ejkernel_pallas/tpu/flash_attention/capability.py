@@ -9,6 +9,8 @@ from ejkernel_pallas.tpu.flash_attention import config, tiles
 DTYPES = ("float32", "bfloat16")
 FARTHEST_OFFSET = 2**29
 """Positions are counted in 32 bits."""
+MOST_STREAMS = 1 << 17
+"""Bytes: an eighth of a core's scalar memory, of which lists of tiles may take half."""
 
 
 def supports(call: FlashAttentionCall, target: Target) -> str | None:
@@ -24,8 +26,11 @@ def supports(call: FlashAttentionCall, target: Target) -> str | None:
         )
     if call.logits_dtype not in DTYPES:
         return f"logits_dtype is {call.logits_dtype}, needs {' or '.join(DTYPES)}"
-    if call.dropout_rate:
-        return f"dropout_prob is {call.dropout_rate}, the kernels have no dropout"
+    streams = 8 * call.query.shape[0] * call.query.shape[2]
+    if call.dropout_rate and streams > MOST_STREAMS:
+        return (
+            f"dropout needs {streams} bytes of scalar memory for its streams, two words for each head, and has {MOST_STREAMS}"
+        )
     if not call.normalize_output:
         return "normalize_output=False: the gradient needs each row's largest logit, which is not kept"
     if 0 in (*call.query.shape[2:], call.value.shape[3]):

@@ -77,6 +77,8 @@ class _Model:
         for spec in (self.call.bias, self.call.mask):
             if spec is not None:
                 total += 2 * block_bytes((block_q, block_k), spec.dtype) + 2 * 4 * block_q * block_k
+        if self.call.dropout_rate:
+            total += 3 * 4 * block_q * block_k
         return total
 
     def forward(self, block_q: int, block_k: int, part_k: int) -> int:

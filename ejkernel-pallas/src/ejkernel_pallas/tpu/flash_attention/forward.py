@@ -22,6 +22,7 @@ from ejkernel_pallas.tpu._vmem import memory_of
 from ejkernel_pallas.tpu.flash_attention import tiles as lists
 from ejkernel_pallas.tpu.flash_attention.arrays import Operands, clean, padded_length, turned, with_tokens_as_rows
 from ejkernel_pallas.tpu.flash_attention.config import ForwardConfig
+from ejkernel_pallas.tpu.flash_attention.cost import forward_cost
 from ejkernel_pallas.tpu.flash_attention.scores import HIDDEN, LN_2, LOG2_E, precision_of, product
 
 NAME = "ejkernel_flash_attention"
@@ -37,7 +38,7 @@ def _kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, operands: 
     )
     i_batch, i_head = pl.program_id(0), pl.program_id(1)
     packed = tiles.at(r_tiles, i_batch, pl.program_id(2))
-    tile = operands.tile(lists.owner_of(packed), lists.other_of(packed), extras)
+    tile = operands.tile(i_batch, i_head, lists.owner_of(packed), lists.other_of(packed), extras)
 
     @pl.when((packed & lists.FIRST) != 0)
     def _start() -> None:
@@ -65,14 +66,15 @@ def _kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, operands: 
             b_weights = b_weights if b_seen is None else jnp.where(b_seen, b_weights, 0.0)
             b_decay = jnp.exp2(r_max[...] - b_max)
             b_value = r_value[:, pl.ds(start, config.part_k)]  # [V, PK]
-            b_sum = product(b_value, b_weights.astype(b_value.dtype), (1, 0), precision_of(call))  # [V, BQ]
-            r_acc[...] = r_acc[...] * b_decay + b_sum
+            b_kept = tile.kept(b_weights.shape, start)
+            b_used = b_weights if b_kept is None else b_weights * b_kept
+            b_product = product(b_value, b_used.astype(b_value.dtype), (1, 0), precision_of(call))  # [V, BQ]
+            r_acc[...] = r_acc[...] * b_decay + b_product
             r_sum[...] = r_sum[...] * b_decay + jnp.sum(b_weights, axis=0, keepdims=True)
             r_max[...] = b_max
             b_raw = b_next
 
-    pl.when((packed & lists.WHOLE) != 0)(functools.partial(add, False))
-    pl.when((packed & lists.PARTIAL) != 0)(functools.partial(add, True))
+    tiles.branches(packed, add)
 
     @pl.when((packed & lists.LAST) != 0)
     def _finish() -> None:
@@ -132,6 +134,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         ),
         out_shape=[result for result, _ in results],
         compiler_params=compiler_params(NAME, ("parallel", "parallel", "arbitrary"), memory_of(current_target()).vmem),
+        cost_estimate=forward_cost(operands, wants_lse=wants_lse),
         name=NAME,
     )(
         jnp.asarray(tiles.packed),

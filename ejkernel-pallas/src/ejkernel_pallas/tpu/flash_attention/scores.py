@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ejkernel.operations.flash_attention import dropout
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
 from ejkernel_pallas.tpu._vmem import LANES, block_bytes
 
@@ -164,7 +165,8 @@ class Tile:
         call: whose it is.
         i_query, i_key: indices of its blocks.
         block_q, block_k: their sizes.
-        query_facts, key_facts, bias, mask: references, None where absent.
+        head: index of its head among those of all batches.
+        query_facts, key_facts, bias, mask, streams: references, None where absent.
     """
 
     call: FlashAttentionCall
@@ -172,10 +174,12 @@ class Tile:
     i_key: Any
     block_q: int
     block_k: int
+    head: Any
     query_facts: Any = None
     key_facts: Any = None
     bias: Any = None
     mask: Any = None
+    streams: Any = None
 
     def logits(self, raw: Any, start: int) -> tuple[Any, Any, Any]:
         """Of `key . query` `[size, BQ]` for the keys from `start` of the block: logits, the slope of the cap or None, the bias."""
@@ -215,6 +219,16 @@ class Tile:
         if self.mask is not None and call.mask is not None:
             seen = seen & (Scores.of(call.mask).read(self.mask, start, shape[0]) != 0)
         return seen if bias is None else seen & (bias != -jnp.inf)
+
+    def kept(self, shape: tuple[int, ...], start: int) -> Any:
+        """What dropout makes of each weight, a factor `[size, BQ]`; None without dropout."""
+        if self.streams is None or not self.call.dropout_rate:
+            return None
+        key = jax.lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0) + (self.i_key * self.block_k + start)
+        query = jax.lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1) + self.i_query * self.block_q
+        stream_0, stream_1 = (self.streams[2 * self.head + index].astype(jnp.uint32) for index in range(2))
+        random = dropout.bits(stream_0, stream_1, query.astype(jnp.uint32), key.astype(jnp.uint32))
+        return jnp.where(random < dropout.threshold(self.call.dropout_rate), 0.0, 1.0 / (1.0 - self.call.dropout_rate))
 
     def _fact(self, row: int, start: int, size: int) -> tuple[Any, Any]:
         """Of the queries `[1, BQ]` and of the keys `[size, 1]`."""

@@ -8,10 +8,13 @@ device for each batch, with the tiles to visit first and idle repetitions of the
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
 from ejkernel.operations.flash_attention.pairs import tile_visibility
@@ -29,11 +32,25 @@ class Tiles:
     packed: int32 `[lists * length]`.
     length: tiles of one list.
     per_batch: whether every batch has its own list.
+    visited: tiles of one list of which products are formed; where arrays decide, as many as there may be.
+    owners: blocks of owners that are read in the course of one list.
+    others: the same of the other blocks.
+    kinds: which of WHOLE and PARTIAL there may be: a kernel is compiled for these alone.
     """
 
     packed: Any
     length: int
     per_batch: bool
+    visited: int
+    owners: int
+    others: int
+    kinds: int = WHOLE | PARTIAL
+
+    def branches(self, packed: Any, add: Callable[[bool], None]) -> None:
+        """In a kernel: add the tile at hand, masked if something in it may be hidden."""
+        for kind, masked in ((WHOLE, False), (PARTIAL, True)):
+            if self.kinds & kind:
+                pl.when((packed & kind) != 0)(functools.partial(add, masked))
 
     def at(self, packed: Any, batch: Any, step: Any) -> Any:
         """The packed tile of a step, read from the reference that a kernel is given."""
@@ -69,7 +86,14 @@ def tiles_of(
     if xp is jnp:
         return _compacted(owner, other, some, every)
     first, last = _ends(owner, np)
-    return Tiles(_packed(owner, other, _flags(some, every, first, last, np)), len(owner), False)
+    packed = _packed(owner, other, _flags(some, every, first, last, np))
+    kinds = (WHOLE if (some & every).any() else 0) | (PARTIAL if (some & ~every).any() else 0)
+    return Tiles(packed, len(owner), False, int(some.sum()), _runs(owner), _runs(other), kinds)
+
+
+def _runs(index: Any) -> int:
+    """How often a block is copied whose index this is, step by step: not while it stays the same."""
+    return 1 + int(np.count_nonzero(index[1:] != index[:-1]))
 
 
 def _from_arrays(call: FlashAttentionCall) -> bool:
@@ -128,7 +152,7 @@ def _compacted(owner: Any, other: Any, some: Any, every: Any) -> Tiles:
     seen, whole = (jnp.take_along_axis(table, order, axis=1) for table in (some, every))
     first, last = _ends(owners, jnp)
     flags = _flags(seen, whole, first, last | (place == kept - 1), jnp)
-    return Tiles(_packed(owners, others, jnp.where(place < kept, flags, 0)), length, True)
+    return Tiles(_packed(owners, others, jnp.where(place < kept, flags, 0)), length, True, length, _runs(owner), length)
 
 
 def _counts(some: Any, owner: Any) -> Any:

@@ -25,9 +25,15 @@ from ejkernel.operations.grouped_matmul.interface import (
     GroupedMatmulInputs,
     GroupedMatmulOutputs,
 )
-from ejkernel_pallas._call import compiler_params, result_like
+from ejkernel_pallas._call import block_traffic, compiler_params, cost_estimate, result_like
 from ejkernel_pallas.tpu.grouped_matmul.config import BackwardConfig, Config, Tile, matrices_bytes, rows_bytes, vmem_limit
-from ejkernel_pallas.tpu.grouped_matmul.schedule import Items, has_matrix, matrix_items, row_items
+from ejkernel_pallas.tpu.grouped_matmul.schedule import (
+    Items,
+    has_matrix,
+    matrix_items,
+    most_row_items,
+    row_items,
+)
 
 _ITEM_ARRAYS = len(Items._fields)
 
@@ -48,6 +54,16 @@ class _Product:
     def steps(self) -> int:
         """Tiles of the contracted dimension."""
         return pl.cdiv(self.inner, self.tile.inner)
+
+    @property
+    def wide(self) -> int:
+        """Tiles of the columns."""
+        return pl.cdiv(self.columns, self.tile.columns)
+
+    def flops(self, items: int) -> int:
+        """Of so many items, in whole tiles."""
+        tile = self.tile
+        return 2 * items * tile.rows * self.steps * tile.inner * self.wide * tile.columns
 
     def dot(self, left: Any, right: Any, contracted: tuple[int, int]) -> Any:
         return jax.lax.dot_general(
@@ -212,6 +228,7 @@ def _run(
     results: Any,
     scratch: Any,
     vmem: int,
+    cost: pl.CostEstimate,
     name: str,
 ) -> Any:
     """`operands` and `results` with their blocks."""
@@ -227,6 +244,7 @@ def _run(
         grid_spec=specs,
         out_shape=[result for result, _ in results],
         compiler_params=compiler_params(name, tuple(semantics), vmem_limit(vmem)),
+        cost_estimate=cost,
         name=name,
     )(*items, *(array for array, _ in operands))
 
@@ -303,16 +321,46 @@ def _multiply_rows(
     sizes = (values.dtype, rhs.dtype, product.dtype, out.dtype)
     (found,) = _run(
         kernel,
-        (pl.cdiv(product.columns, tile.columns), count, product.steps),
+        (product.wide, count, product.steps),
         ("parallel", "arbitrary", "arbitrary"),
         items,
         operands,
         [(out, pl.BlockSpec(block, at_out))],
         [pltpu.VMEM((tile.rows, tile.columns), jnp.float32)] if product.steps > 1 else [],
         rows_bytes(tile, *(jnp.dtype(size).itemsize for size in sizes), existing=existing is not None),
+        _rows_cost(product, batch, values.dtype, rhs, out.dtype, existing=existing is not None),
         "ejkernel_grouped_matmul_rows",
     )
     return found
+
+
+def _rows_cost(product: _Product, batch: int, values: Any, rhs: Any, out: Any, *, existing: bool) -> pl.CostEstimate:
+    """With as many groups as there may be that end within a tile: sizes are known at run time."""
+    tile, wide, steps, matrices = product.tile, product.wide, product.steps, rhs.shape[1]
+    items = most_row_items(batch, product.rows, matrices, tile.rows)
+    tiles = batch * pl.cdiv(product.rows, tile.rows)
+    # Where nothing is cut along the contracted dimension, rows stay for all of their groups and a matrix for all of its rows.
+    rows_read, matrices_read = (tiles, batch * min(matrices, product.rows)) if steps == 1 else (items * steps, items * steps)
+    accessed = block_traffic(
+        [
+            ((tile.rows, tile.inner), values, wide * rows_read),
+            ((tile.inner, tile.columns), rhs.dtype, wide * matrices_read),
+            ((tile.rows, tile.columns), out, wide * tiles * (2 if existing else 1)),
+        ]
+    )
+    return cost_estimate(product.flops(items), 0, accessed)
+
+
+def _matrices_cost(product: _Product, batch: int, matrices: int, rows: Sequence[Any], whole: Sequence[Any]) -> pl.CostEstimate:
+    """`rows`, the gradient and where products are formed lhs, are read for every block of a matrix; `whole` pass once."""
+    tile, multiplied = product.tile, len(rows) > 1
+    items = most_row_items(batch, product.rows, matrices, tile.rows)
+    times = items * product.wide * (product.steps if multiplied else 1)
+    accessed = block_traffic(
+        [((tile.rows, width), array.dtype, times) for array, width in zip(rows, (tile.columns, tile.inner), strict=False)]
+        + [(array.shape, array.dtype, 1) for array in whole]
+    )
+    return cost_estimate(product.flops(items) if multiplied else 0, 0, accessed)
 
 
 def _sum_over_rows(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, grad: Any, tile: Tile, scale: Any) -> dict[str, Any]:
@@ -383,6 +431,13 @@ def _sum_over_rows(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, grad: A
         list(results.values()),
         [pltpu.VMEM((tile.inner, tile.columns), jnp.float32)] if multiplied else [],
         matrices_bytes(tile, **in_bytes, scaled=has["rhs_scale"]),
+        _matrices_cost(
+            product,
+            batch,
+            matrices,
+            (grad, lhs) if multiplied else (grad,),
+            [*((rhs,) if has["rhs_scale"] else ()), *(result for result, _ in results.values())],
+        ),
         "ejkernel_grouped_matmul_matrices",
     )
     gradients = dict(zip(results, found, strict=True))

@@ -19,7 +19,7 @@ from ejkernel.operations.paged_attention.interface import (
     PagedAttentionInputs,
     PagedAttentionOutputs,
 )
-from ejkernel_pallas._call import compiler_params, result_like
+from ejkernel_pallas._call import compiler_params, cost_estimate, result_like
 from ejkernel_pallas.tpu._integers import quotient, remainder
 from ejkernel_pallas.tpu._vmem import LANES
 from ejkernel_pallas.tpu.paged_attention.config import Config, Shape, product_dtype, sources, vmem_bytes
@@ -231,10 +231,8 @@ def _launch(facts: Facts, scalars: Scalars, query: Any, inputs: PagedAttentionIn
         out_shape=[result for result, _ in results],
         input_output_aliases={_SCALARS + 1 + len(pages) + len(operands): 0},
         compiler_params=compiler_params(NAME, ("parallel", "arbitrary"), vmem_bytes(call, config)),
-        cost_estimate=pl.CostEstimate(
-            flops=counted.flops,
-            transcendentals=counted.flops // (2 * (call.query.shape[3] + call.value_size)),
-            bytes_accessed=counted.bytes,
+        cost_estimate=cost_estimate(
+            counted.flops, counted.flops // (2 * (call.query.shape[3] + call.value_size)), counted.bytes
         ),
         name=NAME,
     )(*jax.tree.leaves(scalars), query, *pages, *(array for array, _ in operands.values()), out)

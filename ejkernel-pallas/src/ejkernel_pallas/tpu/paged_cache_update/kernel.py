@@ -23,7 +23,7 @@ from ejkernel.operations.paged_cache_update.interface import (
     PagedCacheUpdateInputs,
     PagedCacheUpdateOutputs,
 )
-from ejkernel_pallas._call import compiler_params, result_like
+from ejkernel_pallas._call import compiler_params, cost_estimate, result_like
 from ejkernel_pallas.tpu._integers import quotient, remainder
 from ejkernel_pallas.tpu._pages import Pages
 from ejkernel_pallas.tpu.paged_cache_update.config import Config, blocks, chunk_rows, chunks_of_step, sources, vmem_bytes
@@ -331,6 +331,6 @@ def _launch(facts: Facts, where: Runs | Chunks, steps: Any, new: list[Any], scal
         out_shape=[result_like(array, array.shape, array.dtype) for array in pages],
         input_output_aliases={columns + count + len(given) + i: i for i in range(count)},
         compiler_params=compiler_params(NAME, ("arbitrary",), vmem_bytes(call, config)),
-        cost_estimate=pl.CostEstimate(flops=counted.flops, transcendentals=0, bytes_accessed=counted.bytes),
+        cost_estimate=cost_estimate(counted.flops, 0, counted.bytes),
         name=NAME,
     )(*where, *new, *given, *pages)

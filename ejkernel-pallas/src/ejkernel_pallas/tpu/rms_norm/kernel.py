@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs
-from ejkernel_pallas._call import result_like
+from ejkernel.operations.rms_norm.interface import OPERATION, RmsNormCall, RmsNormInputs, RmsNormOutputs
+from ejkernel.plugin import Phase
+from ejkernel_pallas._call import cost_estimate, result_like
 from ejkernel_pallas.tpu.rms_norm.config import Config
 
 
@@ -89,6 +90,12 @@ def _semantics() -> Any:
     return pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
 
 
+def _cost(call: RmsNormCall, phase: Phase) -> Any:
+    """As the operation counts, one root for each row; backward reads no statistics."""
+    counted, rows = OPERATION.cost(call, phase), math.prod(call.x.shape[:-1])
+    return cost_estimate(counted.flops, rows, counted.bytes - (4 * rows if phase == "backward" else 0))
+
+
 def forward(call: RmsNormCall, inputs: RmsNormInputs, config: Config) -> RmsNormOutputs:
     x = inputs.x
     if not x.size:
@@ -107,6 +114,7 @@ def forward(call: RmsNormCall, inputs: RmsNormInputs, config: Config) -> RmsNorm
         out_specs=[spec for _, spec in results],
         out_shape=[result for result, _ in results],
         compiler_params=_semantics(),
+        cost_estimate=_cost(call, "forward"),
         name="ejkernel_rms_norm",
     )(x.reshape(shape), *(value for value, _ in parameters))
     return RmsNormOutputs(out.reshape(x.shape), rest[0].reshape(x.shape[:-1]) if call.save_residuals else None)
@@ -130,6 +138,7 @@ def backward(
         out_specs=[block, *(sum_block for _ in wanted)],
         out_shape=[result_like(x, shape, x.dtype), *(result_like(x, (groups, 1, width), jnp.float32) for _ in wanted)],
         compiler_params=_semantics(),
+        cost_estimate=_cost(call, "backward"),
         name="ejkernel_rms_norm_backward",
     )(x.reshape(shape), cotangents.out.reshape(shape), *(value for value, _ in scales))
     totals = iter(sums)
