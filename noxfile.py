@@ -185,7 +185,7 @@ def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
 def conformance(session: nox.Session, platform: str) -> None:
     """The conformance kit on one platform.
 
-    Numbers of every third case, transforms on those chosen for it; `-- --ejkernel-full` runs everything in every dtype,
+    Numbers of every third case, each transform on one of those chosen for it; `-- --ejkernel-full` runs everything in every dtype,
     `-- --ejkernel-report=FILE` keeps a record. Without their device, triton and pallas run in their interpreters, on one case in
     eight; cuda has none and fails.
     """

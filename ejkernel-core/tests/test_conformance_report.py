@@ -34,3 +34,13 @@ def test_a_sample_of_cases_keeps_those_that_transforms_are_tried_on():
     found = [case.name for case in problem.sample_of("flash_attention", 4)]
     assert {*always, *every[::4]} == {*found}
     assert len(always) < len(found) < len(every) / 2
+
+
+def test_of_a_sample_each_transform_has_one_case_and_none_is_left_out():
+    always = problem.representative("flash_attention")
+    assert len(always) > 1
+    tests = [f"test_{number}" for number in range(20)]
+    chosen = [problem.transformed_by(test, "flash_attention", 3) for test in tests]
+    assert {len(cases) for cases in chosen} == {1} and {cases[0].name for cases in chosen} == {case.name for case in always}
+    assert chosen == [problem.transformed_by(test, "flash_attention", 2) for test in tests]
+    assert all(problem.transformed_by(test, "flash_attention", 1) == always for test in tests)

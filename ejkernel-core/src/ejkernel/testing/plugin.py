@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=1,
         type=int,
         metavar="N",
-        help="numbers of one case in N only, beside those that transforms are tried on",
+        help="numbers of one case in N only, beside those that transforms are tried on, and each transform on one of these",
     )
     group.addoption("--ejkernel-report", default=None, type=Path, help="write the report here as JSON")
 
@@ -100,7 +100,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         found = [
             problems.Problem(operation, case, "float32", platform)
             for operation in operations
-            for case in problems.representative(operation)
+            for case in problems.transformed_by(metafunc.function.__name__, operation, step)
             if admitted(case.name)
         ]
         metafunc.parametrize("transformed", found, ids=[f"{p.operation}-{p.case.name}" for p in found])

@@ -48,6 +48,13 @@ def sample_of(operation: str, step: int) -> list[Case]:
     return [case for index, case in enumerate(cases_of(operation)) if index % step == 0 or case in always]
 
 
+def transformed_by(test: str, operation: str, step: int) -> tuple[Case, ...]:
+    """The cases on which a test of a transform tries it: all of `representative`, or with a `step` above 1 one of them, which
+    differs from test to test."""
+    cases = representative(operation)
+    return cases if step == 1 else (cases[seed_of(test, operation) % len(cases)],)
+
+
 def operations_of(platform: str) -> list[str]:
     """Operations that a platform implements."""
     from ejkernel._registry import kernel_registry
