@@ -28,7 +28,7 @@ from ejkernel.operation import Request
 from ejkernel.operations import get_operation
 from ejkernel.operations._case import Case
 from ejkernel.plugin import Phase, Target
-from ejkernel.testing.shapes import shapes_of
+from ejkernel.testing.shapes import bound_shapes
 from ejkernel_pallas import _listings
 from ejkernel_pallas._call import LITTLE_VMEM, with_vmem_limits
 from ejkernel_pallas._listings import Listing
@@ -162,17 +162,6 @@ class Problem:
     phase: Phase
     kind: str
 
-    def bound(self) -> tuple[Any, Any]:
-        """The canonical call, and its arrays as shapes and dtypes."""
-        calls: list[Any] = []
-
-        def bind(arrays: Mapping[str, Any]) -> Any:
-            bound = get_operation(self.operation).canonicalise(**arrays, **self.case.options)
-            calls.append(bound.call)
-            return bound.inputs
-
-        return jax.eval_shape(bind, shapes_of(self.case, self.dtype)), calls[0]
-
     def rows(self, *, space: bool = False, listings: Path | None = None, known: dict[Any, Row] | None = None) -> Iterator[Row]:
         """The heuristic's config, or every one of the search space. What is in `known` is not compiled again.
 
@@ -180,7 +169,7 @@ class Problem:
         """
         known = {} if known is None else known
         row = Row(self.operation, self.case.name, self.dtype, self.phase, self.kind)
-        inputs, call = self.bound()
+        inputs, call = bound_shapes(self.operation, self.case, self.dtype)
         owner, device = get_operation(self.operation), device_of(self.kind)
         target = Target("tpu", device.device_kind)
         call = dataclasses.replace(call, save_residuals=True)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel.operations import get_operation
 from ejkernel.operations._case import Case
 
 _LARGE = 1 << 20
@@ -51,9 +52,23 @@ class Zeros(np.random.Generator):
 
 
 def shapes_of(case: Case, dtype: str) -> dict[str, Any]:
-    """The array arguments of a case as `jax.ShapeDtypeStruct`; those in float32 in the dtype asked for."""
+    """The array arguments of a case as `jax.ShapeDtypeStruct`; those in float32 in the dtype asked for, others as JAX
+    stores them."""
 
     def described(value: Any) -> Any:
-        return jax.ShapeDtypeStruct(value.shape, dtype if value.dtype == np.float32 else value.dtype)
+        stored = dtype if value.dtype == np.float32 else jax.dtypes.canonicalize_dtype(value.dtype)
+        return jax.ShapeDtypeStruct(value.shape, stored)
 
     return jax.tree.map(described, dict(case.arrays(Zeros())))
+
+
+def bound_shapes(operation: str, case: Case, dtype: str) -> tuple[Any, Any]:
+    """The canonical inputs of a case as `jax.ShapeDtypeStruct`, and the call; nothing is computed."""
+    calls: list[Any] = []
+
+    def bind(arrays: dict[str, Any]) -> Any:
+        bound = get_operation(operation).canonicalise(**arrays, **case.options)
+        calls.append(bound.call)
+        return bound.inputs
+
+    return jax.eval_shape(bind, shapes_of(case, dtype)), calls[0]

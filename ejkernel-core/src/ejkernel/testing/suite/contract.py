@@ -15,6 +15,7 @@ from ejkernel._registry import kernel_registry
 from ejkernel.plugin import Target
 from ejkernel.testing.problem import DTYPES, Problem, case_named, cases_of, toggles_of
 from ejkernel.testing.report import Report
+from ejkernel.testing.shapes import bound_shapes
 
 __all__ = [
     "test_every_field_is_toggled",
@@ -44,7 +45,7 @@ def test_supports_is_pure_and_total(operation_name: str, platform_name: str) -> 
     ]
     for case in cases_of(operation_name):
         for dtype in DTYPES:
-            call = Problem(operation_name, case, dtype, platform_name).bound.call
+            _, call = bound_shapes(operation_name, case, dtype)
             for target in TARGETS:
                 for candidate in own:
                     if candidate.implementation.supports is not None:
