@@ -30,7 +30,7 @@ class Listing:
     Attributes:
         vmem: bytes of VMEM: buffers of its blocks, scratch, what the compiler keeps there, spilled registers.
         bundles: instructions of its program, each for all units of the core; those of a loop once.
-        spills: of its bundles' slots those that store or load a spilled register.
+        spilled: bytes of VMEM among these that hold spilled registers.
     """
 
     vmem: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 STORED = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -71,6 +72,11 @@ class Pages:
         if self.layout == "side_by_side":
             return 1, 0, self.width // 2
         return (2, 1, 0) if self.layout in ("interleaved", "packed") else (1, 0, 0)
+
+
+def sources(call: Any) -> tuple[Pages, ...]:
+    """Of a call with `layout`, `key_pages` and `value_pages`: key pages, and value pages where they are apart."""
+    return tuple(Pages(call.layout, spec.shape) for spec in (call.key_pages, call.value_pages) if spec is not None)
 
 
 def stored_bytes(shape: tuple[int, ...], itemsize: int) -> int:

@@ -15,6 +15,7 @@ from ejkernel.plugin import Target
 LANES = 128
 _BYTES = {"float32": 4, "int32": 4, "uint32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 4}
 _MIB = 1 << 20
+_SMEM_OF_COMPILER = 1 << 17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Memory:
     vmem: int
     default: int
     smem: int = _MIB
+
+    @property
+    def smem_numbers(self) -> int:
+        """Of 32 bits, for which scalar memory has room beside what the compiler keeps there."""
+        return (self.smem - _SMEM_OF_COMPILER) // 4
 
 
 SMALLEST = Memory(16 * _MIB, 16 * _MIB)

@@ -10,8 +10,6 @@ from ejkernel_pallas.tpu.paged_attention.config import heuristic, smallest, vmem
 from ejkernel_pallas.tpu.paged_attention.schedule import most_items
 
 DTYPES = ("float32", "bfloat16")
-_SMEM_LEFT = 1 << 17
-"""Of scalar memory, for what the compiler keeps there."""
 
 
 def supports(call: PagedAttentionCall, target: Target) -> str | None:
@@ -25,7 +23,7 @@ def supports(call: PagedAttentionCall, target: Target) -> str | None:
     needed = vmem_bytes(call, smallest(call))
     if needed > memory.vmem:
         return f"a step of {smallest(call).pages} pages takes {needed} bytes of VMEM, above {memory.vmem}"
-    numbers, room = scalars(call, heuristic(call, target).tokens), (memory.smem - _SMEM_LEFT) // 4
+    numbers, room = scalars(call, heuristic(call, target).tokens), memory.smem_numbers
     if numbers > room:
         return f"block tables and work items are {numbers} numbers, at most {room} fit into SMEM"
     return None

@@ -8,7 +8,7 @@ import math
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_pallas.tpu._pages import ITEMSIZE, Pages, stored_bytes
+from ejkernel_pallas.tpu._pages import ITEMSIZE, sources, stored_bytes
 from ejkernel_pallas.tpu._vmem import LANES, block_bytes, memory_of
 
 HEIGHTS = (8, 16, 32, 64, 128, 256)
@@ -44,11 +44,6 @@ class Config:
         for name in ("pages", "cores"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
-
-
-def sources(call: PagedAttentionCall) -> tuple[Pages, ...]:
-    """Key pages, and value pages where they are apart."""
-    return tuple(Pages(call.layout, spec.shape) for spec in (call.key_pages, call.value_pages) if spec is not None)
 
 
 def product_dtype(call: PagedAttentionCall) -> str:

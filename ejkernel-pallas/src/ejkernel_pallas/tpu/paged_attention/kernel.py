@@ -21,8 +21,9 @@ from ejkernel.operations.paged_attention.interface import (
 )
 from ejkernel_pallas._call import compiler_params, cost_estimate, result_like
 from ejkernel_pallas.tpu._integers import quotient, remainder
+from ejkernel_pallas.tpu._pages import sources
 from ejkernel_pallas.tpu._vmem import LANES
-from ejkernel_pallas.tpu.paged_attention.config import Config, Shape, product_dtype, sources, vmem_bytes
+from ejkernel_pallas.tpu.paged_attention.config import Config, Shape, product_dtype, vmem_bytes
 from ejkernel_pallas.tpu.paged_attention.program import HIDDEN, LOG2E, UNDEFINED, Blocks, Program, Scratch
 from ejkernel_pallas.tpu.paged_attention.schedule import Items, Requests, make_items, make_requests, owned
 from ejkernel_pallas.tpu.paged_attention.work import Facts, Scalars

@@ -161,19 +161,23 @@ class Program:
             to = copied.at[buffer, pl.ds(place * size, size)] if source.token_major else copied.at[buffer, place]
             yield pltpu.make_async_copy(pages.at[source.at(member, page)], to, self.scratch.pages_copied.at[buffer])
 
-    def _start_pages(self, work: Work, step: Any, buffer: Any) -> None:
+    def _each_page(self, work: Work, step: Any, buffer: Any, act: Callable[[Any], None]) -> None:
+        """`act` on the copies of every page of a step that there is."""
         first, count = work.pages_of(step)
 
-        def start(place: Any, _: None) -> None:
+        def one(place: Any, _: None) -> None:
             page, there = work.page(first + place)
 
-            def copy() -> None:
+            def copies() -> None:
                 for each in self._page_copies(work, place, page, buffer):
-                    each.start()
+                    act(each)
 
-            pl.when(there)(copy)
+            pl.when(there)(copies)
 
-        jax.lax.fori_loop(0, count, start, None)
+        jax.lax.fori_loop(0, count, one, None)
+
+    def _start_pages(self, work: Work, step: Any, buffer: Any) -> None:
+        self._each_page(work, step, buffer, lambda copy: copy.start())
 
     def _wait_pages(self, work: Work, step: Any, buffer: Any) -> None:
         """For the bytes of a whole buffer, or for one page after the other."""
@@ -184,21 +188,7 @@ class Program:
                 pltpu.make_async_copy(copied.at[buffer], copied.at[buffer], self.scratch.pages_copied.at[buffer]).wait()
 
         pl.when(full)(whole)
-        pl.when(jnp.logical_not(full))(lambda: self._wait_each_page(work, step, buffer))
-
-    def _wait_each_page(self, work: Work, step: Any, buffer: Any) -> None:
-        first, count = work.pages_of(step)
-
-        def wait(place: Any, _: None) -> None:
-            page, there = work.page(first + place)
-
-            def copy() -> None:
-                for each in self._page_copies(work, place, page, buffer):
-                    each.wait()
-
-            pl.when(there)(copy)
-
-        jax.lax.fori_loop(0, count, wait, None)
+        pl.when(jnp.logical_not(full))(lambda: self._each_page(work, step, buffer, lambda copy: copy.wait()))
 
     def _result_copies(self, work: Work) -> Iterator[tuple[Any, Any]]:
         """Whether there is one, and a copy, of each power of two in the number of the item's tokens."""

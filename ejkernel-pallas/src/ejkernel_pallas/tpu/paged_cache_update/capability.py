@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from ejkernel.operations.paged_cache_update.interface import PagedCacheUpdateCall
 from ejkernel.plugin import Target
-from ejkernel_pallas.tpu._pages import STORED
+from ejkernel_pallas.tpu._pages import STORED, sources
 from ejkernel_pallas.tpu._vmem import memory_of
 from ejkernel_pallas.tpu.paged_cache_update.config import (
     PLACES,
     Config,
     chunk_rows,
     heuristic,
-    sources,
     vmem_bytes,
 )
 from ejkernel_pallas.tpu.paged_cache_update.schedule import most_chunks
 
-_SMEM_LEFT = 1 << 17
-"""Of scalar memory, for what the compiler keeps there."""
 SCALES = ("float32", "bfloat16")
 
 
@@ -32,7 +29,7 @@ def supports(call: PagedCacheUpdateCall, target: Target) -> str | None:
     needed = vmem_bytes(call, Config(PLACES[0]))
     if needed > memory.vmem:
         return f"{PLACES[0]} tokens take {needed} bytes of VMEM, above {memory.vmem}"
-    numbers, room = scalars(call, heuristic(call, target)), (memory.smem - _SMEM_LEFT) // 4
+    numbers, room = scalars(call, heuristic(call, target)), memory.smem_numbers
     if numbers > room:
         return f"the places of {call.key.shape[1]} tokens are {numbers} numbers, at most {room} fit into SMEM"
     return None

@@ -6,7 +6,7 @@ import dataclasses
 
 from ejkernel.operations.paged_cache_update.interface import PagedCacheUpdateCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_pallas.tpu._pages import ITEMSIZE, Pages, stored_bytes
+from ejkernel_pallas.tpu._pages import ITEMSIZE, sources, stored_bytes
 from ejkernel_pallas.tpu._vmem import memory_of
 
 PLACES = (8, 16, 32, 64, 128, 256)
@@ -25,11 +25,6 @@ class Config:
     def __post_init__(self) -> None:
         if self.places < 1 or self.places & (self.places - 1):
             raise ValueError(f"places: got {self.places}, expected a power of two")
-
-
-def sources(call: PagedCacheUpdateCall) -> tuple[Pages, ...]:
-    """Key pages, and value pages where they are apart."""
-    return tuple(Pages(call.layout, spec.shape) for spec in (call.key_pages, call.value_pages) if spec is not None)
 
 
 def chunk_rows(call: PagedCacheUpdateCall) -> int:

@@ -25,8 +25,8 @@ from ejkernel.operations.paged_cache_update.interface import (
 )
 from ejkernel_pallas._call import compiler_params, cost_estimate, result_like
 from ejkernel_pallas.tpu._integers import quotient, remainder
-from ejkernel_pallas.tpu._pages import Pages
-from ejkernel_pallas.tpu.paged_cache_update.config import Config, blocks, chunk_rows, chunks_of_step, sources, vmem_bytes
+from ejkernel_pallas.tpu._pages import Pages, sources
+from ejkernel_pallas.tpu.paged_cache_update.config import Config, blocks, chunk_rows, chunks_of_step, vmem_bytes
 from ejkernel_pallas.tpu.paged_cache_update.schedule import Chunks, Runs, make_chunks, make_runs
 
 NAME = "ejkernel_paged_cache_update"
