@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from tpu_interpreter import interpreted
 
 import ejkernel
 from ejkernel._arrays import ArraySpec
@@ -28,10 +28,6 @@ KINDS = ("", "TPU v4", "TPU v5 lite", "TPU v5p", "TPU v6 lite", "TPU7x")
 TOLERANCE = {"float32": 5e-6, "bfloat16": 1.2e-2}
 SMALL = config.Config(16, 128, 128)
 SMALL_BACKWARD = config.BackwardConfig(16, 128, 128, 16, 128, 128)
-
-
-def interpreted():
-    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan"))
 
 
 def random_sizes(rng, groups, rows):

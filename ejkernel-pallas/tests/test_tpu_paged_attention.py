@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from tpu_interpreter import interpreted, races
 
 import ejkernel
 from ejkernel._arrays import ArraySpec
@@ -23,16 +23,6 @@ V6E = Target("tpu", "TPU v6 lite")
 KINDS = ("", "TPU v4", "TPU v5 lite", "TPU v5p", "TPU v6 lite", "TPU7x")
 MIX = ((1, 21), (9, 11), (1, 3), (17, 30))
 """New tokens and keys: decoding, and chunks of more than one tile of 8."""
-
-
-def interpreted(**options):
-    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan", **options))
-
-
-def races():
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    return interpret_pallas_call.races.races_found
 
 
 def problem(requests, seed=0, options=None, **arrays):

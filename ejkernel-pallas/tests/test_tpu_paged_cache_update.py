@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+from tpu_interpreter import interpreted, races
 
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations.paged_cache_update import cases, reference
@@ -32,16 +32,6 @@ def exact(call, inputs):
         return array if array.dtype == np.int32 else array.astype(np.float64)
 
     return reference.forward(call, PagedCacheUpdateInputs(*(None if array is None else wide(array) for array in inputs)))
-
-
-def races():
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    return interpret_pallas_call.races.races_found
-
-
-def interpreted(**options):
-    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan", **options))
 
 
 def check(call, inputs, outputs):

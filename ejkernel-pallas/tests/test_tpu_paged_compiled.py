@@ -90,6 +90,15 @@ def measured(kind, module, call, inputs, chosen):
     return max(found.values(), default=LITTLE_VMEM)
 
 
+def check_vmem(kind, kernel, capability, config, inputs, call):
+    """The heuristic's config takes no more than counted, and that is there."""
+    target = target_of(kind)
+    assert capability.supports(call, target) is None
+    chosen = config.heuristic(call, target)
+    found, counted = measured(kind, kernel, call, inputs, chosen), config.vmem_bytes(call, chosen)
+    assert found <= counted <= memory_of(target).vmem, (chosen, found, counted)
+
+
 BF16, F32 = "bfloat16", "float32"
 
 
@@ -107,10 +116,7 @@ BF16, F32 = "bfloat16", "float32"
 )
 def test_attention_takes_no_more_vmem_than_counted(kind, arguments, options):
     inputs, call = attention(*arguments, **options)
-    assert capability.supports(call, target_of(kind)) is None
-    chosen = config.heuristic(call, target_of(kind))
-    found, counted = measured(kind, kernel, call, inputs, chosen), config.vmem_bytes(call, chosen)
-    assert found <= counted <= memory_of(target_of(kind)).vmem, (chosen, found, counted)
+    check_vmem(kind, kernel, capability, config, inputs, call)
 
 
 @pytest.mark.parametrize(
@@ -125,10 +131,7 @@ def test_attention_takes_no_more_vmem_than_counted(kind, arguments, options):
 )
 def test_update_takes_no_more_vmem_than_counted(kind, arguments, options):
     inputs, call = update(*arguments, **options)
-    assert update_capability.supports(call, target_of(kind)) is None
-    chosen = update_config.heuristic(call, target_of(kind))
-    found, counted = measured(kind, update_kernel, call, inputs, chosen), update_config.vmem_bytes(call, chosen)
-    assert found <= counted <= memory_of(target_of(kind)).vmem, (chosen, found, counted)
+    check_vmem(kind, update_kernel, update_capability, update_config, inputs, call)
 
 
 @pytest.mark.parametrize(
