@@ -46,6 +46,7 @@ class Problem:
             tail comes last.
         last: how many rows of each result belong to the tail; None for a result that belongs to it as a whole.
         moving: names of the arrays whose gradients are checked.
+        columns: elements of a row of the result, where that is what is large; 0 = the long arrays are.
     """
 
     name: str
@@ -54,10 +55,12 @@ class Problem:
     run: Callable[[str, Arrays, int], Arrays]
     last: Mapping[str, int | None]
     moving: tuple[str, ...] = ()
+    columns: int = 0
 
     def before(self, elements: int) -> int:
-        """Rows before the tails, a multiple of theirs, so that every long array has more elements than that."""
-        return max(-(-elements // self.tails[name].size) * self.tails[name].shape[0] for name in self.long)
+        """Rows before the tails, a multiple of theirs, so that what is large has more elements than that."""
+        tails = [self.tails[name] for name in self.long]
+        return max(-(-elements // (tail.shape[0] * self.columns or tail.size)) * tail.shape[0] for tail in tails)
 
     def check(self, platform: str, elements: int) -> dict[str, float]:
         """Relative errors of the tail's results and gradients; the largest number where zeros should be."""
@@ -195,16 +198,8 @@ def _grouped(name: str) -> Problem:
         return {"out": ejkernel.grouped_matmul(lhs, rhs, sizes, platform=platform)}
 
     long = ("rhs",) if name == "rhs" else ("lhs",)
-    return _Wide(f"grouped_matmul {name}", tails, long, run, {"out": None if name == "rhs" else rows}, ("lhs", "rhs"))
-
-
-class _Wide(Problem):
-    """A product whose result may be what is long."""
-
-    def before(self, elements: int) -> int:
-        if self.name.endswith("out"):
-            return -(-elements // self.tails["rhs"].shape[2])
-        return super().before(elements)
+    last = {"out": None if name == "rhs" else rows}
+    return Problem(f"grouped_matmul {name}", tails, long, run, last, ("lhs", "rhs"), columns if name == "out" else 0)
 
 
 def _paged() -> Problem:
