@@ -5,6 +5,7 @@ from __future__ import annotations
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
 
 _TPU = ("flash_attention", "grouped_matmul", "rms_norm")
+_MOSAIC_GPU: tuple[str, ...] = ()
 _PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 
@@ -22,11 +23,28 @@ def _tpu(operation: str, phase: Phase) -> Implementation:
     )
 
 
+def _mosaic_gpu(operation: str, phase: Phase) -> Implementation:
+    """One phase of an operation on Hopper GPUs: `mosaic_gpu/<operation>/{kernel,capability,config}.py`."""
+    package = f"ejkernel_pallas.mosaic_gpu.{operation}"
+    return Implementation(
+        operation=operation,
+        phase=phase,
+        variant="mosaic_gpu",
+        backends=("gpu",),
+        target=f"{package}.kernel:{phase}",
+        supports=f"{package}.capability:supports_{phase}",
+        configs=f"{package}.config:{phase.upper()}",
+    )
+
+
 @hookimpl
 def ejkernel_plugin() -> Plugin:
     return Plugin(
         name="pallas",
         api_level=API_LEVEL,
-        summary="Pallas kernels: TPU through Mosaic",
-        implementations=tuple(_tpu(operation, phase) for operation in _TPU for phase in _PHASES),
+        summary="Pallas kernels: TPU through Mosaic, Hopper GPUs through Mosaic GPU",
+        implementations=(
+            *(_tpu(operation, phase) for operation in _TPU for phase in _PHASES),
+            *(_mosaic_gpu(operation, phase) for operation in _MOSAIC_GPU for phase in _PHASES),
+        ),
     )
