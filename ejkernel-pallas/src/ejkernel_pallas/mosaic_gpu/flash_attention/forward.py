@@ -22,11 +22,10 @@ from ejkernel_pallas.mosaic_gpu._call import Accumulator, add_product, tiled
 from ejkernel_pallas.mosaic_gpu.flash_attention.config import ForwardConfig
 from ejkernel_pallas.mosaic_gpu.flash_attention.rules import LN_2, Rules
 from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Schedule
+from ejkernel_pallas.mosaic_gpu.flash_attention.shape import REGISTERS, ROWS
 
-ROWS = 64
-"""Queries of a consumer: the rows of one warpgroup's product."""
-REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}
-"""Of a thread of a consumer and of the producer, by the number of consumers."""
+PART = 64
+"""Columns of the widest swizzle."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +52,26 @@ class Forward:
     sinks: bool
     save_lse: bool
 
+    @property
+    def shares(self) -> bool:
+        """Whether a consumer's output takes the place of its queries."""
+        return not self.config.persistent and self.value_size <= self.size
+
+    @property
+    def parts(self) -> bool:
+        """Whether it does so in pieces of `PART` columns, as it is narrower."""
+        return self.shares and self.value_size < self.size
+
     def scratch(self) -> dict[str, Any]:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         c = self.config
         barrier = functools.partial(plgpu.Barrier, num_barriers=c.stages)
+        query = tiled((c.warpgroups, ROWS, self.size), self.dtype)
+        if self.parts:
+            query = plgpu.RefUnion(query, tiled((c.warpgroups * (self.size // PART), ROWS, PART), self.dtype))
         held = {
-            "query": tiled((c.warpgroups, ROWS, self.size if c.persistent else max(self.size, self.value_size)), self.dtype),
+            "query": query,
             "key": tiled((c.stages, c.block_k, self.size), self.dtype),
             "value": tiled((c.stages, c.block_k, self.value_size), self.dtype),
             "query_here": plgpu.Barrier(num_barriers=c.warpgroups),
@@ -68,8 +80,9 @@ class Forward:
             "key_free": barrier(num_arrivals=c.warpgroups),
             "value_free": barrier(num_arrivals=c.warpgroups),
         }
-        if c.persistent:
+        if not self.shares:
             held["out"] = tiled((c.warpgroups, ROWS, self.value_size), self.dtype)
+        if c.persistent:
             held["query_free"] = plgpu.Barrier(num_barriers=c.warpgroups)
         if c.ping_pong:
             held["turn"] = plgpu.Barrier(num_barriers=c.warpgroups)
@@ -94,14 +107,10 @@ class _Block:
         self.sinks = rest.pop(0) if plan.sinks else None
         self.out = rest.pop(0)
         self.lse = rest.pop(0) if plan.save_lse else None
+        self.s_query, self.s_parts = scratch["query"] if plan.parts else (scratch["query"], None)
+        self.s_out = self.s_query if plan.shares else scratch["out"]
         self.scratch = scratch
         self.wg = lax.axis_index("wg")
-
-    def own(self, name: str, wg: Any) -> Any:
-        """Shared memory for a consumer's queries, or for their output: the same unless blocks follow each other."""
-        width = self.plan.size if name == "query" else self.plan.value_size
-        held = self.scratch[name] if name in self.scratch else self.scratch["query"]
-        return held.at[wg] if held.shape[-1] == width else held.at[wg, :, pl.ds(0, width)]
 
     def run(self) -> None:
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -180,7 +189,7 @@ class _Block:
 
         first = (place.block * self.config.warpgroups + wg) * ROWS
         plgpu.copy_gmem_to_smem(
-            self.query.at[place.batch, pl.ds(first, ROWS), place.head], self.own("query", wg), self.scratch["query_here"].at[wg]
+            self.query.at[place.batch, pl.ds(first, ROWS), place.head], self.s_query.at[wg], self.scratch["query_here"].at[wg]
         )
 
     def pass_turn(self) -> None:
@@ -237,13 +246,24 @@ class _Block:
         b_divisor = jnp.where(b_empty, 1.0, b_sum)
         b_out = b_acc * lax.broadcast_in_dim(1.0 / b_divisor, b_acc.shape, [0])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        s_out = self.own("out", self.wg)
-        s_out[...] = b_out.astype(self.plan.dtype)
+        out = self.out.at[place.batch, pl.ds(first, ROWS), place.head]
+        b_out = b_out.astype(self.plan.dtype)
+        pieces = [(self.s_out.at[self.wg], out, b_out)]
+        if self.s_parts is not None:
+            i_part = self.wg * (self.plan.size // PART)
+            starts = range(0, self.plan.value_size, PART)
+            pieces = [
+                (self.s_parts.at[i_part + i], out.at[:, pl.ds(start, PART)], b_out[:, start : start + PART])
+                for i, start in enumerate(starts)
+            ]
+        for s_piece, _, b_piece in pieces:
+            s_piece[...] = b_piece
         if self.lse is not None:
             b_lse = (b_max * self.rules.unit + jnp.log2(b_divisor)) * LN_2
             self.scratch["lse"].at[self.wg][...] = jnp.where(b_empty, -jnp.inf, b_lse)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(s_out, self.out.at[place.batch, pl.ds(first, ROWS), place.head], commit_group=False)
+        for s_piece, piece, _ in pieces:
+            plgpu.copy_smem_to_gmem(s_piece, piece, commit_group=False)
         if self.lse is not None:
             plgpu.copy_smem_to_gmem(
                 self.scratch["lse"].at[self.wg], self.lse.at[place.batch, place.head, pl.ds(first, ROWS)], commit_group=False
@@ -335,7 +355,7 @@ class _Tile:
         """Scores of a tile, waited for."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        s_query = self.block.own("query", self.block.wg)
+        s_query = self.block.s_query.at[self.block.wg]
         s_key = self.wait("key", i_key)
 
         def product(acc: Any) -> Any:
@@ -373,7 +393,7 @@ class _Tile:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         block, dtype = self.block, self.block.plan.dtype
-        s_query = block.own("query", block.wg)
+        s_query = block.s_query.at[block.wg]
 
         def begin() -> Any:
             b_acc, b_max, b_sum = state

@@ -61,7 +61,9 @@ class Schedule:
         if self.programs == self.total:
             return work(self.place(i_first), jnp.int32(0))
         count = lax.div(self.total - 1 - i_first, jnp.int32(self.programs)) + 1
-        return lax.fori_loop(0, count, lambda step, carry: work(self.place(i_first + step * self.programs), carry), jnp.int32(0))
+        return lax.fori_loop(
+            0, count, lambda step, carry: work(self.place(i_first + step * self.programs), carry), jnp.int32(0)
+        )
 
 
 def schedule_of(
