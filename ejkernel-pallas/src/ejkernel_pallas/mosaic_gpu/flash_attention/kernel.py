@@ -194,7 +194,7 @@ def _delta(outputs: FlashAttentionOutputs, cotangents: FlashAttentionOutputs) ->
 def _rows(lse: Any, delta: Any) -> Any:
     """`[B, H, 2, T]`: the log-sum-exp as a power of two, and delta; rows that see nothing, and padding, get no weight."""
     shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
-    padding = ((0, 0), (0, -lse.shape[1] % (3 * ROWS)), (0, 0))
+    padding = ((0, 0), (0, -lse.shape[1] % ROWS + 2 * ROWS), (0, 0))  # a block may have three consumers
     rows = (jnp.pad(shift, padding, constant_values=jnp.inf), jnp.pad(delta, padding))
     return jnp.stack([jnp.swapaxes(row, 1, 2) for row in rows], axis=2)
 
