@@ -22,8 +22,8 @@ SHARED_MEMORY = 227 * 1024
 """Bytes that one block may use (CUDA programming guide, technical specifications per compute capability)."""
 ALIGNMENT = 1024
 """Of every array that Pallas places in shared memory."""
-SHARED_MEMORY_SLACK = 2048
-"""Left for barriers and for what the compiler places there itself."""
+SHARED_MEMORY_SLACK = 1024
+"""Left for barriers."""
 HALVES = ("bfloat16", "float16")
 
 _NEEDED = ("kernel", "wgmma_accumulator_load", "broadcasted_iota", "warp_map", "layout_cast")
@@ -97,7 +97,7 @@ def call_kernel(
         grid: names and sizes of the grid's axes, the fastest first.
         warpgroups: of a block; a thread of the kernel is one of them, its index is on the axis "wg".
         scratch: shared memory and barriers.
-        **compiler: fields of `CompilerParams`.
+        **compiler: fields of `CompilerParams`; without scratch for reductions, which those along a row do not need.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -112,7 +112,7 @@ def call_kernel(
         num_threads=warpgroups,
         thread_name="wg",
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(approx_math=True, **compiler),
+        compiler_params=plgpu.CompilerParams(**{"approx_math": True, "reduction_scratch_bytes": 0, **compiler}),
     )
 
 

@@ -97,6 +97,7 @@ class Gradient:
             grid={"block": self.schedule.programs},
             warpgroups=self.warpgroups + 1,
             scratch=self.scratch(),
+            unsafe_no_auto_barriers=True,
         )
         return kernel(*arrays)
 
@@ -203,6 +204,7 @@ class _Block:
             plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA) for width in self.plan.widths
         )
         sums = lax.fori_loop(0, walk.count, step.by_key if self.plan.by_key else step.by_query, zeros)
+        plgpu.commit_smem()  # all warps are done with what the gradients replace
         held = [s_own_value if name == "value" else s_own for name in self.plan.wanted]
         for name, s_held, b_sum in zip(self.plan.wanted, held, sums, strict=True):
             s_held[...] = (b_sum if name == "value" else b_sum * self.rules.scale).astype(self.plan.dtype)

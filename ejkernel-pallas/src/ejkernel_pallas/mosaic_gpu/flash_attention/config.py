@@ -13,8 +13,8 @@ from ejkernel_pallas.mosaic_gpu.flash_attention.shape import REGISTERS, ROWS
 
 SIZES = (64, 96, 128, 192, 256)
 """Of heads, as they lie in memory."""
-_OVERHEAD = 32
-"""Registers of a consumer for addresses, maxima and sums."""
+_OVERHEAD = 24
+"""Registers of a consumer for addresses, maxima and sums, beside one for 16 rows of a tile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +72,7 @@ def forward_bytes(call: FlashAttentionCall, config: ForwardConfig) -> int:
 
 def forward_registers(call: FlashAttentionCall, config: ForwardConfig) -> int:
     """Registers that a consumer's thread is expected to need: accumulator, scores, weights."""
-    per_key = 2 + 1 if config.overlap else 2
-    return sizes_of(call)[1] // 2 + config.block_k * per_key // 4 + _OVERHEAD
+    return sizes_of(call)[1] // 2 + config.block_k * 13 // 16 + _OVERHEAD
 
 
 def _forward_fits(call: FlashAttentionCall, config: ForwardConfig) -> bool:
@@ -98,8 +97,8 @@ def backward_registers(call: FlashAttentionCall, config: BackwardConfig) -> tupl
     """Registers that a consumer's thread is expected to need: accumulators, scores and their gradients, weights."""
     size, value_size = sizes_of(call)
     owned = max(size, value_size) if config.key_apart else size + value_size
-    by_key = owned // 2 + config.key_block_q * 5 // 4 + _OVERHEAD
-    return by_key, size // 2 + config.query_block_k * 5 // 4 + _OVERHEAD
+    by_key = owned // 2 + config.key_block_q * 21 // 16 + _OVERHEAD
+    return by_key, size // 2 + config.query_block_k * 18 // 16 + _OVERHEAD
 
 
 def _key_fits(call: FlashAttentionCall, config: BackwardConfig) -> bool:

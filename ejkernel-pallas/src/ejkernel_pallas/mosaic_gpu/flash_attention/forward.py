@@ -256,6 +256,7 @@ class _Block:
                 (self.s_parts.at[i_part + i], out.at[:, pl.ds(start, PART)], b_out[:, start : start + PART])
                 for i, start in enumerate(starts)
             ]
+        plgpu.commit_smem()  # all warps are done with what the output replaces
         for s_piece, _, b_piece in pieces:
             s_piece[...] = b_piece
         if self.lse is not None:
@@ -458,5 +459,6 @@ def launch(plan: Forward, arrays: list[Any], results: list[tuple[tuple[int, ...]
         grid={"block": plan.schedule.programs},
         warpgroups=plan.config.warpgroups + 1,
         scratch=plan.scratch(),
+        unsafe_no_auto_barriers=True,
     )
     return kernel(*arrays)
