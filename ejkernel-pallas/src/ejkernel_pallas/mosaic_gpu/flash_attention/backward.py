@@ -203,6 +203,8 @@ class _Block:
         zeros = tuple(
             plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA) for width in self.plan.widths
         )
+        if not self.plan.by_key:
+            step.wait_for(0)
         sums = lax.fori_loop(0, walk.count, step.by_key if self.plan.by_key else step.by_query, zeros)
         plgpu.commit_smem()  # all warps are done with what the gradients replace
         held = [s_own_value if name == "value" else s_own for name in self.plan.wanted]
@@ -244,6 +246,13 @@ class _Step:
 
         plgpu.barrier_wait(self.block.scratch[f"{name}_here"].at[slot])
         return self.block.scratch[name].at[slot]
+
+    def wait_for(self, i_step: Any) -> None:
+        """Wait for the tile of this step, if there is such a step."""
+
+        @pl.when(i_step < self.walk.count)
+        def _() -> None:
+            self.wait("other", self.slot(i_step))
 
     def free(self, name: str, slot: Any) -> None:
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -332,12 +341,15 @@ class _Step:
 
         def products(d_query: Any, scores: Any, d_weights: Any) -> tuple[Any, ...]:
             query_sum = Accumulator(d_query, sums[0])
-            s_key = self.wait("other", slot)
+            s_key = self.block.scratch["other"].at[slot]
             plgpu.wgmma(scores, self.s_own, s_key.transpose((1, 0)))
             s_value = self.wait("other_value", slot)
             plgpu.wgmma(d_weights, self.s_own_value, s_value.transpose((1, 0)))
             b_logits = rules.logits(plgpu.wgmma_accumulator_load(scores, wait_n=1))
             b_weights = self.sloped(jnp.exp2(b_logits * rules.unit - b_shift), b_logits)
+            # Compilers would wait for the other product first: one is stopped by the barrier, the assembler by a branch.
+            b_weights = lax.optimization_barrier(b_weights)
+            self.wait_for(i_step + 1)
             b_d_weights = plgpu.wgmma_accumulator_load(d_weights, wait_n=0)
             self.free("other_value", slot)
             b_d_logits = self.where_seen(i_tile, b_weights * (b_d_weights - b_delta))
