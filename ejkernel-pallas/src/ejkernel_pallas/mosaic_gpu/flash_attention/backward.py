@@ -203,7 +203,7 @@ class _Block:
         zeros = tuple(
             plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA) for width in self.plan.widths
         )
-        if not self.plan.by_key:
+        if not self.plan.by_key and self.plan.stages > 1:
             step.wait_for(0)
         sums = lax.fori_loop(0, walk.count, step.by_key if self.plan.by_key else step.by_query, zeros)
         plgpu.commit_smem()  # all warps are done with what the gradients replace
@@ -341,7 +341,8 @@ class _Step:
 
         def products(d_query: Any, scores: Any, d_weights: Any) -> tuple[Any, ...]:
             query_sum = Accumulator(d_query, sums[0])
-            s_key = self.block.scratch["other"].at[slot]
+            ahead = plan.stages > 1  # with one place for tiles the next one comes when this one is left
+            s_key = self.block.scratch["other"].at[slot] if ahead else self.wait("other", slot)
             plgpu.wgmma(scores, self.s_own, s_key.transpose((1, 0)))
             s_value = self.wait("other_value", slot)
             plgpu.wgmma(d_weights, self.s_own_value, s_value.transpose((1, 0)))
@@ -349,7 +350,8 @@ class _Step:
             b_weights = self.sloped(jnp.exp2(b_logits * rules.unit - b_shift), b_logits)
             # Compilers would wait for the other product first: one is stopped by the barrier, the assembler by a branch.
             b_weights = lax.optimization_barrier(b_weights)
-            self.wait_for(i_step + 1)
+            if ahead:
+                self.wait_for(i_step + 1)
             b_d_weights = plgpu.wgmma_accumulator_load(d_weights, wait_n=0)
             self.free("other_value", slot)
             b_d_logits = self.where_seen(i_tile, b_weights * (b_d_weights - b_delta))

@@ -301,7 +301,6 @@ class _Tile:
         def _() -> None:
             self.wait("key", i_key + 1)
 
-
     def free(self, name: str, i_key: Any) -> None:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
