@@ -102,7 +102,8 @@ def call_kernel(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     varying = getattr(jax.typeof(like), "manual_axis_type", None)
-    kinds = {} if varying is None else {"manual_axis_type": varying}
+    options: dict[str, Any] = {"approx_math": True, "reduction_scratch_bytes": 0, **compiler}
+    kinds: dict[str, Any] = {} if varying is None else {"manual_axis_type": varying}
     return plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(shape, dtype, **kinds) for shape, dtype in results],
@@ -112,7 +113,7 @@ def call_kernel(
         num_threads=warpgroups,
         thread_name="wg",
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(**{"approx_math": True, "reduction_scratch_bytes": 0, **compiler}),
+        compiler_params=plgpu.CompilerParams(**options),
     )
 
 
@@ -122,8 +123,9 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
 
     size = jnp.dtype(dtype).itemsize
     width = next(width for width in (128, 64, 32) if shape[-1] * size % width == 0)
-    transforms = (plgpu.TilingTransform((8, width // size)), plgpu.SwizzleTransform(width))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    tiling = plgpu.TilingTransform((8, width // size))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(width)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def tiled_bytes(shape: tuple[int, ...], itemsize: int = 2) -> int:
@@ -174,4 +176,4 @@ def add_product(b_sum: Any, left: Any, right: Any) -> Any:
         accumulator.add(left, right)
         return accumulator.value()
 
-    return pl.run_scoped(product, plgpu.ACC(b_sum.shape, b_sum.dtype))
+    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(b_sum.shape, b_sum.dtype))

@@ -327,7 +327,7 @@ class _Step:
             return tuple(sums_next[name] for name in plan.wanted)
 
         shapes = [*((ROWS, width) for width in plan.widths), shape, *([shape] if "key" in plan.wanted else [])]
-        return pl.run_scoped(products, *(plgpu.ACC(each, jnp.float32) for each in shapes))
+        return pl.run_scoped(products, *(plgpu.WGMMAAccumulatorRef(each, jnp.float32) for each in shapes))
 
     def by_query(self, i_step: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         """Gradients of queries from a tile of keys; scores are `[queries, keys]`."""
@@ -362,9 +362,9 @@ class _Step:
 
         return pl.run_scoped(
             products,
-            plgpu.ACC((ROWS, plan.size), jnp.float32),
-            plgpu.ACC(shape, jnp.float32),
-            plgpu.ACC(shape, jnp.float32),
+            plgpu.WGMMAAccumulatorRef((ROWS, plan.size), jnp.float32),
+            plgpu.WGMMAAccumulatorRef(shape, jnp.float32),
+            plgpu.WGMMAAccumulatorRef(shape, jnp.float32),
         )
 
     def sloped(self, b_weights: Any, b_logits: Any) -> Any:

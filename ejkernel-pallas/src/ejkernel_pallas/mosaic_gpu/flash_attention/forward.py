@@ -372,7 +372,7 @@ class _Tile:
             self.pass_turn()
             return acc[...]
 
-        b_raw = pl.run_scoped(product, plgpu.ACC((ROWS, self.block.config.block_k), jnp.float32))
+        b_raw = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, self.block.config.block_k), jnp.float32))
         self.free("key", i_key)
         return b_raw
 
@@ -436,8 +436,8 @@ class _Tile:
 
             return pl.run_scoped(
                 products,
-                plgpu.ACC((ROWS, block.plan.value_size), jnp.float32),
-                plgpu.ACC((ROWS, block.config.block_k), jnp.float32),
+                plgpu.WGMMAAccumulatorRef((ROWS, block.plan.value_size), jnp.float32),
+                plgpu.WGMMAAccumulatorRef((ROWS, block.config.block_k), jnp.float32),
             )
 
         def end(carry: Any) -> Any:

@@ -48,7 +48,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         sinks=inputs.sinks is not None,
         save_lse=saved,
     )
-    results = [((batch, query.shape[1], heads, value_size), call.query.dtype)]
+    results: list[tuple[tuple[int, ...], Any]] = [((batch, query.shape[1], heads, value_size), call.query.dtype)]
     if saved:
         results.append(((batch, heads, query.shape[1]), jnp.float32))
     out, *lse = launch(plan, arrays, results)
@@ -109,7 +109,7 @@ def _gradients(
         wanted=wanted,
         ranges=bool(rules.facts),
     )
-    shapes = dict(zip(("query", "key", "value"), mains, strict=False))
+    shapes: dict[str, Any] = dict(zip(("query", "key", "value"), mains, strict=False))
     return dict(zip(wanted, plan.launch(arrays, [(shapes[name].shape, call.query.dtype) for name in wanted]), strict=True))
 
 
