@@ -45,7 +45,7 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
     operation = next((operation for operation, test in NOT_INTERPRETED_ALIKE if operation in request.node.name), "")
     if reason := NOT_INTERPRETED.get(name) or NOT_INTERPRETED_ALIKE.get((operation, name)):
         pytest.skip(f"needs a device: {reason}")
-    if request.config.getoption("--ejkernel-mosaic") == "gpu":
+    if request.config.getoption("--ejkernel-mosaic", "tpu") == "gpu":
         from jax.experimental.pallas import mosaic_gpu
 
         with ejkernel.use(target=HOPPER), mosaic_gpu.force_gpu_interpret_mode(mosaic_gpu.InterpretGPUParams()):
