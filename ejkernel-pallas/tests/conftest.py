@@ -1,3 +1,14 @@
-"""The conformance kit's options and fixtures."""
+"""The conformance kit's options and fixtures, and which of the two compilers is under test."""
+
+import pytest
 
 pytest_plugins = ["ejkernel.testing.plugin"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--ejkernel-mosaic",
+        choices=("tpu", "gpu"),
+        default="tpu",
+        help="without a device: whose kernels the conformance suite runs, in their interpreter",
+    )
