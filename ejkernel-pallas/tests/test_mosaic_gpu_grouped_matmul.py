@@ -205,8 +205,8 @@ def test_widths_and_rows_that_are_no_multiples_are_padded():
 
 @pytest.mark.parametrize(
     ("tile", "outer"),
-    [(PAIRED, config.Tile(256, 128, 2, band=1, programs=1)), (FLAT, config.Tile(128, 256, 2))],
-    ids=["clusters and tall", "flat and not persistent"],
+    [(PAIRED, config.Tile(128, 128, 2, band=1, cluster=2, programs=1)), (FLAT, config.Tile(256, 128, 2, slots=4))],
+    ids=["clusters", "flat, tall, not persistent"],
 )
 def test_tiles_never_change_the_numbers(tile, outer):
     check(*problem(*MANY), tile, outer)
@@ -396,5 +396,5 @@ def test_config_names_a_bad_tile():
         config.Tile(256, 256, 2)
     with pytest.raises(ValueError, match="whole 64 columns"):
         config.Tile(64, 192, 2)
-    with pytest.raises(ValueError, match="no clusters"):
-        config.BackwardConfig.of(SMALL, PAIRED)
+    with pytest.raises(ValueError, match="128 or 256 rows and columns"):
+        config.BackwardConfig.of(SMALL, FLAT)

@@ -53,7 +53,7 @@ def brief(choice: Any) -> str:
 
     def one(tile: Any) -> str:
         cluster = f" c{tile.cluster}" if tile.cluster > 1 else ""
-        return f"{tile.block_m}x{tile.block_n} s{tile.stages} band{tile.band}{cluster} x{tile.programs}"
+        return f"{tile.block_m}x{tile.block_n} s{tile.stages} band{tile.band}{cluster} o{tile.slots} x{tile.programs}"
 
     return one(choice) if isinstance(choice, config.Tile) else f"{one(choice.tile_of_lhs)} | {one(choice.tile_of_rhs)}"
 
@@ -144,7 +144,7 @@ def time_configs(name: str, problem: Any, save: Any, *, every: bool) -> bool:
     passed = True
     for phase in PHASES if not name.startswith("decode") else ("forward",):
         run = runs_of(call)[phase]
-        choices = config._space(config._product_of(call, phase))
+        choices = config._space(config._product_of(call, phase), current_target())
         choices = choices if every else choices[:1]
         programs = compiled([(lambda i, g, c=c, run=run: run(i, g, c), (inputs, grad)) for c in choices])
         wanted = None

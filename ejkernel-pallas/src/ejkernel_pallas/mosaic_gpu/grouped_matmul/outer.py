@@ -17,8 +17,14 @@ import jax.numpy as jnp
 
 from ejkernel_pallas.mosaic_gpu._call import call_kernel
 from ejkernel_pallas.mosaic_gpu.grouped_matmul import schedule
-from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import CONSUMERS, DEPTH, PRODUCER_REGISTERS, SLOTS, Tile, chunk_width
-from ejkernel_pallas.mosaic_gpu.grouped_matmul.rows import consumer_registers, swizzled, whole_units
+from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import CONSUMERS, DEPTH, PRODUCER_REGISTERS, Tile, chunk_width
+from ejkernel_pallas.mosaic_gpu.grouped_matmul.rows import (
+    cluster_of,
+    consumer_registers,
+    released_barriers,
+    swizzled,
+    whole_units,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Outer:
     @property
     def high(self) -> int:
         """Tiles of rows of a result."""
-        return -(-self.left // self.tile.block_m)
+        return -(-self.left // self.tile.height)
 
     @property
     def wide(self) -> int:
@@ -84,7 +90,10 @@ def _unit(index: Any, outer: Outer) -> _Unit:
     within = within % (band * outer.wide)
     height = jnp.minimum(outer.high - first, band)
     column = within // height
-    return _Unit(matrix, (first + within - column * height) * outer.tile.block_m, column * outer.tile.block_n)
+    row = (first + within - column * height) * outer.tile.height
+    if outer.tile.cluster > 1:
+        row = row + jax.lax.axis_index("peer") * outer.tile.block_m
+    return _Unit(matrix, row, column * outer.tile.block_n)
 
 
 def _span(bounds: Any, matrix: Any, member: Any, outer: Outer) -> _Span:
@@ -103,8 +112,19 @@ def _outer_kernel(left: Any, right: Any, bounds: Any, out: Any, *, outer: Outer,
     warpgroup, program = jax.lax.axis_index("wg"), jax.lax.axis_index("program")
     mine = (outer.units - program + programs - 1) // programs
 
+    def unit_of(i: Any) -> tuple[_Unit, _Span]:
+        unit = _unit(jnp.minimum(program + i * programs, outer.units - 1), outer)
+        return unit, _span(bounds, unit.matrix, 0, outer)
+
     def each(work: Any) -> Any:
-        return jax.lax.fori_loop(0, mine, lambda i, step: work(_unit(program + i * programs, outer), step), jnp.int32(0))
+        """The units of this block; where the rows of the next begin is read before one is worked on."""
+
+        def one(i: Any, carry: tuple[Any, tuple[_Unit, _Span]]) -> tuple[Any, tuple[_Unit, _Span]]:
+            step, unit = carry
+            following = unit_of(i + 1)
+            return work(*unit, step), following
+
+        return jax.lax.fori_loop(0, mine, one, (jnp.int32(0), unit_of(0)))[0]
 
     @pl.when(warpgroup == CONSUMERS)
     def _producer() -> None:
@@ -124,11 +144,19 @@ def _outer_kernel(left: Any, right: Any, bounds: Any, out: Any, *, outer: Outer,
         plgpu.wait_smem_to_gmem(0)
 
 
+def _members(work: Any, bounds: Any, unit: _Unit, span: _Span, carry: Any, outer: Outer) -> Any:
+    """`carry = work(span, carry)` for every member of the batch whose rows are summed; `span` is that of the first."""
+    if outer.members == 1:
+        return work(span, carry)
+    return jax.lax.fori_loop(0, outer.members, lambda i, carry: work(_span(bounds, unit.matrix, i, outer), carry), carry)
+
+
 def _produce(
     left: Any,
     right: Any,
     bounds: Any,
     unit: _Unit,
+    span: _Span,
     step: Any,
     *,
     outer: Outer,
@@ -145,9 +173,7 @@ def _produce(
     lefts = pl.ds(pl.multiple_of(unit.row, tile.block_m), tile.block_m)
     rights = pl.ds(pl.multiple_of(unit.column, tile.block_n), tile.block_n)
 
-    def member(index: Any, step: Any) -> Any:
-        span = _span(bounds, unit.matrix, index, outer)
-
+    def member(span: _Span, step: Any) -> Any:
         def copy(i: Any, step: Any) -> Any:
             slot = step % tile.stages
             rows = pl.ds(pl.multiple_of(span.base + i * DEPTH, schedule.UNIT), DEPTH)
@@ -157,12 +183,13 @@ def _produce(
                 plgpu.barrier_wait(empty.at[slot])
 
             plgpu.copy_gmem_to_smem(left.at[rows, lefts], left_tiles.at[slot], full.at[slot])
-            plgpu.copy_gmem_to_smem(right.at[rows, rights], right_tiles.at[slot], full.at[slot])
+            shared = "peer" if tile.cluster > 1 else None
+            plgpu.copy_gmem_to_smem(right.at[rows, rights], right_tiles.at[slot], full.at[slot], collective_axes=shared)
             return step + 1
 
         return jax.lax.fori_loop(0, span.steps, copy, step)
 
-    return jax.lax.fori_loop(0, outer.members, member, step)
+    return _members(member, bounds, unit, span, step, outer)
 
 
 def _consume(
@@ -170,6 +197,7 @@ def _consume(
     out: Any,
     warpgroup: Any,
     unit: _Unit,
+    span: _Span,
     step: Any,
     *,
     outer: Outer,
@@ -187,9 +215,7 @@ def _consume(
     own = tile.block_m // CONSUMERS
 
     def multiply(sums: Any) -> Any:
-        def member(index: Any, done: Any) -> Any:
-            span = _span(bounds, unit.matrix, index, outer)
-
+        def member(span: _Span, done: Any) -> Any:
             def add(i: Any, done: Any) -> Any:
                 slot = (step + done) % tile.stages
                 low, high = span.low - span.base - i * DEPTH, span.high - span.base - i * DEPTH
@@ -216,7 +242,7 @@ def _consume(
 
             return jax.lax.fori_loop(0, span.steps, add, done)
 
-        done = jax.lax.fori_loop(0, outer.members, member, jnp.int32(0))
+        done = _members(member, bounds, unit, span, jnp.int32(0), outer)
         values = sums[...]
 
         @pl.when(done > 0)
@@ -229,8 +255,8 @@ def _consume(
     width = chunk_width(outer.dtype)
     rows = pl.ds(pl.multiple_of(unit.row + warpgroup * own, own), own)
     for i in range(tile.block_n // width):
-        staged = out_tiles.at[warpgroup, i % SLOTS]
-        plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
+        staged = out_tiles.at[warpgroup, i % tile.slots]
+        plgpu.wait_smem_to_gmem(tile.slots - 1, wait_read_only=True)
         staged[...] = values[:, i * width : (i + 1) * width].astype(outer.dtype)
         plgpu.commit_smem()
         columns = pl.ds(pl.multiple_of(unit.column + i * width, width), width)
@@ -279,13 +305,14 @@ def sum_products(left: Any, right: Any, bounds: Any, tile: Tile, dtype: Any, *, 
         results=(((outer.results, outer.left, outer.right), dtype),),
         like=left,
         grid={"program": programs},
+        cluster=cluster_of(tile),
         warpgroups=CONSUMERS + 1,
         scratch={
             "left_tiles": swizzled((tile.stages, DEPTH, tile.block_m), left.dtype),
             "right_tiles": swizzled((tile.stages, DEPTH, tile.block_n), right.dtype),
-            "out_tiles": swizzled((CONSUMERS, SLOTS, tile.block_m // CONSUMERS, width), dtype),
+            "out_tiles": swizzled((CONSUMERS, tile.slots, tile.block_m // CONSUMERS, width), dtype),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-            "empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
+            "empty": released_barriers(tile),
             "clean": plgpu.Barrier(num_arrivals=CONSUMERS),
         },
     )(*(whole_units(values.reshape(batch * rows, -1)) for values in (left, right)), bounds.reshape(-1))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ejkernel_pallas.mosaic_gpu._call import call_kernel
 from ejkernel_pallas.mosaic_gpu.grouped_matmul import schedule
-from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import CONSUMERS, DEPTH, PRODUCER_REGISTERS, SLOTS, Tile, chunk_width
+from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import CONSUMERS, DEPTH, PRODUCER_REGISTERS, Tile, chunk_width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _consume(
         chunk = values[:, i * width : (i + 1) * width]
         first = pl.multiple_of(column + i * width, width)
         chunk = _shifted(chunk, unit.matrix, first, scale, bias, product)
-        _store(chunk, out_tiles.at[warpgroup, i % SLOTS], out, row, first, low, high, product)
+        _store(chunk, out_tiles.at[warpgroup, i % tile.slots], out, row, first, low, high, product)
     return step + steps
 
 
@@ -258,7 +258,7 @@ def _store(chunk: Any, staged: Any, out: Any, row: Any, column: Any, low: Any, h
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     height, width = chunk.shape
-    plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(product.tile.slots - 1, wait_read_only=True)
     staged[...] = chunk.astype(product.dtype)
     plgpu.commit_smem()
     columns = pl.ds(column, width)
@@ -319,25 +319,20 @@ def multiply_rows(
     others = [_numbers(values, product) for values in (scale, bias) if values is not None]
     right = (tile.block_n, DEPTH) if transposed else (DEPTH, tile.block_n)
     width = chunk_width(dtype)
-    barriers: dict[str, Any] = {
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-        "empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages)
-        if tile.cluster == 1
-        else plgpu.ClusterBarrier(collective_axes=("peer",), num_arrivals=CONSUMERS, num_barriers=tile.stages),
-    }
     (out,) = call_kernel(
         functools.partial(_rows_kernel, product=product),
         name="grouped_matmul_rows",
         results=(((batch * rows, columns), dtype),),
         like=lhs,
         grid={"program": product.programs},
-        cluster={"peer": tile.cluster} if tile.cluster > 1 else None,
+        cluster=cluster_of(tile),
         warpgroups=CONSUMERS + 1,
         scratch={
             "lhs_tiles": swizzled((tile.stages, tile.block_m, DEPTH), lhs.dtype),
             "rhs_tiles": swizzled((tile.stages, *right), rhs.dtype),
-            "out_tiles": swizzled((CONSUMERS, SLOTS, tile.own_rows, width), dtype, height=1),
-            **barriers,
+            "out_tiles": swizzled((CONSUMERS, tile.slots, tile.own_rows, width), dtype, height=1),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+            "empty": released_barriers(tile),
         },
     )(whole_units(lhs.reshape(batch * rows, inner)), rhs.reshape(-1, *rhs.shape[2:]), table, count, *others)
     return out.reshape(batch, rows, columns)
@@ -347,6 +342,19 @@ def _numbers(values: Any, product: Product) -> Any:
     """One float32 per matrix and column, as many as tiles of columns have, and zeros for what has no matrix `[count + 1, n]`."""
     values = values.reshape(-1, values.shape[-1]).astype(jnp.float32)
     return jnp.pad(values, ((0, 1), (0, product.wide * product.tile.block_n - product.columns)))
+
+
+def cluster_of(tile: Tile) -> dict[str, int] | None:
+    return {"peer": tile.cluster} if tile.cluster > 1 else None
+
+
+def released_barriers(tile: Tile) -> Any:
+    """One per slot of the ring, on which its consumers arrive: those of all blocks that a copy into the slot reaches."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if tile.cluster == 1:
+        return plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages)
+    return plgpu.ClusterBarrier(collective_axes=("peer",), num_arrivals=CONSUMERS, num_barriers=tile.stages)
 
 
 def whole_units(rows: Any) -> Any:
