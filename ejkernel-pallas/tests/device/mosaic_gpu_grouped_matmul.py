@@ -118,7 +118,8 @@ def check_numbers(save: Any, budget: float) -> bool:
                 errors = {n: shared.relative(g.astype(jnp.float32), w) for n, g, w in pairs}
                 again = program(*arguments)
                 same = [
-                    np.array_equal(a, b, equal_nan=True) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True)
+                    np.array_equal(a, b, equal_nan=True)
+                    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True)
                 ]
                 errors |= {} if all(same) else {"repeat": float("nan")}
             good = bool(errors) and all(error < limit for error in errors.values())
@@ -161,7 +162,10 @@ def time_configs(name: str, problem: Any, save: Any, *, every: bool) -> bool:
             seconds, kernels = shared.device_times(program, (inputs, grad))
             parts = {k[:40]: round(v * 1e6, 1) for k, v in kernels.items()} if choice is choices[0] else {}
             passed &= error is None or error < 6e-3
-            save("times", {**shared.row_of(name, problem, phase, seconds), "config": brief(choice), "error": error, "parts": parts})
+            save(
+                "times",
+                {**shared.row_of(name, problem, phase, seconds), "config": brief(choice), "error": error, "parts": parts},
+            )
     return passed
 
 
@@ -211,7 +215,9 @@ def main() -> int:
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     parser.add_argument("--parts", default="numbers,times,peers")
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--every", default=",".join(MAIN), help="cases of which every config is timed; of others the heuristic's")
+    parser.add_argument(
+        "--every", default=",".join(MAIN), help="cases of which every config is timed; of others the heuristic's"
+    )
     parser.add_argument("--budget", type=float, default=220.0, help="seconds after which nothing new is started")
     given = parser.parse_args()
     parts, every = given.parts.split(","), given.every.split(",")

@@ -52,7 +52,12 @@ class Tile:
     slots: int = 2
 
     def __post_init__(self) -> None:
-        for name, allowed in (("block_m", (64, 128, 256)), ("block_n", (64, 128, 192, 256)), ("cluster", (1, 2)), ("slots", (2, 4))):
+        for name, allowed in (
+            ("block_m", (64, 128, 256)),
+            ("block_n", (64, 128, 192, 256)),
+            ("cluster", (1, 2)),
+            ("slots", (2, 4)),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected one of {allowed}")
         if min(self.stages - 1, self.band, self.programs + 1) < 1:
@@ -184,7 +189,7 @@ def _filled(target: Target, block_m: int, block_n: int, *, band: int = _BAND, cl
 
 
 def _space(product: _Product, target: Target) -> list[Tile]:
-    """The heuristic's tile in other bands, with more of the result in flight, in clusters, and without persistence; other shapes."""
+    """The heuristic's tile in other bands, with more of the result in flight, not persistent; other shapes, and clusters."""
     chosen = _heuristic(product, target)
     fill = functools.partial(_filled, target, chosen.block_m, chosen.block_n)
     found = [chosen, *(fill(band=band) for band in (4, 8, 32)), fill(slots=4), dataclasses.replace(chosen, programs=0)]

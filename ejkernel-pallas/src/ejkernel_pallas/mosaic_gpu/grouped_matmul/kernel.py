@@ -5,6 +5,7 @@ The kernels take widths that are multiples of 64; others are padded with zeros f
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,15 +40,16 @@ def _padded(values: Any, *axes: int) -> Any:
     return jnp.pad(values, widths) if any(after for _, after in widths) else values
 
 
-def _product(lhs: Any, rhs: Any, bounds: Any, tile: Tile, dtype: Any, *, transposed: bool, scale: Any = None, bias: Any = None) -> Any:
+def _product(
+    lhs: Any, rhs: Any, bounds: Any, tile: Tile, dtype: Any, *, transposed: bool, scale: Any = None, bias: Any = None
+) -> Any:
     """`lhs [b, m, k]` times the matrices of its rows, `[b, m, n]`; scale is `[1 or b, g, 1 or n]`, bias `[1 or b, g, n]`."""
     columns = rhs.shape[2 if transposed else 3]
     scale, bias = (
-        None if values is None else _padded(jnp.broadcast_to(values, (*values.shape[:2], columns)), 2) for values in (scale, bias)
+        None if values is None else _padded(jnp.broadcast_to(values, (*values.shape[:2], columns)), 2)
+        for values in (scale, bias)
     )
-    out = multiply_rows(
-        _padded(lhs, 2), _padded(rhs, 2, 3), bounds, tile, dtype, transposed=transposed, scale=scale, bias=bias
-    )
+    out = multiply_rows(_padded(lhs, 2), _padded(rhs, 2, 3), bounds, tile, dtype, transposed=transposed, scale=scale, bias=bias)
     return out[..., :columns]
 
 
@@ -141,7 +143,7 @@ def _gradients_of_matrices(
 
 
 def _row_sums(grad: Any, bounds: Any, tile: Tile) -> Any:
-    """Sums over the rows of every matrix `[b, g, n]`: the gradient of a product with ones. float32 in two parts of 8 bits and more."""
+    """Sums over the rows of every matrix `[b, g, n]`, as the gradient of a product with ones; float32 in two parts of bfloat16."""
     if grad.dtype.name in HALVES:
         parts = [grad]
     else:
@@ -150,7 +152,7 @@ def _row_sums(grad: Any, bounds: Any, tile: Tile) -> Any:
         parts = [high, rest.astype(jnp.bfloat16)]
     ones = jnp.ones((*grad.shape[:2], DEPTH), parts[0].dtype)
     sums = [sum_products(ones, _padded(part, 2), bounds, tile, jnp.float32, members=1) for part in parts]
-    return sum(sums[1:], sums[0])[:, :, 0, : grad.shape[2]]
+    return functools.reduce(jnp.add, sums)[:, :, 0, : grad.shape[2]]
 
 
 def _summed(value: Any, gradient: Any) -> Any:

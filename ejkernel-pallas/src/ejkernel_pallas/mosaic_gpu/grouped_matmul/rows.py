@@ -1,8 +1,8 @@
 """Rows times the matrix of their group: forward, and with the matrices turned around the gradient of lhs.
 
-One persistent block per multiprocessor (or cluster of blocks) takes units of the schedule in turn. A producer warpgroup fills a ring of shared
-memory through the copy engine, across the borders of units; two consumer warpgroups multiply, each its half of the tile, and
-store through shared memory while the next unit's operands arrive. Rows of a neighbouring group that a tile may hold are
+One persistent block per multiprocessor, or cluster of blocks, takes units of the schedule in turn. A producer warpgroup fills a
+ring of shared memory through the copy engine, across the borders of units; two consumer warpgroups multiply, each its half of the
+tile, and store through shared memory while the next unit's operands arrive. Rows of a neighbouring group that a tile may hold are
 computed and not stored: a product keeps rows apart, so that nothing of them reaches a row that is.
 """
 
@@ -28,7 +28,7 @@ class Product:
         rows: of all members of the batch; those that lhs holds may be padded.
         inner: multiple of `DEPTH`.
         columns: multiple of `DEPTH`.
-        matrices, scales, biases: how many there are in memory, 0 for none; a matrix's number wraps around where the batch shares them.
+        matrices, scales, biases: how many there are in memory, 0 for none; where the batch shares them a matrix's number wraps.
         transposed: whether matrices are stored `[columns, inner]`.
         dtype: of the result.
         tile: of the config.
@@ -201,10 +201,8 @@ def _consume(
         def add(i: Any, carry: None) -> None:
             slot = (step + i) % tile.stages
             plgpu.barrier_wait(full.at[slot])
-            if product.transposed:
-                right = rhs_tiles.at[slot, own_columns].transpose((1, 0))
-            else:
-                right = rhs_tiles.at[slot, :, own_columns]
+            transposed = product.transposed
+            right = rhs_tiles.at[slot, own_columns].transpose((1, 0)) if transposed else rhs_tiles.at[slot, :, own_columns]
             plgpu.wgmma(sums, lhs_tiles.at[slot, own_rows], right)
             plgpu.wgmma_wait(1)
 
@@ -364,7 +362,7 @@ def whole_units(rows: Any) -> Any:
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any, height: int = schedule.UNIT) -> Any:
-    """Shared memory in tiles of `height` rows of 128 bytes, as the tensor cores read it; of one row, where parts of rows are stored."""
+    """Shared memory in tiles of `height` rows of 128 bytes: 8 as the tensor cores read it, 1 where any number is stored."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     width = 128 // jnp.dtype(dtype).itemsize
