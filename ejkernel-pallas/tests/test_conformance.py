@@ -1,14 +1,10 @@
 """The conformance suite against this distribution; runs with `--ejkernel-platform=pallas`.
 
-Where there is no accelerator, kernels run in Pallas's interpreters: those for TPU, with NaN wherever a TPU's memory would be
-undefined, or with the environment variable EJKERNEL_PALLAS_VARIANT=mosaic_gpu those for Hopper GPUs, which take halves only
-(`--ejkernel-dtype=bfloat16`).
+Where there is no TPU, kernels run in Pallas's TPU interpreter, with NaN wherever a TPU's memory would be undefined.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator
 
 import jax
@@ -20,8 +16,6 @@ from ejkernel.plugin import Target
 from ejkernel.testing.suite import *
 
 V6E = Target("tpu", "TPU v6 lite")
-H200 = Target("gpu", "NVIDIA H200", "9.0")
-MOSAIC_GPU = os.environ.get("EJKERNEL_PALLAS_VARIANT") == "mosaic_gpu"
 NOT_INTERPRETED = {
     "test_checkpoint": "rematerialisation refuses effects, and the interpreter calls the host in order",
     "test_export": "the interpreter calls the host, and such a program cannot be exported",
@@ -37,27 +31,16 @@ NOT_INTERPRETED_ALIKE = {
 }
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning") if MOSAIC_GPU else ()
-
-
 @pytest.fixture(autouse=True)
 def interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Numbers and transforms in the interpreter; lowering for an accelerator is the compiler's own."""
+    """Numbers and transforms in the interpreter; lowering for a TPU is the compiler's own."""
     level = request.node.get_closest_marker("ejkernel_level")
-    if level.args[0] == "packaging" or request.node.originalname.startswith("test_supports") or jax.default_backend() != "cpu":
+    if level.args[0] == "packaging" or request.node.originalname.startswith("test_supports") or jax.default_backend() == "tpu":
         yield
         return
     name = request.node.originalname
     operation = next((operation for operation, test in NOT_INTERPRETED_ALIKE if operation in request.node.name), "")
     if reason := NOT_INTERPRETED.get(name) or NOT_INTERPRETED_ALIKE.get((operation, name)):
-        pytest.skip(f"needs an accelerator: {reason}")
-    with ejkernel.use(target=H200 if MOSAIC_GPU else V6E), interpreter():
+        pytest.skip(f"needs a TPU: {reason}")
+    with ejkernel.use(target=V6E), pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan")):
         yield
-
-
-def interpreter() -> contextlib.AbstractContextManager[None]:
-    if not MOSAIC_GPU:
-        return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan"))
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    return plgpu.force_gpu_interpret_mode()
