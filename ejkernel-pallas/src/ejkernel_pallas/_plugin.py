@@ -5,7 +5,7 @@ from __future__ import annotations
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
 
 _TPU = ("flash_attention", "grouped_matmul", "rms_norm")
-_MOSAIC_GPU: tuple[str, ...] = ("grouped_matmul",)
+_MOSAIC_GPU = ("flash_attention", "grouped_matmul")
 _PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel._arrays import ArraySpec
 from ejkernel.plugin import Target
@@ -21,8 +22,8 @@ SHARED_MEMORY = 227 * 1024
 """Bytes that one block may use (CUDA programming guide, technical specifications per compute capability)."""
 ALIGNMENT = 1024
 """Of every array that Pallas places in shared memory."""
-SHARED_MEMORY_SLACK = 2048
-"""Left for barriers and for what the compiler places there itself."""
+SHARED_MEMORY_SLACK = 1024
+"""Left for barriers."""
 HALVES = ("bfloat16", "float16")
 
 _NEEDED = ("kernel", "wgmma_accumulator_load", "broadcasted_iota", "warp_map", "layout_cast")
@@ -98,7 +99,7 @@ def call_kernel(
         warpgroups: of a block; a thread of the kernel is one of them, its index is on the axis "wg".
         scratch: shared memory and barriers.
         cluster: names and sizes of the axes of blocks that may signal each other and share copies; None = each block for itself.
-        **compiler: fields of `CompilerParams`.
+        **compiler: fields of `CompilerParams`; without scratch for reductions, which those along a row do not need.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -115,13 +116,12 @@ def call_kernel(
         num_threads=warpgroups,
         thread_name="wg",
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(approx_math=True, **compiler),
+        compiler_params=plgpu.CompilerParams(**{"approx_math": True, "reduction_scratch_bytes": 0, **compiler}),
     )
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory as the tensor cores read it: tiles of 8 rows by as many bytes as the widest swizzle that divides a row."""
-    import jax.numpy as jnp
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     size = jnp.dtype(dtype).itemsize
@@ -136,3 +136,46 @@ def tiled_bytes(shape: tuple[int, ...], itemsize: int = 2) -> int:
     for extent in shape:
         size *= extent
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Accumulator:
+    """An accumulator of the tensor cores that starts from a value.
+
+    JAX's interpreter knows neither such a start nor factors in registers: there products are formed at once, in their place.
+    """
+
+    def __init__(self, acc: Any, b_sum: Any) -> None:
+        """`acc` is a reference to an accumulator of the shape of `b_sum`."""
+        self.acc, self.b_sum, self.interpreted = acc, b_sum, interpreting()
+        if not self.interpreted:
+            acc[...] = b_sum
+
+    def add(self, left: Any, right: Any) -> None:
+        """Issue `left @ right`; `left` is an array in registers or, like `right`, in shared memory."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        if not self.interpreted:
+            plgpu.wgmma(self.acc, left, right)
+            return
+        factors = [jnp.asarray(factor[...]).astype(jnp.float32) for factor in (left, right)]
+        plgpu.commit_smem()  # to the race detector these were ordinary reads
+        self.b_sum = self.b_sum + jnp.dot(*factors, preferred_element_type=jnp.float32)
+
+    def value(self, *, outstanding: int = 0) -> Any:
+        """The sum, once no more than so many products issued by this warpgroup are unfinished."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        return self.b_sum if self.interpreted else plgpu.wgmma_accumulator_load(self.acc, wait_n=outstanding)
+
+
+def add_product(b_sum: Any, left: Any, right: Any) -> Any:
+    """`b_sum + left @ right`, waited for."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def product(acc: Any) -> Any:
+        accumulator = Accumulator(acc, b_sum)
+        accumulator.add(left, right)
+        return accumulator.value()
+
+    return pl.run_scoped(product, plgpu.ACC(b_sum.shape, b_sum.dtype))
