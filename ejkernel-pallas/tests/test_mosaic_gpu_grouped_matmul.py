@@ -189,9 +189,8 @@ MANY = (200, 128, 192, (20, 0, 77, 1, 0, 90))
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"transpose": True, "scale": "column", "bias": True, "dtype": "float16"},
-        {"scale": "group", "offset": 2, "held": 3, "existing": True, "bias": True, "out": "float32"},
+        {"scale": "group", "offset": 2, "held": 3, "existing": True, "out": "float32"},
     ],
     ids=str,
 )
@@ -200,7 +199,7 @@ def test_numbers_with_many_tiles(options):
 
 
 def test_widths_and_rows_that_are_no_multiples_are_padded():
-    check(*problem(77, 33, 17, (30, 1, 40), scale="column", bias=True), FLAT)
+    check(*problem(77, 33, 17, (30, 1, 40), scale="column", bias=True), FLAT, gradients=False)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +240,16 @@ def test_values_of_other_groups_do_not_reach_a_result():
         rhs = np.asarray(found.rhs.astype(jnp.float32))[0]
     assert np.isfinite(out[:21]).all() and np.isfinite(out[51:]).all() and np.isnan(out[21:51]).all()
     assert np.isfinite(rhs[[0, 2]]).all() and np.isnan(rhs[1]).all()
+
+
+def test_sums_of_float32_rows_keep_its_precision():
+    """Within 2 ** -16: one part of bfloat16 would leave 2 ** -9."""
+    grad = jax.random.normal(jax.random.key(0), (1, 40, 64)).at[0, 36:].set(jnp.nan)
+    bounds = schedule.bounds_of(jnp.asarray([[21, 0, 15]]), None, 1, 40, 3)
+    with interpreted():
+        got = kernel._row_sums(grad, bounds, SMALL)
+    wanted = [np.asarray(grad)[0, rows].astype(np.float64).sum(axis=0) for rows in (slice(21), slice(0), slice(21, 36))]
+    assert distance(got[0], wanted) < 1.6e-5
 
 
 def test_one_compilation_for_all_sizes():

@@ -196,7 +196,7 @@ def time_peers(name: str, problem: Any, save: Any) -> None:
 
 
 def example(lhs: Any, rhs: Any, sizes: Any) -> Any:
-    """With the blocks that were its best on this device."""
+    """With blocks from the middle of its own search."""
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
     return ragged_dot_mgpu.ragged_dot(
