@@ -23,6 +23,7 @@ from ejkernel_pallas.mosaic_gpu.grouped_matmul.rows import (
     consumer_registers,
     released_barriers,
     swizzled,
+    when,
     whole_units,
 )
 
@@ -106,7 +107,6 @@ def _span(bounds: Any, matrix: Any, member: Any, outer: Outer) -> _Span:
 
 
 def _outer_kernel(left: Any, right: Any, bounds: Any, out: Any, *, outer: Outer, programs: int, **scratch: Any) -> None:
-    from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     warpgroup, program = jax.lax.axis_index("wg"), jax.lax.axis_index("program")
@@ -126,7 +126,7 @@ def _outer_kernel(left: Any, right: Any, bounds: Any, out: Any, *, outer: Outer,
 
         return jax.lax.fori_loop(0, mine, one, (jnp.int32(0), unit_of(0)))[0]
 
-    @pl.when(warpgroup == CONSUMERS)
+    @when(warpgroup == CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         step = each(functools.partial(_produce, left, right, bounds, outer=outer, **scratch))
@@ -137,7 +137,7 @@ def _outer_kernel(left: Any, right: Any, bounds: Any, out: Any, *, outer: Outer,
 
         jax.lax.fori_loop(jnp.maximum(step - stages, 0), step, wait, None)
 
-    @pl.when(warpgroup < CONSUMERS)
+    @when(warpgroup < CONSUMERS)
     def _consumer() -> None:
         plgpu.set_max_registers(consumer_registers(), action="increase")
         each(functools.partial(_consume, bounds, out, warpgroup, outer=outer, **scratch))
@@ -178,7 +178,7 @@ def _produce(
             slot = step % tile.stages
             rows = pl.ds(pl.multiple_of(span.base + i * DEPTH, schedule.UNIT), DEPTH)
 
-            @pl.when(step >= tile.stages)
+            @when(step >= tile.stages)
             def _wait() -> None:
                 plgpu.barrier_wait(empty.at[slot])
 
@@ -221,7 +221,7 @@ def _consume(
                 low, high = span.low - span.base - i * DEPTH, span.high - span.base - i * DEPTH
                 plgpu.barrier_wait(full.at[slot])
 
-                @pl.when((low > 0) | (high < DEPTH))
+                @when((low > 0) | (high < DEPTH))
                 def _foreign_rows() -> None:
                     _clear(left_tiles.at[slot, :, pl.ds(warpgroup * own, own)], low, high)
                     half = tile.block_n // CONSUMERS
@@ -234,7 +234,7 @@ def _consume(
                 plgpu.wgmma(sums, rows, right_tiles.at[slot])
                 plgpu.wgmma_wait(1)
 
-                @pl.when(done > 0)
+                @when(done > 0)
                 def _release() -> None:
                     plgpu.barrier_arrive(empty.at[(step + done - 1) % tile.stages])
 
@@ -245,7 +245,7 @@ def _consume(
         done = _members(member, bounds, unit, span, jnp.int32(0), outer)
         values = sums[...]
 
-        @pl.when(done > 0)
+        @when(done > 0)
         def _release_last() -> None:
             plgpu.barrier_arrive(empty.at[(step + done - 1) % tile.stages])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -56,6 +57,13 @@ class Product:
         return -(-self.columns // self.tile.block_n)
 
 
+def when(condition: Any) -> Callable[[Callable[[], None]], None]:
+    """`pl.when`, with types: run the decorated function where the condition holds."""
+    from jax.experimental import pallas as pl
+
+    return pl.when(condition)
+
+
 class _Unit(NamedTuple):
     """A tile of the result: its matrix or -1, first row and column, and the rows of its group."""
 
@@ -86,7 +94,6 @@ def _rows_kernel(lhs: Any, rhs: Any, table: Any, count: Any, *refs: Any, product
     bias = others.pop(0) if product.biases else None
     consume = functools.partial(_consume, scale, bias, out, product=product, **scratch)
     produce = functools.partial(_produce, lhs, rhs, product=product, **scratch)
-    from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     warpgroup, program, programs = jax.lax.axis_index("wg"), jax.lax.axis_index("program"), product.programs
@@ -104,12 +111,12 @@ def _rows_kernel(lhs: Any, rhs: Any, table: Any, count: Any, *refs: Any, product
         first = _unit(table, jnp.minimum(program, units - 1), product)
         return jax.lax.fori_loop(0, mine, one, (jnp.int32(0), first))[0]
 
-    @pl.when(warpgroup == CONSUMERS)
+    @when(warpgroup == CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         _drain(each(produce), scratch["empty"], product)
 
-    @pl.when(warpgroup < CONSUMERS)
+    @when(warpgroup < CONSUMERS)
     def _consumer() -> None:
         plgpu.set_max_registers(consumer_registers(), action="increase")
         each(functools.partial(consume, warpgroup))
@@ -147,7 +154,7 @@ def _produce(
         slot = step % tile.stages
         depth = pl.ds(pl.multiple_of(i * DEPTH, DEPTH), DEPTH)
 
-        @pl.when(step >= tile.stages)
+        @when(step >= tile.stages)
         def _wait() -> None:
             plgpu.barrier_wait(empty.at[slot])
 
@@ -206,7 +213,7 @@ def _consume(
             plgpu.wgmma(sums, lhs_tiles.at[slot, own_rows], right)
             plgpu.wgmma_wait(1)
 
-            @pl.when(i > 0)
+            @when(i > 0)
             def _release() -> None:
                 plgpu.barrier_arrive(empty.at[(step + i - 1) % tile.stages])
 
@@ -215,7 +222,7 @@ def _consume(
 
     values = pl.run_scoped(multiply, plgpu.ACC((tile.own_rows, tile.own_columns)))
 
-    @pl.when(steps > 0)
+    @when(steps > 0)
     def _release_last() -> None:
         plgpu.barrier_arrive(empty.at[(step + steps - 1) % tile.stages])
 
@@ -262,17 +269,17 @@ def _store(chunk: Any, staged: Any, out: Any, row: Any, column: Any, low: Any, h
     columns = pl.ds(column, width)
     count = high - low
 
-    @pl.when(count == height)
+    @when(count == height)
     def _whole() -> None:
         plgpu.copy_smem_to_gmem(staged, out.at[pl.ds(row, height), columns], commit_group=False)
 
-    @pl.when((count > 0) & (count < height))
+    @when((count > 0) & (count < height))
     def _parts() -> None:
         at, size = low, height // 2
         while size:
             has = (count & size) != 0
 
-            @pl.when(has)
+            @when(has)
             def _part(at: Any = at, size: int = size) -> None:
                 plgpu.copy_smem_to_gmem(staged.at[pl.ds(at, size)], out.at[pl.ds(row + at, size), columns], commit_group=False)
 
