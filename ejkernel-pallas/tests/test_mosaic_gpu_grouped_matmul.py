@@ -231,16 +231,14 @@ def test_values_of_other_groups_do_not_reach_a_result():
     arrays, grad, options = problem(90, 64, 64, (21, 30, 39))
     arrays["lhs"], grad = arrays["lhs"].at[21:51].set(jnp.nan), grad.at[21:51].set(jnp.inf)
     bound = OPERATION.canonicalise(**arrays, **options)
+    both, grad = config.BackwardConfig.of(SMALL, SMALL), GroupedMatmulOutputs(grad[None])
+
+    @jax.jit
+    def run(inputs, grad):
+        return kernel.forward(bound.call, inputs, SMALL).out, kernel.backward(bound.call, inputs, grad, grad, both).rhs
+
     with interpreted():
-        out = np.asarray(kernel.forward(bound.call, bound.inputs, SMALL).out.astype(jnp.float32))[0]
-        found = kernel.backward(
-            bound.call,
-            bound.inputs,
-            GroupedMatmulOutputs(grad[None]),
-            GroupedMatmulOutputs(grad[None]),
-            config.BackwardConfig.of(SMALL, SMALL),
-        )
-        rhs = np.asarray(found.rhs.astype(jnp.float32))[0]
+        out, rhs = (np.asarray(value.astype(jnp.float32))[0] for value in run(bound.inputs, grad))
     assert np.isfinite(out[:21]).all() and np.isfinite(out[51:]).all() and np.isnan(out[21:51]).all()
     assert np.isfinite(rhs[[0, 2]]).all() and np.isnan(rhs[1]).all()
 
@@ -250,7 +248,7 @@ def test_sums_of_float32_rows_keep_its_precision():
     grad = jax.random.normal(jax.random.key(0), (1, 40, 64)).at[0, 36:].set(jnp.nan)
     bounds = schedule.bounds_of(jnp.asarray([[21, 0, 15]]), None, 1, 40, 3)
     with interpreted():
-        got = kernel._row_sums(grad, bounds, SMALL)
+        got = jax.jit(lambda grad: kernel._row_sums(grad, bounds, SMALL))(grad)
     wanted = [np.asarray(grad)[0, rows].astype(np.float64).sum(axis=0) for rows in (slice(21), slice(0), slice(21, 36))]
     assert distance(got[0], wanted) < 1.6e-5
 
@@ -340,9 +338,9 @@ def a_call(rows=8192, inner=4096, columns=14336, groups=8, dtype="bfloat16", **c
 
 
 @needs_cuda_part
-@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("index", range(2))
 def test_configs_of_the_search_space_lower(index):
-    """One in four each; what does not fit shared memory, or has no layout, fails here."""
+    """One in eight each; what does not fit shared memory, or has no layout, fails here."""
     call = a_call(2048, 1024, 1536, 4)
     shapes = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in (call.lhs, call.rhs, call.group_sizes)]
     grad = jax.ShapeDtypeStruct((1, 2048, 1536), jnp.bfloat16)
