@@ -166,6 +166,7 @@ def _produce(
     empty: Any,
     **_: Any,
 ) -> Any:
+    """Copy the rows of one unit's group into the ring."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -208,6 +209,7 @@ def _consume(
     empty: Any,
     clean: Any,
 ) -> Any:
+    """Multiply one unit and store it."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

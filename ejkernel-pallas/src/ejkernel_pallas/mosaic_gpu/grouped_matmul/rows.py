@@ -26,7 +26,6 @@ class Product:
     """What the kernel knows of `[rows, inner] . [inner, columns]` before it runs.
 
     Attributes:
-        rows: of all members of the batch; those that lhs holds may be padded.
         inner: multiple of `DEPTH`.
         columns: multiple of `DEPTH`.
         matrices, scales, biases: how many there are in memory, 0 for none; where the batch shares them a matrix's number wraps.
@@ -36,7 +35,6 @@ class Product:
         programs: blocks or clusters that share the units.
     """
 
-    rows: int
     inner: int
     columns: int
     matrices: int
@@ -88,14 +86,13 @@ def _unit(table: Any, index: Any, product: Product) -> _Unit:
 
 
 def _rows_kernel(lhs: Any, rhs: Any, table: Any, count: Any, *refs: Any, product: Product, **scratch: Any) -> None:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
     *others, out = refs
-    others = list(others)
     scale = others.pop(0) if product.scales else None
     bias = others.pop(0) if product.biases else None
     consume = functools.partial(_consume, scale, bias, out, product=product, **scratch)
     produce = functools.partial(_produce, lhs, rhs, product=product, **scratch)
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     warpgroup, program, programs = jax.lax.axis_index("wg"), jax.lax.axis_index("program"), product.programs
     units = count[0] * product.wide
     mine = (units - program + programs - 1) // programs
@@ -310,7 +307,6 @@ def multiply_rows(
     table, count = schedule.tiles_of(bounds, rows, tile.height, tile.band)
     units = table.shape[0] * -(-columns // tile.block_n)
     product = Product(
-        rows=batch * rows,
         inner=inner,
         columns=columns,
         matrices=rhs.shape[0] * rhs.shape[1],
