@@ -43,6 +43,7 @@ def ejkernel_plugin() -> Plugin:
         name="pallas",
         api_level=API_LEVEL,
         summary="Pallas kernels: TPU through Mosaic, Hopper GPUs through Mosaic GPU",
+        custom_calls=("mosaic_gpu_v2",),
         implementations=(
             *(_tpu(operation, phase) for operation in _TPU for phase in _PHASES),
             *(_mosaic_gpu(operation, phase) for operation in _MOSAIC_GPU for phase in _PHASES),

@@ -203,6 +203,8 @@ class _Block:
         zeros = tuple(
             plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA) for width in self.plan.widths
         )
+        if not self.plan.by_key and self.plan.stages > 1:
+            step.wait_for(0)
         sums = lax.fori_loop(0, walk.count, step.by_key if self.plan.by_key else step.by_query, zeros)
         plgpu.commit_smem()  # all warps are done with what the gradients replace
         held = [s_own_value if name == "value" else s_own for name in self.plan.wanted]
@@ -245,13 +247,20 @@ class _Step:
         plgpu.barrier_wait(self.block.scratch[f"{name}_here"].at[slot])
         return self.block.scratch[name].at[slot]
 
+    def wait_for(self, i_step: Any) -> None:
+        """Wait for the tile of this step, if there is such a step."""
+
+        @pl.when(i_step < self.walk.count)
+        def _() -> None:
+            self.wait("other", self.slot(i_step))
+
     def free(self, name: str, slot: Any) -> None:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         plgpu.barrier_arrive(self.block.scratch[f"{name}_free"].at[slot])
 
     def where_seen(self, i_tile: Any, b_value: Any) -> Any:
-        """A tile's numbers, 0 for hidden pairs."""
+        """A tile's numbers, 0 for hidden pairs, even where a row's statistics are NaN."""
         rules = self.block.rules
         if not rules.hides and not self.ragged():
             return b_value
@@ -304,8 +313,9 @@ class _Step:
             if "value" in added:
                 added["value"].add(b_weights.astype(plan.dtype), s_grad)
             if "key" in added:
+                b_weights = self.sloped(b_weights, b_logits)
                 b_d_weights = plgpu.wgmma_accumulator_load(held["d_weights"], wait_n=int("value" in added))
-                b_d_logits = self.d_logits(i_tile, b_logits, b_weights, b_d_weights, columns(1))
+                b_d_logits = self.where_seen(i_tile, b_weights * (b_d_weights - columns(1)))
                 added["key"].add(b_d_logits.astype(plan.dtype), s_query)
             sums_next = {}
             if "value" in added:
@@ -331,15 +341,20 @@ class _Step:
 
         def products(d_query: Any, scores: Any, d_weights: Any) -> tuple[Any, ...]:
             query_sum = Accumulator(d_query, sums[0])
-            s_key = self.wait("other", slot)
+            ahead = plan.stages > 1  # with one place for tiles the next one comes when this one is left
+            s_key = self.block.scratch["other"].at[slot] if ahead else self.wait("other", slot)
             plgpu.wgmma(scores, self.s_own, s_key.transpose((1, 0)))
             s_value = self.wait("other_value", slot)
             plgpu.wgmma(d_weights, self.s_own_value, s_value.transpose((1, 0)))
             b_logits = rules.logits(plgpu.wgmma_accumulator_load(scores, wait_n=1))
-            b_weights = jnp.exp2(b_logits * rules.unit - b_shift)
+            b_weights = self.sloped(jnp.exp2(b_logits * rules.unit - b_shift), b_logits)
+            # Compilers would wait for the other product first: one is stopped by the barrier, the assembler by a branch.
+            b_weights = lax.optimization_barrier(b_weights)
+            if ahead:
+                self.wait_for(i_step + 1)
             b_d_weights = plgpu.wgmma_accumulator_load(d_weights, wait_n=0)
             self.free("other_value", slot)
-            b_d_logits = self.d_logits(i_tile, b_logits, b_weights, b_d_weights, b_delta)
+            b_d_logits = self.where_seen(i_tile, b_weights * (b_d_weights - b_delta))
             query_sum.add(b_d_logits.astype(plan.dtype), s_key)
             b_d_query = query_sum.value()
             self.free("other", slot)
@@ -352,9 +367,6 @@ class _Step:
             plgpu.ACC(shape, jnp.float32),
         )
 
-    def d_logits(self, i_tile: Any, b_logits: Any, b_weights: Any, b_d_weights: Any, b_delta: Any) -> Any:
-        """Gradients of `query . key`, less the scale; a hidden pair's is 0 even if a row's statistics are NaN."""
-        b_grad = b_weights * (b_d_weights - b_delta)
-        if self.block.rules.cap is not None:
-            b_grad = b_grad * self.block.rules.slope(b_logits)
-        return self.where_seen(i_tile, b_grad)
+    def sloped(self, b_weights: Any, b_logits: Any) -> Any:
+        """Weights times the derivative of the cap: what the gradients of weights are multiplied with."""
+        return b_weights if self.block.rules.cap is None else b_weights * self.block.rules.slope(b_logits)

@@ -140,7 +140,7 @@ def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig
 
 def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfig]:
     found = [forward_heuristic(call, target)]
-    for block_k, stages, warpgroups in ((128, 2, 2), (64, 3, 2), (64, 4, 2), (192, 2, 2), (128, 2, 3), (64, 3, 3), (256, 2, 2)):
+    for block_k, stages, warpgroups in ((128, 2, 2), (64, 3, 2), (128, 2, 3), (64, 3, 3)):
         for overlap, ping_pong, persistent in itertools.product((True, False), (True, False), (False, True)):
             if overlap or ping_pong:
                 found.append(ForwardConfig(block_k, stages, warpgroups, overlap, ping_pong, persistent))

@@ -294,6 +294,13 @@ class _Tile:
         plgpu.barrier_wait(self.block.scratch[f"{name}_here"].at[slot])
         return self.block.scratch[name].at[slot]
 
+    def wait_for_next(self, i_key: Any) -> None:
+        """Wait for the tile of keys after this one, if there is one."""
+
+        @pl.when(i_key + 1 < self.high)
+        def _() -> None:
+            self.wait("key", i_key + 1)
+
     def free(self, name: str, i_key: Any) -> None:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -400,11 +407,12 @@ class _Tile:
             b_acc, b_max, b_sum = state
             b_logits = self.shown(self.low, self.scores(self.low))
             b_weights, b_max, b_sum, _ = self.weigh(b_logits, b_max, b_sum)
+            self.wait_for_next(self.low)
             return b_acc, b_max, b_sum, b_weights.astype(dtype)
 
         def step(i_key: Any, carry: Any) -> Any:
             b_acc, b_max, b_sum, b_half = carry
-            s_key = self.wait("key", i_key)
+            s_key = block.scratch["key"].at[self.slot(i_key)]
 
             def products(acc: Any, scores: Any) -> Any:
                 total = Accumulator(acc, b_acc)
@@ -416,10 +424,15 @@ class _Tile:
                 b_raw = plgpu.wgmma_accumulator_load(scores, wait_n=1)
                 self.free("key", i_key)
                 b_weights, b_new, b_total, b_decay = self.weigh(self.shown(i_key, b_raw), b_max, b_sum)
+                # The product with values is waited for after the weights are formed. Compilers move such a wait up as far as they
+                # may: one is stopped by the barrier, the assembler by a branch. Weights that were rounded before the wait would
+                # make it run all products one by one (its remark C7513).
+                settled = lax.optimization_barrier((b_new, b_total, b_decay, b_weights))
+                self.wait_for_next(i_key)
                 b_next = total.value()
                 self.free("value", i_key - 1)
-                b_next = b_next * lax.broadcast_in_dim(b_decay, b_next.shape, [0])
-                return b_next, b_new, b_total, b_weights.astype(dtype)
+                b_new, b_total, b_decay, b_weights = settled
+                return b_next * lax.broadcast_in_dim(b_decay, b_next.shape, [0]), b_new, b_total, b_weights.astype(dtype)
 
             return pl.run_scoped(
                 products,
