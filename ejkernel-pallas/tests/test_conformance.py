@@ -33,6 +33,10 @@ NOT_INTERPRETED_ALIKE = {
 }
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+"""The interpreter for GPUs multiplies with NumPy, which warns of the NaN in rows of no group."""
+
+
 @pytest.fixture(autouse=True)
 def interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
     """Numbers and transforms in the interpreter; lowering for a TPU is the compiler's own."""

@@ -12,7 +12,7 @@ _TPU: dict[str, tuple[Phase, ...]] = {
     "paged_cache_update": ("forward",),
     "rms_norm": _PHASES,
 }
-_MOSAIC_GPU = ("flash_attention",)
+_MOSAIC_GPU = ("flash_attention", "grouped_matmul")
 
 
 def _tpu(operation: str, phase: Phase) -> Implementation:

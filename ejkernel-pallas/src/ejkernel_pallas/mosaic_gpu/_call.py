@@ -85,6 +85,7 @@ def call_kernel(
     grid: Mapping[str, int],
     warpgroups: int,
     scratch: Mapping[str, Any],
+    cluster: Mapping[str, int] | None = None,
     **compiler: Any,
 ) -> Callable[..., list[Any]]:
     """The kernel as a function of its arrays.
@@ -97,6 +98,7 @@ def call_kernel(
         grid: names and sizes of the grid's axes, the fastest first.
         warpgroups: of a block; a thread of the kernel is one of them, its index is on the axis "wg".
         scratch: shared memory and barriers.
+        cluster: names and sizes of the axes of blocks that may signal each other and share copies; None = each block for itself.
         **compiler: fields of `CompilerParams`; without scratch for reductions, which those along a row do not need.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -104,12 +106,14 @@ def call_kernel(
     varying = getattr(jax.typeof(like), "manual_axis_type", None)
     options: dict[str, Any] = {"approx_math": True, "reduction_scratch_bytes": 0, **compiler}
     kinds: dict[str, Any] = {} if varying is None else {"manual_axis_type": varying}
+    clusters = {} if cluster is None else {"cluster": tuple(cluster.values()), "cluster_names": tuple(cluster)}
     return plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(shape, dtype, **kinds) for shape, dtype in results],
         scratch_types=dict(scratch),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
+        **clusters,
         num_threads=warpgroups,
         thread_name="wg",
         kernel_name=name,
