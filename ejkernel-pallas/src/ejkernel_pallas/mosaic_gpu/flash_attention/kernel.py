@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from ejkernel.operation import vary_like
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
+from ejkernel.operations.flash_attention.ranges import tile_ranges
 from ejkernel_pallas.mosaic_gpu.flash_attention.backward import Gradient
 from ejkernel_pallas.mosaic_gpu.flash_attention.config import BackwardConfig, ForwardConfig, sizes_of
 from ejkernel_pallas.mosaic_gpu.flash_attention.forward import Forward, launch
-from ejkernel_pallas.mosaic_gpu.flash_attention.ranges import ranges_of
 from ejkernel_pallas.mosaic_gpu.flash_attention.rules import LOG2_E, Rules, facts_of, rules_of
 from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Schedule, schedule_of
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import ROWS
@@ -34,7 +34,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
     query, key, value = _stored(inputs.query, size), _stored(key, size), _stored(value, value_size)
     arrays = [query, key, value, *facts_of(rules, inputs, block_q, config.block_k)]
     if rules.facts:
-        arrays.append(ranges_of(call, inputs, block_q, config.block_k, by_key=False))
+        arrays.append(tile_ranges(call, inputs, block_q, config.block_k, by_key=False))
     if inputs.sinks is not None:
         arrays.append(_sink_starts(inputs.sinks, rules))
     plan = Forward(
@@ -96,7 +96,7 @@ def _gradients(
     block_q, block_k = (other, own) if by_key else (own, other)
     arrays = [*mains, *facts_of(rules, inputs, block_q, block_k)]
     if rules.facts:
-        arrays.append(ranges_of(call, inputs, block_q, block_k, by_key=by_key))
+        arrays.append(tile_ranges(call, inputs, block_q, block_k, by_key=by_key))
     plan = Gradient(
         rules=rules,
         schedule=_schedule(call, own, by_key=by_key),

@@ -13,7 +13,7 @@ from ejkernel.operations.flash_attention.pairs import tile_visibility
 _LARGEST = np.int32(2**31 - 1)
 
 
-def ranges_of(call: FlashAttentionCall, inputs: FlashAttentionInputs, block_q: int, block_k: int, *, by_key: bool) -> Any:
+def tile_ranges(call: FlashAttentionCall, inputs: FlashAttentionInputs, block_q: int, block_k: int, *, by_key: bool) -> Any:
     """int32 `[b, blocks, 4]`: for each block of queries the ends low, full_low, full_high, high of the tiles of keys to visit.
 
     Tiles outside [low, high) are hidden and those in [full_low, full_high) all visible. With `by_key`, the same for blocks of keys
