@@ -33,8 +33,10 @@ class ForwardConfig:
     num_warps: warps per program.
     block: columns of one step where a program walks over its row, or of a part where programs share it, a power of two;
         0 = a program holds whole rows.
-    num_stages: steps in flight where a program walks over its row.
+    num_stages: steps in flight where a program walks over its row; rows, or parts, where it walks over rows (`programs`), one
+        of which is in registers and the others in shared memory. 1 = no shared memory: whole rows wait in registers.
     meet: whether programs share a row, a part each, instead of one that walks over it.
+    programs: programs that walk over the rows, for each part where they share rows; 0 = one for each row or tile.
     """
 
     rows: int
@@ -42,6 +44,7 @@ class ForwardConfig:
     block: int = 0
     num_stages: int = 1
     meet: bool = False
+    programs: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

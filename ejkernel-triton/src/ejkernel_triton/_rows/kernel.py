@@ -22,36 +22,12 @@ from ejkernel.operations._rows.interface import NormCall, NormInputs
 from ejkernel_triton._blocks import power_of_two
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded_width
-from ejkernel_triton._rows.meeting import meet, parts_of, patience, widened, words_of
+from ejkernel_triton._rows.meeting import meet, parts_of, patience, words_of
+from ejkernel_triton._rows.parts import finish_part, statistics_of_parts, store_part_sums, with_parameters
+from ejkernel_triton._rows.streaming import norm_forward_streaming_kernel, norm_forward_streaming_parts_kernel
 
 ABSENT, SHARED, PER_BATCH = 0, 1, 2
 """How a parameter is stored: not at all, `[1, d]`, or `[b, d]` with b > 1."""
-
-
-@triton.jit
-def with_parameters(
-    b_normalised,
-    p_scale,
-    p_offset,
-    o_width,
-    o_param,
-    m_width,
-    m_tile,
-    SCALE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SCALE_OFFSET: tl.constexpr,
-):
-    """`normalised * (scale + SCALE_OFFSET) + offset` of a tile [ROWS, BLOCK]."""
-    b_out = b_normalised
-    if SCALE == 1:
-        b_out *= tl.load(p_scale + o_width, mask=m_width, other=0.0).to(tl.float32)[None, :] + SCALE_OFFSET
-    if SCALE == 2:
-        b_out *= tl.load(p_scale + o_param, mask=m_tile, other=0.0).to(tl.float32) + SCALE_OFFSET
-    if OFFSET == 1:
-        b_out += tl.load(p_offset + o_width, mask=m_width, other=0.0).to(tl.float32)[None, :]
-    if OFFSET == 2:
-        b_out += tl.load(p_offset + o_param, mask=m_tile, other=0.0).to(tl.float32)
-    return b_out
 
 
 @triton.jit
@@ -166,53 +142,6 @@ def norm_forward_walking_kernel(
 
 
 @triton.jit
-def finish_part(
-    b_x,
-    p_scale,
-    p_offset,
-    p_out,
-    p_mean,
-    p_rstd,
-    b_mean,
-    b_rstd,
-    i_row,
-    i_part,
-    zero,
-    rows_per_batch,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CENTRED: tl.constexpr,
-    SCALE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SAVE: tl.constexpr,
-    SCALE_OFFSET: tl.constexpr,
-):
-    """The result of a part from its stored values; that of the first part stores the row's statistics too."""
-    o_width = i_part * BLOCK + tl.arange(0, BLOCK)
-    m_width = o_width < WIDTH
-    o_param = (i_row // rows_per_batch).to(tl.int64) * WIDTH
-    b_out = with_parameters(
-        ((widened(b_x, zero) - b_mean) * b_rstd)[None, :],
-        p_scale,
-        p_offset,
-        o_width,
-        (o_param + o_width)[None, :],
-        m_width,
-        m_width[None, :],
-        SCALE,
-        OFFSET,
-        SCALE_OFFSET,
-    )
-    o_out = (i_row.to(tl.int64) * WIDTH + o_width)[None, :]
-    tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=m_width[None, :])
-    if SAVE:
-        if i_part == 0:
-            if CENTRED:
-                tl.store(p_mean + i_row, b_mean)
-            tl.store(p_rstd + i_row, b_rstd)
-
-
-@triton.jit
 def norm_forward_meeting_kernel(
     p_x,
     p_scale,
@@ -242,26 +171,11 @@ def norm_forward_meeting_kernel(
     i_part = tl.program_id(0) % PARTS
     o_width = i_part * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     o_row = i_row.to(tl.int64) * WIDTH
-    m_width = o_width < WIDTH
-    b_stored = tl.load(p_x + o_row + o_width, mask=m_width, other=0.0)  # [BLOCK]
-    b_x = b_stored.to(tl.float32)
-    if CENTRED:
-        b_part_mean = tl.sum(b_x) / tl.minimum(WIDTH - i_part * BLOCK, BLOCK)
-        b_x = tl.where(m_width, widened(b_stored, items >> 31) - b_part_mean, 0.0)
-        tl.store(p_sums + items + tl.program_id(0), b_part_mean)
-    tl.store(p_sums + tl.program_id(0), tl.sum(b_x * b_x))
+    b_stored = tl.load(p_x + o_row + o_width, mask=o_width < WIDTH, other=0.0)  # [BLOCK]
+    store_part_sums(b_stored, p_sums, items, tl.program_id(0), i_part, items >> 31, WIDTH, BLOCK, CENTRED)
     complete, left, zero = meet(p_words + i_row, i_part, PARTS, PATIENCE)
     if complete:
-        o_part = tl.arange(0, PARTS_BLOCK)
-        m_part = o_part < PARTS
-        b_squares = tl.load(p_sums + i_row * PARTS + o_part, mask=m_part, other=0.0, cache_modifier=".cg")  # [PARTS_BLOCK]
-        b_mean = 0.0
-        if CENTRED:
-            b_means = tl.load(p_sums + items + i_row * PARTS + o_part, mask=m_part, other=0.0, cache_modifier=".cg")
-            b_count = tl.where(m_part, tl.minimum(WIDTH - o_part * BLOCK, BLOCK), 0).to(tl.float32)
-            b_mean = tl.sum(b_means * b_count) / WIDTH
-            b_squares += b_count * (b_means - b_mean) * (b_means - b_mean)
-        b_rstd = tl.rsqrt(tl.sum(b_squares) / WIDTH + EPSILON)
+        b_mean, b_rstd = statistics_of_parts(p_sums, items, i_row, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, EPSILON)
         finish_part(
             b_stored, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, i_part, zero, rows_per_batch,
             WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
@@ -417,28 +331,42 @@ def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, c
         "EPSILON": call.epsilon, "SCALE_OFFSET": call.scale_offset, "num_warps": config.num_warps,
     }  # fmt: skip
     results = ((shape, x.dtype), statistic if save and centred else absent, statistic if save else absent)
+    programs = min(config.programs, rows)
     if config.meet:
         parts = parts_of(shape[-1], config.block)
-        out, mean, rstd, *_ = call_kernel(
-            norm_forward_meeting_kernel,
-            (*arrays, words_of(rows), rows * parts, rows // shape[0]),
-            (*results, ((rows,), jnp.int32), ((1 + centred, rows * parts), jnp.float32)),
-            grid=rows * parts,
-            input_output_aliases={3: 3},
-            BLOCK=config.block,
-            PARTS_BLOCK=power_of_two(parts),
-            PATIENCE=patience(),
-            **constants,
-        )
-        return out, mean if save and centred else None, rstd if save else None
-    if config.block:
+        met = {"PARTS_BLOCK": power_of_two(parts), "PATIENCE": patience(), "BLOCK": config.block, **constants}
+        sums = (((rows,), jnp.int32), ((1 + centred, rows * parts), jnp.float32))
+        if programs:
+            found = call_kernel(
+                norm_forward_streaming_parts_kernel,
+                (*arrays, words_of(rows), rows, programs, rows * parts, rows // shape[0]),
+                (*results, *sums, ((rows * parts,), jnp.int32)),
+                grid=programs * parts,
+                input_output_aliases={3: 3},
+                STAGES=config.num_stages,
+                **met,
+            )
+        else:
+            found = call_kernel(
+                norm_forward_meeting_kernel,
+                (*arrays, words_of(rows), rows * parts, rows // shape[0]),
+                (*results, *sums),
+                grid=rows * parts,
+                input_output_aliases={3: 3},
+                **met,
+            )
+    elif config.block:
         walking = {"BLOCK": config.block, "STAGES": config.num_stages, **constants}
         found = call_kernel(norm_forward_walking_kernel, (*arrays, rows // shape[0]), results, grid=rows, **walking)
+    elif programs:
+        streaming = {"BLOCK": padded_width(call), "STAGES": config.num_stages, **constants}
+        given = (*arrays, rows, programs, rows // shape[0])
+        found = call_kernel(norm_forward_streaming_kernel, given, results, grid=programs, **streaming)
     else:
         held = {"BLOCK": padded_width(call), "ROWS": config.rows, **constants}
         grid = cdiv(rows, config.rows)
         found = call_kernel(norm_forward_kernel, (*arrays, rows, rows // shape[0]), results, grid=grid, **held)
-    out, mean, rstd = found
+    out, mean, rstd, *_ = found
     return out, mean if save and centred else None, rstd if save else None
 
 

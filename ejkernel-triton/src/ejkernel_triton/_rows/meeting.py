@@ -39,6 +39,57 @@ def meet(p_word, i_part, PARTS: tl.constexpr, PATIENCE: tl.constexpr):
     return (word & COUNT) == PARTS, left, word >> 31
 
 
+_AWAIT = """
+{
+    .reg .pred quit;
+    .reg .b32 thread, word, looks;
+    mov.u32 $0, 0;
+    mov.u32 thread, %tid.x;
+    setp.ne.u32 quit, thread, 0;
+    @quit bra DONE;
+    mov.u32 looks, $2;
+LOOK:
+    ld.relaxed.gpu.global.u32 word, [$1];
+    and.b32 word, word, 255;
+    setp.ge.u32 quit, word, $3;
+    @quit bra DONE;
+    nanosleep.u32 100;
+    sub.u32 looks, looks, 1;
+    setp.ne.u32 quit, looks, 0;
+    @quit bra LOOK;
+DONE:
+}
+"""
+"""One thread looks at the word until all have arrived, `$2` times at most. A loop of Triton's own would keep a loop around it from
+having loads in flight, and have the whole program look."""
+AWAIT = tl.constexpr(_AWAIT)
+
+
+@triton.jit
+def arrive(p_word, PARTS: tl.constexpr, PATIENCE: tl.constexpr):
+    """What this program stored before will be seen by the others. Returns the parts that were left to this program, one bit each,
+    which is the last one if there are any."""
+    if PATIENCE > 1:
+        # As `tl.debug_barrier`, which would keep a loop around it from having loads in flight.
+        tl.inline_asm_elementwise("mov.u32 $0, $1; bar.sync 0;", "=r,r", [PARTS], dtype=tl.int32, is_pure=False, pack=1)
+    word = tl.atomic_add(p_word, 1, sem="acq_rel", scope="gpu") + 1
+    return tl.where((word & 255) == PARTS, word >> 8, 0)
+
+
+@triton.jit
+def settle(p_word, i_part, patience, PARTS: tl.constexpr, PATIENCE: tl.constexpr):
+    """Of a word at which this program has arrived: whether all have, else this part is left; and the patience for the next time,
+    half as much after one that was in vain: programs of which one does not run yet wait no longer than twice in all."""
+    word = tl.atomic_add(p_word, 0, sem="acquire", scope="gpu")
+    if (word & 255) < PARTS:
+        if PATIENCE > 1:
+            tl.inline_asm_elementwise(AWAIT, "=r,l,r,r", [p_word, patience, PARTS], dtype=tl.int32, is_pure=False, pack=1)
+        word = tl.atomic_add(p_word, 256 << i_part, sem="acq_rel", scope="gpu")
+        if (word & 255) < PARTS:
+            patience = tl.maximum(patience // 2, 1)
+    return (word & 255) == PARTS, patience
+
+
 @triton.jit
 def widened(b_stored, zero):
     """float32 of values of which others are made too, before or after. `zero` is 0, which the compiler does not know: without it,
