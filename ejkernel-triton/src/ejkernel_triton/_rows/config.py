@@ -54,7 +54,10 @@ class BackwardConfig:
     num_warps: warps per program.
     programs: programs that share the rows under one parameter; each writes one partial sum of the parameter's gradient.
     num_stages: tiles in flight; above 1 they pass through shared memory.
-    block: columns of one tile, a power of two, where sums over rows are made before; 0 = a tile holds whole rows.
+    block: columns of one tile, a power of two, where sums over rows are made before or programs share rows; 0 = a tile holds
+        whole rows.
+    stream: one pass by programs that hold what they read as it is stored, a row (`rows` 1), or with `block` a part of rows that
+        programs share.
     """
 
     rows: int
@@ -62,6 +65,7 @@ class BackwardConfig:
     programs: int
     num_stages: int
     block: int = 0
+    stream: bool = False
 
 
 def padded_width(call: NormCall) -> int:

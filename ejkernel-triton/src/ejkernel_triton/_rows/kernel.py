@@ -25,6 +25,7 @@ from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded_w
 from ejkernel_triton._rows.meeting import meet, parts_of, patience, words_of
 from ejkernel_triton._rows.parts import finish_part, statistics_of_parts, store_part_sums, with_parameters
 from ejkernel_triton._rows.streaming import norm_forward_streaming_kernel, norm_forward_streaming_parts_kernel
+from ejkernel_triton._rows.streaming_backward import norm_backward_streaming_kernel, norm_backward_streaming_parts_kernel
 
 ABSENT, SHARED, PER_BATCH = 0, 1, 2
 """How a parameter is stored: not at all, `[1, d]`, or `[b, d]` with b > 1."""
@@ -379,32 +380,62 @@ def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad
     groups = x.shape[0] if PER_BATCH in (storage(scale), storage(offset)) else 1
     rows = math.prod(x.shape[:-1]) // groups
     programs = min(config.programs, cdiv(rows, config.rows))
-    if scale is None and offset is None:
+    if scale is None and offset is None and not config.stream:
         programs = cdiv(rows, config.rows)
     elif groups > 1:
         programs = min(programs, cdiv(config.programs, groups))
     arrays = (x, x if scale is None else scale, rstd if mean is None else mean, rstd, grad)
     constants = {
         "WIDTH": width, "BLOCK": config.block or padded_width(call), "CENTRED": mean is not None, "SCALE": storage(scale),
-        "SCALE_OFFSET": call.scale_offset, "STAGES": config.num_stages, "num_warps": config.num_warps,
+        "OFFSET": offset is not None, "SCALE_OFFSET": call.scale_offset, "STAGES": config.num_stages,
+        "num_warps": config.num_warps,
     }  # fmt: skip
-    means = (rstd, rstd)
-    if config.block:
-        results = (((groups * rows,), jnp.float32),) * 2
-        means = call_kernel(norm_row_means_kernel, (*arrays, rows), results, grid=groups * rows, **constants)
     partial = ((groups, programs, width), jnp.float32)
     absent = ((1,), jnp.float32)
+    results = ((x.shape, x.dtype), absent if scale is None else partial, absent if offset is None else partial)
+    if config.stream:
+        d_x, d_scale, d_offset = _streaming_backward(arrays, results, groups, rows, programs, config, constants)
+        return NormInputs(d_x, _sum_of_partials(d_scale, scale), _sum_of_partials(d_offset, offset))
+    means = (rstd, rstd)
+    if config.block:
+        sums = (((groups * rows,), jnp.float32),) * 2
+        means = call_kernel(norm_row_means_kernel, (*arrays, rows), sums, grid=groups * rows, **_without(constants, "OFFSET"))
     d_x, d_scale, d_offset = call_kernel(
         norm_backward_kernel,
         (*arrays, *means, rows, programs),
-        ((x.shape, x.dtype), absent if scale is None else partial, absent if offset is None else partial),
+        results,
         grid=groups * programs * cdiv(width, constants["BLOCK"]),
         ROWS=config.rows,
-        OFFSET=offset is not None,
         SPLIT=config.block != 0,
         **constants,
     )
     return NormInputs(d_x, _sum_of_partials(d_scale, scale), _sum_of_partials(d_offset, offset))
+
+
+def _streaming_backward(
+    arrays: Any, results: Any, groups: int, rows: int, programs: int, config: BackwardConfig, constants: dict[str, Any]
+) -> list[Any]:
+    """The gradient of x and the partial sums of those of the parameters."""
+    if not config.block:
+        grid = groups * programs
+        return call_kernel(norm_backward_streaming_kernel, (*arrays, rows, programs), results, grid=grid, **constants)
+    parts = parts_of(constants["WIDTH"], config.block)
+    items, tiles = groups * rows * parts, groups * cdiv(rows, config.rows)
+    return call_kernel(
+        norm_backward_streaming_parts_kernel,
+        (*arrays, words_of(tiles), rows, programs, items),
+        (*results, ((tiles,), jnp.int32), ((2, items), jnp.float32), ((tiles * parts,), jnp.int32)),
+        grid=groups * programs * parts,
+        input_output_aliases={len(arrays): len(results)},
+        ROWS=config.rows,
+        PARTS_BLOCK=power_of_two(parts),
+        PATIENCE=patience(),
+        **constants,
+    )[: len(results)]
+
+
+def _without(constants: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in constants.items() if key != name}
 
 
 def _sum_of_partials(partials: Any, parameter: Any) -> Any:

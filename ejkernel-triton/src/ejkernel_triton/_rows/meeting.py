@@ -66,14 +66,19 @@ AWAIT = tl.constexpr(_AWAIT)
 
 
 @triton.jit
-def arrive(p_word, PARTS: tl.constexpr, PATIENCE: tl.constexpr):
-    """What this program stored before will be seen by the others. Returns the parts that were left to this program, one bit each,
-    which is the last one if there are any."""
+def arrive(p_word, b_stored, PARTS: tl.constexpr, PATIENCE: tl.constexpr):
+    """What this program stored before will be seen by the others; `b_stored` is a number among that, or made of it. Returns the
+    parts that were left to this program, one bit each, which is the last one if there are any; and a zero that is known only now.
+
+    Where a loop has loads in flight, Triton's pipeliner moves what does not depend on loaded values before what does, whatever
+    memory holds: hence `b_stored`, and the zero, on which all that comes later must depend.
+    """
+    one = 1
     if PATIENCE > 1:
-        # As `tl.debug_barrier`, which would keep a loop around it from having loads in flight.
-        tl.inline_asm_elementwise("mov.u32 $0, $1; bar.sync 0;", "=r,r", [PARTS], dtype=tl.int32, is_pure=False, pack=1)
-    word = tl.atomic_add(p_word, 1, sem="acq_rel", scope="gpu") + 1
-    return tl.where((word & 255) == PARTS, word >> 8, 0)
+        # As `tl.debug_barrier`, with which the pipeliner would leave the loop alone.
+        one = tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 1;", "=r,f", [b_stored], dtype=tl.int32, is_pure=False, pack=1)
+    word = tl.atomic_add(p_word, one, sem="release", scope="gpu") + 1
+    return tl.where((word & 255) == PARTS, word >> 8, 0), word >> 31
 
 
 @triton.jit
@@ -88,6 +93,12 @@ def settle(p_word, i_part, patience, PARTS: tl.constexpr, PATIENCE: tl.constexpr
         if (word & 255) < PARTS:
             patience = tl.maximum(patience // 2, 1)
     return (word & 255) == PARTS, patience
+
+
+@triton.jit
+def complete_at(p_word, PARTS: tl.constexpr):
+    """Whether all have arrived; if so, what they stored before is seen."""
+    return (tl.atomic_add(p_word, 0, sem="acquire", scope="gpu") & 255) == PARTS
 
 
 @triton.jit

@@ -12,7 +12,7 @@ others left to a program, it finishes at the end.
 import triton
 import triton.language as tl
 
-from ejkernel_triton._rows.meeting import arrive, settle, widened
+from ejkernel_triton._rows.meeting import arrive, complete_at, settle, widened
 from ejkernel_triton._rows.parts import finish_part, statistics_of_parts, store_part_sums
 
 
@@ -106,11 +106,11 @@ def norm_forward_streaming_parts_kernel(
     for i_step in tl.range(0, tl.cdiv(rows - i_first, programs), num_stages=STAGES):
         i_row = i_first + i_step * programs
         b_stored = tl.load(p_x + i_row.to(tl.int64) * WIDTH + o_width, mask=o_width < WIDTH, other=0.0)  # [BLOCK]
-        store_part_sums(b_stored, p_sums, items, i_row * PARTS + i_part, i_part, zero, WIDTH, BLOCK, CENTRED)
-        left = arrive(p_words + i_row, PARTS, PATIENCE)
+        b_sum = store_part_sums(b_stored, p_sums, items, i_row * PARTS + i_part, i_part, zero, WIDTH, BLOCK, CENTRED)
+        left, arrived = arrive(p_words + i_row, b_sum, PARTS, PATIENCE)
         tl.store(p_left + i_row * PARTS + i_part, left)
         any_left |= left
-        if i_step > 0:
+        if (i_step > 0) & (arrived == 0):
             complete, patience = settle(p_words + i_row - programs, i_part, patience, PARTS, PATIENCE)
             if complete:
                 b_mean, b_rstd = statistics_of_parts(
@@ -134,7 +134,7 @@ def norm_forward_streaming_parts_kernel(
         for i_step in tl.range(0, tl.cdiv(rows - i_first, programs)):
             i_row = i_first + i_step * programs
             left = tl.load(p_left + i_row * PARTS + i_part)
-            if left != 0:
+            if (left != 0) & complete_at(p_words + i_row, PARTS):
                 b_mean, b_rstd = statistics_of_parts(p_sums, items, i_row, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, EPSILON)
                 for i_other in tl.range(0, PARTS):
                     if ((left >> i_other) & 1) != 0:
