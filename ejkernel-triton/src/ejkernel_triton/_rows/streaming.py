@@ -61,7 +61,7 @@ def norm_forward_streaming_kernel(
         b_rstd = tl.rsqrt(tl.sum(b_x * b_x) / WIDTH + EPSILON)
         if zero == 0:  # always; loads of parameters outside of a branch would be brought through shared memory as well
             finish_part(
-                b_stored, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, 0, zero, rows_per_batch,
+                b_stored, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, 0, programs >> 31, rows_per_batch,
                 WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
             )  # fmt: skip
 
