@@ -22,7 +22,7 @@ from ejkernel.operations._rows.interface import NormCall, NormInputs
 from ejkernel_triton._blocks import power_of_two
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded_width
-from ejkernel_triton._rows.meeting import meet, parts_of, patience, words_of
+from ejkernel_triton._rows.meeting import UNKNOWN_ZERO, meet, parts_of, patience, words_of
 from ejkernel_triton._rows.parts import finish_part, statistics_of_parts, store_part_sums, with_parameters
 from ejkernel_triton._rows.streaming import norm_forward_streaming_kernel, norm_forward_streaming_parts_kernel
 from ejkernel_triton._rows.streaming_backward import norm_backward_streaming_kernel, norm_backward_streaming_parts_kernel
@@ -173,7 +173,8 @@ def norm_forward_meeting_kernel(
     o_width = i_part * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     o_row = i_row.to(tl.int64) * WIDTH
     b_stored = tl.load(p_x + o_row + o_width, mask=o_width < WIDTH, other=0.0)  # [BLOCK]
-    store_part_sums(b_stored, p_sums, items, tl.program_id(0), i_part, items >> 31, WIDTH, BLOCK, CENTRED)
+    b_x = b_stored.to(tl.float32)
+    store_part_sums(b_x, b_stored, p_sums, items, tl.program_id(0), i_part, items >> 31, WIDTH, BLOCK, CENTRED)
     complete, left, zero = meet(p_words + i_row, i_part, PARTS, PATIENCE)
     if complete:
         b_mean, b_rstd = statistics_of_parts(p_sums, items, i_row, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, EPSILON)
@@ -340,7 +341,7 @@ def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, c
         if programs:
             found = call_kernel(
                 norm_forward_streaming_parts_kernel,
-                (*arrays, words_of(rows), rows, programs, rows * parts, rows // shape[0]),
+                (*arrays, words_of(rows), rows, programs, rows * parts, rows // shape[0], UNKNOWN_ZERO),
                 (*results, *sums, ((rows * parts,), jnp.int32)),
                 grid=programs * parts,
                 input_output_aliases={3: 3},
@@ -361,7 +362,7 @@ def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, c
         found = call_kernel(norm_forward_walking_kernel, (*arrays, rows // shape[0]), results, grid=rows, **walking)
     elif programs:
         streaming = {"BLOCK": padded_width(call), "STAGES": config.num_stages, **constants}
-        given = (*arrays, rows, programs, rows // shape[0])
+        given = (*arrays, rows, programs, rows // shape[0], UNKNOWN_ZERO)
         found = call_kernel(norm_forward_streaming_kernel, given, results, grid=programs, **streaming)
     else:
         held = {"BLOCK": padded_width(call), "ROWS": config.rows, **constants}
@@ -418,12 +419,13 @@ def _streaming_backward(
     """The gradient of x and the partial sums of those of the parameters."""
     if not config.block:
         grid = groups * programs
-        return call_kernel(norm_backward_streaming_kernel, (*arrays, rows, programs), results, grid=grid, **constants)
+        given = (*arrays, rows, programs, UNKNOWN_ZERO)
+        return call_kernel(norm_backward_streaming_kernel, given, results, grid=grid, **constants)
     parts = parts_of(constants["WIDTH"], config.block)
     items, tiles = groups * rows * parts, groups * cdiv(rows, config.rows)
     return call_kernel(
         norm_backward_streaming_parts_kernel,
-        (*arrays, words_of(tiles), rows, programs, items),
+        (*arrays, words_of(tiles), rows, programs, items, UNKNOWN_ZERO),
         (*results, ((tiles,), jnp.int32), ((2, items), jnp.float32), ((tiles * parts,), jnp.int32)),
         grid=groups * programs * parts,
         input_output_aliases={len(arrays): len(results)},

@@ -21,6 +21,9 @@ from ejkernel_triton._rows.config import MOST_PARTS
 PATIENCE = 128
 """Looks at the word before a program leaves, about a microsecond each; parts of a row arrive within a few."""
 
+UNKNOWN_ZERO = 0
+"""Of kernels that take a `zero`, which the compiler does not know, to hold values as they are stored (`widened`)."""
+
 
 @triton.jit
 def meet(p_word, i_part, PARTS: tl.constexpr, PATIENCE: tl.constexpr):
@@ -66,19 +69,14 @@ AWAIT = tl.constexpr(_AWAIT)
 
 
 @triton.jit
-def arrive(p_word, b_stored, PARTS: tl.constexpr, PATIENCE: tl.constexpr):
-    """What this program stored before will be seen by the others; `b_stored` is a number among that, or made of it. Returns the
-    parts that were left to this program, one bit each, which is the last one if there are any; and a zero that is known only now.
-
-    Where a loop has loads in flight, Triton's pipeliner moves what does not depend on loaded values before what does, whatever
-    memory holds: hence `b_stored`, and the zero, on which all that comes later must depend.
-    """
-    one = 1
+def arrive(p_word, PARTS: tl.constexpr, PATIENCE: tl.constexpr):
+    """What this program stored before will be seen by the others. Returns the parts that were left to this program, one bit each,
+    which is the last one if there are any."""
     if PATIENCE > 1:
-        # As `tl.debug_barrier`, with which the pipeliner would leave the loop alone.
-        one = tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 1;", "=r,f", [b_stored], dtype=tl.int32, is_pure=False, pack=1)
-    word = tl.atomic_add(p_word, one, sem="release", scope="gpu") + 1
-    return tl.where((word & 255) == PARTS, word >> 8, 0), word >> 31
+        # As `tl.debug_barrier`, around which no loop would have loads in flight.
+        tl.inline_asm_elementwise("mov.u32 $0, $1; bar.sync 0;", "=r,r", [PARTS], dtype=tl.int32, is_pure=False, pack=1)
+    word = tl.atomic_add(p_word, 1, sem="release", scope="gpu") + 1
+    return tl.where((word & 255) == PARTS, word >> 8, 0)
 
 
 @triton.jit
@@ -108,6 +106,15 @@ def widened(b_stored, zero):
     if b_stored.dtype.primitive_bitwidth == 16:
         b_bits = b_stored.to(tl.int16, bitcast=True) ^ zero.to(tl.int16)
         b_stored = b_bits.to(b_stored.dtype, bitcast=True)
+    return b_stored.to(tl.float32)
+
+
+@triton.jit
+def taken(b_stored, zero):
+    """float32 of values that a loop has in flight, outside of the branch that works on them: Triton takes them into registers at
+    their first use, then asks for the next ones, and leaves branches to the end."""
+    if b_stored.dtype.primitive_bitwidth == 32:
+        b_stored = (b_stored.to(tl.int32, bitcast=True) ^ zero).to(tl.float32, bitcast=True)
     return b_stored.to(tl.float32)
 
 

@@ -83,18 +83,15 @@ def finish_part(
 
 @triton.jit
 def store_part_sums(
-    b_stored, p_sums, items, i_item, i_part, zero, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr
+    b_x, b_stored, p_sums, items, i_item, i_part, zero, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr
 ):
-    """Of a part [BLOCK]: its mean, if rows are centred, and the squares of what is left, which are returned."""
-    b_x = b_stored.to(tl.float32)
+    """Of a part [BLOCK], in float32 and as it is stored: its mean, if rows are centred, and the squares of what is left."""
     if CENTRED:
         b_part_mean = tl.sum(b_x) / tl.minimum(WIDTH - i_part * BLOCK, BLOCK)
         m_width = i_part * BLOCK + tl.arange(0, BLOCK) < WIDTH
         b_x = tl.where(m_width, widened(b_stored, zero) - b_part_mean, 0.0)
         tl.store(p_sums + items + i_item, b_part_mean)
-    b_squares = tl.sum(b_x * b_x)
-    tl.store(p_sums + i_item, b_squares)
-    return b_squares
+    tl.store(p_sums + i_item, tl.sum(b_x * b_x))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ others left to a program, it finishes at the end.
 import triton
 import triton.language as tl
 
-from ejkernel_triton._rows.meeting import arrive, complete_at, settle, widened
+from ejkernel_triton._rows.meeting import arrive, complete_at, settle, taken, widened
 from ejkernel_triton._rows.parts import finish_part, statistics_of_parts, store_part_sums
 
 
@@ -24,6 +24,7 @@ def norm_forward_streaming_kernel(
     rows,
     programs,
     rows_per_batch,
+    zero,
     p_out,
     p_mean,
     p_rstd,
@@ -37,7 +38,6 @@ def norm_forward_streaming_kernel(
     SCALE_OFFSET: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    zero = rows >> 31
     i_first = tl.program_id(0)
     o_width = tl.arange(0, BLOCK)  # [BLOCK]
     m_width = o_width < WIDTH
@@ -53,16 +53,16 @@ def norm_forward_streaming_kernel(
             b_next = tl.load(p_next, mask=m_width & (i_next < rows), other=0.0)  # [BLOCK]
         else:
             b_stored = tl.load(p_x + i_row.to(tl.int64) * WIDTH + o_width, mask=m_width, other=0.0)  # [BLOCK]
-        b_x = b_stored.to(tl.float32)
-        b_mean = 0.0
-        if CENTRED:
-            b_mean = tl.sum(b_x) / WIDTH
-            b_x = tl.where(m_width, widened(b_stored, zero) - b_mean, 0.0)
-        b_rstd = tl.rsqrt(tl.sum(b_x * b_x) / WIDTH + EPSILON)
-        if zero == 0:  # always; loads of parameters outside of a branch would be brought through shared memory as well
+        b_x = taken(b_stored, zero)
+        if zero == 0:  # always (`taken`); outside of a branch, parameters would be brought through shared memory as well
+            b_mean = 0.0
+            if CENTRED:
+                b_mean = tl.sum(b_x) / WIDTH
+                b_x = tl.where(m_width, widened(b_stored, zero >> 1) - b_mean, 0.0)
+            b_rstd = tl.rsqrt(tl.sum(b_x * b_x) / WIDTH + EPSILON)
             finish_part(
-                b_stored, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, 0, programs >> 31, rows_per_batch,
-                WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
+                b_stored, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, 0, zero >> 2,
+                rows_per_batch, WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
             )  # fmt: skip
 
 
@@ -76,6 +76,7 @@ def norm_forward_streaming_parts_kernel(
     programs,
     items,
     rows_per_batch,
+    zero,
     p_out,
     p_mean,
     p_rstd,
@@ -96,7 +97,6 @@ def norm_forward_streaming_parts_kernel(
 ):
     """`programs` programs for each part share the rows."""
     PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    zero = rows >> 31
     i_first = tl.program_id(0) // PARTS
     i_part = tl.program_id(0) % PARTS
     o_width = i_part * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
@@ -106,20 +106,22 @@ def norm_forward_streaming_parts_kernel(
     for i_step in tl.range(0, tl.cdiv(rows - i_first, programs), num_stages=STAGES):
         i_row = i_first + i_step * programs
         b_stored = tl.load(p_x + i_row.to(tl.int64) * WIDTH + o_width, mask=o_width < WIDTH, other=0.0)  # [BLOCK]
-        b_sum = store_part_sums(b_stored, p_sums, items, i_row * PARTS + i_part, i_part, zero, WIDTH, BLOCK, CENTRED)
-        left, arrived = arrive(p_words + i_row, b_sum, PARTS, PATIENCE)
-        tl.store(p_left + i_row * PARTS + i_part, left)
-        any_left |= left
-        if (i_step > 0) & (arrived == 0):
-            complete, patience = settle(p_words + i_row - programs, i_part, patience, PARTS, PATIENCE)
-            if complete:
-                b_mean, b_rstd = statistics_of_parts(
-                    p_sums, items, i_row - programs, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, EPSILON
-                )
-                finish_part(
-                    b_before, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row - programs, i_part, zero,
-                    rows_per_batch, WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
-                )  # fmt: skip
+        b_x = taken(b_stored, zero)
+        if zero == 0:  # always (`taken`); outside of a branch, Triton would move what depends on memory alone
+            store_part_sums(b_x, b_stored, p_sums, items, i_row * PARTS + i_part, i_part, zero >> 1, WIDTH, BLOCK, CENTRED)
+            left = arrive(p_words + i_row, PARTS, PATIENCE)
+            tl.store(p_left + i_row * PARTS + i_part, left)
+            any_left |= left
+            if i_step > 0:
+                complete, patience = settle(p_words + i_row - programs, i_part, patience, PARTS, PATIENCE)
+                if complete:
+                    b_mean, b_rstd = statistics_of_parts(
+                        p_sums, items, i_row - programs, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, EPSILON
+                    )
+                    finish_part(
+                        b_before, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row - programs, i_part, zero,
+                        rows_per_batch, WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
+                    )  # fmt: skip
         b_before = b_stored
     i_last = i_first + (tl.cdiv(rows - i_first, programs) - 1) * programs
     complete, patience = settle(p_words + i_last, i_part, patience, PARTS, PATIENCE)

@@ -9,12 +9,27 @@ rows, then make the gradient of the rows before, which they still hold.
 import triton
 import triton.language as tl
 
-from ejkernel_triton._rows.meeting import arrive, complete_at, settle, widened
+from ejkernel_triton._rows.meeting import arrive, complete_at, settle, taken, widened
 
 
 @triton.jit
 def scale_of(p_scale, o_scale, o_width, m_width, SCALE_OFFSET: tl.constexpr):
     return tl.load(p_scale + o_scale + o_width, mask=m_width, other=0.0).to(tl.float32) + SCALE_OFFSET
+
+
+@triton.jit
+def add_pairs(a, b, other_a, other_b):
+    return a + other_a, b + other_b
+
+
+@triton.jit
+def row_sums(b_weighted, b_normalised, AXIS: tl.constexpr, CENTRED: tl.constexpr):
+    """Over the axis of columns, of `weighted * normalised`, and of `weighted` if rows are centred: together, since registers would
+    hold the values of the second sum while the program waits for the first."""
+    if CENTRED:
+        return tl.reduce((b_weighted * b_normalised, b_weighted), AXIS, add_pairs)
+    b_sum = tl.sum(b_weighted * b_normalised, axis=AXIS)
+    return b_sum, b_sum
 
 
 @triton.jit
@@ -26,6 +41,7 @@ def norm_backward_streaming_kernel(
     p_grad,
     rows,
     programs,
+    zero,
     p_dx,
     p_dscale,
     p_doffset,
@@ -38,7 +54,6 @@ def norm_backward_streaming_kernel(
     STAGES: tl.constexpr,
 ):
     """`rows` rows lie under one parameter row (a group); `programs` programs share them."""
-    zero = rows >> 31
     i_program = tl.program_id(0)
     i_group = i_program // programs
     i_first = i_program % programs
@@ -52,21 +67,22 @@ def norm_backward_streaming_kernel(
         o_row = i_row.to(tl.int64) * WIDTH + o_width
         b_x = tl.load(p_x + o_row, mask=m_width, other=0.0)  # [BLOCK]
         b_grad = tl.load(p_grad + o_row, mask=m_width, other=0.0)  # [BLOCK]
-        if zero == 0:  # always; the loads of scale outside of a branch would be brought through shared memory as well
+        b_normalised, b_weighted = taken(b_x, zero), taken(b_grad, zero)
+        if zero == 0:  # always (`taken`); outside of a branch, scale would be brought through shared memory as well
             b_rstd = tl.load(p_rstd + i_row)
             b_mean = tl.load(p_mean + i_row) if CENTRED else 0.0
-            b_normalised = (b_x.to(tl.float32) - b_mean) * b_rstd
-            b_weighted = b_grad.to(tl.float32)
+            b_normalised = (b_normalised - b_mean) * b_rstd
             if SCALE != 0:
                 b_dscale += b_weighted * b_normalised
             if OFFSET:
                 b_doffset += b_weighted
             if SCALE != 0:
                 b_weighted *= scale_of(p_scale, o_scale, o_width, m_width, SCALE_OFFSET)
-            b_product = tl.sum(b_weighted * b_normalised) / WIDTH
-            b_shift = tl.sum(b_weighted) / WIDTH if CENTRED else 0.0
-            b_normalised = (widened(b_x, zero) - b_mean) * b_rstd
-            b_weighted = widened(b_grad, zero)
+            b_product, b_sum = row_sums(b_weighted, b_normalised, 0, CENTRED)
+            b_product /= WIDTH
+            b_shift = b_sum / WIDTH if CENTRED else 0.0
+            b_normalised = (widened(b_x, zero >> 1) - b_mean) * b_rstd
+            b_weighted = widened(b_grad, zero >> 1)
             if SCALE != 0:
                 b_weighted *= scale_of(p_scale, o_scale + zero * 16, o_width, m_width, SCALE_OFFSET)
             b_dx = (b_weighted - b_normalised * b_product - b_shift) * b_rstd
@@ -135,6 +151,7 @@ def norm_backward_streaming_parts_kernel(
     rows,
     programs,
     items,
+    zero,
     p_dx,
     p_dscale,
     p_doffset,
@@ -154,7 +171,6 @@ def norm_backward_streaming_parts_kernel(
 ):
     """`rows` rows lie under one parameter row (a group); `programs` programs for each part share them, ROWS at a time."""
     PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    zero = rows >> 31
     i_part = tl.program_id(0) % PARTS
     i_program = tl.program_id(0) // PARTS
     i_group = i_program // programs
@@ -181,34 +197,32 @@ def norm_backward_streaming_parts_kernel(
         o_tile = i_row.to(tl.int64)[:, None] * WIDTH + o_width[None, :]
         b_x = tl.load(p_x + o_tile, mask=m_tile, other=0.0)  # [ROWS, BLOCK]
         b_grad = tl.load(p_grad + o_tile, mask=m_tile, other=0.0)  # [ROWS, BLOCK]
-        b_stored = 0.0
-        if zero == 0:  # always; the loads of scale outside of a branch would be brought through shared memory as well
-            b_normalised = b_x.to(tl.float32)
+        b_normalised, b_weighted = taken(b_x, zero), taken(b_grad, zero)
+        if zero == 0:  # always (`taken`); outside of a branch, Triton would move what depends on memory alone
             if CENTRED:
                 b_normalised -= tl.load(p_mean + i_row, mask=m_row, other=0.0)[:, None]
             b_normalised *= tl.load(p_rstd + i_row, mask=m_row, other=0.0)[:, None]
-            b_weighted = b_grad.to(tl.float32)
             if SCALE != 0:
                 b_dscale += tl.sum(b_weighted * b_normalised, axis=0)
             if OFFSET:
                 b_doffset += tl.sum(b_weighted, axis=0)
             if SCALE != 0:
                 b_weighted *= scale_of(p_scale, o_scale, o_width, m_width, SCALE_OFFSET)[None, :]
-            b_product = tl.sum(b_weighted * b_normalised, axis=1)  # [ROWS]
-            tl.store(p_sums + i_row * PARTS + i_part, b_product, mask=m_row)
-            b_stored = tl.sum(b_product)
+            p_sum = p_sums + i_row * PARTS + i_part
+            b_product, b_sum = row_sums(b_weighted, b_normalised, 1, CENTRED)  # [ROWS]
+            tl.store(p_sum, b_product, mask=m_row)
             if CENTRED:
-                tl.store(p_sums + items + i_row * PARTS + i_part, tl.sum(b_weighted, axis=1), mask=m_row)
-        left, arrived = arrive(p_word + i_step * programs, b_stored, PARTS, PATIENCE)
-        tl.store(p_own_left + i_step * programs * PARTS, left)
-        any_left |= left
-        if (i_step > 0) & (arrived == 0):
-            complete, patience = settle(p_word + (i_step - 1) * programs, i_part, patience, PARTS, PATIENCE)
-            if complete:
-                finish_part_gradient(
-                    b_x_before, b_grad_before, p_scale, o_scale, p_mean, p_rstd, p_sums, items, i_row - programs * ROWS,
-                    o_rows >= 0, i_part, zero, p_dx, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, SCALE, SCALE_OFFSET,
-                )  # fmt: skip
+                tl.store(p_sum + items, b_sum, mask=m_row)
+            left = arrive(p_word + i_step * programs, PARTS, PATIENCE)
+            tl.store(p_own_left + i_step * programs * PARTS, left)
+            any_left |= left
+            if i_step > 0:
+                complete, patience = settle(p_word + (i_step - 1) * programs, i_part, patience, PARTS, PATIENCE)
+                if complete:
+                    finish_part_gradient(
+                        b_x_before, b_grad_before, p_scale, o_scale, p_mean, p_rstd, p_sums, items, i_row - programs * ROWS,
+                        o_rows >= 0, i_part, zero >> 1, p_dx, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, SCALE, SCALE_OFFSET,
+                    )  # fmt: skip
         b_x_before = b_x
         b_grad_before = b_grad
     i_local = (i_first + (steps - 1) * programs) * ROWS + o_rows

@@ -17,7 +17,7 @@ import triton.language as tl
 from ejkernel.operations.softmax.interface import SoftmaxCall, SoftmaxInputs, SoftmaxOutputs
 from ejkernel_triton._blocks import power_of_two
 from ejkernel_triton._jax_triton import call_kernel
-from ejkernel_triton._rows.meeting import meet, parts_of, patience, words_of
+from ejkernel_triton._rows.meeting import UNKNOWN_ZERO, meet, parts_of, patience, words_of
 from ejkernel_triton.softmax.config import Config
 from ejkernel_triton.softmax.mask import mask_of, masked
 from ejkernel_triton.softmax.parts import LOWEST, backward_of_part, forward_of_part, part_sums, place_of, sums_of_parts
@@ -122,7 +122,8 @@ def softmax_forward_meeting_kernel(
     i_part = tl.program_id(0) % PARTS
     o_tile, m_tile, m_part = place_of(i_row, i_part, p_where, middle, inner, WIDTH, BLOCK, WHERE)
     b_stored = tl.load(p_x + o_tile, mask=m_tile, other=0.0)  # [1, BLOCK]
-    part_sums(b_stored, m_part, p_sums + tl.program_id(0) + tl.arange(0, 1), items, items >> 31, SCALE)
+    p_sum = p_sums + tl.program_id(0) + tl.arange(0, 1)
+    part_sums(b_stored.to(tl.float32), b_stored, m_part, p_sum, items, items >> 31, SCALE)
     complete, left, zero = meet(p_words + i_row, i_part, PARTS, PATIENCE)
     if complete:
         b_largest, b_inverse = sums_of_parts(p_sums, items, i_row, PARTS, PARTS_BLOCK)
@@ -291,6 +292,7 @@ def _call(kernels: _Kernels, arrays: tuple[Any, ...], call: SoftmaxCall, inputs:
     programs = min(config.programs, rows)
     constants = {"WIDTH": width, "WHERE": mask.kind, "SCALE": call.scale, "num_warps": config.num_warps}
     arrays, repetition = (*arrays, mask.where), (mask.middle, mask.inner)
+    unknown = (UNKNOWN_ZERO,) if programs else ()
     result = ((x.shape, x.dtype),)
     if config.meet:
         parts = parts_of(width, config.block)
@@ -298,7 +300,7 @@ def _call(kernels: _Kernels, arrays: tuple[Any, ...], call: SoftmaxCall, inputs:
         left = (((rows * parts,), jnp.int32),) if programs else ()
         return call_kernel(
             kernels.streaming_parts if programs else kernels.meeting,
-            (*arrays, words_of(rows), *walk, rows * parts, *repetition),
+            (*arrays, words_of(rows), *walk, rows * parts, *repetition, *unknown),
             (*result, ((rows,), jnp.int32), ((2, rows * parts), jnp.float32), *left),
             grid=(programs or rows) * parts,
             input_output_aliases={len(arrays): 1},
@@ -314,7 +316,7 @@ def _call(kernels: _Kernels, arrays: tuple[Any, ...], call: SoftmaxCall, inputs:
     tile = {"BLOCK": power_of_two(width), **constants}
     if programs:
         tile = {"STAGES": config.num_stages, **tile}
-        return call_kernel(kernels.streaming, (*arrays, rows, programs, *repetition), result, grid=programs, **tile)[0]
+        return call_kernel(kernels.streaming, (*arrays, rows, programs, *repetition, *unknown), result, grid=programs, **tile)[0]
     grid = -(-rows // config.rows)
     return call_kernel(kernels.held, (*arrays, rows, *repetition), result, grid=grid, ROWS=config.rows, **tile)[0]
 

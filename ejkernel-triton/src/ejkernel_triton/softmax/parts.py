@@ -23,15 +23,13 @@ def place_of(i_row, i_part, p_where, middle, inner, WIDTH: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def part_sums(b_stored, m_part, p_sum, items, zero, SCALE: tl.constexpr):
-    """Store the largest value of a part [1, BLOCK] and the sum of its weights [1], which is returned."""
-    b_x = tl.where(m_part, b_stored.to(tl.float32) * SCALE, float("-inf"))
+def part_sums(b_x, b_stored, m_part, p_sum, items, zero, SCALE: tl.constexpr):
+    """Store the largest value of a part [1, BLOCK], in float32 and as it is stored, and the sum of its weights [1]."""
+    b_x = tl.where(m_part, b_x * SCALE, float("-inf"))
     b_part_largest = tl.maximum(tl.max(b_x, axis=1), LOWEST)  # [1]
     tl.store(p_sum, b_part_largest)
     b_x = tl.where(m_part, widened(b_stored, zero) * SCALE, float("-inf"))
-    b_part_total = tl.sum(tl.exp(b_x - b_part_largest[:, None]), axis=1)  # [1]
-    tl.store(p_sum + items, b_part_total)
-    return b_part_total
+    tl.store(p_sum + items, tl.sum(tl.exp(b_x - b_part_largest[:, None]), axis=1))
 
 
 @triton.jit

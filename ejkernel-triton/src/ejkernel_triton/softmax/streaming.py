@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton._rows.meeting import arrive, complete_at, settle, widened
+from ejkernel_triton._rows.meeting import arrive, complete_at, settle, taken, widened
 from ejkernel_triton.softmax.parts import LOWEST, backward_of_part, forward_of_part, part_sums, place_of, sums_of_parts
 
 WEIGHTS = tl.constexpr(32768)
@@ -20,6 +20,7 @@ def softmax_forward_streaming_kernel(
     programs,
     middle,
     inner,
+    zero,
     p_out,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -42,18 +43,20 @@ def softmax_forward_streaming_kernel(
             b_next = tl.load(p_next, mask=(o_width < WIDTH) & (i_next < rows), other=0.0)  # [1, BLOCK]
         else:
             b_stored = tl.load(p_x + o_tile, mask=m_tile, other=0.0)  # [1, BLOCK]
-        b_x = tl.where(m_part, b_stored.to(tl.float32) * SCALE, float("-inf"))
-        b_largest = tl.maximum(tl.max(b_x, axis=1), LOWEST)[:, None]  # [1, 1]
-        if BLOCK > WEIGHTS:
-            b_x = tl.where(m_part, widened(b_stored, rows >> 31) * SCALE, float("-inf"))
-        b_weights = tl.exp(b_x - b_largest)
-        b_total = tl.sum(b_weights, axis=1)[:, None]  # [1, 1]
-        b_inverse = 1.0 / tl.where(b_total == 0.0, 1.0, b_total)
-        if BLOCK > WEIGHTS:
-            b_out = forward_of_part(b_stored, m_part, b_largest, b_inverse, programs >> 31, SCALE)
-        else:
-            b_out = b_weights * b_inverse
-        tl.store(p_out + o_tile, b_out.to(p_out.dtype.element_ty), mask=m_tile)
+        b_x = taken(b_stored, zero)
+        if zero == 0:  # always (`taken`)
+            b_x = tl.where(m_part, b_x * SCALE, float("-inf"))
+            b_largest = tl.maximum(tl.max(b_x, axis=1), LOWEST)[:, None]  # [1, 1]
+            if BLOCK > WEIGHTS:
+                b_x = tl.where(m_part, widened(b_stored, zero >> 1) * SCALE, float("-inf"))
+            b_weights = tl.exp(b_x - b_largest)
+            b_total = tl.sum(b_weights, axis=1)[:, None]  # [1, 1]
+            b_inverse = 1.0 / tl.where(b_total == 0.0, 1.0, b_total)
+            if BLOCK > WEIGHTS:
+                b_out = forward_of_part(b_stored, m_part, b_largest, b_inverse, zero >> 2, SCALE)
+            else:
+                b_out = b_weights * b_inverse
+            tl.store(p_out + o_tile, b_out.to(p_out.dtype.element_ty), mask=m_tile)
 
 
 @triton.jit
@@ -65,6 +68,7 @@ def softmax_backward_streaming_kernel(
     programs,
     middle,
     inner,
+    zero,
     p_dx,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -80,9 +84,11 @@ def softmax_backward_streaming_kernel(
         b_grad = tl.load(p_grad + o_tile, mask=m_tile, other=0.0)  # [1, BLOCK]
         if WHERE != 0:
             b_grad = tl.where(m_part, b_grad, 0.0)
-        b_sum = tl.sum(b_out.to(tl.float32) * b_grad.to(tl.float32), axis=1)[:, None]  # [1, 1]
-        b_dx = backward_of_part(b_out, b_grad, b_sum, rows >> 31, SCALE)
-        tl.store(p_dx + o_tile, b_dx.to(p_dx.dtype.element_ty), mask=m_tile)
+        b_x, b_dx = taken(b_out, zero), taken(b_grad, zero)
+        if zero == 0:  # always (`taken`)
+            b_sum = tl.sum(b_x * b_dx, axis=1)[:, None]  # [1, 1]
+            b_dx = backward_of_part(b_out, b_grad, b_sum, zero >> 1, SCALE)
+            tl.store(p_dx + o_tile, b_dx.to(p_dx.dtype.element_ty), mask=m_tile)
 
 
 @triton.jit
@@ -95,6 +101,7 @@ def softmax_forward_streaming_parts_kernel(
     items,
     middle,
     inner,
+    zero,
     p_out,
     p_words,
     p_sums,
@@ -109,7 +116,6 @@ def softmax_forward_streaming_parts_kernel(
 ):
     """`programs` programs for each part share the rows."""
     PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    zero = rows >> 31
     i_first = tl.program_id(0) // PARTS
     i_part = tl.program_id(0) % PARTS
     steps = tl.cdiv(rows - i_first, programs)
@@ -120,17 +126,19 @@ def softmax_forward_streaming_parts_kernel(
         i_row = i_first + i_step * programs
         o_tile, m_tile, m_part = place_of(i_row, i_part, p_where, middle, inner, WIDTH, BLOCK, WHERE)
         b_stored = tl.load(p_x + o_tile, mask=m_tile, other=0.0)  # [1, BLOCK]
-        b_sum = part_sums(b_stored, m_part, p_sums + i_row * PARTS + i_part + tl.arange(0, 1), items, zero, SCALE)
-        left, arrived = arrive(p_words + i_row, tl.sum(b_sum), PARTS, PATIENCE)
-        tl.store(p_left + i_row * PARTS + i_part, left)
-        any_left |= left
-        if (i_step > 0) & (arrived == 0):
-            complete, patience = settle(p_words + i_row - programs, i_part, patience, PARTS, PATIENCE)
-            if complete:
-                b_largest, b_inverse = sums_of_parts(p_sums, items, i_row - programs, PARTS, PARTS_BLOCK)
-                o_tile, m_tile, m_part = place_of(i_row - programs, i_part, p_where, middle, inner, WIDTH, BLOCK, WHERE)
-                b_out = forward_of_part(b_before, m_part, b_largest, b_inverse, zero, SCALE)
-                tl.store(p_out + o_tile, b_out.to(p_out.dtype.element_ty), mask=m_tile)
+        b_x = taken(b_stored, zero)
+        if zero == 0:  # always (`taken`); outside of a branch, Triton would move what depends on memory alone
+            part_sums(b_x, b_stored, m_part, p_sums + i_row * PARTS + i_part + tl.arange(0, 1), items, zero >> 1, SCALE)
+            left = arrive(p_words + i_row, PARTS, PATIENCE)
+            tl.store(p_left + i_row * PARTS + i_part, left)
+            any_left |= left
+            if i_step > 0:
+                complete, patience = settle(p_words + i_row - programs, i_part, patience, PARTS, PATIENCE)
+                if complete:
+                    b_largest, b_inverse = sums_of_parts(p_sums, items, i_row - programs, PARTS, PARTS_BLOCK)
+                    o_tile, m_tile, m_part = place_of(i_row - programs, i_part, p_where, middle, inner, WIDTH, BLOCK, WHERE)
+                    b_out = forward_of_part(b_before, m_part, b_largest, b_inverse, zero >> 2, SCALE)
+                    tl.store(p_out + o_tile, b_out.to(p_out.dtype.element_ty), mask=m_tile)
         b_before = b_stored
     i_last = i_first + (steps - 1) * programs
     complete, patience = settle(p_words + i_last, i_part, patience, PARTS, PATIENCE)
@@ -171,6 +179,7 @@ def softmax_backward_streaming_parts_kernel(
     items,
     middle,
     inner,
+    zero,
     p_dx,
     p_words,
     p_sums,
@@ -185,7 +194,6 @@ def softmax_backward_streaming_parts_kernel(
 ):
     """`programs` programs for each part share the rows."""
     PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    zero = rows >> 31
     i_first = tl.program_id(0) // PARTS
     i_part = tl.program_id(0) % PARTS
     steps = tl.cdiv(rows - i_first, programs)
@@ -200,18 +208,19 @@ def softmax_backward_streaming_parts_kernel(
         b_grad = tl.load(p_grad + o_tile, mask=m_tile, other=0.0)  # [1, BLOCK]
         if WHERE != 0:
             b_grad = tl.where(m_part, b_grad, 0.0)
-        b_product = tl.sum(tl.sum(b_out.to(tl.float32) * b_grad.to(tl.float32), axis=1))
-        tl.store(p_sums + i_row * PARTS + i_part, b_product)
-        left, arrived = arrive(p_words + i_row, b_product, PARTS, PATIENCE)
-        tl.store(p_left + i_row * PARTS + i_part, left)
-        any_left |= left
-        if (i_step > 0) & (arrived == 0):
-            complete, patience = settle(p_words + i_row - programs, i_part, patience, PARTS, PATIENCE)
-            if complete:
-                b_sum = sum_of_products(p_sums, i_row - programs, PARTS, PARTS_BLOCK)
-                o_tile, m_tile, m_part = place_of(i_row - programs, i_part, p_where, middle, inner, WIDTH, BLOCK, 0)
-                b_dx = backward_of_part(b_out_before, b_grad_before, b_sum, zero, SCALE)
-                tl.store(p_dx + o_tile, b_dx.to(p_dx.dtype.element_ty), mask=m_tile)
+        b_x, b_dx = taken(b_out, zero), taken(b_grad, zero)
+        if zero == 0:  # always (`taken`); outside of a branch, Triton would move what depends on memory alone
+            tl.store(p_sums + i_row * PARTS + i_part + tl.arange(0, 1), tl.sum(b_x * b_dx, axis=1))
+            left = arrive(p_words + i_row, PARTS, PATIENCE)
+            tl.store(p_left + i_row * PARTS + i_part, left)
+            any_left |= left
+            if i_step > 0:
+                complete, patience = settle(p_words + i_row - programs, i_part, patience, PARTS, PATIENCE)
+                if complete:
+                    b_sum = sum_of_products(p_sums, i_row - programs, PARTS, PARTS_BLOCK)
+                    o_tile, m_tile, m_part = place_of(i_row - programs, i_part, p_where, middle, inner, WIDTH, BLOCK, 0)
+                    b_dx = backward_of_part(b_out_before, b_grad_before, b_sum, zero, SCALE)
+                    tl.store(p_dx + o_tile, b_dx.to(p_dx.dtype.element_ty), mask=m_tile)
         b_out_before = b_out
         b_grad_before = b_grad
     i_last = i_first + (steps - 1) * programs
