@@ -118,6 +118,25 @@ def taken(b_stored, zero):
     return b_stored.to(tl.float32)
 
 
+@triton.jit
+def packed(b_stored):
+    """Values of 16 bits in pairs: what one step of a loop hands to the next would take a register of 32 bits each."""
+    if b_stored.dtype.primitive_bitwidth == 16:
+        b_bits = b_stored.to(tl.uint16, bitcast=True)
+        b_low, b_high = tl.split(tl.reshape(b_bits, [b_bits.numel // 2, 2]))
+        b_stored = b_low.to(tl.uint32) | (b_high.to(tl.uint32) << 16)
+    return b_stored
+
+
+@triton.jit
+def unpacked(b_packed, like):
+    """What was `packed`, of the dtype and shape of `like`."""
+    if like.dtype.primitive_bitwidth == 16:
+        b_low, b_high = (b_packed & 0xFFFF).to(tl.uint16), (b_packed >> 16).to(tl.uint16)
+        b_packed = tl.reshape(tl.join(b_low, b_high), like.shape).to(like.dtype, bitcast=True)
+    return b_packed
+
+
 def patience() -> int:
     """Looks at the word before a program leaves: waiting is of no use in the interpreter."""
     return 1 if interpreting() else PATIENCE

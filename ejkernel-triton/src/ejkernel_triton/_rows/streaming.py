@@ -12,7 +12,7 @@ others left to a program, it finishes at the end.
 import triton
 import triton.language as tl
 
-from ejkernel_triton._rows.meeting import arrive, complete_at, settle, taken, widened
+from ejkernel_triton._rows.meeting import arrive, complete_at, packed, settle, taken, unpacked, widened
 from ejkernel_triton._rows.parts import finish_part, statistics_of_parts, store_part_sums
 
 
@@ -100,7 +100,8 @@ def norm_forward_streaming_parts_kernel(
     i_first = tl.program_id(0) // PARTS
     i_part = tl.program_id(0) % PARTS
     o_width = i_part * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    b_before = tl.zeros([BLOCK], p_x.dtype.element_ty)
+    b_none = tl.zeros([BLOCK], p_x.dtype.element_ty)
+    b_before = packed(b_none)
     patience = PATIENCE + zero
     any_left = zero
     for i_step in tl.range(0, tl.cdiv(rows - i_first, programs), num_stages=STAGES):
@@ -119,16 +120,16 @@ def norm_forward_streaming_parts_kernel(
                         p_sums, items, i_row - programs, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, EPSILON
                     )
                     finish_part(
-                        b_before, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row - programs, i_part, zero,
+                        unpacked(b_before, b_none), p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row - programs, i_part, zero,
                         rows_per_batch, WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
                     )  # fmt: skip
-        b_before = b_stored
+        b_before = packed(b_stored)
     i_last = i_first + (tl.cdiv(rows - i_first, programs) - 1) * programs
     complete, patience = settle(p_words + i_last, i_part, patience, PARTS, PATIENCE)
     if complete:
         b_mean, b_rstd = statistics_of_parts(p_sums, items, i_last, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, EPSILON)
         finish_part(
-            b_before, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_last, i_part, zero, rows_per_batch,
+            unpacked(b_before, b_none), p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_last, i_part, zero, rows_per_batch,
             WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
         )  # fmt: skip
     if any_left != 0:

@@ -9,7 +9,7 @@ rows, then make the gradient of the rows before, which they still hold.
 import triton
 import triton.language as tl
 
-from ejkernel_triton._rows.meeting import arrive, complete_at, settle, taken, widened
+from ejkernel_triton._rows.meeting import arrive, complete_at, packed, settle, taken, unpacked, widened
 
 
 @triton.jit
@@ -185,8 +185,9 @@ def norm_backward_streaming_parts_kernel(
     m_width = o_width < WIDTH
     b_dscale = tl.zeros([BLOCK], tl.float32)
     b_doffset = tl.zeros([BLOCK], tl.float32)
-    b_x_before = tl.zeros([ROWS, BLOCK], p_x.dtype.element_ty)
-    b_grad_before = tl.zeros([ROWS, BLOCK], p_grad.dtype.element_ty)
+    b_none = tl.zeros([ROWS, BLOCK], p_x.dtype.element_ty)
+    b_x_before = packed(b_none)
+    b_grad_before = packed(b_none)
     patience = PATIENCE + zero
     any_left = zero
     for i_step in tl.range(0, steps, num_stages=STAGES):
@@ -220,16 +221,16 @@ def norm_backward_streaming_parts_kernel(
                 complete, patience = settle(p_word + (i_step - 1) * programs, i_part, patience, PARTS, PATIENCE)
                 if complete:
                     finish_part_gradient(
-                        b_x_before, b_grad_before, p_scale, o_scale, p_mean, p_rstd, p_sums, items, i_row - programs * ROWS,
+                        unpacked(b_x_before, b_x), unpacked(b_grad_before, b_grad), p_scale, o_scale, p_mean, p_rstd, p_sums, items, i_row - programs * ROWS,
                         o_rows >= 0, i_part, zero >> 1, p_dx, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, SCALE, SCALE_OFFSET,
                     )  # fmt: skip
-        b_x_before = b_x
-        b_grad_before = b_grad
+        b_x_before = packed(b_x)
+        b_grad_before = packed(b_grad)
     i_local = (i_first + (steps - 1) * programs) * ROWS + o_rows
     complete, patience = settle(p_word + (steps - 1) * programs, i_part, patience, PARTS, PATIENCE)
     if complete:
         finish_part_gradient(
-            b_x_before, b_grad_before, p_scale, o_scale, p_mean, p_rstd, p_sums, items, i_group * rows + i_local,
+            unpacked(b_x_before, b_none), unpacked(b_grad_before, b_none), p_scale, o_scale, p_mean, p_rstd, p_sums, items, i_group * rows + i_local,
             i_local < rows, i_part, zero, p_dx, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, SCALE, SCALE_OFFSET,
         )  # fmt: skip
     if any_left != 0:

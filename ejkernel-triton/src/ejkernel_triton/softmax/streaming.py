@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton._rows.meeting import arrive, complete_at, settle, taken, widened
+from ejkernel_triton._rows.meeting import arrive, complete_at, packed, settle, taken, unpacked, widened
 from ejkernel_triton.softmax.parts import LOWEST, backward_of_part, forward_of_part, part_sums, place_of, sums_of_parts
 
 WEIGHTS = tl.constexpr(32768)
@@ -119,7 +119,8 @@ def softmax_forward_streaming_parts_kernel(
     i_first = tl.program_id(0) // PARTS
     i_part = tl.program_id(0) % PARTS
     steps = tl.cdiv(rows - i_first, programs)
-    b_before = tl.zeros([1, BLOCK], p_x.dtype.element_ty)
+    b_none = tl.zeros([1, BLOCK], p_x.dtype.element_ty)
+    b_before = packed(b_none)
     patience = PATIENCE + zero
     any_left = zero
     for i_step in tl.range(0, steps, num_stages=STAGES):
@@ -137,15 +138,15 @@ def softmax_forward_streaming_parts_kernel(
                 if complete:
                     b_largest, b_inverse = sums_of_parts(p_sums, items, i_row - programs, PARTS, PARTS_BLOCK)
                     o_tile, m_tile, m_part = place_of(i_row - programs, i_part, p_where, middle, inner, WIDTH, BLOCK, WHERE)
-                    b_out = forward_of_part(b_before, m_part, b_largest, b_inverse, zero >> 2, SCALE)
+                    b_out = forward_of_part(unpacked(b_before, b_none), m_part, b_largest, b_inverse, zero >> 2, SCALE)
                     tl.store(p_out + o_tile, b_out.to(p_out.dtype.element_ty), mask=m_tile)
-        b_before = b_stored
+        b_before = packed(b_stored)
     i_last = i_first + (steps - 1) * programs
     complete, patience = settle(p_words + i_last, i_part, patience, PARTS, PATIENCE)
     if complete:
         b_largest, b_inverse = sums_of_parts(p_sums, items, i_last, PARTS, PARTS_BLOCK)
         o_tile, m_tile, m_part = place_of(i_last, i_part, p_where, middle, inner, WIDTH, BLOCK, WHERE)
-        b_out = forward_of_part(b_before, m_part, b_largest, b_inverse, zero, SCALE)
+        b_out = forward_of_part(unpacked(b_before, b_none), m_part, b_largest, b_inverse, zero, SCALE)
         tl.store(p_out + o_tile, b_out.to(p_out.dtype.element_ty), mask=m_tile)
     if any_left != 0:
         tl.debug_barrier()  # one thread stored what all read now
@@ -197,8 +198,9 @@ def softmax_backward_streaming_parts_kernel(
     i_first = tl.program_id(0) // PARTS
     i_part = tl.program_id(0) % PARTS
     steps = tl.cdiv(rows - i_first, programs)
-    b_out_before = tl.zeros([1, BLOCK], p_out.dtype.element_ty)
-    b_grad_before = tl.zeros([1, BLOCK], p_grad.dtype.element_ty)
+    b_none = tl.zeros([1, BLOCK], p_out.dtype.element_ty)
+    b_out_before = packed(b_none)
+    b_grad_before = packed(b_none)
     patience = PATIENCE + zero
     any_left = zero
     for i_step in tl.range(0, steps, num_stages=STAGES):
@@ -219,16 +221,16 @@ def softmax_backward_streaming_parts_kernel(
                 if complete:
                     b_sum = sum_of_products(p_sums, i_row - programs, PARTS, PARTS_BLOCK)
                     o_tile, m_tile, m_part = place_of(i_row - programs, i_part, p_where, middle, inner, WIDTH, BLOCK, 0)
-                    b_dx = backward_of_part(b_out_before, b_grad_before, b_sum, zero, SCALE)
+                    b_dx = backward_of_part(unpacked(b_out_before, b_none), unpacked(b_grad_before, b_none), b_sum, zero, SCALE)
                     tl.store(p_dx + o_tile, b_dx.to(p_dx.dtype.element_ty), mask=m_tile)
-        b_out_before = b_out
-        b_grad_before = b_grad
+        b_out_before = packed(b_out)
+        b_grad_before = packed(b_grad)
     i_last = i_first + (steps - 1) * programs
     complete, patience = settle(p_words + i_last, i_part, patience, PARTS, PATIENCE)
     if complete:
         b_sum = sum_of_products(p_sums, i_last, PARTS, PARTS_BLOCK)
         o_tile, m_tile, m_part = place_of(i_last, i_part, p_where, middle, inner, WIDTH, BLOCK, 0)
-        b_dx = backward_of_part(b_out_before, b_grad_before, b_sum, zero, SCALE)
+        b_dx = backward_of_part(unpacked(b_out_before, b_none), unpacked(b_grad_before, b_none), b_sum, zero, SCALE)
         tl.store(p_dx + o_tile, b_dx.to(p_dx.dtype.element_ty), mask=m_tile)
     if any_left != 0:
         tl.debug_barrier()  # one thread stored what all read now
