@@ -23,12 +23,12 @@ def add_pairs(a, b, other_a, other_b):
 
 
 @triton.jit
-def row_sums(b_weighted, b_normalised, AXIS: tl.constexpr, CENTRED: tl.constexpr):
-    """Over the axis of columns, of `weighted * normalised`, and of `weighted` if rows are centred: together, since registers would
-    hold the values of the second sum while the program waits for the first."""
+def sums_of_rows(b_weighted, b_normalised, CENTRED: tl.constexpr):
+    """[ROWS] of `weighted * normalised`, and of `weighted` if rows are centred: together, since registers would hold the values of
+    the second sum while the program waits for the first."""
     if CENTRED:
-        return tl.reduce((b_weighted * b_normalised, b_weighted), AXIS, add_pairs)
-    b_sum = tl.sum(b_weighted * b_normalised, axis=AXIS)
+        return tl.reduce((b_weighted * b_normalised, b_weighted), 1, add_pairs)
+    b_sum = tl.sum(b_weighted * b_normalised, axis=1)
     return b_sum, b_sum
 
 
@@ -78,9 +78,8 @@ def norm_backward_streaming_kernel(
                 b_doffset += b_weighted
             if SCALE != 0:
                 b_weighted *= scale_of(p_scale, o_scale, o_width, m_width, SCALE_OFFSET)
-            b_product, b_sum = row_sums(b_weighted, b_normalised, 0, CENTRED)
-            b_product /= WIDTH
-            b_shift = b_sum / WIDTH if CENTRED else 0.0
+            b_product = tl.sum(b_weighted * b_normalised) / WIDTH
+            b_shift = tl.sum(b_weighted) / WIDTH if CENTRED else 0.0
             b_normalised = (widened(b_x, zero >> 1) - b_mean) * b_rstd
             b_weighted = widened(b_grad, zero >> 1)
             if SCALE != 0:
@@ -210,7 +209,7 @@ def norm_backward_streaming_parts_kernel(
             if SCALE != 0:
                 b_weighted *= scale_of(p_scale, o_scale, o_width, m_width, SCALE_OFFSET)[None, :]
             p_sum = p_sums + i_row * PARTS + i_part
-            b_product, b_sum = row_sums(b_weighted, b_normalised, 1, CENTRED)  # [ROWS]
+            b_product, b_sum = sums_of_rows(b_weighted, b_normalised, CENTRED)  # [ROWS]
             tl.store(p_sum, b_product, mask=m_row)
             if CENTRED:
                 tl.store(p_sum + items, b_sum, mask=m_row)
