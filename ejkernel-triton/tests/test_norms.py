@@ -297,7 +297,9 @@ def test_search_spaces_are_small_and_have_what_was_fastest(norm, dtype):
                 assert len(found) == len(set(found)) <= 40, (shape, target, len(found))
         if dtype == "bfloat16" and shape in FORWARD_WINNERS:
             assert {config.ForwardConfig(*fields) for fields in FORWARD_WINNERS[shape]} <= {*config.forward_space(call, H200)}
-            assert {config.BackwardConfig(*fields) for fields in BACKWARD_WINNERS[shape]} <= {*config.backward_space(call, H200)}
+            assert {config.BackwardConfig(*fields) for fields in BACKWARD_WINNERS[shape]} <= {
+                *config.backward_space(call, H200)
+            }
 
 
 def loss_of(norm):

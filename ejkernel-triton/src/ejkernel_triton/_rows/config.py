@@ -30,8 +30,8 @@ _WIDE = 16384
 _HELD = 128 * 1024
 """Bytes of the registers of a multiprocessor that rows may take while they wait."""
 
-_WARPS_AT_ONCE = {2: 12, 4: 16}
-"""Of forward programs that share rows, by bytes of an element: what the registers of a multiprocessor hold."""
+WARPS_AT_ONCE = 12
+"""Of programs that share rows, with 64 elements per thread: what the registers of a multiprocessor hold."""
 
 SHARED_MEMORY = 96 * 1024
 """What a block gets on every supported device."""
@@ -113,8 +113,7 @@ def tiles(width: int, elements_per_thread: Sequence[int]) -> list[tuple[int, int
     return [
         (rows, warps)
         for rows, warps in itertools.product(sorted(sizes), _WARPS)
-        if rows * width // (32 * warps) in elements_per_thread
-        or (warps == 1 and rows * width < 32 * min(elements_per_thread))
+        if rows * width // (32 * warps) in elements_per_thread or (warps == 1 and rows * width < 32 * min(elements_per_thread))
     ]
 
 
@@ -185,22 +184,22 @@ def streams(stages: int, tile_bytes: int, target: Target) -> bool:
     return (stages - 1) * tile_bytes + 2048 <= shared_memory_limit(target)
 
 
-def streaming_parts_configs(width: int, size: int, target: Target, most_warps: int) -> list[ForwardConfig]:
-    """Configs of a search space whose programs stay and share rows; `most_warps` run at once on a multiprocessor."""
-    return [
-        ForwardConfig(1, warps, block, stages, True, max(1, _programs(target, warps, most_warps) // -(-width // block)))
-        for (block, warps), stages in itertools.product(((8192, 4), (16384, 8), (32768, 16), (8192, 8), (16384, 16)), (2, 3))
-        if width > _WIDE and 2 * block <= width <= MOST_PARTS * block and thread_fits(block, warps, 128 // size)
-        if streams(stages, max(1, 16 // warps) * block * size, target)
-    ]
+def streaming_parts_configs(columns: int, size: int, target: Target, most_warps: int) -> list[ForwardConfig]:
+    """Configs of a search space whose programs stay and share rows; `most_warps` with 64 elements per thread run at once."""
+    found = []
+    for (block, warps), stages in itertools.product(((8192, 4), (16384, 8), (32768, 16), (8192, 8), (16384, 16)), (2, 3)):
+        at_once = most_warps if block > 32 * 32 * warps else 16
+        legal = columns > _WIDE and 2 * block <= columns <= MOST_PARTS * block and thread_fits(block, warps, 128 // size)
+        if legal and streams(stages, max(1, at_once // warps) * block * size, target):
+            programs = max(1, _programs(target, warps, at_once) // -(-columns // block))
+            found.append(ForwardConfig(1, warps, block, stages, True, programs))
+    return found
 
 
-def streaming_parts_config(
-    width: int, rows: int, size: int, target: Target, most_warps: int
-) -> ForwardConfig | None:
+def streaming_parts_config(columns: int, rows: int, size: int, target: Target, most_warps: int) -> ForwardConfig | None:
     """Of a heuristic; None where programs could not all run at once, would have no next part, or no room for it."""
     least = 16384 // size
-    for found in streaming_parts_configs(width, size, target, most_warps):
+    for found in streaming_parts_configs(columns, size, target, most_warps):
         if multiprocessors(target) and found.block >= least and found.num_stages == 3 and rows >= 4 * found.programs:
             return found
     return None
@@ -218,7 +217,8 @@ def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
         return held_forward(width)
     found = streaming_config(width, rows, size, target)
     if found is None and width > WIDEST_FORWARD:
-        found = streaming_parts_config(width, rows, size, target, _WARPS_AT_ONCE[size]) or sharing_config(width, size)
+        sharing = streaming_parts_config(call.x.shape[-1], rows, size, target, WARPS_AT_ONCE)
+        found = sharing or sharing_config(width, size)
     return found or (held_forward(width) if width <= WIDEST_FORWARD else ForwardConfig(1, 16, 4096))
 
 
@@ -230,7 +230,7 @@ def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
         *walking_configs(width, size),
         *sharing_configs(width, size),
         *streaming_configs(width, size, target),
-        *streaming_parts_configs(width, size, target, _WARPS_AT_ONCE[size]),
+        *streaming_parts_configs(call.x.shape[-1], size, target, WARPS_AT_ONCE),
     )
 
 
@@ -254,11 +254,10 @@ def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
 
 def _streaming_backward(call: NormCall, target: Target) -> BackwardConfig | None:
     """Programs that hold a row, or share one; None where they could not all run at once, or would have nothing in flight."""
-    width, rows = padded_width(call), rows_of(call.x)
-    held = [choice for choice in _streaming_backward_configs(call, target) if not choice.block]
-    shared = [choice for choice in _streaming_backward_configs(call, target) if choice.block and choice.num_warps == 16]
-    for choice in (*(held if rows >= 264 else ()), *(shared if multiprocessors(target) else ())):
-        if choice.num_warps == 16 and (rows // choice.rows >= 2 * choice.programs):
+    rows = rows_of(call.x)
+    for choice in _streaming_backward_configs(call, target):
+        at_once = multiprocessors(target) or not choice.block
+        if choice.num_warps == 16 and rows // choice.rows >= 2 * choice.programs and at_once:
             return choice
     return None
 
@@ -273,7 +272,7 @@ def _streaming_backward_configs(call: NormCall, target: Target) -> list[Backward
         if width // (32 * warps) >= 8 and streams(stages, _tile_bytes(call, width), target)
     ]
     parts = [
-        BackwardConfig(rows, warps, max(1, _programs(target, 32, 32) // -(-width // block)), stages, block, True)
+        BackwardConfig(rows, warps, max(1, _programs(target, 32, 32) // -(-call.x.shape[-1] // block)), stages, block, True)
         for elements, warps in ((32768 // size, 16), (16384 // size, 16), (32768 // size, 8))
         for block, stages in itertools.product((4096, 8192, 2048), (3, 2))
         if (rows := elements // block) and width > WIDEST_BACKWARD and 2 * block <= width <= MOST_PARTS * block

@@ -10,7 +10,7 @@ needs; a second one then works on tiles of some columns, the last rows first, wh
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
-# ruff: noqa: SIM102 - static and dynamic conditions stay apart
+
 import math
 from typing import Any
 

@@ -120,8 +120,8 @@ def norm_forward_streaming_parts_kernel(
                         p_sums, items, i_row - programs, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, EPSILON
                     )
                     finish_part(
-                        unpacked(b_before, b_none), p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row - programs, i_part, zero,
-                        rows_per_batch, WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
+                        unpacked(b_before, b_none), p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row - programs,
+                        i_part, zero, rows_per_batch, WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
                     )  # fmt: skip
         b_before = packed(b_stored)
     i_last = i_first + (tl.cdiv(rows - i_first, programs) - 1) * programs
@@ -129,8 +129,8 @@ def norm_forward_streaming_parts_kernel(
     if complete:
         b_mean, b_rstd = statistics_of_parts(p_sums, items, i_last, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, EPSILON)
         finish_part(
-            unpacked(b_before, b_none), p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_last, i_part, zero, rows_per_batch,
-            WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
+            unpacked(b_before, b_none), p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_last, i_part, zero,
+            rows_per_batch, WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
         )  # fmt: skip
     if any_left != 0:
         tl.debug_barrier()  # one thread stored what all read now

@@ -220,8 +220,9 @@ def norm_backward_streaming_parts_kernel(
                 complete, patience = settle(p_word + (i_step - 1) * programs, i_part, patience, PARTS, PATIENCE)
                 if complete:
                     finish_part_gradient(
-                        unpacked(b_x_before, b_x), unpacked(b_grad_before, b_grad), p_scale, o_scale, p_mean, p_rstd, p_sums, items, i_row - programs * ROWS,
-                        o_rows >= 0, i_part, zero >> 1, p_dx, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, SCALE, SCALE_OFFSET,
+                        unpacked(b_x_before, b_none), unpacked(b_grad_before, b_none), p_scale, o_scale, p_mean, p_rstd,
+                        p_sums, items, i_row - programs * ROWS, o_rows >= 0, i_part, zero >> 1, p_dx,
+                        WIDTH, BLOCK, PARTS_BLOCK, CENTRED, SCALE, SCALE_OFFSET,
                     )  # fmt: skip
         b_x_before = packed(b_x)
         b_grad_before = packed(b_grad)
@@ -229,8 +230,8 @@ def norm_backward_streaming_parts_kernel(
     complete, patience = settle(p_word + (steps - 1) * programs, i_part, patience, PARTS, PATIENCE)
     if complete:
         finish_part_gradient(
-            unpacked(b_x_before, b_none), unpacked(b_grad_before, b_none), p_scale, o_scale, p_mean, p_rstd, p_sums, items, i_group * rows + i_local,
-            i_local < rows, i_part, zero, p_dx, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, SCALE, SCALE_OFFSET,
+            unpacked(b_x_before, b_none), unpacked(b_grad_before, b_none), p_scale, o_scale, p_mean, p_rstd, p_sums, items,
+            i_group * rows + i_local, i_local < rows, i_part, zero, p_dx, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, SCALE, SCALE_OFFSET,
         )  # fmt: skip
     if any_left != 0:
         tl.debug_barrier()  # one thread stored what all read now

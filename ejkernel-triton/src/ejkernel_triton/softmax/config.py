@@ -31,16 +31,18 @@ WIDEST_BACKWARD = {2: 32768, 4: 16384}
 
 
 _WARPS_AT_ONCE = {1: 16, 2: 12}
-"""Of programs that stay and share rows, by arrays that are read: what the registers of a multiprocessor hold."""
+"""As `_rows.config.WARPS_AT_ONCE`, by arrays that are read."""
 
 
 def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
     width = power_of_two(call.x.shape[-1])
     if width <= 16384:
         return held_forward(width)
-    found = streaming_config(width, rows_of(call.x), itemsize(call.x), target)
+    size, rows = itemsize(call.x), rows_of(call.x)
+    found = streaming_config(width, rows, size, target)
     if found is None and width > WIDEST_FORWARD:
-        found = _sharing(call, width, target, 1) or Config(1, 4, 4096, 3)
+        sharing = streaming_parts_config(call.x.shape[-1], rows, size, target, _WARPS_AT_ONCE[1])
+        found = sharing or sharing_config(width, size) or Config(1, 4, 4096, 3)
     return found or held_forward(width)
 
 
@@ -50,12 +52,6 @@ def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
         return sharing_config(width, itemsize(call.x)) or Config(1, 16, 8192)
     rows = max(1, min(512, 2048 // width))
     return Config(rows, warps_for(width * rows, 16))
-
-
-def _sharing(call: SoftmaxCall, width: int, target: Target, arrays: int) -> Config | None:
-    size = itemsize(call.x)
-    staying = streaming_parts_config(width, rows_of(call.x), size, target, _WARPS_AT_ONCE[arrays])
-    return staying or sharing_config(width, size)
 
 
 def forward_space(call: SoftmaxCall, target: Target) -> list[Config]:
@@ -76,7 +72,7 @@ def _space(call: SoftmaxCall, target: Target, heuristic: Config, widest: int, ar
         *walking_configs(width, arrays * size),
         *sharing_configs(width, size),
         *streaming_configs(width, read, target),
-        *(choice for choice in streaming_parts_configs(width, size, target, _WARPS_AT_ONCE[arrays])),
+        *streaming_parts_configs(call.x.shape[-1], size, target, _WARPS_AT_ONCE[arrays]),
     )
 
 

@@ -316,7 +316,9 @@ def _call(kernels: _Kernels, arrays: tuple[Any, ...], call: SoftmaxCall, inputs:
     tile = {"BLOCK": power_of_two(width), **constants}
     if programs:
         tile = {"STAGES": config.num_stages, **tile}
-        return call_kernel(kernels.streaming, (*arrays, rows, programs, *repetition, *unknown), result, grid=programs, **tile)[0]
+        return call_kernel(kernels.streaming, (*arrays, rows, programs, *repetition, *unknown), result, grid=programs, **tile)[
+            0
+        ]
     grid = -(-rows // config.rows)
     return call_kernel(kernels.held, (*arrays, rows, *repetition), result, grid=grid, ROWS=config.rows, **tile)[0]
 
