@@ -184,13 +184,18 @@ def streams(stages: int, tile_bytes: int, target: Target) -> bool:
     return (stages - 1) * tile_bytes + 2048 <= shared_memory_limit(target)
 
 
-def streaming_parts_configs(columns: int, size: int, target: Target, most_warps: int) -> list[ForwardConfig]:
-    """Configs of a search space whose programs stay and share rows; `most_warps` with 64 elements per thread run at once."""
+def streaming_parts_configs(columns: int, size: int, target: Target, most_warps: int, arrays: int = 1) -> list[ForwardConfig]:
+    """Configs of a search space whose programs stay and share rows of each of so many arrays; `most_warps` with 64 elements per
+    thread run at once."""
     found = []
     for (block, warps), stages in itertools.product(((8192, 4), (16384, 8), (32768, 16), (8192, 8), (16384, 16)), (2, 3)):
-        at_once = most_warps if block > 32 * 32 * warps else 16
+        many = block > 32 * 32 * warps
+        at_once = most_warps if many else 16
         legal = columns > _WIDE and 2 * block <= columns <= MOST_PARTS * block and thread_fits(block, warps, 128 // size)
-        if legal and streams(stages, max(1, at_once // warps) * block * size, target):
+        legal &= not (
+            many and warps == 16 and arrays > 1
+        )  # 128 registers hold 64 elements, and those of the row before, of one
+        if legal and streams(stages, max(1, at_once // warps) * block * size * arrays, target):
             programs = max(1, _programs(target, warps, at_once) // -(-columns // block))
             found.append(ForwardConfig(1, warps, block, stages, True, programs))
     return found

@@ -72,7 +72,7 @@ def _space(call: SoftmaxCall, target: Target, heuristic: Config, widest: int, ar
         *walking_configs(width, arrays * size),
         *sharing_configs(width, size),
         *streaming_configs(width, read, target),
-        *streaming_parts_configs(call.x.shape[-1], size, target, _WARPS_AT_ONCE[arrays]),
+        *streaming_parts_configs(call.x.shape[-1], size, target, _WARPS_AT_ONCE[arrays], arrays),
     )
 
 
