@@ -2,7 +2,8 @@
 
 A program holds whole rows in registers, so that every array passes memory once. Rows too wide for that are shared by programs
 that meet (`meeting`), or walked over twice by one program, the second time backwards, so that it begins with what the cache still
-holds. Statistics and sums are float32.
+holds. Programs that stay for many wide rows (`streaming`, `streaming_backward`) have the next ones on their way meanwhile.
+Statistics and sums are float32.
 
 In backward each program walks over its tiles in a fixed order and writes one partial sum of the parameters' gradients; a last
 small sum adds the programs up, without atomics. For wide rows one kernel makes the two sums of every row that the gradient of x

@@ -5,6 +5,12 @@ its part from everybody's sums, added up in the order of parts. Nobody has to be
 the last one to arrive, which finds everything that it needs, finishes the parts that were left. One word per row holds both
 counts, so that a program either sees that all have arrived, or is seen to have left. In the interpreter, where one program runs
 after the other, all but the last leave.
+
+A program that has one row calls `meet`. One that walks over rows calls `arrive`, and `settle` for the row before, for which it
+seldom waits; what was left to it, it finishes after its last row. Neither waits without end, in whatever order programs run.
+
+The other functions here keep the values of such programs in few registers, and Triton's pipeliner from changing their order: it
+moves what does not depend on loaded values before what does, and knows nothing of what programs tell each other through memory.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false

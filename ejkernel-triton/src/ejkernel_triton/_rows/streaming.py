@@ -2,10 +2,10 @@
 
 A program that first reads, then sums up, then writes leaves memory idle in between, and few programs of wide rows find room on a
 multiprocessor. Here the next row is asked for before the current one is summed up: it waits in registers, in the width in which it
-is stored (`STAGES` 1), or in shared memory.
+is stored (`STAGES` 1), or in shared memory, which then has `STAGES` - 1 of them.
 
-Programs that share rows arrive at a row (`meeting`), then finish the row before, at which the others have arrived meanwhile. What
-others left to a program, it finishes at the end.
+Programs that share rows arrive at a row, then finish the row before, at which the others have arrived meanwhile. What others left
+to a program, it finishes at the end (`meeting`).
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
