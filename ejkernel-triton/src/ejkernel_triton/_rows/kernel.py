@@ -325,7 +325,6 @@ def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, c
     if not x.size:
         rstd = jnp.full(shape[:-1], call.epsilon**-0.5 if call.epsilon else jnp.inf, jnp.float32)
         return x, jnp.zeros_like(rstd) if save and centred else None, rstd if save else None
-    rows = math.prod(shape[:-1])
     absent = ((1,), jnp.float32)
     statistic = (shape[:-1], jnp.float32)
     arrays = (x, x if scale is None else scale, x if offset is None else offset)
@@ -334,43 +333,41 @@ def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, c
         "EPSILON": call.epsilon, "SCALE_OFFSET": call.scale_offset, "num_warps": config.num_warps,
     }  # fmt: skip
     results = ((shape, x.dtype), statistic if save and centred else absent, statistic if save else absent)
-    programs = min(config.programs, rows)
-    if config.meet:
-        parts = parts_of(shape[-1], config.block)
-        met = {"PARTS_BLOCK": power_of_two(parts), "PATIENCE": patience(), "BLOCK": config.block, **constants}
-        sums = (((rows,), jnp.int32), ((1 + centred, rows * parts), jnp.float32))
-        if programs:
-            found = call_kernel(
-                norm_forward_streaming_parts_kernel,
-                (*arrays, words_of(rows), rows, programs, rows * parts, rows // shape[0], UNKNOWN_ZERO),
-                (*results, *sums, ((rows * parts,), jnp.int32)),
-                grid=programs * parts,
-                input_output_aliases={3: 3},
-                STAGES=config.num_stages,
-                **met,
-            )
-        else:
-            found = call_kernel(
-                norm_forward_meeting_kernel,
-                (*arrays, words_of(rows), rows * parts, rows // shape[0]),
-                (*results, *sums),
-                grid=rows * parts,
-                input_output_aliases={3: 3},
-                **met,
-            )
-    elif config.block:
-        walking = {"BLOCK": config.block, "STAGES": config.num_stages, **constants}
-        found = call_kernel(norm_forward_walking_kernel, (*arrays, rows // shape[0]), results, grid=rows, **walking)
-    elif programs:
-        streaming = {"BLOCK": padded_width(call), "STAGES": config.num_stages, **constants}
-        given = (*arrays, rows, programs, rows // shape[0], UNKNOWN_ZERO)
-        found = call_kernel(norm_forward_streaming_kernel, given, results, grid=programs, **streaming)
-    else:
-        held = {"BLOCK": padded_width(call), "ROWS": config.rows, **constants}
-        grid = cdiv(rows, config.rows)
-        found = call_kernel(norm_forward_kernel, (*arrays, rows, rows // shape[0]), results, grid=grid, **held)
-    out, mean, rstd, *_ = found
+    out, mean, rstd, *_ = _launch_forward(arrays, results, shape, config, constants)
     return out, mean if save and centred else None, rstd if save else None
+
+
+def _launch_forward(arrays: Any, results: Any, shape: Any, config: ForwardConfig, constants: dict[str, Any]) -> list[Any]:
+    """The results, and what programs that share rows need."""
+    rows, width = math.prod(shape[:-1]), shape[-1]
+    programs, repetition = min(config.programs, rows), rows // shape[0]
+    staying = (rows, programs) if programs else ()
+    unknown = (UNKNOWN_ZERO,) if programs else ()
+    if config.meet:
+        parts = parts_of(width, config.block)
+        left = (((rows * parts,), jnp.int32),) if programs else ()
+        return call_kernel(
+            norm_forward_streaming_parts_kernel if programs else norm_forward_meeting_kernel,
+            (*arrays, words_of(rows), *staying, rows * parts, repetition, *unknown),
+            (*results, ((rows,), jnp.int32), ((1 + constants["CENTRED"], rows * parts), jnp.float32), *left),
+            grid=(programs or rows) * parts,
+            input_output_aliases={len(arrays): len(results)},
+            BLOCK=config.block,
+            PARTS_BLOCK=power_of_two(parts),
+            PATIENCE=patience(),
+            **({"STAGES": config.num_stages} if programs else {}),
+            **constants,
+        )
+    if config.block:
+        walking = {"BLOCK": config.block, "STAGES": config.num_stages, **constants}
+        return call_kernel(norm_forward_walking_kernel, (*arrays, repetition), results, grid=rows, **walking)
+    tile = {"BLOCK": power_of_two(width), **constants}
+    if programs:
+        given = (*arrays, *staying, repetition, *unknown)
+        tile = {"STAGES": config.num_stages, **tile}
+        return call_kernel(norm_forward_streaming_kernel, given, results, grid=programs, **tile)
+    grid = cdiv(rows, config.rows)
+    return call_kernel(norm_forward_kernel, (*arrays, rows, repetition), results, grid=grid, ROWS=config.rows, **tile)
 
 
 def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad: Any, config: BackwardConfig) -> NormInputs:
@@ -389,25 +386,26 @@ def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad
     arrays = (x, x if scale is None else scale, rstd if mean is None else mean, rstd, grad)
     constants = {
         "WIDTH": width, "BLOCK": config.block or padded_width(call), "CENTRED": mean is not None, "SCALE": storage(scale),
-        "OFFSET": offset is not None, "SCALE_OFFSET": call.scale_offset, "STAGES": config.num_stages,
-        "num_warps": config.num_warps,
+        "SCALE_OFFSET": call.scale_offset, "STAGES": config.num_stages, "num_warps": config.num_warps,
     }  # fmt: skip
     partial = ((groups, programs, width), jnp.float32)
     absent = ((1,), jnp.float32)
     results = ((x.shape, x.dtype), absent if scale is None else partial, absent if offset is None else partial)
     if config.stream:
+        constants["OFFSET"] = offset is not None
         d_x, d_scale, d_offset = _streaming_backward(arrays, results, groups, rows, programs, config, constants)
         return NormInputs(d_x, _sum_of_partials(d_scale, scale), _sum_of_partials(d_offset, offset))
     means = (rstd, rstd)
     if config.block:
         sums = (((groups * rows,), jnp.float32),) * 2
-        means = call_kernel(norm_row_means_kernel, (*arrays, rows), sums, grid=groups * rows, **_without(constants, "OFFSET"))
+        means = call_kernel(norm_row_means_kernel, (*arrays, rows), sums, grid=groups * rows, **constants)
     d_x, d_scale, d_offset = call_kernel(
         norm_backward_kernel,
         (*arrays, *means, rows, programs),
         results,
         grid=groups * programs * cdiv(width, constants["BLOCK"]),
         ROWS=config.rows,
+        OFFSET=offset is not None,
         SPLIT=config.block != 0,
         **constants,
     )
@@ -435,10 +433,6 @@ def _streaming_backward(
         PATIENCE=patience(),
         **constants,
     )[: len(results)]
-
-
-def _without(constants: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in constants.items() if key != name}
 
 
 def _sum_of_partials(partials: Any, parameter: Any) -> Any:
