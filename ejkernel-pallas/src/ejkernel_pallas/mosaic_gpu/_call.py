@@ -106,7 +106,7 @@ def call_kernel(
     varying = getattr(jax.typeof(like), "manual_axis_type", None)
     options: dict[str, Any] = {"approx_math": True, "reduction_scratch_bytes": 0, **compiler}
     kinds: dict[str, Any] = {} if varying is None else {"manual_axis_type": varying}
-    clusters = {} if cluster is None else {"cluster": tuple(cluster.values()), "cluster_names": tuple(cluster)}
+    clusters: dict[str, Any] = {} if cluster is None else {"cluster": tuple(cluster.values()), "cluster_names": tuple(cluster)}
     return plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(shape, dtype, **kinds) for shape, dtype in results],

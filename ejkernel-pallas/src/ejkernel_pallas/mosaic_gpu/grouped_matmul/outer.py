@@ -253,7 +253,7 @@ def _consume(
 
         return values, done
 
-    values, done = pl.run_scoped(multiply, plgpu.ACC((own, tile.block_n)))
+    values, done = pl.run_scoped(multiply, plgpu.ACC((own, tile.block_n)))  # pyright: ignore[reportPrivateImportUsage]
     width = chunk_width(outer.dtype)
     rows = pl.ds(pl.multiple_of(unit.row + warpgroup * own, own), own)
     for i in range(tile.block_n // width):

@@ -217,7 +217,7 @@ def _consume(
         jax.lax.fori_loop(0, steps, add, None)
         return sums[...]
 
-    values = pl.run_scoped(multiply, plgpu.ACC((tile.own_rows, tile.own_columns)))
+    values = pl.run_scoped(multiply, plgpu.ACC((tile.own_rows, tile.own_columns)))  # pyright: ignore[reportPrivateImportUsage]
 
     @when(steps > 0)
     def _release_last() -> None:
@@ -369,4 +369,4 @@ def swizzled(shape: tuple[int, ...], dtype: Any, height: int = schedule.UNIT) ->
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     width = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((height, width)), plgpu.SwizzleTransform(128)))
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((height, width)), plgpu.SwizzleTransform(128)))  # pyright: ignore[reportAbstractUsage]
