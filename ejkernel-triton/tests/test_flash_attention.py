@@ -14,12 +14,12 @@ from ejkernel._arrays import ArraySpec
 from ejkernel.operations.flash_attention import reference
 from ejkernel.operations.flash_attention.cases import CASES
 from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionInputs, FlashAttentionOutputs
+from ejkernel.operations.flash_attention.ranges import tile_ranges
 from ejkernel.plugin import Target
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.flash_attention import capability, config, rules
 from ejkernel_triton.flash_attention.parts import in_parts
-from ejkernel_triton.flash_attention.ranges import ranges
 from ejkernel_triton.flash_attention.rules import rules_of
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
@@ -204,10 +204,10 @@ def test_ranges_of_packed_segments():
     segments = jnp.asarray(np.concatenate([np.zeros(32), np.ones(16), np.full(14, 2), np.full(2, -1)]), jnp.int32)[None]
     arrays = {name: jnp.zeros((1, 64, 1, 16)) for name in ("query", "key", "value")}
     call, inputs = canonical({**arrays, "query_segments": segments, "key_segments": segments})
-    found = np.asarray(ranges(call, inputs, 16, 16, by_key=False))
+    found = 16 * np.asarray(tile_ranges(call, inputs, 16, 16, by_key=False))
     np.testing.assert_array_equal(found, [[[0, 0, 32, 32], [0, 0, 32, 32], [32, 32, 48, 48], [48, 48, 48, 64]]])
     call, inputs = canonical({**arrays, "query_segments": segments, "key_segments": segments}, {"causal": True})
-    found = np.asarray(ranges(call, inputs, 16, 16, by_key=True))
+    found = 16 * np.asarray(tile_ranges(call, inputs, 16, 16, by_key=True))
     np.testing.assert_array_equal(found, [[[0, 16, 32, 32], [16, 16, 16, 32], [32, 32, 32, 48], [48, 48, 48, 64]]])
 
 

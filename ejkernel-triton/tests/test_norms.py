@@ -14,6 +14,8 @@ import pytest
 import ejkernel
 from ejkernel._arrays import ArraySpec
 from ejkernel.plugin import Target
+from ejkernel_triton._ahead_of_time import TOLERATED
+from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._rows import capability, config
 from ejkernel_triton._versions import version_problem
 
@@ -31,6 +33,15 @@ WALKING = (
     config.BackwardConfig(rows=2, num_warps=1, programs=3, num_stages=1, block=32),
 )
 MEETING = config.ForwardConfig(rows=1, num_warps=1, block=32, meet=True), HELD[1]
+STREAMING = (
+    config.ForwardConfig(rows=1, num_warps=1, num_stages=2, programs=5),
+    config.BackwardConfig(rows=1, num_warps=1, programs=3, num_stages=2, stream=True),
+)
+STREAMING_PARTS = (
+    config.ForwardConfig(rows=1, num_warps=1, block=32, num_stages=2, meet=True, programs=4),
+    config.BackwardConfig(rows=2, num_warps=1, programs=3, num_stages=2, block=32, stream=True),
+)
+KINDS = {"held": HELD, "walking": WALKING, "meeting": MEETING, "streaming": STREAMING, "sharing": STREAMING_PARTS}
 
 
 class Norm:
@@ -99,12 +110,13 @@ PROBLEMS = [
 
 
 TRIED = [(kind, *problem) for kind in ("held", "walking") for problem in PROBLEMS]
-TRIED += [("meeting", *PROBLEMS[index]) for index in (0, 2, 6, 8)]
+TRIED += [(kind, *PROBLEMS[index]) for kind in ("meeting", "streaming", "sharing") for index in (0, 2, 6)]
+TRIED += [(kind, *PROBLEMS[index]) for kind in ("streaming", "sharing") for index in (1, 5, 9)] + [("meeting", *PROBLEMS[8])]
 
 
 @pytest.mark.parametrize(("kind", "arguments", "options"), TRIED)
 def test_numbers_in_the_interpreter(norm, interpreted, kind, arguments, options):
-    configs = {"held": HELD, "walking": WALKING, "meeting": MEETING}[kind]
+    configs = KINDS[kind]
     call, inputs, cotangents = norm.problem(*arguments, **options)
     if call.x.shape[-1] > 4000 and configs is not HELD:
         configs = tuple(dataclasses.replace(choice, block=choice.block and 1024) for choice in configs)
@@ -132,18 +144,20 @@ def test_every_config_gives_the_same_numbers(norm, interpreted, shape):
     exact = norm.reference.forward(call, wide(inputs))
     wanted = norm.reference.backward(call, wide(inputs), exact, wide(cotangents))
     walking = [config.ForwardConfig(1, 1, block, stages) for block in (8, 64, 512) for stages in (1, 2)]
-    shared = [config.ForwardConfig(1, 1, block, 1, True) for block in (32, 128, 512)]
-    for choice in [*{choice.rows: choice for choice in config.forward_space(call, H200)}.values(), *walking, *shared]:
+    shared = [config.ForwardConfig(1, 1, block, 1, True, programs) for block in (32, 128, 512) for programs in (0, 2)]
+    stay = [config.ForwardConfig(1, 1, 0, stages, False, programs) for stages, programs in ((1, 2), (2, 1), (3, 100))]
+    for choice in [*{choice.rows: choice for choice in config.forward_space(call, H200)}.values(), *walking, *shared, *stay]:
         outputs = norm.kernel.forward(call, inputs, choice)
         assert relative_error(outputs.out, exact.out) < 2e-5, choice
     split = [config.BackwardConfig(rows, 1, programs, 1, 64) for rows in (1, 4) for programs in (1, 7)]
+    split += [config.BackwardConfig(*c, 1, block, True) for c, block in (((1, 1, 2), 0), ((1, 1, 1), 64), ((2, 1, 100), 128))]
     for choice in [*{(c.rows, c.programs): c for c in config.backward_space(call, H200)}.values(), *split]:
         got = norm.kernel.backward(call, inputs, outputs, cotangents, choice)
         assert relative_error(got.x, wanted.x) < 2e-5, choice
         assert relative_error(got.scale, wanted.scale) < 2e-5, choice
 
 
-@pytest.mark.parametrize("choice", [HELD[0], WALKING[0], MEETING[0]], ids=["held", "walking", "meeting"])
+@pytest.mark.parametrize("choice", [kind[0] for kind in KINDS.values()], ids=KINDS)
 def test_rows_far_from_zero_keep_their_variance(interpreted, choice):
     norm = Norm("layer_norm")
     call, inputs, _ = norm.problem((3, 333), shift=1000.0, seed=4)
@@ -155,7 +169,7 @@ def test_rows_far_from_zero_keep_their_variance(interpreted, choice):
 def test_forward_without_residuals_leaves_statistics_alone(norm, interpreted):
     call, inputs, _ = norm.problem((3, 16))
     call = dataclasses.replace(call, save_residuals=False)
-    for choice in (config.forward_heuristic(call, H200), WALKING[0], MEETING[0]):
+    for choice in (config.forward_heuristic(call, H200), *(kind[0] for kind in KINDS.values())):
         outputs = norm.kernel.forward(call, inputs, choice)
         assert [getattr(outputs, name) for name in norm.operation.statistics] == [None] * len(norm.operation.statistics)
 
@@ -173,22 +187,41 @@ def test_no_rows_or_no_columns(norm, shape):
 
 HELD_KERNELS = ["norm_forward_kernel", "norm_backward_kernel"]
 SPLIT_KERNELS = ["norm_row_means_kernel", "norm_backward_kernel"]
-HELD_FORWARD = ["norm_forward_kernel", *SPLIT_KERNELS]
-SHARED_FORWARD = ["norm_forward_meeting_kernel", *SPLIT_KERNELS]
-WALKING_FORWARD = ["norm_forward_walking_kernel", *SPLIT_KERNELS]
+STREAMING_BACKWARD = "norm_backward_streaming_kernel"
+SHARING_BACKWARD = "norm_backward_streaming_parts_kernel"
 
 
 COMPILED = [
-    ((64, 16384), "bfloat16", HELD_FORWARD),
+    ((8192, 16384), "bfloat16", ["norm_forward_kernel", STREAMING_BACKWARD]),
+    ((2048, 32768), "bfloat16", ["norm_forward_streaming_kernel", SHARING_BACKWARD]),
     ((16384, 4096), "bfloat16", HELD_KERNELS),
     ((131072, 128), "bfloat16", HELD_KERNELS),
     ((64, 8192), "float32", HELD_KERNELS),
     ((8, 7), "float16", HELD_KERNELS),
-    ((8, 131072), "bfloat16", SHARED_FORWARD),
-    ((8, 131072), "float32", SHARED_FORWARD),
-    ((8, 1_000_000), "bfloat16", WALKING_FORWARD),
+    ((64, 16384), "bfloat16", ["norm_forward_kernel", *SPLIT_KERNELS]),
+    ((1024, 131072), "bfloat16", ["norm_forward_streaming_parts_kernel", SHARING_BACKWARD]),
+    ((1024, 131072), "float32", ["norm_forward_streaming_parts_kernel", SHARING_BACKWARD]),
+    ((8, 131072), "bfloat16", ["norm_forward_meeting_kernel", *SPLIT_KERNELS]),
+    ((8, 1_000_000), "bfloat16", ["norm_forward_walking_kernel", *SPLIT_KERNELS]),
 ]
 """The first, which has the most in registers, is always compiled for every generation."""
+
+
+def launches(norm, monkeypatch, shape, dtype, target):
+    """Of both phases with the heuristics' configs."""
+    recorder = testing.Recorder()
+    monkeypatch.setattr(shared_kernel, "call_kernel", recorder)
+    spec, parameter = ArraySpec(shape, dtype), ArraySpec((1, shape[-1]), dtype)
+    call = norm.operation.Call(x=spec, scale=parameter, offset=parameter, save_residuals=True)
+    inputs = norm.operation.Inputs(*(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in (spec, parameter, parameter)))
+
+    def both(inputs):
+        outputs = norm.kernel.forward(call, inputs, config.forward_heuristic(call, target))
+        cotangents = norm.operation.Outputs(inputs.x)
+        return norm.kernel.backward(call, inputs, outputs, cotangents, config.backward_heuristic(call, target))
+
+    jax.eval_shape(both, inputs)
+    return recorder.compilations
 
 
 @pytest.mark.parametrize(
@@ -200,28 +233,73 @@ COMPILED = [
     ],
 )
 def test_compiles_without_spills(norm, monkeypatch, tmp_path, shape, dtype, kernels, capability_number):
+    """Programs that stay hold all that registers can hold, and may spill a little."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    recorder = testing.Recorder()
-    monkeypatch.setattr(shared_kernel, "call_kernel", recorder)
-    spec, parameter = ArraySpec(shape, dtype), ArraySpec((1, shape[-1]), dtype)
-    call = norm.operation.Call(x=spec, scale=parameter, offset=parameter, save_residuals=True)
-    inputs = norm.operation.Inputs(*(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in (spec, parameter, parameter)))
     target = Target("gpu", "", f"{capability_number // 10}.0")
-
-    def both(inputs):
-        outputs = norm.kernel.forward(call, inputs, config.forward_heuristic(call, target))
-        cotangents = norm.operation.Outputs(inputs.x)
-        return norm.kernel.backward(call, inputs, outputs, cotangents, config.backward_heuristic(call, target))
-
-    jax.eval_shape(both, inputs)
-    assert [c.kernel.fn.__name__ for c in recorder.compilations] == kernels
-    for compilation in recorder.compilations:
+    compilations = launches(norm, monkeypatch, shape, dtype, target)
+    assert [c.kernel.fn.__name__ for c in compilations] == kernels
+    for compilation in compilations:
         compiled = compilation.compile(capability_number)
         assert f".target sm_{capability_number}" in compiled.asm["ptx"]
-        assert testing.stack_bytes(compiled) == 0
+        taken = testing.resources(compiled)
+        assert taken.shared <= shared_memory_limit(target)
+        if "streaming" in compilation.kernel.fn.__name__:
+            assert taken.spilling <= TOLERATED
+        else:
+            assert taken.stack == 0
         if shape[-1] % 8 == 0:
             wide = ("ld.global.v4.b32", "cp.async.cg.shared.global")  # the second moves 16 bytes by definition
             assert any(load in compiled.asm["ptx"] for load in wide), "loads are not 16 bytes wide"
+
+
+@pytest.mark.parametrize("shape", [(2048, 32768), (1024, 131072)])
+def test_the_next_rows_are_asked_for_before_these_are_summed_up(norm, monkeypatch, tmp_path, shape):
+    """Triton decides on that order, and knows nothing of what programs tell each other through memory."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for compilation in launches(norm, monkeypatch, shape, "bfloat16", H200):
+        ptx = compilation.compile(90).asm["ptx"]
+        assert ptx.index("cp.async.wait_group") < ptx.rindex("cp.async.cg") < ptx.index("shfl.sync")
+        if "atom." in ptx:
+            assert ptx.index("shfl.sync") < ptx.index("st.global") < ptx.index("atom.")
+
+
+WIDE_SHAPES = ((8192, 16384), (2048, 32768), (1024, 65536), (1024, 131072), (512, 262144), (8, 1_000_000), (8, 32768))
+FORWARD_WINNERS = {
+    (16384, 4096): [(2, 4), (1, 8)],
+    (131072, 128): [(16, 4), (16, 8)],
+    (8192, 8192): [(1, 8)],
+    (8192, 16384): [(1, 16)],
+    (2048, 32768): [(1, 16, 4096), (1, 32)],
+    (1024, 131072): [(1, 4, 8192, 1, True)],
+}
+BACKWARD_WINNERS = {
+    (16384, 4096): [(2, 8, 132, 3), (1, 4, 264, 3)],
+    (131072, 128): [(16, 2, 1056, 3)],
+    (8192, 8192): [(1, 8, 132, 3)],
+    (8192, 16384): [(2, 8, 64, 1, 2048), (1, 32, 132, 3)],
+    (2048, 32768): [(4, 4, 32, 3, 1024)],
+    (1024, 131072): [(4, 4, 16, 3, 1024)],
+}
+"""What was fastest on an H200, in `benchmarks/results`, before programs stayed."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_search_spaces_are_small_and_have_what_was_fastest(norm, dtype):
+    cases = importlib.import_module(f"ejkernel.operations.{norm.name}.cases").CASES
+    drawn = (case.arrays(np.random.default_rng(0)) for case in cases if not any(tag.startswith("bench") for tag in case.tags))
+    shapes = {*(arrays["x"].shape for arrays in drawn), *WIDE_SHAPES, *FORWARD_WINNERS}
+    for shape in shapes:
+        call = norm.operation.Call(x=ArraySpec(shape, dtype), scale=ArraySpec((1, shape[-1]), dtype))
+        for target in (H200, Target("gpu", "", "8.0"), Target("gpu", "", "8.9"), Target("cpu")):
+            for space in (config.FORWARD, config.BACKWARD):
+                found = space.search_space(call, target)
+                assert space.heuristic(call, target) in found
+                assert len(found) == len(set(found)) <= 40, (shape, target, len(found))
+        if dtype == "bfloat16" and shape in FORWARD_WINNERS:
+            assert {config.ForwardConfig(*fields) for fields in FORWARD_WINNERS[shape]} <= {*config.forward_space(call, H200)}
+            assert {config.BackwardConfig(*fields) for fields in BACKWARD_WINNERS[shape]} <= {
+                *config.backward_space(call, H200)
+            }
 
 
 def loss_of(norm):

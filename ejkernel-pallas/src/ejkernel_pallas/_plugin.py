@@ -12,6 +12,7 @@ _TPU: dict[str, tuple[Phase, ...]] = {
     "paged_cache_update": ("forward",),
     "rms_norm": _PHASES,
 }
+_MOSAIC_GPU = ("flash_attention", "grouped_matmul")
 
 
 def _tpu(operation: str, phase: Phase) -> Implementation:
@@ -28,11 +29,29 @@ def _tpu(operation: str, phase: Phase) -> Implementation:
     )
 
 
+def _mosaic_gpu(operation: str, phase: Phase) -> Implementation:
+    """One phase of an operation on Hopper GPUs: `mosaic_gpu/<operation>/{kernel,capability,config}.py`."""
+    package = f"ejkernel_pallas.mosaic_gpu.{operation}"
+    return Implementation(
+        operation=operation,
+        phase=phase,
+        variant="mosaic_gpu",
+        backends=("gpu",),
+        target=f"{package}.kernel:{phase}",
+        supports=f"{package}.capability:supports_{phase}",
+        configs=f"{package}.config:{phase.upper()}",
+    )
+
+
 @hookimpl
 def ejkernel_plugin() -> Plugin:
     return Plugin(
         name="pallas",
         api_level=API_LEVEL,
-        summary="Pallas kernels: TPU through Mosaic",
-        implementations=tuple(_tpu(operation, phase) for operation, phases in _TPU.items() for phase in phases),
+        summary="Pallas kernels: TPU through Mosaic, Hopper GPUs through Mosaic GPU",
+        custom_calls=("mosaic_gpu_v2",),
+        implementations=(
+            *(_tpu(operation, phase) for operation, phases in _TPU.items() for phase in phases),
+            *(_mosaic_gpu(operation, phase) for operation in _MOSAIC_GPU for phase in _PHASES),
+        ),
     )

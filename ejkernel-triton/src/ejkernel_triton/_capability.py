@@ -59,3 +59,12 @@ def shared_memory_limit(target: Target) -> int:
     if target.capability is None:
         return max(_SHARED_MEMORY.values())
     return _SHARED_MEMORY.get(target.capability, _LEAST_SHARED_MEMORY)
+
+
+_MULTIPROCESSORS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
+"""Of the A100, the SXM parts of the H100 and H200, and the B200."""
+
+
+def multiprocessors(target: Target) -> int | None:
+    """Of the largest common device of a target's compute capability; None where devices differ too much, or nothing is known."""
+    return None if target.capability is None else _MULTIPROCESSORS.get(target.capability)

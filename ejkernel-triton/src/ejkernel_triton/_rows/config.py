@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
 
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations._rows.interface import NormCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_triton._blocks import power_of_two
+from ejkernel_triton._capability import multiprocessors, shared_memory_limit
 
-_ROWS = tuple(1 << power for power in range(10))
 _WARPS = (1, 2, 4, 8, 16, 32)
-_ELEMENTS = 1 << 14
-"""Most elements of a tile of several rows."""
+_TILES = (1024, 2048, 4096, 8192)
+"""Elements of a tile of several rows."""
 
 WIDEST_FORWARD = 32768
 """Wider rows are shared by programs; a row of this width is held in 32 registers per thread."""
@@ -21,6 +24,14 @@ WIDEST_BACKWARD = 8192
 """A program holds a row of x, of the gradient and of each parameter's partial sum, up to this width without spills."""
 MOST_PARTS = 16
 """Programs that meet over one row have a bit each in a word; together they must fit on small devices too."""
+
+_WIDE = 16384
+"""Rows of so many columns and more may be walked over, shared or streamed; up to here a program per row overlaps well enough."""
+_HELD = 128 * 1024
+"""Bytes of the registers of a multiprocessor that rows may take while they wait."""
+
+WARPS_AT_ONCE = 12
+"""Of programs that share rows, with 64 elements per thread: what the registers of a multiprocessor hold."""
 
 SHARED_MEMORY = 96 * 1024
 """What a block gets on every supported device."""
@@ -33,8 +44,10 @@ class ForwardConfig:
     num_warps: warps per program.
     block: columns of one step where a program walks over its row, or of a part where programs share it, a power of two;
         0 = a program holds whole rows.
-    num_stages: steps in flight where a program walks over its row.
+    num_stages: steps in flight where a program walks over its row; rows, or parts, where it walks over rows (`programs`), one
+        of which is in registers and the others in shared memory. 1 = no shared memory: whole rows wait in registers.
     meet: whether programs share a row, a part each, instead of one that walks over it.
+    programs: programs that walk over the rows, for each part where they share rows; 0 = one for each row or tile.
     """
 
     rows: int
@@ -42,6 +55,7 @@ class ForwardConfig:
     block: int = 0
     num_stages: int = 1
     meet: bool = False
+    programs: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +65,10 @@ class BackwardConfig:
     num_warps: warps per program.
     programs: programs that share the rows under one parameter; each writes one partial sum of the parameter's gradient.
     num_stages: tiles in flight; above 1 they pass through shared memory.
-    block: columns of one tile, a power of two, where sums over rows are made before; 0 = a tile holds whole rows.
+    block: columns of one tile, a power of two, where sums over rows are made before or programs share rows; 0 = a tile holds
+        whole rows.
+    stream: one pass by programs that hold what they read as it is stored, a row (`rows` 1), or with `block` a part of rows that
+        programs share.
     """
 
     rows: int
@@ -59,6 +76,7 @@ class BackwardConfig:
     programs: int
     num_stages: int
     block: int = 0
+    stream: bool = False
 
 
 def padded_width(call: NormCall) -> int:
@@ -75,22 +93,39 @@ def itemsize(spec: ArraySpec) -> int:
     return 4 if spec.dtype == "float32" else 2
 
 
+def rows_of(spec: ArraySpec) -> int:
+    return math.prod(spec.shape[:-1])
+
+
 def thread_fits(elements: int, warps: int, most: int) -> bool:
     """Whether a thread has from 4 to `most` elements of a tile; the smallest tile is always admitted with one warp."""
     return elements <= 32 * warps * most and (warps == 1 or elements >= 32 * warps * 4)
 
 
-def rows_of_tile(width: int, most: int = _ELEMENTS) -> list[int]:
-    """Numbers of rows in a search space: one, or as many as make a tile of 512 to `most` elements."""
-    return [rows for rows in _ROWS if rows == 1 or 512 <= rows * width <= most]
+def distinct(heuristic: Any, *configs: Any) -> list[Any]:
+    """A search space: the heuristic's config first, each once."""
+    return list(dict.fromkeys((heuristic, *configs)))
 
 
-def walking_configs(width: int, size: int, least: int) -> list[ForwardConfig]:
-    """Configs of a search space that walk over rows in two passes, for rows of at least `least` columns; `size` in bytes."""
+def tiles(width: int, elements_per_thread: Sequence[int]) -> list[tuple[int, int]]:
+    """Rows and warps of the tiles of whole rows of a search space, those of few elements with one warp."""
+    sizes = {max(1, min(512, tile // width)) for tile in _TILES}
+    return [
+        (rows, warps)
+        for rows, warps in itertools.product(sorted(sizes), _WARPS)
+        if rows * width // (32 * warps) in elements_per_thread or (warps == 1 and rows * width < 32 * min(elements_per_thread))
+    ]
+
+
+# Rows that one program walks over, or that programs share once
+
+
+def walking_configs(width: int, size: int) -> list[ForwardConfig]:
+    """Configs of a search space that walk over rows in two passes; `size` in bytes, of what is read for a column."""
     return [
         ForwardConfig(1, warps, block, stages)
-        for block, warps, stages in itertools.product((2048, 4096, 8192, 16384, 32768), (4, 8, 16, 32), (1, 2, 3))
-        if least <= width and 2 * block <= width and thread_fits(block, warps, 32) and block >= 32 * warps * 8
+        for block, warps, stages in itertools.product((4096, 8192), (4, 8, 16), (1, 3))
+        if width >= max(_WIDE, 2 * block) and thread_fits(block, warps, 32)
         if stages == 1 or stages * block * size <= SHARED_MEMORY
     ]
 
@@ -104,13 +139,75 @@ def sharing_config(width: int, size: int) -> ForwardConfig | None:
     return None
 
 
-def sharing_configs(width: int, size: int, least: int) -> list[ForwardConfig]:
-    """Configs of a search space whose programs share rows, for rows of at least `least` columns."""
+def sharing_configs(width: int, size: int) -> list[ForwardConfig]:
+    """Configs of a search space whose programs share rows."""
     return [
         ForwardConfig(1, warps, block, 1, True)
-        for block, warps in itertools.product((4096, 8192, 16384, 32768), (4, 8, 16))
-        if least <= width and 2 * block <= width <= MOST_PARTS * block and thread_fits(block, warps, 128 // size)
+        for block, warps in ((4096, 4), (8192, 4), (8192, 8), (16384, 8), (16384, 16))
+        if width >= _WIDE and 2 * block <= width <= MOST_PARTS * block and thread_fits(block, warps, 128 // size)
     ]
+
+
+# Programs that stay
+
+
+def _programs(target: Target, warps: int, most_warps: int) -> int:
+    """Programs that run at once where the registers of a multiprocessor hold so many warps."""
+    return (multiprocessors(target) or 132) * max(1, most_warps // warps)
+
+
+def streaming_configs(width: int, size: int, target: Target) -> list[ForwardConfig]:
+    """Configs of a search space whose programs stay and hold whole rows; `size` in bytes, of what is read for a column.
+
+    A multiprocessor has registers of 256 KiB: half of them, at most, hold rows. Values in float32 take the rest: 128 registers of
+    a thread with 64 elements, 64 of one with 32.
+    """
+    return [
+        ForwardConfig(1, warps, 0, stages, False, _programs(target, warps, 16 if width // (32 * warps) > 32 else 32))
+        for warps, stages in itertools.product((8, 16, 32), (1, 2, 3))
+        if width >= _WIDE and 16 <= width // (32 * warps) <= 64
+        if width * size * (2 if stages == 1 else 1) <= _HELD and streams(stages, width * size, target)
+    ]
+
+
+def streaming_config(width: int, rows: int, size: int, target: Target) -> ForwardConfig | None:
+    """Of a heuristic; None where a program would have no next row, or no room for it."""
+    for stages in (3, 2):
+        found = ForwardConfig(1, 32, 0, stages, False, _programs(target, 32, 32))
+        if width * size <= _HELD and width <= 32768 and rows >= 4 * found.programs and streams(stages, width * size, target):
+            return found
+    return None
+
+
+def streams(stages: int, tile_bytes: int, target: Target) -> bool:
+    """Whether shared memory holds what is in flight: of `stages` tiles one is in registers."""
+    return (stages - 1) * tile_bytes + 2048 <= shared_memory_limit(target)
+
+
+def streaming_parts_configs(columns: int, size: int, target: Target, most_warps: int, arrays: int = 1) -> list[ForwardConfig]:
+    """Configs of a search space whose programs stay and share rows of each of so many arrays; `most_warps` with 64 elements per
+    thread run at once."""
+    found = []
+    for (block, warps), stages in itertools.product(((8192, 4), (16384, 8), (32768, 16), (8192, 8), (16384, 16)), (2, 3)):
+        many = block > 32 * 32 * warps
+        at_once = most_warps if many else 16
+        legal = columns > _WIDE and 2 * block <= columns <= MOST_PARTS * block and thread_fits(block, warps, 128 // size)
+        legal &= not (
+            many and warps == 16 and arrays > 1
+        )  # 128 registers hold 64 elements, and those of the row before, of one
+        if legal and streams(stages, max(1, at_once // warps) * block * size * arrays, target):
+            programs = max(1, _programs(target, warps, at_once) // -(-columns // block))
+            found.append(ForwardConfig(1, warps, block, stages, True, programs))
+    return found
+
+
+def streaming_parts_config(columns: int, rows: int, size: int, target: Target, most_warps: int) -> ForwardConfig | None:
+    """Of a heuristic; None where programs could not all run at once, would have no next part, or no room for it."""
+    least = 16384 // size
+    for found in streaming_parts_configs(columns, size, target, most_warps):
+        if multiprocessors(target) and found.block >= least and found.num_stages == 3 and rows >= 4 * found.programs:
+            return found
+    return None
 
 
 def held_forward(width: int) -> ForwardConfig:
@@ -120,32 +217,37 @@ def held_forward(width: int) -> ForwardConfig:
 
 
 def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
-    width = padded_width(call)
-    if width <= WIDEST_FORWARD:
+    width, size, rows = padded_width(call), itemsize(call.x), rows_of(call.x)
+    if width <= _WIDE:
         return held_forward(width)
-    return sharing_config(width, itemsize(call.x)) or ForwardConfig(1, 16, 4096)
+    found = streaming_config(width, rows, size, target)
+    if found is None and width > WIDEST_FORWARD:
+        sharing = streaming_parts_config(call.x.shape[-1], rows, size, target, WARPS_AT_ONCE)
+        found = sharing or sharing_config(width, size)
+    return found or (held_forward(width) if width <= WIDEST_FORWARD else ForwardConfig(1, 16, 4096))
 
 
 def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
-    width = padded_width(call)
-    held = [
-        ForwardConfig(rows, warps)
-        for rows, warps in itertools.product(rows_of_tile(width), _WARPS)
-        if width <= WIDEST_FORWARD and thread_fits(rows * width, warps, 64)
-    ]
-    size = itemsize(call.x)
-    return held + walking_configs(width, size, 16384) + sharing_configs(width, size, 16384)
+    width, size = padded_width(call), itemsize(call.x)
+    return distinct(
+        forward_heuristic(call, target),
+        *(ForwardConfig(*tile) for tile in tiles(width, (8, 16, 32, 64)) if width <= WIDEST_FORWARD),
+        *walking_configs(width, size),
+        *sharing_configs(width, size),
+        *streaming_configs(width, size, target),
+        *streaming_parts_configs(call.x.shape[-1], size, target, WARPS_AT_ONCE),
+    )
 
 
 def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
     """Three tiles in flight where shared memory holds them: a third faster than one on an H200.
 
-    Tiles of some columns have 4096 elements: two long rows, or four short ones in flight where a row has many tiles.
+    Where rows are read twice, tiles of some columns have 4096 elements: two long rows, or four short ones in flight where a row
+    has many tiles.
     """
-    width = padded_width(call)
-    size = itemsize(call.x)
+    width, size = padded_width(call), itemsize(call.x)
     if width > WIDEST_BACKWARD:
-        return BackwardConfig(4, 4, 32 if width <= 65536 else 16, 3, 1024)
+        return _streaming_backward(call, target) or BackwardConfig(4, 4, 32 if width <= 65536 else 16, 3, 1024)
     narrow = width <= 512
     rows = max(1, (1024 if width < 64 else 2048 if narrow else 16384 // size) // width)
     if 3 * _tile_bytes(call, rows * width) <= SHARED_MEMORY:
@@ -155,23 +257,52 @@ def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
     return BackwardConfig(rows, warps, max(132, 132 * 16 // warps), 1)
 
 
+def _streaming_backward(call: NormCall, target: Target) -> BackwardConfig | None:
+    """Programs that hold a row, or share one; None where they could not all run at once, or would have nothing in flight."""
+    rows = rows_of(call.x)
+    for choice in _streaming_backward_configs(call, target):
+        at_once = multiprocessors(target) or not choice.block
+        if choice.num_warps == 16 and rows // choice.rows >= 2 * choice.programs and at_once:
+            return choice
+    return None
+
+
+def _streaming_backward_configs(call: NormCall, target: Target) -> list[BackwardConfig]:
+    """A thread has as many partial sums of scale and offset, in float32, as columns of a row: 32 of each at most with 16 warps."""
+    width, size = padded_width(call), itemsize(call.x)
+    held = [
+        BackwardConfig(1, warps, _programs(target, 32, 32), stages, 0, True)
+        for stages, warps in itertools.product((3, 2), (16, 32, 8))
+        if width >= WIDEST_BACKWARD and 3 * width // (32 * warps) * (1 + size // 4) <= 24 * (64 // warps)
+        if width // (32 * warps) >= 8 and streams(stages, _tile_bytes(call, width), target)
+    ]
+    parts = [
+        BackwardConfig(rows, warps, max(1, _programs(target, 32, 32) // -(-call.x.shape[-1] // block)), stages, block, True)
+        for elements, warps in ((32768 // size, 16), (16384 // size, 16), (32768 // size, 8))
+        for block, stages in itertools.product((4096, 8192, 2048), (3, 2))
+        if (rows := elements // block) and width > WIDEST_BACKWARD and 2 * block <= width <= MOST_PARTS * block
+        if (warps == 16 or block == 4096) and (elements == 32768 // size or block * 2 == elements)
+        if streams(stages, _tile_bytes(call, elements), target)
+    ]
+    return held + parts
+
+
 def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
     width = padded_width(call)
     held = [
         BackwardConfig(rows, warps, programs, stages)
-        for rows, warps, programs, stages in itertools.product(
-            rows_of_tile(width, 8192), _WARPS, (132, 264, 528, 1056), (1, 2, 3)
-        )
-        if width <= 2 * WIDEST_BACKWARD and thread_fits(rows * width, warps, 32)
-        if stages == 1 or stages * _tile_bytes(call, rows * width) <= SHARED_MEMORY
+        for rows, warps in tiles(width, (16, 32))
+        for programs, stages in itertools.product(sorted({min(1056, max(132, 132 * k // warps)) for k in (8, 16)}), (1, 3))
+        if width <= 2 * WIDEST_BACKWARD
+        if stages == 1 or streams(stages, _tile_bytes(call, rows * width), target)
     ]
     split = [
         BackwardConfig(rows, warps, programs, stages, block)
-        for rows, warps, programs, stages, block in itertools.product((1, 2, 4, 8), (4, 8), (32, 64, 128), (1, 3), (1024, 2048))
-        if width >= 8192 and thread_fits(rows * block, warps, 32)
-        if stages == 1 or stages * _tile_bytes(call, rows * block) <= SHARED_MEMORY
+        for rows, warps, stages, block in ((4, 4, 3, 1024), (2, 8, 1, 2048), (2, 4, 3, 2048))
+        for programs in (16, 32, 64, 128)
+        if width >= WIDEST_BACKWARD and streams(stages, _tile_bytes(call, rows * block), target)
     ]
-    return held + split
+    return distinct(backward_heuristic(call, target), *held, *split, *_streaming_backward_configs(call, target))
 
 
 def _tile_bytes(call: NormCall, elements: int) -> int:

@@ -2,7 +2,8 @@
 
 A program holds whole rows in registers, so that every array passes memory once. Rows too wide for that are shared by programs
 that meet (`meeting`), or walked over twice by one program, the second time backwards, so that it begins with what the cache still
-holds. Statistics and sums are float32.
+holds. Programs that stay for many wide rows (`streaming`, `streaming_backward`) have the next ones on their way meanwhile.
+Statistics and sums are float32.
 
 In backward each program walks over its tiles in a fixed order and writes one partial sum of the parameters' gradients; a last
 small sum adds the programs up, without atomics. For wide rows one kernel makes the two sums of every row that the gradient of x
@@ -10,7 +11,7 @@ needs; a second one then works on tiles of some columns, the last rows first, wh
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
-# ruff: noqa: SIM102 - static and dynamic conditions stay apart
+
 import math
 from typing import Any
 
@@ -22,36 +23,13 @@ from ejkernel.operations._rows.interface import NormCall, NormInputs
 from ejkernel_triton._blocks import power_of_two
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded_width
-from ejkernel_triton._rows.meeting import meet, parts_of, patience, widened, words_of
+from ejkernel_triton._rows.meeting import UNKNOWN_ZERO, meet, parts_of, patience, words_of
+from ejkernel_triton._rows.parts import finish_part, statistics_of_parts, store_part_sums, with_parameters
+from ejkernel_triton._rows.streaming import norm_forward_streaming_kernel, norm_forward_streaming_parts_kernel
+from ejkernel_triton._rows.streaming_backward import norm_backward_streaming_kernel, norm_backward_streaming_parts_kernel
 
 ABSENT, SHARED, PER_BATCH = 0, 1, 2
 """How a parameter is stored: not at all, `[1, d]`, or `[b, d]` with b > 1."""
-
-
-@triton.jit
-def with_parameters(
-    b_normalised,
-    p_scale,
-    p_offset,
-    o_width,
-    o_param,
-    m_width,
-    m_tile,
-    SCALE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SCALE_OFFSET: tl.constexpr,
-):
-    """`normalised * (scale + SCALE_OFFSET) + offset` of a tile [ROWS, BLOCK]."""
-    b_out = b_normalised
-    if SCALE == 1:
-        b_out *= tl.load(p_scale + o_width, mask=m_width, other=0.0).to(tl.float32)[None, :] + SCALE_OFFSET
-    if SCALE == 2:
-        b_out *= tl.load(p_scale + o_param, mask=m_tile, other=0.0).to(tl.float32) + SCALE_OFFSET
-    if OFFSET == 1:
-        b_out += tl.load(p_offset + o_width, mask=m_width, other=0.0).to(tl.float32)[None, :]
-    if OFFSET == 2:
-        b_out += tl.load(p_offset + o_param, mask=m_tile, other=0.0).to(tl.float32)
-    return b_out
 
 
 @triton.jit
@@ -166,53 +144,6 @@ def norm_forward_walking_kernel(
 
 
 @triton.jit
-def finish_part(
-    b_x,
-    p_scale,
-    p_offset,
-    p_out,
-    p_mean,
-    p_rstd,
-    b_mean,
-    b_rstd,
-    i_row,
-    i_part,
-    zero,
-    rows_per_batch,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CENTRED: tl.constexpr,
-    SCALE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SAVE: tl.constexpr,
-    SCALE_OFFSET: tl.constexpr,
-):
-    """The result of a part from its stored values; that of the first part stores the row's statistics too."""
-    o_width = i_part * BLOCK + tl.arange(0, BLOCK)
-    m_width = o_width < WIDTH
-    o_param = (i_row // rows_per_batch).to(tl.int64) * WIDTH
-    b_out = with_parameters(
-        ((widened(b_x, zero) - b_mean) * b_rstd)[None, :],
-        p_scale,
-        p_offset,
-        o_width,
-        (o_param + o_width)[None, :],
-        m_width,
-        m_width[None, :],
-        SCALE,
-        OFFSET,
-        SCALE_OFFSET,
-    )
-    o_out = (i_row.to(tl.int64) * WIDTH + o_width)[None, :]
-    tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=m_width[None, :])
-    if SAVE:
-        if i_part == 0:
-            if CENTRED:
-                tl.store(p_mean + i_row, b_mean)
-            tl.store(p_rstd + i_row, b_rstd)
-
-
-@triton.jit
 def norm_forward_meeting_kernel(
     p_x,
     p_scale,
@@ -242,26 +173,12 @@ def norm_forward_meeting_kernel(
     i_part = tl.program_id(0) % PARTS
     o_width = i_part * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     o_row = i_row.to(tl.int64) * WIDTH
-    m_width = o_width < WIDTH
-    b_stored = tl.load(p_x + o_row + o_width, mask=m_width, other=0.0)  # [BLOCK]
+    b_stored = tl.load(p_x + o_row + o_width, mask=o_width < WIDTH, other=0.0)  # [BLOCK]
     b_x = b_stored.to(tl.float32)
-    if CENTRED:
-        b_part_mean = tl.sum(b_x) / tl.minimum(WIDTH - i_part * BLOCK, BLOCK)
-        b_x = tl.where(m_width, widened(b_stored, items >> 31) - b_part_mean, 0.0)
-        tl.store(p_sums + items + tl.program_id(0), b_part_mean)
-    tl.store(p_sums + tl.program_id(0), tl.sum(b_x * b_x))
+    store_part_sums(b_x, b_stored, p_sums, items, tl.program_id(0), i_part, items >> 31, WIDTH, BLOCK, CENTRED)
     complete, left, zero = meet(p_words + i_row, i_part, PARTS, PATIENCE)
     if complete:
-        o_part = tl.arange(0, PARTS_BLOCK)
-        m_part = o_part < PARTS
-        b_squares = tl.load(p_sums + i_row * PARTS + o_part, mask=m_part, other=0.0, cache_modifier=".cg")  # [PARTS_BLOCK]
-        b_mean = 0.0
-        if CENTRED:
-            b_means = tl.load(p_sums + items + i_row * PARTS + o_part, mask=m_part, other=0.0, cache_modifier=".cg")
-            b_count = tl.where(m_part, tl.minimum(WIDTH - o_part * BLOCK, BLOCK), 0).to(tl.float32)
-            b_mean = tl.sum(b_means * b_count) / WIDTH
-            b_squares += b_count * (b_means - b_mean) * (b_means - b_mean)
-        b_rstd = tl.rsqrt(tl.sum(b_squares) / WIDTH + EPSILON)
+        b_mean, b_rstd = statistics_of_parts(p_sums, items, i_row, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, EPSILON)
         finish_part(
             b_stored, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, i_part, zero, rows_per_batch,
             WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
@@ -408,7 +325,6 @@ def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, c
     if not x.size:
         rstd = jnp.full(shape[:-1], call.epsilon**-0.5 if call.epsilon else jnp.inf, jnp.float32)
         return x, jnp.zeros_like(rstd) if save and centred else None, rstd if save else None
-    rows = math.prod(shape[:-1])
     absent = ((1,), jnp.float32)
     statistic = (shape[:-1], jnp.float32)
     arrays = (x, x if scale is None else scale, x if offset is None else offset)
@@ -417,29 +333,41 @@ def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, c
         "EPSILON": call.epsilon, "SCALE_OFFSET": call.scale_offset, "num_warps": config.num_warps,
     }  # fmt: skip
     results = ((shape, x.dtype), statistic if save and centred else absent, statistic if save else absent)
+    out, mean, rstd, *_ = _launch_forward(arrays, results, shape, config, constants)
+    return out, mean if save and centred else None, rstd if save else None
+
+
+def _launch_forward(arrays: Any, results: Any, shape: Any, config: ForwardConfig, constants: dict[str, Any]) -> list[Any]:
+    """The results, and what programs that share rows need."""
+    rows, width = math.prod(shape[:-1]), shape[-1]
+    programs, repetition = min(config.programs, rows), rows // shape[0]
+    staying = (rows, programs) if programs else ()
+    unknown = (UNKNOWN_ZERO,) if programs else ()
     if config.meet:
-        parts = parts_of(shape[-1], config.block)
-        out, mean, rstd, *_ = call_kernel(
-            norm_forward_meeting_kernel,
-            (*arrays, words_of(rows), rows * parts, rows // shape[0]),
-            (*results, ((rows,), jnp.int32), ((1 + centred, rows * parts), jnp.float32)),
-            grid=rows * parts,
-            input_output_aliases={3: 3},
+        parts = parts_of(width, config.block)
+        left = (((rows * parts,), jnp.int32),) if programs else ()
+        return call_kernel(
+            norm_forward_streaming_parts_kernel if programs else norm_forward_meeting_kernel,
+            (*arrays, words_of(rows), *staying, rows * parts, repetition, *unknown),
+            (*results, ((rows,), jnp.int32), ((1 + constants["CENTRED"], rows * parts), jnp.float32), *left),
+            grid=(programs or rows) * parts,
+            input_output_aliases={len(arrays): len(results)},
             BLOCK=config.block,
             PARTS_BLOCK=power_of_two(parts),
             PATIENCE=patience(),
+            **({"STAGES": config.num_stages} if programs else {}),
             **constants,
         )
-        return out, mean if save and centred else None, rstd if save else None
     if config.block:
         walking = {"BLOCK": config.block, "STAGES": config.num_stages, **constants}
-        found = call_kernel(norm_forward_walking_kernel, (*arrays, rows // shape[0]), results, grid=rows, **walking)
-    else:
-        held = {"BLOCK": padded_width(call), "ROWS": config.rows, **constants}
-        grid = cdiv(rows, config.rows)
-        found = call_kernel(norm_forward_kernel, (*arrays, rows, rows // shape[0]), results, grid=grid, **held)
-    out, mean, rstd = found
-    return out, mean if save and centred else None, rstd if save else None
+        return call_kernel(norm_forward_walking_kernel, (*arrays, repetition), results, grid=rows, **walking)
+    tile = {"BLOCK": power_of_two(width), **constants}
+    if programs:
+        given = (*arrays, *staying, repetition, *unknown)
+        tile = {"STAGES": config.num_stages, **tile}
+        return call_kernel(norm_forward_streaming_kernel, given, results, grid=programs, **tile)
+    grid = cdiv(rows, config.rows)
+    return call_kernel(norm_forward_kernel, (*arrays, rows, repetition), results, grid=grid, ROWS=config.rows, **tile)
 
 
 def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad: Any, config: BackwardConfig) -> NormInputs:
@@ -451,7 +379,7 @@ def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad
     groups = x.shape[0] if PER_BATCH in (storage(scale), storage(offset)) else 1
     rows = math.prod(x.shape[:-1]) // groups
     programs = min(config.programs, cdiv(rows, config.rows))
-    if scale is None and offset is None:
+    if scale is None and offset is None and not config.stream:
         programs = cdiv(rows, config.rows)
     elif groups > 1:
         programs = min(programs, cdiv(config.programs, groups))
@@ -460,16 +388,21 @@ def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad
         "WIDTH": width, "BLOCK": config.block or padded_width(call), "CENTRED": mean is not None, "SCALE": storage(scale),
         "SCALE_OFFSET": call.scale_offset, "STAGES": config.num_stages, "num_warps": config.num_warps,
     }  # fmt: skip
-    means = (rstd, rstd)
-    if config.block:
-        results = (((groups * rows,), jnp.float32),) * 2
-        means = call_kernel(norm_row_means_kernel, (*arrays, rows), results, grid=groups * rows, **constants)
     partial = ((groups, programs, width), jnp.float32)
     absent = ((1,), jnp.float32)
+    results = ((x.shape, x.dtype), absent if scale is None else partial, absent if offset is None else partial)
+    if config.stream:
+        constants["OFFSET"] = offset is not None
+        d_x, d_scale, d_offset = _streaming_backward(arrays, results, groups, rows, programs, config, constants)
+        return NormInputs(d_x, _sum_of_partials(d_scale, scale), _sum_of_partials(d_offset, offset))
+    means = (rstd, rstd)
+    if config.block:
+        sums = (((groups * rows,), jnp.float32),) * 2
+        means = call_kernel(norm_row_means_kernel, (*arrays, rows), sums, grid=groups * rows, **constants)
     d_x, d_scale, d_offset = call_kernel(
         norm_backward_kernel,
         (*arrays, *means, rows, programs),
-        ((x.shape, x.dtype), absent if scale is None else partial, absent if offset is None else partial),
+        results,
         grid=groups * programs * cdiv(width, constants["BLOCK"]),
         ROWS=config.rows,
         OFFSET=offset is not None,
@@ -477,6 +410,29 @@ def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad
         **constants,
     )
     return NormInputs(d_x, _sum_of_partials(d_scale, scale), _sum_of_partials(d_offset, offset))
+
+
+def _streaming_backward(
+    arrays: Any, results: Any, groups: int, rows: int, programs: int, config: BackwardConfig, constants: dict[str, Any]
+) -> list[Any]:
+    """The gradient of x and the partial sums of those of the parameters."""
+    if not config.block:
+        grid = groups * programs
+        given = (*arrays, rows, programs, UNKNOWN_ZERO)
+        return call_kernel(norm_backward_streaming_kernel, given, results, grid=grid, **constants)
+    parts = parts_of(constants["WIDTH"], config.block)
+    items, tiles = groups * rows * parts, groups * cdiv(rows, config.rows)
+    return call_kernel(
+        norm_backward_streaming_parts_kernel,
+        (*arrays, words_of(tiles), rows, programs, items, UNKNOWN_ZERO),
+        (*results, ((tiles,), jnp.int32), ((2, items), jnp.float32), ((tiles * parts,), jnp.int32)),
+        grid=groups * programs * parts,
+        input_output_aliases={len(arrays): len(results)},
+        ROWS=config.rows,
+        PARTS_BLOCK=power_of_two(parts),
+        PATIENCE=patience(),
+        **constants,
+    )[: len(results)]
 
 
 def _sum_of_partials(partials: Any, parameter: Any) -> Any:

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from ejkernel.operation import vary_like
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
+from ejkernel.operations.flash_attention.ranges import tile_ranges
 from ejkernel_triton._blocks import product_block
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.flash_attention.backward import bias_gradient_kernel, key_gradient_kernel, query_gradient_kernel
 from ejkernel_triton.flash_attention.config import BackwardConfig, ForwardConfig
 from ejkernel_triton.flash_attention.forward import forward_kernel
 from ejkernel_triton.flash_attention.parts import in_parts
-from ejkernel_triton.flash_attention.ranges import ranges
 from ejkernel_triton.flash_attention.rules import LOG2_E, Rules, rules_of
 
 _CACHED_BYTES = 24 * 2**20
@@ -112,7 +112,7 @@ def _attend(
         rules = dataclasses.replace(rules, whole=False)
     query, key, value = _operands(inputs[:3], rules)
     blocks = _cdiv(queries, config.block_q)
-    stored = ranges(call, inputs, config.block_q, config.block_k, by_key=False) if rules.ranges else query
+    stored = tile_ranges(call, inputs, config.block_q, config.block_k, by_key=False) * config.block_k if rules.ranges else query
     sinks, streams = (query if x is None else x for x in (inputs.sinks, inputs.dropout_streams))
     return call_kernel(
         forward_kernel,
@@ -203,7 +203,7 @@ def _by_key(
     rules = rules_of(call)
     blocks = _cdiv(key.shape[1], config.key_block_k)
     block_q, block_k = config.key_block_q, config.key_block_k
-    stored = ranges(call, inputs, block_q, block_k, by_key=True) if rules.ranges else query
+    stored = tile_ranges(call, inputs, block_q, block_k, by_key=True) * block_q if rules.ranges else query
     batch_heads = key.shape[0] * key.shape[2]
     return call_kernel(
         key_gradient_kernel,
@@ -228,7 +228,7 @@ def _query_gradient(
     batch, queries, heads, _ = query.shape
     block_q, block_k = config.query_block_q, config.query_block_k
     blocks = _cdiv(queries, block_q)
-    stored = ranges(call, inputs, block_q, block_k, by_key=False) if rules.ranges else query
+    stored = tile_ranges(call, inputs, block_q, block_k, by_key=False) * block_k if rules.ranges else query
     return call_kernel(
         query_gradient_kernel,
         (

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-
 from ejkernel.operations.softmax.interface import SoftmaxCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_triton._blocks import power_of_two
 from ejkernel_triton._rows.config import (
     ForwardConfig,
+    distinct,
     held_forward,
     itemsize,
-    rows_of_tile,
+    rows_of,
     sharing_config,
     sharing_configs,
-    thread_fits,
+    streaming_config,
+    streaming_configs,
+    streaming_parts_config,
+    streaming_parts_configs,
+    tiles,
     walking_configs,
     warps_for,
 )
@@ -27,11 +30,20 @@ WIDEST_BACKWARD = {2: 32768, 4: 16384}
 """By bytes of an element. Wider rows are shared by programs; a program holds at most 32 registers per thread of each row."""
 
 
+_WARPS_AT_ONCE = {1: 16, 2: 12}
+"""As `_rows.config.WARPS_AT_ONCE`, by arrays that are read."""
+
+
 def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
     width = power_of_two(call.x.shape[-1])
-    if width <= WIDEST_FORWARD:
+    if width <= 16384:
         return held_forward(width)
-    return sharing_config(width, itemsize(call.x)) or Config(1, 4, 4096, 3)
+    size, rows = itemsize(call.x), rows_of(call.x)
+    found = streaming_config(width, rows, size, target)
+    if found is None and width > WIDEST_FORWARD:
+        sharing = streaming_parts_config(call.x.shape[-1], rows, size, target, _WARPS_AT_ONCE[1])
+        found = sharing or sharing_config(width, size) or Config(1, 4, 4096, 3)
+    return found or held_forward(width)
 
 
 def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
@@ -43,23 +55,25 @@ def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
 
 
 def forward_space(call: SoftmaxCall, target: Target) -> list[Config]:
-    return _space(call, WIDEST_FORWARD, 1)
+    return _space(call, target, forward_heuristic(call, target), WIDEST_FORWARD, 1)
 
 
 def backward_space(call: SoftmaxCall, target: Target) -> list[Config]:
-    return _space(call, WIDEST_BACKWARD[itemsize(call.x)], 2)
+    return _space(call, target, backward_heuristic(call, target), WIDEST_BACKWARD[itemsize(call.x)], 2)
 
 
-def _space(call: SoftmaxCall, widest: int, arrays: int) -> list[Config]:
-    """`arrays` are read for each element."""
-    width = power_of_two(call.x.shape[-1])
-    held = [
-        Config(rows, warps)
-        for rows, warps in itertools.product(rows_of_tile(width), (1, 2, 4, 8, 16, 32))
-        if width <= widest and thread_fits(rows * width, warps, 64 // arrays)
-    ]
-    size = itemsize(call.x)
-    return held + walking_configs(width, arrays * size, 16384) + sharing_configs(width, size, 16384)
+def _space(call: SoftmaxCall, target: Target, heuristic: Config, widest: int, arrays: int) -> list[Config]:
+    """`arrays` are read for each element, and the mask, a byte of each, is in flight as well."""
+    width, size = power_of_two(call.x.shape[-1]), itemsize(call.x)
+    read = arrays * size + (call.where is not None)
+    return distinct(
+        heuristic,
+        *(Config(*tile) for tile in tiles(width, (8, 16, 32, 64)[: 5 - arrays]) if width <= widest),
+        *walking_configs(width, arrays * size),
+        *sharing_configs(width, size),
+        *streaming_configs(width, read, target),
+        *streaming_parts_configs(call.x.shape[-1], size, target, _WARPS_AT_ONCE[arrays], arrays),
+    )
 
 
 FORWARD = ConfigSpace(Config, forward_heuristic, forward_space)

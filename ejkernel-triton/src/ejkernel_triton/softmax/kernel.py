@@ -17,12 +17,16 @@ import triton.language as tl
 from ejkernel.operations.softmax.interface import SoftmaxCall, SoftmaxInputs, SoftmaxOutputs
 from ejkernel_triton._blocks import power_of_two
 from ejkernel_triton._jax_triton import call_kernel
-from ejkernel_triton._rows.meeting import meet, parts_of, patience, widened, words_of
+from ejkernel_triton._rows.meeting import UNKNOWN_ZERO, meet, parts_of, patience, words_of
 from ejkernel_triton.softmax.config import Config
 from ejkernel_triton.softmax.mask import mask_of, masked
-
-LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""Instead of -inf as the largest value of rows without one: exp(-inf - LOWEST) is 0 and not NaN."""
+from ejkernel_triton.softmax.parts import LOWEST, backward_of_part, forward_of_part, part_sums, place_of, sums_of_parts
+from ejkernel_triton.softmax.streaming import (
+    softmax_backward_streaming_kernel,
+    softmax_backward_streaming_parts_kernel,
+    softmax_forward_streaming_kernel,
+    softmax_forward_streaming_parts_kernel,
+)
 
 
 @triton.jit
@@ -95,16 +99,6 @@ def softmax_forward_walking_kernel(
 
 
 @triton.jit
-def place_of(i_row, i_part, p_where, middle, inner, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHERE: tl.constexpr):
-    """Offsets of a part of a row [1, BLOCK], the places that there are, and those that take part."""
-    i_rows = i_row + tl.arange(0, 1)  # [1]
-    o_width = i_part * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    m_tile = (o_width < WIDTH)[None, :]
-    o_tile = i_rows.to(tl.int64)[:, None] * WIDTH + o_width[None, :]
-    return o_tile, m_tile, masked(m_tile, p_where, i_rows, i_rows >= 0, o_width, middle, inner, WIDTH, WHERE)
-
-
-@triton.jit
 def softmax_forward_meeting_kernel(
     p_x,
     p_where,
@@ -128,30 +122,20 @@ def softmax_forward_meeting_kernel(
     i_part = tl.program_id(0) % PARTS
     o_tile, m_tile, m_part = place_of(i_row, i_part, p_where, middle, inner, WIDTH, BLOCK, WHERE)
     b_stored = tl.load(p_x + o_tile, mask=m_tile, other=0.0)  # [1, BLOCK]
-    b_x = tl.where(m_part, b_stored.to(tl.float32) * SCALE, float("-inf"))
-    b_part_largest = tl.maximum(tl.max(b_x, axis=1), LOWEST)  # [1]
     p_sum = p_sums + tl.program_id(0) + tl.arange(0, 1)
-    tl.store(p_sum, b_part_largest)
-    b_x = tl.where(m_part, widened(b_stored, items >> 31) * SCALE, float("-inf"))
-    tl.store(p_sum + items, tl.sum(tl.exp(b_x - b_part_largest[:, None]), axis=1))
+    part_sums(b_stored.to(tl.float32), b_stored, m_part, p_sum, items, items >> 31, SCALE)
     complete, left, zero = meet(p_words + i_row, i_part, PARTS, PATIENCE)
     if complete:
-        o_part = tl.arange(0, PARTS_BLOCK)
-        p_part = p_sums + i_row * PARTS + o_part
-        b_largests = tl.load(p_part, mask=o_part < PARTS, other=LOWEST, cache_modifier=".cg")  # [PARTS_BLOCK]
-        b_totals = tl.load(p_part + items, mask=o_part < PARTS, other=0.0, cache_modifier=".cg")  # [PARTS_BLOCK]
-        b_largest = tl.max(b_largests)
-        b_total = tl.sum(b_totals * tl.exp(b_largests - b_largest))
-        b_inverse = 1.0 / tl.where(b_total == 0.0, 1.0, b_total)
-        b_x = tl.where(m_part, widened(b_stored, zero) * SCALE, float("-inf"))
-        tl.store(p_out + o_tile, (tl.exp(b_x - b_largest) * b_inverse).to(p_out.dtype.element_ty), mask=m_tile)
+        b_largest, b_inverse = sums_of_parts(p_sums, items, i_row, PARTS, PARTS_BLOCK)
+        b_out = forward_of_part(b_stored, m_part, b_largest, b_inverse, zero, SCALE)
+        tl.store(p_out + o_tile, b_out.to(p_out.dtype.element_ty), mask=m_tile)
         if left != 0:
             for i_other in tl.range(0, PARTS):
                 if ((left >> i_other) & 1) != 0:
                     o_other, m_other, m_taking = place_of(i_row, i_other, p_where, middle, inner, WIDTH, BLOCK, WHERE)
-                    b_other = tl.load(p_x + o_other, mask=m_other, other=0.0).to(tl.float32)  # [1, BLOCK]
-                    b_other = tl.exp(tl.where(m_taking, b_other * SCALE, float("-inf")) - b_largest) * b_inverse
-                    tl.store(p_out + o_other, b_other.to(p_out.dtype.element_ty), mask=m_other)
+                    b_other = tl.load(p_x + o_other, mask=m_other, other=0.0)  # [1, BLOCK]
+                    b_out = forward_of_part(b_other, m_taking, b_largest, b_inverse, zero, SCALE)
+                    tl.store(p_out + o_other, b_out.to(p_out.dtype.element_ty), mask=m_other)
 
 
 @triton.jit
@@ -187,18 +171,18 @@ def softmax_backward_meeting_kernel(
     if complete:
         o_part = tl.arange(0, PARTS_BLOCK)
         b_sum = tl.sum(tl.load(p_sums + i_row * PARTS + o_part, mask=o_part < PARTS, other=0.0, cache_modifier=".cg"))
-        b_dx = widened(b_out, zero) * (widened(b_grad, zero) - b_sum) * SCALE
+        b_dx = backward_of_part(b_out, b_grad, b_sum, zero, SCALE)
         tl.store(p_dx + o_tile, b_dx.to(p_dx.dtype.element_ty), mask=m_tile)
         if left != 0:
             for i_other in tl.range(0, PARTS):
                 if ((left >> i_other) & 1) != 0:
                     o_other, m_other, m_taking = place_of(i_row, i_other, p_where, middle, inner, WIDTH, BLOCK, WHERE)
-                    b_other = tl.load(p_out + o_other, mask=m_other, other=0.0).to(tl.float32)  # [1, BLOCK]
-                    b_other_grad = tl.load(p_grad + o_other, mask=m_other, other=0.0).to(tl.float32)  # [1, BLOCK]
+                    b_other = tl.load(p_out + o_other, mask=m_other, other=0.0)  # [1, BLOCK]
+                    b_other_grad = tl.load(p_grad + o_other, mask=m_other, other=0.0)  # [1, BLOCK]
                     if WHERE != 0:
                         b_other_grad = tl.where(m_taking, b_other_grad, 0.0)
-                    b_other = b_other * (b_other_grad - b_sum) * SCALE
-                    tl.store(p_dx + o_other, b_other.to(p_dx.dtype.element_ty), mask=m_other)
+                    b_dx = backward_of_part(b_other, b_other_grad, b_sum, zero, SCALE)
+                    tl.store(p_dx + o_other, b_dx.to(p_dx.dtype.element_ty), mask=m_other)
 
 
 @triton.jit
@@ -274,15 +258,30 @@ def softmax_backward_walking_kernel(
 
 
 class _Kernels(NamedTuple):
-    """The kernel where a program holds whole rows, the one that walks over its row, and the one whose programs share rows."""
+    """By how programs and rows belong together: a program holds whole rows, or walks over its row, or shares a row; and programs
+    that stay, each for whole rows or for parts."""
 
     held: Any
     walking: Any
     meeting: Any
+    streaming: Any
+    streaming_parts: Any
 
 
-_FORWARD = _Kernels(softmax_forward_kernel, softmax_forward_walking_kernel, softmax_forward_meeting_kernel)
-_BACKWARD = _Kernels(softmax_backward_kernel, softmax_backward_walking_kernel, softmax_backward_meeting_kernel)
+_FORWARD = _Kernels(
+    softmax_forward_kernel,
+    softmax_forward_walking_kernel,
+    softmax_forward_meeting_kernel,
+    softmax_forward_streaming_kernel,
+    softmax_forward_streaming_parts_kernel,
+)
+_BACKWARD = _Kernels(
+    softmax_backward_kernel,
+    softmax_backward_walking_kernel,
+    softmax_backward_meeting_kernel,
+    softmax_backward_streaming_kernel,
+    softmax_backward_streaming_parts_kernel,
+)
 
 
 def _call(kernels: _Kernels, arrays: tuple[Any, ...], call: SoftmaxCall, inputs: SoftmaxInputs, config: Config) -> Any:
@@ -290,27 +289,38 @@ def _call(kernels: _Kernels, arrays: tuple[Any, ...], call: SoftmaxCall, inputs:
     x = inputs.x
     mask = mask_of(x, inputs.where)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+    programs = min(config.programs, rows)
     constants = {"WIDTH": width, "WHERE": mask.kind, "SCALE": call.scale, "num_warps": config.num_warps}
-    repetition = (mask.middle, mask.inner)
+    arrays, repetition = (*arrays, mask.where), (mask.middle, mask.inner)
+    unknown = (UNKNOWN_ZERO,) if programs else ()
     result = ((x.shape, x.dtype),)
     if config.meet:
         parts = parts_of(width, config.block)
+        walk = (rows, programs) if programs else ()
+        left = (((rows * parts,), jnp.int32),) if programs else ()
         return call_kernel(
-            kernels.meeting,
-            (*arrays, mask.where, words_of(rows), rows * parts, *repetition),
-            (*result, ((rows,), jnp.int32), ((2, rows * parts), jnp.float32)),
-            grid=rows * parts,
-            input_output_aliases={len(arrays) + 1: 1},
+            kernels.streaming_parts if programs else kernels.meeting,
+            (*arrays, words_of(rows), *walk, rows * parts, *repetition, *unknown),
+            (*result, ((rows,), jnp.int32), ((2, rows * parts), jnp.float32), *left),
+            grid=(programs or rows) * parts,
+            input_output_aliases={len(arrays): 1},
             BLOCK=config.block,
             PARTS_BLOCK=power_of_two(parts),
             PATIENCE=patience(),
+            **({"STAGES": config.num_stages} if programs else {}),
             **constants,
         )[0]
     if config.block:
         steps = {"BLOCK": config.block, "STAGES": config.num_stages, **constants}
-        return call_kernel(kernels.walking, (*arrays, mask.where, *repetition), result, grid=rows, **steps)[0]
-    tile = {"BLOCK": power_of_two(width), "ROWS": config.rows, **constants}
-    return call_kernel(kernels.held, (*arrays, mask.where, rows, *repetition), result, grid=-(-rows // config.rows), **tile)[0]
+        return call_kernel(kernels.walking, (*arrays, *repetition), result, grid=rows, **steps)[0]
+    tile = {"BLOCK": power_of_two(width), **constants}
+    if programs:
+        tile = {"STAGES": config.num_stages, **tile}
+        return call_kernel(kernels.streaming, (*arrays, rows, programs, *repetition, *unknown), result, grid=programs, **tile)[
+            0
+        ]
+    grid = -(-rows // config.rows)
+    return call_kernel(kernels.held, (*arrays, rows, *repetition), result, grid=grid, ROWS=config.rows, **tile)[0]
 
 
 def forward(call: SoftmaxCall, inputs: SoftmaxInputs, config: Config) -> SoftmaxOutputs:

@@ -13,21 +13,20 @@ from ejkernel.operations.flash_attention.pairs import tile_visibility
 _LARGEST = np.int32(2**31 - 1)
 
 
-def ranges(call: FlashAttentionCall, inputs: FlashAttentionInputs, block_q: int, block_k: int, *, by_key: bool) -> Any:
-    """int32 `[b, blocks, 4]`: for each block of queries the ends low, full_low, full_high, high of the keys to visit.
+def tile_ranges(call: FlashAttentionCall, inputs: FlashAttentionInputs, block_q: int, block_k: int, *, by_key: bool) -> Any:
+    """int32 `[b, blocks, 4]`: for each block of queries the ends low, full_low, full_high, high of the tiles of keys to visit.
 
-    Entries outside [low, high) are hidden and those in [full_low, full_high) all visible; ends are multiples of a block. With
-    `by_key`, the same for blocks of keys and the queries to visit.
+    Tiles outside [low, high) are hidden and those in [full_low, full_high) all visible. With `by_key`, the same for blocks of keys
+    and tiles of queries.
     """
     some, every = _tiles(call, inputs, block_q, block_k)
     if by_key:
         some, every = jnp.swapaxes(some, 1, 2), jnp.swapaxes(every, 1, 2)
-    block = block_q if by_key else block_k
     low, high, _ = _extent(some)
     full_low, full_high, count = _extent(every)
     usable = (count == full_high - full_low) & (count > 0)
     full_low, full_high = (jnp.where(usable, end, low) for end in (full_low, full_high))
-    return jnp.stack([low, full_low, full_high, high], axis=-1).astype(jnp.int32) * block
+    return jnp.stack([low, full_low, full_high, high], axis=-1).astype(jnp.int32)
 
 
 def _extent(tiles: Any) -> tuple[Any, Any, Any]:

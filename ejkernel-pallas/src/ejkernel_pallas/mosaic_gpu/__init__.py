@@ -1,0 +1,1 @@
+"""Kernels for Hopper GPUs through Pallas Mosaic GPU: bulk tensor copies, warpgroup matrix products, warp specialisation."""

@@ -1,0 +1,183 @@
+"""What every Mosaic GPU kernel here needs: which devices can run it, how it is called, and the interpreter in its place.
+
+Nothing of Mosaic GPU is imported before a kernel is built: `supports` asks `refusal` on machines that have no part of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel._arrays import ArraySpec
+from ejkernel.plugin import Target
+
+CAPABILITY = (9, 0)
+SHARED_MEMORY = 227 * 1024
+"""Bytes that one block may use (CUDA programming guide, technical specifications per compute capability)."""
+ALIGNMENT = 1024
+"""Of every array that Pallas places in shared memory."""
+SHARED_MEMORY_SLACK = 1024
+"""Left for barriers."""
+HALVES = ("bfloat16", "float16")
+
+_NEEDED = ("kernel", "wgmma_accumulator_load", "broadcasted_iota", "warp_map", "layout_cast")
+"""What kernels take from `jax.experimental.pallas.mosaic_gpu`; absent before jax 0.11."""
+
+
+def refusal(target: Target, specs: Mapping[str, ArraySpec | None], dtypes: Sequence[str] = HALVES) -> str | None:
+    """Why kernels cannot run there or read these arrays, as far as it holds for every kernel; None if nothing is known.
+
+    Args:
+        target: of the call.
+        specs: the arrays that are read by name; absent ones are None.
+        dtypes: those that are read.
+    """
+    if target.backend != "gpu":
+        return f"needs a Hopper GPU, the target is {target}"
+    if target.capability is None:
+        return f"the compute capability of {target} is unknown; say it with ejkernel.use(target=Target('gpu', ..., '9.0'))"
+    if target.capability != CAPABILITY:
+        return f"uses instructions of compute capability 9.0 only, {target} has {target.compute_capability}"
+    for name, spec in specs.items():
+        if spec is not None and spec.dtype not in dtypes:
+            return f"{name} is {spec.dtype}, needs {' or '.join(dtypes)}"
+    return None if interpreting() else version_problem()
+
+
+@functools.cache
+def version_problem() -> str | None:
+    """One sentence saying what the installed jax lacks; None if nothing is known to be missing."""
+    if not any(re.fullmatch(r"jax_cuda\d+_plugin", module.name) for module in pkgutil.iter_modules()):
+        return "jax is installed without its CUDA part, in which Mosaic GPU kernels are lowered; pip install 'jax[cuda13]'"
+    try:
+        from jax.experimental.pallas import mosaic_gpu
+    except ImportError as error:
+        return f"jax {jax.__version__} has no usable Pallas Mosaic GPU: {error}"
+    missing = [name for name in _NEEDED if not hasattr(mosaic_gpu, name)]
+    if missing:
+        return f"Pallas Mosaic GPU of jax {jax.__version__} has no {' and no '.join(missing)}; jax 0.11 has"
+    return None
+
+
+def interpreting() -> bool:
+    """Whether kernels traced now run in the interpreter, as inside `mosaic_gpu.force_gpu_interpret_mode(...)`.
+
+    TPU's interpreter is asked for through the same setting and is no answer here.
+    """
+    from jax._src import config
+
+    setting = getattr(config, "pallas_tpu_interpret_mode_context_manager", None)
+    return setting is not None and type(setting.value).__name__ == "InterpretGPUParams"
+
+
+def call_kernel(
+    body: Callable[..., None],
+    *,
+    name: str,
+    results: Sequence[tuple[tuple[int, ...], Any]],
+    like: Any,
+    grid: Mapping[str, int],
+    warpgroups: int,
+    scratch: Mapping[str, Any],
+    cluster: Mapping[str, int] | None = None,
+    **compiler: Any,
+) -> Callable[..., list[Any]]:
+    """The kernel as a function of its arrays.
+
+    Args:
+        body: of the kernel; takes references to arrays, to results, and scratch by its names.
+        name: of the kernel in profiles.
+        results: shape and dtype of each result.
+        like: an operand over whose manual mesh axes the results vary.
+        grid: names and sizes of the grid's axes, the fastest first.
+        warpgroups: of a block; a thread of the kernel is one of them, its index is on the axis "wg".
+        scratch: shared memory and barriers.
+        cluster: names and sizes of the axes of blocks that may signal each other and share copies; None = each block for itself.
+        **compiler: fields of `CompilerParams`; without scratch for reductions, which those along a row do not need.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    varying = getattr(jax.typeof(like), "manual_axis_type", None)
+    options: dict[str, Any] = {"approx_math": True, "reduction_scratch_bytes": 0, **compiler}
+    kinds: dict[str, Any] = {} if varying is None else {"manual_axis_type": varying}
+    clusters: dict[str, Any] = {} if cluster is None else {"cluster": tuple(cluster.values()), "cluster_names": tuple(cluster)}
+    return plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct(shape, dtype, **kinds) for shape, dtype in results],
+        scratch_types=dict(scratch),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        **clusters,
+        num_threads=warpgroups,
+        thread_name="wg",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(**options),
+    )
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory as the tensor cores read it: tiles of 8 rows by as many bytes as the widest swizzle that divides a row."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    size = jnp.dtype(dtype).itemsize
+    width = next(width for width in (128, 64, 32) if shape[-1] * size % width == 0)
+    tiling = plgpu.TilingTransform((8, width // size))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(width)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+
+
+def tiled_bytes(shape: tuple[int, ...], itemsize: int = 2) -> int:
+    """What such an array, or an untiled one, takes of shared memory."""
+    size = itemsize
+    for extent in shape:
+        size *= extent
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Accumulator:
+    """An accumulator of the tensor cores that starts from a value.
+
+    JAX's interpreter knows neither such a start nor factors in registers: there products are formed at once, in their place.
+    """
+
+    def __init__(self, acc: Any, b_sum: Any) -> None:
+        """`acc` is a reference to an accumulator of the shape of `b_sum`."""
+        self.acc, self.b_sum, self.interpreted = acc, b_sum, interpreting()
+        if not self.interpreted:
+            acc[...] = b_sum
+
+    def add(self, left: Any, right: Any) -> None:
+        """Issue `left @ right`; `left` is an array in registers or, like `right`, in shared memory."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        if not self.interpreted:
+            plgpu.wgmma(self.acc, left, right)
+            return
+        factors = [jnp.asarray(factor[...]).astype(jnp.float32) for factor in (left, right)]
+        plgpu.commit_smem()  # to the race detector these were ordinary reads
+        self.b_sum = self.b_sum + jnp.dot(*factors, preferred_element_type=jnp.float32)
+
+    def value(self, *, outstanding: int = 0) -> Any:
+        """The sum, once no more than so many products issued by this warpgroup are unfinished."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        return self.b_sum if self.interpreted else plgpu.wgmma_accumulator_load(self.acc, wait_n=outstanding)
+
+
+def add_product(b_sum: Any, left: Any, right: Any) -> Any:
+    """`b_sum + left @ right`, waited for."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def product(acc: Any) -> Any:
+        accumulator = Accumulator(acc, b_sum)
+        accumulator.add(left, right)
+        return accumulator.value()
+
+    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(b_sum.shape, b_sum.dtype))

@@ -1,0 +1,372 @@
+"""The two kernels of the gradients: one owns keys and walks over queries, the other owns queries and walks over keys.
+
+Both form the weights of a tile anew from the log-sum-exp, and add up in registers in one order, so that results are the same in
+every run. With w the weights and o the output, the gradient of a logit is `w * (d_out . value - delta)`, where delta is
+`d_out . o` less the gradient of the log-sum-exp. As in the forward kernel, one warpgroup copies and the others multiply.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel_pallas.mosaic_gpu._call import Accumulator, call_kernel, tiled
+from ejkernel_pallas.mosaic_gpu.flash_attention.rules import Rules
+from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Schedule
+from ejkernel_pallas.mosaic_gpu.flash_attention.shape import REGISTERS, ROWS, Walk
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """What one of the kernels is built for.
+
+    Attributes:
+        rules: of the call.
+        schedule: the order of blocks, of keys and their heads or of queries and theirs.
+        other: rows of a tile that is walked over; a consumer owns `ROWS`.
+        stages: tiles that are in shared memory at one time.
+        warpgroups: consumers of a block.
+        size, value_size: of heads, as they lie in memory.
+        dtype: of query, key and value.
+        wanted: which gradients are formed: "query", or "key" and "value" together or alone.
+        ranges: whether tiles to visit are read from an array.
+    """
+
+    rules: Rules
+    schedule: Schedule
+    other: int
+    stages: int
+    warpgroups: int
+    size: int
+    value_size: int
+    dtype: Any
+    wanted: tuple[str, ...]
+    ranges: bool
+
+    @property
+    def by_key(self) -> bool:
+        """Whether keys are owned."""
+        return "query" not in self.wanted
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of what is added up."""
+        return tuple(self.value_size if name == "value" else self.size for name in self.wanted)
+
+    @property
+    def members(self) -> int:
+        """Heads of the walked-over side for each owned one."""
+        return self.rules.group if self.by_key else 1
+
+    def scratch(self) -> dict[str, Any]:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        barrier = functools.partial(plgpu.Barrier, num_barriers=self.stages)
+        held = {
+            "own": tiled((self.warpgroups, ROWS, self.size), self.dtype),
+            "own_value": tiled((self.warpgroups, ROWS, self.value_size), self.dtype),
+            "other": tiled((self.stages, self.other, self.size), self.dtype),
+            "other_value": tiled((self.stages, self.other, self.value_size), self.dtype),
+            "own_here": plgpu.Barrier(num_barriers=self.warpgroups, num_arrivals=2),
+            "other_here": barrier(num_arrivals=2 if self.by_key else 1),
+            "other_value_here": barrier(),
+            "other_free": barrier(num_arrivals=self.warpgroups),
+            "other_value_free": barrier(num_arrivals=self.warpgroups),
+        }
+        if self.by_key:
+            held["rows"] = plgpu.SMEM((self.stages, 2, self.other), jnp.float32)
+        return held
+
+    def body(self, *refs: Any, **scratch: Any) -> None:
+        """The kernel: references to arrays as `launch` gives them, then results."""
+        _Block(self, refs, scratch).run()
+
+    def launch(self, arrays: list[Any], results: list[tuple[tuple[int, ...], Any]]) -> list[jax.Array]:
+        """Run the kernel on query, key, value, the output's gradient, statistics of rows, facts and ranges."""
+        kernel = call_kernel(
+            self.body,
+            name=f"ejkernel_flash_attention_backward_{'_'.join(self.wanted)}",
+            results=results,
+            like=arrays[0],
+            grid={"block": self.schedule.programs},
+            warpgroups=self.warpgroups + 1,
+            scratch=self.scratch(),
+            unsafe_no_auto_barriers=True,
+        )
+        return kernel(*arrays)
+
+
+class _Block:
+    """One block of the grid at work. "own" and "other" are keys and queries, or queries and keys; their "values" are what is
+    multiplied for the gradients of weights: values and the output's gradient, or the reverse."""
+
+    def __init__(self, plan: Gradient, refs: tuple[Any, ...], scratch: dict[str, Any]) -> None:
+        self.plan, self.rules, self.scratch = plan, plan.rules, scratch
+        rest = list(refs)
+        query, key, value, grad, self.rows = (rest.pop(0) for _ in range(5))
+        self.facts = {name: rest.pop(0) for name in self.rules.facts}
+        self.ranges = rest.pop(0) if plan.ranges else None
+        self.results = rest
+        self.own, self.own_value, self.other, self.other_value = (
+            (key, value, query, grad) if plan.by_key else (query, grad, key, value)
+        )
+        self.wg = lax.axis_index("wg")
+
+    def run(self) -> None:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        consumer, producer = REGISTERS[self.plan.warpgroups]
+
+        @pl.when(self.wg < self.plan.warpgroups)
+        def _consume() -> None:
+            plgpu.set_max_registers(consumer, action="increase")
+            self.plan.schedule.loop(self.consume)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(self.wg == self.plan.warpgroups)
+        def _produce() -> None:
+            plgpu.set_max_registers(producer, action="decrease")
+            done = self.plan.schedule.loop(self.produce)
+            for slot in range(self.plan.stages):
+                for name in ("other_free", "other_value_free"):
+                    pl.when(done > slot)(functools.partial(plgpu.barrier_wait, self.scratch[name].at[slot]))
+
+    def walk_of(self, place: Any) -> Walk:
+        """The tiles that a block visits."""
+        owned = self.plan.warpgroups * ROWS
+        first = place.block * owned
+        if self.ranges is not None:
+            i_batch = place.batch if self.ranges.shape[0] > 1 else 0
+            ends = tuple(self.ranges[i_batch, place.block, end] for end in range(4))
+        elif self.plan.by_key:
+            ends = self.rules.query_range(first, first + (owned - 1), self.plan.other)
+        else:
+            ends = self.rules.key_range(first, first + (owned - 1), self.plan.other)
+        return Walk(*ends, members=self.plan.members, block=self.plan.other)
+
+    def head_of(self, place: Any, i_member: Any) -> Any:
+        """The walked-over side's head."""
+        if self.plan.by_key:
+            return place.head * self.rules.group + i_member
+        return lax.div(place.head, jnp.int32(self.rules.group))
+
+    def produce(self, place: Any, done: Any) -> Any:
+        """Copy the tiles that a block visits. Returns the number of tiles copied so far."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        walk, stages = self.walk_of(place), self.plan.stages
+
+        def step(i_step: Any, _: Any) -> None:
+            i_member, i_tile = walk.at(i_step)
+            i_head = self.head_of(place, i_member)
+            count = done + i_step
+            slot, used = lax.rem(count, jnp.int32(stages)), count >= stages
+            here = pl.ds(i_tile * self.plan.other, self.plan.other)
+            for name, source in (("other", self.other), ("other_value", self.other_value)):
+                pl.when(used)(functools.partial(plgpu.barrier_wait, self.scratch[f"{name}_free"].at[slot]))
+                barrier = self.scratch[f"{name}_here"].at[slot]
+                plgpu.copy_gmem_to_smem(source.at[place.batch, here, i_head], self.scratch[name].at[slot], barrier)
+                if self.plan.by_key and name == "other":
+                    rows = self.rows.at[place.batch, i_head, :, here]
+                    plgpu.copy_gmem_to_smem(rows, self.scratch["rows"].at[slot], barrier)
+
+        lax.fori_loop(0, walk.count, step, None)
+        return done + walk.count
+
+    def consume(self, place: Any, done: Any) -> Any:
+        """Add up the gradients of what this warpgroup owns."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        walk = self.walk_of(place)
+        first = (place.block * self.plan.warpgroups + self.wg) * ROWS
+        s_own, s_own_value = self.scratch["own"].at[self.wg], self.scratch["own_value"].at[self.wg]
+        here = self.scratch["own_here"].at[self.wg]
+        for source, s_held in ((self.own, s_own), (self.own_value, s_own_value)):
+            plgpu.copy_gmem_to_smem(source.at[place.batch, pl.ds(first, ROWS), place.head], s_held, here)
+        rows = plgpu.Layout.WGMMA.reduce(1)
+        own = "key" if self.plan.by_key else "query"
+        facts = {name: self.fact(name, place, first, ROWS, rows) for name in self.rules.facts if name.startswith(own)}
+        statistics = None
+        if not self.plan.by_key:
+            statistics = tuple(
+                plgpu.load(self.rows.at[place.batch, place.head, i, pl.ds(first, ROWS)], layout=rows, optimized=False)
+                for i in range(2)
+            )
+        plgpu.barrier_wait(here)
+        step = _Step(self, place, walk, first, done, facts, statistics, s_own, s_own_value)
+        zeros = tuple(
+            plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA) for width in self.plan.widths
+        )
+        if not self.plan.by_key and self.plan.stages > 1:
+            step.wait_for(0)
+        sums = lax.fori_loop(0, walk.count, step.by_key if self.plan.by_key else step.by_query, zeros)
+        plgpu.commit_smem()  # all warps are done with what the gradients replace
+        held = [s_own_value if name == "value" else s_own for name in self.plan.wanted]
+        for name, s_held, b_sum in zip(self.plan.wanted, held, sums, strict=True):
+            s_held[...] = (b_sum if name == "value" else b_sum * self.rules.scale).astype(self.plan.dtype)
+        plgpu.commit_smem()
+        for result, s_held in zip(self.results, held, strict=True):
+            plgpu.copy_smem_to_gmem(s_held, result.at[place.batch, pl.ds(first, ROWS), place.head], commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
+        return done + walk.count
+
+    def fact(self, name: str, place: Any, first: Any, count: int, layout: Any) -> Any:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        array = self.facts[name]
+        source = array.at[place.batch if array.shape[0] > 1 else 0, pl.ds(first, count)]
+        return plgpu.load(source, layout=layout, optimized=False)
+
+
+@dataclasses.dataclass
+class _Step:
+    """The gradients of one tile, rows of which are owned."""
+
+    block: _Block
+    place: Any
+    walk: Walk
+    first: Any
+    done: Any
+    facts: dict[str, Any]
+    statistics: Any
+    s_own: Any
+    s_own_value: Any
+
+    def slot(self, i_step: Any) -> Any:
+        return lax.rem(self.done + i_step, jnp.int32(self.block.plan.stages))
+
+    def wait(self, name: str, slot: Any) -> Any:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.barrier_wait(self.block.scratch[f"{name}_here"].at[slot])
+        return self.block.scratch[name].at[slot]
+
+    def wait_for(self, i_step: Any) -> None:
+        """Wait for the tile of this step, if there is such a step."""
+
+        @pl.when(i_step < self.walk.count)
+        def _() -> None:
+            self.wait("other", self.slot(i_step))
+
+    def free(self, name: str, slot: Any) -> None:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.barrier_arrive(self.block.scratch[f"{name}_free"].at[slot])
+
+    def where_seen(self, i_tile: Any, b_value: Any) -> Any:
+        """A tile's numbers, 0 for hidden pairs, even where a row's statistics are NaN."""
+        rules = self.block.rules
+        if not rules.hides and not self.ragged():
+            return b_value
+        shape = b_value.shape
+        return lax.cond(self.walk.whole(i_tile), lambda: b_value, lambda: jnp.where(self.seen(i_tile, shape), b_value, 0.0))
+
+    def ragged(self) -> bool:
+        """Whether a tile may hold keys past the end, which would get a weight; queries past the end have no gradient."""
+        return not self.block.plan.by_key and self.block.rules.keys % self.block.plan.other != 0
+
+    def seen(self, i_tile: Any, shape: tuple[int, int]) -> Any:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        layout = plgpu.Layout.WGMMA
+        by_key = self.block.plan.by_key
+        start = i_tile * self.block.plan.other
+        o_own = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + self.first
+        o_other = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + start
+        facts = {name: lax.broadcast_in_dim(b_fact, shape, [0]) for name, b_fact in self.facts.items()}
+        for name in self.block.rules.facts:
+            if name not in facts:
+                b_fact = self.block.fact(name, self.place, start, shape[1], layout.reduce(0))
+                facts[name] = lax.broadcast_in_dim(b_fact, shape, [1])
+        o_query, o_key = (o_other, o_own) if by_key else (o_own, o_other)
+        return self.block.rules.seen(o_query, o_key, facts)
+
+    def by_key(self, i_step: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Gradients of keys and values from a tile of queries; scores are `[keys, queries]`."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        block, plan, rules = self.block, self.block.plan, self.block.rules
+        slot = self.slot(i_step)
+        _, i_tile = self.walk.at(i_step)
+        shape = (ROWS, plan.other)
+
+        def columns(i_row: int) -> Any:
+            b_row = plgpu.load(block.scratch["rows"].at[slot, i_row], layout=plgpu.Layout.WGMMA.reduce(0))
+            return lax.broadcast_in_dim(b_row, shape, [1])
+
+        def products(*accumulators: Any) -> tuple[Any, ...]:
+            held = dict(zip((*plan.wanted, "scores", "d_weights"), accumulators, strict=False))
+            added = {name: Accumulator(held[name], b_sum) for name, b_sum in zip(plan.wanted, sums, strict=True)}
+            s_query = self.wait("other", slot)
+            plgpu.wgmma(held["scores"], self.s_own, s_query.transpose((1, 0)))
+            s_grad = self.wait("other_value", slot)
+            if "key" in added:
+                plgpu.wgmma(held["d_weights"], self.s_own_value, s_grad.transpose((1, 0)))
+            b_logits = rules.logits(plgpu.wgmma_accumulator_load(held["scores"], wait_n=int("key" in added)))
+            b_weights = self.where_seen(i_tile, jnp.exp2(b_logits * rules.unit - columns(0)))
+            if "value" in added:
+                added["value"].add(b_weights.astype(plan.dtype), s_grad)
+            if "key" in added:
+                b_weights = self.sloped(b_weights, b_logits)
+                b_d_weights = plgpu.wgmma_accumulator_load(held["d_weights"], wait_n=int("value" in added))
+                b_d_logits = self.where_seen(i_tile, b_weights * (b_d_weights - columns(1)))
+                added["key"].add(b_d_logits.astype(plan.dtype), s_query)
+            sums_next = {}
+            if "value" in added:
+                sums_next["value"] = added["value"].value(outstanding=int("key" in added))
+            self.free("other_value", slot)
+            if "key" in added:
+                sums_next["key"] = added["key"].value()
+            self.free("other", slot)
+            return tuple(sums_next[name] for name in plan.wanted)
+
+        shapes = [*((ROWS, width) for width in plan.widths), shape, *([shape] if "key" in plan.wanted else [])]
+        return pl.run_scoped(products, *(plgpu.WGMMAAccumulatorRef(each, jnp.float32) for each in shapes))
+
+    def by_query(self, i_step: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Gradients of queries from a tile of keys; scores are `[queries, keys]`."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plan, rules = self.block.plan, self.block.rules
+        slot = self.slot(i_step)
+        _, i_tile = self.walk.at(i_step)
+        shape = (ROWS, plan.other)
+        b_shift, b_delta = (lax.broadcast_in_dim(b_row, shape, [0]) for b_row in self.statistics)
+
+        def products(d_query: Any, scores: Any, d_weights: Any) -> tuple[Any, ...]:
+            query_sum = Accumulator(d_query, sums[0])
+            ahead = plan.stages > 1  # with one place for tiles the next one comes when this one is left
+            s_key = self.block.scratch["other"].at[slot] if ahead else self.wait("other", slot)
+            plgpu.wgmma(scores, self.s_own, s_key.transpose((1, 0)))
+            s_value = self.wait("other_value", slot)
+            plgpu.wgmma(d_weights, self.s_own_value, s_value.transpose((1, 0)))
+            b_logits = rules.logits(plgpu.wgmma_accumulator_load(scores, wait_n=1))
+            b_weights = self.sloped(jnp.exp2(b_logits * rules.unit - b_shift), b_logits)
+            # Compilers would wait for the other product first: one is stopped by the barrier, the assembler by a branch.
+            b_weights = lax.optimization_barrier(b_weights)
+            if ahead:
+                self.wait_for(i_step + 1)
+            b_d_weights = plgpu.wgmma_accumulator_load(d_weights, wait_n=0)
+            self.free("other_value", slot)
+            b_d_logits = self.where_seen(i_tile, b_weights * (b_d_weights - b_delta))
+            query_sum.add(b_d_logits.astype(plan.dtype), s_key)
+            b_d_query = query_sum.value()
+            self.free("other", slot)
+            return (b_d_query,)
+
+        return pl.run_scoped(
+            products,
+            plgpu.WGMMAAccumulatorRef((ROWS, plan.size), jnp.float32),
+            plgpu.WGMMAAccumulatorRef(shape, jnp.float32),
+            plgpu.WGMMAAccumulatorRef(shape, jnp.float32),
+        )
+
+    def sloped(self, b_weights: Any, b_logits: Any) -> Any:
+        """Weights times the derivative of the cap: what the gradients of weights are multiplied with."""
+        return b_weights if self.block.rules.cap is None else b_weights * self.block.rules.slope(b_logits)

@@ -1,0 +1,60 @@
+"""Which calls of `flash_attention` these kernels run."""
+
+from __future__ import annotations
+
+from ejkernel.operations.flash_attention.interface import FlashAttentionCall
+from ejkernel.plugin import Target
+from ejkernel_pallas.mosaic_gpu._call import refusal
+from ejkernel_pallas.mosaic_gpu.flash_attention.config import SIZES
+
+MOST_TOKENS = 2**27
+FARTHEST_OFFSET = 2**29
+"""Positions are counted in 32 bits."""
+MOST_BLOCKS = 2**30
+
+
+def supports_forward(call: FlashAttentionCall, target: Target) -> str | None:
+    return _refusal(call, target)
+
+
+def supports_backward(call: FlashAttentionCall, target: Target) -> str | None:
+    return _refusal(call, target)
+
+
+def _refusal(call: FlashAttentionCall, target: Target) -> str | None:
+    specs = {name: getattr(call, name) for name in ("query", "key", "value")}
+    return refusal(target, specs) or _feature_refusal(call) or _size_refusal(call)
+
+
+def _feature_refusal(call: FlashAttentionCall) -> str | None:
+    if call.bias is not None:
+        return "bias: the kernels read no array of the size of the scores"
+    if call.mask is not None:
+        return "mask: the kernels read no dense mask; rules of position and segments are understood"
+    if call.dropout_rate:
+        return f"dropout_prob is {call.dropout_rate}, the kernels have no dropout"
+    if not call.normalize_output:
+        return "normalize_output=False: the gradient needs each row's largest logit, which is not kept"
+    if call.logits_dtype != "float32":
+        return f"logits_dtype is {call.logits_dtype}, the kernels keep products in float32"
+    if call.sinks is not None and call.sinks.dtype not in ("float32", "bfloat16", "float16"):
+        return f"sinks are {call.sinks.dtype}, needs float32, bfloat16 or float16"
+    return None
+
+
+def _size_refusal(call: FlashAttentionCall) -> str | None:
+    batch, queries, heads, size = call.query.shape
+    keys, value_size = call.value.shape[1], call.value.shape[3]
+    for name, width in (("query", size), ("value", value_size)):
+        if not 0 < width <= SIZES[-1]:
+            return f"the {name}'s head size is {width}, needs 1 ... {SIZES[-1]}"
+    if heads == 0:
+        return f"query has shape {call.query.shape}, needs heads"
+    if max(queries, keys) > MOST_TOKENS:
+        return f"{max(queries, keys)} tokens are more than {MOST_TOKENS}"
+    if abs(call.query_offset) > FARTHEST_OFFSET:
+        return f"query_offset {call.query_offset} is beyond {FARTHEST_OFFSET}"
+    blocks = batch * heads * -(-max(queries, keys) // 64)
+    if blocks > MOST_BLOCKS:
+        return f"{batch} x {heads} heads of {max(queries, keys)} tokens may need {blocks} blocks, more than {MOST_BLOCKS}"
+    return None

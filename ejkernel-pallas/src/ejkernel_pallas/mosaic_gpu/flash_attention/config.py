@@ -1,0 +1,190 @@
+"""Tiles of `flash_attention` on Hopper, picked by what they take of shared memory and registers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+
+from ejkernel.operations.flash_attention.interface import FlashAttentionCall
+from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_pallas.mosaic_gpu._call import SHARED_MEMORY, SHARED_MEMORY_SLACK, tiled_bytes
+from ejkernel_pallas.mosaic_gpu.flash_attention.shape import REGISTERS, ROWS
+
+SIZES = (64, 96, 128, 192, 256)
+"""Of heads, as they lie in memory."""
+_OVERHEAD = 24
+"""Registers of a consumer for addresses, maxima and sums, beside one for 16 rows of a tile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """Attributes:
+    block_k: keys of a tile, a multiple of 64.
+    stages: tiles of keys and of values in shared memory at one time.
+    warpgroups: consumers of a block, each with 64 queries.
+    overlap: the scores of a tile are formed while the weights of the one before are multiplied with values.
+    ping_pong: consumers take turns at the tensor cores.
+    persistent: as many programs as multiprocessors, each with several blocks, rather than one program per block.
+    """
+
+    block_k: int
+    stages: int
+    warpgroups: int
+    overlap: bool
+    ping_pong: bool
+    persistent: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """Attributes:
+    key_block_q, key_stages, key_warpgroups: of the kernel that owns keys: queries of a tile, tiles in shared memory, consumers.
+    key_apart: the gradients of keys and of values are formed by one kernel each.
+    query_block_k, query_stages, query_warpgroups: of the kernel that owns queries.
+    """
+
+    key_block_q: int
+    key_stages: int
+    key_warpgroups: int
+    key_apart: bool
+    query_block_k: int
+    query_stages: int
+    query_warpgroups: int
+
+
+def sizes_of(call: FlashAttentionCall) -> tuple[int, int]:
+    """Head sizes of keys and values as they lie in memory: padded to what a product can read."""
+    size, value_size = (next((s for s in SIZES if s >= n), n) for n in (call.query.shape[3], call.value.shape[3]))
+    if size != value_size:  # pieces of one are kept in the place of the other
+        size, value_size = (128 if s == 96 else s for s in (size, value_size))
+    return size, value_size
+
+
+def forward_bytes(call: FlashAttentionCall, config: ForwardConfig) -> int:
+    """Shared memory of the forward kernel."""
+    size, value_size = sizes_of(call)
+    used = tiled_bytes((config.warpgroups, ROWS, size)) + tiled_bytes((config.warpgroups, ROWS), 4)
+    if config.persistent or value_size > size:
+        used += tiled_bytes((config.warpgroups, ROWS, value_size))
+    return used + sum(tiled_bytes((config.stages, config.block_k, width)) for width in (size, value_size))
+
+
+def forward_registers(call: FlashAttentionCall, config: ForwardConfig) -> int:
+    """Registers that a consumer's thread is expected to need: accumulator, scores, weights."""
+    return sizes_of(call)[1] // 2 + config.block_k * 13 // 16 + _OVERHEAD
+
+
+def _forward_fits(call: FlashAttentionCall, config: ForwardConfig) -> bool:
+    in_memory = forward_bytes(call, config) + SHARED_MEMORY_SLACK <= SHARED_MEMORY
+    return in_memory and forward_registers(call, config) <= REGISTERS[config.warpgroups][0]
+
+
+def _backward_bytes(call: FlashAttentionCall, other: int, stages: int, warpgroups: int) -> int:
+    widths = sizes_of(call)
+    own = sum(tiled_bytes((warpgroups, ROWS, width)) for width in widths)
+    walked = sum(tiled_bytes((stages, other, width)) for width in widths)
+    return own + walked + tiled_bytes((stages, 2, other), 4)
+
+
+def backward_bytes(call: FlashAttentionCall, config: BackwardConfig) -> tuple[int, int]:
+    """Shared memory of the kernel that owns keys and of that which owns queries."""
+    by_key = _backward_bytes(call, config.key_block_q, config.key_stages, config.key_warpgroups)
+    return by_key, _backward_bytes(call, config.query_block_k, config.query_stages, config.query_warpgroups)
+
+
+def backward_registers(call: FlashAttentionCall, config: BackwardConfig) -> tuple[int, int]:
+    """Registers that a consumer's thread is expected to need: accumulators, scores and their gradients, weights."""
+    size, value_size = sizes_of(call)
+    owned = max(size, value_size) if config.key_apart else size + value_size
+    by_key = owned // 2 + config.key_block_q * 21 // 16 + _OVERHEAD
+    return by_key, size // 2 + config.query_block_k * 18 // 16 + _OVERHEAD
+
+
+def _key_fits(call: FlashAttentionCall, config: BackwardConfig) -> bool:
+    return backward_bytes(call, config)[0] + SHARED_MEMORY_SLACK <= SHARED_MEMORY and (
+        backward_registers(call, config)[0] <= REGISTERS[config.key_warpgroups][0]
+    )
+
+
+def _query_fits(call: FlashAttentionCall, config: BackwardConfig) -> bool:
+    return backward_bytes(call, config)[1] + SHARED_MEMORY_SLACK <= SHARED_MEMORY and (
+        backward_registers(call, config)[1] <= REGISTERS[config.query_warpgroups][0]
+    )
+
+
+def _consumers(call: FlashAttentionCall, rows: int) -> int:
+    """Two, or one where rows would not fill the second."""
+    return 1 if rows <= ROWS else 2
+
+
+def _narrow(call: FlashAttentionCall) -> bool:
+    """Whether wide tiles would be mostly hidden."""
+    spans = [span for span in (call.window_width, call.chunk_size) if span is not None]
+    return min(spans, default=1 << 30) <= 256
+
+
+def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
+    """The first of these that fits."""
+    warpgroups = _consumers(call, call.query.shape[1])
+    widths = (64, 128) if _narrow(call) or call.key.shape[1] <= 64 else (128, 64)
+    ping_pong = warpgroups > 1
+    if max(sizes_of(call)) == 64 and call.query.shape[1] > 2 * ROWS and not _narrow(call):
+        warpgroups = 3
+    for block_k, overlap, stages in itertools.product(widths, (True, False), (2, 1)):
+        config = ForwardConfig(block_k, stages, warpgroups, overlap, ping_pong, False)
+        if _forward_fits(call, config):
+            return config
+    return ForwardConfig(64, 1, 1, False, False, False)
+
+
+def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfig]:
+    found = [forward_heuristic(call, target)]
+    for block_k, stages, warpgroups in ((128, 2, 2), (64, 3, 2), (128, 2, 3), (64, 3, 3)):
+        for overlap, ping_pong, persistent in itertools.product((True, False), (True, False), (False, True)):
+            if overlap or ping_pong:
+                found.append(ForwardConfig(block_k, stages, warpgroups, overlap, ping_pong, persistent))
+    found = [found[0], *(config for config in found if _forward_fits(call, config))]
+    return list(dict.fromkeys(found))
+
+
+def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConfig:
+    """Each kernel's first that fits."""
+    queries, keys = call.query.shape[1], call.key.shape[1]
+    config = BackwardConfig(64, 1, 1, True, 64, 1, 1)
+    owned = range(_consumers(call, keys), 0, -1)
+    for apart, warpgroups, stages in itertools.product((False, True), owned, (2, 1)):
+        trial = dataclasses.replace(config, key_apart=apart, key_warpgroups=warpgroups, key_stages=stages)
+        if _key_fits(call, trial):
+            config = trial
+            break
+    widths = (64,) if _narrow(call) or keys <= 64 else (128, 64)
+    for warpgroups, stages, width in itertools.product(range(_consumers(call, queries), 0, -1), (2, 1), widths):
+        trial = dataclasses.replace(config, query_block_k=width, query_warpgroups=warpgroups, query_stages=stages)
+        if _query_fits(call, trial):
+            return trial
+    return config
+
+
+def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardConfig]:
+    """Each kernel varied alone: the two do not influence each other."""
+    best = backward_heuristic(call, target)
+    return list(dict.fromkeys([best, *_key_variants(call, best), *_query_variants(call, best)]))
+
+
+def _key_variants(call: FlashAttentionCall, best: BackwardConfig) -> Iterable[BackwardConfig]:
+    for block_q, stages, warpgroups, apart in itertools.product((64, 128), (2, 3), (2, 3), (False, True)):
+        config = dataclasses.replace(best, key_block_q=block_q, key_stages=stages, key_warpgroups=warpgroups, key_apart=apart)
+        if _key_fits(call, config):
+            yield config
+
+
+def _query_variants(call: FlashAttentionCall, best: BackwardConfig) -> Iterable[BackwardConfig]:
+    for block_k, stages, warpgroups in itertools.product((64, 128), (2, 3), (2, 3)):
+        config = dataclasses.replace(best, query_block_k=block_k, query_stages=stages, query_warpgroups=warpgroups)
+        if _query_fits(call, config):
+            yield config
+
+
+FORWARD = ConfigSpace(ForwardConfig, forward_heuristic, forward_space)
+BACKWARD = ConfigSpace(BackwardConfig, backward_heuristic, backward_space)

@@ -1,0 +1,477 @@
+"""The forward kernel: one warpgroup copies tiles of keys and values, two or three others own 64 queries each.
+
+A consumer forms scores `[64, BK]` from shared memory, turns them into weights in registers and multiplies those with values into
+an accumulator `[64, V]`. All consumers of a block visit the same tiles. With `overlap`, the product of the next scores is issued
+before that of the last weights, so that exponentials of one run beside the other; with `ping_pong`, consumers also take turns at
+the tensor cores. Shared memory is filled by the tensor memory accelerator, which leaves zeros past the end of an array and drops
+what is stored there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel_pallas.mosaic_gpu._call import Accumulator, add_product, tiled
+from ejkernel_pallas.mosaic_gpu.flash_attention.config import ForwardConfig
+from ejkernel_pallas.mosaic_gpu.flash_attention.rules import LN_2, Rules
+from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Schedule
+from ejkernel_pallas.mosaic_gpu.flash_attention.shape import REGISTERS, ROWS
+
+PART = 64
+"""Columns of the widest swizzle."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """What the kernel is built for.
+
+    Attributes:
+        rules, config: of the call.
+        schedule: the order of blocks.
+        size, value_size: of heads, as they lie in memory.
+        dtype: of query, key and value.
+        ranges: whether tiles to visit are read from an array.
+        sinks: whether there are starts of maxima and sums.
+        save_lse: whether the log-sum-exp is a result.
+    """
+
+    rules: Rules
+    config: ForwardConfig
+    schedule: Schedule
+    size: int
+    value_size: int
+    dtype: Any
+    ranges: bool
+    sinks: bool
+    save_lse: bool
+
+    @property
+    def shares(self) -> bool:
+        """Whether a consumer's output takes the place of its queries."""
+        return not self.config.persistent and self.value_size <= self.size
+
+    @property
+    def parts(self) -> bool:
+        """Whether it does so in pieces of `PART` columns, as it is narrower."""
+        return self.shares and self.value_size < self.size
+
+    def scratch(self) -> dict[str, Any]:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        c = self.config
+        barrier = functools.partial(plgpu.Barrier, num_barriers=c.stages)
+        query = tiled((c.warpgroups, ROWS, self.size), self.dtype)
+        if self.parts:
+            query = plgpu.RefUnion(query, tiled((c.warpgroups * (self.size // PART), ROWS, PART), self.dtype))
+        held = {
+            "query": query,
+            "key": tiled((c.stages, c.block_k, self.size), self.dtype),
+            "value": tiled((c.stages, c.block_k, self.value_size), self.dtype),
+            "query_here": plgpu.Barrier(num_barriers=c.warpgroups),
+            "key_here": barrier(),
+            "value_here": barrier(),
+            "key_free": barrier(num_arrivals=c.warpgroups),
+            "value_free": barrier(num_arrivals=c.warpgroups),
+        }
+        if not self.shares:
+            held["out"] = tiled((c.warpgroups, ROWS, self.value_size), self.dtype)
+        if c.persistent:
+            held["query_free"] = plgpu.Barrier(num_barriers=c.warpgroups)
+        if c.ping_pong:
+            held["turn"] = plgpu.Barrier(num_barriers=c.warpgroups)
+        if self.save_lse:
+            held["lse"] = plgpu.SMEM((c.warpgroups, ROWS), jnp.float32)
+        return held
+
+    def body(self, *refs: Any, **scratch: Any) -> None:
+        """The kernel: references to arrays as `launch` gives them, then results."""
+        _Block(self, refs, scratch).run()
+
+
+class _Block:
+    """One block of the grid at work."""
+
+    def __init__(self, plan: Forward, refs: tuple[Any, ...], scratch: dict[str, Any]) -> None:
+        self.plan, self.rules, self.config = plan, plan.rules, plan.config
+        rest = list(refs)
+        self.query, self.key, self.value = (rest.pop(0) for _ in range(3))
+        self.facts = {name: rest.pop(0) for name in self.rules.facts}
+        self.ranges = rest.pop(0) if plan.ranges else None
+        self.sinks = rest.pop(0) if plan.sinks else None
+        self.out = rest.pop(0)
+        self.lse = rest.pop(0) if plan.save_lse else None
+        self.s_query, self.s_parts = scratch["query"] if plan.parts else (scratch["query"], None)
+        self.s_out = self.s_query if plan.shares else scratch["out"]
+        self.scratch = scratch
+        self.wg = lax.axis_index("wg")
+
+    def run(self) -> None:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        consumer, producer = REGISTERS[self.config.warpgroups]
+
+        @pl.when(self.wg < self.config.warpgroups)
+        def _consume() -> None:
+            plgpu.set_max_registers(consumer, action="increase")
+            if self.config.ping_pong:  # the first consumer has the first turn
+                pl.when(self.wg == self.config.warpgroups - 1)(self.pass_turn)
+            if self.config.persistent:
+                plgpu.barrier_arrive(self.scratch["query_free"].at[self.wg])
+            self.plan.schedule.loop(self.consume)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if self.config.ping_pong:  # and takes the last one, which nobody uses
+                pl.when(self.wg == 0)(self.await_turn)
+
+        @pl.when(self.wg == self.config.warpgroups)
+        def _produce() -> None:
+            plgpu.set_max_registers(producer, action="decrease")
+            self.drain(self.plan.schedule.loop(self.produce))
+
+    def range_of(self, place: Any) -> tuple[Any, Any, Any, Any]:
+        block_q = self.config.warpgroups * ROWS
+        if self.ranges is None:
+            first = place.block * block_q
+            return self.rules.key_range(first, first + (block_q - 1), self.config.block_k)
+        i_batch = place.batch if self.ranges.shape[0] > 1 else 0
+        return tuple(self.ranges[i_batch, place.block, end] for end in range(4))  # pyright: ignore[reportReturnType]
+
+    def produce(self, place: Any, done: Any) -> Any:
+        """Copy the tiles of one block; `done` tiles were copied before. Returns their number."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        c = self.config
+        low, _, _, high = self.range_of(place)
+        i_key_head = lax.div(place.head, jnp.int32(self.rules.group))
+        if c.persistent:
+            for wg in range(c.warpgroups):
+                plgpu.barrier_wait(self.scratch["query_free"].at[wg])
+                self.copy_query(place, wg)
+
+        def copy(source: Any, name: str, i_key: Any, slot: Any, fresh: Any) -> None:
+            @pl.when(jnp.logical_not(fresh))
+            def _() -> None:
+                plgpu.barrier_wait(self.scratch[f"{name}_free"].at[slot])
+
+            rows = pl.ds(i_key * c.block_k, c.block_k)
+            plgpu.copy_gmem_to_smem(
+                source.at[place.batch, rows, i_key_head], self.scratch[name].at[slot], self.scratch[f"{name}_here"].at[slot]
+            )
+
+        def step(i_key: Any, _: Any) -> None:
+            count = done + (i_key - low)
+            slot, fresh = lax.rem(count, jnp.int32(c.stages)), count < c.stages
+            copy(self.key, "key", i_key, slot, fresh)
+            copy(self.value, "value", i_key, slot, fresh)
+
+        lax.fori_loop(low, high, step, None)
+        return done + (high - low)
+
+    def drain(self, done: Any) -> None:
+        """Wait until all tiles have been read, so that every phase of a barrier has been seen."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        for slot in range(self.config.stages):
+            for name in ("key_free", "value_free"):
+                pl.when(done > slot)(functools.partial(plgpu.barrier_wait, self.scratch[name].at[slot]))
+        if self.config.persistent:
+            for wg in range(self.config.warpgroups):
+                plgpu.barrier_wait(self.scratch["query_free"].at[wg])
+
+    def copy_query(self, place: Any, wg: Any) -> None:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        first = (place.block * self.config.warpgroups + wg) * ROWS
+        plgpu.copy_gmem_to_smem(
+            self.query.at[place.batch, pl.ds(first, ROWS), place.head], self.s_query.at[wg], self.scratch["query_here"].at[wg]
+        )
+
+    def pass_turn(self) -> None:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.barrier_arrive(self.scratch["turn"].at[lax.rem(self.wg + 1, jnp.int32(self.config.warpgroups))])
+
+    def await_turn(self) -> None:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.barrier_wait(self.scratch["turn"].at[self.wg])
+
+    def consume(self, place: Any, done: Any) -> Any:
+        """Attend from this warpgroup's queries of one block."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        c = self.config
+        low, full_low, full_high, high = self.range_of(place)
+        first = (place.block * c.warpgroups + self.wg) * ROWS
+        if not c.persistent:
+            self.copy_query(place, self.wg)
+        rows = plgpu.Layout.WGMMA.reduce(1)
+        b_facts = {
+            name: plgpu.load(self.fact(name, place, first, ROWS), layout=rows, optimized=False)
+            for name in self.rules.facts
+            if name.startswith("query")
+        }
+        b_max, b_sum = self.start_of(place)
+        b_max = plgpu.layout_cast(jnp.full((ROWS,), b_max, jnp.float32), rows)
+        b_sum = plgpu.layout_cast(jnp.full((ROWS,), b_sum, jnp.float32), rows)
+        plgpu.barrier_wait(self.scratch["query_here"].at[self.wg])
+        tile = _Tile(self, place, first, b_facts, low, full_low, full_high, high, done)
+        zeros = jnp.zeros((ROWS, self.plan.value_size), jnp.float32)
+        state = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), b_max, b_sum)
+        state = tile.overlapped(state) if c.overlap else tile.in_turn(state)
+        self.finish(place, first, *state)
+        return done + (high - low)
+
+    def fact(self, name: str, place: Any, first: Any, count: int) -> Any:
+        array = self.facts[name]
+        return array.at[place.batch if array.shape[0] > 1 else 0, pl.ds(first, count)]
+
+    def start_of(self, place: Any) -> tuple[Any, Any]:
+        """Maximum and sum before any key: those of the sinks."""
+        if self.sinks is None:
+            return -jnp.inf, 0.0
+        i_batch = place.batch if self.sinks.shape[0] > 1 else 0
+        return self.sinks[i_batch, place.head, 0], self.sinks[i_batch, place.head, 1]
+
+    def finish(self, place: Any, first: Any, b_acc: Any, b_max: Any, b_sum: Any) -> None:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        b_empty = b_sum == 0.0
+        b_divisor = jnp.where(b_empty, 1.0, b_sum)
+        b_out = b_acc * lax.broadcast_in_dim(1.0 / b_divisor, b_acc.shape, [0])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out = self.out.at[place.batch, pl.ds(first, ROWS), place.head]
+        b_out = b_out.astype(self.plan.dtype)
+        pieces = [(self.s_out.at[self.wg], out, b_out)]
+        if self.s_parts is not None:
+            i_part = self.wg * (self.plan.size // PART)
+            starts = range(0, self.plan.value_size, PART)
+            pieces = [
+                (self.s_parts.at[i_part + i], out.at[:, pl.ds(start, PART)], b_out[:, start : start + PART])
+                for i, start in enumerate(starts)
+            ]
+        plgpu.commit_smem()  # all warps are done with what the output replaces
+        for s_piece, _, b_piece in pieces:
+            s_piece[...] = b_piece
+        if self.lse is not None:
+            b_lse = (b_max * self.rules.unit + jnp.log2(b_divisor)) * LN_2
+            self.scratch["lse"].at[self.wg][...] = jnp.where(b_empty, -jnp.inf, b_lse)
+        plgpu.commit_smem()
+        for s_piece, piece, _ in pieces:
+            plgpu.copy_smem_to_gmem(s_piece, piece, commit_group=False)
+        if self.lse is not None:
+            plgpu.copy_smem_to_gmem(
+                self.scratch["lse"].at[self.wg], self.lse.at[place.batch, place.head, pl.ds(first, ROWS)], commit_group=False
+            )
+        plgpu.commit_smem_to_gmem_group()
+
+
+@dataclasses.dataclass
+class _Tile:
+    """The walk of one warpgroup over the tiles of keys [low, high)."""
+
+    block: _Block
+    place: Any
+    first: Any
+    facts: dict[str, Any]
+    low: Any
+    full_low: Any
+    full_high: Any
+    high: Any
+    done: Any
+
+    def wait(self, name: str, i_key: Any) -> Any:
+        """Wait for a tile; its reference."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        slot = self.slot(i_key)
+        plgpu.barrier_wait(self.block.scratch[f"{name}_here"].at[slot])
+        return self.block.scratch[name].at[slot]
+
+    def wait_for_next(self, i_key: Any) -> None:
+        """Wait for the tile of keys after this one, if there is one."""
+
+        @pl.when(i_key + 1 < self.high)
+        def _() -> None:
+            self.wait("key", i_key + 1)
+
+    def free(self, name: str, i_key: Any) -> None:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.barrier_arrive(self.block.scratch[f"{name}_free"].at[self.slot(i_key)])
+
+    def slot(self, i_key: Any) -> Any:
+        return lax.rem(self.done + (i_key - self.low), jnp.int32(self.block.config.stages))
+
+    def await_turn(self) -> None:
+        if self.block.config.ping_pong:
+            self.block.await_turn()
+
+    def pass_turn(self) -> None:
+        if self.block.config.ping_pong:
+            self.block.pass_turn()
+
+    def leave_query(self) -> None:
+        """The next block's queries may be copied."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        if self.block.config.persistent:
+            plgpu.barrier_arrive(self.block.scratch["query_free"].at[self.block.wg])
+
+    def shown(self, i_key: Any, b_raw: Any) -> Any:
+        """Logits, those of hidden pairs -inf."""
+        rules = self.block.rules
+        b_logits = rules.logits(b_raw)
+        if not rules.hides and rules.keys % self.block.config.block_k == 0:
+            return b_logits
+        whole = (i_key >= self.full_low) & (i_key < self.full_high)
+        return lax.cond(whole, lambda: b_logits, lambda: jnp.where(self.seen(i_key, b_raw.shape), b_logits, -jnp.inf))
+
+    def seen(self, i_key: Any, shape: tuple[int, int]) -> Any:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        layout = plgpu.Layout.WGMMA
+        start = i_key * self.block.config.block_k
+        o_query = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + self.first
+        o_key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + start
+        facts = {name: lax.broadcast_in_dim(b_fact, shape, [0]) for name, b_fact in self.facts.items()}
+        for name in self.block.rules.facts:
+            if name.startswith("key"):
+                source = self.block.fact(name, self.place, start, shape[1])
+                facts[name] = lax.broadcast_in_dim(plgpu.load(source, layout=layout.reduce(0), optimized=False), shape, [1])
+        return self.block.rules.seen(o_query, o_key, facts)
+
+    def weigh(self, b_logits: Any, b_max: Any, b_sum: Any) -> tuple[Any, Any, Any, Any]:
+        """Weights of a tile, the new maximum and sum, and the factor by which older weights shrink."""
+        unit = self.block.rules.unit
+        b_new = jnp.maximum(b_max, b_logits.max(axis=1))
+        b_shift = b_new
+        if self.block.rules.hides:  # -inf - -inf is NaN
+            b_shift = jnp.where(b_new == -jnp.inf, 0.0, b_new)
+        b_scaled = b_shift * unit
+        b_decay = jnp.exp2(b_max * unit - b_scaled)
+        b_weights = jnp.exp2(b_logits * unit - lax.broadcast_in_dim(b_scaled, b_logits.shape, [0]))
+        return b_weights, b_new, b_sum * b_decay + b_weights.sum(axis=1), b_decay
+
+    def scores(self, i_key: Any) -> Any:
+        """Scores of a tile, waited for."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        s_query = self.block.s_query.at[self.block.wg]
+        s_key = self.wait("key", i_key)
+
+        def product(acc: Any) -> Any:
+            self.await_turn()
+            plgpu.wgmma(acc, s_query, s_key.transpose((1, 0)))
+            self.pass_turn()
+            return acc[...]
+
+        b_raw = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, self.block.config.block_k), jnp.float32))
+        self.free("key", i_key)
+        return b_raw
+
+    def in_turn(self, state: Any) -> Any:
+        """One tile after the other."""
+        dtype = self.block.plan.dtype
+
+        def step(i_key: Any, state: Any) -> Any:
+            b_acc, b_max, b_sum = state
+            b_logits = self.shown(i_key, self.scores(i_key))
+            b_weights, b_max, b_sum, b_decay = self.weigh(b_logits, b_max, b_sum)
+            b_acc = b_acc * lax.broadcast_in_dim(b_decay, b_acc.shape, [0])
+            b_half = b_weights.astype(dtype)
+            s_value = self.wait("value", i_key)
+
+            b_acc = add_product(b_acc, b_half, s_value)
+            self.free("value", i_key)
+            return b_acc, b_max, b_sum
+
+        state = lax.fori_loop(self.low, self.high, step, state)
+        self.leave_query()
+        return state
+
+    def overlapped(self, state: Any) -> Any:
+        """The scores of a tile are formed while the weights of the one before are multiplied with values."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        block, dtype = self.block, self.block.plan.dtype
+        s_query = block.s_query.at[block.wg]
+
+        def begin() -> Any:
+            b_acc, b_max, b_sum = state
+            b_logits = self.shown(self.low, self.scores(self.low))
+            b_weights, b_max, b_sum, _ = self.weigh(b_logits, b_max, b_sum)
+            self.wait_for_next(self.low)
+            return b_acc, b_max, b_sum, b_weights.astype(dtype)
+
+        def step(i_key: Any, carry: Any) -> Any:
+            b_acc, b_max, b_sum, b_half = carry
+            s_key = block.scratch["key"].at[self.slot(i_key)]
+
+            def products(acc: Any, scores: Any) -> Any:
+                total = Accumulator(acc, b_acc)
+                self.await_turn()
+                plgpu.wgmma(scores, s_query, s_key.transpose((1, 0)))
+                s_value = self.wait("value", i_key - 1)
+                total.add(b_half, s_value)
+                self.pass_turn()
+                b_raw = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+                self.free("key", i_key)
+                b_weights, b_new, b_total, b_decay = self.weigh(self.shown(i_key, b_raw), b_max, b_sum)
+                # The product with values is waited for after the weights are formed. Compilers move such a wait up as far as they
+                # may: one is stopped by the barrier, the assembler by a branch. Weights that were rounded before the wait would
+                # make it run all products one by one (its remark C7513).
+                settled = lax.optimization_barrier((b_new, b_total, b_decay, b_weights))
+                self.wait_for_next(i_key)
+                b_next = total.value()
+                self.free("value", i_key - 1)
+                b_new, b_total, b_decay, b_weights = settled
+                return b_next * lax.broadcast_in_dim(b_decay, b_next.shape, [0]), b_new, b_total, b_weights.astype(dtype)
+
+            return pl.run_scoped(
+                products,
+                plgpu.WGMMAAccumulatorRef((ROWS, block.plan.value_size), jnp.float32),
+                plgpu.WGMMAAccumulatorRef((ROWS, block.config.block_k), jnp.float32),
+            )
+
+        def end(carry: Any) -> Any:
+            b_acc, b_max, b_sum, b_half = carry
+            s_value = self.wait("value", self.high - 1)
+
+            b_acc = add_product(b_acc, b_half, s_value)
+            self.free("value", self.high - 1)
+            return b_acc, b_max, b_sum
+
+        def walk() -> Any:
+            carry = lax.fori_loop(self.low + 1, self.high, step, begin())
+            self.leave_query()
+            return end(carry)
+
+        def rest() -> Any:
+            self.leave_query()
+            return state
+
+        return lax.cond(self.low < self.high, walk, rest)
+
+
+def launch(plan: Forward, arrays: list[Any], results: list[tuple[tuple[int, ...], Any]]) -> list[jax.Array]:
+    """Run the kernel on query, key, value, facts, ranges and sinks, those that there are."""
+    from ejkernel_pallas.mosaic_gpu._call import call_kernel
+
+    kernel = call_kernel(
+        plan.body,
+        name="ejkernel_flash_attention",
+        results=results,
+        like=arrays[0],
+        grid={"block": plan.schedule.programs},
+        warpgroups=plan.config.warpgroups + 1,
+        scratch=plan.scratch(),
+        unsafe_no_auto_barriers=True,
+    )
+    return kernel(*arrays)

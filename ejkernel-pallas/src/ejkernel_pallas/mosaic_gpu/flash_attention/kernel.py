@@ -1,0 +1,209 @@
+"""The launches of `flash_attention`: what kernels are given, and what is left to XLA before and after them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.operation import vary_like
+from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
+from ejkernel.operations.flash_attention.ranges import tile_ranges
+from ejkernel_pallas.mosaic_gpu.flash_attention.backward import Gradient
+from ejkernel_pallas.mosaic_gpu.flash_attention.config import BackwardConfig, ForwardConfig, sizes_of
+from ejkernel_pallas.mosaic_gpu.flash_attention.forward import Forward, launch
+from ejkernel_pallas.mosaic_gpu.flash_attention.rules import LOG2_E, Rules, facts_of, rules_of
+from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Schedule, schedule_of
+from ejkernel_pallas.mosaic_gpu.flash_attention.shape import ROWS
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200; programs that walk over several blocks are so many."""
+_TOKENS = 8
+"""Lengths in memory are multiples of it: rows of a tile that the copy engine takes apart."""
+
+
+def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: ForwardConfig) -> FlashAttentionOutputs:
+    saved = call.return_lse or call.save_residuals
+    if not _score_count(call):
+        out, lse = _without_keys(call, inputs)
+        return FlashAttentionOutputs(out, lse if saved else None)
+    rules, (size, value_size) = rules_of(call), sizes_of(call)
+    batch, queries, heads, _ = call.query.shape
+    block_q = config.warpgroups * ROWS
+    key, value = _clean(inputs.key, inputs.value) if rules.hides else (inputs.key, inputs.value)
+    query, key, value = _stored(inputs.query, size), _stored(key, size), _stored(value, value_size)
+    arrays = [query, key, value, *facts_of(rules, inputs, block_q, config.block_k)]
+    if rules.facts:
+        arrays.append(tile_ranges(call, inputs, block_q, config.block_k, by_key=False))
+    if inputs.sinks is not None:
+        arrays.append(_sink_starts(inputs.sinks, rules))
+    plan = Forward(
+        rules=rules,
+        config=config,
+        schedule=_schedule(call, block_q, persistent=config.persistent),
+        size=size,
+        value_size=value_size,
+        dtype=call.query.dtype,
+        ranges=bool(rules.facts),
+        sinks=inputs.sinks is not None,
+        save_lse=saved,
+    )
+    results: list[tuple[tuple[int, ...], Any]] = [((batch, query.shape[1], heads, value_size), call.query.dtype)]
+    if saved:
+        results.append(((batch, heads, query.shape[1]), jnp.float32))
+    out, *lse = launch(plan, arrays, results)
+    out = _cut(out, (batch, queries, heads, call.value.shape[3]))
+    return FlashAttentionOutputs(out, jnp.swapaxes(lse[0][..., :queries], 1, 2) if saved else None)
+
+
+def backward(
+    call: FlashAttentionCall,
+    inputs: FlashAttentionInputs,
+    outputs: FlashAttentionOutputs,
+    cotangents: FlashAttentionOutputs,
+    config: BackwardConfig,
+) -> FlashAttentionInputs:
+    delta = _delta(outputs, cotangents)
+    d_sinks = None if inputs.sinks is None else _sink_gradient(inputs.sinks, outputs.lse, delta)
+    if not _score_count(call):
+        zeros = (vary_like(jnp.zeros(x.shape, x.dtype), inputs) for x in inputs[:3])
+        return FlashAttentionInputs(*zeros, sinks=d_sinks)
+    rules, (size, value_size) = rules_of(call), sizes_of(call)
+    arrays = (*inputs[:3], cotangents.out)
+    arrays = map(_finite, arrays) if rules.hides else arrays
+    widths = (size, size, value_size, value_size)
+    mains = [_stored(array, width) for array, width in zip(arrays, widths, strict=True)]
+    mains.append(_rows(outputs.lse, delta))
+    found: dict[str, Any] = {}
+    for wanted in (("key",), ("value",)) if config.key_apart else (("key", "value"),):
+        found |= _gradients(call, inputs, mains, config, wanted)
+    found |= _gradients(call, inputs, mains, config, ("query",))
+    gradients = (_cut(found[name], getattr(inputs, name).shape) for name in ("query", "key", "value"))
+    return FlashAttentionInputs(*gradients, sinks=d_sinks)
+
+
+def _gradients(
+    call: FlashAttentionCall, inputs: FlashAttentionInputs, mains: list[Any], config: BackwardConfig, wanted: tuple[str, ...]
+) -> dict[str, Any]:
+    """The gradients of these, as they lie in memory, by name."""
+    rules, (size, value_size) = rules_of(call), sizes_of(call)
+    by_key = "query" not in wanted
+    if by_key:
+        other, stages, warpgroups = config.key_block_q, config.key_stages, config.key_warpgroups
+    else:
+        other, stages, warpgroups = config.query_block_k, config.query_stages, config.query_warpgroups
+    own = warpgroups * ROWS
+    block_q, block_k = (other, own) if by_key else (own, other)
+    arrays = [*mains, *facts_of(rules, inputs, block_q, block_k)]
+    if rules.facts:
+        arrays.append(tile_ranges(call, inputs, block_q, block_k, by_key=by_key))
+    plan = Gradient(
+        rules=rules,
+        schedule=_schedule(call, own, by_key=by_key),
+        other=other,
+        stages=stages,
+        warpgroups=warpgroups,
+        size=size,
+        value_size=value_size,
+        dtype=call.query.dtype,
+        wanted=wanted,
+        ranges=bool(rules.facts),
+    )
+    shapes: dict[str, Any] = dict(zip(("query", "key", "value"), mains, strict=False))
+    return dict(zip(wanted, plan.launch(arrays, [(shapes[name].shape, call.query.dtype) for name in wanted]), strict=True))
+
+
+def _schedule(call: FlashAttentionCall, own: int, *, by_key: bool = False, persistent: bool = False) -> Schedule:
+    """Blocks of so many queries or keys; under a causal rule the last queries, and the first keys, have the most to do."""
+    owner, other = (call.key, call.query) if by_key else (call.query, call.key)
+    batch, length, heads, size = owner.shape
+    group = call.query.shape[2] // call.key.shape[2]
+    read = other.shape[1] * (size + call.value.shape[3]) * 2
+    return schedule_of(
+        -(-length // own),
+        heads,
+        batch,
+        share=1 if by_key else group,
+        bytes_per_share=read * group if by_key else read,
+        reverse=call.causal and not by_key,
+        programs=MULTIPROCESSORS if persistent else None,
+    )
+
+
+def _score_count(call: FlashAttentionCall) -> int:
+    batch, queries, heads, _ = call.query.shape
+    return batch * queries * heads * call.key.shape[1]
+
+
+def _without_keys(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> tuple[Any, Any]:
+    """No kernel is needed where there is no pair: only sinks are in the sums."""
+    rows = call.query.shape[:3]
+    out = jnp.zeros((*rows, call.value.shape[3]), call.query.dtype)
+    lse = jnp.full(rows, -jnp.inf, jnp.float32)
+    if inputs.sinks is not None:
+        largest, total = _sink_sums(inputs.sinks)
+        lse = jnp.broadcast_to((jnp.where(total > 0, largest, 0) + jnp.log(total))[:, None], rows)
+    return vary_like(out, inputs), vary_like(lse, inputs)
+
+
+def _stored(array: Any, size: int) -> Any:
+    """As the copy engine reads it: lengths and head sizes that fit tiles. Copies nothing that fits already."""
+    return _grown(array, (0, -array.shape[1] % _TOKENS, 0, size - array.shape[3]))
+
+
+def _grown(array: Any, by: tuple[int, ...]) -> Any:
+    return jnp.pad(array, [(0, extra) for extra in by]) if any(by) else array
+
+
+def _cut(array: Any, shape: tuple[int, ...]) -> Any:
+    return array if array.shape == shape else array[tuple(slice(0, extent) for extent in shape)]
+
+
+def _finite(array: Any) -> Any:
+    return jnp.where(jnp.isfinite(array), array, jnp.zeros((), array.dtype))
+
+
+def _clean(key: Any, value: Any) -> tuple[Any, Any]:
+    """A hidden value has weight 0, which must not meet NaN. Values are made finite; in the key's logits, which a rule can hide,
+    NaN stands for what was not."""
+    bad = ~jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
+    return jnp.where(bad, jnp.asarray(jnp.nan, key.dtype), key), _finite(value)
+
+
+def _sink_sums(sinks: Any) -> tuple[Any, Any]:
+    """Of every head `[b, H]` the largest sink and the sum of exponentials relative to it, or to 0 if it is -inf."""
+    sinks = sinks.astype(jnp.float32)
+    largest = jnp.max(sinks, axis=-1, initial=-jnp.inf)
+    return largest, jnp.sum(jnp.exp(sinks - jnp.where(largest == -jnp.inf, 0, largest)[..., None]), axis=-1)
+
+
+def _sink_starts(sinks: Any, rules: Rules) -> Any:
+    """`[b, H, 2]`: where a row's maximum, in the kernel's units, and sum start."""
+    largest, total = _sink_sums(sinks)
+    return jnp.stack([largest * (LOG2_E / rules.unit), total], axis=-1)
+
+
+def _delta(outputs: FlashAttentionOutputs, cotangents: FlashAttentionOutputs) -> Any:
+    """`[B, T, H]`: what is subtracted from the gradients of weights."""
+    # The output of a row that sees nothing is 0, and NaN in its cotangent must not come back.
+    d_out = jnp.where(outputs.out == 0, 0, cotangents.out)
+    delta = jnp.sum(d_out.astype(jnp.float32) * outputs.out.astype(jnp.float32), axis=-1)
+    return delta if cotangents.lse is None else delta - cotangents.lse
+
+
+def _rows(lse: Any, delta: Any) -> Any:
+    """`[B, H, 2, T]`: the log-sum-exp as a power of two, and delta; rows that see nothing, and padding, get no weight."""
+    shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
+    padding = ((0, 0), (0, -lse.shape[1] % ROWS + 2 * ROWS), (0, 0))  # a block may have three consumers
+    rows = (jnp.pad(shift, padding, constant_values=jnp.inf), jnp.pad(delta, padding))
+    return jnp.stack([jnp.swapaxes(row, 1, 2) for row in rows], axis=2)
+
+
+def _sink_gradient(sinks: Any, lse: Any, delta: Any) -> Any:
+    """A sink is a logit without a value, so its d_logit is `-weight * delta`."""
+    lse, delta = (jnp.swapaxes(row, 1, 2)[..., None] for row in (lse, delta))
+    seen = lse != -jnp.inf
+    weights = jnp.where(seen, jnp.exp(sinks[:, :, None].astype(jnp.float32) - jnp.where(seen, lse, 0)), 0)
+    total = -jnp.sum(weights * delta, axis=2)
+    total = total if sinks.shape[0] == total.shape[0] else jnp.sum(total, axis=0, keepdims=True)
+    return total.astype(sinks.dtype)

@@ -1,0 +1,200 @@
+"""Which pairs are visible and how logits become weights: the static facts of a call, as kernels use them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2)
+FACTS = ("query_segments", "key_segments", "query_positions", "key_positions")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Weights are `2 ** (unit * (x - maximum))`, x made from `query . key` as `capped(raw)`.
+
+    Attributes:
+        queries, keys: lengths; what lies past them is hidden.
+        heads, group: query heads, and query heads per key head.
+        causal, prefix, left, right, chunk: rules of position; None or 0 where there is none.
+        offset: position of query 0 without an array of positions.
+        facts: names of the arrays that say which pairs are visible.
+        scale: factor on `query . key`.
+        cap: largest logit, or None.
+        rough: whether the hyperbolic tangent of the cap may be off by 2**-11, no more than bfloat16's own rounding of operands.
+    """
+
+    queries: int
+    keys: int
+    heads: int
+    group: int
+    causal: bool
+    prefix: int
+    left: int | None
+    right: int | None
+    chunk: int
+    offset: int
+    facts: tuple[str, ...]
+    scale: float
+    cap: float | None
+    rough: bool
+
+    @property
+    def by_index(self) -> bool:
+        """Whether indices alone say which tiles are visited."""
+        return not self.facts
+
+    @property
+    def hides(self) -> bool:
+        """Whether some pair of existing tokens may be hidden."""
+        limits = self.left is not None or self.right is not None
+        return bool(self.facts) or self.causal or limits or bool(self.chunk)
+
+    @property
+    def folds(self) -> bool:
+        """Whether `query . key` itself is kept, and its factor is left to the exponential."""
+        return self.cap is None and self.scale > 0
+
+    @property
+    def unit(self) -> float:
+        if self.cap is not None:
+            return self.cap * LOG2_E
+        return self.scale * LOG2_E if self.folds else LOG2_E
+
+    def logits(self, b_raw: Any) -> Any:
+        """Scores of a tile in units of `1 / unit` powers of two: as they are, times the scale, or a hyperbolic tangent."""
+        if self.cap is None:
+            return b_raw if self.folds else b_raw * self.scale
+        if self.rough:
+            return jnp.tanh(b_raw * (self.scale / self.cap))
+        return 1.0 - 2.0 / (1.0 + jnp.exp2(b_raw * (2 * LOG2_E * self.scale / self.cap)))
+
+    def slope(self, b_logits: Any) -> Any:
+        """Derivative of the cap where logits are as `logits` made them."""
+        return 1.0 - b_logits * b_logits
+
+    def key_range(self, first: Any, last: Any, block: int) -> tuple[Any, Any, Any, Any]:
+        """For queries first ... last: the tiles of keys to visit [low, high), and those that need no mask [full_low, full_high)."""
+        q_low, q_high = first + self.offset, last + self.offset
+        low, full_low, full_high, high = 0, 0, self.keys, self.keys
+        if self.causal:
+            high = jnp.minimum(high, jnp.maximum(q_high + 1, self.prefix))
+            full_high = jnp.minimum(full_high, jnp.maximum(q_low + 1, self.prefix))
+        if self.right is not None:
+            high, full_high = jnp.minimum(high, q_high + self.right + 1), jnp.minimum(full_high, q_low + self.right + 1)
+        if self.left is not None:
+            low, full_low = jnp.maximum(low, q_low - self.left), jnp.maximum(full_low, q_high - self.left)
+        if self.chunk:
+            start, last_start = self._chunk_start(q_low), self._chunk_start(q_high)
+            low, full_low = jnp.maximum(low, start), jnp.maximum(full_low, last_start)
+            high, full_high = jnp.minimum(high, last_start + self.chunk), jnp.minimum(full_high, start + self.chunk)
+        return _in_tiles(low, full_low, full_high, high, self.keys, block)
+
+    def query_range(self, first: Any, last: Any, block: int) -> tuple[Any, Any, Any, Any]:
+        """The same for keys first ... last and tiles of queries. A prefix is seen by all queries."""
+        low, full_low, full_high, high = 0, 0, self.queries, self.queries
+        if self.causal:
+            in_prefix, all_prefix = first < self.prefix, last < self.prefix
+            low = jnp.maximum(low, jnp.where(in_prefix, 0, first - self.offset))
+            full_low = jnp.maximum(full_low, jnp.where(all_prefix, 0, last - self.offset))
+        if self.right is not None:
+            low = jnp.maximum(low, first - self.right - self.offset)
+            full_low = jnp.maximum(full_low, last - self.right - self.offset)
+        if self.left is not None:
+            high = jnp.minimum(high, last + self.left - self.offset + 1)
+            full_high = jnp.minimum(full_high, first + self.left - self.offset + 1)
+        if self.chunk:
+            start, last_start = self._chunk_start(first), self._chunk_start(last)
+            low, full_low = jnp.maximum(low, start - self.offset), jnp.maximum(full_low, last_start - self.offset)
+            high = jnp.minimum(high, last_start + self.chunk - self.offset)
+            full_high = jnp.minimum(full_high, start + self.chunk - self.offset)
+        return _in_tiles(low, full_low, full_high, high, self.queries, block)
+
+    def _chunk_start(self, position: Any) -> Any:
+        """The first position of a position's chunk, for scalars; division rounds towards zero."""
+        shift = -(-abs(self.offset) // self.chunk) * self.chunk
+        return lax.div(position + shift, jnp.int32(self.chunk)) * self.chunk - shift
+
+    def seen(self, o_query: Any, o_key: Any, facts: dict[str, Any]) -> Any:
+        """Which pairs of a tile are visible, from indices and facts of its shape."""
+        b_seen = (o_query < self.queries) & (o_key < self.keys)
+        query = facts["query_positions"] if "query_positions" in facts else o_query + self.offset
+        key = facts.get("key_positions", o_key)
+        if self.causal:
+            b_past = key <= query
+            b_seen = b_seen & ((b_past | (key < self.prefix)) if self.prefix else b_past)
+        if self.left is not None:
+            b_seen = b_seen & (key >= query - self.left)
+        if self.right is not None:
+            b_seen = b_seen & (key <= query + self.right)
+        if self.chunk:
+            b_seen = b_seen & (self._chunk(query) == self._chunk(key))
+        if "query_segments" in facts:
+            own = facts["query_segments"]
+            b_seen = b_seen & (own == facts["key_segments"]) & (own >= 0)
+        return b_seen
+
+    def _chunk(self, position: Any) -> Any:
+        """The chunk of positions that may be negative."""
+        chunk = jnp.full_like(position, self.chunk)
+        quotient = lax.div(position, chunk)
+        return jnp.where(position < quotient * chunk, quotient - 1, quotient)
+
+
+def _in_tiles(low: Any, full_low: Any, full_high: Any, high: Any, length: int, block: int) -> tuple[Any, Any, Any, Any]:
+    """Ends in elements as ends in tiles; all within [0, tiles], low <= full_low <= full_high <= high."""
+    size = jnp.int32(block)
+
+    def down(end: Any) -> Any:
+        return lax.div(jnp.maximum(jnp.int32(0), end), size)
+
+    def up(end: Any) -> Any:
+        return lax.div(jnp.maximum(jnp.int32(0), end) + (block - 1), size)
+
+    low = down(low)
+    high = jnp.maximum(low, up(jnp.minimum(high, jnp.int32(length))))
+    full_low = jnp.minimum(jnp.maximum(up(full_low), low), high)
+    full_high = jnp.minimum(jnp.maximum(down(full_high), full_low), high)
+    return low, full_low, full_high, high
+
+
+def rules_of(call: FlashAttentionCall) -> Rules:
+    """The rules of a call that `supports` admits."""
+    facts = tuple(name for name in FACTS if getattr(call, name) is not None)
+    queries, keys = call.query.shape[1], call.key.shape[1]
+    left, right = call.window or (None, None)
+    farthest = queries + keys + abs(call.query_offset)
+    positions = "query_positions" in facts or "key_positions" in facts
+    if not positions:  # beyond the farthest position a rule has no effect, and sums of smaller numbers do not overflow
+        left, right = (None if side is None else min(side, farthest) for side in (left, right))
+    chunk = call.chunk_size or 0
+    return Rules(
+        queries=queries,
+        keys=keys,
+        heads=call.query.shape[2],
+        group=call.query.shape[2] // call.key.shape[2],
+        causal=call.causal,
+        prefix=call.prefix or 0,
+        left=left,
+        right=right,
+        chunk=chunk if positions else min(chunk, farthest),
+        offset=call.query_offset,
+        facts=facts,
+        scale=call.scale,
+        cap=call.soft_cap,
+        rough=call.query.dtype == "bfloat16",
+    )
+
+
+def facts_of(rules: Rules, inputs: FlashAttentionInputs, block_q: int, block_k: int) -> list[Any]:
+    """The arrays that `rules.facts` names, padded to whole tiles; a padded token is hidden by its index."""
+    blocks = {"q": block_q, "k": block_k}
+    arrays = [(getattr(inputs, name), blocks[name[0]]) for name in rules.facts]
+    return [jnp.pad(array, ((0, 0), (0, -array.shape[1] % block))) for array, block in arrays]

@@ -1,0 +1,47 @@
+"""What the kernels of both phases share: the rows of a consumer, its registers, and its walk over tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+ROWS = 64
+"""Owned by a consumer: the rows of one warpgroup's product."""
+REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}
+"""Of a thread of a consumer and of the producer, by the number of consumers."""
+
+
+@dataclasses.dataclass
+class Walk:
+    """Tiles low ... high - 1, of which full_low ... full_high - 1 need no mask, for each of `members` heads.
+
+    Attributes:
+        low, full_low, full_high, high: ends in tiles.
+        members: heads.
+        block: rows of a tile.
+    """
+
+    low: Any
+    full_low: Any
+    full_high: Any
+    high: Any
+    members: int
+    block: int
+
+    @property
+    def count(self) -> Any:
+        return (self.high - self.low) * self.members
+
+    def at(self, i_step: Any) -> tuple[Any, Any]:
+        """Head and tile of a step."""
+        if self.members == 1:
+            return 0, self.low + i_step
+        width = jnp.maximum(self.high - self.low, 1)
+        i_member = lax.div(i_step, width)
+        return i_member, self.low + (i_step - i_member * width)
+
+    def whole(self, i_tile: Any) -> Any:
+        return (i_tile >= self.full_low) & (i_tile < self.full_high)

@@ -1,0 +1,49 @@
+"""Which calls of `grouped_matmul` these kernels run."""
+
+from __future__ import annotations
+
+from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
+from ejkernel.plugin import Target
+from ejkernel_pallas.mosaic_gpu._call import HALVES, refusal
+from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import DEPTH
+from ejkernel_pallas.mosaic_gpu.grouped_matmul.schedule import most_tiles
+
+FLOATS = ("float32", *HALVES)
+MOST = 2**31 - 2**16
+"""Rows, elements of a matrix, and steps of all units are counted in 32 bits."""
+_SMALLEST = 64
+"""Rows and columns of the smallest unit."""
+
+
+def supports_forward(call: GroupedMatmulCall, target: Target) -> str | None:
+    return _refusal(call, target)
+
+
+def supports_backward(call: GroupedMatmulCall, target: Target) -> str | None:
+    return _refusal(call, target)
+
+
+def _refusal(call: GroupedMatmulCall, target: Target) -> str | None:
+    problem = refusal(target, {"lhs": call.lhs, "rhs": call.rhs})
+    if problem:
+        return problem
+    if call.lhs.dtype != call.rhs.dtype:
+        return f"lhs is {call.lhs.dtype} and rhs {call.rhs.dtype}: the tensor cores multiply one dtype"
+    for name in ("existing_out", "rhs_scale", "bias"):
+        spec = getattr(call, name)
+        if spec is not None and spec.dtype not in FLOATS:
+            return f"{name} is {spec.dtype}, needs {', '.join(FLOATS)}"
+    if call.preferred_element_type not in FLOATS:
+        return f"preferred_element_type is {call.preferred_element_type}, needs {', '.join(FLOATS)}"
+    return _size_problem(call)
+
+
+def _size_problem(call: GroupedMatmulCall) -> str | None:
+    batch, rows, inner = call.lhs.shape
+    matrices, columns = call.rhs.shape[1], call.columns
+    high, wide = (-(-size // DEPTH) + 1 for size in (inner, columns))
+    tiles = most_tiles(batch * rows, batch * (matrices + 2), _SMALLEST)
+    steps = max(tiles * high * wide, batch * matrices * high * wide)
+    if max(steps, batch * rows * 2, inner * columns) > MOST:
+        return f"{batch} x {rows} rows and {matrices} matrices of {inner} x {columns} may need {steps} steps, more than {MOST}"
+    return None

@@ -1,0 +1,162 @@
+"""Entry points of `grouped_matmul` on Hopper GPUs: two kernels, `rows` and `outer`, and what XLA does around them.
+
+The kernels take widths that are multiples of 64; others are padded with zeros first, at the cost of a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.operations.grouped_matmul.interface import (
+    OPERATION,
+    GroupedMatmulCall,
+    GroupedMatmulInputs,
+    GroupedMatmulOutputs,
+)
+from ejkernel_pallas.mosaic_gpu._call import HALVES
+from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import DEPTH, BackwardConfig, Tile
+from ejkernel_pallas.mosaic_gpu.grouped_matmul.outer import sum_products
+from ejkernel_pallas.mosaic_gpu.grouped_matmul.rows import multiply_rows
+from ejkernel_pallas.mosaic_gpu.grouped_matmul.schedule import bounds_of, matrix_of_rows, rows_with_matrix
+
+
+def _bounds(call: GroupedMatmulCall, inputs: GroupedMatmulInputs) -> Any:
+    batch, rows, _ = call.lhs.shape
+    return bounds_of(inputs.group_sizes, inputs.group_offset, batch, rows, call.rhs.shape[1])
+
+
+def _nothing_to_do(call: GroupedMatmulCall) -> bool:
+    return call.lhs.shape[0] * call.lhs.shape[1] * call.rhs.shape[1] * call.columns == 0
+
+
+def _padded(values: Any, *axes: int) -> Any:
+    """Zeros up to whole steps along these axes."""
+    widths = [(0, 0)] * values.ndim
+    for axis in axes:
+        widths[axis] = (0, max(-(-values.shape[axis] // DEPTH), 1) * DEPTH - values.shape[axis])
+    return jnp.pad(values, widths) if any(after for _, after in widths) else values
+
+
+def _product(
+    lhs: Any, rhs: Any, bounds: Any, tile: Tile, dtype: Any, *, transposed: bool, scale: Any = None, bias: Any = None
+) -> Any:
+    """`lhs [b, m, k]` times the matrices of its rows, `[b, m, n]`; scale is `[1 or b, g, 1 or n]`, bias `[1 or b, g, n]`."""
+    columns = rhs.shape[2 if transposed else 3]
+    scale, bias = (
+        None if values is None else _padded(jnp.broadcast_to(values, (*values.shape[:2], columns)), 2)
+        for values in (scale, bias)
+    )
+    out = multiply_rows(_padded(lhs, 2), _padded(rhs, 2, 3), bounds, tile, dtype, transposed=transposed, scale=scale, bias=bias)
+    return out[..., :columns]
+
+
+def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, config: Tile) -> GroupedMatmulOutputs:
+    dtype = jnp.dtype(call.preferred_element_type)
+    if _nothing_to_do(call):
+        existing = jnp.zeros((), dtype) if inputs.existing_out is None else inputs.existing_out
+        return GroupedMatmulOutputs(jnp.broadcast_to(existing, (*call.lhs.shape[:2], call.columns)))
+    bounds = _bounds(call, inputs)
+    out = _product(
+        inputs.lhs,
+        inputs.rhs,
+        bounds,
+        config,
+        dtype,
+        transposed=call.transpose_rhs,
+        scale=inputs.rhs_scale,
+        bias=inputs.bias,
+    )
+    if inputs.existing_out is not None:
+        out = jnp.where(rows_with_matrix(bounds, call.lhs.shape[1])[..., None], out, inputs.existing_out)
+    return GroupedMatmulOutputs(out)
+
+
+def backward(
+    call: GroupedMatmulCall,
+    inputs: GroupedMatmulInputs,
+    outputs: GroupedMatmulOutputs,
+    cotangents: GroupedMatmulOutputs,
+    config: BackwardConfig,
+) -> GroupedMatmulInputs:
+    """The cotangent is rounded to the dtype of the products before it is multiplied, after it is scaled per column."""
+    grad = cotangents.out
+    absent: dict[str, Any] = dict.fromkeys(inputs._fields)
+    if _nothing_to_do(call):
+        zeros = {name: jnp.zeros_like(value) for name, value in OPERATION.moving(inputs).items()}
+        return GroupedMatmulInputs(**{**absent, **zeros})._replace(existing_out=None if inputs.existing_out is None else grad)
+    bounds = _bounds(call, inputs)
+    found: dict[str, Any] = {}
+    if inputs.existing_out is not None:
+        found["existing_out"] = jnp.where(rows_with_matrix(bounds, call.lhs.shape[1])[..., None], 0, grad)
+    if inputs.bias is not None:
+        found["bias"] = _summed(inputs.bias, _row_sums(grad, bounds, config.tile_of_rhs))
+    if inputs.lhs.size:
+        found["lhs"] = _gradient_of_lhs(call, inputs, bounds, grad, config.tile_of_lhs)
+        found |= _gradients_of_matrices(call, inputs, bounds, grad.astype(call.product_dtype), config.tile_of_rhs)
+    else:
+        zeros = OPERATION.moving(inputs._replace(existing_out=None, bias=None))
+        found |= {name: jnp.zeros_like(value) for name, value in zeros.items()}
+    return GroupedMatmulInputs(**{**absent, **found})
+
+
+def _gradient_of_lhs(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, bounds: Any, grad: Any, tile: Tile) -> Any:
+    scale = inputs.rhs_scale
+    if scale is not None and scale.shape[2] > 1:  # along the sum: it cannot wait until afterwards
+        own = matrix_of_rows(bounds, grad.shape[1])
+        scale = jnp.broadcast_to(scale, (grad.shape[0], *scale.shape[1:]))
+        grad = grad.astype(jnp.float32) * jnp.take_along_axis(scale, own[..., None], axis=1).astype(jnp.float32)
+        scale = None
+    return _product(
+        grad.astype(call.product_dtype),
+        inputs.rhs,
+        bounds,
+        tile,
+        inputs.lhs.dtype,
+        transposed=not call.transpose_rhs,
+        scale=scale,
+    )
+
+
+def _gradients_of_matrices(
+    call: GroupedMatmulCall, inputs: GroupedMatmulInputs, bounds: Any, grad: Any, tile: Tile
+) -> dict[str, Any]:
+    """Of rhs and of its scale, which is `sum of rhs * (lhs' . grad)` over K."""
+    rhs, scale = inputs.rhs, inputs.rhs_scale
+    left, right = (grad, inputs.lhs) if call.transpose_rhs else (inputs.lhs, grad)
+    shared = rhs.shape[0] == 1 and (scale is None or scale.shape[0] == 1)
+    members = grad.shape[0] if shared else 1
+    whole = scale is None and (grad.shape[0] if not shared else 1) == rhs.shape[0]
+    sums = sum_products(
+        _padded(left, 2), _padded(right, 2), bounds, tile, rhs.dtype if whole else jnp.float32, members=members
+    )[..., : left.shape[2], : right.shape[2]]
+    if scale is None:
+        return {"rhs": _summed(rhs, sums)}
+    of_columns = scale[..., None] if call.transpose_rhs else scale[:, :, None]
+    per_column = jnp.sum(sums * rhs.astype(jnp.float32), axis=3 if call.transpose_rhs else 2)
+    return {
+        "rhs": _summed(rhs, sums * of_columns.astype(jnp.float32)),
+        "rhs_scale": _summed(scale, per_column if scale.shape[2] > 1 else jnp.sum(per_column, axis=2, keepdims=True)),
+    }
+
+
+def _row_sums(grad: Any, bounds: Any, tile: Tile) -> Any:
+    """Sums over the rows of every matrix `[b, g, n]`, as the gradient of a product with ones; float32 in two parts of bfloat16."""
+    if grad.dtype.name in HALVES:
+        parts = [grad]
+    else:
+        high = grad.astype(jnp.bfloat16)
+        rest = jnp.where(jnp.isfinite(high), grad - high.astype(grad.dtype), 0)
+        parts = [high, rest.astype(jnp.bfloat16)]
+    ones = jnp.ones((*grad.shape[:2], DEPTH), parts[0].dtype)
+    sums = [sum_products(ones, _padded(part, 2), bounds, tile, jnp.float32, members=1) for part in parts]
+    return functools.reduce(jnp.add, sums)[:, :, 0, : grad.shape[2]]
+
+
+def _summed(value: Any, gradient: Any) -> Any:
+    """In the dtype of the input, over the batch if the batch shares the input."""
+    if value.shape[0] != gradient.shape[0]:
+        gradient = jnp.sum(gradient, axis=0, keepdims=True)
+    return gradient.astype(value.dtype)

@@ -1,0 +1,372 @@
+"""Rows times the matrix of their group: forward, and with the matrices turned around the gradient of lhs.
+
+One persistent block per multiprocessor, or cluster of blocks, takes units of the schedule in turn. A producer warpgroup fills a
+ring of shared memory through the copy engine, across the borders of units; two consumer warpgroups multiply, each its half of the
+tile, and store through shared memory while the next unit's operands arrive. Rows of a neighbouring group that a tile may hold are
+computed and not stored: a product keeps rows apart, so that nothing of them reaches a row that is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel_pallas.mosaic_gpu._call import call_kernel
+from ejkernel_pallas.mosaic_gpu.grouped_matmul import schedule
+from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import CONSUMERS, DEPTH, PRODUCER_REGISTERS, Tile, chunk_width
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """What the kernel knows of `[rows, inner] . [inner, columns]` before it runs.
+
+    Attributes:
+        inner: multiple of `DEPTH`.
+        columns: multiple of `DEPTH`.
+        matrices, scales, biases: how many there are in memory, 0 for none; where the batch shares them a matrix's number wraps.
+        transposed: whether matrices are stored `[columns, inner]`.
+        dtype: of the result.
+        tile: of the config.
+        programs: blocks or clusters that share the units.
+    """
+
+    inner: int
+    columns: int
+    matrices: int
+    scales: int
+    biases: int
+    transposed: bool
+    dtype: Any
+    tile: Tile
+    programs: int
+
+    @property
+    def steps(self) -> int:
+        return self.inner // DEPTH
+
+    @property
+    def wide(self) -> int:
+        """Tiles of columns."""
+        return -(-self.columns // self.tile.block_n)
+
+
+def when(condition: Any) -> Callable[[Callable[[], None]], None]:
+    """`pl.when`, with types: run the decorated function where the condition holds."""
+    from jax.experimental import pallas as pl
+
+    return pl.when(condition)
+
+
+class _Unit(NamedTuple):
+    """A tile of the result: its matrix or -1, first row and column, and the rows of its group."""
+
+    matrix: Any
+    row: Any
+    column: Any
+    start: Any
+    end: Any
+
+
+def _unit(table: Any, index: Any, product: Product) -> _Unit:
+    """Bands of tiles of rows of one group share every tile of columns one after the other, which so stays in the L2 cache."""
+    tile = product.tile
+    entry = [table[index // product.wide, column] for column in range(6)]
+    within = index - entry[schedule.FIRST] * product.wide
+    height = entry[schedule.HEIGHT]
+    column = within // height
+    row = entry[schedule.BASE] + (within - column * height) * tile.height
+    if tile.cluster > 1:
+        row = row + jax.lax.axis_index("peer") * tile.block_m
+    return _Unit(entry[schedule.MATRIX], row, column * tile.block_n, entry[schedule.START], entry[schedule.END])
+
+
+def _rows_kernel(lhs: Any, rhs: Any, table: Any, count: Any, *refs: Any, product: Product, **scratch: Any) -> None:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    *others, out = refs
+    scale = others.pop(0) if product.scales else None
+    bias = others.pop(0) if product.biases else None
+    consume = functools.partial(_consume, scale, bias, out, product=product, **scratch)
+    produce = functools.partial(_produce, lhs, rhs, product=product, **scratch)
+    warpgroup, program, programs = jax.lax.axis_index("wg"), jax.lax.axis_index("program"), product.programs
+    units = count[0] * product.wide
+    mine = (units - program + programs - 1) // programs
+
+    def each(work: Any) -> Any:
+        """The units of this block; what the table says of the next is read before one is worked on."""
+
+        def one(i: Any, carry: tuple[Any, _Unit]) -> tuple[Any, _Unit]:
+            step, unit = carry
+            following = _unit(table, jnp.minimum(program + (i + 1) * programs, units - 1), product)
+            return work(unit, step), following
+
+        first = _unit(table, jnp.minimum(program, units - 1), product)
+        return jax.lax.fori_loop(0, mine, one, (jnp.int32(0), first))[0]
+
+    @when(warpgroup == CONSUMERS)
+    def _producer() -> None:
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        _drain(each(produce), scratch["empty"], product)
+
+    @when(warpgroup < CONSUMERS)
+    def _consumer() -> None:
+        plgpu.set_max_registers(consumer_registers(), action="increase")
+        each(functools.partial(consume, warpgroup))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def consumer_registers() -> int:
+    """What the producer leaves of the multiprocessor's registers, in the units in which they are given."""
+    return (512 - PRODUCER_REGISTERS) // CONSUMERS // 8 * 8
+
+
+def _produce(
+    lhs: Any,
+    rhs: Any,
+    unit: _Unit,
+    step: Any,
+    *,
+    product: Product,
+    lhs_tiles: Any,
+    rhs_tiles: Any,
+    full: Any,
+    empty: Any,
+    **_: Any,
+) -> Any:
+    """Copy one unit's operands into the ring."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    tile = product.tile
+    row, column = pl.multiple_of(unit.row, schedule.UNIT), pl.multiple_of(unit.column, tile.block_n)
+    columns = pl.ds(column, tile.block_n)
+    weight = jnp.maximum(unit.matrix, 0) % product.matrices
+
+    def copy(i: Any, step: Any) -> Any:
+        slot = step % tile.stages
+        depth = pl.ds(pl.multiple_of(i * DEPTH, DEPTH), DEPTH)
+
+        @when(step >= tile.stages)
+        def _wait() -> None:
+            plgpu.barrier_wait(empty.at[slot])
+
+        plgpu.copy_gmem_to_smem(lhs.at[pl.ds(row, tile.block_m), depth], lhs_tiles.at[slot], full.at[slot])
+        plgpu.copy_gmem_to_smem(
+            rhs.at[weight, columns, depth] if product.transposed else rhs.at[weight, depth, columns],
+            rhs_tiles.at[slot],
+            full.at[slot],
+            collective_axes="peer" if tile.cluster > 1 else None,
+        )
+        return step + 1
+
+    return jax.lax.fori_loop(0, jnp.where(unit.matrix < 0, 0, product.steps), copy, step)
+
+
+def _drain(step: Any, empty: Any, product: Product) -> None:
+    """Wait for the last releases of every slot: no block leaves while a peer still signals it."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def wait(i: Any, carry: None) -> None:
+        plgpu.barrier_wait(empty.at[i % product.tile.stages])
+
+    jax.lax.fori_loop(jnp.maximum(step - product.tile.stages, 0), step, wait, None)
+
+
+def _consume(
+    scale: Any,
+    bias: Any,
+    out: Any,
+    warpgroup: Any,
+    unit: _Unit,
+    step: Any,
+    *,
+    product: Product,
+    lhs_tiles: Any,
+    rhs_tiles: Any,
+    out_tiles: Any,
+    full: Any,
+    empty: Any,
+) -> Any:
+    """Multiply one unit and store it."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    tile = product.tile
+    steps = jnp.where(unit.matrix < 0, 0, product.steps)
+    own_rows = pl.ds(warpgroup * tile.own_rows, tile.own_rows) if tile.split_rows else slice(None)
+    own_columns = slice(None) if tile.split_rows else pl.ds(warpgroup * tile.own_columns, tile.own_columns)
+
+    def multiply(sums: Any) -> Any:
+        def add(i: Any, carry: None) -> None:
+            slot = (step + i) % tile.stages
+            plgpu.barrier_wait(full.at[slot])
+            transposed = product.transposed
+            right = rhs_tiles.at[slot, own_columns].transpose((1, 0)) if transposed else rhs_tiles.at[slot, :, own_columns]
+            plgpu.wgmma(sums, lhs_tiles.at[slot, own_rows], right)
+            plgpu.wgmma_wait(1)
+
+            @when(i > 0)
+            def _release() -> None:
+                plgpu.barrier_arrive(empty.at[(step + i - 1) % tile.stages])
+
+        jax.lax.fori_loop(0, steps, add, None)
+        return sums[...]
+
+    values = pl.run_scoped(multiply, plgpu.ACC((tile.own_rows, tile.own_columns)))  # pyright: ignore[reportPrivateImportUsage]
+
+    @when(steps > 0)
+    def _release_last() -> None:
+        plgpu.barrier_arrive(empty.at[(step + steps - 1) % tile.stages])
+
+    row = unit.row + (warpgroup * tile.own_rows if tile.split_rows else 0)
+    column = pl.multiple_of(unit.column + (0 if tile.split_rows else warpgroup * tile.own_columns), tile.own_columns)
+    low, high = jnp.clip(unit.start - row, 0, tile.own_rows), jnp.clip(unit.end - row, 0, tile.own_rows)
+    width = chunk_width(product.dtype)
+    for i in range(tile.own_columns // width):
+        chunk = values[:, i * width : (i + 1) * width]
+        first = pl.multiple_of(column + i * width, width)
+        chunk = _shifted(chunk, unit.matrix, first, scale, bias, product)
+        _store(chunk, out_tiles.at[warpgroup, i % tile.slots], out, row, first, low, high, product)
+    return step + steps
+
+
+def _shifted(chunk: Any, matrix: Any, first: Any, scale: Any, bias: Any, product: Product) -> Any:
+    """The columns from `first` on, scaled and shifted as their matrix says; those without one find zeros behind the last."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    layout = plgpu.Layout.WGMMA.reduce(0)
+
+    def spread(values: Any, count: int) -> Any:
+        own = jnp.where(matrix < 0, count, matrix % count)
+        numbers = plgpu.load(values.at[own, pl.ds(first, chunk.shape[1])], layout=layout, optimized=False)
+        return jax.lax.broadcast_in_dim(numbers, chunk.shape, (1,))
+
+    if scale is not None:
+        chunk = chunk * spread(scale, product.scales)
+    if bias is not None:
+        chunk = chunk + spread(bias, product.biases)
+    return chunk
+
+
+def _store(chunk: Any, staged: Any, out: Any, row: Any, column: Any, low: Any, high: Any, product: Product) -> None:
+    """Rows `low <= i < high` of a chunk go to rows `row + i`: all at once, or in parts of one, two, four, ... rows."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    height, width = chunk.shape
+    plgpu.wait_smem_to_gmem(product.tile.slots - 1, wait_read_only=True)
+    staged[...] = chunk.astype(product.dtype)
+    plgpu.commit_smem()
+    columns = pl.ds(column, width)
+    count = high - low
+
+    @when(count == height)
+    def _whole() -> None:
+        plgpu.copy_smem_to_gmem(staged, out.at[pl.ds(row, height), columns], commit_group=False)
+
+    @when((count > 0) & (count < height))
+    def _parts() -> None:
+        at, size = low, height // 2
+        while size:
+            has = (count & size) != 0
+
+            @when(has)
+            def _part(at: Any = at, size: int = size) -> None:
+                plgpu.copy_smem_to_gmem(staged.at[pl.ds(at, size)], out.at[pl.ds(row + at, size), columns], commit_group=False)
+
+            at, size = at + jnp.where(has, size, 0), size // 2
+
+    plgpu.commit_smem_to_gmem_group()
+
+
+def multiply_rows(
+    lhs: Any,
+    rhs: Any,
+    bounds: Any,
+    tile: Tile,
+    dtype: Any,
+    *,
+    transposed: bool,
+    scale: Any = None,
+    bias: Any = None,
+) -> Any:
+    """`lhs [b, m, k]` times the matrices `[1 or b, g, k, n]` of its rows; rows without one become 0.
+
+    k and n are multiples of `DEPTH`. scale and bias are `[1 or b, g, n]`.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    batch, rows, inner = lhs.shape
+    columns = rhs.shape[2 if transposed else 3]
+    table, count = schedule.tiles_of(bounds, rows, tile.height, tile.band)
+    units = table.shape[0] * -(-columns // tile.block_n)
+    product = Product(
+        inner=inner,
+        columns=columns,
+        matrices=rhs.shape[0] * rhs.shape[1],
+        scales=0 if scale is None else scale.shape[0] * scale.shape[1],
+        biases=0 if bias is None else bias.shape[0] * bias.shape[1],
+        transposed=transposed,
+        dtype=jnp.dtype(dtype),
+        tile=tile,
+        programs=min(tile.programs or units, units),
+    )
+    others = [_numbers(values, product) for values in (scale, bias) if values is not None]
+    right = (tile.block_n, DEPTH) if transposed else (DEPTH, tile.block_n)
+    width = chunk_width(dtype)
+    (out,) = call_kernel(
+        functools.partial(_rows_kernel, product=product),
+        name="grouped_matmul_rows",
+        results=(((batch * rows, columns), dtype),),
+        like=lhs,
+        grid={"program": product.programs},
+        cluster=cluster_of(tile),
+        warpgroups=CONSUMERS + 1,
+        scratch={
+            "lhs_tiles": swizzled((tile.stages, tile.block_m, DEPTH), lhs.dtype),
+            "rhs_tiles": swizzled((tile.stages, *right), rhs.dtype),
+            "out_tiles": swizzled((CONSUMERS, tile.slots, tile.own_rows, width), dtype, height=1),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+            "empty": released_barriers(tile),
+        },
+    )(whole_units(lhs.reshape(batch * rows, inner)), rhs.reshape(-1, *rhs.shape[2:]), table, count, *others)
+    return out.reshape(batch, rows, columns)
+
+
+def _numbers(values: Any, product: Product) -> Any:
+    """One float32 per matrix and column, as many as tiles of columns have, and zeros for what has no matrix `[count + 1, n]`."""
+    values = values.reshape(-1, values.shape[-1]).astype(jnp.float32)
+    return jnp.pad(values, ((0, 1), (0, product.wide * product.tile.block_n - product.columns)))
+
+
+def cluster_of(tile: Tile) -> dict[str, int] | None:
+    return {"peer": tile.cluster} if tile.cluster > 1 else None
+
+
+def released_barriers(tile: Tile) -> Any:
+    """One per slot of the ring, on which its consumers arrive: those of all blocks that a copy into the slot reaches."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if tile.cluster == 1:
+        return plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages)
+    return plgpu.ClusterBarrier(collective_axes=("peer",), num_arrivals=CONSUMERS, num_barriers=tile.stages)
+
+
+def whole_units(rows: Any) -> Any:
+    """Rows in whole units of the copy engine's tiles: a copy only where their number is no multiple of 8."""
+    rest = -rows.shape[0] % schedule.UNIT
+    return jnp.pad(rows, ((0, rest), (0, 0))) if rest else rows
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any, height: int = schedule.UNIT) -> Any:
+    """Shared memory in tiles of `height` rows of 128 bytes: 8 as the tensor cores read it, 1 where any number is stored."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    width = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((height, width)), plgpu.SwizzleTransform(128)))  # pyright: ignore[reportAbstractUsage]

@@ -1,0 +1,97 @@
+"""Which rows meet which matrix, in which order: a table that XLA makes on the device from the sizes of the groups.
+
+The rows of all members of a batch are counted through, and so are their matrices: member i has the rows from `i * m` and the
+matrices from `i * g`. Rows without a matrix are groups too, of a matrix -1. A tile begins at a multiple of 8 rows, as the copy
+engine reads them, and so it may hold rows of its neighbours, which it does not store. How many tiles there may be depends on
+shapes alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+UNIT = 8
+"""Tiles of rows begin at multiples of this."""
+MATRIX, BASE, START, END, FIRST, HEIGHT = range(6)
+"""Columns of a table of tiles: matrix or -1; first row of the tile's band; rows of its group; first tile and tiles of its band."""
+_MANY = 4096
+
+
+def most_tiles(rows: int, intervals: int, height: int) -> int:
+    """Tiles that `intervals` of together `rows` rows may need, however they lie."""
+    busy = min(intervals, rows)
+    return (rows + (UNIT - 2) * busy) // height + busy
+
+
+def bounds_of(sizes: Any, offset: Any, batch: int, rows: int, matrices: int) -> Any:
+    """`[b, g + 1]`: the rows of a member's matrix j go from entry j up to entry j + 1, within the member.
+
+    Args:
+        sizes: int32 `[1 or b, s]`.
+        offset: int32 `[1 or b]`, or None.
+        batch: b.
+        rows: of a member.
+        matrices: g.
+    """
+    groups = sizes.shape[1]
+    sizes = jnp.clip(sizes, 0, rows)
+    ends = jnp.clip(_running_sums(sizes), 0, rows)
+    ends = jnp.pad(ends, ((0, 0), (1, 0)))
+    if groups * rows >= 2**31:  # sizes that no call may have could pass 32 bits; nothing outside of the arrays is read for them
+        ends = jax.lax.cummax(ends, axis=1)
+    if offset is None:
+        return jnp.broadcast_to(ends, (batch, groups + 1))
+    wanted = jnp.clip(jnp.arange(matrices + 1, dtype=jnp.int32) + jnp.clip(offset, -matrices, groups)[:, None], 0, groups)
+    ends, wanted = (jnp.broadcast_to(values, (batch, values.shape[1])) for values in (ends, wanted))
+    return jnp.take_along_axis(ends, wanted, axis=1)
+
+
+def tiles_of(bounds: Any, rows: int, height: int, band: int) -> tuple[Any, Any]:
+    """The table `[tiles, 6]` of tiles of `height` rows, which cover every row, and how many of them are used `[1]`.
+
+    Consecutive tiles of one group are a band of at most `band`; the bands of a group are of about the same height.
+    """
+    batch, matrices = bounds.shape[0], bounds.shape[1] - 1
+    member = jnp.arange(batch, dtype=jnp.int32)[:, None] * rows
+    edges = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), bounds, jnp.full((batch, 1), rows, jnp.int32)], axis=1)
+    start, end = (edges[:, :-1] + member).reshape(-1), (edges[:, 1:] + member).reshape(-1)  # [b * (g + 2)]
+    own = jnp.arange(matrices, dtype=jnp.int32) + jnp.arange(batch, dtype=jnp.int32)[:, None] * matrices
+    matrix = jnp.pad(own, ((0, 0), (1, 1)), constant_values=-1).reshape(-1)
+    counts = jnp.where(end > start, (end - start // UNIT * UNIT + height - 1) // height, 0)
+    up_to = _running_sums(counts[None])[0]
+    index = jnp.arange(most_tiles(batch * rows, start.shape[0], height), dtype=jnp.int32)
+    group = jnp.searchsorted(up_to, index, side="right", method="compare_all").astype(jnp.int32)
+    group = jnp.minimum(group, start.shape[0] - 1)
+    count = jnp.maximum(counts, 1)[group]
+    first = (up_to - counts)[group]
+    bands = (count + band - 1) // band
+    tall = (count + bands - 1) // bands
+    before = (index - first) // tall * tall
+    base = start[group] // UNIT * UNIT + before * height
+    columns = (matrix[group], base, start[group], end[group], first + before, jnp.minimum(tall, count - before))
+    return jnp.stack(columns, axis=1), up_to[-1:]
+
+
+def _running_sums(values: Any) -> Any:
+    """Along rows, as one reduction, which XLA makes one kernel with all that comes before; of very many values in the usual way."""
+    count = values.shape[1]
+    if count > _MANY:
+        return jnp.cumsum(values, axis=1, dtype=jnp.int32)
+    index = jnp.arange(count, dtype=jnp.int32)
+    return jnp.sum(jnp.where(index <= index[:, None], values[:, None], 0), axis=-1, dtype=jnp.int32)
+
+
+def rows_with_matrix(bounds: Any, rows: int) -> Any:
+    """`[b, m]`."""
+    row = jnp.arange(rows, dtype=jnp.int32)
+    return (row >= bounds[:, :1]) & (row < bounds[:, -1:])
+
+
+def matrix_of_rows(bounds: Any, rows: int) -> Any:
+    """`[b, m]`: the member's own number of each row's matrix; any for rows without one."""
+    row = jnp.arange(rows, dtype=jnp.int32)
+    own = jax.vmap(lambda ends: jnp.searchsorted(ends, row, side="right", method="compare_all"))(bounds[:, 1:])
+    return jnp.clip(own, 0, bounds.shape[1] - 2)

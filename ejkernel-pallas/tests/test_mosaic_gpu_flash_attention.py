@@ -1,0 +1,202 @@
+"""`flash_attention` on Hopper GPUs: numbers in Pallas's interpreter, programs as they are lowered for CUDA, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import pkgutil
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu
+
+from ejkernel.operations.flash_attention import reference
+from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionOutputs
+from ejkernel.plugin import Target
+from ejkernel_pallas.mosaic_gpu.flash_attention import capability, config, kernel
+
+HOPPER = Target("gpu", "NVIDIA H200", "9.0")
+PERSISTENT = config.ForwardConfig(block_k=64, stages=2, warpgroups=2, overlap=True, ping_pong=True, persistent=True)
+IN_TURN = config.ForwardConfig(block_k=128, stages=2, warpgroups=1, overlap=False, ping_pong=False, persistent=False)
+ONE_CONSUMER = config.ForwardConfig(block_k=64, stages=2, warpgroups=1, overlap=True, ping_pong=False, persistent=False)
+ONE_CONSUMER_BACK = config.BackwardConfig(
+    key_block_q=64, key_stages=2, key_warpgroups=1, key_apart=False, query_block_k=64, query_stages=2, query_warpgroups=1
+)
+APART = dataclasses.replace(ONE_CONSUMER_BACK, key_apart=True, query_stages=1)
+needs_cuda = pytest.mark.skipif(
+    not any(re.fullmatch(r"jax_cuda\d+_plugin", module.name) for module in pkgutil.iter_modules()),
+    reason="Mosaic GPU lowers with a part of jax's CUDA plugin: pip install jax-cuda13-plugin",
+)
+
+
+def problem(
+    queries: int,
+    keys: int,
+    heads: int = 2,
+    key_heads: int = 1,
+    size: int = 64,
+    value_size: int = 64,
+    dtype: Any = jnp.bfloat16,
+    extra: Mapping[str, Any] | None = None,
+    poison: int = 0,
+    **options: Any,
+) -> tuple[Any, Any, Any]:
+    """Call, inputs, cotangents; the last `poison` keys and values are NaN."""
+    rng = np.random.default_rng(7)
+
+    def normal(*shape: int) -> Any:
+        return np.asarray(rng.standard_normal(shape), np.float32)
+
+    key, value = normal(1, keys, key_heads, size), normal(1, keys, key_heads, value_size)
+    if poison:
+        key[:, -poison:], value[:, -poison:] = np.nan, np.nan
+    arrays = {"query": jnp.asarray(normal(1, queries, heads, size), dtype)}
+    arrays |= {"key": jnp.asarray(key, dtype), "value": jnp.asarray(value, dtype), **(extra or {})}
+    bound = OPERATION.canonicalise(**arrays, **options, return_lse=True)
+    cotangents = FlashAttentionOutputs(
+        jnp.asarray(normal(1, queries, heads, value_size), dtype), jnp.asarray(normal(1, queries, heads))
+    )
+    return bound.call, bound.inputs, cotangents
+
+
+def wide(values: Any) -> Any:
+    """Floats as float64."""
+
+    def one(value: Any) -> Any:
+        return np.asarray(value, np.float64) if jnp.issubdtype(value.dtype, jnp.floating) else np.asarray(value)
+
+    return type(values)(*(None if value is None else one(value) for value in values))
+
+
+def close(got: Any, wanted: Any, limit: float) -> None:
+    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+    np.testing.assert_array_equal(np.isinf(got), np.isinf(wanted))
+    got, wanted = (np.where(np.isinf(array), 0, array) for array in (got, wanted))
+    assert np.linalg.norm(got - wanted) <= limit * np.linalg.norm(wanted)
+
+
+def check(made: tuple[Any, Any, Any], forward: Any = None, backward: Any = None, *, races: bool = False) -> None:
+    """Outputs and gradients against the float64 reference, and no race where races are looked for."""
+    call, inputs, cotangents = made
+    assert capability.supports_forward(call, HOPPER) in (None, kernel_needs())
+    forward = forward or config.forward_heuristic(call, HOPPER)
+    backward = backward or config.backward_heuristic(call, HOPPER)
+    params = mosaic_gpu.InterpretGPUParams(detect_races=races)
+    said = io.StringIO()
+    with mosaic_gpu.force_gpu_interpret_mode(params), contextlib.redirect_stdout(said):
+        outputs = jax.block_until_ready(kernel.forward(call, inputs, forward))
+        gradients = jax.block_until_ready(kernel.backward(call, inputs, outputs, cotangents, backward))
+    assert "RACE" not in said.getvalue()
+    limit = 4e-3 if call.query.dtype == "bfloat16" else 6e-4
+    wanted = reference.forward(call, wide(inputs))
+    close(outputs.out, wanted.out, limit)
+    close(outputs.lse, wanted.lse, 1e-5)
+    gradients_wanted = reference.backward(call, wide(inputs), wanted, wide(cotangents))
+    for name, got, want in zip(inputs._fields, gradients, gradients_wanted, strict=True):
+        assert (got is None) == (want is None)
+        if want is not None:
+            assert (got.shape, got.dtype) == (getattr(inputs, name).shape, getattr(inputs, name).dtype)
+            close(got, want, (8 if name == "sinks" else 2) * limit)  # a sink's is what is left of a long sum
+
+
+def kernel_needs() -> str | None:
+    """What a machine without jax's CUDA plugin is told."""
+    from ejkernel_pallas.mosaic_gpu._call import version_problem
+
+    return version_problem()
+
+
+def segments(queries: int) -> dict[str, Any]:
+    ids = np.repeat([0, 1, -1], [queries // 2, queries - queries // 2 - 11, 11]).astype(np.int32)[None]
+    return {"query_segments": jnp.asarray(ids), "key_segments": jnp.asarray(ids)}
+
+
+def positions(length: int) -> dict[str, Any]:
+    places = jnp.asarray(np.random.default_rng(0).permutation(length).astype(np.int32)[None])
+    return {"query_positions": places, "key_positions": places, "key_lengths": jnp.asarray([length - 17], jnp.int32)}
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(PERSISTENT, None), (IN_TURN, APART)], ids=["persistent", "in turn"])
+def test_causal_numbers_and_races(forward: Any, backward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "MULTIPROCESSORS", 3)
+    check(problem(131, 203, causal=True), forward, backward, races=True)
+
+
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "sinks, window, soft cap, rows without keys": dict(
+        made=(150, 70),
+        dtype=jnp.float16,
+        causal=True,
+        causal_alignment="bottom_right",
+        sliding_window=(40, 0),
+        logits_soft_cap=3.0,
+        softmax_aux=np.array([0.5, -1.0], np.float32),
+    ),
+    "segments, padding of NaN": dict(made=(140, 140), causal=True, extra=segments(140), poison=11),
+    "prefix, narrow value, negative scale": dict(
+        made=(80, 100), size=128, value_size=64, causal=True, prefix=70, softmax_scale=-0.2
+    ),
+    "positions, chunk, soft cap, wide value": dict(
+        made=(100, 100), heads=1, size=24, value_size=72, extra=positions(100), poison=17, chunk_size=32, logits_soft_cap=5.0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers(name: str) -> None:
+    options = dict(CASES[name])
+    check(problem(*options.pop("made"), **options), ONE_CONSUMER, ONE_CONSUMER_BACK)
+
+
+@needs_cuda
+@pytest.mark.parametrize("size", [(128, 128), (192, 128)], ids=str)
+def test_lowers_for_cuda(size: tuple[int, int]) -> None:
+    call, inputs, cotangents = problem(512, 512, 4, 2, *size, causal=True)
+    lowered = jax.jit(lambda i: kernel.forward(call, i, config.forward_heuristic(call, HOPPER))).trace(inputs)
+    text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+    outputs = jax.eval_shape(lambda i: kernel.forward(call, i, IN_TURN), inputs)
+    chosen = config.backward_heuristic(call, HOPPER)
+    lowered = jax.jit(lambda *a: kernel.backward(call, *a, chosen)).trace(inputs, outputs, cotangents)
+    text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == (3 if chosen.key_apart else 2)
+
+
+def test_spaces_fit_a_block() -> None:
+    for size in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256)):
+        call, _, _ = problem(512, 512, 4, 2, *size, causal=True)
+        for chosen in config.forward_space(call, HOPPER):
+            assert config.forward_bytes(call, chosen) + 1024 <= 227 * 1024
+        for chosen in config.backward_space(call, HOPPER):
+            assert max(config.backward_bytes(call, chosen)) + 1024 <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    ("made", "word"),
+    [
+        (dict(dtype=jnp.float32), "float32"),
+        (dict(size=264), "head size is 264"),
+        (dict(extra={"bias": jnp.zeros((1, 1, 70, 70))}), "bias"),
+        (dict(extra={"mask": jnp.ones((1, 1, 70, 70), bool)}), "mask"),
+        (dict(dropout_prob=0.1, dropout_seed=0), "dropout"),
+        (dict(normalize_output=False), "normalize_output"),
+        (dict(logits_dtype="bfloat16"), "logits_dtype"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refusals(made: dict[str, Any], word: str) -> None:
+    call, _, _ = problem(70, 70, **made)
+    for supports in (capability.supports_forward, capability.supports_backward):
+        assert word in (supports(call, HOPPER) or "")
+
+
+def test_other_devices_are_refused() -> None:
+    call, _, _ = problem(70, 70)
+    for target in (Target("tpu"), Target("cpu"), Target("gpu"), Target("gpu", "", "8.0"), Target("gpu", "", "10.0")):
+        assert "9.0" in (reason := capability.supports_forward(call, target) or "") or "Hopper" in reason

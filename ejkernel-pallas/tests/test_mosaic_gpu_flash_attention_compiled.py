@@ -1,0 +1,83 @@
+"""`flash_attention` compiled for a Hopper GPU that is not there: products stay in flight, and registers suffice."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionOutputs
+from ejkernel.plugin import Target
+from ejkernel_pallas.mosaic_gpu.flash_attention import config, kernel
+
+HOPPER = Target("gpu", "NVIDIA H200", "9.0")
+DESCRIPTION = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
+  core_count: 132  fpus_per_core: 128
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98  device_memory_size: 150000000000
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+runtime_version { major: 13 }
+"""
+SERIALISED = ("C7510", "C7511", "C7512", "C7513", "C7514")
+"""The assembler's remarks that matrix products run one by one, and why."""
+SPILLED = 300
+"""Bytes that a thread may keep outside of registers: addresses, and what only masked tiles need."""
+
+pytestmark = pytest.mark.skipif(
+    not any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
+    if importlib.util.find_spec("jax_plugins")
+    else True,
+    reason="needs XLA's GPU compiler: pip install jax-cuda13-pjrt",
+)
+
+
+@pytest.fixture
+def device() -> Any:
+    return topologies.get_topology_desc(platform="cuda", target_config=DESCRIPTION, topology="1x1x1").devices[0]
+
+
+@pytest.mark.parametrize(("size", "value_size"), [(128, 128), (64, 64), (192, 128)])
+def test_products_stay_in_flight(
+    device: Any, size: int, value_size: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    sharding = SingleDeviceSharding(device)
+    held: list[Any] = []
+
+    def shapes() -> Any:
+        query, key, value = (
+            jnp.zeros((1, 2048, heads, width), jnp.bfloat16) for heads, width in ((4, size), (2, size), (2, value_size))
+        )
+        bound = OPERATION.canonicalise(query, key, value, causal=True, return_lse=True)
+        held.append(bound.call)
+        return bound.inputs
+
+    def placed(values: Any) -> Any:
+        return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding), values)
+
+    inputs = placed(jax.eval_shape(shapes))
+    (call,) = held
+    forward, backward = config.forward_heuristic(call, HOPPER), config.backward_heuristic(call, HOPPER)
+    outputs = placed(jax.eval_shape(lambda i: kernel.forward(call, i, forward), inputs))
+    jax.jit(lambda i: kernel.forward(call, i, forward)).lower(inputs).compile()
+    cotangents = FlashAttentionOutputs(outputs.out, outputs.lse)
+    jax.jit(lambda i, o, g: kernel.backward(call, i, o, g, backward)).lower(inputs, outputs, cotangents).compile()
+    said = capfd.readouterr()
+    report = said.out + said.err
+    assert not [remark for remark in SERIALISED if remark in report]
+    assert report.count("Compiling entry function") == (4 if backward.key_apart else 3)
+    assert max(int(number) for number in re.findall(r"(\d+) bytes spill stores", report)) <= SPILLED

@@ -1,0 +1,119 @@
+"""What the kernels of the normalisations have in common: parameters, and the parts of a row whose programs meet."""
+
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# ruff: noqa: SIM102 - static and dynamic conditions stay apart
+import triton
+import triton.language as tl
+
+from ejkernel_triton._rows.meeting import widened
+
+
+@triton.jit
+def with_parameters(
+    b_normalised,
+    p_scale,
+    p_offset,
+    o_width,
+    o_param,
+    m_width,
+    m_tile,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+):
+    """`normalised * (scale + SCALE_OFFSET) + offset` of a tile [ROWS, BLOCK]."""
+    b_out = b_normalised
+    if SCALE == 1:
+        b_out *= tl.load(p_scale + o_width, mask=m_width, other=0.0).to(tl.float32)[None, :] + SCALE_OFFSET
+    if SCALE == 2:
+        b_out *= tl.load(p_scale + o_param, mask=m_tile, other=0.0).to(tl.float32) + SCALE_OFFSET
+    if OFFSET == 1:
+        b_out += tl.load(p_offset + o_width, mask=m_width, other=0.0).to(tl.float32)[None, :]
+    if OFFSET == 2:
+        b_out += tl.load(p_offset + o_param, mask=m_tile, other=0.0).to(tl.float32)
+    return b_out
+
+
+@triton.jit
+def finish_part(
+    b_x,
+    p_scale,
+    p_offset,
+    p_out,
+    p_mean,
+    p_rstd,
+    b_mean,
+    b_rstd,
+    i_row,
+    i_part,
+    zero,
+    rows_per_batch,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr,
+    SCALE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SAVE: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+):
+    """The result of a part from its stored values; that of the first part stores the row's statistics too."""
+    o_width = i_part * BLOCK + tl.arange(0, BLOCK)
+    m_width = o_width < WIDTH
+    o_param = (i_row // rows_per_batch).to(tl.int64) * WIDTH
+    b_out = with_parameters(
+        ((widened(b_x, zero) - b_mean) * b_rstd)[None, :],
+        p_scale,
+        p_offset,
+        o_width,
+        (o_param + o_width)[None, :],
+        m_width,
+        m_width[None, :],
+        SCALE,
+        OFFSET,
+        SCALE_OFFSET,
+    )
+    o_out = (i_row.to(tl.int64) * WIDTH + o_width)[None, :]
+    tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=m_width[None, :])
+    if SAVE:
+        if i_part == 0:
+            if CENTRED:
+                tl.store(p_mean + i_row, b_mean)
+            tl.store(p_rstd + i_row, b_rstd)
+
+
+@triton.jit
+def store_part_sums(
+    b_x, b_stored, p_sums, items, i_item, i_part, zero, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr
+):
+    """Of a part [BLOCK], in float32 and as it is stored: its mean, if rows are centred, and the squares of what is left."""
+    if CENTRED:
+        b_part_mean = tl.sum(b_x) / tl.minimum(WIDTH - i_part * BLOCK, BLOCK)
+        m_width = i_part * BLOCK + tl.arange(0, BLOCK) < WIDTH
+        b_x = tl.where(m_width, widened(b_stored, zero) - b_part_mean, 0.0)
+        tl.store(p_sums + items + i_item, b_part_mean)
+    tl.store(p_sums + i_item, tl.sum(b_x * b_x))
+
+
+@triton.jit
+def statistics_of_parts(
+    p_sums,
+    items,
+    i_row,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr,
+    EPSILON: tl.constexpr,
+):
+    """Mean and rstd of a row from the sums of its parts, in their order."""
+    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    o_part = tl.arange(0, PARTS_BLOCK)
+    m_part = o_part < PARTS
+    b_squares = tl.load(p_sums + i_row * PARTS + o_part, mask=m_part, other=0.0, cache_modifier=".cg")  # [PARTS_BLOCK]
+    b_mean = 0.0
+    if CENTRED:
+        b_means = tl.load(p_sums + items + i_row * PARTS + o_part, mask=m_part, other=0.0, cache_modifier=".cg")
+        b_count = tl.where(m_part, tl.minimum(WIDTH - o_part * BLOCK, BLOCK), 0).to(tl.float32)
+        b_mean = tl.sum(b_means * b_count) / WIDTH
+        b_squares += b_count * (b_means - b_mean) * (b_means - b_mean)
+    return b_mean, tl.rsqrt(tl.sum(b_squares) / WIDTH + EPSILON)
