@@ -31,7 +31,7 @@ from check_gpu import chosen_of, versions
 from ejkernel.operations.linear_recurrence.cases import CASES
 from ejkernel.operations.linear_recurrence.interface import OPERATION, LinearRecurrenceInputs, LinearRecurrenceOutputs
 from ejkernel.plugin import current_target
-from ejkernel_triton._ahead_of_time import _Zeros  # pyright: ignore[reportPrivateUsage]
+from ejkernel.testing.shapes import Zeros
 from ejkernel_triton.linear_recurrence import config, kernel
 from ejkernel_xla.linear_recurrence import config as xla_config
 from ejkernel_xla.linear_recurrence import kernel as xla
@@ -52,7 +52,7 @@ class Problem:
 
     def __init__(self, name: str) -> None:
         case = next(case for case in CASES if case.name == name)
-        shapes = case.arrays(_Zeros())
+        shapes = case.arrays(Zeros())
         keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
         arrays = {}
         for key, (field, zeros) in zip(keys[1:], shapes.items(), strict=True):

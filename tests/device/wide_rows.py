@@ -129,7 +129,7 @@ def compile_job(job: Job) -> Any:
         return type(values)(**{name: like(name, value) for name, value in values._asdict().items()})
 
     arguments = (shapes(prepared.inputs), shapes(jax.eval_shape(prepared.outputs)), shapes(prepared.cotangents))
-    return jax.jit(phase_function(prepared, job.phase, job.config)).lower(*arguments).compile()
+    return jax.jit(_of_sets(phase_function(prepared, job.phase, job.config))).lower([arguments]).compile()
 
 
 def same_bits(first: Any, second: Any) -> bool:
@@ -156,16 +156,15 @@ def run_problem(jobs: list[Job], rows: Rows, options: argparse.Namespace) -> lis
         name = f"{problem.name} {dtype} {job.phase} {check_gpu.knobs(job.config)}"
         try:
             program = job.compiled.result(left)
-            got = program(*values)
-            rows.add(f"{name}: two equal runs", same_bits(got, program(*values)), "bit by bit")
+            got = program([values])
+            rows.add(f"{name}: two equal runs", same_bits(got, program([values])), "bit by bit")
+            rows.compare(name, numbered(got), numbered(wanted[job.phase]), LIMIT[dtype])
+            candidate = Candidate(check_gpu.knobs(job.config), job.phase, job.function, job.chosen)
+            results.append({**timed(problem, prepared, candidate, program, [values]), "dtype": dtype})
         except (TimeoutError, concurrent.futures.CancelledError):
             continue
         except Exception as error:  # noqa: BLE001 - a config that does not compile or run is a finding, and others are looked at
             rows.add(name, False, f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
-            continue
-        rows.compare(name, numbered(got), numbered(wanted[job.phase]), LIMIT[dtype])
-        candidate = Candidate(check_gpu.knobs(job.config), job.phase, job.function, job.chosen)
-        results.append({**timed(problem, prepared, candidate, _of_sets(program), [values]), "dtype": dtype})
     return results
 
 
@@ -173,8 +172,8 @@ def numbered(values: Any) -> dict[str, Any]:
     return {str(i): value for i, value in enumerate(values)}
 
 
-def _of_sets(program: Any) -> Any:
-    return lambda sets: program(*sets[0])
+def _of_sets(function: Any) -> Any:
+    return lambda sets: function(*sets[0])
 
 
 def ranking(results: list[dict[str, Any]]) -> None:

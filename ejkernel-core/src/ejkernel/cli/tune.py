@@ -46,8 +46,8 @@ def tune(
         calls = _from_file(shapes, operation) if shapes is not None else _from_cases(operation, case or [], dtype.split(","))
         for arrays, options in calls:
             result = result | search.tune(_calls_of(operation, arrays, options, chosen, forward_only))
-        if out is not None:
-            _write(result, out)
+            if out is not None:  # after every call, so that what was found survives an interruption
+                _write(result, out)
     if as_json:
         emit(json.loads(result.dumps()))
         return
