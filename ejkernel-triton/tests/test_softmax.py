@@ -149,7 +149,7 @@ COMPILED = [
     ((8, 131072), (8, 131072), MEETING_KERNELS, "bfloat16"),
     ((8, 131072), (8, 131072), MEETING_KERNELS, "float32"),
     ((2048, 32768), None, ("forward_streaming", "backward"), "bfloat16"),
-    ((1024, 131072), None, ("forward_streaming_parts", "backward_meeting"), "bfloat16"),
+    ((1024, 131072), None, ("forward_meeting", "backward_streaming_parts"), "bfloat16"),
 ]
 """The first, which has the most in registers, is always compiled for every generation."""
 
@@ -182,7 +182,7 @@ def test_compiles_without_spills(monkeypatch, tmp_path, shape, where, kernels, d
         compiled = compilation.compile(capability_number)
         taken = testing.resources(compiled)
         assert taken.shared <= shared_memory_limit(target)
-        if "streaming" in kernels[0]:
+        if shape[-1] >= 32768:
             assert taken.spilling <= TOLERATED
         else:
             assert taken.stack == 0
@@ -232,10 +232,12 @@ def test_too_many_parts_of_a_row_are_refused():
 WINNERS = {
     (32768, 4096): ([(1, 8)], [(1, 8)]),
     (131072, 128): ([(16, 4)], [(32, 16), (8, 4)]),
-    (2048, 32768): ([(1, 16), (1, 4, 4096, 1, True)], [(1, 32)]),
-    (1024, 131072): ([(1, 4, 8192, 1, True)], [(1, 4, 8192, 1, True), (1, 16, 16384, 1, True)]),
+    (2048, 32768): ([(1, 16, 0, 2, False, 132)], [(1, 32)]),
+    (8192, 16384): ([(1, 8)], [(1, 16)]),
+    (1024, 65536): ([(1, 4, 4096, 1, True)], []),
+    (1024, 131072): ([(1, 4, 8192, 1, True)], [(1, 4, 8192, 2, True, 24), (1, 16, 16384, 1, True)]),
 }
-"""What was fastest on an H200 in either phase, in `benchmarks/results`, before programs stayed."""
+"""What was fastest on an H200 in either phase, in `benchmarks/results`."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -58,9 +58,9 @@ class Problem:
     columns: int = 0
 
     def before(self, elements: int) -> int:
-        """Rows before the tails, a multiple of theirs, so that what is large has more elements than that."""
+        """Rows before the tails, a multiple of theirs, so that the largest arrays have more elements than that."""
         tails = [self.tails[name] for name in self.long]
-        return max(-(-elements // (tail.shape[0] * self.columns or tail.size)) * tail.shape[0] for tail in tails)
+        return min(-(-elements // (tail.shape[0] * self.columns or tail.size)) * tail.shape[0] for tail in tails)
 
     def check(self, platform: str, elements: int) -> dict[str, float]:
         """Relative errors of the tail's results and gradients; the largest number where zeros should be."""

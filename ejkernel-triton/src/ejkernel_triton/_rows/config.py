@@ -25,8 +25,10 @@ WIDEST_BACKWARD = 8192
 MOST_PARTS = 16
 """Programs that meet over one row have a bit each in a word; together they must fit on small devices too."""
 
+WIDEST_WALK = 128 * 1024
+"""Bytes of a row up to which the second look of the one program that walks over it is served by the cache."""
 _WIDE = 16384
-"""Rows of so many columns and more may be walked over, shared or streamed; up to here a program per row overlaps well enough."""
+"""Rows of so many columns and more may be walked over or shared; up to here a program per row overlaps well enough."""
 _HELD = 128 * 1024
 """Bytes of the registers of a multiprocessor that rows may take while they wait."""
 
@@ -65,10 +67,7 @@ class BackwardConfig:
     num_warps: warps per program.
     programs: programs that share the rows under one parameter; each writes one partial sum of the parameter's gradient.
     num_stages: tiles in flight; above 1 they pass through shared memory.
-    block: columns of one tile, a power of two, where sums over rows are made before or programs share rows; 0 = a tile holds
-        whole rows.
-    stream: one pass by programs that hold what they read as it is stored, a row (`rows` 1), or with `block` a part of rows that
-        programs share.
+    block: columns of one tile, a power of two, where sums over rows are made before; 0 = a tile holds whole rows.
     """
 
     rows: int
@@ -76,7 +75,6 @@ class BackwardConfig:
     programs: int
     num_stages: int
     block: int = 0
-    stream: bool = False
 
 
 def padded_width(call: NormCall) -> int:
@@ -201,11 +199,13 @@ def streaming_parts_configs(columns: int, size: int, target: Target, most_warps:
     return found
 
 
-def streaming_parts_config(columns: int, rows: int, size: int, target: Target, most_warps: int) -> ForwardConfig | None:
+def streaming_parts_config(
+    columns: int, rows: int, size: int, target: Target, most_warps: int, arrays: int = 1
+) -> ForwardConfig | None:
     """Of a heuristic; None where programs could not all run at once, would have no next part, or no room for it."""
     least = 16384 // size
-    for found in streaming_parts_configs(columns, size, target, most_warps):
-        if multiprocessors(target) and found.block >= least and found.num_stages == 3 and rows >= 4 * found.programs:
+    for found in streaming_parts_configs(columns, size, target, most_warps, arrays):
+        if multiprocessors(target) and found.block >= least and found.num_stages == 2 and rows >= 4 * found.programs:
             return found
     return None
 
@@ -217,14 +217,17 @@ def held_forward(width: int) -> ForwardConfig:
 
 
 def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
+    """On an H200 one program that walks over a row was ahead up to 128 KiB, programs that stay for parts of rows beyond."""
     width, size, rows = padded_width(call), itemsize(call.x), rows_of(call.x)
     if width <= _WIDE:
         return held_forward(width)
-    found = streaming_config(width, rows, size, target)
-    if found is None and width > WIDEST_FORWARD:
-        sharing = streaming_parts_config(call.x.shape[-1], rows, size, target, WARPS_AT_ONCE)
-        found = sharing or sharing_config(width, size)
-    return found or (held_forward(width) if width <= WIDEST_FORWARD else ForwardConfig(1, 16, 4096))
+    walking, few = ForwardConfig(1, 16, 8192), rows < (multiprocessors(target) or 132)
+    if few and width <= WIDEST_FORWARD:
+        return held_forward(width)
+    if not few and width * size <= WIDEST_WALK:
+        return walking
+    staying = streaming_parts_config(call.x.shape[-1], rows, size, target, WARPS_AT_ONCE)
+    return staying or sharing_config(width, size) or walking
 
 
 def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
@@ -234,7 +237,6 @@ def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
         *(ForwardConfig(*tile) for tile in tiles(width, (8, 16, 32, 64)) if width <= WIDEST_FORWARD),
         *walking_configs(width, size),
         *sharing_configs(width, size),
-        *streaming_configs(width, size, target),
         *streaming_parts_configs(call.x.shape[-1], size, target, WARPS_AT_ONCE),
     )
 
@@ -247,7 +249,7 @@ def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
     """
     width, size = padded_width(call), itemsize(call.x)
     if width > WIDEST_BACKWARD:
-        return _streaming_backward(call, target) or BackwardConfig(4, 4, 32 if width <= 65536 else 16, 3, 1024)
+        return BackwardConfig(4, 4, 32 if width <= 65536 else 16, 3, 1024)
     narrow = width <= 512
     rows = max(1, (1024 if width < 64 else 2048 if narrow else 16384 // size) // width)
     if 3 * _tile_bytes(call, rows * width) <= SHARED_MEMORY:
@@ -255,36 +257,6 @@ def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
         return BackwardConfig(rows, warps, 1056 if narrow else 132, 3)
     warps = warps_for(width * rows, 16)
     return BackwardConfig(rows, warps, max(132, 132 * 16 // warps), 1)
-
-
-def _streaming_backward(call: NormCall, target: Target) -> BackwardConfig | None:
-    """Programs that hold a row, or share one; None where they could not all run at once, or would have nothing in flight."""
-    rows = rows_of(call.x)
-    for choice in _streaming_backward_configs(call, target):
-        at_once = multiprocessors(target) or not choice.block
-        if choice.num_warps == 16 and rows // choice.rows >= 2 * choice.programs and at_once:
-            return choice
-    return None
-
-
-def _streaming_backward_configs(call: NormCall, target: Target) -> list[BackwardConfig]:
-    """A thread has as many partial sums of scale and offset, in float32, as columns of a row: 32 of each at most with 16 warps."""
-    width, size = padded_width(call), itemsize(call.x)
-    held = [
-        BackwardConfig(1, warps, _programs(target, 32, 32), stages, 0, True)
-        for stages, warps in itertools.product((3, 2), (16, 32, 8))
-        if width >= WIDEST_BACKWARD and 3 * width // (32 * warps) * (1 + size // 4) <= 24 * (64 // warps)
-        if width // (32 * warps) >= 8 and streams(stages, _tile_bytes(call, width), target)
-    ]
-    parts = [
-        BackwardConfig(rows, warps, max(1, _programs(target, 32, 32) // -(-call.x.shape[-1] // block)), stages, block, True)
-        for elements, warps in ((32768 // size, 16), (16384 // size, 16), (32768 // size, 8))
-        for block, stages in itertools.product((4096, 8192, 2048), (3, 2))
-        if (rows := elements // block) and width > WIDEST_BACKWARD and 2 * block <= width <= MOST_PARTS * block
-        if (warps == 16 or block == 4096) and (elements == 32768 // size or block * 2 == elements)
-        if streams(stages, _tile_bytes(call, elements), target)
-    ]
-    return held + parts
 
 
 def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
@@ -302,7 +274,7 @@ def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
         for programs in (16, 32, 64, 128)
         if width >= WIDEST_BACKWARD and streams(stages, _tile_bytes(call, rows * block), target)
     ]
-    return distinct(backward_heuristic(call, target), *held, *split, *_streaming_backward_configs(call, target))
+    return distinct(backward_heuristic(call, target), *held, *split)
 
 
 def _tile_bytes(call: NormCall, elements: int) -> int:

@@ -2,8 +2,8 @@
 
 A program holds whole rows in registers, so that every array passes memory once. Rows too wide for that are shared by programs
 that meet (`meeting`), or walked over twice by one program, the second time backwards, so that it begins with what the cache still
-holds. Programs that stay for many wide rows (`streaming`, `streaming_backward`) have the next ones on their way meanwhile.
-Statistics and sums are float32.
+holds. Programs that stay for parts of many of the widest rows (`streaming`) have the next ones on their way meanwhile. Statistics
+and sums are float32.
 
 In backward each program walks over its tiles in a fixed order and writes one partial sum of the parameters' gradients; a last
 small sum adds the programs up, without atomics. For wide rows one kernel makes the two sums of every row that the gradient of x
@@ -25,8 +25,7 @@ from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded_width
 from ejkernel_triton._rows.meeting import UNKNOWN_ZERO, meet, parts_of, patience, words_of
 from ejkernel_triton._rows.parts import finish_part, statistics_of_parts, store_part_sums, with_parameters
-from ejkernel_triton._rows.streaming import norm_forward_streaming_kernel, norm_forward_streaming_parts_kernel
-from ejkernel_triton._rows.streaming_backward import norm_backward_streaming_kernel, norm_backward_streaming_parts_kernel
+from ejkernel_triton._rows.streaming import norm_forward_streaming_parts_kernel
 
 ABSENT, SHARED, PER_BATCH = 0, 1, 2
 """How a parameter is stored: not at all, `[1, d]`, or `[b, d]` with b > 1."""
@@ -358,16 +357,13 @@ def _launch_forward(arrays: Any, results: Any, shape: Any, config: ForwardConfig
             **({"STAGES": config.num_stages} if programs else {}),
             **constants,
         )
+    if programs:
+        raise ValueError(f"cfg: got programs={config.programs} without meet: only programs that share rows stay here; take 0")
     if config.block:
         walking = {"BLOCK": config.block, "STAGES": config.num_stages, **constants}
         return call_kernel(norm_forward_walking_kernel, (*arrays, repetition), results, grid=rows, **walking)
-    tile = {"BLOCK": power_of_two(width), **constants}
-    if programs:
-        given = (*arrays, *staying, repetition, *unknown)
-        tile = {"STAGES": config.num_stages, **tile}
-        return call_kernel(norm_forward_streaming_kernel, given, results, grid=programs, **tile)
-    grid = cdiv(rows, config.rows)
-    return call_kernel(norm_forward_kernel, (*arrays, rows, repetition), results, grid=grid, ROWS=config.rows, **tile)
+    tile = {"BLOCK": power_of_two(width), "ROWS": config.rows, **constants}
+    return call_kernel(norm_forward_kernel, (*arrays, rows, repetition), results, grid=cdiv(rows, config.rows), **tile)
 
 
 def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad: Any, config: BackwardConfig) -> NormInputs:
@@ -379,7 +375,7 @@ def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad
     groups = x.shape[0] if PER_BATCH in (storage(scale), storage(offset)) else 1
     rows = math.prod(x.shape[:-1]) // groups
     programs = min(config.programs, cdiv(rows, config.rows))
-    if scale is None and offset is None and not config.stream:
+    if scale is None and offset is None:
         programs = cdiv(rows, config.rows)
     elif groups > 1:
         programs = min(programs, cdiv(config.programs, groups))
@@ -391,10 +387,6 @@ def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad
     partial = ((groups, programs, width), jnp.float32)
     absent = ((1,), jnp.float32)
     results = ((x.shape, x.dtype), absent if scale is None else partial, absent if offset is None else partial)
-    if config.stream:
-        constants["OFFSET"] = offset is not None
-        d_x, d_scale, d_offset = _streaming_backward(arrays, results, groups, rows, programs, config, constants)
-        return NormInputs(d_x, _sum_of_partials(d_scale, scale), _sum_of_partials(d_offset, offset))
     means = (rstd, rstd)
     if config.block:
         sums = (((groups * rows,), jnp.float32),) * 2
@@ -410,29 +402,6 @@ def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad
         **constants,
     )
     return NormInputs(d_x, _sum_of_partials(d_scale, scale), _sum_of_partials(d_offset, offset))
-
-
-def _streaming_backward(
-    arrays: Any, results: Any, groups: int, rows: int, programs: int, config: BackwardConfig, constants: dict[str, Any]
-) -> list[Any]:
-    """The gradient of x and the partial sums of those of the parameters."""
-    if not config.block:
-        grid = groups * programs
-        given = (*arrays, rows, programs, UNKNOWN_ZERO)
-        return call_kernel(norm_backward_streaming_kernel, given, results, grid=grid, **constants)
-    parts = parts_of(constants["WIDTH"], config.block)
-    items, tiles = groups * rows * parts, groups * cdiv(rows, config.rows)
-    return call_kernel(
-        norm_backward_streaming_parts_kernel,
-        (*arrays, words_of(tiles), rows, programs, items, UNKNOWN_ZERO),
-        (*results, ((tiles,), jnp.int32), ((2, items), jnp.float32), ((tiles * parts,), jnp.int32)),
-        grid=groups * programs * parts,
-        input_output_aliases={len(arrays): len(results)},
-        ROWS=config.rows,
-        PARTS_BLOCK=power_of_two(parts),
-        PATIENCE=patience(),
-        **constants,
-    )[: len(results)]
 
 
 def _sum_of_partials(partials: Any, parameter: Any) -> Any:

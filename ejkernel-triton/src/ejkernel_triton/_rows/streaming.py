@@ -1,69 +1,18 @@
-"""Normalisation of wide rows by programs that stay: each walks over rows, or parts of them, with the next ones on their way.
+"""Normalisation of the widest rows by programs that share them and stay: each walks over parts of rows, the next ones on their way.
 
 A program that first reads, then sums up, then writes leaves memory idle in between, and few programs of wide rows find room on a
-multiprocessor. Here the next row is asked for before the current one is summed up: it waits in registers, in the width in which it
-is stored (`STAGES` 1), or in shared memory, which then has `STAGES` - 1 of them.
+multiprocessor. Here the next part is asked for before the current one is summed up, and waits in shared memory.
 
-Programs that share rows arrive at a row, then finish the row before, at which the others have arrived meanwhile. What others left
-to a program, it finishes at the end (`meeting`).
+Programs arrive at a row, then finish the row before, at which the others have arrived meanwhile. What others left to a program, it
+finishes at the end (`meeting`).
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
-from ejkernel_triton._rows.meeting import arrive, complete_at, packed, settle, taken, unpacked, widened
+from ejkernel_triton._rows.meeting import arrive, complete_at, packed, settle, taken, unpacked
 from ejkernel_triton._rows.parts import finish_part, statistics_of_parts, store_part_sums
-
-
-@triton.jit
-def norm_forward_streaming_kernel(
-    p_x,
-    p_scale,
-    p_offset,
-    rows,
-    programs,
-    rows_per_batch,
-    zero,
-    p_out,
-    p_mean,
-    p_rstd,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CENTRED: tl.constexpr,
-    SCALE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SAVE: tl.constexpr,
-    EPSILON: tl.constexpr,
-    SCALE_OFFSET: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    i_first = tl.program_id(0)
-    o_width = tl.arange(0, BLOCK)  # [BLOCK]
-    m_width = o_width < WIDTH
-    b_next = tl.zeros([BLOCK], p_x.dtype.element_ty)
-    if STAGES == 1:
-        b_next = tl.load(p_x + i_first.to(tl.int64) * WIDTH + o_width, mask=m_width, other=0.0)
-    for i_step in tl.range(0, tl.cdiv(rows - i_first, programs), num_stages=STAGES):
-        i_row = i_first + i_step * programs
-        if STAGES == 1:
-            b_stored = b_next
-            i_next = i_row + programs
-            p_next = p_x + i_next.to(tl.int64) * WIDTH + o_width
-            b_next = tl.load(p_next, mask=m_width & (i_next < rows), other=0.0)  # [BLOCK]
-        else:
-            b_stored = tl.load(p_x + i_row.to(tl.int64) * WIDTH + o_width, mask=m_width, other=0.0)  # [BLOCK]
-        b_x = taken(b_stored, zero)
-        if zero == 0:  # always (`taken`); outside of a branch, parameters would be brought through shared memory as well
-            b_mean = 0.0
-            if CENTRED:
-                b_mean = tl.sum(b_x) / WIDTH
-                b_x = tl.where(m_width, widened(b_stored, zero >> 1) - b_mean, 0.0)
-            b_rstd = tl.rsqrt(tl.sum(b_x * b_x) / WIDTH + EPSILON)
-            finish_part(
-                b_stored, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, 0, zero >> 2,
-                rows_per_batch, WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
-            )  # fmt: skip
 
 
 @triton.jit

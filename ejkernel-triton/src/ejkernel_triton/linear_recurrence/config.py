@@ -126,7 +126,12 @@ def forward_heuristic(call: LinearRecurrenceCall, target: Target) -> Config:
 
 
 def backward_heuristic(call: LinearRecurrenceCall, target: Target) -> Config:
-    return _preferred(_Model(call, target, backward=True), _segment(call))
+    return _preferred(_Model(call, target, backward=True), min(_segment(call), _backward_segments(call)[-1]))
+
+
+def _backward_segments(call: LinearRecurrenceCall) -> tuple[int, ...]:
+    """The gradient of a token's decay is a sum over the rest of its segment, whose rounding errors grow with the length."""
+    return (512,) if call.g is not None or call.gk is not None else (512, 1024)
 
 
 def _space(
@@ -144,7 +149,7 @@ def forward_space(call: LinearRecurrenceCall, target: Target) -> list[Config]:
 
 
 def backward_space(call: LinearRecurrenceCall, target: Target) -> list[Config]:
-    return _space(call, target, backward_heuristic(call, target), (512, 1024), True)
+    return _space(call, target, backward_heuristic(call, target), _backward_segments(call), True)
 
 
 FORWARD = ConfigSpace(Config, forward_heuristic, forward_space)

@@ -6,6 +6,7 @@ from ejkernel.operations.softmax.interface import SoftmaxCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_triton._blocks import power_of_two
 from ejkernel_triton._rows.config import (
+    WIDEST_WALK,
     ForwardConfig,
     distinct,
     held_forward,
@@ -39,17 +40,19 @@ def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
     if width <= 16384:
         return held_forward(width)
     size, rows = itemsize(call.x), rows_of(call.x)
-    found = streaming_config(width, rows, size, target)
-    if found is None and width > WIDEST_FORWARD:
-        sharing = streaming_parts_config(call.x.shape[-1], rows, size, target, _WARPS_AT_ONCE[1])
-        found = sharing or sharing_config(width, size) or Config(1, 4, 4096, 3)
-    return found or held_forward(width)
+    if width > WIDEST_FORWARD:
+        return sharing_config(width, size) or Config(1, 4, 4096, 3)
+    return streaming_config(width, rows, size, target) or held_forward(width)
 
 
 def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
-    width = power_of_two(call.x.shape[-1])
-    if width > WIDEST_BACKWARD[itemsize(call.x)]:
-        return sharing_config(width, itemsize(call.x)) or Config(1, 16, 8192)
+    """On an H200 programs that stay for parts of rows were ahead of those that come and go beyond 128 KiB of each array."""
+    width, size = power_of_two(call.x.shape[-1]), itemsize(call.x)
+    if width > WIDEST_BACKWARD[size]:
+        staying = None
+        if width * size > WIDEST_WALK:
+            staying = streaming_parts_config(call.x.shape[-1], rows_of(call.x), size, target, _WARPS_AT_ONCE[2], 2)
+        return staying or sharing_config(width, size) or Config(1, 16, 8192)
     rows = max(1, min(512, 2048 // width))
     return Config(rows, warps_for(width * rows, 16))
 
