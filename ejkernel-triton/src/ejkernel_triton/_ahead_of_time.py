@@ -131,6 +131,14 @@ def target_of(capability: int) -> Target:
     return Target("gpu", _KINDS.get(capability, ""), f"{capability // 10}.{capability % 10}")
 
 
+def decisions_of(operation: str, case: Case, dtype: str, target: Target) -> list[_dispatch.Decision]:
+    """What runs both phases of a problem on a target, and with which configs."""
+    found: list[_dispatch.Decision] = []
+    run = _Run(operation, case.options, target)
+    jax.eval_shape(lambda arrays: found.extend(run.decisions(arrays)), shapes_of(case, dtype))
+    return found
+
+
 def recorded(
     operation: str, case: Case, dtype: str, target: Target, *, space: bool = False
 ) -> Iterator[tuple[str, Compilation]]:
@@ -138,10 +146,8 @@ def recorded(
 
     Nothing for a problem that is refused.
     """
-    arrays = shapes_of(case, dtype)
-    decisions: list[_dispatch.Decision] = []
-    run = _Run(operation, case.options, target)
-    jax.eval_shape(lambda arrays: decisions.extend(run.decisions(arrays)), arrays)
+    arrays, run = shapes_of(case, dtype), _Run(operation, case.options, target)
+    decisions = decisions_of(operation, case, dtype, target)
     own = [decision for decision in decisions if decision.chosen is not None and decision.chosen.platform == PLATFORM]
     if not decisions[0].chosen:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
 from ejkernel_triton._interpret import INTERPRET, interpreting
@@ -47,6 +48,12 @@ def ejkernel_plugin() -> Plugin:
         ),
         custom_calls=("triton_kernel_call",),
     )
+
+
+@hookimpl
+def ejkernel_tuned_configs() -> list[str]:
+    """What `ejkernel tune` found, a file for each kind of device."""
+    return sorted(str(path) for path in (Path(__file__).parent / "tables").glob("*.json"))
 
 
 @hookimpl

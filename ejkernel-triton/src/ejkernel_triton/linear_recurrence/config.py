@@ -97,8 +97,9 @@ def _smallest(model: _Model, segment: int) -> Config:
 
 
 def _preferred(model: _Model, segment: int) -> Config:
-    """Four warps and up to 64 channels, so that two programs share a multiprocessor; fewer where tiles are of float32."""
-    widest = 32 if model.itemsize == 4 else 64
+    """Four warps and up to 64 channels, so that two programs share a multiprocessor; fewer where tiles are of float32, or gradients
+    of decays per channel are formed."""
+    widest = 32 if model.itemsize == 4 or (model.per_channel and model.backward) else 64
     for chunk in model.chunks():
         for block in sorted(model.blocks(), reverse=True):
             for stages in (2, 1):
