@@ -13,12 +13,14 @@ import pytest
 import ejkernel
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations.grouped_matmul import reference
+from ejkernel.operations.grouped_matmul.groups import bounds_of
 from ejkernel.operations.grouped_matmul.interface import (
     OPERATION,
     GroupedMatmulCall,
     GroupedMatmulInputs,
     GroupedMatmulOutputs,
 )
+from ejkernel.operations.grouped_matmul.phases import bounds_of_call
 from ejkernel.plugin import Target
 from ejkernel_pallas.mosaic_gpu import _call
 from ejkernel_pallas.mosaic_gpu.grouped_matmul import capability, config, kernel, schedule
@@ -63,7 +65,7 @@ def test_tiles_give_every_row_its_matrix_once(seed):
     batch, rows, groups, matrices, height, band = 2, 333, 9, 5, 64 if seed % 2 else 16, 3
     sizes = np.stack([random_sizes(rng, groups, rows) for _ in range(batch)])
     offset = rng.integers(-2, groups, batch).astype(np.int32)
-    bounds = schedule.bounds_of(jnp.asarray(sizes), jnp.asarray(offset), batch, rows, matrices)
+    bounds = bounds_of(jnp.asarray(sizes), jnp.asarray(offset), batch, rows, matrices)
     table, count = jax.jit(functools.partial(schedule.tiles_of, rows=rows, height=height, band=band))(bounds)
     table, count = np.asarray(table), int(count[0])
     assert count <= table.shape[0] == schedule.most_tiles(batch * rows, batch * (matrices + 2), height)
@@ -87,13 +89,13 @@ def test_no_sizes_need_more_tiles_than_there_are(height):
     """The worst are groups of just over whole tiles, which begin just before a multiple of 8."""
     sizes = np.array([7, *[height + 3] * 20, 1, 1, height])
     rows = int(sizes.sum())
-    bounds = schedule.bounds_of(jnp.asarray(sizes[None]), None, 1, rows, len(sizes))
+    bounds = bounds_of(jnp.asarray(sizes[None]), None, 1, rows, len(sizes))
     table, count = schedule.tiles_of(bounds, rows, height, 8)
     assert 42 < int(count[0]) <= table.shape[0]
 
 
 def test_bands_of_a_group_are_alike():
-    bounds = schedule.bounds_of(jnp.asarray([[9 * 128, 0, 128]]), None, 1, 10 * 128, 3)
+    bounds = bounds_of(jnp.asarray([[9 * 128, 0, 128]]), None, 1, 10 * 128, 3)
     table, count = schedule.tiles_of(bounds, 10 * 128, 128, 8)
     assert int(count[0]) == 10
     assert np.asarray(table)[:10, schedule.HEIGHT].tolist() == [5] * 5 + [4] * 4 + [1]
@@ -102,7 +104,7 @@ def test_bands_of_a_group_are_alike():
 
 @pytest.mark.parametrize("sizes", [(2**31 - 1, 2**31 - 1, 5), (-3, 4, 90)])
 def test_sizes_that_no_call_may_have_stay_inside_the_arrays(sizes):
-    bounds = np.asarray(schedule.bounds_of(jnp.asarray([sizes], jnp.int32), None, 1, 50, 3))
+    bounds = np.asarray(bounds_of(jnp.asarray([sizes], jnp.int32), None, 1, 50, 3))
     assert (np.diff(bounds) >= 0).all() and bounds.min() >= 0 and bounds.max() <= 50
 
 
@@ -246,7 +248,7 @@ def test_values_of_other_groups_do_not_reach_a_result():
 def test_sums_of_float32_rows_keep_its_precision():
     """Within 2 ** -16: one part of bfloat16 would leave 2 ** -9."""
     grad = jax.random.normal(jax.random.key(0), (1, 40, 64)).at[0, 36:].set(jnp.nan)
-    bounds = schedule.bounds_of(jnp.asarray([[21, 0, 15]]), None, 1, 40, 3)
+    bounds = bounds_of(jnp.asarray([[21, 0, 15]]), None, 1, 40, 3)
     with interpreted():
         got = jax.jit(lambda grad: kernel._row_sums(grad, bounds, SMALL))(grad)
     wanted = [np.asarray(grad)[0, rows].astype(np.float64).sum(axis=0) for rows in (slice(21), slice(0), slice(21, 36))]
@@ -348,9 +350,9 @@ def test_configs_of_the_search_space_lower(index):
     def run(lhs, rhs, sizes, grad):
         inputs = GroupedMatmulInputs(lhs, rhs, sizes)
         outs = [kernel.forward(call, inputs, tile).out for tile in config.forward_space(call, H200)[index::8]]
-        bounds = kernel._bounds(call, inputs)
+        bounds = bounds_of_call(call, inputs)
         tiles = list(dict.fromkeys(both.tile_of_rhs for both in config.backward_space(call, H200)))[index::8]
-        return outs, [kernel._gradients_of_matrices(call, inputs, bounds, grad, tile) for tile in tiles]
+        return outs, [kernel.gradients_of_matrices(call, inputs, bounds, grad, tile) for tile in tiles]
 
     text = lowered(run, *shapes, grad)
     assert text.count("stablehlo.custom_call @mosaic_gpu_v2") >= 2

@@ -14,6 +14,7 @@ import ejkernel
 from ejkernel._arrays import ArraySpec, named
 from ejkernel.operations.grouped_matmul import reference
 from ejkernel.operations.grouped_matmul.cases import CASES
+from ejkernel.operations.grouped_matmul.groups import bounds_of
 from ejkernel.operations.grouped_matmul.interface import (
     OPERATION,
     GroupedMatmulCall,
@@ -114,7 +115,7 @@ def test_batch(interpreted, own, tile):
 
 def test_tiles():
     sizes = jnp.array([[5, 0, 9, 4], [0, 1, 17, 2]], jnp.int32)
-    bounds = schedule.bounds_of(sizes, jnp.array([1], jnp.int32), 2, 20, 2)
+    bounds = bounds_of(sizes, jnp.array([1], jnp.int32), 2, 20, 2)
     np.testing.assert_array_equal(bounds, [[5, 5, 14], [0, 1, 18]])
     tiles = schedule.tiles_of(bounds, 20, 8)
     count = int(tiles.count[0])
@@ -126,7 +127,7 @@ def test_tiles():
 
 @pytest.mark.parametrize("offset", [-3, -1, 0, 3, 4, 2**31 - 1, -(2**31)])
 def test_matrices_without_a_group_have_no_rows(offset):
-    bounds = np.asarray(schedule.bounds_of(jnp.array([[2, 3, 4, 5]], jnp.int32), jnp.array([offset], jnp.int32), 1, 20, 2))
+    bounds = np.asarray(bounds_of(jnp.array([[2, 3, 4, 5]], jnp.int32), jnp.array([offset], jnp.int32), 1, 20, 2))
     ends = [0, 2, 5, 9, 14]
     want = [[(ends[j], ends[j + 1]) if 0 <= j < 4 else None for j in (offset, offset + 1)]]
     for j, rows in enumerate(want[0]):
@@ -137,7 +138,7 @@ def test_matrices_without_a_group_have_no_rows(offset):
 def test_sizes_that_no_call_may_have_stay_inside_of_the_array():
     """They cannot be refused under jit; what is computed for them means nothing, but nothing outside is read or written."""
     for sizes in ([7, -4, 100, 3], [2**31 - 1] * 4, [-(2**31)] * 4):
-        bounds = schedule.bounds_of(jnp.array([sizes], jnp.int32), None, 1, 12, 4)
+        bounds = bounds_of(jnp.array([sizes], jnp.int32), None, 1, 12, 4)
         assert (np.diff(bounds[0]) >= 0).all()
         assert int(bounds.min()) >= 0
         assert int(bounds.max()) <= 12

@@ -27,6 +27,7 @@ from check_gpu import versions
 
 from ejkernel.operations.grouped_matmul import reference
 from ejkernel.operations.grouped_matmul.interface import OPERATION, GroupedMatmulOutputs
+from ejkernel.operations.grouped_matmul.phases import bounds_of_call
 from ejkernel.plugin import current_target
 from ejkernel_triton.grouped_matmul import config, kernel
 
@@ -257,9 +258,11 @@ def phases(call: Any) -> dict[str, Any]:
     """Forward and the two gradients, each `(inputs, grad, tile) -> array`."""
     return {
         "forward": lambda i, g, tile: kernel.forward(call, i, tile).out,
-        "lhs": lambda i, g, tile: kernel._gradient_of_lhs(call, i, kernel._bounds(call, i), g, tile),
-        "rhs": lambda i, g, tile: kernel._gradients_of_matrices(
-            call, i, kernel._bounds(call, i), g.astype(call.product_dtype), tile
+        "lhs": lambda i, g, tile: kernel.gradient_of_lhs(
+            call, i, bounds_of_call(call, i), g.astype(call.product_dtype), None, tile
+        ),
+        "rhs": lambda i, g, tile: kernel.gradients_of_matrices(
+            call, i, bounds_of_call(call, i), g.astype(call.product_dtype), tile
         )["rhs"],
     }
 

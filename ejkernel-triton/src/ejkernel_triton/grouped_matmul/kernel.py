@@ -14,16 +14,19 @@ import triton
 import triton.language as tl
 
 from ejkernel._arrays import has_gradient
-from ejkernel.operations.grouped_matmul.interface import (
-    OPERATION,
-    GroupedMatmulCall,
-    GroupedMatmulInputs,
-    GroupedMatmulOutputs,
+from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall, GroupedMatmulInputs, GroupedMatmulOutputs
+from ejkernel.operations.grouped_matmul.phases import (
+    backward_by_products,
+    backward_of_nothing,
+    bounds_of_call,
+    forward_of_nothing,
+    gradient_like,
+    multiplies_nothing,
 )
 from ejkernel_triton._jax_triton import call_kernel, has_scratch
 from ejkernel_triton._numerics import dot_precision
 from ejkernel_triton.grouped_matmul.config import SCRATCH, BackwardConfig, Tile, readable_by_tma
-from ejkernel_triton.grouped_matmul.schedule import bounds_of, matrix_of_rows, rows_with_matrix, tiles_of
+from ejkernel_triton.grouped_matmul.schedule import tiles_of
 
 
 @triton.jit
@@ -351,20 +354,9 @@ def _product(
     return out
 
 
-def _bounds(call: GroupedMatmulCall, inputs: GroupedMatmulInputs) -> Any:
-    batch, rows, _ = call.lhs.shape
-    return bounds_of(inputs.group_sizes, inputs.group_offset, batch, rows, call.rhs.shape[1])
-
-
-def _nothing_to_do(call: GroupedMatmulCall) -> bool:
-    return call.lhs.shape[0] * call.lhs.shape[1] * call.rhs.shape[1] * call.columns == 0
-
-
 def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, config: Tile) -> GroupedMatmulOutputs:
-    dtype = jnp.dtype(call.preferred_element_type)
-    if _nothing_to_do(call):
-        existing = jnp.zeros((), dtype) if inputs.existing_out is None else inputs.existing_out
-        return GroupedMatmulOutputs(jnp.broadcast_to(existing, (*call.lhs.shape[:2], call.columns)))
+    if multiplies_nothing(call):
+        return forward_of_nothing(call, inputs)
     lhs, rhs = inputs.lhs.astype(call.product_dtype), inputs.rhs
     if not lhs.size:  # a sum of no products is a sum of one that is zero
         lhs = jnp.zeros((*lhs.shape[:2], 1), lhs.dtype)
@@ -372,9 +364,9 @@ def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, config: Tile) 
     out = _product(
         lhs,
         rhs,
-        _bounds(call, inputs),
+        bounds_of_call(call, inputs),
         config,
-        dtype,
+        jnp.dtype(call.preferred_element_type),
         call.precision,
         transposed=call.transpose_rhs,
         scale=inputs.rhs_scale,
@@ -391,47 +383,28 @@ def backward(
     cotangents: GroupedMatmulOutputs,
     config: BackwardConfig,
 ) -> GroupedMatmulInputs:
-    """The cotangent is rounded to the dtype of the products before it is multiplied, after it is scaled per column."""
     grad = cotangents.out
-    absent: dict[str, Any] = dict.fromkeys(inputs._fields)
-    if _nothing_to_do(call):
-        zeros = {name: jnp.zeros_like(value) for name, value in OPERATION.moving(inputs).items()}
-        return GroupedMatmulInputs(**{**absent, **zeros})._replace(existing_out=None if inputs.existing_out is None else grad)
-    bounds = _bounds(call, inputs)
-    found: dict[str, Any] = {}
-    if inputs.existing_out is not None:
-        found["existing_out"] = jnp.where(rows_with_matrix(bounds, call.lhs.shape[1])[..., None], 0, grad)
-    if inputs.bias is not None:
-        found["bias"] = _row_sums(grad, bounds, inputs.bias)
-    if inputs.lhs.size:
-        found["lhs"] = _gradient_of_lhs(call, inputs, bounds, grad, config.tile_of_lhs)
-        found |= _gradients_of_matrices(call, inputs, bounds, grad.astype(call.product_dtype), config.tile_of_rhs)
-    else:
-        zeros = OPERATION.moving(inputs._replace(existing_out=None, bias=None))
-        found |= {name: jnp.zeros_like(value) for name, value in zeros.items()}
-    return GroupedMatmulInputs(**{**absent, **found})
-
-
-def _gradient_of_lhs(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, bounds: Any, grad: Any, tile: Tile) -> Any:
-    scale = inputs.rhs_scale
-    if scale is not None and scale.shape[2] > 1:  # along the sum: it cannot wait until afterwards
-        own = matrix_of_rows(bounds, grad.shape[1])
-        scale = jnp.broadcast_to(scale, (grad.shape[0], *scale.shape[1:]))
-        grad = grad.astype(jnp.float32) * jnp.take_along_axis(scale, own[..., None], axis=1).astype(jnp.float32)
-        scale = None
-    return _product(
-        grad.astype(call.product_dtype),
-        inputs.rhs,
-        bounds,
-        tile,
-        inputs.lhs.dtype,
-        call.precision,
-        transposed=not call.transpose_rhs,
-        scale=scale,
+    if multiplies_nothing(call):
+        return backward_of_nothing(inputs, grad)
+    return backward_by_products(
+        call,
+        inputs,
+        grad,
+        of_lhs=lambda bounds, grad, scale: gradient_of_lhs(call, inputs, bounds, grad, scale, config.tile_of_lhs),
+        of_matrices=lambda bounds, grad: gradients_of_matrices(call, inputs, bounds, grad, config.tile_of_rhs),
+        of_bias=lambda bounds, grad: _row_sums(grad, bounds, inputs.bias),
     )
 
 
-def _gradients_of_matrices(
+def gradient_of_lhs(
+    call: GroupedMatmulCall, inputs: GroupedMatmulInputs, bounds: Any, grad: Any, scale: Any, tile: Tile
+) -> Any:
+    return _product(
+        grad, inputs.rhs, bounds, tile, inputs.lhs.dtype, call.precision, transposed=not call.transpose_rhs, scale=scale
+    )
+
+
+def gradients_of_matrices(
     call: GroupedMatmulCall, inputs: GroupedMatmulInputs, bounds: Any, grad: Any, tile: Tile
 ) -> dict[str, Any]:
     """Of rhs and of its scale, which is `sum of rhs * (lhs' . grad)` over K."""
@@ -472,10 +445,9 @@ def _gradients_of_matrices(
         BAND=tile.band,
         STAGES=tile.num_stages,
     )
-    found = {"rhs": _summed(rhs, out)} if save else {}
+    found = {"rhs": gradient_like(rhs, out)} if save else {}
     if scale is not None:
-        per_column = jnp.sum(partial, axis=2)
-        found["rhs_scale"] = _summed(scale, per_column if scale.shape[2] > 1 else jnp.sum(per_column, axis=2, keepdims=True))
+        found["rhs_scale"] = gradient_like(scale, jnp.sum(partial, axis=2))
     return found
 
 
@@ -495,10 +467,3 @@ def _row_sums(grad: Any, bounds: Any, bias: Any) -> Any:
         BLOCK_N=block,
     )
     return out
-
-
-def _summed(value: Any, gradient: Any) -> Any:
-    """In the dtype of the input, over the batch if the batch shares the input."""
-    if value.shape[0] != gradient.shape[0]:
-        gradient = jnp.sum(gradient, axis=0, keepdims=True)
-    return gradient.astype(value.dtype)

@@ -15,11 +15,13 @@ import jax.numpy as jnp
 
 from ejkernel._arrays import has_gradient
 from ejkernel.operation import vary_like
-from ejkernel.operations.grouped_matmul.interface import (
-    OPERATION,
-    GroupedMatmulCall,
-    GroupedMatmulInputs,
-    GroupedMatmulOutputs,
+from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall, GroupedMatmulInputs, GroupedMatmulOutputs
+from ejkernel.operations.grouped_matmul.phases import (
+    backward_of_nothing,
+    forward_of_nothing,
+    gradient_like,
+    gradients_of,
+    multiplies_nothing,
 )
 from ejkernel_xla._numerics import accumulator, dot_precision
 from ejkernel_xla.grouped_matmul.config import GroupedMatmulConfig
@@ -169,15 +171,11 @@ def _over_batch(function: Any, inputs: GroupedMatmulInputs, *more: Any) -> Any:
     return jax.vmap(function, in_axes=tuple(axes))(*arrays)
 
 
-def _nothing_to_do(call: GroupedMatmulCall) -> bool:
-    return call.lhs.shape[0] * call.lhs.shape[1] * call.rhs.shape[1] * call.columns == 0
-
-
 def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, config: GroupedMatmulConfig) -> GroupedMatmulOutputs:
     dtype = jnp.dtype(call.preferred_element_type)
+    if multiplies_nothing(call):
+        return forward_of_nothing(call, inputs)
     existing = jnp.zeros((), dtype) if inputs.existing_out is None else inputs.existing_out
-    if _nothing_to_do(call):
-        return GroupedMatmulOutputs(jnp.broadcast_to(existing, (*call.lhs.shape[:2], call.columns)))
 
     def one(lhs: Any, *about: Any) -> tuple[Any, Any]:
         product = _Product(call, config, *about)
@@ -196,11 +194,8 @@ def backward(
 ) -> GroupedMatmulInputs:
     """The cotangent, scaled, is rounded to the dtype of the products before it is multiplied."""
     grad, existing = cotangents.out, inputs.existing_out
-    if _nothing_to_do(call):
-        zeros = {name: jnp.zeros_like(value) for name, value in OPERATION.moving(inputs).items()}
-        return GroupedMatmulInputs(**{**dict.fromkeys(inputs._fields), **zeros})._replace(
-            existing_out=None if existing is None else grad
-        )
+    if multiplies_nothing(call):
+        return backward_of_nothing(inputs, grad)
 
     def one(lhs: Any, rhs: Any, sizes: Any, offset: Any, scale: Any, bias: Any, grad: Any) -> tuple[dict[str, Any], Any]:
         product = _Product(call, config, rhs, sizes, offset, scale, bias)
@@ -213,7 +208,7 @@ def backward(
         if scale is not None:
             unscaled = product.forward(lhs, accumulator(product.dtype), scaled=False)
             per_column = product.sums(grad.astype(unscaled.dtype) * unscaled)
-            found["rhs_scale"] = per_column if scale.shape[1] != 1 else jnp.sum(per_column, axis=1, keepdims=True)
+            found["rhs_scale"] = per_column
         if bias is not None:
             found["bias"] = product.sums(grad)
         return found, product.rows.has_matrix
@@ -221,14 +216,7 @@ def backward(
     found, has_matrix = _over_batch(one, inputs, grad)
     has_matrix = has_matrix[..., None]
     found["lhs"] = jnp.where(has_matrix, found["lhs"], 0)
-    gradients = {name: _summed(getattr(inputs, name), value) for name, value in found.items()}
+    gradients = {name: gradient_like(getattr(inputs, name), value) for name, value in found.items()}
     if existing is not None:
         gradients["existing_out"] = jnp.where(has_matrix, 0, grad)
-    return GroupedMatmulInputs(**{**dict.fromkeys(inputs._fields), **gradients})
-
-
-def _summed(value: Any, gradient: Any) -> Any:
-    """In the dtype of the input, over the batch if the batch shares the input."""
-    if value.shape[0] != gradient.shape[0]:
-        gradient = jnp.sum(gradient, axis=0, keepdims=True)
-    return gradient.astype(value.dtype)
+    return gradients_of(gradients)

@@ -10,26 +10,20 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.operations.grouped_matmul.interface import (
-    OPERATION,
-    GroupedMatmulCall,
-    GroupedMatmulInputs,
-    GroupedMatmulOutputs,
+from ejkernel.operations.grouped_matmul.groups import rows_with_matrix
+from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall, GroupedMatmulInputs, GroupedMatmulOutputs
+from ejkernel.operations.grouped_matmul.phases import (
+    backward_by_products,
+    backward_of_nothing,
+    bounds_of_call,
+    forward_of_nothing,
+    gradient_like,
+    multiplies_nothing,
 )
 from ejkernel_pallas.mosaic_gpu._call import HALVES
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import DEPTH, BackwardConfig, Tile
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.outer import sum_products
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.rows import multiply_rows
-from ejkernel_pallas.mosaic_gpu.grouped_matmul.schedule import bounds_of, matrix_of_rows, rows_with_matrix
-
-
-def _bounds(call: GroupedMatmulCall, inputs: GroupedMatmulInputs) -> Any:
-    batch, rows, _ = call.lhs.shape
-    return bounds_of(inputs.group_sizes, inputs.group_offset, batch, rows, call.rhs.shape[1])
-
-
-def _nothing_to_do(call: GroupedMatmulCall) -> bool:
-    return call.lhs.shape[0] * call.lhs.shape[1] * call.rhs.shape[1] * call.columns == 0
 
 
 def _padded(values: Any, *axes: int) -> Any:
@@ -54,17 +48,15 @@ def _product(
 
 
 def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, config: Tile) -> GroupedMatmulOutputs:
-    dtype = jnp.dtype(call.preferred_element_type)
-    if _nothing_to_do(call):
-        existing = jnp.zeros((), dtype) if inputs.existing_out is None else inputs.existing_out
-        return GroupedMatmulOutputs(jnp.broadcast_to(existing, (*call.lhs.shape[:2], call.columns)))
-    bounds = _bounds(call, inputs)
+    if multiplies_nothing(call):
+        return forward_of_nothing(call, inputs)
+    bounds = bounds_of_call(call, inputs)
     out = _product(
         inputs.lhs,
         inputs.rhs,
         bounds,
         config,
-        dtype,
+        jnp.dtype(call.preferred_element_type),
         transposed=call.transpose_rhs,
         scale=inputs.rhs_scale,
         bias=inputs.bias,
@@ -81,46 +73,26 @@ def backward(
     cotangents: GroupedMatmulOutputs,
     config: BackwardConfig,
 ) -> GroupedMatmulInputs:
-    """The cotangent is rounded to the dtype of the products before it is multiplied, after it is scaled per column."""
     grad = cotangents.out
-    absent: dict[str, Any] = dict.fromkeys(inputs._fields)
-    if _nothing_to_do(call):
-        zeros = {name: jnp.zeros_like(value) for name, value in OPERATION.moving(inputs).items()}
-        return GroupedMatmulInputs(**{**absent, **zeros})._replace(existing_out=None if inputs.existing_out is None else grad)
-    bounds = _bounds(call, inputs)
-    found: dict[str, Any] = {}
-    if inputs.existing_out is not None:
-        found["existing_out"] = jnp.where(rows_with_matrix(bounds, call.lhs.shape[1])[..., None], 0, grad)
-    if inputs.bias is not None:
-        found["bias"] = _summed(inputs.bias, _row_sums(grad, bounds, config.tile_of_rhs))
-    if inputs.lhs.size:
-        found["lhs"] = _gradient_of_lhs(call, inputs, bounds, grad, config.tile_of_lhs)
-        found |= _gradients_of_matrices(call, inputs, bounds, grad.astype(call.product_dtype), config.tile_of_rhs)
-    else:
-        zeros = OPERATION.moving(inputs._replace(existing_out=None, bias=None))
-        found |= {name: jnp.zeros_like(value) for name, value in zeros.items()}
-    return GroupedMatmulInputs(**{**absent, **found})
-
-
-def _gradient_of_lhs(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, bounds: Any, grad: Any, tile: Tile) -> Any:
-    scale = inputs.rhs_scale
-    if scale is not None and scale.shape[2] > 1:  # along the sum: it cannot wait until afterwards
-        own = matrix_of_rows(bounds, grad.shape[1])
-        scale = jnp.broadcast_to(scale, (grad.shape[0], *scale.shape[1:]))
-        grad = grad.astype(jnp.float32) * jnp.take_along_axis(scale, own[..., None], axis=1).astype(jnp.float32)
-        scale = None
-    return _product(
-        grad.astype(call.product_dtype),
-        inputs.rhs,
-        bounds,
-        tile,
-        inputs.lhs.dtype,
-        transposed=not call.transpose_rhs,
-        scale=scale,
+    if multiplies_nothing(call):
+        return backward_of_nothing(inputs, grad)
+    return backward_by_products(
+        call,
+        inputs,
+        grad,
+        of_lhs=lambda bounds, grad, scale: gradient_of_lhs(call, inputs, bounds, grad, scale, config.tile_of_lhs),
+        of_matrices=lambda bounds, grad: gradients_of_matrices(call, inputs, bounds, grad, config.tile_of_rhs),
+        of_bias=lambda bounds, grad: gradient_like(inputs.bias, _row_sums(grad, bounds, config.tile_of_rhs)),
     )
 
 
-def _gradients_of_matrices(
+def gradient_of_lhs(
+    call: GroupedMatmulCall, inputs: GroupedMatmulInputs, bounds: Any, grad: Any, scale: Any, tile: Tile
+) -> Any:
+    return _product(grad, inputs.rhs, bounds, tile, inputs.lhs.dtype, transposed=not call.transpose_rhs, scale=scale)
+
+
+def gradients_of_matrices(
     call: GroupedMatmulCall, inputs: GroupedMatmulInputs, bounds: Any, grad: Any, tile: Tile
 ) -> dict[str, Any]:
     """Of rhs and of its scale, which is `sum of rhs * (lhs' . grad)` over K."""
@@ -133,12 +105,12 @@ def _gradients_of_matrices(
         _padded(left, 2), _padded(right, 2), bounds, tile, rhs.dtype if whole else jnp.float32, members=members
     )[..., : left.shape[2], : right.shape[2]]
     if scale is None:
-        return {"rhs": _summed(rhs, sums)}
+        return {"rhs": gradient_like(rhs, sums)}
     of_columns = scale[..., None] if call.transpose_rhs else scale[:, :, None]
     per_column = jnp.sum(sums * rhs.astype(jnp.float32), axis=3 if call.transpose_rhs else 2)
     return {
-        "rhs": _summed(rhs, sums * of_columns.astype(jnp.float32)),
-        "rhs_scale": _summed(scale, per_column if scale.shape[2] > 1 else jnp.sum(per_column, axis=2, keepdims=True)),
+        "rhs": gradient_like(rhs, sums * of_columns.astype(jnp.float32)),
+        "rhs_scale": gradient_like(scale, per_column),
     }
 
 
@@ -153,10 +125,3 @@ def _row_sums(grad: Any, bounds: Any, tile: Tile) -> Any:
     ones = jnp.ones((*grad.shape[:2], DEPTH), parts[0].dtype)
     sums = [sum_products(ones, _padded(part, 2), bounds, tile, jnp.float32, members=1) for part in parts]
     return functools.reduce(jnp.add, sums)[:, :, 0, : grad.shape[2]]
-
-
-def _summed(value: Any, gradient: Any) -> Any:
-    """In the dtype of the input, over the batch if the batch shares the input."""
-    if value.shape[0] != gradient.shape[0]:
-        gradient = jnp.sum(gradient, axis=0, keepdims=True)
-    return gradient.astype(value.dtype)

@@ -10,43 +10,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+
+from ejkernel.operations.grouped_matmul.groups import running_sums
 
 UNIT = 8
 """Tiles of rows begin at multiples of this."""
 MATRIX, BASE, START, END, FIRST, HEIGHT = range(6)
 """Columns of a table of tiles: matrix or -1; first row of the tile's band; rows of its group; first tile and tiles of its band."""
-_MANY = 4096
 
 
 def most_tiles(rows: int, intervals: int, height: int) -> int:
     """Tiles that `intervals` of together `rows` rows may need, however they lie."""
     busy = min(intervals, rows)
     return (rows + (UNIT - 2) * busy) // height + busy
-
-
-def bounds_of(sizes: Any, offset: Any, batch: int, rows: int, matrices: int) -> Any:
-    """`[b, g + 1]`: the rows of a member's matrix j go from entry j up to entry j + 1, within the member.
-
-    Args:
-        sizes: int32 `[1 or b, s]`.
-        offset: int32 `[1 or b]`, or None.
-        batch: b.
-        rows: of a member.
-        matrices: g.
-    """
-    groups = sizes.shape[1]
-    sizes = jnp.clip(sizes, 0, rows)
-    ends = jnp.clip(_running_sums(sizes), 0, rows)
-    ends = jnp.pad(ends, ((0, 0), (1, 0)))
-    if groups * rows >= 2**31:  # sizes that no call may have could pass 32 bits; nothing outside of the arrays is read for them
-        ends = jax.lax.cummax(ends, axis=1)
-    if offset is None:
-        return jnp.broadcast_to(ends, (batch, groups + 1))
-    wanted = jnp.clip(jnp.arange(matrices + 1, dtype=jnp.int32) + jnp.clip(offset, -matrices, groups)[:, None], 0, groups)
-    ends, wanted = (jnp.broadcast_to(values, (batch, values.shape[1])) for values in (ends, wanted))
-    return jnp.take_along_axis(ends, wanted, axis=1)
 
 
 def tiles_of(bounds: Any, rows: int, height: int, band: int) -> tuple[Any, Any]:
@@ -61,7 +38,7 @@ def tiles_of(bounds: Any, rows: int, height: int, band: int) -> tuple[Any, Any]:
     own = jnp.arange(matrices, dtype=jnp.int32) + jnp.arange(batch, dtype=jnp.int32)[:, None] * matrices
     matrix = jnp.pad(own, ((0, 0), (1, 1)), constant_values=-1).reshape(-1)
     counts = jnp.where(end > start, (end - start // UNIT * UNIT + height - 1) // height, 0)
-    up_to = _running_sums(counts[None])[0]
+    up_to = running_sums(counts[None])[0]
     index = jnp.arange(most_tiles(batch * rows, start.shape[0], height), dtype=jnp.int32)
     group = jnp.searchsorted(up_to, index, side="right", method="compare_all").astype(jnp.int32)
     group = jnp.minimum(group, start.shape[0] - 1)
@@ -73,25 +50,3 @@ def tiles_of(bounds: Any, rows: int, height: int, band: int) -> tuple[Any, Any]:
     base = start[group] // UNIT * UNIT + before * height
     columns = (matrix[group], base, start[group], end[group], first + before, jnp.minimum(tall, count - before))
     return jnp.stack(columns, axis=1), up_to[-1:]
-
-
-def _running_sums(values: Any) -> Any:
-    """Along rows, as one reduction, which XLA makes one kernel with all that comes before; of very many values in the usual way."""
-    count = values.shape[1]
-    if count > _MANY:
-        return jnp.cumsum(values, axis=1, dtype=jnp.int32)
-    index = jnp.arange(count, dtype=jnp.int32)
-    return jnp.sum(jnp.where(index <= index[:, None], values[:, None], 0), axis=-1, dtype=jnp.int32)
-
-
-def rows_with_matrix(bounds: Any, rows: int) -> Any:
-    """`[b, m]`."""
-    row = jnp.arange(rows, dtype=jnp.int32)
-    return (row >= bounds[:, :1]) & (row < bounds[:, -1:])
-
-
-def matrix_of_rows(bounds: Any, rows: int) -> Any:
-    """`[b, m]`: the member's own number of each row's matrix; any for rows without one."""
-    row = jnp.arange(rows, dtype=jnp.int32)
-    own = jax.vmap(lambda ends: jnp.searchsorted(ends, row, side="right", method="compare_all"))(bounds[:, 1:])
-    return jnp.clip(own, 0, bounds.shape[1] - 2)

@@ -19,11 +19,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel._arrays import ArraySpec, has_gradient
-from ejkernel.operations.grouped_matmul.interface import (
-    OPERATION,
-    GroupedMatmulCall,
-    GroupedMatmulInputs,
-    GroupedMatmulOutputs,
+from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall, GroupedMatmulInputs, GroupedMatmulOutputs
+from ejkernel.operations.grouped_matmul.phases import (
+    backward_of_nothing,
+    forward_of_nothing,
+    gradient_like,
+    gradients_of,
+    multiplies_nothing,
 )
 from ejkernel_pallas._call import block_traffic, compiler_params, cost_estimate, result_like
 from ejkernel_pallas.tpu.grouped_matmul.config import BackwardConfig, Config, Tile, matrices_bytes, rows_bytes, vmem_limit
@@ -445,13 +447,7 @@ def _sum_over_rows(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, grad: A
         gradients["rhs_scale"] = jnp.sum(gradients["rhs_scale"], axis=1)[:, :, 0]
     if "bias" in gradients:  # whole with the first of them
         gradients["bias"] = gradients["bias"][:, 0, :, 0]
-    return {name: _summed(per_matrix[name], value) for name, value in gradients.items()}
-
-
-def _summed(value: Any, gradient: Any) -> Any:
-    """In the dtype of the input; over the batch or the columns if they share the input."""
-    axes = tuple(axis for axis, size in enumerate(value.shape) if size != gradient.shape[axis])
-    return (jnp.sum(gradient, axis=axes, keepdims=True) if axes else gradient).astype(value.dtype)
+    return {name: gradient_like(per_matrix[name], value) for name, value in gradients.items()}
 
 
 def _product(call: GroupedMatmulCall, rows: int, inner: int, columns: int, tile: Tile, transposed: bool) -> _Product:
@@ -469,10 +465,10 @@ def _with_inner(call: GroupedMatmulCall, inputs: GroupedMatmulInputs) -> tuple[G
 
 
 def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, config: Config) -> GroupedMatmulOutputs:
+    if multiplies_nothing(call):
+        return forward_of_nothing(call, inputs)
     lhs, existing, dtype = inputs.lhs, inputs.existing_out, jnp.dtype(call.preferred_element_type)
-    (batch, rows, inner), matrices, columns = lhs.shape, call.rhs.shape[1], call.columns
-    if batch * rows * matrices * columns == 0:
-        return GroupedMatmulOutputs(jnp.zeros((batch, rows, columns), dtype) if existing is None else existing)
+    (_, rows, inner), matrices, columns = lhs.shape, call.rhs.shape[1], call.columns
     if inner == 0:
         return forward(*_with_inner(call, inputs), config)
     scale, bias = (
@@ -491,10 +487,9 @@ def backward(
 ) -> GroupedMatmulInputs:
     """The cotangent, scaled for the gradient of lhs, is rounded to the dtype of the products before it is multiplied."""
     lhs, rhs, grad, existing = inputs.lhs, inputs.rhs, cotangents.out, inputs.existing_out
-    (batch, rows, inner), matrices, columns = lhs.shape, call.rhs.shape[1], call.columns
-    if batch * rows * matrices * columns == 0:
-        zeros = {name: jnp.zeros_like(value) for name, value in OPERATION.moving(inputs).items()}
-        return _gradients(zeros)._replace(existing_out=None if existing is None else grad)
+    if multiplies_nothing(call):
+        return backward_of_nothing(inputs, grad)
+    (_, rows, inner), matrices, columns = lhs.shape, call.rhs.shape[1], call.columns
     if inner == 0:
         found = backward(*_with_inner(call, inputs), outputs, cotangents, config)
         return found._replace(lhs=jnp.zeros_like(lhs), rhs=jnp.zeros_like(rhs) if has_gradient(rhs) else None)
@@ -507,8 +502,4 @@ def backward(
         gradients["existing_out"] = jnp.where(
             has_matrix(inputs.group_sizes, inputs.group_offset, rows, matrices)[..., None], 0, grad
         )
-    return _gradients(gradients)
-
-
-def _gradients(found: dict[str, Any]) -> GroupedMatmulInputs:
-    return GroupedMatmulInputs(**{**dict.fromkeys(GroupedMatmulInputs._fields), **found})
+    return gradients_of(gradients)
