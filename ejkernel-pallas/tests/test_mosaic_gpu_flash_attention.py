@@ -45,9 +45,10 @@ def problem(
     dtype: Any = jnp.bfloat16,
     extra: Mapping[str, Any] | None = None,
     poison: int = 0,
+    lost: int = 0,
     **options: Any,
 ) -> tuple[Any, Any, Any]:
-    """Call, inputs, cotangents; the last `poison` keys and values are NaN."""
+    """Call, inputs, cotangents; the last `poison` keys and values are NaN, and the last `lost` queries and gradients of outputs."""
     rng = np.random.default_rng(7)
 
     def normal(*shape: int) -> Any:
@@ -56,20 +57,28 @@ def problem(
     key, value = normal(1, keys, key_heads, size), normal(1, keys, key_heads, value_size)
     if poison:
         key[:, -poison:], value[:, -poison:] = np.nan, np.nan
-    arrays = {"query": jnp.asarray(normal(1, queries, heads, size), dtype)}
+    query = normal(1, queries, heads, size)
+    if lost:
+        query[:, -lost:] = np.nan
+    arrays = {"query": jnp.asarray(query, dtype)}
     arrays |= {"key": jnp.asarray(key, dtype), "value": jnp.asarray(value, dtype), **(extra or {})}
     bound = OPERATION.canonicalise(**arrays, **options, return_lse=True)
-    cotangents = FlashAttentionOutputs(
-        jnp.asarray(normal(1, queries, heads, value_size), dtype), jnp.asarray(normal(1, queries, heads))
-    )
+    d_out = normal(1, queries, heads, value_size)
+    if lost:
+        d_out[:, -lost:] = np.nan
+    cotangents = FlashAttentionOutputs(jnp.asarray(d_out, dtype), jnp.asarray(normal(1, queries, heads)))
     return bound.call, bound.inputs, cotangents
 
 
 def wide(values: Any) -> Any:
-    """Floats as float64."""
+    """Floats as float64, NaN as 0: it is where no result may depend on it."""
 
     def one(value: Any) -> Any:
-        return np.asarray(value, np.float64) if jnp.issubdtype(value.dtype, jnp.floating) else np.asarray(value)
+        return (
+            np.nan_to_num(np.asarray(value, np.float64), posinf=np.inf, neginf=-np.inf)
+            if jnp.issubdtype(value.dtype, jnp.floating)
+            else np.asarray(value)
+        )
 
     return type(values)(*(None if value is None else one(value) for value in values))
 
@@ -138,7 +147,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         logits_soft_cap=3.0,
         softmax_aux=np.array([0.5, -1.0], np.float32),
     ),
-    "segments, padding of NaN": dict(made=(140, 140), causal=True, extra=segments(140), poison=11),
+    "segments, padding of NaN": dict(made=(140, 140), causal=True, extra=segments(140), poison=11, lost=11),
+    "segments, padding of NaN, nothing to pad": dict(made=(128, 128), heads=1, extra=segments(128), poison=11, lost=11),
     "prefix, narrow value, negative scale": dict(
         made=(80, 100), size=128, value_size=64, causal=True, prefix=70, softmax_scale=-0.2
     ),

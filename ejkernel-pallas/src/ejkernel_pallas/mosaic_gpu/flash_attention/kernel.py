@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from ejkernel.operation import vary_like
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
@@ -70,14 +71,11 @@ def backward(
         return FlashAttentionInputs(*zeros, sinks=d_sinks)
     rules, (size, value_size) = rules_of(call), sizes_of(call)
     arrays = (*inputs[:3], cotangents.out)
-    arrays = map(_finite, arrays) if rules.hides else arrays
     widths = (size, size, value_size, value_size)
-    mains = [_stored(array, width) for array, width in zip(arrays, widths, strict=True)]
-    mains.append(_rows(outputs.lse, delta))
+    rows = _rows(outputs.lse, delta)
     found: dict[str, Any] = {}
-    for wanted in (("key",), ("value",)) if config.key_apart else (("key", "value"),):
-        found |= _gradients(call, inputs, mains, config, wanted)
-    found |= _gradients(call, inputs, mains, config, ("query",))
+    for wanted in (*((("key",), ("value",)) if config.key_apart else (("key", "value"),)), ("query",)):
+        found |= _gradients(call, inputs, [*_harmless(arrays, widths, rules, wanted), rows], config, wanted)
     gradients = (_cut(found[name], getattr(inputs, name).shape) for name in ("query", "key", "value"))
     return FlashAttentionInputs(*gradients, sinks=d_sinks)
 
@@ -163,6 +161,23 @@ def _finite(array: Any) -> Any:
     return jnp.where(jnp.isfinite(array), array, jnp.zeros((), array.dtype))
 
 
+def _harmless(arrays: tuple[Any, ...], widths: tuple[int, ...], rules: Rules, wanted: tuple[str, ...]) -> list[Any]:
+    """Query, key, value and the output's gradient as they lie in memory, finite where a weight of 0 would not silence them: in sums
+    over hidden pairs. What only meets its own pair, in a score or in `d_out . value`, is replaced where the pair is hidden."""
+    summed = (
+        "key" in wanted,  # d_key = sum over queries of d_logits * query
+        "query" in wanted,  # d_query = sum over keys of d_logits * key
+        False,  # values are in `d_out . value` alone
+        "value" in wanted,  # d_value = sum over queries of weights * d_out
+    )
+    mains = []
+    for i_array, (array, width) in enumerate(zip(arrays, widths, strict=True)):
+        stored = _stored(array, width)
+        anyway = stored is not array and i_array != 2  # a copy is made for all kernels: the finite one
+        mains.append(_stored(_finite(array), width) if rules.hides and (summed[i_array] or anyway) else stored)
+    return mains
+
+
 def _clean(key: Any, value: Any) -> tuple[Any, Any]:
     """A hidden value has weight 0, which must not meet NaN. Values are made finite; in the key's logits, which a rule can hide,
     NaN stands for what was not."""
@@ -188,6 +203,8 @@ def _delta(outputs: FlashAttentionOutputs, cotangents: FlashAttentionOutputs) ->
     # The output of a row that sees nothing is 0, and NaN in its cotangent must not come back.
     d_out = jnp.where(outputs.out == 0, 0, cotangents.out)
     delta = jnp.sum(d_out.astype(jnp.float32) * outputs.out.astype(jnp.float32), axis=-1)
+    # Of its own: as a part of what pads and transposes it, XLA would form every sum in one thread.
+    delta = lax.optimization_barrier(delta)
     return delta if cotangents.lse is None else delta - cotangents.lse
 
 
