@@ -15,10 +15,8 @@ from ejkernel_pallas.mosaic_gpu.flash_attention.config import BackwardConfig, Fo
 from ejkernel_pallas.mosaic_gpu.flash_attention.forward import Forward, launch
 from ejkernel_pallas.mosaic_gpu.flash_attention.rules import LOG2_E, Rules, facts_of, rules_of
 from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Schedule, schedule_of
-from ejkernel_pallas.mosaic_gpu.flash_attention.shape import ROWS
+from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS, ROWS
 
-MULTIPROCESSORS = 132
-"""Of an H100 or H200; programs that walk over several blocks are so many."""
 _TOKENS = 8
 """Lengths in memory are multiples of it: rows of a tile that the copy engine takes apart."""
 
@@ -91,13 +89,14 @@ def _gradients(
     else:
         other, stages, warpgroups = config.query_block_k, config.query_stages, config.query_warpgroups
     own = warpgroups * ROWS
+    parts = config.key_parts if by_key else 1
     block_q, block_k = (other, own) if by_key else (own, other)
     arrays = [*mains, *facts_of(rules, inputs, block_q, block_k)]
     if rules.facts:
         arrays.append(tile_ranges(call, inputs, block_q, block_k, by_key=by_key))
     plan = Gradient(
         rules=rules,
-        schedule=_schedule(call, own, by_key=by_key),
+        schedule=_schedule(call, own, by_key=by_key, parts=parts),
         other=other,
         stages=stages,
         warpgroups=warpgroups,
@@ -106,22 +105,31 @@ def _gradients(
         dtype=call.query.dtype,
         wanted=wanted,
         ranges=bool(rules.facts),
+        parts=parts,
     )
-    shapes: dict[str, Any] = dict(zip(("query", "key", "value"), mains, strict=False))
-    return dict(zip(wanted, plan.launch(arrays, [(shapes[name].shape, call.query.dtype) for name in wanted]), strict=True))
+    stored = dict(zip(("query", "key", "value"), mains, strict=False))
+    shapes = [stored[name].shape for name in wanted]
+    if parts == 1:
+        return dict(zip(wanted, plan.launch(arrays, [(shape, call.query.dtype) for shape in shapes]), strict=True))
+    whole = [(parts, batch, -(-length // own) * own, *rest) for batch, length, *rest in shapes]
+    sums = plan.launch(arrays, [(shape, jnp.float32) for shape in whole])
+    return {name: jnp.sum(each, axis=0).astype(call.query.dtype) for name, each in zip(wanted, sums, strict=True)}
 
 
-def _schedule(call: FlashAttentionCall, own: int, *, by_key: bool = False, persistent: bool = False) -> Schedule:
-    """Blocks of so many queries or keys; under a causal rule the last queries, and the first keys, have the most to do."""
+def _schedule(
+    call: FlashAttentionCall, own: int, *, by_key: bool = False, parts: int = 1, persistent: bool = False
+) -> Schedule:
+    """Blocks of so many queries or keys; under a causal rule the last queries, and the first keys, have the most to do. Parts of a
+    block's work are neighbours, as heads are."""
     owner, other = (call.key, call.query) if by_key else (call.query, call.key)
     batch, length, heads, size = owner.shape
     group = call.query.shape[2] // call.key.shape[2]
     read = other.shape[1] * (size + call.value.shape[3]) * 2
     return schedule_of(
         -(-length // own),
-        heads,
+        heads * parts,
         batch,
-        share=1 if by_key else group,
+        share=parts if by_key else group,
         bytes_per_share=read * group if by_key else read,
         reverse=call.causal and not by_key,
         programs=MULTIPROCESSORS if persistent else None,
