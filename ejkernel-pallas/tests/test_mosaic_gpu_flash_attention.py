@@ -26,7 +26,14 @@ PERSISTENT = config.ForwardConfig(block_k=64, stages=2, warpgroups=2, overlap=Tr
 IN_TURN = config.ForwardConfig(block_k=128, stages=2, warpgroups=1, overlap=False, ping_pong=False, persistent=False)
 ONE_CONSUMER = config.ForwardConfig(block_k=64, stages=2, warpgroups=1, overlap=True, ping_pong=False, persistent=False)
 ONE_CONSUMER_BACK = config.BackwardConfig(
-    key_block_q=64, key_stages=2, key_warpgroups=1, key_apart=False, query_block_k=64, query_stages=2, query_warpgroups=1
+    key_block_q=64,
+    key_stages=2,
+    key_warpgroups=1,
+    key_apart=False,
+    key_parts=1,
+    query_block_k=64,
+    query_stages=2,
+    query_warpgroups=1,
 )
 APART = dataclasses.replace(ONE_CONSUMER_BACK, key_apart=True, query_stages=1)
 needs_cuda = pytest.mark.skipif(
@@ -45,9 +52,10 @@ def problem(
     dtype: Any = jnp.bfloat16,
     extra: Mapping[str, Any] | None = None,
     poison: int = 0,
+    lost: int = 0,
     **options: Any,
 ) -> tuple[Any, Any, Any]:
-    """Call, inputs, cotangents; the last `poison` keys and values are NaN."""
+    """Call, inputs, cotangents; the last `poison` keys and values are NaN, and the last `lost` queries and gradients of outputs."""
     rng = np.random.default_rng(7)
 
     def normal(*shape: int) -> Any:
@@ -56,20 +64,28 @@ def problem(
     key, value = normal(1, keys, key_heads, size), normal(1, keys, key_heads, value_size)
     if poison:
         key[:, -poison:], value[:, -poison:] = np.nan, np.nan
-    arrays = {"query": jnp.asarray(normal(1, queries, heads, size), dtype)}
+    query = normal(1, queries, heads, size)
+    if lost:
+        query[:, -lost:] = np.nan
+    arrays = {"query": jnp.asarray(query, dtype)}
     arrays |= {"key": jnp.asarray(key, dtype), "value": jnp.asarray(value, dtype), **(extra or {})}
     bound = OPERATION.canonicalise(**arrays, **options, return_lse=True)
-    cotangents = FlashAttentionOutputs(
-        jnp.asarray(normal(1, queries, heads, value_size), dtype), jnp.asarray(normal(1, queries, heads))
-    )
+    d_out = normal(1, queries, heads, value_size)
+    if lost:
+        d_out[:, -lost:] = np.nan
+    cotangents = FlashAttentionOutputs(jnp.asarray(d_out, dtype), jnp.asarray(normal(1, queries, heads)))
     return bound.call, bound.inputs, cotangents
 
 
 def wide(values: Any) -> Any:
-    """Floats as float64."""
+    """Floats as float64, NaN as 0: it is where no result may depend on it."""
 
     def one(value: Any) -> Any:
-        return np.asarray(value, np.float64) if jnp.issubdtype(value.dtype, jnp.floating) else np.asarray(value)
+        return (
+            np.nan_to_num(np.asarray(value, np.float64), posinf=np.inf, neginf=-np.inf)
+            if jnp.issubdtype(value.dtype, jnp.floating)
+            else np.asarray(value)
+        )
 
     return type(values)(*(None if value is None else one(value) for value in values))
 
@@ -138,7 +154,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         logits_soft_cap=3.0,
         softmax_aux=np.array([0.5, -1.0], np.float32),
     ),
-    "segments, padding of NaN": dict(made=(140, 140), causal=True, extra=segments(140), poison=11),
+    "segments, padding of NaN": dict(made=(140, 140), causal=True, extra=segments(140), poison=11, lost=11),
+    "segments, padding of NaN, nothing to pad": dict(made=(128, 128), heads=1, extra=segments(128), poison=11, lost=11),
     "prefix, narrow value, negative scale": dict(
         made=(80, 100), size=128, value_size=64, causal=True, prefix=70, softmax_scale=-0.2
     ),
@@ -152,6 +169,31 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 def test_numbers(name: str) -> None:
     options = dict(CASES[name])
     check(problem(*options.pop("made"), **options), ONE_CONSUMER, ONE_CONSUMER_BACK)
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "parts", "apart"), [(1, 1, 2, False), (2, 1, 3, False), (4, 1, 2, True), (3, 3, 8, False)])
+def test_parts_of_the_queries(heads: int, key_heads: int, parts: int, apart: bool) -> None:
+    """More parts than some blocks have tiles, and parts that end within a head; tokens fill no block."""
+    backward = dataclasses.replace(ONE_CONSUMER_BACK, key_parts=parts, key_apart=apart)
+    check(problem(130, 100, heads, key_heads, causal=True), ONE_CONSUMER, backward, races=heads == 2)
+
+
+def test_parts_of_positions_and_of_hidden_queries() -> None:
+    made = problem(140, 140, extra=segments(140), poison=11, lost=11, causal=True)
+    check(made, ONE_CONSUMER, dataclasses.replace(ONE_CONSUMER_BACK, key_parts=3, key_warpgroups=2))
+
+
+def test_few_blocks_of_keys_are_divided() -> None:
+    def parts_of(batch: int, length: int, heads: int, key_heads: int) -> int:
+        query, key = (jax.ShapeDtypeStruct((batch, length, count, 128), jnp.bfloat16) for count in (heads, key_heads))
+        jax.eval_shape(lambda q, k: held.append(OPERATION.canonicalise(q, k, k, causal=True).call), query, key)
+        return config.backward_heuristic(held.pop(), HOPPER).key_parts
+
+    held: list[Any] = []
+    assert parts_of(2, 8192, 32, 8) == 1
+    assert parts_of(1, 5001, 8, 2) > 1
+    assert parts_of(2, 2048, 8, 2) > 1
+    assert parts_of(1, 128, 2, 2) == 1
 
 
 @needs_cuda

@@ -36,6 +36,8 @@ class Gradient:
         dtype: of query, key and value.
         wanted: which gradients are formed: "query", or "key" and "value" together or alone.
         ranges: whether tiles to visit are read from an array.
+        parts: into which the walk of each block is cut; one program walks one of them. Where there are several, results are sums in
+            float32, `[parts, B, T, H, D]` with T whole blocks, to be added up.
     """
 
     rules: Rules
@@ -48,6 +50,7 @@ class Gradient:
     dtype: Any
     wanted: tuple[str, ...]
     ranges: bool
+    parts: int
 
     @property
     def by_key(self) -> bool:
@@ -137,8 +140,15 @@ class _Block:
                 for name in ("other_free", "other_value_free"):
                     pl.when(done > slot)(functools.partial(plgpu.barrier_wait, self.scratch[name].at[slot]))
 
-    def walk_of(self, place: Any) -> Walk:
-        """The tiles that a block visits."""
+    def owner(self, place: Any) -> tuple[Any, Any]:
+        """What a place of the schedule stands for: the block and its head, and the part of its walk."""
+        if self.plan.parts == 1:
+            return place, 0
+        head = lax.div(place.head, jnp.int32(self.plan.parts))
+        return place._replace(head=head), place.head - head * self.plan.parts
+
+    def walk_of(self, place: Any, i_part: Any) -> Walk:
+        """The tiles that a program visits for a block."""
         owned = self.plan.warpgroups * ROWS
         first = place.block * owned
         if self.ranges is not None:
@@ -148,7 +158,7 @@ class _Block:
             ends = self.rules.query_range(first, first + (owned - 1), self.plan.other)
         else:
             ends = self.rules.key_range(first, first + (owned - 1), self.plan.other)
-        return Walk(*ends, members=self.plan.members, block=self.plan.other)
+        return Walk(*ends, members=self.plan.members, block=self.plan.other, parts=self.plan.parts, part=i_part)
 
     def head_of(self, place: Any, i_member: Any) -> Any:
         """The walked-over side's head."""
@@ -160,7 +170,8 @@ class _Block:
         """Copy the tiles that a block visits. Returns the number of tiles copied so far."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        walk, stages = self.walk_of(place), self.plan.stages
+        place, i_part = self.owner(place)
+        walk, stages = self.walk_of(place, i_part), self.plan.stages
 
         def step(i_step: Any, _: Any) -> None:
             i_member, i_tile = walk.at(i_step)
@@ -183,7 +194,8 @@ class _Block:
         """Add up the gradients of what this warpgroup owns."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        walk = self.walk_of(place)
+        place, i_part = self.owner(place)
+        walk = self.walk_of(place, i_part)
         first = (place.block * self.plan.warpgroups + self.wg) * ROWS
         s_own, s_own_value = self.scratch["own"].at[self.wg], self.scratch["own_value"].at[self.wg]
         here = self.scratch["own_here"].at[self.wg]
@@ -206,10 +218,15 @@ class _Block:
         if not self.plan.by_key and self.plan.stages > 1:
             step.wait_for(0)
         sums = lax.fori_loop(0, walk.count, step.by_key if self.plan.by_key else step.by_query, zeros)
+        sums = [b_sum if name == "value" else b_sum * self.rules.scale for name, b_sum in zip(self.plan.wanted, sums, strict=True)]
+        if self.plan.parts > 1:
+            for result, b_sum in zip(self.results, sums, strict=True):
+                result.at[i_part, place.batch, pl.ds(first, ROWS), place.head][...] = b_sum
+            return done + walk.count
         plgpu.commit_smem()  # all warps are done with what the gradients replace
         held = [s_own_value if name == "value" else s_own for name in self.plan.wanted]
-        for name, s_held, b_sum in zip(self.plan.wanted, held, sums, strict=True):
-            s_held[...] = (b_sum if name == "value" else b_sum * self.rules.scale).astype(self.plan.dtype)
+        for s_held, b_sum in zip(held, sums, strict=True):
+            s_held[...] = b_sum.astype(self.plan.dtype)
         plgpu.commit_smem()
         for result, s_held in zip(self.results, held, strict=True):
             plgpu.copy_smem_to_gmem(s_held, result.at[place.batch, pl.ds(first, ROWS), place.head], commit_group=False)

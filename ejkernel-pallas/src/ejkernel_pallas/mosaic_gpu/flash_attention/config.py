@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 from collections.abc import Iterable
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_pallas.mosaic_gpu._call import SHARED_MEMORY, SHARED_MEMORY_SLACK, tiled_bytes
-from ejkernel_pallas.mosaic_gpu.flash_attention.shape import REGISTERS, ROWS
+from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS, REGISTERS, ROWS
 
 SIZES = (64, 96, 128, 192, 256)
 """Of heads, as they lie in memory."""
 _OVERHEAD = 24
 """Registers of a consumer for addresses, maxima and sums, beside one for 16 rows of a tile."""
+_PARTS = (1, 2, 3, 4, 6, 8)
+"""Into which the work of a block of keys may be cut."""
+_STEP = 1.6e-6
+"""Seconds that a tile of 64 queries takes with 128 keys and heads of 128, as measured on an H200; the next two are in such steps."""
+_START, _SUMS = 2, 4
+"""Of a program: until its first product, and to write sums in float32."""
+_LAUNCH, _READ = 4e-6, 3.5e12
+"""Seconds until one more kernel has started, and bytes that it reads in a second."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +50,8 @@ class BackwardConfig:
     """Attributes:
     key_block_q, key_stages, key_warpgroups: of the kernel that owns keys: queries of a tile, tiles in shared memory, consumers.
     key_apart: the gradients of keys and of values are formed by one kernel each.
+    key_parts: programs among which the queries of a block of keys are divided. Several leave sums in float32, which are added up
+        in one order afterwards: for calls that have fewer blocks of keys than keep a device busy.
     query_block_k, query_stages, query_warpgroups: of the kernel that owns queries.
     """
 
@@ -48,6 +59,7 @@ class BackwardConfig:
     key_stages: int
     key_warpgroups: int
     key_apart: bool
+    key_parts: int
     query_block_k: int
     query_stages: int
     query_warpgroups: int
@@ -124,6 +136,48 @@ def _narrow(call: FlashAttentionCall) -> bool:
     return min(spans, default=1 << 30) <= 256
 
 
+def _few(call: FlashAttentionCall, config: BackwardConfig) -> bool:
+    """Whether there are fewer blocks of keys than four for each multiprocessor; of more, the last ones leave little idle."""
+    batch, keys, heads, _ = call.key.shape
+    return batch * heads * -(-keys // (config.key_warpgroups * ROWS)) <= 4 * MULTIPROCESSORS
+
+
+def _key_parts(call: FlashAttentionCall, config: BackwardConfig) -> int:
+    """The number of parts that is expected to be the fastest, by handing out programs in their order."""
+    if not _few(call, config):
+        return 1
+    (batch, keys, heads, _), group = call.key.shape, call.query.shape[2] // call.key.shape[2]
+    widths, own = sum(sizes_of(call)), config.key_warpgroups * ROWS
+    step = _STEP * widths / 256 * config.key_block_q / 64 * own / 128
+    walks = [group * _walked(call, first, own, config.key_block_q) for first in range(0, keys, own)]
+
+    def seconds(parts: int) -> float:
+        apart = _START if parts == 1 else _START + _SUMS
+        free = [0.0] * MULTIPROCESSORS
+        for walk in walks:
+            for _ in range(batch * heads * parts):
+                heapq.heapreplace(free, free[0] + apart + -(-walk // parts))
+        added = 0.0 if parts == 1 else _LAUNCH + 4 * parts * batch * keys * heads * widths / _READ
+        return max(free) * step + added
+
+    return min(_PARTS, key=seconds)
+
+
+def _walked(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
+    """Tiles of queries that meet a block of keys, as far as indices tell."""
+    queries, keys = call.query.shape[1], call.key.shape[1]
+    left, right = call.window or (None, None)
+    start, end = first - call.query_offset, min(first + own, keys) - call.query_offset
+    low, high = 0, queries
+    if call.query_positions is None and call.key_positions is None:
+        if call.causal and first >= (call.prefix or 0):
+            low = start
+        low = low if right is None else max(low, start - right)
+        high = high if left is None else min(high, end + left)
+        high = high if call.chunk_size is None else min(high, end + call.chunk_size)
+    return max(0, -(-high // block) - max(0, low) // block)
+
+
 def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
     """The first of these that fits."""
     warpgroups = _consumers(call, call.query.shape[1])
@@ -151,13 +205,14 @@ def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfi
 def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConfig:
     """Each kernel's first that fits."""
     queries, keys = call.query.shape[1], call.key.shape[1]
-    config = BackwardConfig(64, 1, 1, True, 64, 1, 1)
+    config = BackwardConfig(64, 1, 1, True, 1, 64, 1, 1)
     owned = range(_consumers(call, keys), 0, -1)
     for apart, warpgroups, stages in itertools.product((False, True), owned, (2, 1)):
         trial = dataclasses.replace(config, key_apart=apart, key_warpgroups=warpgroups, key_stages=stages)
         if _key_fits(call, trial):
             config = trial
             break
+    config = dataclasses.replace(config, key_parts=_key_parts(call, config))
     widths = (64,) if _narrow(call) or keys <= 64 else (128, 64)
     for warpgroups, stages, width in itertools.product(range(_consumers(call, queries), 0, -1), (2, 1), widths):
         trial = dataclasses.replace(config, query_block_k=width, query_warpgroups=warpgroups, query_stages=stages)
@@ -173,6 +228,8 @@ def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardCon
 
 
 def _key_variants(call: FlashAttentionCall, best: BackwardConfig) -> Iterable[BackwardConfig]:
+    if _few(call, best):
+        yield from (dataclasses.replace(best, key_parts=parts) for parts in _PARTS)
     for block_q, stages, warpgroups, apart in itertools.product((64, 128), (2, 3), (2, 3), (False, True)):
         config = dataclasses.replace(best, key_block_q=block_q, key_stages=stages, key_warpgroups=warpgroups, key_apart=apart)
         if _key_fits(call, config):

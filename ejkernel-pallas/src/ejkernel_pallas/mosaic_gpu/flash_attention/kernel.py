@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from ejkernel.operation import vary_like
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
@@ -14,10 +15,8 @@ from ejkernel_pallas.mosaic_gpu.flash_attention.config import BackwardConfig, Fo
 from ejkernel_pallas.mosaic_gpu.flash_attention.forward import Forward, launch
 from ejkernel_pallas.mosaic_gpu.flash_attention.rules import LOG2_E, Rules, facts_of, rules_of
 from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Schedule, schedule_of
-from ejkernel_pallas.mosaic_gpu.flash_attention.shape import ROWS
+from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS, ROWS
 
-MULTIPROCESSORS = 132
-"""Of an H100 or H200; programs that walk over several blocks are so many."""
 _TOKENS = 8
 """Lengths in memory are multiples of it: rows of a tile that the copy engine takes apart."""
 
@@ -70,14 +69,11 @@ def backward(
         return FlashAttentionInputs(*zeros, sinks=d_sinks)
     rules, (size, value_size) = rules_of(call), sizes_of(call)
     arrays = (*inputs[:3], cotangents.out)
-    arrays = map(_finite, arrays) if rules.hides else arrays
     widths = (size, size, value_size, value_size)
-    mains = [_stored(array, width) for array, width in zip(arrays, widths, strict=True)]
-    mains.append(_rows(outputs.lse, delta))
+    rows = _rows(outputs.lse, delta)
     found: dict[str, Any] = {}
-    for wanted in (("key",), ("value",)) if config.key_apart else (("key", "value"),):
-        found |= _gradients(call, inputs, mains, config, wanted)
-    found |= _gradients(call, inputs, mains, config, ("query",))
+    for wanted in (*((("key",), ("value",)) if config.key_apart else (("key", "value"),)), ("query",)):
+        found |= _gradients(call, inputs, [*_harmless(arrays, widths, rules, wanted), rows], config, wanted)
     gradients = (_cut(found[name], getattr(inputs, name).shape) for name in ("query", "key", "value"))
     return FlashAttentionInputs(*gradients, sinks=d_sinks)
 
@@ -93,13 +89,14 @@ def _gradients(
     else:
         other, stages, warpgroups = config.query_block_k, config.query_stages, config.query_warpgroups
     own = warpgroups * ROWS
+    parts = config.key_parts if by_key else 1
     block_q, block_k = (other, own) if by_key else (own, other)
     arrays = [*mains, *facts_of(rules, inputs, block_q, block_k)]
     if rules.facts:
         arrays.append(tile_ranges(call, inputs, block_q, block_k, by_key=by_key))
     plan = Gradient(
         rules=rules,
-        schedule=_schedule(call, own, by_key=by_key),
+        schedule=_schedule(call, own, by_key=by_key, parts=parts),
         other=other,
         stages=stages,
         warpgroups=warpgroups,
@@ -108,22 +105,31 @@ def _gradients(
         dtype=call.query.dtype,
         wanted=wanted,
         ranges=bool(rules.facts),
+        parts=parts,
     )
-    shapes: dict[str, Any] = dict(zip(("query", "key", "value"), mains, strict=False))
-    return dict(zip(wanted, plan.launch(arrays, [(shapes[name].shape, call.query.dtype) for name in wanted]), strict=True))
+    stored = dict(zip(("query", "key", "value"), mains, strict=False))
+    shapes = [stored[name].shape for name in wanted]
+    if parts == 1:
+        return dict(zip(wanted, plan.launch(arrays, [(shape, call.query.dtype) for shape in shapes]), strict=True))
+    whole = [(parts, batch, -(-length // own) * own, *rest) for batch, length, *rest in shapes]
+    sums = plan.launch(arrays, [(shape, jnp.float32) for shape in whole])
+    return {name: jnp.sum(each, axis=0).astype(call.query.dtype) for name, each in zip(wanted, sums, strict=True)}
 
 
-def _schedule(call: FlashAttentionCall, own: int, *, by_key: bool = False, persistent: bool = False) -> Schedule:
-    """Blocks of so many queries or keys; under a causal rule the last queries, and the first keys, have the most to do."""
+def _schedule(
+    call: FlashAttentionCall, own: int, *, by_key: bool = False, parts: int = 1, persistent: bool = False
+) -> Schedule:
+    """Blocks of so many queries or keys; under a causal rule the last queries, and the first keys, have the most to do. Parts of a
+    block's work are neighbours, as heads are."""
     owner, other = (call.key, call.query) if by_key else (call.query, call.key)
     batch, length, heads, size = owner.shape
     group = call.query.shape[2] // call.key.shape[2]
     read = other.shape[1] * (size + call.value.shape[3]) * 2
     return schedule_of(
         -(-length // own),
-        heads,
+        heads * parts,
         batch,
-        share=1 if by_key else group,
+        share=parts if by_key else group,
         bytes_per_share=read * group if by_key else read,
         reverse=call.causal and not by_key,
         programs=MULTIPROCESSORS if persistent else None,
@@ -163,6 +169,23 @@ def _finite(array: Any) -> Any:
     return jnp.where(jnp.isfinite(array), array, jnp.zeros((), array.dtype))
 
 
+def _harmless(arrays: tuple[Any, ...], widths: tuple[int, ...], rules: Rules, wanted: tuple[str, ...]) -> list[Any]:
+    """Query, key, value and the output's gradient as they lie in memory, finite where a weight of 0 would not silence them: in sums
+    over hidden pairs. What only meets its own pair, in a score or in `d_out . value`, is replaced where the pair is hidden."""
+    summed = (
+        "key" in wanted,  # d_key = sum over queries of d_logits * query
+        "query" in wanted,  # d_query = sum over keys of d_logits * key
+        False,  # values are in `d_out . value` alone
+        "value" in wanted,  # d_value = sum over queries of weights * d_out
+    )
+    mains = []
+    for i_array, (array, width) in enumerate(zip(arrays, widths, strict=True)):
+        stored = _stored(array, width)
+        anyway = stored is not array and i_array != 2  # a copy is made for all kernels: the finite one
+        mains.append(_stored(_finite(array), width) if rules.hides and (summed[i_array] or anyway) else stored)
+    return mains
+
+
 def _clean(key: Any, value: Any) -> tuple[Any, Any]:
     """A hidden value has weight 0, which must not meet NaN. Values are made finite; in the key's logits, which a rule can hide,
     NaN stands for what was not."""
@@ -188,6 +211,8 @@ def _delta(outputs: FlashAttentionOutputs, cotangents: FlashAttentionOutputs) ->
     # The output of a row that sees nothing is 0, and NaN in its cotangent must not come back.
     d_out = jnp.where(outputs.out == 0, 0, cotangents.out)
     delta = jnp.sum(d_out.astype(jnp.float32) * outputs.out.astype(jnp.float32), axis=-1)
+    # Of its own: as a part of what pads and transposes it, XLA would form every sum in one thread.
+    delta = lax.optimization_barrier(delta)
     return delta if cotangents.lse is None else delta - cotangents.lse
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+MULTIPROCESSORS = 132
+"""Of an H100 or H200. A block of these kernels fills one."""
 ROWS = 64
 """Owned by a consumer: the rows of one warpgroup's product."""
 REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}
@@ -16,12 +18,14 @@ REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}
 
 @dataclasses.dataclass
 class Walk:
-    """Tiles low ... high - 1, of which full_low ... full_high - 1 need no mask, for each of `members` heads.
+    """Tiles low ... high - 1, of which full_low ... full_high - 1 need no mask, for each of `members` heads, or one part of this.
 
     Attributes:
         low, full_low, full_high, high: ends in tiles.
         members: heads.
         block: rows of a tile.
+        parts: into which the steps are cut, evenly.
+        part: that is walked.
     """
 
     low: Any
@@ -30,13 +34,27 @@ class Walk:
     high: Any
     members: int
     block: int
+    parts: int = 1
+    part: Any = 0
 
     @property
     def count(self) -> Any:
-        return (self.high - self.low) * self.members
+        steps = (self.high - self.low) * self.members
+        return steps if self.parts == 1 else jnp.clip(steps - self._start, 0, self._most)
+
+    @property
+    def _most(self) -> Any:
+        """Steps of a part; the last one may have fewer."""
+        return lax.div((self.high - self.low) * self.members + (self.parts - 1), jnp.int32(self.parts))
+
+    @property
+    def _start(self) -> Any:
+        return self.part * self._most
 
     def at(self, i_step: Any) -> tuple[Any, Any]:
         """Head and tile of a step."""
+        if self.parts > 1:
+            i_step = i_step + self._start
         if self.members == 1:
             return 0, self.low + i_step
         width = jnp.maximum(self.high - self.low, 1)
