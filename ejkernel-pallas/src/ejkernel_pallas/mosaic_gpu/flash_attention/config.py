@@ -179,14 +179,15 @@ def _walked(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
 
 
 def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
-    """The first of these that fits."""
+    """The first of these that fits. On an H200 turns (`ping_pong`) helped only where products do not overlap with exponentials, and
+    programs that stay only where walks are short."""
     warpgroups = _consumers(call, call.query.shape[1])
-    widths = (64, 128) if _narrow(call) or call.key.shape[1] <= 64 else (128, 64)
-    ping_pong = warpgroups > 1
+    widths = (64, 128) if call.key.shape[1] <= 64 else (128, 64)
+    turns, stay = warpgroups > 1, _narrow(call) or call.query_segments is not None
     if max(sizes_of(call)) == 64 and call.query.shape[1] > 2 * ROWS and not _narrow(call):
         warpgroups = 3
     for block_k, overlap, stages in itertools.product(widths, (True, False), (2, 1)):
-        config = ForwardConfig(block_k, stages, warpgroups, overlap, ping_pong, False)
+        config = ForwardConfig(block_k, stages, warpgroups, overlap, turns and not overlap, stay)
         if _forward_fits(call, config):
             return config
     return ForwardConfig(64, 1, 1, False, False, False)
