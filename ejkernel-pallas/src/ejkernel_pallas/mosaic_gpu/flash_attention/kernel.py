@@ -48,8 +48,8 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         save_lse=saved,
     )
     results: list[tuple[tuple[int, ...], Any]] = [((batch, query.shape[1], heads, value_size), call.query.dtype)]
-    if saved:
-        results.append(((batch, heads, query.shape[1]), jnp.float32))
+    if saved:  # of whole blocks: a plain row of numbers is copied as a whole, also what lies behind its end
+        results.append(((batch, heads, -(-queries // block_q) * block_q), jnp.float32))
     out, *lse = launch(plan, arrays, results)
     out = _cut(out, (batch, queries, heads, call.value.shape[3]))
     return FlashAttentionOutputs(out, jnp.swapaxes(lse[0][..., :queries], 1, 2) if saved else None)

@@ -261,8 +261,14 @@ def _consume(
         plgpu.wait_smem_to_gmem(tile.slots - 1, wait_read_only=True)
         staged[...] = values[:, i * width : (i + 1) * width].astype(outer.dtype)
         plgpu.commit_smem()
-        columns = pl.ds(pl.multiple_of(unit.column + i * width, width), width)
-        plgpu.copy_smem_to_gmem(staged, out.at[unit.matrix, rows, columns])
+        first = pl.multiple_of(unit.column + i * width, width)
+
+        # The copy engine leaves out what lies behind the end; but of an array of one tile of columns it is not told which one.
+        @when(first < outer.right)
+        def _chunk(staged: Any = staged, first: Any = first) -> None:
+            plgpu.copy_smem_to_gmem(staged, out.at[unit.matrix, rows, pl.ds(first, width)], commit_group=False)
+
+        plgpu.commit_smem_to_gmem_group()
     return step + done
 
 
