@@ -171,7 +171,9 @@ def test_numbers(name: str) -> None:
     check(problem(*options.pop("made"), **options), ONE_CONSUMER, ONE_CONSUMER_BACK)
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "parts", "apart"), [(1, 1, 2, False), (2, 1, 3, False), (4, 1, 2, True), (3, 3, 8, False)])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "parts", "apart"), [(1, 1, 2, False), (2, 1, 3, False), (4, 1, 2, True), (3, 3, 8, False)]
+)
 def test_parts_of_the_queries(heads: int, key_heads: int, parts: int, apart: bool) -> None:
     """More parts than some blocks have tiles, and parts that end within a head; tokens fill no block."""
     backward = dataclasses.replace(ONE_CONSUMER_BACK, key_parts=parts, key_apart=apart)

@@ -19,7 +19,7 @@ _OVERHEAD = 24
 _PARTS = (1, 2, 3, 4, 6, 8)
 """Into which the work of a block of keys may be cut."""
 _STEP = 1.6e-6
-"""Seconds that a tile of 64 queries takes with 128 keys and heads of 128, as measured on an H200; the next two are in such steps."""
+"""Seconds that a tile of 64 queries takes with 128 keys and heads of 128, measured on an H200; the next two count such tiles."""
 _START, _SUMS = 2, 4
 """Of a program: until its first product, and to write sums in float32."""
 _LAUNCH, _READ = 4e-6, 3.5e12

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.mosaic_gpu._call import Accumulator, add_product, tiled
+from ejkernel_pallas.mosaic_gpu._call import Accumulator, accumulate, add_product, tiled, with_product
 from ejkernel_pallas.mosaic_gpu.flash_attention.config import ForwardConfig
 from ejkernel_pallas.mosaic_gpu.flash_attention.rules import LN_2, Rules
 from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Schedule
@@ -414,8 +414,7 @@ class _Tile:
             b_acc, b_max, b_sum, b_half = carry
             s_key = block.scratch["key"].at[self.slot(i_key)]
 
-            def products(acc: Any, scores: Any) -> Any:
-                total = Accumulator(acc, b_acc)
+            def weights(total: Accumulator, scores: Any) -> tuple[Any, ...]:
                 self.await_turn()
                 plgpu.wgmma(scores, s_query, s_key.transpose((1, 0)))
                 s_value = self.wait("value", i_key - 1)
@@ -423,22 +422,21 @@ class _Tile:
                 self.pass_turn()
                 b_raw = plgpu.wgmma_accumulator_load(scores, wait_n=1)
                 self.free("key", i_key)
-                b_weights, b_new, b_total, b_decay = self.weigh(self.shown(i_key, b_raw), b_max, b_sum)
                 # The product with values is waited for after the weights are formed. Compilers move such a wait up as far as they
                 # may: one is stopped by the barrier, the assembler by a branch. Weights that were rounded before the wait would
                 # make it run all products one by one (its remark C7513).
-                settled = lax.optimization_barrier((b_new, b_total, b_decay, b_weights))
+                settled = lax.optimization_barrier(self.weigh(self.shown(i_key, b_raw), b_max, b_sum))
                 self.wait_for_next(i_key)
-                b_next = total.value()
-                self.free("value", i_key - 1)
-                b_new, b_total, b_decay, b_weights = settled
-                return b_next * lax.broadcast_in_dim(b_decay, b_next.shape, [0]), b_new, b_total, b_weights.astype(dtype)
+                return settled
 
-            return pl.run_scoped(
-                products,
-                plgpu.WGMMAAccumulatorRef((ROWS, block.plan.value_size), jnp.float32),
-                plgpu.WGMMAAccumulatorRef((ROWS, block.config.block_k), jnp.float32),
+            shape = (ROWS, block.config.block_k)
+            b_next, b_weights, b_new, b_total, b_decay = accumulate(
+                [b_acc],
+                lambda total: with_product(shape, functools.partial(weights, total), [total]),
+                results=[shape, (ROWS,), (ROWS,), (ROWS,)],
             )
+            self.free("value", i_key - 1)
+            return b_next * lax.broadcast_in_dim(b_decay, b_next.shape, [0]), b_new, b_total, b_weights.astype(dtype)
 
         def end(carry: Any) -> Any:
             b_acc, b_max, b_sum, b_half = carry
