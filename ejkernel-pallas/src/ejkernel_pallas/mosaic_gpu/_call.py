@@ -203,6 +203,13 @@ def with_product(shape: tuple[int, ...], body: Callable[[Any], Any], others: Seq
     return returned
 
 
+def left_factor(s_array: Any, *, in_registers: bool) -> Any:
+    """An array of shared memory as the left factor of products: itself, or a copy in registers, which is not read again."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.load(s_array, layout=plgpu.Layout.WGMMA) if in_registers and not interpreting() else s_array
+
+
 def wait_for_products(outstanding: int) -> None:
     """Until no more than so many products issued by this warpgroup are unfinished; the interpreter has none."""
     from jax.experimental.pallas import mosaic_gpu as plgpu

@@ -59,7 +59,7 @@ class Schedule:
         """Call `work(place, carry)`, which returns the next carry, 0 at first, for every block of this program; the last carry."""
         i_first = lax.axis_index("block")
         if self.programs == self.total:
-            return work(self.place(i_first), 0)
+            return work(self.place(i_first), 0)  # no array: kernels cannot capture constant ones
         count = lax.div(self.total - 1 - i_first, jnp.int32(self.programs)) + 1
         return lax.fori_loop(
             0, count, lambda step, carry: work(self.place(i_first + step * self.programs), carry), jnp.int32(0)
