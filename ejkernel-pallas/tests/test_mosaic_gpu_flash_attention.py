@@ -20,6 +20,7 @@ from ejkernel.operations.flash_attention import reference
 from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionOutputs
 from ejkernel.plugin import Target
 from ejkernel_pallas.mosaic_gpu.flash_attention import capability, config, kernel
+from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import schedule_of
 
 HOPPER = Target("gpu", "NVIDIA H200", "9.0")
 ONE_CONSUMER = config.ForwardConfig(
@@ -245,3 +246,10 @@ def test_other_devices_are_refused() -> None:
     call, _, _ = problem(70, 70)
     for target in (Target("tpu"), Target("cpu"), Target("gpu"), Target("gpu", "", "8.0"), Target("gpu", "", "10.0")):
         assert "9.0" in (reason := capability.supports_forward(call, target) or "") or "Hopper" in reason
+
+
+def test_long_blocks_of_concurrent_heads_come_first() -> None:
+    """Where three heads are at work at one time, each of their blocks is in its turn; the next three follow."""
+    order = schedule_of(64, 16, 1, share=1, bytes_per_share=2**30, reverse=False, programs=None)
+    places = [order.place(jnp.int32(i_work)) for i_work in (0, 1, 2, 3, 191, 192)]
+    assert [(int(place.head), int(place.block)) for place in places] == [(0, 0), (1, 0), (2, 0), (0, 1), (2, 63), (3, 0)]

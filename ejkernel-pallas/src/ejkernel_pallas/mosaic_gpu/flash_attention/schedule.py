@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS
+
 CACHED_BYTES = 24 * 2**20
 """Of arrays that blocks running at one time share through the L2 cache."""
 
@@ -71,6 +73,9 @@ def schedule_of(
 ) -> Schedule:
     """`share` neighbouring heads read the same `bytes_per_share`; `programs` at most, or as many as blocks."""
     rows = heads * batch
-    section = min(rows, share * max(1, CACHED_BYTES // max(bytes_per_share, 1)))
+    shares = max(1, CACHED_BYTES // max(bytes_per_share, 1))
+    # So many are worked on at one time in any case. In one section their longest blocks come first: none is left for last.
+    shares = max(shares, -(-MULTIPROCESSORS // max(blocks * share, 1)))
+    section = min(rows, share * shares)
     total = blocks * rows
     return Schedule(blocks, heads, batch, section, reverse, total if programs is None else min(programs, total))
