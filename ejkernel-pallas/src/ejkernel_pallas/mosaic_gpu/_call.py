@@ -147,37 +147,77 @@ class Accumulator:
     """
 
     def __init__(self, acc: Any, b_sum: Any) -> None:
-        """`acc` is a reference to an accumulator of the shape of `b_sum`."""
-        self.acc, self.b_sum, self.interpreted = acc, b_sum, interpreting()
-        if not self.interpreted:
-            acc[...] = b_sum
+        """`acc` is a reference to an accumulator that holds `b_sum`; None in the interpreter."""
+        self.acc, self.b_sum = acc, b_sum
 
     def add(self, left: Any, right: Any) -> None:
         """Issue `left @ right`; `left` is an array in registers or, like `right`, in shared memory."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        if not self.interpreted:
+        if self.acc is not None:
             plgpu.wgmma(self.acc, left, right)
             return
         factors = [jnp.asarray(factor[...]).astype(jnp.float32) for factor in (left, right)]
         plgpu.commit_smem()  # to the race detector these were ordinary reads
         self.b_sum = self.b_sum + jnp.dot(*factors, preferred_element_type=jnp.float32)
 
-    def value(self, *, outstanding: int = 0) -> Any:
-        """The sum, once no more than so many products issued by this warpgroup are unfinished."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        return self.b_sum if self.interpreted else plgpu.wgmma_accumulator_load(self.acc, wait_n=outstanding)
+def accumulate(b_sums: Sequence[Any], body: Callable[..., Any], results: Sequence[tuple[int, ...]] = ()) -> list[Any]:
+    """`body` adds products to an `Accumulator` for each of `b_sums`; the sums, once all products are finished.
+
+    They are followed by what `body` returns, float32 arrays of the shapes `results`.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpreting():
+        accumulators = [Accumulator(None, b_sum) for b_sum in b_sums]
+        returned = body(*accumulators) or ()
+        return [*(each.b_sum for each in accumulators), *returned]
+
+    def stateful(references: Any) -> None:
+        accs, held = references
+        returned = body(*(Accumulator(acc, None) for acc in accs)) or ()
+        for reference, value in zip(held, returned, strict=True):
+            reference[...] = value
+
+    starts = [plgpu.WGMMAAccumulatorRef.init(b_sum) for b_sum in b_sums]
+    sums, held = pl.run_state(stateful)((starts, [jnp.zeros(shape, jnp.float32) for shape in results]))
+    return [*sums, *held]
+
+
+def with_product(shape: tuple[int, ...], body: Callable[[Any], Any], others: Sequence[Accumulator]) -> Any:
+    """`body` of a new accumulator, which is zero; `others` are those that it adds to.
+
+    Right before its product: the assembler then sees the zeros, and the product starts a sum. Elsewhere it would clear registers.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    acc = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
+    if not interpreting():
+        return pl.run_scoped(body, acc)
+    returned, b_sums = pl.run_scoped(lambda acc: (body(acc), [each.b_sum for each in others]), acc)
+    for each, b_sum in zip(others, b_sums, strict=True):
+        each.b_sum = b_sum
+    return returned
+
+
+def left_factor(s_array: Any, *, in_registers: bool) -> Any:
+    """An array of shared memory as the left factor of products: itself, or a copy in registers, which is not read again."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.load(s_array, layout=plgpu.Layout.WGMMA) if in_registers and not interpreting() else s_array
+
+
+def wait_for_products(outstanding: int) -> None:
+    """Until no more than so many products issued by this warpgroup are unfinished; the interpreter has none."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if not interpreting():
+        plgpu.wgmma_wait(outstanding)
 
 
 def add_product(b_sum: Any, left: Any, right: Any) -> Any:
     """`b_sum + left @ right`, waited for."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    def product(acc: Any) -> Any:
-        accumulator = Accumulator(acc, b_sum)
-        accumulator.add(left, right)
-        return accumulator.value()
-
-    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(b_sum.shape, b_sum.dtype))
+    return accumulate([b_sum], lambda total: total.add(left, right))[0]

@@ -16,7 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.mosaic_gpu._call import Accumulator, call_kernel, tiled
+from ejkernel_pallas.mosaic_gpu._call import (
+    Accumulator,
+    accumulate,
+    call_kernel,
+    left_factor,
+    tiled,
+    wait_for_products,
+    with_product,
+)
 from ejkernel_pallas.mosaic_gpu.flash_attention.rules import Rules
 from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Schedule
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import REGISTERS, ROWS, Walk
@@ -30,6 +38,7 @@ class Gradient:
         rules: of the call.
         schedule: the order of blocks, of keys and their heads or of queries and theirs.
         other: rows of a tile that is walked over; a consumer owns `ROWS`.
+        own_in_registers: products read what is owned from registers.
         stages: tiles that are in shared memory at one time.
         warpgroups: consumers of a block.
         size, value_size: of heads, as they lie in memory.
@@ -43,6 +52,7 @@ class Gradient:
     rules: Rules
     schedule: Schedule
     other: int
+    own_in_registers: bool
     stages: int
     warpgroups: int
     size: int
@@ -56,6 +66,11 @@ class Gradient:
     def by_key(self) -> bool:
         """Whether keys are owned."""
         return "query" not in self.wanted
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a tile is waited for while the one before it is multiplied: not where there is one place, or one product."""
+        return self.stages > 1 and self.wanted != ("key",) and self.wanted != ("value",)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -211,14 +226,17 @@ class _Block:
                 for i in range(2)
             )
         plgpu.barrier_wait(here)
-        step = _Step(self, place, walk, first, done, facts, statistics, s_own, s_own_value)
+        factors = (left_factor(s_held, in_registers=self.plan.own_in_registers) for s_held in (s_own, s_own_value))
+        step = _Step(self, place, walk, first, done, facts, statistics, *factors)
         zeros = tuple(
             plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA) for width in self.plan.widths
         )
-        if not self.plan.by_key and self.plan.stages > 1:
+        if self.plan.ahead:
             step.wait_for(0)
         sums = lax.fori_loop(0, walk.count, step.by_key if self.plan.by_key else step.by_query, zeros)
-        sums = [b_sum if name == "value" else b_sum * self.rules.scale for name, b_sum in zip(self.plan.wanted, sums, strict=True)]
+        sums = [
+            b_sum if name == "value" else b_sum * self.rules.scale for name, b_sum in zip(self.plan.wanted, sums, strict=True)
+        ]
         if self.plan.parts > 1:
             for result, b_sum in zip(self.results, sums, strict=True):
                 result.at[i_part, place.batch, pl.ds(first, ROWS), place.head][...] = b_sum
@@ -252,8 +270,8 @@ class _Step:
     done: Any
     facts: dict[str, Any]
     statistics: Any
-    s_own: Any
-    s_own_value: Any
+    own: Any
+    own_value: Any
 
     def slot(self, i_step: Any) -> Any:
         return lax.rem(self.done + i_step, jnp.int32(self.block.plan.stages))
@@ -317,34 +335,44 @@ class _Step:
             b_row = plgpu.load(block.scratch["rows"].at[slot, i_row], layout=plgpu.Layout.WGMMA.reduce(0))
             return lax.broadcast_in_dim(b_row, shape, [1])
 
-        def products(*accumulators: Any) -> tuple[Any, ...]:
-            held = dict(zip((*plan.wanted, "scores", "d_weights"), accumulators, strict=False))
-            added = {name: Accumulator(held[name], b_sum) for name, b_sum in zip(plan.wanted, sums, strict=True)}
-            s_query = self.wait("other", slot)
-            plgpu.wgmma(held["scores"], self.s_own, s_query.transpose((1, 0)))
+        def with_scores(added: dict[str, Accumulator], s_query: Any, scores: Any) -> None:
+            plgpu.wgmma(scores, self.own, s_query.transpose((1, 0)))
             s_grad = self.wait("other_value", slot)
-            if "key" in added:
-                plgpu.wgmma(held["d_weights"], self.s_own_value, s_grad.transpose((1, 0)))
-            b_logits = rules.logits(plgpu.wgmma_accumulator_load(held["scores"], wait_n=int("key" in added)))
+            if "key" not in added:
+                finish(added, s_query, s_grad, scores, None)
+                return
+            with_product(shape, functools.partial(with_both, added, s_query, s_grad, scores), [*added.values()])
+
+        def with_both(added: dict[str, Accumulator], s_query: Any, s_grad: Any, scores: Any, d_weights: Any) -> None:
+            plgpu.wgmma(d_weights, self.own_value, s_grad.transpose((1, 0)))
+            finish(added, s_query, s_grad, scores, d_weights)
+
+        def finish(added: dict[str, Accumulator], s_query: Any, s_grad: Any, scores: Any, d_weights: Any) -> None:
+            b_logits = rules.logits(plgpu.wgmma_accumulator_load(scores, wait_n=int("key" in added)))
             b_weights = self.where_seen(i_tile, jnp.exp2(b_logits * rules.unit - columns(0)))
             if "value" in added:
                 added["value"].add(b_weights.astype(plan.dtype), s_grad)
             if "key" in added:
                 b_weights = self.sloped(b_weights, b_logits)
-                b_d_weights = plgpu.wgmma_accumulator_load(held["d_weights"], wait_n=int("value" in added))
+                b_d_weights = plgpu.wgmma_accumulator_load(d_weights, wait_n=int("value" in added))
                 b_d_logits = self.where_seen(i_tile, b_weights * (b_d_weights - columns(1)))
                 added["key"].add(b_d_logits.astype(plan.dtype), s_query)
-            sums_next = {}
-            if "value" in added:
-                sums_next["value"] = added["value"].value(outstanding=int("key" in added))
-            self.free("other_value", slot)
-            if "key" in added:
-                sums_next["key"] = added["key"].value()
-            self.free("other", slot)
-            return tuple(sums_next[name] for name in plan.wanted)
+                if "value" in added:
+                    if plan.ahead:
+                        self.wait_for(i_step + 1)
+                    wait_for_products(1)
+                    self.free("other_value", slot)
 
-        shapes = [*((ROWS, width) for width in plan.widths), shape, *([shape] if "key" in plan.wanted else [])]
-        return pl.run_scoped(products, *(plgpu.WGMMAAccumulatorRef(each, jnp.float32) for each in shapes))
+        def products(*accumulators: Accumulator) -> None:
+            added = dict(zip(plan.wanted, accumulators, strict=True))
+            s_query = block.scratch["other"].at[slot] if plan.ahead else self.wait("other", slot)
+            with_product(shape, functools.partial(with_scores, added, s_query), accumulators)
+
+        sums = tuple(accumulate(sums, products))
+        if len(plan.wanted) == 1:
+            self.free("other_value", slot)
+        self.free("other", slot)
+        return sums
 
     def by_query(self, i_step: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         """Gradients of queries from a tile of keys; scores are `[queries, keys]`."""
@@ -356,33 +384,31 @@ class _Step:
         shape = (ROWS, plan.other)
         b_shift, b_delta = (lax.broadcast_in_dim(b_row, shape, [0]) for b_row in self.statistics)
 
-        def products(d_query: Any, scores: Any, d_weights: Any) -> tuple[Any, ...]:
-            query_sum = Accumulator(d_query, sums[0])
-            ahead = plan.stages > 1  # with one place for tiles the next one comes when this one is left
-            s_key = self.block.scratch["other"].at[slot] if ahead else self.wait("other", slot)
-            plgpu.wgmma(scores, self.s_own, s_key.transpose((1, 0)))
+        def with_scores(query_sum: Accumulator, s_key: Any, scores: Any) -> None:
+            plgpu.wgmma(scores, self.own, s_key.transpose((1, 0)))
             s_value = self.wait("other_value", slot)
-            plgpu.wgmma(d_weights, self.s_own_value, s_value.transpose((1, 0)))
+            with_product(shape, functools.partial(with_both, query_sum, s_key, s_value, scores), [query_sum])
+
+        def with_both(query_sum: Accumulator, s_key: Any, s_value: Any, scores: Any, d_weights: Any) -> None:
+            plgpu.wgmma(d_weights, self.own_value, s_value.transpose((1, 0)))
             b_logits = rules.logits(plgpu.wgmma_accumulator_load(scores, wait_n=1))
             b_weights = self.sloped(jnp.exp2(b_logits * rules.unit - b_shift), b_logits)
             # Compilers would wait for the other product first: one is stopped by the barrier, the assembler by a branch.
             b_weights = lax.optimization_barrier(b_weights)
-            if ahead:
+            if plan.ahead:
                 self.wait_for(i_step + 1)
             b_d_weights = plgpu.wgmma_accumulator_load(d_weights, wait_n=0)
             self.free("other_value", slot)
             b_d_logits = self.where_seen(i_tile, b_weights * (b_d_weights - b_delta))
             query_sum.add(b_d_logits.astype(plan.dtype), s_key)
-            b_d_query = query_sum.value()
-            self.free("other", slot)
-            return (b_d_query,)
 
-        return pl.run_scoped(
-            products,
-            plgpu.WGMMAAccumulatorRef((ROWS, plan.size), jnp.float32),
-            plgpu.WGMMAAccumulatorRef(shape, jnp.float32),
-            plgpu.WGMMAAccumulatorRef(shape, jnp.float32),
-        )
+        def products(query_sum: Accumulator) -> None:
+            s_key = self.block.scratch["other"].at[slot] if plan.ahead else self.wait("other", slot)
+            with_product(shape, functools.partial(with_scores, query_sum, s_key), [query_sum])
+
+        sums = tuple(accumulate(sums, products))
+        self.free("other", slot)
+        return sums
 
     def sloped(self, b_weights: Any, b_logits: Any) -> Any:
         """Weights times the derivative of the cap: what the gradients of weights are multiplied with."""

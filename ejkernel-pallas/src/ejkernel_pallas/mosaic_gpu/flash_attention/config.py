@@ -19,7 +19,7 @@ _OVERHEAD = 24
 _PARTS = (1, 2, 3, 4, 6, 8)
 """Into which the work of a block of keys may be cut."""
 _STEP = 1.6e-6
-"""Seconds that a tile of 64 queries takes with 128 keys and heads of 128, as measured on an H200; the next two are in such steps."""
+"""Seconds that a tile of 64 queries takes with 128 keys and heads of 128, measured on an H200; the next two count such tiles."""
 _START, _SUMS = 2, 4
 """Of a program: until its first product, and to write sums in float32."""
 _LAUNCH, _READ = 4e-6, 3.5e12
@@ -34,6 +34,7 @@ class ForwardConfig:
     warpgroups: consumers of a block, each with 64 queries.
     overlap: the scores of a tile are formed while the weights of the one before are multiplied with values.
     ping_pong: consumers take turns at the tensor cores.
+    query_in_registers: products read queries from registers, which leaves more of the shared memory's bandwidth to keys.
     persistent: as many programs as multiprocessors, each with several blocks, rather than one program per block.
     """
 
@@ -42,6 +43,7 @@ class ForwardConfig:
     warpgroups: int
     overlap: bool
     ping_pong: bool
+    query_in_registers: bool
     persistent: bool
 
 
@@ -53,6 +55,7 @@ class BackwardConfig:
     key_parts: programs among which the queries of a block of keys are divided. Several leave sums in float32, which are added up
         in one order afterwards: for calls that have fewer blocks of keys than keep a device busy.
     query_block_k, query_stages, query_warpgroups: of the kernel that owns queries.
+    query_in_registers: its products read queries and the output's gradient from registers.
     """
 
     key_block_q: int
@@ -63,6 +66,7 @@ class BackwardConfig:
     query_block_k: int
     query_stages: int
     query_warpgroups: int
+    query_in_registers: bool
 
 
 def sizes_of(call: FlashAttentionCall) -> tuple[int, int]:
@@ -84,7 +88,8 @@ def forward_bytes(call: FlashAttentionCall, config: ForwardConfig) -> int:
 
 def forward_registers(call: FlashAttentionCall, config: ForwardConfig) -> int:
     """Registers that a consumer's thread is expected to need: accumulator, scores, weights."""
-    return sizes_of(call)[1] // 2 + config.block_k * 13 // 16 + _OVERHEAD
+    size, value_size = sizes_of(call)
+    return value_size // 2 + config.block_k * 13 // 16 + _OVERHEAD + config.query_in_registers * size // 4
 
 
 def _forward_fits(call: FlashAttentionCall, config: ForwardConfig) -> bool:
@@ -110,7 +115,8 @@ def backward_registers(call: FlashAttentionCall, config: BackwardConfig) -> tupl
     size, value_size = sizes_of(call)
     owned = max(size, value_size) if config.key_apart else size + value_size
     by_key = owned // 2 + config.key_block_q * 21 // 16 + _OVERHEAD
-    return by_key, size // 2 + config.query_block_k * 18 // 16 + _OVERHEAD
+    held = config.query_in_registers * (size + value_size) // 4
+    return by_key, size // 2 + config.query_block_k * 18 // 16 + _OVERHEAD + held
 
 
 def _key_fits(call: FlashAttentionCall, config: BackwardConfig) -> bool:
@@ -179,26 +185,27 @@ def _walked(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
 
 
 def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
-    """The first of these that fits. On an H200 turns (`ping_pong`) helped only where products do not overlap with exponentials, and
-    programs that stay only where walks are short."""
+    """The first of these that fits. On an H200 turns (`ping_pong`) did not help where products of wide heads overlap with exponentials,
+    and programs that stay helped only where walks are short."""
     warpgroups = _consumers(call, call.query.shape[1])
     widths = (64, 128) if call.key.shape[1] <= 64 else (128, 64)
     turns, stay = warpgroups > 1, _narrow(call) or call.query_segments is not None
+    wide = max(sizes_of(call)) >= 128  # then products, not exponentials, take the time
     if max(sizes_of(call)) == 64 and call.query.shape[1] > 2 * ROWS and not _narrow(call):
         warpgroups = 3
     for block_k, overlap, stages in itertools.product(widths, (True, False), (2, 1)):
-        config = ForwardConfig(block_k, stages, warpgroups, overlap, turns and not overlap, stay)
+        config = ForwardConfig(block_k, stages, warpgroups, overlap, turns and not (wide and overlap), stay, False)
         if _forward_fits(call, config):
             return config
-    return ForwardConfig(64, 1, 1, False, False, False)
+    return ForwardConfig(64, 1, 1, False, False, False, False)
 
 
 def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfig]:
     found = [forward_heuristic(call, target)]
-    for block_k, stages, warpgroups in ((128, 2, 2), (64, 3, 2), (128, 2, 3), (64, 3, 3)):
-        for overlap, ping_pong, persistent in itertools.product((True, False), (True, False), (False, True)):
-            if overlap or ping_pong:
-                found.append(ForwardConfig(block_k, stages, warpgroups, overlap, ping_pong, persistent))
+    for block_k, stages, warpgroups in ((128, 2, 2), (64, 4, 2), (128, 2, 3), (64, 4, 3)):
+        for persistent, held, ping_pong in itertools.product((False, True), (False, True), (False, True)):
+            found.append(ForwardConfig(block_k, stages, warpgroups, True, ping_pong, held, persistent))
+        found.append(ForwardConfig(block_k, stages, warpgroups, False, True, False, False))
     found = [found[0], *(config for config in found if _forward_fits(call, config))]
     return list(dict.fromkeys(found))
 
@@ -206,7 +213,7 @@ def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfi
 def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConfig:
     """Each kernel's first that fits."""
     queries, keys = call.query.shape[1], call.key.shape[1]
-    config = BackwardConfig(64, 1, 1, True, 1, 64, 1, 1)
+    config = BackwardConfig(64, 1, 1, True, 1, 64, 1, 1, False)
     owned = range(_consumers(call, keys), 0, -1)
     for apart, warpgroups, stages in itertools.product((False, True), owned, (2, 1)):
         trial = dataclasses.replace(config, key_apart=apart, key_warpgroups=warpgroups, key_stages=stages)
@@ -225,21 +232,23 @@ def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConf
 def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardConfig]:
     """Each kernel varied alone: the two do not influence each other."""
     best = backward_heuristic(call, target)
-    return list(dict.fromkeys([best, *_key_variants(call, best), *_query_variants(call, best)]))
+    return list(dict.fromkeys([best, *_query_variants(call, best), *_key_variants(call, best)]))
 
 
 def _key_variants(call: FlashAttentionCall, best: BackwardConfig) -> Iterable[BackwardConfig]:
     if _few(call, best):
         yield from (dataclasses.replace(best, key_parts=parts) for parts in _PARTS)
-    for block_q, stages, warpgroups, apart in itertools.product((64, 128), (2, 3), (2, 3), (False, True)):
+    for apart, block_q, warpgroups, stages in itertools.product((False, True), (64, 128), (2, 3), (2, 4)):
         config = dataclasses.replace(best, key_block_q=block_q, key_stages=stages, key_warpgroups=warpgroups, key_apart=apart)
         if _key_fits(call, config):
             yield config
 
 
 def _query_variants(call: FlashAttentionCall, best: BackwardConfig) -> Iterable[BackwardConfig]:
-    for block_k, stages, warpgroups in itertools.product((64, 128), (2, 3), (2, 3)):
-        config = dataclasses.replace(best, query_block_k=block_k, query_stages=stages, query_warpgroups=warpgroups)
+    for held, block_k, warpgroups, stages in itertools.product((True, False), (64, 128), (2, 3), (2, 4)):
+        config = dataclasses.replace(
+            best, query_block_k=block_k, query_stages=stages, query_warpgroups=warpgroups, query_in_registers=held
+        )
         if _query_fits(call, config):
             yield config
 

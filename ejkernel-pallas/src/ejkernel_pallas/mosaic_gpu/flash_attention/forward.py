@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.mosaic_gpu._call import Accumulator, add_product, tiled
+from ejkernel_pallas.mosaic_gpu._call import Accumulator, accumulate, add_product, left_factor, tiled, with_product
 from ejkernel_pallas.mosaic_gpu.flash_attention.config import ForwardConfig
 from ejkernel_pallas.mosaic_gpu.flash_attention.rules import LN_2, Rules
 from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Schedule
@@ -221,7 +221,8 @@ class _Block:
         b_max = plgpu.layout_cast(jnp.full((ROWS,), b_max, jnp.float32), rows)
         b_sum = plgpu.layout_cast(jnp.full((ROWS,), b_sum, jnp.float32), rows)
         plgpu.barrier_wait(self.scratch["query_here"].at[self.wg])
-        tile = _Tile(self, place, first, b_facts, low, full_low, full_high, high, done)
+        query = left_factor(self.s_query.at[self.wg], in_registers=c.query_in_registers)
+        tile = _Tile(self, place, first, query, b_facts, low, full_low, full_high, high, done)
         zeros = jnp.zeros((ROWS, self.plan.value_size), jnp.float32)
         state = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), b_max, b_sum)
         state = tile.overlapped(state) if c.overlap else tile.in_turn(state)
@@ -279,6 +280,7 @@ class _Tile:
     block: _Block
     place: Any
     first: Any
+    query: Any
     facts: dict[str, Any]
     low: Any
     full_low: Any
@@ -363,15 +365,14 @@ class _Tile:
         """Scores of a tile, waited for."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        s_query = self.block.s_query.at[self.block.wg]
         s_key = self.wait("key", i_key)
 
         def product(acc: Any) -> Any:
-            self.await_turn()
-            plgpu.wgmma(acc, s_query, s_key.transpose((1, 0)))
+            plgpu.wgmma(acc, self.query, s_key.transpose((1, 0)))
             self.pass_turn()
             return acc[...]
 
+        self.await_turn()
         b_raw = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, self.block.config.block_k), jnp.float32))
         self.free("key", i_key)
         return b_raw
@@ -401,7 +402,6 @@ class _Tile:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         block, dtype = self.block, self.block.plan.dtype
-        s_query = block.s_query.at[block.wg]
 
         def begin() -> Any:
             b_acc, b_max, b_sum = state
@@ -414,31 +414,29 @@ class _Tile:
             b_acc, b_max, b_sum, b_half = carry
             s_key = block.scratch["key"].at[self.slot(i_key)]
 
-            def products(acc: Any, scores: Any) -> Any:
-                total = Accumulator(acc, b_acc)
-                self.await_turn()
-                plgpu.wgmma(scores, s_query, s_key.transpose((1, 0)))
+            def weights(total: Accumulator, scores: Any) -> tuple[Any, ...]:
+                plgpu.wgmma(scores, self.query, s_key.transpose((1, 0)))
                 s_value = self.wait("value", i_key - 1)
                 total.add(b_half, s_value)
                 self.pass_turn()
                 b_raw = plgpu.wgmma_accumulator_load(scores, wait_n=1)
                 self.free("key", i_key)
-                b_weights, b_new, b_total, b_decay = self.weigh(self.shown(i_key, b_raw), b_max, b_sum)
                 # The product with values is waited for after the weights are formed. Compilers move such a wait up as far as they
                 # may: one is stopped by the barrier, the assembler by a branch. Weights that were rounded before the wait would
                 # make it run all products one by one (its remark C7513).
-                settled = lax.optimization_barrier((b_new, b_total, b_decay, b_weights))
+                settled = lax.optimization_barrier(self.weigh(self.shown(i_key, b_raw), b_max, b_sum))
                 self.wait_for_next(i_key)
-                b_next = total.value()
-                self.free("value", i_key - 1)
-                b_new, b_total, b_decay, b_weights = settled
-                return b_next * lax.broadcast_in_dim(b_decay, b_next.shape, [0]), b_new, b_total, b_weights.astype(dtype)
+                return settled
 
-            return pl.run_scoped(
-                products,
-                plgpu.WGMMAAccumulatorRef((ROWS, block.plan.value_size), jnp.float32),
-                plgpu.WGMMAAccumulatorRef((ROWS, block.config.block_k), jnp.float32),
+            shape = (ROWS, block.config.block_k)
+            self.await_turn()
+            b_next, b_weights, b_new, b_total, b_decay = accumulate(
+                [b_acc],
+                lambda total: with_product(shape, functools.partial(weights, total), [total]),
+                results=[shape, (ROWS,), (ROWS,), (ROWS,)],
             )
+            self.free("value", i_key - 1)
+            return b_next * lax.broadcast_in_dim(b_decay, b_next.shape, [0]), b_new, b_total, b_weights.astype(dtype)
 
         def end(carry: Any) -> Any:
             b_acc, b_max, b_sum, b_half = carry

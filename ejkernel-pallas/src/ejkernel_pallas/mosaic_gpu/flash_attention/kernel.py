@@ -98,6 +98,7 @@ def _gradients(
         rules=rules,
         schedule=_schedule(call, own, by_key=by_key, parts=parts),
         other=other,
+        own_in_registers=config.query_in_registers and not by_key,
         stages=stages,
         warpgroups=warpgroups,
         size=size,

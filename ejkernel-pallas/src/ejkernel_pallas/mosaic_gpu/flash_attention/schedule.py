@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS
+
 CACHED_BYTES = 24 * 2**20
 """Of arrays that blocks running at one time share through the L2 cache."""
 
@@ -59,7 +61,7 @@ class Schedule:
         """Call `work(place, carry)`, which returns the next carry, 0 at first, for every block of this program; the last carry."""
         i_first = lax.axis_index("block")
         if self.programs == self.total:
-            return work(self.place(i_first), jnp.int32(0))
+            return work(self.place(i_first), 0)  # no array: kernels cannot capture constant ones
         count = lax.div(self.total - 1 - i_first, jnp.int32(self.programs)) + 1
         return lax.fori_loop(
             0, count, lambda step, carry: work(self.place(i_first + step * self.programs), carry), jnp.int32(0)
@@ -71,6 +73,9 @@ def schedule_of(
 ) -> Schedule:
     """`share` neighbouring heads read the same `bytes_per_share`; `programs` at most, or as many as blocks."""
     rows = heads * batch
-    section = min(rows, share * max(1, CACHED_BYTES // max(bytes_per_share, 1)))
+    shares = max(1, CACHED_BYTES // max(bytes_per_share, 1))
+    # So many are worked on at one time in any case. In one section their longest blocks come first: none is left for last.
+    shares = max(shares, -(-MULTIPROCESSORS // max(blocks * share, 1)))
+    section = min(rows, share * shares)
     total = blocks * rows
     return Schedule(blocks, heads, batch, section, reverse, total if programs is None else min(programs, total))
