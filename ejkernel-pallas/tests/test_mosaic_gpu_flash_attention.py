@@ -189,8 +189,11 @@ def test_parts_of_positions_and_of_hidden_queries() -> None:
 
 def test_few_blocks_of_keys_are_divided() -> None:
     def parts_of(batch: int, length: int, heads: int, key_heads: int) -> int:
-        query, key = (jax.ShapeDtypeStruct((batch, length, count, 128), jnp.bfloat16) for count in (heads, key_heads))
-        jax.eval_shape(lambda q, k: held.append(OPERATION.canonicalise(q, k, k, causal=True).call), query, key)
+        def call_of() -> Any:
+            query, key = (jnp.zeros((batch, length, count, 128), jnp.bfloat16) for count in (heads, key_heads))
+            held.append(OPERATION.canonicalise(query, key, key, causal=True).call)
+
+        jax.eval_shape(call_of)
         return config.backward_heuristic(held.pop(), HOPPER).key_parts
 
     held: list[Any] = []

@@ -250,10 +250,12 @@ def main() -> int:
     parser.add_argument("--operations", default="", help="names with commas; default: all")
     parser.add_argument("--elements", type=int, default=2**31)
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
+    record = {"versions": versions(), "elements": options.elements, "platform": options.platform, "checks": rows}
     wanted = [name for name in options.operations.split(",") if name]
     for name, make in problems().items():
-        if wanted and name.split()[0] not in wanted:
+        if wanted and name not in wanted and name.split()[0] not in wanted:
             continue
         started = time.monotonic()
         try:
@@ -268,9 +270,7 @@ def main() -> int:
         detail = failure or " ".join(f"{key} {value:.1e}" for key, value in errors.items())
         print(f"{'ok  ' if passed else 'FAIL'} {name} ({seconds} s): {detail}", flush=True)
         jax.clear_caches()
-    options.out.mkdir(parents=True, exist_ok=True)
-    record = {"versions": versions(), "elements": options.elements, "platform": options.platform, "checks": rows}
-    (options.out / "large_offsets.json").write_text(json.dumps(record, indent=1) + "\n")
+        (options.out / "large_offsets.json").write_text(json.dumps(record, indent=1) + "\n")
     return 0 if rows and all(row["passed"] for row in rows) else 1
 
 

@@ -194,7 +194,7 @@ def with_product(shape: tuple[int, ...], body: Callable[[Any], Any], others: Seq
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    acc = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
+    acc = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)  # pyright: ignore[reportArgumentType]
     if not interpreting():
         return pl.run_scoped(body, acc)
     returned, b_sums = pl.run_scoped(lambda acc: (body(acc), [each.b_sum for each in others]), acc)

@@ -185,8 +185,8 @@ def _walked(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
 
 
 def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
-    """The first of these that fits. On an H200 turns (`ping_pong`) did not help where products of wide heads overlap with exponentials,
-    and programs that stay helped only where walks are short."""
+    """The first of these that fits. On an H200 turns (`ping_pong`) did not help where products of wide heads overlap with
+    exponentials, and programs that stay helped only where walks are short."""
     warpgroups = _consumers(call, call.query.shape[1])
     widths = (64, 128) if call.key.shape[1] <= 64 else (128, 64)
     turns, stay = warpgroups > 1, _narrow(call) or call.query_segments is not None

@@ -108,7 +108,7 @@ def _gradients(
         ranges=bool(rules.facts),
         parts=parts,
     )
-    stored = dict(zip(("query", "key", "value"), mains, strict=False))
+    stored: dict[str, Any] = dict(zip(("query", "key", "value"), mains, strict=False))
     shapes = [stored[name].shape for name in wanted]
     if parts == 1:
         return dict(zip(wanted, plan.launch(arrays, [(shape, call.query.dtype) for shape in shapes]), strict=True))
