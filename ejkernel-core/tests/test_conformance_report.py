@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ejkernel.testing import problem
 from ejkernel.testing.report import Report
 
@@ -44,3 +46,13 @@ def test_of_a_sample_each_transform_has_one_case_and_none_is_left_out():
     assert {len(cases) for cases in chosen} == {1} and {cases[0].name for cases in chosen} == {case.name for case in always}
     assert chosen == [problem.transformed_by(test, "flash_attention", 2) for test in tests]
     assert all(problem.transformed_by(test, "flash_attention", 1) == always for test in tests)
+
+
+@pytest.mark.parametrize(
+    ("refused", "wanted"),
+    [((), "float32"), (("float32",), "bfloat16"), (("float32", "bfloat16"), "float16"), (problem.DTYPES, "float32")],
+)
+def test_transforms_are_tried_in_a_dtype_that_the_platform_runs(monkeypatch, refused, wanted):
+    monkeypatch.setattr(problem.Problem, "refusal", lambda self: "no" if self.dtype in refused else None)
+    case = problem.representative("softmax")[0]
+    assert problem.Problem("softmax", case, "float32", "acme").in_what_runs().dtype == wanted

@@ -103,7 +103,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for case in problems.transformed_by(metafunc.function.__name__, operation, step)
             if admitted(case.name)
         ]
-        metafunc.parametrize("transformed", found, ids=[f"{p.operation}-{p.case.name}" for p in found])
+        metafunc.parametrize("transformed", found, ids=[f"{p.operation}-{p.case.name}" for p in found], indirect=True)
     if "toggled" in metafunc.fixturenames:
         pairs = [(operation, field) for operation in operations for field in problems.toggles_of(operation)]
         metafunc.parametrize("toggled", pairs, ids=["-".join(pair) for pair in pairs])
@@ -116,6 +116,12 @@ def _dtypes(config: pytest.Config, operation: str, case: Any) -> tuple[str, ...]
 
     quick = config.getoption("--ejkernel-quick") and case not in problems.representative(operation)
     return problems.DTYPES[:1] if quick else problems.DTYPES
+
+
+@pytest.fixture
+def transformed(request: pytest.FixtureRequest) -> Any:
+    """A problem to try transforms on, in float32 or, where the platform refuses that, in a half."""
+    return request.param.in_what_runs()
 
 
 @pytest.fixture

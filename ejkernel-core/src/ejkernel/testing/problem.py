@@ -125,6 +125,11 @@ class Problem:
 
     # What the platform under test computes
 
+    def in_what_runs(self) -> Problem:
+        """This problem in the first dtype in which the platform runs it, float32 before the halves; itself if there is none."""
+        tried = (dataclasses.replace(self, dtype=dtype) for dtype in DTYPES)
+        return next((problem for problem in tried if problem.refusal() is None), self)
+
     @property
     def differentiable(self) -> dict[str, Any]:
         return self.owner.moving(self.bound.inputs)

@@ -98,7 +98,7 @@ class _Sharded:
         assert not gathers, f"{self.problem.operation} gathers:\n" + "\n".join(gathers[:3])
         for kind, got, want in zip(("output", "gradient"), compiled(*arguments), expected, strict=True):
             for name, value in got.items():
-                check_close(f"{kind} {name}", jax.device_get(value), jax.device_get(want[name]), SAME)
+                check_close(f"{kind} {name}", jax.device_get(value), jax.device_get(want[name]), SAME[self.problem.dtype])
 
 
 def _admitted(problem: Problem) -> None:
