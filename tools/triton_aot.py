@@ -8,9 +8,11 @@ Prints a line per kernel, writes every compilation as JSON, and exits with 1 if 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import importlib
 import json
+import multiprocessing
 import os
 import tempfile
 from pathlib import Path
@@ -29,6 +31,7 @@ def main() -> int:
     parser.add_argument(
         "--space", action="store_true", help="every config of the search space, on benchmark and representative cases"
     )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         # Neither the user's tuned configs nor what Triton compiled for somebody else.
@@ -43,22 +46,41 @@ def _compile_all(arguments: argparse.Namespace) -> int:
 
     rows: list[aot.Row] = []
     problems: list[str] = []
-    for operation in arguments.operation or operations_of(aot.PLATFORM):
-        before = len(rows)
-        try:
-            cases = _cases(operation, arguments)
-            dtypes, capabilities = arguments.dtype or DTYPES, arguments.capability or aot.CAPABILITIES
-            rows.extend(aot.compiled(operation, cases, dtypes, capabilities, space=arguments.space))
-        except Exception as error:  # noqa: BLE001 - what cannot be compiled is a finding, and the other operations are looked at
-            problems.append(f"{operation}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        problems += [problem for row in rows[before:] if (problem := row.problem())]
-        print(f"{operation}: {len(rows) - before} compiled", flush=True)
+    parts = [
+        (operation, capability)
+        for operation in arguments.operation or operations_of(aot.PLATFORM)
+        for capability in arguments.capability or aot.CAPABILITIES
+    ]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
+        for part, (found, failure) in zip(parts, pool.map(_compile_part, parts, [arguments] * len(parts)), strict=True):
+            rows += found
+            problems += [failure] if failure else []
+            problems += [problem for row in found if (problem := row.problem())]
+            print(f"{part[0]} for sm_{part[1]}: {len(found)} compiled", flush=True)
     print(*aot.summary(rows), *problems, sep="\n")
     if arguments.out:
         record = {"schema": 1, "versions": installed(), "problems": problems, "rows": [dataclasses.asdict(row) for row in rows]}
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{len(rows)} compiled, {len(problems)} beyond the limits")
     return 1 if problems or not rows else 0
+
+
+def _compile_part(part: tuple[str, int], arguments: argparse.Namespace) -> tuple[list[Any], str]:
+    """What one operation launches on one kind of device, and what went wrong, in a process of its own."""
+    from ejkernel_triton import _ahead_of_time as aot
+
+    operation, capability = part
+    rows: list[Any] = []
+    try:
+        cases, dtypes = _cases(operation, arguments), arguments.dtype or DTYPES
+        rows.extend(aot.compiled(operation, cases, dtypes, (capability,), space=arguments.space))
+    except Exception as error:  # noqa: BLE001 - what cannot be compiled is a finding, and the other operations are looked at
+        return (
+            rows,
+            f"{operation} for sm_{capability}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        )
+    return rows, ""
 
 
 def _cases(operation: str, arguments: argparse.Namespace) -> list[Any]:
