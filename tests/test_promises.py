@@ -159,10 +159,10 @@ MISTAKES = {
         "preferred_element_type: got 'int9'",
     ),
     "a bias as init_bias": (lambda q, k, v: ejkernel.attention(q, k, v, init_bias=3), TypeError, "init_bias: got 3"),
-    "explain of a function": (
-        lambda q, k, v: ejkernel.explain(ejkernel.softmax, q),
+    "explain of a function that is not public": (
+        lambda q, k, v: ejkernel.explain(jnp.exp, q),
         TypeError,
-        "the name of a public function",
+        "expected a public function or its name",
     ),
     "explain of a composition": (
         lambda q, k, v: ejkernel.explain("all_gather_matmul", q, k, "tp"),

@@ -12,7 +12,6 @@ import pytest
 
 import ejkernel
 from ejkernel import NoKernelError, explain, kernel_registry, use
-from ejkernel._priority import default_order
 from ejkernel.errors import FallbackWarning
 from ejkernel.plugin import Target
 
@@ -224,6 +223,14 @@ def test_explain_takes_shapes_and_computes_nothing(registered):
     assert not traced
 
 
+def test_explain_takes_a_public_function_too(registered):
+    registered("one")
+    assert explain(ejkernel.rms_norm, X).chosen == explain("rms_norm", X).chosen == "one"
+    for other in (len, ejkernel.explain, 3):
+        with pytest.raises((TypeError, ValueError), match=r"^operation: got .*, expected (a|the name of a) public function"):
+            explain(other, X)
+
+
 def test_explain_shows_what_the_call_itself_would_refuse():
     with pytest.raises(ValueError, match="scale: got shape"):
         explain("rms_norm", X, jnp.ones(3))
@@ -268,10 +275,3 @@ def test_misspelled_environment_is_refused_with_its_name():
 def test_use_beats_the_environment(python):
     code = "import ejkernel as e, jax\nwith e.use('xla'):\n    print(e.explain('softmax', jax.numpy.ones(3)).forward.setting)"
     assert python(code, EJKERNEL_PLATFORM="xla").split()[-1] == "use"
-
-
-def test_the_default_order_may_differ_for_a_dtype():
-    assert default_order("grouped_matmul", "gpu", "bfloat16") == {"triton": 10}
-    assert default_order("grouped_matmul", "gpu", "float32") == {}
-    assert default_order("flash_attention", "gpu", "float32") == default_order("flash_attention", "gpu", "float16")
-    assert default_order("no_such_operation", "gpu", "float32") == {}

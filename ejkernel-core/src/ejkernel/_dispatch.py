@@ -24,7 +24,7 @@ from ejkernel._partition import (
     run_explicit,
     vary_like,
 )
-from ejkernel._priority import UNMEASURED, default_order
+from ejkernel._priority import Standing, standing_of
 from ejkernel._records import Candidate, resolve
 from ejkernel._registry import kernel_registry
 from ejkernel._target import building_for
@@ -135,7 +135,18 @@ def _judge(request: Request, candidate: Candidate, wanted: tuple[str, ...], tabl
     if verdict == "available" and candidate.origin == "third-party" and not wanted and not named_by_table:
         reasons.append(f"third party: ask for platform={candidate.platform!r}")
         verdict = "opt-in"
-    return Verdict(candidate, verdict, tuple(reasons), _rank(request, candidate, wanted, named_by_table))
+    standing = _standing(request, candidate)
+    if verdict == "available" and standing.reason and not wanted and not named_by_table:
+        reasons.append(f"stands lower: {standing.reason}")
+    return Verdict(candidate, verdict, tuple(reasons), _rank(candidate, wanted, named_by_table, standing))
+
+
+def _standing(request: Request, candidate: Candidate) -> Standing:
+    """In the default order. What was registered takes part with its own priority."""
+    if candidate.origin == "registered":
+        return Standing(candidate.implementation.priority)
+    phase = candidate.implementation.phase
+    return standing_of(candidate.id, request.operation.name, request.target.backend, request.call, phase)
 
 
 def _ask_supports(request: Request, implementation: Any) -> tuple[str, str]:
@@ -149,18 +160,11 @@ def _ask_supports(request: Request, implementation: Any) -> tuple[str, str]:
     return (reason or "", "refused" if reason is not None else "available")
 
 
-def _rank(request: Request, candidate: Candidate, wanted: tuple[str, ...], named_by_table: bool) -> tuple[Any, ...]:
+def _rank(candidate: Candidate, wanted: tuple[str, ...], named_by_table: bool, standing: Standing) -> tuple[Any, ...]:
     """Smaller is better: the order asked for, then the tuning table, then priority, then the alphabet."""
     place = next((i for i, name in enumerate(wanted) if name in (candidate.platform, candidate.id)), len(wanted))
-    dtype = next((spec.dtype for spec in vars(request.call).values() if isinstance(spec, ArraySpec)), "")
-    order = default_order(request.operation.name, request.target.backend, dtype)
-    priority = candidate.implementation.priority
-    if candidate.origin == "registered":
-        standing, own = priority, 0
-    else:
-        unlisted = 0 if candidate.platform == _PORTABLE else UNMEASURED
-        standing, own = order.get(candidate.id, order.get(candidate.platform, unlisted)), priority
-    return (place, not named_by_table, -standing, -own, candidate.id)
+    own = 0 if candidate.origin == "registered" else candidate.implementation.priority
+    return (place, not named_by_table, -standing.level, -own, candidate.id)
 
 
 def _admitted(request: Request, phase: Phase) -> tuple[Decision, Candidate]:

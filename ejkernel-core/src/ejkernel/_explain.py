@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from ejkernel._records import Candidate
@@ -22,7 +22,7 @@ class Verdict:
     Attributes:
         candidate: the implementation and who brings it.
         verdict: `chosen`, `available`, `refused`, `forbidden`, `opt-in`, `not asked for` or `broken`.
-        reasons: every reason that applies.
+        reasons: every reason that applies; of one that could run, why it stands lower than at best.
         rank: where it stands in the order of preference; smaller is tried first.
     """
 
@@ -162,11 +162,11 @@ def capture() -> Generator[None]:
         _capturing.reset(token)
 
 
-def explain(operation: str, *args: Any, **kwargs: Any) -> Explanation:
+def explain(operation: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Say which implementation would run a call, and why not the others. Nothing is computed.
 
     Args:
-        operation: name of a public function, e.g. `"flash_attention"` or `"flash_attn_varlen"`.
+        operation: a public function or its name, e.g. `"flash_attention"` or `"flash_attn_varlen"`.
         *args: its arguments, as arrays or `jax.ShapeDtypeStruct`s.
         **kwargs: its keyword arguments.
 
@@ -175,16 +175,18 @@ def explain(operation: str, *args: Any, **kwargs: Any) -> Explanation:
 
     Raises:
         ValueError: unknown operation, or whatever the call itself would refuse.
-        TypeError: likewise, or an operation that is not named by a string.
+        TypeError: likewise, or an operation that is neither.
     """
+    from ejkernel import modules
     from ejkernel.operations import public_function
 
-    if not isinstance(operation, str):
-        raise wrong_type("operation", repr(operation), "the name of a public function, such as 'rms_norm'")
-    function = public_function(operation)
+    name = operation if isinstance(operation, str) else getattr(operation, "__name__", "")
+    if name is not operation and getattr(modules, name, None) is not operation:
+        raise wrong_type("operation", repr(operation), "a public function or its name, such as 'rms_norm'")
+    function = public_function(name)
     with capture():
         try:
             function(*args, **kwargs)
         except Captured as captured:
             return captured.explanation
-    raise ValueError(f"explain: {operation!r} does not dispatch to an operation")
+    raise ValueError(f"explain: {name!r} does not dispatch to an operation")

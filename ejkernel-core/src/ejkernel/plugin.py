@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import pluggy
@@ -28,6 +29,7 @@ __all__ = [
     "current_target",
     "hookimpl",
     "hookspec",
+    "tables_beside",
 ]
 
 API_LEVEL = 1
@@ -162,7 +164,7 @@ class Hooks:
 
     @hookspec
     def ejkernel_tuned_configs(self) -> Sequence[str]:  # pyright: ignore[reportReturnType]
-        """Paths of the tuning tables (JSON) that the distribution ships."""
+        """Paths of the tuning tables (JSON) that the distribution ships, as `tables_beside(__file__)` finds them."""
 
     @hookspec
     def ejkernel_quarantined_configs(self) -> Sequence[Quarantine]:  # pyright: ignore[reportReturnType]
@@ -171,3 +173,8 @@ class Hooks:
     @hookspec
     def ejkernel_diagnose(self, report: Callable[[str, str], None]) -> None:
         """Examine this machine; call `report(name, finding)`. Run by `ejkernel doctor` in a subprocess."""
+
+
+def tables_beside(module_file: str) -> list[str]:
+    """Paths of what `ejkernel tune --out` wrote into the folder `tables` beside a light module, a file for each kind of device."""
+    return sorted(map(str, Path(module_file).with_name("tables").glob("*.json")))

@@ -88,8 +88,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def benchmark(world: None) -> Callable[..., dict[str, Any]]:
     """Run the small cases of `rms_norm` that match."""
 
-    def run(case: str = "scale", each: Any = None, **settings: Any) -> dict[str, Any]:
+    def run(case: str = "scale", each: Any = None, save: Any = None, **settings: Any) -> dict[str, Any]:
         settings = {"operations": ("rms_norm",), "size": "test", "rounds": 5, "input_sets": 2, **settings}
-        return bench.run(bench.Settings(case=case, **settings), progress=False, each=each)
+        return bench.run(bench.Settings(case=case, **settings), progress=False, each=each, save=save)
 
     return run

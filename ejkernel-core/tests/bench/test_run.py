@@ -77,6 +77,14 @@ def test_interrupted_it_keeps_what_is_complete(benchmark):
     assert [case["phase"] for case in result["cases"]] == ["forward"] and result["settings"]["interrupted"]
 
 
+def test_what_is_complete_is_saved_after_each_case(benchmark):
+    saved = []
+    result = benchmark(phases=("forward", "backward"), save=lambda so_far: saved.append(json.loads(json.dumps(so_far))))
+    assert [[case["phase"] for case in one["cases"]] for one in saved] == [["forward"], ["forward", "backward"]]
+    assert all(one["settings"]["interrupted"] for one in saved) and not result["settings"]["interrupted"]
+    assert parse_document(saved[-1]).cases
+
+
 def test_document(benchmark):
     result = benchmark(phases=("forward",), dtypes=("float32", "bfloat16"))
     again = json.loads(json.dumps(result, allow_nan=False))

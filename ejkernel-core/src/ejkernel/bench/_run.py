@@ -41,6 +41,7 @@ def run(
     command: str = "",
     progress: bool | None = None,
     each: Callable[[dict[str, Any]], None] | None = None,
+    save: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Run a benchmark. Interrupted, it returns the cases that were complete.
 
@@ -49,6 +50,7 @@ def run(
         command: what the user typed, for the result.
         progress: show a progress bar; None = where stderr is a terminal.
         each: called with each case of the result as it is there.
+        save: called with the result so far after each case, so that a process that is killed has lost one; it says `interrupted`.
 
     Returns:
         The result, as JSON may hold it: device, versions, limits, and every sample of every run.
@@ -64,6 +66,31 @@ def run(
     limits = measure_limits(settings.dtypes, backend)
     cases: list[dict[str, Any]] = []
     interrupted = _Interruption()
+    commit, versions = provenance.commit(), provenance.versions(peers)
+
+    def result(*, complete: bool) -> dict[str, Any]:
+        timed_on_device = any(found["device_s"] for case in cases for found in case["runs"])
+        return {
+            "schema": SCHEMA,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": commit,
+            "command": command,
+            "device": provenance.describe_device(device),
+            "versions": versions,
+            "limits": limits,
+            "settings": {
+                "rounds": settings.rounds,
+                "input_sets": settings.input_sets,
+                "compile_rounds": settings.compile_rounds,
+                "size": settings.size,
+                "clock": "cupti" if timed_on_device else "wall",
+                "no_device_clock": clock.reason or None,
+                "interrupted": not complete,
+            },
+            "peers": {**{peer.name: None for peer in peers}, **missing},
+            "cases": cases,
+        }
+
     with interrupted, Progress(progress, len(selected) * len(settings.phases)) as bar:
         for one in selected:
             base = prepare(one)
@@ -72,24 +99,6 @@ def run(
                 cases.append(case)
                 if each is not None:
                     each(case)
-    timed_on_device = any(found["device_s"] for case in cases for found in case["runs"])
-    return {
-        "schema": SCHEMA,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": provenance.commit(),
-        "command": command,
-        "device": provenance.describe_device(device),
-        "versions": provenance.versions(peers),
-        "limits": limits,
-        "settings": {
-            "rounds": settings.rounds,
-            "input_sets": settings.input_sets,
-            "compile_rounds": settings.compile_rounds,
-            "size": settings.size,
-            "clock": "cupti" if timed_on_device else "wall",
-            "no_device_clock": clock.reason or None,
-            "interrupted": interrupted.happened,
-        },
-        "peers": {**{peer.name: None for peer in peers}, **missing},
-        "cases": cases,
-    }
+                if save is not None:
+                    save(result(complete=False))
+    return result(complete=not interrupted.happened)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 import sys
@@ -73,7 +74,7 @@ def bench(
         if list_only:
             _list(settings, as_json)
             return
-        result = _run(settings, as_json)
+        result = _run(settings, as_json, out)
     if out is not None:
         _write(result, out)
     if plots is not None:
@@ -94,7 +95,7 @@ def _check_targets(out: Path | None, plots: Path | None) -> None:
         raise UserError(f"--plots: {reason}")
 
 
-def _run(settings: Any, as_json: bool) -> dict[str, Any]:
+def _run(settings: Any, as_json: bool, out: Path | None) -> dict[str, Any]:
     from ejkernel import bench as benchmarks
     from ejkernel.cli._bench_table import show_case, show_end
 
@@ -105,7 +106,8 @@ def _run(settings: Any, as_json: bool) -> dict[str, Any]:
             show_case(screen, case)
 
     command = shlex.join(["ejkernel", *sys.argv[1:]])
-    result = benchmarks.run(settings, command=command, progress=False if as_json else None, each=show)
+    save = None if out is None else functools.partial(_write, out=out)
+    result = benchmarks.run(settings, command=command, progress=False if as_json else None, each=show, save=save)
     if screen is not None:
         show_end(screen, result)
     return result

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,30 @@ class PageShape:
             return cls(sizes["p"], sizes["s"], sizes["h"], sizes["d"])
         heads, beside = sizes.get("g", 1) * sizes["c"], layout == "side_by_side"
         return cls(sizes["p"], sizes["s"], heads if beside else heads // 2, sizes["padded"] // 2 if beside else sizes["padded"])
+
+
+class PageStrides(NamedTuple):
+    """Elements from one page, token of a page, head and batch member to the next, and from a head's key to its value in the same
+    array."""
+
+    page: int
+    token: int
+    head: int
+    batch: int
+    first_value: int = 0
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], layout: str) -> PageStrides:
+        """Read a canonical shape, which has the batch in front."""
+        sizes, batch = PageShape.of(shape, layout), math.prod(shape[1:])
+        tokens, heads, size = sizes.page_size, sizes.heads, sizes.head_size
+        if layout in FUSED:
+            return cls(tokens * heads * 2 * size, heads * 2 * size, 2 * size, batch, first_value=size)
+        if layout == "pthd":
+            return cls(tokens * heads * size, heads * size, size, batch)
+        if layout == "phtd":
+            return cls(tokens * heads * size, size, tokens * size, batch)
+        return cls(tokens * size, size, sizes.pages * tokens * size, batch)
 
 
 def alternating(pages: Any, layout: str) -> Any:

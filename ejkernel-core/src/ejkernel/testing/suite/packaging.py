@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +13,10 @@ from ejkernel._records import resolve
 from ejkernel._registry import kernel_registry
 from ejkernel.plugin import SUPPORTED_API_LEVELS
 from ejkernel.testing.report import Report
+from ejkernel.testing.tables import unused
+from ejkernel.tuning._entry import load_entries
 
-__all__ = ["test_light_module", "test_plugin_is_found", "test_references_resolve"]
+__all__ = ["test_light_module", "test_plugin_is_found", "test_references_resolve", "test_tuning_tables_are_of_use"]
 
 IMPORT_BUDGET_SECONDS = 0.005
 _HEAVY = ("jax", "jaxlib", "numpy", "triton", "jax_triton", "torch", "cupy")
@@ -71,3 +74,12 @@ def test_references_resolve(platform_name: str) -> None:
                 assert callable(resolve(implementation.supports))
             if implementation.configs is not None:
                 assert isinstance(resolve(implementation.configs).config, type)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.ejkernel_level("packaging")
+def test_tuning_tables_are_of_use(platform_name: str) -> None:
+    """Every entry of a shipped table is of a call and a config that its implementation has today."""
+    own = [candidate for candidate in kernel_registry.list_implementations() if candidate.platform == platform_name]
+    for path in _record(platform_name).tables:
+        for entry in load_entries(Path(path).read_text(encoding="utf-8")):
+            assert unused(entry, own) is None, (path, entry.key)

@@ -1,0 +1,68 @@
+"""The default order against the recorded times: what stands first is what was fastest, and what was timed is not called untimed."""
+
+from __future__ import annotations
+
+import json
+import operator
+from pathlib import Path
+
+import pytest
+
+from ejkernel.bench._document import SCHEMA, parse_document
+from ejkernel.bench._order import as_dispatched_now, standings
+from ejkernel.plugin import Phase
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+TOLERATED = 1.03
+"""Time of what stands first over the fastest: times of two runs differ by as much, and `ejkernel bench` calls no less a change."""
+
+Problem = tuple[str, str, str, Phase]
+
+
+def recorded_times() -> dict[str, dict[Problem, dict[str, float]]]:
+    """Backend -> problem -> implementation -> seconds on the device, of the latest run that has it. CPUs have no such clock."""
+    read = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    documents = [parse_document(content) for content in read if isinstance(content, dict) and content.get("schema") == SCHEMA]
+    found: dict[str, dict[Problem, dict[str, float]]] = {}
+    for document in sorted(documents, key=operator.attrgetter("date")):
+        problems = found.setdefault(document.device["backend"], {})
+        for case in document.cases:
+            times = {run.name: run.seconds for run in case.runs if run.kind == "ours" and run.ok and run.device_s}
+            problems.setdefault(case.key, {}).update(times)  # pyright: ignore[reportArgumentType]
+    return found
+
+
+TIMED = [
+    pytest.param(backend, problem, times, id=f"{backend} {' '.join(problem)}")
+    for backend, problems in recorded_times().items()
+    for problem, times in problems.items()
+    if len(times) > 1
+]
+
+
+def test_platforms_were_timed_beside_each_other():
+    compared = {case.values[1][0] for case in TIMED}
+    assert {"flash_attention", "grouped_matmul", "layer_norm", "paged_attention", "rms_norm", "softmax"} <= compared
+
+
+@pytest.mark.parametrize(("backend", "timed", "times"), TIMED)
+def test_what_stands_first_was_fastest(backend, timed, times):
+    found = standings(backend, *timed, times)
+    first = max(times, key=lambda name: found[name].level)
+    assert times[first] <= TOLERATED * min(times.values()), (first, times)
+
+
+@pytest.mark.parametrize(("backend", "timed", "times"), TIMED)
+def test_what_was_timed_is_not_said_to_be_untimed(backend, timed, times):
+    for name, standing in standings(backend, *timed, times).items():
+        assert standing.level >= 0, (name, standing)
+        assert "not timed" not in standing.reason, (name, standing)
+
+
+def test_a_recorded_result_as_dispatched_today():
+    document = parse_document(json.loads((RESULTS / "bench_h200.json").read_text()))
+    for then, now in zip(document.cases, as_dispatched_now(document).cases, strict=True):
+        mine = [run for run in now.runs if run.kind == "ours" and run.ok]
+        assert [run.samples for run in now.runs] == [run.samples for run in then.runs]
+        assert now.ours is not None and now.ours.chosen and sum(run.chosen for run in mine) == 1
+        assert now.ours.seconds <= TOLERATED * min(run.seconds for run in mine)
