@@ -2,7 +2,8 @@
 
     python tools/triton_aot.py --out triton_aot.json
 
-Prints a line per kernel, writes every compilation as JSON, and exits with 1 if one is beyond the limits.
+Prints a line per kernel, writes every compilation as JSON, and exits with 1 if one is beyond the limits. All of them take two
+processes about 40 minutes; what was changed can be compiled anew with `--keep`, `--operation` and `--capability`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ DTYPES = ("float32", "bfloat16")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--keep", action="store_true", help="keep what the file holds of other operations and capabilities")
     parser.add_argument("--operation", action="append", default=[], help="only this operation (repeatable)")
     parser.add_argument("--capability", action="append", type=int, default=[], help="only this one, as 90 (repeatable)")
     parser.add_argument("--dtype", action="append", default=[], help="only this dtype (repeatable)")
@@ -42,28 +44,60 @@ def main() -> int:
 def _compile_all(arguments: argparse.Namespace) -> int:
     from ejkernel.testing.problem import operations_of
     from ejkernel_triton import _ahead_of_time as aot
-    from ejkernel_triton._versions import installed
 
-    rows: list[aot.Row] = []
-    problems: list[str] = []
     parts = [
         (operation, capability)
         for operation in arguments.operation or operations_of(aot.PLATFORM)
         for capability in arguments.capability or aot.CAPABILITIES
     ]
+    document = _Document(arguments.out, parts if arguments.keep else None)
+    rows: list[aot.Row] = []
+    problems: list[str] = []
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
         for part, (found, failure) in zip(parts, pool.map(_compile_part, parts, [arguments] * len(parts)), strict=True):
+            beyond = [*([failure] if failure else []), *(problem for row in found if (problem := row.problem()))]
             rows += found
-            problems += [failure] if failure else []
-            problems += [problem for row in found if (problem := row.problem())]
+            problems += beyond
+            document.add(part, found, beyond)  # after every part: a run takes long
             print(f"{part[0]} for sm_{part[1]}: {len(found)} compiled", flush=True)
     print(*aot.summary(rows), *problems, sep="\n")
-    if arguments.out:
-        record = {"schema": 1, "versions": installed(), "problems": problems, "rows": [dataclasses.asdict(row) for row in rows]}
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{len(rows)} compiled, {len(problems)} beyond the limits")
     return 1 if problems or not rows else 0
+
+
+class _Document:
+    """The file: what is beyond the limits, by operation and capability, and a line per compilation, with its tile alone."""
+
+    COLUMNS = (
+        "operation", "capability", "case", "dtype", "config", "kernel", "tile", "num_warps", "num_stages", "registers", "stack",
+        "shared", "spilling",
+    )  # fmt: skip
+
+    def __init__(self, path: Path | None, anew: list[tuple[str, int]] | None) -> None:
+        """anew: the parts that are compiled anew, where the others are kept."""
+        self.path = path
+        kept = json.loads(path.read_text()) if path and anew is not None and path.exists() else {}
+        self.problems, self.rows = (
+            [line for line in kept.get(name, ()) if tuple(line[:2]) not in (anew or ())] for name in ("problems", "rows")
+        )
+
+    def add(self, part: tuple[str, int], rows: list[Any], problems: list[str]) -> None:
+        from ejkernel_triton._versions import installed
+
+        self.problems += [[*part, problem] for problem in problems]
+        self.rows += map(self._line, rows)
+        if self.path is None:
+            return
+        head = {"schema": 2, "versions": installed(), "problems": sorted(self.problems), "columns": self.COLUMNS}
+        lines = ",\n".join(json.dumps(line) for line in sorted(self.rows))
+        self.path.write_text(json.dumps(head)[:-1] + ', "rows": [\n' + lines + "\n]}\n")
+
+    def _line(self, row: Any) -> list[Any]:
+        sizes = {name: size for name, size in row.constants.items() if name.startswith(("BLOCK", "CHUNK", "ROWS"))}
+        tile = " ".join(f"{name}={size}" for name, size in sizes.items())
+        values = {**dataclasses.asdict(row), "tile": tile, "spilling": round(row.spilling, 3)}
+        return [values[name] for name in self.COLUMNS]
 
 
 def _compile_part(part: tuple[str, int], arguments: argparse.Namespace) -> tuple[list[Any], str]:

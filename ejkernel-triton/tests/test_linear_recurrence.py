@@ -155,6 +155,20 @@ def test_exact_products_of_float32_take_small_chunks():
     assert {choice.chunk for choice in config.BACKWARD.search_space(call, H200)} == {16}
 
 
+@pytest.mark.parametrize(
+    ("width", "capability_number", "tile"),
+    [(64, 90, (64, 32, 2)), (128, 90, (64, 64, 1)), (64, 80, (32, 32, 1)), (128, 80, (32, 16, 1))],
+)
+def test_tiles_of_float32_are_those_that_registers_hold_best(width, capability_number, tile):
+    call, _ = bound_of(arrays(1, 300, 1, width, width))
+    target = target_of(capability_number)
+    for space in (config.FORWARD, config.BACKWARD):
+        choice = space.heuristic(call, target)
+        assert (choice.chunk, choice.block, choice.num_stages) == tile
+        most = 64 if capability_number == 90 else 32
+        assert {found.block for found in space.search_space(call, target)} == {most // 2, most} | {tile[1]}
+
+
 @pytest.mark.parametrize("name", ["bench-scalar-t1024-h4-d64", "bench-gla-t1024-h4-d64"])
 def test_compiles_within_the_limits(monkeypatch, tmp_path, name):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

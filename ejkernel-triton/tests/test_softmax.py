@@ -105,6 +105,21 @@ def test_every_config_gives_the_same_numbers(interpreted, name):
         check(call, inputs, cotangents, (choice, choice))
 
 
+@pytest.mark.parametrize(
+    ("choice", "kernels"),
+    [(STREAMING, ("forward_streaming", "backward")), (SHARING, ("forward_meeting", "backward_streaming_parts"))],
+    ids=["streaming", "sharing"],
+)
+def test_programs_stay_for_whole_rows_in_forward_and_for_parts_in_backward(monkeypatch, choice, kernels):
+    recorder = testing.Recorder()
+    monkeypatch.setattr(kernel, "call_kernel", recorder)
+    x = jnp.zeros((6, 40))
+    call, inputs = SoftmaxCall(x=ArraySpec.of(x)), SoftmaxInputs(x)
+    outputs = kernel.forward(call, inputs, choice)
+    kernel.backward(call, inputs, outputs, outputs, choice)
+    assert [c.kernel.fn.__name__ for c in recorder.compilations] == [f"softmax_{name}_kernel" for name in kernels]
+
+
 @pytest.mark.parametrize("choice", [*KINDS.values()][1:], ids=[*KINDS][1:])
 def test_a_larger_value_in_a_later_block(interpreted, choice):
     """Sums are rescaled; rows of -inf in all blocks but the last one, and NaN and inf as in the definition."""

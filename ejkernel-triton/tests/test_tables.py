@@ -1,11 +1,10 @@
-"""The tables of tuned configs that the distribution ships."""
+"""The tables of tuned configs that the distribution ships; the conformance suite holds each entry against its implementation."""
 
 import importlib
 from pathlib import Path
 
 import pytest
 
-from ejkernel.plugin import ConfigSpace
 from ejkernel.testing.problem import operations_of
 from ejkernel.tuning import AutotuningResult
 from ejkernel_triton import _plugin
@@ -23,17 +22,6 @@ def test_there_is_a_table_of_each_operation_that_was_tuned():
     assert {Path(path).name for path in _plugin.ejkernel_tuned_configs()} == {"h200.json"}
     assert {entry.key.implementation for entry in ENTRIES} == {"triton"}
     assert {entry.key.operation for entry in ENTRIES} == {*operations_of("triton")} - NOT_TUNED
-
-
-@pytest.mark.parametrize("entry", ENTRIES, ids=[f"{e.key.operation}-{e.key.phase}-{i}" for i, e in enumerate(ENTRIES)])
-def test_entries_hold_configs_as_they_are_today(entry):
-    """One that a kernel no longer takes would be a miss with a warning."""
-    module = importlib.import_module(f"ejkernel_triton.{entry.key.operation}.config")
-    space: ConfigSpace = getattr(module, entry.key.phase.upper())
-    for values in (entry.config, *(timing.config for timing in entry.timings)):
-        assert space.config(**values) is not None
-    assert entry.check is not None
-    assert entry.check.passed
 
 
 @needs_jax_triton

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
 
 from ejkernel._arrays import ArraySpec
-from ejkernel.operations._pages import FUSED, PageShape
+from ejkernel.operations._pages import PageStrides
 from ejkernel.plugin import Target
 from ejkernel_triton._capability import FLOATS
 
@@ -21,28 +19,10 @@ MOST_SEARCHED = 1024
 """Requests that a program looks at together."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Strides:
-    """Elements from one page, token, head and batch member to the next, and from a head's key to its value in the same array."""
-
-    page: int
-    token: int
-    head: int
-    batch: int
-    first_value: int = 0
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...], layout: str) -> Strides:
-        """Read a canonical shape, which has the batch in front; all members share a batch of one."""
-        sizes, batch = PageShape.of(shape, layout), math.prod(shape[1:]) if shape[0] > 1 else 0
-        tokens, heads, size = sizes.page_size, sizes.heads, sizes.head_size
-        if layout in FUSED:
-            return cls(tokens * heads * 2 * size, heads * 2 * size, 2 * size, batch, first_value=size)
-        if layout == "pthd":
-            return cls(tokens * heads * size, heads * size, size, batch)
-        if layout == "phtd":
-            return cls(tokens * heads * size, size, tokens * size, batch)
-        return cls(tokens * size, size, sizes.pages * tokens * size, batch)
+def strides_of(shape: tuple[int, ...], layout: str) -> PageStrides:
+    """Of a canonical shape; all members share a batch of one."""
+    found = PageStrides.of(shape, layout)
+    return found if shape[0] > 1 else found._replace(batch=0)
 
 
 def e4m3_problem(target: Target, *specs: ArraySpec | None) -> str | None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
+from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl, tables_beside
 from ejkernel_triton._interpret import INTERPRET, interpreting
 
 
@@ -52,8 +51,7 @@ def ejkernel_plugin() -> Plugin:
 
 @hookimpl
 def ejkernel_tuned_configs() -> list[str]:
-    """What `ejkernel tune` found, a file for each kind of device."""
-    return sorted(str(path) for path in (Path(__file__).parent / "tables").glob("*.json"))
+    return tables_beside(__file__)
 
 
 @hookimpl

@@ -32,7 +32,7 @@ _WIDE = 16384
 _HELD = 128 * 1024
 """Bytes of the registers of a multiprocessor that rows may take while they wait."""
 
-WARPS_AT_ONCE = 12
+_WARPS_AT_ONCE = 12
 """Of programs that share rows, with 64 elements per thread: what the registers of a multiprocessor hold."""
 
 SHARED_MEMORY = 96 * 1024
@@ -182,29 +182,26 @@ def streams(stages: int, tile_bytes: int, target: Target) -> bool:
     return (stages - 1) * tile_bytes + 2048 <= shared_memory_limit(target)
 
 
-def streaming_parts_configs(columns: int, size: int, target: Target, most_warps: int, arrays: int = 1) -> list[ForwardConfig]:
-    """Configs of a search space whose programs stay and share rows of each of so many arrays; `most_warps` with 64 elements per
-    thread run at once."""
+def streaming_parts_configs(columns: int, size: int, target: Target, arrays: int = 1) -> list[ForwardConfig]:
+    """Configs of a search space whose programs stay and share rows of each of so many arrays.
+
+    128 registers of a thread hold 64 elements, and those of the row before, of one array only.
+    """
     found = []
-    for (block, warps), stages in itertools.product(((8192, 4), (16384, 8), (32768, 16), (8192, 8), (16384, 16)), (2, 3)):
-        many = block > 32 * 32 * warps
-        at_once = most_warps if many else 16
+    tiles_of_parts = ((8192, 4), (16384, 8), *(((32768, 16),) if arrays == 1 else ()), (8192, 8), (16384, 16))
+    for (block, warps), stages in itertools.product(tiles_of_parts, (2, 3)):
+        at_once = _WARPS_AT_ONCE if block > 32 * 32 * warps else 16
         legal = columns > _WIDE and 2 * block <= columns <= MOST_PARTS * block and thread_fits(block, warps, 128 // size)
-        legal &= not (
-            many and warps == 16 and arrays > 1
-        )  # 128 registers hold 64 elements, and those of the row before, of one
         if legal and streams(stages, max(1, at_once // warps) * block * size * arrays, target):
             programs = max(1, _programs(target, warps, at_once) // -(-columns // block))
             found.append(ForwardConfig(1, warps, block, stages, True, programs))
     return found
 
 
-def streaming_parts_config(
-    columns: int, rows: int, size: int, target: Target, most_warps: int, arrays: int = 1
-) -> ForwardConfig | None:
+def streaming_parts_config(columns: int, rows: int, size: int, target: Target, arrays: int = 1) -> ForwardConfig | None:
     """Of a heuristic; None where programs could not all run at once, would have no next part, or no room for it."""
     least = 16384 // size
-    for found in streaming_parts_configs(columns, size, target, most_warps, arrays):
+    for found in streaming_parts_configs(columns, size, target, arrays):
         if multiprocessors(target) and found.block >= least and found.num_stages == 2 and rows >= 4 * found.programs:
             return found
     return None
@@ -226,7 +223,7 @@ def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
         return held_forward(width)
     if not few and width * size <= WIDEST_WALK:
         return walking
-    staying = streaming_parts_config(call.x.shape[-1], rows, size, target, WARPS_AT_ONCE)
+    staying = streaming_parts_config(call.x.shape[-1], rows, size, target)
     return staying or sharing_config(width, size) or walking
 
 
@@ -237,7 +234,7 @@ def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
         *(ForwardConfig(*tile) for tile in tiles(width, (8, 16, 32, 64)) if width <= WIDEST_FORWARD),
         *walking_configs(width, size),
         *sharing_configs(width, size),
-        *streaming_parts_configs(call.x.shape[-1], size, target, WARPS_AT_ONCE),
+        *streaming_parts_configs(call.x.shape[-1], size, target),
     )
 
 

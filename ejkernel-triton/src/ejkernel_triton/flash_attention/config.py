@@ -61,7 +61,7 @@ _SMALL = (
 )
 """What is tried when nothing better fits; the last fits everywhere."""
 _EXACT = ((16, 16, 8, 1), (16, 16, 4, 1))
-"""For float32 without tensor cores: larger products take minutes to compile."""
+"""For float32 without tensor cores: larger products take minutes to compile. And for keys in parts before warpgroups."""
 _SINGLE = ((32, 32, 4, 1), (16, 16, 4, 1))
 """For float32 rounded to TF32."""
 _SMALL_PARTS = (
@@ -77,6 +77,8 @@ _NARROW_PARTS_FORWARD = ((64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 
 _PARTS_KEY = ((64, 32, 4, 2), (128, 32, 8, 2), (64, 16, 4, 2))
 _FEW_ROWS = ((32, 32, 4, 2),)
 """Where operands lie in registers, as they do before warpgroups multiply: more rows spill there."""
+_BEFORE = ((64, 32, 4, 3), (64, 32, 4, 2))
+"""For heads up to 128 before warpgroups, compiled for an A100: tiles of 64 x 64 take up to twice the instructions, and spill."""
 _PARTS_QUERY = ((64, 32, 4, 2), (128, 64, 8, 2), (128, 16, 8, 1), (64, 16, 4, 3))
 _FORWARD = (
     *((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3)),
@@ -107,6 +109,7 @@ class _Model:
         self.limit = shared_memory_limit(target)
         generation = (target.capability or (0, 0))[0]
         self.warpgroups = generation == 9
+        self.before_warpgroups = 0 < generation < 9
         # With tensor memory, what Triton makes of more rows in parts does not fit.
         self.most_rows = 32 if self.parts and generation > 9 else 2**31
         self.queries, self.keys = call.query.shape[1], call.key.shape[1]
@@ -158,6 +161,8 @@ class _Model:
     def parts_forward(self) -> tuple[Tile, ...]:
         if self.width <= 64 and self.most_rows > 32:
             return _NARROW_PARTS_FORWARD
+        if self.before_warpgroups and self.width > 128:
+            return (32, 32, 8, 1), *_FEW_ROWS
         return _PARTS_FORWARD if self.warpgroups else ((128, 16, 8, 2), *_FEW_ROWS)
 
     def parts_backward(self, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
@@ -168,6 +173,8 @@ class _Model:
         return self.tiles(_SMALL, _SMALL_PARTS)
 
     def _forward(self) -> tuple[Tile, ...]:
+        if self.before_warpgroups and self.width <= 128:
+            return _BEFORE
         if self.narrow:
             return ((64, 32, 4, 3),)
         if self.width > 128:
@@ -177,17 +184,23 @@ class _Model:
         return (64, 64, 4, 3), (64, 64, 4, 2)
 
     def key_choices(self) -> tuple[Tile, ...]:
+        if self.parts and self.before_warpgroups and self.width > 128:
+            return _EXACT
         return (*self.tiles(self._key(), self.parts_backward(_PARTS_KEY)), *self.small())
 
     def _key(self) -> tuple[Tile, ...]:
         if self.apart:
             return (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 1)
+        if self.before_warpgroups and self.width <= 128:
+            return _BEFORE[1:]
         return ((64, 64, 4, 1),) if self.narrow else ((64, 64, 4, 2),)
 
     def query_choices(self) -> tuple[Tile, ...]:
         return (*self.tiles(self._query(), self.parts_backward(_PARTS_QUERY)), *self.small())
 
     def _query(self) -> tuple[Tile, ...]:
+        if self.before_warpgroups and self.width <= 128:
+            return _BEFORE[1:]
         if self.narrow:
             return ((64, 64, 4, 1),)
         if self.width > 128:

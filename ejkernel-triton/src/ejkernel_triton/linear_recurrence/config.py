@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from ejkernel.operations.linear_recurrence.interface import LinearRecurrenceCall
 from ejkernel.plugin import ConfigSpace, Target
@@ -48,6 +49,8 @@ class _Model:
         self.exact = self.itemsize == 4 and product_precision(call) == "ieee"
         self.limit = shared_memory_limit(target)
         self.per_channel = call.gk is not None
+        self.split = self.itemsize == 4 and not self.exact
+        self.on_warpgroups = target.capability is None or target.capability >= (9, 0)
 
     def chunks(self) -> tuple[int, ...]:
         """Products of float32 without tensor cores are unrolled: larger tiles take minutes to compile."""
@@ -82,12 +85,11 @@ class _Model:
 
 def _choices(model: _Model, segments: tuple[int, ...]) -> list[Config]:
     """Four warps. Eight, for which tiles are turned, are left to `cfg=` as long as no device has checked their numbers."""
-    found = [
-        Config(chunk, segment, block, 4, stages)
-        for block, stages, segment in itertools.product((16, 32, 64), (2, 3), segments)
-        for chunk in model.chunks()[:1]
-        if block in model.blocks()[-3:]
-    ]
+    blocks, depths = [block for block in model.blocks()[-3:] if block <= 64], (2, 3)
+    if model.split:
+        blocks, depths = [min(block, model.blocks()[-1]) for block in ((32, 64) if model.on_warpgroups else (16, 32))], (1, 2)
+    chunk = min(_bounds(model).chunk, model.chunks()[0])
+    found = [Config(chunk, segment, block, 4, depth) for block, depth, segment in itertools.product(blocks, depths, segments)]
     return [config for config in found if model.fits(config)]
 
 
@@ -96,15 +98,39 @@ def _smallest(model: _Model, segment: int) -> Config:
     return Config(min(model.chunks()[-1], 32), segment, 16, 4, 1)
 
 
+class _Bounds(NamedTuple):
+    """The largest chunk and block of a heuristic, and the depths that it tries."""
+
+    chunk: int
+    block: int
+    depths: tuple[int, ...] = (2, 1)
+
+
+def _bounds(model: _Model) -> _Bounds:
+    """Up to 64 channels, so that two programs share a multiprocessor; fewer where gradients of decays per channel are formed.
+
+    Products of float32 split their tiles in registers. With heads beyond 64 every tile spills on Hopper, those of half the tokens
+    or channels as much, in 1.5 to 6 times as many instructions; with one chunk in flight two programs still share a multiprocessor.
+    Before Hopper both operands of a product lie in registers, and larger tiles of float32 spill all that they hold; in narrower
+    dtypes one chunk in flight spills half as much as two.
+    """
+    wide = max(width for width, _ in model.parts()) > 64
+    if model.exact or (model.per_channel and model.backward and not model.split):
+        return _Bounds(64, 32)
+    if not model.split:
+        return _Bounds(64, 64, (2, 1) if model.on_warpgroups or not wide else (1,))
+    if model.on_warpgroups:
+        return _Bounds(64, 64, (1,)) if wide else _Bounds(64, 32)
+    return _Bounds(32, 16 if wide else 32, (1,))
+
+
 def _preferred(model: _Model, segment: int) -> Config:
-    """Four warps and up to 64 channels, so that two programs share a multiprocessor; fewer where tiles are of float32, or gradients
-    of decays per channel are formed."""
-    widest = 32 if model.itemsize == 4 or (model.per_channel and model.backward) else 64
+    bounds = _bounds(model)
     for chunk in model.chunks():
         for block in sorted(model.blocks(), reverse=True):
-            for stages in (2, 1):
-                config = Config(chunk, segment, block, 4, stages)
-                if block <= widest and model.fits(config):
+            for depth in bounds.depths:
+                config = Config(chunk, segment, block, 4, depth)
+                if chunk <= bounds.chunk and block <= bounds.block and model.fits(config):
                     return config
     return _smallest(model, segment)
 
@@ -131,8 +157,8 @@ def backward_heuristic(call: LinearRecurrenceCall, target: Target) -> Config:
 
 
 def _backward_segments(call: LinearRecurrenceCall) -> tuple[int, ...]:
-    """The gradient of a token's decay is a sum over the rest of its segment, whose rounding errors grow with the length."""
-    return (512,) if call.g is not None or call.gk is not None else (512, 1024)
+    """The gradient of a token's decay is a sum over the rest of its segment, whose rounding errors grow with the length's root."""
+    return (128, 256, 512) if call.g is not None or call.gk is not None else (512, 1024)
 
 
 def _space(

@@ -18,7 +18,7 @@ from ejkernel.operations.paged_attention.interface import PagedAttentionCall, Pa
 from ejkernel_triton._blocks import product_block
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._numerics import dot_precision
-from ejkernel_triton._pages import Strides, batch_stride, search_block, storage, with_one_schedule
+from ejkernel_triton._pages import batch_stride, search_block, storage, strides_of, with_one_schedule
 from ejkernel_triton._requests import count_up_to
 from ejkernel_triton.paged_attention.config import DECODE_STAGES, PagedAttentionConfig, warps_of
 from ejkernel_triton.paged_attention.schedule import FAR, Schedule, Sizes, make_schedule
@@ -550,8 +550,8 @@ def _pass(
     requests = call.kv_lens.shape[1]
     save_lse = call.return_lse or call.save_residuals
     schedule = make_schedule(call, sizes, inputs.query_start_loc, inputs.kv_lens)
-    key = Strides.of(call.key_pages.shape, call.layout)
-    value = key if call.value_pages is None else Strides.of(call.value_pages.shape, call.layout)
+    key = strides_of(call.key_pages.shape, call.layout)
+    value = key if call.value_pages is None else strides_of(call.value_pages.shape, call.layout)
     dtype = _product_dtype(call)
     shared: dict[str, Any] = {
         "V": call.value_size,

@@ -16,7 +16,7 @@ from ejkernel.operations.paged_cache_update.interface import (
 )
 from ejkernel_triton._blocks import power_of_two
 from ejkernel_triton._jax_triton import call_kernel
-from ejkernel_triton._pages import Strides, batch_stride, search_block, storage, with_one_schedule
+from ejkernel_triton._pages import batch_stride, search_block, storage, strides_of, with_one_schedule
 from ejkernel_triton._requests import count_up_to
 from ejkernel_triton.paged_cache_update.config import PagedCacheUpdateConfig
 
@@ -155,8 +155,8 @@ def forward(
         # Nothing to write; something of its own shows in a program that this platform served the call.
         return PagedCacheUpdateOutputs(*jax.lax.optimization_barrier((inputs.key_pages, inputs.value_pages)))
     inputs = with_one_schedule(inputs)
-    key, fused = Strides.of(call.key_pages.shape, call.layout), call.value_pages is None
-    value = key if call.value_pages is None else Strides.of(call.value_pages.shape, call.layout)
+    key, fused = strides_of(call.key_pages.shape, call.layout), call.value_pages is None
+    value = key if call.value_pages is None else strides_of(call.value_pages.shape, call.layout)
     new = (inputs.key, inputs.value, inputs.query_start_loc, inputs.kv_lens, inputs.block_tables)
     scales = tuple(inputs.key if scale is None else scale for scale in (inputs.key_scale, inputs.value_scale))
     pages = (inputs.key_pages, inputs.key if fused else inputs.value_pages)

@@ -24,15 +24,12 @@ from ejkernel_triton._rows.config import (
 )
 
 Config = ForwardConfig
-"""Of both phases: rows of a program, blocks that it walks over, or parts that programs share."""
+"""Of both phases: rows of a program, blocks that it walks over, or parts that programs share. Programs stay (`programs`) for whole
+rows in forward, for parts in backward; in the other phase there is one for each."""
 
 WIDEST_FORWARD = 32768
 WIDEST_BACKWARD = {2: 32768, 4: 16384}
 """By bytes of an element. Wider rows are shared by programs; a program holds at most 32 registers per thread of each row."""
-
-
-_WARPS_AT_ONCE = {1: 16, 2: 12}
-"""As `_rows.config.WARPS_AT_ONCE`, by arrays that are read."""
 
 
 def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
@@ -51,31 +48,32 @@ def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
     if width > WIDEST_BACKWARD[size]:
         staying = None
         if width * size > WIDEST_WALK:
-            staying = streaming_parts_config(call.x.shape[-1], rows_of(call.x), size, target, _WARPS_AT_ONCE[2], 2)
+            staying = streaming_parts_config(call.x.shape[-1], rows_of(call.x), size, target, 2)
         return staying or sharing_config(width, size) or Config(1, 16, 8192)
     rows = max(1, min(512, 2048 // width))
     return Config(rows, warps_for(width * rows, 16))
 
 
 def forward_space(call: SoftmaxCall, target: Target) -> list[Config]:
-    return _space(call, target, forward_heuristic(call, target), WIDEST_FORWARD, 1)
+    """The mask, a byte for each element, is in flight as well."""
+    width, size = power_of_two(call.x.shape[-1]), itemsize(call.x)
+    return distinct(
+        forward_heuristic(call, target),
+        *(Config(*tile) for tile in tiles(width, (8, 16, 32, 64)) if width <= WIDEST_FORWARD),
+        *walking_configs(width, size),
+        *sharing_configs(width, size),
+        *streaming_configs(width, size + (call.where is not None), target),
+    )
 
 
 def backward_space(call: SoftmaxCall, target: Target) -> list[Config]:
-    return _space(call, target, backward_heuristic(call, target), WIDEST_BACKWARD[itemsize(call.x)], 2)
-
-
-def _space(call: SoftmaxCall, target: Target, heuristic: Config, widest: int, arrays: int) -> list[Config]:
-    """`arrays` are read for each element, and the mask, a byte of each, is in flight as well."""
     width, size = power_of_two(call.x.shape[-1]), itemsize(call.x)
-    read = arrays * size + (call.where is not None)
     return distinct(
-        heuristic,
-        *(Config(*tile) for tile in tiles(width, (8, 16, 32, 64)[: 5 - arrays]) if width <= widest),
-        *walking_configs(width, arrays * size),
+        backward_heuristic(call, target),
+        *(Config(*tile) for tile in tiles(width, (8, 16, 32)) if width <= WIDEST_BACKWARD[size]),
+        *walking_configs(width, 2 * size),
         *sharing_configs(width, size),
-        *streaming_configs(width, read, target),
-        *streaming_parts_configs(call.x.shape[-1], size, target, _WARPS_AT_ONCE[arrays], arrays),
+        *streaming_parts_configs(call.x.shape[-1], size, target, 2),
     )
 
 

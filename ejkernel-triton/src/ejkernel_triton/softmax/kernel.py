@@ -20,13 +20,16 @@ from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._rows.meeting import UNKNOWN_ZERO, meet, parts_of, patience, words_of
 from ejkernel_triton.softmax.config import Config
 from ejkernel_triton.softmax.mask import mask_of, masked
-from ejkernel_triton.softmax.parts import LOWEST, backward_of_part, forward_of_part, part_sums, place_of, sums_of_parts
-from ejkernel_triton.softmax.streaming import (
-    softmax_backward_streaming_kernel,
-    softmax_backward_streaming_parts_kernel,
-    softmax_forward_streaming_kernel,
-    softmax_forward_streaming_parts_kernel,
+from ejkernel_triton.softmax.parts import (
+    LOWEST,
+    backward_of_part,
+    forward_of_part,
+    part_sums,
+    place_of,
+    sum_of_products,
+    sums_of_parts,
 )
+from ejkernel_triton.softmax.streaming import softmax_backward_streaming_parts_kernel, softmax_forward_streaming_kernel
 
 
 @triton.jit
@@ -169,8 +172,7 @@ def softmax_backward_meeting_kernel(
     tl.store(p_sums + tl.program_id(0) + tl.arange(0, 1), tl.sum(b_out.to(tl.float32) * b_grad.to(tl.float32), axis=1))
     complete, left, zero = meet(p_words + i_row, i_part, PARTS, PATIENCE)
     if complete:
-        o_part = tl.arange(0, PARTS_BLOCK)
-        b_sum = tl.sum(tl.load(p_sums + i_row * PARTS + o_part, mask=o_part < PARTS, other=0.0, cache_modifier=".cg"))
+        b_sum = sum_of_products(p_sums, i_row, PARTS, PARTS_BLOCK)
         b_dx = backward_of_part(b_out, b_grad, b_sum, zero, SCALE)
         tl.store(p_dx + o_tile, b_dx.to(p_dx.dtype.element_ty), mask=m_tile)
         if left != 0:
@@ -259,28 +261,26 @@ def softmax_backward_walking_kernel(
 
 class _Kernels(NamedTuple):
     """By how programs and rows belong together: a program holds whole rows, or walks over its row, or shares a row; and programs
-    that stay, each for whole rows or for parts."""
+    that stay, each for whole rows or for parts, if the phase has them."""
 
     held: Any
     walking: Any
     meeting: Any
-    streaming: Any
-    streaming_parts: Any
+    streaming: Any = None
+    streaming_parts: Any = None
 
 
 _FORWARD = _Kernels(
     softmax_forward_kernel,
     softmax_forward_walking_kernel,
     softmax_forward_meeting_kernel,
-    softmax_forward_streaming_kernel,
-    softmax_forward_streaming_parts_kernel,
+    streaming=softmax_forward_streaming_kernel,
 )
 _BACKWARD = _Kernels(
     softmax_backward_kernel,
     softmax_backward_walking_kernel,
     softmax_backward_meeting_kernel,
-    softmax_backward_streaming_kernel,
-    softmax_backward_streaming_parts_kernel,
+    streaming_parts=softmax_backward_streaming_parts_kernel,
 )
 
 
@@ -289,7 +289,8 @@ def _call(kernels: _Kernels, arrays: tuple[Any, ...], call: SoftmaxCall, inputs:
     x = inputs.x
     mask = mask_of(x, inputs.where)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    programs = min(config.programs, rows)
+    stay = kernels.streaming_parts if config.meet else kernels.streaming
+    programs = min(config.programs, rows) if stay else 0
     constants = {"WIDTH": width, "WHERE": mask.kind, "SCALE": call.scale, "num_warps": config.num_warps}
     arrays, repetition = (*arrays, mask.where), (mask.middle, mask.inner)
     unknown = (UNKNOWN_ZERO,) if programs else ()
@@ -299,7 +300,7 @@ def _call(kernels: _Kernels, arrays: tuple[Any, ...], call: SoftmaxCall, inputs:
         walk = (rows, programs) if programs else ()
         left = (((rows * parts,), jnp.int32),) if programs else ()
         return call_kernel(
-            kernels.streaming_parts if programs else kernels.meeting,
+            stay if programs else kernels.meeting,
             (*arrays, words_of(rows), *walk, rows * parts, *repetition, *unknown),
             (*result, ((rows,), jnp.int32), ((2, rows * parts), jnp.float32), *left),
             grid=(programs or rows) * parts,
@@ -316,9 +317,7 @@ def _call(kernels: _Kernels, arrays: tuple[Any, ...], call: SoftmaxCall, inputs:
     tile = {"BLOCK": power_of_two(width), **constants}
     if programs:
         tile = {"STAGES": config.num_stages, **tile}
-        return call_kernel(kernels.streaming, (*arrays, rows, programs, *repetition, *unknown), result, grid=programs, **tile)[
-            0
-        ]
+        return call_kernel(stay, (*arrays, rows, programs, *repetition, *unknown), result, grid=programs, **tile)[0]
     grid = -(-rows // config.rows)
     return call_kernel(kernels.held, (*arrays, rows, *repetition), result, grid=grid, ROWS=config.rows, **tile)[0]
 

@@ -51,5 +51,12 @@ def forward_of_part(b_stored, m_part, b_largest, b_inverse, zero, SCALE: tl.cons
 
 
 @triton.jit
+def sum_of_products(p_sums, i_row, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr):
+    """The sum of `out * grad` over a row."""
+    o_part = tl.arange(0, PARTS_BLOCK)
+    return tl.sum(tl.load(p_sums + i_row * PARTS + o_part, mask=o_part < PARTS, other=0.0, cache_modifier=".cg"))
+
+
+@triton.jit
 def backward_of_part(b_out, b_grad, b_sum, zero, SCALE: tl.constexpr):
     return widened(b_out, zero) * (widened(b_grad, zero) - b_sum) * SCALE
