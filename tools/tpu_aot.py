@@ -91,7 +91,7 @@ def _compile_part(arguments: argparse.Namespace, operation: str, kind: str) -> l
     with tempfile.TemporaryDirectory() as folder:
         _listings.ask(Path(folder))
         cases, rows = _cases(operation, arguments), []
-        benchmarks = [case for case in cases if "bench" in case.tags]
+        benchmarks = [case for case in cases if case.is_benchmark]
         for some, dtypes in ((benchmarks, BENCHMARKED), ([case for case in cases if case not in benchmarks], DTYPES)):
             dtypes = arguments.dtype or dtypes
             if arguments.peers:

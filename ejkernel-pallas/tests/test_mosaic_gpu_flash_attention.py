@@ -37,9 +37,8 @@ ONE_CONSUMER_BACK = config.BackwardConfig(
     query_block_k=64,
     query_stages=2,
     query_warpgroups=1,
-    query_in_registers=False,
 )
-APART = dataclasses.replace(ONE_CONSUMER_BACK, key_apart=True, query_stages=1, query_in_registers=True)
+APART = dataclasses.replace(ONE_CONSUMER_BACK, key_apart=True, query_stages=1)
 needs_cuda = pytest.mark.skipif(
     not any(re.fullmatch(r"jax_cuda\d+_plugin", module.name) for module in pkgutil.iter_modules()),
     reason="Mosaic GPU lowers with a part of jax's CUDA plugin: pip install jax-cuda13-plugin",
@@ -201,6 +200,14 @@ def test_few_blocks_of_keys_are_divided() -> None:
     assert parts_of(1, 5001, 8, 2) > 1
     assert parts_of(2, 2048, 8, 2) > 1
     assert parts_of(1, 128, 2, 2) == 1
+
+
+def test_narrow_walks_have_programs_that_stay() -> None:
+    narrow, wide = (problem(512, 512, 4, 2, causal=True, sliding_window=(left, 0))[0] for left in (127, 400))
+    assert config.forward_heuristic(narrow, HOPPER) == config.ForwardConfig(
+        block_k=128, stages=2, warpgroups=2, overlap=True, ping_pong=False, query_in_registers=False, persistent=True
+    )
+    assert not config.forward_heuristic(wide, HOPPER).persistent
 
 
 @needs_cuda

@@ -75,6 +75,8 @@ def both_phases(device, inputs, call, forward, backward):
         ("bfloat16", (520, 1000, 384, 6), {"stored": "int8"}),
         ("bfloat16", (520, 1000, 384, 6), {"stored": "float8_e4m3fn", "transpose": True, "extras": True}),
         ("float32", (520, 1000, 384, 6), {"stored": "float8_e5m2"}),
+        ("bfloat16", (20, 1, 24, 3), {}),
+        ("bfloat16", (20, 24, 1, 3), {"transpose": True, "extras": True}),
     ],
     ids=str,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
+from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl, tables_beside
 
 _PHASES: tuple[Phase, ...] = ("forward", "backward")
 _TPU: dict[str, tuple[Phase, ...]] = {
@@ -55,3 +55,8 @@ def ejkernel_plugin() -> Plugin:
             *(_mosaic_gpu(operation, phase) for operation in _MOSAIC_GPU for phase in _PHASES),
         ),
     )
+
+
+@hookimpl
+def ejkernel_tuned_configs() -> list[str]:
+    return tables_beside(__file__)

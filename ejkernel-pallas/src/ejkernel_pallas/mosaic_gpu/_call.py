@@ -161,6 +161,12 @@ class Accumulator:
         plgpu.commit_smem()  # to the race detector these were ordinary reads
         self.b_sum = self.b_sum + jnp.dot(*factors, preferred_element_type=jnp.float32)
 
+    def value(self, *, outstanding: int) -> Any:
+        """The sum, once no more than so many products issued by this warpgroup are unfinished."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        return self.b_sum if self.acc is None else plgpu.wgmma_accumulator_load(self.acc, wait_n=outstanding)
+
 
 def accumulate(b_sums: Sequence[Any], body: Callable[..., Any], results: Sequence[tuple[int, ...]] = ()) -> list[Any]:
     """`body` adds products to an `Accumulator` for each of `b_sums`; the sums, once all products are finished.
@@ -201,13 +207,6 @@ def with_product(shape: tuple[int, ...], body: Callable[[Any], Any], others: Seq
     for each, b_sum in zip(others, b_sums, strict=True):
         each.b_sum = b_sum
     return returned
-
-
-def left_factor(s_array: Any, *, in_registers: bool) -> Any:
-    """An array of shared memory as the left factor of products: itself, or a copy in registers, which is not read again."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    return plgpu.load(s_array, layout=plgpu.Layout.WGMMA) if in_registers and not interpreting() else s_array
 
 
 def wait_for_products(outstanding: int) -> None:

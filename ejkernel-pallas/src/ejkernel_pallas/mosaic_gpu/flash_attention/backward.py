@@ -20,7 +20,6 @@ from ejkernel_pallas.mosaic_gpu._call import (
     Accumulator,
     accumulate,
     call_kernel,
-    left_factor,
     tiled,
     wait_for_products,
     with_product,
@@ -38,7 +37,6 @@ class Gradient:
         rules: of the call.
         schedule: the order of blocks, of keys and their heads or of queries and theirs.
         other: rows of a tile that is walked over; a consumer owns `ROWS`.
-        own_in_registers: products read what is owned from registers.
         stages: tiles that are in shared memory at one time.
         warpgroups: consumers of a block.
         size, value_size: of heads, as they lie in memory.
@@ -52,7 +50,6 @@ class Gradient:
     rules: Rules
     schedule: Schedule
     other: int
-    own_in_registers: bool
     stages: int
     warpgroups: int
     size: int
@@ -226,8 +223,7 @@ class _Block:
                 for i in range(2)
             )
         plgpu.barrier_wait(here)
-        factors = (left_factor(s_held, in_registers=self.plan.own_in_registers) for s_held in (s_own, s_own_value))
-        step = _Step(self, place, walk, first, done, facts, statistics, *factors)
+        step = _Step(self, place, walk, first, done, facts, statistics)
         zeros = tuple(
             plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA) for width in self.plan.widths
         )
@@ -270,8 +266,12 @@ class _Step:
     done: Any
     facts: dict[str, Any]
     statistics: Any
-    own: Any
-    own_value: Any
+
+    def factors(self) -> tuple[Any, ...]:
+        """What is owned, as left factors of products."""
+        # Formed in each step: the addresses of all pieces of a product, formed ahead of the loop, would fill the uniform registers.
+        i_own = lax.optimization_barrier(self.block.wg)
+        return tuple(self.block.scratch[name].at[i_own] for name in ("own", "own_value"))
 
     def slot(self, i_step: Any) -> Any:
         return lax.rem(self.done + i_step, jnp.int32(self.block.plan.stages))
@@ -302,6 +302,12 @@ class _Step:
         shape = b_value.shape
         return lax.cond(self.walk.whole(i_tile), lambda: b_value, lambda: jnp.where(self.seen(i_tile, shape), b_value, 0.0))
 
+    def where_weighted(self, i_tile: Any, b_weights: Any, b_value: Any) -> Any:
+        """A tile's numbers, 0 for hidden pairs, whose weights are 0."""
+        if self.block.rules.cap is not None or not self.block.rules.hides:  # slopes of hidden pairs may be NaN
+            return self.where_seen(i_tile, b_value)
+        return lax.cond(self.walk.whole(i_tile), lambda: b_value, lambda: jnp.where(b_weights == 0.0, 0.0, b_value))
+
     def ragged(self) -> bool:
         """Whether a tile may hold keys past the end, which would get a weight; queries past the end have no gradient."""
         return not self.block.plan.by_key and self.block.rules.keys % self.block.plan.other != 0
@@ -312,7 +318,8 @@ class _Step:
         layout = plgpu.Layout.WGMMA
         by_key = self.block.plan.by_key
         start = i_tile * self.block.plan.other
-        o_own = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + self.first
+        first = lax.optimization_barrier(self.first)  # else registers hold the numbers of rows
+        o_own = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + first
         o_other = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + start
         facts = {name: lax.broadcast_in_dim(b_fact, shape, [0]) for name, b_fact in self.facts.items()}
         for name in self.block.rules.facts:
@@ -335,16 +342,20 @@ class _Step:
             b_row = plgpu.load(block.scratch["rows"].at[slot, i_row], layout=plgpu.Layout.WGMMA.reduce(0))
             return lax.broadcast_in_dim(b_row, shape, [1])
 
+        own, own_value = self.factors()
+
         def with_scores(added: dict[str, Accumulator], s_query: Any, scores: Any) -> None:
-            plgpu.wgmma(scores, self.own, s_query.transpose((1, 0)))
+            plgpu.wgmma(scores, own, s_query.transpose((1, 0)))
             s_grad = self.wait("other_value", slot)
             if "key" not in added:
                 finish(added, s_query, s_grad, scores, None)
                 return
-            with_product(shape, functools.partial(with_both, added, s_query, s_grad, scores), [*added.values()])
+            # Not 0.0: the assembler may take that from registers of the scores, whose product it then waits for (its remark C7517).
+            b_start = plgpu.layout_cast(jnp.full(shape, -0.0, jnp.float32), plgpu.Layout.WGMMA)
+            accumulate([b_start], functools.partial(with_both, added, s_query, s_grad, scores))
 
-        def with_both(added: dict[str, Accumulator], s_query: Any, s_grad: Any, scores: Any, d_weights: Any) -> None:
-            plgpu.wgmma(d_weights, self.own_value, s_grad.transpose((1, 0)))
+        def with_both(added: dict[str, Accumulator], s_query: Any, s_grad: Any, scores: Any, d_weights: Accumulator) -> None:
+            d_weights.add(own_value, s_grad.transpose((1, 0)))
             finish(added, s_query, s_grad, scores, d_weights)
 
         def finish(added: dict[str, Accumulator], s_query: Any, s_grad: Any, scores: Any, d_weights: Any) -> None:
@@ -354,8 +365,8 @@ class _Step:
                 added["value"].add(b_weights.astype(plan.dtype), s_grad)
             if "key" in added:
                 b_weights = self.sloped(b_weights, b_logits)
-                b_d_weights = plgpu.wgmma_accumulator_load(d_weights, wait_n=int("value" in added))
-                b_d_logits = self.where_seen(i_tile, b_weights * (b_d_weights - columns(1)))
+                b_d_weights = d_weights.value(outstanding=int("value" in added))
+                b_d_logits = self.where_weighted(i_tile, b_weights, b_weights * (b_d_weights + columns(1)))
                 added["key"].add(b_d_logits.astype(plan.dtype), s_query)
                 if "value" in added:
                     if plan.ahead:
@@ -382,24 +393,26 @@ class _Step:
         slot = self.slot(i_step)
         _, i_tile = self.walk.at(i_step)
         shape = (ROWS, plan.other)
-        b_shift, b_delta = (lax.broadcast_in_dim(b_row, shape, [0]) for b_row in self.statistics)
+        b_shift, b_start = (lax.broadcast_in_dim(b_row, shape, [0]) for b_row in self.statistics)
+
+        own, own_value = self.factors()
 
         def with_scores(query_sum: Accumulator, s_key: Any, scores: Any) -> None:
-            plgpu.wgmma(scores, self.own, s_key.transpose((1, 0)))
+            plgpu.wgmma(scores, own, s_key.transpose((1, 0)))
             s_value = self.wait("other_value", slot)
-            with_product(shape, functools.partial(with_both, query_sum, s_key, s_value, scores), [query_sum])
+            accumulate([b_start], functools.partial(with_both, query_sum, s_key, s_value, scores))
 
-        def with_both(query_sum: Accumulator, s_key: Any, s_value: Any, scores: Any, d_weights: Any) -> None:
-            plgpu.wgmma(d_weights, self.own_value, s_value.transpose((1, 0)))
+        def with_both(query_sum: Accumulator, s_key: Any, s_value: Any, scores: Any, d_weights: Accumulator) -> None:
+            d_weights.add(own_value, s_value.transpose((1, 0)))
             b_logits = rules.logits(plgpu.wgmma_accumulator_load(scores, wait_n=1))
             b_weights = self.sloped(jnp.exp2(b_logits * rules.unit - b_shift), b_logits)
             # Compilers would wait for the other product first: one is stopped by the barrier, the assembler by a branch.
             b_weights = lax.optimization_barrier(b_weights)
             if plan.ahead:
                 self.wait_for(i_step + 1)
-            b_d_weights = plgpu.wgmma_accumulator_load(d_weights, wait_n=0)
+            b_d_weights = d_weights.value(outstanding=0)
             self.free("other_value", slot)
-            b_d_logits = self.where_seen(i_tile, b_weights * (b_d_weights - b_delta))
+            b_d_logits = self.where_seen(i_tile, b_weights * b_d_weights)
             query_sum.add(b_d_logits.astype(plan.dtype), s_key)
 
         def products(query_sum: Accumulator) -> None:

@@ -55,7 +55,6 @@ class BackwardConfig:
     key_parts: programs among which the queries of a block of keys are divided. Several leave sums in float32, which are added up
         in one order afterwards: for calls that have fewer blocks of keys than keep a device busy.
     query_block_k, query_stages, query_warpgroups: of the kernel that owns queries.
-    query_in_registers: its products read queries and the output's gradient from registers.
     """
 
     key_block_q: int
@@ -66,7 +65,6 @@ class BackwardConfig:
     query_block_k: int
     query_stages: int
     query_warpgroups: int
-    query_in_registers: bool
 
 
 def sizes_of(call: FlashAttentionCall) -> tuple[int, int]:
@@ -115,8 +113,7 @@ def backward_registers(call: FlashAttentionCall, config: BackwardConfig) -> tupl
     size, value_size = sizes_of(call)
     owned = max(size, value_size) if config.key_apart else size + value_size
     by_key = owned // 2 + config.key_block_q * 21 // 16 + _OVERHEAD
-    held = config.query_in_registers * (size + value_size) // 4
-    return by_key, size // 2 + config.query_block_k * 18 // 16 + _OVERHEAD + held
+    return by_key, size // 2 + config.query_block_k * 18 // 16 + _OVERHEAD
 
 
 def _key_fits(call: FlashAttentionCall, config: BackwardConfig) -> bool:
@@ -186,15 +183,22 @@ def _walked(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
 
 def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
     """The first of these that fits. On an H200 turns (`ping_pong`) did not help where products of wide heads overlap with
-    exponentials, and programs that stay helped only where walks are short."""
-    warpgroups = _consumers(call, call.query.shape[1])
+    exponentials or walks are short, and programs that stay helped only there."""
+    warpgroups, narrow = _consumers(call, call.query.shape[1]), _narrow(call)
     widths = (64, 128) if call.key.shape[1] <= 64 else (128, 64)
-    turns, stay = warpgroups > 1, _narrow(call) or call.query_segments is not None
     wide = max(sizes_of(call)) >= 128  # then products, not exponentials, take the time
-    if max(sizes_of(call)) == 64 and call.query.shape[1] > 2 * ROWS and not _narrow(call):
+    if max(sizes_of(call)) == 64 and call.query.shape[1] > 2 * ROWS and not narrow:
         warpgroups = 3
     for block_k, overlap, stages in itertools.product(widths, (True, False), (2, 1)):
-        config = ForwardConfig(block_k, stages, warpgroups, overlap, turns and not (wide and overlap), stay, False)
+        config = ForwardConfig(
+            block_k=block_k,
+            stages=stages,
+            warpgroups=warpgroups,
+            overlap=overlap,
+            ping_pong=warpgroups > 1 and not narrow and not (wide and overlap),
+            query_in_registers=False,
+            persistent=narrow or call.query_segments is not None,
+        )
         if _forward_fits(call, config):
             return config
     return ForwardConfig(64, 1, 1, False, False, False, False)
@@ -213,7 +217,7 @@ def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfi
 def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConfig:
     """Each kernel's first that fits."""
     queries, keys = call.query.shape[1], call.key.shape[1]
-    config = BackwardConfig(64, 1, 1, True, 1, 64, 1, 1, False)
+    config = BackwardConfig(64, 1, 1, True, 1, 64, 1, 1)
     owned = range(_consumers(call, keys), 0, -1)
     for apart, warpgroups, stages in itertools.product((False, True), owned, (2, 1)):
         trial = dataclasses.replace(config, key_apart=apart, key_warpgroups=warpgroups, key_stages=stages)
@@ -232,12 +236,11 @@ def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConf
 def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardConfig]:
     """Each kernel varied alone: the two do not influence each other."""
     best = backward_heuristic(call, target)
-    return list(dict.fromkeys([best, *_query_variants(call, best), *_key_variants(call, best)]))
+    parts = [dataclasses.replace(best, key_parts=parts) for parts in _PARTS] if _few(call, best) else []
+    return list(dict.fromkeys([best, *parts, *_query_variants(call, best), *_key_variants(call, best)]))
 
 
 def _key_variants(call: FlashAttentionCall, best: BackwardConfig) -> Iterable[BackwardConfig]:
-    if _few(call, best):
-        yield from (dataclasses.replace(best, key_parts=parts) for parts in _PARTS)
     for apart, block_q, warpgroups, stages in itertools.product((False, True), (64, 128), (2, 3), (2, 4)):
         config = dataclasses.replace(best, key_block_q=block_q, key_stages=stages, key_warpgroups=warpgroups, key_apart=apart)
         if _key_fits(call, config):
@@ -245,10 +248,8 @@ def _key_variants(call: FlashAttentionCall, best: BackwardConfig) -> Iterable[Ba
 
 
 def _query_variants(call: FlashAttentionCall, best: BackwardConfig) -> Iterable[BackwardConfig]:
-    for held, block_k, warpgroups, stages in itertools.product((True, False), (64, 128), (2, 3), (2, 4)):
-        config = dataclasses.replace(
-            best, query_block_k=block_k, query_stages=stages, query_warpgroups=warpgroups, query_in_registers=held
-        )
+    for block_k, warpgroups, stages in itertools.product((64, 128), (2, 3), (2, 4)):
+        config = dataclasses.replace(best, query_block_k=block_k, query_stages=stages, query_warpgroups=warpgroups)
         if _query_fits(call, config):
             yield config
 

@@ -98,7 +98,6 @@ def _gradients(
         rules=rules,
         schedule=_schedule(call, own, by_key=by_key, parts=parts),
         other=other,
-        own_in_registers=config.query_in_registers and not by_key,
         stages=stages,
         warpgroups=warpgroups,
         size=size,
@@ -218,10 +217,11 @@ def _delta(outputs: FlashAttentionOutputs, cotangents: FlashAttentionOutputs) ->
 
 
 def _rows(lse: Any, delta: Any) -> Any:
-    """`[B, H, 2, T]`: the log-sum-exp as a power of two, and delta; rows that see nothing, and padding, get no weight."""
+    """`[B, H, 2, T]`: the log-sum-exp as a power of two, and minus delta, what the gradients of weights start from. Rows that see
+    nothing, and padding, get no weight."""
     shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     padding = ((0, 0), (0, -lse.shape[1] % ROWS + 2 * ROWS), (0, 0))  # a block may have three consumers
-    rows = (jnp.pad(shift, padding, constant_values=jnp.inf), jnp.pad(delta, padding))
+    rows = (jnp.pad(shift, padding, constant_values=jnp.inf), jnp.pad(-delta, padding))
     return jnp.stack([jnp.swapaxes(row, 1, 2) for row in rows], axis=2)
 
 

@@ -68,6 +68,8 @@ class _Product:
         return 2 * items * tile.rows * self.steps * tile.inner * self.wide * tile.columns
 
     def dot(self, left: Any, right: Any, contracted: tuple[int, int]) -> Any:
+        if contracted == (1, 1) and right.shape[0] == 1:  # Pallas cannot lower a product with one row of less than 32 bits
+            left, right = left.astype(jnp.float32), right.astype(jnp.float32)
         return jax.lax.dot_general(
             left,
             right,
