@@ -1,8 +1,9 @@
 // Several elements that move as one access, and their conversion to float.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include <type_traits>
+
+#include "device.cuh"
 
 namespace ejkernel {
 
@@ -13,11 +14,17 @@ __device__ inline float to_float(__nv_bfloat16 value) { return __bfloat162float(
 template <typename T>
 __device__ T from_float(float value);
 template <>
-__device__ inline float from_float<float>(float value) { return value; }
+__device__ inline float from_float<float>(float value) {
+  return value;
+}
 template <>
-__device__ inline __half from_float<__half>(float value) { return __float2half_rn(value); }
+__device__ inline __half from_float<__half>(float value) {
+  return __float2half_rn(value);
+}
 template <>
-__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float value) { return __float2bfloat16_rn(value); }
+__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
+  return __float2bfloat16_rn(value);
+}
 
 // N elements, aligned so that the compiler moves them with one access of up to 16 bytes.
 template <typename T, int N>
@@ -26,8 +33,65 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
 };
 
 template <typename T, int N>
+__device__ inline Pack<T, N> zeros() {
+  Pack<T, N> pack;
+#pragma unroll
+  for (int i = 0; i < N; ++i) pack.data[i] = from_float<T>(0.f);
+  return pack;
+}
+
+template <typename T, int N>
 __device__ inline Pack<T, N> load(const T* from) {
   return *reinterpret_cast<const Pack<T, N>*>(from);
+}
+
+// Begin to copy N elements to shared memory, or zeros; less than 4 bytes are there at once.
+template <typename T, int N>
+__device__ inline void copy_ahead(T* to, const T* from, bool there) {
+  if constexpr (sizeof(T) * N >= 4) {
+    copy_bytes_ahead<sizeof(T) * N>(to, from, there);
+  } else {
+    *to = there ? *from : from_float<T>(0.f);
+  }
+}
+
+// All elements as floats; of bfloat16 they are halves of words, one instruction each.
+template <typename T, int N>
+__device__ inline void widen(const Pack<T, N>& pack, float (&to)[N]) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
+    struct Words {
+      uint32_t data[N / 2];
+    };
+    const Words words = __builtin_bit_cast(Words, pack);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      to[2 * i] = __builtin_bit_cast(float, words.data[i] << 16);
+      to[2 * i + 1] = __builtin_bit_cast(float, words.data[i] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = to_float(pack.data[i]);
+  }
+}
+
+// The nearest of T, two at a time where T has such an instruction.
+template <typename T, int N>
+__device__ inline Pack<T, N> rounded(const float (&values)[N]) {
+  Pack<T, N> pack;
+#pragma unroll
+  for (int i = 0; i + 1 < N; i += 2) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(values[i], values[i + 1]);
+      pack.data[i] = pair.x, pack.data[i + 1] = pair.y;
+    } else if constexpr (std::is_same_v<T, __half>) {
+      const __half2 pair = __floats2half2_rn(values[i], values[i + 1]);
+      pack.data[i] = pair.x, pack.data[i + 1] = pair.y;
+    } else {
+      pack.data[i] = values[i], pack.data[i + 1] = values[i + 1];
+    }
+  }
+  if constexpr (N % 2) pack.data[N - 1] = from_float<T>(values[N - 1]);
+  return pack;
 }
 
 template <typename T, int N>

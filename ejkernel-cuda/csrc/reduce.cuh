@@ -1,42 +1,152 @@
-// Sums over the threads of one row, the same in every thread and in every run.
+// Sums and maxima over the threads of one row, the same in every thread and in every run.
 #pragma once
 
-#include <cstdint>
+#include <cmath>
+
+#include "device.cuh"
 
 namespace ejkernel {
 
-constexpr int kMaxWarps = 32;
+constexpr int kMaxWarps = 16;
+constexpr int kMaxCluster = 16;
+constexpr int kMaxThreads = 32 * kMaxWarps;
+constexpr int kMaxValues = 2;
+constexpr int kScratch = 2 * kMaxValues * (kMaxWarps + kMaxCluster);
+constexpr int kMailboxes = 2;
+constexpr int kScratchBytes = kScratch * sizeof(float) + kMailboxes * sizeof(Mailbox);
 
-// Sum over `threads` neighbouring threads. Up to 32 (a power of two) they share a warp; above, they are the whole block in x.
-// `scratch` has 2 * kMaxWarps floats; `turn` alternates 0, 1 from call to call, so that one barrier a call is enough.
-__device__ inline float row_sum(float value, int threads, float* scratch, int turn) {
-  for (int step = (threads < 32 ? threads : 32) / 2; step > 0; step /= 2) {
-    value += __shfl_xor_sync(0xffffffffu, value, step);
+struct Add {
+  static constexpr float kNeutral = 0.f;
+  static __device__ float of(float a, float b) { return a + b; }
+};
+
+// Of two numbers of which one is NaN, the other.
+struct Largest {
+  static constexpr float kNeutral = -INFINITY;
+  static __device__ float of(float a, float b) { return fmaxf(a, b); }
+};
+
+// Reduction over `threads` neighbouring threads: a power of two up to 32, which share a warp, or all warps of a block; and over
+// the `blocks` of a cluster. In shared memory `scratch` has kScratch floats, and there are kMailboxes, open in a cluster.
+template <bool CLUSTER>
+struct Reducer {
+  static constexpr bool kCluster = CLUSTER;
+  float* scratch;
+  Mailbox* mailboxes;
+  int threads;
+  int blocks;
+  // The half of scratch for warps in use: with two of them, one barrier per reduction is enough. Above that bit, deliveries so
+  // far; each half of the scratch for them has its own mailbox.
+  unsigned turns;
+
+  // Neighbours up to `count`, a power of two up to 32, in the same order in each of them.
+  template <class Op, int K>
+  static __device__ void warp(float (&values)[K], int count) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      if (step >= count) continue;
+#pragma unroll
+      for (int k = 0; k < K; ++k) values[k] = Op::of(values[k], __shfl_xor_sync(0xffffffffu, values[k], step));
+    }
   }
-  if (threads <= 32) return value;
-  float* warps = scratch + turn * kMaxWarps;
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-  __syncthreads();
-  float total = 0.f;
-  for (int warp = 0; warp < threads / 32; ++warp) total += warps[warp];
-  return total;
-}
 
-// Add `parts` rows of `partial` [groups, parts, width] in a fixed order, into `total` [groups, width]. Blocks of 32 x 8 threads.
-__global__ void sum_parts(const float* __restrict__ partial, float* __restrict__ total, int64_t parts, int64_t width) {
-  __shared__ float sums[8][33];
-  const int64_t tiles = (width + 31) / 32;
-  const int64_t group = blockIdx.x / tiles;
-  const int64_t column = (blockIdx.x % tiles) * 32 + threadIdx.x;
+  // Over the threads of this block.
+  template <class Op, int K>
+  __device__ void block(float (&values)[K]) {
+    static_assert(K <= kMaxValues);
+    if (threads <= 32) return warp<Op>(values, threads);
+    warp<Op>(values, 32);
+    float* warps = scratch + turns % 2 * kMaxValues * kMaxWarps;  // [K, kMaxWarps]
+    const int count = threads / 32, span = count > 8 ? 16 : 8, slot = threadIdx.x % span;
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) warps[k * kMaxWarps + threadIdx.x / 32] = values[k];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < K; ++k) values[k] = slot < count ? warps[k * kMaxWarps + slot] : Op::kNeutral;
+    warp<Op>(values, span);
+    turns ^= 1;
+  }
+
+  __device__ int rank() const { return CLUSTER ? int(cluster_rank()) : 0; }
+
+  // What every block of the cluster gives, [K, kMaxCluster]; valid until the next but one, after a `block` in between.
+  template <int K>
+  __device__ const float* exchange(const float (&values)[K]) {
+    static_assert(K <= kMaxValues);
+    const unsigned half = turns / 2 % 2;
+    float* found = scratch + 2 * kMaxValues * kMaxWarps + half * kMaxValues * kMaxCluster;
+    if (threadIdx.x == 0) expect_bytes(mailboxes + half, K * sizeof(float) * blocks);
+    if (int(threadIdx.x) < blocks) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        send_to_rank(found + k * kMaxCluster + cluster_rank(), mailboxes + half, threadIdx.x, values[k]);
+      }
+    }
+    wait_for_mail(mailboxes + half, turns / 4 % 2);
+    turns += 2;
+    return found;
+  }
+
+  // Over all threads of the row.
+  template <class Op, int K>
+  __device__ void all(float (&values)[K]) {
+    block<Op>(values);
+    if constexpr (CLUSTER) {
+      const float* found = exchange(values);
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        values[k] = found[k * kMaxCluster];
+        for (int other = 1; other < blocks; ++other) values[k] = Op::of(values[k], found[k * kMaxCluster + other]);
+      }
+    }
+  }
+
+  template <class Op>
+  __device__ float block(float value) {
+    float values[1] = {value};
+    block<Op>(values);
+    return values[0];
+  }
+
+  template <class Op>
+  __device__ float all(float value) {
+    float values[1] = {value};
+    all<Op>(values);
+    return values[0];
+  }
+};
+
+// Rows to add up in a fixed order: of `partial` [groups, parts, width] into `total` [groups, width].
+struct Parts {
+  const float* partial;
+  float* total;
+  int64_t groups, parts;  // no groups for nothing
+};
+
+constexpr int kPartRows = 32;  // rows of threads that share the parts
+
+// Blocks of 32 x kPartRows threads, one for 32 columns of a group of `first`, then of `second`.
+static __global__ void sum_parts(Parts first, Parts second, int64_t width) {
+  EJKERNEL_SHARED(float, sums, kPartRows * 33);
+  const int64_t tiles = (width + 31) / 32, of_first = first.groups * tiles;
+  const Parts here = blockIdx.x < of_first ? first : second;
+  const int64_t index = blockIdx.x < of_first ? blockIdx.x : blockIdx.x - of_first;
+  const int64_t group = index / tiles, column = index % tiles * 32 + threadIdx.x;
   float sum = 0.f;
   if (column < width) {
-    for (int64_t part = threadIdx.y; part < parts; part += 8) sum += partial[(group * parts + part) * width + column];
+#pragma unroll 4
+    for (int64_t part = threadIdx.y; part < here.parts; part += kPartRows) {
+      sum += here.partial[(group * here.parts + part) * width + column];
+    }
   }
-  sums[threadIdx.y][threadIdx.x] = sum;
+  sums[threadIdx.y * 33 + threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y == 0 && column < width) {
-    for (int other = 1; other < 8; ++other) sum += sums[other][threadIdx.x];
-    total[group * width + column] = sum;
+#pragma unroll
+    for (int other = 1; other < kPartRows; ++other) sum += sums[other * 33 + threadIdx.x];
+    here.total[group * width + column] = sum;
   }
 }
 

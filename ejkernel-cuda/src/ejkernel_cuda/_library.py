@@ -48,6 +48,19 @@ def library_problem() -> str | None:
     return fit(library.ejkernel_cuda_version().decode(), version, built, _ffi_version())
 
 
+def driver_problem() -> str | None:
+    """One sentence saying why no kernel can run here; None if the driver sees a GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "NVIDIA's driver (libcuda.so.1) is not installed, so no kernel can run here; programs still compile for a GPU"
+    count = ctypes.c_int(0)
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if failed or not count.value:
+        return f"NVIDIA's driver sees no GPU (error {failed}), so no kernel can run here; nvidia-smi tells more"
+    return None
+
+
 def fit(built_as: str, version: str, built: tuple[int, int], here: tuple[int, int] | None) -> str | None:
     """Compare the library's own version with the distribution's, and its interface version with jaxlib's."""
     if built_as != version:

@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
 
+_VERSIONS = {"rms_norm": 2}
+"""Of implementations whose stored timings a change has made meaningless."""
+
 
 def _implementation(operation: str, phase: Phase) -> Implementation:
     """One phase of an operation: `<operation>/{kernel,capability,config}.py`."""
@@ -17,7 +20,30 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
         target=f"{package}.kernel:{phase}",
         supports=f"{package}.capability:supports_{phase}",
         configs=f"{package}.config:{phase.upper()}",
+        version=_VERSIONS.get(operation, 1),
     )
+
+
+_OPERATIONS: dict[str, tuple[Phase, ...]] = {
+    "layer_norm": ("forward", "backward"),
+    "paged_cache_update": ("forward",),
+    "rms_norm": ("forward", "backward"),
+    "rope": ("forward", "backward"),
+    "softmax": ("forward", "backward"),
+}
+
+HANDLERS = (
+    "layer_norm_forward",
+    "layer_norm_backward",
+    "paged_cache_update_forward",
+    "rms_norm_forward",
+    "rms_norm_backward",
+    "rope_rotate",
+    "rope_angle_gradients",
+    "softmax_forward",
+    "softmax_backward",
+)
+"""What the library exports, without its prefix."""
 
 
 @hookimpl
@@ -26,16 +52,17 @@ def ejkernel_plugin() -> Plugin:
         name="cuda",
         api_level=API_LEVEL,
         summary="CUDA C++ kernels for NVIDIA GPUs, in one shared library",
-        implementations=(_implementation("rms_norm", "forward"), _implementation("rms_norm", "backward")),
-        custom_calls=("ejkernel_cuda_rms_norm_forward", "ejkernel_cuda_rms_norm_backward"),
+        implementations=tuple(_implementation(name, phase) for name, phases in _OPERATIONS.items() for phase in phases),
+        custom_calls=tuple(f"ejkernel_cuda_{name}" for name in HANDLERS),
     )
 
 
 @hookimpl
 def ejkernel_diagnose(report: Callable[[str, str], None]) -> None:
-    from ejkernel_cuda._library import PATH, library_problem, load
+    from ejkernel_cuda._library import PATH, driver_problem, library_problem, load
 
     report("library", library_problem() or str(PATH))
     if not library_problem():
         load()
         report("load", "the library loads and fits this jaxlib")
+    report("driver", driver_problem() or "NVIDIA's driver loads and sees a GPU")

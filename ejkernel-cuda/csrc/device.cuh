@@ -1,0 +1,129 @@
+// What kernels take from CUDA and from clusters of blocks. A host build replaces it (tests/host/device_on_host.h).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#ifdef EJKERNEL_ON_HOST
+#include "device_on_host.h"
+#else
+#include <cuda_runtime.h>
+
+// A block's shared memory of `size` elements.
+#define EJKERNEL_SHARED(type, name, size) __shared__ type name[size]
+// What the launch asked for beyond that.
+#define EJKERNEL_SHARED_REST(type, name)                                \
+  extern __shared__ __align__(16) unsigned char name##_of_the_launch[]; \
+  type* name = reinterpret_cast<type*>(name##_of_the_launch)
+
+namespace ejkernel {
+
+// Clusters need machine code or PTX of 9.0 or newer; the host never launches them with an older one.
+//
+// A Mailbox in shared memory tells its block that as many bytes have come from the blocks of the cluster as it asked for. It
+// orders nothing but those bytes: a barrier of the whole cluster would wait for the rows that are still on their way out.
+using Mailbox = uint64_t;
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+__device__ inline unsigned cluster_size() { return 1; }
+__device__ inline unsigned cluster_rank() { return 0; }
+__device__ inline void cluster_sync() {}
+__device__ inline void open_mailbox(Mailbox*) {}
+__device__ inline void expect_bytes(Mailbox*, int) {}
+__device__ inline void send_to_rank(float*, Mailbox*, unsigned, float) {}
+__device__ inline void wait_for_mail(Mailbox*, unsigned) {}
+#else
+__device__ inline unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ inline unsigned cluster_size() {
+  unsigned size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
+__device__ inline unsigned cluster_rank() {
+  unsigned rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of all blocks of the cluster; what they wrote before is visible after.
+__device__ inline void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// By one thread, before a `cluster_sync`.
+__device__ inline void open_mailbox(Mailbox* box) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(shared_address(box))
+               : "memory");
+}
+
+// By one thread, once for each delivery, before or after its bytes come.
+__device__ inline void expect_bytes(Mailbox* box, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(box)), "r"(bytes) : "memory");
+}
+
+// Store where block `rank` of the cluster has its `to`, and tell its mailbox.
+__device__ inline void send_to_rank(float* to, Mailbox* box, unsigned rank, float value) {
+  asm volatile(
+      "{\n.reg .b32 there, told;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 told, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [told];\n}" ::"r"(shared_address(to)),
+      "r"(shared_address(box)), "r"(rank), "f"(value)
+      : "memory");
+}
+
+// Until the delivery of this parity is complete; deliveries have parities 0, 1, 0, ...
+__device__ inline void wait_for_mail(Mailbox* box, unsigned parity) {
+  asm volatile(
+      "{\n.reg .pred complete;\n"
+      "again:\nmbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n@!complete bra again;\n}" ::"r"(
+          shared_address(box)),
+      "r"(parity)
+      : "memory");
+}
+#endif
+
+// A power of 2, wrong by 2^-22 or so.
+__device__ inline float fast_exp2(float value) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value));
+  return power;
+}
+
+// Begin to copy BYTES (4, 8 or 16) from global to shared memory, or zeros; in order with the thread's own reads before.
+template <int BYTES>
+__device__ inline void copy_bytes_ahead(void* to, const void* from, bool there) {
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  const int bytes = there ? BYTES : 0;
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(BYTES), "r"(bytes) : "memory");
+  }
+}
+
+// What the thread began to copy since the last time is a group.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most the last `open` groups, up to 7, are under way; what the others copied is there for this thread.
+__device__ inline void wait_for_copies(int open) {
+  switch (open) {
+    case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
+    case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+    case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+    case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+    case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
+    case 5: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
+    case 6: asm volatile("cp.async.wait_group 6;" ::: "memory"); break;
+    default: asm volatile("cp.async.wait_group 7;" ::: "memory"); break;
+  }
+}
+
+}  // namespace ejkernel
+#endif

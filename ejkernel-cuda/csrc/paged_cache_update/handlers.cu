@@ -1,0 +1,234 @@
+// XLA's door to paged_cache_update: checks of every shape and dtype, the choice of kernel, the launch.
+//
+// key and value are [batch, tokens, heads, size]; an absent scale has no columns. Of pages only the number of elements and four
+// strides (page, token, head, batch) matter; values that lie in the array of keys begin at `first_value` and have an empty
+// array of their own. Both arrays of pages are results in place of the arguments.
+#include "handler.h"
+#include "paged_cache_update/kernels.cuh"
+
+namespace ejkernel::paged_cache_update {
+namespace {
+
+constexpr const char* kName = "paged_cache_update";
+using Strides = ffi::Span<const int64_t>;
+
+bool IsOneByte(ffi::DataType type) { return type == ffi::S8 || type == ffi::F8E4M3FN || type == ffi::F8E5M2; }
+
+bool SharedOr(int64_t got, int64_t batch) { return got == 1 || got == batch; }
+
+struct Sizes {
+  int64_t batch, tokens, heads;
+};
+
+ffi::Error CheckNew(const char* name, Array array, Array like, Array pages, Floats scale) {
+  const Dims dims = array.dimensions(), first = like.dimensions(), factors = scale.dimensions();
+  if (dims.size() != 4 || !std::equal(dims.begin(), dims.begin() + 3, first.begin())) {
+    return Invalid(kName,
+                   std::string(name) + " must be [batch, tokens, heads, size] as key " + Text(first) + ", got " + Text(dims));
+  }
+  if (dims[2] * dims[3] > kMaxGrid) return Invalid(kName, std::string(name) + " has more than 2^31 - 1 elements of one token");
+  const bool absent = factors.size() == 2 && factors[1] == 0;
+  if (!absent && (factors.size() != 2 || !SharedOr(factors[0], dims[0]) || !SharedOr(factors[1], dims[2]))) {
+    return Invalid(kName, std::string(name) + "'s scale must be [1 or batch, 0, 1 or heads], got " + Text(factors));
+  }
+  if (array.element_type() == pages.element_type() && absent) return ffi::Error::Success();
+  return CheckFloat(kName, name, array);
+}
+
+ffi::Error CheckStrides(const char* name, Strides strides, int64_t first, Array array, Array pages, int64_t page_count,
+                        int64_t page_size) {
+  if (strides.size() != 4) return Invalid(kName, std::string(name) + " strides must be of page, token, head and batch");
+  const Dims dims = array.dimensions();
+  if (array.element_count() == 0 || page_count * page_size == 0) return ffi::Error::Success();
+  const int64_t last = first + (page_count - 1) * strides[0] + (page_size - 1) * strides[1] + (dims[2] - 1) * strides[2] +
+                       (dims[0] - 1) * strides[3] + dims[3] - 1;
+  const bool negative = first < 0 || std::any_of(strides.begin(), strides.end(), [](int64_t stride) { return stride < 0; });
+  if (!negative && last < int64_t(pages.element_count())) return ffi::Error::Success();
+  return Invalid(
+      kName, std::string(name) + " strides reach element " + std::to_string(last) + " of pages " + Text(pages.dimensions()));
+}
+
+ffi::Error Check(Array key, Array value, Integers starts, Integers lengths, Integers tables, Floats key_scale,
+                 Floats value_scale, Array key_pages, Array value_pages, Strides key_strides, Strides value_strides,
+                 int64_t first_value, int64_t pages, int64_t page_size, bool fused, int64_t threads, ffi::Result<Array> key_out,
+                 ffi::Result<Array> value_out) {
+  const ffi::DataType type = key_pages.element_type();
+  if (!IsFloat(type) && !IsOneByte(type)) {
+    return Invalid(kName, "pages must be float32, bfloat16, float16, int8, float8_e4m3fn or float8_e5m2");
+  }
+  if (value_pages.element_type() != type) return Invalid(kName, "key and value pages must have one type");
+  if (key.dimensions().size() != 4)
+    return Invalid(kName, "key must be [batch, tokens, heads, size], got " + Text(key.dimensions()));
+  EJKERNEL_TRY(CheckNew("key", key, key, key_pages, key_scale));
+  EJKERNEL_TRY(CheckNew("value", value, key, key_pages, value_scale));
+  EJKERNEL_TRY(CheckLike(kName, "key_out", *key_out, "key_pages", key_pages));
+  EJKERNEL_TRY(CheckLike(kName, "value_out", *value_out, "value_pages", value_pages));
+  const Dims from = starts.dimensions(), many = lengths.dimensions(), table = tables.dimensions();
+  const int64_t batch = key.dimensions()[0];
+  if (many.size() != 2 || !SharedOr(many[0], batch))
+    return Invalid(kName, "lengths must be [1 or batch, requests], got " + Text(many));
+  if (from.size() != 2 || !SharedOr(from[0], batch) || from[1] != many[1] + 1) {
+    return Invalid(kName, "starts must be [1 or batch, requests + 1] for lengths " + Text(many) + ", got " + Text(from));
+  }
+  if (table.size() != 3 || !SharedOr(table[0], batch) || table[1] != many[1]) {
+    return Invalid(kName, "tables must be [1 or batch, requests, pages] for lengths " + Text(many) + ", got " + Text(table));
+  }
+  if (pages < 0 || page_size < 0) return Invalid(kName, "pages and page_size must not be negative");
+  EJKERNEL_TRY(CheckStrides("key", key_strides, 0, key, key_pages, pages, page_size));
+  EJKERNEL_TRY(CheckStrides("value", value_strides, first_value, value, fused ? key_pages : value_pages, pages, page_size));
+  if (threads < 32 || threads > 512 || (threads & (threads - 1))) {
+    return Invalid(kName, "threads must be a power of two, 32 ... 512, got " + std::to_string(threads));
+  }
+  if (batch * key.dimensions()[1] > kMaxGrid) return Invalid(kName, "more than 2^31 - 1 tokens");
+  return ffi::Error::Success();
+}
+
+// One of key and value, before its types are known.
+struct Side {
+  Array from;
+  Floats scale;
+  char* pages;
+  Strides strides;
+
+  bool copies(ffi::DataType type) const { return from.element_type() == type && scale.element_count() == 0; }
+
+  // Whether packs of `count` elements move at once, from 16 bytes and to `bytes` each.
+  bool packs(int64_t count, int64_t bytes) const {
+    const int64_t access = std::min<int64_t>(16, count * bytes);
+    const auto whole = [&](int64_t stride) { return stride * bytes % access == 0; };
+    return from.dimensions()[3] % count == 0 && Aligned(from.untyped_data()) &&
+           reinterpret_cast<uintptr_t>(pages) % access == 0 && std::all_of(strides.begin(), strides.end(), whole);
+  }
+};
+
+template <typename From, typename To>
+Write<From, To> AsWrite(const Side& side) {
+  const Dims dims = side.from.dimensions(), factors = side.scale.dimensions();
+  const bool scaled = side.scale.element_count() > 0;
+  return {static_cast<const From*>(side.from.untyped_data()),
+          reinterpret_cast<To*>(side.pages),
+          scaled ? side.scale.typed_data() : nullptr,
+          side.strides[0],
+          side.strides[1],
+          side.strides[2],
+          dims[0] > 1 ? side.strides[3] : 0,
+          scaled && factors[0] > 1 ? factors[1] : 0,
+          scaled && factors[1] > 1 ? 1 : 0,
+          int(dims[2]),
+          int(dims[3])};
+}
+
+struct Runner {
+  cudaStream_t stream;
+  Requests requests;
+  int64_t rows, threads;
+  const Side* first;
+  const Side* second;  // null for none
+
+  template <typename From, typename To, int N>
+  ffi::Error launch() const {
+    const Write<From, To> one = AsWrite<From, To>(*first), other = second ? AsWrite<From, To>(*second) : Write<From, To>{};
+    update_pages<From, To, N><<<unsigned(rows), unsigned(threads), 0, stream>>>(requests, one, other);
+    return CheckLaunch(kName, "update");
+  }
+
+  template <typename From, typename To>
+  ffi::Error packed() const {
+    constexpr int N = 16 / sizeof(From);
+    const bool fits = first->packs(N, sizeof(To)) && (!second || second->packs(N, sizeof(To)));
+    return fits ? launch<From, To, N>() : launch<From, To, 1>();
+  }
+
+  template <typename From>
+  ffi::Error converted(ffi::DataType type) const {
+    switch (type) {
+      case ffi::F32: return packed<From, float>();
+      case ffi::BF16: return packed<From, __nv_bfloat16>();
+      case ffi::F16: return packed<From, __half>();
+      case ffi::S8: return packed<From, Int8>();
+      case ffi::F8E4M3FN: return packed<From, E4M3>();
+      default: return packed<From, E5M2>();
+    }
+  }
+
+  ffi::Error run(ffi::DataType type) const {
+    if (first->copies(type)) {
+      switch (ffi::ByteWidth(type)) {
+        case 1: return packed<Bits<1>, Bits<1>>();
+        case 2: return packed<Bits<2>, Bits<2>>();
+        default: return packed<Bits<4>, Bits<4>>();
+      }
+    }
+    switch (first->from.element_type()) {
+      case ffi::F32: return converted<float>(type);
+      case ffi::BF16: return converted<__nv_bfloat16>(type);
+      default: return converted<__half>(type);
+    }
+  }
+};
+
+ffi::Error Run(cudaStream_t stream, Array key, Array value, Integers starts, Integers lengths, Integers tables,
+               Floats key_scale, Floats value_scale, Array key_pages, Array value_pages, Strides key_strides,
+               Strides value_strides, int64_t first_value, int64_t pages, int64_t page_size, bool fused, int64_t threads,
+               ffi::Result<Array> key_out, ffi::Result<Array> value_out) {
+  EJKERNEL_TRY(Check(key, value, starts, lengths, tables, key_scale, value_scale, key_pages, value_pages, key_strides,
+                     value_strides, first_value, pages, page_size, fused, threads, key_out, value_out));
+  EJKERNEL_TRY(CopyUnlessInPlace(kName, stream, key_pages, *key_out));
+  EJKERNEL_TRY(CopyUnlessInPlace(kName, stream, value_pages, *value_out));
+  const Dims dims = key.dimensions();
+  const int64_t rows = dims[0] * dims[1], table_width = tables.dimensions()[2];
+  if (rows * dims[2] * lengths.dimensions()[1] * table_width * pages * page_size == 0) return ffi::Error::Success();
+  const ffi::DataType type = key_pages.element_type();
+  const Requests requests{starts.typed_data(),
+                          lengths.typed_data(),
+                          tables.typed_data(),
+                          starts.dimensions()[0] == 1,
+                          lengths.dimensions()[0] == 1,
+                          tables.dimensions()[0] == 1,
+                          dims[1],
+                          lengths.dimensions()[1],
+                          table_width,
+                          pages,
+                          page_size};
+  char* values =
+      static_cast<char*>((fused ? *key_out : *value_out).untyped_data()) + first_value * int64_t(ffi::ByteWidth(type));
+  const Side sides[] = {{key, key_scale, static_cast<char*>(key_out->untyped_data()), key_strides},
+                        {value, value_scale, values, value_strides}};
+  const bool together = key.element_type() == value.element_type() && sides[0].copies(type) == sides[1].copies(type);
+  if (together && key.element_count() && value.element_count()) {
+    return Runner{stream, requests, rows, threads, &sides[0], &sides[1]}.run(type);
+  }
+  for (const Side& side : sides) {
+    if (side.from.element_count()) EJKERNEL_TRY((Runner{stream, requests, rows, threads, &side, nullptr}.run(type)));
+  }
+  return ffi::Error::Success();
+}
+
+template <typename Binding>
+auto Bind(Binding binding) {
+  return std::move(binding)
+      .template Arg<Array>()
+      .template Arg<Array>()
+      .template Arg<Integers>()
+      .template Arg<Integers>()
+      .template Arg<Integers>()
+      .template Arg<Floats>()
+      .template Arg<Floats>()
+      .template Arg<Array>()
+      .template Arg<Array>()
+      .template Attr<Strides>("key_strides")
+      .template Attr<Strides>("value_strides")
+      .template Attr<int64_t>("first_value")
+      .template Attr<int64_t>("pages")
+      .template Attr<int64_t>("page_size")
+      .template Attr<bool>("fused")
+      .template Attr<int64_t>("threads")
+      .template Ret<Array>()
+      .template Ret<Array>();
+}
+
+}  // namespace
+
+EJKERNEL_HANDLER(ejkernel_cuda_paged_cache_update_forward, Bind, Run, Check)
+
+}  // namespace ejkernel::paged_cache_update

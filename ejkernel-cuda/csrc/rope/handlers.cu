@@ -1,0 +1,194 @@
+// XLA's door to rope: checks of every shape and dtype, the choice of kernel, the launch.
+//
+// query and key are [batch, length, heads, channels], or [batch, heads, length, channels] with heads_first; an absent key has
+// no heads. cos and sin are float32, each [1 or batch, length, rotary_dim or rotary_dim / 2].
+#include "handler.h"
+#include "rope/kernels.cuh"
+
+namespace ejkernel::rope {
+namespace {
+
+constexpr const char* kName = "rope";
+
+ffi::Error CheckHeads(const char* name, Array x, Array query, bool heads_first, int64_t rotary_dim) {
+  EJKERNEL_TRY(CheckFloat(kName, name, x));
+  const Dims dims = x.dimensions();
+  if (dims.size() != 4) return Invalid(kName, std::string(name) + " must have 4 axes, got " + Text(dims));
+  const Dims like = query.dimensions();
+  const int token = heads_first ? 2 : 1;
+  if (dims[0] != like[0] || dims[token] != like[token] || dims[3] != like[3]) {
+    return Invalid(kName,
+                   std::string(name) + " must have batch, length and channels of query " + Text(like) + ", got " + Text(dims));
+  }
+  if (rotary_dim < 2 || rotary_dim % 2 || rotary_dim > dims[3]) {
+    return Invalid(kName,
+                   "rotary_dim must be even and 2 ... " + std::to_string(dims[3]) + ", got " + std::to_string(rotary_dim));
+  }
+  if (dims[3] > (int64_t{1} << 30)) return Invalid(kName, "head size " + std::to_string(dims[3]) + " is above 2^30");
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckAngles(const char* name, Floats angles, Array query, bool heads_first, int64_t rotary_dim) {
+  const Dims dims = angles.dimensions(), like = query.dimensions();
+  const int64_t length = like[heads_first ? 2 : 1];
+  const bool fits = dims.size() == 3 && (dims[0] == 1 || dims[0] == like[0]) && dims[1] == length &&
+                    (dims[2] == rotary_dim || dims[2] == rotary_dim / 2);
+  if (fits) return ffi::Error::Success();
+  return Invalid(kName, std::string(name) + " must be [1 or batch, length, rotary_dim or half of it] for query " + Text(like) +
+                            ", got " + Text(dims));
+}
+
+ffi::Error CheckRotate(Array query, Array key, Floats cos, Floats sin, int64_t rotary_dim, bool interleaved, bool heads_first,
+                       bool inverse, int64_t span, ffi::Result<Array> query_out, ffi::Result<Array> key_out) {
+  EJKERNEL_TRY(CheckHeads("query", query, query, heads_first, rotary_dim));
+  EJKERNEL_TRY(CheckHeads("key", key, query, heads_first, rotary_dim));
+  EJKERNEL_TRY(CheckAngles("cos", cos, query, heads_first, rotary_dim));
+  EJKERNEL_TRY(CheckAngles("sin", sin, query, heads_first, rotary_dim));
+  if (cos.dimensions()[2] != sin.dimensions()[2]) return Invalid(kName, "cos and sin must have the same channels");
+  EJKERNEL_TRY(CheckLike(kName, "query_out", *query_out, "query", query));
+  EJKERNEL_TRY(CheckLike(kName, "key_out", *key_out, "key", key));
+  if (span < 1 || span > (1 << 20)) return Invalid(kName, "span must be 1 ... 2^20 heads, got " + std::to_string(span));
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckAngleGradients(Array query, Array key, Array query_grad, Array key_grad, int64_t rotary_dim, bool interleaved,
+                               bool heads_first, ffi::Result<Floats> d_cos, ffi::Result<Floats> d_sin) {
+  EJKERNEL_TRY(CheckHeads("query", query, query, heads_first, rotary_dim));
+  EJKERNEL_TRY(CheckHeads("key", key, query, heads_first, rotary_dim));
+  EJKERNEL_TRY(CheckLike(kName, "query_grad", query_grad, "query", query));
+  EJKERNEL_TRY(CheckLike(kName, "key_grad", key_grad, "key", key));
+  EJKERNEL_TRY(CheckAngles("d_cos", *d_cos, query, heads_first, rotary_dim));
+  if (!Same(d_cos->dimensions(), d_sin->dimensions())) return Invalid(kName, "d_sin must be like d_cos");
+  return ffi::Error::Success();
+}
+
+Heads HeadsOf(Array x, bool heads_first, int64_t rotary_dim) {
+  const Dims dims = x.dimensions();
+  const int64_t length = dims[heads_first ? 2 : 1], count = dims[heads_first ? 1 : 2], width = dims[3];
+  return {dims[0],
+          length,
+          count,
+          length * count * width,
+          heads_first ? width : count * width,
+          heads_first ? length * width : width,
+          int(width),
+          int(rotary_dim / 2),
+          heads_first};
+}
+
+// Whether 16-byte accesses cover all rotated channels, and the others, of an array with these bytes per element.
+bool Packed(const Heads& heads, int64_t bytes, bool interleaved, std::initializer_list<const void*> arrays) {
+  const int64_t pack = 16 / bytes;
+  return heads.width % pack == 0 && (interleaved ? 2 * heads.half : heads.half) % pack == 0 &&
+         std::all_of(arrays.begin(), arrays.end(), Aligned);
+}
+
+// `run.operator()<T, INTERLEAVED, PACKED>()`.
+template <typename Run>
+ffi::Error ForHeads(ffi::DataType type, bool packed, bool interleaved, Run run) {
+  const auto choose = [&]<typename T>() {
+    if (interleaved) return packed ? run.template operator()<T, true, true>() : run.template operator()<T, true, false>();
+    return packed ? run.template operator()<T, false, true>() : run.template operator()<T, false, false>();
+  };
+  switch (type) {
+    case ffi::F32: return choose.template operator()<float>();
+    case ffi::BF16: return choose.template operator()<__nv_bfloat16>();
+    default: return choose.template operator()<__half>();
+  }
+}
+
+// Threads for the pairs of a head: a power of two up to a warp.
+int Lanes(int half, int pairs) {
+  int lanes = 1;
+  while (lanes < 32 && lanes * pairs < half) lanes *= 2;
+  return lanes;
+}
+
+ffi::Error RotateOne(cudaStream_t stream, Array x, Array out, const Angles& angles, const Heads& heads, bool interleaved,
+                     bool inverse, int64_t span) {
+  if (x.element_count() == 0) return ffi::Error::Success();
+  const bool packed = Packed(heads, ffi::ByteWidth(x.element_type()), interleaved,
+                             {x.untyped_data(), out.untyped_data(), angles.cos, angles.sin});
+  return ForHeads(x.element_type(), packed, interleaved, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
+    const int lanes = Lanes(heads.half, kPairs<T, INTERLEAVED, PACKED>), rows = kThreads / lanes;
+    const int64_t items = heads.batch * heads.length * ((heads.heads + span - 1) / span);
+    const int64_t blocks = (items + rows - 1) / rows;
+    if (blocks > kMaxGrid) return Invalid(kName, std::to_string(blocks) + " blocks are more than a grid has");
+    rotate<T, INTERLEAVED, PACKED><<<unsigned(blocks), dim3(lanes, rows), 0, stream>>>(
+        static_cast<const T*>(x.untyped_data()), static_cast<T*>(out.untyped_data()), angles, heads, int(span), inverse);
+    return CheckLaunch(kName, "rotation");
+  });
+}
+
+ffi::Error RunRotate(cudaStream_t stream, Array query, Array key, Floats cos, Floats sin, int64_t rotary_dim, bool interleaved,
+                     bool heads_first, bool inverse, int64_t span, ffi::Result<Array> query_out, ffi::Result<Array> key_out) {
+  EJKERNEL_TRY(CheckRotate(query, key, cos, sin, rotary_dim, interleaved, heads_first, inverse, span, query_out, key_out));
+  const Angles angles{cos.typed_data(), sin.typed_data(), cos.dimensions()[0] == 1, sin.dimensions()[0] == 1,
+                      cos.dimensions()[2] != rotary_dim};
+  EJKERNEL_TRY(
+      RotateOne(stream, query, *query_out, angles, HeadsOf(query, heads_first, rotary_dim), interleaved, inverse, span));
+  return RotateOne(stream, key, *key_out, angles, HeadsOf(key, heads_first, rotary_dim), interleaved, inverse, span);
+}
+
+ffi::Error AngleGradientsOfOne(cudaStream_t stream, Array x, Array grad, Floats d_cos, Floats d_sin, const Heads& heads,
+                               bool interleaved, bool add) {
+  const bool packed = Packed(heads, ffi::ByteWidth(x.element_type()), interleaved, {x.untyped_data(), grad.untyped_data()});
+  return ForHeads(x.element_type(), packed, interleaved, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
+    const Dims dims = d_cos.dimensions();
+    const int lanes = Lanes(heads.half, kPairs<T, INTERLEAVED, PACKED>);
+    const int64_t blocks = dims[0] * dims[1];
+    if (blocks > kMaxGrid) return Invalid(kName, std::to_string(blocks) + " rows of angles are more than a grid has");
+    angle_gradients<T, INTERLEAVED, PACKED><<<unsigned(blocks), dim3(lanes, kThreads / lanes), 0, stream>>>(
+        static_cast<const T*>(x.untyped_data()), static_cast<const T*>(grad.untyped_data()), d_cos.typed_data(),
+        d_sin.typed_data(), heads, dims[0] == 1, dims[2] == heads.half, add);
+    return CheckLaunch(kName, "gradients of cos and sin");
+  });
+}
+
+ffi::Error RunAngleGradients(cudaStream_t stream, Array query, Array key, Array query_grad, Array key_grad, int64_t rotary_dim,
+                             bool interleaved, bool heads_first, ffi::Result<Floats> d_cos, ffi::Result<Floats> d_sin) {
+  EJKERNEL_TRY(CheckAngleGradients(query, key, query_grad, key_grad, rotary_dim, interleaved, heads_first, d_cos, d_sin));
+  if (d_cos->element_count() == 0) return ffi::Error::Success();
+  // Without any head the sums are empty, and the kernel writes zeros.
+  EJKERNEL_TRY(AngleGradientsOfOne(stream, query, query_grad, *d_cos, *d_sin, HeadsOf(query, heads_first, rotary_dim),
+                                   interleaved, false));
+  if (key.element_count() == 0) return ffi::Error::Success();
+  return AngleGradientsOfOne(stream, key, key_grad, *d_cos, *d_sin, HeadsOf(key, heads_first, rotary_dim), interleaved, true);
+}
+
+template <typename Binding>
+auto BindRotate(Binding binding) {
+  return std::move(binding)
+      .template Arg<Array>()
+      .template Arg<Array>()
+      .template Arg<Floats>()
+      .template Arg<Floats>()
+      .template Attr<int64_t>("rotary_dim")
+      .template Attr<bool>("interleaved")
+      .template Attr<bool>("heads_first")
+      .template Attr<bool>("inverse")
+      .template Attr<int64_t>("span")
+      .template Ret<Array>()
+      .template Ret<Array>();
+}
+
+template <typename Binding>
+auto BindAngleGradients(Binding binding) {
+  return std::move(binding)
+      .template Arg<Array>()
+      .template Arg<Array>()
+      .template Arg<Array>()
+      .template Arg<Array>()
+      .template Attr<int64_t>("rotary_dim")
+      .template Attr<bool>("interleaved")
+      .template Attr<bool>("heads_first")
+      .template Ret<Floats>()
+      .template Ret<Floats>();
+}
+
+}  // namespace
+
+EJKERNEL_HANDLER(ejkernel_cuda_rope_rotate, BindRotate, RunRotate, CheckRotate)
+EJKERNEL_HANDLER(ejkernel_cuda_rope_angle_gradients, BindAngleGradients, RunAngleGradients, CheckAngleGradients)
+
+}  // namespace ejkernel::rope

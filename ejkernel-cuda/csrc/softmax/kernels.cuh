@@ -1,0 +1,300 @@
+// softmax of the rows of x [rows, width] over the places that `where` marks, in float inside.
+#pragma once
+
+#include <cmath>
+
+#include "divide.cuh"
+#include "rows.cuh"
+
+namespace ejkernel::softmax {
+
+constexpr int kMaxAxes = 8;
+
+// `where`, read as it is stored: the row of `where` for a row of x, by the axes of x before its columns, outermost first.
+struct Mask {
+  const uint8_t* data;  // null when all places take part
+  bool per_element;     // a byte per place, else one per row
+  int axes;
+  int64_t size[kMaxAxes];
+  int64_t stride[kMaxAxes];  // in rows of `where`; 0 where an axis is repeated
+
+  __device__ int64_t row(int64_t row) const {
+    int64_t found = 0, index;
+    for (int axis = axes - 1; axis > 0; --axis) {
+      row = divide(row, size[axis], index);
+      found += index * stride[axis];
+    }
+    return found + row * stride[0];
+  }
+};
+
+// One bit for each of N places from a column on: whether it takes part. `mask_row` is `Mask::row` of the row.
+template <int N>
+__device__ inline unsigned taking_part(const Mask& mask, int64_t mask_row, int column, int width) {
+  constexpr unsigned kAll = (1u << N) - 1;
+  if (!mask.data) return kAll;
+  if (!mask.per_element) return mask.data[mask_row] ? kAll : 0u;
+  const Pack<uint8_t, N> pack = load<uint8_t, N>(mask.data + mask_row * width + column);
+  unsigned bits = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) bits |= pack.data[i] ? 1u << i : 0u;
+  return bits;
+}
+
+// The same for all of a thread's columns, where there is a mask.
+template <int N, int ITEMS>
+__device__ inline unsigned row_taking_part(const Mask& mask, const Place& place, int width) {
+  static_assert(N * ITEMS <= 32);
+  if (!place.active || !mask.data) return 0;
+  const int64_t mask_row = mask.row(place.row);
+  unsigned bits = 0;
+#pragma unroll
+  for (int item = 0; item < ITEMS; ++item) {
+    const int column = place.columns.of(item);
+    if (place.columns.has(item)) bits |= taking_part<N>(mask, mask_row, column, width) << (item * N);
+  }
+  return bits;
+}
+
+// Weights are powers of e, or for numbers that end in two bytes of 2, of logits that are as much larger: fast, and wrong by
+// 2^-21 or so near -16 and more below, which bfloat16 and float16 do not see.
+template <typename T>
+constexpr float kUnit = sizeof(T) == 4 ? 1.f : 1.4426950408889634f;
+
+template <typename T>
+__device__ inline float weight(float value) {
+  if constexpr (sizeof(T) == 4) return expf(value);
+  return fast_exp2(value);
+}
+
+template <typename T_, int N_>
+struct Forward {
+  using T = T_;
+  static constexpr int N = N_;
+  const T* x;
+  Mask mask;
+  T* out;
+  int width;
+  float scale;
+
+  static constexpr int kStreams = 1;
+  static constexpr int registers(int items) { return items * N > 16 ? 80 : 64; }
+  template <int ITEMS>
+  struct Kept {};
+  template <int ITEMS>
+  struct Aside {
+    unsigned taken;
+  };
+
+  __device__ const T* stream(int) const { return x; }
+
+  template <int ITEMS>
+  __device__ void begin(Kept<ITEMS>&, int64_t, const Columns&) const {}
+
+  template <int ITEMS>
+  __device__ Aside<ITEMS> aside(const Place& place) const {
+    return {row_taking_part<N, ITEMS>(mask, place, width)};
+  }
+
+  __device__ float logit(float value, bool taken) const { return taken ? value * (scale * kUnit<T>) : -INFINITY; }
+
+  // What is taken from every logit: the largest, or 0 in a row without one, so that -inf - (-inf) does not arise.
+  static __device__ float shift_of(float largest) { return largest == -INFINITY ? 0.f : largest; }
+  static __device__ float inverse_of(float total) { return total == 0.f ? 0.f : 1.f / total; }
+
+  template <int ITEMS, class Reduce>
+  __device__ void row(const Slots<T, N, ITEMS>& slots, const Aside<ITEMS>& aside, Kept<ITEMS>&, const Place& place,
+                      Reduce& reducer) const {
+    mask.data ? work<true>(slots, aside.taken, place, reducer) : work<false>(slots, 0, place, reducer);
+  }
+
+  // Without a mask every column that is there takes part.
+  template <bool MASKED, int ITEMS, class Reduce>
+  __device__ void work(const Slots<T, N, ITEMS>& slots, unsigned taken, const Place& place, Reduce& reducer) const {
+    float weights[ITEMS * N];
+    float largest = -INFINITY, total = 0.f;
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      float values[N];
+      slots.read(0, item, values);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const int at = item * N + i;
+        weights[at] = logit(values[i], MASKED ? taken >> at & 1u : place.columns.has(item));
+        largest = fmaxf(largest, weights[at]);
+      }
+    }
+    largest = reducer.template block<Largest>(largest);
+    const float shift = shift_of(largest);
+#pragma unroll
+    for (int at = 0; at < ITEMS * N; ++at) {
+      weights[at] = weight<T>(weights[at] - shift);
+      total += weights[at];
+    }
+    total = reducer.template block<Add>(total);
+    float rescale = 1.f;  // from the block's largest logit to the row's
+    if constexpr (Reduce::kCluster) {
+      const float given[2] = {largest, total};
+      const float* found = reducer.exchange(given);
+      float most = found[0];
+      for (int block = 1; block < reducer.blocks; ++block) most = fmaxf(most, found[block]);
+      total = 0.f;
+      for (int block = 0; block < reducer.blocks; ++block) {
+        total += found[kMaxCluster + block] * weight<T>(found[block] - shift_of(most));
+      }
+      rescale = weight<T>(largest - shift_of(most));
+    }
+    const float inverse = rescale * inverse_of(total);
+    if (!place.active) return;
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      if (!place.columns.has(item)) continue;
+      float result[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const int at = item * N + i;
+        result[i] = !MASKED || (taken >> at & 1u) ? weights[at] * inverse : 0.f;
+      }
+      store<T, N>(out + place.start + place.columns.of(item), rounded<T, N>(result));
+    }
+  }
+
+  template <int ITEMS>
+  __device__ void flush(const Kept<ITEMS>&, int64_t, const Columns&, float*) const {}
+
+  template <class Reduce>
+  __device__ void walk(int64_t row, Reduce& reducer) const {
+    const T* from = x + row * width;
+    const int64_t mask_row = mask.data ? mask.row(row) : 0;
+    float largest = -INFINITY, total = 0.f;  // of this thread, the total relative to its largest
+    for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
+      float values[N];
+      widen(load<T, N>(from + column), values);
+      const unsigned taken = taking_part<N>(mask, mask_row, column, width);
+      float logits[N], here = largest;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        logits[i] = logit(values[i], taken >> i & 1u);
+        here = fmaxf(here, logits[i]);
+      }
+      total *= weight<T>(largest - shift_of(here));
+      largest = here;
+#pragma unroll
+      for (int i = 0; i < N; ++i) total += weight<T>(logits[i] - shift_of(largest));
+    }
+    const float shift = shift_of(reducer.template all<Largest>(largest));
+    const float inverse = inverse_of(reducer.template all<Add>(total * weight<T>(largest - shift)));
+    for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
+      float values[N];
+      widen(load<T, N>(from + column), values);
+      const unsigned taken = taking_part<N>(mask, mask_row, column, width);
+      Pack<T, N> result;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const bool part = taken >> i & 1u;
+        result.data[i] = from_float<T>(part ? weight<T>(logit(values[i], true) - shift) * inverse : 0.f);
+      }
+      store<T, N>(out + row * width + column, result);
+    }
+  }
+};
+
+// d_x = scale * out * (grad - sum(out * grad)).
+template <typename T_, int N_>
+struct Backward {
+  using T = T_;
+  static constexpr int N = N_;
+  const T* out;
+  const T* grad;
+  Mask mask;
+  T* d_x;
+  int width;
+  float scale;
+
+  static constexpr int kStreams = 2;
+  static constexpr int registers(int) { return 64; }
+  template <int ITEMS>
+  struct Kept {};
+  template <int ITEMS>
+  struct Aside {
+    unsigned taken;
+  };
+
+  __device__ const T* stream(int which) const { return which == 0 ? out : grad; }
+
+  template <int ITEMS>
+  __device__ void begin(Kept<ITEMS>&, int64_t, const Columns&) const {}
+
+  template <int ITEMS>
+  __device__ Aside<ITEMS> aside(const Place& place) const {
+    return {row_taking_part<N, ITEMS>(mask, place, width)};
+  }
+
+  template <bool MASKED>
+  static __device__ float dot(const float (&values)[N], const float (&grads)[N], unsigned taken) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum += !MASKED || (taken >> i & 1u) ? values[i] * grads[i] : 0.f;
+    return sum;
+  }
+
+  template <bool MASKED>
+  __device__ void write(const float (&values)[N], const float (&grads)[N], unsigned taken, int64_t at, float sum) const {
+    float result[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float value = values[i] * (grads[i] - sum) * scale;
+      result[i] = !MASKED || (taken >> i & 1u) ? value : 0.f;
+    }
+    store<T, N>(d_x + at, rounded<T, N>(result));
+  }
+
+  template <int ITEMS, class Reduce>
+  __device__ void row(const Slots<T, N, ITEMS>& slots, const Aside<ITEMS>& aside, Kept<ITEMS>&, const Place& place,
+                      Reduce& reducer) const {
+    mask.data ? work<true>(slots, aside.taken, place, reducer) : work<false>(slots, 0, place, reducer);
+  }
+
+  // What is not there is zero.
+  template <bool MASKED, int ITEMS, class Reduce>
+  __device__ void work(const Slots<T, N, ITEMS>& slots, unsigned taken, const Place& place, Reduce& reducer) const {
+    float sum = 0.f, values[N], grads[N];
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      slots.read(0, item, values);
+      slots.read(1, item, grads);
+      sum += dot<MASKED>(values, grads, taken >> (item * N));
+    }
+    sum = reducer.template all<Add>(sum);
+    if (!place.active) return;
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      if (!place.columns.has(item)) continue;
+      slots.read(0, item, values);
+      slots.read(1, item, grads);
+      write<MASKED>(values, grads, taken >> (item * N), place.start + place.columns.of(item), sum);
+    }
+  }
+
+  template <int ITEMS>
+  __device__ void flush(const Kept<ITEMS>&, int64_t, const Columns&, float*) const {}
+
+  template <class Reduce>
+  __device__ void walk(int64_t row, Reduce& reducer) const {
+    const int64_t start = row * width, mask_row = mask.data ? mask.row(row) : 0;
+    float sum = 0.f, values[N], grads[N];
+    for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
+      widen(load<T, N>(out + start + column), values);
+      widen(load<T, N>(grad + start + column), grads);
+      sum += dot<true>(values, grads, taking_part<N>(mask, mask_row, column, width));
+    }
+    sum = reducer.template all<Add>(sum);
+    for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
+      widen(load<T, N>(out + start + column), values);
+      widen(load<T, N>(grad + start + column), grads);
+      write<true>(values, grads, taking_part<N>(mask, mask_row, column, width), start + column, sum);
+    }
+  }
+};
+
+}  // namespace ejkernel::softmax

@@ -1,0 +1,1 @@
+"""What the operations over rows share."""

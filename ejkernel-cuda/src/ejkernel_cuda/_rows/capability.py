@@ -1,0 +1,31 @@
+"""Which calls of the normalisations these kernels run."""
+
+from __future__ import annotations
+
+from ejkernel._arrays import ArraySpec
+from ejkernel.operations._rows.interface import NormCall
+from ejkernel.plugin import Target
+from ejkernel_cuda._capability import refusal
+
+WIDEST = 1 << 30
+"""Columns are counted in 32 bits; rows and elements in 64."""
+
+MOST_BLOCKS = 2**31 - 1
+
+
+def blocks_of_a_part(width: int) -> int:
+    """At most, in backward: of a cluster, or for the columns of a row that is read twice, or to add up what they made."""
+    return max(16, 2 * -(-width // 32))
+
+
+def too_wide(x: ArraySpec) -> str | None:
+    """Why columns of rows `[..., d]` cannot be counted; None if they can."""
+    return f"width {x.shape[-1]} is above {WIDEST}" if x.shape[-1] > WIDEST else None
+
+
+def supports_norm(call: NormCall, target: Target) -> str | None:
+    """The members of a batch that have parameters of their own need blocks of their own for the parameters' gradients."""
+    members = max((spec.shape[0] for spec in (call.scale, call.offset) if spec is not None), default=1)
+    if members * blocks_of_a_part(call.x.shape[-1]) > MOST_BLOCKS:
+        return f"{members} batch members with parameters of their own, {call.x.shape[-1]} wide, need more than {MOST_BLOCKS} blocks"
+    return too_wide(call.x) or refusal(target, {"x": call.x, "scale": call.scale, "offset": call.offset})

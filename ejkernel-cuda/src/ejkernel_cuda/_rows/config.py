@@ -1,0 +1,124 @@
+"""Performance knobs of the operations over rows.
+
+A thread takes up to four packs of 16 bytes of a row. Its block copies rows ahead of the one in work into shared memory, so that
+memory stays busy while threads wait for each other. Rows wider than the threads of a block can take are shared by a cluster of
+blocks from compute capability 9.0 on; those that do not fit either are read more than once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ejkernel._arrays import ArraySpec
+from ejkernel.operations._rows.interface import NormCall
+from ejkernel.plugin import ConfigSpace, Target
+
+THREADS = tuple(1 << power for power in range(10))
+CLUSTERS = (2, 4, 8, 16)
+CLUSTERS_SINCE = (9, 0)
+PACKS = 4
+_STAGES = {1: 4, 2: 3}
+"""By the arrays that are read: about 100 KB on their way to a processor with the threads that fit there."""
+_SPARE = 64
+"""Packs that one thread each, or two, take before there are enough threads for four."""
+_PROCESSORS = 160
+"""Of a device, at most; the library launches no more blocks than run at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """Attributes:
+    threads: wished for of a block for each row, a power of two up to 512; the library takes more when a row needs them, and fewer
+        when four packs per thread or the packs of the row leave some without.
+    cluster: blocks that share a row, a power of two up to 16. Above 1, `threads` has no effect: each has four packs.
+    stages: rows of a block in shared memory, 1 to 8; fewer where that is too small.
+    """
+
+    threads: int
+    cluster: int = 1
+    stages: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """Attributes:
+    threads, cluster, stages: as in forward.
+    parts: blocks or clusters that share the rows under one parameter, at most; each writes a partial sum of the parameter's
+        gradient. No more are launched than the device runs at once.
+    """
+
+    threads: int
+    parts: int
+    cluster: int = 1
+    stages: int = 3
+
+
+def packs_of(x: ArraySpec) -> int:
+    """Accesses that cover one row: 16 bytes each when rows start on 16 bytes, else one element each."""
+    width, itemsize = x.shape[-1], 4 if x.dtype == "float32" else 2
+    return -(-width * itemsize // 16) if width * itemsize % 16 == 0 else width
+
+
+def threads_for(packs: int, packs_per_thread: int) -> int:
+    wanted = -(-packs // packs_per_thread)
+    return next((threads for threads in THREADS if threads >= wanted), THREADS[-1])
+
+
+def clusters_for(x: ArraySpec, target: Target) -> list[int]:
+    """Clusters that take a row of which one block takes more than half at best, smallest first, at most two; none where packs
+    are single elements."""
+    packs, itemsize = packs_of(x), 4 if x.dtype == "float32" else 2
+    if target.capability is None or target.capability < CLUSTERS_SINCE:
+        return []
+    if 2 * packs <= PACKS * THREADS[-1] or x.shape[-1] * itemsize % 16:
+        return []
+    return [size for size in CLUSTERS if packs <= size * PACKS * THREADS[-1]][:2]
+
+
+def row_config(x: ArraySpec, target: Target, streams: int, packs_per_thread: int) -> ForwardConfig:
+    """The heuristic of kernels that read so many arrays: few packs per thread where rows are narrow."""
+    packs, stages = packs_of(x), _STAGES[streams]
+    clusters = clusters_for(x, target)
+    if clusters and packs > PACKS * THREADS[-1]:
+        return ForwardConfig(THREADS[-1], clusters[0], stages)
+    return ForwardConfig(threads_for(packs, packs_per_thread if packs >= _SPARE else 2), 1, stages)
+
+
+def row_configs(x: ArraySpec, target: Target, streams: int, packs_per_thread: int) -> list[ForwardConfig]:
+    """Their search space, the heuristic's choice in front."""
+    packs, stages = packs_of(x), _STAGES[streams]
+    chosen = row_config(x, target, streams, packs_per_thread)
+    shapes = [(THREADS[-1], size) for size in clusters_for(x, target)]
+    if not shapes or packs <= PACKS * THREADS[-1]:
+        shapes += [(threads, 1) for threads in dict.fromkeys(threads_for(packs, count) for count in (4, 2, 1))]
+    found = [ForwardConfig(*shape, count) for count in (stages, stages - 1, stages + 2) for shape in shapes]
+    return list(dict.fromkeys([chosen, *found]))
+
+
+def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
+    return row_config(call.x, target, 1, 2)
+
+
+def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
+    return row_configs(call.x, target, 1, 2)
+
+
+def _summing(x: ArraySpec, config: ForwardConfig) -> BackwardConfig:
+    """With as many parts as a device can run at once at most: threads with four packs take twice the registers."""
+    packs = packs_of(x)
+    threads = config.threads if config.cluster == 1 else threads_for(packs, PACKS * config.cluster)
+    fitting = 640 if packs > 2 * threads * config.cluster else 1024
+    blocks = max(1, fitting // max(threads, 256 if threads <= 32 else threads))
+    return BackwardConfig(config.threads, max(1, _PROCESSORS * blocks // config.cluster), config.cluster, config.stages)
+
+
+def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
+    return _summing(call.x, row_config(call.x, target, 2, 4))
+
+
+def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
+    return [_summing(call.x, config) for config in row_configs(call.x, target, 2, 4)]
+
+
+FORWARD = ConfigSpace(ForwardConfig, forward_heuristic, forward_space)
+BACKWARD = ConfigSpace(BackwardConfig, backward_heuristic, backward_space)

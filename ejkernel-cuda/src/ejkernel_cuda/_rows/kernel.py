@@ -1,0 +1,105 @@
+"""Normalisations of rows: the arrays as the library's handlers take them.
+
+Parameters travel in float32, `[0, d]` when absent. In backward every block writes one partial sum of the parameters' gradients, and
+a second launch adds them up in a fixed order, without atomics.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.operations._rows.interface import NormCall, NormInputs
+from ejkernel_cuda._library import handler
+from ejkernel_cuda._rows.capability import MOST_BLOCKS, blocks_of_a_part
+from ejkernel_cuda._rows.config import BackwardConfig, ForwardConfig
+
+_FLOAT = jnp.float32
+
+
+def _parameter(value: Any, width: int) -> Any:
+    return jnp.zeros((0, width), _FLOAT) if value is None else value.astype(_FLOAT)
+
+
+def _batched(x: Any) -> tuple[int, int, int]:
+    """[batch, rows, width] of `[b, ..., d]`."""
+    return x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1]
+
+
+def norm_forward(
+    name: str, call: NormCall, inputs: NormInputs, config: ForwardConfig, *, centred: bool
+) -> tuple[Any, Any, Any]:
+    """The result, and with `save_residuals` mean (where centred) and rstd; None otherwise."""
+    x, scale, offset = inputs
+    if not x.size:
+        # Of rows without columns: the mean of nothing is taken to be 0, as is its variance.
+        rstd = jnp.full(x.shape[:-1], call.epsilon**-0.5 if call.epsilon else jnp.inf, _FLOAT)
+        if not call.save_residuals:
+            return x, None, None
+        return x, jnp.zeros_like(rstd) if centred else None, rstd
+    batch, rows, width = shape = _batched(x)
+    saved = batch * rows if call.save_residuals else 0
+    out, mean, rstd = jax.ffi.ffi_call(
+        handler(f"{name}_forward"),
+        (
+            jax.ShapeDtypeStruct(shape, x.dtype),
+            jax.ShapeDtypeStruct((saved if centred else 0,), _FLOAT),
+            jax.ShapeDtypeStruct((saved,), _FLOAT),
+        ),
+    )(
+        x.reshape(shape),
+        _parameter(scale, width),
+        _parameter(offset, width),
+        epsilon=np.float32(call.epsilon),
+        scale_offset=np.float32(call.scale_offset),
+        threads=np.int64(config.threads),
+        cluster=np.int64(config.cluster),
+        stages=np.int64(config.stages),
+    )
+    if not saved:
+        return out.reshape(x.shape), None, None
+    return out.reshape(x.shape), mean.reshape(x.shape[:-1]) if centred else None, rstd.reshape(x.shape[:-1])
+
+
+def norm_backward(
+    name: str, call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad: Any, config: BackwardConfig
+) -> NormInputs:
+    """Gradients of x and the parameters; `mean` is None where rows are not centred."""
+    x, scale, offset = inputs
+    if not x.size:
+        return NormInputs(*(None if value is None else jnp.zeros_like(value) for value in inputs))
+    batch, rows, width = shape = _batched(x)
+    groups = batch if any(value is not None and value.shape[0] > 1 for value in (scale, offset)) else 1
+    parts = max(1, min(-(-config.parts // groups), batch * rows // groups))
+    if scale is None and offset is None:
+        parts = min(batch * rows, 8 * config.parts)
+    parts = min(parts, MOST_BLOCKS // (groups * blocks_of_a_part(width)))
+    totals = [(0 if value is None else value.shape[0], width) for value in (scale, offset)]
+    partials = [(0 if value is None else groups, parts, width) for value in (scale, offset)]
+    d_x, d_scale, d_offset, *_ = jax.ffi.ffi_call(
+        handler(f"{name}_backward"),
+        (
+            jax.ShapeDtypeStruct(shape, x.dtype),
+            *(jax.ShapeDtypeStruct(dims, _FLOAT) for dims in (*totals, *partials)),
+        ),
+    )(
+        x.reshape(shape),
+        _parameter(scale, width),
+        jnp.zeros((0,), _FLOAT) if mean is None else mean.reshape(batch * rows),
+        rstd.reshape(batch * rows),
+        grad.reshape(shape),
+        scale_offset=np.float32(call.scale_offset),
+        threads=np.int64(config.threads),
+        cluster=np.int64(config.cluster),
+        stages=np.int64(config.stages),
+        parts=np.int64(parts),
+    )
+    return NormInputs(
+        d_x.reshape(x.shape),
+        None if scale is None else d_scale.astype(scale.dtype),
+        None if offset is None else d_offset.astype(offset.dtype),
+    )

@@ -1,0 +1,7 @@
+"""Performance knobs of `layer_norm`."""
+
+from __future__ import annotations
+
+from ejkernel_cuda._rows.config import BACKWARD, FORWARD
+
+__all__ = ["BACKWARD", "FORWARD"]

@@ -1,0 +1,1 @@
+"""Writing into a paged cache in CUDA C++."""

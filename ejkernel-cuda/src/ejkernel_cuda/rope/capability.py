@@ -1,0 +1,30 @@
+"""Which calls of `rope` these kernels run."""
+
+from __future__ import annotations
+
+from ejkernel.operations.rope.interface import RopeCall
+from ejkernel.plugin import Target
+from ejkernel_cuda._capability import refusal
+
+WIDEST = 1 << 30
+"""Channels are counted in 32 bits; elements in 64."""
+MOST_BLOCKS = 2**31 - 1
+
+
+def supports_forward(call: RopeCall, target: Target) -> str | None:
+    width = call.query.shape[3]
+    if width > WIDEST:
+        return f"head size {width} is above {WIDEST}"
+    rotated = [spec for spec in (call.query, call.key) if spec is not None]
+    # Eight tokens' heads at least are one block: a row of up to 32 threads for each.
+    most = max(spec.size // max(width, 1) for spec in rotated)
+    if most // 8 >= MOST_BLOCKS:
+        return f"{most} heads of tokens are more than {8 * MOST_BLOCKS}"
+    return refusal(target, {name: getattr(call, name) for name in ("query", "key", "cos", "sin")})
+
+
+def supports_backward(call: RopeCall, target: Target) -> str | None:
+    angles = max(call.cos.shape[0], call.sin.shape[0]) * call.cos.shape[1]
+    if angles > MOST_BLOCKS:
+        return f"{angles} rows of cos and sin are more than {MOST_BLOCKS}"
+    return supports_forward(call, target)

@@ -1,0 +1,1 @@
+"""Softmax in CUDA C++."""

@@ -1,0 +1,33 @@
+"""`where` of `softmax`, read as it is stored."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ejkernel._arrays import ArraySpec
+
+MOST_AXES = 8
+
+
+class Axes(NamedTuple):
+    """The axes before the columns, outermost first: sizes of x, and strides in rows of where, 0 where it is repeated."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def axes_of(x: ArraySpec, where: ArraySpec) -> Axes:
+    """Those of `where` `[..., 1 or d]`, each axis as in x `[..., d]` or 1; neighbours that are alike are one."""
+    found: list[tuple[int, int]] = []
+    rows = 1
+    for size, stored in zip(reversed(x.shape[:-1]), reversed(where.shape[:-1]), strict=True):
+        if size == 1:
+            continue
+        stride = 0 if stored == 1 else rows
+        rows *= stored
+        if found and stride == (found[-1][0] * found[-1][1]):
+            found[-1] = (found[-1][0] * size, found[-1][1])
+        else:
+            found.append((size, stride))
+    found = found or [(1, 0)]
+    return Axes(tuple(size for size, _ in reversed(found)), tuple(stride for _, stride in reversed(found)))

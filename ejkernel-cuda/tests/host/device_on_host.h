@@ -1,0 +1,294 @@
+// CUDA's words for a host: every thread of a block, or of a cluster of blocks, is a fiber; barriers are where they take turns.
+#pragma once
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#undef __device__
+#define __device__
+#undef __global__
+#define __global__
+#undef __maxnreg__
+#define __maxnreg__(...)
+
+namespace ejkernel::host {
+
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
+
+struct Barrier {
+  int arrived = 0;
+  long generation = 0;
+};
+
+struct Warp {
+  float slots[32];
+  Barrier barrier;
+};
+
+struct Block {
+  Index index;
+  std::map<const void*, std::vector<char>> shared;
+  std::vector<Warp> warps;
+  Barrier barrier;
+  int count = 0, counted = 0;
+};
+
+// A copy into shared memory that has begun; it is done as late as the thread allows.
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes;
+  bool there;
+};
+
+struct Fiber {
+  ucontext_t context;
+  jmp_buf place;
+  Index thread;
+  unsigned rank, linear;
+  std::vector<Copy> begun;
+  std::deque<std::vector<Copy>> groups;
+  bool started = false, done = false;
+};
+
+inline std::vector<std::unique_ptr<Block>> blocks;  // of the cluster that runs
+inline Barrier cluster_barrier;
+inline std::function<void()> body;
+inline Fiber* current;
+inline ucontext_t scheduler;
+inline jmp_buf scheduler_place;
+inline Index grid_dim, block_dim;
+inline size_t shared_rest;  // bytes of shared memory that the launch asked for
+inline long progress;
+constexpr size_t kStack = 64 * 1024;
+inline std::vector<std::unique_ptr<char[]>> stacks;  // kept from launch to launch
+
+inline Block& block() { return *blocks[current->rank]; }
+inline int block_threads() { return int(block_dim.x * block_dim.y); }
+
+// Contexts only start a fiber: switching between them costs two system calls, a jump none.
+inline void yield() {
+  if (!_setjmp(current->place)) _longjmp(scheduler_place, 1);
+}
+
+inline void resume(Fiber& fiber) {
+  current = &fiber;
+  if (_setjmp(scheduler_place)) return;
+  if (fiber.started) _longjmp(fiber.place, 1);
+  fiber.started = true;
+  swapcontext(&scheduler, &fiber.context);
+}
+
+inline void wait(Barrier& barrier, int threads) {
+  const long generation = barrier.generation;
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    ++progress;
+    return;
+  }
+  while (barrier.generation == generation) yield();
+}
+
+// Fresh shared memory holds NaN, so that what was not written shows.
+inline void* shared(const void* key, size_t bytes) {
+  std::vector<char>& memory = block().shared[key];
+  if (memory.empty()) memory.assign(bytes, char(0xff));
+  return memory.data();
+}
+
+inline void enter() {
+  body();
+  current->done = true;
+  ++progress;
+  yield();
+}
+
+// Warps run ahead of each other: one in four sleeps, for long enough that others get through a reduction, then others do.
+constexpr long kNap = 48;
+inline bool asleep(const Fiber& fiber, long round) {
+  if (round < kNap && fiber.rank % 2) return true;  // blocks of a cluster do not start together
+  const unsigned long warp = fiber.rank * 64 + fiber.linear / 32;
+  const unsigned long seed = (unsigned long)(round / kNap) * 0x9e3779b97f4a7c15ul + warp * 0xbf58476d1ce4e5b9ul;
+  return (seed ^ seed >> 31) * 0x94d049bb133111ebul >> 62 == 0;
+}
+
+inline void run_cluster(unsigned first_block, unsigned cluster) {
+  blocks.clear();
+  cluster_barrier = {};
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  for (unsigned rank = 0; rank < cluster; ++rank) {
+    blocks.push_back(std::make_unique<Block>());
+    blocks.back()->index = {first_block + rank};
+    blocks.back()->warps.resize((block_threads() + 31) / 32);
+    for (int linear = 0; linear < block_threads(); ++linear) {
+      auto fiber = std::make_unique<Fiber>();
+      if (stacks.size() == fibers.size()) stacks.emplace_back(new char[kStack]);
+      fiber->thread = {unsigned(linear) % block_dim.x, unsigned(linear) / block_dim.x};
+      fiber->rank = rank;
+      fiber->linear = unsigned(linear);
+      getcontext(&fiber->context);
+      fiber->context.uc_stack.ss_sp = stacks[fibers.size()].get();
+      fiber->context.uc_stack.ss_size = kStack;
+      fiber->context.uc_link = &scheduler;
+      makecontext(&fiber->context, enter, 0);
+      fibers.push_back(std::move(fiber));
+    }
+  }
+  long idle = 0;
+  for (long round = 0, left = 1; left; ++round) {
+    left = 0;
+    const long before = progress;
+    for (auto& fiber : fibers) {
+      if (fiber->done) continue;
+      left = 1;
+      if (!asleep(*fiber, round)) resume(*fiber);
+    }
+    idle = progress == before ? idle + 1 : 0;
+    if (left && idle > 16 * kNap) {
+      std::fprintf(stderr, "threads wait for each other for ever\n");
+      std::abort();
+    }
+  }
+}
+
+inline void launch(unsigned grid, Index block, unsigned cluster, std::function<void()> kernel, size_t rest = 0) {
+  shared_rest = rest;
+  grid_dim = {grid, 1, 1};
+  block_dim = {block.x, block.y, 1};
+  body = std::move(kernel);
+  for (unsigned first = 0; first < grid; first += cluster) run_cluster(first, cluster);
+}
+
+}  // namespace ejkernel::host
+
+#define threadIdx (ejkernel::host::current->thread)
+#define blockIdx (ejkernel::host::block().index)
+#define blockDim (ejkernel::host::block_dim)
+#define gridDim (ejkernel::host::grid_dim)
+#define EJKERNEL_SHARED(type, name, size) \
+  static char name##_key;                 \
+  type* name = static_cast<type*>(ejkernel::host::shared(&name##_key, sizeof(type) * (size)))
+
+#define EJKERNEL_SHARED_REST(type, name) \
+  static char name##_key;                \
+  type* name = static_cast<type*>(ejkernel::host::shared(&name##_key, ejkernel::host::shared_rest))
+
+inline void __syncthreads() { ejkernel::host::wait(ejkernel::host::block().barrier, ejkernel::host::block_threads()); }
+
+inline int __syncthreads_count(bool here) {
+  auto& block = ejkernel::host::block();
+  block.count += here;
+  __syncthreads();
+  const int count = block.count;
+  __syncthreads();
+  block.count = 0;
+  __syncthreads();
+  return count;
+}
+
+inline float __shfl_xor_sync(unsigned, float value, int step) {
+  auto& warp = ejkernel::host::block().warps[ejkernel::host::current->linear / 32];
+  const unsigned lane = ejkernel::host::current->linear % 32;
+  warp.slots[lane] = value;
+  ejkernel::host::wait(warp.barrier, 32);
+  const float other = warp.slots[lane ^ unsigned(step)];
+  ejkernel::host::wait(warp.barrier, 32);
+  return other;
+}
+
+inline float rsqrtf(float value) { return 1.f / std::sqrt(value); }
+
+inline int __float2int_rn(float value) { return int(std::nearbyint(value)); }
+
+namespace ejkernel {
+
+inline unsigned cluster_size() { return unsigned(host::blocks.size()); }
+inline unsigned cluster_rank() { return host::current->rank; }
+inline void cluster_sync() { host::wait(host::cluster_barrier, host::block_threads() * int(host::blocks.size())); }
+
+inline float fast_exp2(float value) { return std::exp2(value); }
+
+// What is on its way is not there yet: until it is waited for, its place holds NaN.
+template <int BYTES>
+inline void copy_bytes_ahead(void* to, const void* from, bool there) {
+  std::memset(to, 0xff, BYTES);
+  host::current->begun.push_back({to, from, BYTES, there});
+}
+
+inline void commit_copies() {
+  host::current->groups.push_back(std::move(host::current->begun));
+  host::current->begun.clear();
+}
+
+inline void wait_for_copies(int open) {
+  auto& groups = host::current->groups;
+  for (; int(groups.size()) > open; groups.pop_front()) {
+    for (const host::Copy& copy : groups.front()) {
+      copy.there ? std::memcpy(copy.to, copy.from, copy.bytes) : std::memset(copy.to, 0, copy.bytes);
+    }
+  }
+}
+
+// The same place of another block's shared memory.
+inline void* place_at_rank(void* here, unsigned rank) {
+  for (auto& [key, memory] : host::block().shared) {
+    const char* at = reinterpret_cast<char*>(here);
+    if (at < memory.data() || at >= memory.data() + memory.size()) continue;
+    return host::blocks[rank]->shared.at(key).data() + (at - memory.data());
+  }
+  std::fprintf(stderr, "not in shared memory\n");
+  std::abort();
+}
+
+using Mailbox = uint64_t;
+struct Mail {
+  int32_t missing;  // bytes
+  bool expected;
+  uint8_t parity;
+
+  void settle() {
+    if (!expected || missing) return;
+    expected = false;
+    parity ^= 1;
+    ++host::progress;
+  }
+};
+static_assert(sizeof(Mail) == sizeof(Mailbox));
+inline Mail& mail(Mailbox* box) { return *reinterpret_cast<Mail*>(box); }
+
+inline void open_mailbox(Mailbox* box) { mail(box) = {}; }
+
+inline void expect_bytes(Mailbox* box, int bytes) {
+  mail(box).missing += bytes;
+  mail(box).expected = true;
+  mail(box).settle();
+}
+
+inline void send_to_rank(float* to, Mailbox* box, unsigned rank, float value) {
+  *static_cast<float*>(place_at_rank(to, rank)) = value;
+  Mail& there = mail(static_cast<Mailbox*>(place_at_rank(box, rank)));
+  there.missing -= sizeof(value);
+  there.settle();
+}
+
+inline void wait_for_mail(Mailbox* box, unsigned parity) {
+  while (mail(box).parity == parity) host::yield();
+}
+
+}  // namespace ejkernel

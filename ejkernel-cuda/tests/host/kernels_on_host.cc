@@ -1,0 +1,200 @@
+// The kernels as they are, run on a host for float32 (kind 0) and bfloat16 (kind 1), with the launches that tests ask for.
+#include "norm/kernels.cuh"
+#include "paged_cache_update/kernels.cuh"
+#include "rope/kernels.cuh"
+#include "softmax/kernels.cuh"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+using namespace ejkernel;
+
+namespace {
+
+struct Shape {
+  int64_t rows_per_group, groups, parts;
+  int threads, items, cluster, stages;  // items 0: rows that are walked over
+};
+
+template <class Op, int ITEMS, bool CLUSTER>
+void streamed(const Op& op, const Shape& shape) {
+  const unsigned y = shape.threads > 32 ? 1 : unsigned(kSmallBlock / shape.threads);
+  const Walk walk{shape.rows_per_group, shape.parts};
+  const size_t stage = sizeof(typename Op::T) * Op::N * ITEMS * Op::kStreams * shape.threads * y;
+  host::launch(
+      unsigned(shape.groups * shape.parts * shape.cluster), {unsigned(shape.threads), y}, unsigned(shape.cluster),
+      [&] { streamed_rows<Op, ITEMS, CLUSTER>(op, walk, shape.stages); }, shape.stages * stage);
+}
+
+template <class Op>
+void rows(const Op& op, const Shape& shape) {
+  if (shape.items == 0) {
+    host::launch(unsigned(shape.parts), {unsigned(shape.threads), 1}, 1,
+                 [&] { walked_rows<Op>(op, shape.rows_per_group * shape.groups); });
+  } else if (shape.cluster > 1) {
+    streamed<Op, kMaxItems, true>(op, shape);
+  } else if (shape.items == 1) {
+    streamed<Op, 1, false>(op, shape);
+  } else if (shape.items == 2) {
+    streamed<Op, 2, false>(op, shape);
+  } else {
+    streamed<Op, 4, false>(op, shape);
+  }
+}
+
+template <typename Run>
+void typed(int kind, bool packed, Run run) {
+  if (kind == 0) return packed ? run.template operator()<float, 4>() : run.template operator()<float, 1>();
+  return packed ? run.template operator()<__nv_bfloat16, 8>() : run.template operator()<__nv_bfloat16, 1>();
+}
+
+template <typename Run>
+void norm_typed(int kind, bool packed, bool centred, Run run) {
+  typed(kind, packed,
+        [&]<typename T, int N>() { centred ? run.template operator()<T, N, true>() : run.template operator()<T, N, false>(); });
+}
+
+}  // namespace
+
+EXPORT void norm_forward(int kind, bool packed, bool centred, Shape shape, const void* x, norm::Parameter scale,
+                         norm::Parameter offset, void* out, float* mean, float* rstd, int64_t rows_per_batch, int width,
+                         float epsilon, float scale_offset) {
+  norm_typed(kind, packed, centred, [&]<typename T, int N, bool CENTRED>() {
+    using Op = norm::Forward<T, N, CENTRED>;
+    rows(Op{static_cast<const T*>(x), scale, offset, static_cast<T*>(out), mean, rstd, rows_per_batch, width, 1.f / width,
+            epsilon, scale_offset},
+         shape);
+  });
+}
+
+EXPORT void norm_backward(int kind, bool packed, bool centred, Shape shape, const void* x, norm::Parameter scale,
+                          const float* mean, const float* rstd, const void* grad, void* d_x, float* d_scale, float* d_offset,
+                          float* part_scale, float* part_offset, int64_t rows_per_batch, int width, float scale_offset) {
+  norm_typed(kind, packed, centred, [&]<typename T, int N, bool CENTRED>() {
+    using Op = norm::Backward<T, N, CENTRED>;
+    const Op op{static_cast<const T*>(x),
+                scale,
+                mean,
+                rstd,
+                static_cast<const T*>(grad),
+                static_cast<T*>(d_x),
+                part_scale,
+                part_offset,
+                rows_per_batch,
+                width,
+                1.f / width,
+                scale_offset};
+    rows(op, shape);
+    const Walk walk{shape.rows_per_group, shape.parts};
+    if (shape.items == 0) {
+      const unsigned tiles = unsigned((width + 63) / 64);
+      host::launch(unsigned(tiles * shape.groups * shape.parts), {64, 1}, 1, [&] {
+        norm::column_sums<T, CENTRED>(op.x, op.mean, op.rstd, op.grad, part_scale, part_offset, walk, width);
+      });
+    }
+  });
+  const unsigned tiles = unsigned((width + 31) / 32);
+  const auto parts_of = [&](const float* partial, float* total) {
+    return Parts{partial, total, total ? shape.groups : 0, shape.parts};
+  };
+  const Parts first = parts_of(part_scale, d_scale), second = parts_of(part_offset, d_offset);
+  host::launch(unsigned(first.groups + second.groups) * tiles, {32, kPartRows}, 1, [&] { sum_parts(first, second, width); });
+}
+
+EXPORT void softmax_forward(int kind, bool packed, Shape shape, const void* x, softmax::Mask mask, void* out, int width,
+                            float scale) {
+  typed(kind, packed, [&]<typename T, int N>() {
+    using Op = softmax::Forward<T, N>;
+    rows(Op{static_cast<const T*>(x), mask, static_cast<T*>(out), width, scale}, shape);
+  });
+}
+
+EXPORT void softmax_backward(int kind, bool packed, Shape shape, const void* out, const void* grad, softmax::Mask mask,
+                             void* d_x, int width, float scale) {
+  typed(kind, packed, [&]<typename T, int N>() {
+    using Op = softmax::Backward<T, N>;
+    rows(Op{static_cast<const T*>(out), static_cast<const T*>(grad), mask, static_cast<T*>(d_x), width, scale}, shape);
+  });
+}
+
+namespace {
+
+template <typename Run>
+void heads_typed(int kind, bool interleaved, bool packed, Run run) {
+  const auto choose = [&]<typename T>() {
+    if (interleaved) return packed ? run.template operator()<T, true, true>() : run.template operator()<T, true, false>();
+    return packed ? run.template operator()<T, false, true>() : run.template operator()<T, false, false>();
+  };
+  kind == 0 ? choose.template operator()<float>() : choose.template operator()<__nv_bfloat16>();
+}
+
+}  // namespace
+
+EXPORT void rope_rotate(int kind, bool interleaved, bool packed, unsigned lanes, const void* x, void* out, rope::Angles angles,
+                        rope::Heads heads, int span, bool inverse) {
+  heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
+    const unsigned y = unsigned(rope::kThreads) / lanes;
+    const int64_t items = heads.batch * heads.length * ((heads.heads + span - 1) / span);
+    host::launch(unsigned((items + y - 1) / y), {lanes, y}, 1, [&] {
+      rope::rotate<T, INTERLEAVED, PACKED>(static_cast<const T*>(x), static_cast<T*>(out), angles, heads, span, inverse);
+    });
+  });
+}
+
+EXPORT void rope_angle_gradients(int kind, bool interleaved, bool packed, unsigned lanes, const void* x, const void* grad,
+                                 float* d_cos, float* d_sin, rope::Heads heads, bool shared, bool per_pair, bool add) {
+  heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
+    const unsigned y = unsigned(rope::kThreads) / lanes;
+    host::launch(unsigned((shared ? 1 : heads.batch) * heads.length), {lanes, y}, 1, [&] {
+      rope::angle_gradients<T, INTERLEAVED, PACKED>(static_cast<const T*>(x), static_cast<const T*>(grad), d_cos, d_sin, heads,
+                                                    shared, per_pair, add);
+    });
+  });
+}
+
+namespace {
+
+using Untyped = paged_cache_update::Write<void, void>;
+
+template <typename From, typename To>
+paged_cache_update::Write<From, To> as(const Untyped& write) {
+  return {static_cast<const From*>(write.from),
+          static_cast<To*>(write.pages),
+          write.scale,
+          write.page_stride,
+          write.token_stride,
+          write.head_stride,
+          write.batch_stride,
+          write.scale_batch_stride,
+          write.scale_head_stride,
+          write.heads,
+          write.size};
+}
+
+template <typename From, typename To>
+void update(bool packed, unsigned rows, unsigned threads, const paged_cache_update::Requests& requests, const Untyped& first,
+            const Untyped& second) {
+  constexpr int N = 16 / sizeof(From);
+  host::launch(rows, {threads, 1}, 1, [&] {
+    if (packed) return paged_cache_update::update_pages<From, To, N>(requests, as<From, To>(first), as<From, To>(second));
+    paged_cache_update::update_pages<From, To, 1>(requests, as<From, To>(first), as<From, To>(second));
+  });
+}
+
+}  // namespace
+
+// `to`: 0 float32, 1 bfloat16, 2 int8, 3 float8_e4m3fn, 4 float8_e5m2, 5 the bits of bfloat16.
+EXPORT void update_pages(int kind, int to, bool packed, unsigned rows, unsigned threads, paged_cache_update::Requests requests,
+                         Untyped first, Untyped second) {
+  using namespace paged_cache_update;
+  const auto choose = [&]<typename From>() {
+    switch (to) {
+      case 0: return update<From, float>(packed, rows, threads, requests, first, second);
+      case 1: return update<From, __nv_bfloat16>(packed, rows, threads, requests, first, second);
+      case 2: return update<From, Int8>(packed, rows, threads, requests, first, second);
+      case 3: return update<From, E4M3>(packed, rows, threads, requests, first, second);
+      default: return update<From, E5M2>(packed, rows, threads, requests, first, second);
+    }
+  };
+  if (to == 5) return update<Bits<2>, Bits<2>>(packed, rows, threads, requests, first, second);
+  kind == 0 ? choose.template operator()<float>() : choose.template operator()<__nv_bfloat16>();
+}

@@ -1,0 +1,121 @@
+"""Calls of the library's handlers, answered on this host: by the handlers' own checks, then by the kernels (`host_kernels`).
+
+Covers the handlers whose launches follow from shapes alone; the knobs of those over rows have tests of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from host_kernels import KINDS, PACK, Angles, Guarded, Heads, Requests, Write, library
+
+from ejkernel_cuda import _library
+
+_STORED = {"float32": 0, "bfloat16": 1, "int8": 2, "float8_e4m3fn": 3, "float8_e5m2": 4}
+_real = jax.ffi.ffi_call
+
+
+def check_target(name: str) -> str:
+    """The checks of a handler, on the CPU: they need no stream."""
+    symbol = f"ejkernel_cuda_{name}_check"
+    jax.ffi.register_ffi_target(symbol, jax.ffi.pycapsule(getattr(_library.load(), symbol)), platform="cpu")
+    return symbol
+
+
+def answered(name: str, specs: Any, *, input_output_aliases: dict[int, int] | None = None) -> Any:
+    """What stands for `jax.ffi.ffi_call`, `name` being the handler's without its prefix."""
+
+    def call(*arrays: Any, **attributes: Any) -> list[Any]:
+        jax.block_until_ready(_real(check_target(name), specs)(*arrays, **attributes))
+        given = [np.asarray(array) for array in arrays]
+        results = [Guarded(np.zeros(spec.shape, spec.dtype), output=True) for spec in specs]
+        for source, result in (input_output_aliases or {}).items():
+            results[result].array[...] = given[source]
+        _ANSWERS[name](given, results, **attributes)
+        return [jax.numpy.asarray(result.checked()) for result in results]
+
+    return call
+
+
+def _lanes(half: int, pairs: int) -> int:
+    return next(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes == 32 or lanes * pairs >= half)
+
+
+def _heads(x: np.ndarray, rotary_dim: int, heads_first: bool) -> Heads:
+    batch, length, count, width = (x.shape[axis] for axis in ((0, 2, 1, 3) if heads_first else (0, 1, 2, 3)))
+    strides = (width, length * width) if heads_first else (count * width, width)
+    return Heads(batch, length, count, length * count * width, *strides, width, rotary_dim // 2, heads_first)
+
+
+def _geometry(x: np.ndarray, rotary_dim: int, interleaved: bool) -> tuple[bool, int]:
+    """Whether packs are used, and the lanes of a head."""
+    pack, rotated = PACK[x.dtype.name], rotary_dim if interleaved else rotary_dim // 2
+    packed = x.shape[3] % pack == 0 and rotated % pack == 0
+    return packed, _lanes(rotary_dim // 2, (pack // 2 if interleaved else pack) if packed else 1)
+
+
+def _rotate(given, results, *, rotary_dim, interleaved, heads_first, inverse, span):
+    cos, sin = (Guarded(value) for value in given[2:])
+    angles = Angles(cos.pointer, sin.pointer, len(cos.array) == 1, len(sin.array) == 1, cos.array.shape[2] != rotary_dim)
+    for x, out in zip(given[:2], results, strict=True):
+        if not x.size:
+            continue
+        packed, lanes = _geometry(x, int(rotary_dim), interleaved)
+        library().rope_rotate(
+            KINDS[x.dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, Guarded(x).pointer, out.pointer, angles,
+            _heads(x, int(rotary_dim), heads_first), int(span), ctypes.c_bool(inverse),
+        )  # fmt: skip
+
+
+def _angle_gradients(given, results, *, rotary_dim, interleaved, heads_first):
+    d_cos, d_sin = results
+    for index, (x, grad) in enumerate(zip(given[:2], given[2:], strict=True)):
+        if not x.size:
+            continue
+        packed, lanes = _geometry(x, int(rotary_dim), interleaved)
+        library().rope_angle_gradients(
+            KINDS[x.dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, Guarded(x).pointer,
+            Guarded(grad).pointer, d_cos.pointer, d_sin.pointer, _heads(x, int(rotary_dim), heads_first),
+            ctypes.c_bool(len(d_cos.array) == 1), ctypes.c_bool(d_cos.array.shape[2] != rotary_dim), ctypes.c_bool(index > 0),
+        )  # fmt: skip
+
+
+def _update(
+    given, results, *, key_strides, value_strides, first_value, pages, page_size, fused, threads
+):  # fmt: skip
+    key, value, starts, lengths, tables, *scales = (Guarded(array) for array in given[:7])
+    batch, tokens = key.array.shape[:2]
+    requests = Requests(
+        starts.pointer, lengths.pointer, tables.pointer, *(len(x.array) == 1 for x in (starts, lengths, tables)), tokens,
+        lengths.array.shape[1], tables.array.shape[2], pages, page_size,
+    )  # fmt: skip
+    stored = results[0].array.dtype
+    begin = (results[0].array if fused else results[1].array).ctypes.data + int(first_value) * stored.itemsize
+    sides = (key, scales[0], results[0].array.ctypes.data, key_strides), (value, scales[1], begin, value_strides)
+    for new, scale, to, strides in sides:
+        pack = 16 // new.array.dtype.itemsize
+        access = min(16, pack * stored.itemsize)
+        packed = new.array.shape[3] % pack == 0 and to % access == 0 and all(s * stored.itemsize % access == 0 for s in strides)
+        factors, scaled = scale.array.shape, scale.array.size > 0
+        write = Write(
+            new.pointer, to, scale.pointer if scaled else None, *map(int, strides), factors[1] if factors[0] > 1 else 0,
+            int(factors[1] > 1), *new.array.shape[2:],
+        )  # fmt: skip
+        copied = new.array.dtype == stored and stored == ml_dtypes.bfloat16 and not scaled
+        kind = 5 if copied else _STORED[stored.name]
+        library().update_pages(
+            KINDS[new.array.dtype.name], kind, ctypes.c_bool(packed), batch * tokens, int(threads), requests, write, Write()
+        )
+    assert math.prod(key.array.shape) > 0
+
+
+_ANSWERS = {
+    "rope_rotate": _rotate,
+    "rope_angle_gradients": _angle_gradients,
+    "paged_cache_update_forward": _update,
+}

@@ -1,0 +1,138 @@
+"""The library's kernels compiled for this host, where fibers stand for threads, called with NumPy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pathlib
+import shutil
+import subprocess
+import tempfile
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+KINDS = {"float32": 0, "bfloat16": 1}
+PACK = {"float32": 4, "bfloat16": 8}
+_GUARD = 64
+_HERE = pathlib.Path(__file__).parent
+
+
+def cuda_headers() -> pathlib.Path | None:
+    nvcc = shutil.which("nvcc")
+    places = [pathlib.Path("/usr/local/cuda/include")] + ([pathlib.Path(nvcc).resolve().parents[1] / "include"] if nvcc else [])
+    return next((place for place in places if (place / "cuda_fp8.h").is_file()), None)
+
+
+def missing() -> str | None:
+    """What is not here of a C++20 compiler and CUDA's headers."""
+    if shutil.which("g++") is None:
+        return "needs g++ on the PATH"
+    return None if cuda_headers() else "needs the headers of a CUDA toolkit"
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="ejkernel-host-"))
+    built = folder / "kernels.so"
+    include = [f"-I{place}" for place in (_HERE.parent / "csrc", _HERE / "host", cuda_headers())]
+    source = _HERE / "host" / "kernels_on_host.cc"
+    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-DEJKERNEL_ON_HOST", *include, "-o", str(built), str(source)]
+    subprocess.run(command, check=True)
+    loaded = ctypes.CDLL(str(built))
+    shutil.rmtree(folder)
+    return loaded
+
+
+class Guarded:
+    """An array between guards. Those of an input hold NaN, or all bits set; those of an output must come back as they were."""
+
+    def __init__(self, values: Any, *, output: bool = False) -> None:
+        values = np.asarray(values)
+        raw = np.full(values.nbytes + 2 * _GUARD + 16, 0xFF, np.uint8)
+        start = _GUARD + -(raw.ctypes.data + _GUARD) % 16
+        self._raw, self._span, self._output = raw, (start, start + values.nbytes), output
+        self.array = raw[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+        if not output:
+            self.array[...] = values
+
+    @property
+    def pointer(self) -> ctypes.c_void_p:
+        """Keeps the array alive while it is an argument itself, but not as a field of a structure."""
+        found = ctypes.c_void_p(self.array.ctypes.data)
+        found.owner = self  # pyright: ignore[reportAttributeAccessIssue]
+        return found
+
+    def checked(self) -> np.ndarray:
+        """The array, its guards seen to be whole."""
+        first, last = self._span
+        assert (self._raw[:first] == 0xFF).all() and (self._raw[last:] == 0xFF).all()
+        return self.array
+
+
+def output(shape: tuple[int, ...], dtype: Any) -> Guarded:
+    return Guarded(np.zeros(shape, dtype), output=True)
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    return values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+class Shape(ctypes.Structure):
+    """A launch: rows of `groups` groups, `parts` workers for each, threads and blocks per row, packs per thread (0 = walk),
+    rows of a block in shared memory."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows_per_group", "groups", "parts")),
+        *((name, ctypes.c_int) for name in ("threads", "items", "cluster", "stages")),
+    )
+
+
+class Parameter(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64))
+
+
+class Mask(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("per_element", ctypes.c_bool),
+        ("axes", ctypes.c_int),
+        ("size", ctypes.c_int64 * 8),
+        ("stride", ctypes.c_int64 * 8),
+    )
+
+
+class Heads(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batch", "length", "heads", "batch_stride", "token_stride", "head_stride")),
+        ("width", ctypes.c_int),
+        ("half", ctypes.c_int),
+        ("heads_first", ctypes.c_bool),
+    )
+
+
+class Angles(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
+        *((name, ctypes.c_bool) for name in ("one_cos", "one_sin", "per_pair")),
+    )
+
+
+class Requests(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "tables")),
+        *((name, ctypes.c_bool) for name in ("one_starts", "one_lengths", "one_tables")),
+        *((name, ctypes.c_int64) for name in ("tokens", "requests", "table_width", "pages", "page_size")),
+    )
+
+
+class Write(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("from_", "pages", "scale")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("page_stride", "token_stride", "head_stride", "batch_stride", "scale_batch_stride")
+        ),
+        *((name, ctypes.c_int) for name in ("scale_head_stride", "heads", "size")),
+    )

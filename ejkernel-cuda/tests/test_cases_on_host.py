@@ -1,0 +1,153 @@
+"""`rope` and `paged_cache_update` over core's named cases on this host: arguments, the handlers' checks, and numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import host_calls
+import host_kernels
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel._arrays import ArraySpec
+from ejkernel.operations.paged_cache_update import cases as update_cases
+from ejkernel.operations.paged_cache_update import reference as update_reference
+from ejkernel.operations.paged_cache_update.interface import OPERATION as UPDATE
+from ejkernel.operations.rope import cases as rope_cases
+from ejkernel.operations.rope import reference as rope_reference
+from ejkernel.operations.rope.interface import OPERATION as ROPE
+from ejkernel.plugin import Target
+from ejkernel_cuda import _library
+from ejkernel_cuda.paged_cache_update import config as update_config
+from ejkernel_cuda.paged_cache_update import kernel as update_kernel
+from ejkernel_cuda.rope import config as rope_config
+from ejkernel_cuda.rope import kernel as rope_kernel
+
+H200 = Target("gpu", "NVIDIA H200", "9.0")
+pytestmark = [
+    pytest.mark.skipif(host_kernels.missing() is not None, reason=str(host_kernels.missing())),
+    pytest.mark.skipif(not _library.PATH.is_file(), reason="build the library: pip install with nvcc 13"),
+]
+
+
+@pytest.fixture(autouse=True)
+def calls_answered_here(monkeypatch):
+    monkeypatch.setattr(jax.ffi, "ffi_call", host_calls.answered)
+    for module in (rope_kernel, update_kernel):
+        monkeypatch.setattr(module, "handler", lambda name: name)
+
+
+def small(cases: Any) -> list[Any]:
+    return [pytest.param(case, id=case.name) for case in cases.CASES if not case.is_benchmark]
+
+
+def bound(operation: Any, case: Any, dtype: str) -> Any:
+    arrays = case.arrays(np.random.default_rng(7))
+    made = {name: jnp.asarray(value, dtype if value.dtype == np.float32 else None) for name, value in arrays.items()}
+    return operation.canonicalise(**made, **case.options)
+
+
+def wide(values: Any) -> Any:
+    def one(value: Any) -> Any:
+        value = np.asarray(value)
+        return value.astype(np.float64) if jnp.issubdtype(value.dtype, jnp.floating) and value.itemsize > 1 else value
+
+    return jax.tree.map(one, values)
+
+
+def close(got: Any, exact: Any, limit: float) -> None:
+    assert got.shape == exact.shape
+    difference = np.linalg.norm(np.asarray(got, np.float64) - exact)
+    assert difference <= limit * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("span", [1, 4, 32])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", small(rope_cases))
+def test_rope(case, dtype, span):
+    problem = bound(ROPE, case, dtype)
+    check_rope(problem.call, problem.inputs, dtype, span)
+
+
+@pytest.mark.parametrize("alone", ["cos", "sin"])
+@pytest.mark.parametrize("name", ["query-alone", "partial"])
+def test_rope_where_only_one_of_cos_and_sin_is_shared(name, alone):
+    problem = bound(ROPE, next(case for case in rope_cases.CASES if case.name == name), "float32")
+    angles = {name: getattr(problem.inputs, name)[:1] for name in ("cos", "sin")}
+    angles[alone] = jnp.concatenate([angles[alone], angles[alone][:, ::-1] + 0.25])
+    inputs = problem.inputs._replace(**angles)
+    call = dataclasses.replace(problem.call, **{name: ArraySpec.of(value) for name, value in angles.items()})
+    assert len(inputs.cos) != len(inputs.sin)
+    check_rope(call, inputs, "float32", 4)
+
+
+def check_rope(call, inputs, dtype, span):
+    limit = 1e-6 if dtype == "float32" else 4e-3
+    outputs = rope_kernel.forward(call, inputs, rope_config.Config(span))
+    exact = rope_reference.forward(call, wide(inputs))
+    close(outputs.query, exact.query, limit)
+    if call.key is not None:
+        close(outputs.key, exact.key, limit)
+    cotangents = ROPE.Outputs(*(None if x is None else x[..., ::-1] + jnp.ones_like(x) for x in inputs[:2]))
+    gradients = rope_kernel.backward(call, inputs, outputs, cotangents, rope_config.Config(span))
+    wanted = rope_reference.backward(call, wide(inputs), exact, wide(cotangents))
+    for name in ("query", "key", "cos", "sin"):
+        if getattr(wanted, name) is not None:
+            close(getattr(gradients, name), getattr(wanted, name), limit)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", small(update_cases))
+def test_paged_cache_update(case, dtype):
+    problem = bound(UPDATE, case, dtype)
+    config = update_config.FORWARD.heuristic(problem.call, H200)
+    got = update_kernel.forward(problem.call, problem.inputs, config)
+    wanted = update_reference.forward(problem.call, wide(problem.inputs))
+    for pages, exact, before in zip(got, wanted, problem.inputs[2:4], strict=True):
+        if exact is None:
+            assert pages is None
+            continue
+        pages, exact, before = (np.asarray(value, np.float64) for value in (pages, exact, before))
+        untouched = exact == before
+        np.testing.assert_array_equal(pages[untouched], exact[untouched])
+        # Nearest in what pages hold; the quotient of a key and its scale is rounded to float32 first.
+        step = {"int8": 0.0, "float8_e4m3fn": 2**-3, "float8_e5m2": 2**-2}.get(problem.call.key_pages.dtype, 2**-8)
+        np.testing.assert_allclose(pages, exact, rtol=step, atol=1e-6)
+        assert np.mean(np.abs(pages - exact) > 1e-6 * np.abs(exact)) < 0.01
+
+
+def test_values_that_bytes_cannot_hold():
+    """NaN, infinities, ties and what is too large, as the contract says it."""
+    values = np.array([np.nan, np.inf, -np.inf, 500.0, -1e6, 0.5, 1.5, -2.5, 126.5, 17.0, 2**-10, -0.0], np.float32)
+    expected = {
+        "int8": [0, 127, -128, 127, -128, 0, 2, -2, 126, 17, 0, 0],
+        "float8_e4m3fn": [np.nan, 448, -448, 448, -448, 0.5, 1.5, -2.5, 128, 16, 0, 0],
+        "float8_e5m2": [np.nan, 57344, -57344, 512, -57344, 0.5, 1.5, -2.5, 128, 16, 2**-10, 0],
+    }
+    for dtype, wanted in expected.items():
+        pages = jnp.zeros((1, 1, 1, len(values)), dtype)
+        new = jnp.asarray(values)[None, None]
+        arrays = {"query_start_loc": jnp.array([0, 1]), "kv_lens": jnp.array([1]), "block_tables": jnp.array([[0]])}
+        problem = UPDATE.canonicalise(new, new, pages, pages, **arrays)
+        got = update_kernel.forward(problem.call, problem.inputs, update_config.PagedCacheUpdateConfig(32))
+        np.testing.assert_array_equal(np.asarray(got.key_pages, np.float32).reshape(-1), np.array(wanted, np.float32))
+
+
+def test_batch_members_have_their_own_requests():
+    """Two caches, of which the second has other lengths and an own scale."""
+    case = next(case for case in update_cases.CASES if case.name == "scaled")
+    problem = bound(UPDATE, case, "float32")
+    two = problem.inputs._replace(
+        **{name: jnp.concatenate([getattr(problem.inputs, name)] * 2) for name in ("key", "value", "key_pages", "value_pages")},
+        kv_lens=jnp.stack([problem.inputs.kv_lens[0], problem.inputs.kv_lens[0] - 1]),
+        key_scale=jnp.stack([problem.inputs.key_scale[0], problem.inputs.key_scale[0] * 2]),
+    )
+    specs = {name: ArraySpec.of(value) for name, value in two._asdict().items()}
+    call = dataclasses.replace(problem.call, **specs)
+    got = update_kernel.forward(call, two, update_config.PagedCacheUpdateConfig(64))
+    wanted = update_reference.forward(call, wide(two))
+    for pages, exact in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(pages), exact, rtol=1e-6)

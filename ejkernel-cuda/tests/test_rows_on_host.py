@@ -1,0 +1,196 @@
+"""Numbers of the kernels over rows, run on this host: against the float64 references, between guards, and again."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import host_kernels
+import numpy as np
+import pytest
+from host_kernels import KINDS, Guarded, Mask, Parameter, Shape, library, output, rounded
+
+from ejkernel._arrays import ArraySpec
+from ejkernel.operations.layer_norm import interface as layer_norm
+from ejkernel.operations.layer_norm import reference as layer_norm_reference
+from ejkernel.operations.rms_norm import interface as rms_norm
+from ejkernel.operations.rms_norm import reference as rms_norm_reference
+from ejkernel.operations.softmax import interface as softmax
+from ejkernel.operations.softmax import reference as softmax_reference
+from ejkernel_cuda.softmax.mask import axes_of
+
+pytestmark = pytest.mark.skipif(host_kernels.missing() is not None, reason=str(host_kernels.missing()))
+
+TOLERANCE = {"float32": 3e-6, "bfloat16": 4e-3}
+LAUNCHES = [
+    # dtype, width, packed, threads, packs per thread, blocks of a cluster, rows in shared memory
+    ("bfloat16", 64, True, 8, 1, 1, 2),
+    ("bfloat16", 40, True, 8, 1, 1, 1),
+    ("float32", 8, True, 1, 2, 1, 3),
+    ("bfloat16", 33, False, 32, 2, 1, 2),
+    ("float32", 1, False, 1, 1, 1, 2),
+    ("float32", 100, False, 64, 2, 1, 3),
+    ("bfloat16", 1000, True, 64, 2, 1, 8),
+    ("float32", 1024, True, 256, 1, 1, 4),
+    ("bfloat16", 200, True, 8, 4, 1, 3),
+    ("float32", 250, False, 64, 4, 1, 1),
+    ("bfloat16", 2400, True, 96, 4, 1, 2),
+    ("bfloat16", 3000, True, 512, 1, 1, 2),
+    ("bfloat16", 1800, True, 64, 4, 2, 3),
+    ("float32", 520, True, 64, 4, 4, 1),
+    ("bfloat16", 1000, True, 64, 0, 1, 1),
+    ("float32", 77, False, 32, 0, 1, 1),
+]
+
+
+def relative(got: np.ndarray, wanted: np.ndarray, floor: float = 0.0) -> float:
+    return float(np.linalg.norm(got.astype(np.float64) - wanted) / max(np.linalg.norm(wanted), floor, 1e-30))
+
+
+def parameter(guarded: Guarded | None) -> Parameter:
+    if guarded is None:
+        return Parameter(None, 0)
+    return Parameter(guarded.pointer, guarded.array.shape[1] if guarded.array.shape[0] > 1 else 0)
+
+
+class Norm:
+    """One problem of a normalisation: 2 batch members of 5 rows."""
+
+    def __init__(self, centred: bool, dtype: str, width: int, parameters: int, scale_offset: float = 0.0) -> None:
+        """parameters: 0 for none, 1 for those that the batch shares, 2 for one of each member's."""
+        rng = np.random.default_rng(width)
+        self.centred, self.dtype, self.width, self.rows = centred, dtype, width, 5
+        self.x = rounded(rng.normal(size=(2, 5, width)) * 2 + 3, dtype)
+        self.grad = rounded(rng.normal(size=(2, 5, width)), dtype)
+        self.scale = rng.normal(size=(parameters, width)).astype(np.float32) if parameters else None
+        self.offset = rng.normal(size=(1, width)).astype(np.float32) if parameters else None
+        interface, self.reference = (layer_norm, layer_norm_reference) if centred else (rms_norm, rms_norm_reference)
+        Call = interface.LayerNormCall if centred else interface.RmsNormCall
+        self.Inputs = interface.LayerNormInputs if centred else interface.RmsNormInputs
+        self.Outputs = interface.LayerNormOutputs if centred else interface.RmsNormOutputs
+        specs = {name: None if v is None else ArraySpec.of(v) for name, v in (("scale", self.scale), ("offset", self.offset))}
+        self.call = Call(x=ArraySpec.of(self.x), **specs, epsilon=1e-5, scale_offset=scale_offset, save_residuals=True)
+        wide = [None if value is None else value.astype(np.float64) for value in (self.x, self.scale, self.offset)]
+        self.outputs = self.reference.forward(self.call, self.Inputs(*wide))
+        cotangents = self.Outputs(self.grad.astype(np.float64))
+        self.gradients = self.reference.backward(self.call, self.Inputs(*wide), self.outputs, cotangents)
+        weight = 1.0 if self.scale is None else wide[1][:, None] + scale_offset
+        self.floor = float(np.linalg.norm(wide[0] * 0 + self.grad.astype(np.float64) * weight * self.outputs.rstd[..., None]))
+
+    def guarded(self) -> list[Any]:
+        return [None if value is None else Guarded(value) for value in (self.x, self.scale, self.offset)]
+
+    def forward(self, packed: bool, *shape: int, parts: int) -> list[np.ndarray]:
+        x, scale, offset = self.guarded()
+        groups = 1 if self.scale is None else self.scale.shape[0]
+        out, mean, rstd = output(self.x.shape, self.x.dtype), output((2, 5), np.float32), output((2, 5), np.float32)
+        library().norm_forward(
+            KINDS[self.dtype], ctypes.c_bool(packed), ctypes.c_bool(self.centred), Shape(10 // groups, groups, parts, *shape),
+            x.pointer, parameter(scale), parameter(offset), out.pointer, mean.pointer if self.centred else None, rstd.pointer,
+            ctypes.c_int64(5), self.width, ctypes.c_float(1e-5), ctypes.c_float(self.call.scale_offset),
+        )  # fmt: skip
+        return [out.checked(), *([mean.checked()] if self.centred else []), rstd.checked()]
+
+    def backward(self, packed: bool, *shape: int, parts: int) -> list[np.ndarray]:
+        x, scale, _ = self.guarded()
+        grad, rstd = Guarded(self.grad), Guarded(self.outputs.rstd.astype(np.float32))
+        mean = Guarded(self.outputs.mean.astype(np.float32)) if self.centred else None
+        groups = 1 if self.scale is None else self.scale.shape[0]
+        d_x = output(self.x.shape, self.x.dtype)
+        totals = [None if value is None else output(value.shape, np.float32) for value in (self.scale, self.offset)]
+        partials = [None if value is None else output((groups, parts, self.width), np.float32) for value in totals]
+        library().norm_backward(
+            KINDS[self.dtype], ctypes.c_bool(packed), ctypes.c_bool(self.centred),
+            Shape(10 // groups, groups, parts, *shape), x.pointer, parameter(scale),
+            mean.pointer if mean else None, rstd.pointer, grad.pointer, d_x.pointer,
+            *(value.pointer if value else None for value in (*totals, *partials)), ctypes.c_int64(5), self.width,
+            ctypes.c_float(self.call.scale_offset),
+        )  # fmt: skip
+        return [value.checked() for value in (d_x, *totals) if value is not None]
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+def test_norm_forward(launch, centred):
+    dtype, width, *knobs = launch
+    for parameters, scale_offset in ((0, 0.0), (2, 1.0)):
+        problem = Norm(centred, dtype, width, parameters, scale_offset)
+        got, again = (problem.forward(*knobs, parts=parts) for parts in (3, 2))
+        wanted = [problem.outputs.out, *([problem.outputs.mean] if centred else []), problem.outputs.rstd]
+        assert relative(got[0], wanted[0], floor=1.0) < TOLERANCE[dtype]
+        for value, exact in zip(got[1:], wanted[1:], strict=True):
+            assert relative(value, exact) < 2e-6
+        for one, other in zip(got, again, strict=True):
+            np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+def test_norm_backward(launch, centred):
+    dtype, width, *knobs = launch
+    for parameters, scale_offset in ((0, 0.0), (1, 0.0), (2, 1.0)):
+        problem = Norm(centred, dtype, width, parameters, scale_offset)
+        if parameters == 2:
+            problem.offset = None
+        got = problem.backward(*knobs, parts=2)
+        assert relative(got[0], problem.gradients.x, problem.floor) < TOLERANCE[dtype]
+        for value, exact in zip(got[1:], [problem.gradients.scale, problem.gradients.offset], strict=False):
+            assert relative(value, exact) < 3e-6
+        for one, other in zip(got, problem.backward(*knobs, parts=2), strict=True):
+            np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+def softmax_mask(x: np.ndarray, where: np.ndarray | None) -> tuple[Mask, Guarded | None]:
+    if where is None:
+        return Mask(), None
+    guarded, axes = Guarded(where), axes_of(ArraySpec.of(x), ArraySpec.of(where))
+    padded = [(*values, *[0] * (8 - len(values))) for values in axes]
+    many = ctypes.c_int64 * 8
+    return Mask(guarded.pointer, where.shape[-1] != 1, len(axes.sizes), many(*padded[0]), many(*padded[1])), guarded
+
+
+def softmax_problem(dtype: str, width: int, mask_shape: tuple[int, ...] | None):
+    """x [2, 3, 2, width], of which masked places hold NaN, a row holds -inf, and the first row of the mask is empty."""
+    rng = np.random.default_rng(width)
+    x = rng.normal(size=(2, 3, 2, width)) * 4
+    x[1, 1, 1] = -np.inf
+    grad = rng.normal(size=x.shape)
+    where = None
+    if mask_shape is not None:
+        where = rng.random((*mask_shape[:3], width if mask_shape[3] else 1)) < 0.6
+        where[0, 0, 0] = False
+        x[~np.broadcast_to(where, x.shape)] = np.nan
+        grad[~np.broadcast_to(where, x.shape)] = np.nan
+    return rounded(x, dtype), rounded(grad, dtype), where
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+@pytest.mark.parametrize("mask_shape", [None, (2, 3, 2, 1), (2, 1, 2, 1), (1, 3, 1, 1), (1, 3, 2, 0), (2, 1, 1, 0)])
+def test_softmax(launch, mask_shape):
+    dtype, width, packed, *knobs = launch
+    x, grad, where = softmax_problem(dtype, width, mask_shape)
+    spec = None if where is None else ArraySpec.of(where)
+    call = softmax.SoftmaxCall(x=ArraySpec.of(x), where=spec, scale=0.7, save_residuals=True)
+    inputs = softmax.SoftmaxInputs(x.astype(np.float64), where)
+    wanted = softmax_reference.forward(call, inputs)
+    mask, kept = softmax_mask(x, where)
+    given = Guarded(x)
+    kind = KINDS[dtype], ctypes.c_bool(packed)
+    for parts in (2, 5):
+        shape, out = Shape(12, 1, parts, *knobs), output(x.shape, x.dtype)
+        library().softmax_forward(*kind, shape, given.pointer, mask, out.pointer, width, ctypes.c_float(0.7))
+        got = out.checked()
+        assert np.isfinite(got.astype(np.float64)).all()
+        assert relative(got, wanted.out) < TOLERANCE[dtype]
+        assert not got[1, 1, 1].any()
+        if where is not None:
+            assert not got[~np.broadcast_to(where, x.shape)].any()
+
+    exact = softmax_reference.backward(
+        call, inputs, softmax.SoftmaxOutputs(got.astype(np.float64)), softmax.SoftmaxOutputs(grad.astype(np.float64))
+    )
+    d_x, stored, arriving = output(x.shape, x.dtype), Guarded(got), Guarded(grad)
+    library().softmax_backward(*kind, shape, stored.pointer, arriving.pointer, mask, d_x.pointer, width, ctypes.c_float(0.7))
+    floor = np.linalg.norm(got.astype(np.float64) * np.nan_to_num(grad.astype(np.float64)))
+    assert relative(d_x.checked(), exact.x, floor) < TOLERANCE[dtype]
+    assert kept is None or kept.checked() is kept.array
