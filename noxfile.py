@@ -243,7 +243,8 @@ def smoke(session: nox.Session, pair: tuple[str, str]) -> None:
 def triton_aot(session: nox.Session) -> None:
     """Every Triton kernel compiled for sm_80, sm_90 and sm_100 on a machine without a GPU; `-- --space` for every config too.
 
-    Fails where one spills or needs more shared memory than the device has; keeps a record in triton_aot.json.
+    About 40 minutes with two processes. Fails where one spills or needs more shared memory than the device has; keeps a record in
+    triton_aot.json.
     """
     python = main_environment(session)
     out = ROOT / "benchmarks" / "results" / "triton_aot.json"

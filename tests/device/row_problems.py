@@ -105,10 +105,10 @@ def checked_problems(operation: str) -> list[Problem]:
 class Prepared:
     """A problem with its canonical call, inputs on the device, cotangents, and what XLA makes of them in float32."""
 
-    def __init__(self, problem: Problem, dtype: str, seed: int = 0) -> None:
+    def __init__(self, problem: Problem, dtype: str, seed: int = 0, platform: str = "triton") -> None:
         self.operation = importlib.import_module(f"ejkernel.operations.{problem.operation}.interface").OPERATION
-        self.kernel = importlib.import_module(f"ejkernel_triton.{problem.operation}.kernel")
-        self.config = importlib.import_module(f"ejkernel_triton.{problem.operation}.config")
+        self.kernel = importlib.import_module(f"ejkernel_{platform}.{problem.operation}.kernel")
+        self.config = importlib.import_module(f"ejkernel_{platform}.{problem.operation}.config")
         self.reference = importlib.import_module(f"ejkernel.operations.{problem.operation}.reference")
         self.xla = importlib.import_module(f"ejkernel_xla.{problem.operation}.kernel")
         bound = self.operation.canonicalise(**problem.arrays(seed, dtype), **problem.options)

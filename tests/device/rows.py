@@ -1,4 +1,4 @@
-"""Operations over rows on a real GPU: `layer_norm`, `rms_norm`, `softmax`, `rope`, `mean_pooling` in Triton.
+"""Operations over rows on a real GPU: `layer_norm`, `rms_norm`, `softmax`, `rope`, `mean_pooling` in Triton or CUDA C++.
 
     python tests/device/rows.py --out results
 
@@ -7,8 +7,8 @@ the targets, configs of the search space: each is compared with XLA's result in 
 textbook jnp, our XLA platform, torch.compile and Liger where they can be imported. Prints tables, writes `rows.json` under
 `--out` (or `$OUT`), exits with 1 if a number is wrong.
 
-`--only softmax,rope`, `--budget` seconds after which nothing new is started (280), `--most` configs for each shape and phase (10;
-0 = all), `--threads` that compile (4), `--skip numbers,sweep,peers`.
+`--platform cuda` (triton), `--only softmax,rope`, `--budget` seconds after which nothing new is started (280), `--most` configs for
+each shape and phase (10; 0 = all), `--threads` that compile (4), `--skip numbers,sweep,peers`.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ def _relative(got: Any, wanted: Any, floor: float = 0.0) -> float:
     return float(jnp.linalg.norm(got - wanted) / jnp.maximum(jnp.linalg.norm(wanted), 1e-30))
 
 
-def check_numbers(operation: str, rows: Rows, budget: float) -> None:
+def check_numbers(operation: str, rows: Rows, budget: float, platform: str) -> None:
     for index, problem in enumerate(checked_problems(operation)):
         for dtype in ("bfloat16", "float32") if index % 3 == 0 else ("bfloat16",):
             if check_gpu.remaining(budget) < 0:
                 return
-            prepared = Prepared(problem, dtype, index)
+            prepared = Prepared(problem, dtype, index, platform)
             got = prepared.ours()
             wanted = prepared.exact()
             rows.compare(f"{problem.name} {problem.options or ''} {dtype}", got, wanted, TOLERANCE[dtype], prepared.floors)
     timed = next(problem for problem in (*TIMED, norm("rms_norm", 16384, 4096)) if problem.operation == operation)
-    prepared = Prepared(timed, "bfloat16")
+    prepared = Prepared(timed, "bfloat16", platform=platform)
     first = jax.tree.map(np.asarray, prepared.ours())
     equal = all(
         all(
@@ -86,7 +86,7 @@ def check_numbers(operation: str, rows: Rows, budget: float) -> None:
     rows.add(f"{timed.name}: three equal runs", equal, "bit by bit")
 
 
-def check_large(operation: str, rows: Rows) -> None:
+def check_large(operation: str, rows: Rows, platform: str) -> None:
     """More than 2^31 elements, the last rows of which show whether offsets are 64 bits wide.
 
     The cotangent is zero but for the last rows, so that they alone make the parameters' gradients. It is x with its columns
@@ -95,8 +95,8 @@ def check_large(operation: str, rows: Rows) -> None:
     """
     if operation not in ("softmax", "layer_norm"):
         return
-    kernel = importlib.import_module(f"ejkernel_triton.{operation}.kernel")
-    config = importlib.import_module(f"ejkernel_triton.{operation}.config")
+    kernel = importlib.import_module(f"ejkernel_{platform}.{operation}.kernel")
+    config = importlib.import_module(f"ejkernel_{platform}.{operation}.config")
     xla = importlib.import_module(f"ejkernel_xla.{operation}.kernel")
     interface = importlib.import_module(f"ejkernel.operations.{operation}.interface")
     x = jax.jit(lambda: jax.random.normal(jax.random.key(0), (560_000, 4096), jnp.bfloat16))()
@@ -161,13 +161,16 @@ def candidates(prepared: Prepared, most: int) -> list[Candidate]:
 
 
 def time_problem(problem: Problem, rows: Rows, options: argparse.Namespace) -> list[dict[str, Any]]:
-    prepared = Prepared(problem, "bfloat16")
+    prepared = Prepared(problem, "bfloat16", platform=options.platform)
     set_bytes = sum(value.nbytes for value in jax.tree.leaves((prepared.inputs, prepared.cotangents)))
     sets = []
     for seed in range(max(1, min(8, -(-300_000_000 // set_bytes)))):
-        one = Prepared(problem, "bfloat16", 10 * seed)
+        one = Prepared(problem, "bfloat16", 10 * seed, options.platform)
         sets.append((one.inputs, one.outputs(), one.cotangents))
     found = candidates(prepared, options.most)
+    if options.platform != "triton" and importlib.util.find_spec("ejkernel_triton"):
+        triton = candidates(Prepared(problem, "bfloat16"), 1)
+        found += [dataclasses.replace(one, name="our Triton", chosen=False) for one in triton if one.chosen]
     wanted = {c.phase: jax.jit(c.function)(*map(_float32, sets[0])) for c in found if c.name == "textbook jnp"}
 
     def compiled(candidate):
@@ -208,8 +211,11 @@ def _float32(values: Any) -> Any:
 def timed(problem: Problem, prepared: Prepared, candidate: Candidate, program: Any, sets: list[Any]) -> dict[str, Any]:
     from jax.experimental.mosaic.gpu import profiler
 
-    _, milliseconds = profiler.Cupti(finalize=False).measure(program, iterations=5)(sets)
-    samples = [value / 1e3 / len(sets) for value in (milliseconds if isinstance(milliseconds, list) else [milliseconds])]
+    # One run at a time: CUPTI may lose or add a record, and a run that has another number of kernels than most is left out.
+    measure = profiler.Cupti(finalize=False).measure(program, aggregate=False)
+    runs = [measure(sets)[1] or [] for _ in range(5)]
+    usual = statistics.mode(len(run) for run in runs)
+    samples = [sum(ms for _, ms in run) / 1e3 / len(sets) for run in runs if len(run) == usual]
     return result_row(problem.name, candidate.phase, candidate.name, samples, moved_bytes(prepared, candidate.phase), {
         "chosen": candidate.chosen, "ours": candidate.name not in ("our XLA", "textbook jnp"), "clock": "device",
     })  # fmt: skip
@@ -258,7 +264,7 @@ def torch_functions() -> dict[str, dict[str, Callable[..., Any]]]:
     return found
 
 
-def time_peers(problem: Problem, peers: dict[str, Callable[..., Any]]) -> list[dict[str, Any]]:
+def time_peers(problem: Problem, peers: dict[str, Callable[..., Any]], platform: str) -> list[dict[str, Any]]:
     """Time torch functions by events around a queue that the host fills ahead of time."""
     import torch
     import torch._functorch.config
@@ -266,7 +272,7 @@ def time_peers(problem: Problem, peers: dict[str, Callable[..., Any]]) -> list[d
     torch._functorch.config.donated_buffer = False  # backward is timed again and again over the same forward
     if "cu_seqlens" in problem.shapes or problem.options.get("layout") == "BHTD":
         return []
-    prepared, rows = Prepared(problem, "bfloat16"), []
+    prepared, rows = Prepared(problem, "bfloat16", platform=platform), []
     for name, function in peers.items():
         count = 4
         sets = []
@@ -309,6 +315,7 @@ def time_peers(problem: Problem, peers: dict[str, Callable[..., Any]]) -> list[d
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of rows.json")
+    parser.add_argument("--platform", default="triton", help="whose kernels: triton or cuda")
     parser.add_argument("--only", default="", help="operations, comma separated")
     parser.add_argument("--budget", type=float, default=280, help="seconds after which nothing new is started")
     parser.add_argument("--most", type=int, default=10, help="configs for each shape and phase; 0 = all")
@@ -323,11 +330,9 @@ def main() -> int:
         print(f"needs a GPU, JAX has {jax.devices()}")
         return 2
     operations = [one for one in options.only.split(",") if one] or [
-        "layer_norm",
-        "softmax",
-        "rope",
-        "mean_pooling",
-        "rms_norm",
+        one
+        for one in ("layer_norm", "softmax", "rope", "mean_pooling", "rms_norm")
+        if importlib.util.find_spec(f"ejkernel_{options.platform}.{one}")
     ]
     skip, rows, times = set(options.skip.split(",")), Rows(), []
     versions = check_gpu.versions()
@@ -341,8 +346,8 @@ def main() -> int:
 
     if "numbers" not in skip:
         for operation in operations:
-            check_numbers(operation, rows, options.budget * 0.3)
-            check_large(operation, rows)
+            check_numbers(operation, rows, options.budget * 0.3, options.platform)
+            check_large(operation, rows, options.platform)
             save(f"numbers of {operation}")
     problems = [problem for problem in TIMED if problem.operation in operations]
     reserve = 0 if "peers" in skip else 45
@@ -356,7 +361,7 @@ def main() -> int:
         peers = torch_functions()
         for problem in problems:
             if check_gpu.remaining(options.budget) > 5:
-                times += time_peers(problem, peers.get(problem.operation, {}))
+                times += time_peers(problem, peers.get(problem.operation, {}), options.platform)
         save("peers")
     wrong = [row for row in rows.rows if not row["passed"]]
     print(f"{len(rows.rows)} checks, {len(wrong)} wrong")

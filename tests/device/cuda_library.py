@@ -1,0 +1,233 @@
+"""What only a real GPU shows of the CUDA library: caches in place, configs that agree, CUDA graphs, memory errors, speed.
+
+    python tests/device/cuda_library.py --out results
+
+`rows.py --platform cuda` beside this checks and times the operations over rows. Here: `paged_cache_update` over core's cases bit by
+bit, in place, and its speed; every config of every operation against the first, which must agree bit by bit where a config only
+deals rows out; many runs of one program, which XLA turns into a CUDA graph; and all of it once more, on ragged shapes, under
+compute-sanitizer with every array its own allocation, so that no kernel reads or writes outside of its arrays. Writes
+`cuda_library.json` under `--out` (or `$OUT`), exits with 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import check_gpu
+import jax
+import jax.numpy as jnp
+import numpy as np
+from row_problems import Prepared, Problem, norm, rotary
+
+from ejkernel.operations.paged_cache_update import cases
+from ejkernel.operations.paged_cache_update.interface import OPERATION as UPDATE
+from ejkernel.plugin import current_target
+from ejkernel_cuda.paged_cache_update import config, kernel
+
+Row = dict[str, Any]
+CHAIN = 20
+RAGGED = (
+    *(norm(name, 13, width) for name in ("rms_norm", "layer_norm") for width in (1, 33, 128, 4099, 4096, 20000, 40000, 131072)),
+    *(Problem("softmax", {"x": (13, width)}) for width in (1, 33, 4096, 4099, 40000, 131072)),
+    *(Problem("softmax", {"x": (4, 3, 9, 100), "where": where}) for where in ((4, 1, 9, 100), (9, 1))),
+    *(rotary(layout, 3, 77, 6, 2, width, interleaved=turned)
+      for layout in ("BTHD", "BHTD") for width in (26, 128) for turned in (False, True)),
+)  # fmt: skip
+
+
+def row(check: str, passed: bool | None, detail: str = "") -> Row:
+    print(f"  {'skipped' if passed is None else 'ok' if passed else 'FAILED'} {check} {detail}", flush=True)
+    return {"check": check, "passed": passed, "detail": detail}
+
+
+def same(one: Any, other: Any) -> bool:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8)) for a, b in pairs)
+
+
+def update_problem(case: Any) -> Any:
+    arrays = {name: jnp.asarray(array) for name, array in case.arrays(np.random.default_rng(0)).items()}
+    return UPDATE.canonicalise(**arrays, **case.options)
+
+
+def divided(inputs: Any) -> Any:
+    """Keys and values divided by their scales on the host, where division is exact to the last bit."""
+    for name in ("key", "value"):
+        scale = getattr(inputs, f"{name}_scale")
+        if scale is not None:
+            quotient = np.asarray(getattr(inputs, name)) / np.asarray(scale)[:, None, :, None]
+            inputs = inputs._replace(**{name: jnp.asarray(quotient), f"{name}_scale": None})
+    return inputs
+
+
+def check_updates() -> list[Row]:
+    """Against XLA, bit by bit, for every config."""
+    xla, rows = importlib.import_module("ejkernel_xla.paged_cache_update.kernel"), []
+    for case in cases.CASES:
+        if case.is_benchmark:
+            continue
+        bound = update_problem(case)
+        wanted = jax.jit(lambda inputs, call=bound.call: xla.forward(call, inputs, None))(divided(bound.inputs))
+        for cfg in config.FORWARD.search_space(bound.call, current_target()):
+            run = jax.jit(lambda inputs, call=bound.call, cfg=cfg: kernel.forward(call, inputs, cfg))
+            rows.append(row(f"update {case.name} {cfg}", same(run(bound.inputs), wanted)))
+    return rows
+
+
+def check_in_place() -> list[Row]:
+    """Donated caches come back in their own memory, nothing is copied, and nothing but the tokens' places changes."""
+    shape, (tokens, heads, size) = (16384, 16, 8, 128), (64, 8, 128)
+    caches = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(2)]
+    new = [jax.random.normal(jax.random.key(2 + i), (tokens, heads, size), jnp.bfloat16) for i in range(2)]
+    tables = jnp.arange(tokens * 256, dtype=jnp.int32).reshape(tokens, 256)
+    lengths, starts = jnp.full(tokens, 4096, jnp.int32), jnp.arange(tokens + 1, dtype=jnp.int32)
+
+    def update(key_pages: Any, value_pages: Any, key: Any, value: Any) -> Any:
+        bound = UPDATE.canonicalise(key, value, key_pages, value_pages, starts, lengths, tables)
+        return bound.finish(kernel.forward(bound.call, bound.inputs, config.heuristic(bound.call, current_target())))
+
+    page = np.asarray(tables[:, -1])
+    expected = [jnp.asarray(cache).at[page, 15].set(fresh) for cache, fresh in zip(caches, new, strict=True)]
+    compiled = jax.jit(update, donate_argnums=(0, 1)).lower(*caches, *new).compile()
+    memory = compiled.memory_analysis()
+    before = [cache.unsafe_buffer_pointer() for cache in caches]
+    for _ in range(50):  # long enough for XLA to replay a graph
+        caches = compiled(*caches, *new)
+    kept = before == [cache.unsafe_buffer_pointer() for cache in caches]
+    detail = f"aliased {memory.alias_size_in_bytes}, temporary {memory.temp_size_in_bytes} bytes"
+    return [
+        row("donated caches stay in place", kept and memory.temp_size_in_bytes < 1e6, detail),
+        row("only the tokens' places change", all(bool((a == b).all()) for a, b in zip(caches, expected, strict=True))),
+    ]
+
+
+def check_configs() -> list[Row]:
+    """Every config against float64, and three equal runs of each."""
+    rows = []
+    problems = [norm("layer_norm", 37, 4096), norm("rms_norm", 37, 40000), norm("layer_norm", 37, 131072)]
+    problems += [Problem("softmax", {"x": (37, width)}) for width in (4096, 40000, 131072)]
+    problems += [rotary("BTHD", 3, 77, 6, 2, 128)]
+    for index, problem in enumerate(problems):
+        prepared = Prepared(problem, "bfloat16", index, "cuda")
+        target, wanted = current_target(), prepared.exact()
+        forward = prepared.config.FORWARD.search_space(prepared.call, target)
+        backward = prepared.config.BACKWARD.search_space(prepared.call, target)
+        for at in range(max(len(forward), len(backward))):
+            pair = forward[at % len(forward)], backward[at % len(backward)]
+            got = prepared.ours(*pair)
+            errors = {key: check_gpu.relative(got[key], wanted[key], prepared.floors.get(key, 0.0)) for key in wanted}
+            equal = all(same(got, prepared.ours(*pair)) for _ in range(2))
+            rows.append(row(f"{problem.name} {pair}", equal and max(errors.values()) < 8e-3, f"{errors} equal {equal}"))
+    return rows
+
+
+def touch() -> None:
+    """Everything once, on shapes with ragged ends, for compute-sanitizer."""
+    for index, problem in enumerate(RAGGED):
+        jax.block_until_ready(Prepared(problem, "bfloat16", index, "cuda").ours())
+    for case in cases.CASES:
+        if not case.is_benchmark:
+            bound = update_problem(case)
+            cfg = config.heuristic(bound.call, current_target())
+            jax.block_until_ready(jax.jit(lambda i, call=bound.call, cfg=cfg: kernel.forward(call, i, cfg))(bound.inputs))
+
+
+def sanitize(limit: float) -> Row:
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__, "--touch"]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+    except FileNotFoundError:
+        return row("memcheck", None, "compute-sanitizer is not installed")
+    except subprocess.TimeoutExpired:
+        return row("memcheck", None, f"not done after {limit:.0f} s")
+    lines = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line or "Invalid" in line]
+    return row("memcheck", done.returncode == 0, "; ".join(lines[:4]) or (done.stdout + done.stderr)[-300:])
+
+
+def chained(module: Any, call: Any, cfg: Any, inputs: Any) -> Any:
+    """Updates of one cache after each other; only the first one needs a copy of it."""
+    for _ in range(CHAIN):
+        outputs = module.forward(call, inputs, cfg)
+        inputs = inputs._replace(key_pages=outputs.key_pages, value_pages=outputs.value_pages)
+    return inputs.key_pages, inputs.value_pages
+
+
+def time_updates() -> list[Row]:
+    """Device time of 8192 new tokens, 8 heads of 128, by stored type and config, beside Triton's kernel where it is installed.
+
+    A copy of the cache for every `CHAIN` updates is in it.
+    """
+    found = []
+    tokens, heads, size = 8192, 8, 128
+    for stored in ("bfloat16", "float8_e4m3fn"):
+        new = [jax.random.normal(jax.random.key(i), (tokens, heads, size), jnp.bfloat16) for i in range(2)]
+        described = (jnp.arange(0, tokens + 1, 512, dtype=jnp.int32), jnp.full(16, 512, jnp.int32))
+        tables = jnp.arange(16 * 32, dtype=jnp.int32).reshape(16, 32)
+        pages = [jnp.zeros((512, 16, heads, size), stored) for _ in range(2)]
+        bound = UPDATE.canonicalise(*new, *pages, *described, tables, 0.5, 0.5)
+        moved = 2 * tokens * heads * size * (2 + pages[0].dtype.itemsize)
+        for name in ("cuda", "triton"):
+            try:
+                module = importlib.import_module(f"ejkernel_{name}.paged_cache_update.kernel")
+                knobs = importlib.import_module(f"ejkernel_{name}.paged_cache_update.config").FORWARD
+            except ImportError:
+                continue
+            space = (
+                knobs.search_space(bound.call, current_target())
+                if name == "cuda"
+                else [knobs.heuristic(bound.call, current_target())]
+            )
+            for cfg in space:
+                run = functools.partial(chained, module, bound.call, cfg)
+                times, clock = check_gpu.seconds(run, [(bound.inputs,)])
+                times = [value / CHAIN for value in times]
+                best = float(np.median(times))
+                print(
+                    f"  update {stored} {name} {cfg}: {best * 1e6:.1f} us ({clock}), {moved / best / 1e12:.2f} TB/s", flush=True
+                )
+                found.append({"stored": stored, "platform": name, "config": str(cfg), "seconds": times, "bytes": moved})
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of cuda_library.json")
+    parser.add_argument("--touch", action="store_true", help="run everything once and end")
+    parser.add_argument("--sanitize", type=float, default=150, help="seconds for compute-sanitizer; 0 = not at all")
+    options = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        print(f"needs a GPU, JAX has {jax.devices()}")
+        return 2
+    if options.touch:
+        touch()
+        return 0
+    folder = pathlib.Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"versions": check_gpu.versions(), "checks": [], "times": []}
+    stages = [
+        check_updates,
+        check_in_place,
+        check_configs,
+        *([lambda: [sanitize(options.sanitize)]] if options.sanitize else []),
+    ]
+    for stage in stages:
+        result["checks"] += stage()
+        (folder / "cuda_library.json").write_text(json.dumps(result, indent=1))
+    result["times"] = time_updates()
+    (folder / "cuda_library.json").write_text(json.dumps(result, indent=1))
+    wrong = [one for one in result["checks"] if one["passed"] is False]
+    print(f"{len(result['checks'])} checks, {len(wrong)} wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
