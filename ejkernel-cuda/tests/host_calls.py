@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-from host_kernels import KINDS, PACK, Angles, Guarded, Heads, Requests, Write, library
+from host_kernels import KINDS, PACK, Angles, Block, Guarded, Heads, Requests, Write, library
 
 from ejkernel_cuda import _library
 
@@ -85,13 +85,24 @@ def _angle_gradients(given, results, *, rotary_dim, interleaved, heads_first):
         )  # fmt: skip
 
 
+def _update_block(packs, threads, tokens):
+    wide = min(threads, _power(packs))
+    high = min(threads // wide, _power(tokens))
+    return max(wide, 32 // high), high
+
+
+def _power(value):
+    """The least power of two that is as large."""
+    return 1 << max(0, value - 1).bit_length()
+
+
 def _update(
-    given, results, *, key_strides, value_strides, first_value, pages, page_size, fused, threads
+    given, results, *, key_strides, value_strides, first_value, pages, page_size, fused, threads, tokens
 ):  # fmt: skip
     key, value, starts, lengths, tables, *scales = (Guarded(array) for array in given[:7])
-    batch, tokens = key.array.shape[:2]
+    batch, length = key.array.shape[:2]
     requests = Requests(
-        starts.pointer, lengths.pointer, tables.pointer, *(len(x.array) == 1 for x in (starts, lengths, tables)), tokens,
+        starts.pointer, lengths.pointer, tables.pointer, *(len(x.array) == 1 for x in (starts, lengths, tables)), length,
         lengths.array.shape[1], tables.array.shape[2], pages, page_size,
     )  # fmt: skip
     stored = results[0].array.dtype
@@ -108,9 +119,11 @@ def _update(
         )  # fmt: skip
         copied = new.array.dtype == stored and stored == ml_dtypes.bfloat16 and not scaled
         kind = 5 if copied else _STORED[stored.name]
+        block = _update_block(math.prod(new.array.shape[2:]) // (pack if packed else 1), int(threads), int(tokens))
         library().update_pages(
-            KINDS[new.array.dtype.name], kind, ctypes.c_bool(packed), batch * tokens, int(threads), requests, write, Write()
-        )
+            KINDS[new.array.dtype.name], kind, ctypes.c_bool(packed), Block(batch * length, *block, int(tokens)), requests, write,
+            Write(),
+        )  # fmt: skip
     assert math.prod(key.array.shape) > 0
 
 

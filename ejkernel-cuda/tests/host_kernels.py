@@ -127,6 +127,16 @@ class Requests(ctypes.Structure):
     )
 
 
+class Block(ctypes.Structure):
+    """A launch over `rows` tokens: threads of a block, and tokens that it stores."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_uint) for name in ("x", "y")),
+        ("tokens", ctypes.c_int),
+    )
+
+
 class Write(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("from_", "pages", "scale")),

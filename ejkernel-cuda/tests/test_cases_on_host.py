@@ -101,9 +101,10 @@ def check_rope(call, inputs, dtype, span):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", small(update_cases))
-def test_paged_cache_update(case, dtype):
+@pytest.mark.parametrize("config", [(256, 1), (32, 3), (64, 32)])
+def test_paged_cache_update(case, dtype, config):
     problem = bound(UPDATE, case, dtype)
-    config = update_config.FORWARD.heuristic(problem.call, H200)
+    config = update_config.PagedCacheUpdateConfig(*config)
     got = update_kernel.forward(problem.call, problem.inputs, config)
     wanted = update_reference.forward(problem.call, wide(problem.inputs))
     for pages, exact, before in zip(got, wanted, problem.inputs[2:4], strict=True):
@@ -132,7 +133,7 @@ def test_values_that_bytes_cannot_hold():
         new = jnp.asarray(values)[None, None]
         arrays = {"query_start_loc": jnp.array([0, 1]), "kv_lens": jnp.array([1]), "block_tables": jnp.array([[0]])}
         problem = UPDATE.canonicalise(new, new, pages, pages, **arrays)
-        got = update_kernel.forward(problem.call, problem.inputs, update_config.PagedCacheUpdateConfig(32))
+        got = update_kernel.forward(problem.call, problem.inputs, update_config.PagedCacheUpdateConfig(32, 1))
         np.testing.assert_array_equal(np.asarray(got.key_pages, np.float32).reshape(-1), np.array(wanted, np.float32))
 
 
@@ -147,7 +148,7 @@ def test_batch_members_have_their_own_requests():
     )
     specs = {name: ArraySpec.of(value) for name, value in two._asdict().items()}
     call = dataclasses.replace(problem.call, **specs)
-    got = update_kernel.forward(call, two, update_config.PagedCacheUpdateConfig(64))
+    got = update_kernel.forward(call, two, update_config.PagedCacheUpdateConfig(64, 4))
     wanted = update_reference.forward(call, wide(two))
     for pages, exact in zip(got, wanted, strict=True):
         np.testing.assert_allclose(np.asarray(pages), exact, rtol=1e-6)

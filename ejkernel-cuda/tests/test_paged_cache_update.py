@@ -27,7 +27,7 @@ ARRAYS = {
 }  # fmt: skip
 ATTRIBUTES = {
     "key_strides": (32, 16, 8, 128), "value_strides": (32, 16, 8, 128), "first_value": 0, "pages": 4, "page_size": 2,
-    "threads": 64,
+    "threads": 64, "tokens": 2,
 }  # fmt: skip
 
 
@@ -67,6 +67,8 @@ def test_handler_admits_the_contract():
         ({"key_strides": (32, 16, 8)}, "key strides must be of page, token, head and batch"),
         ({"pages": -1}, "must not be negative"),
         ({"threads": 16}, "threads must be a power of two, 32 ... 512, got 16"),
+        ({"tokens": 33}, "tokens must be 1 ... 32, got 33"),
+        ({"tokens": 0}, "tokens must be 1 ... 32, got 0"),
         ({"results": ((PAGES, jnp.int8), (PAGES, jnp.float8_e4m3fn))}, "key_out must be like key_pages"),
     ],
 )
@@ -99,16 +101,19 @@ def test_supports():
 
 
 def test_configs():
-    assert len(config.FORWARD.search_space(call_of(), H200)) == 5
-    large = dataclasses.replace(call_of(), key=ArraySpec((1, 3, 8, 128), "bfloat16"))
-    assert [config.FORWARD.heuristic(call, H200).threads for call in (call_of(), large)] == [32, 64]
+    space = config.FORWARD.search_space(call_of(), H200)
+    assert len(space) == len(set(space)) == 18
+    prompt = dataclasses.replace(call_of(), key=ArraySpec((1, 8192, 8, 128), "bfloat16"))
+    longest = dataclasses.replace(call_of(), key=ArraySpec((4, 16384, 8, 128), "bfloat16"))
+    assert [config.FORWARD.heuristic(call, H200).tokens for call in (call_of(), prompt, longest)] == [1, 8, 32]
+    assert space[0] == config.FORWARD.heuristic(call_of(), H200)
 
 
 @needs_library
 def test_lowers_in_place():
     def directly(key_pages, value_pages, new, starts, lengths, tables):
         bound = OPERATION.canonicalise(new, new, key_pages, value_pages, starts, lengths, tables)
-        return kernel.forward(bound.call, bound.inputs, config.PagedCacheUpdateConfig(64))
+        return kernel.forward(bound.call, bound.inputs, config.PagedCacheUpdateConfig(64, 2))
 
     pages, integers = jax.ShapeDtypeStruct((4, 2, 2, 8), jnp.bfloat16), jnp.int32
     described = [jax.ShapeDtypeStruct(shape, integers) for shape in ((3,), (2,), (2, 2))]

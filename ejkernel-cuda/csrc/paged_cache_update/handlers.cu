@@ -3,6 +3,8 @@
 // key and value are [batch, tokens, heads, size]; an absent scale has no columns. Of pages only the number of elements and four
 // strides (page, token, head, batch) matter; values that lie in the array of keys begin at `first_value` and have an empty
 // array of their own. Both arrays of pages are results in place of the arguments.
+#include <bit>
+
 #include "handler.h"
 #include "paged_cache_update/kernels.cuh"
 
@@ -50,8 +52,8 @@ ffi::Error CheckStrides(const char* name, Strides strides, int64_t first, Array 
 
 ffi::Error Check(Array key, Array value, Integers starts, Integers lengths, Integers tables, Floats key_scale,
                  Floats value_scale, Array key_pages, Array value_pages, Strides key_strides, Strides value_strides,
-                 int64_t first_value, int64_t pages, int64_t page_size, bool fused, int64_t threads, ffi::Result<Array> key_out,
-                 ffi::Result<Array> value_out) {
+                 int64_t first_value, int64_t pages, int64_t page_size, bool fused, int64_t threads, int64_t tokens,
+                 ffi::Result<Array> key_out, ffi::Result<Array> value_out) {
   const ffi::DataType type = key_pages.element_type();
   if (!IsFloat(type) && !IsOneByte(type)) {
     return Invalid(kName, "pages must be float32, bfloat16, float16, int8, float8_e4m3fn or float8_e5m2");
@@ -78,6 +80,9 @@ ffi::Error Check(Array key, Array value, Integers starts, Integers lengths, Inte
   EJKERNEL_TRY(CheckStrides("value", value_strides, first_value, value, fused ? key_pages : value_pages, pages, page_size));
   if (threads < 32 || threads > 512 || (threads & (threads - 1))) {
     return Invalid(kName, "threads must be a power of two, 32 ... 512, got " + std::to_string(threads));
+  }
+  if (tokens < 1 || tokens > kMostTokens) {
+    return Invalid(kName, "tokens must be 1 ... 32, got " + std::to_string(tokens));
   }
   if (batch * key.dimensions()[1] > kMaxGrid) return Invalid(kName, "more than 2^31 - 1 tokens");
   return ffi::Error::Success();
@@ -118,17 +123,27 @@ Write<From, To> AsWrite(const Side& side) {
           int(dims[3])};
 }
 
+// Threads for the packs of one token, and as many tokens at once as the others are enough for.
+dim3 BlockOf(int64_t packs, int64_t threads, int64_t tokens) {
+  const int64_t wide = std::min<int64_t>(threads, std::bit_ceil(uint64_t(std::max<int64_t>(packs, 1))));
+  const int64_t high = std::min<int64_t>(threads / wide, std::bit_ceil(uint64_t(tokens)));
+  return dim3(unsigned(std::max<int64_t>(wide, 32 / high)), unsigned(high));
+}
+
 struct Runner {
   cudaStream_t stream;
   Requests requests;
-  int64_t rows, threads;
+  int64_t rows, threads, tokens;
   const Side* first;
   const Side* second;  // null for none
 
   template <typename From, typename To, int N>
   ffi::Error launch() const {
     const Write<From, To> one = AsWrite<From, To>(*first), other = second ? AsWrite<From, To>(*second) : Write<From, To>{};
-    update_pages<From, To, N><<<unsigned(rows), unsigned(threads), 0, stream>>>(requests, one, other);
+    const int64_t packs = std::max(one.heads * (one.size / N), other.heads * (other.size / N));
+    const dim3 block = BlockOf(packs, threads, tokens);
+    const int64_t blocks = (rows + tokens - 1) / tokens;
+    update_pages<From, To, N><<<unsigned(blocks), block, 0, stream>>>(requests, one, other, rows, int(tokens));
     return CheckLaunch(kName, "update");
   }
 
@@ -170,9 +185,9 @@ struct Runner {
 ffi::Error Run(cudaStream_t stream, Array key, Array value, Integers starts, Integers lengths, Integers tables,
                Floats key_scale, Floats value_scale, Array key_pages, Array value_pages, Strides key_strides,
                Strides value_strides, int64_t first_value, int64_t pages, int64_t page_size, bool fused, int64_t threads,
-               ffi::Result<Array> key_out, ffi::Result<Array> value_out) {
+               int64_t tokens, ffi::Result<Array> key_out, ffi::Result<Array> value_out) {
   EJKERNEL_TRY(Check(key, value, starts, lengths, tables, key_scale, value_scale, key_pages, value_pages, key_strides,
-                     value_strides, first_value, pages, page_size, fused, threads, key_out, value_out));
+                     value_strides, first_value, pages, page_size, fused, threads, tokens, key_out, value_out));
   EJKERNEL_TRY(CopyUnlessInPlace(kName, stream, key_pages, *key_out));
   EJKERNEL_TRY(CopyUnlessInPlace(kName, stream, value_pages, *value_out));
   const Dims dims = key.dimensions();
@@ -196,10 +211,10 @@ ffi::Error Run(cudaStream_t stream, Array key, Array value, Integers starts, Int
                         {value, value_scale, values, value_strides}};
   const bool together = key.element_type() == value.element_type() && sides[0].copies(type) == sides[1].copies(type);
   if (together && key.element_count() && value.element_count()) {
-    return Runner{stream, requests, rows, threads, &sides[0], &sides[1]}.run(type);
+    return Runner{stream, requests, rows, threads, tokens, &sides[0], &sides[1]}.run(type);
   }
   for (const Side& side : sides) {
-    if (side.from.element_count()) EJKERNEL_TRY((Runner{stream, requests, rows, threads, &side, nullptr}.run(type)));
+    if (side.from.element_count()) EJKERNEL_TRY((Runner{stream, requests, rows, threads, tokens, &side, nullptr}.run(type)));
   }
   return ffi::Error::Success();
 }
@@ -223,6 +238,7 @@ auto Bind(Binding binding) {
       .template Attr<int64_t>("page_size")
       .template Attr<bool>("fused")
       .template Attr<int64_t>("threads")
+      .template Attr<int64_t>("tokens")
       .template Ret<Array>()
       .template Ret<Array>();
 }

@@ -1,5 +1,5 @@
-// Writing new keys and values into the pages where they lie. A block per token; tokens that nobody owns, and places that are
-// not in the cache, are dropped.
+// Writing new keys and values into the pages where they lie. Tokens that nobody owns, and places that are not in the cache, are
+// dropped.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -82,80 +82,133 @@ struct Write {
   int heads, size;
 };
 
-constexpr int kAhead = 2;  // packs of a thread that are read while the place of the token is looked up
+constexpr int kMostTokens = 32;  // of a block; a lane of its first warp looks up each
+constexpr int kAhead = 2;        // tokens of a thread that are read together
 
-// What is written for one token: packs of N elements, of which the threads of the block take every blockDim.x-th.
-template <int N, typename From, typename To>
-struct Token {
-  const Write<From, To>& write;
-  const From* from;
-  int packs;
-  Pack<From, N> ahead[kAhead];
+// Where a token goes: offsets in elements of the pages, and its batch member; keys = -1 for a token that is dropped.
+struct Places {
+  int64_t* keys;    // [kMostTokens]
+  int64_t* values;  // [kMostTokens]
+  int* batches;     // [kMostTokens]
+};
 
-  __device__ Token(const Write<From, To>& write, int64_t row)
-      : write(write),
-        from(write.from + row * write.heads * write.size),
-        packs(write.from ? write.heads * (write.size / N) : 0) {
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
-      const int at = int(threadIdx.x + k * blockDim.x);
-      if (at < packs) ahead[k] = load<From, N>(from + int64_t(at) * N);
-    }
-  }
-
-  __device__ void store_pack(const Pack<From, N>& values, To* to, const float* scales, int at) const {
-    const int per_head = write.size / N, head = at / per_head, column = (at - head * per_head) * N;
-    Pack<To, N> result;
-    if constexpr (kIsBits<From>) {
-      result = values;
+// How many requests end at this token or before.
+__device__ inline int64_t request_of(const int32_t* starts, int64_t requests, int64_t token) {
+  int64_t below = 0, above = requests;
+  while (below < above) {
+    const int64_t middle = (below + above) / 2;
+    if (starts[middle + 1] <= token) {
+      below = middle + 1;
     } else {
-      const float scale = scales ? scales[head * write.scale_head_stride] : 1.f;
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const float value = to_float(values.data[i]);
-        result.data[i] = Stored<To>::of(scales ? value / scale : value);
-      }
+      above = middle;
     }
-    store<To, N>(to + head * write.head_stride + column, result);
   }
+  return below;
+}
 
-  __device__ void store_at(int64_t batch, int64_t page, int64_t offset) const {
-    To* to = write.pages + batch * write.batch_stride + page * write.page_stride + offset * write.token_stride;
+// Page and place in it of a token of a batch member; page = -1 when it has none in the cache.
+__device__ inline int64_t page_of(const Requests& requests, int64_t batch, int64_t token, int64_t& offset) {
+  const int32_t* starts = requests.starts + (requests.one_starts ? 0 : batch * (requests.requests + 1));
+  const int64_t request = request_of(starts, requests.requests, token);
+  if (request >= requests.requests || token < starts[request]) return -1;
+  const int64_t length = requests.lengths[(requests.one_lengths ? 0 : batch * requests.requests) + request];
+  const int64_t position = length - starts[request + 1] + token;
+  if (position < 0 || position >= requests.table_width * requests.page_size) return -1;
+  const int64_t table = (requests.one_tables ? 0 : batch * requests.requests) + request;
+  const int64_t page = requests.tables[table * requests.table_width + divide(position, requests.page_size, offset)];
+  return page < requests.pages ? page : -1;
+}
+
+template <typename From, typename To>
+__device__ inline int64_t offset_of(const Write<From, To>& write, int64_t batch, int64_t page, int64_t offset) {
+  return batch * write.batch_stride + page * write.page_stride + offset * write.token_stride;
+}
+
+// Pack `at` of a token's packs of N elements, divided by the scale of its head.
+template <int N, typename From, typename To>
+__device__ inline void store_pack(const Write<From, To>& write, const Pack<From, N>& values, int64_t place, int batch, int at) {
+  const int per_head = write.size / N, head = at / per_head, column = (at - head * per_head) * N;
+  Pack<To, N> result;
+  if constexpr (kIsBits<From>) {
+    result = values;
+  } else {
     const float* scales = write.scale ? write.scale + batch * write.scale_batch_stride : nullptr;
+    const float scale = scales ? scales[head * write.scale_head_stride] : 1.f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float value = to_float(values.data[i]);
+      result.data[i] = Stored<To>::of(scales ? value / scale : value);
+    }
+  }
+  store<To, N>(write.pages + place + head * write.head_stride + column, result);
+}
+
+// The packs of one of the two arrays that a thread holds: pack `at` of kAhead tokens, blockDim.y apart.
+template <int N, typename From, typename To>
+struct Held {
+  const Write<From, To>& write;
+  int packs;
+  Pack<From, N> packs_of[kAhead];
+
+  __device__ explicit Held(const Write<From, To>& write)
+      : write(write), packs(write.from ? write.heads * (write.size / N) : 0) {}
+
+  __device__ void read(int64_t begin, int token, int tokens, int at) {
+    if (at >= packs) return;
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
-      const int at = int(threadIdx.x + k * blockDim.x);
-      if (at < packs) store_pack(ahead[k], to, scales, at);
+      const int other = token + k * int(blockDim.y);
+      if (other < tokens) packs_of[k] = load<From, N>(write.from + ((begin + other) * packs + at) * N);
     }
-    for (int at = int(threadIdx.x + kAhead * blockDim.x); at < packs; at += blockDim.x) {
-      store_pack(load<From, N>(from + int64_t(at) * N), to, scales, at);
+  }
+
+  __device__ void put(const int64_t* offsets, const Places& places, int token, int tokens, int at) const {
+    if (at >= packs) return;
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      const int other = token + k * int(blockDim.y);
+      if (other < tokens && places.keys[other] >= 0) store_pack<N>(write, packs_of[k], offsets[other], places.batches[other], at);
     }
   }
 };
 
-// N elements are an access of the new arrays.
+// A block of [threads per token, tokens at once] stores `tokens` tokens. Its first reads are under way while their places are
+// looked up. N elements are an access of the new arrays.
 template <typename From, typename To, int N>
-__global__ void __launch_bounds__(512) update_pages(Requests requests, Write<From, To> first, Write<From, To> second) {
-  const int64_t row = blockIdx.x;
-  int64_t token;
-  const int64_t batch = divide(row, requests.tokens, token);
-  const Token<N, From, To> first_token(first, row), second_token(second, row);
-  const int32_t* starts = requests.starts + (requests.one_starts ? 0 : batch * (requests.requests + 1));
-  int64_t request = 0;  // how many requests end at this token or before
-  for (int64_t base = 0; base < requests.requests; base += blockDim.x) {
-    const int64_t other = base + threadIdx.x;
-    request += __syncthreads_count(other < requests.requests && starts[other + 1] <= token);
+__global__ void __launch_bounds__(512) update_pages(Requests requests, Write<From, To> first, Write<From, To> second,
+                                                    int64_t rows, int tokens) {
+  EJKERNEL_SHARED(int64_t, keys, kMostTokens);
+  EJKERNEL_SHARED(int64_t, values, kMostTokens);
+  EJKERNEL_SHARED(int, batches, kMostTokens);
+  const Places places{keys, values, batches};
+  const int64_t begin = int64_t(blockIdx.x) * tokens;
+  const int here = int(rows - begin < tokens ? rows - begin : tokens);
+  Held<N, From, To> held(first), also_held(second);
+  const int most = held.packs > also_held.packs ? held.packs : also_held.packs;
+  const int per_round = kAhead * int(blockDim.y), rounds = (here + per_round - 1) / per_round;
+  bool known = false;
+  for (int at = threadIdx.x; at - int(threadIdx.x) < most; at += blockDim.x) {
+    for (int round = 0; round < rounds; ++round) {
+      const int token = round * per_round + int(threadIdx.y);
+      held.read(begin, token, here, at);
+      also_held.read(begin, token, here, at);
+      if (!known) {
+        const int mine = int(threadIdx.y * blockDim.x + threadIdx.x);
+        if (mine < here) {
+          int64_t token_of_batch, offset = 0;
+          const int64_t batch = divide(begin + mine, requests.tokens, token_of_batch);
+          const int64_t page = page_of(requests, batch, token_of_batch, offset);
+          keys[mine] = page < 0 ? -1 : offset_of(first, batch, page, offset);
+          values[mine] = offset_of(second, batch, page, offset);
+          batches[mine] = int(batch);
+        }
+        __syncthreads();
+        known = true;
+      }
+      held.put(keys, places, token, here, at);
+      also_held.put(values, places, token, here, at);
+    }
   }
-  if (request >= requests.requests || token < starts[request]) return;
-  const int64_t length = requests.lengths[(requests.one_lengths ? 0 : batch * requests.requests) + request];
-  const int64_t position = length - starts[request + 1] + token;
-  if (position < 0 || position >= requests.table_width * requests.page_size) return;
-  int64_t offset;
-  const int64_t table = (requests.one_tables ? 0 : batch * requests.requests) + request;
-  const int64_t page = requests.tables[table * requests.table_width + divide(position, requests.page_size, offset)];
-  if (page < 0 || page >= requests.pages) return;
-  first_token.store_at(batch, page, offset);
-  second_token.store_at(batch, page, offset);
 }
 
 }  // namespace ejkernel::paged_cache_update

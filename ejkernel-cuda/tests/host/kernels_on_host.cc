@@ -155,6 +155,12 @@ namespace {
 
 using Untyped = paged_cache_update::Write<void, void>;
 
+struct Block {
+  int64_t rows;
+  unsigned x, y;
+  int tokens;
+};
+
 template <typename From, typename To>
 paged_cache_update::Write<From, To> as(const Untyped& write) {
   return {static_cast<const From*>(write.from),
@@ -171,30 +177,31 @@ paged_cache_update::Write<From, To> as(const Untyped& write) {
 }
 
 template <typename From, typename To>
-void update(bool packed, unsigned rows, unsigned threads, const paged_cache_update::Requests& requests, const Untyped& first,
+void update(bool packed, const Block& block, const paged_cache_update::Requests& requests, const Untyped& first,
             const Untyped& second) {
   constexpr int N = 16 / sizeof(From);
-  host::launch(rows, {threads, 1}, 1, [&] {
-    if (packed) return paged_cache_update::update_pages<From, To, N>(requests, as<From, To>(first), as<From, To>(second));
-    paged_cache_update::update_pages<From, To, 1>(requests, as<From, To>(first), as<From, To>(second));
+  const auto one = as<From, To>(first), other = as<From, To>(second);
+  host::launch(unsigned((block.rows + block.tokens - 1) / block.tokens), {block.x, block.y}, 1, [&] {
+    if (packed) return paged_cache_update::update_pages<From, To, N>(requests, one, other, block.rows, block.tokens);
+    paged_cache_update::update_pages<From, To, 1>(requests, one, other, block.rows, block.tokens);
   });
 }
 
 }  // namespace
 
 // `to`: 0 float32, 1 bfloat16, 2 int8, 3 float8_e4m3fn, 4 float8_e5m2, 5 the bits of bfloat16.
-EXPORT void update_pages(int kind, int to, bool packed, unsigned rows, unsigned threads, paged_cache_update::Requests requests,
-                         Untyped first, Untyped second) {
+EXPORT void update_pages(int kind, int to, bool packed, Block block, paged_cache_update::Requests requests, Untyped first,
+                         Untyped second) {
   using namespace paged_cache_update;
   const auto choose = [&]<typename From>() {
     switch (to) {
-      case 0: return update<From, float>(packed, rows, threads, requests, first, second);
-      case 1: return update<From, __nv_bfloat16>(packed, rows, threads, requests, first, second);
-      case 2: return update<From, Int8>(packed, rows, threads, requests, first, second);
-      case 3: return update<From, E4M3>(packed, rows, threads, requests, first, second);
-      default: return update<From, E5M2>(packed, rows, threads, requests, first, second);
+      case 0: return update<From, float>(packed, block, requests, first, second);
+      case 1: return update<From, __nv_bfloat16>(packed, block, requests, first, second);
+      case 2: return update<From, Int8>(packed, block, requests, first, second);
+      case 3: return update<From, E4M3>(packed, block, requests, first, second);
+      default: return update<From, E5M2>(packed, block, requests, first, second);
     }
   };
-  if (to == 5) return update<Bits<2>, Bits<2>>(packed, rows, threads, requests, first, second);
+  if (to == 5) return update<Bits<2>, Bits<2>>(packed, block, requests, first, second);
   kind == 0 ? choose.template operator()<float>() : choose.template operator()<__nv_bfloat16>();
 }

@@ -7,27 +7,33 @@ import dataclasses
 from ejkernel.operations.paged_cache_update.interface import PagedCacheUpdateCall
 from ejkernel.plugin import ConfigSpace, Target
 
-_THREADS = (32, 64, 128, 256, 512)
+_THREADS = (256, 128, 512)
+_TOKENS = (1, 2, 4, 8, 16, 32)
+_BLOCKS = 640
+"""Four for each processor of a large device, so that some write while others look up places."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedCacheUpdateConfig:
     """Attributes:
-    threads: of the block that stores one token.
+    threads: of a block, a power of two, 32 ... 512; fewer where one token at a time leaves some without work.
+    tokens: that a block stores, 1 ... 32; their places are looked up at once, a thread for each.
     """
 
     threads: int
+    tokens: int
 
 
 def heuristic(call: PagedCacheUpdateCall, target: Target) -> PagedCacheUpdateConfig:
-    """Two 16-byte accesses of keys for each thread, all of which are read while the place of the token is looked up."""
-    heads, size = call.key.shape[2:]
-    packs = heads * size * (4 if call.key.dtype == "float32" else 2) // 16
-    return PagedCacheUpdateConfig(next((threads for threads in _THREADS if 2 * threads >= packs), 256))
+    share = call.key.shape[0] * call.key.shape[1] // _BLOCKS
+    return PagedCacheUpdateConfig(_THREADS[0], max((tokens for tokens in _TOKENS if tokens <= share), default=1))
 
 
 def search_space(call: PagedCacheUpdateCall, target: Target) -> list[PagedCacheUpdateConfig]:
-    return [PagedCacheUpdateConfig(threads) for threads in _THREADS]
+    chosen = heuristic(call, target)
+    return list(
+        dict.fromkeys([chosen, *(PagedCacheUpdateConfig(threads, tokens) for threads in _THREADS for tokens in _TOKENS)])
+    )
 
 
 FORWARD = ConfigSpace(PagedCacheUpdateConfig, heuristic, search_space)

@@ -1,4 +1,4 @@
-"""Writing new keys and values into the pages where they lie: one block per token.
+"""Writing new keys and values into the pages where they lie: a block for every few tokens.
 
 The results are the caches themselves, in their own memory where the caller's program has no other use of them. Backward is the XLA
 platform's.
@@ -53,5 +53,6 @@ def forward(
         page_size=np.int64(pages.page_size),
         fused=fused,
         threads=np.int64(config.threads),
+        tokens=np.int64(config.tokens),
     )
     return PagedCacheUpdateOutputs(key_pages, None if fused else value_pages)
