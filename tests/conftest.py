@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import subprocess
 import sys
@@ -83,7 +84,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
                 str(out),
                 str(source),
             ]
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            ptx_only = {"SKBUILD_CMAKE_DEFINE": "CMAKE_CUDA_ARCHITECTURES=80-virtual"}  # a third of the work
+            result = subprocess.run(command, env={**os.environ, **ptx_only}, capture_output=True, text=True, check=False)
             assert result.returncode == 0, result.stdout + result.stderr
             (built[source],) = out.glob("*.whl")
         return built[source]
