@@ -11,6 +11,7 @@
 
 namespace ejkernel::paged_attention {
 
+constexpr unsigned kAllSeen = (1u << kKeys) - 1;
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // Beside the rings, in the same shared memory.
@@ -127,7 +128,7 @@ struct Attention {
   // Begin to copy the cursor's keys and values.
   __device__ void begin_step(Cursor& cursor, const char* keys, const char* values, int slot) {
     const unsigned seen = __ballot_sync(kWarp, cursor.visible());
-    if (lane == 0) notes.seen[warp][slot] = int(seen & ((1u << kKeys) - 1));
+    if (lane == 0) notes.seen[warp][slot] = int(seen & kAllSeen);
     const int64_t key_at = cursor.place_in(problem.key), value_at = cursor.place_in(problem.value);
     cursor.advance();
     copy_rows<sizeof(S), Layout::kRowBytes>(step_at(slot), keys, key_at, problem.key.size * int(sizeof(S)), problem.key.packed,
@@ -162,14 +163,20 @@ struct Attention {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float logit = logits[tile][i] * factor;
-        if (problem.soft_cap > 0.f) {  // tanh(x) = 1 - 2 / (e^2x + 1), with factor = 2 log2(e) scale / cap
-          logit = problem.soft_cap * kLog2E * (1.f - 2.f / (fast_exp2(logit) + 1.f));
-        }
-        const int key = tile * 8 + lane % 4 * 2 + i % 2;
-        logits[tile][i] = seen >> key & 1u ? logit : -INFINITY;
+      for (int i = 0; i < 4; ++i) logits[tile][i] *= factor;
+    }
+    if (problem.soft_cap > 0.f) {  // tanh(x) = 1 - 2 / (e^2x + 1), with factor = 2 log2(e) scale / cap
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& logit = logits[i / 4][i % 4];
+        logit = problem.soft_cap * kLog2E * (1.f - 2.f * fast_inverse(fast_exp2(logit) + 1.f));
       }
+    }
+    if (seen == kAllSeen) return;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int key = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      if (!(seen >> key & 1u)) logits[i / 4][i % 4] = -INFINITY;
     }
   }
 
@@ -338,7 +345,7 @@ struct Attention {
     if (worker >= shares.workers) return;
     const int share_begin = shares.begin(worker), share_end = shares.begin(worker + 1);
     int index = start.request, before = start.before, at = share_begin;
-    while (at < share_end) {
+    while (at < share_end && index < problem.all_requests()) {
       const Request request(problem, index);
       const int all_blocks = request.tiles(problem) * request.blocks, number = (at - before) / request.blocks;
       const int tile_begin = before + number * request.blocks;
@@ -391,6 +398,7 @@ __global__ void __launch_bounds__(kThreads)
   const int index = batch * int(all.requests) + member;
   const Request request(problem, index);
   const Shares shares(results.blocks_before[problem.all_requests()], most_workers);
+  if (shares.total < 1) return;
   const int number = TileOf::number(problem, int(token) - request.begin, int(head));
   const int begin = results.blocks_before[index] + number * request.blocks;
   const int first = shares.owner(begin), last = shares.owner(begin + request.blocks - 1);

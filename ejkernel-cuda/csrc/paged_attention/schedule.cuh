@@ -109,11 +109,13 @@ struct Shares {
 
   __device__ Shares(int total, int most) : total(total), workers(min(total, most)) {}
   __device__ int begin(int worker) const { return int(int64_t(total) * worker / workers); }
-  // Whose share block `at` is in.
-  __device__ int owner(int at) const { return int(((at + int64_t(1)) * workers - 1) / total); }
+  // Whose share block `at` is in; some worker's even where starts do not ascend and sums mean nothing.
+  __device__ int owner(int at) const {
+    return int(min(max(((at + int64_t(1)) * workers - 1) / total, int64_t(0)), int64_t(workers) - 1));
+  }
 };
 
-// Where a share begins: the request, and blocks of all requests before it.
+// Where a share begins: the request, or one past the last, and blocks of all requests before it.
 struct Start {
   int total, request, before;
 };
@@ -123,6 +125,7 @@ __device__ inline Start find_start(const Problem& problem, int* blocks_before, i
   const int requests = problem.all_requests(), each = (requests + kThreads - 1) / kThreads;
   const int first = min(int(threadIdx.x) * each, requests), end = min(first + each, requests);
   int mine = 0;
+#pragma unroll 1
   for (int index = first; index < end; ++index) {
     const Request request(problem, index);
     mine += request.tiles(problem) * request.blocks;
@@ -135,6 +138,7 @@ __device__ inline Start find_start(const Problem& problem, int* blocks_before, i
     up_to += lane >= step ? other : 0;
   }
   if (lane == 31) sums[warp] = up_to;
+  if (threadIdx.x == 0) found[0] = requests, found[1] = 0;
   __syncthreads();
   int total = 0;
 #pragma unroll
@@ -147,6 +151,7 @@ __device__ inline Start find_start(const Problem& problem, int* blocks_before, i
   const bool keeps = blockIdx.x == 0;
   int before = up_to - mine;
   if (keeps || (before <= wanted && wanted < up_to)) {
+#pragma unroll 1
     for (int index = first; index < end; ++index) {
       const Request request(problem, index);
       const int next = before + request.tiles(problem) * request.blocks;

@@ -251,6 +251,7 @@ inline int __ffs(int value) { return __builtin_ffs(value); }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 inline float rsqrtf(float value) { return 1.f / std::sqrt(value); }
 
@@ -263,6 +264,7 @@ inline unsigned cluster_rank() { return host::current->rank; }
 inline void cluster_sync() { host::wait(host::cluster_barrier, host::block_threads() * int(host::blocks.size())); }
 
 inline float fast_exp2(float value) { return std::exp2(value); }
+inline float fast_inverse(float value) { return 1.f / value; }
 
 // What is on its way is not there yet: until it is waited for, its place holds NaN.
 template <int BYTES>

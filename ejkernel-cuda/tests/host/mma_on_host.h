@@ -14,9 +14,7 @@ inline uint16_t half_of(uint32_t word, int which) { return uint16_t(word >> 16 *
 struct Place {
   int lane, word, half;
 };
-inline Place place_of_a(int row, int column) {
-  return {row % 8 * 4 + column % 8 / 2, row / 8 + 2 * (column / 8), column % 2};
-}
+inline Place place_of_a(int row, int column) { return {row % 8 * 4 + column % 8 / 2, row / 8 + 2 * (column / 8), column % 2}; }
 inline Place place_of_b(int row, int column) { return {column * 4 + row % 8 / 2, row / 8, row % 2}; }
 
 inline void load(uint32_t (&to)[4], const void* row, bool turned) {
@@ -32,8 +30,8 @@ inline void load(uint32_t (&to)[4], const void* row, bool turned) {
       return uint32_t(reinterpret_cast<const uint16_t*>(here.words[matrix * kMatrix + i])[j]);
     };
     const int line = lane() / 4, pair = lane() % 4 * 2;
-    to[matrix] = turned ? element(pair, line) | element(pair + 1, line) << 16
-                        : element(line, pair) | element(line, pair + 1) << 16;
+    to[matrix] =
+        turned ? element(pair, line) | element(pair + 1, line) << 16 : element(line, pair) | element(line, pair + 1) << 16;
   }
   __syncwarp();
 }

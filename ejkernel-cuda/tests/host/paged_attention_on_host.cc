@@ -19,8 +19,8 @@ void decode(const Problem& problem, const Results& results, int workers, int sta
                [&] { merge<T>(problem, results, workers); });
 }
 
-// Queries of T, pages of the same and of each one-byte type, by room for 64, 128 and 256 elements of a head; not all of those that
-// a device has.
+// Queries of T, pages of the same and of each one-byte type, by room for 64, 128 and 256 elements of a head; not all of those
+// that a device has.
 using Bf16 = __nv_bfloat16;
 using Fp16 = __half;
 constexpr Decode* kDecode[2][4][3] = {
@@ -33,8 +33,8 @@ constexpr Decode* kDecode[2][4][3] = {
 }  // namespace
 
 // Whether there is such a kernel here; it has run then.
-EXPORT bool paged_attention_forward(int type, int stored, int width, const Problem& problem, const Results& results, int workers,
-                                    int stages) {
+EXPORT bool paged_attention_forward(int type, int stored, int width, const Problem& problem, const Results& results,
+                                    int workers, int stages) {
   const auto kernel = kDecode[type][stored][width];
   if (kernel) kernel(problem, results, workers, stages);
   return kernel != nullptr;

@@ -1,7 +1,7 @@
 """Attention over a paged cache: workers with equal shares of all keys, and a merge of what they found.
 
-What workers leave for the merge is a result of the call, dropped here. Backward is the XLA platform's: it needs nothing but `out` and
-`lse`.
+What workers leave for the merge is a result of the call, dropped here. Backward is the XLA platform's: it needs nothing but `out`
+and `lse`.
 """
 
 from __future__ import annotations
