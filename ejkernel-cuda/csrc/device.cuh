@@ -96,6 +96,13 @@ __device__ inline float fast_exp2(float value) {
   return power;
 }
 
+// 1 / value, wrong by 2^-23 or so; 0 of infinity.
+__device__ inline float fast_inverse(float value) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(value));
+  return inverse;
+}
+
 // Begin to copy BYTES (4, 8 or 16) from global to shared memory, or zeros; in order with the thread's own reads before.
 template <int BYTES>
 __device__ inline void copy_bytes_ahead(void* to, const void* from, bool there) {

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-from host_kernels import KINDS, PACK, Angles, Block, Guarded, Heads, Requests, Write, library
+from host_kernels import KINDS, PACK, Angles, Block, Guarded, Heads, Problem, Requests, Results, Side, Write, library
 
 from ejkernel_cuda import _library
 
@@ -127,7 +127,55 @@ def _update(
     assert math.prod(key.array.shape) > 0
 
 
+_QUERIES = ("bfloat16", "float16")
+_BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")
+
+
+def _side(pages: Guarded, strides: Any, first: int, size: int) -> Side:
+    itemsize = pages.array.dtype.itemsize
+    steps, data = [int(step) * itemsize for step in strides], pages.array.ctypes.data + int(first) * itemsize
+    return Side(data, *steps, size, not any(value % 16 for value in (data, size * itemsize, *steps)))
+
+
+def _batch_stride(factors: Guarded) -> int:
+    return factors.array.shape[1] if factors.array.shape[0] > 1 else 0
+
+
+def _attend(
+    given, results, *, key_strides, value_strides, first_value, key_heads, pages, page_size, fused, causal, window, scale,
+    soft_cap, stages,
+):  # fmt: skip
+    query, key_pages, value_pages, starts, lengths, tables, *factors = (Guarded(array) for array in given)
+    out, lse, part, part_lse, before = results
+    batch, tokens, heads, size = query.array.shape
+    if not query.array.size:
+        return
+    requests = Requests(
+        starts.pointer, lengths.pointer, tables.pointer, *(len(x.array) == 1 for x in (starts, lengths, tables)), tokens,
+        lengths.array.shape[1], tables.array.shape[2], pages, page_size,
+    )  # fmt: skip
+    value_size, group = out.array.shape[3], heads // int(key_heads)
+    values = key_pages if fused else value_pages
+    problem = Problem(
+        requests, query.pointer, _side(key_pages, key_strides, 0, size), _side(values, value_strides, first_value, value_size),
+        *(x.pointer if x.array.size else None for x in factors), _batch_stride(factors[0]),
+        *(stride for x in factors[1:] for stride in (_batch_stride(x), int(x.array.shape[1] > 1))),
+        batch, heads, int(key_heads), -(-group // 16), int(window), float(scale), float(soft_cap), bool(causal),
+    )  # fmt: skip
+    answers = Results(out.pointer, lse.pointer if lse.array.size else None, part.pointer, part_lse.pointer, before.pointer)
+    stored = key_pages.array.dtype.name
+    run = library("paged_attention_on_host.cc").paged_attention_forward
+    run.restype = ctypes.c_bool
+    width = next(index for index, room in enumerate((64, 128, 256)) if max(size, value_size) <= room)
+    kind = _BYTES.index(stored) + 1 if stored in _BYTES else 0
+    assert run(
+        _QUERIES.index(query.array.dtype.name), kind, width, ctypes.byref(problem), ctypes.byref(answers),
+        part.array.shape[0], int(stages),
+    )  # fmt: skip
+
+
 _ANSWERS = {
+    "paged_attention_forward": _attend,
     "rope_rotate": _rotate,
     "rope_angle_gradients": _angle_gradients,
     "paged_cache_update_forward": _update,

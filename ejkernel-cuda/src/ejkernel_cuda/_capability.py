@@ -1,4 +1,4 @@
-"""What every `supports` here asks first."""
+"""What every `supports` here asks first, and what a device has that kernels are sized by."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from ejkernel_cuda._library import library_problem
 
 OLDEST = (8, 0)
 FLOATS = ("float32", "bfloat16", "float16")
+
+_KIB = 1024
+_SHARED_MEMORY = {(8, 0): 162 * _KIB, (8, 7): 162 * _KIB, (9, 0): 226 * _KIB, (10, 0): 226 * _KIB, (10, 3): 226 * _KIB}
+"""CUDA programming guide, technical specifications per compute capability: most shared memory of one block, less one KiB that
+handlers leave alone."""
+_LEAST_SHARED_MEMORY = 98 * _KIB
+"""Of 8.6, 8.9 and 12.x; taken for capabilities that are not listed."""
+_MULTIPROCESSORS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
+"""Of the A100, the SXM parts of the H100 and H200, and the B200."""
+_MANY_MULTIPROCESSORS = 192
+"""More than the devices of other capabilities have that are known."""
 
 
 def refusal(
@@ -33,3 +44,13 @@ def refusal(
         if spec is not None and spec.dtype not in admitted:
             return f"{name} is {spec.dtype}, needs {', '.join(admitted)}"
     return library_problem()
+
+
+def shared_memory_limit(target: Target) -> int:
+    """Bytes of shared memory that one block may ask for; the least of all where the capability is unknown."""
+    return _SHARED_MEMORY.get(target.capability or (0, 0), _LEAST_SHARED_MEMORY)
+
+
+def multiprocessors(target: Target) -> int:
+    """Of the largest common device of a target's compute capability, or more than any has where that is unknown."""
+    return _MULTIPROCESSORS.get(target.capability or (0, 0), _MANY_MULTIPROCESSORS)

@@ -26,6 +26,7 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
 
 _OPERATIONS: dict[str, tuple[Phase, ...]] = {
     "layer_norm": ("forward", "backward"),
+    "paged_attention": ("forward",),
     "paged_cache_update": ("forward",),
     "rms_norm": ("forward", "backward"),
     "rope": ("forward", "backward"),
@@ -35,6 +36,7 @@ _OPERATIONS: dict[str, tuple[Phase, ...]] = {
 HANDLERS = (
     "layer_norm_forward",
     "layer_norm_backward",
+    "paged_attention_forward",
     "paged_cache_update_forward",
     "rms_norm_forward",
     "rms_norm_backward",

@@ -21,6 +21,8 @@
 #define __device__
 #undef __global__
 #define __global__
+#undef __grid_constant__
+#define __grid_constant__
 #undef __maxnreg__
 #define __maxnreg__(...)
 
@@ -36,7 +38,11 @@ struct Barrier {
 };
 
 struct Warp {
-  float slots[32];
+  union {
+    float slots[32];
+    uint64_t words[32];
+    uint32_t fragments[32][6];
+  };
   Barrier barrier;
 };
 
@@ -79,6 +85,8 @@ constexpr size_t kStack = 64 * 1024;
 inline std::vector<std::unique_ptr<char[]>> stacks;  // kept from launch to launch
 
 inline Block& block() { return *blocks[current->rank]; }
+inline Warp& warp() { return block().warps[current->linear / 32]; }
+inline int lane() { return int(current->linear % 32); }
 inline int block_threads() { return int(block_dim.x * block_dim.y); }
 
 // Contexts only start a fiber: switching between them costs two system calls, a jump none.
@@ -212,6 +220,39 @@ inline float __shfl_xor_sync(unsigned, float value, int step) {
   return other;
 }
 
+inline void __syncwarp() { ejkernel::host::wait(ejkernel::host::warp().barrier, 32); }
+
+// Of every lane, what it gives.
+template <typename T>
+inline T __shfl_sync(unsigned, T value, int lane) {
+  static_assert(sizeof(T) <= sizeof(uint64_t));
+  auto& warp = ejkernel::host::warp();
+  std::memcpy(&warp.words[ejkernel::host::lane()], &value, sizeof(T));
+  __syncwarp();
+  std::memcpy(&value, &warp.words[lane], sizeof(T));
+  __syncwarp();
+  return value;
+}
+
+inline unsigned __ballot_sync(unsigned, bool here) {
+  auto& warp = ejkernel::host::warp();
+  warp.words[ejkernel::host::lane()] = here;
+  __syncwarp();
+  unsigned bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= unsigned(warp.words[lane]) << lane;
+  __syncwarp();
+  return bits;
+}
+
+inline bool __any_sync(unsigned mask, bool here) { return __ballot_sync(mask, here) != 0; }
+
+inline int __ffs(int value) { return __builtin_ffs(value); }
+
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
 inline float rsqrtf(float value) { return 1.f / std::sqrt(value); }
 
 inline int __float2int_rn(float value) { return int(std::nearbyint(value)); }
@@ -223,6 +264,7 @@ inline unsigned cluster_rank() { return host::current->rank; }
 inline void cluster_sync() { host::wait(host::cluster_barrier, host::block_threads() * int(host::blocks.size())); }
 
 inline float fast_exp2(float value) { return std::exp2(value); }
+inline float fast_inverse(float value) { return 1.f / value; }
 
 // What is on its way is not there yet: until it is waited for, its place holds NaN.
 template <int BYTES>

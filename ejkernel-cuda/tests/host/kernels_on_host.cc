@@ -177,7 +177,7 @@ paged_cache_update::Write<From, To> as(const Untyped& write) {
 }
 
 template <typename From, typename To>
-void update(bool packed, const Block& block, const paged_cache_update::Requests& requests, const Untyped& first,
+void update(bool packed, const Block& block, const Requests& requests, const Untyped& first,
             const Untyped& second) {
   constexpr int N = 16 / sizeof(From);
   const auto one = as<From, To>(first), other = as<From, To>(second);
@@ -190,7 +190,7 @@ void update(bool packed, const Block& block, const paged_cache_update::Requests&
 }  // namespace
 
 // `to`: 0 float32, 1 bfloat16, 2 int8, 3 float8_e4m3fn, 4 float8_e5m2, 5 the bits of bfloat16.
-EXPORT void update_pages(int kind, int to, bool packed, Block block, paged_cache_update::Requests requests, Untyped first,
+EXPORT void update_pages(int kind, int to, bool packed, Block block, Requests requests, Untyped first,
                          Untyped second) {
   using namespace paged_cache_update;
   const auto choose = [&]<typename From>() {

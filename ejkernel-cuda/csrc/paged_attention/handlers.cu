@@ -1,0 +1,198 @@
+// XLA's door to paged_attention: checks of every shape and dtype, the choice of kernel, the launches.
+//
+// query is [batch, tokens, heads, size] and out the same with the values' size; sinks are one per head, [1 or batch, heads],
+// and absent sinks and scales have no columns. Of pages only the number of elements and four strides (page, token, head, batch)
+// matter; values that lie in the array of keys begin at `first_value` and have an empty array of their own. What workers leave
+// for the merge lies in results too, so that it lives as long as a CUDA graph does; part says how many workers there may be.
+#include <cmath>
+
+#include "paged_attention/launch.h"
+
+namespace ejkernel::paged_attention {
+namespace {
+
+constexpr const char* kName = "paged_attention";
+constexpr int64_t kMostKeys = int64_t{1} << 30;
+
+// Sizes, beside those of the arrays.
+struct Sizes {
+  int64_t key_heads, pages, page_size;
+};
+
+ffi::Error CheckTypes(Array query, Array key_pages, Array value_pages) {
+  const ffi::DataType type = query.element_type(), stored = key_pages.element_type();
+  if (type != ffi::BF16 && type != ffi::F16) return Invalid(kName, "query must be bfloat16 or float16");
+  if (stored != type && !IsOneByte(stored)) {
+    return Invalid(kName, "pages must be of the query's type, int8, float8_e4m3fn or float8_e5m2");
+  }
+  if (value_pages.element_type() != stored) return Invalid(kName, "key and value pages must have one type");
+  return ffi::Error::Success();
+}
+
+// A number for each of `count`, or one for all where `one` says that this may be, or none.
+ffi::Error CheckFactors(const char* name, Floats factors, int64_t batch, int64_t count, bool one) {
+  const Dims dims = factors.dimensions();
+  if (dims.size() == 2 && (dims[1] == 0 || (SharedOr(dims[0], batch) && (dims[1] == count || (one && dims[1] == 1))))) {
+    return ffi::Error::Success();
+  }
+  return Invalid(kName, std::string(name) + " must be [1 or batch, 0" + (one ? ", 1" : "") + " or " + std::to_string(count) +
+                            "], got " + Text(dims));
+}
+
+ffi::Error CheckSizes(Dims query, Dims out, Sizes sizes) {
+  const bool like = query.size() == 4 && out.size() == 4 && std::equal(query.begin(), query.begin() + 3, out.begin());
+  if (!like) {
+    return Invalid(kName, "query must be [batch, tokens, heads, size] and out the same but for the last, got " + Text(query) +
+                              " and " + Text(out));
+  }
+  if (query[3] < 1 || query[3] > kWidest || out[3] < 1 || out[3] > kWidest) {
+    return Invalid(kName, "heads must have 1 ... 256 elements, got " + Text(query) + " and " + Text(out));
+  }
+  if (sizes.key_heads < 1 || query[2] % sizes.key_heads) {
+    return Invalid(kName,
+                   "key_heads must divide the heads of query " + Text(query) + ", got " + std::to_string(sizes.key_heads));
+  }
+  if (query[0] * query[1] * query[2] > kMaxGrid) return Invalid(kName, "more than 2^31 - 1 heads of tokens");
+  if (sizes.pages < 0 || sizes.pages > kMaxGrid || sizes.page_size < 1)
+    return Invalid(kName, "page_size must be positive, and pages 0 ... 2^31 - 1");
+  return ffi::Error::Success();
+}
+
+// What the schedule counts in 32 bits.
+ffi::Error CheckCounts(Dims query, Dims table, Sizes sizes) {
+  const int64_t keys = table[2] * sizes.page_size;
+  if (keys > kMostKeys) return Invalid(kName, "tables name " + std::to_string(keys) + " keys, more than 2^30");
+  const int64_t tiles = (query[2] / sizes.key_heads + kRows - 1) / kRows * sizes.key_heads;
+  const int64_t blocks = query[0] * query[1] * tiles * ((keys + kBlock - 1) / kBlock + 1);
+  if (blocks > kMaxGrid || query[0] * table[1] > kMaxGrid / 2)
+    return Invalid(kName, "more than 2^31 - 1 blocks of keys, or 2^30 requests");
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckScratch(Dims query, Dims out, Floats lse, Dims part, Dims part_lse, Dims before, int64_t requests) {
+  const Dims rows = lse.dimensions();
+  if (lse.element_count() && !(rows.size() == 3 && std::equal(rows.begin(), rows.end(), query.begin())))
+    return Invalid(kName, "lse must be [batch, tokens, heads] of query " + Text(query) + " or empty, got " + Text(rows));
+  if (part.size() != 4 || part[0] < 1 || part[0] > kMaxGrid || part[1] != 2 || part[2] != kRows || part[3] != out[3])
+    return Invalid(kName, "part must be [workers, 2, 16, size of out " + Text(out) + "], got " + Text(part));
+  if (part_lse.size() != 3 || !std::equal(part_lse.begin(), part_lse.end(), part.begin()))
+    return Invalid(kName, "part_lse must be [workers, 2, 16] of part " + Text(part) + ", got " + Text(part_lse));
+  if (before.size() != 1 || before[0] != query[0] * requests + 1)
+    return Invalid(kName, "blocks_before must be [batch * requests + 1], got " + Text(before));
+  return ffi::Error::Success();
+}
+
+ffi::Error Check(Array query, Array key_pages, Array value_pages, Integers starts, Integers lengths, Integers tables,
+                 Floats sinks, Floats key_scale, Floats value_scale, Strides key_strides, Strides value_strides,
+                 int64_t first_value, int64_t key_heads, int64_t pages, int64_t page_size, bool fused, bool, int64_t window,
+                 float scale, float soft_cap, int64_t stages, ffi::Result<Array> out, ffi::Result<Floats> lse,
+                 ffi::Result<Floats> part, ffi::Result<Floats> part_lse, ffi::Result<Integers> before) {
+  const Sizes sizes{key_heads, pages, page_size};
+  EJKERNEL_TRY(CheckTypes(query, key_pages, value_pages));
+  if (out->element_type() != query.element_type()) return Invalid(kName, "out must be of the query's type");
+  const Dims dims = query.dimensions(), found = out->dimensions();
+  EJKERNEL_TRY(CheckSizes(dims, found, sizes));
+  EJKERNEL_TRY(CheckRequests(kName, dims[0], starts, lengths, tables));
+  EJKERNEL_TRY(CheckCounts(dims, tables.dimensions(), sizes));
+  EJKERNEL_TRY(CheckFactors("sinks", sinks, dims[0], dims[2], false));
+  EJKERNEL_TRY(CheckFactors("key_scale", key_scale, dims[0], key_heads, true));
+  EJKERNEL_TRY(CheckFactors("value_scale", value_scale, dims[0], key_heads, true));
+  EJKERNEL_TRY(CheckStrides(kName, "key", key_strides, 0, dims[0], key_heads, dims[3], key_pages, pages, page_size));
+  EJKERNEL_TRY(CheckStrides(kName, "value", value_strides, first_value, dims[0], key_heads, found[3],
+                            fused ? key_pages : value_pages, pages, page_size));
+  if (window < 0 || window > kMostKeys) return Invalid(kName, "window must be 0 ... 2^30, got " + std::to_string(window));
+  if (!std::isfinite(scale) || !std::isfinite(soft_cap) || soft_cap < 0)
+    return Invalid(kName, "scale and soft_cap must be finite, and soft_cap not negative");
+  if (stages < kLeastStages || stages > kMaxStages)
+    return Invalid(kName, "stages must be 2 ... 8, got " + std::to_string(stages));
+  return CheckScratch(dims, found, *lse, part->dimensions(), part_lse->dimensions(), before->dimensions(),
+                      lengths.dimensions()[1]);
+}
+
+Side AsSide(Array array, int64_t first, Strides strides, int64_t size) {
+  const int64_t bytes = ffi::ByteWidth(array.element_type());
+  const char* data = static_cast<const char*>(array.untyped_data()) + first * bytes;
+  const auto whole = [&](int64_t count) { return count * bytes % kAccess == 0; };
+  const bool packed = Aligned(data) && whole(size) && std::all_of(strides.begin(), strides.end(), whole);
+  return {data, strides[0] * bytes, strides[1] * bytes, strides[2] * bytes, strides[3] * bytes, int(size), packed};
+}
+
+int BatchStride(Floats factors) { return factors.dimensions()[0] > 1 ? int(factors.dimensions()[1]) : 0; }
+
+ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array value_pages, Integers starts, Integers lengths,
+                      Integers tables, Floats sinks, Floats key_scale, Floats value_scale, Strides key_strides,
+                      Strides value_strides, int64_t first_value, int64_t key_heads, int64_t pages, int64_t page_size,
+                      bool fused, bool causal, int64_t window, float scale, float soft_cap, int64_t stages,
+                      ffi::Result<Array> out, ffi::Result<Floats> lse, ffi::Result<Floats> part, ffi::Result<Floats> part_lse,
+                      ffi::Result<Integers> before) {
+  EJKERNEL_TRY(Check(query, key_pages, value_pages, starts, lengths, tables, sinks, key_scale, value_scale, key_strides,
+                     value_strides, first_value, key_heads, pages, page_size, fused, causal, window, scale, soft_cap, stages,
+                     out, lse, part, part_lse, before));
+  const Dims dims = query.dimensions();
+  if (query.element_count() == 0) return ffi::Error::Success();
+  const auto data = [](Floats factors) { return factors.element_count() ? factors.typed_data() : nullptr; };
+  const auto per_head = [](Floats factors) { return factors.dimensions()[1] > 1 ? 1 : 0; };
+  const int64_t group = dims[2] / key_heads;
+  const Problem problem{AsRequests(starts, lengths, tables, dims[1], pages, page_size),
+                        query.untyped_data(),
+                        AsSide(key_pages, 0, key_strides, dims[3]),
+                        AsSide(fused ? key_pages : value_pages, first_value, value_strides, out->dimensions()[3]),
+                        data(sinks),
+                        data(key_scale),
+                        data(value_scale),
+                        BatchStride(sinks),
+                        BatchStride(key_scale),
+                        per_head(key_scale),
+                        BatchStride(value_scale),
+                        per_head(value_scale),
+                        int(dims[0]),
+                        int(dims[2]),
+                        int(key_heads),
+                        int((group + kRows - 1) / kRows),
+                        int(window),
+                        scale,
+                        soft_cap,
+                        causal};
+  const Results results{out->untyped_data(), lse->element_count() ? lse->typed_data() : nullptr, part->typed_data(),
+                        part_lse->typed_data(), before->typed_data()};
+  const Knobs knobs{stages, part->dimensions()[0]};
+  if (query.element_type() == ffi::BF16) return Run<__nv_bfloat16>(stream, key_pages.element_type(), problem, results, knobs);
+  return Run<__half>(stream, key_pages.element_type(), problem, results, knobs);
+}
+
+template <typename Binding>
+auto Bind(Binding binding) {
+  return std::move(binding)
+      .template Arg<Array>()
+      .template Arg<Array>()
+      .template Arg<Array>()
+      .template Arg<Integers>()
+      .template Arg<Integers>()
+      .template Arg<Integers>()
+      .template Arg<Floats>()
+      .template Arg<Floats>()
+      .template Arg<Floats>()
+      .template Attr<Strides>("key_strides")
+      .template Attr<Strides>("value_strides")
+      .template Attr<int64_t>("first_value")
+      .template Attr<int64_t>("key_heads")
+      .template Attr<int64_t>("pages")
+      .template Attr<int64_t>("page_size")
+      .template Attr<bool>("fused")
+      .template Attr<bool>("causal")
+      .template Attr<int64_t>("window")
+      .template Attr<float>("scale")
+      .template Attr<float>("soft_cap")
+      .template Attr<int64_t>("stages")
+      .template Ret<Array>()
+      .template Ret<Floats>()
+      .template Ret<Floats>()
+      .template Ret<Floats>()
+      .template Ret<Integers>();
+}
+
+}  // namespace
+
+EJKERNEL_HANDLER(ejkernel_cuda_paged_attention_forward, Bind, RunForward, Check)
+
+}  // namespace ejkernel::paged_attention

@@ -1,0 +1,450 @@
+// Attention of packed queries over a paged cache: each worker walks over its share of the keys (schedule.cuh) with a running
+// maximum and sum, and a merge in a fixed order puts tiles together whose keys are shared (Dao et al., Flash-Decoding, 2023).
+//
+// The warps of a block take turns at the keys of a tile, each with a ring of its own in shared memory, so that none waits for
+// another before the tile is done. Logits are in units of log 2.
+#pragma once
+
+#include <cmath>
+
+#include "paged_attention/schedule.cuh"
+
+namespace ejkernel::paged_attention {
+
+constexpr unsigned kAllSeen = (1u << kKeys) - 1;
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+// Beside the rings, in the same shared memory.
+struct Notes {
+  float largest[kWarps][kRows], sum[kWarps][kRows];  // of each warp's keys
+  int seen[kWarps][kMaxStages];                      // bit k: key k of the step is visible
+  int sums[kWarps], found[2];
+};
+
+// Bytes of the rings; when a tile is done they hold its weighted values of each warp, float [kWarps, kRows, BLOCK].
+template <typename S, int BLOCK>
+constexpr int64_t ring_bytes(int stages) {
+  const int64_t rings = int64_t(stages) * kWarps * 2 * kKeys * BLOCK * sizeof(S);
+  const int64_t merge = int64_t(sizeof(float)) * kWarps * kRows * BLOCK;
+  return rings > merge ? rings : merge;
+}
+
+// A tile's queries as products take them: in registers, and wide ones, for which there are too few, in shared memory.
+template <int BLOCK, bool IN_REGISTERS = BLOCK <= 128>
+struct Queries {
+  using Fragment = Pack<uint32_t, 4>;
+  static constexpr int64_t kSharedBytes = 0;
+  static constexpr int kFirst = 0, kEach = 1;  // warp w makes every kEach-th from kFirst * w on
+  Fragment all[BLOCK / 16];
+
+  __device__ Queries(char*, int) {}
+  __device__ void set(int step, const Fragment& value) { all[step] = value; }
+  __device__ void share() const {}
+  __device__ const Fragment& operator()(int step) const { return all[step]; }
+};
+template <int BLOCK>
+struct Queries<BLOCK, false> {
+  using Fragment = Pack<uint32_t, 4>;
+  static constexpr int64_t kSharedBytes = BLOCK / 16 * 32 * sizeof(Fragment);
+  static constexpr int kFirst = 1, kEach = kWarps;
+  Fragment* all;  // [BLOCK / 16, 32]
+  int lane;
+
+  __device__ Queries(char* shared, int lane) : all(reinterpret_cast<Fragment*>(shared)), lane(lane) {}
+  __device__ void set(int step, const Fragment& value) { all[step * 32 + lane] = value; }
+  __device__ void share() const { __syncthreads(); }
+  __device__ Fragment operator()(int step) const { return all[step * 32 + lane]; }
+};
+
+// Bytes of shared memory of a block: rings, wide queries, notes.
+template <typename S, int BLOCK>
+constexpr int64_t shared_bytes(int stages) {
+  return ring_bytes<S, BLOCK>(stages) + Queries<BLOCK>::kSharedBytes + int64_t(sizeof(Notes));
+}
+
+// What is taken from logits: the largest, or 0 if there is none, so that -inf - (-inf) does not arise.
+__device__ inline float shift_of(float largest) { return largest == -INFINITY ? 0.f : largest; }
+
+// A warp's way through the keys of a tile: of lane l, key l % kKeys of each step.
+struct Cursor {
+  const Requests& all;
+  const int32_t* entry;                 // of the block table
+  int lowest, last, key, offset, page;  // page: -1 where the key is not visible
+
+  __device__ Cursor(const Problem& problem, const Request& request, int local, int first_key)
+      : all(problem.requests),
+        entry(request.table(problem) + first_key / int(all.page_size)),
+        lowest(request.lowest(problem, local)),
+        last(request.last(problem, local)),
+        key(first_key),
+        offset(first_key % int(all.page_size)) {
+    look_up();
+  }
+
+  __device__ void look_up() { page = key >= lowest && key < last ? *entry : -1; }
+
+  __device__ bool visible() const { return unsigned(page) < unsigned(all.pages); }
+
+  __device__ int64_t place_in(const Side& side) const { return visible() ? page * side.page + offset * side.token : -1; }
+
+  __device__ void advance() {
+    const int page_size = int(all.page_size);
+    key += kBlock, offset += kBlock;
+    if (page_size >= kBlock) {
+      if (offset >= page_size) offset -= page_size, ++entry;
+    } else {
+      entry += offset / page_size, offset %= page_size;
+    }
+    look_up();
+  }
+};
+
+template <typename T_, typename S_, int BLOCK_>
+struct Attention {
+  using T = T_;                         // of queries and products
+  using S = S_;                         // as pages hold them
+  static constexpr int BLOCK = BLOCK_;  // at least the sizes of keys and values
+  using Layout = Tile<T, S, BLOCK>;
+
+  const Problem& problem;
+  const Results& results;
+  Notes& notes;
+  char* rings;
+  int stages;
+  int lane, warp;
+  float largest[2], sum[2], sums[BLOCK / 8][4];  // of rows lane / 4 and 8 further; sum of this lane's keys alone
+
+  __device__ Attention(const Problem& problem, const Results& results, Notes& notes, char* rings, int stages)
+      : problem(problem),
+        results(results),
+        notes(notes),
+        rings(rings),
+        stages(stages),
+        lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32) {}
+
+  __device__ char* step_at(int slot) const { return rings + (warp * stages + slot) * 2 * Layout::kBytes; }
+
+  // Begin to copy the cursor's keys and values.
+  __device__ void begin_step(Cursor& cursor, const char* keys, const char* values, int slot) {
+    const unsigned seen = __ballot_sync(kWarp, cursor.visible());
+    if (lane == 0) notes.seen[warp][slot] = int(seen & kAllSeen);
+    const int64_t key_at = cursor.place_in(problem.key), value_at = cursor.place_in(problem.value);
+    cursor.advance();
+    copy_rows<sizeof(S), Layout::kRowBytes>(step_at(slot), keys, key_at, problem.key.size * int(sizeof(S)), problem.key.packed,
+                                            lane);
+    copy_rows<sizeof(S), Layout::kRowBytes>(step_at(slot) + Layout::kBytes, values, value_at,
+                                            problem.value.size * int(sizeof(S)), problem.value.packed, lane);
+  }
+
+  // Rows and columns that are not there are 0.
+  __device__ void read_queries(Queries<BLOCK>& queries, const Request& request, const TileOf& tile) const {
+    const int size = problem.key.size;
+    const int64_t first = (request.batch * problem.requests.tokens + tile.token) * problem.heads + tile.head;
+    const T* from = static_cast<const T*>(problem.query) + first * size;
+#pragma unroll
+    for (int at = 0; at < BLOCK / 16; at += Queries<BLOCK>::kEach) {
+      const int step = at + Queries<BLOCK>::kFirst * warp;
+      Pack<uint32_t, 4> query;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i % 2 * 8, channel = Layout::query_channel(step, i / 2, lane);
+        const float low = row < tile.rows && channel < size ? to_float(from[row * size + channel]) : 0.f;
+        const float high = row < tile.rows && channel + 1 < size ? to_float(from[row * size + channel + 1]) : 0.f;
+        query.data[i] = pair_of<T>(low, high);
+      }
+      queries.set(step, query);
+    }
+    queries.share();
+  }
+
+  // Products to logits; -inf for keys that are not visible.
+  __device__ void scale_products(float (&logits)[2][4], float factor, unsigned seen) const {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) logits[tile][i] *= factor;
+    }
+    if (problem.soft_cap > 0.f) {  // tanh(x) = 1 - 2 / (e^2x + 1), with factor = 2 log2(e) scale / cap
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& logit = logits[i / 4][i % 4];
+        logit = problem.soft_cap * kLog2E * (1.f - 2.f * fast_inverse(fast_exp2(logit) + 1.f));
+      }
+    }
+    if (seen == kAllSeen) return;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int key = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      if (!(seen >> key & 1u)) logits[i / 4][i % 4] = -INFINITY;
+    }
+  }
+
+  // The running maximum and sum with these logits, which become weights; sums so far are brought to the new maximum.
+  __device__ void weigh(float (&logits)[2][4]) {
+    bool changed = false;
+    float kept[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float most =
+          fmaxf(fmaxf(logits[0][2 * half], logits[0][2 * half + 1]), fmaxf(logits[1][2 * half], logits[1][2 * half + 1]));
+      most = fmaxf(most, __shfl_xor_sync(kWarp, most, 1));
+      most = fmaxf(fmaxf(most, __shfl_xor_sync(kWarp, most, 2)), largest[half]);
+      const float shift = shift_of(most);
+      kept[half] = fast_exp2(largest[half] - shift);
+      changed |= most != largest[half];
+      largest[half] = most;
+      float total = 0.f;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& logit = logits[i / 2][2 * half + i % 2];
+        logit = fast_exp2(logit - shift);
+        total += logit;
+      }
+      sum[half] = sum[half] * kept[half] + total;
+    }
+    if (!__any_sync(kWarp, changed)) return;
+#pragma unroll
+    for (int i = 0; i < BLOCK / 8; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[i][j] *= kept[j / 2];
+    }
+  }
+
+  // The keys and values in a slot join the sums.
+  __device__ void take_step(const Queries<BLOCK>& queries, float factor, int slot) {
+    const unsigned seen = unsigned(notes.seen[warp][slot]);
+    if (seen == 0) return;
+    float logits[2][4] = {};
+    const char* keys = step_at(slot);
+    Layout::multiply_keys(logits, queries, keys, lane);
+    scale_products(logits, factor, seen);
+    weigh(logits);
+    const uint32_t weights[4] = {pair_of<T>(logits[0][0], logits[0][1]), pair_of<T>(logits[0][2], logits[0][3]),
+                                 pair_of<T>(logits[1][0], logits[1][1]), pair_of<T>(logits[1][2], logits[1][3])};
+    Layout::add_values(sums, weights, keys + Layout::kBytes, lane);
+  }
+
+  // Blocks `from` to `to` of a tile; rows hold this warp's share of them afterwards.
+  __device__ void walk(const Request& request, const TileOf& tile, int from, int to) {
+    const char* keys = problem.key.data + request.batch * problem.key.batch + tile.key_head * problem.key.head;
+    const char* values = problem.value.data + request.batch * problem.value.batch + tile.key_head * problem.value.head;
+    Cursor cursor(problem, request, tile.local, (request.first_block + from) * kBlock + warp * kKeys + lane % kKeys);
+    float factor = problem.scale * (problem.soft_cap > 0.f ? 2.f * kLog2E / problem.soft_cap : kLog2E);
+    if (problem.key_scale) {
+      factor *= problem.key_scale[request.batch * problem.key_scale_batch + tile.key_head * problem.key_scale_head];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) largest[half] = -INFINITY, sum[half] = 0.f;
+#pragma unroll
+    for (int i = 0; i < BLOCK / 8; ++i) sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.f;
+    Queries<BLOCK> queries(rings + ring_bytes<S, BLOCK>(stages), lane);
+    const int steps = to - from;
+    int slot = 0, free = 0;
+#pragma unroll 1
+    for (int step = 1 - stages; step < steps; ++step) {
+      if (step == 0) read_queries(queries, request, tile);  // while the first keys are on their way
+      if (step >= 0) {
+        wait_for_copies(stages - 2);
+        __syncwarp();  // and every lane is done with the slot of the step before
+      }
+      if (step + stages - 1 < steps) begin_step(cursor, keys, values, free);
+      commit_copies();
+      free = free + 1 == stages ? 0 : free + 1;
+      if (step < 0) continue;
+      take_step(queries, factor, slot);
+      slot = slot + 1 == stages ? 0 : slot + 1;
+    }
+    wait_for_copies(0);
+  }
+
+  // The warps' sums into shared memory, all relative to the tile's maximum.
+  __device__ void gather(int rows) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] += __shfl_xor_sync(kWarp, sum[half], 1);
+      sum[half] += __shfl_xor_sync(kWarp, sum[half], 2);
+      if (lane % 4 == 0) notes.largest[warp][lane / 4 + 8 * half] = largest[half];
+      if (lane % 4 == 0) notes.sum[warp][lane / 4 + 8 * half] = sum[half];
+    }
+    __syncthreads();  // and all warps are done with their rings
+    float* all = reinterpret_cast<float*>(rings) + warp * kRows * BLOCK;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane / 4 + 8 * half;
+      if (row >= rows) continue;
+      const float kept = fast_exp2(largest[half] - shift_of(largest_of(row)));
+#pragma unroll
+      for (int i = 0; i < BLOCK / 8; ++i) {
+#pragma unroll
+        for (int second = 0; second < 2; ++second) {
+          all[row * BLOCK + Layout::value_channel(i, second, lane)] = sums[i][2 * half + second] * kept;
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  __device__ float largest_of(int row) const {
+    float most = notes.largest[0][row];
+#pragma unroll
+    for (int other = 1; other < kWarps; ++other) most = fmaxf(most, notes.largest[other][row]);
+    return most;
+  }
+
+  __device__ float sum_of(int row, float shift) const {
+    float total = 0.f;
+#pragma unroll
+    for (int other = 0; other < kWarps; ++other) {
+      total += notes.sum[other][row] * fast_exp2(notes.largest[other][row] - shift);
+    }
+    return total;
+  }
+
+  // Rows of a tile that is `whole` into the results; of another one as part `part`.
+  __device__ void write(const Request& request, const TileOf& tile, bool whole, int64_t part) const {
+    const float* all = reinterpret_cast<const float*>(rings);
+    const int size = problem.value.size;
+    const int64_t first = (request.batch * problem.requests.tokens + tile.token) * problem.heads + tile.head;
+    for (int row = warp; row < tile.rows; row += kWarps) {
+      float most = largest_of(row), shift = shift_of(most), kept = 1.f;
+      float total = sum_of(row, shift);
+      if (whole && problem.sinks) {
+        const float sink = problem.sinks[request.batch * problem.sinks_batch + tile.head + row] * kLog2E;
+        most = fmaxf(most, sink);
+        kept = fast_exp2(shift - shift_of(most));
+        shift = shift_of(most);
+        total = total * kept + fast_exp2(sink - shift);
+      }
+      const float lse = total == 0.f ? -INFINITY : shift + log2f(total);
+      float factor = total == 0.f ? 0.f : kept / total;
+      if (whole && problem.value_scale) {
+        factor *= problem.value_scale[request.batch * problem.value_scale_batch + tile.key_head * problem.value_scale_head];
+      }
+#pragma unroll 1
+      for (int channel = lane; channel < size; channel += 32) {
+        float value = 0.f;
+#pragma unroll
+        for (int other = 0; other < kWarps; ++other) value += all[(other * kRows + row) * BLOCK + channel];
+        if (whole) {
+          static_cast<T*>(results.out)[(first + row) * size + channel] = from_float<T>(value * factor);
+        } else {
+          results.part[(part * kRows + row) * size + channel] = value * factor;
+        }
+      }
+      if (lane == 0 && whole && results.lse) results.lse[first + row] = lse * kLn2;
+      if (lane == 0 && !whole) results.part_lse[part * kRows + row] = lse;
+    }
+    __syncthreads();  // before the rings are filled anew
+  }
+
+  __device__ void run(int most_workers) {
+    const int worker = blockIdx.x;
+    const Start start = find_start(problem, results.blocks_before, most_workers, notes.sums, notes.found);
+    const Shares shares(start.total, most_workers);
+    if (worker >= shares.workers) return;
+    const int share_begin = shares.begin(worker), share_end = shares.begin(worker + 1);
+    int index = start.request, before = start.before, at = share_begin;
+    while (at < share_end && index < problem.all_requests()) {
+      const Request request(problem, index);
+      const int all_blocks = request.tiles(problem) * request.blocks, number = (at - before) / request.blocks;
+      const int tile_begin = before + number * request.blocks;
+      const int from = at - tile_begin, to = min(request.blocks, share_end - tile_begin);
+      const TileOf tile(problem, request, number);
+      walk(request, tile, from, to);
+      gather(tile.rows);
+      write(request, tile, from == 0 && to == request.blocks, worker * int64_t(2) + (from == 0));
+      at = tile_begin + to;
+      if (at >= before + all_blocks && at < share_end) {
+        before += all_blocks;
+        index = next_request(problem, index);
+      }
+    }
+  }
+};
+
+// `most_workers` blocks of kThreads.
+template <typename T, typename S, int BLOCK>
+__global__ void __launch_bounds__(kThreads, BLOCK > 64 ? 2 : 3)
+    attend(const __grid_constant__ Problem problem, const __grid_constant__ Results results, int most_workers, int stages) {
+  EJKERNEL_SHARED_REST(char, shared);
+  Notes& notes = *reinterpret_cast<Notes*>(shared + ring_bytes<S, BLOCK>(stages) + Queries<BLOCK>::kSharedBytes);
+  Attention<T, S, BLOCK>(problem, results, notes, shared, stages).run(most_workers);
+}
+
+// One query head of one token: merged from the parts of its tile, or 0 if no request owns the token. A block for each.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    merge(const __grid_constant__ Problem problem, const __grid_constant__ Results results, int most_workers) {
+  EJKERNEL_SHARED(float, values, kWarps* kWidest);
+  EJKERNEL_SHARED(float, maxima, kWarps);
+  EJKERNEL_SHARED(float, totals, kWarps);
+  const Requests& all = problem.requests;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, size = problem.value.size;
+  int64_t token, head;
+  const int batch = int(divide(divide(int64_t(blockIdx.x), problem.heads, head), all.tokens, token));
+  T* out = static_cast<T*>(results.out) + int64_t(blockIdx.x) * size;
+  const int32_t* starts = all.starts + (all.one_starts ? 0 : batch * (all.requests + 1));
+  int member = 0;  // how many requests end at this token or before
+  for (int base = 0; base < int(all.requests); base += kThreads) {
+    const int other = base + int(threadIdx.x);
+    member += __syncthreads_count(other < int(all.requests) && starts[other + 1] <= token);
+  }
+  if (member >= int(all.requests) || token < starts[member]) {
+    for (int channel = threadIdx.x; channel < size; channel += kThreads) out[channel] = from_float<T>(0.f);
+    if (threadIdx.x == 0 && results.lse) results.lse[blockIdx.x] = -INFINITY;
+    return;
+  }
+  const int index = batch * int(all.requests) + member;
+  const Request request(problem, index);
+  const Shares shares(results.blocks_before[problem.all_requests()], most_workers);
+  if (shares.total < 1) return;
+  const int number = TileOf::number(problem, int(token) - request.begin, int(head));
+  const int begin = results.blocks_before[index] + number * request.blocks;
+  const int first = shares.owner(begin), last = shares.owner(begin + request.blocks - 1);
+  if (first == last) return;  // the tile was whole
+  const int row = int(head) % problem.group() % kRows;
+  float largest = -INFINITY, total = 0.f, sums[kWidest / 32] = {};
+#pragma unroll 2
+  for (int worker = first + warp; worker <= last; worker += kWarps) {
+    const int64_t part = (worker * int64_t(2) + (worker == first)) * kRows + row;
+    const float* from = results.part + part * size;
+    const float lse = results.part_lse[part], most = fmaxf(largest, lse), shift = shift_of(most);
+    const float kept = fast_exp2(largest - shift), weight = fast_exp2(lse - shift);
+    largest = most, total = total * kept + weight;
+#pragma unroll
+    for (int i = 0; i < kWidest / 32; ++i) {
+      const int channel = i * 32 + lane;
+      if (channel < size) sums[i] = sums[i] * kept + weight * from[channel];
+    }
+  }
+  if (lane == 0) maxima[warp] = largest, totals[warp] = total;
+#pragma unroll
+  for (int i = 0; i < kWidest / 32; ++i) values[warp * kWidest + i * 32 + lane] = sums[i];
+  __syncthreads();
+  const float sink = problem.sinks ? problem.sinks[batch * problem.sinks_batch + int(head)] * kLog2E : -INFINITY;
+  float most = sink;
+#pragma unroll
+  for (int other = 0; other < kWarps; ++other) most = fmaxf(most, maxima[other]);
+  const float shift = shift_of(most);
+  float weights[kWarps];
+  total = fast_exp2(sink - shift);
+#pragma unroll
+  for (int other = 0; other < kWarps; ++other) {
+    weights[other] = fast_exp2(maxima[other] - shift);
+    total += totals[other] * weights[other];
+  }
+  const int key_head = int(head) / problem.group();
+  float factor = total == 0.f ? 0.f : 1.f / total;
+  if (problem.value_scale)
+    factor *= problem.value_scale[batch * problem.value_scale_batch + key_head * problem.value_scale_head];
+  for (int channel = threadIdx.x; channel < size; channel += kThreads) {
+    float value = 0.f;
+#pragma unroll
+    for (int other = 0; other < kWarps; ++other) value += values[other * kWidest + channel] * weights[other];
+    out[channel] = from_float<T>(value * factor);
+  }
+  if (threadIdx.x == 0 && results.lse) results.lse[blockIdx.x] = total == 0.f ? -INFINITY : (shift + log2f(total)) * kLn2;
+}
+
+}  // namespace ejkernel::paged_attention

@@ -1,0 +1,179 @@
+// Who reads which keys, decided on the device from the lengths: one compilation serves every mix of requests.
+//
+// A tile is one new token's query heads under one key head, up to kRows of them. Its keys are blocks of kBlock; the blocks of
+// all tiles, one after the other, are dealt out in equal shares to as many workers as run at once (Osama et al., Stream-K,
+// 2023). A tile of which no one worker has all blocks is a sum of parts; a worker has at most two such tiles, the first and the
+// last of its share, which bounds the memory for parts without looking at lengths.
+#pragma once
+
+#include "divide.cuh"
+#include "pages.cuh"
+#include "paged_attention/tiles.cuh"
+
+namespace ejkernel::paged_attention {
+
+// An array of pages from the first of its kind on; strides in bytes.
+struct Side {
+  const char* data;
+  int64_t page, token, head, batch;
+  int size;     // elements of a head
+  bool packed;  // every head begins and ends at a multiple of kAccess
+};
+
+struct Problem {
+  Requests requests;
+  const void* query;  // [batch, tokens, heads, key.size]
+  Side key, value;
+  const float* sinks;      // [1 or batch, heads], null when absent
+  const float* key_scale;  // [1 or batch, 1 or key_heads], null when absent
+  const float* value_scale;
+  int sinks_batch, key_scale_batch, key_scale_head, value_scale_batch, value_scale_head;  // strides
+  int batch, heads, key_heads, head_tiles;  // head_tiles: tiles of one key head's query heads
+  int window;                               // 0 for none
+  float scale, soft_cap;                    // soft_cap 0 for none
+  bool causal;
+
+  __device__ int group() const { return heads / key_heads; }
+  __device__ int all_requests() const { return batch * int(requests.requests); }
+};
+
+struct Results {
+  void* out;           // [batch, tokens, heads, value.size]
+  float* lse;          // [batch, tokens, heads], null when not asked for
+  float* part;         // [workers, 2, kRows, value.size]: what is known of the first and the last tile of a share
+  float* part_lse;     // [workers, 2, kRows], in units of log 2
+  int* blocks_before;  // [batch * requests + 1]: of all requests before
+};
+
+// A request of any batch member, and the blocks of keys that any of its new tokens sees.
+struct Request {
+  int batch, member;  // index in the batch, and in the member's requests
+  int begin, count;   // new tokens
+  int keys;           // how many there are, and how many of them the table names
+  int limit;
+  int first_block, blocks;
+
+  __device__ Request(const Problem& problem, int index) {
+    const Requests& all = problem.requests;
+    batch = index / int(all.requests), member = index % int(all.requests);
+    const int tokens = int(all.tokens);
+    const int32_t* starts = all.starts + (all.one_starts ? 0 : batch * (all.requests + 1)) + member;
+    begin = min(max(starts[0], 0), tokens);
+    count = min(max(starts[1], begin), tokens) - begin;
+    keys = max(all.lengths[(all.one_lengths ? 0 : batch * all.requests) + member], 0);
+    limit = int(min(int64_t(keys), all.table_width * all.page_size));
+    first_block = lowest(problem, 0) / kBlock;
+    blocks = max((limit + kBlock - 1) / kBlock - first_block, 1);
+  }
+
+  __device__ int tiles(const Problem& problem) const { return count * problem.key_heads * problem.head_tiles; }
+
+  // The first key that new token `local` sees, and the one after the last.
+  __device__ int lowest(const Problem& problem, int local) const {
+    return problem.window ? max(keys - count + local - problem.window + 1, 0) : 0;
+  }
+  __device__ int last(const Problem& problem, int local) const {
+    return problem.causal ? min(limit, keys - count + local + 1) : limit;
+  }
+
+  __device__ const int32_t* table(const Problem& problem) const {
+    const Requests& all = problem.requests;
+    return all.tables + ((all.one_tables ? 0 : int64_t(batch) * all.requests) + member) * all.table_width;
+  }
+};
+
+// One tile of a request.
+struct TileOf {
+  int token, local;          // in the member's tokens, and in the request's
+  int key_head, head, rows;  // the first query head, and how many
+
+  __device__ TileOf(const Problem& problem, const Request& request, int tile) {
+    const int group = problem.group(), in_group = tile % problem.head_tiles * kRows;
+    tile /= problem.head_tiles;
+    key_head = tile % problem.key_heads;
+    local = tile / problem.key_heads;
+    token = request.begin + local;
+    head = key_head * group + in_group;
+    rows = min(group - in_group, kRows);
+  }
+
+  static __device__ int number(const Problem& problem, int local, int head) {
+    const int group = problem.group();
+    return (local * problem.key_heads + head / group) * problem.head_tiles + head % group / kRows;
+  }
+};
+
+// How `total` blocks are dealt out: every share has one at least.
+struct Shares {
+  int total, workers;
+
+  __device__ Shares(int total, int most) : total(total), workers(min(total, most)) {}
+  __device__ int begin(int worker) const { return int(int64_t(total) * worker / workers); }
+  // Whose share block `at` is in; some worker's even where starts do not ascend and sums mean nothing.
+  __device__ int owner(int at) const {
+    return int(min(max(((at + int64_t(1)) * workers - 1) / total, int64_t(0)), int64_t(workers) - 1));
+  }
+};
+
+// Where a share begins: the request, or one past the last, and blocks of all requests before it.
+struct Start {
+  int total, request, before;
+};
+
+// All threads of the block; `sums` and `found` lie in shared memory. The first block keeps the sums for the merge.
+__device__ inline Start find_start(const Problem& problem, int* blocks_before, int most_workers, int* sums, int* found) {
+  const int requests = problem.all_requests(), each = (requests + kThreads - 1) / kThreads;
+  const int first = min(int(threadIdx.x) * each, requests), end = min(first + each, requests);
+  int mine = 0;
+#pragma unroll 1
+  for (int index = first; index < end; ++index) {
+    const Request request(problem, index);
+    mine += request.tiles(problem) * request.blocks;
+  }
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int up_to = mine;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_sync(kWarp, up_to, max(lane - step, 0));
+    up_to += lane >= step ? other : 0;
+  }
+  if (lane == 31) sums[warp] = up_to;
+  if (threadIdx.x == 0) found[0] = requests, found[1] = 0;
+  __syncthreads();
+  int total = 0;
+#pragma unroll
+  for (int other = 0; other < kWarps; ++other) {
+    up_to += other < warp ? sums[other] : 0;
+    total += sums[other];
+  }
+  const Shares shares(total, most_workers);
+  const int wanted = int(blockIdx.x) < shares.workers ? shares.begin(blockIdx.x) : -1;
+  const bool keeps = blockIdx.x == 0;
+  int before = up_to - mine;
+  if (keeps || (before <= wanted && wanted < up_to)) {
+#pragma unroll 1
+    for (int index = first; index < end; ++index) {
+      const Request request(problem, index);
+      const int next = before + request.tiles(problem) * request.blocks;
+      if (before <= wanted && wanted < next) found[0] = index, found[1] = before;
+      if (keeps) blocks_before[index] = before;
+      before = next;
+    }
+  }
+  if (keeps && threadIdx.x == 0) blocks_before[requests] = total;
+  __syncthreads();
+  return {total, found[0], found[1]};
+}
+
+// The next request with new tokens after this one; every warp looks for itself.
+__device__ inline int next_request(const Problem& problem, int index) {
+  const int requests = problem.all_requests(), lane = threadIdx.x % 32;
+  for (int base = index + 1; base < requests; base += 32) {
+    const int other = base + lane;
+    const unsigned some = __ballot_sync(kWarp, other < requests && Request(problem, min(other, requests - 1)).count > 0);
+    if (some) return base + __ffs(int(some)) - 1;
+  }
+  return requests;
+}
+
+}  // namespace ejkernel::paged_attention

@@ -1,0 +1,92 @@
+"""Performance knobs of `paged_attention`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from ejkernel.operations.paged_attention.interface import PagedAttentionCall
+from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_cuda._capability import multiprocessors, shared_memory_limit
+
+ROWS = 16
+"""Query heads of a tile, all of one token and under one key head."""
+BLOCK = 64
+"""Keys that are dealt out together, a quarter to each warp."""
+STAGES = (2, 3, 4, 5, 6, 7, 8)
+_BESIDE = 10 * 1024
+"""Bytes of shared memory at most beside the rings: wide queries and notes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedAttentionConfig:
+    """Attributes:
+    stages: steps of a warp's ring, each 16 keys and values, of which all but one are on their way; 2 ... 8, fewer where shared
+        memory ends.
+    workers: blocks that the keys of all requests are shared among, at most; never more run than fit on the device at once.
+    """
+
+    stages: int
+    workers: int
+
+    def __post_init__(self) -> None:
+        if self.stages not in STAGES or self.workers < 1:
+            raise ValueError(f"{self}: stages are {STAGES[0]} ... {STAGES[-1]} and workers at least 1")
+
+
+def width(call: PagedAttentionCall) -> int:
+    """Elements that the kernel makes room for in a head."""
+    return next((size for size in (64, 128) if max(call.query.shape[3], call.value_size) <= size), 256)
+
+
+def stage_bytes(call: PagedAttentionCall) -> int:
+    """Of one step of all rings of a block."""
+    itemsize = 1 if call.key_pages.dtype not in ("bfloat16", "float16") else np.dtype(np.float16).itemsize
+    return 2 * BLOCK * width(call) * itemsize
+
+
+def head_tiles(call: PagedAttentionCall) -> int:
+    """Tiles of one token."""
+    return call.heads * -(-(call.query.shape[2] // call.heads) // ROWS)
+
+
+def most_blocks(call: PagedAttentionCall) -> int:
+    """Blocks of keys of all tiles, where every request is as long as its table; one more where a window begins within a block."""
+    return call.query.shape[0] * call.query.shape[1] * head_tiles(call) * (-(-call.longest // BLOCK) + 1)
+
+
+def least_bytes(call: PagedAttentionCall) -> int:
+    """Of shared memory."""
+    return STAGES[0] * stage_bytes(call) + _BESIDE
+
+
+def _resident(call: PagedAttentionCall) -> int:
+    """Blocks that the registers of a multiprocessor have room for."""
+    return 3 if width(call) == 64 else 2
+
+
+def _workers(call: PagedAttentionCall, target: Target, resident: int) -> int:
+    return max(1, min(resident * multiprocessors(target), most_blocks(call)))
+
+
+def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
+    """As many blocks as registers have room for, then rings as long as shared memory has."""
+    room, step = shared_memory_limit(target), stage_bytes(call)
+    resident = max(1, min(_resident(call), room // least_bytes(call)))
+    stages = min(max((room // resident - _BESIDE) // step, STAGES[0]), STAGES[-1])
+    return PagedAttentionConfig(stages, _workers(call, target, resident))
+
+
+def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentionConfig]:
+    room, step = shared_memory_limit(target), stage_bytes(call)
+    return [heuristic(call, target)] + [
+        config
+        for resident in range(1, _resident(call) + 1)
+        for stages in STAGES
+        if stages == STAGES[0] or resident * (stages * step + _BESIDE) <= room
+        if (config := PagedAttentionConfig(stages, _workers(call, target, resident))) != heuristic(call, target)
+    ]
+
+
+FORWARD = ConfigSpace(PagedAttentionConfig, heuristic, search_space)

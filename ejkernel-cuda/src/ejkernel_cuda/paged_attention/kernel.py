@@ -1,0 +1,77 @@
+"""Attention over a paged cache: workers with equal shares of all keys, and a merge of what they found.
+
+What workers leave for the merge is a result of the call, dropped here. Backward is the XLA platform's: it needs nothing but `out`
+and `lse`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.operations._pages import PageStrides
+from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
+from ejkernel_cuda._library import handler
+from ejkernel_cuda.paged_attention.config import ROWS, PagedAttentionConfig
+
+FAR = 2**30
+"""A window that hides nothing: no table names more keys."""
+
+
+def _strides(shape: tuple[int, ...], layout: str) -> PageStrides:
+    """Of a canonical shape; all members share a batch of one."""
+    found = PageStrides.of(shape, layout)
+    return found if shape[0] > 1 else found._replace(batch=0)
+
+
+def _factors(factors: Any) -> Any:
+    return jnp.zeros((1, 0), jnp.float32) if factors is None else factors.astype(jnp.float32)
+
+
+def _one_sink(sinks: Any) -> Any:
+    """Sinks `[1|b, H, n]` of a head as one `[1|b, H]`."""
+    if sinks is None or sinks.shape[2] == 0:
+        return None
+    return sinks[..., 0] if sinks.shape[2] == 1 else jax.nn.logsumexp(sinks.astype(jnp.float32), axis=-1)
+
+
+def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: PagedAttentionConfig) -> PagedAttentionOutputs:
+    rows, requests = call.query.shape[:3], call.kv_lens.shape[1]
+    pages, fused = call.pages, call.value_pages is None
+    key = _strides(call.key_pages.shape, call.layout)
+    value = key if call.value_pages is None else _strides(call.value_pages.shape, call.layout)
+    save_lse = call.return_lse or call.save_residuals
+    shapes = (
+        ((*rows, call.value_size), inputs.query.dtype),
+        (rows if save_lse else (0,), jnp.float32),
+        ((config.workers, 2, ROWS, call.value_size), jnp.float32),
+        ((config.workers, 2, ROWS), jnp.float32),
+        ((rows[0] * requests + 1,), jnp.int32),
+    )
+    out, lse, *_ = jax.ffi.ffi_call(handler("paged_attention_forward"), tuple(jax.ShapeDtypeStruct(*one) for one in shapes))(
+        inputs.query,
+        inputs.key_pages,
+        jnp.zeros((0,), inputs.key_pages.dtype) if fused else inputs.value_pages,
+        inputs.query_start_loc,
+        inputs.kv_lens,
+        inputs.block_tables,
+        _factors(_one_sink(inputs.sinks)),
+        _factors(inputs.key_scale),
+        _factors(inputs.value_scale),
+        key_strides=np.array(key[:4], np.int64),
+        value_strides=np.array(value[:4], np.int64),
+        first_value=np.int64(value.first_value),
+        key_heads=np.int64(call.heads),
+        pages=np.int64(pages.pages if pages.page_size else 0),
+        page_size=np.int64(max(pages.page_size, 1)),
+        fused=fused,
+        causal=call.causal,
+        window=np.int64(0 if call.window is None else min(call.window, FAR)),
+        scale=np.float32(call.scale),
+        soft_cap=np.float32(0 if call.soft_cap is None else call.soft_cap),
+        stages=np.int64(config.stages),
+    )
+    return PagedAttentionOutputs(out, lse if save_lse else None)

@@ -1,0 +1,63 @@
+// Tensor cores' words for a host, by the layouts of the PTX ISA: what a lane holds is exchanged through its warp.
+#pragma once
+
+#include "device_on_host.h"
+
+namespace ejkernel {
+namespace host {
+
+constexpr int kMatrix = 8, kDeep = 16;
+
+inline uint16_t half_of(uint32_t word, int which) { return uint16_t(word >> 16 * which); }
+
+// Which lane, register and half hold an operand's element: a [16, 16], b [16, 8].
+struct Place {
+  int lane, word, half;
+};
+inline Place place_of_a(int row, int column) { return {row % 8 * 4 + column % 8 / 2, row / 8 + 2 * (column / 8), column % 2}; }
+inline Place place_of_b(int row, int column) { return {column * 4 + row % 8 / 2, row / 8, row % 2}; }
+
+inline void load(uint32_t (&to)[4], const void* row, bool turned) {
+  Warp& here = warp();
+  here.words[lane()] = reinterpret_cast<uint64_t>(row);
+  if (here.words[lane()] % 16) {
+    std::fprintf(stderr, "a row of a matrix is not aligned\n");
+    std::abort();
+  }
+  __syncwarp();
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    const auto element = [&](int i, int j) {
+      return uint32_t(reinterpret_cast<const uint16_t*>(here.words[matrix * kMatrix + i])[j]);
+    };
+    const int line = lane() / 4, pair = lane() % 4 * 2;
+    to[matrix] =
+        turned ? element(pair, line) | element(pair + 1, line) << 16 : element(line, pair) | element(line, pair + 1) << 16;
+  }
+  __syncwarp();
+}
+
+}  // namespace host
+
+inline void load_matrices(uint32_t (&to)[4], const void* row) { host::load(to, row, false); }
+inline void load_turned_matrices(uint32_t (&to)[4], const void* row) { host::load(to, row, true); }
+
+template <typename T>
+inline void multiply_add(float (&sums)[4], const uint32_t (&a)[4], uint32_t b_low, uint32_t b_high) {
+  auto& fragments = host::warp().fragments;
+  uint32_t* mine = fragments[host::lane()];
+  std::memcpy(mine, a, sizeof(a));
+  mine[4] = b_low, mine[5] = b_high;
+  __syncwarp();
+  const auto number = [&](host::Place at, int first) {
+    return float(__builtin_bit_cast(T, host::half_of(fragments[at.lane][first + at.word], at.half)));
+  };
+  for (int i = 0; i < 4; ++i) {
+    const int row = host::lane() / 4 + i / 2 * 8, column = host::lane() % 4 * 2 + i % 2;
+    for (int k = 0; k < host::kDeep; ++k) {
+      sums[i] += number(host::place_of_a(row, k), 0) * number(host::place_of_b(k, column), 4);
+    }
+  }
+  __syncwarp();
+}
+
+}  // namespace ejkernel

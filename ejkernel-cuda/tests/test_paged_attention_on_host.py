@@ -1,0 +1,258 @@
+"""`paged_attention` on this host: core's named cases and problems of its own, every type of pages, shares of any length."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import host_calls
+import host_kernels
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel._arrays import ArraySpec
+from ejkernel.operations.paged_attention import cases, reference
+from ejkernel.operations.paged_attention.interface import OPERATION
+from ejkernel.plugin import Target
+from ejkernel.testing.tolerance import FORWARD
+from ejkernel_cuda import _library
+from ejkernel_cuda.paged_attention import capability, config, kernel
+
+H200 = Target("gpu", "NVIDIA H200", "9.0")
+pytestmark = [
+    pytest.mark.skipif(host_kernels.missing() is not None, reason=str(host_kernels.missing())),
+    pytest.mark.skipif(not _library.PATH.is_file(), reason="build the library: pip install with nvcc 13"),
+]
+
+
+@pytest.fixture(autouse=True)
+def calls_answered_here(monkeypatch):
+    monkeypatch.setattr(jax.ffi, "ffi_call", host_calls.answered)
+    monkeypatch.setattr(kernel, "handler", lambda name: name)
+
+
+def bound(case: Any, dtype: str) -> Any:
+    arrays = case.arrays(np.random.default_rng(7))
+    made = {name: jnp.asarray(value, dtype if value.dtype == np.float32 else None) for name, value in arrays.items()}
+    return OPERATION.canonicalise(**made, **case.options)
+
+
+def wide(values: Any) -> Any:
+    def one(value: Any) -> Any:
+        value = np.asarray(value)
+        return value.astype(np.float64) if jnp.issubdtype(value.dtype, jnp.floating) or value.dtype == np.int8 else value
+
+    return jax.tree.map(one, values)
+
+
+def check(call: Any, inputs: Any, cfg: Any = None, exact: Any = None) -> Any:
+    """Against float64, within core's tolerances; the results."""
+    call = dataclasses.replace(call, return_lse=True)
+    got = kernel.forward(call, inputs, cfg or config.FORWARD.heuristic(call, H200))
+    exact = exact or reference.forward(call, wide(inputs))
+    tolerance = FORWARD[call.query.dtype]
+    for result, wanted, limit in ((got.out, exact.out, tolerance), (got.lse, exact.lse, FORWARD["float32"])):
+        result = np.asarray(result, np.float64)
+        np.testing.assert_array_equal(np.isfinite(result), np.isfinite(wanted))
+        sure = np.isfinite(wanted)
+        np.testing.assert_array_equal(result[~sure], wanted[~sure])
+        difference = np.abs(result[sure] - wanted[sure])
+        assert np.linalg.norm(difference) <= limit.norm * np.linalg.norm(wanted[sure])
+        assert difference.max(initial=0.0) <= limit.element * np.abs(wanted[sure]).max(initial=0.0)
+    return got
+
+
+def problem(requests: Any, dtype: str = "bfloat16", seed: int = 0, **options: Any) -> Any:
+    """Of pages whose unused slots hold NaN where their type has one; options of the call beside those of the arrays."""
+    named = {
+        name: options.pop(name)
+        for name in ("softmax_scale", "causal", "sliding_window", "logits_soft_cap", "key_heads_in_use")
+        if name in options
+    }
+    layout = {"layout": options["layout"]} if "layout" in options else {}
+    arrays = cases._arrays(requests, **options)(np.random.default_rng(seed))
+    made = {name: jnp.asarray(value, dtype if value.dtype == np.float32 else None) for name, value in arrays.items()}
+    if "key_heads_in_use" in named:
+        named["key_heads"] = named.pop("key_heads_in_use")
+    return OPERATION.canonicalise(**made, **layout, **named)
+
+
+def refused(call: Any) -> bool:
+    return capability.supports_forward(call, H200) is not None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in cases.CASES if not c.is_benchmark])
+def test_cases(case, dtype):
+    made = bound(case, dtype)
+    if case.name in ("everything", "alibi", "tree"):
+        assert refused(made.call)
+        return
+    assert not refused(made.call)
+    check(made.call, made.inputs)
+
+
+LENGTHS = ((1, 300), (1, 64), (1, 0), (1, 1), (1, 129), (0, 40), (1, 65))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7, 16, 50, 200])
+def test_shares_of_any_length(workers):
+    """From one worker for everything to one for each block of keys and more; the sums differ by rounding alone."""
+    made = problem(LENGTHS, sinks=(4,), page_size=16, head_size=64)
+    check(made.call, made.inputs, config.PagedAttentionConfig(3, workers))
+
+
+@pytest.mark.parametrize("stages", config.STAGES)
+def test_rings_of_any_length(stages):
+    made = problem(LENGTHS, page_size=16, head_size=64)
+    check(made.call, made.inputs, config.PagedAttentionConfig(stages, 3))
+
+
+@pytest.mark.parametrize(
+    ("stored", "size"),
+    [(None, 128), (None, 192), (None, 256), ("int8", 128), ("float8_e4m3fn", 256), ("float8_e4m3fn", 64), ("float8_e5m2", 64)],
+)
+def test_types_of_pages_and_sizes_of_heads(stored, size):
+    scales = {"k_scale": (2,), "v_scale": ()} if stored else {}
+    made = problem(((1, 200), (1, 3), (2, 70)), page_size=16, head_size=size, stored=stored, **scales)
+    check(made.call, made.inputs, config.PagedAttentionConfig(2, 5))
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 100, 256])
+def test_pages_of_any_size(page_size):
+    made = problem(((1, 300), (1, 17), (2, 258)), page_size=page_size, head_size=16, sliding_window=150)
+    check(made.call, made.inputs, config.PagedAttentionConfig(4, 9))
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(1, 1), (3, 1), (16, 1), (17, 1), (40, 2), (7, 7)])
+def test_groups_of_any_size(heads, key_heads):
+    made = problem(((1, 130), (1, 20)), heads=heads, key_heads=key_heads, page_size=16, sinks=(heads, 2), k_scale=(key_heads,))
+    check(made.call, made.inputs, config.PagedAttentionConfig(2, 5))
+
+
+@pytest.mark.parametrize("layout", ["pthd", "phtd", "hptd", "interleaved", "packed", "side_by_side"])
+@pytest.mark.parametrize("size", [5, 32])
+def test_layouts(layout, size):
+    """Of heads that accesses of 16 bytes fit, and of others."""
+    made = problem(((1, 70), (2, 9)), layout=layout, head_size=size, page_size=8)
+    check(made.call, made.inputs)
+
+
+@pytest.mark.parametrize("size", [(24, 8), (8, 24), (64, 200)])
+def test_values_of_another_size(size):
+    made = problem(((1, 70), (2, 9)), head_size=size[0], value_size=size[1], page_size=8)
+    check(made.call, made.inputs)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 1000, 2**40])
+def test_windows(window, causal):
+    made = problem(((1, 300), (3, 66), (3, 3), (2, 1)), page_size=16, sliding_window=window, causal=causal)
+    check(made.call, made.inputs, config.PagedAttentionConfig(3, 4))
+
+
+def test_new_tokens_of_one_request_alone():
+    """A request may own all tokens, another none: lengths are data."""
+    made = problem(((8, 90), (0, 5)), page_size=16)
+    assert not refused(made.call)
+    check(made.call, made.inputs, config.PagedAttentionConfig(2, 6))
+
+
+def test_pages_that_are_not_in_the_cache_are_not_seen():
+    made = problem(((1, 80), (1, 40)), page_size=8)
+    tables = np.asarray(made.inputs.block_tables).copy()
+    tables[0, 0, 2], tables[0, 0, 5], tables[0, 1, :5] = -1, 10**6, 10**9
+    inputs = made.inputs._replace(block_tables=jnp.asarray(tables))
+    got = check(made.call, inputs, config.PagedAttentionConfig(2, 3))
+    assert not np.asarray(got.out[0, 1]).any()
+    assert np.isneginf(np.asarray(got.lse[0, 1])).all()
+
+
+def test_extreme_logits():
+    made = problem(((1, 200), (1, 70)), page_size=16, softmax_scale=3000.0)
+    check(made.call, made.inputs, config.PagedAttentionConfig(2, 5))
+    capped = dataclasses.replace(made.call, soft_cap=30.0)
+    check(capped, made.inputs, config.PagedAttentionConfig(2, 5))
+    for scale in (0.0, -2.0):
+        check(dataclasses.replace(made.call, scale=scale), made.inputs, config.PagedAttentionConfig(2, 5))
+
+
+def test_a_visible_nan_shows_in_its_head_alone():
+    made = problem(((1, 70), (1, 40)), page_size=8)
+    pages = np.asarray(made.inputs.value_pages, np.float32).copy()
+    pages[0, int(made.inputs.block_tables[0, 0, 4]), 3, 1] = np.nan
+    inputs = made.inputs._replace(value_pages=jnp.asarray(pages, jnp.bfloat16))
+    got = kernel.forward(made.call, inputs, config.PagedAttentionConfig(2, 5))
+    found = np.isnan(np.asarray(got.out, np.float32)).all(-1)[0]
+    np.testing.assert_array_equal(found, [[False, False, True, True], [False] * 4])
+
+
+@pytest.mark.parametrize("stored", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_every_byte(stored):
+    """All 256 of a type, as values of one key each."""
+    bits = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    numbers = bits.view(jnp.dtype(stored))
+    values = jnp.asarray(numbers.reshape(16, 1, 1, 16))
+    keys = jnp.zeros((16, 1, 1, 16), stored)
+    described = (jnp.arange(17), jnp.ones(16, jnp.int32), jnp.arange(16)[:, None])
+    made = OPERATION.canonicalise(jnp.ones((16, 1, 16), jnp.bfloat16), keys, values, *described)
+    got = kernel.forward(made.call, made.inputs, config.PagedAttentionConfig(2, 5)).out
+    np.testing.assert_array_equal(np.asarray(got, np.float32).reshape(16, 16), np.asarray(numbers, np.float32))
+
+
+def test_keys_of_every_byte():
+    """Products with a unit query of each channel give back what a key holds there."""
+    for stored in ("float8_e4m3fn", "float8_e5m2", "int8"):
+        numbers = np.arange(256, dtype=np.uint8).reshape(16, 16).view(jnp.dtype(stored))
+        keys = jnp.asarray(np.repeat(numbers[:, None, None], 1, 1))
+        described = (jnp.arange(17), jnp.ones(16, jnp.int32), jnp.arange(16)[:, None])
+        query = jnp.broadcast_to(jnp.eye(16, dtype=jnp.bfloat16), (16, 16, 16))
+        values = jnp.zeros((16, 1, 1, 16), stored)
+        made = OPERATION.canonicalise(query, keys, values, *described, softmax_scale=1.0, return_lse=True)
+        lse = np.asarray(kernel.forward(made.call, made.inputs, config.PagedAttentionConfig(2, 5)).lse[0])
+        wanted = np.asarray(numbers, np.float32)
+        for key, row in enumerate(wanted):  # a NaN reaches every product of its key
+            np.testing.assert_allclose(lse[key], np.full(16, np.nan) if not np.isfinite(row).all() else row, rtol=1e-6)
+
+
+def test_batch_members_have_their_own_requests():
+    made = problem(((1, 70), (2, 9)), page_size=8, sinks=(4,), k_scale=(2,))
+    inputs = made.inputs
+    two = inputs._replace(
+        query=jnp.concatenate([inputs.query, inputs.query[:, ::-1]]),
+        key_pages=jnp.concatenate([inputs.key_pages, inputs.key_pages[:, ::-1]]),
+        kv_lens=jnp.stack([inputs.kv_lens[0], inputs.kv_lens[0] - 3]),
+        sinks=jnp.concatenate([inputs.sinks, inputs.sinks + 1]),
+        key_scale=jnp.concatenate([inputs.key_scale, 2 * inputs.key_scale]),
+    )
+    # Pages turned round belong to tables turned round.
+    tables = jnp.concatenate([inputs.block_tables, inputs.key_pages.shape[1] - 1 - inputs.block_tables])
+    values = jnp.concatenate([inputs.value_pages, inputs.value_pages[:, ::-1]])
+    for both in (two._replace(block_tables=tables, value_pages=values),):
+        specs = {name: ArraySpec.of(value) for name, value in both._asdict().items() if value is not None}
+        check(dataclasses.replace(made.call, **specs), both, config.PagedAttentionConfig(2, 5))
+
+
+def test_the_same_bits_every_time():
+    made = problem(LENGTHS, page_size=16, head_size=64)
+    runs = [kernel.forward(made.call, made.inputs, config.PagedAttentionConfig(3, 7)).out for _ in range(2)]
+    np.testing.assert_array_equal(*(np.asarray(run).view(np.uint16) for run in runs))
+
+
+@pytest.mark.parametrize("empty", ["tokens", "requests", "table", "pages"])
+def test_nothing_to_read(empty):
+    requests = 0 if empty == "requests" else 2
+    query = jnp.ones((0 if empty == "tokens" else requests, 4, 8), jnp.bfloat16)
+    pages = jnp.ones((0 if empty == "pages" else 3, 4, 2, 8), jnp.bfloat16)
+    described = (
+        jnp.minimum(jnp.arange(requests + 1), len(query)),
+        jnp.full(requests, 3, jnp.int32),
+        jnp.zeros((requests, 0 if empty == "table" else 1), jnp.int32),
+    )
+    made = OPERATION.canonicalise(query, pages, pages, *described, jnp.ones(4, jnp.bfloat16))
+    got = kernel.forward(dataclasses.replace(made.call, return_lse=True), made.inputs, config.PagedAttentionConfig(2, 5))
+    assert got.out.shape == (1, len(query), 4, 8)
+    assert not np.asarray(got.out).any()
+    np.testing.assert_allclose(np.asarray(got.lse), np.ones((1, len(query), 4)))
