@@ -10,13 +10,12 @@ import math
 import os
 import re
 
+from ejkernel._capability import HALVES, array_problem, device_problem
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import Target
-from ejkernel_cuda._capability import array_problem, device_problem
 from ejkernel_cuda.cudnn._call import installed_version
 from ejkernel_cuda.cudnn.flash_attention.band import Band, band_of
 
-HALVES = ("bfloat16", "float16")
 MOST_ELEMENTS = 2**31 - 1
 MOST_HEADS = 65535
 """Blocks along the second and third axis of a launch."""
