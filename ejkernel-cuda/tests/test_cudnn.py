@@ -122,10 +122,10 @@ def test_programs_are_those_of_jax(jax_sees_hopper, sizes, options, dtype):
 
 
 def test_every_admitted_case_lowers():
-    """For every target, both phases, without a GPU and without cuDNN; and jax's own checks find nothing to object to."""
+    """Both phases, without a GPU and without cuDNN; the conformance suite does so for other targets."""
     lowerings = 0
-    for case, target in itertools.product(KIT, (A100, H200, B200)):
-        with ejkernel.use(target=target):
+    for case in KIT:
+        with ejkernel.use(target=H200):
             problem = Problem("flash_attention", case, "bfloat16", NAME)
             if problem.refusal() is not None:
                 continue
@@ -141,7 +141,7 @@ def test_every_admitted_case_lowers():
             names = [name for name, *_ in lowered(run, specs)]
             assert names == [_call.FORWARD, _call.BACKWARD][: 1 + backward], case.name
             lowerings += 1
-    assert lowerings == 3 * len(ADMITTED)
+    assert lowerings == len(ADMITTED)
 
 
 def test_programs_are_exported():
