@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ejkernel_cuda import _library, _plugin
+from ejkernel_cuda.cudnn import _call
 
 needs_library = pytest.mark.skipif(not _library.PATH.is_file(), reason="build the library: pip install with nvcc 13")
 MOST_BYTES = 40_000_000
@@ -58,6 +59,7 @@ def test_doctor_says_what_is_missing(monkeypatch):
     _plugin.ejkernel_diagnose(found.__setitem__)
     assert found["library"] == "the library was not built"
     assert "libcuda.so.1" in found["driver"] and "\n" not in found["driver"]
+    assert "\n" not in found["cudnn"]
 
 
 def test_plugin_record():
@@ -67,9 +69,11 @@ def test_plugin_record():
         "rms_norm",
         "rope",
         "softmax",
+        "flash_attention",
     ]
-    assert len({(i.operation, i.phase) for i in plugin.implementations}) == 10
-    assert len(plugin.custom_calls) == 10
+    assert len({(i.operation, i.phase) for i in plugin.implementations}) == 12
+    assert plugin.custom_calls[:10] == tuple(f"ejkernel_cuda_{name}" for name in _plugin.HANDLERS)
+    assert plugin.custom_calls[10:] == (_call.FORWARD, _call.BACKWARD)
 
 
 @needs_library

@@ -385,7 +385,7 @@ def test_supports_refuses_with_numbers():
 
     assert ask() is None
     assert ask(inner=33, columns=17) is None
-    assert "needs a Hopper GPU" in ask(Target("tpu", "TPU v6 lite"))
+    assert "needs an NVIDIA GPU" in ask(Target("tpu", "TPU v6 lite"))
     assert "has 10.0" in ask(Target("gpu", "NVIDIA B200", "10.0"))
     assert "lhs is float32" in ask(dtype="float32")
     assert "rhs is int8" in ask(rhs=ArraySpec((1, 8, 4096, 14336), "int8"))

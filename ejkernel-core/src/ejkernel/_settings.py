@@ -43,6 +43,11 @@ VARIABLES = (
     Variable("EJKERNEL_FORBID", "platforms that must not run: `cuda,triton`", "none"),
     Variable("EJKERNEL_PLUGINS", "the only plugins to load: `xla,triton`; empty loads none", "all installed"),
     Variable("EJKERNEL_STRICT", "`1` raises where a plugin cannot be used, instead of warning", "0"),
+    Variable(
+        "EJKERNEL_NONDETERMINISTIC",
+        "`1` admits kernels that were asked for by name and add up in any order, so that repeats may differ in their last bits",
+        "0",
+    ),
     Variable("EJKERNEL_CACHE_DIR", "directory of tuned configs and compiled kernels", "the user's cache directory"),
     Variable("EJKERNEL_TRITON_INTERPRET", "`1` runs Triton kernels in Triton's interpreter on the host; very slow", "0"),
 )

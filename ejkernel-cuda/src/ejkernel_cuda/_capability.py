@@ -1,15 +1,15 @@
-"""What every `supports` here asks first, and what a device has that kernels are sized by."""
+"""What every `supports` of the library's kernels asks first, and what a device has that they are sized by."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
 from ejkernel._arrays import ArraySpec
+from ejkernel._capability import FLOATS, array_problem, device_problem
 from ejkernel.plugin import Target
 from ejkernel_cuda._library import library_problem
 
-OLDEST = (8, 0)
-FLOATS = ("float32", "bfloat16", "float16")
+__all__ = ["FLOATS", "multiprocessors", "refusal", "shared_memory_limit"]
 
 _KIB = 1024
 _SHARED_MEMORY = {(8, 0): 162 * _KIB, (8, 7): 162 * _KIB, (9, 0): 226 * _KIB, (10, 0): 226 * _KIB, (10, 3): 226 * _KIB}
@@ -33,17 +33,7 @@ def refusal(
         specs: the arrays whose dtype matters, by name; absent ones are None.
         dtypes: those that are read, of all arrays or by name.
     """
-    if target.backend != "gpu":
-        return f"needs an NVIDIA GPU, the target is {target}"
-    if target.capability is None:
-        return f"the compute capability of {target} is unknown; say it with ejkernel.use(target=Target('gpu', ..., '9.0'))"
-    if target.capability < OLDEST:
-        return f"needs compute capability {OLDEST[0]}.{OLDEST[1]} or newer, {target} has {target.compute_capability}"
-    for name, spec in specs.items():
-        admitted = dtypes[name] if isinstance(dtypes, Mapping) else dtypes
-        if spec is not None and spec.dtype not in admitted:
-            return f"{name} is {spec.dtype}, needs {', '.join(admitted)}"
-    return library_problem()
+    return device_problem(target) or array_problem(specs, dtypes) or library_problem()
 
 
 def shared_memory_limit(target: Target) -> int:

@@ -24,6 +24,20 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
     )
 
 
+def _cudnn(operation: str, phase: Phase) -> Implementation:
+    """One phase of an operation in NVIDIA's own library: `cudnn/<operation>/{kernel,capability}.py`."""
+    package = f"ejkernel_cuda.cudnn.{operation}"
+    return Implementation(
+        operation=operation,
+        phase=phase,
+        variant="cudnn",
+        backends=("gpu",),
+        target=f"{package}.kernel:{phase}",
+        supports=f"{package}.capability:supports_{phase}",
+        priority=-1,  # behind this platform's own kernels
+    )
+
+
 _OPERATIONS: dict[str, tuple[Phase, ...]] = {
     "layer_norm": ("forward", "backward"),
     "paged_attention": ("forward",),
@@ -32,6 +46,8 @@ _OPERATIONS: dict[str, tuple[Phase, ...]] = {
     "rope": ("forward", "backward"),
     "softmax": ("forward", "backward"),
 }
+
+_CUDNN: dict[str, tuple[Phase, ...]] = {"flash_attention": ("forward", "backward")}
 
 HANDLERS = (
     "layer_norm_forward",
@@ -47,24 +63,33 @@ HANDLERS = (
 )
 """What the library exports, without its prefix."""
 
+CUDNN_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
+"""What XLA itself knows."""
+
 
 @hookimpl
 def ejkernel_plugin() -> Plugin:
     return Plugin(
         name="cuda",
         api_level=API_LEVEL,
-        summary="CUDA C++ kernels for NVIDIA GPUs, in one shared library",
-        implementations=tuple(_implementation(name, phase) for name, phases in _OPERATIONS.items() for phase in phases),
-        custom_calls=tuple(f"ejkernel_cuda_{name}" for name in HANDLERS),
+        summary="CUDA C++ kernels for NVIDIA GPUs, in one shared library, and cuDNN's attention",
+        implementations=(
+            *(_implementation(name, phase) for name, phases in _OPERATIONS.items() for phase in phases),
+            *(_cudnn(name, phase) for name, phases in _CUDNN.items() for phase in phases),
+        ),
+        custom_calls=(*(f"ejkernel_cuda_{name}" for name in HANDLERS), *CUDNN_CALLS),
     )
 
 
 @hookimpl
 def ejkernel_diagnose(report: Callable[[str, str], None]) -> None:
     from ejkernel_cuda._library import PATH, driver_problem, library_problem, load
+    from ejkernel_cuda.cudnn._call import installed_version
 
     report("library", library_problem() or str(PATH))
     if not library_problem():
         load()
         report("load", "the library loads and fits this jaxlib")
     report("driver", driver_problem() or "NVIDIA's driver loads and sees a GPU")
+    version = installed_version()
+    report("cudnn", ".".join(map(str, version)) if version else "not installed as a distribution beside jax's CUDA part")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from ejkernel._arrays import ArraySpec
+from ejkernel._capability import FLOATS, array_problem, device_problem
 from ejkernel.plugin import Target
 from ejkernel_triton._interpret import interpreting
 from ejkernel_triton._versions import version_problem
 
-OLDEST = (8, 0)
-FLOATS = ("float32", "bfloat16", "float16")
+__all__ = ["FLOATS", "multiprocessors", "refusal", "shared_memory_limit"]
 
 _KIB = 1024
 _SHARED_MEMORY = {(8, 0): 163 * _KIB, (8, 7): 163 * _KIB, (9, 0): 227 * _KIB, (10, 0): 227 * _KIB, (10, 3): 227 * _KIB}
@@ -29,29 +29,11 @@ def refusal(
         specs: the arrays whose dtype matters, by name; absent ones are None.
         dtypes: those that are read, of all arrays or by name.
     """
-    return _target_problem(target) or _dtype_problem(specs, dtypes) or (None if interpreting() else version_problem())
-
-
-def _target_problem(target: Target) -> str | None:
-    if interpreting() and target.backend == "cpu":
-        return None
-    if target.backend != "gpu":
-        return f"needs an NVIDIA GPU, the target is {target}"
-    if target.capability is None:
-        return f"the compute capability of {target} is unknown; say it with ejkernel.use(target=Target('gpu', ..., '9.0'))"
-    if target.capability < OLDEST:
-        return f"needs compute capability {OLDEST[0]}.{OLDEST[1]} or newer, {target} has {target.compute_capability}"
-    return None
-
-
-def _dtype_problem(
-    specs: Mapping[str, ArraySpec | None], dtypes: Collection[str] | Mapping[str, Collection[str]]
-) -> str | None:
-    for name, spec in specs.items():
-        admitted = dtypes[name] if isinstance(dtypes, Mapping) else dtypes
-        if spec is not None and spec.dtype not in admitted:
-            return f"{name} is {spec.dtype}, needs {', '.join(admitted)}"
-    return None
+    if interpreting():
+        return (
+            array_problem(specs, dtypes) if target.backend == "cpu" else device_problem(target) or array_problem(specs, dtypes)
+        )
+    return device_problem(target) or array_problem(specs, dtypes) or version_problem()
 
 
 def shared_memory_limit(target: Target) -> int:

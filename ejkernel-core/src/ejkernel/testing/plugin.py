@@ -16,7 +16,7 @@ _DEVICES = 8
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ejkernel")
-    group.addoption("--ejkernel-platform", default=None, help="platform under test, e.g. xla or acme")
+    group.addoption("--ejkernel-platform", default=None, help="platform or implementation under test, e.g. xla or cuda.cudnn")
     group.addoption("--ejkernel-operation", action="append", default=[], help="only this operation (repeatable)")
     group.addoption("--ejkernel-dtype", action="append", default=[], help="only this dtype (repeatable)")
     group.addoption("--ejkernel-case", action="append", default=[], help="only cases whose name contains this (repeatable)")

@@ -14,9 +14,11 @@ import numpy as np
 
 from ejkernel import _dispatch, _explain, _policy, _target
 from ejkernel._arrays import has_gradient, named
+from ejkernel._records import Candidate
 from ejkernel.operation import Bound, Operation, Request
 from ejkernel.operations import OPERATIONS, get_operation
 from ejkernel.operations._case import Case, Toggle
+from ejkernel.plugin import Phase
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -55,13 +57,16 @@ def transformed_by(test: str, operation: str, step: int) -> tuple[Case, ...]:
     return cases if step == 1 else (cases[seed_of(test, operation) % len(cases)],)
 
 
+def is_of(candidate: Candidate, platform: str) -> bool:
+    """Whether a candidate is of the platform under test, which may be one implementation's id (`cuda.cudnn`)."""
+    return platform in (candidate.platform, candidate.id)
+
+
 def operations_of(platform: str) -> list[str]:
-    """Operations that a platform implements."""
+    """Operations that a platform, or one implementation by its id, implements."""
     from ejkernel._registry import kernel_registry
 
-    return [
-        name for name in sorted(OPERATIONS) if any(c.platform == platform for c in kernel_registry.candidates(name, "forward"))
-    ]
+    return [name for name in sorted(OPERATIONS) if any(is_of(c, platform) for c in kernel_registry.candidates(name, "forward"))]
 
 
 def seed_of(*words: str) -> int:
@@ -115,12 +120,13 @@ class Problem:
     def explain(self) -> _explain.Explanation:
         return _dispatch.explain_request(self.request())
 
-    def refusal(self) -> str | None:
-        """Why the platform under test does not run the forward phase; None if it does."""
-        decision = self.explain().forward
+    def refusal(self, phase: Phase = "forward") -> str | None:
+        """Why the platform under test does not run a phase; None if it does, or leaves it to others for having no code for it."""
+        explanation = self.explain()
+        decision = explanation.forward if phase == "forward" else explanation.backward
         if decision.chosen is not None:
             return None
-        own = [verdict for verdict in decision.verdicts if verdict.candidate.platform == self.platform]
+        own = [verdict for verdict in decision.verdicts if is_of(verdict.candidate, self.platform)]
         return "; ".join(reason for verdict in own for reason in verdict.reasons)
 
     # What the platform under test computes

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel._arrays import ArraySpec
+from ejkernel._capability import HALVES, array_problem, device_problem
 from ejkernel.plugin import Target
 
 CAPABILITY = (9, 0)
@@ -24,7 +25,6 @@ ALIGNMENT = 1024
 """Of every array that Pallas places in shared memory."""
 SHARED_MEMORY_SLACK = 1024
 """Left for barriers."""
-HALVES = ("bfloat16", "float16")
 
 _NEEDED = ("kernel", "wgmma_accumulator_load", "broadcasted_iota", "warp_map", "layout_cast")
 """What kernels take from `jax.experimental.pallas.mosaic_gpu`; absent before jax 0.11."""
@@ -38,16 +38,8 @@ def refusal(target: Target, specs: Mapping[str, ArraySpec | None], dtypes: Seque
         specs: the arrays that are read by name; absent ones are None.
         dtypes: those that are read.
     """
-    if target.backend != "gpu":
-        return f"needs a Hopper GPU, the target is {target}"
-    if target.capability is None:
-        return f"the compute capability of {target} is unknown; say it with ejkernel.use(target=Target('gpu', ..., '9.0'))"
-    if target.capability != CAPABILITY:
-        return f"uses instructions of compute capability 9.0 only, {target} has {target.compute_capability}"
-    for name, spec in specs.items():
-        if spec is not None and spec.dtype not in dtypes:
-            return f"{name} is {spec.dtype}, needs {' or '.join(dtypes)}"
-    return None if interpreting() else version_problem()
+    problem = device_problem(target, oldest=CAPABILITY, newest=CAPABILITY) or array_problem(specs, dtypes)
+    return problem or (None if interpreting() else version_problem())
 
 
 @functools.cache

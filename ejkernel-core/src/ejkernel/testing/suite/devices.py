@@ -102,7 +102,7 @@ class _Sharded:
 
 
 def _admitted(problem: Problem) -> None:
-    reason = problem.refusal()
+    reason = problem.refusal() or problem.refusal("backward")
     if reason is not None:
         pytest.skip(f"{problem.platform} refuses {problem.case.name}: {reason}")
 

@@ -12,6 +12,7 @@ import pytest
 from ejkernel._records import resolve
 from ejkernel._registry import kernel_registry
 from ejkernel.plugin import SUPPORTED_API_LEVELS
+from ejkernel.testing.problem import is_of
 from ejkernel.testing.report import Report
 from ejkernel.testing.tables import unused
 from ejkernel.tuning._entry import load_entries
@@ -35,8 +36,9 @@ print(json.dumps({{"seconds": seconds, "heavy": sorted(new & set({heavy!r}))}}))
 
 
 def _record(platform: str):
-    found = [record for record in kernel_registry.records if record.name == platform]
-    assert found, f"no installed distribution has an entry point named {platform!r} in group 'ejkernel.plugins'"
+    name = platform.partition(".")[0]
+    found = [record for record in kernel_registry.records if record.name == name]
+    assert found, f"no installed distribution has an entry point named {name!r} in group 'ejkernel.plugins'"
     return found[0]
 
 
@@ -67,7 +69,7 @@ def test_light_module(platform_name: str) -> None:
 def test_references_resolve(platform_name: str) -> None:
     """Everything that the plugin's records name can be imported."""
     for candidate in kernel_registry.list_implementations():
-        if candidate.platform == platform_name:
+        if is_of(candidate, platform_name):
             implementation = candidate.implementation
             assert callable(resolve(implementation.target))
             if implementation.supports is not None:
@@ -79,7 +81,7 @@ def test_references_resolve(platform_name: str) -> None:
 @pytest.mark.ejkernel_level("packaging")
 def test_tuning_tables_are_of_use(platform_name: str) -> None:
     """Every entry of a shipped table is of a call and a config that its implementation has today."""
-    own = [candidate for candidate in kernel_registry.list_implementations() if candidate.platform == platform_name]
+    own = [candidate for candidate in kernel_registry.list_implementations() if is_of(candidate, platform_name)]
     for path in _record(platform_name).tables:
         for entry in load_entries(Path(path).read_text(encoding="utf-8")):
             assert unused(entry, own) is None, (path, entry.key)

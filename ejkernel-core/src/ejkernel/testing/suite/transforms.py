@@ -13,7 +13,7 @@ import pytest
 from ejkernel import EXPORT_DISABLED_CHECKS, _policy
 from ejkernel._arrays import has_gradient
 from ejkernel._registry import kernel_registry
-from ejkernel.testing.problem import Problem, seed_of
+from ejkernel.testing.problem import Problem, is_of, seed_of
 from ejkernel.testing.tolerance import GRADIENT, Tolerance, check_close
 
 __all__ = [
@@ -32,7 +32,7 @@ _COPIES = 3
 
 
 def _skip_refused(problem: Problem) -> None:
-    reason = problem.refusal()
+    reason = problem.refusal() or problem.refusal("backward")
     if reason is not None:
         pytest.skip(f"{problem.platform} refuses {problem.case.name}: {reason}")
 
@@ -196,8 +196,7 @@ def test_export(transformed: Problem) -> None:
 def test_plain_jax_second_derivatives(transformed: Problem) -> None:
     """`use(..., custom_gradients=False)`: jvp agrees with the gradient, and the gradient can be differentiated again."""
     plain = any(
-        c.platform == transformed.platform and c.implementation.plain_jax
-        for c in kernel_registry.candidates(transformed.operation)
+        is_of(c, transformed.platform) and c.implementation.plain_jax for c in kernel_registry.candidates(transformed.operation)
     )
     if not plain:
         pytest.skip(f"{transformed.platform} has no plain JAX code for {transformed.operation}; it would need plain_jax=True")

@@ -1,0 +1,39 @@
+"""The first questions of every `supports` for NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from ejkernel._arrays import ArraySpec
+from ejkernel._capability import HALVES, array_problem, device_problem
+from ejkernel.plugin import Target
+
+
+@pytest.mark.parametrize(
+    ("target", "limits", "reason"),
+    [
+        (Target("gpu", "NVIDIA H200", "9.0"), {}, None),
+        (Target("gpu", "", "8.0"), {}, None),
+        (Target("gpu", "", "12.0"), {}, None),
+        (Target("gpu", "NVIDIA H200", "9.0"), {"oldest": (9, 0), "newest": (9, 0)}, None),
+        (Target("cpu"), {}, "needs an NVIDIA GPU, the target is cpu"),
+        (Target("gpu"), {}, "the compute capability of gpu is unknown; say it with ejkernel.use(target="),
+        (Target("gpu", "Tesla T4", "7.5"), {}, "needs compute capability 8.0 or newer, gpu (Tesla T4, sm_75) has 7.5"),
+        (
+            Target("gpu", "", "10.0"),
+            {"oldest": (9, 0), "newest": (9, 0)},
+            "needs compute capability 9.0, gpu (sm_100) has 10.0",
+        ),
+        (Target("gpu", "", "8.6"), {"oldest": (9, 0), "newest": (10, 3)}, "needs compute capability 9.0 to 10.3, "),
+    ],
+)
+def test_devices(target, limits, reason):
+    found = device_problem(target, **limits)
+    assert found is None if reason is None else found is not None and found.startswith(reason)
+
+
+def test_arrays():
+    specs = {"cache": ArraySpec((4,), "int8"), "x": ArraySpec((4,), "float32"), "offset": None}
+    assert array_problem({"x": specs["x"], "offset": None}) is None
+    assert array_problem(specs) == "cache is int8, needs float32, bfloat16, float16"
+    assert array_problem(specs, {"cache": ("int8",), "x": HALVES}) == "x is float32, needs bfloat16, float16"
