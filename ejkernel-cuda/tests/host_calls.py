@@ -9,6 +9,7 @@ import ctypes
 import math
 from typing import Any
 
+import host_attention
 import jax
 import ml_dtypes
 import numpy as np
@@ -114,7 +115,18 @@ def _update(
     assert math.prod(key.array.shape) > 0
 
 
+def _attend(given, results, *, below, above, scale, cap, block_k, take_turns, persistent):
+    out, lse = host_attention.forward(
+        *given, host_attention.Band(int(below), int(above)), scale=float(scale), cap=float(cap), block_k=int(block_k),
+        take_turns=bool(take_turns), persistent=bool(persistent),
+    )  # fmt: skip
+    results[0].array[...] = out
+    if results[1].array.size:
+        results[1].array[...] = lse
+
+
 _ANSWERS = {
+    "flash_attention_forward": _attend,
     "rope_rotate": _rotate,
     "rope_angle_gradients": _angle_gradients,
     "paged_cache_update_forward": _update,

@@ -25,6 +25,7 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
 
 
 _OPERATIONS: dict[str, tuple[Phase, ...]] = {
+    "flash_attention": ("forward",),
     "layer_norm": ("forward", "backward"),
     "paged_cache_update": ("forward",),
     "rms_norm": ("forward", "backward"),
@@ -33,6 +34,7 @@ _OPERATIONS: dict[str, tuple[Phase, ...]] = {
 }
 
 HANDLERS = (
+    "flash_attention_forward",
     "layer_norm_forward",
     "layer_norm_backward",
     "paged_cache_update_forward",
