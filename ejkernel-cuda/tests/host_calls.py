@@ -9,6 +9,7 @@ import ctypes
 import math
 from typing import Any
 
+import host_attention
 import jax
 import ml_dtypes
 import numpy as np
@@ -141,7 +142,7 @@ def _batch_stride(factors: Guarded) -> int:
     return factors.array.shape[1] if factors.array.shape[0] > 1 else 0
 
 
-def _attend(
+def _attend_pages(
     given, results, *, key_strides, value_strides, first_value, key_heads, pages, page_size, fused, causal, window, scale,
     soft_cap, stages,
 ):  # fmt: skip
@@ -174,8 +175,19 @@ def _attend(
     )  # fmt: skip
 
 
+def _attend(given, results, *, below, above, scale, cap, block_k, take_turns, persistent):
+    out, lse = host_attention.forward(
+        *given, host_attention.Band(int(below), int(above)), scale=float(scale), cap=float(cap), block_k=int(block_k),
+        take_turns=bool(take_turns), persistent=bool(persistent),
+    )  # fmt: skip
+    results[0].array[...] = out
+    if results[1].array.size:
+        results[1].array[...] = lse
+
+
 _ANSWERS = {
-    "paged_attention_forward": _attend,
+    "flash_attention_forward": _attend,
+    "paged_attention_forward": _attend_pages,
     "rope_rotate": _rotate,
     "rope_angle_gradients": _angle_gradients,
     "paged_cache_update_forward": _update,

@@ -32,17 +32,21 @@ def missing() -> str | None:
     return None if cuda_headers() else "needs the headers of a CUDA toolkit"
 
 
-@functools.cache
-def library(source: str = "kernels_on_host.cc") -> ctypes.CDLL:
+def compiled(source: str, *flags: str) -> ctypes.CDLL:
+    """A file of `host` as a library."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="ejkernel-host-"))
     built = folder / "kernels.so"
     include = [f"-I{place}" for place in (_HERE.parent / "csrc", _HERE / "host", cuda_headers())]
-    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-DEJKERNEL_ON_HOST", *include, "-o", str(built)]
-    command.append(str(_HERE / "host" / source))
-    subprocess.run(command, check=True)
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", "-DEJKERNEL_ON_HOST", *flags, *include]
+    subprocess.run([*command, "-o", str(built), str(_HERE / "host" / source)], check=True)
     loaded = ctypes.CDLL(str(built))
     shutil.rmtree(folder)
     return loaded
+
+
+@functools.cache
+def library(source: str = "kernels_on_host.cc") -> ctypes.CDLL:
+    return compiled(source, "-O1")
 
 
 class Guarded:

@@ -72,8 +72,8 @@ def test_plugin_record():
         "flash_attention",
     ]
     assert len({(i.operation, i.phase) for i in plugin.implementations}) == 12
-    assert plugin.custom_calls[:10] == tuple(f"ejkernel_cuda_{name}" for name in _plugin.HANDLERS)
-    assert plugin.custom_calls[10:] == (_call.FORWARD, _call.BACKWARD)
+    assert plugin.custom_calls[:11] == tuple(f"ejkernel_cuda_{name}" for name in _plugin.HANDLERS)
+    assert plugin.custom_calls[11:] == (_call.FORWARD, _call.BACKWARD)
 
 
 @needs_library

@@ -1,15 +1,17 @@
-"""`flash_attention` in Triton on a real GPU: every config's numbers, then device times over the configs and beside peers.
+"""`flash_attention` of one platform on a real GPU: every config's numbers, then device times over the configs and beside peers.
 
-    python tests/device/flash_attention.py --out results [--parts numbers,times,peers] [--cases gqa,full] [--budget 200]
+    python tests/device/flash_attention.py --out results [--platform cuda] [--parts numbers,times,peers] [--cases gqa,full]
 
-Numbers are compared with the float64 reference. Times are device times (CUPTI); the backward phase is timed as the
-pullback alone. Writes `flash_attention.json` and exits with 1 if any number is wrong.
+Numbers are compared with the float64 reference. Times are device times (CUPTI); the backward phase, where the platform has one, is
+timed as the pullback alone. Peers are cuDNN, FlexAttention and Mosaic GPU. Writes `flash_attention.json`, with the platform's name
+in it unless that is Triton, and exits with 1 if any number is wrong. `--dry` lowers every program for a GPU that need not be there.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import statistics
@@ -26,9 +28,14 @@ import numpy as np
 from ejkernel.operations.flash_attention import reference
 from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionOutputs
 from ejkernel.operations.flash_attention.pairs import count_pairs
-from ejkernel.plugin import current_target
-from ejkernel_triton.flash_attention import config, kernel
+from ejkernel.plugin import Target, current_target
 
+PLATFORMS = {
+    "triton": "ejkernel_triton.flash_attention",
+    "mosaic_gpu": "ejkernel_pallas.mosaic_gpu.flash_attention",
+    "cuda": "ejkernel_cuda.flash_attention",
+}
+"""Modules of kernels by name."""
 BEGIN = time.monotonic()
 
 
@@ -84,6 +91,10 @@ NUMBERS = {
     ),
     "window-cap-256": Problem(1, 700, 2, 1, 256, options=options(causal=True, sliding_window=(200, 0), logits_soft_cap=20.0)),
     "bias-mla": Problem(1, 515, 2, 2, 192, 128, bias=(1, 2, 515, 515), options=options(chunk_size=300)),
+    "full-tails": Problem(2, 413, 4, 2, 128),
+    "full-float16-256": Problem(1, 290, 2, 2, 256, dtype="float16"),
+    "window-float16-64": Problem(2, 1000, 4, 1, 64, dtype="float16", options=options(sliding_window=(130, 70))),
+    "window-narrow-64": Problem(1, 900, 8, 2, 64, options=options(causal=True, sliding_window=(127, 0))),
     "wide-512": Problem(1, 200, 2, 1, 512, options=options(causal=True)),
 }
 
@@ -100,6 +111,94 @@ TIMES = {
 }
 
 
+class Platform:
+    """The kernels of one platform.
+
+    Attributes:
+        dry: programs are lowered for an H200 and not run.
+    """
+
+    def __init__(self, name: str, *, dry: bool = False) -> None:
+        self.name, self.dry = name, dry
+        self.kernel = importlib.import_module(f"{PLATFORMS[name]}.kernel")
+        self.config = importlib.import_module(f"{PLATFORMS[name]}.config")
+        self.capability = importlib.import_module(f"{PLATFORMS[name]}.capability")
+        self.target = Target("gpu", "NVIDIA H200", "9.0") if dry else current_target()
+
+    @property
+    def has_backward(self) -> bool:
+        return hasattr(self.kernel, "backward")
+
+    def build(self, problem: Problem) -> tuple[Any, Any, Any]:
+        """The call, its inputs and a cotangent; of a dry run their shapes only."""
+        if not self.dry:
+            return problem.build()
+        calls: list[Any] = []
+
+        def arrays() -> Any:
+            call, *rest = problem.build()
+            calls.append(call)
+            return rest
+
+        inputs, cotangents = jax.eval_shape(arrays)
+        return calls[0], inputs, cotangents
+
+    def lower(self, problem: Problem, save: Any, name: str, heuristic_only: bool) -> bool:
+        """Every program of a call, for a GPU that is not there."""
+        call, inputs, cotangents = self.build(problem)
+        if (reason := self.refusal(call)) is not None:
+            save("numbers", {"case": name, "phase": "forward", "config": "", "passed": True, "detail": f"refused: {reason}"})
+            return True
+        outputs = jax.eval_shape(
+            lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), OPERATION.output_specs(call))
+        )
+        phases = {
+            "forward": [(c, lambda i, o, g, c=c: self.kernel.forward(call, i, c)) for c in self.forwards(call, heuristic_only)],
+            "backward": [
+                (c, lambda i, o, g, c=c: self.kernel.backward(call, i, o, g, c)) for c in self.backwards(call, heuristic_only)
+            ],
+        }
+        passed = True
+        for phase, programs in phases.items():
+            found = self.compiled([(function, (inputs, outputs, cotangents)) for _, function in programs])
+            for (choice, _), program in zip(programs, found, strict=True):
+                passed &= judge(save, name, phase, choice, {}, 0.0, program)
+        return passed
+
+    def refusal(self, call: Any) -> str | None:
+        return self.capability.supports_forward(call, self.target)
+
+    def forwards(self, call: Any, heuristic_only: bool = False) -> list[Any]:
+        best = self.config.FORWARD.heuristic(call, self.target)
+        return [best] if heuristic_only else list(self.config.FORWARD.search_space(call, self.target))
+
+    def backwards(self, call: Any, heuristic_only: bool = False) -> list[Any]:
+        if not self.has_backward:
+            return []
+        best = self.config.BACKWARD.heuristic(call, self.target)
+        return [best] if heuristic_only else list(self.config.BACKWARD.search_space(call, self.target))
+
+    def compiled(self, programs: list[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
+        """Compile side by side; an exception stands for a program that did not, or was only lowered."""
+
+        def one(program: tuple[Any, tuple[Any, ...]]) -> Any:
+            function, arguments = program
+            try:
+                if self.dry:
+                    jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+                    return LoweredError("lowered only")
+                return jax.jit(function).lower(*arguments).compile()
+            except Exception as error:  # noqa: BLE001 - what does not compile is a result
+                return error
+
+        with ThreadPoolExecutor(16) as pool:
+            return list(pool.map(one, programs))
+
+
+class LoweredError(Exception):
+    """Stands for a program that was lowered and not run."""
+
+
 def relative(got: Any, wanted: Any) -> float:
     """||got - wanted|| / ||wanted|| on the host, infinities left out."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
@@ -113,20 +212,6 @@ def flops_of(problem: Problem, call: Any) -> float:
     return 2 * problem.batch * problem.heads * pairs * (problem.size + (problem.value_size or problem.size))
 
 
-def compiled(programs: list[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
-    """Compile side by side; an exception stands for a program that did not."""
-
-    def one(program: tuple[Any, tuple[Any, ...]]) -> Any:
-        function, arguments = program
-        try:
-            return jax.jit(function).lower(*arguments).compile()
-        except Exception as error:  # noqa: BLE001 - what does not compile is a result
-            return error
-
-    with ThreadPoolExecutor(16) as pool:
-        return list(pool.map(one, programs))
-
-
 def wide(values: Any) -> Any:
     """Floats as float64, on the host."""
 
@@ -136,16 +221,20 @@ def wide(values: Any) -> Any:
     return type(values)(*(None if value is None else one(value) for value in values))
 
 
-def check_numbers(save: Any) -> bool:
+def check_numbers(platform: Platform, save: Any) -> bool:
     """Every config of the search space against the float64 reference."""
     passed = True
+    kernel = platform.kernel
     for name, problem in NUMBERS.items():
         call, inputs, cotangents = problem.build()
+        reason = platform.refusal(call)
+        if reason is not None:
+            save("numbers", {"case": name, "phase": "forward", "config": "", "passed": True, "detail": f"refused: {reason}"})
+            continue
         wanted = reference.forward(call, wide(inputs))
-        gradients = reference.backward(call, wide(inputs), wanted, wide(cotangents))
-        limit = 1e-2 if problem.dtype == "bfloat16" else 5e-6
-        forwards = config.forward_space(call, current_target())
-        programs = compiled([(lambda i, c=c: kernel.forward(call, i, c), (inputs,)) for c in forwards])  # noqa: B023
+        limit = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 5e-6}[problem.dtype]
+        forwards = platform.forwards(call)
+        programs = platform.compiled([(lambda i, c=c: kernel.forward(call, i, c), (inputs,)) for c in forwards])  # noqa: B023
         outputs = None
         for choice, program in zip(forwards, programs, strict=True):
             errors = {}
@@ -154,8 +243,12 @@ def check_numbers(save: Any) -> bool:
                 outputs = outputs or got
                 errors = {field: relative(getattr(got, field), getattr(wanted, field)) for field in ("out", "lse")}
             passed &= judge(save, name, "forward", choice, errors, limit, program)
-        backwards = config.backward_space(call, current_target())
-        programs = compiled(
+        backwards = platform.backwards(call)
+        if not backwards:
+            continue
+        outputs = outputs or jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), wanted)
+        gradients = reference.backward(call, wide(inputs), wanted, wide(cotangents))
+        programs = platform.compiled(
             [(lambda i, o, c, x=x: kernel.backward(call, i, o, c, x), (inputs, outputs, cotangents)) for x in backwards]  # noqa: B023
         )
         for choice, program in zip(backwards, programs, strict=True):
@@ -169,7 +262,7 @@ def check_numbers(save: Any) -> bool:
 
 def judge(save: Any, name: str, phase: str, choice: Any, errors: dict[str, float], limit: float, program: Any) -> bool:
     """Whether there are errors and all of them are small; NaN is not."""
-    good = bool(errors) and all(error < limit for error in errors.values())
+    good = isinstance(program, LoweredError) or (bool(errors) and all(error < limit for error in errors.values()))
     detail = " ".join(f"{k} {v:.1e}" for k, v in errors.items()) or str(program).splitlines()[0][:150]
     save("numbers", {"case": name, "phase": phase, "config": str(choice), "passed": good, "detail": detail})
     return good
@@ -192,12 +285,15 @@ def device_times(function: Any, arguments: tuple[Any, ...], repeats: int = 5) ->
     return total, {kernel_name: statistics.median(values) for kernel_name, values in kernels.items()}
 
 
-def time_configs(name: str, problem: Problem, save: Any, heuristic_only: bool) -> None:
+def time_configs(name: str, problem: Problem, save: Any, platform: Platform, heuristic_only: bool) -> None:
     call, inputs, cotangents = problem.build()
-    flops = flops_of(problem, call)
-    target = current_target()
-    forwards = [config.forward_heuristic(call, target)] if heuristic_only else config.forward_space(call, target)
-    programs = compiled([(lambda i, c=c: kernel.forward(call, i, c), (inputs,)) for c in forwards])
+    kernel, flops = platform.kernel, flops_of(problem, call)
+    reason = platform.refusal(call)
+    if reason is not None:
+        save("times", {"case": name, "config": "", "failed": f"refused: {reason}"})
+        return
+    forwards = platform.forwards(call, heuristic_only)
+    programs = platform.compiled([(lambda i, c=c: kernel.forward(call, i, c), (inputs,)) for c in forwards])
     outputs = None
     for choice, program in zip(forwards, programs, strict=True):
         if isinstance(program, Exception):
@@ -209,8 +305,10 @@ def time_configs(name: str, problem: Problem, save: Any, heuristic_only: bool) -
             "times",
             {"case": name, "phase": "forward", "config": str(choice), "us": seconds * 1e6, "tflops": flops / seconds / 1e12},
         )
-    backwards = [config.backward_heuristic(call, target)] if heuristic_only else config.backward_space(call, target)
-    programs = compiled(
+    if outputs is None:
+        return
+    backwards = platform.backwards(call, heuristic_only)
+    programs = platform.compiled(
         [(lambda i, o, c, x=x: kernel.backward(call, i, o, c, x), (inputs, outputs, cotangents)) for x in backwards]
     )
     for choice, program in zip(backwards, programs, strict=True):
@@ -224,6 +322,21 @@ def time_configs(name: str, problem: Problem, save: Any, heuristic_only: bool) -
             "times",
             {"case": name, "phase": "backward", "config": str(choice), "us": seconds * 1e6, "tflops": tflops, "parts": parts},
         )
+
+
+def time_mosaic(name: str, problem: Problem, save: Any) -> None:
+    """Mosaic GPU's forward with the config of its heuristic, for platforms that have the same structure."""
+    call, inputs, _ = problem.build()
+    try:
+        mosaic = Platform("mosaic_gpu")
+        if mosaic.refusal(call) is not None:
+            return
+        choice = mosaic.forwards(call, True)[0]
+        seconds, _ = device_times(jax.jit(lambda i: mosaic.kernel.forward(call, i, choice)), (inputs,))
+        tflops = flops_of(problem, call) / seconds / 1e12
+        save("peers", {"case": name, "name": "mosaic_gpu", "phase": "forward", "us": seconds * 1e6, "tflops": tflops})
+    except Exception as error:  # noqa: BLE001 - what a peer cannot do is a result
+        save("peers", {"case": name, "name": "mosaic_gpu", "failed": str(error).splitlines()[0][:150]})
 
 
 def time_cudnn(name: str, problem: Problem, save: Any) -> None:
@@ -314,12 +427,16 @@ def time_flex(name: str, problem: Problem, save: Any) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
+    parser.add_argument("--platform", choices=PLATFORMS, default="triton")
+    parser.add_argument("--dry", action="store_true", help="lower numbers and times for an H200, run nothing")
     parser.add_argument("--parts", default="numbers,times,peers")
     parser.add_argument("--cases", default=",".join(TIMES))
     parser.add_argument("--budget", type=float, default=200.0, help="seconds after which nothing new is started")
     parser.add_argument("--heuristic", action="store_true", help="time the heuristic's configs only")
     given = parser.parse_args()
     parts, cases = given.parts.split(","), given.cases.split(",")
+    platform = Platform(given.platform, dry=given.dry)
+    suffix = "" if platform.name == "triton" else f"_{platform.name}"
     result: dict[str, list[Any]] = {"numbers": [], "times": [], "peers": []}
 
     def save(part: str, row: dict[str, Any]) -> None:
@@ -330,16 +447,22 @@ def main() -> int:
                 " ".join(str(round(v, 1) if isinstance(v, float) else v) for v in row.values()),
                 flush=True,
             )
-        (Path(given.out) / "flash_attention.json").write_text(json.dumps(result, indent=1))
+        (Path(given.out) / f"flash_attention{suffix}.json").write_text(json.dumps(result, indent=1))
 
     passed = True
+    if given.dry:
+        chosen = {name: TIMES[name] for name in cases} if "times" in parts else {}
+        chosen |= NUMBERS if "numbers" in parts else {}
+        lowered = [platform.lower(problem, save, name, given.heuristic) for name, problem in chosen.items()]
+        return 0 if all(lowered) else 1
     if "numbers" in parts:
-        passed = check_numbers(save)
+        passed = check_numbers(platform, save)
         print(f"numbers: {sum(row['passed'] for row in result['numbers'])} of {len(result['numbers'])} right", flush=True)
     for name in cases:
         for part, run in (
-            ("times", lambda n, p, s: time_configs(n, p, s, given.heuristic)),
+            ("times", lambda n, p, s: time_configs(n, p, s, platform, given.heuristic)),
             ("peers", time_cudnn),
+            *([("peers", time_mosaic)] if platform.name == "cuda" else []),
             ("peers", time_flex),
         ):
             if part in parts and time.monotonic() - BEGIN < given.budget:

@@ -39,6 +39,7 @@ def _cudnn(operation: str, phase: Phase) -> Implementation:
 
 
 _OPERATIONS: dict[str, tuple[Phase, ...]] = {
+    "flash_attention": ("forward",),
     "layer_norm": ("forward", "backward"),
     "paged_attention": ("forward",),
     "paged_cache_update": ("forward",),
@@ -50,6 +51,7 @@ _OPERATIONS: dict[str, tuple[Phase, ...]] = {
 _CUDNN: dict[str, tuple[Phase, ...]] = {"flash_attention": ("forward", "backward")}
 
 HANDLERS = (
+    "flash_attention_forward",
     "layer_norm_forward",
     "layer_norm_backward",
     "paged_attention_forward",

@@ -25,6 +25,10 @@
 #define __grid_constant__
 #undef __maxnreg__
 #define __maxnreg__(...)
+#undef __forceinline__
+#define __forceinline__ inline
+#undef __grid_constant__
+#define __grid_constant__
 
 namespace ejkernel::host {
 
@@ -52,6 +56,7 @@ struct Block {
   std::vector<Warp> warps;
   Barrier barrier;
   int count = 0, counted = 0;
+  std::shared_ptr<void> more;  // of other headers
 };
 
 // A copy into shared memory that has begun; it is done as late as the thread allows.

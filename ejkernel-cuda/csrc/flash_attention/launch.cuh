@@ -1,0 +1,84 @@
+// From the facts of a call to what the kernel is given and how many programs there are.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "flash_attention/kernels.cuh"
+
+namespace ejkernel::flash_attention {
+
+constexpr float kLog2E = 1.44269504088896341f;
+constexpr int64_t kMostBlocks = int64_t{1} << 30;
+constexpr int64_t kMostTokens = int64_t{1} << 27;
+constexpr int64_t kFarthest = int64_t{1} << 30;  // of `below` and `above`: sums with tokens stay within 32 bits
+
+// query [batch, queries, heads, size], key [batch, keys, key_heads, size], value [batch, keys, key_heads, value_size],
+// out [batch, queries, heads, value_size], lse [batch, queries, heads] or null. Query i sees keys i - below ... i + above.
+// Logits are `scale * query . key`, then `cap * tanh(logits / cap)` where cap is not 0.
+struct Call {
+  const void *query, *key, *value;
+  void* out;
+  float* lse;
+  int64_t batch, queries, keys, heads, key_heads, size, value_size, below, above;
+  float scale, cap;
+  bool take_turns, persistent;
+};
+
+// An array [batch, length, heads, size] of elements of two bytes that is copied in boxes of `rows` tokens of one head and a
+// panel's columns.
+struct Boxes {
+  const void* data;
+  int64_t size, length, heads, batch;
+  int rows;
+};
+
+inline Logits logits_of(float scale, float cap) {
+  if (cap != 0.f) return {Form::kCapped, scale / cap, cap * kLog2E};
+  if (scale > 0.f) return {Form::kPlain, 1.f, scale * kLog2E};
+  return {Form::kScaled, scale, kLog2E};  // the largest logit is not that of the largest product
+}
+
+// Rows of a section: of neighbours that share keys, so many that these fill the cache, but no fewer than keep the device busy.
+inline int64_t section_of(int64_t blocks, int64_t rows, int64_t group, int64_t bytes_of_keys, int64_t processors) {
+  constexpr int64_t kCached = 24 << 20;
+  const int64_t busy = (processors + blocks * group - 1) / (blocks * group);
+  const int64_t shares = std::max(kCached / std::max<int64_t>(bytes_of_keys, 1), busy);
+  return std::min(rows, shares * group);
+}
+
+// `make_map` turns Boxes into a TensorMap.
+template <class S, class MakeMap>
+Arguments arguments_of(const Call& call, int64_t processors, MakeMap make_map) {
+  const int64_t blocks = (call.queries + S::kBlockQ - 1) / S::kBlockQ, rows = call.heads * call.batch;
+  const int64_t group = call.heads / call.key_heads, read = call.keys * (call.size + call.value_size) * 2;
+  const int section = int(section_of(blocks, rows, group, read, processors));
+  // Later blocks see more keys where keys end at the query's position and do not begin near it.
+  const bool last_first = call.above < call.keys && call.below >= call.queries;
+  Arguments arguments{};
+  arguments.query = make_map(Boxes{call.query, call.size, call.queries, call.heads, call.batch, kRows});
+  arguments.key = make_map(Boxes{call.key, call.size, call.keys, call.key_heads, call.batch, S::kBlockK});
+  arguments.value = make_map(Boxes{call.value, call.value_size, call.keys, call.key_heads, call.batch, S::kBlockK});
+  arguments.out = make_map(Boxes{call.out, call.value_size, call.queries, call.heads, call.batch, kRows});
+  arguments.lse = call.lse;
+  arguments.rules = {int(call.queries), int(call.keys), int(call.below), int(call.above)};
+  arguments.order = {int(blocks), int(call.heads), int(call.batch), section, int(blocks * rows), last_first};
+  arguments.logits = logits_of(call.scale, call.cap);
+  arguments.group = int(group);
+  arguments.programs = call.persistent ? int(std::min(blocks * rows, processors)) : arguments.order.total;
+  arguments.take_turns = call.take_turns;
+  return arguments;
+}
+
+// `run.operator()<Shape>()` for what is compiled; `none` where nothing is. D64 leaves room for a third consumer, and wide heads
+// for shorter tiles only.
+template <typename T, typename Result, typename Run>
+Result for_shape(int64_t size, int64_t block_k, Run run, Result none) {
+  if (size <= 64 && block_k == 128) return run.template operator()<Shape<T, 64, 128, 3, 4>>();
+  if (size > 64 && size <= 128 && block_k == 128) return run.template operator()<Shape<T, 128, 128, 2, 2>>();
+  if (size > 64 && size <= 128 && block_k == 176) return run.template operator()<Shape<T, 128, 176, 2, 2>>();
+  if (size > 128 && size <= 256 && block_k == 80) return run.template operator()<Shape<T, 256, 80, 2, 2>>();
+  return none;
+}
+
+}  // namespace ejkernel::flash_attention

@@ -1,0 +1,64 @@
+// Which tiles of keys a block of queries visits, which pairs are hidden, and the order in which blocks are worked on.
+#pragma once
+
+#include "hopper.cuh"
+
+namespace ejkernel::flash_attention {
+
+// Query i sees key j if i - below <= j <= i + above; both may be negative, and so large that they hide nothing.
+struct Rules {
+  int queries, keys, below, above;
+
+  // Whether one of queries first ... last does not see one of keys start ... end - 1, all of which exist.
+  EJKERNEL_BOTH bool hides(int first, int last, int start, int end) const {
+    return start < last - below || end - 1 > first + above;
+  }
+};
+
+// Tiles [low, high).
+struct Range {
+  int low, high;
+};
+
+EJKERNEL_BOTH inline int smaller(int a, int b) { return a < b ? a : b; }
+
+EJKERNEL_BOTH inline int between(int low, int value, int high) { return value < low ? low : smaller(value, high); }
+
+// The tiles that queries first ... last need; none beyond the keys, and low = high where there are none.
+EJKERNEL_BOTH inline Range tiles_of(const Rules& rules, int first, int last, int block_k) {
+  const int low = between(0, first - rules.below, rules.keys) / block_k;
+  const int high = (between(0, last + rules.above + 1, rules.keys) + block_k - 1) / block_k;
+  return {low, high > low ? high : low};
+}
+
+// The place of a block of queries; a row is a head of a batch member.
+struct Place {
+  int row, block;
+};
+
+// Rows of a section are worked on at one time, so that what they share stays in the cache, and
+// their blocks follow each other, the last ones first where those have the most work.
+struct Order {
+  int blocks, heads, batch, section;
+  int total;  // of blocks of all rows
+  bool last_first;
+
+  EJKERNEL_BOTH Place place(int work) const {
+    const int rows = heads * batch, full = section * blocks;  // `full` is at most the total
+    const int start = work / full * section, rest = work % full;
+    const int width = smaller(section, rows - start);
+    const int row = start + rest % width, block = rest / width;
+    return {row, last_first ? blocks - 1 - block : block};
+  }
+
+  EJKERNEL_BOTH int batch_of(const Place& place) const { return place.row / heads; }
+  EJKERNEL_BOTH int head_of(const Place& place) const { return place.row % heads; }
+};
+
+// The work of one of `programs`, round by round; every other round deals it out in the other direction, so that none gets the
+// longest of each.
+EJKERNEL_BOTH inline int work_of(int program, int programs, int round) {
+  return round * programs + (round % 2 ? programs - 1 - program : program);
+}
+
+}  // namespace ejkernel::flash_attention

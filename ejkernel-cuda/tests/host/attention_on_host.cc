@@ -1,0 +1,50 @@
+// The attention kernel as it is, run on a host for float16 (kind 0) and bfloat16 (kind 1), and the functions that say what it
+// does.
+#include "flash_attention/launch.cuh"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+using namespace ejkernel;
+using namespace ejkernel::flash_attention;
+
+namespace {
+
+TensorMap map_of(const Boxes& boxes) {
+  const int64_t column = 2, head = boxes.size * column, row = boxes.heads * head;
+  return {static_cast<char*>(const_cast<void*>(boxes.data)),
+          {boxes.size, boxes.length, boxes.heads, boxes.batch},
+          {column, row, head, boxes.length * row},
+          boxes.rows};
+}
+
+template <class S>
+bool run(const Call& call, int64_t processors) {
+  const Arguments arguments = arguments_of<S>(call, processors, map_of);
+  host::launch(unsigned(arguments.programs), {S::kThreads, 1}, 1, [&] { attend<S>(arguments); }, S::kShared);
+  return true;
+}
+
+}  // namespace
+
+// Whether there is a kernel for this head size and number of keys in a tile.
+EXPORT bool attention_forward(int kind, int64_t block_k, int64_t processors, Call call) {
+  const auto choose = [&]<typename T>() {
+    return for_shape<T>(
+        std::max(call.size, call.value_size), block_k, [&]<class S>() { return run<S>(call, processors); }, false);
+  };
+  return kind ? choose.template operator()<__nv_bfloat16>() : choose.template operator()<__half>();
+}
+
+EXPORT Range attention_tiles(Rules rules, int first, int last, int block_k) { return tiles_of(rules, first, last, block_k); }
+
+EXPORT bool attention_hides(Rules rules, int first, int last, int start, int end) {
+  return rules.hides(first, last, start, end);
+}
+
+EXPORT Place attention_place(Order order, int work) { return order.place(work); }
+
+EXPORT int attention_work(int program, int programs, int round) { return work_of(program, programs, round); }
+
+EXPORT int64_t attention_section(int64_t blocks, int64_t rows, int64_t group, int64_t bytes_of_keys, int64_t processors) {
+  return section_of(blocks, rows, group, bytes_of_keys, processors);
+}

@@ -1,0 +1,233 @@
+"""`flash_attention` in CUDA C++ on this host: what is visited and in which order, and the kernel itself against float64.
+
+Fibers stand for threads. Copies and products run as late as the kernel lets them, or by chance at once; until then their places
+hold NaN, and a barrier that nobody completes ends the program (`host/hopper_on_host.h`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+
+import host_attention
+import host_calls
+import host_kernels
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from host_attention import Band, Order, Rules
+
+from ejkernel.operations.flash_attention import cases, reference
+from ejkernel.operations.flash_attention.interface import OPERATION
+from ejkernel.plugin import Target
+from ejkernel_cuda import _library
+from ejkernel_cuda.flash_attention import config, kernel
+from ejkernel_cuda.flash_attention.capability import supports_forward
+
+H200 = Target("gpu", "NVIDIA H200", "9.0")
+FAR = 1 << 20
+LIMITS = {"bfloat16": 4e-3, "float16": 5e-4}
+pytestmark = pytest.mark.skipif(host_kernels.missing() is not None, reason=str(host_kernels.missing()))
+
+
+def seen(queries: int, keys: int, band: Band) -> np.ndarray:
+    i, j = np.arange(queries)[:, None], np.arange(keys)[None]
+    return (j >= i - band.below) & (j <= i + band.above)
+
+
+@pytest.mark.parametrize("keys", [1, 5, 11])
+def test_tiles_against_all_pairs(keys):
+    """No visible pair is left out, no tile without one at either end, and `hides` is exact for pairs that exist."""
+    library = host_attention.library()
+    sides = (-13, -4, -1, 0, 1, 3, 6, FAR)
+    for queries, below, above in itertools.product((1, 3, 7, 9), sides, sides):
+        band = Band(below, above)
+        pairs, rules = seen(queries + 8, keys, band), Rules(queries, keys, below, above)
+        for block_q, block_k in itertools.product((1, 2, 4), (1, 3, 4)):
+            for first in range(0, queries, block_q):
+                rows = pairs[first : first + block_q]
+                found = library.attention_tiles(rules, first, first + block_q - 1, block_k)
+                visible = np.flatnonzero(rows.any(0))
+                assert 0 <= found.low <= found.high <= -(-keys // block_k)
+                if visible.size:
+                    assert (found.low, found.high) == (visible[0] // block_k, visible[-1] // block_k + 1)
+                elif below + above >= 0:  # as windows are
+                    assert found.high - found.low <= 1
+                for tile in range(found.low, found.high):
+                    start, end = tile * block_k, min((tile + 1) * block_k, keys)
+                    hides = library.attention_hides(rules, first, first + block_q - 1, start, end)
+                    assert hides == (not rows[:, start:end].all())
+
+
+def test_every_block_is_worked_on_once():
+    library = host_attention.library()
+    for blocks, heads, batch, section, last_first in itertools.product(
+        (1, 3, 4), (1, 2, 6), (1, 3), range(1, 19), (False, True)
+    ):
+        rows, total = heads * batch, blocks * heads * batch
+        section = min(section, rows)
+        order = Order(blocks, heads, batch, section, total, last_first)
+        places = [library.attention_place(order, work) for work in range(total)]
+        assert sorted((place.row, place.block) for place in places) == sorted(itertools.product(range(rows), range(blocks)))
+        sections = [place.row // section for place in places]
+        assert sections == sorted(sections)
+        if section == rows:
+            order_of_blocks = [place.block for place in places]
+            assert order_of_blocks == sorted(order_of_blocks, reverse=last_first)
+
+
+def test_programs_share_work_evenly():
+    library = host_attention.library()
+    for programs, total in itertools.product((1, 2, 3, 7), (1, 3, 7, 20, 21, 22)):
+        rounds = -(-total // programs)
+        dealt = [[library.attention_work(i, programs, r) for r in range(rounds)] for i in range(programs)]
+        assert sorted(work for mine in dealt for work in mine if work < total) == list(range(total))
+        # Work that shrinks from one to the next: two rounds give everybody the same.
+        if rounds % 2 == 0 and total == rounds * programs:
+            assert len({sum(mine) for mine in dealt}) == 1
+
+
+def test_sections_hold_whole_groups():
+    library, long = host_attention.library(), ctypes.c_int64
+    for blocks, rows, group, size in itertools.product((1, 4, 64), (4, 8, 64), (1, 2, 4), (1 << 10, 1 << 20, 1 << 26)):
+        section = library.attention_section(*map(long, (blocks, rows, group, size, 132)))
+        assert 1 <= section <= rows and (section == rows or section % group == 0)
+        assert section * blocks >= min(132, rows * blocks)
+
+
+def random(rng: np.random.Generator, *shape: int, dtype: str) -> np.ndarray:
+    return rng.standard_normal(shape).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+def exact(query, key, value, band, scale, cap=0.0):
+    """Output and log-sum-exp in float64; values that are not finite count as 0, as do the keys."""
+    query, key, value = (np.where(np.isfinite(x), x, 0) for x in (np.asarray(x, np.float64) for x in (query, key, value)))
+    key, value = (np.repeat(x, query.shape[2] // key.shape[2], 2) for x in (key, value))
+    logits = scale * np.einsum("bthd,bshd->bhts", query, key)
+    logits = cap * np.tanh(logits / cap) if cap else logits
+    logits = np.where(seen(query.shape[1], key.shape[1], band), logits, -np.inf)
+    largest = logits.max(-1, keepdims=True)
+    weights = np.exp(logits - np.where(np.isinf(largest), 0, largest))
+    total = weights.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = np.moveaxis((np.log(total) + np.where(np.isinf(largest), 0, largest))[..., 0], 1, 2)
+    return np.einsum("bhts,bshv->bthv", weights / np.where(total == 0, 1, total), value), lse
+
+
+def compare(got, wanted, dtype):
+    (out, lse), (exact_out, exact_lse) = got, wanted
+    np.testing.assert_array_equal(np.isinf(lse), np.isinf(exact_lse))
+    there = np.isfinite(exact_lse)
+    np.testing.assert_allclose(lse[there], exact_lse[there], rtol=1e-5, atol=1e-5)
+    out = np.asarray(out, np.float64)
+    assert np.linalg.norm(out - exact_out) <= LIMITS[dtype] * np.linalg.norm(exact_out)
+    assert not out[~there].any()
+
+
+BANDS = {
+    "full": (FAR, FAR),
+    "causal": (FAR, 0),
+    "bottom-right": (FAR, 47),
+    "window": (70, 33),
+    "causal-window": (129, 0),
+    "late": (-100, 250),
+    "nothing-first": (FAR, -150),
+}
+SHAPES = [(64, 128), (128, 128), (128, 176), (256, 80)]
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize(("size", "block_k"), SHAPES)
+@pytest.mark.parametrize(("take_turns", "persistent"), [(True, True), (False, False)])
+def test_numbers(size, block_k, band, take_turns, persistent):
+    """Several blocks of queries, with tails, so that slots and barriers go round and empty blocks lie between others."""
+    rng, dtype, limits = np.random.default_rng(5), "bfloat16", Band(*BANDS[band])
+    queries, keys = (430, 500) if size == 64 else (300, 467)
+    query, key, value = (random(rng, 1, n, heads, size, dtype=dtype) for n, heads in ((queries, 2), (keys, 1), (keys, 1)))
+    knobs = {"block_k": block_k, "take_turns": take_turns, "persistent": persistent, "scale": size**-0.5}
+    got = host_attention.forward(query, key, value, limits, **knobs)
+    compare(got, exact(query, key, value, limits, size**-0.5), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("size", "value_size", "block_k"),
+    [(8, 64, 128), (40, 24, 128), (96, 128, 176), (72, 8, 128), (192, 128, 80), (136, 256, 80)],
+)
+def test_heads_of_other_sizes(size, value_size, block_k, dtype):
+    """Columns past the end of a head come as zeros and are dropped on their way out, where the next head lies."""
+    rng = np.random.default_rng(6)
+    query, key = random(rng, 2, 131, 4, size, dtype=dtype), random(rng, 2, 150, 2, size, dtype=dtype)
+    value = random(rng, 2, 150, 2, value_size, dtype=dtype)
+    band = Band(FAR, 19)
+    got = host_attention.forward(query, key, value, band, scale=0.2, block_k=block_k, take_turns=True, persistent=True)
+    compare(got, exact(query, key, value, band, 0.2), dtype)
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(0.1, 5.0), (-0.1, 0.0), (0.0, 0.0), (4.0, 0.0), (-0.3, 2.0)])
+def test_logits(scale, cap):
+    rng = np.random.default_rng(7)
+    query, key, value = (random(rng, 1, n, 1, 64, dtype="bfloat16") for n in (70, 140, 140))
+    got = host_attention.forward(
+        query, key, value, Band(FAR, 3), scale=scale, cap=cap, block_k=128, take_turns=True, persistent=True
+    )
+    compare(got, exact(query, key, value, Band(FAR, 3), scale, cap), "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_hidden_may_be_anything(bad, dtype):
+    """Keys that no query sees, and values that some queries do not see."""
+    rng, band = np.random.default_rng(8), Band(40, 9)
+    query, key, value = (random(rng, 1, n, 1, 128, dtype=dtype) for n in (200, 400, 400))
+    key[:, 209:] = bad
+    value[:, 190:, :, 3::2] = bad
+    value[:, :10] = bad
+    got = host_attention.forward(query, key, value, band, scale=0.09, block_k=128, take_turns=True, persistent=True)
+    compare(got, exact(query, key, value, band, 0.09), dtype)
+
+
+def test_finite_values_stay_as_they_are():
+    """The largest and smallest numbers of a type are not taken for infinite ones."""
+    for dtype, largest in (("bfloat16", 3.3895e38), ("float16", 65504.0)):
+        value = np.zeros((1, 128, 1, 64), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        value[0, 0] = np.array([largest, -largest, 2**-14, 0.0] * 16)
+        key = np.zeros_like(value)
+        out, _ = host_attention.forward(
+            key[:, :1], key, value, Band(0, 0), scale=1.0, block_k=128, take_turns=False, persistent=False
+        )
+        np.testing.assert_array_equal(out[0, 0, 0], value[0, 0, 0])
+
+
+def bound(case, dtype):
+    arrays = case.arrays(np.random.default_rng(7))
+    made = {name: jnp.asarray(value, dtype if value.dtype == np.float32 else None) for name, value in arrays.items()}
+    problem = OPERATION.canonicalise(**made, **case.options)
+    return dataclasses.replace(problem.call, save_residuals=True), problem.inputs
+
+
+@pytest.mark.skipif(not _library.PATH.is_file(), reason="build the library: pip install with nvcc 13")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases.CASES if not case.is_benchmark])
+def test_cases(case, dtype, monkeypatch):
+    """Core's named cases: every one that `supports` admits, by every config, through the handler's own checks."""
+    monkeypatch.setattr(jax.ffi, "ffi_call", host_calls.answered)
+    monkeypatch.setattr(kernel, "handler", lambda name: name)
+    call, inputs = bound(case, dtype)
+    reason = supports_forward(call, H200)
+    if reason is not None:
+        assert not case.name.startswith(tuple(PLAIN.split())) or (dtype == "float16" and "soft" in case.name), reason
+        return
+    wide = type(inputs)(*(None if x is None else np.asarray(x, np.float64) for x in inputs))
+    wanted = reference.forward(call, wide)
+    for choice in config.forward_space(call, H200):
+        got = kernel.forward(call, inputs, choice)
+        if wanted.out.size:
+            compare((got.out, np.asarray(got.lse)), wanted, dtype)
+        assert got.out.shape == wanted.out.shape and got.lse.shape == wanted.lse.shape
+
+
+PLAIN = "plain tails gqa mqa causal bottom-right window value-size head-size scale lse no- one-"

@@ -1,0 +1,188 @@
+"""`flash_attention` in CUDA C++ on a machine without a GPU: the handler's checks, refusals, configs, lowering and machine code."""
+
+from __future__ import annotations
+
+import disassembly
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from host_calls import check_target
+
+import ejkernel
+from ejkernel.operations.flash_attention.interface import OPERATION
+from ejkernel.plugin import Target
+from ejkernel_cuda import _library
+from ejkernel_cuda.flash_attention import capability, config, kernel
+
+H200 = Target("gpu", "NVIDIA H200", "9.0")
+needs_library = pytest.mark.skipif(not _library.PATH.is_file(), reason="build the library: pip install with nvcc 13")
+ARRAYS = {"query": (2, 5, 4, 64), "key": (2, 7, 2, 64), "value": (2, 7, 2, 128)}
+ATTRIBUTES = {"below": 12, "above": 0, "scale": 0.1, "cap": 0.0, "block_k": 128, "take_turns": True, "persistent": True}
+
+
+def check(dtype=jnp.bfloat16, dtypes=None, out=None, out_dtype=None, lse=None, **changes):
+    """The handler's checks on these shapes."""
+    shapes = [changes.pop(name, shape) for name, shape in ARRAYS.items()]
+    attributes = {**ATTRIBUTES, **changes}
+    floats = {name: np.float32(attributes.pop(name)) for name in ("scale", "cap")}
+    flags = {name: attributes.pop(name) for name in ("take_turns", "persistent")}
+    whole = {name: np.int64(value) for name, value in attributes.items()}
+    results = (
+        jax.ShapeDtypeStruct(out or (*shapes[0][:3], shapes[2][-1]), out_dtype or dtype),
+        jax.ShapeDtypeStruct(shapes[0][:3] if lse is None else lse, jnp.float32),
+    )
+    arrays = [jnp.zeros(shape, each) for shape, each in zip(shapes, dtypes or (dtype,) * 3, strict=True)]
+    call = jax.ffi.ffi_call(check_target("flash_attention_forward"), results)
+    return jax.block_until_ready(call(*arrays, **whole, **floats, **flags))
+
+
+@needs_library
+def test_handler_admits_the_contract():
+    check()
+    check(jnp.float16, lse=(0,))
+    check(query=(2, 5, 4, 200), key=(2, 7, 1, 200), value=(2, 7, 1, 8), block_k=80, cap=30.0, below=-(1 << 30))
+    check(query=(0, 5, 4, 64), key=(0, 7, 2, 64), value=(0, 7, 2, 64))
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": jnp.float32}, "query must be bfloat16 or float16"),
+        ({"dtypes": (jnp.bfloat16, jnp.bfloat16, jnp.float16)}, "key and value must have the query's type"),
+        ({"query": (5, 4, 64)}, r"query must be \[batch, queries, heads, size\], got \[5, 4, 64\]"),
+        ({"key": (1, 7, 2, 64)}, r"key must be .* for query \[2, 5, 4, 64\], got \[1, 7, 2, 64\]"),
+        ({"key": (2, 7, 2, 72)}, r"key must be .* got \[2, 7, 2, 72\]"),
+        ({"value": (2, 8, 2, 64)}, r"value must be .* for key \[2, 7, 2, 64\], got \[2, 8, 2, 64\]"),
+        ({"key": (2, 7, 3, 64), "value": (2, 7, 3, 64)}, r"heads of query \[2, 5, 4, 64\] must be a multiple"),
+        ({"key": (2, 0, 2, 64), "value": (2, 0, 2, 64)}, "key must have tokens"),
+        ({"value": (2, 7, 2, 60)}, "head sizes must be multiples of 8 up to 256, got 60"),
+        ({"value": (2, 7, 2, 264)}, "head sizes must be multiples of 8 up to 256, got 264"),
+        ({"block_k": 96}, "no kernel for heads of 128 and block_k 96"),
+        ({"block_k": 80}, "no kernel for heads of 128 and block_k 80"),
+        ({"below": 1 << 31}, r"below and above must be within 2\^30"),
+        ({"cap": -1.0}, "cap must not be negative"),
+        ({"cap": float("nan")}, "cap must not be negative"),
+        ({"cap": 3.0, "dtype": jnp.float16}, "cap needs bfloat16"),
+        ({"out": (2, 5, 4, 64)}, r"out must be .* got \[2, 5, 4, 64\]"),
+        ({"out_dtype": jnp.float16}, "out must be"),
+        ({"lse": (2, 4, 5)}, r"lse must be .* or \[0\], got \[2, 4, 5\]"),
+    ],
+)
+def test_handler_refuses(changes, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        check(**changes)
+
+
+def problem(queries=256, keys=None, heads=4, key_heads=2, size=128, value_size=None, dtype="bfloat16", batch=1, **options):
+    keys = keys or queries
+    arrays = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape in (
+            (batch, queries, heads, size),
+            (batch, keys, key_heads, size),
+            (batch, keys, key_heads, value_size or size),
+        )
+    ]
+    return OPERATION.canonicalise(*arrays, **options)
+
+
+REFUSED = [
+    ({"bias": np.zeros((1, 1, 256, 256), np.float32)}, "bias"),
+    ({"mask": np.ones((1, 1, 256, 256), bool)}, "mask"),
+    ({"softmax_aux": np.zeros(4, np.float32)}, "softmax_aux"),
+    ({"query_segments": np.zeros((1, 256), np.int32), "key_segments": np.zeros((1, 256), np.int32)}, "query_segments"),
+    ({"key_lengths": np.array([3], np.int32)}, "segments"),
+    ({"query_positions": np.zeros((1, 256), np.int32), "causal": True}, "query_positions"),
+    ({"chunk_size": 32}, "chunk_size is 32"),
+    ({"causal": True, "prefix": 10}, "prefix is 10"),
+    ({"dropout_prob": 0.1, "dropout_seed": 1}, "dropout_prob is 0.1"),
+    ({"normalize_output": False}, "normalize_output=False"),
+    ({"logits_dtype": "bfloat16"}, "logits_dtype is bfloat16"),
+    ({"dtype": "float16", "logits_soft_cap": 3.0}, "logits_soft_cap is 3.0 with float16"),
+    ({"size": 264}, "the query's head size is 264, needs 1 ... 256"),
+    ({"queries": 2**27 + 1}, "134217729 tokens"),
+    ({"queries": 2**20, "batch": 2**10, "heads": 2**7}, "blocks, more than 1073741824"),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_refuses(options, reason):
+    assert reason in capability.supports_forward(problem(**options).call, H200)
+
+
+@needs_library
+def test_supports():
+    for options in ({}, {"causal": True}, {"sliding_window": (3, None)}, {"size": 37, "value_size": 250}, {"dtype": "float16"}):
+        assert capability.supports_forward(problem(**options).call, H200) is None
+    assert capability.supports_forward(problem(causal=True, logits_soft_cap=20.0, return_lse=True).call, H200) is None
+    call = problem().call
+    for name, version in (("A100", "8.0"), ("B200", "10.0"), ("RTX", "12.0")):
+        reason = capability.supports_forward(call, Target("gpu", name, version))
+        assert reason.startswith("needs compute capability 9.0 (Hopper)") and reason.endswith(version)
+    assert "the target is tpu" in capability.supports_forward(call, Target("tpu", "TPU v5e"))
+    assert "query is float32" in capability.supports_forward(problem(dtype="float32").call, H200)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (522, 522)),
+        ({"causal": True}, (522, 0)),
+        ({"causal": True, "causal_alignment": "bottom_right"}, (522, 10)),
+        ({"sliding_window": (3, 7)}, (3, 7)),
+        ({"sliding_window": (3, 7), "causal": True}, (3, 0)),
+        ({"sliding_window": (10**12, None)}, (522, 522)),
+        ({"sliding_window": (3, 7), "causal": True, "causal_alignment": "bottom_right"}, (-7, 10)),
+    ],
+)
+def test_bands(options, expected):
+    """Of 256 queries and 266 keys."""
+    assert kernel.band(problem(keys=266, **options).call) == expected
+
+
+def test_configs():
+    calls = {size: problem(size=size, causal=True).call for size in (8, 64, 72, 128, 136, 256)}
+    assert [config.forward_heuristic(call, H200).block_k for call in calls.values()] == [128, 128, 128, 128, 80, 80]
+    assert config.forward_heuristic(problem().call, H200).block_k == 176
+    assert [len(config.forward_space(call, H200)) for call in calls.values()] == [4, 4, 8, 8, 4, 4]
+    narrow = config.forward_heuristic(problem(size=64, causal=True, sliding_window=(127, 0)).call, H200)
+    assert not narrow.take_turns
+    for call in calls.values():
+        assert config.forward_heuristic(call, H200) in config.forward_space(call, H200)
+
+
+@needs_library
+def test_lowers_for_cuda():
+    """Forward is ours, backward another platform's, which reads our output and log-sum-exp."""
+
+    def loss(query, key, value):
+        return ejkernel.flash_attention(query, key, value, causal=True, platform=("cuda", "xla")).astype(jnp.float32).sum()
+
+    arguments = [jax.ShapeDtypeStruct((2, 256, heads, 100), jnp.bfloat16) for heads in (4, 2, 2)]
+    with ejkernel.use(target=H200):
+        text = jax.jit(jax.grad(loss)).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+    assert text.count("@ejkernel_cuda_flash_attention_forward") == 1
+    assert "ejkernel.flash_attention[cuda]" in text and "ejkernel.flash_attention.backward[xla]" in text
+
+
+@needs_library
+def test_nothing_to_see_needs_no_kernel():
+    query, key, value = (jnp.ones((1, length, heads, 128), jnp.bfloat16) for length, heads in ((5, 4), (0, 2), (0, 2)))
+    bound = OPERATION.canonicalise(query, key, value, return_lse=True)
+    got = kernel.forward(bound.call, bound.inputs, config.forward_heuristic(bound.call, H200))
+    assert got.out.shape == (1, 5, 4, 128) and not np.asarray(got.out, np.float32).any()
+    assert got.lse.shape == (1, 5, 4) and np.isneginf(got.lse).all()
+
+
+@needs_library
+@pytest.mark.skipif(disassembly.tool() is None, reason="needs cuobjdump and nvdisasm on the PATH or in Triton's package")
+def test_machine_code():
+    """Nothing spills, products are issued together, and exponentials run beside them."""
+    found = disassembly.kernels()
+    if not found:
+        pytest.skip("needs a library with code for sm_90a")
+    assert len(found) == 2 * sum(map(len, config.BLOCK_K.values()))
+    assert {(one.size, one.block_k) for one in found} == {(size, k) for size, keys in config.BLOCK_K.items() for k in keys}
+    assert {f"{one.dtype} {one.size} {one.block_k}": one.problems() for one in found if one.problems()} == {}
