@@ -256,3 +256,29 @@ def test_nothing_to_read(empty):
     assert got.out.shape == (1, len(query), 4, 8)
     assert not np.asarray(got.out).any()
     np.testing.assert_allclose(np.asarray(got.lse), np.ones((1, len(query), 4)))
+
+
+@pytest.mark.parametrize("field", sorted(set(cases.TOGGLES) - {"precision", "return_lse"}))
+def test_no_field_is_ignored(field):
+    """Changing one changes the result, or the call is refused. Products of two bytes are exact at every precision."""
+    toggle = cases.TOGGLES[field]
+    base = next(case for case in cases.CASES if case.name == toggle.case)
+
+    def arrays(rng: np.random.Generator) -> dict[str, Any]:
+        return {name: value for name, value in base.arrays(rng).items() if name != toggle.drop}
+
+    changed = dataclasses.replace(base, arrays=arrays, options={**base.options, **toggle.options})
+    both = [bound(case, "bfloat16") for case in (base, changed)]
+    if any(refused(made.call) for made in both):
+        assert field in ("alibi_slopes", "qq_bias")
+        return
+    first, second = (np.asarray(check(made.call, made.inputs).out, np.float32) for made in both)
+    assert first.shape != second.shape or not np.array_equal(first, second)
+
+
+def test_starts_that_do_not_ascend_write_nowhere_else():
+    """Their results mean nothing, but guards stay whole and the kernels end."""
+    made = problem(((2, 90), (1, 30), (1, 40)), page_size=8)
+    for starts in ([0, 4, 1, 4], [3, 0, 9, -5], [-(2**31), 2**31 - 1, -1, 2]):
+        inputs = made.inputs._replace(query_start_loc=jnp.asarray([starts], jnp.int32))
+        assert kernel.forward(made.call, inputs, config.PagedAttentionConfig(2, 5)).out.shape == made.call.query.shape
