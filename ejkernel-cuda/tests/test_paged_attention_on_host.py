@@ -202,6 +202,27 @@ def test_every_byte(stored):
     np.testing.assert_array_equal(np.asarray(got, np.float32).reshape(16, 16), np.asarray(numbers, np.float32))
 
 
+@pytest.mark.parametrize("power", [-120, -90, 0, 90])
+@pytest.mark.parametrize("stored", ["int8", "float8_e5m2"])
+def test_queries_beyond_float16_beside_bytes(stored, power):
+    """Products of bytes are of float16, which holds no such queries of bfloat16 as they are; rows differ in size, too."""
+    made = problem(((1, 70), (1, 9)), page_size=8, stored=stored, softmax_scale=2.0 ** min(-power, 99) * 0.1, k_scale=(2,))
+    factors = jnp.asarray([1.0, 2.0**-6, 2.0**3, 0.0], jnp.bfloat16)[:, None] * jnp.asarray(2.0**power, jnp.bfloat16)
+    check(made.call, made.inputs._replace(query=made.inputs.query * factors), config.PagedAttentionConfig(2, 5))
+
+
+def test_a_query_that_is_not_finite_beside_bytes():
+    """An infinity among large numbers: as in the reference, there is no number to give, and other rows do not see it."""
+    made = problem(((1, 20), (1, 9)), page_size=8, stored="int8")
+    query = np.asarray(made.inputs.query, np.float32) * 2.0**60
+    query[0, 0, 1, 3], query[0, 1, 2, 5] = np.inf, np.nan
+    inputs = made.inputs._replace(query=jnp.asarray(query, jnp.bfloat16))
+    call = dataclasses.replace(made.call, scale=2.0**-60)
+    found = np.isnan(np.asarray(kernel.forward(call, inputs, config.PagedAttentionConfig(2, 5)).out, np.float32))
+    np.testing.assert_array_equal(found.all(-1)[0], [[False, True, False, False], [False, False, True, False]])
+    np.testing.assert_array_equal(found.any(-1), found.all(-1))
+
+
 def test_keys_of_every_byte():
     """Products with a unit query of each channel give back what a key holds there."""
     for stored in ("float8_e4m3fn", "float8_e5m2", "int8"):
