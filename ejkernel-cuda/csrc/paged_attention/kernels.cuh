@@ -419,6 +419,8 @@ __global__ void __launch_bounds__(kThreads, BLOCK > 64 ? 2 : 3)
   Attention<T, S, BLOCK>(problem, results, notes, shared, stages).run(most_workers);
 }
 
+constexpr int kTogether = 4;  // parts that a warp of the merge reads at once
+
 // One query head of one token: merged from the parts of its tile, or 0 if no request owns the token. A block for each.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
@@ -452,17 +454,27 @@ __global__ void __launch_bounds__(kThreads)
   if (first == last) return;  // the tile was whole
   const int row = int(head) % problem.group() % kRows;
   float largest = -INFINITY, total = 0.f, sums[kWidest / 32] = {};
-#pragma unroll 2
-  for (int worker = first + warp; worker <= last; worker += kWarps) {
-    const int64_t part = (worker * int64_t(2) + (worker == first)) * kRows + row;
-    const float* from = results.part + part * size;
-    const float lse = results.part_lse[part], most = fmaxf(largest, lse), shift = shift_of(most);
-    const float kept = fast_exp2(largest - shift), weight = fast_exp2(lse - shift);
-    largest = most, total = total * kept + weight;
+#pragma unroll 1
+  for (int base = first + warp; base <= last; base += kWarps * kTogether) {
+    float lse[kTogether], found[kTogether][kWidest / 32];
 #pragma unroll
-    for (int i = 0; i < kWidest / 32; ++i) {
-      const int channel = i * 32 + lane;
-      if (channel < size) sums[i] = sums[i] * kept + weight * from[channel];
+    for (int j = 0; j < kTogether; ++j) {
+      const int worker = base + j * kWarps;
+      const int64_t part = (worker * int64_t(2) + (worker == first)) * kRows + row;
+      lse[j] = worker <= last ? results.part_lse[part] : -INFINITY;
+#pragma unroll
+      for (int i = 0; i < kWidest / 32; ++i) {
+        const int channel = i * 32 + lane;
+        found[j][i] = worker <= last && channel < size ? results.part[part * size + channel] : 0.f;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const float most = fmaxf(largest, lse[j]), shift = shift_of(most);
+      const float kept = fast_exp2(largest - shift), weight = fast_exp2(lse[j] - shift);
+      largest = most, total = total * kept + weight;
+#pragma unroll
+      for (int i = 0; i < kWidest / 32; ++i) sums[i] = sums[i] * kept + weight * found[j][i];
     }
   }
   if (lane == 0) maxima[warp] = largest, totals[warp] = total;
