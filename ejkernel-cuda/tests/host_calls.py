@@ -128,7 +128,6 @@ def _update(
     assert math.prod(key.array.shape) > 0
 
 
-_QUERIES = ("bfloat16", "float16")
 _BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -162,17 +161,15 @@ def _attend_pages(
         *(x.pointer if x.array.size else None for x in factors), _batch_stride(factors[0]),
         *(stride for x in factors[1:] for stride in (_batch_stride(x), int(x.array.shape[1] > 1))),
         batch, heads, int(key_heads), -(-group // 16), int(window), float(scale), float(soft_cap), bool(causal),
+        query.array.dtype == ml_dtypes.bfloat16,
     )  # fmt: skip
     answers = Results(out.pointer, lse.pointer if lse.array.size else None, part.pointer, part_lse.pointer, before.pointer)
     stored = key_pages.array.dtype.name
-    run = library("paged_attention_on_host.cc").paged_attention_forward
-    run.restype = ctypes.c_bool
     width = next(index for index, room in enumerate((64, 128, 256)) if max(size, value_size) <= room)
     kind = _BYTES.index(stored) + 1 if stored in _BYTES else 0
-    assert run(
-        _QUERIES.index(query.array.dtype.name), kind, width, ctypes.byref(problem), ctypes.byref(answers),
-        part.array.shape[0], int(stages),
-    )  # fmt: skip
+    library("paged_attention_on_host.cc").paged_attention_forward(
+        kind, width, ctypes.byref(problem), ctypes.byref(answers), part.array.shape[0], int(stages)
+    )
 
 
 def _attend(given, results, *, below, above, scale, cap, block_k, take_turns, persistent):

@@ -202,6 +202,27 @@ def test_every_byte(stored):
     np.testing.assert_array_equal(np.asarray(got, np.float32).reshape(16, 16), np.asarray(numbers, np.float32))
 
 
+@pytest.mark.parametrize("power", [-120, -90, 0, 90])
+@pytest.mark.parametrize("stored", ["int8", "float8_e5m2"])
+def test_queries_beyond_float16_beside_bytes(stored, power):
+    """Products of bytes are of float16, which holds no such queries of bfloat16 as they are; rows differ in size, too."""
+    made = problem(((1, 70), (1, 9)), page_size=8, stored=stored, softmax_scale=2.0 ** min(-power, 99) * 0.1, k_scale=(2,))
+    factors = jnp.asarray([1.0, 2.0**-6, 2.0**3, 0.0], jnp.bfloat16)[:, None] * jnp.asarray(2.0**power, jnp.bfloat16)
+    check(made.call, made.inputs._replace(query=made.inputs.query * factors), config.PagedAttentionConfig(2, 5))
+
+
+def test_a_query_that_is_not_finite_beside_bytes():
+    """An infinity among large numbers: as in the reference, there is no number to give, and other rows do not see it."""
+    made = problem(((1, 20), (1, 9)), page_size=8, stored="int8")
+    query = np.asarray(made.inputs.query, np.float32) * 2.0**60
+    query[0, 0, 1, 3], query[0, 1, 2, 5] = np.inf, np.nan
+    inputs = made.inputs._replace(query=jnp.asarray(query, jnp.bfloat16))
+    call = dataclasses.replace(made.call, scale=2.0**-60)
+    found = np.isnan(np.asarray(kernel.forward(call, inputs, config.PagedAttentionConfig(2, 5)).out, np.float32))
+    np.testing.assert_array_equal(found.all(-1)[0], [[False, True, False, False], [False, False, True, False]])
+    np.testing.assert_array_equal(found.any(-1), found.all(-1))
+
+
 def test_keys_of_every_byte():
     """Products with a unit query of each channel give back what a key holds there."""
     for stored in ("float8_e4m3fn", "float8_e5m2", "int8"):
@@ -256,3 +277,29 @@ def test_nothing_to_read(empty):
     assert got.out.shape == (1, len(query), 4, 8)
     assert not np.asarray(got.out).any()
     np.testing.assert_allclose(np.asarray(got.lse), np.ones((1, len(query), 4)))
+
+
+@pytest.mark.parametrize("field", sorted(set(cases.TOGGLES) - {"precision", "return_lse"}))
+def test_no_field_is_ignored(field):
+    """Changing one changes the result, or the call is refused. Products of two bytes are exact at every precision."""
+    toggle = cases.TOGGLES[field]
+    base = next(case for case in cases.CASES if case.name == toggle.case)
+
+    def arrays(rng: np.random.Generator) -> dict[str, Any]:
+        return {name: value for name, value in base.arrays(rng).items() if name != toggle.drop}
+
+    changed = dataclasses.replace(base, arrays=arrays, options={**base.options, **toggle.options})
+    both = [bound(case, "bfloat16") for case in (base, changed)]
+    if any(refused(made.call) for made in both):
+        assert field in ("alibi_slopes", "qq_bias")
+        return
+    first, second = (np.asarray(check(made.call, made.inputs).out, np.float32) for made in both)
+    assert first.shape != second.shape or not np.array_equal(first, second)
+
+
+def test_starts_that_do_not_ascend_write_nowhere_else():
+    """Their results mean nothing, but guards stay whole and the kernels end."""
+    made = problem(((2, 90), (1, 30), (1, 40)), page_size=8)
+    for starts in ([0, 4, 1, 4], [3, 0, 9, -5], [-(2**31), 2**31 - 1, -1, 2]):
+        inputs = made.inputs._replace(query_start_loc=jnp.asarray([starts], jnp.int32))
+        assert kernel.forward(made.call, inputs, config.PagedAttentionConfig(2, 5)).out.shape == made.call.query.shape

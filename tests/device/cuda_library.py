@@ -42,6 +42,8 @@ from ejkernel_cuda.paged_cache_update import config, kernel
 
 Row = dict[str, Any]
 CHAIN = 20
+LSE = 1e-4
+"""Error of a log-sum-exp: tensor cores round sums of products in ways of their own."""
 RAGGED = (
     *(norm(name, 13, width) for name in ("rms_norm", "layer_norm") for width in (1, 33, 128, 4099, 4096, 20000, 40000, 131072)),
     *(Problem("softmax", {"x": (13, width)}) for width in (1, 33, 4096, 4099, 40000, 131072)),
@@ -142,7 +144,7 @@ def check_attention() -> list[Row]:
             for cfg in (space[0], space[-1], attention_config.PagedAttentionConfig(2, 7)):
                 got = [attend(bound.call, cfg)(bound.inputs) for _ in range(3)]
                 errors = [attention_error(getattr(got[0], key), getattr(wanted, key)) for key in ("out", "lse")]
-                passed = errors[0] <= FORWARD[dtype].norm and errors[1] <= FORWARD["float32"].norm
+                passed = errors[0] <= FORWARD[dtype].norm and errors[1] <= LSE
                 equal = all(same(got[0], other) for other in got[1:])
                 rows.append(row(f"attention {name} {dtype} {cfg}", passed and equal, f"{errors} equal {equal}"))
     return rows

@@ -1,8 +1,9 @@
-// paged_attention of queries of bfloat16.
+// paged_attention of queries and pages of bfloat16.
 #include "paged_attention/launch.cuh"
 
 namespace ejkernel::paged_attention {
 
-template ffi::Error Run<__nv_bfloat16>(cudaStream_t, ffi::DataType, const Problem&, const Results&, Knobs);
+template ffi::Error Attend<__nv_bfloat16, __nv_bfloat16>(cudaStream_t, const Problem&, const Results&, Knobs, int&);
+template ffi::Error Merge<__nv_bfloat16>(cudaStream_t, const Problem&, const Results&, int);
 
 }  // namespace ejkernel::paged_attention

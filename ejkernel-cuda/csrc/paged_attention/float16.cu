@@ -1,8 +1,9 @@
-// paged_attention of queries of float16.
+// paged_attention of queries and pages of float16.
 #include "paged_attention/launch.cuh"
 
 namespace ejkernel::paged_attention {
 
-template ffi::Error Run<__half>(cudaStream_t, ffi::DataType, const Problem&, const Results&, Knobs);
+template ffi::Error Attend<__half, __half>(cudaStream_t, const Problem&, const Results&, Knobs, int&);
+template ffi::Error Merge<__half>(cudaStream_t, const Problem&, const Results&, int);
 
 }  // namespace ejkernel::paged_attention

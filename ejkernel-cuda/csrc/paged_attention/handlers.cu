@@ -11,7 +11,6 @@
 namespace ejkernel::paged_attention {
 namespace {
 
-constexpr const char* kName = "paged_attention";
 constexpr int64_t kMostKeys = int64_t{1} << 30;
 
 // Sizes, beside those of the arrays.
@@ -117,6 +116,17 @@ Side AsSide(Array array, int64_t first, Strides strides, int64_t size) {
   return {data, strides[0] * bytes, strides[1] * bytes, strides[2] * bytes, strides[3] * bytes, int(size), packed};
 }
 
+ffi::Error AttendStored(cudaStream_t stream, ffi::DataType stored, const Problem& problem, const Results& results, Knobs knobs,
+                        int& workers) {
+  switch (stored) {
+    case ffi::S8: return Attend<__half, Int8>(stream, problem, results, knobs, workers);
+    case ffi::F8E4M3FN: return Attend<__half, E4M3>(stream, problem, results, knobs, workers);
+    case ffi::F8E5M2: return Attend<__half, E5M2>(stream, problem, results, knobs, workers);
+    case ffi::BF16: return Attend<__nv_bfloat16, __nv_bfloat16>(stream, problem, results, knobs, workers);
+    default: return Attend<__half, __half>(stream, problem, results, knobs, workers);
+  }
+}
+
 int BatchStride(Floats factors) { return factors.dimensions()[0] > 1 ? int(factors.dimensions()[1]) : 0; }
 
 ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array value_pages, Integers starts, Integers lengths,
@@ -152,12 +162,15 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array v
                         int(window),
                         scale,
                         soft_cap,
-                        causal};
+                        causal,
+                        query.element_type() == ffi::BF16};
   const Results results{out->untyped_data(), lse->element_count() ? lse->typed_data() : nullptr, part->typed_data(),
                         part_lse->typed_data(), before->typed_data()};
   const Knobs knobs{stages, part->dimensions()[0]};
-  if (query.element_type() == ffi::BF16) return Run<__nv_bfloat16>(stream, key_pages.element_type(), problem, results, knobs);
-  return Run<__half>(stream, key_pages.element_type(), problem, results, knobs);
+  int workers = 0;
+  EJKERNEL_TRY(AttendStored(stream, key_pages.element_type(), problem, results, knobs, workers));
+  if (problem.is_bf16) return Merge<__nv_bfloat16>(stream, problem, results, workers);
+  return Merge<__half>(stream, problem, results, workers);
 }
 
 template <typename Binding>

@@ -113,6 +113,7 @@ struct Attention {
   int stages;
   int lane, warp;
   float largest[2], sum[2], sums[BLOCK / 8][4];  // of rows lane / 4 and 8 further; sum of this lane's keys alone
+  float unit[2];                                 // of those rows' queries as the products have them
 
   __device__ Attention(const Problem& problem, const Results& results, Notes& notes, char* rings, int stages)
       : problem(problem),
@@ -137,21 +138,64 @@ struct Attention {
                                             problem.value.size * int(sizeof(S)), problem.value.packed, lane);
   }
 
-  // Rows and columns that are not there are 0.
-  __device__ void read_queries(Queries<BLOCK>& queries, const Request& request, const TileOf& tile) const {
-    const int size = problem.key.size;
+  __device__ bool is_bf16() const { return Layout::kIsBytes ? problem.is_bf16 : std::is_same_v<T, __nv_bfloat16>; }
+
+  __device__ float read_query(const void* from, int at) const {
+    const uint16_t bits = static_cast<const uint16_t*>(from)[at];
+    const float half = to_float(__builtin_bit_cast(__half, bits));
+    return is_bf16() ? to_float(__builtin_bit_cast(__nv_bfloat16, bits)) : half;
+  }
+
+  __device__ void write_result(int64_t at, float value) const {
+    if (is_bf16()) {
+      static_cast<__nv_bfloat16*>(results.out)[at] = from_float<__nv_bfloat16>(value);
+    } else {
+      static_cast<__half*>(results.out)[at] = from_float<__half>(value);
+    }
+  }
+
+  // A number of a tile's queries; 0 for rows and columns that are not there.
+  __device__ float query_at(const void* from, const TileOf& tile, int half, int channel) const {
+    const int row = lane / 4 + half * 8;
+    return row < tile.rows && channel < problem.key.size ? read_query(from, row * problem.key.size + channel) : 0.f;
+  }
+
+  // Beside stored bytes, queries of bfloat16 become float16, in units of a power of 2 for each row that brings its largest
+  // number to 2^14 ... 2^15: nothing overflows, and what is lost is 2^-39 of the largest.
+  __device__ void find_units(const void* from, const TileOf& tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float most = 0.f;
+#pragma unroll 1
+      for (int channel = lane % 4; channel < problem.key.size; channel += 4) {
+        const float value = fabsf(query_at(from, tile, half, channel));
+        most = value < INFINITY ? fmaxf(most, value) : most;
+      }
+      most = fmaxf(most, __shfl_xor_sync(kWarp, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(kWarp, most, 2));
+      const int exponent = max(int(__builtin_bit_cast(uint32_t, most) >> 23), 15);
+      unit[half] = __builtin_bit_cast(float, uint32_t(exponent - 14) << 23);
+    }
+  }
+
+  __device__ void read_queries(Queries<BLOCK>& queries, const Request& request, const TileOf& tile) {
     const int64_t first = (request.batch * problem.requests.tokens + tile.token) * problem.heads + tile.head;
-    const T* from = static_cast<const T*>(problem.query) + first * size;
+    const void* from = static_cast<const char*>(problem.query) + first * problem.key.size * 2;
+    float inverse[2] = {1.f, 1.f};
+    if constexpr (Layout::kIsBytes) {
+      find_units(from, tile);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) inverse[half] = 1.f / unit[half];
+    }
 #pragma unroll
     for (int at = 0; at < BLOCK / 16; at += Queries<BLOCK>::kEach) {
       const int step = at + Queries<BLOCK>::kFirst * warp;
       Pack<uint32_t, 4> query;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4 + i % 2 * 8, channel = Layout::query_channel(step, i / 2, lane);
-        const float low = row < tile.rows && channel < size ? to_float(from[row * size + channel]) : 0.f;
-        const float high = row < tile.rows && channel + 1 < size ? to_float(from[row * size + channel + 1]) : 0.f;
-        query.data[i] = pair_of<T>(low, high);
+        const int channel = Layout::query_channel(step, i / 2, lane);
+        query.data[i] = pair_of<T>(query_at(from, tile, i % 2, channel) * inverse[i % 2],
+                                   query_at(from, tile, i % 2, channel + 1) * inverse[i % 2]);
       }
       queries.set(step, query);
     }
@@ -163,7 +207,10 @@ struct Attention {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) logits[tile][i] *= factor;
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (Layout::kIsBytes) logits[tile][i] *= unit[i / 2];
+        logits[tile][i] *= factor;
+      }
     }
     if (problem.soft_cap > 0.f) {  // tanh(x) = 1 - 2 / (e^2x + 1), with factor = 2 log2(e) scale / cap
 #pragma unroll
@@ -327,7 +374,7 @@ struct Attention {
 #pragma unroll
         for (int other = 0; other < kWarps; ++other) value += all[(other * kRows + row) * BLOCK + channel];
         if (whole) {
-          static_cast<T*>(results.out)[(first + row) * size + channel] = from_float<T>(value * factor);
+          write_result((first + row) * size + channel, value * factor);
         } else {
           results.part[(part * kRows + row) * size + channel] = value * factor;
         }
@@ -372,6 +419,8 @@ __global__ void __launch_bounds__(kThreads, BLOCK > 64 ? 2 : 3)
   Attention<T, S, BLOCK>(problem, results, notes, shared, stages).run(most_workers);
 }
 
+constexpr int kTogether = 4;  // parts that a warp of the merge reads at once
+
 // One query head of one token: merged from the parts of its tile, or 0 if no request owns the token. A block for each.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
@@ -405,17 +454,27 @@ __global__ void __launch_bounds__(kThreads)
   if (first == last) return;  // the tile was whole
   const int row = int(head) % problem.group() % kRows;
   float largest = -INFINITY, total = 0.f, sums[kWidest / 32] = {};
-#pragma unroll 2
-  for (int worker = first + warp; worker <= last; worker += kWarps) {
-    const int64_t part = (worker * int64_t(2) + (worker == first)) * kRows + row;
-    const float* from = results.part + part * size;
-    const float lse = results.part_lse[part], most = fmaxf(largest, lse), shift = shift_of(most);
-    const float kept = fast_exp2(largest - shift), weight = fast_exp2(lse - shift);
-    largest = most, total = total * kept + weight;
+#pragma unroll 1
+  for (int base = first + warp; base <= last; base += kWarps * kTogether) {
+    float lse[kTogether], found[kTogether][kWidest / 32];
 #pragma unroll
-    for (int i = 0; i < kWidest / 32; ++i) {
-      const int channel = i * 32 + lane;
-      if (channel < size) sums[i] = sums[i] * kept + weight * from[channel];
+    for (int j = 0; j < kTogether; ++j) {
+      const int worker = base + j * kWarps;
+      const int64_t part = (worker * int64_t(2) + (worker == first)) * kRows + row;
+      lse[j] = worker <= last ? results.part_lse[part] : -INFINITY;
+#pragma unroll
+      for (int i = 0; i < kWidest / 32; ++i) {
+        const int channel = i * 32 + lane;
+        found[j][i] = worker <= last && channel < size ? results.part[part * size + channel] : 0.f;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const float most = fmaxf(largest, lse[j]), shift = shift_of(most);
+      const float kept = fast_exp2(largest - shift), weight = fast_exp2(lse[j] - shift);
+      largest = most, total = total * kept + weight;
+#pragma unroll
+      for (int i = 0; i < kWidest / 32; ++i) sums[i] = sums[i] * kept + weight * found[j][i];
     }
   }
   if (lane == 0) maxima[warp] = largest, totals[warp] = total;

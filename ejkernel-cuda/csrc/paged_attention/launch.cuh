@@ -7,10 +7,8 @@
 
 namespace ejkernel::paged_attention {
 
-constexpr const char* kName = "paged_attention";
-
 template <typename T, typename S, int BLOCK>
-ffi::Error Attend(cudaStream_t stream, const Problem& problem, const Results& results, Knobs knobs) {
+ffi::Error AttendSized(cudaStream_t stream, const Problem& problem, const Results& results, Knobs knobs, int& workers) {
   auto kernel = attend<T, S, BLOCK>;
   const int64_t room = DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kScratchBytes;
   int stages = int(knobs.stages);
@@ -20,30 +18,24 @@ ffi::Error Attend(cudaStream_t stream, const Problem& problem, const Results& re
     return Invalid(kName, "heads of this size need " + std::to_string(shared) + " bytes of shared memory, the device has " +
                               std::to_string(room));
   }
-  const int workers = int(std::min(knobs.workers, ResidentWorkers(kernel, dim3(kThreads), shared, 1)));
+  workers = int(std::min(knobs.workers, ResidentWorkers(kernel, dim3(kThreads), shared, 1)));
   kernel<<<unsigned(workers), kThreads, size_t(shared), stream>>>(problem, results, workers, stages);
-  EJKERNEL_TRY(CheckLaunch(kName, "keys"));
-  const int64_t rows = problem.batch * problem.requests.tokens * problem.heads;
-  merge<T><<<unsigned(rows), kThreads, 0, stream>>>(problem, results, workers);
-  return CheckLaunch(kName, "merge");
+  return CheckLaunch(kName, "keys");
 }
 
 template <typename T, typename S>
-ffi::Error Sized(cudaStream_t stream, const Problem& problem, const Results& results, Knobs knobs) {
+ffi::Error Attend(cudaStream_t stream, const Problem& problem, const Results& results, Knobs knobs, int& workers) {
   const int widest = std::max(problem.key.size, problem.value.size);
-  if (widest <= 64) return Attend<T, S, 64>(stream, problem, results, knobs);
-  if (widest <= 128) return Attend<T, S, 128>(stream, problem, results, knobs);
-  return Attend<T, S, kWidest>(stream, problem, results, knobs);
+  if (widest <= 64) return AttendSized<T, S, 64>(stream, problem, results, knobs, workers);
+  if (widest <= 128) return AttendSized<T, S, 128>(stream, problem, results, knobs, workers);
+  return AttendSized<T, S, kWidest>(stream, problem, results, knobs, workers);
 }
 
 template <typename T>
-ffi::Error Run(cudaStream_t stream, ffi::DataType stored, const Problem& problem, const Results& results, Knobs knobs) {
-  switch (stored) {
-    case ffi::S8: return Sized<T, Int8>(stream, problem, results, knobs);
-    case ffi::F8E4M3FN: return Sized<T, E4M3>(stream, problem, results, knobs);
-    case ffi::F8E5M2: return Sized<T, E5M2>(stream, problem, results, knobs);
-    default: return Sized<T, T>(stream, problem, results, knobs);
-  }
+ffi::Error Merge(cudaStream_t stream, const Problem& problem, const Results& results, int workers) {
+  const int64_t rows = problem.batch * problem.requests.tokens * problem.heads;
+  merge<T><<<unsigned(rows), kThreads, 0, stream>>>(problem, results, workers);
+  return CheckLaunch(kName, "merge");
 }
 
 }  // namespace ejkernel::paged_attention

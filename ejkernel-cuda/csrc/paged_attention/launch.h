@@ -1,4 +1,4 @@
-// Launches by type of queries, each type's kernels compiled on their own (bfloat16.cu, float16.cu).
+// Launches by types, which are compiled on their own (bfloat16.cu, float16.cu, bytes.cu).
 #pragma once
 
 #include "check_pages.h"
@@ -6,12 +6,19 @@
 
 namespace ejkernel::paged_attention {
 
+constexpr const char* kName = "paged_attention";
+
 struct Knobs {
   int64_t stages, workers;
 };
 
-// Pages hold `stored`: T itself or a one-byte type.
+// Products are of T and pages hold S, T itself or a one-byte type, beside which T is float16. `workers` says how many there
+// were.
+template <typename T, typename S>
+ffi::Error Attend(cudaStream_t stream, const Problem& problem, const Results& results, Knobs knobs, int& workers);
+
+// Queries and results are of T.
 template <typename T>
-ffi::Error Run(cudaStream_t stream, ffi::DataType stored, const Problem& problem, const Results& results, Knobs knobs);
+ffi::Error Merge(cudaStream_t stream, const Problem& problem, const Results& results, int workers);
 
 }  // namespace ejkernel::paged_attention

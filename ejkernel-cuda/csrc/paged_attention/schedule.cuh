@@ -32,6 +32,7 @@ struct Problem {
   int window;                               // 0 for none
   float scale, soft_cap;                    // soft_cap 0 for none
   bool causal;
+  bool is_bf16;  // queries and results, else float16
 
   __device__ int group() const { return heads / key_heads; }
   __device__ int all_requests() const { return batch * int(requests.requests); }

@@ -30,8 +30,9 @@ template <int BYTES, int ROW_BYTES>
 __device__ inline void copy_rows(char* to, const char* from, int64_t at, int row_bytes, bool packed, int lane) {
   constexpr int kChunks = ROW_BYTES / kAccess;
   if (packed) {
-#pragma unroll
-    for (int i = 0; i < kKeys * kChunks / 32; ++i) {
+    constexpr int kCopies = kKeys * kChunks / 32, kTogether = kCopies > 8 ? 4 : kCopies;  // wide heads leave few registers
+#pragma unroll kTogether
+    for (int i = 0; i < kCopies; ++i) {
       const int row = (i * 32 + lane) / kChunks, chunk = lane % kChunks;
       const int64_t row_at = __shfl_sync(kWarp, at, row);
       const bool there = row_at >= 0 && chunk * kAccess < row_bytes;
@@ -57,23 +58,18 @@ __device__ inline uint32_t pair_of(float first, float second) {
   return __builtin_bit_cast(uint32_t, rounded<T, 2>(values));
 }
 
-// Two stored bytes as numbers of T; all of them are such numbers.
-template <typename T, typename S>
+// Two stored bytes as float16, which has all that such bytes can mean.
+template <typename S>
 __device__ inline uint32_t widened(uint32_t first, uint32_t second) {
   if constexpr (std::is_same_v<S, Int8>) {
     // A float between 2^23 and 2^24 has a whole number for its fraction.
     const auto number = [](uint32_t byte) { return __builtin_bit_cast(float, 0x4b000000u | (byte ^ 0x80u)) - 8388736.f; };
-    return pair_of<T>(number(first), number(second));
+    return pair_of<__half>(number(first), number(second));
   } else {
     constexpr auto kKind = std::is_same_v<S, E4M3> ? __NV_E4M3 : __NV_E5M2;
     const auto both = static_cast<__nv_fp8x2_storage_t>(first | second << 8);
     const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(both, kKind);
-    if constexpr (std::is_same_v<T, __half>) {
-      return __builtin_bit_cast(uint32_t, halves);
-    } else {
-      const float2 floats = __half22float2(__half2(halves));
-      return pair_of<T>(floats.x, floats.y);
-    }
+    return __builtin_bit_cast(uint32_t, halves);
   }
 }
 
@@ -86,6 +82,7 @@ struct Tile {
   static constexpr int kRowBytes = BLOCK * int(sizeof(S));
   static constexpr int kBytes = kKeys * kRowBytes;
   static constexpr bool kIsBytes = sizeof(S) == 1;
+  static_assert(!kIsBytes || std::is_same_v<T, __half>);
 
   // The channel of a query's pair `half` (0, 1) in the `step`-th 16 columns.
   static __device__ int query_channel(int step, int half, int lane) {
@@ -108,8 +105,8 @@ struct Tile {
         load_matrices(found, keys + place<kRowBytes>(lane % 16, step + lane / 16));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const uint32_t low = widened<T, S>(byte_of(found[i], 0), byte_of(found[i], 1));
-          const uint32_t high = widened<T, S>(byte_of(found[i], 2), byte_of(found[i], 3));
+          const uint32_t low = widened<S>(byte_of(found[i], 0), byte_of(found[i], 1));
+          const uint32_t high = widened<S>(byte_of(found[i], 2), byte_of(found[i], 3));
           multiply_add<T>(products[i % 2], queries(step + i / 2).data, low, high);
         }
       }
@@ -137,8 +134,8 @@ struct Tile {
         if constexpr (kIsBytes) {
 #pragma unroll
           for (int odd = 0; odd < 2; ++odd) {
-            multiply_add<T>(sums[4 * i + 2 * half + odd], weights, widened<T, S>(byte_of(low, odd), byte_of(low, odd + 2)),
-                            widened<T, S>(byte_of(high, odd), byte_of(high, odd + 2)));
+            multiply_add<T>(sums[4 * i + 2 * half + odd], weights, widened<S>(byte_of(low, odd), byte_of(low, odd + 2)),
+                            widened<S>(byte_of(high, odd), byte_of(high, odd + 2)));
           }
         } else {
           multiply_add<T>(sums[2 * i + half], weights, low, high);

@@ -8,34 +8,34 @@ using namespace ejkernel::paged_attention;
 
 namespace {
 
-using Decode = void(const Problem&, const Results&, int workers, int stages);
+using Run = void(const Problem&, const Results&, int workers, int stages);
 
 template <typename T, typename S, int BLOCK>
-void decode(const Problem& problem, const Results& results, int workers, int stages) {
+void run(const Problem& problem, const Results& results, int workers, int stages) {
   host::launch(
       unsigned(workers), {kThreads, 1}, 1, [&] { attend<T, S, BLOCK>(problem, results, workers, stages); },
       shared_bytes<S, BLOCK>(stages));
-  host::launch(unsigned(problem.batch * problem.requests.tokens * problem.heads), {kThreads, 1}, 1,
-               [&] { merge<T>(problem, results, workers); });
+  host::launch(unsigned(problem.batch * problem.requests.tokens * problem.heads), {kThreads, 1}, 1, [&] {
+    problem.is_bf16 ? merge<__nv_bfloat16>(problem, results, workers) : merge<__half>(problem, results, workers);
+  });
 }
 
-// Queries of T, pages of the same and of each one-byte type, by room for 64, 128 and 256 elements of a head; not all of those
-// that a device has.
-using Bf16 = __nv_bfloat16;
-using Fp16 = __half;
-constexpr Decode* kDecode[2][4][3] = {
-    {{decode<Bf16, Bf16, 64>, decode<Bf16, Bf16, 128>, decode<Bf16, Bf16, 256>},
-     {decode<Bf16, Int8, 64>, decode<Bf16, Int8, 128>},
-     {decode<Bf16, E4M3, 64>, nullptr, decode<Bf16, E4M3, 256>},
-     {decode<Bf16, E5M2, 64>}},
-    {{decode<Fp16, Fp16, 64>}, {decode<Fp16, Int8, 64>}, {decode<Fp16, E4M3, 64>}, {decode<Fp16, E5M2, 64>}}};
+// By room for 64, 128 and 256 elements of a head.
+template <typename T, typename S>
+constexpr Run* kSized[3] = {run<T, S, 64>, run<T, S, 128>, run<T, S, 256>};
 
 }  // namespace
 
-// Whether there is such a kernel here; it has run then.
-EXPORT bool paged_attention_forward(int type, int stored, int width, const Problem& problem, const Results& results,
-                                    int workers, int stages) {
-  const auto kernel = kDecode[type][stored][width];
-  if (kernel) kernel(problem, results, workers, stages);
-  return kernel != nullptr;
+// Pages hold `stored`: 0 the queries' type, 1 int8, 2 float8_e4m3fn, 3 float8_e5m2.
+EXPORT void paged_attention_forward(int stored, int width, const Problem& problem, const Results& results, int workers,
+                                    int stages) {
+  const auto choose = [&]() -> Run* const* {
+    switch (stored) {
+      case 0: return problem.is_bf16 ? kSized<__nv_bfloat16, __nv_bfloat16> : kSized<__half, __half>;
+      case 1: return kSized<__half, Int8>;
+      case 2: return kSized<__half, E4M3>;
+      default: return kSized<__half, E5M2>;
+    }
+  };
+  choose()[width](problem, results, workers, stages);
 }
