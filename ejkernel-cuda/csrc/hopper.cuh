@@ -83,7 +83,7 @@ EJKERNEL_INLINE void prefetch_map(const TensorMap& map) {
 // Begin to copy a box to shared memory, zeros where it passes the end of the array; its bytes, all of them, go to the barrier.
 EJKERNEL_INLINE void load_box(void* to, const TensorMap& map, Arrivals* barrier, int column, int row, int head, int batch) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %5, %4, %6}], [%2];" ::
           "r"(shared_address(to)),
       "l"(reinterpret_cast<uint64_t>(&map)), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
@@ -91,7 +91,7 @@ EJKERNEL_INLINE void load_box(void* to, const TensorMap& map, Arrivals* barrier,
 
 // Begin to copy a box from shared memory; what passes the end of the array is dropped.
 EJKERNEL_INLINE void store_box(const TensorMap& map, const void* from, int column, int row, int head, int batch) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %4, %3, %5}], [%1];" ::"l"(
                    reinterpret_cast<uint64_t>(&map)),
                "r"(shared_address(from)), "r"(column), "r"(row), "r"(head), "r"(batch)
                : "memory");

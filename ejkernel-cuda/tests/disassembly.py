@@ -131,7 +131,6 @@ def main() -> int:
     if given.out:
         version = re.search(r"V([\d.]+)", _run("--version"))
         document = {
-            "library": _library.PATH.stat().st_size,
             "disassembler": version and version[1],
             "kernels": [dataclasses.asdict(kernel) for kernel in found],
         }

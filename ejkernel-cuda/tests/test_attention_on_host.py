@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
+import pathlib
+import subprocess
 
 import host_attention
 import host_calls
@@ -231,3 +233,46 @@ def test_cases(case, dtype, monkeypatch):
 
 
 PLAIN = "plain tails gqa mqa causal bottom-right window value-size head-size scale lse no- one-"
+
+
+def told(tmp_path, *, driver=True, result=0):
+    """What the driver is told of an array, and the error that comes back."""
+    built = tmp_path / "tensor_map.so"
+    folder = pathlib.Path(__file__).parent
+    includes = [f"-I{place}" for place in (folder.parent / "csrc", jax.ffi.include_dir(), host_kernels.cuda_headers())]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-fno-gnu-unique",
+        "-shared",
+        "-fPIC",
+        *includes,
+        "-o",
+        built,
+        folder / "host" / "tensor_map.cc",
+    ]
+    subprocess.run(command, check=True)
+    facts, message = (ctypes.c_uint64 * 16)(), ctypes.create_string_buffer(300)
+    sizes = map(ctypes.c_int64, (96, 1000, 8, 3))
+    flags = ctypes.c_bool(driver), result, ctypes.c_bool(True)
+    failed = ctypes.CDLL(str(built)).make_map(
+        *flags, ctypes.c_void_p(1 << 40), *sizes, 176, facts, message, ctypes.c_int64(300)
+    )
+    return failed, list(facts)[:13], message.value.decode()
+
+
+def test_what_the_driver_is_told(tmp_path):
+    """Of [3, 1000, 8, 96]: columns, heads, tokens, batch; strides in bytes that grow; boxes of tokens of one head."""
+    failed, facts, _ = told(tmp_path)
+    assert not failed
+    assert facts == [1, 1 << 40, *(96, 8, 1000, 3), *(192, 1536, 1536000), *(64, 1, 176, 1)]
+
+
+def test_errors_of_the_driver(tmp_path):
+    failed, _, message = told(tmp_path, result=1)
+    assert failed and message == "ejkernel_cuda test: the driver refuses to describe [3, 1000, 8, 96] in boxes of 176 (error 1)"
+
+
+def test_without_a_driver(tmp_path):
+    failed, _, message = told(tmp_path, driver=False)
+    assert failed and "NVIDIA's driver has no cuTensorMapEncodeTiled" in message

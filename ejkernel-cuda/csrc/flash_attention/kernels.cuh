@@ -17,7 +17,7 @@
 namespace ejkernel::flash_attention {
 
 struct Arguments {
-  TensorMap query, key, value, out;  // [batch, heads, length, size] in any order of memory; boxes of a panel's columns
+  TensorMap query, key, value, out;  // [batch, length, heads, size], in boxes of tokens of one head and a panel's columns
   float* lse;                        // [batch, queries, heads], natural logarithm; null where nobody wants it
   Rules rules;
   Order order;
@@ -165,8 +165,9 @@ struct Consumer {
   // not finite become 0, as core's reference has it. All consumers of the block do the same to it, each before its own product.
   EJKERNEL_INLINE void clean_values(int first, int tile, int count) const {
     const Rules& rules = arguments.rules;
+    const int block = first - consumer * kRows;
     const int start = tile * S::kBlockK, end = smaller(start + S::kBlockK, rules.keys);
-    if (!rules.hides(first, first + kRows - 1, start, end)) return;
+    if (!rules.hides(block, block + S::kBlockQ - 1, start, end)) return;
     uint4* words = reinterpret_cast<uint4*>(shared.value(slot_of<S>(count)));
     constexpr int kWords = S::kTileBytes / int(sizeof(uint4));
     bool bad = false;

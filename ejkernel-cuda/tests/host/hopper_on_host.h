@@ -335,12 +335,17 @@ inline void commit_products() {
 template <int OPEN>
 inline void await_products() {
   auto& own = host::thread();
+  // Others run on meanwhile, over what is still to be read if they may.
+  if (own.groups.size() > OPEN && host::hopper().chance() % 4 == 0) {
+    for (int i = 0; i < 6; ++i) host::yield();
+  }
   for (; own.groups.size() > OPEN; own.groups.pop_front()) {
     for (const auto& issue : own.groups.front()) {
       if (issue.element) host::compute(issue);
       host::retire(issue);
     }
   }
+  host::wait(host::block().warps[host::current->linear / 32].barrier, 32);  // a warp is done as one
 }
 
 template <int COUNT>

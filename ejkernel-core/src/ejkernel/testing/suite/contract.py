@@ -54,7 +54,10 @@ def test_supports_is_pure_and_total(operation_name: str, platform_name: str) -> 
 
 @pytest.mark.ejkernel_level("contract")
 def test_supports_predicts_lowering(operation_name: str, platform_name: str, full: bool) -> None:
-    """A target that `supports` admits can be lowered for, each phase that it admits, from whatever machine this is."""
+    """A target that `supports` admits can be lowered for, each phase that it admits, from whatever machine this is.
+
+    In float32, or in a half where only those are admitted.
+    """
     cases = cases_of(operation_name)
     lowered = 0
     for case in cases if full else cases[:_SAMPLE]:
