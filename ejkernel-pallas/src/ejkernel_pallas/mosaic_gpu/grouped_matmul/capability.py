@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
+from ejkernel.operations.grouped_matmul.interface import FLOAT8, GroupedMatmulCall
 from ejkernel.plugin import Target
 from ejkernel_pallas.mosaic_gpu._call import HALVES, refusal
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import DEPTH
@@ -16,20 +16,24 @@ _SMALLEST = 64
 
 
 def supports_forward(call: GroupedMatmulCall, target: Target) -> str | None:
-    return _refusal(call, target)
+    problem = refusal(target, {"lhs": call.lhs, "rhs": call.rhs}, (*HALVES, *FLOAT8))
+    if not problem and call.in_float8 and not call.transpose_rhs:
+        remedy = "store [G, N, K] and pass transpose_rhs=True"
+        problem = f"rhs is {call.rhs.dtype} in [G, K, N], and the tensor cores read float8 along K only; {remedy}"
+    return problem or _refusal(call)
 
 
 def supports_backward(call: GroupedMatmulCall, target: Target) -> str | None:
-    return _refusal(call, target)
-
-
-def _refusal(call: GroupedMatmulCall, target: Target) -> str | None:
     problem = refusal(target, {"lhs": call.lhs, "rhs": call.rhs})
-    if problem:
-        return problem
-    if call.lhs.dtype != call.rhs.dtype:
+    if not problem and call.lhs_scale is not None:
+        problem = "lhs_scale is given, and the gradients here know no scales of rows"
+    return problem or _refusal(call)
+
+
+def _refusal(call: GroupedMatmulCall) -> str | None:
+    if call.lhs.dtype != call.rhs.dtype and not (call.in_float8 and call.rhs.dtype in FLOAT8):
         return f"lhs is {call.lhs.dtype} and rhs {call.rhs.dtype}: the tensor cores multiply one dtype"
-    for name in ("existing_out", "rhs_scale", "bias"):
+    for name in ("existing_out", "rhs_scale", "bias", "lhs_scale"):
         spec = getattr(call, name)
         if spec is not None and spec.dtype not in FLOATS:
             return f"{name} is {spec.dtype}, needs {', '.join(FLOATS)}"

@@ -1,6 +1,7 @@
 """Entry points of `grouped_matmul` on Hopper GPUs: two kernels, `rows` and `outer`, and what XLA does around them.
 
-The kernels take widths that are multiples of 64; others are padded with zeros first, at the cost of a copy.
+The kernels take widths that are multiples of 64, and in float8 K that are multiples of 128; others are padded with zeros first, at
+the cost of a copy.
 """
 
 from __future__ import annotations
@@ -21,29 +22,54 @@ from ejkernel.operations.grouped_matmul.phases import (
     multiplies_nothing,
 )
 from ejkernel_pallas.mosaic_gpu._call import HALVES
-from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import DEPTH, BackwardConfig, Tile
+from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import DEPTH, BackwardConfig, Tile, depth_of
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.outer import sum_products
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.rows import multiply_rows
 
 
-def _padded(values: Any, *axes: int) -> Any:
-    """Zeros up to whole steps along these axes."""
+def _padded(values: Any, *axes: int, unit: int = DEPTH) -> Any:
+    """Zeros up to whole units, at least one, along these axes."""
     widths = [(0, 0)] * values.ndim
     for axis in axes:
-        widths[axis] = (0, max(-(-values.shape[axis] // DEPTH), 1) * DEPTH - values.shape[axis])
+        widths[axis] = (0, max(-(-values.shape[axis] // unit), 1) * unit - values.shape[axis])
     return jnp.pad(values, widths) if any(after for _, after in widths) else values
 
 
 def _product(
-    lhs: Any, rhs: Any, bounds: Any, tile: Tile, dtype: Any, *, transposed: bool, scale: Any = None, bias: Any = None
+    lhs: Any,
+    rhs: Any,
+    bounds: Any,
+    tile: Tile,
+    dtype: Any,
+    *,
+    transposed: bool,
+    scale: Any = None,
+    bias: Any = None,
+    row_scale: Any = None,
 ) -> Any:
-    """`lhs [b, m, k]` times the matrices of its rows, `[b, m, n]`; scale is `[1 or b, g, 1 or n]`, bias `[1 or b, g, n]`."""
-    columns = rhs.shape[2 if transposed else 3]
+    """`lhs [b, m, k]` times the matrices of its rows, `[b, m, n]`.
+
+    scale is `[1 or b, g, 1 or n]`, bias `[1 or b, g, n]`, row_scale `[1 or b, 1 or m]`.
+    """
+    columns, depth = rhs.shape[2 if transposed else 3], depth_of(lhs.dtype)
     scale, bias = (
         None if values is None else _padded(jnp.broadcast_to(values, (*values.shape[:2], columns)), 2)
         for values in (scale, bias)
     )
-    out = multiply_rows(_padded(lhs, 2), _padded(rhs, 2, 3), bounds, tile, dtype, transposed=transposed, scale=scale, bias=bias)
+    if row_scale is not None:  # that of a row without a matrix may be NaN, and multiplies a zero
+        row_scale = jnp.where(rows_with_matrix(bounds, lhs.shape[1]), row_scale, 0)
+    across, along = (2, 3) if transposed else (3, 2)
+    out = multiply_rows(
+        _padded(lhs, 2, unit=depth),
+        _padded(_padded(rhs, across), along, unit=depth),
+        bounds,
+        tile,
+        dtype,
+        transposed=transposed,
+        scale=scale,
+        bias=bias,
+        row_scale=row_scale,
+    )
     return out[..., :columns]
 
 
@@ -60,6 +86,7 @@ def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, config: Tile) 
         transposed=call.transpose_rhs,
         scale=inputs.rhs_scale,
         bias=inputs.bias,
+        row_scale=inputs.lhs_scale,
     )
     if inputs.existing_out is not None:
         out = jnp.where(rows_with_matrix(bounds, call.lhs.shape[1])[..., None], out, inputs.existing_out)
