@@ -48,7 +48,7 @@ def _arrays(
         foreign = ((group < first) | (group >= first + count)) & poison
         lhs[foreign] = np.nan
         shape = (count, columns, inner) if transpose else (count, inner, columns)
-        arrays = {
+        arrays: dict[str, Any] = {
             "lhs": lhs.astype(jnp.dtype(left)),
             "rhs": _stored(rng.standard_normal(shape) / (1.0 if narrow else shrunk), stored),
             "group_sizes": np.array(sizes, np.int32),
@@ -78,7 +78,7 @@ def _float8(
     rows: int, inner: int, columns: int, sizes: tuple[int, ...], **changes: Any
 ) -> Callable[[np.random.Generator], Mapping[str, Any]]:
     """Both sides in e4m3, a scale for every row and every column, matrices `[G,N,K]`; with changes."""
-    usual = {"left": E4M3, "stored": E4M3, "scale": "column", "row_scale": "row", "transpose": True}
+    usual: dict[str, Any] = {"left": E4M3, "stored": E4M3, "scale": "column", "row_scale": "row", "transpose": True}
     return _arrays(rows, inner, columns, sizes, **{**usual, **changes})
 
 

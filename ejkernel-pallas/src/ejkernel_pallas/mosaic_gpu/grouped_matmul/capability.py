@@ -16,21 +16,22 @@ _SMALLEST = 64
 
 
 def supports_forward(call: GroupedMatmulCall, target: Target) -> str | None:
-    problem = refusal(target, {"lhs": call.lhs, "rhs": call.rhs}, (*HALVES, *FLOAT8))
-    if not problem and call.in_float8 and not call.transpose_rhs:
-        remedy = "store [G, N, K] and pass transpose_rhs=True"
-        problem = f"rhs is {call.rhs.dtype} in [G, K, N], and the tensor cores read float8 along K only; {remedy}"
-    return problem or _refusal(call)
+    return _refusal(call, target)
 
 
 def supports_backward(call: GroupedMatmulCall, target: Target) -> str | None:
-    problem = refusal(target, {"lhs": call.lhs, "rhs": call.rhs})
-    if not problem and call.lhs_scale is not None:
-        problem = "lhs_scale is given, and the gradients here know no scales of rows"
-    return problem or _refusal(call)
+    return _refusal(call, target)
 
 
-def _refusal(call: GroupedMatmulCall) -> str | None:
+def _refusal(call: GroupedMatmulCall, target: Target) -> str | None:
+    problem = refusal(target, {"lhs": call.lhs, "rhs": call.rhs}, (*HALVES, *FLOAT8))
+    if problem:
+        return problem
+    if call.in_float8 and not call.transpose_rhs:
+        remedy = "store [G, N, K] and pass transpose_rhs=True"
+        return f"rhs is {call.rhs.dtype} in [G, K, N], and the tensor cores read float8 along K only; {remedy}"
+    if call.lhs_scale is not None and not call.in_float8:
+        return f"lhs_scale is given beside lhs in {call.lhs.dtype}; kernels here scale rows of {' or '.join(FLOAT8)} only"
     if call.lhs.dtype != call.rhs.dtype and not (call.in_float8 and call.rhs.dtype in FLOAT8):
         return f"lhs is {call.lhs.dtype} and rhs {call.rhs.dtype}: the tensor cores multiply one dtype"
     for name in ("existing_out", "rhs_scale", "bias", "lhs_scale"):

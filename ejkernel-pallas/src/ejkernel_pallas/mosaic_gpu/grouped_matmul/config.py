@@ -110,8 +110,8 @@ class BackwardConfig:
     """A `Tile` for each kernel.
 
     Attributes:
-        lhs_*: of the gradient of lhs, a product of the cotangent with the matrices.
-        rhs_*: of the gradient of the matrices: rows and columns of a matrix as it is stored.
+        lhs_*: of the gradient of lhs, a product of the cotangent with the matrices; of float8, of the product without scales.
+        rhs_*: of the gradient of the matrices: rows and columns of a matrix as it is stored; of float8, of sums over rows.
     """
 
     lhs_block_m: int
@@ -171,6 +171,7 @@ def _product_of(call: GroupedMatmulCall, kind: str) -> _Product:
     """Of `kind` "forward", "lhs" or "rhs"."""
     batch, rows, inner = call.lhs.shape
     outer = kind == "rhs"
+    kind = "forward" if kind == "lhs" and call.in_float8 else kind
     high, wide = (call.columns, inner) if kind == "lhs" or (outer and call.transpose_rhs) else (inner, call.columns)
     mean = rows // max(call.group_sizes.shape[1], 1)
     return _Product(mean=mean, high=high if outer else batch * rows, wide=wide, outer=outer, promoted=call.in_float8)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.operations.grouped_matmul.groups import rows_with_matrix
+from ejkernel.operations.grouped_matmul.groups import matrix_of_rows, rows_with_matrix
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall, GroupedMatmulInputs, GroupedMatmulOutputs
 from ejkernel.operations.grouped_matmul.phases import (
     backward_by_products,
@@ -19,6 +19,7 @@ from ejkernel.operations.grouped_matmul.phases import (
     bounds_of_call,
     forward_of_nothing,
     gradient_like,
+    gradients_of,
     multiplies_nothing,
 )
 from ejkernel_pallas.mosaic_gpu._call import HALVES
@@ -103,6 +104,8 @@ def backward(
     grad = cotangents.out
     if multiplies_nothing(call):
         return backward_of_nothing(inputs, grad)
+    if call.in_float8:
+        return _backward_beside_float8(call, inputs, grad, config)
     return backward_by_products(
         call,
         inputs,
@@ -111,6 +114,36 @@ def backward(
         of_matrices=lambda bounds, grad: gradients_of_matrices(call, inputs, bounds, grad, config.tile_of_rhs),
         of_bias=lambda bounds, grad: gradient_like(inputs.bias, _row_sums(grad, bounds, config.tile_of_rhs)),
     )
+
+
+def _backward_beside_float8(
+    call: GroupedMatmulCall, inputs: GroupedMatmulInputs, grad: Any, config: BackwardConfig
+) -> GroupedMatmulInputs:
+    """Of scales, bias and what is there: float8 has no gradient. Those of scales need the product once more, unscaled."""
+    bounds = bounds_of_call(call, inputs)
+    found: dict[str, Any] = {}
+    held = rows_with_matrix(bounds, call.lhs.shape[1])[..., None]
+    scale, row_scale = inputs.rhs_scale, inputs.lhs_scale
+    if inputs.existing_out is not None:
+        found["existing_out"] = jnp.where(held, 0, grad)
+    if inputs.bias is not None:
+        found["bias"] = gradient_like(inputs.bias, _row_sums(grad, bounds, config.tile_of_rhs))
+    if scale is not None or row_scale is not None:
+        out = _product(inputs.lhs, inputs.rhs, bounds, config.tile_of_lhs, jnp.float32, transposed=call.transpose_rhs)
+        weighted = jnp.where(held, grad.astype(jnp.float32), 0) * out
+        if scale is not None:
+            by_row = weighted if row_scale is None else jnp.where(held, weighted * row_scale[..., None].astype(jnp.float32), 0)
+            found["rhs_scale"] = gradient_like(scale, _row_sums(by_row, bounds, config.tile_of_rhs))
+        if row_scale is not None:
+            by_column = weighted if scale is None else weighted * _scale_of_rows(scale, bounds, grad.shape)
+            found["lhs_scale"] = gradient_like(row_scale, jnp.sum(by_column, axis=2))
+    return gradients_of(found)
+
+
+def _scale_of_rows(scale: Any, bounds: Any, shape: tuple[int, ...]) -> Any:
+    """`[1 or b, g, 1 or n]` for every row, `[b, m, 1 or n]` in float32."""
+    scale = jnp.broadcast_to(scale, (shape[0], *scale.shape[1:]))
+    return jnp.take_along_axis(scale, matrix_of_rows(bounds, shape[1])[..., None], axis=1).astype(jnp.float32)
 
 
 def gradient_of_lhs(
