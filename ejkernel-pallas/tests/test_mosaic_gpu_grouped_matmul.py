@@ -378,7 +378,7 @@ def test_lowers_for_cuda(scale, transpose, dtype):
 
 @needs_cuda_part
 def test_float8_lowers_for_cuda():
-    """One kernel, which reads the arrays as they are; for gradients one more, two for sums over rows in float32, one for the bias."""
+    """One kernel, which reads the arrays as they are; gradients take one more, two for sums of float32, one for the bias."""
     arrays, _, options = problem(
         1024, 512, 768, (400, 300, 324), dtype=E4M3, transpose=True, scale="column", row_scale="row", bias=True
     )
