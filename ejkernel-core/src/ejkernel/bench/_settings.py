@@ -6,7 +6,7 @@ import dataclasses
 
 from ejkernel.errors import invalid, suggestion
 
-SIZES = {"cpu": "bench-cpu", "gpu": "bench", "gpu-float8": "bench-float8", "test": ""}
+SIZES = {"cpu": "bench-cpu", "gpu": "bench", "test": "", "gpu-float8": "bench-float8"}
 """The sizes of cases, and how those of each are tagged. Limits are those of the dtypes that are asked for, not of float8."""
 
 PHASES = ("forward", "backward", "forward+backward")
