@@ -112,11 +112,17 @@ def test_it_depends_on_the_call_and_the_phase(explained):
 
 def test_arrays_that_were_not_timed(explained):
     with_sinks, with_bias = attention(), products()
+    scaled_rows = products()
     with_sinks[1].update(softmax_aux="float32 16")
     with_bias[1].update(bias="bfloat16 8 14336")
-    for (forward, _), what in zip(explained(with_sinks, with_bias), ("sinks", "biases"), strict=True):
+    scaled_rows[1].update(lhs_scale="float32 8192")
+    calls = (with_sinks, with_bias, scaled_rows, products(dtype="float8_e4m3fn"))
+    whats = ("sinks", "biases", "scaled rows", "products of float8_e4m3fn")
+    for (forward, _), what in zip(explained(*calls), whats, strict=True):
         assert chosen(forward) == "triton"
         assert forward["pallas.mosaic_gpu"] == ["available", f"stands lower: {what} were not timed"]
+        never_run = what in whats[2:]
+        assert [*forward].index("xla") == (1 if never_run else 2), what
 
 
 def test_what_was_not_timed_stands_below_the_portable_platform_and_what_loses_to_another_does_not(explained):

@@ -330,6 +330,8 @@ def test_supports_refuses_with_numbers():
     assert "rhs is float8_e4m3fnuz" in ask(rhs=ArraySpec((1, 8, 4096, 14336), "float8_e4m3fnuz"))
     assert "rhs_scale is float64" in ask(rhs_scale=ArraySpec((1, 8, 1), "float64"))
     assert "bias is float16" in ask(bias=ArraySpec((1, 8, 14336), "float16"))
+    assert "lhs is float8_e4m3fn" in ask(dtype="float8_e4m3fn", preferred_element_type="bfloat16")
+    assert "lhs_scale is given" in ask(lhs_scale=ArraySpec((1, 8192), "float32"))
     assert "existing_out is float16" in ask(existing_out=ArraySpec((1, 8192, 14336), "float16"))
     assert "preferred_element_type is float16" in ask(preferred_element_type="float16")
     assert "24584 work items, at most 24576" in ask(rows=24576 * 1024)

@@ -38,22 +38,28 @@ def problems(draw: Any, rows: Any = ROWS, sides: Any = SIDES) -> Drawn:
     sizes = np.diff(np.sort(np.concatenate([[0], rng.integers(0, used + 1, groups - 1), [used]])))
     transpose = draw(st.booleans())
     shape = (count, columns, inner) if transpose else (count, inner, columns)
+    stored = draw(st.sampled_from(("float32", "int8", "float8_e4m3fn")))
+    narrow = stored == "float8_e4m3fn" and draw(st.booleans())
     arrays: dict[str, Any] = {
-        "lhs": rng.standard_normal((total, inner)).astype(np.float32),
-        "rhs": _stored(rng.standard_normal(shape) / inner**0.5, draw(st.sampled_from(("float32", "int8", "float8_e4m3fn")))),
+        "lhs": rng.standard_normal((total, inner)).astype(jnp.float8_e5m2 if narrow else np.float32),
+        "rhs": _stored(rng.standard_normal(shape) / inner**0.5, stored),
         "group_sizes": sizes.astype(np.int32),
     }
     if offset is not None:
         arrays["group_offset"] = np.array(offset, np.int32)
-    if draw(st.booleans()):
+    if not narrow and draw(st.booleans()):
         arrays["existing_out"] = rng.standard_normal((total, columns)).astype(np.float32)
     scale = draw(st.sampled_from((None, (count,), (count, columns))))
     if scale is not None:
         arrays["rhs_scale"] = rng.standard_normal(scale).astype(np.float32)
     if draw(st.booleans()):
         arrays["bias"] = rng.standard_normal((count, columns)).astype(np.float32)
+    row_scale = draw(st.sampled_from((None, (), (total,))))
+    if row_scale is not None:
+        arrays["lhs_scale"] = np.asarray(rng.standard_normal(row_scale), np.float32)
     config = draw(maybe(st.builds(GroupedMatmulConfig, st.sampled_from((1, 4)), st.sampled_from((1, 3)))))
-    return Drawn(arrays, {"transpose_rhs": transpose}, config)
+    options = {"transpose_rhs": transpose, **({"preferred_element_type": "float32"} if narrow else {})}
+    return Drawn(arrays, options, config)
 
 
 def _stored(values: np.ndarray, dtype: str) -> np.ndarray:

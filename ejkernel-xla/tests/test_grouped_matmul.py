@@ -85,3 +85,44 @@ def test_shards_of_groups_add_up_inside_a_traced_offset() -> None:
     np.testing.assert_array_equal(shard(2)[:4], 0)
     chained = ejkernel.grouped_matmul(lhs, rhs[2:], sizes, group_offset=2, existing_out=shard(0))
     assert_close(chained, jax.lax.ragged_dot(lhs, rhs, sizes), 1e-6)
+
+
+def test_float8_is_exact_and_rounds_once() -> None:
+    """Sums of float8 products are those of float64 to float32's rounding; results are bfloat16 unless asked for otherwise."""
+    rng = np.random.default_rng(0)
+    lhs = jnp.asarray(rng.standard_normal((9, 300)), jnp.float8_e4m3fn)
+    rhs = jnp.asarray(rng.standard_normal((2, 5, 300)), jnp.float8_e5m2)
+    rows, columns = (jnp.asarray(rng.uniform(0.01, 0.1, shape), jnp.float32) for shape in (9, (2, 5)))
+    sizes = jnp.array([4, 3])
+
+    def product(existing: Any = None, scale: Any = rows, **options: Any) -> Any:
+        return ejkernel.grouped_matmul(
+            lhs, rhs, sizes, lhs_scale=scale, rhs_scale=columns, existing_out=existing, transpose_rhs=True, **options
+        )
+
+    wide = [np.asarray(value, np.float64) for value in (lhs, rhs, rows, columns)]
+    wanted = np.zeros((9, 5))
+    for group, own in enumerate((slice(0, 4), slice(4, 7))):
+        wanted[own] = wide[0][own] @ wide[1][group].T * wide[2][own, None] * wide[3][group]
+    exact = product(preferred_element_type=jnp.float32)
+    assert_close(exact, wanted, 3e-7)
+    assert product().dtype == jnp.bfloat16
+    np.testing.assert_array_equal(product(), exact.astype(jnp.bfloat16))
+    added = product(jnp.full((9, 5), 7, jnp.bfloat16))
+    np.testing.assert_array_equal(added[7:], 7)
+    halved = product(scale=0.5, preferred_element_type="float32")
+    assert_close(halved, wanted / (2 * wide[2][:, None]), 3e-7)
+
+
+def test_gradients_of_a_product_in_float8_are_those_of_scales_bias_and_what_is_there() -> None:
+    lhs, rhs = (jnp.ones(shape, jnp.float8_e4m3fn) for shape in ((4, 8), (2, 8, 3)))
+    about = {"lhs_scale": jnp.float32(2), "rhs_scale": jnp.ones(2), "bias": jnp.ones((2, 3)), "existing_out": jnp.ones((4, 3))}
+
+    def loss(about: Any) -> Any:
+        return jnp.sum(ejkernel.grouped_matmul(lhs, rhs, jnp.array([2, 1]), preferred_element_type="float32", **about))
+
+    found = jax.jit(jax.grad(loss))(about)
+    np.testing.assert_array_equal(found["lhs_scale"], 3 * 8 * 3)
+    np.testing.assert_array_equal(found["rhs_scale"], [2 * 2 * 8 * 3, 2 * 8 * 3])
+    np.testing.assert_array_equal(found["bias"], [[2] * 3, [1] * 3])
+    np.testing.assert_array_equal(found["existing_out"].sum(axis=1), [0, 0, 0, 3])

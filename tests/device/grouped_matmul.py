@@ -48,6 +48,7 @@ class Problem:
     transpose: bool = False
     stored: str = ""
     scale: str = ""
+    row_scale: bool = False
     bias: bool = False
     existing: bool = False
     offset: int | None = None
@@ -63,17 +64,23 @@ class Problem:
         return 2.0 * sum(self.sizes) * self.inner * self.columns
 
     @property
+    def narrow(self) -> bool:
+        """Whether both sides are float8, and results bfloat16."""
+        return jnp.dtype(self.dtype).itemsize == 1
+
+    @property
     def bytes(self) -> float:
         matrices = sum(size > 0 for size in self.sizes) * self.inner * self.columns
-        return 2.0 * (matrices + self.count * (self.inner + self.columns))
+        return (1.0 if self.narrow else 2.0) * (matrices + self.count * self.inner) + 2.0 * self.count * self.columns
 
     def build(self, seed: int = 0, *, poison: bool = False) -> tuple[Any, Any, Any]:
         """The call, its inputs and a cotangent; with `poison`, rows without a matrix hold NaN."""
-        keys = jax.random.split(jax.random.key(seed), 6)
+        keys = jax.random.split(jax.random.key(seed), 7)
         held = self.held or len(self.sizes)
 
         def normal(i: int, *shape: int, dtype: str = self.dtype) -> Any:
-            return jax.jit(jax.random.normal, static_argnums=(1, 2))(keys[i], shape, jnp.dtype(dtype))
+            drawn = jnp.dtype("bfloat16" if jnp.dtype(dtype).itemsize == 1 else dtype)
+            return jax.jit(lambda key: jax.random.normal(key, shape, drawn).astype(dtype))(keys[i])
 
         lhs = normal(0, self.count, self.inner)
         if poison:
@@ -82,18 +89,25 @@ class Problem:
             foreign = (group < first) | (group >= min(first + held, len(self.sizes)))
             lhs = jnp.where(foreign[:, None], jnp.nan, lhs)
         rhs = normal(1, held, *((self.columns, self.inner) if self.transpose else (self.inner, self.columns)))
-        if self.stored:
+        if self.stored and self.narrow:
+            rhs = rhs.astype(self.stored)
+        elif self.stored:
             rhs = (rhs.astype(jnp.float32) * 32).clip(-127, 127).astype(self.stored)
         arrays: dict[str, Any] = {"lhs": lhs, "rhs": rhs, "group_sizes": jnp.array(self.sizes, jnp.int32)}
         if self.offset is not None:
             arrays["group_offset"] = jnp.int32(self.offset)
-        dtype = dict(self.options).get("preferred_element_type", self.dtype)
+        other = "bfloat16" if self.narrow else self.dtype
+        dtype = dict(self.options).get("preferred_element_type", other)
         if self.existing:
             arrays["existing_out"] = normal(2, self.count, self.columns, dtype=dtype)
         if self.scale:
-            arrays["rhs_scale"] = 1 + normal(3, held, *((self.columns,) if self.scale == "column" else ())) / 4
+            wide = (self.columns,) if self.scale == "column" else ()
+            arrays["rhs_scale"] = 1 + normal(3, held, *wide, dtype="float32" if self.narrow else self.dtype) / 4
+        if self.row_scale:
+            arrays["lhs_scale"] = (1 + normal(6, self.count, dtype="float32") / 4) / self.inner**0.5
+            arrays["lhs_scale"] = jnp.where(foreign, jnp.nan, arrays["lhs_scale"]) if poison else arrays["lhs_scale"]
         if self.bias:
-            arrays["bias"] = normal(4, held, self.columns)
+            arrays["bias"] = normal(4, held, self.columns, dtype=other)
         bound = OPERATION.canonicalise(**arrays, **dict(self.options), transpose_rhs=self.transpose)
         return bound.call, bound.inputs, normal(5, 1, self.count, self.columns, dtype=dtype)
 
@@ -301,7 +315,8 @@ def deviation(got: Any, wanted: Any) -> Any:
 
 
 def row_of(name: str, problem: Problem, phase: str, seconds: float) -> dict[str, Any]:
-    limit = max(problem.flops / PRODUCTS, problem.bytes / BANDWIDTH)
+    rate = PRODUCTS * (2 if problem.narrow else 1)  # of float8 nothing was measured
+    limit = max(problem.flops / rate, problem.bytes / BANDWIDTH)
     return {
         "case": name, "phase": phase, "us": seconds * 1e6, "tflops": problem.flops / seconds / 1e12,
         "terabytes_per_second": problem.bytes / seconds / 1e12, "fraction": limit / seconds,
@@ -378,25 +393,56 @@ def time_torch(name: str, problem: Problem, save: Any) -> None:
         "rhs": lambda: torch._grouped_mm(lhs.T, grad, offs=ends),
     }
     for phase, function in ways.items():
-        try:
-            for _ in range(2):
-                function()
-            samples = []
-            for _ in range(5):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
-                for _ in range(3):
-                    function()
-                end.record()
-                samples.append((begin, end))
-            torch.cuda.synchronize()
-            seconds = statistics.median(a.elapsed_time(b) for a, b in samples) / 3e3
-            save("peers", {**row_of(name, problem, phase, seconds), "name": "torch._grouped_mm"})
-        except Exception as error:  # noqa: BLE001 - what a peer cannot do is a result
-            save(
-                "peers", {"case": name, "name": "torch._grouped_mm", "phase": phase, "failed": str(error).splitlines()[0][:150]}
-            )
+        time_torch_way(name, problem, phase, "torch._grouped_mm", function, save)
     torch.cuda.empty_cache()
+
+
+def time_torch_float8(name: str, problem: Problem, save: Any) -> None:
+    """With sums of the tensor cores promoted, as ours are, and without (`use_fast_accum`)."""
+    import torch
+
+    ends = torch.tensor(np.cumsum(problem.sizes), dtype=torch.int32, device="cuda")
+    groups, inner, columns = len(problem.sizes), problem.inner, problem.columns
+    lhs = torch.randn(problem.count, inner, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+    rhs = torch.randn(groups, columns, inner, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+    of_rows = torch.rand(problem.count, device="cuda")
+    of_columns = torch.rand(groups, columns, device="cuda")
+    for fast in (False, True):
+
+        def function(fast: bool = fast) -> Any:
+            return torch._scaled_grouped_mm(
+                lhs,
+                rhs.transpose(1, 2),
+                of_rows,
+                of_columns,
+                offs=ends,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=fast,
+            )
+
+        time_torch_way(name, problem, "forward", f"torch._scaled_grouped_mm{' fast' if fast else ''}", function, save)
+    torch.cuda.empty_cache()
+
+
+def time_torch_way(name: str, problem: Problem, phase: str, way: str, function: Any, save: Any) -> None:
+    import torch
+
+    try:
+        for _ in range(2):
+            function()
+        samples = []
+        for _ in range(5):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(3):
+                function()
+            end.record()
+            samples.append((begin, end))
+        torch.cuda.synchronize()
+        seconds = statistics.median(a.elapsed_time(b) for a, b in samples) / 3e3
+        save("peers", {**row_of(name, problem, phase, seconds), "name": way})
+    except Exception as error:  # noqa: BLE001 - what a peer cannot do is a result
+        save("peers", {"case": name, "name": way, "phase": phase, "failed": str(error).splitlines()[0][:150]})
 
 
 def shown(value: Any) -> str:

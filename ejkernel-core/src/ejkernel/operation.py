@@ -37,6 +37,11 @@ class Call:
 
     save_residuals: bool = False
 
+    @property
+    def tolerated_as(self) -> str | None:
+        """The dtype to whose tolerances results are held, whatever their own; None: to those of their own."""
+        return None
+
 
 @dataclasses.dataclass(frozen=True)
 class Cost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -113,6 +114,36 @@ REFUSED: dict[str, list[Any]] = {
             {},
             ValueError,
             r"bias: got shape \(8,\), expected \(2, 8\) = \[G, N\]",
+        ),
+        (
+            (X[0, :, :3], X, G2, None, None, None, None, EIGHT),
+            {},
+            ValueError,
+            r"lhs_scale: got shape \(8,\), expected \(3,\) or \(\) = \[M\] or one number",
+        ),
+        (
+            (X[0, :, :3], X, G2, None, None, None, None, G2),
+            {},
+            TypeError,
+            "lhs_scale: got dtype int32, expected a floating type",
+        ),
+        (
+            (X[0, :, :3].astype(jnp.float8_e4m3fn), X, G2),
+            {},
+            TypeError,
+            "rhs: got dtype float32, expected float8_e4m3fn or float8_e5m2 beside lhs in float8_e4m3fn; or convert lhs",
+        ),
+        (
+            (X[0, :, :3].astype(jnp.float8_e4m3), X.astype(jnp.float8_e4m3fn), G2),
+            {},
+            TypeError,
+            "lhs: got dtype float8_e4m3, expected float32, bfloat16 or float16",
+        ),
+        (
+            (X[0, :, :3].astype(jnp.float8_e5m2), X.astype(jnp.float8_e4m3fn), G2),
+            {"preferred_element_type": jnp.float8_e5m2},
+            TypeError,
+            "preferred_element_type: got dtype float8_e5m2, expected float32, bfloat16 or float16",
         ),
     ],
     "layer_norm": _NORM,

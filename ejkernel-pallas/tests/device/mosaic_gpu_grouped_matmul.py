@@ -4,8 +4,11 @@
 
 The problems, the measures and the peers in torch are those of `tests/device/grouped_matmul.py`. Small ragged problems, with NaN in
 rows without a matrix, are compared with the float64 reference; at the timed sizes every config with a product per group by cuBLAS.
-Times are device times (CUPTI), the tables of tiles that XLA computes included. `lhs` and `rhs` are the gradients. Writes
-`mosaic_gpu_grouped_matmul.json` and exits with 1 if any number is wrong.
+Times are device times (CUPTI), the tables of tiles that XLA computes included. `lhs` and `rhs` are the gradients. Cases named
+`-float8` have both sides in float8 and scales for rows and columns; they run forward only, beside `torch._scaled_grouped_mm` (with
+and without its promotion of sums), XLA's product in bfloat16 and our own kernel on the same problem in bfloat16. For comparison:
+DeepGEMM, whose scales are per block of 128, publishes 1.3 to 1.5 PFLOP/s. Writes `mosaic_gpu_grouped_matmul.json` and exits with 1
+if any number is wrong.
 """
 
 from __future__ import annotations
@@ -32,21 +35,40 @@ from ejkernel.operations.grouped_matmul import reference
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulOutputs
 from ejkernel.operations.grouped_matmul.phases import bounds_of_call
 from ejkernel.plugin import current_target
+from ejkernel.testing.tolerance import FORWARD
 from ejkernel_pallas.mosaic_gpu.grouped_matmul import capability, config, kernel
 
 BEGIN = time.monotonic()
 PHASES = shared.PHASES
 MAIN = ("8192-8", "32768-32", "131072-128")
 """Of these every config is timed."""
-CASES = (*MAIN, "8192-8-skewed", "131072-128-skewed", "8192-8-transposed", "8192-8-float32-out", "decode-8", "decode-128")
+NARROW = {"dtype": "float8_e4m3fn", "transpose": True, "scale": "column", "row_scale": True}
+FLOAT8 = {
+    f"{name}-float8": dataclasses.replace(shared.TIMES[name], **NARROW)
+    for name in (*MAIN, "8192-8-skewed", "decode-8", "decode-128")
+}
+TIMES = {**shared.TIMES, **FLOAT8}
+CASES = (
+    *FLOAT8,
+    *(*MAIN, "8192-8-skewed", "131072-128-skewed", "8192-8-transposed", "8192-8-float32-out", "decode-8", "decode-128"),
+)
 NUMBERS = {
     **shared.NUMBERS,
     "ragged-large": shared.Problem((300, 0, 1, 513, 64, 0, 150), 320, 448, rows=1100),
     "float16-scale": dataclasses.replace(shared.NUMBERS["ragged-float16"], scale="column", bias=True),
     "all-empty": shared.Problem((0, 0, 0), 128, 192, rows=40),
     "whole-tiles": shared.Problem((256, 512, 128), 256, 512),
+    "float8": shared.Problem(shared.RAGGED, 192, 320, rows=520, bias=True, **NARROW),
+    "float8-large": shared.Problem((300, 0, 1, 513, 64, 0, 150), 384, 448, rows=1100, **NARROW),
+    "float8-deep": shared.Problem((130, 0, 64, 200), 7168, 256, rows=400, **NARROW),
+    "float8-mixed": shared.Problem(
+        shared.RAGGED, 256, 264, rows=520, **{**NARROW, "dtype": "float8_e5m2"}, stored="float8_e4m3fn", offset=2, held=3
+    ),
+    "float8-float32-out": shared.Problem(
+        (130, 0, 64, 200), 7168, 256, existing=True, options=(("preferred_element_type", "float32"),), **NARROW
+    ),
 }
-EVERY = ("ragged-large",)
+EVERY = ("ragged-large", "float8-large")
 """Of these every config's numbers are looked at."""
 
 
@@ -97,7 +119,7 @@ def check_numbers(save: Any, budget: float) -> bool:
         gradients = reference.backward(
             call, shared.wide(inputs), wanted, GroupedMatmulOutputs(np.asarray(grad.astype(jnp.float32), np.float64))
         )
-        limit = {"float16": 1e-3}.get(problem.dtype, 6e-3)
+        limit = {"float16": 1e-3}.get(problem.dtype, FORWARD["bfloat16"].norm if problem.narrow else 6e-3)
         most = None if name in EVERY else 1
         runs: list[tuple[str, Any, Any, tuple[Any, ...]]] = [
             ("forward", choice, lambda i, c=choice, call=call: kernel.forward(call, i, c), (inputs,))
@@ -147,13 +169,15 @@ def runs_of(call: Any) -> dict[str, Any]:
 def time_configs(name: str, problem: Any, save: Any, *, every: bool) -> bool:
     call, inputs, grad = problem.build()
     passed = True
-    for phase in PHASES if not name.startswith("decode") else ("forward",):
+    for phase in phases_of(name, problem):
         run = runs_of(call)[phase]
         choices = config._space(config._product_of(call, phase), current_target())
         choices = choices if every else choices[:1]
         programs = compiled([(lambda i, g, c=c, run=run: run(i, g, c), (inputs, grad)) for c in choices])
         wanted = None
-        if name not in shared.UNCHECKED:
+        if problem.narrow and len({*problem.sizes}) == 1:
+            wanted = jax.jit(in_bfloat16)(inputs)
+        elif not problem.narrow and name not in shared.UNCHECKED:
             by_group = jax.jit(shared.by_group(problem, phase))
             wanted = by_group(inputs.lhs[0], inputs.rhs[0], grad[0].astype(problem.dtype))
         for choice, program in zip(choices, programs, strict=True):
@@ -171,6 +195,39 @@ def time_configs(name: str, problem: Any, save: Any, *, every: bool) -> bool:
                 {**shared.row_of(name, problem, phase, seconds), "config": brief(choice), "error": error, "parts": parts},
             )
     return passed
+
+
+def phases_of(name: str, problem: Any) -> tuple[str, ...]:
+    return ("forward",) if problem.narrow or name.startswith("decode") else PHASES
+
+
+def in_bfloat16(inputs: Any) -> Any:
+    """Groups of one size as one batched product of float8 values in bfloat16, which holds them, then scaled."""
+    count, columns, _ = inputs.rhs[0].shape
+    lhs = inputs.lhs[0].reshape(count, -1, inputs.lhs.shape[2]).astype(jnp.bfloat16)
+    out = jnp.matmul(lhs, inputs.rhs[0].mT.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    out = out * inputs.lhs_scale.reshape(count, -1, 1) * inputs.rhs_scale.reshape(count, 1, columns)
+    return out.astype(jnp.bfloat16).reshape(-1, columns)
+
+
+def time_float8_peers(name: str, problem: Any, save: Any) -> None:
+    _, inputs, _ = problem.build()
+    half = dataclasses.replace(problem, dtype="bfloat16", scale="", row_scale=False)
+    call, wide, _ = half.build()
+    tile = config.forward_heuristic(call, current_target())
+    ways: list[tuple[str, Any, Any]] = [("ours in bfloat16", lambda i: kernel.forward(call, i, tile).out, wide)]
+    if len({*problem.sizes}) == 1:
+        ways.append(("widened, by group", in_bfloat16, inputs))
+    for way, function, arguments in ways:
+        try:
+            seconds, _ = shared.device_times(jax.jit(function), (arguments,), 3)
+            save("peers", {**shared.row_of(name, problem, "forward", seconds), "name": way})
+        except Exception as error:  # noqa: BLE001 - what a peer cannot do is a result
+            save("peers", {"case": name, "name": way, "phase": "forward", "failed": first_line(error)})
+    try:
+        shared.time_torch_float8(name, problem, save)
+    except ImportError as error:
+        save("peers", {"case": name, "name": "torch._scaled_grouped_mm", "failed": first_line(error)})
 
 
 def time_peers(name: str, problem: Any, save: Any) -> None:
@@ -219,9 +276,8 @@ def main() -> int:
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     parser.add_argument("--parts", default="numbers,times,peers")
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument(
-        "--every", default=",".join(MAIN), help="cases of which every config is timed; of others the heuristic's"
-    )
+    fully = ",".join((*MAIN, *list(FLOAT8)[:3]))
+    parser.add_argument("--every", default=fully, help="cases of which every config is timed; of others the heuristic's")
     parser.add_argument("--budget", type=float, default=220.0, help="seconds after which nothing new is started")
     given = parser.parse_args()
     parts, every = given.parts.split(","), given.every.split(",")
@@ -238,11 +294,11 @@ def main() -> int:
         passed = check_numbers(save, given.budget / 2)
         print(f"numbers: {sum(row['passed'] for row in result['numbers'])} of {len(result['numbers'])} right", flush=True)
     for name in given.cases.split(","):
-        problem = shared.TIMES[name]
+        problem = TIMES[name]
         if "times" in parts and time.monotonic() - BEGIN < given.budget:
             passed &= time_configs(name, problem, save, every=name in every)
         if "peers" in parts and time.monotonic() - BEGIN < given.budget:
-            time_peers(name, problem, save)
+            (time_float8_peers if problem.narrow else time_peers)(name, problem, save)
     return 0 if passed else 1
 
 

@@ -6,8 +6,8 @@ import dataclasses
 
 from ejkernel.errors import invalid, suggestion
 
-SIZES = {"cpu": "bench-cpu", "gpu": "bench", "test": ""}
-"""The sizes of cases, and how those of each are tagged."""
+SIZES = {"cpu": "bench-cpu", "gpu": "bench", "test": "", "gpu-float8": "bench-float8"}
+"""The sizes of cases, and how those of each are tagged. Limits are those of the dtypes that are asked for, not of float8."""
 
 PHASES = ("forward", "backward", "forward+backward")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -19,7 +19,8 @@ class Settings:
 
     Attributes:
         operations: their names; none means all.
-        size: `"cpu"`, `"gpu"`, `"test"` (the small cases of the conformance suite), or `"auto"`: what the default device is.
+        size: `"cpu"`, `"gpu"`, `"gpu-float8"` (operands in float8), `"test"` (the small cases of the conformance suite), or
+            `"auto"`: what the default device is.
         case: a pattern, as of a shell, that names of cases match.
         dtypes: of the floating arrays; none means float32 on a CPU and bfloat16 elsewhere.
         phases: of `"forward"`, `"backward"` and `"forward+backward"`.

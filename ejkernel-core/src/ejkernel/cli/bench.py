@@ -19,7 +19,7 @@ def bench(
     operations: Annotated[
         list[str] | None, typer.Argument(metavar="[OPERATION]...", help="Operations; none means all.")
     ] = None,
-    size: Annotated[str, typer.Option(help="Of the cases: cpu, gpu, test, or auto: what this machine's device is.")] = "auto",
+    size: Annotated[str, typer.Option(help="Of the cases: cpu, gpu, gpu-float8, test, or auto: what this device is.")] = "auto",
     case: Annotated[str, typer.Option(help="Only cases whose names match this pattern.")] = "*",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16: one, or several with commas.")] = None,
     phase: Annotated[str, typer.Option(help="forward, backward, forward+backward: with commas.")] = "forward,backward",

@@ -25,28 +25,34 @@ def grouped_matmul(
     existing_out: jax.Array | None = None,
     rhs_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
+    lhs_scale: jax.Array | float | None = None,
     transpose_rhs: bool = False,
     precision: jax.lax.Precision | str | None = None,
     platform: PlatformChoice = None,
     cfg: Any = None,
 ) -> jax.Array:
-    """Rows in groups times a matrix per group: `out[i] = lhs[i] @ rhs[g] * rhs_scale[g] + bias[g]` for row i of group g.
+    """Rows in groups times a matrix per group.
+
+    For row i of group g, `out[i] = lhs[i] @ rhs[g] * lhs_scale[i] * rhs_scale[g] + bias[g]`.
 
     With `group_offset=o`, rhs holds the matrices of groups o, o + 1, ... alone (experts sharded over devices). Rows without a
     matrix, past the sum of the sizes or of groups held elsewhere, are 0 or those of existing_out, and take no part in any
-    gradient, whatever lhs holds there.
+    gradient, whatever lhs and lhs_scale hold there.
 
     Args:
-        lhs: `[M,K]`, float32, bfloat16 or float16.
+        lhs: `[M,K]`, float32, bfloat16 or float16; or float8_e4m3fn or float8_e5m2, where rhs is one of these two as well.
         rhs: `[G,K,N]`, or `[G,N,K]` with transpose_rhs. Its dtype may differ: the product is formed in the common dtype
             (bfloat16 with float32: float32) and summed in float32. int8 and float8 matrices are multiplied in the dtype of lhs,
-            which holds their values exactly, and have no gradient.
+            which holds their values exactly, and have no gradient. Products of float8 with float8 are exact; such a lhs has no
+            gradient either.
         group_sizes: integers `[G]`, >= 0, sum at most M; may be traced. `[S]` with S >= G beside group_offset.
-        preferred_element_type: dtype of the result; None = the dtype of the products.
+        preferred_element_type: dtype of the result, float32, bfloat16 or float16; None = the dtype of the products, and bfloat16
+            for float8 with float8.
         group_offset: integer, may be traced; None = 0.
         existing_out: `[M,N]` in the result's dtype: the rows that have no matrix.
         rhs_scale: `[G]`, or `[G,N]` for one number per column; multiplies the summed products in float32. None = 1.
-        bias: `[G,N]`; added in float32, to rows that have a matrix. None = 0.
+        bias: `[G,N]`; added in float32, after the scales, to rows that have a matrix. None = 0.
+        lhs_scale: `[M]`, or one number; multiplies the summed products in float32. None = 1.
         transpose_rhs: rhs is `[G,N,K]`.
         precision: of the products; None = full precision of the common dtype.
         platform: None or "auto", one platform, or several in order of preference.
@@ -72,6 +78,7 @@ def grouped_matmul(
             "existing_out": existing_out,
             "rhs_scale": rhs_scale,
             "bias": bias,
+            "lhs_scale": lhs_scale,
         },
         {"preferred_element_type": preferred_element_type, "transpose_rhs": transpose_rhs, "precision": precision},
         platform=platform,

@@ -17,8 +17,8 @@ class Case:
         name: unique within the operation, e.g. `"gqa-causal-tail"`.
         arrays: makes the array arguments of the operation's `canonicalise` from a random generator; NumPy, floats in float32.
         options: its other arguments.
-        tags: `"bench"` for problems of the size of an accelerator's benchmark, `"bench-cpu"` for a CPU's, `"extreme"` for those
-            beyond low-precision dtypes, and so on.
+        tags: `"bench"` for problems of the size of an accelerator's benchmark, `"bench-cpu"` for a CPU's, `"bench-float8"` for
+            an accelerator's with operands in float8, `"extreme"` for those beyond low-precision dtypes, and so on.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Case:
     @property
     def is_benchmark(self) -> bool:
         """Whether it is too large for tests."""
-        return not self.tags.isdisjoint({"bench", "bench-cpu"})
+        return not self.tags.isdisjoint({"bench", "bench-cpu", "bench-float8"})
 
 
 @dataclasses.dataclass(frozen=True)

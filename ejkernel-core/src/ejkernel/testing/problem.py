@@ -137,6 +137,11 @@ class Problem:
         return next((problem for problem in tried if problem.refusal() is None), self)
 
     @property
+    def held_to(self) -> str:
+        """The dtype whose tolerances hold."""
+        return self.bound.call.tolerated_as or self.dtype
+
+    @property
     def differentiable(self) -> dict[str, Any]:
         return self.owner.moving(self.bound.inputs)
 

@@ -140,7 +140,12 @@ class TuningProblem:
         """How far each result on the first arguments is from what is expected."""
         expected = self.expected[0]
         table = FORWARD if self.phase == "forward" else GRADIENT
-        return {name: _error(value, expected[name], table.get(str(value.dtype))) for name, value in results.items()}
+        coarse = self.request.call.tolerated_as
+
+        def tolerance(value: Any) -> Tolerance | None:
+            return table.get(coarse or str(value.dtype)) if str(value.dtype) in table else None
+
+        return {name: _error(value, expected[name], tolerance(value)) for name, value in results.items()}
 
     def _portable(self) -> list[Candidate]:
         from ejkernel._registry import kernel_registry

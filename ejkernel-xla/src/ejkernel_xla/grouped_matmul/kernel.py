@@ -84,11 +84,20 @@ class _Product:
     """One member of the batch: its tiles and how they are multiplied."""
 
     def __init__(
-        self, call: GroupedMatmulCall, config: GroupedMatmulConfig, rhs: Any, sizes: Any, offset: Any, scale: Any, bias: Any
+        self,
+        call: GroupedMatmulCall,
+        config: GroupedMatmulConfig,
+        rhs: Any,
+        sizes: Any,
+        offset: Any,
+        scale: Any,
+        bias: Any,
+        row_scale: Any,
     ) -> None:
-        """`scale [g, 1 or n]` and `bias [g, n]`, or None."""
+        """`scale [g, 1 or n]`, `bias [g, n]` and `row_scale [1 or m]`, or None."""
         rows = call.lhs.shape[1]
         self.scale, self.bias = scale, bias
+        self.row_scale = None if row_scale is None else jnp.broadcast_to(row_scale, rows)[:, None]
         self.config, self.rhs = config, rhs
         self.height = min(config.block_m, rows)
         self.transposed = call.transpose_rhs
@@ -102,10 +111,11 @@ class _Product:
 
     def forward(self, lhs: Any, dtype: Any, *, scaled: bool = True) -> Any:
         """Every row of lhs times its matrix, scaled and shifted if asked for; rows without a matrix hold anything."""
-        scale, bias = (self.scale, self.bias) if scaled else (None, None)
+        scale, bias, row_scale = (self.scale, self.bias, self.row_scale) if scaled else (None, None, None)
 
         def one(tile: _Tiles, block: Any, matrix: Any) -> Any:
             out = self._times(block, matrix, 1 if self.transposed else 0)
+            out = out if row_scale is None else out * _own_rows_of(row_scale, tile, self.height).astype(out.dtype)
             out = out if scale is None else out * scale[tile.matrix].astype(out.dtype)
             return (out if bias is None else out + bias[tile.matrix].astype(out.dtype)).astype(dtype)
 
@@ -115,11 +125,30 @@ class _Product:
         """Every row of grad, scaled, times its matrix transposed."""
 
         def one(tile: _Tiles, block: Any, matrix: Any) -> Any:
-            if self.scale is not None:
-                block = block.astype(accumulator(self.dtype)) * self.scale[tile.matrix].astype(accumulator(self.dtype))
-            return self._times(block, matrix, 0 if self.transposed else 1).astype(dtype)
+            return self._times(self._scaled(block, tile), matrix, 0 if self.transposed else 1).astype(dtype)
 
         return self._by_tiles(grad, one)
+
+    def gradient_of_row_scale(self, grad: Any, unscaled: Any) -> Any:
+        """Of every row `[m]`: the products that its scale multiplies, weighted by the cotangent; 0 without a matrix."""
+
+        def one(tile: _Tiles, block: Any, matrix: Any) -> Any:
+            products = _own_rows_of(unscaled, tile, self.height)
+            return jnp.sum(self._scaled(block, tile).astype(products.dtype) * products, axis=1, keepdims=True)
+
+        return jnp.where(self.rows.has_matrix, self._by_tiles(grad, one)[:, 0], 0)
+
+    def with_scales_of_rows(self, grad: Any) -> Any:
+        """The cotangent of the products that scales of matrices multiply."""
+        if self.row_scale is None:
+            return grad
+        return grad.astype(accumulator(self.dtype)) * self.row_scale.astype(accumulator(self.dtype))
+
+    def _scaled(self, block: Any, tile: _Tiles) -> Any:
+        """Rows of a cotangent times the scale of their matrix."""
+        if self.scale is None:
+            return block
+        return block.astype(accumulator(self.dtype)) * self.scale[tile.matrix].astype(accumulator(self.dtype))
 
     def _times(self, block: Any, matrix: Any, contracted: int) -> Any:
         return self.dot(block.astype(self.dtype), matrix.astype(self.dtype), (((1,), (contracted,)), ((), ())))
@@ -160,9 +189,9 @@ class _Product:
 
 
 def _over_batch(function: Any, inputs: GroupedMatmulInputs, *more: Any) -> Any:
-    """`function(lhs, rhs, sizes, offset, scale, bias, *more)` for every member of the batch; absent ones are None."""
+    """`function(lhs, rhs, sizes, offset, scale, bias, row_scale, *more)` for every member of the batch; absent ones are None."""
     offset = jnp.zeros(1, jnp.int32) if inputs.group_offset is None else inputs.group_offset
-    arrays = (inputs.lhs, inputs.rhs, inputs.group_sizes, offset, inputs.rhs_scale, inputs.bias, *more)
+    arrays = (inputs.lhs, inputs.rhs, inputs.group_sizes, offset, inputs.rhs_scale, inputs.bias, inputs.lhs_scale, *more)
     batch = inputs.lhs.shape[0]
     if batch == 1:
         return jax.tree.map(lambda leaf: leaf[None], function(*(None if array is None else array[0] for array in arrays)))
@@ -197,25 +226,33 @@ def backward(
     if multiplies_nothing(call):
         return backward_of_nothing(inputs, grad)
 
-    def one(lhs: Any, rhs: Any, sizes: Any, offset: Any, scale: Any, bias: Any, grad: Any) -> tuple[dict[str, Any], Any]:
-        product = _Product(call, config, rhs, sizes, offset, scale, bias)
-        found = {"lhs": product.gradient_of_lhs(grad, lhs.dtype)}
+    def one(lhs: Any, rhs: Any, *given: Any) -> tuple[dict[str, Any], Any]:
+        *about, grad = given
+        product = _Product(call, config, rhs, *about)
+        scale, bias, row_scale = product.scale, product.bias, product.row_scale
+        scaled = product.with_scales_of_rows(grad)
+        found: dict[str, Any] = {}
+        if has_gradient(lhs):
+            found["lhs"] = product.gradient_of_lhs(scaled, lhs.dtype)
         if has_gradient(rhs):
-            outer = product.outer(grad, lhs) if call.transpose_rhs else product.outer(lhs, grad)
+            outer = product.outer(scaled, lhs) if call.transpose_rhs else product.outer(lhs, scaled)
             if scale is not None:
                 outer = outer * (scale[:, :, None] if call.transpose_rhs else scale[:, None]).astype(outer.dtype)
             found["rhs"] = outer
-        if scale is not None:
+        if scale is not None or row_scale is not None:
             unscaled = product.forward(lhs, accumulator(product.dtype), scaled=False)
-            per_column = product.sums(grad.astype(unscaled.dtype) * unscaled)
-            found["rhs_scale"] = per_column
+            if scale is not None:
+                found["rhs_scale"] = product.sums(scaled.astype(unscaled.dtype) * unscaled)
+            if row_scale is not None:
+                found["lhs_scale"] = product.gradient_of_row_scale(grad, unscaled)
         if bias is not None:
             found["bias"] = product.sums(grad)
         return found, product.rows.has_matrix
 
     found, has_matrix = _over_batch(one, inputs, grad)
     has_matrix = has_matrix[..., None]
-    found["lhs"] = jnp.where(has_matrix, found["lhs"], 0)
+    if "lhs" in found:
+        found["lhs"] = jnp.where(has_matrix, found["lhs"], 0)
     gradients = {name: gradient_like(getattr(inputs, name), value) for name, value in found.items()}
     if existing is not None:
         gradients["existing_out"] = jnp.where(has_matrix, 0, grad)

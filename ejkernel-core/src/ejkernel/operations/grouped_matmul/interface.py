@@ -20,13 +20,16 @@ from ejkernel.operations._random import shares
 from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
 
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+"""Dtypes of lhs, beside those of two bytes and more, and then of rhs; the two sides may differ."""
+
 
 class GroupedMatmulInputs(NamedTuple):
     """lhs `[b, m, k]`; rhs `[1 or b, g, k, n]`, or `[1 or b, g, n, k]` with `transpose_rhs`.
 
     group_sizes int32 `[1 or b, s]`, s >= g: the rows of group 0 come first, then those of group 1. group_offset int32
     `[1 or b]` or None (0): rhs holds the matrices of the groups from group_offset on. existing_out `[b, m, n]` or None (zeros).
-    rhs_scale `[1 or b, g, 1 or n]` or None (1); bias `[1 or b, g, n]` or None (0).
+    rhs_scale `[1 or b, g, 1 or n]` or None (1); bias `[1 or b, g, n]` or None (0); lhs_scale `[1 or b, 1 or m]` or None (1).
     """
 
     lhs: Any
@@ -36,6 +39,7 @@ class GroupedMatmulInputs(NamedTuple):
     existing_out: Any = None
     rhs_scale: Any = None
     bias: Any = None
+    lhs_scale: Any = None
 
 
 class GroupedMatmulOutputs(NamedTuple):
@@ -61,6 +65,7 @@ class GroupedMatmulCall(Call):
     existing_out: ArraySpec | None = None
     rhs_scale: ArraySpec | None = None
     bias: ArraySpec | None = None
+    lhs_scale: ArraySpec | None = None
     preferred_element_type: str
     transpose_rhs: bool = False
     precision: str | None = None
@@ -72,23 +77,35 @@ class GroupedMatmulCall(Call):
 
     @property
     def product_dtype(self) -> str:
-        """The dtype in which lhs and rhs are multiplied: their common one, or that of lhs for int8 and float8 matrices."""
+        """The dtype in which lhs and rhs are multiplied: their common one, that of lhs for int8 and float8 matrices, or bfloat16,
+        which holds all their values, where both are float8."""
         return _common_dtype(self.lhs, self.rhs).name
+
+    @property
+    def in_float8(self) -> bool:
+        """Whether both sides are float8."""
+        return self.lhs.dtype in FLOAT8
+
+    @property
+    def tolerated_as(self) -> str | None:
+        """Tensor cores sum products of float8 in fewer bits than float32 has, which a result in float32 would show."""
+        return "bfloat16" if self.in_float8 else None
 
 
 class GroupedMatmul(Operation):
-    """`out_i = lhs_i . rhs_j * rhs_scale_j + bias_j`, j = g - group_offset, for row i of group g.
+    """`out_i = lhs_i . rhs_j * lhs_scale_i * rhs_scale_j + bias_j`, j = g - group_offset, for row i of group g.
 
     Rows whose group has no matrix are those of existing_out. Such rows, past the sum of the sizes or of groups held elsewhere,
-    take no part in any gradient, whatever lhs holds there. lhs and rhs are multiplied in `GroupedMatmulCall.product_dtype`
-    (bfloat16 with float32: float32; bfloat16 with int8: bfloat16), summed, scaled and shifted in float32.
+    take no part in any gradient, whatever lhs and lhs_scale hold there. lhs and rhs are multiplied in
+    `GroupedMatmulCall.product_dtype` (bfloat16 with float32: float32; bfloat16 with int8: bfloat16; float8 with float8: as if in
+    bfloat16, exactly), summed, scaled and shifted in float32.
     """
 
     name = "grouped_matmul"
     Call = GroupedMatmulCall
     Inputs = GroupedMatmulInputs
     Outputs = GroupedMatmulOutputs
-    differentiable = ("lhs", "rhs", "existing_out", "rhs_scale", "bias")
+    differentiable = ("lhs", "rhs", "existing_out", "rhs_scale", "bias", "lhs_scale")
     shardable = ("b", "n")
 
     def canonicalise(
@@ -100,6 +117,7 @@ class GroupedMatmul(Operation):
         existing_out: Any = None,
         rhs_scale: Any = None,
         bias: Any = None,
+        lhs_scale: Any = None,
         *,
         preferred_element_type: Any = None,
         transpose_rhs: bool = False,
@@ -108,23 +126,21 @@ class GroupedMatmul(Operation):
         """Check and add the batch axis.
 
         Args:
-            lhs: `[M,K]`, floating.
+            lhs: `[M,K]`, floating; float8_e4m3fn or float8_e5m2 beside a rhs in one of them.
             rhs: `[G,K,N]`, or `[G,N,K]` with transpose_rhs, floating (float8 too) or int8.
             group_sizes: integers `[G]`, or `[S]` with S >= G beside group_offset; >= 0, sum at most M.
             group_offset: integer scalar or `[1]`: the group of the first matrix of rhs; None = 0.
             existing_out: `[M,N]` in the result's dtype, or None (zeros).
             rhs_scale: `[G]`, or `[G,N]` for one number per column, floating; None = 1.
             bias: `[G,N]`, floating; None = 0.
-            preferred_element_type: dtype of the result; None = the dtype of the products.
+            lhs_scale: `[M]`, or one number `[]`, floating; None = 1.
+            preferred_element_type: dtype of the result; None = the dtype of the products, bfloat16 for float8 with float8.
             transpose_rhs: rhs is `[G,N,K]`.
             precision: None, "default", "high", "highest" or a `jax.lax.Precision`.
         """
         if not isinstance(transpose_rhs, bool):
             raise wrong_type("transpose_rhs", repr(transpose_rhs), "a bool")
-        check_compute("lhs", lhs, ndim=2)
-        check_array("rhs", rhs, ndim=3, floating=False)
-        if not jnp.issubdtype(rhs.dtype, jnp.floating) and rhs.dtype != jnp.int8:
-            raise wrong_type("rhs", f"dtype {rhs.dtype}", "a floating type or int8")
+        _check_sides(lhs, rhs)
         rows, inner = lhs.shape
         if rhs.shape[2 if transpose_rhs else 1] != inner:
             meaning = "[G, N, K]" if transpose_rhs else "[G, K, N]"
@@ -136,7 +152,7 @@ class GroupedMatmul(Operation):
             check_shape("existing_out", existing_out, (rows, columns), "[M, N]")
             if np.dtype(existing_out.dtype).name != dtype:
                 raise wrong_type("existing_out", f"dtype {existing_out.dtype}", f"{dtype}, the dtype of the result")
-        _check_scale_and_bias(rhs_scale, bias, rhs.shape[0], columns)
+        _check_scales_and_bias(lhs_scale, rhs_scale, bias, (rows, rhs.shape[0], columns))
         inputs = GroupedMatmulInputs(
             lhs[None],
             rhs[None],
@@ -145,6 +161,7 @@ class GroupedMatmul(Operation):
             None if existing_out is None else existing_out[None],
             None if rhs_scale is None else rhs_scale.reshape(1, rhs.shape[0], *rhs_scale.shape[1:] or (1,)),
             None if bias is None else bias[None],
+            None if lhs_scale is None else lhs_scale.reshape(1, -1),
         )
         specs = {name: None if value is None else ArraySpec.of(value) for name, value in inputs._asdict().items()}
         call = GroupedMatmulCall(
@@ -180,6 +197,7 @@ class GroupedMatmul(Operation):
             "existing_out": "b m n",
             "rhs_scale": "b? g n?",
             "bias": "b? g n",
+            "lhs_scale": "b? m?",
             "out": "b m n",
         }
 
@@ -193,11 +211,13 @@ class GroupedMatmul(Operation):
         """Exact if every row of lhs belongs to a group of rhs, which the sizes say only at run time."""
         product = 2 * call.lhs.size * call.columns
         out, existing = self.output_specs(call).out.nbytes, 0 if call.existing_out is None else call.existing_out.nbytes
-        small = sum(0 if spec is None else spec.nbytes for spec in (call.group_sizes, call.rhs_scale, call.bias))
+        small = (call.group_sizes, call.rhs_scale, call.bias, call.lhs_scale)
+        small = sum(0 if spec is None else spec.nbytes for spec in small)
         if phase == "forward":
             return Cost(product, call.lhs.nbytes + call.rhs.nbytes + small + out)
-        products = 1 + has_gradient(call.rhs) + (call.rhs_scale is not None)
-        moved = 2 * call.lhs.nbytes + (1 + has_gradient(call.rhs)) * call.rhs.nbytes + 2 * small + out + existing
+        sides = [(spec, has_gradient(spec)) for spec in (call.lhs, call.rhs)]
+        products = sum(moves for _, moves in sides) + (call.rhs_scale is not None or call.lhs_scale is not None)
+        moved = sum((1 + moves) * spec.nbytes for spec, moves in sides) + 2 * small + out + existing
         return Cost(products * product, moved)
 
 
@@ -218,7 +238,24 @@ def _check_groups(group_sizes: Any, group_offset: Any, held: int) -> None:
         raise invalid("group_offset", f"shape {jnp.shape(group_offset)}", "a scalar or [1]")
 
 
-def _check_scale_and_bias(rhs_scale: Any, bias: Any, held: int, columns: int) -> None:
+def _check_sides(lhs: Any, rhs: Any) -> None:
+    check_array("rhs", rhs, ndim=3, floating=False)
+    if not jnp.issubdtype(rhs.dtype, jnp.floating) and rhs.dtype != jnp.int8:
+        raise wrong_type("rhs", f"dtype {rhs.dtype}", "a floating type or int8")
+    check_array("lhs", lhs, ndim=2)
+    if np.dtype(lhs.dtype).name not in FLOAT8:
+        check_compute("lhs", lhs)
+    elif np.dtype(rhs.dtype).name not in FLOAT8:
+        remedy = "or convert lhs to bfloat16, which holds its values"
+        raise wrong_type("rhs", f"dtype {rhs.dtype}", f"{' or '.join(FLOAT8)} beside lhs in {lhs.dtype}", remedy=remedy)
+
+
+def _check_scales_and_bias(lhs_scale: Any, rhs_scale: Any, bias: Any, sizes: tuple[int, int, int]) -> None:
+    rows, held, columns = sizes
+    if lhs_scale is not None:
+        check_compute("lhs_scale", lhs_scale)
+        if tuple(lhs_scale.shape) not in ((), (rows,)):
+            raise invalid("lhs_scale", f"shape {tuple(lhs_scale.shape)}", f"({rows},) or () = [M] or one number")
     if rhs_scale is not None:
         check_compute("rhs_scale", rhs_scale)
         if tuple(rhs_scale.shape) not in ((held,), (held, columns)):
@@ -229,6 +266,8 @@ def _check_scale_and_bias(rhs_scale: Any, bias: Any, held: int, columns: int) ->
 
 
 def _common_dtype(lhs: Any, rhs: Any) -> Any:
+    if np.dtype(lhs.dtype).name in FLOAT8:
+        return jnp.dtype(jnp.bfloat16)
     return jnp.promote_types(lhs.dtype, rhs.dtype) if has_gradient(rhs) else jnp.dtype(lhs.dtype)
 
 

@@ -29,13 +29,22 @@ def _per_matrix(inputs: GroupedMatmulInputs, row: int, matrix: int) -> tuple[np.
     )
 
 
+def _per_row(inputs: GroupedMatmulInputs, row: int, rows: slice) -> np.ndarray:
+    """Scales of these rows `[rows, 1]`, or a single number."""
+    scale = inputs.lhs_scale
+    if scale is None:
+        return np.ones((1, 1))
+    own = scale[row % len(scale)]
+    return (own[rows] if len(own) == inputs.lhs.shape[1] else own)[:, None]
+
+
 def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs) -> GroupedMatmulOutputs:
     rhs = inputs.rhs.swapaxes(-1, -2) if call.transpose_rhs else inputs.rhs
     shape = (*inputs.lhs.shape[:2], call.columns)
     out = np.zeros(shape) if inputs.existing_out is None else inputs.existing_out.copy()
     for row, shared, matrix, rows in _groups(inputs):
         scale, bias = _per_matrix(inputs, row, matrix)
-        out[row, rows] = inputs.lhs[row, rows] @ rhs[shared, matrix] * scale + bias
+        out[row, rows] = inputs.lhs[row, rows] @ rhs[shared, matrix] * _per_row(inputs, row, rows) * scale + bias
     return GroupedMatmulOutputs(out)
 
 
@@ -46,14 +55,22 @@ def backward(
     d_lhs, d_rhs, d_existing = np.zeros(inputs.lhs.shape), np.zeros(rhs.shape), cotangents.out.copy()
     d_scale = None if inputs.rhs_scale is None else np.zeros_like(inputs.rhs_scale)
     d_bias = None if inputs.bias is None else np.zeros_like(inputs.bias)
+    d_row_scale = None if inputs.lhs_scale is None else np.zeros_like(inputs.lhs_scale)
     for row, shared, matrix, rows in _groups(inputs):
         lhs, grad = inputs.lhs[row, rows], cotangents.out[row, rows]
-        scale, _ = _per_matrix(inputs, row, matrix)
-        d_lhs[row, rows] = (grad * scale) @ rhs[shared, matrix].T
-        d_rhs[shared, matrix] += lhs.T @ (grad * scale)
+        (scale, _), row_scale = _per_matrix(inputs, row, matrix), _per_row(inputs, row, rows)
+        d_lhs[row, rows] = (grad * row_scale * scale) @ rhs[shared, matrix].T
+        d_rhs[shared, matrix] += lhs.T @ (grad * row_scale * scale)
         d_existing[row, rows] = 0
+        if d_row_scale is not None:
+            per_row = np.sum(grad * scale * (lhs @ rhs[shared, matrix]), axis=1)
+            own = d_row_scale[row % len(d_row_scale)]
+            if len(own) == inputs.lhs.shape[1]:
+                own[rows] += per_row
+            else:
+                own += per_row.sum()
         if d_scale is not None:
-            per_column = np.sum(grad * (lhs @ rhs[shared, matrix]), axis=0)
+            per_column = np.sum(grad * row_scale * (lhs @ rhs[shared, matrix]), axis=0)
             d_scale[row % len(d_scale), matrix] += per_column if d_scale.shape[2] == call.columns else per_column.sum()
         if d_bias is not None:
             d_bias[row % len(d_bias), matrix] += grad.sum(axis=0)
@@ -65,4 +82,5 @@ def backward(
         None if inputs.existing_out is None else d_existing,
         d_scale,
         d_bias,
+        d_row_scale,
     )

@@ -53,8 +53,8 @@ def test_forward(problem: Problem, conformance_report: Report) -> None:
     _note_stamp(problem, conformance_report)
     expected = problem.expected_outputs
     for name, value in problem.outputs().items():
-        found = check_close(name, value, getattr(expected, name), FORWARD[problem.dtype])
-        conformance_report.worst(problem.operation, problem.dtype, found.norm)
+        found = check_close(name, value, getattr(expected, name), FORWARD[problem.held_to])
+        conformance_report.worst(problem.operation, problem.held_to, found.norm)
 
 
 @pytest.mark.ejkernel_level("numbers")
@@ -74,10 +74,10 @@ def test_gradients(problem: Problem, conformance_report: Report) -> None:
     assert gradients.keys() == problem.differentiable.keys()
     extreme = "extreme" in problem.case.tags
     for name, value in gradients.items():
-        tolerance, floor = (EXTREME, 1.0) if extreme else (GRADIENT[problem.dtype], 0.0)
+        tolerance, floor = (EXTREME, 1.0) if extreme else (GRADIENT[problem.held_to], 0.0)
         found = check_close(f"gradient of {name}", value, expected[name], tolerance, floor)
         if not extreme:
-            conformance_report.worst(problem.operation, f"{problem.dtype} gradient", found.norm)
+            conformance_report.worst(problem.operation, f"{problem.held_to} gradient", found.norm)
 
 
 @pytest.mark.ejkernel_level("numbers")
@@ -94,7 +94,7 @@ def test_every_config(transformed: Problem) -> None:
             continue
         space = resolve(decision.chosen.implementation.configs)  # pyright: ignore[reportArgumentType]
         for config in check_space(space, decision.call, decision.target):
-            _check_all(run(config), expected, tolerance[transformed.dtype], str(config))
+            _check_all(run(config), expected, tolerance[transformed.held_to], str(config))
 
 
 @pytest.mark.ejkernel_level("numbers")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
+from ejkernel.operations.grouped_matmul.interface import FLOAT8, GroupedMatmulCall
 from ejkernel.plugin import Target
 from ejkernel_pallas.mosaic_gpu._call import HALVES, refusal
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import DEPTH
@@ -24,12 +24,17 @@ def supports_backward(call: GroupedMatmulCall, target: Target) -> str | None:
 
 
 def _refusal(call: GroupedMatmulCall, target: Target) -> str | None:
-    problem = refusal(target, {"lhs": call.lhs, "rhs": call.rhs})
+    problem = refusal(target, {"lhs": call.lhs, "rhs": call.rhs}, (*HALVES, *FLOAT8))
     if problem:
         return problem
-    if call.lhs.dtype != call.rhs.dtype:
+    if call.in_float8 and not call.transpose_rhs:
+        remedy = "store [G, N, K] and pass transpose_rhs=True"
+        return f"rhs is {call.rhs.dtype} in [G, K, N], and the tensor cores read float8 along K only; {remedy}"
+    if call.lhs_scale is not None and not call.in_float8:
+        return f"lhs_scale is given beside lhs in {call.lhs.dtype}; kernels here scale rows of {' or '.join(FLOAT8)} only"
+    if call.lhs.dtype != call.rhs.dtype and not (call.in_float8 and call.rhs.dtype in FLOAT8):
         return f"lhs is {call.lhs.dtype} and rhs {call.rhs.dtype}: the tensor cores multiply one dtype"
-    for name in ("existing_out", "rhs_scale", "bias"):
+    for name in ("existing_out", "rhs_scale", "bias", "lhs_scale"):
         spec = getattr(call, name)
         if spec is not None and spec.dtype not in FLOATS:
             return f"{name} is {spec.dtype}, needs {', '.join(FLOATS)}"

@@ -13,15 +13,23 @@ from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_pallas.mosaic_gpu._call import SHARED_MEMORY, SHARED_MEMORY_SLACK
 
+STEP_BYTES = 128
+"""Of a row of one step, the widest that the copy engine swizzles."""
 DEPTH = 64
-"""Of one step: 128 bytes of halves, the widest rows that the copy engine swizzles."""
+"""Of one step in a half."""
 CONSUMERS = 2
 """Warpgroups that multiply."""
 PRODUCER_REGISTERS = 40
 _CHUNK_BYTES = 128
 _MOST_SUMS = 128
 """Float32 sums of one thread; the other half of its 232 registers holds addresses and what is stored."""
-_HALF = 2
+MOST_SUMS_BESIDE = 96
+"""The same where products are promoted: beside them are as many sums of one step."""
+
+
+def depth_of(dtype: Any) -> int:
+    """Of one step: 64 of a half, 128 of float8."""
+    return STEP_BYTES // jnp.dtype(dtype).itemsize
 
 
 def chunk_width(dtype: Any) -> int:
@@ -62,7 +70,7 @@ class Tile:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected one of {allowed}")
         if min(self.stages - 1, self.band, self.programs + 1) < 1:
             raise ValueError(f"{self}: stages is at least 2, band at least 1, programs at least 0")
-        if self.own_rows * self.own_columns > 128 * _MOST_SUMS or self.own_columns % 64:
+        if self.sums > _MOST_SUMS or self.own_columns % 64:
             raise ValueError(f"{self}: each half of a tile has whole 64 columns and at most {128 * _MOST_SUMS} elements")
 
     @property
@@ -86,9 +94,14 @@ class Tile:
         return self.block_n if self.split_rows else self.block_n // CONSUMERS
 
     @property
+    def sums(self) -> int:
+        """Of a thread of a consumer."""
+        return self.own_rows * self.own_columns // 128
+
+    @property
     def shared_memory(self) -> int:
-        """Bytes of a block, barriers included: steps in flight, and chunks of the result of any dtype."""
-        step = (self.block_m + self.block_n) * DEPTH * _HALF
+        """Bytes of a block, barriers included: steps in flight, of any dtype of the operands, and chunks of the result of any."""
+        step = (self.block_m + self.block_n) * STEP_BYTES
         return self.stages * step + CONSUMERS * self.slots * self.own_rows * _CHUNK_BYTES + SHARED_MEMORY_SLACK
 
 
@@ -97,8 +110,8 @@ class BackwardConfig:
     """A `Tile` for each kernel.
 
     Attributes:
-        lhs_*: of the gradient of lhs, a product of the cotangent with the matrices.
-        rhs_*: of the gradient of the matrices: rows and columns of a matrix as it is stored.
+        lhs_*: of the gradient of lhs, a product of the cotangent with the matrices; of float8, of the product without scales.
+        rhs_*: of the gradient of the matrices: rows and columns of a matrix as it is stored; of float8, of sums over rows.
     """
 
     lhs_block_m: int
@@ -144,21 +157,24 @@ class _Product:
         high: rows of the result, or of a matrix for its gradient.
         wide: columns of the result.
         outer: whether this is the gradient of matrices.
+        promoted: whether the operands are float8, and sums of steps are promoted.
     """
 
     mean: int
     high: int
     wide: int
     outer: bool
+    promoted: bool = False
 
 
 def _product_of(call: GroupedMatmulCall, kind: str) -> _Product:
     """Of `kind` "forward", "lhs" or "rhs"."""
     batch, rows, inner = call.lhs.shape
     outer = kind == "rhs"
+    kind = "forward" if kind == "lhs" and call.in_float8 else kind
     high, wide = (call.columns, inner) if kind == "lhs" or (outer and call.transpose_rhs) else (inner, call.columns)
     mean = rows // max(call.group_sizes.shape[1], 1)
-    return _Product(mean=mean, high=high if outer else batch * rows, wide=wide, outer=outer)
+    return _Product(mean=mean, high=high if outer else batch * rows, wide=wide, outer=outer, promoted=call.in_float8)
 
 
 _FEW = 80
@@ -177,8 +193,16 @@ def _heuristic(product: _Product, target: Target) -> Tile:
         return _filled(target, 128, 128 if product.wide <= 128 else 256)
     if product.mean < _FEW:
         return _filled(target, 64, 128)
+    if product.promoted:
+        return _filled(target, 128, _promoted_width(product.wide))
     widths = (128,) if product.wide <= 128 else (192, 256)
     return _filled(target, 128, min(widths, key=lambda width: (-(-product.wide // width) * width, -width)))
+
+
+def _promoted_width(wide: int) -> int:
+    """Of 128 and 192 the wider, which copies a sixth less, unless more than 1/16 of its columns would lie behind the end."""
+    padded = {width: -(-wide // width) * width for width in (128, 192)}
+    return 192 if 16 * padded[192] <= 17 * min(padded.values()) else 128
 
 
 def _filled(target: Target, block_m: int, block_n: int, *, band: int = _BAND, cluster: int = 1, slots: int = 2) -> Tile:
@@ -189,7 +213,10 @@ def _filled(target: Target, block_m: int, block_n: int, *, band: int = _BAND, cl
 
 
 def _space(product: _Product, target: Target) -> list[Tile]:
-    """The heuristic's tile in other bands, with more of the result in flight, not persistent; other shapes, and clusters."""
+    """The heuristic's tile in other bands, with more of the result in flight, not persistent; other shapes, and clusters.
+
+    Of float8 those shapes that leave registers for a second set of sums.
+    """
     chosen = _heuristic(product, target)
     fill = functools.partial(_filled, target, chosen.block_m, chosen.block_n)
     found = [chosen, *(fill(band=band) for band in (4, 8, 32)), fill(slots=4), dataclasses.replace(chosen, programs=0)]
@@ -197,12 +224,15 @@ def _space(product: _Product, target: Target) -> list[Tile]:
         shapes = ((128, 256), (256, 128), (128, 128))
     elif product.mean < _FEW:
         shapes = ((64, 128), (64, 256), (128, 128))
+    elif product.promoted:
+        shapes = ((128, 192), (128, 128), (64, 256), (256, 64))
     else:
         shapes = ((128, 256), (128, 192), (256, 128), (128, 128))
     for (block_m, block_n), cluster in itertools.product(shapes, (1, 2)):
         if block_m > 64 or cluster == 1:
             found.append(_filled(target, block_m, block_n, band=_BAND // cluster, cluster=cluster))
-    found.append(_filled(target, 128, 256 if product.wide > 128 else 128, band=_BAND // 2, cluster=2, slots=4))
+    widest = chosen.block_n if product.promoted else 256 if product.wide > 128 else 128
+    found.append(_filled(target, 128, widest, band=_BAND // 2, cluster=2, slots=4))
     return list(dict.fromkeys(found))
 
 

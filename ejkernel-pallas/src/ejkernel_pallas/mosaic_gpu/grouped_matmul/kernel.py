@@ -1,6 +1,7 @@
 """Entry points of `grouped_matmul` on Hopper GPUs: two kernels, `rows` and `outer`, and what XLA does around them.
 
-The kernels take widths that are multiples of 64; others are padded with zeros first, at the cost of a copy.
+The kernels take widths that are multiples of 64, and in float8 K that are multiples of 128; others are padded with zeros first, at
+the cost of a copy.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.operations.grouped_matmul.groups import rows_with_matrix
+from ejkernel.operations.grouped_matmul.groups import matrix_of_rows, rows_with_matrix
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall, GroupedMatmulInputs, GroupedMatmulOutputs
 from ejkernel.operations.grouped_matmul.phases import (
     backward_by_products,
@@ -18,32 +19,58 @@ from ejkernel.operations.grouped_matmul.phases import (
     bounds_of_call,
     forward_of_nothing,
     gradient_like,
+    gradients_of,
     multiplies_nothing,
 )
 from ejkernel_pallas.mosaic_gpu._call import HALVES
-from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import DEPTH, BackwardConfig, Tile
+from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import DEPTH, BackwardConfig, Tile, depth_of
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.outer import sum_products
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.rows import multiply_rows
 
 
-def _padded(values: Any, *axes: int) -> Any:
-    """Zeros up to whole steps along these axes."""
+def _padded(values: Any, *axes: int, unit: int = DEPTH) -> Any:
+    """Zeros up to whole units, at least one, along these axes."""
     widths = [(0, 0)] * values.ndim
     for axis in axes:
-        widths[axis] = (0, max(-(-values.shape[axis] // DEPTH), 1) * DEPTH - values.shape[axis])
+        widths[axis] = (0, max(-(-values.shape[axis] // unit), 1) * unit - values.shape[axis])
     return jnp.pad(values, widths) if any(after for _, after in widths) else values
 
 
 def _product(
-    lhs: Any, rhs: Any, bounds: Any, tile: Tile, dtype: Any, *, transposed: bool, scale: Any = None, bias: Any = None
+    lhs: Any,
+    rhs: Any,
+    bounds: Any,
+    tile: Tile,
+    dtype: Any,
+    *,
+    transposed: bool,
+    scale: Any = None,
+    bias: Any = None,
+    row_scale: Any = None,
 ) -> Any:
-    """`lhs [b, m, k]` times the matrices of its rows, `[b, m, n]`; scale is `[1 or b, g, 1 or n]`, bias `[1 or b, g, n]`."""
-    columns = rhs.shape[2 if transposed else 3]
+    """`lhs [b, m, k]` times the matrices of its rows, `[b, m, n]`.
+
+    scale is `[1 or b, g, 1 or n]`, bias `[1 or b, g, n]`, row_scale `[1 or b, 1 or m]`.
+    """
+    columns, depth = rhs.shape[2 if transposed else 3], depth_of(lhs.dtype)
     scale, bias = (
         None if values is None else _padded(jnp.broadcast_to(values, (*values.shape[:2], columns)), 2)
         for values in (scale, bias)
     )
-    out = multiply_rows(_padded(lhs, 2), _padded(rhs, 2, 3), bounds, tile, dtype, transposed=transposed, scale=scale, bias=bias)
+    if row_scale is not None:  # that of a row without a matrix may be NaN, and multiplies a zero
+        row_scale = jnp.where(rows_with_matrix(bounds, lhs.shape[1]), row_scale, 0)
+    across, along = (2, 3) if transposed else (3, 2)
+    out = multiply_rows(
+        _padded(lhs, 2, unit=depth),
+        _padded(_padded(rhs, across), along, unit=depth),
+        bounds,
+        tile,
+        dtype,
+        transposed=transposed,
+        scale=scale,
+        bias=bias,
+        row_scale=row_scale,
+    )
     return out[..., :columns]
 
 
@@ -60,6 +87,7 @@ def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, config: Tile) 
         transposed=call.transpose_rhs,
         scale=inputs.rhs_scale,
         bias=inputs.bias,
+        row_scale=inputs.lhs_scale,
     )
     if inputs.existing_out is not None:
         out = jnp.where(rows_with_matrix(bounds, call.lhs.shape[1])[..., None], out, inputs.existing_out)
@@ -76,6 +104,8 @@ def backward(
     grad = cotangents.out
     if multiplies_nothing(call):
         return backward_of_nothing(inputs, grad)
+    if call.in_float8:
+        return _backward_beside_float8(call, inputs, grad, config)
     return backward_by_products(
         call,
         inputs,
@@ -84,6 +114,36 @@ def backward(
         of_matrices=lambda bounds, grad: gradients_of_matrices(call, inputs, bounds, grad, config.tile_of_rhs),
         of_bias=lambda bounds, grad: gradient_like(inputs.bias, _row_sums(grad, bounds, config.tile_of_rhs)),
     )
+
+
+def _backward_beside_float8(
+    call: GroupedMatmulCall, inputs: GroupedMatmulInputs, grad: Any, config: BackwardConfig
+) -> GroupedMatmulInputs:
+    """Of scales, bias and what is there: float8 has no gradient. Those of scales need the product once more, unscaled."""
+    bounds = bounds_of_call(call, inputs)
+    found: dict[str, Any] = {}
+    held = rows_with_matrix(bounds, call.lhs.shape[1])[..., None]
+    scale, row_scale = inputs.rhs_scale, inputs.lhs_scale
+    if inputs.existing_out is not None:
+        found["existing_out"] = jnp.where(held, 0, grad)
+    if inputs.bias is not None:
+        found["bias"] = gradient_like(inputs.bias, _row_sums(grad, bounds, config.tile_of_rhs))
+    if scale is not None or row_scale is not None:
+        out = _product(inputs.lhs, inputs.rhs, bounds, config.tile_of_lhs, jnp.float32, transposed=call.transpose_rhs)
+        weighted = jnp.where(held, grad.astype(jnp.float32), 0) * out
+        if scale is not None:
+            by_row = weighted if row_scale is None else jnp.where(held, weighted * row_scale[..., None].astype(jnp.float32), 0)
+            found["rhs_scale"] = gradient_like(scale, _row_sums(by_row, bounds, config.tile_of_rhs))
+        if row_scale is not None:
+            by_column = weighted if scale is None else weighted * _scale_of_rows(scale, bounds, grad.shape)
+            found["lhs_scale"] = gradient_like(row_scale, jnp.sum(by_column, axis=2))
+    return gradients_of(found)
+
+
+def _scale_of_rows(scale: Any, bounds: Any, shape: tuple[int, ...]) -> Any:
+    """`[1 or b, g, 1 or n]` for every row, `[b, m, 1 or n]` in float32."""
+    scale = jnp.broadcast_to(scale, (shape[0], *scale.shape[1:]))
+    return jnp.take_along_axis(scale, matrix_of_rows(bounds, shape[1])[..., None], axis=1).astype(jnp.float32)
 
 
 def gradient_of_lhs(

@@ -4,6 +4,9 @@ One persistent block per multiprocessor, or cluster of blocks, takes units of th
 ring of shared memory through the copy engine, across the borders of units; two consumer warpgroups multiply, each its half of the
 tile, and store through shared memory while the next unit's operands arrive. Rows of a neighbouring group that a tile may hold are
 computed and not stored: a product keeps rows apart, so that nothing of them reaches a row that is.
+
+Hopper's tensor cores sum products of float8 in about 14 bits. So a sum there is of one step, 128 of K, and is then added to sums in
+float32 that the ordinary cores keep, while the other warpgroup multiplies.
 """
 
 from __future__ import annotations
@@ -18,7 +21,14 @@ import jax.numpy as jnp
 
 from ejkernel_pallas.mosaic_gpu._call import call_kernel
 from ejkernel_pallas.mosaic_gpu.grouped_matmul import schedule
-from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import CONSUMERS, DEPTH, PRODUCER_REGISTERS, Tile, chunk_width
+from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import (
+    CONSUMERS,
+    MOST_SUMS_BESIDE,
+    PRODUCER_REGISTERS,
+    Tile,
+    chunk_width,
+    depth_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +36,12 @@ class Product:
     """What the kernel knows of `[rows, inner] . [inner, columns]` before it runs.
 
     Attributes:
-        inner: multiple of `DEPTH`.
+        inner: multiple of `depth`.
         columns: multiple of `DEPTH`.
+        depth: of a step.
         matrices, scales, biases: how many there are in memory, 0 for none; where the batch shares them a matrix's number wraps.
+        row_scales: whether rows have scales.
+        promotes: whether every step's products are a sum of their own.
         transposed: whether matrices are stored `[columns, inner]`.
         dtype: of the result.
         tile: of the config.
@@ -37,9 +50,12 @@ class Product:
 
     inner: int
     columns: int
+    depth: int
     matrices: int
     scales: int
     biases: int
+    row_scales: bool
+    promotes: bool
     transposed: bool
     dtype: Any
     tile: Tile
@@ -47,7 +63,7 @@ class Product:
 
     @property
     def steps(self) -> int:
-        return self.inner // DEPTH
+        return self.inner // self.depth
 
     @property
     def wide(self) -> int:
@@ -91,7 +107,8 @@ def _rows_kernel(lhs: Any, rhs: Any, table: Any, count: Any, *refs: Any, product
     *others, out = refs
     scale = others.pop(0) if product.scales else None
     bias = others.pop(0) if product.biases else None
-    consume = functools.partial(_consume, scale, bias, out, product=product, **scratch)
+    row_scale = others.pop(0) if product.row_scales else None
+    consume = functools.partial(_consume, scale, bias, row_scale, out, product=product, **scratch)
     produce = functools.partial(_produce, lhs, rhs, product=product, **scratch)
     warpgroup, program, programs = jax.lax.axis_index("wg"), jax.lax.axis_index("program"), product.programs
     units = count[0] * product.wide
@@ -149,7 +166,7 @@ def _produce(
 
     def copy(i: Any, step: Any) -> Any:
         slot = step % tile.stages
-        depth = pl.ds(pl.multiple_of(i * DEPTH, DEPTH), DEPTH)
+        depth = pl.ds(pl.multiple_of(i * product.depth, product.depth), product.depth)
 
         @when(step >= tile.stages)
         def _wait() -> None:
@@ -180,6 +197,7 @@ def _drain(step: Any, empty: Any, product: Product) -> None:
 def _consume(
     scale: Any,
     bias: Any,
+    row_scale: Any,
     out: Any,
     warpgroup: Any,
     unit: _Unit,
@@ -201,13 +219,41 @@ def _consume(
     own_rows = pl.ds(warpgroup * tile.own_rows, tile.own_rows) if tile.split_rows else slice(None)
     own_columns = slice(None) if tile.split_rows else pl.ds(warpgroup * tile.own_columns, tile.own_columns)
 
+    row = unit.row + (warpgroup * tile.own_rows if tile.split_rows else 0)
+    column = pl.multiple_of(unit.column + (0 if tile.split_rows else warpgroup * tile.own_columns), tile.own_columns)
+    of_rows = None
+    if row_scale is not None:
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        of_rows = plgpu.load(row_scale.at[pl.ds(row, tile.own_rows)], layout=layout, optimized=False)
+
+    def factors(slot: Any) -> tuple[Any, Any]:
+        if product.transposed:
+            return lhs_tiles.at[slot, own_rows], rhs_tiles.at[slot, own_columns].transpose((1, 0))
+        return lhs_tiles.at[slot, own_rows], rhs_tiles.at[slot, :, own_columns]
+
+    values = (_promoted if product.promotes else _summed)(factors, steps, step, full, empty, tile)
+    if of_rows is not None:
+        values = values * jax.lax.broadcast_in_dim(of_rows, values.shape, (0,))
+    low, high = jnp.clip(unit.start - row, 0, tile.own_rows), jnp.clip(unit.end - row, 0, tile.own_rows)
+    width = chunk_width(product.dtype)
+    for i in range(tile.own_columns // width):
+        chunk = values[:, i * width : (i + 1) * width]
+        first = pl.multiple_of(column + i * width, width)
+        chunk = _shifted(chunk, unit.matrix, first, scale, bias, product)
+        _store(chunk, out_tiles.at[warpgroup, i % tile.slots], out, row, first, low, high, product)
+    return step + steps
+
+
+def _summed(factors: Callable[..., Any], steps: Any, step: Any, full: Any, empty: Any, tile: Tile) -> Any:
+    """Products of all steps, summed in the tensor cores. A slot is released once the next step's product is on its way."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
     def multiply(sums: Any) -> Any:
         def add(i: Any, carry: None) -> None:
             slot = (step + i) % tile.stages
             plgpu.barrier_wait(full.at[slot])
-            transposed = product.transposed
-            right = rhs_tiles.at[slot, own_columns].transpose((1, 0)) if transposed else rhs_tiles.at[slot, :, own_columns]
-            plgpu.wgmma(sums, lhs_tiles.at[slot, own_rows], right)
+            plgpu.wgmma(sums, *factors(slot))
             plgpu.wgmma_wait(1)
 
             @when(i > 0)
@@ -223,16 +269,30 @@ def _consume(
     def _release_last() -> None:
         plgpu.barrier_arrive(empty.at[(step + steps - 1) % tile.stages])
 
-    row = unit.row + (warpgroup * tile.own_rows if tile.split_rows else 0)
-    column = pl.multiple_of(unit.column + (0 if tile.split_rows else warpgroup * tile.own_columns), tile.own_columns)
-    low, high = jnp.clip(unit.start - row, 0, tile.own_rows), jnp.clip(unit.end - row, 0, tile.own_rows)
-    width = chunk_width(product.dtype)
-    for i in range(tile.own_columns // width):
-        chunk = values[:, i * width : (i + 1) * width]
-        first = pl.multiple_of(column + i * width, width)
-        chunk = _shifted(chunk, unit.matrix, first, scale, bias, product)
-        _store(chunk, out_tiles.at[warpgroup, i % tile.slots], out, row, first, low, high, product)
-    return step + steps
+    return values
+
+
+def _promoted(factors: Callable[..., Any], steps: Any, step: Any, full: Any, empty: Any, tile: Tile) -> Any:
+    """The same, but the tensor cores sum the products of one step, and sums of steps are formed beside them in float32."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    shape = (tile.own_rows, tile.own_columns)
+
+    def add(i: Any, sums: Any) -> Any:
+        slot = (step + i) % tile.stages
+        plgpu.barrier_wait(full.at[slot])
+
+        def multiply(of_step: Any) -> Any:
+            plgpu.wgmma(of_step, *factors(slot))
+            return of_step[...]
+
+        of_step = pl.run_scoped(multiply, plgpu.ACC(shape))  # pyright: ignore[reportPrivateImportUsage]
+        plgpu.barrier_arrive(empty.at[slot])
+        return sums + of_step
+
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    return jax.lax.fori_loop(0, steps, add, zeros)
 
 
 def _shifted(chunk: Any, matrix: Any, first: Any, scale: Any, bias: Any, product: Product) -> Any:
@@ -296,13 +356,19 @@ def multiply_rows(
     transposed: bool,
     scale: Any = None,
     bias: Any = None,
+    row_scale: Any = None,
 ) -> Any:
     """`lhs [b, m, k]` times the matrices `[1 or b, g, k, n]` of its rows; rows without one become 0.
 
-    k and n are multiples of `DEPTH`. scale and bias are `[1 or b, g, n]`.
+    k is a multiple of `depth_of` its dtype, n of `DEPTH`. scale and bias are `[1 or b, g, n]`, row_scale `[b, m]`, finite.
+    Matrices in float8 are transposed.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    depth = depth_of(lhs.dtype)
+    promotes = lhs.dtype.itemsize == 1
+    if promotes and tile.sums > MOST_SUMS_BESIDE:
+        raise ValueError(f"{tile}: got {tile.sums} sums of a thread, expected at most {MOST_SUMS_BESIDE} in float8")
     batch, rows, inner = lhs.shape
     columns = rhs.shape[2 if transposed else 3]
     table, count = schedule.tiles_of(bounds, rows, tile.height, tile.band)
@@ -310,16 +376,21 @@ def multiply_rows(
     product = Product(
         inner=inner,
         columns=columns,
+        depth=depth,
         matrices=rhs.shape[0] * rhs.shape[1],
         scales=0 if scale is None else scale.shape[0] * scale.shape[1],
         biases=0 if bias is None else bias.shape[0] * bias.shape[1],
+        row_scales=row_scale is not None,
+        promotes=promotes,
         transposed=transposed,
         dtype=jnp.dtype(dtype),
         tile=tile,
         programs=min(tile.programs or units, units),
     )
     others = [_numbers(values, product) for values in (scale, bias) if values is not None]
-    right = (tile.block_n, DEPTH) if transposed else (DEPTH, tile.block_n)
+    if row_scale is not None:
+        others.append(jnp.pad(row_scale.reshape(-1).astype(jnp.float32), (0, tile.height)))
+    right = (tile.block_n, depth) if transposed else (depth, tile.block_n)
     width = chunk_width(dtype)
     (out,) = call_kernel(
         functools.partial(_rows_kernel, product=product),
@@ -330,7 +401,7 @@ def multiply_rows(
         cluster=cluster_of(tile),
         warpgroups=CONSUMERS + 1,
         scratch={
-            "lhs_tiles": swizzled((tile.stages, tile.block_m, DEPTH), lhs.dtype),
+            "lhs_tiles": swizzled((tile.stages, tile.block_m, depth), lhs.dtype),
             "rhs_tiles": swizzled((tile.stages, *right), rhs.dtype),
             "out_tiles": swizzled((CONSUMERS, tile.slots, tile.own_rows, width), dtype, height=1),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
