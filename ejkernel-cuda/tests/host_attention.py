@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import pathlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,7 +58,8 @@ class Band(NamedTuple):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    loaded = compiled("attention_on_host.cc", "-O2")
+    given = os.environ.get("EJKERNEL_HOST_CSRC")
+    loaded = compiled("attention_on_host.cc", "-O2", **({"csrc": pathlib.Path(given)} if given else {}))
     loaded.attention_tiles.restype = Range
     loaded.attention_place.restype = Place
     loaded.attention_hides.restype = ctypes.c_bool

@@ -32,11 +32,11 @@ def missing() -> str | None:
     return None if cuda_headers() else "needs the headers of a CUDA toolkit"
 
 
-def compiled(source: str, *flags: str) -> ctypes.CDLL:
-    """A file of `host` as a library."""
+def compiled(source: str, *flags: str, csrc: pathlib.Path = _HERE.parent / "csrc") -> ctypes.CDLL:
+    """A file of `host` as a library, of the kernels in a folder."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="ejkernel-host-"))
     built = folder / "kernels.so"
-    include = [f"-I{place}" for place in (_HERE.parent / "csrc", _HERE / "host", cuda_headers())]
+    include = [f"-I{place}" for place in (csrc, _HERE / "host", cuda_headers())]
     command = ["g++", "-std=c++20", "-shared", "-fPIC", "-DEJKERNEL_ON_HOST", *flags, *include]
     subprocess.run([*command, "-o", str(built), str(_HERE / "host" / source)], check=True)
     loaded = ctypes.CDLL(str(built))
