@@ -63,13 +63,15 @@ def test_doctor_says_what_is_missing(monkeypatch):
 def test_plugin_record():
     plugin = _plugin.ejkernel_plugin()
     assert [i.operation for i in plugin.implementations if i.phase == "backward"] == [
+        "add_rms_norm",
         "layer_norm",
+        "qk_norm_rope",
         "rms_norm",
         "rope",
         "softmax",
     ]
-    assert len({(i.operation, i.phase) for i in plugin.implementations}) == 9
-    assert len(plugin.custom_calls) == 9
+    assert len({(i.operation, i.phase) for i in plugin.implementations}) == 13
+    assert len(plugin.custom_calls) == 14
 
 
 @needs_library

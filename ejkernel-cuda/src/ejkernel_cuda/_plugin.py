@@ -25,17 +25,24 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
 
 
 _OPERATIONS: dict[str, tuple[Phase, ...]] = {
+    "add_rms_norm": ("forward", "backward"),
     "layer_norm": ("forward", "backward"),
     "paged_cache_update": ("forward",),
+    "qk_norm_rope": ("forward", "backward"),
     "rms_norm": ("forward", "backward"),
     "rope": ("forward", "backward"),
     "softmax": ("forward", "backward"),
 }
 
 HANDLERS = (
+    "add_rms_norm_forward",
+    "add_rms_norm_backward",
     "layer_norm_forward",
     "layer_norm_backward",
     "paged_cache_update_forward",
+    "qk_norm_rope_forward",
+    "qk_norm_rope_backward",
+    "qk_norm_rope_angle_gradients",
     "rms_norm_forward",
     "rms_norm_backward",
     "rope_rotate",
