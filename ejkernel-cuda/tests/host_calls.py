@@ -13,7 +13,7 @@ import host_attention
 import jax
 import ml_dtypes
 import numpy as np
-from host_kernels import KINDS, PACK, Angles, Block, Guarded, Heads, Problem, Requests, Results, Side, Write, library
+from host_kernels import KINDS, PACK, Angles, Block, Guarded, Heads, Parameter, Problem, Requests, Results, Side, Write, library
 
 from ejkernel_cuda import _library
 
@@ -83,6 +83,64 @@ def _angle_gradients(given, results, *, rotary_dim, interleaved, heads_first):
             KINDS[x.dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, Guarded(x).pointer,
             Guarded(grad).pointer, d_cos.pointer, d_sin.pointer, _heads(x, int(rotary_dim), heads_first),
             ctypes.c_bool(len(d_cos.array) == 1), ctypes.c_bool(d_cos.array.shape[2] != rotary_dim), ctypes.c_bool(index > 0),
+        )  # fmt: skip
+
+
+def _whole_head(x: np.ndarray, rotary_dim: int, interleaved: bool) -> tuple[bool, int]:
+    """As `_geometry`, for threads that hold all channels of a head."""
+    pack, rest = PACK[x.dtype.name], x.shape[3] - rotary_dim
+    packed = _geometry(x, rotary_dim, interleaved)[0] and (interleaved or rest // 2 % pack == 0)
+    return packed, _lanes(x.shape[3] // 2, pack if packed else 4)
+
+
+def _scale_parameter(scale: Guarded) -> Parameter:
+    members, width = scale.array.shape
+    return Parameter(scale.pointer if members else None, width if members > 1 else 0)
+
+
+def _norm_rotate(given, results, *, rotary_dim, interleaved, heads_first, epsilon, scale_offset, span):
+    cos, sin, *scales = (Guarded(value) for value in given[2:])
+    angles = Angles(cos.pointer, sin.pointer, len(cos.array) == 1, len(sin.array) == 1, cos.array.shape[2] != rotary_dim)
+    for x, scale, out, rstd in zip(given[:2], scales, results[:2], results[2:], strict=True):
+        if not x.size:
+            continue
+        packed, lanes = _whole_head(x, int(rotary_dim), interleaved)
+        library().qk_norm_rope_forward(
+            KINDS[x.dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, Guarded(x).pointer,
+            _scale_parameter(scale), out.pointer, rstd.pointer if rstd.array.size else None, angles,
+            _heads(x, int(rotary_dim), heads_first), int(span), ctypes.c_float(epsilon), ctypes.c_float(scale_offset),
+        )  # fmt: skip
+
+
+def _norm_rotate_back(given, results, *, rotary_dim, interleaved, heads_first, scale_offset, span, parts):
+    cos, sin, *scales = (Guarded(value) for value in given[6:])
+    angles = Angles(cos.pointer, sin.pointer, len(cos.array) == 1, len(sin.array) == 1, cos.array.shape[2] != rotary_dim)
+    sides = zip(given[:2], given[2:4], given[4:6], scales, results[:2], results[2:4], results[4:], strict=True)
+    for x, rstd, grad, scale, d_x, total, partial in sides:
+        packed, lanes = _whole_head(x, int(rotary_dim), interleaved)
+        members = len(scale.array)
+        library().qk_norm_rope_backward(
+            KINDS[x.dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, Guarded(x).pointer,
+            Guarded(rstd).pointer, Guarded(grad).pointer, _scale_parameter(scale), d_x.pointer,
+            partial.pointer if members else None, total.pointer if members else None, angles,
+            _heads(x, int(rotary_dim), heads_first), int(span), ctypes.c_int64(max(1, members)), ctypes.c_int64(int(parts)),
+            ctypes.c_float(scale_offset),
+        )  # fmt: skip
+
+
+def _normalised_angle_gradients(given, results, *, rotary_dim, interleaved, heads_first, scale_offset):
+    d_cos, d_sin = results
+    sides = zip(given[:2], given[2:4], given[4:6], given[6:], strict=True)
+    for index, (x, rstd, grad, scale) in enumerate(sides):
+        if not x.size:
+            continue
+        packed, lanes = _geometry(x, int(rotary_dim), interleaved)
+        guarded = Guarded(scale)
+        library().qk_norm_rope_angle_gradients(
+            KINDS[x.dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, Guarded(x).pointer,
+            Guarded(rstd).pointer, Guarded(grad).pointer, _scale_parameter(guarded), d_cos.pointer, d_sin.pointer,
+            _heads(x, int(rotary_dim), heads_first), ctypes.c_bool(len(d_cos.array) == 1),
+            ctypes.c_bool(d_cos.array.shape[2] != rotary_dim), ctypes.c_bool(index > 0), ctypes.c_float(scale_offset),
         )  # fmt: skip
 
 
@@ -187,5 +245,8 @@ _ANSWERS = {
     "paged_attention_forward": _attend_pages,
     "rope_rotate": _rotate,
     "rope_angle_gradients": _angle_gradients,
+    "qk_norm_rope_forward": _norm_rotate,
+    "qk_norm_rope_backward": _norm_rotate_back,
+    "qk_norm_rope_angle_gradients": _normalised_angle_gradients,
     "paged_cache_update_forward": _update,
 }

@@ -1,4 +1,4 @@
-"""`rope` and `paged_cache_update` over core's named cases on this host: arguments, the handlers' checks, and numbers."""
+"""`rope`, `qk_norm_rope` and `paged_cache_update` over core's named cases on this host: arguments, handlers' checks, numbers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from ejkernel._arrays import ArraySpec
 from ejkernel.operations.paged_cache_update import cases as update_cases
 from ejkernel.operations.paged_cache_update import reference as update_reference
 from ejkernel.operations.paged_cache_update.interface import OPERATION as UPDATE
+from ejkernel.operations.qk_norm_rope import cases as norm_rope_cases
+from ejkernel.operations.qk_norm_rope import reference as norm_rope_reference
+from ejkernel.operations.qk_norm_rope.interface import OPERATION as NORM_ROPE
 from ejkernel.operations.rope import cases as rope_cases
 from ejkernel.operations.rope import reference as rope_reference
 from ejkernel.operations.rope.interface import OPERATION as ROPE
@@ -23,6 +26,9 @@ from ejkernel.plugin import Target
 from ejkernel_cuda import _library
 from ejkernel_cuda.paged_cache_update import config as update_config
 from ejkernel_cuda.paged_cache_update import kernel as update_kernel
+from ejkernel_cuda.qk_norm_rope import capability as norm_rope_capability
+from ejkernel_cuda.qk_norm_rope import config as norm_rope_config
+from ejkernel_cuda.qk_norm_rope import kernel as norm_rope_kernel
 from ejkernel_cuda.rope import config as rope_config
 from ejkernel_cuda.rope import kernel as rope_kernel
 
@@ -36,7 +42,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def calls_answered_here(monkeypatch):
     monkeypatch.setattr(jax.ffi, "ffi_call", host_calls.answered)
-    for module in (rope_kernel, update_kernel):
+    for module in (rope_kernel, norm_rope_kernel, update_kernel):
         monkeypatch.setattr(module, "handler", lambda name: name)
 
 
@@ -97,6 +103,52 @@ def check_rope(call, inputs, dtype, span):
     for name in ("query", "key", "cos", "sin"):
         if getattr(wanted, name) is not None:
             close(getattr(gradients, name), getattr(wanted, name), limit)
+
+
+@pytest.mark.parametrize(("span", "parts"), [(1, 3), (4, 5)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", small(norm_rope_cases))
+def test_qk_norm_rope(case, dtype, span, parts):
+    problem = bound(NORM_ROPE, case, dtype)
+    if norm_rope_capability.supports_backward(problem.call, H200) is not None:
+        assert case.name == "no-rotation"
+        return
+    check_norm_rope(problem.call, problem.inputs, dtype, span, parts)
+
+
+@pytest.mark.parametrize("width", [26, 64, 128, 250, 256])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_that_take_a_whole_warp_or_a_part_of_one(width, interleaved):
+    """And pass-through channels that are moved in packs or one by one; batch members with scales of their own."""
+    for rotary_dim in {width, width // 4 * 2}:
+        rng = np.random.default_rng(width)
+        shapes = {"query": (2, 3, 5, width), "key": (2, 3, 2, width), "cos": (3, rotary_dim), "sin": (3, rotary_dim)}
+        arrays = {name: jnp.asarray(rng.normal(size=shape), "bfloat16") for name, shape in shapes.items()}
+        problem = NORM_ROPE.canonicalise(**arrays, rotary_dim=rotary_dim, interleaved=interleaved)
+        scales = [jnp.asarray(rng.normal(size=(members, width)), jnp.float32) for members in (2, 1)]
+        inputs = problem.inputs._replace(query_scale=scales[0], key_scale=scales[1])
+        specs = {"query_scale": ArraySpec.of(scales[0]), "key_scale": ArraySpec.of(scales[1])}
+        check_norm_rope(dataclasses.replace(problem.call, **specs, scale_offset=0.5), inputs, "bfloat16", 4, 3)
+
+
+def check_norm_rope(call, inputs, dtype, span, parts):
+    limit = 2e-6 if dtype == "float32" else 5e-3
+    call = dataclasses.replace(call, save_residuals=True)
+    outputs = norm_rope_kernel.forward(call, inputs, norm_rope_config.ForwardConfig(span))
+    exact = norm_rope_reference.forward(call, wide(inputs))
+    for got, wanted in zip(outputs, exact, strict=True):
+        close(got, wanted, limit)
+    light = norm_rope_kernel.forward(
+        dataclasses.replace(call, save_residuals=False), inputs, norm_rope_config.ForwardConfig(span)
+    )
+    assert light.query_rstd is None
+    np.testing.assert_array_equal(light.key, outputs.key)
+    cotangents = NORM_ROPE.Outputs(*(x[..., ::-1] + jnp.ones_like(x) for x in inputs[:2]))
+    gradients = norm_rope_kernel.backward(call, inputs, outputs, cotangents, norm_rope_config.BackwardConfig(span, parts))
+    wanted = norm_rope_reference.backward(call, wide(inputs), exact, wide(cotangents))
+    for got, other in zip(gradients, wanted, strict=True):
+        if other is not None:
+            close(got, other, limit)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -65,15 +65,17 @@ def test_doctor_says_what_is_missing(monkeypatch):
 def test_plugin_record():
     plugin = _plugin.ejkernel_plugin()
     assert [i.operation for i in plugin.implementations if i.phase == "backward"] == [
+        "add_rms_norm",
         "layer_norm",
+        "qk_norm_rope",
         "rms_norm",
         "rope",
         "softmax",
         "flash_attention",
     ]
-    assert len({(i.operation, i.phase) for i in plugin.implementations}) == 12
-    assert plugin.custom_calls[:11] == tuple(f"ejkernel_cuda_{name}" for name in _plugin.HANDLERS)
-    assert plugin.custom_calls[11:] == (_call.FORWARD, _call.BACKWARD)
+    assert len({(i.operation, i.phase) for i in plugin.implementations}) == 16
+    assert plugin.custom_calls[:16] == tuple(f"ejkernel_cuda_{name}" for name in _plugin.HANDLERS)
+    assert plugin.custom_calls[16:] == (_call.FORWARD, _call.BACKWARD)
 
 
 @needs_library

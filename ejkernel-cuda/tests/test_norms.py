@@ -1,4 +1,4 @@
-"""`rms_norm` and `layer_norm` in CUDA C++ on a machine without a GPU: the handlers' checks, configs, and lowering."""
+"""`rms_norm`, `layer_norm` and `add_rms_norm` in CUDA C++ without a GPU: the handlers' checks, configs, lowering."""
 
 from __future__ import annotations
 
@@ -13,15 +13,25 @@ from host_calls import check_target
 
 import ejkernel
 from ejkernel._arrays import ArraySpec
+from ejkernel.operations.add_rms_norm.interface import AddRmsNormCall, AddRmsNormInputs
 from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs
 from ejkernel.plugin import Target
 from ejkernel_cuda import _library
 from ejkernel_cuda._rows import config, kernel
+from ejkernel_cuda.add_rms_norm import capability as added_capability
+from ejkernel_cuda.add_rms_norm import config as added_config
+from ejkernel_cuda.add_rms_norm import kernel as added_kernel
 from ejkernel_cuda.rms_norm import capability
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_library = pytest.mark.skipif(not _library.PATH.is_file(), reason="build the library: pip install with nvcc 13")
-NAMES = ("rms_norm", "layer_norm")
+NAMES = ("rms_norm", "layer_norm", "add_rms_norm")
+ADDED = AddRmsNormCall(
+    x=ArraySpec((4, 64), "float32"),
+    residual=ArraySpec((4, 64), "float32"),
+    scale=ArraySpec((1, 64), "float32"),
+    save_residuals=True,
+)
 CALL = RmsNormCall(x=ArraySpec((4, 64), "float32"), scale=ArraySpec((1, 64), "float32"), save_residuals=True)
 
 
@@ -40,27 +50,31 @@ def check_forward(
     threads=1,
     cluster=1,
     stages=2,
+    residual=None,
+    total=None,
 ):
     mean = mean or (rstd if name == "layer_norm" else (0,))
-    results = (struct(*(out or x)), struct(mean), struct(rstd))
+    added = x if name == "add_rms_norm" else ((0,), jnp.float32)
+    results = (struct(*(out or x)), struct(*(total or added)), struct(mean), struct(rstd))
     return jax.block_until_ready(
         jax.ffi.ffi_call(check_target(f"{name}_forward"), results)(
-            jnp.zeros(*x), jnp.zeros(scale), jnp.zeros(offset), epsilon=np.float32(1e-6), scale_offset=np.float32(0),
-            threads=np.int64(threads), cluster=np.int64(cluster), stages=np.int64(stages),
+            jnp.zeros(*x), jnp.zeros(*(residual or added)), jnp.zeros(scale), jnp.zeros(offset), epsilon=np.float32(1e-6),
+            scale_offset=np.float32(0), threads=np.int64(threads), cluster=np.int64(cluster), stages=np.int64(stages),
         )
     )  # fmt: skip
 
 
 def check_backward(
     name="rms_norm", x=(2, 3, 8), scale=(1, 8), rstd=(6,), mean=None, grad=(2, 3, 8), d_scale=None, d_offset=(0, 8), parts=2,
-    partials=((1, 2, 8), (0, 2, 8)), cluster=1,
+    partials=((1, 2, 8), (0, 2, 8)), cluster=1, grad_sum=None,
 ):  # fmt: skip
     mean = mean or (rstd if name == "layer_norm" else (0,))
+    grad_sum = grad_sum or (x if name == "add_rms_norm" else (0,))
     results = (struct(x), struct(d_scale or scale), struct(d_offset), struct(partials[0]), struct(partials[1]))
     return jax.block_until_ready(
         jax.ffi.ffi_call(check_target(f"{name}_backward"), results)(
-            jnp.zeros(x), jnp.zeros(scale), jnp.zeros(mean), jnp.zeros(rstd), jnp.zeros(grad), scale_offset=np.float32(0),
-            threads=np.int64(32), cluster=np.int64(cluster), stages=np.int64(1), parts=np.int64(parts),
+            jnp.zeros(x), jnp.zeros(scale), jnp.zeros(mean), jnp.zeros(rstd), jnp.zeros(grad), jnp.zeros(grad_sum),
+            scale_offset=np.float32(0), threads=np.int64(32), cluster=np.int64(cluster), stages=np.int64(1), parts=np.int64(parts),
         )
     )  # fmt: skip
 
@@ -118,6 +132,24 @@ def test_backward_refuses(name, arguments, message):
         check_backward(name, **arguments)
 
 
+@needs_library
+@pytest.mark.parametrize(
+    ("check", "name", "arguments", "message"),
+    [
+        (check_forward, "add_rms_norm", {"residual": ((2, 3, 4), jnp.float32)}, r"residual must be like x .* got \[2, 3, 4\]"),
+        (check_forward, "add_rms_norm", {"residual": ((2, 3, 8), jnp.bfloat16)}, "residual must be like x"),
+        (check_forward, "add_rms_norm", {"total": ((2, 3, 8), jnp.bfloat16)}, "sum must be like x"),
+        (check_forward, "rms_norm", {"residual": ((2, 3, 8), jnp.float32)}, r"residual must be empty, got \[2, 3, 8\]"),
+        (check_forward, "layer_norm", {"total": ((2, 3, 8), jnp.float32)}, "sum must be empty"),
+        (check_backward, "add_rms_norm", {"grad_sum": (0,)}, r"grad_sum must be like x .* got \[0\]"),
+        (check_backward, "layer_norm", {"grad_sum": (2, 3, 8)}, "grad_sum must be empty"),
+    ],
+)
+def test_what_is_added_is_there_or_empty(check, name, arguments, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"ejkernel_cuda {name}: {message}"):
+        check(name, **arguments)
+
+
 def lowered(function, *arguments):
     with ejkernel.use(target=H200):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
@@ -131,7 +163,20 @@ ARGUMENTS = (struct((64, 256), jnp.bfloat16), struct((256,), jnp.bfloat16), stru
 
 
 @needs_library
-@pytest.mark.parametrize("name", NAMES)
+def test_add_rms_norm_lowers_for_cuda():
+    """Backward reads the sum alone: neither x nor residual is an operand of a second call."""
+
+    def loss(x, residual, scale):
+        return sum(one.astype(jnp.float32).sum() for one in ejkernel.fused_add_rms_norm(x, residual, scale, platform="cuda"))
+
+    x = struct((64, 256), jnp.bfloat16)
+    text = lowered(jax.grad(loss, (0, 1, 2)), x, x, struct((256,), jnp.bfloat16))
+    assert text.count("@ejkernel_cuda_add_rms_norm_forward") == text.count("@ejkernel_cuda_add_rms_norm_backward") == 1
+    assert "ejkernel.add_rms_norm[cuda]" in text
+
+
+@needs_library
+@pytest.mark.parametrize("name", NAMES[:2])
 def test_lowers_for_cuda(name):
     text = lowered(jax.grad(functools.partial(loss, name=name), (0, 1, 2)), *ARGUMENTS)
     assert text.count(f"@ejkernel_cuda_{name}_forward") == 1
@@ -184,13 +229,28 @@ def test_supports_refuses_with_numbers():
 
 
 @needs_library
+def test_add_rms_norm_takes_one_dtype():
+    def ask(**changes):
+        return added_capability.supports_backward(dataclasses.replace(ADDED, **changes), H200)
+
+    assert ask() is None
+    assert ask(residual=ArraySpec((4, 64), "bfloat16")) == "x is float32 and residual bfloat16; both must have one dtype"
+    assert "scale is float64" in ask(scale=ArraySpec((1, 64), "float64"))
+    wide = ArraySpec((4, 1 << 31), "float32")
+    assert "2147483648" in ask(x=wide, residual=wide)
+
+
+@needs_library
 @pytest.mark.parametrize("width", [1, 7, 128, 1000, 4096, 8192, 20000, 65536, 131072, 1 << 20])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("target", [H200, Target("gpu", "NVIDIA A100", "8.0")], ids=str)
 def test_configs_are_legal_and_few(width, dtype, target):
-    call = dataclasses.replace(CALL, x=ArraySpec((4, width), dtype), scale=None)
+    x = ArraySpec((4, width), dtype)
+    call, added = dataclasses.replace(CALL, x=x, scale=None), dataclasses.replace(ADDED, x=x, residual=x, scale=None)
     assert capability.supports_backward(call, target) is None
-    for knobs in (config.FORWARD, config.BACKWARD):
+    assert added_capability.supports_backward(added, target) is None
+    spaces = [(call, config.FORWARD), (call, config.BACKWARD), (added, added_config.FORWARD), (added, added_config.BACKWARD)]
+    for call, knobs in spaces:
         space, chosen = knobs.search_space(call, target), knobs.heuristic(call, target)
         assert len(space) <= 40 and len(set(space)) == len(space)
         for choice in (chosen, *space):
@@ -216,13 +276,25 @@ def test_wide_rows_are_shared_by_the_smallest_cluster_that_holds_them(width, dty
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0, 8), (4, 0)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[:2])
 def test_no_rows_or_no_columns(name, shape):
     x, scale = jnp.zeros(shape), jnp.ones((1, shape[-1]))
     call = dataclasses.replace(CALL, x=ArraySpec.of(x), scale=ArraySpec.of(scale))
     inputs = RmsNormInputs(x, scale)
-    _, mean, rstd = kernel.norm_forward(name, call, inputs, config.ForwardConfig(32), centred=name == "layer_norm")
-    gradients = kernel.norm_backward(name, call, inputs, mean, rstd, x, config.BackwardConfig(32, 4))
-    assert rstd.shape == shape[:-1]
-    np.testing.assert_array_equal(rstd, np.full(shape[:-1], 1e3, np.float32))
+    found = kernel.norm_forward(name, call, inputs, config.ForwardConfig(32), centred=name == "layer_norm")
+    gradients = kernel.norm_backward(name, call, inputs, found.mean, found.rstd, x, config.BackwardConfig(32, 4))
+    assert found.rstd.shape == shape[:-1] and found.sum is None
+    np.testing.assert_array_equal(found.rstd, np.full(shape[:-1], 1e3, np.float32))
+    np.testing.assert_array_equal(gradients.scale, np.zeros((1, shape[-1])))
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0, 8), (4, 0)])
+def test_nothing_to_add(shape):
+    x, scale = jnp.zeros(shape), jnp.ones((1, shape[-1]))
+    call = dataclasses.replace(ADDED, x=ArraySpec.of(x), residual=ArraySpec.of(x), scale=ArraySpec.of(scale))
+    inputs = AddRmsNormInputs(x, x, scale)
+    outputs = added_kernel.forward(call, inputs, config.ForwardConfig(32))
+    gradients = added_kernel.backward(call, inputs, outputs, outputs, config.BackwardConfig(32, 4))
+    assert outputs.out.shape == outputs.sum.shape == gradients.x.shape == gradients.residual.shape == shape
+    np.testing.assert_array_equal(outputs.rstd, np.full(shape[:-1], 1e3, np.float32))
     np.testing.assert_array_equal(gradients.scale, np.zeros((1, shape[-1])))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import host_kernels
 import numpy as np
@@ -11,6 +10,8 @@ import pytest
 from host_kernels import KINDS, Guarded, Mask, Parameter, Shape, library, output, rounded
 
 from ejkernel._arrays import ArraySpec
+from ejkernel.operations.add_rms_norm import interface as add_rms_norm
+from ejkernel.operations.add_rms_norm import reference as add_rms_norm_reference
 from ejkernel.operations.layer_norm import interface as layer_norm
 from ejkernel.operations.layer_norm import reference as layer_norm_reference
 from ejkernel.operations.rms_norm import interface as rms_norm
@@ -53,70 +54,84 @@ def parameter(guarded: Guarded | None) -> Parameter:
     return Parameter(guarded.pointer, guarded.array.shape[1] if guarded.array.shape[0] > 1 else 0)
 
 
+NORMS = {
+    "rms_norm": (rms_norm.OPERATION, rms_norm_reference),
+    "layer_norm": (layer_norm.OPERATION, layer_norm_reference),
+    "add_rms_norm": (add_rms_norm.OPERATION, add_rms_norm_reference),
+}
+
+
 class Norm:
     """One problem of a normalisation: 2 batch members of 5 rows."""
 
-    def __init__(self, centred: bool, dtype: str, width: int, parameters: int, scale_offset: float = 0.0) -> None:
+    def __init__(self, name: str, dtype: str, width: int, parameters: int, scale_offset: float = 0.0) -> None:
         """parameters: 0 for none, 1 for those that the batch shares, 2 for one of each member's."""
         rng = np.random.default_rng(width)
-        self.centred, self.dtype, self.width, self.rows = centred, dtype, width, 5
+        operation, reference = NORMS[name]
+        self.centred, self.added, self.which = name == "layer_norm", name == "add_rms_norm", [*NORMS].index(name)
+        self.dtype, self.width = dtype, width
         self.x = rounded(rng.normal(size=(2, 5, width)) * 2 + 3, dtype)
         self.grad = rounded(rng.normal(size=(2, 5, width)), dtype)
         self.scale = rng.normal(size=(parameters, width)).astype(np.float32) if parameters else None
-        self.offset = rng.normal(size=(1, width)).astype(np.float32) if parameters else None
-        interface, self.reference = (layer_norm, layer_norm_reference) if centred else (rms_norm, rms_norm_reference)
-        Call = interface.LayerNormCall if centred else interface.RmsNormCall
-        self.Inputs = interface.LayerNormInputs if centred else interface.RmsNormInputs
-        self.Outputs = interface.LayerNormOutputs if centred else interface.RmsNormOutputs
-        specs = {name: None if v is None else ArraySpec.of(v) for name, v in (("scale", self.scale), ("offset", self.offset))}
-        self.call = Call(x=ArraySpec.of(self.x), **specs, epsilon=1e-5, scale_offset=scale_offset, save_residuals=True)
-        wide = [None if value is None else value.astype(np.float64) for value in (self.x, self.scale, self.offset)]
-        self.outputs = self.reference.forward(self.call, self.Inputs(*wide))
-        cotangents = self.Outputs(self.grad.astype(np.float64))
-        self.gradients = self.reference.backward(self.call, self.Inputs(*wide), self.outputs, cotangents)
-        weight = 1.0 if self.scale is None else wide[1][:, None] + scale_offset
-        self.floor = float(np.linalg.norm(wide[0] * 0 + self.grad.astype(np.float64) * weight * self.outputs.rstd[..., None]))
-
-    def guarded(self) -> list[Any]:
-        return [None if value is None else Guarded(value) for value in (self.x, self.scale, self.offset)]
+        self.offset = rng.normal(size=(1, width)).astype(np.float32) if parameters and not self.added else None
+        self.residual = rounded(rng.normal(size=(2, 5, width)), dtype) if self.added else None
+        self.grad_sum = rounded(rng.normal(size=(2, 5, width)), dtype) if self.added else None
+        # The reference does not round the sum; given the rounded one and nothing to add, it norms what the kernels norm.
+        self.sum = rounded(self.x.astype(np.float32) + self.residual.astype(np.float32), dtype) if self.added else self.x
+        given = {"x": self.sum, "scale": self.scale}
+        given |= {"residual": np.zeros_like(self.sum)} if self.added else {"offset": self.offset}
+        specs = {key: None if value is None else ArraySpec.of(value) for key, value in given.items()}
+        self.call = operation.Call(**specs, epsilon=1e-5, scale_offset=scale_offset, save_residuals=True)
+        wide = operation.Inputs(**{key: None if value is None else value.astype(np.float64) for key, value in given.items()})
+        self.outputs = reference.forward(self.call, wide)
+        cotangents = {"out": self.grad, "sum": self.grad_sum} if self.added else {"out": self.grad}
+        cotangents = operation.Outputs(**{key: value.astype(np.float64) for key, value in cotangents.items()})
+        self.gradients = reference.backward(self.call, wide, self.outputs, cotangents)
+        weight = 1.0 if self.scale is None else wide.scale[:, None] + scale_offset
+        self.floor = float(np.linalg.norm(cotangents.out * weight * self.outputs.rstd[..., None]))
 
     def forward(self, packed: bool, *shape: int, parts: int) -> list[np.ndarray]:
-        x, scale, offset = self.guarded()
+        given = (self.x, self.residual, self.scale, self.offset)
+        x, residual, scale, offset = (None if value is None else Guarded(value) for value in given)
         groups = 1 if self.scale is None else self.scale.shape[0]
         out, mean, rstd = output(self.x.shape, self.x.dtype), output((2, 5), np.float32), output((2, 5), np.float32)
+        total = output(self.x.shape, self.x.dtype) if self.added else None
         library().norm_forward(
-            KINDS[self.dtype], ctypes.c_bool(packed), ctypes.c_bool(self.centred), Shape(10 // groups, groups, parts, *shape),
-            x.pointer, parameter(scale), parameter(offset), out.pointer, mean.pointer if self.centred else None, rstd.pointer,
-            ctypes.c_int64(5), self.width, ctypes.c_float(1e-5), ctypes.c_float(self.call.scale_offset),
+            KINDS[self.dtype], ctypes.c_bool(packed), self.which, Shape(10 // groups, groups, parts, *shape), x.pointer,
+            residual.pointer if residual else None, parameter(scale), parameter(offset), out.pointer,
+            total.pointer if total else None, mean.pointer if self.centred else None, rstd.pointer, ctypes.c_int64(5), self.width,
+            ctypes.c_float(1e-5), ctypes.c_float(self.call.scale_offset),
         )  # fmt: skip
+        if total:
+            np.testing.assert_array_equal(total.checked().view(np.uint8), self.sum.view(np.uint8))
         return [out.checked(), *([mean.checked()] if self.centred else []), rstd.checked()]
 
     def backward(self, packed: bool, *shape: int, parts: int) -> list[np.ndarray]:
-        x, scale, _ = self.guarded()
-        grad, rstd = Guarded(self.grad), Guarded(self.outputs.rstd.astype(np.float32))
+        x, grad, rstd = Guarded(self.sum), Guarded(self.grad), Guarded(self.outputs.rstd.astype(np.float32))
+        scale = None if self.scale is None else Guarded(self.scale)
+        grad_sum = Guarded(self.grad_sum) if self.added else None
         mean = Guarded(self.outputs.mean.astype(np.float32)) if self.centred else None
         groups = 1 if self.scale is None else self.scale.shape[0]
         d_x = output(self.x.shape, self.x.dtype)
         totals = [None if value is None else output(value.shape, np.float32) for value in (self.scale, self.offset)]
         partials = [None if value is None else output((groups, parts, self.width), np.float32) for value in totals]
         library().norm_backward(
-            KINDS[self.dtype], ctypes.c_bool(packed), ctypes.c_bool(self.centred),
-            Shape(10 // groups, groups, parts, *shape), x.pointer, parameter(scale),
-            mean.pointer if mean else None, rstd.pointer, grad.pointer, d_x.pointer,
-            *(value.pointer if value else None for value in (*totals, *partials)), ctypes.c_int64(5), self.width,
+            KINDS[self.dtype], ctypes.c_bool(packed), self.which, Shape(10 // groups, groups, parts, *shape), x.pointer,
+            parameter(scale), mean.pointer if mean else None, rstd.pointer, grad.pointer, grad_sum.pointer if grad_sum else None,
+            d_x.pointer, *(value.pointer if value else None for value in (*totals, *partials)), ctypes.c_int64(5), self.width,
             ctypes.c_float(self.call.scale_offset),
         )  # fmt: skip
         return [value.checked() for value in (d_x, *totals) if value is not None]
 
 
-@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-def test_norm_forward(launch, centred):
+def test_norm_forward(launch, name):
     dtype, width, *knobs = launch
     for parameters, scale_offset in ((0, 0.0), (2, 1.0)):
-        problem = Norm(centred, dtype, width, parameters, scale_offset)
+        problem = Norm(name, dtype, width, parameters, scale_offset)
         got, again = (problem.forward(*knobs, parts=parts) for parts in (3, 2))
-        wanted = [problem.outputs.out, *([problem.outputs.mean] if centred else []), problem.outputs.rstd]
+        wanted = [problem.outputs.out, *([problem.outputs.mean] if problem.centred else []), problem.outputs.rstd]
         assert relative(got[0], wanted[0], floor=1.0) < TOLERANCE[dtype]
         for value, exact in zip(got[1:], wanted[1:], strict=True):
             assert relative(value, exact) < 2e-6
@@ -124,18 +139,19 @@ def test_norm_forward(launch, centred):
             np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
-@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-def test_norm_backward(launch, centred):
+def test_norm_backward(launch, name):
     dtype, width, *knobs = launch
     for parameters, scale_offset in ((0, 0.0), (1, 0.0), (2, 1.0)):
-        problem = Norm(centred, dtype, width, parameters, scale_offset)
+        problem = Norm(name, dtype, width, parameters, scale_offset)
         if parameters == 2:
             problem.offset = None
         got = problem.backward(*knobs, parts=2)
         assert relative(got[0], problem.gradients.x, problem.floor) < TOLERANCE[dtype]
-        for value, exact in zip(got[1:], [problem.gradients.scale, problem.gradients.offset], strict=False):
-            assert relative(value, exact) < 3e-6
+        exact = [problem.gradients.scale] if problem.added else [problem.gradients.scale, problem.gradients.offset]
+        for value, wanted in zip(got[1:], exact, strict=False):
+            assert relative(value, wanted) < 3e-6
         for one, other in zip(got, problem.backward(*knobs, parts=2), strict=True):
             np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
 

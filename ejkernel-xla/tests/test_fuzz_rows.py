@@ -33,7 +33,11 @@ def norms(draw: Any) -> Drawn:
     options = {"axis": axis, "epsilon": draw(st.sampled_from((1e-6, 1e-3)))}
     if "scale" in arrays:
         options["scale_offset"] = draw(st.sampled_from((0.0, 1.0)))
-    return draw(st.sampled_from(("rms_norm", "layer_norm"))), arrays, options
+    name = draw(st.sampled_from(("rms_norm", "layer_norm", "add_rms_norm")))
+    if name == "add_rms_norm":
+        arrays.pop("offset", None)
+        arrays["residual"] = normal(rng, *shape)
+    return name, arrays, options
 
 
 @st.composite
@@ -65,7 +69,14 @@ def ropes(draw: Any) -> Drawn:
     if draw(st.booleans()):
         arrays["key"] = states(1)
     options = {"rotary_dim": rotary, "interleaved": draw(st.booleans()), "layout": "BHTD" if first else "BTHD"}
-    return "rope", arrays, options
+    if "key" not in arrays or draw(st.booleans()):
+        return "rope", arrays, options
+    for name in ("query_scale", "key_scale"):
+        if draw(st.booleans()):
+            arrays[name] = normal(rng, width)
+    if "query_scale" in arrays and "key_scale" in arrays:
+        options["scale_offset"] = draw(st.sampled_from((0.0, 1.0)))
+    return "qk_norm_rope", arrays, {**options, "epsilon": 1e-2}
 
 
 @st.composite

@@ -26,7 +26,7 @@ import check_gpu
 import jax
 import jax.numpy as jnp
 import numpy as np
-from row_problems import Prepared, Problem, norm, rotary
+from row_problems import Prepared, Problem, added, norm, norm_rotary, rotary
 
 from ejkernel.operations.paged_attention import cases as attention_cases
 from ejkernel.operations.paged_attention import reference as attention_reference
@@ -46,10 +46,13 @@ LSE = 1e-4
 """Error of a log-sum-exp: tensor cores round sums of products in ways of their own."""
 RAGGED = (
     *(norm(name, 13, width) for name in ("rms_norm", "layer_norm") for width in (1, 33, 128, 4099, 4096, 20000, 40000, 131072)),
+    *(added(13, width) for width in (1, 33, 128, 4099, 4096, 20000, 40000, 131072)),
     *(Problem("softmax", {"x": (13, width)}) for width in (1, 33, 4096, 4099, 40000, 131072)),
     *(Problem("softmax", {"x": (4, 3, 9, 100), "where": where}) for where in ((4, 1, 9, 100), (9, 1))),
     *(rotary(layout, 3, 77, 6, 2, width, interleaved=turned)
       for layout in ("BTHD", "BHTD") for width in (26, 128) for turned in (False, True)),
+    *(norm_rotary(layout, 3, 77, 6, 2, width, rotary, interleaved=turned) for layout in ("BTHD", "BHTD")
+      for width, rotary in ((26, 26), (100, 36), (128, 128), (128, 64), (256, 256)) for turned in (False, True)),
 )  # fmt: skip
 
 
@@ -182,7 +185,8 @@ def check_configs() -> list[Row]:
     rows = []
     problems = [norm("layer_norm", 37, 4096), norm("rms_norm", 37, 40000), norm("layer_norm", 37, 131072)]
     problems += [Problem("softmax", {"x": (37, width)}) for width in (4096, 40000, 131072)]
-    problems += [rotary("BTHD", 3, 77, 6, 2, 128)]
+    problems += [rotary("BTHD", 3, 77, 6, 2, 128), norm_rotary("BTHD", 3, 77, 6, 2, 128, 128)]
+    problems += [added(37, width) for width in (4096, 40000, 131072)]
     for index, problem in enumerate(problems):
         prepared = Prepared(problem, "bfloat16", index, "cuda")
         target, wanted = current_target(), prepared.exact()

@@ -56,6 +56,21 @@ def rotary(layout: str, batch: int, length: int, query: int, key: int, width: in
     return Problem("rope", shapes, {"layout": layout, **options}, ("cos", "sin"))
 
 
+def added(rows: int, width: int) -> Problem:
+    return Problem("add_rms_norm", {"x": (rows, width), "residual": (rows, width), "scale": (width,)})
+
+
+def norm_rotary(
+    layout: str, batch: int, length: int, query: int, key: int, width: int, rotary_dim: int, **options: Any
+) -> Problem:
+    turned = rotary(layout, batch, length, query, key, width)
+    shapes = {name: (length, rotary_dim // 2) if name in ("cos", "sin") else shape for name, shape in turned.shapes.items()}
+    scales = {"query_scale": (width,), "key_scale": (width,)}
+    return Problem(
+        "qk_norm_rope", {**shapes, **scales}, {"layout": layout, "rotary_dim": rotary_dim, **options}, ("cos", "sin")
+    )
+
+
 TIMED = (
     norm("layer_norm", 16384, 4096),
     norm("layer_norm", 131072, 128),

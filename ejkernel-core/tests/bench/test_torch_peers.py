@@ -46,7 +46,14 @@ def test_sdpa(case, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "case"),
-    [("rms_norm", "scale"), ("layer_norm", "scale-offset"), ("softmax", "scale"), ("cross_entropy", "logits-one-row")],
+    [
+        ("rms_norm", "scale"),
+        ("add_rms_norm", "scale"),
+        ("qk_norm_rope", "partial"),
+        ("layer_norm", "scale-offset"),
+        ("softmax", "scale"),
+        ("cross_entropy", "logits-one-row"),
+    ],
 )
 def test_compiled(operation, case):
     check(operation, case, "torch.compile")

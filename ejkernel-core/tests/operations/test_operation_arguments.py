@@ -40,7 +40,39 @@ S = np.ones((2, 4, 8, 8), np.float32)
 IDS = np.zeros((2, 5), np.int32)
 ROWS = np.ones((2, 3), np.int32)
 
+_ROPE = [
+    ((Q[0], Q, C, C), {}, ValueError, r"query: got shape \(5, 4, 8\) with 3 axes, expected 4 axes"),
+    ((Q, Q[:, :4], C, C), {}, ValueError, r"key: got shape \(2, 4, 4, 8\), expected batch 2, length 5 and head size 8"),
+    ((Q, Q, C, C[:, :2]), {}, ValueError, r"sin: got 2 channels, expected rotary_dim = 8, or half of it"),
+    ((Q, Q, C, np.tile(C, 2)), {}, ValueError, r"sin: got float32\[1,5,8\], expected float32\[1,5,4\] as cos"),
+    ((Q, Q, C[:4], C), {}, ValueError, r"cos: got shape \(4, 4\), expected \[5, w\], \[1, 5, w\] or \[2, 5, w\]"),
+    ((Q, Q, C, C), {"rotary_dim": 16}, ValueError, "rotary_dim: got 16, expected an even number of channels, at most 8"),
+    ((Q, Q, C, C), {"rotary_dim": 3}, ValueError, "rotary_dim: got 3, expected an even number"),
+    ((Q, Q, C, C), {"rotary_dim": 2}, ValueError, "cos: got 4 channels, expected rotary_dim = 2, or half of it"),
+    ((Q, Q, C, C), {"layout": "THD"}, ValueError, "layout: got 'THD', expected 'BTHD' or 'BHTD'"),
+    ((Q, Q, C, C), {"interleaved": 1}, TypeError, "interleaved: got 1, expected a bool"),
+]
+
 REFUSED: dict[str, list[Any]] = {
+    "add_rms_norm": [
+        ((X, X[:1]), {}, ValueError, r"residual: got shape \(1, 3, 8\), expected \(2, 3, 8\), the shape of x"),
+        ((X, None), {}, TypeError, "residual: got NoneType, expected an array"),
+        ((X, X.astype(np.int32)), {}, TypeError, "residual: got dtype int32, expected a floating type"),
+        ((X, X, EIGHT[:5]), {}, ValueError, r"scale: got shape \(5,\), expected \(8,\) = \[size of x along axis\]"),
+        ((X, X), {"axis": 3}, ValueError, r"axis: got 3, expected a value in \[-3, 2\]"),
+        ((X, X), {"epsilon": -1e-6}, ValueError, "epsilon: got -1e-06, expected a value >= 0"),
+        ((X, X), {"scale_offset": 1.0}, ValueError, "scale_offset: got 1.0, expected 0 without scale; pass scale"),
+        ((X[0, 0, 0], X[0, 0, 0]), {}, ValueError, r"x: got shape \(\), expected at least one axis"),
+    ],
+    "qk_norm_rope": [
+        *_ROPE,
+        ((Q, None, C, C), {}, TypeError, "key: got None, expected an array; rms_norm, then rope"),
+        ((Q, Q), {}, TypeError, "cos: got None, expected an array; LlamaRotaryEmbedding"),
+        ((Q, Q, C, C, EIGHT[:4]), {}, ValueError, r"query_scale: got shape \(4,\), expected \(8,\) = \[head size\]"),
+        ((Q, Q, C, C, EIGHT, Q[0, 0]), {}, ValueError, r"key_scale: got shape \(4, 8\), expected \(8,\) = \[head size\]"),
+        ((Q, Q, C, C, EIGHT), {"scale_offset": 1.0}, ValueError, "scale_offset: got 1.0, expected 0 without key_scale; pass"),
+        ((Q, Q, C, C), {"epsilon": "1"}, TypeError, "epsilon: got '1', expected a number"),
+    ],
     "delta_rule": [
         ((Q[0], Q, Q), {}, ValueError, r"query: got shape \(5, 4, 8\) with 3 axes, expected 4 axes"),
         ((Q.astype(np.int32), Q, Q), {}, TypeError, "query: got dtype int32, expected a floating type"),
@@ -231,16 +263,7 @@ REFUSED: dict[str, list[Any]] = {
     ],
     "rope": [
         ((Q, None, None, C), {}, TypeError, r"cos: got None, expected an array; LlamaRotaryEmbedding"),
-        ((Q[0], None, C, C), {}, ValueError, r"query: got shape \(5, 4, 8\) with 3 axes, expected 4 axes"),
-        ((Q, Q[:, :4], C, C), {}, ValueError, r"key: got shape \(2, 4, 4, 8\), expected batch 2, length 5 and head size 8"),
-        ((Q, Q, C, C[:, :2]), {}, ValueError, r"sin: got 2 channels, expected rotary_dim = 8, or half of it"),
-        ((Q, Q, C, np.tile(C, 2)), {}, ValueError, r"sin: got float32\[1,5,8\], expected float32\[1,5,4\] as cos"),
-        ((Q, Q, C[:4], C), {}, ValueError, r"cos: got shape \(4, 4\), expected \[5, w\], \[1, 5, w\] or \[2, 5, w\]"),
-        ((Q, Q, C, C), {"rotary_dim": 16}, ValueError, "rotary_dim: got 16, expected an even number of channels, at most 8"),
-        ((Q, Q, C, C), {"rotary_dim": 3}, ValueError, "rotary_dim: got 3, expected an even number"),
-        ((Q, Q, C, C), {"rotary_dim": 2}, ValueError, "cos: got 4 channels, expected rotary_dim = 2, or half of it"),
-        ((Q, Q, C, C), {"layout": "THD"}, ValueError, "layout: got 'THD', expected 'BTHD' or 'BHTD'"),
-        ((Q, Q, C, C), {"interleaved": 1}, TypeError, "interleaved: got 1, expected a bool"),
+        *_ROPE,
     ],
     "softmax": [
         ((X.astype(np.int32),), {}, TypeError, "x: got dtype int32, expected a floating type"),

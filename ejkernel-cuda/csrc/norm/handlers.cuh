@@ -1,7 +1,7 @@
 // XLA's door to normalisations of rows: checks of every shape and dtype, the choice of kernel, the launch.
 //
 // A parameter that is absent comes as [0, width]; shared by the batch as [1, width]; one per batch member as [batch, width].
-// The mean is there, empty, where a normalisation has none.
+// What a normalisation does not have is there, empty: the mean unless CENTRED, residual, sum and its gradient unless ADDED.
 #pragma once
 
 #include "launch_rows.cuh"
@@ -14,15 +14,22 @@ inline Parameter AsParameter(Floats array) {
   return {batch ? array.typed_data() : nullptr, batch > 1 ? array.dimensions()[1] : 0};
 }
 
-template <bool CENTRED>
+template <bool CENTRED, bool ADDED = false>
 struct Handlers {
-  static constexpr const char* kName = CENTRED ? "layer_norm" : "rms_norm";
+  static_assert(!(CENTRED && ADDED));
+  static constexpr const char* kName = ADDED ? "add_rms_norm" : CENTRED ? "layer_norm" : "rms_norm";
 
   static ffi::Error CheckX(Array x) {
     EJKERNEL_TRY(CheckFloat(kName, "x", x));
     if (x.dimensions().size() != 3) return Invalid(kName, "x must be [batch, rows, width], got " + Text(x.dimensions()));
     if (x.dimensions()[2] > kMaxWidth) return Invalid(kName, "width " + std::to_string(x.dimensions()[2]) + " is above 2^30");
     return ffi::Error::Success();
+  }
+
+  static ffi::Error CheckAdded(const char* name, Array array, Array x) {
+    if (ADDED) return CheckLike(kName, name, array, "x", x);
+    if (array.element_count() == 0) return ffi::Error::Success();
+    return Invalid(kName, std::string(name) + " must be empty, got " + Text(array.dimensions()));
   }
 
   static ffi::Error CheckParameter(const char* name, Floats array, Array x) {
@@ -41,9 +48,12 @@ struct Handlers {
     return Invalid(kName, std::string(name) + wanted + Text(array.dimensions()));
   }
 
-  static ffi::Error CheckForward(Array x, Floats scale, Floats offset, float, float, int64_t threads, int64_t cluster,
-                                 int64_t stages, ffi::Result<Array> out, ffi::Result<Floats> mean, ffi::Result<Floats> rstd) {
+  static ffi::Error CheckForward(Array x, Array residual, Floats scale, Floats offset, float, float, int64_t threads,
+                                 int64_t cluster, int64_t stages, ffi::Result<Array> out, ffi::Result<Array> sum,
+                                 ffi::Result<Floats> mean, ffi::Result<Floats> rstd) {
     EJKERNEL_TRY(CheckX(x));
+    EJKERNEL_TRY(CheckAdded("residual", residual, x));
+    EJKERNEL_TRY(CheckAdded("sum", *sum, x));
     EJKERNEL_TRY(CheckParameter("scale", scale, x));
     EJKERNEL_TRY(CheckParameter("offset", offset, x));
     EJKERNEL_TRY(CheckLike(kName, "out", *out, "x", x));
@@ -53,11 +63,12 @@ struct Handlers {
     return CheckKnobs(kName, {threads, cluster, stages});
   }
 
-  static ffi::Error CheckBackward(Array x, Floats scale, Floats mean, Floats rstd, Array grad, float, int64_t threads,
-                                  int64_t cluster, int64_t stages, int64_t parts, ffi::Result<Array> d_x,
+  static ffi::Error CheckBackward(Array x, Floats scale, Floats mean, Floats rstd, Array grad, Array grad_sum, float,
+                                  int64_t threads, int64_t cluster, int64_t stages, int64_t parts, ffi::Result<Array> d_x,
                                   ffi::Result<Floats> d_scale, ffi::Result<Floats> d_offset, ffi::Result<Floats> part_scale,
                                   ffi::Result<Floats> part_offset) {
     EJKERNEL_TRY(CheckX(x));
+    EJKERNEL_TRY(CheckAdded("grad_sum", grad_sum, x));
     EJKERNEL_TRY(CheckParameter("scale", scale, x));
     EJKERNEL_TRY(CheckParameter("d_scale", *d_scale, x));
     EJKERNEL_TRY(CheckParameter("d_offset", *d_offset, x));
@@ -88,27 +99,31 @@ struct Handlers {
 
   static bool Packed(Array x) { return x.dimensions()[2] * int64_t(ffi::ByteWidth(x.element_type())) % 16 == 0; }
 
-  static ffi::Error RunForward(cudaStream_t stream, Array x, Floats scale, Floats offset, float epsilon, float scale_offset,
-                               int64_t threads, int64_t cluster, int64_t stages, ffi::Result<Array> out,
-                               ffi::Result<Floats> mean, ffi::Result<Floats> rstd) {
-    EJKERNEL_TRY(CheckForward(x, scale, offset, epsilon, scale_offset, threads, cluster, stages, out, mean, rstd));
+  static ffi::Error RunForward(cudaStream_t stream, Array x, Array residual, Floats scale, Floats offset, float epsilon,
+                               float scale_offset, int64_t threads, int64_t cluster, int64_t stages, ffi::Result<Array> out,
+                               ffi::Result<Array> sum, ffi::Result<Floats> mean, ffi::Result<Floats> rstd) {
+    EJKERNEL_TRY(
+        CheckForward(x, residual, scale, offset, epsilon, scale_offset, threads, cluster, stages, out, sum, mean, rstd));
     if (x.element_count() == 0) return ffi::Error::Success();
     const Dims dims = x.dimensions();
     const bool packed = Packed(x) && Aligned(x.untyped_data()) && Aligned(scale.untyped_data()) &&
-                        Aligned(offset.untyped_data()) && Aligned(out->untyped_data());
+                        Aligned(offset.untyped_data()) && Aligned(out->untyped_data()) &&
+                        (!ADDED || (Aligned(residual.untyped_data()) && Aligned(sum->untyped_data())));
     const bool save = rstd->element_count() > 0;
     return ForFloat(x.element_type(), packed, [&]<typename T, int N>() {
-      const Forward<T, N, CENTRED> op{static_cast<const T*>(x.untyped_data()),
-                                      AsParameter(scale),
-                                      AsParameter(offset),
-                                      static_cast<T*>(out->untyped_data()),
-                                      save && CENTRED ? mean->typed_data() : nullptr,
-                                      save ? rstd->typed_data() : nullptr,
-                                      dims[1],
-                                      int(dims[2]),
-                                      1.f / float(dims[2]),
-                                      epsilon,
-                                      scale_offset};
+      const Forward<T, N, CENTRED, ADDED> op{static_cast<const T*>(x.untyped_data()),
+                                             ADDED ? static_cast<const T*>(residual.untyped_data()) : nullptr,
+                                             AsParameter(scale),
+                                             AsParameter(offset),
+                                             static_cast<T*>(out->untyped_data()),
+                                             ADDED ? static_cast<T*>(sum->untyped_data()) : nullptr,
+                                             save && CENTRED ? mean->typed_data() : nullptr,
+                                             save ? rstd->typed_data() : nullptr,
+                                             dims[1],
+                                             int(dims[2]),
+                                             1.f / float(dims[2]),
+                                             epsilon,
+                                             scale_offset};
       bool walked = false;
       const int64_t groups = op.scale.stride || op.offset.stride ? dims[0] : 1;
       Walk walk{dims[0] * dims[1] / groups, kAnyParts};
@@ -131,11 +146,11 @@ struct Handlers {
   }
 
   static ffi::Error RunBackward(cudaStream_t stream, Array x, Floats scale, Floats mean, Floats rstd, Array grad,
-                                float scale_offset, int64_t threads, int64_t cluster, int64_t stages, int64_t parts,
-                                ffi::Result<Array> d_x, ffi::Result<Floats> d_scale, ffi::Result<Floats> d_offset,
-                                ffi::Result<Floats> part_scale, ffi::Result<Floats> part_offset) {
-    EJKERNEL_TRY(CheckBackward(x, scale, mean, rstd, grad, scale_offset, threads, cluster, stages, parts, d_x, d_scale,
-                               d_offset, part_scale, part_offset));
+                                Array grad_sum, float scale_offset, int64_t threads, int64_t cluster, int64_t stages,
+                                int64_t parts, ffi::Result<Array> d_x, ffi::Result<Floats> d_scale,
+                                ffi::Result<Floats> d_offset, ffi::Result<Floats> part_scale, ffi::Result<Floats> part_offset) {
+    EJKERNEL_TRY(CheckBackward(x, scale, mean, rstd, grad, grad_sum, scale_offset, threads, cluster, stages, parts, d_x,
+                               d_scale, d_offset, part_scale, part_offset));
     if (x.element_count() == 0) {
       for (Floats total : {*d_scale, *d_offset}) {
         if (total.size_bytes()) cudaMemsetAsync(total.untyped_data(), 0, total.size_bytes(), stream);
@@ -147,22 +162,23 @@ struct Handlers {
     float* to_offset = d_offset->dimensions()[0] ? part_offset->typed_data() : nullptr;
     const bool packed = Packed(x) && Aligned(x.untyped_data()) && Aligned(scale.untyped_data()) &&
                         Aligned(grad.untyped_data()) && Aligned(d_x->untyped_data()) && Aligned(part_scale->untyped_data()) &&
-                        Aligned(part_offset->untyped_data());
+                        Aligned(part_offset->untyped_data()) && (!ADDED || Aligned(grad_sum.untyped_data()));
     const int64_t groups = Groups(x, *d_scale, *d_offset);
     Walk walk{dims[0] * dims[1] / groups, parts};
     EJKERNEL_TRY(ForFloat(x.element_type(), packed, [&]<typename T, int N>() -> ffi::Error {
-      const Backward<T, N, CENTRED> op{static_cast<const T*>(x.untyped_data()),
-                                       AsParameter(scale),
-                                       CENTRED ? mean.typed_data() : nullptr,
-                                       rstd.typed_data(),
-                                       static_cast<const T*>(grad.untyped_data()),
-                                       static_cast<T*>(d_x->untyped_data()),
-                                       to_scale,
-                                       to_offset,
-                                       dims[1],
-                                       int(dims[2]),
-                                       1.f / float(dims[2]),
-                                       scale_offset};
+      const Backward<T, N, CENTRED, ADDED> op{static_cast<const T*>(x.untyped_data()),
+                                              AsParameter(scale),
+                                              CENTRED ? mean.typed_data() : nullptr,
+                                              rstd.typed_data(),
+                                              static_cast<const T*>(grad.untyped_data()),
+                                              ADDED ? static_cast<const T*>(grad_sum.untyped_data()) : nullptr,
+                                              static_cast<T*>(d_x->untyped_data()),
+                                              to_scale,
+                                              to_offset,
+                                              dims[1],
+                                              int(dims[2]),
+                                              1.f / float(dims[2]),
+                                              scale_offset};
       bool walked = false;
       EJKERNEL_TRY(LaunchRows(kName, stream, op, walk, groups, {threads, cluster, stages}, walked));
       if (!walked || (!to_scale && !to_offset)) return ffi::Error::Success();
@@ -180,6 +196,7 @@ struct Handlers {
   static auto BindForward(Binding binding) {
     return std::move(binding)
         .template Arg<Array>()
+        .template Arg<Array>()
         .template Arg<Floats>()
         .template Arg<Floats>()
         .template Attr<float>("epsilon")
@@ -187,6 +204,7 @@ struct Handlers {
         .template Attr<int64_t>("threads")
         .template Attr<int64_t>("cluster")
         .template Attr<int64_t>("stages")
+        .template Ret<Array>()
         .template Ret<Array>()
         .template Ret<Floats>()
         .template Ret<Floats>();
@@ -199,6 +217,7 @@ struct Handlers {
         .template Arg<Floats>()
         .template Arg<Floats>()
         .template Arg<Floats>()
+        .template Arg<Array>()
         .template Arg<Array>()
         .template Attr<float>("scale_offset")
         .template Attr<int64_t>("threads")

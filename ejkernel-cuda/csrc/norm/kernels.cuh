@@ -1,5 +1,5 @@
-// Normalisation of rows: rms_norm, and layer_norm where CENTRED. x is [batch, rows_per_batch, width]; statistics and sums are
-// float.
+// Normalisation of rows: rms_norm, layer_norm where CENTRED, and add_rms_norm where ADDED, which normalises x + residual as it
+// is stored. x is [batch, rows_per_batch, width]; statistics and sums are float.
 #pragma once
 
 #include "divide.cuh"
@@ -38,35 +38,37 @@ __device__ inline Pack<float, N> parameter(const float* row, int column) {
   return row ? load<float, N>(row + column) : Pack<float, N>{};
 }
 
-// out = (x - mean) * rstd * (scale + scale_offset) + offset.
-template <typename T_, int N_, bool CENTRED>
+// out = (x - mean) * rstd * (scale + scale_offset) + offset, x being sum = x + residual where ADDED.
+template <typename T_, int N_, bool CENTRED, bool ADDED>
 struct Forward {
   using T = T_;
   static constexpr int N = N_;
   const T* x;
+  const T* residual;  // null unless ADDED
   Parameter scale, offset;
   T* out;
+  T* sum;       // null unless ADDED
   float* mean;  // null when not asked for
   float* rstd;
   int64_t rows_per_batch;
   int width;
   float inverse_width, epsilon, scale_offset;
 
-  static constexpr int kStreams = 1;
+  static constexpr int kStreams = ADDED ? 2 : 1;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 80 : 64; }
   template <int ITEMS>
   struct Kept {
-    float scale[ITEMS * N], offset[ITEMS * N];
+    float scale[ITEMS * N], offset[ADDED ? 1 : ITEMS * N];  // where ADDED, there is no offset
   };
   template <int ITEMS>
   struct Aside {};
 
-  __device__ const T* stream(int) const { return x; }
+  __device__ const T* stream(int which) const { return which == 0 ? x : residual; }
 
   template <int ITEMS>
   __device__ void begin(Kept<ITEMS>& kept, int64_t group, const Columns& columns) const {
     read_columns<N, ITEMS>(kept.scale, scale.member(group), columns, scale_offset, 1.f);
-    read_columns<N, ITEMS>(kept.offset, offset.member(group), columns, 0.f, 0.f);
+    if constexpr (!ADDED) read_columns<N, ITEMS>(kept.offset, offset.member(group), columns, 0.f, 0.f);
   }
 
   template <int ITEMS>
@@ -74,28 +76,45 @@ struct Forward {
     return {};
   }
 
+  // What is normalised, of T's precision.
+  __device__ static void add(float (&x)[N], const float (&residual)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] += residual[i];
+    widen(rounded<T, N>(x), x);
+  }
+
+  template <int ITEMS>
+  __device__ static void read(const Slots<T, N, ITEMS>& slots, int item, float (&x)[N]) {
+    slots.read(0, item, x);
+    if constexpr (ADDED) {
+      float residual[N];
+      slots.read(1, item, residual);
+      add(x, residual);
+    }
+  }
+
   // The row's mean, 0 unless CENTRED, and the mean of squares about it.
   template <int ITEMS, class Reduce>
   __device__ void moments(const Slots<T, N, ITEMS>& slots, const Columns& columns, Reduce& reducer, float& centre,
                           float& variance) const {
-    float sum = 0.f, squares = 0.f;
+    float total = 0.f, squares = 0.f;
     if constexpr (CENTRED) {
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
         float x[N];
-        slots.read(0, item, x);
+        read(slots, item, x);
 #pragma unroll
-        for (int i = 0; i < N; ++i) sum += x[i];
+        for (int i = 0; i < N; ++i) total += x[i];
       }
-      sum = reducer.template block<Add>(sum);
+      total = reducer.template block<Add>(total);
     }
     const int here = Reduce::kCluster ? columns.count(reducer.rank(), width) : width;
-    centre = Reduce::kCluster ? sum / (here ? here : 1) : sum * inverse_width;
+    centre = Reduce::kCluster ? total / (here ? here : 1) : total * inverse_width;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       if (CENTRED && !columns.has(item)) continue;
       float x[N];
-      slots.read(0, item, x);
+      read(slots, item, x);
 #pragma unroll
       for (int i = 0; i < N; ++i) squares += (x[i] - centre) * (x[i] - centre);
     }
@@ -126,10 +145,12 @@ struct Forward {
     for (int item = 0; item < ITEMS; ++item) {
       if (!place.columns.has(item)) continue;
       float x[N];
-      slots.read(0, item, x);
+      read(slots, item, x);
+      if constexpr (ADDED) store<T, N>(sum + place.start + place.columns.of(item), rounded<T, N>(x));
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        x[i] = (CENTRED ? x[i] - centre : x[i]) * inverse * kept.scale[item * N + i] + kept.offset[item * N + i];
+        x[i] = (CENTRED ? x[i] - centre : x[i]) * inverse * kept.scale[item * N + i];
+        if constexpr (!ADDED) x[i] += kept.offset[item * N + i];
       }
       store<T, N>(out + place.start + place.columns.of(item), rounded<T, N>(x));
     }
@@ -159,18 +180,26 @@ struct Forward {
 
   template <class Reduce>
   __device__ void walk(int64_t row, Reduce& reducer) const {
-    const T* from = x + row * width;
+    const T* from = ADDED ? sum + row * width : x + row * width;
     float centre = 0.f, squares = 0.f;
     if constexpr (CENTRED) {
-      float sum = 0.f;
+      float total = 0.f;
       for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
         const Pack<T, N> pack = load<T, N>(from + column);
 #pragma unroll
-        for (int i = 0; i < N; ++i) sum += to_float(pack.data[i]);
+        for (int i = 0; i < N; ++i) total += to_float(pack.data[i]);
       }
-      centre = reducer.template all<Add>(sum) * inverse_width;
+      centre = reducer.template all<Add>(total) * inverse_width;
     }
     for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
+      if constexpr (ADDED) {
+        // Every thread reads back what it has written itself.
+        float values[N], residuals[N];
+        widen(load<T, N>(x + row * width + column), values);
+        widen(load<T, N>(residual + row * width + column), residuals);
+        add(values, residuals);
+        store<T, N>(sum + row * width + column, rounded<T, N>(values));
+      }
       const Pack<T, N> pack = load<T, N>(from + column);
 #pragma unroll
       for (int i = 0; i < N; ++i) squares += (to_float(pack.data[i]) - centre) * (to_float(pack.data[i]) - centre);
@@ -186,8 +215,8 @@ struct Forward {
 };
 
 // d_x, and for each worker one partial sum of the parameters' gradients; the rows of a group lie under one row of the
-// parameters.
-template <typename T_, int N_, bool CENTRED>
+// parameters. Where ADDED, x is the sum that forward returned, and d_x the gradient of both of its terms.
+template <typename T_, int N_, bool CENTRED, bool ADDED>
 struct Backward {
   using T = T_;
   static constexpr int N = N_;
@@ -196,6 +225,7 @@ struct Backward {
   const float* mean;  // null unless CENTRED
   const float* rstd;
   const T* grad;
+  const T* grad_sum;  // null unless ADDED
   T* d_x;
   float* d_scale;  // [groups, parts, width], null when not asked for
   float* d_offset;
@@ -203,19 +233,19 @@ struct Backward {
   int width;
   float inverse_width, scale_offset;
 
-  static constexpr int kStreams = 2;
+  static constexpr int kStreams = ADDED ? 3 : 2;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 96 : items * N > 8 ? 80 : 64; }
   template <int ITEMS>
   struct Kept {
-    float factor[ITEMS * N];                              // scale + scale_offset
-    float scale[ITEMS * N] = {}, offset[ITEMS * N] = {};  // sums of gradients
+    float factor[ITEMS * N];                                          // scale + scale_offset
+    float scale[ITEMS * N] = {}, offset[ADDED ? 1 : ITEMS * N] = {};  // sums of gradients
   };
   template <int ITEMS>
   struct Aside {
     float mean, rstd;
   };
 
-  __device__ const T* stream(int which) const { return which == 0 ? x : grad; }
+  __device__ const T* stream(int which) const { return which == 0 ? x : which == 1 ? grad : grad_sum; }
 
   template <int ITEMS>
   __device__ void begin(Kept<ITEMS>& kept, int64_t group, const Columns& columns) const {
@@ -234,14 +264,15 @@ struct Backward {
     weighted = gradient * factor;
   }
 
-  __device__ void write(const float (&values)[N], const float (&grads)[N], int64_t at, const float (&factor)[N], float centre,
-                        float inverse, float dot, float sum) const {
-    float result[N];
+  // Where ADDED, `result` holds the gradient of the sum that did not pass through the norm.
+  __device__ void write(float (&result)[N], const float (&values)[N], const float (&grads)[N], int64_t at,
+                        const float (&factor)[N], float centre, float inverse, float dot, float sum) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       float normalised, weighted;
       parts_of(values[i], grads[i], factor[i], centre, inverse, normalised, weighted);
-      result[i] = inverse * (CENTRED ? weighted - sum - normalised * dot : weighted - normalised * dot);
+      const float value = inverse * (CENTRED ? weighted - sum - normalised * dot : weighted - normalised * dot);
+      result[i] = ADDED ? result[i] + value : value;
     }
     store<T, N>(d_x + at, rounded<T, N>(result));
   }
@@ -261,7 +292,7 @@ struct Backward {
         float normalised, weighted;
         parts_of(values[i], grads[i], kept.factor[at], aside.mean, aside.rstd, normalised, weighted);
         kept.scale[at] += grads[i] * normalised;
-        kept.offset[at] += grads[i];
+        if constexpr (!ADDED) kept.offset[at] += grads[i];
         sums[0] += weighted * normalised;
         if constexpr (CENTRED) sums[1] += weighted;
       }
@@ -272,46 +303,48 @@ struct Backward {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       if (!place.columns.has(item)) continue;
-      float factor[N], values[N], grads[N];
+      float factor[N], values[N], grads[N], result[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) factor[i] = kept.factor[item * N + i];
       slots.read(0, item, values);
       slots.read(1, item, grads);
-      write(values, grads, place.start + place.columns.of(item), factor, aside.mean, aside.rstd, dot, sum);
+      if constexpr (ADDED) slots.read(2, item, result);
+      write(result, values, grads, place.start + place.columns.of(item), factor, aside.mean, aside.rstd, dot, sum);
     }
   }
 
   template <int ITEMS>
   __device__ void flush(const Kept<ITEMS>& kept, int64_t worker, const Columns& columns, float* sums) const {
-    // `sums`, as large as one row of every stream, takes [blockDim.y, ITEMS * blockDim.x * N] when blockDim.y > 1.
+    put<ITEMS>(d_scale, kept.scale, worker, columns, sums);
+    if constexpr (!ADDED) put<ITEMS>(d_offset, kept.offset, worker, columns, sums);
+  }
+
+  // `sums`, as large as one row of every stream, takes [blockDim.y, ITEMS * blockDim.x * N] when blockDim.y > 1.
+  template <int ITEMS>
+  __device__ void put(float* to, const float (&sum)[ITEMS * N], int64_t worker, const Columns& columns, float* sums) const {
+    if (!to) return;
     const int slots = ITEMS * blockDim.x * N;
+    if (blockDim.y > 1) {
+      __syncthreads();
 #pragma unroll
-    for (int which = 0; which < 2; ++which) {
-      float* to = which == 0 ? d_scale : d_offset;
-      if (!to) continue;
-      const float (&sum)[ITEMS * N] = which == 0 ? kept.scale : kept.offset;
-      if (blockDim.y > 1) {
-        __syncthreads();
+      for (int item = 0; item < ITEMS; ++item) {
 #pragma unroll
-        for (int item = 0; item < ITEMS; ++item) {
+        for (int i = 0; i < N; ++i) sums[threadIdx.y * slots + columns.of(item) + i] = sum[item * N + i];
+      }
+      __syncthreads();
+      for (int column = threadIdx.y * blockDim.x + threadIdx.x; column < width; column += blockDim.x * blockDim.y) {
+        float total = 0.f;
+        for (int other = 0; other < int(blockDim.y); ++other) total += sums[other * slots + column];
+        to[worker * width + column] = total;
+      }
+    } else {
 #pragma unroll
-          for (int i = 0; i < N; ++i) sums[threadIdx.y * slots + columns.of(item) + i] = sum[item * N + i];
-        }
-        __syncthreads();
-        for (int column = threadIdx.y * blockDim.x + threadIdx.x; column < width; column += blockDim.x * blockDim.y) {
-          float total = 0.f;
-          for (int other = 0; other < int(blockDim.y); ++other) total += sums[other * slots + column];
-          to[worker * width + column] = total;
-        }
-      } else {
+      for (int item = 0; item < ITEMS; ++item) {
+        if (!columns.has(item)) continue;
+        Pack<float, N> pack;
 #pragma unroll
-        for (int item = 0; item < ITEMS; ++item) {
-          if (!columns.has(item)) continue;
-          Pack<float, N> pack;
-#pragma unroll
-          for (int i = 0; i < N; ++i) pack.data[i] = sum[item * N + i];
-          store<float, N>(to + worker * width + columns.of(item), pack);
-        }
+        for (int i = 0; i < N; ++i) pack.data[i] = sum[item * N + i];
+        store<float, N>(to + worker * width + columns.of(item), pack);
       }
     }
   }
@@ -345,7 +378,9 @@ struct Backward {
       widen(load<T, N>(x + row * width + column), values);
       widen(load<T, N>(grad + row * width + column), grads);
       factors_of(factors, column, factor);
-      write(values, grads, row * width + column, factor, centre, inverse, sums[0] * inverse_width,
+      float result[N];
+      if constexpr (ADDED) widen(load<T, N>(grad_sum + row * width + column), result);
+      write(result, values, grads, row * width + column, factor, centre, inverse, sums[0] * inverse_width,
             CENTRED ? sums[CENTRED] * inverse_width : 0.f);
     }
   }

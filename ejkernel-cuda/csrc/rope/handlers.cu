@@ -1,49 +1,17 @@
 // XLA's door to rope: checks of every shape and dtype, the choice of kernel, the launch.
-//
-// query and key are [batch, length, heads, channels], or [batch, heads, length, channels] with heads_first; an absent key has
-// no heads. cos and sin are float32, each [1 or batch, length, rotary_dim or rotary_dim / 2].
-#include "handler.h"
-#include "rope/kernels.cuh"
+#include "rope/heads.cuh"
 
 namespace ejkernel::rope {
 namespace {
 
 constexpr const char* kName = "rope";
 
-ffi::Error CheckHeads(const char* name, Array x, Array query, bool heads_first, int64_t rotary_dim) {
-  EJKERNEL_TRY(CheckFloat(kName, name, x));
-  const Dims dims = x.dimensions();
-  if (dims.size() != 4) return Invalid(kName, std::string(name) + " must have 4 axes, got " + Text(dims));
-  const Dims like = query.dimensions();
-  const int token = heads_first ? 2 : 1;
-  if (dims[0] != like[0] || dims[token] != like[token] || dims[3] != like[3]) {
-    return Invalid(kName,
-                   std::string(name) + " must have batch, length and channels of query " + Text(like) + ", got " + Text(dims));
-  }
-  if (rotary_dim < 2 || rotary_dim % 2 || rotary_dim > dims[3]) {
-    return Invalid(kName,
-                   "rotary_dim must be even and 2 ... " + std::to_string(dims[3]) + ", got " + std::to_string(rotary_dim));
-  }
-  if (dims[3] > (int64_t{1} << 30)) return Invalid(kName, "head size " + std::to_string(dims[3]) + " is above 2^30");
-  return ffi::Error::Success();
-}
-
-ffi::Error CheckAngles(const char* name, Floats angles, Array query, bool heads_first, int64_t rotary_dim) {
-  const Dims dims = angles.dimensions(), like = query.dimensions();
-  const int64_t length = like[heads_first ? 2 : 1];
-  const bool fits = dims.size() == 3 && (dims[0] == 1 || dims[0] == like[0]) && dims[1] == length &&
-                    (dims[2] == rotary_dim || dims[2] == rotary_dim / 2);
-  if (fits) return ffi::Error::Success();
-  return Invalid(kName, std::string(name) + " must be [1 or batch, length, rotary_dim or half of it] for query " + Text(like) +
-                            ", got " + Text(dims));
-}
-
 ffi::Error CheckRotate(Array query, Array key, Floats cos, Floats sin, int64_t rotary_dim, bool interleaved, bool heads_first,
                        bool inverse, int64_t span, ffi::Result<Array> query_out, ffi::Result<Array> key_out) {
-  EJKERNEL_TRY(CheckHeads("query", query, query, heads_first, rotary_dim));
-  EJKERNEL_TRY(CheckHeads("key", key, query, heads_first, rotary_dim));
-  EJKERNEL_TRY(CheckAngles("cos", cos, query, heads_first, rotary_dim));
-  EJKERNEL_TRY(CheckAngles("sin", sin, query, heads_first, rotary_dim));
+  EJKERNEL_TRY(CheckHeads(kName, "query", query, query, heads_first, rotary_dim));
+  EJKERNEL_TRY(CheckHeads(kName, "key", key, query, heads_first, rotary_dim));
+  EJKERNEL_TRY(CheckAngles(kName, "cos", cos, query, heads_first, rotary_dim));
+  EJKERNEL_TRY(CheckAngles(kName, "sin", sin, query, heads_first, rotary_dim));
   if (cos.dimensions()[2] != sin.dimensions()[2]) return Invalid(kName, "cos and sin must have the same channels");
   EJKERNEL_TRY(CheckLike(kName, "query_out", *query_out, "query", query));
   EJKERNEL_TRY(CheckLike(kName, "key_out", *key_out, "key", key));
@@ -53,55 +21,13 @@ ffi::Error CheckRotate(Array query, Array key, Floats cos, Floats sin, int64_t r
 
 ffi::Error CheckAngleGradients(Array query, Array key, Array query_grad, Array key_grad, int64_t rotary_dim, bool interleaved,
                                bool heads_first, ffi::Result<Floats> d_cos, ffi::Result<Floats> d_sin) {
-  EJKERNEL_TRY(CheckHeads("query", query, query, heads_first, rotary_dim));
-  EJKERNEL_TRY(CheckHeads("key", key, query, heads_first, rotary_dim));
+  EJKERNEL_TRY(CheckHeads(kName, "query", query, query, heads_first, rotary_dim));
+  EJKERNEL_TRY(CheckHeads(kName, "key", key, query, heads_first, rotary_dim));
   EJKERNEL_TRY(CheckLike(kName, "query_grad", query_grad, "query", query));
   EJKERNEL_TRY(CheckLike(kName, "key_grad", key_grad, "key", key));
-  EJKERNEL_TRY(CheckAngles("d_cos", *d_cos, query, heads_first, rotary_dim));
+  EJKERNEL_TRY(CheckAngles(kName, "d_cos", *d_cos, query, heads_first, rotary_dim));
   if (!Same(d_cos->dimensions(), d_sin->dimensions())) return Invalid(kName, "d_sin must be like d_cos");
   return ffi::Error::Success();
-}
-
-Heads HeadsOf(Array x, bool heads_first, int64_t rotary_dim) {
-  const Dims dims = x.dimensions();
-  const int64_t length = dims[heads_first ? 2 : 1], count = dims[heads_first ? 1 : 2], width = dims[3];
-  return {dims[0],
-          length,
-          count,
-          length * count * width,
-          heads_first ? width : count * width,
-          heads_first ? length * width : width,
-          int(width),
-          int(rotary_dim / 2),
-          heads_first};
-}
-
-// Whether 16-byte accesses cover all rotated channels, and the others, of an array with these bytes per element.
-bool Packed(const Heads& heads, int64_t bytes, bool interleaved, std::initializer_list<const void*> arrays) {
-  const int64_t pack = 16 / bytes;
-  return heads.width % pack == 0 && (interleaved ? 2 * heads.half : heads.half) % pack == 0 &&
-         std::all_of(arrays.begin(), arrays.end(), Aligned);
-}
-
-// `run.operator()<T, INTERLEAVED, PACKED>()`.
-template <typename Run>
-ffi::Error ForHeads(ffi::DataType type, bool packed, bool interleaved, Run run) {
-  const auto choose = [&]<typename T>() {
-    if (interleaved) return packed ? run.template operator()<T, true, true>() : run.template operator()<T, true, false>();
-    return packed ? run.template operator()<T, false, true>() : run.template operator()<T, false, false>();
-  };
-  switch (type) {
-    case ffi::F32: return choose.template operator()<float>();
-    case ffi::BF16: return choose.template operator()<__nv_bfloat16>();
-    default: return choose.template operator()<__half>();
-  }
-}
-
-// Threads for the pairs of a head: a power of two up to a warp.
-int Lanes(int half, int pairs) {
-  int lanes = 1;
-  while (lanes < 32 && lanes * pairs < half) lanes *= 2;
-  return lanes;
 }
 
 ffi::Error RotateOne(cudaStream_t stream, Array x, Array out, const Angles& angles, const Heads& heads, bool interleaved,
@@ -138,9 +64,9 @@ ffi::Error AngleGradientsOfOne(cudaStream_t stream, Array x, Array grad, Floats 
     const int lanes = Lanes(heads.half, kPairs<T, INTERLEAVED, PACKED>);
     const int64_t blocks = dims[0] * dims[1];
     if (blocks > kMaxGrid) return Invalid(kName, std::to_string(blocks) + " rows of angles are more than a grid has");
-    angle_gradients<T, INTERLEAVED, PACKED><<<unsigned(blocks), dim3(lanes, kThreads / lanes), 0, stream>>>(
+    angle_gradients<T, INTERLEAVED, PACKED, AsStored><<<unsigned(blocks), dim3(lanes, kThreads / lanes), 0, stream>>>(
         static_cast<const T*>(x.untyped_data()), static_cast<const T*>(grad.untyped_data()), d_cos.typed_data(),
-        d_sin.typed_data(), heads, dims[0] == 1, dims[2] == heads.half, add);
+        d_sin.typed_data(), heads, dims[0] == 1, dims[2] == heads.half, add, AsStored{});
     return CheckLaunch(kName, "gradients of cos and sin");
   });
 }

@@ -26,6 +26,29 @@ struct Angles {
   bool per_pair;
 };
 
+// Some neighbouring heads of one token.
+struct Span {
+  int64_t batch, token, first_head;
+  int count;
+  int64_t start;  // its first element
+};
+
+__device__ inline int64_t spans_of(const Heads& heads, int span) {
+  return heads.batch * heads.length * ((heads.heads + span - 1) / span);
+}
+
+// Neighbouring spans are of what lies beside each other; those of a batch member follow on those of the one before.
+__device__ inline Span span_of(int64_t item, const Heads& heads, int span) {
+  const int64_t chunks = (heads.heads + span - 1) / span;
+  int64_t inner, middle;
+  const int64_t batch =
+      divide(divide(item, heads.heads_first ? heads.length : chunks, inner), heads.heads_first ? chunks : heads.length, middle);
+  const int64_t token = heads.heads_first ? inner : middle;
+  const int64_t first_head = (heads.heads_first ? middle : inner) * span;
+  return {batch, token, first_head, int(first_head + span < heads.heads ? span : heads.heads - first_head),
+          batch * heads.batch_stride + token * heads.token_stride + first_head * heads.head_stride};
+}
+
 // Pairs that one thread takes at once: 16 bytes of each half, or of neighbours.
 template <typename T, bool INTERLEAVED, bool PACKED>
 constexpr int kPairs = !PACKED ? 1 : int(16 / sizeof(T)) / (INTERLEAVED ? 2 : 1);
@@ -97,17 +120,9 @@ __global__ void __launch_bounds__(kThreads)
     rotate(const T* __restrict__ x, T* __restrict__ out, Angles angles, Heads heads, int span, bool inverse) {
   constexpr int M = kPairs<T, INTERLEAVED, PACKED>;
   using Values = Pairs<T, M, INTERLEAVED, PACKED>;
-  const int64_t chunks = (heads.heads + span - 1) / span;
   const int64_t item = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (item >= heads.batch * heads.length * chunks) return;
-  // Neighbouring rows of threads work on what lies beside each other.
-  int64_t inner, middle;
-  const int64_t batch =
-      divide(divide(item, heads.heads_first ? heads.length : chunks, inner), heads.heads_first ? chunks : heads.length, middle);
-  const int64_t token = heads.heads_first ? inner : middle;
-  const int64_t first_head = (heads.heads_first ? middle : inner) * span;
-  const int count = int(first_head + span < heads.heads ? span : heads.heads - first_head);
-  const int64_t start = batch * heads.batch_stride + token * heads.token_stride + first_head * heads.head_stride;
+  if (item >= spans_of(heads, span)) return;
+  const auto [batch, token, first_head, count, start] = span_of(item, heads, span);
   const int channels = angles.per_pair ? heads.half : 2 * heads.half;
   const float* cos_row = angles.cos + ((angles.one_cos ? 0 : batch * heads.length) + token) * channels;
   const float* sin_row = angles.sin + ((angles.one_sin ? 0 : batch * heads.length) + token) * channels;
@@ -148,12 +163,19 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// What is turned where that is what is stored.
+struct AsStored {
+  template <int M, bool INTERLEAVED, bool PACKED>
+  __device__ void prepare(float (&)[M], float (&)[M], int64_t, int64_t, int, const Heads&) const {}
+};
+
 // The gradients of cos and sin by one array: sums over heads and over the batch members that share them, in a fixed order. A
-// block per row of angles; its rows of threads share the heads. `add` adds to what is there.
-template <typename T, bool INTERLEAVED, bool PACKED>
+// block per row of angles; its rows of threads share the heads. `add` adds to what is there; `before` makes what is turned of
+// what is stored.
+template <typename T, bool INTERLEAVED, bool PACKED, class Before>
 __global__ void __launch_bounds__(kThreads)
     angle_gradients(const T* __restrict__ x, const T* __restrict__ grad, float* __restrict__ d_cos, float* __restrict__ d_sin,
-                    Heads heads, bool shared, bool per_pair, bool add) {
+                    Heads heads, bool shared, bool per_pair, bool add, Before before) {
   constexpr int M = kPairs<T, INTERLEAVED, PACKED>;
   EJKERNEL_SHARED(float, sums, kThreads * 4 * M);  // [blockDim.y, 4, slots]
   const int64_t row = blockIdx.x;
@@ -172,9 +194,13 @@ __global__ void __launch_bounds__(kThreads)
         Pairs<T, M, INTERLEAVED, PACKED> value, gradient;
         value.read(x + start, pair, heads.half);
         gradient.read(grad + start, pair, heads.half);
+        float first[M], second[M];
+        widen(value.first, first);
+        widen(value.second, second);
+        before.template prepare<M, INTERLEAVED, PACKED>(first, second, member, start, pair, heads);
 #pragma unroll
         for (int i = 0; i < M; ++i) {
-          const float a = to_float(value.first.data[i]), b = to_float(value.second.data[i]);
+          const float a = first[i], b = second[i];
           const float g = to_float(gradient.first.data[i]), h = to_float(gradient.second.data[i]);
           total[0][i] += g * a;
           total[1][i] -= g * b;

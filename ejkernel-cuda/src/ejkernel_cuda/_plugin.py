@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
 
-_VERSIONS = {"rms_norm": 2}
+_VERSIONS = {"paged_cache_update": 2, "rms_norm": 2}
 """Of implementations whose stored timings a change has made meaningless."""
 
 
@@ -39,10 +39,12 @@ def _cudnn(operation: str, phase: Phase) -> Implementation:
 
 
 _OPERATIONS: dict[str, tuple[Phase, ...]] = {
+    "add_rms_norm": ("forward", "backward"),
     "flash_attention": ("forward",),
     "layer_norm": ("forward", "backward"),
     "paged_attention": ("forward",),
     "paged_cache_update": ("forward",),
+    "qk_norm_rope": ("forward", "backward"),
     "rms_norm": ("forward", "backward"),
     "rope": ("forward", "backward"),
     "softmax": ("forward", "backward"),
@@ -51,11 +53,16 @@ _OPERATIONS: dict[str, tuple[Phase, ...]] = {
 _CUDNN: dict[str, tuple[Phase, ...]] = {"flash_attention": ("forward", "backward")}
 
 HANDLERS = (
+    "add_rms_norm_forward",
+    "add_rms_norm_backward",
     "flash_attention_forward",
     "layer_norm_forward",
     "layer_norm_backward",
     "paged_attention_forward",
     "paged_cache_update_forward",
+    "qk_norm_rope_forward",
+    "qk_norm_rope_backward",
+    "qk_norm_rope_angle_gradients",
     "rms_norm_forward",
     "rms_norm_backward",
     "rope_rotate",

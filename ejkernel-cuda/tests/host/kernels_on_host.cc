@@ -1,6 +1,7 @@
 // The kernels as they are, run on a host for float32 (kind 0) and bfloat16 (kind 1), with the launches that tests ask for.
 #include "norm/kernels.cuh"
 #include "paged_cache_update/kernels.cuh"
+#include "qk_norm_rope/kernels.cuh"
 #include "rope/kernels.cuh"
 #include "softmax/kernels.cuh"
 
@@ -47,35 +48,54 @@ void typed(int kind, bool packed, Run run) {
   return packed ? run.template operator()<__nv_bfloat16, 8>() : run.template operator()<__nv_bfloat16, 1>();
 }
 
+// `which`: 0 rms_norm, 1 layer_norm, 2 add_rms_norm.
 template <typename Run>
-void norm_typed(int kind, bool packed, bool centred, Run run) {
-  typed(kind, packed,
-        [&]<typename T, int N>() { centred ? run.template operator()<T, N, true>() : run.template operator()<T, N, false>(); });
+void norm_typed(int kind, bool packed, int which, Run run) {
+  typed(kind, packed, [&]<typename T, int N>() {
+    switch (which) {
+      case 0: return run.template operator()<T, N, false, false>();
+      case 1: return run.template operator()<T, N, true, false>();
+      default: return run.template operator()<T, N, false, true>();
+    }
+  });
 }
 
 }  // namespace
 
-EXPORT void norm_forward(int kind, bool packed, bool centred, Shape shape, const void* x, norm::Parameter scale,
-                         norm::Parameter offset, void* out, float* mean, float* rstd, int64_t rows_per_batch, int width,
-                         float epsilon, float scale_offset) {
-  norm_typed(kind, packed, centred, [&]<typename T, int N, bool CENTRED>() {
-    using Op = norm::Forward<T, N, CENTRED>;
-    rows(Op{static_cast<const T*>(x), scale, offset, static_cast<T*>(out), mean, rstd, rows_per_batch, width, 1.f / width,
-            epsilon, scale_offset},
-         shape);
+EXPORT void norm_forward(int kind, bool packed, int which, Shape shape, const void* x, const void* residual,
+                         norm::Parameter scale, norm::Parameter offset, void* out, void* sum, float* mean, float* rstd,
+                         int64_t rows_per_batch, int width, float epsilon, float scale_offset) {
+  norm_typed(kind, packed, which, [&]<typename T, int N, bool CENTRED, bool ADDED>() {
+    using Op = norm::Forward<T, N, CENTRED, ADDED>;
+    const Op op{static_cast<const T*>(x),
+                static_cast<const T*>(residual),
+                scale,
+                offset,
+                static_cast<T*>(out),
+                static_cast<T*>(sum),
+                mean,
+                rstd,
+                rows_per_batch,
+                width,
+                1.f / width,
+                epsilon,
+                scale_offset};
+    rows(op, shape);
   });
 }
 
-EXPORT void norm_backward(int kind, bool packed, bool centred, Shape shape, const void* x, norm::Parameter scale,
-                          const float* mean, const float* rstd, const void* grad, void* d_x, float* d_scale, float* d_offset,
-                          float* part_scale, float* part_offset, int64_t rows_per_batch, int width, float scale_offset) {
-  norm_typed(kind, packed, centred, [&]<typename T, int N, bool CENTRED>() {
-    using Op = norm::Backward<T, N, CENTRED>;
+EXPORT void norm_backward(int kind, bool packed, int which, Shape shape, const void* x, norm::Parameter scale,
+                          const float* mean, const float* rstd, const void* grad, const void* grad_sum, void* d_x,
+                          float* d_scale, float* d_offset, float* part_scale, float* part_offset, int64_t rows_per_batch,
+                          int width, float scale_offset) {
+  norm_typed(kind, packed, which, [&]<typename T, int N, bool CENTRED, bool ADDED>() {
+    using Op = norm::Backward<T, N, CENTRED, ADDED>;
     const Op op{static_cast<const T*>(x),
                 scale,
                 mean,
                 rstd,
                 static_cast<const T*>(grad),
+                static_cast<const T*>(grad_sum),
                 static_cast<T*>(d_x),
                 part_scale,
                 part_offset,
@@ -146,7 +166,50 @@ EXPORT void rope_angle_gradients(int kind, bool interleaved, bool packed, unsign
     const unsigned y = unsigned(rope::kThreads) / lanes;
     host::launch(unsigned((shared ? 1 : heads.batch) * heads.length), {lanes, y}, 1, [&] {
       rope::angle_gradients<T, INTERLEAVED, PACKED>(static_cast<const T*>(x), static_cast<const T*>(grad), d_cos, d_sin, heads,
-                                                    shared, per_pair, add);
+                                                    shared, per_pair, add, rope::AsStored{});
+    });
+  });
+}
+
+EXPORT void qk_norm_rope_forward(int kind, bool interleaved, bool packed, unsigned lanes, const void* x, norm::Parameter scale,
+                                 void* out, float* rstd, rope::Angles angles, rope::Heads heads, int span, float epsilon,
+                                 float scale_offset) {
+  heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
+    const unsigned y = unsigned(rope::kThreads) / lanes;
+    const int64_t items = heads.batch * heads.length * ((heads.heads + span - 1) / span);
+    host::launch(unsigned((items + y - 1) / y), {lanes, y}, 1, [&] {
+      qk_norm_rope::norm_rotate<T, INTERLEAVED, PACKED>(static_cast<const T*>(x), scale, static_cast<T*>(out), rstd, angles,
+                                                        heads, span, epsilon, scale_offset);
+    });
+  });
+}
+
+EXPORT void qk_norm_rope_backward(int kind, bool interleaved, bool packed, unsigned lanes, const void* x, const float* rstd,
+                                  const void* grad, norm::Parameter scale, void* d_x, float* partial, float* total,
+                                  rope::Angles angles, rope::Heads heads, int span, int64_t groups, int64_t parts,
+                                  float scale_offset) {
+  heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
+    const int64_t spans = heads.batch * heads.length * ((heads.heads + span - 1) / span);
+    host::launch(unsigned(groups * parts), {lanes, unsigned(rope::kThreads) / lanes}, 1, [&] {
+      qk_norm_rope::gradients<T, INTERLEAVED, PACKED>(static_cast<const T*>(x), rstd, static_cast<const T*>(grad), scale,
+                                                      static_cast<T*>(d_x), partial, angles, heads, span, spans / groups, parts,
+                                                      scale_offset);
+    });
+  });
+  if (!total) return;
+  const Parts first{partial, total, groups, parts}, second{};
+  host::launch(unsigned(groups * ((heads.width + 31) / 32)), {32, kPartRows}, 1,
+               [&] { sum_parts(first, second, heads.width); });
+}
+
+EXPORT void qk_norm_rope_angle_gradients(int kind, bool interleaved, bool packed, unsigned lanes, const void* x,
+                                         const float* rstd, const void* grad, norm::Parameter scale, float* d_cos, float* d_sin,
+                                         rope::Heads heads, bool shared, bool per_pair, bool add, float scale_offset) {
+  heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
+    const qk_norm_rope::Normalised before{rstd, scale, scale_offset};
+    host::launch(unsigned((shared ? 1 : heads.batch) * heads.length), {lanes, unsigned(rope::kThreads) / lanes}, 1, [&] {
+      rope::angle_gradients<T, INTERLEAVED, PACKED>(static_cast<const T*>(x), static_cast<const T*>(grad), d_cos, d_sin, heads,
+                                                    shared, per_pair, add, before);
     });
   });
 }

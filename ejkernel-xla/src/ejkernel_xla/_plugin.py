@@ -29,6 +29,7 @@ def ejkernel_plugin() -> Plugin:
         api_level=API_LEVEL,
         summary="Every operation in plain JAX, on every device; the fallback of all others",
         implementations=(
+            *_both_phases("add_rms_norm"),
             # The loop over listed tiles has a trip count that only the device knows: JAX cannot transpose it, nor XLA split it.
             *_both_phases("block_sparse_attention", partitioning="opaque", plain_jax=False, configs=_BLOCK_SPARSE),
             *_both_phases("block_sparse_attention", "plain_", variant="plain", priority=-1, configs=_BLOCK_SPARSE),
@@ -44,6 +45,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("native_sparse_attention", configs="ejkernel_xla.native_sparse_attention.config:CONFIGS"),
             *_both_phases("paged_attention", configs="ejkernel_xla.paged_attention.config:CONFIGS"),
             *_both_phases("paged_cache_update"),
+            *_both_phases("qk_norm_rope"),
             *_both_phases("quantized_matmul", configs="ejkernel_xla.quantized_matmul.config:CONFIGS"),
             *_both_phases("rms_norm"),
             *_both_phases("rope"),

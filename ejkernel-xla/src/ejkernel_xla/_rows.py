@@ -14,19 +14,24 @@ def mean_of_rows(values: Any) -> Any:
     return jnp.sum(values, axis=-1, keepdims=True) / max(values.shape[-1], 1)
 
 
+def scaled(normalised: Any, scale: Any, scale_offset: float) -> Any:
+    """`normalised * (scale + scale_offset)` in the dtype of `normalised`; forward, and in backward of its cotangent."""
+    if scale is None:
+        return normalised
+    return normalised * (per_row(scale.astype(normalised.dtype), normalised.ndim) + scale_offset)
+
+
 def apply_parameters(call: NormCall, normalised: Any, inputs: NormInputs) -> Any:
     """`normalised * (scale + scale_offset) + offset` in the dtype of `normalised`, rounded to that of x."""
-    out, dtype = normalised, normalised.dtype
-    if inputs.scale is not None:
-        out = out * (per_row(inputs.scale.astype(dtype), out.ndim) + call.scale_offset)
+    out = scaled(normalised, inputs.scale, call.scale_offset)
     if inputs.offset is not None:
-        out = out + per_row(inputs.offset.astype(dtype), out.ndim)
+        out = out + per_row(inputs.offset.astype(out.dtype), out.ndim)
     return out.astype(inputs.x.dtype)
 
 
-def weighted_gradient(call: NormCall, scale: Any, grad: Any) -> Any:
-    """The cotangent of the normalised rows."""
-    return grad if scale is None else grad * (per_row(scale.astype(grad.dtype), grad.ndim) + call.scale_offset)
+def rms_gradient(normalised: Any, rstd: Any, weighted: Any) -> Any:
+    """The cotangent of rows from that of the rows divided by their root mean square."""
+    return rstd * (weighted - normalised * mean_of_rows(weighted * normalised))
 
 
 def parameter_gradient(parameter: Any, per_element: Any) -> Any:

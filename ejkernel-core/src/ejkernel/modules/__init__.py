@@ -43,7 +43,7 @@ from ejkernel.modules.losses import (
     fused_kl_divergence,
 )
 from ejkernel.modules.matmuls import GroupedMatmul, QuantizedMatmul, grouped_matmul, quantized_matmul
-from ejkernel.modules.norms import LayerNorm, RmsNorm, layer_norm, rms_norm
+from ejkernel.modules.norms import FusedAddRmsNorm, LayerNorm, RmsNorm, fused_add_rms_norm, layer_norm, rms_norm
 from ejkernel.modules.operations.configs import (
     AttentionConfig,
     BaseOperationConfig,
@@ -80,7 +80,15 @@ from ejkernel.modules.recurrences import (
     rwkv6,
 )
 from ejkernel.modules.ring import RingAttention, ring_attention, zigzag_shard, zigzag_unshard
-from ejkernel.modules.rotary import LlamaRope, LlamaRotaryEmbedding, Rope, llama_rope, rope
+from ejkernel.modules.rotary import (
+    FusedQkNormRope,
+    LlamaRope,
+    LlamaRotaryEmbedding,
+    Rope,
+    fused_qk_norm_rope,
+    llama_rope,
+    rope,
+)
 from ejkernel.modules.serving import (
     PageAttention,
     PrefillPageAttention,
@@ -132,8 +140,10 @@ __all__ = [
     "FlashAttentionConfig",
     "FlashAttnVarlen",
     "FlashMLA",
+    "FusedAddRmsNorm",
     "FusedCrossEntropy",
     "FusedKLDivergence",
+    "FusedQkNormRope",
     "GLAttention",
     "GatedDeltaRule",
     "GatedDeltaRuleConfig",
@@ -192,8 +202,10 @@ __all__ = [
     "flash_attention",
     "flash_attn_varlen",
     "flash_mla",
+    "fused_add_rms_norm",
     "fused_cross_entropy",
     "fused_kl_divergence",
+    "fused_qk_norm_rope",
     "gated_delta_rule",
     "gla",
     "gla_attention",

@@ -8,6 +8,7 @@ import jax
 
 from ejkernel._policy import PlatformChoice
 from ejkernel.modules._forms import class_form
+from ejkernel.operations.add_rms_norm.interface import OPERATION as _ADD_RMS_NORM
 from ejkernel.operations.layer_norm.interface import OPERATION as _LAYER_NORM
 from ejkernel.operations.rms_norm.interface import OPERATION as _RMS_NORM
 
@@ -94,5 +95,50 @@ def layer_norm(
     )
 
 
+def fused_add_rms_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    epsilon: float = 1e-6,
+    axis: int = -1,
+    scale_offset: float = 0.0,
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Residual addition and the norm that follows it: `sum = x + residual`, `output = rms_norm(sum)`.
+
+    `output = sum / sqrt(mean(sum^2) + epsilon) * (scale + scale_offset)`. The norm reads the sum as it is returned, rounded to its
+    dtype, so both results are those of the addition and `rms_norm` one after the other. Backward reads the sum, not x and residual.
+
+    Args:
+        x: `[..., d, ...]`, what a block adds to the residual stream; float32, bfloat16 or float16; any length.
+        residual: the stream, of the shape of x. Its dtype may be another: a stream in float32 stays in float32.
+        scale: `[d]`; None means ones.
+        epsilon: added to the mean square.
+        axis: the axis of size d.
+        scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1` (Gemma).
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+
+    Returns:
+        output, like x, and sum, like residual: the stream for the next block. Computed in float32 inside; both have cotangents.
+
+    Raises:
+        ValueError: a shape, axis or value does not fit.
+        TypeError: not an array of a floating type.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: name and result as in vLLM and Liger, which also norm the rounded sum; nothing is updated in place.
+    """
+    return _ADD_RMS_NORM.invoke(
+        {"x": x, "residual": residual, "scale": scale},
+        {"epsilon": epsilon, "axis": axis, "scale_offset": scale_offset},
+        platform=platform,
+        cfg=cfg,
+    )
+
+
 RmsNorm = class_form("RmsNorm", rms_norm)
 LayerNorm = class_form("LayerNorm", layer_norm)
+FusedAddRmsNorm = class_form("FusedAddRmsNorm", fused_add_rms_norm)

@@ -13,6 +13,7 @@ import numpy as np
 from ejkernel._policy import PlatformChoice
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._forms import class_form
+from ejkernel.operations.qk_norm_rope.interface import OPERATION as _QK_NORM_ROPE
 from ejkernel.operations.rope.interface import OPERATION as _ROPE
 
 
@@ -103,8 +104,70 @@ def llama_rope(
     )
 
 
+def fused_qk_norm_rope(
+    q: jax.Array,
+    k: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    *,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    layout: str = "BTHD",
+    platform: PlatformChoice = None,
+    cfg: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """RMS norm of every head of queries and keys, then their rotary position embedding, as in Qwen3 and Gemma 3.
+
+    `y = x / sqrt(mean(x^2) + epsilon) * (scale + scale_offset)` over the D channels of each head, and then, on the first
+    `rotary_dim` of them, `y * cos + turn(y) * sin`, where `turn` maps each pair (a, b) to (-b, a). y is not rounded in between.
+
+    Args:
+        q: `[B,T,H,D]`, float32, bfloat16 or float16; any length.
+        k: `[B,T,K,D]`.
+        cos: `[B,T,w]`, `[1,T,w]` or `[T,w]`. w is `rotary_dim`, one number per channel, or `rotary_dim / 2`, one per pair.
+        sin: like cos. `LlamaRotaryEmbedding` makes both.
+        q_scale: `[D]`, shared by the heads of q; None means ones.
+        k_scale: `[D]`, shared by the heads of k; None means ones.
+        epsilon: added to the mean square.
+        scale_offset: added to both scales; 1 for checkpoints that store `scale - 1` (Gemma).
+        rotary_dim: how many channels, the first ones, are rotated; even. None = D. The norm is over all of them either way.
+        interleaved: pairs are channels (2i, 2i + 1), as in GPT-J, instead of (i, i + rotary_dim / 2), as in Llama. cos and sin
+            per channel must then be in that order too.
+        layout: "BTHD", or "BHTD" if q and k are `[B,heads,T,D]`.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+
+    Returns:
+        q and k, each in its own dtype. Computed in float32 inside; the scales, cos and sin have gradients too.
+
+    Raises:
+        ValueError: a shape or value does not fit.
+        TypeError: not an array of a floating type.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: the kernel of this name in TensorRT-LLM and vLLM, here with cos and sin as arguments and with gradients.
+    """
+    return _QK_NORM_ROPE.invoke(
+        {"query": q, "key": k, "cos": cos, "sin": sin, "query_scale": q_scale, "key_scale": k_scale},
+        {
+            "epsilon": epsilon,
+            "scale_offset": scale_offset,
+            "rotary_dim": rotary_dim,
+            "interleaved": interleaved,
+            "layout": layout,
+        },
+        platform=platform,
+        cfg=cfg,
+    )
+
+
 Rope = class_form("Rope", rope)
 LlamaRope = class_form("LlamaRope", llama_rope)
+FusedQkNormRope = class_form("FusedQkNormRope", fused_qk_norm_rope)
 
 
 class LlamaRotaryEmbedding:

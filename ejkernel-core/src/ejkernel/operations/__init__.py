@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 OPERATIONS: Mapping[str, str] = {
     name: f"ejkernel.operations.{name}.interface:OPERATION"
     for name in (
+        "add_rms_norm",
         "block_sparse_attention",
         "cross_entropy",
         "delta_rule",
@@ -28,6 +29,7 @@ OPERATIONS: Mapping[str, str] = {
         "native_sparse_attention",
         "paged_attention",
         "paged_cache_update",
+        "qk_norm_rope",
         "quantized_matmul",
         "rms_norm",
         "rope",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations._rows.interface import NormCall
 from ejkernel.plugin import Target
@@ -23,9 +25,14 @@ def too_wide(x: ArraySpec) -> str | None:
     return f"width {x.shape[-1]} is above {WIDEST}" if x.shape[-1] > WIDEST else None
 
 
-def supports_norm(call: NormCall, target: Target) -> str | None:
+def members_refusal(x: ArraySpec, parameters: Iterable[ArraySpec | None]) -> str | None:
     """The members of a batch that have parameters of their own need blocks of their own for the parameters' gradients."""
-    members = max((spec.shape[0] for spec in (call.scale, call.offset) if spec is not None), default=1)
-    if members * blocks_of_a_part(call.x.shape[-1]) > MOST_BLOCKS:
-        return f"{members} batch members with parameters of their own, {call.x.shape[-1]} wide, need more than {MOST_BLOCKS} blocks"
-    return too_wide(call.x) or refusal(target, {"x": call.x, "scale": call.scale, "offset": call.offset})
+    members = max((spec.shape[0] for spec in parameters if spec is not None), default=1)
+    if members * blocks_of_a_part(x.shape[-1]) <= MOST_BLOCKS:
+        return None
+    return f"{members} batch members with parameters of their own, {x.shape[-1]} wide, need more than {MOST_BLOCKS} blocks"
+
+
+def supports_norm(call: NormCall, target: Target) -> str | None:
+    specs = {"x": call.x, "scale": call.scale, "offset": call.offset}
+    return members_refusal(call.x, (call.scale, call.offset)) or too_wide(call.x) or refusal(target, specs)

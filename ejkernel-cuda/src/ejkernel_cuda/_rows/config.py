@@ -11,13 +11,14 @@ import dataclasses
 
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations._rows.interface import NormCall
+from ejkernel.operations.add_rms_norm.interface import AddRmsNormCall
 from ejkernel.plugin import ConfigSpace, Target
 
 THREADS = tuple(1 << power for power in range(10))
 CLUSTERS = (2, 4, 8, 16)
 CLUSTERS_SINCE = (9, 0)
 PACKS = 4
-_STAGES = {1: 4, 2: 3}
+_STAGES = {1: 4, 2: 3, 3: 2}
 """By the arrays that are read: about 100 KB on their way to a processor with the threads that fit there."""
 _SPARE = 64
 """Packs that one thread each, or two, take before there are enough threads for four."""
@@ -120,5 +121,24 @@ def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
     return [_summing(call.x, config) for config in row_configs(call.x, target, 2, 4)]
 
 
+def added_forward_heuristic(call: AddRmsNormCall, target: Target) -> ForwardConfig:
+    return row_config(call.x, target, 2, 2)
+
+
+def added_forward_space(call: AddRmsNormCall, target: Target) -> list[ForwardConfig]:
+    return row_configs(call.x, target, 2, 2)
+
+
+def added_backward_heuristic(call: AddRmsNormCall, target: Target) -> BackwardConfig:
+    return _summing(call.x, row_config(call.x, target, 3, 4))
+
+
+def added_backward_space(call: AddRmsNormCall, target: Target) -> list[BackwardConfig]:
+    return [_summing(call.x, config) for config in row_configs(call.x, target, 3, 4)]
+
+
 FORWARD = ConfigSpace(ForwardConfig, forward_heuristic, forward_space)
 BACKWARD = ConfigSpace(BackwardConfig, backward_heuristic, backward_space)
+ADDED_FORWARD = ConfigSpace(ForwardConfig, added_forward_heuristic, added_forward_space)
+ADDED_BACKWARD = ConfigSpace(BackwardConfig, added_backward_heuristic, added_backward_space)
+"""Where two arrays are added before: one more is read in each phase."""

@@ -7,13 +7,13 @@ a second launch adds them up in a fixed order, without atomics.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.operations._rows.interface import NormCall, NormInputs
+from ejkernel.operations._rows.interface import NormInputs, ScaledCall
 from ejkernel_cuda._library import handler
 from ejkernel_cuda._rows.capability import MOST_BLOCKS, blocks_of_a_part
 from ejkernel_cuda._rows.config import BackwardConfig, ForwardConfig
@@ -30,28 +30,45 @@ def _batched(x: Any) -> tuple[int, int, int]:
     return x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1]
 
 
+class Normed(NamedTuple):
+    """Results of forward: out; sum, where two arrays were added; mean, where rows were centred; mean and rstd if they are saved."""
+
+    out: Any
+    sum: Any
+    mean: Any
+    rstd: Any
+
+
 def norm_forward(
-    name: str, call: NormCall, inputs: NormInputs, config: ForwardConfig, *, centred: bool
-) -> tuple[Any, Any, Any]:
-    """The result, and with `save_residuals` mean (where centred) and rstd; None otherwise."""
+    name: str,
+    call: ScaledCall,
+    inputs: NormInputs,
+    config: ForwardConfig,
+    *,
+    centred: bool = False,
+    residual: Any = None,
+) -> Normed:
+    """Normalise x, or the sum of x and `residual`."""
     x, scale, offset = inputs
     if not x.size:
         # Of rows without columns: the mean of nothing is taken to be 0, as is its variance.
         rstd = jnp.full(x.shape[:-1], call.epsilon**-0.5 if call.epsilon else jnp.inf, _FLOAT)
         if not call.save_residuals:
-            return x, None, None
-        return x, jnp.zeros_like(rstd) if centred else None, rstd
+            return Normed(x, residual, None, None)
+        return Normed(x, residual, jnp.zeros_like(rstd) if centred else None, rstd)
     batch, rows, width = shape = _batched(x)
     saved = batch * rows if call.save_residuals else 0
-    out, mean, rstd = jax.ffi.ffi_call(
+    out, total, mean, rstd = jax.ffi.ffi_call(
         handler(f"{name}_forward"),
         (
             jax.ShapeDtypeStruct(shape, x.dtype),
+            jax.ShapeDtypeStruct((0,) if residual is None else shape, x.dtype),
             jax.ShapeDtypeStruct((saved if centred else 0,), _FLOAT),
             jax.ShapeDtypeStruct((saved,), _FLOAT),
         ),
     )(
         x.reshape(shape),
+        _addend(residual, x),
         _parameter(scale, width),
         _parameter(offset, width),
         epsilon=np.float32(call.epsilon),
@@ -60,15 +77,32 @@ def norm_forward(
         cluster=np.int64(config.cluster),
         stages=np.int64(config.stages),
     )
-    if not saved:
-        return out.reshape(x.shape), None, None
-    return out.reshape(x.shape), mean.reshape(x.shape[:-1]) if centred else None, rstd.reshape(x.shape[:-1])
+    return Normed(
+        out.reshape(x.shape),
+        None if residual is None else total.reshape(x.shape),
+        mean.reshape(x.shape[:-1]) if saved and centred else None,
+        rstd.reshape(x.shape[:-1]) if saved else None,
+    )
+
+
+def _addend(array: Any, x: Any) -> Any:
+    """What a kernel adds, laid out like x; empty where it adds nothing."""
+    return jnp.zeros((0,), x.dtype) if array is None else array.reshape(_batched(x))
 
 
 def norm_backward(
-    name: str, call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad: Any, config: BackwardConfig
+    name: str,
+    call: ScaledCall,
+    inputs: NormInputs,
+    mean: Any,
+    rstd: Any,
+    grad: Any,
+    config: BackwardConfig,
+    *,
+    grad_sum: Any = None,
 ) -> NormInputs:
-    """Gradients of x and the parameters; `mean` is None where rows are not centred."""
+    """Gradients of x and the parameters; `mean` is None where rows are not centred. Where two arrays were added, x is their sum,
+    `grad_sum` what came to it beside the norm, and the gradient of x that of both."""
     x, scale, offset = inputs
     if not x.size:
         return NormInputs(*(None if value is None else jnp.zeros_like(value) for value in inputs))
@@ -92,6 +126,7 @@ def norm_backward(
         jnp.zeros((0,), _FLOAT) if mean is None else mean.reshape(batch * rows),
         rstd.reshape(batch * rows),
         grad.reshape(shape),
+        _addend(grad_sum, x),
         scale_offset=np.float32(call.scale_offset),
         threads=np.int64(config.threads),
         cluster=np.int64(config.cluster),

@@ -8,7 +8,8 @@ from ejkernel_cuda._rows.kernel import norm_backward, norm_forward
 
 
 def forward(call: LayerNormCall, inputs: LayerNormInputs, config: ForwardConfig) -> LayerNormOutputs:
-    return LayerNormOutputs(*norm_forward("layer_norm", call, inputs, config, centred=True))
+    found = norm_forward("layer_norm", call, inputs, config, centred=True)
+    return LayerNormOutputs(found.out, found.mean, found.rstd)
 
 
 def backward(

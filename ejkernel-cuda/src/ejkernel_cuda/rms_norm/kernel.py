@@ -8,8 +8,8 @@ from ejkernel_cuda._rows.kernel import norm_backward, norm_forward
 
 
 def forward(call: RmsNormCall, inputs: RmsNormInputs, config: ForwardConfig) -> RmsNormOutputs:
-    out, _, rstd = norm_forward("rms_norm", call, inputs, config, centred=False)
-    return RmsNormOutputs(out, rstd)
+    found = norm_forward("rms_norm", call, inputs, config)
+    return RmsNormOutputs(found.out, found.rstd)
 
 
 def backward(

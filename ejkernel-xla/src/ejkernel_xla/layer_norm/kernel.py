@@ -6,7 +6,7 @@ import jax
 
 from ejkernel.operations.layer_norm.interface import LayerNormCall, LayerNormInputs, LayerNormOutputs
 from ejkernel_xla._numerics import accumulator
-from ejkernel_xla._rows import apply_parameters, mean_of_rows, parameter_gradient, weighted_gradient
+from ejkernel_xla._rows import apply_parameters, mean_of_rows, parameter_gradient, scaled
 
 
 def forward(call: LayerNormCall, inputs: LayerNormInputs, config: None) -> LayerNormOutputs:
@@ -25,6 +25,6 @@ def backward(
     grad = cotangents.out.astype(accumulator(x.dtype))
     rstd = outputs.rstd[..., None]
     normalised = (x.astype(grad.dtype) - outputs.mean[..., None]) * rstd
-    weighted = weighted_gradient(call, scale, grad)
+    weighted = scaled(grad, scale, call.scale_offset)
     d_x = rstd * (weighted - mean_of_rows(weighted) - normalised * mean_of_rows(weighted * normalised))
     return LayerNormInputs(d_x.astype(x.dtype), parameter_gradient(scale, grad * normalised), parameter_gradient(offset, grad))

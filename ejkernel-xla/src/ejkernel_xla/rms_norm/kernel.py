@@ -6,7 +6,7 @@ import jax
 
 from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs
 from ejkernel_xla._numerics import accumulator
-from ejkernel_xla._rows import apply_parameters, mean_of_rows, parameter_gradient, weighted_gradient
+from ejkernel_xla._rows import apply_parameters, mean_of_rows, parameter_gradient, rms_gradient, scaled
 
 
 def forward(call: RmsNormCall, inputs: RmsNormInputs, config: None) -> RmsNormOutputs:
@@ -22,6 +22,5 @@ def backward(
     grad = cotangents.out.astype(accumulator(x.dtype))
     rstd = outputs.rstd[..., None]
     normalised = x.astype(grad.dtype) * rstd
-    weighted = weighted_gradient(call, scale, grad)
-    d_x = rstd * (weighted - normalised * mean_of_rows(weighted * normalised))
+    d_x = rms_gradient(normalised, rstd, scaled(grad, scale, call.scale_offset))
     return RmsNormInputs(d_x.astype(x.dtype), parameter_gradient(scale, grad * normalised), parameter_gradient(offset, grad))

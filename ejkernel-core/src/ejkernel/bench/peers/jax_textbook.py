@@ -29,6 +29,18 @@ def _rms_norm(call: Any, inputs: Any) -> Function:
     return norm
 
 
+def _add_rms_norm(call: Any, inputs: Any) -> Function:
+    def norm(inputs: Any) -> Mapping[str, Any]:
+        total = (inputs.x + inputs.residual).astype(inputs.residual.dtype)
+        wide = total.astype(jnp.float32)
+        normal = wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + call.epsilon)
+        if inputs.scale is not None:
+            normal = normal * (per_row(inputs.scale, normal.ndim).astype(jnp.float32) + call.scale_offset)
+        return {"out": normal.astype(inputs.x.dtype), "sum": total}
+
+    return norm
+
+
 def _layer_norm(call: Any, inputs: Any) -> Function:
     def norm(inputs: Any) -> Mapping[str, Any]:
         x = inputs.x.astype(jnp.float32)
@@ -53,17 +65,37 @@ def _rope(call: Any, inputs: Any) -> Function | str:
         return reason or "takes one angle per pair of channels"
 
     def rope(inputs: Any) -> Mapping[str, Any]:
-        cos, sin = (angle.astype(jnp.float32)[:, :, None] for angle in (inputs.cos, inputs.sin))
-
-        def turned(x: Any) -> Any:
-            left, right = jnp.split(x[..., : call.rotary_dim].astype(jnp.float32), 2, axis=-1)
-            parts = [left * cos - right * sin, right * cos + left * sin, x[..., call.rotary_dim :]]
-            return jnp.concatenate([part.astype(x.dtype) for part in parts], axis=-1)
-
-        found = {"query": turned(inputs.query)}
-        return found if inputs.key is None else {**found, "key": turned(inputs.key)}
+        present = {"query": inputs.query} if inputs.key is None else {"query": inputs.query, "key": inputs.key}
+        return {name: _turned(call, inputs, x).astype(x.dtype) for name, x in present.items()}
 
     return rope
+
+
+def _turned(call: Any, inputs: Any, x: Any) -> Any:
+    """Halves of the first channels, turned in float32."""
+    cos, sin = (angle.astype(jnp.float32)[:, :, None] for angle in (inputs.cos, inputs.sin))
+    left, right = jnp.split(x[..., : call.rotary_dim].astype(jnp.float32), 2, axis=-1)
+    parts = [left * cos - right * sin, right * cos + left * sin, x[..., call.rotary_dim :].astype(jnp.float32)]
+    return jnp.concatenate(parts, axis=-1)
+
+
+def _qk_norm_rope(call: Any, inputs: Any) -> Function | str:
+    known = ("query", "key", "cos", "sin", "rotary_dim", "query_scale", "key_scale", "epsilon", "scale_offset")
+    reason = beyond(call, *known)
+    if reason or not call.per_pair:
+        return reason or "takes one angle per pair of channels"
+
+    def norm_rope(inputs: Any) -> Mapping[str, Any]:
+        def one(x: Any, scale: Any) -> Any:
+            wide = x.astype(jnp.float32)
+            normal = wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + call.epsilon)
+            if scale is not None:
+                normal = normal * (per_row(scale, 4).astype(jnp.float32) + call.scale_offset)
+            return _turned(call, inputs, normal).astype(x.dtype)
+
+        return {"query": one(inputs.query, inputs.query_scale), "key": one(inputs.key, inputs.key_scale)}
+
+    return norm_rope
 
 
 def _cross_entropy(call: Any, inputs: Any) -> Function | str:
@@ -100,9 +132,11 @@ PEERS = (
         "jax",
         {
             "rms_norm": _rms_norm,
+            "add_rms_norm": _add_rms_norm,
             "layer_norm": _layer_norm,
             "softmax": _softmax,
             "rope": _rope,
+            "qk_norm_rope": _qk_norm_rope,
             "cross_entropy": _cross_entropy,
             "mean_pooling": _mean_pooling,
         },

@@ -22,6 +22,19 @@ def _rms_norm(call: Any, inputs: Any) -> Function | str:
     return norm
 
 
+def _add_rms_norm(call: Any, inputs: Any) -> Function | str:
+    reason = beyond(call, "x", "residual", "scale", "epsilon", "scale_offset")
+    if reason or call.scale is None or call.residual.dtype != call.x.dtype:
+        return reason or "needs a scale, and a residual in the dtype of x"
+    from liger_kernel.transformers.functional import liger_fused_add_rms_norm
+
+    def norm(x: Any) -> Mapping[str, Any]:
+        found = liger_fused_add_rms_norm(x.x, x.residual, x.scale[0], call.epsilon, call.scale_offset, "gemma", False)
+        return dict(zip(("out", "sum"), found, strict=True))
+
+    return norm
+
+
 def _layer_norm(call: Any, inputs: Any) -> Function | str:
     reason = beyond(call, "x", "scale", "offset", "epsilon")
     if reason or call.scale is None or call.offset is None:
@@ -62,9 +75,15 @@ def _cross_entropy(call: Any, inputs: Any) -> Built | str:
 PEERS = (
     Peer(
         "Liger",
-        {"rms_norm": _rms_norm, "layer_norm": _layer_norm, "softmax": _softmax, "cross_entropy": _cross_entropy},
+        {
+            "rms_norm": _rms_norm,
+            "add_rms_norm": _add_rms_norm,
+            "layer_norm": _layer_norm,
+            "softmax": _softmax,
+            "cross_entropy": _cross_entropy,
+        },
         ("torch", "triton", "liger_kernel"),
-        {"liger-kernel": "0.6"},
+        {"liger-kernel": "0.6.2"},
         ("gpu",),
         "torch",
     ),

@@ -20,6 +20,50 @@ def _rms_norm(call: Any, inputs: Any) -> Function | str:
     return lambda x: {"out": norm(x.x, None if x.scale is None else x.scale[0])}
 
 
+def _add_rms_norm(call: Any, inputs: Any) -> Function | str:
+    reason = beyond(call, "x", "residual", "scale", "epsilon")
+    if reason:
+        return reason
+    from torch.nn.functional import rms_norm
+
+    def both(x: Any, residual: Any, scale: Any) -> Any:
+        total = x + residual
+        return rms_norm(total, x.shape[-1:], scale, call.epsilon), total
+
+    fused = compiled(both)
+
+    def run(x: Any) -> Mapping[str, Any]:
+        return dict(zip(("out", "sum"), fused(x.x, x.residual, None if x.scale is None else x.scale[0]), strict=True))
+
+    return run
+
+
+def _qk_norm_rope(call: Any, inputs: Any) -> Function | str:
+    reason = beyond(call, "query", "key", "cos", "sin", "rotary_dim", "query_scale", "key_scale", "epsilon")
+    if reason or not call.per_pair:
+        return reason or "takes one angle per pair of channels"
+    import torch
+    from torch.nn.functional import rms_norm
+
+    def one(x: Any, scale: Any, cos: Any, sin: Any) -> Any:
+        normed = rms_norm(x.float(), x.shape[-1:], None if scale is None else scale.float(), call.epsilon)
+        left, right = normed[..., : call.rotary_dim].chunk(2, -1)
+        parts = left * cos - right * sin, right * cos + left * sin, normed[..., call.rotary_dim :]
+        return torch.cat(parts, -1).to(x.dtype)
+
+    def both(query: Any, key: Any, cos: Any, sin: Any, query_scale: Any, key_scale: Any) -> Any:
+        angles = [angle.float()[:, :, None] for angle in (cos, sin)]
+        return one(query, query_scale, *angles), one(key, key_scale, *angles)
+
+    fused = compiled(both)
+
+    def run(x: Any) -> Mapping[str, Any]:
+        scales = (None if scale is None else scale[0] for scale in (x.query_scale, x.key_scale))
+        return dict(zip(("query", "key"), fused(x.query, x.key, x.cos, x.sin, *scales), strict=True))
+
+    return run
+
+
 def _layer_norm(call: Any, inputs: Any) -> Function | str:
     reason = beyond(call, "x", "scale", "offset", "epsilon")
     if reason:
@@ -57,7 +101,14 @@ def _cross_entropy(call: Any, inputs: Any) -> Built | str:
 PEERS = (
     Peer(
         "torch.compile",
-        {"rms_norm": _rms_norm, "layer_norm": _layer_norm, "softmax": _softmax, "cross_entropy": _cross_entropy},
+        {
+            "rms_norm": _rms_norm,
+            "add_rms_norm": _add_rms_norm,
+            "qk_norm_rope": _qk_norm_rope,
+            "layer_norm": _layer_norm,
+            "softmax": _softmax,
+            "cross_entropy": _cross_entropy,
+        },
         ("torch",),
         {"torch": "2.4"},
         ("cpu", "gpu"),

@@ -26,22 +26,81 @@ class NormInputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NormCall(Call):
-    """Static facts of a normalisation over the last axis."""
+class ScaledCall(Call):
+    """Static facts of a normalisation over the last axis that a scale follows."""
 
     x: ArraySpec
     scale: ArraySpec | None = None
-    offset: ArraySpec | None = None
     epsilon: float = 1e-6
     scale_offset: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormCall(ScaledCall):
+    """Static facts of a normalisation over the last axis."""
+
+    offset: ArraySpec | None = None
+
+
+ALONG_AXIS = "[size of x along axis]"
 SHARDABLE_ROWS = ("b", "r1", "r2", "r3", "r4", "r5", "r6")
 
 
 def row_dims(rank: int) -> tuple[str, ...]:
     """Factors of the leading axes of a canonical array `[b, ..., d]` of this rank."""
     return ("b", *(f"r{i}" for i in range(1, rank - 1)))
+
+
+class Rows(NamedTuple):
+    """Where the rows of an array lie."""
+
+    axis: int
+    ndim: int
+
+    def canonical(self, array: Any) -> Any:
+        """`[b, ..., d]`: the rows last, below at least one other axis."""
+        moved = jnp.moveaxis(array, self.axis, -1)
+        return moved[None] if self.ndim == 1 else moved
+
+    def restored(self, array: Any) -> Any:
+        """The inverse of `canonical`."""
+        return jnp.moveaxis(array[0] if self.ndim == 1 else array, -1, self.axis)
+
+
+def check_rows(name: str, x: Any, axis: int) -> Rows:
+    """The rows of a floating array along `axis`."""
+    check_compute(name, x)
+    if x.ndim == 0:
+        raise invalid(name, "shape ()", "at least one axis")
+    return Rows(normalise_axis(axis, x.ndim), x.ndim)
+
+
+def check_scaling(
+    parameters: Mapping[str, Any],
+    width: int,
+    meaning: str,
+    epsilon: Any,
+    scale_offset: Any,
+    scales: tuple[str, ...] = ("scale",),
+) -> tuple[float, float]:
+    """epsilon and scale_offset as floats; every parameter that is there is a floating `[width]`.
+
+    Args:
+        parameters: by name; None where absent.
+        width: of a row; `meaning` says which size that is.
+        epsilon: added to the mean square or the variance.
+        scale_offset: added to the parameters that `scales` names.
+    """
+    epsilon = finite_number("epsilon", epsilon, at_least=0)
+    scale_offset = finite_number("scale_offset", scale_offset)
+    for name, value in parameters.items():
+        if value is not None:
+            check_compute(name, value)
+            check_shape(name, value, (width,), meaning)
+    absent = next((name for name in scales if parameters[name] is None), None)
+    if absent and scale_offset:
+        raise invalid("scale_offset", scale_offset, f"0 without {absent}", remedy=f"pass {absent}, to which it is added")
+    return epsilon, scale_offset
 
 
 class RowNorm(Operation, abc.ABC):
@@ -71,24 +130,10 @@ class RowNorm(Operation, abc.ABC):
             axis: the axis of size d.
             scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1` (Gemma).
         """
-        check_compute("x", x)
-        if x.ndim == 0:
-            raise invalid("x", "shape ()", "at least one axis")
-        axis = normalise_axis(axis, x.ndim)
-        epsilon = finite_number("epsilon", epsilon, at_least=0)
-        scale_offset = finite_number("scale_offset", scale_offset)
-        for name, value in (("scale", scale), ("offset", offset)):
-            if value is not None:
-                check_compute(name, value)
-                check_shape(name, value, (x.shape[axis],), "[size of x along axis]")
-        if scale is None and scale_offset:
-            raise invalid("scale_offset", scale_offset, "0 without scale", remedy="pass scale, to which it is added")
-        moved = jnp.moveaxis(x, axis, -1)
-        inputs = NormInputs(
-            moved[None] if x.ndim == 1 else moved,
-            None if scale is None else scale[None],
-            None if offset is None else offset[None],
-        )
+        rows = check_rows("x", x, axis)
+        parameters = {"scale": scale, "offset": offset}
+        epsilon, scale_offset = check_scaling(parameters, x.shape[rows.axis], ALONG_AXIS, epsilon, scale_offset)
+        inputs = NormInputs(rows.canonical(x), None if scale is None else scale[None], None if offset is None else offset[None])
         call = self.Call(
             x=ArraySpec.of(inputs.x),
             scale=None if scale is None else ArraySpec.of(inputs.scale),
@@ -98,7 +143,7 @@ class RowNorm(Operation, abc.ABC):
         )
 
         def finish(outputs: Any) -> Any:
-            return jnp.moveaxis(outputs.out[0] if x.ndim == 1 else outputs.out, -1, axis)
+            return rows.restored(outputs.out)
 
         return Bound(call, inputs, finish)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ejkernel.operations._rows.interface import NormCall, per_row
+from ejkernel.operations._rows.interface import ScaledCall, per_row
 
 
 def mean_of_rows(values: Any) -> Any:
@@ -12,7 +12,7 @@ def mean_of_rows(values: Any) -> Any:
     return values.sum(axis=-1, keepdims=True) / max(values.shape[-1], 1)
 
 
-def apply_parameters(call: NormCall, normalised: Any, scale: Any, offset: Any) -> Any:
+def apply_parameters(call: ScaledCall, normalised: Any, scale: Any, offset: Any = None) -> Any:
     """`normalised * (scale + scale_offset) + offset`."""
     out = normalised if scale is None else normalised * (per_row(scale, normalised.ndim) + call.scale_offset)
     return out if offset is None else out + per_row(offset, normalised.ndim)

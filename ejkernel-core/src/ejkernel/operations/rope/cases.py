@@ -2,52 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
-import numpy as np
-
 from ejkernel.operations._case import Case, Toggle
-
-
-def _arrays(
-    batch: int, length: int, heads: int, width: int, *, keys: int = 0, angles: tuple[int, ...], heads_first: bool = False
-) -> Callable[[np.random.Generator], Mapping[str, Any]]:
-    """`angles` is the shape of cos and sin, which are independent random numbers, so that no channel stands for another."""
-
-    def make(rng: np.random.Generator) -> Mapping[str, Any]:
-        def heads_of(count: int) -> Any:
-            shape = (batch, count, length, width) if heads_first else (batch, length, count, width)
-            return rng.standard_normal(shape).astype(np.float32)
-
-        arrays = {"query": heads_of(heads)}
-        if keys:
-            arrays["key"] = heads_of(keys)
-        return {**arrays, **{name: rng.uniform(-1, 1, angles).astype(np.float32) for name in ("cos", "sin")}}
-
-    return make
-
+from ejkernel.operations._rotary.cases import rotary_arrays
 
 _BENCH = frozenset({"bench"})
 
 CASES = (
-    Case("query-alone", _arrays(2, 33, 3, 16, angles=(33, 8))),
-    Case("gqa", _arrays(2, 33, 4, 16, keys=2, angles=(2, 33, 8))),
-    Case("per-channel", _arrays(2, 9, 4, 16, keys=1, angles=(1, 9, 16))),
-    Case("interleaved", _arrays(2, 9, 4, 16, keys=2, angles=(2, 9, 8)), {"interleaved": True}),
-    Case("interleaved-per-channel", _arrays(2, 9, 4, 16, keys=2, angles=(9, 16)), {"interleaved": True}),
-    Case("partial", _arrays(2, 9, 4, 20, keys=2, angles=(2, 9, 8)), {"rotary_dim": 16}),
-    Case("partial-per-channel", _arrays(2, 9, 4, 20, keys=2, angles=(2, 9, 8)), {"rotary_dim": 8}),
-    Case("partial-interleaved", _arrays(2, 9, 4, 20, angles=(9, 3)), {"rotary_dim": 6, "interleaved": True}),
-    Case("heads-first", _arrays(2, 5, 6, 16, keys=2, angles=(2, 5, 8), heads_first=True), {"layout": "BHTD"}),
-    Case("square", _arrays(2, 6, 6, 16, keys=6, angles=(6, 8))),
-    Case("length-1", _arrays(3, 1, 4, 16, keys=2, angles=(3, 1, 8))),
-    Case("length-0", _arrays(2, 0, 4, 16, keys=2, angles=(0, 8))),
-    Case("no-rotation", _arrays(2, 5, 4, 8, angles=(5, 0)), {"rotary_dim": 0}),
-    Case("width-2", _arrays(2, 5, 1, 2, keys=1, angles=(5, 1))),
-    Case("odd-pairs", _arrays(1, 7, 3, 26, keys=3, angles=(7, 13))),
-    Case("bench-b4-t8192-h32-k8-d128", _arrays(4, 8192, 32, 128, keys=8, angles=(8192, 64)), tags=_BENCH),
-    Case("bench-b1-t2048-h8-k2-d128", _arrays(1, 2048, 8, 128, keys=2, angles=(2048, 64)), tags=frozenset({"bench-cpu"})),
+    Case("query-alone", rotary_arrays(2, 33, 3, 16, angles=(33, 8))),
+    Case("gqa", rotary_arrays(2, 33, 4, 16, keys=2, angles=(2, 33, 8))),
+    Case("per-channel", rotary_arrays(2, 9, 4, 16, keys=1, angles=(1, 9, 16))),
+    Case("interleaved", rotary_arrays(2, 9, 4, 16, keys=2, angles=(2, 9, 8)), {"interleaved": True}),
+    Case("interleaved-per-channel", rotary_arrays(2, 9, 4, 16, keys=2, angles=(9, 16)), {"interleaved": True}),
+    Case("partial", rotary_arrays(2, 9, 4, 20, keys=2, angles=(2, 9, 8)), {"rotary_dim": 16}),
+    Case("partial-per-channel", rotary_arrays(2, 9, 4, 20, keys=2, angles=(2, 9, 8)), {"rotary_dim": 8}),
+    Case("partial-interleaved", rotary_arrays(2, 9, 4, 20, angles=(9, 3)), {"rotary_dim": 6, "interleaved": True}),
+    Case("heads-first", rotary_arrays(2, 5, 6, 16, keys=2, angles=(2, 5, 8), heads_first=True), {"layout": "BHTD"}),
+    Case("square", rotary_arrays(2, 6, 6, 16, keys=6, angles=(6, 8))),
+    Case("length-1", rotary_arrays(3, 1, 4, 16, keys=2, angles=(3, 1, 8))),
+    Case("length-0", rotary_arrays(2, 0, 4, 16, keys=2, angles=(0, 8))),
+    Case("no-rotation", rotary_arrays(2, 5, 4, 8, angles=(5, 0)), {"rotary_dim": 0}),
+    Case("width-2", rotary_arrays(2, 5, 1, 2, keys=1, angles=(5, 1))),
+    Case("odd-pairs", rotary_arrays(1, 7, 3, 26, keys=3, angles=(7, 13))),
+    Case("bench-b4-t8192-h32-k8-d128", rotary_arrays(4, 8192, 32, 128, keys=8, angles=(8192, 64)), tags=_BENCH),
+    Case("bench-b1-t2048-h8-k2-d128", rotary_arrays(1, 2048, 8, 128, keys=2, angles=(2048, 64)), tags=frozenset({"bench-cpu"})),
 )
 
 TOGGLES = {

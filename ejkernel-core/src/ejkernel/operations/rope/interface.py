@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ejkernel._arrays import ArraySpec
-from ejkernel.errors import invalid, wrong_type
-from ejkernel.operation import Bound, Call, Cost, Operation
-from ejkernel.operations._numbers import check_compute
+from ejkernel.operation import Bound, Cost, Operation
+from ejkernel.operations._rotary.interface import RotaryCall, check_rotation, head_dims
 from ejkernel.plugin import Phase
 
 
@@ -33,27 +32,10 @@ class RopeOutputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeCall(Call):
-    """Static facts.
+class RopeCall(RotaryCall):
+    """Static facts of one `rope`."""
 
-    Attributes:
-        rotary_dim: the first channels of each head, which are rotated; the others pass through.
-        interleaved: pairs are channels (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
-        heads_first: query and key are `[b, h, t, d]`.
-    """
-
-    query: ArraySpec
     key: ArraySpec | None = None
-    cos: ArraySpec
-    sin: ArraySpec
-    rotary_dim: int
-    interleaved: bool = False
-    heads_first: bool = False
-
-    @property
-    def per_pair(self) -> bool:
-        """Whether cos and sin hold one number per pair of channels instead of one per channel."""
-        return 2 * self.cos.shape[-1] == self.rotary_dim
 
 
 class Rope(Operation):
@@ -91,41 +73,16 @@ class Rope(Operation):
             interleaved: pairs are neighbours instead of halves.
             layout: "BTHD", or "BHTD" for query and key with heads first.
         """
-        if layout not in ("BTHD", "BHTD"):
-            raise invalid("layout", repr(layout), "'BTHD' or 'BHTD'")
-        if not isinstance(interleaved, bool):
-            raise wrong_type("interleaved", repr(interleaved), "a bool")
-        heads_first = layout == "BHTD"
-        check_compute("query", query, ndim=4)
-        batch, length, width = query.shape[0], query.shape[2 if heads_first else 1], query.shape[3]
-        if key is not None:
-            check_compute("key", key, ndim=4)
-            if (key.shape[0], key.shape[2 if heads_first else 1], key.shape[3]) != (batch, length, width):
-                raise invalid(
-                    "key", f"shape {tuple(key.shape)}", f"batch {batch}, length {length} and head size {width} as in query"
-                )
-        rotary_dim = _check_rotary_dim(rotary_dim, width)
-        cos, sin = (_check_angles(name, value, batch, length, rotary_dim) for name, value in (("cos", cos), ("sin", sin)))
-        if sin.shape != cos.shape or sin.dtype != cos.dtype:
-            raise invalid("sin", ArraySpec.of(sin), f"{ArraySpec.of(cos)} as cos")
-        call = RopeCall(
-            query=ArraySpec.of(query),
-            key=None if key is None else ArraySpec.of(key),
-            cos=ArraySpec.of(cos),
-            sin=ArraySpec.of(sin),
-            rotary_dim=rotary_dim,
-            interleaved=interleaved,
-            heads_first=heads_first,
-        )
+        rotation = check_rotation(query, key, cos, sin, rotary_dim, interleaved, layout)
+        call = RopeCall(query=ArraySpec.of(query), key=None if key is None else ArraySpec.of(key), **rotation.facts)
 
         def finish(outputs: RopeOutputs) -> Any:
             return outputs.query if key is None else (outputs.query, outputs.key)
 
-        return Bound(call, RopeInputs(query, key, cos, sin), finish)
+        return Bound(call, RopeInputs(query, key, rotation.cos, rotation.sin), finish)
 
     def dimensions(self, call: RopeCall) -> Mapping[str, str]:
-        heads = "b h t d" if call.heads_first else "b t h d"
-        return {"query": heads, "key": heads, "cos": "b? t w", "sin": "b? t w"}
+        return head_dims(call, call.key)
 
     def output_specs(self, call: RopeCall) -> RopeOutputs:
         return RopeOutputs(call.query, call.key)
@@ -140,32 +97,6 @@ class Rope(Operation):
         if phase == "forward":
             return Cost(3 * count, 2 * array_bytes + angle_bytes)
         return Cost(7 * count, 3 * array_bytes + 2 * angle_bytes)
-
-
-def _check_rotary_dim(rotary_dim: int | None, width: int) -> int:
-    rotary_dim = width if rotary_dim is None else rotary_dim
-    if not isinstance(rotary_dim, int) or isinstance(rotary_dim, bool):
-        raise wrong_type("rotary_dim", repr(rotary_dim), "an int or None")
-    if rotary_dim % 2 or not 0 <= rotary_dim <= width:
-        raise invalid("rotary_dim", rotary_dim, f"an even number of channels, at most {width} = head size")
-    return rotary_dim
-
-
-def _check_angles(name: str, value: Any, batch: int, length: int, rotary_dim: int) -> Any:
-    if value is None:
-        raise wrong_type(name, "None", "an array", remedy="LlamaRotaryEmbedding(dim)(position_ids) makes cos and sin")
-    check_compute(name, value)
-    shape = tuple(value.shape)
-    if len(shape) not in (2, 3) or shape[-2] != length or (len(shape) == 3 and shape[0] not in (1, batch)):
-        raise invalid(name, f"shape {shape}", f"[{length}, w], [1, {length}, w] or [{batch}, {length}, w]")
-    if shape[-1] not in (rotary_dim, rotary_dim // 2):
-        raise invalid(
-            name,
-            f"{shape[-1]} channels",
-            f"rotary_dim = {rotary_dim}, or half of it",
-            remedy="rotary_dim= says how many channels of a head are rotated",
-        )
-    return value if len(shape) == 3 else value[None]
 
 
 OPERATION = Rope()

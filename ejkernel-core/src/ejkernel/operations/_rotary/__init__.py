@@ -1,0 +1,1 @@
+"""The common part of the operations that rotate queries and keys."""

@@ -1,0 +1,112 @@
+"""Contract of `add_rms_norm`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ejkernel._arrays import ArraySpec
+from ejkernel.errors import invalid
+from ejkernel.operation import Bound, Cost, Operation
+from ejkernel.operations._numbers import check_compute, statistics_dtype
+from ejkernel.operations._rows.interface import ALONG_AXIS, SHARDABLE_ROWS, ScaledCall, check_rows, check_scaling, row_dims
+from ejkernel.plugin import Phase
+
+
+class AddRmsNormInputs(NamedTuple):
+    """x and residual `[b, ..., d]`, each in its own dtype; scale `[1 or b, d]`."""
+
+    x: Any
+    residual: Any
+    scale: Any = None
+
+
+class AddRmsNormOutputs(NamedTuple):
+    """out like x; sum like residual; rstd = 1 / sqrt(mean(sum^2) + epsilon), float32 (float64 for float64) `[b, ...]`, kept for
+    backward."""
+
+    out: Any
+    sum: Any = None
+    rstd: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AddRmsNormCall(ScaledCall):
+    """Static facts of one `add_rms_norm`."""
+
+    residual: ArraySpec
+
+
+class AddRmsNorm(Operation):
+    """`sum = x + residual`, rounded to the dtype of residual; `out = sum / sqrt(mean(sum^2) + epsilon) * (scale + scale_offset)`.
+
+    In float32 inside. The norm reads the sum as it is returned, rounded: the two results are those of an addition and an
+    `rms_norm` one after the other, and backward, which reads no more than that sum, differentiates what forward computed.
+    """
+
+    name = "add_rms_norm"
+    Call = AddRmsNormCall
+    Inputs = AddRmsNormInputs
+    Outputs = AddRmsNormOutputs
+    differentiable = ("x", "residual", "scale")
+    shardable = SHARDABLE_ROWS
+
+    def canonicalise(
+        self, x: Any, residual: Any, scale: Any = None, *, epsilon: float = 1e-6, axis: int = -1, scale_offset: float = 0.0
+    ) -> Bound:
+        """Check and bring the normalised axis last.
+
+        Args:
+            x: `[..., d, ...]`, floating, at least one axis.
+            residual: of the shape of x, floating; its dtype may be another.
+            scale: `[d]` or None (ones).
+            epsilon: added to the mean square; >= 0.
+            axis: the axis of size d.
+            scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1` (Gemma).
+        """
+        rows = check_rows("x", x, axis)
+        check_compute("residual", residual)
+        if tuple(residual.shape) != tuple(x.shape):
+            raise invalid("residual", f"shape {tuple(residual.shape)}", f"{tuple(x.shape)}, the shape of x")
+        epsilon, scale_offset = check_scaling({"scale": scale}, x.shape[rows.axis], ALONG_AXIS, epsilon, scale_offset)
+        inputs = AddRmsNormInputs(rows.canonical(x), rows.canonical(residual), None if scale is None else scale[None])
+        call = AddRmsNormCall(
+            x=ArraySpec.of(inputs.x),
+            residual=ArraySpec.of(inputs.residual),
+            scale=None if scale is None else ArraySpec.of(inputs.scale),
+            epsilon=epsilon,
+            scale_offset=scale_offset,
+        )
+
+        def finish(outputs: AddRmsNormOutputs) -> Any:
+            return rows.restored(outputs.out), rows.restored(outputs.sum)
+
+        return Bound(call, inputs, finish)
+
+    def dimensions(self, call: AddRmsNormCall) -> Mapping[str, str]:
+        rows = " ".join(row_dims(len(call.x.shape)))
+        return {**dict.fromkeys(("x", "residual", "out", "sum"), f"{rows} d"), "scale": "b? d", "rstd": rows}
+
+    def output_specs(self, call: AddRmsNormCall) -> AddRmsNormOutputs:
+        return AddRmsNormOutputs(call.x, call.residual, _statistics(call) if call.save_residuals else None)
+
+    def public(self, call: AddRmsNormCall) -> tuple[str, ...]:
+        return ("out", "sum")
+
+    def cost(self, call: AddRmsNormCall, phase: Phase) -> Cost:
+        scale_bytes, scaled = (call.scale.nbytes, 1) if call.scale is not None else (0, 0)
+        if phase == "forward":
+            saved = _statistics(call).nbytes if call.save_residuals else 0
+            return Cost((4 + scaled) * call.x.size, 2 * call.x.nbytes + 2 * call.residual.nbytes + scale_bytes + saved)
+        # Reads sum and both cotangents; the gradients of x and residual are one array where their dtypes are one.
+        written = call.x.nbytes + (call.residual.nbytes if call.residual.dtype != call.x.dtype else 0)
+        moved = call.x.nbytes + 2 * call.residual.nbytes + written + _statistics(call).nbytes + 2 * scale_bytes
+        return Cost((8 + 3 * scaled) * call.x.size, moved)
+
+
+def _statistics(call: AddRmsNormCall) -> ArraySpec:
+    return ArraySpec(call.x.shape[:-1], statistics_dtype(call.residual.dtype))
+
+
+OPERATION = AddRmsNorm()

@@ -1,0 +1,318 @@
+// XLA's door to qk_norm_rope: checks of every shape and dtype, the choice of kernel, the launch.
+//
+// A scale is float32, [0, channels] when absent, [1, channels] when the batch shares it, else [batch, channels].
+#include "qk_norm_rope/kernels.cuh"
+#include "rope/heads.cuh"
+
+namespace ejkernel::qk_norm_rope {
+namespace {
+
+constexpr const char* kName = "qk_norm_rope";
+
+struct Geometry {
+  int64_t rotary_dim;
+  bool interleaved, heads_first;
+};
+
+ffi::Error CheckHeads(Array query, Array key, Geometry geometry) {
+  EJKERNEL_TRY(rope::CheckHeads(kName, "query", query, query, geometry.heads_first, geometry.rotary_dim));
+  EJKERNEL_TRY(rope::CheckHeads(kName, "key", key, query, geometry.heads_first, geometry.rotary_dim));
+  const int64_t width = query.dimensions()[3];
+  if (width % 2 == 0 && width <= kWidest) return ffi::Error::Success();
+  return Invalid(kName, "head size must be even and at most " + std::to_string(kWidest) + ", got " + std::to_string(width));
+}
+
+ffi::Error CheckScale(const char* name, Floats scale, Array query) {
+  const Dims dims = scale.dimensions(), like = query.dimensions();
+  if (dims.size() == 2 && dims[1] == like[3] && (dims[0] == 0 || dims[0] == 1 || dims[0] == like[0]))
+    return ffi::Error::Success();
+  return Invalid(kName,
+                 std::string(name) + " must be [0, 1 or batch, channels] of query " + Text(like) + ", got " + Text(dims));
+}
+
+int64_t CountHeads(Array x) { return x.dimensions()[0] * x.dimensions()[1] * x.dimensions()[2]; }
+
+ffi::Error CheckStatistic(const char* name, Floats array, Array x, bool optional) {
+  const int64_t count = array.element_count();
+  if (count == CountHeads(x) || (optional && count == 0)) return ffi::Error::Success();
+  return Invalid(kName, std::string(name) + " must have one value per head" + (optional ? " or none" : "") + ", got " +
+                            Text(array.dimensions()));
+}
+
+ffi::Error CheckAngles(Floats cos, Floats sin, Array query, Geometry geometry) {
+  EJKERNEL_TRY(rope::CheckAngles(kName, "cos", cos, query, geometry.heads_first, geometry.rotary_dim));
+  EJKERNEL_TRY(rope::CheckAngles(kName, "sin", sin, query, geometry.heads_first, geometry.rotary_dim));
+  if (cos.dimensions()[2] == sin.dimensions()[2]) return ffi::Error::Success();
+  return Invalid(kName, "cos and sin must have the same channels");
+}
+
+ffi::Error CheckSpan(int64_t span) {
+  if (span >= 1 && span <= (1 << 20)) return ffi::Error::Success();
+  return Invalid(kName, "span must be 1 ... 2^20 heads, got " + std::to_string(span));
+}
+
+ffi::Error CheckForward(Array query, Array key, Floats cos, Floats sin, Floats query_scale, Floats key_scale,
+                        int64_t rotary_dim, bool interleaved, bool heads_first, float, float, int64_t span,
+                        ffi::Result<Array> query_out, ffi::Result<Array> key_out, ffi::Result<Floats> query_rstd,
+                        ffi::Result<Floats> key_rstd) {
+  const Geometry geometry{rotary_dim, interleaved, heads_first};
+  EJKERNEL_TRY(CheckHeads(query, key, geometry));
+  EJKERNEL_TRY(CheckAngles(cos, sin, query, geometry));
+  EJKERNEL_TRY(CheckScale("query_scale", query_scale, query));
+  EJKERNEL_TRY(CheckScale("key_scale", key_scale, query));
+  EJKERNEL_TRY(CheckLike(kName, "query_out", *query_out, "query", query));
+  EJKERNEL_TRY(CheckLike(kName, "key_out", *key_out, "key", key));
+  EJKERNEL_TRY(CheckStatistic("query_rstd", *query_rstd, query, true));
+  EJKERNEL_TRY(CheckStatistic("key_rstd", *key_rstd, key, true));
+  return CheckSpan(span);
+}
+
+ffi::Error CheckBackward(Array query, Array key, Floats query_rstd, Floats key_rstd, Array query_grad, Array key_grad,
+                         Floats cos, Floats sin, Floats query_scale, Floats key_scale, int64_t rotary_dim, bool interleaved,
+                         bool heads_first, float, int64_t span, int64_t parts, ffi::Result<Array> d_query,
+                         ffi::Result<Array> d_key, ffi::Result<Floats> d_query_scale, ffi::Result<Floats> d_key_scale,
+                         ffi::Result<Floats> query_parts, ffi::Result<Floats> key_parts) {
+  const Geometry geometry{rotary_dim, interleaved, heads_first};
+  EJKERNEL_TRY(CheckHeads(query, key, geometry));
+  EJKERNEL_TRY(CheckAngles(cos, sin, query, geometry));
+  EJKERNEL_TRY(CheckStatistic("query_rstd", query_rstd, query, false));
+  EJKERNEL_TRY(CheckStatistic("key_rstd", key_rstd, key, false));
+  EJKERNEL_TRY(CheckLike(kName, "query_grad", query_grad, "query", query));
+  EJKERNEL_TRY(CheckLike(kName, "key_grad", key_grad, "key", key));
+  EJKERNEL_TRY(CheckLike(kName, "d_query", *d_query, "query", query));
+  EJKERNEL_TRY(CheckLike(kName, "d_key", *d_key, "key", key));
+  if (parts < 1) return Invalid(kName, "parts must be positive, got " + std::to_string(parts));
+  const struct {
+    const char* name;
+    Floats scale, total, partial;
+  } sides[] = {{"query_scale", query_scale, *d_query_scale, *query_parts}, {"key_scale", key_scale, *d_key_scale, *key_parts}};
+  for (const auto& side : sides) {
+    EJKERNEL_TRY(CheckScale(side.name, side.scale, query));
+    if (!Same(side.scale.dimensions(), side.total.dimensions()))
+      return Invalid(kName, std::string("the gradient of ") + side.name + " must be like it");
+    const Dims got = side.partial.dimensions(), dims = side.scale.dimensions();
+    if (got.size() != 3 || got[0] != dims[0] || got[1] != parts || got[2] != dims[1]) {
+      return Invalid(kName, std::string("partial sums of ") + side.name + " must be [" + std::to_string(dims[0]) + ", " +
+                                std::to_string(parts) + " parts, " + std::to_string(dims[1]) + "], got " + Text(got));
+    }
+  }
+  return CheckSpan(span);
+}
+
+ffi::Error CheckAngleGradients(Array query, Array key, Floats query_rstd, Floats key_rstd, Array query_grad, Array key_grad,
+                               Floats query_scale, Floats key_scale, int64_t rotary_dim, bool interleaved, bool heads_first,
+                               float, ffi::Result<Floats> d_cos, ffi::Result<Floats> d_sin) {
+  const Geometry geometry{rotary_dim, interleaved, heads_first};
+  EJKERNEL_TRY(CheckHeads(query, key, geometry));
+  EJKERNEL_TRY(CheckStatistic("query_rstd", query_rstd, query, false));
+  EJKERNEL_TRY(CheckStatistic("key_rstd", key_rstd, key, false));
+  EJKERNEL_TRY(CheckLike(kName, "query_grad", query_grad, "query", query));
+  EJKERNEL_TRY(CheckLike(kName, "key_grad", key_grad, "key", key));
+  EJKERNEL_TRY(CheckScale("query_scale", query_scale, query));
+  EJKERNEL_TRY(CheckScale("key_scale", key_scale, query));
+  EJKERNEL_TRY(rope::CheckAngles(kName, "d_cos", *d_cos, query, heads_first, rotary_dim));
+  if (!Same(d_cos->dimensions(), d_sin->dimensions())) return Invalid(kName, "d_sin must be like d_cos");
+  return ffi::Error::Success();
+}
+
+Parameter AsParameter(Floats scale) {
+  const int64_t batch = scale.dimensions()[0];
+  return {batch ? scale.typed_data() : nullptr, batch > 1 ? scale.dimensions()[1] : 0};
+}
+
+Angles AsAngles(Floats cos, Floats sin, int64_t rotary_dim) {
+  return {cos.typed_data(), sin.typed_data(), cos.dimensions()[0] == 1, sin.dimensions()[0] == 1,
+          cos.dimensions()[2] != rotary_dim};
+}
+
+// Whether 16-byte accesses cover the channels that pass through, too, paired as the rotated ones are.
+bool AllPacked(const Heads& heads, int64_t bytes, bool interleaved, std::initializer_list<const void*> arrays) {
+  const bool rest = interleaved || (heads.width / 2 - heads.half) % (16 / bytes) == 0;
+  return rest && rope::Packed(heads, bytes, interleaved, arrays);
+}
+
+// Threads that hold a head.
+template <typename T, bool INTERLEAVED, bool PACKED>
+int LanesOf(const Heads& heads) {
+  return rope::Lanes(heads.width / 2, kPairs<T, INTERLEAVED, PACKED> * kItems<INTERLEAVED, PACKED>);
+}
+
+ffi::Error ForwardOfOne(cudaStream_t stream, Array x, Floats scale, Array out, Floats rstd, const Angles& angles,
+                        Geometry geometry, float epsilon, float scale_offset, int64_t span) {
+  if (x.element_count() == 0) return ffi::Error::Success();
+  const Heads heads = rope::HeadsOf(x, geometry.heads_first, geometry.rotary_dim);
+  const bool packed = AllPacked(heads, ffi::ByteWidth(x.element_type()), geometry.interleaved,
+                                {x.untyped_data(), out.untyped_data(), scale.untyped_data(), angles.cos, angles.sin});
+  return rope::ForHeads(x.element_type(), packed, geometry.interleaved, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
+    const int lanes = LanesOf<T, INTERLEAVED, PACKED>(heads), rows = kThreads / lanes;
+    const int64_t blocks = (heads.batch * heads.length * ((heads.heads + span - 1) / span) + rows - 1) / rows;
+    if (blocks > kMaxGrid) return Invalid(kName, std::to_string(blocks) + " blocks are more than a grid has");
+    norm_rotate<T, INTERLEAVED, PACKED><<<unsigned(blocks), dim3(lanes, rows), 0, stream>>>(
+        static_cast<const T*>(x.untyped_data()), AsParameter(scale), static_cast<T*>(out.untyped_data()),
+        rstd.element_count() ? rstd.typed_data() : nullptr, angles, heads, int(span), epsilon, scale_offset);
+    return CheckLaunch(kName, "norm and rotation");
+  });
+}
+
+ffi::Error RunForward(cudaStream_t stream, Array query, Array key, Floats cos, Floats sin, Floats query_scale, Floats key_scale,
+                      int64_t rotary_dim, bool interleaved, bool heads_first, float epsilon, float scale_offset, int64_t span,
+                      ffi::Result<Array> query_out, ffi::Result<Array> key_out, ffi::Result<Floats> query_rstd,
+                      ffi::Result<Floats> key_rstd) {
+  EJKERNEL_TRY(CheckForward(query, key, cos, sin, query_scale, key_scale, rotary_dim, interleaved, heads_first, epsilon,
+                            scale_offset, span, query_out, key_out, query_rstd, key_rstd));
+  const Geometry geometry{rotary_dim, interleaved, heads_first};
+  const Angles angles = AsAngles(cos, sin, rotary_dim);
+  EJKERNEL_TRY(
+      ForwardOfOne(stream, query, query_scale, *query_out, *query_rstd, angles, geometry, epsilon, scale_offset, span));
+  return ForwardOfOne(stream, key, key_scale, *key_out, *key_rstd, angles, geometry, epsilon, scale_offset, span);
+}
+
+ffi::Error BackwardOfOne(cudaStream_t stream, Array x, Floats rstd, Array grad, Floats scale, Array d_x, Floats partial,
+                         const Angles& angles, Geometry geometry, float scale_offset, int64_t span, int64_t parts) {
+  const Heads heads = rope::HeadsOf(x, geometry.heads_first, geometry.rotary_dim);
+  const int64_t groups = std::max<int64_t>(1, scale.dimensions()[0]);
+  const bool packed =
+      AllPacked(heads, ffi::ByteWidth(x.element_type()), geometry.interleaved,
+                {x.untyped_data(), grad.untyped_data(), d_x.untyped_data(), scale.untyped_data(), angles.cos, angles.sin});
+  if (groups * parts > kMaxGrid) return Invalid(kName, std::to_string(groups * parts) + " blocks are more than a grid has");
+  return rope::ForHeads(x.element_type(), packed, geometry.interleaved, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
+    const int lanes = LanesOf<T, INTERLEAVED, PACKED>(heads);
+    const int64_t spans = heads.batch * heads.length * ((heads.heads + span - 1) / span);
+    gradients<T, INTERLEAVED, PACKED><<<unsigned(groups * parts), dim3(lanes, kThreads / lanes), 0, stream>>>(
+        static_cast<const T*>(x.untyped_data()), rstd.typed_data(), static_cast<const T*>(grad.untyped_data()),
+        AsParameter(scale), static_cast<T*>(d_x.untyped_data()), scale.dimensions()[0] ? partial.typed_data() : nullptr, angles,
+        heads, int(span), spans / groups, parts, scale_offset);
+    return CheckLaunch(kName, "gradients");
+  });
+}
+
+ffi::Error RunBackward(cudaStream_t stream, Array query, Array key, Floats query_rstd, Floats key_rstd, Array query_grad,
+                       Array key_grad, Floats cos, Floats sin, Floats query_scale, Floats key_scale, int64_t rotary_dim,
+                       bool interleaved, bool heads_first, float scale_offset, int64_t span, int64_t parts,
+                       ffi::Result<Array> d_query, ffi::Result<Array> d_key, ffi::Result<Floats> d_query_scale,
+                       ffi::Result<Floats> d_key_scale, ffi::Result<Floats> query_parts, ffi::Result<Floats> key_parts) {
+  EJKERNEL_TRY(CheckBackward(query, key, query_rstd, key_rstd, query_grad, key_grad, cos, sin, query_scale, key_scale,
+                             rotary_dim, interleaved, heads_first, scale_offset, span, parts, d_query, d_key, d_query_scale,
+                             d_key_scale, query_parts, key_parts));
+  const Geometry geometry{rotary_dim, interleaved, heads_first};
+  const Angles angles = AsAngles(cos, sin, rotary_dim);
+  // Without any head there are no spans, and the kernel writes partial sums of nothing.
+  EJKERNEL_TRY(BackwardOfOne(stream, query, query_rstd, query_grad, query_scale, *d_query, *query_parts, angles, geometry,
+                             scale_offset, span, parts));
+  EJKERNEL_TRY(BackwardOfOne(stream, key, key_rstd, key_grad, key_scale, *d_key, *key_parts, angles, geometry, scale_offset,
+                             span, parts));
+  const int64_t width = query.dimensions()[3];
+  const Parts first{query_parts->typed_data(), d_query_scale->typed_data(), query_scale.dimensions()[0], parts};
+  const Parts second{key_parts->typed_data(), d_key_scale->typed_data(), key_scale.dimensions()[0], parts};
+  const int64_t blocks = (first.groups + second.groups) * ((width + 31) / 32);
+  if (blocks == 0) return ffi::Error::Success();
+  if (blocks > kMaxGrid) return Invalid(kName, "too many scales");
+  sum_parts<<<unsigned(blocks), dim3(32, kPartRows), 0, stream>>>(first, second, width);
+  return CheckLaunch(kName, "sum of partial gradients");
+}
+
+ffi::Error AngleGradientsOfOne(cudaStream_t stream, Array x, Floats rstd, Array grad, Floats scale, Floats d_cos, Floats d_sin,
+                               Geometry geometry, float scale_offset, bool add) {
+  const Heads heads = rope::HeadsOf(x, geometry.heads_first, geometry.rotary_dim);
+  const bool packed = rope::Packed(heads, ffi::ByteWidth(x.element_type()), geometry.interleaved,
+                                   {x.untyped_data(), grad.untyped_data(), scale.untyped_data()});
+  return rope::ForHeads(x.element_type(), packed, geometry.interleaved, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
+    const Dims dims = d_cos.dimensions();
+    const int lanes = rope::Lanes(heads.half, kPairs<T, INTERLEAVED, PACKED>);
+    const int64_t blocks = dims[0] * dims[1];
+    if (blocks > kMaxGrid) return Invalid(kName, std::to_string(blocks) + " rows of angles are more than a grid has");
+    rope::angle_gradients<T, INTERLEAVED, PACKED, Normalised><<<unsigned(blocks), dim3(lanes, kThreads / lanes), 0, stream>>>(
+        static_cast<const T*>(x.untyped_data()), static_cast<const T*>(grad.untyped_data()), d_cos.typed_data(),
+        d_sin.typed_data(), heads, dims[0] == 1, dims[2] == heads.half, add,
+        Normalised{rstd.typed_data(), AsParameter(scale), scale_offset});
+    return CheckLaunch(kName, "gradients of cos and sin");
+  });
+}
+
+ffi::Error RunAngleGradients(cudaStream_t stream, Array query, Array key, Floats query_rstd, Floats key_rstd, Array query_grad,
+                             Array key_grad, Floats query_scale, Floats key_scale, int64_t rotary_dim, bool interleaved,
+                             bool heads_first, float scale_offset, ffi::Result<Floats> d_cos, ffi::Result<Floats> d_sin) {
+  EJKERNEL_TRY(CheckAngleGradients(query, key, query_rstd, key_rstd, query_grad, key_grad, query_scale, key_scale, rotary_dim,
+                                   interleaved, heads_first, scale_offset, d_cos, d_sin));
+  if (d_cos->element_count() == 0) return ffi::Error::Success();
+  const Geometry geometry{rotary_dim, interleaved, heads_first};
+  // Without any head the sums are empty, and the kernel writes zeros.
+  EJKERNEL_TRY(
+      AngleGradientsOfOne(stream, query, query_rstd, query_grad, query_scale, *d_cos, *d_sin, geometry, scale_offset, false));
+  if (key.element_count() == 0) return ffi::Error::Success();
+  return AngleGradientsOfOne(stream, key, key_rstd, key_grad, key_scale, *d_cos, *d_sin, geometry, scale_offset, true);
+}
+
+template <typename Binding>
+auto BindGeometry(Binding binding) {
+  return std::move(binding)
+      .template Attr<int64_t>("rotary_dim")
+      .template Attr<bool>("interleaved")
+      .template Attr<bool>("heads_first");
+}
+
+template <typename Binding>
+auto BindForward(Binding binding) {
+  return BindGeometry(std::move(binding)
+                          .template Arg<Array>()
+                          .template Arg<Array>()
+                          .template Arg<Floats>()
+                          .template Arg<Floats>()
+                          .template Arg<Floats>()
+                          .template Arg<Floats>())
+      .template Attr<float>("epsilon")
+      .template Attr<float>("scale_offset")
+      .template Attr<int64_t>("span")
+      .template Ret<Array>()
+      .template Ret<Array>()
+      .template Ret<Floats>()
+      .template Ret<Floats>();
+}
+
+template <typename Binding>
+auto BindBackward(Binding binding) {
+  return BindGeometry(std::move(binding)
+                          .template Arg<Array>()
+                          .template Arg<Array>()
+                          .template Arg<Floats>()
+                          .template Arg<Floats>()
+                          .template Arg<Array>()
+                          .template Arg<Array>()
+                          .template Arg<Floats>()
+                          .template Arg<Floats>()
+                          .template Arg<Floats>()
+                          .template Arg<Floats>())
+      .template Attr<float>("scale_offset")
+      .template Attr<int64_t>("span")
+      .template Attr<int64_t>("parts")
+      .template Ret<Array>()
+      .template Ret<Array>()
+      .template Ret<Floats>()
+      .template Ret<Floats>()
+      .template Ret<Floats>()
+      .template Ret<Floats>();
+}
+
+template <typename Binding>
+auto BindAngleGradients(Binding binding) {
+  return BindGeometry(std::move(binding)
+                          .template Arg<Array>()
+                          .template Arg<Array>()
+                          .template Arg<Floats>()
+                          .template Arg<Floats>()
+                          .template Arg<Array>()
+                          .template Arg<Array>()
+                          .template Arg<Floats>()
+                          .template Arg<Floats>())
+      .template Attr<float>("scale_offset")
+      .template Ret<Floats>()
+      .template Ret<Floats>();
+}
+
+}  // namespace
+
+EJKERNEL_HANDLER(ejkernel_cuda_qk_norm_rope_forward, BindForward, RunForward, CheckForward)
+EJKERNEL_HANDLER(ejkernel_cuda_qk_norm_rope_backward, BindBackward, RunBackward, CheckBackward)
+EJKERNEL_HANDLER(ejkernel_cuda_qk_norm_rope_angle_gradients, BindAngleGradients, RunAngleGradients, CheckAngleGradients)
+
+}  // namespace ejkernel::qk_norm_rope

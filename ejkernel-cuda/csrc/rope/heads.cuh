@@ -1,0 +1,84 @@
+// What the doors to rope and to qk_norm_rope share: checks, and heads as the kernels see them.
+//
+// query and key are [batch, length, heads, channels], or [batch, heads, length, channels] with heads_first; an absent key has
+// no heads. cos and sin are float32, each [1 or batch, length, rotary_dim or rotary_dim / 2].
+#pragma once
+
+#include "handler.h"
+#include "rope/kernels.cuh"
+
+namespace ejkernel::rope {
+
+inline ffi::Error CheckHeads(const char* operation, const char* name, Array x, Array query, bool heads_first,
+                             int64_t rotary_dim) {
+  EJKERNEL_TRY(CheckFloat(operation, name, x));
+  const Dims dims = x.dimensions();
+  if (dims.size() != 4) return Invalid(operation, std::string(name) + " must have 4 axes, got " + Text(dims));
+  const Dims like = query.dimensions();
+  const int token = heads_first ? 2 : 1;
+  if (dims[0] != like[0] || dims[token] != like[token] || dims[3] != like[3]) {
+    return Invalid(operation,
+                   std::string(name) + " must have batch, length and channels of query " + Text(like) + ", got " + Text(dims));
+  }
+  if (rotary_dim < 2 || rotary_dim % 2 || rotary_dim > dims[3]) {
+    return Invalid(operation,
+                   "rotary_dim must be even and 2 ... " + std::to_string(dims[3]) + ", got " + std::to_string(rotary_dim));
+  }
+  if (dims[3] > (int64_t{1} << 30)) return Invalid(operation, "head size " + std::to_string(dims[3]) + " is above 2^30");
+  return ffi::Error::Success();
+}
+
+inline ffi::Error CheckAngles(const char* operation, const char* name, Floats angles, Array query, bool heads_first,
+                              int64_t rotary_dim) {
+  const Dims dims = angles.dimensions(), like = query.dimensions();
+  const int64_t length = like[heads_first ? 2 : 1];
+  const bool fits = dims.size() == 3 && (dims[0] == 1 || dims[0] == like[0]) && dims[1] == length &&
+                    (dims[2] == rotary_dim || dims[2] == rotary_dim / 2);
+  if (fits) return ffi::Error::Success();
+  return Invalid(operation, std::string(name) + " must be [1 or batch, length, rotary_dim or half of it] for query " +
+                                Text(like) + ", got " + Text(dims));
+}
+
+inline Heads HeadsOf(Array x, bool heads_first, int64_t rotary_dim) {
+  const Dims dims = x.dimensions();
+  const int64_t length = dims[heads_first ? 2 : 1], count = dims[heads_first ? 1 : 2], width = dims[3];
+  return {dims[0],
+          length,
+          count,
+          length * count * width,
+          heads_first ? width : count * width,
+          heads_first ? length * width : width,
+          int(width),
+          int(rotary_dim / 2),
+          heads_first};
+}
+
+// Whether 16-byte accesses cover all rotated channels, and the others, of an array with these bytes per element.
+inline bool Packed(const Heads& heads, int64_t bytes, bool interleaved, std::initializer_list<const void*> arrays) {
+  const int64_t pack = 16 / bytes;
+  return heads.width % pack == 0 && (interleaved ? 2 * heads.half : heads.half) % pack == 0 &&
+         std::all_of(arrays.begin(), arrays.end(), Aligned);
+}
+
+// `run.operator()<T, INTERLEAVED, PACKED>()`.
+template <typename Run>
+ffi::Error ForHeads(ffi::DataType type, bool packed, bool interleaved, Run run) {
+  const auto choose = [&]<typename T>() {
+    if (interleaved) return packed ? run.template operator()<T, true, true>() : run.template operator()<T, true, false>();
+    return packed ? run.template operator()<T, false, true>() : run.template operator()<T, false, false>();
+  };
+  switch (type) {
+    case ffi::F32: return choose.template operator()<float>();
+    case ffi::BF16: return choose.template operator()<__nv_bfloat16>();
+    default: return choose.template operator()<__half>();
+  }
+}
+
+// Threads for the pairs of a head: a power of two up to a warp.
+inline int Lanes(int half, int pairs) {
+  int lanes = 1;
+  while (lanes < 32 && lanes * pairs < half) lanes *= 2;
+  return lanes;
+}
+
+}  // namespace ejkernel::rope

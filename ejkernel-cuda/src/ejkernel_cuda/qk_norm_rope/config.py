@@ -1,0 +1,52 @@
+"""Performance knobs of `qk_norm_rope`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ejkernel.operations.qk_norm_rope.interface import QkNormRopeCall
+from ejkernel.plugin import ConfigSpace, Target
+
+_SPANS = (2, 4, 8, 16)
+_PARTS = 320
+"""Two blocks for each processor of a device, which has up to 160."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """Attributes:
+    span: heads of a token that share one reading of cos, sin and scale; four at a time are in flight.
+    """
+
+    span: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """Attributes:
+    span: as in forward; one head at a time is in flight.
+    parts: blocks that share the heads under one scale, each of which writes a partial sum of its gradient.
+    """
+
+    span: int
+    parts: int = _PARTS
+
+
+def forward_heuristic(call: QkNormRopeCall, target: Target) -> ForwardConfig:
+    return ForwardConfig(4)
+
+
+def forward_space(call: QkNormRopeCall, target: Target) -> list[ForwardConfig]:
+    return [ForwardConfig(span) for span in _SPANS]
+
+
+def backward_heuristic(call: QkNormRopeCall, target: Target) -> BackwardConfig:
+    return BackwardConfig(4)
+
+
+def backward_space(call: QkNormRopeCall, target: Target) -> list[BackwardConfig]:
+    return [BackwardConfig(span, parts) for parts in (_PARTS, 2 * _PARTS, _PARTS // 2) for span in _SPANS]
+
+
+FORWARD = ConfigSpace(ForwardConfig, forward_heuristic, forward_space)
+BACKWARD = ConfigSpace(BackwardConfig, backward_heuristic, backward_space)
