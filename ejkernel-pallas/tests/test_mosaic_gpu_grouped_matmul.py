@@ -22,6 +22,7 @@ from ejkernel.operations.grouped_matmul.interface import (
 )
 from ejkernel.operations.grouped_matmul.phases import bounds_of_call
 from ejkernel.plugin import Target
+from ejkernel_pallas._jax_interpreter import gpu_races
 from ejkernel_pallas.mosaic_gpu import _call
 from ejkernel_pallas.mosaic_gpu.grouped_matmul import capability, config, kernel, schedule
 
@@ -230,13 +231,7 @@ def test_tiles_never_change_the_numbers(tile, outer):
 def test_there_are_no_races():
     """Between warpgroups, and with the copy engine; edges of groups, where shared memory is rewritten, included."""
     check(*problem(150, 192, 128, (20, 0, 70, 1, 50)), detect_races=True)
-    assert not plgpu_races()
-
-
-def plgpu_races():
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    return gpu_callbacks.get_races().races_found
+    assert not gpu_races()
 
 
 def test_values_of_other_groups_do_not_reach_a_result():

@@ -17,7 +17,6 @@ from test_mosaic_gpu_grouped_matmul import (
     loss_and_gradients,
     lowered,
     needs_cuda_part,
-    plgpu_races,
     problem,
     pytestmark,
 )
@@ -25,6 +24,7 @@ from test_mosaic_gpu_grouped_matmul import (
 import ejkernel
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations.grouped_matmul.interface import OPERATION
+from ejkernel_pallas._jax_interpreter import gpu_races
 from ejkernel_pallas.mosaic_gpu import _call
 from ejkernel_pallas.mosaic_gpu.grouped_matmul import capability, config, kernel
 
@@ -56,7 +56,7 @@ def test_float8_of_any_width():
 def test_float8_has_no_races():
     options = {"dtype": E4M3, "row_scale": "row", "transpose": True}
     check(*problem(150, 384, 128, (20, 0, 70, 1, 50), **options), gradients=False, detect_races=True)
-    assert not plgpu_races()
+    assert not gpu_races()
 
 
 def test_a_tile_without_room_for_a_second_set_of_sums_is_refused():

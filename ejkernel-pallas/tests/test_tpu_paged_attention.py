@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tpu_interpreter import interpreted, races
+from tpu_interpreter import interpreted
 
 import ejkernel
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations.paged_attention import cases, reference
 from ejkernel.operations.paged_attention.interface import OPERATION, PagedAttentionCall, PagedAttentionInputs
 from ejkernel.plugin import Target
+from ejkernel_pallas._jax_interpreter import tpu_races
 from ejkernel_pallas.tpu._vmem import SMALLEST, memory_of
 from ejkernel_pallas.tpu.paged_attention import capability, config, kernel, schedule
 
@@ -102,7 +103,7 @@ def test_numbers_without_races(tiles, arrays, options):
     call, inputs = problem(MIX, options=options, **arrays)
     with interpreted(detect_races=True):
         outputs = jax.block_until_ready(jax.jit(lambda inputs: kernel.forward(call, inputs, tiles))(inputs))
-        assert not races()
+        assert not tpu_races()
     check(call, inputs, outputs)
 
 

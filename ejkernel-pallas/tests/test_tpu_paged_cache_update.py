@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tpu_interpreter import interpreted, races
+from tpu_interpreter import interpreted
 
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations.paged_cache_update import cases, reference
 from ejkernel.operations.paged_cache_update.interface import OPERATION, PagedCacheUpdateInputs
 from ejkernel.plugin import Target
+from ejkernel_pallas._jax_interpreter import tpu_races
 from ejkernel_pallas.tpu.paged_cache_update import capability, config, kernel, schedule
 
 V6E = Target("tpu", "TPU v6 lite")
@@ -92,7 +93,7 @@ def test_numbers_without_races(arrays):
     call, inputs = problem(MIX, {"layout": arrays["layout"]}, page_size=8, **arrays)
     with interpreted(detect_races=True):
         outputs = jax.block_until_ready(jax.jit(lambda inputs: kernel.forward(call, inputs, config.Config(8)))(inputs))
-        assert not races()
+        assert not tpu_races()
     check(call, inputs, outputs)
 
 

@@ -1,4 +1,4 @@
-"""Pallas's TPU interpreter as tests of kernels want it, and the races that it found."""
+"""Pallas's TPU interpreter as tests of kernels want it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,3 @@ from jax.experimental.pallas import tpu as pltpu
 def interpreted(**options: Any) -> Any:
     """A context in which kernels are interpreted; memory that nothing has written holds NaN."""
     return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan", **options))
-
-
-def races() -> bool:
-    """Whether the last kernel that was interpreted with `detect_races` had any."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    return interpret_pallas_call.races.races_found

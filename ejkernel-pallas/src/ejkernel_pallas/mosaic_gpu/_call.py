@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from ejkernel._arrays import ArraySpec
 from ejkernel._capability import HALVES, array_problem, device_problem
 from ejkernel.plugin import Target
+from ejkernel_pallas._jax_interpreter import gpu_interpreter_is_on
 
 CAPABILITY = (9, 0)
 SHARED_MEMORY = 227 * 1024
@@ -39,7 +40,7 @@ def refusal(target: Target, specs: Mapping[str, ArraySpec | None], dtypes: Seque
         dtypes: those that are read.
     """
     problem = device_problem(target, oldest=CAPABILITY, newest=CAPABILITY) or array_problem(specs, dtypes)
-    return problem or (None if interpreting() else version_problem())
+    return problem or (None if gpu_interpreter_is_on() else version_problem())
 
 
 @functools.cache
@@ -55,17 +56,6 @@ def version_problem() -> str | None:
     if missing:
         return f"Pallas Mosaic GPU of jax {jax.__version__} has no {' and no '.join(missing)}; jax 0.11 has"
     return None
-
-
-def interpreting() -> bool:
-    """Whether kernels traced now run in the interpreter, as inside `mosaic_gpu.force_gpu_interpret_mode(...)`.
-
-    TPU's interpreter is asked for through the same setting and is no answer here.
-    """
-    from jax._src import config
-
-    setting = getattr(config, "pallas_tpu_interpret_mode_context_manager", None)
-    return setting is not None and type(setting.value).__name__ == "InterpretGPUParams"
 
 
 def call_kernel(
@@ -168,7 +158,7 @@ def accumulate(b_sums: Sequence[Any], body: Callable[..., Any], results: Sequenc
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    if interpreting():
+    if gpu_interpreter_is_on():
         accumulators = [Accumulator(None, b_sum) for b_sum in b_sums]
         returned = body(*accumulators) or ()
         return [*(each.b_sum for each in accumulators), *returned]
@@ -193,7 +183,7 @@ def with_product(shape: tuple[int, ...], body: Callable[[Any], Any], others: Seq
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     acc = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)  # pyright: ignore[reportArgumentType]
-    if not interpreting():
+    if not gpu_interpreter_is_on():
         return pl.run_scoped(body, acc)
     returned, b_sums = pl.run_scoped(lambda acc: (body(acc), [each.b_sum for each in others]), acc)
     for each, b_sum in zip(others, b_sums, strict=True):
@@ -205,7 +195,7 @@ def wait_for_products(outstanding: int) -> None:
     """Until no more than so many products issued by this warpgroup are unfinished; the interpreter has none."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    if not interpreting():
+    if not gpu_interpreter_is_on():
         plgpu.wgmma_wait(outstanding)
 
 

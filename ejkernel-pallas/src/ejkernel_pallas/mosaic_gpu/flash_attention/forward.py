@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.mosaic_gpu._call import Accumulator, accumulate, add_product, interpreting, tiled, with_product
+from ejkernel_pallas._jax_interpreter import gpu_interpreter_is_on
+from ejkernel_pallas.mosaic_gpu._call import Accumulator, accumulate, add_product, tiled, with_product
 from ejkernel_pallas.mosaic_gpu.flash_attention.config import ForwardConfig
 from ejkernel_pallas.mosaic_gpu.flash_attention.rules import LN_2, Rules
 from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Schedule
@@ -222,7 +223,7 @@ class _Block:
         b_sum = plgpu.layout_cast(jnp.full((ROWS,), b_sum, jnp.float32), rows)
         plgpu.barrier_wait(self.scratch["query_here"].at[self.wg])
         query = self.s_query.at[self.wg]
-        if c.query_in_registers and not interpreting():  # whose products cannot read registers
+        if c.query_in_registers and not gpu_interpreter_is_on():  # whose products cannot read registers
             query = plgpu.load(query, layout=plgpu.Layout.WGMMA)
         tile = _Tile(self, place, first, query, b_facts, low, full_low, full_high, high, done)
         zeros = jnp.zeros((ROWS, self.plan.value_size), jnp.float32)
