@@ -1,0 +1,3 @@
+"""The conformance kit's options and fixtures; without `--ejkernel-platform` its suite runs nothing."""
+
+pytest_plugins = ["ejkernel.testing.plugin"]
