@@ -25,8 +25,8 @@ MAIN = PAIRS[1]
 PLATFORMS = ("xla", "triton", "pallas", "cuda")
 BUILDERS = ("build", "editables", "hatchling>=1.27", "pytest-xdist>=3.6")
 CUDA_BUILDERS = ("cmake>=3.26", "ninja", "scikit-build-core")
-PTX_ONLY = {"SKBUILD_CMAKE_DEFINE": "CMAKE_CUDA_ARCHITECTURES=80-virtual"}
-"""How the CUDA library is built where nothing of it will run but its handlers' checks: a third of the work."""
+WITHOUT_LIBRARY = {"SKBUILD_WHEEL_CMAKE": "0"}
+"""The CUDA distribution without its library, which takes minutes to compile."""
 CUDA_PART = "jax-cuda13-plugin"
 """With it jax-triton lowers for a GPU on a machine without one; CUDA itself, a hundred times its size, is not needed."""
 
@@ -72,8 +72,11 @@ def distributions() -> list[str]:
     return [name for name in names if name != "ejkernel-cuda" or shutil.which("nvcc")]
 
 
-def environment(session: nox.Session, pair: tuple[str, str]) -> Path:
-    """The Python of the shared environment of a pair, with every distribution installed in editable form."""
+def environment(session: nox.Session, pair: tuple[str, str], *, library: bool = True) -> Path:
+    """The Python of the shared environment of a pair, with every distribution installed in editable form.
+
+    Without `library` nothing is compiled for CUDA, and the kernels of that distribution are refused.
+    """
     python, jax = pair
     command = interpreter(python)
     if command is None:
@@ -88,12 +91,12 @@ def environment(session: nox.Session, pair: tuple[str, str]) -> Path:
     def fill(executable: Path) -> None:
         install = [*pip(executable), "install"]
         session.run(*install, f"jax=={jax}", *builders, external=True)
-        whole = pair == MAIN or shutil.which("nvidia-smi")
         editable = ("--no-build-isolation", f"jax=={jax}", *_editable(packages))
-        session.run(*install, *editable, env=None if whole else PTX_ONLY, external=True)
+        session.run(*install, *editable, env=None if library else WITHOUT_LIBRARY, external=True)
         session.run(*install, "--no-deps", f"{CUDA_PART}=={jax}", external=True)
 
-    return _kept(session, command, f"py{python}-jax{jax}", (jax, CUDA_PART, *builders, *declared), fill)
+    name = f"py{python}-jax{jax}{'' if library else '-light'}"
+    return _kept(session, command, name, (jax, CUDA_PART, *builders, *declared), fill)
 
 
 def _kept(session: nox.Session, command: str, name: str, made_from: Iterable[str], fill: Callable[[Path], None]) -> Path:
@@ -240,7 +243,8 @@ def isolation(session: nox.Session) -> None:
 @nox.parametrize("pair", (PAIRS[0], PAIRS[-1]), ids=["oldest", "newest"])
 def smoke(session: nox.Session, pair: tuple[str, str]) -> None:
     """The first cases of every operation on the oldest and the newest pair, and that every plugin is discovered there."""
-    pytest(session, environment(session, pair), "tests/smoke", "ejkernel-core/tests/test_discovery.py")
+    python = environment(session, pair, library=False)
+    pytest(session, python, "tests/smoke", "ejkernel-core/tests/test_discovery.py")
 
 
 @nox.session(python=False)
