@@ -25,4 +25,5 @@ def tpu_races() -> bool:
     """The same for a TPU."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    return interpret_pallas_call.races.races_found
+    races = interpret_pallas_call.races
+    return races is not None and races.races_found
