@@ -9,8 +9,6 @@ from ejkernel._capability import FLOATS, array_problem, device_problem
 from ejkernel.plugin import Target
 from ejkernel_cuda._library import library_problem
 
-__all__ = ["FLOATS", "multiprocessors", "refusal", "shared_memory_limit"]
-
 _KIB = 1024
 _SHARED_MEMORY = {(8, 0): 162 * _KIB, (8, 7): 162 * _KIB, (9, 0): 226 * _KIB, (10, 0): 226 * _KIB, (10, 3): 226 * _KIB}
 """CUDA programming guide, technical specifications per compute capability: most shared memory of one block, less one KiB that

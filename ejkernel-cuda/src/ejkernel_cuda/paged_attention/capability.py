@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ejkernel._capability import FLOATS
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import Target
-from ejkernel_cuda._capability import FLOATS, refusal, shared_memory_limit
+from ejkernel_cuda._capability import refusal, shared_memory_limit
 from ejkernel_cuda.paged_attention import config
 
 QUERIES = ("bfloat16", "float16")
