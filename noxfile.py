@@ -25,8 +25,12 @@ MAIN = PAIRS[1]
 PLATFORMS = ("xla", "triton", "pallas", "cuda")
 BUILDERS = ("build", "editables", "hatchling>=1.27", "pytest-xdist>=3.6")
 CUDA_BUILDERS = ("cmake>=3.26", "ninja", "scikit-build-core")
-WITHOUT_LIBRARY = {"SKBUILD_WHEEL_CMAKE": "0"}
-"""The CUDA distribution without its library, which takes minutes to compile."""
+CUDA_LIBRARY = {
+    "": {"SKBUILD_CMAKE_DEFINE": "CMAKE_CUDA_ARCHITECTURES=90a-real"},
+    "-light": {"SKBUILD_WHEEL_CMAKE": "0"},
+    "-cuda": {},
+}
+"""How each kind of environment builds the CUDA library: for the architecture with the most kernels, not at all, as published."""
 CUDA_PART = "jax-cuda13-plugin"
 """With it jax-triton lowers for a GPU on a machine without one; CUDA itself, a hundred times its size, is not needed."""
 
@@ -72,11 +76,8 @@ def distributions() -> list[str]:
     return [name for name in names if name != "ejkernel-cuda" or shutil.which("nvcc")]
 
 
-def environment(session: nox.Session, pair: tuple[str, str], *, library: bool = True) -> Path:
-    """The Python of the shared environment of a pair, with every distribution installed in editable form.
-
-    Without `library` nothing is compiled for CUDA, and the kernels of that distribution are refused.
-    """
+def environment(session: nox.Session, pair: tuple[str, str], kind: str = "") -> Path:
+    """The Python of the shared environment of a pair, with every distribution installed in editable form."""
     python, jax = pair
     command = interpreter(python)
     if command is None:
@@ -92,11 +93,11 @@ def environment(session: nox.Session, pair: tuple[str, str], *, library: bool = 
         install = [*pip(executable), "install"]
         session.run(*install, f"jax=={jax}", *builders, external=True)
         editable = ("--no-build-isolation", f"jax=={jax}", *_editable(packages))
-        session.run(*install, *editable, env=None if library else WITHOUT_LIBRARY, external=True)
+        session.run(*install, *editable, env=CUDA_LIBRARY[kind], external=True)
         session.run(*install, "--no-deps", f"{CUDA_PART}=={jax}", external=True)
 
-    name = f"py{python}-jax{jax}{'' if library else '-light'}"
-    return _kept(session, command, name, (jax, CUDA_PART, *builders, *declared), fill)
+    made_from = (jax, CUDA_PART, *builders, *declared, str(CUDA_LIBRARY[kind]))
+    return _kept(session, command, f"py{python}-jax{jax}{kind}", made_from, fill)
 
 
 def _kept(session: nox.Session, command: str, name: str, made_from: Iterable[str], fill: Callable[[Path], None]) -> Path:
@@ -135,8 +136,8 @@ def _with_extras(name: str) -> str:
 def pytest(session: nox.Session, python: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
     """Run pytest with a fresh configuration: no setting of ejkernel leaks in from outside."""
     clean = {name: None for name in os.environ if name.startswith("EJKERNEL_")}
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, *session.posargs]
-    session.run(*command, env={"JAX_PLATFORMS": "cpu", **clean, **(env or {})}, external=True)
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8", "--durations-min=5"]
+    session.run(*command, *arguments, *session.posargs, env={"JAX_PLATFORMS": "cpu", **clean, **(env or {})}, external=True)
 
 
 @nox.session(python=False)
@@ -156,7 +157,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def tests(session: nox.Session) -> None:
-    """Unit tests of each distribution, and the tests across distributions, on the main pair."""
+    """Unit tests of each distribution, and the tests across distributions, on the main pair: of similar cases a third."""
     _tests(session, main_environment(session), everything=False)
 
 
@@ -177,8 +178,8 @@ def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
     suites = [[f"{name}/tests"] for name in sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")})]
     failed = []
     for suite in (*suites, ["tests", *(f"--ignore=tests/{part}" for part in elsewhere)]):
-        # The long random searches are for the matrix.
-        workers = ["-n", "2", *(() if everything else ("-m", "not slow"))]
+        # The long random searches are for the matrix, and all of many similar cases.
+        workers = ["-n", "2", *(() if everything else ("-m", "not slow", "--sample=3"))]
         try:
             pytest(session, python, *workers, *suite, env=FAST_COMPILATION if suite[0] == "ejkernel-xla/tests" else None)
         except nox.command.CommandFailed:
@@ -228,7 +229,7 @@ def example(session: nox.Session) -> None:
     python = main_environment(session)
     session.run(*pip(python), "install", "--no-deps", "--no-build-isolation", "./examples/acme-ejkernel", external=True)
     try:
-        pytest(session, python, "--ejkernel-platform=acme", "examples/acme-ejkernel/tests")
+        pytest(session, python, "-n", "2", "--ejkernel-platform=acme", "examples/acme-ejkernel/tests")
     finally:
         session.run(*pip(python), "uninstall", "--yes", "acme-ejkernel", external=True)
 
@@ -243,8 +244,14 @@ def isolation(session: nox.Session) -> None:
 @nox.parametrize("pair", (PAIRS[0], PAIRS[-1]), ids=["oldest", "newest"])
 def smoke(session: nox.Session, pair: tuple[str, str]) -> None:
     """The first cases of every operation on the oldest and the newest pair, and that every plugin is discovered there."""
-    python = environment(session, pair, library=False)
-    pytest(session, python, "tests/smoke", "ejkernel-core/tests/test_discovery.py")
+    python = environment(session, pair, "-light")
+    pytest(session, python, "-n", "2", "tests/smoke", "ejkernel-core/tests/test_discovery.py")
+
+
+@nox.session(python=False)
+def cuda_library(session: nox.Session) -> None:
+    """The CUDA library for every architecture that is published, and all tests of its distribution."""
+    pytest(session, environment(session, MAIN, "-cuda"), "-n", "2", "ejkernel-cuda/tests")
 
 
 @nox.session(python=False)
