@@ -147,6 +147,26 @@ def test_causal_numbers_and_races(forward: Any, backward: Any, monkeypatch: pyte
     check(problem(131, 203, causal=True), forward, backward, races=True)
 
 
+@pytest.mark.parametrize("changed", [dict(persistent=True, warpgroups=2), dict(warpgroups=3)], ids=["persistent", "one by one"])
+def test_heads_that_are_rows_of_one_consumer(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "MULTIPROCESSORS", 2)
+    made = problem(43, 50, 16, 2, causal=True, sliding_window=(20, 0))
+    assert config.can_pack(made[0])
+    check(made, dataclasses.replace(ONE_CONSUMER, packed=True, **changed), ONE_CONSUMER_BACK, races=True)
+
+
+def test_heads_are_packed_where_rows_of_a_consumer_can_be() -> None:
+    def packs(heads: int, key_heads: int, **options: Any) -> bool:
+        call = problem(70, 70, heads, key_heads, **options)[0]
+        return any(chosen.packed for chosen in config.forward_space(call, HOPPER))
+
+    narrow = dict(causal=True, sliding_window=(20, 0))
+    assert packs(8, 1, **narrow) and packs(64, 2, **narrow)
+    assert not packs(4, 1, **narrow) and not packs(24, 1, **narrow) and not packs(8, 1, causal=True)
+    assert not packs(8, 1, **narrow, extra=segments(70))
+    assert not packs(8, 1, **narrow, softmax_aux=np.zeros(8, np.float32))
+
+
 CASES: Mapping[str, Mapping[str, Any]] = {
     "sinks, window, soft cap, rows without keys": dict(
         made=(150, 70),

@@ -36,6 +36,8 @@ class ForwardConfig:
     ping_pong: consumers take turns at the tensor cores.
     query_in_registers: products read queries from registers, which leaves more of the shared memory's bandwidth to keys.
     persistent: as many programs as multiprocessors, each with several blocks, rather than one program per block.
+    packed: a consumer's rows are the query heads of a key head for few tokens, which see fewer keys than many tokens of one head;
+        only where `can_pack`.
     """
 
     block_k: int
@@ -45,6 +47,7 @@ class ForwardConfig:
     ping_pong: bool
     query_in_registers: bool
     persistent: bool
+    packed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +76,13 @@ def sizes_of(call: FlashAttentionCall) -> tuple[int, int]:
     if size != value_size:  # pieces of one are kept in the place of the other
         size, value_size = (128 if s == 96 else s for s in (size, value_size))
     return size, value_size
+
+
+def can_pack(call: FlashAttentionCall) -> bool:
+    """Whether the query heads of a key head can be rows of one consumer: whole groups of 8 rows, as the copy engine stores them.
+    What is known by query head or by query token alone is not read in that order."""
+    group = call.query.shape[2] // call.key.shape[2]
+    return group % 8 == 0 and ROWS % group == 0 and call.sinks is call.query_segments is call.query_positions is None
 
 
 def forward_bytes(call: FlashAttentionCall, config: ForwardConfig) -> int:
@@ -210,6 +220,10 @@ def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfi
         for persistent, held, ping_pong in itertools.product((False, True), (False, True), (False, True)):
             found.append(ForwardConfig(block_k, stages, warpgroups, True, ping_pong, held, persistent))
         found.append(ForwardConfig(block_k, stages, warpgroups, False, True, False, False))
+        if _narrow(call) and can_pack(call):
+            found += (
+                ForwardConfig(block_k, stages, warpgroups, True, False, False, stays, packed=True) for stays in (False, True)
+            )
     found = [found[0], *(config for config in found if _forward_fits(call, config))]
     return list(dict.fromkeys(found))
 

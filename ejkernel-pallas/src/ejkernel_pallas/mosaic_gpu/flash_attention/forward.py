@@ -5,12 +5,15 @@ an accumulator `[64, V]`. All consumers of a block visit the same tiles. With `o
 before that of the last weights, so that exponentials of one run beside the other; with `ping_pong`, consumers also take turns at
 the tensor cores. Shared memory is filled by the tensor memory accelerator, which leaves zeros past the end of an array and drops
 what is stored there.
+
+Where key heads are shared, a consumer may own several query heads of few tokens (`packed`), its rows ordered by token, then head.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,7 +25,7 @@ from ejkernel_pallas._jax_interpreter import gpu_interpreter_is_on
 from ejkernel_pallas.mosaic_gpu._call import Accumulator, accumulate, add_product, tiled, with_product
 from ejkernel_pallas.mosaic_gpu.flash_attention.config import ForwardConfig
 from ejkernel_pallas.mosaic_gpu.flash_attention.rules import LN_2, Rules
-from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Schedule
+from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Place, Schedule
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import REGISTERS, ROWS
 
 PART = 64
@@ -40,6 +43,8 @@ class Forward:
         dtype: of query, key and value.
         ranges: whether tiles to visit are read from an array.
         sinks: whether there are starts of maxima and sums.
+        packed: query heads of a key head that are rows of one consumer; 1 = rows are tokens of one head. Query and output come as
+            `[B, T, key heads, packed, size]`, T a multiple of a block's tokens.
         save_lse: whether the log-sum-exp is a result.
     """
 
@@ -52,6 +57,12 @@ class Forward:
     ranges: bool
     sinks: bool
     save_lse: bool
+    packed: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Of a consumer."""
+        return ROWS // self.packed
 
     @property
     def shares(self) -> bool:
@@ -75,7 +86,7 @@ class Forward:
             "query": query,
             "key": tiled((c.stages, c.block_k, self.size), self.dtype),
             "value": tiled((c.stages, c.block_k, self.value_size), self.dtype),
-            "query_here": plgpu.Barrier(num_barriers=c.warpgroups),
+            "query_here": plgpu.Barrier(num_barriers=c.warpgroups, num_arrivals=self.tokens if self.packed > 1 else 1),
             "key_here": barrier(),
             "value_here": barrier(),
             "key_free": barrier(num_arrivals=c.warpgroups),
@@ -136,7 +147,7 @@ class _Block:
             self.drain(self.plan.schedule.loop(self.produce))
 
     def range_of(self, place: Any) -> tuple[Any, Any, Any, Any]:
-        block_q = self.config.warpgroups * ROWS
+        block_q = self.config.warpgroups * self.plan.tokens
         if self.ranges is None:
             first = place.block * block_q
             return self.rules.key_range(first, first + (block_q - 1), self.config.block_k)
@@ -149,7 +160,7 @@ class _Block:
 
         c = self.config
         low, _, _, high = self.range_of(place)
-        i_key_head = lax.div(place.head, jnp.int32(self.rules.group))
+        i_key_head = place.head if self.plan.packed > 1 else lax.div(place.head, jnp.int32(self.rules.group))
         if c.persistent:
             for wg in range(c.warpgroups):
                 plgpu.barrier_wait(self.scratch["query_free"].at[wg])
@@ -185,13 +196,20 @@ class _Block:
             for wg in range(self.config.warpgroups):
                 plgpu.barrier_wait(self.scratch["query_free"].at[wg])
 
-    def copy_query(self, place: Any, wg: Any) -> None:
+    def copy_query(self, place: Place, wg: Any) -> None:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        first = (place.block * self.config.warpgroups + wg) * ROWS
-        plgpu.copy_gmem_to_smem(
-            self.query.at[place.batch, pl.ds(first, ROWS), place.head], self.s_query.at[wg], self.scratch["query_here"].at[wg]
-        )
+        first = (place.block * self.config.warpgroups + wg) * self.plan.tokens
+        for rows, source in self.rows_of(self.query, place, first):
+            plgpu.copy_gmem_to_smem(source, self.s_query.at[wg, rows], self.scratch["query_here"].at[wg])
+
+    def rows_of(self, array: Any, place: Place, first: Any) -> Iterator[tuple[Any, Any]]:
+        """The parts of a consumer's rows that lie together in memory: which rows, and where they are in queries or output."""
+        if self.plan.packed == 1:
+            yield pl.ds(0, ROWS), array.at[place.batch, pl.ds(first, ROWS), place.head]
+            return
+        for i_token in range(self.plan.tokens):
+            yield pl.ds(i_token * self.plan.packed, self.plan.packed), array.at[place.batch, first + i_token, place.head]
 
     def pass_turn(self) -> None:
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -209,7 +227,7 @@ class _Block:
 
         c = self.config
         low, full_low, full_high, high = self.range_of(place)
-        first = (place.block * c.warpgroups + self.wg) * ROWS
+        first = (place.block * c.warpgroups + self.wg) * self.plan.tokens
         if not c.persistent:
             self.copy_query(place, self.wg)
         rows = plgpu.Layout.WGMMA.reduce(1)
@@ -250,14 +268,13 @@ class _Block:
         b_divisor = jnp.where(b_empty, 1.0, b_sum)
         b_out = b_acc * lax.broadcast_in_dim(1.0 / b_divisor, b_acc.shape, [0])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out = self.out.at[place.batch, pl.ds(first, ROWS), place.head]
         b_out = b_out.astype(self.plan.dtype)
-        pieces = [(self.s_out.at[self.wg], out, b_out)]
+        pieces = [(self.s_out.at[self.wg], pl.ds(0, self.plan.value_size), b_out)]
         if self.s_parts is not None:
             i_part = self.wg * (self.plan.size // PART)
             starts = range(0, self.plan.value_size, PART)
             pieces = [
-                (self.s_parts.at[i_part + i], out.at[:, pl.ds(start, PART)], b_out[:, start : start + PART])
+                (self.s_parts.at[i_part + i], pl.ds(start, PART), b_out[:, start : start + PART])
                 for i, start in enumerate(starts)
             ]
         plgpu.commit_smem()  # all warps are done with what the output replaces
@@ -267,12 +284,12 @@ class _Block:
             b_lse = (b_max * self.rules.unit + jnp.log2(b_divisor)) * LN_2
             self.scratch["lse"].at[self.wg][...] = jnp.where(b_empty, -jnp.inf, b_lse)
         plgpu.commit_smem()
-        for s_piece, piece, _ in pieces:
-            plgpu.copy_smem_to_gmem(s_piece, piece, commit_group=False)
+        for rows, out in self.rows_of(self.out, place, first):
+            for s_piece, columns, _ in pieces:
+                plgpu.copy_smem_to_gmem(s_piece.at[rows], out.at[:, columns], commit_group=False)
         if self.lse is not None:
-            plgpu.copy_smem_to_gmem(
-                self.scratch["lse"].at[self.wg], self.lse.at[place.batch, place.head, pl.ds(first, ROWS)], commit_group=False
-            )
+            lse = self.lse.at[place.batch, place.head, pl.ds(first * self.plan.packed, ROWS)]
+            plgpu.copy_smem_to_gmem(self.scratch["lse"].at[self.wg], lse, commit_group=False)
         plgpu.commit_smem_to_gmem_group()
 
 
@@ -343,7 +360,10 @@ class _Tile:
 
         layout = plgpu.Layout.WGMMA
         start = i_key * self.block.config.block_k
-        o_query = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + self.first
+        o_query = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+        if self.block.plan.packed > 1:
+            o_query = lax.div(o_query, jnp.full_like(o_query, self.block.plan.packed))
+        o_query = o_query + self.first
         o_key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + start
         facts = {name: lax.broadcast_in_dim(b_fact, shape, [0]) for name, b_fact in self.facts.items()}
         for name in self.block.rules.facts:

@@ -28,9 +28,17 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         return FlashAttentionOutputs(out, lse if saved else None)
     rules, (size, value_size) = rules_of(call), sizes_of(call)
     batch, queries, heads, _ = call.query.shape
-    block_q = config.warpgroups * ROWS
+    packed = rules.group if config.packed else 1
+    block_q = config.warpgroups * ROWS // packed
     key, value = _clean(inputs.key, inputs.value) if rules.hides else (inputs.key, inputs.value)
-    query, key, value = _stored(inputs.query, size), _stored(key, size), _stored(value, value_size)
+    query, key, value = (
+        _stored(inputs.query, size, block_q if packed > 1 else _TOKENS),
+        _stored(key, size),
+        _stored(value, value_size),
+    )
+    length = query.shape[1]
+    by_head = (heads,) if packed == 1 else (heads // packed, packed)
+    query = query.reshape(batch, length, *by_head, size)
     arrays = [query, key, value, *facts_of(rules, inputs, block_q, config.block_k)]
     if rules.facts:
         arrays.append(tile_ranges(call, inputs, block_q, config.block_k, by_key=False))
@@ -39,20 +47,24 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
     plan = Forward(
         rules=rules,
         config=config,
-        schedule=_schedule(call, block_q, persistent=config.persistent),
+        schedule=_schedule(call, block_q, persistent=config.persistent, packed=packed),
         size=size,
         value_size=value_size,
         dtype=call.query.dtype,
         ranges=bool(rules.facts),
         sinks=inputs.sinks is not None,
         save_lse=saved,
+        packed=packed,
     )
-    results: list[tuple[tuple[int, ...], Any]] = [((batch, query.shape[1], heads, value_size), call.query.dtype)]
+    results: list[tuple[tuple[int, ...], Any]] = [((batch, length, *by_head, value_size), call.query.dtype)]
     if saved:  # of whole blocks: a plain row of numbers is copied as a whole, also what lies behind its end
-        results.append(((batch, heads, -(-queries // block_q) * block_q), jnp.float32))
+        results.append(((batch, heads // packed, -(-queries // block_q) * block_q * packed), jnp.float32))
     out, *lse = launch(plan, arrays, results)
-    out = _cut(out, (batch, queries, heads, call.value.shape[3]))
-    return FlashAttentionOutputs(out, jnp.swapaxes(lse[0][..., :queries], 1, 2) if saved else None)
+    out = _cut(out.reshape(batch, length, heads, value_size), (batch, queries, heads, call.value.shape[3]))
+    if not saved:
+        return FlashAttentionOutputs(out, None)
+    rows = lse[0].reshape(batch, heads // packed, -1, packed)[:, :, :queries]
+    return FlashAttentionOutputs(out, jnp.swapaxes(rows, 1, 2).reshape(batch, queries, heads))
 
 
 def backward(
@@ -117,19 +129,19 @@ def _gradients(
 
 
 def _schedule(
-    call: FlashAttentionCall, own: int, *, by_key: bool = False, parts: int = 1, persistent: bool = False
+    call: FlashAttentionCall, own: int, *, by_key: bool = False, parts: int = 1, persistent: bool = False, packed: int = 1
 ) -> Schedule:
     """Blocks of so many queries or keys; under a causal rule the last queries, and the first keys, have the most to do. Parts of a
-    block's work are neighbours, as heads are."""
+    block's work are neighbours, as heads are; `packed` of these are one."""
     owner, other = (call.key, call.query) if by_key else (call.query, call.key)
     batch, length, heads, size = owner.shape
     group = call.query.shape[2] // call.key.shape[2]
     read = other.shape[1] * (size + call.value.shape[3]) * 2
     return schedule_of(
         -(-length // own),
-        heads * parts,
+        heads * parts // packed,
         batch,
-        share=parts if by_key else group,
+        share=parts if by_key else group // packed,
         bytes_per_share=read * group if by_key else read,
         reverse=call.causal and not by_key,
         programs=MULTIPROCESSORS if persistent else None,
@@ -152,9 +164,9 @@ def _without_keys(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> tup
     return vary_like(out, inputs), vary_like(lse, inputs)
 
 
-def _stored(array: Any, size: int) -> Any:
+def _stored(array: Any, size: int, tokens: int = _TOKENS) -> Any:
     """As the copy engine reads it: lengths and head sizes that fit tiles. Copies nothing that fits already."""
-    return _grown(array, (0, -array.shape[1] % _TOKENS, 0, size - array.shape[3]))
+    return _grown(array, (0, -array.shape[1] % tokens, 0, size - array.shape[3]))
 
 
 def _grown(array: Any, by: tuple[int, ...]) -> Any:
