@@ -225,7 +225,7 @@ def _run_partitioned(request: Request, phase: Phase, arguments: tuple[Any, ...])
 
     if explicit:
         found = run_explicit(layout, mesh, run, arguments, results)
-        return placed_like(found, arguments[0]) if phase == "backward" else found
+        return placed_like(found, arguments[0], mesh) if phase == "backward" else found
     return run_auto(layout, run, arguments, results)
 
 

@@ -151,9 +151,12 @@ def run_explicit(layout: Layout, mesh: Any, run: Run, arguments: tuple[Any, ...]
     return jax.tree.unflatten(jax.tree.structure(results), sharded(*leaves))
 
 
-def placed_like(values: Any, arrays: Any) -> Any:
-    """Gradients on an explicit mesh, each resharded as the array of the same name is: their types must agree."""
-    shardings = {name: jax.typeof(array).sharding for name, array in named(arrays)}
+def placed_like(values: Any, arrays: Any, mesh: Any) -> Any:
+    """Gradients on an explicit mesh, each resharded as the array of the same name is: their types must agree. That of an array
+    which is not on the mesh is whole on every device, as JAX has it."""
+    placed = {name: jax.typeof(array).sharding for name, array in named(arrays)}
+    whole = NamedSharding(mesh, PartitionSpec())
+    shardings = {name: whole if sharding.mesh.empty else sharding for name, sharding in placed.items()}
     return values._replace(**{name: jax.sharding.reshard(value, shardings[name]) for name, value in named(values)})
 
 
