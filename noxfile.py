@@ -157,7 +157,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def tests(session: nox.Session) -> None:
-    """Unit tests of each distribution, and the tests across distributions, on the main pair: of similar cases a third."""
+    """Unit tests of each distribution, and the tests across distributions, on the main pair: of similar cases a quarter."""
     _tests(session, main_environment(session), everything=False)
 
 
@@ -179,7 +179,7 @@ def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
     failed = []
     for suite in (*suites, ["tests", *(f"--ignore=tests/{part}" for part in elsewhere)]):
         # The long random searches are for the matrix, and all of many similar cases.
-        workers = ["-n", "2", *(() if everything else ("-m", "not slow", "--sample=3"))]
+        workers = ["-n", "2", *(() if everything else ("-m", "not slow", "--sample=4"))]
         try:
             pytest(session, python, *workers, *suite, env=FAST_COMPILATION if suite[0] == "ejkernel-xla/tests" else None)
         except nox.command.CommandFailed:
@@ -193,16 +193,16 @@ def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
 def conformance(session: nox.Session, platform: str) -> None:
     """The conformance kit on one platform.
 
-    Numbers of every third case, each transform on one of those chosen for it; `-- --ejkernel-full` runs everything in every dtype,
+    Numbers of one case in six, each transform on one of those chosen for it; `-- --ejkernel-full` runs everything in every dtype,
     `-- --ejkernel-report=FILE` keeps a record. Without their device, triton and pallas run in their interpreters, on one case in
-    eight; cuda has none and fails.
+    sixteen; cuda has none and fails.
     """
     python = main_environment(session)
     own = f"ejkernel-{platform}/tests/test_conformance.py"
     suite = own if (ROOT / own).is_file() else "tests/conformance"
     interpreted = platform in ("triton", "pallas") and not shutil.which("nvidia-smi")
     extent = (
-        () if "--ejkernel-full" in session.posargs else ("--ejkernel-quick", f"--ejkernel-sample={8 if interpreted else 3}")
+        () if "--ejkernel-full" in session.posargs else ("--ejkernel-quick", f"--ejkernel-sample={16 if interpreted else 6}")
     )
     arguments = ("-n", "2", "-p", "ejkernel.testing.plugin", f"--ejkernel-platform={platform}", *extent, suite)
     pytest(session, python, *arguments, env=FAST_COMPILATION)
@@ -216,9 +216,10 @@ OPAQUE = ("cross_entropy", "flash_attention", "grouped_matmul", "paged_cache_upd
 def opaque(session: nox.Session) -> None:
     """Kernels that XLA cannot split, over meshes and under every transform: what core alone must get right.
 
-    On one operation of each kind; `-- --ejkernel-full` runs all.
+    Every second test of one operation of each kind; `-- --ejkernel-full` runs all.
     """
-    extent = () if "--ejkernel-full" in session.posargs else tuple(f"--ejkernel-operation={name}" for name in OPAQUE)
+    few = ("--sample=2", *(f"--ejkernel-operation={name}" for name in OPAQUE))
+    extent = () if "--ejkernel-full" in session.posargs else few
     arguments = ("-n", "2", "--ejkernel-platform=opaque", *extent, "tests/opaque")
     pytest(session, main_environment(session), *arguments, env=FAST_COMPILATION)
 
@@ -236,7 +237,7 @@ def example(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def isolation(session: nox.Session) -> None:
-    """Built wheels in fresh environments."""
+    """What is published: source distributions and wheels, and these in fresh environments."""
     pytest(session, main_environment(session), "tests/isolation")
 
 
@@ -245,7 +246,7 @@ def isolation(session: nox.Session) -> None:
 def smoke(session: nox.Session, pair: tuple[str, str]) -> None:
     """The first cases of every operation on the oldest and the newest pair, and that every plugin is discovered there."""
     python = environment(session, pair, "-light")
-    pytest(session, python, "-n", "2", "tests/smoke", "ejkernel-core/tests/test_discovery.py")
+    pytest(session, python, "-n", "2", "tests/smoke", "ejkernel-core/tests/test_discovery.py", env=FAST_COMPILATION)
 
 
 @nox.session(python=False)

@@ -17,7 +17,7 @@ from ejkernel.operations._case import Case
 from ejkernel.testing.problem import Problem
 from ejkernel.testing.tolerance import FORWARD, GRADIENT, check_close
 
-FEW = hypothesis.settings(max_examples=10, deadline=None, derandomize=True, database=None)
+FEW = hypothesis.settings(max_examples=4, deadline=None, derandomize=True, database=None)
 """For every run of the tests."""
 MANY = hypothesis.settings(max_examples=300, deadline=None, derandomize=True, database=None)
 """For tests marked `slow`."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fuzzing import FLOOR, MANY, check_vmap, mapped_axes
+from fuzzing import FEW, FLOOR, MANY, check_vmap, mapped_axes
 from hypothesis import strategies as st
 
 import ejkernel
@@ -22,8 +22,6 @@ from ejkernel.operations.flash_attention import pairs, reference
 from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionOutputs
 from ejkernel.testing.tolerance import FORWARD, GRADIENT, check_close
 from ejkernel_xla.flash_attention.config import FlashAttentionConfig
-
-FEW = hypothesis.settings(max_examples=10, deadline=None, derandomize=True, database=None)
 
 lengths = st.one_of(st.integers(0, 3), st.integers(0, 40))
 sides = st.one_of(st.none(), st.integers(0, 12))

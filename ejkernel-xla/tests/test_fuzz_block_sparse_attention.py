@@ -96,7 +96,7 @@ def test_many_random_problems(drawn):
     check(drawn)
 
 
-@hypothesis.settings(FEW, max_examples=4)
+@FEW
 @hypothesis.given(problems(), st.data())
 def test_vmap(drawn, data):
     check_vmap("block_sparse_attention", drawn.arrays, drawn.options, data.draw(mapped_axes(drawn.arrays)))

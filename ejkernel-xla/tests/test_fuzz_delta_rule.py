@@ -67,7 +67,7 @@ def check(drawn: Drawn, dtype: str, config: DeltaRuleConfig) -> None:
     check_problem("delta_rule", *drawn, dtype, config=config)
 
 
-@hypothesis.settings(FEW, max_examples=10)
+@FEW
 @hypothesis.given(problems(), dtypes, configs)
 def test_few_problems(drawn: Drawn, dtype: str, config: DeltaRuleConfig) -> None:
     check(drawn, dtype, config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import hypothesis
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ class Drawn:
 
 
 ROWS, SIDES = st.sampled_from((1, 13)), st.sampled_from(((8, 5), (1, 1)))
-FEWER = hypothesis.settings(FEW, max_examples=8)
 """Under `vmap` every draw is a new program."""
 
 
@@ -95,7 +93,7 @@ def test_vmap_many(data: Any) -> None:
     _check_vmap(data)
 
 
-@FEWER
+@FEW
 @given(st.data())
 def test_vmap_few(data: Any) -> None:
     _check_vmap(data)

@@ -71,7 +71,7 @@ def check(drawn: tuple[Program, dict[str, Any], dict[str, Any]]) -> None:
     check_problem("latent_paged_attention", arrays, options, program.dtype, config=program.config)
 
 
-@hypothesis.settings(FEW, max_examples=8)
+@FEW
 @hypothesis.given(problems())
 def test_random_problems(drawn):
     check(drawn)

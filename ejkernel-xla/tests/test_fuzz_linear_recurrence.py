@@ -61,7 +61,7 @@ def test_random_problems(problem: Any, dtype: str, config: LinearRecurrenceConfi
     check(problem, dtype, config)
 
 
-@hypothesis.settings(FEW, max_examples=6)
+@FEW
 @hypothesis.given(st.data())
 def test_random_vmap(data: Any) -> None:
     check_mapped(data)

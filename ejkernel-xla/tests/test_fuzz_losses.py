@@ -84,7 +84,7 @@ def test_against_the_reference(operation):
 
 @pytest.mark.parametrize("operation", DRAWN)
 def test_vmap_over_any_axes(operation):
-    search_vmap(operation, hypothesis.settings(FEW, max_examples=5))
+    search_vmap(operation, FEW)
 
 
 @pytest.mark.slow

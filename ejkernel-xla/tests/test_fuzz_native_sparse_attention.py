@@ -61,7 +61,7 @@ def test_against_reference_at_length(call: Any, dtype: str, config: Any) -> None
     check_problem("native_sparse_attention", *call, dtype, config=config)
 
 
-@hypothesis.settings(FEW, max_examples=4)
+@FEW
 @hypothesis.given(data=st.data())
 def test_vmap(data: Any) -> None:
     arrays, options = data.draw(calls(vmap=True))

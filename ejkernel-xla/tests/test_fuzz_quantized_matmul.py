@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import hypothesis
 import numpy as np
 import pytest
 from fuzzing import FEW, MANY, check_problem, check_vmap, dtypes, mapped_axes, maybe, seeds
@@ -26,7 +25,6 @@ class Drawn:
 
 
 ROWS, GROUPS = st.sampled_from((0, 1, 5)), st.sampled_from((1, 2, 3))
-FEWER = hypothesis.settings(FEW, max_examples=8)
 """Under `vmap` every draw is a new program."""
 
 
@@ -73,7 +71,7 @@ def test_vmap_many(data: Any) -> None:
     _check_vmap(data)
 
 
-@FEWER
+@FEW
 @given(st.data())
 def test_vmap_few(data: Any) -> None:
     _check_vmap(data)

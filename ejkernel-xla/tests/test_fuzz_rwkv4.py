@@ -41,7 +41,7 @@ def test_random_problems(problem: Any, dtype: str, config: Rwkv4Config) -> None:
     check_problem("rwkv4", *problem, dtype, config=config)
 
 
-@hypothesis.settings(FEW, max_examples=6)
+@FEW
 @hypothesis.given(st.data())
 def test_random_vmap(data: Any) -> None:
     check_mapped(data)

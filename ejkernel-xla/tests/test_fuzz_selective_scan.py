@@ -50,7 +50,7 @@ def test_random_problems(arrays: dict[str, Any], dtype: str, config: SelectiveSc
     check_problem("selective_scan", arrays, {}, dtype, config=config)
 
 
-@hypothesis.settings(FEW, max_examples=6)
+@FEW
 @hypothesis.given(st.data())
 def test_random_vmap(data: Any) -> None:
     check_mapped(data)
