@@ -51,6 +51,32 @@ def device() -> Any:
     return topologies.get_topology_desc(platform="cuda", target_config=DESCRIPTION, topology="1x1x1").devices[0]
 
 
+def placed(values: Any, device: Any) -> Any:
+    sharding = SingleDeviceSharding(device)
+    return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding), values)
+
+
+def problem(device: Any, heads: int, key_heads: int, size: int, value_size: int, **options: Any) -> tuple[Any, Any]:
+    """Call and inputs of 2048 tokens on the device."""
+    held: list[Any] = []
+
+    def bind() -> Any:
+        counts, widths = (heads, key_heads, key_heads), (size, size, value_size)
+        arrays = [jnp.zeros((1, 2048, count, width), jnp.bfloat16) for count, width in zip(counts, widths, strict=True)]
+        bound = OPERATION.canonicalise(*arrays, causal=True, return_lse=True, **options)
+        held.append(bound.call)
+        return bound.inputs
+
+    inputs = placed(jax.eval_shape(bind), device)
+    return held[0], inputs
+
+
+def check_report(report: str, kernels: int) -> None:
+    assert not [remark for remark in SERIALISED if remark in report]
+    assert report.count("Compiling entry function") == kernels
+    assert max(int(number) for number in re.findall(r"(\d+) bytes spill stores", report)) <= SPILLED
+
+
 @pytest.mark.parametrize(
     ("size", "value_size", "in_registers"), [(128, 128, False), (128, 128, True), (64, 64, False), (192, 128, False)]
 )
@@ -63,22 +89,7 @@ def test_products_stay_in_flight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    sharding = SingleDeviceSharding(device)
-    held: list[Any] = []
-
-    def shapes() -> Any:
-        query, key, value = (
-            jnp.zeros((1, 2048, heads, width), jnp.bfloat16) for heads, width in ((4, size), (2, size), (2, value_size))
-        )
-        bound = OPERATION.canonicalise(query, key, value, causal=True, return_lse=True)
-        held.append(bound.call)
-        return bound.inputs
-
-    def placed(values: Any) -> Any:
-        return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding), values)
-
-    inputs = placed(jax.eval_shape(shapes))
-    (call,) = held
+    call, inputs = problem(device, 4, 2, size, value_size)
     forward, backward = config.forward_heuristic(call, HOPPER), config.backward_heuristic(call, HOPPER)
     if in_registers:
         forward = dataclasses.replace(forward, query_in_registers=True, ping_pong=True)
@@ -86,12 +97,22 @@ def test_products_stay_in_flight(
         assert forward in config.forward_space(call, HOPPER)
     else:
         assert backward.key_parts > 1  # two heads of 2048 keys are few
-    outputs = placed(jax.eval_shape(lambda i: kernel.forward(call, i, forward), inputs))
+    outputs = placed(jax.eval_shape(lambda i: kernel.forward(call, i, forward), inputs), device)
     jax.jit(lambda i: kernel.forward(call, i, forward)).lower(inputs).compile()
     cotangents = FlashAttentionOutputs(outputs.out, outputs.lse)
     jax.jit(lambda i, o, g: kernel.backward(call, i, o, g, backward)).lower(inputs, outputs, cotangents).compile()
     said = capfd.readouterr()
-    report = said.out + said.err
-    assert not [remark for remark in SERIALISED if remark in report]
-    assert report.count("Compiling entry function") == (4 if backward.key_apart else 3)
-    assert max(int(number) for number in re.findall(r"(\d+) bytes spill stores", report)) <= SPILLED
+    check_report(said.out + said.err, 4 if backward.key_apart else 3)
+
+
+def test_products_of_packed_heads_stay_in_flight(
+    device: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    call, inputs = problem(device, 16, 2, 64, 64, sliding_window=(127, 0))
+    packed = [chosen for chosen in config.forward_space(call, HOPPER) if chosen.packed]
+    assert packed
+    for chosen in packed:
+        jax.jit(lambda i, chosen=chosen: kernel.forward(call, i, chosen)).lower(inputs).compile()
+    said = capfd.readouterr()
+    check_report(said.out + said.err, len(packed))
