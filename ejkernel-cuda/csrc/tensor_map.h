@@ -23,12 +23,12 @@ inline EncodeTiled FindEncodeTiled() {
   return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(found) : nullptr;
 }
 
-// The map of an array [batch, length, heads, size] of bfloat16 or float16, copied in boxes of `rows` tokens of one head and 64
-// columns, whose chunks of 16 bytes are swizzled. Its axes are columns, heads, tokens and batch, as `load_box` counts them,
+// The map of an array [batch, length, heads, size] of bfloat16 or float16, copied in boxes of so many tokens and heads and 64
+// columns, whose rows, by token and then head, are in chunks of 16 bytes are swizzled. Its axes are columns, heads, tokens and batch, as `load_box` counts them,
 // each with larger steps than the one before, as the driver wants them. Length is an axis of its own: no box passes from one
 // batch member to the next.
 inline ffi::Error MakeMap(const char* operation, ffi::DataType type, const void* data, int64_t size, int64_t length,
-                          int64_t heads, int64_t batch, int rows, CUtensorMap& map) {
+                          int64_t heads, int64_t batch, int tokens_of_box, int heads_of_box, CUtensorMap& map) {
   static const EncodeTiled encode = FindEncodeTiled();
   if (encode == nullptr) {
     return ffi::Error::Internal(std::string("ejkernel_cuda ") + operation +
@@ -37,7 +37,8 @@ inline ffi::Error MakeMap(const char* operation, ffi::DataType type, const void*
   const cuuint64_t extents[] = {cuuint64_t(size), cuuint64_t(heads), cuuint64_t(length), cuuint64_t(batch)};
   const cuuint64_t head = cuuint64_t(size) * 2, row = cuuint64_t(heads) * head;
   const cuuint64_t strides[] = {head, row, cuuint64_t(length) * row};
-  const cuuint32_t box[] = {cuuint32_t(kPanelColumns), 1, cuuint32_t(rows), 1}, steps[] = {1, 1, 1, 1};
+  const cuuint32_t box[] = {cuuint32_t(kPanelColumns), cuuint32_t(heads_of_box), cuuint32_t(tokens_of_box), 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
   const CUresult result =
       encode(&map, type == ffi::BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
              const_cast<void*>(data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -45,8 +46,8 @@ inline ffi::Error MakeMap(const char* operation, ffi::DataType type, const void*
   if (result == CUDA_SUCCESS) return ffi::Error::Success();
   return ffi::Error::Internal(std::string("ejkernel_cuda ") + operation + ": the driver refuses to describe [" +
                               std::to_string(batch) + ", " + std::to_string(length) + ", " + std::to_string(heads) + ", " +
-                              std::to_string(size) + "] in boxes of " + std::to_string(rows) + " (error " +
-                              std::to_string(int(result)) + ")");
+                              std::to_string(size) + "] in boxes of " + std::to_string(tokens_of_box) + " x " +
+                              std::to_string(heads_of_box) + " (error " + std::to_string(int(result)) + ")");
 }
 
 }  // namespace ejkernel

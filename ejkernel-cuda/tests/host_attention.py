@@ -21,7 +21,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "lse")),
         *(
             (name, ctypes.c_int64)
-            for name in ("batch", "queries", "keys", "heads", "key_heads", "size", "value_size", "below", "above")
+            for name in ("batch", "queries", "keys", "heads", "key_heads", "size", "value_size", "below", "above", "pack")
         ),
         ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
@@ -79,6 +79,7 @@ def forward(
     block_k: int,
     take_turns: bool,
     persistent: bool,
+    pack: int = 1,
     processors: int = 3,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Output and log-sum-exp of arrays `[batch, length, heads, size]`."""
@@ -86,7 +87,7 @@ def forward(
     given = [Guarded(array) for array in (query, key, value)]
     out, lse = output((batch, queries, heads, value_size), query.dtype), output((batch, queries, heads), np.float32)
     pointers = [array.array.ctypes.data for array in (*given, out, lse)]
-    numbers: tuple[Any, ...] = (batch, queries, keys, heads, key.shape[2], size, value_size, *band)
+    numbers: tuple[Any, ...] = (batch, queries, keys, heads, key.shape[2], size, value_size, *band, pack)
     call = Call(*pointers, *numbers, scale, cap, take_turns, persistent)
     assert library().attention_forward(KINDS[query.dtype.name], ctypes.c_int64(block_k), ctypes.c_int64(processors), call)
     return out.checked(), lse.checked()

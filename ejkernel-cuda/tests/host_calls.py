@@ -230,10 +230,10 @@ def _attend_pages(
     )
 
 
-def _attend(given, results, *, below, above, scale, cap, block_k, take_turns, persistent):
+def _attend(given, results, *, below, above, scale, cap, block_k, pack, take_turns, persistent):
     out, lse = host_attention.forward(
         *given, host_attention.Band(int(below), int(above)), scale=float(scale), cap=float(cap), block_k=int(block_k),
-        take_turns=bool(take_turns), persistent=bool(persistent),
+        pack=int(pack), take_turns=bool(take_turns), persistent=bool(persistent),
     )  # fmt: skip
     results[0].array[...] = out
     if results[1].array.size:

@@ -154,6 +154,19 @@ def test_numbers(size, block_k, band, take_turns, persistent):
     compare(got, exact(query, key, value, limits, size**-0.5), dtype)
 
 
+@pytest.mark.parametrize(("size", "block_k"), SHAPES)
+@pytest.mark.parametrize(("heads", "key_heads", "pack"), [(8, 1, 8), (12, 2, 2), (64, 1, 64)])
+@pytest.mark.parametrize("band", ["window", "causal-window", "nothing-first"])
+def test_heads_side_by_side(size, block_k, heads, key_heads, pack, band):
+    rng, limits = np.random.default_rng(9), Band(*BANDS[band])
+    shapes = ((2, 37, heads, size), (2, 150, key_heads, size), (2, 150, key_heads, size))
+    query, key, value = (random(rng, *shape, dtype="bfloat16") for shape in shapes)
+    value[:, ~seen(37, 150, limits).any(0)] = np.nan
+    knobs = {"block_k": block_k, "take_turns": size < 128, "persistent": size > 64, "scale": size**-0.5}
+    got = host_attention.forward(query, key, value, limits, pack=pack, **knobs)
+    compare(got, exact(query, key, value, limits, size**-0.5), "bfloat16")
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("size", "value_size", "block_k"),
@@ -236,7 +249,7 @@ PLAIN = "plain tails gqa mqa causal bottom-right window value-size head-size sca
 
 
 def told(tmp_path, *, driver=True, result=0):
-    """What the driver is told of an array, and the error that comes back."""
+    """What the driver is told of an array in boxes of 16 tokens of 4 heads, and the error that comes back."""
     built = tmp_path / "tensor_map.so"
     folder = pathlib.Path(__file__).parent
     includes = [f"-I{place}" for place in (folder.parent / "csrc", jax.ffi.include_dir(), host_kernels.cuda_headers())]
@@ -256,21 +269,23 @@ def told(tmp_path, *, driver=True, result=0):
     sizes = map(ctypes.c_int64, (96, 1000, 8, 3))
     flags = ctypes.c_bool(driver), result, ctypes.c_bool(True)
     failed = ctypes.CDLL(str(built)).make_map(
-        *flags, ctypes.c_void_p(1 << 40), *sizes, 176, facts, message, ctypes.c_int64(300)
+        *flags, ctypes.c_void_p(1 << 40), *sizes, 16, 4, facts, message, ctypes.c_int64(300)
     )
     return failed, list(facts)[:13], message.value.decode()
 
 
 def test_what_the_driver_is_told(tmp_path):
-    """Of [3, 1000, 8, 96]: columns, heads, tokens, batch; strides in bytes that grow; boxes of tokens of one head."""
+    """Of [3, 1000, 8, 96]: columns, heads, tokens, batch; strides in bytes that grow; boxes of tokens and heads."""
     failed, facts, _ = told(tmp_path)
     assert not failed
-    assert facts == [1, 1 << 40, *(96, 8, 1000, 3), *(192, 1536, 1536000), *(64, 1, 176, 1)]
+    assert facts == [1, 1 << 40, *(96, 8, 1000, 3), *(192, 1536, 1536000), *(64, 4, 16, 1)]
 
 
 def test_errors_of_the_driver(tmp_path):
     failed, _, message = told(tmp_path, result=1)
-    assert failed and message == "ejkernel_cuda test: the driver refuses to describe [3, 1000, 8, 96] in boxes of 176 (error 1)"
+    assert (
+        failed and message == "ejkernel_cuda test: the driver refuses to describe [3, 1000, 8, 96] in boxes of 16 x 4 (error 1)"
+    )
 
 
 def test_without_a_driver(tmp_path):

@@ -18,7 +18,16 @@ from ejkernel_cuda.flash_attention import capability, config, kernel
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_library = pytest.mark.skipif(not _library.PATH.is_file(), reason="build the library: pip install with nvcc 13")
 ARRAYS = {"query": (2, 5, 4, 64), "key": (2, 7, 2, 64), "value": (2, 7, 2, 128)}
-ATTRIBUTES = {"below": 12, "above": 0, "scale": 0.1, "cap": 0.0, "block_k": 128, "take_turns": True, "persistent": True}
+ATTRIBUTES = {
+    "below": 12,
+    "above": 0,
+    "scale": 0.1,
+    "cap": 0.0,
+    "block_k": 128,
+    "pack": 1,
+    "take_turns": True,
+    "persistent": True,
+}
 
 
 def check(dtype=jnp.bfloat16, dtypes=None, out=None, out_dtype=None, lse=None, **changes):
@@ -42,6 +51,8 @@ def test_handler_admits_the_contract():
     check()
     check(jnp.float16, lse=(0,))
     check(query=(2, 5, 4, 200), key=(2, 7, 1, 200), value=(2, 7, 1, 8), block_k=80, cap=30.0, below=-(1 << 30))
+    check(pack=2)
+    check(query=(2, 5, 128, 64), key=(2, 7, 2, 64), pack=64)
     check(query=(0, 5, 4, 64), key=(0, 7, 2, 64), value=(0, 7, 2, 64))
 
 
@@ -61,6 +72,8 @@ def test_handler_admits_the_contract():
         ({"value": (2, 7, 2, 264)}, "head sizes must be multiples of 8 up to 256, got 264"),
         ({"block_k": 96}, "no kernel for heads of 128 and block_k 96"),
         ({"block_k": 80}, "no kernel for heads of 128 and block_k 80"),
+        *(({"pack": pack}, f"pack must be a power of two up to 64 that divides the 2 .* got {pack}") for pack in (0, 3, 4)),
+        ({"pack": 128, "query": (2, 5, 256, 64)}, "pack must be .* got 128"),
         ({"below": 1 << 31}, r"below and above must be within 2\^30"),
         ({"cap": -1.0}, "cap must not be negative"),
         ({"cap": float("nan")}, "cap must not be negative"),
@@ -148,7 +161,11 @@ def test_configs():
     assert config.forward_heuristic(problem().call, H200).block_k == 176
     assert [len(config.forward_space(call, H200)) for call in calls.values()] == [4, 4, 8, 8, 4, 4]
     narrow = config.forward_heuristic(problem(size=64, causal=True, sliding_window=(127, 0)).call, H200)
-    assert not narrow.take_turns
+    assert narrow.packed and not narrow.take_turns
+    assert config.forward_heuristic(problem(queries=3, keys=500).call, H200).packed
+    assert not config.forward_heuristic(problem(queries=3, keys=500, heads=2).call, H200).packed
+    groups = {heads: config.heads_side_by_side(problem(heads=heads, key_heads=1).call) for heads in (1, 7, 12, 64, 128)}
+    assert groups == {1: 1, 7: 1, 12: 4, 64: 64, 128: 64}
     for call in calls.values():
         assert config.forward_heuristic(call, H200) in config.forward_space(call, H200)
 

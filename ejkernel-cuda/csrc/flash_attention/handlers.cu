@@ -48,8 +48,13 @@ ffi::Error CheckArrays(Array query, Array key, Array value) {
 int64_t Widest(Array query, Array value) { return std::max(query.dimensions()[3], value.dimensions()[3]); }
 
 ffi::Error Check(Array query, Array key, Array value, int64_t below, int64_t above, float scale, float cap, int64_t block_k,
-                 bool, bool, ffi::Result<Array> out, ffi::Result<Floats> lse) {
+                 int64_t pack, bool, bool, ffi::Result<Array> out, ffi::Result<Floats> lse) {
   EJKERNEL_TRY(CheckArrays(query, key, value));
+  const int64_t group = query.dimensions()[2] / key.dimensions()[2];
+  if (pack < 1 || pack > kRows || (pack & (pack - 1)) || group % pack) {
+    return Invalid(kName, "pack must be a power of two up to 64 that divides the " + std::to_string(group) +
+                              " query heads of a key head, got " + std::to_string(pack));
+  }
   const Dims q = query.dimensions(), o = out->dimensions(), rows = lse->dimensions();
   if (std::max(std::abs(below), std::abs(above)) > kFarthest) return Invalid(kName, "below and above must be within 2^30");
   if (!(cap >= 0.f)) return Invalid(kName, "cap must not be negative, got " + std::to_string(cap));
@@ -112,7 +117,8 @@ ffi::Error Launch(cudaStream_t stream, ffi::DataType type, const Call& call) {
   const auto make_map = [&](const Boxes& boxes) {
     CUtensorMap map{};
     if (!refused.failure()) {
-      refused = MakeMap(kName, type, boxes.data, boxes.size, boxes.length, boxes.heads, boxes.batch, boxes.rows, map);
+      refused = MakeMap(kName, type, boxes.data, boxes.size, boxes.length, boxes.heads, boxes.batch, boxes.tokens,
+                        boxes.heads_of_box, map);
     }
     return map;
   };
@@ -123,8 +129,9 @@ ffi::Error Launch(cudaStream_t stream, ffi::DataType type, const Call& call) {
 }
 
 ffi::Error Run(cudaStream_t stream, Array query, Array key, Array value, int64_t below, int64_t above, float scale, float cap,
-               int64_t block_k, bool take_turns, bool persistent, ffi::Result<Array> out, ffi::Result<Floats> lse) {
-  EJKERNEL_TRY(Check(query, key, value, below, above, scale, cap, block_k, take_turns, persistent, out, lse));
+               int64_t block_k, int64_t pack, bool take_turns, bool persistent, ffi::Result<Array> out,
+               ffi::Result<Floats> lse) {
+  EJKERNEL_TRY(Check(query, key, value, below, above, scale, cap, block_k, pack, take_turns, persistent, out, lse));
   if (out->element_count() == 0) return ffi::Error::Success();
   for (const void* data : {query.untyped_data(), key.untyped_data(), value.untyped_data(), out->untyped_data()}) {
     if (!Aligned(data)) return Invalid(kName, "arrays must begin on 16 bytes");
@@ -144,6 +151,7 @@ ffi::Error Run(cudaStream_t stream, Array query, Array key, Array value, int64_t
                   v[3],
                   below,
                   above,
+                  pack,
                   scale,
                   cap,
                   take_turns,
@@ -167,6 +175,7 @@ auto Bind(Binding binding) {
       .template Attr<float>("scale")
       .template Attr<float>("cap")
       .template Attr<int64_t>("block_k")
+      .template Attr<int64_t>("pack")
       .template Attr<bool>("take_turns")
       .template Attr<bool>("persistent")
       .template Ret<Array>()

@@ -16,15 +16,22 @@
 
 namespace ejkernel::flash_attention {
 
+// The 64 rows of a consumer are tokens of one head, or of `2 ** shift` heads side by side that share keys: by token, then head.
 struct Arguments {
-  TensorMap query, key, value, out;  // [batch, length, heads, size], in boxes of tokens of one head and a panel's columns
+  TensorMap query, key, value, out;  // [batch, length, heads, size], in boxes of tokens of these heads and a panel's columns
   float* lse;                        // [batch, queries, heads], natural logarithm; null where nobody wants it
   Rules rules;
-  Order order;
+  Order order;   // its heads are of `2 ** shift` query heads each
   Logits logits;
+  int shift;
   int group;     // query heads of a key head
   int programs;  // that share the blocks; gridDim, which would take a register
   bool take_turns;
+
+  EJKERNEL_BOTH int tokens(int rows) const { return rows >> shift; }
+  EJKERNEL_BOTH int head_of(const Place& place, int row = 0) const {
+    return (order.head_of(place) << shift) + (row & ((1 << shift) - 1));
+  }
 };
 
 #ifdef EJKERNEL_HOPPER
@@ -70,15 +77,15 @@ struct Producer {
       arrive_expecting(shared.query_here(i), S::kQueryBytes);
       for (int panel = 0; panel < S::kPanels; ++panel) {
         load_box(shared.query(i) + panel * S::kQueryPanel, arguments.query, shared.query_here(i), panel * kPanel,
-                 source.first + i * kRows, source.head, source.batch);
+                 source.first + arguments.tokens(i * kRows), source.head, source.batch);
       }
     }
   }
 
   // Each tile of keys is asked for before the values of the tile ahead of it, as consumers read them.
   EJKERNEL_INLINE void run(const Place& place, const Range& range, int round) {
-    const int head = arguments.order.head_of(place);
-    const Source source{arguments.order.batch_of(place), head, head / arguments.group, place.block * S::kBlockQ};
+    const int head = arguments.head_of(place), first = arguments.tokens(place.block * S::kBlockQ);
+    const Source source{arguments.order.batch_of(place), head, head / arguments.group, first};
     if (range.low < range.high) load_keys(source, range.low, done);
     load_queries(source, round);  // of a block without keys too, whose output may take their place
     for (int tile = range.low; tile < range.high; ++tile, ++done) {
@@ -145,11 +152,12 @@ struct Consumer {
   EJKERNEL_INLINE void hide(Scores& s, int first, int tile) const {
     const Rules& rules = arguments.rules;
     const int start = tile * S::kBlockK;
-    if (start + S::kBlockK <= rules.keys && !rules.hides(first, first + kRows - 1, start, start + S::kBlockK)) return;
+    const int last = first + arguments.tokens(kRows) - 1;
+    if (start + S::kBlockK <= rules.keys && !rules.hides(first, last, start, start + S::kBlockK)) return;
     const int column = start + 2 * (lane() % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int query = first + row() + 8 * half;
+      const int query = first + arguments.tokens(row() + 8 * half);
       const int low = query - rules.below - column, high = smaller(query + rules.above, rules.keys - 1) - column;
 #pragma unroll
       for (int i = 0; i < S::kBlockK / 2; i += 4) {
@@ -165,9 +173,9 @@ struct Consumer {
   // not finite become 0, as core's reference has it. All consumers of the block do the same to it, each before its own product.
   EJKERNEL_INLINE void clean_values(int first, int tile, int count) const {
     const Rules& rules = arguments.rules;
-    const int block = first - consumer * kRows;
+    const int block = first - arguments.tokens(consumer * kRows), last = block + arguments.tokens(S::kBlockQ) - 1;
     const int start = tile * S::kBlockK, end = smaller(start + S::kBlockK, rules.keys);
-    if (!rules.hides(block, block + S::kBlockQ - 1, start, end)) return;
+    if (!rules.hides(block, last, start, end)) return;
     uint4* words = reinterpret_cast<uint4*>(shared.value(slot_of<S>(count)));
     constexpr int kWords = S::kTileBytes / int(sizeof(uint4));
     bool bad = false;
@@ -295,7 +303,7 @@ struct Consumer {
     meet(kOwn + consumer, kGroupThreads);
     if (thread() == 0) {
       for (int panel = 0; panel < S::kPanels; ++panel) {
-        store_box(arguments.out, out + panel * S::kQueryPanel, panel * kPanel, first, arguments.order.head_of(place),
+        store_box(arguments.out, out + panel * S::kQueryPanel, panel * kPanel, first, arguments.head_of(place),
                   arguments.order.batch_of(place));
       }
       commit_stores();
@@ -310,15 +318,15 @@ struct Consumer {
   EJKERNEL_INLINE void store_lse(const float (&lse)[2], const Place& place, int first) const {
     if (arguments.lse == nullptr || lane() % 4) return;
     for (int half = 0; half < 2; ++half) {
-      const int query = first + row() + 8 * half;
+      const int query = first + arguments.tokens(row() + 8 * half);
       if (query >= arguments.rules.queries) return;
       const int64_t at = int64_t(arguments.order.batch_of(place)) * arguments.rules.queries + query;
-      arguments.lse[at * arguments.order.heads + arguments.order.head_of(place)] = lse[half];
+      arguments.lse[at * (arguments.order.heads << arguments.shift) + arguments.head_of(place, row() + 8 * half)] = lse[half];
     }
   }
 
   EJKERNEL_INLINE void run(const Place& place, const Range& range, int round) {
-    const int first = place.block * S::kBlockQ + consumer * kRows;
+    const int first = arguments.tokens(place.block * S::kBlockQ + consumer * kRows);
     Out o;
     Sums sums;
 #pragma unroll
@@ -349,8 +357,8 @@ EJKERNEL_INLINE void work_through(const Arguments& arguments, Worker& worker) {
     const int work = work_of(int(blockIdx.x), arguments.programs, round);
     if (work >= arguments.order.total) break;  // of the last round
     const Place place = arguments.order.place(work);
-    const int first = place.block * S::kBlockQ;
-    worker.run(place, tiles_of(arguments.rules, first, first + S::kBlockQ - 1, S::kBlockK), round);
+    const int first = arguments.tokens(place.block * S::kBlockQ), last = first + arguments.tokens(S::kBlockQ) - 1;
+    worker.run(place, tiles_of(arguments.rules, first, last, S::kBlockK), round);
   }
 }
 #endif

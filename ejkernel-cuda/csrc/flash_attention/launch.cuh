@@ -15,22 +15,23 @@ constexpr int64_t kFarthest = int64_t{1} << 30;  // of `below` and `above`: sums
 
 // query [batch, queries, heads, size], key [batch, keys, key_heads, size], value [batch, keys, key_heads, value_size],
 // out [batch, queries, heads, value_size], lse [batch, queries, heads] or null. Query i sees keys i - below ... i + above.
-// Logits are `scale * query . key`, then `cap * tanh(logits / cap)` where cap is not 0.
+// Logits are `scale * query . key`, then `cap * tanh(logits / cap)` where cap is not 0. `pack` query heads are rows of a block
+// side by side: a power of two up to kRows that divides heads / key_heads.
 struct Call {
   const void *query, *key, *value;
   void* out;
   float* lse;
-  int64_t batch, queries, keys, heads, key_heads, size, value_size, below, above;
+  int64_t batch, queries, keys, heads, key_heads, size, value_size, below, above, pack;
   float scale, cap;
   bool take_turns, persistent;
 };
 
-// An array [batch, length, heads, size] of elements of two bytes that is copied in boxes of `rows` tokens of one head and a
+// An array [batch, length, heads, size] of elements of two bytes that is copied in boxes of so many tokens and heads and a
 // panel's columns.
 struct Boxes {
   const void* data;
   int64_t size, length, heads, batch;
-  int rows;
+  int tokens, heads_of_box;
 };
 
 inline Logits logits_of(float scale, float cap) {
@@ -50,20 +51,23 @@ inline int64_t section_of(int64_t blocks, int64_t rows, int64_t group, int64_t b
 // `make_map` turns Boxes into a TensorMap.
 template <class S, class MakeMap>
 Arguments arguments_of(const Call& call, int64_t processors, MakeMap make_map) {
-  const int64_t blocks = (call.queries + S::kBlockQ - 1) / S::kBlockQ, rows = call.heads * call.batch;
-  const int64_t group = call.heads / call.key_heads, read = call.keys * (call.size + call.value_size) * 2;
-  const int section = int(section_of(blocks, rows, group, read, processors));
+  const int64_t heads = call.heads / call.pack, group = call.heads / call.key_heads, tokens = S::kBlockQ / call.pack;
+  const int64_t blocks = (call.queries + tokens - 1) / tokens, rows = heads * call.batch;
+  const int64_t read = call.keys * (call.size + call.value_size) * 2;
+  const int section = int(section_of(blocks, rows, group / call.pack, read, processors));
   // Later blocks see more keys where keys end at the query's position and do not begin near it.
   const bool last_first = call.above < call.keys && call.below >= call.queries;
   Arguments arguments{};
-  arguments.query = make_map(Boxes{call.query, call.size, call.queries, call.heads, call.batch, kRows});
-  arguments.key = make_map(Boxes{call.key, call.size, call.keys, call.key_heads, call.batch, S::kBlockK});
-  arguments.value = make_map(Boxes{call.value, call.value_size, call.keys, call.key_heads, call.batch, S::kBlockK});
-  arguments.out = make_map(Boxes{call.out, call.value_size, call.queries, call.heads, call.batch, kRows});
+  const int pack = int(call.pack), tokens_of_box = kRows / pack;
+  arguments.query = make_map(Boxes{call.query, call.size, call.queries, call.heads, call.batch, tokens_of_box, pack});
+  arguments.key = make_map(Boxes{call.key, call.size, call.keys, call.key_heads, call.batch, S::kBlockK, 1});
+  arguments.value = make_map(Boxes{call.value, call.value_size, call.keys, call.key_heads, call.batch, S::kBlockK, 1});
+  arguments.out = make_map(Boxes{call.out, call.value_size, call.queries, call.heads, call.batch, tokens_of_box, pack});
   arguments.lse = call.lse;
   arguments.rules = {int(call.queries), int(call.keys), int(call.below), int(call.above)};
-  arguments.order = {int(blocks), int(call.heads), int(call.batch), section, int(blocks * rows), last_first};
+  arguments.order = {int(blocks), int(heads), int(call.batch), section, int(blocks * rows), last_first};
   arguments.logits = logits_of(call.scale, call.cap);
+  while (1 << arguments.shift < pack) ++arguments.shift;
   arguments.group = int(group);
   arguments.programs = call.persistent ? int(std::min(blocks * rows, processors)) : arguments.order.total;
   arguments.take_turns = call.take_turns;

@@ -14,7 +14,8 @@ TensorMap map_of(const Boxes& boxes) {
   return {static_cast<char*>(const_cast<void*>(boxes.data)),
           {boxes.size, boxes.length, boxes.heads, boxes.batch},
           {column, row, head, boxes.length * row},
-          boxes.rows};
+          boxes.tokens,
+          boxes.heads_of_box};
 }
 
 template <class S>

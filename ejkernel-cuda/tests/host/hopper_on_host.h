@@ -11,9 +11,11 @@ namespace ejkernel {
 
 struct TensorMap {
   char* data;
-  int64_t extent[4];  // columns, rows, heads, batch
+  int64_t extent[4];  // columns, tokens, heads, batch
   int64_t stride[4];  // bytes
-  int rows;           // of a box; it has the columns of a panel
+  int tokens, heads;  // of a box; it has the columns of a panel
+
+  int rows() const { return tokens * heads; }
 };
 
 using Arrivals = uint64_t;
@@ -97,7 +99,7 @@ inline Thread& thread() { return hopper().threads[current->linear]; }
 inline char* memory() { return block().shared.begin()->second.data(); }  // all of it is one array
 
 inline bool inside(const TensorMap& map, const std::array<int, 4>& at, int row, int column, char*& place) {
-  const int64_t index[4] = {at[0] + column, at[1] + row, at[2], at[3]};
+  const int64_t index[4] = {at[0] + column, at[1] + row / map.heads, at[2] + row % map.heads, at[3]};
   place = map.data;
   for (int axis = 0; axis < 4; ++axis) {
     if (index[axis] < 0 || index[axis] >= map.extent[axis]) return false;
@@ -109,7 +111,7 @@ inline bool inside(const TensorMap& map, const std::array<int, 4>& at, int row, 
 template <typename Each>
 void each_of_box(const TensorMap& map, const std::array<int, 4>& at, const char* shared, Each each) {
   if ((shared - memory()) % 1024) fail("a box does not begin on 1024 bytes");
-  for (int row = 0; row < map.rows; ++row) {
+  for (int row = 0; row < map.rows(); ++row) {
     for (int column = 0; column < 64; ++column) {
       char* place;
       const bool there = inside(map, at, row, column, place);
@@ -123,7 +125,7 @@ inline void land(const Load& load) {
     place ? std::memcpy(load.to + offset, place, 2) : std::memset(load.to + offset, 0, 2);
   });
   Phases& at = phases(load.barrier);
-  at.bytes -= load.map.rows * kPanelBytes;
+  at.bytes -= load.map.rows() * kPanelBytes;
   at.settle();
   ++progress;
 }
@@ -268,7 +270,7 @@ inline void await(Arrivals* barrier, unsigned parity) {
 inline void prefetch_map(const TensorMap&) {}
 
 inline void load_box(void* to, const TensorMap& map, Arrivals* barrier, int column, int row, int head, int batch) {
-  std::memset(to, 0xff, size_t(map.rows * kPanelBytes));
+  std::memset(to, 0xff, size_t(map.rows() * kPanelBytes));
   host::hopper().loads.push_back({map, static_cast<char*>(to), barrier, {column, row, head, batch}});
 }
 

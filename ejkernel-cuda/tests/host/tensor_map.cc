@@ -37,12 +37,12 @@ const char* cudaGetErrorString(cudaError_t) { return ""; }
 
 // 0, or 1 for an error, whose message is then there; what the driver was told: bfloat16, address, extents, strides, box.
 extern "C" int make_map(bool driver, int result, bool bfloat16, void* data, int64_t size, int64_t length, int64_t heads,
-                        int64_t batch, int rows, uint64_t* facts, char* message, int64_t room) {
+                        int64_t batch, int tokens, int heads_of_box, uint64_t* facts, char* message, int64_t room) {
   CUtensorMap map{};
   is_here = driver;
   answer = result;
   const auto type = bfloat16 ? ejkernel::ffi::BF16 : ejkernel::ffi::F16;
-  const auto error = ejkernel::MakeMap("test", type, data, size, length, heads, batch, rows, map);
+  const auto error = ejkernel::MakeMap("test", type, data, size, length, heads, batch, tokens, heads_of_box, map);
   std::copy(told, told + 13, facts);
   message[error.message().copy(message, size_t(room - 1))] = 0;
   return error.failure();

@@ -14,7 +14,7 @@ import numpy as np
 from ejkernel.operation import vary_like
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel_cuda._library import handler
-from ejkernel_cuda.flash_attention.config import ForwardConfig
+from ejkernel_cuda.flash_attention.config import ForwardConfig, heads_side_by_side
 
 _ELEMENTS = 8
 """Of a head are copied at once: 16 bytes."""
@@ -59,6 +59,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         scale=np.float32(call.scale),
         cap=np.float32(call.soft_cap or 0.0),
         block_k=np.int64(config.block_k),
+        pack=np.int64(heads_side_by_side(call) if config.packed else 1),
         take_turns=config.take_turns,
         persistent=config.persistent,
     )
