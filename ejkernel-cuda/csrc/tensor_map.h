@@ -24,7 +24,7 @@ inline EncodeTiled FindEncodeTiled() {
 }
 
 // The map of an array [batch, length, heads, size] of bfloat16 or float16, copied in boxes of so many tokens and heads and 64
-// columns, whose rows, by token and then head, are in chunks of 16 bytes are swizzled. Its axes are columns, heads, tokens and batch, as `load_box` counts them,
+// columns: rows by token and then head, whose chunks of 16 bytes are swizzled. Its axes are columns, heads, tokens and batch,
 // each with larger steps than the one before, as the driver wants them. Length is an axis of its own: no box passes from one
 // batch member to the next.
 inline ffi::Error MakeMap(const char* operation, ffi::DataType type, const void* data, int64_t size, int64_t length,

@@ -21,7 +21,7 @@ struct Arguments {
   TensorMap query, key, value, out;  // [batch, length, heads, size], in boxes of tokens of these heads and a panel's columns
   float* lse;                        // [batch, queries, heads], natural logarithm; null where nobody wants it
   Rules rules;
-  Order order;   // its heads are of `2 ** shift` query heads each
+  Order order;  // its heads are of `2 ** shift` query heads each
   Logits logits;
   int shift;
   int group;     // query heads of a key head

@@ -82,7 +82,8 @@ def can_pack(call: FlashAttentionCall) -> bool:
     """Whether the query heads of a key head can be rows of one consumer: whole groups of 8 rows, as the copy engine stores them.
     What is known by query head or by query token alone is not read in that order."""
     group = call.query.shape[2] // call.key.shape[2]
-    return group % 8 == 0 and ROWS % group == 0 and call.sinks is call.query_segments is call.query_positions is None
+    known = (call.sinks, call.query_segments, call.query_positions)
+    return group % 8 == 0 and ROWS % group == 0 and all(spec is None for spec in known)
 
 
 def forward_bytes(call: FlashAttentionCall, config: ForwardConfig) -> int:
