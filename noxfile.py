@@ -193,17 +193,16 @@ def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
 def conformance(session: nox.Session, platform: str) -> None:
     """The conformance kit on one platform.
 
-    Numbers of one case in six, each transform on one of those chosen for it; `-- --ejkernel-full` runs everything in every dtype,
-    `-- --ejkernel-report=FILE` keeps a record. Without their device, triton and pallas run in their interpreters, on one case in
-    sixteen; cuda has none and fails.
+    Every second test, and numbers of one case in six, each transform on one of those chosen for it. `-- --ejkernel-full` runs
+    everything in every dtype, `-- --ejkernel-report=FILE` keeps a record. Without their device, triton and pallas run in their
+    interpreters, on one case in sixteen; cuda has none and fails.
     """
     python = main_environment(session)
     own = f"ejkernel-{platform}/tests/test_conformance.py"
     suite = own if (ROOT / own).is_file() else "tests/conformance"
     interpreted = platform in ("triton", "pallas") and not shutil.which("nvidia-smi")
-    extent = (
-        () if "--ejkernel-full" in session.posargs else ("--ejkernel-quick", f"--ejkernel-sample={16 if interpreted else 6}")
-    )
+    few = ("--ejkernel-quick", f"--ejkernel-sample={16 if interpreted else 6}", "--sample=2")
+    extent = () if "--ejkernel-full" in session.posargs else few
     arguments = ("-n", "2", "-p", "ejkernel.testing.plugin", f"--ejkernel-platform={platform}", *extent, suite)
     pytest(session, python, *arguments, env=FAST_COMPILATION)
 
