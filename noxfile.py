@@ -77,7 +77,10 @@ def distributions() -> list[str]:
 
 
 def environment(session: nox.Session, pair: tuple[str, str], kind: str = "") -> Path:
-    """The Python of the shared environment of a pair, with every distribution installed in editable form."""
+    """The Python of the shared environment of a pair, with every distribution installed in editable form.
+
+    `kind`, one of `CUDA_LIBRARY`, ends its name.
+    """
     python, jax = pair
     command = interpreter(python)
     if command is None:
@@ -236,7 +239,7 @@ def example(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def isolation(session: nox.Session) -> None:
-    """What is published: source distributions and wheels, and these in fresh environments."""
+    """Built wheels, and these in fresh environments."""
     pytest(session, main_environment(session), "tests/isolation")
 
 

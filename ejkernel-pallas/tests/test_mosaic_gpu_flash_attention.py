@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu
 from ejkernel.operations.flash_attention import reference
 from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionOutputs
 from ejkernel.plugin import Target
-from ejkernel_pallas.mosaic_gpu.flash_attention import capability, config, kernel
+from ejkernel_pallas.mosaic_gpu.flash_attention import capability, config, kernel, rules
 from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import schedule_of
 
 HOPPER = Target("gpu", "NVIDIA H200", "9.0")
@@ -153,6 +153,18 @@ def test_heads_that_are_rows_of_one_consumer(changed: dict[str, Any], monkeypatc
     made = problem(43, 50, 16, 2, causal=True, sliding_window=(20, 0))
     assert config.can_pack(made[0])
     check(made, dataclasses.replace(ONE_CONSUMER, packed=True, **changed), ONE_CONSUMER_BACK, races=True)
+
+
+def test_packed_heads_meet_fewer_keys() -> None:
+    """Columns that are computed for each row of a block far from both ends, with two consumers: 16 tokens of 8 heads, or 128."""
+    call, _, _ = problem(2048, 2048, 8, 1, causal=True, sliding_window=(127, 0))
+    known = rules.rules_of(call)
+
+    def columns(tokens: int) -> float:
+        ranges = [known.key_range(first, first + tokens - 1, 64) for first in range(512, 1024, tokens)]
+        return float(np.mean([64 * (int(high) - int(low)) for low, _, _, high in ranges]))
+
+    assert (columns(16), columns(128)) == (192, 256)
 
 
 def test_heads_are_packed_where_rows_of_a_consumer_can_be() -> None:

@@ -171,13 +171,24 @@ def test_many_random_problems(drawn: Drawn) -> None:
     check(drawn)
 
 
-@FEW
-@hypothesis.given(problems(), st.data())
-def test_mapped_over_random_axes(drawn: Drawn, data: Any) -> None:
+def check_mapped(drawn: Drawn, data: Any) -> None:
     """`vmap`, gradients included; the description of the mask is shared, as its sizes are part of it."""
     arrays = {name: value for name, value in drawn.arrays.items() if name != "dropout_seed"}
     options = {**drawn.options, "dropout_prob": 0.0}
     check_vmap("flash_attention", arrays, options, data.draw(mapped_axes(arrays)), size=2)
+
+
+@FEW
+@hypothesis.given(problems(), st.data())
+def test_mapped_over_random_axes(drawn: Drawn, data: Any) -> None:
+    check_mapped(drawn, data)
+
+
+@pytest.mark.slow
+@hypothesis.settings(MANY, max_examples=60)
+@hypothesis.given(problems(), st.data())
+def test_mapped_over_many_random_axes(drawn: Drawn, data: Any) -> None:
+    check_mapped(drawn, data)
 
 
 # Packed sequences beside one dense call for each

@@ -54,9 +54,9 @@ def multiplied(x, rhs):
 def test_gradients_of_an_input_that_is_not_on_the_mesh(run, x, other):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     x, other = jax.random.normal(jax.random.key(0), x), jax.random.normal(jax.random.key(1), other)
-    wanted, gradients_wanted = jax.jit(jax.value_and_grad(lambda *a: (run(*a) ** 2).sum(), (0, 1)))(x, other)
-    split = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
-    value, found = jax.jit(jax.value_and_grad(lambda *a: (run(*a) ** 2).sum(), (0, 1)))(split, other)
+    both = jax.jit(jax.value_and_grad(lambda *arrays: (run(*arrays) ** 2).sum(), (0, 1)))
+    wanted, gradients_wanted = both(x, other)
+    value, found = both(jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))), other)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     for got, expected in zip(found, gradients_wanted, strict=True):
         np.testing.assert_allclose(jax.device_get(got), jax.device_get(expected), rtol=1e-5, atol=1e-4)

@@ -23,7 +23,6 @@ class Drawn:
 
 
 ROWS, SIDES = st.sampled_from((1, 13)), st.sampled_from(((8, 5), (1, 1)))
-"""Under `vmap` every draw is a new program."""
 
 
 @st.composite

@@ -25,7 +25,6 @@ class Drawn:
 
 
 ROWS, GROUPS = st.sampled_from((0, 1, 5)), st.sampled_from((1, 2, 3))
-"""Under `vmap` every draw is a new program."""
 
 
 @st.composite
