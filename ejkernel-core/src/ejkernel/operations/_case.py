@@ -44,9 +44,11 @@ class Toggle:
         options: options to change.
         drop: array argument to leave out.
         program: the field changes how the result is computed rather than the exact result (e.g. `precision`).
+        dtype: the only one in which the field says anything; None = any. Products of halves have the same bits at any `precision`.
     """
 
     case: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     drop: str | None = None
     program: bool = False
+    dtype: str | None = None

@@ -72,5 +72,5 @@ TOGGLES = {
     "transpose_head": Toggle("head-square-transposed", {"transpose_head": False}),
     "soft_cap": Toggle("head-soft-cap", {"logit_softcap": None}),
     "sum_logits": Toggle("head", {"sum_logits": False}),
-    "precision": Toggle("head-precision", {"precision": "default"}, program=True),
+    "precision": Toggle("head-precision", {"precision": "default"}, program=True, dtype="float32"),
 }

@@ -272,6 +272,6 @@ TOGGLES = {
     "dropout_rate": Toggle("dropout", {"dropout_prob": 0.6}),
     "normalize_output": Toggle("unnormalised", {"normalize_output": True}),
     "logits_dtype": Toggle("logits-bfloat16", {"logits_dtype": "float32"}),
-    "precision": Toggle("plain", {"precision": "default"}, program=True),
+    "precision": Toggle("plain", {"precision": "default"}, program=True, dtype="float32"),
     "return_lse": Toggle("lse", {"return_lse": False}, program=True),
 }

@@ -154,5 +154,5 @@ TOGGLES = {
     "lhs_scale": Toggle("row-scale", drop="lhs_scale"),
     "preferred_element_type": Toggle("float32-out", {"preferred_element_type": "bfloat16"}),
     "transpose_rhs": Toggle("square-transposed", {"transpose_rhs": False}),
-    "precision": Toggle("precision", {"precision": "default"}, program=True),
+    "precision": Toggle("precision", {"precision": "default"}, program=True, dtype="float32"),
 }

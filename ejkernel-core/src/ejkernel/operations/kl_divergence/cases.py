@@ -76,5 +76,5 @@ TOGGLES = {
     "temperature": Toggle("heads-forward", {"temperature": 1.0}),
     "beta": Toggle("logits-jsd", {"beta": 0.6}),
     "transpose_heads": Toggle("heads-square-transposed", {"transpose_heads": False}),
-    "precision": Toggle("precision", {"precision": "default"}, program=True),
+    "precision": Toggle("precision", {"precision": "default"}, program=True, dtype="float32"),
 }

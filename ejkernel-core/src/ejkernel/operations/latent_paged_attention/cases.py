@@ -89,6 +89,6 @@ TOGGLES = {
     "scale": Toggle("scale", {"softmax_scale": None}),
     "window": Toggle("window", {"sliding_window": None}),
     "soft_cap": Toggle("soft-cap", {"logits_soft_cap": None}),
-    "precision": Toggle("decode", {"precision": "default"}, program=True),
+    "precision": Toggle("decode", {"precision": "default"}, program=True, dtype="float32"),
     "return_lse": Toggle("decode", {"return_lse": False}, program=True),
 }

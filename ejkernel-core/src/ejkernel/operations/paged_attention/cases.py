@@ -183,6 +183,6 @@ TOGGLES = {
     "causal": Toggle("not-causal", {"causal": True}),
     "window": Toggle("window", {"sliding_window": 2}),
     "soft_cap": Toggle("soft-cap", {"logits_soft_cap": 0.5}),
-    "precision": Toggle("precision", {"precision": "default"}, program=True),
+    "precision": Toggle("precision", {"precision": "default"}, program=True, dtype="float32"),
     "return_lse": Toggle("decode", {"return_lse": False}, program=True),
 }
