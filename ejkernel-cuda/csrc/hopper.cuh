@@ -28,8 +28,10 @@ EJKERNEL_BOTH constexpr uint64_t matrix_at(unsigned address, int leading, int st
   return uint64_t((address & 0x3ffff) >> 4) | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 | uint64_t{1} << 62;
 }
 
-// The same, so many bytes further.
-EJKERNEL_BOTH constexpr uint64_t moved(uint64_t matrix, int bytes) { return matrix + uint64_t(bytes >> 4); }
+// The same, so many bytes further. The address is in the lower half, from which nothing is carried.
+EJKERNEL_BOTH constexpr uint64_t moved(uint64_t matrix, int bytes) {
+  return (matrix & ~uint64_t{0xffffffff}) | (uint32_t(matrix) + uint32_t(bytes >> 4));
+}
 
 // Where a chunk of 16 bytes of a row of a panel lies; panels begin on 1024 bytes.
 EJKERNEL_BOTH constexpr int swizzled(int row, int chunk) { return row * kPanelBytes + ((chunk ^ (row & 7)) << 4); }
@@ -134,6 +136,17 @@ EJKERNEL_INLINE void more_registers() {
 template <int COUNT>
 EJKERNEL_INLINE void fewer_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// What is the same in all threads of a warp. The compiler then knows that it is, and keeps what follows from it, such as where
+// matrices lie, in registers of the warp, which products and copies of boxes read it from.
+EJKERNEL_INLINE int same_in_warp(int value) { return __shfl_sync(~0u, value, 0); }
+
+// One thread of a warp says so, always the same; the compiler then knows that what follows runs once.
+EJKERNEL_INLINE bool one_of_warp() {
+  int found;
+  asm volatile("{\n.reg .pred found;\nelect.sync _|found, -1;\nselp.b32 %0, 1, 0, found;\n}" : "=r"(found));
+  return found;
 }
 
 // Before products that read or add to registers that were written otherwise.

@@ -267,7 +267,7 @@ struct Consumer {
       settle(o);
       settle(s);
       leave_values(done);
-      rescale(o, decay);
+      shrink(o, decay);
       round_to_pairs(s, p);
       ++done;
     }
@@ -278,6 +278,11 @@ struct Consumer {
     settle(o);
     leave_values(done);
     ++done;
+  }
+
+  // Maxima settle after a few tiles; then nothing shrinks.
+  static EJKERNEL_INLINE void shrink(Out& o, const float (&decay)[2]) {
+    if (__any_sync(~0u, decay[0] != 1.f || decay[1] != 1.f)) rescale(o, decay);
   }
 
   static EJKERNEL_INLINE void rescale(Out& o, const float (&factor)[2]) {
@@ -369,10 +374,10 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend(const __grid_constant__
   EJKERNEL_SHARED_REST(unsigned char, memory);
   const Shared<S> shared(memory);
   shared.open();
-  const int group = threadIdx.x / kGroupThreads;
+  const int warp = same_in_warp(int(threadIdx.x) / 32), group = warp * 32 / kGroupThreads;
   if (group == S::kConsumers) {
     fewer_registers<S::kProducerRegisters>();
-    if (threadIdx.x % kGroupThreads == 0) {
+    if (warp % (kGroupThreads / 32) == 0 && one_of_warp()) {
       for (const TensorMap* map : {&arguments.query, &arguments.key, &arguments.value, &arguments.out}) prefetch_map(*map);
       Producer<S> producer{arguments, shared};
       work_through<S>(arguments, producer);

@@ -324,6 +324,9 @@ inline void more_registers() {}
 template <int COUNT>
 inline void fewer_registers() {}
 
+inline int same_in_warp(int value) { return value; }
+inline bool one_of_warp() { return threadIdx.x % 32 == 0; }
+
 inline void begin_products() {}
 
 inline void commit_products() {
