@@ -22,7 +22,6 @@ struct Weighted;  // of rows in registers with columns in shared memory, as rows
 #define EJKERNEL_OUT32(d, i) EJKERNEL_OUT8(d, i), EJKERNEL_OUT8(d, i + 8), EJKERNEL_OUT8(d, i + 16), EJKERNEL_OUT8(d, i + 24)
 #define EJKERNEL_OUT40(d) EJKERNEL_OUT32(d, 0), EJKERNEL_OUT8(d, 32)
 #define EJKERNEL_OUT64(d) EJKERNEL_OUT32(d, 0), EJKERNEL_OUT32(d, 32)
-#define EJKERNEL_OUT88(d) EJKERNEL_OUT64(d), EJKERNEL_OUT8(d, 64), EJKERNEL_OUT8(d, 72), EJKERNEL_OUT8(d, 80)
 #define EJKERNEL_OUT128(d) EJKERNEL_OUT64(d), EJKERNEL_OUT32(d, 64), EJKERNEL_OUT32(d, 96)
 
 #define EJKERNEL_NAMES32                                                                                                \
@@ -33,15 +32,12 @@ struct Weighted;  // of rows in registers with columns in shared memory, as rows
   EJKERNEL_NAMES40                                                                                             \
       ", %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, " \
       "%60, %61, %62, %63"
-#define EJKERNEL_NAMES88                                                                                       \
-  EJKERNEL_NAMES64                                                                                             \
-      ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
-      "%84, %85, %86, %87"
-#define EJKERNEL_NAMES128                                                                                      \
-  EJKERNEL_NAMES88                                                                                             \
-      ", %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, "     \
-      "%106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, " \
-      "%123, %124, %125, %126, %127"
+#define EJKERNEL_NAMES128 \
+  EJKERNEL_NAMES64 \
+      ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+      ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
+      ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+      ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // The numbers after the sums' are those of the operands.
 #define EJKERNEL_PRODUCT(T, TYPE, N, NAMES, OUT, LEFT, RIGHT, ADD)                                                      \
@@ -73,7 +69,6 @@ struct Weighted;  // of rows in registers with columns in shared memory, as rows
 #define EJKERNEL_PRODUCTS(T, TYPE)                                                            \
   EJKERNEL_PRODUCT(T, TYPE, 80, EJKERNEL_NAMES40, EJKERNEL_OUT40, 40, 41, 42);                \
   EJKERNEL_PRODUCT(T, TYPE, 128, EJKERNEL_NAMES64, EJKERNEL_OUT64, 64, 65, 66);               \
-  EJKERNEL_PRODUCT(T, TYPE, 176, EJKERNEL_NAMES88, EJKERNEL_OUT88, 88, 89, 90);               \
   EJKERNEL_WEIGHTED(T, TYPE, 64, EJKERNEL_NAMES32, EJKERNEL_OUT32_FIRST, 32, 33, 34, 35, 36); \
   EJKERNEL_WEIGHTED(T, TYPE, 128, EJKERNEL_NAMES64, EJKERNEL_OUT64, 64, 65, 66, 67, 68);      \
   EJKERNEL_WEIGHTED(T, TYPE, 256, EJKERNEL_NAMES128, EJKERNEL_OUT128, 128, 129, 130, 131, 132)

@@ -62,8 +62,7 @@ def library() -> ctypes.CDLL:
     loaded = compiled("attention_on_host.cc", "-O2", **({"csrc": pathlib.Path(given)} if given else {}))
     loaded.attention_tiles.restype = Range
     loaded.attention_place.restype = Place
-    loaded.attention_hides.restype = ctypes.c_bool
-    loaded.attention_forward.restype = ctypes.c_bool
+    loaded.attention_seen_by_all.restype = Range
     loaded.attention_section.restype = ctypes.c_int64
     return loaded
 
@@ -76,7 +75,6 @@ def forward(
     *,
     scale: float,
     cap: float = 0.0,
-    block_k: int,
     take_turns: bool,
     persistent: bool,
     pack: int = 1,
@@ -89,5 +87,5 @@ def forward(
     pointers = [array.array.ctypes.data for array in (*given, out, lse)]
     numbers: tuple[Any, ...] = (batch, queries, keys, heads, key.shape[2], size, value_size, *band, pack)
     call = Call(*pointers, *numbers, scale, cap, take_turns, persistent)
-    assert library().attention_forward(KINDS[query.dtype.name], ctypes.c_int64(block_k), ctypes.c_int64(processors), call)
+    library().attention_forward(KINDS[query.dtype.name], ctypes.c_int64(processors), call)
     return out.checked(), lse.checked()

@@ -230,9 +230,9 @@ def _attend_pages(
     )
 
 
-def _attend(given, results, *, below, above, scale, cap, block_k, pack, take_turns, persistent):
+def _attend(given, results, *, below, above, scale, cap, pack, take_turns, persistent):
     out, lse = host_attention.forward(
-        *given, host_attention.Band(int(below), int(above)), scale=float(scale), cap=float(cap), block_k=int(block_k),
+        *given, host_attention.Band(int(below), int(above)), scale=float(scale), cap=float(cap),
         pack=int(pack), take_turns=bool(take_turns), persistent=bool(persistent),
     )  # fmt: skip
     results[0].array[...] = out

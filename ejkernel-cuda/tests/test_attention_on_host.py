@@ -42,7 +42,7 @@ def seen(queries: int, keys: int, band: Band) -> np.ndarray:
 
 @pytest.mark.parametrize("keys", [1, 5, 11])
 def test_tiles_against_all_pairs(keys):
-    """No visible pair is left out, no tile without one at either end, and `hides` is exact for pairs that exist."""
+    """No visible pair is left out, no tile without one at either end, and `seen_by_all` is exact."""
     library = host_attention.library()
     sides = (-13, -4, -1, 0, 1, 3, 6, FAR)
     for queries, below, above in itertools.product((1, 3, 7, 9), sides, sides):
@@ -58,10 +58,12 @@ def test_tiles_against_all_pairs(keys):
                     assert (found.low, found.high) == (visible[0] // block_k, visible[-1] // block_k + 1)
                 elif below + above >= 0:  # as windows are
                     assert found.high - found.low <= 1
-                for tile in range(found.low, found.high):
-                    start, end = tile * block_k, min((tile + 1) * block_k, keys)
-                    hides = library.attention_hides(rules, first, first + block_q - 1, start, end)
-                    assert hides == (not rows[:, start:end].all())
+                for whole in (False, True):
+                    bare = library.attention_seen_by_all(rules, first, first + block_q - 1, block_k, whole)
+                    for tile in range(found.low, found.high):
+                        all_seen = rows[:, tile * block_k : (tile + 1) * block_k].all()
+                        exists = not whole or (tile + 1) * block_k <= keys
+                        assert (bare.low <= tile < bare.high) == (exists and all_seen)
 
 
 def test_every_block_is_worked_on_once():
@@ -138,47 +140,44 @@ BANDS = {
     "late": (-100, 250),
     "nothing-first": (FAR, -150),
 }
-SHAPES = [(64, 128), (128, 128), (128, 176), (256, 80)]
+SIZES = [64, 128, 256]
 
 
 @pytest.mark.parametrize("band", BANDS)
-@pytest.mark.parametrize(("size", "block_k"), SHAPES)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("take_turns", "persistent"), [(True, True), (False, False)])
-def test_numbers(size, block_k, band, take_turns, persistent):
+def test_numbers(size, band, take_turns, persistent):
     """Several blocks of queries, with tails, so that slots and barriers go round and empty blocks lie between others."""
     rng, dtype, limits = np.random.default_rng(5), "bfloat16", Band(*BANDS[band])
     queries, keys = (430, 500) if size == 64 else (300, 467)
     query, key, value = (random(rng, 1, n, heads, size, dtype=dtype) for n, heads in ((queries, 2), (keys, 1), (keys, 1)))
-    knobs = {"block_k": block_k, "take_turns": take_turns, "persistent": persistent, "scale": size**-0.5}
+    knobs = {"take_turns": take_turns, "persistent": persistent, "scale": size**-0.5}
     got = host_attention.forward(query, key, value, limits, **knobs)
     compare(got, exact(query, key, value, limits, size**-0.5), dtype)
 
 
-@pytest.mark.parametrize(("size", "block_k"), SHAPES)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("heads", "key_heads", "pack"), [(8, 1, 8), (12, 2, 2), (64, 1, 64)])
 @pytest.mark.parametrize("band", ["window", "causal-window", "nothing-first"])
-def test_heads_side_by_side(size, block_k, heads, key_heads, pack, band):
+def test_heads_side_by_side(size, heads, key_heads, pack, band):
     rng, limits = np.random.default_rng(9), Band(*BANDS[band])
     shapes = ((2, 37, heads, size), (2, 150, key_heads, size), (2, 150, key_heads, size))
     query, key, value = (random(rng, *shape, dtype="bfloat16") for shape in shapes)
     value[:, ~seen(37, 150, limits).any(0)] = np.nan
-    knobs = {"block_k": block_k, "take_turns": size < 128, "persistent": size > 64, "scale": size**-0.5}
+    knobs = {"take_turns": size < 128, "persistent": size > 64, "scale": size**-0.5}
     got = host_attention.forward(query, key, value, limits, pack=pack, **knobs)
     compare(got, exact(query, key, value, limits, size**-0.5), "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(
-    ("size", "value_size", "block_k"),
-    [(8, 64, 128), (40, 24, 128), (96, 128, 176), (72, 8, 128), (192, 128, 80), (136, 256, 80)],
-)
-def test_heads_of_other_sizes(size, value_size, block_k, dtype):
+@pytest.mark.parametrize(("size", "value_size"), [(8, 64), (40, 24), (96, 128), (72, 8), (192, 128), (136, 256)])
+def test_heads_of_other_sizes(size, value_size, dtype):
     """Columns past the end of a head come as zeros and are dropped on their way out, where the next head lies."""
     rng = np.random.default_rng(6)
     query, key = random(rng, 2, 131, 4, size, dtype=dtype), random(rng, 2, 150, 2, size, dtype=dtype)
     value = random(rng, 2, 150, 2, value_size, dtype=dtype)
     band = Band(FAR, 19)
-    got = host_attention.forward(query, key, value, band, scale=0.2, block_k=block_k, take_turns=True, persistent=True)
+    got = host_attention.forward(query, key, value, band, scale=0.2, take_turns=True, persistent=True)
     compare(got, exact(query, key, value, band, 0.2), dtype)
 
 
@@ -186,9 +185,7 @@ def test_heads_of_other_sizes(size, value_size, block_k, dtype):
 def test_logits(scale, cap):
     rng = np.random.default_rng(7)
     query, key, value = (random(rng, 1, n, 1, 64, dtype="bfloat16") for n in (70, 140, 140))
-    got = host_attention.forward(
-        query, key, value, Band(FAR, 3), scale=scale, cap=cap, block_k=128, take_turns=True, persistent=True
-    )
+    got = host_attention.forward(query, key, value, Band(FAR, 3), scale=scale, cap=cap, take_turns=True, persistent=True)
     compare(got, exact(query, key, value, Band(FAR, 3), scale, cap), "bfloat16")
 
 
@@ -201,7 +198,7 @@ def test_what_is_hidden_may_be_anything(bad, dtype):
     key[:, 209:] = bad
     value[:, 190:, :, 3::2] = bad
     value[:, :10] = bad
-    got = host_attention.forward(query, key, value, band, scale=0.09, block_k=128, take_turns=True, persistent=True)
+    got = host_attention.forward(query, key, value, band, scale=0.09, take_turns=True, persistent=True)
     compare(got, exact(query, key, value, band, 0.09), dtype)
 
 
@@ -211,9 +208,7 @@ def test_finite_values_stay_as_they_are():
         value = np.zeros((1, 128, 1, 64), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
         value[0, 0] = np.array([largest, -largest, 2**-14, 0.0] * 16)
         key = np.zeros_like(value)
-        out, _ = host_attention.forward(
-            key[:, :1], key, value, Band(0, 0), scale=1.0, block_k=128, take_turns=False, persistent=False
-        )
+        out, _ = host_attention.forward(key[:, :1], key, value, Band(0, 0), scale=1.0, take_turns=False, persistent=False)
         np.testing.assert_array_equal(out[0, 0, 0], value[0, 0, 0])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import disassembly
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,6 @@ ATTRIBUTES = {
     "above": 0,
     "scale": 0.1,
     "cap": 0.0,
-    "block_k": 128,
     "pack": 1,
     "take_turns": True,
     "persistent": True,
@@ -50,7 +51,7 @@ def check(dtype=jnp.bfloat16, dtypes=None, out=None, out_dtype=None, lse=None, *
 def test_handler_admits_the_contract():
     check()
     check(jnp.float16, lse=(0,))
-    check(query=(2, 5, 4, 200), key=(2, 7, 1, 200), value=(2, 7, 1, 8), block_k=80, cap=30.0, below=-(1 << 30))
+    check(query=(2, 5, 4, 200), key=(2, 7, 1, 200), value=(2, 7, 1, 8), cap=30.0, below=-(1 << 30))
     check(pack=2)
     check(query=(2, 5, 128, 64), key=(2, 7, 2, 64), pack=64)
     check(query=(0, 5, 4, 64), key=(0, 7, 2, 64), value=(0, 7, 2, 64))
@@ -70,8 +71,6 @@ def test_handler_admits_the_contract():
         ({"key": (2, 0, 2, 64), "value": (2, 0, 2, 64)}, "key must have tokens"),
         ({"value": (2, 7, 2, 60)}, "head sizes must be multiples of 8 up to 256, got 60"),
         ({"value": (2, 7, 2, 264)}, "head sizes must be multiples of 8 up to 256, got 264"),
-        ({"block_k": 96}, "no kernel for heads of 128 and block_k 96"),
-        ({"block_k": 80}, "no kernel for heads of 128 and block_k 80"),
         *(({"pack": pack}, f"pack must be a power of two up to 64 that divides the 2 .* got {pack}") for pack in (0, 3, 4)),
         ({"pack": 128, "query": (2, 5, 256, 64)}, "pack must be .* got 128"),
         ({"below": 1 << 31}, r"below and above must be within 2\^30"),
@@ -157,11 +156,11 @@ def test_bands(options, expected):
 
 def test_configs():
     calls = {size: problem(size=size, causal=True).call for size in (8, 64, 72, 128, 136, 256)}
-    assert [config.forward_heuristic(call, H200).block_k for call in calls.values()] == [128, 128, 128, 128, 80, 80]
-    assert config.forward_heuristic(problem().call, H200).block_k == 176
-    assert [len(config.forward_space(call, H200)) for call in calls.values()] == [4, 4, 8, 8, 4, 4]
+    assert not any(config.forward_heuristic(call, H200).persistent for call in calls.values())
+    assert config.forward_heuristic(problem().call, H200).persistent
+    assert {len(config.forward_space(call, H200)) for call in calls.values()} == {4}
     narrow = config.forward_heuristic(problem(size=64, causal=True, sliding_window=(127, 0)).call, H200)
-    assert narrow.packed and not narrow.take_turns
+    assert narrow.packed and narrow.persistent
     assert config.forward_heuristic(problem(queries=3, keys=500).call, H200).packed
     assert not config.forward_heuristic(problem(queries=3, keys=500, heads=2).call, H200).packed
     groups = {heads: config.heads_side_by_side(problem(heads=heads, key_heads=1).call) for heads in (1, 7, 12, 64, 128)}
@@ -200,6 +199,5 @@ def test_machine_code():
     found = disassembly.kernels()
     if not found:
         pytest.skip("needs a library with code for sm_90a")
-    assert len(found) == 2 * sum(map(len, config.BLOCK_K.values()))
-    assert {(one.size, one.block_k) for one in found} == {(size, k) for size, keys in config.BLOCK_K.items() for k in keys}
-    assert {f"{one.dtype} {one.size} {one.block_k}": one.problems() for one in found if one.problems()} == {}
+    assert sorted((one.dtype, one.size) for one in found) == sorted(itertools.product(("bfloat16", "half"), (64, 128, 256)))
+    assert {f"{one.dtype} {one.size}": one.problems() for one in found if one.problems()} == {}

@@ -16,7 +16,6 @@ namespace ejkernel::flash_attention {
 namespace {
 
 constexpr const char* kName = "flash_attention";
-constexpr int64_t kWidest = 256;
 
 ffi::Error CheckArrays(Array query, Array key, Array value) {
   const Dims q = query.dimensions(), k = key.dimensions(), v = value.dimensions();
@@ -45,10 +44,8 @@ ffi::Error CheckArrays(Array query, Array key, Array value) {
   return ffi::Error::Success();
 }
 
-int64_t Widest(Array query, Array value) { return std::max(query.dimensions()[3], value.dimensions()[3]); }
-
-ffi::Error Check(Array query, Array key, Array value, int64_t below, int64_t above, float scale, float cap, int64_t block_k,
-                 int64_t pack, bool, bool, ffi::Result<Array> out, ffi::Result<Floats> lse) {
+ffi::Error Check(Array query, Array key, Array value, int64_t below, int64_t above, float scale, float cap, int64_t pack,
+                 bool, bool, ffi::Result<Array> out, ffi::Result<Floats> lse) {
   EJKERNEL_TRY(CheckArrays(query, key, value));
   const int64_t group = query.dimensions()[2] / key.dimensions()[2];
   if (pack < 1 || pack > kRows || (pack & (pack - 1)) || group % pack) {
@@ -60,10 +57,6 @@ ffi::Error Check(Array query, Array key, Array value, int64_t below, int64_t abo
   if (!(cap >= 0.f)) return Invalid(kName, "cap must not be negative, got " + std::to_string(cap));
   if (cap > 0.f && query.element_type() == ffi::F16) {
     return Invalid(kName, "cap needs bfloat16: its tangent is too rough for float16");
-  }
-  const int64_t widest = Widest(query, value);
-  if (!for_shape<__half>(widest, block_k, [&]<class S>() { return true; }, false)) {
-    return Invalid(kName, "no kernel for heads of " + std::to_string(widest) + " and block_k " + std::to_string(block_k));
   }
   if (out->element_type() != query.element_type() || o.size() != 4 || !std::equal(o.begin(), o.begin() + 3, q.begin()) ||
       o[3] != value.dimensions()[3]) {
@@ -129,9 +122,8 @@ ffi::Error Launch(cudaStream_t stream, ffi::DataType type, const Call& call) {
 }
 
 ffi::Error Run(cudaStream_t stream, Array query, Array key, Array value, int64_t below, int64_t above, float scale, float cap,
-               int64_t block_k, int64_t pack, bool take_turns, bool persistent, ffi::Result<Array> out,
-               ffi::Result<Floats> lse) {
-  EJKERNEL_TRY(Check(query, key, value, below, above, scale, cap, block_k, pack, take_turns, persistent, out, lse));
+               int64_t pack, bool take_turns, bool persistent, ffi::Result<Array> out, ffi::Result<Floats> lse) {
+  EJKERNEL_TRY(Check(query, key, value, below, above, scale, cap, pack, take_turns, persistent, out, lse));
   if (out->element_count() == 0) return ffi::Error::Success();
   for (const void* data : {query.untyped_data(), key.untyped_data(), value.untyped_data(), out->untyped_data()}) {
     if (!Aligned(data)) return Invalid(kName, "arrays must begin on 16 bytes");
@@ -158,10 +150,8 @@ ffi::Error Run(cudaStream_t stream, Array query, Array key, Array value, int64_t
                   persistent};
   const ffi::DataType type = query.element_type();
   const auto launch = [&]<class S>() { return Launch<S>(stream, type, call); };
-  const ffi::Error none = Invalid(kName, "no kernel");  // Check has seen that there is one
-  const int64_t widest = Widest(query, value);
-  return type == ffi::BF16 ? for_shape<__nv_bfloat16>(widest, block_k, launch, none)
-                           : for_shape<__half>(widest, block_k, launch, none);
+  const int64_t widest = std::max(q[3], v[3]);
+  return type == ffi::BF16 ? for_shape<__nv_bfloat16>(widest, launch) : for_shape<__half>(widest, launch);
 }
 
 template <typename Binding>
@@ -174,7 +164,6 @@ auto Bind(Binding binding) {
       .template Attr<int64_t>("above")
       .template Attr<float>("scale")
       .template Attr<float>("cap")
-      .template Attr<int64_t>("block_k")
       .template Attr<int64_t>("pack")
       .template Attr<bool>("take_turns")
       .template Attr<bool>("persistent")

@@ -107,6 +107,13 @@ struct Consumer {
   const int consumer;
   int done = 0;  // tiles
 
+  // Of one block: this consumer's first query, the tiles of the block, those of which the consumer hides nothing, and those of
+  // which no consumer does.
+  struct Task {
+    int first;
+    Range tiles, whole, clean;
+  };
+
   EJKERNEL_INLINE int thread() const { return threadIdx.x % kGroupThreads; }
   EJKERNEL_INLINE int lane() const { return threadIdx.x % 32; }
   // The first of the thread's two rows among those of the consumer; the second is 8 further.
@@ -149,15 +156,13 @@ struct Consumer {
   }
 
   // Hidden pairs of the tile to -inf, where there are any.
-  EJKERNEL_INLINE void hide(Scores& s, int first, int tile) const {
+  EJKERNEL_INLINE void hide(Scores& s, const Task& task, int tile) const {
+    if (task.whole.has(tile)) return;
     const Rules& rules = arguments.rules;
-    const int start = tile * S::kBlockK;
-    const int last = first + arguments.tokens(kRows) - 1;
-    if (start + S::kBlockK <= rules.keys && !rules.hides(first, last, start, start + S::kBlockK)) return;
-    const int column = start + 2 * (lane() % 4);
+    const int column = tile * S::kBlockK + 2 * (lane() % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int query = first + arguments.tokens(row() + 8 * half);
+      const int query = task.first + arguments.tokens(row() + 8 * half);
       const int low = query - rules.below - column, high = smaller(query + rules.above, rules.keys - 1) - column;
 #pragma unroll
       for (int i = 0; i < S::kBlockK / 2; i += 4) {
@@ -171,11 +176,8 @@ struct Consumer {
 
   // A weight of 0 times what is not a number is not 0: in a tile with pairs that are hidden from some query, values that are
   // not finite become 0, as core's reference has it. All consumers of the block do the same to it, each before its own product.
-  EJKERNEL_INLINE void clean_values(int first, int tile, int count) const {
-    const Rules& rules = arguments.rules;
-    const int block = first - arguments.tokens(consumer * kRows), last = block + arguments.tokens(S::kBlockQ) - 1;
-    const int start = tile * S::kBlockK, end = smaller(start + S::kBlockK, rules.keys);
-    if (!rules.hides(block, last, start, end)) return;
+  EJKERNEL_INLINE void clean_values(const Task& task, int tile, int count) const {
+    if (task.clean.has(tile)) return;
     uint4* words = reinterpret_cast<uint4*>(shared.value(slot_of<S>(count)));
     constexpr int kWords = S::kTileBytes / int(sizeof(uint4));
     bool bad = false;
@@ -211,9 +213,9 @@ struct Consumer {
   }
 
   // Scores that have been waited for, to weights.
-  EJKERNEL_INLINE void weigh(Scores& s, Sums& sums, float (&decay)[2], int first, int tile) const {
+  EJKERNEL_INLINE void weigh(Scores& s, Sums& sums, float (&decay)[2], const Task& task, int tile) const {
     shape_logits(s, arguments.logits);
-    hide(s, first, tile);
+    hide(s, task, tile);
     sums.weigh(s, arguments.logits.unit, decay);
   }
 
@@ -234,10 +236,12 @@ struct Consumer {
   EJKERNEL_INLINE void leave_keys(int count) const { leave(shared.key_free(slot_of<S>(count))); }
   EJKERNEL_INLINE void leave_values(int count) const { leave(shared.value_free(slot_of<S>(count))); }
 
-  EJKERNEL_INLINE void attend(Out& o, Sums& sums, int first, const Range& range) {
+  // The next tiles are waited for while a product is under way, not between two.
+  EJKERNEL_INLINE void attend(Out& o, Sums& sums, const Task& task) {
     Scores s;
     Weights p;
     float decay[2];
+    const int end = task.tiles.high;
     await_keys(done);
     take_turn();
     issue_scores(s, done);
@@ -245,12 +249,12 @@ struct Consumer {
     await_products<0>();
     settle(s);
     leave_keys(done);
-    weigh(s, sums, decay, first, range.low);
+    weigh(s, sums, decay, task, task.tiles.low);
     round_to_pairs(s, p);
     await_values(done);
-    for (int tile = range.low + 1; tile < range.high; ++tile) {
-      clean_values(first, tile - 1, done);
-      await_keys(done + 1);
+    if (task.tiles.low + 1 < end) await_keys(done + 1);
+    for (int tile = task.tiles.low + 1; tile < end; ++tile) {
+      clean_values(task, tile - 1, done);
       take_turn();
       issue_scores(s, done + 1);
       issue_values(o, p, done);
@@ -258,11 +262,12 @@ struct Consumer {
       await_products<1>();
       settle(s);
       leave_keys(done + 1);
-      weigh(s, sums, decay, first, tile);
+      weigh(s, sums, decay, task, tile);
       // The assembler moves a wait for products up as far as it may, in front of the exponentials. It stops at a branch: that
       // of the wait for the next values. Weights that were rounded before would need the registers of those being multiplied.
       settle(s);
       await_values(done + 1);
+      if (tile + 1 < end) await_keys(done + 2);
       await_products<0>();
       settle(o);
       settle(s);
@@ -272,7 +277,7 @@ struct Consumer {
       ++done;
     }
     leave_queries();
-    clean_values(first, range.high - 1, done);
+    clean_values(task, end - 1, done);
     issue_values(o, p, done);
     await_products<0>();
     settle(o);
@@ -330,19 +335,26 @@ struct Consumer {
     }
   }
 
+  EJKERNEL_INLINE Task task_of(const Place& place, const Range& tiles) const {
+    const Rules& rules = arguments.rules;
+    const int block = arguments.tokens(place.block * S::kBlockQ), first = block + arguments.tokens(consumer * kRows);
+    return {first, tiles, rules.seen_by_all(first, first + arguments.tokens(kRows) - 1, S::kBlockK, true),
+            rules.seen_by_all(block, block + arguments.tokens(S::kBlockQ) - 1, S::kBlockK, false)};
+  }
+
   EJKERNEL_INLINE void run(const Place& place, const Range& range, int round) {
-    const int first = arguments.tokens(place.block * S::kBlockQ + consumer * kRows);
+    const Task task = task_of(place, range);
     Out o;
     Sums sums;
 #pragma unroll
     for (int i = 0; i < S::kSize / 2; ++i) o[i] = 0.f;
     await(shared.query_here(consumer), unsigned(round & 1));
     if (range.low < range.high) {
-      attend(o, sums, first, range);
+      attend(o, sums, task);
     } else {
       leave_queries();
     }
-    store(o, sums, place, first);
+    store(o, sums, place, task.first);
   }
 
   // The first consumer has the first turn, and takes the last one, which nobody uses.

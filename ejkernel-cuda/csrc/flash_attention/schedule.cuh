@@ -5,24 +5,28 @@
 
 namespace ejkernel::flash_attention {
 
-// Query i sees key j if i - below <= j <= i + above; both may be negative, and so large that they hide nothing.
-struct Rules {
-  int queries, keys, below, above;
-
-  // Whether one of queries first ... last does not see one of keys start ... end - 1, all of which exist.
-  EJKERNEL_BOTH bool hides(int first, int last, int start, int end) const {
-    return start < last - below || end - 1 > first + above;
-  }
-};
-
 // Tiles [low, high).
 struct Range {
   int low, high;
+
+  EJKERNEL_BOTH bool has(int tile) const { return tile >= low && tile < high; }
 };
 
 EJKERNEL_BOTH inline int smaller(int a, int b) { return a < b ? a : b; }
 
 EJKERNEL_BOTH inline int between(int low, int value, int high) { return value < low ? low : smaller(value, high); }
+
+// Query i sees key j if i - below <= j <= i + above; both may be negative, and so large that they hide nothing.
+struct Rules {
+  int queries, keys, below, above;
+
+  // Tiles whose every key is seen by all of queries first ... last; `whole` leaves out one that passes the end of the keys.
+  EJKERNEL_BOTH Range seen_by_all(int first, int last, int block_k, bool whole) const {
+    const int low = (between(0, last - below, keys) + block_k - 1) / block_k;
+    const int end = between(0, first + above + 1, keys);
+    return {low, whole || end < keys ? end / block_k : (keys + block_k - 1) / block_k};
+  }
+};
 
 // The tiles that queries first ... last need; none beyond the keys, and low = high where there are none.
 EJKERNEL_BOTH inline Range tiles_of(const Rules& rules, int first, int last, int block_k) {

@@ -19,27 +19,24 @@ TensorMap map_of(const Boxes& boxes) {
 }
 
 template <class S>
-bool run(const Call& call, int64_t processors) {
+void run(const Call& call, int64_t processors) {
   const Arguments arguments = arguments_of<S>(call, processors, map_of);
   host::launch(unsigned(arguments.programs), {S::kThreads, 1}, 1, [&] { attend<S>(arguments); }, S::kShared);
-  return true;
 }
 
 }  // namespace
 
-// Whether there is a kernel for this head size and number of keys in a tile.
-EXPORT bool attention_forward(int kind, int64_t block_k, int64_t processors, Call call) {
+EXPORT void attention_forward(int kind, int64_t processors, Call call) {
   const auto choose = [&]<typename T>() {
-    return for_shape<T>(
-        std::max(call.size, call.value_size), block_k, [&]<class S>() { return run<S>(call, processors); }, false);
+    for_shape<T>(std::max(call.size, call.value_size), [&]<class S>() { run<S>(call, processors); });
   };
-  return kind ? choose.template operator()<__nv_bfloat16>() : choose.template operator()<__half>();
+  kind ? choose.template operator()<__nv_bfloat16>() : choose.template operator()<__half>();
 }
 
 EXPORT Range attention_tiles(Rules rules, int first, int last, int block_k) { return tiles_of(rules, first, last, block_k); }
 
-EXPORT bool attention_hides(Rules rules, int first, int last, int start, int end) {
-  return rules.hides(first, last, start, end);
+EXPORT Range attention_seen_by_all(Rules rules, int first, int last, int block_k, bool whole) {
+  return rules.seen_by_all(first, last, block_k, whole);
 }
 
 EXPORT Place attention_place(Order order, int work) { return order.place(work); }

@@ -58,7 +58,6 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         above=np.int64(above),
         scale=np.float32(call.scale),
         cap=np.float32(call.soft_cap or 0.0),
-        block_k=np.int64(config.block_k),
         pack=np.int64(heads_side_by_side(call) if config.packed else 1),
         take_turns=config.take_turns,
         persistent=config.persistent,

@@ -80,13 +80,13 @@ def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
 
 def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentionConfig]:
     room, step = shared_memory_limit(target), stage_bytes(call)
-    return [heuristic(call, target)] + [
-        config
+    found = [
+        PagedAttentionConfig(stages, _workers(call, target, resident))
         for resident in range(1, _resident(call) + 1)
         for stages in STAGES
         if stages == STAGES[0] or resident * (stages * step + _BESIDE) <= room
-        if (config := PagedAttentionConfig(stages, _workers(call, target, resident))) != heuristic(call, target)
     ]
+    return list(dict.fromkeys([heuristic(call, target), *found]))
 
 
 FORWARD = ConfigSpace(PagedAttentionConfig, heuristic, search_space)
