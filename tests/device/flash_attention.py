@@ -372,6 +372,7 @@ def time_flex(name: str, problem: Problem, save: Any) -> None:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._dynamo.reset()  # after a few cases it would not compile any more
     given = dict(problem.options)
     call, _, _ = problem.build()
     flops = flops_of(problem, call)
@@ -431,6 +432,7 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="lower numbers and times for an H200, run nothing")
     parser.add_argument("--parts", default="numbers,times,peers")
     parser.add_argument("--cases", default=",".join(TIMES))
+    parser.add_argument("--peers", default="cudnn,mosaic_gpu,flex")
     parser.add_argument("--budget", type=float, default=200.0, help="seconds after which nothing new is started")
     parser.add_argument("--heuristic", action="store_true", help="time the heuristic's configs only")
     given = parser.parse_args()
@@ -459,11 +461,10 @@ def main() -> int:
         passed = check_numbers(platform, save)
         print(f"numbers: {sum(row['passed'] for row in result['numbers'])} of {len(result['numbers'])} right", flush=True)
     for name in cases:
+        peers = {"cudnn": time_cudnn, "mosaic_gpu": time_mosaic, "flex": time_flex}
         for part, run in (
             ("times", lambda n, p, s: time_configs(n, p, s, platform, given.heuristic)),
-            ("peers", time_cudnn),
-            *([("peers", time_mosaic)] if platform.name == "cuda" else []),
-            ("peers", time_flex),
+            *(("peers", peers[peer]) for peer in given.peers.split(",") if peer != platform.name),
         ):
             if part in parts and time.monotonic() - BEGIN < given.budget:
                 run(name, TIMES[name], save)
