@@ -14,7 +14,7 @@ namespace ejkernel {
 constexpr int64_t kMaxWidth = int64_t{1} << 30;
 constexpr int64_t kAnyParts = int64_t{1} << 40;
 
-// What a config asks for.
+// What a config asks for; no stages, for rows that go straight to registers.
 struct Knobs {
   int64_t threads, cluster, stages;
 };
@@ -38,13 +38,15 @@ inline Plan MakePlan(int64_t packs, Knobs knobs) {
 
 inline bool IsPowerUpTo(int64_t value, int64_t most) { return value >= 1 && value <= most && (value & (value - 1)) == 0; }
 
-inline ffi::Error CheckKnobs(const char* operation, Knobs knobs) {
+inline ffi::Error CheckKnobs(const char* operation, Knobs knobs, int64_t least_stages) {
   if (!IsPowerUpTo(knobs.threads, kMaxThreads))
     return Invalid(operation, "threads must be a power of two up to 512, got " + std::to_string(knobs.threads));
   if (!IsPowerUpTo(knobs.cluster, kMaxCluster))
     return Invalid(operation, "cluster must be a power of two up to 16, got " + std::to_string(knobs.cluster));
-  if (knobs.stages < 1 || knobs.stages > kMaxStages)
-    return Invalid(operation, "stages must be 1 ... 8, got " + std::to_string(knobs.stages));
+  if (knobs.stages < least_stages || knobs.stages > kMaxStages) {
+    return Invalid(operation,
+                   "stages must be " + std::to_string(least_stages) + " ... 8, got " + std::to_string(knobs.stages));
+  }
   return ffi::Error::Success();
 }
 
@@ -105,6 +107,17 @@ int64_t ResidentWorkers(Kernel kernel, dim3 block, int64_t shared_bytes, int clu
   return at->second = found;
 }
 
+template <class Op, int ITEMS>
+ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, Plan plan) {
+  const dim3 block(plan.threads, plan.threads > 32 ? 1 : kSmallBlock / plan.threads);
+  const int64_t rows = block.y * kAtOnce<Op, ITEMS>;
+  walk.parts = (walk.rows_per_group + rows - 1) / rows;
+  if (groups * walk.parts > kMaxGrid)
+    return Invalid(operation, std::to_string(groups * walk.parts) + " blocks are more than a grid has");
+  direct_rows<Op, ITEMS><<<unsigned(groups * walk.parts), block, 0, stream>>>(op, walk);
+  return CheckLaunch(operation, "rows through registers");
+}
+
 template <class Op, int ITEMS, bool CLUSTER>
 ffi::Error LaunchStreamed(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, Plan plan,
                           bool& done) {
@@ -112,7 +125,7 @@ ffi::Error LaunchStreamed(const char* operation, cudaStream_t stream, const Op& 
   const dim3 block(plan.threads, plan.threads > 32 ? 1 : kSmallBlock / plan.threads);
   const int64_t stage = int64_t(sizeof(typename Op::T)) * Op::N * ITEMS * Op::kStreams * block.x * block.y;
   const int64_t room = DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kScratchBytes;
-  const int stages = int(std::clamp<int64_t>(room / stage, 1, plan.stages));
+  const int stages = int(std::clamp<int64_t>(room / stage, 1, std::max(plan.stages, 1)));
   const int64_t resident = ResidentWorkers(kernel, block, stages * stage, plan.cluster);
   if (resident == 0) return ffi::Error::Success();
   walk.parts = std::min(walk.parts, std::max<int64_t>(1, resident / groups));
@@ -139,6 +152,13 @@ ffi::Error LaunchRows(const char* operation, cudaStream_t stream, const Op& op, 
     }
   }
   if (!done && plan.cluster > 1) plan = MakePlan(packs, {knobs.threads, 1, knobs.stages});
+  if constexpr (Op::N > 1 && !Op::kFlushes) {
+    if (!done && plan.stages == 0) {
+      if (plan.items == 1) return LaunchDirect<Op, 1>(operation, stream, op, walk, groups, plan);
+      if (plan.items == 2) return LaunchDirect<Op, 2>(operation, stream, op, walk, groups, plan);
+      if (plan.items == 4) return LaunchDirect<Op, 4>(operation, stream, op, walk, groups, plan);
+    }
+  }
   if (!done && plan.items == 1) EJKERNEL_TRY((LaunchStreamed<Op, 1, false>(operation, stream, op, walk, groups, plan, done)));
   if (!done && plan.items == 2) EJKERNEL_TRY((LaunchStreamed<Op, 2, false>(operation, stream, op, walk, groups, plan, done)));
   if (!done && plan.items == 4) EJKERNEL_TRY((LaunchStreamed<Op, 4, false>(operation, stream, op, walk, groups, plan, done)));

@@ -2,8 +2,8 @@
 //
 // An Op says what is done. Its members: T, N (elements of an access), `width`; kStreams arrays that are read, `stream` each;
 // Aside<ITEMS> and `aside`, what else a thread needs of a row; Kept<ITEMS>, what it keeps from row to row, and `begin`, which
-// fills it; `registers`, as many as all that takes; `row`, all of the work on a row; `flush`, what is left to do after the last
-// one; and `walk`, the work on a row of any width, which reads it more than once.
+// fills it; `registers`, as many as all that takes; `row`, all of the work on a row; kFlushes, whether something is left to do
+// after the last one, and that, `flush`; and `walk`, the work on a row of any width, which reads it more than once.
 #pragma once
 
 #include "pack.cuh"
@@ -52,6 +52,13 @@ struct Slots {
   T* data;
   __device__ T* at(int stream, int item) const { return data + (stream * ITEMS + item) * 32 * N; }
   __device__ void read(int stream, int item, float (&to)[N]) const { widen(load<T, N>(at(stream, item)), to); }
+};
+
+// The same in registers.
+template <typename T, int N, int ITEMS, int STREAMS>
+struct Held {
+  Pack<T, N> packs[STREAMS][ITEMS];
+  __device__ void read(int stream, int item, float (&to)[N]) const { widen(packs[stream][item], to); }
 };
 
 // Columns of block `rank` of a cluster that shares a row in equal parts.
@@ -124,6 +131,47 @@ __global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk
   }
   wait_for_copies(0);
   op.template flush<ITEMS>(kept, worker, columns, reinterpret_cast<float*>(ring));
+}
+
+// Rows of a thread whose packs it asks for together.
+template <class Op, int ITEMS>
+constexpr int kAtOnce = ITEMS * Op::kStreams < 4 ? 4 / (ITEMS * Op::kStreams) : 1;
+
+// ITEMS packs of a row per thread, read into registers. A block ends with the few rows that it was given: that many of them run
+// on a processor, and start and end at different times, keeps memory busy.
+template <class Op, int ITEMS>
+__global__ void __maxnreg__(Op::registers(ITEMS) + 16) direct_rows(Op op, Walk walk) {
+  using T = typename Op::T;
+  constexpr int N = Op::N, ROWS = kAtOnce<Op, ITEMS>;
+  static_assert(!Op::kFlushes);
+  EJKERNEL_SHARED(float, scratch, kScratch);
+  Reducer<false> reducer{scratch, nullptr, int(blockDim.x), 1, 0};
+  const int64_t group = blockIdx.x / walk.parts;
+  const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group);
+  const int first = begin + int(blockIdx.x % walk.parts) * int(blockDim.y) * ROWS + int(threadIdx.y);
+  const Columns columns = columns_of_block<N>(op.width, 1, 0);
+  Held<T, N, ITEMS, Op::kStreams> held[ROWS];
+  Place places[ROWS];
+#pragma unroll
+  for (int at = 0; at < ROWS; ++at) {
+    const int row = first + at * int(blockDim.y);
+    places[at] = {row, int64_t(uint64_t(uint32_t(row)) * uint32_t(op.width)), columns, row < end};
+#pragma unroll
+    for (int stream = 0; stream < Op::kStreams; ++stream) {
+#pragma unroll
+      for (int item = 0; item < ITEMS; ++item) {
+        const bool there = places[at].active && columns.has(item);
+        held[at].packs[stream][item] =
+            there ? load<T, N>(op.stream(stream) + places[at].start + columns.of(item)) : zeros<T, N>();
+      }
+    }
+  }
+  typename Op::template Kept<ITEMS> kept;
+  op.template begin<ITEMS>(kept, group, columns);
+#pragma unroll
+  for (int at = 0; at < ROWS; ++at) {
+    op.template row<ITEMS>(held[at], op.template aside<ITEMS>(places[at]), kept, places[at], reducer);
+  }
 }
 
 template <class Op>

@@ -42,6 +42,14 @@ LAUNCHES = [
     ("bfloat16", 1000, True, 64, 0, 1, 1),
     ("float32", 77, False, 32, 0, 1, 1),
 ]
+DIRECT = [
+    # the same with rows in registers
+    ("bfloat16", 64, True, 8, 1, 1, 0),
+    ("float32", 8, True, 1, 2, 1, 0),
+    ("bfloat16", 1000, True, 64, 2, 1, 0),
+    ("float32", 520, True, 64, 4, 1, 0),
+    ("bfloat16", 3000, True, 384, 1, 1, 0),
+]
 
 
 def relative(got: np.ndarray, wanted: np.ndarray, floor: float = 0.0) -> float:
@@ -125,7 +133,7 @@ class Norm:
 
 
 @pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+@pytest.mark.parametrize("launch", LAUNCHES + DIRECT, ids=str)
 def test_norm_forward(launch, name):
     dtype, width, *knobs = launch
     for parameters, scale_offset in ((0, 0.0), (2, 1.0)):
@@ -180,7 +188,7 @@ def softmax_problem(dtype: str, width: int, mask_shape: tuple[int, ...] | None):
     return rounded(x, dtype), rounded(grad, dtype), where
 
 
-@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+@pytest.mark.parametrize("launch", LAUNCHES + DIRECT, ids=str)
 @pytest.mark.parametrize("mask_shape", [None, (2, 3, 2, 1), (2, 1, 2, 1), (1, 3, 1, 1), (1, 3, 2, 0), (2, 1, 1, 0)])
 def test_softmax(launch, mask_shape):
     dtype, width, packed, *knobs = launch

@@ -68,7 +68,7 @@ def test_handlers_admit_the_contract(phase):
         ({"out": ((6, 9), jnp.float32)}, "must be like"),
         ({"threads": 0}, "threads must be a power of two"),
         ({"cluster": 5}, "cluster must be a power of two"),
-        ({"stages": 16}, "stages must be 1 ... 8, got 16"),
+        ({"stages": 16}, "stages must be 0 ... 8, got 16"),
     ],
 )
 def test_handlers_refuse(phase, arguments, message):

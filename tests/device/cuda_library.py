@@ -201,32 +201,38 @@ def check_configs() -> list[Row]:
     return rows
 
 
-def touch() -> None:
-    """Everything once, on shapes with ragged ends, for compute-sanitizer."""
-    for index, problem in enumerate(RAGGED):
+def touch(every: int) -> None:
+    """Everything once, or one in `every`, on shapes with ragged ends, for compute-sanitizer."""
+    for index, problem in list(enumerate(RAGGED))[::every]:
         jax.block_until_ready(Prepared(problem, "bfloat16", index, "cuda").ours())
-    for case in cases.CASES:
-        if not case.is_benchmark:
-            bound = update_problem(case)
-            cfg = config.heuristic(bound.call, current_target())
-            jax.block_until_ready(jax.jit(lambda i, call=bound.call, cfg=cfg: kernel.forward(call, i, cfg))(bound.inputs))
-
+    for case in [case for case in cases.CASES if not case.is_benchmark][::every]:
+        bound = update_problem(case)
+        cfg = config.heuristic(bound.call, current_target())
+        jax.block_until_ready(jax.jit(lambda i, call=bound.call, cfg=cfg: kernel.forward(call, i, cfg))(bound.inputs))
     for dtype in ("bfloat16", "float16"):
-        for _, bound in attention_problems(dtype):
+        for _, bound in attention_problems(dtype)[::every]:
             jax.block_until_ready(attend(bound.call, attention_config.PagedAttentionConfig(3, 7))(bound.inputs))
 
 
-def sanitize(limit: float) -> Row:
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__, "--touch"]
+def sanitize(tool: str, limit: float, every: int) -> Row:
+    """Under one of compute-sanitizer's tools, without CUDA graphs, into which it does not look."""
+    environment = {
+        **os.environ,
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": "--xla_gpu_enable_command_buffer=",
+    }
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "--touch", str(every)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
     except FileNotFoundError:
-        return row("memcheck", None, "compute-sanitizer is not installed")
+        return row(tool, None, "compute-sanitizer is not installed")
     except subprocess.TimeoutExpired:
-        return row("memcheck", None, f"not done after {limit:.0f} s")
-    lines = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line or "Invalid" in line]
-    return row("memcheck", done.returncode == 0, "; ".join(lines[:4]) or (done.stdout + done.stderr)[-300:])
+        return row(tool, None, f"not done after {limit:.0f} s")
+    lines = [
+        line for line in done.stdout.splitlines() if any(word in line for word in ("SUMMARY", "Invalid", "Race", "hazard"))
+    ]
+    return row(f"{tool}, one in {every}", done.returncode == 0, "; ".join(lines[:6]) or (done.stdout + done.stderr)[-300:])
 
 
 def chained(module: Any, call: Any, cfg: Any, inputs: Any) -> Any:
@@ -306,29 +312,28 @@ def time_attention() -> list[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of cuda_library.json")
-    parser.add_argument("--touch", action="store_true", help="run everything once and end")
-    parser.add_argument("--sanitize", type=float, default=150, help="seconds for compute-sanitizer; 0 = not at all")
+    parser.add_argument("--touch", type=int, default=0, help="run one in so many of everything once, and end")
+    parser.add_argument("--sanitize", type=float, default=150, help="seconds for a tool of compute-sanitizer; 0 = not at all")
+    parser.add_argument("--tools", default="memcheck", help="of compute-sanitizer, with commas: memcheck, racecheck, synccheck")
+    parser.add_argument("--every", type=int, default=1, help="those tools see one in so many")
+    parser.add_argument("--skip", default="", help="of checks,times")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
         print(f"needs a GPU, JAX has {jax.devices()}")
         return 2
     if options.touch:
-        touch()
+        touch(options.touch)
         return 0
     folder = pathlib.Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"versions": check_gpu.versions(), "checks": [], "times": []}
-    stages = [
-        check_updates,
-        check_attention,
-        check_in_place,
-        check_configs,
-        *([lambda: [sanitize(options.sanitize)]] if options.sanitize else []),
-    ]
+    stages = [] if "checks" in options.skip else [check_updates, check_attention, check_in_place, check_configs]
+    if options.sanitize:
+        stages += [lambda tool=tool: [sanitize(tool, options.sanitize, options.every)] for tool in options.tools.split(",")]
     for stage in stages:
         result["checks"] += stage()
         (folder / "cuda_library.json").write_text(json.dumps(result, indent=1))
-    result["times"] = time_updates() + time_attention()
+    result["times"] = [] if "times" in options.skip else time_updates() + time_attention()
     (folder / "cuda_library.json").write_text(json.dumps(result, indent=1))
     wrong = [one for one in result["checks"] if one["passed"] is False]
     print(f"{len(result['checks'])} checks, {len(wrong)} wrong")

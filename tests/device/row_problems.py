@@ -81,6 +81,8 @@ TIMED = (
     Problem("softmax", {"x": (131072, 128)}),
     Problem("softmax", {"x": (2048, 32768)}),
     Problem("softmax", {"x": (1024, 131072)}),
+    norm("rms_norm", 16384, 4096),
+    norm("rms_norm", 131072, 128),
     norm("rms_norm", 8192, 16384),
     norm("rms_norm", 1024, 131072),
     rotary("BTHD", 4, 8192, 32, 8, 128),

@@ -60,7 +60,7 @@ struct Handlers {
     const int64_t rows = x.dimensions()[0] * x.dimensions()[1];
     EJKERNEL_TRY(CheckStatistic("rstd", *rstd, rows, true, true));
     EJKERNEL_TRY(CheckStatistic("mean", *mean, rstd->element_count(), CENTRED, false));
-    return CheckKnobs(kName, {threads, cluster, stages});
+    return CheckKnobs(kName, {threads, cluster, stages}, 0);
   }
 
   static ffi::Error CheckBackward(Array x, Floats scale, Floats mean, Floats rstd, Array grad, Array grad_sum, float,
@@ -89,7 +89,7 @@ struct Handlers {
                                   std::to_string(dims[2]) + "], got " + Text(got));
       }
     }
-    return CheckKnobs(kName, {threads, cluster, stages});
+    return CheckKnobs(kName, {threads, cluster, stages}, 1);
   }
 
   // Batch members that have parameters of their own.

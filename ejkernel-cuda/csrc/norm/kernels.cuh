@@ -55,6 +55,7 @@ struct Forward {
   float inverse_width, epsilon, scale_offset;
 
   static constexpr int kStreams = ADDED ? 2 : 1;
+  static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 80 : 64; }
   template <int ITEMS>
   struct Kept {
@@ -83,26 +84,26 @@ struct Forward {
     widen(rounded<T, N>(x), x);
   }
 
-  template <int ITEMS>
-  __device__ static void read(const Slots<T, N, ITEMS>& slots, int item, float (&x)[N]) {
-    slots.read(0, item, x);
+  template <class Source>
+  __device__ static void read(const Source& source, int item, float (&x)[N]) {
+    source.read(0, item, x);
     if constexpr (ADDED) {
       float residual[N];
-      slots.read(1, item, residual);
+      source.read(1, item, residual);
       add(x, residual);
     }
   }
 
   // The row's mean, 0 unless CENTRED, and the mean of squares about it.
-  template <int ITEMS, class Reduce>
-  __device__ void moments(const Slots<T, N, ITEMS>& slots, const Columns& columns, Reduce& reducer, float& centre,
+  template <int ITEMS, class Source, class Reduce>
+  __device__ void moments(const Source& source, const Columns& columns, Reduce& reducer, float& centre,
                           float& variance) const {
     float total = 0.f, squares = 0.f;
     if constexpr (CENTRED) {
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
         float x[N];
-        read(slots, item, x);
+        read(source, item, x);
 #pragma unroll
         for (int i = 0; i < N; ++i) total += x[i];
       }
@@ -114,7 +115,7 @@ struct Forward {
     for (int item = 0; item < ITEMS; ++item) {
       if (CENTRED && !columns.has(item)) continue;
       float x[N];
-      read(slots, item, x);
+      read(source, item, x);
 #pragma unroll
       for (int i = 0; i < N; ++i) squares += (x[i] - centre) * (x[i] - centre);
     }
@@ -134,18 +135,18 @@ struct Forward {
     variance = squares * inverse_width;
   }
 
-  template <int ITEMS, class Reduce>
-  __device__ void row(const Slots<T, N, ITEMS>& slots, const Aside<ITEMS>&, Kept<ITEMS>& kept, const Place& place,
+  template <int ITEMS, class Source, class Reduce>
+  __device__ void row(const Source& source, const Aside<ITEMS>&, Kept<ITEMS>& kept, const Place& place,
                       Reduce& reducer) const {
     float centre, variance;
-    moments<ITEMS>(slots, place.columns, reducer, centre, variance);
+    moments<ITEMS>(source, place.columns, reducer, centre, variance);
     const float inverse = rsqrtf(variance + epsilon);
     if (!place.active) return;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       if (!place.columns.has(item)) continue;
       float x[N];
-      read(slots, item, x);
+      read(source, item, x);
       if constexpr (ADDED) store<T, N>(sum + place.start + place.columns.of(item), rounded<T, N>(x));
 #pragma unroll
       for (int i = 0; i < N; ++i) {
@@ -234,6 +235,7 @@ struct Backward {
   float inverse_width, scale_offset;
 
   static constexpr int kStreams = ADDED ? 3 : 2;
+  static constexpr bool kFlushes = true;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 96 : items * N > 8 ? 80 : 64; }
   template <int ITEMS>
   struct Kept {

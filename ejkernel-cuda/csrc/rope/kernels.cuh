@@ -7,7 +7,8 @@
 namespace ejkernel::rope {
 
 constexpr int kThreads = 256;
-constexpr int kAtOnce = 4;  // heads whose reads are in flight together
+constexpr int kAtOnce = 2;  // heads whose reads are in flight together
+constexpr int kBlocks = 3;  // on a processor at least, of those that copy and turn
 
 // Heads [batch, length, heads, channels] or [batch, heads, length, channels]; strides in elements.
 struct Heads {
@@ -116,7 +117,7 @@ __device__ inline void copy_rest(const T* from, T* to, const Heads& heads) {
 
 // Some heads of one token for each row of threads of a block; cos and sin are read once for all of them.
 template <typename T, bool INTERLEAVED, bool PACKED>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     rotate(const T* __restrict__ x, T* __restrict__ out, Angles angles, Heads heads, int span, bool inverse) {
   constexpr int M = kPairs<T, INTERLEAVED, PACKED>;
   using Values = Pairs<T, M, INTERLEAVED, PACKED>;
@@ -146,13 +147,16 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int at = 0; at < kAtOnce; ++at) {
         if (head + at >= count) continue;
-        Values result;
+        float first[M], second[M];
+        widen(values[at].first, first);
+        widen(values[at].second, second);
 #pragma unroll
         for (int i = 0; i < M; ++i) {
-          const float a = to_float(values[at].first.data[i]), b = to_float(values[at].second.data[i]);
-          result.first.data[i] = from_float<T>(a * cos.first.data[i] - b * sin.first.data[i]);
-          result.second.data[i] = from_float<T>(b * cos.second.data[i] + a * sin.second.data[i]);
+          const float a = first[i], b = second[i];
+          first[i] = a * cos.first.data[i] - b * sin.first.data[i];
+          second[i] = b * cos.second.data[i] + a * sin.second.data[i];
         }
+        const Values result{rounded<T, M>(first), rounded<T, M>(second)};
         result.write(out + start + (head + at) * heads.head_stride, pair, heads.half);
       }
     }

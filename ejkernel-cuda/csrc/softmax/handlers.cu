@@ -36,7 +36,7 @@ ffi::Error CheckRows(Array x, Mark where, Axes sizes, Axes strides, int64_t thre
       return Invalid(kName, "sizes make " + std::to_string(rows) + " rows, x has " + std::to_string(dims[0]));
     if (last >= marks[0]) return Invalid(kName, "strides reach row " + std::to_string(last) + " of where " + Text(marks));
   }
-  return CheckKnobs(kName, {threads, cluster, stages});
+  return CheckKnobs(kName, {threads, cluster, stages}, 0);
 }
 
 ffi::Error CheckForward(Array x, Mark where, float, Axes sizes, Axes strides, int64_t threads, int64_t cluster, int64_t stages,

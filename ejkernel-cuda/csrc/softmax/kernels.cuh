@@ -78,6 +78,7 @@ struct Forward {
   float scale;
 
   static constexpr int kStreams = 1;
+  static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items * N > 16 ? 80 : 64; }
   template <int ITEMS>
   struct Kept {};
@@ -102,21 +103,21 @@ struct Forward {
   static __device__ float shift_of(float largest) { return largest == -INFINITY ? 0.f : largest; }
   static __device__ float inverse_of(float total) { return total == 0.f ? 0.f : 1.f / total; }
 
-  template <int ITEMS, class Reduce>
-  __device__ void row(const Slots<T, N, ITEMS>& slots, const Aside<ITEMS>& aside, Kept<ITEMS>&, const Place& place,
+  template <int ITEMS, class Source, class Reduce>
+  __device__ void row(const Source& source, const Aside<ITEMS>& aside, Kept<ITEMS>&, const Place& place,
                       Reduce& reducer) const {
-    mask.data ? work<true>(slots, aside.taken, place, reducer) : work<false>(slots, 0, place, reducer);
+    mask.data ? work<true, ITEMS>(source, aside.taken, place, reducer) : work<false, ITEMS>(source, 0, place, reducer);
   }
 
   // Without a mask every column that is there takes part.
-  template <bool MASKED, int ITEMS, class Reduce>
-  __device__ void work(const Slots<T, N, ITEMS>& slots, unsigned taken, const Place& place, Reduce& reducer) const {
+  template <bool MASKED, int ITEMS, class Source, class Reduce>
+  __device__ void work(const Source& source, unsigned taken, const Place& place, Reduce& reducer) const {
     float weights[ITEMS * N];
     float largest = -INFINITY, total = 0.f;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       float values[N];
-      slots.read(0, item, values);
+      source.read(0, item, values);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const int at = item * N + i;
@@ -212,6 +213,7 @@ struct Backward {
   float scale;
 
   static constexpr int kStreams = 2;
+  static constexpr bool kFlushes = false;
   static constexpr int registers(int) { return 64; }
   template <int ITEMS>
   struct Kept {};
@@ -249,20 +251,20 @@ struct Backward {
     store<T, N>(d_x + at, rounded<T, N>(result));
   }
 
-  template <int ITEMS, class Reduce>
-  __device__ void row(const Slots<T, N, ITEMS>& slots, const Aside<ITEMS>& aside, Kept<ITEMS>&, const Place& place,
+  template <int ITEMS, class Source, class Reduce>
+  __device__ void row(const Source& source, const Aside<ITEMS>& aside, Kept<ITEMS>&, const Place& place,
                       Reduce& reducer) const {
-    mask.data ? work<true>(slots, aside.taken, place, reducer) : work<false>(slots, 0, place, reducer);
+    mask.data ? work<true, ITEMS>(source, aside.taken, place, reducer) : work<false, ITEMS>(source, 0, place, reducer);
   }
 
   // What is not there is zero.
-  template <bool MASKED, int ITEMS, class Reduce>
-  __device__ void work(const Slots<T, N, ITEMS>& slots, unsigned taken, const Place& place, Reduce& reducer) const {
+  template <bool MASKED, int ITEMS, class Source, class Reduce>
+  __device__ void work(const Source& source, unsigned taken, const Place& place, Reduce& reducer) const {
     float sum = 0.f, values[N], grads[N];
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
-      slots.read(0, item, values);
-      slots.read(1, item, grads);
+      source.read(0, item, values);
+      source.read(1, item, grads);
       sum += dot<MASKED>(values, grads, taken >> (item * N));
     }
     sum = reducer.template all<Add>(sum);
@@ -270,8 +272,8 @@ struct Backward {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       if (!place.columns.has(item)) continue;
-      slots.read(0, item, values);
-      slots.read(1, item, grads);
+      source.read(0, item, values);
+      source.read(1, item, grads);
       write<MASKED>(values, grads, taken >> (item * N), place.start + place.columns.of(item), sum);
     }
   }

@@ -26,6 +26,16 @@ void streamed(const Op& op, const Shape& shape) {
       [&] { streamed_rows<Op, ITEMS, CLUSTER>(op, walk, shape.stages); }, shape.stages * stage);
 }
 
+template <class Op, int ITEMS>
+void direct(const Op& op, const Shape& shape) {
+  if constexpr (!Op::kFlushes) {
+    const unsigned y = shape.threads > 32 ? 1 : unsigned(kSmallBlock / shape.threads);
+    const int64_t rows = y * kAtOnce<Op, ITEMS>;
+    const Walk walk{shape.rows_per_group, (shape.rows_per_group + rows - 1) / rows};
+    host::launch(unsigned(shape.groups * walk.parts), {unsigned(shape.threads), y}, 1, [&] { direct_rows<Op, ITEMS>(op, walk); });
+  }
+}
+
 template <class Op>
 void rows(const Op& op, const Shape& shape) {
   if (shape.items == 0) {
@@ -33,6 +43,8 @@ void rows(const Op& op, const Shape& shape) {
                  [&] { walked_rows<Op>(op, shape.rows_per_group * shape.groups); });
   } else if (shape.cluster > 1) {
     streamed<Op, kMaxItems, true>(op, shape);
+  } else if (shape.stages == 0) {
+    shape.items == 1 ? direct<Op, 1>(op, shape) : shape.items == 2 ? direct<Op, 2>(op, shape) : direct<Op, 4>(op, shape);
   } else if (shape.items == 1) {
     streamed<Op, 1, false>(op, shape);
   } else if (shape.items == 2) {

@@ -1,8 +1,9 @@
 """Performance knobs of the operations over rows.
 
 A thread takes up to four packs of 16 bytes of a row. Its block copies rows ahead of the one in work into shared memory, so that
-memory stays busy while threads wait for each other. Rows wider than the threads of a block can take are shared by a cluster of
-blocks from compute capability 9.0 on; those that do not fit either are read more than once.
+memory stays busy while threads wait for each other; or it reads a few rows straight into registers and ends. Rows wider than the
+threads of a block can take are shared by a cluster of blocks from compute capability 9.0 on; those that do not fit either are read
+more than once.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ THREADS = tuple(1 << power for power in range(10))
 CLUSTERS = (2, 4, 8, 16)
 CLUSTERS_SINCE = (9, 0)
 PACKS = 4
-_STAGES = {1: 4, 2: 3, 3: 2}
-"""By the arrays that are read: about 100 KB on their way to a processor with the threads that fit there."""
+_STAGES = {1: 4, 2: 2, 3: 2}
+"""By the arrays that are read. On an H200, of two arrays a third stage lost up to 3 %, and up to 4 % in clusters."""
 _SPARE = 64
 """Packs that one thread each, or two, take before there are enough threads for four."""
 _PROCESSORS = 160
@@ -32,7 +33,8 @@ class ForwardConfig:
     threads: wished for of a block for each row, a power of two up to 512; the library takes more when a row needs them, and fewer
         when four packs per thread or the packs of the row leave some without.
     cluster: blocks that share a row, a power of two up to 16. Above 1, `threads` has no effect: each has four packs.
-    stages: rows of a block in shared memory, 1 to 8; fewer where that is too small.
+    stages: rows of a block in shared memory, 1 to 8; fewer where that is too small. 0: none; a thread asks for up to four packs,
+        of one row or of several, and its block ends with them. For a cluster, and where rows do not start on 16 bytes, as 1.
     """
 
     threads: int
@@ -43,7 +45,7 @@ class ForwardConfig:
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Attributes:
-    threads, cluster, stages: as in forward.
+    threads, cluster, stages: as in forward, but at least one stage.
     parts: blocks or clusters that share the rows under one parameter, at most; each writes a partial sum of the parameter's
         gradient. No more are launched than the device runs at once.
     """
@@ -85,14 +87,17 @@ def row_config(x: ArraySpec, target: Target, streams: int, packs_per_thread: int
     return ForwardConfig(threads_for(packs, packs_per_thread if packs >= _SPARE else 2), 1, stages)
 
 
-def row_configs(x: ArraySpec, target: Target, streams: int, packs_per_thread: int) -> list[ForwardConfig]:
-    """Their search space, the heuristic's choice in front."""
+def row_configs(
+    x: ArraySpec, target: Target, streams: int, packs_per_thread: int, *, direct: bool = True
+) -> list[ForwardConfig]:
+    """Their search space, the heuristic's choice in front; `direct`: also without shared memory."""
     packs, stages = packs_of(x), _STAGES[streams]
     chosen = row_config(x, target, streams, packs_per_thread)
     shapes = [(THREADS[-1], size) for size in clusters_for(x, target)]
     if not shapes or packs <= PACKS * THREADS[-1]:
         shapes += [(threads, 1) for threads in dict.fromkeys(threads_for(packs, count) for count in (4, 2, 1))]
-    found = [ForwardConfig(*shape, count) for count in (stages, stages - 1, stages + 2) for shape in shapes]
+    counts = (stages, stages - 1, stages + 2, *((0,) if direct else ()))
+    found = [ForwardConfig(threads, cluster, count) for count in counts for threads, cluster in shapes if count or cluster == 1]
     return list(dict.fromkeys([chosen, *found]))
 
 
@@ -118,7 +123,7 @@ def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
 
 
 def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
-    return [_summing(call.x, config) for config in row_configs(call.x, target, 2, 4)]
+    return [_summing(call.x, config) for config in row_configs(call.x, target, 2, 4, direct=False)]
 
 
 def added_forward_heuristic(call: AddRmsNormCall, target: Target) -> ForwardConfig:
@@ -134,7 +139,7 @@ def added_backward_heuristic(call: AddRmsNormCall, target: Target) -> BackwardCo
 
 
 def added_backward_space(call: AddRmsNormCall, target: Target) -> list[BackwardConfig]:
-    return [_summing(call.x, config) for config in row_configs(call.x, target, 3, 4)]
+    return [_summing(call.x, config) for config in row_configs(call.x, target, 3, 4, direct=False)]
 
 
 FORWARD = ConfigSpace(ForwardConfig, forward_heuristic, forward_space)
