@@ -1,7 +1,7 @@
 """Which platform runs first where several can: data, justified by the measurements in `benchmarks/results`.
 
-Operation -> backend -> platform or implementation id -> standing; larger is preferred. XLA stands at 0 and whatever is absent
-below it: another platform joins the table once a committed measurement shows where it beats XLA. Where it does so for some calls
+Operation -> backend -> platform or implementation id -> standing; larger is preferred. XLA stands at 0, what was slower below it,
+and whatever is absent below that: another platform joins the table once it was measured. Where it does so for some calls
 only, a rule takes the place of the number: a function of call and phase that says where the platform stands for this one, and why
 it is not where it stands at best. Rules live here and not in plugins, as they compare platforms. `tests/test_default_order.py`
 holds every one against the recorded times.
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from ejkernel.operations.linear_recurrence.interface import LinearRecurrenceCall
     from ejkernel.plugin import Phase
 
-UNMEASURED = -1
-_PORTABLE = 0
-_BEHIND_TRITON, _TRITON, _AHEAD_OF_TRITON = 5, 10, 20
+UNMEASURED = -2
+_BEHIND_XLA, _PORTABLE = -1, 0
+_BEHIND_TRITON, _TRITON, _AHEAD_OF_TRITON, _FIRST = 5, 10, 20, 30
 _HALVES = ("bfloat16", "float16")
 
 
@@ -68,6 +68,45 @@ def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase) -> Standing
     if width is not None and width < _NARROW_WINDOW:
         return Standing(_BEHIND_TRITON, "a window of 128 keys took 0.35 ms forward, Triton's 0.28 ms")
     return Standing(_AHEAD_OF_TRITON)
+
+
+def _attention_on_cuda(call: FlashAttentionCall, phase: Phase) -> Standing:
+    """benchmarks/results/bench_cuda_attention_h200.json, forward in ms at B2 T8192:
+
+    H32/8 D128 causal               1.69, Mosaic GPU 1.66, Triton 2.14
+    H16 D128 causal                 0.881, Mosaic GPU 0.912, Triton 1.17
+    H16 D128                        1.63, Mosaic GPU 1.59, Triton 2.17
+    H32 D64                         2.02, Mosaic GPU 2.06, Triton 2.48
+    H16/8 D256 window 4096 soft cap 1.35, Mosaic GPU 1.40, Triton 2.19
+    H64/8 D64 window 128            0.259, Mosaic GPU 0.347, Triton 0.286
+
+    and 1.48 at H16 D192/128 causal (flash_attention_cuda_h200.json), Mosaic GPU 1.05, Triton 1.88.
+    """
+    tokens, width = min(call.query.shape[1], call.key.shape[1]), call.window_width
+    if tokens < _FEWEST_TOKENS:
+        return Standing(UNMEASURED, f"{tokens} tokens, fewer than {_FEWEST_TOKENS}, were not timed")
+    if untimed := _untimed_attention(call):
+        return Standing(_BEHIND_TRITON, f"{untimed} were not timed")
+    shared = call.query.shape[2] > call.key.shape[2]
+    narrow, wide = width is not None and width < _NARROW_WINDOW, call.value.shape[3] > 128
+    if narrow or wide or (call.causal and not shared):
+        return Standing(_FIRST)
+    return Standing(_TRITON + 1, "heads up to 128 that share keys, or see all of them, took 2 % longer than Mosaic GPU's")
+
+
+def _attention_on_cudnn(call: FlashAttentionCall, phase: Phase) -> Standing:
+    """benchmarks/results/bench_cuda_attention_h200.json, of the cases above: 1.76, 0.962, 1.60, 2.24, none, 0.280 ms."""
+    if phase == "backward":
+        return Standing(UNMEASURED, "its gradients were not timed through this platform")
+    return Standing(_BEHIND_TRITON, "on an H200 another kernel was faster in every case")
+
+
+def _rows_on_cuda(call: Any, phase: Phase) -> Standing:
+    """benchmarks/results/bench_cuda_rows_h200.json, 16384x4096 and 131072x128: 1.09 to 1.18 times XLA's time forward, 0.47 to
+    0.71 times backward; Triton's 1.03 to 1.28 times as fast as both."""
+    if phase == "forward":
+        return Standing(_BEHIND_XLA, "its forward kernels took 9 to 18 % longer than XLA's")
+    return Standing(_BEHIND_TRITON)
 
 
 _TIMED_HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -129,28 +168,43 @@ def _untimed_product(call: GroupedMatmulCall) -> str:
 
 
 DEFAULT_ORDER: Mapping[str, Mapping[str, Mapping[str, int | Rule]]] = {
+    # benchmarks/results/bench_cuda_rows_h200.json: CUDA's 1.35 to 1.37 times as fast as XLA forward, 1.5 to 1.9 times backward
+    "add_rms_norm": {"gpu": {"cuda": _FIRST}},
     # benchmarks/results/bench_h200.json: Triton's forward 5 to 21 times as fast as XLA in bfloat16, backward 2.2 to 15 times;
     # forward in float32 3.3 times (bench_float32_h200.json)
-    "flash_attention": {"gpu": {"triton": _TRITON, "pallas.mosaic_gpu": _attention_on_mosaic_gpu}},
+    "flash_attention": {
+        "gpu": {
+            "triton": _TRITON,
+            "pallas.mosaic_gpu": _attention_on_mosaic_gpu,
+            "cuda": _attention_on_cuda,
+            "cuda.cudnn": _attention_on_cudnn,
+        }
+    },
     # benchmarks/results/bench_h200.json: Triton 3.1 to 4.9 times forward, 3.8 to 7.6 times backward; in float32 1.25 to 1.4 and
     # 1.02 to 1.4 times (bench_float32_h200.json)
     "grouped_matmul": {"gpu": {"triton": _TRITON, "pallas.mosaic_gpu": _grouped_matmul_on_mosaic_gpu}},
     # benchmarks/results/rows_h200.json, against XLA over several shapes in bfloat16.
     # forward 1.07 to 2.2 times as fast as XLA, backward 1.08 to 2.7 times
-    "layer_norm": {"gpu": {"triton": _TRITON}},
+    "layer_norm": {"gpu": {"triton": _TRITON, "cuda": _rows_on_cuda}},
     "linear_recurrence": {"gpu": {"triton": _linear_recurrence_on_triton}},
     # benchmarks/results/rows_h200.json: forward 1.30 times (packed sequences over 200 times), backward 2.5 times
     "mean_pooling": {"gpu": {"triton": _TRITON}},
-    # benchmarks/results/paged_h200.json: decode 5 to 140 times as fast as XLA, 1.8 to 1.9 times as JAX's Pallas kernel
-    "paged_attention": {"gpu": {"triton": _TRITON}},
-    # benchmarks/results/bench_h200.json: an update of 64 requests takes a kernel 3.4 us, XLA's scatters 22 us and more
-    "paged_cache_update": {"gpu": {"triton": _TRITON}},
-    # benchmarks/results/rows_h200.json: 0.99 to 1.00 times in both phases, 1.4 times with the gradients of cos and sin
-    "rope": {"gpu": {"triton": _TRITON}},
-    # benchmarks/results/rows_h200.json: forward 1.03 to 1.5 times, backward 1.03 to 1.8 times
-    "softmax": {"gpu": {"triton": _TRITON}},
+    # benchmarks/results/paged_h200.json: decode 5 to 140 times as fast as XLA, 1.8 to 1.9 times as JAX's Pallas kernel;
+    # bench_cuda_rows_h200.json: CUDA's takes 1.00 and 1.05 times Triton's time
+    "paged_attention": {"gpu": {"triton": _TRITON, "cuda": _BEHIND_TRITON}},
+    # benchmarks/results/bench_h200.json: an update of 64 requests takes a kernel 3.4 us, XLA's scatters 22 us and more;
+    # bench_cuda_rows_h200.json: CUDA's 4.1 us
+    "paged_cache_update": {"gpu": {"triton": _TRITON, "cuda": _BEHIND_TRITON}},
+    # benchmarks/results/bench_cuda_rows_h200.json: CUDA's 1.25 times as fast as XLA forward, 1.7 times backward
+    "qk_norm_rope": {"gpu": {"cuda": _FIRST}},
+    # benchmarks/results/rows_h200.json: 0.99 to 1.00 times in both phases, 1.4 times with the gradients of cos and sin;
+    # rows_cuda_h200.json: CUDA's takes 1.08 times XLA's time
+    "rope": {"gpu": {"triton": _TRITON, "cuda": _BEHIND_XLA}},
+    # benchmarks/results/rows_h200.json: forward 1.03 to 1.5 times, backward 1.03 to 1.8 times; rows_cuda_h200.json: CUDA's forward
+    # 0.97 to 1.7 times as fast as XLA, backward 1.4 to 1.7 times, at best what Triton's is
+    "softmax": {"gpu": {"triton": _TRITON, "cuda": _BEHIND_TRITON}},
     # benchmarks/results/rms_norm_h200.json: forward 1.04 to 1.10 times as fast as XLA, backward 1.61 to 1.64 times
-    "rms_norm": {"gpu": {"triton": _TRITON}},
+    "rms_norm": {"gpu": {"triton": _TRITON, "cuda": _rows_on_cuda}},
 }
 
 
