@@ -19,8 +19,8 @@ THREADS = tuple(1 << power for power in range(10))
 CLUSTERS = (2, 4, 8, 16)
 CLUSTERS_SINCE = (9, 0)
 PACKS = 4
-_STAGES = {1: 4, 2: 2, 3: 2}
-"""By the arrays that are read. On an H200, of two arrays a third stage lost up to 3 %, and up to 4 % in clusters."""
+_STAGES = {1: 4, 2: 3, 3: 2}
+"""By the arrays that are read: about 100 KB on their way to a processor with the threads that fit there."""
 _SPARE = 64
 """Packs that one thread each, or two, take before there are enough threads for four."""
 _PROCESSORS = 160
