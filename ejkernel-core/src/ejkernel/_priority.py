@@ -60,9 +60,9 @@ def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase) -> Standing
     Phases are chosen apart, as each reads nothing of the other but output and log-sum-exp. Long calls took XLA at least twice as
     long in every case.
     """
-    tokens, width = min(call.query.shape[1], call.key.shape[1]), call.window_width
-    if tokens < _FEWEST_TOKENS:
-        return Standing(UNMEASURED, f"{tokens} tokens, fewer than {_FEWEST_TOKENS}, were not timed")
+    width = call.window_width
+    if few := _few_tokens(call):
+        return few
     if untimed := _untimed_attention(call):
         return Standing(_BEHIND_TRITON, f"{untimed} were not timed")
     if width is not None and width < _NARROW_WINDOW:
@@ -82,9 +82,9 @@ def _attention_on_cuda(call: FlashAttentionCall, phase: Phase) -> Standing:
 
     and 1.48 at H16 D192/128 causal (flash_attention_cuda_h200.json), Mosaic GPU 1.05, Triton 1.88.
     """
-    tokens, width = min(call.query.shape[1], call.key.shape[1]), call.window_width
-    if tokens < _FEWEST_TOKENS:
-        return Standing(UNMEASURED, f"{tokens} tokens, fewer than {_FEWEST_TOKENS}, were not timed")
+    width = call.window_width
+    if few := _few_tokens(call):
+        return few
     if untimed := _untimed_attention(call):
         return Standing(_BEHIND_TRITON, f"{untimed} were not timed")
     shared = call.query.shape[2] > call.key.shape[2]
@@ -98,15 +98,19 @@ def _attention_on_cudnn(call: FlashAttentionCall, phase: Phase) -> Standing:
     """benchmarks/results/bench_cuda_attention_h200.json, of the cases above: 1.76, 0.962, 1.60, 2.24, none, 0.280 ms."""
     if phase == "backward":
         return Standing(UNMEASURED, "its gradients were not timed through this platform")
-    return Standing(_BEHIND_TRITON, "on an H200 another kernel was faster in every case")
+    return _few_tokens(call) or Standing(_BEHIND_TRITON, "on an H200 another kernel was faster in every case")
 
 
 def _rows_on_cuda(call: Any, phase: Phase) -> Standing:
     """benchmarks/results/bench_cuda_rows_h200.json, 16384x4096 and 131072x128: 1.09 to 1.18 times XLA's time forward, 0.47 to
-    0.71 times backward; Triton's 1.03 to 1.28 times as fast as both."""
+    0.71 times backward; Triton's 1.03 to 1.28 times as fast as both. rows_cuda_h200.json, 8192x16384 backward: 0.212 ms for
+    layer_norm and 0.226 for rms_norm, Triton 0.334 and 0.341, XLA 0.606 and 0.349; at 8192 and at 32768 columns Triton is faster
+    or equal."""
     if phase == "forward":
         return Standing(_BEHIND_XLA, "its forward kernels took 9 to 18 % longer than XLA's")
-    return Standing(_BEHIND_TRITON)
+    if call.x.dtype in _HALVES and 8192 < call.x.shape[-1] <= 16384:
+        return Standing(_FIRST)
+    return Standing(_BEHIND_TRITON, "Triton's was faster but for rows of 8193 to 16384 columns in bfloat16 or float16")
 
 
 _TIMED_HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -120,6 +124,13 @@ _UNTIMED_ATTENTION = {
     "chunk_size": "chunks",
     "prefix": "prefixes",
 }
+
+
+def _few_tokens(call: FlashAttentionCall) -> Standing | None:
+    tokens = min(call.query.shape[1], call.key.shape[1])
+    if tokens >= _FEWEST_TOKENS:
+        return None
+    return Standing(UNMEASURED, f"{tokens} tokens, fewer than {_FEWEST_TOKENS}, were not timed")
 
 
 def _untimed_attention(call: FlashAttentionCall) -> str:
