@@ -8,7 +8,12 @@ namespace ejkernel::rope {
 
 constexpr int kThreads = 256;
 constexpr int kAtOnce = 2;  // heads whose reads are in flight together
-constexpr int kBlocks = 3;  // on a processor at least, of those that copy and turn
+// On a processor at least; code for 10.0 takes more registers than three leave to each.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kBlocks = 2;
+#else
+constexpr int kBlocks = 3;
+#endif
 
 // Heads [batch, length, heads, channels] or [batch, heads, length, channels]; strides in elements.
 struct Heads {
