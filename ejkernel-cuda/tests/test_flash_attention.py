@@ -160,7 +160,7 @@ def test_configs():
     assert config.forward_heuristic(problem().call, H200).persistent
     assert {len(config.forward_space(call, H200)) for call in calls.values()} == {4}
     narrow = config.forward_heuristic(problem(size=64, causal=True, sliding_window=(127, 0)).call, H200)
-    assert narrow.packed and narrow.persistent
+    assert narrow.packed and narrow.persistent and not narrow.take_turns
     assert config.forward_heuristic(problem(queries=3, keys=500).call, H200).packed
     assert not config.forward_heuristic(problem(queries=3, keys=500, heads=2).call, H200).packed
     groups = {heads: config.heads_side_by_side(problem(heads=heads, key_heads=1).call) for heads in (1, 7, 12, 64, 128)}

@@ -66,7 +66,7 @@ def check_forward(
 
 def check_backward(
     name="rms_norm", x=(2, 3, 8), scale=(1, 8), rstd=(6,), mean=None, grad=(2, 3, 8), d_scale=None, d_offset=(0, 8), parts=2,
-    partials=((1, 2, 8), (0, 2, 8)), cluster=1, grad_sum=None,
+    partials=((1, 2, 8), (0, 2, 8)), cluster=1, stages=1, grad_sum=None,
 ):  # fmt: skip
     mean = mean or (rstd if name == "layer_norm" else (0,))
     grad_sum = grad_sum or (x if name == "add_rms_norm" else (0,))
@@ -74,7 +74,8 @@ def check_backward(
     return jax.block_until_ready(
         jax.ffi.ffi_call(check_target(f"{name}_backward"), results)(
             jnp.zeros(x), jnp.zeros(scale), jnp.zeros(mean), jnp.zeros(rstd), jnp.zeros(grad), jnp.zeros(grad_sum),
-            scale_offset=np.float32(0), threads=np.int64(32), cluster=np.int64(cluster), stages=np.int64(1), parts=np.int64(parts),
+            scale_offset=np.float32(0), threads=np.int64(32), cluster=np.int64(cluster), stages=np.int64(stages),
+            parts=np.int64(parts),
         )
     )  # fmt: skip
 
@@ -125,6 +126,7 @@ def test_forward_refuses(name, arguments, message):
         ({"d_offset": (1, 8), "partials": ((1, 2, 8), (1, 3, 8))}, "partial sums must be"),
         ({"parts": 0}, "parts must be positive, got 0"),
         ({"cluster": 3}, "cluster must be a power of two"),
+        ({"stages": 0}, "stages must be 1 ... 8, got 0"),
     ],
 )
 def test_backward_refuses(name, arguments, message):

@@ -460,8 +460,8 @@ def main() -> int:
     if "numbers" in parts:
         passed = check_numbers(platform, save)
         print(f"numbers: {sum(row['passed'] for row in result['numbers'])} of {len(result['numbers'])} right", flush=True)
+    peers = {"cudnn": time_cudnn, "mosaic_gpu": time_mosaic, "flex": time_flex}
     for name in cases:
-        peers = {"cudnn": time_cudnn, "mosaic_gpu": time_mosaic, "flex": time_flex}
         for part, run in (
             ("times", lambda n, p, s: time_configs(n, p, s, platform, given.heuristic)),
             *(("peers", peers[peer]) for peer in given.peers.split(",") if peer != platform.name),

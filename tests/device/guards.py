@@ -8,7 +8,7 @@ be that place. Ragged shapes of all operations, forward and backward, each run s
 without guards. Outputs that were not placed between guards are counted, and more than a tenth of them is a failure. Writes
 `guards.json` under `--out` (or `$OUT`), exits with 1 if anything is wrong.
 
-compute-sanitizer (`cuda_library.py`) sees reads and scratch memory too, but stops at what one allocation is rounded up to.
+compute-sanitizer (`cuda_library.py`) sees reads and scratch memory too.
 """
 
 from __future__ import annotations
