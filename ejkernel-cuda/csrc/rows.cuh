@@ -2,7 +2,7 @@
 //
 // An Op says what is done. Its members: T, N (elements of an access), `width`; kStreams arrays that are read, `stream` each;
 // Aside<ITEMS> and `aside`, what else a thread needs of a row; Kept<ITEMS>, what it keeps from row to row, and `begin`, which
-// fills it; `registers`, as many as all that takes; `row`, all of the work on a row; kFlushes, whether something is left to do
+// fills it; `near`, the same for a thread that has few rows; `registers`, as many as all that takes; `row`, all of the work on a row; kFlushes, whether something is left to do
 // after the last one, and that, `flush`; and `walk`, the work on a row of any width, which reads it more than once.
 #pragma once
 
@@ -166,11 +166,10 @@ __global__ void __maxnreg__(Op::registers(ITEMS) + (ITEMS > 2 ? 32 : 16)) direct
       }
     }
   }
-  typename Op::template Kept<ITEMS> kept;
-  op.template begin<ITEMS>(kept, group, columns);
+  const auto near = op.near(group);
 #pragma unroll
   for (int at = 0; at < ROWS; ++at) {
-    op.template row<ITEMS>(held[at], op.template aside<ITEMS>(places[at]), kept, places[at], reducer);
+    op.template row<ITEMS>(held[at], op.template aside<ITEMS>(places[at]), near, places[at], reducer);
   }
 }
 

@@ -97,6 +97,12 @@ class Parameter(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64))
 
 
+class Stored(ctypes.Structure):
+    """A parameter in float32 or, `narrow`, in the dtype of what is normalised."""
+
+    _fields_ = (*Parameter._fields_, ("narrow", ctypes.c_bool))
+
+
 class Mask(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),

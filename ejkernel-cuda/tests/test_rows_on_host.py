@@ -7,7 +7,7 @@ import ctypes
 import host_kernels
 import numpy as np
 import pytest
-from host_kernels import KINDS, Guarded, Mask, Parameter, Shape, library, output, rounded
+from host_kernels import KINDS, Guarded, Mask, Shape, Stored, library, output, rounded
 
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations.add_rms_norm import interface as add_rms_norm
@@ -56,10 +56,11 @@ def relative(got: np.ndarray, wanted: np.ndarray, floor: float = 0.0) -> float:
     return float(np.linalg.norm(got.astype(np.float64) - wanted) / max(np.linalg.norm(wanted), floor, 1e-30))
 
 
-def parameter(guarded: Guarded | None) -> Parameter:
+def parameter(guarded: Guarded | None) -> Stored:
     if guarded is None:
-        return Parameter(None, 0)
-    return Parameter(guarded.pointer, guarded.array.shape[1] if guarded.array.shape[0] > 1 else 0)
+        return Stored(None, 0, False)
+    members, width = guarded.array.shape
+    return Stored(guarded.pointer, width if members > 1 else 0, guarded.array.dtype != np.float32)
 
 
 NORMS = {
@@ -72,15 +73,17 @@ NORMS = {
 class Norm:
     """One problem of a normalisation: 2 batch members of 5 rows."""
 
-    def __init__(self, name: str, dtype: str, width: int, parameters: int, scale_offset: float = 0.0) -> None:
-        """parameters: 0 for none, 1 for those that the batch shares, 2 for one of each member's."""
+    def __init__(
+        self, name: str, dtype: str, width: int, parameters: int, scale_offset: float = 0.0, stored: str = "float32"
+    ) -> None:
+        """parameters: 0 for none, 1 for those that the batch shares, 2 for one of each member's; `stored` is the scale's dtype."""
         rng = np.random.default_rng(width)
         operation, reference = NORMS[name]
         self.centred, self.added, self.which = name == "layer_norm", name == "add_rms_norm", [*NORMS].index(name)
         self.dtype, self.width = dtype, width
         self.x = rounded(rng.normal(size=(2, 5, width)) * 2 + 3, dtype)
         self.grad = rounded(rng.normal(size=(2, 5, width)), dtype)
-        self.scale = rng.normal(size=(parameters, width)).astype(np.float32) if parameters else None
+        self.scale = rounded(rng.normal(size=(parameters, width)), stored) if parameters else None
         self.offset = rng.normal(size=(1, width)).astype(np.float32) if parameters and not self.added else None
         self.residual = rounded(rng.normal(size=(2, 5, width)), dtype) if self.added else None
         self.grad_sum = rounded(rng.normal(size=(2, 5, width)), dtype) if self.added else None
@@ -136,8 +139,8 @@ class Norm:
 @pytest.mark.parametrize("launch", LAUNCHES + DIRECT, ids=str)
 def test_norm_forward(launch, name):
     dtype, width, *knobs = launch
-    for parameters, scale_offset in ((0, 0.0), (2, 1.0)):
-        problem = Norm(name, dtype, width, parameters, scale_offset)
+    for parameters, scale_offset, stored in ((0, 0.0, "float32"), (1, 0.0, dtype), (2, 1.0, "float32")):
+        problem = Norm(name, dtype, width, parameters, scale_offset, stored)
         got, again = (problem.forward(*knobs, parts=parts) for parts in (3, 2))
         wanted = [problem.outputs.out, *([problem.outputs.mean] if problem.centred else []), problem.outputs.rstd]
         assert relative(got[0], wanted[0], floor=1.0) < TOLERANCE[dtype]
@@ -151,8 +154,8 @@ def test_norm_forward(launch, name):
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 def test_norm_backward(launch, name):
     dtype, width, *knobs = launch
-    for parameters, scale_offset in ((0, 0.0), (1, 0.0), (2, 1.0)):
-        problem = Norm(name, dtype, width, parameters, scale_offset)
+    for parameters, scale_offset, stored in ((0, 0.0, "float32"), (1, 0.0, "float32"), (2, 1.0, dtype)):
+        problem = Norm(name, dtype, width, parameters, scale_offset, stored)
         if parameters == 2:
             problem.offset = None
         got = problem.backward(*knobs, parts=2)

@@ -1,6 +1,7 @@
 // XLA's door to normalisations of rows: checks of every shape and dtype, the choice of kernel, the launch.
 //
-// A parameter that is absent comes as [0, width]; shared by the batch as [1, width]; one per batch member as [batch, width].
+// A parameter, in float or in x's type, that is absent comes as [0, width]; shared by the batch as [1, width]; one per batch
+// member as [batch, width].
 // What a normalisation does not have is there, empty: the mean unless CENTRED, residual, sum and its gradient unless ADDED.
 #pragma once
 
@@ -9,9 +10,10 @@
 
 namespace ejkernel::norm {
 
-inline Parameter AsParameter(Floats array) {
+template <typename T>
+Parameter<T> AsParameter(Array array) {
   const int64_t batch = array.dimensions()[0];
-  return {batch ? array.typed_data() : nullptr, batch > 1 ? array.dimensions()[1] : 0};
+  return {batch ? array.untyped_data() : nullptr, batch > 1 ? array.dimensions()[1] : 0, array.element_type() != ffi::F32};
 }
 
 template <bool CENTRED, bool ADDED = false>
@@ -32,8 +34,10 @@ struct Handlers {
     return Invalid(kName, std::string(name) + " must be empty, got " + Text(array.dimensions()));
   }
 
-  static ffi::Error CheckParameter(const char* name, Floats array, Array x) {
+  static ffi::Error CheckParameter(const char* name, Array array, Array x) {
     const Dims dims = array.dimensions(), like = x.dimensions();
+    if (array.element_type() != ffi::F32 && array.element_type() != x.element_type())
+      return Invalid(kName, std::string(name) + " must be float32 or have x's type");
     if (dims.size() == 2 && dims[1] == like[2] && (dims[0] == 0 || dims[0] == 1 || dims[0] == like[0]))
       return ffi::Error::Success();
     return Invalid(kName, std::string(name) + " must be [0, 1 or batch, width] of x " + Text(like) + ", got " + Text(dims));
@@ -48,7 +52,7 @@ struct Handlers {
     return Invalid(kName, std::string(name) + wanted + Text(array.dimensions()));
   }
 
-  static ffi::Error CheckForward(Array x, Array residual, Floats scale, Floats offset, float, float, int64_t threads,
+  static ffi::Error CheckForward(Array x, Array residual, Array scale, Array offset, float, float, int64_t threads,
                                  int64_t cluster, int64_t stages, ffi::Result<Array> out, ffi::Result<Array> sum,
                                  ffi::Result<Floats> mean, ffi::Result<Floats> rstd) {
     EJKERNEL_TRY(CheckX(x));
@@ -63,7 +67,7 @@ struct Handlers {
     return CheckKnobs(kName, {threads, cluster, stages}, 0);
   }
 
-  static ffi::Error CheckBackward(Array x, Floats scale, Floats mean, Floats rstd, Array grad, Array grad_sum, float,
+  static ffi::Error CheckBackward(Array x, Array scale, Floats mean, Floats rstd, Array grad, Array grad_sum, float,
                                   int64_t threads, int64_t cluster, int64_t stages, int64_t parts, ffi::Result<Array> d_x,
                                   ffi::Result<Floats> d_scale, ffi::Result<Floats> d_offset, ffi::Result<Floats> part_scale,
                                   ffi::Result<Floats> part_offset) {
@@ -99,7 +103,7 @@ struct Handlers {
 
   static bool Packed(Array x) { return x.dimensions()[2] * int64_t(ffi::ByteWidth(x.element_type())) % 16 == 0; }
 
-  static ffi::Error RunForward(cudaStream_t stream, Array x, Array residual, Floats scale, Floats offset, float epsilon,
+  static ffi::Error RunForward(cudaStream_t stream, Array x, Array residual, Array scale, Array offset, float epsilon,
                                float scale_offset, int64_t threads, int64_t cluster, int64_t stages, ffi::Result<Array> out,
                                ffi::Result<Array> sum, ffi::Result<Floats> mean, ffi::Result<Floats> rstd) {
     EJKERNEL_TRY(
@@ -113,8 +117,8 @@ struct Handlers {
     return ForFloat(x.element_type(), packed, [&]<typename T, int N>() {
       const Forward<T, N, CENTRED, ADDED> op{static_cast<const T*>(x.untyped_data()),
                                              ADDED ? static_cast<const T*>(residual.untyped_data()) : nullptr,
-                                             AsParameter(scale),
-                                             AsParameter(offset),
+                                             AsParameter<T>(scale),
+                                             AsParameter<T>(offset),
                                              static_cast<T*>(out->untyped_data()),
                                              ADDED ? static_cast<T*>(sum->untyped_data()) : nullptr,
                                              save && CENTRED ? mean->typed_data() : nullptr,
@@ -145,7 +149,7 @@ struct Handlers {
     return CheckLaunch(kName, "sum of partial gradients");
   }
 
-  static ffi::Error RunBackward(cudaStream_t stream, Array x, Floats scale, Floats mean, Floats rstd, Array grad,
+  static ffi::Error RunBackward(cudaStream_t stream, Array x, Array scale, Floats mean, Floats rstd, Array grad,
                                 Array grad_sum, float scale_offset, int64_t threads, int64_t cluster, int64_t stages,
                                 int64_t parts, ffi::Result<Array> d_x, ffi::Result<Floats> d_scale,
                                 ffi::Result<Floats> d_offset, ffi::Result<Floats> part_scale, ffi::Result<Floats> part_offset) {
@@ -167,7 +171,7 @@ struct Handlers {
     Walk walk{dims[0] * dims[1] / groups, parts};
     EJKERNEL_TRY(ForFloat(x.element_type(), packed, [&]<typename T, int N>() -> ffi::Error {
       const Backward<T, N, CENTRED, ADDED> op{static_cast<const T*>(x.untyped_data()),
-                                              AsParameter(scale),
+                                              AsParameter<T>(scale),
                                               CENTRED ? mean.typed_data() : nullptr,
                                               rstd.typed_data(),
                                               static_cast<const T*>(grad.untyped_data()),
@@ -197,8 +201,8 @@ struct Handlers {
     return std::move(binding)
         .template Arg<Array>()
         .template Arg<Array>()
-        .template Arg<Floats>()
-        .template Arg<Floats>()
+        .template Arg<Array>()
+        .template Arg<Array>()
         .template Attr<float>("epsilon")
         .template Attr<float>("scale_offset")
         .template Attr<int64_t>("threads")
@@ -214,7 +218,7 @@ struct Handlers {
   static auto BindBackward(Binding binding) {
     return std::move(binding)
         .template Arg<Array>()
-        .template Arg<Floats>()
+        .template Arg<Array>()
         .template Arg<Floats>()
         .template Arg<Floats>()
         .template Arg<Array>()

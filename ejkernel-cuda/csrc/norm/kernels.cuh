@@ -7,35 +7,61 @@
 
 namespace ejkernel::norm {
 
-// A parameter [0 or 1 or batch, width] in float.
-struct Parameter {
-  const float* data;  // null when absent
-  int64_t stride;     // from one batch member to the next; 0 when all share it
+// One row of a parameter, stored as T or in float.
+template <typename T>
+struct ParameterRow {
+  const void* data;  // null when absent
+  bool narrow;       // stored as T
 
-  __device__ const float* member(int64_t index) const { return data ? data + index * stride : nullptr; }
-
-  __device__ const float* row(int64_t row, int64_t rows_per_batch) const {
-    int64_t within;
-    return data && stride ? member(divide(row, rows_per_batch, within)) : data;
+  // N columns plus `more`, or `absent`.
+  template <int N>
+  __device__ void read(int column, float more, float absent, float (&to)[N]) const {
+    if (data == nullptr) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) to[i] = absent;
+      return;
+    }
+    if (narrow) {
+      widen(load<T, N>(static_cast<const T*>(data) + column), to);
+    } else {
+      widen(load<float, N>(static_cast<const float*>(data) + column), to);
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] += more;
   }
 };
 
-// A thread's columns of a parameter plus `more`, or `absent`.
-template <int N, int ITEMS>
-__device__ inline void read_columns(float (&to)[ITEMS * N], const float* from, const Columns& columns, float more,
+// A parameter [0 or 1 or batch, width].
+template <typename T>
+struct Parameter {
+  const void* data;  // null when absent
+  int64_t stride;    // elements from one batch member to the next; 0 when all share it
+  bool narrow;
+
+  __device__ ParameterRow<T> member(int64_t index) const {
+    const int64_t bytes = index * stride * int64_t(narrow ? sizeof(T) : sizeof(float));
+    return {data ? static_cast<const char*>(data) + bytes : nullptr, narrow};
+  }
+
+  __device__ ParameterRow<T> row(int64_t row, int64_t rows_per_batch) const {
+    int64_t within;
+    return member(stride ? divide(row, rows_per_batch, within) : 0);
+  }
+};
+
+// A thread's columns of one; 0 where there is no such column.
+template <typename T, int N, int ITEMS>
+__device__ inline void read_columns(float (&to)[ITEMS][N], const ParameterRow<T>& from, const Columns& columns, float more,
                                     float absent) {
 #pragma unroll
   for (int item = 0; item < ITEMS; ++item) {
-    const bool there = from && columns.has(item);
-    const Pack<float, N> pack = there ? load<float, N>(from + columns.of(item)) : Pack<float, N>{};
+    if (columns.has(item)) {
+      from.template read<N>(columns.of(item), more, absent, to[item]);
+    } else {
 #pragma unroll
-    for (int i = 0; i < N; ++i) to[item * N + i] = from ? pack.data[i] + more : absent;
+      for (int i = 0; i < N; ++i) to[item][i] = 0.f;
+    }
   }
-}
-
-template <int N>
-__device__ inline Pack<float, N> parameter(const float* row, int column) {
-  return row ? load<float, N>(row + column) : Pack<float, N>{};
 }
 
 // out = (x - mean) * rstd * (scale + scale_offset) + offset, x being sum = x + residual where ADDED.
@@ -45,7 +71,7 @@ struct Forward {
   static constexpr int N = N_;
   const T* x;
   const T* residual;  // null unless ADDED
-  Parameter scale, offset;
+  Parameter<T> scale, offset;
   T* out;
   T* sum;       // null unless ADDED
   float* mean;  // null when not asked for
@@ -59,7 +85,25 @@ struct Forward {
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 80 : 64; }
   template <int ITEMS>
   struct Kept {
-    float scale[ITEMS * N], offset[ADDED ? 1 : ITEMS * N];  // where ADDED, there is no offset
+    float scale[ITEMS][N], offset[ADDED ? 1 : ITEMS][N];  // where ADDED, there is no offset
+
+    __device__ void read(int item, const Columns&, float (&factor)[N], float (&shift)[N]) const {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        factor[i] = scale[item][i];
+        if constexpr (!ADDED) shift[i] = offset[item][i];
+      }
+    }
+  };
+  // The same left in memory, for threads that have few rows.
+  struct Near {
+    ParameterRow<T> scale, offset;
+    float scale_offset;
+
+    __device__ void read(int item, const Columns& columns, float (&factor)[N], float (&shift)[N]) const {
+      scale.template read<N>(columns.of(item), scale_offset, 1.f, factor);
+      if constexpr (!ADDED) offset.template read<N>(columns.of(item), 0.f, 0.f, shift);
+    }
   };
   template <int ITEMS>
   struct Aside {};
@@ -68,9 +112,11 @@ struct Forward {
 
   template <int ITEMS>
   __device__ void begin(Kept<ITEMS>& kept, int64_t group, const Columns& columns) const {
-    read_columns<N, ITEMS>(kept.scale, scale.member(group), columns, scale_offset, 1.f);
-    if constexpr (!ADDED) read_columns<N, ITEMS>(kept.offset, offset.member(group), columns, 0.f, 0.f);
+    read_columns(kept.scale, scale.member(group), columns, scale_offset, 1.f);
+    if constexpr (!ADDED) read_columns(kept.offset, offset.member(group), columns, 0.f, 0.f);
   }
+
+  __device__ Near near(int64_t group) const { return {scale.member(group), offset.member(group), scale_offset}; }
 
   template <int ITEMS>
   __device__ Aside<ITEMS> aside(const Place&) const {
@@ -135,8 +181,8 @@ struct Forward {
     variance = squares * inverse_width;
   }
 
-  template <int ITEMS, class Source, class Reduce>
-  __device__ void row(const Source& source, const Aside<ITEMS>&, Kept<ITEMS>& kept, const Place& place,
+  template <int ITEMS, class Source, class Parameters, class Reduce>
+  __device__ void row(const Source& source, const Aside<ITEMS>&, const Parameters& parameters, const Place& place,
                       Reduce& reducer) const {
     float centre, variance;
     moments<ITEMS>(source, place.columns, reducer, centre, variance);
@@ -148,10 +194,12 @@ struct Forward {
       float x[N];
       read(source, item, x);
       if constexpr (ADDED) store<T, N>(sum + place.start + place.columns.of(item), rounded<T, N>(x));
+      float factor[N], shift[N];
+      parameters.read(item, place.columns, factor, shift);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        x[i] = (CENTRED ? x[i] - centre : x[i]) * inverse * kept.scale[item * N + i];
-        if constexpr (!ADDED) x[i] += kept.offset[item * N + i];
+        x[i] = (CENTRED ? x[i] - centre : x[i]) * inverse * factor[i];
+        if constexpr (!ADDED) x[i] += shift[i];
       }
       store<T, N>(out + place.start + place.columns.of(item), rounded<T, N>(x));
     }
@@ -161,17 +209,17 @@ struct Forward {
   template <int ITEMS>
   __device__ void flush(const Kept<ITEMS>&, int64_t, const Columns&, float*) const {}
 
-  __device__ void write(const Pack<T, N>& pack, int64_t row, int column, const float* factors, const float* shifts,
-                        float centre, float inverse) const {
-    const Pack<float, N> factor = parameter<N>(factors, column), shift = parameter<N>(shifts, column);
-    Pack<T, N> result;
+  __device__ void write(const Pack<T, N>& pack, int64_t row, int column, const Near& parameters, float centre,
+                        float inverse) const {
+    float values[N], factor[N], shift[N];
+    widen(pack, values);
+    parameters.read(0, {column, 0, 0, 0}, factor, shift);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      float value = (CENTRED ? to_float(pack.data[i]) - centre : to_float(pack.data[i])) * inverse;
-      if (factors) value *= factor.data[i] + scale_offset;
-      result.data[i] = from_float<T>(shifts ? value + shift.data[i] : value);
+      values[i] = (CENTRED ? values[i] - centre : values[i]) * inverse * factor[i];
+      if constexpr (!ADDED) values[i] += shift[i];
     }
-    store<T, N>(out + row * width + column, result);
+    store<T, N>(out + row * width + column, rounded<T, N>(values));
   }
 
   __device__ void save(int64_t row, float centre, float inverse) const {
@@ -206,10 +254,9 @@ struct Forward {
       for (int i = 0; i < N; ++i) squares += (to_float(pack.data[i]) - centre) * (to_float(pack.data[i]) - centre);
     }
     const float inverse = rsqrtf(reducer.template all<Add>(squares) * inverse_width + epsilon);
-    const float* factors = scale.row(row, rows_per_batch);
-    const float* shifts = offset.row(row, rows_per_batch);
+    const Near parameters{scale.row(row, rows_per_batch), offset.row(row, rows_per_batch), scale_offset};
     for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
-      write(load<T, N>(from + column), row, column, factors, shifts, centre, inverse);
+      write(load<T, N>(from + column), row, column, parameters, centre, inverse);
     }
     if (threadIdx.x == 0) save(row, centre, inverse);
   }
@@ -222,7 +269,7 @@ struct Backward {
   using T = T_;
   static constexpr int N = N_;
   const T* x;
-  Parameter scale;
+  Parameter<T> scale;
   const float* mean;  // null unless CENTRED
   const float* rstd;
   const T* grad;
@@ -239,7 +286,7 @@ struct Backward {
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 96 : items * N > 8 ? 80 : 64; }
   template <int ITEMS>
   struct Kept {
-    float factor[ITEMS * N];                                          // scale + scale_offset
+    float factor[ITEMS][N];                                           // scale + scale_offset
     float scale[ITEMS * N] = {}, offset[ADDED ? 1 : ITEMS * N] = {};  // sums of gradients
   };
   template <int ITEMS>
@@ -251,7 +298,7 @@ struct Backward {
 
   template <int ITEMS>
   __device__ void begin(Kept<ITEMS>& kept, int64_t group, const Columns& columns) const {
-    read_columns<N, ITEMS>(kept.factor, scale.member(group), columns, scale_offset, 1.f);
+    read_columns(kept.factor, scale.member(group), columns, scale_offset, 1.f);
   }
 
   template <int ITEMS>
@@ -292,7 +339,7 @@ struct Backward {
       for (int i = 0; i < N; ++i) {
         const int at = item * N + i;
         float normalised, weighted;
-        parts_of(values[i], grads[i], kept.factor[at], aside.mean, aside.rstd, normalised, weighted);
+        parts_of(values[i], grads[i], kept.factor[item][i], aside.mean, aside.rstd, normalised, weighted);
         kept.scale[at] += grads[i] * normalised;
         if constexpr (!ADDED) kept.offset[at] += grads[i];
         sums[0] += weighted * normalised;
@@ -305,13 +352,11 @@ struct Backward {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       if (!place.columns.has(item)) continue;
-      float factor[N], values[N], grads[N], result[N];
-#pragma unroll
-      for (int i = 0; i < N; ++i) factor[i] = kept.factor[item * N + i];
+      float values[N], grads[N], result[N];
       slots.read(0, item, values);
       slots.read(1, item, grads);
       if constexpr (ADDED) slots.read(2, item, result);
-      write(result, values, grads, place.start + place.columns.of(item), factor, aside.mean, aside.rstd, dot, sum);
+      write(result, values, grads, place.start + place.columns.of(item), kept.factor[item], aside.mean, aside.rstd, dot, sum);
     }
   }
 
@@ -351,22 +396,16 @@ struct Backward {
     }
   }
 
-  __device__ void factors_of(const float* factors, int column, float (&factor)[N]) const {
-    const Pack<float, N> pack = parameter<N>(factors, column);
-#pragma unroll
-    for (int i = 0; i < N; ++i) factor[i] = factors ? pack.data[i] + scale_offset : 1.f;
-  }
-
   // d_x alone; `column_sums` makes the partial sums.
   template <class Reduce>
   __device__ void walk(int64_t row, Reduce& reducer) const {
-    const float* factors = scale.row(row, rows_per_batch);
+    const ParameterRow<T> factors = scale.row(row, rows_per_batch);
     const float inverse = rstd[row], centre = CENTRED ? mean[row] : 0.f;
     float sums[CENTRED ? 2 : 1] = {}, factor[N], values[N], grads[N];
     for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
       widen(load<T, N>(x + row * width + column), values);
       widen(load<T, N>(grad + row * width + column), grads);
-      factors_of(factors, column, factor);
+      factors.template read<N>(column, scale_offset, 1.f, factor);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         float normalised, weighted;
@@ -379,7 +418,7 @@ struct Backward {
     for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
       widen(load<T, N>(x + row * width + column), values);
       widen(load<T, N>(grad + row * width + column), grads);
-      factors_of(factors, column, factor);
+      factors.template read<N>(column, scale_offset, 1.f, factor);
       float result[N];
       if constexpr (ADDED) widen(load<T, N>(grad_sum + row * width + column), result);
       write(result, values, grads, row * width + column, factor, centre, inverse, sums[0] * inverse_width,

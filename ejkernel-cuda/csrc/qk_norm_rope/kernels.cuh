@@ -4,12 +4,11 @@
 // and turned by nothing. A row of threads, part of a warp, holds a whole head.
 #pragma once
 
-#include "norm/kernels.cuh"
+#include "reduce.cuh"
 #include "rope/kernels.cuh"
 
 namespace ejkernel::qk_norm_rope {
 
-using norm::Parameter;
 using rope::Angles;
 using rope::Heads;
 using rope::kPairs;
@@ -18,6 +17,14 @@ using rope::Pairs;
 using rope::Span;
 
 constexpr int kWidest = 256;  // channels of a head
+
+// A scale [0 or 1 or batch, width] in float.
+struct Parameter {
+  const float* data;  // null when absent
+  int64_t stride;     // from one batch member to the next; 0 when all share it
+
+  __device__ const float* member(int64_t index) const { return data ? data + index * stride : nullptr; }
+};
 
 // Packs of pairs per thread, so that 32 threads hold the widest head.
 template <bool INTERLEAVED, bool PACKED>

@@ -92,6 +92,9 @@ struct Forward {
   template <int ITEMS>
   __device__ void begin(Kept<ITEMS>&, int64_t, const Columns&) const {}
 
+  struct Near {};
+  __device__ Near near(int64_t) const { return {}; }
+
   template <int ITEMS>
   __device__ Aside<ITEMS> aside(const Place& place) const {
     return {row_taking_part<N, ITEMS>(mask, place, width)};
@@ -103,8 +106,8 @@ struct Forward {
   static __device__ float shift_of(float largest) { return largest == -INFINITY ? 0.f : largest; }
   static __device__ float inverse_of(float total) { return total == 0.f ? 0.f : 1.f / total; }
 
-  template <int ITEMS, class Source, class Reduce>
-  __device__ void row(const Source& source, const Aside<ITEMS>& aside, Kept<ITEMS>&, const Place& place,
+  template <int ITEMS, class Source, class Nothing, class Reduce>
+  __device__ void row(const Source& source, const Aside<ITEMS>& aside, const Nothing&, const Place& place,
                       Reduce& reducer) const {
     mask.data ? work<true, ITEMS>(source, aside.taken, place, reducer) : work<false, ITEMS>(source, 0, place, reducer);
   }
@@ -227,6 +230,9 @@ struct Backward {
   template <int ITEMS>
   __device__ void begin(Kept<ITEMS>&, int64_t, const Columns&) const {}
 
+  struct Near {};
+  __device__ Near near(int64_t) const { return {}; }
+
   template <int ITEMS>
   __device__ Aside<ITEMS> aside(const Place& place) const {
     return {row_taking_part<N, ITEMS>(mask, place, width)};
@@ -251,8 +257,8 @@ struct Backward {
     store<T, N>(d_x + at, rounded<T, N>(result));
   }
 
-  template <int ITEMS, class Source, class Reduce>
-  __device__ void row(const Source& source, const Aside<ITEMS>& aside, Kept<ITEMS>&, const Place& place,
+  template <int ITEMS, class Source, class Nothing, class Reduce>
+  __device__ void row(const Source& source, const Aside<ITEMS>& aside, const Nothing&, const Place& place,
                       Reduce& reducer) const {
     mask.data ? work<true, ITEMS>(source, aside.taken, place, reducer) : work<false, ITEMS>(source, 0, place, reducer);
   }

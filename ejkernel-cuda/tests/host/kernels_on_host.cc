@@ -16,6 +16,18 @@ struct Shape {
   int threads, items, cluster, stages;  // items 0: rows that are walked over
 };
 
+// norm::Parameter of any type.
+struct Stored {
+  const void* data;
+  int64_t stride;
+  bool narrow;
+
+  template <typename T>
+  norm::Parameter<T> as() const {
+    return {data, stride, narrow};
+  }
+};
+
 template <class Op, int ITEMS, bool CLUSTER>
 void streamed(const Op& op, const Shape& shape) {
   const unsigned y = shape.threads > 32 ? 1 : unsigned(kSmallBlock / shape.threads);
@@ -75,14 +87,14 @@ void norm_typed(int kind, bool packed, int which, Run run) {
 }  // namespace
 
 EXPORT void norm_forward(int kind, bool packed, int which, Shape shape, const void* x, const void* residual,
-                         norm::Parameter scale, norm::Parameter offset, void* out, void* sum, float* mean, float* rstd,
+                         Stored scale, Stored offset, void* out, void* sum, float* mean, float* rstd,
                          int64_t rows_per_batch, int width, float epsilon, float scale_offset) {
   norm_typed(kind, packed, which, [&]<typename T, int N, bool CENTRED, bool ADDED>() {
     using Op = norm::Forward<T, N, CENTRED, ADDED>;
     const Op op{static_cast<const T*>(x),
                 static_cast<const T*>(residual),
-                scale,
-                offset,
+                scale.as<T>(),
+                offset.as<T>(),
                 static_cast<T*>(out),
                 static_cast<T*>(sum),
                 mean,
@@ -96,14 +108,14 @@ EXPORT void norm_forward(int kind, bool packed, int which, Shape shape, const vo
   });
 }
 
-EXPORT void norm_backward(int kind, bool packed, int which, Shape shape, const void* x, norm::Parameter scale,
+EXPORT void norm_backward(int kind, bool packed, int which, Shape shape, const void* x, Stored scale,
                           const float* mean, const float* rstd, const void* grad, const void* grad_sum, void* d_x,
                           float* d_scale, float* d_offset, float* part_scale, float* part_offset, int64_t rows_per_batch,
                           int width, float scale_offset) {
   norm_typed(kind, packed, which, [&]<typename T, int N, bool CENTRED, bool ADDED>() {
     using Op = norm::Backward<T, N, CENTRED, ADDED>;
     const Op op{static_cast<const T*>(x),
-                scale,
+                scale.as<T>(),
                 mean,
                 rstd,
                 static_cast<const T*>(grad),
@@ -183,7 +195,7 @@ EXPORT void rope_angle_gradients(int kind, bool interleaved, bool packed, unsign
   });
 }
 
-EXPORT void qk_norm_rope_forward(int kind, bool interleaved, bool packed, unsigned lanes, const void* x, norm::Parameter scale,
+EXPORT void qk_norm_rope_forward(int kind, bool interleaved, bool packed, unsigned lanes, const void* x, qk_norm_rope::Parameter scale,
                                  void* out, float* rstd, rope::Angles angles, rope::Heads heads, int span, float epsilon,
                                  float scale_offset) {
   heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
@@ -197,7 +209,7 @@ EXPORT void qk_norm_rope_forward(int kind, bool interleaved, bool packed, unsign
 }
 
 EXPORT void qk_norm_rope_backward(int kind, bool interleaved, bool packed, unsigned lanes, const void* x, const float* rstd,
-                                  const void* grad, norm::Parameter scale, void* d_x, float* partial, float* total,
+                                  const void* grad, qk_norm_rope::Parameter scale, void* d_x, float* partial, float* total,
                                   rope::Angles angles, rope::Heads heads, int span, int64_t groups, int64_t parts,
                                   float scale_offset) {
   heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
@@ -215,7 +227,7 @@ EXPORT void qk_norm_rope_backward(int kind, bool interleaved, bool packed, unsig
 }
 
 EXPORT void qk_norm_rope_angle_gradients(int kind, bool interleaved, bool packed, unsigned lanes, const void* x,
-                                         const float* rstd, const void* grad, norm::Parameter scale, float* d_cos, float* d_sin,
+                                         const float* rstd, const void* grad, qk_norm_rope::Parameter scale, float* d_cos, float* d_sin,
                                          rope::Heads heads, bool shared, bool per_pair, bool add, float scale_offset) {
   heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
     const qk_norm_rope::Normalised before{rstd, scale, scale_offset};

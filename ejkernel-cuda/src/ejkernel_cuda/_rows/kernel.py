@@ -1,7 +1,7 @@
 """Normalisations of rows: the arrays as the library's handlers take them.
 
-Parameters travel in float32, `[0, d]` when absent. In backward every block writes one partial sum of the parameters' gradients, and
-a second launch adds them up in a fixed order, without atomics.
+Parameters travel in float32 or in the dtype of x, `[0, d]` when absent. In backward every block writes one partial sum of the
+parameters' gradients, and a second launch adds them up in a fixed order, without atomics.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from ejkernel_cuda._rows.config import BackwardConfig, ForwardConfig
 _FLOAT = jnp.float32
 
 
-def _parameter(value: Any, width: int) -> Any:
-    return jnp.zeros((0, width), _FLOAT) if value is None else value.astype(_FLOAT)
+def _parameter(value: Any, width: int, dtype: Any) -> Any:
+    if value is None:
+        return jnp.zeros((0, width), _FLOAT)
+    return value if value.dtype == dtype else value.astype(_FLOAT)
 
 
 def _batched(x: Any) -> tuple[int, int, int]:
@@ -69,8 +71,8 @@ def norm_forward(
     )(
         x.reshape(shape),
         _addend(residual, x),
-        _parameter(scale, width),
-        _parameter(offset, width),
+        _parameter(scale, width, x.dtype),
+        _parameter(offset, width, x.dtype),
         epsilon=np.float32(call.epsilon),
         scale_offset=np.float32(call.scale_offset),
         threads=np.int64(config.threads),
@@ -122,7 +124,7 @@ def norm_backward(
         ),
     )(
         x.reshape(shape),
-        _parameter(scale, width),
+        _parameter(scale, width, x.dtype),
         jnp.zeros((0,), _FLOAT) if mean is None else mean.reshape(batch * rows),
         rstd.reshape(batch * rows),
         grad.reshape(shape),
