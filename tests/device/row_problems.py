@@ -85,8 +85,12 @@ TIMED = (
     norm("rms_norm", 131072, 128),
     norm("rms_norm", 8192, 16384),
     norm("rms_norm", 1024, 131072),
+    added(16384, 4096),
+    added(131072, 128),
+    added(1024, 131072),
     rotary("BTHD", 4, 8192, 32, 8, 128),
     rotary("BHTD", 4, 8192, 32, 8, 128),
+    norm_rotary("BTHD", 4, 8192, 32, 8, 128, 128),
     Problem("mean_pooling", {"x": (8, 8192, 32, 128)}),
     Problem("mean_pooling", {"x": (1, 65536, 32, 128), "cu_seqlens": (5,)}),
 )
@@ -113,6 +117,8 @@ def checked_problems(operation: str) -> list[Problem]:
             for width in (2, 26, 64, 128, 256)
             for interleaved in (False, True)
         ]
+    if operation != "mean_pooling":
+        return []  # the conformance kit's cases are many
     dense = [(3, length, 5, width) for length in (1, 255, 256, 257, 5000) for width in (7, 128)]
     return [Problem("mean_pooling", {"x": shape}) for shape in dense] + [
         Problem("mean_pooling", {"x": (1, 65600, 2, 16), "cu_seqlens": (count,)}) for count in (1, 2, 5)
@@ -187,11 +193,15 @@ def textbook(prepared: Prepared, phase: str) -> Callable[..., Any]:
     """What a user would write, differentiated by JAX."""
     call = prepared.call
 
-    def norm_of(x, scale, offset):
+    def norm_of(x, scale, offset=None):
         wide = x.astype(jnp.float32)
         mean = jnp.mean(wide, -1, keepdims=True) if call_name == "layer_norm" else 0.0
         rstd = jax.lax.rsqrt(jnp.mean((wide - mean) ** 2, -1, keepdims=True) + call.epsilon)
-        return ((wide - mean) * rstd * scale[0] + offset[0]).astype(x.dtype)
+        normalised = (wide - mean) * rstd * scale[0]
+        return (normalised if offset is None else normalised + offset[0]).astype(x.dtype)
+
+    def added_of(x, residual, scale):
+        return norm_of(x + residual, scale), x + residual
 
     def softmax_of(x):
         return jax.nn.softmax(x.astype(jnp.float32), axis=-1).astype(x.dtype)
@@ -211,15 +221,27 @@ def textbook(prepared: Prepared, phase: str) -> Callable[..., Any]:
         total = jax.ops.segment_sum(x[0].astype(jnp.float32), ids, cu_seqlens.shape[1] - 1, indices_are_sorted=True)
         return (total / jnp.diff(cu_seqlens[0])[:, None, None]).astype(x.dtype)[None]
 
+    def norm_rope_of(query, key, cos, sin, query_scale, key_scale):
+        return rope_of(norm_of(query, query_scale), norm_of(key, key_scale), cos, sin)
+
     call_name = prepared.operation.name
-    function = {"softmax": softmax_of, "rope": rope_of, "mean_pooling": pooling_of}.get(call_name, norm_of)
-    moving = {"rope": 2, "softmax": 1, "mean_pooling": 1}.get(call_name, 3)
+    functions = {
+        "softmax": softmax_of, "add_rms_norm": added_of, "rope": rope_of, "qk_norm_rope": norm_rope_of,
+        "mean_pooling": pooling_of,
+    }  # fmt: skip
+    function = functions.get(call_name, norm_of)
+    fixed = {"rope": (2, 3), "qk_norm_rope": (2, 3), "mean_pooling": (1,)}.get(call_name, ())
 
     def run(inputs, outputs, cotangents):
         given = [value for value in inputs if value is not None]
         if phase == "forward":
             return jax.tree.leaves(function(*given))
-        _, pull = jax.vjp(lambda *free: function(*free, *given[moving:]), *given[:moving])
+        moving = [index for index in range(len(given)) if index not in fixed]
+
+        def of_moving(*values):
+            return function(*(values[moving.index(index)] if index in moving else one for index, one in enumerate(given)))
+
+        _, pull = jax.vjp(of_moving, *(given[index] for index in moving))
         grads = [getattr(cotangents, name) for name in prepared.public]
         return list(pull(tuple(grads) if len(grads) > 1 else grads[0]))
 

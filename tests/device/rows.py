@@ -1,4 +1,4 @@
-"""Operations over rows on a real GPU: `layer_norm`, `rms_norm`, `softmax`, `rope`, `mean_pooling` in Triton or CUDA C++.
+"""Operations over rows on a real GPU, in Triton or CUDA C++: norms, `softmax`, `rope`, what is fused of them, `mean_pooling`.
 
     python tests/device/rows.py --out results
 
@@ -160,6 +160,12 @@ def candidates(prepared: Prepared, most: int) -> list[Candidate]:
     return found
 
 
+def _has(platform: str, operation: str) -> bool:
+    return importlib.util.find_spec(f"ejkernel_{platform}") is not None and (
+        importlib.util.find_spec(f"ejkernel_{platform}.{operation}") is not None
+    )
+
+
 def time_problem(problem: Problem, rows: Rows, options: argparse.Namespace) -> list[dict[str, Any]]:
     prepared = Prepared(problem, "bfloat16", platform=options.platform)
     set_bytes = sum(value.nbytes for value in jax.tree.leaves((prepared.inputs, prepared.cotangents)))
@@ -168,7 +174,7 @@ def time_problem(problem: Problem, rows: Rows, options: argparse.Namespace) -> l
         one = Prepared(problem, "bfloat16", 10 * seed, options.platform)
         sets.append((one.inputs, one.outputs(), one.cotangents))
     found = candidates(prepared, options.most)
-    if options.platform != "triton" and importlib.util.find_spec("ejkernel_triton"):
+    if options.platform != "triton" and _has("triton", problem.operation):
         triton = candidates(Prepared(problem, "bfloat16"), 1)
         found += [dataclasses.replace(one, name="our Triton", chosen=False) for one in triton if one.chosen]
     wanted = {c.phase: jax.jit(c.function)(*map(_float32, sets[0])) for c in found if c.name == "textbook jnp"}
@@ -330,9 +336,7 @@ def main() -> int:
         print(f"needs a GPU, JAX has {jax.devices()}")
         return 2
     operations = [one for one in options.only.split(",") if one] or [
-        one
-        for one in ("layer_norm", "softmax", "rope", "mean_pooling", "rms_norm")
-        if importlib.util.find_spec(f"ejkernel_{options.platform}.{one}")
+        one for one in dict.fromkeys(problem.operation for problem in TIMED) if _has(options.platform, one)
     ]
     skip, rows, times = set(options.skip.split(",")), Rows(), []
     versions = check_gpu.versions()
