@@ -118,14 +118,17 @@ ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op
   return CheckLaunch(operation, "rows through registers");
 }
 
-template <class Op, int ITEMS, bool CLUSTER>
+template <class Op, int ITEMS, bool CLUSTER = false>
 ffi::Error LaunchStreamed(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, Plan plan,
                           bool& done) {
-  auto kernel = streamed_rows<Op, ITEMS, CLUSTER>;
+  auto kernel = [] {
+    if constexpr (CLUSTER) return shared_rows<Op, ITEMS>;
+    else return streamed_rows<Op, ITEMS>;
+  }();
   const dim3 block(plan.threads, plan.threads > 32 ? 1 : kSmallBlock / plan.threads);
   const int64_t stage = int64_t(sizeof(typename Op::T)) * Op::N * ITEMS * Op::kStreams * block.x * block.y;
   const int64_t room = DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kScratchBytes;
-  const int stages = int(std::clamp<int64_t>(room / stage, 1, std::max(plan.stages, 1)));
+  const int stages = int(std::clamp<int64_t>(room / stage, 1, std::max(plan.stages, CLUSTER ? 2 : 1)));
   const int64_t resident = ResidentWorkers(kernel, block, stages * stage, plan.cluster);
   if (resident == 0) return ffi::Error::Success();
   walk.parts = std::min(walk.parts, std::max<int64_t>(1, resident / groups));
@@ -159,9 +162,9 @@ ffi::Error LaunchRows(const char* operation, cudaStream_t stream, const Op& op, 
       if (plan.items == 4) return LaunchDirect<Op, 4>(operation, stream, op, walk, groups, plan);
     }
   }
-  if (!done && plan.items == 1) EJKERNEL_TRY((LaunchStreamed<Op, 1, false>(operation, stream, op, walk, groups, plan, done)));
-  if (!done && plan.items == 2) EJKERNEL_TRY((LaunchStreamed<Op, 2, false>(operation, stream, op, walk, groups, plan, done)));
-  if (!done && plan.items == 4) EJKERNEL_TRY((LaunchStreamed<Op, 4, false>(operation, stream, op, walk, groups, plan, done)));
+  if (!done && plan.items == 1) EJKERNEL_TRY((LaunchStreamed<Op, 1>(operation, stream, op, walk, groups, plan, done)));
+  if (!done && plan.items == 2) EJKERNEL_TRY((LaunchStreamed<Op, 2>(operation, stream, op, walk, groups, plan, done)));
+  if (!done && plan.items == 4) EJKERNEL_TRY((LaunchStreamed<Op, 4>(operation, stream, op, walk, groups, plan, done)));
   walked = !done;
   if (done) return ffi::Error::Success();
   const int64_t rows = groups * walk.rows_per_group;

@@ -1,4 +1,4 @@
-// Sums and maxima over the threads of one row, the same in every thread and in every run.
+// Sums and maxima over the threads of one row, the same in every thread and in every run; and what blocks tell each other.
 #pragma once
 
 #include <cmath>
@@ -11,9 +11,8 @@ constexpr int kMaxWarps = 16;
 constexpr int kMaxCluster = 16;
 constexpr int kMaxThreads = 32 * kMaxWarps;
 constexpr int kMaxValues = 2;
-constexpr int kScratch = 2 * kMaxValues * (kMaxWarps + kMaxCluster);
-constexpr int kMailboxes = 2;
-constexpr int kScratchBytes = kScratch * sizeof(float) + kMailboxes * sizeof(Mailbox);
+constexpr int kScratch = 2 * kMaxValues * kMaxWarps;
+constexpr int kMailboxes = 4;
 
 struct Add {
   static constexpr float kNeutral = 0.f;
@@ -26,18 +25,12 @@ struct Largest {
   static __device__ float of(float a, float b) { return fmaxf(a, b); }
 };
 
-// Reduction over `threads` neighbouring threads: a power of two up to 32, which share a warp, or all warps of a block; and over
-// the `blocks` of a cluster. In shared memory `scratch` has kScratch floats, and there are kMailboxes, open in a cluster.
-template <bool CLUSTER>
+// Reduction over `threads` neighbouring threads: a power of two up to 32, which share a warp, or all warps of a block. In shared
+// memory `scratch` has kScratch floats.
 struct Reducer {
-  static constexpr bool kCluster = CLUSTER;
   float* scratch;
-  Mailbox* mailboxes;
   int threads;
-  int blocks;
-  // The half of scratch for warps in use: with two of them, one barrier per reduction is enough. Above that bit, deliveries so
-  // far; each half of the scratch for them has its own mailbox.
-  unsigned turns;
+  unsigned turn;  // the half of scratch in use: with two of them, one barrier per reduction is enough
 
   // Neighbours up to `count`, a power of two up to 32, in the same order in each of them.
   template <class Op, int K>
@@ -50,13 +43,12 @@ struct Reducer {
     }
   }
 
-  // Over the threads of this block.
   template <class Op, int K>
-  __device__ void block(float (&values)[K]) {
+  __device__ void all(float (&values)[K]) {
     static_assert(K <= kMaxValues);
     if (threads <= 32) return warp<Op>(values, threads);
     warp<Op>(values, 32);
-    float* warps = scratch + turns % 2 * kMaxValues * kMaxWarps;  // [K, kMaxWarps]
+    float* warps = scratch + turn * kMaxValues * kMaxWarps;  // [K, kMaxWarps]
     const int count = threads / 32, span = count > 8 ? 16 : 8, slot = threadIdx.x % span;
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
@@ -66,48 +58,7 @@ struct Reducer {
 #pragma unroll
     for (int k = 0; k < K; ++k) values[k] = slot < count ? warps[k * kMaxWarps + slot] : Op::kNeutral;
     warp<Op>(values, span);
-    turns ^= 1;
-  }
-
-  __device__ int rank() const { return CLUSTER ? int(cluster_rank()) : 0; }
-
-  // What every block of the cluster gives, [K, kMaxCluster]; valid until the next but one, after a `block` in between.
-  template <int K>
-  __device__ const float* exchange(const float (&values)[K]) {
-    static_assert(K <= kMaxValues);
-    const unsigned half = turns / 2 % 2;
-    float* found = scratch + 2 * kMaxValues * kMaxWarps + half * kMaxValues * kMaxCluster;
-    if (threadIdx.x == 0) expect_bytes(mailboxes + half, K * sizeof(float) * blocks);
-    if (int(threadIdx.x) < blocks) {
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-        send_to_rank(found + k * kMaxCluster + cluster_rank(), mailboxes + half, threadIdx.x, values[k]);
-      }
-    }
-    wait_for_mail(mailboxes + half, turns / 4 % 2);
-    turns += 2;
-    return found;
-  }
-
-  // Over all threads of the row.
-  template <class Op, int K>
-  __device__ void all(float (&values)[K]) {
-    block<Op>(values);
-    if constexpr (CLUSTER) {
-      const float* found = exchange(values);
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-        values[k] = found[k * kMaxCluster];
-        for (int other = 1; other < blocks; ++other) values[k] = Op::of(values[k], found[k * kMaxCluster + other]);
-      }
-    }
-  }
-
-  template <class Op>
-  __device__ float block(float value) {
-    float values[1] = {value};
-    block<Op>(values);
-    return values[0];
+    turn ^= 1;
   }
 
   template <class Op>
@@ -118,6 +69,61 @@ struct Reducer {
   }
 };
 
+// What a block that has whole rows found of one, K numbers.
+template <int K>
+struct Alone {
+  static constexpr bool kCluster = false;
+  float values[K];
+  __device__ float total(int k) const { return values[k]; }
+};
+
+// What every block of a cluster found of a row that they share.
+template <int K>
+struct Shared {
+  static constexpr bool kCluster = true;
+  const float* values;  // [K, kMaxCluster]
+  int blocks;
+  __device__ float of(int k, int block) const { return values[k * kMaxCluster + block]; }
+  __device__ float total(int k) const {
+    float sum = of(k, 0);
+    for (int block = 1; block < blocks; ++block) sum += of(k, block);
+    return sum;
+  }
+};
+
+// What the blocks of a cluster tell each other of one row after the other. A block may send of the next row before it receives of
+// the last one, if its threads wait for each other between what they receive and the next but one that they send: then four
+// places are enough.
+template <int K>
+struct Exchange {
+  static constexpr int kPlaces = kMailboxes * K * kMaxCluster;
+  float* places;  // kPlaces
+  Mailbox* mailboxes;
+  int blocks;
+  unsigned sent = 0, received = 0;
+
+  // The same values in every thread.
+  __device__ void send(const float (&values)[K]) {
+    const unsigned box = sent++ % kMailboxes;
+    if (threadIdx.x == 0) expect_bytes(mailboxes + box, K * sizeof(float) * blocks);
+    if (int(threadIdx.x) >= blocks) return;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      float* place = places + (box * K + k) * kMaxCluster + cluster_rank();
+      send_to_rank(place, mailboxes + box, threadIdx.x, values[k]);
+    }
+  }
+
+  __device__ Shared<K> receive() {
+    const unsigned box = received % kMailboxes;
+    wait_for_mail(mailboxes + box, received++ / kMailboxes % 2);
+    return {places + box * K * kMaxCluster, blocks};
+  }
+};
+
+// Shared memory beside what a launch asks for, at most.
+constexpr int kScratchBytes = (kScratch + Exchange<kMaxValues>::kPlaces) * sizeof(float) + kMailboxes * sizeof(Mailbox);
+
 // Rows to add up in a fixed order: of `partial` [groups, parts, width] into `total` [groups, width].
 struct Parts {
   const float* partial;
@@ -126,6 +132,7 @@ struct Parts {
 };
 
 constexpr int kPartRows = 32;  // rows of threads that share the parts
+constexpr int kPartsAtOnce = 8;
 
 // Blocks of 32 x kPartRows threads, one for 32 columns of a group of `first`, then of `second`.
 static __global__ void sum_parts(Parts first, Parts second, int64_t width) {
@@ -136,9 +143,12 @@ static __global__ void sum_parts(Parts first, Parts second, int64_t width) {
   const int64_t group = index / tiles, column = index % tiles * 32 + threadIdx.x;
   float sum = 0.f;
   if (column < width) {
-#pragma unroll 4
-    for (int64_t part = threadIdx.y; part < here.parts; part += kPartRows) {
-      sum += here.partial[(group * here.parts + part) * width + column];
+    for (int64_t part = threadIdx.y; part < here.parts; part += kPartRows * kPartsAtOnce) {
+#pragma unroll
+      for (int next = 0; next < kPartsAtOnce; ++next) {
+        const int64_t at = part + next * kPartRows;
+        sum += at < here.parts ? here.partial[(group * here.parts + at) * width + column] : 0.f;
+      }
     }
   }
   sums[threadIdx.y * 33 + threadIdx.x] = sum;

@@ -2,8 +2,10 @@
 //
 // An Op says what is done. Its members: T, N (elements of an access), `width`; kStreams arrays that are read, `stream` each;
 // Aside<ITEMS> and `aside`, what else a thread needs of a row; Kept<ITEMS>, what it keeps from row to row, and `begin`, which
-// fills it; `near`, the same for a thread that has few rows; `registers`, as many as all that takes; `row`, all of the work on a row; kFlushes, whether something is left to do
-// after the last one, and that, `flush`; and `walk`, the work on a row of any width, which reads it more than once.
+// fills it; `near`, the same for a thread that has few rows; `registers`, as many as all that takes; `measure`, which finds
+// kFound numbers of a block's columns of a row, and `finish`, which writes those columns when the numbers of all blocks are
+// there; kFlushes, whether something is left to do after the last row, and that, `flush`; and `walk`, the work on a row of any
+// width, which reads it more than once.
 #pragma once
 
 #include "pack.cuh"
@@ -27,7 +29,8 @@ struct Columns {
   int first;
   int step;
   int end;
-  int share;  // columns of a block of a cluster
+  int share;  // columns of a block of a cluster, where it has all of them
+  int here;   // of this block
   __device__ int of(int item) const { return first + item * step; }
   __device__ bool has(int item) const { return of(item) < end; }
 
@@ -65,72 +68,128 @@ struct Held {
 template <int N>
 __device__ inline Columns columns_of_block(int width, int cluster, int rank) {
   const int share = ((width + N - 1) / N + cluster - 1) / cluster * N;
-  const int64_t begin = int64_t(rank) * share;
-  return {int(begin < width ? begin : width) + int(threadIdx.x) * N, int(blockDim.x) * N,
-          int(begin + share < width ? begin + share : width), share};
+  const int64_t begin = min(int64_t(rank) * share, int64_t(width)), end = min(begin + share, int64_t(width));
+  return {int(begin) + int(threadIdx.x) * N, int(blockDim.x) * N, int(end), share, int(end - begin)};
 }
 
-// ITEMS packs of a row per thread. Every thread copies its own packs of the rows to come into shared memory, `stages` rows in
-// all, so that memory stays busy while a row is reduced, and no thread waits for what another one copies.
-template <class Op, int ITEMS, bool CLUSTER>
-__global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk, int stages) {
+// A thread's own packs of the rows in shared memory, ITEMS of each array. It copies them itself, so that no thread waits for what
+// another one copies.
+template <class Op, int ITEMS>
+struct Ring {
   using T = typename Op::T;
-  constexpr int N = Op::N;
-  EJKERNEL_SHARED(float, scratch, kScratch);
-  EJKERNEL_SHARED(Mailbox, mailboxes, kMailboxes);
-  EJKERNEL_SHARED_REST(T, ring);
-  const int size = CLUSTER ? int(cluster_size()) : 1, rank = CLUSTER ? int(cluster_rank()) : 0;
-  Reducer<CLUSTER> reducer{scratch, mailboxes, int(blockDim.x), size, 0};
-  const int64_t worker = blockIdx.x / size;
-  const int64_t group = worker / walk.parts;
-  // Rows are counted in 32 bits, for the registers.
-  const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group);
-  const int step = int(walk.parts * blockDim.y);
-  int row = begin + int(worker % walk.parts * blockDim.y + threadIdx.y);
-  const Columns columns = columns_of_block<N>(op.width, size, rank);
-  const auto start_of = [&](int row) { return int64_t(uint64_t(uint32_t(row)) * uint32_t(op.width)); };
-  const auto place_of = [&](int row) { return Place{row, start_of(row), columns, row < end}; };
+  static constexpr int N = Op::N, kPacks = Op::kStreams * ITEMS;
+  const Op& op;
+  T* first;
+  int threads;  // of the block
 
-  constexpr int kPacks = Op::kStreams * ITEMS;
-  const int threads = int(blockDim.x * blockDim.y), linear = int(threadIdx.y * blockDim.x + threadIdx.x);
-  T* const first_slot = ring + (linear / 32 * 32 * kPacks + linear % 32) * N;
-  const auto slots_of = [&](int stage) { return Slots<T, N, ITEMS>{first_slot + stage * threads * kPacks * N}; };
-  const auto fetch = [&](int row, int stage) {
-    const bool active = row < end;
-    const Slots<T, N, ITEMS> slots = slots_of(stage);
-    const int64_t start = start_of(row);
+  __device__ Ring(const Op& op, T* memory) : op(op), threads(int(blockDim.x * blockDim.y)) {
+    const int linear = int(threadIdx.y * blockDim.x + threadIdx.x);
+    first = memory + (linear / 32 * 32 * kPacks + linear % 32) * N;
+  }
+
+  __device__ Slots<T, N, ITEMS> slots(int stage) const { return {first + stage * threads * kPacks * N}; }
+
+  __device__ void fetch(const Place& place, int stage) const {
+    const Slots<T, N, ITEMS> to = slots(stage);
 #pragma unroll
     for (int stream = 0; stream < Op::kStreams; ++stream) {
-      const T* from = op.stream(stream) + start;
+      const T* from = op.stream(stream) + place.start + place.columns.first;
 #pragma unroll
-      for (int item = 0; item < ITEMS; ++item) {
-        copy_ahead<T, N>(slots.at(stream, item), from + columns.of(item), active && columns.has(item));
+      for (int item = 0; item < ITEMS; ++item, from += place.columns.step) {
+        copy_ahead<T, N>(to.at(stream, item), from, place.active && place.columns.has(item));
       }
     }
     commit_copies();
-  };
+  }
+};
+
+// Of a row that a worker may not have.
+template <class Op>
+__device__ inline Place place_of(const Op& op, int row, int end, const Columns& columns) {
+  return {row, int64_t(uint64_t(uint32_t(row)) * uint32_t(op.width)), columns, row < end};
+}
+
+// ITEMS packs of a row per thread. Rows are copied into shared memory ahead of the one in work, `stages` in all, so that memory
+// stays busy while a row is reduced.
+template <class Op, int ITEMS>
+__global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk, int stages) {
+  EJKERNEL_SHARED(float, scratch, kScratch);
+  EJKERNEL_SHARED_REST(typename Op::T, memory);
+  Reducer reducer{scratch, int(blockDim.x), 0};
+  const int64_t group = blockIdx.x / walk.parts;
+  // Rows are counted in 32 bits, for the registers.
+  const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group);
+  const int step = int(walk.parts * blockDim.y);
+  int first = begin + int(blockIdx.x % walk.parts * blockDim.y);  // of the block's rows
+  const Columns columns = columns_of_block<Op::N>(op.width, 1, 0);
+  const Ring<Op, ITEMS> ring(op, memory);
+
+  const auto place_after = [&](int steps) { return place_of(op, first + steps * step + int(threadIdx.y), end, columns); };
 
   int stage = 0;
-  for (; stage < stages - 1; ++stage) fetch(row + stage * step, stage);
+  for (; stage < stages - 1; ++stage) ring.fetch(place_after(stage), stage);
   typename Op::template Kept<ITEMS> kept;
   op.template begin<ITEMS>(kept, group, columns);
-  auto aside = op.template aside<ITEMS>(place_of(row));
-  if constexpr (CLUSTER) {
-    if (threadIdx.x == 0) {
-      for (int box = 0; box < kMailboxes; ++box) open_mailbox(mailboxes + box);
-    }
-    cluster_sync();  // every block has started, so that its shared memory can be written
-  }
-  // The condition is the block's first row, so that every thread takes part in every reduction.
-  for (; row - int(threadIdx.y) < end; row += step) {
-    fetch(row + (stages - 1) * step, stage);
+  auto aside = op.template aside<ITEMS>(place_after(0));
+  for (; first < end; first += step) {
+    ring.fetch(place_after(stages - 1), stage);
     wait_for_copies(stages - 1);
     stage = stage + 1 == stages ? 0 : stage + 1;  // the oldest
-    op.template row<ITEMS>(slots_of(stage), aside, kept, place_of(row), reducer);
-    aside = op.template aside<ITEMS>(place_of(row + step));
+    Alone<Op::kFound> found;
+    op.template measure<ITEMS, false>(ring.slots(stage), aside, kept, columns, reducer, found.values);
+    op.template finish<ITEMS>(ring.slots(stage), aside, kept, place_after(0), found);
+    aside = op.template aside<ITEMS>(place_after(1));
   }
   wait_for_copies(0);
-  op.template flush<ITEMS>(kept, worker, columns, reinterpret_cast<float*>(ring));
+  op.template flush<ITEMS>(kept, blockIdx.x, columns, reinterpret_cast<float*>(memory));
+}
+
+// The same for rows that the blocks of a cluster share. A row is finished after the next one has been measured, so that what the
+// blocks tell each other is on its way meanwhile; of `stages`, 2 at least, one is for the row that is to be finished.
+template <class Op, int ITEMS>
+__global__ void __maxnreg__(Op::registers(ITEMS)) shared_rows(Op op, Walk walk, int stages) {
+  EJKERNEL_SHARED(float, scratch, kScratch);
+  EJKERNEL_SHARED(float, places, Exchange<Op::kFound>::kPlaces);
+  EJKERNEL_SHARED(Mailbox, mailboxes, kMailboxes);
+  EJKERNEL_SHARED_REST(typename Op::T, memory);
+  const int size = int(cluster_size());
+  Reducer reducer{scratch, int(blockDim.x), 0};
+  Exchange<Op::kFound> exchange{places, mailboxes, size};
+  const int64_t worker = blockIdx.x / size, group = worker / walk.parts;
+  const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group), step = int(walk.parts);
+  int row = begin + int(worker % walk.parts);
+  const Columns columns = columns_of_block<Op::N>(op.width, size, int(cluster_rank()));
+  const Ring<Op, ITEMS> ring(op, memory);
+  const auto place_after = [&](int steps) { return place_of(op, row + steps * step, end, columns); };
+
+  int newest = 0;
+  for (; newest < stages - 2; ++newest) ring.fetch(place_after(newest), newest);
+  typename Op::template Kept<ITEMS> kept;
+  op.template begin<ITEMS>(kept, group, columns);
+  auto aside = op.template aside<ITEMS>(place_after(0));
+  if (threadIdx.x == 0) {
+    for (int box = 0; box < kMailboxes; ++box) open_mailbox(mailboxes + box);
+  }
+  cluster_sync();  // every block has started, so that its shared memory can be written
+  int stage = 0, last = -1;  // where the row is that is measured, and the one before
+  auto aside_of_last = aside;
+  for (; row < end || last >= 0; row += step) {
+    ring.fetch(place_after(stages - 2), newest);
+    newest = newest + 1 == stages ? 0 : newest + 1;
+    wait_for_copies(stages - 2);
+    if (row < end) {
+      float found[Op::kFound];
+      op.template measure<ITEMS, true>(ring.slots(stage), aside, kept, columns, reducer, found);
+      exchange.send(found);
+    }
+    if (last >= 0) op.template finish<ITEMS>(ring.slots(last), aside_of_last, kept, place_after(-1), exchange.receive());
+    last = row < end ? stage : -1;
+    stage = stage + 1 == stages ? 0 : stage + 1;
+    aside_of_last = aside;
+    aside = op.template aside<ITEMS>(place_after(1));
+  }
+  wait_for_copies(0);
+  op.template flush<ITEMS>(kept, worker, columns, reinterpret_cast<float*>(memory));
 }
 
 // Rows of a thread whose packs it asks for together.
@@ -145,7 +204,7 @@ __global__ void __maxnreg__(Op::registers(ITEMS) + (ITEMS > 2 ? 32 : 16)) direct
   constexpr int N = Op::N, ROWS = kAtOnce<Op, ITEMS>;
   static_assert(!Op::kFlushes);
   EJKERNEL_SHARED(float, scratch, kScratch);
-  Reducer<false> reducer{scratch, nullptr, int(blockDim.x), 1, 0};
+  Reducer reducer{scratch, int(blockDim.x), 0};
   const int64_t group = blockIdx.x / walk.parts;
   const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group);
   const int first = begin + int(blockIdx.x % walk.parts) * int(blockDim.y) * ROWS + int(threadIdx.y);
@@ -154,8 +213,7 @@ __global__ void __maxnreg__(Op::registers(ITEMS) + (ITEMS > 2 ? 32 : 16)) direct
   Place places[ROWS];
 #pragma unroll
   for (int at = 0; at < ROWS; ++at) {
-    const int row = first + at * int(blockDim.y);
-    places[at] = {row, int64_t(uint64_t(uint32_t(row)) * uint32_t(op.width)), columns, row < end};
+    places[at] = place_of(op, first + at * int(blockDim.y), end, columns);
 #pragma unroll
     for (int stream = 0; stream < Op::kStreams; ++stream) {
 #pragma unroll
@@ -169,14 +227,17 @@ __global__ void __maxnreg__(Op::registers(ITEMS) + (ITEMS > 2 ? 32 : 16)) direct
   const auto near = op.near(group);
 #pragma unroll
   for (int at = 0; at < ROWS; ++at) {
-    op.template row<ITEMS>(held[at], op.template aside<ITEMS>(places[at]), near, places[at], reducer);
+    auto aside = op.template aside<ITEMS>(places[at]);
+    Alone<Op::kFound> found;
+    op.template measure<ITEMS, false>(held[at], aside, near, columns, reducer, found.values);
+    op.template finish<ITEMS>(held[at], aside, near, places[at], found);
   }
 }
 
 template <class Op>
 __global__ void __launch_bounds__(kMaxThreads) walked_rows(Op op, int64_t rows) {
   EJKERNEL_SHARED(float, scratch, kScratch);
-  Reducer<false> reducer{scratch, nullptr, int(blockDim.x), 1, 0};
+  Reducer reducer{scratch, int(blockDim.x), 0};
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) op.walk(row, reducer);
 }
 

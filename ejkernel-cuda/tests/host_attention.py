@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
-import pathlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,8 +56,7 @@ class Band(NamedTuple):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    given = os.environ.get("EJKERNEL_HOST_CSRC")
-    loaded = compiled("attention_on_host.cc", "-O2", **({"csrc": pathlib.Path(given)} if given else {}))
+    loaded = compiled("attention_on_host.cc", "-O2")
     loaded.attention_tiles.restype = Range
     loaded.attention_place.restype = Place
     loaded.attention_seen_by_all.restype = Range

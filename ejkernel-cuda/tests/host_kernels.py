@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import pathlib
 import shutil
 import subprocess
@@ -32,8 +33,9 @@ def missing() -> str | None:
     return None if cuda_headers() else "needs the headers of a CUDA toolkit"
 
 
-def compiled(source: str, *flags: str, csrc: pathlib.Path = _HERE.parent / "csrc") -> ctypes.CDLL:
-    """A file of `host` as a library, of the kernels in a folder."""
+def compiled(source: str, *flags: str) -> ctypes.CDLL:
+    """A file of `host` as a library, of the kernels in `csrc` or in the folder that `EJKERNEL_HOST_CSRC` names."""
+    csrc = pathlib.Path(os.environ.get("EJKERNEL_HOST_CSRC", _HERE.parent / "csrc"))
     folder = pathlib.Path(tempfile.mkdtemp(prefix="ejkernel-host-"))
     built = folder / "kernels.so"
     include = [f"-I{place}" for place in (csrc, _HERE / "host", cuda_headers())]

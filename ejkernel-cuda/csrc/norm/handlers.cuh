@@ -34,7 +34,9 @@ struct Handlers {
     return Invalid(kName, std::string(name) + " must be empty, got " + Text(array.dimensions()));
   }
 
-  static ffi::Error CheckParameter(const char* name, Array array, Array x) {
+  // Of a parameter or of its gradient, which is float.
+  template <class Buffer>
+  static ffi::Error CheckParameter(const char* name, Buffer array, Array x) {
     const Dims dims = array.dimensions(), like = x.dimensions();
     if (array.element_type() != ffi::F32 && array.element_type() != x.element_type())
       return Invalid(kName, std::string(name) + " must be float32 or have x's type");

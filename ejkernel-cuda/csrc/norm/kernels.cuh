@@ -50,17 +50,31 @@ struct Parameter {
 };
 
 // A thread's columns of one; 0 where there is no such column.
+template <typename S, typename T, int N, int ITEMS>
+__device__ inline void read_columns_as(float (&to)[ITEMS][N], const ParameterRow<T>& from, const Columns& columns, float more) {
+#pragma unroll
+  for (int item = 0; item < ITEMS; ++item) {
+    const Pack<S, N> pack =
+        columns.has(item) ? load<S, N>(static_cast<const S*>(from.data) + columns.of(item)) : zeros<S, N>();
+    widen(pack, to[item]);
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[item][i] += more;
+  }
+}
+
 template <typename T, int N, int ITEMS>
 __device__ inline void read_columns(float (&to)[ITEMS][N], const ParameterRow<T>& from, const Columns& columns, float more,
                                     float absent) {
+  if (from.data == nullptr) {
 #pragma unroll
-  for (int item = 0; item < ITEMS; ++item) {
-    if (columns.has(item)) {
-      from.template read<N>(columns.of(item), more, absent, to[item]);
-    } else {
+    for (int item = 0; item < ITEMS; ++item) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) to[item][i] = 0.f;
+      for (int i = 0; i < N; ++i) to[item][i] = absent;
     }
+  } else if (from.narrow) {
+    read_columns_as<T>(to, from, columns, more);
+  } else {
+    read_columns_as<float>(to, from, columns, more);
   }
 }
 
@@ -80,7 +94,7 @@ struct Forward {
   int width;
   float inverse_width, epsilon, scale_offset;
 
-  static constexpr int kStreams = ADDED ? 2 : 1;
+  static constexpr int kStreams = ADDED ? 2 : 1, kFound = CENTRED ? 2 : 1;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 80 : 64; }
   template <int ITEMS>
@@ -140,23 +154,22 @@ struct Forward {
     }
   }
 
-  // The row's mean, 0 unless CENTRED, and the mean of squares about it.
-  template <int ITEMS, class Source, class Reduce>
-  __device__ void moments(const Source& source, const Columns& columns, Reduce& reducer, float& centre,
-                          float& variance) const {
-    float total = 0.f, squares = 0.f;
+  // The mean of the block's columns and the sum of squares about it; unless CENTRED, the sum of squares.
+  template <int ITEMS, bool CLUSTER, class Source, class Parameters>
+  __device__ void measure(const Source& source, const Aside<ITEMS>&, const Parameters&, const Columns& columns,
+                          Reducer& reducer, float (&found)[kFound]) const {
+    float centre = 0.f, squares = 0.f;
     if constexpr (CENTRED) {
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
         float x[N];
         read(source, item, x);
 #pragma unroll
-        for (int i = 0; i < N; ++i) total += x[i];
+        for (int i = 0; i < N; ++i) centre += x[i];
       }
-      total = reducer.template block<Add>(total);
+      centre = reducer.template all<Add>(centre) * (CLUSTER ? 1.f / max(columns.here, 1) : inverse_width);
+      found[0] = centre;
     }
-    const int here = Reduce::kCluster ? columns.count(reducer.rank(), width) : width;
-    centre = Reduce::kCluster ? total / (here ? here : 1) : total * inverse_width;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       if (CENTRED && !columns.has(item)) continue;
@@ -165,28 +178,30 @@ struct Forward {
 #pragma unroll
       for (int i = 0; i < N; ++i) squares += (x[i] - centre) * (x[i] - centre);
     }
-    squares = reducer.template block<Add>(squares);
-    if constexpr (Reduce::kCluster) {
-      // Squares about the block's own mean, then about the row's.
-      const float given[2] = {centre, squares};
-      const float* found = reducer.exchange(given);
-      centre = squares = 0.f;
-      for (int block = 0; block < reducer.blocks; ++block) centre += found[block] * columns.count(block, width);
-      centre *= inverse_width;
-      for (int block = 0; block < reducer.blocks; ++block) {
-        const float apart = found[block] - centre;
-        squares += found[kMaxCluster + block] + apart * apart * columns.count(block, width);
-      }
-    }
-    variance = squares * inverse_width;
+    found[CENTRED] = reducer.template all<Add>(squares);
   }
 
-  template <int ITEMS, class Source, class Parameters, class Reduce>
-  __device__ void row(const Source& source, const Aside<ITEMS>&, const Parameters& parameters, const Place& place,
-                      Reduce& reducer) const {
-    float centre, variance;
-    moments<ITEMS>(source, place.columns, reducer, centre, variance);
-    const float inverse = rsqrtf(variance + epsilon);
+  // The row's mean, 0 unless CENTRED, and the sum of squares about it.
+  template <class Found>
+  __device__ void moments(const Found& found, const Columns& columns, float& centre, float& squares) const {
+    centre = CENTRED ? found.total(0) : 0.f, squares = found.total(CENTRED);
+    if constexpr (CENTRED && Found::kCluster) {
+      centre = 0.f;
+      for (int block = 0; block < found.blocks; ++block) centre += found.of(0, block) * columns.count(block, width);
+      centre *= inverse_width;
+      for (int block = 0; block < found.blocks; ++block) {
+        const float apart = found.of(0, block) - centre;
+        squares += apart * apart * columns.count(block, width);
+      }
+    }
+  }
+
+  template <int ITEMS, class Source, class Parameters, class Found>
+  __device__ void finish(const Source& source, const Aside<ITEMS>&, const Parameters& parameters, const Place& place,
+                         const Found& found) const {
+    float centre, squares;
+    moments(found, place.columns, centre, squares);
+    const float inverse = rsqrtf(squares * inverse_width + epsilon);
     if (!place.active) return;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
@@ -213,7 +228,7 @@ struct Forward {
                         float inverse) const {
     float values[N], factor[N], shift[N];
     widen(pack, values);
-    parameters.read(0, {column, 0, 0, 0}, factor, shift);
+    parameters.read(0, {column}, factor, shift);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       values[i] = (CENTRED ? values[i] - centre : values[i]) * inverse * factor[i];
@@ -227,8 +242,7 @@ struct Forward {
     if (rstd) rstd[row] = inverse;
   }
 
-  template <class Reduce>
-  __device__ void walk(int64_t row, Reduce& reducer) const {
+  __device__ void walk(int64_t row, Reducer& reducer) const {
     const T* from = ADDED ? sum + row * width : x + row * width;
     float centre = 0.f, squares = 0.f;
     if constexpr (CENTRED) {
@@ -281,7 +295,7 @@ struct Backward {
   int width;
   float inverse_width, scale_offset;
 
-  static constexpr int kStreams = ADDED ? 3 : 2;
+  static constexpr int kStreams = ADDED ? 3 : 2, kFound = CENTRED ? 2 : 1;
   static constexpr bool kFlushes = true;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 96 : items * N > 8 ? 80 : 64; }
   template <int ITEMS>
@@ -326,10 +340,11 @@ struct Backward {
     store<T, N>(d_x + at, rounded<T, N>(result));
   }
 
-  template <int ITEMS, class Reduce>
-  __device__ void row(const Slots<T, N, ITEMS>& slots, const Aside<ITEMS>& aside, Kept<ITEMS>& kept, const Place& place,
-                      Reduce& reducer) const {
-    float sums[CENTRED ? 2 : 1] = {};
+  template <int ITEMS, bool CLUSTER>
+  __device__ void measure(const Slots<T, N, ITEMS>& slots, const Aside<ITEMS>& aside, Kept<ITEMS>& kept, const Columns&,
+                          Reducer& reducer, float (&found)[kFound]) const {
+#pragma unroll
+    for (int k = 0; k < kFound; ++k) found[k] = 0.f;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       float values[N], grads[N];
@@ -338,17 +353,21 @@ struct Backward {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const int at = item * N + i;
-        float normalised, weighted;
-        parts_of(values[i], grads[i], kept.factor[item][i], aside.mean, aside.rstd, normalised, weighted);
-        kept.scale[at] += grads[i] * normalised;
+        const float of_scale = grads[i] * ((CENTRED ? values[i] - aside.mean : values[i]) * aside.rstd);
+        kept.scale[at] += of_scale;
         if constexpr (!ADDED) kept.offset[at] += grads[i];
-        sums[0] += weighted * normalised;
-        if constexpr (CENTRED) sums[1] += weighted;
+        found[0] += of_scale * kept.factor[item][i];
+        if constexpr (CENTRED) found[1] += grads[i] * kept.factor[item][i];
       }
     }
-    reducer.template all<Add>(sums);
+    reducer.template all<Add>(found);
+  }
+
+  template <int ITEMS, class Found>
+  __device__ void finish(const Slots<T, N, ITEMS>& slots, const Aside<ITEMS>& aside, const Kept<ITEMS>& kept, const Place& place,
+                         const Found& found) const {
+    const float dot = found.total(0) * inverse_width, sum = CENTRED ? found.total(CENTRED) * inverse_width : 0.f;
     if (!place.active) return;
-    const float dot = sums[0] * inverse_width, sum = CENTRED ? sums[CENTRED] * inverse_width : 0.f;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       if (!place.columns.has(item)) continue;
@@ -397,8 +416,7 @@ struct Backward {
   }
 
   // d_x alone; `column_sums` makes the partial sums.
-  template <class Reduce>
-  __device__ void walk(int64_t row, Reduce& reducer) const {
+  __device__ void walk(int64_t row, Reducer& reducer) const {
     const ParameterRow<T> factors = scale.row(row, rows_per_batch);
     const float inverse = rstd[row], centre = CENTRED ? mean[row] : 0.f;
     float sums[CENTRED ? 2 : 1] = {}, factor[N], values[N], grads[N];

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads)
         for (int j = 0; j < M; ++j) squares[at] += first[j] * first[j] + second[j] * second[j];
       }
     }
-    Reducer<false>::warp<Add>(squares, int(blockDim.x));
+    Reducer::warp<Add>(squares, int(blockDim.x));
 #pragma unroll
     for (int at = 0; at < kAtOnce; ++at) {
       if (head + at >= count) continue;
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           dot[0] += g[j] * factors[i].first.data[j] * a[j] + h[j] * factors[i].second.data[j] * b[j];
         }
       }
-      Reducer<false>::warp<Add>(dot, int(blockDim.x));
+      Reducer::warp<Add>(dot, int(blockDim.x));
       const float mean = dot[0] / float(heads.width);
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {

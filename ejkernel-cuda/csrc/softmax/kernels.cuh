@@ -77,7 +77,7 @@ struct Forward {
   int width;
   float scale;
 
-  static constexpr int kStreams = 1;
+  static constexpr int kStreams = 1, kFound = 2;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items * N > 16 ? 80 : 64; }
   template <int ITEMS>
@@ -85,6 +85,7 @@ struct Forward {
   template <int ITEMS>
   struct Aside {
     unsigned taken;
+    float weights[ITEMS * N];  // relative to the block's largest; from `measure` to `finish`, unless a cluster has the row
   };
 
   __device__ const T* stream(int) const { return x; }
@@ -97,7 +98,9 @@ struct Forward {
 
   template <int ITEMS>
   __device__ Aside<ITEMS> aside(const Place& place) const {
-    return {row_taking_part<N, ITEMS>(mask, place, width)};
+    Aside<ITEMS> aside;
+    aside.taken = row_taking_part<N, ITEMS>(mask, place, width);
+    return aside;
   }
 
   __device__ float logit(float value, bool taken) const { return taken ? value * (scale * kUnit<T>) : -INFINITY; }
@@ -106,16 +109,17 @@ struct Forward {
   static __device__ float shift_of(float largest) { return largest == -INFINITY ? 0.f : largest; }
   static __device__ float inverse_of(float total) { return total == 0.f ? 0.f : 1.f / total; }
 
-  template <int ITEMS, class Source, class Nothing, class Reduce>
-  __device__ void row(const Source& source, const Aside<ITEMS>& aside, const Nothing&, const Place& place,
-                      Reduce& reducer) const {
-    mask.data ? work<true, ITEMS>(source, aside.taken, place, reducer) : work<false, ITEMS>(source, 0, place, reducer);
+  // Largest logit of the block's columns, and the sum of weights relative to it. Without a mask every column that is there takes
+  // part.
+  template <int ITEMS, bool CLUSTER, class Source, class Nothing>
+  __device__ void measure(const Source& source, Aside<ITEMS>& aside, const Nothing&, const Columns& columns, Reducer& reducer,
+                          float (&found)[kFound]) const {
+    mask.data ? weigh<true>(source, aside, columns, reducer, found) : weigh<false>(source, aside, columns, reducer, found);
   }
 
-  // Without a mask every column that is there takes part.
-  template <bool MASKED, int ITEMS, class Source, class Reduce>
-  __device__ void work(const Source& source, unsigned taken, const Place& place, Reduce& reducer) const {
-    float weights[ITEMS * N];
+  template <bool MASKED, int ITEMS, class Source>
+  __device__ void weigh(const Source& source, Aside<ITEMS>& aside, const Columns& columns, Reducer& reducer,
+                        float (&found)[kFound]) const {
     float largest = -INFINITY, total = 0.f;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
@@ -124,40 +128,47 @@ struct Forward {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const int at = item * N + i;
-        weights[at] = logit(values[i], MASKED ? taken >> at & 1u : place.columns.has(item));
-        largest = fmaxf(largest, weights[at]);
+        aside.weights[at] = logit(values[i], MASKED ? aside.taken >> at & 1u : columns.has(item));
+        largest = fmaxf(largest, aside.weights[at]);
       }
     }
-    largest = reducer.template block<Largest>(largest);
-    const float shift = shift_of(largest);
+    found[0] = reducer.template all<Largest>(largest);
+    const float shift = shift_of(found[0]);
 #pragma unroll
     for (int at = 0; at < ITEMS * N; ++at) {
-      weights[at] = weight<T>(weights[at] - shift);
-      total += weights[at];
+      aside.weights[at] = weight<T>(aside.weights[at] - shift);
+      total += aside.weights[at];
     }
-    total = reducer.template block<Add>(total);
-    float rescale = 1.f;  // from the block's largest logit to the row's
-    if constexpr (Reduce::kCluster) {
-      const float given[2] = {largest, total};
-      const float* found = reducer.exchange(given);
-      float most = found[0];
-      for (int block = 1; block < reducer.blocks; ++block) most = fmaxf(most, found[block]);
-      total = 0.f;
-      for (int block = 0; block < reducer.blocks; ++block) {
-        total += found[kMaxCluster + block] * weight<T>(found[block] - shift_of(most));
-      }
-      rescale = weight<T>(largest - shift_of(most));
+    found[1] = reducer.template all<Add>(total);
+  }
+
+  template <int ITEMS, class Source, class Nothing, class Found>
+  __device__ void finish(const Source& source, const Aside<ITEMS>& aside, const Nothing&, const Place& place,
+                         const Found& found) const {
+    mask.data ? scale_weights<true>(source, aside, place, found) : scale_weights<false>(source, aside, place, found);
+  }
+
+  template <bool MASKED, int ITEMS, class Source, class Found>
+  __device__ void scale_weights(const Source& source, const Aside<ITEMS>& aside, const Place& place, const Found& found) const {
+    float shift = 0.f, total = found.total(1);
+    if constexpr (Found::kCluster) {
+      float largest = found.of(0, 0);
+      for (int block = 1; block < found.blocks; ++block) largest = fmaxf(largest, found.of(0, block));
+      shift = shift_of(largest), total = 0.f;
+      for (int block = 0; block < found.blocks; ++block) total += found.of(1, block) * weight<T>(found.of(0, block) - shift);
     }
-    const float inverse = rescale * inverse_of(total);
+    const float inverse = inverse_of(total);
     if (!place.active) return;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       if (!place.columns.has(item)) continue;
       float result[N];
+      if constexpr (Found::kCluster) source.read(0, item, result);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const int at = item * N + i;
-        result[i] = !MASKED || (taken >> at & 1u) ? weights[at] * inverse : 0.f;
+        const float value = Found::kCluster ? weight<T>(logit(result[i], true) - shift) : aside.weights[at];
+        result[i] = !MASKED || (aside.taken >> at & 1u) ? value * inverse : 0.f;
       }
       store<T, N>(out + place.start + place.columns.of(item), rounded<T, N>(result));
     }
@@ -166,8 +177,7 @@ struct Forward {
   template <int ITEMS>
   __device__ void flush(const Kept<ITEMS>&, int64_t, const Columns&, float*) const {}
 
-  template <class Reduce>
-  __device__ void walk(int64_t row, Reduce& reducer) const {
+  __device__ void walk(int64_t row, Reducer& reducer) const {
     const T* from = x + row * width;
     const int64_t mask_row = mask.data ? mask.row(row) : 0;
     float largest = -INFINITY, total = 0.f;  // of this thread, the total relative to its largest
@@ -215,7 +225,7 @@ struct Backward {
   int width;
   float scale;
 
-  static constexpr int kStreams = 2;
+  static constexpr int kStreams = 2, kFound = 1;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int) { return 64; }
   template <int ITEMS>
@@ -257,38 +267,40 @@ struct Backward {
     store<T, N>(d_x + at, rounded<T, N>(result));
   }
 
-  template <int ITEMS, class Source, class Nothing, class Reduce>
-  __device__ void row(const Source& source, const Aside<ITEMS>& aside, const Nothing&, const Place& place,
-                      Reduce& reducer) const {
-    mask.data ? work<true, ITEMS>(source, aside.taken, place, reducer) : work<false, ITEMS>(source, 0, place, reducer);
-  }
-
   // What is not there is zero.
-  template <bool MASKED, int ITEMS, class Source, class Reduce>
-  __device__ void work(const Source& source, unsigned taken, const Place& place, Reduce& reducer) const {
+  template <int ITEMS, bool CLUSTER, class Source, class Nothing>
+  __device__ void measure(const Source& source, const Aside<ITEMS>& aside, const Nothing&, const Columns&, Reducer& reducer,
+                          float (&found)[kFound]) const {
     float sum = 0.f, values[N], grads[N];
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       source.read(0, item, values);
       source.read(1, item, grads);
-      sum += dot<MASKED>(values, grads, taken >> (item * N));
+      sum += mask.data ? dot<true>(values, grads, aside.taken >> (item * N)) : dot<false>(values, grads, 0);
     }
-    sum = reducer.template all<Add>(sum);
+    found[0] = reducer.template all<Add>(sum);
+  }
+
+  template <int ITEMS, class Source, class Nothing, class Found>
+  __device__ void finish(const Source& source, const Aside<ITEMS>& aside, const Nothing&, const Place& place,
+                         const Found& found) const {
+    const float sum = found.total(0);
     if (!place.active) return;
+    float values[N], grads[N];
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       if (!place.columns.has(item)) continue;
       source.read(0, item, values);
       source.read(1, item, grads);
-      write<MASKED>(values, grads, taken >> (item * N), place.start + place.columns.of(item), sum);
+      const int64_t at = place.start + place.columns.of(item);
+      mask.data ? write<true>(values, grads, aside.taken >> (item * N), at, sum) : write<false>(values, grads, 0, at, sum);
     }
   }
 
   template <int ITEMS>
   __device__ void flush(const Kept<ITEMS>&, int64_t, const Columns&, float*) const {}
 
-  template <class Reduce>
-  __device__ void walk(int64_t row, Reduce& reducer) const {
+  __device__ void walk(int64_t row, Reducer& reducer) const {
     const int64_t start = row * width, mask_row = mask.data ? mask.row(row) : 0;
     float sum = 0.f, values[N], grads[N];
     for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {

@@ -28,14 +28,15 @@ struct Stored {
   }
 };
 
-template <class Op, int ITEMS, bool CLUSTER>
+template <class Op, int ITEMS, bool CLUSTER = false>
 void streamed(const Op& op, const Shape& shape) {
   const unsigned y = shape.threads > 32 ? 1 : unsigned(kSmallBlock / shape.threads);
   const Walk walk{shape.rows_per_group, shape.parts};
+  const int stages = CLUSTER ? std::max(shape.stages, 2) : shape.stages;
   const size_t stage = sizeof(typename Op::T) * Op::N * ITEMS * Op::kStreams * shape.threads * y;
   host::launch(
       unsigned(shape.groups * shape.parts * shape.cluster), {unsigned(shape.threads), y}, unsigned(shape.cluster),
-      [&] { streamed_rows<Op, ITEMS, CLUSTER>(op, walk, shape.stages); }, shape.stages * stage);
+      [&] { CLUSTER ? shared_rows<Op, ITEMS>(op, walk, stages) : streamed_rows<Op, ITEMS>(op, walk, stages); }, stages * stage);
 }
 
 template <class Op, int ITEMS>
@@ -58,11 +59,11 @@ void rows(const Op& op, const Shape& shape) {
   } else if (shape.stages == 0) {
     shape.items == 1 ? direct<Op, 1>(op, shape) : shape.items == 2 ? direct<Op, 2>(op, shape) : direct<Op, 4>(op, shape);
   } else if (shape.items == 1) {
-    streamed<Op, 1, false>(op, shape);
+    streamed<Op, 1>(op, shape);
   } else if (shape.items == 2) {
-    streamed<Op, 2, false>(op, shape);
+    streamed<Op, 2>(op, shape);
   } else {
-    streamed<Op, 4, false>(op, shape);
+    streamed<Op, 4>(op, shape);
   }
 }
 
