@@ -32,6 +32,13 @@ struct Reducer {
   int threads;
   unsigned turn;  // the half of scratch in use: with two of them, one barrier per reduction is enough
 
+  template <class Op>
+  static __device__ float warp(float value, int count) {
+    float values[1] = {value};
+    warp<Op>(values, count);
+    return values[0];
+  }
+
   // Neighbours up to `count`, a power of two up to 32, in the same order in each of them.
   template <class Op, int K>
   static __device__ void warp(float (&values)[K], int count) {
@@ -43,11 +50,14 @@ struct Reducer {
     }
   }
 
-  template <class Op, int K>
-  __device__ void all(float (&values)[K]) {
+  // Threads of the row that share a warp.
+  __device__ int neighbours() const { return threads < 32 ? threads : 32; }
+
+  // From values that are equal in a warp to those of all warps, each in one of as many neighbours as come back; `absent` where
+  // there are more neighbours than warps.
+  template <int K>
+  __device__ int gather(float (&values)[K], const float (&absent)[K]) {
     static_assert(K <= kMaxValues);
-    if (threads <= 32) return warp<Op>(values, threads);
-    warp<Op>(values, 32);
     float* warps = scratch + turn * kMaxValues * kMaxWarps;  // [K, kMaxWarps]
     const int count = threads / 32, span = count > 8 ? 16 : 8, slot = threadIdx.x % span;
     if (threadIdx.x % 32 == 0) {
@@ -56,9 +66,20 @@ struct Reducer {
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < K; ++k) values[k] = slot < count ? warps[k * kMaxWarps + slot] : Op::kNeutral;
-    warp<Op>(values, span);
+    for (int k = 0; k < K; ++k) values[k] = slot < count ? warps[k * kMaxWarps + slot] : absent[k];
     turn ^= 1;
+    return span;
+  }
+
+  template <class Op, int K>
+  __device__ void all(float (&values)[K]) {
+    warp<Op>(values, neighbours());
+    if (threads <= 32) return;
+    float absent[K];
+#pragma unroll
+    for (int k = 0; k < K; ++k) absent[k] = Op::kNeutral;
+    const int warps = gather(values, absent);
+    warp<Op>(values, warps);
   }
 
   template <class Op>

@@ -2,7 +2,7 @@
 //
 // An Op says what is done. Its members: T, N (elements of an access), `width`; kStreams arrays that are read, `stream` each;
 // Aside<ITEMS> and `aside`, what else a thread needs of a row; Kept<ITEMS>, what it keeps from row to row, and `begin`, which
-// fills it; `near`, the same for a thread that has few rows; `registers`, as many as all that takes; `measure`, which finds
+// fills it; `near`, the same left in memory for a thread that has one row; `registers` and `direct_registers`, as many as all that takes; `measure`, which finds
 // kFound numbers of a block's columns of a row, and `finish`, which writes those columns when the numbers of all blocks are
 // there; kFlushes, whether something is left to do after the last row, and that, `flush`; and `walk`, the work on a row of any
 // width, which reads it more than once.
@@ -199,7 +199,7 @@ constexpr int kAtOnce = ITEMS * Op::kStreams < 4 ? 4 / (ITEMS * Op::kStreams) : 
 // ITEMS packs of a row per thread, read into registers. A block ends with the few rows that it was given: that many of them run
 // on a processor, and start and end at different times, keeps memory busy.
 template <class Op, int ITEMS>
-__global__ void __maxnreg__(Op::registers(ITEMS) + (ITEMS > 2 ? 32 : 16)) direct_rows(Op op, Walk walk) {
+__global__ void __maxnreg__(Op::direct_registers(ITEMS)) direct_rows(Op op, Walk walk) {
   using T = typename Op::T;
   constexpr int N = Op::N, ROWS = kAtOnce<Op, ITEMS>;
   static_assert(!Op::kFlushes);
@@ -224,13 +224,21 @@ __global__ void __maxnreg__(Op::registers(ITEMS) + (ITEMS > 2 ? 32 : 16)) direct
       }
     }
   }
-  const auto near = op.near(group);
+  const auto finish_all = [&](const auto& parameters) {
 #pragma unroll
-  for (int at = 0; at < ROWS; ++at) {
-    auto aside = op.template aside<ITEMS>(places[at]);
-    Alone<Op::kFound> found;
-    op.template measure<ITEMS, false>(held[at], aside, near, columns, reducer, found.values);
-    op.template finish<ITEMS>(held[at], aside, near, places[at], found);
+    for (int at = 0; at < ROWS; ++at) {
+      auto aside = op.template aside<ITEMS>(places[at]);
+      Alone<Op::kFound> found;
+      op.template measure<ITEMS, false>(held[at], aside, parameters, columns, reducer, found.values);
+      op.template finish<ITEMS>(held[at], aside, parameters, places[at], found);
+    }
+  };
+  if constexpr (ROWS > 1) {
+    typename Op::template Kept<ITEMS> kept;
+    op.template begin<ITEMS>(kept, group, columns);
+    finish_all(kept);
+  } else {
+    finish_all(op.near(group));
   }
 }
 

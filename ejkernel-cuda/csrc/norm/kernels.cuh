@@ -97,6 +97,7 @@ struct Forward {
   static constexpr int kStreams = ADDED ? 2 : 1, kFound = CENTRED ? 2 : 1;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 80 : 64; }
+  static constexpr int direct_registers(int items) { return items == 1 ? 64 : items == 2 ? 80 : 72; }
   template <int ITEMS>
   struct Kept {
     float scale[ITEMS][N], offset[ADDED ? 1 : ITEMS][N];  // where ADDED, there is no offset
@@ -109,7 +110,7 @@ struct Forward {
       }
     }
   };
-  // The same left in memory, for threads that have few rows.
+  // The same left in memory.
   struct Near {
     ParameterRow<T> scale, offset;
     float scale_offset;

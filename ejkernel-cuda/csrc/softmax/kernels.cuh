@@ -80,12 +80,14 @@ struct Forward {
   static constexpr int kStreams = 1, kFound = 2;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items * N > 16 ? 80 : 64; }
+  static constexpr int direct_registers(int items) { return items > 2 ? 104 : 80; }
   template <int ITEMS>
   struct Kept {};
   template <int ITEMS>
   struct Aside {
     unsigned taken;
-    float weights[ITEMS * N];  // relative to the block's largest; from `measure` to `finish`, unless a cluster has the row
+    // From `measure` to `finish`, unless a cluster has the row: weights relative to the warp's largest logit, and that.
+    float weights[ITEMS * N], largest;
   };
 
   __device__ const T* stream(int) const { return x; }
@@ -109,7 +111,7 @@ struct Forward {
   static __device__ float shift_of(float largest) { return largest == -INFINITY ? 0.f : largest; }
   static __device__ float inverse_of(float total) { return total == 0.f ? 0.f : 1.f / total; }
 
-  // Largest logit of the block's columns, and the sum of weights relative to it. Without a mask every column that is there takes
+  // The largest logit of the block's columns, and the sum of weights relative to it. Without a mask every column that is there takes
   // part.
   template <int ITEMS, bool CLUSTER, class Source, class Nothing>
   __device__ void measure(const Source& source, Aside<ITEMS>& aside, const Nothing&, const Columns& columns, Reducer& reducer,
@@ -132,14 +134,20 @@ struct Forward {
         largest = fmaxf(largest, aside.weights[at]);
       }
     }
-    found[0] = reducer.template all<Largest>(largest);
-    const float shift = shift_of(found[0]);
+    const int neighbours = reducer.neighbours();
+    found[0] = aside.largest = Reducer::warp<Largest>(largest, neighbours);
+    const float shift = shift_of(aside.largest);
 #pragma unroll
     for (int at = 0; at < ITEMS * N; ++at) {
       aside.weights[at] = weight<T>(aside.weights[at] - shift);
       total += aside.weights[at];
     }
-    found[1] = reducer.template all<Add>(total);
+    found[1] = Reducer::warp<Add>(total, neighbours);
+    if (reducer.threads <= 32) return;
+    const int warps = reducer.gather(found, {-INFINITY, 0.f});
+    largest = Reducer::warp<Largest>(found[0], warps);
+    found[1] = Reducer::warp<Add>(found[1] * weight<T>(found[0] - shift_of(largest)), warps);
+    found[0] = largest;
   }
 
   template <int ITEMS, class Source, class Nothing, class Found>
@@ -150,14 +158,17 @@ struct Forward {
 
   template <bool MASKED, int ITEMS, class Source, class Found>
   __device__ void scale_weights(const Source& source, const Aside<ITEMS>& aside, const Place& place, const Found& found) const {
-    float shift = 0.f, total = found.total(1);
+    float shift, total = 0.f, factor = 1.f;  // from the warp's largest logit to the row's
     if constexpr (Found::kCluster) {
       float largest = found.of(0, 0);
       for (int block = 1; block < found.blocks; ++block) largest = fmaxf(largest, found.of(0, block));
-      shift = shift_of(largest), total = 0.f;
+      shift = shift_of(largest);
       for (int block = 0; block < found.blocks; ++block) total += found.of(1, block) * weight<T>(found.of(0, block) - shift);
+    } else {
+      shift = shift_of(found.values[0]), total = found.values[1];
+      factor = weight<T>(aside.largest - shift);
     }
-    const float inverse = inverse_of(total);
+    const float inverse = factor * inverse_of(total);
     if (!place.active) return;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
@@ -228,6 +239,7 @@ struct Backward {
   static constexpr int kStreams = 2, kFound = 1;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int) { return 64; }
+  static constexpr int direct_registers(int items) { return items > 2 ? 104 : 80; }
   template <int ITEMS>
   struct Kept {};
   template <int ITEMS>
