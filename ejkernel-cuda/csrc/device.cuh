@@ -103,6 +103,14 @@ __device__ inline float fast_inverse(float value) {
   return inverse;
 }
 
+// Store to global memory what the kernel does not read again, with one access.
+__device__ inline void store_words(void* to, uint2 words) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y));
+}
+__device__ inline void store_words(void* to, uint4 words) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w));
+}
+
 // Begin to copy BYTES (4, 8 or 16) from global to shared memory, or zeros; in order with the thread's own reads before.
 template <int BYTES>
 __device__ inline void copy_bytes_ahead(void* to, const void* from, bool there) {

@@ -99,4 +99,17 @@ __device__ inline void store(T* to, const Pack<T, N>& value) {
   *reinterpret_cast<Pack<T, N>*>(to) = value;
 }
 
+// The same to global memory that the kernel does not read again, in one access: the compiler made several smaller ones of packs
+// that it had taken apart.
+template <typename T, int N>
+__device__ inline void store_out(T* to, const Pack<T, N>& value) {
+  if constexpr (sizeof(T) * N == 8) {
+    store_words(to, __builtin_bit_cast(uint2, value));
+  } else if constexpr (sizeof(T) * N == 16) {
+    store_words(to, __builtin_bit_cast(uint4, value));
+  } else {
+    store<T, N>(to, value);
+  }
+}
+
 }  // namespace ejkernel

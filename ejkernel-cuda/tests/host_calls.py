@@ -49,15 +49,14 @@ def _lanes(half: int, pairs: int) -> int:
 
 def _heads(x: np.ndarray, rotary_dim: int, heads_first: bool) -> Heads:
     batch, length, count, width = (x.shape[axis] for axis in ((0, 2, 1, 3) if heads_first else (0, 1, 2, 3)))
-    strides = (width, length * width) if heads_first else (count * width, width)
-    return Heads(batch, length, count, length * count * width, *strides, width, rotary_dim // 2, heads_first)
+    return Heads(batch, length, count, length if heads_first else 1, width, rotary_dim // 2, heads_first)
 
 
 def _geometry(x: np.ndarray, rotary_dim: int, interleaved: bool) -> tuple[bool, int]:
     """Whether packs are used, and the lanes of a head."""
     pack, rotated = PACK[x.dtype.name], rotary_dim if interleaved else rotary_dim // 2
     packed = x.shape[3] % pack == 0 and rotated % pack == 0
-    return packed, _lanes(rotary_dim // 2, (pack // 2 if interleaved else pack) if packed else 1)
+    return packed, _lanes(rotary_dim // 2, (pack // 2 if interleaved else 4) if packed else 1)
 
 
 def _rotate(given, results, *, rotary_dim, interleaved, heads_first, inverse, span):
@@ -90,7 +89,7 @@ def _whole_head(x: np.ndarray, rotary_dim: int, interleaved: bool) -> tuple[bool
     """As `_geometry`, for threads that hold all channels of a head."""
     pack, rest = PACK[x.dtype.name], x.shape[3] - rotary_dim
     packed = _geometry(x, rotary_dim, interleaved)[0] and (interleaved or rest // 2 % pack == 0)
-    return packed, _lanes(x.shape[3] // 2, pack if packed else 4)
+    return packed, _lanes(x.shape[3] // 2, 4)
 
 
 def _scale_parameter(scale: Guarded) -> Parameter:

@@ -117,7 +117,7 @@ class Mask(ctypes.Structure):
 
 class Heads(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("batch", "length", "heads", "batch_stride", "token_stride", "head_stride")),
+        *((name, ctypes.c_uint32) for name in ("batch", "length", "heads", "step")),
         ("width", ctypes.c_int),
         ("half", ctypes.c_int),
         ("heads_first", ctypes.c_bool),

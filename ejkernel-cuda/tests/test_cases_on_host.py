@@ -131,6 +131,21 @@ def test_heads_that_take_a_whole_warp_or_a_part_of_one(width, interleaved):
         check_norm_rope(dataclasses.replace(problem.call, **specs, scale_offset=0.5), inputs, "bfloat16", 4, 3)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["BTHD", "BHTD"])
+@pytest.mark.parametrize(("span", "parts"), [(1, 1), (2, 2), (8, 1), (32, 2)])
+def test_workers_that_take_many_spans(dtype, layout, span, parts):
+    """Heads on their way while others are in work: over the ends of spans, of tokens and of what a worker has to do."""
+    rng = np.random.default_rng(span)
+    shapes = {"query": (2, 7, 19, 256), "key": (2, 7, 3, 256)}
+    if layout == "BHTD":
+        shapes = {name: (batch, count, length, width) for name, (batch, length, count, width) in shapes.items()}
+    shapes |= {"cos": (7, 128), "sin": (7, 128), "query_scale": (256,)}
+    arrays = {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+    problem = NORM_ROPE.canonicalise(**arrays, layout=layout)
+    check_norm_rope(problem.call, problem.inputs, dtype, span, parts)
+
+
 def check_norm_rope(call, inputs, dtype, span, parts):
     limit = 2e-6 if dtype == "float32" else 5e-3
     call = dataclasses.replace(call, save_residuals=True)

@@ -132,10 +132,7 @@ bool AllPacked(const Heads& heads, int64_t bytes, bool interleaved, std::initial
 }
 
 // Threads that hold a head.
-template <typename T, bool INTERLEAVED, bool PACKED>
-int LanesOf(const Heads& heads) {
-  return rope::Lanes(heads.width / 2, kPairs<T, INTERLEAVED, PACKED> * kItems<INTERLEAVED, PACKED>);
-}
+int LanesOf(const Heads& heads) { return rope::Lanes(heads.width / 2, kHeld); }
 
 ffi::Error ForwardOfOne(cudaStream_t stream, Array x, Floats scale, Array out, Floats rstd, const Angles& angles,
                         Geometry geometry, float epsilon, float scale_offset, int64_t span) {
@@ -144,12 +141,11 @@ ffi::Error ForwardOfOne(cudaStream_t stream, Array x, Floats scale, Array out, F
   const bool packed = AllPacked(heads, ffi::ByteWidth(x.element_type()), geometry.interleaved,
                                 {x.untyped_data(), out.untyped_data(), scale.untyped_data(), angles.cos, angles.sin});
   return rope::ForHeads(x.element_type(), packed, geometry.interleaved, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
-    const int lanes = LanesOf<T, INTERLEAVED, PACKED>(heads), rows = kThreads / lanes;
-    const int64_t blocks = (heads.batch * heads.length * ((heads.heads + span - 1) / span) + rows - 1) / rows;
-    if (blocks > kMaxGrid) return Invalid(kName, std::to_string(blocks) + " blocks are more than a grid has");
-    norm_rotate<T, INTERLEAVED, PACKED><<<unsigned(blocks), dim3(lanes, rows), 0, stream>>>(
+    const int lanes = LanesOf(heads), rows = kThreads / lanes;
+    const Spans spans = rope::spans_of(heads, span);
+    norm_rotate<T, INTERLEAVED, PACKED><<<(spans.count + rows - 1) / rows, dim3(lanes, rows), 0, stream>>>(
         static_cast<const T*>(x.untyped_data()), AsParameter(scale), static_cast<T*>(out.untyped_data()),
-        rstd.element_count() ? rstd.typed_data() : nullptr, angles, heads, int(span), epsilon, scale_offset);
+        rstd.element_count() ? rstd.typed_data() : nullptr, angles, heads, spans, epsilon, scale_offset);
     return CheckLaunch(kName, "norm and rotation");
   });
 }
@@ -167,8 +163,19 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key, Floats cos, F
   return ForwardOfOne(stream, key, key_scale, *key_out, *key_rstd, angles, geometry, epsilon, scale_offset, span);
 }
 
+// Blocks of kThreads that the device runs at once.
+template <typename Kernel>
+int64_t ResidentBlocks(Kernel kernel) {
+  int device = 0, processors = 0, blocks = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0);
+  return int64_t(std::max(1, blocks)) * std::max(1, processors);
+}
+
+// Partial sums by up to `parts` blocks for each scale; afterwards that is how many there are.
 ffi::Error BackwardOfOne(cudaStream_t stream, Array x, Floats rstd, Array grad, Floats scale, Array d_x, Floats partial,
-                         const Angles& angles, Geometry geometry, float scale_offset, int64_t span, int64_t parts) {
+                         const Angles& angles, Geometry geometry, float scale_offset, int64_t span, int64_t& parts) {
   const Heads heads = rope::HeadsOf(x, geometry.heads_first, geometry.rotary_dim);
   const int64_t groups = std::max<int64_t>(1, scale.dimensions()[0]);
   const bool packed =
@@ -176,12 +183,16 @@ ffi::Error BackwardOfOne(cudaStream_t stream, Array x, Floats rstd, Array grad, 
                 {x.untyped_data(), grad.untyped_data(), d_x.untyped_data(), scale.untyped_data(), angles.cos, angles.sin});
   if (groups * parts > kMaxGrid) return Invalid(kName, std::to_string(groups * parts) + " blocks are more than a grid has");
   return rope::ForHeads(x.element_type(), packed, geometry.interleaved, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
-    const int lanes = LanesOf<T, INTERLEAVED, PACKED>(heads);
-    const int64_t spans = heads.batch * heads.length * ((heads.heads + span - 1) / span);
-    gradients<T, INTERLEAVED, PACKED><<<unsigned(groups * parts), dim3(lanes, kThreads / lanes), 0, stream>>>(
+    auto kernel = gradients<T, INTERLEAVED, PACKED>;
+    const int lanes = LanesOf(heads), rows = kThreads / lanes;
+    const Spans spans = rope::spans_of(heads, span);
+    const int64_t spans_per_group = spans.count / groups;
+    const int64_t most = std::min(ResidentBlocks(kernel) / groups, (spans_per_group + rows - 1) / rows);
+    parts = std::clamp<int64_t>(most, 1, parts);
+    kernel<<<unsigned(groups * parts), dim3(lanes, rows), 0, stream>>>(
         static_cast<const T*>(x.untyped_data()), rstd.typed_data(), static_cast<const T*>(grad.untyped_data()),
         AsParameter(scale), static_cast<T*>(d_x.untyped_data()), scale.dimensions()[0] ? partial.typed_data() : nullptr, angles,
-        heads, int(span), spans / groups, parts, scale_offset);
+        heads, spans, unsigned(spans_per_group), unsigned(parts), scale_offset);
     return CheckLaunch(kName, "gradients");
   });
 }
@@ -197,13 +208,14 @@ ffi::Error RunBackward(cudaStream_t stream, Array query, Array key, Floats query
   const Geometry geometry{rotary_dim, interleaved, heads_first};
   const Angles angles = AsAngles(cos, sin, rotary_dim);
   // Without any head there are no spans, and the kernel writes partial sums of nothing.
+  int64_t of_query = parts, of_key = parts;
   EJKERNEL_TRY(BackwardOfOne(stream, query, query_rstd, query_grad, query_scale, *d_query, *query_parts, angles, geometry,
-                             scale_offset, span, parts));
+                             scale_offset, span, of_query));
   EJKERNEL_TRY(BackwardOfOne(stream, key, key_rstd, key_grad, key_scale, *d_key, *key_parts, angles, geometry, scale_offset,
-                             span, parts));
+                             span, of_key));
   const int64_t width = query.dimensions()[3];
-  const Parts first{query_parts->typed_data(), d_query_scale->typed_data(), query_scale.dimensions()[0], parts};
-  const Parts second{key_parts->typed_data(), d_key_scale->typed_data(), key_scale.dimensions()[0], parts};
+  const Parts first{query_parts->typed_data(), d_query_scale->typed_data(), query_scale.dimensions()[0], of_query};
+  const Parts second{key_parts->typed_data(), d_key_scale->typed_data(), key_scale.dimensions()[0], of_key};
   const int64_t blocks = (first.groups + second.groups) * ((width + 31) / 32);
   if (blocks == 0) return ffi::Error::Success();
   if (blocks > kMaxGrid) return Invalid(kName, "too many scales");

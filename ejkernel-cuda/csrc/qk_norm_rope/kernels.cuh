@@ -11,10 +11,13 @@ namespace ejkernel::qk_norm_rope {
 
 using rope::Angles;
 using rope::Heads;
+using rope::kAtOnce;
+using rope::kBlocks;
 using rope::kPairs;
 using rope::kThreads;
 using rope::Pairs;
 using rope::Span;
+using rope::Spans;
 
 constexpr int kWidest = 256;  // channels of a head
 
@@ -23,14 +26,14 @@ struct Parameter {
   const float* data;  // null when absent
   int64_t stride;     // from one batch member to the next; 0 when all share it
 
-  __device__ const float* member(int64_t index) const { return data ? data + index * stride : nullptr; }
+  __device__ const float* member(uint32_t index) const { return data ? data + index * stride : nullptr; }
 };
 
-// Packs of pairs per thread, so that 32 threads hold the widest head.
-template <bool INTERLEAVED, bool PACKED>
-constexpr int kItems = !PACKED       ? 4
-                       : INTERLEAVED ? 2
-                                     : 1;
+constexpr int kHeld = 4;  // pairs of a thread, so that 32 of them hold the widest head
+
+// Packs of pairs per thread.
+template <typename T, bool INTERLEAVED, bool PACKED>
+constexpr int kItems = kHeld / kPairs<T, INTERLEAVED, PACKED>;
 
 // Where a pack of pairs lies in a head.
 struct Place {
@@ -68,9 +71,8 @@ struct Turn {
 
   __device__ void read(const Angles& angles, const Heads& heads, const Span& span, const Place& place) {
     if (place.turned) {
-      const int channels = angles.per_pair ? heads.half : 2 * heads.half;
-      const float* cos_row = angles.cos + ((angles.one_cos ? 0 : span.batch * heads.length) + span.token) * channels;
-      const float* sin_row = angles.sin + ((angles.one_sin ? 0 : span.batch * heads.length) + span.token) * channels;
+      const float *cos_row, *sin_row;
+      angles.rows(heads, span.member, span.token, cos_row, sin_row);
       cos = rope::read_angles<M, INTERLEAVED, PACKED>(cos_row, place.pair, heads, angles.per_pair);
       sin = rope::read_angles<M, INTERLEAVED, PACKED>(sin_row, place.pair, heads, angles.per_pair);
     } else {
@@ -81,49 +83,58 @@ struct Turn {
       }
     }
   }
-};
 
-// Where the statistic of a head lies; heads lie one after the other.
-__device__ inline int64_t head_index(int64_t start, const Heads& heads) {
-  int64_t rest;
-  return divide(start, heads.width, rest);
-}
+  // For pairs that the factors have yet to multiply.
+  __device__ void scale(const Pairs<float, M, INTERLEAVED, PACKED>& factors) {
+#pragma unroll
+    for (int i = 0; i < M; ++i) {
+      cos.first.data[i] *= factors.first.data[i];
+      sin.first.data[i] *= factors.second.data[i];
+      cos.second.data[i] *= factors.second.data[i];
+      sin.second.data[i] *= factors.first.data[i];
+    }
+  }
+};
 
 // A span of heads for each row of threads of a block.
 template <typename T, bool INTERLEAVED, bool PACKED>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, PACKED ? kBlocks : 2)
     norm_rotate(const T* __restrict__ x, Parameter scale, T* __restrict__ out, float* __restrict__ rstd, Angles angles,
-                Heads heads, int span, float epsilon, float scale_offset) {
-  constexpr int M = kPairs<T, INTERLEAVED, PACKED>, ITEMS = kItems<INTERLEAVED, PACKED>, kAtOnce = 4;
+                Heads heads, Spans spans, float epsilon, float scale_offset) {
+  constexpr int M = kPairs<T, INTERLEAVED, PACKED>, ITEMS = kItems<T, INTERLEAVED, PACKED>, AT_ONCE = kAtOnce<T>;
   using Values = Pairs<T, M, INTERLEAVED, PACKED>;
-  const int64_t item = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  const bool active = item < rope::spans_of(heads, span);
-  const Span here = rope::span_of(active ? item : 0, heads, span);
-  const int count = active ? here.count : 0;
-  Turn<M, INTERLEAVED, PACKED> turns[ITEMS];
-  Pairs<float, M, INTERLEAVED, PACKED> factors[ITEMS];
+  const uint32_t item = blockIdx.x * blockDim.y + threadIdx.y;
+  const bool active = item < spans.count;
+  const Span here = rope::span_of(active ? item : 0, heads, spans);
+  const uint32_t count = active ? here.count : 0;
+  const auto start_of = [&](uint32_t head) { return heads.start(here.index + head * heads.step); };
+  Values values[AT_ONCE][ITEMS];
+  const auto fetch = [&](uint32_t head) {
 #pragma unroll
-  for (int i = 0; i < ITEMS; ++i) {
-    const Place place = place_of<M>(i, heads);
-    factors[i] = factors_at<M, INTERLEAVED, PACKED>(scale.member(here.batch), scale_offset, place);
-    if (place.there) turns[i].read(angles, heads, here, place);
-  }
-  // To the same end in every thread, as a warp reduces together.
-  for (int head = 0; head < span && head < heads.heads; head += kAtOnce) {
-    Values values[kAtOnce][ITEMS];
-    float squares[kAtOnce] = {};
-#pragma unroll
-    for (int at = 0; at < kAtOnce; ++at) {
+    for (int at = 0; at < AT_ONCE; ++at) {
       if (head + at >= count) continue;
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         const Place place = place_of<M>(i, heads);
-        if (place.there)
-          values[at][i].read(x + here.start + (head + at) * heads.head_stride + place.base, place.pair, place.half);
+        if (place.there) values[at][i].read(x + start_of(head + at) + place.base, place.pair, place.half);
       }
     }
+  };
+  fetch(0);  // under way before anything waits for cos, sin and scale
+  Turn<M, INTERLEAVED, PACKED> turns[ITEMS];
 #pragma unroll
-    for (int at = 0; at < kAtOnce; ++at) {
+  for (int i = 0; i < ITEMS; ++i) {
+    const Place place = place_of<M>(i, heads);
+    if (!place.there) continue;
+    turns[i].read(angles, heads, here, place);
+    turns[i].scale(factors_at<M, INTERLEAVED, PACKED>(scale.member(here.member), scale_offset, place));
+  }
+  const float share = 1.f / float(heads.width);
+  // To the same end in every thread, as a warp reduces together.
+  for (uint32_t head = 0; head < spans.size; fetch(head += AT_ONCE)) {
+    float squares[AT_ONCE] = {};
+#pragma unroll
+    for (int at = 0; at < AT_ONCE; ++at) {
       if (head + at >= count) continue;
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
@@ -137,10 +148,9 @@ __global__ void __launch_bounds__(kThreads)
     }
     Reducer::warp<Add>(squares, int(blockDim.x));
 #pragma unroll
-    for (int at = 0; at < kAtOnce; ++at) {
+    for (int at = 0; at < AT_ONCE; ++at) {
       if (head + at >= count) continue;
-      const int64_t start = here.start + (head + at) * heads.head_stride;
-      const float inverse = rsqrtf(squares[at] / float(heads.width) + epsilon);
+      const float inverse = rsqrtf(squares[at] * share + epsilon);
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         const Place place = place_of<M>(i, heads);
@@ -150,122 +160,160 @@ __global__ void __launch_bounds__(kThreads)
         widen(values[at][i].second, second);
 #pragma unroll
         for (int j = 0; j < M; ++j) {
-          const float a = first[j] * inverse * factors[i].first.data[j], b = second[j] * inverse * factors[i].second.data[j];
+          const float a = first[j] * inverse, b = second[j] * inverse;
           first[j] = a * turns[i].cos.first.data[j] - b * turns[i].sin.first.data[j];
           second[j] = b * turns[i].cos.second.data[j] + a * turns[i].sin.second.data[j];
         }
         const Values result{rounded<T, M>(first), rounded<T, M>(second)};
-        result.write(out + start + place.base, place.pair, place.half);
+        result.write(out + start_of(head + at) + place.base, place.pair, place.half);
       }
-      if (rstd && threadIdx.x == 0) rstd[head_index(start, heads)] = inverse;
+      if (rstd && threadIdx.x == 0) rstd[here.index + (head + at) * heads.step] = inverse;
     }
   }
 }
 
+// Heads of a row of threads in shared memory, those on their way and the one in work.
+template <typename T>
+constexpr int kStages = sizeof(T) == 2 ? 4 : 2;
+
+// Where a row of threads is in its spans.
+struct Cursor {
+  uint32_t base;         // span of the first row of threads, in the group
+  uint32_t index;        // of the head
+  uint32_t head, count;  // in the span
+};
+
 // d_x, and for each worker, a block, one partial sum of the gradient of scale, [groups, parts, width]; null when not asked for.
-// The spans of a group, all or those of a batch member, are dealt out to its workers.
+// The spans of a group, all or those of a batch member, are dealt out to its workers. Every thread copies its own packs of the
+// heads to come into shared memory, so that memory stays busy while a head is reduced.
 template <typename T, bool INTERLEAVED, bool PACKED>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kItems<T, INTERLEAVED, PACKED> == 1 ? 3 : 2)
     gradients(const T* __restrict__ x, const float* __restrict__ rstd, const T* __restrict__ grad, Parameter scale,
-              T* __restrict__ d_x, float* __restrict__ d_scale, Angles angles, Heads heads, int span, int64_t spans_per_group,
-              int64_t parts, float scale_offset) {
-  constexpr int M = kPairs<T, INTERLEAVED, PACKED>, ITEMS = kItems<INTERLEAVED, PACKED>;
+              T* __restrict__ d_x, float* __restrict__ d_scale, Angles angles, Heads heads, Spans spans,
+              uint32_t spans_per_group, uint32_t parts, float scale_offset) {
+  constexpr int M = kPairs<T, INTERLEAVED, PACKED>, ITEMS = kItems<T, INTERLEAVED, PACKED>, STAGES = kStages<T>;
   using Values = Pairs<T, M, INTERLEAVED, PACKED>;
-  EJKERNEL_SHARED(float, sums, kThreads * 2 * M * ITEMS);  // [blockDim.y, width]
-  const int64_t worker = blockIdx.x, group = worker / parts;
-  Pairs<float, M, INTERLEAVED, PACKED> factors[ITEMS];
-  float total[ITEMS][2][M] = {};
-#pragma unroll
-  for (int i = 0; i < ITEMS; ++i) {
-    factors[i] = factors_at<M, INTERLEAVED, PACKED>(scale.member(group), scale_offset, place_of<M>(i, heads));
-  }
-  for (int64_t base = worker % parts * blockDim.y; base < spans_per_group; base += parts * blockDim.y) {
-    const bool active = base + threadIdx.y < spans_per_group;
-    const Span here = rope::span_of(group * spans_per_group + (active ? base + threadIdx.y : base), heads, span);
-    const int count = active ? here.count : 0;
-    Turn<M, INTERLEAVED, PACKED> turns[ITEMS];
+  using Floats = Pairs<float, M, INTERLEAVED, PACKED>;
+  using Slot = Pack<T, 2 * M>;
+  EJKERNEL_SHARED(Slot, slots, STAGES * 2 * ITEMS * kThreads);
+  EJKERNEL_SHARED(float, statistics, STAGES* kThreads);
+  const uint32_t worker = blockIdx.x, group = worker / parts;
+  const uint32_t step = parts * blockDim.y, first_base = worker % parts * blockDim.y;
+  const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
+  const auto slot_of = [&](int stage, int item) { return slots[((stage * ITEMS + item) * 2) * kThreads + thread].data; };
+  const auto cursor_at = [&](uint32_t base) -> Cursor {
+    if (base + threadIdx.y >= spans_per_group) return {base, 0, 0, 0};
+    const Span span = rope::span_of(group * spans_per_group + base + threadIdx.y, heads, spans);
+    return {base, span.index, 0, span.count};
+  };
+  Cursor ahead = cursor_at(first_base);
+  const auto fetch = [&](int stage) {
+    const bool there = ahead.head < ahead.count;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       const Place place = place_of<M>(i, heads);
-      if (place.there) turns[i].read(angles, heads, here, place);
+      const int64_t start = heads.start(ahead.index) + place.base;
+      T* const slot = slot_of(stage, i);
+      Values::copy_ahead(slot, x + start, place.pair, place.half, there && place.there);
+      Values::copy_ahead(slot + 2 * M * kThreads, grad + start, place.pair, place.half, there && place.there);
     }
-    // One head at a time, for the registers of two blocks on a processor; to the same end in every thread, as a warp reduces
-    // together.
-    for (int head = 0; head < span && head < heads.heads; ++head) {
-      const bool present = head < count;
-      const int64_t start = here.start + head * heads.head_stride;
-      const float inverse = present ? rstd[head_index(start, heads)] : 0.f;
-      Values values[ITEMS], grads[ITEMS];
-      // The normalised pairs of an item, and the gradients on them, turned back, before the factor.
-      const auto unpack = [&](int i, float (&a)[M], float (&b)[M], float (&g)[M], float (&h)[M]) {
-        widen(values[i].first, a);
-        widen(values[i].second, b);
-        widen(grads[i].first, g);
-        widen(grads[i].second, h);
+    copy_ahead<float, 1>(statistics + stage * kThreads + thread, rstd + ahead.index, there);
+    commit_copies();
+    ahead.index += heads.step;
+    if (++ahead.head >= spans.size) ahead = cursor_at(ahead.base + step);
+  };
+  int stage = 0;
+#pragma unroll 1
+  for (; stage < STAGES - 1; ++stage) fetch(stage);
+
+  Floats factors[ITEMS], totals[ITEMS];
 #pragma unroll
-        for (int j = 0; j < M; ++j) {
-          a[j] *= inverse, b[j] *= inverse;
-          const float u = g[j], v = h[j];
-          g[j] = u * turns[i].cos.first.data[j] + v * turns[i].sin.second.data[j];
-          h[j] = v * turns[i].cos.second.data[j] - u * turns[i].sin.first.data[j];
-        }
-      };
+  for (int i = 0; i < ITEMS; ++i) {
+    factors[i] = factors_at<M, INTERLEAVED, PACKED>(scale.member(group), scale_offset, place_of<M>(i, heads));
+    totals[i] = {zeros<float, M>(), zeros<float, M>()};
+  }
+  const float share = 1.f / float(heads.width);
+  for (uint32_t base = first_base; base < spans_per_group; base += step) {
+    const bool active = base + threadIdx.y < spans_per_group;
+    const Span here = rope::span_of(group * spans_per_group + (active ? base + threadIdx.y : base), heads, spans);
+    const uint32_t count = active ? here.count : 0;
+    Turn<M, INTERLEAVED, PACKED> turns[ITEMS];
 #pragma unroll
-      for (int i = 0; i < ITEMS; ++i) {
-        const Place place = place_of<M>(i, heads);
-        if (!present || !place.there) continue;
-        values[i].read(x + start + place.base, place.pair, place.half);
-        grads[i].read(grad + start + place.base, place.pair, place.half);
-      }
+    for (int i = 0; i < ITEMS; ++i) turns[i].read(angles, heads, here, place_of<M>(i, heads));
+    // To the same end in every thread, as a warp reduces together; heads that are not there are zeros.
+    for (uint32_t head = 0; head < spans.size; ++head) {
+      fetch(stage);
+      wait_for_copies(STAGES - 1);
+      stage = stage + 1 == STAGES ? 0 : stage + 1;  // the oldest
+      const float inverse = statistics[stage * kThreads + thread];
+      float back[ITEMS][2][M];  // gradients on the normalised pairs
       float dot[1] = {};
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
-        if (!present || !place_of<M>(i, heads).there) continue;
+        Values value, gradient;
+        value.read(slot_of(stage, i), 0, M);
+        gradient.read(slot_of(stage, i) + 2 * M * kThreads, 0, M);
         float a[M], b[M], g[M], h[M];
-        unpack(i, a, b, g, h);
+        widen(value.first, a);
+        widen(value.second, b);
+        widen(gradient.first, g);
+        widen(gradient.second, h);
 #pragma unroll
         for (int j = 0; j < M; ++j) {
-          total[i][0][j] += g[j] * a[j];
-          total[i][1][j] += h[j] * b[j];
-          dot[0] += g[j] * factors[i].first.data[j] * a[j] + h[j] * factors[i].second.data[j] * b[j];
+          const float u = g[j] * turns[i].cos.first.data[j] + h[j] * turns[i].sin.second.data[j];
+          const float v = h[j] * turns[i].cos.second.data[j] - g[j] * turns[i].sin.first.data[j];
+          a[j] *= inverse, b[j] *= inverse;
+          totals[i].first.data[j] += u * a[j];
+          totals[i].second.data[j] += v * b[j];
+          back[i][0][j] = u * factors[i].first.data[j];
+          back[i][1][j] = v * factors[i].second.data[j];
+          dot[0] += back[i][0][j] * a[j];
+          dot[0] += back[i][1][j] * b[j];
         }
       }
       Reducer::warp<Add>(dot, int(blockDim.x));
-      const float mean = dot[0] / float(heads.width);
+      const float mean = dot[0] * share * inverse;
+      if (head >= count) continue;
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         const Place place = place_of<M>(i, heads);
-        if (!present || !place.there) continue;
-        float a[M], b[M], g[M], h[M];
-        unpack(i, a, b, g, h);
+        if (!place.there) continue;
+        Values value;
+        value.read(slot_of(stage, i), 0, M);
+        float a[M], b[M];
+        widen(value.first, a);
+        widen(value.second, b);
 #pragma unroll
         for (int j = 0; j < M; ++j) {
-          g[j] = inverse * (g[j] * factors[i].first.data[j] - a[j] * mean);
-          h[j] = inverse * (h[j] * factors[i].second.data[j] - b[j] * mean);
+          a[j] = inverse * (back[i][0][j] - a[j] * mean);
+          b[j] = inverse * (back[i][1][j] - b[j] * mean);
         }
-        const Values result{rounded<T, M>(g), rounded<T, M>(h)};
-        result.write(d_x + start + place.base, place.pair, place.half);
+        const Values result{rounded<T, M>(a), rounded<T, M>(b)};
+        result.write(d_x + heads.start(here.index + head * heads.step) + place.base, place.pair, place.half);
       }
     }
   }
+  wait_for_copies(0);
   if (!d_scale) return;
+  __syncthreads();
+  float* const sums = reinterpret_cast<float*>(slots);  // [blockDim.y, width]
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     const Place place = place_of<M>(i, heads);
     if (!place.there) continue;
+    float* const row = sums + threadIdx.y * heads.width + place.base;
 #pragma unroll
     for (int j = 0; j < M; ++j) {
       const int pair = place.pair + j;
-      float* row = sums + threadIdx.y * heads.width + place.base;
-      row[INTERLEAVED ? 2 * pair : pair] = total[i][0][j];
-      row[INTERLEAVED ? 2 * pair + 1 : pair + place.half] = total[i][1][j];
+      row[INTERLEAVED ? 2 * pair : pair] = totals[i].first.data[j];
+      row[INTERLEAVED ? 2 * pair + 1 : pair + place.half] = totals[i].second.data[j];
     }
   }
   __syncthreads();
-  for (int column = threadIdx.y * blockDim.x + threadIdx.x; column < heads.width; column += blockDim.x * blockDim.y) {
+  for (int column = thread; column < heads.width; column += kThreads) {
     float sum = 0.f;
     for (int row = 0; row < int(blockDim.y); ++row) sum += sums[row * heads.width + column];
-    d_scale[worker * heads.width + column] = sum;
+    d_scale[int64_t(worker) * heads.width + column] = sum;
   }
 }
 
@@ -275,10 +323,11 @@ struct Normalised {
   Parameter scale;
   float scale_offset;
 
+  __device__ float of_head(uint32_t index) const { return rstd[index]; }
+
   template <int M, bool INTERLEAVED, bool PACKED>
-  __device__ void prepare(float (&first)[M], float (&second)[M], int64_t member, int64_t start, int pair,
+  __device__ void prepare(float (&first)[M], float (&second)[M], float inverse, uint32_t member, int pair,
                           const Heads& heads) const {
-    const float inverse = rstd[head_index(start, heads)];
     const Place place{0, pair, heads.half, true, true};
     const auto factors = factors_at<M, INTERLEAVED, PACKED>(scale.member(member), scale_offset, place);
 #pragma unroll

@@ -37,11 +37,9 @@ ffi::Error RotateOne(cudaStream_t stream, Array x, Array out, const Angles& angl
                              {x.untyped_data(), out.untyped_data(), angles.cos, angles.sin});
   return ForHeads(x.element_type(), packed, interleaved, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
     const int lanes = Lanes(heads.half, kPairs<T, INTERLEAVED, PACKED>), rows = kThreads / lanes;
-    const int64_t items = heads.batch * heads.length * ((heads.heads + span - 1) / span);
-    const int64_t blocks = (items + rows - 1) / rows;
-    if (blocks > kMaxGrid) return Invalid(kName, std::to_string(blocks) + " blocks are more than a grid has");
-    rotate<T, INTERLEAVED, PACKED><<<unsigned(blocks), dim3(lanes, rows), 0, stream>>>(
-        static_cast<const T*>(x.untyped_data()), static_cast<T*>(out.untyped_data()), angles, heads, int(span), inverse);
+    const Spans spans = spans_of(heads, span);
+    rotate<T, INTERLEAVED, PACKED><<<(spans.count + rows - 1) / rows, dim3(lanes, rows), 0, stream>>>(
+        static_cast<const T*>(x.untyped_data()), static_cast<T*>(out.untyped_data()), angles, heads, spans, inverse);
     return CheckLaunch(kName, "rotation");
   });
 }

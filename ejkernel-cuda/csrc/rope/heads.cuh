@@ -9,6 +9,8 @@
 
 namespace ejkernel::rope {
 
+constexpr int64_t kMostHeads = 0x7fffffff;  // of all tokens; kernels count them in 32 bits
+
 inline ffi::Error CheckHeads(const char* operation, const char* name, Array x, Array query, bool heads_first,
                              int64_t rotary_dim) {
   EJKERNEL_TRY(CheckFloat(operation, name, x));
@@ -25,6 +27,8 @@ inline ffi::Error CheckHeads(const char* operation, const char* name, Array x, A
                    "rotary_dim must be even and 2 ... " + std::to_string(dims[3]) + ", got " + std::to_string(rotary_dim));
   }
   if (dims[3] > (int64_t{1} << 30)) return Invalid(operation, "head size " + std::to_string(dims[3]) + " is above 2^30");
+  if (x.element_count() / std::max<int64_t>(1, dims[3]) > kMostHeads)
+    return Invalid(operation, std::string(name) + " must have less than 2^31 heads of tokens, got " + Text(dims));
   return ffi::Error::Success();
 }
 
@@ -41,16 +45,9 @@ inline ffi::Error CheckAngles(const char* operation, const char* name, Floats an
 
 inline Heads HeadsOf(Array x, bool heads_first, int64_t rotary_dim) {
   const Dims dims = x.dimensions();
-  const int64_t length = dims[heads_first ? 2 : 1], count = dims[heads_first ? 1 : 2], width = dims[3];
-  return {dims[0],
-          length,
-          count,
-          length * count * width,
-          heads_first ? width : count * width,
-          heads_first ? length * width : width,
-          int(width),
-          int(rotary_dim / 2),
-          heads_first};
+  const uint32_t length = uint32_t(dims[heads_first ? 2 : 1]);
+  return {uint32_t(dims[0]),   length,     uint32_t(dims[heads_first ? 1 : 2]), heads_first ? length : 1, int(dims[3]),
+          int(rotary_dim / 2), heads_first};
 }
 
 // Whether 16-byte accesses cover all rotated channels, and the others, of an array with these bytes per element.

@@ -1,27 +1,37 @@
 // Rotary position embedding of one array of heads, in float inside.
 #pragma once
 
-#include "divide.cuh"
 #include "pack.cuh"
 
 namespace ejkernel::rope {
 
 constexpr int kThreads = 256;
-constexpr int kAtOnce = 2;  // heads whose reads are in flight together
-// On a processor at least; code for 10.0 takes more registers than three leave to each.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int kBlocks = 2;
+// On a processor at least; code for other architectures than 9.0 takes more registers than four leave to each.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kBlocks = 4;
 #else
 constexpr int kBlocks = 3;
 #endif
 
-// Heads [batch, length, heads, channels] or [batch, heads, length, channels]; strides in elements.
+// Heads of a thread whose reads are in flight together.
+template <typename T>
+constexpr int kAtOnce = sizeof(T) == 2 ? 4 : 2;
+
+// Heads [batch, length, heads, channels] or [batch, heads, length, channels]. They are counted in 32 bits, elements in 64.
 struct Heads {
-  int64_t batch, length, heads;
-  int64_t batch_stride, token_stride, head_stride;
+  uint32_t batch, length, heads;
+  uint32_t step;  // from a head of a token to its next, counted in heads
   int width;
   int half;  // pairs that are rotated
   bool heads_first;
+
+  // Of a head among all of them.
+  __device__ uint32_t index(uint32_t member, uint32_t token, uint32_t head) const {
+    return heads_first ? (member * heads + head) * length + token : (member * length + token) * heads + head;
+  }
+
+  // The first element of a head; without signs, for the registers.
+  __device__ int64_t start(uint32_t index) const { return int64_t(uint64_t(index) * uint32_t(width)); }
 };
 
 // cos and sin, each [1 or batch, length, half or 2 * half].
@@ -30,34 +40,50 @@ struct Angles {
   const float* sin;
   bool one_cos, one_sin;  // shared by the batch
   bool per_pair;
+
+  // Those of a token.
+  __device__ void rows(const Heads& heads, uint32_t member, uint32_t token, const float*& cos_row,
+                       const float*& sin_row) const {
+    const int channels = per_pair ? heads.half : 2 * heads.half;
+    cos_row = cos + int64_t((one_cos ? 0 : member * heads.length) + token) * channels;
+    sin_row = sin + int64_t((one_sin ? 0 : member * heads.length) + token) * channels;
+  }
 };
 
-// Some neighbouring heads of one token.
-struct Span {
-  int64_t batch, token, first_head;
-  int count;
-  int64_t start;  // its first element
+// How heads are cut into spans: some neighbouring heads of one token each.
+struct Spans {
+  uint32_t chunks;  // of a token
+  uint32_t count;   // of all tokens
+  uint32_t size;    // heads of one; the last of a token may have fewer
 };
 
-__device__ inline int64_t spans_of(const Heads& heads, int span) {
-  return heads.batch * heads.length * ((heads.heads + span - 1) / span);
+inline Spans spans_of(const Heads& heads, int64_t size) {
+  const uint32_t most = uint32_t(size < heads.heads ? size : heads.heads), chunks = most ? (heads.heads + most - 1) / most : 0;
+  return {chunks, heads.batch * heads.length * chunks, most};
 }
+
+struct Span {
+  uint32_t member, token;
+  uint32_t index;  // of its first head
+  uint32_t count;
+};
 
 // Neighbouring spans are of what lies beside each other; those of a batch member follow on those of the one before.
-__device__ inline Span span_of(int64_t item, const Heads& heads, int span) {
-  const int64_t chunks = (heads.heads + span - 1) / span;
-  int64_t inner, middle;
-  const int64_t batch =
-      divide(divide(item, heads.heads_first ? heads.length : chunks, inner), heads.heads_first ? chunks : heads.length, middle);
-  const int64_t token = heads.heads_first ? inner : middle;
-  const int64_t first_head = (heads.heads_first ? middle : inner) * span;
-  return {batch, token, first_head, int(first_head + span < heads.heads ? span : heads.heads - first_head),
-          batch * heads.batch_stride + token * heads.token_stride + first_head * heads.head_stride};
+__device__ inline Span span_of(uint32_t item, const Heads& heads, const Spans& spans) {
+  const uint32_t inner = heads.heads_first ? heads.length : spans.chunks;
+  const uint32_t middle = heads.heads_first ? spans.chunks : heads.length;
+  const uint32_t rest = item / inner, at = item - rest * inner, member = rest / middle, place = rest - member * middle;
+  const uint32_t token = heads.heads_first ? at : place, head = (heads.heads_first ? place : at) * spans.size;
+  const uint32_t left = heads.heads - head;
+  return {member, token, heads.index(member, token, head), left < spans.size ? left : spans.size};
 }
 
-// Pairs that one thread takes at once: 16 bytes of each half, or of neighbours.
+// Pairs that one thread takes at once: four, so that many threads have registers for several heads, or as many as 16 bytes of
+// neighbours.
 template <typename T, bool INTERLEAVED, bool PACKED>
-constexpr int kPairs = !PACKED ? 1 : int(16 / sizeof(T)) / (INTERLEAVED ? 2 : 1);
+constexpr int kPairs = !PACKED       ? 1
+                       : INTERLEAVED ? 8 / int(sizeof(T))
+                                     : 4;
 
 // First and second members of M pairs, as they are stored.
 template <typename T, int M, bool INTERLEAVED, bool PACKED>
@@ -81,10 +107,21 @@ struct Pairs {
     }
   }
 
+  // Begin to copy them to 2 * M elements of shared memory, which `read` takes as a head of M pairs; or zeros.
+  static __device__ void copy_ahead(T* slot, const T* head, int pair, int half, bool there) {
+    if constexpr (INTERLEAVED && PACKED) {
+      ejkernel::copy_ahead<T, 2 * M>(slot, head + 2 * pair, there);
+    } else {
+      ejkernel::copy_ahead<T, M>(slot, head + (INTERLEAVED ? 2 * pair : pair), there);
+      ejkernel::copy_ahead<T, M>(slot + M, head + (INTERLEAVED ? 2 * pair + 1 : half + pair), there);
+    }
+  }
+
+  // To global memory.
   __device__ void write(T* head, int pair, int half) const {
     if constexpr (!INTERLEAVED) {
-      store<T, M>(head + pair, first);
-      store<T, M>(head + half + pair, second);
+      store_out<T, M>(head + pair, first);
+      store_out<T, M>(head + half + pair, second);
     } else if constexpr (PACKED) {
       Pack<T, 2 * M> both;
 #pragma unroll
@@ -92,7 +129,7 @@ struct Pairs {
         both.data[2 * i] = first.data[i];
         both.data[2 * i + 1] = second.data[i];
       }
-      store<T, 2 * M>(head + 2 * pair, both);
+      store_out<T, 2 * M>(head + 2 * pair, both);
     } else {
       head[2 * pair] = first.data[0];
       head[2 * pair + 1] = second.data[0];
@@ -120,19 +157,27 @@ __device__ inline void copy_rest(const T* from, T* to, const Heads& heads) {
   }
 }
 
-// Some heads of one token for each row of threads of a block; cos and sin are read once for all of them.
+// A span of heads for each row of threads of a block; cos and sin are read once for all of them.
 template <typename T, bool INTERLEAVED, bool PACKED>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    rotate(const T* __restrict__ x, T* __restrict__ out, Angles angles, Heads heads, int span, bool inverse) {
-  constexpr int M = kPairs<T, INTERLEAVED, PACKED>;
+__global__ void __launch_bounds__(kThreads, INTERLEAVED ? 3 : kBlocks)
+    rotate(const T* __restrict__ x, T* __restrict__ out, Angles angles, Heads heads, Spans spans, bool inverse) {
+  constexpr int M = kPairs<T, INTERLEAVED, PACKED>, AT_ONCE = kAtOnce<T>;
   using Values = Pairs<T, M, INTERLEAVED, PACKED>;
-  const int64_t item = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (item >= spans_of(heads, span)) return;
-  const auto [batch, token, first_head, count, start] = span_of(item, heads, span);
-  const int channels = angles.per_pair ? heads.half : 2 * heads.half;
-  const float* cos_row = angles.cos + ((angles.one_cos ? 0 : batch * heads.length) + token) * channels;
-  const float* sin_row = angles.sin + ((angles.one_sin ? 0 : batch * heads.length) + token) * channels;
+  const uint32_t item = blockIdx.x * blockDim.y + threadIdx.y;
+  if (item >= spans.count) return;
+  const Span here = span_of(item, heads, spans);
+  const auto start_of = [&](uint32_t head) { return heads.start(here.index + head * heads.step); };
+  const float *cos_row, *sin_row;
+  angles.rows(heads, here.member, here.token, cos_row, sin_row);
   for (int pair = threadIdx.x * M; pair < heads.half; pair += blockDim.x * M) {
+    Values values[AT_ONCE];
+    const auto fetch = [&](uint32_t head) {
+#pragma unroll
+      for (int at = 0; at < AT_ONCE; ++at) {
+        if (head + at < here.count) values[at].read(x + start_of(head + at), pair, heads.half);
+      }
+    };
+    fetch(0);  // under way before anything waits for cos and sin
     const auto cos = read_angles<M, INTERLEAVED, PACKED>(cos_row, pair, heads, angles.per_pair);
     auto sin = read_angles<M, INTERLEAVED, PACKED>(sin_row, pair, heads, angles.per_pair);
     if (inverse) {
@@ -143,15 +188,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         sin.second.data[i] = other;
       }
     }
-    for (int head = 0; head < count; head += kAtOnce) {
-      Values values[kAtOnce];
+    for (uint32_t head = 0; head < here.count; fetch(head += AT_ONCE)) {
 #pragma unroll
-      for (int at = 0; at < kAtOnce; ++at) {
-        if (head + at < count) values[at].read(x + start + (head + at) * heads.head_stride, pair, heads.half);
-      }
-#pragma unroll
-      for (int at = 0; at < kAtOnce; ++at) {
-        if (head + at >= count) continue;
+      for (int at = 0; at < AT_ONCE; ++at) {
+        if (head + at >= here.count) continue;
         float first[M], second[M];
         widen(values[at].first, first);
         widen(values[at].second, second);
@@ -162,59 +202,70 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
           second[i] = b * cos.second.data[i] + a * sin.second.data[i];
         }
         const Values result{rounded<T, M>(first), rounded<T, M>(second)};
-        result.write(out + start + (head + at) * heads.head_stride, pair, heads.half);
+        result.write(out + start_of(head + at), pair, heads.half);
       }
     }
   }
-  for (int head = 0; head < count; ++head) {
-    const int64_t at = start + head * heads.head_stride;
+  for (uint32_t head = 0; head < here.count; ++head) {
+    const int64_t at = start_of(head);
     copy_rest<T, PACKED ? int(16 / sizeof(T)) : 1>(x + at, out + at, heads);
   }
 }
 
 // What is turned where that is what is stored.
 struct AsStored {
+  __device__ float of_head(uint32_t) const { return 1.f; }
+
   template <int M, bool INTERLEAVED, bool PACKED>
-  __device__ void prepare(float (&)[M], float (&)[M], int64_t, int64_t, int, const Heads&) const {}
+  __device__ void prepare(float (&)[M], float (&)[M], float, uint32_t, int, const Heads&) const {}
 };
 
 // The gradients of cos and sin by one array: sums over heads and over the batch members that share them, in a fixed order. A
 // block per row of angles; its rows of threads share the heads. `add` adds to what is there; `before` makes what is turned of
-// what is stored.
+// what is stored and what it has for that head.
 template <typename T, bool INTERLEAVED, bool PACKED, class Before>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     angle_gradients(const T* __restrict__ x, const T* __restrict__ grad, float* __restrict__ d_cos, float* __restrict__ d_sin,
                     Heads heads, bool shared, bool per_pair, bool add, Before before) {
-  constexpr int M = kPairs<T, INTERLEAVED, PACKED>;
+  constexpr int M = kPairs<T, INTERLEAVED, PACKED>, AT_ONCE = kAtOnce<T> / 2;
   EJKERNEL_SHARED(float, sums, kThreads * 4 * M);  // [blockDim.y, 4, slots]
-  const int64_t row = blockIdx.x;
-  int64_t token;
-  const int64_t batch = divide(row, heads.length, token);
-  const int64_t units = (shared ? heads.batch : 1) * heads.heads;
+  const uint32_t row = blockIdx.x, first_member = row / heads.length, token = row - first_member * heads.length;
+  const uint32_t units = (shared ? heads.batch : 1) * heads.heads;
   const int slots = blockDim.x * M;
   for (int base = 0; base < heads.half; base += slots) {
     const int pair = base + threadIdx.x * M;
     float total[4][M] = {};  // cos and sin of the first members, then of the second
     if (pair < heads.half) {
-      for (int64_t unit = threadIdx.y; unit < units; unit += blockDim.y) {
-        int64_t head;
-        const int64_t member = batch + divide(unit, heads.heads, head);
-        const int64_t start = member * heads.batch_stride + token * heads.token_stride + head * heads.head_stride;
-        Pairs<T, M, INTERLEAVED, PACKED> value, gradient;
-        value.read(x + start, pair, heads.half);
-        gradient.read(grad + start, pair, heads.half);
-        float first[M], second[M];
-        widen(value.first, first);
-        widen(value.second, second);
-        before.template prepare<M, INTERLEAVED, PACKED>(first, second, member, start, pair, heads);
+      for (uint32_t unit = threadIdx.y; unit < units; unit += AT_ONCE * blockDim.y) {
+        Pairs<T, M, INTERLEAVED, PACKED> values[AT_ONCE], gradients[AT_ONCE];
+        float of_head[AT_ONCE];
+        uint32_t members[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < M; ++i) {
-          const float a = first[i], b = second[i];
-          const float g = to_float(gradient.first.data[i]), h = to_float(gradient.second.data[i]);
-          total[0][i] += g * a;
-          total[1][i] -= g * b;
-          total[2][i] += h * b;
-          total[3][i] += h * a;
+        for (int at = 0; at < AT_ONCE; ++at) {
+          if (unit + at * blockDim.y >= units) continue;
+          const uint32_t member = (unit + at * blockDim.y) / heads.heads, head = unit + at * blockDim.y - member * heads.heads;
+          members[at] = first_member + member;
+          const uint32_t index = heads.index(members[at], token, head);
+          values[at].read(x + heads.start(index), pair, heads.half);
+          gradients[at].read(grad + heads.start(index), pair, heads.half);
+          of_head[at] = before.of_head(index);
+        }
+#pragma unroll
+        for (int at = 0; at < AT_ONCE; ++at) {
+          if (unit + at * blockDim.y >= units) continue;
+          float a[M], b[M], g[M], h[M];
+          widen(values[at].first, a);
+          widen(values[at].second, b);
+          widen(gradients[at].first, g);
+          widen(gradients[at].second, h);
+          before.template prepare<M, INTERLEAVED, PACKED>(a, b, of_head[at], members[at], pair, heads);
+#pragma unroll
+          for (int i = 0; i < M; ++i) {
+            total[0][i] += g[i] * a[i];
+            total[1][i] -= g[i] * b[i];
+            total[2][i] += h[i] * b[i];
+            total[3][i] += h[i] * a[i];
+          }
         }
       }
     }
@@ -238,7 +289,7 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t column = per_pair      ? base + slot
                              : INTERLEAVED ? 2 * (base + slot) + kind / 2
                                            : base + slot + kind / 2 * heads.half;
-      float* to = (kind % 2 ? d_sin : d_cos) + row * (per_pair ? heads.half : 2 * heads.half) + column;
+      float* to = (kind % 2 ? d_sin : d_cos) + int64_t(row) * (per_pair ? heads.half : 2 * heads.half) + column;
       *to = add ? *to + value : value;
     }
   }

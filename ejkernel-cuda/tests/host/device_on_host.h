@@ -271,6 +271,11 @@ inline void cluster_sync() { host::wait(host::cluster_barrier, host::block_threa
 inline float fast_exp2(float value) { return std::exp2(value); }
 inline float fast_inverse(float value) { return 1.f / value; }
 
+template <typename Words>
+inline void store_words(void* to, Words words) {
+  std::memcpy(to, &words, sizeof(words));
+}
+
 // What is on its way is not there yet: until it is waited for, its place holds NaN.
 template <int BYTES>
 inline void copy_bytes_ahead(void* to, const void* from, bool there) {

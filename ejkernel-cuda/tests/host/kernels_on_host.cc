@@ -178,9 +178,9 @@ EXPORT void rope_rotate(int kind, bool interleaved, bool packed, unsigned lanes,
                         rope::Heads heads, int span, bool inverse) {
   heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
     const unsigned y = unsigned(rope::kThreads) / lanes;
-    const int64_t items = heads.batch * heads.length * ((heads.heads + span - 1) / span);
-    host::launch(unsigned((items + y - 1) / y), {lanes, y}, 1, [&] {
-      rope::rotate<T, INTERLEAVED, PACKED>(static_cast<const T*>(x), static_cast<T*>(out), angles, heads, span, inverse);
+    const rope::Spans spans = rope::spans_of(heads, span);
+    host::launch((spans.count + y - 1) / y, {lanes, y}, 1, [&] {
+      rope::rotate<T, INTERLEAVED, PACKED>(static_cast<const T*>(x), static_cast<T*>(out), angles, heads, spans, inverse);
     });
   });
 }
@@ -201,10 +201,10 @@ EXPORT void qk_norm_rope_forward(int kind, bool interleaved, bool packed, unsign
                                  float scale_offset) {
   heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
     const unsigned y = unsigned(rope::kThreads) / lanes;
-    const int64_t items = heads.batch * heads.length * ((heads.heads + span - 1) / span);
-    host::launch(unsigned((items + y - 1) / y), {lanes, y}, 1, [&] {
+    const rope::Spans spans = rope::spans_of(heads, span);
+    host::launch((spans.count + y - 1) / y, {lanes, y}, 1, [&] {
       qk_norm_rope::norm_rotate<T, INTERLEAVED, PACKED>(static_cast<const T*>(x), scale, static_cast<T*>(out), rstd, angles,
-                                                        heads, span, epsilon, scale_offset);
+                                                        heads, spans, epsilon, scale_offset);
     });
   });
 }
@@ -214,11 +214,11 @@ EXPORT void qk_norm_rope_backward(int kind, bool interleaved, bool packed, unsig
                                   rope::Angles angles, rope::Heads heads, int span, int64_t groups, int64_t parts,
                                   float scale_offset) {
   heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
-    const int64_t spans = heads.batch * heads.length * ((heads.heads + span - 1) / span);
+    const rope::Spans spans = rope::spans_of(heads, span);
     host::launch(unsigned(groups * parts), {lanes, unsigned(rope::kThreads) / lanes}, 1, [&] {
       qk_norm_rope::gradients<T, INTERLEAVED, PACKED>(static_cast<const T*>(x), rstd, static_cast<const T*>(grad), scale,
-                                                      static_cast<T*>(d_x), partial, angles, heads, span, spans / groups, parts,
-                                                      scale_offset);
+                                                      static_cast<T*>(d_x), partial, angles, heads, spans,
+                                                      unsigned(spans.count / groups), unsigned(parts), scale_offset);
     });
   });
   if (!total) return;

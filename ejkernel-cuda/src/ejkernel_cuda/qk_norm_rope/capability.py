@@ -8,7 +8,8 @@ from ejkernel_cuda._capability import refusal
 
 WIDEST = 256
 """Channels of a head, which the threads of a warp hold."""
-MOST_BLOCKS = 2**31 - 1
+MOST_BLOCKS = MOST_HEADS = 2**31 - 1
+"""Heads of all tokens are counted in 32 bits."""
 
 
 def supports_forward(call: QkNormRopeCall, target: Target) -> str | None:
@@ -17,10 +18,9 @@ def supports_forward(call: QkNormRopeCall, target: Target) -> str | None:
         return f"head size {width} is not even and at most {WIDEST}"
     if not call.rotary_dim:
         return "rotary_dim is 0; rms_norm normalises heads that are not turned"
-    # Eight tokens' heads at least are one block: a row of up to 32 threads for each.
     most = max(spec.size // max(width, 1) for spec in (call.query, call.key))
-    if most // 8 >= MOST_BLOCKS:
-        return f"{most} heads of tokens are more than {8 * MOST_BLOCKS}"
+    if most > MOST_HEADS:
+        return f"{most} heads of tokens are more than {MOST_HEADS}"
     names = ("query", "key", "cos", "sin", "query_scale", "key_scale")
     return refusal(target, {name: getattr(call, name) for name in names})
 

@@ -8,14 +8,14 @@ from ejkernel.operations.qk_norm_rope.interface import QkNormRopeCall
 from ejkernel.plugin import ConfigSpace, Target
 
 _SPANS = (2, 4, 8, 16)
-_PARTS = 320
-"""Two blocks for each processor of a device, which has up to 160."""
+_PARTS = 480
+"""Three blocks for each processor of a device, which has up to 160; the library launches no more than run at once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:
-    span: heads of a token that share one reading of cos, sin and scale; four at a time are in flight.
+    span: heads of a token that share one reading of cos, sin and scale; four at a time are in flight, two in float32.
     """
 
     span: int
@@ -24,8 +24,9 @@ class ForwardConfig:
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Attributes:
-    span: as in forward; one head at a time is in flight.
-    parts: blocks that share the heads under one scale, each of which writes a partial sum of its gradient.
+    span: heads of a token that share one reading of cos and sin; three heads are always in flight, one in float32.
+    parts: blocks that share the heads under one scale, at most; each writes a partial sum of its gradient. No more are launched
+        than the device runs at once.
     """
 
     span: int
@@ -45,7 +46,7 @@ def backward_heuristic(call: QkNormRopeCall, target: Target) -> BackwardConfig:
 
 
 def backward_space(call: QkNormRopeCall, target: Target) -> list[BackwardConfig]:
-    return [BackwardConfig(span, parts) for parts in (_PARTS, 2 * _PARTS, _PARTS // 2) for span in _SPANS]
+    return [BackwardConfig(span, parts) for parts in (_PARTS, _PARTS * 2 // 3) for span in _SPANS]
 
 
 FORWARD = ConfigSpace(ForwardConfig, forward_heuristic, forward_space)

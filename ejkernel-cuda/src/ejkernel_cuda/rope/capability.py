@@ -7,8 +7,8 @@ from ejkernel.plugin import Target
 from ejkernel_cuda._capability import refusal
 
 WIDEST = 1 << 30
-"""Channels are counted in 32 bits; elements in 64."""
-MOST_BLOCKS = 2**31 - 1
+MOST_BLOCKS = MOST_HEADS = 2**31 - 1
+"""Channels and heads of all tokens are counted in 32 bits; elements in 64."""
 
 
 def supports_forward(call: RopeCall, target: Target) -> str | None:
@@ -16,10 +16,9 @@ def supports_forward(call: RopeCall, target: Target) -> str | None:
     if width > WIDEST:
         return f"head size {width} is above {WIDEST}"
     rotated = [spec for spec in (call.query, call.key) if spec is not None]
-    # Eight tokens' heads at least are one block: a row of up to 32 threads for each.
     most = max(spec.size // max(width, 1) for spec in rotated)
-    if most // 8 >= MOST_BLOCKS:
-        return f"{most} heads of tokens are more than {8 * MOST_BLOCKS}"
+    if most > MOST_HEADS:
+        return f"{most} heads of tokens are more than {MOST_HEADS}"
     return refusal(target, {name: getattr(call, name) for name in ("query", "key", "cos", "sin")})
 
 

@@ -13,7 +13,8 @@ _SPANS = (1, 2, 4, 8, 16, 32)
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Attributes:
-    span: heads of a token that share one reading of cos and sin; two at a time are in flight.
+    span: heads of a token that share one reading of cos and sin; four at a time are in flight, two in
+        float32.
     """
 
     span: int
