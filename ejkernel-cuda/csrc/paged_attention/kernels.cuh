@@ -240,9 +240,14 @@ struct Attention {
   // The running maximum and sum with these logits, which become weights; sums so far are brought to the new maximum.
   __device__ void weigh(Logits& logits) {
     bool changed = false;
-    float kept[2];
+    float kept[2] = {1.f, 1.f};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      if (half == 1 && !problem.fills_tiles()) {  // no query is there, nor is the result written
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) logits[tile][2] = logits[tile][3] = 0.f;
+        continue;
+      }
       float most = fmaxf(logits[0][2 * half], logits[0][2 * half + 1]);
 #pragma unroll
       for (int tile = 1; tile < kTiles; ++tile) most = fmaxf(most, fmaxf(logits[tile][2 * half], logits[tile][2 * half + 1]));

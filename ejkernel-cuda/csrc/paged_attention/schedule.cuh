@@ -36,6 +36,7 @@ struct Problem {
   int block;     // keys that are dealt out together
 
   __device__ int group() const { return heads / key_heads; }
+  __device__ bool fills_tiles() const { return heads > key_heads * (kRows / 2); }  // more than half of some tile's rows
   __device__ int all_requests() const { return batch * int(requests.requests); }
 };
 
