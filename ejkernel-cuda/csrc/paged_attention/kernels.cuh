@@ -133,11 +133,11 @@ struct Attention {
   __device__ char* step_at(int slot) const { return rings + (warp * stages + slot) * 2 * Layout::kBytes; }
 
   __device__ void copy_side(const Cursor& cursor, const Side& side, const char* from, char* to) const {
-    constexpr int kEach = sizeof(S), kRowBytes = Layout::kRowBytes;
+    constexpr int kEach = sizeof(S), kKeys = Layout::kKeys;
     if (side.packed) {
-      copy_rows<Layout::kKeys, kRowBytes>(to, from, cursor.access_in(side), side.size * kEach, lane);
+      copy_rows<kKeys, kEach, BLOCK>(to, from, cursor.access_in(side), side.size * kEach, lane);
     } else {
-      copy_elements<Layout::kKeys, kEach, kRowBytes>(to, from, cursor.byte_in(side), side.size * kEach, lane);
+      copy_elements<kKeys, kEach, BLOCK>(to, from, cursor.byte_in(side), side.size * kEach, lane);
     }
   }
 
@@ -293,8 +293,8 @@ struct Attention {
 
   // Blocks `from` to `to` of a tile; rows hold this warp's share of them afterwards.
   __device__ void walk(const Request& request, const TileOf& tile, int from, int to) {
-    const char* keys = problem.key.data + request.batch * problem.key.batch + tile.key_head * problem.key.head;
-    const char* values = problem.value.data + request.batch * problem.value.batch + tile.key_head * problem.value.head;
+    const char* keys = held(problem.key.data + request.batch * problem.key.batch + tile.key_head * problem.key.head);
+    const char* values = held(problem.value.data + request.batch * problem.value.batch + tile.key_head * problem.value.head);
     const int first_key = (request.first_block + from) * Layout::kBlock + warp * Layout::kKeys + lane % Layout::kKeys;
     Cursor cursor(problem, request, tile.local, first_key, Layout::kBlock);
     float factor = problem.scale * (problem.soft_cap > 0.f ? 2.f * kLog2E / problem.soft_cap : kLog2E);

@@ -30,34 +30,37 @@ __device__ inline int place(int row, int chunk) {
   return (row * kChunks + (chunk ^ row / (8 / kSpan) % kSpan)) * kAccess;
 }
 
-// Begin to copy the rows of a warp's keys into a tile [KEYS, ROW_BYTES]. Lane l knows how many accesses there are before the
-// row of key l % KEYS; kNowhere for a row of zeros, as columns from `row_bytes` on are: what is not there is not read.
-template <int KEYS, int ROW_BYTES>
+// Begin to copy the rows of a warp's keys into a tile [KEYS, BLOCK] of elements of BYTES. Lane l knows how
+// many accesses there are before the row of key l % KEYS; kNowhere for a row of zeros, as columns from `row_bytes` on are: what
+// is not there is not read.
+template <int KEYS, int BYTES, int BLOCK>
 __device__ inline void copy_rows(char* to, const char* from, uint32_t at, int row_bytes, int lane) {
-  constexpr int kChunks = ROW_BYTES / kAccess, kTogether = 32 / kChunks;            // rows of one copy
-  constexpr int kCopies = KEYS / kTogether, kUnrolled = kCopies > 8 ? 4 : kCopies;  // wide heads leave few registers
-  const int chunk = lane % kChunks, mine = place<ROW_BYTES>(lane / kChunks, chunk);
+  constexpr int kRowBytes = BLOCK * BYTES, kChunks = kRowBytes / kAccess;
+  constexpr int kTogether = 32 / kChunks, kCopies = KEYS / kTogether;  // rows of one copy, and copies
+  constexpr int kUnrolled = BLOCK > 128 ? 4 : kCopies;                 // wide heads leave few registers
+  const int chunk = lane % kChunks, mine = place<kRowBytes>(lane / kChunks, chunk);
   const bool in_row = chunk * kAccess < row_bytes;
-  from += chunk * kAccess;
 #pragma unroll kUnrolled
   for (int i = 0; i < kCopies; ++i) {
-    const int first = i * kTogether, turned = place<ROW_BYTES>(first, 0) % ROW_BYTES;
+    const int first = i * kTogether, turned = place<kRowBytes>(first, 0) % kRowBytes;
     const uint32_t row_at = __shfl_sync(kWarp, at, first + lane / kChunks);
     const bool there = in_row && row_at != kNowhere;
-    copy_bytes_ahead<kAccess>(to + (mine ^ turned) + first * ROW_BYTES, from + uint64_t(row_at) * kAccess, there);
+    copy_bytes_ahead<kAccess>(to + (mine ^ turned) + first * kRowBytes, from + uint64_t(row_at + unsigned(chunk)) * kAccess,
+                              there);
   }
 }
 
-// The same of elements of BYTES that no access fits, which are there at once; `at` in bytes, -1 for a row of zeros.
-template <int KEYS, int BYTES, int ROW_BYTES>
+// The same of rows that no access fits, which are there at once; `at` in bytes, -1 for a row of zeros.
+template <int KEYS, int BYTES, int BLOCK>
 __device__ inline void copy_elements(char* to, const char* from, int64_t at, int row_bytes, int lane) {
   using Raw = std::conditional_t<BYTES == 1, uint8_t, uint16_t>;
+  constexpr int kRowBytes = BLOCK * BYTES;
 #pragma unroll 1
-  for (int byte = lane * BYTES; byte < KEYS * ROW_BYTES; byte += 32 * BYTES) {
-    const int row = byte / ROW_BYTES, column = byte % ROW_BYTES;
+  for (int byte = lane * BYTES; byte < KEYS * kRowBytes; byte += 32 * BYTES) {
+    const int row = byte / kRowBytes, column = byte % kRowBytes;
     const int64_t row_at = __shfl_sync(kWarp, at, row);
     const bool there = row_at >= 0 && column < row_bytes;
-    *reinterpret_cast<Raw*>(to + place<ROW_BYTES>(row, column / kAccess) + column % kAccess) =
+    *reinterpret_cast<Raw*>(to + place<kRowBytes>(row, column / kAccess) + column % kAccess) =
         there ? *reinterpret_cast<const Raw*>(from + row_at + column) : Raw(0);
   }
 }

@@ -286,6 +286,8 @@ inline void copy_bytes_ahead(void* to, const void* from, bool there) {
   host::current->begun.push_back({to, from, BYTES, there});
 }
 
+inline const char* held(const char* pointer) { return pointer; }
+
 inline void commit_copies() {
   host::current->groups.push_back(std::move(host::current->begun));
   host::current->begun.clear();
