@@ -111,6 +111,12 @@ __device__ inline void store_words(void* to, uint4 words) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w));
 }
 
+// The pointer itself, which the compiler is to hold rather than to work out anew at every use in a loop.
+__device__ inline const char* held(const char* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+
 // Begin to copy BYTES (4, 8 or 16) from global to shared memory, or zeros; in order with the thread's own reads before.
 template <int BYTES>
 __device__ inline void copy_bytes_ahead(void* to, const void* from, bool there) {

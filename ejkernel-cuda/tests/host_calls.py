@@ -219,6 +219,7 @@ def _attend_pages(
         *(stride for x in factors[1:] for stride in (_batch_stride(x), int(x.array.shape[1] > 1))),
         batch, heads, int(key_heads), -(-group // 16), int(window), float(scale), float(soft_cap), bool(causal),
         query.array.dtype == ml_dtypes.bfloat16,
+        128 if key_pages.array.dtype.itemsize == 1 and max(size, value_size) <= 128 else 64,
     )  # fmt: skip
     answers = Results(out.pointer, lse.pointer if lse.array.size else None, part.pointer, part_lse.pointer, before.pointer)
     stored = key_pages.array.dtype.name

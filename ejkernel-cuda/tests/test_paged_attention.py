@@ -157,7 +157,7 @@ def test_configs():
     assert chosen(stored="bfloat16", size=128) == (3, 264)
     assert chosen(stored="bfloat16", size=64) == (4, 396)
     assert chosen(stored="bfloat16", size=256) == (3, 132)
-    assert chosen(stored="int8", size=128) == (6, 264)
+    assert chosen(stored="int8", size=128) == (3, 264)
     assert chosen(stored="bfloat16", size=128, target=A100) == (2, 216)
     assert config.FORWARD.heuristic(call_of(tokens=1, requests=1), H200).workers == 4
     space = config.FORWARD.search_space(call_of("bfloat16", tokens=64, requests=64, table=256, size=128), H200)

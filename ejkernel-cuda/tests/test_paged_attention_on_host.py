@@ -112,31 +112,40 @@ def test_rings_of_any_length(stages):
 
 @pytest.mark.parametrize(
     ("stored", "size"),
-    [(None, 128), (None, 192), (None, 256), ("int8", 128), ("float8_e4m3fn", 256), ("float8_e4m3fn", 64), ("float8_e5m2", 64)],
+    [
+        *((None, size) for size in (128, 192, 256)),
+        *((stored, size) for stored in ("int8", "float8_e4m3fn", "float8_e5m2") for size in (48, 64, 80, 128, 256)),
+    ],
 )
 def test_types_of_pages_and_sizes_of_heads(stored, size):
     scales = {"k_scale": (2,), "v_scale": ()} if stored else {}
-    made = problem(((1, 200), (1, 3), (2, 70)), page_size=16, head_size=size, stored=stored, **scales)
+    made = problem(((1, 600), (1, 3), (2, 70)), page_size=16, head_size=size, stored=stored, **scales)
     check(made.call, made.inputs, config.PagedAttentionConfig(2, 5))
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 100, 256])
-def test_pages_of_any_size(page_size):
-    made = problem(((1, 300), (1, 17), (2, 258)), page_size=page_size, head_size=16, sliding_window=150)
+@pytest.mark.parametrize("stored", [None, "int8"])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 100, 128, 256])
+def test_pages_of_any_size(page_size, stored):
+    """Steps of bytes are twice as long, and begin within a block where a window does."""
+    made = problem(((1, 500), (1, 17), (2, 258)), page_size=page_size, head_size=16, sliding_window=150, stored=stored)
     check(made.call, made.inputs, config.PagedAttentionConfig(4, 9))
 
 
-@pytest.mark.parametrize(("heads", "key_heads"), [(1, 1), (3, 1), (16, 1), (17, 1), (40, 2), (7, 7)])
-def test_groups_of_any_size(heads, key_heads):
-    made = problem(((1, 130), (1, 20)), heads=heads, key_heads=key_heads, page_size=16, sinks=(heads, 2), k_scale=(key_heads,))
+@pytest.mark.parametrize(("heads", "key_heads"), [(1, 1), (3, 1), (8, 1), (9, 1), (16, 1), (17, 1), (40, 2), (7, 7)])
+@pytest.mark.parametrize("stored", [None, "float8_e5m2"])
+def test_groups_of_any_size(heads, key_heads, stored):
+    """Also of 8, which leave half of a tile empty, and of 9."""
+    scales = {"sinks": (heads, 2), "k_scale": (key_heads,)}
+    made = problem(((1, 330), (1, 20)), heads=heads, key_heads=key_heads, page_size=16, stored=stored, **scales)
     check(made.call, made.inputs, config.PagedAttentionConfig(2, 5))
 
 
+@pytest.mark.parametrize("stored", [None, "float8_e4m3fn"])
 @pytest.mark.parametrize("layout", ["pthd", "phtd", "hptd", "interleaved", "packed", "side_by_side"])
 @pytest.mark.parametrize("size", [5, 32])
-def test_layouts(layout, size):
+def test_layouts(layout, size, stored):
     """Of heads that accesses of 16 bytes fit, and of others."""
-    made = problem(((1, 70), (2, 9)), layout=layout, head_size=size, page_size=8)
+    made = problem(((1, 270), (2, 9)), layout=layout, head_size=size, page_size=8, stored=stored)
     check(made.call, made.inputs)
 
 
@@ -147,9 +156,12 @@ def test_values_of_another_size(size):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 1000, 2**40])
-def test_windows(window, causal):
-    made = problem(((1, 300), (3, 66), (3, 3), (2, 1)), page_size=16, sliding_window=window, causal=causal)
+@pytest.mark.parametrize(
+    ("window", "stored"), [*((window, None) for window in (1, 2, 63, 64, 65, 1000, 2**40)), (1, "int8"), (129, "int8")]
+)
+def test_windows(window, stored, causal):
+    requests = (1, 300), (3, 66), (3, 3), (2, 1)
+    made = problem(requests, page_size=16, sliding_window=window, causal=causal, stored=stored)
     check(made.call, made.inputs, config.PagedAttentionConfig(3, 4))
 
 
@@ -223,14 +235,15 @@ def test_a_query_that_is_not_finite_beside_bytes():
     np.testing.assert_array_equal(found.any(-1), found.all(-1))
 
 
-def test_keys_of_every_byte():
-    """Products with a unit query of each channel give back what a key holds there."""
+@pytest.mark.parametrize("room", [16, 65, 129])
+def test_keys_of_every_byte(room):
+    """Products with a unit query of each channel give back what a key holds there, in kernels for wide heads, too."""
     for stored in ("float8_e4m3fn", "float8_e5m2", "int8"):
         numbers = np.arange(256, dtype=np.uint8).reshape(16, 16).view(jnp.dtype(stored))
         keys = jnp.asarray(np.repeat(numbers[:, None, None], 1, 1))
         described = (jnp.arange(17), jnp.ones(16, jnp.int32), jnp.arange(16)[:, None])
         query = jnp.broadcast_to(jnp.eye(16, dtype=jnp.bfloat16), (16, 16, 16))
-        values = jnp.zeros((16, 1, 1, 16), stored)
+        values = jnp.zeros((16, 1, 1, room), stored)
         made = OPERATION.canonicalise(query, keys, values, *described, softmax_scale=1.0, return_lse=True)
         lse = np.asarray(kernel.forward(made.call, made.inputs, config.PagedAttentionConfig(2, 5)).lse[0])
         wanted = np.asarray(numbers, np.float32)

@@ -57,12 +57,16 @@ ffi::Error CheckSizes(Dims query, Dims out, Sizes sizes) {
   return ffi::Error::Success();
 }
 
+int64_t BlockOf(Array stored, Dims query, Dims out) {
+  return keys_of_block(ffi::ByteWidth(stored.element_type()), int(std::max(query[3], out[3])));
+}
+
 // What the schedule counts in 32 bits.
-ffi::Error CheckCounts(Dims query, Dims table, Sizes sizes) {
+ffi::Error CheckCounts(Dims query, Dims table, Sizes sizes, int64_t block) {
   const int64_t keys = table[2] * sizes.page_size;
   if (keys > kMostKeys) return Invalid(kName, "tables name " + std::to_string(keys) + " keys, more than 2^30");
   const int64_t tiles = (query[2] / sizes.key_heads + kRows - 1) / kRows * sizes.key_heads;
-  const int64_t blocks = query[0] * query[1] * tiles * ((keys + kBlock - 1) / kBlock + 1);
+  const int64_t blocks = query[0] * query[1] * tiles * ((keys + block - 1) / block + 1);
   if (blocks > kMaxGrid || query[0] * table[1] > kMaxGrid / 2)
     return Invalid(kName, "more than 2^31 - 1 blocks of keys, or 2^30 requests");
   return ffi::Error::Success();
@@ -92,7 +96,7 @@ ffi::Error Check(Array query, Array key_pages, Array value_pages, Integers start
   const Dims dims = query.dimensions(), found = out->dimensions();
   EJKERNEL_TRY(CheckSizes(dims, found, sizes));
   EJKERNEL_TRY(CheckRequests(kName, dims[0], starts, lengths, tables));
-  EJKERNEL_TRY(CheckCounts(dims, tables.dimensions(), sizes));
+  EJKERNEL_TRY(CheckCounts(dims, tables.dimensions(), sizes, BlockOf(key_pages, dims, found)));
   EJKERNEL_TRY(CheckFactors("sinks", sinks, dims[0], dims[2], false));
   EJKERNEL_TRY(CheckFactors("key_scale", key_scale, dims[0], key_heads, true));
   EJKERNEL_TRY(CheckFactors("value_scale", value_scale, dims[0], key_heads, true));
@@ -112,7 +116,8 @@ Side AsSide(Array array, int64_t first, Strides strides, int64_t size) {
   const int64_t bytes = ffi::ByteWidth(array.element_type());
   const char* data = static_cast<const char*>(array.untyped_data()) + first * bytes;
   const auto whole = [&](int64_t count) { return count * bytes % kAccess == 0; };
-  const bool packed = Aligned(data) && whole(size) && std::all_of(strides.begin(), strides.end(), whole);
+  const bool counted = int64_t(array.size_bytes()) / kAccess < int64_t{kNowhere};
+  const bool packed = Aligned(data) && counted && whole(size) && std::all_of(strides.begin(), strides.end(), whole);
   return {data, strides[0] * bytes, strides[1] * bytes, strides[2] * bytes, strides[3] * bytes, int(size), packed};
 }
 
@@ -163,7 +168,8 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array v
                         scale,
                         soft_cap,
                         causal,
-                        query.element_type() == ffi::BF16};
+                        query.element_type() == ffi::BF16,
+                        int(BlockOf(key_pages, dims, out->dimensions()))};
   const Results results{out->untyped_data(), lse->element_count() ? lse->typed_data() : nullptr, part->typed_data(),
                         part_lse->typed_data(), before->typed_data()};
   const Knobs knobs{stages, part->dimensions()[0]};

@@ -11,7 +11,6 @@
 
 namespace ejkernel::paged_attention {
 
-constexpr unsigned kAllSeen = (1u << kKeys) - 1;
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // Beside the rings, in the same shared memory.
@@ -24,7 +23,7 @@ struct Notes {
 // Bytes of the rings; when a tile is done they hold its weighted values of each warp, float [kWarps, kRows, BLOCK].
 template <typename S, int BLOCK>
 constexpr int64_t ring_bytes(int stages) {
-  const int64_t rings = int64_t(stages) * kWarps * 2 * kKeys * BLOCK * sizeof(S);
+  const int64_t rings = int64_t(stages) * kWarps * 2 * keys_of_step(sizeof(S), BLOCK) * BLOCK * sizeof(S);
   const int64_t merge = int64_t(sizeof(float)) * kWarps * kRows * BLOCK;
   return rings > merge ? rings : merge;
 }
@@ -65,19 +64,23 @@ constexpr int64_t shared_bytes(int stages) {
 // What is taken from logits: the largest, or 0 if there is none, so that -inf - (-inf) does not arise.
 __device__ inline float shift_of(float largest) { return largest == -INFINITY ? 0.f : largest; }
 
-// A warp's way through the keys of a tile: of lane l, key l % kKeys of each step.
+// A warp's way through the keys of a tile, `block` further at a time: each lane looks after one key of each step.
 struct Cursor {
   const Requests& all;
   const int32_t* entry;                 // of the block table
   int lowest, last, key, offset, page;  // page: -1 where the key is not visible
+  int block, pages, rest;               // keys to go on by, as whole pages and what is left
 
-  __device__ Cursor(const Problem& problem, const Request& request, int local, int first_key)
+  __device__ Cursor(const Problem& problem, const Request& request, int local, int first_key, int block)
       : all(problem.requests),
         entry(request.table(problem) + first_key / int(all.page_size)),
         lowest(request.lowest(problem, local)),
         last(request.last(problem, local)),
         key(first_key),
-        offset(first_key % int(all.page_size)) {
+        offset(first_key % int(all.page_size)),
+        block(block),
+        pages(block / int(all.page_size)),
+        rest(block % int(all.page_size)) {
     look_up();
   }
 
@@ -85,16 +88,17 @@ struct Cursor {
 
   __device__ bool visible() const { return unsigned(page) < unsigned(all.pages); }
 
-  __device__ int64_t place_in(const Side& side) const { return visible() ? page * side.page + offset * side.token : -1; }
+  __device__ int64_t byte_in(const Side& side) const { return visible() ? page * side.page + offset * side.token : -1; }
+
+  // Of a packed side.
+  __device__ uint32_t access_in(const Side& side) const {
+    const auto accesses = [](int64_t bytes) { return uint32_t(uint64_t(bytes) / kAccess); };
+    return visible() ? uint32_t(page) * accesses(side.page) + uint32_t(offset) * accesses(side.token) : kNowhere;
+  }
 
   __device__ void advance() {
-    const int page_size = int(all.page_size);
-    key += kBlock, offset += kBlock;
-    if (page_size >= kBlock) {
-      if (offset >= page_size) offset -= page_size, ++entry;
-    } else {
-      entry += offset / page_size, offset %= page_size;
-    }
+    key += block, offset += rest, entry += pages;
+    if (offset >= int(all.page_size)) offset -= int(all.page_size), ++entry;
     look_up();
   }
 };
@@ -105,6 +109,8 @@ struct Attention {
   using S = S_;                         // as pages hold them
   static constexpr int BLOCK = BLOCK_;  // at least the sizes of keys and values
   using Layout = Tile<T, S, BLOCK>;
+  static constexpr int kTiles = Layout::kKeys / 8, kLogits = 4 * kTiles;  // of a step's products, each [kRows, 8]
+  using Logits = float[kTiles][4];
 
   const Problem& problem;
   const Results& results;
@@ -126,16 +132,22 @@ struct Attention {
 
   __device__ char* step_at(int slot) const { return rings + (warp * stages + slot) * 2 * Layout::kBytes; }
 
+  __device__ void copy_side(const Cursor& cursor, const Side& side, const char* from, char* to) const {
+    constexpr int kEach = sizeof(S), kKeys = Layout::kKeys;
+    if (side.packed) {
+      copy_rows<kKeys, kEach, BLOCK>(to, from, cursor.access_in(side), side.size * kEach, lane);
+    } else {
+      copy_elements<kKeys, kEach, BLOCK>(to, from, cursor.byte_in(side), side.size * kEach, lane);
+    }
+  }
+
   // Begin to copy the cursor's keys and values.
   __device__ void begin_step(Cursor& cursor, const char* keys, const char* values, int slot) {
     const unsigned seen = __ballot_sync(kWarp, cursor.visible());
-    if (lane == 0) notes.seen[warp][slot] = int(seen & kAllSeen);
-    const int64_t key_at = cursor.place_in(problem.key), value_at = cursor.place_in(problem.value);
+    if (lane == 0) notes.seen[warp][slot] = int(seen & Layout::kAllSeen);
+    copy_side(cursor, problem.key, keys, step_at(slot));
+    copy_side(cursor, problem.value, values, step_at(slot) + Layout::kBytes);
     cursor.advance();
-    copy_rows<sizeof(S), Layout::kRowBytes>(step_at(slot), keys, key_at, problem.key.size * int(sizeof(S)), problem.key.packed,
-                                            lane);
-    copy_rows<sizeof(S), Layout::kRowBytes>(step_at(slot) + Layout::kBytes, values, value_at,
-                                            problem.value.size * int(sizeof(S)), problem.value.packed, lane);
   }
 
   __device__ bool is_bf16() const { return Layout::kIsBytes ? problem.is_bf16 : std::is_same_v<T, __nv_bfloat16>; }
@@ -203,38 +215,42 @@ struct Attention {
   }
 
   // Products to logits; -inf for keys that are not visible.
-  __device__ void scale_products(float (&logits)[2][4], float factor, unsigned seen) const {
+  __device__ void scale_products(Logits& logits, float factor, unsigned seen) const {
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (Layout::kIsBytes) logits[tile][i] *= unit[i / 2];
-        logits[tile][i] *= factor;
-      }
+    for (int i = 0; i < kLogits; ++i) {
+      float& logit = logits[i / 4][i % 4];
+      if constexpr (Layout::kIsBytes) logit *= unit[i % 4 / 2];
+      logit *= factor;
     }
     if (problem.soft_cap > 0.f) {  // tanh(x) = 1 - 2 / (e^2x + 1), with factor = 2 log2(e) scale / cap
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < kLogits; ++i) {
         float& logit = logits[i / 4][i % 4];
         logit = problem.soft_cap * kLog2E * (1.f - 2.f * fast_inverse(fast_exp2(logit) + 1.f));
       }
     }
-    if (seen == kAllSeen) return;
+    if (seen == Layout::kAllSeen) return;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < kLogits; ++i) {
       const int key = i / 4 * 8 + lane % 4 * 2 + i % 2;
       if (!(seen >> key & 1u)) logits[i / 4][i % 4] = -INFINITY;
     }
   }
 
   // The running maximum and sum with these logits, which become weights; sums so far are brought to the new maximum.
-  __device__ void weigh(float (&logits)[2][4]) {
+  __device__ void weigh(Logits& logits) {
     bool changed = false;
-    float kept[2];
+    float kept[2] = {1.f, 1.f};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float most =
-          fmaxf(fmaxf(logits[0][2 * half], logits[0][2 * half + 1]), fmaxf(logits[1][2 * half], logits[1][2 * half + 1]));
+      if (half == 1 && !problem.fills_tiles()) {  // no query is there, nor is the result written
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) logits[tile][2] = logits[tile][3] = 0.f;
+        continue;
+      }
+      float most = fmaxf(logits[0][2 * half], logits[0][2 * half + 1]);
+#pragma unroll
+      for (int tile = 1; tile < kTiles; ++tile) most = fmaxf(most, fmaxf(logits[tile][2 * half], logits[tile][2 * half + 1]));
       most = fmaxf(most, __shfl_xor_sync(kWarp, most, 1));
       most = fmaxf(fmaxf(most, __shfl_xor_sync(kWarp, most, 2)), largest[half]);
       const float shift = shift_of(most);
@@ -243,7 +259,7 @@ struct Attention {
       largest[half] = most;
       float total = 0.f;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < 2 * kTiles; ++i) {
         float& logit = logits[i / 2][2 * half + i % 2];
         logit = fast_exp2(logit - shift);
         total += logit;
@@ -262,21 +278,25 @@ struct Attention {
   __device__ void take_step(const Queries<BLOCK>& queries, float factor, int slot) {
     const unsigned seen = unsigned(notes.seen[warp][slot]);
     if (seen == 0) return;
-    float logits[2][4] = {};
+    Logits logits = {};
     const char* keys = step_at(slot);
     Layout::multiply_keys(logits, queries, keys, lane);
     scale_products(logits, factor, seen);
     weigh(logits);
-    const uint32_t weights[4] = {pair_of<T>(logits[0][0], logits[0][1]), pair_of<T>(logits[0][2], logits[0][3]),
-                                 pair_of<T>(logits[1][0], logits[1][1]), pair_of<T>(logits[1][2], logits[1][3])};
+    uint32_t weights[kTiles / 2][4];
+#pragma unroll
+    for (int i = 0; i < kTiles * 2; ++i) {
+      weights[i / 4][i % 4] = pair_of<T>(logits[i / 2][i % 2 * 2], logits[i / 2][i % 2 * 2 + 1]);
+    }
     Layout::add_values(sums, weights, keys + Layout::kBytes, lane);
   }
 
   // Blocks `from` to `to` of a tile; rows hold this warp's share of them afterwards.
   __device__ void walk(const Request& request, const TileOf& tile, int from, int to) {
-    const char* keys = problem.key.data + request.batch * problem.key.batch + tile.key_head * problem.key.head;
-    const char* values = problem.value.data + request.batch * problem.value.batch + tile.key_head * problem.value.head;
-    Cursor cursor(problem, request, tile.local, (request.first_block + from) * kBlock + warp * kKeys + lane % kKeys);
+    const char* keys = held(problem.key.data + request.batch * problem.key.batch + tile.key_head * problem.key.head);
+    const char* values = held(problem.value.data + request.batch * problem.value.batch + tile.key_head * problem.value.head);
+    const int first_key = (request.first_block + from) * Layout::kBlock + warp * Layout::kKeys + lane % Layout::kKeys;
+    Cursor cursor(problem, request, tile.local, first_key, Layout::kBlock);
     float factor = problem.scale * (problem.soft_cap > 0.f ? 2.f * kLog2E / problem.soft_cap : kLog2E);
     if (problem.key_scale) {
       factor *= problem.key_scale[request.batch * problem.key_scale_batch + tile.key_head * problem.key_scale_head];

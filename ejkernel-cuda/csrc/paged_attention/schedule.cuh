@@ -1,6 +1,6 @@
 // Who reads which keys, decided on the device from the lengths: one compilation serves every mix of requests.
 //
-// A tile is one new token's query heads under one key head, up to kRows of them. Its keys are blocks of kBlock; the blocks of
+// A tile is one new token's query heads under one key head, up to kRows of them. Its keys come in blocks; the blocks of
 // all tiles, one after the other, are dealt out in equal shares to as many workers as run at once (Osama et al., Stream-K,
 // 2023). A tile of which no one worker has all blocks is a sum of parts; a worker has at most two such tiles, the first and the
 // last of its share, which bounds the memory for parts without looking at lengths.
@@ -17,7 +17,7 @@ struct Side {
   const char* data;
   int64_t page, token, head, batch;
   int size;     // elements of a head
-  bool packed;  // every head begins and ends at a multiple of kAccess
+  bool packed;  // every head begins and ends at a multiple of kAccess, and 32 bits count accesses
 };
 
 struct Problem {
@@ -33,8 +33,10 @@ struct Problem {
   float scale, soft_cap;                    // soft_cap 0 for none
   bool causal;
   bool is_bf16;  // queries and results, else float16
+  int block;     // keys that are dealt out together
 
   __device__ int group() const { return heads / key_heads; }
+  __device__ bool fills_tiles() const { return heads > key_heads * (kRows / 2); }  // more than half of some tile's rows
   __device__ int all_requests() const { return batch * int(requests.requests); }
 };
 
@@ -63,8 +65,8 @@ struct Request {
     count = min(max(starts[1], begin), tokens) - begin;
     keys = max(all.lengths[(all.one_lengths ? 0 : batch * all.requests) + member], 0);
     limit = int(min(int64_t(keys), all.table_width * all.page_size));
-    first_block = lowest(problem, 0) / kBlock;
-    blocks = max((limit + kBlock - 1) / kBlock - first_block, 1);
+    first_block = lowest(problem, 0) / problem.block;
+    blocks = max((limit + problem.block - 1) / problem.block - first_block, 1);
   }
 
   __device__ int tiles(const Problem& problem) const { return count * problem.key_heads * problem.head_tiles; }

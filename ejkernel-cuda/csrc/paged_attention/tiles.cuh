@@ -10,12 +10,18 @@ namespace ejkernel::paged_attention {
 constexpr int kWarps = 4;  // of a block, each with keys of its own
 constexpr int kThreads = 32 * kWarps;
 constexpr int kRows = 16;                        // of a tile: query heads of one token under one key head
-constexpr int kKeys = 16;                        // that a warp takes at a step
-constexpr int kBlock = kWarps * kKeys;           // keys that are dealt out together
 constexpr int kAccess = 16;                      // bytes of an access
 constexpr int kWidest = 256;                     // elements of a head
 constexpr int kLeastStages = 2, kMaxStages = 8;  // steps of a ring
 constexpr unsigned kWarp = 0xffffffffu;
+constexpr uint32_t kNowhere = 0xffffffffu;  // in place of a count of accesses
+
+// Keys that a warp takes at a step, of heads that have room for `width` elements: bytes bring less work for each, so that what
+// a step costs whatever it holds is shared by more of them.
+constexpr int keys_of_step(int64_t element_bytes, int width) { return element_bytes == 1 && width <= 128 ? 32 : 16; }
+
+// Keys that are dealt out together.
+constexpr int keys_of_block(int64_t element_bytes, int width) { return kWarps * keys_of_step(element_bytes, width); }
 
 // Where a row's 16 bytes lie, so that neither rows next to each other nor the same bytes of 8 rows meet in one bank.
 template <int ROW_BYTES>
@@ -24,29 +30,37 @@ __device__ inline int place(int row, int chunk) {
   return (row * kChunks + (chunk ^ row / (8 / kSpan) % kSpan)) * kAccess;
 }
 
-// Begin to copy the rows of a warp's keys into a tile [kKeys, ROW_BYTES]. Lane l knows where the row of key l % kKeys begins,
-// in bytes; -1 for a row of zeros, as columns from `row_bytes` on are. Elements of BYTES that no access fits are there at once.
-template <int BYTES, int ROW_BYTES>
-__device__ inline void copy_rows(char* to, const char* from, int64_t at, int row_bytes, bool packed, int lane) {
-  constexpr int kChunks = ROW_BYTES / kAccess;
-  if (packed) {
-    constexpr int kCopies = kKeys * kChunks / 32, kTogether = kCopies > 8 ? 4 : kCopies;  // wide heads leave few registers
-#pragma unroll kTogether
-    for (int i = 0; i < kCopies; ++i) {
-      const int row = (i * 32 + lane) / kChunks, chunk = lane % kChunks;
-      const int64_t row_at = __shfl_sync(kWarp, at, row);
-      const bool there = row_at >= 0 && chunk * kAccess < row_bytes;
-      copy_bytes_ahead<kAccess>(to + place<ROW_BYTES>(row, chunk), there ? from + row_at + chunk * kAccess : from, there);
-    }
-    return;
+// Begin to copy the rows of a warp's keys into a tile [KEYS, BLOCK] of elements of BYTES. Lane l knows how
+// many accesses there are before the row of key l % KEYS; kNowhere for a row of zeros, as columns from `row_bytes` on are: what
+// is not there is not read.
+template <int KEYS, int BYTES, int BLOCK>
+__device__ inline void copy_rows(char* to, const char* from, uint32_t at, int row_bytes, int lane) {
+  constexpr int kRowBytes = BLOCK * BYTES, kChunks = kRowBytes / kAccess;
+  constexpr int kTogether = 32 / kChunks, kCopies = KEYS / kTogether;  // rows of one copy, and copies
+  constexpr int kUnrolled = BLOCK > 128 ? 4 : kCopies;                 // wide heads leave few registers
+  const int chunk = lane % kChunks, mine = place<kRowBytes>(lane / kChunks, chunk);
+  const bool in_row = chunk * kAccess < row_bytes;
+#pragma unroll kUnrolled
+  for (int i = 0; i < kCopies; ++i) {
+    const int first = i * kTogether, turned = place<kRowBytes>(first, 0) % kRowBytes;
+    const uint32_t row_at = __shfl_sync(kWarp, at, first + lane / kChunks);
+    const bool there = in_row && row_at != kNowhere;
+    copy_bytes_ahead<kAccess>(to + (mine ^ turned) + first * kRowBytes, from + uint64_t(row_at + unsigned(chunk)) * kAccess,
+                              there);
   }
+}
+
+// The same of rows that no access fits, which are there at once; `at` in bytes, -1 for a row of zeros.
+template <int KEYS, int BYTES, int BLOCK>
+__device__ inline void copy_elements(char* to, const char* from, int64_t at, int row_bytes, int lane) {
   using Raw = std::conditional_t<BYTES == 1, uint8_t, uint16_t>;
+  constexpr int kRowBytes = BLOCK * BYTES;
 #pragma unroll 1
-  for (int byte = lane * BYTES; byte < kKeys * ROW_BYTES; byte += 32 * BYTES) {
-    const int row = byte / ROW_BYTES, column = byte % ROW_BYTES;
+  for (int byte = lane * BYTES; byte < KEYS * kRowBytes; byte += 32 * BYTES) {
+    const int row = byte / kRowBytes, column = byte % kRowBytes;
     const int64_t row_at = __shfl_sync(kWarp, at, row);
     const bool there = row_at >= 0 && column < row_bytes;
-    *reinterpret_cast<Raw*>(to + place<ROW_BYTES>(row, column / kAccess) + column % kAccess) =
+    *reinterpret_cast<Raw*>(to + place<kRowBytes>(row, column / kAccess) + column % kAccess) =
         there ? *reinterpret_cast<const Raw*>(from + row_at + column) : Raw(0);
   }
 }
@@ -58,27 +72,51 @@ __device__ inline uint32_t pair_of(float first, float second) {
   return __builtin_bit_cast(uint32_t, rounded<T, 2>(values));
 }
 
-// Two stored bytes as float16, which has all that such bytes can mean.
-template <typename S>
-__device__ inline uint32_t widened(uint32_t first, uint32_t second) {
-  if constexpr (std::is_same_v<S, Int8>) {
-    // A float between 2^23 and 2^24 has a whole number for its fraction.
-    const auto number = [](uint32_t byte) { return __builtin_bit_cast(float, 0x4b000000u | (byte ^ 0x80u)) - 8388736.f; };
-    return pair_of<__half>(number(first), number(second));
-  } else {
-    constexpr auto kKind = std::is_same_v<S, E4M3> ? __NV_E4M3 : __NV_E5M2;
-    const auto both = static_cast<__nv_fp8x2_storage_t>(first | second << 8);
-    const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(both, kKind);
-    return __builtin_bit_cast(uint32_t, halves);
+// Four float8_e4m3fn as float16. Halves of a word that are named as such need no shifts.
+__device__ inline void widen_e4m3(uint32_t word, uint32_t (&pairs)[2]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  asm("{\n.reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(pairs[0]), "=r"(pairs[1])
+      : "r"(word));
+#else
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    pairs[i] = __builtin_bit_cast(uint32_t, __nv_cvt_fp8x2_to_halfraw2(uint16_t(word >> 16 * i), __NV_E4M3));
   }
+#endif
 }
 
-__device__ inline uint32_t byte_of(uint32_t word, int which) { return word >> 8 * which & 0xffu; }
+// Four stored bytes as two pairs of float16, which has all that such bytes can mean: of bytes 0, 1 and 2, 3, or where pairs are
+// CROSSED of 0, 2 and 1, 3.
+template <typename S, bool CROSSED>
+__device__ inline void widen_bytes(uint32_t word, uint32_t (&pairs)[2]) {
+  if constexpr (std::is_same_v<S, E4M3>) {
+    widen_e4m3(CROSSED ? __byte_perm(word, 0, 0x3120) : word, pairs);
+  } else if constexpr (std::is_same_v<S, E5M2>) {  // the upper half of a float16
+    pairs[0] = __byte_perm(word, 0, CROSSED ? 0x2404 : 0x1404);
+    pairs[1] = __byte_perm(word, 0, CROSSED ? 0x3414 : 0x3424);
+  } else {
+    // A float16 between 2^10 and 2^11 has a whole number for its fraction: 1024 + 128 + what a byte means.
+    const uint32_t raised = word ^ 0x80808080u;
+    const __half2 above = __half2_raw{0x6480, 0x6480};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const unsigned which = CROSSED ? 0x4240 + 0x101 * i : 0x4140 + 0x202 * i;
+      const __half2 numbers = __builtin_bit_cast(__half2_raw, __byte_perm(raised, 0x64646464u, which));
+      pairs[i] = __builtin_bit_cast(uint32_t, __half2_raw(__hsub2(numbers, above)));
+    }
+  }
+}
 
 // How columns of a tile, keys' channels or values', meet the columns of products. Stored bytes come in pairs, as one element of
 // 16 bits, so that a product's columns are other ones than for elements of 16 bits.
 template <typename T, typename S, int BLOCK>
 struct Tile {
+  static constexpr int kKeys = keys_of_step(sizeof(S), BLOCK), kBlock = kWarps * kKeys;
+  static constexpr unsigned kAllSeen = 0xffffffffu >> (32 - kKeys);
   static constexpr int kRowBytes = BLOCK * int(sizeof(S));
   static constexpr int kBytes = kKeys * kRowBytes;
   static constexpr bool kIsBytes = sizeof(S) == 1;
@@ -95,19 +133,23 @@ struct Tile {
     return kIsBytes ? index / 2 * 16 + 2 * column + index % 2 : index * 8 + column;
   }
 
-  // products[2] [kRows, 8] of queries and the 16 keys; `queries(step)` are those of 16 columns.
+  // products[kKeys / 8] [kRows, 8] of queries and the keys; `queries(step)` are those of 16 columns.
   template <typename Queries>
-  static __device__ void multiply_keys(float (&products)[2][4], const Queries& queries, const char* keys, int lane) {
+  static __device__ void multiply_keys(float (&products)[kKeys / 8][4], const Queries& queries, const char* keys, int lane) {
     uint32_t found[4];
     if constexpr (kIsBytes) {
+      const int mine = place<kRowBytes>(lane % 16, lane / 16);
 #pragma unroll
       for (int step = 0; step < BLOCK / 16; step += 2) {
-        load_matrices(found, keys + place<kRowBytes>(lane % 16, step + lane / 16));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const uint32_t low = widened<S>(byte_of(found[i], 0), byte_of(found[i], 1));
-          const uint32_t high = widened<S>(byte_of(found[i], 2), byte_of(found[i], 3));
-          multiply_add<T>(products[i % 2], queries(step + i / 2).data, low, high);
+        for (int first = 0; first < kKeys; first += 16) {
+          load_matrices(found, keys + (mine ^ step * kAccess) + first * kRowBytes);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            uint32_t pairs[2];
+            widen_bytes<S, false>(found[i], pairs);
+            multiply_add<T>(products[first / 8 + i % 2], queries(step + i / 2).data, pairs[0], pairs[1]);
+          }
         }
       }
     } else {
@@ -121,25 +163,35 @@ struct Tile {
     }
   }
 
-  // sums[BLOCK / 8] [kRows, 8] of the 16 keys' weights and values.
-  static __device__ void add_values(float (&sums)[BLOCK / 8][4], const uint32_t (&weights)[4], const char* values, int lane) {
+  // sums[BLOCK / 8] [kRows, 8] of the keys' weights, 16 by 16, and values.
+  static __device__ void add_values(float (&sums)[BLOCK / 8][4], const uint32_t (&weights)[kKeys / 16][4], const char* values,
+                                    int lane) {
     uint32_t found[4];
-    constexpr int kColumns = kIsBytes ? 32 : 16;  // of four matrices
+    if constexpr (kIsBytes) {
+      const int mine = place<kRowBytes>(lane % 16, lane / 16);
 #pragma unroll
-    for (int i = 0; i < BLOCK / kColumns; ++i) {
-      load_turned_matrices(found, values + place<kRowBytes>(lane % 16, 2 * i + lane / 16));
+      for (int step = 0; step < BLOCK / 16; step += 2) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t low = found[2 * half], high = found[2 * half + 1];
-        if constexpr (kIsBytes) {
+        for (int first = 0; first < kKeys; first += 16) {
+          load_turned_matrices(found, values + (mine ^ step * kAccess) + first * kRowBytes);
 #pragma unroll
-          for (int odd = 0; odd < 2; ++odd) {
-            multiply_add<T>(sums[4 * i + 2 * half + odd], weights, widened<S>(byte_of(low, odd), byte_of(low, odd + 2)),
-                            widened<S>(byte_of(high, odd), byte_of(high, odd + 2)));
+          for (int half = 0; half < 2; ++half) {
+            uint32_t low[2], high[2];
+            widen_bytes<S, true>(found[2 * half], low);
+            widen_bytes<S, true>(found[2 * half + 1], high);
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd) {
+              multiply_add<T>(sums[2 * (step + half) + odd], weights[first / 16], low[odd], high[odd]);
+            }
           }
-        } else {
-          multiply_add<T>(sums[2 * i + half], weights, low, high);
         }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < BLOCK / 16; ++i) {
+        load_turned_matrices(found, values + place<kRowBytes>(lane % 16, 2 * i + lane / 16));
+        multiply_add<T>(sums[2 * i], weights[0], found[0], found[1]);
+        multiply_add<T>(sums[2 * i + 1], weights[0], found[2], found[3]);
       }
     }
   }

@@ -253,6 +253,14 @@ inline bool __any_sync(unsigned mask, bool here) { return __ballot_sync(mask, he
 
 inline int __ffs(int value) { return __builtin_ffs(value); }
 
+// Bytes of both words by the selector's digits, of which each names one of eight.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t bytes = uint64_t(high) << 32 | low;
+  unsigned picked = 0;
+  for (int i = 0; i < 4; ++i) picked |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return picked;
+}
+
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
@@ -282,6 +290,8 @@ inline void copy_bytes_ahead(void* to, const void* from, bool there) {
   std::memset(to, 0xff, BYTES);
   host::current->begun.push_back({to, from, BYTES, there});
 }
+
+inline const char* held(const char* pointer) { return pointer; }
 
 inline void commit_copies() {
   host::current->groups.push_back(std::move(host::current->begun));

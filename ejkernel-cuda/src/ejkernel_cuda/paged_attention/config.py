@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_cuda._capability import multiprocessors, shared_memory_limit
 
 ROWS = 16
 """Query heads of a tile, all of one token and under one key head."""
-BLOCK = 64
-"""Keys that are dealt out together, a quarter to each warp."""
 STAGES = (2, 3, 4, 5, 6, 7, 8)
 _BESIDE = 10 * 1024
 """Bytes of shared memory at most beside the rings: wide queries and notes."""
@@ -22,8 +18,8 @@ _BESIDE = 10 * 1024
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionConfig:
     """Attributes:
-    stages: steps of a warp's ring, each 16 keys and values, of which all but one are on their way; 2 ... 8, fewer where shared
-        memory ends.
+    stages: steps of a warp's ring, each a quarter of a block of keys and values, of which all but one are on their way; 2 ... 8,
+        fewer where shared memory ends.
     workers: blocks that the keys of all requests are shared among, at most; never more run than fit on the device at once.
     """
 
@@ -40,10 +36,18 @@ def width(call: PagedAttentionCall) -> int:
     return next((size for size in (64, 128) if max(call.query.shape[3], call.value_size) <= size), 256)
 
 
+def _itemsize(call: PagedAttentionCall) -> int:
+    return 2 if call.key_pages.dtype in ("bfloat16", "float16") else 1
+
+
+def block(call: PagedAttentionCall) -> int:
+    """Keys that are dealt out together, a quarter to each warp."""
+    return 128 if _itemsize(call) == 1 and width(call) <= 128 else 64
+
+
 def stage_bytes(call: PagedAttentionCall) -> int:
     """Of one step of all rings of a block."""
-    itemsize = 1 if call.key_pages.dtype not in ("bfloat16", "float16") else np.dtype(np.float16).itemsize
-    return 2 * BLOCK * width(call) * itemsize
+    return 2 * block(call) * width(call) * _itemsize(call)
 
 
 def head_tiles(call: PagedAttentionCall) -> int:
@@ -53,7 +57,7 @@ def head_tiles(call: PagedAttentionCall) -> int:
 
 def most_blocks(call: PagedAttentionCall) -> int:
     """Blocks of keys of all tiles, where every request is as long as its table; one more where a window begins within a block."""
-    return call.query.shape[0] * call.query.shape[1] * head_tiles(call) * (-(-call.longest // BLOCK) + 1)
+    return call.query.shape[0] * call.query.shape[1] * head_tiles(call) * (-(-call.longest // block(call)) + 1)
 
 
 def least_bytes(call: PagedAttentionCall) -> int:

@@ -34,7 +34,7 @@ class BackwardConfig:
 
 
 def forward_heuristic(call: QkNormRopeCall, target: Target) -> ForwardConfig:
-    return ForwardConfig(4)
+    return ForwardConfig(16)
 
 
 def forward_space(call: QkNormRopeCall, target: Target) -> list[ForwardConfig]:

@@ -21,7 +21,7 @@ class Config:
 
 
 def heuristic(call: RopeCall, target: Target) -> Config:
-    return Config(4)
+    return Config(8)
 
 
 def search_space(call: RopeCall, target: Target) -> list[Config]:
