@@ -84,3 +84,11 @@ def test_an_entry_that_is_of_no_use_is_found(operation, knob):
     illegal = dataclasses.replace(entry, config={**entry.config, knob: 7 * entry.config[knob]})
     assert "is not in the search space of its call" in unused(illegal, OWN)
     assert "unknown knob 'turbo'" in unused(dataclasses.replace(entry, config={**entry.config, "turbo": 1}), OWN)
+
+
+def test_shipped_entries_are_used() -> None:
+    """Every entry answers a call of today with a config that is in its search space."""
+    (path,) = _plugin.ejkernel_tuned_configs()
+    entries = load_entries(Path(path).read_text())
+    assert entries and [unused(one, OWN) for one in entries] == [None] * len(entries)
+    assert all(one.check is not None and one.check.passed for one in entries)
