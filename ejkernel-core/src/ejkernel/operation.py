@@ -20,6 +20,7 @@ from ejkernel._arrays import ArraySpec, has_gradient, named
 from ejkernel._batching import batched_backward, batched_forward
 from ejkernel._partition import unify_manual_axes, vary_like
 from ejkernel.errors import wrong_type
+from ejkernel.operations._random import normal
 from ejkernel.plugin import Phase, Target
 
 __all__ = ["ArraySpec", "Bound", "Call", "Cost", "Operation", "Request", "vary_like"]
@@ -266,7 +267,7 @@ def _normal(operation: str, name: str, spec: ArraySpec, rng: np.random.Generator
         return rng.integers(-127, 128, spec.shape, np.int8)
     if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
         raise NotImplementedError(f"{operation}: does not say what a random {name} of {spec.dtype} may hold")
-    return rng.standard_normal(spec.shape, np.float32).astype(dtype)
+    return normal(rng, spec.shape, dtype)
 
 
 def _static_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

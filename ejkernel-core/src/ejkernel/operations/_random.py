@@ -1,12 +1,30 @@
-"""Random integers that operations may be tuned on: packed lengths, segments, positions."""
+"""Random numbers that operations may be tuned on: floats, and integers that are packed lengths, segments, positions."""
 
 from __future__ import annotations
 
+import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from ejkernel._arrays import ArraySpec
+
+_PIECE = 2**22
+"""Numbers that one thread draws at a time."""
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Normal floats, drawn by all cores; the same on every machine."""
+    out = np.empty(math.prod(shape), dtype)
+    pieces = [out[start : start + _PIECE] for start in range(0, out.size, _PIECE)]
+
+    def fill(piece: Any, rng: np.random.Generator) -> None:
+        piece[...] = rng.standard_normal(piece.size, np.float32)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(fill, pieces, rng.spawn(len(pieces))))
+    return out.reshape(shape)
 
 
 def shares(rng: np.random.Generator, spec: ArraySpec, total: int) -> Any:

@@ -16,6 +16,7 @@ from ejkernel import _dispatch
 from ejkernel._arrays import has_gradient, named
 from ejkernel._records import Candidate
 from ejkernel.operation import Request
+from ejkernel.operations._random import normal
 from ejkernel.plugin import Phase
 from ejkernel.testing.tolerance import FORWARD, GRADIENT, Deviation, Tolerance, deviation, deviation_on_device
 from ejkernel.tuning._entry import Check
@@ -91,7 +92,7 @@ class TuningProblem:
         operation = self.request.operation
         visible = operation.public(self.request.call)
         fields = {
-            name: jnp.asarray(rng.standard_normal(value.shape, np.float32), value.dtype)
+            name: normal(rng, value.shape, value.dtype)
             for name, value in named(outputs)
             if name in visible and has_gradient(value)
         }
