@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_pallas.mosaic_gpu._call import SHARED_MEMORY, SHARED_MEMORY_SLACK, tiled_bytes
+from ejkernel_pallas.mosaic_gpu.flash_attention.bias import BiasTiles, bias_tiles, form_of
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS, REGISTERS, ROWS
 
 SIZES = (64, 96, 128, 192, 256)
@@ -82,8 +83,43 @@ def can_pack(call: FlashAttentionCall) -> bool:
     """Whether the query heads of a key head can be rows of one consumer: whole groups of 8 rows, as the copy engine stores them.
     What is known by query head or by query token alone is not read in that order."""
     group = call.query.shape[2] // call.key.shape[2]
-    known = (call.sinks, call.query_segments, call.query_positions)
+    known = (call.bias, call.sinks, call.query_segments, call.query_positions)
     return group % 8 == 0 and ROWS % group == 0 and all(spec is None for spec in known)
+
+
+def forward_bias(call: FlashAttentionCall, config: ForwardConfig) -> BiasTiles | None:
+    return bias_tiles(call, by_key=False, warpgroups=config.warpgroups, other=config.block_k, stages=config.stages)
+
+
+def backward_bias(call: FlashAttentionCall, config: BackwardConfig, *, by_key: bool) -> BiasTiles | None:
+    """Of the kernel that owns keys, or of that which owns queries."""
+    if by_key:
+        warpgroups, other, stages = config.key_warpgroups, config.key_block_q, config.key_stages
+    else:
+        warpgroups, other, stages = config.query_warpgroups, config.query_block_k, config.query_stages
+    return bias_tiles(call, by_key=by_key, warpgroups=warpgroups, other=other, stages=stages)
+
+
+def gradient_bias(call: FlashAttentionCall) -> BiasTiles | None:
+    """Of the kernel of the bias's own gradient, the first that fits."""
+    by_key = form_of(call) == "keys"
+    for warpgroups, stages in ((2, 2), (2, 1), (1, 2), (1, 1)):
+        tiles = bias_tiles(call, by_key=by_key, warpgroups=warpgroups, other=ROWS, stages=stages)
+        if tiles is None or gradient_bias_bytes(call, tiles) + SHARED_MEMORY_SLACK <= SHARED_MEMORY:
+            return tiles
+    return tiles
+
+
+def gradient_bias_bytes(call: FlashAttentionCall, tiles: BiasTiles) -> int:
+    """Shared memory of the kernel of the bias's gradient; what a tile of pairs needs of queries changes with each head."""
+    places = tiles.stages if tiles.by_pair else 1
+    own = sum(tiled_bytes((places, tiles.warpgroups, ROWS, width)) for width in sizes_of(call))
+    walked = sum(tiled_bytes((tiles.stages, tiles.other, width)) for width in sizes_of(call))
+    return own + walked + tiled_bytes((tiles.stages, 2, tiles.warpgroups * ROWS), 4) + bias_bytes(tiles)
+
+
+def bias_bytes(tiles: BiasTiles | None) -> int:
+    return 0 if tiles is None else tiles.bytes
 
 
 def forward_bytes(call: FlashAttentionCall, config: ForwardConfig) -> int:
@@ -92,6 +128,7 @@ def forward_bytes(call: FlashAttentionCall, config: ForwardConfig) -> int:
     used = tiled_bytes((config.warpgroups, ROWS, size)) + tiled_bytes((config.warpgroups, ROWS), 4)
     if config.persistent or value_size > size:
         used += tiled_bytes((config.warpgroups, ROWS, value_size))
+    used += bias_bytes(forward_bias(call, config))
     return used + sum(tiled_bytes((config.stages, config.block_k, width)) for width in (size, value_size))
 
 
@@ -106,17 +143,23 @@ def _forward_fits(call: FlashAttentionCall, config: ForwardConfig) -> bool:
     return in_memory and forward_registers(call, config) <= REGISTERS[config.warpgroups][0]
 
 
-def _backward_bytes(call: FlashAttentionCall, other: int, stages: int, warpgroups: int) -> int:
+def _backward_bytes(call: FlashAttentionCall, other: int, stages: int, warpgroups: int, bias: BiasTiles | None) -> int:
     widths = sizes_of(call)
     own = sum(tiled_bytes((warpgroups, ROWS, width)) for width in widths)
     walked = sum(tiled_bytes((stages, other, width)) for width in widths)
-    return own + walked + tiled_bytes((stages, 2, other), 4)
+    return own + walked + tiled_bytes((stages, 2, other), 4) + bias_bytes(bias)
 
 
 def backward_bytes(call: FlashAttentionCall, config: BackwardConfig) -> tuple[int, int]:
     """Shared memory of the kernel that owns keys and of that which owns queries."""
-    by_key = _backward_bytes(call, config.key_block_q, config.key_stages, config.key_warpgroups)
-    return by_key, _backward_bytes(call, config.query_block_k, config.query_stages, config.query_warpgroups)
+    return (
+        _backward_bytes(
+            call, config.key_block_q, config.key_stages, config.key_warpgroups, backward_bias(call, config, by_key=True)
+        ),
+        _backward_bytes(
+            call, config.query_block_k, config.query_stages, config.query_warpgroups, backward_bias(call, config, by_key=False)
+        ),
+    )
 
 
 def backward_registers(call: FlashAttentionCall, config: BackwardConfig) -> tuple[int, int]:
