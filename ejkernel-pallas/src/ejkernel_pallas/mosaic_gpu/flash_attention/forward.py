@@ -329,8 +329,15 @@ class _Tile:
         plgpu.barrier_wait(self.block.scratch[f"{name}_here"].at[slot])
         return self.block.scratch[name].at[slot]
 
+    @property
+    def ahead(self) -> bool:
+        """Whether a tile of keys is waited for while the one before it is at work: not where values hold the only place."""
+        return self.block.config.stages > 1
+
     def wait_for_next(self, i_key: Any) -> None:
         """Wait for the tile of keys after this one, if there is one."""
+        if not self.ahead:
+            return
 
         @pl.when(i_key + 1 < self.high)
         def _() -> None:
@@ -457,7 +464,7 @@ class _Tile:
 
         def step(i_key: Any, carry: Any) -> Any:
             b_acc, b_max, b_sum, b_half = carry
-            s_key = block.scratch["key"].at[self.slot(i_key)]
+            s_key = block.scratch["key"].at[self.slot(i_key)] if self.ahead else self.wait("key", i_key)
 
             def weights(total: Accumulator, scores: Any) -> tuple[Any, ...]:
                 plgpu.wgmma(scores, self.query, s_key.transpose((1, 0)))
