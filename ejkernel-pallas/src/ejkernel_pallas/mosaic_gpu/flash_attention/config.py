@@ -100,22 +100,52 @@ def backward_bias(call: FlashAttentionCall, config: BackwardConfig, *, by_key: b
     return bias_tiles(call, by_key=by_key, warpgroups=warpgroups, other=other, stages=stages)
 
 
-def gradient_bias(call: FlashAttentionCall) -> BiasTiles | None:
-    """Of the kernel of the bias's own gradient, the first that fits."""
-    by_key = form_of(call) == "keys"
-    for warpgroups, stages in ((2, 2), (2, 1), (1, 2), (1, 1)):
-        tiles = bias_tiles(call, by_key=by_key, warpgroups=warpgroups, other=ROWS, stages=stages)
-        if tiles is None or gradient_bias_bytes(call, tiles) + SHARED_MEMORY_SLACK <= SHARED_MEMORY:
-            return tiles
-    return tiles
+@dataclasses.dataclass(frozen=True)
+class BiasGradientConfig:
+    """Attributes:
+    tiles: of the bias, which say what a program owns.
+    resident: owned queries of all batches and heads that share a tile by pair stay in shared memory.
+    """
+
+    tiles: BiasTiles
+    resident: bool
 
 
-def gradient_bias_bytes(call: FlashAttentionCall, tiles: BiasTiles) -> int:
-    """Shared memory of the kernel of the bias's gradient; what a tile of pairs needs of queries changes with each head."""
-    places = tiles.stages if tiles.by_pair else 1
-    own = sum(tiled_bytes((places, tiles.warpgroups, ROWS, width)) for width in sizes_of(call))
-    walked = sum(tiled_bytes((tiles.stages, tiles.other, width)) for width in sizes_of(call))
-    return own + walked + tiled_bytes((tiles.stages, 2, tiles.warpgroups * ROWS), 4) + bias_bytes(tiles)
+def bias_gradient_config(call: FlashAttentionCall) -> BiasGradientConfig | None:
+    """The first that fits: queries stay where this leaves enough blocks of them."""
+    form = form_of(call)
+    if call.bias is None or form is None:
+        return None
+    by_pair = form == "pairs"
+    rows, queries = call.bias.shape[0] * call.bias.shape[1], call.query.shape[1]
+    trials = [(2, 2, False), (2, 1, False), (1, 2, False), (1, 1, False)]
+    if by_pair and rows * -(-queries // (2 * ROWS)) >= MULTIPROCESSORS:
+        trials.insert(0, (2, 2, True))
+    for warpgroups, stages, resident in trials:
+        tiles = bias_tiles(call, by_key=form == "keys", warpgroups=warpgroups, other=ROWS, stages=stages)
+        config = None if tiles is None else BiasGradientConfig(tiles, resident)
+        if config is not None and bias_gradient_bytes(call, config) + SHARED_MEMORY_SLACK <= SHARED_MEMORY:
+            break
+    return config
+
+
+def sharing(call: FlashAttentionCall) -> tuple[int, int]:
+    """Batches and heads for which a tile of a bias by pair is the same."""
+    if call.bias is None or form_of(call) != "pairs":
+        return 1, 1
+    (batch, _, heads, _), (own_batch, own_heads, _, _) = call.query.shape, call.bias.shape
+    return batch // own_batch, heads // own_heads
+
+
+def bias_gradient_bytes(call: FlashAttentionCall, config: BiasGradientConfig) -> int:
+    """Shared memory of the kernel of the bias's gradient."""
+    tiles, widths = config.tiles, sizes_of(call)
+    batches, members = sharing(call)
+    places = tiles.stages if tiles.by_pair and not config.resident else batches * members
+    own = sum(tiled_bytes((places, tiles.warpgroups, ROWS, width)) for width in widths)
+    walked = sum(tiled_bytes((tiles.stages, tiles.other, width)) for width in widths)
+    rows = tiled_bytes((tiles.stages, 2, tiles.other), 4) if tiles.by_key else 0
+    return own + walked + rows + tiles.bytes
 
 
 def bias_bytes(tiles: BiasTiles | None) -> int:

@@ -16,8 +16,9 @@ from ejkernel_pallas.mosaic_gpu.flash_attention.config import (
     BackwardConfig,
     ForwardConfig,
     backward_bias,
+    bias_gradient_config,
     forward_bias,
-    gradient_bias,
+    sharing,
     sizes_of,
 )
 from ejkernel_pallas.mosaic_gpu.flash_attention.forward import Forward, launch
@@ -148,25 +149,30 @@ def _gradients(
 
 def _bias_gradient(call: FlashAttentionCall, inputs: FlashAttentionInputs, mains: list[Any]) -> Any:
     """The sum of the gradients of logits over the axes along which the bias is broadcast, None without a bias."""
-    bias = gradient_bias(call)
-    if bias is None:
+    config = bias_gradient_config(call)
+    if config is None:
         return None
-    rules, (size, value_size) = rules_of(call), sizes_of(call)
+    rules, (size, value_size), bias = rules_of(call), sizes_of(call), config.tiles
     batch, queries, heads, _ = call.query.shape
     keys, own = call.key.shape[1], bias.warpgroups * ROWS
+    owned = keys if bias.by_key else queries
     block_q, block_k = (bias.other, own) if bias.by_key else (own, bias.other)
     arrays = [*mains, *facts_of(rules, inputs, block_q, block_k), bias.stored(inputs.bias, queries, keys)]
     if rules.facts:
         arrays.append(tile_ranges(call, inputs, block_q, block_k, by_key=bias.by_key))
-    owned = keys if bias.by_key else queries
     blocks, tiles = -(-owned // own), -(-keys // bias.other)
-    total = blocks * tiles * bias.heads * bias.batch
+    rows = (bias.batch, bias.heads) if bias.by_pair else (batch, heads)
+    places = blocks if config.resident or not bias.by_pair else blocks * tiles
+    total = places * rows[0] * rows[1]
     plan = BiasGradient(
         rules=rules,
-        schedule=(
-            Schedule(blocks * tiles, bias.heads, bias.batch, 1, False, min(MULTIPROCESSORS, total))
-            if bias.by_pair
-            else Schedule(blocks, heads, batch, 1, call.causal and not bias.by_key, blocks * heads * batch)
+        schedule=Schedule(
+            places,
+            rows[1],
+            rows[0],
+            section=1,
+            reverse=call.causal and not bias.by_key,
+            programs=total if places == blocks else min(MULTIPROCESSORS, total),
         ),
         other=bias.other,
         stages=bias.stages,
@@ -178,17 +184,19 @@ def _bias_gradient(call: FlashAttentionCall, inputs: FlashAttentionInputs, mains
         ranges=bool(rules.facts),
         parts=1,
         bias=bias,
+        sharing=sharing(call),
+        resident=config.resident,
         tiles=tiles,
-        calls=(batch, heads),
     )
+    given = call.bias
     if bias.by_pair:
-        whole = (bias.batch * bias.heads, blocks * own, tiles * bias.other)
+        whole = (rows[0] * rows[1], blocks * own, tiles * bias.other)
         (sums,) = plan.launch(arrays, [(whole, bias.dtype)])
-        return _cut(sums, (whole[0], queries, keys)).reshape(inputs.bias.shape).astype(inputs.bias.dtype)
+        return _cut(sums, (whole[0], queries, keys)).reshape(given.shape).astype(given.dtype)
     (sums,) = plan.launch(arrays, [((batch, heads, blocks * own), jnp.float32)])
     sums = jnp.expand_dims(sums[:, :, :owned], 2 if bias.by_key else 3)
-    shared = tuple(axis for axis in range(4) if inputs.bias.shape[axis] != sums.shape[axis])
-    return jnp.sum(sums, axis=shared, keepdims=True).astype(inputs.bias.dtype)
+    shared = tuple(axis for axis in range(4) if given.shape[axis] != sums.shape[axis])
+    return jnp.sum(sums, axis=shared, keepdims=True).astype(given.dtype)
 
 
 def _schedule(
