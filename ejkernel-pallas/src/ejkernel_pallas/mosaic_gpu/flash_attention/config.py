@@ -163,9 +163,11 @@ def forward_bytes(call: FlashAttentionCall, config: ForwardConfig) -> int:
 
 
 def forward_registers(call: FlashAttentionCall, config: ForwardConfig) -> int:
-    """Registers that a consumer's thread is expected to need: accumulator, scores, weights."""
+    """Registers that a consumer's thread is expected to need: accumulator, scores, weights, and a bias that is as wide as scores."""
     size, value_size = sizes_of(call)
-    return value_size // 2 + config.block_k * 13 // 16 + _OVERHEAD + config.query_in_registers * size // 4
+    tiles = forward_bias(call, config)
+    beside = config.block_k // 2 if tiles is not None and tiles.by_pair and tiles.dtype == "float32" else 0
+    return value_size // 2 + config.block_k * 13 // 16 + beside + _OVERHEAD + config.query_in_registers * size // 4
 
 
 def _forward_fits(call: FlashAttentionCall, config: ForwardConfig) -> bool:
