@@ -235,7 +235,12 @@ def test_parts_of_positions_and_of_hidden_queries() -> None:
 
 BIASES: Mapping[str, Mapping[str, Any]] = {
     "by pair, over keys of NaN": dict(
-        made=(100, 150, 2, 1), batch=2, causal=True, extra=bias(1, 2, 100, 150, holes=0.2, hidden=9), poison=9, causal_alignment="bottom_right"
+        made=(100, 150, 2, 1),
+        batch=2,
+        causal=True,
+        extra=bias(1, 2, 100, 150, holes=0.2, hidden=9),
+        poison=9,
+        causal_alignment="bottom_right",
     ),
     "by pair of all heads, float32": dict(
         made=(131, 70, 4, 2), extra=bias(1, 1, 131, 70, dtype=jnp.float32, holes=0.3), size=128, value_size=64
@@ -327,7 +332,8 @@ def test_narrow_walks_have_programs_that_stay() -> None:
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("size", [(128, 128), (192, 128)], ids=str)
 def test_lowers_for_cuda(size: tuple[int, int], biased: bool) -> None:
-    call, inputs, cotangents = problem(512, 500, 4, 2, *size, causal=True, extra=bias(1, 4, 512, 500) if biased else None)
+    keys = 500 if biased else 512
+    call, inputs, cotangents = problem(512, keys, 4, 2, *size, causal=True, extra=bias(1, 4, 512, keys) if biased else None)
     lowered = jax.jit(lambda i: kernel.forward(call, i, config.forward_heuristic(call, HOPPER))).trace(inputs)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
@@ -340,7 +346,10 @@ def test_lowers_for_cuda(size: tuple[int, int], biased: bool) -> None:
 
 def test_spaces_fit_a_block() -> None:
     sizes = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256))
-    biases = ({}, *(bias(1, 1, *of, dtype=dtype) for of in ((512, 512), (1, 512), (512, 1)) for dtype in ("bfloat16", "float32")))
+    biases = (
+        {},
+        *(bias(1, 1, *of, dtype=dtype) for of in ((512, 512), (1, 512), (512, 1)) for dtype in ("bfloat16", "float32")),
+    )
     for size, extra in itertools.product(sizes, biases):
         call, _, _ = problem(512, 512, 4, 2, *size, causal=True, extra=extra)
         if extra:

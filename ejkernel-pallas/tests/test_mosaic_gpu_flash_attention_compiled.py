@@ -65,7 +65,7 @@ def problem(device: Any, heads: int, key_heads: int, size: int, value_size: int,
         counts, widths = (heads, key_heads, key_heads), (size, size, value_size)
         arrays = [jnp.zeros((1, 2048, count, width), jnp.bfloat16) for count, width in zip(counts, widths, strict=True)]
         given = None if bias is None else jnp.zeros(*bias)
-        bound = OPERATION.canonicalise(*arrays, given, causal=True, return_lse=True, **options)
+        bound = OPERATION.canonicalise(*arrays, bias=given, causal=True, return_lse=True, **options)
         held.append(bound.call)
         return bound.inputs
 

@@ -60,7 +60,7 @@ class Gradient:
     wanted: tuple[str, ...]
     ranges: bool
     parts: int
-    bias: BiasTiles | None = None
+    bias: BiasTiles | None
 
     @property
     def by_key(self) -> bool:
@@ -303,7 +303,7 @@ class Block:
 class Step:
     """The gradients of one tile, rows of which are owned."""
 
-    block: Block
+    block: Any
     place: Any
     walk: Walk
     first: Any

@@ -22,7 +22,7 @@ from ejkernel_pallas.mosaic_gpu.flash_attention.bias import BiasTiles
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import ROWS, Walk
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class BiasGradient(Gradient):
     """What the kernel is built for.
 
@@ -88,8 +88,8 @@ class _Block(Block):
     plan: BiasGradient
 
     def over_tiles(self, place: Any, work: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
-        """Call `work(place, tile of keys, carry)`, which returns the next carry, for every tile that is owned; the last carry. A row
-        has no such tiles."""
+        """Call `work(place, tile of keys, carry)`, which returns the next carry, for every tile that is owned; the last carry. Of a
+        row there is one call, without a tile."""
         if self.plan.moves:
             i_block = lax.div(place.block, jnp.int32(self.plan.tiles))
             return work(place._replace(block=i_block), place.block - i_block * self.plan.tiles, carry)
@@ -182,8 +182,6 @@ class _Block(Block):
 
 class _Step(Step):
     """The gradients of one tile's logits."""
-
-    block: _Block
 
     def owned(self, name: str, slot: Any, i_member: Any) -> Any:
         """What is owned, as the left factor of a product."""

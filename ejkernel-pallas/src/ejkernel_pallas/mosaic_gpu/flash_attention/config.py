@@ -112,21 +112,21 @@ class BiasGradientConfig:
 
 
 def bias_gradient_config(call: FlashAttentionCall) -> BiasGradientConfig | None:
-    """The first that fits: queries stay where this leaves enough blocks of them."""
+    """The first that fits: queries stay where this leaves enough blocks of them. None without a bias."""
     form = form_of(call)
     if call.bias is None or form is None:
         return None
-    by_pair = form == "pairs"
-    rows, queries = call.bias.shape[0] * call.bias.shape[1], call.query.shape[1]
-    trials = [(2, 2, False), (2, 1, False), (1, 2, False), (1, 1, False)]
-    if by_pair and rows * -(-queries // (2 * ROWS)) >= MULTIPROCESSORS:
-        trials.insert(0, (2, 2, True))
-    for warpgroups, stages, resident in trials:
-        tiles = bias_tiles(call, by_key=form == "keys", warpgroups=warpgroups, other=ROWS, stages=stages)
-        config = None if tiles is None else BiasGradientConfig(tiles, resident)
-        if config is not None and bias_gradient_bytes(call, config) + SHARED_MEMORY_SLACK <= SHARED_MEMORY:
-            break
-    return config
+    sizes = [(2, 2, False), (2, 1, False), (1, 2, False), (1, 1, False)]
+    blocks = call.bias.shape[0] * call.bias.shape[1] * -(-call.query.shape[1] // (2 * ROWS))
+    if form == "pairs" and blocks >= MULTIPROCESSORS:
+        sizes.insert(0, (2, 2, True))
+    trials = [
+        BiasGradientConfig(tiles, resident)
+        for warpgroups, stages, resident in sizes
+        if (tiles := bias_tiles(call, by_key=form == "keys", warpgroups=warpgroups, other=ROWS, stages=stages))
+    ]
+    fits = (trial for trial in trials if bias_gradient_bytes(call, trial) + SHARED_MEMORY_SLACK <= SHARED_MEMORY)
+    return next(fits, trials[-1])
 
 
 def sharing(call: FlashAttentionCall) -> tuple[int, int]:
@@ -163,7 +163,7 @@ def forward_bytes(call: FlashAttentionCall, config: ForwardConfig) -> int:
 
 
 def forward_registers(call: FlashAttentionCall, config: ForwardConfig) -> int:
-    """Registers that a consumer's thread is expected to need: accumulator, scores, weights, and a bias that is as wide as scores."""
+    """Registers that a consumer's thread is expected to need: accumulator, scores, weights, and a bias as wide as scores."""
     size, value_size = sizes_of(call)
     tiles = forward_bias(call, config)
     beside = config.block_k // 2 if tiles is not None and tiles.by_pair and tiles.dtype == "float32" else 0

@@ -181,9 +181,9 @@ class _Block:
                 plgpu.barrier_wait(self.scratch[f"{name}_free"].at[slot])
 
             s_tile, here = self.scratch[name].at[slot], self.scratch[f"{name}_here"].at[slot]
-            if name == "bias":
+            bias = self.plan.bias
+            if bias is not None and name == "bias":
                 first = place.block * (c.warpgroups * ROWS)
-                bias = self.plan.bias
                 bias.copy(self.bias, bias.row(place.batch, place.head), first, i_key * c.block_k, s_tile, here)
                 return
             source = self.key if name == "key" else self.value

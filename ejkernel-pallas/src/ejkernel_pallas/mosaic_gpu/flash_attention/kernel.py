@@ -188,7 +188,7 @@ def _bias_gradient(call: FlashAttentionCall, inputs: FlashAttentionInputs, mains
         resident=config.resident,
         tiles=tiles,
     )
-    given = call.bias
+    given = inputs.bias
     if bias.by_pair:
         whole = (rows[0] * rows[1], blocks * own, tiles * bias.other)
         (sums,) = plan.launch(arrays, [(whole, bias.dtype)])
