@@ -360,10 +360,13 @@ class Step:
 
     def bias(self, slot: Any) -> Any:
         """The bias of a tile, if there is one, waited for."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
         bias = self.block.plan.bias
         if bias is None:
             return None
         b_bias = bias.load(self.wait("bias", slot), self.block.wg)
+        plgpu.commit_smem()  # ordinary reads come before the next copy
         self.free("bias", slot)
         return b_bias
 

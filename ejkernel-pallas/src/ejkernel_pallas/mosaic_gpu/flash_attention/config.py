@@ -277,7 +277,10 @@ def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig
     wide = max(sizes_of(call)) >= 128  # then products, not exponentials, take the time
     if max(sizes_of(call)) == 64 and call.query.shape[1] > 2 * ROWS and not narrow:
         warpgroups = 3
-    for block_k, overlap, stages in itertools.product(widths, (True, False), (4, 2, 1) if packed else (2, 1)):
+    trials = list(itertools.product(widths, (True, False), (4, 2, 1) if packed else (2, 1)))
+    if call.bias is not None:  # which takes a place of its own: rather narrow tiles than one place of each kind
+        trials.sort(key=lambda trial: trial[2] == 1)
+    for block_k, overlap, stages in trials:
         config = ForwardConfig(
             block_k=block_k,
             stages=stages,

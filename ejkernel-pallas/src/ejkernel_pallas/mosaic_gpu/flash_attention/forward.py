@@ -377,10 +377,13 @@ class _Tile:
 
     def bias(self, i_key: Any) -> Any:
         """The bias of a tile, if there is one, waited for."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
         bias = self.block.plan.bias
         if bias is None:
             return None
         b_bias = bias.load(self.wait("bias", i_key), self.block.wg)
+        plgpu.commit_smem()  # ordinary reads come before the next copy
         self.free("bias", i_key)
         return b_bias
 
