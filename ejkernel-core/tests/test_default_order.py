@@ -111,17 +111,18 @@ def test_it_depends_on_the_call_and_the_phase(explained):
 
 
 def test_arrays_that_were_not_timed(explained):
-    with_sinks, with_bias = attention(), products()
+    with_sinks, with_scores, with_bias = attention(), attention(), products()
     scaled_rows = products()
     with_sinks[1].update(softmax_aux="float32 16")
+    with_scores[1].update(bias="bfloat16 1 16 8192 8192")
     with_bias[1].update(bias="bfloat16 8 14336")
     scaled_rows[1].update(lhs_scale="float32 8192")
-    calls = (with_sinks, with_bias, scaled_rows, products(dtype="float8_e4m3fn"))
-    whats = ("sinks", "biases", "scaled rows", "products of float8_e4m3fn")
+    calls = (with_sinks, with_scores, with_bias, scaled_rows, products(dtype="float8_e4m3fn"))
+    whats = ("sinks", "biases", "biases", "scaled rows", "products of float8_e4m3fn")
     for (forward, _), what in zip(explained(*calls), whats, strict=True):
         assert chosen(forward) == "triton"
         assert forward["pallas.mosaic_gpu"] == ["available", f"stands lower: {what} were not timed"]
-        never_run = what in whats[2:]
+        never_run = what in whats[3:]
         assert [*forward].index("xla") == (1 if never_run else 2), what
 
 

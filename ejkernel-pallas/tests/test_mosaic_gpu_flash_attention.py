@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import pkgutil
 import re
 from collections.abc import Mapping
@@ -56,6 +57,7 @@ def problem(
     extra: Mapping[str, Any] | None = None,
     poison: int = 0,
     lost: int = 0,
+    batch: int = 1,
     **options: Any,
 ) -> tuple[Any, Any, Any]:
     """Call, inputs, cotangents; the last `poison` keys and values are NaN, and the last `lost` queries and gradients of outputs."""
@@ -64,19 +66,19 @@ def problem(
     def normal(*shape: int) -> Any:
         return np.asarray(rng.standard_normal(shape), np.float32)
 
-    key, value = normal(1, keys, key_heads, size), normal(1, keys, key_heads, value_size)
+    key, value = normal(batch, keys, key_heads, size), normal(batch, keys, key_heads, value_size)
     if poison:
         key[:, -poison:], value[:, -poison:] = np.nan, np.nan
-    query = normal(1, queries, heads, size)
+    query = normal(batch, queries, heads, size)
     if lost:
         query[:, -lost:] = np.nan
     arrays = {"query": jnp.asarray(query, dtype)}
     arrays |= {"key": jnp.asarray(key, dtype), "value": jnp.asarray(value, dtype), **(extra or {})}
     bound = OPERATION.canonicalise(**arrays, **options, return_lse=True)
-    d_out = normal(1, queries, heads, value_size)
+    d_out = normal(batch, queries, heads, value_size)
     if lost:
         d_out[:, -lost:] = np.nan
-    cotangents = FlashAttentionOutputs(jnp.asarray(d_out, dtype), jnp.asarray(normal(1, queries, heads)))
+    cotangents = FlashAttentionOutputs(jnp.asarray(d_out, dtype), jnp.asarray(normal(batch, queries, heads)))
     return bound.call, bound.inputs, cotangents
 
 
@@ -122,6 +124,18 @@ def check(made: tuple[Any, Any, Any], forward: Any = None, backward: Any = None,
         if want is not None:
             assert (got.shape, got.dtype) == (getattr(inputs, name).shape, getattr(inputs, name).dtype)
             close(got, want, (8 if name == "sinks" else 2) * limit)  # a sink's is what is left of a long sum
+
+
+def bias(*shape: int, dtype: Any = jnp.bfloat16, holes: float = 0.0, hidden: int = 0) -> dict[str, Any]:
+    """Of this shape; that share of pairs, the third query of the first head and the last `hidden` keys are -inf."""
+    rng = np.random.default_rng(5)
+    values = np.asarray(rng.standard_normal(shape), np.float32)
+    if holes:
+        values[rng.random(shape) < holes] = -np.inf
+        values[0, 0, 2:3] = -np.inf
+    if hidden:
+        values[..., -hidden:] = -np.inf
+    return {"bias": jnp.asarray(values, dtype)}
 
 
 def kernel_needs() -> str | None:
@@ -177,6 +191,7 @@ def test_heads_are_packed_where_rows_of_a_consumer_can_be() -> None:
     assert not packs(4, 1, **narrow) and not packs(24, 1, **narrow) and not packs(8, 1, causal=True)
     assert not packs(8, 1, **narrow, extra=segments(70))
     assert not packs(8, 1, **narrow, softmax_aux=np.zeros(8, np.float32))
+    assert not packs(8, 1, **narrow, extra=bias(1, 1, 70, 70))
 
 
 CASES: Mapping[str, Mapping[str, Any]] = {
@@ -218,6 +233,77 @@ def test_parts_of_positions_and_of_hidden_queries() -> None:
     check(made, ONE_CONSUMER, dataclasses.replace(ONE_CONSUMER_BACK, key_parts=3, key_warpgroups=2))
 
 
+BIASES: Mapping[str, Mapping[str, Any]] = {
+    "by pair, over keys of NaN": dict(
+        made=(100, 150, 2, 1),
+        batch=2,
+        causal=True,
+        extra=bias(1, 2, 100, 150, holes=0.2, hidden=9),
+        poison=9,
+        causal_alignment="bottom_right",
+    ),
+    "by pair of all heads, float32": dict(
+        made=(131, 70, 4, 2), extra=bias(1, 1, 131, 70, dtype=jnp.float32, holes=0.3), size=128, value_size=64
+    ),
+    "by pair, exact soft cap": dict(
+        made=(70, 100), dtype=jnp.float16, logits_soft_cap=3.0, extra=bias(1, 2, 70, 100, dtype=jnp.float16, holes=0.3)
+    ),
+    "by pair, soft cap over keys of NaN": dict(
+        made=(70, 100), logits_soft_cap=3.0, extra=bias(1, 1, 70, 100, holes=0.3, hidden=9), poison=9
+    ),
+    "by key, soft cap over keys of NaN": dict(
+        made=(100, 70, 2, 1), batch=2, logits_soft_cap=3.0, extra=bias(2, 1, 1, 70, hidden=9), poison=9
+    ),
+    "by key and head, window": dict(made=(100, 70, 4, 2), causal=True, sliding_window=(30, 0), extra=bias(1, 4, 1, 70)),
+    "by query, sinks": dict(made=(100, 70), softmax_aux=np.array([0.5, -1.0], np.float32), extra=bias(1, 2, 100, 1)),
+    "one number": dict(made=(20, 30), batch=2, softmax_aux=np.array([0.5, -1.0], np.float32), extra=bias(1, 1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_bias(name: str) -> None:
+    options = dict(BIASES[name])
+    check(problem(*options.pop("made"), **options), ONE_CONSUMER, ONE_CONSUMER_BACK, races=name.startswith("by pair, over"))
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+def test_bias_of_segments_whose_queries_stay(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two consumers, tiles of two batches, of which each hides others; one place for every tile where gradients are apart."""
+    monkeypatch.setattr(config, "MULTIPROCESSORS", 1)
+    ids = np.array([[0] * 60 + [1] * 80, [0] * 120 + [-1] * 20], np.int32)
+    extra = {"query_segments": ids, "key_segments": ids, **bias(1, 2, 140, 140, holes=0.1)}
+    made = problem(140, 140, 2, 1, batch=2, extra=extra, causal=True)
+    chosen = config.bias_gradient_config(made[0])
+    assert chosen is not None and chosen.resident and config.sharing(made[0]) == (2, 1)
+    forward = dataclasses.replace(ONE_CONSUMER, warpgroups=2, stages=1 if apart else 2)
+    backward = dataclasses.replace(ONE_CONSUMER_BACK, key_warpgroups=2, query_warpgroups=2, key_parts=2)
+    check(made, forward, dataclasses.replace(backward, key_apart=apart, query_stages=1 if apart else 2), races=apart)
+
+
+def test_queries_of_a_bias_stay_where_they_fit() -> None:
+    def chosen(shape: tuple[int, int, int, int], batch: int, length: int, size: int = 128) -> config.BiasGradientConfig:
+        def call_of() -> Any:
+            query = jnp.zeros((batch, length, 16, size), jnp.bfloat16)
+            held.append(OPERATION.canonicalise(query, query, query, bias=jnp.zeros(shape, jnp.bfloat16)).call)
+
+        jax.eval_shape(call_of)
+        found = config.bias_gradient_config(held.pop())
+        assert found is not None
+        return found
+
+    held: list[Any] = []
+    assert chosen((1, 16, 8192, 8192), 2, 8192).resident
+    assert chosen((2, 16, 4096, 4096), 2, 4096).resident
+    assert not chosen((1, 16, 8192, 8192), 4, 8192).resident
+    assert not chosen((1, 16, 512, 512), 2, 512).resident
+    assert not chosen((2, 1, 1, 8192), 2, 8192).resident
+    assert chosen((1, 16, 8192, 8192), 4, 8192, size=256).tiles.stages == 1
+
+
+def test_one_place_of_keys_and_values() -> None:
+    check(problem(64, 260), dataclasses.replace(ONE_CONSUMER, stages=1), ONE_CONSUMER_BACK)
+
+
 def test_few_blocks_of_keys_are_divided() -> None:
     def parts_of(batch: int, length: int, heads: int, key_heads: int) -> int:
         def call_of() -> Any:
@@ -243,9 +329,11 @@ def test_narrow_walks_have_programs_that_stay() -> None:
 
 
 @needs_cuda
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("size", [(128, 128), (192, 128)], ids=str)
-def test_lowers_for_cuda(size: tuple[int, int]) -> None:
-    call, inputs, cotangents = problem(512, 512, 4, 2, *size, causal=True)
+def test_lowers_for_cuda(size: tuple[int, int], biased: bool) -> None:
+    keys = 500 if biased else 512
+    call, inputs, cotangents = problem(512, keys, 4, 2, *size, causal=True, extra=bias(1, 4, 512, keys) if biased else None)
     lowered = jax.jit(lambda i: kernel.forward(call, i, config.forward_heuristic(call, HOPPER))).trace(inputs)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
@@ -253,12 +341,20 @@ def test_lowers_for_cuda(size: tuple[int, int]) -> None:
     chosen = config.backward_heuristic(call, HOPPER)
     lowered = jax.jit(lambda *a: kernel.backward(call, *a, chosen)).trace(inputs, outputs, cotangents)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == (3 if chosen.key_apart else 2)
+    assert text.count("custom_call @mosaic_gpu") == (3 if chosen.key_apart else 2) + biased
 
 
 def test_spaces_fit_a_block() -> None:
-    for size in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256)):
-        call, _, _ = problem(512, 512, 4, 2, *size, causal=True)
+    sizes = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256))
+    biases = (
+        {},
+        *(bias(1, 1, *of, dtype=dtype) for of in ((512, 512), (1, 512), (512, 1)) for dtype in ("bfloat16", "float32")),
+    )
+    for size, extra in itertools.product(sizes, biases):
+        call, _, _ = problem(512, 512, 4, 2, *size, causal=True, extra=extra)
+        if extra:
+            gradient = config.bias_gradient_config(call)
+            assert gradient is not None and config.bias_gradient_bytes(call, gradient) + 1024 <= 227 * 1024
         for chosen in config.forward_space(call, HOPPER):
             assert config.forward_bytes(call, chosen) + 1024 <= 227 * 1024
         for chosen in config.backward_space(call, HOPPER):
@@ -270,7 +366,6 @@ def test_spaces_fit_a_block() -> None:
     [
         (dict(dtype=jnp.float32), "float32"),
         (dict(size=264), "head size is 264"),
-        (dict(extra={"bias": jnp.zeros((1, 1, 70, 70))}), "bias"),
         (dict(extra={"mask": jnp.ones((1, 1, 70, 70), bool)}), "mask"),
         (dict(dropout_prob=0.1, dropout_seed=0), "dropout"),
         (dict(normalize_output=False), "normalize_output"),

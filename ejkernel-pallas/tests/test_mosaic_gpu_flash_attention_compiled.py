@@ -57,13 +57,15 @@ def placed(values: Any, device: Any) -> Any:
 
 
 def problem(device: Any, heads: int, key_heads: int, size: int, value_size: int, **options: Any) -> tuple[Any, Any]:
-    """Call and inputs of 2048 tokens on the device."""
+    """Call and inputs of 2048 tokens on the device; `bias` is a shape and a dtype."""
     held: list[Any] = []
+    bias = options.pop("bias", None)
 
     def bind() -> Any:
         counts, widths = (heads, key_heads, key_heads), (size, size, value_size)
         arrays = [jnp.zeros((1, 2048, count, width), jnp.bfloat16) for count, width in zip(counts, widths, strict=True)]
-        bound = OPERATION.canonicalise(*arrays, causal=True, return_lse=True, **options)
+        given = None if bias is None else jnp.zeros(*bias)
+        bound = OPERATION.canonicalise(*arrays, bias=given, causal=True, return_lse=True, **options)
         held.append(bound.call)
         return bound.inputs
 
@@ -103,6 +105,37 @@ def test_products_stay_in_flight(
     jax.jit(lambda i, o, g: kernel.backward(call, i, o, g, backward)).lower(inputs, outputs, cotangents).compile()
     said = capfd.readouterr()
     check_report(said.out + said.err, 4 if backward.key_apart else 3)
+
+
+@pytest.mark.parametrize(
+    ("size", "value_size", "shape", "dtype"),
+    [
+        (128, 128, (1, 4, 2048, 2048), jnp.bfloat16),
+        (128, 128, (1, 1, 2048, 2048), jnp.float32),
+        (64, 64, (1, 1, 1, 2048), jnp.bfloat16),
+        (192, 128, (1, 4, 2048, 1), jnp.bfloat16),
+        (256, 256, (1, 4, 2048, 2048), jnp.bfloat16),
+    ],
+)
+def test_products_beside_a_bias_stay_in_flight(
+    device: Any,
+    size: int,
+    value_size: int,
+    shape: tuple[int, ...],
+    dtype: Any,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setattr(config, "MULTIPROCESSORS", 8)  # for which these few blocks of queries are enough to stay
+    call, inputs = problem(device, 4, 2, size, value_size, bias=(shape, dtype))
+    forward, backward = config.forward_heuristic(call, HOPPER), config.backward_heuristic(call, HOPPER)
+    outputs = placed(jax.eval_shape(lambda i: kernel.forward(call, i, forward), inputs), device)
+    jax.jit(lambda i: kernel.forward(call, i, forward)).lower(inputs).compile()
+    cotangents = FlashAttentionOutputs(outputs.out, outputs.lse)
+    jax.jit(lambda i, o, g: kernel.backward(call, i, o, g, backward)).lower(inputs, outputs, cotangents).compile()
+    said = capfd.readouterr()
+    check_report(said.out + said.err, 5 if backward.key_apart else 4)
 
 
 def test_products_of_packed_heads_stay_in_flight(

@@ -155,6 +155,7 @@ _FEWEST_TOKENS = 1024
 _NARROW_WINDOW = 1024
 """Keys; between 128 and 4096 nothing was timed, and from here on most tiles of a row are seen whole."""
 _UNTIMED_ATTENTION = {
+    "bias": "biases",
     "sinks": "sinks",
     "query_positions": "positions",
     "key_positions": "positions",

@@ -2,9 +2,9 @@
 
     python ejkernel-pallas/tests/device/mosaic_gpu_flash_attention.py --out results [--cases gqa,full] [--most 8] [--budget 220]
 
-Of every case, forward and gradients are compared with XLA in float32 on the same arrays, config by config of the search space, and
-timed by CUPTI; the backward phase is timed as the pullback alone. Then cuDNN, tokamax, our Triton kernels and JAX's own example are
-timed. Writes `mosaic_gpu_flash_attention.json` after every row and exits with 1 if any number is wrong.
+Of every case, forward and gradients, a bias's among them, are compared with XLA in float32 on the same arrays, config by config of
+the search space, and timed by CUPTI; the backward phase is timed as the pullback alone. Then cuDNN, tokamax, our Triton kernels
+and JAX's own example are timed. Writes `mosaic_gpu_flash_attention.json` after every row and exits with 1 if any number is wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ REACH = 512
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call. `segments` packs that many sequences of equal length; `hidden` puts NaN into keys that no query may see."""
+    """One call. `segments` packs that many sequences of equal length; `hidden` puts NaN into keys that no query may see; `bias` is
+    a shape, and some of its numbers are -inf."""
 
     batch: int
     length: int
@@ -54,12 +55,13 @@ class Problem:
     segments: int = 0
     sinks: bool = False
     hidden: bool = False
+    bias: tuple[int, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
 
     def build(self) -> tuple[Any, Any, Any]:
         """The call, its inputs and a cotangent."""
         b, t, h, k, d, v = self.batch, self.length, self.heads, self.key_heads, self.size, self.value_size or self.size
-        seeds = jax.random.split(jax.random.key(0), 6)
+        seeds = jax.random.split(jax.random.key(0), 8)
 
         def normal(i: int, *shape: int) -> Any:
             return jax.random.normal(seeds[i], shape, self.dtype)
@@ -73,6 +75,8 @@ class Problem:
             arrays.update({name: arrays[name].at[:, t - REACH :].set(jnp.nan) for name in ("key", "value")})
         if self.sinks:
             arrays["softmax_aux"] = normal(4, h)
+        if self.bias:
+            arrays["bias"] = jnp.where(jax.random.bernoulli(seeds[7], 0.02, self.bias), -jnp.inf, normal(6, *self.bias))
         bound = OPERATION.canonicalise(**arrays, **dict(self.options))
         call = dataclasses.replace(bound.call, save_residuals=True)
         return call, bound.inputs, FlashAttentionOutputs(normal(5, b, t, h, v))
@@ -100,6 +104,11 @@ CASES = {
     "mla": Problem(2, 8192, 16, 16, 192, 128, options=CAUSAL),
     "cap256": Problem(2, 8192, 16, 8, 256, options=options(causal=True, sliding_window=(4095, 0), logits_soft_cap=50.0)),
     "full96": Problem(2, 8192, 16, 16, 96),
+    "bias": Problem(2, 8192, 16, 16, 128, bias=(1, 16, 8192, 8192), options=CAUSAL),
+    "bias of keys": Problem(2, 8192, 16, 16, 128, bias=(2, 1, 1, 8192), options=CAUSAL),
+    "bias of pairs": Problem(2, 4096, 16, 16, 128, bias=(2, 16, 4096, 4096)),
+    "bias of queries": Problem(2, 4096, 16, 4, 128, bias=(1, 16, 4096, 1), sinks=True),
+    "bias shared": Problem(4, 2000, 16, 4, 64, bias=(1, 1, 2000, 2000), options=options(causal=True, logits_soft_cap=30.0)),
 }
 
 
@@ -141,7 +150,7 @@ def wanted_of(call: Any, inputs: Any, cotangents: Any) -> tuple[Any, Any]:
     chosen = xla_config.CONFIGS.heuristic(call, current_target())
     outputs = jax.jit(lambda i: xla_forward(call, i, chosen))(inputs)
     gradients = jax.jit(lambda i, o, g: xla_backward(call, i, o, g, chosen))(inputs, outputs, cotangents)
-    return outputs.out, gradients[:3]
+    return outputs.out, gradients[:4]
 
 
 def device_seconds(function: Any, arguments: tuple[Any, ...], repeats: int = 5) -> tuple[float, dict[str, float]]:
@@ -216,8 +225,9 @@ class Run:
                 passed = False
                 continue
             got, again = program(*arguments), program(*arguments)
-            errors = [float(distance(g, w)) for g, w in zip(got[:3], gradients, strict=True)]
-            repeats = all(bool(jnp.array_equal(a, b, equal_nan=True)) for a, b in zip(got[:3], again[:3], strict=True))
+            pairs = [pair for pair in zip(got[:4], gradients, again[:4], strict=True) if pair[0] is not None]
+            errors = [float(distance(g, w)) for g, w, _ in pairs]
+            repeats = all(bool(jnp.array_equal(a, b, equal_nan=True)) for a, _, b in pairs)
             good = all(error < LIMIT for error in errors) and repeats
             passed &= good
             seconds, kernels = device_seconds(program, arguments, 3)
@@ -226,8 +236,8 @@ class Run:
         return passed
 
     def peer(self, who: str, attention: Callable[..., Any], *, backward: bool = True) -> None:
-        """A function of query, key and value; what it cannot do is a result."""
-        arrays = self.inputs[:3]
+        """A function of query, key and value, and the bias if there is one; what it cannot do is a result."""
+        arrays = tuple(array for array in self.inputs[:4] if array is not None)
         try:
             seconds, _ = device_seconds(jax.jit(attention), arrays)
             self.row(who, "forward", seconds)
@@ -243,22 +253,30 @@ class Run:
         causal, window, cap = given.get("causal", False), given.get("sliding_window"), given.get("logits_soft_cap")
         plain = not (self.problem.segments or self.problem.sinks or self.problem.hidden)
         if plain and cap is None:
-            self.peer("cudnn", lambda q, k, v: jax.nn.dot_product_attention(
-                q, k, v, is_causal=causal, local_window_size=window, implementation="cudnn"
+            self.peer("cudnn", lambda q, k, v, bias=None: jax.nn.dot_product_attention(
+                q, k, v, bias, is_causal=causal, local_window_size=window, implementation="cudnn"
             ))  # fmt: skip
+        plain = plain and not self.problem.bias
         if plain:
             self.peer("tokamax", lambda q, k, v: tokamax_attention(q, k, v, causal, window, cap))
         if plain and window is None and cap is None and self.problem.size == (self.problem.value_size or self.problem.size):
             self.peer("jax's example", lambda q, k, v: jax_example(q, k, v, causal), backward=False)
         self.peer("triton", self.triton)
 
-    def triton(self, query: Any, key: Any, value: Any) -> Any:
+    def triton(self, query: Any, key: Any, value: Any, bias: Any = None) -> Any:
         inputs = self.inputs._replace(query=query, key=key, value=value)
         names = ("query_segments", "key_segments")
         given = {name: getattr(inputs, name) for name in names if getattr(inputs, name) is not None}
         sinks = None if inputs.sinks is None else inputs.sinks[0]
         return ejkernel.flash_attention(
-            query, key, value, softmax_aux=sinks, mask_info=mask_of(given), platform="triton", **dict(self.problem.options)
+            query,
+            key,
+            value,
+            bias,
+            softmax_aux=sinks,
+            mask_info=mask_of(given),
+            platform="triton",
+            **dict(self.problem.options),
         )
 
 

@@ -24,6 +24,7 @@ from ejkernel_pallas.mosaic_gpu._call import (
     wait_for_products,
     with_product,
 )
+from ejkernel_pallas.mosaic_gpu.flash_attention.bias import BiasTiles
 from ejkernel_pallas.mosaic_gpu.flash_attention.rules import Rules
 from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Schedule
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import REGISTERS, ROWS, Walk
@@ -45,6 +46,7 @@ class Gradient:
         ranges: whether tiles to visit are read from an array.
         parts: into which the walk of each block is cut; one program walks one of them. Where there are several, results are sums in
             float32, `[parts, B, T, H, D]` with T whole blocks, to be added up.
+        bias: the tiles of the bias, if there is one.
     """
 
     rules: Rules
@@ -58,6 +60,7 @@ class Gradient:
     wanted: tuple[str, ...]
     ranges: bool
     parts: int
+    bias: BiasTiles | None
 
     @property
     def by_key(self) -> bool:
@@ -96,11 +99,16 @@ class Gradient:
         }
         if self.by_key:
             held["rows"] = plgpu.SMEM((self.stages, 2, self.other), jnp.float32)
-        return held
+        return held if self.bias is None else held | self.bias.scratch()
+
+    @property
+    def rings(self) -> tuple[str, ...]:
+        """What is copied for every tile."""
+        return ("other", "other_value") if self.bias is None else ("other", "bias", "other_value")
 
     def body(self, *refs: Any, **scratch: Any) -> None:
         """The kernel: references to arrays as `launch` gives them, then results."""
-        _Block(self, refs, scratch).run()
+        Block(self, refs, scratch).run()
 
     def launch(self, arrays: list[Any], results: list[tuple[tuple[int, ...], Any]]) -> list[jax.Array]:
         """Run the kernel on query, key, value, the output's gradient, statistics of rows, facts and ranges."""
@@ -117,7 +125,7 @@ class Gradient:
         return kernel(*arrays)
 
 
-class _Block:
+class Block:
     """One block of the grid at work. "own" and "other" are keys and queries, or queries and keys; their "values" are what is
     multiplied for the gradients of weights: values and the output's gradient, or the reverse."""
 
@@ -126,6 +134,7 @@ class _Block:
         rest = list(refs)
         query, key, value, grad, self.rows = (rest.pop(0) for _ in range(5))
         self.facts = {name: rest.pop(0) for name in self.rules.facts}
+        self.bias = rest.pop(0) if plan.bias else None
         self.ranges = rest.pop(0) if plan.ranges else None
         self.results = rest
         self.own, self.own_value, self.other, self.other_value = (
@@ -149,8 +158,8 @@ class _Block:
             plgpu.set_max_registers(producer, action="decrease")
             done = self.plan.schedule.loop(self.produce)
             for slot in range(self.plan.stages):
-                for name in ("other_free", "other_value_free"):
-                    pl.when(done > slot)(functools.partial(plgpu.barrier_wait, self.scratch[name].at[slot]))
+                for name in self.plan.rings:
+                    pl.when(done > slot)(functools.partial(plgpu.barrier_wait, self.scratch[f"{name}_free"].at[slot]))
 
     def owner(self, place: Any) -> tuple[Any, Any]:
         """What a place of the schedule stands for: the block and its head, and the part of its walk."""
@@ -172,18 +181,24 @@ class _Block:
             ends = self.rules.key_range(first, first + (owned - 1), self.plan.other)
         return Walk(*ends, members=self.plan.members, block=self.plan.other, parts=self.plan.parts, part=i_part)
 
+    def query_head(self, place: Any, i_member: Any) -> Any:
+        return place.head * self.rules.group + i_member if self.plan.by_key else place.head
+
     def head_of(self, place: Any, i_member: Any) -> Any:
         """The walked-over side's head."""
-        if self.plan.by_key:
-            return place.head * self.rules.group + i_member
-        return lax.div(place.head, jnp.int32(self.rules.group))
+        i_head = self.query_head(place, i_member)
+        return i_head if self.plan.by_key else lax.div(i_head, jnp.int32(self.rules.group))
 
     def produce(self, place: Any, done: Any) -> Any:
         """Copy the tiles that a block visits. Returns the number of tiles copied so far."""
+        place, i_part = self.owner(place)
+        return self.copy_tiles(place, self.walk_of(place, i_part), done)
+
+    def copy_tiles(self, place: Any, walk: Walk, done: Any) -> Any:
+        """Copy the tiles of a walk. Returns the number of tiles copied so far."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        place, i_part = self.owner(place)
-        walk, stages = self.walk_of(place, i_part), self.plan.stages
+        stages = self.plan.stages
 
         def step(i_step: Any, _: Any) -> None:
             i_member, i_tile = walk.at(i_step)
@@ -191,16 +206,27 @@ class _Block:
             count = done + i_step
             slot, used = lax.rem(count, jnp.int32(stages)), count >= stages
             here = pl.ds(i_tile * self.plan.other, self.plan.other)
-            for name, source in (("other", self.other), ("other_value", self.other_value)):
+            for name in self.plan.rings:
                 pl.when(used)(functools.partial(plgpu.barrier_wait, self.scratch[f"{name}_free"].at[slot]))
-                barrier = self.scratch[f"{name}_here"].at[slot]
-                plgpu.copy_gmem_to_smem(source.at[place.batch, here, i_head], self.scratch[name].at[slot], barrier)
-                if self.plan.by_key and name == "other":
-                    rows = self.rows.at[place.batch, i_head, :, here]
-                    plgpu.copy_gmem_to_smem(rows, self.scratch["rows"].at[slot], barrier)
+                self.copy_tile(name, slot, place, i_member, i_head, here)
 
         lax.fori_loop(0, walk.count, step, None)
         return done + walk.count
+
+    def copy_tile(self, name: str, slot: Any, place: Any, i_member: Any, i_head: Any, here: Any) -> None:
+        """Copy a tile of one array; `i_head` and `here` are of the walked-over side."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        s_tile, barrier = self.scratch[name].at[slot], self.scratch[f"{name}_here"].at[slot]
+        bias = self.plan.bias
+        if bias is not None and name == "bias":
+            i_row = bias.row(place.batch, self.query_head(place, i_member))
+            bias.copy(self.bias, i_row, place.block * (self.plan.warpgroups * ROWS), here.start, s_tile, barrier)
+            return
+        source = self.other if name == "other" else self.other_value
+        plgpu.copy_gmem_to_smem(source.at[place.batch, here, i_head], s_tile, barrier)
+        if self.plan.by_key and name == "other":
+            plgpu.copy_gmem_to_smem(self.rows.at[place.batch, i_head, :, here], self.scratch["rows"].at[slot], barrier)
 
     def consume(self, place: Any, done: Any) -> Any:
         """Add up the gradients of what this warpgroup owns."""
@@ -209,21 +235,11 @@ class _Block:
         place, i_part = self.owner(place)
         walk = self.walk_of(place, i_part)
         first = (place.block * self.plan.warpgroups + self.wg) * ROWS
-        s_own, s_own_value = self.scratch["own"].at[self.wg], self.scratch["own_value"].at[self.wg]
-        here = self.scratch["own_here"].at[self.wg]
-        for source, s_held in ((self.own, s_own), (self.own_value, s_own_value)):
-            plgpu.copy_gmem_to_smem(source.at[place.batch, pl.ds(first, ROWS), place.head], s_held, here)
-        rows = plgpu.Layout.WGMMA.reduce(1)
-        own = "key" if self.plan.by_key else "query"
-        facts = {name: self.fact(name, place, first, ROWS, rows) for name in self.rules.facts if name.startswith(own)}
-        statistics = None
-        if not self.plan.by_key:
-            statistics = tuple(
-                plgpu.load(self.rows.at[place.batch, place.head, i, pl.ds(first, ROWS)], layout=rows, optimized=False)
-                for i in range(2)
-            )
+        s_own, s_own_value, here = self.copy_own(place, first)
+        facts = self.own_facts(place, first)
+        statistics = self.own_statistics(place, first)
         plgpu.barrier_wait(here)
-        step = _Step(self, place, walk, first, done, facts, statistics)
+        step = Step(self, place, walk, first, done, facts, statistics)
         zeros = tuple(
             plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA) for width in self.plan.widths
         )
@@ -247,6 +263,34 @@ class _Block:
         plgpu.commit_smem_to_gmem_group()
         return done + walk.count
 
+    def copy_own(self, place: Any, first: Any) -> tuple[Any, Any, Any]:
+        """Copy what is owned; where to, and the barrier."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        s_own, s_own_value = self.scratch["own"].at[self.wg], self.scratch["own_value"].at[self.wg]
+        here = self.scratch["own_here"].at[self.wg]
+        for source, s_held in ((self.own, s_own), (self.own_value, s_own_value)):
+            plgpu.copy_gmem_to_smem(source.at[place.batch, pl.ds(first, ROWS), place.head], s_held, here)
+        return s_own, s_own_value, here
+
+    def own_facts(self, place: Any, first: Any) -> dict[str, Any]:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        rows = plgpu.Layout.WGMMA.reduce(1)
+        own = "key" if self.plan.by_key else "query"
+        return {name: self.fact(name, place, first, ROWS, rows) for name in self.rules.facts if name.startswith(own)}
+
+    def own_statistics(self, place: Any, first: Any) -> tuple[Any, Any] | None:
+        """Of owned queries."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        if self.plan.by_key:
+            return None
+        rows = plgpu.Layout.WGMMA.reduce(1)
+        sources = (self.rows.at[place.batch, place.head, i, pl.ds(first, ROWS)] for i in range(2))
+        b_shift, b_start = (plgpu.load(source, layout=rows, optimized=False) for source in sources)
+        return b_shift, b_start
+
     def fact(self, name: str, place: Any, first: Any, count: int, layout: Any) -> Any:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -256,10 +300,10 @@ class _Block:
 
 
 @dataclasses.dataclass
-class _Step:
+class Step:
     """The gradients of one tile, rows of which are owned."""
 
-    block: _Block
+    block: Any
     place: Any
     walk: Walk
     first: Any
@@ -297,16 +341,34 @@ class _Step:
     def where_seen(self, i_tile: Any, b_value: Any) -> Any:
         """A tile's numbers, 0 for hidden pairs, even where a row's statistics are NaN."""
         rules = self.block.rules
-        if not rules.hides and not self.ragged():
+        if not rules.masks and not self.ragged():
             return b_value
         shape = b_value.shape
         return lax.cond(self.walk.whole(i_tile), lambda: b_value, lambda: jnp.where(self.seen(i_tile, shape), b_value, 0.0))
 
     def where_weighted(self, i_tile: Any, b_weights: Any, b_value: Any) -> Any:
         """A tile's numbers, 0 for hidden pairs, whose weights are 0."""
-        if self.block.rules.cap is not None or not self.block.rules.hides:  # slopes of hidden pairs may be NaN
+        if self.block.rules.bias:
+            return self.unless_hidden(b_weights, b_value)
+        if self.block.rules.cap is not None or not self.block.rules.masks:  # slopes of hidden pairs may be NaN
             return self.where_seen(i_tile, b_value)
         return lax.cond(self.walk.whole(i_tile), lambda: b_value, lambda: jnp.where(b_weights == 0.0, 0.0, b_value))
+
+    def unless_hidden(self, b_weights: Any, b_value: Any) -> Any:
+        """A tile's numbers, 0 for pairs that the bias hides, in any tile; their weights are 0."""
+        return jnp.where(b_weights == 0.0, 0.0, b_value) if self.block.rules.bias else b_value
+
+    def bias(self, slot: Any) -> Any:
+        """The bias of a tile, if there is one, waited for."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        bias = self.block.plan.bias
+        if bias is None:
+            return None
+        b_bias = bias.load(self.wait("bias", slot), self.block.wg)
+        plgpu.commit_smem()  # ordinary reads come before the next copy
+        self.free("bias", slot)
+        return b_bias
 
     def ragged(self) -> bool:
         """Whether a tile may hold keys past the end, which would get a weight; queries past the end have no gradient."""
@@ -359,7 +421,7 @@ class _Step:
             finish(added, s_query, s_grad, scores, d_weights)
 
         def finish(added: dict[str, Accumulator], s_query: Any, s_grad: Any, scores: Any, d_weights: Any) -> None:
-            b_logits = rules.logits(plgpu.wgmma_accumulator_load(scores, wait_n=int("key" in added)))
+            b_logits = rules.logits(plgpu.wgmma_accumulator_load(scores, wait_n=int("key" in added)), self.bias(slot))
             b_weights = self.where_seen(i_tile, jnp.exp2(b_logits * rules.unit - columns(0)))
             if "value" in added:
                 added["value"].add(b_weights.astype(plan.dtype), s_grad)
@@ -404,7 +466,7 @@ class _Step:
 
         def with_both(query_sum: Accumulator, s_key: Any, s_value: Any, scores: Any, d_weights: Accumulator) -> None:
             d_weights.add(own_value, s_value.transpose((1, 0)))
-            b_logits = rules.logits(plgpu.wgmma_accumulator_load(scores, wait_n=1))
+            b_logits = rules.logits(plgpu.wgmma_accumulator_load(scores, wait_n=1), self.bias(slot))
             b_weights = self.sloped(jnp.exp2(b_logits * rules.unit - b_shift), b_logits)
             # Compilers would wait for the other product first: one is stopped by the barrier, the assembler by a branch.
             b_weights = lax.optimization_barrier(b_weights)
@@ -412,7 +474,7 @@ class _Step:
                 self.wait_for(i_step + 1)
             b_d_weights = d_weights.value(outstanding=0)
             self.free("other_value", slot)
-            b_d_logits = self.where_seen(i_tile, b_weights * b_d_weights)
+            b_d_logits = self.where_seen(i_tile, self.unless_hidden(b_weights, b_weights * b_d_weights))
             query_sum.add(b_d_logits.astype(plan.dtype), s_key)
 
         def products(query_sum: Accumulator) -> None:
@@ -425,4 +487,5 @@ class _Step:
 
     def sloped(self, b_weights: Any, b_logits: Any) -> Any:
         """Weights times the derivative of the cap: what the gradients of weights are multiplied with."""
-        return b_weights if self.block.rules.cap is None else b_weights * self.block.rules.slope(b_logits)
+        rules = self.block.rules
+        return b_weights if rules.cap is None else self.unless_hidden(b_weights, b_weights * rules.slope(b_logits))

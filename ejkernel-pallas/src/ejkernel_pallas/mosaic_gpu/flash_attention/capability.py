@@ -27,8 +27,6 @@ def _refusal(call: FlashAttentionCall, target: Target) -> str | None:
 
 
 def _feature_refusal(call: FlashAttentionCall) -> str | None:
-    if call.bias is not None:
-        return "bias: the kernels read no array of the size of the scores"
     if call.mask is not None:
         return "mask: the kernels read no dense mask; rules of position and segments are understood"
     if call.dropout_rate:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_pallas.mosaic_gpu._call import SHARED_MEMORY, SHARED_MEMORY_SLACK, tiled_bytes
+from ejkernel_pallas.mosaic_gpu.flash_attention.bias import BiasTiles, bias_tiles, form_of
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS, REGISTERS, ROWS
 
 SIZES = (64, 96, 128, 192, 256)
@@ -82,8 +83,73 @@ def can_pack(call: FlashAttentionCall) -> bool:
     """Whether the query heads of a key head can be rows of one consumer: whole groups of 8 rows, as the copy engine stores them.
     What is known by query head or by query token alone is not read in that order."""
     group = call.query.shape[2] // call.key.shape[2]
-    known = (call.sinks, call.query_segments, call.query_positions)
+    known = (call.bias, call.sinks, call.query_segments, call.query_positions)
     return group % 8 == 0 and ROWS % group == 0 and all(spec is None for spec in known)
+
+
+def forward_bias(call: FlashAttentionCall, config: ForwardConfig) -> BiasTiles | None:
+    return bias_tiles(call, by_key=False, warpgroups=config.warpgroups, other=config.block_k, stages=config.stages)
+
+
+def backward_bias(call: FlashAttentionCall, config: BackwardConfig, *, by_key: bool) -> BiasTiles | None:
+    """Of the kernel that owns keys, or of that which owns queries."""
+    if by_key:
+        warpgroups, other, stages = config.key_warpgroups, config.key_block_q, config.key_stages
+    else:
+        warpgroups, other, stages = config.query_warpgroups, config.query_block_k, config.query_stages
+    return bias_tiles(call, by_key=by_key, warpgroups=warpgroups, other=other, stages=stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasGradientConfig:
+    """Attributes:
+    tiles: of the bias, which say what a program owns.
+    resident: owned queries of all batches and heads that share a tile by pair stay in shared memory.
+    """
+
+    tiles: BiasTiles
+    resident: bool
+
+
+def bias_gradient_config(call: FlashAttentionCall) -> BiasGradientConfig | None:
+    """The first that fits: queries stay where this leaves enough blocks of them. None without a bias."""
+    form = form_of(call)
+    if call.bias is None or form is None:
+        return None
+    sizes = [(2, 2, False), (2, 1, False), (1, 2, False), (1, 1, False)]
+    blocks = call.bias.shape[0] * call.bias.shape[1] * -(-call.query.shape[1] // (2 * ROWS))
+    if form == "pairs" and blocks >= MULTIPROCESSORS:
+        sizes.insert(0, (2, 2, True))
+    trials = [
+        BiasGradientConfig(tiles, resident)
+        for warpgroups, stages, resident in sizes
+        if (tiles := bias_tiles(call, by_key=form == "keys", warpgroups=warpgroups, other=ROWS, stages=stages))
+    ]
+    fits = (trial for trial in trials if bias_gradient_bytes(call, trial) + SHARED_MEMORY_SLACK <= SHARED_MEMORY)
+    return next(fits, trials[-1])
+
+
+def sharing(call: FlashAttentionCall) -> tuple[int, int]:
+    """Batches and heads for which a tile of a bias by pair is the same."""
+    if call.bias is None or form_of(call) != "pairs":
+        return 1, 1
+    (batch, _, heads, _), (own_batch, own_heads, _, _) = call.query.shape, call.bias.shape
+    return batch // own_batch, heads // own_heads
+
+
+def bias_gradient_bytes(call: FlashAttentionCall, config: BiasGradientConfig) -> int:
+    """Shared memory of the kernel of the bias's gradient."""
+    tiles, widths = config.tiles, sizes_of(call)
+    batches, members = sharing(call)
+    places = tiles.stages if tiles.by_pair and not config.resident else batches * members
+    own = sum(tiled_bytes((places, tiles.warpgroups, ROWS, width)) for width in widths)
+    walked = sum(tiled_bytes((tiles.stages, tiles.other, width)) for width in widths)
+    rows = tiled_bytes((tiles.stages, 2, tiles.other), 4) if tiles.by_key else 0
+    return own + walked + rows + tiles.bytes
+
+
+def bias_bytes(tiles: BiasTiles | None) -> int:
+    return 0 if tiles is None else tiles.bytes
 
 
 def forward_bytes(call: FlashAttentionCall, config: ForwardConfig) -> int:
@@ -92,13 +158,16 @@ def forward_bytes(call: FlashAttentionCall, config: ForwardConfig) -> int:
     used = tiled_bytes((config.warpgroups, ROWS, size)) + tiled_bytes((config.warpgroups, ROWS), 4)
     if config.persistent or value_size > size:
         used += tiled_bytes((config.warpgroups, ROWS, value_size))
+    used += bias_bytes(forward_bias(call, config))
     return used + sum(tiled_bytes((config.stages, config.block_k, width)) for width in (size, value_size))
 
 
 def forward_registers(call: FlashAttentionCall, config: ForwardConfig) -> int:
-    """Registers that a consumer's thread is expected to need: accumulator, scores, weights."""
+    """Registers that a consumer's thread is expected to need: accumulator, scores, weights, and a bias as wide as scores."""
     size, value_size = sizes_of(call)
-    return value_size // 2 + config.block_k * 13 // 16 + _OVERHEAD + config.query_in_registers * size // 4
+    tiles = forward_bias(call, config)
+    beside = config.block_k // 2 if tiles is not None and tiles.by_pair and tiles.dtype == "float32" else 0
+    return value_size // 2 + config.block_k * 13 // 16 + beside + _OVERHEAD + config.query_in_registers * size // 4
 
 
 def _forward_fits(call: FlashAttentionCall, config: ForwardConfig) -> bool:
@@ -106,17 +175,23 @@ def _forward_fits(call: FlashAttentionCall, config: ForwardConfig) -> bool:
     return in_memory and forward_registers(call, config) <= REGISTERS[config.warpgroups][0]
 
 
-def _backward_bytes(call: FlashAttentionCall, other: int, stages: int, warpgroups: int) -> int:
+def _backward_bytes(call: FlashAttentionCall, other: int, stages: int, warpgroups: int, bias: BiasTiles | None) -> int:
     widths = sizes_of(call)
     own = sum(tiled_bytes((warpgroups, ROWS, width)) for width in widths)
     walked = sum(tiled_bytes((stages, other, width)) for width in widths)
-    return own + walked + tiled_bytes((stages, 2, other), 4)
+    return own + walked + tiled_bytes((stages, 2, other), 4) + bias_bytes(bias)
 
 
 def backward_bytes(call: FlashAttentionCall, config: BackwardConfig) -> tuple[int, int]:
     """Shared memory of the kernel that owns keys and of that which owns queries."""
-    by_key = _backward_bytes(call, config.key_block_q, config.key_stages, config.key_warpgroups)
-    return by_key, _backward_bytes(call, config.query_block_k, config.query_stages, config.query_warpgroups)
+    return (
+        _backward_bytes(
+            call, config.key_block_q, config.key_stages, config.key_warpgroups, backward_bias(call, config, by_key=True)
+        ),
+        _backward_bytes(
+            call, config.query_block_k, config.query_stages, config.query_warpgroups, backward_bias(call, config, by_key=False)
+        ),
+    )
 
 
 def backward_registers(call: FlashAttentionCall, config: BackwardConfig) -> tuple[int, int]:
@@ -202,7 +277,10 @@ def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig
     wide = max(sizes_of(call)) >= 128  # then products, not exponentials, take the time
     if max(sizes_of(call)) == 64 and call.query.shape[1] > 2 * ROWS and not narrow:
         warpgroups = 3
-    for block_k, overlap, stages in itertools.product(widths, (True, False), (4, 2, 1) if packed else (2, 1)):
+    trials = list(itertools.product(widths, (True, False), (4, 2, 1) if packed else (2, 1)))
+    if call.bias is not None:  # which takes a place of its own: rather narrow tiles than one place of each kind
+        trials.sort(key=lambda trial: trial[2] == 1)
+    for block_k, overlap, stages in trials:
         config = ForwardConfig(
             block_k=block_k,
             stages=stages,

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas._jax_interpreter import gpu_interpreter_is_on
 from ejkernel_pallas.mosaic_gpu._call import Accumulator, accumulate, add_product, tiled, with_product
+from ejkernel_pallas.mosaic_gpu.flash_attention.bias import BiasTiles
 from ejkernel_pallas.mosaic_gpu.flash_attention.config import ForwardConfig
 from ejkernel_pallas.mosaic_gpu.flash_attention.rules import LN_2, Rules
 from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Place, Schedule
@@ -46,6 +47,7 @@ class Forward:
         packed: query heads of a key head that are rows of one consumer; 1 = rows are tokens of one head. Query and output come as
             `[B, T, key heads, packed, size]`, T a multiple of a block's tokens.
         save_lse: whether the log-sum-exp is a result.
+        bias: the tiles of the bias, if there is one.
     """
 
     rules: Rules
@@ -58,6 +60,7 @@ class Forward:
     sinks: bool
     save_lse: bool
     packed: int = 1
+    bias: BiasTiles | None = None
 
     @property
     def tokens(self) -> int:
@@ -100,7 +103,12 @@ class Forward:
             held["turn"] = plgpu.Barrier(num_barriers=c.warpgroups)
         if self.save_lse:
             held["lse"] = plgpu.SMEM((c.warpgroups, ROWS), jnp.float32)
-        return held
+        return held if self.bias is None else held | self.bias.scratch()
+
+    @property
+    def rings(self) -> tuple[str, ...]:
+        """What is copied for every tile."""
+        return ("key", "value") if self.bias is None else ("key", "bias", "value")
 
     def body(self, *refs: Any, **scratch: Any) -> None:
         """The kernel: references to arrays as `launch` gives them, then results."""
@@ -115,6 +123,7 @@ class _Block:
         rest = list(refs)
         self.query, self.key, self.value = (rest.pop(0) for _ in range(3))
         self.facts = {name: rest.pop(0) for name in self.rules.facts}
+        self.bias = rest.pop(0) if plan.bias else None
         self.ranges = rest.pop(0) if plan.ranges else None
         self.sinks = rest.pop(0) if plan.sinks else None
         self.out = rest.pop(0)
@@ -166,21 +175,25 @@ class _Block:
                 plgpu.barrier_wait(self.scratch["query_free"].at[wg])
                 self.copy_query(place, wg)
 
-        def copy(source: Any, name: str, i_key: Any, slot: Any, fresh: Any) -> None:
+        def copy(name: str, i_key: Any, slot: Any, fresh: Any) -> None:
             @pl.when(jnp.logical_not(fresh))
             def _() -> None:
                 plgpu.barrier_wait(self.scratch[f"{name}_free"].at[slot])
 
-            rows = pl.ds(i_key * c.block_k, c.block_k)
-            plgpu.copy_gmem_to_smem(
-                source.at[place.batch, rows, i_key_head], self.scratch[name].at[slot], self.scratch[f"{name}_here"].at[slot]
-            )
+            s_tile, here = self.scratch[name].at[slot], self.scratch[f"{name}_here"].at[slot]
+            bias = self.plan.bias
+            if bias is not None and name == "bias":
+                first = place.block * (c.warpgroups * ROWS)
+                bias.copy(self.bias, bias.row(place.batch, place.head), first, i_key * c.block_k, s_tile, here)
+                return
+            source = self.key if name == "key" else self.value
+            plgpu.copy_gmem_to_smem(source.at[place.batch, pl.ds(i_key * c.block_k, c.block_k), i_key_head], s_tile, here)
 
         def step(i_key: Any, _: Any) -> None:
             count = done + (i_key - low)
             slot, fresh = lax.rem(count, jnp.int32(c.stages)), count < c.stages
-            copy(self.key, "key", i_key, slot, fresh)
-            copy(self.value, "value", i_key, slot, fresh)
+            for name in self.plan.rings:
+                copy(name, i_key, slot, fresh)
 
         lax.fori_loop(low, high, step, None)
         return done + (high - low)
@@ -190,8 +203,8 @@ class _Block:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         for slot in range(self.config.stages):
-            for name in ("key_free", "value_free"):
-                pl.when(done > slot)(functools.partial(plgpu.barrier_wait, self.scratch[name].at[slot]))
+            for name in self.plan.rings:
+                pl.when(done > slot)(functools.partial(plgpu.barrier_wait, self.scratch[f"{name}_free"].at[slot]))
         if self.config.persistent:
             for wg in range(self.config.warpgroups):
                 plgpu.barrier_wait(self.scratch["query_free"].at[wg])
@@ -316,8 +329,15 @@ class _Tile:
         plgpu.barrier_wait(self.block.scratch[f"{name}_here"].at[slot])
         return self.block.scratch[name].at[slot]
 
+    @property
+    def ahead(self) -> bool:
+        """Whether a tile of keys is waited for while the one before it is at work: not where values hold the only place."""
+        return self.block.config.stages > 1
+
     def wait_for_next(self, i_key: Any) -> None:
         """Wait for the tile of keys after this one, if there is one."""
+        if not self.ahead:
+            return
 
         @pl.when(i_key + 1 < self.high)
         def _() -> None:
@@ -349,11 +369,23 @@ class _Tile:
     def shown(self, i_key: Any, b_raw: Any) -> Any:
         """Logits, those of hidden pairs -inf."""
         rules = self.block.rules
-        b_logits = rules.logits(b_raw)
-        if not rules.hides and rules.keys % self.block.config.block_k == 0:
+        b_logits = rules.logits(b_raw, self.bias(i_key))
+        if not rules.masks and rules.keys % self.block.config.block_k == 0:
             return b_logits
         whole = (i_key >= self.full_low) & (i_key < self.full_high)
         return lax.cond(whole, lambda: b_logits, lambda: jnp.where(self.seen(i_key, b_raw.shape), b_logits, -jnp.inf))
+
+    def bias(self, i_key: Any) -> Any:
+        """The bias of a tile, if there is one, waited for."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        bias = self.block.plan.bias
+        if bias is None:
+            return None
+        b_bias = bias.load(self.wait("bias", i_key), self.block.wg)
+        plgpu.commit_smem()  # ordinary reads come before the next copy
+        self.free("bias", i_key)
+        return b_bias
 
     def seen(self, i_key: Any, shape: tuple[int, int]) -> Any:
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -435,7 +467,7 @@ class _Tile:
 
         def step(i_key: Any, carry: Any) -> Any:
             b_acc, b_max, b_sum, b_half = carry
-            s_key = block.scratch["key"].at[self.slot(i_key)]
+            s_key = block.scratch["key"].at[self.slot(i_key)] if self.ahead else self.wait("key", i_key)
 
             def weights(total: Accumulator, scores: Any) -> tuple[Any, ...]:
                 plgpu.wgmma(scores, self.query, s_key.transpose((1, 0)))

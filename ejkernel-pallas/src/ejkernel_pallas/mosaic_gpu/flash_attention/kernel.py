@@ -11,7 +11,16 @@ from ejkernel.operation import vary_like
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel.operations.flash_attention.ranges import tile_ranges
 from ejkernel_pallas.mosaic_gpu.flash_attention.backward import Gradient
-from ejkernel_pallas.mosaic_gpu.flash_attention.config import BackwardConfig, ForwardConfig, sizes_of
+from ejkernel_pallas.mosaic_gpu.flash_attention.bias_gradient import BiasGradient
+from ejkernel_pallas.mosaic_gpu.flash_attention.config import (
+    BackwardConfig,
+    ForwardConfig,
+    backward_bias,
+    bias_gradient_config,
+    forward_bias,
+    sharing,
+    sizes_of,
+)
 from ejkernel_pallas.mosaic_gpu.flash_attention.forward import Forward, launch
 from ejkernel_pallas.mosaic_gpu.flash_attention.rules import LOG2_E, Rules, facts_of, rules_of
 from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Schedule, schedule_of
@@ -40,6 +49,9 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
     by_head = (heads,) if packed == 1 else (heads // packed, packed)
     query = query.reshape(batch, length, *by_head, size)
     arrays = [query, key, value, *facts_of(rules, inputs, block_q, config.block_k)]
+    bias = forward_bias(call, config)
+    if bias is not None:
+        arrays.append(bias.stored(inputs.bias, queries, call.key.shape[1]))
     if rules.facts:
         arrays.append(tile_ranges(call, inputs, block_q, config.block_k, by_key=False))
     if inputs.sinks is not None:
@@ -55,6 +67,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         sinks=inputs.sinks is not None,
         save_lse=saved,
         packed=packed,
+        bias=bias,
     )
     results: list[tuple[tuple[int, ...], Any]] = [((batch, length, *by_head, value_size), call.query.dtype)]
     if saved:  # of whole blocks: a plain row of numbers is copied as a whole, also what lies behind its end
@@ -78,7 +91,8 @@ def backward(
     d_sinks = None if inputs.sinks is None else _sink_gradient(inputs.sinks, outputs.lse, delta)
     if not _score_count(call):
         zeros = (vary_like(jnp.zeros(x.shape, x.dtype), inputs) for x in inputs[:3])
-        return FlashAttentionInputs(*zeros, sinks=d_sinks)
+        d_bias = None if inputs.bias is None else vary_like(jnp.zeros(inputs.bias.shape, inputs.bias.dtype), inputs)
+        return FlashAttentionInputs(*zeros, bias=d_bias, sinks=d_sinks)
     rules, (size, value_size) = rules_of(call), sizes_of(call)
     arrays = (*inputs[:3], cotangents.out)
     widths = (size, size, value_size, value_size)
@@ -87,7 +101,8 @@ def backward(
     for wanted in (*((("key",), ("value",)) if config.key_apart else (("key", "value"),)), ("query",)):
         found |= _gradients(call, inputs, [*_harmless(arrays, widths, rules, wanted), rows], config, wanted)
     gradients = (_cut(found[name], getattr(inputs, name).shape) for name in ("query", "key", "value"))
-    return FlashAttentionInputs(*gradients, sinks=d_sinks)
+    stored = [_stored(array, width) for array, width in zip(arrays, widths, strict=True)]
+    return FlashAttentionInputs(*gradients, bias=_bias_gradient(call, inputs, [*stored, rows]), sinks=d_sinks)
 
 
 def _gradients(
@@ -104,6 +119,9 @@ def _gradients(
     parts = config.key_parts if by_key else 1
     block_q, block_k = (other, own) if by_key else (own, other)
     arrays = [*mains, *facts_of(rules, inputs, block_q, block_k)]
+    bias = backward_bias(call, config, by_key=by_key)
+    if bias is not None:
+        arrays.append(bias.stored(inputs.bias, call.query.shape[1], call.key.shape[1]))
     if rules.facts:
         arrays.append(tile_ranges(call, inputs, block_q, block_k, by_key=by_key))
     plan = Gradient(
@@ -118,6 +136,7 @@ def _gradients(
         wanted=wanted,
         ranges=bool(rules.facts),
         parts=parts,
+        bias=bias,
     )
     stored: dict[str, Any] = dict(zip(("query", "key", "value"), mains, strict=False))
     shapes = [stored[name].shape for name in wanted]
@@ -126,6 +145,58 @@ def _gradients(
     whole = [(parts, batch, -(-length // own) * own, *rest) for batch, length, *rest in shapes]
     sums = plan.launch(arrays, [(shape, jnp.float32) for shape in whole])
     return {name: jnp.sum(each, axis=0).astype(call.query.dtype) for name, each in zip(wanted, sums, strict=True)}
+
+
+def _bias_gradient(call: FlashAttentionCall, inputs: FlashAttentionInputs, mains: list[Any]) -> Any:
+    """The sum of the gradients of logits over the axes along which the bias is broadcast, None without a bias."""
+    config = bias_gradient_config(call)
+    if config is None:
+        return None
+    rules, (size, value_size), bias = rules_of(call), sizes_of(call), config.tiles
+    batch, queries, heads, _ = call.query.shape
+    keys, own = call.key.shape[1], bias.warpgroups * ROWS
+    owned = keys if bias.by_key else queries
+    block_q, block_k = (bias.other, own) if bias.by_key else (own, bias.other)
+    arrays = [*mains, *facts_of(rules, inputs, block_q, block_k), bias.stored(inputs.bias, queries, keys)]
+    if rules.facts:
+        arrays.append(tile_ranges(call, inputs, block_q, block_k, by_key=bias.by_key))
+    blocks, tiles = -(-owned // own), -(-keys // bias.other)
+    rows = (bias.batch, bias.heads) if bias.by_pair else (batch, heads)
+    places = blocks if config.resident or not bias.by_pair else blocks * tiles
+    total = places * rows[0] * rows[1]
+    plan = BiasGradient(
+        rules=rules,
+        schedule=Schedule(
+            places,
+            rows[1],
+            rows[0],
+            section=1,
+            reverse=call.causal and not bias.by_key,
+            programs=total if places == blocks else min(MULTIPROCESSORS, total),
+        ),
+        other=bias.other,
+        stages=bias.stages,
+        warpgroups=bias.warpgroups,
+        size=size,
+        value_size=value_size,
+        dtype=call.query.dtype,
+        wanted=("bias",),
+        ranges=bool(rules.facts),
+        parts=1,
+        bias=bias,
+        sharing=sharing(call),
+        resident=config.resident,
+        tiles=tiles,
+    )
+    given = inputs.bias
+    if bias.by_pair:
+        whole = (rows[0] * rows[1], blocks * own, tiles * bias.other)
+        (sums,) = plan.launch(arrays, [(whole, bias.dtype)])
+        return _cut(sums, (whole[0], queries, keys)).reshape(given.shape).astype(given.dtype)
+    (sums,) = plan.launch(arrays, [((batch, heads, blocks * own), jnp.float32)])
+    sums = jnp.expand_dims(sums[:, :, :owned], 2 if bias.by_key else 3)
+    shared = tuple(axis for axis in range(4) if given.shape[axis] != sums.shape[axis])
+    return jnp.sum(sums, axis=shared, keepdims=True).astype(given.dtype)
 
 
 def _schedule(

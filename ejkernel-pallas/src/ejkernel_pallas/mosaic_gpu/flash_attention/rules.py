@@ -29,6 +29,7 @@ class Rules:
         scale: factor on `query . key`.
         cap: largest logit, or None.
         rough: whether the hyperbolic tangent of the cap may be off by 2**-11, no more than bfloat16's own rounding of operands.
+        bias: whether there is one; where it is -inf, the pair is hidden.
     """
 
     queries: int
@@ -45,6 +46,7 @@ class Rules:
     scale: float
     cap: float | None
     rough: bool
+    bias: bool
 
     @property
     def by_index(self) -> bool:
@@ -52,15 +54,20 @@ class Rules:
         return not self.facts
 
     @property
-    def hides(self) -> bool:
-        """Whether some pair of existing tokens may be hidden."""
+    def masks(self) -> bool:
+        """Whether positions or segments may hide some pair of existing tokens."""
         limits = self.left is not None or self.right is not None
         return bool(self.facts) or self.causal or limits or bool(self.chunk)
 
     @property
+    def hides(self) -> bool:
+        """Whether some pair of existing tokens may be hidden."""
+        return self.masks or self.bias
+
+    @property
     def folds(self) -> bool:
         """Whether `query . key` itself is kept, and its factor is left to the exponential."""
-        return self.cap is None and self.scale > 0
+        return self.cap is None and self.scale > 0 and not self.bias
 
     @property
     def unit(self) -> float:
@@ -68,13 +75,21 @@ class Rules:
             return self.cap * LOG2_E
         return self.scale * LOG2_E if self.folds else LOG2_E
 
-    def logits(self, b_raw: Any) -> Any:
-        """Scores of a tile in units of `1 / unit` powers of two: as they are, times the scale, or a hyperbolic tangent."""
-        if self.cap is None:
-            return b_raw if self.folds else b_raw * self.scale
+    def logits(self, b_raw: Any, b_bias: Any = None) -> Any:
+        """Scores of a tile in units of `1 / unit` powers of two: as they are, times the scale, or a hyperbolic tangent. With a
+        bias it is added, and -inf stays -inf."""
+        if b_bias is None:
+            if self.cap is None:
+                return b_raw if self.folds else b_raw * self.scale
+            return self._capped(b_raw, self.scale)
+        b_logits = b_raw * self.scale + b_bias
+        return jnp.where(b_bias == -jnp.inf, -jnp.inf, b_logits if self.cap is None else self._capped(b_logits, 1.0))
+
+    def _capped(self, b_value: Any, scale: float) -> Any:
+        assert self.cap is not None
         if self.rough:
-            return jnp.tanh(b_raw * (self.scale / self.cap))
-        return 1.0 - 2.0 / (1.0 + jnp.exp2(b_raw * (2 * LOG2_E * self.scale / self.cap)))
+            return jnp.tanh(b_value * (scale / self.cap))
+        return 1.0 - 2.0 / (1.0 + jnp.exp2(b_value * (2 * LOG2_E * scale / self.cap)))
 
     def slope(self, b_logits: Any) -> Any:
         """Derivative of the cap where logits are as `logits` made them."""
@@ -190,6 +205,7 @@ def rules_of(call: FlashAttentionCall) -> Rules:
         scale=call.scale,
         cap=call.soft_cap,
         rough=call.query.dtype == "bfloat16",
+        bias=call.bias is not None,
     )
 
 
