@@ -86,10 +86,16 @@ def can_pack(call: FlashAttentionCall) -> bool:
     return group % 8 == 0 and ROWS % group == 0 and all(spec is None for spec in known)
 
 
-def forward_bytes(call: FlashAttentionCall, config: ForwardConfig) -> int:
-    """Shared memory of the forward kernel."""
+def query_slots(call: FlashAttentionCall, config: ForwardConfig) -> int:
+    """Blocks of queries in shared memory: of programs that stay, the next block comes while one is worked on, where there is room."""
+    fits = forward_bytes(call, config, slots=2) + SHARED_MEMORY_SLACK <= SHARED_MEMORY
+    return 2 if config.persistent and fits else 1
+
+
+def forward_bytes(call: FlashAttentionCall, config: ForwardConfig, *, slots: int = 1) -> int:
+    """Shared memory of the forward kernel with so many blocks of queries."""
     size, value_size = sizes_of(call)
-    used = tiled_bytes((config.warpgroups, ROWS, size)) + tiled_bytes((config.warpgroups, ROWS), 4)
+    used = tiled_bytes((slots * config.warpgroups, ROWS, size)) + tiled_bytes((config.warpgroups, ROWS), 4)
     if config.persistent or value_size > size:
         used += tiled_bytes((config.warpgroups, ROWS, value_size))
     return used + sum(tiled_bytes((config.stages, config.block_k, width)) for width in (size, value_size))

@@ -46,6 +46,7 @@ class Forward:
         packed: query heads of a key head that are rows of one consumer; 1 = rows are tokens of one head. Query and output come as
             `[B, T, key heads, packed, size]`, T a multiple of a block's tokens.
         save_lse: whether the log-sum-exp is a result.
+        query_slots: blocks of queries in shared memory.
     """
 
     rules: Rules
@@ -58,6 +59,7 @@ class Forward:
     sinks: bool
     save_lse: bool
     packed: int = 1
+    query_slots: int = 1
 
     @property
     def tokens(self) -> int:
@@ -79,14 +81,15 @@ class Forward:
 
         c = self.config
         barrier = functools.partial(plgpu.Barrier, num_barriers=c.stages)
-        query = tiled((c.warpgroups, ROWS, self.size), self.dtype)
+        queries = self.query_slots * c.warpgroups
+        query = tiled((queries, ROWS, self.size), self.dtype)
         if self.parts:
             query = plgpu.RefUnion(query, tiled((c.warpgroups * (self.size // PART), ROWS, PART), self.dtype))
         held = {
             "query": query,
             "key": tiled((c.stages, c.block_k, self.size), self.dtype),
             "value": tiled((c.stages, c.block_k, self.value_size), self.dtype),
-            "query_here": plgpu.Barrier(num_barriers=c.warpgroups, num_arrivals=self.tokens if self.packed > 1 else 1),
+            "query_here": plgpu.Barrier(num_barriers=queries, num_arrivals=self.tokens if self.packed > 1 else 1),
             "key_here": barrier(),
             "value_here": barrier(),
             "key_free": barrier(num_arrivals=c.warpgroups),
@@ -95,7 +98,7 @@ class Forward:
         if not self.shares:
             held["out"] = tiled((c.warpgroups, ROWS, self.value_size), self.dtype)
         if c.persistent:
-            held["query_free"] = plgpu.Barrier(num_barriers=c.warpgroups)
+            held["query_free"] = plgpu.Barrier(num_barriers=queries)
         if c.ping_pong:
             held["turn"] = plgpu.Barrier(num_barriers=c.warpgroups)
         if self.save_lse:
@@ -135,7 +138,8 @@ class _Block:
             if self.config.ping_pong:  # the first consumer has the first turn
                 pl.when(self.wg == self.config.warpgroups - 1)(self.pass_turn)
             if self.config.persistent:
-                plgpu.barrier_arrive(self.scratch["query_free"].at[self.wg])
+                for i_slot in range(self.plan.query_slots):
+                    plgpu.barrier_arrive(self.scratch["query_free"].at[i_slot * self.config.warpgroups + self.wg])
             self.plan.schedule.loop(self.consume)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if self.config.ping_pong:  # and takes the last one, which nobody uses
@@ -163,7 +167,7 @@ class _Block:
         i_key_head = place.head if self.plan.packed > 1 else lax.div(place.head, jnp.int32(self.rules.group))
         if c.persistent:
             for wg in range(c.warpgroups):
-                plgpu.barrier_wait(self.scratch["query_free"].at[wg])
+                plgpu.barrier_wait(self.scratch["query_free"].at[self.query_slot(place, wg)])
                 self.copy_query(place, wg)
 
         def copy(source: Any, name: str, i_key: Any, slot: Any, fresh: Any) -> None:
@@ -193,15 +197,21 @@ class _Block:
             for name in ("key_free", "value_free"):
                 pl.when(done > slot)(functools.partial(plgpu.barrier_wait, self.scratch[name].at[slot]))
         if self.config.persistent:
-            for wg in range(self.config.warpgroups):
-                plgpu.barrier_wait(self.scratch["query_free"].at[wg])
+            for i_slot in range(self.plan.query_slots * self.config.warpgroups):
+                plgpu.barrier_wait(self.scratch["query_free"].at[i_slot])
+
+    def query_slot(self, place: Place, wg: Any) -> Any:
+        """Where a consumer's queries of a block lie."""
+        slots = self.plan.query_slots
+        return wg if slots == 1 else lax.rem(place.turn, jnp.int32(slots)) * self.config.warpgroups + wg
 
     def copy_query(self, place: Place, wg: Any) -> None:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
+        slot = self.query_slot(place, wg)
         first = (place.block * self.config.warpgroups + wg) * self.plan.tokens
         for rows, source in self.rows_of(self.query, place, first):
-            plgpu.copy_gmem_to_smem(source, self.s_query.at[wg, rows], self.scratch["query_here"].at[wg])
+            plgpu.copy_gmem_to_smem(source, self.s_query.at[slot, rows], self.scratch["query_here"].at[slot])
 
     def rows_of(self, array: Any, place: Place, first: Any) -> Iterator[tuple[Any, Any]]:
         """The parts of a consumer's rows that lie together in memory: which rows, and where they are in queries or output."""
@@ -239,8 +249,9 @@ class _Block:
         b_max, b_sum = self.start_of(place)
         b_max = plgpu.layout_cast(jnp.full((ROWS,), b_max, jnp.float32), rows)
         b_sum = plgpu.layout_cast(jnp.full((ROWS,), b_sum, jnp.float32), rows)
-        plgpu.barrier_wait(self.scratch["query_here"].at[self.wg])
-        query = self.s_query.at[self.wg]
+        slot = self.query_slot(place, self.wg)
+        plgpu.barrier_wait(self.scratch["query_here"].at[slot])
+        query = self.s_query.at[slot]
         if c.query_in_registers and not gpu_interpreter_is_on():  # whose products cannot read registers
             query = plgpu.load(query, layout=plgpu.Layout.WGMMA)
         tile = _Tile(self, place, first, query, b_facts, low, full_low, full_high, high, done)
@@ -344,7 +355,7 @@ class _Tile:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         if self.block.config.persistent:
-            plgpu.barrier_arrive(self.block.scratch["query_free"].at[self.block.wg])
+            plgpu.barrier_arrive(self.block.scratch["query_free"].at[self.block.query_slot(self.place, self.block.wg)])
 
     def shown(self, i_key: Any, b_raw: Any) -> Any:
         """Logits, those of hidden pairs -inf."""

@@ -11,7 +11,7 @@ from ejkernel.operation import vary_like
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel.operations.flash_attention.ranges import tile_ranges
 from ejkernel_pallas.mosaic_gpu.flash_attention.backward import Gradient
-from ejkernel_pallas.mosaic_gpu.flash_attention.config import BackwardConfig, ForwardConfig, sizes_of
+from ejkernel_pallas.mosaic_gpu.flash_attention.config import BackwardConfig, ForwardConfig, query_slots, sizes_of
 from ejkernel_pallas.mosaic_gpu.flash_attention.forward import Forward, launch
 from ejkernel_pallas.mosaic_gpu.flash_attention.rules import LOG2_E, Rules, facts_of, rules_of
 from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Schedule, schedule_of
@@ -55,6 +55,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         sinks=inputs.sinks is not None,
         save_lse=saved,
         packed=packed,
+        query_slots=query_slots(call, config),
     )
     results: list[tuple[tuple[int, ...], Any]] = [((batch, length, *by_head, value_size), call.query.dtype)]
     if saved:  # of whole blocks: a plain row of numbers is copied as a whole, also what lies behind its end
