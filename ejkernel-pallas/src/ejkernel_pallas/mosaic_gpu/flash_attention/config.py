@@ -232,7 +232,8 @@ def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfi
         found.append(ForwardConfig(block_k, stages, warpgroups, False, True, False, False))
         if _narrow(call) and can_pack(call):
             found += (
-                ForwardConfig(block_k, stages, warpgroups, True, False, False, stays, packed=True) for stays in (False, True)
+                ForwardConfig(block_k, depth, warpgroups, True, False, False, stays, packed=True)
+                for stays, depth in ((False, stages), (True, stages), (True, 2 * stages))
             )
     found = [found[0], *(config for config in found if _forward_fits(call, config))]
     return list(dict.fromkeys(found))

@@ -371,7 +371,7 @@ class _Tile:
 
         layout = plgpu.Layout.WGMMA
         start = i_key * self.block.config.block_k
-        o_query = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+        o_query = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout.reduce(1))
         if self.block.plan.packed > 1:
             o_query = lax.div(o_query, jnp.full_like(o_query, self.block.plan.packed))
         o_query = o_query + self.first
@@ -381,7 +381,7 @@ class _Tile:
             if name.startswith("key"):
                 source = self.block.fact(name, self.place, start, shape[1])
                 facts[name] = lax.broadcast_in_dim(plgpu.load(source, layout=layout.reduce(0), optimized=False), shape, [1])
-        return self.block.rules.seen(o_query, o_key, facts)
+        return self.block.rules.seen(o_query, o_key, facts, by_key=False)
 
     def weigh(self, b_logits: Any, b_max: Any, b_sum: Any) -> tuple[Any, Any, Any, Any]:
         """Weights of a tile, the new maximum and sum, and the factor by which older weights shrink."""
