@@ -230,11 +230,9 @@ def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfi
         for persistent, held, ping_pong in itertools.product((False, True), (False, True), (False, True)):
             found.append(ForwardConfig(block_k, stages, warpgroups, True, ping_pong, held, persistent))
         found.append(ForwardConfig(block_k, stages, warpgroups, False, True, False, False))
-        if _narrow(call) and can_pack(call):
-            found += (
-                ForwardConfig(block_k, depth, warpgroups, True, False, False, stays, packed=True)
-                for stays, depth in ((False, stages), (True, stages), (True, 2 * stages))
-            )
+    if _narrow(call) and can_pack(call):
+        for block_k, stages, warpgroups in ((64, 4, 2), (64, 8, 2), (64, 4, 3), (64, 4, 4), (64, 6, 4), (128, 2, 2)):
+            found.append(ForwardConfig(block_k, stages, warpgroups, True, False, False, True, packed=True))
     found = [found[0], *(config for config in found if _forward_fits(call, config))]
     return list(dict.fromkeys(found))
 
