@@ -378,18 +378,16 @@ class Step:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         layout = plgpu.Layout.WGMMA
-        by_key = self.block.plan.by_key
         start = i_tile * self.block.plan.other
         first = lax.optimization_barrier(self.first)  # else registers hold the numbers of rows
-        o_own = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + first
+        o_own = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout.reduce(1)) + first
         o_other = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + start
         facts = {name: lax.broadcast_in_dim(b_fact, shape, [0]) for name, b_fact in self.facts.items()}
         for name in self.block.rules.facts:
             if name not in facts:
                 b_fact = self.block.fact(name, self.place, start, shape[1], layout.reduce(0))
                 facts[name] = lax.broadcast_in_dim(b_fact, shape, [1])
-        o_query, o_key = (o_other, o_own) if by_key else (o_own, o_other)
-        return self.block.rules.seen(o_query, o_key, facts)
+        return self.block.rules.seen(o_own, o_other, facts, by_key=self.block.plan.by_key)
 
     def by_key(self, i_step: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         """Gradients of keys and values from a tile of queries; scores are `[keys, queries]`."""

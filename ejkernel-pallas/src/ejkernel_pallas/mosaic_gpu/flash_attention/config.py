@@ -152,10 +152,16 @@ def bias_bytes(tiles: BiasTiles | None) -> int:
     return 0 if tiles is None else tiles.bytes
 
 
-def forward_bytes(call: FlashAttentionCall, config: ForwardConfig) -> int:
-    """Shared memory of the forward kernel."""
+def query_slots(call: FlashAttentionCall, config: ForwardConfig) -> int:
+    """Blocks of queries in shared memory: where there is room, programs that stay copy the next while they work on one."""
+    fits = forward_bytes(call, config, slots=2) + SHARED_MEMORY_SLACK <= SHARED_MEMORY
+    return 2 if config.persistent and fits else 1
+
+
+def forward_bytes(call: FlashAttentionCall, config: ForwardConfig, *, slots: int = 1) -> int:
+    """Shared memory of the forward kernel with so many blocks of queries."""
     size, value_size = sizes_of(call)
-    used = tiled_bytes((config.warpgroups, ROWS, size)) + tiled_bytes((config.warpgroups, ROWS), 4)
+    used = tiled_bytes((slots * config.warpgroups, ROWS, size)) + tiled_bytes((config.warpgroups, ROWS), 4)
     if config.persistent or value_size > size:
         used += tiled_bytes((config.warpgroups, ROWS, value_size))
     used += bias_bytes(forward_bias(call, config))
@@ -302,10 +308,9 @@ def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfi
         for persistent, held, ping_pong in itertools.product((False, True), (False, True), (False, True)):
             found.append(ForwardConfig(block_k, stages, warpgroups, True, ping_pong, held, persistent))
         found.append(ForwardConfig(block_k, stages, warpgroups, False, True, False, False))
-        if _narrow(call) and can_pack(call):
-            found += (
-                ForwardConfig(block_k, stages, warpgroups, True, False, False, stays, packed=True) for stays in (False, True)
-            )
+    if _narrow(call) and can_pack(call):
+        for block_k, stages, warpgroups in ((64, 4, 2), (64, 8, 2), (64, 4, 3), (64, 4, 4), (64, 6, 4), (128, 2, 2)):
+            found.append(ForwardConfig(block_k, stages, warpgroups, True, False, False, True, packed=True))
     found = [found[0], *(config for config in found if _forward_fits(call, config))]
     return list(dict.fromkeys(found))
 

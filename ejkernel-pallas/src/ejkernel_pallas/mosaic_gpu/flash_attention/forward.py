@@ -48,6 +48,7 @@ class Forward:
             `[B, T, key heads, packed, size]`, T a multiple of a block's tokens.
         save_lse: whether the log-sum-exp is a result.
         bias: the tiles of the bias, if there is one.
+        query_slots: blocks of queries in shared memory.
     """
 
     rules: Rules
@@ -61,6 +62,7 @@ class Forward:
     save_lse: bool
     packed: int = 1
     bias: BiasTiles | None = None
+    query_slots: int = 1
 
     @property
     def tokens(self) -> int:
@@ -82,14 +84,15 @@ class Forward:
 
         c = self.config
         barrier = functools.partial(plgpu.Barrier, num_barriers=c.stages)
-        query = tiled((c.warpgroups, ROWS, self.size), self.dtype)
+        queries = self.query_slots * c.warpgroups
+        query = tiled((queries, ROWS, self.size), self.dtype)
         if self.parts:
             query = plgpu.RefUnion(query, tiled((c.warpgroups * (self.size // PART), ROWS, PART), self.dtype))
         held = {
             "query": query,
             "key": tiled((c.stages, c.block_k, self.size), self.dtype),
             "value": tiled((c.stages, c.block_k, self.value_size), self.dtype),
-            "query_here": plgpu.Barrier(num_barriers=c.warpgroups, num_arrivals=self.tokens if self.packed > 1 else 1),
+            "query_here": plgpu.Barrier(num_barriers=queries, num_arrivals=self.tokens if self.packed > 1 else 1),
             "key_here": barrier(),
             "value_here": barrier(),
             "key_free": barrier(num_arrivals=c.warpgroups),
@@ -98,7 +101,7 @@ class Forward:
         if not self.shares:
             held["out"] = tiled((c.warpgroups, ROWS, self.value_size), self.dtype)
         if c.persistent:
-            held["query_free"] = plgpu.Barrier(num_barriers=c.warpgroups)
+            held["query_free"] = plgpu.Barrier(num_barriers=queries)
         if c.ping_pong:
             held["turn"] = plgpu.Barrier(num_barriers=c.warpgroups)
         if self.save_lse:
@@ -144,7 +147,8 @@ class _Block:
             if self.config.ping_pong:  # the first consumer has the first turn
                 pl.when(self.wg == self.config.warpgroups - 1)(self.pass_turn)
             if self.config.persistent:
-                plgpu.barrier_arrive(self.scratch["query_free"].at[self.wg])
+                for i_slot in range(self.plan.query_slots):
+                    plgpu.barrier_arrive(self.scratch["query_free"].at[i_slot * self.config.warpgroups + self.wg])
             self.plan.schedule.loop(self.consume)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if self.config.ping_pong:  # and takes the last one, which nobody uses
@@ -172,7 +176,7 @@ class _Block:
         i_key_head = place.head if self.plan.packed > 1 else lax.div(place.head, jnp.int32(self.rules.group))
         if c.persistent:
             for wg in range(c.warpgroups):
-                plgpu.barrier_wait(self.scratch["query_free"].at[wg])
+                plgpu.barrier_wait(self.scratch["query_free"].at[self.query_slot(place, wg)])
                 self.copy_query(place, wg)
 
         def copy(name: str, i_key: Any, slot: Any, fresh: Any) -> None:
@@ -206,15 +210,21 @@ class _Block:
             for name in self.plan.rings:
                 pl.when(done > slot)(functools.partial(plgpu.barrier_wait, self.scratch[f"{name}_free"].at[slot]))
         if self.config.persistent:
-            for wg in range(self.config.warpgroups):
-                plgpu.barrier_wait(self.scratch["query_free"].at[wg])
+            for i_slot in range(self.plan.query_slots * self.config.warpgroups):
+                plgpu.barrier_wait(self.scratch["query_free"].at[i_slot])
+
+    def query_slot(self, place: Place, wg: Any) -> Any:
+        """Where a consumer's queries of a block lie."""
+        slots = self.plan.query_slots
+        return wg if slots == 1 else lax.rem(place.turn, jnp.int32(slots)) * self.config.warpgroups + wg
 
     def copy_query(self, place: Place, wg: Any) -> None:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
+        slot = self.query_slot(place, wg)
         first = (place.block * self.config.warpgroups + wg) * self.plan.tokens
         for rows, source in self.rows_of(self.query, place, first):
-            plgpu.copy_gmem_to_smem(source, self.s_query.at[wg, rows], self.scratch["query_here"].at[wg])
+            plgpu.copy_gmem_to_smem(source, self.s_query.at[slot, rows], self.scratch["query_here"].at[slot])
 
     def rows_of(self, array: Any, place: Place, first: Any) -> Iterator[tuple[Any, Any]]:
         """The parts of a consumer's rows that lie together in memory: which rows, and where they are in queries or output."""
@@ -252,8 +262,9 @@ class _Block:
         b_max, b_sum = self.start_of(place)
         b_max = plgpu.layout_cast(jnp.full((ROWS,), b_max, jnp.float32), rows)
         b_sum = plgpu.layout_cast(jnp.full((ROWS,), b_sum, jnp.float32), rows)
-        plgpu.barrier_wait(self.scratch["query_here"].at[self.wg])
-        query = self.s_query.at[self.wg]
+        slot = self.query_slot(place, self.wg)
+        plgpu.barrier_wait(self.scratch["query_here"].at[slot])
+        query = self.s_query.at[slot]
         if c.query_in_registers and not gpu_interpreter_is_on():  # whose products cannot read registers
             query = plgpu.load(query, layout=plgpu.Layout.WGMMA)
         tile = _Tile(self, place, first, query, b_facts, low, full_low, full_high, high, done)
@@ -364,7 +375,7 @@ class _Tile:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         if self.block.config.persistent:
-            plgpu.barrier_arrive(self.block.scratch["query_free"].at[self.block.wg])
+            plgpu.barrier_arrive(self.block.scratch["query_free"].at[self.block.query_slot(self.place, self.block.wg)])
 
     def shown(self, i_key: Any, b_raw: Any) -> Any:
         """Logits, those of hidden pairs -inf."""
@@ -392,7 +403,7 @@ class _Tile:
 
         layout = plgpu.Layout.WGMMA
         start = i_key * self.block.config.block_k
-        o_query = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+        o_query = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout.reduce(1))
         if self.block.plan.packed > 1:
             o_query = lax.div(o_query, jnp.full_like(o_query, self.block.plan.packed))
         o_query = o_query + self.first
@@ -402,7 +413,7 @@ class _Tile:
             if name.startswith("key"):
                 source = self.block.fact(name, self.place, start, shape[1])
                 facts[name] = lax.broadcast_in_dim(plgpu.load(source, layout=layout.reduce(0), optimized=False), shape, [1])
-        return self.block.rules.seen(o_query, o_key, facts)
+        return self.block.rules.seen(o_query, o_key, facts, by_key=False)
 
     def weigh(self, b_logits: Any, b_max: Any, b_sum: Any) -> tuple[Any, Any, Any, Any]:
         """Weights of a tile, the new maximum and sum, and the factor by which older weights shrink."""

@@ -18,6 +18,7 @@ from ejkernel_pallas.mosaic_gpu.flash_attention.config import (
     backward_bias,
     bias_gradient_config,
     forward_bias,
+    query_slots,
     sharing,
     sizes_of,
 )
@@ -68,6 +69,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         save_lse=saved,
         packed=packed,
         bias=bias,
+        query_slots=query_slots(call, config),
     )
     results: list[tuple[tuple[int, ...], Any]] = [((batch, length, *by_head, value_size), call.query.dtype)]
     if saved:  # of whole blocks: a plain row of numbers is copied as a whole, also what lies behind its end

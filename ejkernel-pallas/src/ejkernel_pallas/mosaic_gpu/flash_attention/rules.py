@@ -97,48 +97,71 @@ class Rules:
 
     def key_range(self, first: Any, last: Any, block: int) -> tuple[Any, Any, Any, Any]:
         """For queries first ... last: the tiles of keys to visit [low, high), and those that need no mask [full_low, full_high)."""
-        q_low, q_high = first + self.offset, last + self.offset
-        low, full_low, full_high, high = 0, 0, self.keys, self.keys
-        if self.causal:
-            high = jnp.minimum(high, jnp.maximum(q_high + 1, self.prefix))
-            full_high = jnp.minimum(full_high, jnp.maximum(q_low + 1, self.prefix))
-        if self.right is not None:
-            high, full_high = jnp.minimum(high, q_high + self.right + 1), jnp.minimum(full_high, q_low + self.right + 1)
-        if self.left is not None:
-            low, full_low = jnp.maximum(low, q_low - self.left), jnp.maximum(full_low, q_high - self.left)
-        if self.chunk:
-            start, last_start = self._chunk_start(q_low), self._chunk_start(q_high)
-            low, full_low = jnp.maximum(low, start), jnp.maximum(full_low, last_start)
-            high, full_high = jnp.minimum(high, last_start + self.chunk), jnp.minimum(full_high, start + self.chunk)
+        (low, full_high), (full_low, high) = self.keys_of(first), self.keys_of(last)
         return _in_tiles(low, full_low, full_high, high, self.keys, block)
 
     def query_range(self, first: Any, last: Any, block: int) -> tuple[Any, Any, Any, Any]:
-        """The same for keys first ... last and tiles of queries. A prefix is seen by all queries."""
-        low, full_low, full_high, high = 0, 0, self.queries, self.queries
-        if self.causal:
-            in_prefix, all_prefix = first < self.prefix, last < self.prefix
-            low = jnp.maximum(low, jnp.where(in_prefix, 0, first - self.offset))
-            full_low = jnp.maximum(full_low, jnp.where(all_prefix, 0, last - self.offset))
-        if self.right is not None:
-            low = jnp.maximum(low, first - self.right - self.offset)
-            full_low = jnp.maximum(full_low, last - self.right - self.offset)
-        if self.left is not None:
-            high = jnp.minimum(high, last + self.left - self.offset + 1)
-            full_high = jnp.minimum(full_high, first + self.left - self.offset + 1)
-        if self.chunk:
-            start, last_start = self._chunk_start(first), self._chunk_start(last)
-            low, full_low = jnp.maximum(low, start - self.offset), jnp.maximum(full_low, last_start - self.offset)
-            high = jnp.minimum(high, last_start + self.chunk - self.offset)
-            full_high = jnp.minimum(full_high, start + self.chunk - self.offset)
+        """The same for keys first ... last and tiles of queries."""
+        (low, full_high), (full_low, high) = self.queries_of(first), self.queries_of(last)
         return _in_tiles(low, full_low, full_high, high, self.queries, block)
 
-    def _chunk_start(self, position: Any) -> Any:
-        """The first position of a position's chunk, for scalars; division rounds towards zero."""
-        shift = -(-abs(self.offset) // self.chunk) * self.chunk
-        return lax.div(position + shift, jnp.int32(self.chunk)) * self.chunk - shift
+    def keys_of(self, o_query: Any) -> tuple[Any, Any]:
+        """The keys [low, high) that a query sees by its index. No end falls as the index grows; one that never moves is an int."""
+        low, high = 0, self.keys
+        place = o_query + self.offset
+        if self.causal:
+            high = jnp.minimum(high, jnp.maximum(place + 1, self.prefix))
+        if self.right is not None:
+            high = jnp.minimum(high, place + (self.right + 1))
+        if self.left is not None:
+            low = jnp.maximum(low, place - self.left)
+        if self.chunk:
+            start = self._chunk(place) * self.chunk
+            low, high = jnp.maximum(low, start), jnp.minimum(high, start + self.chunk)
+        return low, high
 
-    def seen(self, o_query: Any, o_key: Any, facts: dict[str, Any]) -> Any:
-        """Which pairs of a tile are visible, from indices and facts of its shape."""
+    def queries_of(self, o_key: Any) -> tuple[Any, Any]:
+        """The queries [low, high) that see a key, in the same way. A prefix is seen by all queries."""
+        low, high = 0, self.queries
+        if self.causal:
+            low = jnp.maximum(low, jnp.where(o_key < self.prefix, 0, o_key - self.offset))
+        if self.right is not None:
+            low = jnp.maximum(low, o_key - (self.right + self.offset))
+        if self.left is not None:
+            high = jnp.minimum(high, o_key + (self.left - self.offset + 1))
+        if self.chunk:
+            start = self._chunk(o_key) * self.chunk - self.offset
+            low, high = jnp.maximum(low, start), jnp.minimum(high, start + self.chunk)
+        return low, high
+
+    def seen(self, o_row: Any, o_column: Any, facts: dict[str, Any], *, by_key: bool) -> Any:
+        """Which pairs of a tile are visible. Rows are queries, or keys if `by_key`; what lies past their end may count as visible.
+
+        Args:
+            o_row: indices of rows `[rows]`.
+            o_column: indices of columns, of the tile's shape.
+            facts: of the tile's shape.
+            by_key: see above.
+        """
+
+        def spread(rows: Any) -> Any:
+            return lax.broadcast_in_dim(rows, o_column.shape, [0])
+
+        if "query_positions" in facts or "key_positions" in facts:
+            b_row = spread(o_row)
+            b_seen = self._seen_at(*((o_column, b_row) if by_key else (b_row, o_column)), facts)
+        else:
+            low, high = self.queries_of(o_row) if by_key else self.keys_of(o_row)
+            b_seen = o_column < (high if isinstance(high, int) else spread(high))
+            if not isinstance(low, int):
+                b_seen = b_seen & (o_column >= spread(low))
+        if "query_segments" in facts:
+            own = facts["query_segments"]
+            b_seen = b_seen & (own == facts["key_segments"]) & (own >= 0)
+        return b_seen
+
+    def _seen_at(self, o_query: Any, o_key: Any, facts: dict[str, Any]) -> Any:
+        """Which pairs are visible by their positions; all of one shape."""
         b_seen = (o_query < self.queries) & (o_key < self.keys)
         query = facts["query_positions"] if "query_positions" in facts else o_query + self.offset
         key = facts.get("key_positions", o_key)
@@ -151,9 +174,6 @@ class Rules:
             b_seen = b_seen & (key <= query + self.right)
         if self.chunk:
             b_seen = b_seen & (self._chunk(query) == self._chunk(key))
-        if "query_segments" in facts:
-            own = facts["query_segments"]
-            b_seen = b_seen & (own == facts["key_segments"]) & (own >= 0)
         return b_seen
 
     def _chunk(self, position: Any) -> Any:

@@ -16,11 +16,12 @@ CACHED_BYTES = 24 * 2**20
 
 
 class Place(NamedTuple):
-    """Batch, head and block that a program works on."""
+    """Batch, head and block that a program works on, after `turn` others."""
 
     batch: Any
     head: Any
     block: Any
+    turn: Any = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +64,11 @@ class Schedule:
         if self.programs == self.total:
             return work(self.place(i_first), 0)  # no array: kernels cannot capture constant ones
         count = lax.div(self.total - 1 - i_first, jnp.int32(self.programs)) + 1
-        return lax.fori_loop(
-            0, count, lambda step, carry: work(self.place(i_first + step * self.programs), carry), jnp.int32(0)
-        )
+
+        def step(turn: Any, carry: Any) -> Any:
+            return work(self.place(i_first + turn * self.programs)._replace(turn=turn), carry)
+
+        return lax.fori_loop(0, count, step, jnp.int32(0))
 
 
 def schedule_of(

@@ -12,7 +12,7 @@ MULTIPROCESSORS = 132
 """Of an H100 or H200. A block of these kernels fills one."""
 ROWS = 64
 """Owned by a consumer: the rows of one warpgroup's product."""
-REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32)}
+REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
 """Of a thread of a consumer and of the producer, by the number of consumers."""
 
 
