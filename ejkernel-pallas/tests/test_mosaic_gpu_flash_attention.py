@@ -266,6 +266,11 @@ def test_bias(name: str) -> None:
     check(problem(*options.pop("made"), **options), ONE_CONSUMER, ONE_CONSUMER_BACK, races=name.startswith("by pair, over"))
 
 
+@pytest.mark.parametrize("size", [(256, 256), (192, 128)], ids=str)
+def test_bias_of_wide_heads(size: tuple[int, int]) -> None:
+    check(problem(70, 70, 2, 2, *size, causal=True, extra=bias(1, 2, 70, 70, holes=0.1)))
+
+
 @pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
 def test_bias_of_segments_whose_queries_stay(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two consumers, tiles of two batches, of which each hides others; one place for every tile where gradients are apart."""

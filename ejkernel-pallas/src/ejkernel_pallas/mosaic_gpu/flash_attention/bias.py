@@ -67,6 +67,13 @@ class BiasTiles:
         """Of shared memory."""
         return tiled_bytes((self.stages, *self._shape), jnp.dtype(self.dtype).itemsize)
 
+    @property
+    def registers(self) -> int:
+        """That a consumer's thread loads of a tile."""
+        if self.by_pair:
+            return self.other * jnp.dtype(self.dtype).itemsize // 8
+        return 2 if self.owned else self.other // 4
+
     def scratch(self) -> dict[str, Any]:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 

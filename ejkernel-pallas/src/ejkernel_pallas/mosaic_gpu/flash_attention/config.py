@@ -169,11 +169,11 @@ def forward_bytes(call: FlashAttentionCall, config: ForwardConfig, *, slots: int
 
 
 def forward_registers(call: FlashAttentionCall, config: ForwardConfig) -> int:
-    """Registers that a consumer's thread is expected to need: accumulator, scores, weights, and a bias as wide as scores."""
+    """Registers that a consumer's thread is expected to need: accumulator, scores, weights, and a tile of the bias."""
     size, value_size = sizes_of(call)
     tiles = forward_bias(call, config)
-    beside = config.block_k // 2 if tiles is not None and tiles.by_pair and tiles.dtype == "float32" else 0
-    return value_size // 2 + config.block_k * 13 // 16 + beside + _OVERHEAD + config.query_in_registers * size // 4
+    held = 0 if tiles is None else tiles.registers
+    return value_size // 2 + config.block_k * 13 // 16 + held + _OVERHEAD + config.query_in_registers * size // 4
 
 
 def _forward_fits(call: FlashAttentionCall, config: ForwardConfig) -> bool:
@@ -281,7 +281,7 @@ def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig
     packed = narrow and can_pack(call)
     widths = (64, 128) if packed or call.key.shape[1] <= 64 else (128, 64)
     wide = max(sizes_of(call)) >= 128  # then products, not exponentials, take the time
-    if max(sizes_of(call)) == 64 and call.query.shape[1] > 2 * ROWS and not narrow:
+    if max(sizes_of(call)) == 64 and call.query.shape[1] > 2 * ROWS and not narrow and call.bias is None:
         warpgroups = 3
     trials = list(itertools.product(widths, (True, False), (4, 2, 1) if packed else (2, 1)))
     if call.bias is not None:  # which takes a place of its own: rather narrow tiles than one place of each kind

@@ -103,8 +103,7 @@ def backward(
     for wanted in (*((("key",), ("value",)) if config.key_apart else (("key", "value"),)), ("query",)):
         found |= _gradients(call, inputs, [*_harmless(arrays, widths, rules, wanted), rows], config, wanted)
     gradients = (_cut(found[name], getattr(inputs, name).shape) for name in ("query", "key", "value"))
-    stored = [_stored(array, width) for array, width in zip(arrays, widths, strict=True)]
-    return FlashAttentionInputs(*gradients, bias=_bias_gradient(call, inputs, [*stored, rows]), sinks=d_sinks)
+    return FlashAttentionInputs(*gradients, bias=_bias_gradient(call, inputs, cotangents.out, rows), sinks=d_sinks)
 
 
 def _gradients(
@@ -149,7 +148,7 @@ def _gradients(
     return {name: jnp.sum(each, axis=0).astype(call.query.dtype) for name, each in zip(wanted, sums, strict=True)}
 
 
-def _bias_gradient(call: FlashAttentionCall, inputs: FlashAttentionInputs, mains: list[Any]) -> Any:
+def _bias_gradient(call: FlashAttentionCall, inputs: FlashAttentionInputs, d_out: Any, statistics: Any) -> Any:
     """The sum of the gradients of logits over the axes along which the bias is broadcast, None without a bias."""
     config = bias_gradient_config(call)
     if config is None:
@@ -159,7 +158,9 @@ def _bias_gradient(call: FlashAttentionCall, inputs: FlashAttentionInputs, mains
     keys, own = call.key.shape[1], bias.warpgroups * ROWS
     owned = keys if bias.by_key else queries
     block_q, block_k = (bias.other, own) if bias.by_key else (own, bias.other)
-    arrays = [*mains, *facts_of(rules, inputs, block_q, block_k), bias.stored(inputs.bias, queries, keys)]
+    arrays = [_stored(inputs.query, size), _stored(inputs.key, size), _stored(inputs.value, value_size)]
+    arrays += [_stored(d_out, value_size), statistics, *facts_of(rules, inputs, block_q, block_k)]
+    arrays.append(bias.stored(inputs.bias, queries, keys))
     if rules.facts:
         arrays.append(tile_ranges(call, inputs, block_q, block_k, by_key=bias.by_key))
     blocks, tiles = -(-owned // own), -(-keys // bias.other)
