@@ -64,9 +64,9 @@ def chosen(verdicts: dict[str, list[str]]) -> str:
     return next(name for name, (verdict, _) in verdicts.items() if verdict == "chosen")
 
 
-def attention(size: int = 128, tokens: int = 8192, dtype: str = "bfloat16", **options: Any) -> Any:
-    array = f"{dtype} 2 {tokens} 16 {size}"
-    return ["flash_attention", {"query": array, "key": array, "value": array}, options, "gpu:9.0"]
+def attention(size: int = 128, tokens: int = 8192, dtype: str = "bfloat16", key_heads: int = 16, **options: Any) -> Any:
+    query, key = (f"{dtype} 2 {tokens} {heads} {size}" for heads in (16, key_heads))
+    return ["flash_attention", {"query": query, "key": key, "value": key}, options, "gpu:9.0"]
 
 
 def products(rows: int = 8192, inner: int = 4096, columns: int = 14336, dtype: str = "bfloat16", **options: Any) -> Any:
@@ -89,9 +89,12 @@ def test_it_depends_on_the_call_and_the_phase(explained):
             attention(256, logits_soft_cap=30.0),
             products(),
         ],
-        ("triton", "triton", "a window of 128 keys took 0.29 ms forward, Triton's 0.28 ms"): [
+        ("pallas.mosaic_gpu", "triton", "gradients under a window of 128 keys took 0.97 ms, Triton's 0.71 ms"): [
+            attention(64, causal=True, sliding_window=[127, 0], key_heads=2),
+        ],
+        ("triton", "triton", "gradients under a window of 128 keys took 0.97 ms, Triton's 0.71 ms"): [
             attention(64, causal=True, sliding_window=[127, 0]),
-            attention(sliding_window=[300, 300]),
+            attention(sliding_window=[300, 300], key_heads=2),
         ],
         ("triton", "triton", "heads of 96 with values of 96 were not timed"): [attention(96)],
         ("triton", "triton", "1 tokens, fewer than 1024, were not timed"): [attention(tokens=1)],
@@ -111,19 +114,25 @@ def test_it_depends_on_the_call_and_the_phase(explained):
 
 
 def test_arrays_that_were_not_timed(explained):
-    with_sinks, with_scores, with_bias = attention(), attention(), products()
+    with_sinks, with_bias = attention(), products()
     scaled_rows = products()
     with_sinks[1].update(softmax_aux="float32 16")
-    with_scores[1].update(bias="bfloat16 1 16 8192 8192")
     with_bias[1].update(bias="bfloat16 8 14336")
     scaled_rows[1].update(lhs_scale="float32 8192")
-    calls = (with_sinks, with_scores, with_bias, scaled_rows, products(dtype="float8_e4m3fn"))
-    whats = ("sinks", "biases", "biases", "scaled rows", "products of float8_e4m3fn")
+    calls = (with_sinks, with_bias, scaled_rows, products(dtype="float8_e4m3fn"))
+    whats = ("sinks", "biases", "scaled rows", "products of float8_e4m3fn")
     for (forward, _), what in zip(explained(*calls), whats, strict=True):
         assert chosen(forward) == "triton"
         assert forward["pallas.mosaic_gpu"] == ["available", f"stands lower: {what} were not timed"]
-        never_run = what in whats[3:]
+        never_run = what in whats[2:]
         assert [*forward].index("xla") == (1 if never_run else 2), what
+
+
+def test_attention_with_a_bias(explained):
+    biased = attention(causal=True)
+    biased[1].update(bias="bfloat16 1 16 8192 8192")
+    ((forward, backward),) = explained(biased)
+    assert chosen(forward) == chosen(backward) == "pallas.mosaic_gpu"
 
 
 def test_what_was_not_timed_stands_below_the_portable_platform_and_what_loses_to_another_does_not(explained):

@@ -161,7 +161,11 @@ def test_causal_numbers_and_races(forward: Any, backward: Any, monkeypatch: pyte
     check(problem(131, 203, causal=True), forward, backward, races=True)
 
 
-@pytest.mark.parametrize("changed", [dict(persistent=True, warpgroups=2), dict(warpgroups=3)], ids=["persistent", "one by one"])
+@pytest.mark.parametrize(
+    "changed",
+    [dict(persistent=True, warpgroups=2), dict(warpgroups=3), dict(persistent=True, warpgroups=4, stages=4)],
+    ids=["persistent", "one by one", "four consumers"],
+)
 def test_heads_that_are_rows_of_one_consumer(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "MULTIPROCESSORS", 2)
     made = problem(43, 50, 16, 2, causal=True, sliding_window=(20, 0))
@@ -323,6 +327,25 @@ def test_few_blocks_of_keys_are_divided() -> None:
     assert parts_of(1, 5001, 8, 2) > 1
     assert parts_of(2, 2048, 8, 2) > 1
     assert parts_of(1, 128, 2, 2) == 1
+
+
+def test_consumers_of_packed_heads() -> None:
+    """Four where registers suffice: not with wide heads, whose sums take more."""
+
+    def consumers(size: int, queries: int) -> tuple[int, bool]:
+        call = problem(queries, 300, 16, 2, size, size, causal=True, sliding_window=(20, 0))[0]
+        chosen = config.forward_heuristic(call, HOPPER)
+        return chosen.warpgroups, chosen.packed
+
+    assert [consumers(64, 300), consumers(64, 100), consumers(128, 300)] == [(4, True), (2, True), (2, True)]
+
+
+def test_queries_are_copied_ahead_where_there_is_room() -> None:
+    call = problem(300, 300, 2, 1, 128, 128, extra=segments(300))[0]
+    stays = config.forward_heuristic(call, HOPPER)
+    assert stays.persistent and config.query_slots(call, stays) == 2
+    assert config.query_slots(call, dataclasses.replace(stays, persistent=False)) == 1
+    assert config.query_slots(call, dataclasses.replace(stays, stages=3)) == 1
 
 
 def test_narrow_walks_have_programs_that_stay() -> None:

@@ -46,8 +46,8 @@ def _linear_recurrence_on_triton(call: LinearRecurrenceCall, phase: Phase) -> St
 
 
 def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase) -> Standing:
-    """benchmarks/results/bench_h200.json, flash_attention_mosaic_gpu_h200.json and narrow_window_mosaic_gpu_h200.json, ms at B2
-    T8192 unless said:
+    """benchmarks/results/bench_h200.json, flash_attention_mosaic_gpu_h200.json, narrow_window_mosaic_gpu_h200.json and
+    bias_mosaic_gpu_h200.json, ms at B2 T8192 unless said:
 
     H32/8 D128 causal                   forward 1.67, Triton 2.13    backward 5.90, Triton 6.36
     H16 D128 causal                     forward 0.914, Triton 1.17   backward 2.92, Triton 3.53
@@ -57,7 +57,9 @@ def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase) -> Standing
     H16/8 D256 window 4096 soft cap     forward 1.41, Triton 2.18    backward 7.67, Triton 10.1
     H16 D192/128 causal                 forward 1.05, Triton 1.88    backward 4.30, Triton 9.15
     H16/4 D128 causal T32768 8 segments forward 1.01, Triton 1.36    backward 3.22, Triton 4.55
-    H64/8 D64 window 128                forward 0.291, Triton 0.283  backward 1.03, Triton 0.713
+    H64/8 D64 window 128                forward 0.209, Triton 0.283  backward 0.966, Triton 0.713
+    H16 D128 causal, bias of pairs      forward 1.33, Triton 24.6    backward 6.61, Triton 27.2
+    H16 D128 causal, bias of keys       forward 1.17, Triton 14.5    backward 4.71, Triton 18.3
 
     Phases are chosen apart, as each reads nothing of the other but output and log-sum-exp. Long calls took XLA at least twice as
     long in every case.
@@ -68,7 +70,10 @@ def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase) -> Standing
     if untimed := _untimed_attention(call):
         return Standing(_BEHIND_TRITON, f"{untimed} were not timed")
     if width is not None and width < _NARROW_WINDOW:
-        return Standing(_BEHIND_TRITON, "a window of 128 keys took 0.29 ms forward, Triton's 0.28 ms")
+        if phase == "backward":
+            return Standing(_BEHIND_TRITON, "gradients under a window of 128 keys took 0.97 ms, Triton's 0.71 ms")
+        if not _packs(call):
+            return Standing(_BEHIND_TRITON, "under a window of 128 keys it was faster where 8 heads or more share keys alone")
     return Standing(_AHEAD_OF_TRITON)
 
 
@@ -80,7 +85,7 @@ def _attention_on_cuda(call: FlashAttentionCall, phase: Phase) -> Standing:
     H16 D128                        1.63, Mosaic GPU 1.59, Triton 2.17
     H32 D64                         2.02, Mosaic GPU 2.06, Triton 2.48
     H16/8 D256 window 4096 soft cap 1.35, Mosaic GPU 1.40, Triton 2.19
-    H64/8 D64 window 128            0.259, Mosaic GPU 0.347 (0.291 since, with packed heads), Triton 0.286
+    H64/8 D64 window 128            0.259, Mosaic GPU 0.347 (0.209 since, with packed heads), Triton 0.286
 
     and 1.48 at H16 D192/128 causal (flash_attention_cuda_h200.json), Mosaic GPU 1.05, Triton 1.88.
     """
@@ -90,7 +95,7 @@ def _attention_on_cuda(call: FlashAttentionCall, phase: Phase) -> Standing:
     if untimed := _untimed_attention(call):
         return Standing(_BEHIND_TRITON, f"{untimed} were not timed")
     shared = call.query.shape[2] > call.key.shape[2]
-    narrow, wide = width is not None and width < _NARROW_WINDOW, call.value.shape[3] > 128
+    narrow, wide = width is not None and width < _NARROW_WINDOW and not _packs(call), call.value.shape[3] > 128
     if narrow or wide or (call.causal and not shared):
         return Standing(_FIRST)
     return Standing(
@@ -154,8 +159,9 @@ _TIMED_HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
 _FEWEST_TOKENS = 1024
 _NARROW_WINDOW = 1024
 """Keys; between 128 and 4096 nothing was timed, and from here on most tiles of a row are seen whole."""
+_PACKED_WINDOW = 256
+"""Keys; up to here Mosaic GPU's forward kernel packs the heads that share keys."""
 _UNTIMED_ATTENTION = {
-    "bias": "biases",
     "sinks": "sinks",
     "query_positions": "positions",
     "key_positions": "positions",
@@ -169,6 +175,12 @@ def _few_tokens(call: FlashAttentionCall) -> Standing | None:
     if tokens >= _FEWEST_TOKENS:
         return None
     return Standing(UNMEASURED, f"{tokens} tokens, fewer than {_FEWEST_TOKENS}, were not timed")
+
+
+def _packs(call: FlashAttentionCall) -> bool:
+    """Whether Mosaic GPU's forward kernel has the query heads of a key head as rows, under a narrow window."""
+    group, width = call.query.shape[2] // call.key.shape[2], call.window_width
+    return width is not None and width <= _PACKED_WINDOW and group % 8 == 0 and 64 % group == 0 and call.query_segments is None
 
 
 def _untimed_attention(call: FlashAttentionCall) -> str:

@@ -275,18 +275,21 @@ def _walked(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
 
 def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
     """The first of these that fits. On an H200 turns (`ping_pong`) did not help where products of wide heads overlap with
-    exponentials or walks are short, and programs that stay helped only there. Under a window of 128, packed heads and tiles of 64
-    keys took 0.84 of the time of tiles of 128."""
-    warpgroups, narrow = _consumers(call, call.query.shape[1]), _narrow(call)
+    exponentials or walks are short, and programs that stay helped only there. Under a window of 128, packed heads with tiles of 64
+    keys took 0.89 of the time of tiles of 128 by one head, and with four consumers, as they wait rather than compute, 0.75."""
+    queries, narrow = call.query.shape[1], _narrow(call)
+    consumers = [_consumers(call, queries)]
     packed = narrow and can_pack(call)
     widths = (64, 128) if packed or call.key.shape[1] <= 64 else (128, 64)
     wide = max(sizes_of(call)) >= 128  # then products, not exponentials, take the time
-    if max(sizes_of(call)) == 64 and call.query.shape[1] > 2 * ROWS and not narrow and call.bias is None:
-        warpgroups = 3
-    trials = list(itertools.product(widths, (True, False), (4, 2, 1) if packed else (2, 1)))
+    if packed and queries > 2 * ROWS:
+        consumers.insert(0, 4)
+    elif max(sizes_of(call)) == 64 and queries > 2 * ROWS and not narrow and call.bias is None:
+        consumers = [3]
+    trials = list(itertools.product(consumers, widths, (True, False), (4, 2, 1) if packed else (2, 1)))
     if call.bias is not None:  # which takes a place of its own: rather narrow tiles than one place of each kind
-        trials.sort(key=lambda trial: trial[2] == 1)
-    for block_k, overlap, stages in trials:
+        trials.sort(key=lambda trial: trial[3] == 1)
+    for warpgroups, block_k, overlap, stages in trials:
         config = ForwardConfig(
             block_k=block_k,
             stages=stages,
