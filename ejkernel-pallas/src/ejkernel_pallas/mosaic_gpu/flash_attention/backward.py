@@ -379,8 +379,10 @@ class Step:
 
         layout = plgpu.Layout.WGMMA
         start = i_tile * self.block.plan.other
-        first = lax.optimization_barrier(self.first)  # else registers hold the numbers of rows
-        o_own = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout.reduce(1)) + first
+        o_own = None
+        if self.block.rules.by_row:
+            first = lax.optimization_barrier(self.first)  # else registers hold the numbers of rows
+            o_own = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout.reduce(1)) + first
         o_other = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + start
         facts = {name: lax.broadcast_in_dim(b_fact, shape, [0]) for name, b_fact in self.facts.items()}
         for name in self.block.rules.facts:

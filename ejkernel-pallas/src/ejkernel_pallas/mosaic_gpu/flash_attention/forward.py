@@ -403,10 +403,12 @@ class _Tile:
 
         layout = plgpu.Layout.WGMMA
         start = i_key * self.block.config.block_k
-        o_query = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout.reduce(1))
-        if self.block.plan.packed > 1:
-            o_query = lax.div(o_query, jnp.full_like(o_query, self.block.plan.packed))
-        o_query = o_query + self.first
+        o_query = None
+        if self.block.rules.by_row:
+            o_query = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout.reduce(1))
+            if self.block.plan.packed > 1:
+                o_query = lax.div(o_query, jnp.full_like(o_query, self.block.plan.packed))
+            o_query = o_query + self.first
         o_key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + start
         facts = {name: lax.broadcast_in_dim(b_fact, shape, [0]) for name, b_fact in self.facts.items()}
         for name in self.block.rules.facts:

@@ -134,11 +134,17 @@ class Rules:
             low, high = jnp.maximum(low, start), jnp.minimum(high, start + self.chunk)
         return low, high
 
+    @property
+    def by_row(self) -> bool:
+        """Whether what a query sees depends on where it is."""
+        placed = "query_positions" in self.facts or "key_positions" in self.facts
+        return placed or self.causal or self.left is not None or self.right is not None or bool(self.chunk)
+
     def seen(self, o_row: Any, o_column: Any, facts: dict[str, Any], *, by_key: bool) -> Any:
         """Which pairs of a tile are visible. Rows are queries, or keys if `by_key`; what lies past their end may count as visible.
 
         Args:
-            o_row: indices of rows `[rows]`.
+            o_row: indices of rows `[rows]`; None unless `by_row`: Mosaic GPU finds no layout for what nothing reads.
             o_column: indices of columns, of the tile's shape.
             facts: of the tile's shape.
             by_key: see above.
@@ -147,7 +153,9 @@ class Rules:
         def spread(rows: Any) -> Any:
             return lax.broadcast_in_dim(rows, o_column.shape, [0])
 
-        if "query_positions" in facts or "key_positions" in facts:
+        if not self.by_row:
+            b_seen = o_column < (self.queries if by_key else self.keys)
+        elif "query_positions" in facts or "key_positions" in facts:
             b_row = spread(o_row)
             b_seen = self._seen_at(*((o_column, b_row) if by_key else (b_row, o_column)), facts)
         else:
