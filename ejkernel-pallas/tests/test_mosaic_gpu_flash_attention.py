@@ -356,6 +356,39 @@ def test_narrow_walks_have_programs_that_stay() -> None:
     assert not config.forward_heuristic(wide, HOPPER).persistent
 
 
+RULES: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "causal": dict(causal=True),
+    "left": dict(sliding_window=(20, None)),
+    "right": dict(sliding_window=(None, 20)),
+    "chunk": dict(chunk_size=32),
+    "prefix": dict(causal=True, prefix=30),
+    "cap": dict(logits_soft_cap=5.0, causal=True),
+    "segments": dict(extra=segments(140)),
+    "positions": dict(extra=positions(140), heads=1),
+    "positions and chunk": dict(extra=positions(140), heads=1, chunk_size=32),
+    "bias by pair": dict(extra={"bias": np.zeros((1, 2, 140, 140), np.float32)}),
+    "bias of keys": dict(extra={"bias": np.zeros((1, 1, 1, 140), np.float32)}),
+    "bias of queries": dict(extra={"bias": np.zeros((1, 1, 140, 1), np.float32)}, causal=True),
+    "packed": dict(heads=16, key_heads=2, causal=True, sliding_window=(20, 0)),
+}
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_lowers_for_cuda(name: str) -> None:
+    """With tails on both sides; Mosaic GPU has to find a layout for every value, which the interpreter does not need."""
+    call, inputs, cotangents = problem(140, 140, **RULES[name])
+    chosen, back = config.forward_heuristic(call, HOPPER), config.backward_heuristic(call, HOPPER)
+    outputs = jax.eval_shape(lambda i: kernel.forward(call, i, chosen), inputs)
+    for phase, arguments in (
+        (lambda i: kernel.forward(call, i, chosen), (inputs,)),
+        (lambda *a: kernel.backward(call, *a, back), (inputs, outputs, cotangents)),
+    ):
+        text = jax.jit(phase).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        assert "custom_call @mosaic_gpu" in text
+
+
 @needs_cuda
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("size", [(128, 128), (192, 128)], ids=str)
