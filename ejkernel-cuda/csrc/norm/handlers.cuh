@@ -143,14 +143,6 @@ struct Handlers {
     return {partial.typed_data(), total.typed_data(), groups, groups ? workers / groups : 0};
   }
 
-  static ffi::Error SumParts(cudaStream_t stream, Parts first, Parts second, int64_t width) {
-    const int64_t blocks = (first.groups + second.groups) * ((width + 31) / 32);
-    if (blocks == 0) return ffi::Error::Success();
-    if (blocks > kMaxGrid) return Invalid(kName, "too many parameters");
-    sum_parts<<<unsigned(blocks), dim3(32, kPartRows), 0, stream>>>(first, second, width);
-    return CheckLaunch(kName, "sum of partial gradients");
-  }
-
   static ffi::Error RunBackward(cudaStream_t stream, Array x, Array scale, Floats mean, Floats rstd, Array grad,
                                 Array grad_sum, float scale_offset, int64_t threads, int64_t cluster, int64_t stages,
                                 int64_t parts, ffi::Result<Array> d_x, ffi::Result<Floats> d_scale,
@@ -195,7 +187,7 @@ struct Handlers {
       return CheckLaunch(kName, "partial sums of columns");
     }));
     const int64_t workers = groups * walk.parts;
-    return SumParts(stream, PartsOf(*part_scale, *d_scale, workers), PartsOf(*part_offset, *d_offset, workers), dims[2]);
+    return LaunchSum(kName, stream, PartsOf(*part_scale, *d_scale, workers), PartsOf(*part_offset, *d_offset, workers), dims[2]);
   }
 
   template <typename Binding>
