@@ -127,6 +127,8 @@ __device__ inline Place place_of(const Op& op, int row, int end, const Columns& 
 // stays busy while a row is reduced.
 template <class Op, int ITEMS>
 __global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk, int stages) {
+  // Whether the aside of the next row is on its way while this one is finished: where registers hold both.
+  constexpr bool kEarly = Op::kFlushes && ITEMS < kMaxItems;
   EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_SHARED_REST(typename Op::T, memory);
   Reducer reducer{scratch, int(blockDim.x)};
@@ -152,8 +154,11 @@ __global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk
     const Slots<typename Op::T, Op::N, ITEMS> slots[1] = {ring.slots(stage)};
     float found[1][Op::kFound];
     op.template measure<ITEMS, false>(slots, aside, kept, columns, reducer, found);
+    auto next_aside = aside[0];
+    if constexpr (kEarly) next_aside = op.template aside<ITEMS>(place_after(1));
     op.template finish<ITEMS>(slots[0], aside[0], kept, place_after(0), Alone<Op::kFound>(found[0]));
-    aside[0] = op.template aside<ITEMS>(place_after(1));
+    if constexpr (!kEarly) next_aside = op.template aside<ITEMS>(place_after(1));
+    aside[0] = next_aside;
   }
   wait_for_copies(0);
   op.template flush<ITEMS>(kept, blockIdx.x, columns, reinterpret_cast<float*>(memory));
@@ -198,11 +203,12 @@ __global__ void __maxnreg__(Op::registers(ITEMS)) shared_rows(Op op, Walk walk, 
       op.template measure<ITEMS, true>(slots, aside, kept, columns, reducer, found);
       exchange.send(found[0]);
     }
+    const auto next_aside = op.template aside<ITEMS>(place_after(1));
     if (last >= 0) op.template finish<ITEMS>(ring.slots(last), aside_of_last, kept, place_after(-1), exchange.receive());
     last = row < end ? stage : -1;
     stage = stage + 1 == stages ? 0 : stage + 1;
     aside_of_last = aside[0];
-    aside[0] = op.template aside<ITEMS>(place_after(1));
+    aside[0] = next_aside;
   }
   wait_for_copies(0);
   op.template flush<ITEMS>(kept, worker, columns, reinterpret_cast<float*>(memory));

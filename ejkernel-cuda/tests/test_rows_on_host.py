@@ -76,7 +76,7 @@ class Norm:
     def __init__(
         self, name: str, dtype: str, width: int, parameters: int, scale_offset: float = 0.0, stored: str = "float32"
     ) -> None:
-        """parameters: 0 for none, 1 for those that the batch shares, 2 for one of each member's; `stored` is the scale's dtype."""
+        """parameters: 0 for none, 1 for those that the batch shares, 2 for a scale of each member's; `stored` is their dtype."""
         rng = np.random.default_rng(width)
         operation, reference = NORMS[name]
         self.centred, self.added, self.which = name == "layer_norm", name == "add_rms_norm", [*NORMS].index(name)
@@ -84,7 +84,7 @@ class Norm:
         self.x = rounded(rng.normal(size=(2, 5, width)) * 2 + 3, dtype)
         self.grad = rounded(rng.normal(size=(2, 5, width)), dtype)
         self.scale = rounded(rng.normal(size=(parameters, width)), stored) if parameters else None
-        self.offset = rng.normal(size=(1, width)).astype(np.float32) if parameters and not self.added else None
+        self.offset = rounded(rng.normal(size=(1, width)), stored) if parameters and not self.added else None
         self.residual = rounded(rng.normal(size=(2, 5, width)), dtype) if self.added else None
         self.grad_sum = rounded(rng.normal(size=(2, 5, width)), dtype) if self.added else None
         # The reference does not round the sum; given the rounded one and nothing to add, it norms what the kernels norm.

@@ -1,7 +1,7 @@
 // XLA's door to normalisations of rows: checks of every shape and dtype, the choice of kernel, the launch.
 //
-// A parameter, in float or in x's type, that is absent comes as [0, width]; shared by the batch as [1, width]; one per batch
-// member as [batch, width].
+// Parameters come in float or in x's type, both in the same; one that is absent as [0, width], shared by the batch as [1, width], one
+// per batch member as [batch, width].
 // What a normalisation does not have is there, empty: the mean unless CENTRED, residual, sum and its gradient unless ADDED.
 #pragma once
 
@@ -62,6 +62,7 @@ struct Handlers {
     EJKERNEL_TRY(CheckAdded("sum", *sum, x));
     EJKERNEL_TRY(CheckParameter("scale", scale, x));
     EJKERNEL_TRY(CheckParameter("offset", offset, x));
+    if (scale.element_type() != offset.element_type()) return Invalid(kName, "scale and offset must have one type");
     EJKERNEL_TRY(CheckLike(kName, "out", *out, "x", x));
     const int64_t rows = x.dimensions()[0] * x.dimensions()[1];
     EJKERNEL_TRY(CheckStatistic("rstd", *rstd, rows, true, true));

@@ -13,8 +13,6 @@ struct ParameterRow {
   const void* data;  // null when absent
   bool narrow;       // stored as T
 
-  __device__ bool is_stored_as_x() const { return std::is_same_v<T, float> || narrow || data == nullptr; }
-
   // N columns plus `more`, or `absent`.
   template <int N>
   __device__ void read(int column, float more, float absent, float (&to)[N]) const {
@@ -101,7 +99,7 @@ struct Forward {
   static constexpr int registers(int items) {
     return items * N > 16 ? 128 : items > (CENTRED ? 1 : 2) ? 80 : 64;
   }
-  static constexpr int direct_registers(int items) { return items > 2 ? 80 : 72; }
+  static constexpr int direct_registers(int items) { return ADDED && items > 2 ? 80 : 64; }
   template <int ITEMS>
   struct Kept {
     float scale[ITEMS][N], offset[ADDED ? 1 : ITEMS][N];  // where ADDED, there is no offset
@@ -114,14 +112,28 @@ struct Forward {
       }
     }
   };
-  // The same left in memory.
+  // The same left in memory, stored as S, for a thread that has a row in as many registers as leave room for it.
+  template <typename S>
   struct Near {
     ParameterRow<T> scale, offset;
-    float scale_offset;
+    float more;  // on top of scale
+
+    static __device__ void read_row(const ParameterRow<T>& row, int column, float (&to)[N]) {
+      constexpr int HALF = 16 / sizeof(S);  // of the columns, or all
+#pragma unroll
+      for (int begin = 0; begin < N; begin += HALF) {
+        float part[HALF];
+        widen(load_early<S, HALF>(static_cast<const S*>(row.data) + column + begin, row.data != nullptr), part);
+#pragma unroll
+        for (int i = 0; i < HALF; ++i) to[begin + i] = part[i];
+      }
+    }
 
     __device__ void read(int item, const Columns& columns, float (&factor)[N], float (&shift)[N]) const {
-      scale.template read<N>(columns.of(item), scale_offset, 1.f, factor);
-      if constexpr (!ADDED) offset.template read<N>(columns.of(item), 0.f, 0.f, shift);
+      read_row(scale, columns.of(item), factor);
+#pragma unroll
+      for (int i = 0; i < N; ++i) factor[i] += more;
+      if constexpr (!ADDED) read_row(offset, columns.of(item), shift);
     }
   };
   // The same as it is stored, in T, read before anything waits for the row.
@@ -130,8 +142,8 @@ struct Forward {
     Pack<T, N> scale[ITEMS], offset[ADDED ? 1 : ITEMS];
     float more;  // on top of scale
 
-    __device__ Ahead(const ParameterRow<T>& factors, const ParameterRow<T>& shifts, const Columns& columns, float scale_offset)
-        : more(factors.data ? scale_offset : 1.f) {
+    __device__ Ahead(const ParameterRow<T>& factors, const ParameterRow<T>& shifts, const Columns& columns, float more)
+        : more(more) {
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
         scale[item] = packs_of(factors, item, columns);
@@ -161,14 +173,19 @@ struct Forward {
     if constexpr (!ADDED) read_columns(kept.offset, offset.member(group), columns, 0.f, 0.f);
   }
 
-  // What a thread of a few rows needs of the parameters, given to `use`: in registers where they are stored as T.
+  // What a thread of a few rows needs of the parameters, which are stored alike, given to `use`.
   template <int ITEMS, class Use>
   __device__ void with_parameters(int64_t group, const Columns& columns, Use use) const {
     const ParameterRow<T> factors = scale.member(group), shifts = offset.member(group);
-    if (factors.is_stored_as_x() && shifts.is_stored_as_x()) {
-      use(Ahead<ITEMS>(factors, shifts, columns, scale_offset));
+    const float more = factors.data ? scale_offset : 1.f;
+    if (std::is_same_v<T, float> || factors.narrow) {
+      if constexpr (ITEMS > 2) {
+        use(Near<T>{factors, shifts, more});
+      } else {
+        use(Ahead<ITEMS>(factors, shifts, columns, more));
+      }
     } else {
-      use(Near{factors, shifts, scale_offset});
+      use(Near<float>{factors, shifts, more});
     }
   }
 
@@ -301,11 +318,12 @@ struct Forward {
   template <int ITEMS>
   __device__ void flush(const Kept<ITEMS>&, int64_t, const Columns&, float*) const {}
 
-  __device__ void write(const Pack<T, N>& pack, int64_t row, int column, const Near& parameters, float centre,
-                        float inverse) const {
+  __device__ void write(const Pack<T, N>& pack, int64_t row, int column, const ParameterRow<T>& factors,
+                        const ParameterRow<T>& shifts, float centre, float inverse) const {
     float values[N], factor[N], shift[N];
     widen(pack, values);
-    parameters.read(0, {column}, factor, shift);
+    factors.template read<N>(column, scale_offset, 1.f, factor);
+    if constexpr (!ADDED) shifts.template read<N>(column, 0.f, 0.f, shift);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       values[i] = (CENTRED ? values[i] - centre : values[i]) * inverse * factor[i];
@@ -345,9 +363,9 @@ struct Forward {
       for (int i = 0; i < N; ++i) squares += (to_float(pack.data[i]) - centre) * (to_float(pack.data[i]) - centre);
     }
     const float inverse = rsqrtf(reducer.template all<Add>(squares) * inverse_width + epsilon);
-    const Near parameters{scale.row(row, rows_per_batch), offset.row(row, rows_per_batch), scale_offset};
+    const ParameterRow<T> factors = scale.row(row, rows_per_batch), shifts = offset.row(row, rows_per_batch);
     for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
-      write(load<T, N>(from + column), row, column, parameters, centre, inverse);
+      write(load<T, N>(from + column), row, column, factors, shifts, centre, inverse);
     }
     if (threadIdx.x == 0) save(row, centre, inverse);
   }
