@@ -23,7 +23,8 @@ _STAGES = {1: 4, 2: 3, 3: 2}
 """By the arrays that are read: about 100 KB on their way to a processor with the threads that fit there."""
 _CLUSTER_STAGES = 3
 MOST_DIRECT = 1024
-"""Packs of a row that goes straight to registers."""
+"""Packs of a row that goes straight to registers; norms of one array take twice as many, two blocks of 512 threads with 64
+registers on a processor."""
 _SPARE = 64
 """Packs that one thread each, or two, take before there are enough threads for four."""
 _PROCESSORS = 160
@@ -95,10 +96,10 @@ def row_config(x: ArraySpec, target: Target, streams: int, packs_per_thread: int
     return ForwardConfig(threads_for(packs, packs_per_thread), 1, stages or _STAGES[streams])
 
 
-def direct_config(x: ArraySpec, packs_per_thread: int) -> ForwardConfig | None:
-    """Without shared memory; None for rows that do not start on 16 bytes, or are so wide that nothing was timed."""
+def direct_config(x: ArraySpec, packs_per_thread: int, most: int = MOST_DIRECT) -> ForwardConfig | None:
+    """Without shared memory; None for rows that do not start on 16 bytes, or of more packs than that."""
     packs = packs_of(x)
-    return ForwardConfig(threads_for(packs, packs_per_thread), 1, 0) if packs < x.shape[-1] and packs <= MOST_DIRECT else None
+    return ForwardConfig(threads_for(packs, packs_per_thread), 1, 0) if packs < x.shape[-1] and packs <= most else None
 
 
 def row_configs(
@@ -106,20 +107,18 @@ def row_configs(
 ) -> list[ForwardConfig]:
     """Their search space, the heuristic's choice in front; `direct`: also without shared memory."""
     packs, stages = packs_of(x), _STAGES[streams]
-    sizes = clusters_for(x, target)
-    found = [
-        ForwardConfig(THREADS[-1], size, count)
-        for count in (_CLUSTER_STAGES, _CLUSTER_STAGES + 1, _CLUSTER_STAGES + 3)
-        for size in sizes
-    ]
+    sizes, counts = clusters_for(x, target), (_CLUSTER_STAGES, _CLUSTER_STAGES + 1, *((_CLUSTER_STAGES + 3,) if direct else ()))
+    found = [ForwardConfig(THREADS[-1], size, count) for count in counts for size in sizes]
     if not sizes or packs <= PACKS * THREADS[-1]:
-        counts = (stages, stages - 1, stages + 2, *((0,) if direct else ()))
+        counts = (0, stages + 2, stages) if direct else (stages, stages - 1, stages + 2)
         found += [ForwardConfig(threads_for(packs, items), 1, count) for count in counts for items in (PACKS, 2, 1)]
     return list(dict.fromkeys([chosen, *found]))
 
 
 def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
-    return row_config(call.x, target, 1, 2, 3) if is_narrow(call.x) else row_config(call.x, target, 1, PACKS, 6)
+    if is_narrow(call.x):
+        return direct_config(call.x, 1) or row_config(call.x, target, 1, 2, 3)
+    return direct_config(call.x, PACKS, 2 * MOST_DIRECT) or row_config(call.x, target, 1, PACKS, 6)
 
 
 def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
