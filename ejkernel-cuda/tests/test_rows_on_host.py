@@ -49,6 +49,8 @@ DIRECT = [
     ("bfloat16", 1000, True, 64, 2, 1, 0),
     ("float32", 520, True, 64, 4, 1, 0),
     ("bfloat16", 3000, True, 384, 1, 1, 0),
+    ("bfloat16", 200, True, 8, 4, 1, 0),
+    ("bfloat16", 2400, True, 96, 4, 1, 0),
 ]
 
 
@@ -165,6 +167,17 @@ def test_norm_backward(launch, name):
             assert relative(value, wanted) < 3e-6
         for one, other in zip(got, problem.backward(*knobs, parts=2), strict=True):
             np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+@pytest.mark.parametrize("launch", [("bfloat16", 40, True, 8, 1, 1, 1), ("float32", 33, False, 64, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("parts", [9, 40, 130])
+def test_sums_of_many_parts(launch, parts):
+    """Most of them of no rows."""
+    dtype, width, *knobs = launch
+    problem = Norm("layer_norm", dtype, width, 1)
+    got = problem.backward(*knobs, parts=parts)
+    assert relative(got[1], problem.gradients.scale) < 3e-6
+    assert relative(got[2], problem.gradients.offset) < 3e-6
 
 
 def softmax_mask(x: np.ndarray, where: np.ndarray | None) -> tuple[Mask, Guarded | None]:

@@ -58,7 +58,7 @@ def norm_forward(
         if not call.save_residuals:
             return Normed(x, residual, None, None)
         return Normed(x, residual, jnp.zeros_like(rstd) if centred else None, rstd)
-    batch, rows, width = shape = _batched(x)
+    batch, rows, _ = shape = _batched(x)
     saved = batch * rows if call.save_residuals else 0
     out, total, mean, rstd = jax.ffi.ffi_call(
         handler(f"{name}_forward"),
