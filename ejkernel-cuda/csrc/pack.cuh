@@ -110,15 +110,20 @@ __device__ inline Pack<T, N> rounded(const float (&values)[N]) {
 // of their pack, until they are wanted again.
 template <typename T, int N>
 __device__ inline void widen_again(const Pack<T, N>& pack, float (&to)[N]) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
     struct Words {
       uint32_t data[N / 2];
     };
     const Words words = __builtin_bit_cast(Words, pack);
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
-      to[2 * i] = __builtin_bit_cast(float, __byte_perm(words.data[i], 0, 0x1044));
-      to[2 * i + 1] = __builtin_bit_cast(float, __byte_perm(words.data[i], 0, 0x3244));
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        to[2 * i] = __builtin_bit_cast(float, __byte_perm(words.data[i], 0, 0x1044));
+        to[2 * i + 1] = __builtin_bit_cast(float, __byte_perm(words.data[i], 0, 0x3244));
+      } else {
+        to[2 * i] = to_float(__builtin_bit_cast(T, uint16_t(__byte_perm(words.data[i], 0, 0x4410))));
+        to[2 * i + 1] = to_float(__builtin_bit_cast(T, uint16_t(__byte_perm(words.data[i], 0, 0x4432))));
+      }
     }
   } else {
     widen(pack, to);
