@@ -114,18 +114,6 @@ __device__ inline uint4 read_words(const void* from, bool there) {
   return words;
 }
 
-// The same of what no thread reads again: it leaves the cache near the processor to what is. Memory itself is slower this way: of
-// kernels that read nothing else an H200 took up to a tenth more time.
-__device__ inline uint4 read_words_once(const void* from, bool there) {
-  uint4 words{};
-  asm volatile(
-      "{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n"
-      "@there ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
-      : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
-      : "l"(from), "r"(int(there)));
-  return words;
-}
-
 // Store to global memory what the kernel does not read again, with one access.
 __device__ inline void store_words(void* to, uint2 words) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y));

@@ -51,12 +51,6 @@ __device__ inline Pack<T, N> load_early(const T* from, bool there) {
   return __builtin_bit_cast(Pack<T, N>, read_words(from, there));
 }
 
-// The same of what no thread reads again.
-template <typename T, int N>
-__device__ inline Pack<T, N> load_once(const T* from, bool there) {
-  return __builtin_bit_cast(Pack<T, N>, read_words_once(from, there));
-}
-
 // Begin to copy N elements to shared memory, or zeros; less than 4 bytes are there at once.
 template <typename T, int N>
 __device__ inline void copy_ahead(T* to, const T* from, bool there) {

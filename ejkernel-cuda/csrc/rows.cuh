@@ -3,10 +3,9 @@
 // An Op says what is done. Its members: T, N (elements of an access), `width`; kStreams arrays that are read, `stream` each;
 // Aside<ITEMS> and `aside`, what else a thread needs of a row; Kept<ITEMS>, what it keeps from row to row, and `begin`, which
 // fills it; `with_parameters`, the same for a thread that has a few rows; `registers` and `direct_registers`, as many as all that
-// takes; kSparesCache, whether rows that go straight to registers leave the cache to parameters; `measure`, which finds kFound
-// numbers of a block's columns of each of a thread's rows, and `finish`, which writes those columns of a row when the numbers of
-// all blocks are there; kFlushes, whether something is left to do after the last row, and that, `flush`; and `walk`, the work on a
-// row of any width, which reads it more than once.
+// takes; `measure`, which finds kFound numbers of a block's columns of each of a thread's rows, and `finish`, which writes those
+// columns of a row when the numbers of all blocks are there; kFlushes, whether something is left to do after the last row, and that,
+// `flush`; and `walk`, the work on a row of any width, which reads it more than once.
 #pragma once
 
 #include "pack.cuh"
@@ -243,7 +242,7 @@ __global__ void __maxnreg__(Op::direct_registers(ITEMS)) direct_rows(Op op, Walk
       for (int item = 0; item < ITEMS; ++item) {
         const T* from = op.stream(stream) + places[at].start + columns.of(item);
         const bool there = places[at].active && columns.has(item);
-        held[at].packs[stream][item] = Op::kSparesCache ? load_once<T, N>(from, there) : load_early<T, N>(from, there);
+        held[at].packs[stream][item] = load_early<T, N>(from, there);
       }
     }
   }

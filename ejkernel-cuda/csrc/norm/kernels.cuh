@@ -97,7 +97,6 @@ struct Forward {
   static constexpr int kStreams = ADDED ? 2 : 1, kFound = CENTRED ? 2 : 1;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > (CENTRED ? 1 : 2) ? 80 : 64; }
-  static constexpr bool kSparesCache = !ADDED;
   static constexpr int direct_registers(int items) { return ADDED && items > 2 ? 80 : 64; }
   template <int ITEMS>
   struct Kept {

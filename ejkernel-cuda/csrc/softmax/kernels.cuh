@@ -80,7 +80,6 @@ struct Forward {
   static constexpr int kStreams = 1, kFound = 2;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items * N > 16 ? 80 : 64; }
-  static constexpr bool kSparesCache = false;
   static constexpr int direct_registers(int items) { return items > 2 ? 104 : 80; }
   template <int ITEMS>
   struct Kept {};
@@ -266,7 +265,6 @@ struct Backward {
   static constexpr int kStreams = 2, kFound = 1;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int) { return 64; }
-  static constexpr bool kSparesCache = false;
   static constexpr int direct_registers(int items) { return items > 2 ? 104 : 80; }
   template <int ITEMS>
   struct Kept {};

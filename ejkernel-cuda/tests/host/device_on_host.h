@@ -284,7 +284,6 @@ inline uint4 read_words(const void* from, bool there) {
   if (there) std::memcpy(&words, from, sizeof(words));
   return words;
 }
-inline uint4 read_words_once(const void* from, bool there) { return read_words(from, there); }
 
 template <typename Words>
 inline void store_words(void* to, Words words) {
