@@ -103,6 +103,17 @@ __device__ inline float fast_inverse(float value) {
   return inverse;
 }
 
+// 16 bytes of global memory that nothing writes while the kernel runs, or zeros. What a branch reads the compiler also takes apart
+// there, and so waits for it before the next one is asked for.
+__device__ inline uint4 read_words(const void* from, bool there) {
+  uint4 words{};
+  asm volatile(
+      "{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n@there ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
+      : "l"(from), "r"(int(there)));
+  return words;
+}
+
 // Store to global memory what the kernel does not read again, with one access.
 __device__ inline void store_words(void* to, uint2 words) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y));

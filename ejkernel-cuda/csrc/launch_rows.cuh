@@ -109,7 +109,7 @@ int64_t ResidentWorkers(Kernel kernel, dim3 block, int64_t shared_bytes, int clu
 
 template <class Op, int ITEMS>
 ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, Plan plan) {
-  const dim3 block(plan.threads, plan.threads > 32 ? 1 : kSmallBlock / plan.threads);
+  const dim3 block(plan.threads, plan.threads > 32 ? 1 : kDirectBlock / plan.threads);
   const int64_t rows = block.y * kAtOnce<Op, ITEMS>;
   walk.parts = (walk.rows_per_group + rows - 1) / rows;
   if (groups * walk.parts > kMaxGrid)
@@ -139,6 +139,22 @@ ffi::Error LaunchStreamed(const char* operation, cudaStream_t stream, const Op& 
   cudaLaunchKernelEx(&launch.config, kernel, op, walk, stages);
   done = true;
   return CheckLaunch(operation, "rows through shared memory");
+}
+
+template <int N>
+ffi::Error LaunchSumOf(const char* operation, cudaStream_t stream, Parts first, Parts second, int64_t width) {
+  const int lanes = lanes_of_sum<N>(std::max(first.parts, second.parts));
+  const int64_t blocks = (first.groups + second.groups) * ((width + lanes * N - 1) / (lanes * N));
+  if (blocks == 0) return ffi::Error::Success();
+  if (blocks > kMaxGrid) return Invalid(operation, "too many parameters");
+  sum_parts<N><<<unsigned(blocks), kSumThreads, 0, stream>>>(first, second, width, lanes);
+  return CheckLaunch(operation, "sum of partial gradients");
+}
+
+inline ffi::Error LaunchSum(const char* operation, cudaStream_t stream, Parts first, Parts second, int64_t width) {
+  const bool packed = width % 4 == 0 && Aligned(first.partial) && Aligned(second.partial);
+  return packed ? LaunchSumOf<4>(operation, stream, first, second, width)
+                : LaunchSumOf<1>(operation, stream, first, second, width);
 }
 
 // Run the Op over `groups` groups of rows by up to `walk.parts` workers each; afterwards that is how many there were. `walked`

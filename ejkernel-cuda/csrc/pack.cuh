@@ -45,6 +45,12 @@ __device__ inline Pack<T, N> load(const T* from) {
   return *reinterpret_cast<const Pack<T, N>*>(from);
 }
 
+// A pack of 16 bytes of global memory that nothing writes while the kernel runs, or zeros.
+template <typename T, int N>
+__device__ inline Pack<T, N> load_early(const T* from, bool there) {
+  return __builtin_bit_cast(Pack<T, N>, read_words(from, there));
+}
+
 // Begin to copy N elements to shared memory, or zeros; less than 4 bytes are there at once.
 template <typename T, int N>
 __device__ inline void copy_ahead(T* to, const T* from, bool there) {
@@ -92,6 +98,30 @@ __device__ inline Pack<T, N> rounded(const float (&values)[N]) {
   }
   if constexpr (N % 2) pack.data[N - 1] = from_float<T>(values[N - 1]);
   return pack;
+}
+
+// The same by other instructions, so that the compiler does not hold the floats of the first time, which take twice the registers
+// of their pack, until they are wanted again.
+template <typename T, int N>
+__device__ inline void widen_again(const Pack<T, N>& pack, float (&to)[N]) {
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+    struct Words {
+      uint32_t data[N / 2];
+    };
+    const Words words = __builtin_bit_cast(Words, pack);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        to[2 * i] = __builtin_bit_cast(float, __byte_perm(words.data[i], 0, 0x1044));
+        to[2 * i + 1] = __builtin_bit_cast(float, __byte_perm(words.data[i], 0, 0x3244));
+      } else {
+        to[2 * i] = to_float(__builtin_bit_cast(T, uint16_t(__byte_perm(words.data[i], 0, 0x4410))));
+        to[2 * i + 1] = to_float(__builtin_bit_cast(T, uint16_t(__byte_perm(words.data[i], 0, 0x4432))));
+      }
+    }
+  } else {
+    widen(pack, to);
+  }
 }
 
 template <typename T, int N>

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "device.cuh"
+#include "pack.cuh"
 
 namespace ejkernel {
 
@@ -11,7 +11,8 @@ constexpr int kMaxWarps = 16;
 constexpr int kMaxCluster = 16;
 constexpr int kMaxThreads = 32 * kMaxWarps;
 constexpr int kMaxValues = 2;
-constexpr int kScratch = 2 * kMaxValues * kMaxWarps;
+template <int VALUES = kMaxValues>
+constexpr int kScratch = 2 * VALUES * kMaxWarps;  // of a reduction of so many values at once
 constexpr int kMailboxes = 4;
 
 struct Add {
@@ -26,11 +27,12 @@ struct Largest {
 };
 
 // Reduction over `threads` neighbouring threads: a power of two up to 32, which share a warp, or all warps of a block. In shared
-// memory `scratch` has kScratch floats.
+// memory `scratch` has kScratch<values> floats.
 struct Reducer {
   float* scratch;
   int threads;
-  unsigned turn;  // the half of scratch in use: with two of them, one barrier per reduction is enough
+  int values = kMaxValues;  // at once, at most
+  unsigned turn = 0;        // the half of scratch in use: with two of them, one barrier per reduction is enough
 
   template <class Op>
   static __device__ float warp(float value, int count) {
@@ -56,37 +58,36 @@ struct Reducer {
   // From values that are equal in a warp to those of all warps, each in one of as many neighbours as come back; `absent` where
   // there are more neighbours than warps.
   template <int K>
-  __device__ int gather(float (&values)[K], const float (&absent)[K]) {
-    static_assert(K <= kMaxValues);
-    float* warps = scratch + turn * kMaxValues * kMaxWarps;  // [K, kMaxWarps]
+  __device__ int gather(float (&found)[K], const float (&absent)[K]) {
+    float* warps = scratch + turn * values * kMaxWarps;  // [K, kMaxWarps]
     const int count = threads / 32, span = count > 8 ? 16 : 8, slot = threadIdx.x % span;
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
-      for (int k = 0; k < K; ++k) warps[k * kMaxWarps + threadIdx.x / 32] = values[k];
+      for (int k = 0; k < K; ++k) warps[k * kMaxWarps + threadIdx.x / 32] = found[k];
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < K; ++k) values[k] = slot < count ? warps[k * kMaxWarps + slot] : absent[k];
+    for (int k = 0; k < K; ++k) found[k] = slot < count ? warps[k * kMaxWarps + slot] : absent[k];
     turn ^= 1;
     return span;
   }
 
   template <class Op, int K>
-  __device__ void all(float (&values)[K]) {
-    warp<Op>(values, neighbours());
+  __device__ void all(float (&found)[K]) {
+    warp<Op>(found, neighbours());
     if (threads <= 32) return;
     float absent[K];
 #pragma unroll
     for (int k = 0; k < K; ++k) absent[k] = Op::kNeutral;
-    const int warps = gather(values, absent);
-    warp<Op>(values, warps);
+    const int warps = gather(found, absent);
+    warp<Op>(found, warps);
   }
 
   template <class Op>
   __device__ float all(float value) {
-    float values[1] = {value};
-    all<Op>(values);
-    return values[0];
+    float found[1] = {value};
+    all<Op>(found);
+    return found[0];
   }
 };
 
@@ -94,22 +95,26 @@ struct Reducer {
 template <int K>
 struct Alone {
   static constexpr bool kCluster = false;
-  float values[K];
+  const float (&values)[K];
+  __device__ explicit Alone(const float (&values)[K]) : values(values) {}
   __device__ float total(int k) const { return values[k]; }
 };
 
-// What every block of a cluster found of a row that they share.
+// What every block of a cluster found of a row that they share. The lanes of a warp have a block each, over and over, and reduce
+// together: one thread that reads block after block waits for shared memory as often as there are blocks.
 template <int K>
 struct Shared {
   static constexpr bool kCluster = true;
   const float* values;  // [K, kMaxCluster]
-  int blocks;
-  __device__ float of(int k, int block) const { return values[k * kMaxCluster + block]; }
-  __device__ float total(int k) const {
-    float sum = of(k, 0);
-    for (int block = 1; block < blocks; ++block) sum += of(k, block);
-    return sum;
+  int blocks;           // a power of two
+  __device__ int block() const { return int(threadIdx.x) & (blocks - 1); }
+  __device__ float of_block(int k) const { return values[k * kMaxCluster + block()]; }
+  // Of what each lane has of its block.
+  template <class Op>
+  __device__ float all(float value) const {
+    return Reducer::warp<Op>(value, blocks);
   }
+  __device__ float total(int k) const { return all<Add>(of_block(k)); }
 };
 
 // What the blocks of a cluster tell each other of one row after the other. A block may send of the next row before it receives of
@@ -143,7 +148,7 @@ struct Exchange {
 };
 
 // Shared memory beside what a launch asks for, at most.
-constexpr int kScratchBytes = (kScratch + Exchange<kMaxValues>::kPlaces) * sizeof(float) + kMailboxes * sizeof(Mailbox);
+constexpr int kScratchBytes = (kScratch<> + Exchange<kMaxValues>::kPlaces) * sizeof(float) + kMailboxes * sizeof(Mailbox);
 
 // Rows to add up in a fixed order: of `partial` [groups, parts, width] into `total` [groups, width].
 struct Parts {
@@ -152,33 +157,56 @@ struct Parts {
   int64_t groups, parts;  // no groups for nothing
 };
 
-constexpr int kPartRows = 32;  // rows of threads that share the parts
+constexpr int kSumThreads = 256;
 constexpr int kPartsAtOnce = 8;
 
-// Blocks of 32 x kPartRows threads, one for 32 columns of a group of `first`, then of `second`.
-static __global__ void sum_parts(Parts first, Parts second, int64_t width) {
-  EJKERNEL_SHARED(float, sums, kPartRows * 33);
-  const int64_t tiles = (width + 31) / 32, of_first = first.groups * tiles;
+// Threads of a block of `sum_parts` that are beside each other, N columns each: as few as leave the others so many parts that each
+// asks for all of its own together, but no fewer than 32 bytes take.
+template <int N>
+inline int lanes_of_sum(int64_t parts) {
+  int lanes = kSumThreads;
+  while (lanes * N > 8 && kSumThreads / lanes * int64_t{kPartsAtOnce} < parts) lanes /= 2;
+  return lanes;
+}
+
+// Blocks of kSumThreads threads, one for lanes * N columns of a group of `first`, then of `second`.
+template <int N>
+static __global__ void __launch_bounds__(kSumThreads) sum_parts(Parts first, Parts second, int64_t width, int lanes) {
+  using Columns = Pack<float, N>;
+  EJKERNEL_SHARED(Columns, sums, kSumThreads);
+  const int64_t tiles = (width + lanes * N - 1) / (lanes * N), of_first = first.groups * tiles;
   const Parts here = blockIdx.x < of_first ? first : second;
   const int64_t index = blockIdx.x < of_first ? blockIdx.x : blockIdx.x - of_first;
-  const int64_t group = index / tiles, column = index % tiles * 32 + threadIdx.x;
-  float sum = 0.f;
+  const int rows = kSumThreads / lanes;
+  const int64_t group = index / tiles, column = (index % tiles * lanes + threadIdx.x % lanes) * N;
+  float sum[N] = {};
   if (column < width) {
-    for (int64_t part = threadIdx.y; part < here.parts; part += kPartRows * kPartsAtOnce) {
+    for (int64_t part = threadIdx.x / lanes; part < here.parts; part += rows * kPartsAtOnce) {
 #pragma unroll
       for (int next = 0; next < kPartsAtOnce; ++next) {
-        const int64_t at = part + next * kPartRows;
-        sum += at < here.parts ? here.partial[(group * here.parts + at) * width + column] : 0.f;
+        const int64_t at = part + next * rows;
+        const Columns found =
+            at < here.parts ? load<float, N>(here.partial + (group * here.parts + at) * width + column) : zeros<float, N>();
+#pragma unroll
+        for (int i = 0; i < N; ++i) sum[i] += found.data[i];
       }
     }
   }
-  sums[threadIdx.y * 33 + threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y == 0 && column < width) {
+  // First the rows that share a warp, then the warps that have the same columns.
+  for (int step = 16; step >= lanes; step /= 2) {
 #pragma unroll
-    for (int other = 1; other < kPartRows; ++other) sum += sums[other * 33 + threadIdx.x];
-    here.total[group * width + column] = sum;
+    for (int i = 0; i < N; ++i) sum[i] = Add::of(sum[i], __shfl_xor_sync(0xffffffffu, sum[i], step));
   }
+#pragma unroll
+  for (int i = 0; i < N; ++i) sums[threadIdx.x].data[i] = sum[i];
+  __syncthreads();
+  if (int(threadIdx.x) >= lanes || column >= width) return;
+  for (int other = max(lanes, 32); other < kSumThreads; other += max(lanes, 32)) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum[i] += sums[threadIdx.x + other].data[i];
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) here.total[group * width + column + i] = sum[i];
 }
 
 }  // namespace ejkernel

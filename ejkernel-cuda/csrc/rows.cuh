@@ -2,10 +2,10 @@
 //
 // An Op says what is done. Its members: T, N (elements of an access), `width`; kStreams arrays that are read, `stream` each;
 // Aside<ITEMS> and `aside`, what else a thread needs of a row; Kept<ITEMS>, what it keeps from row to row, and `begin`, which
-// fills it; `near`, the same left in memory for a thread that has one row; `registers` and `direct_registers`, as many as all that takes; `measure`, which finds
-// kFound numbers of a block's columns of a row, and `finish`, which writes those columns when the numbers of all blocks are
-// there; kFlushes, whether something is left to do after the last row, and that, `flush`; and `walk`, the work on a row of any
-// width, which reads it more than once.
+// fills it; `with_parameters`, the same for a thread that has a few rows; `registers` and `direct_registers`, as many as all that
+// takes; `measure`, which finds kFound numbers of a block's columns of each of a thread's rows, and `finish`, which writes those
+// columns of a row when the numbers of all blocks are there; kFlushes, whether something is left to do after the last row, and that,
+// `flush`; and `walk`, the work on a row of any width, which reads it more than once.
 #pragma once
 
 #include "pack.cuh"
@@ -13,7 +13,8 @@
 
 namespace ejkernel {
 
-constexpr int kSmallBlock = 256;  // threads of a block of several rows
+constexpr int kSmallBlock = 256;   // threads of a block of several rows
+constexpr int kDirectBlock = 128;  // the same of one that goes straight to registers and ends
 constexpr int kMaxItems = 4;      // packs of a row per thread
 constexpr int kMaxStages = 8;
 constexpr int64_t kMaxRows = int64_t{1} << 30;  // and as many again that are only asked for
@@ -33,6 +34,16 @@ struct Columns {
   int here;   // of this block
   __device__ int of(int item) const { return first + item * step; }
   __device__ bool has(int item) const { return of(item) < end; }
+
+  // How many warp `warp` of the block has.
+  template <int N, int ITEMS>
+  __device__ int of_warp(int warp) const {
+    const int begin = first - int(threadIdx.x) * N + warp * 32 * N;
+    int count = 0;
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) count += min(max(end - begin - item * step, 0), 32 * N);
+    return count;
+  }
 
   // How many block `rank` has.
   __device__ int count(int rank, int width) const {
@@ -55,6 +66,7 @@ struct Slots {
   T* data;
   __device__ T* at(int stream, int item) const { return data + (stream * ITEMS + item) * 32 * N; }
   __device__ void read(int stream, int item, float (&to)[N]) const { widen(load<T, N>(at(stream, item)), to); }
+  __device__ void read_again(int stream, int item, float (&to)[N]) const { read(stream, item, to); }
 };
 
 // The same in registers.
@@ -62,6 +74,8 @@ template <typename T, int N, int ITEMS, int STREAMS>
 struct Held {
   Pack<T, N> packs[STREAMS][ITEMS];
   __device__ void read(int stream, int item, float (&to)[N]) const { widen(packs[stream][item], to); }
+  // Widened a second time: packs take half the registers of floats that the compiler would hold from the first time on.
+  __device__ void read_again(int stream, int item, float (&to)[N]) const { widen_again(packs[stream][item], to); }
 };
 
 // Columns of block `rank` of a cluster that shares a row in equal parts.
@@ -113,9 +127,11 @@ __device__ inline Place place_of(const Op& op, int row, int end, const Columns& 
 // stays busy while a row is reduced.
 template <class Op, int ITEMS>
 __global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk, int stages) {
-  EJKERNEL_SHARED(float, scratch, kScratch);
+  // Whether the aside of the next row is on its way while this one is finished: where registers hold both.
+  constexpr bool kEarly = Op::kFlushes && ITEMS < kMaxItems;
+  EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_SHARED_REST(typename Op::T, memory);
-  Reducer reducer{scratch, int(blockDim.x), 0};
+  Reducer reducer{scratch, int(blockDim.x)};
   const int64_t group = blockIdx.x / walk.parts;
   // Rows are counted in 32 bits, for the registers.
   const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group);
@@ -130,15 +146,19 @@ __global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk
   for (; stage < stages - 1; ++stage) ring.fetch(place_after(stage), stage);
   typename Op::template Kept<ITEMS> kept;
   op.template begin<ITEMS>(kept, group, columns);
-  auto aside = op.template aside<ITEMS>(place_after(0));
+  typename Op::template Aside<ITEMS> aside[1] = {op.template aside<ITEMS>(place_after(0))};
   for (; first < end; first += step) {
     ring.fetch(place_after(stages - 1), stage);
     wait_for_copies(stages - 1);
     stage = stage + 1 == stages ? 0 : stage + 1;  // the oldest
-    Alone<Op::kFound> found;
-    op.template measure<ITEMS, false>(ring.slots(stage), aside, kept, columns, reducer, found.values);
-    op.template finish<ITEMS>(ring.slots(stage), aside, kept, place_after(0), found);
-    aside = op.template aside<ITEMS>(place_after(1));
+    const Slots<typename Op::T, Op::N, ITEMS> slots[1] = {ring.slots(stage)};
+    float found[1][Op::kFound];
+    op.template measure<ITEMS, false>(slots, aside, kept, columns, reducer, found);
+    auto next_aside = aside[0];
+    if constexpr (kEarly) next_aside = op.template aside<ITEMS>(place_after(1));
+    op.template finish<ITEMS>(slots[0], aside[0], kept, place_after(0), Alone<Op::kFound>(found[0]));
+    if constexpr (!kEarly) next_aside = op.template aside<ITEMS>(place_after(1));
+    aside[0] = next_aside;
   }
   wait_for_copies(0);
   op.template flush<ITEMS>(kept, blockIdx.x, columns, reinterpret_cast<float*>(memory));
@@ -148,12 +168,12 @@ __global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk
 // blocks tell each other is on its way meanwhile; of `stages`, 2 at least, one is for the row that is to be finished.
 template <class Op, int ITEMS>
 __global__ void __maxnreg__(Op::registers(ITEMS)) shared_rows(Op op, Walk walk, int stages) {
-  EJKERNEL_SHARED(float, scratch, kScratch);
+  EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_SHARED(float, places, Exchange<Op::kFound>::kPlaces);
   EJKERNEL_SHARED(Mailbox, mailboxes, kMailboxes);
   EJKERNEL_SHARED_REST(typename Op::T, memory);
   const int size = int(cluster_size());
-  Reducer reducer{scratch, int(blockDim.x), 0};
+  Reducer reducer{scratch, int(blockDim.x)};
   Exchange<Op::kFound> exchange{places, mailboxes, size};
   const int64_t worker = blockIdx.x / size, group = worker / walk.parts;
   const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group), step = int(walk.parts);
@@ -166,27 +186,29 @@ __global__ void __maxnreg__(Op::registers(ITEMS)) shared_rows(Op op, Walk walk, 
   for (; newest < stages - 2; ++newest) ring.fetch(place_after(newest), newest);
   typename Op::template Kept<ITEMS> kept;
   op.template begin<ITEMS>(kept, group, columns);
-  auto aside = op.template aside<ITEMS>(place_after(0));
+  typename Op::template Aside<ITEMS> aside[1] = {op.template aside<ITEMS>(place_after(0))};
   if (threadIdx.x == 0) {
     for (int box = 0; box < kMailboxes; ++box) open_mailbox(mailboxes + box);
   }
   cluster_sync();  // every block has started, so that its shared memory can be written
   int stage = 0, last = -1;  // where the row is that is measured, and the one before
-  auto aside_of_last = aside;
+  auto aside_of_last = aside[0];
   for (; row < end || last >= 0; row += step) {
     ring.fetch(place_after(stages - 2), newest);
     newest = newest + 1 == stages ? 0 : newest + 1;
     wait_for_copies(stages - 2);
     if (row < end) {
-      float found[Op::kFound];
-      op.template measure<ITEMS, true>(ring.slots(stage), aside, kept, columns, reducer, found);
-      exchange.send(found);
+      const Slots<typename Op::T, Op::N, ITEMS> slots[1] = {ring.slots(stage)};
+      float found[1][Op::kFound];
+      op.template measure<ITEMS, true>(slots, aside, kept, columns, reducer, found);
+      exchange.send(found[0]);
     }
+    const auto next_aside = op.template aside<ITEMS>(place_after(1));
     if (last >= 0) op.template finish<ITEMS>(ring.slots(last), aside_of_last, kept, place_after(-1), exchange.receive());
     last = row < end ? stage : -1;
     stage = stage + 1 == stages ? 0 : stage + 1;
-    aside_of_last = aside;
-    aside = op.template aside<ITEMS>(place_after(1));
+    aside_of_last = aside[0];
+    aside[0] = next_aside;
   }
   wait_for_copies(0);
   op.template flush<ITEMS>(kept, worker, columns, reinterpret_cast<float*>(memory));
@@ -201,13 +223,13 @@ constexpr int kAtOnce = ITEMS * Op::kStreams < 4 ? 4 / (ITEMS * Op::kStreams) : 
 template <class Op, int ITEMS>
 __global__ void __maxnreg__(Op::direct_registers(ITEMS)) direct_rows(Op op, Walk walk) {
   using T = typename Op::T;
-  constexpr int N = Op::N, ROWS = kAtOnce<Op, ITEMS>;
+  constexpr int N = Op::N, ROWS = kAtOnce<Op, ITEMS>, kValues = ROWS * Op::kFound;
   static_assert(!Op::kFlushes);
-  EJKERNEL_SHARED(float, scratch, kScratch);
-  Reducer reducer{scratch, int(blockDim.x), 0};
-  const int64_t group = blockIdx.x / walk.parts;
+  EJKERNEL_SHARED(float, scratch, kScratch<kValues>);
+  Reducer reducer{scratch, int(blockDim.x), kValues};
+  const unsigned parts = unsigned(walk.parts), group = blockIdx.x < parts ? 0 : blockIdx.x / parts;
   const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group);
-  const int first = begin + int(blockIdx.x % walk.parts) * int(blockDim.y) * ROWS + int(threadIdx.y);
+  const int first = begin + int(blockIdx.x - group * parts) * int(blockDim.y) * ROWS + int(threadIdx.y);
   const Columns columns = columns_of_block<N>(op.width, 1, 0);
   Held<T, N, ITEMS, Op::kStreams> held[ROWS];
   Place places[ROWS];
@@ -218,34 +240,29 @@ __global__ void __maxnreg__(Op::direct_registers(ITEMS)) direct_rows(Op op, Walk
     for (int stream = 0; stream < Op::kStreams; ++stream) {
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
+        const T* from = op.stream(stream) + places[at].start + columns.of(item);
         const bool there = places[at].active && columns.has(item);
-        held[at].packs[stream][item] =
-            there ? load<T, N>(op.stream(stream) + places[at].start + columns.of(item)) : zeros<T, N>();
+        held[at].packs[stream][item] = load_early<T, N>(from, there);
       }
     }
   }
-  const auto finish_all = [&](const auto& parameters) {
+  op.template with_parameters<ITEMS>(group, columns, [&](const auto& parameters) {
+    typename Op::template Aside<ITEMS> asides[ROWS];
+    float found[ROWS][Op::kFound];
+#pragma unroll
+    for (int at = 0; at < ROWS; ++at) asides[at] = op.template aside<ITEMS>(places[at]);
+    op.template measure<ITEMS, false>(held, asides, parameters, columns, reducer, found);
 #pragma unroll
     for (int at = 0; at < ROWS; ++at) {
-      auto aside = op.template aside<ITEMS>(places[at]);
-      Alone<Op::kFound> found;
-      op.template measure<ITEMS, false>(held[at], aside, parameters, columns, reducer, found.values);
-      op.template finish<ITEMS>(held[at], aside, parameters, places[at], found);
+      op.template finish<ITEMS>(held[at], asides[at], parameters, places[at], Alone<Op::kFound>(found[at]));
     }
-  };
-  if constexpr (ROWS > 1) {
-    typename Op::template Kept<ITEMS> kept;
-    op.template begin<ITEMS>(kept, group, columns);
-    finish_all(kept);
-  } else {
-    finish_all(op.near(group));
-  }
+  });
 }
 
 template <class Op>
 __global__ void __launch_bounds__(kMaxThreads) walked_rows(Op op, int64_t rows) {
-  EJKERNEL_SHARED(float, scratch, kScratch);
-  Reducer reducer{scratch, int(blockDim.x), 0};
+  EJKERNEL_SHARED(float, scratch, kScratch<>);
+  Reducer reducer{scratch, int(blockDim.x)};
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) op.walk(row, reducer);
 }
 

@@ -55,8 +55,12 @@ print("right")
 ROWS = """
 import numpy as np, test_rows_on_host as own
 problem = own.Norm("layer_norm", "bfloat16", 1800, 0)
-got = problem.forward(True, 64, 4, 2, 3, parts=1)
-np.testing.assert_allclose(got[1], problem.outputs.mean, 1e-5)
+out, mean, rstd = problem.forward(True, 64, 4, 4, 3, parts=1)
+wanted = problem.outputs
+# Any block of a cluster may be the one that runs ahead: all write parts of `out`, only the first one writes statistics.
+np.testing.assert_allclose(own.relative(out, wanted.out), 0, atol=own.TOLERANCE["bfloat16"])
+np.testing.assert_allclose(mean, wanted.mean, 1e-5)
+np.testing.assert_allclose(rstd, wanted.rstd, 1e-5)
 print("right")
 """
 

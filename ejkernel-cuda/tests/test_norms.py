@@ -251,8 +251,8 @@ def test_configs_are_legal_and_few(width, dtype, target):
     call, added = dataclasses.replace(CALL, x=x, scale=None), dataclasses.replace(ADDED, x=x, residual=x, scale=None)
     assert capability.supports_backward(call, target) is None
     assert added_capability.supports_backward(added, target) is None
-    spaces = [(call, config.FORWARD), (call, config.BACKWARD), (added, added_config.FORWARD), (added, added_config.BACKWARD)]
-    for call, knobs in spaces:
+    spaces = [(call, config.FORWARD), (call, config.BACKWARD), (call, config.CENTRED_BACKWARD)]
+    for call, knobs in [*spaces, (added, added_config.FORWARD), (added, added_config.BACKWARD)]:
         space, chosen = knobs.search_space(call, target), knobs.heuristic(call, target)
         assert len(space) <= 40 and len(set(space)) == len(space)
         for choice in (chosen, *space):
@@ -262,19 +262,22 @@ def test_configs_are_legal_and_few(width, dtype, target):
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "forward", "backward"),
+    ("width", "dtype", "forward", "backward", "centred", "added"),
     [
-        (131072, "bfloat16", 8, 8),
-        (32768, "bfloat16", 2, 2),
-        (16384, "bfloat16", 1, 1),
-        (131072, "float32", 16, 16),
-        (1 << 18, "float32", 1, 1),
+        (131072, "bfloat16", 16, 16, 16, 8),
+        (32768, "bfloat16", 4, 4, 4, 2),
+        (16384, "bfloat16", 1, 4, 1, 1),
+        (8192, "bfloat16", 1, 1, 1, 1),
+        (131072, "float32", 16, 16, 16, 16),
+        (1 << 18, "float32", 1, 1, 1, 1),
     ],
 )
-def test_wide_rows_are_shared_by_the_smallest_cluster_that_holds_them(width, dtype, forward, backward):
-    call = dataclasses.replace(CALL, x=ArraySpec((4, width), dtype), scale=None)
-    chosen = config.FORWARD.heuristic(call, H200), config.BACKWARD.heuristic(call, H200)
-    assert [choice.cluster for choice in chosen] == [forward, backward]
+def test_wide_rows_are_shared_by_a_cluster_that_holds_them(width, dtype, forward, backward, centred, added):
+    x = ArraySpec((4, width), dtype)
+    call, with_residual = (dataclasses.replace(of, x=x, scale=None) for of in (CALL, ADDED))
+    chosen = [knobs.heuristic(call, H200) for knobs in (config.FORWARD, config.BACKWARD, config.CENTRED_BACKWARD)]
+    chosen += [knobs.heuristic(with_residual, H200) for knobs in (added_config.FORWARD, added_config.BACKWARD)]
+    assert [choice.cluster for choice in chosen] == [forward, backward, centred, added, added]
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0, 8), (4, 0)])

@@ -49,6 +49,8 @@ DIRECT = [
     ("bfloat16", 1000, True, 64, 2, 1, 0),
     ("float32", 520, True, 64, 4, 1, 0),
     ("bfloat16", 3000, True, 384, 1, 1, 0),
+    ("bfloat16", 200, True, 8, 4, 1, 0),
+    ("bfloat16", 2400, True, 96, 4, 1, 0),
 ]
 
 
@@ -76,7 +78,7 @@ class Norm:
     def __init__(
         self, name: str, dtype: str, width: int, parameters: int, scale_offset: float = 0.0, stored: str = "float32"
     ) -> None:
-        """parameters: 0 for none, 1 for those that the batch shares, 2 for one of each member's; `stored` is the scale's dtype."""
+        """parameters: 0 for none, 1 for those that the batch shares, 2 for a scale of each member's; `stored` is their dtype."""
         rng = np.random.default_rng(width)
         operation, reference = NORMS[name]
         self.centred, self.added, self.which = name == "layer_norm", name == "add_rms_norm", [*NORMS].index(name)
@@ -84,7 +86,7 @@ class Norm:
         self.x = rounded(rng.normal(size=(2, 5, width)) * 2 + 3, dtype)
         self.grad = rounded(rng.normal(size=(2, 5, width)), dtype)
         self.scale = rounded(rng.normal(size=(parameters, width)), stored) if parameters else None
-        self.offset = rng.normal(size=(1, width)).astype(np.float32) if parameters and not self.added else None
+        self.offset = rounded(rng.normal(size=(1, width)), stored) if parameters and not self.added else None
         self.residual = rounded(rng.normal(size=(2, 5, width)), dtype) if self.added else None
         self.grad_sum = rounded(rng.normal(size=(2, 5, width)), dtype) if self.added else None
         # The reference does not round the sum; given the rounded one and nothing to add, it norms what the kernels norm.
@@ -165,6 +167,17 @@ def test_norm_backward(launch, name):
             assert relative(value, wanted) < 3e-6
         for one, other in zip(got, problem.backward(*knobs, parts=2), strict=True):
             np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+@pytest.mark.parametrize("launch", [("bfloat16", 40, True, 8, 1, 1, 1), ("float32", 33, False, 64, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("parts", [9, 40, 130])
+def test_sums_of_many_parts(launch, parts):
+    """Most of them of no rows."""
+    dtype, width, *knobs = launch
+    problem = Norm("layer_norm", dtype, width, 1)
+    got = problem.backward(*knobs, parts=parts)
+    assert relative(got[1], problem.gradients.scale) < 3e-6
+    assert relative(got[2], problem.gradients.offset) < 3e-6
 
 
 def softmax_mask(x: np.ndarray, where: np.ndarray | None) -> tuple[Mask, Guarded | None]:

@@ -1,7 +1,7 @@
 // XLA's door to normalisations of rows: checks of every shape and dtype, the choice of kernel, the launch.
 //
-// A parameter, in float or in x's type, that is absent comes as [0, width]; shared by the batch as [1, width]; one per batch
-// member as [batch, width].
+// Parameters come in float or in x's type, both in the same; one that is absent as [0, width], shared by the batch as [1, width], one
+// per batch member as [batch, width].
 // What a normalisation does not have is there, empty: the mean unless CENTRED, residual, sum and its gradient unless ADDED.
 #pragma once
 
@@ -62,6 +62,7 @@ struct Handlers {
     EJKERNEL_TRY(CheckAdded("sum", *sum, x));
     EJKERNEL_TRY(CheckParameter("scale", scale, x));
     EJKERNEL_TRY(CheckParameter("offset", offset, x));
+    if (scale.element_type() != offset.element_type()) return Invalid(kName, "scale and offset must have one type");
     EJKERNEL_TRY(CheckLike(kName, "out", *out, "x", x));
     const int64_t rows = x.dimensions()[0] * x.dimensions()[1];
     EJKERNEL_TRY(CheckStatistic("rstd", *rstd, rows, true, true));
@@ -143,14 +144,6 @@ struct Handlers {
     return {partial.typed_data(), total.typed_data(), groups, groups ? workers / groups : 0};
   }
 
-  static ffi::Error SumParts(cudaStream_t stream, Parts first, Parts second, int64_t width) {
-    const int64_t blocks = (first.groups + second.groups) * ((width + 31) / 32);
-    if (blocks == 0) return ffi::Error::Success();
-    if (blocks > kMaxGrid) return Invalid(kName, "too many parameters");
-    sum_parts<<<unsigned(blocks), dim3(32, kPartRows), 0, stream>>>(first, second, width);
-    return CheckLaunch(kName, "sum of partial gradients");
-  }
-
   static ffi::Error RunBackward(cudaStream_t stream, Array x, Array scale, Floats mean, Floats rstd, Array grad,
                                 Array grad_sum, float scale_offset, int64_t threads, int64_t cluster, int64_t stages,
                                 int64_t parts, ffi::Result<Array> d_x, ffi::Result<Floats> d_scale,
@@ -195,7 +188,7 @@ struct Handlers {
       return CheckLaunch(kName, "partial sums of columns");
     }));
     const int64_t workers = groups * walk.parts;
-    return SumParts(stream, PartsOf(*part_scale, *d_scale, workers), PartsOf(*part_offset, *d_offset, workers), dims[2]);
+    return LaunchSum(kName, stream, PartsOf(*part_scale, *d_scale, workers), PartsOf(*part_offset, *d_offset, workers), dims[2]);
   }
 
   template <typename Binding>

@@ -96,8 +96,8 @@ struct Forward {
 
   static constexpr int kStreams = ADDED ? 2 : 1, kFound = CENTRED ? 2 : 1;
   static constexpr bool kFlushes = false;
-  static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 80 : 64; }
-  static constexpr int direct_registers(int items) { return items == 1 ? 64 : items == 2 ? 80 : 72; }
+  static constexpr int registers(int items) { return items * N > 16 ? 128 : items > (CENTRED ? 1 : 2) ? 80 : 64; }
+  static constexpr int direct_registers(int items) { return ADDED && items > 2 ? 80 : 64; }
   template <int ITEMS>
   struct Kept {
     float scale[ITEMS][N], offset[ADDED ? 1 : ITEMS][N];  // where ADDED, there is no offset
@@ -110,14 +110,54 @@ struct Forward {
       }
     }
   };
-  // The same left in memory.
+  // The same left in memory, stored as S, for a thread that has a row in as many registers as leave room for it.
+  template <typename S>
   struct Near {
     ParameterRow<T> scale, offset;
-    float scale_offset;
+    float more;  // on top of scale
+
+    static __device__ void read_row(const ParameterRow<T>& row, int column, float (&to)[N]) {
+      constexpr int HALF = 16 / sizeof(S);  // of the columns, or all
+#pragma unroll
+      for (int begin = 0; begin < N; begin += HALF) {
+        float part[HALF];
+        widen(load_early<S, HALF>(static_cast<const S*>(row.data) + column + begin, row.data != nullptr), part);
+#pragma unroll
+        for (int i = 0; i < HALF; ++i) to[begin + i] = part[i];
+      }
+    }
 
     __device__ void read(int item, const Columns& columns, float (&factor)[N], float (&shift)[N]) const {
-      scale.template read<N>(columns.of(item), scale_offset, 1.f, factor);
-      if constexpr (!ADDED) offset.template read<N>(columns.of(item), 0.f, 0.f, shift);
+      read_row(scale, columns.of(item), factor);
+#pragma unroll
+      for (int i = 0; i < N; ++i) factor[i] += more;
+      if constexpr (!ADDED) read_row(offset, columns.of(item), shift);
+    }
+  };
+  // The same as it is stored, in T, read before anything waits for the row.
+  template <int ITEMS>
+  struct Ahead {
+    Pack<T, N> scale[ITEMS], offset[ADDED ? 1 : ITEMS];
+    float more;  // on top of scale
+
+    __device__ Ahead(const ParameterRow<T>& factors, const ParameterRow<T>& shifts, const Columns& columns, float more)
+        : more(more) {
+#pragma unroll
+      for (int item = 0; item < ITEMS; ++item) {
+        scale[item] = packs_of(factors, item, columns);
+        if constexpr (!ADDED) offset[item] = packs_of(shifts, item, columns);
+      }
+    }
+
+    static __device__ Pack<T, N> packs_of(const ParameterRow<T>& row, int item, const Columns& columns) {
+      return load_early<T, N>(static_cast<const T*>(row.data) + columns.of(item), row.data && columns.has(item));
+    }
+
+    __device__ void read(int item, const Columns&, float (&factor)[N], float (&shift)[N]) const {
+      widen_again(scale[item], factor);
+#pragma unroll
+      for (int i = 0; i < N; ++i) factor[i] += more;
+      if constexpr (!ADDED) widen_again(offset[item], shift);
     }
   };
   template <int ITEMS>
@@ -131,7 +171,21 @@ struct Forward {
     if constexpr (!ADDED) read_columns(kept.offset, offset.member(group), columns, 0.f, 0.f);
   }
 
-  __device__ Near near(int64_t group) const { return {scale.member(group), offset.member(group), scale_offset}; }
+  // What a thread of a few rows needs of the parameters, which are stored alike, given to `use`.
+  template <int ITEMS, class Use>
+  __device__ void with_parameters(int64_t group, const Columns& columns, Use use) const {
+    const ParameterRow<T> factors = scale.member(group), shifts = offset.member(group);
+    const float more = factors.data ? scale_offset : 1.f;
+    if (std::is_same_v<T, float> || factors.narrow) {
+      if constexpr (ITEMS > 2) {
+        use(Near<T>{factors, shifts, more});
+      } else {
+        use(Ahead<ITEMS>(factors, shifts, columns, more));
+      }
+    } else {
+      use(Near<float>{factors, shifts, more});
+    }
+  }
 
   template <int ITEMS>
   __device__ Aside<ITEMS> aside(const Place&) const {
@@ -145,55 +199,92 @@ struct Forward {
     widen(rounded<T, N>(x), x);
   }
 
-  template <class Source>
+  template <bool AGAIN = false, class Source>
   __device__ static void read(const Source& source, int item, float (&x)[N]) {
-    source.read(0, item, x);
+    AGAIN ? source.read_again(0, item, x) : source.read(0, item, x);
     if constexpr (ADDED) {
       float residual[N];
-      source.read(1, item, residual);
+      AGAIN ? source.read_again(1, item, residual) : source.read(1, item, residual);
       add(x, residual);
     }
   }
 
-  // The mean of the block's columns and the sum of squares about it; unless CENTRED, the sum of squares.
-  template <int ITEMS, bool CLUSTER, class Source, class Parameters>
-  __device__ void measure(const Source& source, const Aside<ITEMS>&, const Parameters&, const Columns& columns,
-                          Reducer& reducer, float (&found)[kFound]) const {
-    float centre = 0.f, squares = 0.f;
+  // Of each of so many rows, the mean of the block's columns and the sum of squares about it; unless CENTRED, the sum of squares.
+  template <int ITEMS, bool CLUSTER, int ROWS, class Source, class Parameters>
+  __device__ void measure(const Source (&sources)[ROWS], const Aside<ITEMS> (&)[ROWS], const Parameters&, const Columns& columns,
+                          Reducer& reducer, float (&found)[ROWS][kFound]) const {
+    float squares[ROWS] = {}, centres[ROWS] = {};
     if constexpr (CENTRED) {
+      // About the warp's own mean first, so that the warps meet once.
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) {
+#pragma unroll
+        for (int item = 0; item < ITEMS; ++item) {
+          float x[N];
+          read(sources[row], item, x);
+#pragma unroll
+          for (int i = 0; i < N; ++i) centres[row] += x[i];
+        }
+      }
+      Reducer::warp<Add>(centres, reducer.neighbours());
+      const float share = reducer.threads > 32 ? 1.f / max(columns.of_warp<N, ITEMS>(threadIdx.x / 32), 1) : inverse_width;
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) centres[row] *= share;
+    }
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
+        if (CENTRED && !columns.has(item)) continue;
         float x[N];
-        read(source, item, x);
+        read<CENTRED>(sources[row], item, x);
 #pragma unroll
-        for (int i = 0; i < N; ++i) centre += x[i];
+        for (int i = 0; i < N; ++i) squares[row] += (x[i] - centres[row]) * (x[i] - centres[row]);
       }
-      centre = reducer.template all<Add>(centre) * (CLUSTER ? 1.f / max(columns.here, 1) : inverse_width);
-      found[0] = centre;
+    }
+    if constexpr (CENTRED) {
+      Reducer::warp<Add>(squares, reducer.neighbours());
+      if (reducer.threads > 32) join_warps<ITEMS, CLUSTER>(centres, squares, columns, reducer);
+    } else {
+      reducer.template all<Add>(squares);
     }
 #pragma unroll
-    for (int item = 0; item < ITEMS; ++item) {
-      if (CENTRED && !columns.has(item)) continue;
-      float x[N];
-      read(source, item, x);
-#pragma unroll
-      for (int i = 0; i < N; ++i) squares += (x[i] - centre) * (x[i] - centre);
+    for (int row = 0; row < ROWS; ++row) {
+      if constexpr (CENTRED) found[row][0] = centres[row];
+      found[row][CENTRED] = squares[row];
     }
-    found[CENTRED] = reducer.template all<Add>(squares);
+  }
+
+  // From means of a warp's columns and the sums of squares about them to those of the block's.
+  template <int ITEMS, bool CLUSTER, int ROWS>
+  __device__ void join_warps(float (&centres)[ROWS], float (&squares)[ROWS], const Columns& columns, Reducer& reducer) const {
+    float both[2 * ROWS], absent[2 * ROWS] = {};
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) both[row] = centres[row], both[ROWS + row] = squares[row];
+    const int warps = reducer.gather(both, absent), warp = threadIdx.x % warps;
+    const float count = warp < reducer.threads / 32 ? float(columns.of_warp<N, ITEMS>(warp)) : 0.f;
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) centres[row] = both[row] * count;
+    Reducer::warp<Add>(centres, warps);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+      centres[row] *= CLUSTER ? 1.f / max(columns.here, 1) : inverse_width;
+      const float apart = both[row] - centres[row];
+      squares[row] = both[ROWS + row] + apart * apart * count;
+    }
+    Reducer::warp<Add>(squares, warps);
   }
 
   // The row's mean, 0 unless CENTRED, and the sum of squares about it.
   template <class Found>
   __device__ void moments(const Found& found, const Columns& columns, float& centre, float& squares) const {
-    centre = CENTRED ? found.total(0) : 0.f, squares = found.total(CENTRED);
     if constexpr (CENTRED && Found::kCluster) {
-      centre = 0.f;
-      for (int block = 0; block < found.blocks; ++block) centre += found.of(0, block) * columns.count(block, width);
-      centre *= inverse_width;
-      for (int block = 0; block < found.blocks; ++block) {
-        const float apart = found.of(0, block) - centre;
-        squares += apart * apart * columns.count(block, width);
-      }
+      const float mean = found.of_block(0), count = float(columns.count(found.block(), width));
+      centre = found.template all<Add>(mean * count) * inverse_width;
+      const float apart = mean - centre;
+      squares = found.template all<Add>(found.of_block(1) + apart * apart * count);
+    } else {
+      centre = CENTRED ? found.total(0) : 0.f, squares = found.total(CENTRED);
     }
   }
 
@@ -208,7 +299,7 @@ struct Forward {
     for (int item = 0; item < ITEMS; ++item) {
       if (!place.columns.has(item)) continue;
       float x[N];
-      read(source, item, x);
+      read<true>(source, item, x);
       if constexpr (ADDED) store<T, N>(sum + place.start + place.columns.of(item), rounded<T, N>(x));
       float factor[N], shift[N];
       parameters.read(item, place.columns, factor, shift);
@@ -225,11 +316,12 @@ struct Forward {
   template <int ITEMS>
   __device__ void flush(const Kept<ITEMS>&, int64_t, const Columns&, float*) const {}
 
-  __device__ void write(const Pack<T, N>& pack, int64_t row, int column, const Near& parameters, float centre,
-                        float inverse) const {
+  __device__ void write(const Pack<T, N>& pack, int64_t row, int column, const ParameterRow<T>& factors,
+                        const ParameterRow<T>& shifts, float centre, float inverse) const {
     float values[N], factor[N], shift[N];
     widen(pack, values);
-    parameters.read(0, {column}, factor, shift);
+    factors.template read<N>(column, scale_offset, 1.f, factor);
+    if constexpr (!ADDED) shifts.template read<N>(column, 0.f, 0.f, shift);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       values[i] = (CENTRED ? values[i] - centre : values[i]) * inverse * factor[i];
@@ -269,9 +361,9 @@ struct Forward {
       for (int i = 0; i < N; ++i) squares += (to_float(pack.data[i]) - centre) * (to_float(pack.data[i]) - centre);
     }
     const float inverse = rsqrtf(reducer.template all<Add>(squares) * inverse_width + epsilon);
-    const Near parameters{scale.row(row, rows_per_batch), offset.row(row, rows_per_batch), scale_offset};
+    const ParameterRow<T> factors = scale.row(row, rows_per_batch), shifts = offset.row(row, rows_per_batch);
     for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
-      write(load<T, N>(from + column), row, column, parameters, centre, inverse);
+      write(load<T, N>(from + column), row, column, factors, shifts, centre, inverse);
     }
     if (threadIdx.x == 0) save(row, centre, inverse);
   }
@@ -298,7 +390,7 @@ struct Backward {
 
   static constexpr int kStreams = ADDED ? 3 : 2, kFound = CENTRED ? 2 : 1;
   static constexpr bool kFlushes = true;
-  static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 96 : items * N > 8 ? 80 : 64; }
+  static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 104 : items * N > 8 ? 80 : 64; }
   template <int ITEMS>
   struct Kept {
     float factor[ITEMS][N];                                           // scale + scale_offset
@@ -342,8 +434,11 @@ struct Backward {
   }
 
   template <int ITEMS, bool CLUSTER>
-  __device__ void measure(const Slots<T, N, ITEMS>& slots, const Aside<ITEMS>& aside, Kept<ITEMS>& kept, const Columns&,
-                          Reducer& reducer, float (&found)[kFound]) const {
+  __device__ void measure(const Slots<T, N, ITEMS> (&rows)[1], const Aside<ITEMS> (&asides)[1], Kept<ITEMS>& kept,
+                          const Columns&, Reducer& reducer, float (&founds)[1][kFound]) const {
+    const Slots<T, N, ITEMS>& slots = rows[0];
+    const Aside<ITEMS>& aside = asides[0];
+    float(&found)[kFound] = founds[0];
 #pragma unroll
     for (int k = 0; k < kFound; ++k) found[k] = 0.f;
 #pragma unroll

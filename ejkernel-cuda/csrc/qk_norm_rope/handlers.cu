@@ -1,6 +1,7 @@
 // XLA's door to qk_norm_rope: checks of every shape and dtype, the choice of kernel, the launch.
 //
 // A scale is float32, [0, channels] when absent, [1, channels] when the batch shares it, else [batch, channels].
+#include "launch_rows.cuh"
 #include "qk_norm_rope/kernels.cuh"
 #include "rope/heads.cuh"
 
@@ -216,11 +217,7 @@ ffi::Error RunBackward(cudaStream_t stream, Array query, Array key, Floats query
   const int64_t width = query.dimensions()[3];
   const Parts first{query_parts->typed_data(), d_query_scale->typed_data(), query_scale.dimensions()[0], of_query};
   const Parts second{key_parts->typed_data(), d_key_scale->typed_data(), key_scale.dimensions()[0], of_key};
-  const int64_t blocks = (first.groups + second.groups) * ((width + 31) / 32);
-  if (blocks == 0) return ffi::Error::Success();
-  if (blocks > kMaxGrid) return Invalid(kName, "too many scales");
-  sum_parts<<<unsigned(blocks), dim3(32, kPartRows), 0, stream>>>(first, second, width);
-  return CheckLaunch(kName, "sum of partial gradients");
+  return LaunchSum(kName, stream, first, second, width);
 }
 
 ffi::Error AngleGradientsOfOne(cudaStream_t stream, Array x, Floats rstd, Array grad, Floats scale, Floats d_cos, Floats d_sin,

@@ -95,8 +95,11 @@ struct Forward {
   template <int ITEMS>
   __device__ void begin(Kept<ITEMS>&, int64_t, const Columns&) const {}
 
-  struct Near {};
-  __device__ Near near(int64_t) const { return {}; }
+  struct Nothing {};
+  template <int ITEMS, class Use>
+  __device__ void with_parameters(int64_t, const Columns&, Use use) const {
+    use(Nothing{});
+  }
 
   template <int ITEMS>
   __device__ Aside<ITEMS> aside(const Place& place) const {
@@ -111,43 +114,67 @@ struct Forward {
   static __device__ float shift_of(float largest) { return largest == -INFINITY ? 0.f : largest; }
   static __device__ float inverse_of(float total) { return total == 0.f ? 0.f : 1.f / total; }
 
-  // The largest logit of the block's columns, and the sum of weights relative to it. Without a mask every column that is there takes
-  // part.
-  template <int ITEMS, bool CLUSTER, class Source, class Nothing>
-  __device__ void measure(const Source& source, Aside<ITEMS>& aside, const Nothing&, const Columns& columns, Reducer& reducer,
-                          float (&found)[kFound]) const {
-    mask.data ? weigh<true>(source, aside, columns, reducer, found) : weigh<false>(source, aside, columns, reducer, found);
+  // Of each of so many rows, the largest logit of the block's columns, and the sum of weights relative to it. Without a mask every
+  // column that is there takes part.
+  template <int ITEMS, bool CLUSTER, int ROWS, class Source, class Nothing>
+  __device__ void measure(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], const Nothing&, const Columns& columns,
+                          Reducer& reducer, float (&found)[ROWS][kFound]) const {
+    mask.data ? weigh<true>(sources, asides, columns, reducer, found) : weigh<false>(sources, asides, columns, reducer, found);
   }
 
-  template <bool MASKED, int ITEMS, class Source>
-  __device__ void weigh(const Source& source, Aside<ITEMS>& aside, const Columns& columns, Reducer& reducer,
-                        float (&found)[kFound]) const {
-    float largest = -INFINITY, total = 0.f;
+  template <bool MASKED, int ITEMS, int ROWS, class Source>
+  __device__ void weigh(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], const Columns& columns, Reducer& reducer,
+                        float (&found)[ROWS][kFound]) const {
+    float largest[ROWS], total[ROWS] = {};
 #pragma unroll
-    for (int item = 0; item < ITEMS; ++item) {
-      float values[N];
-      source.read(0, item, values);
+    for (int row = 0; row < ROWS; ++row) {
+      largest[row] = -INFINITY;
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const int at = item * N + i;
-        aside.weights[at] = logit(values[i], MASKED ? aside.taken >> at & 1u : columns.has(item));
-        largest = fmaxf(largest, aside.weights[at]);
+      for (int item = 0; item < ITEMS; ++item) {
+        float values[N];
+        sources[row].read(0, item, values);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          const int at = item * N + i;
+          asides[row].weights[at] = logit(values[i], MASKED ? asides[row].taken >> at & 1u : columns.has(item));
+          largest[row] = fmaxf(largest[row], asides[row].weights[at]);
+        }
       }
     }
     const int neighbours = reducer.neighbours();
-    found[0] = aside.largest = Reducer::warp<Largest>(largest, neighbours);
-    const float shift = shift_of(aside.largest);
+    Reducer::warp<Largest>(largest, neighbours);
 #pragma unroll
-    for (int at = 0; at < ITEMS * N; ++at) {
-      aside.weights[at] = weight<T>(aside.weights[at] - shift);
-      total += aside.weights[at];
+    for (int row = 0; row < ROWS; ++row) {
+      asides[row].largest = largest[row];
+      const float shift = shift_of(largest[row]);
+#pragma unroll
+      for (int at = 0; at < ITEMS * N; ++at) {
+        asides[row].weights[at] = weight<T>(asides[row].weights[at] - shift);
+        total[row] += asides[row].weights[at];
+      }
     }
-    found[1] = Reducer::warp<Add>(total, neighbours);
-    if (reducer.threads <= 32) return;
-    const int warps = reducer.gather(found, {-INFINITY, 0.f});
-    largest = Reducer::warp<Largest>(found[0], warps);
-    found[1] = Reducer::warp<Add>(found[1] * weight<T>(found[0] - shift_of(largest)), warps);
-    found[0] = largest;
+    Reducer::warp<Add>(total, neighbours);
+    if (reducer.threads > 32) join_warps(largest, total, reducer);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) found[row][0] = largest[row], found[row][1] = total[row];
+  }
+
+  // From the numbers of a warp's columns to those of the block's.
+  template <int ROWS>
+  static __device__ void join_warps(float (&largest)[ROWS], float (&total)[ROWS], Reducer& reducer) {
+    float both[2 * ROWS], absent[2 * ROWS];
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+      both[row] = largest[row], both[ROWS + row] = total[row];
+      absent[row] = -INFINITY, absent[ROWS + row] = 0.f;
+    }
+    const int warps = reducer.gather(both, absent);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) largest[row] = both[row];
+    Reducer::warp<Largest>(largest, warps);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) total[row] = both[ROWS + row] * weight<T>(both[row] - shift_of(largest[row]));
+    Reducer::warp<Add>(total, warps);
   }
 
   template <int ITEMS, class Source, class Nothing, class Found>
@@ -158,12 +185,11 @@ struct Forward {
 
   template <bool MASKED, int ITEMS, class Source, class Found>
   __device__ void scale_weights(const Source& source, const Aside<ITEMS>& aside, const Place& place, const Found& found) const {
-    float shift, total = 0.f, factor = 1.f;  // from the warp's largest logit to the row's
+    float shift, total, factor = 1.f;  // from the warp's largest logit to the row's
     if constexpr (Found::kCluster) {
-      float largest = found.of(0, 0);
-      for (int block = 1; block < found.blocks; ++block) largest = fmaxf(largest, found.of(0, block));
-      shift = shift_of(largest);
-      for (int block = 0; block < found.blocks; ++block) total += found.of(1, block) * weight<T>(found.of(0, block) - shift);
+      const float largest = found.of_block(0);
+      shift = shift_of(found.template all<Largest>(largest));
+      total = found.template all<Add>(found.of_block(1) * weight<T>(largest - shift));
     } else {
       shift = shift_of(found.values[0]), total = found.values[1];
       factor = weight<T>(aside.largest - shift);
@@ -252,8 +278,11 @@ struct Backward {
   template <int ITEMS>
   __device__ void begin(Kept<ITEMS>&, int64_t, const Columns&) const {}
 
-  struct Near {};
-  __device__ Near near(int64_t) const { return {}; }
+  struct Nothing {};
+  template <int ITEMS, class Use>
+  __device__ void with_parameters(int64_t, const Columns&, Use use) const {
+    use(Nothing{});
+  }
 
   template <int ITEMS>
   __device__ Aside<ITEMS> aside(const Place& place) const {
@@ -280,17 +309,22 @@ struct Backward {
   }
 
   // What is not there is zero.
-  template <int ITEMS, bool CLUSTER, class Source, class Nothing>
-  __device__ void measure(const Source& source, const Aside<ITEMS>& aside, const Nothing&, const Columns&, Reducer& reducer,
-                          float (&found)[kFound]) const {
-    float sum = 0.f, values[N], grads[N];
+  template <int ITEMS, bool CLUSTER, int ROWS, class Source, class Nothing>
+  __device__ void measure(const Source (&sources)[ROWS], const Aside<ITEMS> (&asides)[ROWS], const Nothing&, const Columns&,
+                          Reducer& reducer, float (&found)[ROWS][kFound]) const {
+    float sums[ROWS] = {}, values[N], grads[N];
 #pragma unroll
-    for (int item = 0; item < ITEMS; ++item) {
-      source.read(0, item, values);
-      source.read(1, item, grads);
-      sum += mask.data ? dot<true>(values, grads, aside.taken >> (item * N)) : dot<false>(values, grads, 0);
+    for (int row = 0; row < ROWS; ++row) {
+#pragma unroll
+      for (int item = 0; item < ITEMS; ++item) {
+        sources[row].read(0, item, values);
+        sources[row].read(1, item, grads);
+        sums[row] += mask.data ? dot<true>(values, grads, asides[row].taken >> (item * N)) : dot<false>(values, grads, 0);
+      }
     }
-    found[0] = reducer.template all<Add>(sum);
+    reducer.template all<Add>(sums);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) found[row][0] = sums[row];
   }
 
   template <int ITEMS, class Source, class Nothing, class Found>
@@ -302,8 +336,8 @@ struct Backward {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       if (!place.columns.has(item)) continue;
-      source.read(0, item, values);
-      source.read(1, item, grads);
+      source.read_again(0, item, values);
+      source.read_again(1, item, grads);
       const int64_t at = place.start + place.columns.of(item);
       mask.data ? write<true>(values, grads, aside.taken >> (item * N), at, sum) : write<false>(values, grads, 0, at, sum);
     }

@@ -41,8 +41,8 @@ void streamed(const Op& op, const Shape& shape) {
 
 template <class Op, int ITEMS>
 void direct(const Op& op, const Shape& shape) {
-  if constexpr (!Op::kFlushes) {
-    const unsigned y = shape.threads > 32 ? 1 : unsigned(kSmallBlock / shape.threads);
+  if constexpr (Op::N > 1 && !Op::kFlushes) {
+    const unsigned y = shape.threads > 32 ? 1 : unsigned(kDirectBlock / shape.threads);
     const int64_t rows = y * kAtOnce<Op, ITEMS>;
     const Walk walk{shape.rows_per_group, (shape.rows_per_group + rows - 1) / rows};
     host::launch(unsigned(shape.groups * walk.parts), {unsigned(shape.threads), y}, 1, [&] { direct_rows<Op, ITEMS>(op, walk); });
@@ -83,6 +83,18 @@ void norm_typed(int kind, bool packed, int which, Run run) {
       default: return run.template operator()<T, N, false, true>();
     }
   });
+}
+
+// The sum of partial gradients as a launch does it.
+template <int N>
+void sum_of(const Parts& first, const Parts& second, int64_t width) {
+  const int lanes = lanes_of_sum<N>(std::max(first.parts, second.parts)), columns = lanes * N;
+  host::launch(unsigned((first.groups + second.groups) * ((width + columns - 1) / columns)), {kSumThreads, 1}, 1,
+               [&] { sum_parts<N>(first, second, width, lanes); });
+}
+
+void sum(const Parts& first, const Parts& second, int64_t width) {
+  width % 4 ? sum_of<1>(first, second, width) : sum_of<4>(first, second, width);
 }
 
 }  // namespace
@@ -137,12 +149,10 @@ EXPORT void norm_backward(int kind, bool packed, int which, Shape shape, const v
       });
     }
   });
-  const unsigned tiles = unsigned((width + 31) / 32);
   const auto parts_of = [&](const float* partial, float* total) {
     return Parts{partial, total, total ? shape.groups : 0, shape.parts};
   };
-  const Parts first = parts_of(part_scale, d_scale), second = parts_of(part_offset, d_offset);
-  host::launch(unsigned(first.groups + second.groups) * tiles, {32, kPartRows}, 1, [&] { sum_parts(first, second, width); });
+  sum(parts_of(part_scale, d_scale), parts_of(part_offset, d_offset), width);
 }
 
 EXPORT void softmax_forward(int kind, bool packed, Shape shape, const void* x, softmax::Mask mask, void* out, int width,
@@ -222,9 +232,7 @@ EXPORT void qk_norm_rope_backward(int kind, bool interleaved, bool packed, unsig
     });
   });
   if (!total) return;
-  const Parts first{partial, total, groups, parts}, second{};
-  host::launch(unsigned(groups * ((heads.width + 31) / 32)), {32, kPartRows}, 1,
-               [&] { sum_parts(first, second, heads.width); });
+  sum({partial, total, groups, parts}, {}, heads.width);
 }
 
 EXPORT void qk_norm_rope_angle_gradients(int kind, bool interleaved, bool packed, unsigned lanes, const void* x,

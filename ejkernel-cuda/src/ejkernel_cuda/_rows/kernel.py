@@ -1,12 +1,13 @@
 """Normalisations of rows: the arrays as the library's handlers take them.
 
-Parameters travel in float32 or in the dtype of x, `[0, d]` when absent. In backward every block writes one partial sum of the
-parameters' gradients, and a second launch adds them up in a fixed order, without atomics.
+Parameters travel in the dtype of x where all of them have it, else in float32; `[0, d]` when absent. In backward every block
+writes one partial sum of the parameters' gradients, and a second launch adds them up in a fixed order, without atomics.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +22,9 @@ from ejkernel_cuda._rows.config import BackwardConfig, ForwardConfig
 _FLOAT = jnp.float32
 
 
-def _parameter(value: Any, width: int, dtype: Any) -> Any:
-    if value is None:
-        return jnp.zeros((0, width), _FLOAT)
-    return value if value.dtype == dtype else value.astype(_FLOAT)
+def _parameters(values: Sequence[Any], x: Any) -> list[Any]:
+    dtype = x.dtype if all(value is None or value.dtype == x.dtype for value in values) else _FLOAT
+    return [jnp.zeros((0, x.shape[-1]), dtype) if value is None else value.astype(dtype) for value in values]
 
 
 def _batched(x: Any) -> tuple[int, int, int]:
@@ -58,7 +58,7 @@ def norm_forward(
         if not call.save_residuals:
             return Normed(x, residual, None, None)
         return Normed(x, residual, jnp.zeros_like(rstd) if centred else None, rstd)
-    batch, rows, width = shape = _batched(x)
+    batch, rows, _ = shape = _batched(x)
     saved = batch * rows if call.save_residuals else 0
     out, total, mean, rstd = jax.ffi.ffi_call(
         handler(f"{name}_forward"),
@@ -71,8 +71,7 @@ def norm_forward(
     )(
         x.reshape(shape),
         _addend(residual, x),
-        _parameter(scale, width, x.dtype),
-        _parameter(offset, width, x.dtype),
+        *_parameters((scale, offset), x),
         epsilon=np.float32(call.epsilon),
         scale_offset=np.float32(call.scale_offset),
         threads=np.int64(config.threads),
@@ -124,7 +123,7 @@ def norm_backward(
         ),
     )(
         x.reshape(shape),
-        _parameter(scale, width, x.dtype),
+        *_parameters((scale,), x),
         jnp.zeros((0,), _FLOAT) if mean is None else mean.reshape(batch * rows),
         rstd.reshape(batch * rows),
         grad.reshape(shape),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from ejkernel_cuda._rows.config import BACKWARD, FORWARD
+from ejkernel_cuda._rows.config import CENTRED_BACKWARD as BACKWARD
+from ejkernel_cuda._rows.config import FORWARD
 
 __all__ = ["BACKWARD", "FORWARD"]
