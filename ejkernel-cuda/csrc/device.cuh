@@ -111,6 +111,9 @@ __device__ inline void store_words(void* to, uint4 words) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w));
 }
 
+// What is to be read soon comes from memory to where all blocks find it.
+__device__ inline void fetch_ahead(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 // The pointer itself, which the compiler is to hold rather than to work out anew at every use in a loop.
 __device__ inline const char* held(const char* pointer) {
   asm volatile("" : "+l"(pointer));

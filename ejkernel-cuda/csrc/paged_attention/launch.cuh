@@ -34,7 +34,11 @@ ffi::Error Attend(cudaStream_t stream, const Problem& problem, const Results& re
 template <typename T>
 ffi::Error Merge(cudaStream_t stream, const Problem& problem, const Results& results, int workers) {
   const int64_t rows = problem.batch * problem.requests.tokens * problem.heads;
-  merge<T><<<unsigned(rows), kThreads, 0, stream>>>(problem, results, workers);
+  if (merge_warps(problem, workers) == kMergeWarps) {
+    merge<T, kMergeWarps><<<unsigned(rows), 32 * kMergeWarps, 0, stream>>>(problem, results, workers);
+  } else {
+    merge<T, kMostMergeWarps><<<unsigned(rows), 32 * kMostMergeWarps, 0, stream>>>(problem, results, workers);
+  }
   return CheckLaunch(kName, "merge");
 }
 

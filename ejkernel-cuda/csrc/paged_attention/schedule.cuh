@@ -1,6 +1,7 @@
 // Who reads which keys, decided on the device from the lengths: one compilation serves every mix of requests.
 //
-// A tile is one new token's query heads under one key head, up to kRows of them. Its keys come in blocks; the blocks of
+// A tile is one new token's query heads under one key head, up to kRows of them, or under each of several key heads that lie
+// side by side in the pages, which are then read in longer pieces. Its keys come in blocks; the blocks of
 // all tiles, one after the other, are dealt out in equal shares to as many workers as run at once (Osama et al., Stream-K,
 // 2023). A tile of which no one worker has all blocks is a sum of parts; a worker has at most two such tiles, the first and the
 // last of its share, which bounds the memory for parts without looking at lengths.
@@ -29,6 +30,7 @@ struct Problem {
   const float* value_scale;
   int sinks_batch, key_scale_batch, key_scale_head, value_scale_batch, value_scale_head;  // strides
   int batch, heads, key_heads, head_tiles;  // head_tiles: tiles of one key head's query heads
+  int together;                             // key heads of a tile: 1, 2 or 4, and 1 unless Tile::kShares
   int window;                               // 0 for none
   float scale, soft_cap;                    // soft_cap 0 for none
   bool causal;
@@ -37,6 +39,7 @@ struct Problem {
 
   __device__ int group() const { return heads / key_heads; }
   __device__ bool fills_tiles() const { return heads > key_heads * (kRows / 2); }  // more than half of some tile's rows
+  constexpr int tiles_of_token() const { return key_heads / together * head_tiles; }
   __device__ int all_requests() const { return batch * int(requests.requests); }
 };
 
@@ -69,7 +72,7 @@ struct Request {
     blocks = max((limit + problem.block - 1) / problem.block - first_block, 1);
   }
 
-  __device__ int tiles(const Problem& problem) const { return count * problem.key_heads * problem.head_tiles; }
+  __device__ int tiles(const Problem& problem) const { return count * problem.tiles_of_token(); }
 
   // The first key that new token `local` sees, and the one after the last.
   __device__ int lowest(const Problem& problem, int local) const {
@@ -87,22 +90,27 @@ struct Request {
 
 // One tile of a request.
 struct TileOf {
-  int token, local;          // in the member's tokens, and in the request's
-  int key_head, head, rows;  // the first query head, and how many
+  int token, local;              // in the member's tokens, and in the request's
+  int key_head, in_group, rows;  // the first key head; of each one's query heads the first, and how many
 
   __device__ TileOf(const Problem& problem, const Request& request, int tile) {
-    const int group = problem.group(), in_group = tile % problem.head_tiles * kRows;
+    in_group = tile % problem.head_tiles * kRows;
     tile /= problem.head_tiles;
-    key_head = tile % problem.key_heads;
-    local = tile / problem.key_heads;
+    key_head = tile % (problem.key_heads / problem.together) * problem.together;
+    local = tile / (problem.key_heads / problem.together);
     token = request.begin + local;
-    head = key_head * group + in_group;
-    rows = min(group - in_group, kRows);
+    rows = min(problem.group() - in_group, kRows);
+  }
+
+  // The first query head under the `beside`-th key head, and its row among all tokens'.
+  __device__ int head(const Problem& problem, int beside) const { return (key_head + beside) * problem.group() + in_group; }
+  __device__ int64_t row(const Problem& problem, const Request& request, int beside) const {
+    return (request.batch * problem.requests.tokens + token) * problem.heads + head(problem, beside);
   }
 
   static __device__ int number(const Problem& problem, int local, int head) {
-    const int group = problem.group();
-    return (local * problem.key_heads + head / group) * problem.head_tiles + head % group / kRows;
+    const int group = problem.group(), sets = problem.key_heads / problem.together;
+    return (local * sets + head / group / problem.together) * problem.head_tiles + head % group / kRows;
   }
 };
 
@@ -111,10 +119,14 @@ struct Shares {
   int total, workers;
 
   __device__ Shares(int total, int most) : total(total), workers(min(total, most)) {}
-  __device__ int begin(int worker) const { return int(int64_t(total) * worker / workers); }
+  __device__ int begin(int worker) const {
+    int64_t rest;
+    return int(divide(int64_t(total) * worker, workers, rest));
+  }
   // Whose share block `at` is in; some worker's even where starts do not ascend and sums mean nothing.
   __device__ int owner(int at) const {
-    return int(min(max(((at + int64_t(1)) * workers - 1) / total, int64_t(0)), int64_t(workers) - 1));
+    int64_t rest;
+    return int(min(divide(max((at + int64_t(1)) * workers - 1, int64_t(0)), total, rest), int64_t(workers) - 1));
   }
 };
 

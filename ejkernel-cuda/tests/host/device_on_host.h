@@ -293,6 +293,8 @@ inline void copy_bytes_ahead(void* to, const void* from, bool there) {
 
 inline const char* held(const char* pointer) { return pointer; }
 
+inline void fetch_ahead(const void*) {}
+
 inline void commit_copies() {
   host::current->groups.push_back(std::move(host::current->begun));
   host::current->begun.clear();

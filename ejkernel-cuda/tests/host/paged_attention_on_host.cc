@@ -10,14 +10,23 @@ namespace {
 
 using Run = void(const Problem&, const Results&, int workers, int stages);
 
+template <int WARPS>
+void run_merge(const Problem& problem, const Results& results, int workers) {
+  host::launch(unsigned(problem.batch * problem.requests.tokens * problem.heads), {32 * WARPS, 1}, 1, [&] {
+    problem.is_bf16 ? merge<__nv_bfloat16, WARPS>(problem, results, workers) : merge<__half, WARPS>(problem, results, workers);
+  });
+}
+
 template <typename T, typename S, int BLOCK>
 void run(const Problem& problem, const Results& results, int workers, int stages) {
   host::launch(
       unsigned(workers), {kThreads, 1}, 1, [&] { attend<T, S, BLOCK>(problem, results, workers, stages); },
       shared_bytes<S, BLOCK>(stages));
-  host::launch(unsigned(problem.batch * problem.requests.tokens * problem.heads), {kThreads, 1}, 1, [&] {
-    problem.is_bf16 ? merge<__nv_bfloat16>(problem, results, workers) : merge<__half>(problem, results, workers);
-  });
+  if (merge_warps(problem, workers) == kMergeWarps) {
+    run_merge<kMergeWarps>(problem, results, workers);
+  } else {
+    run_merge<kMostMergeWarps>(problem, results, workers);
+  }
 }
 
 // By room for 64, 128 and 256 elements of a head.

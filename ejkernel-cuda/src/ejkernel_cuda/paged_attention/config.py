@@ -9,8 +9,11 @@ from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_cuda._capability import multiprocessors, shared_memory_limit
 
 ROWS = 16
-"""Query heads of a tile, all of one token and under one key head."""
+"""Query heads of a tile under each of its key heads, all of one token."""
+TOGETHER = (1, 2, 4)
 STAGES = (2, 3, 4, 5, 6, 7, 8)
+_HEADS_APART = ("phtd", "hptd")
+"""Layouts in which a page's keys of one head lie side by side."""
 _BESIDE = 10 * 1024
 """Bytes of shared memory at most beside the rings: wide queries and notes."""
 
@@ -21,14 +24,19 @@ class PagedAttentionConfig:
     stages: steps of a warp's ring, each a quarter of a block of keys and values, of which all but one are on their way; 2 ... 8,
         fewer where shared memory ends.
     workers: blocks that the keys of all requests are shared among, at most; never more run than fit on the device at once.
+    together: key heads that a block reads side by side, 1, 2 or 4; more than 1 only of heads of up to 128 one-byte elements, and
+        of as many key heads as it divides.
     """
 
     stages: int
     workers: int
+    together: int = 1
 
     def __post_init__(self) -> None:
-        if self.stages not in STAGES or self.workers < 1:
-            raise ValueError(f"{self}: stages are {STAGES[0]} ... {STAGES[-1]} and workers at least 1")
+        if self.stages not in STAGES or self.workers < 1 or self.together not in TOGETHER:
+            raise ValueError(
+                f"{self}: stages are {STAGES[0]} ... {STAGES[-1]}, workers at least 1 and together one of {TOGETHER}"
+            )
 
 
 def width(call: PagedAttentionCall) -> int:
@@ -40,9 +48,14 @@ def _itemsize(call: PagedAttentionCall) -> int:
     return 2 if call.key_pages.dtype in ("bfloat16", "float16") else 1
 
 
+def _narrow(call: PagedAttentionCall) -> bool:
+    """Rows of 128 bytes and less of one-byte types: a key brings little work, and little is read at once."""
+    return _itemsize(call) == 1 and width(call) <= 128
+
+
 def block(call: PagedAttentionCall) -> int:
-    """Keys that are dealt out together, a quarter to each warp."""
-    return 128 if _itemsize(call) == 1 and width(call) <= 128 else 64
+    """Keys of one key head that are dealt out together, a quarter to each warp."""
+    return 128 if _narrow(call) else 64
 
 
 def stage_bytes(call: PagedAttentionCall) -> int:
@@ -65,6 +78,12 @@ def least_bytes(call: PagedAttentionCall) -> int:
     return STAGES[0] * stage_bytes(call) + _BESIDE
 
 
+def togethers(call: PagedAttentionCall) -> list[int]:
+    """Numbers of key heads that a block may read side by side, the largest first where they lie so in the pages."""
+    found = [count for count in TOGETHER if call.heads % count == 0 and (count == 1 or _narrow(call))]
+    return found if call.layout in _HEADS_APART else found[::-1]
+
+
 def _resident(call: PagedAttentionCall) -> int:
     """Blocks that the registers of a multiprocessor have room for."""
     return 3 if width(call) == 64 else 2
@@ -79,13 +98,14 @@ def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
     room, step = shared_memory_limit(target), stage_bytes(call)
     resident = max(1, min(_resident(call), room // least_bytes(call)))
     stages = min(max((room // resident - _BESIDE) // step, STAGES[0]), STAGES[-1])
-    return PagedAttentionConfig(stages, _workers(call, target, resident))
+    return PagedAttentionConfig(stages, _workers(call, target, resident), togethers(call)[0])
 
 
 def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentionConfig]:
     room, step = shared_memory_limit(target), stage_bytes(call)
     found = [
-        PagedAttentionConfig(stages, _workers(call, target, resident))
+        PagedAttentionConfig(stages, _workers(call, target, resident), together)
+        for together in togethers(call)
         for resident in range(1, _resident(call) + 1)
         for stages in STAGES
         if stages == STAGES[0] or resident * (stages * step + _BESIDE) <= room
