@@ -522,7 +522,7 @@ inline int merge_warps(const Problem& problem, int workers) {
 
 // One query head of one token: merged from the parts of its tile, or 0 if no request owns the token. A block for each.
 template <typename T, int WARPS>
-__global__ void __launch_bounds__(32 * WARPS)
+__global__ void __launch_bounds__(32 * WARPS, 28 / WARPS)
     merge(const __grid_constant__ Problem problem, const __grid_constant__ Results results, int most_workers) {
   constexpr int kOfBlock = 32 * WARPS;
   EJKERNEL_SHARED(float, values, WARPS* kWidest);
