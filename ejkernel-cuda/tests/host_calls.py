@@ -203,7 +203,7 @@ def _attend_pages(
     soft_cap, stages, together,
 ):  # fmt: skip
     query, key_pages, value_pages, starts, lengths, tables, *factors = (Guarded(array) for array in given)
-    out, lse, part, part_lse, before = results
+    out, lse, part, part_lse, splits = results
     batch, tokens, heads, size = query.array.shape
     if not query.array.size:
         return
@@ -221,7 +221,7 @@ def _attend_pages(
         query.array.dtype == ml_dtypes.bfloat16,
         128 // int(together) if key_pages.array.dtype.itemsize == 1 and max(size, value_size) <= 128 else 64,
     )  # fmt: skip
-    answers = Results(out.pointer, lse.pointer if lse.array.size else None, part.pointer, part_lse.pointer, before.pointer)
+    answers = Results(out.pointer, lse.pointer if lse.array.size else None, part.pointer, part_lse.pointer, splits.pointer)
     stored = key_pages.array.dtype.name
     width = next(index for index, room in enumerate((64, 128, 256)) if max(size, value_size) <= room)
     kind = _BYTES.index(stored) + 1 if stored in _BYTES else 0

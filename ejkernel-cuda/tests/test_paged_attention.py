@@ -28,7 +28,7 @@ ARRAYS = {
 }  # fmt: skip
 RESULTS = {
     "out": ((1, 3, 4, 8), jnp.bfloat16), "lse": ((1, 3, 4), jnp.float32), "part": ((5, 2, 16, 8), jnp.float32),
-    "part_lse": ((5, 2, 16), jnp.float32), "before": ((3,), jnp.int32),
+    "part_lse": ((5, 2, 16), jnp.float32), "splits": ((5, 2), jnp.int32),
 }  # fmt: skip
 ATTRIBUTES = {
     "key_strides": (32, 16, 8, 0), "value_strides": (32, 16, 8, 0), "first_value": 0, "key_heads": 2, "pages": 4,
@@ -95,7 +95,7 @@ def test_handler_admits_the_contract():
         ({"part": ((5, 1, 16, 8), jnp.float32)}, r"part must be \[workers, 2, 16, size of out .* got \[5, 1, 16, 8\]"),
         ({"part": ((0, 2, 16, 8), jnp.float32)}, "part must be"),
         ({"part_lse": ((4, 2, 16), jnp.float32)}, "part_lse must be"),
-        ({"before": ((2,), jnp.int32)}, r"blocks_before must be \[batch \* requests \+ 1\], got \[2\]"),
+        ({"splits": ((3,), jnp.int32)}, r"splits must be \[workers, 2\], got \[3\]"),
     ],
 )
 def test_handler_refuses(changes, message):

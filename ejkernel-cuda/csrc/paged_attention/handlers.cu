@@ -82,8 +82,7 @@ ffi::Error CheckCounts(Dims query, Dims table, Sizes sizes, int64_t together, in
   return ffi::Error::Success();
 }
 
-ffi::Error CheckScratch(Dims query, Dims out, Floats lse, Dims part, Dims part_lse, Dims before, int64_t requests,
-                        int64_t together) {
+ffi::Error CheckScratch(Dims query, Dims out, Floats lse, Dims part, Dims part_lse, Dims splits, int64_t together) {
   const Dims rows = lse.dimensions();
   if (lse.element_count() && !(rows.size() == 3 && std::equal(rows.begin(), rows.end(), query.begin())))
     return Invalid(kName, "lse must be [batch, tokens, heads] of query " + Text(query) + " or empty, got " + Text(rows));
@@ -94,8 +93,8 @@ ffi::Error CheckScratch(Dims query, Dims out, Floats lse, Dims part, Dims part_l
   }
   if (part_lse.size() != 3 || !std::equal(part_lse.begin(), part_lse.end(), part.begin()))
     return Invalid(kName, "part_lse must be the first axes of part " + Text(part) + ", got " + Text(part_lse));
-  if (before.size() != 1 || before[0] != query[0] * requests + 1)
-    return Invalid(kName, "blocks_before must be [batch * requests + 1], got " + Text(before));
+  if (splits.size() != 2 || splits[0] != part[0] || splits[1] != 2)
+    return Invalid(kName, "splits must be [workers, 2], got " + Text(splits));
   return ffi::Error::Success();
 }
 
@@ -104,7 +103,7 @@ ffi::Error Check(Array query, Array key_pages, Array value_pages, Integers start
                  int64_t first_value, int64_t key_heads, int64_t pages, int64_t page_size, bool fused, bool, int64_t window,
                  float scale, float soft_cap, int64_t stages, int64_t together, ffi::Result<Array> out,
                  ffi::Result<Floats> lse, ffi::Result<Floats> part, ffi::Result<Floats> part_lse,
-                 ffi::Result<Integers> before) {
+                 ffi::Result<Integers> splits) {
   const Sizes sizes{key_heads, pages, page_size};
   EJKERNEL_TRY(CheckTypes(query, key_pages, value_pages));
   if (out->element_type() != query.element_type()) return Invalid(kName, "out must be of the query's type");
@@ -124,8 +123,7 @@ ffi::Error Check(Array query, Array key_pages, Array value_pages, Integers start
     return Invalid(kName, "scale and soft_cap must be finite, and soft_cap not negative");
   if (stages < kLeastStages || stages > kMaxStages)
     return Invalid(kName, "stages must be 2 ... 8, got " + std::to_string(stages));
-  return CheckScratch(dims, found, *lse, part->dimensions(), part_lse->dimensions(), before->dimensions(),
-                      lengths.dimensions()[1], together);
+  return CheckScratch(dims, found, *lse, part->dimensions(), part_lse->dimensions(), splits->dimensions(), together);
 }
 
 Side AsSide(Array array, int64_t first, Strides strides, int64_t size) {
@@ -155,10 +153,10 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array v
                       Strides value_strides, int64_t first_value, int64_t key_heads, int64_t pages, int64_t page_size,
                       bool fused, bool causal, int64_t window, float scale, float soft_cap, int64_t stages, int64_t together,
                       ffi::Result<Array> out, ffi::Result<Floats> lse, ffi::Result<Floats> part, ffi::Result<Floats> part_lse,
-                      ffi::Result<Integers> before) {
+                      ffi::Result<Integers> splits) {
   EJKERNEL_TRY(Check(query, key_pages, value_pages, starts, lengths, tables, sinks, key_scale, value_scale, key_strides,
                      value_strides, first_value, key_heads, pages, page_size, fused, causal, window, scale, soft_cap, stages,
-                     together, out, lse, part, part_lse, before));
+                     together, out, lse, part, part_lse, splits));
   const Dims dims = query.dimensions();
   if (query.element_count() == 0) return ffi::Error::Success();
   const auto data = [](Floats factors) { return factors.element_count() ? factors.typed_data() : nullptr; };
@@ -188,7 +186,7 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array v
                         query.element_type() == ffi::BF16,
                         int(BlockOf(key_pages, dims, out->dimensions(), together))};
   const Results results{out->untyped_data(), lse->element_count() ? lse->typed_data() : nullptr, part->typed_data(),
-                        part_lse->typed_data(), before->typed_data()};
+                        part_lse->typed_data(), reinterpret_cast<Split*>(splits->typed_data())};
   const Knobs knobs{stages, part->dimensions()[0]};
   int workers = 0;
   EJKERNEL_TRY(AttendStored(stream, key_pages.element_type(), problem, results, knobs, workers));

@@ -10,6 +10,7 @@
 #include <cmath>
 
 #include "paged_attention/schedule.cuh"
+#include "reduce.cuh"
 
 namespace ejkernel::paged_attention {
 
@@ -480,7 +481,8 @@ struct Attention {
 
   __device__ void run(int most_workers) {
     const int worker = blockIdx.x;
-    const Start start = find_start(problem, results.blocks_before, most_workers, notes.sums, notes.found);
+    if (threadIdx.x == 0) results.splits[worker].parts = 0;
+    const Start start = find_start(problem, most_workers, notes.sums, notes.found);
     const Shares shares(start.total, most_workers);
     if (worker >= shares.workers) return;
     const int share_begin = shares.begin(worker), share_end = shares.begin(worker + 1);
@@ -491,10 +493,16 @@ struct Attention {
       const int tile_begin = before + number * request.blocks;
       const int from = at - tile_begin, to = min(request.blocks, share_end - tile_begin);
       const TileOf tile(problem, request, number);
+      const bool begins = from == 0, ends = to == request.blocks;
       walk(request, tile, from, to);
-      gather(tile.rows);
-      write(request, tile, from == 0 && to == request.blocks, worker * int64_t(2) + (from == 0));
       at = tile_begin + to;
+      if (at >= share_end) start_next_kernel();
+      if (begins && !ends && threadIdx.x == 0) {
+        const int last = shares.owner(tile_begin + request.blocks - 1);
+        results.splits[worker] = {int(tile.row(problem, request, 0)), last - worker + 1};
+      }
+      gather(tile.rows);
+      write(request, tile, begins && ends, worker * int64_t(2) + begins);
       if (at >= before + all_blocks && at < share_end) {
         before += all_blocks;
         index = next_request(problem, index);
@@ -512,102 +520,143 @@ __global__ void __launch_bounds__(kThreads, BLOCK > 64 ? 2 : 3)
   Attention<T, S, BLOCK>(problem, results, notes, shared, stages).run(most_workers);
 }
 
-constexpr int kPartsAtOnce = 4, kMergeWarps = 4, kMostMergeWarps = 16;  // parts that a warp of the merge reads at once
+constexpr int kMergeWarps = 16;     // of a block of the merge at most
+constexpr int kSplitsAtOnce = 512;  // workers that a warp looks through at once
 
-// Warps of a block of the merge: more where a tile is so many workers' that few would have to come back for parts.
-inline int merge_warps(const Problem& problem, int workers) {
-  const int64_t tiles = int64_t(problem.batch) * problem.requests.tokens * problem.tiles_of_token();
-  return workers > tiles * kMergeWarps * kPartsAtOnce ? kMostMergeWarps : kMergeWarps;
+// How the merge is launched. Where a tile is many workers', many warps share a row, so that few come back for more parts.
+struct MergeShape {
+  int tiles;         // that may be split
+  int warps;         // of a row, a power of 2
+  int rows, blocks;  // of a block, and blocks of a tile
+};
+
+// Parts that a warp reads at once, of values of up to `width` elements: as many as registers have room for.
+constexpr int parts_at_once(int width) { return width <= 128 ? 8 : 3; }
+
+inline MergeShape merge_shape(const Problem& problem, int width, int workers) {
+  const int64_t all = int64_t(problem.batch) * problem.requests.tokens * problem.tiles_of_token();
+  const int tiles = int(all < workers ? all : workers), rows = problem.together * problem.rows_of_head();
+  int warps = 1;
+  while (warps < kMergeWarps && (warps * rows < kMergeWarps || warps * parts_at_once(width) <= workers / tiles)) warps *= 2;
+  const int at_once = rows < kMergeWarps / warps ? rows : kMergeWarps / warps;
+  return {tiles, warps, at_once, (rows + at_once - 1) / at_once};
 }
 
-// One query head of one token: merged from the parts of its tile, or 0 if no request owns the token. A block for each.
-template <typename T, int WARPS>
-__global__ void __launch_bounds__(32 * WARPS, 28 / WARPS)
-    merge(const __grid_constant__ Problem problem, const __grid_constant__ Results results, int most_workers) {
-  constexpr int kOfBlock = 32 * WARPS;
-  EJKERNEL_SHARED(float, values, WARPS* kWidest);
-  EJKERNEL_SHARED(float, maxima, WARPS);
-  EJKERNEL_SHARED(float, totals, WARPS);
+// Tokens that no request owns, which no worker looks at: 0. All warps of the launch take turns at tokens.
+template <typename T>
+__device__ inline void clear_tokens(const Problem& problem, const Results& results) {
   const Requests& all = problem.requests;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, size = problem.value.size;
-  int64_t token, head;
-  const int batch = int(divide(divide(int64_t(blockIdx.x), problem.heads, head), all.tokens, token));
-  T* out = static_cast<T*>(results.out) + int64_t(blockIdx.x) * size;
-  const int32_t* starts = all.starts + (all.one_starts ? 0 : batch * (all.requests + 1));
-  int member = 0;  // how many requests end at this token or before
-  for (int base = 0; base < int(all.requests); base += kOfBlock) {
-    const int other = base + int(threadIdx.x);
-    if (other < int(all.requests)) {  // the keys have driven out what is read of a request
-      fetch_ahead(all.lengths + (all.one_lengths ? 0 : batch * all.requests) + other);
-      fetch_ahead(results.blocks_before + batch * all.requests + other);
-    }
-    member += __syncthreads_count(other < int(all.requests) && starts[other + 1] <= token);
-  }
-  if (member >= int(all.requests) || token < starts[member]) {
-    for (int channel = threadIdx.x; channel < size; channel += kOfBlock) out[channel] = from_float<T>(0.f);
-    if (threadIdx.x == 0 && results.lse) results.lse[blockIdx.x] = -INFINITY;
-    return;
-  }
-  const int index = batch * int(all.requests) + member;
-  const Request request(problem, index);
-  const Shares shares(results.blocks_before[problem.all_requests()], most_workers);
-  if (shares.total < 1) return;
-  const int number = TileOf::number(problem, int(token) - request.begin, int(head));
-  const int begin = results.blocks_before[index] + number * request.blocks;
-  const int first = shares.owner(begin), last = shares.owner(begin + request.blocks - 1);
-  if (first == last) return;  // the tile was whole
-  const int key_head = int(head) / problem.group();
-  const int row = key_head % problem.together * kRows + int(head) % problem.group() % kRows, rows = problem.together * kRows;
-  float largest = -INFINITY, total = 0.f, sums[kWidest / 32] = {};
+  const int lane = threadIdx.x % 32, warps = blockDim.x / 32, elements = problem.heads * problem.value.size;
 #pragma unroll 1
-  for (int base = first + warp; base <= last; base += WARPS * kPartsAtOnce) {
-    float lse[kPartsAtOnce], found[kPartsAtOnce][kWidest / 32];
+  for (int64_t at = int64_t(blockIdx.x) * warps + threadIdx.x / 32; at < problem.batch * all.tokens; at += gridDim.x * warps) {
+    int64_t token;
+    const int64_t batch = divide(at, all.tokens, token);
+    const int32_t* starts = all.starts + (all.one_starts ? 0 : batch * (all.requests + 1));
+    if (starts[0] <= token && token < starts[all.requests]) continue;
+    T* out = static_cast<T*>(results.out) + at * elements;
+    for (int i = lane; i < elements; i += 32) out[i] = from_float<T>(0.f);
+    if (!results.lse) continue;
+    for (int head = lane; head < problem.heads; head += 32) results.lse[at * problem.heads + head] = -INFINITY;
+  }
+}
+
+// The worker with whom the `wanted`-th tile that is split begins, -1 where there are fewer. Every warp looks for itself.
+__device__ inline int find_split(const Results& results, int workers, int wanted) {
+  constexpr int kEach = kSplitsAtOnce / 32;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int base = 0; base < workers; base += kSplitsAtOnce) {
+    int parts[kEach];
 #pragma unroll
-    for (int j = 0; j < kPartsAtOnce; ++j) {
-      const int worker = base + j * WARPS;
-      const int64_t part = (worker * int64_t(2) + (worker == first)) * rows + row;
-      lse[j] = worker <= last ? results.part_lse[part] : -INFINITY;
+    for (int i = 0; i < kEach; ++i) {
+      const int worker = base + i * 32 + lane;
+      parts[i] = worker < workers ? results.splits[worker].parts : 0;
+    }
 #pragma unroll
-      for (int i = 0; i < kWidest / 32; ++i) {
+    for (int i = 0; i < kEach; ++i) {
+      unsigned some = __ballot_sync(kWarp, parts[i] > 0);
+      const int found = __popc(some);
+      if (wanted < found) {
+        for (; wanted > 0; --wanted) some &= some - 1;
+        return base + i * 32 + __ffs(int(some)) - 1;
+      }
+      wanted -= found;
+    }
+  }
+  return -1;
+}
+
+// Rows of split tiles from their parts; `shape.tiles` times `shape.blocks` blocks of `shape.rows` times `shape.warps` warps.
+//
+// This kernel may begin before `attend` ends: until it has waited it reads arguments of the call alone and writes tokens that
+// `attend` leaves out. All that ran before `attend`, and so all that may have had the results' memory, was done when that began;
+// and whatever comes next waits for this kernel, which does not end before `attend` does. So every thread waits.
+template <typename T, int WIDTH>
+__global__ void __launch_bounds__(32 * kMergeWarps, 2)
+    merge(const __grid_constant__ Problem problem, const __grid_constant__ Results results, int workers, MergeShape shape) {
+  constexpr int kAtOnce = parts_at_once(WIDTH), kEach = WIDTH / 32;
+  EJKERNEL_SHARED(float, values, kMergeWarps* WIDTH);
+  EJKERNEL_SHARED(float, maxima, kMergeWarps);
+  EJKERNEL_SHARED(float, totals, kMergeWarps);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = warp % shape.warps, size = problem.value.size;
+  const int index = int(blockIdx.x) % shape.blocks * shape.rows + warp / shape.warps;  // of a tile's rows
+  const int beside = index / problem.rows_of_head(), in_head = index % problem.rows_of_head(), group = problem.group();
+  clear_tokens<T>(problem, results);
+  wait_for_last_kernel();
+  const int first = find_split(results, workers, int(blockIdx.x) / shape.blocks);
+  if (first < 0) return;
+  const Split split = results.splits[first];
+  const bool there = beside < problem.together && split.row % group + in_head < group;
+  const int row = split.row + beside * group + in_head, head = row % problem.heads;
+  const int batch = row / problem.heads / int(problem.requests.tokens);
+  float sink = -INFINITY, factor = 1.f;
+  if (there && problem.sinks) sink = problem.sinks[batch * problem.sinks_batch + head] * kLog2E;
+  if (there && problem.value_scale)
+    factor = problem.value_scale[batch * problem.value_scale_batch + head / group * problem.value_scale_head];
+  float largest = -INFINITY, total = 0.f, sums[kEach] = {};
+#pragma unroll 1
+  for (int base = mine; there && base < split.parts; base += shape.warps * kAtOnce) {
+    float lse[kAtOnce], found[kAtOnce][kEach];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int number = base + j * shape.warps;
+      const int part = (first + number) * 2 + (number == 0), at = (part * problem.together + beside) * kRows + in_head;
+      lse[j] = number < split.parts ? results.part_lse[at] : -INFINITY;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
         const int channel = i * 32 + lane;
-        found[j][i] = worker <= last && channel < size ? results.part[part * size + channel] : 0.f;
+        found[j][i] = number < split.parts && channel < size ? results.part[int64_t(at) * size + channel] : 0.f;
       }
     }
 #pragma unroll
-    for (int j = 0; j < kPartsAtOnce; ++j) {
+    for (int j = 0; j < kAtOnce; ++j) {
       const float most = fmaxf(largest, lse[j]), shift = shift_of(most);
       const float kept = fast_exp2(largest - shift), weight = fast_exp2(lse[j] - shift);
       largest = most, total = total * kept + weight;
 #pragma unroll
-      for (int i = 0; i < kWidest / 32; ++i) sums[i] = sums[i] * kept + weight * found[j][i];
+      for (int i = 0; i < kEach; ++i) sums[i] = sums[i] * kept + weight * found[j][i];
     }
   }
   if (lane == 0) maxima[warp] = largest, totals[warp] = total;
 #pragma unroll
-  for (int i = 0; i < kWidest / 32; ++i) values[warp * kWidest + i * 32 + lane] = sums[i];
+  for (int i = 0; i < kEach; ++i) values[warp * WIDTH + i * 32 + lane] = sums[i];
   __syncthreads();
-  const float sink = problem.sinks ? problem.sinks[batch * problem.sinks_batch + int(head)] * kLog2E : -INFINITY;
-  float most = sink;
-#pragma unroll
-  for (int other = 0; other < WARPS; ++other) most = fmaxf(most, maxima[other]);
-  const float shift = shift_of(most);
-  float weights[WARPS];
-  total = fast_exp2(sink - shift);
-#pragma unroll
-  for (int other = 0; other < WARPS; ++other) {
-    weights[other] = fast_exp2(maxima[other] - shift);
-    total += totals[other] * weights[other];
-  }
-  float factor = total == 0.f ? 0.f : 1.f / total;
-  if (problem.value_scale)
-    factor *= problem.value_scale[batch * problem.value_scale_batch + key_head * problem.value_scale_head];
-  for (int channel = threadIdx.x; channel < size; channel += kOfBlock) {
+  // Lane l knows of the row's l-th warp.
+  const int warps_before = warp - mine;
+  const float of_lane = lane < shape.warps ? maxima[warps_before + lane] : -INFINITY;
+  const float most = fmaxf(Reducer::warp<Largest>(of_lane, 32), sink), shift = shift_of(most), weight = fast_exp2(of_lane - shift);
+  total = Reducer::warp<Add>(lane < shape.warps ? totals[warps_before + lane] * weight : 0.f, 32) + fast_exp2(sink - shift);
+  factor = total == 0.f ? 0.f : factor / total;
+  T* out = static_cast<T*>(results.out) + int64_t(row) * size;
+  for (int base = mine * 32; base < size; base += shape.warps * 32) {
     float value = 0.f;
-#pragma unroll
-    for (int other = 0; other < WARPS; ++other) value += values[other * kWidest + channel] * weights[other];
-    out[channel] = from_float<T>(value * factor);
+    for (int other = 0; other < shape.warps; ++other) {
+      value += values[(warps_before + other) * WIDTH + base + lane] * __shfl_sync(kWarp, weight, other);
+    }
+    if (there && base + lane < size) out[base + lane] = from_float<T>(value * factor);
   }
-  if (threadIdx.x == 0 && results.lse) results.lse[blockIdx.x] = total == 0.f ? -INFINITY : (shift + log2f(total)) * kLn2;
+  if (there && mine == 0 && lane == 0 && results.lse)
+    results.lse[row] = total == 0.f ? -INFINITY : (shift + log2f(total)) * kLn2;
 }
 
 }  // namespace ejkernel::paged_attention

@@ -37,18 +37,25 @@ struct Problem {
   bool is_bf16;  // queries and results, else float16
   int block;     // keys that are dealt out together
 
-  __device__ int group() const { return heads / key_heads; }
+  constexpr int group() const { return heads / key_heads; }
+  constexpr int rows_of_head() const { return group() < kRows ? group() : kRows; }  // of a tile at most, of each key head
   __device__ bool fills_tiles() const { return heads > key_heads * (kRows / 2); }  // more than half of some tile's rows
   constexpr int tiles_of_token() const { return key_heads / together * head_tiles; }
   __device__ int all_requests() const { return batch * int(requests.requests); }
 };
 
+// A tile whose blocks several workers have, by the first of them.
+struct Split {
+  int row;    // the first query head under the first key head, among all tokens'
+  int parts;  // that many workers from this one on; 0 where the last tile of its share is its own or began before
+};
+
 struct Results {
-  void* out;           // [batch, tokens, heads, value.size]
-  float* lse;          // [batch, tokens, heads], null when not asked for
-  float* part;         // [workers, 2, kRows, value.size]: what is known of the first and the last tile of a share
-  float* part_lse;     // [workers, 2, kRows], in units of log 2
-  int* blocks_before;  // [batch * requests + 1]: of all requests before
+  void* out;        // [batch, tokens, heads, value.size]
+  float* lse;       // [batch, tokens, heads], null when not asked for
+  float* part;      // [workers, 2, together * kRows, value.size]: what is known of the first and the last tile of a share
+  float* part_lse;  // [workers, 2, together * kRows], in units of log 2
+  Split* splits;    // [workers]
 };
 
 // A request of any batch member, and the blocks of keys that any of its new tokens sees.
@@ -107,11 +114,6 @@ struct TileOf {
   __device__ int64_t row(const Problem& problem, const Request& request, int beside) const {
     return (request.batch * problem.requests.tokens + token) * problem.heads + head(problem, beside);
   }
-
-  static __device__ int number(const Problem& problem, int local, int head) {
-    const int group = problem.group(), sets = problem.key_heads / problem.together;
-    return (local * sets + head / group / problem.together) * problem.head_tiles + head % group / kRows;
-  }
 };
 
 // How `total` blocks are dealt out: every share has one at least.
@@ -135,8 +137,8 @@ struct Start {
   int total, request, before;
 };
 
-// All threads of the block; `sums` and `found` lie in shared memory. The first block keeps the sums for the merge.
-__device__ inline Start find_start(const Problem& problem, int* blocks_before, int most_workers, int* sums, int* found) {
+// All threads of the block; `sums` and `found` lie in shared memory.
+__device__ inline Start find_start(const Problem& problem, int most_workers, int* sums, int* found) {
   const int requests = problem.all_requests(), each = (requests + kThreads - 1) / kThreads;
   const int first = min(int(threadIdx.x) * each, requests), end = min(first + each, requests);
   int mine = 0;
@@ -163,19 +165,16 @@ __device__ inline Start find_start(const Problem& problem, int* blocks_before, i
   }
   const Shares shares(total, most_workers);
   const int wanted = int(blockIdx.x) < shares.workers ? shares.begin(blockIdx.x) : -1;
-  const bool keeps = blockIdx.x == 0;
   int before = up_to - mine;
-  if (keeps || (before <= wanted && wanted < up_to)) {
+  if (before <= wanted && wanted < up_to) {
 #pragma unroll 1
     for (int index = first; index < end; ++index) {
       const Request request(problem, index);
       const int next = before + request.tiles(problem) * request.blocks;
       if (before <= wanted && wanted < next) found[0] = index, found[1] = before;
-      if (keeps) blocks_before[index] = before;
       before = next;
     }
   }
-  if (keeps && threadIdx.x == 0) blocks_before[requests] = total;
   __syncthreads();
   return {total, found[0], found[1]};
 }

@@ -39,7 +39,7 @@ def _one_sink(sinks: Any) -> Any:
 
 
 def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: PagedAttentionConfig) -> PagedAttentionOutputs:
-    rows, requests = call.query.shape[:3], call.kv_lens.shape[1]
+    rows = call.query.shape[:3]
     pages, fused = call.pages, call.value_pages is None
     key = _strides(call.key_pages.shape, call.layout)
     value = key if call.value_pages is None else _strides(call.value_pages.shape, call.layout)
@@ -49,7 +49,7 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
         (rows if save_lse else (0,), jnp.float32),
         ((config.workers, 2, rows_of_tile, call.value_size), jnp.float32),
         ((config.workers, 2, rows_of_tile), jnp.float32),
-        ((rows[0] * requests + 1,), jnp.int32),
+        ((config.workers, 2), jnp.int32),
     )
     out, lse, *_ = jax.ffi.ffi_call(handler("paged_attention_forward"), tuple(jax.ShapeDtypeStruct(*one) for one in shapes))(
         inputs.query,
