@@ -20,7 +20,8 @@ constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 struct Notes {
   float largest[kWarps][kRows], sum[kWarps][kRows];  // of each warp's keys
   int seen[kWarps][kMaxStages];                      // bit k: key k of the step is visible
-  int sums[kWarps], found[2];
+  int sums[kWarps];
+  Start start;
 };
 
 // Bytes of the rings; when a tile is done they hold its weighted values of each warp, float [kWarps, kRows, BLOCK].
@@ -482,7 +483,7 @@ struct Attention {
   __device__ void run(int most_workers) {
     const int worker = blockIdx.x;
     if (threadIdx.x == 0) results.splits[worker].parts = 0;
-    const Start start = find_start(problem, most_workers, notes.sums, notes.found);
+    const Start start = find_start(problem, most_workers, notes.sums, notes.start);
     const Shares shares(start.total, most_workers);
     if (worker >= shares.workers) return;
     const int share_begin = shares.begin(worker), share_end = shares.begin(worker + 1);
@@ -498,7 +499,7 @@ struct Attention {
       at = tile_begin + to;
       if (at >= share_end) start_next_kernel();
       if (begins && !ends && threadIdx.x == 0) {
-        const int last = shares.owner(tile_begin + request.blocks - 1);
+        const int last = Shares(notes.start.total, most_workers).owner(tile_begin + request.blocks - 1);
         results.splits[worker] = {int(tile.row(problem, request, 0)), last - worker + 1};
       }
       gather(tile.rows);

@@ -137,8 +137,8 @@ struct Start {
   int total, request, before;
 };
 
-// All threads of the block; `sums` and `found` lie in shared memory.
-__device__ inline Start find_start(const Problem& problem, int most_workers, int* sums, int* found) {
+// All threads of the block; `sums` and `found`, which stays there, lie in shared memory.
+__device__ inline Start find_start(const Problem& problem, int most_workers, int* sums, Start& found) {
   const int requests = problem.all_requests(), each = (requests + kThreads - 1) / kThreads;
   const int first = min(int(threadIdx.x) * each, requests), end = min(first + each, requests);
   int mine = 0;
@@ -155,7 +155,7 @@ __device__ inline Start find_start(const Problem& problem, int most_workers, int
     up_to += lane >= step ? other : 0;
   }
   if (lane == 31) sums[warp] = up_to;
-  if (threadIdx.x == 0) found[0] = requests, found[1] = 0;
+  if (threadIdx.x == 0) found = {0, requests, 0};
   __syncthreads();
   int total = 0;
 #pragma unroll
@@ -171,12 +171,13 @@ __device__ inline Start find_start(const Problem& problem, int most_workers, int
     for (int index = first; index < end; ++index) {
       const Request request(problem, index);
       const int next = before + request.tiles(problem) * request.blocks;
-      if (before <= wanted && wanted < next) found[0] = index, found[1] = before;
+      if (before <= wanted && wanted < next) found.request = index, found.before = before;
       before = next;
     }
   }
+  if (threadIdx.x == 0) found.total = total;
   __syncthreads();
-  return {total, found[0], found[1]};
+  return found;
 }
 
 // The next request with new tokens after this one; every warp looks for itself.

@@ -14,6 +14,8 @@ TOGETHER = (1, 2, 4)
 STAGES = (2, 3, 4, 5, 6, 7, 8)
 _HEADS_APART = ("phtd", "hptd")
 """Layouts in which a page's keys of one head lie side by side."""
+_SPARED = 0.9
+"""Of the workers that run at once, the least that are tried."""
 _BESIDE = 10 * 1024
 """Bytes of shared memory at most beside the rings: wide queries and notes."""
 
@@ -79,9 +81,8 @@ def least_bytes(call: PagedAttentionCall) -> int:
 
 
 def togethers(call: PagedAttentionCall) -> list[int]:
-    """Numbers of key heads that a block may read side by side, the largest first where they lie so in the pages."""
-    found = [count for count in TOGETHER if call.heads % count == 0 and (count == 1 or _narrow(call))]
-    return found if call.layout in _HEADS_APART else found[::-1]
+    """Numbers of key heads that a block may read side by side."""
+    return [count for count in TOGETHER if call.heads % count == 0 and (count == 1 or _narrow(call))]
 
 
 def _resident(call: PagedAttentionCall) -> int:
@@ -89,24 +90,33 @@ def _resident(call: PagedAttentionCall) -> int:
     return 3 if width(call) == 64 else 2
 
 
-def _workers(call: PagedAttentionCall, target: Target, resident: int) -> int:
-    return max(1, min(resident * multiprocessors(target), most_blocks(call)))
+def _workers(call: PagedAttentionCall, target: Target, resident: int, together: int) -> list[int]:
+    """As many as run at once, then a few less that tiles of one length would be dealt out to whole: no part would be left over."""
+    most = max(1, min(resident * multiprocessors(target), most_blocks(call)))
+    tiles = max(1, call.query.shape[0] * call.query.shape[1] * head_tiles(call) // together)
+    whole = -(-tiles // -(-tiles // most))
+    return [most, whole] if _SPARED * most <= whole < most else [most]
 
 
 def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
-    """As many blocks as registers have room for, then rings as long as shared memory has."""
+    """As many blocks as registers have room for, then rings as long as shared memory has.
+
+    Of key heads side by side, two: longer runs cost warps more waiting for each other than the memory gains.
+    """
     room, step = shared_memory_limit(target), stage_bytes(call)
     resident = max(1, min(_resident(call), room // least_bytes(call)))
     stages = min(max((room // resident - _BESIDE) // step, STAGES[0]), STAGES[-1])
-    return PagedAttentionConfig(stages, _workers(call, target, resident), togethers(call)[0])
+    together = 2 if 2 in togethers(call) and call.layout not in _HEADS_APART else 1
+    return PagedAttentionConfig(stages, _workers(call, target, resident, together)[0], together)
 
 
 def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentionConfig]:
     room, step = shared_memory_limit(target), stage_bytes(call)
     found = [
-        PagedAttentionConfig(stages, _workers(call, target, resident), together)
+        PagedAttentionConfig(stages, workers, together)
         for together in togethers(call)
         for resident in range(1, _resident(call) + 1)
+        for workers in _workers(call, target, resident, together)
         for stages in STAGES
         if stages == STAGES[0] or resident * (stages * step + _BESIDE) <= room
     ]
