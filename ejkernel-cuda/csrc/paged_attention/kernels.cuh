@@ -482,6 +482,7 @@ struct Attention {
 
   __device__ void run(int most_workers) {
     const int worker = blockIdx.x;
+    Request::fetch_tables_ahead(problem);
     if (threadIdx.x == 0) results.splits[worker].parts = 0;
     const Start start = find_start(problem, most_workers, notes.sums, notes.start);
     const Shares shares(start.total, most_workers);
@@ -498,11 +499,11 @@ struct Attention {
       walk(request, tile, from, to);
       at = tile_begin + to;
       if (at >= share_end) start_next_kernel();
+      gather(tile.rows);
       if (begins && !ends && threadIdx.x == 0) {
         const int last = Shares(notes.start.total, most_workers).owner(tile_begin + request.blocks - 1);
         results.splits[worker] = {int(tile.row(problem, request, 0)), last - worker + 1};
       }
-      gather(tile.rows);
       write(request, tile, begins && ends, worker * int64_t(2) + begins);
       if (at >= before + all_blocks && at < share_end) {
         before += all_blocks;

@@ -89,6 +89,14 @@ struct Request {
     return problem.causal ? min(limit, keys - count + local + 1) : limit;
   }
 
+  // All workers together, as far as a line for each thread goes: tables come from memory while shares are worked out.
+  static __device__ void fetch_tables_ahead(const Problem& problem) {
+    const Requests& all = problem.requests;
+    const int64_t entries = (all.one_tables ? 1 : problem.batch) * all.requests * all.table_width;
+    const int64_t at = (blockIdx.x * int64_t(kThreads) + threadIdx.x) * (kLine / int(sizeof(int32_t)));
+    if (at < entries) fetch_ahead(all.tables + at);
+  }
+
   __device__ const int32_t* table(const Problem& problem) const {
     const Requests& all = problem.requests;
     return all.tables + ((all.one_tables ? 0 : int64_t(batch) * all.requests) + member) * all.table_width;
