@@ -122,6 +122,24 @@ __device__ inline void store_words(void* to, uint4 words) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w));
 }
 
+// From here on the next kernel of the stream may begin beside this one, where its launch allows it and all blocks have come so
+// far or ended.
+__device__ inline void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Until the kernel before has ended, beside which this one may have begun; what it wrote is visible.
+__device__ inline void wait_for_last_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// What is to be read soon comes from memory to where all blocks find it.
+__device__ inline void fetch_ahead(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 // The pointer itself, which the compiler is to hold rather than to work out anew at every use in a loop.
 __device__ inline const char* held(const char* pointer) {
   asm volatile("" : "+l"(pointer));

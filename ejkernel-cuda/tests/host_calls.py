@@ -200,10 +200,10 @@ def _batch_stride(factors: Guarded) -> int:
 
 def _attend_pages(
     given, results, *, key_strides, value_strides, first_value, key_heads, pages, page_size, fused, causal, window, scale,
-    soft_cap, stages,
+    soft_cap, stages, together,
 ):  # fmt: skip
     query, key_pages, value_pages, starts, lengths, tables, *factors = (Guarded(array) for array in given)
-    out, lse, part, part_lse, before = results
+    out, lse, part, part_lse, splits = results
     batch, tokens, heads, size = query.array.shape
     if not query.array.size:
         return
@@ -217,11 +217,11 @@ def _attend_pages(
         requests, query.pointer, _side(key_pages, key_strides, 0, size), _side(values, value_strides, first_value, value_size),
         *(x.pointer if x.array.size else None for x in factors), _batch_stride(factors[0]),
         *(stride for x in factors[1:] for stride in (_batch_stride(x), int(x.array.shape[1] > 1))),
-        batch, heads, int(key_heads), -(-group // 16), int(window), float(scale), float(soft_cap), bool(causal),
+        batch, heads, int(key_heads), -(-group // 16), int(together), int(window), float(scale), float(soft_cap), bool(causal),
         query.array.dtype == ml_dtypes.bfloat16,
-        128 if key_pages.array.dtype.itemsize == 1 and max(size, value_size) <= 128 else 64,
+        128 // int(together) if key_pages.array.dtype.itemsize == 1 and max(size, value_size) <= 128 else 64,
     )  # fmt: skip
-    answers = Results(out.pointer, lse.pointer if lse.array.size else None, part.pointer, part_lse.pointer, before.pointer)
+    answers = Results(out.pointer, lse.pointer if lse.array.size else None, part.pointer, part_lse.pointer, splits.pointer)
     stored = key_pages.array.dtype.name
     width = next(index for index, room in enumerate((64, 128, 256)) if max(size, value_size) <= room)
     kind = _BYTES.index(stored) + 1 if stored in _BYTES else 0

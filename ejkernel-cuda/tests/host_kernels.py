@@ -179,7 +179,7 @@ class Problem(ctypes.Structure):
             (name, ctypes.c_int)
             for name in ("sinks_batch", "key_scale_batch", "key_scale_head", "value_scale_batch", "value_scale_head")
         ),
-        *((name, ctypes.c_int) for name in ("batch", "heads", "key_heads", "head_tiles", "window")),
+        *((name, ctypes.c_int) for name in ("batch", "heads", "key_heads", "head_tiles", "together", "window")),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
         *((name, ctypes.c_bool) for name in ("causal", "is_bf16")),
         ("block", ctypes.c_int),
@@ -187,4 +187,4 @@ class Problem(ctypes.Structure):
 
 
 class Results(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("out", "lse", "part", "part_lse", "blocks_before"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("out", "lse", "part", "part_lse", "splits"))

@@ -28,11 +28,11 @@ ARRAYS = {
 }  # fmt: skip
 RESULTS = {
     "out": ((1, 3, 4, 8), jnp.bfloat16), "lse": ((1, 3, 4), jnp.float32), "part": ((5, 2, 16, 8), jnp.float32),
-    "part_lse": ((5, 2, 16), jnp.float32), "before": ((3,), jnp.int32),
+    "part_lse": ((5, 2, 16), jnp.float32), "splits": ((5, 2), jnp.int32),
 }  # fmt: skip
 ATTRIBUTES = {
     "key_strides": (32, 16, 8, 0), "value_strides": (32, 16, 8, 0), "first_value": 0, "key_heads": 2, "pages": 4,
-    "page_size": 2, "window": 0, "stages": 3,
+    "page_size": 2, "window": 0, "stages": 3, "together": 1,
 }  # fmt: skip
 
 
@@ -53,6 +53,7 @@ def test_handler_admits_the_contract():
     check(key_pages=(PAGES, jnp.bfloat16), value_pages=(PAGES, jnp.bfloat16))
     check(fused=True, value_pages=((0,), jnp.int8))
     check(pages=0, window=2**30, soft_cap=3.0)
+    check(together=2, part=((5, 2, 32, 8), jnp.float32), part_lse=((5, 2, 32), jnp.float32))
 
 
 @needs_library
@@ -86,11 +87,15 @@ def test_handler_admits_the_contract():
         ({"soft_cap": -1.0}, "soft_cap not negative"),
         ({"stages": 1}, "stages must be 2 ... 8, got 1"),
         ({"stages": 9}, "stages must be 2 ... 8, got 9"),
+        ({"together": 4}, "together must be 1, or .* 2 or 4, and divide key_heads 2, got 4"),
+        ({"together": 0}, "together must be 1"),
+        ({"together": 2, "key_pages": (PAGES, jnp.bfloat16), "value_pages": (PAGES, jnp.bfloat16)}, "one-byte elements"),
+        ({"together": 2}, r"part must be \[workers, 2, 32, size of out .* got \[5, 2, 16, 8\]"),
         ({"lse": ((1, 3, 2), jnp.float32)}, r"lse must be \[batch, tokens, heads\] of query .* got \[1, 3, 2\]"),
         ({"part": ((5, 1, 16, 8), jnp.float32)}, r"part must be \[workers, 2, 16, size of out .* got \[5, 1, 16, 8\]"),
         ({"part": ((0, 2, 16, 8), jnp.float32)}, "part must be"),
         ({"part_lse": ((4, 2, 16), jnp.float32)}, "part_lse must be"),
-        ({"before": ((2,), jnp.int32)}, r"blocks_before must be \[batch \* requests \+ 1\], got \[2\]"),
+        ({"splits": ((3,), jnp.int32)}, r"splits must be \[workers, 2\], got \[3\]"),
     ],
 )
 def test_handler_refuses(changes, message):
@@ -162,8 +167,31 @@ def test_configs():
     assert config.FORWARD.heuristic(call_of(tokens=1, requests=1), H200).workers == 4
     space = config.FORWARD.search_space(call_of("bfloat16", tokens=64, requests=64, table=256, size=128), H200)
     assert len(space) == len(set(space)) > 5
+    assert {one.together for one in space} == {1}
+    assert {one.workers for one in space} == {128, 132, 264}
     with pytest.raises(ValueError, match=r"stages are 2 \.\.\. 8"):
         config.PagedAttentionConfig(9, 1)
+    with pytest.raises(ValueError, match=r"together one of \(1, 2, 4\)"):
+        config.PagedAttentionConfig(2, 1, 3)
+
+
+def test_configs_of_key_heads_side_by_side():
+    """Two of short rows, where the layout has them so; all are tried."""
+
+    def found(key_heads, stored="float8_e4m3fn", size=128, layout="pthd"):
+        shape = (4, key_heads, 16, size) if layout == "phtd" else (4, 16, key_heads, size)
+        arrays = [jax.ShapeDtypeStruct((3, 8, size), jnp.bfloat16), *[jax.ShapeDtypeStruct(shape, jnp.dtype(stored))] * 2]
+        described = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4,), (3,), (3, 2))]
+        calls = []
+        jax.eval_shape(lambda *given: calls.append(OPERATION.canonicalise(*given, layout=layout).call), *arrays, *described)
+        tried = {one.together for one in config.FORWARD.search_space(calls[0], H200)}
+        return config.FORWARD.heuristic(calls[0], H200).together, tried
+
+    assert found(8) == (2, {1, 2, 4})
+    assert found(2) == (2, {1, 2})
+    assert found(1) == (1, {1})
+    assert found(8, layout="phtd") == (1, {1, 2, 4})
+    assert found(8, size=256) == found(8, "bfloat16") == (1, {1})
 
 
 @needs_library

@@ -94,6 +94,34 @@ def test_cases(case, dtype):
     check(made.call, made.inputs)
 
 
+@pytest.mark.parametrize("together", [1, 2, 4])
+@pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("size", [5, 48, 64, 80, 128])
+def test_key_heads_side_by_side(size, stored, together):
+    """Also of heads that no access fits; with all that belongs to one head alone."""
+    own = {"sinks": (8,), "k_scale": (4,), "v_scale": (4,)}
+    requests = ((1, 300), (1, 0), (2, 70), (1, 1))
+    made = problem(requests, heads=8, key_heads=4, page_size=16, head_size=size, stored=stored, **own)
+    check(made.call, made.inputs, config.PagedAttentionConfig(3, 5, together))
+
+
+@pytest.mark.parametrize(("workers", "stages"), [(1, 2), (2, 8), (3, 2), (7, 4), (50, 3), (200, 2)])
+@pytest.mark.parametrize("together", [2, 4])
+def test_shares_of_key_heads_side_by_side(together, workers, stages):
+    """Of one request, the parts of one tile are more than a small merge reads at once."""
+    for requests in (LENGTHS, ((1, 2500),)):
+        made = problem(requests, heads=8, key_heads=4, page_size=16, head_size=64, stored="float8_e4m3fn")
+        check(made.call, made.inputs, config.PagedAttentionConfig(stages, workers, together))
+
+
+@pytest.mark.parametrize("group", [1, 8, 9, 17])
+@pytest.mark.parametrize("layout", ["pthd", "phtd", "hptd", "interleaved", "packed", "side_by_side"])
+def test_layouts_of_key_heads_side_by_side(layout, group):
+    options = {"layout": layout, "head_size": 32, "page_size": 8, "stored": "int8", "sliding_window": 150}
+    made = problem(((1, 270), (2, 9)), heads=4 * group, key_heads=4, **options)
+    check(made.call, made.inputs, config.PagedAttentionConfig(3, 5, 4))
+
+
 LENGTHS = ((1, 300), (1, 64), (1, 0), (1, 1), (1, 129), (0, 40), (1, 65))
 
 

@@ -107,9 +107,9 @@ def attention_problems(dtype: str) -> list[tuple[str, Any]]:
     requests = ((1, 3000), (1, 1), (0, 40), (1, 129), (2, 700), (1, 0))
     for size in (64, 128, 256):
         for stored in (None, "int8", "float8_e4m3fn", "float8_e5m2"):
-            scales: dict[str, Any] = {"k_scale": (2,), "v_scale": ()} if stored else {}
+            scales: dict[str, Any] = {"k_scale": (4,), "v_scale": ()} if stored else {}
             make = attention_cases._arrays(
-                requests, page_size=16, heads=16, head_size=size, stored=stored, sinks=(16,), **scales
+                requests, page_size=16, heads=16, key_heads=4, head_size=size, stored=stored, sinks=(16,), **scales
             )
             case = type(attention_cases.CASES[0])(f"lengths {size} {stored}", make)
             found.append((case.name, attention_problem(case, dtype)))
@@ -120,6 +120,11 @@ def attention_problems(dtype: str) -> list[tuple[str, Any]]:
 
 def attention_refusal(call: Any) -> str | None:
     return attention_capability.supports_forward(call, current_target())
+
+
+def few_workers(call: Any) -> Any:
+    """A config with shares of several tiles, and the most key heads of a tile."""
+    return attention_config.PagedAttentionConfig(3, 7, max(attention_config.togethers(call)))
 
 
 def attend(call: Any, cfg: Any) -> Any:
@@ -211,7 +216,7 @@ def touch(every: int) -> None:
         jax.block_until_ready(jax.jit(lambda i, call=bound.call, cfg=cfg: kernel.forward(call, i, cfg))(bound.inputs))
     for dtype in ("bfloat16", "float16"):
         for _, bound in attention_problems(dtype)[::every]:
-            jax.block_until_ready(attend(bound.call, attention_config.PagedAttentionConfig(3, 7))(bound.inputs))
+            jax.block_until_ready(attend(bound.call, few_workers(bound.call))(bound.inputs))
 
 
 def sanitize(tool: str, limit: float, every: int) -> Row:

@@ -26,7 +26,7 @@ import check_gpu
 import flash_attention
 import jax
 import numpy as np
-from cuda_library import RAGGED, attend, attention_config, attention_problems, cases, config, kernel, same, update_problem
+from cuda_library import RAGGED, attend, attention_problems, cases, config, few_workers, kernel, same, update_problem
 from row_problems import Prepared
 
 from ejkernel.plugin import current_target
@@ -68,7 +68,7 @@ def paged_runs() -> Iterator[Run]:
             cfg = config.heuristic(bound.call, current_target())
             yield f"update {case.name}", lambda i, c=bound.call, cfg=cfg: kernel.forward(c, i, cfg), (bound.inputs,)
     for name, bound in attention_problems("bfloat16"):
-        yield f"attention {name}", attend(bound.call, attention_config.PagedAttentionConfig(3, 7)), (bound.inputs,)
+        yield f"attention {name}", attend(bound.call, few_workers(bound.call)), (bound.inputs,)
 
 
 def flash_runs() -> Iterator[Run]:

@@ -3,7 +3,8 @@
 // query is [batch, tokens, heads, size] and out the same with the values' size; sinks are one per head, [1 or batch, heads],
 // and absent sinks and scales have no columns. Of pages only the number of elements and four strides (page, token, head, batch)
 // matter; values that lie in the array of keys begin at `first_value` and have an empty array of their own. What workers leave
-// for the merge lies in results too, so that it lives as long as a CUDA graph does; part says how many workers there may be.
+// for the merge lies in results too, so that it lives as long as a CUDA graph does; part says how many workers there may be, and
+// how many key heads a tile has.
 #include <cmath>
 
 #include "paged_attention/launch.h"
@@ -57,46 +58,60 @@ ffi::Error CheckSizes(Dims query, Dims out, Sizes sizes) {
   return ffi::Error::Success();
 }
 
-int64_t BlockOf(Array stored, Dims query, Dims out) {
-  return keys_of_block(ffi::ByteWidth(stored.element_type()), int(std::max(query[3], out[3])));
+// Key heads of a tile.
+ffi::Error CheckTogether(int64_t together, Array stored, Dims query, Dims out, Sizes sizes) {
+  const bool may = together == 1 || shares_heads(ffi::ByteWidth(stored.element_type()), int(std::max(query[3], out[3])));
+  if ((together == 1 || together == 2 || together == 4) && may && sizes.key_heads % together == 0)
+    return ffi::Error::Success();
+  return Invalid(kName, "together must be 1, or for heads of up to 128 one-byte elements 2 or 4, and divide key_heads " +
+                            std::to_string(sizes.key_heads) + ", got " + std::to_string(together));
+}
+
+int64_t BlockOf(Array stored, Dims query, Dims out, int64_t together) {
+  return keys_of_block(ffi::ByteWidth(stored.element_type()), int(std::max(query[3], out[3])), int(together));
 }
 
 // What the schedule counts in 32 bits.
-ffi::Error CheckCounts(Dims query, Dims table, Sizes sizes, int64_t block) {
+ffi::Error CheckCounts(Dims query, Dims table, Sizes sizes, int64_t together, int64_t block) {
   const int64_t keys = table[2] * sizes.page_size;
   if (keys > kMostKeys) return Invalid(kName, "tables name " + std::to_string(keys) + " keys, more than 2^30");
-  const int64_t tiles = (query[2] / sizes.key_heads + kRows - 1) / kRows * sizes.key_heads;
+  const int64_t tiles = (query[2] / sizes.key_heads + kRows - 1) / kRows * (sizes.key_heads / together);
   const int64_t blocks = query[0] * query[1] * tiles * ((keys + block - 1) / block + 1);
   if (blocks > kMaxGrid || query[0] * table[1] > kMaxGrid / 2)
     return Invalid(kName, "more than 2^31 - 1 blocks of keys, or 2^30 requests");
   return ffi::Error::Success();
 }
 
-ffi::Error CheckScratch(Dims query, Dims out, Floats lse, Dims part, Dims part_lse, Dims before, int64_t requests) {
+ffi::Error CheckScratch(Dims query, Dims out, Floats lse, Dims part, Dims part_lse, Dims splits, int64_t together) {
   const Dims rows = lse.dimensions();
   if (lse.element_count() && !(rows.size() == 3 && std::equal(rows.begin(), rows.end(), query.begin())))
     return Invalid(kName, "lse must be [batch, tokens, heads] of query " + Text(query) + " or empty, got " + Text(rows));
-  if (part.size() != 4 || part[0] < 1 || part[0] > kMaxGrid || part[1] != 2 || part[2] != kRows || part[3] != out[3])
-    return Invalid(kName, "part must be [workers, 2, 16, size of out " + Text(out) + "], got " + Text(part));
+  const int64_t each = together * kRows;
+  if (part.size() != 4 || part[0] < 1 || part[0] > kMaxGrid || part[1] != 2 || part[2] != each || part[3] != out[3]) {
+    return Invalid(kName,
+                   "part must be [workers, 2, " + std::to_string(each) + ", size of out " + Text(out) + "], got " + Text(part));
+  }
   if (part_lse.size() != 3 || !std::equal(part_lse.begin(), part_lse.end(), part.begin()))
-    return Invalid(kName, "part_lse must be [workers, 2, 16] of part " + Text(part) + ", got " + Text(part_lse));
-  if (before.size() != 1 || before[0] != query[0] * requests + 1)
-    return Invalid(kName, "blocks_before must be [batch * requests + 1], got " + Text(before));
+    return Invalid(kName, "part_lse must be the first axes of part " + Text(part) + ", got " + Text(part_lse));
+  if (splits.size() != 2 || splits[0] != part[0] || splits[1] != 2)
+    return Invalid(kName, "splits must be [workers, 2], got " + Text(splits));
   return ffi::Error::Success();
 }
 
 ffi::Error Check(Array query, Array key_pages, Array value_pages, Integers starts, Integers lengths, Integers tables,
                  Floats sinks, Floats key_scale, Floats value_scale, Strides key_strides, Strides value_strides,
                  int64_t first_value, int64_t key_heads, int64_t pages, int64_t page_size, bool fused, bool, int64_t window,
-                 float scale, float soft_cap, int64_t stages, ffi::Result<Array> out, ffi::Result<Floats> lse,
-                 ffi::Result<Floats> part, ffi::Result<Floats> part_lse, ffi::Result<Integers> before) {
+                 float scale, float soft_cap, int64_t stages, int64_t together, ffi::Result<Array> out,
+                 ffi::Result<Floats> lse, ffi::Result<Floats> part, ffi::Result<Floats> part_lse,
+                 ffi::Result<Integers> splits) {
   const Sizes sizes{key_heads, pages, page_size};
   EJKERNEL_TRY(CheckTypes(query, key_pages, value_pages));
   if (out->element_type() != query.element_type()) return Invalid(kName, "out must be of the query's type");
   const Dims dims = query.dimensions(), found = out->dimensions();
   EJKERNEL_TRY(CheckSizes(dims, found, sizes));
   EJKERNEL_TRY(CheckRequests(kName, dims[0], starts, lengths, tables));
-  EJKERNEL_TRY(CheckCounts(dims, tables.dimensions(), sizes, BlockOf(key_pages, dims, found)));
+  EJKERNEL_TRY(CheckTogether(together, key_pages, dims, found, sizes));
+  EJKERNEL_TRY(CheckCounts(dims, tables.dimensions(), sizes, together, BlockOf(key_pages, dims, found, together)));
   EJKERNEL_TRY(CheckFactors("sinks", sinks, dims[0], dims[2], false));
   EJKERNEL_TRY(CheckFactors("key_scale", key_scale, dims[0], key_heads, true));
   EJKERNEL_TRY(CheckFactors("value_scale", value_scale, dims[0], key_heads, true));
@@ -108,8 +123,7 @@ ffi::Error Check(Array query, Array key_pages, Array value_pages, Integers start
     return Invalid(kName, "scale and soft_cap must be finite, and soft_cap not negative");
   if (stages < kLeastStages || stages > kMaxStages)
     return Invalid(kName, "stages must be 2 ... 8, got " + std::to_string(stages));
-  return CheckScratch(dims, found, *lse, part->dimensions(), part_lse->dimensions(), before->dimensions(),
-                      lengths.dimensions()[1]);
+  return CheckScratch(dims, found, *lse, part->dimensions(), part_lse->dimensions(), splits->dimensions(), together);
 }
 
 Side AsSide(Array array, int64_t first, Strides strides, int64_t size) {
@@ -137,12 +151,12 @@ int BatchStride(Floats factors) { return factors.dimensions()[0] > 1 ? int(facto
 ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array value_pages, Integers starts, Integers lengths,
                       Integers tables, Floats sinks, Floats key_scale, Floats value_scale, Strides key_strides,
                       Strides value_strides, int64_t first_value, int64_t key_heads, int64_t pages, int64_t page_size,
-                      bool fused, bool causal, int64_t window, float scale, float soft_cap, int64_t stages,
+                      bool fused, bool causal, int64_t window, float scale, float soft_cap, int64_t stages, int64_t together,
                       ffi::Result<Array> out, ffi::Result<Floats> lse, ffi::Result<Floats> part, ffi::Result<Floats> part_lse,
-                      ffi::Result<Integers> before) {
+                      ffi::Result<Integers> splits) {
   EJKERNEL_TRY(Check(query, key_pages, value_pages, starts, lengths, tables, sinks, key_scale, value_scale, key_strides,
                      value_strides, first_value, key_heads, pages, page_size, fused, causal, window, scale, soft_cap, stages,
-                     out, lse, part, part_lse, before));
+                     together, out, lse, part, part_lse, splits));
   const Dims dims = query.dimensions();
   if (query.element_count() == 0) return ffi::Error::Success();
   const auto data = [](Floats factors) { return factors.element_count() ? factors.typed_data() : nullptr; };
@@ -164,14 +178,15 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array v
                         int(dims[2]),
                         int(key_heads),
                         int((group + kRows - 1) / kRows),
+                        int(together),
                         int(window),
                         scale,
                         soft_cap,
                         causal,
                         query.element_type() == ffi::BF16,
-                        int(BlockOf(key_pages, dims, out->dimensions()))};
+                        int(BlockOf(key_pages, dims, out->dimensions(), together))};
   const Results results{out->untyped_data(), lse->element_count() ? lse->typed_data() : nullptr, part->typed_data(),
-                        part_lse->typed_data(), before->typed_data()};
+                        part_lse->typed_data(), reinterpret_cast<Split*>(splits->typed_data())};
   const Knobs knobs{stages, part->dimensions()[0]};
   int workers = 0;
   EJKERNEL_TRY(AttendStored(stream, key_pages.element_type(), problem, results, knobs, workers));
@@ -203,6 +218,7 @@ auto Bind(Binding binding) {
       .template Attr<float>("scale")
       .template Attr<float>("soft_cap")
       .template Attr<int64_t>("stages")
+      .template Attr<int64_t>("together")
       .template Ret<Array>()
       .template Ret<Floats>()
       .template Ret<Floats>()

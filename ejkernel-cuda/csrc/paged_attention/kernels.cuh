@@ -2,12 +2,15 @@
 // maximum and sum, and a merge in a fixed order puts tiles together whose keys are shared (Dao et al., Flash-Decoding, 2023).
 //
 // The warps of a block take turns at the keys of a tile, each with a ring of its own in shared memory, so that none waits for
-// another before the tile is done. Logits are in units of log 2.
+// another before the tile is done. Where a tile has several key heads, warps take turns at those first, and fill their rings
+// together: what lies side by side in memory is read at once, for which they wait for each other at every step. Logits are in
+// units of log 2.
 #pragma once
 
 #include <cmath>
 
 #include "paged_attention/schedule.cuh"
+#include "reduce.cuh"
 
 namespace ejkernel::paged_attention {
 
@@ -17,7 +20,8 @@ constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 struct Notes {
   float largest[kWarps][kRows], sum[kWarps][kRows];  // of each warp's keys
   int seen[kWarps][kMaxStages];                      // bit k: key k of the step is visible
-  int sums[kWarps], found[2];
+  int sums[kWarps];
+  Start start;
 };
 
 // Bytes of the rings; when a tile is done they hold its weighted values of each warp, float [kWarps, kRows, BLOCK].
@@ -117,7 +121,7 @@ struct Attention {
   Notes& notes;
   char* rings;
   int stages;
-  int lane, warp;
+  int lane, warp, together;                      // key heads of a tile
   float largest[2], sum[2], sums[BLOCK / 8][4];  // of rows lane / 4 and 8 further; sum of this lane's keys alone
   float unit[2];                                 // of those rows' queries as the products have them
 
@@ -128,32 +132,48 @@ struct Attention {
         rings(rings),
         stages(stages),
         lane(threadIdx.x % 32),
-        warp(threadIdx.x / 32) {}
+        warp(threadIdx.x / 32),
+        together(Layout::kShares ? problem.together : 1) {}
 
-  __device__ char* step_at(int slot) const { return rings + (warp * stages + slot) * 2 * Layout::kBytes; }
+  // Of a tile's key heads, which one this warp looks after.
+  __device__ int my_head() const { return warp % together; }
 
-  __device__ void copy_side(const Cursor& cursor, const Side& side, const char* from, char* to) const {
-    constexpr int kEach = sizeof(S), kKeys = Layout::kKeys;
-    if (side.packed) {
-      copy_rows<kKeys, kEach, BLOCK>(to, from, cursor.access_in(side), side.size * kEach, lane);
-    } else {
-      copy_elements<kKeys, kEach, BLOCK>(to, from, cursor.byte_in(side), side.size * kEach, lane);
+  __device__ char* step_at(int warp, int slot) const { return rings + (warp * stages + slot) * 2 * Layout::kBytes; }
+
+  // This warp's part of what warps with the same keys copy: to the ring of the first of them on.
+  template <int HEADS>
+  __device__ void copy_part(const Cursor& cursor, const Side& side, const char* from, int slot, int beside) const {
+    constexpr int kEach = sizeof(S);
+    copy_rows<Layout::kKeys, kEach, BLOCK, HEADS>(step_at(warp - warp % HEADS, slot) + beside, stages * 2 * Layout::kBytes, from,
+                                                  cursor.access_in(side), uint32_t(uint64_t(side.head) / kAccess),
+                                                  side.size * kEach, warp % HEADS, lane);
+  }
+
+  __device__ void copy_side(const Cursor& cursor, const Side& side, const char* from, int slot, int beside) const {
+    if (!side.packed) {
+      copy_elements<Layout::kKeys, sizeof(S), BLOCK>(step_at(warp, slot) + beside, from + my_head() * side.head,
+                                                     cursor.byte_in(side), side.size * int(sizeof(S)), lane);
+      return;
     }
+    if constexpr (Layout::kShares) {
+      if (together == 4) return copy_part<4>(cursor, side, from, slot, beside);
+      if (together == 2) return copy_part<2>(cursor, side, from, slot, beside);
+    }
+    copy_part<1>(cursor, side, from, slot, beside);
   }
 
   // Begin to copy the cursor's keys and values.
   __device__ void begin_step(Cursor& cursor, const char* keys, const char* values, int slot) {
     const unsigned seen = __ballot_sync(kWarp, cursor.visible());
     if (lane == 0) notes.seen[warp][slot] = int(seen & Layout::kAllSeen);
-    copy_side(cursor, problem.key, keys, step_at(slot));
-    copy_side(cursor, problem.value, values, step_at(slot) + Layout::kBytes);
+    copy_side(cursor, problem.key, keys, slot, 0);
+    copy_side(cursor, problem.value, values, slot, Layout::kBytes);
     cursor.advance();
   }
 
   __device__ bool is_bf16() const { return Layout::kIsBytes ? problem.is_bf16 : std::is_same_v<T, __nv_bfloat16>; }
 
-  __device__ float read_query(const void* from, int at) const {
-    const uint16_t bits = static_cast<const uint16_t*>(from)[at];
+  __device__ float query_of(uint16_t bits) const {
     const float half = to_float(__builtin_bit_cast(__half, bits));
     return is_bf16() ? to_float(__builtin_bit_cast(__nv_bfloat16, bits)) : half;
   }
@@ -166,22 +186,46 @@ struct Attention {
     }
   }
 
-  // A number of a tile's queries; 0 for rows and columns that are not there.
-  __device__ float query_at(const void* from, const TileOf& tile, int half, int channel) const {
-    const int row = lane / 4 + half * 8;
-    return row < tile.rows && channel < problem.key.size ? read_query(from, row * problem.key.size + channel) : 0.f;
+  // Numbers of a tile's queries that lie side by side, as they are stored; 0 for rows and columns that are not there.
+  template <int N>
+  __device__ Pack<uint16_t, N> query_bits(const char* from, const TileOf& tile, int half, int channel) const {
+    const int row = lane / 4 + half * 8, size = problem.key.size;
+    Pack<uint16_t, N> bits = {};
+    if (row < tile.rows && channel < size) {
+      bits = load<uint16_t, N>(reinterpret_cast<const uint16_t*>(from) + row * size + channel);
+    }
+    return bits;
+  }
+
+  // This lane's four in the `step`-th 16 columns of a row: of an operand's first pair, then of its second. RUN divides the size
+  // of heads: so many are read at once, with no branch between, so that all steps' are on their way together.
+  template <int RUN>
+  __device__ Pack<uint16_t, 4> query_pairs(const char* from, const TileOf& tile, int half, int step) const {
+    Pack<uint16_t, 4> bits;
+#pragma unroll
+    for (int i = 0; i < 4; i += RUN) {
+      const auto some = query_bits<RUN>(from, tile, half, Layout::query_channel(step, i / 2, lane) + i % 2);
+#pragma unroll
+      for (int j = 0; j < RUN; ++j) bits.data[i + j] = some.data[j];
+    }
+    return bits;
   }
 
   // Beside stored bytes, queries of bfloat16 become float16, in units of a power of 2 for each row that brings its largest
   // number to 2^14 ... 2^15: nothing overflows, and what is lost is 2^-39 of the largest.
-  __device__ void find_units(const void* from, const TileOf& tile) {
+  template <int RUN>
+  __device__ void find_units(const char* from, const TileOf& tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float most = 0.f;
-#pragma unroll 1
-      for (int channel = lane % 4; channel < problem.key.size; channel += 4) {
-        const float value = fabsf(query_at(from, tile, half, channel));
-        most = value < INFINITY ? fmaxf(most, value) : most;
+#pragma unroll(RUN > 1 ? BLOCK / 16 : 1)
+      for (int step = 0; step < BLOCK / 16; ++step) {
+        const Pack<uint16_t, 4> bits = query_pairs<RUN>(from, tile, half, step);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float value = fabsf(query_of(bits.data[i]));
+          most = value < INFINITY ? fmaxf(most, value) : most;
+        }
       }
       most = fmaxf(most, __shfl_xor_sync(kWarp, most, 1));
       most = fmaxf(most, __shfl_xor_sync(kWarp, most, 2));
@@ -190,24 +234,30 @@ struct Attention {
     }
   }
 
-  __device__ void read_queries(Queries<BLOCK>& queries, const Request& request, const TileOf& tile) {
-    const int64_t first = (request.batch * problem.requests.tokens + tile.token) * problem.heads + tile.head;
-    const void* from = static_cast<const char*>(problem.query) + first * problem.key.size * 2;
-    float inverse[2] = {1.f, 1.f};
-    if constexpr (Layout::kIsBytes) {
-      find_units(from, tile);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) inverse[half] = 1.f / unit[half];
-    }
+  __device__ const char* queries_of(const Request& request, const TileOf& tile) const {
+    return static_cast<const char*>(problem.query) + tile.row(problem, request, my_head()) * problem.key.size * 2;
+  }
+
+  template <int RUN>
+  __device__ void read_queries(Queries<BLOCK>& queries, const char* from, const TileOf& tile) {
+    if constexpr (Layout::kIsBytes) find_units<RUN>(from, tile);
 #pragma unroll
     for (int at = 0; at < BLOCK / 16; at += Queries<BLOCK>::kEach) {
       const int step = at + Queries<BLOCK>::kFirst * warp;
       Pack<uint32_t, 4> query;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int channel = Layout::query_channel(step, i / 2, lane);
-        query.data[i] = pair_of<T>(query_at(from, tile, i % 2, channel) * inverse[i % 2],
-                                   query_at(from, tile, i % 2, channel + 1) * inverse[i % 2]);
+      for (int half = 0; half < 2; ++half) {
+        const Pack<uint16_t, 4> bits = query_pairs<RUN>(from, tile, half, step);
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+          const uint16_t first = bits.data[2 * pair], second = bits.data[2 * pair + 1];
+          if constexpr (Layout::kIsBytes) {
+            const float inverse = 1.f / unit[half];
+            query.data[2 * pair + half] = pair_of<T>(query_of(first) * inverse, query_of(second) * inverse);
+          } else {
+            query.data[2 * pair + half] = first | uint32_t(second) << 16;
+          }
+        }
       }
       queries.set(step, query);
     }
@@ -279,7 +329,7 @@ struct Attention {
     const unsigned seen = unsigned(notes.seen[warp][slot]);
     if (seen == 0) return;
     Logits logits = {};
-    const char* keys = step_at(slot);
+    const char* keys = step_at(warp, slot);
     Layout::multiply_keys(logits, queries, keys, lane);
     scale_products(logits, factor, seen);
     weigh(logits);
@@ -291,29 +341,45 @@ struct Attention {
     Layout::add_values(sums, weights, keys + Layout::kBytes, lane);
   }
 
+  // What lanes have copied is there for those that read it.
+  __device__ void meet() const {
+    if (together > 1) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
+  }
+
   // Blocks `from` to `to` of a tile; rows hold this warp's share of them afterwards.
   __device__ void walk(const Request& request, const TileOf& tile, int from, int to) {
     const char* keys = held(problem.key.data + request.batch * problem.key.batch + tile.key_head * problem.key.head);
     const char* values = held(problem.value.data + request.batch * problem.value.batch + tile.key_head * problem.value.head);
-    const int first_key = (request.first_block + from) * Layout::kBlock + warp * Layout::kKeys + lane % Layout::kKeys;
-    Cursor cursor(problem, request, tile.local, first_key, Layout::kBlock);
+    const int block = kWarps / together * Layout::kKeys;
+    const int first_key = (request.first_block + from) * block + warp / together * Layout::kKeys + lane % Layout::kKeys;
+    Cursor cursor(problem, request, tile.local, first_key, block);
     float factor = problem.scale * (problem.soft_cap > 0.f ? 2.f * kLog2E / problem.soft_cap : kLog2E);
     if (problem.key_scale) {
-      factor *= problem.key_scale[request.batch * problem.key_scale_batch + tile.key_head * problem.key_scale_head];
+      const int head = tile.key_head + my_head();
+      factor *= problem.key_scale[request.batch * problem.key_scale_batch + head * problem.key_scale_head];
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) largest[half] = -INFINITY, sum[half] = 0.f;
 #pragma unroll
     for (int i = 0; i < BLOCK / 8; ++i) sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.f;
     Queries<BLOCK> queries(rings + ring_bytes<S, BLOCK>(stages), lane);
+    const char* rows = queries_of(request, tile);
+    for (int byte = lane * kLine; byte < tile.rows * problem.key.size * 2; byte += 32 * kLine) fetch_ahead(rows + byte);
     const int steps = to - from;
     int slot = 0, free = 0;
 #pragma unroll 1
     for (int step = 1 - stages; step < steps; ++step) {
-      if (step == 0) read_queries(queries, request, tile);  // while the first keys are on their way
+      if (step == 0) {  // while the first keys are on their way
+        constexpr int kRun = Layout::kIsBytes ? 4 : 2;
+        problem.key.size % kRun ? read_queries<1>(queries, rows, tile) : read_queries<kRun>(queries, rows, tile);
+      }
       if (step >= 0) {
         wait_for_copies(stages - 2);
-        __syncwarp();  // and every lane is done with the slot of the step before
+        meet();  // and every lane is done with the slot of the step before
       }
       if (step + stages - 1 < steps) begin_step(cursor, keys, values, free);
       commit_copies();
@@ -325,7 +391,7 @@ struct Attention {
     wait_for_copies(0);
   }
 
-  // The warps' sums into shared memory, all relative to the tile's maximum.
+  // The warps' sums into shared memory, all relative to their key head's maximum.
   __device__ void gather(int rows) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -352,10 +418,15 @@ struct Attention {
     __syncthreads();
   }
 
+  // Whether another warp looks after the same key head.
+  __device__ bool is_beside(int other) const { return (other ^ warp) % together == 0; }
+
   __device__ float largest_of(int row) const {
-    float most = notes.largest[0][row];
+    float most = notes.largest[my_head()][row];
 #pragma unroll
-    for (int other = 1; other < kWarps; ++other) most = fmaxf(most, notes.largest[other][row]);
+    for (int other = 1; other < kWarps; ++other) {
+      if (is_beside(other)) most = fmaxf(most, notes.largest[other][row]);
+    }
     return most;
   }
 
@@ -363,21 +434,22 @@ struct Attention {
     float total = 0.f;
 #pragma unroll
     for (int other = 0; other < kWarps; ++other) {
-      total += notes.sum[other][row] * fast_exp2(notes.largest[other][row] - shift);
+      if (is_beside(other)) total += notes.sum[other][row] * fast_exp2(notes.largest[other][row] - shift);
     }
     return total;
   }
 
-  // Rows of a tile that is `whole` into the results; of another one as part `part`.
+  // Rows of this warp's key head: of a tile that is `whole` into the results, of another one as part `part`.
   __device__ void write(const Request& request, const TileOf& tile, bool whole, int64_t part) const {
     const float* all = reinterpret_cast<const float*>(rings);
     const int size = problem.value.size;
-    const int64_t first = (request.batch * problem.requests.tokens + tile.token) * problem.heads + tile.head;
-    for (int row = warp; row < tile.rows; row += kWarps) {
+    const int64_t first = tile.row(problem, request, my_head()), first_part = (part * together + my_head()) * kRows;
+    for (int row = warp / together; row < tile.rows; row += kWarps / together) {
       float most = largest_of(row), shift = shift_of(most), kept = 1.f;
       float total = sum_of(row, shift);
       if (whole && problem.sinks) {
-        const float sink = problem.sinks[request.batch * problem.sinks_batch + tile.head + row] * kLog2E;
+        const int head = tile.head(problem, my_head()) + row;
+        const float sink = problem.sinks[request.batch * problem.sinks_batch + head] * kLog2E;
         most = fmaxf(most, sink);
         kept = fast_exp2(shift - shift_of(most));
         shift = shift_of(most);
@@ -386,28 +458,33 @@ struct Attention {
       const float lse = total == 0.f ? -INFINITY : shift + log2f(total);
       float factor = total == 0.f ? 0.f : kept / total;
       if (whole && problem.value_scale) {
-        factor *= problem.value_scale[request.batch * problem.value_scale_batch + tile.key_head * problem.value_scale_head];
+        const int head = tile.key_head + my_head();
+        factor *= problem.value_scale[request.batch * problem.value_scale_batch + head * problem.value_scale_head];
       }
-#pragma unroll 1
+#pragma unroll 4
       for (int channel = lane; channel < size; channel += 32) {
         float value = 0.f;
 #pragma unroll
-        for (int other = 0; other < kWarps; ++other) value += all[(other * kRows + row) * BLOCK + channel];
+        for (int other = 0; other < kWarps; ++other) {
+          if (is_beside(other)) value += all[(other * kRows + row) * BLOCK + channel];
+        }
         if (whole) {
           write_result((first + row) * size + channel, value * factor);
         } else {
-          results.part[(part * kRows + row) * size + channel] = value * factor;
+          results.part[(first_part + row) * size + channel] = value * factor;
         }
       }
       if (lane == 0 && whole && results.lse) results.lse[first + row] = lse * kLn2;
-      if (lane == 0 && !whole) results.part_lse[part * kRows + row] = lse;
+      if (lane == 0 && !whole) results.part_lse[first_part + row] = lse;
     }
     __syncthreads();  // before the rings are filled anew
   }
 
   __device__ void run(int most_workers) {
     const int worker = blockIdx.x;
-    const Start start = find_start(problem, results.blocks_before, most_workers, notes.sums, notes.found);
+    Request::fetch_tables_ahead(problem);
+    if (threadIdx.x == 0) results.splits[worker].parts = 0;
+    const Start start = find_start(problem, most_workers, notes.sums, notes.start);
     const Shares shares(start.total, most_workers);
     if (worker >= shares.workers) return;
     const int share_begin = shares.begin(worker), share_end = shares.begin(worker + 1);
@@ -418,10 +495,16 @@ struct Attention {
       const int tile_begin = before + number * request.blocks;
       const int from = at - tile_begin, to = min(request.blocks, share_end - tile_begin);
       const TileOf tile(problem, request, number);
+      const bool begins = from == 0, ends = to == request.blocks;
       walk(request, tile, from, to);
-      gather(tile.rows);
-      write(request, tile, from == 0 && to == request.blocks, worker * int64_t(2) + (from == 0));
       at = tile_begin + to;
+      if (at >= share_end) start_next_kernel();
+      gather(tile.rows);
+      if (begins && !ends && threadIdx.x == 0) {
+        const int last = Shares(notes.start.total, most_workers).owner(tile_begin + request.blocks - 1);
+        results.splits[worker] = {int(tile.row(problem, request, 0)), last - worker + 1};
+      }
+      write(request, tile, begins && ends, worker * int64_t(2) + begins);
       if (at >= before + all_blocks && at < share_end) {
         before += all_blocks;
         index = next_request(problem, index);
@@ -439,91 +522,143 @@ __global__ void __launch_bounds__(kThreads, BLOCK > 64 ? 2 : 3)
   Attention<T, S, BLOCK>(problem, results, notes, shared, stages).run(most_workers);
 }
 
-constexpr int kTogether = 4;  // parts that a warp of the merge reads at once
+constexpr int kMergeWarps = 16;     // of a block of the merge at most
+constexpr int kSplitsAtOnce = 512;  // workers that a warp looks through at once
 
-// One query head of one token: merged from the parts of its tile, or 0 if no request owns the token. A block for each.
+// How the merge is launched. Where a tile is many workers', many warps share a row, so that few come back for more parts.
+struct MergeShape {
+  int tiles;         // that may be split
+  int warps;         // of a row, a power of 2
+  int rows, blocks;  // of a block, and blocks of a tile
+};
+
+// Parts that a warp reads at once, of values of up to `width` elements: as many as registers have room for.
+constexpr int parts_at_once(int width) { return width <= 128 ? 8 : 3; }
+
+inline MergeShape merge_shape(const Problem& problem, int width, int workers) {
+  const int64_t all = int64_t(problem.batch) * problem.requests.tokens * problem.tiles_of_token();
+  const int tiles = int(all < workers ? all : workers), rows = problem.together * problem.rows_of_head();
+  int warps = 1;
+  while (warps < kMergeWarps && (warps * rows < kMergeWarps || warps * parts_at_once(width) <= workers / tiles)) warps *= 2;
+  const int at_once = rows < kMergeWarps / warps ? rows : kMergeWarps / warps;
+  return {tiles, warps, at_once, (rows + at_once - 1) / at_once};
+}
+
+// Tokens that no request owns, which no worker looks at: 0. All warps of the launch take turns at tokens.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    merge(const __grid_constant__ Problem problem, const __grid_constant__ Results results, int most_workers) {
-  EJKERNEL_SHARED(float, values, kWarps* kWidest);
-  EJKERNEL_SHARED(float, maxima, kWarps);
-  EJKERNEL_SHARED(float, totals, kWarps);
+__device__ inline void clear_tokens(const Problem& problem, const Results& results) {
   const Requests& all = problem.requests;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, size = problem.value.size;
-  int64_t token, head;
-  const int batch = int(divide(divide(int64_t(blockIdx.x), problem.heads, head), all.tokens, token));
-  T* out = static_cast<T*>(results.out) + int64_t(blockIdx.x) * size;
-  const int32_t* starts = all.starts + (all.one_starts ? 0 : batch * (all.requests + 1));
-  int member = 0;  // how many requests end at this token or before
-  for (int base = 0; base < int(all.requests); base += kThreads) {
-    const int other = base + int(threadIdx.x);
-    member += __syncthreads_count(other < int(all.requests) && starts[other + 1] <= token);
-  }
-  if (member >= int(all.requests) || token < starts[member]) {
-    for (int channel = threadIdx.x; channel < size; channel += kThreads) out[channel] = from_float<T>(0.f);
-    if (threadIdx.x == 0 && results.lse) results.lse[blockIdx.x] = -INFINITY;
-    return;
-  }
-  const int index = batch * int(all.requests) + member;
-  const Request request(problem, index);
-  const Shares shares(results.blocks_before[problem.all_requests()], most_workers);
-  if (shares.total < 1) return;
-  const int number = TileOf::number(problem, int(token) - request.begin, int(head));
-  const int begin = results.blocks_before[index] + number * request.blocks;
-  const int first = shares.owner(begin), last = shares.owner(begin + request.blocks - 1);
-  if (first == last) return;  // the tile was whole
-  const int row = int(head) % problem.group() % kRows;
-  float largest = -INFINITY, total = 0.f, sums[kWidest / 32] = {};
+  const int lane = threadIdx.x % 32, warps = blockDim.x / 32, elements = problem.heads * problem.value.size;
 #pragma unroll 1
-  for (int base = first + warp; base <= last; base += kWarps * kTogether) {
-    float lse[kTogether], found[kTogether][kWidest / 32];
+  for (int64_t at = int64_t(blockIdx.x) * warps + threadIdx.x / 32; at < problem.batch * all.tokens; at += gridDim.x * warps) {
+    int64_t token;
+    const int64_t batch = divide(at, all.tokens, token);
+    const int32_t* starts = all.starts + (all.one_starts ? 0 : batch * (all.requests + 1));
+    if (starts[0] <= token && token < starts[all.requests]) continue;
+    T* out = static_cast<T*>(results.out) + at * elements;
+    for (int i = lane; i < elements; i += 32) out[i] = from_float<T>(0.f);
+    if (!results.lse) continue;
+    for (int head = lane; head < problem.heads; head += 32) results.lse[at * problem.heads + head] = -INFINITY;
+  }
+}
+
+// The worker with whom the `wanted`-th tile that is split begins, -1 where there are fewer. Every warp looks for itself.
+__device__ inline int find_split(const Results& results, int workers, int wanted) {
+  constexpr int kEach = kSplitsAtOnce / 32;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int base = 0; base < workers; base += kSplitsAtOnce) {
+    int parts[kEach];
 #pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      const int worker = base + j * kWarps;
-      const int64_t part = (worker * int64_t(2) + (worker == first)) * kRows + row;
-      lse[j] = worker <= last ? results.part_lse[part] : -INFINITY;
+    for (int i = 0; i < kEach; ++i) {
+      const int worker = base + i * 32 + lane;
+      parts[i] = worker < workers ? results.splits[worker].parts : 0;
+    }
 #pragma unroll
-      for (int i = 0; i < kWidest / 32; ++i) {
+    for (int i = 0; i < kEach; ++i) {
+      unsigned some = __ballot_sync(kWarp, parts[i] > 0);
+      const int found = __popc(some);
+      if (wanted < found) {
+        for (; wanted > 0; --wanted) some &= some - 1;
+        return base + i * 32 + __ffs(int(some)) - 1;
+      }
+      wanted -= found;
+    }
+  }
+  return -1;
+}
+
+// Rows of split tiles from their parts; `shape.tiles` times `shape.blocks` blocks of `shape.rows` times `shape.warps` warps.
+//
+// This kernel may begin before `attend` ends: until it has waited it reads arguments of the call alone and writes tokens that
+// `attend` leaves out. All that ran before `attend`, and so all that may have had the results' memory, was done when that began;
+// and whatever comes next waits for this kernel, which does not end before `attend` does. So every thread waits.
+template <typename T, int WIDTH>
+__global__ void __launch_bounds__(32 * kMergeWarps, 2)
+    merge(const __grid_constant__ Problem problem, const __grid_constant__ Results results, int workers, MergeShape shape) {
+  constexpr int kAtOnce = parts_at_once(WIDTH), kEach = WIDTH / 32;
+  EJKERNEL_SHARED(float, values, kMergeWarps* WIDTH);
+  EJKERNEL_SHARED(float, maxima, kMergeWarps);
+  EJKERNEL_SHARED(float, totals, kMergeWarps);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = warp % shape.warps, size = problem.value.size;
+  const int index = int(blockIdx.x) % shape.blocks * shape.rows + warp / shape.warps;  // of a tile's rows
+  const int beside = index / problem.rows_of_head(), in_head = index % problem.rows_of_head(), group = problem.group();
+  clear_tokens<T>(problem, results);
+  wait_for_last_kernel();
+  const int first = find_split(results, workers, int(blockIdx.x) / shape.blocks);
+  if (first < 0) return;
+  const Split split = results.splits[first];
+  const bool there = beside < problem.together && split.row % group + in_head < group;
+  const int row = split.row + beside * group + in_head, head = row % problem.heads;
+  const int batch = row / problem.heads / int(problem.requests.tokens);
+  float sink = -INFINITY, factor = 1.f;
+  if (there && problem.sinks) sink = problem.sinks[batch * problem.sinks_batch + head] * kLog2E;
+  if (there && problem.value_scale)
+    factor = problem.value_scale[batch * problem.value_scale_batch + head / group * problem.value_scale_head];
+  float largest = -INFINITY, total = 0.f, sums[kEach] = {};
+#pragma unroll 1
+  for (int base = mine; there && base < split.parts; base += shape.warps * kAtOnce) {
+    float lse[kAtOnce], found[kAtOnce][kEach];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int number = base + j * shape.warps;
+      const int part = (first + number) * 2 + (number == 0), at = (part * problem.together + beside) * kRows + in_head;
+      lse[j] = number < split.parts ? results.part_lse[at] : -INFINITY;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
         const int channel = i * 32 + lane;
-        found[j][i] = worker <= last && channel < size ? results.part[part * size + channel] : 0.f;
+        found[j][i] = number < split.parts && channel < size ? results.part[int64_t(at) * size + channel] : 0.f;
       }
     }
 #pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
+    for (int j = 0; j < kAtOnce; ++j) {
       const float most = fmaxf(largest, lse[j]), shift = shift_of(most);
       const float kept = fast_exp2(largest - shift), weight = fast_exp2(lse[j] - shift);
       largest = most, total = total * kept + weight;
 #pragma unroll
-      for (int i = 0; i < kWidest / 32; ++i) sums[i] = sums[i] * kept + weight * found[j][i];
+      for (int i = 0; i < kEach; ++i) sums[i] = sums[i] * kept + weight * found[j][i];
     }
   }
   if (lane == 0) maxima[warp] = largest, totals[warp] = total;
 #pragma unroll
-  for (int i = 0; i < kWidest / 32; ++i) values[warp * kWidest + i * 32 + lane] = sums[i];
+  for (int i = 0; i < kEach; ++i) values[warp * WIDTH + i * 32 + lane] = sums[i];
   __syncthreads();
-  const float sink = problem.sinks ? problem.sinks[batch * problem.sinks_batch + int(head)] * kLog2E : -INFINITY;
-  float most = sink;
-#pragma unroll
-  for (int other = 0; other < kWarps; ++other) most = fmaxf(most, maxima[other]);
-  const float shift = shift_of(most);
-  float weights[kWarps];
-  total = fast_exp2(sink - shift);
-#pragma unroll
-  for (int other = 0; other < kWarps; ++other) {
-    weights[other] = fast_exp2(maxima[other] - shift);
-    total += totals[other] * weights[other];
-  }
-  const int key_head = int(head) / problem.group();
-  float factor = total == 0.f ? 0.f : 1.f / total;
-  if (problem.value_scale)
-    factor *= problem.value_scale[batch * problem.value_scale_batch + key_head * problem.value_scale_head];
-  for (int channel = threadIdx.x; channel < size; channel += kThreads) {
+  // Lane l knows of the row's l-th warp.
+  const int warps_before = warp - mine;
+  const float of_lane = lane < shape.warps ? maxima[warps_before + lane] : -INFINITY;
+  const float most = fmaxf(Reducer::warp<Largest>(of_lane, 32), sink), shift = shift_of(most), weight = fast_exp2(of_lane - shift);
+  total = Reducer::warp<Add>(lane < shape.warps ? totals[warps_before + lane] * weight : 0.f, 32) + fast_exp2(sink - shift);
+  factor = total == 0.f ? 0.f : factor / total;
+  T* out = static_cast<T*>(results.out) + int64_t(row) * size;
+  for (int base = mine * 32; base < size; base += shape.warps * 32) {
     float value = 0.f;
-#pragma unroll
-    for (int other = 0; other < kWarps; ++other) value += values[other * kWidest + channel] * weights[other];
-    out[channel] = from_float<T>(value * factor);
+    for (int other = 0; other < shape.warps; ++other) {
+      value += values[(warps_before + other) * WIDTH + base + lane] * __shfl_sync(kWarp, weight, other);
+    }
+    if (there && base + lane < size) out[base + lane] = from_float<T>(value * factor);
   }
-  if (threadIdx.x == 0 && results.lse) results.lse[blockIdx.x] = total == 0.f ? -INFINITY : (shift + log2f(total)) * kLn2;
+  if (there && mine == 0 && lane == 0 && results.lse)
+    results.lse[row] = total == 0.f ? -INFINITY : (shift + log2f(total)) * kLn2;
 }
 
 }  // namespace ejkernel::paged_attention

@@ -31,11 +31,29 @@ ffi::Error Attend(cudaStream_t stream, const Problem& problem, const Results& re
   return AttendSized<T, S, kWidest>(stream, problem, results, knobs, workers);
 }
 
+// The merge begins while the last workers write what they found, where the code that was loaded waits for them: that of 9.0 and
+// newer. For both to be on a multiprocessor at once its memory must be divided as workers want it.
+template <typename T, int WIDTH>
+ffi::Error MergeSized(cudaStream_t stream, const Problem& problem, const Results& results, int workers) {
+  auto kernel = merge<T, WIDTH>;
+  const MergeShape shape = merge_shape(problem, WIDTH, workers);
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  cudaFuncAttributes attributes;
+  const bool waits = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
+  Launch launch(stream, int64_t(shape.tiles) * shape.blocks, dim3(unsigned(32 * shape.rows * shape.warps)), 0, 1);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  launch.config.attrs = &early;
+  launch.config.numAttrs = waits ? 1 : 0;
+  cudaLaunchKernelEx(&launch.config, kernel, problem, results, workers, shape);
+  return CheckLaunch(kName, "merge");
+}
+
 template <typename T>
 ffi::Error Merge(cudaStream_t stream, const Problem& problem, const Results& results, int workers) {
-  const int64_t rows = problem.batch * problem.requests.tokens * problem.heads;
-  merge<T><<<unsigned(rows), kThreads, 0, stream>>>(problem, results, workers);
-  return CheckLaunch(kName, "merge");
+  if (problem.value.size <= 128) return MergeSized<T, 128>(stream, problem, results, workers);
+  return MergeSized<T, kWidest>(stream, problem, results, workers);
 }
 
 }  // namespace ejkernel::paged_attention

@@ -1,6 +1,7 @@
 // Who reads which keys, decided on the device from the lengths: one compilation serves every mix of requests.
 //
-// A tile is one new token's query heads under one key head, up to kRows of them. Its keys come in blocks; the blocks of
+// A tile is one new token's query heads under one key head, up to kRows of them, or under each of several key heads that lie
+// side by side in the pages, which are then read in longer pieces. Its keys come in blocks; the blocks of
 // all tiles, one after the other, are dealt out in equal shares to as many workers as run at once (Osama et al., Stream-K,
 // 2023). A tile of which no one worker has all blocks is a sum of parts; a worker has at most two such tiles, the first and the
 // last of its share, which bounds the memory for parts without looking at lengths.
@@ -29,23 +30,32 @@ struct Problem {
   const float* value_scale;
   int sinks_batch, key_scale_batch, key_scale_head, value_scale_batch, value_scale_head;  // strides
   int batch, heads, key_heads, head_tiles;  // head_tiles: tiles of one key head's query heads
+  int together;                             // key heads of a tile: 1, 2 or 4, and 1 unless Tile::kShares
   int window;                               // 0 for none
   float scale, soft_cap;                    // soft_cap 0 for none
   bool causal;
   bool is_bf16;  // queries and results, else float16
   int block;     // keys that are dealt out together
 
-  __device__ int group() const { return heads / key_heads; }
+  constexpr int group() const { return heads / key_heads; }
+  constexpr int rows_of_head() const { return group() < kRows ? group() : kRows; }  // of a tile at most, of each key head
   __device__ bool fills_tiles() const { return heads > key_heads * (kRows / 2); }  // more than half of some tile's rows
+  constexpr int tiles_of_token() const { return key_heads / together * head_tiles; }
   __device__ int all_requests() const { return batch * int(requests.requests); }
 };
 
+// A tile whose blocks several workers have, by the first of them.
+struct Split {
+  int row;    // the first query head under the first key head, among all tokens'
+  int parts;  // that many workers from this one on; 0 where the last tile of its share is its own or began before
+};
+
 struct Results {
-  void* out;           // [batch, tokens, heads, value.size]
-  float* lse;          // [batch, tokens, heads], null when not asked for
-  float* part;         // [workers, 2, kRows, value.size]: what is known of the first and the last tile of a share
-  float* part_lse;     // [workers, 2, kRows], in units of log 2
-  int* blocks_before;  // [batch * requests + 1]: of all requests before
+  void* out;        // [batch, tokens, heads, value.size]
+  float* lse;       // [batch, tokens, heads], null when not asked for
+  float* part;      // [workers, 2, together * kRows, value.size]: what is known of the first and the last tile of a share
+  float* part_lse;  // [workers, 2, together * kRows], in units of log 2
+  Split* splits;    // [workers]
 };
 
 // A request of any batch member, and the blocks of keys that any of its new tokens sees.
@@ -69,7 +79,7 @@ struct Request {
     blocks = max((limit + problem.block - 1) / problem.block - first_block, 1);
   }
 
-  __device__ int tiles(const Problem& problem) const { return count * problem.key_heads * problem.head_tiles; }
+  __device__ int tiles(const Problem& problem) const { return count * problem.tiles_of_token(); }
 
   // The first key that new token `local` sees, and the one after the last.
   __device__ int lowest(const Problem& problem, int local) const {
@@ -77,6 +87,14 @@ struct Request {
   }
   __device__ int last(const Problem& problem, int local) const {
     return problem.causal ? min(limit, keys - count + local + 1) : limit;
+  }
+
+  // All workers together, as far as a line for each thread goes: tables come from memory while shares are worked out.
+  static __device__ void fetch_tables_ahead(const Problem& problem) {
+    const Requests& all = problem.requests;
+    const int64_t entries = (all.one_tables ? 1 : problem.batch) * all.requests * all.table_width;
+    const int64_t at = (blockIdx.x * int64_t(kThreads) + threadIdx.x) * (kLine / int(sizeof(int32_t)));
+    if (at < entries) fetch_ahead(all.tables + at);
   }
 
   __device__ const int32_t* table(const Problem& problem) const {
@@ -87,22 +105,22 @@ struct Request {
 
 // One tile of a request.
 struct TileOf {
-  int token, local;          // in the member's tokens, and in the request's
-  int key_head, head, rows;  // the first query head, and how many
+  int token, local;              // in the member's tokens, and in the request's
+  int key_head, in_group, rows;  // the first key head; of each one's query heads the first, and how many
 
   __device__ TileOf(const Problem& problem, const Request& request, int tile) {
-    const int group = problem.group(), in_group = tile % problem.head_tiles * kRows;
+    in_group = tile % problem.head_tiles * kRows;
     tile /= problem.head_tiles;
-    key_head = tile % problem.key_heads;
-    local = tile / problem.key_heads;
+    key_head = tile % (problem.key_heads / problem.together) * problem.together;
+    local = tile / (problem.key_heads / problem.together);
     token = request.begin + local;
-    head = key_head * group + in_group;
-    rows = min(group - in_group, kRows);
+    rows = min(problem.group() - in_group, kRows);
   }
 
-  static __device__ int number(const Problem& problem, int local, int head) {
-    const int group = problem.group();
-    return (local * problem.key_heads + head / group) * problem.head_tiles + head % group / kRows;
+  // The first query head under the `beside`-th key head, and its row among all tokens'.
+  __device__ int head(const Problem& problem, int beside) const { return (key_head + beside) * problem.group() + in_group; }
+  __device__ int64_t row(const Problem& problem, const Request& request, int beside) const {
+    return (request.batch * problem.requests.tokens + token) * problem.heads + head(problem, beside);
   }
 };
 
@@ -111,10 +129,14 @@ struct Shares {
   int total, workers;
 
   __device__ Shares(int total, int most) : total(total), workers(min(total, most)) {}
-  __device__ int begin(int worker) const { return int(int64_t(total) * worker / workers); }
+  __device__ int begin(int worker) const {
+    int64_t rest;
+    return int(divide(int64_t(total) * worker, workers, rest));
+  }
   // Whose share block `at` is in; some worker's even where starts do not ascend and sums mean nothing.
   __device__ int owner(int at) const {
-    return int(min(max(((at + int64_t(1)) * workers - 1) / total, int64_t(0)), int64_t(workers) - 1));
+    int64_t rest;
+    return int(min(divide(max((at + int64_t(1)) * workers - 1, int64_t(0)), total, rest), int64_t(workers) - 1));
   }
 };
 
@@ -123,8 +145,8 @@ struct Start {
   int total, request, before;
 };
 
-// All threads of the block; `sums` and `found` lie in shared memory. The first block keeps the sums for the merge.
-__device__ inline Start find_start(const Problem& problem, int* blocks_before, int most_workers, int* sums, int* found) {
+// All threads of the block; `sums` and `found`, which stays there, lie in shared memory.
+__device__ inline Start find_start(const Problem& problem, int most_workers, int* sums, Start& found) {
   const int requests = problem.all_requests(), each = (requests + kThreads - 1) / kThreads;
   const int first = min(int(threadIdx.x) * each, requests), end = min(first + each, requests);
   int mine = 0;
@@ -141,7 +163,7 @@ __device__ inline Start find_start(const Problem& problem, int* blocks_before, i
     up_to += lane >= step ? other : 0;
   }
   if (lane == 31) sums[warp] = up_to;
-  if (threadIdx.x == 0) found[0] = requests, found[1] = 0;
+  if (threadIdx.x == 0) found = {0, requests, 0};
   __syncthreads();
   int total = 0;
 #pragma unroll
@@ -151,21 +173,19 @@ __device__ inline Start find_start(const Problem& problem, int* blocks_before, i
   }
   const Shares shares(total, most_workers);
   const int wanted = int(blockIdx.x) < shares.workers ? shares.begin(blockIdx.x) : -1;
-  const bool keeps = blockIdx.x == 0;
   int before = up_to - mine;
-  if (keeps || (before <= wanted && wanted < up_to)) {
+  if (before <= wanted && wanted < up_to) {
 #pragma unroll 1
     for (int index = first; index < end; ++index) {
       const Request request(problem, index);
       const int next = before + request.tiles(problem) * request.blocks;
-      if (before <= wanted && wanted < next) found[0] = index, found[1] = before;
-      if (keeps) blocks_before[index] = before;
+      if (before <= wanted && wanted < next) found.request = index, found.before = before;
       before = next;
     }
   }
-  if (keeps && threadIdx.x == 0) blocks_before[requests] = total;
+  if (threadIdx.x == 0) found.total = total;
   __syncthreads();
-  return {total, found[0], found[1]};
+  return found;
 }
 
 // The next request with new tokens after this one; every warp looks for itself.

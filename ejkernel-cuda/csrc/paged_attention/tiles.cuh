@@ -10,7 +10,7 @@ namespace ejkernel::paged_attention {
 constexpr int kWarps = 4;  // of a block, each with keys of its own
 constexpr int kThreads = 32 * kWarps;
 constexpr int kRows = 16;                        // of a tile: query heads of one token under one key head
-constexpr int kAccess = 16;                      // bytes of an access
+constexpr int kAccess = 16, kLine = 128;         // bytes of an access, and of what is fetched ahead at once
 constexpr int kWidest = 256;                     // elements of a head
 constexpr int kLeastStages = 2, kMaxStages = 8;  // steps of a ring
 constexpr unsigned kWarp = 0xffffffffu;
@@ -20,8 +20,13 @@ constexpr uint32_t kNowhere = 0xffffffffu;  // in place of a count of accesses
 // a step costs whatever it holds is shared by more of them.
 constexpr int keys_of_step(int64_t element_bytes, int width) { return element_bytes == 1 && width <= 128 ? 32 : 16; }
 
-// Keys that are dealt out together.
-constexpr int keys_of_block(int64_t element_bytes, int width) { return kWarps * keys_of_step(element_bytes, width); }
+// Keys that are dealt out together, of `together` key heads that a block reads side by side.
+constexpr int keys_of_block(int64_t element_bytes, int width, int together) {
+  return kWarps / together * keys_of_step(element_bytes, width);
+}
+
+// Whether a block may read several key heads: rows of 128 bytes and less, each alone, are too short for the memory.
+constexpr bool shares_heads(int64_t element_bytes, int width) { return element_bytes == 1 && width <= 128; }
 
 // Where a row's 16 bytes lie, so that neither rows next to each other nor the same bytes of 8 rows meet in one bank.
 template <int ROW_BYTES>
@@ -30,23 +35,27 @@ __device__ inline int place(int row, int chunk) {
   return (row * kChunks + (chunk ^ row / (8 / kSpan) % kSpan)) * kAccess;
 }
 
-// Begin to copy the rows of a warp's keys into a tile [KEYS, BLOCK] of elements of BYTES. Lane l knows how
-// many accesses there are before the row of key l % KEYS; kNowhere for a row of zeros, as columns from `row_bytes` on are: what
-// is not there is not read.
-template <int KEYS, int BYTES, int BLOCK>
-__device__ inline void copy_rows(char* to, const char* from, uint32_t at, int row_bytes, int lane) {
-  constexpr int kRowBytes = BLOCK * BYTES, kChunks = kRowBytes / kAccess;
-  constexpr int kTogether = 32 / kChunks, kCopies = KEYS / kTogether;  // rows of one copy, and copies
-  constexpr int kUnrolled = BLOCK > 128 ? 4 : kCopies;                 // wide heads leave few registers
-  const int chunk = lane % kChunks, mine = place<kRowBytes>(lane / kChunks, chunk);
+// Begin to copy rows of keys into tiles [KEYS, BLOCK] of elements of BYTES, one for each of HEADS heads, `tile_bytes` apart,
+// whose rows are `head` accesses apart. HEADS warps share this, and `part` is what this one does: KEYS / HEADS keys, of all
+// heads, so that the rows of a key are asked for side by side. Lane l knows how many accesses there are before the first head's
+// row of key l % KEYS; kNowhere for rows of zeros, as columns from `row_bytes` on are: what is not there is not read.
+template <int KEYS, int BYTES, int BLOCK, int HEADS>
+__device__ inline void copy_rows(char* to, int tile_bytes, const char* from, uint32_t at, uint32_t head, int row_bytes,
+                                 int part, int lane) {
+  constexpr int kRowBytes = BLOCK * BYTES, kChunks = kRowBytes / kAccess, kAcross = HEADS * kChunks;
+  constexpr int kTogether = 32 / kAcross, kCopies = KEYS / HEADS / kTogether;  // keys of one copy, and copies
+  constexpr int kUnrolled = BLOCK > 128 ? 4 : kCopies;                         // wide heads leave few registers
+  static_assert(kAcross <= 32 && KEYS / HEADS % 8 == 0);
+  const int chunk = lane % kChunks, mine = place<kRowBytes>(lane / kAcross, chunk), start = part * (KEYS / HEADS);
+  const uint32_t across = unsigned(chunk) + unsigned(lane / kChunks % HEADS) * head;
   const bool in_row = chunk * kAccess < row_bytes;
+  to += lane / kChunks % HEADS * tile_bytes + start * kRowBytes;
 #pragma unroll kUnrolled
   for (int i = 0; i < kCopies; ++i) {
     const int first = i * kTogether, turned = place<kRowBytes>(first, 0) % kRowBytes;
-    const uint32_t row_at = __shfl_sync(kWarp, at, first + lane / kChunks);
+    const uint32_t row_at = __shfl_sync(kWarp, at, start + first + lane / kAcross);
     const bool there = in_row && row_at != kNowhere;
-    copy_bytes_ahead<kAccess>(to + (mine ^ turned) + first * kRowBytes, from + uint64_t(row_at + unsigned(chunk)) * kAccess,
-                              there);
+    copy_bytes_ahead<kAccess>(to + (mine ^ turned) + first * kRowBytes, from + uint64_t(row_at + across) * kAccess, there);
   }
 }
 
@@ -115,11 +124,12 @@ __device__ inline void widen_bytes(uint32_t word, uint32_t (&pairs)[2]) {
 // 16 bits, so that a product's columns are other ones than for elements of 16 bits.
 template <typename T, typename S, int BLOCK>
 struct Tile {
-  static constexpr int kKeys = keys_of_step(sizeof(S), BLOCK), kBlock = kWarps * kKeys;
+  static constexpr int kKeys = keys_of_step(sizeof(S), BLOCK);
   static constexpr unsigned kAllSeen = 0xffffffffu >> (32 - kKeys);
   static constexpr int kRowBytes = BLOCK * int(sizeof(S));
   static constexpr int kBytes = kKeys * kRowBytes;
   static constexpr bool kIsBytes = sizeof(S) == 1;
+  static constexpr bool kShares = shares_heads(sizeof(S), BLOCK);
   static_assert(!kIsBytes || std::is_same_v<T, __half>);
 
   // The channel of a query's pair `half` (0, 1) in the `step`-th 16 columns.

@@ -253,6 +253,8 @@ inline bool __any_sync(unsigned mask, bool here) { return __ballot_sync(mask, he
 
 inline int __ffs(int value) { return __builtin_ffs(value); }
 
+inline int __popc(unsigned value) { return __builtin_popcount(value); }
+
 // Bytes of both words by the selector's digits, of which each names one of eight.
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   const uint64_t bytes = uint64_t(high) << 32 | low;
@@ -298,6 +300,12 @@ inline void copy_bytes_ahead(void* to, const void* from, bool there) {
 }
 
 inline const char* held(const char* pointer) { return pointer; }
+
+inline void fetch_ahead(const void*) {}
+
+// Kernels run one after the other.
+inline void start_next_kernel() {}
+inline void wait_for_last_kernel() {}
 
 inline void commit_copies() {
   host::current->groups.push_back(std::move(host::current->begun));

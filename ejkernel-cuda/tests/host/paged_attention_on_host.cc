@@ -10,14 +10,21 @@ namespace {
 
 using Run = void(const Problem&, const Results&, int workers, int stages);
 
+template <int WIDTH>
+void run_merge(const Problem& problem, const Results& results, int workers) {
+  const MergeShape shape = merge_shape(problem, WIDTH, workers);
+  host::launch(unsigned(shape.tiles * shape.blocks), {unsigned(32 * shape.rows * shape.warps), 1}, 1, [&] {
+    problem.is_bf16 ? merge<__nv_bfloat16, WIDTH>(problem, results, workers, shape)
+                    : merge<__half, WIDTH>(problem, results, workers, shape);
+  });
+}
+
 template <typename T, typename S, int BLOCK>
 void run(const Problem& problem, const Results& results, int workers, int stages) {
   host::launch(
       unsigned(workers), {kThreads, 1}, 1, [&] { attend<T, S, BLOCK>(problem, results, workers, stages); },
       shared_bytes<S, BLOCK>(stages));
-  host::launch(unsigned(problem.batch * problem.requests.tokens * problem.heads), {kThreads, 1}, 1, [&] {
-    problem.is_bf16 ? merge<__nv_bfloat16>(problem, results, workers) : merge<__half>(problem, results, workers);
-  });
+  problem.value.size <= 128 ? run_merge<128>(problem, results, workers) : run_merge<kWidest>(problem, results, workers);
 }
 
 // By room for 64, 128 and 256 elements of a head.

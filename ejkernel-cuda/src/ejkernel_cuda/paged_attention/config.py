@@ -9,8 +9,13 @@ from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_cuda._capability import multiprocessors, shared_memory_limit
 
 ROWS = 16
-"""Query heads of a tile, all of one token and under one key head."""
+"""Query heads of a tile under each of its key heads, all of one token."""
+TOGETHER = (1, 2, 4)
 STAGES = (2, 3, 4, 5, 6, 7, 8)
+_HEADS_APART = ("phtd", "hptd")
+"""Layouts in which a page's keys of one head lie side by side."""
+_SPARED = 0.9
+"""Of the workers that run at once, the least that are tried."""
 _BESIDE = 10 * 1024
 """Bytes of shared memory at most beside the rings: wide queries and notes."""
 
@@ -21,14 +26,19 @@ class PagedAttentionConfig:
     stages: steps of a warp's ring, each a quarter of a block of keys and values, of which all but one are on their way; 2 ... 8,
         fewer where shared memory ends.
     workers: blocks that the keys of all requests are shared among, at most; never more run than fit on the device at once.
+    together: key heads that a block reads side by side, 1, 2 or 4; more than 1 only of heads of up to 128 one-byte elements, and
+        of as many key heads as it divides.
     """
 
     stages: int
     workers: int
+    together: int = 1
 
     def __post_init__(self) -> None:
-        if self.stages not in STAGES or self.workers < 1:
-            raise ValueError(f"{self}: stages are {STAGES[0]} ... {STAGES[-1]} and workers at least 1")
+        if self.stages not in STAGES or self.workers < 1 or self.together not in TOGETHER:
+            raise ValueError(
+                f"{self}: stages are {STAGES[0]} ... {STAGES[-1]}, workers at least 1 and together one of {TOGETHER}"
+            )
 
 
 def width(call: PagedAttentionCall) -> int:
@@ -40,9 +50,14 @@ def _itemsize(call: PagedAttentionCall) -> int:
     return 2 if call.key_pages.dtype in ("bfloat16", "float16") else 1
 
 
+def _narrow(call: PagedAttentionCall) -> bool:
+    """Rows of 128 bytes and less of one-byte types: a key brings little work, and little is read at once."""
+    return _itemsize(call) == 1 and width(call) <= 128
+
+
 def block(call: PagedAttentionCall) -> int:
-    """Keys that are dealt out together, a quarter to each warp."""
-    return 128 if _itemsize(call) == 1 and width(call) <= 128 else 64
+    """Keys of one key head that are dealt out together, a quarter to each warp."""
+    return 128 if _narrow(call) else 64
 
 
 def stage_bytes(call: PagedAttentionCall) -> int:
@@ -65,28 +80,43 @@ def least_bytes(call: PagedAttentionCall) -> int:
     return STAGES[0] * stage_bytes(call) + _BESIDE
 
 
+def togethers(call: PagedAttentionCall) -> list[int]:
+    """Numbers of key heads that a block may read side by side."""
+    return [count for count in TOGETHER if call.heads % count == 0 and (count == 1 or _narrow(call))]
+
+
 def _resident(call: PagedAttentionCall) -> int:
     """Blocks that the registers of a multiprocessor have room for."""
     return 3 if width(call) == 64 else 2
 
 
-def _workers(call: PagedAttentionCall, target: Target, resident: int) -> int:
-    return max(1, min(resident * multiprocessors(target), most_blocks(call)))
+def _workers(call: PagedAttentionCall, target: Target, resident: int, together: int) -> list[int]:
+    """As many as run at once, then a few less that tiles of one length would be dealt out to whole: no part would be left over."""
+    most = max(1, min(resident * multiprocessors(target), most_blocks(call)))
+    tiles = max(1, call.query.shape[0] * call.query.shape[1] * head_tiles(call) // together)
+    whole = -(-tiles // -(-tiles // most))
+    return [most, whole] if _SPARED * most <= whole < most else [most]
 
 
 def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
-    """As many blocks as registers have room for, then rings as long as shared memory has."""
+    """As many blocks as registers have room for, then rings as long as shared memory has.
+
+    Of key heads side by side, two: longer runs cost warps more waiting for each other than the memory gains.
+    """
     room, step = shared_memory_limit(target), stage_bytes(call)
     resident = max(1, min(_resident(call), room // least_bytes(call)))
     stages = min(max((room // resident - _BESIDE) // step, STAGES[0]), STAGES[-1])
-    return PagedAttentionConfig(stages, _workers(call, target, resident))
+    together = 2 if 2 in togethers(call) and call.layout not in _HEADS_APART else 1
+    return PagedAttentionConfig(stages, _workers(call, target, resident, together)[0], together)
 
 
 def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentionConfig]:
     room, step = shared_memory_limit(target), stage_bytes(call)
     found = [
-        PagedAttentionConfig(stages, _workers(call, target, resident))
+        PagedAttentionConfig(stages, workers, together)
+        for together in togethers(call)
         for resident in range(1, _resident(call) + 1)
+        for workers in _workers(call, target, resident, together)
         for stages in STAGES
         if stages == STAGES[0] or resident * (stages * step + _BESIDE) <= room
     ]

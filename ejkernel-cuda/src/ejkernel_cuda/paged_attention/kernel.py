@@ -39,17 +39,17 @@ def _one_sink(sinks: Any) -> Any:
 
 
 def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: PagedAttentionConfig) -> PagedAttentionOutputs:
-    rows, requests = call.query.shape[:3], call.kv_lens.shape[1]
+    rows = call.query.shape[:3]
     pages, fused = call.pages, call.value_pages is None
     key = _strides(call.key_pages.shape, call.layout)
     value = key if call.value_pages is None else _strides(call.value_pages.shape, call.layout)
-    save_lse = call.return_lse or call.save_residuals
+    save_lse, rows_of_tile = call.return_lse or call.save_residuals, config.together * ROWS
     shapes = (
         ((*rows, call.value_size), inputs.query.dtype),
         (rows if save_lse else (0,), jnp.float32),
-        ((config.workers, 2, ROWS, call.value_size), jnp.float32),
-        ((config.workers, 2, ROWS), jnp.float32),
-        ((rows[0] * requests + 1,), jnp.int32),
+        ((config.workers, 2, rows_of_tile, call.value_size), jnp.float32),
+        ((config.workers, 2, rows_of_tile), jnp.float32),
+        ((config.workers, 2), jnp.int32),
     )
     out, lse, *_ = jax.ffi.ffi_call(handler("paged_attention_forward"), tuple(jax.ShapeDtypeStruct(*one) for one in shapes))(
         inputs.query,
@@ -73,5 +73,6 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
         scale=np.float32(call.scale),
         soft_cap=np.float32(0 if call.soft_cap is None else call.soft_cap),
         stages=np.int64(config.stages),
+        together=np.int64(config.together),
     )
     return PagedAttentionOutputs(out, lse if save_lse else None)
