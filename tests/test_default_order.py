@@ -61,7 +61,7 @@ def test_what_was_timed_is_not_said_to_be_untimed(backend, timed, times):
 
 
 def test_a_recorded_result_as_dispatched_today():
-    document = parse_document(json.loads((RESULTS / "bench_h200.json").read_text()))
+    document = parse_document(json.loads((RESULTS / "bench_mosaic_gpu_attention_h200.json").read_text()))
     for then, now in zip(document.cases, as_dispatched_now(document).cases, strict=True):
         mine = [run for run in now.runs if run.kind == "ours" and run.ok]
         assert [run.samples for run in now.runs] == [run.samples for run in then.runs]

@@ -46,18 +46,18 @@ def _linear_recurrence_on_triton(call: LinearRecurrenceCall, phase: Phase) -> St
 
 
 def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase) -> Standing:
-    """benchmarks/results/bench_h200.json, flash_attention_mosaic_gpu_h200.json, narrow_window_mosaic_gpu_h200.json and
-    bias_mosaic_gpu_h200.json, ms at B2 T8192 unless said:
+    """benchmarks/results/bench_mosaic_gpu_attention_h200.json, flash_attention_mosaic_gpu_h200.json (D192/128, segments, the cap at
+    D128) and bias_mosaic_gpu_h200.json, ms at B2 T8192 unless said:
 
-    H32/8 D128 causal                   forward 1.67, Triton 2.13    backward 5.90, Triton 6.36
-    H16 D128 causal                     forward 0.914, Triton 1.17   backward 2.92, Triton 3.53
-    H16 D128                            forward 1.60, Triton 2.15    backward 5.27, Triton 6.42
-    H32 D64                             forward 2.05, Triton 2.47    backward 6.89, Triton 6.96
+    H32/8 D128 causal                   forward 1.67, Triton 2.14    backward 5.84, Triton 6.37
+    H16 D128 causal                     forward 0.933, Triton 1.17   backward 2.88, Triton 3.54
+    H16 D128                            forward 1.59, Triton 2.16    backward 5.28, Triton 6.56
+    H32 D64                             forward 2.07, Triton 2.49    backward 6.58, Triton 7.00
     H16/8 D128 window 4096 soft cap     forward 0.888, Triton 1.56   backward 2.73, Triton 4.00
-    H16/8 D256 window 4096 soft cap     forward 1.41, Triton 2.18    backward 7.67, Triton 10.1
+    H16/8 D256 window 4096 soft cap     forward 1.39, Triton 2.20    backward 7.48, Triton 10.1
     H16 D192/128 causal                 forward 1.05, Triton 1.88    backward 4.30, Triton 9.15
     H16/4 D128 causal T32768 8 segments forward 1.01, Triton 1.36    backward 3.22, Triton 4.55
-    H64/8 D64 window 128                forward 0.209, Triton 0.283  backward 0.966, Triton 0.713
+    H64/8 D64 window 128                forward 0.203, Triton 0.286  backward 0.969, Triton 0.712
     H16 D128 causal, bias of pairs      forward 1.33, Triton 24.6    backward 6.61, Triton 27.2
     H16 D128 causal, bias of keys       forward 1.17, Triton 14.5    backward 4.71, Triton 18.3
 
@@ -85,7 +85,7 @@ def _attention_on_cuda(call: FlashAttentionCall, phase: Phase) -> Standing:
     H16 D128                        1.63, Mosaic GPU 1.59, Triton 2.17
     H32 D64                         2.02, Mosaic GPU 2.06, Triton 2.48
     H16/8 D256 window 4096 soft cap 1.35, Mosaic GPU 1.40, Triton 2.19
-    H64/8 D64 window 128            0.259, Mosaic GPU 0.347 (0.209 since, with packed heads), Triton 0.286
+    H64/8 D64 window 128            0.259, Mosaic GPU 0.347 (0.203 since, with packed heads), Triton 0.286
 
     and 1.48 at H16 D192/128 causal (flash_attention_cuda_h200.json), Mosaic GPU 1.05, Triton 1.88.
     """
@@ -104,49 +104,75 @@ def _attention_on_cuda(call: FlashAttentionCall, phase: Phase) -> Standing:
 
 
 def _attention_on_cudnn(call: FlashAttentionCall, phase: Phase) -> Standing:
-    """benchmarks/results/bench_cuda_attention_h200.json, of the cases above: 1.76, 0.962, 1.60, 2.24, none, 0.280 ms."""
-    if phase == "backward":
-        return Standing(UNMEASURED, "its gradients were not timed through this platform")
-    return _few_tokens(call) or Standing(_BEHIND_TRITON, "on an H200 another kernel was faster in every case")
+    """benchmarks/results/bench_mosaic_gpu_attention_h200.json, of the first four cases above: forward 1.76, 0.969, 1.61, 2.25 ms;
+    backward, which adds up in any order and is refused where that is not allowed, 5.10, 2.64, 4.65, 5.81 ms, Mosaic GPU's 5.84,
+    2.88, 5.28, 6.58. With a window of 128, forward 0.279 ms."""
+    if few := _few_tokens(call):
+        return few
+    if phase == "forward":
+        return Standing(_BEHIND_TRITON, "on an H200 another kernel was faster in every case")
+    if untimed := _untimed_attention(call):
+        return Standing(_BEHIND_TRITON, f"{untimed} were not timed")
+    if call.window is not None or call.value.shape[3] > 128:
+        return Standing(_BEHIND_TRITON, "its gradients were timed without windows, with heads up to 128")
+    return Standing(_FIRST)
 
 
 def _layer_norm_on_cuda(call: Any, phase: Phase) -> Standing:
-    """benchmarks/results/rows_cuda_h200.json, ms in bfloat16:
+    """benchmarks/results/rows_cuda_h200.json and, of the first two, bench_cuda_rows_h200.json, ms in bfloat16:
 
-    16384x4096  forward 0.078, Triton 0.068, XLA 0.086      backward 0.116, Triton 0.103, XLA 0.275
-    131072x128  forward 0.0204, Triton 0.0183, XLA 0.0196   backward 0.0360, Triton 0.0360, XLA 0.0606
-    8192x16384  forward 0.143, Triton 0.139, XLA 0.301      backward 0.216, Triton 0.335, XLA 0.608
-    2048x32768  forward 0.081, Triton 0.082, XLA 0.159      backward 0.146, Triton 0.174, XLA 0.191
-
-    With a scale alone XLA is faster forward than it is here (bench_cuda_rows_h200.json).
+    16384x4096  forward 0.069, Triton 0.069, XLA 0.074      backward 0.103, Triton 0.100, XLA 0.237
+    131072x128  forward 0.0192, Triton 0.0169, XLA 0.0181   backward 0.0323, Triton 0.0342, XLA 0.0539
+    8192x8192   forward 0.071, Triton 0.068                 backward 0.114, Triton 0.105
+    8192x16384  forward 0.145, Triton 0.138, XLA 0.301      backward 0.207, Triton 0.335, XLA 0.608
+    2048x32768  forward 0.072, Triton 0.082, XLA 0.159      backward 0.131, Triton 0.174, XLA 0.191
     """
-    if _wide_halves(call):
-        return Standing(_FIRST if phase == "backward" else _BEHIND_TRITON, "" if phase == "backward" else _TRITON_WAS_FASTER)
-    if phase == "forward":
-        halves = call.x.dtype in _HALVES
-        why = "forward over up to 8192 columns XLA's was faster" if halves else f"{call.x.dtype} was not timed"
-        return Standing(_BEHIND_XLA, why)
+    if call.x.dtype not in _HALVES:
+        return Standing(_BEHIND_XLA if phase == "forward" else _BEHIND_TRITON, f"{call.x.dtype} was not timed")
+    columns = call.x.shape[-1]
+    fast = 16384 < columns <= 131072 if phase == "forward" else columns <= 128 or _wide_halves(call)
+    if fast:
+        return Standing(_FIRST)
+    if phase == "forward" and columns < _FEWEST_COLUMNS:
+        return Standing(_BEHIND_XLA, "forward over short rows XLA's was faster")
     return Standing(_BEHIND_TRITON, _TRITON_WAS_FASTER)
 
 
 def _rms_norm_on_cuda(call: Any, phase: Phase) -> Standing:
-    """As above; and over wide rows
+    """In the same files:
 
-    8192x16384   forward 0.143, Triton 0.199, XLA 0.192   backward 0.231, Triton 0.332, XLA 0.351
-    1024x131072  forward 0.140, Triton 0.168, XLA 0.230   backward 0.303, Triton 0.328, XLA 0.370
+    16384x4096   forward 0.067, Triton 0.072, XLA 0.069      backward 0.107, Triton 0.100, XLA 0.164
+    131072x128   forward 0.0182, Triton 0.0169, XLA 0.0179   backward 0.0311, Triton 0.0302, XLA 0.0486
+    8192x16384   forward 0.138, Triton 0.199, XLA 0.192      backward 0.210, Triton 0.332, XLA 0.351
+    1024x131072  forward 0.135, Triton 0.168, XLA 0.230      backward 0.218, Triton 0.328, XLA 0.370
     """
-    return Standing(_FIRST) if _wide_halves(call) else _layer_norm_on_cuda(call, phase)
+    columns = call.x.shape[-1]
+    if _wide_halves(call):
+        return Standing(_FIRST)
+    if phase == "forward" and call.x.dtype in _HALVES and _FEWEST_COLUMNS <= columns <= 4096:
+        return Standing(_FIRST)
+    if columns <= 128 and call.x.dtype in _HALVES and phase == "backward":
+        return Standing(_BEHIND_TRITON, _TRITON_WAS_FASTER)
+    return _layer_norm_on_cuda(call, phase)
 
 
 def _paged_attention_on_cuda(call: PagedAttentionCall, phase: Phase) -> Standing:
-    """benchmarks/results/bench_cuda_pages_h200.json, decoding from bfloat16: 1.00 and 1.05 times Triton's time;
-    bench_cuda_float8_pages_h200.json, from float8_e4m3fn: 0.161 ms and 0.0836 ms, Triton 0.292 and 0.145."""
-    one_each = call.query.shape[1] <= call.kv_lens.shape[1]
-    if one_each and call.key_pages.dtype == "float8_e4m3fn":
+    """benchmarks/results/bench_cuda_pages_h200.json, decoding from bfloat16: 0.261 ms for 64 requests, Triton 0.269, and for one
+    of 131072 tokens 0.135, Triton 0.130; bench_cuda_float8_pages_h200.json, from float8_e4m3fn: 0.141 ms and 0.0812 ms, Triton
+    0.291 and 0.145."""
+    if call.query.shape[1] > call.kv_lens.shape[1]:
+        return Standing(_BEHIND_TRITON, "it was faster for one new token of each request alone")
+    if call.key_pages.dtype == "float8_e4m3fn":
         return Standing(_FIRST)
-    return Standing(_BEHIND_TRITON, "it was faster for one new token of each request and pages of float8_e4m3fn alone")
+    if call.key_pages.dtype in _HALVES:
+        many = call.kv_lens.shape[1] >= _MANY_REQUESTS
+        return Standing(_FIRST) if many else Standing(_BEHIND_TRITON, "for one long request Triton's was faster")
+    return Standing(_BEHIND_TRITON, f"pages of {call.key_pages.dtype} were not timed beside Triton's")
 
 
+_MANY_REQUESTS = 32
+_FEWEST_COLUMNS = 1024
+"""Of rows; between 128 and 4096 nothing was timed."""
 _TRITON_WAS_FASTER = "Triton's was as fast or faster"
 
 
@@ -229,7 +255,7 @@ def _untimed_product(call: GroupedMatmulCall) -> str:
 
 
 DEFAULT_ORDER: Mapping[str, Mapping[str, Mapping[str, int | Rule]]] = {
-    # benchmarks/results/bench_cuda_rows_h200.json: CUDA's 1.35 to 1.37 times as fast as XLA forward, 1.5 to 1.9 times backward
+    # benchmarks/results/bench_cuda_rows_h200.json: CUDA's 1.5 times as fast as XLA forward, 1.5 to 2.0 times backward
     "add_rms_norm": {"gpu": {"cuda": _FIRST}},
     # benchmarks/results/bench_h200.json: Triton's forward 5 to 21 times as fast as XLA in bfloat16, backward 2.2 to 15 times;
     # forward in float32 3.3 times (bench_float32_h200.json)
@@ -255,8 +281,7 @@ DEFAULT_ORDER: Mapping[str, Mapping[str, Mapping[str, int | Rule]]] = {
     # benchmarks/results/bench_h200.json: an update of 64 requests takes a kernel 3.4 us, XLA's scatters 22 us and more;
     # bench_cuda_pages_h200.json: CUDA's 4.1 us
     "paged_cache_update": {"gpu": {"triton": _TRITON, "cuda": _BEHIND_TRITON}},
-    # benchmarks/results/bench_cuda_rows_h200.json: CUDA's 1.36 times as fast as XLA forward; rows_cuda_h200.json: 3.7 times
-    # backward
+    # benchmarks/results/bench_cuda_rows_h200.json: CUDA's 1.35 times as fast as XLA forward, 2.7 times backward
     "qk_norm_rope": {"gpu": {"cuda": _FIRST}},
     # benchmarks/results/rows_h200.json: 0.99 to 1.00 times in both phases, 1.4 times with the gradients of cos and sin;
     # rows_cuda_h200.json: CUDA's takes 1.06 to 1.13 times XLA's time

@@ -99,15 +99,16 @@ def _workers(call: PagedAttentionCall, target: Target, resident: int, together: 
 
 
 def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
-    """As many blocks as registers have room for, then rings as long as shared memory has.
+    """As many blocks as registers have room for, or a few less that leave tiles whole; then rings as long as shared memory has.
 
-    Of key heads side by side, two: longer runs cost warps more waiting for each other than the memory gains.
+    Of key heads side by side, two: longer runs cost warps more waiting for each other than the memory gains. On an H200 64 requests
+    of 4096 tokens in float8 took 139 us with 256 workers, each of which had a whole tile, and 148 us with 264.
     """
     room, step = shared_memory_limit(target), stage_bytes(call)
     resident = max(1, min(_resident(call), room // least_bytes(call)))
     stages = min(max((room // resident - _BESIDE) // step, STAGES[0]), STAGES[-1])
     together = 2 if 2 in togethers(call) and call.layout not in _HEADS_APART else 1
-    return PagedAttentionConfig(stages, _workers(call, target, resident, together)[0], together)
+    return PagedAttentionConfig(stages, _workers(call, target, resident, together)[-1], together)
 
 
 def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentionConfig]:
