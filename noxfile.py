@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import nox
@@ -100,7 +100,20 @@ def environment(session: nox.Session, pair: tuple[str, str], kind: str = "") -> 
         session.run(*install, "--no-deps", f"{CUDA_PART}=={jax}", external=True)
 
     made_from = (jax, CUDA_PART, *builders, *declared, str(CUDA_LIBRARY[kind]))
-    return _kept(session, command, f"py{python}-jax{jax}{kind}", made_from, fill)
+    executable = _kept(session, command, f"py{python}-jax{jax}{kind}", made_from, fill)
+    if "ejkernel-cuda" in packages and kind != "-light":
+        _keep_library(session, executable, CUDA_LIBRARY[kind])
+    return executable
+
+
+def _keep_library(session: nox.Session, executable: Path, variables: Mapping[str, str]) -> None:
+    """Compile the CUDA library again where it is older than one of its sources."""
+    folder = ROOT / "ejkernel-cuda"
+    sources = [folder / "CMakeLists.txt", *(path for path in folder.glob("csrc/**/*") if path.is_file())]
+    built = next(executable.parents[1].glob("lib/python*/site-packages/ejkernel_cuda/libejkernel_cuda.so"), None)
+    if built is None or built.stat().st_mtime < max(source.stat().st_mtime for source in sources):
+        again = ("install", "--no-build-isolation", "--no-deps", "--force-reinstall", "--editable", str(folder))
+        session.run(*pip(executable), *again, env=variables, external=True)
 
 
 def _kept(session: nox.Session, command: str, name: str, made_from: Iterable[str], fill: Callable[[Path], None]) -> Path:
