@@ -19,12 +19,12 @@ import triton.language as tl
 from ejkernel_triton.flash_attention.tiles import (
     add_product,
     any_nan,
+    bias_in,
     finite,
     finite_parts,
     kept,
     key_range,
     load_parts,
-    load_scores,
     logits_of,
     parts_of,
     places_of,
@@ -32,6 +32,7 @@ from ejkernel_triton.flash_attention.tiles import (
     product,
     query_range,
     schedule,
+    score_row,
     seen_in,
     statistic_of,
     store_rows,
@@ -60,7 +61,7 @@ def d_weights_from(left, right, b_minus_delta, R: tl.constexpr, CAREFUL: tl.cons
 @triton.jit
 def weights_of(
     b_raw, b_start, places, stream_0, stream_1, o_query, o_key, queries, keys,
-    R: tl.constexpr, MASKED: tl.constexpr, STARTED: tl.constexpr,
+    R: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr, STARTED: tl.constexpr,
 ):  # fmt: skip
     """Weights; the derivative of a logit by its product; whether entries are visible and kept. STARTED: b_raw is made by
     `logits_from`."""
@@ -68,11 +69,8 @@ def weights_of(
     if MASKED:
         b_seen = seen_in(places, o_query, o_key, queries, keys, R)
     b_bias = 0.0
-    if MASKED:
-        if R.bias >= 0:
-            b_bias = load_scores(places[0], o_query, o_key, queries, keys, R.bias).to(tl.float32)
-            b_seen = b_seen & (b_bias != float("-inf"))
-            b_bias = tl.where(b_seen, b_bias, 0.0)
+    if R.bias >= 0:
+        b_bias, b_seen = bias_in(places, b_seen, o_query, o_key, queries, keys, R, CAREFUL)
     b_logits, b_tangent = logits_of(b_raw, b_bias, R)
     b_exponents = b_logits * R.unit
     if STARTED:
@@ -146,7 +144,7 @@ def add_queries(
             b_d_weights = product(value, transposed(d_out, R), R, CAREFUL)
         b_weights, b_slope, b_seen, b_keep = weights_of(
             b_raw, b_start[None, :], places, stream_0, stream_1, (i_query + o_block)[None, :], o_key, queries, keys,
-            R, MASKED, False,
+            R, MASKED, CAREFUL, False,
         )  # fmt: skip
         if WANTED != "key":
             kept_weights = parts_of(dropped(b_weights, b_keep, R), d_out[0].dtype, R)
@@ -299,7 +297,7 @@ def add_keys(
         b_d_weights = d_weights_from(d_out, transposed(value, R), b_minus_delta[:, None], R, CAREFUL)
         b_weights, b_slope, b_seen, b_keep = weights_of(
             b_raw, b_start[:, None], places, stream_0, stream_1, o_query, (i_key + o_block)[None, :], queries, keys,
-            R, MASKED, True,
+            R, MASKED, CAREFUL, True,
         )  # fmt: skip
         b_d_logits = d_logits_of(b_weights, b_slope, b_seen, b_keep, b_d_weights, b_minus_delta[:, None], R, CAREFUL, True)
         if CAREFUL:
@@ -483,7 +481,7 @@ def bias_gradient_kernel(
                 stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
             b_weights, b_slope, b_seen, b_keep = weights_of(
                 b_raw, b_start[:, None], places, stream_0, stream_1, (i_query + o_rows)[:, None], (i_key + o_columns)[None, :],
-                queries, keys, R, True, True,
+                queries, keys, R, True, True, True,
             )  # fmt: skip
             b_d_logits = d_logits_of(b_weights, b_slope, b_seen, b_keep, b_d_weights, b_minus_delta[:, None], R, True, True)
             b_d_bias += b_d_logits
@@ -495,7 +493,7 @@ def bias_gradient_kernel(
         b_d_bias = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32) + tl.sum(b_d_bias, axis=0)[None, :]
         rows = 1
     if R.bias & 8:
-        columns = keys
+        columns = score_row(keys)
     else:
         b_d_bias = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32) + tl.sum(b_d_bias, axis=1)[:, None]
         columns = 1

@@ -39,6 +39,7 @@ class BackwardConfig:
     key_*: of the kernel that owns `key_block_k` keys and walks over tiles of `key_block_q` queries.
     key_apart: whether that kernel runs twice, for the gradient of the keys and for that of the values.
     query_*: of the kernel that owns `query_block_q` queries and walks over tiles of `query_block_k` keys.
+    bias_*: of the kernel that owns a tile of the gradient of a bias.
     """
 
     key_block_q: int
@@ -50,6 +51,9 @@ class BackwardConfig:
     query_num_warps: int
     query_num_stages: int
     key_apart: bool = False
+    bias_block_q: int = 16
+    bias_block_k: int = 16
+    bias_num_warps: int = 4
 
 
 Tile = tuple[int, int, int, int]
@@ -113,7 +117,8 @@ class _Model:
         # With tensor memory, what Triton makes of more rows in parts does not fit.
         self.most_rows = 32 if self.parts and generation > 9 else 2**31
         self.queries, self.keys = call.query.shape[1], call.key.shape[1]
-        self.score_bytes = sum(4 for spec in (call.bias, call.mask) if spec is not None and min(spec.shape[2:]) > 1)
+        by_pair = (spec for spec in (call.bias, call.mask) if spec is not None and min(spec.shape[2:]) > 1)
+        self.score_bytes = sum({"bool": 1, "float32": 4}.get(spec.dtype, 2) for spec in by_pair)
         self.width = max(self.size, self.value_size)
         self.narrow = call.window_width is not None and call.window_width <= _NARROW
         self.capped = call.soft_cap is not None
@@ -147,7 +152,7 @@ class _Model:
 
     def _fits(self, tile: Tile, shared: int, held: int) -> bool:
         own, other, warps, stages = tile
-        total = shared * self.itemsize + stages * own * other * self.score_bytes
+        total = shared * self.itemsize + max(stages - 1, 1) * own * other * self.score_bytes
         registers = 208 if own >= 64 else 72 if self.wide and not self.parts else 112
         return total <= self.limit and held <= 32 * warps * registers and own <= self.most_rows
 
@@ -181,7 +186,9 @@ class _Model:
             return (128, 64, 8, 2), (64, 32, 4, 3), (64, 32, 4, 2), (64, 32, 8, 2)
         if self.width == 128 and not self.triangular and not self.score_bytes:
             return ((128, 128, 8, 3), (64, 64, 4, 3))
-        return (64, 64, 4, 3), (64, 64, 4, 2)
+        # Two programs fit on a Hopper multiprocessor, beside tiles of scores with a shorter pipeline only.
+        short_first = self.width == 128 and self.score_bytes
+        return ((64, 64, 4, 2), (64, 64, 4, 3)) if short_first else ((64, 64, 4, 3), (64, 64, 4, 2))
 
     def key_choices(self) -> tuple[Tile, ...]:
         if self.parts and self.before_warpgroups and self.width > 128:
@@ -206,6 +213,17 @@ class _Model:
         if self.width > 128:
             return (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2)
         return ((64, 64, 4, 3),) if self.width <= 64 else ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))
+
+    def bias_choices(self) -> tuple[tuple[int, int, int], ...]:
+        """Queries and keys of a tile, and warps; compiled for each generation, the largest that do not spill."""
+        smallest = ((16, 16, 4),)
+        if self.wide:
+            return ((64, 32, 4), *smallest) if self.parts and self.warpgroups and self.width <= 128 else smallest
+        if self.width > 256:
+            return smallest
+        if self.before_warpgroups:
+            return ((32, 32, 4),)
+        return ((64, 64, 4), (64, 64, 8), (128, 64, 8)) if self.width <= 128 else ((64, 64, 8), (32, 32, 4))
 
 
 def _first(tiles: Iterable[Tile], fits: Callable[[Tile], bool], own: int, other: int) -> Tile:
@@ -247,11 +265,11 @@ def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConf
     fits = model.apart_fits if model.apart else model.key_fits
     own, other, warps, stages = _first(model.key_choices(), fits, model.keys, model.queries)
     by_query = _first(model.query_choices(), model.query_fits, model.queries, model.keys)
-    return BackwardConfig(other, own, warps, stages, *by_query, key_apart=model.apart)
+    return BackwardConfig(other, own, warps, stages, *by_query, model.apart, *model.bias_choices()[0])
 
 
 def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardConfig]:
-    """Each kernel varied alone: the two do not influence each other."""
+    """Each kernel varied alone: they do not influence each other."""
     model = _Model(call, target)
     best = backward_heuristic(call, target)
     by_key, by_query = (model.keys, model.queries), (model.queries, model.keys)
@@ -265,6 +283,9 @@ def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardCon
     for own, other, warps, stages in _fitting(model.tiles(_QUERY, _PARTS_QUERY), model.query_fits, *by_query):
         blocks = {"query_block_q": own, "query_block_k": other, "query_num_warps": warps, "query_num_stages": stages}
         found.append(dataclasses.replace(best, **blocks))
+    if call.bias is not None:
+        for own, other, warps in model.bias_choices():
+            found.append(dataclasses.replace(best, bias_block_q=own, bias_block_k=other, bias_num_warps=warps))
     return list(dict.fromkeys(found))
 
 

@@ -15,11 +15,11 @@ import triton.language as tl
 from ejkernel_triton.flash_attention.tiles import (
     add_product,
     any_nan,
+    bias_in,
     finite_parts,
     kept,
     key_range,
     load_parts,
-    load_scores,
     logits_of,
     parts_of,
     places_of,
@@ -64,13 +64,11 @@ def absorb(
         key = load_parts(p_key + o_start * KEY_STRIDE, o_block, keys - i_key, KEY_STRIDE, R.size, BLOCK_D, MASKED, R)
         b_raw = product(query, transposed(key, R), R, CAREFUL)  # [BLOCK_Q, BLOCK_K]
         o_key = (i_key + o_block)[None, :]
-        b_bias = 0.0
+        b_bias, b_seen = 0.0, o_query >= 0
         if MASKED:
             b_seen = seen_in(places, o_query, o_key, queries, keys, R)
-            if R.bias >= 0:
-                b_bias = load_scores(places[0], o_query, o_key, queries, keys, R.bias).to(tl.float32)
-                b_seen = b_seen & (b_bias != float("-inf"))
-                b_bias = tl.where(b_seen, b_bias, 0.0)
+        if R.bias >= 0:
+            b_bias, b_seen = bias_in(places, b_seen, o_query, o_key, queries, keys, R, CAREFUL)
         b_logits, _ = logits_of(b_raw, b_bias, R)
         value = load_parts(
             p_value + o_start * VALUE_STRIDE, o_block, keys - i_key, VALUE_STRIDE, R.value_size, BLOCK_V, MASKED, R
@@ -82,7 +80,7 @@ def absorb(
             b_logits = tl.where(b_seen, b_logits, float("-inf"))
         b_largest = tl.maximum(b_maximum, tl.max(b_logits, axis=1))
         b_shift = b_largest
-        if MASKED:  # -inf - -inf is NaN
+        if MASKED or R.bias >= 0:  # -inf - -inf is NaN
             b_shift = tl.where(b_largest == float("-inf"), 0.0, b_largest)
         b_weights = tl.exp2(b_logits * R.unit - (b_shift * R.unit)[:, None])
         b_decay = tl.exp2((b_maximum - b_shift) * R.unit)

@@ -21,7 +21,7 @@ from ejkernel_triton.flash_attention.rules import LOG2_E, Rules, rules_of
 _CACHED_BYTES = 24 * 2**20
 """Of keys and values that programs running at one time share through the L2 cache."""
 
-_MASKS = ("bias", "mask", "query_segments", "key_segments", "query_positions", "key_positions")
+_TOKENS = ("query_segments", "key_segments", "query_positions", "key_positions")
 
 
 def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: ForwardConfig) -> FlashAttentionOutputs:
@@ -52,7 +52,7 @@ def backward(
         query=_query_gradient(call, inputs, rows, config),
         key=d_key,
         value=d_value,
-        bias=None if inputs.bias is None else _bias_gradient(call, inputs, rows),
+        bias=None if inputs.bias is None else _bias_gradient(call, inputs, rows, config),
         sinks=d_sinks,
     )
 
@@ -90,7 +90,19 @@ def _operands(arrays: tuple[Any, ...], rules: Rules) -> tuple[Any, ...]:
 
 def _masks(inputs: FlashAttentionInputs) -> tuple[Any, ...]:
     """Absent arrays are replaced by one that is there; kernels do not look at them."""
-    return tuple(inputs.query if getattr(inputs, name) is None else getattr(inputs, name) for name in _MASKS)
+    arrays = (*map(_wide_rows, (inputs.bias, inputs.mask)), *(getattr(inputs, name) for name in _TOKENS))
+    return tuple(inputs.query if array is None else array for array in arrays)
+
+
+def _wide_rows(scores: Any) -> Any:
+    """Padded as `tiles.score_row` expects."""
+    if scores is None or not _row_padding(scores.shape):
+        return scores
+    return jnp.pad(scores, ((0, 0), (0, 0), (0, 0), (0, _row_padding(scores.shape))))
+
+
+def _row_padding(shape: tuple[int, ...]) -> int:
+    return 0 if shape[3] == 1 else -shape[3] % 16
 
 
 def _cdiv(value: int, divisor: int) -> int:
@@ -136,7 +148,7 @@ def _attend(
         BLOCK_N=1 << max(rules.sinks - 1, 0).bit_length(),
         SAVE_LSE=save_lse,
         SAVE_MAXIMUM=save_maximum,
-        AHEAD=config.ahead,
+        AHEAD=config.ahead and call.bias is None,
     )
 
 
@@ -243,21 +255,22 @@ def _query_gradient(
     )[0]
 
 
-def _bias_gradient(call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...]) -> Any:
+def _bias_gradient(
+    call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...], config: BackwardConfig
+) -> Any:
     bias = inputs.bias
     rules = rules_of(call)
-    batch, queries, _, size = call.query.shape
-    block = 32 if max(size, call.value.shape[3]) <= 256 and call.query.dtype != "float32" else 16
-    own_queries, own_keys = _cdiv(bias.shape[2], block), _cdiv(bias.shape[3], block)
+    batch, queries = call.query.shape[:2]
+    padded = (*bias.shape[:3], bias.shape[3] + _row_padding(bias.shape))
+    own_queries, own_keys = _cdiv(bias.shape[2], config.bias_block_q), _cdiv(bias.shape[3], config.bias_block_k)
     return call_kernel(
         bias_gradient_kernel,
         (*_gradient_inputs(inputs, rules), *rows, queries, call.key.shape[1], batch, own_queries, own_keys),
-        ((bias.shape, bias.dtype),),
+        ((padded, bias.dtype),),
         grid=bias.shape[0] * bias.shape[1] * own_queries * own_keys,
-        num_warps=4,
-        num_stages=2 if block == 32 else 1,
-        **_blocks(call, rules, block, block),
-    )[0]
+        num_warps=config.bias_num_warps,
+        **_blocks(call, rules, config.bias_block_q, config.bias_block_k),
+    )[0][..., : bias.shape[3]]
 
 
 def _blocks(call: FlashAttentionCall, rules: Rules, block_q: int, block_k: int) -> dict[str, Any]:

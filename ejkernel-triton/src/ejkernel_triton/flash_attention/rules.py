@@ -118,7 +118,7 @@ def rules_of(call: FlashAttentionCall) -> Rules:
         ranges=max(map(_storage, arrays)),
         edges_first=given or left is not None or bool(chunk),
         edges_first_by_key=given or call.causal or right is not None or bool(chunk),
-        whole=not elementwise,
+        whole=call.mask is None and (call.bias is None or call.soft_cap is None),
         simple=call.causal and call.prefix is None and call.query_positions is None and call.key_positions is None,
         careful=parts > 1 or elementwise or given or call.causal or call.window is not None or call.chunk_size is not None,
         sinks=0 if call.sinks is None else call.sinks.shape[2],

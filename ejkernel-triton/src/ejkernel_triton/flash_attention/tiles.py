@@ -232,12 +232,22 @@ def of_batch(p, i_batch, size, STORAGE: tl.constexpr):
 
 
 @triton.jit
+def score_row(keys):
+    """Elements of a row of a `[b?, h?, t?, s]` array, padded to a multiple of 16.
+
+    As the compiler knows that, it loads vectors, and in a layout that is not its default: from there the default would spread to
+    the weights, which are then computed twice, in the layout of the products too.
+    """
+    return tl.cdiv(keys, 16) * 16
+
+
+@triton.jit
 def score_base(p, i_batch, i_head, queries, keys, R: tl.constexpr, AXES: tl.constexpr):
     """Where one batch's and head's part of a `[b?, h?, t?, s?]` array begins."""
     if AXES > 0:
         size = tl.full((), 1, tl.int64)
         if AXES & 8:
-            size *= keys
+            size *= score_row(keys)
         if AXES & 4:
             size *= queries
         if AXES & 2:
@@ -250,17 +260,19 @@ def score_base(p, i_batch, i_head, queries, keys, R: tl.constexpr, AXES: tl.cons
 
 @triton.jit
 def load_scores(p, o_query, o_key, queries, keys, AXES: tl.constexpr):
-    """One tile of such an array, with its broadcast axes of size 1; 0 outside."""
-    o_tile = o_query.to(tl.int64) * 0
-    m_tile = o_query < queries
-    if AXES & 4:
-        o_tile = o_query.to(tl.int64)
-        if AXES & 8:
-            o_tile *= keys
+    """One tile of such an array, with its broadcast axes of size 1, or a scalar; 0 outside."""
+    row = score_row(keys)
     if AXES & 8:
-        o_tile += o_key
-        m_tile = m_tile & (o_key < keys)
-    return tl.load(p + o_tile, mask=m_tile, other=0)
+        if AXES & 4:
+            b_tile = tl.load(p + (o_query.to(tl.int64) * row + o_key), mask=(o_query < queries) & (o_key < row), other=0)
+        else:
+            b_tile = tl.load(p + o_key, mask=o_key < row, other=0)
+    else:
+        if AXES & 4:
+            b_tile = tl.load(p + o_query, mask=o_query < queries, other=0)
+        else:
+            b_tile = tl.load(p)
+    return b_tile
 
 
 @triton.jit
@@ -322,6 +334,19 @@ def seen_in(places, o_query, o_key, queries, keys, R: tl.constexpr):
     if R.mask >= 0:
         b_seen = b_seen & load_scores(places[1], o_query, o_key, queries, keys, R.mask).to(tl.int1)
     return b_seen
+
+
+@triton.jit
+def bias_in(places, b_seen, o_query, o_key, queries, keys, R: tl.constexpr, CAREFUL: tl.constexpr):
+    """The bias of a tile, and which entries are visible of those that `b_seen` says.
+
+    One of -inf hides by itself, but for a logit that is capped or not a number.
+    """
+    b_bias = load_scores(places[0], o_query, o_key, queries, keys, R.bias).to(tl.float32)
+    if CAREFUL or R.capped:
+        b_seen = b_seen & (b_bias != float("-inf"))
+        b_bias = tl.where(b_seen, b_bias, 0.0)
+    return b_bias, b_seen
 
 
 @triton.jit

@@ -237,17 +237,19 @@ _BENCH = tuple(
 _BENCH_GPU = tuple(
     Case(
         f"bench-8192-{name}",
-        _arrays(8192, heads=heads, key_heads=key_heads, size=size, batch=2),
+        _arrays(8192, heads=heads, key_heads=key_heads, size=size, batch=2, bias=bias),
         options,
         frozenset({"bench"}),
     )
-    for name, heads, key_heads, size, options in (
-        ("gqa-causal", 32, 8, 128, {"causal": True}),
-        ("causal", 16, 16, 128, {"causal": True}),
-        ("full", 16, 16, 128, {}),
-        ("full-d64", 32, 32, 64, {}),
-        ("window-4096-cap-d256", 16, 8, 256, {"causal": True, "sliding_window": (4095, 0), "logits_soft_cap": 50.0}),
-        ("window-128-d64", 64, 8, 64, {"causal": True, "sliding_window": (127, 0)}),
+    for name, heads, key_heads, size, bias, options in (
+        ("gqa-causal", 32, 8, 128, None, {"causal": True}),
+        ("causal", 16, 16, 128, None, {"causal": True}),
+        ("full", 16, 16, 128, None, {}),
+        ("full-d64", 32, 32, 64, None, {}),
+        ("window-4096-cap-d256", 16, 8, 256, None, {"causal": True, "sliding_window": (4095, 0), "logits_soft_cap": 50.0}),
+        ("window-128-d64", 64, 8, 64, None, {"causal": True, "sliding_window": (127, 0)}),
+        ("causal-bias", 16, 16, 128, (1, 1, 8192, 8192), {"causal": True}),
+        ("causal-key-bias", 16, 16, 128, (2, 1, 1, 8192), {"causal": True}),
     )
 )
 
