@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from ejkernel_triton.flash_attention.rules import rules_of
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
+from ejkernel_triton._ahead_of_time import TOLERATED
 from ejkernel_triton.flash_attention import kernel
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
@@ -211,15 +213,48 @@ def test_ranges_of_packed_segments():
     np.testing.assert_array_equal(found, [[[0, 16, 32, 32], [16, 16, 16, 32], [32, 32, 32, 48], [48, 48, 48, 64]]])
 
 
-def call_of(length, heads, key_heads, size, dtype="bfloat16", value_size=None, **options):
+def call_of(length, heads, key_heads, size, dtype="bfloat16", value_size=None, bias=None, **options):
     """A call of this shape, and its arrays' shapes."""
     shapes = ((heads, size), (key_heads, size), (key_heads, value_size or size))
     arrays = {
         name: jax.ShapeDtypeStruct((1, length, *shape), dtype)
         for name, shape in zip(("query", "key", "value"), shapes, strict=True)
     }
+    if bias is not None:
+        arrays["bias"] = jax.ShapeDtypeStruct(bias, dtype)
     call = OPERATION.canonicalise(**arrays, **options).call
     return dataclasses.replace(call, save_residuals=True), FlashAttentionInputs(**arrays)
+
+
+def both_phases(call, inputs, target):
+    """Launch what the heuristic picks."""
+
+    def both(inputs):
+        outputs = kernel.forward(call, inputs, config.forward_heuristic(call, target))
+        cotangents = FlashAttentionOutputs(outputs.out)
+        return kernel.backward(call, inputs, outputs, cotangents, config.backward_heuristic(call, target))
+
+    jax.eval_shape(both, inputs)
+
+
+@pytest.mark.parametrize(
+    ("number", "bias"), [(80, (1, 2, 4090, 4090)), (90, (1, 2, 4090, 4090)), (100, (1, 2, 4090, 4090)), (90, (1, 1, 1, 4090))]
+)
+def test_a_bias_costs_little(monkeypatch, tmp_path, number, bias):
+    """By pair it is loaded in vectors, and none has the compiler compute weights a second time, in the layout of its load."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    recorder = testing.Recorder()
+    monkeypatch.setattr(kernel, "call_kernel", recorder)
+    both_phases(*call_of(4090, 2, 2, 64, bias=bias, causal=True), Target("gpu", "", f"{number // 10}.0"))
+    names = [c.kernel.fn.__name__ for c in recorder.compilations]
+    assert names == ["forward_kernel", "key_gradient_kernel", "query_gradient_kernel", "bias_gradient_kernel"]
+    for compilation in recorder.compilations:
+        compiled = compilation.compile(number)
+        weights = set(re.findall(r"math\.exp2 .*(tensor<\d+x\d+xf32, .*>)", compiled.asm["ttgir"]))
+        assert len(weights) == 1, weights
+        assert testing.resources(compiled).spilling < TOLERATED
+        if bias[2] > 1:
+            assert not re.search(r"(ld|st)\.global\.b16", compiled.asm["ptx"])
 
 
 @pytest.mark.parametrize("number", [80, 90, 100])
@@ -229,14 +264,7 @@ def test_compiles_into_what_the_device_has(monkeypatch, tmp_path, number):
     recorder = testing.Recorder()
     monkeypatch.setattr(kernel, "call_kernel", recorder)
     target = Target("gpu", "", f"{number // 10}.0")
-    call, inputs = call_of(4096, 8, 2, 64, causal=True)
-
-    def both(inputs):
-        outputs = kernel.forward(call, inputs, config.forward_heuristic(call, target))
-        cotangents = FlashAttentionOutputs(outputs.out)
-        return kernel.backward(call, inputs, outputs, cotangents, config.backward_heuristic(call, target))
-
-    jax.eval_shape(both, inputs)
+    both_phases(*call_of(4096, 8, 2, 64, causal=True), target)
     names = [c.kernel.fn.__name__ for c in recorder.compilations]
     assert names == ["forward_kernel", "key_gradient_kernel", "query_gradient_kernel"]
     product = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[number]

@@ -260,7 +260,7 @@ def score_base(p, i_batch, i_head, queries, keys, R: tl.constexpr, AXES: tl.cons
 
 @triton.jit
 def load_scores(p, o_query, o_key, queries, keys, AXES: tl.constexpr):
-    """One tile of such an array, with its broadcast axes of size 1, or a scalar; 0 outside."""
+    """One tile of such an array, with its broadcast axes of size 1 (both: of one number, like a bias of queries); 0 outside."""
     row = score_row(keys)
     if AXES & 8:
         if AXES & 4:
@@ -268,10 +268,7 @@ def load_scores(p, o_query, o_key, queries, keys, AXES: tl.constexpr):
         else:
             b_tile = tl.load(p + o_key, mask=o_key < row, other=0)
     else:
-        if AXES & 4:
-            b_tile = tl.load(p + o_query, mask=o_query < queries, other=0)
-        else:
-            b_tile = tl.load(p)
+        b_tile = tl.load(p + o_query * (AXES // 4 % 2), mask=o_query < queries, other=0)
     return b_tile
 
 
