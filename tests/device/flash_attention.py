@@ -91,6 +91,9 @@ NUMBERS = {
     ),
     "window-cap-256": Problem(1, 700, 2, 1, 256, options=options(causal=True, sliding_window=(200, 0), logits_soft_cap=20.0)),
     "bias-mla": Problem(1, 515, 2, 2, 192, 128, bias=(1, 2, 515, 515), options=options(chunk_size=300)),
+    "bias-causal-128": Problem(2, 1000, 4, 2, 128, bias=(1, 4, 1000, 1000), options=options(causal=True)),
+    "bias-keys-64": Problem(2, 1000, 4, 4, 64, bias=(2, 1, 1, 1000)),
+    "bias-float32": Problem(1, 300, 2, 2, 128, dtype="float32", bias=(1, 2, 300, 300), options=options(causal=True)),
     "full-tails": Problem(2, 413, 4, 2, 128),
     "full-float16-256": Problem(1, 290, 2, 2, 256, dtype="float16"),
     "window-float16-64": Problem(2, 1000, 4, 1, 64, dtype="float16", options=options(sliding_window=(130, 70))),
@@ -108,6 +111,8 @@ TIMES = {
     "full64": Problem(2, 8192, 32, 32, 64),
     "mla": Problem(2, 8192, 16, 16, 192, 128, options=options(causal=True)),
     "float32": Problem(2, 8192, 32, 8, 128, dtype="float32", options=options(causal=True)),
+    "bias": Problem(2, 8192, 16, 16, 128, bias=(1, 16, 8192, 8192), options=options(causal=True)),
+    "key-bias": Problem(2, 8192, 16, 16, 128, bias=(2, 1, 1, 8192), options=options(causal=True)),
 }
 
 
@@ -347,12 +352,12 @@ def time_cudnn(name: str, problem: Problem, save: Any) -> None:
     flops = flops_of(problem, call)
     window = given.get("sliding_window")
 
-    def attention(q: Any, k: Any, v: Any) -> Any:
+    def attention(q: Any, k: Any, v: Any, bias: Any = None) -> Any:
         return jax.nn.dot_product_attention(
-            q, k, v, is_causal=given.get("causal", False), local_window_size=window, implementation="cudnn"
+            q, k, v, bias, is_causal=given.get("causal", False), local_window_size=window, implementation="cudnn"
         )
 
-    arguments = inputs[:3]
+    arguments = inputs[:3] if problem.bias is None else inputs[:4]
     try:
         seconds, _ = device_times(jax.jit(attention), arguments)
         save(
@@ -369,6 +374,8 @@ def time_cudnn(name: str, problem: Problem, save: Any) -> None:
 
 
 def time_flex(name: str, problem: Problem, save: Any) -> None:
+    if problem.bias is not None:
+        return
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
