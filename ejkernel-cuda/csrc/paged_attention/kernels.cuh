@@ -20,6 +20,7 @@ constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 struct Notes {
   float largest[kWarps][kRows], sum[kWarps][kRows];  // of each warp's keys; sums are relative to their key head's maximum
   int seen[kWarps][kMaxStages];                      // bit k: key k of the step is visible
+  float value_scale[kWarps];                         // of each warp's key head
   int sums[kWarps];
   Start start;
 };
@@ -349,6 +350,17 @@ struct Attention {
     }
   }
 
+  // What brings products to logits, or beside a cap to what `scale_products` makes them of; and the values' scale is noted.
+  __device__ float read_scales(const Request& request, int key_head) const {
+    float factor = problem.scale * (problem.soft_cap > 0.f ? 2.f * kLog2E / problem.soft_cap : kLog2E), value_scale = 1.f;
+    if (problem.value_scale)
+      value_scale = problem.value_scale[request.batch * problem.value_scale_batch + key_head * problem.value_scale_head];
+    if (problem.key_scale)
+      factor *= problem.key_scale[request.batch * problem.key_scale_batch + key_head * problem.key_scale_head];
+    if (lane == 0) notes.value_scale[warp] = value_scale;
+    return factor;
+  }
+
   // Blocks `from` to `to` of a tile; rows hold this warp's share of them afterwards.
   __device__ void walk(const Request& request, const TileOf& tile, int from, int to) {
     const char* keys = held(problem.key.data + request.batch * problem.key.batch + tile.key_head * problem.key.head);
@@ -356,11 +368,6 @@ struct Attention {
     const int first_key =
         ((request.first_block + from) << problem.block_bits) + my_turn() * Layout::kKeys + lane % Layout::kKeys;
     Cursor cursor(problem, request, tile.local, first_key, 1 << problem.block_bits);
-    float factor = problem.scale * (problem.soft_cap > 0.f ? 2.f * kLog2E / problem.soft_cap : kLog2E);
-    if (problem.key_scale) {
-      const int head = tile.key_head + my_head();
-      factor *= problem.key_scale[request.batch * problem.key_scale_batch + head * problem.key_scale_head];
-    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) largest[half] = -INFINITY, sum[half] = 0.f;
 #pragma unroll
@@ -371,9 +378,11 @@ struct Attention {
     for (int byte = lane * kLine; byte < tile.rows * problem.key.size * 2; byte += 32 * kLine) fetch_ahead(rows + byte);
     const int steps = to - from;
     int slot = 0, free = 0, rest = steps;  // rest: steps that have not begun
+    float factor = 0.f;
 #pragma unroll 1
     for (int step = -stages; step < steps; ++step) {
       if (step == 0) {  // while the whole ring is on its way
+        factor = read_scales(request, tile.key_head + my_head());
         constexpr int kRun = Layout::kIsBytes ? 4 : 2;
         problem.key.size % kRun ? read_queries<1>(queries, rows, tile) : read_queries<kRun>(queries, rows, tile);
       }
@@ -459,10 +468,7 @@ struct Attention {
       }
       const float lse = total == 0.f ? -INFINITY : shift + log2f(total);
       float factor = total == 0.f ? 0.f : kept * fast_inverse(total);
-      if (whole && problem.value_scale) {
-        const int head = tile.key_head + my_head();
-        factor *= problem.value_scale[request.batch * problem.value_scale_batch + head * problem.value_scale_head];
-      }
+      if (whole) factor *= notes.value_scale[warp];
 #pragma unroll 4
       for (int channel = lane; channel < size; channel += 32) {
         float value = 0.f;
