@@ -610,7 +610,9 @@ __global__ void __launch_bounds__(32 * kMergeWarps, 2)
   EJKERNEL_SHARED(float, totals, kMergeWarps);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = warp % shape.warps, size = problem.value.size;
   const int index = int(blockIdx.x) % shape.blocks * shape.rows + warp / shape.warps;  // of a tile's rows
-  const int beside = index / problem.rows_of_head(), in_head = index % problem.rows_of_head(), group = problem.group;
+  const int group = problem.group;
+  int in_head;
+  const int beside = divide(index, problem.rows_of_head(), in_head);
   clear_tokens<T>(problem, results);
   wait_for_last_kernel();
   const int first = find_split(results, workers, int(blockIdx.x) / shape.blocks);
