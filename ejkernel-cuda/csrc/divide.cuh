@@ -17,4 +17,11 @@ __device__ inline int64_t divide(int64_t value, int64_t divisor, int64_t& remain
   return quotient;
 }
 
+// The same of 32 bits, for divisors that are often 1: a division takes ten times as long as to see that there is none to do.
+__device__ inline int divide(int value, int divisor, int& remainder) {
+  const int quotient = divisor == 1 ? value : int(unsigned(value) / unsigned(divisor));
+  remainder = value - quotient * divisor;
+  return quotient;
+}
+
 }  // namespace ejkernel

@@ -217,9 +217,9 @@ def _attend_pages(
         requests, query.pointer, _side(key_pages, key_strides, 0, size), _side(values, value_strides, first_value, value_size),
         *(x.pointer if x.array.size else None for x in factors), _batch_stride(factors[0]),
         *(stride for x in factors[1:] for stride in (_batch_stride(x), int(x.array.shape[1] > 1))),
-        batch, heads, int(key_heads), -(-group // 16), int(together), int(window), float(scale), float(soft_cap), bool(causal),
-        query.array.dtype == ml_dtypes.bfloat16,
-        128 // int(together) if key_pages.array.dtype.itemsize == 1 and max(size, value_size) <= 128 else 64,
+        batch, heads, group, -(-group // 16), int(key_heads) // int(together), int(together), int(window), float(scale),
+        float(soft_cap), bool(causal), query.array.dtype == ml_dtypes.bfloat16,
+        (128 // int(together) if key_pages.array.dtype.itemsize == 1 and max(size, value_size) <= 128 else 64).bit_length() - 1,
     )  # fmt: skip
     answers = Results(out.pointer, lse.pointer if lse.array.size else None, part.pointer, part_lse.pointer, splits.pointer)
     stored = key_pages.array.dtype.name

@@ -5,6 +5,7 @@
 // matter; values that lie in the array of keys begin at `first_value` and have an empty array of their own. What workers leave
 // for the merge lies in results too, so that it lives as long as a CUDA graph does; part says how many workers there may be, and
 // how many key heads a tile has.
+#include <bit>
 #include <cmath>
 
 #include "paged_attention/launch.h"
@@ -176,15 +177,16 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array v
                         per_head(value_scale),
                         int(dims[0]),
                         int(dims[2]),
-                        int(key_heads),
+                        int(group),
                         int((group + kRows - 1) / kRows),
+                        int(key_heads / together),
                         int(together),
                         int(window),
                         scale,
                         soft_cap,
                         causal,
                         query.element_type() == ffi::BF16,
-                        int(BlockOf(key_pages, dims, out->dimensions(), together))};
+                        std::countr_zero(unsigned(BlockOf(key_pages, dims, out->dimensions(), together)))};
   const Results results{out->untyped_data(), lse->element_count() ? lse->typed_data() : nullptr, part->typed_data(),
                         part_lse->typed_data(), reinterpret_cast<Split*>(splits->typed_data())};
   const Knobs knobs{stages, part->dimensions()[0]};

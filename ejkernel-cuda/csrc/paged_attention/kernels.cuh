@@ -18,8 +18,9 @@ constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // Beside the rings, in the same shared memory.
 struct Notes {
-  float largest[kWarps][kRows], sum[kWarps][kRows];  // of each warp's keys
+  float largest[kWarps][kRows], sum[kWarps][kRows];  // of each warp's keys; sums are relative to their key head's maximum
   int seen[kWarps][kMaxStages];                      // bit k: key k of the step is visible
+  float value_scale[kWarps];                         // of each warp's key head
   int sums[kWarps];
   Start start;
 };
@@ -77,14 +78,12 @@ struct Cursor {
 
   __device__ Cursor(const Problem& problem, const Request& request, int local, int first_key, int block)
       : all(problem.requests),
-        entry(request.table(problem) + first_key / int(all.page_size)),
         lowest(request.lowest(problem, local)),
         last(request.last(problem, local)),
         key(first_key),
-        offset(first_key % int(all.page_size)),
-        block(block),
-        pages(block / int(all.page_size)),
-        rest(block % int(all.page_size)) {
+        block(block) {
+    entry = request.table(problem) + divide(first_key, int(all.page_size), offset);
+    pages = int(unsigned(block) / unsigned(all.page_size)), rest = block - pages * int(all.page_size);
     look_up();
   }
 
@@ -135,8 +134,9 @@ struct Attention {
         warp(threadIdx.x / 32),
         together(Layout::kShares ? problem.together : 1) {}
 
-  // Of a tile's key heads, which one this warp looks after.
-  __device__ int my_head() const { return warp % together; }
+  // Of a tile's key heads, which one this warp looks after, and how many warps before it do.
+  __device__ int my_head() const { return warp & (together - 1); }
+  __device__ int my_turn() const { return warp >> together / 2; }
 
   __device__ char* step_at(int warp, int slot) const { return rings + (warp * stages + slot) * 2 * Layout::kBytes; }
 
@@ -173,11 +173,6 @@ struct Attention {
 
   __device__ bool is_bf16() const { return Layout::kIsBytes ? problem.is_bf16 : std::is_same_v<T, __nv_bfloat16>; }
 
-  __device__ float query_of(uint16_t bits) const {
-    const float half = to_float(__builtin_bit_cast(__half, bits));
-    return is_bf16() ? to_float(__builtin_bit_cast(__nv_bfloat16, bits)) : half;
-  }
-
   __device__ void write_result(int64_t at, float value) const {
     if (is_bf16()) {
       static_cast<__nv_bfloat16*>(results.out)[at] = from_float<__nv_bfloat16>(value);
@@ -212,56 +207,61 @@ struct Attention {
   }
 
   // Beside stored bytes, queries of bfloat16 become float16, in units of a power of 2 for each row that brings its largest
-  // number to 2^14 ... 2^15: nothing overflows, and what is lost is 2^-39 of the largest.
+  // number to 2^14 ... 2^15: nothing overflows, and what is lost is 2^-39 of the largest. Of a row with an infinity nothing
+  // else is left, nor does it matter.
   template <int RUN>
-  __device__ void find_units(const char* from, const TileOf& tile) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float most = 0.f;
+  __device__ float find_unit(const char* from, const TileOf& tile, int half) const {
+    int bits_of_most = 0;  // magnitudes are in the order of their bits
 #pragma unroll(RUN > 1 ? BLOCK / 16 : 1)
-      for (int step = 0; step < BLOCK / 16; ++step) {
-        const Pack<uint16_t, 4> bits = query_pairs<RUN>(from, tile, half, step);
+    for (int step = 0; step < BLOCK / 16; ++step) {
+      const Pack<uint16_t, 4> bits = query_pairs<RUN>(from, tile, half, step);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float value = fabsf(query_of(bits.data[i]));
-          most = value < INFINITY ? fmaxf(most, value) : most;
-        }
-      }
-      most = fmaxf(most, __shfl_xor_sync(kWarp, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(kWarp, most, 2));
-      const int exponent = max(int(__builtin_bit_cast(uint32_t, most) >> 23), 15);
-      unit[half] = __builtin_bit_cast(float, uint32_t(exponent - 14) << 23);
+      for (int i = 0; i < 4; ++i) bits_of_most = max(bits_of_most, bits.data[i] & 0x7fff);
     }
+    float most = __builtin_bit_cast(float, bits_of_most << 16);
+    most = fmaxf(most, __shfl_xor_sync(kWarp, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(kWarp, most, 2));
+    const int exponent = max(__builtin_bit_cast(int, most) >> 23, 15);
+    return __builtin_bit_cast(float, (exponent - 14) << 23);
   }
 
   __device__ const char* queries_of(const Request& request, const TileOf& tile) const {
     return static_cast<const char*>(problem.query) + tile.row(problem, request, my_head()) * problem.key.size * 2;
   }
 
-  template <int RUN>
+  template <int RUN, bool SCALED>
   __device__ void read_queries(Queries<BLOCK>& queries, const char* from, const TileOf& tile) {
-    if constexpr (Layout::kIsBytes) find_units<RUN>(from, tile);
+    constexpr int kEach = Queries<BLOCK>::kEach, kMine = BLOCK / 16 / kEach;
+    const int first = Queries<BLOCK>::kFirst * warp;
+    Pack<uint32_t, 4> mine[kMine] = {};
 #pragma unroll
-    for (int at = 0; at < BLOCK / 16; at += Queries<BLOCK>::kEach) {
-      const int step = at + Queries<BLOCK>::kFirst * warp;
-      Pack<uint32_t, 4> query;
+    for (int half = 0; half < 2; ++half) {
+      unit[half] = 1.f;
+      if (half == 1 && !problem.fills_tiles()) continue;
+      if (SCALED) unit[half] = find_unit<RUN>(from, tile, half);
+      const float inverse = __builtin_bit_cast(float, 0x7f000000u - __builtin_bit_cast(uint32_t, unit[half]));
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Pack<uint16_t, 4> bits = query_pairs<RUN>(from, tile, half, step);
+      for (int i = 0; i < kMine; ++i) {
+        const Pack<uint16_t, 4> bits = query_pairs<RUN>(from, tile, half, first + i * kEach);
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
-          const uint16_t first = bits.data[2 * pair], second = bits.data[2 * pair + 1];
-          if constexpr (Layout::kIsBytes) {
-            const float inverse = 1.f / unit[half];
-            query.data[2 * pair + half] = pair_of<T>(query_of(first) * inverse, query_of(second) * inverse);
-          } else {
-            query.data[2 * pair + half] = first | uint32_t(second) << 16;
-          }
+          const uint32_t low = bits.data[2 * pair], high = bits.data[2 * pair + 1];
+          const auto number = [&](uint32_t found) { return __builtin_bit_cast(float, found << 16) * inverse; };
+          mine[i].data[2 * pair + half] = SCALED ? pair_of<T>(number(low), number(high)) : low | high << 16;
         }
       }
-      queries.set(step, query);
     }
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) queries.set(first + i * kEach, mine[i]);
     queries.share();
+  }
+
+  template <int RUN>
+  __device__ void read_queries(Queries<BLOCK>& queries, const char* from, const TileOf& tile) {
+    if constexpr (Layout::kIsBytes) {
+      if (problem.is_bf16) return read_queries<RUN, true>(queries, from, tile);
+    }
+    read_queries<RUN, false>(queries, from, tile);
   }
 
   // Products to logits; -inf for keys that are not visible.
@@ -350,40 +350,51 @@ struct Attention {
     }
   }
 
+  // What brings products to logits, or beside a cap to what `scale_products` makes them of; and the values' scale is noted.
+  __device__ float read_scales(const Request& request, int key_head) const {
+    float factor = problem.scale * (problem.soft_cap > 0.f ? 2.f * kLog2E / problem.soft_cap : kLog2E), value_scale = 1.f;
+    if (problem.value_scale)
+      value_scale = problem.value_scale[request.batch * problem.value_scale_batch + key_head * problem.value_scale_head];
+    if (problem.key_scale)
+      factor *= problem.key_scale[request.batch * problem.key_scale_batch + key_head * problem.key_scale_head];
+    if (lane == 0) notes.value_scale[warp] = value_scale;
+    return factor;
+  }
+
   // Blocks `from` to `to` of a tile; rows hold this warp's share of them afterwards.
   __device__ void walk(const Request& request, const TileOf& tile, int from, int to) {
     const char* keys = held(problem.key.data + request.batch * problem.key.batch + tile.key_head * problem.key.head);
     const char* values = held(problem.value.data + request.batch * problem.value.batch + tile.key_head * problem.value.head);
-    const int block = kWarps / together * Layout::kKeys;
-    const int first_key = (request.first_block + from) * block + warp / together * Layout::kKeys + lane % Layout::kKeys;
-    Cursor cursor(problem, request, tile.local, first_key, block);
-    float factor = problem.scale * (problem.soft_cap > 0.f ? 2.f * kLog2E / problem.soft_cap : kLog2E);
-    if (problem.key_scale) {
-      const int head = tile.key_head + my_head();
-      factor *= problem.key_scale[request.batch * problem.key_scale_batch + head * problem.key_scale_head];
-    }
+    const int first_key =
+        ((request.first_block + from) << problem.block_bits) + my_turn() * Layout::kKeys + lane % Layout::kKeys;
+    Cursor cursor(problem, request, tile.local, first_key, 1 << problem.block_bits);
 #pragma unroll
     for (int half = 0; half < 2; ++half) largest[half] = -INFINITY, sum[half] = 0.f;
 #pragma unroll
     for (int i = 0; i < BLOCK / 8; ++i) sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.f;
     Queries<BLOCK> queries(rings + ring_bytes<S, BLOCK>(stages), lane);
     const char* rows = queries_of(request, tile);
+#pragma unroll 1
     for (int byte = lane * kLine; byte < tile.rows * problem.key.size * 2; byte += 32 * kLine) fetch_ahead(rows + byte);
     const int steps = to - from;
-    int slot = 0, free = 0;
+    int slot = 0, free = 0, rest = steps;  // rest: steps that have not begun
+    float factor = 0.f;
 #pragma unroll 1
-    for (int step = 1 - stages; step < steps; ++step) {
-      if (step == 0) {  // while the first keys are on their way
+    for (int step = -stages; step < steps; ++step) {
+      if (step == 0) {  // while the whole ring is on its way
+        factor = read_scales(request, tile.key_head + my_head());
         constexpr int kRun = Layout::kIsBytes ? 4 : 2;
         problem.key.size % kRun ? read_queries<1>(queries, rows, tile) : read_queries<kRun>(queries, rows, tile);
       }
       if (step >= 0) {
-        wait_for_copies(stages - 2);
-        meet();  // and every lane is done with the slot of the step before
+        wait_for_copies(stages - 1 - (step > 0));
+        meet();  // and every lane is done with the slot of the step before, if there was one
       }
-      if (step + stages - 1 < steps) begin_step(cursor, keys, values, free);
-      commit_copies();
-      free = free + 1 == stages ? 0 : free + 1;
+      if (step != 0) {
+        if (rest-- > 0) begin_step(cursor, keys, values, free);
+        commit_copies();
+        free = free + 1 == stages ? 0 : free + 1;
+      }
       if (step < 0) continue;
       take_step(queries, factor, slot);
       slot = slot + 1 == stages ? 0 : slot + 1;
@@ -398,7 +409,6 @@ struct Attention {
       sum[half] += __shfl_xor_sync(kWarp, sum[half], 1);
       sum[half] += __shfl_xor_sync(kWarp, sum[half], 2);
       if (lane % 4 == 0) notes.largest[warp][lane / 4 + 8 * half] = largest[half];
-      if (lane % 4 == 0) notes.sum[warp][lane / 4 + 8 * half] = sum[half];
     }
     __syncthreads();  // and all warps are done with their rings
     float* all = reinterpret_cast<float*>(rings) + warp * kRows * BLOCK;
@@ -407,6 +417,7 @@ struct Attention {
       const int row = lane / 4 + 8 * half;
       if (row >= rows) continue;
       const float kept = fast_exp2(largest[half] - shift_of(largest_of(row)));
+      if (lane % 4 == 0) notes.sum[warp][row] = sum[half] * kept;
 #pragma unroll
       for (int i = 0; i < BLOCK / 8; ++i) {
 #pragma unroll
@@ -419,7 +430,7 @@ struct Attention {
   }
 
   // Whether another warp looks after the same key head.
-  __device__ bool is_beside(int other) const { return (other ^ warp) % together == 0; }
+  __device__ bool is_beside(int other) const { return ((other ^ warp) & (together - 1)) == 0; }
 
   __device__ float largest_of(int row) const {
     float most = notes.largest[my_head()][row];
@@ -430,11 +441,11 @@ struct Attention {
     return most;
   }
 
-  __device__ float sum_of(int row, float shift) const {
+  __device__ float sum_of(int row) const {
     float total = 0.f;
 #pragma unroll
     for (int other = 0; other < kWarps; ++other) {
-      if (is_beside(other)) total += notes.sum[other][row] * fast_exp2(notes.largest[other][row] - shift);
+      if (is_beside(other)) total += notes.sum[other][row];
     }
     return total;
   }
@@ -444,9 +455,9 @@ struct Attention {
     const float* all = reinterpret_cast<const float*>(rings);
     const int size = problem.value.size;
     const int64_t first = tile.row(problem, request, my_head()), first_part = (part * together + my_head()) * kRows;
-    for (int row = warp / together; row < tile.rows; row += kWarps / together) {
+    for (int row = my_turn(); row < tile.rows; row += kWarps >> together / 2) {
       float most = largest_of(row), shift = shift_of(most), kept = 1.f;
-      float total = sum_of(row, shift);
+      float total = sum_of(row);
       if (whole && problem.sinks) {
         const int head = tile.head(problem, my_head()) + row;
         const float sink = problem.sinks[request.batch * problem.sinks_batch + head] * kLog2E;
@@ -456,11 +467,8 @@ struct Attention {
         total = total * kept + fast_exp2(sink - shift);
       }
       const float lse = total == 0.f ? -INFINITY : shift + log2f(total);
-      float factor = total == 0.f ? 0.f : kept / total;
-      if (whole && problem.value_scale) {
-        const int head = tile.key_head + my_head();
-        factor *= problem.value_scale[request.batch * problem.value_scale_batch + head * problem.value_scale_head];
-      }
+      float factor = total == 0.f ? 0.f : kept * fast_inverse(total);
+      if (whole) factor *= notes.value_scale[warp];
 #pragma unroll 4
       for (int channel = lane; channel < size; channel += 32) {
         float value = 0.f;
@@ -485,15 +493,14 @@ struct Attention {
     Request::fetch_tables_ahead(problem);
     if (threadIdx.x == 0) results.splits[worker].parts = 0;
     const Start start = find_start(problem, most_workers, notes.sums, notes.start);
-    const Shares shares(start.total, most_workers);
-    if (worker >= shares.workers) return;
-    const int share_begin = shares.begin(worker), share_end = shares.begin(worker + 1);
+    if (worker >= start.shares.workers) return;
+    const int share_begin = start.shares.begin(worker), share_end = start.shares.begin(worker + 1);
     int index = start.request, before = start.before, at = share_begin;
     while (at < share_end && index < problem.all_requests()) {
       const Request request(problem, index);
-      const int all_blocks = request.tiles(problem) * request.blocks, number = (at - before) / request.blocks;
-      const int tile_begin = before + number * request.blocks;
-      const int from = at - tile_begin, to = min(request.blocks, share_end - tile_begin);
+      int from;
+      const int number = divide(at - before, request.blocks, from);
+      const int tile_begin = at - from, to = min(request.blocks, share_end - tile_begin);
       const TileOf tile(problem, request, number);
       const bool begins = from == 0, ends = to == request.blocks;
       walk(request, tile, from, to);
@@ -501,12 +508,13 @@ struct Attention {
       if (at >= share_end) start_next_kernel();
       gather(tile.rows);
       if (begins && !ends && threadIdx.x == 0) {
-        const int last = Shares(notes.start.total, most_workers).owner(tile_begin + request.blocks - 1);
+        const int last = notes.start.shares.owner(tile_begin + request.blocks - 1);
         results.splits[worker] = {int(tile.row(problem, request, 0)), last - worker + 1};
       }
       write(request, tile, begins && ends, worker * int64_t(2) + begins);
-      if (at >= before + all_blocks && at < share_end) {
-        before += all_blocks;
+      const int next = before + request.tiles(problem) * request.blocks;
+      if (at >= next && at < share_end) {
+        before = next;
         index = next_request(problem, index);
       }
     }
@@ -602,7 +610,9 @@ __global__ void __launch_bounds__(32 * kMergeWarps, 2)
   EJKERNEL_SHARED(float, totals, kMergeWarps);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = warp % shape.warps, size = problem.value.size;
   const int index = int(blockIdx.x) % shape.blocks * shape.rows + warp / shape.warps;  // of a tile's rows
-  const int beside = index / problem.rows_of_head(), in_head = index % problem.rows_of_head(), group = problem.group();
+  const int group = problem.group;
+  int in_head;
+  const int beside = divide(index, problem.rows_of_head(), in_head);
   clear_tokens<T>(problem, results);
   wait_for_last_kernel();
   const int first = find_split(results, workers, int(blockIdx.x) / shape.blocks);

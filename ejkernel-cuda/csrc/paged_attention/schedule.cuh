@@ -29,18 +29,18 @@ struct Problem {
   const float* key_scale;  // [1 or batch, 1 or key_heads], null when absent
   const float* value_scale;
   int sinks_batch, key_scale_batch, key_scale_head, value_scale_batch, value_scale_head;  // strides
-  int batch, heads, key_heads, head_tiles;  // head_tiles: tiles of one key head's query heads
-  int together;                             // key heads of a tile: 1, 2 or 4, and 1 unless Tile::kShares
-  int window;                               // 0 for none
-  float scale, soft_cap;                    // soft_cap 0 for none
+  int batch, heads, group;    // group: query heads of a key head
+  int head_tiles, key_tiles;  // tiles of one key head's query heads, and tiles side by side for all key heads
+  int together;               // key heads of a tile: 1, 2 or 4, and 1 unless Tile::kShares
+  int window;                 // 0 for none
+  float scale, soft_cap;      // soft_cap 0 for none
   bool causal;
-  bool is_bf16;  // queries and results, else float16
-  int block;     // keys that are dealt out together
+  bool is_bf16;    // queries and results, else float16
+  int block_bits;  // 2^block_bits keys are dealt out together
 
-  constexpr int group() const { return heads / key_heads; }
-  constexpr int rows_of_head() const { return group() < kRows ? group() : kRows; }  // of a tile at most, of each key head
-  __device__ bool fills_tiles() const { return heads > key_heads * (kRows / 2); }  // more than half of some tile's rows
-  constexpr int tiles_of_token() const { return key_heads / together * head_tiles; }
+  constexpr int rows_of_head() const { return group < kRows ? group : kRows; }  // of a tile at most, of each key head
+  __device__ bool fills_tiles() const { return group > kRows / 2; }             // more than half of some tile's rows
+  constexpr int tiles_of_token() const { return key_tiles * head_tiles; }
   __device__ int all_requests() const { return batch * int(requests.requests); }
 };
 
@@ -68,15 +68,15 @@ struct Request {
 
   __device__ Request(const Problem& problem, int index) {
     const Requests& all = problem.requests;
-    batch = index / int(all.requests), member = index % int(all.requests);
+    batch = problem.batch == 1 ? 0 : divide(index, int(all.requests), index), member = index;
     const int tokens = int(all.tokens);
     const int32_t* starts = all.starts + (all.one_starts ? 0 : batch * (all.requests + 1)) + member;
     begin = min(max(starts[0], 0), tokens);
     count = min(max(starts[1], begin), tokens) - begin;
     keys = max(all.lengths[(all.one_lengths ? 0 : batch * all.requests) + member], 0);
-    limit = int(min(int64_t(keys), all.table_width * all.page_size));
-    first_block = lowest(problem, 0) / problem.block;
-    blocks = max((limit + problem.block - 1) / problem.block - first_block, 1);
+    limit = min(keys, int(all.table_width) * int(all.page_size));
+    first_block = lowest(problem, 0) >> problem.block_bits;
+    blocks = max(((limit + (1 << problem.block_bits) - 1) >> problem.block_bits) - first_block, 1);
   }
 
   __device__ int tiles(const Problem& problem) const { return count * problem.tiles_of_token(); }
@@ -109,40 +109,43 @@ struct TileOf {
   int key_head, in_group, rows;  // the first key head; of each one's query heads the first, and how many
 
   __device__ TileOf(const Problem& problem, const Request& request, int tile) {
-    in_group = tile % problem.head_tiles * kRows;
-    tile /= problem.head_tiles;
-    key_head = tile % (problem.key_heads / problem.together) * problem.together;
-    local = tile / (problem.key_heads / problem.together);
+    tile = divide(tile, problem.head_tiles, in_group);
+    local = divide(tile, problem.key_tiles, key_head);
+    in_group *= kRows, key_head *= problem.together;
     token = request.begin + local;
-    rows = min(problem.group() - in_group, kRows);
+    rows = min(problem.group - in_group, kRows);
   }
 
   // The first query head under the `beside`-th key head, and its row among all tokens'.
-  __device__ int head(const Problem& problem, int beside) const { return (key_head + beside) * problem.group() + in_group; }
+  __device__ int head(const Problem& problem, int beside) const { return (key_head + beside) * problem.group + in_group; }
   __device__ int64_t row(const Problem& problem, const Request& request, int beside) const {
     return (request.batch * problem.requests.tokens + token) * problem.heads + head(problem, beside);
   }
 };
 
-// How `total` blocks are dealt out: every share has one at least.
+// How blocks are dealt out: every share has one at least, and the first `longer` shares have one more than the others.
 struct Shares {
-  int total, workers;
+  int workers, each, longer;
 
-  __device__ Shares(int total, int most) : total(total), workers(min(total, most)) {}
-  __device__ int begin(int worker) const {
-    int64_t rest;
-    return int(divide(int64_t(total) * worker, workers, rest));
+  static __device__ Shares of(int total, int most) {
+    Shares found{min(total, most), 0, 0};
+    found.each = divide(max(total, 0), max(found.workers, 1), found.longer);
+    return found;
   }
+  __device__ int begin(int worker) const { return worker * each + min(worker, longer); }
   // Whose share block `at` is in; some worker's even where starts do not ascend and sums mean nothing.
   __device__ int owner(int at) const {
-    int64_t rest;
-    return int(min(divide(max((at + int64_t(1)) * workers - 1, int64_t(0)), total, rest), int64_t(workers) - 1));
+    int rest;
+    const int before = longer * (each + 1);
+    const int found = at < before ? divide(max(at, 0), each + 1, rest) : longer + divide(at - before, each, rest);
+    return min(found, workers - 1);
   }
 };
 
-// Where a share begins: the request, or one past the last, and blocks of all requests before it.
+// The shares, and where this worker's begins: the request, or one past the last, and blocks of all requests before it.
 struct Start {
-  int total, request, before;
+  Shares shares;
+  int request, before;
 };
 
 // All threads of the block; `sums` and `found`, which stays there, lie in shared memory.
@@ -163,7 +166,7 @@ __device__ inline Start find_start(const Problem& problem, int most_workers, int
     up_to += lane >= step ? other : 0;
   }
   if (lane == 31) sums[warp] = up_to;
-  if (threadIdx.x == 0) found = {0, requests, 0};
+  if (threadIdx.x == 0) found = {{}, requests, 0};
   __syncthreads();
   int total = 0;
 #pragma unroll
@@ -171,7 +174,7 @@ __device__ inline Start find_start(const Problem& problem, int most_workers, int
     up_to += other < warp ? sums[other] : 0;
     total += sums[other];
   }
-  const Shares shares(total, most_workers);
+  const Shares shares = Shares::of(total, most_workers);
   const int wanted = int(blockIdx.x) < shares.workers ? shares.begin(blockIdx.x) : -1;
   int before = up_to - mine;
   if (before <= wanted && wanted < up_to) {
@@ -183,7 +186,7 @@ __device__ inline Start find_start(const Problem& problem, int most_workers, int
       before = next;
     }
   }
-  if (threadIdx.x == 0) found.total = total;
+  if (threadIdx.x == 0) found.shares = shares;
   __syncthreads();
   return found;
 }
