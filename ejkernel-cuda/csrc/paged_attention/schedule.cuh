@@ -123,13 +123,17 @@ struct TileOf {
   }
 };
 
-// How blocks are dealt out: every share has one at least, and the first `longer` shares have one more than the others.
+// How blocks are dealt out: to the fewest workers of which none has more than it would have among all, which leaves the fewest
+// parts. Every share has one at least, and the first `longer` shares have one more than the others.
 struct Shares {
   int workers, each, longer;
 
   static __device__ Shares of(int total, int most) {
-    Shares found{min(total, most), 0, 0};
-    found.each = divide(max(total, 0), max(found.workers, 1), found.longer);
+    if (total <= 0) return {0, 0, 0};
+    int rest;
+    const int longest = 1 + divide(total - 1, most, rest);
+    Shares found{1 + divide(total - 1, longest, rest), 0, 0};
+    found.each = divide(total, found.workers, found.longer);
     return found;
   }
   __device__ int begin(int worker) const { return worker * each + min(worker, longer); }
