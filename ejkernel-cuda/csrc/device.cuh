@@ -103,9 +103,20 @@ __device__ inline float fast_inverse(float value) {
   return inverse;
 }
 
-// 16 bytes of global memory that nothing writes while the kernel runs, or zeros. What a branch reads the compiler also takes apart
-// there, and so waits for it before the next one is asked for.
-__device__ inline uint4 read_words(const void* from, bool there) {
+// 8 or 16 bytes of global memory that nothing writes while the kernel runs, or zeros. What a branch reads the compiler also
+// takes apart there, and so waits for it before the next one is asked for.
+template <typename Words>
+__device__ Words read_words(const void* from, bool there);
+template <>
+__device__ inline uint2 read_words<uint2>(const void* from, bool there) {
+  uint2 words{};
+  asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %3, 0;\n@there ld.global.v2.b32 {%0, %1}, [%2];\n}"
+               : "+r"(words.x), "+r"(words.y)
+               : "l"(from), "r"(int(there)));
+  return words;
+}
+template <>
+__device__ inline uint4 read_words<uint4>(const void* from, bool there) {
   uint4 words{};
   asm volatile(
       "{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n@there ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
@@ -114,12 +125,15 @@ __device__ inline uint4 read_words(const void* from, bool there) {
   return words;
 }
 
-// Store to global memory what the kernel does not read again, with one access.
-__device__ inline void store_words(void* to, uint2 words) {
-  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y));
+// Store to global memory what the kernel does not read again, with one access, or nothing.
+__device__ inline void store_words(void* to, uint2 words, bool wanted) {
+  asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %3, 0;\n@wanted st.global.v2.b32 [%0], {%1, %2};\n}" ::"l"(to),
+               "r"(words.x), "r"(words.y), "r"(int(wanted)));
 }
-__device__ inline void store_words(void* to, uint4 words) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w));
+__device__ inline void store_words(void* to, uint4 words, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n@wanted st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
+      "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(int(wanted)));
 }
 
 // From here on the next kernel of the stream may begin beside this one, where its launch allows it and all blocks have come so

@@ -1,4 +1,4 @@
-// Division of large numbers that are mostly small.
+// Division of large numbers that are mostly small, and by numbers that a launch knows.
 #pragma once
 
 #include "device.cuh"
@@ -22,6 +22,21 @@ __device__ inline int divide(int value, int divisor, int& remainder) {
   const int quotient = divisor == 1 ? value : int(unsigned(value) / unsigned(divisor));
   remainder = value - quotient * divisor;
   return quotient;
+}
+
+// A positive divisor of numbers below 2^31. The host prepares it, so that the device multiplies and shifts.
+struct Divisor {
+  uint32_t value;
+  uint32_t factor;  // 2^shift / value, rounded up
+  int shift;
+
+  __device__ uint32_t divide(uint32_t number) const { return uint32_t((uint64_t(number) * factor) >> shift); }
+};
+
+inline Divisor divisor(uint32_t value) {
+  int bits = 0;  // 2^bits >= value, so that the error of the factor, below 2^bits / 2^shift of it, does not reach a quotient
+  while (bits < 31 && (uint32_t{1} << bits) < value) ++bits;
+  return {value, uint32_t((uint64_t{1} << (31 + bits)) / value + 1), 31 + bits};
 }
 
 }  // namespace ejkernel

@@ -45,10 +45,21 @@ __device__ inline Pack<T, N> load(const T* from) {
   return *reinterpret_cast<const Pack<T, N>*>(from);
 }
 
-// A pack of 16 bytes of global memory that nothing writes while the kernel runs, or zeros.
+// A pack of global memory that nothing writes while the kernel runs, or zeros; 8 bytes and more are asked for where this stands.
 template <typename T, int N>
 __device__ inline Pack<T, N> load_early(const T* from, bool there) {
-  return __builtin_bit_cast(Pack<T, N>, read_words(from, there));
+  if constexpr (sizeof(T) * N >= 8) {
+    using Word = std::conditional_t<sizeof(T) * N == 8, uint2, uint4>;
+    constexpr int kWords = sizeof(T) * N / sizeof(Word);
+    struct Words {
+      Word data[kWords];
+    } words;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words.data[i] = read_words<Word>(from + i * (N / kWords), there);
+    return __builtin_bit_cast(Pack<T, N>, words);
+  } else {
+    return there ? load<T, N>(from) : zeros<T, N>();
+  }
 }
 
 // Begin to copy N elements to shared memory, or zeros; less than 4 bytes are there at once.
@@ -130,14 +141,14 @@ __device__ inline void store(T* to, const Pack<T, N>& value) {
 }
 
 // The same to global memory that the kernel does not read again, in one access: the compiler made several smaller ones of packs
-// that it had taken apart.
+// that it had taken apart. Or nothing.
 template <typename T, int N>
-__device__ inline void store_out(T* to, const Pack<T, N>& value) {
+__device__ inline void store_out(T* to, const Pack<T, N>& value, bool wanted = true) {
   if constexpr (sizeof(T) * N == 8) {
-    store_words(to, __builtin_bit_cast(uint2, value));
+    store_words(to, __builtin_bit_cast(uint2, value), wanted);
   } else if constexpr (sizeof(T) * N == 16) {
-    store_words(to, __builtin_bit_cast(uint4, value));
-  } else {
+    store_words(to, __builtin_bit_cast(uint4, value), wanted);
+  } else if (wanted) {
     store<T, N>(to, value);
   }
 }

@@ -13,7 +13,23 @@ import host_attention
 import jax
 import ml_dtypes
 import numpy as np
-from host_kernels import KINDS, PACK, Angles, Block, Guarded, Heads, Parameter, Problem, Requests, Results, Side, Write, library
+from host_kernels import (
+    KINDS,
+    PACK,
+    Angles,
+    Block,
+    Guarded,
+    Heads,
+    Normalised,
+    Parameter,
+    Problem,
+    Requests,
+    Results,
+    Side,
+    Turned,
+    Write,
+    library,
+)
 
 from ejkernel_cuda import _library
 
@@ -52,24 +68,26 @@ def _heads(x: np.ndarray, rotary_dim: int, heads_first: bool) -> Heads:
     return Heads(batch, length, count, length if heads_first else 1, width, rotary_dim // 2, heads_first)
 
 
-def _geometry(x: np.ndarray, rotary_dim: int, interleaved: bool) -> tuple[bool, int]:
-    """Whether packs are used, and the lanes of a head."""
+def _geometry(x: np.ndarray, rotary_dim: int, interleaved: bool, pairs: int = 4) -> tuple[bool, int]:
+    """Whether packs are used, and the lanes of a head, of which each takes so many pairs from halves in packs."""
     pack, rotated = PACK[x.dtype.name], rotary_dim if interleaved else rotary_dim // 2
     packed = x.shape[3] % pack == 0 and rotated % pack == 0
-    return packed, _lanes(rotary_dim // 2, (pack // 2 if interleaved else 4) if packed else 1)
+    return packed, _lanes(rotary_dim // 2, (pack // 2 if interleaved else pairs) if packed else 1)
 
 
-def _rotate(given, results, *, rotary_dim, interleaved, heads_first, inverse, span):
+def _rotate(given, results, *, rotary_dim, interleaved, heads_first, inverse, span, threads):
     cos, sin = (Guarded(value) for value in given[2:])
     angles = Angles(cos.pointer, sin.pointer, len(cos.array) == 1, len(sin.array) == 1, cos.array.shape[2] != rotary_dim)
-    for x, out in zip(given[:2], results, strict=True):
-        if not x.size:
-            continue
-        packed, lanes = _geometry(x, int(rotary_dim), interleaved)
-        library().rope_rotate(
-            KINDS[x.dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, Guarded(x).pointer, out.pointer, angles,
-            _heads(x, int(rotary_dim), heads_first), int(span), ctypes.c_bool(inverse),
-        )  # fmt: skip
+    packed, lanes = _geometry(given[0], int(rotary_dim), interleaved, PACK[given[0].dtype.name])
+    inputs = [Guarded(x) for x in given[:2]]
+    sides = [
+        Turned(x.pointer, out.pointer, _heads(x.array, int(rotary_dim), heads_first))
+        for x, out in zip(inputs, results, strict=True)
+    ]
+    library().rope_rotate(
+        KINDS[given[0].dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, int(threads), *sides, angles,
+        int(span), ctypes.c_bool(inverse),
+    )  # fmt: skip
 
 
 def _angle_gradients(given, results, *, rotary_dim, interleaved, heads_first):
@@ -97,18 +115,22 @@ def _scale_parameter(scale: Guarded) -> Parameter:
     return Parameter(scale.pointer if members else None, width if members > 1 else 0)
 
 
-def _norm_rotate(given, results, *, rotary_dim, interleaved, heads_first, epsilon, scale_offset, span):
+def _norm_rotate(given, results, *, rotary_dim, interleaved, heads_first, epsilon, scale_offset, span, threads):
     cos, sin, *scales = (Guarded(value) for value in given[2:])
     angles = Angles(cos.pointer, sin.pointer, len(cos.array) == 1, len(sin.array) == 1, cos.array.shape[2] != rotary_dim)
-    for x, scale, out, rstd in zip(given[:2], scales, results[:2], results[2:], strict=True):
-        if not x.size:
-            continue
-        packed, lanes = _whole_head(x, int(rotary_dim), interleaved)
-        library().qk_norm_rope_forward(
-            KINDS[x.dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, Guarded(x).pointer,
-            _scale_parameter(scale), out.pointer, rstd.pointer if rstd.array.size else None, angles,
-            _heads(x, int(rotary_dim), heads_first), int(span), ctypes.c_float(epsilon), ctypes.c_float(scale_offset),
-        )  # fmt: skip
+    packed, lanes = _whole_head(given[0], int(rotary_dim), interleaved)
+    inputs = [Guarded(x) for x in given[:2]]
+    sides = [
+        Normalised(
+            x.pointer, _scale_parameter(scale), out.pointer, rstd.pointer if rstd.array.size else None,
+            _heads(x.array, int(rotary_dim), heads_first),
+        )
+        for x, scale, out, rstd in zip(inputs, scales, results[:2], results[2:], strict=True)
+    ]  # fmt: skip
+    library().qk_norm_rope_forward(
+        KINDS[given[0].dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, int(threads), *sides, angles,
+        int(span), ctypes.c_float(epsilon), ctypes.c_float(scale_offset),
+    )  # fmt: skip
 
 
 def _norm_rotate_back(given, results, *, rotary_dim, interleaved, heads_first, scale_offset, span, parts):

@@ -131,6 +131,19 @@ class Angles(ctypes.Structure):
     )
 
 
+class Turned(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("x", "out")), ("heads", Heads))
+
+
+class Normalised(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("scale", Parameter),
+        *((name, ctypes.c_void_p) for name in ("out", "rstd")),
+        ("heads", Heads),
+    )
+
+
 class Requests(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("starts", "lengths", "tables")),

@@ -70,12 +70,12 @@ def close(got: Any, exact: Any, limit: float) -> None:
     assert difference <= limit * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("span", [1, 4, 32])
+@pytest.mark.parametrize("config", [(1, 256), (2, 64), (4, 128)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", small(rope_cases))
-def test_rope(case, dtype, span):
+def test_rope(case, dtype, config):
     problem = bound(ROPE, case, dtype)
-    check_rope(problem.call, problem.inputs, dtype, span)
+    check_rope(problem.call, problem.inputs, dtype, rope_config.Config(*config))
 
 
 @pytest.mark.parametrize("alone", ["cos", "sin"])
@@ -87,18 +87,25 @@ def test_rope_where_only_one_of_cos_and_sin_is_shared(name, alone):
     inputs = problem.inputs._replace(**angles)
     call = dataclasses.replace(problem.call, **{name: ArraySpec.of(value) for name, value in angles.items()})
     assert len(inputs.cos) != len(inputs.sin)
-    check_rope(call, inputs, "float32", 4)
+    check_rope(call, inputs, "float32", rope_config.Config(4))
 
 
-def check_rope(call, inputs, dtype, span):
+@pytest.mark.parametrize("by", [1, 2, 3, 5, 7, 64, 641, 8191, 65537, 2**30 - 1, 2**30 + 1, 2**31 - 1])
+def test_division_by_what_a_launch_knows(by):
+    last = 2**31 - 1
+    for number in {0, 1, by - 1, by, min(by + 1, last), last // by * by - 1, last // by * by, last - 1, last}:
+        assert host_kernels.library().divided(number, by) == number // by
+
+
+def check_rope(call, inputs, dtype, config):
     limit = 1e-6 if dtype == "float32" else 4e-3
-    outputs = rope_kernel.forward(call, inputs, rope_config.Config(span))
+    outputs = rope_kernel.forward(call, inputs, config)
     exact = rope_reference.forward(call, wide(inputs))
     close(outputs.query, exact.query, limit)
     if call.key is not None:
         close(outputs.key, exact.key, limit)
     cotangents = ROPE.Outputs(*(None if x is None else x[..., ::-1] + jnp.ones_like(x) for x in inputs[:2]))
-    gradients = rope_kernel.backward(call, inputs, outputs, cotangents, rope_config.Config(span))
+    gradients = rope_kernel.backward(call, inputs, outputs, cotangents, config)
     wanted = rope_reference.backward(call, wide(inputs), exact, wide(cotangents))
     for name in ("query", "key", "cos", "sin"):
         if getattr(wanted, name) is not None:
@@ -149,13 +156,13 @@ def test_workers_that_take_many_spans(dtype, layout, span, parts):
 def check_norm_rope(call, inputs, dtype, span, parts):
     limit = 2e-6 if dtype == "float32" else 5e-3
     call = dataclasses.replace(call, save_residuals=True)
-    outputs = norm_rope_kernel.forward(call, inputs, norm_rope_config.ForwardConfig(span))
+    together = min(max(span, 2), 8)
+    config = norm_rope_config.ForwardConfig(together, 32 * together)
+    outputs = norm_rope_kernel.forward(call, inputs, config)
     exact = norm_rope_reference.forward(call, wide(inputs))
     for got, wanted in zip(outputs, exact, strict=True):
         close(got, wanted, limit)
-    light = norm_rope_kernel.forward(
-        dataclasses.replace(call, save_residuals=False), inputs, norm_rope_config.ForwardConfig(span)
-    )
+    light = norm_rope_kernel.forward(dataclasses.replace(call, save_residuals=False), inputs, config)
     assert light.query_rstd is None
     np.testing.assert_array_equal(light.key, outputs.key)
     cotangents = NORM_ROPE.Outputs(*(x[..., ::-1] + jnp.ones_like(x) for x in inputs[:2]))

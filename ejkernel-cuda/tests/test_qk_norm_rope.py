@@ -45,21 +45,23 @@ def knobs(rotary_dim=8, heads_first=False, **others):
 
 
 def check_forward(
-    query=QUERY, key=KEY, cos=(1, 5, 4), sin=None, scales=((1, 8), (0, 8)), out=None, rstd=((40,), (20,)), span=4, **others
+    query=QUERY, key=KEY, cos=(1, 5, 4), sin=None, scales=((1, 8), (0, 8)), out=None, rstd=((40,), (20,)), span=4, threads=128,
+    **others,
 ):  # fmt: skip
     call = jax.ffi.ffi_call(check_target("qk_norm_rope_forward"), structs(out or query, key, *rstd))
     numbers = {"epsilon": np.float32(1e-6), "scale_offset": np.float32(0)}
-    return jax.block_until_ready(call(*zeros(query, key, cos, sin or cos, *scales), **knobs(span=span, **others), **numbers))
+    arrays = zeros(query, key, cos, sin or cos, *scales)
+    return jax.block_until_ready(call(*arrays, **knobs(span=span, threads=threads, **others), **numbers))
 
 
 def check_backward(
     rstd=((40,), (20,)), grad=QUERY, d_x=QUERY, scales=((1, 8), (0, 8)), totals=None, partials=((1, 3, 8), (0, 3, 8)), parts=3,
-    cos=(1, 5, 4),
+    cos=(1, 5, 4), span=4,
 ):  # fmt: skip
     results = structs(d_x, KEY, *(totals or scales), *partials)
     arrays = zeros(QUERY, KEY, *rstd, grad, KEY, cos, cos, *scales)
     call = jax.ffi.ffi_call(check_target("qk_norm_rope_backward"), results)
-    return jax.block_until_ready(call(*arrays, **knobs(span=4, parts=parts), scale_offset=np.float32(0)))
+    return jax.block_until_ready(call(*arrays, **knobs(span=span, parts=parts), scale_offset=np.float32(0)))
 
 
 def check_angles(d_cos=(1, 5, 8), d_sin=None, rstd=((40,), (20,)), grad=QUERY, scales=((1, 8), (2, 8))):
@@ -93,7 +95,9 @@ def test_handlers_admit_the_contract():
         (check_forward, {"scales": ((0, 8), (1, 7))}, r"key_scale must be .* got \[1, 7\]"),
         (check_forward, {"out": ((2, 5, 4, 8), jnp.float16)}, "query_out must be like query"),
         (check_forward, {"rstd": ((40,), (40,))}, r"key_rstd must have one value per head or none, got \[40\]"),
-        (check_forward, {"span": 0}, "span must be 1 ... 2\\^20 heads, got 0"),
+        (check_forward, {"span": 16}, "span must be 2, 4 or 8 heads, got 16"),
+        (check_forward, {"threads": 32}, "threads must be 64, 128 or 256, got 32"),
+        (check_backward, {"span": 0}, "span must be 1 ... 2\\^20 heads, got 0"),
         (check_backward, {"rstd": ((0,), (20,))}, r"query_rstd must have one value per head, got \[0\]"),
         (check_backward, {"grad": ((2, 5, 2, 8), jnp.float32)}, "query_grad must be like query"),
         (check_backward, {"d_x": ((2, 5, 4, 8), jnp.float16)}, "d_query must be like query"),

@@ -30,12 +30,12 @@ CALL = RopeCall(
 
 def check(
     query=((2, 5, 4, 8), jnp.float32), key=((2, 5, 2, 8), jnp.float32), cos=(1, 5, 4), sin=None, out=None, rotary_dim=8,
-    span=4, heads_first=False,
+    span=4, threads=128, heads_first=False,
 ):  # fmt: skip
     return jax.block_until_ready(
         jax.ffi.ffi_call(check_target("rope_rotate"), (jax.ShapeDtypeStruct(*(out or query)), jax.ShapeDtypeStruct(*key)))(
             jnp.zeros(*query), jnp.zeros(*key), jnp.zeros(cos), jnp.zeros(sin or cos), rotary_dim=np.int64(rotary_dim),
-            interleaved=False, heads_first=heads_first, inverse=False, span=np.int64(span),
+            interleaved=False, heads_first=heads_first, inverse=False, span=np.int64(span), threads=np.int64(threads),
         )
     )  # fmt: skip
 
@@ -72,7 +72,8 @@ def test_handlers_admit_the_contract():
         ({"cos": (1, 5, 3)}, r"cos must be .* got \[1, 5, 3\]"),
         ({"sin": (1, 5, 8)}, "cos and sin must have the same channels"),
         ({"out": ((2, 5, 4, 8), jnp.float16)}, "query_out must be like query"),
-        ({"span": 0}, "span must be"),
+        ({"span": 8}, "span must be 1, 2 or 4 heads, got 8"),
+        ({"threads": 96}, "threads must be 64, 128 or 256, got 96"),
     ],
 )
 def test_rotation_refuses(arguments, message):
@@ -105,7 +106,8 @@ def test_supports():
     assert "rows of cos and sin" in ask(cos=ArraySpec((1, 1 << 31, 4), "float32"))
     assert "heads of tokens" in ask(query=ArraySpec((1 << 20, 1 << 10, 32, 8), "bfloat16"))
     assert "has 7.5" in ask(Target("gpu", "T4", "7.5"))
-    assert len(config.FORWARD.search_space(CALL, H200)) == 6
+    assert len(config.FORWARD.search_space(CALL, H200)) == 9
+    assert config.FORWARD.heuristic(CALL, H200) in config.FORWARD.search_space(CALL, H200)
 
 
 @needs_library

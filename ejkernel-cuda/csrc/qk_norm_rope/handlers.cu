@@ -1,6 +1,8 @@
 // XLA's door to qk_norm_rope: checks of every shape and dtype, the choice of kernel, the launch.
 //
 // A scale is float32, [0, channels] when absent, [1, channels] when the batch shares it, else [batch, channels].
+#include <span>
+
 #include "launch_rows.cuh"
 #include "qk_norm_rope/kernels.cuh"
 #include "rope/heads.cuh"
@@ -47,13 +49,8 @@ ffi::Error CheckAngles(Floats cos, Floats sin, Array query, Geometry geometry) {
   return Invalid(kName, "cos and sin must have the same channels");
 }
 
-ffi::Error CheckSpan(int64_t span) {
-  if (span >= 1 && span <= (1 << 20)) return ffi::Error::Success();
-  return Invalid(kName, "span must be 1 ... 2^20 heads, got " + std::to_string(span));
-}
-
 ffi::Error CheckForward(Array query, Array key, Floats cos, Floats sin, Floats query_scale, Floats key_scale,
-                        int64_t rotary_dim, bool interleaved, bool heads_first, float, float, int64_t span,
+                        int64_t rotary_dim, bool interleaved, bool heads_first, float, float, int64_t span, int64_t threads,
                         ffi::Result<Array> query_out, ffi::Result<Array> key_out, ffi::Result<Floats> query_rstd,
                         ffi::Result<Floats> key_rstd) {
   const Geometry geometry{rotary_dim, interleaved, heads_first};
@@ -65,7 +62,7 @@ ffi::Error CheckForward(Array query, Array key, Floats cos, Floats sin, Floats q
   EJKERNEL_TRY(CheckLike(kName, "key_out", *key_out, "key", key));
   EJKERNEL_TRY(CheckStatistic("query_rstd", *query_rstd, query, true));
   EJKERNEL_TRY(CheckStatistic("key_rstd", *key_rstd, key, true));
-  return CheckSpan(span);
+  return rope::CheckKnobs(kName, span, {2, 4, 8}, threads);
 }
 
 ffi::Error CheckBackward(Array query, Array key, Floats query_rstd, Floats key_rstd, Array query_grad, Array key_grad,
@@ -97,7 +94,8 @@ ffi::Error CheckBackward(Array query, Array key, Floats query_rstd, Floats key_r
                                 std::to_string(parts) + " parts, " + std::to_string(dims[1]) + "], got " + Text(got));
     }
   }
-  return CheckSpan(span);
+  if (span >= 1 && span <= (1 << 20)) return ffi::Error::Success();
+  return Invalid(kName, "span must be 1 ... 2^20 heads, got " + std::to_string(span));
 }
 
 ffi::Error CheckAngleGradients(Array query, Array key, Floats query_rstd, Floats key_rstd, Array query_grad, Array key_grad,
@@ -135,33 +133,63 @@ bool AllPacked(const Heads& heads, int64_t bytes, bool interleaved, std::initial
 // Threads that hold a head.
 int LanesOf(const Heads& heads) { return rope::Lanes(heads.width / 2, kHeld); }
 
-ffi::Error ForwardOfOne(cudaStream_t stream, Array x, Floats scale, Array out, Floats rstd, const Angles& angles,
-                        Geometry geometry, float epsilon, float scale_offset, int64_t span) {
-  if (x.element_count() == 0) return ffi::Error::Success();
-  const Heads heads = rope::HeadsOf(x, geometry.heads_first, geometry.rotary_dim);
-  const bool packed = AllPacked(heads, ffi::ByteWidth(x.element_type()), geometry.interleaved,
-                                {x.untyped_data(), out.untyped_data(), scale.untyped_data(), angles.cos, angles.sin});
-  return rope::ForHeads(x.element_type(), packed, geometry.interleaved, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
-    const int lanes = LanesOf(heads), rows = kThreads / lanes;
-    const Spans spans = rope::spans_of(heads, span);
-    norm_rotate<T, INTERLEAVED, PACKED><<<(spans.count + rows - 1) / rows, dim3(lanes, rows), 0, stream>>>(
-        static_cast<const T*>(x.untyped_data()), AsParameter(scale), static_cast<T*>(out.untyped_data()),
-        rstd.element_count() ? rstd.typed_data() : nullptr, angles, heads, spans, epsilon, scale_offset);
-    return CheckLaunch(kName, "norm and rotation");
+struct Normalising {
+  Array x;
+  Floats scale;
+  Array out;
+  Floats rstd;
+};
+
+// One launch for one or two arrays of one dtype.
+ffi::Error Forward(cudaStream_t stream, std::span<const Normalising> arrays, const Angles& angles, Geometry geometry,
+                   float epsilon, float scale_offset, int64_t span, int64_t threads) {
+  const ffi::DataType type = arrays[0].x.element_type();
+  const Heads first = rope::HeadsOf(arrays[0].x, geometry.heads_first, geometry.rotary_dim);
+  bool packed = true;
+  for (const Normalising& array : arrays) {
+    packed &= AllPacked(first, ffi::ByteWidth(type), geometry.interleaved,
+                        {array.x.untyped_data(), array.out.untyped_data(), array.scale.untyped_data(), angles.cos, angles.sin});
+  }
+  const int lanes = LanesOf(first), rows = int(threads) / lanes;
+  return rope::ForHeads(type, packed, geometry.interleaved, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
+    Sides<Side<T>> sides{};
+    uint32_t blocks = 0;
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      const auto& [x, scale, out, rstd] = arrays[i];
+      const Heads heads = rope::HeadsOf(x, geometry.heads_first, geometry.rotary_dim);
+      sides.of[i] = {static_cast<const T*>(x.untyped_data()),
+                     AsParameter(scale),
+                     static_cast<T*>(out.untyped_data()),
+                     rstd.element_count() ? rstd.typed_data() : nullptr,
+                     heads,
+                     rope::spans_of(heads, span)};
+      blocks += (sides.of[i].spans.count + rows - 1) / rows;
+      if (i == 0) sides.blocks = blocks;
+    }
+    if (blocks == 0) return ffi::Error::Success();
+    return rope::ForSpan<2, 4, 8>(angles.per_pair, span, [&]<bool PER_PAIR, int SPAN>() {
+      norm_rotate<T, INTERLEAVED, PACKED, PER_PAIR, SPAN>
+          <<<blocks, dim3(lanes, rows), 0, stream>>>(sides, angles, epsilon, scale_offset);
+      return CheckLaunch(kName, "norm and rotation");
+    });
   });
 }
 
 ffi::Error RunForward(cudaStream_t stream, Array query, Array key, Floats cos, Floats sin, Floats query_scale, Floats key_scale,
                       int64_t rotary_dim, bool interleaved, bool heads_first, float epsilon, float scale_offset, int64_t span,
-                      ffi::Result<Array> query_out, ffi::Result<Array> key_out, ffi::Result<Floats> query_rstd,
-                      ffi::Result<Floats> key_rstd) {
+                      int64_t threads, ffi::Result<Array> query_out, ffi::Result<Array> key_out,
+                      ffi::Result<Floats> query_rstd, ffi::Result<Floats> key_rstd) {
   EJKERNEL_TRY(CheckForward(query, key, cos, sin, query_scale, key_scale, rotary_dim, interleaved, heads_first, epsilon,
-                            scale_offset, span, query_out, key_out, query_rstd, key_rstd));
+                            scale_offset, span, threads, query_out, key_out, query_rstd, key_rstd));
   const Geometry geometry{rotary_dim, interleaved, heads_first};
   const Angles angles = AsAngles(cos, sin, rotary_dim);
-  EJKERNEL_TRY(
-      ForwardOfOne(stream, query, query_scale, *query_out, *query_rstd, angles, geometry, epsilon, scale_offset, span));
-  return ForwardOfOne(stream, key, key_scale, *key_out, *key_rstd, angles, geometry, epsilon, scale_offset, span);
+  const Normalising both[] = {{query, query_scale, *query_out, *query_rstd}, {key, key_scale, *key_out, *key_rstd}};
+  const auto run = [&](std::span<const Normalising> arrays) {
+    return Forward(stream, arrays, angles, geometry, epsilon, scale_offset, span, threads);
+  };
+  if (query.element_type() == key.element_type()) return run(both);
+  EJKERNEL_TRY(run({both, 1}));
+  return run({both + 1, 1});
 }
 
 // Blocks of kThreads that the device runs at once.
@@ -272,6 +300,7 @@ auto BindForward(Binding binding) {
       .template Attr<float>("epsilon")
       .template Attr<float>("scale_offset")
       .template Attr<int64_t>("span")
+      .template Attr<int64_t>("threads")
       .template Ret<Array>()
       .template Ret<Array>()
       .template Ret<Floats>()

@@ -11,11 +11,10 @@ namespace ejkernel::qk_norm_rope {
 
 using rope::Angles;
 using rope::Heads;
-using rope::kAtOnce;
-using rope::kBlocks;
 using rope::kPairs;
 using rope::kThreads;
 using rope::Pairs;
+using rope::Sides;
 using rope::Span;
 using rope::Spans;
 
@@ -35,7 +34,7 @@ constexpr int kHeld = 4;  // pairs of a thread, so that 32 of them hold the wide
 template <typename T, bool INTERLEAVED, bool PACKED>
 constexpr int kItems = kHeld / kPairs<T, INTERLEAVED, PACKED>;
 
-// Where a pack of pairs lies in a head.
+// Where a pack of pairs lies in a head: that of the first thread for one that has none.
 struct Place {
   int base;  // first channel of its part, rotated or not
   int pair;  // in that part
@@ -45,42 +44,46 @@ struct Place {
 
 template <int M>
 __device__ inline Place place_of(int item, const Heads& heads) {
-  const int pair = (item * int(blockDim.x) + int(threadIdx.x)) * M, all = heads.width / 2;
+  const int wanted = (item * int(blockDim.x) + int(threadIdx.x)) * M, all = heads.width / 2, pair = wanted < all ? wanted : 0;
   const bool turned = pair < heads.half;
   return {turned ? 0 : 2 * heads.half, turned ? pair : pair - heads.half, turned ? heads.half : all - heads.half, turned,
-          pair < all};
+          wanted < all};
 }
 
 // scale + scale_offset.
 template <int M, bool INTERLEAVED, bool PACKED>
 __device__ inline Pairs<float, M, INTERLEAVED, PACKED> factors_at(const float* scale, float scale_offset, const Place& place) {
   Pairs<float, M, INTERLEAVED, PACKED> factors;
-  const bool there = scale && place.there;
-  if (there) factors.read(scale + place.base, place.pair, place.half);
+  if (scale) factors.read(scale + place.base, place.pair, place.half);
 #pragma unroll
   for (int i = 0; i < M; ++i) {
-    factors.first.data[i] = there ? factors.first.data[i] + scale_offset : 1.f;
-    factors.second.data[i] = there ? factors.second.data[i] + scale_offset : 1.f;
+    factors.first.data[i] = scale ? factors.first.data[i] + scale_offset : 1.f;
+    factors.second.data[i] = scale ? factors.second.data[i] + scale_offset : 1.f;
   }
   return factors;
 }
+
+// Blocks of kThreads that have enough registers on a processor; for less the assembler would not ask for all heads together.
+template <typename T, bool PACKED, int SPAN>
+constexpr int kNormalising = !PACKED ? 1 : SPAN * int(sizeof(T)) <= 8 ? 3 : 2;
 
 template <int M, bool INTERLEAVED, bool PACKED>
 struct Turn {
   Pairs<float, M, INTERLEAVED, PACKED> cos, sin;
 
+  template <bool PER_PAIR>
   __device__ void read(const Angles& angles, const Heads& heads, const Span& span, const Place& place) {
-    if (place.turned) {
-      const float *cos_row, *sin_row;
-      angles.rows(heads, span.member, span.token, cos_row, sin_row);
-      cos = rope::read_angles<M, INTERLEAVED, PACKED>(cos_row, place.pair, heads, angles.per_pair);
-      sin = rope::read_angles<M, INTERLEAVED, PACKED>(sin_row, place.pair, heads, angles.per_pair);
-    } else {
+    const float *cos_row, *sin_row;
+    angles.rows(heads, span.member, span.token, cos_row, sin_row);
+    const int pair = place.turned ? place.pair : 0;
+    cos = rope::read_angles<M, INTERLEAVED, PACKED, PER_PAIR>(cos_row, pair, heads);
+    sin = rope::read_angles<M, INTERLEAVED, PACKED, PER_PAIR>(sin_row, pair, heads);
 #pragma unroll
-      for (int i = 0; i < M; ++i) {
-        cos.first.data[i] = cos.second.data[i] = 1.f;
-        sin.first.data[i] = sin.second.data[i] = 0.f;
-      }
+    for (int i = 0; i < M; ++i) {
+      cos.first.data[i] = place.turned ? cos.first.data[i] : 1.f;
+      cos.second.data[i] = place.turned ? cos.second.data[i] : 1.f;
+      sin.first.data[i] = place.turned ? sin.first.data[i] : 0.f;
+      sin.second.data[i] = place.turned ? sin.second.data[i] : 0.f;
     }
   }
 
@@ -96,79 +99,78 @@ struct Turn {
   }
 };
 
-// A span of heads for each row of threads of a block.
-template <typename T, bool INTERLEAVED, bool PACKED>
-__global__ void __launch_bounds__(kThreads, PACKED ? kBlocks : 2)
-    norm_rotate(const T* __restrict__ x, Parameter scale, T* __restrict__ out, float* __restrict__ rstd, Angles angles,
-                Heads heads, Spans spans, float epsilon, float scale_offset) {
-  constexpr int M = kPairs<T, INTERLEAVED, PACKED>, ITEMS = kItems<T, INTERLEAVED, PACKED>, AT_ONCE = kAtOnce<T>;
+// An array, what comes of it, and how it is cut.
+template <typename T>
+struct Side {
+  const T* x;
+  Parameter scale;
+  T* out;
+  float* rstd;  // null when not asked for
+  Heads heads;
+  Spans spans;
+};
+
+// A span of up to SPAN heads for each row of threads of a block, which asks for all of them, scale, cos and sin before it waits.
+template <typename T, bool INTERLEAVED, bool PACKED, bool PER_PAIR, int SPAN>
+__global__ void __launch_bounds__(kThreads, kNormalising<T, PACKED, SPAN>)
+    norm_rotate(Sides<Side<T>> sides, Angles angles, float epsilon, float scale_offset) {
+  constexpr int M = kPairs<T, INTERLEAVED, PACKED>, ITEMS = kItems<T, INTERLEAVED, PACKED>;
   using Values = Pairs<T, M, INTERLEAVED, PACKED>;
-  const uint32_t item = blockIdx.x * blockDim.y + threadIdx.y;
-  const bool active = item < spans.count;
-  const Span here = rope::span_of(active ? item : 0, heads, spans);
+  const Side<T> side = sides.here();
+  const Heads heads = side.heads;
+  const uint32_t item = sides.item();
+  const bool active = item < side.spans.count;
+  const Span here = rope::span_of(active ? item : 0, heads, side.spans);
   const uint32_t count = active ? here.count : 0;
   const auto start_of = [&](uint32_t head) { return heads.start(here.index + head * heads.step); };
-  Values values[AT_ONCE][ITEMS];
-  const auto fetch = [&](uint32_t head) {
-#pragma unroll
-    for (int at = 0; at < AT_ONCE; ++at) {
-      if (head + at >= count) continue;
-#pragma unroll
-      for (int i = 0; i < ITEMS; ++i) {
-        const Place place = place_of<M>(i, heads);
-        if (place.there) values[at][i].read(x + start_of(head + at) + place.base, place.pair, place.half);
-      }
-    }
-  };
-  fetch(0);  // under way before anything waits for cos, sin and scale
+  Values values[SPAN][ITEMS];
   Turn<M, INTERLEAVED, PACKED> turns[ITEMS];
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     const Place place = place_of<M>(i, heads);
-    if (!place.there) continue;
-    turns[i].read(angles, heads, here, place);
-    turns[i].scale(factors_at<M, INTERLEAVED, PACKED>(scale.member(here.member), scale_offset, place));
+#pragma unroll
+    for (uint32_t at = 0; at < SPAN; ++at)
+      values[at][i].read_early(side.x + start_of(here.near(at)) + place.base, place.pair, place.half);
+    const auto factors = factors_at<M, INTERLEAVED, PACKED>(side.scale.member(here.member), scale_offset, place);
+    turns[i].template read<PER_PAIR>(angles, heads, here, place);
+    turns[i].scale(factors);
   }
+  float squares[SPAN] = {};
+#pragma unroll
+  for (uint32_t at = 0; at < SPAN; ++at) {
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      float first[M], second[M];
+      widen(values[at][i].first, first);
+      widen(values[at][i].second, second);
+      float sum = 0.f;
+#pragma unroll
+      for (int j = 0; j < M; ++j) sum += first[j] * first[j] + second[j] * second[j];
+      squares[at] += place_of<M>(i, heads).there ? sum : 0.f;
+    }
+  }
+  Reducer::warp<Add>(squares, int(blockDim.x));
   const float share = 1.f / float(heads.width);
-  // To the same end in every thread, as a warp reduces together.
-  for (uint32_t head = 0; head < spans.size; fetch(head += AT_ONCE)) {
-    float squares[AT_ONCE] = {};
 #pragma unroll
-    for (int at = 0; at < AT_ONCE; ++at) {
-      if (head + at >= count) continue;
+  for (uint32_t at = 0; at < SPAN; ++at) {
+    const bool wanted = at < count;
+    const float inverse = rsqrtf(squares[at] * share + epsilon);
 #pragma unroll
-      for (int i = 0; i < ITEMS; ++i) {
-        if (!place_of<M>(i, heads).there) continue;
-        float first[M], second[M];
-        widen(values[at][i].first, first);
-        widen(values[at][i].second, second);
+    for (int i = 0; i < ITEMS; ++i) {
+      const Place place = place_of<M>(i, heads);
+      float first[M], second[M];
+      widen(values[at][i].first, first);
+      widen(values[at][i].second, second);
 #pragma unroll
-        for (int j = 0; j < M; ++j) squares[at] += first[j] * first[j] + second[j] * second[j];
+      for (int j = 0; j < M; ++j) {
+        const float a = first[j] * inverse, b = second[j] * inverse;
+        first[j] = a * turns[i].cos.first.data[j] - b * turns[i].sin.first.data[j];
+        second[j] = b * turns[i].cos.second.data[j] + a * turns[i].sin.second.data[j];
       }
+      const Values result{rounded<T, M>(first), rounded<T, M>(second)};
+      result.write(side.out + start_of(at) + place.base, place.pair, place.half, wanted && place.there);
     }
-    Reducer::warp<Add>(squares, int(blockDim.x));
-#pragma unroll
-    for (int at = 0; at < AT_ONCE; ++at) {
-      if (head + at >= count) continue;
-      const float inverse = rsqrtf(squares[at] * share + epsilon);
-#pragma unroll
-      for (int i = 0; i < ITEMS; ++i) {
-        const Place place = place_of<M>(i, heads);
-        if (!place.there) continue;
-        float first[M], second[M];
-        widen(values[at][i].first, first);
-        widen(values[at][i].second, second);
-#pragma unroll
-        for (int j = 0; j < M; ++j) {
-          const float a = first[j] * inverse, b = second[j] * inverse;
-          first[j] = a * turns[i].cos.first.data[j] - b * turns[i].sin.first.data[j];
-          second[j] = b * turns[i].cos.second.data[j] + a * turns[i].sin.second.data[j];
-        }
-        const Values result{rounded<T, M>(first), rounded<T, M>(second)};
-        result.write(out + start_of(head + at) + place.base, place.pair, place.half);
-      }
-      if (rstd && threadIdx.x == 0) rstd[here.index + (head + at) * heads.step] = inverse;
-    }
+    if (side.rstd && wanted && threadIdx.x == 0) side.rstd[here.index + at * heads.step] = inverse;
   }
 }
 
@@ -239,7 +241,14 @@ __global__ void __launch_bounds__(kThreads, kItems<T, INTERLEAVED, PACKED> == 1 
     const uint32_t count = active ? here.count : 0;
     Turn<M, INTERLEAVED, PACKED> turns[ITEMS];
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) turns[i].read(angles, heads, here, place_of<M>(i, heads));
+    for (int i = 0; i < ITEMS; ++i) {
+      const Place place = place_of<M>(i, heads);
+      if (angles.per_pair) {
+        turns[i].template read<true>(angles, heads, here, place);
+      } else {
+        turns[i].template read<false>(angles, heads, here, place);
+      }
+    }
     // To the same end in every thread, as a warp reduces together; heads that are not there are zeros.
     for (uint32_t head = 0; head < spans.size; ++head) {
       fetch(stage);

@@ -1,4 +1,6 @@
 // XLA's door to rope: checks of every shape and dtype, the choice of kernel, the launch.
+#include <span>
+
 #include "rope/heads.cuh"
 
 namespace ejkernel::rope {
@@ -7,7 +9,7 @@ namespace {
 constexpr const char* kName = "rope";
 
 ffi::Error CheckRotate(Array query, Array key, Floats cos, Floats sin, int64_t rotary_dim, bool interleaved, bool heads_first,
-                       bool inverse, int64_t span, ffi::Result<Array> query_out, ffi::Result<Array> key_out) {
+                       bool inverse, int64_t span, int64_t threads, ffi::Result<Array> query_out, ffi::Result<Array> key_out) {
   EJKERNEL_TRY(CheckHeads(kName, "query", query, query, heads_first, rotary_dim));
   EJKERNEL_TRY(CheckHeads(kName, "key", key, query, heads_first, rotary_dim));
   EJKERNEL_TRY(CheckAngles(kName, "cos", cos, query, heads_first, rotary_dim));
@@ -15,8 +17,7 @@ ffi::Error CheckRotate(Array query, Array key, Floats cos, Floats sin, int64_t r
   if (cos.dimensions()[2] != sin.dimensions()[2]) return Invalid(kName, "cos and sin must have the same channels");
   EJKERNEL_TRY(CheckLike(kName, "query_out", *query_out, "query", query));
   EJKERNEL_TRY(CheckLike(kName, "key_out", *key_out, "key", key));
-  if (span < 1 || span > (1 << 20)) return Invalid(kName, "span must be 1 ... 2^20 heads, got " + std::to_string(span));
-  return ffi::Error::Success();
+  return CheckKnobs(kName, span, {1, 2, 4}, threads);
 }
 
 ffi::Error CheckAngleGradients(Array query, Array key, Array query_grad, Array key_grad, int64_t rotary_dim, bool interleaved,
@@ -30,28 +31,57 @@ ffi::Error CheckAngleGradients(Array query, Array key, Array query_grad, Array k
   return ffi::Error::Success();
 }
 
-ffi::Error RotateOne(cudaStream_t stream, Array x, Array out, const Angles& angles, const Heads& heads, bool interleaved,
-                     bool inverse, int64_t span) {
-  if (x.element_count() == 0) return ffi::Error::Success();
-  const bool packed = Packed(heads, ffi::ByteWidth(x.element_type()), interleaved,
-                             {x.untyped_data(), out.untyped_data(), angles.cos, angles.sin});
-  return ForHeads(x.element_type(), packed, interleaved, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
-    const int lanes = Lanes(heads.half, kPairs<T, INTERLEAVED, PACKED>), rows = kThreads / lanes;
-    const Spans spans = spans_of(heads, span);
-    rotate<T, INTERLEAVED, PACKED><<<(spans.count + rows - 1) / rows, dim3(lanes, rows), 0, stream>>>(
-        static_cast<const T*>(x.untyped_data()), static_cast<T*>(out.untyped_data()), angles, heads, spans, inverse);
-    return CheckLaunch(kName, "rotation");
+struct Turned {
+  Array x, out;
+};
+
+struct Rotation {
+  int64_t rotary_dim;
+  bool interleaved, heads_first, inverse;
+  int64_t span, threads;
+};
+
+// One launch for one or two arrays of one dtype.
+ffi::Error Rotate(cudaStream_t stream, std::span<const Turned> arrays, const Angles& angles, const Rotation& rotation) {
+  const ffi::DataType type = arrays[0].x.element_type();
+  bool packed = true;
+  for (const Turned& array : arrays) {
+    packed &= Packed(HeadsOf(array.x, rotation.heads_first, rotation.rotary_dim), ffi::ByteWidth(type), rotation.interleaved,
+                     {array.x.untyped_data(), array.out.untyped_data(), angles.cos, angles.sin});
+  }
+  return ForHeads(type, packed, rotation.interleaved, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
+    const int lanes = Lanes(int(rotation.rotary_dim / 2), kTurned<T, INTERLEAVED, PACKED>);
+    const int rows = int(rotation.threads) / lanes;
+    Sides<Side<T>> sides{};
+    uint32_t blocks = 0;
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      const Heads heads = HeadsOf(arrays[i].x, rotation.heads_first, rotation.rotary_dim);
+      sides.of[i] = {static_cast<const T*>(arrays[i].x.untyped_data()), static_cast<T*>(arrays[i].out.untyped_data()), heads,
+                     spans_of(heads, rotation.span)};
+      blocks += (sides.of[i].spans.count + rows - 1) / rows;
+      if (i == 0) sides.blocks = blocks;
+    }
+    if (blocks == 0) return ffi::Error::Success();
+    return ForSpan<1, 2, 4>(angles.per_pair, rotation.span, [&]<bool PER_PAIR, int SPAN>() {
+      rotate<T, INTERLEAVED, PACKED, PER_PAIR, SPAN>
+          <<<blocks, dim3(lanes, rows), 0, stream>>>(sides, angles, rotation.inverse);
+      return CheckLaunch(kName, "rotation");
+    });
   });
 }
 
 ffi::Error RunRotate(cudaStream_t stream, Array query, Array key, Floats cos, Floats sin, int64_t rotary_dim, bool interleaved,
-                     bool heads_first, bool inverse, int64_t span, ffi::Result<Array> query_out, ffi::Result<Array> key_out) {
-  EJKERNEL_TRY(CheckRotate(query, key, cos, sin, rotary_dim, interleaved, heads_first, inverse, span, query_out, key_out));
+                     bool heads_first, bool inverse, int64_t span, int64_t threads, ffi::Result<Array> query_out,
+                     ffi::Result<Array> key_out) {
+  EJKERNEL_TRY(
+      CheckRotate(query, key, cos, sin, rotary_dim, interleaved, heads_first, inverse, span, threads, query_out, key_out));
   const Angles angles{cos.typed_data(), sin.typed_data(), cos.dimensions()[0] == 1, sin.dimensions()[0] == 1,
                       cos.dimensions()[2] != rotary_dim};
-  EJKERNEL_TRY(
-      RotateOne(stream, query, *query_out, angles, HeadsOf(query, heads_first, rotary_dim), interleaved, inverse, span));
-  return RotateOne(stream, key, *key_out, angles, HeadsOf(key, heads_first, rotary_dim), interleaved, inverse, span);
+  const Rotation rotation{rotary_dim, interleaved, heads_first, inverse, span, threads};
+  const Turned both[] = {{query, *query_out}, {key, *key_out}};
+  if (query.element_type() == key.element_type()) return Rotate(stream, both, angles, rotation);
+  EJKERNEL_TRY(Rotate(stream, {both, 1}, angles, rotation));
+  return Rotate(stream, {both + 1, 1}, angles, rotation);
 }
 
 ffi::Error AngleGradientsOfOne(cudaStream_t stream, Array x, Array grad, Floats d_cos, Floats d_sin, const Heads& heads,
@@ -92,6 +122,7 @@ auto BindRotate(Binding binding) {
       .template Attr<bool>("heads_first")
       .template Attr<bool>("inverse")
       .template Attr<int64_t>("span")
+      .template Attr<int64_t>("threads")
       .template Ret<Array>()
       .template Ret<Array>();
 }

@@ -4,6 +4,8 @@
 // no heads. cos and sin are float32, each [1 or batch, length, rotary_dim or rotary_dim / 2].
 #pragma once
 
+#include <array>
+
 #include "handler.h"
 #include "rope/kernels.cuh"
 
@@ -43,6 +45,16 @@ inline ffi::Error CheckAngles(const char* operation, const char* name, Floats an
                                 Text(like) + ", got " + Text(dims));
 }
 
+// Heads of a row of threads, and threads of a block.
+inline ffi::Error CheckKnobs(const char* operation, int64_t span, std::array<int, 3> spans, int64_t threads) {
+  if (std::find(spans.begin(), spans.end(), span) == spans.end()) {
+    return Invalid(operation, "span must be " + std::to_string(spans[0]) + ", " + std::to_string(spans[1]) + " or " +
+                                  std::to_string(spans[2]) + " heads, got " + std::to_string(span));
+  }
+  if (threads == 64 || threads == 128 || threads == 256) return ffi::Error::Success();
+  return Invalid(operation, "threads must be 64, 128 or 256, got " + std::to_string(threads));
+}
+
 inline Heads HeadsOf(Array x, bool heads_first, int64_t rotary_dim) {
   const Dims dims = x.dimensions();
   const uint32_t length = uint32_t(dims[heads_first ? 2 : 1]);
@@ -69,6 +81,18 @@ ffi::Error ForHeads(ffi::DataType type, bool packed, bool interleaved, Run run) 
     case ffi::BF16: return choose.template operator()<__nv_bfloat16>();
     default: return choose.template operator()<__half>();
   }
+}
+
+// `run.operator()<PER_PAIR, SPAN>()` for one of these spans.
+template <int... SPANS, typename Run>
+ffi::Error ForSpan(bool per_pair, int64_t span, Run run) {
+  ffi::Error error;
+  const auto choose = [&]<int SPAN>() {
+    if (span != SPAN) return;
+    error = per_pair ? run.template operator()<true, SPAN>() : run.template operator()<false, SPAN>();
+  };
+  (choose.template operator()<SPANS>(), ...);
+  return error;
 }
 
 // Threads for the pairs of a head: a power of two up to a warp.

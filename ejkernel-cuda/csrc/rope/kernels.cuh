@@ -1,11 +1,12 @@
-// Rotary position embedding of one array of heads, in float inside.
+// Rotary position embedding of heads, in float inside.
 #pragma once
 
+#include "divide.cuh"
 #include "pack.cuh"
 
 namespace ejkernel::rope {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256;  // of a block, at most
 // On a processor at least; code for other architectures than 9.0 takes more registers than four leave to each.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kBlocks = 4;
@@ -52,27 +53,32 @@ struct Angles {
 
 // How heads are cut into spans: some neighbouring heads of one token each.
 struct Spans {
-  uint32_t chunks;  // of a token
-  uint32_t count;   // of all tokens
-  uint32_t size;    // heads of one; the last of a token may have fewer
+  uint32_t chunks;        // of a token
+  uint32_t count;         // of all tokens
+  uint32_t size;          // heads of one; the last of a token may have fewer
+  Divisor inner, middle;  // spans in a row, side by side in memory, and rows of a batch member
 };
 
 inline Spans spans_of(const Heads& heads, int64_t size) {
   const uint32_t most = uint32_t(size < heads.heads ? size : heads.heads), chunks = most ? (heads.heads + most - 1) / most : 0;
-  return {chunks, heads.batch * heads.length * chunks, most};
+  const Divisor tokens = divisor(heads.length ? heads.length : 1), places = divisor(chunks ? chunks : 1);
+  return {chunks, heads.batch * heads.length * chunks, most, heads.heads_first ? tokens : places,
+          heads.heads_first ? places : tokens};
 }
 
 struct Span {
   uint32_t member, token;
   uint32_t index;  // of its first head
-  uint32_t count;
+  uint32_t count;  // 1 at least
+
+  // That head or the last one. What is read or used under a condition is not asked for together with all else.
+  __device__ uint32_t near(uint32_t head) const { return head < count ? head : count - 1; }
 };
 
 // Neighbouring spans are of what lies beside each other; those of a batch member follow on those of the one before.
 __device__ inline Span span_of(uint32_t item, const Heads& heads, const Spans& spans) {
-  const uint32_t inner = heads.heads_first ? heads.length : spans.chunks;
-  const uint32_t middle = heads.heads_first ? spans.chunks : heads.length;
-  const uint32_t rest = item / inner, at = item - rest * inner, member = rest / middle, place = rest - member * middle;
+  const uint32_t rest = spans.inner.divide(item), at = item - rest * spans.inner.value;
+  const uint32_t member = spans.middle.divide(rest), place = rest - member * spans.middle.value;
   const uint32_t token = heads.heads_first ? at : place, head = (heads.heads_first ? place : at) * spans.size;
   const uint32_t left = heads.heads - head;
   return {member, token, heads.index(member, token, head), left < spans.size ? left : spans.size};
@@ -85,6 +91,10 @@ constexpr int kPairs = !PACKED       ? 1
                        : INTERLEAVED ? 8 / int(sizeof(T))
                                      : 4;
 
+// The same where they are only turned: 16 bytes of neighbours, in either half of a head.
+template <typename T, bool INTERLEAVED, bool PACKED>
+constexpr int kTurned = PACKED && !INTERLEAVED ? 16 / int(sizeof(T)) : kPairs<T, INTERLEAVED, PACKED>;
+
 // First and second members of M pairs, as they are stored.
 template <typename T, int M, bool INTERLEAVED, bool PACKED>
 struct Pairs {
@@ -95,15 +105,30 @@ struct Pairs {
       first = load<T, M>(head + pair);
       second = load<T, M>(head + half + pair);
     } else if constexpr (PACKED) {
-      const Pack<T, 2 * M> both = load<T, 2 * M>(head + 2 * pair);
-#pragma unroll
-      for (int i = 0; i < M; ++i) {
-        first.data[i] = both.data[2 * i];
-        second.data[i] = both.data[2 * i + 1];
-      }
+      take_apart(load<T, 2 * M>(head + 2 * pair));
     } else {
       first.data[0] = head[2 * pair];
       second.data[0] = head[2 * pair + 1];
+    }
+  }
+
+  // Asked for where this stands.
+  __device__ void read_early(const T* head, int pair, int half) {
+    if constexpr (!INTERLEAVED) {
+      first = load_early<T, M>(head + pair, true);
+      second = load_early<T, M>(head + half + pair, true);
+    } else if constexpr (PACKED) {
+      take_apart(load_early<T, 2 * M>(head + 2 * pair, true));
+    } else {
+      read(head, pair, half);
+    }
+  }
+
+  __device__ void take_apart(const Pack<T, 2 * M>& both) {
+#pragma unroll
+    for (int i = 0; i < M; ++i) {
+      first.data[i] = both.data[2 * i];
+      second.data[i] = both.data[2 * i + 1];
     }
   }
 
@@ -117,11 +142,11 @@ struct Pairs {
     }
   }
 
-  // To global memory.
-  __device__ void write(T* head, int pair, int half) const {
+  // To global memory, or not.
+  __device__ void write(T* head, int pair, int half, bool wanted = true) const {
     if constexpr (!INTERLEAVED) {
-      store_out<T, M>(head + pair, first);
-      store_out<T, M>(head + half + pair, second);
+      store_out<T, M>(head + pair, first, wanted);
+      store_out<T, M>(head + half + pair, second, wanted);
     } else if constexpr (PACKED) {
       Pack<T, 2 * M> both;
 #pragma unroll
@@ -129,22 +154,22 @@ struct Pairs {
         both.data[2 * i] = first.data[i];
         both.data[2 * i + 1] = second.data[i];
       }
-      store_out<T, 2 * M>(head + 2 * pair, both);
-    } else {
+      store_out<T, 2 * M>(head + 2 * pair, both, wanted);
+    } else if (wanted) {
       head[2 * pair] = first.data[0];
       head[2 * pair + 1] = second.data[0];
     }
   }
 };
 
-template <int M, bool INTERLEAVED, bool PACKED>
-__device__ inline Pairs<float, M, INTERLEAVED, PACKED> read_angles(const float* row, int pair, const Heads& heads,
-                                                                   bool per_pair) {
+// cos or sin of M pairs.
+template <int M, bool INTERLEAVED, bool PACKED, bool PER_PAIR>
+__device__ inline Pairs<float, M, INTERLEAVED, PACKED> read_angles(const float* row, int pair, const Heads& heads) {
   Pairs<float, M, INTERLEAVED, PACKED> angles;
-  if (per_pair) {
-    angles.first = angles.second = load<float, M>(row + pair);
+  if constexpr (PER_PAIR) {
+    angles.first = angles.second = load_early<float, M>(row + pair, true);
   } else {
-    angles.read(row, pair, heads.half);
+    angles.read_early(row, pair, heads.half);
   }
   return angles;
 }
@@ -157,29 +182,53 @@ __device__ inline void copy_rest(const T* from, T* to, const Heads& heads) {
   }
 }
 
-// A span of heads for each row of threads of a block; cos and sin are read once for all of them.
-template <typename T, bool INTERLEAVED, bool PACKED>
-__global__ void __launch_bounds__(kThreads, INTERLEAVED ? 3 : kBlocks)
-    rotate(const T* __restrict__ x, T* __restrict__ out, Angles angles, Heads heads, Spans spans, bool inverse) {
-  constexpr int M = kPairs<T, INTERLEAVED, PACKED>, AT_ONCE = kAtOnce<T>;
+// An array, what comes of it, and how it is cut.
+template <typename T>
+struct Side {
+  const T* x;
+  T* out;
+  Heads heads;
+  Spans spans;
+};
+
+// Query and key, one after the other in one grid.
+template <class Side>
+struct Sides {
+  Side of[2];
+  uint32_t blocks;  // of the first
+
+  __device__ Side here() const { return of[blockIdx.x >= blocks]; }
+  // Which span a row of threads has; there may be none.
+  __device__ uint32_t item() const {
+    return (blockIdx.x - (blockIdx.x >= blocks ? blocks : 0)) * blockDim.y + threadIdx.y;
+  }
+};
+
+// Blocks of kThreads that have enough registers on a processor; for less the assembler would not ask for all heads together.
+template <bool PER_PAIR, int SPAN>
+constexpr int kRotating = SPAN == 4 && !PER_PAIR ? 1 : kBlocks + (PER_PAIR ? 2 : 1) - SPAN;
+
+// A span of up to SPAN heads for each row of threads of a block, which asks for all of them, cos and sin before it waits.
+template <typename T, bool INTERLEAVED, bool PACKED, bool PER_PAIR, int SPAN>
+__global__ void __launch_bounds__(kThreads, kRotating<PER_PAIR, SPAN>)
+    rotate(Sides<Side<T>> sides, Angles angles, bool inverse) {
+  constexpr int M = kTurned<T, INTERLEAVED, PACKED>;
   using Values = Pairs<T, M, INTERLEAVED, PACKED>;
-  const uint32_t item = blockIdx.x * blockDim.y + threadIdx.y;
-  if (item >= spans.count) return;
-  const Span here = span_of(item, heads, spans);
+  const Side<T> side = sides.here();
+  const Heads heads = side.heads;
+  const uint32_t item = sides.item();
+  if (item >= side.spans.count) return;
+  const Span here = span_of(item, heads, side.spans);
   const auto start_of = [&](uint32_t head) { return heads.start(here.index + head * heads.step); };
   const float *cos_row, *sin_row;
   angles.rows(heads, here.member, here.token, cos_row, sin_row);
   for (int pair = threadIdx.x * M; pair < heads.half; pair += blockDim.x * M) {
-    Values values[AT_ONCE];
-    const auto fetch = [&](uint32_t head) {
+    Values values[SPAN];
 #pragma unroll
-      for (int at = 0; at < AT_ONCE; ++at) {
-        if (head + at < here.count) values[at].read(x + start_of(head + at), pair, heads.half);
-      }
-    };
-    fetch(0);  // under way before anything waits for cos and sin
-    const auto cos = read_angles<M, INTERLEAVED, PACKED>(cos_row, pair, heads, angles.per_pair);
-    auto sin = read_angles<M, INTERLEAVED, PACKED>(sin_row, pair, heads, angles.per_pair);
+    for (uint32_t at = 0; at < SPAN; ++at)
+      values[at].read_early(side.x + start_of(here.near(at)), pair, heads.half);
+    const auto cos = read_angles<M, INTERLEAVED, PACKED, PER_PAIR>(cos_row, pair, heads);
+    auto sin = read_angles<M, INTERLEAVED, PACKED, PER_PAIR>(sin_row, pair, heads);
     if (inverse) {
 #pragma unroll
       for (int i = 0; i < M; ++i) {
@@ -188,27 +237,25 @@ __global__ void __launch_bounds__(kThreads, INTERLEAVED ? 3 : kBlocks)
         sin.second.data[i] = other;
       }
     }
-    for (uint32_t head = 0; head < here.count; fetch(head += AT_ONCE)) {
 #pragma unroll
-      for (int at = 0; at < AT_ONCE; ++at) {
-        if (head + at >= here.count) continue;
-        float first[M], second[M];
-        widen(values[at].first, first);
-        widen(values[at].second, second);
+    for (uint32_t at = 0; at < SPAN; ++at) {
+      float first[M], second[M];
+      widen(values[at].first, first);
+      widen(values[at].second, second);
 #pragma unroll
-        for (int i = 0; i < M; ++i) {
-          const float a = first[i], b = second[i];
-          first[i] = a * cos.first.data[i] - b * sin.first.data[i];
-          second[i] = b * cos.second.data[i] + a * sin.second.data[i];
-        }
-        const Values result{rounded<T, M>(first), rounded<T, M>(second)};
-        result.write(out + start_of(head + at), pair, heads.half);
+      for (int i = 0; i < M; ++i) {
+        const float a = first[i], b = second[i];
+        first[i] = a * cos.first.data[i] - b * sin.first.data[i];
+        second[i] = b * cos.second.data[i] + a * sin.second.data[i];
       }
+      const Values result{rounded<T, M>(first), rounded<T, M>(second)};
+      result.write(side.out + start_of(at), pair, heads.half, at < here.count);
     }
   }
+  if (2 * heads.half == heads.width) return;
   for (uint32_t head = 0; head < here.count; ++head) {
     const int64_t at = start_of(head);
-    copy_rest<T, PACKED ? int(16 / sizeof(T)) : 1>(x + at, out + at, heads);
+    copy_rest<T, PACKED ? int(16 / sizeof(T)) : 1>(side.x + at, side.out + at, heads);
   }
 }
 

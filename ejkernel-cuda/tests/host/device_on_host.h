@@ -281,15 +281,16 @@ inline void cluster_sync() { host::wait(host::cluster_barrier, host::block_threa
 inline float fast_exp2(float value) { return std::exp2(value); }
 inline float fast_inverse(float value) { return 1.f / value; }
 
-inline uint4 read_words(const void* from, bool there) {
-  uint4 words{};
+template <typename Words>
+Words read_words(const void* from, bool there) {
+  Words words{};
   if (there) std::memcpy(&words, from, sizeof(words));
   return words;
 }
 
 template <typename Words>
-inline void store_words(void* to, Words words) {
-  std::memcpy(to, &words, sizeof(words));
+inline void store_words(void* to, Words words, bool wanted) {
+  if (wanted) std::memcpy(to, &words, sizeof(words));
 }
 
 // What is on its way is not there yet: until it is waited for, its place holds NaN.

@@ -184,13 +184,60 @@ void heads_typed(int kind, bool interleaved, bool packed, Run run) {
 
 }  // namespace
 
-EXPORT void rope_rotate(int kind, bool interleaved, bool packed, unsigned lanes, const void* x, void* out, rope::Angles angles,
-                        rope::Heads heads, int span, bool inverse) {
+namespace {
+
+// `run.operator()<PER_PAIR, SPAN>()`.
+template <int... SPANS, typename Run>
+void spanned(bool per_pair, int span, Run run) {
+  const auto choose = [&]<int SPAN>() {
+    if (span != SPAN) return;
+    per_pair ? run.template operator()<true, SPAN>() : run.template operator()<false, SPAN>();
+  };
+  (choose.template operator()<SPANS>(), ...);
+}
+
+// Sides of one launch, cut, and the blocks of both.
+template <class Side>
+unsigned cut(rope::Sides<Side>& sides, int span, unsigned rows) {
+  unsigned blocks = 0;
+  for (Side& side : sides.of) {
+    side.spans = rope::spans_of(side.heads, span);
+    blocks += (side.spans.count + rows - 1) / rows;
+    if (&side == sides.of) sides.blocks = blocks;
+  }
+  return blocks;
+}
+
+struct Turned {
+  const void* x;
+  void* out;
+  rope::Heads heads;
+};
+
+struct Normalised {
+  const void* x;
+  qk_norm_rope::Parameter scale;
+  void* out;
+  float* rstd;
+  rope::Heads heads;
+};
+
+}  // namespace
+
+EXPORT uint32_t divided(uint32_t number, uint32_t by) { return divisor(by).divide(number); }
+
+EXPORT void rope_rotate(int kind, bool interleaved, bool packed, unsigned lanes, unsigned threads, Turned first, Turned second,
+                        rope::Angles angles, int span, bool inverse) {
   heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
-    const unsigned y = unsigned(rope::kThreads) / lanes;
-    const rope::Spans spans = rope::spans_of(heads, span);
-    host::launch((spans.count + y - 1) / y, {lanes, y}, 1, [&] {
-      rope::rotate<T, INTERLEAVED, PACKED>(static_cast<const T*>(x), static_cast<T*>(out), angles, heads, spans, inverse);
+    rope::Sides<rope::Side<T>> sides{};
+    for (int i = 0; i < 2; ++i) {
+      const Turned& one = i ? second : first;
+      sides.of[i] = {static_cast<const T*>(one.x), static_cast<T*>(one.out), one.heads};
+    }
+    const unsigned rows = threads / lanes, blocks = cut(sides, span, rows);
+    spanned<1, 2, 4>(angles.per_pair, span, [&]<bool PER_PAIR, int SPAN>() {
+      host::launch(blocks, {lanes, rows}, 1,
+                   [&] { rope::rotate<T, INTERLEAVED, PACKED, PER_PAIR, SPAN>(sides, angles, inverse); });
     });
   });
 }
@@ -206,15 +253,19 @@ EXPORT void rope_angle_gradients(int kind, bool interleaved, bool packed, unsign
   });
 }
 
-EXPORT void qk_norm_rope_forward(int kind, bool interleaved, bool packed, unsigned lanes, const void* x, qk_norm_rope::Parameter scale,
-                                 void* out, float* rstd, rope::Angles angles, rope::Heads heads, int span, float epsilon,
-                                 float scale_offset) {
+EXPORT void qk_norm_rope_forward(int kind, bool interleaved, bool packed, unsigned lanes, unsigned threads, Normalised first,
+                                 Normalised second, rope::Angles angles, int span, float epsilon, float scale_offset) {
   heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
-    const unsigned y = unsigned(rope::kThreads) / lanes;
-    const rope::Spans spans = rope::spans_of(heads, span);
-    host::launch((spans.count + y - 1) / y, {lanes, y}, 1, [&] {
-      qk_norm_rope::norm_rotate<T, INTERLEAVED, PACKED>(static_cast<const T*>(x), scale, static_cast<T*>(out), rstd, angles,
-                                                        heads, spans, epsilon, scale_offset);
+    rope::Sides<qk_norm_rope::Side<T>> sides{};
+    for (int i = 0; i < 2; ++i) {
+      const Normalised& one = i ? second : first;
+      sides.of[i] = {static_cast<const T*>(one.x), one.scale, static_cast<T*>(one.out), one.rstd, one.heads};
+    }
+    const unsigned rows = threads / lanes, blocks = cut(sides, span, rows);
+    spanned<2, 4, 8>(angles.per_pair, span, [&]<bool PER_PAIR, int SPAN>() {
+      host::launch(blocks, {lanes, rows}, 1, [&] {
+        qk_norm_rope::norm_rotate<T, INTERLEAVED, PACKED, PER_PAIR, SPAN>(sides, angles, epsilon, scale_offset);
+      });
     });
   });
 }

@@ -7,7 +7,9 @@ import dataclasses
 from ejkernel.operations.qk_norm_rope.interface import QkNormRopeCall
 from ejkernel.plugin import ConfigSpace, Target
 
+_FORWARD_SPANS = (2, 4, 8)
 _SPANS = (2, 4, 8, 16)
+_THREADS = (64, 128, 256)
 _PARTS = 480
 """Three blocks for each processor of a device, which has up to 160; the library launches no more than run at once."""
 
@@ -15,10 +17,12 @@ _PARTS = 480
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:
-    span: heads of a token that share one reading of cos, sin and scale; four at a time are in flight, two in float32.
+    span: heads of a token that share one reading of cos, sin and scale; a thread asks for its part of all of them at once.
+    threads: of a block.
     """
 
     span: int
+    threads: int = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +38,11 @@ class BackwardConfig:
 
 
 def forward_heuristic(call: QkNormRopeCall, target: Target) -> ForwardConfig:
-    return ForwardConfig(16)
+    return ForwardConfig(4)
 
 
 def forward_space(call: QkNormRopeCall, target: Target) -> list[ForwardConfig]:
-    return [ForwardConfig(span) for span in _SPANS]
+    return [ForwardConfig(span, threads) for threads in _THREADS for span in _FORWARD_SPANS]
 
 
 def backward_heuristic(call: QkNormRopeCall, target: Target) -> BackwardConfig:

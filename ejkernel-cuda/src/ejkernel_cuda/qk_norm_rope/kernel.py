@@ -56,6 +56,7 @@ def forward(call: QkNormRopeCall, inputs: QkNormRopeInputs, config: ForwardConfi
         epsilon=np.float32(call.epsilon),
         scale_offset=np.float32(call.scale_offset),
         span=np.int64(config.span),
+        threads=np.int64(config.threads),
     )
     if not call.save_residuals:
         return QkNormRopeOutputs(query_out, key_out)

@@ -7,25 +7,27 @@ import dataclasses
 from ejkernel.operations.rope.interface import RopeCall
 from ejkernel.plugin import ConfigSpace, Target
 
-_SPANS = (1, 2, 4, 8, 16, 32)
+SPANS = (1, 2, 4)
+THREADS = (64, 128, 256)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Attributes:
-    span: heads of a token that share one reading of cos and sin; four at a time are in flight, two in
-        float32.
+    span: heads of a token that share one reading of cos and sin; a thread asks for its part of all of them at once.
+    threads: of a block.
     """
 
     span: int
+    threads: int = 128
 
 
 def heuristic(call: RopeCall, target: Target) -> Config:
-    return Config(8)
+    return Config(1 if call.heads_first else 2)
 
 
 def search_space(call: RopeCall, target: Target) -> list[Config]:
-    return [Config(span) for span in _SPANS]
+    return [Config(span, threads) for threads in THREADS for span in SPANS]
 
 
 FORWARD = ConfigSpace(Config, heuristic, search_space)

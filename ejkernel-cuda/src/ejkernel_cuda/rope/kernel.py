@@ -37,9 +37,10 @@ def _rotate(call: RopeCall, query: Any, key: Any, cos: Any, sin: Any, config: Co
         # Something of its own shows in a program that this platform served the call.
         return jax.lax.optimization_barrier((query, key))
     arrays = (query, _present(call, query, key))
+    knobs = {"span": np.int64(config.span), "threads": np.int64(config.threads)}
     query_out, key_out = jax.ffi.ffi_call(
         handler("rope_rotate"), tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays)
-    )(*arrays, cos.astype(_FLOAT), sin.astype(_FLOAT), **_geometry(call), inverse=inverse, span=np.int64(config.span))
+    )(*arrays, cos.astype(_FLOAT), sin.astype(_FLOAT), **_geometry(call), inverse=inverse, **knobs)
     return query_out, None if key is None else key_out
 
 
