@@ -38,7 +38,7 @@ class BackwardConfig:
 
 
 def forward_heuristic(call: QkNormRopeCall, target: Target) -> ForwardConfig:
-    return ForwardConfig(4)
+    return ForwardConfig(4, 64)
 
 
 def forward_space(call: QkNormRopeCall, target: Target) -> list[ForwardConfig]:

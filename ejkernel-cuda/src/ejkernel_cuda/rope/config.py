@@ -23,7 +23,7 @@ class Config:
 
 
 def heuristic(call: RopeCall, target: Target) -> Config:
-    return Config(1 if call.heads_first else 2)
+    return Config(1)
 
 
 def search_space(call: RopeCall, target: Target) -> list[Config]:
