@@ -31,7 +31,7 @@ inline Plan MakePlan(int64_t packs, Knobs knobs) {
   const int64_t share = (packs + knobs.cluster - 1) / knobs.cluster;
   int64_t items = knobs.cluster > 1 ? kMaxItems : 1;
   while (items < kMaxItems && items * knobs.threads < share) items *= 2;
-  int64_t threads = std::max<int64_t>((share + items - 1) / items, knobs.cluster > 1 ? 64 : 1);
+  int64_t threads = std::max<int64_t>((share + items - 1) / items, knobs.cluster > 1 ? kLeastShared : 1);
   threads = threads > 32 ? (threads + 31) / 32 * 32 : std::bit_ceil(uint64_t(threads));
   return {int(threads), int(knobs.cluster), threads > kMaxThreads ? 0 : int(items), int(knobs.stages)};
 }

@@ -52,8 +52,11 @@ struct Reducer {
     }
   }
 
-  // Threads of the row that share a warp.
-  __device__ int neighbours() const { return threads < 32 ? threads : 32; }
+  // Threads of the row that share a warp. WARPS, here and below, says that they are more than one warp.
+  template <bool WARPS = false>
+  __device__ int neighbours() const {
+    return WARPS || threads > 32 ? 32 : threads;
+  }
 
   // From values that are equal in a warp to those of all warps, each in one of as many neighbours as come back; `absent` where
   // there are more neighbours than warps.
@@ -72,10 +75,10 @@ struct Reducer {
     return span;
   }
 
-  template <class Op, int K>
+  template <class Op, bool WARPS = false, int K>
   __device__ void all(float (&found)[K]) {
-    warp<Op>(found, neighbours());
-    if (threads <= 32) return;
+    warp<Op>(found, neighbours<WARPS>());
+    if (!WARPS && threads <= 32) return;
     float absent[K];
 #pragma unroll
     for (int k = 0; k < K; ++k) absent[k] = Op::kNeutral;

@@ -2,10 +2,10 @@
 //
 // An Op says what is done. Its members: T, N (elements of an access), `width`; kStreams arrays that are read, `stream` each;
 // Aside<ITEMS> and `aside`, what else a thread needs of a row; Kept<ITEMS>, what it keeps from row to row, and `begin`, which
-// fills it; `with_parameters`, the same for a thread that has a few rows; `registers` and `direct_registers`, as many as all that
-// takes; `measure`, which finds kFound numbers of a block's columns of each of a thread's rows, and `finish`, which writes those
-// columns of a row when the numbers of all blocks are there; kFlushes, whether something is left to do after the last row, and that,
-// `flush`; and `walk`, the work on a row of any width, which reads it more than once.
+// fills it; `with_parameters`, the same for a thread that has a few rows; `registers`, `kSharedRegisters` and `direct_registers`, as
+// many as all that takes; `measure`, which finds kFound numbers of a block's columns of each of a thread's rows, and `finish`, which
+// writes those columns of a row when the numbers of all blocks are there; kFlushes, whether something is left to do after the last
+// row, and that, `flush`; and `walk`, the work on a row of any width, which reads it more than once.
 #pragma once
 
 #include "pack.cuh"
@@ -16,6 +16,7 @@ namespace ejkernel {
 constexpr int kSmallBlock = 256;   // threads of a block of several rows
 constexpr int kDirectBlock = 128;  // the same of one that goes straight to registers and ends
 constexpr int kMaxItems = 4;      // packs of a row per thread
+constexpr int kLeastShared = 64;  // threads of a block of a cluster
 constexpr int kMaxStages = 8;
 constexpr int64_t kMaxRows = int64_t{1} << 30;  // and as many again that are only asked for
 
@@ -167,7 +168,7 @@ __global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk
 // The same for rows that the blocks of a cluster share. A row is finished after the next one has been measured, so that what the
 // blocks tell each other is on its way meanwhile; of `stages`, 2 at least, one is for the row that is to be finished.
 template <class Op, int ITEMS>
-__global__ void __maxnreg__(Op::registers(ITEMS)) shared_rows(Op op, Walk walk, int stages) {
+__global__ void __maxnreg__(Op::kSharedRegisters) shared_rows(Op op, Walk walk, int stages) {
   EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_SHARED(float, places, Exchange<Op::kFound>::kPlaces);
   EJKERNEL_SHARED(Mailbox, mailboxes, kMailboxes);

@@ -97,6 +97,7 @@ struct Forward {
   static constexpr int kStreams = ADDED ? 2 : 1, kFound = CENTRED ? 2 : 1;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > (CENTRED ? 1 : 2) ? 80 : 64; }
+  static constexpr int kSharedRegisters = registers(kMaxItems);
   static constexpr int direct_registers(int items) { return ADDED && items > 2 ? 80 : 64; }
   template <int ITEMS>
   struct Kept {
@@ -226,8 +227,9 @@ struct Forward {
           for (int i = 0; i < N; ++i) centres[row] += x[i];
         }
       }
-      Reducer::warp<Add>(centres, reducer.neighbours());
-      const float share = reducer.threads > 32 ? 1.f / max(columns.of_warp<N, ITEMS>(threadIdx.x / 32), 1) : inverse_width;
+      Reducer::warp<Add>(centres, reducer.template neighbours<CLUSTER>());
+      const bool warps = CLUSTER || reducer.threads > 32;
+      const float share = warps ? 1.f / max(columns.of_warp<N, ITEMS>(threadIdx.x / 32), 1) : inverse_width;
 #pragma unroll
       for (int row = 0; row < ROWS; ++row) centres[row] *= share;
     }
@@ -243,10 +245,10 @@ struct Forward {
       }
     }
     if constexpr (CENTRED) {
-      Reducer::warp<Add>(squares, reducer.neighbours());
-      if (reducer.threads > 32) join_warps<ITEMS, CLUSTER>(centres, squares, columns, reducer);
+      Reducer::warp<Add>(squares, reducer.template neighbours<CLUSTER>());
+      if (CLUSTER || reducer.threads > 32) join_warps<ITEMS, CLUSTER>(centres, squares, columns, reducer);
     } else {
-      reducer.template all<Add>(squares);
+      reducer.template all<Add, CLUSTER>(squares);
     }
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
@@ -391,6 +393,7 @@ struct Backward {
   static constexpr int kStreams = ADDED ? 3 : 2, kFound = CENTRED ? 2 : 1;
   static constexpr bool kFlushes = true;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 104 : items * N > 8 ? 80 : 64; }
+  static constexpr int kSharedRegisters = registers(kMaxItems);
   template <int ITEMS>
   struct Kept {
     float factor[ITEMS][N];                                           // scale + scale_offset
@@ -456,7 +459,7 @@ struct Backward {
         if constexpr (CENTRED) found[1] += grads[i] * kept.factor[item][i];
       }
     }
-    reducer.template all<Add>(found);
+    reducer.template all<Add, CLUSTER>(found);
   }
 
   template <int ITEMS, class Found>
