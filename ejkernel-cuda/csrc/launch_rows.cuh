@@ -128,7 +128,12 @@ ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op
   walk.parts = (walk.rows_per_group + rows - 1) / rows;
   if (groups * walk.parts > kMaxGrid)
     return Invalid(operation, std::to_string(groups * walk.parts) + " blocks are more than a grid has");
-  direct_rows<Op, ITEMS><<<unsigned(groups * walk.parts), block, 0, stream>>>(op, walk);
+  const unsigned blocks = unsigned(groups * walk.parts);
+  if (plan.threads > 32) {
+    direct_rows<Op, ITEMS, Span::kBlock><<<blocks, block, 0, stream>>>(op, walk);
+  } else {
+    direct_rows<Op, ITEMS, Span::kWarp><<<blocks, block, 0, stream>>>(op, walk);
+  }
   return CheckLaunch(operation, "rows through registers");
 }
 

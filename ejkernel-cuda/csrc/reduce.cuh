@@ -26,6 +26,10 @@ struct Largest {
   static __device__ float of(float a, float b) { return fmaxf(a, b); }
 };
 
+// What is known of the threads of a row when a kernel is compiled: they are a warp or a part of one, any of a block, or more than a
+// warp in each block of a cluster.
+enum class Span { kWarp, kBlock, kCluster };
+
 // Reduction over `threads` neighbouring threads: a power of two up to 32, which share a warp, or all warps of a block. In shared
 // memory `scratch` has kScratch<values> floats.
 struct Reducer {
@@ -52,10 +56,16 @@ struct Reducer {
     }
   }
 
-  // Threads of the row that share a warp. WARPS, here and below, says that they are more than one warp.
-  template <bool WARPS = false>
+  // Whether threads of other warps have the row, too.
+  template <Span SPAN>
+  __device__ bool is_wide() const {
+    return SPAN == Span::kCluster || (SPAN == Span::kBlock && threads > 32);
+  }
+
+  // Threads of the row that share a warp.
+  template <Span SPAN>
   __device__ int neighbours() const {
-    return WARPS || threads > 32 ? 32 : threads;
+    return is_wide<SPAN>() ? 32 : threads;
   }
 
   // From values that are equal in a warp to those of all warps, each in one of as many neighbours as come back; `absent` where
@@ -75,10 +85,10 @@ struct Reducer {
     return span;
   }
 
-  template <class Op, bool WARPS = false, int K>
+  template <class Op, Span SPAN = Span::kBlock, int K>
   __device__ void all(float (&found)[K]) {
-    warp<Op>(found, neighbours<WARPS>());
-    if (!WARPS && threads <= 32) return;
+    warp<Op>(found, neighbours<SPAN>());
+    if (!is_wide<SPAN>()) return;
     float absent[K];
 #pragma unroll
     for (int k = 0; k < K; ++k) absent[k] = Op::kNeutral;

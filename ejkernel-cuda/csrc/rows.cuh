@@ -82,6 +82,7 @@ struct Held {
 // Columns of block `rank` of a cluster that shares a row in equal parts.
 template <int N>
 __device__ inline Columns columns_of_block(int width, int cluster, int rank) {
+  if (cluster == 1) return {int(threadIdx.x) * N, int(blockDim.x) * N, width, width, width};
   const int share = ((width + N - 1) / N + cluster - 1) / cluster * N;
   const int64_t begin = min(int64_t(rank) * share, int64_t(width)), end = min(begin + share, int64_t(width));
   return {int(begin) + int(threadIdx.x) * N, int(blockDim.x) * N, int(end), share, int(end - begin)};
@@ -155,7 +156,7 @@ __global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk
     stage = stage + 1 == stages ? 0 : stage + 1;  // the oldest
     const Slots<typename Op::T, Op::N, ITEMS> slots[1] = {ring.slots(stage)};
     float found[1][Op::kFound];
-    op.template measure<ITEMS, false>(slots, aside, kept, columns, reducer, found);
+    op.template measure<ITEMS, Span::kBlock>(slots, aside, kept, columns, reducer, found);
     auto next_aside = aside[0];
     if constexpr (kEarly) next_aside = op.template aside<ITEMS>(place_after(1));
     op.template finish<ITEMS>(slots[0], aside[0], kept, place_after(0), Alone<Op::kFound>(found[0]));
@@ -203,7 +204,7 @@ __global__ void __maxnreg__(Op::kSharedRegisters) shared_rows(Op op, Walk walk, 
     if (row < end) {
       const Slots<typename Op::T, Op::N, ITEMS> slots[1] = {ring.slots(stage)};
       float found[1][Op::kFound];
-      op.template measure<ITEMS, true>(slots, aside, kept, columns, reducer, found);
+      op.template measure<ITEMS, Span::kCluster>(slots, aside, kept, columns, reducer, found);
       exchange.send(found[0]);
     }
     const auto next_aside = op.template aside<ITEMS>(place_after(1));
@@ -223,8 +224,8 @@ constexpr int kAtOnce = ITEMS * Op::kStreams < 4 ? 4 / (ITEMS * Op::kStreams) : 
 
 // ITEMS packs of a row per thread, read into registers. A block ends with the few rows that it was given: that many of them run
 // on a processor, and start and end at different times, keeps memory busy.
-template <class Op, int ITEMS>
-__global__ void __maxnreg__(Op::direct_registers(ITEMS)) direct_rows(Op op, Walk walk) {
+template <class Op, int ITEMS, Span SPAN>
+__global__ void __maxnreg__(Op::direct_registers(ITEMS, SPAN)) direct_rows(Op op, Walk walk) {
   using T = typename Op::T;
   constexpr int N = Op::N, ROWS = kAtOnce<Op, ITEMS>, kValues = ROWS * Op::kFound;
   static_assert(!Op::kFlushes);
@@ -249,12 +250,12 @@ __global__ void __maxnreg__(Op::direct_registers(ITEMS)) direct_rows(Op op, Walk
       }
     }
   }
-  op.template with_parameters<ITEMS>(group, columns, [&](const auto& parameters) {
+  op.template with_parameters<ITEMS>(group, columns, [&](auto&& parameters) {
     typename Op::template Aside<ITEMS> asides[ROWS];
     float found[ROWS][Op::kFound];
 #pragma unroll
     for (int at = 0; at < ROWS; ++at) asides[at] = op.template aside<ITEMS>(places[at]);
-    op.template measure<ITEMS, false>(held, asides, parameters, columns, reducer, found);
+    op.template measure<ITEMS, SPAN>(held, asides, parameters, columns, reducer, found);
 #pragma unroll
     for (int at = 0; at < ROWS; ++at) {
       op.template finish<ITEMS>(held[at], asides[at], parameters, places[at], Alone<Op::kFound>(found[at]));

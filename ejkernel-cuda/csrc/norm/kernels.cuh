@@ -98,7 +98,9 @@ struct Forward {
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > (CENTRED ? 1 : 2) ? 80 : 64; }
   static constexpr int kSharedRegisters = registers(kMaxItems);
-  static constexpr int direct_registers(int items) { return ADDED && items > 2 ? 80 : 64; }
+  static constexpr int direct_registers(int items, Span span) {
+    return span == Span::kWarp && items <= 2 ? 72 : ADDED && items > 2 ? 80 : 64;
+  }
   template <int ITEMS>
   struct Kept {
     float scale[ITEMS][N], offset[ADDED ? 1 : ITEMS][N];  // where ADDED, there is no offset
@@ -111,28 +113,51 @@ struct Forward {
       }
     }
   };
-  // The same left in memory, stored as S, for a thread that has a row in as many registers as leave room for it.
-  template <typename S>
+  // The same left in memory, stored as S, for a thread that has a row in as many registers as leave room for it: an item is asked
+  // for while the one before is worked on, the first before anything waits for the row.
+  template <typename S, int ITEMS>
   struct Near {
+    static constexpr int kPart = 16 / sizeof(S), kParts = N / kPart;  // columns of a load, loads of an item
     ParameterRow<T> scale, offset;
+    const Columns& columns;
     float more;  // on top of scale
+    Pack<S, kPart> scales[kParts], offsets[kParts];
 
-    static __device__ void read_row(const ParameterRow<T>& row, int column, float (&to)[N]) {
-      constexpr int HALF = 16 / sizeof(S);  // of the columns, or all
+    __device__ Near(const ParameterRow<T>& factors, const ParameterRow<T>& shifts, const Columns& columns, float more)
+        : scale(factors), offset(shifts), columns(columns), more(more) {
+      ask(0);
+    }
+
+    __device__ void ask(int item) {
 #pragma unroll
-      for (int begin = 0; begin < N; begin += HALF) {
-        float part[HALF];
-        widen(load_early<S, HALF>(static_cast<const S*>(row.data) + column + begin, row.data != nullptr), part);
-#pragma unroll
-        for (int i = 0; i < HALF; ++i) to[begin + i] = part[i];
+      for (int part = 0; part < kParts; ++part) {
+        scales[part] = pack_of(scale, item, part);
+        if constexpr (!ADDED) offsets[part] = pack_of(offset, item, part);
       }
     }
 
-    __device__ void read(int item, const Columns& columns, float (&factor)[N], float (&shift)[N]) const {
-      read_row(scale, columns.of(item), factor);
+    __device__ Pack<S, kPart> pack_of(const ParameterRow<T>& row, int item, int part) const {
+      const S* from = static_cast<const S*>(row.data) + columns.of(item) + part * kPart;
+      return load_early<S, kPart>(from, row.data && columns.has(item));
+    }
+
+    static __device__ void widen_parts(const Pack<S, kPart> (&packs)[kParts], float (&to)[N]) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        float values[kPart];
+        widen(packs[part], values);
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) to[part * kPart + i] = values[i];
+      }
+    }
+
+    __device__ void read(int item, const Columns&, float (&factor)[N], float (&shift)[N]) {
+      const Near now = *this;
+      if (ITEMS > 1) ask((item + 1) % ITEMS);
+      widen_parts(now.scales, factor);
 #pragma unroll
       for (int i = 0; i < N; ++i) factor[i] += more;
-      if constexpr (!ADDED) read_row(offset, columns.of(item), shift);
+      if constexpr (!ADDED) widen_parts(now.offsets, shift);
     }
   };
   // The same as it is stored, in T, read before anything waits for the row.
@@ -155,10 +180,10 @@ struct Forward {
     }
 
     __device__ void read(int item, const Columns&, float (&factor)[N], float (&shift)[N]) const {
-      widen_again(scale[item], factor);
+      ITEMS == 1 ? widen(scale[item], factor) : widen_again(scale[item], factor);
 #pragma unroll
       for (int i = 0; i < N; ++i) factor[i] += more;
-      if constexpr (!ADDED) widen_again(offset[item], shift);
+      if constexpr (!ADDED) ITEMS == 1 ? widen(offset[item], shift) : widen_again(offset[item], shift);
     }
   };
   template <int ITEMS>
@@ -179,12 +204,12 @@ struct Forward {
     const float more = factors.data ? scale_offset : 1.f;
     if (std::is_same_v<T, float> || factors.narrow) {
       if constexpr (ITEMS > 2) {
-        use(Near<T>{factors, shifts, more});
+        use(Near<T, ITEMS>(factors, shifts, columns, more));
       } else {
         use(Ahead<ITEMS>(factors, shifts, columns, more));
       }
     } else {
-      use(Near<float>{factors, shifts, more});
+      use(Near<float, ITEMS>(factors, shifts, columns, more));
     }
   }
 
@@ -211,7 +236,7 @@ struct Forward {
   }
 
   // Of each of so many rows, the mean of the block's columns and the sum of squares about it; unless CENTRED, the sum of squares.
-  template <int ITEMS, bool CLUSTER, int ROWS, class Source, class Parameters>
+  template <int ITEMS, Span SPAN, int ROWS, class Source, class Parameters>
   __device__ void measure(const Source (&sources)[ROWS], const Aside<ITEMS> (&)[ROWS], const Parameters&, const Columns& columns,
                           Reducer& reducer, float (&found)[ROWS][kFound]) const {
     float squares[ROWS] = {}, centres[ROWS] = {};
@@ -227,9 +252,9 @@ struct Forward {
           for (int i = 0; i < N; ++i) centres[row] += x[i];
         }
       }
-      Reducer::warp<Add>(centres, reducer.template neighbours<CLUSTER>());
-      const bool warps = CLUSTER || reducer.threads > 32;
-      const float share = warps ? 1.f / max(columns.of_warp<N, ITEMS>(threadIdx.x / 32), 1) : inverse_width;
+      Reducer::warp<Add>(centres, reducer.template neighbours<SPAN>());
+      const bool wide = reducer.template is_wide<SPAN>();
+      const float share = wide ? 1.f / max(columns.of_warp<N, ITEMS>(threadIdx.x / 32), 1) : inverse_width;
 #pragma unroll
       for (int row = 0; row < ROWS; ++row) centres[row] *= share;
     }
@@ -237,18 +262,22 @@ struct Forward {
     for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
-        if (CENTRED && !columns.has(item)) continue;
+        if (CENTRED && ITEMS > 1 && !columns.has(item)) continue;
+        const float from = columns.has(item) ? centres[row] : 0.f;  // of which there is zero
         float x[N];
-        read<CENTRED>(sources[row], item, x);
+        read<CENTRED && ITEMS != 1>(sources[row], item, x);
 #pragma unroll
-        for (int i = 0; i < N; ++i) squares[row] += (x[i] - centres[row]) * (x[i] - centres[row]);
+        for (int i = 0; i < N; ++i) {
+          const float apart = CENTRED ? x[i] - from : x[i];
+          squares[row] += apart * apart;
+        }
       }
     }
     if constexpr (CENTRED) {
-      Reducer::warp<Add>(squares, reducer.template neighbours<CLUSTER>());
-      if (CLUSTER || reducer.threads > 32) join_warps<ITEMS, CLUSTER>(centres, squares, columns, reducer);
+      Reducer::warp<Add>(squares, reducer.template neighbours<SPAN>());
+      if (reducer.template is_wide<SPAN>()) join_warps<ITEMS, SPAN>(centres, squares, columns, reducer);
     } else {
-      reducer.template all<Add, CLUSTER>(squares);
+      reducer.template all<Add, SPAN>(squares);
     }
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
@@ -258,7 +287,7 @@ struct Forward {
   }
 
   // From means of a warp's columns and the sums of squares about them to those of the block's.
-  template <int ITEMS, bool CLUSTER, int ROWS>
+  template <int ITEMS, Span SPAN, int ROWS>
   __device__ void join_warps(float (&centres)[ROWS], float (&squares)[ROWS], const Columns& columns, Reducer& reducer) const {
     float both[2 * ROWS], absent[2 * ROWS] = {};
 #pragma unroll
@@ -270,7 +299,7 @@ struct Forward {
     Reducer::warp<Add>(centres, warps);
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
-      centres[row] *= CLUSTER ? 1.f / max(columns.here, 1) : inverse_width;
+      centres[row] *= SPAN == Span::kCluster ? 1.f / max(columns.here, 1) : inverse_width;
       const float apart = both[row] - centres[row];
       squares[row] = both[ROWS + row] + apart * apart * count;
     }
@@ -291,28 +320,29 @@ struct Forward {
   }
 
   template <int ITEMS, class Source, class Parameters, class Found>
-  __device__ void finish(const Source& source, const Aside<ITEMS>&, const Parameters& parameters, const Place& place,
+  __device__ void finish(const Source& source, const Aside<ITEMS>&, Parameters& parameters, const Place& place,
                          const Found& found) const {
     float centre, squares;
     moments(found, place.columns, centre, squares);
     const float inverse = rsqrtf(squares * inverse_width + epsilon);
-    if (!place.active) return;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
-      if (!place.columns.has(item)) continue;
-      float x[N];
-      read<true>(source, item, x);
-      if constexpr (ADDED) store<T, N>(sum + place.start + place.columns.of(item), rounded<T, N>(x));
-      float factor[N], shift[N];
+      const bool there = place.active && place.columns.has(item);
+      const int64_t at = place.start + place.columns.of(item);
+      float x[N], factor[N], shift[N];
       parameters.read(item, place.columns, factor, shift);
+      if (ITEMS > 1 && !there) continue;  // a branch, so that nothing is held for it that is found again
+      read<ITEMS != 1>(source, item, x);
+      if constexpr (ADDED) store_out(sum + at, rounded<T, N>(x), there);
+      const float from = place.columns.has(item) ? centre : 0.f;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        x[i] = (CENTRED ? x[i] - centre : x[i]) * inverse * factor[i];
+        x[i] = (CENTRED ? x[i] - from : x[i]) * inverse * factor[i];
         if constexpr (!ADDED) x[i] += shift[i];
       }
-      store<T, N>(out + place.start + place.columns.of(item), rounded<T, N>(x));
+      store_out(out + at, rounded<T, N>(x), there);
     }
-    if (place.columns.first == 0) save(place.row, centre, inverse);
+    if (place.active && place.columns.first == 0) save(place.row, centre, inverse);
   }
 
   template <int ITEMS>
@@ -436,7 +466,7 @@ struct Backward {
     store<T, N>(d_x + at, rounded<T, N>(result));
   }
 
-  template <int ITEMS, bool CLUSTER>
+  template <int ITEMS, Span SPAN>
   __device__ void measure(const Slots<T, N, ITEMS> (&rows)[1], const Aside<ITEMS> (&asides)[1], Kept<ITEMS>& kept,
                           const Columns&, Reducer& reducer, float (&founds)[1][kFound]) const {
     const Slots<T, N, ITEMS>& slots = rows[0];
@@ -459,7 +489,7 @@ struct Backward {
         if constexpr (CENTRED) found[1] += grads[i] * kept.factor[item][i];
       }
     }
-    reducer.template all<Add, CLUSTER>(found);
+    reducer.template all<Add, SPAN>(found);
   }
 
   template <int ITEMS, class Found>

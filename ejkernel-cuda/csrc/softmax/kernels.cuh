@@ -80,7 +80,7 @@ struct Forward {
   static constexpr int kStreams = 1, kFound = 2;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items > 2 ? 80 : 64; }
-  static constexpr int direct_registers(int items) { return items > 2 ? 104 : 80; }
+  static constexpr int direct_registers(int items, Span) { return items > 2 ? 104 : 80; }
   static constexpr int kSharedRegisters = 128;
   template <int ITEMS>
   struct Kept {};
@@ -117,14 +117,14 @@ struct Forward {
 
   // Of each of so many rows, the largest logit of the block's columns, and the sum of weights relative to it. Without a mask every
   // column that is there takes part.
-  template <int ITEMS, bool CLUSTER, int ROWS, class Source, class Nothing>
+  template <int ITEMS, Span SPAN, int ROWS, class Source, class Nothing>
   __device__ void measure(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], const Nothing&, const Columns& columns,
                           Reducer& reducer, float (&found)[ROWS][kFound]) const {
-    mask.data ? weigh<true, CLUSTER>(sources, asides, columns, reducer, found)
-              : weigh<false, CLUSTER>(sources, asides, columns, reducer, found);
+    mask.data ? weigh<true, SPAN>(sources, asides, columns, reducer, found)
+              : weigh<false, SPAN>(sources, asides, columns, reducer, found);
   }
 
-  template <bool MASKED, bool CLUSTER, int ITEMS, int ROWS, class Source>
+  template <bool MASKED, Span SPAN, int ITEMS, int ROWS, class Source>
   __device__ void weigh(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], const Columns& columns, Reducer& reducer,
                         float (&found)[ROWS][kFound]) const {
     float largest[ROWS], total[ROWS] = {};
@@ -145,7 +145,7 @@ struct Forward {
         }
       }
     }
-    const int neighbours = reducer.template neighbours<CLUSTER>();
+    const int neighbours = reducer.template neighbours<SPAN>();
     Reducer::warp<Largest>(largest, neighbours);
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
@@ -158,7 +158,7 @@ struct Forward {
       }
     }
     Reducer::warp<Add>(total, neighbours);
-    if (CLUSTER || reducer.threads > 32) join_warps(largest, total, reducer);
+    if (reducer.template is_wide<SPAN>()) join_warps(largest, total, reducer);
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) found[row][0] = largest[row], found[row][1] = total[row];
   }
@@ -267,7 +267,7 @@ struct Backward {
   static constexpr bool kFlushes = false;
   static constexpr int registers(int) { return 64; }
   static constexpr int kSharedRegisters = 64;
-  static constexpr int direct_registers(int items) { return items > 2 ? 104 : 80; }
+  static constexpr int direct_registers(int items, Span) { return items > 2 ? 104 : 80; }
   template <int ITEMS>
   struct Kept {};
   template <int ITEMS>
@@ -311,7 +311,7 @@ struct Backward {
   }
 
   // What is not there is zero.
-  template <int ITEMS, bool CLUSTER, int ROWS, class Source, class Nothing>
+  template <int ITEMS, Span SPAN, int ROWS, class Source, class Nothing>
   __device__ void measure(const Source (&sources)[ROWS], const Aside<ITEMS> (&asides)[ROWS], const Nothing&, const Columns&,
                           Reducer& reducer, float (&found)[ROWS][kFound]) const {
     float sums[ROWS] = {}, values[N], grads[N];
@@ -324,7 +324,7 @@ struct Backward {
         sums[row] += mask.data ? dot<true>(values, grads, asides[row].taken >> (item * N)) : dot<false>(values, grads, 0);
       }
     }
-    reducer.template all<Add, CLUSTER>(sums);
+    reducer.template all<Add, SPAN>(sums);
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) found[row][0] = sums[row];
   }
