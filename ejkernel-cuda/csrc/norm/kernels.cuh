@@ -98,9 +98,8 @@ struct Forward {
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > (CENTRED ? 1 : 2) ? 80 : 64; }
   static constexpr int kSharedRegisters = registers(kMaxItems);
-  static constexpr int direct_registers(int items, Span span) {
-    return span == Span::kWarp && items <= 2 ? 72 : ADDED && items > 2 ? 80 : 64;
-  }
+  static constexpr bool kHalf = std::is_same_v<T, __half>;  // takes more registers to widen
+  static constexpr int direct_registers(int items) { return ADDED || items <= 2 ? 80 : 64; }
   template <int ITEMS>
   struct Kept {
     float scale[ITEMS][N], offset[ADDED ? 1 : ITEMS][N];  // where ADDED, there is no offset
@@ -118,6 +117,7 @@ struct Forward {
   template <typename S, int ITEMS>
   struct Near {
     static constexpr int kPart = 16 / sizeof(S), kParts = N / kPart;  // columns of a load, loads of an item
+    static constexpr bool kEarly = !(CENTRED && kHalf);               // where registers hold an item that is asked for
     ParameterRow<T> scale, offset;
     const Columns& columns;
     float more;  // on top of scale
@@ -125,7 +125,7 @@ struct Forward {
 
     __device__ Near(const ParameterRow<T>& factors, const ParameterRow<T>& shifts, const Columns& columns, float more)
         : scale(factors), offset(shifts), columns(columns), more(more) {
-      ask(0);
+      if (kEarly) ask(0);
     }
 
     __device__ void ask(int item) {
@@ -152,8 +152,9 @@ struct Forward {
     }
 
     __device__ void read(int item, const Columns&, float (&factor)[N], float (&shift)[N]) {
+      if (!kEarly) ask(item);
       const Near now = *this;
-      if (ITEMS > 1) ask((item + 1) % ITEMS);
+      if (kEarly && (item + 1 < ITEMS || ITEMS == 2)) ask((item + 1) % ITEMS);  // of two items a thread has several rows
       widen_parts(now.scales, factor);
 #pragma unroll
       for (int i = 0; i < N; ++i) factor[i] += more;
@@ -431,7 +432,10 @@ struct Backward {
   };
   template <int ITEMS>
   struct Aside {
+    // Whether a thread's normalised x stays in registers from `measure` to `finish`.
+    static constexpr bool kHolds = ITEMS == 1;
     float mean, rstd;
+    float normalised[kHolds ? N : 1];
   };
 
   __device__ const T* stream(int which) const { return which == 0 ? x : which == 1 ? grad : grad_sum; }
@@ -443,34 +447,32 @@ struct Backward {
 
   template <int ITEMS>
   __device__ Aside<ITEMS> aside(const Place& place) const {
-    return {CENTRED && place.active ? mean[place.row] : 0.f, place.active ? rstd[place.row] : 0.f};
+    Aside<ITEMS> aside;
+    aside.mean = CENTRED && place.active ? mean[place.row] : 0.f, aside.rstd = place.active ? rstd[place.row] : 0.f;
+    return aside;
   }
 
-  // The normalised x and the gradient on it.
-  __device__ static void parts_of(float value, float gradient, float factor, float centre, float inverse, float& normalised,
-                                  float& weighted) {
-    normalised = (CENTRED ? value - centre : value) * inverse;
-    weighted = gradient * factor;
+  __device__ static float normalise(float value, float centre, float inverse) {
+    return (CENTRED ? value - centre : value) * inverse;
   }
 
   // Where ADDED, `result` holds the gradient of the sum that did not pass through the norm.
-  __device__ void write(float (&result)[N], const float (&values)[N], const float (&grads)[N], int64_t at,
-                        const float (&factor)[N], float centre, float inverse, float dot, float sum) const {
+  __device__ void write(float (&result)[N], const float (&normalised)[N], const float (&grads)[N], int64_t at,
+                        const float (&factor)[N], float inverse, float dot, float sum) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      float normalised, weighted;
-      parts_of(values[i], grads[i], factor[i], centre, inverse, normalised, weighted);
-      const float value = inverse * (CENTRED ? weighted - sum - normalised * dot : weighted - normalised * dot);
+      const float weighted = grads[i] * factor[i];
+      const float value = inverse * (CENTRED ? weighted - sum - normalised[i] * dot : weighted - normalised[i] * dot);
       result[i] = ADDED ? result[i] + value : value;
     }
-    store<T, N>(d_x + at, rounded<T, N>(result));
+    store_out(d_x + at, rounded<T, N>(result));
   }
 
   template <int ITEMS, Span SPAN>
-  __device__ void measure(const Slots<T, N, ITEMS> (&rows)[1], const Aside<ITEMS> (&asides)[1], Kept<ITEMS>& kept,
+  __device__ void measure(const Slots<T, N, ITEMS> (&rows)[1], Aside<ITEMS> (&asides)[1], Kept<ITEMS>& kept,
                           const Columns&, Reducer& reducer, float (&founds)[1][kFound]) const {
     const Slots<T, N, ITEMS>& slots = rows[0];
-    const Aside<ITEMS>& aside = asides[0];
+    Aside<ITEMS>& aside = asides[0];
     float(&found)[kFound] = founds[0];
 #pragma unroll
     for (int k = 0; k < kFound; ++k) found[k] = 0.f;
@@ -482,7 +484,8 @@ struct Backward {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const int at = item * N + i;
-        const float of_scale = grads[i] * ((CENTRED ? values[i] - aside.mean : values[i]) * aside.rstd);
+        const float normalised = normalise(values[i], aside.mean, aside.rstd), of_scale = grads[i] * normalised;
+        if constexpr (Aside<ITEMS>::kHolds) aside.normalised[i] = normalised;
         kept.scale[at] += of_scale;
         if constexpr (!ADDED) kept.offset[at] += grads[i];
         found[0] += of_scale * kept.factor[item][i];
@@ -500,11 +503,17 @@ struct Backward {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       if (!place.columns.has(item)) continue;
-      float values[N], grads[N], result[N];
-      slots.read(0, item, values);
+      const int64_t at = place.start + place.columns.of(item);
+      float normalised[N], grads[N], result[N];
       slots.read(1, item, grads);
       if constexpr (ADDED) slots.read(2, item, result);
-      write(result, values, grads, place.start + place.columns.of(item), kept.factor[item], aside.mean, aside.rstd, dot, sum);
+      if constexpr (!Aside<ITEMS>::kHolds) slots.read(0, item, normalised);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if constexpr (Aside<ITEMS>::kHolds) normalised[i] = aside.normalised[i];
+        else normalised[i] = normalise(normalised[i], aside.mean, aside.rstd);
+      }
+      write(result, normalised, grads, at, kept.factor[item], aside.rstd, dot, sum);
     }
   }
 
@@ -555,9 +564,8 @@ struct Backward {
       factors.template read<N>(column, scale_offset, 1.f, factor);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        float normalised, weighted;
-        parts_of(values[i], grads[i], factor[i], centre, inverse, normalised, weighted);
-        sums[0] += weighted * normalised;
+        const float weighted = grads[i] * factor[i];
+        sums[0] += weighted * normalise(values[i], centre, inverse);
         if constexpr (CENTRED) sums[1] += weighted;
       }
     }
@@ -568,7 +576,9 @@ struct Backward {
       factors.template read<N>(column, scale_offset, 1.f, factor);
       float result[N];
       if constexpr (ADDED) widen(load<T, N>(grad_sum + row * width + column), result);
-      write(result, values, grads, row * width + column, factor, centre, inverse, sums[0] * inverse_width,
+#pragma unroll
+      for (int i = 0; i < N; ++i) values[i] = normalise(values[i], centre, inverse);
+      write(result, values, grads, row * width + column, factor, inverse, sums[0] * inverse_width,
             CENTRED ? sums[CENTRED] * inverse_width : 0.f);
     }
   }

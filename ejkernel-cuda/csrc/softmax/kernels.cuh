@@ -80,7 +80,7 @@ struct Forward {
   static constexpr int kStreams = 1, kFound = 2;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items > 2 ? 80 : 64; }
-  static constexpr int direct_registers(int items, Span) { return items > 2 ? 104 : 80; }
+  static constexpr int direct_registers(int items) { return items > 2 ? 104 : 80; }
   static constexpr int kSharedRegisters = 128;
   template <int ITEMS>
   struct Kept {};
@@ -267,7 +267,7 @@ struct Backward {
   static constexpr bool kFlushes = false;
   static constexpr int registers(int) { return 64; }
   static constexpr int kSharedRegisters = 64;
-  static constexpr int direct_registers(int items, Span) { return items > 2 ? 104 : 80; }
+  static constexpr int direct_registers(int items) { return items > 2 ? 104 : 80; }
   template <int ITEMS>
   struct Kept {};
   template <int ITEMS>
