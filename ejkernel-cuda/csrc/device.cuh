@@ -136,6 +136,12 @@ __device__ inline void store_words(void* to, uint4 words, bool wanted) {
       "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(int(wanted)));
 }
 
+// The same only where it is there, without a branch: what follows is not held up until the compiler has brought branches together.
+__device__ inline void store_words(void* to, uint4 words, bool there) {
+  asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n@there st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
+               "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(int(there)));
+}
+
 // From here on the next kernel of the stream may begin beside this one, where its launch allows it and all blocks have come so
 // far or ended.
 __device__ inline void start_next_kernel() {

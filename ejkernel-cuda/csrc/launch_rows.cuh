@@ -31,7 +31,7 @@ inline Plan MakePlan(int64_t packs, Knobs knobs) {
   const int64_t share = (packs + knobs.cluster - 1) / knobs.cluster;
   int64_t items = knobs.cluster > 1 ? kMaxItems : 1;
   while (items < kMaxItems && items * knobs.threads < share) items *= 2;
-  int64_t threads = std::max<int64_t>((share + items - 1) / items, knobs.cluster > 1 ? 64 : 1);
+  int64_t threads = std::max<int64_t>((share + items - 1) / items, knobs.cluster > 1 ? kLeastShared : 1);
   threads = threads > 32 ? (threads + 31) / 32 * 32 : std::bit_ceil(uint64_t(threads));
   return {int(threads), int(knobs.cluster), threads > kMaxThreads ? 0 : int(items), int(knobs.stages)};
 }
@@ -52,7 +52,7 @@ inline ffi::Error CheckKnobs(const char* operation, Knobs knobs, int64_t least_s
 
 struct Launch {
   cudaLaunchConfig_t config{};
-  cudaLaunchAttribute cluster{};
+  cudaLaunchAttribute attribute{};
 
   Launch(cudaStream_t stream, int64_t blocks, dim3 block, int64_t shared_bytes, int cluster_blocks) {
     config.gridDim = dim3(unsigned(blocks));
@@ -60,14 +60,28 @@ struct Launch {
     config.dynamicSmemBytes = size_t(shared_bytes);
     config.stream = stream;
     if (cluster_blocks > 1) {
-      cluster.id = cudaLaunchAttributeClusterDimension;
-      cluster.val.clusterDim.x = cluster_blocks;
-      cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-      config.attrs = &cluster;
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim.x = cluster_blocks;
+      attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+      config.attrs = &attribute;
       config.numAttrs = 1;
     }
   }
   Launch(const Launch&) = delete;
+
+  // Of single blocks of a kernel that waits for the one before it: they begin beside the last of that one, where the code that was
+  // loaded waits, that of 9.0 and newer. For both to be on a multiprocessor at once its memory must be divided as the one before
+  // wants it.
+  template <typename Kernel>
+  void BeginEarly(Kernel kernel) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    cudaFuncAttributes attributes;
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess || attributes.ptxVersion < 90) return;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
 };
 
 inline int64_t DeviceAttribute(cudaDeviceAttr attribute) {
@@ -114,7 +128,12 @@ ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op
   walk.parts = (walk.rows_per_group + rows - 1) / rows;
   if (groups * walk.parts > kMaxGrid)
     return Invalid(operation, std::to_string(groups * walk.parts) + " blocks are more than a grid has");
-  direct_rows<Op, ITEMS><<<unsigned(groups * walk.parts), block, 0, stream>>>(op, walk);
+  const unsigned blocks = unsigned(groups * walk.parts);
+  if (plan.threads > 32) {
+    direct_rows<Op, ITEMS, Span::kBlock><<<blocks, block, 0, stream>>>(op, walk);
+  } else {
+    direct_rows<Op, ITEMS, Span::kWarp><<<blocks, block, 0, stream>>>(op, walk);
+  }
   return CheckLaunch(operation, "rows through registers");
 }
 
@@ -147,7 +166,9 @@ ffi::Error LaunchSumOf(const char* operation, cudaStream_t stream, Parts first, 
   const int64_t blocks = (first.groups + second.groups) * ((width + lanes * N - 1) / (lanes * N));
   if (blocks == 0) return ffi::Error::Success();
   if (blocks > kMaxGrid) return Invalid(operation, "too many parameters");
-  sum_parts<N><<<unsigned(blocks), kSumThreads, 0, stream>>>(first, second, width, lanes);
+  Launch launch(stream, blocks, dim3(kSumThreads), 0, 1);
+  launch.BeginEarly(sum_parts<N>);
+  cudaLaunchKernelEx(&launch.config, sum_parts<N>, first, second, width, lanes);
   return CheckLaunch(operation, "sum of partial gradients");
 }
 

@@ -26,6 +26,10 @@ struct Largest {
   static __device__ float of(float a, float b) { return fmaxf(a, b); }
 };
 
+// What is known of the threads of a row when a kernel is compiled: they are a warp or a part of one, any of a block, or more than a
+// warp in each block of a cluster.
+enum class Span { kWarp, kBlock, kCluster };
+
 // Reduction over `threads` neighbouring threads: a power of two up to 32, which share a warp, or all warps of a block. In shared
 // memory `scratch` has kScratch<values> floats.
 struct Reducer {
@@ -52,8 +56,17 @@ struct Reducer {
     }
   }
 
+  // Whether threads of other warps have the row, too.
+  template <Span SPAN>
+  __device__ bool is_wide() const {
+    return SPAN == Span::kCluster || (SPAN == Span::kBlock && threads > 32);
+  }
+
   // Threads of the row that share a warp.
-  __device__ int neighbours() const { return threads < 32 ? threads : 32; }
+  template <Span SPAN>
+  __device__ int neighbours() const {
+    return is_wide<SPAN>() ? 32 : threads;
+  }
 
   // From values that are equal in a warp to those of all warps, each in one of as many neighbours as come back; `absent` where
   // there are more neighbours than warps.
@@ -72,10 +85,10 @@ struct Reducer {
     return span;
   }
 
-  template <class Op, int K>
+  template <class Op, Span SPAN = Span::kBlock, int K>
   __device__ void all(float (&found)[K]) {
-    warp<Op>(found, neighbours());
-    if (threads <= 32) return;
+    warp<Op>(found, neighbours<SPAN>());
+    if (!is_wide<SPAN>()) return;
     float absent[K];
 #pragma unroll
     for (int k = 0; k < K; ++k) absent[k] = Op::kNeutral;
@@ -169,7 +182,8 @@ inline int lanes_of_sum(int64_t parts) {
   return lanes;
 }
 
-// Blocks of kSumThreads threads, one for lanes * N columns of a group of `first`, then of `second`.
+// Blocks of kSumThreads threads, one for lanes * N columns of a group of `first`, then of `second`. They may begin before the kernel
+// that writes what they add up has ended; every thread waits, so that whatever comes next waits for that kernel, too.
 template <int N>
 static __global__ void __launch_bounds__(kSumThreads) sum_parts(Parts first, Parts second, int64_t width, int lanes) {
   using Columns = Pack<float, N>;
@@ -180,6 +194,7 @@ static __global__ void __launch_bounds__(kSumThreads) sum_parts(Parts first, Par
   const int rows = kSumThreads / lanes;
   const int64_t group = index / tiles, column = (index % tiles * lanes + threadIdx.x % lanes) * N;
   float sum[N] = {};
+  wait_for_last_kernel();
   if (column < width) {
     for (int64_t part = threadIdx.x / lanes; part < here.parts; part += rows * kPartsAtOnce) {
 #pragma unroll

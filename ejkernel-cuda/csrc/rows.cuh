@@ -2,10 +2,10 @@
 //
 // An Op says what is done. Its members: T, N (elements of an access), `width`; kStreams arrays that are read, `stream` each;
 // Aside<ITEMS> and `aside`, what else a thread needs of a row; Kept<ITEMS>, what it keeps from row to row, and `begin`, which
-// fills it; `with_parameters`, the same for a thread that has a few rows; `registers` and `direct_registers`, as many as all that
-// takes; `measure`, which finds kFound numbers of a block's columns of each of a thread's rows, and `finish`, which writes those
-// columns of a row when the numbers of all blocks are there; kFlushes, whether something is left to do after the last row, and that,
-// `flush`; and `walk`, the work on a row of any width, which reads it more than once.
+// fills it; `with_parameters`, the same for a thread that has a few rows; `registers`, `kSharedRegisters` and `direct_registers`, as
+// many as all that takes; `measure`, which finds kFound numbers of a block's columns of each of a thread's rows, and `finish`, which
+// writes those columns of a row when the numbers of all blocks are there; kFlushes, whether something is left to do after the last
+// row, and that, `flush`; and `walk`, the work on a row of any width, which reads it more than once.
 #pragma once
 
 #include "pack.cuh"
@@ -16,6 +16,7 @@ namespace ejkernel {
 constexpr int kSmallBlock = 256;   // threads of a block of several rows
 constexpr int kDirectBlock = 128;  // the same of one that goes straight to registers and ends
 constexpr int kMaxItems = 4;      // packs of a row per thread
+constexpr int kLeastShared = 64;  // threads of a block of a cluster
 constexpr int kMaxStages = 8;
 constexpr int64_t kMaxRows = int64_t{1} << 30;  // and as many again that are only asked for
 
@@ -81,6 +82,7 @@ struct Held {
 // Columns of block `rank` of a cluster that shares a row in equal parts.
 template <int N>
 __device__ inline Columns columns_of_block(int width, int cluster, int rank) {
+  if (cluster == 1) return {int(threadIdx.x) * N, int(blockDim.x) * N, width, width, width};
   const int share = ((width + N - 1) / N + cluster - 1) / cluster * N;
   const int64_t begin = min(int64_t(rank) * share, int64_t(width)), end = min(begin + share, int64_t(width));
   return {int(begin) + int(threadIdx.x) * N, int(blockDim.x) * N, int(end), share, int(end - begin)};
@@ -129,6 +131,7 @@ template <class Op, int ITEMS>
 __global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk, int stages) {
   // Whether the aside of the next row is on its way while this one is finished: where registers hold both.
   constexpr bool kEarly = Op::kFlushes && ITEMS < kMaxItems;
+  if constexpr (Op::kFlushes) start_next_kernel();  // what adds up what this one writes, and waits for its end
   EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_SHARED_REST(typename Op::T, memory);
   Reducer reducer{scratch, int(blockDim.x)};
@@ -153,7 +156,7 @@ __global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk
     stage = stage + 1 == stages ? 0 : stage + 1;  // the oldest
     const Slots<typename Op::T, Op::N, ITEMS> slots[1] = {ring.slots(stage)};
     float found[1][Op::kFound];
-    op.template measure<ITEMS, false>(slots, aside, kept, columns, reducer, found);
+    op.template measure<ITEMS, Span::kBlock>(slots, aside, kept, columns, reducer, found);
     auto next_aside = aside[0];
     if constexpr (kEarly) next_aside = op.template aside<ITEMS>(place_after(1));
     op.template finish<ITEMS>(slots[0], aside[0], kept, place_after(0), Alone<Op::kFound>(found[0]));
@@ -167,7 +170,8 @@ __global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk
 // The same for rows that the blocks of a cluster share. A row is finished after the next one has been measured, so that what the
 // blocks tell each other is on its way meanwhile; of `stages`, 2 at least, one is for the row that is to be finished.
 template <class Op, int ITEMS>
-__global__ void __maxnreg__(Op::registers(ITEMS)) shared_rows(Op op, Walk walk, int stages) {
+__global__ void __maxnreg__(Op::kSharedRegisters) shared_rows(Op op, Walk walk, int stages) {
+  if constexpr (Op::kFlushes) start_next_kernel();  // what adds up what this one writes, and waits for its end
   EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_SHARED(float, places, Exchange<Op::kFound>::kPlaces);
   EJKERNEL_SHARED(Mailbox, mailboxes, kMailboxes);
@@ -200,7 +204,7 @@ __global__ void __maxnreg__(Op::registers(ITEMS)) shared_rows(Op op, Walk walk, 
     if (row < end) {
       const Slots<typename Op::T, Op::N, ITEMS> slots[1] = {ring.slots(stage)};
       float found[1][Op::kFound];
-      op.template measure<ITEMS, true>(slots, aside, kept, columns, reducer, found);
+      op.template measure<ITEMS, Span::kCluster>(slots, aside, kept, columns, reducer, found);
       exchange.send(found[0]);
     }
     const auto next_aside = op.template aside<ITEMS>(place_after(1));
@@ -220,7 +224,7 @@ constexpr int kAtOnce = ITEMS * Op::kStreams < 4 ? 4 / (ITEMS * Op::kStreams) : 
 
 // ITEMS packs of a row per thread, read into registers. A block ends with the few rows that it was given: that many of them run
 // on a processor, and start and end at different times, keeps memory busy.
-template <class Op, int ITEMS>
+template <class Op, int ITEMS, Span SPAN>
 __global__ void __maxnreg__(Op::direct_registers(ITEMS)) direct_rows(Op op, Walk walk) {
   using T = typename Op::T;
   constexpr int N = Op::N, ROWS = kAtOnce<Op, ITEMS>, kValues = ROWS * Op::kFound;
@@ -246,12 +250,12 @@ __global__ void __maxnreg__(Op::direct_registers(ITEMS)) direct_rows(Op op, Walk
       }
     }
   }
-  op.template with_parameters<ITEMS>(group, columns, [&](const auto& parameters) {
+  op.template with_parameters<ITEMS>(group, columns, [&](auto&& parameters) {
     typename Op::template Aside<ITEMS> asides[ROWS];
     float found[ROWS][Op::kFound];
 #pragma unroll
     for (int at = 0; at < ROWS; ++at) asides[at] = op.template aside<ITEMS>(places[at]);
-    op.template measure<ITEMS, false>(held, asides, parameters, columns, reducer, found);
+    op.template measure<ITEMS, SPAN>(held, asides, parameters, columns, reducer, found);
 #pragma unroll
     for (int at = 0; at < ROWS; ++at) {
       op.template finish<ITEMS>(held[at], asides[at], parameters, places[at], Alone<Op::kFound>(found[at]));

@@ -97,7 +97,9 @@ struct Forward {
   static constexpr int kStreams = ADDED ? 2 : 1, kFound = CENTRED ? 2 : 1;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > (CENTRED ? 1 : 2) ? 80 : 64; }
-  static constexpr int direct_registers(int items) { return ADDED && items > 2 ? 80 : 64; }
+  static constexpr int kSharedRegisters = registers(kMaxItems);
+  static constexpr bool kHalf = std::is_same_v<T, __half>;  // takes more registers to widen
+  static constexpr int direct_registers(int items) { return ADDED || items <= 2 ? 80 : 64; }
   template <int ITEMS>
   struct Kept {
     float scale[ITEMS][N], offset[ADDED ? 1 : ITEMS][N];  // where ADDED, there is no offset
@@ -110,28 +112,53 @@ struct Forward {
       }
     }
   };
-  // The same left in memory, stored as S, for a thread that has a row in as many registers as leave room for it.
-  template <typename S>
+  // The same left in memory, stored as S, for a thread that has a row in as many registers as leave room for it: an item is asked
+  // for while the one before is worked on, the first before anything waits for the row.
+  template <typename S, int ITEMS>
   struct Near {
+    static constexpr int kPart = 16 / sizeof(S), kParts = N / kPart;  // columns of a load, loads of an item
+    static constexpr bool kEarly = !(CENTRED && kHalf);               // where registers hold an item that is asked for
     ParameterRow<T> scale, offset;
+    const Columns& columns;
     float more;  // on top of scale
+    Pack<S, kPart> scales[kParts], offsets[kParts];
 
-    static __device__ void read_row(const ParameterRow<T>& row, int column, float (&to)[N]) {
-      constexpr int HALF = 16 / sizeof(S);  // of the columns, or all
+    __device__ Near(const ParameterRow<T>& factors, const ParameterRow<T>& shifts, const Columns& columns, float more)
+        : scale(factors), offset(shifts), columns(columns), more(more) {
+      if (kEarly) ask(0);
+    }
+
+    __device__ void ask(int item) {
 #pragma unroll
-      for (int begin = 0; begin < N; begin += HALF) {
-        float part[HALF];
-        widen(load_early<S, HALF>(static_cast<const S*>(row.data) + column + begin, row.data != nullptr), part);
-#pragma unroll
-        for (int i = 0; i < HALF; ++i) to[begin + i] = part[i];
+      for (int part = 0; part < kParts; ++part) {
+        scales[part] = pack_of(scale, item, part);
+        if constexpr (!ADDED) offsets[part] = pack_of(offset, item, part);
       }
     }
 
-    __device__ void read(int item, const Columns& columns, float (&factor)[N], float (&shift)[N]) const {
-      read_row(scale, columns.of(item), factor);
+    __device__ Pack<S, kPart> pack_of(const ParameterRow<T>& row, int item, int part) const {
+      const S* from = static_cast<const S*>(row.data) + columns.of(item) + part * kPart;
+      return load_early<S, kPart>(from, row.data && columns.has(item));
+    }
+
+    static __device__ void widen_parts(const Pack<S, kPart> (&packs)[kParts], float (&to)[N]) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        float values[kPart];
+        widen(packs[part], values);
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) to[part * kPart + i] = values[i];
+      }
+    }
+
+    __device__ void read(int item, const Columns&, float (&factor)[N], float (&shift)[N]) {
+      if (!kEarly) ask(item);
+      const Near now = *this;
+      if (kEarly && (item + 1 < ITEMS || ITEMS == 2)) ask((item + 1) % ITEMS);  // of two items a thread has several rows
+      widen_parts(now.scales, factor);
 #pragma unroll
       for (int i = 0; i < N; ++i) factor[i] += more;
-      if constexpr (!ADDED) read_row(offset, columns.of(item), shift);
+      if constexpr (!ADDED) widen_parts(now.offsets, shift);
     }
   };
   // The same as it is stored, in T, read before anything waits for the row.
@@ -154,10 +181,10 @@ struct Forward {
     }
 
     __device__ void read(int item, const Columns&, float (&factor)[N], float (&shift)[N]) const {
-      widen_again(scale[item], factor);
+      ITEMS == 1 ? widen(scale[item], factor) : widen_again(scale[item], factor);
 #pragma unroll
       for (int i = 0; i < N; ++i) factor[i] += more;
-      if constexpr (!ADDED) widen_again(offset[item], shift);
+      if constexpr (!ADDED) ITEMS == 1 ? widen(offset[item], shift) : widen_again(offset[item], shift);
     }
   };
   template <int ITEMS>
@@ -178,12 +205,12 @@ struct Forward {
     const float more = factors.data ? scale_offset : 1.f;
     if (std::is_same_v<T, float> || factors.narrow) {
       if constexpr (ITEMS > 2) {
-        use(Near<T>{factors, shifts, more});
+        use(Near<T, ITEMS>(factors, shifts, columns, more));
       } else {
         use(Ahead<ITEMS>(factors, shifts, columns, more));
       }
     } else {
-      use(Near<float>{factors, shifts, more});
+      use(Near<float, ITEMS>(factors, shifts, columns, more));
     }
   }
 
@@ -210,7 +237,7 @@ struct Forward {
   }
 
   // Of each of so many rows, the mean of the block's columns and the sum of squares about it; unless CENTRED, the sum of squares.
-  template <int ITEMS, bool CLUSTER, int ROWS, class Source, class Parameters>
+  template <int ITEMS, Span SPAN, int ROWS, class Source, class Parameters>
   __device__ void measure(const Source (&sources)[ROWS], const Aside<ITEMS> (&)[ROWS], const Parameters&, const Columns& columns,
                           Reducer& reducer, float (&found)[ROWS][kFound]) const {
     float squares[ROWS] = {}, centres[ROWS] = {};
@@ -226,8 +253,9 @@ struct Forward {
           for (int i = 0; i < N; ++i) centres[row] += x[i];
         }
       }
-      Reducer::warp<Add>(centres, reducer.neighbours());
-      const float share = reducer.threads > 32 ? 1.f / max(columns.of_warp<N, ITEMS>(threadIdx.x / 32), 1) : inverse_width;
+      Reducer::warp<Add>(centres, reducer.template neighbours<SPAN>());
+      const bool wide = reducer.template is_wide<SPAN>();
+      const float share = wide ? 1.f / max(columns.of_warp<N, ITEMS>(threadIdx.x / 32), 1) : inverse_width;
 #pragma unroll
       for (int row = 0; row < ROWS; ++row) centres[row] *= share;
     }
@@ -235,18 +263,22 @@ struct Forward {
     for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
-        if (CENTRED && !columns.has(item)) continue;
+        if (CENTRED && ITEMS > 1 && !columns.has(item)) continue;
+        const float from = columns.has(item) ? centres[row] : 0.f;  // of which there is zero
         float x[N];
-        read<CENTRED>(sources[row], item, x);
+        read<CENTRED && ITEMS != 1>(sources[row], item, x);
 #pragma unroll
-        for (int i = 0; i < N; ++i) squares[row] += (x[i] - centres[row]) * (x[i] - centres[row]);
+        for (int i = 0; i < N; ++i) {
+          const float apart = CENTRED ? x[i] - from : x[i];
+          squares[row] += apart * apart;
+        }
       }
     }
     if constexpr (CENTRED) {
-      Reducer::warp<Add>(squares, reducer.neighbours());
-      if (reducer.threads > 32) join_warps<ITEMS, CLUSTER>(centres, squares, columns, reducer);
+      Reducer::warp<Add>(squares, reducer.template neighbours<SPAN>());
+      if (reducer.template is_wide<SPAN>()) join_warps<ITEMS, SPAN>(centres, squares, columns, reducer);
     } else {
-      reducer.template all<Add>(squares);
+      reducer.template all<Add, SPAN>(squares);
     }
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
@@ -256,7 +288,7 @@ struct Forward {
   }
 
   // From means of a warp's columns and the sums of squares about them to those of the block's.
-  template <int ITEMS, bool CLUSTER, int ROWS>
+  template <int ITEMS, Span SPAN, int ROWS>
   __device__ void join_warps(float (&centres)[ROWS], float (&squares)[ROWS], const Columns& columns, Reducer& reducer) const {
     float both[2 * ROWS], absent[2 * ROWS] = {};
 #pragma unroll
@@ -268,7 +300,7 @@ struct Forward {
     Reducer::warp<Add>(centres, warps);
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
-      centres[row] *= CLUSTER ? 1.f / max(columns.here, 1) : inverse_width;
+      centres[row] *= SPAN == Span::kCluster ? 1.f / max(columns.here, 1) : inverse_width;
       const float apart = both[row] - centres[row];
       squares[row] = both[ROWS + row] + apart * apart * count;
     }
@@ -289,28 +321,29 @@ struct Forward {
   }
 
   template <int ITEMS, class Source, class Parameters, class Found>
-  __device__ void finish(const Source& source, const Aside<ITEMS>&, const Parameters& parameters, const Place& place,
+  __device__ void finish(const Source& source, const Aside<ITEMS>&, Parameters& parameters, const Place& place,
                          const Found& found) const {
     float centre, squares;
     moments(found, place.columns, centre, squares);
     const float inverse = rsqrtf(squares * inverse_width + epsilon);
-    if (!place.active) return;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
-      if (!place.columns.has(item)) continue;
-      float x[N];
-      read<true>(source, item, x);
-      if constexpr (ADDED) store<T, N>(sum + place.start + place.columns.of(item), rounded<T, N>(x));
-      float factor[N], shift[N];
+      const bool there = place.active && place.columns.has(item);
+      const int64_t at = place.start + place.columns.of(item);
+      float x[N], factor[N], shift[N];
       parameters.read(item, place.columns, factor, shift);
+      if (ITEMS > 1 && !there) continue;  // a branch, so that nothing is held for it that is found again
+      read<ITEMS != 1>(source, item, x);
+      if constexpr (ADDED) store_out(sum + at, rounded<T, N>(x), there);
+      const float from = place.columns.has(item) ? centre : 0.f;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        x[i] = (CENTRED ? x[i] - centre : x[i]) * inverse * factor[i];
+        x[i] = (CENTRED ? x[i] - from : x[i]) * inverse * factor[i];
         if constexpr (!ADDED) x[i] += shift[i];
       }
-      store<T, N>(out + place.start + place.columns.of(item), rounded<T, N>(x));
+      store_out(out + at, rounded<T, N>(x), there);
     }
-    if (place.columns.first == 0) save(place.row, centre, inverse);
+    if (place.active && place.columns.first == 0) save(place.row, centre, inverse);
   }
 
   template <int ITEMS>
@@ -391,6 +424,7 @@ struct Backward {
   static constexpr int kStreams = ADDED ? 3 : 2, kFound = CENTRED ? 2 : 1;
   static constexpr bool kFlushes = true;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 104 : items * N > 8 ? 80 : 64; }
+  static constexpr int kSharedRegisters = registers(kMaxItems);
   template <int ITEMS>
   struct Kept {
     float factor[ITEMS][N];                                           // scale + scale_offset
@@ -398,7 +432,10 @@ struct Backward {
   };
   template <int ITEMS>
   struct Aside {
+    // Whether a thread's normalised x stays in registers from `measure` to `finish`.
+    static constexpr bool kHolds = ITEMS == 1;
     float mean, rstd;
+    float normalised[kHolds ? N : 1];
   };
 
   __device__ const T* stream(int which) const { return which == 0 ? x : which == 1 ? grad : grad_sum; }
@@ -410,34 +447,32 @@ struct Backward {
 
   template <int ITEMS>
   __device__ Aside<ITEMS> aside(const Place& place) const {
-    return {CENTRED && place.active ? mean[place.row] : 0.f, place.active ? rstd[place.row] : 0.f};
+    Aside<ITEMS> aside;
+    aside.mean = CENTRED && place.active ? mean[place.row] : 0.f, aside.rstd = place.active ? rstd[place.row] : 0.f;
+    return aside;
   }
 
-  // The normalised x and the gradient on it.
-  __device__ static void parts_of(float value, float gradient, float factor, float centre, float inverse, float& normalised,
-                                  float& weighted) {
-    normalised = (CENTRED ? value - centre : value) * inverse;
-    weighted = gradient * factor;
+  __device__ static float normalise(float value, float centre, float inverse) {
+    return (CENTRED ? value - centre : value) * inverse;
   }
 
   // Where ADDED, `result` holds the gradient of the sum that did not pass through the norm.
-  __device__ void write(float (&result)[N], const float (&values)[N], const float (&grads)[N], int64_t at,
-                        const float (&factor)[N], float centre, float inverse, float dot, float sum) const {
+  __device__ void write(float (&result)[N], const float (&normalised)[N], const float (&grads)[N], int64_t at,
+                        const float (&factor)[N], float inverse, float dot, float sum) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      float normalised, weighted;
-      parts_of(values[i], grads[i], factor[i], centre, inverse, normalised, weighted);
-      const float value = inverse * (CENTRED ? weighted - sum - normalised * dot : weighted - normalised * dot);
+      const float weighted = grads[i] * factor[i];
+      const float value = inverse * (CENTRED ? weighted - sum - normalised[i] * dot : weighted - normalised[i] * dot);
       result[i] = ADDED ? result[i] + value : value;
     }
-    store<T, N>(d_x + at, rounded<T, N>(result));
+    store_out(d_x + at, rounded<T, N>(result));
   }
 
-  template <int ITEMS, bool CLUSTER>
-  __device__ void measure(const Slots<T, N, ITEMS> (&rows)[1], const Aside<ITEMS> (&asides)[1], Kept<ITEMS>& kept,
+  template <int ITEMS, Span SPAN>
+  __device__ void measure(const Slots<T, N, ITEMS> (&rows)[1], Aside<ITEMS> (&asides)[1], Kept<ITEMS>& kept,
                           const Columns&, Reducer& reducer, float (&founds)[1][kFound]) const {
     const Slots<T, N, ITEMS>& slots = rows[0];
-    const Aside<ITEMS>& aside = asides[0];
+    Aside<ITEMS>& aside = asides[0];
     float(&found)[kFound] = founds[0];
 #pragma unroll
     for (int k = 0; k < kFound; ++k) found[k] = 0.f;
@@ -449,14 +484,15 @@ struct Backward {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const int at = item * N + i;
-        const float of_scale = grads[i] * ((CENTRED ? values[i] - aside.mean : values[i]) * aside.rstd);
+        const float normalised = normalise(values[i], aside.mean, aside.rstd), of_scale = grads[i] * normalised;
+        if constexpr (Aside<ITEMS>::kHolds) aside.normalised[i] = normalised;
         kept.scale[at] += of_scale;
         if constexpr (!ADDED) kept.offset[at] += grads[i];
         found[0] += of_scale * kept.factor[item][i];
         if constexpr (CENTRED) found[1] += grads[i] * kept.factor[item][i];
       }
     }
-    reducer.template all<Add>(found);
+    reducer.template all<Add, SPAN>(found);
   }
 
   template <int ITEMS, class Found>
@@ -467,11 +503,17 @@ struct Backward {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       if (!place.columns.has(item)) continue;
-      float values[N], grads[N], result[N];
-      slots.read(0, item, values);
+      const int64_t at = place.start + place.columns.of(item);
+      float normalised[N], grads[N], result[N];
       slots.read(1, item, grads);
       if constexpr (ADDED) slots.read(2, item, result);
-      write(result, values, grads, place.start + place.columns.of(item), kept.factor[item], aside.mean, aside.rstd, dot, sum);
+      if constexpr (!Aside<ITEMS>::kHolds) slots.read(0, item, normalised);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if constexpr (Aside<ITEMS>::kHolds) normalised[i] = aside.normalised[i];
+        else normalised[i] = normalise(normalised[i], aside.mean, aside.rstd);
+      }
+      write(result, normalised, grads, at, kept.factor[item], aside.rstd, dot, sum);
     }
   }
 
@@ -522,9 +564,8 @@ struct Backward {
       factors.template read<N>(column, scale_offset, 1.f, factor);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        float normalised, weighted;
-        parts_of(values[i], grads[i], factor[i], centre, inverse, normalised, weighted);
-        sums[0] += weighted * normalised;
+        const float weighted = grads[i] * factor[i];
+        sums[0] += weighted * normalise(values[i], centre, inverse);
         if constexpr (CENTRED) sums[1] += weighted;
       }
     }
@@ -535,7 +576,9 @@ struct Backward {
       factors.template read<N>(column, scale_offset, 1.f, factor);
       float result[N];
       if constexpr (ADDED) widen(load<T, N>(grad_sum + row * width + column), result);
-      write(result, values, grads, row * width + column, factor, centre, inverse, sums[0] * inverse_width,
+#pragma unroll
+      for (int i = 0; i < N; ++i) values[i] = normalise(values[i], centre, inverse);
+      write(result, values, grads, row * width + column, factor, inverse, sums[0] * inverse_width,
             CENTRED ? sums[CENTRED] * inverse_width : 0.f);
     }
   }

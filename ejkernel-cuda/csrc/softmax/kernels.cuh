@@ -79,14 +79,15 @@ struct Forward {
 
   static constexpr int kStreams = 1, kFound = 2;
   static constexpr bool kFlushes = false;
-  static constexpr int registers(int items) { return items * N > 16 ? 80 : 64; }
+  static constexpr int registers(int items) { return items > 2 ? 80 : 64; }
   static constexpr int direct_registers(int items) { return items > 2 ? 104 : 80; }
+  static constexpr int kSharedRegisters = 128;
   template <int ITEMS>
   struct Kept {};
   template <int ITEMS>
   struct Aside {
     unsigned taken;
-    // From `measure` to `finish`, unless a cluster has the row: weights relative to the warp's largest logit, and that.
+    // From `measure` to `finish`: weights relative to the warp's largest logit, and that.
     float weights[ITEMS * N], largest;
   };
 
@@ -116,13 +117,14 @@ struct Forward {
 
   // Of each of so many rows, the largest logit of the block's columns, and the sum of weights relative to it. Without a mask every
   // column that is there takes part.
-  template <int ITEMS, bool CLUSTER, int ROWS, class Source, class Nothing>
+  template <int ITEMS, Span SPAN, int ROWS, class Source, class Nothing>
   __device__ void measure(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], const Nothing&, const Columns& columns,
                           Reducer& reducer, float (&found)[ROWS][kFound]) const {
-    mask.data ? weigh<true>(sources, asides, columns, reducer, found) : weigh<false>(sources, asides, columns, reducer, found);
+    mask.data ? weigh<true, SPAN>(sources, asides, columns, reducer, found)
+              : weigh<false, SPAN>(sources, asides, columns, reducer, found);
   }
 
-  template <bool MASKED, int ITEMS, int ROWS, class Source>
+  template <bool MASKED, Span SPAN, int ITEMS, int ROWS, class Source>
   __device__ void weigh(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], const Columns& columns, Reducer& reducer,
                         float (&found)[ROWS][kFound]) const {
     float largest[ROWS], total[ROWS] = {};
@@ -133,15 +135,17 @@ struct Forward {
       for (int item = 0; item < ITEMS; ++item) {
         float values[N];
         sources[row].read(0, item, values);
+        const float absent = columns.has(item) ? 0.f : -INFINITY;  // added to the zeros that are there instead
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           const int at = item * N + i;
-          asides[row].weights[at] = logit(values[i], MASKED ? asides[row].taken >> at & 1u : columns.has(item));
+          asides[row].weights[at] =
+              MASKED ? logit(values[i], asides[row].taken >> at & 1u) : fmaf(values[i], scale * kUnit<T>, absent);
           largest[row] = fmaxf(largest[row], asides[row].weights[at]);
         }
       }
     }
-    const int neighbours = reducer.neighbours();
+    const int neighbours = reducer.template neighbours<SPAN>();
     Reducer::warp<Largest>(largest, neighbours);
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
@@ -154,7 +158,7 @@ struct Forward {
       }
     }
     Reducer::warp<Add>(total, neighbours);
-    if (reducer.threads > 32) join_warps(largest, total, reducer);
+    if (reducer.template is_wide<SPAN>()) join_warps(largest, total, reducer);
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) found[row][0] = largest[row], found[row][1] = total[row];
   }
@@ -178,36 +182,33 @@ struct Forward {
   }
 
   template <int ITEMS, class Source, class Nothing, class Found>
-  __device__ void finish(const Source& source, const Aside<ITEMS>& aside, const Nothing&, const Place& place,
-                         const Found& found) const {
-    mask.data ? scale_weights<true>(source, aside, place, found) : scale_weights<false>(source, aside, place, found);
+  __device__ void finish(const Source&, const Aside<ITEMS>& aside, const Nothing&, const Place& place, const Found& found) const {
+    mask.data ? scale_weights<true>(aside, place, found) : scale_weights<false>(aside, place, found);
   }
 
-  template <bool MASKED, int ITEMS, class Source, class Found>
-  __device__ void scale_weights(const Source& source, const Aside<ITEMS>& aside, const Place& place, const Found& found) const {
-    float shift, total, factor = 1.f;  // from the warp's largest logit to the row's
+  template <bool MASKED, int ITEMS, class Found>
+  __device__ void scale_weights(const Aside<ITEMS>& aside, const Place& place, const Found& found) const {
+    float shift, total;
     if constexpr (Found::kCluster) {
       const float largest = found.of_block(0);
       shift = shift_of(found.template all<Largest>(largest));
       total = found.template all<Add>(found.of_block(1) * weight<T>(largest - shift));
     } else {
       shift = shift_of(found.values[0]), total = found.values[1];
-      factor = weight<T>(aside.largest - shift);
     }
-    const float inverse = factor * inverse_of(total);
+    const float factor = weight<T>(aside.largest - shift) * inverse_of(total);  // from the warp's largest logit to the row's
     if (!place.active) return;
+    T* to = out + place.start + place.columns.first;
 #pragma unroll
-    for (int item = 0; item < ITEMS; ++item) {
+    for (int item = 0; item < ITEMS; ++item, to += place.columns.step) {
       if (!place.columns.has(item)) continue;
       float result[N];
-      if constexpr (Found::kCluster) source.read(0, item, result);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const int at = item * N + i;
-        const float value = Found::kCluster ? weight<T>(logit(result[i], true) - shift) : aside.weights[at];
-        result[i] = !MASKED || (aside.taken >> at & 1u) ? value * inverse : 0.f;
+        result[i] = !MASKED || (aside.taken >> at & 1u) ? aside.weights[at] * factor : 0.f;
       }
-      store<T, N>(out + place.start + place.columns.of(item), rounded<T, N>(result));
+      store_out(to, rounded<T, N>(result));
     }
   }
 
@@ -265,6 +266,7 @@ struct Backward {
   static constexpr int kStreams = 2, kFound = 1;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int) { return 64; }
+  static constexpr int kSharedRegisters = 64;
   static constexpr int direct_registers(int items) { return items > 2 ? 104 : 80; }
   template <int ITEMS>
   struct Kept {};
@@ -309,7 +311,7 @@ struct Backward {
   }
 
   // What is not there is zero.
-  template <int ITEMS, bool CLUSTER, int ROWS, class Source, class Nothing>
+  template <int ITEMS, Span SPAN, int ROWS, class Source, class Nothing>
   __device__ void measure(const Source (&sources)[ROWS], const Aside<ITEMS> (&asides)[ROWS], const Nothing&, const Columns&,
                           Reducer& reducer, float (&found)[ROWS][kFound]) const {
     float sums[ROWS] = {}, values[N], grads[N];
@@ -322,7 +324,7 @@ struct Backward {
         sums[row] += mask.data ? dot<true>(values, grads, asides[row].taken >> (item * N)) : dot<false>(values, grads, 0);
       }
     }
-    reducer.template all<Add>(sums);
+    reducer.template all<Add, SPAN>(sums);
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) found[row][0] = sums[row];
   }

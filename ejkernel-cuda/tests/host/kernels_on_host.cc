@@ -45,7 +45,9 @@ void direct(const Op& op, const Shape& shape) {
     const unsigned y = shape.threads > 32 ? 1 : unsigned(kDirectBlock / shape.threads);
     const int64_t rows = y * kAtOnce<Op, ITEMS>;
     const Walk walk{shape.rows_per_group, (shape.rows_per_group + rows - 1) / rows};
-    host::launch(unsigned(shape.groups * walk.parts), {unsigned(shape.threads), y}, 1, [&] { direct_rows<Op, ITEMS>(op, walk); });
+    host::launch(unsigned(shape.groups * walk.parts), {unsigned(shape.threads), y}, 1, [&] {
+      y == 1 ? direct_rows<Op, ITEMS, Span::kBlock>(op, walk) : direct_rows<Op, ITEMS, Span::kWarp>(op, walk);
+    });
   }
 }
 
