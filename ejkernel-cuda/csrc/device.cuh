@@ -125,7 +125,8 @@ __device__ inline uint4 read_words<uint4>(const void* from, bool there) {
   return words;
 }
 
-// Store to global memory what the kernel does not read again, with one access, or nothing.
+// Store to global memory what the kernel does not read again, with one access, or nothing; without a branch: what follows is not
+// held up until the compiler has brought branches together.
 __device__ inline void store_words(void* to, uint2 words, bool wanted) {
   asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %3, 0;\n@wanted st.global.v2.b32 [%0], {%1, %2};\n}" ::"l"(to),
                "r"(words.x), "r"(words.y), "r"(int(wanted)));
@@ -134,12 +135,6 @@ __device__ inline void store_words(void* to, uint4 words, bool wanted) {
   asm volatile(
       "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n@wanted st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
       "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(int(wanted)));
-}
-
-// The same only where it is there, without a branch: what follows is not held up until the compiler has brought branches together.
-__device__ inline void store_words(void* to, uint4 words, bool there) {
-  asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n@there st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
-               "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(int(there)));
 }
 
 // From here on the next kernel of the stream may begin beside this one, where its launch allows it and all blocks have come so

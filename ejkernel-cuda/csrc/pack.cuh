@@ -153,14 +153,4 @@ __device__ inline void store_out(T* to, const Pack<T, N>& value, bool wanted = t
   }
 }
 
-// The same only where it is there.
-template <typename T, int N>
-__device__ inline void store_out(T* to, const Pack<T, N>& value, bool there) {
-  if constexpr (sizeof(T) * N == 16) {
-    store_words(to, __builtin_bit_cast(uint4, value), there);
-  } else if (there) {
-    store_out(to, value);
-  }
-}
-
 }  // namespace ejkernel
