@@ -52,7 +52,7 @@ inline ffi::Error CheckKnobs(const char* operation, Knobs knobs, int64_t least_s
 
 struct Launch {
   cudaLaunchConfig_t config{};
-  cudaLaunchAttribute attribute{};
+  cudaLaunchAttribute cluster{};
 
   Launch(cudaStream_t stream, int64_t blocks, dim3 block, int64_t shared_bytes, int cluster_blocks) {
     config.gridDim = dim3(unsigned(blocks));
@@ -60,28 +60,14 @@ struct Launch {
     config.dynamicSmemBytes = size_t(shared_bytes);
     config.stream = stream;
     if (cluster_blocks > 1) {
-      attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim.x = cluster_blocks;
-      attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-      config.attrs = &attribute;
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim.x = cluster_blocks;
+      cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+      config.attrs = &cluster;
       config.numAttrs = 1;
     }
   }
   Launch(const Launch&) = delete;
-
-  // Of single blocks of a kernel that waits for the one before it: they begin beside the last of that one, where the code that was
-  // loaded waits, that of 9.0 and newer. For both to be on a multiprocessor at once its memory must be divided as the one before
-  // wants it.
-  template <typename Kernel>
-  void BeginEarly(Kernel kernel) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    cudaFuncAttributes attributes;
-    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess || attributes.ptxVersion < 90) return;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-  }
 };
 
 inline int64_t DeviceAttribute(cudaDeviceAttr attribute) {
@@ -166,9 +152,7 @@ ffi::Error LaunchSumOf(const char* operation, cudaStream_t stream, Parts first, 
   const int64_t blocks = (first.groups + second.groups) * ((width + lanes * N - 1) / (lanes * N));
   if (blocks == 0) return ffi::Error::Success();
   if (blocks > kMaxGrid) return Invalid(operation, "too many parameters");
-  Launch launch(stream, blocks, dim3(kSumThreads), 0, 1);
-  launch.BeginEarly(sum_parts<N>);
-  cudaLaunchKernelEx(&launch.config, sum_parts<N>, first, second, width, lanes);
+  sum_parts<N><<<unsigned(blocks), kSumThreads, 0, stream>>>(first, second, width, lanes);
   return CheckLaunch(operation, "sum of partial gradients");
 }
 

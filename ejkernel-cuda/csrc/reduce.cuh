@@ -182,8 +182,7 @@ inline int lanes_of_sum(int64_t parts) {
   return lanes;
 }
 
-// Blocks of kSumThreads threads, one for lanes * N columns of a group of `first`, then of `second`. They may begin before the kernel
-// that writes what they add up has ended; every thread waits, so that whatever comes next waits for that kernel, too.
+// Blocks of kSumThreads threads, one for lanes * N columns of a group of `first`, then of `second`.
 template <int N>
 static __global__ void __launch_bounds__(kSumThreads) sum_parts(Parts first, Parts second, int64_t width, int lanes) {
   using Columns = Pack<float, N>;
@@ -194,7 +193,6 @@ static __global__ void __launch_bounds__(kSumThreads) sum_parts(Parts first, Par
   const int rows = kSumThreads / lanes;
   const int64_t group = index / tiles, column = (index % tiles * lanes + threadIdx.x % lanes) * N;
   float sum[N] = {};
-  wait_for_last_kernel();
   if (column < width) {
     for (int64_t part = threadIdx.x / lanes; part < here.parts; part += rows * kPartsAtOnce) {
 #pragma unroll

@@ -131,7 +131,6 @@ template <class Op, int ITEMS>
 __global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk, int stages) {
   // Whether the aside of the next row is on its way while this one is finished: where registers hold both.
   constexpr bool kEarly = Op::kFlushes && ITEMS < kMaxItems;
-  if constexpr (Op::kFlushes) start_next_kernel();  // what adds up what this one writes, and waits for its end
   EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_SHARED_REST(typename Op::T, memory);
   Reducer reducer{scratch, int(blockDim.x)};
@@ -171,7 +170,6 @@ __global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk
 // blocks tell each other is on its way meanwhile; of `stages`, 2 at least, one is for the row that is to be finished.
 template <class Op, int ITEMS>
 __global__ void __maxnreg__(Op::kSharedRegisters) shared_rows(Op op, Walk walk, int stages) {
-  if constexpr (Op::kFlushes) start_next_kernel();  // what adds up what this one writes, and waits for its end
   EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_SHARED(float, places, Exchange<Op::kFound>::kPlaces);
   EJKERNEL_SHARED(Mailbox, mailboxes, kMailboxes);

@@ -31,13 +31,21 @@ ffi::Error Attend(cudaStream_t stream, const Problem& problem, const Results& re
   return AttendSized<T, S, kWidest>(stream, problem, results, knobs, workers);
 }
 
-// The merge begins while the last workers write what they found.
+// The merge begins while the last workers write what they found, where the code that was loaded waits for them: that of 9.0 and
+// newer. For both to be on a multiprocessor at once its memory must be divided as workers want it.
 template <typename T, int WIDTH>
 ffi::Error MergeSized(cudaStream_t stream, const Problem& problem, const Results& results, int workers) {
   auto kernel = merge<T, WIDTH>;
   const MergeShape shape = merge_shape(problem, WIDTH, workers);
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  cudaFuncAttributes attributes;
+  const bool waits = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
   Launch launch(stream, int64_t(shape.tiles) * shape.blocks, dim3(unsigned(32 * shape.rows * shape.warps)), 0, 1);
-  launch.BeginEarly(kernel);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  launch.config.attrs = &early;
+  launch.config.numAttrs = waits ? 1 : 0;
   cudaLaunchKernelEx(&launch.config, kernel, problem, results, workers, shape);
   return CheckLaunch(kName, "merge");
 }
