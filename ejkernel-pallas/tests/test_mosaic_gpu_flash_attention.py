@@ -213,6 +213,9 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "prefix, narrow value, negative scale": dict(
         made=(80, 100), size=128, value_size=64, causal=True, prefix=70, softmax_scale=-0.2
     ),
+    "soft cap, window, rows without keys": dict(
+        made=(150, 70), causal=True, causal_alignment="bottom_right", sliding_window=(40, 0), logits_soft_cap=50.0
+    ),
     "positions, chunk, soft cap, wide value": dict(
         made=(100, 100), heads=1, size=24, value_size=72, extra=positions(100), poison=17, chunk_size=32, logits_soft_cap=5.0
     ),
@@ -449,7 +452,43 @@ def test_other_devices_are_refused() -> None:
 
 
 def test_long_blocks_of_concurrent_heads_come_first() -> None:
-    """Where three heads are at work at one time, each of their blocks is in its turn; the next three follow."""
+    """Where four heads are at work at one time, each of their blocks is in its turn; the next four follow."""
     order = schedule_of(64, 16, 1, share=1, bytes_per_share=2**30, reverse=False, programs=None)
-    places = [order.place(jnp.int32(i_work)) for i_work in (0, 1, 2, 3, 191, 192)]
-    assert [(int(place.head), int(place.block)) for place in places] == [(0, 0), (1, 0), (2, 0), (0, 1), (2, 63), (3, 0)]
+    places = [order.place(jnp.int32(i_work)) for i_work in (0, 3, 4, 255, 256)]
+    assert [(int(place.head), int(place.block)) for place in places] == [(0, 0), (3, 0), (0, 1), (3, 63), (4, 0)]
+
+
+@pytest.mark.parametrize(("heads", "share"), [(32, 1), (30, 5), (64, 4), (7, 1), (1, 1)])
+def test_the_last_heads_are_not_few(heads: int, share: int) -> None:
+    """They would be at work alone, with long blocks and idle processors."""
+    order = schedule_of(64, heads, 1, share=share, bytes_per_share=4 * 2**20, reverse=True, programs=None)
+    assert (heads - 1) % order.section + 1 >= order.section * 0.7
+
+
+def test_programs_that_stay_have_equal_shares() -> None:
+    """Of blocks under a causal mask, each of which is in one share."""
+    lengths = list(range(1, 65))
+    order = schedule_of(64, 32, 1, share=1, bytes_per_share=4 * 2**20, reverse=True, programs=132, lengths=lengths)
+    assert order.shares is not None
+    shares = [column[1 : 1 + column[0]].tolist() for column in order.shares.T]
+    assert sorted(itertools.chain(*shares)) == list(range(64 * 32))
+    blocks = np.asarray(order.place(jnp.arange(64 * 32)).block)
+    work = [sum(lengths[blocks[i_work]] for i_work in share) for share in shares]
+    assert max(work) <= 1.01 * np.mean(work)
+    assert schedule_of(64, 32, 1, share=1, bytes_per_share=1, reverse=True, programs=132, lengths=[7] * 64).shares is None
+
+
+def test_a_cap_bounds_weights_where_their_range_suffices() -> None:
+    def bounded(cap: float, **options: Any) -> bool:
+        return rules.rules_of(problem(8, 8, logits_soft_cap=cap, **options)[0]).bounded
+
+    assert bounded(50.0) and bounded(66.0) and not bounded(67.0)
+    assert not bounded(50.0, dtype=jnp.float16) and not bounded(50.0, softmax_aux=np.zeros(2, np.float32))
+    assert not rules.rules_of(problem(8, 8)[0]).bounded
+
+
+def test_programs_do_not_wait_on_devices_with_fewer_multiprocessors() -> None:
+    call, _, _ = problem(2048, 2048, size=128, value_size=128, causal=True)
+    kinds = {"NVIDIA H200": True, "NVIDIA H100 80GB HBM3": True, "NVIDIA H100 PCIe": False, "NVIDIA H20-3e": False}
+    found = {kind: config.forward_heuristic(call, Target("gpu", kind, "9.0")).persistent for kind in kinds}
+    assert found == kinds

@@ -122,6 +122,52 @@ def tiled_bytes(shape: tuple[int, ...], itemsize: int = 2) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+_NAMED = 8
+"""The first hardware barrier that is free; Mosaic GPU takes the lower ones for its own."""
+
+
+def turns(consumers: int) -> dict[str, Any]:
+    """Scratch by which consumers take turns. Hardware has barriers for it, which wake a warp sooner than those in shared memory
+    do; the interpreter has the latter only."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return {"turn": plgpu.Barrier(num_barriers=consumers)} if gpu_interpreter_is_on() else {}
+
+
+def take_turn(scratch: Mapping[str, Any], consumer: Any) -> None:
+    """Wait until it is this consumer's turn."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if gpu_interpreter_is_on():
+        plgpu.barrier_wait(scratch["turn"].at[consumer])
+    else:
+        _named_barrier("sync", consumer + _NAMED)
+
+
+def give_turn(scratch: Mapping[str, Any], consumer: Any) -> None:
+    """It is that consumer's turn once all threads of this one are here."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if gpu_interpreter_is_on():
+        plgpu.barrier_arrive(scratch["turn"].at[consumer])
+    else:
+        _named_barrier("arrive", consumer + _NAMED)
+
+
+def _named_barrier(instruction: str, barrier: Any) -> None:
+    """`bar.sync` or `bar.arrive` of PTX for two warpgroups."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+    def issue(_: Any, number: Any) -> None:
+        nothing = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(nothing, [number.registers[()]], f"bar.{instruction} $0, 256;", "r", has_side_effects=True)
+
+    issue(barrier)  # pyright: ignore[reportCallIssue]
+
+
 class Accumulator:
     """An accumulator of the tensor cores that starts from a value.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import re
 from collections.abc import Iterable
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
@@ -15,6 +16,8 @@ from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS, RE
 
 SIZES = (64, 96, 128, 192, 256)
 """Of heads, as they lie in memory."""
+_SMALLER = {"PCIe", "H20"}
+"""In names of devices of this capability with fewer multiprocessors; a program that stays would wait for one that is through."""
 _OVERHEAD = 24
 """Registers of a consumer for addresses, maxima and sums, beside one for 16 rows of a tile."""
 _PARTS = (1, 2, 3, 4, 6, 8)
@@ -231,6 +234,12 @@ def _narrow(call: FlashAttentionCall) -> bool:
     return min(spans, default=1 << 30) <= 256
 
 
+def _uneven(call: FlashAttentionCall) -> bool:
+    """Whether indices say that some blocks of queries meet fewer keys than others."""
+    placed = call.query_positions is not None or call.key_positions is not None
+    return not placed and (call.causal or call.window is not None or call.chunk_size is not None)
+
+
 def _few(call: FlashAttentionCall, config: BackwardConfig) -> bool:
     """Whether there are fewer blocks of keys than four for each multiprocessor; of more, the last ones leave little idle."""
     batch, keys, heads, _ = call.key.shape
@@ -273,10 +282,28 @@ def _walked(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
     return max(0, -(-high // block) - max(0, low) // block)
 
 
+def keys_met(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
+    """Tiles of keys that meet a block of queries, as far as indices tell."""
+    left, right = call.window or (None, None)
+    start, end = first + call.query_offset, first + own + call.query_offset
+    low, high = 0, call.key.shape[1]
+    if call.query_positions is None and call.key_positions is None:
+        if call.causal:
+            high = min(high, max(end, call.prefix or 0))
+        high = high if right is None else min(high, end + right)
+        low = low if left is None else max(low, start - left)
+        if call.chunk_size is not None:
+            low = max(low, start // call.chunk_size * call.chunk_size)
+            high = min(high, -(-end // call.chunk_size) * call.chunk_size)
+    return max(0, -(-high // block) - max(0, low) // block)
+
+
 def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
-    """The first of these that fits. On an H200 turns (`ping_pong`) did not help where products of wide heads overlap with
-    exponentials or walks are short, and programs that stay helped only there. Under a window of 128, packed heads with tiles of 64
-    keys took 0.89 of the time of tiles of 128 by one head, and with four consumers, as they wait rather than compute, 0.75."""
+    """The first of these that fits. On an H200 programs that stay helped where walks are short, and for wide heads where they have
+    several lengths (0.94 to 0.98 of the time), not where all have one. Turns (`ping_pong`) did not help where walks are short, nor
+    for wide heads whose products overlap with exponentials in programs that come and go. Under a window of 128, packed heads with
+    tiles of 64 keys took 0.89 of the time of tiles of 128 by one head, and with four consumers, as they wait rather than compute,
+    0.75."""
     queries, narrow = call.query.shape[1], _narrow(call)
     consumers = [_consumers(call, queries)]
     packed = narrow and can_pack(call)
@@ -286,18 +313,21 @@ def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig
         consumers.insert(0, 4)
     elif max(sizes_of(call)) == 64 and queries > 2 * ROWS and not narrow and call.bias is None:
         consumers = [3]
-    trials = list(itertools.product(consumers, widths, (True, False), (4, 2, 1) if packed else (2, 1)))
+    stays = (False,)
+    if not _SMALLER.intersection(re.split(r"[ -]", target.device_kind)):
+        stays = (True,) if narrow or call.query_segments is not None else (True, False) if wide and _uneven(call) else stays
+    trials = list(itertools.product(consumers, widths, (True, False), (4, 2, 1) if packed else (2, 1), stays))
     if call.bias is not None:  # which takes a place of its own: rather narrow tiles than one place of each kind
         trials.sort(key=lambda trial: trial[3] == 1)
-    for warpgroups, block_k, overlap, stages in trials:
+    for warpgroups, block_k, overlap, stages, persistent in trials:
         config = ForwardConfig(
             block_k=block_k,
             stages=stages,
             warpgroups=warpgroups,
             overlap=overlap,
-            ping_pong=warpgroups > 1 and not narrow and not (wide and overlap),
+            ping_pong=warpgroups > 1 and not narrow and (persistent or not (wide and overlap)),
             query_in_registers=False,
-            persistent=narrow or call.query_segments is not None,
+            persistent=persistent,
             packed=packed,
         )
         if _forward_fits(call, config):

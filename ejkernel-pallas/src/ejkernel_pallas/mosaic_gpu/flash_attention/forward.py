@@ -2,9 +2,9 @@
 
 A consumer forms scores `[64, BK]` from shared memory, turns them into weights in registers and multiplies those with values into
 an accumulator `[64, V]`. All consumers of a block visit the same tiles. With `overlap`, the product of the next scores is issued
-before that of the last weights, so that exponentials of one run beside the other; with `ping_pong`, consumers also take turns at
-the tensor cores. Shared memory is filled by the tensor memory accelerator, which leaves zeros past the end of an array and drops
-what is stored there.
+before that of the last weights, so that exponentials of one run beside the other, else after it; with `ping_pong`, consumers take
+turns at issuing the two. Shared memory is filled by the tensor memory accelerator, which leaves zeros past the end of an array and
+drops what is stored there.
 
 Where key heads are shared, a consumer may own several query heads of few tokens (`packed`), its rows ordered by token, then head.
 """
@@ -22,7 +22,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel_pallas._jax_interpreter import gpu_interpreter_is_on
-from ejkernel_pallas.mosaic_gpu._call import Accumulator, accumulate, add_product, tiled, with_product
+from ejkernel_pallas.mosaic_gpu._call import (
+    Accumulator,
+    accumulate,
+    add_product,
+    give_turn,
+    take_turn,
+    tiled,
+    turns,
+    with_product,
+)
 from ejkernel_pallas.mosaic_gpu.flash_attention.bias import BiasTiles
 from ejkernel_pallas.mosaic_gpu.flash_attention.config import ForwardConfig
 from ejkernel_pallas.mosaic_gpu.flash_attention.rules import LN_2, Rules
@@ -103,7 +112,7 @@ class Forward:
         if c.persistent:
             held["query_free"] = plgpu.Barrier(num_barriers=queries)
         if c.ping_pong:
-            held["turn"] = plgpu.Barrier(num_barriers=c.warpgroups)
+            held |= turns(c.warpgroups)
         if self.save_lse:
             held["lse"] = plgpu.SMEM((c.warpgroups, ROWS), jnp.float32)
         return held if self.bias is None else held | self.bias.scratch()
@@ -129,6 +138,7 @@ class _Block:
         self.bias = rest.pop(0) if plan.bias else None
         self.ranges = rest.pop(0) if plan.ranges else None
         self.sinks = rest.pop(0) if plan.sinks else None
+        self.shares = rest.pop(0) if plan.schedule.shares is not None else None
         self.out = rest.pop(0)
         self.lse = rest.pop(0) if plan.save_lse else None
         self.s_query, self.s_parts = scratch["query"] if plan.parts else (scratch["query"], None)
@@ -149,7 +159,7 @@ class _Block:
             if self.config.persistent:
                 for i_slot in range(self.plan.query_slots):
                     plgpu.barrier_arrive(self.scratch["query_free"].at[i_slot * self.config.warpgroups + self.wg])
-            self.plan.schedule.loop(self.consume)
+            self.plan.schedule.loop(self.consume, self.shares)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if self.config.ping_pong:  # and takes the last one, which nobody uses
                 pl.when(self.wg == 0)(self.await_turn)
@@ -157,7 +167,7 @@ class _Block:
         @pl.when(self.wg == self.config.warpgroups)
         def _produce() -> None:
             plgpu.set_max_registers(producer, action="decrease")
-            self.drain(self.plan.schedule.loop(self.produce))
+            self.drain(self.plan.schedule.loop(self.produce, self.shares))
 
     def range_of(self, place: Any) -> tuple[Any, Any, Any, Any]:
         block_q = self.config.warpgroups * self.plan.tokens
@@ -235,14 +245,10 @@ class _Block:
             yield pl.ds(i_token * self.plan.packed, self.plan.packed), array.at[place.batch, first + i_token, place.head]
 
     def pass_turn(self) -> None:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        plgpu.barrier_arrive(self.scratch["turn"].at[lax.rem(self.wg + 1, jnp.int32(self.config.warpgroups))])
+        give_turn(self.scratch, lax.rem(self.wg + 1, jnp.int32(self.config.warpgroups)))
 
     def await_turn(self) -> None:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        plgpu.barrier_wait(self.scratch["turn"].at[self.wg])
+        take_turn(self.scratch, self.wg)
 
     def consume(self, place: Any, done: Any) -> Any:
         """Attend from this warpgroup's queries of one block."""
@@ -270,8 +276,7 @@ class _Block:
         tile = _Tile(self, place, first, query, b_facts, low, full_low, full_high, high, done)
         zeros = jnp.zeros((ROWS, self.plan.value_size), jnp.float32)
         state = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA), b_max, b_sum)
-        state = tile.overlapped(state) if c.overlap else tile.in_turn(state)
-        self.finish(place, first, *state)
+        self.finish(place, first, *tile.walk(state))
         return done + (high - low)
 
     def fact(self, name: str, place: Any, first: Any, count: int) -> Any:
@@ -281,7 +286,7 @@ class _Block:
     def start_of(self, place: Any) -> tuple[Any, Any]:
         """Maximum and sum before any key: those of the sinks."""
         if self.sinks is None:
-            return -jnp.inf, 0.0
+            return (0.0 if self.rules.bounded else -jnp.inf), 0.0
         i_batch = place.batch if self.sinks.shape[0] > 1 else 0
         return self.sinks[i_batch, place.head, 0], self.sinks[i_batch, place.head, 1]
 
@@ -418,8 +423,12 @@ class _Tile:
         return self.block.rules.seen(o_query, o_key, facts, by_key=False)
 
     def weigh(self, b_logits: Any, b_max: Any, b_sum: Any) -> tuple[Any, Any, Any, Any]:
-        """Weights of a tile, the new maximum and sum, and the factor by which older weights shrink."""
+        """Weights of a tile, the new maximum and sum, and the factor by which older weights shrink. Where weights are bounded they
+        are relative to 0, and nothing reads the factor."""
         unit = self.block.rules.unit
+        if self.block.rules.bounded:
+            b_weights = jnp.exp2(b_logits * unit)
+            return b_weights, b_max, b_sum + b_weights.sum(axis=1), b_max
         b_new = jnp.maximum(b_max, b_logits.max(axis=1))
         b_shift = b_new
         if self.block.rules.hides:  # -inf - -inf is NaN
@@ -429,107 +438,121 @@ class _Tile:
         b_weights = jnp.exp2(b_logits * unit - lax.broadcast_in_dim(b_scaled, b_logits.shape, [0]))
         return b_weights, b_new, b_sum * b_decay + b_weights.sum(axis=1), b_decay
 
-    def scores(self, i_key: Any) -> Any:
-        """Scores of a tile, waited for."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        s_key = self.wait("key", i_key)
-
-        def product(acc: Any) -> Any:
-            plgpu.wgmma(acc, self.query, s_key.transpose((1, 0)))
-            self.pass_turn()
-            return acc[...]
-
-        self.await_turn()
-        b_raw = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, self.block.config.block_k), jnp.float32))
-        self.free("key", i_key)
-        return b_raw
-
-    def in_turn(self, state: Any) -> Any:
-        """One tile after the other."""
+    def walk(self, state: Any) -> Any:
+        """From maximum, sum and accumulator before any key to those after the last."""
         dtype = self.block.plan.dtype
-
-        def step(i_key: Any, state: Any) -> Any:
-            b_acc, b_max, b_sum = state
-            b_logits = self.shown(i_key, self.scores(i_key))
-            b_weights, b_max, b_sum, b_decay = self.weigh(b_logits, b_max, b_sum)
-            b_acc = b_acc * lax.broadcast_in_dim(b_decay, b_acc.shape, [0])
-            b_half = b_weights.astype(dtype)
-            s_value = self.wait("value", i_key)
-
-            b_acc = add_product(b_acc, b_half, s_value)
-            self.free("value", i_key)
-            return b_acc, b_max, b_sum
-
-        state = lax.fori_loop(self.low, self.high, step, state)
-        self.leave_query()
-        return state
-
-    def overlapped(self, state: Any) -> Any:
-        """The scores of a tile are formed while the weights of the one before are multiplied with values."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        block, dtype = self.block, self.block.plan.dtype
 
         def begin() -> Any:
             b_acc, b_max, b_sum = state
-            b_logits = self.shown(self.low, self.scores(self.low))
-            b_weights, b_max, b_sum, _ = self.weigh(b_logits, b_max, b_sum)
-            self.wait_for_next(self.low)
+            self.wait("key", self.low)
+            self.await_turn()
+            b_raw = with_product(self.shape, functools.partial(self.first_scores, self.low), [])
+            b_weights, b_max, b_sum, _ = self.weigh(self.shown(self.low, b_raw), b_max, b_sum)
             return b_acc, b_max, b_sum, b_weights.astype(dtype)
 
         def step(i_key: Any, carry: Any) -> Any:
             b_acc, b_max, b_sum, b_half = carry
-            s_key = block.scratch["key"].at[self.slot(i_key)] if self.ahead else self.wait("key", i_key)
-
-            def weights(total: Accumulator, scores: Any) -> tuple[Any, ...]:
-                plgpu.wgmma(scores, self.query, s_key.transpose((1, 0)))
-                s_value = self.wait("value", i_key - 1)
-                total.add(b_half, s_value)
-                self.pass_turn()
-                b_raw = plgpu.wgmma_accumulator_load(scores, wait_n=1)
-                self.free("key", i_key)
-                # The product with values is waited for after the weights are formed. Compilers move such a wait up as far as they
-                # may: one is stopped by the barrier, the assembler by a branch. Weights that were rounded before the wait would
-                # make it run all products one by one (its remark C7513).
-                settled = lax.optimization_barrier(self.weigh(self.shown(i_key, b_raw), b_max, b_sum))
-                self.wait_for_next(i_key)
-                return settled
-
-            shape = (ROWS, block.config.block_k)
-            self.await_turn()
-            b_next, b_weights, b_new, b_total, b_decay = accumulate(
-                [b_acc],
-                lambda total: with_product(shape, functools.partial(weights, total), [total]),
-                results=[shape, (ROWS,), (ROWS,), (ROWS,)],
-            )
+            both = self.overlapped if self.block.config.overlap else self.in_turn
+            b_next, b_weights, b_new, b_total, b_decay = both(i_key, b_acc, b_max, b_sum, b_half)
             self.free("value", i_key - 1)
-            return b_next * lax.broadcast_in_dim(b_decay, b_next.shape, [0]), b_new, b_total, b_weights.astype(dtype)
+            if not self.block.rules.bounded:
+                b_next = b_next * lax.broadcast_in_dim(b_decay, b_next.shape, [0])
+            return b_next, b_new, b_total, b_weights.astype(dtype)
 
         def end(carry: Any) -> Any:
             b_acc, b_max, b_sum, b_half = carry
             s_value = self.wait("value", self.high - 1)
-
             b_acc = add_product(b_acc, b_half, s_value)
             self.free("value", self.high - 1)
             return b_acc, b_max, b_sum
 
-        def walk() -> Any:
+        def some() -> Any:
             carry = lax.fori_loop(self.low + 1, self.high, step, begin())
             self.leave_query()
             return end(carry)
 
-        def rest() -> Any:
+        def none() -> Any:
             self.leave_query()
             return state
 
-        return lax.cond(self.low < self.high, walk, rest)
+        return lax.cond(self.low < self.high, some, none)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a tile of scores."""
+        return ROWS, self.block.config.block_k
+
+    def first_scores(self, i_key: Any, scores: Any) -> Any:
+        """Scores of the first tile."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.wgmma(scores, self.query, self.block.scratch["key"].at[self.slot(i_key)].transpose((1, 0)))
+        self.pass_turn()
+        self.wait_for_next(i_key)
+        b_raw = plgpu.wgmma_accumulator_load(scores, wait_n=0)
+        self.free("key", i_key)
+        return b_raw
+
+    def next_key(self, i_key: Any) -> Any:
+        """A tile of keys but for the first."""
+        return self.block.scratch["key"].at[self.slot(i_key)] if self.ahead else self.wait("key", i_key)
+
+    def in_turn(self, i_key: Any, b_acc: Any, b_max: Any, b_sum: Any, b_half: Any) -> list[Any]:
+        """The weights of the tile before are multiplied with values, then the scores of a tile are formed; then its weights."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        def scored(total: Accumulator, s_key: Any, scores: Any) -> Any:
+            plgpu.wgmma(scores, self.query, s_key.transpose((1, 0)))
+            self.pass_turn()
+            self.wait_for_next(i_key)
+            b_raw = plgpu.wgmma_accumulator_load(scores, wait_n=0)
+            self.free("key", i_key)
+            return (b_raw,)
+
+        def products(total: Accumulator) -> Any:
+            total.add(b_half, s_value)
+            s_key = self.next_key(i_key)
+            return with_product(self.shape, functools.partial(scored, total, s_key), [total])
+
+        s_value = self.wait("value", i_key - 1)
+        self.await_turn()
+        b_next, b_raw = accumulate([b_acc], products, results=[self.shape])
+        return [b_next, *self.weigh(self.shown(i_key, b_raw), b_max, b_sum)]
+
+    def overlapped(self, i_key: Any, b_acc: Any, b_max: Any, b_sum: Any, b_half: Any) -> list[Any]:
+        """The scores of a tile are formed while the weights of the one before are multiplied with values."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        s_key = self.next_key(i_key)
+
+        def weights(total: Accumulator, scores: Any) -> tuple[Any, ...]:
+            plgpu.wgmma(scores, self.query, s_key.transpose((1, 0)))
+            s_value = self.wait("value", i_key - 1)
+            total.add(b_half, s_value)
+            self.pass_turn()
+            b_raw = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            self.free("key", i_key)
+            # The product with values is waited for after the weights are formed. Compilers move such a wait up as far as they
+            # may: one is stopped by the barrier, the assembler by a branch. Weights that were rounded before the wait would
+            # make it run all products one by one (its remark C7513).
+            settled = lax.optimization_barrier(self.weigh(self.shown(i_key, b_raw), b_max, b_sum))
+            self.wait_for_next(i_key)
+            return settled
+
+        self.await_turn()
+        return accumulate(
+            [b_acc],
+            lambda total: with_product(self.shape, functools.partial(weights, total), [total]),
+            results=[self.shape, (ROWS,), (ROWS,), (ROWS,)],
+        )
 
 
 def launch(plan: Forward, arrays: list[Any], results: list[tuple[tuple[int, ...], Any]]) -> list[jax.Array]:
-    """Run the kernel on query, key, value, facts, ranges and sinks, those that there are."""
+    """Run the kernel on query, key, value, facts, bias, ranges and sinks, those that there are, and shares of the schedule."""
     from ejkernel_pallas.mosaic_gpu._call import call_kernel
 
+    if plan.schedule.shares is not None:
+        arrays = [*arrays, jnp.asarray(plan.schedule.shares)]
     kernel = call_kernel(
         plan.body,
         name="ejkernel_flash_attention",

@@ -18,6 +18,7 @@ from ejkernel_pallas.mosaic_gpu.flash_attention.config import (
     backward_bias,
     bias_gradient_config,
     forward_bias,
+    keys_met,
     query_slots,
     sharing,
     sizes_of,
@@ -60,7 +61,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
     plan = Forward(
         rules=rules,
         config=config,
-        schedule=_schedule(call, block_q, persistent=config.persistent, packed=packed),
+        schedule=_schedule(call, block_q, persistent=config.persistent, packed=packed, other=config.block_k),
         size=size,
         value_size=value_size,
         dtype=call.query.dtype,
@@ -203,14 +204,22 @@ def _bias_gradient(call: FlashAttentionCall, inputs: FlashAttentionInputs, d_out
 
 
 def _schedule(
-    call: FlashAttentionCall, own: int, *, by_key: bool = False, parts: int = 1, persistent: bool = False, packed: int = 1
+    call: FlashAttentionCall,
+    own: int,
+    *,
+    by_key: bool = False,
+    parts: int = 1,
+    persistent: bool = False,
+    packed: int = 1,
+    other: int = ROWS,
 ) -> Schedule:
     """Blocks of so many queries or keys; under a causal rule the last queries, and the first keys, have the most to do. Parts of a
     block's work are neighbours, as heads are; `packed` of these are one."""
-    owner, other = (call.key, call.query) if by_key else (call.query, call.key)
+    owner, walked = (call.key, call.query) if by_key else (call.query, call.key)
     batch, length, heads, size = owner.shape
     group = call.query.shape[2] // call.key.shape[2]
-    read = other.shape[1] * (size + call.value.shape[3]) * 2
+    known = call.query_segments is None and call.query_positions is None and call.key_positions is None
+    read = walked.shape[1] * (size + call.value.shape[3]) * 2
     return schedule_of(
         -(-length // own),
         heads * parts // packed,
@@ -219,6 +228,7 @@ def _schedule(
         bytes_per_share=read * group if by_key else read,
         reverse=call.causal and not by_key,
         programs=MULTIPROCESSORS if persistent else None,
+        lengths=[keys_met(call, first, own, other) for first in range(0, length, own)] if persistent and known else None,
     )
 
 

@@ -13,6 +13,8 @@ from ejkernel.operations.flash_attention.interface import FlashAttentionCall, Fl
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
+BOUND = 96
+"""Powers of two that weights may reach; float32 has room for the sum of many, times values."""
 FACTS = ("query_segments", "key_segments", "query_positions", "key_positions")
 
 
@@ -30,6 +32,7 @@ class Rules:
         cap: largest logit, or None.
         rough: whether the hyperbolic tangent of the cap may be off by 2**-11, no more than bfloat16's own rounding of operands.
         bias: whether there is one; where it is -inf, the pair is hidden.
+        bounded: whether the cap bounds weights so that they need no maximum: bfloat16 holds `2 ** unit` and its inverse.
     """
 
     queries: int
@@ -47,6 +50,7 @@ class Rules:
     cap: float | None
     rough: bool
     bias: bool
+    bounded: bool
 
     @property
     def by_index(self) -> bool:
@@ -234,6 +238,7 @@ def rules_of(call: FlashAttentionCall) -> Rules:
         cap=call.soft_cap,
         rough=call.query.dtype == "bfloat16",
         bias=call.bias is not None,
+        bounded=call.query.dtype == "bfloat16" and call.sinks is None and (call.soft_cap or math.inf) * LOG2_E <= BOUND,
     )
 
 
