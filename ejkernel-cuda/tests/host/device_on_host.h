@@ -293,10 +293,6 @@ inline void store_words(void* to, Words words, bool wanted) {
   if (wanted) std::memcpy(to, &words, sizeof(words));
 }
 
-inline void store_words(void* to, uint4 words, bool there) {
-  if (there) store_words(to, words);
-}
-
 // What is on its way is not there yet: until it is waited for, its place holds NaN.
 template <int BYTES>
 inline void copy_bytes_ahead(void* to, const void* from, bool there) {
