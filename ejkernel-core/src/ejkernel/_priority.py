@@ -46,20 +46,21 @@ def _linear_recurrence_on_triton(call: LinearRecurrenceCall, phase: Phase) -> St
 
 
 def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase) -> Standing:
-    """benchmarks/results/bench_mosaic_gpu_attention_h200.json, flash_attention_mosaic_gpu_h200.json (D192/128, segments, the cap at
-    D128) and bias_mosaic_gpu_h200.json, ms at B2 T8192 unless said:
+    """benchmarks/results/bench_mosaic_gpu_attention_h200.json, orders_mosaic_gpu_h200.json (D192/128, the cap),
+    flash_attention_mosaic_gpu_h200.json (segments) and bias_mosaic_gpu_h200.json (gradients under a bias of keys), ms at B2 T8192
+    unless said:
 
-    H32/8 D128 causal                   forward 1.67, Triton 2.14    backward 5.84, Triton 6.37
-    H16 D128 causal                     forward 0.933, Triton 1.17   backward 2.88, Triton 3.54
-    H16 D128                            forward 1.59, Triton 2.16    backward 5.28, Triton 6.56
-    H32 D64                             forward 2.07, Triton 2.49    backward 6.58, Triton 7.00
-    H16/8 D128 window 4096 soft cap     forward 0.888, Triton 1.56   backward 2.73, Triton 4.00
-    H16/8 D256 window 4096 soft cap     forward 1.39, Triton 2.20    backward 7.48, Triton 10.1
-    H16 D192/128 causal                 forward 1.05, Triton 1.88    backward 4.30, Triton 9.15
+    H32/8 D128 causal                   forward 1.62, Triton 2.12    backward 5.48, Triton 6.54
+    H16 D128 causal                     forward 0.873, Triton 1.16   backward 2.79, Triton 3.53
+    H16 D128                            forward 1.56, Triton 2.15    backward 5.23, Triton 6.45
+    H32 D64                             forward 2.03, Triton 2.47    backward 6.49, Triton 6.96
+    H16/8 D128 window 4096 soft cap     forward 0.781, Triton 1.56   backward 2.50, Triton 3.98
+    H16/8 D256 window 4096 soft cap     forward 1.15, Triton 2.21    backward 7.24, Triton 10.1
+    H16 D192/128 causal                 forward 1.04, Triton 1.88    backward 4.27, Triton 9.15
     H16/4 D128 causal T32768 8 segments forward 1.01, Triton 1.36    backward 3.22, Triton 4.55
     H64/8 D64 window 128                forward 0.203, Triton 0.286  backward 0.969, Triton 0.712
-    H16 D128 causal, bias of pairs      forward 1.33, Triton 24.6    backward 6.61, Triton 27.2
-    H16 D128 causal, bias of keys       forward 1.17, Triton 14.5    backward 4.71, Triton 18.3
+    H16 D128 causal, bias of a batch    forward 1.23, Triton 1.76    backward 5.30, Triton 9.78
+    H16 D128 causal, bias of keys       forward 1.00, Triton 1.72    backward 4.71
 
     Phases are chosen apart, as each reads nothing of the other but output and log-sum-exp. Long calls took XLA at least twice as
     long in every case.
@@ -80,11 +81,11 @@ def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase) -> Standing
 def _attention_on_cuda(call: FlashAttentionCall, phase: Phase) -> Standing:
     """benchmarks/results/bench_cuda_attention_h200.json, forward in ms at B2 T8192:
 
-    H32/8 D128 causal               1.69, Mosaic GPU 1.66, Triton 2.14
-    H16 D128 causal                 0.881, Mosaic GPU 0.912, Triton 1.17
+    H32/8 D128 causal               1.69, Mosaic GPU 1.66 (1.62 since), Triton 2.14
+    H16 D128 causal                 0.881, Mosaic GPU 0.912 (0.873 since, CUDA 0.872 beside it), Triton 1.17
     H16 D128                        1.63, Mosaic GPU 1.59, Triton 2.17
     H32 D64                         2.02, Mosaic GPU 2.06, Triton 2.48
-    H16/8 D256 window 4096 soft cap 1.35, Mosaic GPU 1.40, Triton 2.19
+    H16/8 D256 window 4096 soft cap 1.35, Mosaic GPU 1.40 (1.15 since, where a cap bounds weights), Triton 2.19
     H64/8 D64 window 128            0.259, Mosaic GPU 0.347 (0.203 since, with packed heads), Triton 0.286
 
     and 1.48 at H16 D192/128 causal (flash_attention_cuda_h200.json), Mosaic GPU 1.05, Triton 1.88.
@@ -95,18 +96,20 @@ def _attention_on_cuda(call: FlashAttentionCall, phase: Phase) -> Standing:
     if untimed := _untimed_attention(call):
         return Standing(_BEHIND_TRITON, f"{untimed} were not timed")
     shared = call.query.shape[2] > call.key.shape[2]
-    narrow, wide = width is not None and width < _NARROW_WINDOW and not _packs(call), call.value.shape[3] > 128
-    if narrow or wide or (call.causal and not shared):
+    narrow = width is not None and width < _NARROW_WINDOW and not _packs(call)
+    wide = call.value.shape[3] > 128
+    if narrow or ((wide or (call.causal and not shared)) and call.soft_cap is None):
         return Standing(_FIRST)
     return Standing(
-        _BEHIND_MOSAIC_GPU, "for heads up to 128 that share keys, or see all of them, Mosaic GPU's was as fast or faster"
+        _BEHIND_MOSAIC_GPU,
+        "under a cap, and for heads up to 128 that share keys or see all of them, Mosaic GPU's was as fast or faster",
     )
 
 
 def _attention_on_cudnn(call: FlashAttentionCall, phase: Phase) -> Standing:
-    """benchmarks/results/bench_mosaic_gpu_attention_h200.json, of the first four cases above: forward 1.76, 0.969, 1.61, 2.25 ms;
-    backward, which adds up in any order and is refused where that is not allowed, 5.10, 2.64, 4.65, 5.81 ms, Mosaic GPU's 5.84,
-    2.88, 5.28, 6.58. With a window of 128, forward 0.279 ms."""
+    """benchmarks/results/bench_mosaic_gpu_attention_h200.json, of the first four cases above: forward 1.73, 0.949, 1.57, 2.24 ms;
+    backward, which adds up in any order and is refused where that is not allowed, 5.04, 2.62, 4.56, 5.76 ms, Mosaic GPU's 5.48,
+    2.79, 5.23, 6.49. With a window of 128, forward 0.279 ms."""
     if few := _few_tokens(call):
         return few
     if phase == "forward":
@@ -154,6 +157,17 @@ def _rms_norm_on_cuda(call: Any, phase: Phase) -> Standing:
     if columns <= 128 and call.x.dtype in _HALVES and phase == "backward":
         return Standing(_BEHIND_TRITON, _TRITON_WAS_FASTER)
     return _layer_norm_on_cuda(call, phase)
+
+
+def _softmax_on_cuda(call: Any, phase: Phase) -> Standing:
+    """In rows_cuda_h200.json:
+
+    2048x32768   forward 0.072, Triton 0.074, XLA 0.164   backward 0.099, Triton 0.103, XLA 0.160
+    1024x131072  forward 0.157, Triton 0.168, XLA 0.308   backward 0.197, Triton 0.202, XLA 0.310
+    """
+    if call.x.dtype in _HALVES and 16384 < call.x.shape[-1] <= 131072:
+        return Standing(_FIRST)
+    return Standing(_BEHIND_TRITON, _TRITON_WAS_FASTER)
 
 
 def _paged_attention_on_cuda(call: PagedAttentionCall, phase: Phase) -> Standing:
@@ -286,9 +300,8 @@ DEFAULT_ORDER: Mapping[str, Mapping[str, Mapping[str, int | Rule]]] = {
     # benchmarks/results/rows_h200.json: 0.99 to 1.00 times in both phases, 1.4 times with the gradients of cos and sin;
     # rows_cuda_h200.json: CUDA's takes 1.06 to 1.13 times XLA's time
     "rope": {"gpu": {"triton": _TRITON, "cuda": _BEHIND_XLA}},
-    # benchmarks/results/rows_h200.json: forward 1.03 to 1.5 times, backward 1.03 to 1.8 times; rows_cuda_h200.json: CUDA's forward
-    # 0.97 to 2.0 times as fast as XLA, backward 1.4 to 1.7 times, at best what Triton's is
-    "softmax": {"gpu": {"triton": _TRITON, "cuda": _BEHIND_TRITON}},
+    # benchmarks/results/rows_h200.json: forward 1.03 to 1.5 times as fast as XLA, backward 1.03 to 1.8 times
+    "softmax": {"gpu": {"triton": _TRITON, "cuda": _softmax_on_cuda}},
     # benchmarks/results/rms_norm_h200.json: forward 1.04 to 1.10 times as fast as XLA, backward 1.61 to 1.64 times
     "rms_norm": {"gpu": {"triton": _TRITON, "cuda": _rms_norm_on_cuda}},
 }
