@@ -59,7 +59,7 @@ def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase) -> Standing
     H16 D192/128 causal                 forward 1.04, Triton 1.88    backward 4.27, Triton 9.15
     H16/4 D128 causal T32768 8 segments forward 1.01, Triton 1.36    backward 3.22, Triton 4.55
     H64/8 D64 window 128                forward 0.203, Triton 0.286  backward 0.969, Triton 0.712
-    H16 D128 causal, bias of a batch    forward 1.23, Triton 1.76    backward 5.30, Triton 9.78
+    H16 D128 causal, bias `[1,1,T,T]`   forward 1.23, Triton 1.76    backward 5.30, Triton 9.78
     H16 D128 causal, bias of keys       forward 1.00, Triton 1.72    backward 4.71
 
     Phases are chosen apart, as each reads nothing of the other but output and log-sum-exp. Long calls took XLA at least twice as
