@@ -21,7 +21,7 @@ class ForwardConfig:
     block_q, block_k: queries that a program owns, and keys of one tile; powers of two.
     num_warps: warps per program.
     num_stages: depth of the pipeline over tiles of keys.
-    ahead: whether the product of the next tile runs beside the exponentials of this one.
+    ahead: whether the product of the next tile runs beside the exponentials of this one; without effect beside a bias.
     masked: whether all tiles go through one loop with masks, instead of through one for whole tiles and others around it.
     """
 
@@ -246,14 +246,15 @@ def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig
     model = _Model(call, target)
     tile = _first(model.forward_choices(), model.forward_fits, model.queries, model.keys)
     masked = model.narrow and not model.wide and tile in _MASKED
-    return ForwardConfig(*tile, ahead=model.capped and model.width > 128 and tile in _AHEAD, masked=masked)
+    ahead = model.capped and model.width > 128 and call.bias is None and tile in _AHEAD
+    return ForwardConfig(*tile, ahead=ahead, masked=masked)
 
 
 def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfig]:
     model = _Model(call, target)
     lengths = model.queries, model.keys
     tiles = _fitting(model.tiles(_FORWARD, model.parts_forward(), _TF32_FORWARD), model.forward_fits, *lengths)
-    ahead = [] if model.wide else _fitting(_AHEAD, model.forward_fits, *lengths)
+    ahead = [] if model.wide or call.bias is not None else _fitting(_AHEAD, model.forward_fits, *lengths)
     masked = _fitting(_MASKED, model.forward_fits, *lengths) if model.narrow and not model.wide else []
     found = [ForwardConfig(*tile) for tile in tiles] + [ForwardConfig(*tile, ahead=True) for tile in ahead]
     found += [ForwardConfig(*tile, masked=True) for tile in masked]
