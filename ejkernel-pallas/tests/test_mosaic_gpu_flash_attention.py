@@ -408,6 +408,18 @@ def test_lowers_for_cuda(size: tuple[int, int], biased: bool) -> None:
     assert text.count("custom_call @mosaic_gpu") == (3 if chosen.key_apart else 2) + biased
 
 
+@needs_cuda
+@pytest.mark.parametrize("causal", [True, False], ids=["equal shares", "in order"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
+def test_programs_that_stay_lower_for_cuda(causal: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more blocks than programs, which take turns by the hardware's barriers."""
+    monkeypatch.setattr(kernel, "MULTIPROCESSORS", 3)
+    call, inputs, _ = problem(512, 512, 4, 2, causal=causal)
+    chosen = dataclasses.replace(PERSISTENT, query_in_registers=False, overlap=overlap)
+    text = jax.jit(lambda i: kernel.forward(call, i, chosen)).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call @mosaic_gpu" in text
+
+
 def test_spaces_fit_a_block() -> None:
     sizes = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256))
     biases = (
@@ -476,6 +488,26 @@ def test_programs_that_stay_have_equal_shares() -> None:
     work = [sum(lengths[blocks[i_work]] for i_work in share) for share in shares]
     assert max(work) <= 1.01 * np.mean(work)
     assert schedule_of(64, 32, 1, share=1, bytes_per_share=1, reverse=True, programs=132, lengths=[7] * 64).shares is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(causal=True),
+        dict(causal=True, causal_alignment="bottom_right", sliding_window=(70, 0)),
+        dict(causal=True, prefix=130),
+        dict(sliding_window=(40, 90)),
+        dict(chunk_size=96),
+    ],
+    ids=str,
+)
+def test_lengths_are_those_of_the_walks(options: dict[str, Any]) -> None:
+    call, _, _ = problem(300, 420, **options)
+    known = rules.rules_of(call)
+    for first in range(0, 300, 128):
+        low, _, _, high = known.key_range(jnp.int32(first), jnp.int32(first + 127), 64)
+        assert config.keys_met(call, first, 128, 64) == int(high) - int(low)
 
 
 def test_a_cap_bounds_weights_where_their_range_suffices() -> None:
