@@ -283,18 +283,17 @@ def _walked(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
 
 
 def keys_met(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
-    """Tiles of keys that meet a block of queries, as far as indices tell."""
+    """Tiles of keys that meet a block of queries, where indices alone say so."""
     left, right = call.window or (None, None)
     start, end = first + call.query_offset, first + own + call.query_offset
     low, high = 0, call.key.shape[1]
-    if call.query_positions is None and call.key_positions is None:
-        if call.causal:
-            high = min(high, max(end, call.prefix or 0))
-        high = high if right is None else min(high, end + right)
-        low = low if left is None else max(low, start - left)
-        if call.chunk_size is not None:
-            low = max(low, start // call.chunk_size * call.chunk_size)
-            high = min(high, -(-end // call.chunk_size) * call.chunk_size)
+    if call.causal:
+        high = min(high, max(end, call.prefix or 0))
+    high = high if right is None else min(high, end + right)
+    low = low if left is None else max(low, start - left)
+    if call.chunk_size is not None:
+        low = max(low, start // call.chunk_size * call.chunk_size)
+        high = min(high, -(-end // call.chunk_size) * call.chunk_size)
     return max(0, -(-high // block) - max(0, low) // block)
 
 

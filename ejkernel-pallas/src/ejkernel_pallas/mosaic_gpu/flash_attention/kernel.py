@@ -218,7 +218,7 @@ def _schedule(
     owner, walked = (call.key, call.query) if by_key else (call.query, call.key)
     batch, length, heads, size = owner.shape
     group = call.query.shape[2] // call.key.shape[2]
-    known = call.query_segments is None and call.query_positions is None and call.key_positions is None
+    known = rules_of(call).by_index
     read = walked.shape[1] * (size + call.value.shape[3]) * 2
     return schedule_of(
         -(-length // own),
