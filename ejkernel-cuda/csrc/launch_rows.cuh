@@ -116,7 +116,7 @@ ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op
     return Invalid(operation, std::to_string(groups * walk.parts) + " blocks are more than a grid has");
   const unsigned blocks = unsigned(groups * walk.parts);
   if (plan.threads > 32) {
-    direct_rows<Op, ITEMS, Span::kBlock><<<blocks, block, 0, stream>>>(op, walk);
+    direct_rows<Op, ITEMS, Span::kWarps><<<blocks, block, 0, stream>>>(op, walk);
   } else {
     direct_rows<Op, ITEMS, Span::kWarp><<<blocks, block, 0, stream>>>(op, walk);
   }

@@ -26,9 +26,9 @@ struct Largest {
   static __device__ float of(float a, float b) { return fmaxf(a, b); }
 };
 
-// What is known of the threads of a row when a kernel is compiled: they are a warp or a part of one, any of a block, or more than a
-// warp in each block of a cluster.
-enum class Span { kWarp, kBlock, kCluster };
+// What is known of the threads of a row when a kernel is compiled: they are a warp or a part of one, several warps, either of the
+// two, or several warps in each block of a cluster.
+enum class Span { kWarp, kWarps, kBlock, kCluster };
 
 // Reduction over `threads` neighbouring threads: a power of two up to 32, which share a warp, or all warps of a block. In shared
 // memory `scratch` has kScratch<values> floats.
@@ -59,7 +59,7 @@ struct Reducer {
   // Whether threads of other warps have the row, too.
   template <Span SPAN>
   __device__ bool is_wide() const {
-    return SPAN == Span::kCluster || (SPAN == Span::kBlock && threads > 32);
+    return SPAN == Span::kCluster || SPAN == Span::kWarps || (SPAN == Span::kBlock && threads > 32);
   }
 
   // Threads of the row that share a warp.

@@ -38,12 +38,13 @@ struct Columns {
 
   // How many warp `warp` of the block has.
   template <int N, int ITEMS>
-  __device__ int of_warp(int warp) const {
+  __device__ float of_warp(int warp) const {
+    if (step * ITEMS == here) return 32 * N * ITEMS;
     const int begin = first - int(threadIdx.x) * N + warp * 32 * N;
     int count = 0;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) count += min(max(end - begin - item * step, 0), 32 * N);
-    return count;
+    return float(count);
   }
 
   // How many block `rank` has.
@@ -64,6 +65,7 @@ struct Place {
 // together.
 template <typename T, int N, int ITEMS>
 struct Slots {
+  static constexpr bool kInRegisters = false;
   T* data;
   __device__ T* at(int stream, int item) const { return data + (stream * ITEMS + item) * 32 * N; }
   __device__ void read(int stream, int item, float (&to)[N]) const { widen(load<T, N>(at(stream, item)), to); }
@@ -73,6 +75,7 @@ struct Slots {
 // The same in registers.
 template <typename T, int N, int ITEMS, int STREAMS>
 struct Held {
+  static constexpr bool kInRegisters = true;
   Pack<T, N> packs[STREAMS][ITEMS];
   __device__ void read(int stream, int item, float (&to)[N]) const { widen(packs[stream][item], to); }
   // Widened a second time: packs take half the registers of floats that the compiler would hold from the first time on.
@@ -233,22 +236,23 @@ __global__ void __maxnreg__(Op::direct_registers(ITEMS)) direct_rows(Op op, Walk
   const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group);
   const int first = begin + int(blockIdx.x - group * parts) * int(blockDim.y) * ROWS + int(threadIdx.y);
   const Columns columns = columns_of_block<N>(op.width, 1, 0);
-  Held<T, N, ITEMS, Op::kStreams> held[ROWS];
-  Place places[ROWS];
+  op.template with_parameters<ITEMS>(group, columns, [&](auto&& parameters) {
+    Held<T, N, ITEMS, Op::kStreams> held[ROWS];
+    Place places[ROWS];
 #pragma unroll
-  for (int at = 0; at < ROWS; ++at) {
-    places[at] = place_of(op, first + at * int(blockDim.y), end, columns);
+    for (int at = 0; at < ROWS; ++at) {
+      places[at] = place_of(op, first + at * int(blockDim.y), end, columns);
 #pragma unroll
-    for (int stream = 0; stream < Op::kStreams; ++stream) {
+      for (int stream = 0; stream < Op::kStreams; ++stream) {
 #pragma unroll
-      for (int item = 0; item < ITEMS; ++item) {
-        const T* from = op.stream(stream) + places[at].start + columns.of(item);
-        const bool there = places[at].active && columns.has(item);
-        held[at].packs[stream][item] = load_early<T, N>(from, there);
+        for (int item = 0; item < ITEMS; ++item) {
+          const T* from = op.stream(stream) + places[at].start + columns.of(item);
+          const bool there = places[at].active && columns.has(item);
+          held[at].packs[stream][item] = load_early<T, N>(from, there);
+        }
       }
     }
-  }
-  op.template with_parameters<ITEMS>(group, columns, [&](auto&& parameters) {
+    parameters.ask();  // with no branch before: the compiler waits for rows in front of what comes after one
     typename Op::template Aside<ITEMS> asides[ROWS];
     float found[ROWS][Op::kFound];
 #pragma unroll

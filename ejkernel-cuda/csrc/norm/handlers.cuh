@@ -12,8 +12,8 @@ namespace ejkernel::norm {
 
 template <typename T>
 Parameter<T> AsParameter(Array array) {
-  const int64_t batch = array.dimensions()[0];
-  return {batch ? array.untyped_data() : nullptr, batch > 1 ? array.dimensions()[1] : 0, array.element_type() != ffi::F32};
+  const int64_t batch = array.dimensions()[0], bytes = array.dimensions()[1] * int64_t(ffi::ByteWidth(array.element_type()));
+  return {batch ? array.untyped_data() : nullptr, batch > 1 ? bytes : 0, array.element_type() != ffi::F32};
 }
 
 template <bool CENTRED, bool ADDED = false>

@@ -35,13 +35,10 @@ struct ParameterRow {
 template <typename T>
 struct Parameter {
   const void* data;  // null when absent
-  int64_t stride;    // elements from one batch member to the next; 0 when all share it
+  int64_t stride;    // bytes from one batch member to the next; 0 when all share it
   bool narrow;
 
-  __device__ ParameterRow<T> member(int64_t index) const {
-    const int64_t bytes = index * stride * int64_t(narrow ? sizeof(T) : sizeof(float));
-    return {data ? static_cast<const char*>(data) + bytes : nullptr, narrow};
-  }
+  __device__ ParameterRow<T> member(int64_t index) const { return {static_cast<const char*>(data) + index * stride, narrow}; }
 
   __device__ ParameterRow<T> row(int64_t row, int64_t rows_per_batch) const {
     int64_t within;
@@ -98,7 +95,6 @@ struct Forward {
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > (CENTRED ? 1 : 2) ? 80 : 64; }
   static constexpr int kSharedRegisters = registers(kMaxItems);
-  static constexpr bool kHalf = std::is_same_v<T, __half>;  // takes more registers to widen
   static constexpr int direct_registers(int items) { return ADDED || items <= 2 ? 80 : 64; }
   template <int ITEMS>
   struct Kept {
@@ -117,14 +113,16 @@ struct Forward {
   template <typename S, int ITEMS>
   struct Near {
     static constexpr int kPart = 16 / sizeof(S), kParts = N / kPart;  // columns of a load, loads of an item
-    static constexpr bool kEarly = !(CENTRED && kHalf);               // where registers hold an item that is asked for
+    static constexpr bool kEarly = !CENTRED;                          // where registers hold an item that is asked for
     ParameterRow<T> scale, offset;
     const Columns& columns;
     float more;  // on top of scale
     Pack<S, kPart> scales[kParts], offsets[kParts];
 
     __device__ Near(const ParameterRow<T>& factors, const ParameterRow<T>& shifts, const Columns& columns, float more)
-        : scale(factors), offset(shifts), columns(columns), more(more) {
+        : scale(factors), offset(shifts), columns(columns), more(more) {}
+
+    __device__ void ask() {
       if (kEarly) ask(0);
     }
 
@@ -167,8 +165,13 @@ struct Forward {
     Pack<T, N> scale[ITEMS], offset[ADDED ? 1 : ITEMS];
     float more;  // on top of scale
 
+    const ParameterRow<T>&factors, &shifts;
+    const Columns& columns;
+
     __device__ Ahead(const ParameterRow<T>& factors, const ParameterRow<T>& shifts, const Columns& columns, float more)
-        : more(more) {
+        : more(more), factors(factors), shifts(shifts), columns(columns) {}
+
+    __device__ void ask() {
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
         scale[item] = packs_of(factors, item, columns);
@@ -187,8 +190,11 @@ struct Forward {
       if constexpr (!ADDED) ITEMS == 1 ? widen(offset[item], shift) : widen_again(offset[item], shift);
     }
   };
+  // From `measure` to `finish` of a row in registers, where CENTRED: its columns about the mean of the warp's, and that.
   template <int ITEMS>
-  struct Aside {};
+  struct Aside {
+    float apart[CENTRED ? ITEMS : 1][N], from;
+  };
 
   __device__ const T* stream(int which) const { return which == 0 ? x : residual; }
 
@@ -238,8 +244,9 @@ struct Forward {
 
   // Of each of so many rows, the mean of the block's columns and the sum of squares about it; unless CENTRED, the sum of squares.
   template <int ITEMS, Span SPAN, int ROWS, class Source, class Parameters>
-  __device__ void measure(const Source (&sources)[ROWS], const Aside<ITEMS> (&)[ROWS], const Parameters&, const Columns& columns,
+  __device__ void measure(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], const Parameters&, const Columns& columns,
                           Reducer& reducer, float (&found)[ROWS][kFound]) const {
+    constexpr bool kApart = CENTRED && Source::kInRegisters;
     float squares[ROWS] = {}, centres[ROWS] = {};
     if constexpr (CENTRED) {
       // About the warp's own mean first, so that the warps meet once.
@@ -249,29 +256,38 @@ struct Forward {
         for (int item = 0; item < ITEMS; ++item) {
           float x[N];
           read(sources[row], item, x);
+          float sum = 0.f;
 #pragma unroll
-          for (int i = 0; i < N; ++i) centres[row] += x[i];
+          for (int i = 0; i < N; ++i) {
+            sum += x[i];
+            if constexpr (kApart) asides[row].apart[item][i] = x[i];
+          }
+          centres[row] += sum;
         }
       }
       Reducer::warp<Add>(centres, reducer.template neighbours<SPAN>());
       const bool wide = reducer.template is_wide<SPAN>();
-      const float share = wide ? 1.f / max(columns.of_warp<N, ITEMS>(threadIdx.x / 32), 1) : inverse_width;
+      const float share = wide ? fast_inverse(fmaxf(columns.of_warp<N, ITEMS>(threadIdx.x / 32), 1.f)) : inverse_width;
 #pragma unroll
-      for (int row = 0; row < ROWS; ++row) centres[row] *= share;
+      for (int row = 0; row < ROWS; ++row) asides[row].from = centres[row] *= share;
     }
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
-        if (CENTRED && ITEMS > 1 && !columns.has(item)) continue;
+        if (CENTRED && !kApart && ITEMS > 1 && !columns.has(item)) continue;
         const float from = columns.has(item) ? centres[row] : 0.f;  // of which there is zero
         float x[N];
-        read<CENTRED && ITEMS != 1>(sources[row], item, x);
+        if constexpr (!kApart) read<CENTRED && ITEMS != 1>(sources[row], item, x);
+        float sum = 0.f;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          const float apart = CENTRED ? x[i] - from : x[i];
-          squares[row] += apart * apart;
+          if constexpr (kApart) x[i] = asides[row].apart[item][i];
+          if constexpr (CENTRED) x[i] -= from;
+          if constexpr (kApart) asides[row].apart[item][i] = x[i];
+          sum += x[i] * x[i];
         }
+        squares[row] += sum;
       }
     }
     if constexpr (CENTRED) {
@@ -294,7 +310,7 @@ struct Forward {
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) both[row] = centres[row], both[ROWS + row] = squares[row];
     const int warps = reducer.gather(both, absent), warp = threadIdx.x % warps;
-    const float count = warp < reducer.threads / 32 ? float(columns.of_warp<N, ITEMS>(warp)) : 0.f;
+    const float count = warp < reducer.threads / 32 ? columns.of_warp<N, ITEMS>(warp) : 0.f;
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) centres[row] = both[row] * count;
     Reducer::warp<Add>(centres, warps);
@@ -321,25 +337,28 @@ struct Forward {
   }
 
   template <int ITEMS, class Source, class Parameters, class Found>
-  __device__ void finish(const Source& source, const Aside<ITEMS>&, Parameters& parameters, const Place& place,
+  __device__ void finish(const Source& source, const Aside<ITEMS>& aside, Parameters& parameters, const Place& place,
                          const Found& found) const {
     float centre, squares;
     moments(found, place.columns, centre, squares);
     const float inverse = rsqrtf(squares * inverse_width + epsilon);
+    constexpr bool kApart = CENTRED && Source::kInRegisters;
+    const float shift = kApart ? (aside.from - centre) * inverse : 0.f;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       const bool there = place.active && place.columns.has(item);
       const int64_t at = place.start + place.columns.of(item);
-      float x[N], factor[N], shift[N];
-      parameters.read(item, place.columns, factor, shift);
-      if (ITEMS > 1 && !there) continue;  // a branch, so that nothing is held for it that is found again
-      read<ITEMS != 1>(source, item, x);
+      float x[N], factor[N], more[N];
+      parameters.read(item, place.columns, factor, more);
+      if (!kApart && ITEMS > 1 && !there) continue;  // a branch, so that nothing is held for it that is found again
+      if constexpr (!kApart) read<ITEMS != 1>(source, item, x);
       if constexpr (ADDED) store_out(sum + at, rounded<T, N>(x), there);
       const float from = place.columns.has(item) ? centre : 0.f;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        x[i] = (CENTRED ? x[i] - from : x[i]) * inverse * factor[i];
-        if constexpr (!ADDED) x[i] += shift[i];
+        x[i] = kApart ? fmaf(aside.apart[item][i], inverse, shift) : (CENTRED ? x[i] - from : x[i]) * inverse;
+        x[i] *= factor[i];
+        if constexpr (!ADDED) x[i] += more[i];
       }
       store_out(out + at, rounded<T, N>(x), there);
     }
@@ -461,8 +480,8 @@ struct Backward {
                         const float (&factor)[N], float inverse, float dot, float sum) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float weighted = grads[i] * factor[i];
-      const float value = inverse * (CENTRED ? weighted - sum - normalised[i] * dot : weighted - normalised[i] * dot);
+      const float through = CENTRED ? fmaf(normalised[i], -dot * inverse, -sum * inverse) : normalised[i] * (-dot * inverse);
+      const float value = fmaf(grads[i] * factor[i], inverse, through);
       result[i] = ADDED ? result[i] + value : value;
     }
     store_out(d_x + at, rounded<T, N>(result));

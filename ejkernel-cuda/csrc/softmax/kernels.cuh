@@ -41,12 +41,12 @@ __device__ inline unsigned taking_part(const Mask& mask, int64_t mask_row, int c
   return bits;
 }
 
-// The same for all of a thread's columns, where there is a mask.
+// The same for all of a thread's columns.
 template <int N, int ITEMS>
 __device__ inline unsigned row_taking_part(const Mask& mask, const Place& place, int width) {
   static_assert(N * ITEMS <= 32);
-  if (!place.active || !mask.data) return 0;
-  const int64_t mask_row = mask.row(place.row);
+  if (!place.active) return 0;
+  const int64_t mask_row = mask.data ? mask.row(place.row) : 0;
   unsigned bits = 0;
 #pragma unroll
   for (int item = 0; item < ITEMS; ++item) {
@@ -96,7 +96,9 @@ struct Forward {
   template <int ITEMS>
   __device__ void begin(Kept<ITEMS>&, int64_t, const Columns&) const {}
 
-  struct Nothing {};
+  struct Nothing {
+    __device__ void ask() const {}
+  };
   template <int ITEMS, class Use>
   __device__ void with_parameters(int64_t, const Columns&, Use use) const {
     use(Nothing{});
@@ -105,45 +107,53 @@ struct Forward {
   template <int ITEMS>
   __device__ Aside<ITEMS> aside(const Place& place) const {
     Aside<ITEMS> aside;
-    aside.taken = row_taking_part<N, ITEMS>(mask, place, width);
+    aside.taken = is_ordered() ? 0 : row_taking_part<N, ITEMS>(mask, place, width);
     return aside;
   }
 
   __device__ float logit(float value, bool taken) const { return taken ? value * (scale * kUnit<T>) : -INFINITY; }
 
+  __device__ bool is_ordered() const { return !mask.data && scale > 0.f; }
+
   // What is taken from every logit: the largest, or 0 in a row without one, so that -inf - (-inf) does not arise.
   static __device__ float shift_of(float largest) { return largest == -INFINITY ? 0.f : largest; }
   static __device__ float inverse_of(float total) { return total == 0.f ? 0.f : 1.f / total; }
 
-  // Of each of so many rows, the largest logit of the block's columns, and the sum of weights relative to it. Without a mask every
-  // column that is there takes part.
+  // Of each of so many rows, the largest logit of the block's columns, and the sum of weights relative to it.
   template <int ITEMS, Span SPAN, int ROWS, class Source, class Nothing>
   __device__ void measure(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], const Nothing&, const Columns& columns,
                           Reducer& reducer, float (&found)[ROWS][kFound]) const {
-    mask.data ? weigh<true, SPAN>(sources, asides, columns, reducer, found)
-              : weigh<false, SPAN>(sources, asides, columns, reducer, found);
+    is_ordered() ? weigh<true, SPAN>(sources, asides, columns, reducer, found)
+                 : weigh<false, SPAN>(sources, asides, columns, reducer, found);
   }
 
-  template <bool MASKED, Span SPAN, int ITEMS, int ROWS, class Source>
+  // Without a mask and with a positive scale, the largest element has the largest logit: in registers one multiply-add then makes a
+  // logit and takes the largest from it. Of rows in shared memory that was slower.
+  template <bool ORDERED, Span SPAN, int ITEMS, int ROWS, class Source>
   __device__ void weigh(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], const Columns& columns, Reducer& reducer,
                         float (&found)[ROWS][kFound]) const {
+    constexpr bool kRaw = ORDERED && Source::kInRegisters;
+    const float factor = scale * kUnit<T>;
     float largest[ROWS], total[ROWS] = {};
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
       largest[row] = -INFINITY;
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
-        float values[N];
+        float values[N], here = -INFINITY;
         sources[row].read(0, item, values);
         const float absent = columns.has(item) ? 0.f : -INFINITY;  // added to the zeros that are there instead
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           const int at = item * N + i;
-          asides[row].weights[at] =
-              MASKED ? logit(values[i], asides[row].taken >> at & 1u) : fmaf(values[i], scale * kUnit<T>, absent);
-          largest[row] = fmaxf(largest[row], asides[row].weights[at]);
+          asides[row].weights[at] = kRaw      ? values[i]
+                                    : ORDERED ? fmaf(values[i], factor, absent)
+                                              : logit(values[i], asides[row].taken >> at & 1u);
+          here = fmaxf(here, asides[row].weights[at]);
         }
+        largest[row] = fmaxf(largest[row], kRaw ? here + absent : here);
       }
+      if constexpr (kRaw) largest[row] *= factor;
     }
     const int neighbours = reducer.template neighbours<SPAN>();
     Reducer::warp<Largest>(largest, neighbours);
@@ -152,9 +162,14 @@ struct Forward {
       asides[row].largest = largest[row];
       const float shift = shift_of(largest[row]);
 #pragma unroll
-      for (int at = 0; at < ITEMS * N; ++at) {
-        asides[row].weights[at] = weight<T>(asides[row].weights[at] - shift);
-        total[row] += asides[row].weights[at];
+      for (int item = 0; item < ITEMS; ++item) {
+        const float from = kRaw && !columns.has(item) ? INFINITY : shift;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          float& value = asides[row].weights[item * N + i];
+          value = weight<T>(kRaw ? fmaf(value, factor, -from) : value - from);
+          total[row] += value;
+        }
       }
     }
     Reducer::warp<Add>(total, neighbours);
@@ -183,7 +198,7 @@ struct Forward {
 
   template <int ITEMS, class Source, class Nothing, class Found>
   __device__ void finish(const Source&, const Aside<ITEMS>& aside, const Nothing&, const Place& place, const Found& found) const {
-    mask.data ? scale_weights<true>(aside, place, found) : scale_weights<false>(aside, place, found);
+    is_ordered() ? scale_weights<false>(aside, place, found) : scale_weights<true>(aside, place, found);
   }
 
   template <bool MASKED, int ITEMS, class Found>
@@ -280,7 +295,9 @@ struct Backward {
   template <int ITEMS>
   __device__ void begin(Kept<ITEMS>&, int64_t, const Columns&) const {}
 
-  struct Nothing {};
+  struct Nothing {
+    __device__ void ask() const {}
+  };
   template <int ITEMS, class Use>
   __device__ void with_parameters(int64_t, const Columns&, Use use) const {
     use(Nothing{});
@@ -288,7 +305,7 @@ struct Backward {
 
   template <int ITEMS>
   __device__ Aside<ITEMS> aside(const Place& place) const {
-    return {row_taking_part<N, ITEMS>(mask, place, width)};
+    return {mask.data ? row_taking_part<N, ITEMS>(mask, place, width) : 0};
   }
 
   template <bool MASKED>

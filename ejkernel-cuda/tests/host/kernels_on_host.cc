@@ -19,12 +19,12 @@ struct Shape {
 // norm::Parameter of any type.
 struct Stored {
   const void* data;
-  int64_t stride;
+  int64_t stride;  // in elements
   bool narrow;
 
   template <typename T>
   norm::Parameter<T> as() const {
-    return {data, stride, narrow};
+    return {data, stride * int64_t(narrow ? sizeof(T) : sizeof(float)), narrow};
   }
 };
 
@@ -46,7 +46,7 @@ void direct(const Op& op, const Shape& shape) {
     const int64_t rows = y * kAtOnce<Op, ITEMS>;
     const Walk walk{shape.rows_per_group, (shape.rows_per_group + rows - 1) / rows};
     host::launch(unsigned(shape.groups * walk.parts), {unsigned(shape.threads), y}, 1, [&] {
-      y == 1 ? direct_rows<Op, ITEMS, Span::kBlock>(op, walk) : direct_rows<Op, ITEMS, Span::kWarp>(op, walk);
+      y == 1 ? direct_rows<Op, ITEMS, Span::kWarps>(op, walk) : direct_rows<Op, ITEMS, Span::kWarp>(op, walk);
     });
   }
 }

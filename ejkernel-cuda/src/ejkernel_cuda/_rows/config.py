@@ -75,24 +75,24 @@ def threads_for(packs: int, packs_per_thread: int) -> int:
 
 
 def clusters_for(x: ArraySpec, target: Target) -> list[int]:
-    """Clusters that take a row of which one block takes more than half at best, smallest first, at most two; none where packs
+    """Clusters that take a row of which one block takes more than half at best, smallest first, at most three; none where packs
     are single elements."""
     packs, itemsize = packs_of(x), 4 if x.dtype == "float32" else 2
     if target.capability is None or target.capability < CLUSTERS_SINCE:
         return []
     if 2 * packs <= MOST or x.shape[-1] * itemsize % 16:
         return []
-    return [size for size in CLUSTERS if packs <= size * PACKS * THREADS[-1]][:2]
+    return [size for size in CLUSTERS if packs <= size * PACKS * THREADS[-1]][:3]
 
 
 def is_narrow(x: ArraySpec) -> bool:
     return packs_of(x) < _SPARE
 
 
-def cluster_config(x: ArraySpec, target: Target, *, larger: bool = True, beyond: int = MOST) -> ForwardConfig | None:
-    """Of rows of more packs than that; None where there is no cluster for them."""
+def cluster_config(x: ArraySpec, target: Target, *, rank: int = 1, beyond: int = MOST) -> ForwardConfig | None:
+    """Of rows of more packs than that; None where there is no cluster for them. `rank`: 0 is the smallest cluster, 1 the next."""
     sizes = clusters_for(x, target) if packs_of(x) > beyond else []
-    return ForwardConfig(THREADS[-1], sizes[-1 if larger else 0], _CLUSTER_STAGES) if sizes else None
+    return ForwardConfig(THREADS[-1], sizes[min(rank, len(sizes) - 1)], _CLUSTER_STAGES) if sizes else None
 
 
 def block_config(x: ArraySpec, streams: int, packs_per_thread: int, stages: int | None = None) -> ForwardConfig:
@@ -119,15 +119,29 @@ def row_configs(
     return list(dict.fromkeys([chosen, *found]))
 
 
-def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
+def _forward(call: NormCall, target: Target, narrow: int) -> ForwardConfig:
+    """`narrow`: packs per thread of narrow rows."""
     if is_narrow(call.x):
-        return direct_config(call.x, 1) or block_config(call.x, 1, 2, 3)
+        return direct_config(call.x, narrow) or block_config(call.x, 1, 2, 3)
     direct = direct_config(call.x, PACKS, 2 * MOST_DIRECT)
     return direct or cluster_config(call.x, target) or block_config(call.x, 1, PACKS, 6)
 
 
+def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
+    return _forward(call, target, 1)
+
+
 def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
     return row_configs(call.x, target, 1, forward_heuristic(call, target))
+
+
+def centred_forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
+    """On an H200, of rows of 128 columns two packs per thread took 0.96 of the time of one."""
+    return _forward(call, target, 2)
+
+
+def centred_forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
+    return row_configs(call.x, target, 1, centred_forward_heuristic(call, target))
 
 
 def _summing(x: ArraySpec, config: ForwardConfig) -> BackwardConfig:
@@ -163,9 +177,9 @@ def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
 
 
 def _centred_backward(call: NormCall, target: Target) -> ForwardConfig:
-    """With two numbers to find of a row, on an H200 blocks of 256 threads were 1.08 to 1.12 times as fast as those of 512, and a
-    block 1.09 times as fast as a cluster for rows that just fit one."""
-    return cluster_config(call.x, target) or _few_packs(call.x, THREADS[-1] // 2)
+    """With two numbers to find of a row, on an H200 blocks of 256 threads were 1.08 to 1.12 times as fast as those of 512, a block
+    as fast as a cluster for rows that just fit one, and of rows of twice that clusters of eight 1.07 times as fast as of four."""
+    return cluster_config(call.x, target, rank=2) or _few_packs(call.x, THREADS[-1] // 2)
 
 
 def centred_backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
@@ -181,7 +195,7 @@ def added_forward_heuristic(call: AddRmsNormCall, target: Target) -> ForwardConf
     """On an H200 rows in registers were 1.04 to 1.10 times as fast as in shared memory, and the smaller clusters 1.03 times as the
     larger ones."""
     direct = direct_config(call.x, 1 if is_narrow(call.x) else PACKS)
-    return direct or cluster_config(call.x, target, larger=False) or block_config(call.x, 2, 2)
+    return direct or cluster_config(call.x, target, rank=0) or block_config(call.x, 2, 2)
 
 
 def added_forward_space(call: AddRmsNormCall, target: Target) -> list[ForwardConfig]:
@@ -189,7 +203,7 @@ def added_forward_space(call: AddRmsNormCall, target: Target) -> list[ForwardCon
 
 
 def _added_backward(call: AddRmsNormCall, target: Target) -> ForwardConfig:
-    return cluster_config(call.x, target, larger=False) or _few_packs(call.x, THREADS[-1])
+    return cluster_config(call.x, target, rank=0) or _few_packs(call.x, THREADS[-1])
 
 
 def added_backward_heuristic(call: AddRmsNormCall, target: Target) -> BackwardConfig:
@@ -202,9 +216,10 @@ def added_backward_space(call: AddRmsNormCall, target: Target) -> list[BackwardC
 
 
 FORWARD = ConfigSpace(ForwardConfig, forward_heuristic, forward_space)
+CENTRED_FORWARD = ConfigSpace(ForwardConfig, centred_forward_heuristic, centred_forward_space)
 BACKWARD = ConfigSpace(BackwardConfig, backward_heuristic, backward_space)
 CENTRED_BACKWARD = ConfigSpace(BackwardConfig, centred_backward_heuristic, centred_backward_space)
-"""Where a mean is taken from rows."""
+"""CENTRED: where a mean is taken from rows."""
 ADDED_FORWARD = ConfigSpace(ForwardConfig, added_forward_heuristic, added_forward_space)
 ADDED_BACKWARD = ConfigSpace(BackwardConfig, added_backward_heuristic, added_backward_space)
 """Where two arrays are added before: one more is read in each phase."""

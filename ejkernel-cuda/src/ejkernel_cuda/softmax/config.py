@@ -27,7 +27,7 @@ def forward_space(call: SoftmaxCall, target: Target) -> list[Config]:
 def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
     """On an H200, of rows of 64 KB clusters of four took 0.91 of the time of clusters of two, of rows of 256 KB clusters of eight
     0.94 of that of clusters of sixteen, each with a row more on its way than forward."""
-    cluster = cluster_config(call.x, target, larger=packs_of(call.x) <= _LARGER)
+    cluster = cluster_config(call.x, target, rank=int(packs_of(call.x) <= _LARGER))
     if cluster is not None:
         return dataclasses.replace(cluster, stages=cluster.stages + 1)
     return direct_config(call.x, 2) or block_config(call.x, 2, 2)
