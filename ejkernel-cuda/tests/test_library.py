@@ -8,6 +8,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 
 import host_kernels
 import jax
@@ -18,7 +19,8 @@ from ejkernel_cuda import _library, _plugin
 from ejkernel_cuda.cudnn import _call
 
 needs_library = pytest.mark.skipif(not _library.PATH.is_file(), reason="build the library: pip install with nvcc 13")
-MOST_BYTES = 40_000_000
+MOST_BYTES = 13_000_000
+"""Of the code for an architecture, three of which are published; a million more for what runs on the host."""
 """Of the library, 33 MB for three architectures when this was written; 9 MB when compressed as in a wheel."""
 
 
@@ -124,7 +126,7 @@ def test_build_without_a_compiler_fails_with_one_sentence(tmp_path):
     environment = {"PATH": str(pathlib.Path(cmake).parent), "CUDACXX": str(tmp_path / "nvcc")}
     if (pathlib.Path(cmake).parent / "nvcc").exists():
         pytest.skip("needs cmake in another folder than nvcc")
-    command = [cmake, "-S", source, "-B", tmp_path / "build"]
+    command = [cmake, "-S", source, "-B", tmp_path / "build", f"-DCMAKE_MAKE_PROGRAM={sys.executable}"]  # never run
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert " ".join(done.stderr.split()).count("building from source needs nvcc (CUDA 13)") == 1
@@ -133,7 +135,11 @@ def test_build_without_a_compiler_fails_with_one_sentence(tmp_path):
 
 @needs_library
 def test_library_is_small_and_needs_no_cuda_library():
-    assert _library.PATH.stat().st_size < MOST_BYTES
+    architectures = 3
+    if tool := disassembler():
+        listed = subprocess.run([tool, "--list-elf", _library.PATH], capture_output=True, text=True, check=True).stdout
+        architectures = len(set(re.findall(r"sm_\w+", listed)))
+    assert 0 < _library.PATH.stat().st_size < 1_000_000 + architectures * MOST_BYTES
     needed = subprocess.run(["readelf", "-d", _library.PATH], capture_output=True, text=True, check=True).stdout
     libraries = {line.split("[")[1].rstrip("]") for line in needed.splitlines() if "NEEDED" in line}
     assert "libc.so.6" in libraries
