@@ -156,8 +156,8 @@ def test_workers_that_take_many_spans(dtype, layout, span, parts):
 def check_norm_rope(call, inputs, dtype, span, parts):
     limit = 2e-6 if dtype == "float32" else 5e-3
     call = dataclasses.replace(call, save_residuals=True)
-    together = min(max(span, 2), 8)
-    config = norm_rope_config.ForwardConfig(together, 32 * together)
+    together = 8 if span > 4 else 4
+    config = norm_rope_config.ForwardConfig(together, 16 * together)
     outputs = norm_rope_kernel.forward(call, inputs, config)
     exact = norm_rope_reference.forward(call, wide(inputs))
     for got, wanted in zip(outputs, exact, strict=True):

@@ -95,7 +95,7 @@ def test_handlers_admit_the_contract():
         (check_forward, {"scales": ((0, 8), (1, 7))}, r"key_scale must be .* got \[1, 7\]"),
         (check_forward, {"out": ((2, 5, 4, 8), jnp.float16)}, "query_out must be like query"),
         (check_forward, {"rstd": ((40,), (40,))}, r"key_rstd must have one value per head or none, got \[40\]"),
-        (check_forward, {"span": 16}, "span must be 2, 4 or 8 heads, got 16"),
+        (check_forward, {"span": 16}, "span must be 4 or 8 heads, got 16"),
         (check_forward, {"threads": 32}, "threads must be 64, 128 or 256, got 32"),
         (check_backward, {"span": 0}, "span must be 1 ... 2\\^20 heads, got 0"),
         (check_backward, {"rstd": ((0,), (20,))}, r"query_rstd must have one value per head, got \[0\]"),

@@ -62,7 +62,7 @@ ffi::Error CheckForward(Array query, Array key, Floats cos, Floats sin, Floats q
   EJKERNEL_TRY(CheckLike(kName, "key_out", *key_out, "key", key));
   EJKERNEL_TRY(CheckStatistic("query_rstd", *query_rstd, query, true));
   EJKERNEL_TRY(CheckStatistic("key_rstd", *key_rstd, key, true));
-  return rope::CheckKnobs(kName, span, {2, 4, 8}, threads);
+  return rope::CheckKnobs(kName, span, {4, 8}, threads);
 }
 
 ffi::Error CheckBackward(Array query, Array key, Floats query_rstd, Floats key_rstd, Array query_grad, Array key_grad,
@@ -167,7 +167,7 @@ ffi::Error Forward(cudaStream_t stream, std::span<const Normalising> arrays, con
       if (i == 0) sides.blocks = blocks;
     }
     if (blocks == 0) return ffi::Error::Success();
-    return rope::ForSpan<2, 4, 8>(angles.per_pair, span, [&]<bool PER_PAIR, int SPAN>() {
+    return rope::ForSpan<4, 8>(angles.per_pair, span, [&]<bool PER_PAIR, int SPAN>() {
       norm_rotate<T, INTERLEAVED, PACKED, PER_PAIR, SPAN>
           <<<blocks, dim3(lanes, rows), 0, stream>>>(sides, angles, epsilon, scale_offset);
       return CheckLaunch(kName, "norm and rotation");

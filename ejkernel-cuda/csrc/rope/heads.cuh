@@ -4,7 +4,7 @@
 // no heads. cos and sin are float32, each [1 or batch, length, rotary_dim or rotary_dim / 2].
 #pragma once
 
-#include <array>
+#include <initializer_list>
 
 #include "handler.h"
 #include "rope/kernels.cuh"
@@ -46,10 +46,12 @@ inline ffi::Error CheckAngles(const char* operation, const char* name, Floats an
 }
 
 // Heads of a row of threads, and threads of a block.
-inline ffi::Error CheckKnobs(const char* operation, int64_t span, std::array<int, 3> spans, int64_t threads) {
+inline ffi::Error CheckKnobs(const char* operation, int64_t span, std::initializer_list<int> spans, int64_t threads) {
   if (std::find(spans.begin(), spans.end(), span) == spans.end()) {
-    return Invalid(operation, "span must be " + std::to_string(spans[0]) + ", " + std::to_string(spans[1]) + " or " +
-                                  std::to_string(spans[2]) + " heads, got " + std::to_string(span));
+    std::string all;
+    for (const int* one = spans.begin(); one != spans.end(); ++one)
+      all += (one == spans.begin() ? "" : one + 1 == spans.end() ? " or " : ", ") + std::to_string(*one);
+    return Invalid(operation, "span must be " + all + " heads, got " + std::to_string(span));
   }
   if (threads == 64 || threads == 128 || threads == 256) return ffi::Error::Success();
   return Invalid(operation, "threads must be 64, 128 or 256, got " + std::to_string(threads));

@@ -264,7 +264,7 @@ EXPORT void qk_norm_rope_forward(int kind, bool interleaved, bool packed, unsign
       sides.of[i] = {static_cast<const T*>(one.x), one.scale, static_cast<T*>(one.out), one.rstd, one.heads};
     }
     const unsigned rows = threads / lanes, blocks = cut(sides, span, rows);
-    spanned<2, 4, 8>(angles.per_pair, span, [&]<bool PER_PAIR, int SPAN>() {
+    spanned<4, 8>(angles.per_pair, span, [&]<bool PER_PAIR, int SPAN>() {
       host::launch(blocks, {lanes, rows}, 1, [&] {
         qk_norm_rope::norm_rotate<T, INTERLEAVED, PACKED, PER_PAIR, SPAN>(sides, angles, epsilon, scale_offset);
       });

@@ -7,8 +7,8 @@ import dataclasses
 from ejkernel.operations.qk_norm_rope.interface import QkNormRopeCall
 from ejkernel.plugin import ConfigSpace, Target
 
-_FORWARD_SPANS = (2, 4, 8)
-_SPANS = (2, 4, 8, 16)
+_FORWARD_SPANS = (4, 8)
+_SPANS = (4, 8, 16)
 _THREADS = (64, 128, 256)
 _PARTS = 480
 """Three blocks for each processor of a device, which has up to 160; the library launches no more than run at once."""
