@@ -226,7 +226,7 @@ constexpr int kAtOnce = ITEMS * Op::kStreams < 4 ? 4 / (ITEMS * Op::kStreams) : 
 // ITEMS packs of a row per thread, read into registers. A block ends with the few rows that it was given: that many of them run
 // on a processor, and start and end at different times, keeps memory busy.
 template <class Op, int ITEMS, Span SPAN>
-__global__ void __maxnreg__(Op::direct_registers(ITEMS)) direct_rows(Op op, Walk walk) {
+__global__ void __maxnreg__(Op::direct_registers(ITEMS, SPAN)) direct_rows(Op op, Walk walk) {
   using T = typename Op::T;
   constexpr int N = Op::N, ROWS = kAtOnce<Op, ITEMS>, kValues = ROWS * Op::kFound;
   static_assert(!Op::kFlushes);

@@ -95,7 +95,8 @@ struct Forward {
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > (CENTRED ? 1 : 2) ? 80 : 64; }
   static constexpr int kSharedRegisters = registers(kMaxItems);
-  static constexpr int direct_registers(int items) { return ADDED || items <= 2 ? 80 : 64; }
+  // With 64, two blocks of 512 threads fit on a processor.
+  static constexpr int direct_registers(int items, Span span) { return ADDED || items <= 2 || span == Span::kWarp ? 80 : 64; }
   template <int ITEMS>
   struct Kept {
     float scale[ITEMS][N], offset[ADDED ? 1 : ITEMS][N];  // where ADDED, there is no offset

@@ -20,6 +20,7 @@ struct Mask {
 
   __device__ int64_t row(int64_t row) const {
     int64_t found = 0, index;
+#pragma unroll 1  // a quarter of the code, of which there is a lot in every kernel
     for (int axis = axes - 1; axis > 0; --axis) {
       row = divide(row, size[axis], index);
       found += index * stride[axis];
@@ -80,7 +81,7 @@ struct Forward {
   static constexpr int kStreams = 1, kFound = 2;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items > 2 ? 80 : 64; }
-  static constexpr int direct_registers(int items) { return items > 2 ? 104 : 80; }
+  static constexpr int direct_registers(int items, Span) { return items > 2 ? 104 : 80; }
   static constexpr int kSharedRegisters = 128;
   template <int ITEMS>
   struct Kept {};
@@ -282,7 +283,7 @@ struct Backward {
   static constexpr bool kFlushes = false;
   static constexpr int registers(int) { return 64; }
   static constexpr int kSharedRegisters = 64;
-  static constexpr int direct_registers(int items) { return items > 2 ? 104 : 80; }
+  static constexpr int direct_registers(int items, Span) { return items > 2 ? 104 : 80; }
   template <int ITEMS>
   struct Kept {};
   template <int ITEMS>
