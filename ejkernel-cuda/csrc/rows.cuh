@@ -2,10 +2,11 @@
 //
 // An Op says what is done. Its members: T, N (elements of an access), `width`; kStreams arrays that are read, `stream` each;
 // Aside<ITEMS> and `aside`, what else a thread needs of a row; Kept<ITEMS>, what it keeps from row to row, and `begin`, which
-// fills it; `with_parameters`, the same for a thread that has a few rows; `registers`, `kSharedRegisters` and `direct_registers`, as
-// many as all that takes; `measure`, which finds kFound numbers of a block's columns of each of a thread's rows, and `finish`, which
-// writes those columns of a row when the numbers of all blocks are there; kFlushes, whether something is left to do after the last
-// row, and that, `flush`; and `walk`, the work on a row of any width, which reads it more than once.
+// fills it; `with_parameters`, the same for a thread that has a few rows, which begins to read it with `ask`; `registers`,
+// `kSharedRegisters` and `direct_registers`, as many as all that takes; `measure`, which finds kFound numbers of a block's
+// columns of each of a thread's rows, and `finish`, which writes those columns of a row when the numbers of all blocks are
+// there; kFlushes, whether something is left to do after the last row, and that, `flush`; and `walk`, the work on a row of any
+// width, which reads it more than once.
 #pragma once
 
 #include "pack.cuh"
@@ -52,6 +53,11 @@ struct Columns {
     const int64_t left = width - int64_t(rank) * share;
     return int(left < 0 ? 0 : left < share ? left : share);
   }
+};
+
+// What `with_parameters` gives where there are none.
+struct NoParameters {
+  __device__ void ask() const {}
 };
 
 struct Place {

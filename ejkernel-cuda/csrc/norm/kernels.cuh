@@ -191,11 +191,13 @@ struct Forward {
       if constexpr (!ADDED) ITEMS == 1 ? widen(offset[item], shift) : widen_again(offset[item], shift);
     }
   };
-  // From `measure` to `finish` of a row in registers, where CENTRED: its columns about the mean of the warp's, and that.
+  // From `measure` to `finish`, where kApart: a row's columns about the mean of the warp's, and that.
   template <int ITEMS>
   struct Aside {
     float apart[CENTRED ? ITEMS : 1][N], from;
   };
+  template <class Source>
+  static constexpr bool kApart = CENTRED && Source::kInRegisters;
 
   __device__ const T* stream(int which) const { return which == 0 ? x : residual; }
 
@@ -247,7 +249,6 @@ struct Forward {
   template <int ITEMS, Span SPAN, int ROWS, class Source, class Parameters>
   __device__ void measure(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], const Parameters&, const Columns& columns,
                           Reducer& reducer, float (&found)[ROWS][kFound]) const {
-    constexpr bool kApart = CENTRED && Source::kInRegisters;
     float squares[ROWS] = {}, centres[ROWS] = {};
     if constexpr (CENTRED) {
       // About the warp's own mean first, so that the warps meet once.
@@ -261,7 +262,7 @@ struct Forward {
 #pragma unroll
           for (int i = 0; i < N; ++i) {
             sum += x[i];
-            if constexpr (kApart) asides[row].apart[item][i] = x[i];
+            if constexpr (kApart<Source>) asides[row].apart[item][i] = x[i];
           }
           centres[row] += sum;
         }
@@ -276,16 +277,16 @@ struct Forward {
     for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
-        if (CENTRED && !kApart && ITEMS > 1 && !columns.has(item)) continue;
+        if (CENTRED && !kApart<Source> && ITEMS > 1 && !columns.has(item)) continue;
         const float from = columns.has(item) ? centres[row] : 0.f;  // of which there is zero
         float x[N];
-        if constexpr (!kApart) read<CENTRED && ITEMS != 1>(sources[row], item, x);
+        if constexpr (!kApart<Source>) read<CENTRED && ITEMS != 1>(sources[row], item, x);
         float sum = 0.f;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          if constexpr (kApart) x[i] = asides[row].apart[item][i];
+          if constexpr (kApart<Source>) x[i] = asides[row].apart[item][i];
           if constexpr (CENTRED) x[i] -= from;
-          if constexpr (kApart) asides[row].apart[item][i] = x[i];
+          if constexpr (kApart<Source>) asides[row].apart[item][i] = x[i];
           sum += x[i] * x[i];
         }
         squares[row] += sum;
@@ -343,21 +344,20 @@ struct Forward {
     float centre, squares;
     moments(found, place.columns, centre, squares);
     const float inverse = rsqrtf(squares * inverse_width + epsilon);
-    constexpr bool kApart = CENTRED && Source::kInRegisters;
-    const float shift = kApart ? (aside.from - centre) * inverse : 0.f;
+    const float shift = kApart<Source> ? (aside.from - centre) * inverse : 0.f;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       const bool there = place.active && place.columns.has(item);
       const int64_t at = place.start + place.columns.of(item);
       float x[N], factor[N], more[N];
       parameters.read(item, place.columns, factor, more);
-      if (!kApart && ITEMS > 1 && !there) continue;  // a branch, so that nothing is held for it that is found again
-      if constexpr (!kApart) read<ITEMS != 1>(source, item, x);
+      if (!kApart<Source> && ITEMS > 1 && !there) continue;  // a branch, so that nothing is held for it that is found again
+      if constexpr (!kApart<Source>) read<ITEMS != 1>(source, item, x);
       if constexpr (ADDED) store_out(sum + at, rounded<T, N>(x), there);
       const float from = place.columns.has(item) ? centre : 0.f;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        x[i] = kApart ? fmaf(aside.apart[item][i], inverse, shift) : (CENTRED ? x[i] - from : x[i]) * inverse;
+        x[i] = kApart<Source> ? fmaf(aside.apart[item][i], inverse, shift) : (CENTRED ? x[i] - from : x[i]) * inverse;
         x[i] *= factor[i];
         if constexpr (!ADDED) x[i] += more[i];
       }

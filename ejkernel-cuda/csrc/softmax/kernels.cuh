@@ -97,12 +97,9 @@ struct Forward {
   template <int ITEMS>
   __device__ void begin(Kept<ITEMS>&, int64_t, const Columns&) const {}
 
-  struct Nothing {
-    __device__ void ask() const {}
-  };
   template <int ITEMS, class Use>
   __device__ void with_parameters(int64_t, const Columns&, Use use) const {
-    use(Nothing{});
+    use(NoParameters{});
   }
 
   template <int ITEMS>
@@ -121,8 +118,8 @@ struct Forward {
   static __device__ float inverse_of(float total) { return total == 0.f ? 0.f : 1.f / total; }
 
   // Of each of so many rows, the largest logit of the block's columns, and the sum of weights relative to it.
-  template <int ITEMS, Span SPAN, int ROWS, class Source, class Nothing>
-  __device__ void measure(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], const Nothing&, const Columns& columns,
+  template <int ITEMS, Span SPAN, int ROWS, class Source, class Parameters>
+  __device__ void measure(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], const Parameters&, const Columns& columns,
                           Reducer& reducer, float (&found)[ROWS][kFound]) const {
     is_ordered() ? weigh<true, SPAN>(sources, asides, columns, reducer, found)
                  : weigh<false, SPAN>(sources, asides, columns, reducer, found);
@@ -197,12 +194,12 @@ struct Forward {
     Reducer::warp<Add>(total, warps);
   }
 
-  template <int ITEMS, class Source, class Nothing, class Found>
-  __device__ void finish(const Source&, const Aside<ITEMS>& aside, const Nothing&, const Place& place, const Found& found) const {
-    is_ordered() ? scale_weights<false>(aside, place, found) : scale_weights<true>(aside, place, found);
+  template <int ITEMS, class Source, class Parameters, class Found>
+  __device__ void finish(const Source&, const Aside<ITEMS>& aside, const Parameters&, const Place& place, const Found& found) const {
+    is_ordered() ? scale_weights<true>(aside, place, found) : scale_weights<false>(aside, place, found);
   }
 
-  template <bool MASKED, int ITEMS, class Found>
+  template <bool ORDERED, int ITEMS, class Found>
   __device__ void scale_weights(const Aside<ITEMS>& aside, const Place& place, const Found& found) const {
     float shift, total;
     if constexpr (Found::kCluster) {
@@ -222,7 +219,7 @@ struct Forward {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const int at = item * N + i;
-        result[i] = !MASKED || (aside.taken >> at & 1u) ? aside.weights[at] * factor : 0.f;
+        result[i] = ORDERED || (aside.taken >> at & 1u) ? aside.weights[at] * factor : 0.f;
       }
       store_out(to, rounded<T, N>(result));
     }
@@ -296,12 +293,9 @@ struct Backward {
   template <int ITEMS>
   __device__ void begin(Kept<ITEMS>&, int64_t, const Columns&) const {}
 
-  struct Nothing {
-    __device__ void ask() const {}
-  };
   template <int ITEMS, class Use>
   __device__ void with_parameters(int64_t, const Columns&, Use use) const {
-    use(Nothing{});
+    use(NoParameters{});
   }
 
   template <int ITEMS>
@@ -329,8 +323,8 @@ struct Backward {
   }
 
   // What is not there is zero.
-  template <int ITEMS, Span SPAN, int ROWS, class Source, class Nothing>
-  __device__ void measure(const Source (&sources)[ROWS], const Aside<ITEMS> (&asides)[ROWS], const Nothing&, const Columns&,
+  template <int ITEMS, Span SPAN, int ROWS, class Source, class Parameters>
+  __device__ void measure(const Source (&sources)[ROWS], const Aside<ITEMS> (&asides)[ROWS], const Parameters&, const Columns&,
                           Reducer& reducer, float (&found)[ROWS][kFound]) const {
     float sums[ROWS] = {}, values[N], grads[N];
 #pragma unroll
@@ -347,8 +341,8 @@ struct Backward {
     for (int row = 0; row < ROWS; ++row) found[row][0] = sums[row];
   }
 
-  template <int ITEMS, class Source, class Nothing, class Found>
-  __device__ void finish(const Source& source, const Aside<ITEMS>& aside, const Nothing&, const Place& place,
+  template <int ITEMS, class Source, class Parameters, class Found>
+  __device__ void finish(const Source& source, const Aside<ITEMS>& aside, const Parameters&, const Place& place,
                          const Found& found) const {
     const float sum = found.total(0);
     if (!place.active) return;
