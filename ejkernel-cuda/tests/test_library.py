@@ -21,7 +21,6 @@ from ejkernel_cuda.cudnn import _call
 needs_library = pytest.mark.skipif(not _library.PATH.is_file(), reason="build the library: pip install with nvcc 13")
 MOST_BYTES = 13_000_000
 """Of the code for an architecture, three of which are published; a million more for what runs on the host."""
-"""Of the library, 33 MB for three architectures when this was written; 9 MB when compressed as in a wheel."""
 
 
 def disassembler() -> str | None:
