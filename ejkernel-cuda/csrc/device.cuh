@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #ifdef EJKERNEL_ON_HOST
 #include "device_on_host.h"
@@ -160,6 +161,27 @@ __device__ inline const char* held(const char* pointer) {
   asm volatile("" : "+l"(pointer));
   return pointer;
 }
+
+// The larger of each of two elements, of two numbers of which one is NaN the other.
+template <typename T>
+__device__ inline uint32_t larger_pair(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  } else {
+    asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  }
+  return larger;
+}
+
+// Numbers that are to be made where this stands.
+template <int N>
+__device__ inline void hold(float (&values)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(values[i]));
+}
+
+__device__ inline void hold(uint4& words) { asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)); }
 
 // Begin to copy BYTES (4, 8 or 16) from global to shared memory, or zeros; in order with the thread's own reads before.
 template <int BYTES>

@@ -13,6 +13,7 @@ namespace ejkernel {
 
 constexpr int64_t kMaxWidth = int64_t{1} << 30;
 constexpr int64_t kAnyParts = int64_t{1} << 40;
+constexpr int64_t kMaxGroups = 65535;  // of a launch of rows that go straight to registers
 
 // What a config asks for; no stages, for rows that go straight to registers.
 struct Knobs {
@@ -107,20 +108,36 @@ int64_t ResidentWorkers(Kernel kernel, dim3 block, int64_t shared_bytes, int clu
   return at->second = found;
 }
 
-template <class Op, int ITEMS>
-ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, Plan plan) {
-  const dim3 block(plan.threads, plan.threads > 32 ? 1 : kDirectBlock / plan.threads);
-  const int64_t rows = block.y * kAtOnce<Op, ITEMS>;
-  walk.parts = (walk.rows_per_group + rows - 1) / rows;
-  if (groups * walk.parts > kMaxGrid)
-    return Invalid(operation, std::to_string(groups * walk.parts) + " blocks are more than a grid has");
-  const unsigned blocks = unsigned(groups * walk.parts);
-  if (plan.threads > 32) {
-    direct_rows<Op, ITEMS, Span::kWarps><<<blocks, block, 0, stream>>>(op, walk);
-  } else {
-    direct_rows<Op, ITEMS, Span::kWarp><<<blocks, block, 0, stream>>>(op, walk);
-  }
+template <class Op, int ITEMS, int LANES>
+ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, int threads) {
+  constexpr int64_t kRows = kRowsOfBlock<Op, ITEMS, LANES>;
+  walk.parts = (walk.rows_per_group + kRows - 1) / kRows;
+  direct_rows<Op, ITEMS, LANES><<<dim3(unsigned(walk.parts), unsigned(groups)), threads, 0, stream>>>(op, walk);
   return CheckLaunch(operation, "rows through registers");
+}
+
+// By as few threads as leave each kNarrowItems packs of a row, or by all of a warp; wider rows by several warps.
+template <class Op>
+ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, Plan plan,
+                        int64_t packs) {
+  const auto launch = [&]<int ITEMS, int LANES>() {
+    const int threads = LANES ? kDirectBlock : int((packs + 32 * ITEMS - 1) / (32 * ITEMS) * 32);
+    return LaunchDirect<Op, ITEMS, LANES>(operation, stream, op, walk, groups, threads);
+  };
+  constexpr int ITEMS = Op::kNarrowItems;
+  if (packs <= ITEMS) return launch.template operator()<ITEMS, 1>();
+  if (packs <= ITEMS * 2) return launch.template operator()<ITEMS, 2>();
+  if (packs <= ITEMS * 4) return launch.template operator()<ITEMS, 4>();
+  if (packs <= ITEMS * 8) return launch.template operator()<ITEMS, 8>();
+  if (packs <= ITEMS * 16) return launch.template operator()<ITEMS, 16>();
+  if (packs <= ITEMS * 32) return launch.template operator()<ITEMS, 32>();
+  if constexpr (ITEMS < 2) {
+    if (packs <= 64) return launch.template operator()<2, 32>();
+  }
+  if constexpr (ITEMS < 4) {
+    if (packs <= 128) return launch.template operator()<4, 32>();
+  }
+  return plan.items == 4 ? launch.template operator()<4, 0>() : launch.template operator()<2, 0>();
 }
 
 template <class Op, int ITEMS, bool CLUSTER = false>
@@ -144,6 +161,18 @@ ffi::Error LaunchStreamed(const char* operation, cudaStream_t stream, const Op& 
   cudaLaunchKernelEx(&launch.config, kernel, op, walk, stages);
   done = true;
   return CheckLaunch(operation, "rows through shared memory");
+}
+
+// By an Op that keeps parameters as they are stored, where it has such a form.
+template <class Op>
+ffi::Error LaunchClusters(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, Plan plan,
+                          bool& done) {
+  if constexpr (requires { op.packed(); }) {
+    using Packed = decltype(op.packed());
+    if (op.is_narrow())
+      return LaunchStreamed<Packed, kMaxItems, true>(operation, stream, op.packed(), walk, groups, plan, done);
+  }
+  return LaunchStreamed<Op, kMaxItems, true>(operation, stream, op, walk, groups, plan, done);
 }
 
 template <int N>
@@ -171,21 +200,19 @@ ffi::Error LaunchRows(const char* operation, cudaStream_t stream, const Op& op, 
   Plan plan = groups * walk.rows_per_group > kMaxRows ? Plan{} : MakePlan(packs, knobs);
   bool done = false;
   if constexpr (Op::N > 1) {
-    if (plan.cluster > 1 && plan.items) {
-      EJKERNEL_TRY((LaunchStreamed<Op, kMaxItems, true>(operation, stream, op, walk, groups, plan, done)));
-    }
+    if (plan.cluster > 1 && plan.items) EJKERNEL_TRY(LaunchClusters(operation, stream, op, walk, groups, plan, done));
   }
   if (!done && plan.cluster > 1) plan = MakePlan(packs, {knobs.threads, 1, knobs.stages});
-  if constexpr (Op::N > 1 && !Op::kFlushes) {
-    if (!done && plan.stages == 0) {
-      if (plan.items == 1) return LaunchDirect<Op, 1>(operation, stream, op, walk, groups, plan);
-      if (plan.items == 2) return LaunchDirect<Op, 2>(operation, stream, op, walk, groups, plan);
-      if (plan.items == 4) return LaunchDirect<Op, 4>(operation, stream, op, walk, groups, plan);
-    }
+  constexpr Ways kWays = Op::N > 1 ? Op::kWays : Ways::kStreamed;
+  if constexpr (kWays != Ways::kStreamed) {
+    if (!done && plan.items && groups <= kMaxGroups && (plan.stages == 0 || kWays == Ways::kDirect))
+      return LaunchDirect(operation, stream, op, walk, groups, plan, packs);
   }
-  if (!done && plan.items == 1) EJKERNEL_TRY((LaunchStreamed<Op, 1>(operation, stream, op, walk, groups, plan, done)));
-  if (!done && plan.items == 2) EJKERNEL_TRY((LaunchStreamed<Op, 2>(operation, stream, op, walk, groups, plan, done)));
-  if (!done && plan.items == 4) EJKERNEL_TRY((LaunchStreamed<Op, 4>(operation, stream, op, walk, groups, plan, done)));
+  if constexpr (kWays != Ways::kDirect) {
+    if (!done && plan.items == 1) EJKERNEL_TRY((LaunchStreamed<Op, 1>(operation, stream, op, walk, groups, plan, done)));
+    if (!done && plan.items == 2) EJKERNEL_TRY((LaunchStreamed<Op, 2>(operation, stream, op, walk, groups, plan, done)));
+    if (!done && plan.items == 4) EJKERNEL_TRY((LaunchStreamed<Op, 4>(operation, stream, op, walk, groups, plan, done)));
+  }
   walked = !done;
   if (done) return ffi::Error::Success();
   const int64_t rows = groups * walk.rows_per_group;

@@ -91,6 +91,45 @@ __device__ inline void widen(const Pack<T, N>& pack, float (&to)[N]) {
   }
 }
 
+// The largest element of many packs, NaN aside; of two bytes two at a time.
+template <typename T, int N>
+struct Peak {
+  static constexpr bool kPairs = sizeof(T) == 2 && N % 2 == 0;
+  std::conditional_t<kPairs, uint32_t, float> found;
+
+  __device__ Peak() {
+    if constexpr (kPairs) {
+      found = std::is_same_v<T, __nv_bfloat16> ? 0xff80ff80u : 0xfc00fc00u;
+    } else {
+      found = -INFINITY;
+    }
+  }
+
+  __device__ void take(const Pack<T, N>& pack) {
+    if constexpr (kPairs) {
+      struct Words {
+        uint32_t data[N / 2];
+      };
+      const Words words = __builtin_bit_cast(Words, pack);
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) found = larger_pair<T>(found, words.data[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) found = fmaxf(found, to_float(pack.data[i]));
+    }
+  }
+
+  __device__ float value() const {
+    if constexpr (kPairs) {
+      float halves[2];
+      widen(__builtin_bit_cast(Pack<T, 2>, found), halves);
+      return fmaxf(halves[0], halves[1]);
+    } else {
+      return found;
+    }
+  }
+};
+
 // The nearest of T, two at a time where T has such an instruction.
 template <typename T, int N>
 __device__ inline Pack<T, N> rounded(const float (&values)[N]) {

@@ -3,11 +3,13 @@
 // An Op says what is done. Its members: T, N (elements of an access), `width`; kStreams arrays that are read, `stream` each;
 // Aside<ITEMS> and `aside`, what else a thread needs of a row; Kept<ITEMS>, what it keeps from row to row, and `begin`, which
 // fills it; `with_parameters`, the same for a thread that has a few rows, which begins to read it with `ask`; `registers`,
-// `kSharedRegisters` and `direct_registers`, as many as all that takes; `measure`, which finds kFound numbers of a block's
-// columns of each of a thread's rows, and `finish`, which writes those columns of a row when the numbers of all blocks are
-// there; kFlushes, whether something is left to do after the last row, and that, `flush`; and `walk`, the work on a row of any
-// width, which reads it more than once.
+// `kSharedRegisters` and `direct_registers`, as many as all that takes; kWays, and kNarrowItems, packs per thread of rows that a
+// warp has whole; `measure`, which finds kFound numbers of a block's columns of each of a thread's rows, and `finish`, which
+// writes those columns of a row when the numbers of all blocks are there; kFlushes, whether something is left to do after the
+// last row, and that, `flush`; and `walk`, the work on a row of any width, which reads it more than once.
 #pragma once
+
+#include <algorithm>
 
 #include "pack.cuh"
 #include "reduce.cuh"
@@ -16,8 +18,8 @@ namespace ejkernel {
 
 constexpr int kSmallBlock = 256;   // threads of a block of several rows
 constexpr int kDirectBlock = 128;  // the same of one that goes straight to registers and ends
-constexpr int kMaxItems = 4;      // packs of a row per thread
-constexpr int kLeastShared = 64;  // threads of a block of a cluster
+constexpr int kMaxItems = 4;       // packs of a row per thread
+constexpr int kLeastShared = 64;   // threads of a block of a cluster
 constexpr int kMaxStages = 8;
 constexpr int64_t kMaxRows = int64_t{1} << 30;  // and as many again that are only asked for
 
@@ -55,6 +57,10 @@ struct Columns {
   }
 };
 
+// How rows that a block has whole reach its threads: through shared memory, straight to registers, or as a config says. Where packs
+// are single elements, through shared memory.
+enum class Ways { kStreamed, kDirect, kEither };
+
 // What `with_parameters` gives where there are none.
 struct NoParameters {
   __device__ void ask() const {}
@@ -62,9 +68,11 @@ struct NoParameters {
 
 struct Place {
   int row;
-  int64_t start;  // its first element
+  int64_t start;  // the thread's first element
   Columns columns;
   bool active;  // whether there is such a row
+  __device__ int64_t at(int item) const { return start + item * columns.step; }
+  __device__ bool has(int item) const { return active && columns.has(item); }
 };
 
 // A thread's packs of one row of every array, in shared memory; zeros where there is no such column or row. Those of a warp lie
@@ -74,7 +82,8 @@ struct Slots {
   static constexpr bool kInRegisters = false;
   T* data;
   __device__ T* at(int stream, int item) const { return data + (stream * ITEMS + item) * 32 * N; }
-  __device__ void read(int stream, int item, float (&to)[N]) const { widen(load<T, N>(at(stream, item)), to); }
+  __device__ Pack<T, N> pack(int stream, int item) const { return load<T, N>(at(stream, item)); }
+  __device__ void read(int stream, int item, float (&to)[N]) const { widen(pack(stream, item), to); }
   __device__ void read_again(int stream, int item, float (&to)[N]) const { read(stream, item, to); }
 };
 
@@ -83,15 +92,33 @@ template <typename T, int N, int ITEMS, int STREAMS>
 struct Held {
   static constexpr bool kInRegisters = true;
   Pack<T, N> packs[STREAMS][ITEMS];
+
+  template <class Op>
+  __device__ void ask(const Op& op, const Place& place) {
+#pragma unroll
+    for (int stream = 0; stream < STREAMS; ++stream) {
+#pragma unroll
+      for (int item = 0; item < ITEMS; ++item) {
+        packs[stream][item] = load_early<T, N>(op.stream(stream) + place.at(item), place.has(item));
+      }
+    }
+  }
+
   __device__ void read(int stream, int item, float (&to)[N]) const { widen(packs[stream][item], to); }
   // Widened a second time: packs take half the registers of floats that the compiler would hold from the first time on.
   __device__ void read_again(int stream, int item, float (&to)[N]) const { widen_again(packs[stream][item], to); }
 };
 
+// Columns of the `thread`-th of so many threads that have a row.
+template <int N>
+__device__ inline Columns columns_of_threads(int width, int thread, int threads) {
+  return {thread * N, threads * N, width, width, width};
+}
+
 // Columns of block `rank` of a cluster that shares a row in equal parts.
 template <int N>
 __device__ inline Columns columns_of_block(int width, int cluster, int rank) {
-  if (cluster == 1) return {int(threadIdx.x) * N, int(blockDim.x) * N, width, width, width};
+  if (cluster == 1) return columns_of_threads<N>(width, int(threadIdx.x), int(blockDim.x));
   const int share = ((width + N - 1) / N + cluster - 1) / cluster * N;
   const int64_t begin = min(int64_t(rank) * share, int64_t(width)), end = min(begin + share, int64_t(width));
   return {int(begin) + int(threadIdx.x) * N, int(blockDim.x) * N, int(end), share, int(end - begin)};
@@ -118,10 +145,10 @@ struct Ring {
     const Slots<T, N, ITEMS> to = slots(stage);
 #pragma unroll
     for (int stream = 0; stream < Op::kStreams; ++stream) {
-      const T* from = op.stream(stream) + place.start + place.columns.first;
+      const T* from = op.stream(stream) + place.start;
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item, from += place.columns.step) {
-        copy_ahead<T, N>(to.at(stream, item), from, place.active && place.columns.has(item));
+        copy_ahead<T, N>(to.at(stream, item), from, place.has(item));
       }
     }
     commit_copies();
@@ -131,7 +158,7 @@ struct Ring {
 // Of a row that a worker may not have.
 template <class Op>
 __device__ inline Place place_of(const Op& op, int row, int end, const Columns& columns) {
-  return {row, int64_t(uint64_t(uint32_t(row)) * uint32_t(op.width)), columns, row < end};
+  return {row, int64_t(uint64_t(uint32_t(row)) * uint32_t(op.width)) + columns.first, columns, row < end};
 }
 
 // ITEMS packs of a row per thread. Rows are copied into shared memory ahead of the one in work, `stages` in all, so that memory
@@ -225,38 +252,39 @@ __global__ void __maxnreg__(Op::kSharedRegisters) shared_rows(Op op, Walk walk, 
   op.template flush<ITEMS>(kept, worker, columns, reinterpret_cast<float*>(memory));
 }
 
-// Rows of a thread whose packs it asks for together.
+// Rows of a thread whose packs it asks for together, where a warp has whole rows.
 template <class Op, int ITEMS>
 constexpr int kAtOnce = ITEMS * Op::kStreams < 4 ? 4 / (ITEMS * Op::kStreams) : 1;
 
-// ITEMS packs of a row per thread, read into registers. A block ends with the few rows that it was given: that many of them run
-// on a processor, and start and end at different times, keeps memory busy.
-template <class Op, int ITEMS, Span SPAN>
-__global__ void __maxnreg__(Op::direct_registers(ITEMS, SPAN)) direct_rows(Op op, Walk walk) {
-  using T = typename Op::T;
-  constexpr int N = Op::N, ROWS = kAtOnce<Op, ITEMS>, kValues = ROWS * Op::kFound;
-  static_assert(!Op::kFlushes);
-  EJKERNEL_SHARED(float, scratch, kScratch<kValues>);
-  Reducer reducer{scratch, int(blockDim.x), kValues};
-  const unsigned parts = unsigned(walk.parts), group = blockIdx.x < parts ? 0 : blockIdx.x / parts;
+// Rows of a block of `direct_rows` beside each other, and in all.
+template <int LANES>
+constexpr int kBeside = LANES ? kDirectBlock / std::max(LANES, 1) : 1;
+template <class Op, int ITEMS, int LANES>
+constexpr int kRowsOfBlock = LANES ? kBeside<LANES> * kAtOnce<Op, ITEMS> : 1;
+
+// ITEMS packs of a row per thread, read into registers; LANES threads have a row, or where that is 0 the block. A block ends with
+// the few rows that it was given: that many of them run on a processor, and start and end at different times, keeps memory busy.
+template <class Op, int ITEMS, int LANES>
+__global__ void __maxnreg__(Op::direct_registers(ITEMS, LANES)) direct_rows(Op op, Walk walk) {
+  constexpr int kApart = kBeside<LANES>, ROWS = kRowsOfBlock<Op, ITEMS, LANES> / kApart, kValues = ROWS * Op::kFound;
+  constexpr Span SPAN = LANES ? Span::kWarp : Span::kWarps;
+  static_assert(Op::kWays != Ways::kStreamed);
+  EJKERNEL_SHARED(float, scratch, LANES ? 1 : kScratch<kValues>);
+  const int threads = LANES ? LANES : int(blockDim.x);  // of a row
+  Reducer reducer{scratch, threads, kValues};
+  const int64_t group = blockIdx.y;
   const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group);
-  const int first = begin + int(blockIdx.x - group * parts) * int(blockDim.y) * ROWS + int(threadIdx.y);
-  const Columns columns = columns_of_block<N>(op.width, 1, 0);
+  const int beside = LANES ? int(threadIdx.x) / threads : 0, first = begin + int(blockIdx.x) * (kApart * ROWS) + beside;
+  const Columns columns = columns_of_threads<Op::N>(op.width, int(threadIdx.x) - beside * threads, threads);
   op.template with_parameters<ITEMS>(group, columns, [&](auto&& parameters) {
-    Held<T, N, ITEMS, Op::kStreams> held[ROWS];
+    Held<typename Op::T, Op::N, ITEMS, Op::kStreams> held[ROWS];
     Place places[ROWS];
+    const int64_t start = place_of(op, first, end, columns).start;
 #pragma unroll
     for (int at = 0; at < ROWS; ++at) {
-      places[at] = place_of(op, first + at * int(blockDim.y), end, columns);
-#pragma unroll
-      for (int stream = 0; stream < Op::kStreams; ++stream) {
-#pragma unroll
-        for (int item = 0; item < ITEMS; ++item) {
-          const T* from = op.stream(stream) + places[at].start + columns.of(item);
-          const bool there = places[at].active && columns.has(item);
-          held[at].packs[stream][item] = load_early<T, N>(from, there);
-        }
-      }
+      const int row = first + at * kApart;
+      places[at] = {row, start + at * kApart * int64_t(op.width), columns, row < end};
+      held[at].ask(op, places[at]);
     }
     parameters.ask();  // with no branch before: the compiler waits for rows in front of what comes after one
     typename Op::template Aside<ITEMS> asides[ROWS];

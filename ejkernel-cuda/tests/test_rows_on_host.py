@@ -43,13 +43,21 @@ LAUNCHES = [
     ("float32", 77, False, 32, 0, 1, 1),
 ]
 DIRECT = [
-    # the same with rows in registers
-    ("bfloat16", 64, True, 8, 1, 1, 0),
+    # the same with rows in registers: of a part of a warp, of a warp, and of several
+    ("bfloat16", 8, True, 1, 1, 1, 0),
+    ("float32", 8, True, 2, 1, 1, 0),
     ("float32", 8, True, 1, 2, 1, 0),
+    ("bfloat16", 24, True, 4, 1, 1, 0),
+    ("bfloat16", 64, True, 8, 1, 1, 0),
+    ("bfloat16", 120, True, 8, 2, 1, 0),
+    ("float32", 52, True, 16, 1, 1, 0),
+    ("bfloat16", 128, True, 4, 4, 1, 0),
+    ("bfloat16", 248, True, 32, 1, 1, 0),
+    ("float32", 256, True, 32, 2, 1, 0),
+    ("bfloat16", 1000, True, 32, 4, 1, 0),
     ("bfloat16", 1000, True, 64, 2, 1, 0),
     ("float32", 520, True, 64, 4, 1, 0),
-    ("bfloat16", 3000, True, 384, 1, 1, 0),
-    ("bfloat16", 200, True, 8, 4, 1, 0),
+    ("bfloat16", 3000, True, 192, 2, 1, 0),
     ("bfloat16", 2400, True, 96, 4, 1, 0),
 ]
 

@@ -76,7 +76,8 @@ __device__ inline void read_columns(float (&to)[ITEMS][N], const ParameterRow<T>
 }
 
 // out = (x - mean) * rstd * (scale + scale_offset) + offset, x being sum = x + residual where ADDED.
-template <typename T_, int N_, bool CENTRED, bool ADDED>
+// PACKED: a thread that has parameters of many columns from row to row keeps them as they are stored, in T of two bytes.
+template <typename T_, int N_, bool CENTRED, bool ADDED, bool PACKED = false>
 struct Forward {
   using T = T_;
   static constexpr int N = N_;
@@ -94,12 +95,19 @@ struct Forward {
   static constexpr int kStreams = ADDED ? 2 : 1, kFound = CENTRED ? 2 : 1;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > (CENTRED ? 1 : 2) ? 80 : 64; }
-  static constexpr int kSharedRegisters = registers(kMaxItems);
+  static constexpr int kSharedRegisters = PACKED ? (CENTRED ? 80 : 64) : registers(kMaxItems);
   // With 64, two blocks of 512 threads fit on a processor.
-  static constexpr int direct_registers(int items, Span span) { return ADDED || items <= 2 || span == Span::kWarp ? 80 : 64; }
+  static constexpr int direct_registers(int items, int) { return items == 2 || (ADDED && items > 2) ? 80 : 64; }
+  static constexpr Ways kWays = ADDED ? Ways::kEither : Ways::kDirect;
+  static constexpr int kNarrowItems = CENTRED ? 2 : 1;
   template <int ITEMS>
-  struct Kept {
+  struct Floats {
     float scale[ITEMS][N], offset[ADDED ? 1 : ITEMS][N];  // where ADDED, there is no offset
+
+    __device__ void ask(const ParameterRow<T>& factors, const ParameterRow<T>& shifts, const Columns& columns, float on_top) {
+      read_columns(scale, factors, columns, on_top, 1.f);
+      if constexpr (!ADDED) read_columns(offset, shifts, columns, 0.f, 0.f);
+    }
 
     __device__ void read(int item, const Columns&, float (&factor)[N], float (&shift)[N]) const {
 #pragma unroll
@@ -109,6 +117,37 @@ struct Forward {
       }
     }
   };
+  // The same as they are stored, in T. As words: a loop would hand on elements one by one.
+  template <int ITEMS>
+  struct Stored {
+    uint4 scale[ITEMS], offset[ADDED ? 1 : ITEMS];
+    float more;  // on top of scale
+
+    __device__ void ask(const ParameterRow<T>& factors, const ParameterRow<T>& shifts, const Columns& columns, float on_top) {
+      more = factors.data ? on_top : 1.f;
+#pragma unroll
+      for (int item = 0; item < ITEMS; ++item) {
+        scale[item] = words_of(factors, item, columns);
+        if constexpr (!ADDED) offset[item] = words_of(shifts, item, columns);
+      }
+    }
+
+    static __device__ uint4 words_of(const ParameterRow<T>& row, int item, const Columns& columns) {
+      return read_words<uint4>(static_cast<const T*>(row.data) + columns.of(item), row.data && columns.has(item));
+    }
+
+    // Anew for every row: the compiler would hold floats, which take twice the registers.
+    __device__ void read(int item, const Columns&, float (&factor)[N], float (&shift)[N]) const {
+      uint4 factors = scale[item], shifts = offset[ADDED ? 0 : item];
+      hold(factors), hold(shifts);
+      widen(__builtin_bit_cast(Pack<T, N>, factors), factor);
+#pragma unroll
+      for (int i = 0; i < N; ++i) factor[i] += more;
+      if constexpr (!ADDED) widen(__builtin_bit_cast(Pack<T, N>, shifts), shift);
+    }
+  };
+  template <int ITEMS>
+  using Kept = std::conditional_t<PACKED, Stored<ITEMS>, Floats<ITEMS>>;
   // The same left in memory, stored as S, for a thread that has a row in as many registers as leave room for it: an item is asked
   // for while the one before is worked on, the first before anything waits for the row.
   template <typename S, int ITEMS>
@@ -160,35 +199,28 @@ struct Forward {
       if constexpr (!ADDED) widen_parts(now.offsets, shift);
     }
   };
-  // The same as it is stored, in T, read before anything waits for the row.
+  // The same in registers, asked for before anything waits for the row.
   template <int ITEMS>
-  struct Ahead {
-    Pack<T, N> scale[ITEMS], offset[ADDED ? 1 : ITEMS];
-    float more;  // on top of scale
-
+  struct Ahead : Stored<ITEMS> {
     const ParameterRow<T>&factors, &shifts;
     const Columns& columns;
+    float on_top;
 
-    __device__ Ahead(const ParameterRow<T>& factors, const ParameterRow<T>& shifts, const Columns& columns, float more)
-        : more(more), factors(factors), shifts(shifts), columns(columns) {}
+    __device__ Ahead(const ParameterRow<T>& factors, const ParameterRow<T>& shifts, const Columns& columns, float on_top)
+        : factors(factors), shifts(shifts), columns(columns), on_top(on_top) {}
 
-    __device__ void ask() {
-#pragma unroll
-      for (int item = 0; item < ITEMS; ++item) {
-        scale[item] = packs_of(factors, item, columns);
-        if constexpr (!ADDED) offset[item] = packs_of(shifts, item, columns);
-      }
-    }
+    __device__ void ask() { Stored<ITEMS>::ask(factors, shifts, columns, on_top); }
 
-    static __device__ Pack<T, N> packs_of(const ParameterRow<T>& row, int item, const Columns& columns) {
-      return load_early<T, N>(static_cast<const T*>(row.data) + columns.of(item), row.data && columns.has(item));
+    static __device__ void widen_words(uint4 words, float (&to)[N]) {
+      const auto pack = __builtin_bit_cast(Pack<T, N>, words);
+      ITEMS == 1 ? widen(pack, to) : widen_again(pack, to);
     }
 
     __device__ void read(int item, const Columns&, float (&factor)[N], float (&shift)[N]) const {
-      ITEMS == 1 ? widen(scale[item], factor) : widen_again(scale[item], factor);
+      widen_words(this->scale[item], factor);
 #pragma unroll
-      for (int i = 0; i < N; ++i) factor[i] += more;
-      if constexpr (!ADDED) ITEMS == 1 ? widen(offset[item], shift) : widen_again(offset[item], shift);
+      for (int i = 0; i < N; ++i) factor[i] += this->more;
+      if constexpr (!ADDED) widen_words(this->offset[item], shift);
     }
   };
   // From `measure` to `finish`, where kApart: a row's columns about the mean of the warp's, and that.
@@ -201,10 +233,17 @@ struct Forward {
 
   __device__ const T* stream(int which) const { return which == 0 ? x : residual; }
 
+  // The same where parameters are kept as they are stored, and whether they are stored in T.
+  auto packed() const
+    requires(sizeof(T) == 2 && N > 1 && !PACKED)
+  {
+    return __builtin_bit_cast(Forward<T, N, CENTRED, ADDED, true>, *this);
+  }
+  bool is_narrow() const { return (!scale.data || scale.narrow) && (!offset.data || offset.narrow); }
+
   template <int ITEMS>
   __device__ void begin(Kept<ITEMS>& kept, int64_t group, const Columns& columns) const {
-    read_columns(kept.scale, scale.member(group), columns, scale_offset, 1.f);
-    if constexpr (!ADDED) read_columns(kept.offset, offset.member(group), columns, 0.f, 0.f);
+    kept.ask(scale.member(group), offset.member(group), columns, scale_offset);
   }
 
   // What a thread of a few rows needs of the parameters, which are stored alike, given to `use`.
@@ -216,7 +255,7 @@ struct Forward {
       if constexpr (ITEMS > 2) {
         use(Near<T, ITEMS>(factors, shifts, columns, more));
       } else {
-        use(Ahead<ITEMS>(factors, shifts, columns, more));
+        use(Ahead<ITEMS>(factors, shifts, columns, scale_offset));
       }
     } else {
       use(Near<float, ITEMS>(factors, shifts, columns, more));
@@ -338,6 +377,12 @@ struct Forward {
     }
   }
 
+  // Of elements of two bytes by one instruction, which is wrong by 2^-24 of centre * inverse, far less than they are themselves.
+  static __device__ float normalised(float value, float centre, float inverse) {
+    if (!CENTRED) return value * inverse;
+    return sizeof(T) == 2 ? fmaf(value, inverse, -centre * inverse) : (value - centre) * inverse;
+  }
+
   template <int ITEMS, class Source, class Parameters, class Found>
   __device__ void finish(const Source& source, const Aside<ITEMS>& aside, Parameters& parameters, const Place& place,
                          const Found& found) const {
@@ -347,17 +392,16 @@ struct Forward {
     const float shift = kApart<Source> ? (aside.from - centre) * inverse : 0.f;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
-      const bool there = place.active && place.columns.has(item);
-      const int64_t at = place.start + place.columns.of(item);
+      const bool there = place.has(item);
+      const int64_t at = place.at(item);
       float x[N], factor[N], more[N];
       parameters.read(item, place.columns, factor, more);
       if (!kApart<Source> && ITEMS > 1 && !there) continue;  // a branch, so that nothing is held for it that is found again
       if constexpr (!kApart<Source>) read<ITEMS != 1>(source, item, x);
       if constexpr (ADDED) store_out(sum + at, rounded<T, N>(x), there);
-      const float from = place.columns.has(item) ? centre : 0.f;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        x[i] = kApart<Source> ? fmaf(aside.apart[item][i], inverse, shift) : (CENTRED ? x[i] - from : x[i]) * inverse;
+        x[i] = kApart<Source> ? fmaf(aside.apart[item][i], inverse, shift) : normalised(x[i], centre, inverse);
         x[i] *= factor[i];
         if constexpr (!ADDED) x[i] += more[i];
       }
@@ -443,6 +487,7 @@ struct Backward {
 
   static constexpr int kStreams = ADDED ? 3 : 2, kFound = CENTRED ? 2 : 1;
   static constexpr bool kFlushes = true;
+  static constexpr Ways kWays = Ways::kStreamed;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 104 : items * N > 8 ? 80 : 64; }
   static constexpr int kSharedRegisters = registers(kMaxItems);
   template <int ITEMS>
@@ -523,7 +568,7 @@ struct Backward {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       if (!place.columns.has(item)) continue;
-      const int64_t at = place.start + place.columns.of(item);
+      const int64_t at = place.at(item);
       float normalised[N], grads[N], result[N];
       slots.read(1, item, grads);
       if constexpr (ADDED) slots.read(2, item, result);

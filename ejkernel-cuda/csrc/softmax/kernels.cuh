@@ -81,14 +81,16 @@ struct Forward {
   static constexpr int kStreams = 1, kFound = 2;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items > 2 ? 80 : 64; }
-  static constexpr int direct_registers(int items, Span) { return items > 2 ? 104 : 80; }
-  static constexpr int kSharedRegisters = 128;
+  static constexpr int direct_registers(int items, int lanes) { return lanes ? 64 : items > 2 ? 104 : 80; }
+  static constexpr Ways kWays = Ways::kEither;
+  static constexpr int kNarrowItems = 4;
+  static constexpr int kSharedRegisters = 64;
   template <int ITEMS>
   struct Kept {};
   template <int ITEMS>
   struct Aside {
     unsigned taken;
-    // From `measure` to `finish`: weights relative to the warp's largest logit, and that.
+    // From `measure` to `finish`, but for clusters: weights relative to the warp's largest logit, and that.
     float weights[ITEMS * N], largest;
   };
 
@@ -121,8 +123,58 @@ struct Forward {
   template <int ITEMS, Span SPAN, int ROWS, class Source, class Parameters>
   __device__ void measure(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], const Parameters&, const Columns& columns,
                           Reducer& reducer, float (&found)[ROWS][kFound]) const {
-    is_ordered() ? weigh<true, SPAN>(sources, asides, columns, reducer, found)
-                 : weigh<false, SPAN>(sources, asides, columns, reducer, found);
+    if constexpr (SPAN == Span::kCluster) {
+      is_ordered() ? sum_weights<true>(sources[0], asides[0].taken, columns, reducer, found[0])
+                   : sum_weights<false>(sources[0], asides[0].taken, columns, reducer, found[0]);
+    } else {
+      is_ordered() ? weigh<true, SPAN>(sources, asides, columns, reducer, found)
+                   : weigh<false, SPAN>(sources, asides, columns, reducer, found);
+    }
+  }
+
+  // The weight of an element, of which `from` is taken.
+  template <bool ORDERED>
+  __device__ float weight_of(float value, float factor, float from, bool taken) const {
+    if (ORDERED) return weight<T>(fmaf(value, factor, -from));
+    return taken ? weight<T>(value * factor - from) : 0.f;
+  }
+
+  // The same of a block of a cluster, without weights that are held until the others have told theirs: with those of two rows a
+  // processor would have half as many threads.
+  template <bool ORDERED, int ITEMS>
+  __device__ void sum_weights(const Slots<T, N, ITEMS>& slots, unsigned taken, const Columns& columns, Reducer& reducer,
+                              float (&found)[kFound]) const {
+    const float factor = scale * kUnit<T>;
+    float largest[1] = {-INFINITY}, total[1] = {};
+    if constexpr (ORDERED) {
+      Peak<T, N> peak;
+#pragma unroll
+      for (int item = 0; item < ITEMS; ++item) {
+        if (columns.has(item)) peak.take(slots.pack(0, item));
+      }
+      largest[0] = peak.value() * factor;
+    } else {
+#pragma unroll 1
+      for (int item = 0; item < ITEMS; ++item) {
+        float values[N];
+        slots.read(0, item, values);
+#pragma unroll
+        for (int i = 0; i < N; ++i) largest[0] = fmaxf(largest[0], logit(values[i], taken >> (item * N + i) & 1u));
+      }
+    }
+    Reducer::warp<Largest>(largest, 32);
+    const float shift = shift_of(largest[0]);
+#pragma unroll(ORDERED ? ITEMS : 1)
+    for (int item = 0; item < ITEMS; ++item) {
+      const float from = columns.has(item) ? shift : INFINITY;
+      float values[N];
+      slots.read(0, item, values);
+#pragma unroll
+      for (int i = 0; i < N; ++i) total[0] += weight_of<ORDERED>(values[i], factor, from, taken >> (item * N + i) & 1u);
+    }
+    Reducer::warp<Add>(total, 32);
+    join_warps(largest, total, reducer);
+    found[0] = largest[0], found[1] = total[0];
   }
 
   // Without a mask and with a positive scale, the largest element has the largest logit: in registers one multiply-add then makes a
@@ -195,23 +247,42 @@ struct Forward {
   }
 
   template <int ITEMS, class Source, class Parameters, class Found>
-  __device__ void finish(const Source&, const Aside<ITEMS>& aside, const Parameters&, const Place& place, const Found& found) const {
-    is_ordered() ? scale_weights<true>(aside, place, found) : scale_weights<false>(aside, place, found);
+  __device__ void finish(const Source& source, const Aside<ITEMS>& aside, const Parameters&, const Place& place,
+                         const Found& found) const {
+    if constexpr (Found::kCluster) {
+      is_ordered() ? weigh_again<true>(source, aside.taken, place, found) : weigh_again<false>(source, aside.taken, place, found);
+    } else {
+      is_ordered() ? scale_weights<true>(aside, place, found) : scale_weights<false>(aside, place, found);
+    }
+  }
+
+  template <bool ORDERED, int ITEMS, class Found>
+  __device__ void weigh_again(const Slots<T, N, ITEMS>& slots, unsigned taken, const Place& place, const Found& found) const {
+    const float factor = scale * kUnit<T>, of_block = found.of_block(0);
+    const float shift = shift_of(found.template all<Largest>(of_block));
+    const float inverse = inverse_of(found.template all<Add>(found.of_block(1) * weight<T>(of_block - shift)));
+    if (!place.active) return;
+    T* to = out + place.start;
+#pragma unroll(ORDERED ? ITEMS : 1)
+    for (int item = 0; item < ITEMS; ++item, to += place.columns.step) {
+      if (!place.columns.has(item)) continue;
+      float values[N];
+      slots.read(0, item, values);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        values[i] = weight_of<ORDERED>(values[i], factor, shift, taken >> (item * N + i) & 1u) * inverse;
+      }
+      store_out(to, rounded<T, N>(values));
+    }
   }
 
   template <bool ORDERED, int ITEMS, class Found>
   __device__ void scale_weights(const Aside<ITEMS>& aside, const Place& place, const Found& found) const {
-    float shift, total;
-    if constexpr (Found::kCluster) {
-      const float largest = found.of_block(0);
-      shift = shift_of(found.template all<Largest>(largest));
-      total = found.template all<Add>(found.of_block(1) * weight<T>(largest - shift));
-    } else {
-      shift = shift_of(found.values[0]), total = found.values[1];
-    }
-    const float factor = weight<T>(aside.largest - shift) * inverse_of(total);  // from the warp's largest logit to the row's
+    const float shift = shift_of(found.values[0]);
+    // From the warp's largest logit to the row's.
+    const float factor = weight<T>(aside.largest - shift) * inverse_of(found.values[1]);
     if (!place.active) return;
-    T* to = out + place.start + place.columns.first;
+    T* to = out + place.start;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item, to += place.columns.step) {
       if (!place.columns.has(item)) continue;
@@ -280,7 +351,9 @@ struct Backward {
   static constexpr bool kFlushes = false;
   static constexpr int registers(int) { return 64; }
   static constexpr int kSharedRegisters = 64;
-  static constexpr int direct_registers(int items, Span) { return items > 2 ? 104 : 80; }
+  static constexpr int direct_registers(int items, int lanes) { return lanes ? 64 : items > 2 ? 104 : 80; }
+  static constexpr Ways kWays = Ways::kEither;
+  static constexpr int kNarrowItems = 2;
   template <int ITEMS>
   struct Kept {};
   template <int ITEMS>
@@ -352,7 +425,7 @@ struct Backward {
       if (!place.columns.has(item)) continue;
       source.read_again(0, item, values);
       source.read_again(1, item, grads);
-      const int64_t at = place.start + place.columns.of(item);
+      const int64_t at = place.at(item);
       mask.data ? write<true>(values, grads, aside.taken >> (item * N), at, sum) : write<false>(values, grads, 0, at, sum);
     }
   }

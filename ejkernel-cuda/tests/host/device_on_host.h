@@ -147,7 +147,7 @@ inline void run_cluster(unsigned first_block, unsigned cluster) {
   std::vector<std::unique_ptr<Fiber>> fibers;
   for (unsigned rank = 0; rank < cluster; ++rank) {
     blocks.push_back(std::make_unique<Block>());
-    blocks.back()->index = {first_block + rank};
+    blocks.back()->index = {(first_block + rank) % grid_dim.x, (first_block + rank) / grid_dim.x};
     blocks.back()->warps.resize((block_threads() + 31) / 32);
     for (int linear = 0; linear < block_threads(); ++linear) {
       auto fiber = std::make_unique<Fiber>();
@@ -180,12 +180,16 @@ inline void run_cluster(unsigned first_block, unsigned cluster) {
   }
 }
 
-inline void launch(unsigned grid, Index block, unsigned cluster, std::function<void()> kernel, size_t rest = 0) {
+inline void launch(Index grid, Index block, unsigned cluster, std::function<void()> kernel, size_t rest = 0) {
   shared_rest = rest;
-  grid_dim = {grid, 1, 1};
+  grid_dim = {grid.x, grid.y, 1};
   block_dim = {block.x, block.y, 1};
   body = std::move(kernel);
-  for (unsigned first = 0; first < grid; first += cluster) run_cluster(first, cluster);
+  for (unsigned first = 0; first < grid.x * grid.y; first += cluster) run_cluster(first, cluster);
+}
+
+inline void launch(unsigned grid, Index block, unsigned cluster, std::function<void()> kernel, size_t rest = 0) {
+  launch(Index{grid, 1, 1}, block, cluster, std::move(kernel), rest);
 }
 
 }  // namespace ejkernel::host
@@ -301,6 +305,24 @@ inline void copy_bytes_ahead(void* to, const void* from, bool there) {
 }
 
 inline const char* held(const char* pointer) { return pointer; }
+
+template <int N>
+inline void hold(float (&)[N]) {}
+inline void hold(uint4&) {}
+
+template <typename T>
+inline uint32_t larger_pair(uint32_t a, uint32_t b) {
+  struct Pair {
+    T data[2];
+  };
+  Pair larger = __builtin_bit_cast(Pair, a);
+  const Pair other = __builtin_bit_cast(Pair, b);
+  for (int i = 0; i < 2; ++i) {
+    const float here = float(larger.data[i]), there = float(other.data[i]);
+    if (there > here || here != here) larger.data[i] = other.data[i];
+  }
+  return __builtin_bit_cast(uint32_t, larger);
+}
 
 inline void fetch_ahead(const void*) {}
 

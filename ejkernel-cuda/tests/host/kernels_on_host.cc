@@ -39,15 +39,28 @@ void streamed(const Op& op, const Shape& shape) {
       [&] { CLUSTER ? shared_rows<Op, ITEMS>(op, walk, stages) : streamed_rows<Op, ITEMS>(op, walk, stages); }, stages * stage);
 }
 
-template <class Op, int ITEMS>
+template <class Op, int ITEMS, int LANES>
 void direct(const Op& op, const Shape& shape) {
-  if constexpr (Op::N > 1 && !Op::kFlushes) {
-    const unsigned y = shape.threads > 32 ? 1 : unsigned(kDirectBlock / shape.threads);
-    const int64_t rows = y * kAtOnce<Op, ITEMS>;
-    const Walk walk{shape.rows_per_group, (shape.rows_per_group + rows - 1) / rows};
-    host::launch(unsigned(shape.groups * walk.parts), {unsigned(shape.threads), y}, 1, [&] {
-      y == 1 ? direct_rows<Op, ITEMS, Span::kWarps>(op, walk) : direct_rows<Op, ITEMS, Span::kWarp>(op, walk);
-    });
+  if constexpr (Op::kWays != Ways::kStreamed) {
+    constexpr int64_t kRows = kRowsOfBlock<Op, ITEMS, LANES>;
+    const Walk walk{shape.rows_per_group, (shape.rows_per_group + kRows - 1) / kRows};
+    const unsigned threads = unsigned(LANES ? kDirectBlock : shape.threads);
+    host::launch(host::Index{unsigned(walk.parts), unsigned(shape.groups)}, {threads, 1}, 1,
+                 [&] { direct_rows<Op, ITEMS, LANES>(op, walk); });
+  }
+}
+
+// Rows that a warp has whole.
+template <class Op, int ITEMS>
+void narrow(const Op& op, const Shape& shape) {
+  switch (shape.threads) {
+    case 1: return direct<Op, ITEMS, 1>(op, shape);
+    case 2: return direct<Op, ITEMS, 2>(op, shape);
+    case 4: return direct<Op, ITEMS, 4>(op, shape);
+    case 8: return direct<Op, ITEMS, 8>(op, shape);
+    case 16: return direct<Op, ITEMS, 16>(op, shape);
+    case 32: return direct<Op, ITEMS, 32>(op, shape);
+    default: return direct<Op, ITEMS, 0>(op, shape);
   }
 }
 
@@ -57,9 +70,14 @@ void rows(const Op& op, const Shape& shape) {
     host::launch(unsigned(shape.parts), {unsigned(shape.threads), 1}, 1,
                  [&] { walked_rows<Op>(op, shape.rows_per_group * shape.groups); });
   } else if (shape.cluster > 1) {
+    if constexpr (requires { op.packed(); }) {
+      if (op.is_narrow()) return streamed<decltype(op.packed()), kMaxItems, true>(op.packed(), shape);
+    }
     streamed<Op, kMaxItems, true>(op, shape);
-  } else if (shape.stages == 0) {
-    shape.items == 1 ? direct<Op, 1>(op, shape) : shape.items == 2 ? direct<Op, 2>(op, shape) : direct<Op, 4>(op, shape);
+  } else if (Op::N > 1 && Op::kWays != Ways::kStreamed && (shape.stages == 0 || Op::kWays == Ways::kDirect)) {
+    if constexpr (Op::N > 1) {
+      shape.items == 1 ? narrow<Op, 1>(op, shape) : shape.items == 2 ? narrow<Op, 2>(op, shape) : narrow<Op, 4>(op, shape);
+    }
   } else if (shape.items == 1) {
     streamed<Op, 1>(op, shape);
   } else if (shape.items == 2) {

@@ -9,6 +9,7 @@ more than once.
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations._rows.interface import NormCall
@@ -19,6 +20,7 @@ THREADS = tuple(1 << power for power in range(10))
 CLUSTERS = (2, 4, 8, 16)
 CLUSTERS_SINCE = (9, 0)
 PACKS = 4
+WARP = 32
 MOST = PACKS * THREADS[-1]
 """Packs of a row that one block takes."""
 _STAGES = {1: 4, 2: 3, 3: 2}
@@ -28,7 +30,7 @@ MOST_DIRECT = 1024
 """Packs of a row that goes straight to registers; norms of one array take twice as many, two blocks of 512 threads with 64
 registers on a processor."""
 _SPARE = 64
-"""Packs that one thread each, or two, take before there are enough threads for four."""
+"""Packs that two threads each take before there are enough threads for four."""
 _PROCESSORS = 160
 """Of a device, at most; the library launches no more blocks than run at once."""
 
@@ -41,7 +43,9 @@ class ForwardConfig:
     cluster: blocks that share a row, a power of two up to 16. Above 1, `threads` has no effect: each has four packs.
     stages: rows of a block in shared memory, 1 to 8; fewer where that is too small. A cluster has 2 at least, one of them for a row
         whose numbers its blocks are still telling each other. 0: none; a thread asks for up to four packs, of one row or of
-        several, and its block ends with them. For a cluster, and where rows do not start on 16 bytes, as 1.
+        several, and its block ends with them; what a warp can have whole takes as many threads as the library is compiled for. For
+        a cluster, and where rows do not start on 16 bytes, as 1. Rows of norms of one array that do, and that fit one block, are
+        always so.
     """
 
     threads: int
@@ -103,45 +107,42 @@ def block_config(x: ArraySpec, streams: int, packs_per_thread: int, stages: int 
 def direct_config(x: ArraySpec, packs_per_thread: int, most: int = MOST_DIRECT) -> ForwardConfig | None:
     """Without shared memory; None for rows that do not start on 16 bytes, or of more packs than that."""
     packs = packs_of(x)
-    return ForwardConfig(threads_for(packs, packs_per_thread), 1, 0) if packs < x.shape[-1] and packs <= most else None
+    if packs == x.shape[-1] or packs > most:
+        return None
+    return ForwardConfig(max(threads_for(packs, packs_per_thread), WARP), 1, 0)
 
 
 def row_configs(
-    x: ArraySpec, target: Target, streams: int, chosen: ForwardConfig, *, direct: bool = True
+    x: ArraySpec,
+    target: Target,
+    streams: int,
+    chosen: ForwardConfig,
+    *,
+    registers: Literal["never", "also", "always"] = "also",
 ) -> list[ForwardConfig]:
-    """Their search space, the heuristic's choice in front; `direct`: also without shared memory."""
+    """Their search space, the heuristic's choice in front; `registers`: whether rows of one block go straight to them."""
     packs, stages = packs_of(x), _STAGES[streams]
-    sizes, counts = clusters_for(x, target), (_CLUSTER_STAGES, _CLUSTER_STAGES + 1, *((_CLUSTER_STAGES + 3,) if direct else ()))
+    more = (_CLUSTER_STAGES + 3,) if registers != "never" else ()
+    sizes, counts = clusters_for(x, target), (_CLUSTER_STAGES, _CLUSTER_STAGES + 1, *more)
     found = [ForwardConfig(THREADS[-1], size, count) for count in counts for size in sizes]
     if not sizes or packs <= MOST:
-        counts = (0, stages + 2, stages) if direct else (stages, stages - 1, stages + 2)
-        found += [ForwardConfig(threads_for(packs, items), 1, count) for count in counts for items in (PACKS, 2, 1)]
+        made = (direct_config(x, items, MOST) for items in (PACKS, 2) if registers != "never")
+        direct = [config for config in made if config]
+        counts = (stages + 2, stages) if registers != "never" else (stages, stages - 1, stages + 2)
+        blocks = [ForwardConfig(threads_for(packs, items), 1, count) for count in counts for items in (PACKS, 2, 1)]
+        found += direct if direct and registers == "always" else direct + blocks
     return list(dict.fromkeys([chosen, *found]))
 
 
-def _forward(call: NormCall, target: Target, narrow: int) -> ForwardConfig:
-    """`narrow`: packs per thread of narrow rows."""
-    if is_narrow(call.x):
-        return direct_config(call.x, narrow) or block_config(call.x, 1, 2, 3)
-    direct = direct_config(call.x, PACKS, 2 * MOST_DIRECT)
-    return direct or cluster_config(call.x, target) or block_config(call.x, 1, PACKS, 6)
-
-
 def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
-    return _forward(call, target, 1)
+    direct = direct_config(call.x, PACKS, 2 * MOST_DIRECT)
+    if direct or is_narrow(call.x):
+        return direct or block_config(call.x, 1, 2, 3)
+    return cluster_config(call.x, target) or block_config(call.x, 1, PACKS, 6)
 
 
 def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
-    return row_configs(call.x, target, 1, forward_heuristic(call, target))
-
-
-def centred_forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
-    """On an H200, of rows of 128 columns two packs per thread were a little faster than one."""
-    return _forward(call, target, 2)
-
-
-def centred_forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
-    return row_configs(call.x, target, 1, centred_forward_heuristic(call, target))
+    return row_configs(call.x, target, 1, forward_heuristic(call, target), registers="always")
 
 
 def _summing(x: ArraySpec, config: ForwardConfig) -> BackwardConfig:
@@ -172,7 +173,7 @@ def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
 
 
 def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
-    found = row_configs(call.x, target, 2, _backward(call, target), direct=False)
+    found = row_configs(call.x, target, 2, _backward(call, target), registers="never")
     return [_summing(call.x, config) for config in found]
 
 
@@ -188,14 +189,14 @@ def centred_backward_heuristic(call: NormCall, target: Target) -> BackwardConfig
 
 
 def centred_backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
-    found = row_configs(call.x, target, 2, _centred_backward(call, target), direct=False)
+    found = row_configs(call.x, target, 2, _centred_backward(call, target), registers="never")
     return [_summing(call.x, config) for config in found]
 
 
 def added_forward_heuristic(call: AddRmsNormCall, target: Target) -> ForwardConfig:
     """On an H200 rows in registers were 1.04 to 1.10 times as fast as in shared memory, and the smaller clusters 1.03 times as the
     larger ones."""
-    direct = direct_config(call.x, 1 if is_narrow(call.x) else PACKS)
+    direct = direct_config(call.x, PACKS)
     return direct or cluster_config(call.x, target, rank=0) or block_config(call.x, 2, 2)
 
 
@@ -212,12 +213,11 @@ def added_backward_heuristic(call: AddRmsNormCall, target: Target) -> BackwardCo
 
 
 def added_backward_space(call: AddRmsNormCall, target: Target) -> list[BackwardConfig]:
-    found = row_configs(call.x, target, 3, _added_backward(call, target), direct=False)
+    found = row_configs(call.x, target, 3, _added_backward(call, target), registers="never")
     return [_summing(call.x, config) for config in found]
 
 
 FORWARD = ConfigSpace(ForwardConfig, forward_heuristic, forward_space)
-CENTRED_FORWARD = ConfigSpace(ForwardConfig, centred_forward_heuristic, centred_forward_space)
 BACKWARD = ConfigSpace(BackwardConfig, backward_heuristic, backward_space)
 CENTRED_BACKWARD = ConfigSpace(BackwardConfig, centred_backward_heuristic, centred_backward_space)
 """CENTRED: where a mean is taken from rows."""
