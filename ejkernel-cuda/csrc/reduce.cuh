@@ -187,11 +187,11 @@ template <int N>
 static __global__ void __launch_bounds__(kSumThreads) sum_parts(Parts first, Parts second, int64_t width, int lanes) {
   using Columns = Pack<float, N>;
   EJKERNEL_SHARED(Columns, sums, kSumThreads);
-  const int64_t tiles = (width + lanes * N - 1) / (lanes * N), of_first = first.groups * tiles;
+  const unsigned tiles = (unsigned(width) + lanes * N - 1) / (lanes * N), of_first = unsigned(first.groups) * tiles;
   const Parts here = blockIdx.x < of_first ? first : second;
-  const int64_t index = blockIdx.x < of_first ? blockIdx.x : blockIdx.x - of_first;
+  const unsigned index = blockIdx.x < of_first ? blockIdx.x : blockIdx.x - of_first, tile = index % tiles;
   const int rows = kSumThreads / lanes;
-  const int64_t group = index / tiles, column = (index % tiles * lanes + threadIdx.x % lanes) * N;
+  const int64_t group = index / tiles, column = int64_t(tile * lanes + threadIdx.x % lanes) * N;
   float sum[N] = {};
   if (column < width) {
     for (int64_t part = threadIdx.x / lanes; part < here.parts; part += rows * kPartsAtOnce) {

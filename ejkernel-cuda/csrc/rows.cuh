@@ -170,11 +170,11 @@ __global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk
   EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_SHARED_REST(typename Op::T, memory);
   Reducer reducer{scratch, int(blockDim.x)};
-  const int64_t group = blockIdx.x / walk.parts;
-  // Rows are counted in 32 bits, for the registers.
+  // Workers and rows are counted in 32 bits: a division of 64 takes as long as a row.
+  const unsigned parts = unsigned(walk.parts), group = blockIdx.x / parts;
   const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group);
-  const int step = int(walk.parts * blockDim.y);
-  int first = begin + int(blockIdx.x % walk.parts * blockDim.y);  // of the block's rows
+  const int step = int(parts * blockDim.y);
+  int first = begin + int((blockIdx.x - group * parts) * blockDim.y);  // of the block's rows
   const Columns columns = columns_of_block<Op::N>(op.width, 1, 0);
   const Ring<Op, ITEMS> ring(op, memory);
 
@@ -213,9 +213,9 @@ __global__ void __maxnreg__(Op::kSharedRegisters) shared_rows(Op op, Walk walk, 
   const int size = int(cluster_size());
   Reducer reducer{scratch, int(blockDim.x)};
   Exchange<Op::kFound> exchange{places, mailboxes, size};
-  const int64_t worker = blockIdx.x / size, group = worker / walk.parts;
-  const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group), step = int(walk.parts);
-  int row = begin + int(worker % walk.parts);
+  const unsigned parts = unsigned(walk.parts), worker = blockIdx.x / unsigned(size), group = worker / parts;
+  const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group), step = int(parts);
+  int row = begin + int(worker - group * parts);
   const Columns columns = columns_of_block<Op::N>(op.width, size, int(cluster_rank()));
   const Ring<Op, ITEMS> ring(op, memory);
   const auto place_after = [&](int steps) { return place_of(op, row + steps * step, end, columns); };
