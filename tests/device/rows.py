@@ -7,8 +7,9 @@ the targets, configs of the search space: each is compared with XLA's result in 
 textbook jnp, our XLA platform, torch.compile and Liger where they can be imported. Prints tables, writes `rows.json` under
 `--out` (or `$OUT`), exits with 1 if a number is wrong.
 
-`--platform cuda` (triton), `--only softmax,rope`, `--budget` seconds after which nothing new is started (280), `--most` configs for
-each shape and phase (10; 0 = all), `--threads` that compile (4), `--skip numbers,sweep,peers`.
+`--platform cuda` (triton), `--only softmax,rope`, `--match x128,32768` for timed problems whose name has one of these texts,
+`--budget` seconds after which nothing new is started (280), `--most` configs for each shape and phase (10; 0 = all), `--threads`
+that compile (4), `--skip numbers,sweep,peers`.
 """
 
 from __future__ import annotations
@@ -221,9 +222,15 @@ def timed(problem: Problem, prepared: Prepared, candidate: Candidate, program: A
     measure = profiler.Cupti(finalize=False).measure(program, aggregate=False)
     runs = [measure(sets)[1] or [] for _ in range(5)]
     usual = statistics.mode(len(run) for run in runs)
-    samples = [sum(ms for _, ms in run) / 1e3 / len(sets) for run in runs if len(run) == usual]
+    runs = [run for run in runs if len(run) == usual]
+    samples = [sum(ms for _, ms in run) / 1e3 / len(sets) for run in runs]
+    kernels = {
+        kernel: statistics.median(sum(ms for name, ms in run if name == kernel) * 1e3 / len(sets) for run in runs)
+        for kernel in dict.fromkeys(name for name, _ in runs[0])
+    }
     return result_row(problem.name, candidate.phase, candidate.name, samples, moved_bytes(prepared, candidate.phase), {
         "chosen": candidate.chosen, "ours": candidate.name not in ("our XLA", "textbook jnp"), "clock": "device",
+        "kernels": kernels,
     })  # fmt: skip
 
 
@@ -323,6 +330,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of rows.json")
     parser.add_argument("--platform", default="triton", help="whose kernels: triton or cuda")
     parser.add_argument("--only", default="", help="operations, comma separated")
+    parser.add_argument("--match", default="", help="texts of which a timed problem's name has one, comma separated")
     parser.add_argument("--budget", type=float, default=280, help="seconds after which nothing new is started")
     parser.add_argument("--most", type=int, default=10, help="configs for each shape and phase; 0 = all")
     parser.add_argument("--threads", type=int, default=4, help="threads that compile")
@@ -353,7 +361,8 @@ def main() -> int:
             check_numbers(operation, rows, options.budget * 0.3, options.platform)
             check_large(operation, rows, options.platform)
             save(f"numbers of {operation}")
-    problems = [problem for problem in TIMED if problem.operation in operations]
+    texts = options.match.split(",")
+    problems = [problem for problem in TIMED if problem.operation in operations and any(text in problem.name for text in texts)]
     reserve = 0 if "peers" in skip else 45
     options.budget -= reserve
     for index, problem in enumerate(problems if "sweep" not in skip else ()):
