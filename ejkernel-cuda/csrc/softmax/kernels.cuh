@@ -119,6 +119,13 @@ struct Forward {
   static __device__ float shift_of(float largest) { return largest == -INFINITY ? 0.f : largest; }
   static __device__ float inverse_of(float total) { return total == 0.f ? 0.f : 1.f / total; }
 
+  // The weight of an element, from whose logit `from` is taken.
+  template <bool ORDERED>
+  __device__ float weight_of(float value, float factor, float from, bool taken) const {
+    if (ORDERED) return weight<T>(fmaf(value, factor, -from));
+    return taken ? weight<T>(value * factor - from) : 0.f;
+  }
+
   // Of each of so many rows, the largest logit of the block's columns, and the sum of weights relative to it.
   template <int ITEMS, Span SPAN, int ROWS, class Source, class Parameters>
   __device__ void measure(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], const Parameters&, const Columns& columns,
@@ -130,13 +137,6 @@ struct Forward {
       is_ordered() ? weigh<true, SPAN>(sources, asides, columns, reducer, found)
                    : weigh<false, SPAN>(sources, asides, columns, reducer, found);
     }
-  }
-
-  // The weight of an element, of which `from` is taken.
-  template <bool ORDERED>
-  __device__ float weight_of(float value, float factor, float from, bool taken) const {
-    if (ORDERED) return weight<T>(fmaf(value, factor, -from));
-    return taken ? weight<T>(value * factor - from) : 0.f;
   }
 
   // The same of a block of a cluster, without weights that are held until the others have told theirs: with those of two rows a
