@@ -174,13 +174,7 @@ __device__ inline uint32_t larger_pair(uint32_t a, uint32_t b) {
   return larger;
 }
 
-// Numbers that are to be made where this stands.
-template <int N>
-__device__ inline void hold(float (&values)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(values[i]));
-}
-
+// Words that are to be taken apart anew from here on, rather than to be held as what they were taken apart into.
 __device__ inline void hold(uint4& words) { asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)); }
 
 // Begin to copy BYTES (4, 8 or 16) from global to shared memory, or zeros; in order with the thread's own reads before.

@@ -306,8 +306,6 @@ inline void copy_bytes_ahead(void* to, const void* from, bool there) {
 
 inline const char* held(const char* pointer) { return pointer; }
 
-template <int N>
-inline void hold(float (&)[N]) {}
 inline void hold(uint4&) {}
 
 template <typename T>
