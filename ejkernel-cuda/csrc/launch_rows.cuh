@@ -90,9 +90,11 @@ int64_t ResidentWorkers(Kernel kernel, dim3 block, int64_t shared_bytes, int clu
   const std::lock_guard<std::mutex> lock(mutex);
   const auto [at, is_new] = answers.try_emplace({function, device, block.x * block.y, shared_bytes, cluster}, 0);
   if (!is_new) return at->second;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                       int(DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kScratchBytes));
-  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (shared_bytes) {  // else all of it is cache, where what threads ask for arrives
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         int(DeviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kScratchBytes));
+    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  }
   int found = 0;
   if (cluster == 1) {
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kernel, int(block.x * block.y), size_t(shared_bytes));
