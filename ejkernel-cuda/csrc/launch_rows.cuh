@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <tuple>
+#include <utility>
 
 #include "handler.h"
 #include "rows.cuh"
@@ -13,7 +14,7 @@ namespace ejkernel {
 
 constexpr int64_t kMaxWidth = int64_t{1} << 30;
 constexpr int64_t kAnyParts = int64_t{1} << 40;
-constexpr int64_t kMaxGroups = 65535;  // of a launch of rows that go straight to registers
+constexpr int64_t kMaxAcross = 65535;  // blocks along a grid's second axis
 
 // What a config asks for; no stages, for rows that go straight to registers.
 struct Knobs {
@@ -114,7 +115,9 @@ template <class Op, int ITEMS, int LANES>
 ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, int threads) {
   constexpr int64_t kRows = kRowsOfBlock<Op, ITEMS, LANES>;
   walk.parts = (walk.rows_per_group + kRows - 1) / kRows;
-  direct_rows<Op, ITEMS, LANES><<<dim3(unsigned(walk.parts), unsigned(groups)), threads, 0, stream>>>(op, walk);
+  dim3 grid(unsigned(walk.parts), unsigned(groups));
+  if (groups > kMaxAcross) std::swap(grid.x, grid.y);  // of no more than kMaxRows rows, parts are few then
+  direct_rows<Op, ITEMS, LANES><<<grid, threads, 0, stream>>>(op, walk);
   return CheckLaunch(operation, "rows through registers");
 }
 
@@ -207,7 +210,7 @@ ffi::Error LaunchRows(const char* operation, cudaStream_t stream, const Op& op, 
   if (!done && plan.cluster > 1) plan = MakePlan(packs, {knobs.threads, 1, knobs.stages});
   constexpr Ways kWays = Op::N > 1 ? Op::kWays : Ways::kStreamed;
   if constexpr (kWays != Ways::kStreamed) {
-    if (!done && plan.items && groups <= kMaxGroups && (plan.stages == 0 || kWays == Ways::kDirect))
+    if (!done && plan.items && (plan.stages == 0 || kWays == Ways::kDirect))
       return LaunchDirect(operation, stream, op, walk, groups, plan, packs);
   }
   if constexpr (kWays != Ways::kDirect) {

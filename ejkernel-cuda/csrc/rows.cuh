@@ -272,9 +272,12 @@ __global__ void __maxnreg__(Op::direct_registers(ITEMS, LANES)) direct_rows(Op o
   EJKERNEL_SHARED(float, scratch, LANES ? 1 : kScratch<kValues>);
   const int threads = LANES ? LANES : int(blockDim.x);  // of a row
   Reducer reducer{scratch, threads, kValues};
-  const int64_t group = blockIdx.y;
+  // The axis of a grid that goes beyond 2^16 has parts or, where the launch turned them, groups.
+  const bool turned = gridDim.x != unsigned(walk.parts);
+  const int64_t group = turned ? blockIdx.x : blockIdx.y;
   const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group);
-  const int beside = LANES ? int(threadIdx.x) / threads : 0, first = begin + int(blockIdx.x) * (kApart * ROWS) + beside;
+  const int part = int(turned ? blockIdx.y : blockIdx.x), beside = LANES ? int(threadIdx.x) / threads : 0;
+  const int first = begin + part * (kApart * ROWS) + beside;
   const Columns columns = columns_of_threads<Op::N>(op.width, int(threadIdx.x) - beside * threads, threads);
   op.template with_parameters<ITEMS>(group, columns, [&](auto&& parameters) {
     Held<typename Op::T, Op::N, ITEMS, Op::kStreams> held[ROWS];

@@ -45,8 +45,9 @@ void direct(const Op& op, const Shape& shape) {
     constexpr int64_t kRows = kRowsOfBlock<Op, ITEMS, LANES>;
     const Walk walk{shape.rows_per_group, (shape.rows_per_group + kRows - 1) / kRows};
     const unsigned threads = unsigned(LANES ? kDirectBlock : shape.threads);
-    host::launch(host::Index{unsigned(walk.parts), unsigned(shape.groups)}, {threads, 1}, 1,
-                 [&] { direct_rows<Op, ITEMS, LANES>(op, walk); });
+    host::Index grid{unsigned(walk.parts), unsigned(shape.groups)};
+    if (shape.parts % 2) std::swap(grid.x, grid.y);  // parts mean nothing else here
+    host::launch(grid, {threads, 1}, 1, [&] { direct_rows<Op, ITEMS, LANES>(op, walk); });
   }
 }
 
