@@ -27,12 +27,12 @@ struct Plan {
   int threads, cluster, items, stages;
 };
 
-// As many packs per thread as the wish for threads leaves to it, then no more threads than those packs need. A cluster's
-// threads hold all packs they can.
-inline Plan MakePlan(int64_t packs, Knobs knobs) {
+// As many packs per thread, `most` at most, as the wish for threads leaves to it, then no more threads than those packs need. A
+// cluster's threads hold all packs they can.
+inline Plan MakePlan(int64_t packs, Knobs knobs, int most = kMaxItems) {
   const int64_t share = (packs + knobs.cluster - 1) / knobs.cluster;
   int64_t items = knobs.cluster > 1 ? kMaxItems : 1;
-  while (items < kMaxItems && items * knobs.threads < share) items *= 2;
+  while (items < most && items * knobs.threads < share) items *= 2;
   int64_t threads = std::max<int64_t>((share + items - 1) / items, knobs.cluster > 1 ? kLeastShared : 1);
   threads = threads > 32 ? (threads + 31) / 32 * 32 : std::bit_ceil(uint64_t(threads));
   return {int(threads), int(knobs.cluster), threads > kMaxThreads ? 0 : int(items), int(knobs.stages)};
@@ -142,6 +142,9 @@ ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op
   if constexpr (ITEMS < 4) {
     if (packs <= 128) return launch.template operator()<4, 32>();
   }
+  if constexpr (Op::kMostDirect > kMaxItems) {
+    if (plan.items > kMaxItems) return launch.template operator()<Op::kMostDirect, 0>();
+  }
   return plan.items == 4 ? launch.template operator()<4, 0>() : launch.template operator()<2, 0>();
 }
 
@@ -180,6 +183,15 @@ ffi::Error LaunchClusters(const char* operation, cudaStream_t stream, const Op& 
   return LaunchStreamed<Op, kMaxItems, true>(operation, stream, op, walk, groups, plan, done);
 }
 
+inline Number NumberOf(ffi::DataType type) {
+  return type == ffi::F32 ? Number::kFloat : type == ffi::F16 ? Number::kHalf : Number::kBfloat16;
+}
+
+// Of `parts` partial sums for each row of `total`.
+inline Parts PartsOf(Floats partial, Array total, int64_t parts) {
+  return {partial.typed_data(), total.untyped_data(), NumberOf(total.element_type()), total.dimensions()[0], parts};
+}
+
 template <int N>
 ffi::Error LaunchSumOf(const char* operation, cudaStream_t stream, Parts first, Parts second, int64_t width) {
   const int lanes = lanes_of_sum<N>(std::max(first.parts, second.parts));
@@ -202,16 +214,20 @@ template <class Op>
 ffi::Error LaunchRows(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, Knobs knobs,
                       bool& walked) {
   const int64_t packs = (op.width + Op::N - 1) / Op::N;
-  Plan plan = groups * walk.rows_per_group > kMaxRows ? Plan{} : MakePlan(packs, knobs);
+  const bool countable = groups * walk.rows_per_group <= kMaxRows;
+  Plan plan = countable ? MakePlan(packs, knobs) : Plan{};
   bool done = false;
   if constexpr (Op::N > 1) {
     if (plan.cluster > 1 && plan.items) EJKERNEL_TRY(LaunchClusters(operation, stream, op, walk, groups, plan, done));
   }
-  if (!done && plan.cluster > 1) plan = MakePlan(packs, {knobs.threads, 1, knobs.stages});
+  knobs.cluster = 1;
+  if (!done && plan.cluster > 1) plan = MakePlan(packs, knobs);
   constexpr Ways kWays = Op::N > 1 ? Op::kWays : Ways::kStreamed;
   if constexpr (kWays != Ways::kStreamed) {
-    if (!done && plan.items && (plan.stages == 0 || kWays == Ways::kDirect))
-      return LaunchDirect(operation, stream, op, walk, groups, plan, packs);
+    if (!done && countable && (knobs.stages == 0 || kWays == Ways::kDirect)) {
+      const Plan direct = MakePlan(packs, knobs, op.most_direct());
+      if (direct.items) return LaunchDirect(operation, stream, op, walk, groups, direct, packs);
+    }
   }
   if constexpr (kWays != Ways::kDirect) {
     if (!done && plan.items == 1) EJKERNEL_TRY((LaunchStreamed<Op, 1>(operation, stream, op, walk, groups, plan, done)));

@@ -163,12 +163,22 @@ struct Exchange {
 // Shared memory beside what a launch asks for, at most.
 constexpr int kScratchBytes = (kScratch<> + Exchange<kMaxValues>::kPlaces) * sizeof(float) + kMailboxes * sizeof(Mailbox);
 
+// How the gradient of a parameter is stored.
+enum class Number { kFloat, kHalf, kBfloat16 };
+
 // Rows to add up in a fixed order: of `partial` [groups, parts, width] into `total` [groups, width].
 struct Parts {
   const float* partial;
-  float* total;
+  void* total;
+  Number number;          // of total
   int64_t groups, parts;  // no groups for nothing
 };
+
+template <typename T, int N>
+__device__ inline void store_each(void* to, int64_t at, const float (&values)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) static_cast<T*>(to)[at + i] = from_float<T>(values[i]);
+}
 
 constexpr int kSumThreads = 256;
 constexpr int kPartsAtOnce = 8;
@@ -218,8 +228,12 @@ static __global__ void __launch_bounds__(kSumThreads) sum_parts(Parts first, Par
 #pragma unroll
     for (int i = 0; i < N; ++i) sum[i] += sums[threadIdx.x + other].data[i];
   }
-#pragma unroll
-  for (int i = 0; i < N; ++i) here.total[group * width + column + i] = sum[i];
+  const int64_t at = group * width + column;
+  switch (here.number) {
+    case Number::kFloat: return store_each<float>(here.total, at, sum);
+    case Number::kHalf: return store_each<__half>(here.total, at, sum);
+    case Number::kBfloat16: return store_each<__nv_bfloat16>(here.total, at, sum);
+  }
 }
 
 }  // namespace ejkernel

@@ -3,10 +3,11 @@
 // An Op says what is done. Its members: T, N (elements of an access), `width`; kStreams arrays that are read, `stream` each;
 // Aside<ITEMS> and `aside`, what else a thread needs of a row; Kept<ITEMS>, what it keeps from row to row, and `begin`, which
 // fills it; `with_parameters`, the same for a thread that has a few rows, which begins to read it with `ask`; `registers`,
-// `kSharedRegisters` and `direct_registers`, as many as all that takes; kWays, and kNarrowItems, packs per thread of rows that a
-// warp has whole; `measure`, which finds kFound numbers of a block's columns of each of a thread's rows, and `finish`, which
-// writes those columns of a row when the numbers of all blocks are there; kFlushes, whether something is left to do after the
-// last row, and that, `flush`; and `walk`, the work on a row of any width, which reads it more than once.
+// `kSharedRegisters` and `direct_registers`, as many as all that takes; kWays, and of rows in registers kNarrowItems, packs per
+// thread where a warp has them whole, kMostDirect, at most elsewhere, and `most_direct`, at most in this call; `measure`, which
+// finds kFound numbers of a block's columns of each of a thread's rows, and `finish`, which writes those columns of a row when the
+// numbers of all blocks are there; kFlushes, whether something is left to do after the last row, and that, `flush`; and `walk`, the
+// work on a row of any width, which reads it more than once.
 #pragma once
 
 #include <algorithm>
@@ -104,9 +105,10 @@ struct Held {
     }
   }
 
-  __device__ void read(int stream, int item, float (&to)[N]) const { widen(packs[stream][item], to); }
+  __device__ const Pack<T, N>& pack(int stream, int item) const { return packs[stream][item]; }
+  __device__ void read(int stream, int item, float (&to)[N]) const { widen(pack(stream, item), to); }
   // Widened a second time: packs take half the registers of floats that the compiler would hold from the first time on.
-  __device__ void read_again(int stream, int item, float (&to)[N]) const { widen_again(packs[stream][item], to); }
+  __device__ void read_again(int stream, int item, float (&to)[N]) const { widen_again(pack(stream, item), to); }
 };
 
 // Columns of the `thread`-th of so many threads that have a row.

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 from host_kernels import (
     KINDS,
+    NUMBERS,
     PACK,
     Angles,
     Block,
@@ -143,7 +144,7 @@ def _norm_rotate_back(given, results, *, rotary_dim, interleaved, heads_first, s
         library().qk_norm_rope_backward(
             KINDS[x.dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, Guarded(x).pointer,
             Guarded(rstd).pointer, Guarded(grad).pointer, _scale_parameter(scale), d_x.pointer,
-            partial.pointer if members else None, total.pointer if members else None, angles,
+            partial.pointer if members else None, total.pointer if members else None, NUMBERS[total.array.dtype.name], angles,
             _heads(x, int(rotary_dim), heads_first), int(span), ctypes.c_int64(max(1, members)), ctypes.c_int64(int(parts)),
             ctypes.c_float(scale_offset),
         )  # fmt: skip

@@ -15,6 +15,8 @@ import ml_dtypes
 import numpy as np
 
 KINDS = {"float32": 0, "bfloat16": 1}
+NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
+"""As `Number` of reduce.cuh."""
 PACK = {"float32": 4, "bfloat16": 8}
 _GUARD = 64
 _HERE = pathlib.Path(__file__).parent

@@ -66,11 +66,12 @@ def check_forward(
 
 def check_backward(
     name="rms_norm", x=(2, 3, 8), scale=(1, 8), rstd=(6,), mean=None, grad=(2, 3, 8), d_scale=None, d_offset=(0, 8), parts=2,
-    partials=((1, 2, 8), (0, 2, 8)), cluster=1, stages=1, grad_sum=None,
+    partials=((1, 2, 8), (0, 2, 8)), cluster=1, stages=1, grad_sum=None, stored=jnp.float32,
 ):  # fmt: skip
     mean = mean or (rstd if name == "layer_norm" else (0,))
     grad_sum = grad_sum or (x if name == "add_rms_norm" else (0,))
-    results = (struct(x), struct(d_scale or scale), struct(d_offset), struct(partials[0]), struct(partials[1]))
+    totals = struct(d_scale or scale, stored), struct(d_offset, stored)
+    results = (struct(x), *totals, struct(partials[0]), struct(partials[1]))
     return jax.block_until_ready(
         jax.ffi.ffi_call(check_target(f"{name}_backward"), results)(
             jnp.zeros(x), jnp.zeros(scale), jnp.zeros(mean), jnp.zeros(rstd), jnp.zeros(grad), jnp.zeros(grad_sum),
@@ -86,7 +87,7 @@ def test_handlers_admit_the_contract(name):
     check_forward(name)
     check_forward(name, ((2, 3, 8), jnp.bfloat16), scale=(2, 8), offset=(1, 8), rstd=(0,), cluster=16)
     check_backward(name)
-    check_backward(name, scale=(2, 8), d_offset=(1, 8), parts=5, partials=((2, 5, 8), (2, 5, 8)))
+    check_backward(name, scale=(2, 8), d_offset=(1, 8), parts=5, partials=((2, 5, 8), (2, 5, 8)), stored=jnp.bfloat16)
 
 
 @needs_library
@@ -122,6 +123,7 @@ def test_forward_refuses(name, arguments, message):
         ({"rstd": (0,)}, "rstd must have one value per row"),
         ({"mean": (7,)}, r"mean must .*got \[7\]"),
         ({"d_scale": (2, 8)}, "d_scale must be like scale"),
+        ({"stored": jnp.int32}, "d_scale must be float32, bfloat16 or float16"),
         ({"partials": ((2, 2, 8), (0, 2, 8))}, r"partial sums must be \[1, 2 parts, 8\], got \[2, 2, 8\]"),
         ({"d_offset": (1, 8), "partials": ((1, 2, 8), (1, 3, 8))}, "partial sums must be"),
         ({"parts": 0}, "parts must be positive, got 0"),
@@ -264,8 +266,8 @@ def test_configs_are_legal_and_few(width, dtype, target):
 @pytest.mark.parametrize(
     ("width", "dtype", "forward", "backward", "centred", "added"),
     [
-        (131072, "bfloat16", 16, 16, 16, 8),
-        (32768, "bfloat16", 4, 4, 8, 2),
+        (131072, "bfloat16", 8, 16, 16, 8),
+        (32768, "bfloat16", 2, 8, 8, 2),
         (16384, "bfloat16", 1, 4, 1, 1),
         (8192, "bfloat16", 1, 1, 1, 1),
         (131072, "float32", 16, 16, 16, 16),

@@ -78,6 +78,7 @@ def test_handlers_admit_the_contract():
     check_forward(query=((2, 4, 5, 8), jnp.float32), key=((2, 2, 5, 8), jnp.float32), heads_first=True, sin=(2, 5, 4))
     check_backward()
     check_backward(scales=((2, 8), (1, 8)), partials=((2, 7, 8), (1, 7, 8)), parts=7)
+    check_backward(totals=(((1, 8), jnp.bfloat16), (0, 8)))
     check_angles()
     check_angles(d_cos=(2, 5, 4))
 
@@ -102,6 +103,7 @@ def test_handlers_admit_the_contract():
         (check_backward, {"grad": ((2, 5, 2, 8), jnp.float32)}, "query_grad must be like query"),
         (check_backward, {"d_x": ((2, 5, 4, 8), jnp.float16)}, "d_query must be like query"),
         (check_backward, {"totals": ((2, 8), (0, 8))}, "the gradient of query_scale must be like it"),
+        (check_backward, {"totals": (((1, 8), jnp.int32), (0, 8))}, "the gradient of query_scale must be float32, bfloat16 or"),
         (check_backward, {"partials": ((1, 2, 8), (0, 3, 8))}, r"partial sums of query_scale must be \[1, 3 parts, 8\], got"),
         (check_backward, {"parts": 0, "partials": ((1, 0, 8), (0, 0, 8))}, "parts must be positive, got 0"),
         (check_angles, {"d_cos": (1, 5, 5)}, "d_cos must be"),

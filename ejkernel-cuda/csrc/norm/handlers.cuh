@@ -34,12 +34,16 @@ struct Handlers {
     return Invalid(kName, std::string(name) + " must be empty, got " + Text(array.dimensions()));
   }
 
-  // Of a parameter or of its gradient, which is float.
-  template <class Buffer>
-  static ffi::Error CheckParameter(const char* name, Buffer array, Array x) {
-    const Dims dims = array.dimensions(), like = x.dimensions();
+  static ffi::Error CheckParameter(const char* name, Array array, Array x) {
     if (array.element_type() != ffi::F32 && array.element_type() != x.element_type())
       return Invalid(kName, std::string(name) + " must be float32 or have x's type");
+    return CheckColumns(name, array, x);
+  }
+
+  // Of a parameter or of its gradient.
+  static ffi::Error CheckColumns(const char* name, Array array, Array x) {
+    EJKERNEL_TRY(CheckFloat(kName, name, array));
+    const Dims dims = array.dimensions(), like = x.dimensions();
     if (dims.size() == 2 && dims[1] == like[2] && (dims[0] == 0 || dims[0] == 1 || dims[0] == like[0]))
       return ffi::Error::Success();
     return Invalid(kName, std::string(name) + " must be [0, 1 or batch, width] of x " + Text(like) + ", got " + Text(dims));
@@ -72,13 +76,13 @@ struct Handlers {
 
   static ffi::Error CheckBackward(Array x, Array scale, Floats mean, Floats rstd, Array grad, Array grad_sum, float,
                                   int64_t threads, int64_t cluster, int64_t stages, int64_t parts, ffi::Result<Array> d_x,
-                                  ffi::Result<Floats> d_scale, ffi::Result<Floats> d_offset, ffi::Result<Floats> part_scale,
+                                  ffi::Result<Array> d_scale, ffi::Result<Array> d_offset, ffi::Result<Floats> part_scale,
                                   ffi::Result<Floats> part_offset) {
     EJKERNEL_TRY(CheckX(x));
     EJKERNEL_TRY(CheckAdded("grad_sum", grad_sum, x));
     EJKERNEL_TRY(CheckParameter("scale", scale, x));
-    EJKERNEL_TRY(CheckParameter("d_scale", *d_scale, x));
-    EJKERNEL_TRY(CheckParameter("d_offset", *d_offset, x));
+    EJKERNEL_TRY(CheckColumns("d_scale", *d_scale, x));
+    EJKERNEL_TRY(CheckColumns("d_offset", *d_offset, x));
     EJKERNEL_TRY(CheckLike(kName, "grad", grad, "x", x));
     EJKERNEL_TRY(CheckLike(kName, "d_x", *d_x, "x", x));
     const Dims dims = x.dimensions();
@@ -87,7 +91,8 @@ struct Handlers {
     if (!Same(scale.dimensions(), d_scale->dimensions())) return Invalid(kName, "d_scale must be like scale");
     if (parts < 1) return Invalid(kName, "parts must be positive, got " + std::to_string(parts));
     const int64_t groups = Groups(x, *d_scale, *d_offset);
-    const Floats totals[] = {*d_scale, *d_offset}, partials[] = {*part_scale, *part_offset};
+    const Array totals[] = {*d_scale, *d_offset};
+    const Floats partials[] = {*part_scale, *part_offset};
     for (int i = 0; i < 2; ++i) {
       const Dims got = partials[i].dimensions();
       const int64_t wanted = totals[i].dimensions()[0] ? groups : 0;
@@ -100,7 +105,7 @@ struct Handlers {
   }
 
   // Batch members that have parameters of their own.
-  static int64_t Groups(Array x, Floats d_scale, Floats d_offset) {
+  static int64_t Groups(Array x, Array d_scale, Array d_offset) {
     return std::max(d_scale.dimensions()[0], d_offset.dimensions()[0]) > 1 ? x.dimensions()[0] : 1;
   }
 
@@ -138,20 +143,14 @@ struct Handlers {
     });
   }
 
-  // Of `workers` partial sums in all.
-  static Parts PartsOf(Floats partial, Floats total, int64_t workers) {
-    const int64_t groups = total.dimensions()[0];
-    return {partial.typed_data(), total.typed_data(), groups, groups ? workers / groups : 0};
-  }
-
   static ffi::Error RunBackward(cudaStream_t stream, Array x, Array scale, Floats mean, Floats rstd, Array grad,
                                 Array grad_sum, float scale_offset, int64_t threads, int64_t cluster, int64_t stages,
-                                int64_t parts, ffi::Result<Array> d_x, ffi::Result<Floats> d_scale,
-                                ffi::Result<Floats> d_offset, ffi::Result<Floats> part_scale, ffi::Result<Floats> part_offset) {
+                                int64_t parts, ffi::Result<Array> d_x, ffi::Result<Array> d_scale,
+                                ffi::Result<Array> d_offset, ffi::Result<Floats> part_scale, ffi::Result<Floats> part_offset) {
     EJKERNEL_TRY(CheckBackward(x, scale, mean, rstd, grad, grad_sum, scale_offset, threads, cluster, stages, parts, d_x,
                                d_scale, d_offset, part_scale, part_offset));
     if (x.element_count() == 0) {
-      for (Floats total : {*d_scale, *d_offset}) {
+      for (Array total : {*d_scale, *d_offset}) {
         if (total.size_bytes()) cudaMemsetAsync(total.untyped_data(), 0, total.size_bytes(), stream);
       }
       return CheckLaunch(kName, "gradients of no rows");
@@ -187,8 +186,11 @@ struct Handlers {
           <<<unsigned(blocks), kSmallBlock, 0, stream>>>(op.x, op.mean, op.rstd, op.grad, to_scale, to_offset, walk, op.width);
       return CheckLaunch(kName, "partial sums of columns");
     }));
-    const int64_t workers = groups * walk.parts;
-    return LaunchSum(kName, stream, PartsOf(*part_scale, *d_scale, workers), PartsOf(*part_offset, *d_offset, workers), dims[2]);
+    const auto parts_of = [&](Floats partial, Array total) {
+      const int64_t members = std::max<int64_t>(1, total.dimensions()[0]);
+      return PartsOf(partial, total, groups * walk.parts / members);
+    };
+    return LaunchSum(kName, stream, parts_of(*part_scale, *d_scale), parts_of(*part_offset, *d_offset), dims[2]);
   }
 
   template <typename Binding>
@@ -224,8 +226,8 @@ struct Handlers {
         .template Attr<int64_t>("stages")
         .template Attr<int64_t>("parts")
         .template Ret<Array>()
-        .template Ret<Floats>()
-        .template Ret<Floats>()
+        .template Ret<Array>()
+        .template Ret<Array>()
         .template Ret<Floats>()
         .template Ret<Floats>();
   }

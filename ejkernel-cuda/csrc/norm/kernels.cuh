@@ -99,7 +99,8 @@ struct Forward {
   // With 64, two blocks of 512 threads fit on a processor.
   static constexpr int direct_registers(int items, int) { return items == 2 || (ADDED && items > 2) ? 80 : 64; }
   static constexpr Ways kWays = ADDED ? Ways::kEither : Ways::kDirect;
-  static constexpr int kNarrowItems = CENTRED ? 2 : 1;
+  static constexpr int kNarrowItems = CENTRED ? 2 : 1, kMostDirect = kMaxItems;
+  int most_direct() const { return kMostDirect; }
   template <int ITEMS>
   struct Floats {
     float scale[ITEMS][N], offset[ADDED ? 1 : ITEMS][N];  // where ADDED, there is no offset
@@ -517,20 +518,22 @@ struct Backward {
     return aside;
   }
 
+  // As `Forward::normalised`.
   __device__ static float normalise(float value, float centre, float inverse) {
+    if (CENTRED && sizeof(T) == 2) return fmaf(value, inverse, -centre * inverse);
     return (CENTRED ? value - centre : value) * inverse;
   }
 
   // Where ADDED, `result` holds the gradient of the sum that did not pass through the norm.
   __device__ void write(float (&result)[N], const float (&normalised)[N], const float (&grads)[N], int64_t at,
-                        const float (&factor)[N], float inverse, float dot, float sum) const {
+                        const float (&factor)[N], float inverse, float dot, float sum, bool there = true) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float through = CENTRED ? fmaf(normalised[i], -dot * inverse, -sum * inverse) : normalised[i] * (-dot * inverse);
       const float value = fmaf(grads[i] * factor[i], inverse, through);
       result[i] = ADDED ? result[i] + value : value;
     }
-    store_out(d_x + at, rounded<T, N>(result));
+    store_out(d_x + at, rounded<T, N>(result), there);
   }
 
   template <int ITEMS, Span SPAN>
@@ -564,10 +567,10 @@ struct Backward {
   __device__ void finish(const Slots<T, N, ITEMS>& slots, const Aside<ITEMS>& aside, const Kept<ITEMS>& kept, const Place& place,
                          const Found& found) const {
     const float dot = found.total(0) * inverse_width, sum = CENTRED ? found.total(CENTRED) * inverse_width : 0.f;
-    if (!place.active) return;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
-      if (!place.columns.has(item)) continue;
+      const bool there = place.has(item);
+      if (ITEMS > 1 && !there) continue;
       const int64_t at = place.at(item);
       float normalised[N], grads[N], result[N];
       slots.read(1, item, grads);
@@ -578,7 +581,7 @@ struct Backward {
         if constexpr (Aside<ITEMS>::kHolds) normalised[i] = aside.normalised[i];
         else normalised[i] = normalise(normalised[i], aside.mean, aside.rstd);
       }
-      write(result, normalised, grads, at, kept.factor[item], aside.rstd, dot, sum);
+      write(result, normalised, grads, at, kept.factor[item], aside.rstd, dot, sum, there);
     }
   }
 

@@ -68,7 +68,7 @@ ffi::Error CheckForward(Array query, Array key, Floats cos, Floats sin, Floats q
 ffi::Error CheckBackward(Array query, Array key, Floats query_rstd, Floats key_rstd, Array query_grad, Array key_grad,
                          Floats cos, Floats sin, Floats query_scale, Floats key_scale, int64_t rotary_dim, bool interleaved,
                          bool heads_first, float, int64_t span, int64_t parts, ffi::Result<Array> d_query,
-                         ffi::Result<Array> d_key, ffi::Result<Floats> d_query_scale, ffi::Result<Floats> d_key_scale,
+                         ffi::Result<Array> d_key, ffi::Result<Array> d_query_scale, ffi::Result<Array> d_key_scale,
                          ffi::Result<Floats> query_parts, ffi::Result<Floats> key_parts) {
   const Geometry geometry{rotary_dim, interleaved, heads_first};
   EJKERNEL_TRY(CheckHeads(query, key, geometry));
@@ -82,12 +82,15 @@ ffi::Error CheckBackward(Array query, Array key, Floats query_rstd, Floats key_r
   if (parts < 1) return Invalid(kName, "parts must be positive, got " + std::to_string(parts));
   const struct {
     const char* name;
-    Floats scale, total, partial;
+    Floats scale;
+    Array total;
+    Floats partial;
   } sides[] = {{"query_scale", query_scale, *d_query_scale, *query_parts}, {"key_scale", key_scale, *d_key_scale, *key_parts}};
   for (const auto& side : sides) {
     EJKERNEL_TRY(CheckScale(side.name, side.scale, query));
     if (!Same(side.scale.dimensions(), side.total.dimensions()))
       return Invalid(kName, std::string("the gradient of ") + side.name + " must be like it");
+    EJKERNEL_TRY(CheckFloat(kName, (std::string("the gradient of ") + side.name).c_str(), side.total));
     const Dims got = side.partial.dimensions(), dims = side.scale.dimensions();
     if (got.size() != 3 || got[0] != dims[0] || got[1] != parts || got[2] != dims[1]) {
       return Invalid(kName, std::string("partial sums of ") + side.name + " must be [" + std::to_string(dims[0]) + ", " +
@@ -229,8 +232,8 @@ ffi::Error BackwardOfOne(cudaStream_t stream, Array x, Floats rstd, Array grad, 
 ffi::Error RunBackward(cudaStream_t stream, Array query, Array key, Floats query_rstd, Floats key_rstd, Array query_grad,
                        Array key_grad, Floats cos, Floats sin, Floats query_scale, Floats key_scale, int64_t rotary_dim,
                        bool interleaved, bool heads_first, float scale_offset, int64_t span, int64_t parts,
-                       ffi::Result<Array> d_query, ffi::Result<Array> d_key, ffi::Result<Floats> d_query_scale,
-                       ffi::Result<Floats> d_key_scale, ffi::Result<Floats> query_parts, ffi::Result<Floats> key_parts) {
+                       ffi::Result<Array> d_query, ffi::Result<Array> d_key, ffi::Result<Array> d_query_scale,
+                       ffi::Result<Array> d_key_scale, ffi::Result<Floats> query_parts, ffi::Result<Floats> key_parts) {
   EJKERNEL_TRY(CheckBackward(query, key, query_rstd, key_rstd, query_grad, key_grad, cos, sin, query_scale, key_scale,
                              rotary_dim, interleaved, heads_first, scale_offset, span, parts, d_query, d_key, d_query_scale,
                              d_key_scale, query_parts, key_parts));
@@ -243,8 +246,7 @@ ffi::Error RunBackward(cudaStream_t stream, Array query, Array key, Floats query
   EJKERNEL_TRY(BackwardOfOne(stream, key, key_rstd, key_grad, key_scale, *d_key, *key_parts, angles, geometry, scale_offset,
                              span, of_key));
   const int64_t width = query.dimensions()[3];
-  const Parts first{query_parts->typed_data(), d_query_scale->typed_data(), query_scale.dimensions()[0], of_query};
-  const Parts second{key_parts->typed_data(), d_key_scale->typed_data(), key_scale.dimensions()[0], of_key};
+  const Parts first = PartsOf(*query_parts, *d_query_scale, of_query), second = PartsOf(*key_parts, *d_key_scale, of_key);
   return LaunchSum(kName, stream, first, second, width);
 }
 
@@ -325,8 +327,8 @@ auto BindBackward(Binding binding) {
       .template Attr<int64_t>("parts")
       .template Ret<Array>()
       .template Ret<Array>()
-      .template Ret<Floats>()
-      .template Ret<Floats>()
+      .template Ret<Array>()
+      .template Ret<Array>()
       .template Ret<Floats>()
       .template Ret<Floats>();
 }

@@ -81,18 +81,23 @@ struct Forward {
   static constexpr int kStreams = 1, kFound = 2;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items > 2 ? 80 : 64; }
-  static constexpr int direct_registers(int items, int lanes) { return lanes ? 64 : items > 2 ? 104 : 80; }
+  static constexpr int direct_registers(int items, int lanes) { return lanes || items > kMaxItems ? 64 : items > 2 ? 104 : 80; }
   static constexpr Ways kWays = Ways::kEither;
-  static constexpr int kNarrowItems = 4;
+  static constexpr int kNarrowItems = 4, kMostDirect = 8;
   static constexpr int kSharedRegisters = 64;
+  // A thread of more packs has no bits for places.
+  int most_direct() const { return !mask.data && scale > 0.f ? kMostDirect : kMaxItems; }
   template <int ITEMS>
   struct Kept {};
   template <int ITEMS>
   struct Aside {
     unsigned taken;
-    // From `measure` to `finish`, but for clusters: weights relative to the warp's largest logit, and that.
-    float weights[ITEMS * N], largest;
+    // From `measure` to `finish`, where kHolds: weights relative to the warp's largest logit, and that.
+    float weights[ITEMS > kMaxItems ? 1 : ITEMS * N], largest;
   };
+  // Else weights are found a second time: with those of two rows, or of many columns, a processor would have half as many threads.
+  template <int ITEMS, bool CLUSTER>
+  static constexpr bool kHolds = ITEMS <= kMaxItems && !CLUSTER;
 
   __device__ const T* stream(int) const { return x; }
 
@@ -107,13 +112,17 @@ struct Forward {
   template <int ITEMS>
   __device__ Aside<ITEMS> aside(const Place& place) const {
     Aside<ITEMS> aside;
-    aside.taken = is_ordered() ? 0 : row_taking_part<N, ITEMS>(mask, place, width);
+    aside.taken = 0;
+    if constexpr (ITEMS <= kMaxItems) aside.taken = is_ordered<ITEMS>() ? 0 : row_taking_part<N, ITEMS>(mask, place, width);
     return aside;
   }
 
   __device__ float logit(float value, bool taken) const { return taken ? value * (scale * kUnit<T>) : -INFINITY; }
 
-  __device__ bool is_ordered() const { return !mask.data && scale > 0.f; }
+  template <int ITEMS>
+  __device__ bool is_ordered() const {
+    return ITEMS > kMaxItems || (!mask.data && scale > 0.f);
+  }
 
   // What is taken from every logit: the largest, or 0 in a row without one, so that -inf - (-inf) does not arise.
   static __device__ float shift_of(float largest) { return largest == -INFINITY ? 0.f : largest; }
@@ -130,19 +139,18 @@ struct Forward {
   template <int ITEMS, Span SPAN, int ROWS, class Source, class Parameters>
   __device__ void measure(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], const Parameters&, const Columns& columns,
                           Reducer& reducer, float (&found)[ROWS][kFound]) const {
-    if constexpr (SPAN == Span::kCluster) {
-      is_ordered() ? sum_weights<true>(sources[0], asides[0].taken, columns, reducer, found[0])
-                   : sum_weights<false>(sources[0], asides[0].taken, columns, reducer, found[0]);
+    if constexpr (kHolds<ITEMS, SPAN == Span::kCluster>) {
+      is_ordered<ITEMS>() ? weigh<true, SPAN>(sources, asides, columns, reducer, found)
+                          : weigh<false, SPAN>(sources, asides, columns, reducer, found);
     } else {
-      is_ordered() ? weigh<true, SPAN>(sources, asides, columns, reducer, found)
-                   : weigh<false, SPAN>(sources, asides, columns, reducer, found);
+      is_ordered<ITEMS>() ? sum_weights<true, ITEMS>(sources[0], asides[0].taken, columns, reducer, found[0])
+                          : sum_weights<false, ITEMS>(sources[0], asides[0].taken, columns, reducer, found[0]);
     }
   }
 
-  // The same of a block of a cluster, without weights that are held until the others have told theirs: with those of two rows a
-  // processor would have half as many threads.
-  template <bool ORDERED, int ITEMS>
-  __device__ void sum_weights(const Slots<T, N, ITEMS>& slots, unsigned taken, const Columns& columns, Reducer& reducer,
+  // The same without weights that are held.
+  template <bool ORDERED, int ITEMS, class Source>
+  __device__ void sum_weights(const Source& slots, unsigned taken, const Columns& columns, Reducer& reducer,
                               float (&found)[kFound]) const {
     const float factor = scale * kUnit<T>;
     float largest[1] = {-INFINITY}, total[1] = {};
@@ -170,7 +178,7 @@ struct Forward {
       float values[N];
       slots.read(0, item, values);
 #pragma unroll
-      for (int i = 0; i < N; ++i) total[0] += weight_of<ORDERED>(values[i], factor, from, taken >> (item * N + i) & 1u);
+      for (int i = 0; i < N; ++i) total[0] += weight_of<ORDERED>(values[i], factor, from, ORDERED || (taken >> (item * N + i) & 1u));
     }
     Reducer::warp<Add>(total, 32);
     join_warps(largest, total, reducer);
@@ -249,28 +257,40 @@ struct Forward {
   template <int ITEMS, class Source, class Parameters, class Found>
   __device__ void finish(const Source& source, const Aside<ITEMS>& aside, const Parameters&, const Place& place,
                          const Found& found) const {
-    if constexpr (Found::kCluster) {
-      is_ordered() ? weigh_again<true>(source, aside.taken, place, found) : weigh_again<false>(source, aside.taken, place, found);
+    if constexpr (kHolds<ITEMS, Found::kCluster>) {
+      is_ordered<ITEMS>() ? scale_weights<true>(aside, place, found) : scale_weights<false>(aside, place, found);
     } else {
-      is_ordered() ? scale_weights<true>(aside, place, found) : scale_weights<false>(aside, place, found);
+      is_ordered<ITEMS>() ? weigh_again<true, ITEMS>(source, aside.taken, place, found)
+                          : weigh_again<false, ITEMS>(source, aside.taken, place, found);
     }
   }
 
-  template <bool ORDERED, int ITEMS, class Found>
-  __device__ void weigh_again(const Slots<T, N, ITEMS>& slots, unsigned taken, const Place& place, const Found& found) const {
-    const float factor = scale * kUnit<T>, of_block = found.of_block(0);
-    const float shift = shift_of(found.template all<Largest>(of_block));
-    const float inverse = inverse_of(found.template all<Add>(found.of_block(1) * weight<T>(of_block - shift)));
+  template <class Found>
+  static __device__ float largest_of(const Found& found) {
+    if constexpr (Found::kCluster) return found.template all<Largest>(found.of_block(0));
+    else return found.total(0);
+  }
+
+  // Relative to `shift`, which is taken from the largest of all.
+  template <class Found>
+  static __device__ float sum_of(const Found& found, float shift) {
+    if constexpr (Found::kCluster) return found.template all<Add>(found.of_block(1) * weight<T>(found.of_block(0) - shift));
+    else return found.total(1);
+  }
+
+  template <bool ORDERED, int ITEMS, class Source, class Found>
+  __device__ void weigh_again(const Source& slots, unsigned taken, const Place& place, const Found& found) const {
+    const float factor = scale * kUnit<T>, shift = shift_of(largest_of(found)), inverse = inverse_of(sum_of(found, shift));
     if (!place.active) return;
     T* to = out + place.start;
 #pragma unroll(ORDERED ? ITEMS : 1)
     for (int item = 0; item < ITEMS; ++item, to += place.columns.step) {
       if (!place.columns.has(item)) continue;
       float values[N];
-      slots.read(0, item, values);
+      slots.read_again(0, item, values);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        values[i] = weight_of<ORDERED>(values[i], factor, shift, taken >> (item * N + i) & 1u) * inverse;
+        values[i] = weight_of<ORDERED>(values[i], factor, shift, ORDERED || (taken >> (item * N + i) & 1u)) * inverse;
       }
       store_out(to, rounded<T, N>(values));
     }
@@ -353,7 +373,8 @@ struct Backward {
   static constexpr int kSharedRegisters = 64;
   static constexpr int direct_registers(int items, int lanes) { return lanes ? 64 : items > 2 ? 104 : 80; }
   static constexpr Ways kWays = Ways::kEither;
-  static constexpr int kNarrowItems = 2;
+  static constexpr int kNarrowItems = 2, kMostDirect = kMaxItems;
+  int most_direct() const { return kMostDirect; }
   template <int ITEMS>
   struct Kept {};
   template <int ITEMS>

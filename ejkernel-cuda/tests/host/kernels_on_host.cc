@@ -76,7 +76,10 @@ void rows(const Op& op, const Shape& shape) {
     }
     streamed<Op, kMaxItems, true>(op, shape);
   } else if (Op::N > 1 && Op::kWays != Ways::kStreamed && (shape.stages == 0 || Op::kWays == Ways::kDirect)) {
-    if constexpr (Op::N > 1) {
+    if constexpr (Op::N > 1 && Op::kWays != Ways::kStreamed) {
+      if constexpr (Op::kMostDirect > kMaxItems) {
+        if (shape.items > kMaxItems) return direct<Op, Op::kMostDirect, 0>(op, shape);
+      }
       shape.items == 1 ? narrow<Op, 1>(op, shape) : shape.items == 2 ? narrow<Op, 2>(op, shape) : narrow<Op, 4>(op, shape);
     }
   } else if (shape.items == 1) {
@@ -144,8 +147,8 @@ EXPORT void norm_forward(int kind, bool packed, int which, Shape shape, const vo
 
 EXPORT void norm_backward(int kind, bool packed, int which, Shape shape, const void* x, Stored scale,
                           const float* mean, const float* rstd, const void* grad, const void* grad_sum, void* d_x,
-                          float* d_scale, float* d_offset, float* part_scale, float* part_offset, int64_t rows_per_batch,
-                          int width, float scale_offset) {
+                          void* d_scale, void* d_offset, int number, float* part_scale, float* part_offset,
+                          int64_t rows_per_batch, int width, float scale_offset) {
   norm_typed(kind, packed, which, [&]<typename T, int N, bool CENTRED, bool ADDED>() {
     using Op = norm::Backward<T, N, CENTRED, ADDED>;
     const Op op{static_cast<const T*>(x),
@@ -170,8 +173,8 @@ EXPORT void norm_backward(int kind, bool packed, int which, Shape shape, const v
       });
     }
   });
-  const auto parts_of = [&](const float* partial, float* total) {
-    return Parts{partial, total, total ? shape.groups : 0, shape.parts};
+  const auto parts_of = [&](const float* partial, void* total) {
+    return Parts{partial, total, Number(number), total ? shape.groups : 0, shape.parts};
   };
   sum(parts_of(part_scale, d_scale), parts_of(part_offset, d_offset), width);
 }
@@ -292,8 +295,8 @@ EXPORT void qk_norm_rope_forward(int kind, bool interleaved, bool packed, unsign
 }
 
 EXPORT void qk_norm_rope_backward(int kind, bool interleaved, bool packed, unsigned lanes, const void* x, const float* rstd,
-                                  const void* grad, qk_norm_rope::Parameter scale, void* d_x, float* partial, float* total,
-                                  rope::Angles angles, rope::Heads heads, int span, int64_t groups, int64_t parts,
+                                  const void* grad, qk_norm_rope::Parameter scale, void* d_x, float* partial, void* total,
+                                  int number, rope::Angles angles, rope::Heads heads, int span, int64_t groups, int64_t parts,
                                   float scale_offset) {
   heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
     const rope::Spans spans = rope::spans_of(heads, span);
@@ -304,7 +307,7 @@ EXPORT void qk_norm_rope_backward(int kind, bool interleaved, bool packed, unsig
     });
   });
   if (!total) return;
-  sum({partial, total, groups, parts}, {}, heads.width);
+  sum({partial, total, Number(number), groups, parts}, {}, heads.width);
 }
 
 EXPORT void qk_norm_rope_angle_gradients(int kind, bool interleaved, bool packed, unsigned lanes, const void* x,

@@ -1,9 +1,9 @@
 """Performance knobs of the operations over rows.
 
 A thread takes up to four packs of 16 bytes of a row. Its block copies rows ahead of the one in work into shared memory, so that
-memory stays busy while threads wait for each other; or it reads a few rows straight into registers and ends. Rows wider than the
-threads of a block can take are shared by a cluster of blocks from compute capability 9.0 on; those that do not fit either are read
-more than once.
+memory stays busy while threads wait for each other; or it reads a few rows straight into registers and ends, in `softmax` up to
+eight packs of one per thread. Rows wider than the threads of a block can take are shared by a cluster of blocks from compute
+capability 9.0 on; those that do not fit either are read more than once.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ MOST = PACKS * THREADS[-1]
 _STAGES = {1: 4, 2: 3, 3: 2}
 """By the arrays that are read: about 100 KB on their way to a processor with the threads that fit there."""
 _CLUSTER_STAGES = 3
+MANY_PACKS = 8
+"""Of a row per thread at most, where nothing else of it is held in registers: two blocks of 512 threads with 64 registers on a
+processor."""
 MOST_DIRECT = 1024
 """Packs of a row that goes straight to registers; norms of one array take twice as many, two blocks of 512 threads with 64
 registers on a processor."""
@@ -39,13 +42,14 @@ _PROCESSORS = 160
 class ForwardConfig:
     """Attributes:
     threads: wished for of a block for each row, a power of two up to 512; the library takes more when a row needs them, and fewer
-        when four packs per thread or the packs of the row leave some without.
+        when four packs per thread (eight straight to registers, where an operation has so many) or the packs of the row leave some
+        without.
     cluster: blocks that share a row, a power of two up to 16. Above 1, `threads` has no effect: each has four packs.
     stages: rows of a block in shared memory, 1 to 8; fewer where that is too small. A cluster has 2 at least, one of them for a row
-        whose numbers its blocks are still telling each other. 0: none; a thread asks for up to four packs, of one row or of
-        several, and its block ends with them; what a warp can have whole takes as many threads as the library is compiled for. For
-        a cluster, and where rows do not start on 16 bytes, as 1. Rows of norms of one array that do, and that fit one block, are
-        always so.
+        whose numbers its blocks are still telling each other. 0: none; a thread asks for up to four packs, or eight, of one row or
+        of several, and its block ends with them; what a warp can have whole takes as many threads as the library is compiled for.
+        For a cluster, and where rows do not start on 16 bytes, as 1. Rows of norms of one array that do, and that fit one block,
+        are always so.
     """
 
     threads: int
@@ -119,15 +123,19 @@ def row_configs(
     chosen: ForwardConfig,
     *,
     registers: Literal["never", "also", "always"] = "also",
+    most: int = PACKS,
 ) -> list[ForwardConfig]:
-    """Their search space, the heuristic's choice in front; `registers`: whether rows of one block go straight to them."""
+    """Their search space, the heuristic's choice in front; `registers`: whether rows of one block go straight to them, then `most`
+    packs per thread."""
     packs, stages = packs_of(x), _STAGES[streams]
     more = (_CLUSTER_STAGES + 3,) if registers != "never" else ()
     sizes, counts = clusters_for(x, target), (_CLUSTER_STAGES, _CLUSTER_STAGES + 1, *more)
     found = [ForwardConfig(THREADS[-1], size, count) for count in counts for size in sizes]
-    if not sizes or packs <= MOST:
-        made = (direct_config(x, items, MOST) for items in (PACKS, 2) if registers != "never")
-        direct = [config for config in made if config]
+    each = [items for items in (MANY_PACKS, PACKS, 2) if items <= most and registers != "never"]
+    direct = [config for config in (direct_config(x, items, most * THREADS[-1]) for items in each) if config]
+    if sizes and packs > MOST:
+        found += direct
+    else:
         counts = (stages + 2, stages) if registers != "never" else (stages, stages - 1, stages + 2)
         blocks = [ForwardConfig(threads_for(packs, items), 1, count) for count in counts for items in (PACKS, 2, 1)]
         found += direct if direct and registers == "always" else direct + blocks
@@ -138,7 +146,7 @@ def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
     direct = direct_config(call.x, PACKS, 2 * MOST_DIRECT)
     if direct or is_narrow(call.x):
         return direct or block_config(call.x, 1, 2, 3)
-    return cluster_config(call.x, target) or block_config(call.x, 1, PACKS, 6)
+    return cluster_config(call.x, target, rank=0) or block_config(call.x, 1, PACKS, 6)
 
 
 def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
@@ -154,18 +162,19 @@ def _summing(x: ArraySpec, config: ForwardConfig) -> BackwardConfig:
     return BackwardConfig(config.threads, max(1, _PROCESSORS * blocks // config.cluster), config.cluster, config.stages)
 
 
-def _few_packs(x: ArraySpec, threads: int) -> ForwardConfig:
-    """A pack each for up to so many threads of a block, then up to four. Two rows in shared memory; three where threads have four
-    packs, so that fewer blocks fit on a processor."""
+def _few_packs(x: ArraySpec, threads: int, packs_per_thread: int) -> ForwardConfig:
+    """So many packs each for up to so many threads of a block, then up to four; one each of narrow rows. Two rows in shared memory;
+    three where threads have four packs, so that fewer blocks fit on a processor."""
     packs = packs_of(x)
-    threads = max(min(threads, threads_for(packs, 1)), threads_for(packs, PACKS))
+    threads = max(min(threads, threads_for(packs, 1 if is_narrow(x) else packs_per_thread)), threads_for(packs, PACKS))
     return ForwardConfig(threads, 1, 2 if packs <= 2 * threads else 3)
 
 
 def _backward(call: NormCall, target: Target) -> ForwardConfig:
-    """On an H200 blocks of 512 threads were 1.01 to 1.03 times as fast as the best smaller ones, and a cluster 1.05 times as fast
-    as a block for rows that just fit one."""
-    return cluster_config(call.x, target, beyond=MOST // 2) or _few_packs(call.x, THREADS[-1])
+    """On an H200, over 4096 columns of bfloat16 256 threads of two packs were 1.04 times as fast as 512 of one. For rows that just
+    fit a block, a cluster of four was 1.07 times as fast; of rows of twice that, one of eight 1.05 times as fast as of four."""
+    cluster = cluster_config(call.x, target, rank=1 + (packs_of(call.x) > MOST), beyond=MOST // 2)
+    return cluster or _few_packs(call.x, THREADS[-1] // 2, 2)
 
 
 def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
@@ -178,10 +187,10 @@ def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
 
 
 def _centred_backward(call: NormCall, target: Target) -> ForwardConfig:
-    """With two numbers to find of a row, on an H200 blocks of 256 threads were 1.08 to 1.12 times as fast as those of 512, a block
-    1.08 times as fast as a cluster for rows that just fit one. Of rows of twice that clusters of four were 1.07 times as fast as of
-    two, and those of eight faster again, in a run that was not kept."""
-    return cluster_config(call.x, target, rank=2) or _few_packs(call.x, THREADS[-1] // 2)
+    """With two numbers to find of a row, on an H200 256 threads of two packs over 4096 columns of bfloat16 were 1.1 times as fast
+    as 512 of one, over 1024 columns 64 of two 1.06 times as 128 of one; a block was as fast as a cluster for rows that just fit
+    one. Of rows of twice that clusters of eight were the fastest."""
+    return cluster_config(call.x, target, rank=2) or _few_packs(call.x, THREADS[-1] // 2, 2)
 
 
 def centred_backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
@@ -205,7 +214,7 @@ def added_forward_space(call: AddRmsNormCall, target: Target) -> list[ForwardCon
 
 
 def _added_backward(call: AddRmsNormCall, target: Target) -> ForwardConfig:
-    return cluster_config(call.x, target, rank=0) or _few_packs(call.x, THREADS[-1])
+    return cluster_config(call.x, target, rank=0) or _few_packs(call.x, THREADS[-1], 1)
 
 
 def added_backward_heuristic(call: AddRmsNormCall, target: Target) -> BackwardConfig:

@@ -113,14 +113,14 @@ def norm_backward(
     if scale is None and offset is None:
         parts = min(batch * rows, 8 * config.parts)
     parts = min(parts, MOST_BLOCKS // (groups * blocks_of_a_part(width)))
-    totals = [(0 if value is None else value.shape[0], width) for value in (scale, offset)]
-    partials = [(0 if value is None else groups, parts, width) for value in (scale, offset)]
+    totals = [
+        jax.ShapeDtypeStruct((0, width), _FLOAT) if value is None else jax.ShapeDtypeStruct(value.shape, value.dtype)
+        for value in (scale, offset)
+    ]
+    partials = [jax.ShapeDtypeStruct((0 if value is None else groups, parts, width), _FLOAT) for value in (scale, offset)]
     d_x, d_scale, d_offset, *_ = jax.ffi.ffi_call(
         handler(f"{name}_backward"),
-        (
-            jax.ShapeDtypeStruct(shape, x.dtype),
-            *(jax.ShapeDtypeStruct(dims, _FLOAT) for dims in (*totals, *partials)),
-        ),
+        (jax.ShapeDtypeStruct(shape, x.dtype), *totals, *partials),
     )(
         x.reshape(shape),
         *_parameters((scale,), x),
@@ -136,6 +136,6 @@ def norm_backward(
     )
     return NormInputs(
         d_x.reshape(x.shape),
-        None if scale is None else d_scale.astype(scale.dtype),
-        None if offset is None else d_offset.astype(offset.dtype),
+        None if scale is None else d_scale,
+        None if offset is None else d_offset,
     )

@@ -77,10 +77,11 @@ def backward(
     scales = [_scale(value, query) for value in given]
     heads = (query, key, outputs.query_rstd.reshape(-1), outputs.key_rstd.reshape(-1), cotangents.query, cotangents.key)
     parts = _parts(config, scales, (query, key))
+    totals = [_like(scale if value is None else value) for scale, value in zip(scales, given, strict=True)]
     partials = [jax.ShapeDtypeStruct((len(value), parts, query.shape[3]), _FLOAT) for value in scales]
     scale_offset = np.float32(call.scale_offset)
     d_query, d_key, *d_scales, _, _ = jax.ffi.ffi_call(
-        handler("qk_norm_rope_backward"), (_like(query), _like(key), *map(_like, scales), *partials)
+        handler("qk_norm_rope_backward"), (_like(query), _like(key), *totals, *partials)
     )(
         *heads,
         cos.astype(_FLOAT),
@@ -100,7 +101,7 @@ def backward(
         d_key,
         _shared(d_cos, cos),
         _shared(d_sin, sin),
-        *(None if value is None else found.astype(value.dtype) for found, value in zip(d_scales, given, strict=True)),
+        *(None if value is None else found for found, value in zip(d_scales, given, strict=True)),
     )
 
 

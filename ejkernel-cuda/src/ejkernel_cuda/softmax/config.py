@@ -6,30 +6,54 @@ import dataclasses
 
 from ejkernel.operations.softmax.interface import SoftmaxCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_cuda._rows.config import PACKS, ForwardConfig, block_config, cluster_config, direct_config, packs_of, row_configs
+from ejkernel_cuda._rows.config import (
+    MANY_PACKS,
+    MOST,
+    MOST_DIRECT,
+    PACKS,
+    THREADS,
+    ForwardConfig,
+    block_config,
+    cluster_config,
+    direct_config,
+    packs_of,
+    row_configs,
+)
 
 _LARGER = 8192
-"""Packs of the widest rows that the larger clusters take in backward."""
+"""Packs of the widest rows that clusters take which are not the smallest."""
+_MANY = MANY_PACKS * THREADS[-1]
+"""Packs of the widest rows that go straight to registers."""
 Config = ForwardConfig
 """Of both phases: neither sums over rows."""
 
 
+def _most(call: SoftmaxCall) -> int:
+    """Packs of a row per thread in registers: with a mask or another order a thread needs a bit for each element."""
+    return MANY_PACKS if call.where is None and call.scale > 0 else PACKS
+
+
 def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
-    """On an H200 rows in registers were 1.06 to 1.19 times as fast as in shared memory, and the larger clusters 1.11 to 1.13 times
-    as the smaller ones."""
-    return direct_config(call.x, PACKS) or cluster_config(call.x, target) or block_config(call.x, 1, 2)
+    """On an H200 rows in registers were 1.05 to 1.19 times as fast as in shared memory of a block or of a cluster, and of clusters
+    those of eight blocks the fastest for rows of 128 KB, 1.08 times as fast as of four, and of 256 KB; below, those of two."""
+    direct = direct_config(call.x, PACKS)
+    if direct is None and _most(call) == MANY_PACKS:
+        direct = direct_config(call.x, MANY_PACKS, _MANY)
+    cluster = cluster_config(call.x, target, rank=int(_MANY < packs_of(call.x) <= _LARGER))
+    return direct or cluster or block_config(call.x, 1, 2)
 
 
 def forward_space(call: SoftmaxCall, target: Target) -> list[Config]:
-    return row_configs(call.x, target, 1, forward_heuristic(call, target))
+    return row_configs(call.x, target, 1, forward_heuristic(call, target), most=_most(call))
 
 
 def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
     """On an H200, of rows of 64 KB clusters of four took 0.91 of the time of clusters of two, of rows of 256 KB clusters of eight
-    0.94 of that of clusters of sixteen, each with a row more on its way than forward."""
-    cluster = cluster_config(call.x, target, rank=int(packs_of(call.x) <= _LARGER))
+    0.94 of that of clusters of sixteen, each with a row more on its way than forward; of rows of 32 KB clusters of four with three
+    rows more 0.97 of that of a block."""
+    cluster = cluster_config(call.x, target, rank=int(packs_of(call.x) <= _LARGER), beyond=MOST_DIRECT)
     if cluster is not None:
-        return dataclasses.replace(cluster, stages=cluster.stages + 1)
+        return dataclasses.replace(cluster, stages=cluster.stages + (1 if packs_of(call.x) > MOST else 3))
     return direct_config(call.x, 2) or block_config(call.x, 2, 2)
 
 
