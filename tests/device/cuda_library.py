@@ -47,7 +47,7 @@ LSE = 1e-4
 RAGGED = (
     *(norm(name, 13, width) for name in ("rms_norm", "layer_norm") for width in (1, 33, 128, 4099, 4096, 20000, 40000, 131072)),
     *(added(13, width) for width in (1, 33, 128, 4099, 4096, 20000, 40000, 131072)),
-    *(Problem("softmax", {"x": (13, width)}) for width in (1, 33, 4096, 4099, 40000, 131072)),
+    *(Problem("softmax", {"x": (13, width)}) for width in (1, 33, 4096, 4099, 9000, 24000, 40000, 131072)),
     *(Problem("softmax", {"x": (4, 3, 9, 100), "where": where}) for where in ((4, 1, 9, 100), (9, 1))),
     *(rotary(layout, 3, 77, 6, 2, width, interleaved=turned)
       for layout in ("BTHD", "BHTD") for width in (26, 128) for turned in (False, True)),

@@ -74,19 +74,29 @@ def norm_rotary(
 TIMED = (
     norm("layer_norm", 16384, 4096),
     norm("layer_norm", 131072, 128),
+    norm("layer_norm", 1048576, 128),
+    norm("layer_norm", 1048576, 64),
+    norm("layer_norm", 262144, 512),
+    norm("layer_norm", 65536, 1024),
     norm("layer_norm", 8192, 8192),
     norm("layer_norm", 8192, 16384),
     norm("layer_norm", 2048, 32768),
     Problem("softmax", {"x": (32768, 4096)}),
     Problem("softmax", {"x": (131072, 128)}),
+    Problem("softmax", {"x": (1048576, 128)}),
+    Problem("softmax", {"x": (8192, 16384)}),
     Problem("softmax", {"x": (2048, 32768)}),
+    Problem("softmax", {"x": (2048, 65536)}),
     Problem("softmax", {"x": (1024, 131072)}),
     norm("rms_norm", 16384, 4096),
     norm("rms_norm", 131072, 128),
+    norm("rms_norm", 1048576, 128),
     norm("rms_norm", 8192, 16384),
+    norm("rms_norm", 2048, 32768),
     norm("rms_norm", 1024, 131072),
     added(16384, 4096),
     added(131072, 128),
+    added(1048576, 128),
     added(1024, 131072),
     rotary("BTHD", 4, 8192, 32, 8, 128),
     rotary("BHTD", 4, 8192, 32, 8, 128),
@@ -129,6 +139,7 @@ class Prepared:
     """A problem with its canonical call, inputs on the device, cotangents, and what XLA makes of them in float32."""
 
     def __init__(self, problem: Problem, dtype: str, seed: int = 0, platform: str = "triton") -> None:
+        self.problem = problem
         self.operation = importlib.import_module(f"ejkernel.operations.{problem.operation}.interface").OPERATION
         self.kernel = importlib.import_module(f"ejkernel_{platform}.{problem.operation}.kernel")
         self.config = importlib.import_module(f"ejkernel_{platform}.{problem.operation}.config")

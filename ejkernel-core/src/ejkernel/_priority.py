@@ -122,52 +122,49 @@ def _attention_on_cudnn(call: FlashAttentionCall, phase: Phase) -> Standing:
 
 
 def _layer_norm_on_cuda(call: Any, phase: Phase) -> Standing:
-    """benchmarks/results/rows_cuda_h200.json and, of the first two, bench_cuda_rows_h200.json, ms in bfloat16:
+    """benchmarks/results/rows_cuda_h200.json, ms in bfloat16:
 
-    16384x4096  forward 0.069, Triton 0.069, XLA 0.074      backward 0.103, Triton 0.100, XLA 0.237
-    131072x128  forward 0.0192, Triton 0.0169, XLA 0.0181   backward 0.0323, Triton 0.0342, XLA 0.0539
-    8192x8192   forward 0.071, Triton 0.068                 backward 0.114, Triton 0.105
-    8192x16384  forward 0.145, Triton 0.138, XLA 0.301      backward 0.207, Triton 0.335, XLA 0.608
-    2048x32768  forward 0.072, Triton 0.082, XLA 0.159      backward 0.131, Triton 0.174, XLA 0.191
+    16384x4096   forward 0.067, Triton 0.068, XLA 0.086      backward 0.105, Triton 0.103, XLA 0.274
+    131072x128   forward 0.0183, Triton 0.0183, XLA 0.0197   backward 0.0310, Triton 0.0361, XLA 0.0604
+    1048576x64   forward 0.064, Triton 0.064, XLA 0.067      backward 0.102, Triton 0.107, XLA 0.193
+    262144x512   forward 0.128, Triton 0.128, XLA 0.166      backward 0.209, Triton 0.202, XLA 0.523
+    65536x1024   forward 0.067, Triton 0.064, XLA 0.088      backward 0.104, Triton 0.105, XLA 0.261
+    8192x8192    forward 0.068, Triton 0.068, XLA 0.081      backward 0.110, Triton 0.105, XLA 0.272
+    8192x16384   forward 0.136, Triton 0.139, XLA 0.300      backward 0.203, Triton 0.349, XLA 0.606
+    2048x32768   forward 0.073, Triton 0.081, XLA 0.159      backward 0.112, Triton 0.174, XLA 0.191
     """
     if call.x.dtype not in _HALVES:
         return Standing(_BEHIND_XLA if phase == "forward" else _BEHIND_TRITON, f"{call.x.dtype} was not timed")
-    columns = call.x.shape[-1]
-    fast = 16384 < columns <= 131072 if phase == "forward" else columns <= 128 or _wide_halves(call)
-    if fast:
+    if _wide_halves(call) or (phase == "backward" and call.x.shape[-1] <= 128):
         return Standing(_FIRST)
-    if phase == "forward" and columns < _FEWEST_COLUMNS:
-        return Standing(_BEHIND_XLA, "forward over short rows XLA's was faster")
     return Standing(_BEHIND_TRITON, _TRITON_WAS_FASTER)
 
 
 def _rms_norm_on_cuda(call: Any, phase: Phase) -> Standing:
-    """In the same files:
+    """In the same file, and for the first in bench_cuda_rows_h200.json, too, forward 0.067, Triton 0.072:
 
-    16384x4096   forward 0.067, Triton 0.072, XLA 0.069      backward 0.107, Triton 0.100, XLA 0.164
-    131072x128   forward 0.0182, Triton 0.0169, XLA 0.0179   backward 0.0311, Triton 0.0302, XLA 0.0486
-    8192x16384   forward 0.138, Triton 0.199, XLA 0.192      backward 0.210, Triton 0.332, XLA 0.351
-    1024x131072  forward 0.135, Triton 0.168, XLA 0.230      backward 0.218, Triton 0.328, XLA 0.370
+    16384x4096   forward 0.066, Triton 0.066, XLA 0.080      backward 0.105, Triton 0.101, XLA 0.189
+    131072x128   forward 0.0179, Triton 0.0175, XLA 0.0185   backward 0.0303, Triton 0.0367, XLA 0.0538
+    8192x16384   forward 0.134, Triton 0.197, XLA 0.194      backward 0.203, Triton 0.337, XLA 0.347
+    2048x32768   forward 0.074, Triton 0.077, XLA 0.120      backward 0.108, Triton 0.173, XLA 0.185
+    1024x131072  forward 0.139, Triton 0.170, XLA 0.229      backward 0.220, Triton 0.337, XLA 0.370
     """
-    columns = call.x.shape[-1]
-    if _wide_halves(call):
+    if phase == "forward" and call.x.dtype in _HALVES and _FEWEST_COLUMNS <= call.x.shape[-1] <= 4096:
         return Standing(_FIRST)
-    if phase == "forward" and call.x.dtype in _HALVES and _FEWEST_COLUMNS <= columns <= 4096:
-        return Standing(_FIRST)
-    if columns <= 128 and call.x.dtype in _HALVES and phase == "backward":
-        return Standing(_BEHIND_TRITON, _TRITON_WAS_FASTER)
     return _layer_norm_on_cuda(call, phase)
 
 
 def _softmax_on_cuda(call: Any, phase: Phase) -> Standing:
     """In rows_cuda_h200.json:
 
-    2048x32768   forward 0.072, Triton 0.074, XLA 0.164   backward 0.099, Triton 0.103, XLA 0.160
-    1024x131072  forward 0.157, Triton 0.168, XLA 0.308   backward 0.197, Triton 0.202, XLA 0.310
+    32768x4096   forward 0.129, Triton 0.130, XLA 0.154      backward 0.181, Triton 0.183, XLA 0.314
+    131072x128   forward 0.0181, Triton 0.0178, XLA 0.0181   backward 0.0250, Triton 0.0248, XLA 0.0432
+    8192x16384   forward 0.130, Triton 0.135, XLA 0.393      backward 0.194, Triton 0.195, XLA 0.309
+    2048x32768   forward 0.067, Triton 0.075, XLA 0.165      backward 0.100, Triton 0.102, XLA 0.159
+    2048x65536   forward 0.148, Triton 0.167, XLA 0.311      backward 0.191, Triton 0.229, XLA 0.311
+    1024x131072  forward 0.147, Triton 0.165, XLA 0.308      backward 0.192, Triton 0.200, XLA 0.309
     """
-    if call.x.dtype in _HALVES and 16384 < call.x.shape[-1] <= 131072:
-        return Standing(_FIRST)
-    return Standing(_BEHIND_TRITON, _TRITON_WAS_FASTER)
+    return Standing(_FIRST) if _wide_halves(call) else Standing(_BEHIND_TRITON, _TRITON_WAS_FASTER)
 
 
 def _paged_attention_on_cuda(call: PagedAttentionCall, phase: Phase) -> Standing:
@@ -186,12 +183,12 @@ def _paged_attention_on_cuda(call: PagedAttentionCall, phase: Phase) -> Standing
 
 _MANY_REQUESTS = 32
 _FEWEST_COLUMNS = 1024
-"""Of rows; between 128 and 4096 nothing was timed."""
+"""Of rows of `rms_norm`; between 128 and 4096 it was not timed."""
 _TRITON_WAS_FASTER = "Triton's was as fast or faster"
 
 
 def _wide_halves(call: Any) -> bool:
-    """Rows beyond those that Triton's kernels keep, as far as they were timed."""
+    """Rows beyond those over which Triton's kernels are as fast, as far as they were timed."""
     return call.x.dtype in _HALVES and 8192 < call.x.shape[-1] <= 131072
 
 
