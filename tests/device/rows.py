@@ -4,8 +4,8 @@
 
 First numbers at many widths against the float64 references, equal runs, and offsets beyond 2^31 elements. Then, for the shapes of
 the targets, configs of the search space: each is compared with XLA's result in float32 and timed (device time by CUPTI), beside
-textbook jnp, our XLA platform, torch.compile and Liger where they can be imported. Prints tables, writes `rows.json` under
-`--out` (or `$OUT`), exits with 1 if a number is wrong.
+textbook jnp, our XLA platform, a Triton copy of as many bytes, torch.compile and Liger where they can be imported. Prints tables,
+writes `rows.json` under `--out` (or `$OUT`), exits with 1 if a number is wrong.
 
 `--platform cuda` (triton), `--only softmax,rope`, `--match x128,32768` for timed problems whose name has one of these texts,
 `--budget` seconds after which nothing new is started (280), `--most` configs for each shape and phase (10; 0 = all), `--threads`
