@@ -111,13 +111,13 @@ int64_t ResidentWorkers(Kernel kernel, dim3 block, int64_t shared_bytes, int clu
   return at->second = found;
 }
 
-template <class Op, int ITEMS, int LANES>
+template <class Op, int ITEMS, int LANES, int WHOLE = 0>
 ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, int threads) {
   constexpr int64_t kRows = kRowsOfBlock<Op, ITEMS, LANES>;
   walk.parts = (walk.rows_per_group + kRows - 1) / kRows;
   dim3 grid(unsigned(walk.parts), unsigned(groups));
   if (groups > kMaxAcross) std::swap(grid.x, grid.y);  // of no more than kMaxRows rows, parts are few then
-  direct_rows<Op, ITEMS, LANES><<<grid, threads, 0, stream>>>(op, walk);
+  direct_rows<Op, ITEMS, LANES, WHOLE><<<grid, threads, 0, stream>>>(op, walk);
   return CheckLaunch(operation, "rows through registers");
 }
 
@@ -142,17 +142,28 @@ ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op
   if constexpr (ITEMS < 4) {
     if (packs <= 128) return launch.template operator()<4, 32>();
   }
+  if constexpr (Op::kWhole) {
+    const auto whole = [&]<int EACH, int THREADS>() {
+      return LaunchDirect<Op, EACH, 0, THREADS>(operation, stream, op, walk, groups, THREADS);
+    };
+    if (packs == plan.items * plan.threads) {
+      if (packs == 8 * 512) return whole.template operator()<8, 512>();
+      if (packs == 4 * 512) return whole.template operator()<4, 512>();
+      if (packs == 4 * 256) return whole.template operator()<4, 256>();
+      if (packs == 4 * 128) return whole.template operator()<4, 128>();
+    }
+  }
   if constexpr (Op::kMostDirect > kMaxItems) {
     if (plan.items > kMaxItems) return launch.template operator()<Op::kMostDirect, 0>();
   }
   return plan.items == 4 ? launch.template operator()<4, 0>() : launch.template operator()<2, 0>();
 }
 
-template <class Op, int ITEMS, bool CLUSTER = false>
+template <class Op, int ITEMS, bool CLUSTER = false, bool WHOLE = false>
 ffi::Error LaunchStreamed(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, Plan plan,
                           bool& done) {
   auto kernel = [] {
-    if constexpr (CLUSTER) return shared_rows<Op, ITEMS>;
+    if constexpr (CLUSTER) return shared_rows<Op, ITEMS, WHOLE>;
     else return streamed_rows<Op, ITEMS>;
   }();
   const dim3 block(plan.threads, plan.threads > 32 ? 1 : kSmallBlock / plan.threads);
@@ -171,16 +182,55 @@ ffi::Error LaunchStreamed(const char* operation, cudaStream_t stream, const Op& 
   return CheckLaunch(operation, "rows through shared memory");
 }
 
+template <class Op>
+ffi::Error LaunchShared(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, Plan plan,
+                        bool& done) {
+  if constexpr (Op::kWhole) {
+    if (op.width == int64_t{plan.cluster} * plan.threads * kMaxItems * Op::N)
+      return LaunchStreamed<Op, kMaxItems, true, true>(operation, stream, op, walk, groups, plan, done);
+  }
+  return LaunchStreamed<Op, kMaxItems, true>(operation, stream, op, walk, groups, plan, done);
+}
+
 // By an Op that keeps parameters as they are stored, where it has such a form.
 template <class Op>
 ffi::Error LaunchClusters(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, Plan plan,
                           bool& done) {
   if constexpr (requires { op.packed(); }) {
     using Packed = decltype(op.packed());
-    if (op.is_narrow())
-      return LaunchStreamed<Packed, kMaxItems, true>(operation, stream, op.packed(), walk, groups, plan, done);
+    if (op.is_narrow()) return LaunchShared<Packed>(operation, stream, op.packed(), walk, groups, plan, done);
   }
-  return LaunchStreamed<Op, kMaxItems, true>(operation, stream, op, walk, groups, plan, done);
+  return LaunchShared(operation, stream, op, walk, groups, plan, done);
+}
+
+template <class Op, int WHOLE>
+ffi::Error LaunchDirectClusters(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, int threads,
+                                int cluster, bool& done) {
+  const auto kernel = direct_shared_rows<Op, Op::kMostShared, WHOLE>;
+  const int64_t blocks = walk.rows_per_group * cluster;
+  if (groups > kMaxAcross || blocks > kMaxGrid || ResidentWorkers(kernel, dim3(threads), 0, cluster) == 0)
+    return ffi::Error::Success();
+  walk.parts = walk.rows_per_group;
+  Launch launch(stream, blocks, dim3(threads), 0, cluster);
+  launch.config.gridDim.y = unsigned(groups);
+  cudaLaunchKernelEx(&launch.config, kernel, op, walk);
+  done = true;
+  return CheckLaunch(operation, "rows through registers of a cluster");
+}
+
+// Where a row leaves the threads of so many blocks what this Op has such a kernel for.
+template <class Op>
+ffi::Error LaunchDirectClusters(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, int cluster,
+                                int64_t packs, bool& done) {
+  constexpr int ITEMS = Op::kMostShared;
+  const int64_t warps = (packs + 32 * ITEMS * cluster - 1) / (32 * ITEMS * cluster);
+  if (op.most_shared() != ITEMS || warps > kMaxWarps) return ffi::Error::Success();
+  const int threads = std::max(int(warps) * 32, kLeastShared);
+  if (threads == kWholeShared && packs == int64_t{threads} * ITEMS * cluster)
+    return LaunchDirectClusters<Op, kWholeShared>(operation, stream, op, walk, groups, threads, cluster, done);
+  if constexpr (Op::kSharesParts)
+    return LaunchDirectClusters<Op, 0>(operation, stream, op, walk, groups, threads, cluster, done);
+  return ffi::Error::Success();
 }
 
 inline Number NumberOf(ffi::DataType type) {
@@ -217,8 +267,12 @@ ffi::Error LaunchRows(const char* operation, cudaStream_t stream, const Op& op, 
   const bool countable = groups * walk.rows_per_group <= kMaxRows;
   Plan plan = countable ? MakePlan(packs, knobs) : Plan{};
   bool done = false;
+  if constexpr (Op::N > 1 && Op::kMostShared > 0) {
+    if (countable && knobs.cluster > 1 && knobs.stages == 0)
+      EJKERNEL_TRY(LaunchDirectClusters(operation, stream, op, walk, groups, int(knobs.cluster), packs, done));
+  }
   if constexpr (Op::N > 1) {
-    if (plan.cluster > 1 && plan.items) EJKERNEL_TRY(LaunchClusters(operation, stream, op, walk, groups, plan, done));
+    if (!done && plan.cluster > 1 && plan.items) EJKERNEL_TRY(LaunchClusters(operation, stream, op, walk, groups, plan, done));
   }
   knobs.cluster = 1;
   if (!done && plan.cluster > 1) plan = MakePlan(packs, knobs);

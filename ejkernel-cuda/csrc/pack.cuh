@@ -151,9 +151,10 @@ __device__ inline Pack<T, N> rounded(const float (&values)[N]) {
 }
 
 // The same by other instructions, so that the compiler does not hold the floats of the first time, which take twice the registers
-// of their pack, until they are wanted again.
-template <typename T, int N>
+// of their pack, until they are wanted again: the second time (1), or the third (2).
+template <int TIME = 1, typename T, int N>
 __device__ inline void widen_again(const Pack<T, N>& pack, float (&to)[N]) {
+  constexpr unsigned kZero = TIME == 1 ? 0x44 : 0x55;  // any byte of the second word
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {
     struct Words {
       uint32_t data[N / 2];
@@ -162,11 +163,11 @@ __device__ inline void widen_again(const Pack<T, N>& pack, float (&to)[N]) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-        to[2 * i] = __builtin_bit_cast(float, __byte_perm(words.data[i], 0, 0x1044));
-        to[2 * i + 1] = __builtin_bit_cast(float, __byte_perm(words.data[i], 0, 0x3244));
+        to[2 * i] = __builtin_bit_cast(float, __byte_perm(words.data[i], 0, 0x1000 | kZero));
+        to[2 * i + 1] = __builtin_bit_cast(float, __byte_perm(words.data[i], 0, 0x3200 | kZero));
       } else {
-        to[2 * i] = to_float(__builtin_bit_cast(T, uint16_t(__byte_perm(words.data[i], 0, 0x4410))));
-        to[2 * i + 1] = to_float(__builtin_bit_cast(T, uint16_t(__byte_perm(words.data[i], 0, 0x4432))));
+        to[2 * i] = to_float(__builtin_bit_cast(T, uint16_t(__byte_perm(words.data[i], 0, kZero << 8 | 0x10))));
+        to[2 * i + 1] = to_float(__builtin_bit_cast(T, uint16_t(__byte_perm(words.data[i], 0, kZero << 8 | 0x32))));
       }
     }
   } else {

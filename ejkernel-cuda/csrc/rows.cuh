@@ -4,7 +4,9 @@
 // Aside<ITEMS> and `aside`, what else a thread needs of a row; Kept<ITEMS>, what it keeps from row to row, and `begin`, which
 // fills it; `with_parameters`, the same for a thread that has a few rows, which begins to read it with `ask`; `registers`,
 // `kSharedRegisters` and `direct_registers`, as many as all that takes; kWays, and of rows in registers kNarrowItems, packs per
-// thread where a warp has them whole, kMostDirect, at most elsewhere, and `most_direct`, at most in this call; `measure`, which
+// thread where a warp has them whole, kMostDirect, at most elsewhere, and `most_direct`, at most in this call; kMostShared, packs per
+// thread of a row that a cluster has in registers, 0 for no such kernels, `most_shared`, the same of this call, and kSharesParts,
+// whether such rows may leave threads without packs; kWhole, whether there are kernels for rows that leave no thread without; `measure`, which
 // finds kFound numbers of a block's columns of each of a thread's rows, and `finish`, which writes those columns of a row when the
 // numbers of all blocks are there; kFlushes, whether something is left to do after the last row, and that, `flush`; and `walk`, the
 // work on a row of any width, which reads it more than once.
@@ -21,6 +23,7 @@ constexpr int kSmallBlock = 256;   // threads of a block of several rows
 constexpr int kDirectBlock = 128;  // the same of one that goes straight to registers and ends
 constexpr int kMaxItems = 4;       // packs of a row per thread
 constexpr int kLeastShared = 64;   // threads of a block of a cluster
+constexpr int kWholeShared = 256;  // the same of one that has its part of a row in registers, where all threads have all packs
 constexpr int kMaxStages = 8;
 constexpr int64_t kMaxRows = int64_t{1} << 30;  // and as many again that are only asked for
 
@@ -37,13 +40,14 @@ struct Columns {
   int end;
   int share;  // columns of a block of a cluster, where it has all of them
   int here;   // of this block
+  bool all = false;  // whether the kernel is compiled for rows that leave no thread without any of its items
   __device__ int of(int item) const { return first + item * step; }
-  __device__ bool has(int item) const { return of(item) < end; }
+  __device__ bool has(int item) const { return all || of(item) < end; }
 
   // How many warp `warp` of the block has.
   template <int N, int ITEMS>
   __device__ float of_warp(int warp) const {
-    if (step * ITEMS == here) return 32 * N * ITEMS;
+    if (all || step * ITEMS == here) return 32 * N * ITEMS;
     const int begin = first - int(threadIdx.x) * N + warp * 32 * N;
     int count = 0;
 #pragma unroll
@@ -84,8 +88,10 @@ struct Slots {
   T* data;
   __device__ T* at(int stream, int item) const { return data + (stream * ITEMS + item) * 32 * N; }
   __device__ Pack<T, N> pack(int stream, int item) const { return load<T, N>(at(stream, item)); }
-  __device__ void read(int stream, int item, float (&to)[N]) const { widen(pack(stream, item), to); }
-  __device__ void read_again(int stream, int item, float (&to)[N]) const { read(stream, item, to); }
+  template <int TIME = 0>
+  __device__ void read(int stream, int item, float (&to)[N]) const {
+    widen(pack(stream, item), to);
+  }
 };
 
 // The same in registers.
@@ -106,9 +112,15 @@ struct Held {
   }
 
   __device__ const Pack<T, N>& pack(int stream, int item) const { return packs[stream][item]; }
-  __device__ void read(int stream, int item, float (&to)[N]) const { widen(pack(stream, item), to); }
-  // Widened a second time: packs take half the registers of floats that the compiler would hold from the first time on.
-  __device__ void read_again(int stream, int item, float (&to)[N]) const { widen_again(pack(stream, item), to); }
+  // Widened a second and a third time: packs take half the registers of floats that the compiler would hold from the first on.
+  template <int TIME = 0>
+  __device__ void read(int stream, int item, float (&to)[N]) const {
+    if constexpr (TIME == 0) {
+      widen(pack(stream, item), to);
+    } else {
+      widen_again<TIME>(pack(stream, item), to);
+    }
+  }
 };
 
 // Columns of the `thread`-th of so many threads that have a row.
@@ -205,8 +217,9 @@ __global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk
 }
 
 // The same for rows that the blocks of a cluster share. A row is finished after the next one has been measured, so that what the
-// blocks tell each other is on its way meanwhile; of `stages`, 2 at least, one is for the row that is to be finished.
-template <class Op, int ITEMS>
+// blocks tell each other is on its way meanwhile; of `stages`, 2 at least, one is for the row that is to be finished. WHOLE: all
+// threads of all blocks have all of their packs.
+template <class Op, int ITEMS, bool WHOLE>
 __global__ void __maxnreg__(Op::kSharedRegisters) shared_rows(Op op, Walk walk, int stages) {
   EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_SHARED(float, places, Exchange<Op::kFound>::kPlaces);
@@ -218,7 +231,8 @@ __global__ void __maxnreg__(Op::kSharedRegisters) shared_rows(Op op, Walk walk, 
   const unsigned parts = unsigned(walk.parts), worker = blockIdx.x / unsigned(size), group = worker / parts;
   const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group), step = int(parts);
   int row = begin + int(worker - group * parts);
-  const Columns columns = columns_of_block<Op::N>(op.width, size, int(cluster_rank()));
+  Columns columns = columns_of_block<Op::N>(op.width, size, int(cluster_rank()));
+  columns.all = WHOLE;
   const Ring<Op, ITEMS> ring(op, memory);
   const auto place_after = [&](int steps) { return place_of(op, row + steps * step, end, columns); };
 
@@ -230,7 +244,8 @@ __global__ void __maxnreg__(Op::kSharedRegisters) shared_rows(Op op, Walk walk, 
   if (threadIdx.x == 0) {
     for (int box = 0; box < kMailboxes; ++box) open_mailbox(mailboxes + box);
   }
-  cluster_sync();  // every block has started, so that its shared memory can be written
+  cluster_arrive();
+  cluster_wait();  // every block has started, so that its shared memory can be written
   int stage = 0, last = -1;  // where the row is that is measured, and the one before
   auto aside_of_last = aside[0];
   for (; row < end || last >= 0; row += step) {
@@ -264,15 +279,16 @@ constexpr int kBeside = LANES ? kDirectBlock / std::max(LANES, 1) : 1;
 template <class Op, int ITEMS, int LANES>
 constexpr int kRowsOfBlock = LANES ? kBeside<LANES> * kAtOnce<Op, ITEMS> : 1;
 
-// ITEMS packs of a row per thread, read into registers; LANES threads have a row, or where that is 0 the block. A block ends with
-// the few rows that it was given: that many of them run on a processor, and start and end at different times, keeps memory busy.
-template <class Op, int ITEMS, int LANES>
+// ITEMS packs of a row per thread, read into registers; LANES threads have a row, or where that is 0 the block, of WHOLE threads that
+// all have all of their packs unless that is 0. A block ends with the few rows that it was given: that many of them run on a
+// processor, and start and end at different times, keeps memory busy.
+template <class Op, int ITEMS, int LANES, int WHOLE = 0>
 __global__ void __maxnreg__(Op::direct_registers(ITEMS, LANES)) direct_rows(Op op, Walk walk) {
   constexpr int kApart = kBeside<LANES>, ROWS = kRowsOfBlock<Op, ITEMS, LANES> / kApart, kValues = ROWS * Op::kFound;
   constexpr Span SPAN = LANES ? Span::kWarp : Span::kWarps;
   static_assert(Op::kWays != Ways::kStreamed);
   EJKERNEL_SHARED(float, scratch, LANES ? 1 : kScratch<kValues>);
-  const int threads = LANES ? LANES : int(blockDim.x);  // of a row
+  const int threads = LANES ? LANES : WHOLE ? WHOLE : int(blockDim.x);  // of a row
   Reducer reducer{scratch, threads, kValues};
   // The axis of a grid that goes beyond 2^16 has parts or, where the launch turned them, groups.
   const bool turned = gridDim.x != unsigned(walk.parts);
@@ -280,7 +296,8 @@ __global__ void __maxnreg__(Op::direct_registers(ITEMS, LANES)) direct_rows(Op o
   const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group);
   const int part = int(turned ? blockIdx.y : blockIdx.x), beside = LANES ? int(threadIdx.x) / threads : 0;
   const int first = begin + part * (kApart * ROWS) + beside;
-  const Columns columns = columns_of_threads<Op::N>(op.width, int(threadIdx.x) - beside * threads, threads);
+  Columns columns = columns_of_threads<Op::N>(op.width, int(threadIdx.x) - beside * threads, threads);
+  columns.all = WHOLE > 0;
   op.template with_parameters<ITEMS>(group, columns, [&](auto&& parameters) {
     Held<typename Op::T, Op::N, ITEMS, Op::kStreams> held[ROWS];
     Place places[ROWS];
@@ -288,7 +305,7 @@ __global__ void __maxnreg__(Op::direct_registers(ITEMS, LANES)) direct_rows(Op o
 #pragma unroll
     for (int at = 0; at < ROWS; ++at) {
       const int row = first + at * kApart;
-      places[at] = {row, start + at * kApart * int64_t(op.width), columns, row < end};
+      places[at] = {row, start + at * kApart * int64_t(op.width), columns, WHOLE > 0 || row < end};
       held[at].ask(op, places[at]);
     }
     parameters.ask();  // with no branch before: the compiler waits for rows in front of what comes after one
@@ -301,6 +318,36 @@ __global__ void __maxnreg__(Op::direct_registers(ITEMS, LANES)) direct_rows(Op o
     for (int at = 0; at < ROWS; ++at) {
       op.template finish<ITEMS>(held[at], asides[at], parameters, places[at], Alone<Op::kFound>(found[at]));
     }
+  });
+}
+
+// The same for rows that a cluster of blocks shares: a block has a part of one row in registers and ends with it. WHOLE, as above.
+template <class Op, int ITEMS, int WHOLE>
+__global__ void __maxnreg__(Op::direct_registers(ITEMS, 0)) direct_shared_rows(Op op, Walk walk) {
+  EJKERNEL_SHARED(float, scratch, kScratch<>);
+  EJKERNEL_SHARED(float, places, Exchange<Op::kFound>::kPlaces);
+  EJKERNEL_SHARED(Mailbox, mailboxes, kMailboxes);
+  if (threadIdx.x == 0) open_mailbox(mailboxes);  // the only one: of one row
+  cluster_arrive();
+  const int threads = WHOLE ? WHOLE : int(blockDim.x), rank = int(cluster_rank()), share = threads * ITEMS * Op::N;
+  Reducer reducer{scratch, threads};
+  Exchange<Op::kFound> exchange{places, mailboxes, int(cluster_size())};
+  const int64_t group = blockIdx.y;
+  const int row = int(group * walk.rows_per_group + cluster_index());
+  Columns columns = columns_of_threads<Op::N>(op.width, int(threadIdx.x), threads);
+  columns.first += rank * share, columns.share = share, columns.all = WHOLE > 0;
+  columns.here = columns.count(rank, op.width);
+  const Place place = place_of(op, row, row + 1, columns);
+  op.template with_parameters<ITEMS>(group, columns, [&](auto&& parameters) {
+    Held<typename Op::T, Op::N, ITEMS, Op::kStreams> held[1];
+    held[0].ask(op, place);
+    parameters.ask();
+    typename Op::template Aside<ITEMS> asides[1] = {op.template aside<ITEMS>(place)};
+    float found[1][Op::kFound];
+    op.template measure<ITEMS, Span::kCluster>(held, asides, parameters, columns, reducer, found);
+    cluster_wait();  // every block has started, so that its shared memory can be written
+    exchange.send(found[0]);
+    op.template finish<ITEMS>(held[0], asides[0], parameters, place, exchange.receive());
   });
 }
 

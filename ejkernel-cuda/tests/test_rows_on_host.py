@@ -40,6 +40,7 @@ LAUNCHES = [
     ("bfloat16", 3000, True, 512, 1, 1, 2),
     ("bfloat16", 1800, True, 64, 4, 2, 3),
     ("float32", 520, True, 64, 4, 4, 1),
+    ("bfloat16", 4096, True, 64, 4, 2, 3),
     ("bfloat16", 1000, True, 64, 0, 1, 1),
     ("float32", 77, False, 32, 0, 1, 1),
 ]
@@ -61,10 +62,23 @@ DIRECT = [
     ("bfloat16", 3000, True, 192, 2, 1, 0),
     ("bfloat16", 2400, True, 96, 4, 1, 0),
 ]
+DIRECT += [
+    # where every thread has all of its packs
+    ("bfloat16", 2048, True, 64, 4, 1, 0),
+    ("float32", 1024, True, 64, 4, 1, 0),
+]
+MANY_WHOLE = {
+    # eight of them, in a block and in a cluster
+    "layer_norm": [("bfloat16", 4096, True, 64, 8, 1, 0), ("float32", 2048, True, 64, 8, 1, 0)],
+    "rms_norm": [("bfloat16", 8192, True, 64, 8, 2, 0), ("float32", 8192, True, 64, 8, 4, 0)],
+}
 MANY = [
-    # the same with eight packs per thread
+    # eight packs per thread
+    *itertools.chain(*MANY_WHOLE.values()),
     ("bfloat16", 4000, True, 64, 8, 1, 0),
     ("float32", 1020, True, 32, 8, 1, 0),
+    ("bfloat16", 7000, True, 64, 8, 2, 0),
+    ("float32", 4100, True, 64, 8, 4, 0),
 ]
 
 
@@ -156,6 +170,15 @@ class Norm:
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("launch", LAUNCHES + DIRECT, ids=str)
 def test_norm_forward(launch, name):
+    check_norm_forward(launch, name)
+
+
+@pytest.mark.parametrize(("name", "launch"), [(name, launch) for name in MANY_WHOLE for launch in MANY_WHOLE[name]], ids=str)
+def test_norm_forward_of_many_packs(launch, name):
+    check_norm_forward(launch, name)
+
+
+def check_norm_forward(launch, name):
     dtype, width, *knobs = launch
     for parameters, scale_offset, stored in ((0, 0.0, "float32"), (1, 0.0, dtype), (2, 1.0, "float32")):
         problem = Norm(name, dtype, width, parameters, scale_offset, stored)

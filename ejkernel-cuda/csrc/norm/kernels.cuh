@@ -99,8 +99,10 @@ struct Forward {
   // With 64, two blocks of 512 threads fit on a processor.
   static constexpr int direct_registers(int items, int) { return items == 2 || (ADDED && items > 2) ? 80 : 64; }
   static constexpr Ways kWays = ADDED ? Ways::kEither : Ways::kDirect;
-  static constexpr int kNarrowItems = CENTRED ? 2 : 1, kMostDirect = kMaxItems;
-  int most_direct() const { return kMostDirect; }
+  static constexpr int kNarrowItems = CENTRED ? 2 : 1, kMostDirect = kMaxItems, kMostShared = CENTRED || ADDED ? 0 : 8;
+  static constexpr bool kSharesParts = false, kWhole = CENTRED;
+  int most_direct() const { return kWhole && width == 8 * kMaxThreads * N ? 8 : kMostDirect; }
+  int most_shared() const { return kMostShared; }
   template <int ITEMS>
   struct Floats {
     float scale[ITEMS][N], offset[ADDED ? 1 : ITEMS][N];  // where ADDED, there is no offset
@@ -149,29 +151,38 @@ struct Forward {
   };
   template <int ITEMS>
   using Kept = std::conditional_t<PACKED, Stored<ITEMS>, Floats<ITEMS>>;
-  // The same left in memory, stored as S, for a thread that has a row in as many registers as leave room for it: an item is asked
-  // for while the one before is worked on, the first before anything waits for the row.
+  // The same left in memory, stored as S, for a thread that has a row in as many registers as leave room for it: kAhead items are
+  // asked for before the one that is worked on, the first of them before anything waits for the row or, of many, when it is measured.
   template <typename S, int ITEMS>
   struct Near {
     static constexpr int kPart = 16 / sizeof(S), kParts = N / kPart;  // columns of a load, loads of an item
-    static constexpr bool kEarly = !CENTRED;                          // where registers hold an item that is asked for
+    static constexpr bool kLate = ITEMS > kMaxItems;
+    static constexpr int kAhead = kLate ? (CENTRED || kParts > 1 ? 1 : 2) : CENTRED ? 0 : 1, kPlaces = std::max(kAhead, 1);
     ParameterRow<T> scale, offset;
     const Columns& columns;
     float more;  // on top of scale
-    Pack<S, kPart> scales[kParts], offsets[kParts];
+    Pack<S, kPart> scales[kPlaces][kParts], offsets[kPlaces][kParts];
 
     __device__ Near(const ParameterRow<T>& factors, const ParameterRow<T>& shifts, const Columns& columns, float more)
         : scale(factors), offset(shifts), columns(columns), more(more) {}
 
     __device__ void ask() {
-      if (kEarly) ask(0);
+      if (!kLate) ask_first();
+    }
+    __device__ void ask_late() {
+      if (kLate) ask_first();
+    }
+
+    __device__ void ask_first() {
+#pragma unroll
+      for (int item = 0; item < kAhead; ++item) ask(item);
     }
 
     __device__ void ask(int item) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        scales[part] = pack_of(scale, item, part);
-        if constexpr (!ADDED) offsets[part] = pack_of(offset, item, part);
+        scales[item % kPlaces][part] = pack_of(scale, item, part);
+        if constexpr (!ADDED) offsets[item % kPlaces][part] = pack_of(offset, item, part);
       }
     }
 
@@ -191,13 +202,14 @@ struct Forward {
     }
 
     __device__ void read(int item, const Columns&, float (&factor)[N], float (&shift)[N]) {
-      if (!kEarly) ask(item);
+      if (!kAhead) ask(item);
       const Near now = *this;
-      if (kEarly && (item + 1 < ITEMS || ITEMS == 2)) ask((item + 1) % ITEMS);  // of two items a thread has several rows
-      widen_parts(now.scales, factor);
+      const int next = item + kAhead;
+      if (kAhead && (next < ITEMS || ITEMS == 2)) ask(next % ITEMS);  // of two items a thread has several rows
+      widen_parts(now.scales[item % kPlaces], factor);
 #pragma unroll
       for (int i = 0; i < N; ++i) factor[i] += more;
-      if constexpr (!ADDED) widen_parts(now.offsets, shift);
+      if constexpr (!ADDED) widen_parts(now.offsets[item % kPlaces], shift);
     }
   };
   // The same in registers, asked for before anything waits for the row.
@@ -227,10 +239,11 @@ struct Forward {
   // From `measure` to `finish`, where kApart: a row's columns about the mean of the warp's, and that.
   template <int ITEMS>
   struct Aside {
-    float apart[CENTRED ? ITEMS : 1][N], from;
+    static constexpr bool kHolds = CENTRED && ITEMS <= kMaxItems;
+    float apart[kHolds ? ITEMS : 1][N], from;
   };
-  template <class Source>
-  static constexpr bool kApart = CENTRED && Source::kInRegisters;
+  template <class Source, int ITEMS>
+  static constexpr bool kApart = Aside<ITEMS>::kHolds && Source::kInRegisters;
 
   __device__ const T* stream(int which) const { return which == 0 ? x : residual; }
 
@@ -275,20 +288,20 @@ struct Forward {
     widen(rounded<T, N>(x), x);
   }
 
-  template <bool AGAIN = false, class Source>
+  template <int TIME = 0, class Source>
   __device__ static void read(const Source& source, int item, float (&x)[N]) {
-    AGAIN ? source.read_again(0, item, x) : source.read(0, item, x);
+    source.template read<TIME>(0, item, x);
     if constexpr (ADDED) {
       float residual[N];
-      AGAIN ? source.read_again(1, item, residual) : source.read(1, item, residual);
+      source.template read<TIME>(1, item, residual);
       add(x, residual);
     }
   }
 
   // Of each of so many rows, the mean of the block's columns and the sum of squares about it; unless CENTRED, the sum of squares.
   template <int ITEMS, Span SPAN, int ROWS, class Source, class Parameters>
-  __device__ void measure(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], const Parameters&, const Columns& columns,
-                          Reducer& reducer, float (&found)[ROWS][kFound]) const {
+  __device__ void measure(const Source (&sources)[ROWS], Aside<ITEMS> (&asides)[ROWS], Parameters& parameters,
+                          const Columns& columns, Reducer& reducer, float (&found)[ROWS][kFound]) const {
     float squares[ROWS] = {}, centres[ROWS] = {};
     if constexpr (CENTRED) {
       // About the warp's own mean first, so that the warps meet once.
@@ -302,7 +315,7 @@ struct Forward {
 #pragma unroll
           for (int i = 0; i < N; ++i) {
             sum += x[i];
-            if constexpr (kApart<Source>) asides[row].apart[item][i] = x[i];
+            if constexpr (kApart<Source, ITEMS>) asides[row].apart[item][i] = x[i];
           }
           centres[row] += sum;
         }
@@ -317,21 +330,22 @@ struct Forward {
     for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
-        if (CENTRED && !kApart<Source> && ITEMS > 1 && !columns.has(item)) continue;
+        if (CENTRED && !kApart<Source, ITEMS> && ITEMS > 1 && !columns.has(item)) continue;
         const float from = columns.has(item) ? centres[row] : 0.f;  // of which there is zero
         float x[N];
-        if constexpr (!kApart<Source>) read<CENTRED && ITEMS != 1>(sources[row], item, x);
+        if constexpr (!kApart<Source, ITEMS>) read<CENTRED && ITEMS != 1>(sources[row], item, x);
         float sum = 0.f;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          if constexpr (kApart<Source>) x[i] = asides[row].apart[item][i];
+          if constexpr (kApart<Source, ITEMS>) x[i] = asides[row].apart[item][i];
           if constexpr (CENTRED) x[i] -= from;
-          if constexpr (kApart<Source>) asides[row].apart[item][i] = x[i];
+          if constexpr (kApart<Source, ITEMS>) asides[row].apart[item][i] = x[i];
           sum += x[i] * x[i];
         }
         squares[row] += sum;
       }
     }
+    if constexpr (requires { parameters.ask_late(); }) parameters.ask_late();  // on their way while threads meet
     if constexpr (CENTRED) {
       Reducer::warp<Add>(squares, reducer.template neighbours<SPAN>());
       if (reducer.template is_wide<SPAN>()) join_warps<ITEMS, SPAN>(centres, squares, columns, reducer);
@@ -390,19 +404,19 @@ struct Forward {
     float centre, squares;
     moments(found, place.columns, centre, squares);
     const float inverse = rsqrtf(squares * inverse_width + epsilon);
-    const float shift = kApart<Source> ? (aside.from - centre) * inverse : 0.f;
+    const float shift = kApart<Source, ITEMS> ? (aside.from - centre) * inverse : 0.f;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       const bool there = place.has(item);
       const int64_t at = place.at(item);
       float x[N], factor[N], more[N];
       parameters.read(item, place.columns, factor, more);
-      if (!kApart<Source> && ITEMS > 1 && !there) continue;  // a branch, so that nothing is held for it that is found again
-      if constexpr (!kApart<Source>) read<ITEMS != 1>(source, item, x);
+      if (!kApart<Source, ITEMS> && ITEMS > 1 && !there) continue;  // a branch, so that nothing is held for it that is found again
+      if constexpr (!kApart<Source, ITEMS>) read<(ITEMS == 1 ? 0 : ITEMS > kMaxItems ? 2 : 1)>(source, item, x);
       if constexpr (ADDED) store_out(sum + at, rounded<T, N>(x), there);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        x[i] = kApart<Source> ? fmaf(aside.apart[item][i], inverse, shift) : normalised(x[i], centre, inverse);
+        x[i] = kApart<Source, ITEMS> ? fmaf(aside.apart[item][i], inverse, shift) : normalised(x[i], centre, inverse);
         x[i] *= factor[i];
         if constexpr (!ADDED) x[i] += more[i];
       }
@@ -489,6 +503,8 @@ struct Backward {
   static constexpr int kStreams = ADDED ? 3 : 2, kFound = CENTRED ? 2 : 1;
   static constexpr bool kFlushes = true;
   static constexpr Ways kWays = Ways::kStreamed;
+  static constexpr int kMostShared = 0;
+  static constexpr bool kWhole = false;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 104 : items * N > 8 ? 80 : 64; }
   static constexpr int kSharedRegisters = registers(kMaxItems);
   template <int ITEMS>

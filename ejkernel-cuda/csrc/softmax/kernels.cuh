@@ -83,10 +83,12 @@ struct Forward {
   static constexpr int registers(int items) { return items > 2 ? 80 : 64; }
   static constexpr int direct_registers(int items, int lanes) { return lanes || items > kMaxItems ? 64 : items > 2 ? 104 : 80; }
   static constexpr Ways kWays = Ways::kEither;
-  static constexpr int kNarrowItems = 4, kMostDirect = 8;
+  static constexpr int kNarrowItems = 4, kMostDirect = 8, kMostShared = kMostDirect;
+  static constexpr bool kSharesParts = true, kWhole = false;
   static constexpr int kSharedRegisters = 64;
   // A thread of more packs has no bits for places.
   int most_direct() const { return !mask.data && scale > 0.f ? kMostDirect : kMaxItems; }
+  int most_shared() const { return most_direct(); }
   template <int ITEMS>
   struct Kept {};
   template <int ITEMS>
@@ -287,7 +289,7 @@ struct Forward {
     for (int item = 0; item < ITEMS; ++item, to += place.columns.step) {
       if (!place.columns.has(item)) continue;
       float values[N];
-      slots.read_again(0, item, values);
+      slots.template read<1>(0, item, values);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         values[i] = weight_of<ORDERED>(values[i], factor, shift, ORDERED || (taken >> (item * N + i) & 1u)) * inverse;
@@ -373,7 +375,8 @@ struct Backward {
   static constexpr int kSharedRegisters = 64;
   static constexpr int direct_registers(int items, int lanes) { return lanes ? 64 : items > 2 ? 104 : 80; }
   static constexpr Ways kWays = Ways::kEither;
-  static constexpr int kNarrowItems = 2, kMostDirect = kMaxItems;
+  static constexpr int kNarrowItems = 2, kMostDirect = kMaxItems, kMostShared = 0;
+  static constexpr bool kWhole = false;
   int most_direct() const { return kMostDirect; }
   template <int ITEMS>
   struct Kept {};
@@ -444,8 +447,8 @@ struct Backward {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       if (!place.columns.has(item)) continue;
-      source.read_again(0, item, values);
-      source.read_again(1, item, grads);
+      source.template read<1>(0, item, values);
+      source.template read<1>(1, item, grads);
       const int64_t at = place.at(item);
       mask.data ? write<true>(values, grads, aside.taken >> (item * N), at, sum) : write<false>(values, grads, 0, at, sum);
     }

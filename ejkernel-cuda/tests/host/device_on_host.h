@@ -74,6 +74,7 @@ struct Fiber {
   unsigned rank, linear;
   std::vector<Copy> begun;
   std::deque<std::vector<Copy>> groups;
+  long arrived_at = 0;  // the cluster's barrier
   bool started = false, done = false;
 };
 
@@ -107,15 +108,21 @@ inline void resume(Fiber& fiber) {
   swapcontext(&scheduler, &fiber.context);
 }
 
+inline void arrive(Barrier& barrier, int threads) {
+  if (++barrier.arrived < threads) return;
+  barrier.arrived = 0;
+  ++barrier.generation;
+  ++progress;
+}
+
+inline void wait_beyond(const Barrier& barrier, long generation) {
+  while (barrier.generation == generation) yield();
+}
+
 inline void wait(Barrier& barrier, int threads) {
   const long generation = barrier.generation;
-  if (++barrier.arrived == threads) {
-    barrier.arrived = 0;
-    ++barrier.generation;
-    ++progress;
-    return;
-  }
-  while (barrier.generation == generation) yield();
+  arrive(barrier, threads);
+  wait_beyond(barrier, generation);
 }
 
 // Fresh shared memory holds NaN, so that what was not written shows.
@@ -280,7 +287,12 @@ namespace ejkernel {
 
 inline unsigned cluster_size() { return unsigned(host::blocks.size()); }
 inline unsigned cluster_rank() { return host::current->rank; }
-inline void cluster_sync() { host::wait(host::cluster_barrier, host::block_threads() * int(host::blocks.size())); }
+inline unsigned cluster_index() { return host::block().index.x / cluster_size(); }
+inline void cluster_arrive() {
+  host::current->arrived_at = host::cluster_barrier.generation;
+  host::arrive(host::cluster_barrier, host::block_threads() * int(host::blocks.size()));
+}
+inline void cluster_wait() { host::wait_beyond(host::cluster_barrier, host::current->arrived_at); }
 
 inline float fast_exp2(float value) { return std::exp2(value); }
 inline float fast_inverse(float value) { return 1.f / value; }

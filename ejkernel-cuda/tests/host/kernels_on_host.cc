@@ -36,18 +36,43 @@ void streamed(const Op& op, const Shape& shape) {
   const size_t stage = sizeof(typename Op::T) * Op::N * ITEMS * Op::kStreams * shape.threads * y;
   host::launch(
       unsigned(shape.groups * shape.parts * shape.cluster), {unsigned(shape.threads), y}, unsigned(shape.cluster),
-      [&] { CLUSTER ? shared_rows<Op, ITEMS>(op, walk, stages) : streamed_rows<Op, ITEMS>(op, walk, stages); }, stages * stage);
+      [&] {
+        if (!CLUSTER) return streamed_rows<Op, ITEMS>(op, walk, stages);
+        if constexpr (Op::kWhole) {
+          if (op.width == shape.cluster * shape.threads * ITEMS * Op::N) return shared_rows<Op, ITEMS, true>(op, walk, stages);
+        }
+        shared_rows<Op, ITEMS, false>(op, walk, stages);
+      },
+      stages * stage);
 }
 
-template <class Op, int ITEMS, int LANES>
+template <class Op, int ITEMS, int LANES, int WHOLE = 0>
 void direct(const Op& op, const Shape& shape) {
   if constexpr (Op::kWays != Ways::kStreamed) {
+    if constexpr (Op::kWhole && LANES == 0 && WHOLE == 0) {
+      constexpr int kThreads = 64;
+      if (shape.threads == kThreads && op.width == ITEMS * kThreads * Op::N) return direct<Op, ITEMS, LANES, kThreads>(op, shape);
+    }
     constexpr int64_t kRows = kRowsOfBlock<Op, ITEMS, LANES>;
     const Walk walk{shape.rows_per_group, (shape.rows_per_group + kRows - 1) / kRows};
     const unsigned threads = unsigned(LANES ? kDirectBlock : shape.threads);
     host::Index grid{unsigned(walk.parts), unsigned(shape.groups)};
     if (shape.parts % 2) std::swap(grid.x, grid.y);  // parts mean nothing else here
-    host::launch(grid, {threads, 1}, 1, [&] { direct_rows<Op, ITEMS, LANES>(op, walk); });
+    host::launch(grid, {threads, 1}, 1, [&] { direct_rows<Op, ITEMS, LANES, WHOLE>(op, walk); });
+  }
+}
+
+// Rows that a cluster has in registers.
+template <class Op, int WHOLE = 0>
+void direct_shared(const Op& op, const Shape& shape) {
+  constexpr int kThreads = 64;
+  if constexpr (WHOLE == 0) {
+    if (op.width == shape.cluster * kThreads * Op::kMostShared * Op::N) return direct_shared<Op, kThreads>(op, shape);
+  }
+  if constexpr (WHOLE || Op::kSharesParts) {
+    const Walk walk{shape.rows_per_group, shape.rows_per_group};
+    host::launch(host::Index{unsigned(shape.rows_per_group * shape.cluster), unsigned(shape.groups)}, {unsigned(shape.threads), 1},
+                 unsigned(shape.cluster), [&] { direct_shared_rows<Op, Op::kMostShared, WHOLE>(op, walk); });
   }
 }
 
@@ -70,6 +95,8 @@ void rows(const Op& op, const Shape& shape) {
   if (shape.items == 0) {
     host::launch(unsigned(shape.parts), {unsigned(shape.threads), 1}, 1,
                  [&] { walked_rows<Op>(op, shape.rows_per_group * shape.groups); });
+  } else if (Op::kMostShared > 0 && shape.cluster > 1 && shape.items == Op::kMostShared) {
+    if constexpr (Op::kMostShared > 0 && Op::N > 1) direct_shared(op, shape);
   } else if (shape.cluster > 1) {
     if constexpr (requires { op.packed(); }) {
       if (op.is_narrow()) return streamed<decltype(op.packed()), kMaxItems, true>(op.packed(), shape);
@@ -77,8 +104,8 @@ void rows(const Op& op, const Shape& shape) {
     streamed<Op, kMaxItems, true>(op, shape);
   } else if (Op::N > 1 && Op::kWays != Ways::kStreamed && (shape.stages == 0 || Op::kWays == Ways::kDirect)) {
     if constexpr (Op::N > 1 && Op::kWays != Ways::kStreamed) {
-      if constexpr (Op::kMostDirect > kMaxItems) {
-        if (shape.items > kMaxItems) return direct<Op, Op::kMostDirect, 0>(op, shape);
+      if constexpr (Op::kWhole || Op::kMostDirect > kMaxItems) {
+        if (shape.items > kMaxItems) return direct<Op, 8, 0>(op, shape);
       }
       shape.items == 1 ? narrow<Op, 1>(op, shape) : shape.items == 2 ? narrow<Op, 2>(op, shape) : narrow<Op, 4>(op, shape);
     }

@@ -1,9 +1,9 @@
 """Performance knobs of the operations over rows.
 
 A thread takes up to four packs of 16 bytes of a row. Its block copies rows ahead of the one in work into shared memory, so that
-memory stays busy while threads wait for each other; or it reads a few rows straight into registers and ends, in `softmax` up to
-eight packs of one per thread. Rows wider than the threads of a block can take are shared by a cluster of blocks from compute
-capability 9.0 on; those that do not fit either are read more than once.
+memory stays busy while threads wait for each other; or it reads a few rows straight into registers and ends, then some operations
+have kernels with eight packs per thread. Rows wider than the threads of a block can take are shared by a cluster of blocks from
+compute capability 9.0 on, in either way; those that do not fit are read more than once.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ processor."""
 MOST_DIRECT = 1024
 """Packs of a row that goes straight to registers; norms of one array take twice as many, two blocks of 512 threads with 64
 registers on a processor."""
+_DIRECT_CLUSTER_THREADS = 256
 _SPARE = 64
 """Packs that two threads each take before there are enough threads for four."""
 _PROCESSORS = 160
@@ -44,12 +45,13 @@ class ForwardConfig:
     threads: wished for of a block for each row, a power of two up to 512; the library takes more when a row needs them, and fewer
         when four packs per thread (eight straight to registers, where an operation has so many) or the packs of the row leave some
         without.
-    cluster: blocks that share a row, a power of two up to 16. Above 1, `threads` has no effect: each has four packs.
+    cluster: blocks that share a row, a power of two up to 16. Above 1, `threads` has no effect: each has four packs, or eight
+        straight to registers.
     stages: rows of a block in shared memory, 1 to 8; fewer where that is too small. A cluster has 2 at least, one of them for a row
         whose numbers its blocks are still telling each other. 0: none; a thread asks for up to four packs, or eight, of one row or
         of several, and its block ends with them; what a warp can have whole takes as many threads as the library is compiled for.
-        For a cluster, and where rows do not start on 16 bytes, as 1. Rows of norms of one array that do, and that fit one block,
-        are always so.
+        As the least there is where rows do not start on 16 bytes, and for clusters unless `direct_clusters` lists them. Rows of
+        norms of one array that do, and that fit one block, are always so.
     """
 
     threads: int
@@ -82,15 +84,15 @@ def threads_for(packs: int, packs_per_thread: int) -> int:
     return next((threads for threads in THREADS if threads >= wanted), THREADS[-1])
 
 
-def clusters_for(x: ArraySpec, target: Target) -> list[int]:
+def clusters_for(x: ArraySpec, target: Target, each: int = PACKS) -> list[int]:
     """Clusters that take a row of which one block takes more than half at best, smallest first, at most three; none where packs
-    are single elements."""
+    are single elements. A thread has up to `each` packs."""
     packs, itemsize = packs_of(x), 4 if x.dtype == "float32" else 2
     if target.capability is None or target.capability < CLUSTERS_SINCE:
         return []
     if 2 * packs <= MOST or x.shape[-1] * itemsize % 16:
         return []
-    return [size for size in CLUSTERS if packs <= size * PACKS * THREADS[-1]][:3]
+    return [size for size in CLUSTERS if packs <= size * each * THREADS[-1]][:3]
 
 
 def is_narrow(x: ArraySpec) -> bool:
@@ -101,6 +103,14 @@ def cluster_config(x: ArraySpec, target: Target, *, rank: int = 1, beyond: int =
     """Of rows of more packs than that; None where there is no cluster for them. `rank`: 0 is the smallest cluster, 1 the next."""
     sizes = clusters_for(x, target) if packs_of(x) > beyond else []
     return ForwardConfig(THREADS[-1], sizes[min(rank, len(sizes) - 1)], _CLUSTER_STAGES) if sizes else None
+
+
+def direct_clusters(x: ArraySpec, target: Target, *, whole: bool) -> list[ForwardConfig]:
+    """Straight to registers, eight packs per thread: the fastest on an H200 in front, blocks of up to 256 threads. `whole`: kernels
+    are compiled for those, where all threads have all of their packs, alone."""
+    packs, best = packs_of(x), MANY_PACKS * _DIRECT_CLUSTER_THREADS
+    sizes = sorted(clusters_for(x, target, MANY_PACKS), key=lambda size: (packs > size * best, size))
+    return [ForwardConfig(THREADS[-1], size, 0) for size in sizes if not whole or packs == size * best]
 
 
 def block_config(x: ArraySpec, streams: int, packs_per_thread: int, stages: int | None = None) -> ForwardConfig:
@@ -146,11 +156,27 @@ def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
     direct = direct_config(call.x, PACKS, 2 * MOST_DIRECT)
     if direct or is_narrow(call.x):
         return direct or block_config(call.x, 1, 2, 3)
-    return cluster_config(call.x, target, rank=0) or block_config(call.x, 1, PACKS, 6)
+    shared = direct_clusters(call.x, target, whole=True) or [cluster_config(call.x, target, rank=0)]
+    return shared[0] or block_config(call.x, 1, PACKS, 6)
 
 
 def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
-    return row_configs(call.x, target, 1, forward_heuristic(call, target), registers="always")
+    found = row_configs(call.x, target, 1, forward_heuristic(call, target), registers="always")
+    return list(dict.fromkeys([*found, *direct_clusters(call.x, target, whole=True)]))
+
+
+def centred_forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
+    """With two parameters to read a row of many packs per thread has them from the second level of cache, which on an H200 keeps
+    clusters back: where a block fits it is faster, and beyond that rows in shared memory, as many as fit."""
+    if packs_of(call.x) == MANY_PACKS * THREADS[-1]:
+        return direct_config(call.x, MANY_PACKS, MANY_PACKS * THREADS[-1]) or forward_heuristic(call, target)
+    direct = direct_config(call.x, PACKS, 2 * MOST_DIRECT)
+    cluster = None if direct else cluster_config(call.x, target, rank=0)
+    return dataclasses.replace(cluster, stages=2 * _CLUSTER_STAGES) if cluster else forward_heuristic(call, target)
+
+
+def centred_forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
+    return row_configs(call.x, target, 1, centred_forward_heuristic(call, target), registers="always")
 
 
 def _summing(x: ArraySpec, config: ForwardConfig) -> BackwardConfig:
@@ -228,6 +254,7 @@ def added_backward_space(call: AddRmsNormCall, target: Target) -> list[BackwardC
 
 FORWARD = ConfigSpace(ForwardConfig, forward_heuristic, forward_space)
 BACKWARD = ConfigSpace(BackwardConfig, backward_heuristic, backward_space)
+CENTRED_FORWARD = ConfigSpace(ForwardConfig, centred_forward_heuristic, centred_forward_space)
 CENTRED_BACKWARD = ConfigSpace(BackwardConfig, centred_backward_heuristic, centred_backward_space)
 """CENTRED: where a mean is taken from rows."""
 ADDED_FORWARD = ConfigSpace(ForwardConfig, added_forward_heuristic, added_forward_space)

@@ -15,6 +15,7 @@ from ejkernel_cuda._rows.config import (
     ForwardConfig,
     block_config,
     cluster_config,
+    direct_clusters,
     direct_config,
     packs_of,
     row_configs,
@@ -34,17 +35,24 @@ def _most(call: SoftmaxCall) -> int:
 
 
 def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
-    """On an H200 rows in registers were 1.05 to 1.19 times as fast as in shared memory of a block or of a cluster, and of clusters
-    those of eight blocks the fastest for rows of 128 KB, 1.08 times as fast as of four, and of 256 KB; below, those of two."""
+    """On an H200 rows in registers were 1.05 to 1.19 times as fast as in shared memory of a block or of a cluster, and clusters of
+    blocks of 256 threads 1.03 times as fast as one block of 512. Of clusters through shared memory those of eight blocks were the
+    fastest for rows of 128 KB, 1.08 times as fast as of four, and of 256 KB; below, those of two."""
     direct = direct_config(call.x, PACKS)
     if direct is None and _most(call) == MANY_PACKS:
-        direct = direct_config(call.x, MANY_PACKS, _MANY)
+        shared = _direct_clusters(call, target) if packs_of(call.x) > _MANY // 2 else []
+        direct = shared[0] if shared else direct_config(call.x, MANY_PACKS, _MANY)
     cluster = cluster_config(call.x, target, rank=int(_MANY < packs_of(call.x) <= _LARGER))
     return direct or cluster or block_config(call.x, 1, 2)
 
 
+def _direct_clusters(call: SoftmaxCall, target: Target) -> list[Config]:
+    return direct_clusters(call.x, target, whole=False) if _most(call) == MANY_PACKS else []
+
+
 def forward_space(call: SoftmaxCall, target: Target) -> list[Config]:
-    return row_configs(call.x, target, 1, forward_heuristic(call, target), most=_most(call))
+    found = row_configs(call.x, target, 1, forward_heuristic(call, target), most=_most(call))
+    return list(dict.fromkeys([*found, *_direct_clusters(call, target)]))
 
 
 def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
