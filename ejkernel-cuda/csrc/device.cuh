@@ -28,6 +28,7 @@ namespace ejkernel {
 using Mailbox = uint64_t;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kHasClusters = false;
 __device__ inline unsigned cluster_size() { return 1; }
 __device__ inline unsigned cluster_rank() { return 0; }
 __device__ inline unsigned cluster_index() { return blockIdx.x; }
@@ -38,6 +39,8 @@ __device__ inline void expect_bytes(Mailbox*, int) {}
 __device__ inline void send_to_rank(float*, Mailbox*, unsigned, float) {}
 __device__ inline void wait_for_mail(Mailbox*, unsigned) {}
 #else
+constexpr bool kHasClusters = true;
+
 __device__ inline unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }

@@ -150,7 +150,6 @@ ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op
       if (packs == 8 * 512) return whole.template operator()<8, 512>();
       if (packs == 4 * 512) return whole.template operator()<4, 512>();
       if (packs == 4 * 256) return whole.template operator()<4, 256>();
-      if (packs == 4 * 128) return whole.template operator()<4, 128>();
     }
   }
   if constexpr (Op::kMostDirect > kMaxItems) {
@@ -203,10 +202,16 @@ ffi::Error LaunchClusters(const char* operation, cudaStream_t stream, const Op& 
   return LaunchShared(operation, stream, op, walk, groups, plan, done);
 }
 
-template <class Op, int WHOLE>
-ffi::Error LaunchDirectClusters(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, int threads,
-                                int cluster, bool& done) {
-  const auto kernel = direct_shared_rows<Op, Op::kMostShared, WHOLE>;
+// Where a row leaves the threads of so many blocks what this Op has such a kernel for.
+template <class Op>
+ffi::Error LaunchDirectClusters(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, int cluster,
+                                int64_t packs, bool& done) {
+  constexpr int ITEMS = Op::kMostShared;
+  const int64_t warps = (packs + 32 * ITEMS * cluster - 1) / (32 * ITEMS * cluster);
+  const int threads = Op::kSharedThreads ? Op::kSharedThreads : std::max(int(warps) * 32, kLeastShared);
+  const bool fits = Op::kSharesParts ? warps <= kMaxWarps : packs == int64_t{threads} * ITEMS * cluster;
+  if (!fits || !op.shares_direct()) return ffi::Error::Success();
+  const auto kernel = direct_shared_rows<Op, ITEMS, Op::kSharedThreads>;
   const int64_t blocks = walk.rows_per_group * cluster;
   if (groups > kMaxAcross || blocks > kMaxGrid || ResidentWorkers(kernel, dim3(threads), 0, cluster) == 0)
     return ffi::Error::Success();
@@ -216,21 +221,6 @@ ffi::Error LaunchDirectClusters(const char* operation, cudaStream_t stream, cons
   cudaLaunchKernelEx(&launch.config, kernel, op, walk);
   done = true;
   return CheckLaunch(operation, "rows through registers of a cluster");
-}
-
-// Where a row leaves the threads of so many blocks what this Op has such a kernel for.
-template <class Op>
-ffi::Error LaunchDirectClusters(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, int cluster,
-                                int64_t packs, bool& done) {
-  constexpr int ITEMS = Op::kMostShared;
-  const int64_t warps = (packs + 32 * ITEMS * cluster - 1) / (32 * ITEMS * cluster);
-  if (op.most_shared() != ITEMS || warps > kMaxWarps) return ffi::Error::Success();
-  const int threads = std::max(int(warps) * 32, kLeastShared);
-  if (threads == kWholeShared && packs == int64_t{threads} * ITEMS * cluster)
-    return LaunchDirectClusters<Op, kWholeShared>(operation, stream, op, walk, groups, threads, cluster, done);
-  if constexpr (Op::kSharesParts)
-    return LaunchDirectClusters<Op, 0>(operation, stream, op, walk, groups, threads, cluster, done);
-  return ffi::Error::Success();
 }
 
 inline Number NumberOf(ffi::DataType type) {

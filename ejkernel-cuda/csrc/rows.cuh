@@ -4,12 +4,13 @@
 // Aside<ITEMS> and `aside`, what else a thread needs of a row; Kept<ITEMS>, what it keeps from row to row, and `begin`, which
 // fills it; `with_parameters`, the same for a thread that has a few rows, which begins to read it with `ask`; `registers`,
 // `kSharedRegisters` and `direct_registers`, as many as all that takes; kWays, and of rows in registers kNarrowItems, packs per
-// thread where a warp has them whole, kMostDirect, at most elsewhere, and `most_direct`, at most in this call; kMostShared, packs per
-// thread of a row that a cluster has in registers, 0 for no such kernels, `most_shared`, the same of this call, and kSharesParts,
-// whether such rows may leave threads without packs; kWhole, whether there are kernels for rows that leave no thread without; `measure`, which
-// finds kFound numbers of a block's columns of each of a thread's rows, and `finish`, which writes those columns of a row when the
-// numbers of all blocks are there; kFlushes, whether something is left to do after the last row, and that, `flush`; and `walk`, the
-// work on a row of any width, which reads it more than once.
+// thread where a warp has them whole, kMostDirect, at most elsewhere, and `most_direct`, at most in this call; kMostShared, packs
+// per thread of a row that a cluster has in registers, 0 for no such kernels, `shares_direct`, whether they can take this call,
+// kSharesParts, whether such rows may leave threads without packs, and kSharedThreads, of each block, 0 for any number; kWhole,
+// whether other rows that leave no thread without packs have kernels of their own; `measure`, which finds kFound numbers of a
+// block's columns of each of a thread's rows, and `finish`, which writes those columns of a row when the numbers of all blocks are
+// there; kFlushes, whether something is left to do after the last row, and that, `flush`; and `walk`, the work on a row of any
+// width, which reads it more than once.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +24,6 @@ constexpr int kSmallBlock = 256;   // threads of a block of several rows
 constexpr int kDirectBlock = 128;  // the same of one that goes straight to registers and ends
 constexpr int kMaxItems = 4;       // packs of a row per thread
 constexpr int kLeastShared = 64;   // threads of a block of a cluster
-constexpr int kWholeShared = 256;  // the same of one that has its part of a row in registers, where all threads have all packs
 constexpr int kMaxStages = 8;
 constexpr int64_t kMaxRows = int64_t{1} << 30;  // and as many again that are only asked for
 
@@ -221,6 +221,7 @@ __global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk
 // threads of all blocks have all of their packs.
 template <class Op, int ITEMS, bool WHOLE>
 __global__ void __maxnreg__(Op::kSharedRegisters) shared_rows(Op op, Walk walk, int stages) {
+  if (!kHasClusters) return;
   EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_SHARED(float, places, Exchange<Op::kFound>::kPlaces);
   EJKERNEL_SHARED(Mailbox, mailboxes, kMailboxes);
@@ -321,34 +322,41 @@ __global__ void __maxnreg__(Op::direct_registers(ITEMS, LANES)) direct_rows(Op o
   });
 }
 
-// The same for rows that a cluster of blocks shares: a block has a part of one row in registers and ends with it. WHOLE, as above.
-template <class Op, int ITEMS, int WHOLE>
+// The same for rows that a cluster of blocks shares: a block has a part of one row in registers and ends with it. Its THREADS, or as
+// many as are launched where that is 0, all have all of their packs unless the Op shares parts: then blocks that lack some take
+// another path, as loads that may not happen cost a quarter of the time.
+template <class Op, int ITEMS, int THREADS>
 __global__ void __maxnreg__(Op::direct_registers(ITEMS, 0)) direct_shared_rows(Op op, Walk walk) {
+  if (!kHasClusters) return;
   EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_SHARED(float, places, Exchange<Op::kFound>::kPlaces);
   EJKERNEL_SHARED(Mailbox, mailboxes, kMailboxes);
   if (threadIdx.x == 0) open_mailbox(mailboxes);  // the only one: of one row
   cluster_arrive();
-  const int threads = WHOLE ? WHOLE : int(blockDim.x), rank = int(cluster_rank()), share = threads * ITEMS * Op::N;
+  const int threads = THREADS ? THREADS : int(blockDim.x), rank = int(cluster_rank()), share = threads * ITEMS * Op::N;
   Reducer reducer{scratch, threads};
   Exchange<Op::kFound> exchange{places, mailboxes, int(cluster_size())};
   const int64_t group = blockIdx.y;
   const int row = int(group * walk.rows_per_group + cluster_index());
-  Columns columns = columns_of_threads<Op::N>(op.width, int(threadIdx.x), threads);
-  columns.first += rank * share, columns.share = share, columns.all = WHOLE > 0;
-  columns.here = columns.count(rank, op.width);
-  const Place place = place_of(op, row, row + 1, columns);
-  op.template with_parameters<ITEMS>(group, columns, [&](auto&& parameters) {
-    Held<typename Op::T, Op::N, ITEMS, Op::kStreams> held[1];
-    held[0].ask(op, place);
-    parameters.ask();
-    typename Op::template Aside<ITEMS> asides[1] = {op.template aside<ITEMS>(place)};
-    float found[1][Op::kFound];
-    op.template measure<ITEMS, Span::kCluster>(held, asides, parameters, columns, reducer, found);
-    cluster_wait();  // every block has started, so that its shared memory can be written
-    exchange.send(found[0]);
-    op.template finish<ITEMS>(held[0], asides[0], parameters, place, exchange.receive());
-  });
+  const auto work = [&](auto all) {
+    Columns columns = columns_of_threads<Op::N>(op.width, int(threadIdx.x), threads);
+    columns.first += rank * share, columns.share = share;
+    columns.here = columns.count(rank, op.width), columns.all = all;
+    const Place place = place_of(op, row, row + 1, columns);
+    op.template with_parameters<ITEMS>(group, columns, [&](auto&& parameters) {
+      Held<typename Op::T, Op::N, ITEMS, Op::kStreams> held[1];
+      held[0].ask(op, place);
+      parameters.ask();
+      typename Op::template Aside<ITEMS> asides[1] = {op.template aside<ITEMS>(place)};
+      float found[1][Op::kFound];
+      op.template measure<ITEMS, Span::kCluster>(held, asides, parameters, columns, reducer, found);
+      cluster_wait();  // every block has started, so that its shared memory can be written
+      exchange.send(found[0]);
+      op.template finish<ITEMS>(held[0], asides[0], parameters, place, exchange.receive());
+    });
+  };
+  if (!Op::kSharesParts || (rank + 1) * share <= op.width) work(std::true_type{});
+  else if constexpr (Op::kSharesParts) work(std::false_type{});
 }
 
 template <class Op>

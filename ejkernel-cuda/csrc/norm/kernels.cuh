@@ -100,9 +100,10 @@ struct Forward {
   static constexpr int direct_registers(int items, int) { return items == 2 || (ADDED && items > 2) ? 80 : 64; }
   static constexpr Ways kWays = ADDED ? Ways::kEither : Ways::kDirect;
   static constexpr int kNarrowItems = CENTRED ? 2 : 1, kMostDirect = kMaxItems, kMostShared = CENTRED || ADDED ? 0 : 8;
+  static constexpr int kSharedThreads = 256;  // known when compiled: places of packs would take registers that are not there
   static constexpr bool kSharesParts = false, kWhole = CENTRED;
   int most_direct() const { return kWhole && width == 8 * kMaxThreads * N ? 8 : kMostDirect; }
-  int most_shared() const { return kMostShared; }
+  bool shares_direct() const { return true; }
   template <int ITEMS>
   struct Floats {
     float scale[ITEMS][N], offset[ADDED ? 1 : ITEMS][N];  // where ADDED, there is no offset

@@ -83,12 +83,12 @@ struct Forward {
   static constexpr int registers(int items) { return items > 2 ? 80 : 64; }
   static constexpr int direct_registers(int items, int lanes) { return lanes || items > kMaxItems ? 64 : items > 2 ? 104 : 80; }
   static constexpr Ways kWays = Ways::kEither;
-  static constexpr int kNarrowItems = 4, kMostDirect = 8, kMostShared = kMostDirect;
+  static constexpr int kNarrowItems = 4, kMostDirect = 8, kMostShared = kMostDirect, kSharedThreads = 0;
   static constexpr bool kSharesParts = true, kWhole = false;
   static constexpr int kSharedRegisters = 64;
   // A thread of more packs has no bits for places.
   int most_direct() const { return !mask.data && scale > 0.f ? kMostDirect : kMaxItems; }
-  int most_shared() const { return most_direct(); }
+  bool shares_direct() const { return most_direct() == kMostShared; }
   template <int ITEMS>
   struct Kept {};
   template <int ITEMS>

@@ -285,6 +285,7 @@ inline int __float2int_rn(float value) { return int(std::nearbyint(value)); }
 
 namespace ejkernel {
 
+constexpr bool kHasClusters = true;
 inline unsigned cluster_size() { return unsigned(host::blocks.size()); }
 inline unsigned cluster_rank() { return host::current->rank; }
 inline unsigned cluster_index() { return host::block().index.x / cluster_size(); }

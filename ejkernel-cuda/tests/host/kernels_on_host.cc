@@ -63,17 +63,12 @@ void direct(const Op& op, const Shape& shape) {
 }
 
 // Rows that a cluster has in registers.
-template <class Op, int WHOLE = 0>
+template <class Op>
 void direct_shared(const Op& op, const Shape& shape) {
-  constexpr int kThreads = 64;
-  if constexpr (WHOLE == 0) {
-    if (op.width == shape.cluster * kThreads * Op::kMostShared * Op::N) return direct_shared<Op, kThreads>(op, shape);
-  }
-  if constexpr (WHOLE || Op::kSharesParts) {
-    const Walk walk{shape.rows_per_group, shape.rows_per_group};
-    host::launch(host::Index{unsigned(shape.rows_per_group * shape.cluster), unsigned(shape.groups)}, {unsigned(shape.threads), 1},
-                 unsigned(shape.cluster), [&] { direct_shared_rows<Op, Op::kMostShared, WHOLE>(op, walk); });
-  }
+  constexpr int kThreads = Op::kSharedThreads ? 64 : 0;  // fewer: a fiber each
+  const Walk walk{shape.rows_per_group, shape.rows_per_group};
+  host::launch(host::Index{unsigned(shape.rows_per_group * shape.cluster), unsigned(shape.groups)}, {unsigned(shape.threads), 1},
+               unsigned(shape.cluster), [&] { direct_shared_rows<Op, Op::kMostShared, kThreads>(op, walk); });
 }
 
 // Rows that a warp has whole.

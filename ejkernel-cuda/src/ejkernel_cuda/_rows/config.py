@@ -33,6 +33,8 @@ MOST_DIRECT = 1024
 """Packs of a row that goes straight to registers; norms of one array take twice as many, two blocks of 512 threads with 64
 registers on a processor."""
 _DIRECT_CLUSTER_THREADS = 256
+_MOST_IN_CLUSTERS = 4 * MANY_PACKS * _DIRECT_CLUSTER_THREADS
+"""Packs of the widest rows of norms in registers of clusters; beyond that, shared memory was 1.02 times as fast on an H200."""
 _SPARE = 64
 """Packs that two threads each take before there are enough threads for four."""
 _PROCESSORS = 160
@@ -106,8 +108,8 @@ def cluster_config(x: ArraySpec, target: Target, *, rank: int = 1, beyond: int =
 
 
 def direct_clusters(x: ArraySpec, target: Target, *, whole: bool) -> list[ForwardConfig]:
-    """Straight to registers, eight packs per thread: the fastest on an H200 in front, blocks of up to 256 threads. `whole`: kernels
-    are compiled for those, where all threads have all of their packs, alone."""
+    """Straight to registers, eight packs per thread: in front the smallest cluster of blocks of up to 256 threads, on an H200 the
+    fastest. `whole`: only that whose 256 threads all have all of their packs."""
     packs, best = packs_of(x), MANY_PACKS * _DIRECT_CLUSTER_THREADS
     sizes = sorted(clusters_for(x, target, MANY_PACKS), key=lambda size: (packs > size * best, size))
     return [ForwardConfig(THREADS[-1], size, 0) for size in sizes if not whole or packs == size * best]
@@ -156,8 +158,9 @@ def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
     direct = direct_config(call.x, PACKS, 2 * MOST_DIRECT)
     if direct or is_narrow(call.x):
         return direct or block_config(call.x, 1, 2, 3)
-    shared = direct_clusters(call.x, target, whole=True) or [cluster_config(call.x, target, rank=0)]
-    return shared[0] or block_config(call.x, 1, PACKS, 6)
+    shared = direct_clusters(call.x, target, whole=True) if packs_of(call.x) <= _MOST_IN_CLUSTERS else []
+    cluster = shared[0] if shared else cluster_config(call.x, target, rank=0)
+    return cluster or block_config(call.x, 1, PACKS, 6)
 
 
 def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
@@ -167,12 +170,12 @@ def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
 
 def centred_forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
     """With two parameters to read a row of many packs per thread has them from the second level of cache, which on an H200 keeps
-    clusters back: where a block fits it is faster, and beyond that rows in shared memory, as many as fit."""
+    clusters back: where one block can take the row it is faster, beyond that rows in shared memory, of which four were best."""
     if packs_of(call.x) == MANY_PACKS * THREADS[-1]:
         return direct_config(call.x, MANY_PACKS, MANY_PACKS * THREADS[-1]) or forward_heuristic(call, target)
     direct = direct_config(call.x, PACKS, 2 * MOST_DIRECT)
     cluster = None if direct else cluster_config(call.x, target, rank=0)
-    return dataclasses.replace(cluster, stages=2 * _CLUSTER_STAGES) if cluster else forward_heuristic(call, target)
+    return dataclasses.replace(cluster, stages=_CLUSTER_STAGES + 1) if cluster else forward_heuristic(call, target)
 
 
 def centred_forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
