@@ -45,9 +45,10 @@ CHAIN = 20
 LSE = 1e-4
 """Error of a log-sum-exp: tensor cores round sums of products in ways of their own."""
 RAGGED = (
-    *(norm(name, 13, width) for name in ("rms_norm", "layer_norm") for width in (1, 33, 128, 4099, 4096, 20000, 40000, 131072)),
+    *(norm("layer_norm", 13, width) for width in (1, 33, 128, 4099, 4096, 20000, 32768, 40000, 131072)),
+    *(norm("rms_norm", 13, width) for width in (1, 33, 128, 4099, 4096, 20000, 65536, 40000, 131072)),
     *(added(13, width) for width in (1, 33, 128, 4099, 4096, 20000, 40000, 131072)),
-    *(Problem("softmax", {"x": (13, width)}) for width in (1, 33, 4096, 4099, 9000, 24000, 40000, 131072)),
+    *(Problem("softmax", {"x": (13, width)}) for width in (1, 33, 4096, 4099, 9000, 24000, 40000, 65536, 128256)),
     *(Problem("softmax", {"x": (4, 3, 9, 100), "where": where}) for where in ((4, 1, 9, 100), (9, 1))),
     *(rotary(layout, 3, 77, 6, 2, width, interleaved=turned)
       for layout in ("BTHD", "BHTD") for width in (26, 128) for turned in (False, True)),
@@ -206,10 +207,14 @@ def check_configs() -> list[Row]:
     return rows
 
 
-def touch(every: int) -> None:
-    """Everything once, or one in `every`, on shapes with ragged ends, for compute-sanitizer."""
-    for index, problem in list(enumerate(RAGGED))[::every]:
+def touch(every: int, match: str) -> None:
+    """Everything once, or one in `every`, on shapes with ragged ends, for compute-sanitizer; or of the operations over rows what
+    has one of some texts in its name."""
+    problems = [problem for problem in RAGGED if any(text in problem.name for text in match.split(","))]
+    for index, problem in list(enumerate(problems))[::every]:
         jax.block_until_ready(Prepared(problem, "bfloat16", index, "cuda").ours())
+    if match:
+        return
     for case in [case for case in cases.CASES if not case.is_benchmark][::every]:
         bound = update_problem(case)
         cfg = config.heuristic(bound.call, current_target())
@@ -219,7 +224,7 @@ def touch(every: int) -> None:
             jax.block_until_ready(attend(bound.call, few_workers(bound.call))(bound.inputs))
 
 
-def sanitize(tool: str, limit: float, every: int) -> Row:
+def sanitize(tool: str, limit: float, every: int, match: str) -> Row:
     """Under one of compute-sanitizer's tools, without CUDA graphs, into which it does not look."""
     environment = {
         **os.environ,
@@ -227,7 +232,8 @@ def sanitize(tool: str, limit: float, every: int) -> Row:
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_FLAGS": "--xla_gpu_enable_command_buffer=",
     }
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "--touch", str(every)]
+    touching = [sys.executable, __file__, "--touch", str(every), "--match", match]
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *touching]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
     except FileNotFoundError:
@@ -237,7 +243,8 @@ def sanitize(tool: str, limit: float, every: int) -> Row:
     lines = [
         line for line in done.stdout.splitlines() if any(word in line for word in ("SUMMARY", "Invalid", "Race", "hazard"))
     ]
-    return row(f"{tool}, one in {every}", done.returncode == 0, "; ".join(lines[:6]) or (done.stdout + done.stderr)[-300:])
+    seen = f"one in {every} of the rows named {match}" if match else f"one in {every}"
+    return row(f"{tool}, {seen}", done.returncode == 0, "; ".join(lines[:6]) or (done.stdout + done.stderr)[-300:])
 
 
 def chained(module: Any, call: Any, cfg: Any, inputs: Any) -> Any:
@@ -321,20 +328,26 @@ def main() -> int:
     parser.add_argument("--sanitize", type=float, default=150, help="seconds for a tool of compute-sanitizer; 0 = not at all")
     parser.add_argument("--tools", default="memcheck", help="of compute-sanitizer, with commas: memcheck, racecheck, synccheck")
     parser.add_argument("--every", type=int, default=1, help="those tools see one in so many")
+    parser.add_argument(
+        "--match", default="", help="those tools see rows whose names have one of these texts alone, with commas"
+    )
     parser.add_argument("--skip", default="", help="of checks,times")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
         print(f"needs a GPU, JAX has {jax.devices()}")
         return 2
     if options.touch:
-        touch(options.touch)
+        touch(options.touch, options.match)
         return 0
     folder = pathlib.Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"versions": check_gpu.versions(), "checks": [], "times": []}
     stages = [] if "checks" in options.skip else [check_updates, check_attention, check_in_place, check_configs]
     if options.sanitize:
-        stages += [lambda tool=tool: [sanitize(tool, options.sanitize, options.every)] for tool in options.tools.split(",")]
+        stages += [
+            lambda tool=tool: [sanitize(tool, options.sanitize, options.every, options.match)]
+            for tool in options.tools.split(",")
+        ]
     for stage in stages:
         result["checks"] += stage()
         (folder / "cuda_library.json").write_text(json.dumps(result, indent=1))

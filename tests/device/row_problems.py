@@ -15,7 +15,7 @@ import numpy as np
 from ejkernel.plugin import current_target
 
 NARROW = (1, 2, 7, 8, 33, 64, 100, 128, 200, 256, 513, 1000)
-WIDTHS = (*NARROW, 1024, 3000, 4096, 4099, 8192, 12288, 16384, 20000, 32768, 40000, 131072)
+WIDTHS = (*NARROW, 1024, 3000, 4096, 4099, 8192, 12288, 16384, 20000, 32768, 40000, 65536, 128256, 131072)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,18 +81,22 @@ TIMED = (
     norm("layer_norm", 8192, 8192),
     norm("layer_norm", 8192, 16384),
     norm("layer_norm", 2048, 32768),
+    norm("layer_norm", 2048, 65536),
+    norm("layer_norm", 1024, 131072),
     Problem("softmax", {"x": (32768, 4096)}),
     Problem("softmax", {"x": (131072, 128)}),
     Problem("softmax", {"x": (1048576, 128)}),
     Problem("softmax", {"x": (8192, 16384)}),
     Problem("softmax", {"x": (2048, 32768)}),
     Problem("softmax", {"x": (2048, 65536)}),
+    Problem("softmax", {"x": (1024, 128256)}),
     Problem("softmax", {"x": (1024, 131072)}),
     norm("rms_norm", 16384, 4096),
     norm("rms_norm", 131072, 128),
     norm("rms_norm", 1048576, 128),
     norm("rms_norm", 8192, 16384),
     norm("rms_norm", 2048, 32768),
+    norm("rms_norm", 2048, 65536),
     norm("rms_norm", 1024, 131072),
     added(16384, 4096),
     added(131072, 128),

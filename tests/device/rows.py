@@ -37,7 +37,7 @@ from row_problems import TIMED, Prepared, Problem, checked_problems, moved_bytes
 
 from ejkernel.plugin import current_target
 
-AS_MUCH = "a copy of as many bytes"
+XLA, TEXTBOOK, TRITON, AS_MUCH = BESIDE = ("our XLA", "textbook jnp", "our Triton", "a copy of as many bytes")
 TOLERANCE = {"float32": 2e-5, "bfloat16": 8e-3, "float16": 1.5e-3}
 
 
@@ -162,12 +162,12 @@ def candidates(prepared: Prepared, most: int) -> list[Candidate]:
         heuristic, configs = space.heuristic(call, target), space.search_space(call, target)
         for cfg in check_gpu.chosen_of(configs, heuristic, most or len(configs)):
             found.append(Candidate(check_gpu.knobs(cfg), phase, make(prepared.kernel, cfg, call), cfg == heuristic))
-        found.append(Candidate("our XLA", phase, make(prepared.xla, None, call)))
+        found.append(Candidate(XLA, phase, make(prepared.xla, None, call)))
         if prepared.problem.operation in ("softmax", "rms_norm", "layer_norm"):
             arrays = (prepared.inputs.x, *prepared.cotangents)[: 1 if phase == "forward" else 2]
             if can_move(arrays):
                 found.append(Candidate(AS_MUCH, phase, as_much(len(arrays))))
-        found.append(Candidate("textbook jnp", phase, textbook(prepared, phase)))
+        found.append(Candidate(TEXTBOOK, phase, textbook(prepared, phase)))
     return found
 
 
@@ -187,8 +187,8 @@ def time_problem(problem: Problem, rows: Rows, options: argparse.Namespace) -> l
     found = candidates(prepared, options.most)
     if options.platform != "triton" and _has("triton", problem.operation):
         triton = candidates(Prepared(problem, "bfloat16"), 1)
-        found += [dataclasses.replace(one, name="our Triton", chosen=False) for one in triton if one.chosen]
-    wanted = {c.phase: jax.jit(c.function)(*map(_float32, sets[0])) for c in found if c.name == "textbook jnp"}
+        found += [dataclasses.replace(one, name=TRITON, chosen=False) for one in triton if one.chosen]
+    wanted = {c.phase: jax.jit(c.function)(*map(_float32, sets[0])) for c in found if c.name == TEXTBOOK}
 
     def compiled(candidate):
         single = jax.jit(candidate.function).lower(*sets[0]).compile()
@@ -199,7 +199,7 @@ def time_problem(problem: Problem, rows: Rows, options: argparse.Namespace) -> l
     share = (options.budget - (time.monotonic() - check_gpu.started)) / max(1, options.left)
     deadline = time.monotonic() + max(share, 3)
     with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        order = sorted(found, key=lambda c: not (c.chosen or c.name in ("our XLA", "textbook jnp", AS_MUCH)))
+        order = sorted(found, key=lambda c: not (c.chosen or c.name in BESIDE))
         while order and time.monotonic() < deadline:
             batch, order = order[: options.threads], order[options.threads :]
             for candidate, (single, several) in zip(batch, pool.map(compiled, batch), strict=True):
@@ -212,6 +212,8 @@ def time_problem(problem: Problem, rows: Rows, options: argparse.Namespace) -> l
                         2e-2,
                     )
                 results.append(timed(problem, prepared, candidate, several, sets))
+    if order:
+        print(f"  left out of {problem.name}, as its time was over: {[(c.phase, c.name) for c in order]}", flush=True)
     for phase in ("forward", "backward"):
         ranked = sorted((r for r in results if r["phase"] == phase and r["ours"]), key=lambda r: r["microseconds"])
         best = [(row["name"], round(row["fraction"], 3)) for row in ranked[:3]]
@@ -240,7 +242,7 @@ def timed(problem: Problem, prepared: Prepared, candidate: Candidate, program: A
         for kernel in dict.fromkeys(name for name, _ in runs[0])
     }
     return result_row(problem.name, candidate.phase, candidate.name, samples, moved_bytes(prepared, candidate.phase), {
-        "chosen": candidate.chosen, "ours": candidate.name not in ("our XLA", "textbook jnp", AS_MUCH), "clock": "device",
+        "chosen": candidate.chosen, "ours": candidate.name not in (XLA, TEXTBOOK, AS_MUCH), "clock": "device",
         "kernels": kernels,
     })  # fmt: skip
 
