@@ -124,14 +124,18 @@ def _attention_on_cudnn(call: FlashAttentionCall, phase: Phase) -> Standing:
 def _layer_norm_on_cuda(call: Any, phase: Phase) -> Standing:
     """benchmarks/results/rows_cuda_h200.json, ms in bfloat16:
 
-    16384x4096   forward 0.067, Triton 0.068, XLA 0.086      backward 0.105, Triton 0.103, XLA 0.274
-    131072x128   forward 0.0183, Triton 0.0183, XLA 0.0197   backward 0.0310, Triton 0.0361, XLA 0.0604
-    1048576x64   forward 0.064, Triton 0.064, XLA 0.067      backward 0.102, Triton 0.107, XLA 0.193
-    262144x512   forward 0.128, Triton 0.128, XLA 0.166      backward 0.209, Triton 0.202, XLA 0.523
-    65536x1024   forward 0.067, Triton 0.064, XLA 0.088      backward 0.104, Triton 0.105, XLA 0.261
-    8192x8192    forward 0.068, Triton 0.068, XLA 0.081      backward 0.110, Triton 0.105, XLA 0.272
-    8192x16384   forward 0.136, Triton 0.139, XLA 0.300      backward 0.203, Triton 0.349, XLA 0.606
-    2048x32768   forward 0.073, Triton 0.081, XLA 0.159      backward 0.112, Triton 0.174, XLA 0.191
+    16384x4096   forward 0.066, XLA 0.084                    backward 0.105, XLA 0.273
+    131072x128   forward 0.0186, Triton 0.0179, XLA 0.0194   backward 0.0310, Triton 0.0361, XLA 0.0601
+    1048576x64   forward 0.063, Triton 0.063, XLA 0.066      backward 0.102, Triton 0.108, XLA 0.193
+    262144x512   forward 0.129, Triton 0.127, XLA 0.166      backward 0.209, Triton 0.204, XLA 0.514
+    65536x1024   forward 0.066, Triton 0.064, XLA 0.087      backward 0.104, Triton 0.106, XLA 0.258
+    8192x8192    forward 0.066, Triton 0.067, XLA 0.080      backward 0.111, Triton 0.105, XLA 0.271
+    8192x16384   forward 0.131, Triton 0.139, XLA 0.299      backward 0.203, Triton 0.355, XLA 0.605
+    2048x32768   forward 0.069, Triton 0.081, XLA 0.158      backward 0.111, Triton 0.176, XLA 0.190
+    2048x65536   forward 0.138, Triton 0.174, XLA 0.303      backward 0.217, Triton 0.344, XLA 0.371
+    1024x131072  forward 0.139, Triton 0.178, XLA 0.296      backward 0.237, Triton 0.338, XLA 0.376
+
+    and of the first in an earlier run: forward 0.067, Triton 0.068; backward 0.105, Triton 0.103.
     """
     if call.x.dtype not in _HALVES:
         return Standing(_BEHIND_XLA if phase == "forward" else _BEHIND_TRITON, f"{call.x.dtype} was not timed")
@@ -143,11 +147,12 @@ def _layer_norm_on_cuda(call: Any, phase: Phase) -> Standing:
 def _rms_norm_on_cuda(call: Any, phase: Phase) -> Standing:
     """In the same file, and for the first in bench_cuda_rows_h200.json, too, forward 0.067, Triton 0.072:
 
-    16384x4096   forward 0.066, Triton 0.066, XLA 0.080      backward 0.105, Triton 0.101, XLA 0.189
-    131072x128   forward 0.0179, Triton 0.0175, XLA 0.0185   backward 0.0303, Triton 0.0367, XLA 0.0538
-    8192x16384   forward 0.134, Triton 0.197, XLA 0.194      backward 0.203, Triton 0.337, XLA 0.347
-    2048x32768   forward 0.074, Triton 0.077, XLA 0.120      backward 0.108, Triton 0.173, XLA 0.185
-    1024x131072  forward 0.139, Triton 0.170, XLA 0.229      backward 0.220, Triton 0.337, XLA 0.370
+    16384x4096   forward 0.065, Triton 0.065, XLA 0.079      backward 0.113, Triton 0.101, XLA 0.191
+    131072x128   forward 0.0179, Triton 0.0175, XLA 0.0185   backward 0.0302, Triton 0.0368, XLA 0.0541
+    8192x16384   forward 0.134, Triton 0.197, XLA 0.191      backward 0.205, Triton 0.343, XLA 0.352
+    2048x32768   forward 0.070, Triton 0.078, XLA 0.120      backward 0.110, Triton 0.174, XLA 0.184
+    2048x65536   forward 0.137, Triton 0.181, XLA 0.232      backward 0.206, Triton 0.340, XLA 0.360
+    1024x131072  forward 0.138, Triton 0.168, XLA 0.229      backward 0.215, Triton 0.336, XLA 0.371
     """
     if phase == "forward" and call.x.dtype in _HALVES and _FEWEST_COLUMNS <= call.x.shape[-1] <= 4096:
         return Standing(_FIRST)
@@ -157,14 +162,23 @@ def _rms_norm_on_cuda(call: Any, phase: Phase) -> Standing:
 def _softmax_on_cuda(call: Any, phase: Phase) -> Standing:
     """In rows_cuda_h200.json:
 
-    32768x4096   forward 0.129, Triton 0.130, XLA 0.154      backward 0.181, Triton 0.183, XLA 0.314
-    131072x128   forward 0.0181, Triton 0.0178, XLA 0.0181   backward 0.0250, Triton 0.0248, XLA 0.0432
-    8192x16384   forward 0.130, Triton 0.135, XLA 0.393      backward 0.194, Triton 0.195, XLA 0.309
-    2048x32768   forward 0.067, Triton 0.075, XLA 0.165      backward 0.100, Triton 0.102, XLA 0.159
-    2048x65536   forward 0.148, Triton 0.167, XLA 0.311      backward 0.191, Triton 0.229, XLA 0.311
-    1024x131072  forward 0.147, Triton 0.165, XLA 0.308      backward 0.192, Triton 0.200, XLA 0.309
+    32768x4096   forward 0.130, Triton 0.128, XLA 0.154      backward 0.183, Triton 0.185, XLA 0.314
+    131072x128   forward 0.0179, Triton 0.0176, XLA 0.0179   backward 0.0252, Triton 0.0248, XLA 0.0289
+    8192x16384   forward 0.129, Triton 0.135, XLA 0.392      backward 0.200, Triton 0.194, XLA 0.309
+    2048x32768   forward 0.066, Triton 0.074, XLA 0.162      backward 0.099, Triton 0.102, XLA 0.159
+    2048x65536   forward 0.130, Triton 0.169, XLA 0.309      backward 0.192, Triton 0.231, XLA 0.312
+    1024x128256  forward 0.125, Triton 0.190, XLA 0.305      backward 0.193, Triton 0.198, XLA 0.305
+    1024x131072  forward 0.129, Triton 0.168, XLA 0.307      backward 0.197, Triton 0.202, XLA 0.310
     """
     return Standing(_FIRST) if _wide_halves(call) else Standing(_BEHIND_TRITON, _TRITON_WAS_FASTER)
+
+
+def _rope_on_cuda(call: Any, phase: Phase) -> Standing:
+    """benchmarks/results/bench_cuda_rows_h200.json: forward 0.169 ms, Triton 0.166, XLA 0.166; backward 0.377, Triton 0.326, XLA
+    0.467, and without gradients of cosines and sines 0.164, Triton 0.166, XLA 0.165 (rows_cuda_h200.json)."""
+    if phase == "forward":
+        return Standing(_BEHIND_XLA, "XLA takes as long, and may fuse it with what stands beside it")
+    return Standing(_BEHIND_TRITON, _TRITON_WAS_FASTER)
 
 
 def _paged_attention_on_cuda(call: PagedAttentionCall, phase: Phase) -> Standing:
@@ -294,9 +308,8 @@ DEFAULT_ORDER: Mapping[str, Mapping[str, Mapping[str, int | Rule]]] = {
     "paged_cache_update": {"gpu": {"triton": _TRITON, "cuda": _BEHIND_TRITON}},
     # benchmarks/results/bench_cuda_rows_h200.json: CUDA's 1.35 times as fast as XLA forward, 2.7 times backward
     "qk_norm_rope": {"gpu": {"cuda": _FIRST}},
-    # benchmarks/results/rows_h200.json: 0.99 to 1.00 times in both phases, 1.4 times with the gradients of cos and sin;
-    # rows_cuda_h200.json: CUDA's takes 1.06 to 1.13 times XLA's time
-    "rope": {"gpu": {"triton": _TRITON, "cuda": _BEHIND_XLA}},
+    # benchmarks/results/rows_h200.json: 0.99 to 1.00 times in both phases, 1.4 times with the gradients of cos and sin
+    "rope": {"gpu": {"triton": _TRITON, "cuda": _rope_on_cuda}},
     # benchmarks/results/rows_h200.json: forward 1.03 to 1.5 times as fast as XLA, backward 1.03 to 1.8 times
     "softmax": {"gpu": {"triton": _TRITON, "cuda": _softmax_on_cuda}},
     # benchmarks/results/rms_norm_h200.json: forward 1.04 to 1.10 times as fast as XLA, backward 1.61 to 1.64 times
