@@ -1,4 +1,4 @@
-"""Runs torch functions on JAX's arrays, which are handed over by DLPack and never copied."""
+"""Runs torch functions on JAX's arrays, which are handed over by DLPack and, but for float8, never copied."""
 
 from __future__ import annotations
 
@@ -53,11 +53,16 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tensors(inputs: Any) -> Any:
-    """The canonical inputs as tensors that share their memory."""
+    """The canonical inputs as tensors that share their memory; those in float8 are copies, as bytes may be handed over alone."""
     import torch
 
+    def tensor(array: Any) -> Any:
+        if array.dtype.itemsize > 1 or array.dtype.kind in "biu":
+            return torch.from_dlpack(array)
+        return torch.from_dlpack(jax.lax.bitcast_convert_type(array, jnp.uint8)).view(getattr(torch, array.dtype.name))
+
     jax.block_until_ready(inputs)
-    return inputs._replace(**{name: torch.from_dlpack(array) for name, array in named(inputs)})
+    return inputs._replace(**{name: tensor(array) for name, array in named(inputs)})
 
 
 def _fields(prepared: Any) -> dict[str, Any]:
