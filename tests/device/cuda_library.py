@@ -208,20 +208,26 @@ def check_configs() -> list[Row]:
 
 
 def touch(every: int, match: str) -> None:
-    """Everything once, or one in `every`, on shapes with ragged ends, for compute-sanitizer; or of the operations over rows what
-    has one of some texts in its name."""
-    problems = [problem for problem in RAGGED if any(text in problem.name for text in match.split(","))]
-    for index, problem in list(enumerate(problems))[::every]:
-        jax.block_until_ready(Prepared(problem, "bfloat16", index, "cuda").ours())
-    if match:
-        return
-    for case in [case for case in cases.CASES if not case.is_benchmark][::every]:
+    """Everything once, or one in `every`, on shapes with ragged ends, for compute-sanitizer; of what has one of some texts in its
+    name."""
+
+    def update(case: Any) -> Any:
         bound = update_problem(case)
         cfg = config.heuristic(bound.call, current_target())
-        jax.block_until_ready(jax.jit(lambda i, call=bound.call, cfg=cfg: kernel.forward(call, i, cfg))(bound.inputs))
-    for dtype in ("bfloat16", "float16"):
-        for _, bound in attention_problems(dtype)[::every]:
-            jax.block_until_ready(attend(bound.call, few_workers(bound.call))(bound.inputs))
+        return jax.jit(lambda i: kernel.forward(bound.call, i, cfg))(bound.inputs)
+
+    runs = [
+        (problem.name, functools.partial(lambda p, at: Prepared(p, "bfloat16", at, "cuda").ours(), problem, index))
+        for index, problem in enumerate(RAGGED)
+    ]
+    runs += [(f"update {case.name}", functools.partial(update, case)) for case in cases.CASES if not case.is_benchmark]
+    runs += [
+        (f"attention {name} {dtype}", functools.partial(lambda b: attend(b.call, few_workers(b.call))(b.inputs), bound))
+        for dtype in ("bfloat16", "float16")
+        for name, bound in attention_problems(dtype)
+    ]
+    for _, run in [one for one in runs if any(text in one[0] for text in match.split(","))][::every]:
+        jax.block_until_ready(run())
 
 
 def sanitize(tool: str, limit: float, every: int, match: str) -> Row:
@@ -243,7 +249,7 @@ def sanitize(tool: str, limit: float, every: int, match: str) -> Row:
     lines = [
         line for line in done.stdout.splitlines() if any(word in line for word in ("SUMMARY", "Invalid", "Race", "hazard"))
     ]
-    seen = f"one in {every} of the rows named {match}" if match else f"one in {every}"
+    seen = f"one in {every} of what is named {match}" if match else f"one in {every}"
     return row(f"{tool}, {seen}", done.returncode == 0, "; ".join(lines[:6]) or (done.stdout + done.stderr)[-300:])
 
 
@@ -329,7 +335,7 @@ def main() -> int:
     parser.add_argument("--tools", default="memcheck", help="of compute-sanitizer, with commas: memcheck, racecheck, synccheck")
     parser.add_argument("--every", type=int, default=1, help="those tools see one in so many")
     parser.add_argument(
-        "--match", default="", help="those tools see rows whose names have one of these texts alone, with commas"
+        "--match", default="", help="those tools see what has one of these texts in its name alone, with commas"
     )
     parser.add_argument("--skip", default="", help="of checks,times")
     options = parser.parse_args()
