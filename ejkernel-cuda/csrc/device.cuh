@@ -151,6 +151,22 @@ __device__ inline void store_words(void* to, uint4 words, bool wanted) {
       "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "r"(int(wanted)));
 }
 
+// Of all lanes; also what it does for the compiler, which then knows that lanes have the same number, and need not be ready for
+// them to go different ways: that took a quarter of the code.
+__device__ inline int sum_of_warp(int value) { return __reduce_add_sync(0xffffffffu, value); }
+__device__ inline int known_of_lane(int value, int lane) {
+  return __reduce_max_sync(0xffffffffu, int(threadIdx.x % 32) == lane ? value : int(0x80000000));
+}
+
+// All threads of two warps, which are the first or the second such pair of the block.
+__device__ inline void meet_beside(int pair) {
+  if (pair == 0) {  // a number that is not known would reserve all barriers there are
+    asm volatile("barrier.sync.aligned 1, 64;" ::: "memory");
+  } else {
+    asm volatile("barrier.sync.aligned 2, 64;" ::: "memory");
+  }
+}
+
 // From here on the next kernel of the stream may begin beside this one, where its launch allows it and all blocks have come so
 // far or ended.
 __device__ inline void start_next_kernel() {

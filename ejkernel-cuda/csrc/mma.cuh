@@ -31,6 +31,13 @@ __device__ inline void load_turned_matrices(uint32_t (&to)[4], const void* row) 
                : "memory");
 }
 
+// A matrix of 8 rows and columns of 16-bit elements, of which lane l has those from 2 (l % 4) on of row l / 4, turned.
+__device__ inline uint32_t turned_matrix(uint32_t pair) {
+  uint32_t turned;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
+}
+
 // sums += a b, of bfloat16 or float16, in float.
 template <typename T>
 __device__ inline void multiply_add(float (&sums)[4], const uint32_t (&a)[4], uint32_t b_low, uint32_t b_high) {

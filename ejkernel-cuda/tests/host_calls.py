@@ -222,12 +222,13 @@ def _batch_stride(factors: Guarded) -> int:
 
 
 def _attend_pages(
-    given, results, *, key_strides, value_strides, first_value, key_heads, pages, page_size, fused, causal, window, scale,
-    soft_cap, stages, together,
+    given, results, *, key_strides, value_strides, first_value, key_heads, key_size, pages, page_size, fused, causal, window,
+    scale, soft_cap, stages, together,
 ):  # fmt: skip
     query, key_pages, value_pages, starts, lengths, tables, *factors = (Guarded(array) for array in given)
     out, lse, part, part_lse, splits = results
-    batch, tokens, heads, size = query.array.shape
+    batch, tokens, heads, query_size = query.array.shape
+    size = int(key_size)
     if not query.array.size:
         return
     requests = Requests(
@@ -240,9 +241,9 @@ def _attend_pages(
         requests, query.pointer, _side(key_pages, key_strides, 0, size), _side(values, value_strides, first_value, value_size),
         *(x.pointer if x.array.size else None for x in factors), _batch_stride(factors[0]),
         *(stride for x in factors[1:] for stride in (_batch_stride(x), int(x.array.shape[1] > 1))),
-        batch, heads, group, -(-group // 16), int(key_heads) // int(together), int(together), int(window), float(scale),
+        batch, heads, query_size, group, -(-group // 16), int(key_heads) // int(together), int(together), int(window), float(scale),
         float(soft_cap), bool(causal), query.array.dtype == ml_dtypes.bfloat16,
-        (128 // int(together) if key_pages.array.dtype.itemsize == 1 and max(size, value_size) <= 128 else 64).bit_length() - 1,
+        (32 if key_pages.array.dtype.itemsize == 1 and max(size, value_size) <= 128 else 16).bit_length() - 1,
     )  # fmt: skip
     answers = Results(out.pointer, lse.pointer if lse.array.size else None, part.pointer, part_lse.pointer, splits.pointer)
     stored = key_pages.array.dtype.name

@@ -194,10 +194,13 @@ class Problem(ctypes.Structure):
             (name, ctypes.c_int)
             for name in ("sinks_batch", "key_scale_batch", "key_scale_head", "value_scale_batch", "value_scale_head")
         ),
-        *((name, ctypes.c_int) for name in ("batch", "heads", "group", "head_tiles", "key_tiles", "together", "window")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("batch", "heads", "query_size", "group", "head_tiles", "key_tiles", "together", "window")
+        ),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
         *((name, ctypes.c_bool) for name in ("causal", "is_bf16")),
-        ("block_bits", ctypes.c_int),
+        ("step_bits", ctypes.c_int),
     )
 
 

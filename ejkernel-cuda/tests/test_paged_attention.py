@@ -27,12 +27,12 @@ ARRAYS = {
     "sinks": ((1, 0), jnp.float32), "key_scale": ((1, 2), jnp.float32), "value_scale": ((1, 1), jnp.float32),
 }  # fmt: skip
 RESULTS = {
-    "out": ((1, 3, 4, 8), jnp.bfloat16), "lse": ((1, 3, 4), jnp.float32), "part": ((5, 2, 16, 8), jnp.float32),
+    "out": ((1, 3, 4, 8), jnp.bfloat16), "lse": ((1, 3, 4), jnp.float32), "part": ((5, 2, 16, 64), jnp.float32),
     "part_lse": ((5, 2, 16), jnp.float32), "splits": ((5, 2), jnp.int32),
 }  # fmt: skip
 ATTRIBUTES = {
-    "key_strides": (32, 16, 8, 0), "value_strides": (32, 16, 8, 0), "first_value": 0, "key_heads": 2, "pages": 4,
-    "page_size": 2, "window": 0, "stages": 3, "together": 1,
+    "key_strides": (32, 16, 8, 0), "value_strides": (32, 16, 8, 0), "first_value": 0, "key_heads": 2, "key_size": 8,
+    "pages": 4, "page_size": 2, "window": 0, "stages": 3, "together": 1,
 }  # fmt: skip
 
 
@@ -53,7 +53,8 @@ def test_handler_admits_the_contract():
     check(key_pages=(PAGES, jnp.bfloat16), value_pages=(PAGES, jnp.bfloat16))
     check(fused=True, value_pages=((0,), jnp.int8))
     check(pages=0, window=2**30, soft_cap=3.0)
-    check(together=2, part=((5, 2, 32, 8), jnp.float32), part_lse=((5, 2, 32), jnp.float32))
+    check(key_size=6)
+    check(together=2, part=((5, 2, 32, 64), jnp.float32), part_lse=((5, 2, 32), jnp.float32))
 
 
 @needs_library
@@ -63,6 +64,8 @@ def test_handler_admits_the_contract():
         ({"query": ((1, 3, 4, 8), jnp.float32)}, "query must be bfloat16 or float16"),
         ({"query": ((3, 4, 8), jnp.bfloat16)}, r"query must be \[batch, tokens, heads, size\]"),
         ({"query": ((1, 2, 4, 8), jnp.bfloat16)}, r"query must be .* got \[1, 2, 4, 8\] and \[1, 3, 4, 8\]"),
+        ({"key_size": 9}, r"query \[1, 3, 4, 8\] must have key_size rounded up to a multiple of 4, got 9"),
+        ({"key_size": 4}, "must have key_size rounded up"),
         ({"query": ((1, 3, 4, 257), jnp.bfloat16)}, r"heads must have 1 ... 256 elements, got \[1, 3, 4, 257\]"),
         ({"out": ((1, 3, 4, 8), jnp.float16)}, "out must be of the query's type"),
         ({"key_pages": (PAGES, jnp.float16), "value_pages": (PAGES, jnp.float16)}, "pages must be of the query's type"),
@@ -87,13 +90,13 @@ def test_handler_admits_the_contract():
         ({"soft_cap": -1.0}, "soft_cap not negative"),
         ({"stages": 1}, "stages must be 2 ... 8, got 1"),
         ({"stages": 9}, "stages must be 2 ... 8, got 9"),
-        ({"together": 4}, "together must be 1, or .* 2 or 4, and divide key_heads 2, got 4"),
+        ({"together": 4}, "together must be 1, or .* 2, and divide key_heads 2, got 4"),
         ({"together": 0}, "together must be 1"),
         ({"together": 2, "key_pages": (PAGES, jnp.bfloat16), "value_pages": (PAGES, jnp.bfloat16)}, "one-byte elements"),
-        ({"together": 2}, r"part must be \[workers, 2, 32, size of out .* got \[5, 2, 16, 8\]"),
+        ({"together": 2}, r"part must be \[workers, 2, 32, 64\] .* got \[5, 2, 16, 64\]"),
         ({"lse": ((1, 3, 2), jnp.float32)}, r"lse must be \[batch, tokens, heads\] of query .* got \[1, 3, 2\]"),
-        ({"part": ((5, 1, 16, 8), jnp.float32)}, r"part must be \[workers, 2, 16, size of out .* got \[5, 1, 16, 8\]"),
-        ({"part": ((0, 2, 16, 8), jnp.float32)}, "part must be"),
+        ({"part": ((5, 2, 16, 8), jnp.float32)}, r"part must be \[workers, 2, 16, 64\] .* got \[5, 2, 16, 8\]"),
+        ({"part": ((0, 2, 16, 64), jnp.float32)}, "part must be"),
         ({"part_lse": ((4, 2, 16), jnp.float32)}, "part_lse must be"),
         ({"splits": ((3,), jnp.int32)}, r"splits must be \[workers, 2\], got \[3\]"),
     ],
@@ -153,26 +156,26 @@ def test_refusals(call, target, reason):
 
 
 def test_configs():
-    """As many blocks as fit or a few less that leave tiles whole, and rings as long as shared memory allows for them."""
+    """As many blocks as fit or a few less that share tiles evenly, and rings as long as shared memory allows for them."""
 
     def chosen(target=H200, **options):
         found = config.FORWARD.heuristic(call_of(tokens=64, requests=64, heads=32, table=256, page_size=16, **options), target)
         return found.stages, found.workers
 
-    assert chosen(stored="bfloat16", size=128) == (3, 264)
-    assert chosen(stored="bfloat16", size=64) == (4, 396)
+    assert chosen(stored="bfloat16", size=128) == (3, 256)  # 2 for each of 128 tiles
+    assert chosen(stored="bfloat16", size=64) == (4, 384)
     assert chosen(stored="bfloat16", size=256) == (3, 128)  # 132 would cut 128 tiles of one length into parts
-    assert chosen(stored="int8", size=128) == (3, 264)
+    assert chosen(stored="int8", size=128) == (3, 256)
     assert chosen(stored="bfloat16", size=128, target=A100) == (2, 216)
-    assert config.FORWARD.heuristic(call_of(tokens=1, requests=1), H200).workers == 4
+    assert config.FORWARD.heuristic(call_of(tokens=1, requests=1), H200).workers == 1
     space = config.FORWARD.search_space(call_of("bfloat16", tokens=64, requests=64, table=256, size=128), H200)
     assert len(space) == len(set(space)) > 5
     assert {one.together for one in space} == {1}
-    assert {one.workers for one in space} == {128, 132, 264}
+    assert {one.workers for one in space} == {128, 132, 256, 264}
     with pytest.raises(ValueError, match=r"stages are 2 \.\.\. 8"):
         config.PagedAttentionConfig(9, 1)
-    with pytest.raises(ValueError, match=r"together one of \(1, 2, 4\)"):
-        config.PagedAttentionConfig(2, 1, 3)
+    with pytest.raises(ValueError, match=r"together one of \(1, 2\)"):
+        config.PagedAttentionConfig(2, 1, 4)
 
 
 def test_configs_of_key_heads_side_by_side():
@@ -187,10 +190,10 @@ def test_configs_of_key_heads_side_by_side():
         tried = {one.together for one in config.FORWARD.search_space(calls[0], H200)}
         return config.FORWARD.heuristic(calls[0], H200).together, tried
 
-    assert found(8) == (2, {1, 2, 4})
+    assert found(8) == (2, {1, 2})
     assert found(2) == (2, {1, 2})
     assert found(1) == (1, {1})
-    assert found(8, layout="phtd") == (1, {1, 2, 4})
+    assert found(8, layout="phtd") == (1, {1, 2})
     assert found(8, size=256) == found(8, "bfloat16") == (1, {1})
 
 

@@ -94,7 +94,7 @@ def test_cases(case, dtype):
     check(made.call, made.inputs)
 
 
-@pytest.mark.parametrize("together", [1, 2, 4])
+@pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("size", [5, 48, 64, 80, 128])
 def test_key_heads_side_by_side(size, stored, together):
@@ -106,20 +106,20 @@ def test_key_heads_side_by_side(size, stored, together):
 
 
 @pytest.mark.parametrize(("workers", "stages"), [(1, 2), (2, 8), (3, 2), (7, 4), (50, 3), (200, 2)])
-@pytest.mark.parametrize("together", [2, 4])
-def test_shares_of_key_heads_side_by_side(together, workers, stages):
+def test_shares_of_key_heads_side_by_side(workers, stages):
     """Of one request, the parts of one tile are more than a small merge reads at once."""
     for requests in (LENGTHS, ((1, 2500),)):
         made = problem(requests, heads=8, key_heads=4, page_size=16, head_size=64, stored="float8_e4m3fn")
-        check(made.call, made.inputs, config.PagedAttentionConfig(stages, workers, together))
+        check(made.call, made.inputs, config.PagedAttentionConfig(stages, workers, 2))
 
 
 @pytest.mark.parametrize("group", [1, 8, 9, 17])
 @pytest.mark.parametrize("layout", ["pthd", "phtd", "hptd", "interleaved", "packed", "side_by_side"])
 def test_layouts_of_key_heads_side_by_side(layout, group):
-    options = {"layout": layout, "head_size": 32, "page_size": 8, "stored": "int8", "sliding_window": 150}
+    size = 96 if group in (1, 8) else 32  # with keys for rows of products, and with queries
+    options = {"layout": layout, "head_size": size, "page_size": 8, "stored": "int8", "sliding_window": 150}
     made = problem(((1, 270), (2, 9)), heads=4 * group, key_heads=4, **options)
-    check(made.call, made.inputs, config.PagedAttentionConfig(3, 5, 4))
+    check(made.call, made.inputs, config.PagedAttentionConfig(3, 5, 2))
 
 
 LENGTHS = ((1, 300), (1, 64), (1, 0), (1, 1), (1, 129), (0, 40), (1, 65))

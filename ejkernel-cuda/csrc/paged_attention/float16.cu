@@ -4,6 +4,5 @@
 namespace ejkernel::paged_attention {
 
 template ffi::Error Attend<__half, __half>(cudaStream_t, const Problem&, const Results&, Knobs, int&);
-template ffi::Error Merge<__half>(cudaStream_t, const Problem&, const Results&, int);
 
 }  // namespace ejkernel::paged_attention

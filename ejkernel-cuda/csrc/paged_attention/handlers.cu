@@ -1,23 +1,25 @@
 // XLA's door to paged_attention: checks of every shape and dtype, the choice of kernel, the launches.
 //
-// query is [batch, tokens, heads, size] and out the same with the values' size; sinks are one per head, [1 or batch, heads],
-// and absent sinks and scales have no columns. Of pages only the number of elements and four strides (page, token, head, batch)
-// matter; values that lie in the array of keys begin at `first_value` and have an empty array of their own. What workers leave
-// for the merge lies in results too, so that it lives as long as a CUDA graph does; part says how many workers there may be, and
-// how many key heads a tile has.
+// query is [batch, tokens, heads, the keys' size rounded up to a multiple of 4], and out the same with the values' size; sinks
+// are one per head, [1 or batch, heads], and absent sinks and scales have no columns. Of pages only the number of elements and
+// four strides (page, token, head, batch) matter; values that lie in the array of keys begin at `first_value` and have an empty
+// array of their own. What workers leave for the merge lies in results too, so that it lives as long as a CUDA graph does; part
+// says how many workers there may be, and how many key heads a tile has.
 #include <bit>
 #include <cmath>
 
+#include "launch_rows.cuh"
 #include "paged_attention/launch.h"
+#include "paged_attention/merge.cuh"
 
 namespace ejkernel::paged_attention {
 namespace {
 
-constexpr int64_t kMostKeys = int64_t{1} << 30;
+constexpr int64_t kMostKeys = int64_t{1} << 30, kMostWorkers = int64_t{1} << 20;
 
 // Sizes, beside those of the arrays.
 struct Sizes {
-  int64_t key_heads, pages, page_size;
+  int64_t key_heads, key_size, pages, page_size;
 };
 
 ffi::Error CheckTypes(Array query, Array key_pages, Array value_pages) {
@@ -49,6 +51,10 @@ ffi::Error CheckSizes(Dims query, Dims out, Sizes sizes) {
   if (query[3] < 1 || query[3] > kWidest || out[3] < 1 || out[3] > kWidest) {
     return Invalid(kName, "heads must have 1 ... 256 elements, got " + Text(query) + " and " + Text(out));
   }
+  if (sizes.key_size < 1 || query[3] != (sizes.key_size + kQueryPack - 1) / kQueryPack * kQueryPack) {
+    return Invalid(kName, "query " + Text(query) + " must have key_size rounded up to a multiple of 4, got " +
+                              std::to_string(sizes.key_size));
+  }
   if (sizes.key_heads < 1 || query[2] % sizes.key_heads) {
     return Invalid(kName,
                    "key_heads must divide the heads of query " + Text(query) + ", got " + std::to_string(sizes.key_heads));
@@ -62,24 +68,23 @@ ffi::Error CheckSizes(Dims query, Dims out, Sizes sizes) {
 // Key heads of a tile.
 ffi::Error CheckTogether(int64_t together, Array stored, Dims query, Dims out, Sizes sizes) {
   const bool may = together == 1 || shares_heads(ffi::ByteWidth(stored.element_type()), int(std::max(query[3], out[3])));
-  if ((together == 1 || together == 2 || together == 4) && may && sizes.key_heads % together == 0)
-    return ffi::Error::Success();
-  return Invalid(kName, "together must be 1, or for heads of up to 128 one-byte elements 2 or 4, and divide key_heads " +
+  if ((together == 1 || together == 2) && may && sizes.key_heads % together == 0) return ffi::Error::Success();
+  return Invalid(kName, "together must be 1, or for heads of up to 128 one-byte elements 2, and divide key_heads " +
                             std::to_string(sizes.key_heads) + ", got " + std::to_string(together));
 }
 
-int64_t BlockOf(Array stored, Dims query, Dims out, int64_t together) {
-  return keys_of_block(ffi::ByteWidth(stored.element_type()), int(std::max(query[3], out[3])), int(together));
+int KeysOfStep(Array stored, Dims query, Dims out) {
+  return keys_of_step(ffi::ByteWidth(stored.element_type()), int(std::max(query[3], out[3])));
 }
 
 // What the schedule counts in 32 bits.
-ffi::Error CheckCounts(Dims query, Dims table, Sizes sizes, int64_t together, int64_t block) {
+ffi::Error CheckCounts(Dims query, Dims table, Sizes sizes, int64_t together, int64_t step) {
   const int64_t keys = table[2] * sizes.page_size;
   if (keys > kMostKeys) return Invalid(kName, "tables name " + std::to_string(keys) + " keys, more than 2^30");
   const int64_t tiles = (query[2] / sizes.key_heads + kRows - 1) / kRows * (sizes.key_heads / together);
-  const int64_t blocks = query[0] * query[1] * tiles * ((keys + block - 1) / block + 1);
-  if (blocks > kMaxGrid || query[0] * table[1] > kMaxGrid / 2)
-    return Invalid(kName, "more than 2^31 - 1 blocks of keys, or 2^30 requests");
+  const int64_t steps = query[0] * query[1] * tiles * ((keys + step - 1) / step + 1);
+  if (steps > kMaxGrid || query[0] * table[1] > kMaxGrid / 2)
+    return Invalid(kName, "more than 2^31 - 1 steps of keys, or 2^30 requests");
   return ffi::Error::Success();
 }
 
@@ -87,10 +92,10 @@ ffi::Error CheckScratch(Dims query, Dims out, Floats lse, Dims part, Dims part_l
   const Dims rows = lse.dimensions();
   if (lse.element_count() && !(rows.size() == 3 && std::equal(rows.begin(), rows.end(), query.begin())))
     return Invalid(kName, "lse must be [batch, tokens, heads] of query " + Text(query) + " or empty, got " + Text(rows));
-  const int64_t each = together * kRows;
-  if (part.size() != 4 || part[0] < 1 || part[0] > kMaxGrid || part[1] != 2 || part[2] != each || part[3] != out[3]) {
-    return Invalid(kName,
-                   "part must be [workers, 2, " + std::to_string(each) + ", size of out " + Text(out) + "], got " + Text(part));
+  const int64_t each = together * kRows, room = room_for(int(std::max(query[3], out[3])));
+  if (part.size() != 4 || part[0] < 1 || part[0] > kMostWorkers || part[1] != 2 || part[2] != each || part[3] != room) {
+    return Invalid(kName, "part must be [workers, 2, " + std::to_string(each) + ", " + std::to_string(room) +
+                              "] with up to 2^20 workers, got " + Text(part));
   }
   if (part_lse.size() != 3 || !std::equal(part_lse.begin(), part_lse.end(), part.begin()))
     return Invalid(kName, "part_lse must be the first axes of part " + Text(part) + ", got " + Text(part_lse));
@@ -99,24 +104,31 @@ ffi::Error CheckScratch(Dims query, Dims out, Floats lse, Dims part, Dims part_l
   return ffi::Error::Success();
 }
 
+// What is read or written by several elements at once wherever heads' sizes let it.
+ffi::Error CheckAligned(Array query, Array out, Floats part) {
+  if (Aligned(query.untyped_data()) && Aligned(out.untyped_data()) && Aligned(part.untyped_data()))
+    return ffi::Error::Success();
+  return Invalid(kName, "query, out and part must begin at multiples of 16 bytes");
+}
+
 ffi::Error Check(Array query, Array key_pages, Array value_pages, Integers starts, Integers lengths, Integers tables,
                  Floats sinks, Floats key_scale, Floats value_scale, Strides key_strides, Strides value_strides,
-                 int64_t first_value, int64_t key_heads, int64_t pages, int64_t page_size, bool fused, bool, int64_t window,
-                 float scale, float soft_cap, int64_t stages, int64_t together, ffi::Result<Array> out,
+                 int64_t first_value, int64_t key_heads, int64_t key_size, int64_t pages, int64_t page_size, bool fused, bool,
+                 int64_t window, float scale, float soft_cap, int64_t stages, int64_t together, ffi::Result<Array> out,
                  ffi::Result<Floats> lse, ffi::Result<Floats> part, ffi::Result<Floats> part_lse,
                  ffi::Result<Integers> splits) {
-  const Sizes sizes{key_heads, pages, page_size};
+  const Sizes sizes{key_heads, key_size, pages, page_size};
   EJKERNEL_TRY(CheckTypes(query, key_pages, value_pages));
   if (out->element_type() != query.element_type()) return Invalid(kName, "out must be of the query's type");
   const Dims dims = query.dimensions(), found = out->dimensions();
   EJKERNEL_TRY(CheckSizes(dims, found, sizes));
   EJKERNEL_TRY(CheckRequests(kName, dims[0], starts, lengths, tables));
   EJKERNEL_TRY(CheckTogether(together, key_pages, dims, found, sizes));
-  EJKERNEL_TRY(CheckCounts(dims, tables.dimensions(), sizes, together, BlockOf(key_pages, dims, found, together)));
+  EJKERNEL_TRY(CheckCounts(dims, tables.dimensions(), sizes, together, KeysOfStep(key_pages, dims, found)));
   EJKERNEL_TRY(CheckFactors("sinks", sinks, dims[0], dims[2], false));
   EJKERNEL_TRY(CheckFactors("key_scale", key_scale, dims[0], key_heads, true));
   EJKERNEL_TRY(CheckFactors("value_scale", value_scale, dims[0], key_heads, true));
-  EJKERNEL_TRY(CheckStrides(kName, "key", key_strides, 0, dims[0], key_heads, dims[3], key_pages, pages, page_size));
+  EJKERNEL_TRY(CheckStrides(kName, "key", key_strides, 0, dims[0], key_heads, key_size, key_pages, pages, page_size));
   EJKERNEL_TRY(CheckStrides(kName, "value", value_strides, first_value, dims[0], key_heads, found[3],
                             fused ? key_pages : value_pages, pages, page_size));
   if (window < 0 || window > kMostKeys) return Invalid(kName, "window must be 0 ... 2^30, got " + std::to_string(window));
@@ -124,6 +136,7 @@ ffi::Error Check(Array query, Array key_pages, Array value_pages, Integers start
     return Invalid(kName, "scale and soft_cap must be finite, and soft_cap not negative");
   if (stages < kLeastStages || stages > kMaxStages)
     return Invalid(kName, "stages must be 2 ... 8, got " + std::to_string(stages));
+  EJKERNEL_TRY(CheckAligned(query, *out, *part));
   return CheckScratch(dims, found, *lse, part->dimensions(), part_lse->dimensions(), splits->dimensions(), together);
 }
 
@@ -147,53 +160,74 @@ ffi::Error AttendStored(cudaStream_t stream, ffi::DataType stored, const Problem
   }
 }
 
+// The merge begins while the last workers write what they found, where the code that was loaded waits for them: that of 9.0 and
+// newer. For both to be on a multiprocessor at once its memory must be divided as workers want it.
+template <int LANES>
+ffi::Error Merge(cudaStream_t stream, const Problem& problem, const Results& results, int workers) {
+  auto kernel = merge<LANES>;
+  const MergeShape shape(problem, room_for(std::max(problem.key.size, problem.value.size)), workers, LANES);
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  cudaFuncAttributes attributes;
+  const bool waits = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
+  Launch launch(stream, int64_t(shape.tiles) * shape.blocks, dim3(kMergeThreads), 0, 1);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  launch.config.attrs = &early;
+  launch.config.numAttrs = waits ? 1 : 0;
+  cudaLaunchKernelEx(&launch.config, kernel, problem, results, workers, shape);
+  return CheckLaunch(kName, "merge");
+}
+
 int BatchStride(Floats factors) { return factors.dimensions()[0] > 1 ? int(factors.dimensions()[1]) : 0; }
 
 ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array value_pages, Integers starts, Integers lengths,
                       Integers tables, Floats sinks, Floats key_scale, Floats value_scale, Strides key_strides,
-                      Strides value_strides, int64_t first_value, int64_t key_heads, int64_t pages, int64_t page_size,
-                      bool fused, bool causal, int64_t window, float scale, float soft_cap, int64_t stages, int64_t together,
-                      ffi::Result<Array> out, ffi::Result<Floats> lse, ffi::Result<Floats> part, ffi::Result<Floats> part_lse,
-                      ffi::Result<Integers> splits) {
+                      Strides value_strides, int64_t first_value, int64_t key_heads, int64_t key_size, int64_t pages,
+                      int64_t page_size, bool fused, bool causal, int64_t window, float scale, float soft_cap, int64_t stages,
+                      int64_t together, ffi::Result<Array> out, ffi::Result<Floats> lse, ffi::Result<Floats> part,
+                      ffi::Result<Floats> part_lse, ffi::Result<Integers> splits) {
   EJKERNEL_TRY(Check(query, key_pages, value_pages, starts, lengths, tables, sinks, key_scale, value_scale, key_strides,
-                     value_strides, first_value, key_heads, pages, page_size, fused, causal, window, scale, soft_cap, stages,
-                     together, out, lse, part, part_lse, splits));
+                     value_strides, first_value, key_heads, key_size, pages, page_size, fused, causal, window, scale, soft_cap,
+                     stages, together, out, lse, part, part_lse, splits));
   const Dims dims = query.dimensions();
   if (query.element_count() == 0) return ffi::Error::Success();
   const auto data = [](Floats factors) { return factors.element_count() ? factors.typed_data() : nullptr; };
   const auto per_head = [](Floats factors) { return factors.dimensions()[1] > 1 ? 1 : 0; };
   const int64_t group = dims[2] / key_heads;
-  const Problem problem{AsRequests(starts, lengths, tables, dims[1], pages, page_size),
-                        query.untyped_data(),
-                        AsSide(key_pages, 0, key_strides, dims[3]),
-                        AsSide(fused ? key_pages : value_pages, first_value, value_strides, out->dimensions()[3]),
-                        data(sinks),
-                        data(key_scale),
-                        data(value_scale),
-                        BatchStride(sinks),
-                        BatchStride(key_scale),
-                        per_head(key_scale),
-                        BatchStride(value_scale),
-                        per_head(value_scale),
-                        int(dims[0]),
-                        int(dims[2]),
-                        int(group),
-                        int((group + kRows - 1) / kRows),
-                        int(key_heads / together),
-                        int(together),
-                        int(window),
-                        scale,
-                        soft_cap,
-                        causal,
-                        query.element_type() == ffi::BF16,
-                        std::countr_zero(unsigned(BlockOf(key_pages, dims, out->dimensions(), together)))};
+  const Call call{AsRequests(starts, lengths, tables, dims[1], pages, page_size),
+                  query.untyped_data(),
+                  AsSide(key_pages, 0, key_strides, key_size),
+                  AsSide(fused ? key_pages : value_pages, first_value, value_strides, out->dimensions()[3]),
+                  data(sinks),
+                  data(key_scale),
+                  data(value_scale),
+                  BatchStride(sinks),
+                  BatchStride(key_scale),
+                  per_head(key_scale),
+                  BatchStride(value_scale),
+                  per_head(value_scale),
+                  int(dims[0]),
+                  int(dims[2]),
+                  int(dims[3]),
+                  int(group),
+                  int((group + kRows - 1) / kRows),
+                  int(key_heads / together),
+                  int(together),
+                  int(window),
+                  scale,
+                  soft_cap,
+                  causal,
+                  query.element_type() == ffi::BF16,
+                  std::countr_zero(unsigned(KeysOfStep(key_pages, dims, out->dimensions())))};
+  const Problem problem(call);
   const Results results{out->untyped_data(), lse->element_count() ? lse->typed_data() : nullptr, part->typed_data(),
                         part_lse->typed_data(), reinterpret_cast<Split*>(splits->typed_data())};
   const Knobs knobs{stages, part->dimensions()[0]};
   int workers = 0;
   EJKERNEL_TRY(AttendStored(stream, key_pages.element_type(), problem, results, knobs, workers));
-  if (problem.is_bf16) return Merge<__nv_bfloat16>(stream, problem, results, workers);
-  return Merge<__half>(stream, problem, results, workers);
+  return lanes_of_part(problem, workers) == 32 ? Merge<32>(stream, problem, results, workers)
+                                               : Merge<8>(stream, problem, results, workers);
 }
 
 template <typename Binding>
@@ -212,6 +246,7 @@ auto Bind(Binding binding) {
       .template Attr<Strides>("value_strides")
       .template Attr<int64_t>("first_value")
       .template Attr<int64_t>("key_heads")
+      .template Attr<int64_t>("key_size")
       .template Attr<int64_t>("pages")
       .template Attr<int64_t>("page_size")
       .template Attr<bool>("fused")

@@ -17,8 +17,4 @@ struct Knobs {
 template <typename T, typename S>
 ffi::Error Attend(cudaStream_t stream, const Problem& problem, const Results& results, Knobs knobs, int& workers);
 
-// Queries and results are of T.
-template <typename T>
-ffi::Error Merge(cudaStream_t stream, const Problem& problem, const Results& results, int workers);
-
 }  // namespace ejkernel::paged_attention

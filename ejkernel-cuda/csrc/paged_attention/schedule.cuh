@@ -21,27 +21,60 @@ struct Side {
   bool packed;  // every head begins and ends at a multiple of kAccess, and 32 bits count accesses
 };
 
-struct Problem {
+// What a call says.
+struct Call {
   Requests requests;
-  const void* query;  // [batch, tokens, heads, key.size]
+  const void* query;  // [batch, tokens, heads, query_size]
   Side key, value;
   const float* sinks;      // [1 or batch, heads], null when absent
   const float* key_scale;  // [1 or batch, 1 or key_heads], null when absent
   const float* value_scale;
   int sinks_batch, key_scale_batch, key_scale_head, value_scale_batch, value_scale_head;  // strides
-  int batch, heads, group;    // group: query heads of a key head
-  int head_tiles, key_tiles;  // tiles of one key head's query heads, and tiles side by side for all key heads
-  int together;               // key heads of a tile: 1, 2 or 4, and 1 unless Tile::kShares
-  int window;                 // 0 for none
-  float scale, soft_cap;      // soft_cap 0 for none
+  int batch, heads, query_size, group;  // query_size: of key.size and zeros; group: query heads of a key head
+  int head_tiles, key_tiles;            // tiles of one key head's query heads, and tiles side by side for all key heads
+  int together;                         // key heads of a tile: 1 or 2, and 1 unless Tile::kShares
+  int window;                           // 0 for none
+  float scale, soft_cap;                // soft_cap 0 for none
   bool causal;
-  bool is_bf16;    // queries and results, else float16
-  int block_bits;  // 2^block_bits keys are dealt out together
+  bool is_bf16;   // queries and results, else float16
+  int step_bits;  // of 2^step_bits keys that a warp takes at a step
+};
+
+// A call and what all threads would have to work out of it.
+struct Problem : Call {
+  Divisor page, heads_above, keys_above;  // of page_size, head_tiles, key_tiles
+  Divisor groups, all_heads, all_tokens;  // of group, heads, tokens
+  int requests_in_all, longest;           // of the batch; keys that a table names
+  int turns_bits;                         // 2^turns_bits warps take turns at a key head's keys
+  int turn_pages, turn_rest;              // keys from one step of a warp to its next, as whole pages and what is left
+  int table_lines;                        // of memory, as far as each thread is to fetch one
+  int starts_apart, lengths_apart;        // of members of the batch
+  int64_t tables_apart;
+
+  explicit Problem(const Call& call)
+      : Call(call),
+        page(divisor(uint32_t(call.requests.page_size))),
+        heads_above(divisor(uint32_t(call.head_tiles))),
+        keys_above(divisor(uint32_t(call.key_tiles))),
+        groups(divisor(uint32_t(call.group))),
+        all_heads(divisor(uint32_t(call.heads))),
+        all_tokens(divisor(uint32_t(call.requests.tokens))),
+        requests_in_all(call.batch * int(call.requests.requests)),
+        longest(int(call.requests.table_width * call.requests.page_size)),
+        turns_bits(kWarpsBits - call.together / 2),
+        turn_pages(int((1 << (call.step_bits + turns_bits)) / call.requests.page_size)),
+        turn_rest(int((1 << (call.step_bits + turns_bits)) % call.requests.page_size)),
+        starts_apart(call.requests.one_starts ? 0 : int(call.requests.requests + 1)),
+        lengths_apart(call.requests.one_lengths ? 0 : int(call.requests.requests)),
+        tables_apart(call.requests.one_tables ? 0 : call.requests.requests * call.requests.table_width) {
+    const int64_t entries = (call.requests.one_tables ? 1 : call.batch) * call.requests.requests * call.requests.table_width;
+    const int64_t lines = (entries * int64_t(sizeof(int32_t)) + kLine - 1) / kLine;
+    table_lines = int(lines < kMostLines ? lines : kMostLines);
+  }
 
   constexpr int rows_of_head() const { return group < kRows ? group : kRows; }  // of a tile at most, of each key head
-  __device__ bool fills_tiles() const { return group > kRows / 2; }             // more than half of some tile's rows
+  constexpr bool fills_tiles() const { return group > kRows / 2; }              // more than half of some tile's rows
   constexpr int tiles_of_token() const { return key_tiles * head_tiles; }
-  __device__ int all_requests() const { return batch * int(requests.requests); }
 };
 
 // A tile whose blocks several workers have, by the first of them.
@@ -51,32 +84,28 @@ struct Split {
 };
 
 struct Results {
-  void* out;        // [batch, tokens, heads, value.size]
-  float* lse;       // [batch, tokens, heads], null when not asked for
-  float* part;      // [workers, 2, together * kRows, value.size]: what is known of the first and the last tile of a share
+  void* out;    // [batch, tokens, heads, value.size]
+  float* lse;   // [batch, tokens, heads], null when not asked for
+  float* part;  // [workers, 2, together * kRows, room for value.size]: what is known of the first and the last tile of a share
   float* part_lse;  // [workers, 2, together * kRows], in units of log 2
   Split* splits;    // [workers]
 };
 
-// A request of any batch member, and the blocks of keys that any of its new tokens sees.
+// A request of any batch member, and the steps of keys that any of its new tokens sees.
 struct Request {
   int batch, member;  // index in the batch, and in the member's requests
   int begin, count;   // new tokens
   int keys;           // how many there are, and how many of them the table names
   int limit;
-  int first_block, blocks;
+  int first_step, steps;
 
-  __device__ Request(const Problem& problem, int index) {
-    const Requests& all = problem.requests;
-    batch = problem.batch == 1 ? 0 : divide(index, int(all.requests), index), member = index;
-    const int tokens = int(all.tokens);
-    const int32_t* starts = all.starts + (all.one_starts ? 0 : batch * (all.requests + 1)) + member;
-    begin = min(max(starts[0], 0), tokens);
-    count = min(max(starts[1], begin), tokens) - begin;
-    keys = max(all.lengths[(all.one_lengths ? 0 : batch * all.requests) + member], 0);
-    limit = min(keys, int(all.table_width) * int(all.page_size));
-    first_block = lowest(problem, 0) >> problem.block_bits;
-    blocks = max(((limit + (1 << problem.block_bits) - 1) >> problem.block_bits) - first_block, 1);
+  __device__ Request(const Problem& problem, int index) : Request(problem, Read(problem, index)) {}
+
+  // Of a request that lane `lane` has read.
+  static __device__ Request of_lane(const Problem& problem, const Request& read, int lane) {
+    const auto there = [&](int value) { return known_of_lane(value, lane); };
+    return Request(problem,
+                   Read{there(read.batch), there(read.member), there(read.begin), there(read.count), there(read.keys)});
   }
 
   __device__ int tiles(const Problem& problem) const { return count * problem.tiles_of_token(); }
@@ -91,15 +120,37 @@ struct Request {
 
   // All workers together, as far as a line for each thread goes: tables come from memory while shares are worked out.
   static __device__ void fetch_tables_ahead(const Problem& problem) {
-    const Requests& all = problem.requests;
-    const int64_t entries = (all.one_tables ? 1 : problem.batch) * all.requests * all.table_width;
-    const int64_t at = (blockIdx.x * int64_t(kThreads) + threadIdx.x) * (kLine / int(sizeof(int32_t)));
-    if (at < entries) fetch_ahead(all.tables + at);
+    const int line = int(blockIdx.x) * kThreads + int(threadIdx.x);
+    if (line < problem.table_lines) fetch_ahead(problem.requests.tables + line * int64_t(kLine / sizeof(int32_t)));
   }
 
   __device__ const int32_t* table(const Problem& problem) const {
-    const Requests& all = problem.requests;
-    return all.tables + ((all.one_tables ? 0 : int64_t(batch) * all.requests) + member) * all.table_width;
+    return problem.requests.tables + batch * problem.tables_apart + member * problem.requests.table_width;
+  }
+
+ private:
+  // What arrays say of a request.
+  struct Read {
+    int batch, member, begin, count, keys;
+
+    __device__ Read(int batch, int member, int begin, int count, int keys)
+        : batch(batch), member(member), begin(begin), count(count), keys(keys) {}
+    __device__ Read(const Problem& problem, int index) {
+      const Requests& all = problem.requests;
+      batch = problem.batch == 1 ? 0 : divide(index, int(all.requests), index), member = index;
+      const int tokens = int(all.tokens);
+      const int32_t* starts = all.starts + batch * problem.starts_apart + member;
+      begin = min(max(starts[0], 0), tokens);
+      count = min(max(starts[1], begin), tokens) - begin;
+      keys = max(all.lengths[batch * problem.lengths_apart + member], 0);
+    }
+  };
+
+  __device__ Request(const Problem& problem, const Read& read)
+      : batch(read.batch), member(read.member), begin(read.begin), count(read.count), keys(read.keys) {
+    limit = min(keys, problem.longest);
+    first_step = lowest(problem, 0) >> problem.step_bits;
+    steps = max(((limit + (1 << problem.step_bits) - 1) >> problem.step_bits) - first_step, 1);
   }
 };
 
@@ -109,9 +160,9 @@ struct TileOf {
   int key_head, in_group, rows;  // the first key head; of each one's query heads the first, and how many
 
   __device__ TileOf(const Problem& problem, const Request& request, int tile) {
-    tile = divide(tile, problem.head_tiles, in_group);
-    local = divide(tile, problem.key_tiles, key_head);
-    in_group *= kRows, key_head *= problem.together;
+    const int above = problem.heads_above.divide(tile);
+    local = problem.keys_above.divide(above);
+    in_group = (tile - above * problem.head_tiles) * kRows, key_head = (above - local * problem.key_tiles) * problem.together;
     token = request.begin + local;
     rows = min(problem.group - in_group, kRows);
   }
@@ -123,87 +174,90 @@ struct TileOf {
   }
 };
 
-// How blocks are dealt out: to the fewest workers of which none has more than it would have among all, which leaves the fewest
-// parts. Every share has one at least, and the first `longer` shares have one more than the others.
+// How steps are dealt out: evenly, so that tiles of one length begin with shares where their number divides the workers'. Where
+// there are too few for all of them, each worker takes a step for each warp.
 struct Shares {
-  int workers, each, longer;
+  Divisor all;  // workers
+  int total, each, longer;
 
-  static __device__ Shares of(int total, int most) {
-    if (total <= 0) return {0, 0, 0};
-    int rest;
-    const int longest = 1 + divide(total - 1, most, rest);
-    Shares found{1 + divide(total - 1, longest, rest), 0, 0};
-    found.each = divide(total, found.workers, found.longer);
+  __device__ Shares(int total, Divisor all, int turns_bits) : all(all), total(total), each(1 << turns_bits), longer(0) {
+    if (total >> turns_bits >= int(all.value)) each = all.divide(total), longer = total - each * int(all.value);
+  }
+  __device__ int begin(int worker) const { return min(worker * each + int(all.divide(worker * longer)), total); }
+  // Whose share step `at` is in; some worker's even where starts do not ascend and sums mean nothing.
+  __device__ int owner(int at) const {
+    const int last = int(all.value) - 1;
+    int found = min(max(int(float(at) / (float(each) + float(longer) / float(all.value))), 0), last);
+    while (found > 0 && begin(found) > at) --found;
+    while (found < last && begin(found + 1) <= at) ++found;
     return found;
   }
-  __device__ int begin(int worker) const { return worker * each + min(worker, longer); }
-  // Whose share block `at` is in; some worker's even where starts do not ascend and sums mean nothing.
-  __device__ int owner(int at) const {
-    int rest;
-    const int before = longer * (each + 1);
-    const int found = at < before ? divide(max(at, 0), each + 1, rest) : longer + divide(at - before, each, rest);
-    return min(found, workers - 1);
-  }
 };
 
-// The shares, and where this worker's begins: the request, or one past the last, and blocks of all requests before it.
+// The shares, and where this worker's begins: with which request, and steps of all requests before it. Without a share of its
+// own a worker has request -1.
 struct Start {
   Shares shares;
-  int request, before;
+  Request request;
+  int index, before;
 };
 
-// All threads of the block; `sums` and `found`, which stays there, lie in shared memory.
-__device__ inline Start find_start(const Problem& problem, int most_workers, int* sums, Start& found) {
-  const int requests = problem.all_requests(), each = (requests + kThreads - 1) / kThreads;
-  const int first = min(int(threadIdx.x) * each, requests), end = min(first + each, requests);
-  int mine = 0;
+// Every warp looks for itself.
+__device__ inline Start find_start(const Problem& problem, Divisor workers) {
+  constexpr int kAtOnce = 4;  // requests that a lane asks for together
+  const int requests = problem.requests_in_all, lane = threadIdx.x % 32;
+  const auto read = [&](int index) { return Request(problem, min(index, requests - 1)); };
+  const auto steps_of = [&](const Request& request, int index) {
+    return index < requests ? request.tiles(problem) * request.steps : 0;
+  };
+  Request mine = read(lane);
+  int steps = steps_of(mine, lane), total = steps;
 #pragma unroll 1
-  for (int index = first; index < end; ++index) {
-    const Request request(problem, index);
-    mine += request.tiles(problem) * request.blocks;
-  }
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int up_to = mine;
+  for (int base = 32; base < requests; base += 32 * kAtOnce) {
+    int more[kAtOnce];
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_sync(kWarp, up_to, max(lane - step, 0));
-    up_to += lane >= step ? other : 0;
-  }
-  if (lane == 31) sums[warp] = up_to;
-  if (threadIdx.x == 0) found = {{}, requests, 0};
-  __syncthreads();
-  int total = 0;
+    for (int i = 0; i < kAtOnce; ++i) more[i] = steps_of(read(base + 32 * i + lane), base + 32 * i + lane);
 #pragma unroll
-  for (int other = 0; other < kWarps; ++other) {
-    up_to += other < warp ? sums[other] : 0;
-    total += sums[other];
+    for (int i = 0; i < kAtOnce; ++i) total += more[i];
   }
-  const Shares shares = Shares::of(total, most_workers);
-  const int wanted = int(blockIdx.x) < shares.workers ? shares.begin(blockIdx.x) : -1;
-  int before = up_to - mine;
-  if (before <= wanted && wanted < up_to) {
+  total = sum_of_warp(total);
+  const Shares shares(total, workers, problem.turns_bits);
+  const int wanted = shares.begin(blockIdx.x);
+  if (wanted >= total) return {shares, mine, -1, 0};
 #pragma unroll 1
-    for (int index = first; index < end; ++index) {
-      const Request request(problem, index);
-      const int next = before + request.tiles(problem) * request.blocks;
-      if (before <= wanted && wanted < next) found.request = index, found.before = before;
-      before = next;
+  for (int base = 0, before = 0;;) {
+    int up_to = steps;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_sync(kWarp, up_to, max(lane - step, 0));
+      up_to += lane >= step ? other : 0;
     }
+    const unsigned ends_later = __ballot_sync(kWarp, before + up_to > wanted);
+    if (ends_later) {
+      const int at = __ffs(int(ends_later)) - 1;
+      return {shares, Request::of_lane(problem, mine, at), known_of_lane(base + lane, at),
+              before + known_of_lane(up_to - steps, at)};
+    }
+    before += known_of_lane(up_to, 31), base += 32;
+    if (base >= requests) return {shares, mine, -1, 0};
+    mine = read(base + lane), steps = steps_of(mine, base + lane);
   }
-  if (threadIdx.x == 0) found.shares = shares;
-  __syncthreads();
-  return found;
 }
 
-// The next request with new tokens after this one; every warp looks for itself.
-__device__ inline int next_request(const Problem& problem, int index) {
-  const int requests = problem.all_requests(), lane = threadIdx.x % 32;
+// To the next request with new tokens after `index`; whether there is one. Every warp looks for itself.
+__device__ inline bool to_next_request(const Problem& problem, Request& request, int& index) {
+  const int requests = problem.requests_in_all, lane = threadIdx.x % 32;
+#pragma unroll 1
   for (int base = index + 1; base < requests; base += 32) {
-    const int other = base + lane;
-    const unsigned some = __ballot_sync(kWarp, other < requests && Request(problem, min(other, requests - 1)).count > 0);
-    if (some) return base + __ffs(int(some)) - 1;
+    const Request mine(problem, min(base + lane, requests - 1));
+    const unsigned some = __ballot_sync(kWarp, base + lane < requests && mine.count > 0);
+    if (some) {
+      const int at = __ffs(int(some)) - 1;
+      index = known_of_lane(base + lane, at), request = Request::of_lane(problem, mine, at);
+      return true;
+    }
   }
-  return requests;
+  return false;
 }
 
 }  // namespace ejkernel::paged_attention

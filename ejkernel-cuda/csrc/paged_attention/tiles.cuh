@@ -7,26 +7,29 @@
 
 namespace ejkernel::paged_attention {
 
-constexpr int kWarps = 4;  // of a block, each with keys of its own
+constexpr int kWarpsBits = 2, kWarps = 1 << kWarpsBits;  // of a block, each with keys of its own
 constexpr int kThreads = 32 * kWarps;
 constexpr int kRows = 16;                        // of a tile: query heads of one token under one key head
 constexpr int kAccess = 16, kLine = 128;         // bytes of an access, and of what is fetched ahead at once
+constexpr int kMostLines = 1 << 20;              // of tables that are fetched ahead
+constexpr int kQueryPack = 4;                    // elements of a query that are read at once
 constexpr int kWidest = 256;                     // elements of a head
 constexpr int kLeastStages = 2, kMaxStages = 8;  // steps of a ring
 constexpr unsigned kWarp = 0xffffffffu;
 constexpr uint32_t kNowhere = 0xffffffffu;  // in place of a count of accesses
 
+// Elements that a kernel makes room for in a head.
+constexpr int room_for(int size) { return size <= 64 ? 64 : size <= 128 ? 128 : kWidest; }
+
 // Keys that a warp takes at a step, of heads that have room for `width` elements: bytes bring less work for each, so that what
 // a step costs whatever it holds is shared by more of them.
 constexpr int keys_of_step(int64_t element_bytes, int width) { return element_bytes == 1 && width <= 128 ? 32 : 16; }
 
-// Keys that are dealt out together, of `together` key heads that a block reads side by side.
-constexpr int keys_of_block(int64_t element_bytes, int width, int together) {
-  return kWarps / together * keys_of_step(element_bytes, width);
-}
-
 // Whether a block may read several key heads: rows of 128 bytes and less, each alone, are too short for the memory.
 constexpr bool shares_heads(int64_t element_bytes, int width) { return element_bytes == 1 && width <= 128; }
+
+// Whether keys may be the rows of products, and queries their columns.
+constexpr bool turns(int64_t element_bytes, int width) { return element_bytes == 1 && width == 128; }
 
 // Where a row's 16 bytes lie, so that neither rows next to each other nor the same bytes of 8 rows meet in one bank.
 template <int ROW_BYTES>
@@ -143,9 +146,10 @@ struct Tile {
     return kIsBytes ? index / 2 * 16 + 2 * column + index % 2 : index * 8 + column;
   }
 
-  // products[kKeys / 8] [kRows, 8] of queries and the keys; `queries(step)` are those of 16 columns.
-  template <typename Queries>
-  static __device__ void multiply_keys(float (&products)[kKeys / 8][4], const Queries& queries, const char* keys, int lane) {
+  // products[kKeys / 8] [kRows, 8] of queries and the keys; `queries(step)` are those of 16 columns. TURNED, where keys are
+  // bytes: [kKeys / 16] [16, 8] of the keys and up to 8 queries.
+  template <bool TURNED, int TILES, typename Queries>
+  static __device__ void multiply_keys(float (&products)[TILES][4], const Queries& queries, const char* keys, int lane) {
     uint32_t found[4];
     if constexpr (kIsBytes) {
       const int mine = place<kRowBytes>(lane % 16, lane / 16);
@@ -155,10 +159,17 @@ struct Tile {
         for (int first = 0; first < kKeys; first += 16) {
           load_matrices(found, keys + (mine ^ step * kAccess) + first * kRowBytes);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            uint32_t pairs[2];
-            widen_bytes<S, false>(found[i], pairs);
-            multiply_add<T>(products[first / 8 + i % 2], queries(step + i / 2).data, pairs[0], pairs[1]);
+          for (int half = 0; half < 2; ++half) {
+            uint32_t upper[2], lower[2];  // of keys first ... first + 7 and of those 8 further
+            widen_bytes<S, false>(found[2 * half], upper);
+            widen_bytes<S, false>(found[2 * half + 1], lower);
+            const Pack<uint32_t, 4> query = queries(step + half);
+            if constexpr (TURNED) {
+              multiply_add<T>(products[first / 16], {upper[0], lower[0], upper[1], lower[1]}, query.data[0], query.data[2]);
+            } else {
+              multiply_add<T>(products[first / 8], query.data, upper[0], upper[1]);
+              multiply_add<T>(products[first / 8 + 1], query.data, lower[0], lower[1]);
+            }
           }
         }
       }
@@ -173,10 +184,15 @@ struct Tile {
     }
   }
 
-  // sums[BLOCK / 8] [kRows, 8] of the keys' weights, 16 by 16, and values.
-  static __device__ void add_values(float (&sums)[BLOCK / 8][4], const uint32_t (&weights)[kKeys / 16][4], const char* values,
-                                    int lane) {
+  // sums[BLOCK / 8] [kRows, 8] of the keys' weights, 16 by 16, and values. TURNED: [BLOCK / 16] [16, 8] of values, turned, and
+  // the weights of 8 keys each.
+  template <bool TURNED, int SUMS>
+  static __device__ void add_values(float (&sums)[SUMS][4], const uint32_t (&weights)[kKeys / 4 / (TURNED ? 2 : 1)],
+                                    const char* values, int lane) {
     uint32_t found[4];
+    const auto weights_of = [&](int first) {  // of 16 keys
+      return Pack<uint32_t, 4>{weights[first / 4], weights[first / 4 + 1], weights[first / 4 + 2], weights[first / 4 + 3]};
+    };
     if constexpr (kIsBytes) {
       const int mine = place<kRowBytes>(lane % 16, lane / 16);
 #pragma unroll
@@ -186,12 +202,17 @@ struct Tile {
           load_turned_matrices(found, values + (mine ^ step * kAccess) + first * kRowBytes);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            uint32_t low[2], high[2];
+            uint32_t low[2], high[2];  // even channels and odd ones of keys first ... first + 7, and of those 8 further
             widen_bytes<S, true>(found[2 * half], low);
             widen_bytes<S, true>(found[2 * half + 1], high);
+            if constexpr (TURNED) {
+              multiply_add<T>(sums[step + half], {low[0], low[1], high[0], high[1]}, weights[first / 8],
+                              weights[first / 8 + 1]);
+            } else {
 #pragma unroll
-            for (int odd = 0; odd < 2; ++odd) {
-              multiply_add<T>(sums[2 * (step + half) + odd], weights[first / 16], low[odd], high[odd]);
+              for (int odd = 0; odd < 2; ++odd) {
+                multiply_add<T>(sums[2 * (step + half) + odd], weights_of(first).data, low[odd], high[odd]);
+              }
             }
           }
         }
@@ -200,8 +221,8 @@ struct Tile {
 #pragma unroll
       for (int i = 0; i < BLOCK / 16; ++i) {
         load_turned_matrices(found, values + place<kRowBytes>(lane % 16, 2 * i + lane / 16));
-        multiply_add<T>(sums[2 * i], weights[0], found[0], found[1]);
-        multiply_add<T>(sums[2 * i + 1], weights[0], found[2], found[3]);
+        multiply_add<T>(sums[2 * i], weights_of(0).data, found[0], found[1]);
+        multiply_add<T>(sums[2 * i + 1], weights_of(0).data, found[2], found[3]);
       }
     }
   }

@@ -55,6 +55,7 @@ struct Block {
   std::map<const void*, std::vector<char>> shared;
   std::vector<Warp> warps;
   Barrier barrier;
+  std::map<int, Barrier> pairs;  // of warps
   int count = 0, counted = 0;
   std::shared_ptr<void> more;  // of other headers
 };
@@ -336,6 +337,15 @@ inline uint32_t larger_pair(uint32_t a, uint32_t b) {
 }
 
 inline void fetch_ahead(const void*) {}
+
+inline int known_of_lane(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+inline int sum_of_warp(int value) {
+  int sum = 0;
+  for (int lane = 0; lane < 32; ++lane) sum += __shfl_sync(0xffffffffu, value, lane);
+  return sum;
+}
+
+inline void meet_beside(int pair) { host::wait(host::block().pairs[pair], 64); }
 
 // Kernels run one after the other.
 inline void start_next_kernel() {}

@@ -41,6 +41,19 @@ inline void load(uint32_t (&to)[4], const void* row, bool turned) {
 inline void load_matrices(uint32_t (&to)[4], const void* row) { host::load(to, row, false); }
 inline void load_turned_matrices(uint32_t (&to)[4], const void* row) { host::load(to, row, true); }
 
+inline uint32_t turned_matrix(uint32_t pair) {
+  host::Warp& here = host::warp();
+  here.words[host::lane()] = pair;
+  __syncwarp();
+  const auto element = [&](int row, int column) {
+    return uint32_t(host::half_of(uint32_t(here.words[row * 4 + column / 2]), column % 2));
+  };
+  const int row = host::lane() / 4, column = host::lane() % 4 * 2;
+  const uint32_t turned = element(column, row) | element(column + 1, row) << 16;
+  __syncwarp();
+  return turned;
+}
+
 template <typename T>
 inline void multiply_add(float (&sums)[4], const uint32_t (&a)[4], uint32_t b_low, uint32_t b_high) {
   auto& fragments = host::warp().fragments;

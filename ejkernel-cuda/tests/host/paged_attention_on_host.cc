@@ -1,5 +1,6 @@
 // paged_attention as it is, run on a host; a library of its own, for it takes long to compile.
 #include "paged_attention/kernels.cuh"
+#include "paged_attention/merge.cuh"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -10,21 +11,28 @@ namespace {
 
 using Run = void(const Problem&, const Results&, int workers, int stages);
 
-template <int WIDTH>
+template <int LANES>
 void run_merge(const Problem& problem, const Results& results, int workers) {
-  const MergeShape shape = merge_shape(problem, WIDTH, workers);
-  host::launch(unsigned(shape.tiles * shape.blocks), {unsigned(32 * shape.rows * shape.warps), 1}, 1, [&] {
-    problem.is_bf16 ? merge<__nv_bfloat16, WIDTH>(problem, results, workers, shape)
-                    : merge<__half, WIDTH>(problem, results, workers, shape);
-  });
+  const MergeShape shape(problem, room_for(problem.key.size > problem.value.size ? problem.key.size : problem.value.size),
+                         workers, LANES);
+  host::launch(unsigned(shape.tiles * shape.blocks), {kMergeThreads, 1}, 1,
+               [&] { merge<LANES>(problem, results, workers, shape); });
+}
+
+template <typename T, typename S, int BLOCK, bool TURNED>
+void run_attend(const Problem& problem, const Results& results, int workers, int stages) {
+  host::launch(
+      unsigned(workers), {kThreads, 1}, 1,
+      [&] { attend<T, S, BLOCK, TURNED>(problem, results, divisor(uint32_t(workers)), stages); },
+      shared_bytes<S, BLOCK>(stages));
 }
 
 template <typename T, typename S, int BLOCK>
 void run(const Problem& problem, const Results& results, int workers, int stages) {
-  host::launch(
-      unsigned(workers), {kThreads, 1}, 1, [&] { attend<T, S, BLOCK>(problem, results, workers, stages); },
-      shared_bytes<S, BLOCK>(stages));
-  problem.value.size <= 128 ? run_merge<128>(problem, results, workers) : run_merge<kWidest>(problem, results, workers);
+  constexpr bool kMayTurn = turns(sizeof(S), BLOCK);
+  kMayTurn && !problem.fills_tiles() ? run_attend<T, S, BLOCK, kMayTurn>(problem, results, workers, stages)
+                                     : run_attend<T, S, BLOCK, false>(problem, results, workers, stages);
+  lanes_of_part(problem, workers) == 32 ? run_merge<32>(problem, results, workers) : run_merge<8>(problem, results, workers);
 }
 
 // By room for 64, 128 and 256 elements of a head.
@@ -34,8 +42,8 @@ constexpr Run* kSized[3] = {run<T, S, 64>, run<T, S, 128>, run<T, S, 256>};
 }  // namespace
 
 // Pages hold `stored`: 0 the queries' type, 1 int8, 2 float8_e4m3fn, 3 float8_e5m2.
-EXPORT void paged_attention_forward(int stored, int width, const Problem& problem, const Results& results, int workers,
-                                    int stages) {
+EXPORT void paged_attention_forward(int stored, int width, const Call& call, const Results& results, int workers, int stages) {
+  const Problem problem(call);
   const auto choose = [&]() -> Run* const* {
     switch (stored) {
       case 0: return problem.is_bf16 ? kSized<__nv_bfloat16, __nv_bfloat16> : kSized<__half, __half>;

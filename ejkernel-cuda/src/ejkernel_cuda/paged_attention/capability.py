@@ -47,7 +47,7 @@ def _size_problem(call: PagedAttentionCall) -> str | None:
     if call.longest > MOST_KEYS or call.pages.pages > MOST:
         return f"tables name up to {call.longest} keys in {call.pages.pages} pages, needs at most {MOST_KEYS} and {MOST}"
     batch, tokens, heads, _ = call.query.shape
-    if max(config.most_blocks(call), batch * tokens * heads, 2 * batch * call.kv_lens.shape[1]) > MOST:
+    if max(config.most_steps(call), batch * tokens * heads, 2 * batch * call.kv_lens.shape[1]) > MOST:
         return f"{tokens} tokens of {heads} heads, {batch} times, with {call.longest} keys each need more than 32 bits to count"
     return None
 

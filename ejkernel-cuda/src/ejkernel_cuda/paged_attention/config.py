@@ -8,9 +8,11 @@ from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_cuda._capability import multiprocessors, shared_memory_limit
 
+WARPS = 4
+"""Of a block."""
 ROWS = 16
 """Query heads of a tile under each of its key heads, all of one token."""
-TOGETHER = (1, 2, 4)
+TOGETHER = (1, 2)
 STAGES = (2, 3, 4, 5, 6, 7, 8)
 _HEADS_APART = ("phtd", "hptd")
 """Layouts in which a page's keys of one head lie side by side."""
@@ -23,10 +25,10 @@ _BESIDE = 10 * 1024
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionConfig:
     """Attributes:
-    stages: steps of a warp's ring, each a quarter of a block of keys and values, of which all but one are on their way; 2 ... 8,
+    stages: steps of a warp's ring, of 16 keys and values each, or 32 of one byte, of which all but one are on their way; 2 ... 8,
         fewer where shared memory ends.
     workers: blocks that the keys of all requests are shared among, at most; never more run than fit on the device at once.
-    together: key heads that a block reads side by side, 1, 2 or 4; more than 1 only of heads of up to 128 one-byte elements, and
+    together: key heads that a block reads side by side, 1 or 2; 2 only of heads of up to 128 one-byte elements, and
         of as many key heads as it divides.
     """
 
@@ -55,14 +57,14 @@ def _narrow(call: PagedAttentionCall) -> bool:
     return _itemsize(call) == 1 and width(call) <= 128
 
 
-def block(call: PagedAttentionCall) -> int:
-    """Keys of one key head that are dealt out together, a quarter to each warp."""
-    return 128 if _narrow(call) else 64
+def keys_of_step(call: PagedAttentionCall) -> int:
+    """Keys of one key head that a warp takes at once, the unit in which they are dealt out."""
+    return 32 if _narrow(call) else 16
 
 
 def stage_bytes(call: PagedAttentionCall) -> int:
     """Of one step of all rings of a block."""
-    return 2 * block(call) * width(call) * _itemsize(call)
+    return 2 * WARPS * keys_of_step(call) * width(call) * _itemsize(call)
 
 
 def head_tiles(call: PagedAttentionCall) -> int:
@@ -70,9 +72,9 @@ def head_tiles(call: PagedAttentionCall) -> int:
     return call.heads * -(-(call.query.shape[2] // call.heads) // ROWS)
 
 
-def most_blocks(call: PagedAttentionCall) -> int:
-    """Blocks of keys of all tiles, where every request is as long as its table; one more where a window begins within a block."""
-    return call.query.shape[0] * call.query.shape[1] * head_tiles(call) * (-(-call.longest // block(call)) + 1)
+def most_steps(call: PagedAttentionCall) -> int:
+    """Steps of all tiles, where every request is as long as its table; one more where a window begins within a step."""
+    return call.query.shape[0] * call.query.shape[1] * head_tiles(call) * (-(-call.longest // keys_of_step(call)) + 1)
 
 
 def least_bytes(call: PagedAttentionCall) -> int:
@@ -86,16 +88,17 @@ def togethers(call: PagedAttentionCall) -> list[int]:
 
 
 def _resident(call: PagedAttentionCall) -> int:
-    """Blocks that the registers of a multiprocessor have room for."""
-    return 3 if width(call) == 64 else 2
+    """Blocks that the registers of a multiprocessor have room for; half as many rows of queries need fewer."""
+    few_rows = call.query.shape[2] // call.heads <= ROWS // 2
+    return 3 if width(call) == 64 or (_narrow(call) and few_rows) else 2
 
 
 def _workers(call: PagedAttentionCall, target: Target, resident: int, together: int) -> list[int]:
-    """As many as run at once, then a few less that tiles of one length would be dealt out to whole: no part would be left over."""
-    most = max(1, min(resident * multiprocessors(target), most_blocks(call)))
+    """As many as run at once, then a few less that tiles of one length are dealt out to evenly: no share has parts of two."""
     tiles = max(1, call.query.shape[0] * call.query.shape[1] * head_tiles(call) // together)
-    whole = -(-tiles // -(-tiles // most))
-    return [most, whole] if _SPARED * most <= whole < most else [most]
+    most = max(1, min(resident * multiprocessors(target), -(-most_steps(call) // WARPS)))
+    even = -(-tiles // -(-tiles // most)) if tiles > most else tiles * (most // tiles)
+    return [most, even] if _SPARED * most <= even < most else [most]
 
 
 def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
@@ -105,7 +108,7 @@ def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
     of 4096 tokens in float8 took 139 us with 256 workers, each of which had a whole tile, and 148 us with 264.
     """
     room, step = shared_memory_limit(target), stage_bytes(call)
-    resident = max(1, min(_resident(call), room // least_bytes(call)))
+    resident = max(1, min(3 if width(call) == 64 else 2, room // least_bytes(call)))
     stages = min(max((room // resident - _BESIDE) // step, STAGES[0]), STAGES[-1])
     together = 2 if 2 in togethers(call) and call.layout not in _HEADS_APART else 1
     return PagedAttentionConfig(stages, _workers(call, target, resident, together)[-1], together)

@@ -15,10 +15,11 @@ import numpy as np
 from ejkernel.operations._pages import PageStrides
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
 from ejkernel_cuda._library import handler
-from ejkernel_cuda.paged_attention.config import ROWS, PagedAttentionConfig
+from ejkernel_cuda.paged_attention.config import ROWS, PagedAttentionConfig, width
 
 FAR = 2**30
 """A window that hides nothing: no table names more keys."""
+QUERY_PACK = 4
 
 
 def _strides(shape: tuple[int, ...], layout: str) -> PageStrides:
@@ -38,6 +39,12 @@ def _one_sink(sinks: Any) -> Any:
     return sinks[..., 0] if sinks.shape[2] == 1 else jax.nn.logsumexp(sinks.astype(jnp.float32), axis=-1)
 
 
+def _whole_packs(query: Any) -> Any:
+    """With zeros up to a multiple of as many elements as the kernel reads at once."""
+    rest = -query.shape[3] % QUERY_PACK
+    return jnp.pad(query, ((0, 0),) * 3 + ((0, rest),)) if rest else query
+
+
 def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: PagedAttentionConfig) -> PagedAttentionOutputs:
     rows = call.query.shape[:3]
     pages, fused = call.pages, call.value_pages is None
@@ -47,12 +54,12 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
     shapes = (
         ((*rows, call.value_size), inputs.query.dtype),
         (rows if save_lse else (0,), jnp.float32),
-        ((config.workers, 2, rows_of_tile, call.value_size), jnp.float32),
+        ((config.workers, 2, rows_of_tile, width(call)), jnp.float32),
         ((config.workers, 2, rows_of_tile), jnp.float32),
         ((config.workers, 2), jnp.int32),
     )
     out, lse, *_ = jax.ffi.ffi_call(handler("paged_attention_forward"), tuple(jax.ShapeDtypeStruct(*one) for one in shapes))(
-        inputs.query,
+        _whole_packs(inputs.query),
         inputs.key_pages,
         jnp.zeros((0,), inputs.key_pages.dtype) if fused else inputs.value_pages,
         inputs.query_start_loc,
@@ -65,6 +72,7 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
         value_strides=np.array(value[:4], np.int64),
         first_value=np.int64(value.first_value),
         key_heads=np.int64(call.heads),
+        key_size=np.int64(call.query.shape[3]),
         pages=np.int64(pages.pages if pages.page_size else 0),
         page_size=np.int64(max(pages.page_size, 1)),
         fused=fused,
