@@ -1,10 +1,10 @@
 // Who reads which keys, decided on the device from the lengths: one compilation serves every mix of requests.
 //
-// A tile is one new token's query heads under one key head, up to kRows of them, or under each of several key heads that lie
-// side by side in the pages, which are then read in longer pieces. Its keys come in blocks; the blocks of
-// all tiles, one after the other, are dealt out in equal shares to as many workers as run at once (Osama et al., Stream-K,
-// 2023). A tile of which no one worker has all blocks is a sum of parts; a worker has at most two such tiles, the first and the
-// last of its share, which bounds the memory for parts without looking at lengths.
+// A tile is one new token's query heads under one key head, up to kRows of them, or under each of two key heads that lie side
+// by side in the pages, which are then read in longer pieces. Its keys come in steps; the steps of all tiles, one after the
+// other, are dealt out in even shares to as many workers as run at once (Osama et al., Stream-K, 2023). A tile of which no one
+// worker has all steps is a sum of parts; a worker has at most two such tiles, the first and the last of its share, which
+// bounds the memory for parts without looking at lengths.
 #pragma once
 
 #include "divide.cuh"
@@ -37,18 +37,18 @@ struct Call {
   float scale, soft_cap;                // soft_cap 0 for none
   bool causal;
   bool is_bf16;   // queries and results, else float16
-  int step_bits;  // of 2^step_bits keys that a warp takes at a step
+  int step_bits;  // a warp takes 2^step_bits keys at a step
 };
 
 // A call and what all threads would have to work out of it.
 struct Problem : Call {
   Divisor page, heads_above, keys_above;  // of page_size, head_tiles, key_tiles
   Divisor groups, all_heads, all_tokens;  // of group, heads, tokens
-  int requests_in_all, longest;           // of the batch; keys that a table names
+  int requests_in_all, longest;           // requests of the batch; keys that a table names
   int turns_bits;                         // 2^turns_bits warps take turns at a key head's keys
   int turn_pages, turn_rest;              // keys from one step of a warp to its next, as whole pages and what is left
-  int table_lines;                        // of memory, as far as each thread is to fetch one
-  int starts_apart, lengths_apart;        // of members of the batch
+  int table_lines;                        // of memory that tables take, each thread's to fetch ahead
+  int starts_apart, lengths_apart;        // strides of the batch
   int64_t tables_apart;
 
   explicit Problem(const Call& call)
@@ -77,7 +77,7 @@ struct Problem : Call {
   constexpr int tiles_of_token() const { return key_tiles * head_tiles; }
 };
 
-// A tile whose blocks several workers have, by the first of them.
+// A tile whose steps several workers have, by the first of them.
 struct Split {
   int row;    // the first query head under the first key head, among all tokens'
   int parts;  // that many workers from this one on; 0 where the last tile of its share is its own or began before
@@ -194,8 +194,8 @@ struct Shares {
   }
 };
 
-// The shares, and where this worker's begins: with which request, and steps of all requests before it. Without a share of its
-// own a worker has request -1.
+// The shares, and where this worker's begins: with which request, and steps of all requests before it. A worker without a share
+// has index -1.
 struct Start {
   Shares shares;
   Request request;
