@@ -152,7 +152,7 @@ __device__ inline void store_words(void* to, uint4 words, bool wanted) {
 }
 
 // Of all lanes; also what it does for the compiler, which then knows that lanes have the same number, and need not be ready for
-// them to go different ways: that took a quarter of the code.
+// them to go different ways: that took a fifth of the code.
 __device__ inline int sum_of_warp(int value) { return __reduce_add_sync(0xffffffffu, value); }
 __device__ inline int known_of_lane(int value, int lane) {
   return __reduce_max_sync(0xffffffffu, int(threadIdx.x % 32) == lane ? value : int(0x80000000));

@@ -18,9 +18,8 @@ struct MergeShape {
   int room;          // elements of a row of parts
 
   MergeShape(const Problem& problem, int room, int workers, int lanes) : room(room) {
-    const int64_t all = int64_t(problem.batch) * problem.requests.tokens * problem.tiles_of_token();
     const int of_tile = problem.together * problem.rows_of_head();
-    tiles = int(all < workers ? all : workers), slices = (room + 4 * lanes - 1) / (4 * lanes);
+    tiles = int(problem.tiles() < workers ? problem.tiles() : workers), slices = (room + 4 * lanes - 1) / (4 * lanes);
     rows = 1;
     while (lanes == 32 && rows < kMergeWarps && rows < of_tile) rows *= 2;
     blocks = (of_tile + rows - 1) / rows * slices;
@@ -28,10 +27,7 @@ struct MergeShape {
 };
 
 // Lanes that share a row's parts: few, where a tile has more parts than a warp takes at once.
-inline int lanes_of_part(const Problem& problem, int workers) {
-  const int64_t all = int64_t(problem.batch) * problem.requests.tokens * problem.tiles_of_token();
-  return all * 8 < workers ? 8 : 32;
-}
+inline int lanes_of_part(const Problem& problem, int workers) { return problem.tiles() * 8 < workers ? 8 : 32; }
 
 // Tokens that no request owns, which no worker looks at: 0. All warps of the launch take turns at tokens.
 template <typename T>

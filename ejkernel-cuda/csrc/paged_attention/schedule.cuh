@@ -75,6 +75,7 @@ struct Problem : Call {
   constexpr int rows_of_head() const { return group < kRows ? group : kRows; }  // of a tile at most, of each key head
   constexpr bool fills_tiles() const { return group > kRows / 2; }              // more than half of some tile's rows
   constexpr int tiles_of_token() const { return key_tiles * head_tiles; }
+  constexpr int64_t tiles() const { return int64_t(batch) * requests.tokens * tiles_of_token(); }  // of all tokens
 };
 
 // A tile whose steps several workers have, by the first of them.
