@@ -113,7 +113,7 @@ int64_t ResidentWorkers(Kernel kernel, dim3 block, int64_t shared_bytes, int clu
 
 template <class Op, int ITEMS, int LANES, int WHOLE = 0>
 ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, int threads) {
-  constexpr int64_t kRows = kRowsOfBlock<Op, ITEMS, LANES>;
+  constexpr int64_t kRows = kRowsOfBlock<ITEMS, LANES>;
   walk.parts = (walk.rows_per_group + kRows - 1) / kRows;
   dim3 grid(unsigned(walk.parts), unsigned(groups));
   if (groups > kMaxAcross) std::swap(grid.x, grid.y);  // of no more than kMaxRows rows, parts are few then
@@ -127,6 +127,9 @@ ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op
                         int64_t packs) {
   const auto launch = [&]<int ITEMS, int LANES>() {
     const int threads = LANES ? kDirectBlock : int((packs + 32 * ITEMS - 1) / (32 * ITEMS) * 32);
+    if constexpr (Op::kWhole && LANES > 0) {
+      if (packs == ITEMS * LANES) return LaunchDirect<Op, ITEMS, LANES, LANES>(operation, stream, op, walk, groups, threads);
+    }
     return LaunchDirect<Op, ITEMS, LANES>(operation, stream, op, walk, groups, threads);
   };
   constexpr int ITEMS = Op::kNarrowItems;

@@ -270,22 +270,24 @@ __global__ void __maxnreg__(Op::kSharedRegisters) shared_rows(Op op, Walk walk, 
   op.template flush<ITEMS>(kept, worker, columns, reinterpret_cast<float*>(memory));
 }
 
-// Rows of a thread whose packs it asks for together, where a warp has whole rows.
-template <class Op, int ITEMS>
-constexpr int kAtOnce = ITEMS * Op::kStreams < 4 ? 4 / (ITEMS * Op::kStreams) : 1;
+// Rows of a thread whose packs it asks for together, where a warp has whole rows: more of them, and the first blocks of a launch
+// would begin to write later.
+template <int ITEMS>
+constexpr int kAtOnce = ITEMS == 1 ? 2 : 1;
 
 // Rows of a block of `direct_rows` beside each other, and in all.
 template <int LANES>
 constexpr int kBeside = LANES ? kDirectBlock / std::max(LANES, 1) : 1;
-template <class Op, int ITEMS, int LANES>
-constexpr int kRowsOfBlock = LANES ? kBeside<LANES> * kAtOnce<Op, ITEMS> : 1;
+template <int ITEMS, int LANES>
+constexpr int kRowsOfBlock = LANES ? kBeside<LANES> * kAtOnce<ITEMS> : 1;
 
-// ITEMS packs of a row per thread, read into registers; LANES threads have a row, or where that is 0 the block, of WHOLE threads that
-// all have all of their packs unless that is 0. A block ends with the few rows that it was given: that many of them run on a
-// processor, and start and end at different times, keeps memory busy.
+// ITEMS packs of a row per thread, read into registers; LANES threads have a row, or where that is 0 the block. Of WHOLE threads all
+// have all of their packs, unless that is 0. A block ends with the few rows that it was given: that many of them run on a processor,
+// and start and end at different times, keeps memory busy.
 template <class Op, int ITEMS, int LANES, int WHOLE = 0>
 __global__ void __maxnreg__(Op::direct_registers(ITEMS, LANES)) direct_rows(Op op, Walk walk) {
-  constexpr int kApart = kBeside<LANES>, ROWS = kRowsOfBlock<Op, ITEMS, LANES> / kApart, kValues = ROWS * Op::kFound;
+  static_assert(LANES == 0 || WHOLE == 0 || WHOLE == LANES);
+  constexpr int kApart = kBeside<LANES>, ROWS = kRowsOfBlock<ITEMS, LANES> / kApart, kValues = ROWS * Op::kFound;
   constexpr Span SPAN = LANES ? Span::kWarp : Span::kWarps;
   static_assert(Op::kWays != Ways::kStreamed);
   EJKERNEL_SHARED(float, scratch, LANES ? 1 : kScratch<kValues>);
@@ -306,7 +308,7 @@ __global__ void __maxnreg__(Op::direct_registers(ITEMS, LANES)) direct_rows(Op o
 #pragma unroll
     for (int at = 0; at < ROWS; ++at) {
       const int row = first + at * kApart;
-      places[at] = {row, start + at * kApart * int64_t(op.width), columns, WHOLE > 0 || row < end};
+      places[at] = {row, start + at * kApart * int64_t(op.width), columns, (WHOLE > 0 && LANES == 0) || row < end};
       held[at].ask(op, places[at]);
     }
     parameters.ask();  // with no branch before: the compiler waits for rows in front of what comes after one

@@ -97,7 +97,9 @@ struct Forward {
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > (CENTRED ? 1 : 2) ? 80 : 64; }
   static constexpr int kSharedRegisters = PACKED ? (CENTRED ? 80 : 64) : registers(kMaxItems);
   // With 64, two blocks of 512 threads fit on a processor.
-  static constexpr int direct_registers(int items, int) { return items == 2 || (ADDED && items > 2) ? 80 : 64; }
+  static constexpr int direct_registers(int items, int lanes) {
+    return CENTRED && items == 2 && lanes ? 56 : items == 2 || (ADDED && items > 2) ? 80 : 64;
+  }
   static constexpr Ways kWays = ADDED ? Ways::kEither : Ways::kDirect;
   static constexpr int kNarrowItems = CENTRED ? 2 : 1, kMostDirect = kMaxItems, kMostShared = CENTRED || ADDED ? 0 : 8;
   static constexpr int kSharedThreads = 256;  // known when compiled: places of packs would take registers that are not there
@@ -321,6 +323,9 @@ struct Forward {
           centres[row] += sum;
         }
       }
+      if constexpr (SPAN == Span::kWarp && kApart<Source, ITEMS>) {
+        if (columns.all) return join_lanes(centres, asides, reducer.threads, found);
+      }
       Reducer::warp<Add>(centres, reducer.template neighbours<SPAN>());
       const bool wide = reducer.template is_wide<SPAN>();
       const float share = wide ? fast_inverse(fmaxf(columns.of_warp<N, ITEMS>(threadIdx.x / 32), 1.f)) : inverse_width;
@@ -357,6 +362,50 @@ struct Forward {
     for (int row = 0; row < ROWS; ++row) {
       if constexpr (CENTRED) found[row][0] = centres[row];
       found[row][CENTRED] = squares[row];
+    }
+  }
+
+  // From sums of each of so many lanes' columns, which are in `asides`, to the row's mean and the sum of squares about it: each lane
+  // about its own mean first, so that lanes tell each other both together (Chan et al., 1983). Each has as many columns.
+  template <int ITEMS, int ROWS>
+  __device__ void join_lanes(float (&sums)[ROWS], Aside<ITEMS> (&asides)[ROWS], int lanes, float (&found)[ROWS][kFound]) const {
+    constexpr float kShare = 1.f / (ITEMS * N);
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+      const float mean = sums[row] * kShare;
+      float squares = 0.f;
+#pragma unroll
+      for (int item = 0; item < ITEMS; ++item) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          const float apart = asides[row].apart[item][i] - mean;
+          squares += apart * apart;
+        }
+      }
+      found[row][0] = sums[row], found[row][1] = squares;
+    }
+    float share = kShare / 2.f;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2, share /= 2.f) {
+      if (step >= lanes) break;
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) {
+        const float other = __shfl_xor_sync(0xffffffffu, found[row][0], step);
+        const float more = __shfl_xor_sync(0xffffffffu, found[row][1], step), apart = found[row][0] - other;
+        found[row][0] += other;
+        found[row][1] += more + apart * share * apart;
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+      const float mean = found[row][0] *= inverse_width;
+      asides[row].from = sizeof(T) == 2 ? 0.f : mean;
+      if constexpr (sizeof(T) == 2) continue;  // as `normalised` has them
+#pragma unroll
+      for (int item = 0; item < ITEMS; ++item) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) asides[row].apart[item][i] -= mean;
+      }
     }
   }
 

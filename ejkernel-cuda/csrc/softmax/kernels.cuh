@@ -83,7 +83,7 @@ struct Forward {
   static constexpr int registers(int items) { return items > 2 ? 80 : 64; }
   static constexpr int direct_registers(int items, int lanes) { return lanes || items > kMaxItems ? 64 : items > 2 ? 104 : 80; }
   static constexpr Ways kWays = Ways::kEither;
-  static constexpr int kNarrowItems = 4, kMostDirect = 8, kMostShared = kMostDirect, kSharedThreads = 0;
+  static constexpr int kNarrowItems = 2, kMostDirect = 8, kMostShared = kMostDirect, kSharedThreads = 0;
   static constexpr bool kSharesParts = true, kWhole = false;
   static constexpr int kSharedRegisters = 64;
   // A thread of more packs has no bits for places.

@@ -49,11 +49,11 @@ void streamed(const Op& op, const Shape& shape) {
 template <class Op, int ITEMS, int LANES, int WHOLE = 0>
 void direct(const Op& op, const Shape& shape) {
   if constexpr (Op::kWays != Ways::kStreamed) {
-    if constexpr (Op::kWhole && LANES == 0 && WHOLE == 0) {
-      constexpr int kThreads = 64;
+    if constexpr (Op::kWhole && WHOLE == 0) {
+      constexpr int kThreads = LANES ? LANES : 64;
       if (shape.threads == kThreads && op.width == ITEMS * kThreads * Op::N) return direct<Op, ITEMS, LANES, kThreads>(op, shape);
     }
-    constexpr int64_t kRows = kRowsOfBlock<Op, ITEMS, LANES>;
+    constexpr int64_t kRows = kRowsOfBlock<ITEMS, LANES>;
     const Walk walk{shape.rows_per_group, (shape.rows_per_group + kRows - 1) / kRows};
     const unsigned threads = unsigned(LANES ? kDirectBlock : shape.threads);
     host::Index grid{unsigned(walk.parts), unsigned(shape.groups)};
