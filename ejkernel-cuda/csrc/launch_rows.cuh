@@ -15,6 +15,7 @@ namespace ejkernel {
 constexpr int64_t kMaxWidth = int64_t{1} << 30;
 constexpr int64_t kAnyParts = int64_t{1} << 40;
 constexpr int64_t kMaxAcross = 65535;  // blocks along a grid's second axis
+constexpr int kLeastWhole = 4;         // threads of a row from which on there are kernels for rows that give each all packs
 
 // What a config asks for; no stages, for rows that go straight to registers.
 struct Knobs {
@@ -127,7 +128,7 @@ ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op
                         int64_t packs) {
   const auto launch = [&]<int ITEMS, int LANES>() {
     const int threads = LANES ? kDirectBlock : int((packs + 32 * ITEMS - 1) / (32 * ITEMS) * 32);
-    if constexpr (Op::kWhole && LANES > 0) {
+    if constexpr (Op::kWhole && LANES >= kLeastWhole) {
       if (packs == ITEMS * LANES) return LaunchDirect<Op, ITEMS, LANES, LANES>(operation, stream, op, walk, groups, threads);
     }
     return LaunchDirect<Op, ITEMS, LANES>(operation, stream, op, walk, groups, threads);

@@ -132,6 +132,22 @@ def test_shares_of_any_length(workers):
     check(made.call, made.inputs, config.PagedAttentionConfig(3, workers))
 
 
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("workers", [2, 7, 50, 200])
+def test_parts_of_single_warps(workers, together):
+    """Where keys are the rows of products, each warp leaves a part of its own of a tile that is not its block's alone."""
+    for requests in (LENGTHS, ((1, 2500),)):
+        made = problem(requests, heads=12, key_heads=4, page_size=16, head_size=96, sinks=(12,), stored="float8_e4m3fn")
+        check(made.call, made.inputs, config.PagedAttentionConfig(3, workers, together))
+
+
+@pytest.mark.parametrize("workers", [3, 100, 250])
+def test_more_requests_than_a_warp_has_lanes(workers):
+    """The merge then looks for tiles in what workers noted; for fewer requests it works them out."""
+    made = problem([(1, 1 + 37 * i % 300) for i in range(40)], page_size=16, head_size=64)
+    check(made.call, made.inputs, config.PagedAttentionConfig(2, workers))
+
+
 @pytest.mark.parametrize("stages", config.STAGES)
 def test_rings_of_any_length(stages):
     made = problem(LENGTHS, page_size=16, head_size=64)

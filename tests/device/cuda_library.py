@@ -13,6 +13,7 @@ every array its own allocation, so that no kernel reads or writes outside of its
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import functools
 import importlib
 import json
@@ -207,9 +208,9 @@ def check_configs() -> list[Row]:
     return rows
 
 
-def touch(every: int, match: str) -> None:
+def touch(every: int, match: str, process: int, processes: int) -> None:
     """Everything once, or one in `every`, on shapes with ragged ends, for compute-sanitizer; of what has one of some texts in its
-    name."""
+    name, and of that what falls to one of some processes."""
 
     def update(case: Any) -> Any:
         bound = update_problem(case)
@@ -226,31 +227,41 @@ def touch(every: int, match: str) -> None:
         for dtype in ("bfloat16", "float16")
         for name, bound in attention_problems(dtype)
     ]
-    for _, run in [one for one in runs if any(text in one[0] for text in match.split(","))][::every]:
+    mine = [one for one in runs if any(text in one[0] for text in match.split(","))][::every][process::processes]
+    for _, run in mine:
         jax.block_until_ready(run())
+    print(f"RAN {len(mine)} programs")
 
 
-def sanitize(tool: str, limit: float, every: int, match: str) -> Row:
-    """Under one of compute-sanitizer's tools, without CUDA graphs, into which it does not look."""
+def sanitize(tool: str, limit: float, every: int, match: str, processes: int) -> Row:
+    """Under one of compute-sanitizer's tools, by some processes beside each other, without CUDA graphs, into which it does not
+    look."""
     environment = {
         **os.environ,
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_FLAGS": "--xla_gpu_enable_command_buffer=",
     }
-    touching = [sys.executable, __file__, "--touch", str(every), "--match", match]
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *touching]
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "--match", match]
+    command += ["--touch", str(every), "--processes", str(processes), "--process"]
+
+    def run(process: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, str(process)], env=environment, capture_output=True, text=True, timeout=limit)
+
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+        with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+            done = list(pool.map(run, range(processes)))
     except FileNotFoundError:
         return row(tool, None, "compute-sanitizer is not installed")
     except subprocess.TimeoutExpired:
         return row(tool, None, f"not done after {limit:.0f} s")
-    lines = [
-        line for line in done.stdout.splitlines() if any(word in line for word in ("SUMMARY", "Invalid", "Race", "hazard"))
-    ]
+    said = [line for one in done for line in one.stdout.splitlines()]
+    lines = [line for line in said if any(word in line for word in ("SUMMARY", "Invalid", "Race", "hazard"))]
+    counts = [int(line.split()[1]) for line in said if line.startswith("RAN ")]
+    passed = all(one.returncode == 0 for one in done) and len(counts) == processes
     seen = f"one in {every} of what is named {match}" if match else f"one in {every}"
-    return row(f"{tool}, {seen}", done.returncode == 0, "; ".join(lines[:6]) or (done.stdout + done.stderr)[-300:])
+    detail = "; ".join(sorted(set(lines))[:6]) or (done[0].stdout + done[0].stderr)[-300:]
+    return row(f"{tool}, {seen}", passed, f"{sum(counts)} programs: {detail}")
 
 
 def chained(module: Any, call: Any, cfg: Any, inputs: Any) -> Any:
@@ -334,6 +345,8 @@ def main() -> int:
     parser.add_argument("--sanitize", type=float, default=150, help="seconds for a tool of compute-sanitizer; 0 = not at all")
     parser.add_argument("--tools", default="memcheck", help="of compute-sanitizer, with commas: memcheck, racecheck, synccheck")
     parser.add_argument("--every", type=int, default=1, help="those tools see one in so many")
+    parser.add_argument("--processes", type=int, default=1, help="that share what a tool sees, beside each other")
+    parser.add_argument("--process", type=int, default=0, help="with --touch, which of them this is")
     parser.add_argument(
         "--match", default="", help="those tools see what has one of these texts in its name alone, with commas"
     )
@@ -343,7 +356,7 @@ def main() -> int:
         print(f"needs a GPU, JAX has {jax.devices()}")
         return 2
     if options.touch:
-        touch(options.touch, options.match)
+        touch(options.touch, options.match, options.process, options.processes)
         return 0
     folder = pathlib.Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -351,7 +364,7 @@ def main() -> int:
     stages = [] if "checks" in options.skip else [check_updates, check_attention, check_in_place, check_configs]
     if options.sanitize:
         stages += [
-            lambda tool=tool: [sanitize(tool, options.sanitize, options.every, options.match)]
+            lambda tool=tool: [sanitize(tool, options.sanitize, options.every, options.match, options.processes)]
             for tool in options.tools.split(",")
         ]
     for stage in stages:

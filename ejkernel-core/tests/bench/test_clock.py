@@ -1,79 +1,89 @@
-"""Device time, with a made-up profiler that treats functions as JAX's does."""
+"""Device time, with a profiler whose traces are made up."""
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
-import types
+import pathlib
 
 import jax
 import pytest
+from jax.profiler import ProfileData
 
-from ejkernel.bench import _clock
 from ejkernel.bench._clock import DeviceClock
 from ejkernel.bench._program import Program
 
 
-class Cupti:
-    """Runs a function once to warm up, then `iterations` times; "measures" 1 ms more each time."""
+def line(name, events):
+    """Of events (metadata, begin, duration), times in microseconds."""
+    found = "".join(f"events {{ metadata_id: {m} offset_ps: {b}000000 duration_ps: {d}000000 }}" for m, b, d in events)
+    return f'lines {{ name: "{name}" timestamp_ns: 5000 {found} }}'
 
-    raises = ""
 
-    def __init__(self, finalize: bool) -> None:
-        assert finalize
-
-    def measure(self, function, *, aggregate=True, iterations=1):
-        assert isinstance(function, (jax.stages.Wrapped, jax.stages.Compiled)), "it would be jitted"
-
-        def run(*arguments):
-            if self.raises:
-                raise RuntimeError(self.raises)
-            for _ in range(1 + iterations):
-                found = function(*arguments)
-            times = [1.0 + i for i in range(iterations)]
-            return found, times[0] if iterations == 1 else times
-
-        return run
+def plane(name, *lines):
+    names = "".join(f'event_metadata {{ key: {m} value {{ id: {m} name: "kernel {m}" }} }}' for m in (1, 2, 3))
+    return f'planes {{ name: "{name}" {" ".join(lines)} {names} }}'
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    module = types.ModuleType(_clock._PROFILER)
-    module.__spec__ = importlib.machinery.ModuleSpec(_clock._PROFILER, None)
-    module.Cupti = Cupti
-    monkeypatch.setitem(sys.modules, _clock._PROFILER, module)
-    return DeviceClock("gpu")
+def traces(monkeypatch):
+    """What the profiler sees, one text for each time it is started; an exception is raised."""
+    seen, folders = [], []
+
+    def start(folder, profiler_options):
+        assert profiler_options.host_tracer_level == 0
+        if isinstance(seen[0], Exception):
+            raise seen.pop(0)
+        folders.append(folder)
+
+    def stop():
+        folder = pathlib.Path(folders.pop(), "plugins", "profile", "now")
+        folder.mkdir(parents=True)
+        folder.joinpath("host.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(seen.pop(0)))
+
+    monkeypatch.setattr(jax.profiler, "start_trace", start)
+    monkeypatch.setattr(jax.profiler, "stop_trace", stop)
+    return seen
 
 
 def program(count):
-    seen = []
-    return seen, Program(seen.append, [(i,) for i in range(count)], dict)
+    ran = []
+    return ran, Program(ran.append, [(i,) for i in range(count)], dict)
 
 
-def test_sets_rotate_and_the_first_run_does_not_count(clock):
-    seen, made = program(3)
-    assert clock.samples(made, 1) == [1e-3, 2e-3, 3e-3]
-    assert seen == [1, 2, 0, 1]
-    assert clock.samples(program(1)[1], 5) == [1e-3]
+def test_what_runs_beside_another_counts_once_and_pauses_do_not(traces):
+    first, second = [(1, 0, 10), (2, 4, 4), (3, 9, 3), (1, 40, 2)], [(1, 100, 10), (2, 110, 5), (3, 120, 1), (1, 130, 2)]
+    host = plane("/host:CPU", line("Stream of thoughts", [(1, 0, 900)]))
+    device = plane("/device:GPU:0", line("Stream #7(Compute)", first[::2] + second), line("Stream #8(Compute)", first[1::2]))
+    traces.append(host + device)
+    ran, made = program(2)
+    clock = DeviceClock("gpu")
+    assert clock.samples(made, 1) == pytest.approx([14e-6, 18e-6], rel=1e-9)
+    assert ran == [1, 0, 1]
     assert clock.reason == ""
 
 
-def test_what_the_profiler_does_not_wait_for(clock):
+def test_derived_lines_are_no_kernels(traces):
+    traces.append(plane("/device:GPU:0", line("XLA Modules", [(1, 0, 50)]), line("Stream #7(Compute)", [(1, 0, 10)])))
+    assert DeviceClock("gpu").samples(program(1)[1], 0) == pytest.approx([10e-6])
+
+
+def test_every_run_is_waited_for(traces):
+    traces.append(plane("/device:GPU:0", line("Stream #7(Compute)", [(1, 0, 10), (1, 20, 10)])))
     waited = []
-    clock.samples(Program(lambda i: -i, [(1,), (2,)], dict, waited.append), 0)
+    assert len(DeviceClock("gpu").samples(Program(lambda i: -i, [(1,), (2,)], dict, waited.append), 0)) == 2
     assert waited == [-1, -2, -1]
 
 
-def test_a_profiler_that_fails_is_asked_once(clock, monkeypatch):
-    monkeypatch.setattr(Cupti, "raises", "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS\nmore")
-    seen, made = program(2)
-    assert clock.samples(made, 0) == [] and clock.reason == "RuntimeError: CUPTI_ERROR_MULTIPLE_SUBSCRIBERS"
-    monkeypatch.setattr(Cupti, "raises", "")
-    assert clock.samples(made, 0) == [] and seen == []
+def test_a_profiler_that_fails_is_asked_once(traces):
+    traces.append(RuntimeError("Only one profile may be run at a time.\nmore"))
+    clock = DeviceClock("gpu")
+    assert clock.samples(program(2)[1], 0) == [] and clock.reason == "RuntimeError: Only one profile may be run at a time."
+    assert clock.samples(program(2)[1], 0) == [] and traces == []
 
 
-def test_kernels_that_differ_between_runs_concern_one_program(clock, monkeypatch):
-    monkeypatch.setattr(Cupti, "raises", "Kernel names are not consistent across iterations")
+@pytest.mark.parametrize("events", [[(1, 0, 10), (1, 20, 5), (2, 30, 5)], [(1, 0, 10), (2, 20, 5)], []], ids=str)
+def test_runs_that_differ_concern_one_program(traces, events):
+    traces.append(plane("/device:GPU:0", line("Stream #7(Compute)", events)))
+    clock = DeviceClock("gpu")
     assert clock.samples(program(2)[1], 0) == [] and clock.reason == ""
 
 

@@ -5,6 +5,7 @@
 // four strides (page, token, head, batch) matter; values that lie in the array of keys begin at `first_value` and have an empty
 // array of their own. What workers leave for the merge lies in results too, so that it lives as long as a CUDA graph does; part
 // says how many workers there may be, and how many key heads a tile has.
+#include <array>
 #include <bit>
 #include <cmath>
 
@@ -77,6 +78,10 @@ int KeysOfStep(Array stored, Dims query, Dims out) {
   return keys_of_step(ffi::ByteWidth(stored.element_type()), int(std::max(query[3], out[3])));
 }
 
+int PartsOfBlock(Array stored, Dims query, Dims out, int64_t group, int64_t together) {
+  return parts_of_block(ffi::ByteWidth(stored.element_type()), room_for(int(std::max(query[3], out[3]))), group, together);
+}
+
 // What the schedule counts in 32 bits.
 ffi::Error CheckCounts(Dims query, Dims table, Sizes sizes, int64_t together, int64_t step) {
   const int64_t keys = table[2] * sizes.page_size;
@@ -88,16 +93,18 @@ ffi::Error CheckCounts(Dims query, Dims table, Sizes sizes, int64_t together, in
   return ffi::Error::Success();
 }
 
-ffi::Error CheckScratch(Dims query, Dims out, Floats lse, Dims part, Dims part_lse, Dims splits, int64_t together) {
-  const Dims rows = lse.dimensions();
-  if (lse.element_count() && !(rows.size() == 3 && std::equal(rows.begin(), rows.end(), query.begin())))
-    return Invalid(kName, "lse must be [batch, tokens, heads] of query " + Text(query) + " or empty, got " + Text(rows));
-  const int64_t each = together * kRows, room = room_for(int(std::max(query[3], out[3])));
-  if (part.size() != 4 || part[0] < 1 || part[0] > kMostWorkers || part[1] != 2 || part[2] != each || part[3] != room) {
-    return Invalid(kName, "part must be [workers, 2, " + std::to_string(each) + ", " + std::to_string(room) +
-                              "] with up to 2^20 workers, got " + Text(part));
+// `parts` of a block, of so many rows.
+ffi::Error CheckScratch(Dims query, Dims out, Floats lse, Dims part, Dims part_lse, Dims splits, int64_t parts, int64_t rows) {
+  const Dims saved = lse.dimensions();
+  if (lse.element_count() && !(saved.size() == 3 && std::equal(saved.begin(), saved.end(), query.begin())))
+    return Invalid(kName, "lse must be [batch, tokens, heads] of query " + Text(query) + " or empty, got " + Text(saved));
+  const std::array<int64_t, 4> wanted{2, parts, rows, room_for(int(std::max(query[3], out[3])))};
+  const bool fits = part.size() == 5 && part[0] >= 1 && part[0] <= kMostWorkers;
+  if (!fits || !std::equal(wanted.begin(), wanted.end(), part.begin() + 1)) {
+    return Invalid(kName, "part must be [workers, 2, " + std::to_string(parts) + ", " + std::to_string(rows) + ", " +
+                              std::to_string(wanted[3]) + "] with up to 2^20 workers, got " + Text(part));
   }
-  if (part_lse.size() != 3 || !std::equal(part_lse.begin(), part_lse.end(), part.begin()))
+  if (part_lse.size() != 4 || !std::equal(part_lse.begin(), part_lse.end(), part.begin()))
     return Invalid(kName, "part_lse must be the first axes of part " + Text(part) + ", got " + Text(part_lse));
   if (splits.size() != 2 || splits[0] != part[0] || splits[1] != 2)
     return Invalid(kName, "splits must be [workers, 2], got " + Text(splits));
@@ -137,7 +144,9 @@ ffi::Error Check(Array query, Array key_pages, Array value_pages, Integers start
   if (stages < kLeastStages || stages > kMaxStages)
     return Invalid(kName, "stages must be 2 ... 8, got " + std::to_string(stages));
   EJKERNEL_TRY(CheckAligned(query, *out, *part));
-  return CheckScratch(dims, found, *lse, part->dimensions(), part_lse->dimensions(), splits->dimensions(), together);
+  const int64_t group = dims[2] / key_heads;
+  return CheckScratch(dims, found, *lse, part->dimensions(), part_lse->dimensions(), splits->dimensions(),
+                      PartsOfBlock(key_pages, dims, found, group, together), together * std::min<int64_t>(group, kRows));
 }
 
 Side AsSide(Array array, int64_t first, Strides strides, int64_t size) {
@@ -163,9 +172,9 @@ ffi::Error AttendStored(cudaStream_t stream, ffi::DataType stored, const Problem
 // The merge begins while the last workers write what they found, where the code that was loaded waits for them: that of 9.0 and
 // newer. For both to be on a multiprocessor at once its memory must be divided as workers want it.
 template <int LANES>
-ffi::Error Merge(cudaStream_t stream, const Problem& problem, const Results& results, int workers) {
+ffi::Error Merge(cudaStream_t stream, const Problem& problem, const Results& results, int workers, int parts) {
   auto kernel = merge<LANES>;
-  const MergeShape shape(problem, room_for(std::max(problem.key.size, problem.value.size)), workers, LANES);
+  const MergeShape shape(problem, room_for(std::max(problem.key.size, problem.value.size)), workers, LANES, parts);
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   cudaFuncAttributes attributes;
   const bool waits = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
@@ -175,7 +184,7 @@ ffi::Error Merge(cudaStream_t stream, const Problem& problem, const Results& res
   early.val.programmaticStreamSerializationAllowed = 1;
   launch.config.attrs = &early;
   launch.config.numAttrs = waits ? 1 : 0;
-  cudaLaunchKernelEx(&launch.config, kernel, problem, results, workers, shape);
+  cudaLaunchKernelEx(&launch.config, kernel, problem, results, divisor(uint32_t(workers)), shape);
   return CheckLaunch(kName, "merge");
 }
 
@@ -226,8 +235,9 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array v
   const Knobs knobs{stages, part->dimensions()[0]};
   int workers = 0;
   EJKERNEL_TRY(AttendStored(stream, key_pages.element_type(), problem, results, knobs, workers));
-  return lanes_of_part(problem, workers) == 32 ? Merge<32>(stream, problem, results, workers)
-                                               : Merge<8>(stream, problem, results, workers);
+  const int parts = PartsOfBlock(key_pages, dims, out->dimensions(), group, together);
+  return lanes_of_part(problem, workers) == 32 ? Merge<32>(stream, problem, results, workers, parts)
+                                               : Merge<8>(stream, problem, results, workers, parts);
 }
 
 template <typename Binding>

@@ -206,8 +206,13 @@ struct Attention {
     return __builtin_bit_cast(float, (exponent - 14) << 23);
   }
 
-  __device__ const char* queries_of(const Request& request, const TileOf& tile) const {
-    return static_cast<const char*>(problem.query) + tile.row(problem, request, my_head()) * problem.query_size * 2;
+  // Begin to copy the rows of queries of this warp's key head, which lie one after the other.
+  __device__ void copy_queries(char* to, const Request& request, const TileOf& tile) const {
+    const char* from = static_cast<const char*>(problem.query) + tile.row(problem, request, my_head()) * problem.query_size * 2;
+#pragma unroll 1
+    for (int byte = lane * kQueryBytes; byte < tile.rows * problem.query_size * 2; byte += 32 * kQueryBytes)
+      copy_bytes_ahead<kQueryBytes>(to + byte, from + byte, true);
+    commit_copies();
   }
 
   // A query's number as products beside stored bytes have it.
@@ -356,17 +361,20 @@ struct Attention {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.f;
     Queries<BLOCK> queries(rings + ring_bytes<S, BLOCK>(stages), lane);
-    const char* rows = queries_of(request, tile);
-#pragma unroll 1
-    for (int byte = lane * kLine; byte < tile.rows * problem.query_size * 2; byte += 32 * kLine) fetch_ahead(rows + byte);
+    static_assert(kRows * BLOCK * 2 <= 2 * Layout::kBytes);
+    char* const rows = step_at(warp, stages - 1);  // as they are stored, until the ring is filled to its end
+    copy_queries(rows, request, tile);
     const int steps = (to - from + (1 << problem.turns_bits) - 1) >> problem.turns_bits;
     int slot = 0, free = 0, rest = steps;  // rest: steps that have not begun
     float factor = 0.f;
 #pragma unroll 1
     for (int step = -stages; step < steps; ++step) {
-      if (step == 1 - stages) {  // while the first keys are on their way, before others are
+      if (step == -1) {  // while all but the last keys of the ring are on their way
         factor = read_scales(request, tile.key_head + my_head());
+        wait_for_copies(stages - 1);
+        __syncwarp();
         read_queries(queries, rows, tile);
+        meet();  // and all lanes that fill this end of the ring have read theirs
       }
       if (step >= 0) {
         wait_for_copies(stages - 1 - (step > 0));
@@ -384,14 +392,51 @@ struct Attention {
     wait_for_copies(0);
   }
 
-  // The warps' sums into shared memory, all relative to their key head's maximum.
-  __device__ void gather(int rows) {
-    const bool speaks = lane % kEndLane / kFirstLane == 0;  // for the lanes that share its rows
+  // The sum of a lane's rows over the lanes that share them.
+  __device__ void sum_lanes() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int step = kFirstLane; step < kEndLane; step *= 2) sum[half] += __shfl_xor_sync(kWarp, sum[half], step);
-      if (speaks) notes.largest[warp][my_row(half)] = largest[half];
+    }
+  }
+
+  // This lane's sums of one of its rows, times `factor`, to where the row lies.
+  __device__ void put_row(float* to, int half, float factor) const {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      const float first = sums[i][element_of(half, 0)] * factor, second = sums[i][element_of(half, 1)] * factor;
+      const int channel = TURNED ? i * 16 + lane / 4 * 2 : Layout::value_channel(i, 0, lane);
+      if constexpr (TURNED || !Layout::kIsBytes) {
+        *reinterpret_cast<float2*>(to + channel) = {first, second};
+      } else {
+        to[channel] = first, to[channel + 2] = second;
+      }
+    }
+  }
+
+  // Whether this lane speaks for those that share its rows.
+  __device__ bool speaks() const { return lane % kEndLane / kFirstLane == 0; }
+
+  // This warp's sums as one of the parts that begin with `part`.
+  __device__ void write_part(int part, int rows) {
+    sum_lanes();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = my_row(half);
+      if (row >= rows) continue;
+      const int64_t at = int64_t(part + my_turn()) * problem.rows_of_part() + my_head() * problem.rows_of_head() + row;
+      put_row(results.part + at * BLOCK, half, sum[half] == 0.f ? 0.f : fast_inverse(sum[half]));
+      if (speaks()) results.part_lse[at] = sum[half] == 0.f ? -INFINITY : shift_of(largest[half]) + log2f(sum[half]);
+    }
+  }
+
+  // The warps' sums into shared memory, all relative to their key head's maximum.
+  __device__ void gather(int rows) {
+    sum_lanes();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (speaks()) notes.largest[warp][my_row(half)] = largest[half];
     }
     __syncthreads();  // and all warps are done with their rings
     float* all = reinterpret_cast<float*>(rings) + warp * kRows * BLOCK;
@@ -400,17 +445,8 @@ struct Attention {
       const int row = my_row(half);
       if (row >= rows) continue;
       const float kept = fast_exp2(largest[half] - shift_of(of_warps<Largest>(notes.largest, row)));
-      if (speaks) notes.sum[warp][row] = sum[half] * kept;
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        const float first = sums[i][element_of(half, 0)] * kept, second = sums[i][element_of(half, 1)] * kept;
-        const int channel = row * BLOCK + (TURNED ? i * 16 + lane / 4 * 2 : Layout::value_channel(i, 0, lane));
-        if constexpr (TURNED || !Layout::kIsBytes) {
-          *reinterpret_cast<float2*>(all + channel) = {first, second};
-        } else {
-          all[channel] = first, all[channel + 2] = second;
-        }
-      }
+      if (speaks()) notes.sum[warp][row] = sum[half] * kept;
+      put_row(all + row * BLOCK, half, kept);
     }
     __syncthreads();
   }
@@ -428,7 +464,7 @@ struct Attention {
   __device__ void write(const Request& request, const TileOf& tile, bool whole, int part) const {
     constexpr int kEach = BLOCK < 128 ? 2 : 4;  // of a lane at once
     const float* all = reinterpret_cast<const float*>(rings);
-    const int size = problem.value.size, first_part = (part * together + my_head()) * kRows;
+    const int size = problem.value.size, first_part = part * problem.rows_of_part() + my_head() * problem.rows_of_head();
     const int64_t first = tile.row(problem, request, my_head());
 #pragma unroll 1
     for (int row = my_turn(); row < tile.rows; row += kWarps >> together / 2) {
@@ -471,7 +507,7 @@ struct Attention {
   __device__ void run(Divisor workers) {
     const int worker = blockIdx.x;
     Request::fetch_tables_ahead(problem);
-    if (threadIdx.x == 0) results.splits[worker].parts = 0;
+    if (threadIdx.x == 0) results.splits[worker].workers = 0;
     if (problem.requests_in_all == 0) return;
     const Start start = find_start(problem, workers);
     if (start.index < 0) return;
@@ -484,15 +520,21 @@ struct Attention {
       const int tile_begin = at - from, to = min(request.steps, share_end - tile_begin);
       const TileOf tile(problem, request, number);
       const bool begins = from == 0, ends = to == request.steps;
-      walk(request, tile, from, to);
+      const int part = (worker * 2 + begins) * parts_of_block(sizeof(S), BLOCK, problem.group, together);
       at = tile_begin + to;
-      if (at >= share_end) start_next_kernel();
-      gather(tile.rows);
+      if (at >= share_end) start_next_kernel();  // it finds out meanwhile what it is to put together
+      walk(request, tile, from, to);
       if (begins && !ends && threadIdx.x == 0) {
         const int last = start.shares.owner(tile_begin + request.steps - 1);
         results.splits[worker] = {int(tile.row(problem, request, 0)), last - worker + 1};
       }
-      write(request, tile, begins && ends, worker * 2 + begins);
+      if (TURNED && !(begins && ends)) {
+        write_part(part, tile.rows);
+        __syncthreads();  // before the rings are filled anew
+      } else {
+        gather(tile.rows);
+        write(request, tile, TURNED || (begins && ends), part);
+      }
       const int next = before + request.tiles(problem) * request.steps;
       if (at >= next && at < share_end) {
         before = next;

@@ -16,8 +16,11 @@ struct MergeShape {
   int rows, slices;  // of a block, a power of 2; of a row of parts
   int blocks;        // of a tile
   int room;          // elements of a row of parts
+  int part_bits;     // a worker leaves 2^part_bits parts
+  bool by_lengths;   // whether blocks find their tiles from requests alone
 
-  MergeShape(const Problem& problem, int room, int workers, int lanes) : room(room) {
+  MergeShape(const Problem& problem, int room, int workers, int lanes, int parts_of_block)
+      : room(room), part_bits(parts_of_block / 2), by_lengths(problem.tiles() <= workers && problem.requests_in_all > 0 && problem.requests_in_all <= 32) {
     const int of_tile = problem.together * problem.rows_of_head();
     tiles = int(problem.tiles() < workers ? problem.tiles() : workers), slices = (room + 4 * lanes - 1) / (4 * lanes);
     rows = 1;
@@ -88,7 +91,7 @@ struct MergeNotes {
 };
 
 // The `wanted`-th tile that is split, with the worker where it begins. All threads of the block.
-__device__ inline void find_split(const Results& results, int workers, int wanted, MergeNotes& notes) {
+__device__ inline void search_split(const Results& results, int workers, int wanted, MergeNotes& notes) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (threadIdx.x == 0) notes.first = -1;
 #pragma unroll 1
@@ -98,10 +101,10 @@ __device__ inline void find_split(const Results& results, int workers, int wante
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int worker = base + int(threadIdx.x) * 2 + i;
-      splits[i] = worker < workers ? results.splits[worker] : Split{0, 0};
+      splits[i] = worker < workers ? results.splits[worker] : Split{};
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) some[i] = __ballot_sync(kWarp, splits[i].parts > 0);
+    for (int i = 0; i < 2; ++i) some[i] = __ballot_sync(kWarp, splits[i].workers > 0);
     if (lane == 0) notes.splits[warp] = __popc(some[0]) + __popc(some[1]);
     __syncthreads();
     const unsigned lower = (1u << lane) - 1;
@@ -113,12 +116,30 @@ __device__ inline void find_split(const Results& results, int workers, int wante
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (splits[i].parts > 0 && before == wanted) notes.found = splits[i], notes.first = base + int(threadIdx.x) * 2 + i;
-      before += splits[i].parts > 0;
+      if (splits[i].workers > 0 && before == wanted) notes.found = splits[i], notes.first = base + int(threadIdx.x) * 2 + i;
+      before += splits[i].workers > 0;
     }
     wanted -= all;
     __syncthreads();
   }
+}
+
+// Whether several workers have the `wanted`-th tile of all, and which they are, where a warp has a lane for each request.
+__device__ inline bool find_split(const Problem& problem, Divisor workers, int wanted, Split& found, int& first) {
+  const int lane = threadIdx.x % 32, requests = problem.requests_in_all;
+  const Request mine(problem, min(lane, requests - 1));
+  const int tiles = lane < requests ? mine.tiles(problem) : 0, steps = tiles * mine.steps;
+  const Shares shares(sum_of_warp(steps), workers, problem.turns_bits);
+  const int tiles_up_to = sum_up_to(tiles), steps_before = sum_up_to(steps) - steps;
+  const unsigned ends_later = __ballot_sync(kWarp, tiles_up_to > wanted);
+  if (!ends_later) return false;
+  const int at = __ffs(int(ends_later)) - 1, number = wanted - known_of_lane(tiles_up_to - tiles, at);
+  const Request request = Request::of_lane(problem, mine, at);
+  const int begin = known_of_lane(steps_before, at) + number * request.steps;
+  first = shares.owner(begin);
+  const TileOf tile(problem, request, number);
+  found = {int(tile.row(problem, request, 0)), shares.owner(begin + request.steps - 1) - first + 1};
+  return found.workers > 1;
 }
 
 // Rows of split tiles from their parts, of which LANES lanes read a row's slice; `shape.tiles` times `shape.blocks` blocks.
@@ -128,8 +149,8 @@ __device__ inline void find_split(const Results& results, int workers, int wante
 // began; and whatever comes next waits for this kernel, which does not end before `attend` does. So every thread waits.
 template <int LANES>
 __global__ void __launch_bounds__(kMergeThreads)
-    merge(const __grid_constant__ Problem problem, const __grid_constant__ Results results, int workers, MergeShape shape) {
-  constexpr int kAtOnce = 4, kBeside = 32 / LANES;  // parts of a lane, and of a warp
+    merge(const __grid_constant__ Problem problem, const __grid_constant__ Results results, Divisor workers, MergeShape shape) {
+  constexpr int kAtOnce = LANES < 32 ? 5 : 4, kBeside = 32 / LANES;  // parts of a lane, and of a warp
   EJKERNEL_SHARED(MergeNotes, all_notes, 1);
   MergeNotes& notes = all_notes[0];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, size = problem.value.size, group = problem.group;
@@ -140,15 +161,23 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int beside = divide(first_row + warp / warps, problem.rows_of_head(), in_head);
   const int channel = (slice * LANES + lane % LANES) * 4;
   problem.is_bf16 ? clear_tokens<__nv_bfloat16>(problem, results) : clear_tokens<__half>(problem, results);
-  wait_for_last_kernel();
-  find_split(results, workers, tile, notes);
-  if (notes.first < 0) return;
-  const Split found = notes.found;
+  Split found{};
+  int first = 0;
+  if (shape.by_lengths) {
+    find_split(problem, workers, tile, found, first);
+    wait_for_last_kernel();
+  } else {
+    wait_for_last_kernel();
+    search_split(results, int(workers.value), tile, notes);
+    if (notes.first >= 0) found = notes.found, first = notes.first;
+  }
+  if (found.workers < 2) return;
   const int row = found.row + beside * group + in_head;
   const bool there = beside < problem.together && found.row - int(problem.groups.divide(found.row)) * group + in_head < group;
-  const int count = there && channel < shape.room ? found.parts : 0, rows = problem.together * kRows;
+  const int bits = shape.part_bits, rows = problem.rows_of_part();
+  const int count = there && channel < shape.room ? found.workers << bits : 0;
   // The worker with whom the tile begins has it as the last one of its share, all others as the first.
-  const int64_t first_part = int64_t(notes.first) * 2 * rows + beside * kRows + in_head;
+  const int64_t first_part = int64_t(first) * (2 * rows << bits) + beside * problem.rows_of_head() + in_head;
   const float* part_lse = results.part_lse + first_part;
   const float* part = results.part + first_part * shape.room + channel;
   Partial sum;
@@ -159,7 +188,8 @@ __global__ void __launch_bounds__(kMergeThreads)
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int number = base + i * step;
-      const uint32_t at = number * 2 * rows + (number == 0 ? rows : 0);
+      const uint32_t of_first = number >> bits == 0 ? 1 << bits : 0;  // parts that lie before its
+      const uint32_t at = ((number >> bits << (bits + 1)) + (number & ((1 << bits) - 1)) + of_first) * rows;
       lse[i] = -INFINITY, values[i] = {};
       if (number < count) lse[i] = part_lse[at], values[i] = load<float, 4>(part + uint64_t(at) * uint32_t(shape.room));
     }
@@ -175,15 +205,21 @@ __global__ void __launch_bounds__(kMergeThreads)
       for (int j = 0; j < 4; ++j) sum.sums.data[j] += weight * values[i].data[j];
     }
   }
+  const auto join_lanes = [&] {
 #pragma unroll
-  for (int apart = LANES; apart < 32; apart *= 2) sum.add(sum.of_lane(lane ^ apart));
+    for (int apart = LANES; apart < 32; apart *= 2) sum.add(sum.of_lane(lane ^ apart));
+  };
+  join_lanes();
   if (warps > 1) {
     notes.of_warps[warp][lane] = sum;
     __syncthreads();
+    if (mine > 0) return;
+    sum = {};
+#pragma unroll 1
+    for (int other = lane / LANES; other < warps; other += kBeside) sum.add(notes.of_warps[warp + other][lane % LANES]);
+    join_lanes();
   }
   if (mine > 0 || lane >= LANES || !there) return;
-#pragma unroll 1
-  for (int other = 1; other < warps; ++other) sum.add(notes.of_warps[warp + other][lane]);
   const int token = problem.all_heads.divide(row), head = row - token * problem.heads, batch = problem.all_tokens.divide(token);
   if (problem.sinks) {
     Partial sink;

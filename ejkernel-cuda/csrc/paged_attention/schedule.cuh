@@ -74,21 +74,22 @@ struct Problem : Call {
 
   constexpr int rows_of_head() const { return group < kRows ? group : kRows; }  // of a tile at most, of each key head
   constexpr bool fills_tiles() const { return group > kRows / 2; }              // more than half of some tile's rows
+  constexpr int rows_of_part() const { return together * rows_of_head(); }
   constexpr int tiles_of_token() const { return key_tiles * head_tiles; }
   constexpr int64_t tiles() const { return int64_t(batch) * requests.tokens * tiles_of_token(); }  // of all tokens
 };
 
 // A tile whose steps several workers have, by the first of them.
 struct Split {
-  int row;    // the first query head under the first key head, among all tokens'
-  int parts;  // that many workers from this one on; 0 where the last tile of its share is its own or began before
+  int row;      // the first query head under the first key head, among all tokens'
+  int workers;  // that many from this one on; 0 where the last tile of its share is its own or began before
 };
 
 struct Results {
   void* out;    // [batch, tokens, heads, value.size]
   float* lse;   // [batch, tokens, heads], null when not asked for
-  float* part;  // [workers, 2, together * kRows, room for value.size]: what is known of the first and the last tile of a share
-  float* part_lse;  // [workers, 2, together * kRows], in units of log 2
+  float* part;  // [workers, 2, parts_of_block, together * rows_of_head, room]: what is known of a share's first and last tile
+  float* part_lse;  // [workers, 2, parts_of_block, together * rows_of_head], in units of log 2
   Split* splits;    // [workers]
 };
 
@@ -195,6 +196,17 @@ struct Shares {
   }
 };
 
+// The sum over this lane and those before it.
+__device__ inline int sum_up_to(int value) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_sync(kWarp, value, max(lane - step, 0));
+    value += lane >= step ? other : 0;
+  }
+  return value;
+}
+
 // The shares, and where this worker's begins: with which request, and steps of all requests before it. A worker without a share
 // has index -1.
 struct Start {
@@ -227,12 +239,7 @@ __device__ inline Start find_start(const Problem& problem, Divisor workers) {
   if (wanted >= total) return {shares, mine, -1, 0};
 #pragma unroll 1
   for (int base = 0, before = 0;;) {
-    int up_to = steps;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_sync(kWarp, up_to, max(lane - step, 0));
-      up_to += lane >= step ? other : 0;
-    }
+    const int up_to = sum_up_to(steps);
     const unsigned ends_later = __ballot_sync(kWarp, before + up_to > wanted);
     if (ends_later) {
       const int at = __ffs(int(ends_later)) - 1;

@@ -12,7 +12,7 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kRows = 16;                        // of a tile: query heads of one token under one key head
 constexpr int kAccess = 16, kLine = 128;         // bytes of an access, and of what is fetched ahead at once
 constexpr int kMostLines = 1 << 20;              // of tables that are fetched ahead
-constexpr int kQueryPack = 4;                    // elements of a query that are read at once
+constexpr int kQueryPack = 4, kQueryBytes = 8;   // elements and bytes of queries that are read at once
 constexpr int kWidest = 256;                     // elements of a head
 constexpr int kLeastStages = 2, kMaxStages = 8;  // steps of a ring
 constexpr unsigned kWarp = 0xffffffffu;
@@ -30,6 +30,12 @@ constexpr bool shares_heads(int64_t element_bytes, int width) { return element_b
 
 // Whether keys may be the rows of products, and queries their columns.
 constexpr bool turns(int64_t element_bytes, int width) { return element_bytes == 1 && width == 128; }
+
+// Parts that a block leaves of a tile that it shares: one, or beside such products one of each of the warps that take turns at a
+// key head's keys, so that they need not meet.
+constexpr int parts_of_block(int64_t element_bytes, int width, int64_t group, int64_t together) {
+  return turns(element_bytes, width) && group <= kRows / 2 ? kWarps / int(together) : 1;
+}
 
 // Where a row's 16 bytes lie, so that neither rows next to each other nor the same bytes of 8 rows meet in one bank.
 template <int ROW_BYTES>

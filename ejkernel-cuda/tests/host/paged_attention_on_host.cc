@@ -12,11 +12,11 @@ namespace {
 using Run = void(const Problem&, const Results&, int workers, int stages);
 
 template <int LANES>
-void run_merge(const Problem& problem, const Results& results, int workers) {
+void run_merge(const Problem& problem, const Results& results, int workers, int parts) {
   const MergeShape shape(problem, room_for(problem.key.size > problem.value.size ? problem.key.size : problem.value.size),
-                         workers, LANES);
+                         workers, LANES, parts);
   host::launch(unsigned(shape.tiles * shape.blocks), {kMergeThreads, 1}, 1,
-               [&] { merge<LANES>(problem, results, workers, shape); });
+               [&] { merge<LANES>(problem, results, divisor(uint32_t(workers)), shape); });
 }
 
 template <typename T, typename S, int BLOCK, bool TURNED>
@@ -32,7 +32,9 @@ void run(const Problem& problem, const Results& results, int workers, int stages
   constexpr bool kMayTurn = turns(sizeof(S), BLOCK);
   kMayTurn && !problem.fills_tiles() ? run_attend<T, S, BLOCK, kMayTurn>(problem, results, workers, stages)
                                      : run_attend<T, S, BLOCK, false>(problem, results, workers, stages);
-  lanes_of_part(problem, workers) == 32 ? run_merge<32>(problem, results, workers) : run_merge<8>(problem, results, workers);
+  const int parts = parts_of_block(sizeof(S), BLOCK, problem.group, problem.together);
+  lanes_of_part(problem, workers) == 32 ? run_merge<32>(problem, results, workers, parts)
+                                        : run_merge<8>(problem, results, workers, parts);
 }
 
 // By room for 64, 128 and 256 elements of a head.

@@ -1,21 +1,33 @@
-"""Time on the device, by CUPTI through JAX's own profiler of Mosaic GPU; wherever that is not to be had, there is none."""
+"""Time on the device, by JAX's profiler; wherever it sees no device, there is none."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from typing import Any
+import pathlib
+import tempfile
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from ejkernel.bench._program import Program
 from ejkernel.errors import in_one_line
 
-_PROFILER = "jax.experimental.mosaic.gpu.profiler"
+_DEVICES, _STREAMS = "/device:GPU", "Stream"
+
+
+class _Event(NamedTuple):
+    """A kernel or copy on the device, in nanoseconds."""
+
+    begin: float
+    end: float
+    name: str
 
 
 class DeviceClock:
-    """Sums the time of the kernels that a run starts, whoever started them.
+    """Measures how long the device is busy with what a run starts, whoever started it.
+
+    Kernels that run beside each other, as one does that begins while the one before ends, count once; pauses between them, which
+    are the host's, do not.
 
     Attributes:
         reason: why there are no times; empty while there are.
@@ -23,48 +35,59 @@ class DeviceClock:
 
     def __init__(self, backend: str) -> None:
         self.reason = "" if backend == "gpu" else f"there is no device clock for {backend}"
-        if not self.reason and importlib.util.find_spec(_PROFILER) is None:
-            self.reason = "this jaxlib has no CUPTI profiler"
 
     def samples(self, program: Program, turn: int) -> list[float]:
         """Seconds on the device of one run with each set of arguments, after one run that is not counted; none if unknown."""
         if self.reason:
             return []
-        rotating = _Rotating(program, turn)
+        count = len(program.sets)
         try:
-            profiler = importlib.import_module(_PROFILER)
-            _, found = profiler.Cupti(finalize=True).measure(rotating, iterations=len(program.sets))()
+            _run(program, turn, 1)
+            events = _traced(program, turn + 1, count)
         except Exception as error:  # noqa: BLE001 - an optional instrument; the reason goes to the result and wall time stays
-            message = in_one_line(error)
-            if "divisible" not in message and "consistent" not in message:
-                self.reason = message
+            self.reason = in_one_line(error)
             return []
-        if found is None:
-            return []
-        return [1e-3 * float(value) for value in (found if isinstance(found, list) else [found])]
+        each = len(events) // count
+        runs = [events[each * run : each * (run + 1)] for run in range(count)]
+        alike = each * count == len(events) and len({tuple(sorted(event.name for event in run)) for run in runs}) == 1
+        return [1e-9 * _busy(run) for run in runs] if each and alike else []
 
 
-class _Rotating:
-    """A program that takes the next set of arguments at every call; to the profiler it is a compiled function.
+def _run(program: Program, turn: int, count: int) -> None:
+    """One after the other on the device, without a wait in between."""
+    for found in [program.run(*program.sets[index % len(program.sets)]) for index in range(turn, turn + count)]:
+        program.wait(found)
 
-    The profiler takes what it does not know for a Python function and compiles it; a function with `trace` and `lower` it takes
-    as it is (`jax.stages.Wrapped` is a protocol).
-    """
 
-    def __init__(self, program: Program, turn: int) -> None:
-        self._program = program
-        self._turn = turn
+def _traced(program: Program, turn: int, count: int) -> list[_Event]:
+    """What ran on the device meanwhile, in the order of its beginning."""
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        jax.profiler.start_trace(folder, profiler_options=options)
+        try:
+            _run(program, turn, count)
+        finally:
+            jax.profiler.stop_trace()
+        return sorted(event for path in pathlib.Path(folder).rglob("*.xplane.pb") for event in _events(path))
 
-    def __call__(self) -> Any:
-        arguments = self._program.sets[self._turn % len(self._program.sets)]
-        self._turn += 1
-        found = self._program.run(*arguments)
-        if self._program.wait is not jax.block_until_ready:  # the profiler waits for JAX arrays only
-            self._program.wait(found)
-        return found
 
-    def trace(self, *arguments: Any) -> Any:
-        raise NotImplementedError
+def _events(path: pathlib.Path) -> list[_Event]:
+    profile: Any = jax.profiler.ProfileData.from_file(str(path))
+    return [
+        _Event(event.start_ns, event.start_ns + event.duration_ns, event.name)
+        for plane in profile.planes
+        if plane.name.startswith(_DEVICES)
+        for line in plane.lines
+        if line.name.startswith(_STREAMS)
+        for event in line.events
+    ]
 
-    def lower(self, *arguments: Any) -> Any:
-        raise NotImplementedError
+
+def _busy(events: Sequence[_Event]) -> float:
+    """Nanoseconds in which any of them ran."""
+    total, until = 0.0, float("-inf")
+    for event in events:
+        total += max(event.end - max(event.begin, until), 0.0)
+        until = max(until, event.end)
+    return total

@@ -83,7 +83,7 @@ def run(
                 "input_sets": settings.input_sets,
                 "compile_rounds": settings.compile_rounds,
                 "size": settings.size,
-                "clock": "cupti" if timed_on_device else "wall",
+                "clock": "profiler" if timed_on_device else "wall",
                 "no_device_clock": clock.reason or None,
                 "interrupted": not complete,
             },

@@ -87,10 +87,20 @@ def togethers(call: PagedAttentionCall) -> list[int]:
     return [count for count in TOGETHER if call.heads % count == 0 and (count == 1 or _narrow(call))]
 
 
+def _few_rows(call: PagedAttentionCall) -> bool:
+    return call.query.shape[2] // call.heads <= ROWS // 2
+
+
+def part_shape(call: PagedAttentionCall, config: PagedAttentionConfig) -> tuple[int, ...]:
+    """Of what blocks leave for the merge: of two tiles each, which of them or of their warps, query heads, elements."""
+    each = WARPS // config.together if _narrow(call) and width(call) == 128 and _few_rows(call) else 1
+    rows = config.together * min(call.query.shape[2] // call.heads, ROWS)
+    return config.workers, 2, each, rows, width(call)
+
+
 def _resident(call: PagedAttentionCall) -> int:
     """Blocks that the registers of a multiprocessor have room for; half as many rows of queries need fewer."""
-    few_rows = call.query.shape[2] // call.heads <= ROWS // 2
-    return 3 if width(call) == 64 or (_narrow(call) and few_rows) else 2
+    return 3 if width(call) == 64 or (_narrow(call) and _few_rows(call)) else 2
 
 
 def _workers(call: PagedAttentionCall, target: Target, resident: int, together: int) -> list[int]:

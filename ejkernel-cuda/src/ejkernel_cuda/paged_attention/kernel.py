@@ -15,7 +15,7 @@ import numpy as np
 from ejkernel.operations._pages import PageStrides
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
 from ejkernel_cuda._library import handler
-from ejkernel_cuda.paged_attention.config import ROWS, PagedAttentionConfig, width
+from ejkernel_cuda.paged_attention.config import PagedAttentionConfig, part_shape
 
 FAR = 2**30
 """A window that hides nothing: no table names more keys."""
@@ -50,12 +50,12 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
     pages, fused = call.pages, call.value_pages is None
     key = _strides(call.key_pages.shape, call.layout)
     value = key if call.value_pages is None else _strides(call.value_pages.shape, call.layout)
-    save_lse, rows_of_tile = call.return_lse or call.save_residuals, config.together * ROWS
+    save_lse, part = call.return_lse or call.save_residuals, part_shape(call, config)
     shapes = (
         ((*rows, call.value_size), inputs.query.dtype),
         (rows if save_lse else (0,), jnp.float32),
-        ((config.workers, 2, rows_of_tile, width(call)), jnp.float32),
-        ((config.workers, 2, rows_of_tile), jnp.float32),
+        (part, jnp.float32),
+        (part[:-1], jnp.float32),
         ((config.workers, 2), jnp.int32),
     )
     out, lse, *_ = jax.ffi.ffi_call(handler("paged_attention_forward"), tuple(jax.ShapeDtypeStruct(*one) for one in shapes))(
