@@ -19,7 +19,8 @@ def line(name, events):
 
 
 def plane(name, *lines):
-    names = "".join(f'event_metadata {{ key: {m} value {{ id: {m} name: "kernel {m}" }} }}' for m in (1, 2, 3))
+    named = {1: "kernel 1", 2: "kernel 2", 3: "kernel 3", 4: "MemcpyD2D"}
+    names = "".join(f'event_metadata {{ key: {m} value {{ id: {m} name: "{text}" }} }}' for m, text in named.items())
     return f'planes {{ name: "{name}" {" ".join(lines)} {names} }}'
 
 
@@ -61,8 +62,9 @@ def test_what_runs_beside_another_counts_once_and_pauses_do_not(traces):
     assert clock.reason == ""
 
 
-def test_derived_lines_are_no_kernels(traces):
-    traces.append(plane("/device:GPU:0", line("XLA Modules", [(1, 0, 50)]), line("Stream #7(Compute)", [(1, 0, 10)])))
+def test_derived_lines_and_copies_are_no_kernels(traces):
+    stream = line("Stream #7(Compute,MemcpyD2D)", [(1, 0, 10), (4, 10, 30)])
+    traces.append(plane("/device:GPU:0", line("XLA Modules", [(1, 0, 50)]), stream))
     assert DeviceClock("gpu").samples(program(1)[1], 0) == pytest.approx([10e-6])
 
 

@@ -13,10 +13,11 @@ from ejkernel.bench._program import Program
 from ejkernel.errors import in_one_line
 
 _DEVICES, _STREAMS = "/device:GPU", "Stream"
+_COPIES = ("Memcpy", "Memset")
 
 
 class _Event(NamedTuple):
-    """A kernel or copy on the device, in nanoseconds."""
+    """A kernel on the device, in nanoseconds."""
 
     begin: float
     end: float
@@ -24,10 +25,10 @@ class _Event(NamedTuple):
 
 
 class DeviceClock:
-    """Measures how long the device is busy with what a run starts, whoever started it.
+    """Measures how long the device is busy with the kernels of a run, whoever started them.
 
-    Kernels that run beside each other, as one does that begins while the one before ends, count once; pauses between them, which
-    are the host's, do not.
+    Those that run beside each other, as one does that begins while the one before ends, count once. Pauses between them, which are
+    the host's, do not count, nor do copies: of an array that a caller would have donated, or that is returned under two names.
 
     Attributes:
         reason: why there are no times; empty while there are.
@@ -81,6 +82,7 @@ def _events(path: pathlib.Path) -> list[_Event]:
         for line in plane.lines
         if line.name.startswith(_STREAMS)
         for event in line.events
+        if not event.name.startswith(_COPIES)
     ]
 
 
