@@ -228,7 +228,8 @@ def touch(every: int, match: str, process: int, processes: int) -> None:
         for name, bound in attention_problems(dtype)
     ]
     mine = [one for one in runs if any(text in one[0] for text in match.split(","))][::every][process::processes]
-    for _, run in mine:
+    for name, run in mine:
+        print(f"RUN {name}", flush=True)
         jax.block_until_ready(run())
     print(f"RAN {len(mine)} programs")
 
@@ -256,11 +257,14 @@ def sanitize(tool: str, limit: float, every: int, match: str, processes: int) ->
     except subprocess.TimeoutExpired:
         return row(tool, None, f"not done after {limit:.0f} s")
     said = [line for one in done for line in one.stdout.splitlines()]
-    lines = [line for line in said if any(word in line for word in ("SUMMARY", "Invalid", "Race", "hazard"))]
+    lines = [line for line in said if "SUMMARY" in line]
+    lines += [
+        line for one in done if one.returncode for line in (one.stdout + one.stderr).splitlines() if line[:3] in ("RUN", "===")
+    ]
     counts = [int(line.split()[1]) for line in said if line.startswith("RAN ")]
     passed = all(one.returncode == 0 for one in done) and len(counts) == processes
     seen = f"one in {every} of what is named {match}" if match else f"one in {every}"
-    detail = "; ".join(sorted(set(lines))[:6]) or (done[0].stdout + done[0].stderr)[-300:]
+    detail = "; ".join(dict.fromkeys(lines)) or (done[0].stdout + done[0].stderr)[-300:]
     return row(f"{tool}, {seen}", passed, f"{sum(counts)} programs: {detail}")
 
 

@@ -182,16 +182,16 @@ def _rope_on_cuda(call: Any, phase: Phase) -> Standing:
 
 
 def _paged_attention_on_cuda(call: PagedAttentionCall, phase: Phase) -> Standing:
-    """benchmarks/results/bench_cuda_pages_h200.json, decoding from bfloat16: 0.253 ms for 64 requests, Triton 0.265, and for one
-    of 131072 tokens 0.130, Triton 0.129; bench_cuda_float8_pages_h200.json, from float8_e4m3fn: 0.133 ms and 0.0751 ms, Triton
-    0.291 and 0.143."""
+    """benchmarks/results/bench_cuda_pages_h200.json, decoding from bfloat16: 0.254 ms for 64 requests, Triton 0.269, and for one
+    of 131072 tokens 0.128, Triton 0.131; bench_cuda_float8_pages_h200.json, from float8_e4m3fn: 0.133 ms and 0.0732 ms, Triton
+    0.290 and 0.144."""
     if call.query.shape[1] > call.kv_lens.shape[1]:
         return Standing(_BEHIND_TRITON, "it was faster for one new token of each request alone")
     if call.key_pages.dtype == "float8_e4m3fn":
         return Standing(_FIRST)
     if call.key_pages.dtype in _HALVES:
         many = call.kv_lens.shape[1] >= _MANY_REQUESTS
-        return Standing(_FIRST) if many else Standing(_BEHIND_TRITON, "for one long request Triton's was faster")
+        return Standing(_FIRST) if many else Standing(_BEHIND_TRITON, "of fewer requests one long one alone was timed")
     return Standing(_BEHIND_TRITON, f"pages of {call.key_pages.dtype} were not timed beside Triton's")
 
 
