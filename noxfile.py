@@ -271,6 +271,17 @@ def cuda_library(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
+def cuda_races(session: nox.Session) -> None:
+    """CUDA kernels over rows and pages on a host under ThreadSanitizer, one test in eight; `-- --sample=1` for all of them."""
+    tests = [f"ejkernel-cuda/tests/test_{name}_on_host.py" for name in ("rows", "cases", "paged_attention")]
+    options = session.posargs or ["--sample=8"]
+    python = str(environment(session, MAIN, "-cuda"))
+    session.run(
+        python, "ejkernel-cuda/tests/host_races.py", "-m", "pytest", *options, *tests, external=True, env=FAST_COMPILATION
+    )
+
+
+@nox.session(python=False)
 def triton_aot(session: nox.Session) -> None:
     """Every Triton kernel compiled for sm_80, sm_90 and sm_100 on a machine without a GPU; `-- --space` for every config too.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import os
@@ -41,10 +42,12 @@ def compiled(source: str, *flags: str) -> ctypes.CDLL:
     folder = pathlib.Path(tempfile.mkdtemp(prefix="ejkernel-host-"))
     built = folder / "kernels.so"
     include = [f"-I{place}" for place in (csrc, _HERE / "host", cuda_headers())]
-    command = ["g++", "-std=c++20", "-shared", "-fPIC", "-DEJKERNEL_ON_HOST", *flags, *include]
-    subprocess.run([*command, "-o", str(built), str(_HERE / "host" / source)], check=True)
+    races = ["-fsanitize=thread", "-g"] if os.environ.get("EJKERNEL_HOST_RACES") else []  # host_races.py
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", "-DEJKERNEL_ON_HOST", *flags, *races, *include]
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    subprocess.run([*command, "-o", str(built), str(_HERE / "host" / source)], check=True, env=environment)
     loaded = ctypes.CDLL(str(built))
-    shutil.rmtree(folder)
+    atexit.register(shutil.rmtree, folder)  # until then it has names for what a report tells of
     return loaded
 
 

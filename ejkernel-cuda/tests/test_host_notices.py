@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import host_kernels
+import host_races
 import pytest
 
 HERE = pathlib.Path(__file__).parent
@@ -41,6 +42,27 @@ MISTAKES = {
     **{f"attention: {name}": ("flash_attention/kernels.cuh", *change) for name, change in IN_ATTENTION.items()},
     **{f"rows: {name}": ("reduce.cuh", *change) for name, change in IN_ROWS.items()},
 }
+RACES = {
+    "nothing": ("paged_attention/kernels.cuh", "", ""),
+    "warps go on while others read their rings": (
+        "paged_attention/kernels.cuh",
+        "    __syncthreads();  // and all warps are done with their rings\n",
+        "",
+    ),
+    "sums of other warps are not waited for": (
+        "paged_attention/merge.cuh",
+        "    notes.of_warps[warp][lane] = sum;\n    __syncthreads();\n",
+        "    notes.of_warps[warp][lane] = sum;\n",
+    ),
+}
+PAGES = """
+import jax, host_calls, test_paged_attention_on_host as own
+jax.ffi.ffi_call, own.kernel.handler = host_calls.answered, lambda name: name
+made = own.problem(((1, 700),), heads=8, key_heads=4, page_size=16, head_size=128, stored="int8")
+for workers in (1, 20):
+    own.check(made.call, made.inputs, own.config.PagedAttentionConfig(2, workers, 2))
+print("right")
+"""
 ATTENTION = """
 import numpy as np, host_attention, test_attention_on_host as own
 rng = np.random.default_rng(3)
@@ -65,17 +87,33 @@ print("right")
 """
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_noticed(mistake, tmp_path):
-    """By wrong numbers, or because threads wait for each other, or a rule of an instruction is broken."""
-    csrc = shutil.copytree(HERE.parent / "csrc", tmp_path / "csrc")
-    file, right, wrong = MISTAKES[mistake]
+def changed(folder: pathlib.Path, file: str, right: str, wrong: str) -> dict[str, str]:
+    """What a program needs to know to use kernels in which something is otherwise."""
+    csrc = shutil.copytree(HERE.parent / "csrc", folder / "csrc")
     source = csrc / file
     text = source.read_text()
     assert not right or text.count(right) == 1
     source.write_text(text.replace(right, wrong) if right else text)
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "EJKERNEL_HOST_CSRC": str(csrc), "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    return {"EJKERNEL_HOST_CSRC": str(csrc), "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.mark.skipif(host_races.missing() is not None, reason=str(host_races.missing()))
+@pytest.mark.parametrize("mistake", RACES)
+def test_races_are_noticed(mistake, tmp_path):
+    environment = {**host_races.environment(), **changed(tmp_path, *RACES[mistake])}
+    done = subprocess.run(host_races.command("-c", PAGES), env=environment, capture_output=True, text=True, check=False)
+    if mistake == "nothing":
+        assert done.stdout == "right\n" and done.returncode == 0, done.stderr[-3000:]
+    else:
+        assert "data race" in done.stderr and RACES[mistake][0] in done.stderr, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_noticed(mistake, tmp_path):
+    """By wrong numbers, or because threads wait for each other, or a rule of an instruction is broken."""
+    file, right, wrong = MISTAKES[mistake]
+    environment = {**os.environ, **changed(tmp_path, file, right, wrong)}
     program = ROWS if mistake.startswith("rows") else ATTENTION
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     if right:

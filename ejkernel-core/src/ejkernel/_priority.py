@@ -182,7 +182,7 @@ def _rope_on_cuda(call: Any, phase: Phase) -> Standing:
 
 
 def _paged_attention_on_cuda(call: PagedAttentionCall, phase: Phase) -> Standing:
-    """benchmarks/results/bench_cuda_pages_h200.json, decoding from bfloat16: 0.254 ms for 64 requests, Triton 0.269, and for one
+    """benchmarks/results/bench_cuda_pages_h200.json, decoding from bfloat16: 0.253 ms for 64 requests, Triton 0.269, and for one
     of 131072 tokens 0.128, Triton 0.131; bench_cuda_float8_pages_h200.json, from float8_e4m3fn: 0.133 ms and 0.0732 ms, Triton
     0.290 and 0.144."""
     if call.query.shape[1] > call.kv_lens.shape[1]:

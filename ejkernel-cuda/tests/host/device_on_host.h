@@ -30,7 +30,30 @@
 #undef __grid_constant__
 #define __grid_constant__
 
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#endif
+
 namespace ejkernel::host {
+
+// With -fsanitize=thread every fiber is a thread to ThreadSanitizer, and only barriers and mail order what they do: it reports what
+// compute-sanitizer's racecheck does, and races in global memory too. What lanes give each other (shuffles, votes) orders nothing.
+struct Strand {
+#ifdef __SANITIZE_THREAD__
+  void* self = __tsan_create_fiber(0);
+  Strand() = default;
+  Strand(const Strand&) = delete;
+  ~Strand() { __tsan_destroy_fiber(self); }
+#endif
+};
+#ifdef __SANITIZE_THREAD__
+inline void* scheduler_strand;
+inline void released(void* what) { __tsan_release(what); }
+inline void acquired(void* what) { __tsan_acquire(what); }
+#else
+inline void released(void*) {}
+inline void acquired(void*) {}
+#endif
 
 struct Index {
   unsigned x = 0, y = 0, z = 0;
@@ -77,6 +100,7 @@ struct Fiber {
   std::deque<std::vector<Copy>> groups;
   long arrived_at = 0;  // the cluster's barrier
   bool started = false, done = false;
+  Strand strand;
 };
 
 inline std::vector<std::unique_ptr<Block>> blocks;  // of the cluster that runs
@@ -96,6 +120,21 @@ inline Warp& warp() { return block().warps[current->linear / 32]; }
 inline int lane() { return int(current->linear % 32); }
 inline int block_threads() { return int(block_dim.x * block_dim.y); }
 
+#ifdef __SANITIZE_THREAD__
+inline void yield() {
+  Fiber& fiber = *current;
+  __tsan_switch_to_fiber(scheduler_strand, fiber.done ? 0 : __tsan_switch_to_fiber_no_sync);
+  swapcontext(&fiber.context, &scheduler);
+}
+
+inline void resume(Fiber& fiber) {
+  current = &fiber;
+  scheduler_strand = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(fiber.strand.self, fiber.started ? __tsan_switch_to_fiber_no_sync : 0);
+  fiber.started = true;
+  swapcontext(&scheduler, &fiber.context);
+}
+#else
 // Contexts only start a fiber: switching between them costs two system calls, a jump none.
 inline void yield() {
   if (!_setjmp(current->place)) _longjmp(scheduler_place, 1);
@@ -108,23 +147,29 @@ inline void resume(Fiber& fiber) {
   fiber.started = true;
   swapcontext(&scheduler, &fiber.context);
 }
+#endif
 
-inline void arrive(Barrier& barrier, int threads) {
+inline void arrive(Barrier& barrier, int threads, bool orders = true) {
+  if (orders) released(&barrier);
   if (++barrier.arrived < threads) return;
   barrier.arrived = 0;
   ++barrier.generation;
   ++progress;
 }
 
-inline void wait_beyond(const Barrier& barrier, long generation) {
+inline void wait_beyond(Barrier& barrier, long generation, bool orders = true) {
   while (barrier.generation == generation) yield();
+  if (orders) acquired(&barrier);
 }
 
-inline void wait(Barrier& barrier, int threads) {
+inline void wait(Barrier& barrier, int threads, bool orders = true) {
   const long generation = barrier.generation;
-  arrive(barrier, threads);
-  wait_beyond(barrier, generation);
+  arrive(barrier, threads, orders);
+  wait_beyond(barrier, generation, orders);
 }
+
+// Where lanes of a warp give each other something.
+inline void meet_lanes() { wait(warp().barrier, 32, false); }
 
 // Fresh shared memory holds NaN, so that what was not written shows.
 inline void* shared(const void* key, size_t bytes) {
@@ -231,9 +276,9 @@ inline float __shfl_xor_sync(unsigned, float value, int step) {
   auto& warp = ejkernel::host::block().warps[ejkernel::host::current->linear / 32];
   const unsigned lane = ejkernel::host::current->linear % 32;
   warp.slots[lane] = value;
-  ejkernel::host::wait(warp.barrier, 32);
+  ejkernel::host::meet_lanes();
   const float other = warp.slots[lane ^ unsigned(step)];
-  ejkernel::host::wait(warp.barrier, 32);
+  ejkernel::host::meet_lanes();
   return other;
 }
 
@@ -245,19 +290,19 @@ inline T __shfl_sync(unsigned, T value, int lane) {
   static_assert(sizeof(T) <= sizeof(uint64_t));
   auto& warp = ejkernel::host::warp();
   std::memcpy(&warp.words[ejkernel::host::lane()], &value, sizeof(T));
-  __syncwarp();
+  ejkernel::host::meet_lanes();
   std::memcpy(&value, &warp.words[lane], sizeof(T));
-  __syncwarp();
+  ejkernel::host::meet_lanes();
   return value;
 }
 
 inline unsigned __ballot_sync(unsigned, bool here) {
   auto& warp = ejkernel::host::warp();
   warp.words[ejkernel::host::lane()] = here;
-  __syncwarp();
+  ejkernel::host::meet_lanes();
   unsigned bits = 0;
   for (int lane = 0; lane < 32; ++lane) bits |= unsigned(warp.words[lane]) << lane;
-  __syncwarp();
+  ejkernel::host::meet_lanes();
   return bits;
 }
 
@@ -404,11 +449,13 @@ inline void send_to_rank(float* to, Mailbox* box, unsigned rank, float value) {
   *static_cast<float*>(place_at_rank(to, rank)) = value;
   Mail& there = mail(static_cast<Mailbox*>(place_at_rank(box, rank)));
   there.missing -= sizeof(value);
+  host::released(&there);
   there.settle();
 }
 
 inline void wait_for_mail(Mailbox* box, unsigned parity) {
   while (mail(box).parity == parity) host::yield();
+  host::acquired(&mail(box));
 }
 
 }  // namespace ejkernel
