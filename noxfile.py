@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import nox
@@ -149,10 +149,12 @@ def _with_extras(name: str) -> str:
     return f"./{name}[cli,testing]" if name == "ejkernel-core" else f"./{name}"
 
 
-def pytest(session: nox.Session, python: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
-    """Run pytest with a fresh configuration: no setting of ejkernel leaks in from outside."""
+def pytest(
+    session: nox.Session, python: Path, *arguments: str, env: dict[str, str] | None = None, under: Sequence[str] = ()
+) -> None:
+    """Run pytest with a fresh configuration: no setting of ejkernel leaks in from outside. `under`: a script that runs Python."""
     clean = {name: None for name in os.environ if name.startswith("EJKERNEL_")}
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8", "--durations-min=5"]
+    command = [str(python), *under, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8", "--durations-min=5"]
     session.run(*command, *arguments, *session.posargs, env={"JAX_PLATFORMS": "cpu", **clean, **(env or {})}, external=True)
 
 
@@ -274,11 +276,8 @@ def cuda_library(session: nox.Session) -> None:
 def cuda_races(session: nox.Session) -> None:
     """CUDA kernels over rows and pages on a host under ThreadSanitizer, one test in eight; `-- --sample=1` for all of them."""
     tests = [f"ejkernel-cuda/tests/test_{name}_on_host.py" for name in ("rows", "cases", "paged_attention")]
-    options = session.posargs or ["--sample=8"]
-    python = str(environment(session, MAIN, "-cuda"))
-    session.run(
-        python, "ejkernel-cuda/tests/host_races.py", "-m", "pytest", *options, *tests, external=True, env=FAST_COMPILATION
-    )
+    python, under = environment(session, MAIN, "-cuda"), ["ejkernel-cuda/tests/host_races.py"]
+    pytest(session, python, "--sample=8", *tests, env=FAST_COMPILATION, under=under)
 
 
 @nox.session(python=False)

@@ -1,6 +1,8 @@
 // Tiles whose keys several workers had, put together from their parts in a fixed order (Dao et al., Flash-Decoding, 2023).
 #pragma once
 
+#include <bit>
+
 #include "paged_attention/results.cuh"
 #include "paged_attention/schedule.cuh"
 
@@ -20,7 +22,9 @@ struct MergeShape {
   bool by_lengths;   // whether blocks find their tiles from requests alone
 
   MergeShape(const Problem& problem, int room, int workers, int lanes, int parts_of_block)
-      : room(room), part_bits(parts_of_block / 2), by_lengths(problem.tiles() <= workers && problem.requests_in_all > 0 && problem.requests_in_all <= 32) {
+      : room(room), part_bits(std::countr_zero(unsigned(parts_of_block))) {
+    const int requests = problem.requests_in_all;
+    by_lengths = problem.tiles() <= workers && 0 < requests && requests <= 32;  // a lane for each
     const int of_tile = problem.together * problem.rows_of_head();
     tiles = int(problem.tiles() < workers ? problem.tiles() : workers), slices = (room + 4 * lanes - 1) / (4 * lanes);
     rows = 1;
@@ -124,22 +128,22 @@ __device__ inline void search_split(const Results& results, int workers, int wan
   }
 }
 
-// Whether several workers have the `wanted`-th tile of all, and which they are, where a warp has a lane for each request.
-__device__ inline bool find_split(const Problem& problem, Divisor workers, int wanted, Split& found, int& first) {
+// The workers of the `wanted`-th tile of all, and the first of them, where a warp has a lane for each request; as they were where
+// there is no such tile.
+__device__ inline void find_split(const Problem& problem, Divisor workers, int wanted, Split& found, int& first) {
   const int lane = threadIdx.x % 32, requests = problem.requests_in_all;
   const Request mine(problem, min(lane, requests - 1));
   const int tiles = lane < requests ? mine.tiles(problem) : 0, steps = tiles * mine.steps;
   const Shares shares(sum_of_warp(steps), workers, problem.turns_bits);
   const int tiles_up_to = sum_up_to(tiles), steps_before = sum_up_to(steps) - steps;
   const unsigned ends_later = __ballot_sync(kWarp, tiles_up_to > wanted);
-  if (!ends_later) return false;
+  if (!ends_later) return;
   const int at = __ffs(int(ends_later)) - 1, number = wanted - known_of_lane(tiles_up_to - tiles, at);
   const Request request = Request::of_lane(problem, mine, at);
   const int begin = known_of_lane(steps_before, at) + number * request.steps;
   first = shares.owner(begin);
   const TileOf tile(problem, request, number);
   found = {int(tile.row(problem, request, 0)), shares.owner(begin + request.steps - 1) - first + 1};
-  return found.workers > 1;
 }
 
 // Rows of split tiles from their parts, of which LANES lanes read a row's slice; `shape.tiles` times `shape.blocks` blocks.
