@@ -107,6 +107,9 @@ struct Attention {
   static constexpr int kSums = BLOCK / (TURNED ? 16 : 8);
   static constexpr int kFirstLane = TURNED ? 4 : 1, kEndLane = TURNED ? 32 : 4;  // steps between lanes that share two rows
   using Logits = float[kTiles][4];
+  struct Scales {  // of a key head
+    float key = 1.f, value = 1.f;
+  };
 
   const Problem& problem;
   const Results& results;
@@ -339,15 +342,19 @@ struct Attention {
     }
   }
 
-  // What brings products to logits, or beside a cap to what `scale_products` makes them of; and the values' scale is noted.
-  __device__ float read_scales(const Request& request, int key_head) const {
-    float factor = problem.scale * (problem.soft_cap > 0.f ? 2.f * kLog2E / problem.soft_cap : kLog2E), value_scale = 1.f;
-    if (problem.value_scale)
-      value_scale = problem.value_scale[request.batch * problem.value_scale_batch + key_head * problem.value_scale_head];
+  // On their way from here on: they may come from memory.
+  __device__ Scales read_scales(const Request& request, int key_head) const {
+    Scales found;
     if (problem.key_scale)
-      factor *= problem.key_scale[request.batch * problem.key_scale_batch + key_head * problem.key_scale_head];
-    if (lane == 0) notes.value_scale[warp] = value_scale;
-    return factor;
+      found.key = problem.key_scale[request.batch * problem.key_scale_batch + key_head * problem.key_scale_head];
+    if (problem.value_scale)
+      found.value = problem.value_scale[request.batch * problem.value_scale_batch + key_head * problem.value_scale_head];
+    return found;
+  }
+
+  // What brings products to logits, or beside a cap to what `scale_products` makes them of.
+  __device__ float factor_of(float key_scale) const {
+    return problem.scale * key_scale * (problem.soft_cap > 0.f ? 2.f * kLog2E / problem.soft_cap : kLog2E);
   }
 
   // Steps `from` to `to` of a tile, at which warps take turns; rows hold this warp's share of them afterwards.
@@ -363,6 +370,7 @@ struct Attention {
     Queries<BLOCK> queries(rings + ring_bytes<S, BLOCK>(stages), lane);
     static_assert(kRows * BLOCK * 2 <= 2 * Layout::kBytes);
     char* const rows = step_at(warp, stages - 1);  // as they are stored, until the ring is filled to its end
+    const Scales scales = read_scales(request, tile.key_head + my_head());
     copy_queries(rows, request, tile);
     const int steps = (to - from + (1 << problem.turns_bits) - 1) >> problem.turns_bits;
     int slot = 0, free = 0, rest = steps;  // rest: steps that have not begun
@@ -370,7 +378,8 @@ struct Attention {
 #pragma unroll 1
     for (int step = -stages; step < steps; ++step) {
       if (step == -1) {  // while all but the last keys of the ring are on their way
-        factor = read_scales(request, tile.key_head + my_head());
+        factor = factor_of(scales.key);
+        if (lane == 0) notes.value_scale[warp] = scales.value;
         wait_for_copies(stages - 1);
         __syncwarp();
         read_queries(queries, rows, tile);

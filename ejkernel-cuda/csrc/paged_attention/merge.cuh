@@ -128,8 +128,8 @@ __device__ inline void search_split(const Results& results, int workers, int wan
   }
 }
 
-// The workers of the `wanted`-th tile of all, and the first of them, where a warp has a lane for each request; as they were where
-// there is no such tile.
+// The workers of the `wanted`-th tile of all, and the first of them, where a warp has a lane for each request; as they were
+// where there is no such tile.
 __device__ inline void find_split(const Problem& problem, Divisor workers, int wanted, Split& found, int& first) {
   const int lane = threadIdx.x % 32, requests = problem.requests_in_all;
   const Request mine(problem, min(lane, requests - 1));
@@ -184,6 +184,13 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int64_t first_part = int64_t(first) * (2 * rows << bits) + beside * problem.rows_of_head() + in_head;
   const float* part_lse = results.part_lse + first_part;
   const float* part = results.part + first_part * shape.room + channel;
+  const int token = problem.all_heads.divide(row), head = row - token * problem.heads, batch = problem.all_tokens.divide(token);
+  float value_scale = 1.f, sink = -INFINITY;  // on their way together with the parts
+  if (there && problem.value_scale) {
+    const int key_head = problem.groups.divide(head);
+    value_scale = problem.value_scale[batch * problem.value_scale_batch + key_head * problem.value_scale_head];
+  }
+  if (there && problem.sinks) sink = problem.sinks[batch * problem.sinks_batch + head] * kLog2E;
   Partial sum;
 #pragma unroll 1
   for (int base = mine * kBeside + lane / LANES; base < count; base += step * kAtOnce) {
@@ -224,16 +231,8 @@ __global__ void __launch_bounds__(kMergeThreads)
     join_lanes();
   }
   if (mine > 0 || lane >= LANES || !there) return;
-  const int token = problem.all_heads.divide(row), head = row - token * problem.heads, batch = problem.all_tokens.divide(token);
-  if (problem.sinks) {
-    Partial sink;
-    sink.largest = problem.sinks[batch * problem.sinks_batch + head] * kLog2E, sink.total = 1.f;
-    sum.add(sink);
-  }
-  float factor = 1.f;
-  if (problem.value_scale)
-    factor = problem.value_scale[batch * problem.value_scale_batch + problem.groups.divide(head) * problem.value_scale_head];
-  factor = sum.total == 0.f ? 0.f : factor / sum.total;
+  if (problem.sinks) sum.add({sink, 1.f, {}});
+  const float factor = sum.total == 0.f ? 0.f : value_scale / sum.total;
 #pragma unroll
   for (int i = 0; i < 4; ++i) sum.sums.data[i] *= factor;
   write_results(results.out, problem.is_bf16, int64_t(row) * size, channel, size, sum.sums);
