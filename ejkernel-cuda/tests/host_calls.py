@@ -226,7 +226,7 @@ def _attend_pages(
     scale, soft_cap, stages, together,
 ):  # fmt: skip
     query, key_pages, value_pages, starts, lengths, tables, *factors = (Guarded(array) for array in given)
-    out, lse, part, part_lse, splits = results
+    out, lse, part, part_weight, splits = results
     batch, tokens, heads, query_size = query.array.shape
     size = int(key_size)
     if not query.array.size:
@@ -245,7 +245,7 @@ def _attend_pages(
         float(soft_cap), bool(causal), query.array.dtype == ml_dtypes.bfloat16,
         (32 if key_pages.array.dtype.itemsize == 1 and max(size, value_size) <= 128 else 16).bit_length() - 1,
     )  # fmt: skip
-    answers = Results(out.pointer, lse.pointer if lse.array.size else None, part.pointer, part_lse.pointer, splits.pointer)
+    answers = Results(out.pointer, lse.pointer if lse.array.size else None, part.pointer, part_weight.pointer, splits.pointer)
     stored = key_pages.array.dtype.name
     width = next(index for index, room in enumerate((64, 128, 256)) if max(size, value_size) <= room)
     kind = _BYTES.index(stored) + 1 if stored in _BYTES else 0

@@ -208,4 +208,4 @@ class Problem(ctypes.Structure):
 
 
 class Results(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("out", "lse", "part", "part_lse", "splits"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("out", "lse", "part", "part_weight", "splits"))

@@ -28,7 +28,7 @@ ARRAYS = {
 }  # fmt: skip
 RESULTS = {
     "out": ((1, 3, 4, 8), jnp.bfloat16), "lse": ((1, 3, 4), jnp.float32), "part": ((5, 2, 1, 2, 64), jnp.float32),
-    "part_lse": ((5, 2, 1, 2), jnp.float32), "splits": ((5, 2), jnp.int32),
+    "part_weight": ((5, 2, 1, 2, 2), jnp.float32), "splits": ((5, 2), jnp.int32),
 }  # fmt: skip
 ATTRIBUTES = {
     "key_strides": (32, 16, 8, 0), "value_strides": (32, 16, 8, 0), "first_value": 0, "key_heads": 2, "key_size": 8,
@@ -54,7 +54,7 @@ def test_handler_admits_the_contract():
     check(fused=True, value_pages=((0,), jnp.int8))
     check(pages=0, window=2**30, soft_cap=3.0)
     check(key_size=6)
-    check(together=2, part=((5, 2, 1, 4, 64), jnp.float32), part_lse=((5, 2, 1, 4), jnp.float32))
+    check(together=2, part=((5, 2, 1, 4, 64), jnp.float32), part_weight=((5, 2, 1, 4, 2), jnp.float32))
 
 
 @needs_library
@@ -97,7 +97,8 @@ def test_handler_admits_the_contract():
         ({"lse": ((1, 3, 2), jnp.float32)}, r"lse must be \[batch, tokens, heads\] of query .* got \[1, 3, 2\]"),
         ({"part": ((5, 2, 1, 2, 8), jnp.float32)}, r"part must be \[workers, 2, 1, 2, 64\] .* got \[5, 2, 1, 2, 8\]"),
         ({"part": ((0, 2, 1, 2, 64), jnp.float32)}, "part must be"),
-        ({"part_lse": ((4, 2, 1, 2), jnp.float32)}, "part_lse must be"),
+        ({"part_weight": ((4, 2, 1, 2, 2), jnp.float32)}, "part_weight must be"),
+        ({"part_weight": ((5, 2, 1, 2), jnp.float32)}, r"part_weight must be .* and 2, got \[5, 2, 1, 2\]"),
         ({"splits": ((3,), jnp.int32)}, r"splits must be \[workers, 2\], got \[3\]"),
     ],
 )

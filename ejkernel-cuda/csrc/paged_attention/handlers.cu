@@ -94,7 +94,8 @@ ffi::Error CheckCounts(Dims query, Dims table, Sizes sizes, int64_t together, in
 }
 
 // `parts` of a block, of so many rows.
-ffi::Error CheckScratch(Dims query, Dims out, Floats lse, Dims part, Dims part_lse, Dims splits, int64_t parts, int64_t rows) {
+ffi::Error CheckScratch(Dims query, Dims out, Floats lse, Dims part, Dims part_weight, Dims splits, int64_t parts,
+                        int64_t rows) {
   const Dims saved = lse.dimensions();
   if (lse.element_count() && !(saved.size() == 3 && std::equal(saved.begin(), saved.end(), query.begin())))
     return Invalid(kName, "lse must be [batch, tokens, heads] of query " + Text(query) + " or empty, got " + Text(saved));
@@ -104,25 +105,25 @@ ffi::Error CheckScratch(Dims query, Dims out, Floats lse, Dims part, Dims part_l
     return Invalid(kName, "part must be [workers, 2, " + std::to_string(parts) + ", " + std::to_string(rows) + ", " +
                               std::to_string(wanted[3]) + "] with up to 2^20 workers, got " + Text(part));
   }
-  if (part_lse.size() != 4 || !std::equal(part_lse.begin(), part_lse.end(), part.begin()))
-    return Invalid(kName, "part_lse must be the first axes of part " + Text(part) + ", got " + Text(part_lse));
+  if (part_weight.size() != 5 || part_weight[4] != 2 || !std::equal(part_weight.begin(), part_weight.end() - 1, part.begin()))
+    return Invalid(kName, "part_weight must be the first axes of part " + Text(part) + " and 2, got " + Text(part_weight));
   if (splits.size() != 2 || splits[0] != part[0] || splits[1] != 2)
     return Invalid(kName, "splits must be [workers, 2], got " + Text(splits));
   return ffi::Error::Success();
 }
 
 // What is read or written by several elements at once wherever heads' sizes let it.
-ffi::Error CheckAligned(Array query, Array out, Floats part) {
-  if (Aligned(query.untyped_data()) && Aligned(out.untyped_data()) && Aligned(part.untyped_data()))
-    return ffi::Error::Success();
-  return Invalid(kName, "query, out and part must begin at multiples of 16 bytes");
+ffi::Error CheckAligned(Array query, Array out, Floats part, Floats part_weight) {
+  const void* const all[] = {query.untyped_data(), out.untyped_data(), part.untyped_data(), part_weight.untyped_data()};
+  if (std::all_of(std::begin(all), std::end(all), [](const void* data) { return Aligned(data); })) return ffi::Error::Success();
+  return Invalid(kName, "query, out, part and part_weight must begin at multiples of 16 bytes");
 }
 
 ffi::Error Check(Array query, Array key_pages, Array value_pages, Integers starts, Integers lengths, Integers tables,
                  Floats sinks, Floats key_scale, Floats value_scale, Strides key_strides, Strides value_strides,
                  int64_t first_value, int64_t key_heads, int64_t key_size, int64_t pages, int64_t page_size, bool fused, bool,
                  int64_t window, float scale, float soft_cap, int64_t stages, int64_t together, ffi::Result<Array> out,
-                 ffi::Result<Floats> lse, ffi::Result<Floats> part, ffi::Result<Floats> part_lse,
+                 ffi::Result<Floats> lse, ffi::Result<Floats> part, ffi::Result<Floats> part_weight,
                  ffi::Result<Integers> splits) {
   const Sizes sizes{key_heads, key_size, pages, page_size};
   EJKERNEL_TRY(CheckTypes(query, key_pages, value_pages));
@@ -143,9 +144,9 @@ ffi::Error Check(Array query, Array key_pages, Array value_pages, Integers start
     return Invalid(kName, "scale and soft_cap must be finite, and soft_cap not negative");
   if (stages < kLeastStages || stages > kMaxStages)
     return Invalid(kName, "stages must be 2 ... 8, got " + std::to_string(stages));
-  EJKERNEL_TRY(CheckAligned(query, *out, *part));
+  EJKERNEL_TRY(CheckAligned(query, *out, *part, *part_weight));
   const int64_t group = dims[2] / key_heads;
-  return CheckScratch(dims, found, *lse, part->dimensions(), part_lse->dimensions(), splits->dimensions(),
+  return CheckScratch(dims, found, *lse, part->dimensions(), part_weight->dimensions(), splits->dimensions(),
                       PartsOfBlock(key_pages, dims, found, group, together), together * std::min<int64_t>(group, kRows));
 }
 
@@ -195,10 +196,10 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array v
                       Strides value_strides, int64_t first_value, int64_t key_heads, int64_t key_size, int64_t pages,
                       int64_t page_size, bool fused, bool causal, int64_t window, float scale, float soft_cap, int64_t stages,
                       int64_t together, ffi::Result<Array> out, ffi::Result<Floats> lse, ffi::Result<Floats> part,
-                      ffi::Result<Floats> part_lse, ffi::Result<Integers> splits) {
+                      ffi::Result<Floats> part_weight, ffi::Result<Integers> splits) {
   EJKERNEL_TRY(Check(query, key_pages, value_pages, starts, lengths, tables, sinks, key_scale, value_scale, key_strides,
                      value_strides, first_value, key_heads, key_size, pages, page_size, fused, causal, window, scale, soft_cap,
-                     stages, together, out, lse, part, part_lse, splits));
+                     stages, together, out, lse, part, part_weight, splits));
   const Dims dims = query.dimensions();
   if (query.element_count() == 0) return ffi::Error::Success();
   const auto data = [](Floats factors) { return factors.element_count() ? factors.typed_data() : nullptr; };
@@ -231,7 +232,7 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array v
                   std::countr_zero(unsigned(KeysOfStep(key_pages, dims, out->dimensions())))};
   const Problem problem(call);
   const Results results{out->untyped_data(), lse->element_count() ? lse->typed_data() : nullptr, part->typed_data(),
-                        part_lse->typed_data(), reinterpret_cast<Split*>(splits->typed_data())};
+                        reinterpret_cast<float2*>(part_weight->typed_data()), reinterpret_cast<Split*>(splits->typed_data())};
   const Knobs knobs{stages, part->dimensions()[0]};
   int workers = 0;
   EJKERNEL_TRY(AttendStored(stream, key_pages.element_type(), problem, results, knobs, workers));

@@ -371,7 +371,7 @@ struct Attention {
     static_assert(kRows * BLOCK * 2 <= 2 * Layout::kBytes);
     char* const rows = step_at(warp, stages - 1);  // as they are stored, until the ring is filled to its end
     const Scales scales = read_scales(request, tile.key_head + my_head());
-    copy_queries(rows, request, tile);
+    const int queries_at = stages > kLeastStages ? 1 - stages : -stages;  // behind the first keys, where others follow
     const int steps = (to - from + (1 << problem.turns_bits) - 1) >> problem.turns_bits;
     int slot = 0, free = 0, rest = steps;  // rest: steps that have not begun
     float factor = 0.f;
@@ -380,7 +380,7 @@ struct Attention {
       if (step == -1) {  // while all but the last keys of the ring are on their way
         factor = factor_of(scales.key);
         if (lane == 0) notes.value_scale[warp] = scales.value;
-        wait_for_copies(stages - 1);
+        wait_for_copies(-1 - queries_at);
         __syncwarp();
         read_queries(queries, rows, tile);
         meet();  // and all lanes that fill this end of the ring have read theirs
@@ -389,6 +389,7 @@ struct Attention {
         wait_for_copies(stages - 1 - (step > 0));
         meet();  // and every lane is done with the slot of the step before, if there was one
       }
+      if (step == queries_at) copy_queries(rows, request, tile);
       if (step != 0) {
         if (rest-- > 0) begin_step(cursor, keys, values, free);
         commit_copies();
@@ -435,8 +436,8 @@ struct Attention {
       const int row = my_row(half);
       if (row >= rows) continue;
       const int64_t at = int64_t(part + my_turn()) * problem.rows_of_part() + my_head() * problem.rows_of_head() + row;
-      put_row(results.part + at * BLOCK, half, sum[half] == 0.f ? 0.f : fast_inverse(sum[half]));
-      if (speaks()) results.part_lse[at] = sum[half] == 0.f ? -INFINITY : shift_of(largest[half]) + log2f(sum[half]);
+      put_row(results.part + at * BLOCK, half, 1.f);
+      if (speaks()) results.part_weight[at] = {largest[half], sum[half]};
     }
   }
 
@@ -487,9 +488,8 @@ struct Attention {
         shift = shift_of(most);
         total = total * kept + fast_exp2(sink - shift);
       }
-      const float lse = total == 0.f ? -INFINITY : shift + log2f(total);
-      float factor = total == 0.f ? 0.f : kept * fast_inverse(total);
-      if (whole) factor *= notes.value_scale[warp];
+      float factor = 1.f;
+      if (whole) factor = total == 0.f ? 0.f : kept * fast_inverse(total) * notes.value_scale[warp];
 #pragma unroll
       for (int channel = lane * kEach; channel < BLOCK; channel += 32 * kEach) {
         Pack<float, kEach> values = {};
@@ -507,8 +507,9 @@ struct Attention {
           store(results.part + int64_t(first_part + row) * BLOCK + channel, values);
         }
       }
-      if (lane == 0 && whole && results.lse) results.lse[first + row] = lse * kLn2;
-      if (lane == 0 && !whole) results.part_lse[first_part + row] = lse;
+      if (lane == 0 && whole && results.lse)
+        results.lse[first + row] = total == 0.f ? -INFINITY : (shift + log2f(total)) * kLn2;
+      if (lane == 0 && !whole) results.part_weight[first_part + row] = {most, total};
     }
     __syncthreads();  // before the rings are filled anew
   }

@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int count = there && channel < shape.room ? found.workers << bits : 0;
   // The worker with whom the tile begins has it as the last one of its share, all others as the first.
   const int64_t first_part = int64_t(first) * (2 * rows << bits) + beside * problem.rows_of_head() + in_head;
-  const float* part_lse = results.part_lse + first_part;
+  const float2* part_weight = results.part_weight + first_part;
   const float* part = results.part + first_part * shape.room + channel;
   const int token = problem.all_heads.divide(row), head = row - token * problem.heads, batch = problem.all_tokens.divide(token);
   float value_scale = 1.f, sink = -INFINITY;  // on their way together with the parts
@@ -194,24 +194,24 @@ __global__ void __launch_bounds__(kMergeThreads)
   Partial sum;
 #pragma unroll 1
   for (int base = mine * kBeside + lane / LANES; base < count; base += step * kAtOnce) {
-    float lse[kAtOnce];
+    float2 known[kAtOnce];
     Pack<float, 4> values[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int number = base + i * step;
       const uint32_t of_first = number >> bits == 0 ? 1 << bits : 0;  // parts that lie before its
       const uint32_t at = ((number >> bits << (bits + 1)) + (number & ((1 << bits) - 1)) + of_first) * rows;
-      lse[i] = -INFINITY, values[i] = {};
-      if (number < count) lse[i] = part_lse[at], values[i] = load<float, 4>(part + uint64_t(at) * uint32_t(shape.room));
+      known[i] = {-INFINITY, 0.f}, values[i] = {};
+      if (number < count) known[i] = part_weight[at], values[i] = load<float, 4>(part + uint64_t(at) * uint32_t(shape.room));
     }
     float most = sum.largest;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) most = fmaxf(most, lse[i]);
+    for (int i = 0; i < kAtOnce; ++i) most = fmaxf(most, known[i].x);
     const float shift = sum.raise(most);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const float weight = fast_exp2(lse[i] - shift);
-      sum.total += weight;
+      const float weight = fast_exp2(known[i].x - shift);
+      sum.total += weight * known[i].y;
 #pragma unroll
       for (int j = 0; j < 4; ++j) sum.sums.data[j] += weight * values[i].data[j];
     }

@@ -55,7 +55,7 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
         ((*rows, call.value_size), inputs.query.dtype),
         (rows if save_lse else (0,), jnp.float32),
         (part, jnp.float32),
-        (part[:-1], jnp.float32),
+        ((*part[:-1], 2), jnp.float32),
         ((config.workers, 2), jnp.int32),
     )
     out, lse, *_ = jax.ffi.ffi_call(handler("paged_attention_forward"), tuple(jax.ShapeDtypeStruct(*one) for one in shapes))(
