@@ -12,6 +12,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", type=int, default=1, metavar="N", help=about)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "unsampled: runs with all of its parameters whatever --sample says; for quick tests")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     step = config.getoption("--sample")
     if step < 1:
@@ -20,7 +24,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = []
     for item in items:
         function = item.nodeid.partition("[")[0]
-        if function in seen and zlib.crc32(item.nodeid.encode()) % step:
+        skippable = function in seen and item.get_closest_marker("unsampled") is None
+        if skippable and zlib.crc32(item.nodeid.encode()) % step:
             left_out.append(item)
         seen.add(function)
     if left_out:

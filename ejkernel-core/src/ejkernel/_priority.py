@@ -122,11 +122,11 @@ def _attention_on_cudnn(call: FlashAttentionCall, phase: Phase) -> Standing:
 
 
 def _layer_norm_on_cuda(call: Any, phase: Phase) -> Standing:
-    """benchmarks/results/rows_cuda_h200.json, ms in bfloat16:
+    """benchmarks/results/rows_cuda_h200.json, ms in bfloat16, and of the first forward bench_cuda_rows_h200.json:
 
-    16384x4096   forward 0.066, XLA 0.084                    backward 0.105, XLA 0.273
-    131072x128   forward 0.0186, Triton 0.0179, XLA 0.0194   backward 0.0310, Triton 0.0361, XLA 0.0601
-    1048576x64   forward 0.063, Triton 0.063, XLA 0.066      backward 0.102, Triton 0.108, XLA 0.193
+    16384x4096   forward 0.067, Triton 0.069, XLA 0.074      backward 0.105, XLA 0.273
+    131072x128   forward 0.0181, Triton 0.0178, XLA 0.0192   backward 0.0311, Triton 0.0362, XLA 0.0600
+    1048576x64   forward 0.065, Triton 0.063, XLA 0.067      backward 0.102, Triton 0.107, XLA 0.193
     262144x512   forward 0.129, Triton 0.127, XLA 0.166      backward 0.209, Triton 0.204, XLA 0.514
     65536x1024   forward 0.066, Triton 0.064, XLA 0.087      backward 0.104, Triton 0.106, XLA 0.258
     8192x8192    forward 0.066, Triton 0.067, XLA 0.080      backward 0.111, Triton 0.105, XLA 0.271
@@ -137,9 +137,16 @@ def _layer_norm_on_cuda(call: Any, phase: Phase) -> Standing:
 
     and of the first in an earlier run: forward 0.067, Triton 0.068; backward 0.105, Triton 0.103.
     """
+    return _norm_on_cuda(call, phase, 4096)
+
+
+def _norm_on_cuda(call: Any, phase: Phase, fewest: int) -> Standing:
+    """`fewest`: columns from which on it is ahead forward; between 128 and 1024 `rms_norm` was not timed."""
     if call.x.dtype not in _HALVES:
         return Standing(_BEHIND_XLA if phase == "forward" else _BEHIND_TRITON, f"{call.x.dtype} was not timed")
-    if _wide_halves(call) or (phase == "backward" and call.x.shape[-1] <= 128):
+    columns = call.x.shape[-1]
+    ahead = fewest <= columns <= _MOST_COLUMNS if phase == "forward" else columns <= 128 or _wide_halves(call)
+    if ahead:
         return Standing(_FIRST)
     return Standing(_BEHIND_TRITON, _TRITON_WAS_FASTER)
 
@@ -148,22 +155,20 @@ def _rms_norm_on_cuda(call: Any, phase: Phase) -> Standing:
     """In the same file, and for the first in bench_cuda_rows_h200.json, too, forward 0.067, Triton 0.072:
 
     16384x4096   forward 0.065, Triton 0.065, XLA 0.079      backward 0.113, Triton 0.101, XLA 0.191
-    131072x128   forward 0.0179, Triton 0.0175, XLA 0.0185   backward 0.0302, Triton 0.0368, XLA 0.0541
+    131072x128   forward 0.0175, Triton 0.0174, XLA 0.0183   backward 0.0301, Triton 0.0364, XLA 0.0550
     8192x16384   forward 0.134, Triton 0.197, XLA 0.191      backward 0.205, Triton 0.343, XLA 0.352
     2048x32768   forward 0.070, Triton 0.078, XLA 0.120      backward 0.110, Triton 0.174, XLA 0.184
     2048x65536   forward 0.137, Triton 0.181, XLA 0.232      backward 0.206, Triton 0.340, XLA 0.360
     1024x131072  forward 0.138, Triton 0.168, XLA 0.229      backward 0.215, Triton 0.336, XLA 0.371
     """
-    if phase == "forward" and call.x.dtype in _HALVES and _FEWEST_COLUMNS <= call.x.shape[-1] <= 4096:
-        return Standing(_FIRST)
-    return _layer_norm_on_cuda(call, phase)
+    return _norm_on_cuda(call, phase, 1024)
 
 
 def _softmax_on_cuda(call: Any, phase: Phase) -> Standing:
     """In rows_cuda_h200.json:
 
     32768x4096   forward 0.130, Triton 0.128, XLA 0.154      backward 0.183, Triton 0.185, XLA 0.314
-    131072x128   forward 0.0179, Triton 0.0176, XLA 0.0179   backward 0.0252, Triton 0.0248, XLA 0.0289
+    131072x128   forward 0.0178, Triton 0.0178, XLA 0.0180   backward 0.0253, Triton 0.0247, XLA 0.0288
     8192x16384   forward 0.129, Triton 0.135, XLA 0.392      backward 0.200, Triton 0.194, XLA 0.309
     2048x32768   forward 0.066, Triton 0.074, XLA 0.162      backward 0.099, Triton 0.102, XLA 0.159
     2048x65536   forward 0.130, Triton 0.169, XLA 0.309      backward 0.192, Triton 0.231, XLA 0.312
@@ -182,28 +187,39 @@ def _rope_on_cuda(call: Any, phase: Phase) -> Standing:
 
 
 def _paged_attention_on_cuda(call: PagedAttentionCall, phase: Phase) -> Standing:
-    """benchmarks/results/bench_cuda_pages_h200.json, decoding from bfloat16: 0.253 ms for 64 requests, Triton 0.269, and for one
-    of 131072 tokens 0.128, Triton 0.131; bench_cuda_float8_pages_h200.json, from float8_e4m3fn: 0.133 ms and 0.0732 ms, Triton
-    0.290 and 0.144."""
+    """benchmarks/results/bench_cuda_pages_h200.json, decoding from bfloat16: 0.248 ms for 64 requests, Triton 0.265, and for one
+    of 131072 tokens 0.126, Triton 0.129; bench_cuda_float8_pages_h200.json, from float8_e4m3fn: 0.133 ms and 0.0720 ms, Triton
+    0.293 and 0.144. In between (decoding_few_h200.json), microseconds:
+
+    H32/8 D128 1 x 1024    10.8, Triton 8.5     H64/8 D64 1 x 1024    10.9, Triton 7.7
+    H32/8 D128 1 x 8192    18.0, Triton 18.9    H64/8 D64 1 x 8192    14.8, Triton 14.0
+    H32/8 D128 4 x 4096    26.2, Triton 29.9    H64/8 D64 1 x 32768   27.3, Triton 28.9
+    H32/8 D128 8 x 1024    18.4, Triton 22.2    H64/8 D64 8 x 1024    15.4, Triton 17.6
+    H32/8 D128 16 x 8192    132, Triton 141     H32/32 D128 1 x 1024  13.2, Triton 12.6
+    """
+    requests = call.query.shape[0] * call.kv_lens.shape[1]
     if call.query.shape[1] > call.kv_lens.shape[1]:
         return Standing(_BEHIND_TRITON, "it was faster for one new token of each request alone")
     if call.key_pages.dtype == "float8_e4m3fn":
         return Standing(_FIRST)
     if call.key_pages.dtype in _HALVES:
-        many = call.kv_lens.shape[1] >= _MANY_REQUESTS
-        return Standing(_FIRST) if many else Standing(_BEHIND_TRITON, "of fewer requests one long one alone was timed")
+        stored = 2 * requests * call.longest * call.heads * (call.query.shape[3] + call.value_size)  # bytes
+        many = requests >= _MANY_REQUESTS or stored >= _MANY_STORED_BYTES
+        return Standing(_FIRST) if many else Standing(_BEHIND_TRITON, "Triton's was faster for a short request")
     return Standing(_BEHIND_TRITON, f"pages of {call.key_pages.dtype} were not timed beside Triton's")
 
 
-_MANY_REQUESTS = 32
-_FEWEST_COLUMNS = 1024
-"""Of rows of `rms_norm`; between 128 and 4096 it was not timed."""
+_MANY_REQUESTS = 8
+_MANY_STORED_BYTES = 2**25
+"""Of keys and values that block tables have room for: lengths are not known before a program runs."""
+_MOST_COLUMNS = 131072
+"""That were timed."""
 _TRITON_WAS_FASTER = "Triton's was as fast or faster"
 
 
 def _wide_halves(call: Any) -> bool:
     """Rows beyond those over which Triton's kernels are as fast, as far as they were timed."""
-    return call.x.dtype in _HALVES and 8192 < call.x.shape[-1] <= 131072
+    return call.x.dtype in _HALVES and 8192 < call.x.shape[-1] <= _MOST_COLUMNS
 
 
 _TIMED_HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
