@@ -112,7 +112,7 @@ def _compilation(executable: Path, kind: str) -> dict[str, str]:
         "CMAKE_CUDA_COMPILER_LAUNCHER": str(executable.parent / "ccache"),
         "CCACHE_BASEDIR": str(ROOT),
         "CCACHE_NOHASHDIR": "1",
-        "SKBUILD_BUILD_DIR": f"build/{executable.parents[1].name}",  # as far below the root in every clone
+        "SKBUILD_BUILD_DIR": str(executable.parents[1] / "cuda-library"),  # as far below the root in every clone
         **CUDA_LIBRARY[kind],
     }
 
