@@ -86,12 +86,13 @@ struct Split {
 };
 
 struct Results {
-  void* out;    // [batch, tokens, heads, value.size]
-  float* lse;   // [batch, tokens, heads], null when not asked for
-  float* part;  // [workers, 2, parts_of_block, together * rows_of_head, room]: weighted values of a share's first and last tile
-  float2* part_weight;  // [workers, 2, parts_of_block, together * rows_of_head]: the largest logit, and the sum of weights
-                        // beside it
-  Split* splits;        // [workers]
+  void* out;   // [batch, tokens, heads, value.size]
+  float* lse;  // [batch, tokens, heads], null when not asked for
+  // Of a share's first and last tile, [workers, 2, parts_of_block, together * rows_of_head]: weighted values, room of each; and
+  // the largest logit with the sum of weights relative to it.
+  float* part;
+  float2* part_weight;
+  Split* splits;  // [workers]
 };
 
 // A request of any batch member, and the steps of keys that any of its new tokens sees.
