@@ -83,13 +83,12 @@ struct Cursor {
   __device__ int64_t byte_in(const Side& side) const { return visible() ? page * side.page + offset * side.token : -1; }
 
   // Of a packed side.
-  __device__ uint32_t access_in(const Side& side) const {
-    const auto accesses = [](int64_t bytes) { return uint32_t(uint64_t(bytes) / kAccess); };
-    return visible() ? uint32_t(page) * accesses(side.page) + uint32_t(offset) * accesses(side.token) : kNowhere;
+  __device__ uint32_t access_in(const Accesses& apart) const {
+    return visible() ? uint32_t(page) * apart.page + uint32_t(offset) * apart.token : kNowhere;
   }
 
   __device__ void advance() {
-    key += 1 << (problem.step_bits + problem.turns_bits), offset += problem.turn_rest, entry += problem.turn_pages;
+    key += problem.turn, offset += problem.turn_rest, entry += problem.turn_pages;
     if (offset >= page_size()) offset -= page_size(), ++entry;
     look_up();
   }
@@ -144,31 +143,33 @@ struct Attention {
 
   // This warp's part of what warps with the same keys copy: to the ring of the first of them on.
   template <int HEADS>
-  __device__ void copy_part(const Cursor& cursor, const Side& side, const char* from, int slot, int beside) const {
+  __device__ void copy_part(const Cursor& cursor, const Side& side, const Accesses& apart, const char* from, int slot,
+                            int beside) const {
     constexpr int kEach = sizeof(S);
     copy_rows<Layout::kKeys, kEach, BLOCK, HEADS>(step_at(warp - warp % HEADS, slot) + beside, stages * 2 * Layout::kBytes,
-                                                  from, cursor.access_in(side), uint32_t(uint64_t(side.head) / kAccess),
-                                                  side.size * kEach, warp % HEADS, lane);
+                                                  from, cursor.access_in(apart), apart.head, side.size * kEach, warp % HEADS,
+                                                  lane);
   }
 
-  __device__ void copy_side(const Cursor& cursor, const Side& side, const char* from, int slot, int beside) const {
+  __device__ void copy_side(const Cursor& cursor, const Side& side, const Accesses& apart, const char* from, int slot,
+                            int beside) const {
     if (!side.packed) {
       copy_elements<Layout::kKeys, sizeof(S), BLOCK>(step_at(warp, slot) + beside, from + my_head() * side.head,
                                                      cursor.byte_in(side), side.size * int(sizeof(S)), lane);
       return;
     }
     if constexpr (Layout::kShares) {
-      if (together == 2) return copy_part<2>(cursor, side, from, slot, beside);
+      if (together == 2) return copy_part<2>(cursor, side, apart, from, slot, beside);
     }
-    copy_part<1>(cursor, side, from, slot, beside);
+    copy_part<1>(cursor, side, apart, from, slot, beside);
   }
 
   // Begin to copy the cursor's keys and values.
   __device__ void begin_step(Cursor& cursor, const char* keys, const char* values, int slot) {
     const unsigned seen = __ballot_sync(kWarp, cursor.visible());
     if (lane == 0) notes.seen[warp][slot] = int(seen & Layout::kAllSeen);
-    copy_side(cursor, problem.key, keys, slot, 0);
-    copy_side(cursor, problem.value, values, slot, Layout::kBytes);
+    copy_side(cursor, problem.key, problem.keys_apart, keys, slot, 0);
+    copy_side(cursor, problem.value, problem.values_apart, values, slot, Layout::kBytes);
     cursor.advance();
   }
 
@@ -315,9 +316,8 @@ struct Attention {
     }
   }
 
-  // The keys and values in a slot join the sums.
-  __device__ void take_step(const Queries<BLOCK>& queries, float factor, int slot) {
-    const unsigned seen = unsigned(notes.seen[warp][slot]);
+  // The keys and values in a slot, those that are `seen`, join the sums.
+  __device__ void take_step(const Queries<BLOCK>& queries, float factor, int slot, unsigned seen) {
     if (seen == 0) return;
     Logits logits = {};
     const char* keys = step_at(warp, slot);
@@ -385,9 +385,11 @@ struct Attention {
         read_queries(queries, rows, tile);
         meet();  // and all lanes that fill this end of the ring have read theirs
       }
+      unsigned seen = 0;
       if (step >= 0) {
         wait_for_copies(stages - 1 - (step > 0));
-        meet();  // and every lane is done with the slot of the step before, if there was one
+        meet();                                   // and every lane is done with the slot of the step before, if there was one
+        seen = unsigned(notes.seen[warp][slot]);  // on its way while the next step begins
       }
       if (step == queries_at) copy_queries(rows, request, tile);
       if (step != 0) {
@@ -396,7 +398,7 @@ struct Attention {
         free = free + 1 == stages ? 0 : free + 1;
       }
       if (step < 0) continue;
-      take_step(queries, factor, slot);
+      take_step(queries, factor, slot, seen);
       slot = slot + 1 == stages ? 0 : slot + 1;
     }
     wait_for_copies(0);

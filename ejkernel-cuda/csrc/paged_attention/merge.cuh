@@ -148,9 +148,10 @@ __device__ inline void find_split(const Problem& problem, Divisor workers, int w
 
 // Rows of split tiles from their parts, of which LANES lanes read a row's slice; `shape.tiles` times `shape.blocks` blocks.
 //
-// This kernel may begin before `attend` ends: until it has waited it reads arguments of the call alone and writes tokens that
-// `attend` leaves out. All that ran before `attend`, and so all that may have had the results' memory, was done when that
-// began; and whatever comes next waits for this kernel, which does not end before `attend` does. So every thread waits.
+// This kernel may begin before `attend` ends: until it has waited it reads arguments of the call alone, works out from them
+// what it can, and writes tokens that `attend` leaves out. All that ran before `attend`, and so all that may have had the
+// results' memory, was done when that began; and whatever comes next waits for this kernel, which does not end before `attend`
+// does. So every thread waits.
 template <int LANES>
 __global__ void __launch_bounds__(kMergeThreads)
     merge(const __grid_constant__ Problem problem, const __grid_constant__ Results results, Divisor workers, MergeShape shape) {
@@ -169,13 +170,12 @@ __global__ void __launch_bounds__(kMergeThreads)
   int first = 0;
   if (shape.by_lengths) {
     find_split(problem, workers, tile, found, first);
-    wait_for_last_kernel();
   } else {
     wait_for_last_kernel();
     search_split(results, int(workers.value), tile, notes);
     if (notes.first >= 0) found = notes.found, first = notes.first;
+    if (found.workers < 2) return;
   }
-  if (found.workers < 2) return;
   const int row = found.row + beside * group + in_head;
   const bool there = beside < problem.together && found.row - int(problem.groups.divide(found.row)) * group + in_head < group;
   const int bits = shape.part_bits, rows = problem.rows_of_part();
@@ -185,12 +185,16 @@ __global__ void __launch_bounds__(kMergeThreads)
   const float2* part_weight = results.part_weight + first_part;
   const float* part = results.part + first_part * shape.room + channel;
   const int token = problem.all_heads.divide(row), head = row - token * problem.heads, batch = problem.all_tokens.divide(token);
-  float value_scale = 1.f, sink = -INFINITY;  // on their way together with the parts
+  float value_scale = 1.f, sink = -INFINITY;
   if (there && problem.value_scale) {
     const int key_head = problem.groups.divide(head);
     value_scale = problem.value_scale[batch * problem.value_scale_batch + key_head * problem.value_scale_head];
   }
   if (there && problem.sinks) sink = problem.sinks[batch * problem.sinks_batch + head] * kLog2E;
+  if (shape.by_lengths) {
+    wait_for_last_kernel();
+    if (found.workers < 2) return;
+  }
   Partial sum;
 #pragma unroll 1
   for (int base = mine * kBeside + lane / LANES; base < count; base += step * kAtOnce) {

@@ -44,9 +44,10 @@ struct Call {
 struct Problem : Call {
   Divisor page, heads_above, keys_above;  // of page_size, head_tiles, key_tiles
   Divisor groups, all_heads, all_tokens;  // of group, heads, tokens
+  Accesses keys_apart, values_apart;      // strides of what is packed
   int requests_in_all, longest;           // requests of the batch; keys that a table names
   int turns_bits;                         // 2^turns_bits warps take turns at a key head's keys
-  int turn_pages, turn_rest;              // keys from one step of a warp to its next, as whole pages and what is left
+  int turn, turn_pages, turn_rest;        // keys from one step of a warp to its next; as whole pages and what is left
   int table_lines;                        // of memory that tables take, each thread's to fetch ahead
   int starts_apart, lengths_apart;        // strides of the batch
   int64_t tables_apart;
@@ -59,17 +60,25 @@ struct Problem : Call {
         groups(divisor(uint32_t(call.group))),
         all_heads(divisor(uint32_t(call.heads))),
         all_tokens(divisor(uint32_t(call.requests.tokens))),
+        keys_apart(accesses_of(call.key)),
+        values_apart(accesses_of(call.value)),
         requests_in_all(call.batch * int(call.requests.requests)),
         longest(int(call.requests.table_width * call.requests.page_size)),
         turns_bits(kWarpsBits - call.together / 2),
-        turn_pages(int((1 << (call.step_bits + turns_bits)) / call.requests.page_size)),
-        turn_rest(int((1 << (call.step_bits + turns_bits)) % call.requests.page_size)),
+        turn(1 << (call.step_bits + turns_bits)),
+        turn_pages(int(turn / call.requests.page_size)),
+        turn_rest(int(turn % call.requests.page_size)),
         starts_apart(call.requests.one_starts ? 0 : int(call.requests.requests + 1)),
         lengths_apart(call.requests.one_lengths ? 0 : int(call.requests.requests)),
         tables_apart(call.requests.one_tables ? 0 : call.requests.requests * call.requests.table_width) {
     const int64_t entries = (call.requests.one_tables ? 1 : call.batch) * call.requests.requests * call.requests.table_width;
     const int64_t lines = (entries * int64_t(sizeof(int32_t)) + kLine - 1) / kLine;
     table_lines = int(lines < kMostLines ? lines : kMostLines);
+  }
+
+  // Of a packed side.
+  static constexpr Accesses accesses_of(const Side& side) {
+    return {uint32_t(side.page / kAccess), uint32_t(side.token / kAccess), uint32_t(side.head / kAccess)};
   }
 
   constexpr int rows_of_head() const { return group < kRows ? group : kRows; }  // of a tile at most, of each key head

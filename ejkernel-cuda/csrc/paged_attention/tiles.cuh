@@ -37,6 +37,11 @@ constexpr int parts_of_block(int64_t element_bytes, int width, int64_t group, in
   return turns(element_bytes, width) && group <= kRows / 2 ? kWarps / int(together) : 1;
 }
 
+// Strides of an array of pages as counts of accesses.
+struct Accesses {
+  uint32_t page, token, head;
+};
+
 // Where a row's 16 bytes lie, so that neither rows next to each other nor the same bytes of 8 rows meet in one bank.
 template <int ROW_BYTES>
 __device__ inline int place(int row, int chunk) {
@@ -53,18 +58,24 @@ __device__ inline void copy_rows(char* to, int tile_bytes, const char* from, uin
                                  int part, int lane) {
   constexpr int kRowBytes = BLOCK * BYTES, kChunks = kRowBytes / kAccess, kAcross = HEADS * kChunks;
   constexpr int kTogether = 32 / kAcross, kCopies = KEYS / HEADS / kTogether;  // keys of one copy, and copies
-  constexpr int kUnrolled = BLOCK > 128 ? 4 : kCopies;                         // wide heads leave few registers
+  constexpr int kAtOnce = BLOCK > 128 ? 4 : kCopies;                           // wide heads leave few registers
   static_assert(kAcross <= 32 && KEYS / HEADS % 8 == 0);
   const int chunk = lane % kChunks, mine = place<kRowBytes>(lane / kAcross, chunk), start = part * (KEYS / HEADS);
   const uint32_t across = unsigned(chunk) + unsigned(lane / kChunks % HEADS) * head;
   const bool in_row = chunk * kAccess < row_bytes;
   to += lane / kChunks % HEADS * tile_bytes + start * kRowBytes;
-#pragma unroll kUnrolled
-  for (int i = 0; i < kCopies; ++i) {
-    const int first = i * kTogether, turned = place<kRowBytes>(first, 0) % kRowBytes;
-    const uint32_t row_at = __shfl_sync(kWarp, at, start + first + lane / kAcross);
-    const bool there = in_row && row_at != kNowhere;
-    copy_bytes_ahead<kAccess>(to + (mine ^ turned) + first * kRowBytes, from + uint64_t(row_at + across) * kAccess, there);
+#pragma unroll 1
+  for (int base = 0; base < kCopies; base += kAtOnce) {
+    uint32_t rows_at[kAtOnce];  // all of them asked for before the first copy, which waits for its own
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) rows_at[i] = __shfl_sync(kWarp, at, start + (base + i) * kTogether + lane / kAcross);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int first = (base + i) * kTogether, turned = place<kRowBytes>(first, 0) % kRowBytes;
+      const bool there = in_row && rows_at[i] != kNowhere;
+      copy_bytes_ahead<kAccess>(to + (mine ^ turned) + first * kRowBytes, from + uint64_t(rows_at[i] + across) * kAccess,
+                                there);
+    }
   }
 }
 
