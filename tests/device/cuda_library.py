@@ -234,6 +234,12 @@ def touch(every: int, match: str, process: int, processes: int) -> None:
     print(f"RAN {len(mine)} programs")
 
 
+LOST = "Internal Sanitizer Error"
+"""What compute-sanitizer says when it has lost track of a launch. Its summary counts that as a hazard."""
+
+ATTEMPTS = 3
+
+
 def sanitize(tool: str, limit: float, every: int, match: str, processes: int) -> Row:
     """Under one of compute-sanitizer's tools, by some processes beside each other, without CUDA graphs, into which it does not
     look."""
@@ -246,8 +252,15 @@ def sanitize(tool: str, limit: float, every: int, match: str, processes: int) ->
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "--match", match]
     command += ["--touch", str(every), "--processes", str(processes), "--process"]
 
+    lost: list[int] = []
+
     def run(process: int) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, str(process)], env=environment, capture_output=True, text=True, timeout=limit)
+        for _ in range(ATTEMPTS):
+            done = subprocess.run([*command, str(process)], env=environment, capture_output=True, text=True, timeout=limit)
+            if LOST not in done.stdout + done.stderr:
+                break
+            lost.append(process)
+        return done
 
     try:
         with concurrent.futures.ThreadPoolExecutor(processes) as pool:
@@ -265,6 +278,8 @@ def sanitize(tool: str, limit: float, every: int, match: str, processes: int) ->
     passed = all(one.returncode == 0 for one in done) and len(counts) == processes
     seen = f"one in {every} of what is named {match}" if match else f"one in {every}"
     detail = "; ".join(dict.fromkeys(lines)) or (done[0].stdout + done[0].stderr)[-300:]
+    if lost:
+        detail += f"; lost track of a launch and was asked again: {len(lost)} times"
     return row(f"{tool}, {seen}", passed, f"{sum(counts)} programs: {detail}")
 
 
