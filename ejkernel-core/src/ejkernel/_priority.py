@@ -187,9 +187,9 @@ def _rope_on_cuda(call: Any, phase: Phase) -> Standing:
 
 
 def _paged_attention_on_cuda(call: PagedAttentionCall, phase: Phase) -> Standing:
-    """benchmarks/results/bench_cuda_pages_h200.json, decoding from bfloat16: 0.248 ms for 64 requests, Triton 0.265, and for one
-    of 131072 tokens 0.126, Triton 0.129; bench_cuda_float8_pages_h200.json, from float8_e4m3fn: 0.133 ms and 0.0720 ms, Triton
-    0.293 and 0.144. In between (decoding_few_h200.json), microseconds:
+    """benchmarks/results/bench_cuda_pages_h200.json, decoding from bfloat16: 0.247 ms for 64 requests, Triton 0.264, and for one
+    of 131072 tokens 0.125, Triton 0.128; bench_cuda_float8_pages_h200.json, from float8_e4m3fn: 0.130 ms and 0.0699 ms, Triton
+    0.289 and 0.143. In between (decoding_few_h200.json, an earlier form of CUDA's), microseconds:
 
     H32/8 D128 1 x 1024    10.8, Triton 8.5     H64/8 D64 1 x 1024    10.9, Triton 7.7
     H32/8 D128 1 x 8192    18.0, Triton 18.9    H64/8 D64 1 x 8192    14.8, Triton 14.0
@@ -320,7 +320,7 @@ DEFAULT_ORDER: Mapping[str, Mapping[str, Mapping[str, int | Rule]]] = {
     # benchmarks/results/paged_h200.json: decode 5 to 140 times as fast as XLA, 1.8 to 1.9 times as JAX's Pallas kernel
     "paged_attention": {"gpu": {"triton": _TRITON, "cuda": _paged_attention_on_cuda}},
     # benchmarks/results/bench_h200.json: an update of 64 requests takes a kernel 3.4 us, XLA's scatters 22 us and more;
-    # bench_cuda_pages_h200.json: CUDA's 4.1 us
+    # bench_cuda_pages_h200.json: CUDA's 4.2 us
     "paged_cache_update": {"gpu": {"triton": _TRITON, "cuda": _BEHIND_TRITON}},
     # benchmarks/results/bench_cuda_rows_h200.json: CUDA's 1.35 times as fast as XLA forward, 2.7 times backward
     "qk_norm_rope": {"gpu": {"cuda": _FIRST}},
