@@ -230,15 +230,15 @@ def device_seconds(function, sets, repeats: int) -> list[float]:
     return [milliseconds / 1e3 / len(sets) for milliseconds in times]
 
 
-def wall_seconds(function, sets, repeats: int) -> list[float]:
-    """Wall time of one call in a long queue, where CUPTI does not work."""
+def wall_seconds(function, sets, repeats: int, queued: int = 5) -> list[float]:
+    """Wall time of one call, in a queue of so many programs that call once per input set."""
     program = jax.jit(lambda sets: [function(*values) for values in sets])
     jax.block_until_ready(program(sets))
     samples = []
     for _ in range(repeats):
         begin = time.perf_counter()
-        jax.block_until_ready([program(sets) for _ in range(5)])
-        samples.append((time.perf_counter() - begin) / 5 / len(sets))
+        jax.block_until_ready([program(sets) for _ in range(queued)])
+        samples.append((time.perf_counter() - begin) / queued / len(sets))
     return samples
 
 

@@ -19,21 +19,19 @@ import os
 import pathlib
 import statistics
 import sys
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from check_gpu import versions
+from check_gpu import BANDWIDTH, versions, wall_seconds
 
 import ejkernel
 from ejkernel.bench._clock import DeviceClock
 from ejkernel.bench._program import Program
 
-BANDWIDTH = 4.3e12
 HEADS, KEY_HEADS, SIZE = 32, 8, 128
-LAYERS, CACHES, ROUNDS, REPEATED = 24, 3, 7, 20
+LAYERS, CACHES, ROUNDS, QUEUED = 24, 3, 7, 20
 TOLERANCE = 0.02
 """Of the norm of what is expected: queries and results are bfloat16."""
 
@@ -76,7 +74,7 @@ def attend(query: Any, cache: Any, lengths: Any, scale: Any, platform: str) -> A
     key_pages, value_pages, tables = cache
     return ejkernel.page_attention(
         query, key_pages, value_pages, lengths, tables, k_scale=scale, v_scale=scale, platform=platform
-    )  # fmt: skip
+    )
 
 
 def error_of(shape: Shape, platform: str, query: Any, cache: Any, lengths: Any, scale: Any) -> float:
@@ -84,17 +82,6 @@ def error_of(shape: Shape, platform: str, query: Any, cache: Any, lengths: Any, 
     wanted = np.asarray(jax.jit(functools.partial(attend, platform="xla"))(query, cache, lengths, scale), np.float64)
     found = np.asarray(jax.jit(functools.partial(attend, platform=platform))(query, cache, lengths, scale), np.float64)
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
-
-
-def wall_of(program: Program) -> float:
-    """Seconds of a run, pauses between kernels included, where the device always has the next one to do."""
-    arguments = program.sets[0]
-    program.wait(program.run(*arguments))
-    begin = time.perf_counter()
-    for _ in range(REPEATED):
-        found = program.run(*arguments)
-    program.wait(found)
-    return (time.perf_counter() - begin) / REPEATED
 
 
 def measure(shape: Shape, platform: str) -> dict[str, Any]:
@@ -110,13 +97,14 @@ def measure(shape: Shape, platform: str) -> dict[str, Any]:
             query = attend(query, caches[layer % CACHES], lengths, scale, platform)
         return query
 
-    clock, program = DeviceClock("gpu"), Program(layers, [(query, caches, lengths, scale)], lambda found: {"out": found})
+    sets, clock = [(query, caches, lengths, scale)], DeviceClock("gpu")
+    program = Program(layers, sets, lambda found: {"out": found})
     found = {
-        "wall": [wall_of(program) / LAYERS for _ in range(ROUNDS)],
+        "wall": [seconds / LAYERS for seconds in wall_seconds(layers, sets, ROUNDS, QUEUED)],
         "profiler": [seconds / LAYERS for _ in range(ROUNDS) for seconds in clock.samples(program, 0)],
     }
-    if clock.reason:
-        sys.exit(f"no device time: {clock.reason}")
+    if not found["profiler"]:
+        sys.exit(f"no device time: {clock.reason or 'runs of one program were not alike'}")
     middle = {name: statistics.median(seconds) for name, seconds in found.items()}
     fractions = {name: round(shape.bytes / BANDWIDTH / seconds, 3) for name, seconds in middle.items()}
     times = ", ".join(f"{name} {seconds * 1e6:.2f} us a layer, {fractions[name]}" for name, seconds in middle.items())
