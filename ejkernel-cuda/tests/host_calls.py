@@ -257,7 +257,7 @@ def _attend_pages(
 def _attend(given, results, *, below, above, scale, cap, pack, take_turns, persistent):
     out, lse = host_attention.forward(
         *given, host_attention.Band(int(below), int(above)), scale=float(scale), cap=float(cap),
-        pack=int(pack), take_turns=bool(take_turns), persistent=bool(persistent),
+        pack=int(pack), sharers=results[2].array.shape[0], take_turns=bool(take_turns), persistent=bool(persistent),
     )  # fmt: skip
     results[0].array[...] = out
     if results[1].array.size:

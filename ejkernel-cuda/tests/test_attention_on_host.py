@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from host_attention import Band, Order, Rules
+from host_attention import Band, Order, Range, Rules
 
 from ejkernel.operations.flash_attention import cases, reference
 from ejkernel.operations.flash_attention.interface import OPERATION
@@ -73,7 +73,7 @@ def test_every_block_is_worked_on_once():
     ):
         rows, total = heads * batch, blocks * heads * batch
         section = min(section, rows)
-        order = Order(blocks, heads, batch, section, total, last_first)
+        order = Order(blocks, heads, batch, section, last_first)
         places = [library.attention_place(order, work) for work in range(total)]
         assert sorted((place.row, place.block) for place in places) == sorted(itertools.product(range(rows), range(blocks)))
         sections = [place.row // section for place in places]
@@ -92,6 +92,33 @@ def test_programs_share_work_evenly():
         # Work that shrinks from one to the next: two rounds give everybody the same.
         if rounds % 2 == 0 and total == rounds * programs:
             assert len({sum(mine) for mine in dealt}) == 1
+
+
+def test_shares_are_even():
+    """Every tile of the blocks that are left has one owner, who has it in the piece that the merge looks for."""
+    library, long = host_attention.library(), ctypes.c_int64
+    for total, programs, tiles, low in itertools.product((1, 2, 5, 7, 12, 29), (1, 3, 7, 12), (0, 1, 3, 4, 9, 40), (0, 5)):
+        shares = library.attention_shares(long(total), long(programs), Range(low, low + tiles))
+        if not shares.blocks:
+            assert shares.first == total and min(programs, total % programs * tiles // 4) <= total % programs
+            continue
+        assert (shares.first, shares.rounds) == (total // programs * programs, total // programs)
+        assert shares.first + shares.blocks == total and shares.blocks < shares.programs <= programs
+        pieces = {
+            (program, number): library.attention_piece(shares, program, number)
+            for program, number in itertools.product(range(programs), range(3))
+        }
+        had = [
+            (piece.block * tiles + tile - low, owner, number)
+            for (owner, number), piece in pieces.items()
+            for tile in range(piece.tiles.low, piece.tiles.high)
+        ]
+        assert sorted(tile for tile, _, _ in had) == list(range(shares.blocks * tiles))
+        for tile, owner, number in had:
+            assert library.attention_owner(shares, tile) == owner
+            assert library.attention_number_in(shares, owner, tile // tiles) == number
+        sizes = [sum(had_by == program for _, had_by, _ in had) for program in range(shares.programs)]
+        assert max(sizes) - min(sizes) <= 1 and max(sizes) <= tiles and min(sizes) >= 4
 
 
 def test_sections_hold_whole_groups():
@@ -154,6 +181,45 @@ def test_numbers(size, band, take_turns, persistent):
     knobs = {"take_turns": take_turns, "persistent": persistent, "scale": size**-0.5}
     got = host_attention.forward(query, key, value, limits, **knobs)
     compare(got, exact(query, key, value, limits, size**-0.5), dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("blocks", "processors"), [(3, 4), (3, 5), (2, 3), (1, 5), (1, 9)])
+def test_shared_blocks(size, blocks, processors):
+    """The last blocks are merged from their pieces: after rounds of whole ones, or where there are fewer blocks than programs. The
+    largest logits lie in later pieces, and queries end within a block."""
+    rng, queries = np.random.default_rng(10), blocks * (192 if size == 64 else 128) - 41
+    shapes = ((1, queries, 2, size), (1, 1400, 1, size), (1, 1400, 1, size))
+    query, key, value = (random(rng, *shape, dtype="bfloat16") for shape in shapes)
+    key *= np.linspace(0.2, 3, 1400)[:, None, None].astype(key.dtype)
+    knobs = {"take_turns": size == 64, "persistent": True, "scale": size**-0.5, "processors": processors}
+    wanted = exact(query, key, value, Band(FAR, FAR), size**-0.5)
+    alone = host_attention.forward(query, key, value, Band(FAR, FAR), **knobs)
+    shared = host_attention.forward(query, key, value, Band(FAR, FAR), sharers=6, **knobs)
+    compare(shared, wanted, "bfloat16")
+    assert (shared[1] != alone[1]).any()  # sums in another order
+
+
+@pytest.mark.parametrize("pack", [1, 4, 8])
+def test_shared_blocks_of_packed_heads(pack):
+    rng = np.random.default_rng(11)
+    query, key = random(rng, 2, 13, 16, 128, dtype="float16"), random(rng, 2, 1100, 2, 128, dtype="float16")
+    value = random(rng, 2, 1100, 2, 40, dtype="float16")
+    knobs = {"take_turns": False, "persistent": True, "scale": 0.1, "cap": 0.0, "pack": pack}
+    got = host_attention.forward(query, key, value, Band(FAR, FAR), sharers=200, processors=11, **knobs)
+    compare(got, exact(query, key, value, Band(FAR, FAR), 0.1), "float16")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("band", [Band(FAR, 1150), Band(300, 900), Band(FAR, 0), Band(FAR, -290), Band(-400, FAR)])
+def test_shared_blocks_under_masks(size, band):
+    """Pieces of which a block sees no key, blocks that see none, and values there that are not finite."""
+    rng = np.random.default_rng(12)
+    query, key, value = (random(rng, 1, n, 2, size, dtype="bfloat16") for n in (450, 1500, 1500))
+    value[:, ~seen(450, 1500, band).any(0)] = np.inf
+    knobs = {"take_turns": False, "persistent": True, "scale": 0.1, "processors": 9, "sharers": 9}
+    got = host_attention.forward(query, key, value, band, **knobs)
+    compare(got, exact(query, key, value, band, 0.1), "bfloat16")
 
 
 @pytest.mark.parametrize("size", SIZES)

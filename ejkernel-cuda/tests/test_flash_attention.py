@@ -31,7 +31,9 @@ ATTRIBUTES = {
 }
 
 
-def check(dtype=jnp.bfloat16, dtypes=None, out=None, out_dtype=None, lse=None, **changes):
+def check(
+    dtype=jnp.bfloat16, dtypes=None, out=None, out_dtype=None, lse=None, part=(0, 2, 128, 128), part_weight=None, **changes
+):
     """The handler's checks on these shapes."""
     shapes = [changes.pop(name, shape) for name, shape in ARRAYS.items()]
     attributes = {**ATTRIBUTES, **changes}
@@ -41,6 +43,8 @@ def check(dtype=jnp.bfloat16, dtypes=None, out=None, out_dtype=None, lse=None, *
     results = (
         jax.ShapeDtypeStruct(out or (*shapes[0][:3], shapes[2][-1]), out_dtype or dtype),
         jax.ShapeDtypeStruct(shapes[0][:3] if lse is None else lse, jnp.float32),
+        jax.ShapeDtypeStruct(part, jnp.float32),
+        jax.ShapeDtypeStruct((*part[:-1], 2) if part_weight is None else part_weight, jnp.float32),
     )
     arrays = [jnp.zeros(shape, each) for shape, each in zip(shapes, dtypes or (dtype,) * 3, strict=True)]
     call = jax.ffi.ffi_call(check_target("flash_attention_forward"), results)
@@ -51,10 +55,13 @@ def check(dtype=jnp.bfloat16, dtypes=None, out=None, out_dtype=None, lse=None, *
 def test_handler_admits_the_contract():
     check()
     check(jnp.float16, lse=(0,))
-    check(query=(2, 5, 4, 200), key=(2, 7, 1, 200), value=(2, 7, 1, 8), cap=30.0, below=-(1 << 30))
+    check(
+        query=(2, 5, 4, 200), key=(2, 7, 1, 200), value=(2, 7, 1, 8), part=(3, 2, 128, 256), cap=30.0, below=-(1 << 30)
+    )
     check(pack=2)
     check(query=(2, 5, 128, 64), key=(2, 7, 2, 64), pack=64)
-    check(query=(0, 5, 4, 64), key=(0, 7, 2, 64), value=(0, 7, 2, 64))
+    check(query=(0, 5, 4, 64), key=(0, 7, 2, 64), value=(0, 7, 2, 64), part=(0, 2, 192, 64))
+    check(value=(2, 7, 2, 64), part=(132, 2, 192, 64))
 
 
 @needs_library
@@ -80,6 +87,10 @@ def test_handler_admits_the_contract():
         ({"out": (2, 5, 4, 64)}, r"out must be .* got \[2, 5, 4, 64\]"),
         ({"out_dtype": jnp.float16}, "out must be"),
         ({"lse": (2, 4, 5)}, r"lse must be .* or \[0\], got \[2, 4, 5\]"),
+        ({"part": (132, 2, 192, 64)}, r"part must be \[programs, 2, 128, 128\] with up to 2\^16 programs, got \[132, 2, 192, 64\]"),
+        ({"part": ((1 << 16) + 1, 2, 128, 128)}, "part must be .* with up to"),
+        ({"part": (2, 128, 128)}, r"part must be .* got \[2, 128, 128\]"),
+        ({"part": (3, 2, 128, 128), "part_weight": (2, 2, 128, 2)}, "part_weight must be the first axes of part"),
     ],
 )
 def test_handler_refuses(changes, message):
@@ -151,7 +162,7 @@ def test_supports():
 )
 def test_bands(options, expected):
     """Of 256 queries and 266 keys."""
-    assert kernel.band(problem(keys=266, **options).call) == expected
+    assert config.band(problem(keys=266, **options).call) == expected
 
 
 def test_configs():
@@ -167,6 +178,33 @@ def test_configs():
     assert groups == {1: 1, 7: 1, 12: 4, 64: 64, 128: 64}
     for call in calls.values():
         assert config.forward_heuristic(call, H200) in config.forward_space(call, H200)
+
+
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [
+        ({"queries": 8192, "heads": 16, "key_heads": 16, "batch": 2}, True),  # 2048 blocks are 15 rounds and 68 more
+        ({"queries": 8448, "heads": 30, "key_heads": 30}, False),  # 15 whole rounds
+        ({"queries": 8192, "heads": 16, "key_heads": 16, "batch": 2, "causal": True}, False),  # dealt out as others end
+        ({"queries": 2048, "heads": 8, "key_heads": 8, "causal": True}, False),  # 128 blocks, half of whose tiles are hidden
+        ({"queries": 1, "keys": 131072, "heads": 32, "key_heads": 8}, True),
+        ({"queries": 256, "keys": 32768, "causal": True, "causal_alignment": "bottom_right"}, True),
+        ({"queries": 256, "keys": 32768, "sliding_window": (255, 0), "causal": True, "causal_alignment": "bottom_right"}, False),
+        ({"queries": 1, "keys": 1024, "heads": 32, "key_heads": 8}, False),  # too few tiles to be worth it
+    ],
+)
+def test_programs_share_what_is_left(options, shared):
+    """Where that makes the last round, or the only one, shorter by more than it costs."""
+    call = problem(**options).call
+    chosen, space = config.forward_heuristic(call, H200), config.forward_space(call, H200)
+    assert chosen.sharers == (132 if shared else 0) and chosen in space
+    assert not shared or chosen.persistent
+    assert {one.sharers for one in space if not one.persistent} == {0}
+
+
+def test_only_programs_that_stay_share():
+    with pytest.raises(ValueError, match="sharers must not be negative, and 0 without persistent programs"):
+        config.ForwardConfig(take_turns=False, persistent=False, sharers=4)
 
 
 @needs_library

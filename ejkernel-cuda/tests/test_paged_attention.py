@@ -225,3 +225,4 @@ def test_dispatched_by_name_for_a_gpu():
     with ejkernel.use(target=H200):
         text = jax.jit(decode).trace(query, pages, pages, *described).lower(lowering_platforms=("cuda",)).as_text()
     assert "ejkernel_cuda_paged_attention_forward" in text
+    assert "stablehlo.iota" not in text  # a kernel of XLA's before ours

@@ -2,20 +2,23 @@
 //
 // query is [batch, queries, heads, size], key [batch, keys, key heads, size], value [batch, keys, key heads, value size]; out
 // is [batch, queries, heads, value size] and lse [batch, queries, heads], or [0] where nobody wants it. Query i sees keys i -
-// below ... i + above. The kernel's arguments hold descriptions of the arrays with their addresses. A CUDA graph keeps them as
-// they were when it was recorded; XLA records a call anew when the address of a buffer has changed since.
+// below ... i + above. What programs that share blocks leave for the merge lies in results too; part says how many they may be.
+// The kernel's arguments hold descriptions of the arrays with their addresses. A CUDA graph keeps them as they were when it was
+// recorded; XLA records a call anew when the address of a buffer has changed since.
+#include <array>
 #include <map>
 #include <mutex>
 #include <tuple>
 
 #include "flash_attention/launch.cuh"
-#include "handler.h"
+#include "launch.h"
 #include "tensor_map.h"
 
 namespace ejkernel::flash_attention {
 namespace {
 
 constexpr const char* kName = "flash_attention";
+constexpr int64_t kMostSharers = int64_t{1} << 16;
 
 ffi::Error CheckArrays(Array query, Array key, Array value) {
   const Dims q = query.dimensions(), k = key.dimensions(), v = value.dimensions();
@@ -44,8 +47,24 @@ ffi::Error CheckArrays(Array query, Array key, Array value) {
   return ffi::Error::Success();
 }
 
-ffi::Error Check(Array query, Array key, Array value, int64_t below, int64_t above, float scale, float cap, int64_t pack,
-                 bool, bool, ffi::Result<Array> out, ffi::Result<Floats> lse) {
+// Of as many programs as share blocks, or of none.
+ffi::Error CheckParts(ffi::DataType type, Dims query, Dims value, Dims part, Dims part_weight) {
+  const auto shape_of = [&]<class S>() { return std::array<int64_t, 3>{2, S::kBlockQ, S::kSize}; };
+  const int64_t widest = std::max(query[3], value[3]);
+  const auto wanted = type == ffi::BF16 ? for_shape<__nv_bfloat16>(widest, shape_of) : for_shape<__half>(widest, shape_of);
+  if (part.size() != 4 || part[0] > kMostSharers || !std::equal(wanted.begin(), wanted.end(), part.begin() + 1)) {
+    return Invalid(kName, "part must be [programs, 2, " + std::to_string(wanted[1]) + ", " + std::to_string(wanted[2]) +
+                              "] with up to 2^16 programs, got " + Text(part));
+  }
+  if (part_weight.size() != 4 || part_weight[3] != 2 || !std::equal(part.begin(), part.end() - 1, part_weight.begin())) {
+    return Invalid(kName, "part_weight must be the first axes of part " + Text(part) + " and 2, got " + Text(part_weight));
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error Check(Array query, Array key, Array value, int64_t below, int64_t above, float scale, float cap, int64_t pack, bool,
+                 bool, ffi::Result<Array> out, ffi::Result<Floats> lse, ffi::Result<Floats> part,
+                 ffi::Result<Floats> part_weight) {
   EJKERNEL_TRY(CheckArrays(query, key, value));
   const int64_t group = query.dimensions()[2] / key.dimensions()[2];
   if (pack < 1 || pack > kRows || (pack & (pack - 1)) || group % pack) {
@@ -67,7 +86,7 @@ ffi::Error Check(Array query, Array key, Array value, int64_t below, int64_t abo
   if (!absent && (rows.size() != 3 || !std::equal(rows.begin(), rows.end(), q.begin()))) {
     return Invalid(kName, "lse must be [batch, queries, heads] of query " + Text(q) + " or [0], got " + Text(rows));
   }
-  return ffi::Error::Success();
+  return CheckParts(query.element_type(), q, value.dimensions(), part->dimensions(), part_weight->dimensions());
 }
 
 // Multiprocessors of the device, which has seen this kernel before or is told now that it wants so much shared memory.
@@ -103,7 +122,7 @@ ffi::Error Prepare(int64_t& processors) {
 }
 
 template <class S>
-ffi::Error Launch(cudaStream_t stream, ffi::DataType type, const Call& call) {
+ffi::Error Attend(cudaStream_t stream, ffi::DataType type, const Call& call) {
   int64_t processors = 0;
   EJKERNEL_TRY(Prepare<S>(processors));
   ffi::Error refused = ffi::Error::Success();
@@ -118,14 +137,21 @@ ffi::Error Launch(cudaStream_t stream, ffi::DataType type, const Call& call) {
   const Arguments arguments = arguments_of<S>(call, processors, make_map);
   if (refused.failure()) return refused;
   attend<S><<<arguments.programs, S::kThreads, S::kShared, stream>>>(arguments);
-  return CheckLaunch(kName, "launch");
+  EJKERNEL_TRY(CheckLaunch(kName, "launch"));
+  if (!arguments.shares.blocks) return ffi::Error::Success();
+  Launch together(stream, merge_blocks<S>(arguments), dim3(kMergeThreads), 0);
+  together.begin_early();
+  cudaLaunchKernelEx(&together.config, merge<S>, arguments, static_cast<typename S::T*>(call.out), int(call.value_size));
+  return CheckLaunch(kName, "merge");
 }
 
 ffi::Error Run(cudaStream_t stream, Array query, Array key, Array value, int64_t below, int64_t above, float scale, float cap,
-               int64_t pack, bool take_turns, bool persistent, ffi::Result<Array> out, ffi::Result<Floats> lse) {
-  EJKERNEL_TRY(Check(query, key, value, below, above, scale, cap, pack, take_turns, persistent, out, lse));
+               int64_t pack, bool take_turns, bool persistent, ffi::Result<Array> out, ffi::Result<Floats> lse,
+               ffi::Result<Floats> part, ffi::Result<Floats> part_weight) {
+  EJKERNEL_TRY(Check(query, key, value, below, above, scale, cap, pack, take_turns, persistent, out, lse, part, part_weight));
   if (out->element_count() == 0) return ffi::Error::Success();
-  for (const void* data : {query.untyped_data(), key.untyped_data(), value.untyped_data(), out->untyped_data()}) {
+  for (const void* data : {query.untyped_data(), key.untyped_data(), value.untyped_data(), out->untyped_data(),
+                           part->untyped_data(), part_weight->untyped_data()}) {
     if (!Aligned(data)) return Invalid(kName, "arrays must begin on 16 bytes");
   }
   const Dims q = query.dimensions(), v = value.dimensions();
@@ -134,6 +160,7 @@ ffi::Error Run(cudaStream_t stream, Array query, Array key, Array value, int64_t
                   value.untyped_data(),
                   out->untyped_data(),
                   lse->element_count() ? lse->typed_data() : nullptr,
+                  {part->typed_data(), reinterpret_cast<float2*>(part_weight->typed_data())},
                   q[0],
                   q[1],
                   v[1],
@@ -144,12 +171,13 @@ ffi::Error Run(cudaStream_t stream, Array query, Array key, Array value, int64_t
                   below,
                   above,
                   pack,
+                  part->dimensions()[0],
                   scale,
                   cap,
                   take_turns,
                   persistent};
   const ffi::DataType type = query.element_type();
-  const auto launch = [&]<class S>() { return Launch<S>(stream, type, call); };
+  const auto launch = [&]<class S>() { return Attend<S>(stream, type, call); };
   const int64_t widest = std::max(q[3], v[3]);
   return type == ffi::BF16 ? for_shape<__nv_bfloat16>(widest, launch) : for_shape<__half>(widest, launch);
 }
@@ -168,6 +196,8 @@ auto Bind(Binding binding) {
       .template Attr<bool>("take_turns")
       .template Attr<bool>("persistent")
       .template Ret<Array>()
+      .template Ret<Floats>()
+      .template Ret<Floats>()
       .template Ret<Floats>();
 }
 

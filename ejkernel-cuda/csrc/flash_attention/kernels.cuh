@@ -16,12 +16,21 @@
 
 namespace ejkernel::flash_attention {
 
+// Of two pieces of each program that shares blocks, by its number: for each row of a block sums of values, relative to the
+// largest logit, and that logit with the sum of weights. Null where none are shared.
+struct Parts {
+  float* values;    // [programs, 2, S::kBlockQ, S::kSize]
+  float2* weights;  // [programs, 2, S::kBlockQ]
+};
+
 // The 64 rows of a consumer are tokens of one head, or of `2 ** shift` heads side by side that share keys: by token, then head.
 struct Arguments {
   TensorMap query, key, value, out;  // [batch, length, heads, size], in boxes of tokens of these heads and a panel's columns
   float* lse;                        // [batch, queries, heads], natural logarithm; null where nobody wants it
+  Parts parts;
   Rules rules;
   Order order;  // its heads are of `2 ** shift` query heads each
+  Shares shares;
   Logits logits;
   int shift;
   int group;     // query heads of a key head
@@ -31,6 +40,12 @@ struct Arguments {
   EJKERNEL_BOTH int tokens(int rows) const { return rows >> shift; }
   EJKERNEL_BOTH int head_of(const Place& place, int row = 0) const {
     return (order.head_of(place) << shift) + (row & ((1 << shift) - 1));
+  }
+
+  // Among all rows of queries, where `query` and `row` are those of the place.
+  EJKERNEL_BOTH int64_t row_of(const Place& place, int query, int row) const {
+    const int64_t token = int64_t(order.batch_of(place)) * rules.queries + query;
+    return token * (order.heads << shift) + head_of(place, row);
   }
 };
 
@@ -83,11 +98,12 @@ struct Producer {
   }
 
   // Each tile of keys is asked for before the values of the tile ahead of it, as consumers read them.
-  EJKERNEL_INLINE void run(const Place& place, const Range& range, int round) {
+  EJKERNEL_INLINE void run(const Place& place, const Range& range, int round, int) {
     const int head = arguments.head_of(place), first = arguments.tokens(place.block * S::kBlockQ);
     const Source source{arguments.order.batch_of(place), head, head / arguments.group, first};
     if (range.low < range.high) load_keys(source, range.low, done);
     load_queries(source, round);  // of a block without keys too, whose output may take their place
+#pragma unroll 1
     for (int tile = range.low; tile < range.high; ++tile, ++done) {
       if (tile + 1 < range.high) load_keys(source, tile + 1, done + 1);
       load_values(source, tile, done);
@@ -330,9 +346,26 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) {
       const int query = first + arguments.tokens(row() + 8 * half);
       if (query >= arguments.rules.queries) return;
-      const int64_t at = int64_t(arguments.order.batch_of(place)) * arguments.rules.queries + query;
-      arguments.lse[at * (arguments.order.heads << arguments.shift) + arguments.head_of(place, row() + 8 * half)] = lse[half];
+      arguments.lse[arguments.row_of(place, query, row() + 8 * half)] = lse[half];
     }
+  }
+
+  // What was found of some tiles, for the merge.
+  EJKERNEL_INLINE void leave_part(const Out& o, const Sums& sums, int part) const {
+    const int64_t first = int64_t(part) * S::kBlockQ + consumer * kRows + row();
+    float2* const values = reinterpret_cast<float2*>(arguments.parts.values + first * S::kSize) + lane() % 4;
+#pragma unroll
+    for (int i = 0; i < S::kSize / 2; i += 2) {
+      const int chunk = i / 4, half = i / 2 % 2;
+      values[half * (8 * S::kSize / 2) + 4 * chunk] = {o[i], o[i + 1]};
+    }
+    for (int half = 0; half < 2; ++half) {
+      const float total = sums.all(half);
+      if (lane() % 4 == 0) arguments.parts.weights[first + 8 * half] = {sums.largest[half], total};
+    }
+    if (S::kOutApart) return;
+    meet(kOwn + consumer, kGroupThreads);  // other warps may read the queries, in whose place nothing is going
+    if (thread() == 0) arrive(shared.query_free(consumer));
   }
 
   EJKERNEL_INLINE Task task_of(const Place& place, const Range& tiles) const {
@@ -342,7 +375,7 @@ struct Consumer {
             rules.seen_by_all(block, block + arguments.tokens(S::kBlockQ) - 1, S::kBlockK, false)};
   }
 
-  EJKERNEL_INLINE void run(const Place& place, const Range& range, int round) {
+  EJKERNEL_INLINE void run(const Place& place, const Range& range, int round, int part) {
     const Task task = task_of(place, range);
     Out o;
     Sums sums;
@@ -354,7 +387,7 @@ struct Consumer {
     } else {
       leave_queries();
     }
-    store(o, sums, place, task.first);
+    part < 0 ? store(o, sums, place, task.first) : leave_part(o, sums, part);
   }
 
   // The first consumer has the first turn, and takes the last one, which nobody uses.
@@ -367,15 +400,28 @@ struct Consumer {
   }
 };
 
-// Everything that this block of the grid is dealt.
+// Everything that this block of the grid is dealt: blocks of queries, then its share of the last ones.
 template <class S, class Worker>
 EJKERNEL_INLINE void work_through(const Arguments& arguments, Worker& worker) {
-  for (int round = 0; round * arguments.programs < arguments.order.total; ++round) {
-    const int work = work_of(int(blockIdx.x), arguments.programs, round);
-    if (work >= arguments.order.total) break;  // of the last round
-    const Place place = arguments.order.place(work);
-    const int first = arguments.tokens(place.block * S::kBlockQ), last = first + arguments.tokens(S::kBlockQ) - 1;
-    worker.run(place, tiles_of(arguments.rules, first, last, S::kBlockK), round);
+  const int program = int(blockIdx.x);
+  const Shares& shares = arguments.shares;
+  for (int round = 0;; ++round) {
+    const int work = work_of(program, arguments.programs, round);
+    Place place;
+    Range tiles;
+    int part = -1;
+    if (work < shares.first) {
+      place = arguments.order.place(work);
+      const int first = arguments.tokens(place.block * S::kBlockQ), last = first + arguments.tokens(S::kBlockQ) - 1;
+      tiles = tiles_of(arguments.rules, first, last, S::kBlockK);
+    } else {
+      const int number = round - shares.rounds;
+      const Piece piece = shares.piece(program, number);
+      if (piece.tiles.low >= piece.tiles.high) break;
+      place = arguments.order.place(shares.first + piece.block), tiles = piece.tiles;
+      if (tiles.high - tiles.low < shares.tiles) part = 2 * program + number;
+    }
+    worker.run(place, tiles, round, part);
   }
 }
 #endif
@@ -386,13 +432,14 @@ __global__ void __launch_bounds__(S::kThreads, 1) attend(const __grid_constant__
   EJKERNEL_SHARED_REST(unsigned char, memory);
   const Shared<S> shared(memory);
   shared.open();
-  const int warp = same_in_warp(int(threadIdx.x) / 32), group = warp * 32 / kGroupThreads;
+  const int group = same_in_warp(int(threadIdx.x) / kGroupThreads);
   if (group == S::kConsumers) {
     fewer_registers<S::kProducerRegisters>();
-    if (warp % (kGroupThreads / 32) == 0 && one_of_warp()) {
+    if (threadIdx.x % kGroupThreads < 32 && one_of_warp()) {
       for (const TensorMap* map : {&arguments.query, &arguments.key, &arguments.value, &arguments.out}) prefetch_map(*map);
       Producer<S> producer{arguments, shared};
       work_through<S>(arguments, producer);
+      start_next_kernel();
     }
   } else {
     more_registers<S::kConsumerRegisters>();

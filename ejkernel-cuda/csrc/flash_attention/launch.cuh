@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "flash_attention/kernels.cuh"
+#include "flash_attention/merge.cuh"
 
 namespace ejkernel::flash_attention {
 
@@ -17,12 +17,14 @@ constexpr int64_t kFarthest = int64_t{1} << 30;  // of `below` and `above`: sums
 // query [batch, queries, heads, size], key [batch, keys, key_heads, size], value [batch, keys, key_heads, value_size],
 // out [batch, queries, heads, value_size], lse [batch, queries, heads] or null. Query i sees keys i - below ... i + above.
 // Logits are `scale * query . key`, then `cap * tanh(logits / cap)` where cap is not 0. `pack` query heads are rows of a block
-// side by side: a power of two up to kRows that divides heads / key_heads.
+// side by side: a power of two up to kRows that divides heads / key_heads. Up to `sharers` programs share blocks that are left
+// after whole rounds of them; `parts` has room for what they leave.
 struct Call {
   const void *query, *key, *value;
   void* out;
   float* lse;
-  int64_t batch, queries, keys, heads, key_heads, size, value_size, below, above, pack;
+  Parts parts;
+  int64_t batch, queries, keys, heads, key_heads, size, value_size, below, above, pack, sharers;
   float scale, cap;
   bool take_turns, persistent;
 };
@@ -49,6 +51,17 @@ inline int64_t section_of(int64_t blocks, int64_t rows, int64_t group, int64_t b
   return std::min(rows, shares * group);
 }
 
+// Of `total` blocks, none of which visits other tiles than these. No share is less than kLeastTiles: each takes less time than
+// what is left for the merge.
+inline Shares shares_of(int64_t total, int64_t programs, Range tiles) {
+  constexpr int64_t kLeastTiles = 4;
+  const int64_t count = tiles.high - tiles.low, left = total % programs, all = left * count;
+  const int64_t sharers = std::min(programs, all / kLeastTiles);
+  if (sharers <= left) return {int(total)};
+  return {int(total - left), int(total / programs), int(left),          tiles.low,
+          int(count),        int(sharers),          int(all / sharers), int(all % sharers)};
+}
+
 // `make_map` turns Boxes into a TensorMap.
 template <class S, class MakeMap>
 Arguments arguments_of(const Call& call, int64_t processors, MakeMap make_map) {
@@ -66,17 +79,23 @@ Arguments arguments_of(const Call& call, int64_t processors, MakeMap make_map) {
   arguments.out = make_map(Boxes{call.out, call.value_size, call.queries, call.heads, call.batch, tokens_of_box, pack});
   arguments.lse = call.lse;
   arguments.rules = {int(call.queries), int(call.keys), int(call.below), int(call.above)};
-  arguments.order = {int(blocks), int(heads), int(call.batch), section, int(blocks * rows), last_first};
+  arguments.parts = call.parts;
+  arguments.order = {int(blocks), int(heads), int(call.batch), section, last_first};
   arguments.logits = logits_of(call.scale, call.cap);
   while (1 << arguments.shift < pack) ++arguments.shift;
   arguments.group = int(group);
-  arguments.programs = call.persistent ? int(std::min(blocks * rows, processors)) : arguments.order.total;
+  const int64_t total = blocks * rows, most = call.sharers ? std::min(processors, call.sharers) : processors;
+  const Range tiles{tiles_of(arguments.rules, 0, int(tokens) - 1, S::kBlockK).low,
+                    tiles_of(arguments.rules, int((blocks - 1) * tokens), int(blocks * tokens) - 1, S::kBlockK).high};
+  arguments.shares = call.persistent && call.sharers ? shares_of(total, most, tiles) : Shares{int(total)};
+  arguments.programs =
+      int(call.persistent ? std::min<int64_t>(std::max<int64_t>(total, arguments.shares.programs), most) : total);
   arguments.take_turns = call.take_turns;
   return arguments;
 }
 
-// `run.operator()<Shape>()` for heads of up to kWidest elements. D64 leaves room for a third consumer, and wide heads for shorter
-// tiles only. On an H200, tiles of 176 keys at D128 were no faster than those of 128.
+// `run.operator()<Shape>()` for heads of up to kWidest elements. D64 leaves room for a third consumer, and wide heads for
+// shorter tiles only. On an H200, tiles of 176 keys at D128 were no faster than those of 128.
 template <typename T, typename Run>
 auto for_shape(int64_t size, Run run) {
   if (size <= 64) return run.template operator()<Shape<T, 64, 128, 3, 4>>();

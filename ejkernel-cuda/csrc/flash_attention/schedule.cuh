@@ -1,4 +1,5 @@
-// Which tiles of keys a block of queries visits, which pairs are hidden, and the order in which blocks are worked on.
+// Which tiles of keys a block of queries visits, which pairs are hidden, the order in which blocks are worked on, and how the
+// last of them are shared.
 #pragma once
 
 #include "hopper.cuh"
@@ -44,7 +45,6 @@ struct Place {
 // their blocks follow each other, the last ones first where those have the most work.
 struct Order {
   int blocks, heads, batch, section;
-  int total;  // of blocks of all rows
   bool last_first;
 
   EJKERNEL_BOTH Place place(int work) const {
@@ -64,5 +64,40 @@ struct Order {
 EJKERNEL_BOTH inline int work_of(int program, int programs, int round) {
   return round * programs + (round % 2 ? programs - 1 - program : program);
 }
+
+// A part of a block's tiles, none where the range is empty.
+struct Piece {
+  int block;  // of those that are shared
+  Range tiles;
+};
+
+// The last blocks, which are too few for another round of all programs: their tiles, one block's after the other's, are dealt
+// out evenly (Osama et al., Stream-K, 2023). No program has more than a block's, so that a share lies in two blocks at most.
+struct Shares {
+  int first, rounds;  // of the blocks that are shared; those before are whole, in so many rounds of all programs
+  int blocks;         // that are shared, 0 where none are
+  int low, tiles;     // of each: so many tiles from `low` on, which are what any of them visits
+  int programs;       // that have a share, more than there are blocks
+  int each, longer;   // tiles of a share; the first `longer` have one more
+
+  EJKERNEL_BOTH int begin(int program) const { return program * each + smaller(program, longer); }
+
+  // Whose a tile is, counted from the first one of the first block.
+  EJKERNEL_BOTH int owner(int tile) const {
+    const int of_longer = longer * (each + 1);
+    return tile < of_longer ? tile / (each + 1) : longer + (tile - of_longer) / each;
+  }
+
+  // The first or the second piece of a program.
+  EJKERNEL_BOTH Piece piece(int program, int number) const {
+    if (program >= programs || number > 1) return {};
+    const int from = begin(program), block = from / tiles + number;
+    const int end = smaller(tiles, begin(program + 1) - block * tiles);
+    return {block, {low + (number ? 0 : from - block * tiles), low + end}};
+  }
+
+  // Which of its program's pieces belongs to the block.
+  EJKERNEL_BOTH int number_in(int program, int block) const { return begin(program) < block * tiles; }
+};
 
 }  // namespace ejkernel::flash_attention

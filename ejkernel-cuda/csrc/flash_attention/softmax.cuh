@@ -19,6 +19,13 @@ struct Logits {
 
 #ifdef EJKERNEL_HOPPER
 
+// The factor of a row's sum of values, and its log-sum-exp, from the largest logit and the sum of weights relative to it.
+EJKERNEL_INLINE float finish_row(float largest, float sum, float unit, float& lse) {
+  const bool empty = sum == 0.f;
+  lse = empty ? -INFINITY : (largest * unit + log2f(sum)) * kLn2;
+  return empty ? 0.f : 1.f / sum;
+}
+
 template <typename T>
 EJKERNEL_INLINE uint32_t pair(float low, float high);
 template <>
@@ -75,15 +82,15 @@ struct Sums {
     }
   }
 
-  // The factor of the row's sum of values, and its log-sum-exp. The whole quad asks.
-  EJKERNEL_INLINE float finish(int row, float unit, float& lse) const {
+  // The sum of the row's weights. The whole quad asks.
+  EJKERNEL_INLINE float all(int row) const {
     float sum = total[row];
     sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    const bool empty = sum == 0.f;
-    lse = empty ? -INFINITY : (largest[row] * unit + log2f(sum)) * kLn2;
-    return empty ? 0.f : 1.f / sum;
+    return sum + __shfl_xor_sync(~0u, sum, 2);
   }
+
+  // The factor of the row's sum of values, and its log-sum-exp. The whole quad asks.
+  EJKERNEL_INLINE float finish(int row, float unit, float& lse) const { return finish_row(largest[row], all(row), unit, lse); }
 };
 #endif
 

@@ -179,12 +179,8 @@ ffi::Error Merge(cudaStream_t stream, const Problem& problem, const Results& res
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   cudaFuncAttributes attributes;
   const bool waits = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
-  Launch launch(stream, int64_t(shape.tiles) * shape.blocks, dim3(kMergeThreads), 0, 1);
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  launch.config.attrs = &early;
-  launch.config.numAttrs = waits ? 1 : 0;
+  Launch launch(stream, int64_t(shape.tiles) * shape.blocks, dim3(kMergeThreads), 0);
+  if (waits) launch.begin_early();
   cudaLaunchKernelEx(&launch.config, kernel, problem, results, divisor(uint32_t(workers)), shape);
   return CheckLaunch(kName, "merge");
 }

@@ -22,6 +22,10 @@ template <class S>
 void run(const Call& call, int64_t processors) {
   const Arguments arguments = arguments_of<S>(call, processors, map_of);
   host::launch(unsigned(arguments.programs), {S::kThreads, 1}, 1, [&] { attend<S>(arguments); }, S::kShared);
+  if (!arguments.shares.blocks) return;
+  auto* out = static_cast<typename S::T*>(call.out);
+  host::launch(unsigned(merge_blocks<S>(arguments)), {kMergeThreads, 1}, 1,
+               [&] { merge<S>(arguments, out, int(call.value_size)); });
 }
 
 }  // namespace
@@ -42,6 +46,14 @@ EXPORT Range attention_seen_by_all(Rules rules, int first, int last, int block_k
 EXPORT Place attention_place(Order order, int work) { return order.place(work); }
 
 EXPORT int attention_work(int program, int programs, int round) { return work_of(program, programs, round); }
+
+EXPORT Shares attention_shares(int64_t total, int64_t programs, Range tiles) { return shares_of(total, programs, tiles); }
+
+EXPORT Piece attention_piece(Shares shares, int program, int number) { return shares.piece(program, number); }
+
+EXPORT int attention_owner(Shares shares, int tile) { return shares.owner(tile); }
+
+EXPORT int attention_number_in(Shares shares, int program, int block) { return shares.number_in(program, block); }
 
 EXPORT int64_t attention_section(int64_t blocks, int64_t rows, int64_t group, int64_t bytes_of_keys, int64_t processors) {
   return section_of(blocks, rows, group, bytes_of_keys, processors);

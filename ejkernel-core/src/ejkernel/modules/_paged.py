@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel import _explain
 from ejkernel.errors import invalid, wrong_type
@@ -91,9 +92,9 @@ def update_and_attend(
 
 
 def one_token_each(*, query: Any, **rest: Any) -> Bound:
-    """Canonicalise one new token per request, `[R, H, D]`."""
+    """Canonicalise one new token per request, `[R, H, D]`. Their places are a constant: JAX's own range is a kernel in every call."""
     check_array("query", query, ndim=3)
-    return PAGED_ATTENTION.canonicalise(query, query_start_loc=jnp.arange(query.shape[0] + 1, dtype=jnp.int32), **rest)
+    return PAGED_ATTENTION.canonicalise(query, query_start_loc=np.arange(query.shape[0] + 1, dtype=np.int32), **rest)
 
 
 def attend_active(*, query_start_loc: Any, kv_lens: Any, num_seqs: Any, **rest: Any) -> Bound:

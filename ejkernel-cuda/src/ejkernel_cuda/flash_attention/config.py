@@ -11,10 +11,15 @@ import itertools
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_cuda._capability import multiprocessors
 
 _NARROW = 256
 _FEW = 64
 """Tokens, which fill no more than a third or half of a block."""
+_SAVED = 16
+"""Tiles of keys, the least by which sharing must shorten the last round: parts take the time of 6 to 12 on an H200."""
+_LEAST_SHARE = 4
+"""Tiles of a program's share, as the library has it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +30,70 @@ class ForwardConfig:
         block to the next, rather than one program per block.
     packed: rows of a block are the query heads of a key head, as many as `heads_side_by_side`, for fewer tokens, which see fewer
         keys than many tokens of one head.
+    sharers: programs at most that share the keys of the blocks which are left after whole rounds of all programs, or of all blocks
+        where those are fewer; 0 where blocks stay whole. Only with `persistent`.
     """
 
     take_turns: bool
     persistent: bool
     packed: bool = False
+    sharers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sharers < 0 or (self.sharers and not self.persistent):
+            raise ValueError(f"{self}: sharers must not be negative, and 0 without persistent programs")
+
+
+def band(call: FlashAttentionCall) -> tuple[int, int]:
+    """`(below, above)`: query i sees keys i - below ... i + above.
+
+    Beyond the farthest pair a limit has no effect, and what is smaller fits into 32 bits.
+    """
+    left, right = call.window or (None, None)
+    if call.causal:
+        right = 0 if right is None else min(right, 0)
+    farthest = call.query.shape[1] + call.key.shape[1] + abs(call.query_offset)
+    below, above = (farthest if side is None else min(side, farthest) for side in (left, right))
+    return below - call.query_offset, above + call.query_offset
+
+
+def block_shape(call: FlashAttentionCall) -> tuple[int, int]:
+    """Queries of a block, and elements that it makes room for in a head."""
+    size = next((size for size in (64, 128) if max(call.query.shape[3], call.value.shape[3]) <= size), 256)
+    return 192 if size == 64 else 128, size
 
 
 def heads_side_by_side(call: FlashAttentionCall) -> int:
     """The largest power of two up to 64 that divides the query heads of a key head."""
     group = call.query.shape[2] // call.key.shape[2]
     return min(group & -group, 64)
+
+
+def _tiles(call: FlashAttentionCall, first: int, last: int) -> tuple[int, int]:
+    """The first tile of keys that a block of these queries visits, and the one after the last."""
+    keys, (below, above), tile = call.key.shape[1], band(call), 80 if block_shape(call)[1] == 256 else 128
+    low, high = (min(max(edge, 0), keys) for edge in (first - below, last + above + 1))
+    return low // tile, max(-(-high // tile), low // tile)
+
+
+def _saved_tiles(call: FlashAttentionCall, target: Target, pack: int) -> int:
+    """Tiles of keys by which the longest block of the last round becomes shorter where all programs share that; 0 where they cannot,
+    or where whole blocks are dealt out better as others end: under masks, where there is more than one round."""
+    (batch, queries, heads, _), keys, (below, above) = call.query.shape, call.key.shape[1], band(call)
+    tokens, programs = block_shape(call)[0] // pack, multiprocessors(target)
+    blocks = -(-queries // tokens)
+    total = batch * (heads // pack) * blocks
+    if total >= programs and (below < queries - 1 or above < keys - 1):
+        return 0
+    ranges = [_tiles(call, block * tokens, (block + 1) * tokens - 1) for block in range(min(blocks, programs))]
+    left, shared = total % programs, ranges[-1][1] - ranges[0][0]
+    sharers = min(programs, left * shared // _LEAST_SHARE)
+    return max(high - low for low, high in ranges) - -(-left * shared // sharers) if sharers > left else 0
+
+
+def _sharers(call: FlashAttentionCall, target: Target, packed: bool, least: int) -> int:
+    pack = heads_side_by_side(call) if packed else 1
+    return multiprocessors(target) if _saved_tiles(call, target, pack) >= least else 0
 
 
 def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
@@ -45,15 +103,18 @@ def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig
     hides = call.causal or call.window is not None
     narrow = call.window_width is not None and call.window_width <= _NARROW
     packed = heads_side_by_side(call) > 1 and (narrow or call.query.shape[1] <= _FEW)
-    return ForwardConfig(take_turns=False, persistent=narrow or not hides, packed=packed)
+    sharers = _sharers(call, target, packed, _SAVED)
+    return ForwardConfig(take_turns=False, persistent=narrow or not hides or sharers > 0, packed=packed, sharers=sharers)
 
 
 def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfig]:
-    chosen = forward_heuristic(call, target)
-    packed = dict.fromkeys((chosen.packed, False))
-    return list(
-        dict.fromkeys([chosen, *(ForwardConfig(*knobs) for knobs in itertools.product((True, False), (True, False), packed))])
-    )
+    chosen, flags = forward_heuristic(call, target), (True, False)
+    found = [
+        ForwardConfig(take_turns, persistent, packed, sharers)
+        for take_turns, persistent, packed in itertools.product(flags, flags, dict.fromkeys((chosen.packed, False)))
+        for sharers in dict.fromkeys((0, _sharers(call, target, packed, 1) if persistent else 0))
+    ]
+    return list(dict.fromkeys([chosen, *found]))
 
 
 FORWARD = ConfigSpace(ForwardConfig, forward_heuristic, forward_space)

@@ -1,4 +1,4 @@
-"""Attention: the arrays as the library's handler takes them.
+"""Attention: the arrays as the library's handler takes them. What programs leave for the merge is a result of the call, dropped here.
 
 Backward is another platform's, from the output and its log-sum-exp.
 """
@@ -14,23 +14,10 @@ import numpy as np
 from ejkernel.operation import vary_like
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel_cuda._library import handler
-from ejkernel_cuda.flash_attention.config import ForwardConfig, heads_side_by_side
+from ejkernel_cuda.flash_attention.config import ForwardConfig, band, block_shape, heads_side_by_side
 
 _ELEMENTS = 8
 """Of a head are copied at once: 16 bytes."""
-
-
-def band(call: FlashAttentionCall) -> tuple[int, int]:
-    """`(below, above)`: query i sees keys i - below ... i + above.
-
-    Beyond the farthest pair a limit has no effect, and what is smaller fits into 32 bits.
-    """
-    left, right = call.window or (None, None)
-    if call.causal:
-        right = 0 if right is None else min(right, 0)
-    farthest = call.query.shape[1] + call.key.shape[1] + abs(call.query_offset)
-    below, above = (farthest if side is None else min(side, farthest) for side in (left, right))
-    return below - call.query_offset, above + call.query_offset
 
 
 def _whole(array: Any) -> Any:
@@ -46,11 +33,15 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         return _without_pairs(call, inputs, saved)
     query, key, value = (_whole(array) for array in inputs[:3])
     below, above = band(call)
-    results = (
-        jax.ShapeDtypeStruct((*rows, value.shape[3]), query.dtype),
-        jax.ShapeDtypeStruct(rows if saved else (0,), jnp.float32),
+    part = config.sharers, 2, *block_shape(call)
+    shapes = (
+        ((*rows, value.shape[3]), query.dtype),
+        (rows if saved else (0,), jnp.float32),
+        (part, jnp.float32),
+        ((*part[:-1], 2), jnp.float32),
     )
-    out, lse = jax.ffi.ffi_call(handler("flash_attention_forward"), results)(
+    results = tuple(jax.ShapeDtypeStruct(*one) for one in shapes)
+    out, lse, *_ = jax.ffi.ffi_call(handler("flash_attention_forward"), results)(
         query,
         key,
         value,
