@@ -66,10 +66,11 @@ print("right")
 ATTENTION = """
 import numpy as np, host_attention, test_attention_on_host as own
 rng = np.random.default_rng(3)
-query, key, value = (own.random(rng, 1, n, heads, 128, dtype="bfloat16") for n, heads in ((400, 2), (430, 1), (430, 1)))
-band = own.Band(own.FAR, own.FAR)
-knobs = {"scale": 0.09, "take_turns": True, "persistent": True, "processors": 1}
-own.compare(host_attention.forward(query, key, value, band, **knobs), own.exact(query, key, value, band, 0.09), "bfloat16")
+band, knobs = own.Band(own.FAR, own.FAR), {"scale": 0.09, "take_turns": True, "persistent": True}
+for keys, programs in ((430, {"processors": 1}), (1000, {"processors": 3, "sharers": 3})):
+    query, key, value = (own.random(rng, 1, n, heads, 128, dtype="bfloat16") for n, heads in ((400, 2), (keys, 1), (keys, 1)))
+    found = host_attention.forward(query, key, value, band, **knobs, **programs)
+    own.compare(found, own.exact(query, key, value, band, 0.09), "bfloat16")
 print("right")
 """
 

@@ -41,7 +41,7 @@ BEGIN = time.monotonic()
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call. `segments` packs that many sequences of equal length."""
+    """One call. `keys` is as many as queries where it is 0; `segments` packs that many sequences of equal length."""
 
     batch: int
     length: int
@@ -49,6 +49,7 @@ class Problem:
     key_heads: int
     size: int
     value_size: int = 0
+    keys: int = 0
     dtype: str = "bfloat16"
     segments: int = 0
     bias: tuple[int, ...] | None = None
@@ -59,12 +60,13 @@ class Problem:
         """The call, its inputs and a cotangent."""
         dtype = dtype or self.dtype
         b, t, h, k, d, v = self.batch, self.length, self.heads, self.key_heads, self.size, self.value_size or self.size
+        s = self.keys or t
         keys = jax.random.split(jax.random.key(seed), 6)
 
         def normal(i: int, *shape: int) -> Any:
             return jax.random.normal(keys[i], shape, jnp.bfloat16 if self.dtype == "bfloat16" else self.dtype).astype(dtype)
 
-        arrays: dict[str, Any] = {"query": normal(0, b, t, h, d), "key": normal(1, b, t, k, d), "value": normal(2, b, t, k, v)}
+        arrays: dict[str, Any] = {"query": normal(0, b, t, h, d), "key": normal(1, b, s, k, d), "value": normal(2, b, s, k, v)}
         if self.segments:
             ids = (jnp.arange(t, dtype=jnp.int32) * self.segments // t)[None]
             arrays.update(query_segments=ids, key_segments=ids)
@@ -98,6 +100,13 @@ NUMBERS = {
     "full-float16-256": Problem(1, 290, 2, 2, 256, dtype="float16"),
     "window-float16-64": Problem(2, 1000, 4, 1, 64, dtype="float16", options=options(sliding_window=(130, 70))),
     "window-narrow-64": Problem(1, 900, 8, 2, 64, options=options(causal=True, sliding_window=(127, 0))),
+    "token-128": Problem(2, 1, 16, 2, 128, keys=5000),
+    "chunk-causal-128": Problem(
+        1, 200, 4, 2, 128, keys=6000, options=options(causal=True, causal_alignment="bottom_right")
+    ),
+    "few-blocks-64": Problem(1, 700, 3, 3, 64, keys=4100, dtype="float16"),
+    "few-blocks-256": Problem(1, 300, 2, 1, 256, keys=3000, options=options(causal=True, causal_alignment="bottom_right")),
+    "round-and-rest-128": Problem(1, 4500, 4, 4, 128),
     "wide-512": Problem(1, 200, 2, 1, 512, options=options(causal=True)),
 }
 
@@ -444,6 +453,7 @@ def main() -> int:
     parser.add_argument("--heuristic", action="store_true", help="time the heuristic's configs only")
     given = parser.parse_args()
     parts, cases = given.parts.split(","), given.cases.split(",")
+    Path(given.out).mkdir(parents=True, exist_ok=True)
     platform = Platform(given.platform, dry=given.dry)
     suffix = "" if platform.name == "triton" else f"_{platform.name}"
     result: dict[str, list[Any]] = {"numbers": [], "times": [], "peers": []}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 UNMEASURED = -2
 _BEHIND_XLA, _PORTABLE = -1, 0
-_BEHIND_TRITON, _TRITON, _BEHIND_MOSAIC_GPU, _AHEAD_OF_TRITON, _FIRST = 5, 10, 15, 20, 30
+_BEHIND_TRITON, _TRITON, _BEHIND_MOSAIC_GPU, _AHEAD_OF_TRITON, _FIRST, _AHEAD_OF_CUDA = 5, 10, 15, 20, 30, 40
 _HALVES = ("bfloat16", "float16")
 
 
@@ -63,11 +63,13 @@ def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase) -> Standing
     H16 D128 causal, bias of keys       forward 1.00, Triton 1.72    backward 4.71
 
     Phases are chosen apart, as each reads nothing of the other but output and log-sum-exp. Long calls took XLA at least twice as
-    long in every case.
+    long in every case. A few queries over many keys are in bench_cuda_chunks_h200.json, below.
     """
     width = call.window_width
-    if few := _few_tokens(call):
+    if few := _few_tokens(call, phase):
         return few
+    if _is_chunk(call) and call.query.shape[1] > _FEW_QUERIES:
+        return Standing(_BEHIND_TRITON, f"over many keys it was faster for up to {_FEW_QUERIES} queries alone")
     if untimed := _untimed_attention(call):
         return Standing(_BEHIND_TRITON, f"{untimed} were not timed")
     if width is not None and width < _NARROW_WINDOW:
@@ -81,39 +83,49 @@ def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase) -> Standing
 def _attention_on_cuda(call: FlashAttentionCall, phase: Phase) -> Standing:
     """benchmarks/results/bench_cuda_attention_h200.json, forward in ms at B2 T8192:
 
-    H32/8 D128 causal               1.69, Mosaic GPU 1.66 (1.62 since), Triton 2.14
-    H16 D128 causal                 0.881, Mosaic GPU 0.912 (0.873 since, CUDA 0.872 beside it), Triton 1.17
-    H16 D128                        1.63, Mosaic GPU 1.59, Triton 2.17
-    H32 D64                         2.02, Mosaic GPU 2.06, Triton 2.48
-    H16/8 D256 window 4096 soft cap 1.35, Mosaic GPU 1.40 (1.15 since, where a cap bounds weights), Triton 2.19
-    H64/8 D64 window 128            0.259, Mosaic GPU 0.347 (0.203 since, with packed heads), Triton 0.286
+    H32/8 D128 causal               1.66, Mosaic GPU 1.60, Triton 2.12
+    H16 D128 causal                 0.869, Mosaic GPU 0.860, Triton 1.17
+    H16 D128                        1.57, Mosaic GPU 1.56, Triton 2.15
+    H32 D64                         2.03, Mosaic GPU 2.02, Triton 2.47
+    H16/8 D256 window 4096 soft cap 1.31, Mosaic GPU 1.14 (where a cap bounds weights), Triton 2.19
+    H64/8 D64 window 128            0.259, Mosaic GPU 0.203 (with packed heads), Triton 0.282
 
-    and 1.48 at H16 D192/128 causal (flash_attention_cuda_h200.json), Mosaic GPU 1.05, Triton 1.88.
+    and 1.48 at H16 D192/128 causal (flash_attention_cuda_h200.json), Mosaic GPU 1.05, Triton 1.88. In bench_cuda_chunks_h200.json,
+    of one sequence, keys at the end of which the queries are:
+
+    1 query, 131072 keys, H32/8 D128           0.139, Mosaic GPU 1.08, Triton 1.30, XLA 4.30
+    16 queries, 32768 keys, H32/8 D128 causal  0.0463, Mosaic GPU 0.358, Triton 0.444, XLA 1.18
+    256 queries, 32768 keys, H16/4 D128 causal 0.121, Mosaic GPU 0.411, Triton 0.360, XLA 1.84
+    512 queries, 8192 keys, H16 D64            0.0531, Mosaic GPU 0.0976, Triton 0.0738, XLA 0.504
+    4096 queries and keys, H9 D128             0.128, Mosaic GPU 0.156, Triton 0.213, XLA 1.90
     """
     width = call.window_width
-    if few := _few_tokens(call):
+    if few := _few_tokens(call, phase):
         return few
     if untimed := _untimed_attention(call):
         return Standing(_BEHIND_TRITON, f"{untimed} were not timed")
     shared = call.query.shape[2] > call.key.shape[2]
     narrow = width is not None and width < _NARROW_WINDOW and not _packs(call)
+    sees_all = not call.causal and call.window is None
     wide = call.value.shape[3] > 128
-    if narrow or ((wide or (call.causal and not shared)) and call.soft_cap is None):
+    if narrow or ((wide or sees_all or _is_chunk(call) or (call.causal and not shared)) and call.soft_cap is None):
         return Standing(_FIRST)
     return Standing(
         _BEHIND_MOSAIC_GPU,
-        "under a cap, and for heads up to 128 that share keys or see all of them, Mosaic GPU's was as fast or faster",
+        "under a cap, and for heads up to 128 that share keys under a mask, Mosaic GPU's was as fast or faster",
     )
 
 
 def _attention_on_cudnn(call: FlashAttentionCall, phase: Phase) -> Standing:
-    """benchmarks/results/bench_mosaic_gpu_attention_h200.json, of the first four cases above: forward 1.73, 0.949, 1.57, 2.24 ms;
-    backward, which adds up in any order and is refused where that is not allowed, 5.04, 2.62, 4.56, 5.76 ms, Mosaic GPU's 5.48,
+    """benchmarks/results/bench_cuda_attention_h200.json, of the first four cases above: forward 1.73, 0.954, 1.57, 2.24 ms; of one
+    query over 131072 keys 0.127 (bench_cuda_chunks_h200.json); bench_mosaic_gpu_attention_h200.json: backward, which adds up in any order and is refused where that is not allowed, 5.04, 2.62, 4.56, 5.76 ms, Mosaic GPU's 5.48,
     2.79, 5.23, 6.49. With a window of 128, forward 0.279 ms."""
-    if few := _few_tokens(call):
+    if few := _few_tokens(call, phase):
         return few
     if phase == "forward":
-        return Standing(_BEHIND_TRITON, "on an H200 another kernel was faster in every case")
+        if _is_chunk(call) and call.query.shape[1] == 1:
+            return Standing(_AHEAD_OF_CUDA)
+        return Standing(_BEHIND_TRITON, "on an H200 another kernel was faster for more than one query")
     if untimed := _untimed_attention(call):
         return Standing(_BEHIND_TRITON, f"{untimed} were not timed")
     if call.window is not None or call.value.shape[3] > 128:
@@ -224,6 +236,7 @@ def _wide_halves(call: Any) -> bool:
 
 _TIMED_HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
 _FEWEST_TOKENS = 1024
+_FEW_QUERIES, _MANY_KEYS = 16, 8192
 _NARROW_WINDOW = 1024
 """Keys; between 128 and 4096 nothing was timed, and from here on most tiles of a row are seen whole."""
 _PACKED_WINDOW = 256
@@ -237,11 +250,16 @@ _UNTIMED_ATTENTION = {
 }
 
 
-def _few_tokens(call: FlashAttentionCall) -> Standing | None:
+def _few_tokens(call: FlashAttentionCall, phase: Phase) -> Standing | None:
     tokens = min(call.query.shape[1], call.key.shape[1])
-    if tokens >= _FEWEST_TOKENS:
+    if tokens >= _FEWEST_TOKENS or (phase == "forward" and _is_chunk(call)):
         return None
     return Standing(UNMEASURED, f"{tokens} tokens, fewer than {_FEWEST_TOKENS}, were not timed")
+
+
+def _is_chunk(call: FlashAttentionCall) -> bool:
+    """A few queries over as many keys as were timed with them."""
+    return call.query.shape[1] < _FEWEST_TOKENS and call.key.shape[1] >= _MANY_KEYS and call.window is None
 
 
 def _packs(call: FlashAttentionCall) -> bool:

@@ -83,7 +83,7 @@ def _saved_tiles(call: FlashAttentionCall, target: Target, pack: int) -> int:
     tokens, programs = block_shape(call)[0] // pack, multiprocessors(target)
     blocks = -(-queries // tokens)
     total = batch * (heads // pack) * blocks
-    if total >= programs and (below < queries - 1 or above < keys - 1):
+    if not total or (total >= programs and (below < queries - 1 or above < keys - 1)):
         return 0
     ranges = [_tiles(call, block * tokens, (block + 1) * tokens - 1) for block in range(min(blocks, programs))]
     left, shared = total % programs, ranges[-1][1] - ranges[0][0]

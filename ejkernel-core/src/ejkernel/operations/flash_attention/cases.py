@@ -253,7 +253,24 @@ _BENCH_GPU = tuple(
     )
 )
 
-CASES = (*_HEADS, *_POSITIONAL, *_MASKED, *_LOGITS, *_BENCH, *_BENCH_GPU)
+_BENCH_CHUNKS = tuple(
+    Case(
+        f"bench-{queries}-over-{keys}{name}",
+        _arrays(queries, keys, heads=heads, key_heads=key_heads, size=size, batch=1),
+        options,
+        frozenset({"bench"}),
+    )
+    for queries, keys, heads, key_heads, size, name, options in (
+        (1, 131072, 32, 8, 128, "", {}),
+        (16, 32768, 32, 8, 128, "-causal", {"causal": True, "causal_alignment": "bottom_right"}),
+        (256, 32768, 16, 4, 128, "-causal", {"causal": True, "causal_alignment": "bottom_right"}),
+        (512, 8192, 16, 16, 64, "", {}),
+        (4096, 4096, 9, 9, 128, "", {}),
+    )
+)
+"""Few blocks of queries: a chunk of new tokens over many keys, or one sequence with few heads."""
+
+CASES = (*_HEADS, *_POSITIONAL, *_MASKED, *_LOGITS, *_BENCH, *_BENCH_GPU, *_BENCH_CHUNKS)
 
 TOGGLES = {
     "bias": Toggle("bias-2x2x13x21", drop="bias"),
