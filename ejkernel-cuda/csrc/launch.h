@@ -25,8 +25,12 @@ struct Launch {
   }
   Launch(const Launch&) = delete;
 
-  // Begins beside the kernel before, once that allows it; for kernels that wait for it, of 9.0 and newer, without clusters.
-  void begin_early() {
+  // Begins beside the kernel before, once that has ended or allows it; for kernels without clusters that wait for it, which code
+  // of before 9.0 does not.
+  template <typename Kernel>
+  void begin_early(Kernel kernel) {
+    cudaFuncAttributes code;
+    if (cudaFuncGetAttributes(&code, kernel) != cudaSuccess || code.ptxVersion < 90) return;
     config.numAttrs = 1;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

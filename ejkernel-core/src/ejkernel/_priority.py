@@ -200,8 +200,8 @@ def _rope_on_cuda(call: Any, phase: Phase) -> Standing:
 
 def _paged_attention_on_cuda(call: PagedAttentionCall, phase: Phase) -> Standing:
     """benchmarks/results/bench_cuda_pages_h200.json, decoding from bfloat16: 0.247 ms for 64 requests, Triton 0.264, and for one
-    of 131072 tokens 0.125, Triton 0.128; bench_cuda_float8_pages_h200.json, from float8_e4m3fn: 0.130 ms and 0.0699 ms, Triton
-    0.289 and 0.143. In between (decoding_few_h200.json, an earlier form of CUDA's), microseconds:
+    of 131072 tokens 0.125, Triton 0.128; bench_cuda_float8_pages_h200.json, from float8_e4m3fn: 0.133 ms and 0.0708 ms, Triton
+    0.291 and 0.145. In between (decoding_few_h200.json, an earlier form of CUDA's), microseconds:
 
     H32/8 D128 1 x 1024    10.8, Triton 8.5     H64/8 D64 1 x 1024    10.9, Triton 7.7
     H32/8 D128 1 x 8192    18.0, Triton 18.9    H64/8 D64 1 x 8192    14.8, Triton 14.0

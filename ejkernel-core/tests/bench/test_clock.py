@@ -62,6 +62,11 @@ def test_what_runs_beside_another_counts_once_and_pauses_do_not(traces):
     assert clock.reason == ""
 
 
+def test_a_run_that_begins_beside_the_one_before_counts_from_its_end(traces):
+    traces.append(plane("/device:GPU:0", line("Stream #7(Compute)", [(1, 0, 10), (2, 8, 4), (1, 11, 20), (2, 30, 4)])))
+    assert DeviceClock("gpu").samples(program(2)[1], 0) == pytest.approx([12e-6, 22e-6])
+
+
 def test_derived_lines_and_copies_are_no_kernels(traces):
     stream = line("Stream #7(Compute,MemcpyD2D)", [(1, 0, 10), (4, 10, 30)])
     traces.append(plane("/device:GPU:0", line("XLA Modules", [(1, 0, 50)]), stream))

@@ -140,7 +140,7 @@ ffi::Error Attend(cudaStream_t stream, ffi::DataType type, const Call& call) {
   EJKERNEL_TRY(CheckLaunch(kName, "launch"));
   if (!arguments.shares.blocks) return ffi::Error::Success();
   Launch together(stream, merge_blocks<S>(arguments), dim3(kMergeThreads), 0);
-  together.begin_early();
+  together.begin_early(merge<S>);
   cudaLaunchKernelEx(&together.config, merge<S>, arguments, static_cast<typename S::T*>(call.out), int(call.value_size));
   return CheckLaunch(kName, "merge");
 }

@@ -177,10 +177,8 @@ ffi::Error Merge(cudaStream_t stream, const Problem& problem, const Results& res
   auto kernel = merge<LANES>;
   const MergeShape shape(problem, room_for(std::max(problem.key.size, problem.value.size)), workers, LANES, parts);
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  cudaFuncAttributes attributes;
-  const bool waits = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
   Launch launch(stream, int64_t(shape.tiles) * shape.blocks, dim3(kMergeThreads), 0);
-  if (waits) launch.begin_early();
+  launch.begin_early(kernel);
   cudaLaunchKernelEx(&launch.config, kernel, problem, results, divisor(uint32_t(workers)), shape);
   return CheckLaunch(kName, "merge");
 }

@@ -556,11 +556,12 @@ struct Attention {
   }
 };
 
-// `workers` blocks of kThreads.
+// `workers` blocks of kThreads. They may begin before the kernel ahead of them has ended, and touch nothing until it has.
 template <typename T, typename S, int BLOCK, bool TURNED>
 __global__ void __launch_bounds__(kThreads, TURNED || BLOCK == 64 ? 3 : 2)
     attend(const __grid_constant__ Problem problem, const __grid_constant__ Results results, Divisor workers, int stages) {
   EJKERNEL_SHARED_REST(char, shared);
+  wait_for_last_kernel();
   Notes& notes = *reinterpret_cast<Notes*>(shared + ring_bytes<S, BLOCK>(stages) + Queries<BLOCK>::kSharedBytes);
   Attention<T, S, BLOCK, TURNED>(problem, results, notes, shared, stages).run(workers);
 }

@@ -22,7 +22,9 @@ ffi::Error AttendSized(cudaStream_t stream, const Problem& problem, const Result
                               std::to_string(room));
   }
   workers = int(std::min(knobs.workers, ResidentWorkers(kernel, dim3(kThreads), shared, 1)));
-  kernel<<<unsigned(workers), kThreads, size_t(shared), stream>>>(problem, results, divisor(uint32_t(workers)), stages);
+  Launch launch(stream, workers, dim3(kThreads), shared);
+  launch.begin_early(kernel);
+  cudaLaunchKernelEx(&launch.config, kernel, problem, results, divisor(uint32_t(workers)), stages);
   return CheckLaunch(kName, "keys");
 }
 

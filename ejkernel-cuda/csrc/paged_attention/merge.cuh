@@ -150,8 +150,8 @@ __device__ inline void find_split(const Problem& problem, Divisor workers, int w
 //
 // This kernel may begin before `attend` ends: until it has waited it reads arguments of the call alone, works out from them
 // what it can, and writes tokens that `attend` leaves out. All that ran before `attend`, and so all that may have had the
-// results' memory, was done when that began; and whatever comes next waits for this kernel, which does not end before `attend`
-// does. So every thread waits.
+// results' memory, was done when that allowed this kernel to begin; and whatever comes next waits for this kernel, which does not
+// end before `attend` does. So every thread waits.
 template <int LANES>
 __global__ void __launch_bounds__(kMergeThreads)
     merge(const __grid_constant__ Problem problem, const __grid_constant__ Results results, Divisor workers, MergeShape shape) {
@@ -172,6 +172,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     find_split(problem, workers, tile, found, first);
   } else {
     wait_for_last_kernel();
+    start_next_kernel();
     search_split(results, int(workers.value), tile, notes);
     if (notes.first >= 0) found = notes.found, first = notes.first;
     if (found.workers < 2) return;
@@ -193,6 +194,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   if (there && problem.sinks) sink = problem.sinks[batch * problem.sinks_batch + head] * kLog2E;
   if (shape.by_lengths) {
     wait_for_last_kernel();
+    start_next_kernel();
     if (found.workers < 2) return;
   }
   Partial sum;

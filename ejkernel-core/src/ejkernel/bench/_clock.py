@@ -27,8 +27,9 @@ class _Event(NamedTuple):
 class DeviceClock:
     """Measures how long the device is busy with the kernels of a run, whoever started them.
 
-    Those that run beside each other, as one does that begins while the one before ends, count once. Pauses between them, which are
-    the host's, do not count, nor do copies: of an array that a caller would have donated, or that is returned under two names.
+    Those that run beside each other, as one does that begins while the one before ends, count once, for the run that was first.
+    Pauses between them, which are the host's, do not count, nor do copies: of an array that a caller would have donated, or that is
+    returned under two names.
 
     Attributes:
         reason: why there are no times; empty while there are.
@@ -51,7 +52,7 @@ class DeviceClock:
         each = len(events) // count
         runs = [events[each * run : each * (run + 1)] for run in range(count)]
         alike = each * count == len(events) and len({tuple(sorted(event.name for event in run)) for run in runs}) == 1
-        return [1e-9 * _busy(run) for run in runs] if each and alike else []
+        return [1e-9 * nanoseconds for nanoseconds in _busy(runs)] if each and alike else []
 
 
 def _run(program: Program, turn: int, count: int) -> None:
@@ -86,10 +87,13 @@ def _events(path: pathlib.Path) -> list[_Event]:
     ]
 
 
-def _busy(events: Sequence[_Event]) -> float:
-    """Nanoseconds in which any of them ran."""
-    total, until = 0.0, float("-inf")
-    for event in events:
-        total += max(event.end - max(event.begin, until), 0.0)
-        until = max(until, event.end)
-    return total
+def _busy(runs: Sequence[Sequence[_Event]]) -> list[float]:
+    """Nanoseconds in which any kernel of a run ran, and none from before it."""
+    found, until = [], float("-inf")
+    for run in runs:
+        total = 0.0
+        for event in run:
+            total += max(event.end - max(event.begin, until), 0.0)
+            until = max(until, event.end)
+        found.append(total)
+    return found
