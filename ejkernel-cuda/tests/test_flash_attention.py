@@ -55,9 +55,7 @@ def check(
 def test_handler_admits_the_contract():
     check()
     check(jnp.float16, lse=(0,))
-    check(
-        query=(2, 5, 4, 200), key=(2, 7, 1, 200), value=(2, 7, 1, 8), part=(3, 2, 128, 256), cap=30.0, below=-(1 << 30)
-    )
+    check(query=(2, 5, 4, 200), key=(2, 7, 1, 200), value=(2, 7, 1, 8), part=(3, 2, 128, 256), cap=30.0, below=-(1 << 30))
     check(pack=2)
     check(query=(2, 5, 128, 64), key=(2, 7, 2, 64), pack=64)
     check(query=(0, 5, 4, 64), key=(0, 7, 2, 64), value=(0, 7, 2, 64), part=(0, 2, 192, 64))
@@ -87,7 +85,10 @@ def test_handler_admits_the_contract():
         ({"out": (2, 5, 4, 64)}, r"out must be .* got \[2, 5, 4, 64\]"),
         ({"out_dtype": jnp.float16}, "out must be"),
         ({"lse": (2, 4, 5)}, r"lse must be .* or \[0\], got \[2, 4, 5\]"),
-        ({"part": (132, 2, 192, 64)}, r"part must be \[programs, 2, 128, 128\] with up to 2\^16 programs, got \[132, 2, 192, 64\]"),
+        (
+            {"part": (132, 2, 192, 64)},
+            r"part must be \[programs, 2, 128, 128\] with up to 2\^16 programs, got \[132, 2, 192, 64\]",
+        ),
         ({"part": ((1 << 16) + 1, 2, 128, 128)}, "part must be .* with up to"),
         ({"part": (2, 128, 128)}, r"part must be .* got \[2, 128, 128\]"),
         ({"part": (3, 2, 128, 128), "part_weight": (2, 2, 128, 2)}, "part_weight must be the first axes of part"),
@@ -189,7 +190,10 @@ def test_configs():
         ({"queries": 2048, "heads": 8, "key_heads": 8, "causal": True}, False),  # 128 blocks, half of whose tiles are hidden
         ({"queries": 1, "keys": 131072, "heads": 32, "key_heads": 8}, True),
         ({"queries": 256, "keys": 32768, "causal": True, "causal_alignment": "bottom_right"}, True),
-        ({"queries": 256, "keys": 32768, "sliding_window": (255, 0), "causal": True, "causal_alignment": "bottom_right"}, False),
+        (
+            {"queries": 256, "keys": 32768, "sliding_window": (255, 0), "causal": True, "causal_alignment": "bottom_right"},
+            False,
+        ),
         ({"queries": 1, "keys": 1024, "heads": 32, "key_heads": 8}, False),  # too few tiles to be worth it
     ],
 )

@@ -101,9 +101,7 @@ NUMBERS = {
     "window-float16-64": Problem(2, 1000, 4, 1, 64, dtype="float16", options=options(sliding_window=(130, 70))),
     "window-narrow-64": Problem(1, 900, 8, 2, 64, options=options(causal=True, sliding_window=(127, 0))),
     "token-128": Problem(2, 1, 16, 2, 128, keys=5000),
-    "chunk-causal-128": Problem(
-        1, 200, 4, 2, 128, keys=6000, options=options(causal=True, causal_alignment="bottom_right")
-    ),
+    "chunk-causal-128": Problem(1, 200, 4, 2, 128, keys=6000, options=options(causal=True, causal_alignment="bottom_right")),
     "few-blocks-64": Problem(1, 700, 3, 3, 64, keys=4100, dtype="float16"),
     "few-blocks-256": Problem(1, 300, 2, 1, 256, keys=3000, options=options(causal=True, causal_alignment="bottom_right")),
     "round-and-rest-128": Problem(1, 4500, 4, 4, 128),

@@ -118,8 +118,9 @@ def _attention_on_cuda(call: FlashAttentionCall, phase: Phase) -> Standing:
 
 def _attention_on_cudnn(call: FlashAttentionCall, phase: Phase) -> Standing:
     """benchmarks/results/bench_cuda_attention_h200.json, of the first four cases above: forward 1.73, 0.954, 1.57, 2.24 ms; of one
-    query over 131072 keys 0.127 (bench_cuda_chunks_h200.json); bench_mosaic_gpu_attention_h200.json: backward, which adds up in any order and is refused where that is not allowed, 5.04, 2.62, 4.56, 5.76 ms, Mosaic GPU's 5.48,
-    2.79, 5.23, 6.49. With a window of 128, forward 0.279 ms."""
+    query over 131072 keys 0.127 (bench_cuda_chunks_h200.json). bench_mosaic_gpu_attention_h200.json: backward, which adds up in any
+    order and is refused where that is not allowed, 5.04, 2.62, 4.56, 5.76 ms, Mosaic GPU's 5.48, 2.79, 5.23, 6.49; with a window of
+    128, forward 0.279 ms."""
     if few := _few_tokens(call, phase):
         return few
     if phase == "forward":

@@ -92,7 +92,7 @@ def update_and_attend(
 
 
 def one_token_each(*, query: Any, **rest: Any) -> Bound:
-    """Canonicalise one new token per request, `[R, H, D]`. Their places are a constant: JAX's own range is a kernel in every call."""
+    """Canonicalise one new token per request, `[R, H, D]`. Their places are a constant: JAX's range is a kernel in every call."""
     check_array("query", query, ndim=3)
     return PAGED_ATTENTION.canonicalise(query, query_start_loc=np.arange(query.shape[0] + 1, dtype=np.int32), **rest)
 

@@ -77,8 +77,8 @@ def _tiles(call: FlashAttentionCall, first: int, last: int) -> tuple[int, int]:
 
 
 def _saved_tiles(call: FlashAttentionCall, target: Target, pack: int) -> int:
-    """Tiles of keys by which the longest block of the last round becomes shorter where all programs share that; 0 where they cannot,
-    or where whole blocks are dealt out better as others end: under masks, where there is more than one round."""
+    """Tiles of keys by which the longest block of the last round becomes shorter where all programs share that; 0 where they
+    cannot, or where whole blocks are dealt out better as others end: under masks, where there is more than one round."""
     (batch, queries, heads, _), keys, (below, above) = call.query.shape, call.key.shape[1], band(call)
     tokens, programs = block_shape(call)[0] // pack, multiprocessors(target)
     blocks = -(-queries // tokens)

@@ -1,6 +1,7 @@
-"""Attention: the arrays as the library's handler takes them. What programs leave for the merge is a result of the call, dropped here.
+"""Attention: the arrays as the library's handler takes them.
 
-Backward is another platform's, from the output and its log-sum-exp.
+What programs leave for the merge is a result of the call, dropped here. Backward is another platform's, from the output and its
+log-sum-exp.
 """
 
 from __future__ import annotations
