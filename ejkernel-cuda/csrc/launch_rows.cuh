@@ -47,7 +47,8 @@ inline ffi::Error CheckKnobs(const char* operation, Knobs knobs, int64_t least_s
   if (!IsPowerUpTo(knobs.cluster, kMaxCluster))
     return Invalid(operation, "cluster must be a power of two up to 16, got " + std::to_string(knobs.cluster));
   if (knobs.stages < least_stages || knobs.stages > kMaxStages) {
-    return Invalid(operation, "stages must be " + std::to_string(least_stages) + " ... 8, got " + std::to_string(knobs.stages));
+    return Invalid(operation,
+                   "stages must be " + std::to_string(least_stages) + " ... 8, got " + std::to_string(knobs.stages));
   }
   return ffi::Error::Success();
 }
@@ -145,10 +146,8 @@ template <class Op, int ITEMS, bool CLUSTER = false, bool WHOLE = false>
 ffi::Error LaunchStreamed(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, Plan plan,
                           bool& done) {
   auto kernel = [] {
-    if constexpr (CLUSTER)
-      return shared_rows<Op, ITEMS, WHOLE>;
-    else
-      return streamed_rows<Op, ITEMS>;
+    if constexpr (CLUSTER) return shared_rows<Op, ITEMS, WHOLE>;
+    else return streamed_rows<Op, ITEMS>;
   }();
   const dim3 block(plan.threads, plan.threads > 32 ? 1 : kSmallBlock / plan.threads);
   const int64_t stage = int64_t(sizeof(typename Op::T)) * Op::N * ITEMS * Op::kStreams * block.x * block.y;
@@ -189,8 +188,8 @@ ffi::Error LaunchClusters(const char* operation, cudaStream_t stream, const Op& 
 
 // Where a row leaves the threads of so many blocks what this Op has such a kernel for.
 template <class Op>
-ffi::Error LaunchDirectClusters(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups,
-                                int cluster, int64_t packs, bool& done) {
+ffi::Error LaunchDirectClusters(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, int cluster,
+                                int64_t packs, bool& done) {
   constexpr int ITEMS = Op::kMostShared;
   const int64_t warps = (packs + 32 * ITEMS * cluster - 1) / (32 * ITEMS * cluster);
   const int threads = Op::kSharedThreads ? Op::kSharedThreads : std::max(int(warps) * 32, kLeastShared);
