@@ -184,18 +184,21 @@ def test_numbers(size, band, take_turns, persistent):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("blocks", "processors"), [(3, 4), (3, 5), (2, 3), (1, 5), (1, 9)])
-def test_shared_blocks(size, blocks, processors):
-    """The last blocks are merged from their pieces: after rounds of whole ones, or where there are fewer blocks than programs. The
-    largest logits lie in later pieces, and queries end within a block."""
+@pytest.mark.parametrize(
+    ("blocks", "keys", "processors", "sharers"),
+    [(3, 1400, 4, 6), (3, 1400, 5, 6), (2, 1400, 3, 6), (1, 1400, 5, 6), (1, 1400, 9, 6), (1, 3300, 9, 9)],
+)
+def test_shared_blocks(size, blocks, keys, processors, sharers):
+    """The last blocks are merged from their pieces, up to six of a block: after rounds of whole ones, or where there are fewer
+    blocks than programs. The largest logits lie in later pieces, and queries end within a block."""
     rng, queries = np.random.default_rng(10), blocks * (192 if size == 64 else 128) - 41
-    shapes = ((1, queries, 2, size), (1, 1400, 1, size), (1, 1400, 1, size))
+    shapes = ((1, queries, 2, size), (1, keys, 1, size), (1, keys, 1, size))
     query, key, value = (random(rng, *shape, dtype="bfloat16") for shape in shapes)
-    key *= np.linspace(0.2, 3, 1400)[:, None, None].astype(key.dtype)
+    key *= np.linspace(0.2, 3, keys)[:, None, None].astype(key.dtype)
     knobs = {"take_turns": size == 64, "persistent": True, "scale": size**-0.5, "processors": processors}
     wanted = exact(query, key, value, Band(FAR, FAR), size**-0.5)
     alone = host_attention.forward(query, key, value, Band(FAR, FAR), **knobs)
-    shared = host_attention.forward(query, key, value, Band(FAR, FAR), sharers=6, **knobs)
+    shared = host_attention.forward(query, key, value, Band(FAR, FAR), sharers=sharers, **knobs)
     compare(shared, wanted, "bfloat16")
     assert (shared[1] != alone[1]).any()  # sums in another order
 
