@@ -17,12 +17,8 @@ class Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "lse", "part", "part_weight")),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                *("batch", "queries", "keys", "heads", "key_heads", "size", "value_size", "below", "above", "pack", "sharers"),
-            )
-        ),
+        *((name, ctypes.c_int64) for name in ("batch", "queries", "keys", "heads", "key_heads", "size", "value_size")),
+        *((name, ctypes.c_int64) for name in ("below", "above", "pack", "sharers")),
         ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
         ("take_turns", ctypes.c_bool),

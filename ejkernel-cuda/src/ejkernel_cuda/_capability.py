@@ -42,3 +42,8 @@ def shared_memory_limit(target: Target) -> int:
 def multiprocessors(target: Target) -> int:
     """Of the largest common device of a target's compute capability, or more than any has where that is unknown."""
     return _MULTIPROCESSORS.get(target.capability or (0, 0), _MANY_MULTIPROCESSORS)
+
+
+def head_room(*sizes: int) -> int:
+    """Elements that attention makes room for in a head whose keys and values have so many."""
+    return next((room for room in (64, 128) if max(sizes) <= room), 256)

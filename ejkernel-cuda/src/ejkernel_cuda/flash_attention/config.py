@@ -11,13 +11,14 @@ import itertools
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_cuda._capability import multiprocessors
+from ejkernel_cuda._capability import head_room, multiprocessors
 
 _NARROW = 256
 _FEW = 64
 """Tokens, which fill no more than a third or half of a block."""
 _SAVED = 16
-"""Tiles of keys, the least by which sharing must shorten the last round: parts take the time of 6 to 12 on an H200."""
+"""Tiles of keys, the least by which sharing must shorten the last round: parts take the time of 8 to 14 on an H200
+(benchmarks/results/shared_blocks_cuda_h200.json)."""
 _LEAST_SHARE = 4
 """Tiles of a program's share, as the library has it."""
 
@@ -59,7 +60,7 @@ def band(call: FlashAttentionCall) -> tuple[int, int]:
 
 def block_shape(call: FlashAttentionCall) -> tuple[int, int]:
     """Queries of a block, and elements that it makes room for in a head."""
-    size = next((size for size in (64, 128) if max(call.query.shape[3], call.value.shape[3]) <= size), 256)
+    size = head_room(call.query.shape[3], call.value.shape[3])
     return 192 if size == 64 else 128, size
 
 
@@ -69,26 +70,24 @@ def heads_side_by_side(call: FlashAttentionCall) -> int:
     return min(group & -group, 64)
 
 
-def _tiles(call: FlashAttentionCall, first: int, last: int) -> tuple[int, int]:
-    """The first tile of keys that a block of these queries visits, and the one after the last."""
-    keys, (below, above), tile = call.key.shape[1], band(call), 80 if block_shape(call)[1] == 256 else 128
-    low, high = (min(max(edge, 0), keys) for edge in (first - below, last + above + 1))
-    return low // tile, max(-(-high // tile), low // tile)
-
-
 def _saved_tiles(call: FlashAttentionCall, target: Target, pack: int) -> int:
     """Tiles of keys by which the longest block of the last round becomes shorter where all programs share that; 0 where they
     cannot, or where whole blocks are dealt out better as others end: under masks, where there is more than one round."""
     (batch, queries, heads, _), keys, (below, above) = call.query.shape, call.key.shape[1], band(call)
-    tokens, programs = block_shape(call)[0] // pack, multiprocessors(target)
-    blocks = -(-queries // tokens)
-    total = batch * (heads // pack) * blocks
-    if not total or (total >= programs and (below < queries - 1 or above < keys - 1)):
+    rows, size = block_shape(call)
+    tokens, tile, programs = rows // pack, 80 if size == 256 else 128, multiprocessors(target)
+    total = batch * (heads // pack) * -(-queries // tokens)
+    sees_all = below >= queries - 1 and above >= keys - 1
+    if not total or (total >= programs and not sees_all):
         return 0
-    ranges = [_tiles(call, block * tokens, (block + 1) * tokens - 1) for block in range(min(blocks, programs))]
-    left, shared = total % programs, ranges[-1][1] - ranges[0][0]
+    firsts = range(1) if sees_all else range(0, queries, tokens)  # queries of blocks, which are alike where all see all
+    lows = [min(max(first - below, 0), keys) // tile for first in firsts]
+    highs = [-(-min(max(first + tokens + above, 0), keys) // tile) for first in firsts]
+    left, shared = total % programs, max(highs[-1], lows[-1]) - lows[0]
     sharers = min(programs, left * shared // _LEAST_SHARE)
-    return max(high - low for low, high in ranges) - -(-left * shared // sharers) if sharers > left else 0
+    if sharers <= left:
+        return 0
+    return max(high - low for low, high in zip(lows, highs, strict=True)) - -(-left * shared // sharers)
 
 
 def _sharers(call: FlashAttentionCall, target: Target, packed: bool, least: int) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_cuda._capability import multiprocessors, shared_memory_limit
+from ejkernel_cuda._capability import head_room, multiprocessors, shared_memory_limit
 
 WARPS = 4
 """Of a block."""
@@ -45,7 +45,7 @@ class PagedAttentionConfig:
 
 def width(call: PagedAttentionCall) -> int:
     """Elements that the kernel makes room for in a head."""
-    return next((size for size in (64, 128) if max(call.query.shape[3], call.value_size) <= size), 256)
+    return head_room(call.query.shape[3], call.value_size)
 
 
 def _itemsize(call: PagedAttentionCall) -> int:
