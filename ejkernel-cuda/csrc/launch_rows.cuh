@@ -15,7 +15,6 @@ namespace ejkernel {
 constexpr int64_t kMaxWidth = int64_t{1} << 30;
 constexpr int64_t kAnyParts = int64_t{1} << 40;
 constexpr int64_t kMaxAcross = 65535;  // blocks along a grid's second axis
-constexpr int kLeastWhole = 4;         // threads of a row from which on there are kernels for rows that give each all packs
 
 // What a config asks for; no stages, for rows that go straight to registers.
 struct Knobs {
@@ -102,15 +101,42 @@ ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op
   return CheckLaunch(operation, "rows through registers");
 }
 
+// Where a call has such rows.
+template <class Op, int ITEMS, int LANES>
+ffi::Error LaunchPlain(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t packs, bool& done) {
+  constexpr int64_t kRows = kRowsOfBlock<ITEMS, LANES>;
+  if (done || packs != ITEMS * LANES || walk.rows_per_group < kRows) return ffi::Error::Success();
+  walk.parts = (walk.rows_per_group + kRows - 1) / kRows;
+  plain_rows<Op, ITEMS, LANES><<<unsigned(walk.parts), kDirectBlock, 0, stream>>>(op, int(walk.rows_per_group));
+  done = true;
+  return CheckLaunch(operation, "plain rows");
+}
+
+// By kernels that there are for plain calls.
+template <class Op>
+ffi::Error LaunchPlain(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t packs, bool& done) {
+  EJKERNEL_TRY((LaunchPlain<Op, 1, 4>(operation, stream, op, walk, packs, done)));
+  EJKERNEL_TRY((LaunchPlain<Op, 1, 8>(operation, stream, op, walk, packs, done)));
+  EJKERNEL_TRY((LaunchPlain<Op, 1, 16>(operation, stream, op, walk, packs, done)));
+  EJKERNEL_TRY((LaunchPlain<Op, 1, 32>(operation, stream, op, walk, packs, done)));
+  if constexpr (Op::kWhole) {
+    EJKERNEL_TRY((LaunchPlain<Op, 2, 32>(operation, stream, op, walk, packs, done)));
+    EJKERNEL_TRY((LaunchPlain<Op, 4, 32>(operation, stream, op, walk, packs, done)));
+  }
+  return ffi::Error::Success();
+}
+
 // By as few threads as leave each kNarrowItems packs of a row, or by all of a warp; wider rows by several warps.
 template <class Op>
 ffi::Error LaunchDirect(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, Plan plan,
                         int64_t packs) {
+  if constexpr (Op::kPlainRows) {
+    bool done = false;
+    if (groups == 1 && op.is_plain()) EJKERNEL_TRY(LaunchPlain(operation, stream, op.plain(), walk, packs, done));
+    if (done) return ffi::Error::Success();
+  }
   const auto launch = [&]<int ITEMS, int LANES>() {
     const int threads = LANES ? kDirectBlock : int((packs + 32 * ITEMS - 1) / (32 * ITEMS) * 32);
-    if constexpr (Op::kWhole && LANES >= kLeastWhole) {
-      if (packs == ITEMS * LANES) return LaunchDirect<Op, ITEMS, LANES, LANES>(operation, stream, op, walk, groups, threads);
-    }
     return LaunchDirect<Op, ITEMS, LANES>(operation, stream, op, walk, groups, threads);
   };
   constexpr int ITEMS = Op::kNarrowItems;
@@ -179,9 +205,11 @@ ffi::Error LaunchShared(const char* operation, cudaStream_t stream, const Op& op
 template <class Op>
 ffi::Error LaunchClusters(const char* operation, cudaStream_t stream, const Op& op, Walk& walk, int64_t groups, Plan plan,
                           bool& done) {
-  if constexpr (requires { op.packed(); }) {
-    using Packed = decltype(op.packed());
-    if (op.is_narrow()) return LaunchShared<Packed>(operation, stream, op.packed(), walk, groups, plan, done);
+  if constexpr (requires { op.plain().kKeepsStored; }) {
+    using Plain = decltype(op.plain());
+    if constexpr (Plain::kKeepsStored) {
+      if (op.is_plain()) return LaunchShared<Plain>(operation, stream, op.plain(), walk, groups, plan, done);
+    }
   }
   return LaunchShared(operation, stream, op, walk, groups, plan, done);
 }

@@ -7,10 +7,11 @@
 // thread where a warp has them whole, kMostDirect, at most elsewhere, and `most_direct`, at most in this call; kMostShared, packs
 // per thread of a row that a cluster has in registers, 0 for no such kernels, `shares_direct`, whether they can take this call,
 // kSharesParts, whether such rows may leave threads without packs, and kSharedThreads, of each block, 0 for any number; kWhole,
-// whether other rows that leave no thread without packs have kernels of their own; `measure`, which finds kFound numbers of a
-// block's columns of each of a thread's rows, and `finish`, which writes those columns of a row when the numbers of all blocks are
-// there; kFlushes, whether something is left to do after the last row, and that, `flush`; and `walk`, the work on a row of any
-// width, which reads it more than once.
+// whether other rows that leave no thread without packs have kernels of their own; kPlainRows, whether narrow ones have such kernels
+// where a call `is_plain`, and `plain`, the Op that means the same then and knows so when it is compiled, with
+// `plain_registers`; `measure`, which finds kFound numbers of a block's columns of each of a thread's rows, and `finish`, which
+// writes those columns of a row when the numbers of all blocks are there; kFlushes, whether something is left to do after the last
+// row, and that, `flush`; and `walk`, the work on a row of any width, which reads it more than once.
 #pragma once
 
 #include <algorithm>
@@ -100,6 +101,16 @@ struct Held {
   static constexpr bool kInRegisters = true;
   Pack<T, N> packs[STREAMS][ITEMS];
 
+  template <class Op>
+  __device__ void ask_all(const Op& op, const Place& place) {
+#pragma unroll
+    for (int stream = 0; stream < STREAMS; ++stream) {
+#pragma unroll
+      for (int item = 0; item < ITEMS; ++item) packs[stream][item] = load<T, N>(op.stream(stream) + place.at(item));
+    }
+  }
+
+  // The same where some may not be there.
   template <class Op>
   __device__ void ask(const Op& op, const Place& place) {
 #pragma unroll
@@ -281,12 +292,53 @@ constexpr int kBeside = LANES ? kDirectBlock / std::max(LANES, 1) : 1;
 template <int ITEMS, int LANES>
 constexpr int kRowsOfBlock = LANES ? kBeside<LANES> * kAtOnce<ITEMS> : 1;
 
-// ITEMS packs of a row per thread, read into registers; LANES threads have a row, or where that is 0 the block. Of WHOLE threads all
-// have all of their packs, unless that is 0. A block ends with the few rows that it was given: that many of them run on a processor,
-// and start and end at different times, keeps memory busy.
+// What is done with rows that threads have asked for.
+template <int ITEMS, Span SPAN, class Op, int ROWS, class Source, class Parameters>
+__device__ inline void work_on(const Op& op, const Source (&held)[ROWS], const Place (&places)[ROWS], Parameters& parameters,
+                               const Columns& columns, Reducer& reducer) {
+  typename Op::template Aside<ITEMS> asides[ROWS];
+  float found[ROWS][Op::kFound];
+#pragma unroll
+  for (int at = 0; at < ROWS; ++at) asides[at] = op.template aside<ITEMS>(places[at]);
+  op.template measure<ITEMS, SPAN>(held, asides, parameters, columns, reducer, found);
+#pragma unroll
+  for (int at = 0; at < ROWS; ++at) {
+    op.template finish<ITEMS>(held[at], asides[at], parameters, places[at], Alone<Op::kFound>(found[at]));
+  }
+}
+
+// The rows of a plain call that LANES threads have whole, of which none is without any of its ITEMS packs; at least as many rows as a
+// block takes. What comes before the first load, when memory has nothing to do, is little: the last block begins so much earlier
+// that it has all of its rows, and writes some as another block does.
+template <class Op, int ITEMS, int LANES>
+__global__ void __maxnreg__(Op::plain_registers(ITEMS)) plain_rows(Op op, int rows) {
+  constexpr int kApart = kBeside<LANES>, kAll = kRowsOfBlock<ITEMS, LANES>, ROWS = kAll / kApart;
+  constexpr int kWidth = ITEMS * LANES * Op::N;
+  EJKERNEL_SHARED(float, scratch, 1);
+  Reducer reducer{scratch, LANES};
+  const int first = min(int(blockIdx.x) * kAll, rows - kAll) + int(threadIdx.x / LANES);
+  Columns columns = columns_of_threads<Op::N>(kWidth, int(threadIdx.x % LANES), LANES);
+  columns.all = true;
+  const int64_t start = int64_t(uint64_t(uint32_t(first)) * kWidth) + columns.first;
+  op.template with_parameters<ITEMS>(0, columns, [&](auto&& parameters) {
+    Held<typename Op::T, Op::N, ITEMS, Op::kStreams> held[ROWS];
+    Place places[ROWS];
+#pragma unroll
+    for (int at = 0; at < ROWS; ++at) {
+      places[at] = {first + at * kApart, start + at * kApart * kWidth, columns, true};
+      held[at].ask_all(op, places[at]);
+    }
+    parameters.ask();
+    work_on<ITEMS, Span::kWarp>(op, held, places, parameters, columns, reducer);
+  });
+}
+
+// ITEMS packs of a row per thread, read into registers; LANES threads have a row, or where that is 0 the block: of WHOLE threads then
+// all have all of their packs, unless that is 0. A block ends with the few rows that it was given: that many of them run on a
+// processor, and start and end at different times, keeps memory busy.
 template <class Op, int ITEMS, int LANES, int WHOLE = 0>
 __global__ void __maxnreg__(Op::direct_registers(ITEMS, LANES)) direct_rows(Op op, Walk walk) {
-  static_assert(LANES == 0 || WHOLE == 0 || WHOLE == LANES);
+  static_assert(LANES == 0 || WHOLE == 0);
   constexpr int kApart = kBeside<LANES>, ROWS = kRowsOfBlock<ITEMS, LANES> / kApart, kValues = ROWS * Op::kFound;
   constexpr Span SPAN = LANES ? Span::kWarp : Span::kWarps;
   static_assert(Op::kWays != Ways::kStreamed);
@@ -312,15 +364,7 @@ __global__ void __maxnreg__(Op::direct_registers(ITEMS, LANES)) direct_rows(Op o
       held[at].ask(op, places[at]);
     }
     parameters.ask();  // with no branch before: the compiler waits for rows in front of what comes after one
-    typename Op::template Aside<ITEMS> asides[ROWS];
-    float found[ROWS][Op::kFound];
-#pragma unroll
-    for (int at = 0; at < ROWS; ++at) asides[at] = op.template aside<ITEMS>(places[at]);
-    op.template measure<ITEMS, SPAN>(held, asides, parameters, columns, reducer, found);
-#pragma unroll
-    for (int at = 0; at < ROWS; ++at) {
-      op.template finish<ITEMS>(held[at], asides[at], parameters, places[at], Alone<Op::kFound>(found[at]));
-    }
+    work_on<ITEMS, SPAN>(op, held, places, parameters, columns, reducer);
   });
 }
 

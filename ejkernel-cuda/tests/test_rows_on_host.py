@@ -101,22 +101,29 @@ NORMS = {
 
 
 class Norm:
-    """One problem of a normalisation: 2 batch members of 5 rows."""
+    """One problem of a normalisation: 2 batch members of a few rows."""
 
     def __init__(
-        self, name: str, dtype: str, width: int, parameters: int, scale_offset: float = 0.0, stored: str = "float32"
+        self,
+        name: str,
+        dtype: str,
+        width: int,
+        parameters: int,
+        scale_offset: float = 0.0,
+        stored: str = "float32",
+        rows: int = 5,
     ) -> None:
         """parameters: 0 for none, 1 for those that the batch shares, 2 for a scale of each member's; `stored` is their dtype."""
         rng = np.random.default_rng(width)
         operation, reference = NORMS[name]
         self.centred, self.added, self.which = name == "layer_norm", name == "add_rms_norm", [*NORMS].index(name)
-        self.dtype, self.width = dtype, width
-        self.x = rounded(rng.normal(size=(2, 5, width)) * 2 + 3, dtype)
-        self.grad = rounded(rng.normal(size=(2, 5, width)), dtype)
+        self.dtype, self.width, self.rows = dtype, width, rows
+        self.x = rounded(rng.normal(size=(2, rows, width)) * 2 + 3, dtype)
+        self.grad = rounded(rng.normal(size=(2, rows, width)), dtype)
         self.scale = rounded(rng.normal(size=(parameters, width)), stored) if parameters else None
         self.offset = rounded(rng.normal(size=(1, width)), stored) if parameters and not self.added else None
-        self.residual = rounded(rng.normal(size=(2, 5, width)), dtype) if self.added else None
-        self.grad_sum = rounded(rng.normal(size=(2, 5, width)), dtype) if self.added else None
+        self.residual = rounded(rng.normal(size=(2, rows, width)), dtype) if self.added else None
+        self.grad_sum = rounded(rng.normal(size=(2, rows, width)), dtype) if self.added else None
         # The reference does not round the sum; given the rounded one and nothing to add, it norms what the kernels norm.
         self.sum = rounded(self.x.astype(np.float32) + self.residual.astype(np.float32), dtype) if self.added else self.x
         given = {"x": self.sum, "scale": self.scale}
@@ -131,21 +138,22 @@ class Norm:
         weight = 1.0 if self.scale is None else wide.scale[:, None] + scale_offset
         self.floor = float(np.linalg.norm(cotangents.out * weight * self.outputs.rstd[..., None]))
 
-    def forward(self, packed: bool, *shape: int, parts: int) -> list[np.ndarray]:
+    def forward(self, packed: bool, *shape: int, parts: int, save: bool = True) -> list[np.ndarray]:
         given = (self.x, self.residual, self.scale, self.offset)
         x, residual, scale, offset = (None if value is None else Guarded(value) for value in given)
         groups = 1 if self.scale is None else self.scale.shape[0]
-        out, mean, rstd = output(self.x.shape, self.x.dtype), output((2, 5), np.float32), output((2, 5), np.float32)
+        out, (mean, rstd) = output(self.x.shape, self.x.dtype), (output((2, self.rows), np.float32) for _ in range(2))
         total = output(self.x.shape, self.x.dtype) if self.added else None
         library().norm_forward(
-            KINDS[self.dtype], ctypes.c_bool(packed), self.which, Shape(10 // groups, groups, parts, *shape), x.pointer,
+            KINDS[self.dtype], ctypes.c_bool(packed), self.which, Shape(2 * self.rows // groups, groups, parts, *shape), x.pointer,
             residual.pointer if residual else None, parameter(scale), parameter(offset), out.pointer,
-            total.pointer if total else None, mean.pointer if self.centred else None, rstd.pointer, ctypes.c_int64(5), self.width,
+            total.pointer if total else None, mean.pointer if self.centred and save else None, rstd.pointer if save else None,
+            ctypes.c_int64(self.rows), self.width,
             ctypes.c_float(1e-5), ctypes.c_float(self.call.scale_offset),
         )  # fmt: skip
         if total:
             np.testing.assert_array_equal(total.checked().view(np.uint8), self.sum.view(np.uint8))
-        return [out.checked(), *([mean.checked()] if self.centred else []), rstd.checked()]
+        return [out.checked(), *([mean.checked()] if self.centred and save else []), *([rstd.checked()] if save else [])]
 
     def backward(self, packed: bool, *shape: int, parts: int) -> list[np.ndarray]:
         x, grad, rstd = Guarded(self.sum), Guarded(self.grad), Guarded(self.outputs.rstd.astype(np.float32))
@@ -157,11 +165,11 @@ class Norm:
         totals = [None if value is None else output(value.shape, value.dtype) for value in (self.scale, self.offset)]
         partials = [None if value is None else output((groups, parts, self.width), np.float32) for value in totals]
         library().norm_backward(
-            KINDS[self.dtype], ctypes.c_bool(packed), self.which, Shape(10 // groups, groups, parts, *shape), x.pointer,
+            KINDS[self.dtype], ctypes.c_bool(packed), self.which, Shape(2 * self.rows // groups, groups, parts, *shape), x.pointer,
             parameter(scale), mean.pointer if mean else None, rstd.pointer, grad.pointer, grad_sum.pointer if grad_sum else None,
             d_x.pointer, *(value.pointer if value else None for value in totals),
             NUMBERS["float32" if self.scale is None else self.scale.dtype.name],
-            *(value.pointer if value else None for value in partials), ctypes.c_int64(5), self.width,
+            *(value.pointer if value else None for value in partials), ctypes.c_int64(self.rows), self.width,
             ctypes.c_float(self.call.scale_offset),
         )  # fmt: skip
         return [value.checked() for value in (d_x, *totals) if value is not None]
@@ -171,6 +179,50 @@ class Norm:
 @pytest.mark.parametrize("launch", LAUNCHES + DIRECT, ids=str)
 def test_norm_forward(launch, name):
     check_norm_forward(launch, name)
+
+
+PLAIN = [
+    # dtype, width, threads of a row, packs per thread: kernels that are compiled for just such rows, and for many of them
+    ("bfloat16", 32, 4, 1),
+    ("bfloat16", 64, 8, 1),
+    ("bfloat16", 128, 16, 1),
+    ("bfloat16", 256, 32, 1),
+    ("bfloat16", 512, 32, 2),
+    ("bfloat16", 1024, 32, 4),
+    ("float32", 64, 16, 1),
+]
+PLAIN_ROWS = 39
+"""Of half of a problem: blocks do not divide as many, and for all widths there is more than one."""
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("launch", PLAIN, ids=str)
+def test_plain_norm_forward(launch, name):
+    dtype, width, threads, packs = launch
+    for parameters, scale_offset in ((0, 0.0), (1, 1.0)):
+        problem = Norm(name, dtype, width, parameters, scale_offset, dtype, PLAIN_ROWS)
+        out, *saved = problem.forward(True, threads, packs, 1, 0, parts=2)
+        assert relative(out, problem.outputs.out, floor=1.0) < TOLERANCE[dtype]
+        wanted = [*([problem.outputs.mean] if problem.centred else []), problem.outputs.rstd]
+        for value, exact in zip(saved, wanted, strict=True):
+            assert relative(value, exact) < 2e-6
+        (alone,) = problem.forward(True, threads, packs, 1, 0, parts=2, save=False)
+        np.testing.assert_array_equal(alone.view(np.uint8), out.view(np.uint8))
+
+
+@pytest.mark.parametrize("launch", PLAIN, ids=str)
+def test_plain_softmax_forward(launch):
+    dtype, width, threads, packs = launch
+    x, _, _ = softmax_problem(dtype, width, None, PLAIN_ROWS)
+    call = softmax.SoftmaxCall(x=ArraySpec.of(x), where=None, scale=0.7, save_residuals=True)
+    wanted = softmax_reference.forward(call, softmax.SoftmaxInputs(x.astype(np.float64), None)).out
+    given, out = Guarded(x), output(x.shape, x.dtype)
+    shape = Shape(6 * PLAIN_ROWS, 1, 2, threads, packs, 1, 0)
+    library().softmax_forward(
+        KINDS[dtype], ctypes.c_bool(True), shape, given.pointer, Mask(), out.pointer, width, ctypes.c_float(0.7)
+    )
+    assert relative(out.checked(), wanted) < TOLERANCE[dtype]
+    assert not out.checked()[1, 1, 1].any()
 
 
 @pytest.mark.parametrize(("name", "launch"), [(name, launch) for name in MANY_WHOLE for launch in MANY_WHOLE[name]], ids=str)
@@ -228,10 +280,10 @@ def softmax_mask(x: np.ndarray, where: np.ndarray | None) -> tuple[Mask, Guarded
     return Mask(guarded.pointer, where.shape[-1] != 1, len(axes.sizes), many(*padded[0]), many(*padded[1])), guarded
 
 
-def softmax_problem(dtype: str, width: int, mask_shape: tuple[int, ...] | None):
-    """x [2, 3, 2, width], of which masked places hold NaN, a row holds -inf, and the first row of the mask is empty."""
+def softmax_problem(dtype: str, width: int, mask_shape: tuple[int, ...] | None, rows: int = 2):
+    """x [2, 3, rows, width], of which masked places hold NaN, a row holds -inf, and the first row of the mask is empty."""
     rng = np.random.default_rng(width)
-    x = rng.normal(size=(2, 3, 2, width)) * 4
+    x = rng.normal(size=(2, 3, rows, width)) * 4
     x[1, 1, 1] = -np.inf
     grad = rng.normal(size=x.shape)
     where = None

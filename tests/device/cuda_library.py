@@ -48,6 +48,8 @@ LSE = 1e-4
 RAGGED = (
     *(norm("layer_norm", 13, width) for width in (1, 33, 128, 4099, 4096, 20000, 32768, 40000, 131072)),
     *(norm("rms_norm", 13, width) for width in (1, 33, 128, 4099, 4096, 20000, 65536, 40000, 131072)),
+    *(norm(name, 73, width) for name in ("layer_norm", "rms_norm") for width in (32, 64, 128, 256)),
+    *(Problem("softmax", {"x": (73, width)}) for width in (32, 64, 128, 256)),
     *(added(13, width) for width in (1, 33, 128, 4099, 4096, 20000, 40000, 131072)),
     *(Problem("softmax", {"x": (13, width)}) for width in (1, 33, 4096, 4099, 9000, 24000, 40000, 65536, 128256)),
     *(Problem("softmax", {"x": (4, 3, 9, 100), "where": where}) for where in ((4, 1, 9, 100), (9, 1))),

@@ -113,12 +113,13 @@ TIMED = (
 def checked_problems(operation: str) -> list[Problem]:
     """Small problems over many widths and flags."""
     if operation in ("layer_norm", "rms_norm"):
-        return [norm(operation, 13, width) for width in WIDTHS] + [
+        return [norm(operation, rows, width) for rows, widths in ((13, WIDTHS), (73, NARROW)) for width in widths] + [
             Problem(operation, {"x": (37, 640)}), Problem(operation, {"x": (70001, 128), "scale": (128,)}),
             Problem(operation, {"x": (3, 5, 512), "scale": (512,)}, {"scale_offset": 1.0}),
         ]  # fmt: skip
     if operation == "softmax":
-        return [Problem("softmax", {"x": (13, width)}, {"scale": 0.7}) for width in WIDTHS] + [
+        shapes = [(rows, width) for rows, widths in ((13, WIDTHS), (73, NARROW)) for width in widths]
+        return [Problem("softmax", {"x": shape}, {"scale": 0.7}) for shape in shapes] + [
             Problem("softmax", {"x": (4, 3, 9, width), "where": where})
             for width in (100, 4096, 40000)
             for where in ((4, 3, 9, width), (4, 1, 9, width), (9, 1), (4, 1, 1, 1), (1, 3, 1, width))

@@ -76,8 +76,8 @@ __device__ inline void read_columns(float (&to)[ITEMS][N], const ParameterRow<T>
 }
 
 // out = (x - mean) * rstd * (scale + scale_offset) + offset, x being sum = x + residual where ADDED.
-// PACKED: a thread that has parameters of many columns from row to row keeps them as they are stored, in T of two bytes.
-template <typename T_, int N_, bool CENTRED, bool ADDED, bool PACKED = false>
+// PLAIN: parameters are stored in T, of which a thread keeps those of many columns from row to row as they are, if it has two bytes.
+template <typename T_, int N_, bool CENTRED, bool ADDED, bool PLAIN = false>
 struct Forward {
   using T = T_;
   static constexpr int N = N_;
@@ -86,8 +86,8 @@ struct Forward {
   Parameter<T> scale, offset;
   T* out;
   T* sum;       // null unless ADDED
-  float* mean;  // null when not asked for
-  float* rstd;
+  float* mean;  // where CENTRED, of no use where there is no rstd
+  float* rstd;  // null when not asked for
   int64_t rows_per_batch;
   int width;
   float inverse_width, epsilon, scale_offset;
@@ -95,15 +95,17 @@ struct Forward {
   static constexpr int kStreams = ADDED ? 2 : 1, kFound = CENTRED ? 2 : 1;
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > (CENTRED ? 1 : 2) ? 80 : 64; }
-  static constexpr int kSharedRegisters = PACKED ? (CENTRED ? 80 : 64) : registers(kMaxItems);
+  static constexpr bool kKeepsStored = PLAIN && sizeof(T) == 2;
+  static constexpr int kSharedRegisters = kKeepsStored ? (CENTRED ? 80 : 64) : registers(kMaxItems);
   // With 64, two blocks of 512 threads fit on a processor.
   static constexpr int direct_registers(int items, int lanes) {
     return CENTRED && items == 2 && lanes ? 56 : items == 2 || (ADDED && items > 2) ? 80 : 64;
   }
+  static constexpr int plain_registers(int items) { return items == 1 ? 48 : direct_registers(items, 32); }
   static constexpr Ways kWays = ADDED ? Ways::kEither : Ways::kDirect;
   static constexpr int kNarrowItems = CENTRED ? 2 : 1, kMostDirect = kMaxItems, kMostShared = CENTRED || ADDED ? 0 : 8;
   static constexpr int kSharedThreads = 256;  // known when compiled: places of packs would take registers that are not there
-  static constexpr bool kSharesParts = false, kWhole = CENTRED;
+  static constexpr bool kSharesParts = false, kWhole = CENTRED, kPlainRows = CENTRED || (sizeof(T) == 2 && !ADDED);
   int most_direct() const { return kWhole && width == 8 * kMaxThreads * N ? 8 : kMostDirect; }
   bool shares_direct() const { return true; }
   template <int ITEMS>
@@ -153,7 +155,7 @@ struct Forward {
     }
   };
   template <int ITEMS>
-  using Kept = std::conditional_t<PACKED, Stored<ITEMS>, Floats<ITEMS>>;
+  using Kept = std::conditional_t<kKeepsStored, Stored<ITEMS>, Floats<ITEMS>>;
   // The same left in memory, stored as S, for a thread that has a row in as many registers as leave room for it: kAhead items are
   // asked for before the one that is worked on, the first of them before anything waits for the row or, of many, when it is measured.
   template <typename S, int ITEMS>
@@ -250,13 +252,15 @@ struct Forward {
 
   __device__ const T* stream(int which) const { return which == 0 ? x : residual; }
 
-  // The same where parameters are kept as they are stored, and whether they are stored in T.
-  auto packed() const
-    requires(sizeof(T) == 2 && N > 1 && !PACKED)
+  // The same for a plain call, and whether it is one.
+  auto plain() const
+    requires(N > 1 && !PLAIN)
   {
     return __builtin_bit_cast(Forward<T, N, CENTRED, ADDED, true>, *this);
   }
-  bool is_narrow() const { return (!scale.data || scale.narrow) && (!offset.data || offset.narrow); }
+  bool is_plain() const {
+    return std::is_same_v<T, float> || ((!scale.data || scale.narrow) && (!offset.data || offset.narrow));
+  }
 
   template <int ITEMS>
   __device__ void begin(Kept<ITEMS>& kept, int64_t group, const Columns& columns) const {
@@ -268,7 +272,7 @@ struct Forward {
   __device__ void with_parameters(int64_t group, const Columns& columns, Use use) const {
     const ParameterRow<T> factors = scale.member(group), shifts = offset.member(group);
     const float more = factors.data ? scale_offset : 1.f;
-    if (std::is_same_v<T, float> || factors.narrow) {
+    if (PLAIN || std::is_same_v<T, float> || factors.narrow) {
       if constexpr (ITEMS > 2) {
         use(Near<T, ITEMS>(factors, shifts, columns, more));
       } else {
@@ -472,7 +476,7 @@ struct Forward {
       }
       store_out(out + at, rounded<T, N>(x), there);
     }
-    if (place.active && place.columns.first == 0) save(place.row, centre, inverse);
+    if (rstd && place.active && place.columns.first == 0) save(place.row, centre, inverse);
   }
 
   template <int ITEMS>
@@ -493,8 +497,8 @@ struct Forward {
   }
 
   __device__ void save(int64_t row, float centre, float inverse) const {
-    if (CENTRED && mean) mean[row] = centre;
-    if (rstd) rstd[row] = inverse;
+    if (CENTRED) mean[row] = centre;
+    rstd[row] = inverse;
   }
 
   __device__ void walk(int64_t row, Reducer& reducer) const {
@@ -527,7 +531,7 @@ struct Forward {
     for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
       write(load<T, N>(from + column), row, column, factors, shifts, centre, inverse);
     }
-    if (threadIdx.x == 0) save(row, centre, inverse);
+    if (rstd && threadIdx.x == 0) save(row, centre, inverse);
   }
 };
 
@@ -554,7 +558,7 @@ struct Backward {
   static constexpr bool kFlushes = true;
   static constexpr Ways kWays = Ways::kStreamed;
   static constexpr int kMostShared = 0;
-  static constexpr bool kWhole = false;
+  static constexpr bool kWhole = false, kPlainRows = false;
   static constexpr int registers(int items) { return items * N > 16 ? 128 : items > 2 ? 104 : items * N > 8 ? 80 : 64; }
   static constexpr int kSharedRegisters = registers(kMaxItems);
   template <int ITEMS>

@@ -68,7 +68,8 @@ __device__ inline float weight(float value) {
   return fast_exp2(value);
 }
 
-template <typename T_, int N_>
+// PLAIN: all places take part, and the largest element has the largest logit.
+template <typename T_, int N_, bool PLAIN = false>
 struct Forward {
   using T = T_;
   static constexpr int N = N_;
@@ -82,13 +83,20 @@ struct Forward {
   static constexpr bool kFlushes = false;
   static constexpr int registers(int items) { return items > 2 ? 80 : 64; }
   static constexpr int direct_registers(int items, int lanes) { return lanes || items > kMaxItems ? 64 : items > 2 ? 104 : 80; }
+  static constexpr int plain_registers(int items) { return items == 1 ? 48 : direct_registers(items, 32); }
   static constexpr Ways kWays = Ways::kEither;
   static constexpr int kNarrowItems = 2, kMostDirect = 8, kMostShared = kMostDirect, kSharedThreads = 0;
-  static constexpr bool kSharesParts = true, kWhole = false;
+  static constexpr bool kSharesParts = true, kWhole = false, kPlainRows = sizeof(T) == 2;
   static constexpr int kSharedRegisters = 64;
   // A thread of more packs has no bits for places.
-  int most_direct() const { return !mask.data && scale > 0.f ? kMostDirect : kMaxItems; }
-  bool shares_direct() const { return most_direct() == kMostShared; }
+  int most_direct() const { return is_plain() ? kMostDirect : kMaxItems; }
+  bool shares_direct() const { return is_plain(); }
+  auto plain() const
+    requires(N > 1 && !PLAIN)
+  {
+    return __builtin_bit_cast(Forward<T, N, true>, *this);
+  }
+  bool is_plain() const { return !mask.data && scale > 0.f; }
   template <int ITEMS>
   struct Kept {};
   template <int ITEMS>
@@ -123,7 +131,7 @@ struct Forward {
 
   template <int ITEMS>
   __device__ bool is_ordered() const {
-    return ITEMS > kMaxItems || (!mask.data && scale > 0.f);
+    return PLAIN || ITEMS > kMaxItems || (!mask.data && scale > 0.f);
   }
 
   // What is taken from every logit: the largest, or 0 in a row without one, so that -inf - (-inf) does not arise.
@@ -376,7 +384,7 @@ struct Backward {
   static constexpr int direct_registers(int items, int lanes) { return lanes ? 64 : items > 2 ? 104 : 80; }
   static constexpr Ways kWays = Ways::kEither;
   static constexpr int kNarrowItems = 2, kMostDirect = kMaxItems, kMostShared = 0;
-  static constexpr bool kWhole = false;
+  static constexpr bool kWhole = false, kPlainRows = false;
   int most_direct() const { return kMostDirect; }
   template <int ITEMS>
   struct Kept {};

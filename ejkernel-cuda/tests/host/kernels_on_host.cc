@@ -46,11 +46,27 @@ void streamed(const Op& op, const Shape& shape) {
       stages * stage);
 }
 
+// The rows of a plain call that so many threads have whole, where there are such kernels for them; whether there are.
+template <class Op, int ITEMS, int LANES>
+bool plain(const Op& op, const Shape& shape) {
+  if constexpr (Op::kPlainRows && LANES >= 4 && (ITEMS == 1 || (Op::kWhole && LANES == 32))) {
+    constexpr int64_t kRows = kRowsOfBlock<ITEMS, LANES>;
+    const bool whole = op.width == ITEMS * LANES * Op::N && shape.groups == 1 && shape.rows_per_group >= kRows;
+    if (!whole || !op.is_plain()) return false;
+    const int rows = int(shape.rows_per_group);
+    host::launch(unsigned((rows + kRows - 1) / kRows), {kDirectBlock, 1}, 1,
+                 [&] { plain_rows<decltype(op.plain()), ITEMS, LANES>(op.plain(), rows); });
+    return true;
+  }
+  return false;
+}
+
 template <class Op, int ITEMS, int LANES, int WHOLE = 0>
 void direct(const Op& op, const Shape& shape) {
   if constexpr (Op::kWays != Ways::kStreamed) {
-    if constexpr (Op::kWhole && WHOLE == 0) {
-      constexpr int kThreads = LANES ? LANES : 64;
+    if (plain<Op, ITEMS, LANES>(op, shape)) return;
+    if constexpr (Op::kWhole && LANES == 0 && WHOLE == 0) {
+      constexpr int kThreads = 64;
       if (shape.threads == kThreads && op.width == ITEMS * kThreads * Op::N) return direct<Op, ITEMS, LANES, kThreads>(op, shape);
     }
     constexpr int64_t kRows = kRowsOfBlock<ITEMS, LANES>;
@@ -93,8 +109,10 @@ void rows(const Op& op, const Shape& shape) {
   } else if (Op::kMostShared > 0 && shape.cluster > 1 && shape.items == Op::kMostShared) {
     if constexpr (Op::kMostShared > 0 && Op::N > 1) direct_shared(op, shape);
   } else if (shape.cluster > 1) {
-    if constexpr (requires { op.packed(); }) {
-      if (op.is_narrow()) return streamed<decltype(op.packed()), kMaxItems, true>(op.packed(), shape);
+    if constexpr (requires { op.plain().kKeepsStored; }) {
+      if constexpr (decltype(op.plain())::kKeepsStored) {
+        if (op.is_plain()) return streamed<decltype(op.plain()), kMaxItems, true>(op.plain(), shape);
+      }
     }
     streamed<Op, kMaxItems, true>(op, shape);
   } else if (Op::N > 1 && Op::kWays != Ways::kStreamed && (shape.stages == 0 || Op::kWays == Ways::kDirect)) {
