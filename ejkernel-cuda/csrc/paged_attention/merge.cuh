@@ -1,6 +1,7 @@
 // Tiles whose keys several workers had, put together from their parts in a fixed order (Dao et al., Flash-Decoding, 2023).
 #pragma once
 
+#include <algorithm>
 #include <bit>
 
 #include "paged_attention/results.cuh"
@@ -8,10 +9,13 @@
 
 namespace ejkernel::paged_attention {
 
-constexpr int kMergeWarps = 8, kMergeThreads = 32 * kMergeWarps;  // of a block of the merge
+constexpr int kMergeWarps = 4, kMergeThreads = 32 * kMergeWarps;  // of a block of the merge
 constexpr int kSplitsAtOnce = 2 * kMergeThreads;                  // workers that a block looks through at once
+// Parts that a lane asks for together, of which LANES read a row's slice.
+template <int LANES>
+constexpr int kPartsAtOnce = LANES < 32 ? 9 : 3;
 
-// How the merge is launched. Where a tile is many workers', a block has a few channels of one row, each of whose parts is some
+// How the merge is launched. Where a tile is several workers', a block has a few channels of some rows, each of whose parts is some
 // lanes' of many; else it has many rows whole.
 struct MergeShape {
   int tiles;         // that may be split
@@ -27,14 +31,16 @@ struct MergeShape {
     by_lengths = problem.tiles() <= workers && 0 < requests && requests <= 32;  // a lane for each
     const int of_tile = problem.together * problem.rows_of_head();
     tiles = int(problem.tiles() < workers ? problem.tiles() : workers), slices = (room + 4 * lanes - 1) / (4 * lanes);
-    rows = 1;
-    while (lanes == 32 && rows < kMergeWarps && rows < of_tile) rows *= 2;
+    // A warp for each row, or as many as read its parts at once: of an even share of workers, and of those where it begins and ends.
+    const int parts = (workers / std::max(tiles, 1) + 2) * parts_of_block, of_warp = 32 / lanes * kPartsAtOnce<8>;
+    rows = kMergeWarps;
+    while (rows > 1 && (rows >= 2 * of_tile || (lanes < 32 && kMergeWarps / rows * of_warp < parts))) rows /= 2;
     blocks = (of_tile + rows - 1) / rows * slices;
   }
 };
 
-// Lanes that share a row's parts: few, where a tile has more parts than a warp takes at once.
-inline int lanes_of_part(const Problem& problem, int workers) { return problem.tiles() * 8 < workers ? 8 : 32; }
+// Lanes that share a row's parts: few, where a tile has parts enough for a warp to take several at once.
+inline int lanes_of_part(const Problem& problem, int workers) { return problem.tiles() * 4 <= workers ? 8 : 32; }
 
 // Tokens that no request owns, which no worker looks at: 0. All warps of the launch take turns at tokens.
 template <typename T>
@@ -61,22 +67,6 @@ struct Partial {
   float largest = -INFINITY, total = 0.f;
   Pack<float, 4> sums = {};
 
-  // Brings what is known to a new maximum.
-  __device__ float raise(float most) {
-    const float shift = shift_of(most), kept = fast_exp2(largest - shift);
-    largest = most, total *= kept;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums.data[i] *= kept;
-    return shift;
-  }
-
-  __device__ void add(const Partial& other) {
-    const float shift = raise(fmaxf(largest, other.largest)), weight = fast_exp2(other.largest - shift);
-    total += weight * other.total;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums.data[i] += weight * other.sums.data[i];
-  }
-
   __device__ Partial of_lane(int lane) const {
     Partial other;
     other.largest = __shfl_sync(kWarp, largest, lane), other.total = __shfl_sync(kWarp, total, lane);
@@ -85,6 +75,22 @@ struct Partial {
     return other;
   }
 };
+
+template <int N>
+__device__ inline Partial sum_of(const Partial (&all)[N]) {
+  Partial sum;
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum.largest = fmaxf(sum.largest, all[i].largest);
+  const float shift = shift_of(sum.largest);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const float weight = fast_exp2(all[i].largest - shift);
+    sum.total += weight * all[i].total;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum.sums.data[j] += weight * all[i].sums.data[j];
+  }
+  return sum;
+}
 
 // What a block of the merge has in shared memory.
 struct MergeNotes {
@@ -146,6 +152,73 @@ __device__ inline void find_split(const Problem& problem, Divisor workers, int w
   found = {int(tile.row(problem, request, 0)), shares.owner(begin + request.steps - 1) - first + 1};
 }
 
+// A row's parts as a lane of the merge reads them: every `step`-th from number `mine` on, AT_ONCE at a time. Where those lie is
+// worked out before they are there.
+template <int AT_ONCE>
+struct PartsOfRow {
+  int row = 0, count = 0;           // among all tokens' query heads; parts, 0 where this lane has none to read
+  bool there = false;               // whether this is a row of the tile
+  const float2* weights = nullptr;  // of parts of this row
+  const char* values = nullptr;     // the same of this lane's channels
+  uint32_t part_bytes = 0;          // of a row of parts
+  uint32_t at[AT_ONCE] = {};        // of the parts that are read next, counted in rows of parts
+  float value_scale = 1.f, sink = -INFINITY;
+
+  PartsOfRow() = default;
+  __device__ PartsOfRow(const Problem& problem, const Results& results, const MergeShape& shape, const Split& found, int first,
+                        int beside, int in_head, int channel, int mine, int step) {
+    const int group = problem.group;
+    row = found.row + beside * group + in_head;
+    there = beside < problem.together && found.row - int(problem.groups.divide(found.row)) * group + in_head < group;
+    count = there && channel < shape.room ? found.workers << shape.part_bits : 0;
+    // The worker with whom the tile begins has it as the last one of its share, all others as the first.
+    const int rows = problem.rows_of_part();
+    const int64_t first_part = int64_t(first) * (2 * rows << shape.part_bits) + beside * problem.rows_of_head() + in_head;
+    weights = results.part_weight + first_part;
+    values = held(reinterpret_cast<const char*>(results.part + first_part * shape.room + channel));
+    part_bytes = uint32_t(shape.room) * sizeof(float);
+    look_up(problem, shape, mine, step);
+    const int token = problem.all_heads.divide(row), head = row - token * problem.heads, batch = problem.all_tokens.divide(token);
+    if (there && problem.value_scale) {
+      const int key_head = problem.groups.divide(head);
+      value_scale = problem.value_scale[batch * problem.value_scale_batch + key_head * problem.value_scale_head];
+    }
+    if (there && problem.sinks) sink = problem.sinks[batch * problem.sinks_batch + head] * kLog2E;
+  }
+
+  // Where the AT_ONCE parts from number `base` on lie.
+  __device__ void look_up(const Problem& problem, const MergeShape& shape, int base, int step) {
+    const int bits = shape.part_bits, rows = problem.rows_of_part();
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int number = base + i * step;
+      const uint32_t of_first = number >> bits == 0 ? 1 << bits : 0;  // parts that lie before its
+      at[i] = ((number >> bits << (bits + 1)) + (number & ((1 << bits) - 1)) + of_first) * rows;
+    }
+  }
+
+  // The parts that were looked up last, of which number `base` is the first.
+  __device__ void add_to(Partial& sum, int base, int step) const {
+    uint2 known[AT_ONCE];
+    uint4 found[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const bool asked = base + i * step < count;
+      known[i] = read_words<uint2>(weights + at[i], asked);
+      found[i] = read_words<uint4>(values + uint64_t(at[i]) * part_bytes, asked);
+    }
+    Partial all[AT_ONCE + 1];
+    all[AT_ONCE] = sum;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      all[i] = {__builtin_bit_cast(float, known[i].x), __builtin_bit_cast(float, known[i].y),
+                __builtin_bit_cast(Pack<float, 4>, found[i])};
+      if (base + i * step >= count) all[i].largest = -INFINITY;
+    }
+    sum = sum_of(all);
+  }
+};
+
 // Rows of split tiles from their parts, of which LANES lanes read a row's slice; `shape.tiles` times `shape.blocks` blocks.
 //
 // This kernel may begin before `attend` ends: until it has waited it reads arguments of the call alone, works out from them
@@ -153,97 +226,68 @@ __device__ inline void find_split(const Problem& problem, Divisor workers, int w
 // results' memory, was done when that allowed this kernel to begin; and whatever comes next waits for this kernel, which does not
 // end before `attend` does. So every thread waits.
 template <int LANES>
-__global__ void __launch_bounds__(kMergeThreads)
+__global__ void __launch_bounds__(kMergeThreads, LANES < 32 ? 5 : 10)  // registers that workers leave to blocks of few tiles
     merge(const __grid_constant__ Problem problem, const __grid_constant__ Results results, Divisor workers, MergeShape shape) {
-  constexpr int kAtOnce = LANES < 32 ? 5 : 4, kBeside = 32 / LANES;  // parts of a lane, and of a warp
+  constexpr int kAtOnce = kPartsAtOnce<LANES>, kBeside = 32 / LANES;  // parts of a lane, and of a warp
   EJKERNEL_SHARED(MergeNotes, all_notes, 1);
   MergeNotes& notes = all_notes[0];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, size = problem.value.size, group = problem.group;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warps = kMergeWarps / shape.rows, mine = warp & (warps - 1), step = warps * kBeside;  // of a row
   int block, slice, in_head;
   const int tile = divide(int(blockIdx.x), shape.blocks, block);
   const int first_row = divide(block, shape.slices, slice) * shape.rows;
   const int beside = divide(first_row + warp / warps, problem.rows_of_head(), in_head);
-  const int channel = (slice * LANES + lane % LANES) * 4;
+  const int channel = (slice * LANES + lane % LANES) * 4, first_number = mine * kBeside + lane / LANES;
   problem.is_bf16 ? clear_tokens<__nv_bfloat16>(problem, results) : clear_tokens<__half>(problem, results);
   Split found{};
   int first = 0;
+  PartsOfRow<kAtOnce> parts;
+  const auto look_up = [&] {
+    parts = PartsOfRow<kAtOnce>(problem, results, shape, found, first, beside, in_head, channel, first_number, step);
+  };
   if (shape.by_lengths) {
     find_split(problem, workers, tile, found, first);
-  } else {
-    wait_for_last_kernel();
-    start_next_kernel();
+    look_up();
+  }
+  wait_for_last_kernel();
+  start_next_kernel();
+  if (!shape.by_lengths) {
     search_split(results, int(workers.value), tile, notes);
     if (notes.first >= 0) found = notes.found, first = notes.first;
-    if (found.workers < 2) return;
   }
-  const int row = found.row + beside * group + in_head;
-  const bool there = beside < problem.together && found.row - int(problem.groups.divide(found.row)) * group + in_head < group;
-  const int bits = shape.part_bits, rows = problem.rows_of_part();
-  const int count = there && channel < shape.room ? found.workers << bits : 0;
-  // The worker with whom the tile begins has it as the last one of its share, all others as the first.
-  const int64_t first_part = int64_t(first) * (2 * rows << bits) + beside * problem.rows_of_head() + in_head;
-  const float2* part_weight = results.part_weight + first_part;
-  const float* part = results.part + first_part * shape.room + channel;
-  const int token = problem.all_heads.divide(row), head = row - token * problem.heads, batch = problem.all_tokens.divide(token);
-  float value_scale = 1.f, sink = -INFINITY;
-  if (there && problem.value_scale) {
-    const int key_head = problem.groups.divide(head);
-    value_scale = problem.value_scale[batch * problem.value_scale_batch + key_head * problem.value_scale_head];
-  }
-  if (there && problem.sinks) sink = problem.sinks[batch * problem.sinks_batch + head] * kLog2E;
-  if (shape.by_lengths) {
-    wait_for_last_kernel();
-    start_next_kernel();
-    if (found.workers < 2) return;
-  }
+  if (found.workers < 2) return;
+  if (!shape.by_lengths) look_up();
   Partial sum;
+  int base = first_number;
 #pragma unroll 1
-  for (int base = mine * kBeside + lane / LANES; base < count; base += step * kAtOnce) {
-    float2 known[kAtOnce];
-    Pack<float, 4> values[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int number = base + i * step;
-      const uint32_t of_first = number >> bits == 0 ? 1 << bits : 0;  // parts that lie before its
-      const uint32_t at = ((number >> bits << (bits + 1)) + (number & ((1 << bits) - 1)) + of_first) * rows;
-      known[i] = {-INFINITY, 0.f}, values[i] = {};
-      if (number < count) known[i] = part_weight[at], values[i] = load<float, 4>(part + uint64_t(at) * uint32_t(shape.room));
-    }
-    float most = sum.largest;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) most = fmaxf(most, known[i].x);
-    const float shift = sum.raise(most);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const float weight = fast_exp2(known[i].x - shift);
-      sum.total += weight * known[i].y;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sum.sums.data[j] += weight * values[i].data[j];
-    }
+  while (true) {
+    parts.add_to(sum, base, step);
+    base += step * kAtOnce;
+    if (base >= parts.count) break;
+    parts.look_up(problem, shape, base, step);
   }
-  const auto join_lanes = [&] {
-#pragma unroll
-    for (int apart = LANES; apart < 32; apart *= 2) sum.add(sum.of_lane(lane ^ apart));
-  };
-  join_lanes();
   if (warps > 1) {
     notes.of_warps[warp][lane] = sum;
     __syncthreads();
     if (mine > 0) return;
-    sum = {};
-#pragma unroll 1
-    for (int other = lane / LANES; other < warps; other += kBeside) sum.add(notes.of_warps[warp + other][lane % LANES]);
-    join_lanes();
+    Partial all[kMergeWarps];
+#pragma unroll
+    for (int i = 0; i < kMergeWarps; ++i) {
+      if (i < warps) all[i] = notes.of_warps[warp + i][lane];
+    }
+    sum = sum_of(all);
   }
-  if (mine > 0 || lane >= LANES || !there) return;
-  if (problem.sinks) sum.add({sink, 1.f, {}});
-  const float factor = sum.total == 0.f ? 0.f : value_scale / sum.total;
+#pragma unroll
+  for (int apart = LANES; apart < 32; apart *= 2) sum = sum_of({sum, sum.of_lane(lane ^ apart)});
+  if (lane >= LANES || !parts.there) return;
+  if (problem.sinks) sum = sum_of({sum, Partial{parts.sink, 1.f, {}}});
+  const float factor = sum.total == 0.f ? 0.f : parts.value_scale * fast_inverse(sum.total);
 #pragma unroll
   for (int i = 0; i < 4; ++i) sum.sums.data[i] *= factor;
-  write_results(results.out, problem.is_bf16, int64_t(row) * size, channel, size, sum.sums);
+  const int size = problem.value.size;
+  write_results(results.out, problem.is_bf16, int64_t(parts.row) * size, channel, size, sum.sums);
   if (channel == 0 && results.lse)
-    results.lse[row] = sum.total == 0.f ? -INFINITY : (shift_of(sum.largest) + log2f(sum.total)) * kLn2;
+    results.lse[parts.row] = sum.total == 0.f ? -INFINITY : (shift_of(sum.largest) + log2f(sum.total)) * kLn2;
 }
 
 }  // namespace ejkernel::paged_attention

@@ -34,7 +34,7 @@ constexpr bool turns(int64_t element_bytes, int width) { return element_bytes ==
 // Parts that a block leaves of a tile that it shares: one, or beside such products one of each of the warps that take turns at
 // a key head's keys, so that they need not meet.
 constexpr int parts_of_block(int64_t element_bytes, int width, int64_t group, int64_t together) {
-  return turns(element_bytes, width) && group <= kRows / 2 ? kWarps / int(together) : 1;
+  return turns(element_bytes, width) && group <= kRows / 2 ? kWarps >> int(together) / 2 : 1;
 }
 
 // Strides of an array of pages as counts of accesses.
