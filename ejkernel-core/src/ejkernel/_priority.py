@@ -138,10 +138,11 @@ def _layer_norm_on_cuda(call: Any, phase: Phase) -> Standing:
     """benchmarks/results/rows_cuda_h200.json, ms in bfloat16, and of the first forward bench_cuda_rows_h200.json:
 
     16384x4096   forward 0.067, Triton 0.069, XLA 0.074      backward 0.105, XLA 0.273
-    131072x128   forward 0.0181, Triton 0.0178, XLA 0.0192   backward 0.0311, Triton 0.0362, XLA 0.0600
-    1048576x64   forward 0.065, Triton 0.063, XLA 0.067      backward 0.102, Triton 0.107, XLA 0.193
-    262144x512   forward 0.129, Triton 0.127, XLA 0.166      backward 0.209, Triton 0.204, XLA 0.514
-    65536x1024   forward 0.066, Triton 0.064, XLA 0.087      backward 0.104, Triton 0.106, XLA 0.258
+    131072x128   forward 0.0174, Triton 0.0179, XLA 0.0194   backward 0.0308, Triton 0.0359, XLA 0.0601
+    1048576x64   forward 0.063, Triton 0.064, XLA 0.067      backward 0.102, Triton 0.107, XLA 0.192
+    1048576x128  forward 0.128, Triton 0.125, XLA 0.132      backward 0.198, Triton 0.205, XLA 0.396
+    262144x512   forward 0.130, Triton 0.127, XLA 0.166      backward 0.212, Triton 0.203, XLA 0.516
+    65536x1024   forward 0.066, Triton 0.064, XLA 0.088      backward 0.106, Triton 0.106, XLA 0.259
     8192x8192    forward 0.066, Triton 0.067, XLA 0.080      backward 0.111, Triton 0.105, XLA 0.271
     8192x16384   forward 0.131, Triton 0.139, XLA 0.299      backward 0.203, Triton 0.355, XLA 0.605
     2048x32768   forward 0.069, Triton 0.081, XLA 0.158      backward 0.111, Triton 0.176, XLA 0.190
@@ -168,7 +169,7 @@ def _rms_norm_on_cuda(call: Any, phase: Phase) -> Standing:
     """In the same file, and for the first in bench_cuda_rows_h200.json, too, forward 0.067, Triton 0.072:
 
     16384x4096   forward 0.065, Triton 0.065, XLA 0.079      backward 0.113, Triton 0.101, XLA 0.191
-    131072x128   forward 0.0175, Triton 0.0174, XLA 0.0183   backward 0.0301, Triton 0.0364, XLA 0.0550
+    131072x128   forward 0.0173, Triton 0.0175, XLA 0.0184   backward 0.0302, Triton 0.0366, XLA 0.0547
     8192x16384   forward 0.134, Triton 0.197, XLA 0.191      backward 0.205, Triton 0.343, XLA 0.352
     2048x32768   forward 0.070, Triton 0.078, XLA 0.120      backward 0.110, Triton 0.174, XLA 0.184
     2048x65536   forward 0.137, Triton 0.181, XLA 0.232      backward 0.206, Triton 0.340, XLA 0.360
@@ -181,7 +182,7 @@ def _softmax_on_cuda(call: Any, phase: Phase) -> Standing:
     """In rows_cuda_h200.json:
 
     32768x4096   forward 0.130, Triton 0.128, XLA 0.154      backward 0.183, Triton 0.185, XLA 0.314
-    131072x128   forward 0.0178, Triton 0.0178, XLA 0.0180   backward 0.0253, Triton 0.0247, XLA 0.0288
+    131072x128   forward 0.0175, Triton 0.0175, XLA 0.0179   backward 0.0251, Triton 0.0248, XLA 0.0288
     8192x16384   forward 0.129, Triton 0.135, XLA 0.392      backward 0.200, Triton 0.194, XLA 0.309
     2048x32768   forward 0.066, Triton 0.074, XLA 0.162      backward 0.099, Triton 0.102, XLA 0.159
     2048x65536   forward 0.130, Triton 0.169, XLA 0.309      backward 0.192, Triton 0.231, XLA 0.312
@@ -201,14 +202,15 @@ def _rope_on_cuda(call: Any, phase: Phase) -> Standing:
 
 def _paged_attention_on_cuda(call: PagedAttentionCall, phase: Phase) -> Standing:
     """benchmarks/results/bench_cuda_pages_h200.json, decoding from bfloat16: 0.247 ms for 64 requests, Triton 0.264, and for one
-    of 131072 tokens 0.125, Triton 0.128; bench_cuda_float8_pages_h200.json, from float8_e4m3fn: 0.133 ms and 0.0708 ms, Triton
-    0.291 and 0.145. In between (decoding_few_h200.json, an earlier form of CUDA's), microseconds:
+    of 131072 tokens 0.125, Triton 0.128, and 0.253, 0.270, 0.128, 0.131 on another H200 (bench_cuda_pages_again_h200.json);
+    bench_cuda_float8_pages_again_h200.json, from float8_e4m3fn: 0.133 ms and 0.0704 ms, Triton 0.294 and 0.145. In between
+    (decoding_few_h200.json; other heads than H32/8 with an earlier form of CUDA's), microseconds:
 
-    H32/8 D128 1 x 1024    10.8, Triton 8.5     H64/8 D64 1 x 1024    10.9, Triton 7.7
-    H32/8 D128 1 x 8192    18.0, Triton 18.9    H64/8 D64 1 x 8192    14.8, Triton 14.0
-    H32/8 D128 4 x 4096    26.2, Triton 29.9    H64/8 D64 1 x 32768   27.3, Triton 28.9
-    H32/8 D128 8 x 1024    18.4, Triton 22.2    H64/8 D64 8 x 1024    15.4, Triton 17.6
-    H32/8 D128 16 x 8192    132, Triton 141     H32/32 D128 1 x 1024  13.2, Triton 12.6
+    H32/8 D128 1 x 1024    9.7, Triton 7.8      H64/8 D64 1 x 1024    10.9, Triton 7.7
+    H32/8 D128 1 x 8192    16.1, Triton 18.4    H64/8 D64 1 x 8192    14.8, Triton 14.0
+    H32/8 D128 4 x 4096    24.6, Triton 30.2    H64/8 D64 1 x 32768   27.3, Triton 28.9
+    H32/8 D128 8 x 1024    17.2, Triton 22.5    H64/8 D64 8 x 1024    15.4, Triton 17.6
+    H32/8 D128 16 x 8192   131, Triton 140      H32/32 D128 1 x 1024  13.2, Triton 12.6
     """
     requests = call.query.shape[0] * call.kv_lens.shape[1]
     if call.query.shape[1] > call.kv_lens.shape[1]:
