@@ -141,6 +141,19 @@ def test_parts_of_single_warps(workers, together):
         check(made.call, made.inputs, config.PagedAttentionConfig(3, workers, together))
 
 
+@pytest.mark.parametrize("stored", [None, "float8_e4m3fn"])
+@pytest.mark.parametrize("workers", [2, 7, 50])
+def test_logits_far_below_zero(workers, stored):
+    """Parts that a lane has no more of count nothing, not as much as a logit of 0."""
+    made = problem(((1, 300), (1, 5), (1, 2500)), page_size=16, head_size=128, softmax_scale=20.0, stored=stored)
+    pages = made.inputs.key_pages
+    far = made.inputs._replace(
+        query=-jnp.abs(made.inputs.query), key_pages=jnp.abs(pages.astype(jnp.float32)).astype(pages.dtype)
+    )
+    got = check(made.call, far, config.PagedAttentionConfig(3, workers))
+    assert np.asarray(got.lse).max() < -500
+
+
 @pytest.mark.parametrize("workers", [3, 100, 250])
 def test_more_requests_than_a_warp_has_lanes(workers):
     """The merge then looks for tiles in what workers noted; for fewer requests it works them out."""
