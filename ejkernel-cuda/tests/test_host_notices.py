@@ -13,7 +13,10 @@ import host_races
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-pytestmark = pytest.mark.skipif(host_kernels.missing() is not None, reason=str(host_kernels.missing()))
+pytestmark = [
+    pytest.mark.unsampled,  # which mistakes pass depends on how work is shared, and may change with any kernel
+    pytest.mark.skipif(host_kernels.missing() is not None, reason=str(host_kernels.missing())),
+]
 IN_ATTENTION = {
     "nothing": ("", ""),
     "keys are left before they are read": (
@@ -59,7 +62,7 @@ PAGES = """
 import jax, host_calls, test_paged_attention_on_host as own
 jax.ffi.ffi_call, own.kernel.handler = host_calls.answered, lambda name: name
 made = own.problem(((1, 700),), heads=8, key_heads=4, page_size=16, head_size=128, stored="int8")
-for workers in (1, 20):
+for workers in (1, 20, 60):  # a tile is one worker's, or many's; of 60, several warps merge a row
     own.check(made.call, made.inputs, own.config.PagedAttentionConfig(2, workers, 2))
 print("right")
 """
