@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from check_gpu import relative, versions
+from layers import Shape, attend, cache_of
 
-import ejkernel
 from ejkernel.bench._clock import DeviceClock
 from ejkernel.bench._program import Program
 
@@ -41,41 +41,29 @@ REQUESTS = (
 MOST_BYTES = 2**30
 
 
-def arrays(requests: int, keys: int, heads: tuple[int, int, int], stored: str, seed: int) -> tuple[Any, ...]:
-    """Queries, key and value pages, lengths, tables that name pages in no order, and scales of pages of bytes."""
-    query_heads, key_heads, size = heads
-    pages = -(-keys // PAGE)
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def random(key: Any, shape: tuple[int, ...]) -> Any:
-        return jax.random.normal(key, shape, jnp.bfloat16)
-
-    of_query, of_keys, of_values = jax.random.split(jax.random.key(seed), 3)
-    cache = [random(key, (requests * pages, PAGE, key_heads, size)).astype(stored) for key in (of_keys, of_values)]
-    order = np.random.default_rng(seed).permutation(requests * pages).astype(np.int32).reshape(requests, pages)
-    scale = None if stored == "bfloat16" else jnp.ones((), jnp.float32)
-    lengths = jnp.full((requests,), keys, jnp.int32)
-    return (random(of_query, (requests, query_heads, size)), *cache, lengths, jnp.asarray(order), scale)
+def arrays(shape: Shape, query_heads: int, seed: int) -> tuple[Any, ...]:
+    """What `attend` takes before the platform: queries, cache, lengths, and a scale of pages of bytes."""
+    query = jax.random.normal(jax.random.key(SETS + seed), (shape.requests, query_heads, shape.size), jnp.bfloat16)
+    lengths = jnp.full((shape.requests,), shape.keys, jnp.int32)
+    return query, cache_of(shape, seed), lengths, None if shape.stored == "bfloat16" else jnp.ones((), jnp.float32)
 
 
-def attend(query: Any, keys: Any, values: Any, lengths: Any, tables: Any, scale: Any, platform: str) -> Any:
-    return ejkernel.page_attention(query, keys, values, lengths, tables, k_scale=scale, v_scale=scale, platform=platform)
+def error_of(platform: str, query: Any, cache: Any, lengths: Any, scale: Any) -> float:
+    *pages, tables = cache
+    if scale is None:  # pages of bytes stay what they are
+        pages = [value.astype(jnp.float32) for value in pages]
+    exact = jax.jit(functools.partial(attend, platform="xla"))
+    wanted = np.asarray(exact(query.astype(jnp.float32), (*pages, tables), lengths, scale))
+    return relative(jax.jit(functools.partial(attend, platform=platform))(query, cache, lengths, scale), wanted)
 
 
-def error_of(platform: str, given: tuple[Any, ...]) -> float:
-    wide = 3 if given[-1] is None else 1  # pages of bytes stay what they are
-    exact = [value.astype(jnp.float32) for value in given[:wide]]
-    wanted = np.asarray(jax.jit(functools.partial(attend, platform="xla"))(*exact, *given[wide:]))
-    return relative(jax.jit(functools.partial(attend, platform=platform))(*given), wanted)
-
-
-def measure(requests: int, keys: int, heads: tuple[int, int, int], stored: str, rounds: int) -> dict[str, Any]:
-    sets = [arrays(requests, keys, heads, stored, seed) for seed in range(SETS)]
-    found: dict[str, Any] = dict(zip(("heads", "key_heads", "size"), heads, strict=True))
-    found = {"requests": requests, "keys": keys, **found, "page": PAGE, "errors": {}}
+def measure(shape: Shape, heads: int, rounds: int) -> dict[str, Any]:
+    sets = [arrays(shape, heads, seed) for seed in range(SETS)]
+    found: dict[str, Any] = {"requests": shape.requests, "keys": shape.keys, "heads": heads, "key_heads": shape.key_heads}
+    found |= {"size": shape.size, "page": shape.page_size, "errors": {}}
     programs = {}
     for platform in ("cuda", "triton"):
-        found["errors"][platform] = error_of(platform, sets[0])
+        found["errors"][platform] = error_of(platform, *sets[0])
         programs[platform] = Program(jax.jit(functools.partial(attend, platform=platform)), sets, lambda out: {"out": out})
         found[platform] = []
     clock = DeviceClock("gpu")
@@ -85,7 +73,9 @@ def measure(requests: int, keys: int, heads: tuple[int, int, int], stored: str, 
         sys.exit(f"no device time: {clock.reason or 'runs of one program were not alike'}")
     times = ", ".join(f"{platform} {statistics.median(found[platform]):.2f}" for platform in programs if found[platform])
     worst = max(found["errors"].values())
-    print(f"{requests} x {keys} H{heads[0]}/{heads[1]} D{heads[2]}: {times} us, error {worst:.1e}", flush=True)
+    print(
+        f"{shape.requests} x {shape.keys} H{heads}/{shape.key_heads} D{shape.size}: {times} us, error {worst:.1e}", flush=True
+    )
     return found
 
 
@@ -107,11 +97,11 @@ def main() -> int:
     result |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "what": what, "times": []}
     path = pathlib.Path(options.out) / "few_requests.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    size = jnp.dtype(options.stored).itemsize
-    for heads, (requests, keys) in itertools.product(HEADS, REQUESTS):
-        if 2 * requests * keys * heads[1] * heads[2] * size > MOST_BYTES:
+    for (heads, key_heads, size), (requests, keys) in itertools.product(HEADS, REQUESTS):
+        shape = Shape(options.stored, requests, keys, PAGE, key_heads, size)
+        if shape.bytes > MOST_BYTES:
             continue
-        result["times"].append(measure(requests, keys, heads, options.stored, options.rounds))
+        result["times"].append(measure(shape, heads, options.rounds))
         path.write_text(json.dumps(result, indent=1))
     return 1 if any(max(one["errors"].values()) > TOLERANCE for one in result["times"]) else 0
 

@@ -42,11 +42,13 @@ class Shape:
     requests: int
     keys: int
     page_size: int
+    key_heads: int = KEY_HEADS
+    size: int = SIZE
 
     @property
     def bytes(self) -> int:
         """Of keys and values, once."""
-        return 2 * self.requests * self.keys * KEY_HEADS * SIZE * jnp.dtype(self.stored).itemsize
+        return 2 * self.requests * self.keys * self.key_heads * self.size * jnp.dtype(self.stored).itemsize
 
 
 SHAPES = (
@@ -59,11 +61,12 @@ SHAPES = (
 
 def cache_of(shape: Shape, seed: int) -> tuple[Any, Any, Any]:
     """Key and value pages, and block tables that name them in no order."""
-    pages = shape.requests * shape.keys // shape.page_size
+    pages = shape.requests * -(-shape.keys // shape.page_size)
 
     @jax.jit
     def random(key: Any) -> Any:
-        return jax.random.normal(key, (pages, shape.page_size, KEY_HEADS, SIZE), jnp.bfloat16).astype(shape.stored)
+        pages_shape = (pages, shape.page_size, shape.key_heads, shape.size)
+        return jax.random.normal(key, pages_shape, jnp.bfloat16).astype(shape.stored)
 
     keys = jax.random.split(jax.random.key(seed))
     order = np.random.default_rng(seed).permutation(pages).astype(np.int32)
