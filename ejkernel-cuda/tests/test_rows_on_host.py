@@ -142,18 +142,18 @@ class Norm:
         given = (self.x, self.residual, self.scale, self.offset)
         x, residual, scale, offset = (None if value is None else Guarded(value) for value in given)
         groups = 1 if self.scale is None else self.scale.shape[0]
-        out, (mean, rstd) = output(self.x.shape, self.x.dtype), (output((2, self.rows), np.float32) for _ in range(2))
+        out, saved = output(self.x.shape, self.x.dtype), (self.centred and save, save)
+        mean, rstd = (output((2, self.rows), np.float32) if wanted else None for wanted in saved)
         total = output(self.x.shape, self.x.dtype) if self.added else None
         library().norm_forward(
             KINDS[self.dtype], ctypes.c_bool(packed), self.which, Shape(2 * self.rows // groups, groups, parts, *shape), x.pointer,
             residual.pointer if residual else None, parameter(scale), parameter(offset), out.pointer,
-            total.pointer if total else None, mean.pointer if self.centred and save else None, rstd.pointer if save else None,
-            ctypes.c_int64(self.rows), self.width,
-            ctypes.c_float(1e-5), ctypes.c_float(self.call.scale_offset),
+            total.pointer if total else None, mean.pointer if mean else None, rstd.pointer if rstd else None,
+            ctypes.c_int64(self.rows), self.width, ctypes.c_float(1e-5), ctypes.c_float(self.call.scale_offset),
         )  # fmt: skip
         if total:
             np.testing.assert_array_equal(total.checked().view(np.uint8), self.sum.view(np.uint8))
-        return [out.checked(), *([mean.checked()] if self.centred and save else []), *([rstd.checked()] if save else [])]
+        return [value.checked() for value in (out, mean, rstd) if value]
 
     def backward(self, packed: bool, *shape: int, parts: int) -> list[np.ndarray]:
         x, grad, rstd = Guarded(self.sum), Guarded(self.grad), Guarded(self.outputs.rstd.astype(np.float32))
