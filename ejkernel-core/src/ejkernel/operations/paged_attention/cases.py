@@ -143,6 +143,16 @@ CASES = (
     Case("e4m3", _arrays(_DECODE, stored="float8_e4m3fn", k_scale=(), v_scale=(1,))),
     Case("e5m2-unscaled", _arrays(_DECODE, stored="float8_e5m2")),
     Case(
+        "e4m3-heads-of-128",
+        _arrays(((1, 70), (2, 37), (1, 0)), page_size=16, heads=8, key_heads=4, head_size=128, sinks=(8,), **_FLOAT8),
+        {"return_lse": True},
+    ),
+    Case(
+        "int8-heads-of-128",
+        _arrays(((2, 50), (1, 9)), page_size=8, heads=6, head_size=128, layout=INTERLEAVED, stored="int8", k_scale=(2,)),
+        {"layout": INTERLEAVED, "sliding_window": 20},
+    ),
+    Case(
         "interleaved-padded",
         _arrays(_DECODE, layout=INTERLEAVED, padded_heads=1, padded_size=3),
         {"layout": INTERLEAVED, "key_heads": 2},
