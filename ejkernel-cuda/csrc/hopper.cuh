@@ -2,7 +2,8 @@
 // accelerator, products of warpgroups. A host build replaces it (tests/host/hopper_on_host.h). Plain PTX rather than CuTe: so
 // the same kernels run on a host, with every rule of these instructions that a host can watch.
 //
-// Kernels that need it have a body only where EJKERNEL_HOPPER is defined; others never launch them.
+// Kernels that need it have a body only where EJKERNEL_HOPPER is defined, or EJKERNEL_BOXES where they need no more than
+// barriers and copies, which newer devices have, too; others never launch them.
 #pragma once
 
 #include "device.cuh"
@@ -15,6 +16,9 @@
 
 #if defined(EJKERNEL_ON_HOST) || !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define EJKERNEL_HOPPER
+#endif
+#if defined(EJKERNEL_ON_HOST) || !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define EJKERNEL_BOXES
 #endif
 
 namespace ejkernel {
@@ -46,9 +50,11 @@ EJKERNEL_BOTH constexpr int swizzled(int row, int chunk) { return row * kPanelBy
 namespace ejkernel {
 
 using TensorMap = CUtensorMap;  // how boxes of an array are copied
-using Arrivals = uint64_t;      // a barrier in shared memory: so many arrivals, and the bytes that they announced
+using RowMap = CUtensorMap;     // the same, of boxes of whole rows of 128 bytes
+using CachePolicy = uint64_t;
+using Arrivals = uint64_t;  // a barrier in shared memory: so many arrivals, and the bytes that they announced
 
-#ifdef EJKERNEL_HOPPER
+#ifdef EJKERNEL_BOXES
 #define EJKERNEL_INLINE __device__ __forceinline__
 
 // By one thread, for as many arrivals as complete each phase; then `publish_barriers`, then a barrier of the block.
@@ -91,6 +97,25 @@ EJKERNEL_INLINE void load_box(void* to, const TensorMap& map, Arrivals* barrier,
       : "memory");
 }
 
+// What the cache may forget first: what is read once leaves room for what others come back to.
+EJKERNEL_INLINE CachePolicy read_once() {
+  CachePolicy policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Begin to copy a box of whole rows of 128 bytes, whose chunks are swizzled; its bytes go to the barrier. The four numbers say
+// where the first row lies, along axes after its own.
+EJKERNEL_INLINE void load_rows(void* to, const RowMap& map, Arrivals* barrier, CachePolicy policy, int second, int third,
+                               int fourth, int fifth) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(shared_address(to)),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(shared_address(barrier)), "l"(policy), "r"(0), "r"(second), "r"(third),
+      "r"(fourth), "r"(fifth)
+      : "memory");
+}
+
 // Begin to copy a box from shared memory; what passes the end of the array is dropped.
 EJKERNEL_INLINE void store_box(const TensorMap& map, const void* from, int column, int row, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %4, %3, %5}], [%1];" ::"l"(
@@ -128,6 +153,9 @@ EJKERNEL_INLINE bool meet_any(int barrier, int threads, bool here) {
   return found;
 }
 
+#endif
+
+#ifdef EJKERNEL_HOPPER
 template <int COUNT>
 EJKERNEL_INLINE void more_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));

@@ -25,15 +25,16 @@ struct Launch {
   }
   Launch(const Launch&) = delete;
 
-  // Begins beside the kernel before, once that has ended or allows it; for kernels without clusters that wait for it, which code
-  // of before 9.0 does not.
+  // Begins beside the kernel before, once that has ended or allows it; for kernels without clusters that wait for it, which
+  // code of before 9.0 does not. Whether the code is newer.
   template <typename Kernel>
-  void begin_early(Kernel kernel) {
+  bool begin_early(Kernel kernel) {
     cudaFuncAttributes code;
-    if (cudaFuncGetAttributes(&code, kernel) != cudaSuccess || code.ptxVersion < 90) return;
+    if (cudaFuncGetAttributes(&code, kernel) != cudaSuccess || code.ptxVersion < 90) return false;
     config.numAttrs = 1;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
+    return true;
   }
 };
 

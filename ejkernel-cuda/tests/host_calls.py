@@ -223,7 +223,7 @@ def _batch_stride(factors: Guarded) -> int:
 
 def _attend_pages(
     given, results, *, key_strides, value_strides, first_value, key_heads, key_size, pages, page_size, fused, causal, window,
-    scale, soft_cap, stages, together,
+    scale, soft_cap, stages, together, boxes,
 ):  # fmt: skip
     query, key_pages, value_pages, starts, lengths, tables, *factors = (Guarded(array) for array in given)
     out, lse, part, part_weight, splits = results
@@ -250,7 +250,7 @@ def _attend_pages(
     width = next(index for index, room in enumerate((64, 128, 256)) if max(size, value_size) <= room)
     kind = _BYTES.index(stored) + 1 if stored in _BYTES else 0
     library("paged_attention_on_host.cc").paged_attention_forward(
-        kind, width, ctypes.byref(problem), ctypes.byref(answers), part.array.shape[0], int(stages)
+        kind, width, ctypes.byref(problem), ctypes.byref(answers), part.array.shape[0], int(stages), ctypes.c_bool(boxes)
     )
 
 

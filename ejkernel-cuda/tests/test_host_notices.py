@@ -41,15 +41,32 @@ IN_ROWS = {
         "    ++received;",
     ),
 }
+IN_BOXES = {
+    "keys and values are not waited for": (
+        "      await(&ring.full[slot.number], slot.phase);\n      const unsigned seen",
+        "      const unsigned seen",
+    ),
+    "a slot is left before it is read": (
+        "        this->take(queries, factor, keys, values, seen);\n      }\n      leave();",
+        "      }\n      leave();\n      if (seen) this->take(queries, factor, keys, values, seen);",
+    ),
+    "slots are filled that others read": (
+        "      await(&ring.empty[slot.number], slot.phase ^ 1);\n      int bytes = 0;",
+        "      int bytes = 0;",
+    ),
+    "values that nobody sees stay": ("        if (seen != Layout::kAllSeen) hide(values, seen);\n", ""),
+    "fewer bytes are announced than come": ("    return 2 * __popc(begun)", "    return __popc(begun)"),
+}
 MISTAKES = {
     **{f"attention: {name}": ("flash_attention/kernels.cuh", *change) for name, change in IN_ATTENTION.items()},
     **{f"rows: {name}": ("reduce.cuh", *change) for name, change in IN_ROWS.items()},
+    **{f"boxes: {name}": ("paged_attention/boxes.cuh", *change) for name, change in IN_BOXES.items()},
 }
 RACES = {
     "nothing": ("paged_attention/kernels.cuh", "", ""),
     "warps go on while others read their rings": (
-        "paged_attention/kernels.cuh",
-        "    __syncthreads();  // and all warps are done with their rings\n",
+        "paged_attention/sums.cuh",
+        "    layout.meet_all();  // and all warps are done with what was there\n",
         "",
     ),
     "sums of other warps are not waited for": (
@@ -91,6 +108,16 @@ print("right")
 """
 
 
+BOXES = """
+import jax, host_calls, test_paged_attention_on_host as own
+jax.ffi.ffi_call, own.kernel.handler = host_calls.answered, lambda name: name
+made = own.boxed(((1, 700), (1, 45)))
+for workers in (1, 5):
+    own.check(made.call, made.inputs, own.boxes(2, workers))
+print("right")
+"""
+
+
 def changed(folder: pathlib.Path, file: str, right: str, wrong: str) -> dict[str, str]:
     """What a program needs to know to use kernels in which something is otherwise."""
     csrc = shutil.copytree(HERE.parent / "csrc", folder / "csrc")
@@ -118,7 +145,7 @@ def test_mistakes_are_noticed(mistake, tmp_path):
     """By wrong numbers, or because threads wait for each other, or a rule of an instruction is broken."""
     file, right, wrong = MISTAKES[mistake]
     environment = {**os.environ, **changed(tmp_path, file, right, wrong)}
-    program = ROWS if mistake.startswith("rows") else ATTENTION
+    program = {"rows": ROWS, "boxes": BOXES, "attention": ATTENTION}[mistake.split(":")[0]]
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     if right:
         assert done.returncode != 0 and "right" not in done.stdout

@@ -36,12 +36,22 @@ ATTRIBUTES = {
 }  # fmt: skip
 
 
-def check(fused=False, scale=0.5, soft_cap=0.0, **changes):
+BOXED_PAGES = (1, 4, 8, 4, 128)
+BOXED = {
+    "query": ((1, 3, 16, 128), jnp.bfloat16), "key_pages": (BOXED_PAGES, jnp.int8), "value_pages": (BOXED_PAGES, jnp.int8),
+    "key_scale": ((1, 4), jnp.float32), "out": ((1, 3, 16, 128), jnp.bfloat16), "lse": ((0,), jnp.float32),
+    "part": ((5, 2, 1, 16, 128), jnp.float32), "part_weight": ((5, 2, 1, 16, 2), jnp.float32), "key_heads": 4, "key_size": 128,
+    "key_strides": (4096, 512, 128, 0), "value_strides": (4096, 512, 128, 0), "page_size": 8, "together": 4, "boxes": True,
+}  # fmt: skip
+"""A call whose pages are copied in boxes."""
+
+
+def check(fused=False, scale=0.5, soft_cap=0.0, boxes=False, **changes):
     arrays = {name: changes.pop(name, default) for name, default in ARRAYS.items()}
     results = [jax.ShapeDtypeStruct(*changes.pop(name, default)) for name, default in RESULTS.items()]
     attributes = {name: np.array(value, np.int64) for name, value in {**ATTRIBUTES, **changes}.items()}
     attributes = {name: value if value.ndim else np.int64(value) for name, value in attributes.items()}
-    numbers = {"scale": np.float32(scale), "soft_cap": np.float32(soft_cap), "fused": fused, "causal": True}
+    numbers = {"scale": np.float32(scale), "soft_cap": np.float32(soft_cap), "fused": fused, "causal": True, "boxes": boxes}
     call = jax.ffi.ffi_call(check_target("paged_attention_forward"), results)
     return jax.block_until_ready(call(*(jnp.zeros(*value) for value in arrays.values()), **attributes, **numbers))
 
@@ -55,6 +65,9 @@ def test_handler_admits_the_contract():
     check(pages=0, window=2**30, soft_cap=3.0)
     check(key_size=6)
     check(together=2, part=((5, 2, 1, 4, 64), jnp.float32), part_weight=((5, 2, 1, 4, 2), jnp.float32))
+    check(**BOXED)
+    one = {"together": 1, "part": ((5, 2, 4, 4, 128), jnp.float32), "part_weight": ((5, 2, 4, 4, 2), jnp.float32)}
+    check(**{**BOXED, **one, "key_strides": (4096, 128, 1024, 0), "value_strides": (4096, 128, 1024, 0)})
 
 
 @needs_library
@@ -90,7 +103,14 @@ def test_handler_admits_the_contract():
         ({"soft_cap": -1.0}, "soft_cap not negative"),
         ({"stages": 1}, "stages must be 2 ... 8, got 1"),
         ({"stages": 9}, "stages must be 2 ... 8, got 9"),
-        ({"together": 4}, "together must be 1, or .* 2, and divide key_heads 2, got 4"),
+        ({"together": 4}, "together must be 1, or .* 2, or in boxes 4, and divide key_heads 2, got 4"),
+        ({**BOXED, "boxes": False}, "together must be 1, or .* 2, or in boxes 4, and divide key_heads 4, got 4"),
+        ({"boxes": True}, "boxes are of heads of 128 one-byte elements"),
+        ({**BOXED, "pages": 0}, "boxes need pages whose size is a multiple of 8, got 8"),
+        ({**BOXED, "page_size": 4}, "boxes need pages whose size is a multiple of 8, got 4"),
+        ({**BOXED, "key_strides": (4096, 128, 1024, 0)}, "boxes need pages whose heads lie closer than tokens"),
+        ({**BOXED, "value_strides": (4095, 512, 128, 0)}, "strides of 16 elements"),
+        ({**BOXED, "query": ((1, 3, 36, 128), jnp.bfloat16), "out": ((1, 3, 36, 128), jnp.bfloat16)}, "got 36 over 4"),
         ({"together": 0}, "together must be 1"),
         ({"together": 2, "key_pages": (PAGES, jnp.bfloat16), "value_pages": (PAGES, jnp.bfloat16)}, "one-byte elements"),
         ({"together": 2}, r"part must be \[workers, 2, 1, 4, 64\] .* got \[5, 2, 1, 2, 64\]"),
@@ -175,27 +195,33 @@ def test_configs():
     assert {one.workers for one in space} == {128, 132, 256, 264}
     with pytest.raises(ValueError, match=r"stages are 2 \.\.\. 8"):
         config.PagedAttentionConfig(9, 1)
-    with pytest.raises(ValueError, match=r"together one of \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"together one of \(1, 2, 4\)"):
+        config.PagedAttentionConfig(2, 1, 3)
+    with pytest.raises(ValueError, match="together is 4 in boxes only"):
         config.PagedAttentionConfig(2, 1, 4)
 
 
 def test_configs_of_key_heads_side_by_side():
-    """Two of short rows, where the layout has them so; all are tried."""
+    """Two of short rows, in boxes four, where the layout has them so; all are tried."""
 
-    def found(key_heads, stored="float8_e4m3fn", size=128, layout="pthd"):
-        shape = (4, key_heads, 16, size) if layout == "phtd" else (4, 16, key_heads, size)
+    def found(key_heads, stored="float8_e4m3fn", size=128, layout="pthd", target=H200):
+        shape = {"phtd": (4, key_heads, 16, size), "hptd": (key_heads, 4, 16, size)}.get(layout, (4, 16, key_heads, size))
         arrays = [jax.ShapeDtypeStruct((3, 8, size), jnp.bfloat16), *[jax.ShapeDtypeStruct(shape, jnp.dtype(stored))] * 2]
         described = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4,), (3,), (3, 2))]
         calls = []
         jax.eval_shape(lambda *given: calls.append(OPERATION.canonicalise(*given, layout=layout).call), *arrays, *described)
-        tried = {one.together for one in config.FORWARD.search_space(calls[0], H200)}
-        return config.FORWARD.heuristic(calls[0], H200).together, tried
+        space, chosen = config.FORWARD.search_space(calls[0], target), config.FORWARD.heuristic(calls[0], target)
+        assert chosen in space
+        tried = [{one.together for one in space if one.boxes == boxes} for boxes in (False, True)]
+        return chosen.together, chosen.boxes, *tried
 
-    assert found(8) == (2, {1, 2})
-    assert found(2) == (2, {1, 2})
-    assert found(1) == (1, {1})
-    assert found(8, layout="phtd") == (1, {1, 2})
-    assert found(8, size=256) == found(8, "bfloat16") == (1, {1})
+    assert found(8) == (4, True, {1, 2}, {1, 2, 4})
+    assert found(2) == (2, True, {1, 2}, {1, 2})
+    assert found(1) == (1, True, {1}, {1})
+    assert found(8, layout="phtd") == (1, False, {1, 2}, {1})
+    assert found(8, layout="hptd") == (1, False, {1, 2}, set())
+    assert found(8, size=96) == found(8, target=A100) == (2, False, {1, 2}, set())
+    assert found(8, size=256) == found(8, "bfloat16") == (1, False, {1}, set())
 
 
 @needs_library

@@ -125,6 +125,114 @@ def test_layouts_of_key_heads_side_by_side(layout, group):
 LENGTHS = ((1, 300), (1, 64), (1, 0), (1, 1), (1, 129), (0, 40), (1, 65))
 
 
+def boxed(requests: Any = LENGTHS, key_heads: int = 4, **options: Any) -> Any:
+    """A problem whose pages may be copied in boxes."""
+    usual = {"heads": 4 * key_heads, "page_size": 16, "stored": "float8_e4m3fn"}
+    return problem(requests, key_heads=key_heads, head_size=128, **{**usual, **options})
+
+
+def boxes(stages: int, workers: int, together: int = 4) -> config.PagedAttentionConfig:
+    return config.PagedAttentionConfig(stages, workers, together, boxes=True)
+
+
+@pytest.mark.parametrize("together", [1, 2, 4])
+@pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("workers", [1, 3, 7, 50])
+def test_boxes(workers, stored, together):
+    """From one worker, whose tiles are whole, to one for each step; with all that belongs to one head alone."""
+    own = {"sinks": (16,), "k_scale": (4,), "v_scale": (4,)}
+    made = boxed(((1, 300), (1, 0), (2, 70), (1, 1), (0, 9), (1, 32)), stored=stored, **own)
+    check(made.call, made.inputs, boxes(3, workers, together))
+
+
+@pytest.mark.parametrize("together", [1, 2, 4])
+@pytest.mark.parametrize("page_size", [8, 16, 24, 64, 128])
+def test_boxes_of_pages_of_any_size(page_size, together):
+    """Boxes of 8, 16 and 32 tokens; those that a window or the end leaves nothing of are not copied."""
+    for window in (None, 150):
+        made = boxed(((1, 500), (1, 17), (2, 258)), page_size=page_size, sliding_window=window)
+        check(made.call, made.inputs, boxes(2, 9, together))
+
+
+@pytest.mark.parametrize("layout", ["pthd", "phtd", "interleaved", "packed", "side_by_side"])
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_boxes_of_layouts(together, layout):
+    made = boxed(((1, 270), (2, 9)), layout=layout, page_size=8)
+    if together in config.boxed_togethers(made.call, H200):
+        check(made.call, made.inputs, boxes(3, 5, together))
+    else:
+        assert layout == "phtd" and together > 1
+        with pytest.raises(jax.errors.JaxRuntimeError, match="heads lie closer than tokens"):
+            kernel.forward(made.call, made.inputs, boxes(3, 5, together))
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize(("key_heads", "together"), [(1, 1), (3, 1), (6, 2), (8, 4)])
+def test_boxes_of_groups_of_any_size(key_heads, together, group):
+    made = boxed(((1, 330), (1, 20)), key_heads, heads=group * key_heads, sinks=(group * key_heads, 2))
+    check(made.call, made.inputs, boxes(3, 4, together))
+
+
+@pytest.mark.parametrize("stages", config.STAGES)
+@pytest.mark.parametrize("workers", [2, 12])
+def test_rings_of_boxes_of_any_length(workers, stages):
+    made = boxed(((1, 700), *LENGTHS))
+    check(made.call, made.inputs, boxes(stages, workers))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [1, 63, 64, 65, 1000])
+def test_windows_of_boxes(window, causal):
+    made = boxed(((1, 300), (3, 66), (3, 3), (2, 1)), sliding_window=window, causal=causal)
+    check(made.call, made.inputs, boxes(3, 4))
+
+
+def test_boxes_of_pages_that_are_not_in_the_cache():
+    made = boxed(((1, 80), (1, 40)), page_size=8)
+    tables = np.asarray(made.inputs.block_tables).copy()
+    tables[0, 0, 2], tables[0, 0, 5], tables[0, 1, :5] = -1, 10**6, 10**9
+    got = check(made.call, made.inputs._replace(block_tables=jnp.asarray(tables)), boxes(2, 3))
+    assert not np.asarray(got.out[0, 1]).any()
+
+
+@pytest.mark.parametrize("scale", [3000.0, -2.0, 0.0])
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_extreme_logits_of_boxes(cap, scale):
+    made = boxed(((1, 200), (1, 70)), softmax_scale=scale, logits_soft_cap=cap)
+    check(made.call, made.inputs, boxes(2, 5))
+
+
+def test_boxes_of_a_batch():
+    """Members with pages, lengths and tables of their own, as `vmap` folds them."""
+    made = [boxed(((1, 300), (1, 30), (2, 71)), seed=seed, k_scale=(4,)) for seed in (1, 2)]
+    one = [reference.forward(dataclasses.replace(each.call, return_lse=True), wide(each.inputs)) for each in made]
+    inputs = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *(each.inputs for each in made))
+
+    def folded(spec: ArraySpec) -> ArraySpec:
+        return dataclasses.replace(spec, shape=(2, *spec.shape[1:]))
+
+    specs = {name: value for name, value in vars(made[0].call).items() if isinstance(value, ArraySpec)}
+    call = dataclasses.replace(made[0].call, **{name: folded(spec) for name, spec in specs.items()})
+    exact = jax.tree.map(lambda *arrays: np.concatenate(arrays), *one)
+    check(call, inputs, boxes(3, 7), exact)
+
+
+@pytest.mark.parametrize("stored", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_every_byte_in_boxes(stored):
+    """All 256 of a type, as keys and as values, in every channel: each query looks at one key."""
+    numbers = np.arange(256, dtype=np.uint8).reshape(2, 128).view(jnp.dtype(stored))
+    pages = jnp.asarray(np.stack([np.roll(numbers, shift, axis=1) for shift in range(0, 128, 16)]).reshape(16, 1, 1, 128))
+    pages = jnp.concatenate([pages, jnp.zeros((16, 7, 1, 128), stored)], axis=1)
+    described = (jnp.arange(17), jnp.ones(16, jnp.int32), jnp.arange(16)[:, None])
+    query = jnp.broadcast_to(jnp.eye(128, dtype=jnp.bfloat16)[::16], (16, 8, 128))
+    made = OPERATION.canonicalise(query, pages, pages, *described, softmax_scale=1.0)
+    got = kernel.forward(dataclasses.replace(made.call, return_lse=True), made.inputs, boxes(2, 5, 1))
+    held = np.asarray(pages[:, 0, 0], np.float32)
+    clean = np.isfinite(held).all(-1)
+    np.testing.assert_array_equal(np.asarray(got.out, np.float32)[0][clean], np.repeat(held[clean][:, None], 8, 1))
+    np.testing.assert_allclose(np.asarray(got.lse)[0][clean], held[clean][:, ::16], rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3, 7, 16, 50, 200])
 def test_shares_of_any_length(workers):
     """From one worker for everything to one for each block of keys and more; the sums differ by rounding alone."""

@@ -10,8 +10,10 @@
 #include <cmath>
 
 #include "launch_rows.cuh"
+#include "paged_attention/boxes.cuh"
 #include "paged_attention/launch.h"
 #include "paged_attention/merge.cuh"
+#include "tensor_map.h"
 
 namespace ejkernel::paged_attention {
 namespace {
@@ -67,11 +69,34 @@ ffi::Error CheckSizes(Dims query, Dims out, Sizes sizes) {
 }
 
 // Key heads of a tile.
-ffi::Error CheckTogether(int64_t together, Array stored, Dims query, Dims out, Sizes sizes) {
+ffi::Error CheckTogether(int64_t together, bool boxes, Array stored, Dims query, Dims out, Sizes sizes) {
   const bool may = together == 1 || shares_heads(ffi::ByteWidth(stored.element_type()), int(std::max(query[3], out[3])));
-  if ((together == 1 || together == 2) && may && sizes.key_heads % together == 0) return ffi::Error::Success();
-  return Invalid(kName, "together must be 1, or for heads of up to 128 one-byte elements 2, and divide key_heads " +
-                            std::to_string(sizes.key_heads) + ", got " + std::to_string(together));
+  const bool some = together == 1 || together == 2 || (together == 4 && boxes);
+  if (some && may && sizes.key_heads % together == 0) return ffi::Error::Success();
+  return Invalid(kName,
+                 "together must be 1, or for heads of up to 128 one-byte elements 2, or in boxes 4, and divide key_heads " +
+                     std::to_string(sizes.key_heads) + ", got " + std::to_string(together));
+}
+
+// Whether heads of a token come one after the other in a box, or a box has one head, of tokens that lie closer than heads.
+bool InBoxes(Strides strides, int64_t together) {
+  const int64_t token = strides[1], head = strides[2];
+  const bool whole = std::all_of(strides.begin(), strides.end(), [](int64_t stride) { return stride % kAccess == 0; });
+  return whole && strides[0] >= std::max(token, head) && (token >= head || together == 1);
+}
+
+// Where pages are copied in boxes.
+ffi::Error CheckBoxes(Array stored, Dims query, Dims out, Sizes sizes, Strides key, Strides value, int64_t together) {
+  if (!IsOneByte(stored.element_type()) || query[3] != kHeadBytes || out[3] != kHeadBytes)
+    return Invalid(kName, "boxes are of heads of 128 one-byte elements");
+  if (query[2] / sizes.key_heads > kRows / 2) {
+    return Invalid(kName, "boxes need key heads with up to 8 query heads each, got " + std::to_string(query[2]) + " over " +
+                              std::to_string(sizes.key_heads));
+  }
+  if (sizes.pages < 1 || tokens_of_box(sizes.page_size) < kLeastOfBox)
+    return Invalid(kName, "boxes need pages whose size is a multiple of 8, got " + std::to_string(sizes.page_size));
+  if (InBoxes(key, together) && InBoxes(value, together)) return ffi::Error::Success();
+  return Invalid(kName, "boxes need pages whose heads lie closer than tokens, or together of 1, and strides of 16 elements");
 }
 
 int KeysOfStep(Array stored, Dims query, Dims out) {
@@ -122,8 +147,8 @@ ffi::Error CheckAligned(Array query, Array out, Floats part, Floats part_weight)
 ffi::Error Check(Array query, Array key_pages, Array value_pages, Integers starts, Integers lengths, Integers tables,
                  Floats sinks, Floats key_scale, Floats value_scale, Strides key_strides, Strides value_strides,
                  int64_t first_value, int64_t key_heads, int64_t key_size, int64_t pages, int64_t page_size, bool fused, bool,
-                 int64_t window, float scale, float soft_cap, int64_t stages, int64_t together, ffi::Result<Array> out,
-                 ffi::Result<Floats> lse, ffi::Result<Floats> part, ffi::Result<Floats> part_weight,
+                 int64_t window, float scale, float soft_cap, int64_t stages, int64_t together, bool boxes,
+                 ffi::Result<Array> out, ffi::Result<Floats> lse, ffi::Result<Floats> part, ffi::Result<Floats> part_weight,
                  ffi::Result<Integers> splits) {
   const Sizes sizes{key_heads, key_size, pages, page_size};
   EJKERNEL_TRY(CheckTypes(query, key_pages, value_pages));
@@ -131,7 +156,7 @@ ffi::Error Check(Array query, Array key_pages, Array value_pages, Integers start
   const Dims dims = query.dimensions(), found = out->dimensions();
   EJKERNEL_TRY(CheckSizes(dims, found, sizes));
   EJKERNEL_TRY(CheckRequests(kName, dims[0], starts, lengths, tables));
-  EJKERNEL_TRY(CheckTogether(together, key_pages, dims, found, sizes));
+  EJKERNEL_TRY(CheckTogether(together, boxes, key_pages, dims, found, sizes));
   EJKERNEL_TRY(CheckCounts(dims, tables.dimensions(), sizes, together, KeysOfStep(key_pages, dims, found)));
   EJKERNEL_TRY(CheckFactors("sinks", sinks, dims[0], dims[2], false));
   EJKERNEL_TRY(CheckFactors("key_scale", key_scale, dims[0], key_heads, true));
@@ -139,6 +164,7 @@ ffi::Error Check(Array query, Array key_pages, Array value_pages, Integers start
   EJKERNEL_TRY(CheckStrides(kName, "key", key_strides, 0, dims[0], key_heads, key_size, key_pages, pages, page_size));
   EJKERNEL_TRY(CheckStrides(kName, "value", value_strides, first_value, dims[0], key_heads, found[3],
                             fused ? key_pages : value_pages, pages, page_size));
+  if (boxes) EJKERNEL_TRY(CheckBoxes(key_pages, dims, found, sizes, key_strides, value_strides, together));
   if (window < 0 || window > kMostKeys) return Invalid(kName, "window must be 0 ... 2^30, got " + std::to_string(window));
   if (!std::isfinite(scale) || !std::isfinite(soft_cap) || soft_cap < 0)
     return Invalid(kName, "scale and soft_cap must be finite, and soft_cap not negative");
@@ -157,6 +183,33 @@ Side AsSide(Array array, int64_t first, Strides strides, int64_t size) {
   const bool counted = int64_t(array.size_bytes()) / kAccess < int64_t{kNowhere};
   const bool packed = Aligned(data) && counted && whole(size) && std::all_of(strides.begin(), strides.end(), whole);
   return {data, strides[0] * bytes, strides[1] * bytes, strides[2] * bytes, strides[3] * bytes, int(size), packed};
+}
+
+// The map of a side: rows of 128 bytes by head and token, or by token and head where tokens of a head lie closer; pages; batch.
+ffi::Error MakeRowMap(const Problem& problem, const Side& side, int key_heads, int tokens, CUtensorMap& map) {
+  const Requests& all = problem.requests;
+  Axis head{key_heads, problem.together, side.head}, token{all.page_size, tokens, side.token};
+  if (heads_apart(side)) std::swap(head, token);
+  const bool apart = side.batch > 0;
+  const Axis axes[] = {{kHeadBytes / 8, kHeadBytes / 8, 8},
+                       head,
+                       token,
+                       {all.pages, 1, side.page},
+                       {apart ? problem.batch : 1, 1, apart ? side.batch : all.pages * side.page}};
+  const auto text = [&] {
+    return std::to_string(all.pages) + " pages of " + std::to_string(all.page_size) + " tokens of " +
+           std::to_string(key_heads) + " heads in boxes of " + std::to_string(tokens) + " x " +
+           std::to_string(problem.together);
+  };
+  return EncodeMap(kName, CU_TENSOR_MAP_DATA_TYPE_UINT64, side.data, axes, text, map);
+}
+
+ffi::Error MakeBoxes(const Problem& problem, int key_heads, Boxes& boxes) {
+  if (!problem.key.packed || !problem.value.packed)
+    return Invalid(kName, "boxes need pages that begin at multiples of 16 bytes");
+  boxes.tokens = tokens_of_box(problem.requests.page_size);
+  EJKERNEL_TRY(MakeRowMap(problem, problem.key, key_heads, boxes.tokens, boxes.key));
+  return MakeRowMap(problem, problem.value, key_heads, boxes.tokens, boxes.value);
 }
 
 ffi::Error AttendStored(cudaStream_t stream, ffi::DataType stored, const Problem& problem, const Results& results, Knobs knobs,
@@ -189,11 +242,11 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array v
                       Integers tables, Floats sinks, Floats key_scale, Floats value_scale, Strides key_strides,
                       Strides value_strides, int64_t first_value, int64_t key_heads, int64_t key_size, int64_t pages,
                       int64_t page_size, bool fused, bool causal, int64_t window, float scale, float soft_cap, int64_t stages,
-                      int64_t together, ffi::Result<Array> out, ffi::Result<Floats> lse, ffi::Result<Floats> part,
-                      ffi::Result<Floats> part_weight, ffi::Result<Integers> splits) {
+                      int64_t together, bool in_boxes, ffi::Result<Array> out, ffi::Result<Floats> lse,
+                      ffi::Result<Floats> part, ffi::Result<Floats> part_weight, ffi::Result<Integers> splits) {
   EJKERNEL_TRY(Check(query, key_pages, value_pages, starts, lengths, tables, sinks, key_scale, value_scale, key_strides,
                      value_strides, first_value, key_heads, key_size, pages, page_size, fused, causal, window, scale, soft_cap,
-                     stages, together, out, lse, part, part_weight, splits));
+                     stages, together, in_boxes, out, lse, part, part_weight, splits));
   const Dims dims = query.dimensions();
   if (query.element_count() == 0) return ffi::Error::Success();
   const auto data = [](Floats factors) { return factors.element_count() ? factors.typed_data() : nullptr; };
@@ -227,7 +280,9 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array v
   const Problem problem(call);
   const Results results{out->untyped_data(), lse->element_count() ? lse->typed_data() : nullptr, part->typed_data(),
                         reinterpret_cast<float2*>(part_weight->typed_data()), reinterpret_cast<Split*>(splits->typed_data())};
-  const Knobs knobs{stages, part->dimensions()[0]};
+  Boxes boxes{};
+  if (in_boxes) EJKERNEL_TRY(MakeBoxes(problem, int(key_heads), boxes));
+  const Knobs knobs{stages, part->dimensions()[0], in_boxes ? &boxes : nullptr};
   int workers = 0;
   EJKERNEL_TRY(AttendStored(stream, key_pages.element_type(), problem, results, knobs, workers));
   const int parts = PartsOfBlock(key_pages, dims, out->dimensions(), group, together);
@@ -261,6 +316,7 @@ auto Bind(Binding binding) {
       .template Attr<float>("soft_cap")
       .template Attr<int64_t>("stages")
       .template Attr<int64_t>("together")
+      .template Attr<bool>("boxes")
       .template Ret<Array>()
       .template Ret<Floats>()
       .template Ret<Floats>()

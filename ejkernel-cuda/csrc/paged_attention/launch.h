@@ -8,8 +8,11 @@ namespace ejkernel::paged_attention {
 
 constexpr const char* kName = "paged_attention";
 
+struct Boxes;
+
 struct Knobs {
   int64_t stages, workers;
+  const Boxes* boxes;  // how pages are copied, null where threads copy them
 };
 
 // Products are of T and pages hold S, T itself or a one-byte type, beside which T is float16. `workers` says how many there

@@ -279,4 +279,44 @@ __device__ inline bool to_next_request(const Problem& problem, Request& request,
   return false;
 }
 
+// What a worker has of a tile: steps `from` to `to`.
+struct Piece {
+  Shares shares;
+  Request request;
+  TileOf tile;
+  int tile_begin, from, to;  // tile_begin: steps of all tiles before it
+  bool last;                 // of this worker's share
+
+  __device__ bool begins() const { return from == 0; }  // with its tile
+  __device__ bool whole() const { return from == 0 && to == request.steps; }
+  // Of a tile that begins in this worker's share and ends in another.
+  __device__ Split split(const Problem& problem) const {
+    return {int(tile.row(problem, request, 0)), shares.owner(tile_begin + request.steps - 1) - int(blockIdx.x) + 1};
+  }
+};
+
+// The pieces of this worker's share, one after the other. Every warp looks for itself.
+template <typename Each>
+__device__ inline void each_piece(const Problem& problem, Divisor workers, Each each) {
+  const int worker = blockIdx.x;
+  if (problem.requests_in_all == 0) return;
+  const Start start = find_start(problem, workers);
+  if (start.index < 0) return;
+  const int share_end = start.shares.begin(worker + 1);
+  int index = start.index, before = start.before, at = start.shares.begin(worker);
+  Request request = start.request;
+  while (at < share_end) {
+    int from;
+    const int number = divide(at - before, request.steps, from);
+    const int tile_begin = at - from, to = min(request.steps, share_end - tile_begin);
+    at = tile_begin + to;
+    each(Piece{start.shares, request, TileOf(problem, request, number), tile_begin, from, to, at >= share_end});
+    const int next = before + request.tiles(problem) * request.steps;
+    if (at >= next && at < share_end) {
+      before = next;
+      if (!to_next_request(problem, request, index)) return;
+    }
+  }
+}
+
 }  // namespace ejkernel::paged_attention

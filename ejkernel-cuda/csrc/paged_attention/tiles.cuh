@@ -142,8 +142,12 @@ __device__ inline void widen_bytes(uint32_t word, uint32_t (&pairs)[2]) {
 
 // How columns of a tile, keys' channels or values', meet the columns of products. Stored bytes come in pairs, as one element of
 // 16 bits, so that a product's columns are other ones than for elements of 16 bits.
-template <typename T, typename S, int BLOCK>
+template <typename T_, typename S_, int BLOCK>
 struct Tile {
+  using T = T_;
+  using S = S_;
+  static constexpr int kChannels = BLOCK;
+  static constexpr bool kInRuns = false;  // whether a lane's sums are of channels side by side
   static constexpr int kKeys = keys_of_step(sizeof(S), BLOCK);
   static constexpr unsigned kAllSeen = 0xffffffffu >> (32 - kKeys);
   static constexpr int kRowBytes = BLOCK * int(sizeof(S));
@@ -151,6 +155,12 @@ struct Tile {
   static constexpr bool kIsBytes = sizeof(S) == 1;
   static constexpr bool kShares = shares_heads(sizeof(S), BLOCK);
   static_assert(!kIsBytes || std::is_same_v<T, __half>);
+
+  template <typename Problem>
+  __device__ explicit Tile(const Problem&) {}
+
+  // All threads that share a tile.
+  static __device__ void meet_all() { __syncthreads(); }
 
   // The channel of a query's pair `half` (0, 1) in the `step`-th 16 columns.
   static __device__ int query_channel(int step, int half, int lane) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <functional>
 #include <random>
 
 #define EJKERNEL_INLINE inline
@@ -18,7 +19,15 @@ struct TensorMap {
   int rows() const { return tokens * heads; }
 };
 
+struct RowMap {
+  char* data;
+  int64_t extent[4];  // of the axes after that of a row, which has 128 bytes
+  int64_t stride[4];  // bytes
+  int box[2];         // of the first two of them; of the others a box has one
+};
+
 using Arrivals = uint64_t;
+using CachePolicy = uint64_t;
 
 namespace host {
 
@@ -71,10 +80,9 @@ struct Thread {
 };
 
 struct Load {
-  TensorMap map;
-  char* to;
+  std::function<void()> copy;
   Arrivals* barrier;
-  std::array<int, 4> at;
+  int bytes;
 };
 
 struct Named {
@@ -120,14 +128,21 @@ void each_of_box(const TensorMap& map, const std::array<int, 4>& at, const char*
   }
 }
 
+// Whoever lets a copy be done, it comes after what its barrier knows of, and before whoever waits there.
 inline void land(const Load& load) {
-  each_of_box(load.map, load.at, load.to, [&](int offset, const char* place) {
-    place ? std::memcpy(load.to + offset, place, 2) : std::memset(load.to + offset, 0, 2);
-  });
+  acquired(load.barrier);
+  load.copy();
+  released(load.barrier);
   Phases& at = phases(load.barrier);
-  at.bytes -= load.map.rows() * kPanelBytes;
+  at.bytes -= load.bytes;
   at.settle();
   ++progress;
+}
+
+inline void begin_load(char* to, int bytes, Arrivals* barrier, std::function<void()> copy) {
+  std::memset(to, 0xff, size_t(bytes));
+  released(barrier);
+  hopper().loads.push_back({std::move(copy), barrier, bytes});
 }
 
 // By chance, one of the copies under way is done.
@@ -249,6 +264,7 @@ inline void open_barrier(Arrivals* barrier, int arrivals) {
 inline void publish_barriers() {}
 
 inline void arrive(Arrivals* barrier) {
+  host::released(barrier);
   auto& at = host::phases(barrier);
   if (!at.missing) host::fail("more arrive at a barrier than it was opened for");
   --at.missing;
@@ -265,13 +281,38 @@ inline void await(Arrivals* barrier, unsigned parity) {
     host::advance();
     host::yield();
   }
+  host::acquired(barrier);
 }
 
 inline void prefetch_map(const TensorMap&) {}
 
 inline void load_box(void* to, const TensorMap& map, Arrivals* barrier, int column, int row, int head, int batch) {
-  std::memset(to, 0xff, size_t(map.rows() * kPanelBytes));
-  host::hopper().loads.push_back({map, static_cast<char*>(to), barrier, {column, row, head, batch}});
+  char* shared = static_cast<char*>(to);
+  host::begin_load(shared, map.rows() * kPanelBytes, barrier, [=] {
+    host::each_of_box(map, {column, row, head, batch}, shared, [&](int offset, const char* place) {
+      place ? std::memcpy(shared + offset, place, 2) : std::memset(shared + offset, 0, 2);
+    });
+  });
+}
+
+inline CachePolicy read_once() { return 0; }
+
+inline void load_rows(void* to, const RowMap& map, Arrivals* barrier, CachePolicy, int second, int third, int fourth,
+                      int fifth) {
+  char* shared = static_cast<char*>(to);
+  const std::array<int, 4> first{second, third, fourth, fifth};
+  if ((shared - host::memory()) % 1024) host::fail("a box does not begin on 1024 bytes");
+  host::begin_load(shared, map.box[0] * map.box[1] * kPanelBytes, barrier, [=] {
+    for (int row = 0; row < map.box[0] * map.box[1]; ++row) {
+      const char* from = map.data;
+      for (int axis = 0; axis < 4; ++axis) {
+        const int64_t at = first[axis] + (axis == 0 ? row % map.box[0] : axis == 1 ? row / map.box[0] : 0);
+        if (at < 0 || at >= map.extent[axis]) host::fail("a box of whole rows passes the end of the array");
+        from += at * map.stride[axis];
+      }
+      for (int chunk = 0; chunk < kPanelBytes / 16; ++chunk) std::memcpy(shared + swizzled(row, chunk), from + chunk * 16, 16);
+    }
+  });
 }
 
 inline void store_box(const TensorMap& map, const void* from, int column, int row, int head, int batch) {

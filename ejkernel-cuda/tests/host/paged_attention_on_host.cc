@@ -1,4 +1,5 @@
 // paged_attention as it is, run on a host; a library of its own, for it takes long to compile.
+#include "paged_attention/boxes.cuh"
 #include "paged_attention/kernels.cuh"
 #include "paged_attention/merge.cuh"
 
@@ -9,7 +10,7 @@ using namespace ejkernel::paged_attention;
 
 namespace {
 
-using Run = void(const Problem&, const Results&, int workers, int stages);
+using Run = void(const Problem&, const Results&, int workers, int stages, bool boxes);
 
 template <int LANES>
 void run_merge(const Problem& problem, const Results& results, int workers, int parts) {
@@ -27,11 +28,40 @@ void run_attend(const Problem& problem, const Results& results, int workers, int
       shared_bytes<S, BLOCK>(stages));
 }
 
+RowMap map_of(const Problem& problem, const Side& side, int tokens) {
+  const Requests& all = problem.requests;
+  const int64_t heads = problem.heads / problem.group;
+  RowMap map{const_cast<char*>(side.data),
+             {heads, all.page_size, all.pages, side.batch ? problem.batch : 1},
+             {side.head, side.token, side.page, side.batch},
+             {problem.together, tokens}};
+  if (heads_apart(side)) {
+    std::swap(map.extent[0], map.extent[1]);
+    std::swap(map.stride[0], map.stride[1]);
+    std::swap(map.box[0], map.box[1]);
+  }
+  return map;
+}
+
+template <typename S>
+void run_boxes(const Problem& problem, const Results& results, int workers, int stages) {
+  const int tokens = tokens_of_box(problem.requests.page_size);
+  const Boxes boxes{map_of(problem, problem.key, tokens), map_of(problem, problem.value, tokens), tokens};
+  host::launch(
+      unsigned(workers), {kBoxThreads, 1}, 1,
+      [&] { attend_boxes<S>(problem, results, boxes, divisor(uint32_t(workers)), stages); }, boxes_shared_bytes(stages));
+}
+
 template <typename T, typename S, int BLOCK>
-void run(const Problem& problem, const Results& results, int workers, int stages) {
+void run(const Problem& problem, const Results& results, int workers, int stages, bool boxes) {
   constexpr bool kMayTurn = turns(sizeof(S), BLOCK);
-  kMayTurn && !problem.fills_tiles() ? run_attend<T, S, BLOCK, kMayTurn>(problem, results, workers, stages)
-                                     : run_attend<T, S, BLOCK, false>(problem, results, workers, stages);
+  if constexpr (kMayTurn) {
+    if (boxes) run_boxes<S>(problem, results, workers, stages);
+  }
+  if (!boxes) {
+    kMayTurn && !problem.fills_tiles() ? run_attend<T, S, BLOCK, kMayTurn>(problem, results, workers, stages)
+                                       : run_attend<T, S, BLOCK, false>(problem, results, workers, stages);
+  }
   const int parts = parts_of_block(sizeof(S), BLOCK, problem.group, problem.together);
   lanes_of_part(problem, workers) == 32 ? run_merge<32>(problem, results, workers, parts)
                                         : run_merge<8>(problem, results, workers, parts);
@@ -44,7 +74,8 @@ constexpr Run* kSized[3] = {run<T, S, 64>, run<T, S, 128>, run<T, S, 256>};
 }  // namespace
 
 // Pages hold `stored`: 0 the queries' type, 1 int8, 2 float8_e4m3fn, 3 float8_e5m2.
-EXPORT void paged_attention_forward(int stored, int width, const Call& call, const Results& results, int workers, int stages) {
+EXPORT void paged_attention_forward(int stored, int width, const Call& call, const Results& results, int workers, int stages,
+                                    bool boxes) {
   const Problem problem(call);
   const auto choose = [&]() -> Run* const* {
     switch (stored) {
@@ -54,5 +85,5 @@ EXPORT void paged_attention_forward(int stored, int width, const Call& call, con
       default: return kSized<__half, E5M2>;
     }
   };
-  choose()[width](problem, results, workers, stages);
+  choose()[width](problem, results, workers, stages, boxes);
 }

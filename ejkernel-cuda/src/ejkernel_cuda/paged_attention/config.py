@@ -12,10 +12,19 @@ WARPS = 4
 """Of a block."""
 ROWS = 16
 """Query heads of a tile under each of its key heads, all of one token."""
-TOGETHER = (1, 2)
+TOGETHER = (1, 2, 4)
 STAGES = (2, 3, 4, 5, 6, 7, 8)
-_HEADS_APART = ("phtd", "hptd")
+_PAGES_WITHIN_HEADS = "hptd"
+_HEADS_APART = ("phtd", _PAGES_WITHIN_HEADS)
 """Layouts in which a page's keys of one head lie side by side."""
+_BOX_CAPABILITIES = ((9, 0), (10, 0))
+"""What the library has code for that copies boxes."""
+_BOX_SIZE = 128
+"""Elements of a head that is copied in boxes."""
+_BOX_TOKENS = 8
+"""Of the smallest box; pages must be multiples of it."""
+_RESIDENT_BOXES = 2
+"""Blocks that registers have room for beside one of the merge."""
 _SPARED = 0.9
 """Of the workers that run at once, the least that are tried."""
 _BESIDE = 10 * 1024
@@ -28,19 +37,24 @@ class PagedAttentionConfig:
     stages: steps of a warp's ring, of 16 keys and values each, or 32 of one byte, of which all but one are on their way; 2 ... 8,
         fewer where shared memory ends.
     workers: blocks that the keys of all requests are shared among, at most; never more run than fit on the device at once.
-    together: key heads that a block reads side by side, 1 or 2; 2 only of heads of up to 128 one-byte elements, and
-        of as many key heads as it divides.
+    together: key heads that a block reads side by side, 1, 2 or in boxes 4, as many as divide all; more than 1 only of heads of up
+        to 128 one-byte elements.
+    boxes: whether the tensor memory accelerator copies keys and values, from compute capability 9.0 on: one-byte heads of 128, up
+        to 8 query heads over each, pages whose size is a multiple of 8. Stages are then of all warps of a block.
     """
 
     stages: int
     workers: int
     together: int = 1
+    boxes: bool = False
 
     def __post_init__(self) -> None:
         if self.stages not in STAGES or self.workers < 1 or self.together not in TOGETHER:
             raise ValueError(
                 f"{self}: stages are {STAGES[0]} ... {STAGES[-1]}, workers at least 1 and together one of {TOGETHER}"
             )
+        if self.together == TOGETHER[-1] and not self.boxes:
+            raise ValueError(f"{self}: together is {TOGETHER[-1]} in boxes only")
 
 
 def width(call: PagedAttentionCall) -> int:
@@ -83,8 +97,18 @@ def least_bytes(call: PagedAttentionCall) -> int:
 
 
 def togethers(call: PagedAttentionCall) -> list[int]:
-    """Numbers of key heads that a block may read side by side."""
-    return [count for count in TOGETHER if call.heads % count == 0 and (count == 1 or _narrow(call))]
+    """Numbers of key heads that a block may read side by side where threads copy them."""
+    return [count for count in TOGETHER[:-1] if call.heads % count == 0 and (count == 1 or _narrow(call))]
+
+
+def boxed_togethers(call: PagedAttentionCall, target: Target) -> list[int]:
+    """The same where the tensor memory accelerator copies them; none where it cannot."""
+    sizes, pages = (call.query.shape[3], call.value_size), call.pages
+    if target.capability not in _BOX_CAPABILITIES or _itemsize(call) > 1 or set(sizes) != {_BOX_SIZE} or not _few_rows(call):
+        return []
+    if pages.page_size % _BOX_TOKENS or not pages.page_size or not pages.pages or call.layout == _PAGES_WITHIN_HEADS:
+        return []
+    return [count for count in TOGETHER if call.heads % count == 0 and (count == 1 or call.layout not in _HEADS_APART)]
 
 
 def _few_rows(call: PagedAttentionCall) -> bool:
@@ -111,25 +135,38 @@ def _workers(call: PagedAttentionCall, target: Target, resident: int, together: 
     return [most, even] if _SPARED * most <= even < most else [most]
 
 
+def _together(call: PagedAttentionCall, target: Target) -> tuple[int, bool]:
+    """Of key heads side by side, and whether in boxes: as many as there can be, unless those are rows of 128 bytes with others'
+    between them, which threads copy faster."""
+    apart = call.layout in _HEADS_APART
+    boxed = max(boxed_togethers(call, target), default=0)
+    if boxed > 1 or (boxed == call.heads and not apart):
+        return boxed, True
+    return 1 if apart else max(togethers(call)), False
+
+
 def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
     """As many blocks as registers have room for, or a few less that leave tiles whole; then rings as long as shared memory has.
 
-    Of key heads side by side, two: longer runs cost warps more waiting for each other than the memory gains. On an H200 64 requests
-    of 4096 tokens in float8 took 139 us with 256 workers, each of which had a whole tile, and 148 us with 264.
+    Where threads copy, two key heads side by side: longer runs cost warps more waiting for each other than the memory gains. On an
+    H200 64 requests of 4096 tokens in float8 took 139 us with 256 workers, each of which had a whole tile, and 148 us with 264. On
+    an H100 boxes of four heads took 97.0 us for one request of 131072 tokens, of two 98.5, of one 114, threads 99.1.
     """
     room, step = shared_memory_limit(target), stage_bytes(call)
     resident = max(1, min(3 if width(call) == 64 else 2, room // least_bytes(call)))
     stages = min(max((room // resident - _BESIDE) // step, STAGES[0]), STAGES[-1])
-    together = 2 if 2 in togethers(call) and call.layout not in _HEADS_APART else 1
-    return PagedAttentionConfig(stages, _workers(call, target, resident, together)[-1], together)
+    together, boxes = _together(call, target)
+    return PagedAttentionConfig(stages, _workers(call, target, resident, together)[-1], together, boxes)
 
 
 def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentionConfig]:
     room, step = shared_memory_limit(target), stage_bytes(call)
+    ways = [(together, False, _resident(call)) for together in togethers(call)]
+    ways += [(together, True, _RESIDENT_BOXES) for together in boxed_togethers(call, target)]
     found = [
-        PagedAttentionConfig(stages, workers, together)
-        for together in togethers(call)
-        for resident in range(1, _resident(call) + 1)
+        PagedAttentionConfig(stages, workers, together, boxes)
+        for together, boxes, most in ways
+        for resident in range(1, most + 1)
         for workers in _workers(call, target, resident, together)
         for stages in STAGES
         if stages == STAGES[0] or resident * (stages * step + _BESIDE) <= room

@@ -82,5 +82,6 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
         soft_cap=np.float32(0 if call.soft_cap is None else call.soft_cap),
         stages=np.int64(config.stages),
         together=np.int64(config.together),
+        boxes=config.boxes,
     )
     return PagedAttentionOutputs(out, lse if save_lse else None)
