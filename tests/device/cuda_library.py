@@ -126,9 +126,11 @@ def attention_refusal(call: Any) -> str | None:
     return attention_capability.supports_forward(call, current_target())
 
 
-def few_workers(call: Any) -> Any:
-    """A config with shares of several tiles, and the most key heads of a tile."""
-    return attention_config.PagedAttentionConfig(3, 7, max(attention_config.togethers(call)))
+def few_workers(call: Any) -> dict[str, Any]:
+    """Configs with shares of several tiles, by who copies keys and values, and how many key heads a tile has."""
+    threads, boxes = attention_config.togethers(call), attention_config.boxed_togethers(call, current_target())
+    found = {"by threads": attention_config.PagedAttentionConfig(3, 7, max(threads))}
+    return found | {f"in boxes of {count}": attention_config.PagedAttentionConfig(3, 7, count, boxes=True) for count in boxes}
 
 
 def attend(call: Any, cfg: Any) -> Any:
@@ -153,7 +155,8 @@ def check_attention() -> list[Row]:
         for name, bound in attention_problems(dtype):
             wanted = attention_reference.forward(bound.call, widened(bound.inputs))
             space = attention_config.FORWARD.search_space(bound.call, current_target())
-            for cfg in (space[0], space[-1], attention_config.PagedAttentionConfig(2, 7)):
+            some = (space[0], space[-1], attention_config.PagedAttentionConfig(2, 7), *few_workers(bound.call).values())
+            for cfg in dict.fromkeys(some):
                 got = [attend(bound.call, cfg)(bound.inputs) for _ in range(3)]
                 errors = [attention_error(getattr(got[0], key), getattr(wanted, key)) for key in ("out", "lse")]
                 passed = errors[0] <= FORWARD[dtype].norm and errors[1] <= LSE
@@ -225,9 +228,10 @@ def touch(every: int, match: str, process: int, processes: int) -> None:
     ]
     runs += [(f"update {case.name}", functools.partial(update, case)) for case in cases.CASES if not case.is_benchmark]
     runs += [
-        (f"attention {name} {dtype}", functools.partial(lambda b: attend(b.call, few_workers(b.call))(b.inputs), bound))
+        (f"attention {name} {dtype} {way}", functools.partial(lambda b, c: attend(b.call, c)(b.inputs), bound, cfg))
         for dtype in ("bfloat16", "float16")
         for name, bound in attention_problems(dtype)
+        for way, cfg in few_workers(bound.call).items()
     ]
     mine = [one for one in runs if any(text in one[0] for text in match.split(","))][::every][process::processes]
     for name, run in mine:

@@ -68,7 +68,8 @@ def paged_runs() -> Iterator[Run]:
             cfg = config.heuristic(bound.call, current_target())
             yield f"update {case.name}", lambda i, c=bound.call, cfg=cfg: kernel.forward(c, i, cfg), (bound.inputs,)
     for name, bound in attention_problems("bfloat16"):
-        yield f"attention {name}", attend(bound.call, few_workers(bound.call)), (bound.inputs,)
+        for way, cfg in few_workers(bound.call).items():
+            yield f"attention {name} {way}", attend(bound.call, cfg), (bound.inputs,)
 
 
 def flash_runs() -> Iterator[Run]:
@@ -127,7 +128,9 @@ def check(name: str, program: Any, arguments: tuple[Any, ...]) -> dict[str, Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of guards.json")
-    folder = pathlib.Path(parser.parse_args().out)
+    parser.add_argument("--match", default="", help="only programs with this in their name")
+    options = parser.parse_args()
+    folder = pathlib.Path(options.out)
     if jax.default_backend() != "gpu":
         print(f"needs a GPU, JAX has {jax.devices()}")
         return 2
@@ -137,6 +140,7 @@ def main() -> int:
             (name, pool.submit(jax.jit(function).lower(*arguments).compile), arguments)
             for runs in (row_runs, paged_runs, flash_runs)
             for name, function, arguments in runs()
+            if options.match in name
         ]
         programs = [(name, program.result(), arguments) for name, program, arguments in lowered]
     for one in programs:  # nothing else allocates now
