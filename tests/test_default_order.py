@@ -26,13 +26,13 @@ TOLERATED = 1.03
 Problem = tuple[str, str, str, Phase]
 
 
-def recorded_times() -> dict[str, dict[Problem, dict[str, float]]]:
-    """Backend -> problem -> implementation -> seconds on the device, of the latest run that has it. CPUs have no such clock."""
+def recorded_times() -> dict[tuple[str, str], dict[Problem, dict[str, float]]]:
+    """Backend and device -> problem -> implementation -> seconds, of the latest run that has it. CPUs have no such clock."""
     read = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     documents = [parse_document(content) for content in read if isinstance(content, dict) and content.get("schema") == SCHEMA]
-    found: dict[str, dict[Problem, dict[str, float]]] = {}
+    found: dict[tuple[str, str], dict[Problem, dict[str, float]]] = {}
     for document in sorted(documents, key=operator.attrgetter("date")):
-        problems = found.setdefault(document.device["backend"], {})
+        problems = found.setdefault((document.device["backend"], document.device["kind"]), {})
         for case in document.cases:
             times = {run.name: run.seconds for run in case.runs if run.kind == "ours" and run.ok and run.device_s}
             problems.setdefault(case.key, {}).update(times)  # pyright: ignore[reportArgumentType]
@@ -40,8 +40,8 @@ def recorded_times() -> dict[str, dict[Problem, dict[str, float]]]:
 
 
 TIMED = [
-    pytest.param(backend, problem, times, id=f"{backend} {' '.join(problem)}")
-    for backend, problems in recorded_times().items()
+    pytest.param(backend, problem, times, id=f"{kind} {' '.join(problem)}")
+    for (backend, kind), problems in recorded_times().items()
     for problem, times in problems.items()
     if len(times) > 1
 ]
