@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
 
-_VERSIONS = {"flash_attention": 2, "paged_cache_update": 2, "rms_norm": 2}
+_VERSIONS = {"flash_attention": 2, "paged_attention": 2, "paged_cache_update": 2, "rms_norm": 2}
 """Of implementations whose stored timings a change has made meaningless."""
 
 
