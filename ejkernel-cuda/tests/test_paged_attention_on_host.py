@@ -166,6 +166,15 @@ def test_boxes_of_layouts(together, layout):
             kernel.forward(made.call, made.inputs, boxes(3, 5, together))
 
 
+@pytest.mark.parametrize("padded", [3, 16])
+def test_boxes_of_padded_heads(padded):
+    """Rows that do not begin on 16 bytes are left to threads."""
+    made = boxed(((1, 70), (1, 9)), layout="interleaved", padded_heads=1, padded_size=padded, key_heads_in_use=4)
+    chosen = config.FORWARD.heuristic(made.call, H200)
+    assert chosen.boxes == (padded == 16)
+    check(made.call, made.inputs, chosen)
+
+
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize(("key_heads", "together"), [(1, 1), (3, 1), (6, 2), (8, 4)])
 def test_boxes_of_groups_of_any_size(key_heads, together, group):

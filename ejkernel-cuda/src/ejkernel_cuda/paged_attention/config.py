@@ -21,6 +21,8 @@ _BOX_CAPABILITIES = ((9, 0), (10, 0))
 """What the library has code for that copies boxes."""
 _BOX_SIZE = 128
 """Elements of a head that is copied in boxes."""
+_ACCESS = 16
+"""Bytes that rows of boxes begin at multiples of."""
 _BOX_TOKENS = 8
 """Of the smallest box; pages must be multiples of it."""
 _RESIDENT_BOXES = 2
@@ -107,6 +109,8 @@ def boxed_togethers(call: PagedAttentionCall, target: Target) -> list[int]:
     if target.capability not in _BOX_CAPABILITIES or _itemsize(call) > 1 or set(sizes) != {_BOX_SIZE} or not _few_rows(call):
         return []
     if pages.page_size % _BOX_TOKENS or not pages.page_size or not pages.pages or call.layout == _PAGES_WITHIN_HEADS:
+        return []
+    if pages.head_size % _ACCESS:  # with padding
         return []
     return [count for count in TOGETHER if call.heads % count == 0 and (count == 1 or call.layout not in _HEADS_APART)]
 
