@@ -153,6 +153,17 @@ EJKERNEL_INLINE bool meet_any(int barrier, int threads, bool here) {
   return found;
 }
 
+// What is the same in all threads of a warp. The compiler then knows that it is, and keeps what follows from it, such as where
+// matrices lie, in registers of the warp, which products and copies of boxes read it from.
+EJKERNEL_INLINE int same_in_warp(int value) { return __shfl_sync(~0u, value, 0); }
+
+// One thread of a warp says so, always the same; the compiler then knows that what follows runs once.
+EJKERNEL_INLINE bool one_of_warp() {
+  int found;
+  asm volatile("{\n.reg .pred found;\nelect.sync _|found, -1;\nselp.b32 %0, 1, 0, found;\n}" : "=r"(found));
+  return found;
+}
+
 #endif
 
 #ifdef EJKERNEL_HOPPER
@@ -164,17 +175,6 @@ EJKERNEL_INLINE void more_registers() {
 template <int COUNT>
 EJKERNEL_INLINE void fewer_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-
-// What is the same in all threads of a warp. The compiler then knows that it is, and keeps what follows from it, such as where
-// matrices lie, in registers of the warp, which products and copies of boxes read it from.
-EJKERNEL_INLINE int same_in_warp(int value) { return __shfl_sync(~0u, value, 0); }
-
-// One thread of a warp says so, always the same; the compiler then knows that what follows runs once.
-EJKERNEL_INLINE bool one_of_warp() {
-  int found;
-  asm volatile("{\n.reg .pred found;\nelect.sync _|found, -1;\nselp.b32 %0, 1, 0, found;\n}" : "=r"(found));
-  return found;
 }
 
 // Before products that read or add to registers that were written otherwise.
