@@ -4,8 +4,10 @@
 
 #include <cuda.h>
 
+#include <array>
 #include <cstdint>
 
+#include "axis.h"
 #include "handler.h"
 
 namespace ejkernel {
@@ -23,16 +25,11 @@ inline EncodeTiled FindEncodeTiled() {
   return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(found) : nullptr;
 }
 
-// An axis of an array, of a box of it, and the bytes from one index to the next.
-struct Axis {
-  int64_t extent, box, stride;
-};
-
 // The map of an array whose axes have larger steps each than the one before, as the driver wants them; elements of the first
 // one lie side by side. 128 bytes of a box are a row, whose chunks of 16 bytes are swizzled. Errors speak of what `text` says.
 template <size_t RANK, typename Text>
-ffi::Error EncodeMap(const char* operation, CUtensorMapDataType type, const void* data, const Axis (&axes)[RANK], Text text,
-                     CUtensorMap& map) {
+ffi::Error EncodeMap(const char* operation, CUtensorMapDataType type, const void* data, const std::array<Axis, RANK>& axes,
+                     Text text, CUtensorMap& map) {
   static const EncodeTiled encode = FindEncodeTiled();
   if (encode == nullptr) {
     return ffi::Error::Internal(std::string("ejkernel_cuda ") + operation +
@@ -56,10 +53,8 @@ ffi::Error EncodeMap(const char* operation, CUtensorMapDataType type, const void
 // columns: rows by token and then head. Length is an axis of its own: no box passes from one batch member to the next.
 inline ffi::Error MakeMap(const char* operation, ffi::DataType type, const void* data, int64_t size, int64_t length,
                           int64_t heads, int64_t batch, int tokens_of_box, int heads_of_box, CUtensorMap& map) {
-  const Axis axes[] = {{size, kPanelColumns, 2},
-                       {heads, heads_of_box, size * 2},
-                       {length, tokens_of_box, heads * size * 2},
-                       {batch, 1, length * heads * size * 2}};
+  const std::array axes{Axis{size, kPanelColumns, 2}, Axis{heads, heads_of_box, size * 2},
+                        Axis{length, tokens_of_box, heads * size * 2}, Axis{batch, 1, length * heads * size * 2}};
   const auto text = [&] {
     return "[" + std::to_string(batch) + ", " + std::to_string(length) + ", " + std::to_string(heads) + ", " +
            std::to_string(size) + "] in boxes of " + std::to_string(tokens_of_box) + " x " + std::to_string(heads_of_box);

@@ -6,6 +6,9 @@
 // one after the other; their chunks of 16 bytes are swizzled by the number of the row.
 #pragma once
 
+#include <array>
+
+#include "axis.h"
 #include "hopper.cuh"
 #include "paged_attention/sums.cuh"
 
@@ -32,6 +35,16 @@ constexpr int tokens_of_box(int64_t page_size) {
   int tokens = kStepKeys;
   while (tokens > 1 && page_size % tokens) tokens /= 2;
   return tokens;
+}
+
+// The axes of a side: rows, heads and tokens, or tokens and heads where tokens of a head lie closer, pages, batch.
+inline std::array<Axis, 5> axes_of(const Problem& problem, const Side& side) {
+  const Requests& all = problem.requests;
+  const Axis head{problem.heads / problem.group, problem.together, side.head};
+  const Axis token{all.page_size, tokens_of_box(all.page_size), side.token};
+  const bool apart = heads_apart(side), own = side.batch > 0;  // own: members have pages of their own
+  return {Axis{kHeadBytes / 8, kHeadBytes / 8, 8}, apart ? token : head, apart ? head : token, Axis{all.pages, 1, side.page},
+          Axis{own ? problem.batch : 1, 1, own ? side.batch : all.pages * side.page}};
 }
 
 // Barriers of the ring, behind its slots and the notes.

@@ -185,31 +185,21 @@ Side AsSide(Array array, int64_t first, Strides strides, int64_t size) {
   return {data, strides[0] * bytes, strides[1] * bytes, strides[2] * bytes, strides[3] * bytes, int(size), packed};
 }
 
-// The map of a side: rows of 128 bytes by head and token, or by token and head where tokens of a head lie closer; pages; batch.
-ffi::Error MakeRowMap(const Problem& problem, const Side& side, int key_heads, int tokens, CUtensorMap& map) {
-  const Requests& all = problem.requests;
-  Axis head{key_heads, problem.together, side.head}, token{all.page_size, tokens, side.token};
-  if (heads_apart(side)) std::swap(head, token);
-  const bool apart = side.batch > 0;
-  const Axis axes[] = {{kHeadBytes / 8, kHeadBytes / 8, 8},
-                       head,
-                       token,
-                       {all.pages, 1, side.page},
-                       {apart ? problem.batch : 1, 1, apart ? side.batch : all.pages * side.page}};
+ffi::Error MakeRowMap(const Problem& problem, const Side& side, CUtensorMap& map) {
+  const auto axes = axes_of(problem, side);
   const auto text = [&] {
-    return std::to_string(all.pages) + " pages of " + std::to_string(all.page_size) + " tokens of " +
-           std::to_string(key_heads) + " heads in boxes of " + std::to_string(tokens) + " x " +
-           std::to_string(problem.together);
+    return std::to_string(problem.requests.pages) + " pages of " + std::to_string(problem.requests.page_size) +
+           " tokens in boxes of " + std::to_string(axes[1].box) + " x " + std::to_string(axes[2].box);
   };
   return EncodeMap(kName, CU_TENSOR_MAP_DATA_TYPE_UINT64, side.data, axes, text, map);
 }
 
-ffi::Error MakeBoxes(const Problem& problem, int key_heads, Boxes& boxes) {
+ffi::Error MakeBoxes(const Problem& problem, Boxes& boxes) {
   if (!problem.key.packed || !problem.value.packed)
     return Invalid(kName, "boxes need pages that begin at multiples of 16 bytes");
   boxes.tokens = tokens_of_box(problem.requests.page_size);
-  EJKERNEL_TRY(MakeRowMap(problem, problem.key, key_heads, boxes.tokens, boxes.key));
-  return MakeRowMap(problem, problem.value, key_heads, boxes.tokens, boxes.value);
+  EJKERNEL_TRY(MakeRowMap(problem, problem.key, boxes.key));
+  return MakeRowMap(problem, problem.value, boxes.value);
 }
 
 ffi::Error AttendStored(cudaStream_t stream, ffi::DataType stored, const Problem& problem, const Results& results, Knobs knobs,
@@ -281,7 +271,7 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array v
   const Results results{out->untyped_data(), lse->element_count() ? lse->typed_data() : nullptr, part->typed_data(),
                         reinterpret_cast<float2*>(part_weight->typed_data()), reinterpret_cast<Split*>(splits->typed_data())};
   Boxes boxes{};
-  if (in_boxes) EJKERNEL_TRY(MakeBoxes(problem, int(key_heads), boxes));
+  if (in_boxes) EJKERNEL_TRY(MakeBoxes(problem, boxes));
   const Knobs knobs{stages, part->dimensions()[0], in_boxes ? &boxes : nullptr};
   int workers = 0;
   EJKERNEL_TRY(AttendStored(stream, key_pages.element_type(), problem, results, knobs, workers));

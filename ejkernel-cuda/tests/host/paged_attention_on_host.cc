@@ -28,25 +28,17 @@ void run_attend(const Problem& problem, const Results& results, int workers, int
       shared_bytes<S, BLOCK>(stages));
 }
 
-RowMap map_of(const Problem& problem, const Side& side, int tokens) {
-  const Requests& all = problem.requests;
-  const int64_t heads = problem.heads / problem.group;
-  RowMap map{const_cast<char*>(side.data),
-             {heads, all.page_size, all.pages, side.batch ? problem.batch : 1},
-             {side.head, side.token, side.page, side.batch},
-             {problem.together, tokens}};
-  if (heads_apart(side)) {
-    std::swap(map.extent[0], map.extent[1]);
-    std::swap(map.stride[0], map.stride[1]);
-    std::swap(map.box[0], map.box[1]);
-  }
+RowMap map_of(const Problem& problem, const Side& side) {
+  const auto axes = axes_of(problem, side);
+  RowMap map{const_cast<char*>(side.data)};
+  for (int i = 0; i < 4; ++i) map.extent[i] = axes[i + 1].extent, map.stride[i] = axes[i + 1].stride;
+  for (int i = 0; i < 2; ++i) map.box[i] = int(axes[i + 1].box);
   return map;
 }
 
 template <typename S>
 void run_boxes(const Problem& problem, const Results& results, int workers, int stages) {
-  const int tokens = tokens_of_box(problem.requests.page_size);
-  const Boxes boxes{map_of(problem, problem.key, tokens), map_of(problem, problem.value, tokens), tokens};
+  const Boxes boxes{map_of(problem, problem.key), map_of(problem, problem.value), tokens_of_box(problem.requests.page_size)};
   host::launch(
       unsigned(workers), {kBoxThreads, 1}, 1,
       [&] { attend_boxes<S>(problem, results, boxes, divisor(uint32_t(workers)), stages); }, boxes_shared_bytes(stages));
