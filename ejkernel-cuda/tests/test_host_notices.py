@@ -43,8 +43,8 @@ IN_ROWS = {
 }
 IN_BOXES = {
     "keys and values are not waited for": (
-        "      await(&ring.full[slot.number], slot.phase);\n      const unsigned seen",
-        "      const unsigned seen",
+        "      await(&ring.full[slot.number], slot.phase);\n      int known = 0;",
+        "      int known = 0;",
     ),
     "a slot is left before it is read": (
         "        this->take(queries, factor, keys, values, seen);\n      }\n      leave();",
