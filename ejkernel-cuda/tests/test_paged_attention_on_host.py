@@ -162,7 +162,7 @@ def test_boxes_of_layouts(together, layout):
         check(made.call, made.inputs, boxes(3, 5, together))
     else:
         assert layout == "phtd" and together > 1
-        with pytest.raises(jax.errors.JaxRuntimeError, match="heads lie closer than tokens"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="heads that lie closer than tokens"):
             kernel.forward(made.call, made.inputs, boxes(3, 5, together))
 
 

@@ -93,10 +93,14 @@ ffi::Error CheckBoxes(Array stored, Dims query, Dims out, Sizes sizes, Strides k
     return Invalid(kName, "boxes need key heads with up to 8 query heads each, got " + std::to_string(query[2]) + " over " +
                               std::to_string(sizes.key_heads));
   }
-  if (sizes.pages < 1 || tokens_of_box(sizes.page_size) < kLeastOfBox)
-    return Invalid(kName, "boxes need pages whose size is a multiple of 8, got " + std::to_string(sizes.page_size));
+  if (sizes.pages < 1 || tokens_of_box(sizes.page_size) < kLeastOfBox) {
+    return Invalid(kName, "boxes need pages whose size is a multiple of 8, got " + std::to_string(sizes.pages) + " of " +
+                              std::to_string(sizes.page_size));
+  }
   if (InBoxes(key, together) && InBoxes(value, together)) return ffi::Error::Success();
-  return Invalid(kName, "boxes need pages whose heads lie closer than tokens, or together of 1, and strides of 16 elements");
+  return Invalid(kName,
+                 "boxes need heads that lie closer than tokens, or together of 1, and strides that are multiples of 16, got " +
+                     Text(key) + " and " + Text(value) + " with together " + std::to_string(together));
 }
 
 int KeysOfStep(Array stored, Dims query, Dims out) {
