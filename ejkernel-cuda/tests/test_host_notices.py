@@ -74,6 +74,12 @@ RACES = {
         "    notes.of_warps[warp][lane] = sum;\n    __syncthreads();\n",
         "    notes.of_warps[warp][lane] = sum;\n",
     ),
+    "nothing, in boxes": ("paged_attention/boxes.cuh", "", ""),
+    "one warp says that all have left": (
+        "paged_attention/boxes.cuh",
+        "    if (lane == 0) arrive(&ring.empty[slot.number]);",
+        "    if (threadIdx.x == 0)\n      for (int i = 0; i < kWarps; ++i) arrive(&ring.empty[slot.number]);",
+    ),
 }
 PAGES = """
 import jax, host_calls, test_paged_attention_on_host as own
@@ -132,12 +138,14 @@ def changed(folder: pathlib.Path, file: str, right: str, wrong: str) -> dict[str
 @pytest.mark.skipif(host_races.missing() is not None, reason=str(host_races.missing()))
 @pytest.mark.parametrize("mistake", RACES)
 def test_races_are_noticed(mistake, tmp_path):
-    environment = {**host_races.environment(), **changed(tmp_path, *RACES[mistake])}
-    done = subprocess.run(host_races.command("-c", PAGES), env=environment, capture_output=True, text=True, check=False)
-    if mistake == "nothing":
+    file, right, wrong = RACES[mistake]
+    environment = {**host_races.environment(), **changed(tmp_path, file, right, wrong)}
+    program = BOXES if file.endswith("boxes.cuh") else PAGES
+    done = subprocess.run(host_races.command("-c", program), env=environment, capture_output=True, text=True, check=False)
+    if not right:
         assert done.stdout == "right\n" and done.returncode == 0, done.stderr[-3000:]
     else:
-        assert "data race" in done.stderr and RACES[mistake][0] in done.stderr, done.stderr[-3000:]
+        assert "data race" in done.stderr and file in done.stderr, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
