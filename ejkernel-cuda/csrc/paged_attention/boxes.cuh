@@ -1,5 +1,5 @@
-// The same attention where the tensor memory accelerator copies keys and values: pages of one-byte heads of 128, whose heads
-// that share a tile lie side by side, and up to 8 query heads over each.
+// The same attention where the tensor memory accelerator copies keys and values: pages of one-byte heads of 128, and up to 8
+// query heads over each.
 //
 // One more warp copies steps for all others into a ring that they share, and runs ahead of them from tile to tile: no thread
 // that multiplies begins copies or waits for another before a tile is done. Rows are of a key head of a token, heads of a token

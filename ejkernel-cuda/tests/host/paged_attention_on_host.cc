@@ -47,10 +47,9 @@ void run_boxes(const Problem& problem, const Results& results, int workers, int 
 template <typename T, typename S, int BLOCK>
 void run(const Problem& problem, const Results& results, int workers, int stages, bool boxes) {
   constexpr bool kMayTurn = turns(sizeof(S), BLOCK);
-  if constexpr (kMayTurn) {
-    if (boxes) run_boxes<S>(problem, results, workers, stages);
-  }
-  if (!boxes) {
+  if (boxes) {
+    if constexpr (kMayTurn) run_boxes<S>(problem, results, workers, stages);  // handlers admit no others
+  } else {
     kMayTurn && !problem.fills_tiles() ? run_attend<T, S, BLOCK, kMayTurn>(problem, results, workers, stages)
                                        : run_attend<T, S, BLOCK, false>(problem, results, workers, stages);
   }
