@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel
-from ejkernel._priority import UNMEASURED, standing_of
+from ejkernel._dispatch.order import UNMEASURED, standing_of
 from ejkernel.bench._document import SCHEMA, parse_document
 from ejkernel.bench._order import as_dispatched_now, standings
 from ejkernel.plugin import Phase

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ejkernel._arrays import ArraySpec
-from ejkernel._capability import HALVES, array_problem, device_problem
+from ejkernel.call import ArraySpec
 from ejkernel.plugin import Target
+from ejkernel.targets.nvidia import HALVES, array_problem, device_problem
 
 
 @pytest.mark.parametrize(

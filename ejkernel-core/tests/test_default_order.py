@@ -16,7 +16,7 @@ EXPLAIN = """
     import json, sys
     import jax
     import ejkernel
-    from ejkernel import _explain
+    from ejkernel._dispatch.explanation import Captured, capture
     from ejkernel.operations import get_operation
 
     def array(text):
@@ -24,10 +24,10 @@ EXPLAIN = """
         return jax.ShapeDtypeStruct(tuple(map(int, sizes)), dtype)
 
     def explained(operation, arrays, options):
-        with _explain.capture():
+        with capture():
             try:
                 get_operation(operation).invoke(arrays, options)
-            except _explain.Captured as captured:
+            except Captured as captured:
                 return captured.explanation
 
     found = []

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from ejkernel._discovery import discover
+from ejkernel._plugins.discovery import discover
 from ejkernel.errors import PluginError, PluginWarning
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ejkernel._records import LIGHT_IMPORT_BUDGET
+from ejkernel._plugins.records import LIGHT_IMPORT_BUDGET
 
 RUNS = 4
 """Timings are the best of so many processes, and processor time of the importing thread: other load must not count."""

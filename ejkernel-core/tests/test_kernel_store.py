@@ -8,10 +8,10 @@ import warnings
 
 import pytest
 
-from ejkernel import _kernel_store
-from ejkernel._kernel_store import KernelStore, StoredKernels, clear_kernels, stored_kernels
 from ejkernel.errors import CacheWarning
-from ejkernel.tuning import _warn
+from ejkernel.utils import kernel_store as _kernel_store
+from ejkernel.utils import warn_once as _warn
+from ejkernel.utils.kernel_store import KernelStore, StoredKernels, clear_kernels, stored_kernels
 
 KEYS = [digit * 64 for digit in "0123456789abcdef"]
 STORE = KernelStore("made-up")

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel._arrays import parse_dims
-from ejkernel._partition import Layout, sharding_rule
+from ejkernel.call.arrays import parse_dims
+from ejkernel.call.partition import Layout, sharding_rule
 
 X = jax.random.normal(jax.random.key(0), (2, 3, 8))
 

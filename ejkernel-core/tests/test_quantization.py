@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ejkernel.quantization import MODES, dequantize, pack_codes, prepack_quantized_weights, quantize, unpack_codes
-from ejkernel.quantization._codes import E2M1, E4M3, E8M0, NF4
+from ejkernel.quantization.codes import E2M1, E4M3, E8M0, NF4
 
 FORMATS = [("affine", bits) for bits in range(2, 9)] + [(mode, None) for mode in MODES[1:]]
 formats = pytest.mark.parametrize(("mode", "bits"), FORMATS)

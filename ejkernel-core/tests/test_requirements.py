@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.specifiers import SpecifierSet
 
-from ejkernel._requirements import admits, canonical, findable, pip_install
+from ejkernel._plugins.requirements import admits, canonical, findable, pip_install
 
 releases = st.lists(st.integers(0, 12), min_size=1, max_size=4).map(lambda parts: ".".join(map(str, parts)))
 clauses = st.tuples(st.sampled_from((">=", "<=", "==", "!=", ">", "<")), releases).map("".join)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ejkernel.modules._ring.plan import Block, Stage, Structure, plan
+from ejkernel.compositions.ring.plan import Block, Stage, Structure, plan
 from ejkernel.operations import get_operation
 
 CAUSAL = Structure(causal=True)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel
-from ejkernel._partition import vary_like
-from ejkernel._registry import kernel_registry
+from ejkernel._plugins.registry import kernel_registry
+from ejkernel.call import vary_like
 from ejkernel.operations.rms_norm.interface import RmsNormOutputs
 from ejkernel.plugin import Target, current_target
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel
-from ejkernel._target import Target, as_target
 from ejkernel.errors import FallbackWarning
+from ejkernel.targets import Target, as_target
 
 
 def target_of_rms_norm() -> Target:

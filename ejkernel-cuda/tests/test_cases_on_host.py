@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.paged_cache_update import cases as update_cases
 from ejkernel.operations.paged_cache_update import reference as update_reference
 from ejkernel.operations.paged_cache_update.interface import OPERATION as UPDATE

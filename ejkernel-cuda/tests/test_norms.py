@@ -12,7 +12,7 @@ import pytest
 from host_calls import check_target
 
 import ejkernel
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.add_rms_norm.interface import AddRmsNormCall, AddRmsNormInputs
 from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs
 from ejkernel.plugin import Target

@@ -11,7 +11,7 @@ import pytest
 from host_calls import check_target
 
 import ejkernel
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.rope.interface import RopeCall
 from ejkernel.plugin import Target
 from ejkernel_cuda import _library

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from host_kernels import KINDS, NUMBERS, Guarded, Mask, Shape, Stored, library, output, rounded
 
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.add_rms_norm import interface as add_rms_norm
 from ejkernel.operations.add_rms_norm import reference as add_rms_norm_reference
 from ejkernel.operations.layer_norm import interface as layer_norm

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.grouped_matmul import reference
 from ejkernel.operations.grouped_matmul.groups import bounds_of
 from ejkernel.operations.grouped_matmul.interface import (

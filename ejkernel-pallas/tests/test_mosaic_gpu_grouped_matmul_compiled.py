@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from test_mosaic_gpu_flash_attention_compiled import DESCRIPTION, HOPPER, SERIALISED, pytestmark
 
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall, GroupedMatmulInputs, GroupedMatmulOutputs
 from ejkernel_pallas.mosaic_gpu.grouped_matmul import config, kernel
 

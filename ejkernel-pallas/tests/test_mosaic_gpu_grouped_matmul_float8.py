@@ -22,7 +22,7 @@ from test_mosaic_gpu_grouped_matmul import (
 )
 
 import ejkernel
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.grouped_matmul.interface import OPERATION
 from ejkernel_pallas._jax_interpreter import gpu_races
 from ejkernel_pallas.mosaic_gpu import _call

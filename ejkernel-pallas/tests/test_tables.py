@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from ejkernel import _dispatch, _policy, kernel_registry
-from ejkernel.operation import Request
+from ejkernel._dispatch import decisions as _dispatch
+from ejkernel.call import policy as _policy
+from ejkernel import kernel_registry
+from ejkernel.call import Request
 from ejkernel.operations import get_operation
 from ejkernel.plugin import Target
 from ejkernel.testing.problem import case_named
 from ejkernel.testing.shapes import bound_shapes
 from ejkernel.testing.tables import unused
-from ejkernel.tuning._configs import config_space, to_plain
-from ejkernel.tuning._entry import Check, Entry, dump_entries, load_entries
-from ejkernel.tuning._key import Key
+from ejkernel.configs.spaces import config_space, to_plain
+from ejkernel.configs.entry import Check, Entry, dump_entries, load_entries
+from ejkernel.configs.key import Key
 from ejkernel_pallas import _plugin
 from ejkernel_pallas.mosaic_gpu import _call
 

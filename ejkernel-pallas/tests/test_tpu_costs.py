@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel._target import building_for
+from ejkernel.targets import building_for
 from ejkernel.operations import get_operation
 from ejkernel.operations.flash_attention.interface import FlashAttentionOutputs
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulOutputs

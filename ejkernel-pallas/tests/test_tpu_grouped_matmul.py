@@ -12,7 +12,7 @@ import pytest
 from tpu_interpreter import interpreted
 
 import ejkernel
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.grouped_matmul import reference
 from ejkernel.operations.grouped_matmul.interface import (
     OPERATION,

@@ -12,7 +12,7 @@ import pytest
 from tpu_interpreter import interpreted
 
 import ejkernel
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.paged_attention import cases, reference
 from ejkernel.operations.paged_attention.interface import OPERATION, PagedAttentionCall, PagedAttentionInputs
 from ejkernel.plugin import Target

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tpu_interpreter import interpreted
 
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.paged_cache_update import cases, reference
 from ejkernel.operations.paged_cache_update.interface import OPERATION, PagedCacheUpdateInputs
 from ejkernel.plugin import Target

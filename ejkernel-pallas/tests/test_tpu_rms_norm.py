@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import ejkernel
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.rms_norm import reference
 from ejkernel.operations.rms_norm.interface import OPERATION, RmsNormCall, RmsNormInputs, RmsNormOutputs
 from ejkernel.plugin import Target

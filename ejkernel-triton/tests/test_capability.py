@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.plugin import Target
 from ejkernel_triton import _capability
 from ejkernel_triton._interpret import INTERPRET

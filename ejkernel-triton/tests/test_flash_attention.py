@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.flash_attention import reference
 from ejkernel.operations.flash_attention.cases import CASES
 from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionInputs, FlashAttentionOutputs

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel._arrays import ArraySpec, named
+from ejkernel.call import ArraySpec, named
 from ejkernel.operations.grouped_matmul import reference
 from ejkernel.operations.grouped_matmul.cases import CASES
 from ejkernel.operations.grouped_matmul.groups import bounds_of

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from ejkernel.errors import CacheWarning
-from ejkernel.tuning import _warn
+from ejkernel.utils import warn_once as _warn
 from ejkernel_triton._versions import version_problem
 
 pytestmark = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.linear_recurrence import reference
 from ejkernel.operations.linear_recurrence.cases import CASES, arrays
 from ejkernel.operations.linear_recurrence.interface import (
@@ -20,7 +20,7 @@ from ejkernel.operations.linear_recurrence.interface import (
     LinearRecurrenceOutputs,
 )
 from ejkernel.plugin import Target
-from ejkernel.testing.tolerance import deviation
+from ejkernel.operations.common.tolerance import deviation
 from ejkernel_triton._ahead_of_time import recorded, target_of
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.linear_recurrence import capability, config

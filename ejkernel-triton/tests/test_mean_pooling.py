@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.mean_pooling import reference
 from ejkernel.operations.mean_pooling.cases import CASES
 from ejkernel.operations.mean_pooling.interface import (

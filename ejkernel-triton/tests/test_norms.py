@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.plugin import Target
 from ejkernel_triton._ahead_of_time import TOLERATED
 from ejkernel_triton._capability import shared_memory_limit

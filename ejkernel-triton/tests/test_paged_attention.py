@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.paged_attention import reference
 from ejkernel.operations.paged_attention.cases import cache_of
 from ejkernel.operations.paged_attention.interface import OPERATION, PagedAttentionInputs

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.paged_cache_update.cases import CASES
 from ejkernel.operations.paged_cache_update.interface import OPERATION, PagedCacheUpdateInputs
 from ejkernel.operations.paged_cache_update.reference import forward as reference

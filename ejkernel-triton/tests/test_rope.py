@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.rope import reference
 from ejkernel.operations.rope.cases import CASES
 from ejkernel.operations.rope.interface import OPERATION, RopeCall, RopeInputs, RopeOutputs

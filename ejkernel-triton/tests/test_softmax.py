@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.softmax import reference
 from ejkernel.operations.softmax.cases import CASES
 from ejkernel.operations.softmax.interface import OPERATION, SoftmaxCall, SoftmaxInputs, SoftmaxOutputs

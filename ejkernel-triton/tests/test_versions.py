@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import ejkernel  # noqa: F401 - discovery first: a light module is imported by it
-from ejkernel._known_versions import matching
+from ejkernel.utils.known_versions import matching
 from ejkernel_triton import _plugin, _versions
 
 

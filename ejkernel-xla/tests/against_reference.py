@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel import _policy, _target
-from ejkernel._arrays import has_gradient, named
-from ejkernel.operation import Request
+from ejkernel.call import policy as _policy
+from ejkernel.targets import target as _target
+from ejkernel.call import has_gradient, named
+from ejkernel.call import Request
 from ejkernel.operations import get_operation
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3}

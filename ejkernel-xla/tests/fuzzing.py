@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from ejkernel._arrays import has_gradient
+from ejkernel.call import has_gradient
 from ejkernel.operations import get_operation
-from ejkernel.operations._case import Case
+from ejkernel.operations.common.case import Case
 from ejkernel.testing.problem import Problem
-from ejkernel.testing.tolerance import FORWARD, GRADIENT, check_close
+from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
 
 FEW = hypothesis.settings(max_examples=4, deadline=None, derandomize=True, database=None)
 """For every run of the tests."""

@@ -30,12 +30,13 @@ from fuzzing import FLOOR, dtypes, maybe, seeds
 from hypothesis import strategies as st
 
 from ejkernel import kernel_registry
-from ejkernel._records import Candidate, resolve
-from ejkernel.operations._case import Case
+from ejkernel._plugins.records import Candidate
+from ejkernel.plugin import resolve
+from ejkernel.operations.common.case import Case
 from ejkernel.plugin import Target
 from ejkernel.testing.problem import Problem
 from ejkernel.testing.spaces import check_space
-from ejkernel.testing.tolerance import FORWARD, GRADIENT, check_close
+from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
 
 Drawn = tuple[dict[str, Any], dict[str, Any]]
 TARGETS = (Target("cpu"), Target("gpu", "NVIDIA H200", "9.0"), Target("tpu"))

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel import use
-from ejkernel._arrays import named
+from ejkernel.call import named
 from ejkernel.operations import get_operation
 from ejkernel.operations.flash_attention import reference
 from ejkernel.operations.flash_attention.cases import CASES

@@ -11,7 +11,7 @@ from fuzzing import FEW, MANY, check_problem, check_vmap, dtypes, mapped_axes, m
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ejkernel.operations._pages import INTERLEAVED
+from ejkernel.operations.common.pages import INTERLEAVED
 from ejkernel.operations.paged_attention import cases as attention_cases
 from ejkernel.operations.paged_cache_update import cases as update_cases
 from ejkernel_xla.paged_attention.config import PagedAttentionConfig

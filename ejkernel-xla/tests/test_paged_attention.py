@@ -166,7 +166,7 @@ def test_work_follows_the_lengths():
         "block_tables": jnp.zeros((2, 256), jnp.int32),
     }
     call = operation.canonicalise(**arrays).call
-    from ejkernel._target import Target
+    from ejkernel.targets import Target
 
     assert heuristic(call, Target("cpu")).block_q == 1
     compiled = jax.jit(lambda **arrays: operation.invoke(arrays, {})).lower(**arrays).compile()

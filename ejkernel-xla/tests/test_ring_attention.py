@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel
 from ejkernel import kernel_registry
-from ejkernel._records import resolve
+from ejkernel.plugin import resolve
 from ejkernel.masks import MaskInfo
 
 T = 32

@@ -6,7 +6,7 @@ What stands between such a kernel and a mesh is core alone, so the transforms an
 from __future__ import annotations
 
 from ejkernel import kernel_registry
-from ejkernel._records import resolve
+from ejkernel.plugin import resolve
 
 pytest_plugins = ["ejkernel.testing.plugin"]
 

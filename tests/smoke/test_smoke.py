@@ -10,9 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from ejkernel import _dispatch, _policy, _target, operations
-from ejkernel._arrays import has_gradient
-from ejkernel.operation import Request
+from ejkernel._dispatch import decisions as _dispatch
+from ejkernel.call import policy as _policy
+from ejkernel.targets import target as _target
+from ejkernel import operations
+from ejkernel.call import has_gradient
+from ejkernel.call import Request
 from ejkernel.operations import get_operation
 
 TOLERANCE = 5e-5

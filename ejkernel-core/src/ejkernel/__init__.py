@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+from ejkernel._version import __version__ as __version__
 
 _SUBMODULES = (
     "callib",
@@ -24,11 +24,11 @@ _SUBMODULES = (
 )
 
 _LAZY = {
-    "EXPORT_DISABLED_CHECKS": "ejkernel._export",
+    "EXPORT_DISABLED_CHECKS": "ejkernel._plugins.export",
     "MaskInfo": "ejkernel.masks",
-    "explain": "ejkernel._explain",
-    "use": "ejkernel._policy",
-    **dict.fromkeys(("Backend", "Platform", "kernel_registry"), "ejkernel._registry"),
+    "explain": "ejkernel._dispatch.explanation",
+    "use": "ejkernel.call.policy",
+    **dict.fromkeys(("Backend", "Platform", "kernel_registry"), "ejkernel._plugins.registry"),
     **dict.fromkeys(("autotune", "overlay"), "ejkernel.tuning"),
     **dict.fromkeys(
         ("EjkernelError", "NoConfigError", "NoKernelError", "NoTunerError", "PluginError", "TracingError"), "ejkernel.errors"
@@ -54,8 +54,8 @@ def __dir__() -> list[str]:
 
 
 def _discover() -> None:
-    from ejkernel._discovery import discover
-    from ejkernel._registry import kernel_registry
+    from ejkernel._plugins.discovery import discover
+    from ejkernel._plugins.registry import kernel_registry
 
     kernel_registry.load(discover())
 

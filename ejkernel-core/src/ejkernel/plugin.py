@@ -6,17 +6,20 @@ Standard library and pluggy only, so that importing a plugin's light module stay
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pluggy
 
-from ejkernel._target import Target, current_target
+from ejkernel.targets import Target, current_target
 
 __all__ = [
     "API_LEVEL",
     "ENTRY_POINT_GROUP",
+    "FALLBACK",
     "FIRST_PARTY",
     "SUPPORTED_API_LEVELS",
     "ConfigSpace",
@@ -29,6 +32,7 @@ __all__ = [
     "current_target",
     "hookimpl",
     "hookspec",
+    "resolve",
     "tables_beside",
 ]
 
@@ -47,6 +51,9 @@ FIRST_PARTY: Mapping[str, str] = {
     "cuda": "ejkernel-cuda",
 }
 """Platform names that are reserved, and the distribution that owns each."""
+
+FALLBACK = "xla"
+"""The platform that implements every operation on every device."""
 
 Phase = Literal["forward", "backward"]
 
@@ -173,6 +180,17 @@ class Hooks:
     @hookspec
     def ejkernel_diagnose(self, report: Callable[[str, str], None]) -> None:
         """Examine this machine; call `report(name, finding)`. Run by `ejkernel doctor` in a subprocess."""
+
+
+@functools.cache
+def resolve(reference: str | Callable[..., Any]) -> Any:
+    """Import what `"package.module:attribute"` names; objects are returned as they are."""
+    if not isinstance(reference, str):
+        return reference
+    module, separator, attribute = reference.partition(":")
+    if not separator:
+        raise ValueError(f"reference: got {reference!r}, expected 'package.module:attribute'")
+    return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
 
 
 def tables_beside(module_file: str) -> list[str]:

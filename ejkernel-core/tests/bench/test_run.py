@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from ejkernel import bench
+from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel.bench import provenance
 from ejkernel.bench._document import parse_document
 from ejkernel.bench._problem import BenchProblem, prepare
 from ejkernel.bench._select import Selected
-from ejkernel.operations import OPERATIONS
 from ejkernel.operations.cross_entropy.cases import CASES as LOSSES
 from ejkernel.operations.rms_norm.cases import CASES
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from ejkernel._kernel_store import KernelStore, StoredKernels, stored_kernels
-from ejkernel._records import Candidate
+from ejkernel._plugins.records import Candidate
+from ejkernel.configs import quarantine as _quarantine
+from ejkernel.configs.entry import Check, Entry, Timing
+from ejkernel.configs.key import Key, running_versions
+from ejkernel.configs.store import USER_CACHE
 from ejkernel.plugin import Implementation
-from ejkernel.tuning import Quarantined, _quarantine, cache_info
-from ejkernel.tuning._entry import Check, Entry, Timing
-from ejkernel.tuning._key import Key, running_versions
-from ejkernel.tuning._store import USER_CACHE
+from ejkernel.tuning import Quarantined, cache_info
+from ejkernel.utils.kernel_store import KernelStore, StoredKernels, stored_kernels
 
 
 def entry(operation: str = "rms_norm") -> Entry:

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel.cli.explain import parse_option, parse_shape
-from ejkernel.operations import OPERATIONS
 
 
 def test_list_json(cli):

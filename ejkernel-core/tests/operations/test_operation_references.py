@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel._arrays import has_gradient, named, parse_dims
-from ejkernel.operations import OPERATIONS, get_operation
+from ejkernel._plugins.catalog import OPERATIONS
+from ejkernel.call import has_gradient, named, parse_dims
+from ejkernel.operations import get_operation
 
 ATTENTION = ("flash_attention", "block_sparse_attention")
 """Their reference is checked in a module of its own."""

@@ -14,11 +14,11 @@ import pytest
 
 import ejkernel
 from ejkernel import kernel_registry, tuning
-from ejkernel._records import PluginRecord
+from ejkernel._plugins.records import PluginRecord
+from ejkernel.configs.entry import dump_entries
 from ejkernel.operations.rms_norm.interface import RmsNormInputs, RmsNormOutputs
 from ejkernel.plugin import ConfigSpace
-from ejkernel.tuning import _warn
-from ejkernel.tuning._entry import dump_entries
+from ejkernel.utils import warn_once as _warn
 
 
 @dataclasses.dataclass(frozen=True)

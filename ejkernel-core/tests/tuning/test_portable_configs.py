@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import ejkernel
+from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel.modules.operations import configs
 from ejkernel.modules.operations.configs import (
     AttentionConfig,
@@ -21,7 +22,6 @@ from ejkernel.modules.operations.configs import (
     MultiLatentRaggedPageAttentionV2Config,
     RaggedPageAttentionv3Config,
 )
-from ejkernel.operations import OPERATIONS
 from ejkernel.plugin import ConfigSpace
 
 pytestmark = pytest.mark.filterwarnings("error")

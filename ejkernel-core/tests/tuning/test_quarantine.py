@@ -16,9 +16,10 @@ from tuning.test_search import FAILS, QUICK, SLOW, WRONG, Work, register, tuned
 
 import ejkernel
 from ejkernel import tuning
+from ejkernel.configs import quarantine as _quarantine
 from ejkernel.errors import CacheWarning, EjkernelWarning
 from ejkernel.plugin import ConfigSpace, Quarantine
-from ejkernel.tuning import Quarantined, _quarantine
+from ejkernel.tuning import Quarantined
 
 OUT_OF_REGISTERS = "RuntimeError: out of registers"
 SPACE = (1, 2, 4, 8)
@@ -273,7 +274,7 @@ class TestRecords:
 def ship(world: Any, *records: Quarantine, platform: str = "fixture") -> None:
     """Install a plugin that warns of configs."""
     from ejkernel import kernel_registry
-    from ejkernel._records import PluginRecord
+    from ejkernel._plugins.records import PluginRecord
 
     record = PluginRecord(platform, "ejkernel-fixture", "1.0", "fixture_plugin", "ok", quarantine=records)
     kernel_registry.load([*kernel_registry.records, record])

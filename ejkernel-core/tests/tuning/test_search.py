@@ -12,7 +12,8 @@ import pytest
 
 import ejkernel
 from ejkernel import tuning
-from ejkernel.operations import OPERATIONS, get_operation
+from ejkernel._plugins.catalog import OPERATIONS
+from ejkernel.operations import get_operation
 from ejkernel.operations.rms_norm.interface import RmsNormOutputs
 from ejkernel.plugin import ConfigSpace
 from ejkernel.testing.problem import cases_of
@@ -134,8 +135,8 @@ def test_calls_inside_transforms_are_found(world: Any) -> None:
 
 def test_the_luckiest_must_win_again(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A config that was fast in the first rounds only does not replace the heuristic's."""
-    from ejkernel import _timing
     from ejkernel.tuning import _search
+    from ejkernel.utils import timing as _timing
 
     lucky, steady = Work(1), Work(2)
     measured: list[Any] = []

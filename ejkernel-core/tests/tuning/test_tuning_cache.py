@@ -17,8 +17,8 @@ import pytest
 
 import ejkernel
 from ejkernel import kernel_registry, tuning
+from ejkernel.configs import store as _store
 from ejkernel.errors import CacheWarning
-from ejkernel.tuning import _store
 
 pytestmark = pytest.mark.filterwarnings("error")
 

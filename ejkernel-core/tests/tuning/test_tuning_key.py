@@ -15,9 +15,8 @@ import pytest
 
 import ejkernel
 from ejkernel import tuning
-from ejkernel._arrays import ArraySpec
-from ejkernel.operation import Call
-from ejkernel.tuning import _key
+from ejkernel.call import ArraySpec, Call
+from ejkernel.configs import key as _key
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -160,7 +160,7 @@ def test_nothing_is_tuned_unless_asked(world: Any) -> None:
 
 
 def test_error_where_no_tier_may_answer(world: Any) -> None:
-    from ejkernel import _policy
+    from ejkernel.call import policy as _policy
 
     with (
         _policy.closing_tiers(["heuristic"]),

@@ -20,13 +20,14 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
-from ejkernel import _dispatch, _policy
-from ejkernel._arrays import has_gradient, named
-from ejkernel._records import resolve
-from ejkernel._target import building_for
-from ejkernel.operation import Request
+from ejkernel._dispatch import decisions as _dispatch
+from ejkernel.call import policy as _policy
+from ejkernel.call import has_gradient, named
+from ejkernel.plugin import resolve
+from ejkernel.targets import building_for
+from ejkernel.call import Request
 from ejkernel.operations import get_operation
-from ejkernel.operations._case import Case
+from ejkernel.operations.common.case import Case
 from ejkernel.plugin import Phase, Target
 from ejkernel.testing.shapes import bound_shapes
 from ejkernel_pallas import _listings

@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 
-from ejkernel import _dispatch, _policy
-from ejkernel._arrays import has_gradient, named
-from ejkernel._records import resolve
-from ejkernel.operation import Request
+from ejkernel._dispatch import decisions as _dispatch
+from ejkernel.call import policy as _policy
+from ejkernel.call import has_gradient, named
+from ejkernel.plugin import resolve
+from ejkernel.call import Request
 from ejkernel.operations import get_operation
-from ejkernel.operations._case import Case
+from ejkernel.operations.common.case import Case
 from ejkernel.plugin import Target
 from ejkernel.testing.shapes import shapes_of
 from ejkernel_triton._capability import shared_memory_limit

@@ -27,7 +27,7 @@ import threading
 from pathlib import Path
 from typing import Any, cast
 
-from ejkernel._kernel_store import KernelStore
+from ejkernel.utils.kernel_store import KernelStore
 
 LEVEL = 1
 """Of the entries' form; raised whenever it, or what is compiled for one key, changes."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel._arrays import ArraySpec
-from ejkernel.operations._pages import PageStrides
+from ejkernel.call import ArraySpec
+from ejkernel.operations.common.pages import PageStrides
 from ejkernel.plugin import Target
 from ejkernel_triton._capability import FLOATS
 

@@ -11,7 +11,7 @@ import pkgutil
 import re
 from collections.abc import Mapping
 
-from ejkernel._known_versions import matching
+from ejkernel.utils.known_versions import matching
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.operations._rotary.interface import RotaryCall
+from ejkernel.operations.common.rotary.interface import RotaryCall
 from ejkernel_xla._numerics import accumulator
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.operations._rows.interface import NormCall, NormInputs, per_row
+from ejkernel.operations.common.rows.interface import NormCall, NormInputs, per_row
 
 
 def mean_of_rows(values: Any) -> Any:

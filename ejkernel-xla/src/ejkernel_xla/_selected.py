@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.operation import vary_like
+from ejkernel.call import vary_like
 from ejkernel_xla._numerics import accumulator, dot_precision
 
 

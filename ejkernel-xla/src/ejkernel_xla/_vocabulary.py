@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.operation import vary_like
+from ejkernel.call import vary_like
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_xla._numerics import accumulator, dot_precision
 

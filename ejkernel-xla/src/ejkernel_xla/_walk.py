@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.operation import vary_like
+from ejkernel.call import vary_like
 
 
 class _Packed(NamedTuple):

@@ -4,7 +4,7 @@ import pytest
 
 from acme_ejkernel.rms_norm.capability import supports
 from acme_ejkernel.rms_norm.configs import RowBlocks, heuristic, search_space
-from ejkernel.operation import ArraySpec
+from ejkernel.call import ArraySpec
 from ejkernel.operations.rms_norm.interface import RmsNormCall
 from ejkernel.plugin import Target
 

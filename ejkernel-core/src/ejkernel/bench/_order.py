@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 from collections.abc import Iterable
 
-from ejkernel._priority import Standing, standing_of
+from ejkernel._dispatch.order import Standing, standing_of
 from ejkernel.bench._document import Case, Document
 from ejkernel.plugin import Phase
 from ejkernel.testing.shapes import bound_shapes

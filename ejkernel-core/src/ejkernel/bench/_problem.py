@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel import _policy, _target
-from ejkernel._arrays import named
 from ejkernel.bench._select import Selected
-from ejkernel.operation import Cost, Request
+from ejkernel.call.arrays import named
+from ejkernel.call.policy import policy_for_call
+from ejkernel.call.records import Cost
+from ejkernel.call.request import Request
 from ejkernel.operations import get_operation
 from ejkernel.plugin import Phase
+from ejkernel.targets.target import resolve_target
 from ejkernel.testing.problem import as_dtype, seed_of
 from ejkernel.tuning._problems import TuningProblem
 
@@ -89,8 +91,8 @@ def prepare(selected: Selected) -> tuple[Request, Any]:
     arrays = {name: jax.tree.map(lambda leaf: as_dtype(leaf, selected.dtype), value) for name, value in generated.items()}
     operation.check_values(arrays)
     bound = operation.canonicalise(**arrays, **selected.case.options)
-    policy = _policy.for_call(selected.operation, None)
-    target = _target.resolve_target(jax.tree.leaves(arrays), policy.target)
+    policy = policy_for_call(selected.operation, None)
+    target = resolve_target(jax.tree.leaves(arrays), policy.target)
     return Request(operation, bound.call, target, policy), bound.inputs
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 
-from ejkernel import _dispatch
-from ejkernel._arrays import named
-from ejkernel._records import Candidate
+from ejkernel._dispatch.execution import run_backward, run_forward
+from ejkernel._plugins.records import Candidate
 from ejkernel.bench._problem import BenchProblem
+from ejkernel.call.arrays import named
 from ejkernel.tuning._problems import pinned
 
 Function = Callable[[Any], Mapping[str, Any]]
@@ -48,7 +48,7 @@ def ours(problem: BenchProblem, candidate: Candidate, sets: Sequence[Any], round
     if problem.joint:
         operation = problem.request.operation
         return jax_peer(problem, lambda inputs: dict(named(operation.run(request, inputs))), sets, rounds)
-    run = _dispatch.run_forward if problem.phase == "forward" else _dispatch.run_backward
+    run = run_forward if problem.phase == "forward" else run_backward
     return _compiled(lambda: lambda *arguments: run(request, *arguments), sets, rounds, lambda values: dict(named(values)))
 
 

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ejkernel._explain import describe_call
 from ejkernel.bench._problem import BenchProblem
 from ejkernel.bench._trial import Trial
+from ejkernel.call.decision import describe_call
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from ejkernel._registry import kernel_registry
-from ejkernel._target import target_of_device
+from ejkernel._plugins.registry import kernel_registry
 from ejkernel.bench import provenance
 from ejkernel.bench._clock import DeviceClock
 from ejkernel.bench._document import SCHEMA
@@ -20,6 +19,7 @@ from ejkernel.bench._select import select
 from ejkernel.bench._settings import Settings
 from ejkernel.bench._trials import bench_case
 from ejkernel.bench.peers import wanted_peers
+from ejkernel.targets.target import target_of_device
 from ejkernel.tuning._progress import Progress
 
 

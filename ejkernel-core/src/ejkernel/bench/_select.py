@@ -7,10 +7,11 @@ import fnmatch
 import importlib
 from collections.abc import Sequence
 
+from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel.bench._settings import SIZES, Settings
 from ejkernel.errors import invalid, suggestion
-from ejkernel.operations import OPERATIONS, get_operation
-from ejkernel.operations._case import Case
+from ejkernel.operations import get_operation
+from ejkernel.operations.common.case import Case
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ejkernel import _dispatch
-from ejkernel._records import Candidate
-from ejkernel._timing import repeats_for, seconds
+from ejkernel._dispatch.decisions import decide
+from ejkernel._plugins.records import Candidate
 from ejkernel.bench import _program
 from ejkernel.bench._clock import DeviceClock
 from ejkernel.bench._problem import BenchProblem
@@ -19,6 +18,7 @@ from ejkernel.bench.peers import Peer
 from ejkernel.errors import in_one_line
 from ejkernel.tuning._problems import pinned
 from ejkernel.tuning._progress import Progress
+from ejkernel.utils.timing import repeats_for, seconds
 
 Make = Callable[[Sequence[Any]], "Program | str"]
 """From sets of arguments to a program, or to the reason why there is none."""
@@ -47,7 +47,7 @@ def bench_case(
 def _ours(problem: BenchProblem, settings: Settings) -> list[tuple[Trial, Make]]:
     """Every implementation of the phase, with dispatch's verdict on it."""
     request = problem.request.saving_residuals() if problem.phase == "backward" else problem.request
-    decision = _dispatch.decide(request, problem.phase)
+    decision = decide(request, problem.phase)
     found: list[tuple[Trial, Make]] = []
     for verdict in decision.verdicts:
         candidate = verdict.candidate
@@ -61,7 +61,7 @@ def _ours(problem: BenchProblem, settings: Settings) -> list[tuple[Trial, Make]]
 
 def _ask(problem: BenchProblem, candidate: Candidate, trial: Trial) -> None:
     """Whether the implementation would run if it alone were asked for, and with which config."""
-    decision = _dispatch.decide(pinned(problem.request, problem.phase, candidate, None), problem.phase)
+    decision = decide(pinned(problem.request, problem.phase, candidate, None), problem.phase)
     if decision.chosen is not candidate:
         verdict = next(one for one in decision.verdicts if one.candidate is candidate)
         trial.end("failed" if verdict.verdict == "broken" else "refused", "; ".join(verdict.reasons))

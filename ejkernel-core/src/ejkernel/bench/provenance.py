@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from ejkernel._registry import kernel_registry
-from ejkernel._target import target_of_device
+from ejkernel._plugins.registry import kernel_registry
 from ejkernel.bench.peers import Peer
+from ejkernel.targets.target import target_of_device
 
 _ALWAYS = ("jax", "jaxlib", "numpy", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "triton", "jax-triton", "torch")
 

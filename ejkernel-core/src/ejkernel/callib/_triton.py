@@ -9,7 +9,7 @@ import importlib.metadata
 import os
 from typing import Any
 
-from ejkernel._known_versions import matching
+from ejkernel.utils.known_versions import matching
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 

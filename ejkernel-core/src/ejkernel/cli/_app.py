@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ejkernel._version import __version__
 from ejkernel.cli._output import UserError
 from ejkernel.cli.bench import bench
 from ejkernel.cli.cache import cache_app
@@ -38,9 +39,7 @@ def _root(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
     if version:
-        import ejkernel
-
-        print(ejkernel.__version__)
+        print(__version__)
     elif context.invoked_subcommand is None:
         print(context.get_help())
     elif context.invoked_subcommand != "doctor":
@@ -49,10 +48,10 @@ def _root(
 
 def _refuse_under_strict() -> None:
     """What `import ejkernel` raises under `EJKERNEL_STRICT=1` in any other program; `doctor` reports it instead."""
-    from ejkernel import _discovery
-    from ejkernel._registry import kernel_registry
+    from ejkernel._plugins import discovery
+    from ejkernel._plugins.registry import kernel_registry
 
-    found = _discovery.complaints(kernel_registry.records) if _discovery.is_strict() else []
+    found = discovery.complaints(kernel_registry.records) if discovery.is_strict() else []
     if found:
         raise UserError(f"{found[0]} (EJKERNEL_STRICT is set)")
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from ejkernel import _policy
-from ejkernel._known_versions import matching
-from ejkernel._records import PluginRecord
-from ejkernel._registry import kernel_registry
-from ejkernel._settings import read_settings, unknown_settings
+from ejkernel._dispatch.settings import read_settings, unknown_settings
+from ejkernel._plugins.records import PluginRecord
+from ejkernel._plugins.registry import kernel_registry
+from ejkernel.call.policy import environment_platforms, policy_for_call
 from ejkernel.cli import _probes
 from ejkernel.cli._foreign import OURS, foreign_distributions
 from ejkernel.cli._output import first_line
 from ejkernel.errors import suggestion
+from ejkernel.utils.known_versions import matching
 
 _ALWAYS = (OURS, "jax", "jaxlib", "numpy")
 _RELATED = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "triton", "jax-triton")
@@ -108,13 +108,13 @@ def _setting_problems(report: dict[str, Any]) -> list[dict[str, str]]:
         if name and name not in found
     ]
     try:
-        _policy.for_call("*", None)
+        policy_for_call("*", None)
     except (ValueError, TypeError) as error:
         problems.append(_problem(first_line(error), "correct or unset the variable"))
         return problems
     usable = {plugin["name"] for plugin in report["plugins"] if plugin["state"] == "ok"} | {*kernel_registry.list_platforms()}
     for operation in ("*", *kernel_registry.list_operations()):
-        unusable = [name for name in _policy.environment_platforms(operation) if name.partition(".")[0] not in usable]
+        unusable = [name for name in environment_platforms(operation) if name.partition(".")[0] not in usable]
         if unusable:
             what = f"EJKERNEL_PLATFORM asks for {', '.join(unusable)}, which cannot be used here"
             problems.append(_problem(what, "see the plugin's state above"))

@@ -141,7 +141,7 @@ def _list(settings: Any, as_json: bool) -> None:
 def _backend() -> str:
     import jax
 
-    from ejkernel._target import target_of_device
+    from ejkernel.targets.target import target_of_device
 
     return target_of_device(jax.local_devices()[0]).backend
 

@@ -27,8 +27,8 @@ def _root(context: typer.Context) -> None:
 @cache_app.command("show")
 def show(as_json: AsJson = False) -> None:
     """Show where the cache is and what it holds."""
-    from ejkernel._kernel_store import stored_kernels
     from ejkernel.tuning import cache_entries
+    from ejkernel.utils.kernel_store import stored_kernels
 
     state = describe_cache()
     files = cache_entries()
@@ -53,8 +53,8 @@ def clear(
     as_json: AsJson = False,
 ) -> None:
     """Delete tuned configs and, unless an operation is named, compiled kernels."""
-    from ejkernel._kernel_store import clear_kernels
     from ejkernel.tuning import clear_cache
+    from ejkernel.utils.kernel_store import clear_kernels
 
     kept = f" of {operation}" if operation else "" if quarantine else " and the compiled kernels"
     what = ("the quarantined configs" if quarantine else "the entries") + kept

@@ -43,14 +43,14 @@ def explain(
 def _target(target: str | None) -> Any:
     if target is None:
         return contextlib.nullcontext()
-    import ejkernel
+    from ejkernel.call.policy import use
 
-    return ejkernel.use(target=target)
+    return use(target=target)
 
 
 def _explain_call(operation: str, shapes: list[str], options: list[str], platform: tuple[str, ...] | None) -> Any:
-    import ejkernel
-    from ejkernel.operations import public_function
+    from ejkernel._dispatch.explanation import explain
+    from ejkernel._plugins.catalog import public_function
 
     arguments: dict[str, Any] = {}
     for text in shapes:
@@ -62,7 +62,7 @@ def _explain_call(operation: str, shapes: list[str], options: list[str], platfor
     if not shapes:
         public_function(operation)
         raise UserError(f"{operation}: got no arrays, expected --shape name=sizes:dtype for each of them, or --case")
-    return ejkernel.explain(operation, platform=platform, **arguments)
+    return explain(operation, platform=platform, **arguments)
 
 
 def _add(arguments: dict[str, Any], name: str, value: Any) -> None:
@@ -107,7 +107,7 @@ def _explain_case(operation: str, case: str, platform: tuple[str, ...] | None) -
     import jax
     import numpy as np
 
-    from ejkernel import _explain
+    from ejkernel._dispatch import explanation
     from ejkernel.errors import invalid, suggestion
     from ejkernel.operations import get_operation
 
@@ -117,10 +117,10 @@ def _explain_case(operation: str, case: str, platform: tuple[str, ...] | None) -
         raise invalid("--case", repr(case), f"one of {', '.join(cases)}" + suggestion(case, cases))
     arrays = cases[case].arrays(np.random.default_rng(0))
     specs = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), dict(arrays))
-    with _explain.capture():
+    with explanation.capture():
         try:
             found.invoke(specs, cases[case].options, platform=platform)
-        except _explain.Captured as captured:
+        except explanation.Captured as captured:
             return captured.explanation
     raise UserError(f"{operation}: does not dispatch")
 

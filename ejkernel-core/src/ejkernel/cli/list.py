@@ -44,7 +44,7 @@ def _lines(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def _collect(operation: str | None, platform: str | None) -> dict[str, Any]:
-    from ejkernel import kernel_registry
+    from ejkernel._plugins.registry import kernel_registry
     from ejkernel.errors import invalid, suggestion
 
     known = kernel_registry.list_operations()

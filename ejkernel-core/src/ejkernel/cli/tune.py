@@ -60,8 +60,9 @@ def _calls_of(
     import jax
     import jax.numpy as jnp
 
-    from ejkernel._arrays import has_gradient
-    from ejkernel.operations import OPERATIONS, get_operation, public_function
+    from ejkernel._plugins.catalog import OPERATIONS, public_function
+    from ejkernel.call.arrays import has_gradient
+    from ejkernel.operations import get_operation
     from ejkernel.tuning import record_calls
 
     def call(arrays: Any) -> Any:
@@ -101,7 +102,7 @@ def _from_cases(
 
 
 def _from_file(path: Path, operation: str) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    from ejkernel.operations import OPERATIONS, public_function
+    from ejkernel._plugins.catalog import OPERATIONS, public_function
 
     if operation not in OPERATIONS:
         public_function(operation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,7 @@ import numpy as np
 
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import _checks, _derive, _materialise
-
-if TYPE_CHECKING:
-    from ejkernel.masks.info import MaskInfo
+from ejkernel.masks._parts import Mask, Parts
 
 Combine = Literal["union", "intersect", "replace"]
 ZeroPolicy = Literal["q", "kv", "both", "none"]
@@ -20,17 +18,17 @@ PLAIN: dict[str, Any] = {"causal": False, "causal_offset": 0, "window": None, "c
 """The static structure of a mask that has none."""
 
 
-def structured(info: MaskInfo) -> bool:
+def structured(info: Parts) -> bool:
     """Whether anything depends on positions."""
     return info.causal or info.window is not None or info.chunk_size is not None
 
 
-def with_dense(info: MaskInfo, part: Any) -> MaskInfo:
+def with_dense(info: Mask, part: Any) -> Mask:
     """AND a `[B|1, H|1, T|1, S|1]` part into the dense mask."""
     return info.replace(dense=part if info.dense is None else info.dense & part)
 
 
-def _restrict(info: MaskInfo, offset: Any, **structure: Any) -> MaskInfo:
+def _restrict(info: Mask, offset: Any, **structure: Any) -> Mask:
     """AND the visibility of one structure, at `offset`, into the dense mask; the rest of the mask keeps its kind."""
     query_length, key_length = info.known_sizes("apply_*")
     static = not isinstance(offset, jax.Array)
@@ -49,12 +47,12 @@ def _offset(offset: Any) -> Any:
     return jnp.asarray(offset) if isinstance(offset, (jax.Array, np.ndarray)) else _checks.integer("offset", offset)
 
 
-def _fits(info: MaskInfo, offset: Any) -> bool:
+def _fits(info: Parts, offset: Any) -> bool:
     """Whether structure at `offset` can join what is there: the same offset, or nothing that has one."""
     return not isinstance(offset, jax.Array) and (not structured(info) or info.causal_offset == offset)
 
 
-def apply_causal(info: MaskInfo, offset: Any = 0) -> MaskInfo:
+def apply_causal(info: Mask, offset: Any = 0) -> Mask:
     """Also require key position <= query position + offset."""
     offset = _offset(offset)
     if _fits(info, offset):
@@ -69,7 +67,7 @@ def _narrower(one: int | None, two: int | None) -> int | None:
     return min((side for side in (one, two) if side is not None), default=None)
 
 
-def apply_sliding_window(info: MaskInfo, sliding_window: Any, offset: Any = 0) -> MaskInfo:
+def apply_sliding_window(info: Mask, sliding_window: Any, offset: Any = 0) -> Mask:
     """Also require the key within `(left, right)` of the query position + offset."""
     window, offset = _checks.window(sliding_window), _offset(offset)
     if window is None:
@@ -81,7 +79,7 @@ def apply_sliding_window(info: MaskInfo, sliding_window: Any, offset: Any = 0) -
     return info.replace(window=window, causal_offset=offset, sliding_window_baked_in=True)
 
 
-def apply_chunked(info: MaskInfo, chunk_size: int, offset: int = 0) -> MaskInfo:
+def apply_chunked(info: Mask, chunk_size: int, offset: int = 0) -> Mask:
     """Also require the query's own chunk of `chunk_size` positions, and causality at `offset`."""
     size = _checks.integer("chunk_size", chunk_size, 1)
     if not _fits(info, 0):
@@ -102,9 +100,7 @@ def _rows(array: Any, index: Any, axis: int) -> Any:
     return jnp.take_along_axis(array, jnp.expand_dims(index, [a for a in range(1, array.ndim) if a != axis]), axis=axis)
 
 
-def apply_kv_lengths(
-    info: MaskInfo, kv_lengths: Any, *, q_len: int | None, end_index: Any, sliding_window: int | None
-) -> MaskInfo:
+def apply_kv_lengths(info: Mask, kv_lengths: Any, *, q_len: int | None, end_index: Any, sliding_window: int | None) -> Mask:
     """Keep keys before `kv_lengths`; then the `q_len` queries, and the `sliding_window` keys, that end at `end_index`."""
     lengths = _lengths("kv_lengths", kv_lengths)
     if q_len is None and sliding_window is None:
@@ -163,7 +159,7 @@ def _span(end: Any, length: int, size: int) -> Any:
     return start[:, None] + jnp.arange(length, dtype=jnp.int32)
 
 
-def apply_token_type_ids(info: MaskInfo, token_type_ids: Any, *, combine: Combine, zero_policy: ZeroPolicy) -> MaskInfo:
+def apply_token_type_ids(info: Mask, token_type_ids: Any, *, combine: Combine, zero_policy: ZeroPolicy) -> Mask:
     """Combine the mask with "query and key have the same type"."""
     if combine not in ("union", "intersect", "replace"):
         raise invalid("combine", repr(combine), "'union', 'intersect' or 'replace'")

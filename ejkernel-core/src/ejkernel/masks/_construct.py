@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.errors import invalid
 from ejkernel.masks import _checks
-
-if TYPE_CHECKING:
-    from ejkernel.masks.info import MaskInfo
+from ejkernel.masks._parts import Mask
 
 Alignment = Literal["top_left", "bottom_right"]
 
@@ -24,7 +22,7 @@ def either(ours: str, our_value: Any, theirs: str, their_value: Any) -> Any:
     return our_value if their_value is None else their_value
 
 
-def from_attention_mask(cls: type[MaskInfo], mask: Any, **fields: Any) -> MaskInfo:
+def from_attention_mask(cls: Callable[..., Mask], mask: Any, **fields: Any) -> Mask:
     array = _checks.boolean("attention_mask", mask)
     if len(array.shape) == 2:
         segments = jnp.where(array, 0, -1).astype(jnp.int32)
@@ -48,7 +46,7 @@ def packed_segments(cu_seqlens: Any, total: int) -> tuple[Any, Any]:
 
 
 def from_cu_seqlens(
-    cls: type[MaskInfo],
+    cls: Callable[..., Mask],
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
     *,
@@ -56,7 +54,7 @@ def from_cu_seqlens(
     total_key_length: int | None,
     causal_alignment: Alignment,
     **fields: Any,
-) -> MaskInfo:
+) -> Mask:
     if causal_alignment not in ("top_left", "bottom_right"):
         raise invalid("causal_alignment", repr(causal_alignment), "'top_left' or 'bottom_right'")
     queries = _checks.cumulative("cu_seqlens_q", cu_seqlens_q)
@@ -82,8 +80,8 @@ def from_cu_seqlens(
 
 
 def from_lengths(
-    cls: type[MaskInfo], lengths: Any, max_length: int, *, key_lengths: Any, key_max_length: int | None, **fields: Any
-) -> MaskInfo:
+    cls: Callable[..., Mask], lengths: Any, max_length: int, *, key_lengths: Any, key_max_length: int | None, **fields: Any
+) -> Mask:
     queries = _checks.integers("lengths", lengths, "batch")
     keys = queries if key_lengths is None else _checks.integers("key_lengths", key_lengths, "batch")
     size = _checks.integer("max_length", max_length, 0)
@@ -95,8 +93,15 @@ def from_lengths(
 
 
 def from_random(
-    cls: type[MaskInfo], batch_size: int, q_len: int, kv_len: int | None, sparsity: float, seed: int, key: Any, **fields: Any
-) -> MaskInfo:
+    cls: Callable[..., Mask],
+    batch_size: int,
+    q_len: int,
+    kv_len: int | None,
+    sparsity: float,
+    seed: int,
+    key: Any,
+    **fields: Any,
+) -> Mask:
     if not 0 <= sparsity <= 1:
         raise invalid("sparsity", sparsity, "a fraction in [0, 1]")
     keys = q_len if kv_len is None else kv_len
@@ -106,7 +111,7 @@ def from_random(
     return cls(dense=seen | diagonal, **fields)
 
 
-def dynamic_init(cls: type[MaskInfo], mask_info: Any, input_ids: Any, inputs_embeds: Any, attention_mask: Any) -> MaskInfo:
+def dynamic_init(cls: Callable[..., Mask], mask_info: Any, input_ids: Any, inputs_embeds: Any, attention_mask: Any) -> Mask:
     if mask_info is not None:
         return mask_info
     if attention_mask is not None:
@@ -118,35 +123,3 @@ def dynamic_init(cls: type[MaskInfo], mask_info: Any, input_ids: Any, inputs_emb
         raise invalid("input_ids or inputs_embeds", f"shape {tuple(source.shape)}", "[batch, token, ...]")
     batch, length = source.shape[:2]
     return cls(sizes=(batch, length, length))
-
-
-def causal(
-    cls: type[MaskInfo], query_length: int | None = None, key_length: int | None = None, *, offset: int = 0, **fields: Any
-) -> MaskInfo:
-    """A causal mask: key j is visible to query i if j <= i + offset.
-
-    Args:
-        query_length: T, only needed to materialise the mask.
-        key_length: S; `query_length` if left out.
-        offset: position of query 0; `S - T` for bottom-right alignment.
-        **fields: any other field of `MaskInfo`, e.g. `window=128`.
-    """
-    sizes = (None, query_length, query_length if key_length is None else key_length)
-    return cls(causal=True, causal_offset=offset, sizes=sizes, **fields)
-
-
-class CausalName:
-    """`MaskInfo.causal(...)` makes a causal mask, `info.causal` says whether it is one: class and instance share a name.
-
-    Instances store their bool in `__dict__`, which hides this descriptor.
-    """
-
-    @overload
-    def __get__(self, instance: None, owner: type[MaskInfo]) -> functools.partial[MaskInfo]: ...
-    @overload
-    def __get__(self, instance: object, owner: type[MaskInfo]) -> bool: ...
-    def __get__(self, instance: object | None, owner: type[MaskInfo]) -> functools.partial[MaskInfo] | bool:
-        return functools.partial(causal, owner)
-
-
-CAUSAL_NAME = CausalName()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.masks import _materialise
-
-if TYPE_CHECKING:
-    from ejkernel.masks.info import MaskInfo
+from ejkernel.masks._parts import Mask, Parts
 
 Side = Literal["query", "key"]
 
@@ -39,7 +37,7 @@ def segments_with_lengths(segments: Any, lengths: Any, size: int) -> Any:
     return jnp.where(inside, 0 if segments is None else segments, -1).astype(jnp.int32)
 
 
-def segment_ids(info: MaskInfo, side: Side) -> Any:
+def segment_ids(info: Parts, side: Side) -> Any:
     """Segment ids `[B, size]` of one side as said, else padding read from the dense mask; None if the size is unknown.
 
     Segments cannot express a dense mask, so from one they only mark padding: 0 where the token takes part, -1 where no
@@ -60,7 +58,7 @@ def segment_ids(info: MaskInfo, side: Side) -> Any:
     return jnp.zeros((info.batch_size or 1, size), jnp.int32)
 
 
-def both_segments(info: MaskInfo, query_length: int, key_length: int) -> tuple[Any, Any]:
+def both_segments(info: Parts, query_length: int, key_length: int) -> tuple[Any, Any]:
     """Lengths folded into segments, and both sides or neither."""
     query = segments_with_lengths(info.query_segments, info.query_lengths, query_length)
     key = segments_with_lengths(info.key_segments, info.key_lengths, key_length)
@@ -72,7 +70,7 @@ def both_segments(info: MaskInfo, query_length: int, key_length: int) -> tuple[A
     return query, key
 
 
-def resolved(info: MaskInfo, query_length: int, key_length: int) -> MaskInfo:
+def resolved(info: Mask, query_length: int, key_length: int) -> Mask:
     """The same mask without lengths, with segments on both sides or neither, and positions on both sides or neither.
 
     Where there are positions, `causal_offset` is folded into them and is 0.

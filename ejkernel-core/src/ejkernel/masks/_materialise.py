@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from ejkernel.masks.info import MaskInfo
+from ejkernel.masks._parts import Parts
 
 
-def query_positions(info: MaskInfo, length: int) -> Any:
+def query_positions(info: Parts, length: int) -> Any:
     """Where the queries sit for causal, window and chunk masks, `[B|1, T]`; `causal_offset` included."""
     positions = info.query_positions if info.query_positions is not None else jnp.arange(length, dtype=jnp.int32)[None]
     return positions + info.causal_offset
 
 
-def key_positions(info: MaskInfo, length: int) -> Any:
+def key_positions(info: Parts, length: int) -> Any:
     """Where the keys sit, `[B|1, S]`."""
     return info.key_positions if info.key_positions is not None else jnp.arange(length, dtype=jnp.int32)[None]
 
 
-def structural(info: MaskInfo, query_length: int, key_length: int) -> list[Any]:
+def structural(info: Parts, query_length: int, key_length: int) -> list[Any]:
     """The static parts (causal with prefix, window, chunk), each `[B|1, T, S]`."""
     parts: list[Any] = []
     if not info.causal and info.window is None and info.chunk_size is None:
@@ -43,7 +42,7 @@ def structural(info: MaskInfo, query_length: int, key_length: int) -> list[Any]:
     return parts
 
 
-def padding(info: MaskInfo, query_length: int, key_length: int) -> list[Any]:
+def padding(info: Parts, query_length: int, key_length: int) -> list[Any]:
     """Segments and lengths, each broadcasting to `[B, T, S]`. One side's segments alone only mark that side's padding."""
     parts: list[Any] = []
     query, key = info.query_segments, info.key_segments
@@ -68,7 +67,7 @@ def conjunction(parts: list[Any], query_length: int, key_length: int) -> Any:
     return jnp.broadcast_to(seen, (*seen.shape[:2], query_length, key_length))
 
 
-def visibility(info: MaskInfo, query_length: int, key_length: int) -> Any:
+def visibility(info: Parts, query_length: int, key_length: int) -> Any:
     """Whether query i sees key j, `[B|1, H|1, T, S]` bool, from everything that was said."""
     pairs = structural(info, query_length, key_length) + padding(info, query_length, key_length)
     parts = [part[:, None] for part in pairs]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ejkernel.errors import invalid
 from ejkernel.masks import _checks
-
-if TYPE_CHECKING:
-    from ejkernel.masks.info import MaskInfo
+from ejkernel.masks._parts import Parts
 
 
 def last_axis(segments: Any, positions: Any, size: int | None, dense: Any, axis: int) -> int | None:
@@ -28,7 +26,7 @@ def both(purpose: str, query_length: int | None, key_length: int | None) -> tupl
     return query_length, key_length
 
 
-def check(info: MaskInfo, names: Sequence[str]) -> None:
+def check(info: Parts, names: Sequence[str]) -> None:
     """Refuse parts whose sizes contradict each other."""
 
     def along(name: str, axis: int, broadcasts: bool = False) -> tuple[str, int | None, bool]:
@@ -43,7 +41,7 @@ def check(info: MaskInfo, names: Sequence[str]) -> None:
     _checks.agree("number of keys", [*key_sizes, along("dense", 3, True)])
 
 
-def not_told_by_arrays(info: MaskInfo, names: Sequence[str]) -> tuple[int | None, int | None, int | None]:
+def not_told_by_arrays(info: Parts, names: Sequence[str]) -> tuple[int | None, int | None, int | None]:
     """`sizes` without those that an array tells: inside `shard_map` the arrays are local and a static size would be stale."""
     batch, query, key = info.sizes
     batches = {array.shape[0] for name in names if (array := getattr(info, name)) is not None}

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ejkernel.errors import invalid
 from ejkernel.masks import _checks
-
-if TYPE_CHECKING:
-    from ejkernel.masks.info import MaskInfo
+from ejkernel.masks._parts import Parts
 
 
 def visualise(
-    info: MaskInfo,
+    info: Parts,
     query_length: int | None,
     key_length: int | None,
     *,
@@ -63,7 +61,7 @@ def _sample(size: int, most: int) -> list[int]:
     return list(range(size)) if size <= most else sorted({round(i * (size - 1) / max(most - 1, 1)) for i in range(most)})
 
 
-def summary(info: MaskInfo) -> str:
+def summary(info: Parts) -> str:
     """The parts that were said: arrays by dtype and shape, structure by value."""
     parts = [
         f"{name}={_short(value)}"

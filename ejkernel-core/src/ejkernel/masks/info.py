@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.errors import invalid
 from ejkernel.masks import _apply, _checks, _construct, _derive, _materialise, _sizes, _visualise
+from ejkernel.masks._parts import CAUSAL_NAME, CausalName, Parts
 
 AxisName = str | tuple[str, ...] | None
 
@@ -27,7 +28,7 @@ ARRAYS = (
 
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
-class MaskInfo:
+class MaskInfo(Parts):
     """Visibility of keys to queries, kept in the parts in which it was said.
 
     Query i of example b sees key j in head h if *every* part that was given agrees. With p = query_positions[b, i] (i if not
@@ -67,7 +68,7 @@ class MaskInfo:
     key_positions: Any = None
     query_lengths: Any = None
     key_lengths: Any = None
-    causal: _construct.CausalName = _construct.CAUSAL_NAME
+    causal: CausalName = CAUSAL_NAME
     causal_offset: int = 0
     window: _checks.Window | None = None
     chunk_size: int | None = None
@@ -255,7 +256,7 @@ class MaskInfo:
         q_positions: Any = None,
         kv_positions: Any = None,
         **fields: Any,
-    ) -> MaskInfo:
+    ) -> Self:
         """A copy with other fields.
 
         Names of fields are set as given, None included. The named spellings ignore None, and `attention_mask` replaces what

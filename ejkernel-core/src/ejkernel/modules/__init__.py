@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ejkernel.modules._forms import Executor, create_default_executor
+from ejkernel._plugins import catalog
+from ejkernel.modules._class_api import Executor, create_default_executor
 from ejkernel.modules.attention import (
     Attention,
     FlashAttention,
@@ -249,15 +250,5 @@ __all__ = [
     "zigzag_unshard",
 ]
 
-_HELPERS = {
-    "all_gather_matmul",
-    "block_sparse_layout",
-    "create_default_executor",
-    "reduce_scatter_matmul",
-    "zigzag_shard",
-    "zigzag_unshard",
-}
-"""Functions that dispatch nothing."""
-
-FUNCTIONS = tuple(name for name in __all__ if name[0].islower() and name not in _HELPERS)
+FUNCTIONS = tuple(catalog.FUNCTIONS)
 """The public functions, by the names that `explain`, `kernel_registry.get` and the command line accept."""

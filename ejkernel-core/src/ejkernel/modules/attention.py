@@ -8,16 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel._policy import PlatformChoice
+from ejkernel.call.policy import PlatformChoice
+from ejkernel.compositions import sharded as _sharded
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.modules import _sharded
-from ejkernel.modules._forms import class_form
-from ejkernel.modules._packed import LAYOUTS, check_cum_seqlens, check_layout, packed
+from ejkernel.modules._class_api import class_form
 from ejkernel.modules._static import dtype_name, options_of
-from ejkernel.modules._unbatched import unbatched
-from ejkernel.modules._weights import with_weights
 from ejkernel.operations.flash_attention.bind import host_seed
+from ejkernel.operations.flash_attention.forms import LAYOUTS, check_cum_seqlens, check_layout, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
+from ejkernel.operations.flash_attention.unbatched import unbatched
+from ejkernel.operations.flash_attention.weights import with_weights
 
 _POSITIONAL = ("query", "key", "value", "bias", "cum_seqlens_q", "cum_seqlens_k", "softmax_aux", "block_tables")
 

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ejkernel._policy import PlatformChoice
+from ejkernel.call.policy import PlatformChoice
+from ejkernel.compositions import sharded as _sharded
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.modules import _sharded
-from ejkernel.modules._block_layout import BlockSparseLayout, as_predicate_or_map, block_sparse_layout
-from ejkernel.modules._forms import class_form
+from ejkernel.modules._class_api import class_form
 from ejkernel.modules._static import options_of
-from ejkernel.operations._checks import check_array
 from ejkernel.operations.block_sparse_attention.interface import OPERATION as _BLOCK_SPARSE_ATTENTION
+from ejkernel.operations.block_sparse_attention.layout import BlockSparseLayout, as_predicate_or_map, block_sparse_layout
 from ejkernel.operations.flash_attention.bind import as_flag
+from ejkernel.utils.checks import check_array
 
 _POSITIONAL = ("query", "key", "value", "softmax_aux", "bias")
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel import _policy
+from ejkernel.call.partition import vary_like
+from ejkernel.call.policy import current_policy
+from ejkernel.compositions import mesh as _mesh
+from ejkernel.compositions.axes import Axes, as_axes, axis_size, check_mesh_axes, rotated
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.modules import _mesh
-from ejkernel.modules._axes import Axes, as_axes, axis_size, check_mesh_axes, rotated
-from ejkernel.modules._forms import class_form
-from ejkernel.operation import vary_like
-from ejkernel.operations._numbers import check_compute
+from ejkernel.modules._class_api import class_form
 from ejkernel.operations.flash_attention.bind import as_flag, as_precision
+from ejkernel.utils.checks import check_compute
 
 
 def all_gather_matmul(
@@ -155,7 +155,7 @@ def _invoke(
         "rhs_transpose": as_flag("rhs_transpose", options["rhs_transpose"]),
         "dtype": _dtype(options["preferred_element_type"], jnp.promote_types(x.dtype, y.dtype)),
         "precision": as_precision(options["precision"]),
-        "plain": not _policy.current().custom_gradients,
+        "plain": not current_policy().custom_gradients,
     }
     arrays = {"x": x, "y": y}
     return _mesh.over_mesh(function, arrays, options, positional=("x", "y"), mesh=mesh, in_specs=in_specs, out_specs=out_specs)

@@ -6,14 +6,13 @@ from typing import Any
 
 import jax
 
-from ejkernel._policy import PlatformChoice
+from ejkernel.call.policy import PlatformChoice
+from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
-from ejkernel.modules._deltas import by_removal, check_starts, chunked_by, delta, ragged
-from ejkernel.modules._forms import class_form
-from ejkernel.modules._mesh import over_mesh
-from ejkernel.operations._checks import check_array, check_shape
-from ejkernel.operations._numbers import check_compute
+from ejkernel.modules._class_api import class_form
+from ejkernel.operations.delta_rule.forms import by_removal, check_starts, chunked_by, delta, ragged
 from ejkernel.operations.delta_rule.interface import OPERATION as _DELTA_RULE
+from ejkernel.utils.checks import check_array, check_compute, check_shape
 
 _POSITIONAL = ("query", "key", "value", "beta", "decay", "initial_state", "seg_ids", "cu_seqlens")
 

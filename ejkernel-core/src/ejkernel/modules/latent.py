@@ -8,16 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel._policy import PlatformChoice
+from ejkernel.call.policy import PlatformChoice
+from ejkernel.call.records import Bound
 from ejkernel.errors import invalid
-from ejkernel.modules._forms import class_form
-from ejkernel.modules._packed import check_cum_seqlens, packed
+from ejkernel.modules._class_api import class_form
 from ejkernel.modules._static import options_of
-from ejkernel.operation import Bound
-from ejkernel.operations._checks import check_array, check_shape
-from ejkernel.operations._numbers import check_compute
 from ejkernel.operations.flash_attention.bind import as_flag, host_seed
+from ejkernel.operations.flash_attention.forms import check_cum_seqlens, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
+from ejkernel.utils.checks import check_array, check_compute, check_shape
 
 
 def flash_mla(

@@ -7,17 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel import _explain
-from ejkernel._policy import PlatformChoice
+from ejkernel._dispatch.explanation import capturing
+from ejkernel.call.policy import PlatformChoice
+from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid
-from ejkernel.modules import _paged
-from ejkernel.modules._forms import class_form
-from ejkernel.operation import Bound
-from ejkernel.operations._checks import check_array, check_shape
-from ejkernel.operations._numbers import check_compute
+from ejkernel.modules._class_api import class_form
 from ejkernel.operations.flash_attention.bind import as_number
 from ejkernel.operations.latent_paged_attention.interface import OPERATION as _LATENT_PAGED_ATTENTION
+from ejkernel.operations.paged_attention import forms as _paged
 from ejkernel.operations.paged_cache_update.interface import OPERATION as _PAGED_CACHE_UPDATE
+from ejkernel.utils.checks import check_array, check_compute, check_shape
 
 _LANES = 128
 
@@ -111,7 +110,7 @@ def multi_latent_ragged_page_attention(
         softmax_scale=softmax_scale, sliding_window=_paged.window_of(sliding_window), logits_soft_cap=logits_soft_cap
     )
     with argument_names(query_nope="queries_nope", query_pe="queries_pe", key_pages="kv_cache", pages="kv_cache"):
-        if not _explain.capturing():  # an explanation is asked of the attention
+        if not capturing():  # an explanation is asked of the attention
             kv_cache = _PAGED_CACHE_UPDATE.invoke(
                 {"kv_cache": kv_cache, **new, **described}, {}, form=_store, platform=platform, cfg=_for_update(cfg)
             )

@@ -8,19 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._policy import PlatformChoice
+from ejkernel.call.policy import PlatformChoice
+from ejkernel.compositions import mesh as _mesh
+from ejkernel.compositions.axes import Axes, as_axes, axis_size, check_mesh_axes
+from ejkernel.compositions.vocabulary_parallel import check_reduction, counted, reduced, several, specs_of, split_axes, summed
 from ejkernel.errors import argument_names, invalid, wrong_type
-from ejkernel.modules import _mesh
-from ejkernel.modules._axes import Axes, as_axes, axis_size, check_mesh_axes
-from ejkernel.modules._forms import class_form
-from ejkernel.modules._losses import check_reduction, counted, reduced, several, specs_of, split_axes, summed
-from ejkernel.operations._checks import check_array
-from ejkernel.operations._numbers import finite_number
+from ejkernel.modules._class_api import class_form
 from ejkernel.operations.cross_entropy.interface import IGNORED
 from ejkernel.operations.cross_entropy.interface import OPERATION as _CROSS_ENTROPY
 from ejkernel.operations.flash_attention.bind import as_flag
 from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.operations.kl_divergence.interface import OPERATION as _KL_DIVERGENCE
+from ejkernel.utils.checks import check_array, finite_number
 
 _KL_ARRAYS = (
     "student_logits",

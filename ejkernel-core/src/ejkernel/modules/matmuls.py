@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from ejkernel._policy import PlatformChoice
+from ejkernel.call.policy import PlatformChoice
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.modules._forms import class_form
+from ejkernel.modules._class_api import class_form
 from ejkernel.operations.grouped_matmul.interface import OPERATION as _GROUPED_MATMUL
 from ejkernel.operations.quantized_matmul.interface import OPERATION as _QUANTIZED_MATMUL
 

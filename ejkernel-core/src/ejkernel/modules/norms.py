@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from ejkernel._policy import PlatformChoice
-from ejkernel.modules._forms import class_form
+from ejkernel.call.policy import PlatformChoice
+from ejkernel.modules._class_api import class_form
 from ejkernel.operations.add_rms_norm.interface import OPERATION as _ADD_RMS_NORM
 from ejkernel.operations.layer_norm.interface import OPERATION as _LAYER_NORM
 from ejkernel.operations.rms_norm.interface import OPERATION as _RMS_NORM

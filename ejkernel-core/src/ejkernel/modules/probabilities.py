@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from ejkernel._policy import PlatformChoice
-from ejkernel.modules._forms import class_form
+from ejkernel.call.policy import PlatformChoice
+from ejkernel.modules._class_api import class_form
 from ejkernel.operations.softmax.interface import OPERATION as _SOFTMAX
 
 

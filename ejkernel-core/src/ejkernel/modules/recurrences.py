@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ejkernel._policy import PlatformChoice
+from ejkernel.call.policy import PlatformChoice
+from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
-from ejkernel.modules._forms import class_form
-from ejkernel.modules._mesh import over_mesh
+from ejkernel.modules._class_api import class_form
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 
 

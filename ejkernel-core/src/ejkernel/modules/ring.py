@@ -9,17 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._policy import PlatformChoice
+from ejkernel.call.policy import PlatformChoice
+from ejkernel.compositions import mesh as _mesh
+from ejkernel.compositions import sharded as _sharded
+from ejkernel.compositions.axes import Axes, as_axes, check_mesh_axes
+from ejkernel.compositions.ring.bind import check_layout
+from ejkernel.compositions.ring.door import RingAttentionOver
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.modules import _mesh, _sharded
-from ejkernel.modules._axes import Axes, as_axes, check_mesh_axes
-from ejkernel.modules._forms import class_form
-from ejkernel.modules._ring.bind import check_layout
-from ejkernel.modules._ring.door import RingAttentionOver
+from ejkernel.modules._class_api import class_form
 from ejkernel.modules._static import options_of
-from ejkernel.operations._checks import check_array, normalise_axis
 from ejkernel.operations.flash_attention.bind import as_count
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
+from ejkernel.utils.checks import check_array, normalise_axis
 
 _POSITIONAL = ("query", "key", "value", "softmax_aux", "bias")
 

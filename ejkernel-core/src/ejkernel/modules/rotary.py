@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._policy import PlatformChoice
+from ejkernel.call.policy import PlatformChoice
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.modules._forms import class_form
+from ejkernel.modules._class_api import class_form
 from ejkernel.operations.qk_norm_rope.interface import OPERATION as _QK_NORM_ROPE
 from ejkernel.operations.rope.interface import OPERATION as _ROPE
 

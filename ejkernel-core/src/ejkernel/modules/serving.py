@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel._policy import PlatformChoice
+from ejkernel.call.policy import PlatformChoice
+from ejkernel.call.records import Bound
+from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
-from ejkernel.modules import _paged
-from ejkernel.modules._forms import class_form
-from ejkernel.modules._mesh import over_mesh
-from ejkernel.operation import Bound
-from ejkernel.operations._checks import check_array
-from ejkernel.operations._pages import INTERLEAVED, known_values
+from ejkernel.modules._class_api import class_form
+from ejkernel.operations.common.pages import INTERLEAVED, known_values
+from ejkernel.operations.paged_attention import forms as _paged
 from ejkernel.operations.paged_attention.interface import OPERATION as _PAGED_ATTENTION
+from ejkernel.utils.checks import check_array
 
 
 def unified_attention(

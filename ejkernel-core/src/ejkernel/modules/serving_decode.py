@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel._policy import PlatformChoice
+from ejkernel.call.policy import PlatformChoice
+from ejkernel.call.records import Bound
+from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
-from ejkernel.modules import _paged
-from ejkernel.modules._forms import class_form
-from ejkernel.modules._mesh import over_mesh
-from ejkernel.operation import Bound
-from ejkernel.operations._checks import check_array, check_shape
-from ejkernel.operations._pages import check_lengths
+from ejkernel.modules._class_api import class_form
+from ejkernel.operations.common.pages import check_lengths
 from ejkernel.operations.flash_attention.bind import as_count
+from ejkernel.operations.paged_attention import forms as _paged
+from ejkernel.utils.checks import check_array, check_shape
 
 
 def decode_attention(

@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-from ejkernel._policy import PlatformChoice
+from ejkernel.call.policy import PlatformChoice
+from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
-from ejkernel.modules import _paged
-from ejkernel.modules._forms import class_form
-from ejkernel.modules._mesh import over_mesh
-from ejkernel.operations._checks import check_array
+from ejkernel.modules._class_api import class_form
+from ejkernel.operations.paged_attention import forms as _paged
 from ejkernel.operations.paged_cache_update.interface import OPERATION as _PAGED_CACHE_UPDATE
+from ejkernel.utils.checks import check_array
 
 
 def paged_cache_update(

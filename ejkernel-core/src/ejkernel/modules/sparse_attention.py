@@ -9,20 +9,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel import _explain
-from ejkernel._policy import PlatformChoice
+from ejkernel._dispatch.explanation import capturing
+from ejkernel.call.policy import PlatformChoice
+from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import invalid
-from ejkernel.modules._blocks import block_means, blocks_of, chosen_blocks
-from ejkernel.modules._forms import class_form
-from ejkernel.modules._mesh import over_mesh
-from ejkernel.modules._packed import check_cum_seqlens
+from ejkernel.modules._class_api import class_form
 from ejkernel.modules.attention import flash_attention
-from ejkernel.operations._checks import check_array
-from ejkernel.operations._selected import check_integers
+from ejkernel.operations.common.selected import check_integers
 from ejkernel.operations.flash_attention import bind
+from ejkernel.operations.flash_attention.forms import check_cum_seqlens
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.operations.flash_attention.interface import is_concrete
+from ejkernel.operations.native_sparse_attention.forms import block_means, blocks_of, chosen_blocks
 from ejkernel.operations.native_sparse_attention.interface import OPERATION as _SELECTED
+from ejkernel.utils.checks import check_array
 
 _POSITIONAL = ("query", "key", "value", "g_cmp", "g_slc", "block_indices", "block_counts", "cu_seqlens", "g_swa")
 
@@ -236,10 +236,10 @@ def _branches(
     """The gated sum, on checked arguments."""
     parts: list[tuple[Any, Any]] = []
     computed = block_indices is None
-    if computed and _explain.capturing():
+    if computed and capturing():
         # The choice needs numbers, and what is explained is the branch that follows it.
         block_indices = jax.ShapeDtypeStruct((*key.shape[:3], count or 0), jnp.int32)
-    elif computed or (g_cmp is not None and not _explain.capturing()):
+    elif computed or (g_cmp is not None and not capturing()):
         compressed, block_indices = _compressed(
             query, key, value, block_indices, cu_seqlens, count=count, block_size=block_size, scale=scale, platform=platform
         )

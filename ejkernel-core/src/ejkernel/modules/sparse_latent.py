@@ -7,16 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel import _explain
-from ejkernel._policy import PlatformChoice
+from ejkernel._dispatch.explanation import capturing
+from ejkernel.call.policy import PlatformChoice
+from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.modules._forms import class_form
-from ejkernel.modules._indexer import chosen_tokens
-from ejkernel.modules._mesh import over_mesh
-from ejkernel.operations._checks import check_shape
-from ejkernel.operations._numbers import check_compute
+from ejkernel.modules._class_api import class_form
 from ejkernel.operations.flash_attention import bind
+from ejkernel.operations.sparse_latent_attention.forms import chosen_tokens
 from ejkernel.operations.sparse_latent_attention.interface import OPERATION as _SPARSE_LATENT
+from ejkernel.utils.checks import check_compute, check_shape
 
 _POSITIONAL = ("query", "key_value", "w_kc", "w_vc", "query_index", "key_index", "index_weights", "b_q", "b_k")
 
@@ -129,7 +128,7 @@ def _attend(
 ) -> Any:
     """The operation between two products, on checked arguments."""
     options = {"value_size": key_value.shape[2], "softmax_scale": scale, "is_distinct": True}
-    if _explain.capturing():
+    if capturing():
         # Nothing is computed while a call is explained, so that its arrays may be shapes alone.
         rope = 0 if b_k is None else b_k.shape[2]
         latent = (key_value.shape[2] + rope,)

@@ -8,16 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel._policy import PlatformChoice
+from ejkernel.call.policy import PlatformChoice
+from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid, wrong_type
-from ejkernel.modules._forms import class_form
-from ejkernel.operation import Bound
-from ejkernel.operations._checks import check_shape
-from ejkernel.operations._numbers import check_compute, finite_number
+from ejkernel.modules._class_api import class_form
 from ejkernel.operations.flash_attention.bind import as_flag
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 from ejkernel.operations.rwkv4.interface import OPERATION as _RWKV4
 from ejkernel.operations.selective_scan.interface import OPERATION as _SELECTIVE_SCAN
+from ejkernel.utils.checks import check_compute, check_shape, finite_number
 
 Activation = Callable[[jax.Array], jax.Array]
 

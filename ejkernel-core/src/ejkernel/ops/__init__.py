@@ -1,4 +1,4 @@
-"""The programmatic face of config selection: operations of one's own with configs, and the tiers that choose them."""
+"""The programmatic API of config selection: operations of one's own with configs, and the tiers that choose them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import importlib
 from typing import Any
 
 _LAZY = {
-    **dict.fromkeys(("Invocation", "Kernel"), "ejkernel.ops._kernel"),
+    "Invocation": "ejkernel.ops._kernel",
+    "Kernel": "ejkernel.ops._callable",
     **dict.fromkeys(("AutotunePolicy", "policy_override"), "ejkernel.ops._policy"),
     **dict.fromkeys(("ConfigCache", "PersistentCache", "overlay_cache"), "ejkernel.ops._caches"),
     "ConfigSelectorChain": "ejkernel.ops._selection",

@@ -8,11 +8,12 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ejkernel import _policy, tuning
+from ejkernel import tuning
+from ejkernel.call.policy import use
+from ejkernel.configs.store import USER_CACHE
 from ejkernel.errors import wrong_type
-from ejkernel.ops._kernel import IMPLEMENTATION, Invocation, Kernel
+from ejkernel.ops._kernel import IMPLEMENTATION, Invocation, KernelDefinition
 from ejkernel.tuning import Entry, Key
-from ejkernel.tuning._store import USER_CACHE
 
 
 class ConfigCache:
@@ -109,14 +110,14 @@ def overlay_cache(configs: Mapping[Any, Any]) -> Generator[None]:
     exact: list[Entry] = []
     kernels: list[tuple[str, Any]] = []
     for key, config in configs.items():
-        if isinstance(key, Kernel):
+        if isinstance(key, KernelDefinition):
             kernels.append((f"{key.op_id}/{IMPLEMENTATION}", tuning.as_setting(f"overlay_cache[{key.op_id}]", config)))
         elif isinstance(key, (Key, Invocation)):
             exact.append(Entry(_as_key(key), tuning.to_plain(config), tier="overlay"))
         elif not isinstance(key, str):
             raise wrong_type("overlay_cache", repr(key), "a Kernel, an Invocation or its key, or the name of an operation")
     lines = [("", tuning.KeyedConfigs(tuple(exact))), *kernels]
-    with tuning.overlay(named), _policy.use(overlay=lines):
+    with tuning.overlay(named), use(overlay=lines):
         yield
 
 

@@ -1,4 +1,4 @@
-"""`Kernel`: an operation of one's own with configs, and `Invocation`: one call of it or of a public function."""
+"""What a kernel of one's own defines, and `Invocation`: one call of it or of a public function."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from typing import Any, ClassVar, Generic, TypeVar
 import jax
 from jax.core import Tracer
 
-from ejkernel import _policy, _target
-from ejkernel._arrays import ArraySpec
-from ejkernel._explain import Decision, explain
+from ejkernel._dispatch.explanation import explain
+from ejkernel._plugins.catalog import OPERATIONS
+from ejkernel.call.arrays import ArraySpec
+from ejkernel.call.decision import Decision
+from ejkernel.call.policy import Policy, current_policy
+from ejkernel.call.request import Request
+from ejkernel.configs.key import canonical_json, encode, running_versions
 from ejkernel.errors import NoKernelError, invalid, wrong_type
-from ejkernel.operation import Request
-from ejkernel.operations import OPERATIONS, get_operation
+from ejkernel.operations import get_operation
+from ejkernel.targets.target import resolve_target
 from ejkernel.tuning import Key
-from ejkernel.tuning._key import canonical_json, encode, running_versions
 
 Cfg = TypeVar("Cfg")
 Out = TypeVar("Out")
@@ -28,35 +31,8 @@ IMPLEMENTATION = "kernel"
 """Id of a `Kernel`'s code in keys and overlays."""
 
 
-class Kernel(abc.ABC, Generic[Cfg, Out]):
-    """An operation of one's own whose config is chosen by the same tiers as those of the operations in core.
-
-    A subclass defines `run` and `heuristic_cfg`. Configs are frozen dataclasses that never change a result beyond rounding.
-    For another implementation of an operation in core, use `kernel_registry.register` instead.
-
-    Args:
-        op_id: its name, in keys and overlays; None takes the class attribute, or the name of the class.
-
-    Attributes:
-        op_id: see above.
-        version: raise it when stored timings lose their meaning.
-
-    Raises:
-        ValueError: op_id is the name of an operation in core.
-
-    Example:
-        >>> import dataclasses, jax.numpy as jnp
-        >>> @dataclasses.dataclass(frozen=True)
-        ... class Blocks:
-        ...     rows: int = 8
-        >>> class Double(Kernel[Blocks, jax.Array]):
-        ...     def run(self, x, *, cfg):
-        ...         return x * 2
-        ...     def heuristic_cfg(self, inv):
-        ...         return Blocks()
-        >>> float(Double("double")(jnp.ones(())))
-        2.0
-    """
+class KernelDefinition(abc.ABC, Generic[Cfg, Out]):
+    """What a subclass of `Kernel`, where all is documented, defines."""
 
     op_id: str = ""
     version: ClassVar[int] = 1
@@ -92,21 +68,9 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
         """Gradients of all positional arguments, which then must be arrays or pytrees of arrays."""
         raise NotImplementedError(f"{type(self).__name__} defines no vjp")
 
-    def __call__(self, *args: Any, cfg: Any = None, **kwargs: Any) -> Out:
-        """Choose a config and run.
-
-        Args:
-            *args: of `prepare`.
-            cfg: the config, or a mapping of some of its fields; None asks the tiers.
-            **kwargs: of `prepare`.
-        """
-        from ejkernel.ops._selection import ConfigSelectorChain
-
-        return ConfigSelectorChain().call(self, *args, cfg=cfg, **kwargs)
-
     def compute(self, inv: Invocation, cfg: Cfg) -> Out:
         """Run a prepared call with a config; gradients are the kernel's own if it defines them."""
-        own = [getattr(type(self), name) is not getattr(Kernel, name) for name in ("fwd_with_residuals", "vjp")]
+        own = [getattr(type(self), name) is not getattr(KernelDefinition, name) for name in ("fwd_with_residuals", "vjp")]
         if any(own) and not all(own):
             raise invalid(type(self).__name__, "one of fwd_with_residuals and vjp", "both, or neither")
         run = functools.partial(self.run, cfg=cfg, **inv.kwargs)
@@ -114,7 +78,7 @@ class Kernel(abc.ABC, Generic[Cfg, Out]):
             return _with_gradients(self, run, inv, cfg)(*inv.args) if all(own) else run(*inv.args)
 
 
-def _with_gradients(kernel: Kernel[Any, Any], run: Any, inv: Invocation, cfg: Any) -> Any:
+def _with_gradients(kernel: KernelDefinition[Any, Any], run: Any, inv: Invocation, cfg: Any) -> Any:
     def forward(*args: Any) -> Any:
         y, residuals = kernel.fwd_with_residuals(*args, cfg=cfg, **inv.kwargs)
         return y, (residuals, y, args)
@@ -144,12 +108,12 @@ class Invocation:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     override_cfg: Any = None
-    kernel: Kernel[Any, Any] | None = None
+    kernel: KernelDefinition[Any, Any] | None = None
 
     @classmethod
     def of(cls, operation: Any, *args: Any, cfg: Any = None, **kwargs: Any) -> Invocation:
         """The call `operation(*args, cfg=cfg, **kwargs)` of a kernel, a public function, its class form or its name."""
-        if isinstance(operation, Kernel):
+        if isinstance(operation, KernelDefinition):
             args, kwargs = operation.prepare(*args, **kwargs)
             return cls(operation.op_id, args, kwargs, cfg, operation)
         name = operation if isinstance(operation, str) else getattr(operation, "function", operation).__name__
@@ -169,7 +133,7 @@ class Invocation:
         """
         if self.kernel is None:
             return _key_of_decision(self.decision())
-        target = _target.resolve_target(self._arrays(), _policy.current().target)
+        target = resolve_target(self._arrays(), current_policy().target)
         place = (target.backend, target.device_kind, target.compute_capability or "")
         return Key(self.op_id, "forward", IMPLEMENTATION, self.kernel.version, self._call_text(), *place, *running_versions())
 
@@ -194,5 +158,5 @@ class Invocation:
 def _key_of_decision(decision: Decision) -> Key:
     if decision.chosen is None:
         raise NoKernelError(str(decision), decision)
-    request = Request(get_operation(decision.operation), decision.call, decision.target, _policy.Policy())
+    request = Request(get_operation(decision.operation), decision.call, decision.target, Policy())
     return Key.of(request, decision.phase, decision.chosen)

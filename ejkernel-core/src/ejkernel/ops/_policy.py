@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from ejkernel.errors import invalid
-
-if TYPE_CHECKING:
-    from ejkernel.ops._selection import ConfigSelectorChain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +34,14 @@ class AutotunePolicy:
         return self.allow_autotune and self.cache_miss_fallback == "autotune"
 
 
+class HasPolicy(Protocol):
+    """A `ConfigSelectorChain`, as far as its policy goes."""
+
+    policy: AutotunePolicy
+
+
 @contextlib.contextmanager
-def policy_override(selector: ConfigSelectorChain, **updates: Any) -> Generator[AutotunePolicy]:
+def policy_override(selector: HasPolicy, **updates: Any) -> Generator[AutotunePolicy]:
     """Change fields of a selector's policy inside the `with` block, for every thread that uses the selector.
 
     Raises:

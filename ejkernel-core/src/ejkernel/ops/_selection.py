@@ -6,16 +6,16 @@ import contextlib
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from ejkernel import _policy
+from ejkernel.call.policy import closing_tiers, current_policy, heuristics_allowed
+from ejkernel.configs.overlay import Selector
+from ejkernel.configs.select import no_config_without_heuristic, stored_tiers
+from ejkernel.configs.spaces import build
 from ejkernel.errors import NoConfigError, NoTunerError, wrong_type
 from ejkernel.ops._caches import ConfigCache, PersistentCache
-from ejkernel.ops._kernel import IMPLEMENTATION, Invocation, Kernel
+from ejkernel.ops._kernel import IMPLEMENTATION, Invocation, KernelDefinition
 from ejkernel.ops._policy import AutotunePolicy
 from ejkernel.tuning import Key, KeyedConfigs, Selected, Tuner, as_setting, from_plain, record_calls, tune
-from ejkernel.tuning._configs import build
-from ejkernel.tuning._overlay import Selector
-from ejkernel.tuning._select import no_config_without_heuristic, stored_tiers
-from ejkernel.tuning._warn import warn_once
+from ejkernel.utils.warn_once import warn_once
 
 _ALL = object()
 
@@ -49,7 +49,7 @@ class ConfigSelectorChain:
         self.tuner = tuner
         self.persist_autotune = persist_autotune
 
-    def choose(self, inv: Invocation, kernel: Kernel[Any, Any] | None = None) -> Any:
+    def choose(self, inv: Invocation, kernel: KernelDefinition[Any, Any] | None = None) -> Any:
         """The config that a call would run with; None for an implementation without knobs.
 
         Args:
@@ -63,7 +63,7 @@ class ConfigSelectorChain:
         """
         return self.select(inv, kernel).config
 
-    def select(self, inv: Invocation, kernel: Kernel[Any, Any] | None = None) -> Selected:
+    def select(self, inv: Invocation, kernel: KernelDefinition[Any, Any] | None = None) -> Selected:
         """As `choose`, with the tier that answered."""
         kernel = kernel or inv.kernel
         with self._in_force():
@@ -74,7 +74,7 @@ class ConfigSelectorChain:
 
     def call(self, operation: Any, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
         """Run a kernel, a public function or its class form with the config that is chosen for it."""
-        if isinstance(operation, Kernel):
+        if isinstance(operation, KernelDefinition):
             inv = Invocation.of(operation, *args, cfg=cfg, **kwargs)
             return operation.compute(inv, self.choose(inv))
         options = kwargs if cfg is None else {**kwargs, "cfg": cfg}
@@ -86,14 +86,14 @@ class ConfigSelectorChain:
     def _in_force(self) -> Generator[None]:
         closed = {"memory": self.cache is None, "persistent": self.persistent is None}
         closed["heuristic"] = not self.policy.allow_heuristics
-        with _policy.closing_tiers(name for name, is_closed in closed.items() if is_closed):
+        with closing_tiers(name for name, is_closed in closed.items() if is_closed):
             yield
 
     def _tune_misses(self, operation: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Tune the calls of a program that only a heuristic knows a config for; never while JAX traces."""
         if not self.policy.tunes or Invocation("", args, options).is_traced():
             return
-        with _policy.heuristics_allowed():
+        with heuristics_allowed():
             calls = [call for call in record_calls(lambda: operation(*args, **options)) if call.tier == "heuristic"]
         if calls:
             result = tune(calls, self.tuner)
@@ -101,7 +101,7 @@ class ConfigSelectorChain:
             if self.persist_autotune:
                 result.store()
 
-    def _of_kernel(self, inv: Invocation, kernel: Kernel[Any, Any]) -> Selected:
+    def _of_kernel(self, inv: Invocation, kernel: KernelDefinition[Any, Any]) -> Selected:
         config = _override(inv, kernel)
         if config is not None:
             return Selected(config, "override")
@@ -118,7 +118,7 @@ class ConfigSelectorChain:
                 f"{kernel.op_id}: the configs of a Kernel cannot be searched, as it has no reference to check them against; give "
                 "them by cfg= or overlay_cache, or let the policy fall back to heuristics"
             )
-        if "heuristic" in _policy.current().closed_tiers:
+        if "heuristic" in current_policy().closed_tiers:
             raise no_config_without_heuristic(kernel.op_id)
         return Selected(_heuristic(inv, kernel), "heuristic")
 
@@ -131,20 +131,20 @@ def _store(argument: str, given: Any, expected: type) -> Any:
     return given
 
 
-def _heuristic(inv: Invocation, kernel: Kernel[Any, Any]) -> Any:
+def _heuristic(inv: Invocation, kernel: KernelDefinition[Any, Any]) -> Any:
     config = kernel.heuristic_cfg(inv)
     if not hasattr(config, "__dataclass_fields__"):
         raise NoConfigError(f"{kernel.op_id}: its heuristic_cfg returned {config!r}, expected a config dataclass")
     return config
 
 
-def _override(inv: Invocation, kernel: Kernel[Any, Any]) -> Any:
+def _override(inv: Invocation, kernel: KernelDefinition[Any, Any]) -> Any:
     if inv.override_cfg is None:
         return None
     return _completed("cfg", as_setting("cfg", inv.override_cfg), inv, kernel)
 
 
-def _completed(argument: str, setting: Any, inv: Invocation, kernel: Kernel[Any, Any]) -> Any:
+def _completed(argument: str, setting: Any, inv: Invocation, kernel: KernelDefinition[Any, Any]) -> Any:
     """A setting as the kernel's config: a mapping is put over its heuristic."""
     base = _heuristic(inv, kernel)
     if isinstance(setting, tuple):
@@ -154,8 +154,8 @@ def _completed(argument: str, setting: Any, inv: Invocation, kernel: Kernel[Any,
     return setting
 
 
-def _overlaid(inv: Invocation, kernel: Kernel[Any, Any], key: Key | None) -> Selected | None:
-    for name, value in _policy.current().overlay:
+def _overlaid(inv: Invocation, kernel: KernelDefinition[Any, Any], key: Key | None) -> Selected | None:
+    for name, value in current_policy().overlay:
         if isinstance(value, KeyedConfigs):
             entry = value.lookup(key) if key is not None else None
             if entry is not None and entry.config is not None:
@@ -165,10 +165,10 @@ def _overlaid(inv: Invocation, kernel: Kernel[Any, Any], key: Key | None) -> Sel
     return None
 
 
-def _stored(inv: Invocation, kernel: Kernel[Any, Any], key: Key | None) -> Selected | None:
+def _stored(inv: Invocation, kernel: KernelDefinition[Any, Any], key: Key | None) -> Selected | None:
     if key is None:
         return None
-    for lookup, tier in stored_tiers(_policy.current()):
+    for lookup, tier in stored_tiers(current_policy()):
         entry = lookup(key)
         if entry is not None and isinstance(entry.config, Mapping):
             try:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ejkernel.quantization._format import MODES, QuantizationFormat, resolve_format
 from ejkernel.quantization._packing import pack_codes, unpack_codes
 from ejkernel.quantization._weights import dequantize, prepack_quantized_weights, quantize
+from ejkernel.quantization.format import MODES, QuantizationFormat, resolve_format
 
 __all__ = [
     "MODES",

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.errors import invalid
-from ejkernel.operations._checks import check_array
-from ejkernel.quantization._format import WORD
+from ejkernel.quantization.format import WORD
+from ejkernel.utils.checks import check_array
 
 
 def pack_codes(codes: Any, bits: int) -> Any:

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.operations._checks import check_array
-from ejkernel.operations._numbers import check_compute
-from ejkernel.quantization._codes import E2M1_MAX, E4M3_MAX, E8M0_BIAS, decode_scales, decode_weights, encode, encode_e4m3
-from ejkernel.quantization._format import QuantizationFormat, resolve_format
 from ejkernel.quantization._packing import pack_codes
+from ejkernel.quantization.codes import E2M1_MAX, E4M3_MAX, E8M0_BIAS, decode_scales, decode_weights, encode, encode_e4m3
+from ejkernel.quantization.format import QuantizationFormat, resolve_format
+from ejkernel.utils.checks import check_array, check_compute
 
 AXES = ("col", "row")
 _SMALLEST_E4M3 = 2.0**-9

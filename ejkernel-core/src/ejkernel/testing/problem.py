@@ -12,13 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel import _dispatch, _explain, _policy, _target
-from ejkernel._arrays import has_gradient, named
-from ejkernel._records import Candidate
-from ejkernel.operation import Bound, Operation, Request
-from ejkernel.operations import OPERATIONS, get_operation
-from ejkernel.operations._case import Case, Toggle
+from ejkernel._dispatch.execution import run_forward
+from ejkernel._dispatch.explanation import explain_request
+from ejkernel._pipeline.operation import Operation
+from ejkernel._plugins.catalog import OPERATIONS
+from ejkernel._plugins.records import Candidate
+from ejkernel.call.arrays import has_gradient, named
+from ejkernel.call.decision import Explanation
+from ejkernel.call.policy import policy_for_call
+from ejkernel.call.records import Bound
+from ejkernel.call.request import Request
+from ejkernel.operations import get_operation
+from ejkernel.operations.common.case import Case, Toggle
 from ejkernel.plugin import Phase
+from ejkernel.targets.target import resolve_target
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -64,7 +71,7 @@ def is_of(candidate: Candidate, platform: str) -> bool:
 
 def operations_of(platform: str) -> list[str]:
     """Operations that a platform, or one implementation by its id, implements."""
-    from ejkernel._registry import kernel_registry
+    from ejkernel._plugins.registry import kernel_registry
 
     return [name for name in sorted(OPERATIONS) if any(is_of(c, platform) for c in kernel_registry.candidates(name, "forward"))]
 
@@ -113,12 +120,12 @@ class Problem:
         return self.owner.canonicalise(**self.arrays, **self.case.options)
 
     def request(self, config: Any = None) -> Request:
-        policy = _policy.for_call(self.operation, self.platform)
-        target = _target.resolve_target(jax.tree.leaves(self.arrays), policy.target)
+        policy = policy_for_call(self.operation, self.platform)
+        target = resolve_target(jax.tree.leaves(self.arrays), policy.target)
         return Request(self.owner, self.bound.call, target, policy, config)
 
-    def explain(self) -> _explain.Explanation:
-        return _dispatch.explain_request(self.request())
+    def explain(self) -> Explanation:
+        return explain_request(self.request())
 
     def refusal(self, phase: Phase = "forward") -> str | None:
         """Why the platform under test does not run a phase; None if it does, or leaves it to others for having no code for it."""
@@ -152,7 +159,7 @@ class Problem:
     def outputs(self, config: Any = None) -> dict[str, Any]:
         """Every output of the forward phase, residuals included."""
         request = self.request(config).saving_residuals()
-        return dict(named(jax.jit(lambda inputs: _dispatch.run_forward(request, inputs))(self.bound.inputs)))
+        return dict(named(jax.jit(lambda inputs: run_forward(request, inputs))(self.bound.inputs)))
 
     @functools.cached_property
     def cotangents(self) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import platform as host
 from pathlib import Path
 from typing import Any
 
+from ejkernel._version import __version__
+
 LEVELS = ("packaging", "contract", "numbers", "transforms")
 
 
@@ -88,14 +90,12 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         import jax
 
-        import ejkernel
-
         device = jax.devices()[0]
         return {
             "platform": self.platform,
             "device": device.device_kind,
             "backend": device.platform,
-            "versions": {"ejkernel": ejkernel.__version__, "jax": jax.__version__, "python": host.python_version()},
+            "versions": {"ejkernel": __version__, "jax": jax.__version__, "python": host.python_version()},
             "operations": {
                 operation: {
                     "levels": {

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ejkernel.operations import get_operation
-from ejkernel.operations._case import Case
+from ejkernel.operations.common.case import Case
 
 _LARGE = 1 << 20
 """Elements from which on an array is not made."""

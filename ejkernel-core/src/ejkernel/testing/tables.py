@@ -6,15 +6,16 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ejkernel import _policy
-from ejkernel._arrays import ArraySpec
-from ejkernel._records import Candidate
-from ejkernel.operation import Request
-from ejkernel.operations import OPERATIONS, get_operation
+from ejkernel._plugins.catalog import OPERATIONS
+from ejkernel._plugins.records import Candidate
+from ejkernel.call.arrays import ArraySpec
+from ejkernel.call.policy import policy_for_call
+from ejkernel.call.request import Request
+from ejkernel.configs.entry import Entry
+from ejkernel.configs.key import Key
+from ejkernel.configs.spaces import config_space, from_plain
+from ejkernel.operations import get_operation
 from ejkernel.plugin import Target
-from ejkernel.tuning._configs import config_space, from_plain
-from ejkernel.tuning._entry import Entry
-from ejkernel.tuning._key import Key
 
 
 def unused(entry: Entry, candidates: Sequence[Candidate]) -> str | None:
@@ -36,7 +37,7 @@ def unused(entry: Entry, candidates: Sequence[Candidate]) -> str | None:
         call = _call_of(key)
     except TypeError as error:
         return f"its call is none of today's {key.operation}: {error}"
-    request = Request(get_operation(key.operation), call, target, _policy.for_call(key.operation, candidate.platform))
+    request = Request(get_operation(key.operation), call, target, policy_for_call(key.operation, candidate.platform))
     if Key.of(request, candidate.implementation.phase, candidate).released != key.released:
         return f"its call is none of today's {key.operation}: {call}"
     return _unfit(entry, candidate, call, target)

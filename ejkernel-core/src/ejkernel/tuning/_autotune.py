@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from ejkernel._dispatch.recording import RecordedCall, record_calls
+from ejkernel.configs.result import AutotuningResult
 from ejkernel.errors import TracingError
-from ejkernel.tuning._recording import RecordedCall, record_calls
-from ejkernel.tuning._result import AutotuningResult
 
 
 class Tuner(Protocol):

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ejkernel._registry import kernel_registry
-from ejkernel.tuning import _quarantine, _store
-from ejkernel.tuning._entry import Entry
-from ejkernel.tuning._key import Key, running_versions
-from ejkernel.tuning._quarantine import Quarantined
-from ejkernel.tuning._result import AutotuningResult
+from ejkernel._plugins.registry import kernel_registry
+from ejkernel.configs import quarantine as _quarantine
+from ejkernel.configs import store as _store
+from ejkernel.configs.entry import Entry
+from ejkernel.configs.key import Key, running_versions
+from ejkernel.configs.quarantine import Quarantined
+from ejkernel.configs.result import AutotuningResult
 
 CacheState = Literal["ok", "other version", "unreadable"]
 

@@ -12,16 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel import _dispatch
-from ejkernel._arrays import has_gradient, named
-from ejkernel._records import Candidate
-from ejkernel.operation import Request
-from ejkernel.operations._random import normal
-from ejkernel.plugin import Phase
-from ejkernel.testing.tolerance import FORWARD, GRADIENT, Deviation, Tolerance, deviation, deviation_on_device
-from ejkernel.tuning._entry import Check
+from ejkernel._dispatch.decisions import willing
+from ejkernel._dispatch.execution import run_backward, run_forward
+from ejkernel._plugins.records import Candidate
+from ejkernel._plugins.registry import kernel_registry
+from ejkernel.call.arrays import has_gradient, named
+from ejkernel.call.random import normal
+from ejkernel.call.request import Request
+from ejkernel.configs.entry import Check
+from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, Deviation, Tolerance, deviation, deviation_on_device
+from ejkernel.plugin import FALLBACK, Phase
 
-_PORTABLE = "xla"
 _REFERENCE_FLOPS = 2e9
 _REFERENCE_SIZE = 2**24
 """Above so much work, or so many numbers, the float64 reference takes too long, and XLA's implementation in float32, checked
@@ -66,12 +67,12 @@ class TuningProblem:
     def candidates(self) -> list[Candidate]:
         """The implementations that support the call and may run it, in the order of preference."""
         request = self.request.saving_residuals() if self.phase == "backward" else self.request
-        return _dispatch.willing(request, self.phase)
+        return willing(request, self.phase)
 
     def program(self, candidate: Candidate, config: Any) -> Any:
         """One implementation with one config, as a jitted function of the phase's arguments."""
         request = pinned(self.request, self.phase, candidate, config)
-        run = _dispatch.run_forward if self.phase == "forward" else _dispatch.run_backward
+        run = run_forward if self.phase == "forward" else run_backward
         return jax.jit(lambda *arguments: run(request, *arguments))
 
     def arguments(self, seed: int) -> tuple[Any, ...]:
@@ -80,7 +81,7 @@ class TuningProblem:
         inputs = jax.device_put(self.inputs(seed, rng), self.device)
         if self.phase == "forward":
             return (inputs,)
-        outputs = jax.jit(lambda inputs: _dispatch.run_forward(self._trusted("forward"), inputs))(inputs)
+        outputs = jax.jit(lambda inputs: run_forward(self._trusted("forward"), inputs))(inputs)
         return inputs, outputs, jax.device_put(self.cotangents(outputs, rng), self.device)
 
     def inputs(self, seed: int, rng: np.random.Generator) -> Any:
@@ -125,12 +126,12 @@ class TuningProblem:
         """What XLA's implementation gives on the first arguments in float32."""
         inputs = jax.tree.map(_in_float32, self.first[0])
         request = self._trusted(self.phase).reshaped(inputs)
-        outputs = jax.jit(lambda inputs: _dispatch.run_forward(request, inputs))(inputs)
+        outputs = jax.jit(lambda inputs: run_forward(request, inputs))(inputs)
         if self.phase == "forward":
             return dict(named(outputs))
         given = {name: value.astype(getattr(outputs, name).dtype) for name, value in named(self.first[2])}
         cotangents = self.first[2]._replace(**given)
-        return dict(named(jax.jit(lambda *arguments: _dispatch.run_backward(request, *arguments))(inputs, outputs, cotangents)))
+        return dict(named(jax.jit(lambda *arguments: run_backward(request, *arguments))(inputs, outputs, cotangents)))
 
     def check(self, results: Any) -> Check:
         """Compare results on the first arguments with what is expected; errors are in units of what is tolerated."""
@@ -149,16 +150,14 @@ class TuningProblem:
         return {name: _error(value, expected[name], tolerance(value)) for name, value in results.items()}
 
     def _portable(self) -> list[Candidate]:
-        from ejkernel._registry import kernel_registry
-
         candidates = kernel_registry.candidates(self.request.operation.name, self.phase)
-        return [candidate for candidate in candidates if candidate.platform == _PORTABLE]
+        return [candidate for candidate in candidates if candidate.platform == FALLBACK]
 
     def _trusted(self, phase: Phase) -> Request:
         """The call on XLA, or on whatever runs it where XLA is not installed."""
         policy = dataclasses.replace(self.request.policy, overlay=())
         if self._portable():
-            policy = dataclasses.replace(policy, platforms=(_PORTABLE,), forbid=frozenset(), source="autotune")
+            policy = dataclasses.replace(policy, platforms=(FALLBACK,), forbid=frozenset(), source="autotune")
         return dataclasses.replace(self.request, policy=policy, config=None).saving_residuals()
 
 

@@ -19,18 +19,18 @@ from typing import Any
 
 import jax
 
-from ejkernel._records import Candidate
-from ejkernel._timing import repeats_for, seconds
+from ejkernel._dispatch.recording import RecordedCall
+from ejkernel._plugins.records import Candidate
+from ejkernel.configs.entry import Check, Entry, Timing
+from ejkernel.configs.heuristic import legal_configs
+from ejkernel.configs.key import Key
+from ejkernel.configs.quarantine import Quarantined, QuarantineFilter, add, lift
+from ejkernel.configs.result import AutotuningResult
+from ejkernel.configs.spaces import config_space, to_plain
 from ejkernel.errors import EjkernelWarning, in_one_line, invalid
-from ejkernel.tuning._configs import config_space, to_plain
-from ejkernel.tuning._entry import Check, Entry, Timing
-from ejkernel.tuning._heuristic import legal_configs
-from ejkernel.tuning._key import Key
 from ejkernel.tuning._problems import TuningProblem
 from ejkernel.tuning._progress import Progress
-from ejkernel.tuning._quarantine import Quarantined, Ward, add, lift
-from ejkernel.tuning._recording import RecordedCall
-from ejkernel.tuning._result import AutotuningResult
+from ejkernel.utils.timing import repeats_for, seconds
 
 _WORTH = 0.97
 """A config replaces the heuristic's if it takes less than this share of its time: below, the difference may be noise."""
@@ -190,11 +190,11 @@ def _trials(problem: TuningProblem, retry: bool) -> list[_Trial]:
         if space is not None:
             heuristic = space.heuristic(problem.request.call, problem.request.target)
             configs = dict.fromkeys((heuristic, *legal_configs(problem.request, candidate, space)))
-        ward = Ward(problem.request, problem.phase, candidate, _key(problem, candidate))
+        quarantine = QuarantineFilter(problem.request, problem.phase, candidate, _key(problem, candidate))
         for config in configs:
-            reason = ward.reason(config, found_here=not retry)
+            reason = quarantine.reason(config, found_here=not retry)
             failure = "" if reason is None else f"quarantined: {reason}"
-            trials.append(_Trial(candidate, config, failure=failure, was_quarantined=ward.is_own(config)))
+            trials.append(_Trial(candidate, config, failure=failure, was_quarantined=quarantine.is_own(config)))
     return trials
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ejkernel._arrays import ArraySpec
-from ejkernel.operations._rows.interface import NormCall
+from ejkernel.call import ArraySpec
+from ejkernel.operations.common.rows.interface import NormCall
 from ejkernel.plugin import Target
 from ejkernel_cuda._capability import refusal
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from ejkernel._arrays import ArraySpec
-from ejkernel.operations._rows.interface import NormCall
+from ejkernel.call import ArraySpec
+from ejkernel.operations.common.rows.interface import NormCall
 from ejkernel.operations.add_rms_norm.interface import AddRmsNormCall
 from ejkernel.plugin import ConfigSpace, Target
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.operations._rows.interface import NormInputs, ScaledCall
+from ejkernel.operations.common.rows.interface import NormInputs, ScaledCall
 from ejkernel_cuda._library import handler
 from ejkernel_cuda._rows.capability import MOST_BLOCKS, blocks_of_a_part
 from ejkernel_cuda._rows.config import BackwardConfig, ForwardConfig

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.operations._pages import PageStrides
+from ejkernel.operations.common.pages import PageStrides
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
 from ejkernel_cuda._library import handler
 from ejkernel_cuda.paged_attention.config import PagedAttentionConfig, part_shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ejkernel._capability import FLOATS
+from ejkernel.targets.nvidia import FLOATS
 from ejkernel.operations.paged_cache_update.interface import PagedCacheUpdateCall
 from ejkernel.plugin import Target
 from ejkernel_cuda._capability import refusal

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.operations._pages import PageStrides
+from ejkernel.operations.common.pages import PageStrides
 from ejkernel.operations.paged_cache_update.interface import (
     PagedCacheUpdateCall,
     PagedCacheUpdateInputs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ejkernel._arrays import ArraySpec
+from ejkernel.call import ArraySpec
 
 MOST_AXES = 8
 

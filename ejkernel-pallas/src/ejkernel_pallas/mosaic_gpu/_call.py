@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel._arrays import ArraySpec
-from ejkernel._capability import HALVES, array_problem, device_problem
+from ejkernel.call import ArraySpec
+from ejkernel.targets.nvidia import HALVES, array_problem, device_problem
 from ejkernel.plugin import Target
 from ejkernel_pallas._jax_interpreter import gpu_interpreter_is_on
 

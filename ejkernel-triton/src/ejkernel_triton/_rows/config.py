@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ejkernel._arrays import ArraySpec
-from ejkernel.operations._rows.interface import NormCall
+from ejkernel.call import ArraySpec
+from ejkernel.operations.common.rows.interface import NormCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_triton._blocks import power_of_two
 from ejkernel_triton._capability import multiprocessors, shared_memory_limit

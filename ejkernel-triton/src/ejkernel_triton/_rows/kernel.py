@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from ejkernel.operations._rows.interface import NormCall, NormInputs
+from ejkernel.operations.common.rows.interface import NormCall, NormInputs
 from ejkernel_triton._blocks import power_of_two
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded_width

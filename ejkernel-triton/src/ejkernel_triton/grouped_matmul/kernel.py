@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from ejkernel._arrays import has_gradient
+from ejkernel.call import has_gradient
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall, GroupedMatmulInputs, GroupedMatmulOutputs
 from ejkernel.operations.grouped_matmul.phases import (
     backward_by_products,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from ejkernel.operation import vary_like
+from ejkernel.call import vary_like
 from ejkernel.operations.linear_recurrence.interface import (
     LinearRecurrenceCall,
     LinearRecurrenceInputs,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.operation import vary_like
+from ejkernel.call import vary_like
 from ejkernel.operations.cross_entropy.interface import IGNORED, CrossEntropyCall, CrossEntropyInputs, CrossEntropyOutputs
 from ejkernel_xla._numerics import accumulator
 from ejkernel_xla._vocabulary import Head, Tiles, VocabularyConfig, merged_rows, over_rows, row_steps, zero_head

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.operation import vary_like
+from ejkernel.call import vary_like
 from ejkernel.operations.delta_rule.interface import DeltaRuleCall, DeltaRuleInputs, DeltaRuleOutputs
 from ejkernel_xla.delta_rule.config import DeltaRuleConfig
 from ejkernel_xla.delta_rule.layout import Grid, Packed, Rows

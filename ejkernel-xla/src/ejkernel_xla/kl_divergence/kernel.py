@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.operation import vary_like
+from ejkernel.call import vary_like
 from ejkernel.operations.kl_divergence.interface import KlDivergenceCall, KlDivergenceInputs, KlDivergenceOutputs
 from ejkernel_xla._numerics import accumulator
 from ejkernel_xla._vocabulary import Head, Tiles, VocabularyConfig, added, merged_rows, over_rows, row_steps, zero_head

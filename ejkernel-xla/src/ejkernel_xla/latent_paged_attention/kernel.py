@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel._arrays import ArraySpec, has_gradient
+from ejkernel.call import ArraySpec, has_gradient
 from ejkernel.operations.latent_paged_attention.interface import (
     LatentPagedAttentionCall,
     LatentPagedAttentionInputs,

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel._arrays import has_gradient
-from ejkernel.operation import vary_like
-from ejkernel.operations._pages import FUSED, alternating
+from ejkernel.call import has_gradient
+from ejkernel.call import vary_like
+from ejkernel.operations.common.pages import FUSED, alternating
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
 from ejkernel_xla._batch import over_batch
 from ejkernel_xla.paged_attention.config import PagedAttentionConfig

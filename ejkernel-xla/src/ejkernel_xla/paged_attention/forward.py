@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.operation import vary_like
+from ejkernel.call import vary_like
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
 from ejkernel_xla._batch import over_batch
 from ejkernel_xla.paged_attention.config import PagedAttentionConfig

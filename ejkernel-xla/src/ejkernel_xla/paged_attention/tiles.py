@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.operations._pages import FUSED, alternating
+from ejkernel.operations.common.pages import FUSED, alternating
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs
 from ejkernel_xla._numerics import accumulator, dot_precision
 from ejkernel_xla.paged_attention.config import PagedAttentionConfig

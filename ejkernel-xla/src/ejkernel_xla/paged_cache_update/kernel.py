@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel._arrays import has_gradient, named
-from ejkernel.operations._pages import FUSED, alternating
+from ejkernel.call import has_gradient, named
+from ejkernel.operations.common.pages import FUSED, alternating
 from ejkernel.operations.paged_cache_update.interface import (
     PagedCacheUpdateCall,
     PagedCacheUpdateInputs,

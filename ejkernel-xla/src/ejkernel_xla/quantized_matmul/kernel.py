@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.operation import vary_like
+from ejkernel.call import vary_like
 from ejkernel.operations.quantized_matmul.interface import (
     QuantizedMatmulCall,
     QuantizedMatmulInputs,
     QuantizedMatmulOutputs,
 )
-from ejkernel.quantization._codes import decode_parts
-from ejkernel.quantization._format import WORD
+from ejkernel.quantization.codes import decode_parts
+from ejkernel.quantization.format import WORD
 from ejkernel_xla._numerics import accumulator, dot_precision
 from ejkernel_xla.quantized_matmul.config import QuantizedMatmulConfig
 

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel._arrays import named
 from ejkernel.bench._problem import BenchProblem
 from ejkernel.bench._program import Program
 from ejkernel.bench.peers._peer import Built
+from ejkernel.call.arrays import named
 
 
 def torch_peer(problem: BenchProblem, built: Built, sets: Sequence[Any]) -> Program | str:

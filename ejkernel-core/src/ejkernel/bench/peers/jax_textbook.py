@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel.bench._program import Function
 from ejkernel.bench.peers._peer import Peer, beyond
-from ejkernel.operations._rows.interface import per_row
+from ejkernel.operations.common.rows.interface import per_row
 
 
 def _scaled(call: Any, inputs: Any, normal: Any) -> Mapping[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.operations._case import Case, Toggle
-from ejkernel.operations._rows.cases import norm_arrays
+from ejkernel.operations.common.case import Case, Toggle
+from ejkernel.operations.common.rows.cases import norm_arrays
 
 
 def _arrays(*shape: int, axis: int = -1, scale: bool = True, magnitude: float = 1.0, apart: float | None = None) -> Any:

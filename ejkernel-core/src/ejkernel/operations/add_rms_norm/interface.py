@@ -6,12 +6,20 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ejkernel._arrays import ArraySpec
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec, statistics_dtype
+from ejkernel.call.records import Bound, Cost
 from ejkernel.errors import invalid
-from ejkernel.operation import Bound, Cost, Operation
-from ejkernel.operations._numbers import check_compute, statistics_dtype
-from ejkernel.operations._rows.interface import ALONG_AXIS, SHARDABLE_ROWS, ScaledCall, check_rows, check_scaling, row_dims
+from ejkernel.operations.common.rows.interface import (
+    ALONG_AXIS,
+    SHARDABLE_ROWS,
+    ScaledCall,
+    check_rows,
+    check_scaling,
+    row_dims,
+)
 from ejkernel.plugin import Phase
+from ejkernel.utils.checks import check_compute
 
 
 class AddRmsNormInputs(NamedTuple):

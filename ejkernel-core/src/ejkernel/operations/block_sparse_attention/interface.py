@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._arrays import ArraySpec, named
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec, named
+from ejkernel.call.random import positions
+from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.operation import Bound, Call, Cost, Operation
-from ejkernel.operations._checks import check_array, check_shape
-from ejkernel.operations._random import positions
 from ejkernel.operations.block_sparse_attention.tiles import check_predicate
 from ejkernel.operations.flash_attention.bind import as_count
 from ejkernel.operations.flash_attention.interface import OPERATION as FLASH_ATTENTION
@@ -23,6 +23,7 @@ from ejkernel.operations.flash_attention.interface import (
     FlashAttentionOutputs,
 )
 from ejkernel.plugin import Phase
+from ejkernel.utils.checks import check_array, check_shape
 
 
 class BlockSparseAttentionInputs(NamedTuple):

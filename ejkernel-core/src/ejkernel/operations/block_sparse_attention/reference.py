@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 
-from ejkernel._arrays import ArraySpec
+from ejkernel.call.arrays import ArraySpec
 from ejkernel.operations.block_sparse_attention.interface import (
     BlockSparseAttentionCall,
     BlockSparseAttentionInputs,

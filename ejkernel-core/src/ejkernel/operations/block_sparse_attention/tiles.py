@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._arrays import ArraySpec
+from ejkernel.call.arrays import ArraySpec
 from ejkernel.errors import wrong_type
 from ejkernel.operations.flash_attention import pairs
 

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ejkernel._arrays import ArraySpec, named
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
+from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid
-from ejkernel.operation import Bound, Call, Cost, Operation
-from ejkernel.operations import _vocabulary as vocabulary
-from ejkernel.operations._checks import check_shape
-from ejkernel.operations._numbers import check_compute, statistics_dtype
-from ejkernel.operations._rows.interface import SHARDABLE_ROWS, row_dims
+from ejkernel.operations.common import vocabulary as vocabulary
+from ejkernel.operations.common.rows.interface import SHARDABLE_ROWS, row_dims
 from ejkernel.operations.flash_attention.bind import as_precision, as_soft_cap
 from ejkernel.plugin import Phase
+from ejkernel.utils.checks import check_compute, check_shape
 
 IGNORED = -1
 """The target of a row that takes no part."""

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._arrays import ArraySpec, named
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
+from ejkernel.call.random import cumulative, segments
+from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.operation import Bound, Call, Cost, Operation
-from ejkernel.operations._checks import check_array, check_shape
-from ejkernel.operations._numbers import check_compute, finite_number, statistics_dtype
-from ejkernel.operations._packed import as_bounds, check_bounds, check_packed
-from ejkernel.operations._random import cumulative, segments
+from ejkernel.operations.common.packed import as_bounds, check_bounds, check_packed
 from ejkernel.plugin import Phase
+from ejkernel.utils.checks import check_array, check_compute, check_shape, finite_number
 
 NORM_EPSILON = 1e-6
 """Added to the squared length of query and key where they are normalised."""

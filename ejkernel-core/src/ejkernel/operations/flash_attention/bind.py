@@ -13,8 +13,8 @@ import numpy as np
 from jax.core import Tracer
 
 from ejkernel.errors import EjkernelWarning, invalid, wrong_type
-from ejkernel.operations._checks import check_array
 from ejkernel.operations.flash_attention import dropout
+from ejkernel.utils.checks import check_array
 
 _LOGITS_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _PRECISIONS = ("default", "high", "highest")

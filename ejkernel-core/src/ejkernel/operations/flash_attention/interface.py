@@ -10,10 +10,11 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from ejkernel._arrays import ArraySpec, named
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec, named
+from ejkernel.call.random import positions, segments
+from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid
-from ejkernel.operation import Bound, Call, Cost, Operation
-from ejkernel.operations._random import positions, segments
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.pairs import count_pairs
 from ejkernel.operations.flash_attention.visibility import Visibility

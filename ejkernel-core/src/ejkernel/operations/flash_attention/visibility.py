@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.operations._checks import check_array
 from ejkernel.operations.flash_attention.bind import as_count, as_flag, as_score_shaped
+from ejkernel.utils.checks import check_array
 
 Window = tuple[int | None, int | None]
 ALIGNMENTS = ("top_left", "bottom_right")

@@ -11,14 +11,14 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._arrays import ArraySpec, has_gradient
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec, has_gradient
+from ejkernel.call.random import shares
+from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.operation import Bound, Call, Cost, Operation
-from ejkernel.operations._checks import check_array, check_shape
-from ejkernel.operations._numbers import check_compute
-from ejkernel.operations._random import shares
 from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
+from ejkernel.utils.checks import check_array, check_compute, check_shape
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 """Dtypes of lhs, beside those of two bytes and more, and then of rhs; the two sides may differ."""

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ejkernel._arrays import ArraySpec, named
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
+from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.operation import Bound, Call, Cost, Operation
-from ejkernel.operations import _vocabulary as vocabulary
-from ejkernel.operations._checks import check_shape
-from ejkernel.operations._numbers import finite_number, statistics_dtype
-from ejkernel.operations._rows.interface import SHARDABLE_ROWS, row_dims
+from ejkernel.operations.common import vocabulary as vocabulary
+from ejkernel.operations.common.rows.interface import SHARDABLE_ROWS, row_dims
 from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
+from ejkernel.utils.checks import check_shape, finite_number
 
 DIRECTIONS = ("forward", "reverse", "jsd")
 

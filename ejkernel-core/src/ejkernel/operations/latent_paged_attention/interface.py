@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._arrays import ArraySpec, named
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec, named
+from ejkernel.call.random import requests
+from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.operation import Bound, Call, Cost, Operation
-from ejkernel.operations import _pages
-from ejkernel.operations._checks import check_array, check_shape
-from ejkernel.operations._numbers import check_compute
-from ejkernel.operations._random import requests
+from ejkernel.operations.common import pages as _pages
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.paged_attention.interface import as_window
 from ejkernel.plugin import Phase
+from ejkernel.utils.checks import check_array, check_compute, check_shape
 
 
 class LatentPagedAttentionInputs(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.operations._case import Case, Toggle
+from ejkernel.operations.common.case import Case, Toggle
 
 
 def arrays(

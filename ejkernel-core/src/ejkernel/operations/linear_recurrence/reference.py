@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel._arrays import named
+from ejkernel.call.arrays import named
 from ejkernel.operations.linear_recurrence.interface import (
     LinearRecurrenceCall,
     LinearRecurrenceInputs,

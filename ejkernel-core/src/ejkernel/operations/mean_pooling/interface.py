@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ejkernel._arrays import ArraySpec
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec
+from ejkernel.call.random import cumulative
+from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid
-from ejkernel.operation import Bound, Call, Cost, Operation
-from ejkernel.operations._numbers import check_compute
-from ejkernel.operations._packed import as_bounds, check_bounds, check_packed
-from ejkernel.operations._random import cumulative
+from ejkernel.operations.common.packed import as_bounds, check_bounds, check_packed
 from ejkernel.plugin import Phase
+from ejkernel.utils.checks import check_compute
 
 
 class MeanPoolingInputs(NamedTuple):

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._arrays import ArraySpec, named
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
+from ejkernel.call.random import positions
+from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid
-from ejkernel.operation import Bound, Call, Cost, Operation
-from ejkernel.operations._numbers import statistics_dtype
-from ejkernel.operations._random import positions
-from ejkernel.operations._selected import NOTHING, check_integers, distinct
+from ejkernel.operations.common.selected import NOTHING, check_integers, distinct
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.plugin import Phase

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.operations._case import Case, Toggle
-from ejkernel.operations._pages import FUSED, INTERLEAVED
+from ejkernel.operations.common.case import Case, Toggle
+from ejkernel.operations.common.pages import FUSED, INTERLEAVED
 
 
 def cache_of(

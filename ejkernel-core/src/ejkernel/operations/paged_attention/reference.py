@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.operations._pages import FUSED, alternating
+from ejkernel.operations.common.pages import FUSED, alternating
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
 
 

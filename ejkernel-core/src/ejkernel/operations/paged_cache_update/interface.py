@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ejkernel._arrays import ArraySpec, has_gradient, named
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec, has_gradient, named
+from ejkernel.call.random import requests
+from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid
-from ejkernel.operation import Bound, Call, Cost, Operation
-from ejkernel.operations import _pages
-from ejkernel.operations._checks import check_array
-from ejkernel.operations._numbers import check_compute
-from ejkernel.operations._pages import FUSED, PageShape
-from ejkernel.operations._random import requests
+from ejkernel.operations.common import pages as _pages
+from ejkernel.operations.common.pages import FUSED, PageShape
 from ejkernel.plugin import Phase
+from ejkernel.utils.checks import check_array, check_compute
 
 
 class PagedCacheUpdateInputs(NamedTuple):

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.operations._case import Case, Toggle
-from ejkernel.operations._rotary.cases import rotary_arrays
+from ejkernel.operations.common.case import Case, Toggle
+from ejkernel.operations.common.rotary.cases import rotary_arrays
 
 
 def _arrays(

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ejkernel._arrays import ArraySpec
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec, statistics_dtype
+from ejkernel.call.records import Bound, Cost
 from ejkernel.errors import wrong_type
-from ejkernel.operation import Bound, Cost, Operation
-from ejkernel.operations._numbers import statistics_dtype
-from ejkernel.operations._rotary.interface import RotaryCall, check_rotation, head_dims
-from ejkernel.operations._rows.interface import check_scaling
+from ejkernel.operations.common.rotary.interface import RotaryCall, check_rotation, head_dims
+from ejkernel.operations.common.rows.interface import check_scaling
 from ejkernel.plugin import Phase
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.operations._rotary.reference import rotate, rotation_gradients
-from ejkernel.operations._rows.interface import per_row
-from ejkernel.operations._rows.reference import mean_of_rows, parameter_gradient
+from ejkernel.operations.common.rotary.reference import rotate, rotation_gradients
+from ejkernel.operations.common.rows.interface import per_row
+from ejkernel.operations.common.rows.reference import mean_of_rows, parameter_gradient
 from ejkernel.operations.qk_norm_rope.interface import QkNormRopeCall, QkNormRopeInputs, QkNormRopeOutputs
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.operations._case import Case, Toggle
-from ejkernel.quantization._format import resolve_format
+from ejkernel.operations.common.case import Case, Toggle
+from ejkernel.quantization.format import resolve_format
 
 
 def packed(rng: np.random.Generator, rows: int, columns: int, mode: str, bits: int, group: int) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ejkernel._arrays import ArraySpec
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec
+from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.operation import Bound, Call, Cost, Operation
-from ejkernel.operations._numbers import check_compute
 from ejkernel.plugin import Phase
-from ejkernel.quantization._format import QuantizationFormat, resolve_format
 from ejkernel.quantization._weights import check_packed
+from ejkernel.quantization.format import QuantizationFormat, resolve_format
+from ejkernel.utils.checks import check_compute
 
 
 class QuantizedMatmulInputs(NamedTuple):

@@ -9,7 +9,7 @@ from ejkernel.operations.quantized_matmul.interface import (
     QuantizedMatmulInputs,
     QuantizedMatmulOutputs,
 )
-from ejkernel.quantization._codes import NF4
+from ejkernel.quantization.codes import NF4
 
 
 def _codes(words: np.ndarray, bits: int, count: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ejkernel.operations._rows.cases import NORM_CASES, NORM_TOGGLES
+from ejkernel.operations.common.rows.cases import NORM_CASES, NORM_TOGGLES
 
 CASES = NORM_CASES
 TOGGLES = NORM_TOGGLES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from ejkernel.operations._rows.interface import NormCall, NormInputs, RowNorm
+from ejkernel.operations.common.rows.interface import NormCall, NormInputs, RowNorm
 
 RmsNormInputs = NormInputs
 

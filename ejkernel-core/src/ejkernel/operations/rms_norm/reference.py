@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ejkernel.operations._rows.interface import per_row
-from ejkernel.operations._rows.reference import apply_parameters, mean_of_rows, parameter_gradient
+from ejkernel.operations.common.rows.interface import per_row
+from ejkernel.operations.common.rows.reference import apply_parameters, mean_of_rows, parameter_gradient
 from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs
 
 

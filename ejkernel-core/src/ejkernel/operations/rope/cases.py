@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ejkernel.operations._case import Case, Toggle
-from ejkernel.operations._rotary.cases import rotary_arrays
+from ejkernel.operations.common.case import Case, Toggle
+from ejkernel.operations.common.rotary.cases import rotary_arrays
 
 _BENCH = frozenset({"bench"})
 

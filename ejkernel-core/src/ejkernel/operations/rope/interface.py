@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ejkernel._arrays import ArraySpec
-from ejkernel.operation import Bound, Cost, Operation
-from ejkernel.operations._rotary.interface import RotaryCall, check_rotation, head_dims
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec
+from ejkernel.call.records import Bound, Cost
+from ejkernel.operations.common.rotary.interface import RotaryCall, check_rotation, head_dims
 from ejkernel.plugin import Phase
 
 

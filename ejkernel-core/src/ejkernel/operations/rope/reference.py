@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ejkernel.operations._rotary.reference import rotate, rotation_gradients
+from ejkernel.operations.common.rotary.reference import rotate, rotation_gradients
 from ejkernel.operations.rope.interface import RopeCall, RopeInputs, RopeOutputs
 
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._arrays import ArraySpec, named
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
+from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import wrong_type
-from ejkernel.operation import Bound, Call, Cost, Operation
-from ejkernel.operations._checks import check_shape
-from ejkernel.operations._numbers import check_compute, statistics_dtype
 from ejkernel.plugin import Phase
+from ejkernel.utils.checks import check_compute, check_shape
 
 NOTHING_SEEN = -1e30
 """The exponent of a state that has seen no token: finite, so that its distance to any other is; `exp` of it is 0."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel._arrays import named
+from ejkernel.call.arrays import named
 from ejkernel.operations.rwkv4.interface import NOTHING_SEEN, Rwkv4Call, Rwkv4Inputs, Rwkv4Outputs
 
 

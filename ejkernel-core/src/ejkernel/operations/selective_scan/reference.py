@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel._arrays import named
+from ejkernel.call.arrays import named
 from ejkernel.operations.selective_scan.interface import SelectiveScanCall, SelectiveScanInputs, SelectiveScanOutputs
 
 

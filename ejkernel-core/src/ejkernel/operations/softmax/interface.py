@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel._arrays import ArraySpec
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec
+from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.operation import Bound, Call, Cost, Operation
-from ejkernel.operations._checks import check_array, normalise_axis
-from ejkernel.operations._numbers import check_compute, finite_number
-from ejkernel.operations._rows.interface import SHARDABLE_ROWS, row_dims
+from ejkernel.operations.common.rows.interface import SHARDABLE_ROWS, row_dims
 from ejkernel.plugin import Phase
+from ejkernel.utils.checks import check_array, check_compute, finite_number, normalise_axis
 
 
 class SoftmaxInputs(NamedTuple):

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from ejkernel import _dispatch, _policy
-from ejkernel._records import resolve
-from ejkernel._registry import kernel_registry
-from ejkernel.plugin import Target
+from ejkernel._dispatch.execution import run_forward
+from ejkernel._plugins.registry import kernel_registry
+from ejkernel.call.policy import use
+from ejkernel.plugin import Target, resolve
 from ejkernel.testing.problem import DTYPES, Problem, case_named, cases_of, is_of, toggles_of
 from ejkernel.testing.report import Report
 from ejkernel.testing.shapes import bound_shapes
@@ -62,7 +62,7 @@ def test_supports_predicts_lowering(operation_name: str, platform_name: str, ful
     lowered = 0
     for case in cases if full else cases[:_SAMPLE]:
         for target in TARGETS:
-            with _policy.use(target=target):
+            with use(target=target):
                 problem = Problem(operation_name, case, "float32", platform_name).in_what_runs()
                 if problem.refusal() is None:
                     _lower(problem, _LOWERING_PLATFORM[target.backend])
@@ -136,4 +136,4 @@ def _equal(first: Any, second: Any) -> bool:
 
 def _program(problem: Problem) -> str:
     request = problem.request()
-    return jax.jit(lambda inputs: _dispatch.run_forward(request, inputs)).lower(problem.bound.inputs).as_text()
+    return jax.jit(lambda inputs: run_forward(request, inputs)).lower(problem.bound.inputs).as_text()

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ejkernel._arrays import has_gradient, named, parse_dims
-from ejkernel._partition import AUTO_ON_TPU
+from ejkernel.call.arrays import has_gradient, named, parse_dims
+from ejkernel.call.partition import AUTO_ON_TPU
+from ejkernel.operations.common.tolerance import check_close
 from ejkernel.testing.problem import Problem
 from ejkernel.testing.suite.transforms import SAME
-from ejkernel.testing.tolerance import check_close
 
 __all__ = ["test_explicit_mesh", "test_jit_over_sharded_inputs", "test_shard_map"]
 

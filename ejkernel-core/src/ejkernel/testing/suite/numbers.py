@@ -10,14 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from ejkernel._records import resolve
-from ejkernel._registry import kernel_registry
+from ejkernel._plugins.registry import kernel_registry
 from ejkernel.errors import NoKernelError
-from ejkernel.plugin import Target
+from ejkernel.operations.common.tolerance import EXTREME, FORWARD, GRADIENT, check_close, deviation
+from ejkernel.plugin import Target, resolve
 from ejkernel.testing.problem import Problem, is_of
 from ejkernel.testing.report import Report
 from ejkernel.testing.spaces import check_space
-from ejkernel.testing.tolerance import EXTREME, FORWARD, GRADIENT, check_close, deviation
 
 __all__ = ["test_config_space", "test_every_config", "test_forward", "test_gradients", "test_repeats_bit_equal"]
 

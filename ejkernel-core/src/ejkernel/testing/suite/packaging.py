@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ejkernel._records import resolve
-from ejkernel._registry import kernel_registry
-from ejkernel.plugin import SUPPORTED_API_LEVELS
+from ejkernel._plugins.registry import kernel_registry
+from ejkernel.configs.entry import load_entries
+from ejkernel.plugin import SUPPORTED_API_LEVELS, resolve
 from ejkernel.testing.problem import is_of
 from ejkernel.testing.report import Report
 from ejkernel.testing.tables import unused
-from ejkernel.tuning._entry import load_entries
 
 __all__ = ["test_light_module", "test_plugin_is_found", "test_references_resolve", "test_tuning_tables_are_of_use"]
 

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel import EXPORT_DISABLED_CHECKS, _policy
-from ejkernel._arrays import has_gradient
-from ejkernel._registry import kernel_registry
+from ejkernel._plugins.export import EXPORT_DISABLED_CHECKS
+from ejkernel._plugins.registry import kernel_registry
+from ejkernel.call.arrays import has_gradient
+from ejkernel.call.policy import use
+from ejkernel.operations.common.tolerance import GRADIENT, Tolerance, check_close
 from ejkernel.testing.problem import Problem, is_of, seed_of
-from ejkernel.testing.tolerance import GRADIENT, Tolerance, check_close
 
 __all__ = [
     "test_checkpoint",
@@ -215,7 +216,7 @@ def test_plain_jax_second_derivatives(transformed: Problem) -> None:
         return sum(jnp.vdot(a[name], b[name]) for name in a)
 
     first = jax.grad(loss)(values)
-    with _policy.use(custom_gradients=False):
+    with use(custom_gradients=False):
         tangent = jax.jvp(loss, (values,), (direction,))[1]
         hessian_direction = jax.grad(lambda v: jax.jvp(loss, (v,), (direction,))[1])(values)
         transposed = jax.grad(lambda v: dot(jax.grad(loss)(v), direction))(values)

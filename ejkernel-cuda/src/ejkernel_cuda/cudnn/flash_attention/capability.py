@@ -10,7 +10,7 @@ import math
 import os
 import re
 
-from ejkernel._capability import HALVES, array_problem, device_problem
+from ejkernel.targets.nvidia import HALVES, array_problem, device_problem
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import Target
 from ejkernel_cuda.cudnn._call import installed_version

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel._arrays import ArraySpec, has_gradient
+from ejkernel.call import ArraySpec, has_gradient
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall, GroupedMatmulInputs, GroupedMatmulOutputs
 from ejkernel.operations.grouped_matmul.phases import (
     backward_of_nothing,

@@ -1,0 +1,1 @@
+"""Candidates -> decision -> run, and `explain`."""

@@ -1,0 +1,142 @@
+"""Candidates -> Decision -> run. Dispatching is explaining: the decision that is printed is the one that is acted on."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from typing import Any
+
+from ejkernel._plugins.records import Candidate
+from ejkernel._plugins.registry import kernel_registry
+from ejkernel.call.decision import Decision, Verdict
+from ejkernel.call.order import Priority, default_priority
+from ejkernel.call.request import Request
+from ejkernel.configs.quarantine import QuarantinedError
+from ejkernel.configs.select import Selected, preferred_platform, select
+from ejkernel.plugin import Phase, resolve
+
+
+def decide(request: Request, phase: Phase) -> Decision:
+    """Judge every candidate for one phase and choose."""
+    wanted, setting, table, judged = _judged(request, phase)
+    chosen, picked = _choose(request, phase, judged)
+    verdicts = tuple(dataclasses.replace(v, verdict="chosen") if v.candidate is chosen else v for v in judged)
+    if not wanted and chosen is not None:
+        setting = "tuning table" if table in (chosen.id, chosen.platform) else "priority"
+    return Decision(
+        operation=request.operation.name,
+        phase=phase,
+        call=request.call,
+        target=request.target,
+        verdicts=verdicts,
+        chosen=chosen,
+        setting=setting,
+        config=picked.config if picked else None,
+        tier=picked.tier if picked else "",
+        quarantined=picked.quarantined if picked else (),
+        absent=tuple((r.name, r.state, r.reason) for r in kernel_registry.records if not r.ok),
+    )
+
+
+def willing(request: Request, phase: Phase) -> list[Candidate]:
+    """The candidates that support the call and may run it, in the order of preference, whatever becomes of their configs."""
+    return [verdict.candidate for verdict in _judged(request, phase)[-1] if verdict.verdict == "available"]
+
+
+def _judged(request: Request, phase: Phase) -> tuple[tuple[str, ...], str, str | None, list[Verdict]]:
+    """The platforms asked for, the setting that did, what tuning tables prefer, and every candidate's verdict, best first."""
+    candidates = kernel_registry.candidates(request.operation.name, phase)
+    wanted, setting = _wanted(request, phase, candidates)
+    table = None if wanted else preferred_platform(request, phase)
+    judged = (_judge(request, candidate, wanted, table) for candidate in candidates)
+    return wanted, setting, table, sorted(judged, key=lambda verdict: verdict.rank)
+
+
+def _choose(request: Request, phase: Phase, judged: list[Verdict]) -> tuple[Candidate | None, Selected | None]:
+    """The first that is available, with its config. One whose every config is quarantined is refused in `judged`."""
+    for place, verdict in enumerate(judged):
+        if verdict.verdict == "available":
+            try:
+                return verdict.candidate, select(request, phase, verdict.candidate, lambda: _other_phase(request, phase))
+            except QuarantinedError as error:
+                reasons = (*verdict.reasons, str(error))
+                judged[place] = dataclasses.replace(verdict, verdict="refused", reasons=reasons)
+    return None, None
+
+
+def _other_phase(request: Request, phase: Phase) -> Candidate | None:
+    """What runs the other phase, if anything can; its configs are not looked at."""
+    if phase == "forward":
+        return next(iter(willing(request.saving_residuals(), "backward")), None)
+    return next(iter(willing(request, "forward")), None)
+
+
+def _wanted(request: Request, phase: Phase, candidates: tuple[Candidate, ...]) -> tuple[tuple[str, ...], str]:
+    """Platforms that a setting names. For backward, one that has no code for the phase at all leaves it to the others."""
+    policy = request.policy
+    wanted = policy.platforms
+    if phase == "backward" and not any(_matches(candidate, wanted) for candidate in candidates):
+        wanted = ()
+    return wanted, policy.source if wanted else "priority"
+
+
+def _matches(candidate: Candidate, names: tuple[str, ...]) -> bool:
+    return candidate.platform in names or candidate.id in names
+
+
+def _judge(request: Request, candidate: Candidate, wanted: tuple[str, ...], table: str | None) -> Verdict:
+    implementation = candidate.implementation
+    reasons: list[str] = []
+    verdict = "available"
+    if not {"any", request.target.backend} & {*implementation.backends}:
+        reasons.append(f"runs on {'/'.join(implementation.backends)}, the target is {request.target.backend}")
+        verdict = "refused"
+    elif implementation.supports is not None:
+        reason, verdict = _ask_supports(request, implementation)
+        reasons += [reason] if reason else []
+    if request.native_only and implementation.partitioning != "native":
+        reasons.append(request.native_only)
+        verdict = "refused"
+    if not request.policy.custom_gradients and implementation.phase == "forward" and not implementation.plain_jax:
+        reasons.append("custom_gradients=False needs plain JAX code")
+        verdict = "refused"
+    if wanted and not _matches(candidate, wanted):
+        reasons.append(f"{request.policy.source} asks for {', '.join(wanted)}")
+        verdict = "not asked for"
+    if candidate.platform in request.policy.forbid or candidate.id in request.policy.forbid:
+        reasons.append("forbidden by use(...) or EJKERNEL_FORBID")
+        verdict = "forbidden"
+    named_by_table = table in (candidate.id, candidate.platform)
+    if verdict == "available" and candidate.origin == "third-party" and not wanted and not named_by_table:
+        reasons.append(f"third party: ask for platform={candidate.platform!r}")
+        verdict = "opt-in"
+    priority = _priority(request, candidate)
+    if verdict == "available" and priority.reason and not wanted and not named_by_table:
+        reasons.append(f"stands lower: {priority.reason}")
+    return Verdict(candidate, verdict, tuple(reasons), _rank(candidate, wanted, named_by_table, priority))
+
+
+def _priority(request: Request, candidate: Candidate) -> Priority:
+    """In the default order. What was registered takes part with its own priority."""
+    if candidate.origin == "registered":
+        return Priority(candidate.implementation.priority)
+    phase = candidate.implementation.phase
+    return default_priority(candidate.id, request.operation.name, request.call, phase, request.target)
+
+
+def _ask_supports(request: Request, implementation: Any) -> tuple[str, str]:
+    try:
+        reason = resolve(implementation.supports)(request.call, request.target)
+    except Exception as error:  # noqa: BLE001 - a raise means broken, which is reported and never taken for "unsupported"
+        line = traceback.format_exception_only(error)[-1].strip()
+        return f"supports() raised {line}", "broken"
+    if reason is not None and not isinstance(reason, str):
+        return f"supports() returned {reason!r}, expected None or a reason", "broken"
+    return (reason or "", "refused" if reason is not None else "available")
+
+
+def _rank(candidate: Candidate, wanted: tuple[str, ...], named_by_table: bool, priority: Priority) -> tuple[Any, ...]:
+    """Smaller is better: the order asked for, then the tuning table, then priority, then the alphabet."""
+    place = next((i for i, name in enumerate(wanted) if name in (candidate.platform, candidate.id)), len(wanted))
+    own = 0 if candidate.origin == "registered" else candidate.implementation.priority
+    return (place, not named_by_table, -priority.level, -own, candidate.id)

@@ -1,0 +1,140 @@
+"""Decision -> run: the chosen implementation of a phase, split over devices where its inputs are."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel._dispatch.decisions import decide
+from ejkernel._dispatch.recording import note
+from ejkernel._plugins.records import Candidate
+from ejkernel.call.arrays import ArraySpec, named
+from ejkernel.call.decision import Decision
+from ejkernel.call.partition import (
+    AUTO_ON_TPU,
+    MIXED_AXES,
+    Layout,
+    is_mixed,
+    mesh_of,
+    placed_like,
+    run_auto,
+    run_explicit,
+    vary_like,
+)
+from ejkernel.call.request import Request
+from ejkernel.errors import FallbackWarning, NoKernelError
+from ejkernel.plugin import FALLBACK, FIRST_PARTY, Phase, resolve
+from ejkernel.targets import building_for
+
+_warned: set[tuple[str, str, str]] = set()
+
+
+def _admitted(request: Request, phase: Phase) -> tuple[Decision, Candidate]:
+    decision = decide(request, phase)
+    if decision.chosen is None:
+        raise NoKernelError(f"{decision}\n{_next_step(request)}", decision)
+    _warn_of_fallback(decision)
+    return decision, decision.chosen
+
+
+def _next_step(request: Request) -> str:
+    if request.policy.platforms or request.policy.forbid:
+        return "Widen or drop the platform setting, or install a plugin that supports this call; see `ejkernel doctor`."
+    everywhere = f"`pip install {FIRST_PARTY[FALLBACK]}` runs everywhere"
+    return f"Install a plugin that supports this call ({everywhere}); see `ejkernel doctor`."
+
+
+def _warn_of_fallback(decision: Decision) -> None:
+    """Warn once when something preferred could not run: it is broken, or it leaves an accelerator to the portable path."""
+    if decision.setting != "priority":
+        return
+    chosen = next(verdict for verdict in decision.verdicts if verdict.verdict == "chosen")
+    fell_back = decision.target.backend != "cpu" and chosen.candidate.platform == FALLBACK
+    for verdict in decision.verdicts:
+        if verdict.rank < chosen.rank and (verdict.verdict == "broken" or (verdict.verdict == "refused" and fell_back)):
+            key = (decision.operation, verdict.candidate.id, "; ".join(verdict.reasons))
+            if key not in _warned:
+                _warned.add(key)
+                where = f"{decision.operation} ({decision.phase}) runs on {chosen.candidate.id}"
+                warnings.warn(f"{where}: {verdict.candidate.id}: {key[2]}", FallbackWarning, stacklevel=2)
+
+
+def run_forward(request: Request, inputs: Any) -> Any:
+    """Dispatch and run the forward phase, split over devices where the inputs are. Returns Outputs."""
+    return _run_partitioned(request, "forward", (inputs,))
+
+
+def run_backward(request: Request, inputs: Any, outputs: Any, cotangents: Any) -> Any:
+    """Dispatch and run the backward phase. Returns an Inputs tuple of gradients, None where there is none."""
+    return _run_partitioned(request, "backward", (inputs, outputs, cotangents))
+
+
+def _run_partitioned(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> Any:
+    mesh = mesh_of(arguments)
+    if mesh is None:
+        return _run_local(request, phase, arguments)
+    if is_mixed(mesh):
+        request = dataclasses.replace(request, native_only=MIXED_AXES)
+    explicit = any(mesh.shape[axis] > 1 for axis in mesh.explicit_axes)
+    if request.target.backend == "tpu" and not explicit and not request.native_only:
+        request = dataclasses.replace(request, native_only=AUTO_ON_TPU)
+    if not explicit and _admitted(request, phase)[1].implementation.partitioning == "native":
+        return _run_local(request, phase, arguments)
+    results = _expected(request, phase, arguments)
+    layout = Layout.of(request.operation, request.call, arguments, results)
+
+    def run(*shards: Any) -> Any:
+        return _run_local(request.reshaped(shards[0]), phase, shards)
+
+    if explicit:
+        found = run_explicit(layout, mesh, run, arguments, results)
+        return placed_like(found, arguments[0], mesh) if phase == "backward" else found
+    return run_auto(layout, run, arguments, results)
+
+
+def _run_local(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> Any:
+    decision, chosen = _admitted(request, phase)
+    function: Callable[..., Any] = resolve(chosen.implementation.target)
+    expected = _expected(request, phase, arguments)
+    suffix = "" if phase == "forward" else ".backward"
+    mark = note(request, decision)
+    with jax.named_scope(f"ejkernel.{request.operation.name}{suffix}[{chosen.id}]{mark}"), building_for(request.target):
+        try:
+            results = function(request.call, *arguments, decision.config)
+        except Exception:
+            if not mark:
+                raise
+            # The calls of a program are being listed, so that the tuner can find out which of their configs work.
+            results = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), expected)
+    results = vary_like(results, arguments)
+    _check_results(chosen, phase, results, expected)
+    return results
+
+
+def _expected(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> Any:
+    """The tuple of ArraySpecs that a phase must return."""
+    operation = request.operation
+    if phase == "forward":
+        return operation.output_specs(request.call)
+    present = {name: ArraySpec.of(value) for name, value in operation.moving(arguments[0]).items()}
+    return operation.Inputs(**{**dict.fromkeys(operation.Inputs._fields), **present})
+
+
+def _check_results(chosen: Candidate, phase: Phase, results: Any, expected: Any) -> None:
+    """An implementation that returns something else than the contract is broken, and said to be so at once."""
+    got = {name: ArraySpec.of(value) for name, value in named(results)}
+    wanted = dict(named(expected))
+    if got != wanted:
+        differences = [
+            f"{name}: returned {got.get(name)}, contract says {wanted.get(name)}"
+            for name in dict.fromkeys((*wanted, *got))
+            if got.get(name) != wanted.get(name)
+        ]
+        raise TypeError(
+            f"{chosen.id} ({phase}) breaks the contract of {chosen.implementation.operation}: {'; '.join(differences)}"
+        )

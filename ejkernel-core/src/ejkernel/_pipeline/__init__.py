@@ -1,0 +1,1 @@
+"""From a public call to a dispatched request: canonicalise -> differentiate -> batch -> partition -> dispatch."""

@@ -1,0 +1,162 @@
+"""The Operation: canonicalise -> differentiate -> batch -> partition -> dispatch.
+
+An operation is declared once in `ejkernel.operations`; this module turns the declaration into a function that works under
+every JAX transformation, whatever platform runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel._dispatch import explanation
+from ejkernel._dispatch.execution import run_forward
+from ejkernel._pipeline.batching import batched_backward, batched_forward
+from ejkernel.call.arrays import has_gradient, named
+from ejkernel.call.contract import Contract
+from ejkernel.call.decision import Explanation
+from ejkernel.call.partition import unify_manual_axes
+from ejkernel.call.policy import PlatformChoice, Policy, policy_for_call
+from ejkernel.call.records import Bound
+from ejkernel.call.request import Request
+from ejkernel.configs.portable import demanded_platform
+from ejkernel.configs.spaces import as_setting
+from ejkernel.errors import wrong_type
+from ejkernel.targets import Target, resolve_target
+
+
+class Operation(Contract):
+    """A contract with the way from a public function's arguments to what it returns."""
+
+    def invoke(
+        self,
+        arrays: Mapping[str, Any],
+        options: Mapping[str, Any],
+        *,
+        platform: PlatformChoice = None,
+        cfg: Any = None,
+        form: Callable[..., Bound] | None = None,
+    ) -> Any:
+        """Run the operation as a public function does.
+
+        Args:
+            arrays: keyword arguments of `canonicalise` that hold arrays (any pytree; None where absent).
+            options: its other keyword arguments; static and hashable.
+            platform: None or "auto", one platform, or several in order of preference.
+            cfg: config override for the chosen implementation: its dataclass, a mapping of its fields, or a portable config of
+                `ejkernel.modules.operations.configs`, which may also demand a platform.
+            form: another door to the same operation with `canonicalise`'s contract.
+
+        Returns:
+            What the `Bound` that `form` returned makes of the outputs.
+        """
+        platform, cfg = _demands(platform, cfg)
+        policy = policy_for_call(self.name, platform)
+        for name, value in arrays.items():
+            if isinstance(value, list):
+                raise wrong_type(name, "list", "an array")
+        leaves = jax.tree.leaves(arrays)
+        for leaf in leaves:
+            if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float)):
+                name = next(name for name, value in arrays.items() if any(one is leaf for one in jax.tree.leaves(value)))
+                raise wrong_type(name, type(leaf).__name__, "an array")
+        target = resolve_target(leaves, policy.target)
+        invocation = _Invocation(self, form, _static_options(options), policy, target, cfg)
+        if explanation.capturing():
+            raise explanation.Captured(invocation.explain(arrays))
+        self.check_values(arrays)
+        return _invoke(invocation, dict(arrays))
+
+    def run(self, request: Any, inputs: Any) -> Any:
+        """Run a canonical request on canonical inputs; differentiable, batchable, partitionable. Returns Outputs."""
+        inputs = unify_manual_axes(inputs)
+        if not request.policy.custom_gradients:
+            return run_forward(request, inputs)
+        return _differentiable(request, inputs)
+
+    def __repr__(self) -> str:
+        return f"<operation {self.name}>"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Invocation:
+    """Everything static about one public call; the key under which its program is cached."""
+
+    operation: Operation
+    form: Callable[..., Bound] | None
+    options: tuple[tuple[str, Any], ...]
+    policy: Policy
+    target: Target
+    config: Any
+
+    def bind(self, arrays: Mapping[str, Any]) -> tuple[Bound, Request]:
+        bound = (self.form or self.operation.canonicalise)(**arrays, **dict(self.options))
+        return bound, Request(self.operation, bound.call, self.target, self.policy, self.config)
+
+    def explain(self, arrays: Mapping[str, Any]) -> Explanation:
+        found: list[Request] = []
+        jax.eval_shape(lambda values: found.append(self.bind(values)[1]), dict(arrays))
+        return explanation.explain_request(found[0])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _invoke(invocation: _Invocation, arrays: dict[str, Any]) -> Any:
+    bound, request = invocation.bind(arrays)
+    return bound.finish(invocation.operation.run(request, bound.inputs))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(request: Request, inputs: Any) -> Any:
+    return _public(request, batched_forward(request, inputs))
+
+
+def _differentiable_forward(request: Request, inputs: Any) -> Any:
+    from jax.ad_checkpoint import checkpoint_name
+
+    outputs = batched_forward(request.saving_residuals(), inputs)
+    tagged = {name: checkpoint_name(value, f"{request.operation.name}.{name}") for name, value in named(outputs)}
+    outputs = request.operation.Outputs(**{**dict.fromkeys(outputs._fields), **tagged})
+    return _public(request, outputs), (inputs, outputs)
+
+
+def _differentiable_backward(request: Request, residuals: Any, cotangents: Any) -> Any:
+    inputs, outputs = residuals
+    cotangents = type(cotangents)(*(one if one is not None and has_gradient(one) else None for one in cotangents))
+    return (batched_backward(request.saving_residuals(), inputs, outputs, cotangents),)
+
+
+_differentiable.defvjp(_differentiable_forward, _differentiable_backward)
+
+
+def _public(request: Request, outputs: Any) -> Any:
+    visible = request.operation.public(request.call)
+    return type(outputs)(**{name: getattr(outputs, name) if name in visible else None for name in outputs._fields})
+
+
+def _static_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, _static(name, value)) for name, value in options.items())
+
+
+def _static(name: str, value: Any) -> Any:
+    """An option as a hashable Python value: lists become tuples, arrays of one element become numbers."""
+    if isinstance(value, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
+        raise wrong_type(name, "a traced value", "a Python value known when the program is built")
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+        if value.size != 1:
+            raise wrong_type(name, f"an array of shape {value.shape}", "a Python value")
+        return value.item()
+    return value
+
+
+def _demands(platform: PlatformChoice, cfg: Any) -> tuple[PlatformChoice, Any]:
+    """Platform and config of a call, either of which `cfg=` may say."""
+    if cfg is None:
+        return platform, None
+    return demanded_platform(cfg, platform), as_setting("cfg", cfg)

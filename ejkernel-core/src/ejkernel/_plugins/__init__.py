@@ -1,0 +1,1 @@
+"""Plugins: discovery, validation, records, the registry, and a catalog of names."""

@@ -1,0 +1,168 @@
+"""What core has, as names: operations, their default orders and the public functions. Nothing is imported until it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ejkernel.errors import invalid, suggestion
+from ejkernel.plugin import resolve
+
+OPERATIONS: Mapping[str, str] = {
+    name: f"ejkernel.operations.{name}.interface:OPERATION"
+    for name in (
+        "add_rms_norm",
+        "block_sparse_attention",
+        "cross_entropy",
+        "delta_rule",
+        "flash_attention",
+        "grouped_matmul",
+        "kl_divergence",
+        "latent_paged_attention",
+        "layer_norm",
+        "linear_recurrence",
+        "mean_pooling",
+        "native_sparse_attention",
+        "paged_attention",
+        "paged_cache_update",
+        "qk_norm_rope",
+        "quantized_matmul",
+        "rms_norm",
+        "rope",
+        "rwkv4",
+        "selective_scan",
+        "softmax",
+        "sparse_latent_attention",
+    )
+}
+"""Operations and the objects that declare them."""
+
+ORDERED = (
+    "add_rms_norm",
+    "flash_attention",
+    "grouped_matmul",
+    "layer_norm",
+    "linear_recurrence",
+    "mean_pooling",
+    "paged_attention",
+    "paged_cache_update",
+    "qk_norm_rope",
+    "rms_norm",
+    "rope",
+    "softmax",
+)
+"""Operations that have a default order."""
+
+_FUNCTIONS_OF: Mapping[str, tuple[str, ...]] = {
+    "attention": (
+        "attention",
+        "flash_attention",
+        "flash_attn_varlen",
+        "scaled_dot_product_attention",
+    ),
+    "block_sparse": ("blocksparse_attention",),
+    "deltas": (
+        "gated_delta_rule",
+        "kernel_delta_attention",
+        "ragged_gated_delta_rule",
+        "rwkv7",
+        "rwkv7_mul",
+    ),
+    "latent": (
+        "flash_mla",
+        "multi_head_latent_attention",
+    ),
+    "latent_serving": (
+        "multi_latent_ragged_page_attention",
+        "multi_latent_ragged_page_attention_v2",
+    ),
+    "losses": (
+        "fused_cross_entropy",
+        "fused_kl_divergence",
+    ),
+    "matmuls": (
+        "grouped_matmul",
+        "quantized_matmul",
+    ),
+    "norms": (
+        "fused_add_rms_norm",
+        "layer_norm",
+        "rms_norm",
+    ),
+    "pooling": ("mean_pooling",),
+    "probabilities": ("softmax",),
+    "recurrences": (
+        "gla",
+        "gla_attention",
+        "lightning_attention",
+        "lightning_attn",
+        "recurrent",
+        "recurrent_attention",
+        "retention",
+        "rwkv6",
+    ),
+    "ring": ("ring_attention",),
+    "rotary": (
+        "fused_qk_norm_rope",
+        "llama_rope",
+        "rope",
+    ),
+    "serving": (
+        "page_attention",
+        "prefill_page_attention",
+        "ragged_page_attention_v2",
+        "unified_attention",
+    ),
+    "serving_decode": (
+        "decode_attention",
+        "ragged_decode_attention",
+    ),
+    "serving_updates": (
+        "chunked_prefill_paged_decode",
+        "paged_cache_update",
+        "ragged_page_attention_v3",
+    ),
+    "sparse_attention": (
+        "apply_native_sparse_attention",
+        "native_spare_attention",
+        "native_sparse_attention",
+    ),
+    "sparse_latent": ("deepseek_attn",),
+    "states": (
+        "rwkv4",
+        "state_space_v1",
+        "state_space_v2",
+    ),
+}
+
+FUNCTIONS: Mapping[str, str] = {
+    name: f"ejkernel.modules.{module}:{name}" for module, names in _FUNCTIONS_OF.items() for name in names
+}
+"""The public functions, by the names that `explain`, `kernel_registry.get` and the command line accept."""
+
+HELPERS = (
+    "all_gather_matmul",
+    "block_sparse_layout",
+    "create_default_executor",
+    "reduce_scatter_matmul",
+    "zigzag_shard",
+    "zigzag_unshard",
+)
+"""Functions of `ejkernel.modules` that dispatch nothing."""
+
+
+def default_order(operation: str) -> Mapping[str, Mapping[str, Any]]:
+    """Backend -> implementation or platform -> where it stands, a number or a rule; empty where nothing was measured."""
+    return resolve(f"ejkernel.operations.{operation}.order:ORDER") if operation in ORDERED else {}
+
+
+def public_function(name: str) -> Callable[..., Any]:
+    """The public function of this name in `ejkernel.modules`.
+
+    Raises:
+        ValueError: there is none; the message suggests a close name.
+    """
+    if name not in FUNCTIONS:
+        plain = "; that one is the same on every platform" if name in HELPERS else suggestion(name, FUNCTIONS)
+        raise invalid("operation", repr(name), "the name of a public function that platforms implement" + plain)
+    return resolve(FUNCTIONS[name])

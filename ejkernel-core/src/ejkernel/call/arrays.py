@@ -1,0 +1,67 @@
+"""Static descriptions of arrays and of the named dimensions along which an operation may be split or batched."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySpec:
+    """Shape and dtype of one array of a call."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, array: Any) -> ArraySpec:
+        return cls(tuple(array.shape), np.dtype(array.dtype).name)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        import jax.numpy as jnp  # registers bfloat16 and the float8 types with NumPy
+
+        return self.size * jnp.dtype(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Dim:
+    """One axis of an array: the factor that it runs over, and whether it may have size 1 instead (broadcast)."""
+
+    factor: str
+    broadcasts: bool = False
+
+
+def parse_dims(text: str) -> tuple[Dim, ...]:
+    """Read `"b? h t d"`: factors by name, `?` where size 1 stands for any size."""
+    return tuple(Dim(word.rstrip("?"), word.endswith("?")) for word in text.split())
+
+
+def has_gradient(array: Any) -> bool:
+    """Whether gradients are formed in an array's dtype: floating, of two bytes or more."""
+    import jax.numpy as jnp
+
+    return jnp.issubdtype(array.dtype, jnp.floating) and np.dtype(array.dtype).itemsize > 1
+
+
+def named(values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """The present fields of a NamedTuple, as pairs."""
+    for name, value in zip(values._fields, values, strict=True):  # pyright: ignore[reportAttributeAccessIssue]
+        if value is not None:
+            yield name, value
+
+
+def statistics_dtype(dtype: str) -> str:
+    """The dtype of saved statistics of rows of this dtype: float32, or float64 for float64."""
+    return "float64" if dtype == "float64" else "float32"

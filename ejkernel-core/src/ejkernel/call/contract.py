@@ -1,0 +1,95 @@
+"""What an operation declares: its arrays, their dimensions, its results and its cost."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from ejkernel.call.arrays import ArraySpec, has_gradient, named
+from ejkernel.call.random import normal
+from ejkernel.call.records import Bound, Cost
+from ejkernel.plugin import Phase
+
+
+class Contract(abc.ABC):
+    """One mathematical function with one contract. Subclasses are stateless; one instance exists per name.
+
+    Class attributes:
+        name: as users and plugins write it.
+        Call: subclass of `Call`.
+        Inputs: NamedTuple of arrays (None where absent).
+        Outputs: NamedTuple of what forward returns: the public outputs, then residuals (None unless `save_residuals`).
+        differentiable: fields of `Inputs` that have a gradient, when they hold floats of two bytes or more.
+        shardable: factors along which the operation may be split over devices without communication, except sums of
+            gradients over factors that an input lacks. An axis of a factor may have different sizes in different arrays
+            (query heads and key heads) as long as each divides by the number of shards.
+    """
+
+    name: ClassVar[str]
+    Call: ClassVar[type]
+    Inputs: ClassVar[type]
+    Outputs: ClassVar[type]
+    differentiable: ClassVar[tuple[str, ...]]
+    shardable: ClassVar[tuple[str, ...]] = ("b",)
+
+    @abc.abstractmethod
+    def canonicalise(self, *args: Any, **kwargs: Any) -> Bound:
+        """Check the arguments, resolve defaults and return the canonical call. The one door; behind it kernels may assume."""
+
+    @abc.abstractmethod
+    def dimensions(self, call: Any) -> Mapping[str, str]:
+        """The dims of every field of Inputs and Outputs, e.g. `"b t h d"`; `?` marks an axis that may be 1 (broadcast).
+
+        The first dim of every array is the batch factor `b`, into which `vmap` folds.
+        """
+
+    def moving(self, inputs: Any) -> dict[str, Any]:
+        """The present inputs that have a gradient, by name."""
+        return {name: array for name, array in named(inputs) if name in self.differentiable and has_gradient(array)}
+
+    @abc.abstractmethod
+    def output_specs(self, call: Any) -> Any:
+        """`Outputs` of `ArraySpec`s: what forward must return for this call; residuals None unless `save_residuals`."""
+
+    @abc.abstractmethod
+    def public(self, call: Any) -> tuple[str, ...]:
+        """The fields of Outputs that the public function returns, and so have cotangents."""
+
+    @abc.abstractmethod
+    def cost(self, call: Any, phase: Phase) -> Cost:
+        """Exact work of one phase; masked tiles are not counted."""
+
+    @abc.abstractmethod
+    def run(self, request: Any, inputs: Any) -> Any:
+        """Run a canonical request on canonical inputs; differentiable, batchable, partitionable. Returns Outputs."""
+
+    def random_inputs(self, call: Any, rng: np.random.Generator, **given: Any) -> Any:
+        """Concrete NumPy inputs of a call, legal for the operation, on which implementations are checked and timed.
+
+        Floats are normal, int8 is of its whole range. An operation with inputs of other types gives them itself.
+
+        Raises:
+            NotImplementedError: an input that is not floating is not given.
+        """
+        values: dict[str, Any] = dict.fromkeys(self.Inputs._fields)  # pyright: ignore[reportAttributeAccessIssue]
+        for name in values:
+            spec: ArraySpec | None = getattr(call, name)
+            if spec is not None:
+                values[name] = given[name] if name in given else _normal(self.name, name, spec, rng)
+        return self.Inputs(**values)
+
+    def check_values(self, arrays: Mapping[str, Any]) -> None:
+        """Check concrete values (never tracers) before anything runs, e.g. that cumulative lengths are sorted."""
+
+
+def _normal(operation: str, name: str, spec: ArraySpec, rng: np.random.Generator) -> Any:
+    dtype = jax.numpy.dtype(spec.dtype)
+    if dtype == np.int8:  # quantised numbers
+        return rng.integers(-127, 128, spec.shape, np.int8)
+    if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
+        raise NotImplementedError(f"{operation}: does not say what a random {name} of {spec.dtype} may hold")
+    return normal(rng, spec.shape, dtype)

@@ -1,0 +1,42 @@
+"""One invocation as data: the canonical call, its cost, and its arrays with the way back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """The canonical, hashable description of one invocation.
+
+    A subclass has one `ArraySpec | None` field for every field of the operation's `Inputs`, under the same name, and its flags.
+
+    Attributes:
+        save_residuals: whether forward must return the residuals that backward reads. Set by core, never by users.
+    """
+
+    save_residuals: bool = False
+
+    @property
+    def tolerated_as(self) -> str | None:
+        """The dtype to whose tolerances results are held, whatever their own; None: to those of their own."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Work of one phase: floating-point operations and the fewest bytes that must move."""
+
+    flops: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A checked call with its arrays, and the way back from outputs to what the public function returns."""
+
+    call: Any
+    inputs: Any
+    finish: Callable[[Any], Any]

@@ -1,0 +1,1 @@
+"""What is made of several operations and collectives."""

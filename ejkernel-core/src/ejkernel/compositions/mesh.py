@@ -1,0 +1,163 @@
+"""`mesh=, in_specs=, out_specs=` of the public functions: one `jax.shard_map` around the local call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ejkernel._dispatch.explanation import capturing
+from ejkernel.errors import invalid, wrong_type
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The static part of a sharded call; the key under which its program is cached."""
+
+    function: Callable[..., Any]
+    options: tuple[tuple[str, Any], ...]
+    mesh: Any
+    specs: tuple[tuple[str, PartitionSpec], ...]
+    out_specs: Any
+
+    def local(self, arrays: Mapping[str, Any]) -> Any:
+        return self.function(**arrays, **{name: restored(value) for name, value in self.options})
+
+
+def over_mesh(
+    function: Callable[..., Any],
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    positional: Sequence[str],
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    dims: Any = None,
+) -> Any:
+    """`function(**arrays, **options)`, inside `jax.shard_map` when there is a mesh.
+
+    Args:
+        function: a function of the module level; it is part of the key under which the program is cached.
+        arrays: its array arguments; None where absent.
+        options: its other arguments, hashable.
+        positional: names of the array arguments in the order of `in_specs`; an entry that `arrays` lacks takes a spec too.
+        mesh: a `jax.sharding.Mesh` or None.
+        in_specs: one PartitionSpec or None (whole on every device) for each positional array.
+        out_specs: a PartitionSpec, or a tuple of them for several results.
+        dims: the axes of every positional array, as `"b t h d"`: b and h may be split, alike in all arrays; others may not.
+            Without, any may.
+    """
+    if not is_sharded(mesh, in_specs, out_specs) or capturing():
+        return function(**arrays, **options)
+    specs = named_specs(arrays, positional, in_specs)
+    if dims is not None:
+        _check_split(arrays, specs, mesh, dims)
+    options = {name: hashable(value) for name, value in options.items()}
+    out_specs = tuple(out_specs) if isinstance(out_specs, list) else out_specs
+    return _run(_Plan(function, tuple(options.items()), mesh, tuple(specs.items()), out_specs), dict(arrays))
+
+
+def _check_split(arrays: Mapping[str, Any], specs: Mapping[str, PartitionSpec], mesh: Any, dims: Mapping[str, str]) -> None:
+    """Refuse specs under which devices would compute something else than the whole: they see neither other tokens nor heads."""
+    found: dict[str, tuple[str, Any]] = {}
+    for name, letters in dims.items():
+        array = arrays.get(name)
+        if array is None or len(getattr(array, "shape", ())) != len(letters.split()):
+            continue
+        entries = (*_without_single(specs.get(name, PartitionSpec()), mesh), *[None] * len(array.shape))
+        for letter, entry, size in zip(letters.split(), entries, array.shape, strict=False):
+            if letter not in ("b", "h") and entry is not None:
+                raise invalid("in_specs", f"axis {letter} of {name} split over {entry}", "it whole on every device")
+            if letter in ("b", "h") and size != 1:
+                other, wanted = found.setdefault(letter, (name, entry))
+                if entry != wanted:
+                    got = f"axis {letter} of {name} split over {entry or 'nothing'}"
+                    raise invalid("in_specs", got, f"{wanted or 'nothing'} as in {other}")
+
+
+def _without_single(spec: PartitionSpec, mesh: Any) -> PartitionSpec:
+    """The spec less the axes of one device, which split nothing but would make results count as varying along them."""
+    kept: list[Any] = []
+    for entry in spec:
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        several = tuple(axis for axis in axes if mesh.shape.get(axis, 2) > 1)
+        kept.append(several[0] if len(several) == 1 else several or None)
+    return PartitionSpec(*kept)
+
+
+class _Knobs(tuple[tuple[str, Any], ...]):
+    """A mapping (`cfg={"block_q": 64}`) as pairs, which can be part of a key."""
+
+
+def hashable(value: Any) -> Any:
+    """Lists as tuples and mappings as pairs; `restored` is the way back for mappings."""
+    if isinstance(value, Mapping):
+        return _Knobs(tuple((name, hashable(knob)) for name, knob in cast("Mapping[str, Any]", value).items()))
+    return tuple(cast("list[Any]", value)) if isinstance(value, list) else value
+
+
+def restored(value: Any) -> Any:
+    """A mapping that `hashable` made pairs of, as a mapping; anything else as it is."""
+    return dict(value) if isinstance(value, _Knobs) else value
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(plan: _Plan, arrays: dict[str, Any]) -> Any:
+    absent = {name: None for name, value in arrays.items() if value is None}
+    arrays = {name: value for name, value in arrays.items() if value is not None}
+    specs = dict(plan.specs)
+    in_specs = {name: specs.get(name) or jax.tree.map(lambda _: PartitionSpec(), value) for name, value in arrays.items()}
+    return shard(lambda arrays: plan.local({**absent, **arrays}), arrays, plan.mesh, in_specs, plan.out_specs)
+
+
+def shard(function: Callable[[Any], Any], arrays: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
+    """`jax.shard_map` of a function of one pytree; on an explicit mesh its arrays are placed first, as shard_map demands.
+
+    Mesh axes of one device split nothing: they are left out of in_specs, so that out_specs need not name them.
+    """
+    in_specs = jax.tree.map(lambda spec: _without_single(spec, mesh), in_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    if AxisType.Explicit in mesh.axis_types:
+        arrays = jax.tree.map(lambda leaf, spec: jax.sharding.reshard(leaf, NamedSharding(mesh, spec)), arrays, in_specs)
+    return jax.shard_map(function, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs)(arrays)
+
+
+def is_sharded(mesh: Any, in_specs: Any, out_specs: Any) -> bool:
+    """Whether there is a mesh; specs belong to one, and it to them.
+
+    Raises:
+        ValueError: one is given without the other.
+        TypeError: what is given is no mesh.
+    """
+    if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise wrong_type("mesh", type(mesh).__name__, "a jax.sharding.Mesh, or None")
+    for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
+        if mesh is None and specs is not None:
+            raise invalid(name, specs, "None without a mesh", remedy="pass mesh= too")
+        if mesh is not None and specs is None:
+            raise invalid(name, None, "PartitionSpecs with mesh=")
+    return mesh is not None
+
+
+def named_specs(
+    arrays: Mapping[str, Any], positional: Sequence[str], in_specs: Any, following: Sequence[str] = ()
+) -> dict[str, PartitionSpec]:
+    """The spec of every present array that has one; None means whole, except for `following`, which are then left out."""
+    if not isinstance(in_specs, (tuple, list)) or isinstance(in_specs, PartitionSpec):
+        got = "a single PartitionSpec" if isinstance(in_specs, PartitionSpec) else type(in_specs).__name__
+        raise wrong_type("in_specs", got, "a tuple with one PartitionSpec or None per array")
+    if len(in_specs) > len(positional):
+        raise invalid(
+            "in_specs", f"{len(in_specs)} entries", f"at most {len(positional)}, one for each of {', '.join(positional)}"
+        )
+    specs: dict[str, PartitionSpec] = {}
+    for name, spec in zip(positional, in_specs, strict=False):
+        if spec is not None and not isinstance(spec, PartitionSpec):
+            raise wrong_type("in_specs", f"{type(spec).__name__} for {name}", "a PartitionSpec or None")
+        if arrays.get(name) is not None and not (spec is None and name in following):
+            specs[name] = PartitionSpec() if spec is None else spec
+    return specs

@@ -1,0 +1,185 @@
+"""`mesh=, in_specs=, out_specs=` of the attention functions: one `jax.shard_map` around the local call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ejkernel._dispatch.explanation import capturing
+from ejkernel.compositions import mesh as _mesh
+from ejkernel.errors import invalid
+from ejkernel.operations.flash_attention import bind
+
+Axes = tuple[str, ...]
+_FOLLOWING = ("bias", "softmax_aux")
+"""Arrays that are split as the query is unless a spec says otherwise."""
+
+
+class Invokable(Protocol):
+    """An `Operation`, or what is called like one."""
+
+    def invoke(
+        self, arrays: Mapping[str, Any], options: Mapping[str, Any], *, platform: Any, cfg: Any, form: Callable[..., Any] | None
+    ) -> Any: ...
+
+    def check_values(self, arrays: Mapping[str, Any]) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The static part of a sharded call; the key under which its program is cached."""
+
+    operation: Invokable
+    form: Callable[..., Any] | None
+    options: tuple[tuple[str, Any], ...]
+    settings: tuple[tuple[str, Any], ...]
+    mesh: Any
+    specs: tuple[tuple[str, PartitionSpec], ...]
+    out_specs: Any
+    split: Split
+
+    def invoke(self, arrays: Mapping[str, Any]) -> Any:
+        settings = {name: _mesh.restored(value) for name, value in self.settings}
+        return self.operation.invoke(arrays, dict(self.options), form=self.form, **settings)
+
+
+def invoke(
+    operation: Invokable,
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    positional: Sequence[str],
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    form: Callable[..., Any] | None = None,
+    sequence_axes: Axes = (),
+    **settings: Any,
+) -> Any:
+    """`operation.invoke`, inside `jax.shard_map` when there is a mesh.
+
+    Args:
+        operation, arrays, options, form: as in `Operation.invoke`.
+        positional: names of the array arguments in the order of `in_specs`; an entry that `arrays` lacks takes a spec too.
+        mesh: a `jax.sharding.Mesh` or None.
+        in_specs: one PartitionSpec or None for each positional array. A bias or sinks without one are split as the query is.
+        out_specs: a PartitionSpec, or a tuple of them for several results.
+        sequence_axes: the mesh axes over which the lengths of queries and keys are split; without them they must be whole.
+        **settings: `platform` and `cfg`.
+    """
+    if not _mesh.is_sharded(mesh, in_specs, out_specs):
+        return operation.invoke(arrays, options, form=form, **settings)
+    if capturing():
+        return operation.invoke(arrays, options, form=form, **settings)
+    specs = _mesh.named_specs(arrays, positional, in_specs, following=_FOLLOWING)
+    split = Split.of(arrays, specs, mesh)
+    _check_lengths(split, sequence_axes)
+    plan = Plan(
+        operation=operation,
+        form=form,
+        options=tuple(options.items()),
+        settings=tuple((name, _mesh.hashable(value)) for name, value in settings.items()),
+        mesh=mesh,
+        specs=tuple(specs.items()),
+        out_specs=tuple(out_specs) if isinstance(out_specs, list) else out_specs,
+        split=split,
+    )
+    operation.check_values(arrays)
+    return _run(plan, dict(arrays))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(plan: Plan, arrays: dict[str, Any]) -> Any:
+    arrays = _with_streams(plan, arrays)
+    arrays = {name: value for name, value in arrays.items() if value is not None}
+    in_specs = {name: _specs_of(plan, name, value) for name, value in arrays.items()}
+    return _mesh.shard(plan.invoke, arrays, plan.mesh, in_specs, plan.out_specs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The mesh axes, of more than one device, over which attention is split."""
+
+    batch: Axes = ()
+    queries: Axes = ()
+    keys: Axes = ()
+    heads: Axes = ()
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Any], specs: Mapping[str, PartitionSpec], mesh: Any) -> Split:
+        """Read it off the specs of query and key, `[b, t, h, d]` or `[t, h, d]`."""
+
+        def axes(name: str, axis: int) -> Axes:
+            rank, spec = len(arrays[name].shape), specs.get(name, PartitionSpec())
+            entry = spec[rank + axis] if 0 <= rank + axis < len(spec) else None
+            names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            return tuple(name for name in names if mesh.shape[name] > 1)
+
+        split = cls(axes("query", -4), axes("query", -3), axes("key", -3), axes("query", -2))
+        for name in ("key", "value"):
+            if axes(name, -4) != split.batch:
+                raise invalid("in_specs", f"batch axes {axes(name, -4)} for {name}", f"the query's {split.batch}")
+            if axes(name, -2) != split.heads and not (arrays[name].shape[-2] == 1 and not axes(name, -2)):
+                raise invalid("in_specs", f"head axes {axes(name, -2)} for {name}", f"the query's {split.heads}")
+            if axes(name, -3) != split.keys:
+                raise invalid("in_specs", f"length axes {axes(name, -3)} for {name}", f"the key's {split.keys}")
+        return split
+
+
+def _check_lengths(split: Split, sequence_axes: Axes) -> None:
+    for name, axes in (("query", split.queries), ("key", split.keys)):
+        if axes and not sequence_axes:
+            remedy = "split batch and heads, or call ring_attention with axis_name="
+            raise invalid("in_specs", f"the {name}'s length split over {axes}", "whole sequences", remedy=remedy)
+        if axes != sequence_axes:
+            raise invalid("in_specs", f"the {name}'s length split over {axes or 'nothing'}", f"split over {sequence_axes}")
+
+
+def mask_info_specs(mask_info: Any, split: Split) -> Any:
+    """PartitionSpecs of a `MaskInfo`'s arrays: each axis is split as in query and key, unless it has size 1.
+
+    Where queries and keys are split over the same axes, a dense mask keeps all keys of its queries.
+    """
+    axes = {
+        "dense": (split.batch, split.heads, split.queries, () if split.keys == split.queries else split.keys),
+        **dict.fromkeys(("query_segments", "query_positions"), (split.batch, split.queries)),
+        **dict.fromkeys(("key_segments", "key_positions"), (split.batch, split.keys)),
+        **dict.fromkeys(("query_lengths", "key_lengths"), (split.batch,)),
+    }
+
+    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        entries = zip(axes[path[-1].name], leaf.shape, strict=True)
+        return PartitionSpec(*(names if names and size != 1 else None for names, size in entries))
+
+    return jax.tree_util.tree_map_with_path(spec, mask_info)
+
+
+def _with_streams(plan: Plan, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The dropout streams of the whole problem in place of its seed, so that splitting it drops the same entries."""
+    changed = {name: value for name, value in arrays.items() if name != "dropout_seed"}
+    query, rate = arrays["query"], dict(plan.options).get("dropout_prob", 0.0)
+    batch = query.shape[0] if len(query.shape) == 4 else 1
+    streams = bind.dropout_streams(bind.as_dropout_rate(rate), arrays.get("dropout_seed"), batch, query.shape[-2])
+    return {**changed, "dropout_streams": streams}
+
+
+def _specs_of(plan: Plan, name: str, value: Any) -> Any:
+    if name in dict(plan.specs):
+        return dict(plan.specs)[name]
+    if name == "mask_info":
+        return mask_info_specs(value, plan.split)
+    if name == "dropout_streams":
+        return PartitionSpec(plan.split.batch or None, plan.split.heads or None)
+    if name in ("query_lengths", "key_lengths", "key_tiles", "full_tiles"):
+        return PartitionSpec(plan.split.batch if plan.split.batch and value.shape[0] != 1 else None)
+    if name == "softmax_aux":
+        return PartitionSpec(plan.split.heads if plan.split.heads and value.shape[0] != 1 else None)
+    if name in ("mask", "bias"):
+        entries = (plan.split.batch, plan.split.heads, plan.split.queries, ())[-len(value.shape) :]
+        return PartitionSpec(*(axes if axes and size != 1 else None for axes, size in zip(entries, value.shape, strict=False)))
+    return jax.tree.map(lambda _: PartitionSpec(), value)

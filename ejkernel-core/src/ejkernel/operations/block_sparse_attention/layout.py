@@ -1,0 +1,180 @@
+"""Tile lists of a mask, built once and used by every layer that shares the mask."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from ejkernel.call.arrays import ArraySpec
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.masks import MaskInfo
+from ejkernel.operations.block_sparse_attention import tiles
+from ejkernel.operations.flash_attention.bind import as_count
+from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
+from ejkernel.operations.flash_attention.visibility import Visibility, as_window
+
+MaskBuilder = Callable[[Any, Any], Any]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("mask_info", "key_tiles", "full_tiles"),
+    meta_fields=("q_blocksize", "kv_blocksize", "mask_builder"),
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockSparseLayout:
+    """A mask and the tiles of the score matrix that it leaves. A pytree; make it with `block_sparse_layout`.
+
+    Attributes:
+        mask_info: the mask, all that was said of it but `mask_builder`.
+        key_tiles: int32 `[B|1, n, m]`: for each block of queries the blocks of keys that hold a visible pair, then -1.
+        full_tiles: bool `[B|1, n, m]`: all pairs of the tile are visible.
+        q_blocksize, kv_blocksize: tokens in a block.
+        mask_builder: a rule `(query_positions, key_positions) -> bool` that belongs to the mask, or None.
+    """
+
+    mask_info: MaskInfo
+    key_tiles: Any
+    full_tiles: Any
+    q_blocksize: int
+    kv_blocksize: int
+    mask_builder: MaskBuilder | None = None
+
+    @property
+    def counts(self) -> Any:
+        """Tiles that each block of queries visits, int32 `[B|1, n]`."""
+        return tiles.TileLists(self.key_tiles, self.full_tiles).counts
+
+    def density(self, keys: int) -> Any:
+        """The visited part of all tiles, with keys of this length."""
+        return jnp.mean(self.counts) / -(-keys // self.kv_blocksize)
+
+
+def block_sparse_layout(
+    queries: int,
+    keys: int | None = None,
+    *,
+    mask_info: MaskInfo | None = None,
+    mask_builder: Any = None,
+    causal: bool = True,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    q_blocksize: int = 128,
+    kv_blocksize: int = 128,
+) -> BlockSparseLayout:
+    """The tiles of a mask: build once, pass as `qkv_layouts` to `blocksparse_attention` in every layer.
+
+    A tile is listed if it holds a visible pair of any head. With a dense mask or a `mask_builder` every pair is looked at, in
+    O(T S) time and O(q_blocksize S) memory; otherwise bounds of positions and segments decide, in O(T + S), and a tile that
+    several rules only together leave empty may be listed too, which costs time and changes no result.
+
+    Args:
+        queries: T.
+        keys: S; None means T.
+        mask_info: a `MaskInfo`; may be traced.
+        mask_builder: a function `(query_positions, key_positions) -> bool` of int32 arrays that broadcast together, elementwise,
+            made of operators that NumPy and JAX share; or a map bool `[n, tiles]` or `[B, n, tiles]` of the tiles to visit.
+        causal: a query sees keys up to its own position.
+        sliding_window: `(left, right)`, inclusive; an int w means (w, w).
+        chunk_size: only keys of the query's own chunk are visible.
+        q_blocksize: queries of one tile; it need not divide T.
+        kv_blocksize: keys of one tile.
+
+    Returns:
+        A `BlockSparseLayout`; all parts hold together (AND).
+
+    Raises:
+        ValueError: sizes that do not fit.
+        TypeError: a wrong type.
+
+    Source: Dong et al., Flex Attention: A programming model for generating optimized attention kernels, 2024 (block masks).
+    """
+    queries = as_count("queries", queries, 0)
+    keys = queries if keys is None else as_count("keys", keys, 0)
+    q_block, k_block = as_count("q_blocksize", q_blocksize, 1), as_count("kv_blocksize", kv_blocksize, 1)
+    given = Visibility.of_mask_info(mask_info)
+    batch = 1 if mask_info is None or mask_info.batch_size is None else mask_info.batch_size
+    sizes = (batch, 1 if given.mask is None else given.mask.shape[1], queries, keys)
+    asked = Visibility(causal=causal, window=as_window(sliding_window), chunk_size=chunk_size)
+    said = asked.checked(sizes) & given.checked(sizes)
+    predicate, tile_map = as_predicate_or_map(mask_builder, -(-queries // q_block), -(-keys // k_block))
+    if predicate is not None:
+        tiles.check_predicate(predicate)
+    lists = _lists(said.aligned(None, queries, keys), queries, keys, predicate, tile_map, (q_block, k_block))
+    return BlockSparseLayout(_as_mask_info(said, sizes), *lists, q_block, k_block, predicate)
+
+
+def as_predicate_or_map(builder: Any, blocks: int | None, tiles: int | None) -> tuple[MaskBuilder | None, Any]:
+    """A `mask_builder` as a function or as a map of tiles, whichever it is."""
+    if builder is None:
+        return None, None
+    if callable(builder):
+        for cell in getattr(builder, "__closure__", None) or ():
+            if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(cell.cell_contents)):
+                remedy = "put what is only known at run time into mask_info: segments, positions or a dense mask"
+                raise wrong_type("mask_builder", "a function that holds a traced array", "one that does not", remedy=remedy)
+        return builder, None
+    if not hasattr(builder, "dtype") or builder.dtype != bool:
+        raise wrong_type("mask_builder", repr(builder), "a function of positions, or a map bool [n, tiles] or [B, n, tiles]")
+    found = builder if len(builder.shape) == 3 else builder[None]
+    if len(found.shape) != 3 or (blocks is not None and tuple(found.shape[1:]) != (blocks, tiles)):
+        raise invalid(
+            "mask_builder", f"a map of shape {tuple(builder.shape)}", f"[{blocks}, {tiles}] or [B, {blocks}, {tiles}]"
+        )
+    return None, found
+
+
+def _lists(
+    said: Visibility, queries: int, keys: int, predicate: MaskBuilder | None, tile_map: Any, blocks: tuple[int, int]
+) -> tuple[Any, Any]:
+    if not queries or not keys:
+        empty = np.zeros((1, -(-queries // blocks[0]), 0))
+        return jnp.asarray(empty, jnp.int32), jnp.asarray(empty, bool)
+    said = said.with_padding_as_segments(queries, keys)
+    call = FlashAttentionCall(
+        query=ArraySpec((1, queries, 1, 1), "float32"),
+        key=ArraySpec((1, keys, 1, 1), "float32"),
+        value=ArraySpec((1, keys, 1, 1), "float32"),
+        mask=None if said.mask is None else ArraySpec.of(said.mask),
+        scale=1.0,
+        causal=said.causal,
+        query_offset=said.query_offset,
+        window=said.window,
+        chunk_size=said.chunk_size,
+        prefix=said.prefix,
+    )
+    names = ("mask", "query_segments", "key_segments", "query_positions", "key_positions")
+    arrays = {name: array for name in names if (array := getattr(said, name)) is not None}
+    return _listed(call, predicate, blocks, arrays, tile_map)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _listed(call: Any, predicate: Any, blocks: tuple[int, int], arrays: Any, tile_map: Any) -> tuple[Any, Any]:
+    inputs = FlashAttentionInputs(None, None, None, **arrays)
+    some, every = tiles.tile_map(call, inputs, predicate, *blocks)
+    return tuple(tiles.listed(some if tile_map is None else some & tile_map, every))
+
+
+def _as_mask_info(said: Visibility, sizes: tuple[int, int, int, int]) -> MaskInfo:
+    return MaskInfo(
+        dense=said.mask,
+        query_segments=said.query_segments,
+        key_segments=said.key_segments,
+        query_positions=said.query_positions,
+        key_positions=said.key_positions,
+        query_lengths=said.query_lengths,
+        key_lengths=said.key_lengths,
+        causal=said.causal,
+        causal_offset=said.query_offset,
+        window=said.window,
+        chunk_size=said.chunk_size,
+        prefix=said.prefix if said.causal else None,
+        sizes=(None, sizes[2], sizes[3]),
+    )

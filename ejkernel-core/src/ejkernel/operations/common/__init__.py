@@ -1,0 +1,1 @@
+"""What several operations share: families of rows and rotations, pages, packed sequences, cases."""

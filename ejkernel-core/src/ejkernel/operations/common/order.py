@@ -1,0 +1,17 @@
+"""How far one platform stands before another in the default order, and what several orders share.
+
+Orders are data that recorded measurements justify: platform or implementation id -> level, larger is preferred; or, where a
+platform is faster for some calls alone, a rule `(call, phase, target) -> Priority`, which says for the others why it stands lower.
+XLA stands at 0, what was slower below it, and what was not measured below that. All of it was measured on Hopper (H100, H200);
+other GPUs take the same order until they are measured. `tests/test_default_order.py` holds every rule against the recorded times.
+"""
+
+from __future__ import annotations
+
+from ejkernel.call.order import UNMEASURED, Priority
+from ejkernel.targets.nvidia import HALVES
+
+__all__ = ["HALVES", "UNMEASURED", "Priority"]
+
+BEHIND_XLA, XLA = -1, 0
+BEHIND_TRITON, TRITON, BEHIND_MOSAIC_GPU, AHEAD_OF_TRITON, FIRST, AHEAD_OF_CUDA = 5, 10, 15, 20, 30, 40

@@ -1,0 +1,41 @@
+"""Checks of packed sequences, `cu_seqlens [n + 1]`, that several operations share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.utils.checks import check_array
+
+
+def check_packed(cu_seqlens: Any, name: str, batch: int) -> None:
+    """Refuse what is not integers `[n + 1]` beside an array `name` of batch 1."""
+    check_array("cu_seqlens", cu_seqlens, ndim=1, floating=False)
+    if not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+        raise wrong_type("cu_seqlens", f"dtype {cu_seqlens.dtype}", "integers")
+    if cu_seqlens.shape[0] < 1:
+        raise invalid("cu_seqlens", "no element", "[n + 1], so at least one")
+    if batch != 1:
+        raise invalid(name, f"batch {batch}", "batch 1 with cu_seqlens", remedy="pack the sequences along T")
+
+
+def as_bounds(cu_seqlens: Any) -> Any:
+    """cu_seqlens as the canonical int32 `[1, n + 1]`."""
+    return jnp.asarray(cu_seqlens, jnp.int32)[None]
+
+
+def check_bounds(cu_seqlens: Any, name: str, array: Any) -> None:
+    """Refuse concrete cu_seqlens that decrease, do not start at 0 or end beyond the length of an array `[B,T,...]`."""
+    if cu_seqlens is None or array is None or isinstance(cu_seqlens, jax.core.Tracer):
+        return
+    values = np.asarray(cu_seqlens)
+    if values.ndim != 1 or values.size == 0 or getattr(array, "ndim", 0) < 2:
+        return
+    if values[0] != 0 or values[-1] > array.shape[1] or (np.diff(values) < 0).any():
+        raise invalid(
+            "cu_seqlens", values, f"values that do not decrease, from 0 to at most {array.shape[1]} = length of {name}"
+        )

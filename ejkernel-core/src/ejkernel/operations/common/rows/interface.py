@@ -1,0 +1,175 @@
+"""What the normalisations over rows share: door, dims and cost."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call.arrays import ArraySpec, statistics_dtype
+from ejkernel.call.records import Bound, Call, Cost
+from ejkernel.errors import invalid
+from ejkernel.plugin import Phase
+from ejkernel.utils.checks import check_compute, check_shape, finite_number, normalise_axis
+
+
+class NormInputs(NamedTuple):
+    """x `[b, ..., d]`, scale and offset `[1 or b, d]`."""
+
+    x: Any
+    scale: Any = None
+    offset: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledCall(Call):
+    """Static facts of a normalisation over the last axis that a scale follows."""
+
+    x: ArraySpec
+    scale: ArraySpec | None = None
+    epsilon: float = 1e-6
+    scale_offset: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormCall(ScaledCall):
+    """Static facts of a normalisation over the last axis."""
+
+    offset: ArraySpec | None = None
+
+
+ALONG_AXIS = "[size of x along axis]"
+SHARDABLE_ROWS = ("b", "r1", "r2", "r3", "r4", "r5", "r6")
+
+
+def row_dims(rank: int) -> tuple[str, ...]:
+    """Factors of the leading axes of a canonical array `[b, ..., d]` of this rank."""
+    return ("b", *(f"r{i}" for i in range(1, rank - 1)))
+
+
+class Rows(NamedTuple):
+    """Where the rows of an array lie."""
+
+    axis: int
+    ndim: int
+
+    def canonical(self, array: Any) -> Any:
+        """`[b, ..., d]`: the rows last, below at least one other axis."""
+        moved = jnp.moveaxis(array, self.axis, -1)
+        return moved[None] if self.ndim == 1 else moved
+
+    def restored(self, array: Any) -> Any:
+        """The inverse of `canonical`."""
+        return jnp.moveaxis(array[0] if self.ndim == 1 else array, -1, self.axis)
+
+
+def check_rows(name: str, x: Any, axis: int) -> Rows:
+    """The rows of a floating array along `axis`."""
+    check_compute(name, x)
+    if x.ndim == 0:
+        raise invalid(name, "shape ()", "at least one axis")
+    return Rows(normalise_axis(axis, x.ndim), x.ndim)
+
+
+def check_scaling(
+    parameters: Mapping[str, Any],
+    width: int,
+    meaning: str,
+    epsilon: Any,
+    scale_offset: Any,
+    scales: tuple[str, ...] = ("scale",),
+) -> tuple[float, float]:
+    """epsilon and scale_offset as floats; every parameter that is there is a floating `[width]`.
+
+    Args:
+        parameters: by name; None where absent.
+        width: of a row; `meaning` says which size that is.
+        epsilon: added to the mean square or the variance.
+        scale_offset: added to the parameters that `scales` names.
+    """
+    epsilon = finite_number("epsilon", epsilon, at_least=0)
+    scale_offset = finite_number("scale_offset", scale_offset)
+    for name, value in parameters.items():
+        if value is not None:
+            check_compute(name, value)
+            check_shape(name, value, (width,), meaning)
+    absent = next((name for name in scales if parameters[name] is None), None)
+    if absent and scale_offset:
+        raise invalid("scale_offset", scale_offset, f"0 without {absent}", remedy=f"pass {absent}, to which it is added")
+    return epsilon, scale_offset
+
+
+class RowNorm(Operation, abc.ABC):
+    """A normalisation of the rows of x, `[b, ..., d]`, then `* (scale + scale_offset) + offset`.
+
+    Class attributes:
+        statistics: the residual fields of Outputs, one number per row each.
+        flops: floating-point operations per element, forward and backward, without parameters.
+    """
+
+    Inputs = NormInputs
+    differentiable = ("x", "scale", "offset")
+    shardable = SHARDABLE_ROWS
+    statistics: ClassVar[tuple[str, ...]]
+    flops: ClassVar[tuple[int, int]]
+
+    def canonicalise(
+        self, x: Any, scale: Any = None, offset: Any = None, *, epsilon: float = 1e-6, axis: int = -1, scale_offset: float = 0.0
+    ) -> Bound:
+        """Check and bring the normalised axis last.
+
+        Args:
+            x: `[..., d, ...]`, floating, at least one axis.
+            scale: `[d]` or None (ones).
+            offset: `[d]` or None (zeros).
+            epsilon: added to the mean square or the variance; >= 0.
+            axis: the axis of size d.
+            scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1` (Gemma).
+        """
+        rows = check_rows("x", x, axis)
+        parameters = {"scale": scale, "offset": offset}
+        epsilon, scale_offset = check_scaling(parameters, x.shape[rows.axis], ALONG_AXIS, epsilon, scale_offset)
+        inputs = NormInputs(rows.canonical(x), None if scale is None else scale[None], None if offset is None else offset[None])
+        call = self.Call(
+            x=ArraySpec.of(inputs.x),
+            scale=None if scale is None else ArraySpec.of(inputs.scale),
+            offset=None if offset is None else ArraySpec.of(inputs.offset),
+            epsilon=epsilon,
+            scale_offset=scale_offset,
+        )
+
+        def finish(outputs: Any) -> Any:
+            return rows.restored(outputs.out)
+
+        return Bound(call, inputs, finish)
+
+    def dimensions(self, call: NormCall) -> Mapping[str, str]:
+        rows = " ".join(row_dims(len(call.x.shape)))
+        return {"x": f"{rows} d", "scale": "b? d", "offset": "b? d", "out": f"{rows} d", **dict.fromkeys(self.statistics, rows)}
+
+    def output_specs(self, call: NormCall) -> Any:
+        statistic = ArraySpec(call.x.shape[:-1], statistics_dtype(call.x.dtype)) if call.save_residuals else None
+        return self.Outputs(out=call.x, **dict.fromkeys(self.statistics, statistic))
+
+    def public(self, call: NormCall) -> tuple[str, ...]:
+        return ("out",)
+
+    def cost(self, call: NormCall, phase: Phase) -> Cost:
+        parameters = [spec for spec in (call.scale, call.offset) if spec is not None]
+        parameter_bytes = sum(spec.nbytes for spec in parameters)
+        statistic_bytes = len(self.statistics) * ArraySpec(call.x.shape[:-1], statistics_dtype(call.x.dtype)).nbytes
+        if phase == "forward":
+            saved = statistic_bytes if call.save_residuals else 0
+            return Cost((self.flops[0] + len(parameters)) * call.x.size, 2 * call.x.nbytes + parameter_bytes + saved)
+        scale_bytes = call.scale.nbytes if call.scale is not None else 0
+        flops = self.flops[1] + (3 if call.scale is not None else 0) + (1 if call.offset is not None else 0)
+        return Cost(flops * call.x.size, 3 * call.x.nbytes + statistic_bytes + scale_bytes + parameter_bytes)
+
+
+def per_row(parameter: Any, ndim: int) -> Any:
+    """A parameter `[1 or b, d]` shaped to broadcast against `[b, ..., d]`."""
+    return parameter.reshape(parameter.shape[0], *[1] * (ndim - 2), parameter.shape[1])

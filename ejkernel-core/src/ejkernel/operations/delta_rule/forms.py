@@ -1,0 +1,105 @@
+"""Doors to `delta_rule` beside its own: a pool of states, and RWKV-7's removal key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.call.records import Bound
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.operations.delta_rule.interface import OPERATION
+from ejkernel.utils.checks import check_array, check_compute, check_shape
+
+
+def chunked_by(chunk_size: Any, cfg: Any) -> Any:
+    """The config that `chunk_size=` and `cfg=` ask for."""
+    if chunk_size is None:
+        return cfg
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, (int, np.integer)):
+        raise wrong_type("chunk_size", repr(chunk_size), "an int")
+    if chunk_size < 1:
+        raise invalid("chunk_size", chunk_size, "a value >= 1")
+    if cfg is not None:
+        raise invalid("chunk_size", chunk_size, "None beside cfg", remedy="cfg holds it")
+    return {"chunk_size": int(chunk_size)}
+
+
+def delta(*, seg_ids: Any, platform: Any, cfg: Any, **rest: Any) -> Any:
+    """`delta_rule` with the arguments of the public functions in one dictionary, for `over_mesh`."""
+    names = ("query", "key", "value", "beta", "decay", "initial_state", "cu_seqlens")
+    arrays = {**{name: rest.pop(name) for name in names}, "segments": seg_ids}
+    return OPERATION.invoke(arrays, rest, platform=platform, cfg=cfg)
+
+
+def check_starts(query_start_loc: Any, query: Any) -> None:
+    """Refuse concrete starts that decrease, do not begin with 0 or end beyond the tokens."""
+    if isinstance(query_start_loc, jax.core.Tracer) or not hasattr(query_start_loc, "shape") or not hasattr(query, "shape"):
+        return
+    values = np.asarray(query_start_loc)
+    if values.ndim != 1 or values.size == 0 or len(query.shape) != 3:
+        return
+    if values[0] != 0 or values[-1] > query.shape[0] or (np.diff(values) < 0).any():
+        expected = f"values that do not decrease, from 0 to at most {query.shape[0]} = tokens of query"
+        raise invalid("query_start_loc", values, expected)
+
+
+def ragged(
+    *,
+    query: Any,
+    key: Any,
+    value: Any,
+    beta: Any,
+    decay: Any,
+    recurrent_state: Any,
+    query_start_loc: Any,
+    state_indices: Any,
+    **options: Any,
+) -> Bound:
+    """Canonicalise packed tokens `[N, H, ...]` whose states stand in the slots of a pool `[slots, H, D, V]`."""
+    tokens = {"query": query, "key": key, "value": value, "beta": beta, "decay": decay}
+    for name, array in tokens.items():
+        if array is not None or name in ("query", "key", "value"):
+            check_array(name, array, ndim=3 if name in ("query", "key", "value") else None)
+    check_compute("recurrent_state", recurrent_state, ndim=4)
+    for name, array in (("query_start_loc", query_start_loc), ("state_indices", state_indices)):
+        check_array(name, array, ndim=1, floating=False)
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise wrong_type(name, f"dtype {array.dtype}", "integers")
+    check_shape("query_start_loc", query_start_loc, (state_indices.shape[0] + 1,), "[requests of state_indices + 1]")
+    heads = max(query.shape[1], key.shape[1], value.shape[1])
+    slots = recurrent_state.shape[0]
+    # The number of slots may not fit into a smaller type.
+    state_indices, query_start_loc = state_indices.astype(jnp.int32), query_start_loc.astype(jnp.int32)
+    shape = (slots, heads, query.shape[2], value.shape[2])
+    check_shape("recurrent_state", recurrent_state, shape, "[slots, heads, channels of query, channels of value]")
+
+    known = (state_indices >= 0) & (state_indices < slots)
+    safe = jnp.where(known, state_indices, 0)
+    initial = recurrent_state[safe] if slots else jnp.zeros((state_indices.shape[0], *shape[1:]), recurrent_state.dtype)
+    initial = jnp.where(known[:, None, None, None], initial, 0)
+    batched = {name: None if array is None else jnp.expand_dims(array, 0) for name, array in tokens.items()}
+    bound = OPERATION.canonicalise(**batched, initial_state=initial, cu_seqlens=query_start_loc, return_state=True, **options)
+    lengths = jnp.minimum(query_start_loc[1:], query.shape[0]) - query_start_loc[:-1]
+    stored_at = jnp.where(known & (lengths > 0), state_indices, slots)
+
+    def finish(outputs: Any) -> Any:
+        out, final = bound.finish(outputs)
+        return out[0], recurrent_state.at[stored_at].set(final.astype(recurrent_state.dtype), mode="drop")
+
+    return Bound(bound.call, bound.inputs, finish)
+
+
+def by_removal(*, r: Any, w: Any, k: Any, v: Any, kk: Any, a: Any, **rest: Any) -> Bound:
+    """Canonicalise RWKV-7 with `a = kk * a` and `b = -kk`; the product is not rounded to a type of two bytes."""
+    bounds = rest.get("cu_seqlens")
+    if bounds is not None and getattr(bounds, "ndim", 0) == 1 and bounds.shape[0]:
+        # What stands after the last sequence may be NaN, and 0 * NaN would be in the gradient of this product.
+        used = (jnp.arange(kk.shape[1]) < bounds[-1])[:, None, None]
+        kk, a = jnp.where(used, kk, 0), jnp.where(used, a, 0)
+    wide = jnp.promote_types(kk.dtype, jnp.float32)
+    write = kk.astype(wide) * a.astype(wide)
+    return OPERATION.canonicalise(query=r, key=k, value=v, decay=w, a=write, b=-kk, **rest)

@@ -1,0 +1,197 @@
+"""What the functions on paged caches share: their doors to the operations, and lengths that are known checked against tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel._dispatch.explanation import capturing
+from ejkernel.call.records import Bound
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.operations.common import pages as _pages
+from ejkernel.operations.paged_attention.interface import OPERATION as PAGED_ATTENTION
+from ejkernel.operations.paged_attention.interface import as_window
+from ejkernel.operations.paged_cache_update.interface import OPERATION as PAGED_CACHE_UPDATE
+from ejkernel.utils.checks import check_array, check_shape
+
+_PAGE_AXIS: Mapping[str, int] = {"phtd": 2, "hptd": 2}
+
+
+def attend(*, form: Callable[..., Bound] | None = None, platform: Any = None, cfg: Any = None, **given: Any) -> Any:
+    """`paged_attention` on arrays and options together; a function that `over_mesh` can call."""
+    arrays = {name: value for name, value in given.items() if name not in _OPTIONS}
+    options = {name: given[name] for name in _OPTIONS if given.get(name) is not None}
+    return PAGED_ATTENTION.invoke(arrays, options, platform=platform, cfg=cfg, form=form)
+
+
+_OPTIONS = (
+    "layout",
+    "key_heads",
+    "page_size",
+    "softmax_scale",
+    "causal",
+    "sliding_window",
+    "logits_soft_cap",
+    "precision",
+    "return_lse",
+)
+
+
+def update_and_attend(
+    *,
+    query: Any,
+    key: Any,
+    value: Any,
+    key_pages: Any,
+    value_pages: Any = None,
+    query_start_loc: Any,
+    kv_lens: Any,
+    block_tables: Any,
+    distribution: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    layout: str = "pthd",
+    platform: Any = None,
+    cfg: Any = None,
+    **rest: Any,
+) -> tuple[Any, Any]:
+    """`paged_cache_update`, then `paged_attention` over what it wrote; returns the output and the pages."""
+    check_array("query", query, ndim=3)
+    check_array("key", key, ndim=3, floating=False)
+    if key.shape[0] != query.shape[0]:
+        raise invalid("key", f"{key.shape[0]} tokens", f"the {query.shape[0]} tokens of the query")
+    described = {"query_start_loc": query_start_loc, "kv_lens": kv_lens, "block_tables": block_tables}
+    scales = {name: scale for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)) if scale is not None}
+    active = {} if distribution is None else {"distribution": distribution}
+    pages = {"key_pages": key_pages} if value_pages is None else {"key_pages": key_pages, "value_pages": value_pages}
+    updated: Any = None
+    if not capturing():  # an explanation is asked of the attention
+        updated = PAGED_CACHE_UPDATE.invoke(
+            {"key": key, "value": value, **pages, **described, **scales, **active},
+            {"layout": layout},
+            platform=platform,
+            form=None if distribution is None else _update_distributed,
+        )
+        pages = dict(zip(pages, updated if isinstance(updated, tuple) else (updated,), strict=True))
+    out = attend(
+        query=query,
+        **pages,
+        **described,
+        **scales,
+        **active,
+        layout=layout,
+        form=None if distribution is None else _attend_distributed,
+        platform=platform,
+        cfg=cfg,
+        **rest,
+    )
+    return out, updated
+
+
+def one_token_each(*, query: Any, **rest: Any) -> Bound:
+    """Canonicalise one new token per request, `[R, H, D]`. Their places are a constant: JAX's range is a kernel in every call."""
+    check_array("query", query, ndim=3)
+    return PAGED_ATTENTION.canonicalise(query, query_start_loc=np.arange(query.shape[0] + 1, dtype=np.int32), **rest)
+
+
+def attend_active(*, query_start_loc: Any, kv_lens: Any, num_seqs: Any, **rest: Any) -> Bound:
+    """Canonicalise with the first `num_seqs` requests alone."""
+    starts, lengths = first_requests(query_start_loc, kv_lens, num_seqs)
+    return PAGED_ATTENTION.canonicalise(query_start_loc=starts, kv_lens=lengths, **rest)
+
+
+def _attend_distributed(*, query_start_loc: Any, kv_lens: Any, block_tables: Any, distribution: Any, **rest: Any) -> Bound:
+    return PAGED_ATTENTION.canonicalise(**distributed(query_start_loc, kv_lens, block_tables, distribution), **rest)
+
+
+def _update_distributed(*, query_start_loc: Any, kv_lens: Any, block_tables: Any, distribution: Any, **rest: Any) -> Bound:
+    return PAGED_CACHE_UPDATE.canonicalise(**distributed(query_start_loc, kv_lens, block_tables, distribution), **rest)
+
+
+def distributed(query_start_loc: Any, kv_lens: Any, block_tables: Any, distribution: Any) -> dict[str, Any]:
+    """The requests before the distribution's last entry, with the flat tables as `[R, W]`."""
+    starts, lengths = first_requests(query_start_loc, kv_lens, distribution[2])
+    tables = block_tables.reshape(kv_lens.shape[0], -1) if kv_lens.shape[0] else block_tables.reshape(0, 0)
+    return {"query_start_loc": starts, "kv_lens": lengths, "block_tables": tables}
+
+
+def check_distributed(
+    query_start_loc: Any, kv_lens: Any, block_tables: Any, distribution: Any, *, tokens: int, page_size: int
+) -> None:
+    """Check the description of requests by flat tables and a distribution, and of its values what is known."""
+    described = {"query_start_loc": query_start_loc, "kv_lens": kv_lens, "block_tables": block_tables}
+    for name, array in {**described, "distribution": distribution}.items():
+        check_array(name, array, ndim=1, floating=False)
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise wrong_type(name, f"dtype {array.dtype}", "integers")
+    check_shape("distribution", distribution, (3,), "[3]")
+    requests = kv_lens.shape[0]
+    if block_tables.shape[0] % max(requests, 1):
+        got = f"{block_tables.shape[0]} entries"
+        raise invalid("block_tables", got, f"the same number for each of the {requests} requests of kv_lens")
+    _pages.check_count("distribution", distribution, requests)
+    entries = block_tables.shape[0] // max(requests, 1)
+    meaning = f"what {entries} pages of {page_size} tokens hold"
+    _pages.check_lengths("kv_lens", kv_lens, entries * page_size, meaning, distribution)
+    _pages.check_starts("query_start_loc", query_start_loc, tokens, distribution)
+
+
+def first_requests(starts: Any, lengths: Any, count: Any) -> tuple[Any, Any]:
+    """Starts and lengths in which requests from `count` on have neither new tokens nor keys, whatever they held."""
+    for name, array in (("query_start_loc", starts), ("kv_lens", lengths)):
+        check_array(name, array, ndim=1, floating=False)
+    requests = lengths.shape[0]
+    if not isinstance(count, int):
+        check_array("num_seqs", count, floating=False)
+    if not jnp.issubdtype(jnp.result_type(count), jnp.integer) or jnp.size(count) != 1:
+        raise wrong_type("num_seqs", f"{jnp.result_type(count)} of shape {jnp.shape(count)}", "an integer, a scalar or [1]")
+    count = jnp.clip(jnp.asarray(count).reshape(()), 0, requests).astype(jnp.int32)
+    active = jnp.arange(requests + 1, dtype=jnp.int32)
+    starts = starts[jnp.minimum(active, count)] if starts.shape[0] == requests + 1 else starts
+    return starts, jnp.where(active[:-1] < count, lengths, 0)
+
+
+def window_of(sliding_window: Any) -> int | None:
+    """The last keys that are visible: an int counts them, a pair `(left, right)` means `left + 1`."""
+    return as_window(sliding_window)
+
+
+def check_known(lengths_name: str, lengths: Any, tables: Any, pages: Any, layout: str, active: Any = None) -> None:
+    """Lengths that are known must fit what the tables' pages hold."""
+    _pages.check_layout(layout)
+    if getattr(lengths, "ndim", 0) == 1:
+        _pages.check_count("num_seqs", active, lengths.shape[0])
+    if getattr(tables, "ndim", 0) == 2 and getattr(pages, "ndim", 0) >= 4:
+        size = pages.shape[_PAGE_AXIS.get(layout, 1)]
+        meaning = f"what {tables.shape[1]} pages of {size} tokens hold"
+        _pages.check_lengths(lengths_name, lengths, tables.shape[1] * size, meaning, active)
+
+
+def settings(**given: Any) -> dict[str, Any]:
+    """Options without those that are None."""
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def check_hints(**hints: Any) -> None:
+    """Hints to platforms that have such a knob must at least be of the right kind; they never change results.
+
+    Args:
+        **hints: by argument name, `(value, type or types)`; None is always right.
+    """
+    for name, (value, kinds) in hints.items():
+        if value is not None and not isinstance(value, kinds):
+            kind = " or ".join(one.__name__ for one in (kinds if isinstance(kinds, tuple) else (kinds,)))
+            raise wrong_type(name, repr(value), f"{kind}, or None")
+
+
+def check_floating_dtype(name: str, dtype: Any) -> None:
+    """Refuse what is not a floating dtype."""
+    try:
+        floating = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise invalid(name, repr(dtype), "a floating dtype, or None")

@@ -1,0 +1,43 @@
+"""The default order of `paged_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ejkernel.call.order import Rule
+from ejkernel.operations.common.order import BEHIND_TRITON, FIRST, HALVES, TRITON, Priority
+from ejkernel.operations.paged_attention.interface import PagedAttentionCall
+from ejkernel.plugin import Phase
+from ejkernel.targets import Target
+
+_MANY_REQUESTS = 8
+_MANY_STORED_BYTES = 2**25
+"""Of keys and values that block tables have room for: lengths are not known before a program runs."""
+
+
+def _paged_attention_on_cuda(call: PagedAttentionCall, phase: Phase, target: Target) -> Priority:
+    """benchmarks/results/bench_cuda_pages_h200.json, decoding from bfloat16: 0.247 ms for 64 requests, Triton 0.264, and for one
+    of 131072 tokens 0.125, Triton 0.128, and 0.253, 0.270, 0.128, 0.131 on another H200 (bench_cuda_pages_again_h200.json);
+    bench_cuda_float8_pages_again_h200.json, from float8_e4m3fn: 0.133 ms and 0.0704 ms, Triton 0.294 and 0.145. In between
+    (decoding_few_h200.json; other heads than H32/8 with an earlier form of CUDA's), microseconds:
+
+    H32/8 D128 1 x 1024    9.7, Triton 7.8      H64/8 D64 1 x 1024    10.9, Triton 7.7
+    H32/8 D128 1 x 8192    16.1, Triton 18.4    H64/8 D64 1 x 8192    14.8, Triton 14.0
+    H32/8 D128 4 x 4096    24.6, Triton 30.2    H64/8 D64 1 x 32768   27.3, Triton 28.9
+    H32/8 D128 8 x 1024    17.2, Triton 22.5    H64/8 D64 8 x 1024    15.4, Triton 17.6
+    H32/8 D128 16 x 8192   131, Triton 140      H32/32 D128 1 x 1024  13.2, Triton 12.6
+    """
+    requests = call.query.shape[0] * call.kv_lens.shape[1]
+    if call.query.shape[1] > call.kv_lens.shape[1]:
+        return Priority(BEHIND_TRITON, "it was faster for one new token of each request alone")
+    if call.key_pages.dtype == "float8_e4m3fn":
+        return Priority(FIRST)
+    if call.key_pages.dtype in HALVES:
+        stored = 2 * requests * call.longest * call.heads * (call.query.shape[3] + call.value_size)  # bytes
+        many = requests >= _MANY_REQUESTS or stored >= _MANY_STORED_BYTES
+        return Priority(FIRST) if many else Priority(BEHIND_TRITON, "Triton's was faster for a short request")
+    return Priority(BEHIND_TRITON, f"pages of {call.key_pages.dtype} were not timed beside Triton's")
+
+
+ORDER: Mapping[str, Mapping[str, int | Rule]] = {"gpu": {"triton": TRITON, "cuda": _paged_attention_on_cuda}}
+"""benchmarks/results/paged_h200.json: Triton decodes 5 to 140 times as fast as XLA, 1.8 to 1.9 times as JAX's Pallas kernel."""

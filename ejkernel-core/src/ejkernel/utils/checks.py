@@ -1,0 +1,55 @@
+"""Argument checks that several operations share. Each raises `ValueError`/`TypeError` naming argument, got and expected."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.errors import invalid, wrong_type
+
+
+def check_array(name: str, value: Any, *, ndim: int | None = None, floating: bool = True) -> None:
+    """Refuse what is not an array, of another rank, or not of a floating type."""
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise wrong_type(name, type(value).__name__, "an array")
+    if ndim is not None and len(value.shape) != ndim:
+        raise invalid(name, f"shape {tuple(value.shape)} with {len(value.shape)} axes", f"{ndim} axes")
+    if floating and not jnp.issubdtype(value.dtype, jnp.floating):
+        raise wrong_type(name, f"dtype {value.dtype}", "a floating type")
+
+
+def check_shape(name: str, value: Any, expected: tuple[int, ...], meaning: str) -> None:
+    """Refuse an array of another shape; `meaning` says what the axes are, e.g. `"[channels]"`."""
+    check_array(name, value, floating=False)
+    if tuple(value.shape) != expected:
+        raise invalid(name, f"shape {tuple(value.shape)}", f"{expected} = {meaning}")
+
+
+def normalise_axis(axis: int, ndim: int) -> int:
+    """A non-negative axis of an array of rank `ndim`."""
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise wrong_type("axis", repr(axis), "an int")
+    if not -ndim <= axis < ndim:
+        raise invalid("axis", axis, f"a value in [{-ndim}, {ndim - 1}]")
+    return axis % ndim
+
+
+def check_compute(name: str, value: Any, *, ndim: int | None = None) -> None:
+    """Refuse what is not an array of a floating type of at least 16 bits."""
+    check_array(name, value, ndim=ndim)
+    if jnp.dtype(value.dtype).itemsize < 2:
+        raise wrong_type(name, f"dtype {value.dtype}", "float32, bfloat16 or float16", remedy="convert it and apply its scale")
+
+
+def finite_number(name: str, value: Any, *, at_least: float | None = None) -> float:
+    """A Python float that is finite and not below `at_least`."""
+    if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
+        raise wrong_type(name, repr(value), "a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise invalid(name, number, "a finite number")
+    if at_least is not None and number < at_least:
+        raise invalid(name, number, f"a value >= {at_least:g}")
+    return number

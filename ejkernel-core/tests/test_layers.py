@@ -1,0 +1,90 @@
+"""Core's layers: a file imports from its own layer and from those below, nowhere from above and nowhere in a circle.
+
+Every import statement counts, wherever it stands: at the top, inside a function, or for types only.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ejkernel
+
+ROOT = Path(ejkernel.__file__).parent
+
+LAYERS = (
+    ("_version", "errors", "plugin", "targets", "typing"),
+    ("callib", "loggings", "masks", "packing", "quantization", "types", "utils", "xla_utils"),
+    ("_plugins",),
+    ("call",),
+    ("configs",),
+    ("_dispatch",),
+    ("_pipeline",),
+    ("operations",),
+    ("compositions",),
+    ("tuning",),
+    ("modules", "ops"),
+    ("testing",),
+    ("cli",),
+    ("", "__main__", "operation"),
+)
+"""From the ground up; names are files and folders of the package, "" its own `__init__`."""
+
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def files() -> dict[str, Path]:
+    """Dotted names below `ejkernel`, and where they are; a package is its `__init__`."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+FILES = files()
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name below `ejkernel` of everything of core that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import; write it in full"
+            named = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in named:
+            package, _, inner = name.partition(".")
+            if package == "ejkernel":
+                yield node.lineno, inner if inner in FILES else inner.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_no_import_points_upwards(name):
+    level = LEVEL[name.partition(".")[0]]
+    upwards = [
+        f"{FILES[name]}:{line}: imports {wanted or 'ejkernel'} of layer {LEVEL[wanted.partition('.')[0]]} from layer {level}"
+        for line, wanted in imports(FILES[name])
+        if LEVEL[wanted.partition(".")[0]] > level
+    ]
+    assert not upwards, "\n".join(upwards)
+
+
+def test_no_circles():
+    """What is left after files without imports are taken away, again and again, is a circle or stands above one."""
+    graph = {name: {wanted for _, wanted in imports(path)} - {name} for name, path in FILES.items()}
+    while ground := {name for name, wanted in graph.items() if not wanted}:
+        graph = {name: wanted - ground for name, wanted in graph.items() if name not in ground}
+    while tops := graph.keys() - set(itertools.chain.from_iterable(graph.values())):
+        graph = {name: wanted for name, wanted in graph.items() if name not in tops}
+    assert not graph, "\n".join(f"{name} -> {', '.join(sorted(wanted))}" for name, wanted in sorted(graph.items()))
+
+
+def test_every_file_has_a_layer():
+    assert {name.partition(".")[0] for name in FILES} == set(LEVEL)
