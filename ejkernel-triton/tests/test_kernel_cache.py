@@ -42,7 +42,7 @@ import jax
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import code_generator
 from ejkernel.plugin import Target
-from ejkernel._target import building_for
+from ejkernel.targets import building_for
 from ejkernel_triton import _jax_triton
 from doubling import doubling_kernel
 

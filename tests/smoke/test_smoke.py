@@ -10,13 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from ejkernel._dispatch import decisions as _dispatch
-from ejkernel.call import policy as _policy
-from ejkernel.targets import target as _target
 from ejkernel import operations
-from ejkernel.call import has_gradient
-from ejkernel.call import Request
+from ejkernel._dispatch import decisions as _dispatch
+from ejkernel.call import Request, has_gradient
+from ejkernel.call import policy as _policy
 from ejkernel.operations import get_operation
+from ejkernel.targets import target as _target
 
 TOLERANCE = 5e-5
 

@@ -36,10 +36,10 @@ __all__ = [
     "tables_beside",
 ]
 
-API_LEVEL = 1
-"""The level of the plugin API that this core speaks."""
+API_LEVEL = 2
+"""The level of the plugin API that this core speaks. Level 2 added `Implementation.accepts`."""
 
-SUPPORTED_API_LEVELS = range(1, 2)
+SUPPORTED_API_LEVELS = range(1, 3)
 """The levels that this core accepts from plugins."""
 
 ENTRY_POINT_GROUP = "ejkernel.plugins"
@@ -96,6 +96,9 @@ class Implementation:
         partitioning: `"native"` for plain JAX code that XLA itself partitions over devices; `"opaque"` for code that core
             must split by the operation's sharding rule.
         plain_jax: whether JAX can differentiate the forward code itself (`use(..., custom_gradients=False)`).
+        accepts: the optional fields of the operation's call (those that have a default) that the code honours. Core refuses a call
+            that says more, so that a field which is added later is never ignored; `supports` need not know of it. None stands for
+            the fields that calls had at API level 1.
     """
 
     operation: str
@@ -109,6 +112,7 @@ class Implementation:
     version: int = 1
     partitioning: Literal["native", "opaque"] = "opaque"
     plain_jax: bool = False
+    accepts: tuple[str, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,7 +58,7 @@ else:
 WRITER = """
 import dataclasses
 from ejkernel import tuning
-from ejkernel.tuning import _quarantine
+from ejkernel.configs import quarantine as _quarantine
 key = tuning.Key("rms_norm", "forward", "fixture", 1, "{}", "cpu", "cpu", "", "0.0.0", "0.1")
 timing = tuning.Timing({"rows": 1}, tuple(float(i) for i in range(20000)))
 for number in range(100000):

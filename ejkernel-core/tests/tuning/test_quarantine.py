@@ -345,7 +345,7 @@ class TestShipped:
 _BOTH = """
 import sys
 from ejkernel import tuning
-from ejkernel.tuning import _quarantine
+from ejkernel.configs import quarantine as _quarantine
 worker = int(sys.argv[1])
 key = tuning.Key("rms_norm", "forward", "fixture", 1, "{}", "cpu", "cpu", "", "0.0.0", "0.1")
 for number in range(30):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 _WRITER = """
 import dataclasses, sys
 from ejkernel import tuning
-from ejkernel.tuning._store import directory, read
+from ejkernel.configs.store import directory, read
 worker = int(sys.argv[1])
 key = tuning.Key("rms_norm", "forward", "fixture", 1, "{}", "cpu", "cpu", "", "0.0.0", "0.1")
 for number in range(40):

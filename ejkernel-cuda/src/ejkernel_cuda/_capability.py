@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from ejkernel.call import ArraySpec
-from ejkernel.targets.nvidia import FLOATS, array_problem, device_problem
 from ejkernel.plugin import Target
+from ejkernel.targets.nvidia import FLOATS, array_problem, device_problem
 from ejkernel_cuda._library import library_problem
 
 _KIB = 1024

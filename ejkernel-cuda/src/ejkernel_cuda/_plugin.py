@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
+from ejkernel_cuda._accepts import ACCEPTS, ACCEPTS_CUDNN
 
 _VERSIONS = {"flash_attention": 2, "paged_attention": 2, "paged_cache_update": 2, "rms_norm": 2}
 """Of implementations whose stored timings a change has made meaningless."""
@@ -21,6 +22,7 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
         supports=f"{package}.capability:supports_{phase}",
         configs=f"{package}.config:{phase.upper()}",
         version=_VERSIONS.get(operation, 1),
+        accepts=ACCEPTS[operation],
     )
 
 
@@ -34,6 +36,7 @@ def _cudnn(operation: str, phase: Phase) -> Implementation:
         backends=("gpu",),
         target=f"{package}.kernel:{phase}",
         supports=f"{package}.capability:supports_{phase}",
+        accepts=ACCEPTS_CUDNN[operation],
         priority=-1,  # behind this platform's own kernels
     )
 

@@ -21,14 +21,12 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from ejkernel._dispatch import decisions as _dispatch
+from ejkernel.call import Request, has_gradient, named
 from ejkernel.call import policy as _policy
-from ejkernel.call import has_gradient, named
-from ejkernel.plugin import resolve
-from ejkernel.targets import building_for
-from ejkernel.call import Request
 from ejkernel.operations import get_operation
 from ejkernel.operations.common.case import Case
-from ejkernel.plugin import Phase, Target
+from ejkernel.plugin import Phase, Target, resolve
+from ejkernel.targets import building_for
 from ejkernel.testing.shapes import bound_shapes
 from ejkernel_pallas import _listings
 from ejkernel_pallas._call import LITTLE_VMEM, with_vmem_limits

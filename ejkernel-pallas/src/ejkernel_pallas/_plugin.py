@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl, tables_beside
+from ejkernel_pallas._accepts import ACCEPTS_MOSAIC_GPU, ACCEPTS_TPU
 
 _PHASES: tuple[Phase, ...] = ("forward", "backward")
 _TPU: dict[str, tuple[Phase, ...]] = {
@@ -26,6 +27,7 @@ def _tpu(operation: str, phase: Phase) -> Implementation:
         target=f"{package}.kernel:{phase}",
         supports=f"{package}.capability:supports",
         configs=f"{package}.config:{phase.upper()}",
+        accepts=ACCEPTS_TPU[operation],
     )
 
 
@@ -40,6 +42,7 @@ def _mosaic_gpu(operation: str, phase: Phase) -> Implementation:
         target=f"{package}.kernel:{phase}",
         supports=f"{package}.capability:supports_{phase}",
         configs=f"{package}.config:{phase.upper()}",
+        accepts=ACCEPTS_MOSAIC_GPU[operation],
     )
 
 

@@ -14,13 +14,11 @@ from typing import Any
 import jax
 
 from ejkernel._dispatch import decisions as _dispatch
+from ejkernel.call import Request, has_gradient, named
 from ejkernel.call import policy as _policy
-from ejkernel.call import has_gradient, named
-from ejkernel.plugin import resolve
-from ejkernel.call import Request
 from ejkernel.operations import get_operation
 from ejkernel.operations.common.case import Case
-from ejkernel.plugin import Target
+from ejkernel.plugin import Target, resolve
 from ejkernel.testing.shapes import shapes_of
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._jax_triton import standing_in

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl, tables_beside
+from ejkernel_triton._accepts import ACCEPTS
 from ejkernel_triton._interpret import INTERPRET, interpreting
 
 
@@ -18,6 +19,7 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
         target=f"{package}.kernel:{phase}",
         supports=f"{package}.capability:supports_{phase}",
         configs=f"{package}.config:{phase.upper()}",
+        accepts=ACCEPTS[operation],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ejkernel.plugin import API_LEVEL, Implementation, Plugin, hookimpl
+from ejkernel_xla._accepts import ACCEPTS
 
 
 def _both_phases(operation: str, prefix: str = "", **record: object) -> tuple[Implementation, ...]:
@@ -13,6 +14,7 @@ def _both_phases(operation: str, prefix: str = "", **record: object) -> tuple[Im
             operation=operation,
             phase=phase,
             target=f"ejkernel_xla.{operation}:{prefix}{phase}",
+            accepts=ACCEPTS[operation],
             **record,  # pyright: ignore[reportArgumentType]
         )
         for phase in ("forward", "backward")

@@ -10,6 +10,7 @@ from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.call.decision import Decision, Verdict
 from ejkernel.call.order import Priority, default_priority
+from ejkernel.call.records import given_fields
 from ejkernel.call.request import Request
 from ejkernel.configs.quarantine import QuarantinedError
 from ejkernel.configs.select import Selected, preferred_platform, select
@@ -94,6 +95,9 @@ def _judge(request: Request, candidate: Candidate, wanted: tuple[str, ...], tabl
     elif implementation.supports is not None:
         reason, verdict = _ask_supports(request, implementation)
         reasons += [reason] if reason else []
+    if unknown := [name for name in given_fields(request.call) if not candidate.accepts(name)]:
+        reasons.append(f"{candidate.id} does not accept {', '.join(unknown)}")
+        verdict = "refused"
     if request.native_only and implementation.partitioning != "native":
         reasons.append(request.native_only)
         verdict = "refused"

@@ -61,7 +61,7 @@ def contents(answer: Plugin) -> str | None:
     for number, record in enumerate(answer.implementations):
         if not isinstance(record, Implementation):
             return f"implementations[{number}]: got {type(record).__name__}, expected ejkernel.plugin.Implementation"
-        complaint = _implementation(record)
+        complaint = _implementation(record) or _accepted(record)
         if complaint:
             return f"implementations[{number}] ({record.operation!r}): {complaint}"
     return _duplicates(answer.implementations)
@@ -82,6 +82,13 @@ def _implementation(record: Implementation) -> str | None:
         if not isinstance(getattr(record, field), int):
             return f"{field}: got {getattr(record, field)!r}, expected an int"
     return _references(record)
+
+
+def _accepted(record: Implementation) -> str | None:
+    """Which optional fields of a call it honours; whether there are such fields is for the conformance suite to find out."""
+    if record.accepts is None or (_is_strings(record.accepts) and all(name.isidentifier() for name in record.accepts)):
+        return None
+    return f"accepts: got {record.accepts!r}, expected a tuple of names of the call's fields"
 
 
 def _references(record: Implementation) -> str | None:

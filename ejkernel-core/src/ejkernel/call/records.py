@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,3 +41,10 @@ class Bound:
     call: Any
     inputs: Any
     finish: Callable[[Any], Any]
+
+
+@functools.lru_cache(maxsize=4096)
+def given_fields(call: Call) -> tuple[str, ...]:
+    """The optional fields of a call that are not at their defaults; what core sets for itself is none of them."""
+    fields = (field for field in dataclasses.fields(call) if field.default is not dataclasses.MISSING)
+    return tuple(f.name for f in fields if f.name != "save_residuals" and getattr(call, f.name) != f.default)

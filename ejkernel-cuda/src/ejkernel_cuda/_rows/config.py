@@ -12,8 +12,8 @@ import dataclasses
 from typing import Literal
 
 from ejkernel.call import ArraySpec
-from ejkernel.operations.common.rows.interface import NormCall
 from ejkernel.operations.add_rms_norm.interface import AddRmsNormCall
+from ejkernel.operations.common.rows.interface import NormCall
 from ejkernel.plugin import ConfigSpace, Target
 
 THREADS = tuple(1 << power for power in range(10))

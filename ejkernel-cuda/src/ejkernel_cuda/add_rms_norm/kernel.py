@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ejkernel.operations.common.rows.interface import NormInputs
 from ejkernel.operations.add_rms_norm.interface import AddRmsNormCall, AddRmsNormInputs, AddRmsNormOutputs
+from ejkernel.operations.common.rows.interface import NormInputs
 from ejkernel_cuda._rows.config import BackwardConfig, ForwardConfig
 from ejkernel_cuda._rows.kernel import norm_backward, norm_forward
 

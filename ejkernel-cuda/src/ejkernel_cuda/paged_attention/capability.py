@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ejkernel.targets.nvidia import FLOATS
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import Target
+from ejkernel.targets.nvidia import FLOATS
 from ejkernel_cuda._capability import refusal, shared_memory_limit
 from ejkernel_cuda.paged_attention import config
 

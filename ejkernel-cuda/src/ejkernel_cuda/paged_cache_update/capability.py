@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ejkernel.targets.nvidia import FLOATS
 from ejkernel.operations.paged_cache_update.interface import PagedCacheUpdateCall
 from ejkernel.plugin import Target
+from ejkernel.targets.nvidia import FLOATS
 from ejkernel_cuda._capability import refusal
 
 STORED = (*FLOATS, "int8", "float8_e4m3fn", "float8_e5m2")

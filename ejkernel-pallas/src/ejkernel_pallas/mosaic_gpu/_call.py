@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.call import ArraySpec
-from ejkernel.targets.nvidia import HALVES, array_problem, device_problem
 from ejkernel.plugin import Target
+from ejkernel.targets.nvidia import HALVES, array_problem, device_problem
 from ejkernel_pallas._jax_interpreter import gpu_interpreter_is_on
 
 CAPABILITY = (9, 0)

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.call import has_gradient
-from ejkernel.call import vary_like
+from ejkernel.call import has_gradient, vary_like
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall, GroupedMatmulInputs, GroupedMatmulOutputs
 from ejkernel.operations.grouped_matmul.phases import (
     backward_of_nothing,

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.call import has_gradient
-from ejkernel.call import vary_like
+from ejkernel.call import has_gradient, vary_like
 from ejkernel.operations.common.pages import FUSED, alternating
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
 from ejkernel_xla._batch import over_batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,12 +12,19 @@ import pytest
 
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.configs.entry import load_entries
+from ejkernel.operations import OPERATIONS, get_operation
 from ejkernel.plugin import SUPPORTED_API_LEVELS, resolve
 from ejkernel.testing.problem import is_of
 from ejkernel.testing.report import Report
 from ejkernel.testing.tables import unused
 
-__all__ = ["test_light_module", "test_plugin_is_found", "test_references_resolve", "test_tuning_tables_are_of_use"]
+__all__ = [
+    "test_accepted_fields_exist",
+    "test_light_module",
+    "test_plugin_is_found",
+    "test_references_resolve",
+    "test_tuning_tables_are_of_use",
+]
 
 IMPORT_BUDGET_SECONDS = 0.005
 _HEAVY = ("jax", "jaxlib", "numpy", "triton", "jax_triton", "torch", "cupy")
@@ -62,6 +70,20 @@ def test_light_module(platform_name: str) -> None:
         assert not found["heavy"], f"the light module imports {', '.join(found['heavy'])}"
         seconds.append(found["seconds"])
     assert min(seconds) < IMPORT_BUDGET_SECONDS, f"{min(seconds) * 1e3:.1f} ms, allowed {IMPORT_BUDGET_SECONDS * 1e3:.0f} ms"
+
+
+@pytest.mark.ejkernel_level("packaging")
+def test_accepted_fields_exist(platform_name: str) -> None:
+    """`Implementation.accepts` names optional fields of the operation's call."""
+    for candidate in kernel_registry.list_implementations():
+        listed, operation = candidate.implementation.accepts, candidate.implementation.operation
+        if is_of(candidate, platform_name) and listed is not None and operation in OPERATIONS:
+            fields = dataclasses.fields(get_operation(operation).Call)
+            optional = {field.name for field in fields if field.default is not dataclasses.MISSING} - {"save_residuals"}
+            unknown = {*listed} - optional
+            assert not unknown, (
+                f"{candidate.id} accepts {', '.join(sorted(unknown))}, {operation} has {', '.join(sorted(optional))}"
+            )
 
 
 @pytest.mark.ejkernel_level("packaging")

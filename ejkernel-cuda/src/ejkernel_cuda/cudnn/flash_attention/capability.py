@@ -10,9 +10,9 @@ import math
 import os
 import re
 
-from ejkernel.targets.nvidia import HALVES, array_problem, device_problem
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import Target
+from ejkernel.targets.nvidia import HALVES, array_problem, device_problem
 from ejkernel_cuda.cudnn._call import installed_version
 from ejkernel_cuda.cudnn.flash_attention.band import Band, band_of
 
