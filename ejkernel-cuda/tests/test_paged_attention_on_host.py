@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from ejkernel.call import ArraySpec
+from ejkernel.operations.common.tolerance import FORWARD
 from ejkernel.operations.paged_attention import cases, reference
 from ejkernel.operations.paged_attention.interface import OPERATION
 from ejkernel.plugin import Target
-from ejkernel.operations.common.tolerance import FORWARD
 from ejkernel_cuda import _library
 from ejkernel_cuda.paged_attention import capability, config, kernel
 

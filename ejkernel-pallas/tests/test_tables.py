@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from ejkernel._dispatch import decisions as _dispatch
-from ejkernel.call import policy as _policy
 from ejkernel import kernel_registry
+from ejkernel._dispatch import decisions as _dispatch
 from ejkernel.call import Request
+from ejkernel.call import policy as _policy
+from ejkernel.configs.entry import Check, Entry, dump_entries, load_entries
+from ejkernel.configs.key import Key
+from ejkernel.configs.spaces import config_space, to_plain
 from ejkernel.operations import get_operation
 from ejkernel.plugin import Target
 from ejkernel.testing.problem import case_named
 from ejkernel.testing.shapes import bound_shapes
 from ejkernel.testing.tables import unused
-from ejkernel.configs.spaces import config_space, to_plain
-from ejkernel.configs.entry import Check, Entry, dump_entries, load_entries
-from ejkernel.configs.key import Key
 from ejkernel_pallas import _plugin
 from ejkernel_pallas.mosaic_gpu import _call
 

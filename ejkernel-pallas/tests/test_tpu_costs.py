@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.targets import building_for
 from ejkernel.operations import get_operation
 from ejkernel.operations.flash_attention.interface import FlashAttentionOutputs
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulOutputs
 from ejkernel.operations.rms_norm.interface import RmsNormOutputs
 from ejkernel.plugin import Target
+from ejkernel.targets import building_for
 from ejkernel_pallas.tpu.flash_attention import kernel as attention
 from ejkernel_pallas.tpu.flash_attention.config import BackwardConfig, ForwardConfig
 from ejkernel_pallas.tpu.grouped_matmul import config as grouped_config

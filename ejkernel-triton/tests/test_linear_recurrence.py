@@ -11,6 +11,7 @@ import pytest
 
 import ejkernel
 from ejkernel.call import ArraySpec
+from ejkernel.operations.common.tolerance import deviation
 from ejkernel.operations.linear_recurrence import reference
 from ejkernel.operations.linear_recurrence.cases import CASES, arrays
 from ejkernel.operations.linear_recurrence.interface import (
@@ -20,7 +21,6 @@ from ejkernel.operations.linear_recurrence.interface import (
     LinearRecurrenceOutputs,
 )
 from ejkernel.plugin import Target
-from ejkernel.operations.common.tolerance import deviation
 from ejkernel_triton._ahead_of_time import recorded, target_of
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.linear_recurrence import capability, config

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.call import Request, has_gradient, named
 from ejkernel.call import policy as _policy
-from ejkernel.targets import target as _target
-from ejkernel.call import has_gradient, named
-from ejkernel.call import Request
 from ejkernel.operations import get_operation
+from ejkernel.targets import target as _target
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3}
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ejkernel.call import has_gradient
 from ejkernel.operations import get_operation
 from ejkernel.operations.common.case import Case
-from ejkernel.testing.problem import Problem
 from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
+from ejkernel.testing.problem import Problem
 
 FEW = hypothesis.settings(max_examples=4, deadline=None, derandomize=True, database=None)
 """For every run of the tests."""

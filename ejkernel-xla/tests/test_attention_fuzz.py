@@ -14,14 +14,13 @@ from fuzzing import FEW, FLOOR, MANY, check_vmap, mapped_axes
 from hypothesis import strategies as st
 
 import ejkernel
+from ejkernel.call import Request, named
 from ejkernel.call import policy as _policy
-from ejkernel.targets import target as _target
-from ejkernel.call import named
 from ejkernel.masks import MaskInfo
-from ejkernel.call import Request
+from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
 from ejkernel.operations.flash_attention import pairs, reference
 from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionOutputs
-from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
+from ejkernel.targets import target as _target
 from ejkernel_xla.flash_attention.config import FlashAttentionConfig
 
 lengths = st.one_of(st.integers(0, 3), st.integers(0, 40))

@@ -31,12 +31,11 @@ from hypothesis import strategies as st
 
 from ejkernel import kernel_registry
 from ejkernel._plugins.records import Candidate
-from ejkernel.plugin import resolve
 from ejkernel.operations.common.case import Case
-from ejkernel.plugin import Target
+from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
+from ejkernel.plugin import Target, resolve
 from ejkernel.testing.problem import Problem
 from ejkernel.testing.spaces import check_space
-from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
 
 Drawn = tuple[dict[str, Any], dict[str, Any]]
 TARGETS = (Target("cpu"), Target("gpu", "NVIDIA H200", "9.0"), Target("tpu"))

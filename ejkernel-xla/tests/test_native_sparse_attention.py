@@ -15,8 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel
-from ejkernel.operations.native_sparse_attention.forms import block_means, blocks_of, chosen_blocks
 from ejkernel.operations import get_operation
+from ejkernel.operations.native_sparse_attention.forms import block_means, blocks_of, chosen_blocks
 from ejkernel.utils import generate_block_indices
 from ejkernel_xla.native_sparse_attention.config import NativeSparseAttentionConfig
 from ejkernel_xla.native_sparse_attention.kernel import backward, forward

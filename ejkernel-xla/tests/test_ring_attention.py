@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel
 from ejkernel import kernel_registry
-from ejkernel.plugin import resolve
 from ejkernel.masks import MaskInfo
+from ejkernel.plugin import resolve
 
 T = 32
 SP = P(None, "sp")

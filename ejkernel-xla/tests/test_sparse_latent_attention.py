@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel
-from ejkernel.operations.sparse_latent_attention import forms as _indexer
 from ejkernel.operations import get_operation
+from ejkernel.operations.sparse_latent_attention import forms as _indexer
 from ejkernel_xla.sparse_latent_attention.config import SparseLatentAttentionConfig
 from ejkernel_xla.sparse_latent_attention.kernel import backward, forward
 

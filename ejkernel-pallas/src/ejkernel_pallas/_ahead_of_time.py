@@ -20,13 +20,12 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
-from ejkernel._dispatch import decisions as _dispatch
 from ejkernel.call import Request, has_gradient, named
-from ejkernel.call import policy as _policy
 from ejkernel.operations import get_operation
 from ejkernel.operations.common.case import Case
 from ejkernel.plugin import Phase, Target, resolve
 from ejkernel.targets import building_for
+from ejkernel.testing.dispatch import decide, policy_for_call
 from ejkernel.testing.shapes import bound_shapes
 from ejkernel_pallas import _listings
 from ejkernel_pallas._call import LITTLE_VMEM, with_vmem_limits
@@ -172,7 +171,7 @@ class Problem:
         owner, device = get_operation(self.operation), device_of(self.kind)
         target = Target("tpu", device.device_kind)
         call = dataclasses.replace(call, save_residuals=True)
-        decision = _dispatch.decide(Request(owner, call, target, _policy.for_call(self.operation, PLATFORM)), self.phase)
+        decision = decide(Request(owner, call, target, policy_for_call(self.operation, PLATFORM)), self.phase)
         if decision.chosen is None or decision.chosen.platform != PLATFORM:
             own = [verdict for verdict in decision.verdicts if verdict.candidate.platform == PLATFORM]
             if own:

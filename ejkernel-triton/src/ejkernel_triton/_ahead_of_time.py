@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 
-from ejkernel._dispatch import decisions as _dispatch
 from ejkernel.call import Request, has_gradient, named
-from ejkernel.call import policy as _policy
 from ejkernel.operations import get_operation
 from ejkernel.operations.common.case import Case
 from ejkernel.plugin import Target, resolve
+from ejkernel.testing.dispatch import Decision, explain_request, policy_for_call
 from ejkernel.testing.shapes import shapes_of
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._jax_triton import standing_in
@@ -132,9 +131,9 @@ def target_of(capability: int) -> Target:
     return Target("gpu", _KINDS.get(capability, ""), f"{capability // 10}.{capability % 10}")
 
 
-def decisions_of(operation: str, case: Case, dtype: str, target: Target) -> list[_dispatch.Decision]:
+def decisions_of(operation: str, case: Case, dtype: str, target: Target) -> list[Decision]:
     """What runs both phases of a problem on a target, and with which configs."""
-    found: list[_dispatch.Decision] = []
+    found: list[Decision] = []
     run = _Run(operation, case.options, target)
     jax.eval_shape(lambda arrays: found.extend(run.decisions(arrays)), shapes_of(case, dtype))
     return found
@@ -172,11 +171,11 @@ class _Run:
     def bind(self, arrays: Mapping[str, Any], config: Any = None) -> tuple[Request, Any]:
         owner = get_operation(self.operation)
         bound = owner.canonicalise(**arrays, **self.options)
-        policy = _policy.for_call(self.operation, PLATFORM)
+        policy = policy_for_call(self.operation, PLATFORM)
         return Request(owner, bound.call, self.target, policy, config), bound.inputs
 
-    def decisions(self, arrays: Mapping[str, Any]) -> tuple[_dispatch.Decision, ...]:
-        explanation = _dispatch.explain_request(self.bind(arrays)[0])
+    def decisions(self, arrays: Mapping[str, Any]) -> tuple[Decision, ...]:
+        explanation = explain_request(self.bind(arrays)[0])
         return explanation.forward, explanation.backward
 
     def both_phases(self, arrays: Mapping[str, Any], config: Any) -> None:
@@ -192,7 +191,7 @@ class _Run:
             pullback(found)
 
 
-def _search_space(decision: _dispatch.Decision) -> Iterable[Any]:
+def _search_space(decision: Decision) -> Iterable[Any]:
     assert decision.chosen is not None
     if decision.chosen.implementation.configs is None:
         return ()

@@ -13,7 +13,7 @@ def comparison_table(changes: Sequence[Change]) -> Any:
     """One row for each change, in the order given."""
     from rich.text import Text
 
-    from ejkernel.cli._output import table
+    from ejkernel.cli.output import table
 
     styles = {**dict.fromkeys(WORSE, "bold red"), "unclear": "yellow", "faster": "green", "fixed": "green"}
     rows = [

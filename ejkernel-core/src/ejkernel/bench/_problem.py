@@ -19,7 +19,7 @@ from ejkernel.operations import get_operation
 from ejkernel.plugin import Phase
 from ejkernel.targets.target import resolve_target
 from ejkernel.testing.problem import as_dtype, seed_of
-from ejkernel.tuning._problems import TuningProblem
+from ejkernel.tuning.problems import TuningProblem
 
 _POOL = 2**22 + 7
 """More normal numbers than this are repetitions: drawing 10^9 of them takes a host longer than all that is measured."""

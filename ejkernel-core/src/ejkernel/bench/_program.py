@@ -15,7 +15,7 @@ from ejkernel._dispatch.execution import run_backward, run_forward
 from ejkernel._plugins.records import Candidate
 from ejkernel.bench._problem import BenchProblem
 from ejkernel.call.arrays import named
-from ejkernel.tuning._problems import pinned
+from ejkernel.tuning.problems import pinned
 
 Function = Callable[[Any], Mapping[str, Any]]
 """From canonical inputs to public outputs by name; those that a peer does not compute are left out."""

@@ -20,7 +20,7 @@ from ejkernel.bench._settings import Settings
 from ejkernel.bench._trials import bench_case
 from ejkernel.bench.peers import wanted_peers
 from ejkernel.targets.target import target_of_device
-from ejkernel.tuning._progress import Progress
+from ejkernel.tuning.progress import Progress
 
 
 class _Interruption:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ejkernel.bench._program import Program
-from ejkernel.tuning._problems import Error
+from ejkernel.tuning.problems import Error
 
 
 @dataclasses.dataclass

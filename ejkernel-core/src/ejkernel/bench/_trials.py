@@ -16,8 +16,8 @@ from ejkernel.bench._settings import Settings
 from ejkernel.bench._trial import Trial
 from ejkernel.bench.peers import Peer
 from ejkernel.errors import in_one_line
-from ejkernel.tuning._problems import pinned
-from ejkernel.tuning._progress import Progress
+from ejkernel.tuning.problems import pinned
+from ejkernel.tuning.progress import Progress
 from ejkernel.utils.timing import repeats_for, seconds
 
 Make = Callable[[Sequence[Any]], "Program | str"]

@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from ejkernel._version import __version__
-from ejkernel.cli._output import UserError
 from ejkernel.cli.bench import bench
 from ejkernel.cli.cache import cache_app
 from ejkernel.cli.demo import demo
 from ejkernel.cli.doctor import doctor
 from ejkernel.cli.explain import explain
 from ejkernel.cli.list import list_operations
+from ejkernel.cli.output import UserError
 from ejkernel.cli.tune import tune
 
 app = typer.Typer(

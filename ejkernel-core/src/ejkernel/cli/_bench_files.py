@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from ejkernel.cli._output import UserError, console, emit, user_mistakes
+from ejkernel.cli.output import UserError, console, emit, user_mistakes
 
 
 def show_comparison(old: Path, new: Path, *, everything: bool, as_json: bool) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from ejkernel.bench._document import Case, Run, parse_case
 from ejkernel.bench._standing import against
 from ejkernel.bench._units import three_digits
-from ejkernel.cli._output import table
+from ejkernel.cli.output import table
 
 _COLUMNS = ("run", "ms", "x ours", "rate", "of limit", "error", "compile s", "")
 

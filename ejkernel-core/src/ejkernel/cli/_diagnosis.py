@@ -16,7 +16,7 @@ from ejkernel._plugins.registry import kernel_registry
 from ejkernel.call.policy import environment_platforms, policy_for_call
 from ejkernel.cli import _probes
 from ejkernel.cli._foreign import OURS, foreign_distributions
-from ejkernel.cli._output import first_line
+from ejkernel.cli.output import first_line
 from ejkernel.errors import suggestion
 from ejkernel.utils.known_versions import matching
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ejkernel.cli._bench_files import draw, draw_file, show_comparison, what_plots_need
-from ejkernel.cli._output import AsJson, UserError, console, emit, table, user_mistakes
+from ejkernel.cli.output import AsJson, UserError, console, emit, table, user_mistakes
 
 
 def bench(

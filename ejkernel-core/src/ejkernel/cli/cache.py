@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli._output import AsJson, UserError, console, emit, table, user_mistakes, verdict
+from ejkernel.cli.output import AsJson, UserError, console, emit, table, user_mistakes, verdict
 
 cache_app = typer.Typer(help="Look after the cache of tuned configs and compiled kernels.", no_args_is_help=False)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli._output import AsJson, console, emit, table, verdict
+from ejkernel.cli.output import AsJson, console, emit, table, verdict
 
 
 def doctor(

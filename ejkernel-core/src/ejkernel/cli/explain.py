@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli._output import AsJson, UserError, console, emit, table, user_mistakes, verdict
+from ejkernel.cli.output import AsJson, UserError, console, emit, table, user_mistakes, verdict
 
 
 def explain(

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli._output import AsJson, console, emit, table, user_mistakes, verdict
+from ejkernel.cli.output import AsJson, console, emit, table, user_mistakes, verdict
 
 
 def list_operations(

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli._output import AsJson, UserError, console, emit, table, user_mistakes
+from ejkernel.cli.output import AsJson, UserError, console, emit, table, user_mistakes
 
 _SPEC = re.compile(r"(\w+)\[([\d,\s]*)\]")
 

@@ -28,8 +28,8 @@ from ejkernel.configs.quarantine import Quarantined, QuarantineFilter, add, lift
 from ejkernel.configs.result import AutotuningResult
 from ejkernel.configs.spaces import config_space, to_plain
 from ejkernel.errors import EjkernelWarning, in_one_line, invalid
-from ejkernel.tuning._problems import TuningProblem
-from ejkernel.tuning._progress import Progress
+from ejkernel.tuning.problems import TuningProblem
+from ejkernel.tuning.progress import Progress
 from ejkernel.utils.timing import repeats_for, seconds
 
 _WORTH = 0.97
