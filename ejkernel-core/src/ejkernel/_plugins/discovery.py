@@ -8,7 +8,6 @@ here. pluggy validates hooks and calls them, with one manager per plugin so that
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -19,6 +18,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import importlib_metadata
 import pluggy
 
 from ejkernel._plugins import requirements as _requirements
@@ -71,7 +71,7 @@ def is_strict() -> bool:
 def _claims() -> Iterator[PluginRecord]:
     """A blank record per entry point of the group; of several copies of a distribution on the path only the first counts."""
     seen: set[str] = set()
-    for distribution in importlib.metadata.distributions():
+    for distribution in importlib_metadata.distributions():
         if ENTRY_POINT_GROUP not in _text(distribution, "entry_points.txt"):
             continue
         name, version = _identity(distribution)
@@ -88,7 +88,7 @@ def _claims() -> Iterator[PluginRecord]:
             yield dataclasses.replace(blank, name=entry.name, value=entry.value)
 
 
-def _text(distribution: importlib.metadata.Distribution, name: str) -> str:
+def _text(distribution: importlib_metadata.Distribution, name: str) -> str:
     """A metadata file; empty where it is missing or no text. What cannot be read cannot name a plugin."""
     try:
         return distribution.read_text(name) or ""
@@ -96,16 +96,16 @@ def _text(distribution: importlib.metadata.Distribution, name: str) -> str:
         return ""
 
 
-def _identity(distribution: importlib.metadata.Distribution) -> tuple[str | None, str]:
+def _identity(distribution: importlib_metadata.Distribution) -> tuple[str | None, str]:
     """Name and version; no name where the metadata is gone, which an interrupted uninstallation leaves behind."""
     text = _text(distribution, "METADATA") or _text(distribution, "PKG-INFO")
     fields = dict(re.findall(r"^(Name|Version):[ \t]*(\S+)", text.partition("\n\n")[0], re.MULTILINE))
     return fields.get("Name"), fields.get("Version", "")
 
 
-def _is_shadowed(distribution: importlib.metadata.Distribution, name: str, version: str) -> bool:
+def _is_shadowed(distribution: importlib_metadata.Distribution, name: str, version: str) -> bool:
     """Whether an earlier copy of the distribution hides this one."""
-    for earlier in importlib.metadata.distributions(name=name):
+    for earlier in importlib_metadata.distributions(name=name):
         if _identity(earlier)[0] is not None:
             same_place = str(earlier.locate_file("")) == str(distribution.locate_file(""))
             return not (same_place and _identity(earlier)[1] == version)
@@ -164,7 +164,7 @@ def _load(claim: PluginRecord) -> PluginRecord:
     """Import the light module, and keep how long that took and what it dragged in."""
     if not _VALUE.fullmatch(claim.value.strip()):
         raise _RejectedError("broken", f"its entry point names {claim.value!r}, expected a module such as 'acme._plugin'")
-    entry = importlib.metadata.EntryPoint(claim.name, claim.value.strip(), ENTRY_POINT_GROUP)
+    entry = importlib_metadata.EntryPoint(claim.name, claim.value.strip(), ENTRY_POINT_GROUP)
     before = {*sys.modules}
     start = time.perf_counter()
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import operator
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import importlib_metadata
 
 _PLAIN_VERSION = re.compile(r"\d+(\.\d+)*")
 _PLAIN_CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+)*)")
@@ -48,8 +49,8 @@ def findable(name: str) -> bool:
 def installed_version(distribution: str) -> str | None:
     """The version of an installed distribution; None if it is not installed."""
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        return importlib_metadata.version(distribution)
+    except importlib_metadata.PackageNotFoundError:
         return None
 
 

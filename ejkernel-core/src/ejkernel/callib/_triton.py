@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.metadata
 import os
 from typing import Any
+
+import importlib_metadata
 
 from ejkernel.utils.known_versions import matching
 
@@ -57,6 +58,6 @@ def _jax_triton() -> Any:
 def _installed() -> dict[str, str]:
     versions: dict[str, str] = {}
     for name in ("jax", "jax-triton", "triton"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+        with contextlib.suppress(importlib_metadata.PackageNotFoundError):
+            versions[name] = importlib_metadata.version(name)
     return versions

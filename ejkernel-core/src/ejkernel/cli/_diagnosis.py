@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import importlib_metadata
 from packaging.utils import canonicalize_name
 
 from ejkernel._dispatch.settings import read_settings, unknown_settings
@@ -58,8 +58,8 @@ def installed_versions(records: tuple[PluginRecord, ...]) -> dict[str, str | Non
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in dict.fromkeys((*_ALWAYS, *(record.distribution for record in records), *_RELATED, *sorted(needed))):
         try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+            versions[name] = importlib_metadata.version(name)
+        except importlib_metadata.PackageNotFoundError:
             if name in _ALWAYS or name in needed:
                 versions[name] = None
     return versions

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import Distribution, distributions
 
+from importlib_metadata import Distribution, distributions
 from packaging.utils import canonicalize_name
 
 OURS, PACKAGE = "ejkernel-core", "ejkernel"

@@ -263,13 +263,13 @@ def _entries(
 
 
 def _provenance(candidate: Candidate, device: Any) -> dict[str, str]:
-    import importlib.metadata
+    import importlib_metadata
 
     facts = {
         "device": device.device_kind,
         "driver": str(getattr(device.client, "platform_version", "")).splitlines()[0] if device.platform != "cpu" else "",
         "jax": jax.__version__,
-        "jaxlib": importlib.metadata.version("jaxlib"),
+        "jaxlib": importlib_metadata.version("jaxlib"),
         candidate.distribution or candidate.platform: candidate.version,
         "machine": platform.machine(),
         "cores": str(os.cpu_count()),
