@@ -13,9 +13,9 @@ import pytest
 
 import ejkernel
 from ejkernel._priority import UNMEASURED, standing_of
-from ejkernel.bench._document import SCHEMA, parse_document
-from ejkernel.bench._order import as_dispatched_now, standings
 from ejkernel.plugin import Phase
+from ejkernel_bench._document import SCHEMA, parse_document
+from ejkernel_bench._order import as_dispatched_now, standings
 
 pytestmark = pytest.mark.unsampled  # one problem that was not seen in time is one too many
 

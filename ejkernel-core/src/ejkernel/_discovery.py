@@ -48,7 +48,7 @@ def discover() -> tuple[PluginRecord, ...]:
         PluginError: under `EJKERNEL_STRICT=1`, if any plugin cannot be used. The command `ejkernel` raises it later, so that
             `ejkernel doctor` can say what is wrong.
     """
-    claims = [*_claims()]
+    claims = [*claims_of(ENTRY_POINT_GROUP)]
     allowed = _allowed()
     records = [_examine(claim, claims, allowed) for claim in claims]
     _complain(complaints(records))
@@ -67,11 +67,11 @@ def is_strict() -> bool:
     return os.environ.get("EJKERNEL_STRICT", "").strip().lower() not in _OFF
 
 
-def _claims() -> Iterator[PluginRecord]:
-    """A blank record per entry point of the group; of several copies of a distribution on the path only the first counts."""
+def claims_of(group: str) -> Iterator[PluginRecord]:
+    """A blank record per entry point of a group; of several copies of a distribution on the path only the first counts."""
     seen: set[str] = set()
     for distribution in importlib.metadata.distributions():
-        if ENTRY_POINT_GROUP not in _text(distribution, "entry_points.txt"):
+        if group not in _text(distribution, "entry_points.txt"):
             continue
         name, version = _identity(distribution)
         if name is None or _requirements.canonical(name) in seen or _is_shadowed(distribution, name, version):
@@ -79,7 +79,7 @@ def _claims() -> Iterator[PluginRecord]:
         seen.add(_requirements.canonical(name))
         blank = PluginRecord(name, name, version, "", "ok")
         try:
-            entries = [entry for entry in distribution.entry_points if entry.group == ENTRY_POINT_GROUP]
+            entries = [entry for entry in distribution.entry_points if entry.group == group]
         except Exception:  # noqa: BLE001 - whatever the standard library makes of a malformed file, it is reported
             yield _ended(blank, "broken", "its entry_points.txt cannot be read", with_traceback=True)
             continue

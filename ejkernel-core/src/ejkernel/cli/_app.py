@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
+from ejkernel.cli._commands import Commands
 from ejkernel.cli._output import UserError
-from ejkernel.cli.bench import bench
 from ejkernel.cli.cache import cache_app
-from ejkernel.cli.demo import demo
 from ejkernel.cli.doctor import doctor
 from ejkernel.cli.explain import explain
 from ejkernel.cli.list import list_operations
@@ -19,6 +18,7 @@ from ejkernel.cli.tune import tune
 
 app = typer.Typer(
     name="ejkernel",
+    cls=Commands,
     help="JAX kernels: what is installed, what runs, and why.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -27,9 +27,7 @@ app = typer.Typer(
 app.command("doctor")(doctor)
 app.command("list")(list_operations)
 app.command("explain")(explain)
-app.command("demo")(demo)
 app.command("tune")(tune)
-app.command("bench")(bench)
 app.add_typer(cache_app, name="cache")
 
 
