@@ -78,24 +78,28 @@ def test_doctor_examines_commands(command, fresh_cli):
     [
         (BROKEN, "greet", "RuntimeError: half written"),
         ("raise SystemExit(0)", "greet", "SystemExit: 0"),
-        (GREET, "absent", "AttributeError: module 'acme_sick_commands' has no attribute 'absent'"),
+        (NOTHING, "absent", "AttributeError: module 'acme_sick_commands' has no attribute 'absent'"),
         (NOTHING, "greet", "TypeError: got int, expected a function or a typer.Typer"),
-        ("def greet(what: object) -> None: ...", "greet", "RuntimeError: Type not yet supported: <class 'object'>"),
+        ("def greet(what: int | str) -> None: ...", "greet", "AssertionError: Typer currently doesn't support Union types"),
     ],
 )
-def test_a_broken_command_is_reported_and_harms_no_other(command, fresh_cli, code, attribute, reason):
+def test_a_broken_command_is_reported(command, fresh_cli, code, attribute, reason):
     command("sick", code, attribute=attribute)
-    command("greet")
     called = fresh_cli("sick")
     expected = f"loading 'acme_sick_commands:{attribute}' raised {reason}"
     assert called.mistake == f"the command 'sick' of acme-sick 1.0 cannot be used, broken: {expected}"
-    assert fresh_cli("greet", "world").out == "hello world\n"
-    assert fresh_cli("list", "--operation", "rms_norm").status == 0
     examined = fresh_cli("doctor", "--json")
     assert (examined.status, problems(examined)) == (1, [f"command sick (acme-sick 1.0) is broken: {expected}"])
     (sick,) = (row for row in examined.json["commands"] if row["name"] == "sick")
     assert "Traceback" in sick["traceback"]
-    assert "Traceback" in fresh_cli("doctor", "--verbose").out
+
+
+def test_a_broken_command_harms_no_other(command, fresh_cli):
+    command("sick", BROKEN)
+    command("greet")
+    assert fresh_cli("greet", "world").out == "hello world\n"
+    assert fresh_cli("list", "--operation", "rms_norm").status == 0
+    assert "RuntimeError: half written" in fresh_cli("doctor", "--verbose").out
 
 
 def test_two_distributions_with_one_command(command, fresh_cli):
