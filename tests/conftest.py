@@ -15,7 +15,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DISTRIBUTIONS = ("ejkernel-core", "ejkernel-xla", "ejkernel-triton", "ejkernel-pallas", "ejkernel-cuda")
+DISTRIBUTIONS = (
+    *("ejkernel-core", "ejkernel-xla", "ejkernel-triton", "ejkernel-pallas", "ejkernel-cuda"),
+    *("benchmarks", "examples/demo"),
+)
+"""Their folders."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -32,7 +36,7 @@ class Distribution:
 
     @property
     def name(self) -> str:
-        return self.path.name
+        return self.project["name"]
 
     @property
     def package(self) -> str:

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel
-from ejkernel._dispatch.order import UNMEASURED, standing_of
-from ejkernel.bench._document import SCHEMA, parse_document
-from ejkernel.bench._order import as_dispatched_now, standings
-from ejkernel.plugin import Phase
+from ejkernel.call.order import UNMEASURED, default_priority
+from ejkernel.plugin import Phase, Target
+from ejkernel_bench._document import SCHEMA, parse_document
+from ejkernel_bench._order import as_dispatched_now, priorities, target_of
 
 pytestmark = pytest.mark.unsampled  # one problem that was not seen in time is one too many
 
@@ -26,13 +26,13 @@ TOLERATED = 1.03
 Problem = tuple[str, str, str, Phase]
 
 
-def recorded_times() -> dict[tuple[str, str], dict[Problem, dict[str, float]]]:
-    """Backend and device -> problem -> implementation -> seconds, of the latest run that has it. CPUs have no such clock."""
+def recorded_times() -> dict[Target, dict[Problem, dict[str, float]]]:
+    """Device -> problem -> implementation -> seconds, of the latest run that has it. CPUs have no such clock."""
     read = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     documents = [parse_document(content) for content in read if isinstance(content, dict) and content.get("schema") == SCHEMA]
-    found: dict[tuple[str, str], dict[Problem, dict[str, float]]] = {}
+    found: dict[Target, dict[Problem, dict[str, float]]] = {}
     for document in sorted(documents, key=operator.attrgetter("date")):
-        problems = found.setdefault((document.device["backend"], document.device["kind"]), {})
+        problems = found.setdefault(target_of(document), {})
         for case in document.cases:
             times = {run.name: run.seconds for run in case.runs if run.kind == "ours" and run.ok and run.device_s}
             problems.setdefault(case.key, {}).update(times)  # pyright: ignore[reportArgumentType]
@@ -40,8 +40,8 @@ def recorded_times() -> dict[tuple[str, str], dict[Problem, dict[str, float]]]:
 
 
 TIMED = [
-    pytest.param(backend, problem, times, id=f"{kind} {' '.join(problem)}")
-    for (backend, kind), problems in recorded_times().items()
+    pytest.param(target, problem, times, id=f"{target.device_kind} {' '.join(problem)}")
+    for target, problems in recorded_times().items()
     for problem, times in problems.items()
     if len(times) > 1
 ]
@@ -52,20 +52,21 @@ def test_platforms_were_timed_beside_each_other():
     assert {"flash_attention", "grouped_matmul", "layer_norm", "paged_attention", "rms_norm", "softmax"} <= compared
 
 
-@pytest.mark.parametrize(("backend", "timed", "times"), TIMED)
-def test_what_stands_first_was_fastest(backend, timed, times):
-    found = standings(backend, *timed, times)
+@pytest.mark.parametrize(("target", "timed", "times"), TIMED)
+def test_what_stands_first_was_fastest(target, timed, times):
+    found = priorities(target, *timed, times)
     first = max(times, key=lambda name: found[name].level)
     assert times[first] <= TOLERATED * min(times.values()), (first, times)
 
 
-@pytest.mark.parametrize(("backend", "timed", "times"), TIMED)
-def test_what_was_timed_is_not_said_to_be_untimed(backend, timed, times):
-    for name, standing in standings(backend, *timed, times).items():
-        assert standing.level > UNMEASURED, (name, standing)
-        assert "not timed" not in standing.reason, (name, standing)
+@pytest.mark.parametrize(("target", "timed", "times"), TIMED)
+def test_what_was_timed_is_not_said_to_be_untimed(target, timed, times):
+    for name, priority in priorities(target, *timed, times).items():
+        assert priority.level > UNMEASURED, (name, priority)
+        assert "not timed" not in priority.reason, (name, priority)
 
 
+H200 = Target("gpu", "NVIDIA H200", "9.0")
 FEW_REQUESTS = json.loads((RESULTS / "decoding_few_h200.json").read_text())["times"]
 
 
@@ -78,7 +79,7 @@ def test_what_decodes_few_requests_first_was_fastest(row):
     lengths, tables = shape((requests,), jnp.int32), shape((requests, pages), jnp.int32)
     call = ejkernel.explain(ejkernel.page_attention, query, cache, cache, lengths, tables).forward.call
     times = {name: statistics.median(row[name]) for name in ("cuda", "triton")}
-    first = max(times, key=lambda name: standing_of(name, "paged_attention", "gpu", call, "forward").level)
+    first = max(times, key=lambda name: default_priority(name, "paged_attention", call, "forward", H200).level)
     assert times[first] <= TOLERATED * min(times.values()), (first, times)
 
 

@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ejkernel.bench._document import Case, Document, Run, read_document
-from ejkernel.bench._order import as_dispatched_now
-from ejkernel.bench._standing import standing
+from ejkernel_bench._document import Case, Document, Run, read_document
+from ejkernel_bench._order import as_dispatched_now
+from ejkernel_bench._standing import standing
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -27,7 +27,14 @@ class Site:
     path: Path
 
     def add(
-        self, distribution: str, entries: str, modules: dict[str, str], *, version: str = "1.0", metadata: bool = True
+        self,
+        distribution: str,
+        entries: str,
+        modules: dict[str, str],
+        *,
+        version: str = "1.0",
+        metadata: bool = True,
+        group: str = "ejkernel.plugins",
     ) -> Path:
         """Write a distribution's metadata and modules; returns its dist-info directory."""
         info = self.path / f"{distribution.replace('-', '_')}-{version}.dist-info"
@@ -35,7 +42,7 @@ class Site:
         if metadata:
             (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
         if entries:
-            (info / "entry_points.txt").write_text(f"[ejkernel.plugins]\n{entries}\n")
+            (info / "entry_points.txt").write_text(f"[{group}]\n{entries}\n")
         for name, code in modules.items():
             file = self.path / f"{name.replace('.', '/')}.py"
             file.parent.mkdir(parents=True, exist_ok=True)

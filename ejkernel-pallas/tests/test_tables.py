@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ejkernel import kernel_registry
-from ejkernel._dispatch import decisions as _dispatch
+from ejkernel._dispatch.decisions import decide
 from ejkernel.call import Request
-from ejkernel.call import policy as _policy
+from ejkernel.call.policy import policy_for_call
 from ejkernel.configs.entry import Check, Entry, dump_entries, load_entries
 from ejkernel.configs.key import Key
 from ejkernel.configs.spaces import config_space, to_plain
@@ -29,7 +29,7 @@ OWN = [candidate for candidate in kernel_registry.list_implementations() if cand
 
 def request_of(operation):
     _, call = bound_shapes(operation, case_named(operation, CASES[operation]), "bfloat16")
-    return Request(get_operation(operation), call, H200, _policy.for_call(operation, "pallas")).saving_residuals()
+    return Request(get_operation(operation), call, H200, policy_for_call(operation, "pallas")).saving_residuals()
 
 
 def entry_of(operation, phase):
@@ -63,11 +63,11 @@ def shipped(tmp_path, monkeypatch):
 def test_a_table_answers_calls(operation, phase, shipped, monkeypatch):
     monkeypatch.setattr(_call, "version_problem", lambda: None)  # nothing is lowered here
     entry, config = entry_of(operation, phase)
-    before = _dispatch.decide(request_of(operation), phase)
+    before = decide(request_of(operation), phase)
     assert (before.chosen.id, before.tier) == ("pallas.mosaic_gpu", "heuristic")
     assert before.config != config
     (path,) = shipped(entry)
-    after = _dispatch.decide(request_of(operation), phase)
+    after = decide(request_of(operation), phase)
     assert (after.chosen.id, after.tier, after.config) == ("pallas.mosaic_gpu", "shipped table", config)
     assert [unused(one, OWN) for one in load_entries(Path(path).read_text())] == [None]
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from bench_documents import document, runs_of
 
-from ejkernel.bench._document import parse_document
-from ejkernel.bench.report import write_page
+from ejkernel_bench._document import parse_document
+from ejkernel_bench.report import write_page
 
 HOSTILE = "<img src=x onerror=\"document.title='changed'\"></script>"
 

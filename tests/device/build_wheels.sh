@@ -6,7 +6,7 @@ cd "$(dirname "$0")/../.."
 python=${1:-python3}
 rm -rf .whl
 mkdir .whl
-for distribution in ejkernel-core ejkernel-xla ejkernel-triton ejkernel-pallas ejkernel-cuda; do
+for distribution in ejkernel-core ejkernel-xla ejkernel-triton ejkernel-pallas ejkernel-cuda benchmarks; do
   "$python" -m pip wheel -q --no-deps --no-build-isolation -w .whl "./$distribution"
 done
 "$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp -d .whl \

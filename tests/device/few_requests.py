@@ -28,8 +28,8 @@ import numpy as np
 from check_gpu import relative, versions
 from layers import Shape, attend, cache_of
 
-from ejkernel.bench._clock import DeviceClock
-from ejkernel.bench._program import Program
+from ejkernel_bench._clock import DeviceClock
+from ejkernel_bench._program import Program
 
 PAGE, SETS, TOLERANCE = 16, 3, 0.02
 HEADS = ((32, 8, 128), (32, 32, 128), (64, 8, 64))

@@ -27,8 +27,8 @@ import numpy as np
 from check_gpu import BANDWIDTH, versions, wall_seconds
 
 import ejkernel
-from ejkernel.bench._clock import DeviceClock
-from ejkernel.bench._program import Program
+from ejkernel_bench._clock import DeviceClock
+from ejkernel_bench._program import Program
 
 HEADS, KEY_HEADS, SIZE = 32, 8, 128
 LAYERS, CACHES, ROUNDS, QUEUED = 24, 3, 7, 20

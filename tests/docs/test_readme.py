@@ -16,8 +16,8 @@ PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.
 
 
 def modules() -> list[str]:
-    """Modules of core and of the XLA platform whose docstrings hold examples."""
-    sources = [ROOT / "ejkernel-core" / "src", ROOT / "ejkernel-xla" / "src"]
+    """Modules of core, of the XLA platform and of the benchmarks whose docstrings hold examples."""
+    sources = [ROOT / folder / "src" for folder in ("ejkernel-core", "ejkernel-xla", "benchmarks")]
     files = [(source, file) for source in sources for file in sorted(source.rglob("*.py")) if ">>> " in file.read_text()]
     names = [".".join(file.relative_to(source).with_suffix("").parts) for source, file in files]
     return [name.removesuffix(".__init__") for name in names]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bench_documents import document, runs_of
 
-from ejkernel.bench._document import parse_document
+from ejkernel_bench._document import parse_document
 
 ROOT = Path(__file__).parents[2]
 

@@ -72,6 +72,46 @@ def test_core_and_one_platform(root, environment, platform):
         assert (record["state"], record["reason"], len(lines)) == ("ok", "", 1)
 
 
+COMMANDS = """
+    import contextlib, io, json
+    from ejkernel.cli import main
+    def run(*arguments):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main(arguments)
+        return status, out.getvalue(), err.getvalue()
+    """
+
+
+def test_commands_that_are_not_installed(root, environment):
+    environment(root / "ejkernel-core", root / "ejkernel-xla").run(
+        COMMANDS
+        + """
+    for name in ("bench", "demo"):
+        status, out, err = run(name)
+        needs = f"the command {name!r} comes with ejkernel-{name}; install it with: pip install ejkernel-{name}"
+        assert (status, out, err) == (2, "", f"ejkernel: {needs}\\n"), err
+    """
+    )
+
+
+def test_commands_that_are_installed(root, environment):
+    environment(root / "ejkernel-core", root / "ejkernel-xla", root / "benchmarks", root / "examples" / "demo").run(
+        COMMANDS
+        + """
+    import sys
+    status, out, err = run("--help")
+    assert (status, err) == (0, "")
+    assert "(from ejkernel-bench 0.1.0)" in out and "(from ejkernel-demo 0.1.0)" in out
+    assert not [name for name in sys.modules if name.startswith(("ejkernel_bench", "ejkernel_demo", "matplotlib"))]
+    status, out, err = run("bench", "softmax", "--size", "cpu", "--list", "--json")
+    assert status == 0 and {case["operation"] for case in json.loads(out)["cases"]} == {"softmax"}
+    status, out, err = run("demo", "--steps", "2", "--no-compare", "--json")
+    assert status == 0 and json.loads(out)["ok"], err
+    """
+    )
+
+
 def test_core_and_xla_compute(root, environment):
     made = environment(root / "ejkernel-core", root / "ejkernel-xla")
     assert made.run(CALL).startswith(EXPECTED)

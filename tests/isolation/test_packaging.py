@@ -10,6 +10,7 @@ from email.parser import Parser
 import pytest
 
 import ejkernel
+from ejkernel.cli._commands import OWNERS
 from ejkernel.plugin import FIRST_PARTY
 
 CLASSIFIERS = {"Typing :: Typed", *(f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13))}
@@ -24,14 +25,17 @@ def test_versions_in_lockstep(distribution, root):
 def test_siblings_are_pinned(distribution):
     major, minor, _ = map(int, distribution.project["version"].split("."))
     siblings = [requirement for requirement in distribution.project["dependencies"] if requirement.startswith("ejkernel-")]
-    expected = f"ejkernel-core>={major}.{minor},<{major}.{minor + 1}"
+    extra = "[cli]" if distribution.name in OWNERS.values() else ""
+    expected = f"ejkernel-core{extra}>={major}.{minor},<{major}.{minor + 1}"
     assert siblings == ([] if distribution.name == "ejkernel-core" else [expected])
 
 
-def test_entry_point(distribution):
-    declared = distribution.project.get("entry-points", {}).get("ejkernel.plugins", {})
-    names = {name: owner for name, owner in FIRST_PARTY.items() if owner == distribution.name}
-    assert declared == dict.fromkeys(names, f"{distribution.package}._plugin")
+def test_entry_points(distribution):
+    declared = distribution.project.get("entry-points", {})
+    names = [name for name, owner in FIRST_PARTY.items() if owner == distribution.name]
+    assert declared.get("ejkernel.plugins", {}) == dict.fromkeys(names, f"{distribution.package}._plugin")
+    commands = {name for name, owner in OWNERS.items() if owner == distribution.name}
+    assert declared.get("ejkernel.commands", {}).keys() == commands
 
 
 def test_metadata(distribution, root):
@@ -48,8 +52,7 @@ def test_core_extras(root):
     extras = tomllib.loads((root / "ejkernel-core" / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     names = {extra: {re.match(r"[\w-]+", item)[0] for item in items} for extra, items in extras.items()}
     assert names == {
-        "bench": {"matplotlib", "rich", "typer"},
-        "cli": {"matplotlib", "rich", "typer"},
+        "cli": {"rich", "typer"},
         "testing": {"flatbuffers", "hypothesis", "pytest"},
     }
 
@@ -68,6 +71,18 @@ def test_wheel(distribution, wheel):
     assert {name for name in names if name.endswith(".py")} == python
     assert metadata["Name"] == distribution.name
     assert metadata["License-Expression"] == "Apache-2.0"
+
+
+def test_core_is_small(root, wheel):
+    """No corpus, no page, no plots and no kernels of others: what few need is in distributions of its own."""
+    built = wheel(root / "ejkernel-core")
+    assert built.stat().st_size <= 500_000
+    with zipfile.ZipFile(built) as archive:
+        modules = [name for name in archive.namelist() if name.startswith("ejkernel/")]
+        sources = {name: archive.read(name).decode() for name in modules}
+    assert {name for name in modules if not name.endswith(".py")} == {"ejkernel/py.typed"}
+    foreign = re.compile(r"^\s*(?:import|from) +(matplotlib|torch|tokamax|ejkernel_\w+)\b", re.MULTILINE)
+    assert {name: found[1] for name, text in sources.items() if (found := foreign.search(text))} == {}
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "README.md", "CHANGELOG.md", "noxfile.py", ".ci/run"])

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from ejkernel import operations
-from ejkernel._dispatch import decisions as _dispatch
+from ejkernel._dispatch.execution import run_backward, run_forward
 from ejkernel.call import Request, has_gradient
-from ejkernel.call import policy as _policy
+from ejkernel.call.policy import policy_for_call
 from ejkernel.operations import get_operation
-from ejkernel.targets import target as _target
+from ejkernel.targets import resolve_target
 
 TOLERANCE = 5e-5
 
@@ -52,10 +52,10 @@ def test_first_cases(name, case):
     operation = get_operation(name)
     reference = importlib.import_module(f"ejkernel.operations.{name}.reference")
     bound = operation.canonicalise(**jax.tree.map(jax.numpy.asarray, case.arrays(np.random.default_rng(0))), **case.options)
-    request = Request(operation, bound.call, _target.resolve_target(()), _policy.for_call(name, None)).saving_residuals()
+    request = Request(operation, bound.call, resolve_target(()), policy_for_call(name, None)).saving_residuals()
     public = operation.public(request.call)
 
-    outputs = jax.jit(lambda inputs: _dispatch.run_forward(request, inputs))(bound.inputs)
+    outputs = jax.jit(lambda inputs: run_forward(request, inputs))(bound.inputs)
     inputs = as_float64(bound.inputs)
     expected = reference.forward(request.call, inputs)
     check(public, outputs, expected)
@@ -64,5 +64,5 @@ def test_first_cases(name, case):
     public = [field for field in public if has_gradient(getattr(outputs, field))]
     fields = {field: rng.standard_normal(np.shape(getattr(expected, field))).astype(np.float32) for field in public}
     cotangents = operation.Outputs(**{**dict.fromkeys(operation.Outputs._fields), **fields})
-    gradients = jax.jit(lambda *values: _dispatch.run_backward(request, *values))(bound.inputs, outputs, cotangents)
+    gradients = jax.jit(lambda *values: run_backward(request, *values))(bound.inputs, outputs, cotangents)
     check(operation.moving(bound.inputs), gradients, reference.backward(request.call, inputs, expected, as_float64(cotangents)))

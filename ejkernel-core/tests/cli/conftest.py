@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import functools
 import os
 import subprocess
 import sys
@@ -11,48 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from ejkernel.cli import main
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What one command line answered."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-    @property
-    def mistake(self) -> str:
-        """The one line on stderr, and nothing on stdout."""
-        assert (self.status, self.out, self.err.count("\n")) == (2, "", 1), self
-        return self.err.removeprefix("ejkernel: ").rstrip()
+from command_line import Answer, answer, use_own_settings
 
 
 @pytest.fixture(autouse=True)
 def _own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("EJKERNEL_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "120")
+    use_own_settings(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]):
     """Run a command line in this process."""
-
-    def run(*arguments: str) -> Answer:
-        status = main(arguments)
-        captured = capsys.readouterr()
-        return Answer(status, captured.out, captured.err)
-
-    return run
+    return functools.partial(answer, capsys)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ def test_healthy(site, fresh_cli):
     report = answer.json
     assert (answer.status, report["ok"], report["problems"]) == (0, True, [])
     assert set(report) == {
-        *("versions", "plugins", "settings", "unknown_settings", "foreign_distributions", "cache", "devices"),
+        *("versions", "plugins", "commands", "settings", "unknown_settings", "foreign_distributions", "cache", "devices"),
         *("diagnoses", "known_combinations", "problems", "ok"),
     }
     assert {"python", "ejkernel-core", "jax", "jaxlib", "numpy", "ejkernel-xla"} <= set(report["versions"])

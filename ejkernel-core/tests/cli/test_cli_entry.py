@@ -21,7 +21,7 @@ def test_version(cli):
 def test_help_names_every_command(cli):
     answer = cli()
     assert answer.status == 0
-    for command in ("doctor", "list", "explain", "demo", "cache"):
+    for command in ("doctor", "list", "explain", "tune", "cache"):
         assert f"  {command} " in answer.out
 
 
@@ -41,9 +41,8 @@ def test_missing_packages_are_one_sentence(cli, monkeypatch: pytest.MonkeyPatch)
         (("lst",), "No such command 'lst'"),
         (("list", "--plat"), "No such option"),
         (("explain",), "Missing argument"),
-        (("demo", "--steps", "many"), "Invalid value for '--steps'"),
-        (("demo", "--steps", "1"), "Invalid value for '--steps'"),
-        (("demo", "--platform", "tritn"), "got 'tritn', expected an installed platform"),
+        (("tune", "softmax", "--rounds", "many"), "Invalid value for '--rounds'"),
+        (("tune", "softmax", "--rounds", "0"), "Invalid value for '--rounds'"),
     ],
 )
 def test_mistakes_are_one_line(cli, arguments: tuple[str, ...], expected: str):

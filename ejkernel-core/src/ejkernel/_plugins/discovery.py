@@ -16,10 +16,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import importlib_metadata
 import pluggy
+from importlib_metadata import Distribution
 
 from ejkernel._plugins import requirements as _requirements
 from ejkernel._plugins import validation as _validation
@@ -49,7 +50,7 @@ def discover() -> tuple[PluginRecord, ...]:
         PluginError: under `EJKERNEL_STRICT=1`, if any plugin cannot be used. The command `ejkernel` raises it later, so that
             `ejkernel doctor` can say what is wrong.
     """
-    claims = [*_claims()]
+    claims = [*claims_of(ENTRY_POINT_GROUP)]
     allowed = _allowed()
     records = [_examine(claim, claims, allowed) for claim in claims]
     _complain(complaints(records))
@@ -68,11 +69,16 @@ def is_strict() -> bool:
     return os.environ.get("EJKERNEL_STRICT", "").strip().lower() not in _OFF
 
 
-def _claims() -> Iterator[PluginRecord]:
-    """A blank record per entry point of the group; of several copies of a distribution on the path only the first counts."""
+def installed_distributions(**options: str) -> Iterator[Distribution]:
+    """Everything installed; the library types what its finders return as less than they are."""
+    return cast("Iterator[Distribution]", iter(importlib_metadata.distributions(**options)))
+
+
+def claims_of(group: str) -> Iterator[PluginRecord]:
+    """A blank record per entry point of a group; of several copies of a distribution on the path only the first counts."""
     seen: set[str] = set()
-    for distribution in importlib_metadata.distributions():
-        if ENTRY_POINT_GROUP not in _text(distribution, "entry_points.txt"):
+    for distribution in installed_distributions():
+        if group not in _text(distribution, "entry_points.txt"):
             continue
         name, version = _identity(distribution)
         if name is None or _requirements.canonical(name) in seen or _is_shadowed(distribution, name, version):
@@ -80,7 +86,7 @@ def _claims() -> Iterator[PluginRecord]:
         seen.add(_requirements.canonical(name))
         blank = PluginRecord(name, name, version, "", "ok")
         try:
-            entries = [entry for entry in distribution.entry_points if entry.group == ENTRY_POINT_GROUP]
+            entries = [entry for entry in distribution.entry_points if entry.group == group]
         except Exception:  # noqa: BLE001 - whatever the standard library makes of a malformed file, it is reported
             yield _ended(blank, "broken", "its entry_points.txt cannot be read", with_traceback=True)
             continue
@@ -88,7 +94,7 @@ def _claims() -> Iterator[PluginRecord]:
             yield dataclasses.replace(blank, name=entry.name, value=entry.value)
 
 
-def _text(distribution: importlib_metadata.Distribution, name: str) -> str:
+def _text(distribution: Distribution, name: str) -> str:
     """A metadata file; empty where it is missing or no text. What cannot be read cannot name a plugin."""
     try:
         return distribution.read_text(name) or ""
@@ -96,16 +102,16 @@ def _text(distribution: importlib_metadata.Distribution, name: str) -> str:
         return ""
 
 
-def _identity(distribution: importlib_metadata.Distribution) -> tuple[str | None, str]:
+def _identity(distribution: Distribution) -> tuple[str | None, str]:
     """Name and version; no name where the metadata is gone, which an interrupted uninstallation leaves behind."""
     text = _text(distribution, "METADATA") or _text(distribution, "PKG-INFO")
     fields = dict(re.findall(r"^(Name|Version):[ \t]*(\S+)", text.partition("\n\n")[0], re.MULTILINE))
     return fields.get("Name"), fields.get("Version", "")
 
 
-def _is_shadowed(distribution: importlib_metadata.Distribution, name: str, version: str) -> bool:
+def _is_shadowed(distribution: Distribution, name: str, version: str) -> bool:
     """Whether an earlier copy of the distribution hides this one."""
-    for earlier in importlib_metadata.distributions(name=name):
+    for earlier in installed_distributions(name=name):
         if _identity(earlier)[0] is not None:
             same_place = str(earlier.locate_file("")) == str(distribution.locate_file(""))
             return not (same_place and _identity(earlier)[1] == version)

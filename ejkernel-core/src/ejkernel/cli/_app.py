@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from ejkernel._version import __version__
-from ejkernel.cli.bench import bench
+from ejkernel.cli._commands import Commands
 from ejkernel.cli.cache import cache_app
-from ejkernel.cli.demo import demo
 from ejkernel.cli.doctor import doctor
 from ejkernel.cli.explain import explain
 from ejkernel.cli.list import list_operations
@@ -20,6 +19,7 @@ from ejkernel.cli.tune import tune
 
 app = typer.Typer(
     name="ejkernel",
+    cls=Commands,
     help="JAX kernels: what is installed, what runs, and why.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -28,9 +28,7 @@ app = typer.Typer(
 app.command("doctor")(doctor)
 app.command("list")(list_operations)
 app.command("explain")(explain)
-app.command("demo")(demo)
 app.command("tune")(tune)
-app.command("bench")(bench)
 app.add_typer(cache_app, name="cache")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +15,7 @@ from ejkernel._plugins.records import PluginRecord
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.call.policy import environment_platforms, policy_for_call
 from ejkernel.cli import _probes
+from ejkernel.cli._commands import Command, load
 from ejkernel.cli._foreign import OURS, foreign_distributions
 from ejkernel.cli.output import first_line
 from ejkernel.errors import suggestion
@@ -24,8 +25,12 @@ _ALWAYS = (OURS, "jax", "jaxlib", "numpy")
 _RELATED = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "triton", "jax-triton")
 
 
-def diagnose(timeout: float = _probes.TIMEOUT) -> dict[str, Any]:
+def diagnose(commands: Sequence[Command], timeout: float = _probes.TIMEOUT) -> dict[str, Any]:
     """Examine this installation and this machine.
+
+    Args:
+        commands: those that other distributions add; they are imported.
+        timeout: seconds for each native probe.
 
     Returns:
         The facts, and under `"problems"` what is broken among what was installed or asked for, each with a remedy; `"ok"` says
@@ -39,6 +44,7 @@ def diagnose(timeout: float = _probes.TIMEOUT) -> dict[str, Any]:
         report: dict[str, Any] = {
             "versions": installed_versions(records),
             "plugins": [record.to_dict() for record in records],
+            "commands": [load(command)[0].to_dict() for command in commands],
             "settings": [setting.to_dict() for setting in read_settings()],
             "unknown_settings": unknown_settings(),
             "foreign_distributions": foreign_distributions(),
@@ -93,6 +99,15 @@ def _plugin_remedy(plugin: dict[str, Any]) -> str:
         "incompatible": f"pip install --upgrade {distribution} {OURS}",
         "conflict": "uninstall all but one of the distributions that claim this name",
     }.get(plugin["state"], f"see `ejkernel doctor --verbose`; pip install --force-reinstall {distribution}")
+
+
+def _command_problems(report: dict[str, Any]) -> list[dict[str, str]]:
+    problems = []
+    for c in report["commands"]:
+        if c["state"] != "ok":
+            what = f"command {c['name']} ({c['distribution']} {c['version']}) is {c['state']}: {c['reason']}"
+            problems.append(_problem(what, f"pip install --upgrade {c['distribution']}, or pip uninstall {c['distribution']}"))
+    return problems
 
 
 def _setting_problems(report: dict[str, Any]) -> list[dict[str, str]]:
@@ -170,6 +185,7 @@ def _problem(what: str, remedy: str) -> dict[str, str]:
 _PROBLEMS: tuple[Callable[[dict[str, Any]], list[dict[str, str]]], ...] = (
     _foreign_problems,
     _plugin_problems,
+    _command_problems,
     _setting_problems,
     _version_problems,
     _device_problems,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
-from importlib_metadata import Distribution, distributions
+from importlib_metadata import Distribution
 from packaging.utils import canonicalize_name
+
+from ejkernel._plugins.discovery import installed_distributions
 
 OURS, PACKAGE = "ejkernel-core", "ejkernel"
 
@@ -16,7 +18,7 @@ def foreign_distributions() -> list[dict[str, str]]:
     Our own loop: the standard library's `packages_distributions()` fails altogether on one distribution's damaged metadata.
     """
     found: dict[str, str] = {}
-    for distribution in distributions():
+    for distribution in installed_distributions():
         name, version = _identity(distribution)
         if name and canonicalize_name(name) != OURS and _owns(distribution, name):
             found.setdefault(canonicalize_name(name), version)

@@ -10,14 +10,16 @@ from ejkernel.cli.output import AsJson, console, emit, table, verdict
 
 
 def doctor(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks of broken plugins.")] = False,
+    context: typer.Context,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks of broken plugins and commands.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for each native probe.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
     """Examine the installation; exit status 1 if something asked for is broken."""
     from ejkernel.cli._diagnosis import diagnose
 
-    report = diagnose(timeout)
+    root: Any = context.find_root().command
+    report = diagnose(root.others, timeout)
     if as_json:
         emit(report)
     else:
@@ -39,8 +41,13 @@ def _render(report: dict[str, Any], verbose: bool) -> None:
         screen.print(verdict(found["verdict"]), f"combination {names}: {found['finding']}", markup=False)
     plugins = [(p["name"], verdict(p["state"]), f"{p['distribution']} {p['version']}", p["reason"]) for p in report["plugins"]]
     section("Plugins", ("plugin", "state", "from", "reason"), plugins)
+    if report["commands"]:
+        commands = [
+            (c["name"], verdict(c["state"]), f"{c['distribution']} {c['version']}", c["reason"]) for c in report["commands"]
+        ]
+        section("Commands of other distributions", ("command", "state", "from", "reason"), commands)
     if verbose:
-        _print_tracebacks(screen, report["plugins"])
+        _print_tracebacks(screen, [*report["plugins"], *report["commands"]])
     settings = [(s["name"], _shown(s), s["source"], s["meaning"]) for s in report["settings"]]
     section("Settings", ("setting", "value", "source", "meaning"), settings)
     section("Devices", ("device", "kind", "capability"), _device_rows(report["devices"]["devices"]))
@@ -67,11 +74,11 @@ def _device_rows(devices: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     return [(f"{d['platform']}:{d['id']}", d["kind"], str(d["compute_capability"] or "")) for d in devices]
 
 
-def _print_tracebacks(screen: Any, plugins: list[dict[str, Any]]) -> None:
-    for plugin in plugins:
-        if plugin["traceback"]:
-            screen.print(f"{plugin['name']}:", style="bold", markup=False)
-            screen.print(plugin["traceback"], markup=False, soft_wrap=True)
+def _print_tracebacks(screen: Any, records: list[dict[str, Any]]) -> None:
+    for record in records:
+        if record["traceback"]:
+            screen.print(f"{record['name']}:", style="bold", markup=False)
+            screen.print(record["traceback"], markup=False, soft_wrap=True)
 
 
 def _print_verdict(screen: Any, problems: list[dict[str, str]]) -> None:

@@ -85,13 +85,15 @@ def _from_cases(
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     import importlib
 
-    from ejkernel.bench import Settings
     from ejkernel.errors import invalid, suggestion
     from ejkernel.operations import get_operation
+    from ejkernel.testing.problem import DTYPES
     from ejkernel.testing.shapes import shapes_of
 
     get_operation(operation)
-    Settings(dtypes=tuple(dtypes))  # knows the dtypes of cases
+    for name in dtypes:
+        if name not in DTYPES:
+            raise invalid("--dtype", repr(name), f"one of {', '.join(DTYPES)}" + suggestion(name, DTYPES))
     cases = {known.name: known for known in importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES}
     names = {pattern: fnmatch.filter(cases, pattern) for pattern in patterns}
     for pattern, matching in names.items():

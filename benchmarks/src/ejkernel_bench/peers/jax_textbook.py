@@ -1,0 +1,144 @@
+"""What one writes in jax.numpy and leaves to `jax.jit`: the expression of the textbook, statistics in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.operations.common.rows.interface import per_row
+from ejkernel_bench._program import Function
+from ejkernel_bench.peers._peer import Peer, beyond
+
+
+def _scaled(call: Any, inputs: Any, normal: Any) -> Mapping[str, Any]:
+    if inputs.scale is not None:
+        normal = normal * (per_row(inputs.scale, normal.ndim).astype(jnp.float32) + call.scale_offset)
+    if inputs.offset is not None:
+        normal = normal + per_row(inputs.offset, normal.ndim).astype(jnp.float32)
+    return {"out": normal.astype(inputs.x.dtype)}
+
+
+def _rms_norm(call: Any, inputs: Any) -> Function:
+    def norm(inputs: Any) -> Mapping[str, Any]:
+        x = inputs.x.astype(jnp.float32)
+        return _scaled(call, inputs, x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + call.epsilon))
+
+    return norm
+
+
+def _add_rms_norm(call: Any, inputs: Any) -> Function:
+    def norm(inputs: Any) -> Mapping[str, Any]:
+        total = (inputs.x + inputs.residual).astype(inputs.residual.dtype)
+        wide = total.astype(jnp.float32)
+        normal = wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + call.epsilon)
+        if inputs.scale is not None:
+            normal = normal * (per_row(inputs.scale, normal.ndim).astype(jnp.float32) + call.scale_offset)
+        return {"out": normal.astype(inputs.x.dtype), "sum": total}
+
+    return norm
+
+
+def _layer_norm(call: Any, inputs: Any) -> Function:
+    def norm(inputs: Any) -> Mapping[str, Any]:
+        x = inputs.x.astype(jnp.float32)
+        x = x - jnp.mean(x, -1, keepdims=True)
+        return _scaled(call, inputs, x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + call.epsilon))
+
+    return norm
+
+
+def _softmax(call: Any, inputs: Any) -> Function:
+    def softmax(inputs: Any) -> Mapping[str, Any]:
+        x = call.scale * inputs.x.astype(jnp.float32)
+        where = None if inputs.where is None else jnp.broadcast_to(inputs.where, x.shape)
+        return {"out": jax.nn.softmax(x, axis=-1, where=where).astype(inputs.x.dtype)}
+
+    return softmax
+
+
+def _rope(call: Any, inputs: Any) -> Function | str:
+    reason = beyond(call, "query", "key", "cos", "sin", "rotary_dim")
+    if reason or not call.per_pair:
+        return reason or "takes one angle per pair of channels"
+
+    def rope(inputs: Any) -> Mapping[str, Any]:
+        present = {"query": inputs.query} if inputs.key is None else {"query": inputs.query, "key": inputs.key}
+        return {name: _turned(call, inputs, x).astype(x.dtype) for name, x in present.items()}
+
+    return rope
+
+
+def _turned(call: Any, inputs: Any, x: Any) -> Any:
+    """Halves of the first channels, turned in float32."""
+    cos, sin = (angle.astype(jnp.float32)[:, :, None] for angle in (inputs.cos, inputs.sin))
+    left, right = jnp.split(x[..., : call.rotary_dim].astype(jnp.float32), 2, axis=-1)
+    parts = [left * cos - right * sin, right * cos + left * sin, x[..., call.rotary_dim :].astype(jnp.float32)]
+    return jnp.concatenate(parts, axis=-1)
+
+
+def _qk_norm_rope(call: Any, inputs: Any) -> Function | str:
+    known = ("query", "key", "cos", "sin", "rotary_dim", "query_scale", "key_scale", "epsilon", "scale_offset")
+    reason = beyond(call, *known)
+    if reason or not call.per_pair:
+        return reason or "takes one angle per pair of channels"
+
+    def norm_rope(inputs: Any) -> Mapping[str, Any]:
+        def one(x: Any, scale: Any) -> Any:
+            wide = x.astype(jnp.float32)
+            normal = wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + call.epsilon)
+            if scale is not None:
+                normal = normal * (per_row(scale, 4).astype(jnp.float32) + call.scale_offset)
+            return _turned(call, inputs, normal).astype(x.dtype)
+
+        return {"query": one(inputs.query, inputs.query_scale), "key": one(inputs.key, inputs.key_scale)}
+
+    return norm_rope
+
+
+def _cross_entropy(call: Any, inputs: Any) -> Function | str:
+    reason = beyond(call, "x", "targets", "head", "head_bias", "transpose_head", "soft_cap")
+    if reason:
+        return reason
+
+    def cross_entropy(inputs: Any) -> Mapping[str, Any]:
+        logits = inputs.x
+        if inputs.head is not None:
+            head = inputs.head[0].T if call.transpose_head else inputs.head[0]
+            logits = jnp.matmul(inputs.x, head, preferred_element_type=jnp.float32)
+        if inputs.head_bias is not None:
+            logits = logits + inputs.head_bias[0]
+        logits = logits.astype(jnp.float32)
+        if call.soft_cap is not None:
+            logits = call.soft_cap * jnp.tanh(logits / call.soft_cap)
+        counts = inputs.targets >= 0
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, jnp.maximum(inputs.targets, 0)[..., None], axis=-1)[..., 0]
+        return {"loss": jnp.where(counts, lse - chosen, 0.0), "lse": jnp.where(counts, lse, 0.0)}
+
+    return cross_entropy
+
+
+def _mean_pooling(call: Any, inputs: Any) -> Function | str:
+    return beyond(call, "x") or (
+        lambda inputs: {"out": jnp.mean(inputs.x, axis=1, keepdims=True, dtype=jnp.float32).astype(inputs.x.dtype)}
+    )
+
+
+PEERS = (
+    Peer(
+        "jax",
+        {
+            "rms_norm": _rms_norm,
+            "add_rms_norm": _add_rms_norm,
+            "layer_norm": _layer_norm,
+            "softmax": _softmax,
+            "rope": _rope,
+            "qk_norm_rope": _qk_norm_rope,
+            "cross_entropy": _cross_entropy,
+            "mean_pooling": _mean_pooling,
+        },
+    ),
+)
