@@ -162,7 +162,7 @@ def cases_on_gpu() -> str:
 
 
 def every_case(document: Document) -> list[str]:
-    """A row for each case, with the implementation that dispatch picks or, if it did not run, the fastest of ours; then the losses."""
+    """A row for each case, with what dispatch picks or, if that did not run, the fastest of ours; then the losses."""
     libraries = ", ".join(
         f"{name} {document.versions[name]}" for name in ("jax", "triton", "torch") if name in document.versions
     )

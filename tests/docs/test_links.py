@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-PAGES = sorted({*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("ejkernel-*/README.md"), *ROOT.glob("examples/*/README.md")})
+PAGES = sorted(
+    {*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("ejkernel-*/README.md"), *ROOT.glob("examples/*/README.md")}
+)
 
 
 def anchors(page: Path) -> set[str]:
