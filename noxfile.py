@@ -369,7 +369,7 @@ def client(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def bench(session: nox.Session) -> None:
-    """Benchmarks on this machine, written to benchmarks/results and README. It should have nothing else to do."""
+    """Benchmarks on this machine, written to benchmarks/results and docs/evidence. It should have nothing else to do."""
     python = main_environment(session)
     out = RESULTS / "startup_cpu.json"
     session.run(str(python), "benchmarks/startup_cpu.py", "--out", str(out), external=True)
@@ -418,5 +418,5 @@ def tuned(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def tables(session: nox.Session) -> None:
-    """Rewrite the tables of README from the plugins' records and what is recorded in benchmarks/results."""
+    """Rewrite the tables of README and docs/evidence from the plugins' records and benchmarks/results."""
     session.run(str(main_environment(session)), "tools/generated_tables.py", external=True)

@@ -1,6 +1,5 @@
 """Write the generated tables of the pages: in README.md the support matrix, from the plugins' records and the recorded conformance
-runs, and the speed on CPU; in docs/benchmarks.md every case on a GPU; both from the recorded benchmarks; in docs/pallas.md what the
-TPU's compiler said of kernels.
+runs; in docs/evidence the recorded benchmarks on a CPU and on a GPU, and what the TPU compiler reported of kernels.
 
 python tools/generated_tables.py            rewrite the pages
 python tools/generated_tables.py --check    exit 1 if one is out of date
@@ -26,7 +25,7 @@ PLATFORMS = ("xla", "triton", "pallas", "cuda")
 
 
 def declared() -> dict[str, dict[str, dict[str, set[str]]]]:
-    """platform -> operation -> phase -> backends, from the light modules of this checkout."""
+    """platform -> operation -> phase -> backends, from the plugin modules of this checkout."""
     found: dict[str, dict[str, dict[str, set[str]]]] = {}
     for name in PLATFORMS:
         sys.path.insert(0, str(ROOT / f"ejkernel-{name}" / "src"))
@@ -74,7 +73,7 @@ def support() -> str:
 
 
 def speed() -> str:
-    """Every operation on CPU against the fastest peer, what is lost, and the cost of dispatch, in Markdown."""
+    """Every operation on CPU against the fastest peer, the losses, and the cost of dispatch, in Markdown."""
     recorded = RESULTS / "bench_cpu.json"
     lines = benchmarks(read_document(recorded)) if recorded.exists() else ["No run of `nox -s bench` is recorded yet."]
     startup = json.loads((RESULTS / "startup_cpu.json").read_text())
@@ -90,14 +89,14 @@ def speed() -> str:
 
 
 def benchmarks(document: Document) -> list[str]:
-    """The picture, a row for each operation, and every case that is lost."""
+    """The picture, a row for each operation, and every lost case."""
     libraries = ", ".join(f"{name} {document.versions[name]}" for name in ("jax", "python") if name in document.versions)
     settings = f"{document.settings.get('rounds')} rounds, {document.settings.get('clock')} time"
     operations = sorted({case.operation for case in document.cases})
     return [
         f"{document.kind}; {libraries}; {settings}; commit {(document.commit or 'unknown')[:10]}.",
         "",
-        "![Time of the best peer over ours, a mark for each case](benchmarks/results/bench_cpu.png)",
+        "![Time of the best peer over ours, a mark for each case](../../benchmarks/results/bench_cpu.png)",
         "",
         "| operation | cases | forward | backward | compile | temporary memory, ours / peer | lost |",
         "|---|---|---|---|---|---|---|",
@@ -128,7 +127,7 @@ def _operation_row(name: str, cases: list[Case]) -> str:
 
 
 def _ratios(ratios: list[float]) -> str:
-    """Geometric mean with the least and the largest."""
+    """Geometric mean (least to largest)."""
     if not ratios:
         return "-"
     mean = statistics.geometric_mean(ratios)
@@ -143,7 +142,7 @@ def _memory(pairs: list[tuple[Run, Run]]) -> str:
 
 
 def _lost(document: Document) -> list[str]:
-    """What a peer does faster, and what has no result of ours, worst first."""
+    """Cases that a peer runs faster, worst first, and cases without a result of ours."""
     found = [(case, standing(case)) for case in document.cases]
     lost = sorted((pair for pair in found if pair[1].word == "loss"), key=lambda pair: pair[1].ratio or 0)
     lines = [
@@ -163,7 +162,7 @@ def cases_on_gpu() -> str:
 
 
 def every_case(document: Document) -> list[str]:
-    """A row for each case: what dispatch picks or, where that was left out, the fastest of ours; then what is lost."""
+    """A row for each case, with what dispatch picks or, if that did not run, the fastest of ours; then the losses."""
     libraries = ", ".join(
         f"{name} {document.versions[name]}" for name in ("jax", "triton", "torch") if name in document.versions
     )
@@ -185,7 +184,7 @@ def every_case(document: Document) -> list[str]:
 
 
 def compiled_for_tpu() -> str:
-    """What was compiled for TPUs, then ours beside other libraries' kernels on the benchmark cases, in Markdown."""
+    """Kernels compiled for TPUs, then ours beside other libraries' on the benchmark cases, in Markdown."""
     record = json.loads((RESULTS / "tpu_aot.json").read_text())
     own = [row for row in record["rows"] if "peer" not in row]
     lines = [
@@ -238,9 +237,10 @@ def _mib(size: int) -> str:
 
 
 PAGES = {
-    "README.md": {"support": support, "speed": speed},
-    "docs/benchmarks.md": {"cases on a GPU": cases_on_gpu},
-    "docs/pallas.md": {"kernels compiled for TPU": compiled_for_tpu},
+    "README.md": {"support": support},
+    "docs/evidence/benchmarks_cpu.md": {"speed": speed},
+    "docs/evidence/benchmarks_h200.md": {"cases on a GPU": cases_on_gpu},
+    "docs/evidence/pallas_tpu.md": {"kernels compiled for TPU": compiled_for_tpu},
 }
 
 
