@@ -25,7 +25,7 @@ class Kernel(KernelDefinition[Cfg, Out]):
         ValueError: op_id is the name of an operation in core.
 
     Example:
-        >>> import dataclasses, jax.numpy as jnp
+        >>> import dataclasses, jax, jax.numpy as jnp
         >>> @dataclasses.dataclass(frozen=True)
         ... class Blocks:
         ...     rows: int = 8
