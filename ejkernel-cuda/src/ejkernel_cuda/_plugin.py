@@ -1,4 +1,4 @@
-"""The light plugin module of ejkernel-cuda: imports the standard library and `ejkernel.plugin` only."""
+"""The plugin module of ejkernel-cuda. It imports only the standard library and `ejkernel.plugin`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
 
 _VERSIONS = {"flash_attention": 2, "paged_attention": 2, "paged_cache_update": 2, "rms_norm": 2}
-"""Of implementations whose stored timings a change has made meaningless."""
+"""Versions of operations whose stored timings a change has made meaningless."""
 
 
 def _implementation(operation: str, phase: Phase) -> Implementation:
@@ -25,7 +25,7 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
 
 
 def _cudnn(operation: str, phase: Phase) -> Implementation:
-    """One phase of an operation in NVIDIA's own library: `cudnn/<operation>/{kernel,capability}.py`."""
+    """One phase of an operation in cuDNN: `cudnn/<operation>/{kernel,capability}.py`."""
     package = f"ejkernel_cuda.cudnn.{operation}"
     return Implementation(
         operation=operation,
@@ -70,10 +70,10 @@ HANDLERS = (
     "softmax_forward",
     "softmax_backward",
 )
-"""What the library exports, without its prefix."""
+"""Exported handlers, without their prefix."""
 
 CUDNN_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
-"""What XLA itself knows."""
+"""Custom calls that XLA itself implements."""
 
 
 @hookimpl

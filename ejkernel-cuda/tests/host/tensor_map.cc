@@ -1,4 +1,4 @@
-// `MakeMap` with a driver of this host, which writes down what it is told.
+// `MakeTensorMap` with a stand-in for the driver, which records its arguments.
 #include "tensor_map.h"
 
 #include <algorithm>
@@ -35,14 +35,14 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, uns
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return ""; }
 
-// 0, or 1 for an error, whose message is then there; what the driver was told: bfloat16, address, extents, strides, box.
-extern "C" int make_map(bool driver, int result, bool bfloat16, void* data, int64_t size, int64_t length, int64_t heads,
-                        int64_t batch, int tokens, int heads_of_box, uint64_t* facts, char* message, int64_t room) {
+// 0, or 1 and a message for an error; `facts` are the recorded arguments: bfloat16, address, extents, strides, box.
+extern "C" int make_tensor_map(bool driver, int result, bool bfloat16, void* data, int64_t size, int64_t length, int64_t heads,
+                               int64_t batch, int tokens, int box_heads, uint64_t* facts, char* message, int64_t room) {
   CUtensorMap map{};
   is_here = driver;
   answer = result;
   const auto type = bfloat16 ? ejkernel::ffi::BF16 : ejkernel::ffi::F16;
-  const auto error = ejkernel::MakeMap("test", type, data, size, length, heads, batch, tokens, heads_of_box, map);
+  const auto error = ejkernel::MakeTensorMap("test", type, data, size, length, heads, batch, tokens, box_heads, map);
   std::copy(told, told + 13, facts);
   message[error.message().copy(message, size_t(room - 1))] = 0;
   return error.failure();
