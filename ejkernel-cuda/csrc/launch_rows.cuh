@@ -90,55 +90,55 @@ int64_t ResidentWorkers(Kernel kernel, dim3 block, int64_t shared_bytes, int clu
 }
 
 template <class Op, int ITEMS, int LANES, int FULL = 0>
-ffi::Error LaunchRegisterRows(const char* operation, cudaStream_t stream, const Op& op, RowPartition& partition, int64_t groups,
+ffi::Error LaunchRegisterRows(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t groups,
                               int threads) {
   constexpr int64_t kRows = kRowsPerBlock<ITEMS, LANES>;
-  partition.workers = (partition.rows_per_group + kRows - 1) / kRows;
-  dim3 grid(unsigned(partition.workers), unsigned(groups));
+  split.workers = (split.rows_per_group + kRows - 1) / kRows;
+  dim3 grid(unsigned(split.workers), unsigned(groups));
   if (groups > kMaxGridY) std::swap(grid.x, grid.y);  // with at most kMaxRows rows there are few workers then
-  register_rows<Op, ITEMS, LANES, FULL><<<grid, threads, 0, stream>>>(op, partition);
+  register_rows<Op, ITEMS, LANES, FULL><<<grid, threads, 0, stream>>>(op, split);
   return CheckLaunch(operation, "register rows");
 }
 
 // If the call has such rows.
 template <class Op, int ITEMS, int LANES>
-ffi::Error LaunchPlainRows(const char* operation, cudaStream_t stream, const Op& op, RowPartition& partition, int64_t packs,
+ffi::Error LaunchPlainRows(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t packs,
                            bool& done) {
   constexpr int64_t kRows = kRowsPerBlock<ITEMS, LANES>;
-  if (done || packs != ITEMS * LANES || partition.rows_per_group < kRows) return ffi::Error::Success();
-  partition.workers = (partition.rows_per_group + kRows - 1) / kRows;
-  plain_rows<Op, ITEMS, LANES><<<unsigned(partition.workers), kRegisterBlock, 0, stream>>>(op, int(partition.rows_per_group));
+  if (done || packs != ITEMS * LANES || split.rows_per_group < kRows) return ffi::Error::Success();
+  split.workers = (split.rows_per_group + kRows - 1) / kRows;
+  plain_rows<Op, ITEMS, LANES><<<unsigned(split.workers), kRegisterBlock, 0, stream>>>(op, int(split.rows_per_group));
   done = true;
   return CheckLaunch(operation, "plain rows");
 }
 
 // With the kernels for plain calls.
 template <class Op>
-ffi::Error LaunchPlainRows(const char* operation, cudaStream_t stream, const Op& op, RowPartition& partition, int64_t packs,
+ffi::Error LaunchPlainRows(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t packs,
                            bool& done) {
-  EJKERNEL_TRY((LaunchPlainRows<Op, 1, 4>(operation, stream, op, partition, packs, done)));
-  EJKERNEL_TRY((LaunchPlainRows<Op, 1, 8>(operation, stream, op, partition, packs, done)));
-  EJKERNEL_TRY((LaunchPlainRows<Op, 1, 16>(operation, stream, op, partition, packs, done)));
-  EJKERNEL_TRY((LaunchPlainRows<Op, 1, 32>(operation, stream, op, partition, packs, done)));
+  EJKERNEL_TRY((LaunchPlainRows<Op, 1, 4>(operation, stream, op, split, packs, done)));
+  EJKERNEL_TRY((LaunchPlainRows<Op, 1, 8>(operation, stream, op, split, packs, done)));
+  EJKERNEL_TRY((LaunchPlainRows<Op, 1, 16>(operation, stream, op, split, packs, done)));
+  EJKERNEL_TRY((LaunchPlainRows<Op, 1, 32>(operation, stream, op, split, packs, done)));
   if constexpr (Op::kFullRows) {
-    EJKERNEL_TRY((LaunchPlainRows<Op, 2, 32>(operation, stream, op, partition, packs, done)));
-    EJKERNEL_TRY((LaunchPlainRows<Op, 4, 32>(operation, stream, op, partition, packs, done)));
+    EJKERNEL_TRY((LaunchPlainRows<Op, 2, 32>(operation, stream, op, split, packs, done)));
+    EJKERNEL_TRY((LaunchPlainRows<Op, 4, 32>(operation, stream, op, split, packs, done)));
   }
   return ffi::Error::Success();
 }
 
 // As few threads per row as leave each kNarrowItems packs, or a whole warp; several warps for wider rows.
 template <class Op>
-ffi::Error LaunchRegisterRows(const char* operation, cudaStream_t stream, const Op& op, RowPartition& partition, int64_t groups,
+ffi::Error LaunchRegisterRows(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t groups,
                               Plan plan, int64_t packs) {
   if constexpr (Op::kPlainRows) {
     bool done = false;
-    if (groups == 1 && op.is_plain()) EJKERNEL_TRY(LaunchPlainRows(operation, stream, op.plain(), partition, packs, done));
+    if (groups == 1 && op.is_plain()) EJKERNEL_TRY(LaunchPlainRows(operation, stream, op.plain(), split, packs, done));
     if (done) return ffi::Error::Success();
   }
   const auto launch = [&]<int ITEMS, int LANES>() {
     const int threads = LANES ? kRegisterBlock : int((packs + 32 * ITEMS - 1) / (32 * ITEMS) * 32);
-    return LaunchRegisterRows<Op, ITEMS, LANES>(operation, stream, op, partition, groups, threads);
+    return LaunchRegisterRows<Op, ITEMS, LANES>(operation, stream, op, split, groups, threads);
   };
   constexpr int ITEMS = Op::kNarrowItems;
   if (packs <= ITEMS) return launch.template operator()<ITEMS, 1>();
@@ -155,7 +155,7 @@ ffi::Error LaunchRegisterRows(const char* operation, cudaStream_t stream, const 
   }
   if constexpr (Op::kFullRows) {
     const auto full = [&]<int EACH, int THREADS>() {
-      return LaunchRegisterRows<Op, EACH, 0, THREADS>(operation, stream, op, partition, groups, THREADS);
+      return LaunchRegisterRows<Op, EACH, 0, THREADS>(operation, stream, op, split, groups, THREADS);
     };
     if (packs == plan.items * plan.threads) {
       if (packs == 8 * 512) return full.template operator()<8, 512>();
@@ -170,11 +170,11 @@ ffi::Error LaunchRegisterRows(const char* operation, cudaStream_t stream, const 
 }
 
 template <class Op, int ITEMS, bool CLUSTER = false, bool FULL = false>
-ffi::Error LaunchPipelined(const char* operation, cudaStream_t stream, const Op& op, RowPartition& partition, int64_t groups,
-                           Plan plan, bool& done) {
+ffi::Error LaunchPipelined(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t groups, Plan plan,
+                           bool& done) {
   auto kernel = [] {
     if constexpr (CLUSTER)
-      return cluster_pipelined_rows<Op, ITEMS, FULL>;
+      return cluster_rows<Op, ITEMS, FULL>;
     else
       return pipelined_rows<Op, ITEMS>;
   }();
@@ -184,56 +184,56 @@ ffi::Error LaunchPipelined(const char* operation, cudaStream_t stream, const Op&
   const int stages = int(std::clamp<int64_t>(room / stage, 1, std::max(plan.stages, CLUSTER ? 2 : 1)));
   const int64_t resident = ResidentWorkers(kernel, block, stages * stage, plan.cluster);
   if (resident == 0) return ffi::Error::Success();
-  partition.workers = std::min(partition.workers, std::max<int64_t>(1, resident / groups));
-  partition.workers = std::min(partition.workers, (partition.rows_per_group + block.y - 1) / block.y);
-  const int64_t blocks = groups * partition.workers * plan.cluster;
+  split.workers = std::min(split.workers, std::max<int64_t>(1, resident / groups));
+  split.workers = std::min(split.workers, (split.rows_per_group + block.y - 1) / block.y);
+  const int64_t blocks = groups * split.workers * plan.cluster;
   if (blocks > kMaxGrid) return Invalid(operation, std::to_string(blocks) + " blocks exceed the grid limit");
   Launch launch(stream, blocks, block, stages * stage, plan.cluster);
-  cudaLaunchKernelEx(&launch.config, kernel, op, partition, stages);
+  cudaLaunchKernelEx(&launch.config, kernel, op, split, stages);
   done = true;
   return CheckLaunch(operation, "pipelined rows");
 }
 
 template <class Op>
-ffi::Error LaunchClusterPipelined(const char* operation, cudaStream_t stream, const Op& op, RowPartition& partition,
-                                  int64_t groups, Plan plan, bool& done) {
+ffi::Error LaunchClusterRows(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t groups,
+                             Plan plan, bool& done) {
   if constexpr (Op::kFullRows) {
     if (op.width == int64_t{plan.cluster} * plan.threads * kMaxItems * Op::N)
-      return LaunchPipelined<Op, kMaxItems, true, true>(operation, stream, op, partition, groups, plan, done);
+      return LaunchPipelined<Op, kMaxItems, true, true>(operation, stream, op, split, groups, plan, done);
   }
-  return LaunchPipelined<Op, kMaxItems, true>(operation, stream, op, partition, groups, plan, done);
+  return LaunchPipelined<Op, kMaxItems, true>(operation, stream, op, split, groups, plan, done);
 }
 
 // With an Op that keeps parameters as stored, if it has such a form.
 template <class Op>
-ffi::Error LaunchClusters(const char* operation, cudaStream_t stream, const Op& op, RowPartition& partition, int64_t groups,
-                          Plan plan, bool& done) {
+ffi::Error LaunchClusters(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t groups, Plan plan,
+                          bool& done) {
   if constexpr (requires { op.plain().kKeepsStored; }) {
     using Plain = decltype(op.plain());
     if constexpr (Plain::kKeepsStored) {
-      if (op.is_plain()) return LaunchClusterPipelined<Plain>(operation, stream, op.plain(), partition, groups, plan, done);
+      if (op.is_plain()) return LaunchClusterRows<Plain>(operation, stream, op.plain(), split, groups, plan, done);
     }
   }
-  return LaunchClusterPipelined(operation, stream, op, partition, groups, plan, done);
+  return LaunchClusterRows(operation, stream, op, split, groups, plan, done);
 }
 
 // If this Op has a register kernel for a cluster of so many blocks per row.
 template <class Op>
-ffi::Error LaunchClusterRegisterRows(const char* operation, cudaStream_t stream, const Op& op, RowPartition& partition,
-                                     int64_t groups, int cluster, int64_t packs, bool& done) {
+ffi::Error LaunchClusterRegisterRows(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t groups,
+                                     int cluster, int64_t packs, bool& done) {
   constexpr int ITEMS = Op::kMaxClusterItems;
   const int64_t warps = (packs + 32 * ITEMS * cluster - 1) / (32 * ITEMS * cluster);
   const int threads = Op::kClusterThreads ? Op::kClusterThreads : std::max(int(warps) * 32, kMinClusterThreads);
   const bool fits = Op::kRaggedClusters ? warps <= kMaxWarps : packs == int64_t{threads} * ITEMS * cluster;
   if (!fits || !op.supports_cluster_registers()) return ffi::Error::Success();
   const auto kernel = cluster_register_rows<Op, ITEMS, Op::kClusterThreads>;
-  const int64_t blocks = partition.rows_per_group * cluster;
+  const int64_t blocks = split.rows_per_group * cluster;
   if (groups > kMaxGridY || blocks > kMaxGrid || ResidentWorkers(kernel, dim3(threads), 0, cluster) == 0)
     return ffi::Error::Success();
-  partition.workers = partition.rows_per_group;
+  split.workers = split.rows_per_group;
   Launch launch(stream, blocks, dim3(threads), 0, cluster);
   launch.config.gridDim.y = unsigned(groups);
-  cudaLaunchKernelEx(&launch.config, kernel, op, partition);
+  cudaLaunchKernelEx(&launch.config, kernel, op, split);
   done = true;
   return CheckLaunch(operation, "cluster register rows");
 }
@@ -263,22 +263,21 @@ inline ffi::Error LaunchSum(const char* operation, cudaStream_t stream, PartialS
                 : LaunchSumOf<1>(operation, stream, first, second, width);
 }
 
-// Run the Op over `groups` groups of rows with up to `partition.workers` workers each, and return their number there.
+// Run the Op over `groups` groups of rows with up to `split.workers` workers each, and return their number there.
 // `multipass` is set if rows were too wide or too many, and `Op::multipass` ran.
 template <class Op>
-ffi::Error LaunchRows(const char* operation, cudaStream_t stream, const Op& op, RowPartition& partition, int64_t groups,
-                      Knobs knobs, bool& multipass) {
+ffi::Error LaunchRows(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t groups, Knobs knobs,
+                      bool& multipass) {
   const int64_t packs = (op.width + Op::N - 1) / Op::N;
-  const bool countable = groups * partition.rows_per_group <= kMaxRows;
+  const bool countable = groups * split.rows_per_group <= kMaxRows;
   Plan plan = countable ? MakePlan(packs, knobs) : Plan{};
   bool done = false;
   if constexpr (Op::N > 1 && Op::kMaxClusterItems > 0) {
     if (countable && knobs.cluster > 1 && knobs.stages == 0)
-      EJKERNEL_TRY(LaunchClusterRegisterRows(operation, stream, op, partition, groups, int(knobs.cluster), packs, done));
+      EJKERNEL_TRY(LaunchClusterRegisterRows(operation, stream, op, split, groups, int(knobs.cluster), packs, done));
   }
   if constexpr (Op::N > 1) {
-    if (!done && plan.cluster > 1 && plan.items)
-      EJKERNEL_TRY(LaunchClusters(operation, stream, op, partition, groups, plan, done));
+    if (!done && plan.cluster > 1 && plan.items) EJKERNEL_TRY(LaunchClusters(operation, stream, op, split, groups, plan, done));
   }
   knobs.cluster = 1;
   if (!done && plan.cluster > 1) plan = MakePlan(packs, knobs);
@@ -286,17 +285,17 @@ ffi::Error LaunchRows(const char* operation, cudaStream_t stream, const Op& op, 
   if constexpr (kPath != RowPath::kPipelined) {
     if (!done && countable && (knobs.stages == 0 || kPath == RowPath::kRegisters)) {
       const Plan direct = MakePlan(packs, knobs, op.max_register_items());
-      if (direct.items) return LaunchRegisterRows(operation, stream, op, partition, groups, direct, packs);
+      if (direct.items) return LaunchRegisterRows(operation, stream, op, split, groups, direct, packs);
     }
   }
   if constexpr (kPath != RowPath::kRegisters) {
-    if (!done && plan.items == 1) EJKERNEL_TRY((LaunchPipelined<Op, 1>(operation, stream, op, partition, groups, plan, done)));
-    if (!done && plan.items == 2) EJKERNEL_TRY((LaunchPipelined<Op, 2>(operation, stream, op, partition, groups, plan, done)));
-    if (!done && plan.items == 4) EJKERNEL_TRY((LaunchPipelined<Op, 4>(operation, stream, op, partition, groups, plan, done)));
+    if (!done && plan.items == 1) EJKERNEL_TRY((LaunchPipelined<Op, 1>(operation, stream, op, split, groups, plan, done)));
+    if (!done && plan.items == 2) EJKERNEL_TRY((LaunchPipelined<Op, 2>(operation, stream, op, split, groups, plan, done)));
+    if (!done && plan.items == 4) EJKERNEL_TRY((LaunchPipelined<Op, 4>(operation, stream, op, split, groups, plan, done)));
   }
   multipass = !done;
   if (done) return ffi::Error::Success();
-  const int64_t rows = groups * partition.rows_per_group;
+  const int64_t rows = groups * split.rows_per_group;
   const int64_t blocks = std::min(rows, ResidentWorkers(multipass_rows<Op>, dim3(kMaxThreads), 0, 1));
   multipass_rows<Op><<<unsigned(blocks), kMaxThreads, 0, stream>>>(op, rows);
   return CheckLaunch(operation, "multi-pass rows");

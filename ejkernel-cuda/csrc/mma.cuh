@@ -33,9 +33,9 @@ __device__ inline void ldmatrix_x4_trans(uint32_t (&to)[4], const void* row) {
 
 // Transpose an 8x8 matrix of 16-bit elements, of which lane l has two from column 2 (l % 4) of row l / 4.
 __device__ inline uint32_t movmatrix_trans(uint32_t pair) {
-  uint32_t turned;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
-  return turned;
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  return transposed;
 }
 
 // acc += a b, of bfloat16 or float16, in float.

@@ -106,7 +106,7 @@ struct PackMax {
     }
   }
 
-  __device__ void take(const Pack<T, N>& pack) {
+  __device__ void update(const Pack<T, N>& pack) {
     if constexpr (kPairs) {
       struct Words {
         uint32_t data[N / 2];

@@ -29,7 +29,7 @@ constexpr int kMaxStages = 8;
 constexpr int64_t kMaxRows = int64_t{1} << 30;  // and as many again that are only prefetched
 
 // The rows of `groups` groups, each distributed round-robin to `workers` workers; a worker is a block or a cluster.
-struct RowPartition {
+struct RowSplit {
   int64_t rows_per_group;
   int64_t workers;
 };
@@ -187,15 +187,15 @@ __device__ inline RowCoord row_coord(const Op& op, int row, int end, const Colum
 
 // Pipelined rows, ITEMS packs per thread: `stages` rows in shared memory, so that loads overlap the reduction of a row.
 template <class Op, int ITEMS>
-__global__ void __maxnreg__(Op::maxnreg(ITEMS)) pipelined_rows(Op op, RowPartition partition, int stages) {
+__global__ void __maxnreg__(Op::maxnreg(ITEMS)) pipelined_rows(Op op, RowSplit split, int stages) {
   // Whether the next row's state is loaded before this row is finished: if registers hold both.
   constexpr bool kEarly = Op::kFlushes && ITEMS < kMaxItems;
   EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_DYNAMIC_SHARED(typename Op::T, memory);
   Reducer reducer{scratch, int(blockDim.x)};
   // Workers and rows are counted in 32 bits: a 64-bit division takes as long as a row.
-  const unsigned workers = unsigned(partition.workers), group = blockIdx.x / workers;
-  const int begin = int(group * partition.rows_per_group), end = begin + int(partition.rows_per_group);
+  const unsigned workers = unsigned(split.workers), group = blockIdx.x / workers;
+  const int begin = int(group * split.rows_per_group), end = begin + int(split.rows_per_group);
   const int step = int(workers * blockDim.y);
   int first = begin + int((blockIdx.x - group * workers) * blockDim.y);  // of the block's rows
   const Columns columns = columns_of_block<Op::N>(op.width, 1, 0);
@@ -228,7 +228,7 @@ __global__ void __maxnreg__(Op::maxnreg(ITEMS)) pipelined_rows(Op op, RowPartiti
 // The same with a cluster per row. A row is finished after the next one has been measured, so that the exchange of statistics
 // overlaps; of `stages`, 2 at least, one holds the row to be finished. FULL: every thread of every block has all of its packs.
 template <class Op, int ITEMS, bool FULL>
-__global__ void __maxnreg__(Op::kClusterMaxnreg) cluster_pipelined_rows(Op op, RowPartition partition, int stages) {
+__global__ void __maxnreg__(Op::kClusterMaxnreg) cluster_rows(Op op, RowSplit split, int stages) {
   if (!kHasClusters) return;
   EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_SHARED(float, slots, Exchange<Op::kFound>::kSlots);
@@ -237,8 +237,8 @@ __global__ void __maxnreg__(Op::kClusterMaxnreg) cluster_pipelined_rows(Op op, R
   const int size = int(cluster_size());
   Reducer reducer{scratch, int(blockDim.x)};
   Exchange<Op::kFound> exchange{slots, mbarriers, size};
-  const unsigned workers = unsigned(partition.workers), worker = blockIdx.x / unsigned(size), group = worker / workers;
-  const int begin = int(group * partition.rows_per_group), end = begin + int(partition.rows_per_group), step = int(workers);
+  const unsigned workers = unsigned(split.workers), worker = blockIdx.x / unsigned(size), group = worker / workers;
+  const int begin = int(group * split.rows_per_group), end = begin + int(split.rows_per_group), step = int(workers);
   int row = begin + int(worker - group * workers);
   Columns columns = columns_of_block<Op::N>(op.width, size, int(cluster_rank()));
   columns.all = FULL;
@@ -334,7 +334,7 @@ __global__ void __maxnreg__(Op::plain_rows_maxnreg(ITEMS)) plain_rows(Op op, int
 // threads, each with all of its packs. A block exits after its few rows: many resident blocks that start and end at different
 // times keep memory busy.
 template <class Op, int ITEMS, int LANES, int FULL = 0>
-__global__ void __maxnreg__(Op::register_rows_maxnreg(ITEMS, LANES)) register_rows(Op op, RowPartition partition) {
+__global__ void __maxnreg__(Op::register_rows_maxnreg(ITEMS, LANES)) register_rows(Op op, RowSplit split) {
   static_assert(LANES == 0 || FULL == 0);
   constexpr int kRowStride = kParallelRows<LANES>, ROWS = kRowsPerBlock<ITEMS, LANES> / kRowStride, kValues = ROWS * Op::kFound;
   constexpr Span SPAN = LANES ? Span::kWarp : Span::kWarps;
@@ -343,9 +343,9 @@ __global__ void __maxnreg__(Op::register_rows_maxnreg(ITEMS, LANES)) register_ro
   const int threads = LANES ? LANES : FULL ? FULL : int(blockDim.x);  // of a row
   Reducer reducer{scratch, threads, kValues};
   // The grid axis that may exceed 2^16 has workers or, if the launch swapped them, groups.
-  const bool swapped = gridDim.x != unsigned(partition.workers);
+  const bool swapped = gridDim.x != unsigned(split.workers);
   const int64_t group = swapped ? blockIdx.x : blockIdx.y;
-  const int begin = int(group * partition.rows_per_group), end = begin + int(partition.rows_per_group);
+  const int begin = int(group * split.rows_per_group), end = begin + int(split.rows_per_group);
   const int worker = int(swapped ? blockIdx.y : blockIdx.x), parallel_row = LANES ? int(threadIdx.x) / threads : 0;
   const int first = begin + worker * (kRowStride * ROWS) + parallel_row;
   Columns columns = columns_of_threads<Op::N>(op.width, int(threadIdx.x) - parallel_row * threads, threads);
@@ -369,7 +369,7 @@ __global__ void __maxnreg__(Op::register_rows_maxnreg(ITEMS, LANES)) register_ro
 // are launched if that is 0, have all of their packs, unless the Op allows ragged clusters: then blocks that lack some take
 // another path, as predicated loads cost a quarter of the time.
 template <class Op, int ITEMS, int THREADS>
-__global__ void __maxnreg__(Op::register_rows_maxnreg(ITEMS, 0)) cluster_register_rows(Op op, RowPartition partition) {
+__global__ void __maxnreg__(Op::register_rows_maxnreg(ITEMS, 0)) cluster_register_rows(Op op, RowSplit split) {
   if (!kHasClusters) return;
   EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_SHARED(float, slots, Exchange<Op::kFound>::kSlots);
@@ -380,7 +380,7 @@ __global__ void __maxnreg__(Op::register_rows_maxnreg(ITEMS, 0)) cluster_registe
   Reducer reducer{scratch, threads};
   Exchange<Op::kFound> exchange{slots, mbarriers, int(cluster_size())};
   const int64_t group = blockIdx.y;
-  const int row = int(group * partition.rows_per_group + cluster_index());
+  const int row = int(group * split.rows_per_group + cluster_index());
   const auto work = [&](auto all) {
     Columns columns = columns_of_threads<Op::N>(op.width, int(threadIdx.x), threads);
     columns.first += rank * share, columns.share = share;

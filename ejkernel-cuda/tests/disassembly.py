@@ -78,7 +78,7 @@ class Kernel:
 
 
 def tool() -> str | None:
-    """cuobjdump with nvdisasm beside it."""
+    """Path of a cuobjdump with nvdisasm in the same folder; None if there is none."""
     spec = importlib.util.find_spec("triton")
     folder = pathlib.Path(spec.origin).parent / "backends" / "nvidia" / "bin" if spec and spec.origin else None
     places = f"{os.environ.get('PATH', '')}{os.pathsep}{folder or ''}"

@@ -141,8 +141,8 @@ def test_heads_that_take_a_whole_warp_or_a_part_of_one(width, interleaved):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["BTHD", "BHTD"])
 @pytest.mark.parametrize(("span", "partials"), [(1, 1), (2, 2), (8, 1), (32, 2)])
-def test_workers_that_take_many_spans(dtype, layout, span, partials):
-    """Heads on their way while others are in work: over the ends of spans, of tokens and of what a worker has to do."""
+def test_workers_with_many_spans(dtype, layout, span, partials):
+    """Heads in flight across the ends of spans, of tokens and of a worker's share."""
     rng = np.random.default_rng(span)
     shapes = {"query": (2, 7, 19, 256), "key": (2, 7, 3, 256)}
     if layout == "BHTD":
@@ -195,7 +195,7 @@ def test_paged_cache_update(case, dtype, config):
 
 
 def test_values_that_bytes_cannot_hold():
-    """NaN, infinities, ties and what is too large, as the contract says it."""
+    """NaN, infinities, ties and numbers out of range, as the contract says."""
     values = np.array([np.nan, np.inf, -np.inf, 500.0, -1e6, 0.5, 1.5, -2.5, 126.5, 17.0, 2**-10, -0.0], np.float32)
     expected = {
         "int8": [0, 127, -128, 127, -128, 0, 2, -2, 126, 17, 0, 0],

@@ -87,7 +87,7 @@ def test_handler_admits_the_contract():
         ({"lse": (2, 4, 5)}, r"lse must be .* or \[0\], got \[2, 4, 5\]"),
         (
             {"partial": (132, 2, 192, 64)},
-            r"partial must be \[programs, 2, 128, 128\] with up to 2\^16 CTAs, got \[132, 2, 192, 64\]",
+            r"partial must be \[CTAs, 2, 128, 128\] with up to 2\^16 CTAs, got \[132, 2, 192, 64\]",
         ),
         ({"partial": ((1 << 16) + 1, 2, 128, 128)}, "partial must be .* with up to"),
         ({"partial": (2, 128, 128)}, r"partial must be .* got \[2, 128, 128\]"),
@@ -186,7 +186,10 @@ def test_configs():
     [
         ({"queries": 8192, "heads": 16, "key_heads": 16, "batch": 2}, True),  # 2048 blocks are 15 rounds and 68 more
         ({"queries": 8448, "heads": 30, "key_heads": 30}, False),  # 15 whole rounds
-        ({"queries": 8192, "heads": 16, "key_heads": 16, "batch": 2, "causal": True}, False),  # dealt out as others end
+        (
+            {"queries": 8192, "heads": 16, "key_heads": 16, "batch": 2, "causal": True},
+            False,
+        ),  # the hardware schedules whole blocks
         ({"queries": 2048, "heads": 8, "key_heads": 8, "causal": True}, False),  # 128 blocks, half of whose tiles are masked
         ({"queries": 1, "keys": 131072, "heads": 32, "key_heads": 8}, True),
         ({"queries": 256, "keys": 32768, "causal": True, "causal_alignment": "bottom_right"}, True),
@@ -197,8 +200,8 @@ def test_configs():
         ({"queries": 1, "keys": 1024, "heads": 32, "key_heads": 8}, False),  # too few tiles to be worth it
     ],
 )
-def test_programs_share_what_is_left(options, shared):
-    """Where that makes the last round, or the only one, shorter by more than it costs."""
+def test_split_kv_of_the_last_wave(options, shared):
+    """If that shortens the last or only wave by more than it costs."""
     call = problem(**options).call
     chosen, space = config.forward_heuristic(call, H200), config.forward_space(call, H200)
     assert chosen.split_kv_ctas == (132 if shared else 0) and chosen in space
@@ -206,8 +209,8 @@ def test_programs_share_what_is_left(options, shared):
     assert {one.split_kv_ctas for one in space if not one.persistent} == {0}
 
 
-def test_only_programs_that_stay_share():
-    with pytest.raises(ValueError, match="split_kv_ctas must not be negative, and 0 without persistent programs"):
+def test_split_kv_needs_persistent():
+    with pytest.raises(ValueError, match="split_kv_ctas must not be negative, and must be 0 unless persistent=True"):
         config.ForwardConfig(ping_pong=False, persistent=False, split_kv_ctas=4)
 
 
@@ -226,7 +229,7 @@ def test_lowers_for_cuda():
 
 
 @needs_library
-def test_nothing_to_see_needs_no_kernel():
+def test_no_visible_pair_needs_no_kernel():
     query, key, value = (jnp.ones((1, length, heads, 128), jnp.bfloat16) for length, heads in ((5, 4), (0, 2), (0, 2)))
     bound = OPERATION.canonicalise(query, key, value, return_lse=True)
     got = kernel.forward(bound.call, bound.inputs, config.forward_heuristic(bound.call, H200))

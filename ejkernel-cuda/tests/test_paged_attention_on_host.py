@@ -65,7 +65,7 @@ def check(call: Any, inputs: Any, cfg: Any = None, exact: Any = None) -> Any:
 
 
 def problem(requests: Any, dtype: str = "bfloat16", seed: int = 0, **options: Any) -> Any:
-    """Of pages whose unused slots hold NaN where their type has one; options of the call beside those of the arrays."""
+    """A problem whose unused page slots hold NaN if the dtype has one; `options` of the call and of the arrays."""
     named = {
         name: options.pop(name)
         for name in ("softmax_scale", "causal", "sliding_window", "logits_soft_cap", "key_heads_in_use")
@@ -390,14 +390,14 @@ def test_every_byte(stored):
 
 @pytest.mark.parametrize("power", [-120, -90, 0, 90])
 @pytest.mark.parametrize("stored", ["int8", "float8_e5m2"])
-def test_queries_beyond_float16_beside_bytes(stored, power):
+def test_queries_beyond_float16_with_one_byte_pages(stored, power):
     """Products of bytes are of float16, which holds no such queries of bfloat16 as they are; rows differ in size, too."""
     made = problem(((1, 70), (1, 9)), page_size=8, stored=stored, softmax_scale=2.0 ** min(-power, 99) * 0.1, k_scale=(2,))
     factors = jnp.asarray([1.0, 2.0**-6, 2.0**3, 0.0], jnp.bfloat16)[:, None] * jnp.asarray(2.0**power, jnp.bfloat16)
     check(made.call, made.inputs._replace(query=made.inputs.query * factors), config.PagedAttentionConfig(2, 5))
 
 
-def test_a_query_that_is_not_finite_beside_bytes():
+def test_nonfinite_query_with_one_byte_pages():
     """An infinity among large numbers: as in the reference, there is no number to give, and other rows do not see it."""
     made = problem(((1, 20), (1, 9)), page_size=8, stored="int8")
     query = np.asarray(made.inputs.query, np.float32) * 2.0**60
@@ -435,7 +435,7 @@ def test_batch_members_have_their_own_requests():
         sinks=jnp.concatenate([inputs.sinks, inputs.sinks + 1]),
         key_scale=jnp.concatenate([inputs.key_scale, 2 * inputs.key_scale]),
     )
-    # Pages turned round belong to tables turned round.
+    # Reversed pages need reversed tables.
     tables = jnp.concatenate([inputs.block_tables, inputs.key_pages.shape[1] - 1 - inputs.block_tables])
     values = jnp.concatenate([inputs.value_pages, inputs.value_pages[:, ::-1]])
     for both in (two._replace(block_tables=tables, value_pages=values),):

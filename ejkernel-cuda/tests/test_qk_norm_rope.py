@@ -144,7 +144,7 @@ def test_supports():
 
 @needs_library
 def test_lowers_for_cuda():
-    """The gradients of cos and sin are a call of their own without side effects, which XLA drops where nobody asks for them."""
+    """The gradients of cos and sin are a separate call without side effects, which XLA removes if they are unused."""
 
     def loss(*arrays):
         return sum(x.astype(jnp.float32).sum() for x in ejkernel.fused_qk_norm_rope(*arrays, platform="cuda"))

@@ -138,8 +138,8 @@ struct Handlers {
                                              scale_offset};
       bool multipass = false;
       const int64_t groups = op.scale.stride || op.offset.stride ? dims[0] : 1;
-      RowPartition partition{dims[0] * dims[1] / groups, kAnyWorkers};
-      return LaunchRows(kName, stream, op, partition, groups, {threads, cluster, stages}, multipass);
+      RowSplit split{dims[0] * dims[1] / groups, kAnyWorkers};
+      return LaunchRows(kName, stream, op, split, groups, {threads, cluster, stages}, multipass);
     });
   }
 
@@ -163,7 +163,7 @@ struct Handlers {
                         Aligned(partial_scale->untyped_data()) && Aligned(partial_offset->untyped_data()) &&
                         (!ADDED || Aligned(grad_sum.untyped_data()));
     const int64_t groups = Groups(x, *d_scale, *d_offset);
-    RowPartition partition{dims[0] * dims[1] / groups, partials};
+    RowSplit split{dims[0] * dims[1] / groups, partials};
     EJKERNEL_TRY(ForFloat(x.element_type(), packed, [&]<typename T, int N>() -> ffi::Error {
       const Backward<T, N, CENTRED, ADDED> op{static_cast<const T*>(x.untyped_data()),
                                               AsParameter<T>(scale),
@@ -179,17 +179,17 @@ struct Handlers {
                                               1.f / float(dims[2]),
                                               scale_offset};
       bool multipass = false;
-      EJKERNEL_TRY(LaunchRows(kName, stream, op, partition, groups, {threads, cluster, stages}, multipass));
+      EJKERNEL_TRY(LaunchRows(kName, stream, op, split, groups, {threads, cluster, stages}, multipass));
       if (!multipass || (!to_scale && !to_offset)) return ffi::Error::Success();
       const int64_t blocks = (dims[2] + kSmallBlock - 1) / kSmallBlock * groups * partials;
       if (blocks > kMaxGrid) return Invalid(kName, "too many partial sums");
-      column_sums<T, CENTRED><<<unsigned(blocks), kSmallBlock, 0, stream>>>(op.x, op.mean, op.rstd, op.grad, to_scale,
-                                                                            to_offset, partition, op.width);
+      column_sums<T, CENTRED>
+          <<<unsigned(blocks), kSmallBlock, 0, stream>>>(op.x, op.mean, op.rstd, op.grad, to_scale, to_offset, split, op.width);
       return CheckLaunch(kName, "partial sums of columns");
     }));
     const auto partials_of = [&](Floats partial, Array total) {
       const int64_t members = std::max<int64_t>(1, total.dimensions()[0]);
-      return PartialSumsOf(partial, total, groups * partition.workers / members);
+      return PartialSumsOf(partial, total, groups * split.workers / members);
     };
     return LaunchSum(kName, stream, partials_of(*partial_scale, *d_scale), partials_of(*partial_offset, *d_offset), dims[2]);
   }

@@ -163,16 +163,16 @@ struct Forward {
   // loaded ahead of the one in use, the first ones before anything waits for the row or, with many items, after its statistics.
   template <typename S, int ITEMS>
   struct StreamedParameters {
-    static constexpr int kPart = 16 / sizeof(S), kParts = N / kPart;  // columns of a load, loads of an item
+    static constexpr int kChunk = 16 / sizeof(S), kChunks = N / kChunk;  // columns of a load, loads of an item
     static constexpr bool kLate = ITEMS > kMaxItems;
-    static constexpr int kPrefetchDistance = kLate     ? (CENTRED || kParts > 1 ? 1 : 2)
+    static constexpr int kPrefetchDistance = kLate     ? (CENTRED || kChunks > 1 ? 1 : 2)
                                              : CENTRED ? 0
                                                        : 1,
                          kBuffers = std::max(kPrefetchDistance, 1);
     ParameterRow<T> scale, offset;
     const Columns& columns;
     float more;  // added to scale
-    Pack<S, kPart> scales[kBuffers][kParts], offsets[kBuffers][kParts];
+    Pack<S, kChunk> scales[kBuffers][kChunks], offsets[kBuffers][kChunks];
 
     __device__ StreamedParameters(const ParameterRow<T>& factors, const ParameterRow<T>& shifts, const Columns& columns,
                                   float more)
@@ -192,24 +192,24 @@ struct Forward {
 
     __device__ void prefetch(int item) {
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        scales[item % kBuffers][part] = pack_of(scale, item, part);
-        if constexpr (!ADDED) offsets[item % kBuffers][part] = pack_of(offset, item, part);
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        scales[item % kBuffers][chunk] = pack_of(scale, item, chunk);
+        if constexpr (!ADDED) offsets[item % kBuffers][chunk] = pack_of(offset, item, chunk);
       }
     }
 
-    __device__ Pack<S, kPart> pack_of(const ParameterRow<T>& row, int item, int part) const {
-      const S* from = static_cast<const S*>(row.data) + columns.of(item) + part * kPart;
-      return load_pack_predicated<S, kPart>(from, row.data && columns.has(item));
+    __device__ Pack<S, kChunk> pack_of(const ParameterRow<T>& row, int item, int chunk) const {
+      const S* from = static_cast<const S*>(row.data) + columns.of(item) + chunk * kChunk;
+      return load_pack_predicated<S, kChunk>(from, row.data && columns.has(item));
     }
 
-    static __device__ void widen_parts(const Pack<S, kPart> (&packs)[kParts], float (&to)[N]) {
+    static __device__ void widen_chunks(const Pack<S, kChunk> (&packs)[kChunks], float (&to)[N]) {
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        float values[kPart];
-        widen(packs[part], values);
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        float values[kChunk];
+        widen(packs[chunk], values);
 #pragma unroll
-        for (int i = 0; i < kPart; ++i) to[part * kPart + i] = values[i];
+        for (int i = 0; i < kChunk; ++i) to[chunk * kChunk + i] = values[i];
       }
     }
 
@@ -219,10 +219,10 @@ struct Forward {
       const int next = item + kPrefetchDistance;
       if (kPrefetchDistance && (next < ITEMS || ITEMS == 2))
         prefetch(next % ITEMS);  // with two items a thread has several rows
-      widen_parts(now.scales[item % kBuffers], factor);
+      widen_chunks(now.scales[item % kBuffers], factor);
 #pragma unroll
       for (int i = 0; i < N; ++i) factor[i] += more;
-      if constexpr (!ADDED) widen_parts(now.offsets[item % kBuffers], shift);
+      if constexpr (!ADDED) widen_chunks(now.offsets[item % kBuffers], shift);
     }
   };
   // Parameters in registers, loaded before anything waits for the row.
@@ -742,14 +742,14 @@ struct Backward {
 template <typename T, bool CENTRED>
 __global__ void column_sums(const T* __restrict__ x, const float* __restrict__ mean, const float* __restrict__ rstd,
                             const T* __restrict__ grad, float* __restrict__ d_scale, float* __restrict__ d_offset,
-                            RowPartition partition, int width) {
+                            RowSplit split, int width) {
   const int64_t tiles = (int64_t(width) + blockDim.x - 1) / blockDim.x;
   const int64_t worker = blockIdx.x / tiles;
   const int64_t column = (blockIdx.x % tiles) * blockDim.x + threadIdx.x;
   if (column >= width) return;
-  const int64_t first = worker / partition.workers * partition.rows_per_group;
+  const int64_t first = worker / split.workers * split.rows_per_group;
   float sum_scale = 0.f, sum_offset = 0.f;
-  for (int64_t row = first + worker % partition.workers; row < first + partition.rows_per_group; row += partition.workers) {
+  for (int64_t row = first + worker % split.workers; row < first + split.rows_per_group; row += split.workers) {
     const float g = to_float(grad[row * width + column]), value = to_float(x[row * width + column]);
     sum_scale += g * (CENTRED ? value - mean[row] : value) * rstd[row];
     sum_offset += g;

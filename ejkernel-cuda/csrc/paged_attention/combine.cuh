@@ -207,9 +207,9 @@ struct RowPartials {
     uint4 found[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      const bool asked = base + i * step < count;
-      stats[i] = load_predicated<uint2>(weights + at[i], asked);
-      found[i] = load_predicated<uint4>(values + uint64_t(at[i]) * partial_bytes, asked);
+      const bool in_range = base + i * step < count;
+      stats[i] = load_predicated<uint2>(weights + at[i], in_range);
+      found[i] = load_predicated<uint4>(values + uint64_t(at[i]) * partial_bytes, in_range);
     }
     Partial all[AT_ONCE + 1];
     all[AT_ONCE] = sum;

@@ -163,8 +163,8 @@ struct Attention : OnlineSoftmax<Tile<T, S, BLOCK>, SWAP_AB> {
         write_stage = write_stage + 1 == stages ? 0 : write_stage + 1;
       }
       if (step < 0) continue;
-      const char* held_keys = step_at(warp, read_stage);
-      if (visible_keys) this->update(queries, factor, held_keys, held_keys + Layout::kBytes, visible_keys);
+      const char* stage_keys = step_at(warp, read_stage);
+      if (visible_keys) this->update(queries, factor, stage_keys, stage_keys + Layout::kBytes, visible_keys);
       read_stage = read_stage + 1 == stages ? 0 : read_stage + 1;
     }
     cp_async_wait_group(0);

@@ -48,10 +48,10 @@ struct Problem : Call {
   int total_requests, max_keys;                            // requests of the batch; keys that a table names
   int interleave_bits;                                     // 2^interleave_bits warps interleave a key head's steps
   int step_stride, step_stride_pages,
-      step_stride_rest;             // keys from one step of a warp to its next; as whole pages and the rest
-  int prefetch_lines;               // cache lines of the tables, which each thread prefetches one of
-  int starts_apart, lengths_apart;  // strides of the batch
-  int64_t tables_apart;
+      step_stride_rest;               // keys from one step of a warp to its next; as whole pages and the rest
+  int prefetch_lines;                 // cache lines of the tables, which each thread prefetches one of
+  int starts_stride, lengths_stride;  // strides of the batch
+  int64_t tables_stride;
 
   explicit Problem(const Call& call)
       : Call(call),
@@ -69,9 +69,9 @@ struct Problem : Call {
         step_stride(1 << (call.step_bits + interleave_bits)),
         step_stride_pages(int(step_stride / call.requests.page_size)),
         step_stride_rest(int(step_stride % call.requests.page_size)),
-        starts_apart(call.requests.one_starts ? 0 : int(call.requests.requests + 1)),
-        lengths_apart(call.requests.one_lengths ? 0 : int(call.requests.requests)),
-        tables_apart(call.requests.one_tables ? 0 : call.requests.requests * call.requests.table_width) {
+        starts_stride(call.requests.one_starts ? 0 : int(call.requests.requests + 1)),
+        lengths_stride(call.requests.one_lengths ? 0 : int(call.requests.requests)),
+        tables_stride(call.requests.one_tables ? 0 : call.requests.requests * call.requests.table_width) {
     const int64_t entries = (call.requests.one_tables ? 1 : call.batch) * call.requests.requests * call.requests.table_width;
     const int64_t lines = (entries * int64_t(sizeof(int32_t)) + kCacheLine - 1) / kCacheLine;
     prefetch_lines = int(lines < kMaxPrefetchLines ? lines : kMaxPrefetchLines);
@@ -139,7 +139,7 @@ struct Request {
   }
 
   __device__ const int32_t* table(const Problem& problem) const {
-    return problem.requests.tables + batch * problem.tables_apart + member * problem.requests.table_width;
+    return problem.requests.tables + batch * problem.tables_stride + member * problem.requests.table_width;
   }
 
  private:
@@ -153,10 +153,10 @@ struct Request {
       const Requests& all = problem.requests;
       batch = problem.batch == 1 ? 0 : divide(index, int(all.requests), index), member = index;
       const int tokens = int(all.tokens);
-      const int32_t* starts = all.starts + batch * problem.starts_apart + member;
+      const int32_t* starts = all.starts + batch * problem.starts_stride + member;
       begin = min(max(starts[0], 0), tokens);
       count = min(max(starts[1], begin), tokens) - begin;
-      keys = max(all.lengths[batch * problem.lengths_apart + member], 0);
+      keys = max(all.lengths[batch * problem.lengths_stride + member], 0);
     }
   };
 

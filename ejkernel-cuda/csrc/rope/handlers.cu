@@ -92,9 +92,9 @@ ffi::Error AngleGradientsOfOne(cudaStream_t stream, Array x, Array grad, Floats 
     const int lanes = Lanes(heads.half, kPairs<T, INTERLEAVED, PACKED>);
     const int64_t blocks = dims[0] * dims[1];
     if (blocks > kMaxGrid) return Invalid(kName, std::to_string(blocks) + " rows of angles exceed the grid limit");
-    angle_gradients<T, INTERLEAVED, PACKED, NoTransform><<<unsigned(blocks), dim3(lanes, kThreads / lanes), 0, stream>>>(
+    angle_gradients<T, INTERLEAVED, PACKED, Identity><<<unsigned(blocks), dim3(lanes, kThreads / lanes), 0, stream>>>(
         static_cast<const T*>(x.untyped_data()), static_cast<const T*>(grad.untyped_data()), d_cos.typed_data(),
-        d_sin.typed_data(), heads, dims[0] == 1, dims[2] == heads.half, add, NoTransform{});
+        d_sin.typed_data(), heads, dims[0] == 1, dims[2] == heads.half, add, Identity{});
     return CheckLaunch(kName, "gradients of cos and sin");
   });
 }

@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kThreads, kMinRotateBlocks<PER_PAIR, SPAN>)
 }
 
 // The transform for heads that are rotated as stored.
-struct NoTransform {
+struct Identity {
   __device__ float of_head(uint32_t) const { return 1.f; }
 
   template <int M, bool INTERLEAVED, bool PACKED>

@@ -79,8 +79,8 @@ ffi::Error RunForward(cudaStream_t stream, Array x, Mark where, float scale, Axe
     const Forward<T, N> op{static_cast<const T*>(x.untyped_data()), AsMask(where, sizes, strides),
                            static_cast<T*>(out->untyped_data()), int(x.dimensions()[1]), scale};
     bool multipass = false;
-    RowPartition partition{x.dimensions()[0], kAnyWorkers};
-    return LaunchRows(kName, stream, op, partition, 1, {threads, cluster, stages}, multipass);
+    RowSplit split{x.dimensions()[0], kAnyWorkers};
+    return LaunchRows(kName, stream, op, split, 1, {threads, cluster, stages}, multipass);
   });
 }
 
@@ -96,8 +96,8 @@ ffi::Error RunBackward(cudaStream_t stream, Array out, Array grad, Mark where, f
                             int(out.dimensions()[1]),
                             scale};
     bool multipass = false;
-    RowPartition partition{out.dimensions()[0], kAnyWorkers};
-    return LaunchRows(kName, stream, op, partition, 1, {threads, cluster, stages}, multipass);
+    RowSplit split{out.dimensions()[0], kAnyWorkers};
+    return LaunchRows(kName, stream, op, split, 1, {threads, cluster, stages}, multipass);
   });
 }
 

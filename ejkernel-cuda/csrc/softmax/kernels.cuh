@@ -173,7 +173,7 @@ struct Forward {
       PackMax<T, N> pack_max;
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
-        if (columns.has(item)) pack_max.take(slots.pack(0, item));
+        if (columns.has(item)) pack_max.update(slots.pack(0, item));
       }
       largest[0] = pack_max.value() * factor;
     } else {
@@ -368,8 +368,8 @@ struct Forward {
       Pack<T, N> result;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const bool part = mask_bits >> i & 1u;
-        result.data[i] = from_float<T>(part ? weight<T>(logit(values[i], true) - shift) * inverse : 0.f);
+        const bool visible = mask_bits >> i & 1u;
+        result.data[i] = from_float<T>(visible ? weight<T>(logit(values[i], true) - shift) * inverse : 0.f);
       }
       store<T, N>(out + row * width + column, result);
     }

@@ -101,4 +101,4 @@ def ejkernel_diagnose(report: Callable[[str, str], None]) -> None:
         report("load", "the library loads and fits this jaxlib")
     report("driver", driver_problem() or "NVIDIA's driver loads and sees a GPU")
     version = installed_version()
-    report("cudnn", ".".join(map(str, version)) if version else "not installed as a distribution beside jax's CUDA part")
+    report("cudnn", ".".join(map(str, version)) if version else "no cuDNN distribution of jax's CUDA plugin is installed")

@@ -93,7 +93,7 @@ struct Copy {
 
 struct Fiber {
   ucontext_t context;
-  jmp_buf place;
+  jmp_buf jump;
   Index thread;
   unsigned rank, linear;
   std::vector<Copy> begun;
@@ -108,7 +108,7 @@ inline Barrier cluster_barrier;
 inline std::function<void()> body;
 inline Fiber* current;
 inline ucontext_t scheduler;
-inline jmp_buf scheduler_place;
+inline jmp_buf scheduler_jump;
 inline Index grid_dim, block_dim;
 inline size_t shared_rest;  // bytes of dynamic shared memory
 inline long progress;
@@ -137,13 +137,13 @@ inline void resume(Fiber& fiber) {
 #else
 // Contexts only start a fiber: a context switch costs two system calls, a jump none.
 inline void yield() {
-  if (!_setjmp(current->place)) _longjmp(scheduler_place, 1);
+  if (!_setjmp(current->jump)) _longjmp(scheduler_jump, 1);
 }
 
 inline void resume(Fiber& fiber) {
   current = &fiber;
-  if (_setjmp(scheduler_place)) return;
-  if (fiber.started) _longjmp(fiber.place, 1);
+  if (_setjmp(scheduler_jump)) return;
+  if (fiber.started) _longjmp(fiber.jump, 1);
   fiber.started = true;
   swapcontext(&scheduler, &fiber.context);
 }

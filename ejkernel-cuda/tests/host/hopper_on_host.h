@@ -106,12 +106,12 @@ inline Thread& thread() { return hopper().threads[current->linear]; }
 
 inline char* memory() { return block().shared.begin()->second.data(); }  // one dynamic array
 
-inline bool inside(const TensorMap& map, const std::array<int, 4>& at, int row, int column, char*& place) {
+inline bool inside(const TensorMap& map, const std::array<int, 4>& at, int row, int column, char*& address) {
   const int64_t index[4] = {at[0] + column, at[1] + row / map.heads, at[2] + row % map.heads, at[3]};
-  place = map.data;
+  address = map.data;
   for (int axis = 0; axis < 4; ++axis) {
     if (index[axis] < 0 || index[axis] >= map.extent[axis]) return false;
-    place += index[axis] * map.stride[axis];
+    address += index[axis] * map.stride[axis];
   }
   return true;
 }
@@ -121,9 +121,9 @@ void each_of_box(const TensorMap& map, const std::array<int, 4>& at, const char*
   if ((shared - memory()) % 1024) fail("a TMA box is not aligned to 1024 bytes");
   for (int row = 0; row < map.rows(); ++row) {
     for (int column = 0; column < 64; ++column) {
-      char* place;
-      const bool there = inside(map, at, row, column, place);
-      each(swizzled_offset(row, column / 8) + column % 8 * 2, there ? place : nullptr);
+      char* address;
+      const bool there = inside(map, at, row, column, address);
+      each(swizzled_offset(row, column / 8) + column % 8 * 2, there ? address : nullptr);
     }
   }
 }
@@ -289,8 +289,8 @@ inline void prefetch_tensor_map(const TensorMap&) {}
 inline void tma_load(void* to, const TensorMap& map, Mbarrier* barrier, int column, int row, int head, int batch) {
   char* shared = static_cast<char*>(to);
   host::begin_load(shared, map.rows() * kAtomRowBytes, barrier, [=] {
-    host::each_of_box(map, {column, row, head, batch}, shared, [&](int offset, const char* place) {
-      place ? std::memcpy(shared + offset, place, 2) : std::memset(shared + offset, 0, 2);
+    host::each_of_box(map, {column, row, head, batch}, shared, [&](int offset, const char* address) {
+      address ? std::memcpy(shared + offset, address, 2) : std::memset(shared + offset, 0, 2);
     });
   });
 }
@@ -324,8 +324,8 @@ inline void tma_store_commit_group() {}
 inline void tma_store_wait_group_read() {
   for (int i = 0; i < 40; ++i) host::yield();  // other fibers run on, and may overwrite what is not stored yet
   for (const auto& store : host::thread().stores) {
-    host::each_of_box(store.map, store.at, store.from, [&](int offset, char* place) {
-      if (place) std::memcpy(place, store.from + offset, 2);
+    host::each_of_box(store.map, store.at, store.from, [&](int offset, char* address) {
+      if (address) std::memcpy(address, store.from + offset, 2);
     });
   }
   host::thread().stores.clear();

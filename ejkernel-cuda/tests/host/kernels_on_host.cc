@@ -31,18 +31,18 @@ struct Stored {
 template <class Op, int ITEMS, bool CLUSTER = false>
 void streamed(const Op& op, const Shape& shape) {
   const unsigned y = shape.threads > 32 ? 1 : unsigned(kSmallBlock / shape.threads);
-  const RowPartition partition{shape.rows_per_group, shape.workers};
+  const RowSplit split{shape.rows_per_group, shape.workers};
   const int stages = CLUSTER ? std::max(shape.stages, 2) : shape.stages;
   const size_t stage = sizeof(typename Op::T) * Op::N * ITEMS * Op::kStreams * shape.threads * y;
   host::launch(
       unsigned(shape.groups * shape.workers * shape.cluster), {unsigned(shape.threads), y}, unsigned(shape.cluster),
       [&] {
-        if (!CLUSTER) return pipelined_rows<Op, ITEMS>(op, partition, stages);
+        if (!CLUSTER) return pipelined_rows<Op, ITEMS>(op, split, stages);
         if constexpr (Op::kFullRows) {
           if (op.width == shape.cluster * shape.threads * ITEMS * Op::N)
-            return cluster_pipelined_rows<Op, ITEMS, true>(op, partition, stages);
+            return cluster_rows<Op, ITEMS, true>(op, split, stages);
         }
-        cluster_pipelined_rows<Op, ITEMS, false>(op, partition, stages);
+        cluster_rows<Op, ITEMS, false>(op, split, stages);
       },
       stages * stage);
 }
@@ -72,11 +72,11 @@ void direct(const Op& op, const Shape& shape) {
         return direct<Op, ITEMS, LANES, kThreads>(op, shape);
     }
     constexpr int64_t kRows = kRowsPerBlock<ITEMS, LANES>;
-    const RowPartition partition{shape.rows_per_group, (shape.rows_per_group + kRows - 1) / kRows};
+    const RowSplit split{shape.rows_per_group, (shape.rows_per_group + kRows - 1) / kRows};
     const unsigned threads = unsigned(LANES ? kRegisterBlock : shape.threads);
-    host::Index grid{unsigned(partition.workers), unsigned(shape.groups)};
+    host::Index grid{unsigned(split.workers), unsigned(shape.groups)};
     if (shape.workers % 2) std::swap(grid.x, grid.y);  // workers have no other meaning here
-    host::launch(grid, {threads, 1}, 1, [&] { register_rows<Op, ITEMS, LANES, FULL>(op, partition); });
+    host::launch(grid, {threads, 1}, 1, [&] { register_rows<Op, ITEMS, LANES, FULL>(op, split); });
   }
 }
 
@@ -84,10 +84,10 @@ void direct(const Op& op, const Shape& shape) {
 template <class Op>
 void direct_shared(const Op& op, const Shape& shape) {
   constexpr int kThreads = Op::kClusterThreads ? 64 : 0;  // fewer than on a GPU: a fiber each
-  const RowPartition partition{shape.rows_per_group, shape.rows_per_group};
+  const RowSplit split{shape.rows_per_group, shape.rows_per_group};
   host::launch(host::Index{unsigned(shape.rows_per_group * shape.cluster), unsigned(shape.groups)},
                {unsigned(shape.threads), 1}, unsigned(shape.cluster),
-               [&] { cluster_register_rows<Op, Op::kMaxClusterItems, kThreads>(op, partition); });
+               [&] { cluster_register_rows<Op, Op::kMaxClusterItems, kThreads>(op, split); });
 }
 
 // Register rows of a warp.
@@ -208,11 +208,11 @@ EXPORT void norm_backward(int kind, bool packed, int which, Shape shape, const v
                 1.f / width,
                 scale_offset};
     rows(op, shape);
-    const RowPartition partition{shape.rows_per_group, shape.workers};
+    const RowSplit split{shape.rows_per_group, shape.workers};
     if (shape.items == 0) {
       const unsigned tiles = unsigned((width + 63) / 64);
       host::launch(unsigned(tiles * shape.groups * shape.workers), {64, 1}, 1, [&] {
-        norm::column_sums<T, CENTRED>(op.x, op.mean, op.rstd, op.grad, partial_scale, partial_offset, partition, width);
+        norm::column_sums<T, CENTRED>(op.x, op.mean, op.rstd, op.grad, partial_scale, partial_offset, split, width);
       });
     }
   });
@@ -315,7 +315,7 @@ EXPORT void rope_angle_gradients(int kind, bool interleaved, bool packed, unsign
     const unsigned y = unsigned(rope::kThreads) / lanes;
     host::launch(unsigned((shared ? 1 : heads.batch) * heads.length), {lanes, y}, 1, [&] {
       rope::angle_gradients<T, INTERLEAVED, PACKED>(static_cast<const T*>(x), static_cast<const T*>(grad), d_cos, d_sin, heads,
-                                                    shared, per_pair, add, rope::NoTransform{});
+                                                    shared, per_pair, add, rope::Identity{});
     });
   });
 }

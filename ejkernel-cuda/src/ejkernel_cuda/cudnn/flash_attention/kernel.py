@@ -1,4 +1,4 @@
-"""`flash_attention` by cuDNN: its operands, and the results from what it returns.
+"""`flash_attention` by cuDNN: its operands and results.
 
 Zero padding makes all head sizes equal and a multiple of 8. Keys that no query sees are sliced off: cuDNN's masks then count from
 the right key, and NaN in those keys is not read.
