@@ -25,8 +25,8 @@ struct PartialResults {
 // The 64 rows of a consumer are tokens of one head or, with packed GQA, of `2 ** shift` query heads of one key head: by token,
 // then head.
 struct Arguments {
-  TensorMap query, key, value,
-      out;     // [batch, length, heads, size], in TMA boxes of tokens, these heads, and the columns of a swizzle atom
+  // Of arrays [batch, length, heads, size], in TMA boxes of tokens, these heads, and the columns of a swizzle atom.
+  TensorMap query, key, value, out;
   float* lse;  // [batch, queries, heads], natural logarithm; null if not requested
   PartialResults partials;
   MaskParams mask;

@@ -197,8 +197,8 @@ struct TmaProducer {
   // Load the boxes of one warp's step that have a visible key; returns their bytes.
   __device__ int issue_step(const Segment& segment, const KeyCoord& coord, int interleave) const {
     const int token_bytes = problem.tile_key_heads * kHeadBytes, tokens = tma.box_tokens;
-    const unsigned visible_keys = __ballot_sync(kWarp, coord.visible), box_mask = 0xffffffffu >> (32 - tokens)
-                                                                                                     << (lane & -tokens);
+    const unsigned visible_keys = __ballot_sync(kWarp, coord.visible);
+    const unsigned box_mask = 0xffffffffu >> (32 - tokens) << (lane & -tokens);
     if (lane == 0) warp_state.visible_keys[interleave][state.index] = int(visible_keys);
     const bool leads = (lane & (tokens - 1)) == 0 && (visible_keys & box_mask);
     const unsigned leaders = __ballot_sync(kWarp, leads);
@@ -288,9 +288,8 @@ struct TmaConsumer : OnlineSoftmax<TmaTile<S>, true> {
     for (int step = segment.from; step < segment.to; step += 1 << problem.interleave_bits) {
       mbarrier_wait(&barriers.full[state.index], state.phase);
       int bits = 0;
-      if (lane == 0)
-        bits = warp_state.visible_keys[interleave_index()][state.index];  // the lane that releases the stage, after which the
-                                                                          // producer may overwrite it
+      // The lane that reads the mask also releases the stage, after which the producer may overwrite it.
+      if (lane == 0) bits = warp_state.visible_keys[interleave_index()][state.index];
       const unsigned visible_keys = unsigned(__shfl_sync(kWarp, bits, 0));
       char *keys = current_stage() + warp_offset, *values = keys + kOperandBytes;
       if (visible_keys) {
