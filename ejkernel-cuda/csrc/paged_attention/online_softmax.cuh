@@ -11,9 +11,8 @@ namespace ejkernel::paged_attention {
 // State of the warps in shared memory, beside keys and values.
 struct WarpState {
   float row_max[kWarps][kRows], row_sum[kWarps][kRows];  // of each warp's keys; sums are relative to their key head's maximum
-  int visible_keys[kWarps][kMaxStages];  // bit k: key k of the step is visible; per warp, or per interleaved warp of a key head
-                                         // with TMA
-  float value_scale[kWarps];             // of each warp's key head
+  int visible_keys[kWarps][kMaxStages];                  // bit k: key k of the step is visible; per warp
+  float value_scale[kWarps];                             // of each warp's key head
 };
 
 // Bytes of the warps' unnormalised outputs at the end of a tile, float [kWarps, kRows, BLOCK].
