@@ -172,9 +172,9 @@ def test_configs():
     assert config.forward_heuristic(problem().call, H200).persistent
     assert {len(config.forward_space(call, H200)) for call in calls.values()} == {4}
     narrow = config.forward_heuristic(problem(size=64, causal=True, sliding_window=(127, 0)).call, H200)
-    assert narrow.packed and narrow.persistent and not narrow.ping_pong
-    assert config.forward_heuristic(problem(queries=3, keys=500).call, H200).packed
-    assert not config.forward_heuristic(problem(queries=3, keys=500, heads=2).call, H200).packed
+    assert narrow.pack_gqa and narrow.persistent and not narrow.ping_pong
+    assert config.forward_heuristic(problem(queries=3, keys=500).call, H200).pack_gqa
+    assert not config.forward_heuristic(problem(queries=3, keys=500, heads=2).call, H200).pack_gqa
     groups = {heads: config.packed_heads(problem(heads=heads, key_heads=1).call) for heads in (1, 7, 12, 64, 128)}
     assert groups == {1: 1, 7: 1, 12: 4, 64: 64, 128: 64}
     for call in calls.values():

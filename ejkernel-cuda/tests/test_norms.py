@@ -260,7 +260,7 @@ def test_configs_are_legal_and_few(width, dtype, target):
         for choice in (chosen, *space):
             assert choice.threads.bit_count() == 1 and choice.threads <= 512
             assert choice.cluster.bit_count() == 1 and choice.cluster <= (16 if target is H200 else 1)
-            assert (0 if isinstance(choice, config.ForwardConfig) else 1) <= choice.stages <= 8
+            assert (0 if isinstance(choice, config.ForwardConfig) else 1) <= choice.num_stages <= 8
 
 
 @pytest.mark.parametrize(

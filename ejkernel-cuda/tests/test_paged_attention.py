@@ -184,7 +184,7 @@ def test_configs():
 
     def chosen(target=H200, **options):
         found = config.FORWARD.heuristic(call_of(tokens=64, requests=64, heads=32, table=256, page_size=16, **options), target)
-        return found.stages, found.workers
+        return found.num_stages, found.workers
 
     assert chosen(stored="bfloat16", size=128) == (3, 256)  # 2 for each of 128 tiles
     assert chosen(stored="bfloat16", size=64) == (4, 384)
@@ -196,7 +196,7 @@ def test_configs():
     assert len(space) == len(set(space)) > 5
     assert {one.tile_key_heads for one in space} == {1}
     assert {one.workers for one in space} == {128, 132, 256, 264}
-    with pytest.raises(ValueError, match=r"stages are 2 \.\.\. 8"):
+    with pytest.raises(ValueError, match=r"num_stages is 2 \.\.\. 8"):
         config.PagedAttentionConfig(9, 1)
     with pytest.raises(ValueError, match=r"tile_key_heads one of \(1, 2, 4\)"):
         config.PagedAttentionConfig(2, 1, 3)

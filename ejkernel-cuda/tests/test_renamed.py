@@ -9,15 +9,20 @@ import pytest
 
 from ejkernel.tuning import from_plain, to_plain
 from ejkernel_cuda._rows.config import BackwardConfig as RowsBackwardConfig
+from ejkernel_cuda._rows.config import ForwardConfig as RowsForwardConfig
 from ejkernel_cuda.flash_attention.config import ForwardConfig as AttentionConfig
 from ejkernel_cuda.paged_attention.config import PagedAttentionConfig
 from ejkernel_cuda.qk_norm_rope.config import BackwardConfig as HeadsBackwardConfig
 
 RENAMED = [
     (AttentionConfig, "take_turns", "ping_pong", True, {"persistent": True}),
+    (AttentionConfig, "packed", "pack_gqa", True, {"ping_pong": False, "persistent": True}),
     (AttentionConfig, "sharers", "split_kv_ctas", 3, {"ping_pong": False, "persistent": True}),
-    (PagedAttentionConfig, "together", "tile_key_heads", 2, {"stages": 3, "workers": 7}),
-    (PagedAttentionConfig, "boxes", "tma", True, {"stages": 3, "workers": 7}),
+    (PagedAttentionConfig, "together", "tile_key_heads", 2, {"num_stages": 3, "workers": 7}),
+    (PagedAttentionConfig, "boxes", "tma", True, {"num_stages": 3, "workers": 7}),
+    (PagedAttentionConfig, "stages", "num_stages", 4, {"workers": 7}),
+    (RowsForwardConfig, "stages", "num_stages", 2, {"threads": 32}),
+    (RowsBackwardConfig, "stages", "num_stages", 2, {"threads": 32, "partials": 5}),
     (RowsBackwardConfig, "parts", "partials", 5, {"threads": 32}),
     (HeadsBackwardConfig, "parts", "partials", 5, {"span": 4}),
 ]

@@ -40,6 +40,7 @@ _MULTIPROCESSORS = 160
 """Upper bound for any device; the library launches no more blocks than are resident."""
 
 
+@renamed_knobs(stages="num_stages")
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:
@@ -47,22 +48,23 @@ class ForwardConfig:
         would hold no pack at four packs per thread (eight in register-only kernels that have so many).
     cluster: blocks that share a row, a power of two up to 16. Above 1, `threads` has no effect: a thread holds four packs, or eight
         in register-only kernels.
-    stages: rows of a block in shared memory, 1 to 8; fewer if shared memory is too small. A cluster has at least 2, one of them for
-        the row whose statistics its blocks are still exchanging. 0: register-only; a thread loads up to four or eight packs of one
-        row or of several, and its block exits. 0 means the minimum where rows are not aligned to 16 bytes, and for clusters that
-        `direct_clusters` does not list. Norms of one array are always register-only if their rows are aligned and fit one block.
+    num_stages: pipeline stages: rows of a block in shared memory, 1 to 8; fewer if shared memory is too small. A cluster has at
+        least 2, one of them for the row whose statistics its blocks are still exchanging. 0: register-only; a thread loads up to
+        four or eight packs of one row or of several, and its block exits. 0 means the minimum where rows are not aligned to 16
+        bytes, and for clusters that `direct_clusters` does not list. Norms of one array are always register-only if their rows are
+        aligned and fit one block.
     """
 
     threads: int
     cluster: int = 1
-    stages: int = 4
+    num_stages: int = 4
 
 
-@renamed_knobs(parts="partials")
+@renamed_knobs(parts="partials", stages="num_stages")
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Attributes:
-    threads, cluster, stages: as in forward, but at least one stage.
+    threads, cluster, num_stages: as in forward, but at least one stage.
     partials: upper bound on the partial sums of a parameter's gradient. One block or cluster writes each; no more are launched than
         are resident.
     """
@@ -70,7 +72,7 @@ class BackwardConfig:
     threads: int
     partials: int
     cluster: int = 1
-    stages: int = 3
+    num_stages: int = 3
 
 
 def packs_of(x: ArraySpec) -> int:
@@ -173,7 +175,7 @@ def centred_forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
         return direct_config(call.x, MANY_PACKS, MANY_PACKS * THREADS[-1]) or forward_heuristic(call, target)
     direct = direct_config(call.x, PACKS, 2 * MOST_DIRECT)
     cluster = None if direct else cluster_config(call.x, target, rank=0)
-    return dataclasses.replace(cluster, stages=_CLUSTER_STAGES + 1) if cluster else forward_heuristic(call, target)
+    return dataclasses.replace(cluster, num_stages=_CLUSTER_STAGES + 1) if cluster else forward_heuristic(call, target)
 
 
 def centred_forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
@@ -186,7 +188,9 @@ def _summing(x: ArraySpec, config: ForwardConfig) -> BackwardConfig:
     threads = config.threads if config.cluster == 1 else threads_for(packs, PACKS * config.cluster)
     fitting = 640 if packs > 2 * threads * config.cluster else 1024
     blocks = max(1, fitting // max(threads, 256 if threads <= 32 else threads))
-    return BackwardConfig(config.threads, max(1, _MULTIPROCESSORS * blocks // config.cluster), config.cluster, config.stages)
+    return BackwardConfig(
+        config.threads, max(1, _MULTIPROCESSORS * blocks // config.cluster), config.cluster, config.num_stages
+    )
 
 
 def _few_packs(x: ArraySpec, threads: int, packs_per_thread: int) -> ForwardConfig:

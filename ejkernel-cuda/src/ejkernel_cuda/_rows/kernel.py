@@ -76,7 +76,7 @@ def norm_forward(
         scale_offset=np.float32(call.scale_offset),
         threads=np.int64(config.threads),
         cluster=np.int64(config.cluster),
-        stages=np.int64(config.stages),
+        stages=np.int64(config.num_stages),
     )
     return Normed(
         out.reshape(x.shape),
@@ -131,7 +131,7 @@ def norm_backward(
         scale_offset=np.float32(call.scale_offset),
         threads=np.int64(config.threads),
         cluster=np.int64(config.cluster),
-        stages=np.int64(config.stages),
+        stages=np.int64(config.num_stages),
         partials=np.int64(count),
     )
     return NormInputs(

@@ -24,7 +24,7 @@ _MIN_TILES_PER_CTA = 4
 """KV tiles of a split-KV CTA; `kMinTilesPerCta` of the library."""
 
 
-@renamed_knobs(take_turns="ping_pong", sharers="split_kv_ctas")
+@renamed_knobs(take_turns="ping_pong", packed="pack_gqa", sharers="split_kv_ctas")
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:
@@ -32,15 +32,15 @@ class ForwardConfig:
         of another.
     persistent: launch one CTA per multiprocessor; each CTA loops over query blocks and loads the next block's tiles while it works
         on this one. False: one CTA per query block.
-    packed: GQA packing: the rows of a query block are `packed_heads` query heads of one key head for fewer tokens. Fewer tokens see
-        fewer keys.
+    pack_gqa: GQA packing: the rows of a query block are `packed_heads` query heads of one key head for fewer tokens. Fewer tokens
+        see fewer keys.
     split_kv_ctas: upper bound on the CTAs that split the KV tiles of the query blocks left after the last full wave (stream-K), or
         of all query blocks if they fill no wave. 0: no split. Needs `persistent`.
     """
 
     ping_pong: bool
     persistent: bool
-    packed: bool = False
+    pack_gqa: bool = False
     split_kv_ctas: int = 0
 
     def __post_init__(self) -> None:
@@ -96,8 +96,8 @@ def _saved_tiles(call: FlashAttentionCall, target: Target, pack: int) -> int:
     return max(high - low for low, high in zip(lows, highs, strict=True)) - -(-remainder * tiles // split)
 
 
-def _split_kv_ctas(call: FlashAttentionCall, target: Target, packed: bool, least: int) -> int:
-    pack = packed_heads(call) if packed else 1
+def _split_kv_ctas(call: FlashAttentionCall, target: Target, pack_gqa: bool, least: int) -> int:
+    pack = packed_heads(call) if pack_gqa else 1
     return multiprocessors(target) if _saved_tiles(call, target, pack) >= least else 0
 
 
@@ -109,17 +109,19 @@ def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig
     """
     is_masked = call.causal or call.window is not None
     narrow = call.window_width is not None and call.window_width <= _NARROW
-    packed = packed_heads(call) > 1 and (narrow or call.query.shape[1] <= _FEW)
-    split = _split_kv_ctas(call, target, packed, _MIN_SAVED_TILES)
-    return ForwardConfig(ping_pong=False, persistent=narrow or not is_masked or split > 0, packed=packed, split_kv_ctas=split)
+    pack_gqa = packed_heads(call) > 1 and (narrow or call.query.shape[1] <= _FEW)
+    split = _split_kv_ctas(call, target, pack_gqa, _MIN_SAVED_TILES)
+    return ForwardConfig(
+        ping_pong=False, persistent=narrow or not is_masked or split > 0, pack_gqa=pack_gqa, split_kv_ctas=split
+    )
 
 
 def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfig]:
     chosen, flags = forward_heuristic(call, target), (True, False)
     found = [
-        ForwardConfig(ping_pong, persistent, packed, split)
-        for ping_pong, persistent, packed in itertools.product(flags, flags, dict.fromkeys((chosen.packed, False)))
-        for split in dict.fromkeys((0, _split_kv_ctas(call, target, packed, 1) if persistent else 0))
+        ForwardConfig(ping_pong, persistent, pack_gqa, split)
+        for ping_pong, persistent, pack_gqa in itertools.product(flags, flags, dict.fromkeys((chosen.pack_gqa, False)))
+        for split in dict.fromkeys((0, _split_kv_ctas(call, target, pack_gqa, 1) if persistent else 0))
     ]
     return list(dict.fromkeys([chosen, *found]))
 

@@ -50,7 +50,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         above=np.int64(above),
         scale=np.float32(call.scale),
         cap=np.float32(call.soft_cap or 0.0),
-        pack=np.int64(packed_heads(call) if config.packed else 1),
+        pack=np.int64(packed_heads(call) if config.pack_gqa else 1),
         ping_pong=config.ping_pong,
         persistent=config.persistent,
     )

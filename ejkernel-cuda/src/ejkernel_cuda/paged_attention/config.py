@@ -33,12 +33,12 @@ _OTHER_SHARED_BYTES = 10 * 1024
 """Upper bound of a block's shared memory outside the ring buffers: wide queries and the warps' state."""
 
 
-@renamed_knobs(together="tile_key_heads", boxes="tma")
+@renamed_knobs(stages="num_stages", together="tile_key_heads", boxes="tma")
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionConfig:
     """Attributes:
-    stages: stages of a warp's ring buffer, 2 ... 8. A stage holds 16 keys and values, or 32 of one byte; all stages but one are in
-        flight. The library takes fewer where shared memory is too small.
+    num_stages: stages of a warp's ring buffer, 2 ... 8. A stage holds 16 keys and values, or 32 of one byte; all stages but one
+        are in flight. The library takes fewer where shared memory is too small.
     workers: upper bound on the persistent CTAs that split the KV steps of all requests evenly (stream-K); never more run than the
         device holds at once.
     tile_key_heads: key heads of a tile: 1, 2 or, with `tma`, 4. It divides the number of key heads; more than 1 needs one-byte
@@ -47,15 +47,15 @@ class PagedAttentionConfig:
         query heads per key head, and a page size that is a multiple of 8. All warps of a block then share one ring buffer.
     """
 
-    stages: int
+    num_stages: int
     workers: int
     tile_key_heads: int = 1
     tma: bool = False
 
     def __post_init__(self) -> None:
-        if self.stages not in STAGES or self.workers < 1 or self.tile_key_heads not in TILE_KEY_HEADS:
+        if self.num_stages not in STAGES or self.workers < 1 or self.tile_key_heads not in TILE_KEY_HEADS:
             raise ValueError(
-                f"{self}: stages are {STAGES[0]} ... {STAGES[-1]}, workers at least 1 and tile_key_heads one of {TILE_KEY_HEADS}"
+                f"{self}: num_stages is {STAGES[0]} ... {STAGES[-1]}, workers at least 1 and tile_key_heads one of {TILE_KEY_HEADS}"
             )
         if self.tile_key_heads == TILE_KEY_HEADS[-1] and not self.tma:
             raise ValueError(f"{self}: tile_key_heads={TILE_KEY_HEADS[-1]} needs tma=True")

@@ -80,7 +80,7 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
         window=np.int64(0 if call.window is None else min(call.window, MAX_WINDOW)),
         scale=np.float32(call.scale),
         soft_cap=np.float32(0 if call.soft_cap is None else call.soft_cap),
-        stages=np.int64(config.stages),
+        stages=np.int64(config.num_stages),
         tile_key_heads=np.int64(config.tile_key_heads),
         tma=config.tma,
     )

@@ -61,7 +61,7 @@ def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
     than a block."""
     cluster = cluster_config(call.x, target, rank=int(packs_of(call.x) <= _LARGER), beyond=MOST_DIRECT)
     if cluster is not None:
-        return dataclasses.replace(cluster, stages=cluster.stages + (1 if packs_of(call.x) > MOST else 3))
+        return dataclasses.replace(cluster, num_stages=cluster.num_stages + (1 if packs_of(call.x) > MOST else 3))
     return direct_config(call.x, 2) or block_config(call.x, 2, 2)
 
 

@@ -29,7 +29,7 @@ def _call(name: str, call: SoftmaxCall, arrays: tuple[Any, ...], where: Any, con
         strides=np.array(axes.strides, np.int64),
         threads=np.int64(config.threads),
         cluster=np.int64(config.cluster),
-        stages=np.int64(config.stages),
+        stages=np.int64(config.num_stages),
     )
     return result.reshape(shape)
 
