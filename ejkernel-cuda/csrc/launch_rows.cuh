@@ -90,7 +90,7 @@ int64_t ResidentWorkers(Kernel kernel, dim3 block, int64_t shared_bytes, int clu
 }
 
 template <class Op, int ITEMS, int LANES, int FULL = 0>
-ffi::Error LaunchRegisterRows(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t groups,
+ffi::Error LaunchRegisterRows(const char* operation, cudaStream_t stream, const Op& op, Rows& split, int64_t groups,
                               int threads) {
   constexpr int64_t kRows = kRowsPerBlock<ITEMS, LANES>;
   split.workers = (split.rows_per_group + kRows - 1) / kRows;
@@ -102,8 +102,7 @@ ffi::Error LaunchRegisterRows(const char* operation, cudaStream_t stream, const 
 
 // If the call has such rows.
 template <class Op, int ITEMS, int LANES>
-ffi::Error LaunchPlainRows(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t packs,
-                           bool& done) {
+ffi::Error LaunchPlainRows(const char* operation, cudaStream_t stream, const Op& op, Rows& split, int64_t packs, bool& done) {
   constexpr int64_t kRows = kRowsPerBlock<ITEMS, LANES>;
   if (done || packs != ITEMS * LANES || split.rows_per_group < kRows) return ffi::Error::Success();
   split.workers = (split.rows_per_group + kRows - 1) / kRows;
@@ -114,8 +113,7 @@ ffi::Error LaunchPlainRows(const char* operation, cudaStream_t stream, const Op&
 
 // With the kernels for plain calls.
 template <class Op>
-ffi::Error LaunchPlainRows(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t packs,
-                           bool& done) {
+ffi::Error LaunchPlainRows(const char* operation, cudaStream_t stream, const Op& op, Rows& split, int64_t packs, bool& done) {
   EJKERNEL_TRY((LaunchPlainRows<Op, 1, 4>(operation, stream, op, split, packs, done)));
   EJKERNEL_TRY((LaunchPlainRows<Op, 1, 8>(operation, stream, op, split, packs, done)));
   EJKERNEL_TRY((LaunchPlainRows<Op, 1, 16>(operation, stream, op, split, packs, done)));
@@ -129,8 +127,8 @@ ffi::Error LaunchPlainRows(const char* operation, cudaStream_t stream, const Op&
 
 // As few threads per row as leave each kNarrowItems packs, or a whole warp; several warps for wider rows.
 template <class Op>
-ffi::Error LaunchRegisterRows(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t groups,
-                              Plan plan, int64_t packs) {
+ffi::Error LaunchRegisterRows(const char* operation, cudaStream_t stream, const Op& op, Rows& split, int64_t groups, Plan plan,
+                              int64_t packs) {
   if constexpr (Op::kPlainRows) {
     bool done = false;
     if (groups == 1 && op.is_plain()) EJKERNEL_TRY(LaunchPlainRows(operation, stream, op.plain(), split, packs, done));
@@ -170,7 +168,7 @@ ffi::Error LaunchRegisterRows(const char* operation, cudaStream_t stream, const 
 }
 
 template <class Op, int ITEMS, bool CLUSTER = false, bool FULL = false>
-ffi::Error LaunchPipelined(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t groups, Plan plan,
+ffi::Error LaunchPipelined(const char* operation, cudaStream_t stream, const Op& op, Rows& split, int64_t groups, Plan plan,
                            bool& done) {
   auto kernel = [] {
     if constexpr (CLUSTER)
@@ -195,8 +193,8 @@ ffi::Error LaunchPipelined(const char* operation, cudaStream_t stream, const Op&
 }
 
 template <class Op>
-ffi::Error LaunchClusterRows(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t groups,
-                             Plan plan, bool& done) {
+ffi::Error LaunchClusterRows(const char* operation, cudaStream_t stream, const Op& op, Rows& split, int64_t groups, Plan plan,
+                             bool& done) {
   if constexpr (Op::kFullRows) {
     if (op.width == int64_t{plan.cluster} * plan.threads * kMaxItems * Op::N)
       return LaunchPipelined<Op, kMaxItems, true, true>(operation, stream, op, split, groups, plan, done);
@@ -206,7 +204,7 @@ ffi::Error LaunchClusterRows(const char* operation, cudaStream_t stream, const O
 
 // With an Op that keeps parameters as stored, if it has such a form.
 template <class Op>
-ffi::Error LaunchClusters(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t groups, Plan plan,
+ffi::Error LaunchClusters(const char* operation, cudaStream_t stream, const Op& op, Rows& split, int64_t groups, Plan plan,
                           bool& done) {
   if constexpr (requires { op.plain().kKeepsStored; }) {
     using Plain = decltype(op.plain());
@@ -219,7 +217,7 @@ ffi::Error LaunchClusters(const char* operation, cudaStream_t stream, const Op& 
 
 // If this Op has a register kernel for a cluster of so many blocks per row.
 template <class Op>
-ffi::Error LaunchClusterRegisterRows(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t groups,
+ffi::Error LaunchClusterRegisterRows(const char* operation, cudaStream_t stream, const Op& op, Rows& split, int64_t groups,
                                      int cluster, int64_t packs, bool& done) {
   constexpr int ITEMS = Op::kMaxClusterItems;
   const int64_t warps = (packs + 32 * ITEMS * cluster - 1) / (32 * ITEMS * cluster);
@@ -266,7 +264,7 @@ inline ffi::Error LaunchSum(const char* operation, cudaStream_t stream, PartialS
 // Run the Op over `groups` groups of rows with up to `split.workers` workers each, and return their number there.
 // `multipass` is set if rows were too wide or too many, and `Op::multipass` ran.
 template <class Op>
-ffi::Error LaunchRows(const char* operation, cudaStream_t stream, const Op& op, RowSplit& split, int64_t groups, Knobs knobs,
+ffi::Error LaunchRows(const char* operation, cudaStream_t stream, const Op& op, Rows& split, int64_t groups, Knobs knobs,
                       bool& multipass) {
   const int64_t packs = (op.width + Op::N - 1) / Op::N;
   const bool countable = groups * split.rows_per_group <= kMaxRows;

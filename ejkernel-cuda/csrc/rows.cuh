@@ -29,7 +29,7 @@ constexpr int kMaxStages = 8;
 constexpr int64_t kMaxRows = int64_t{1} << 30;  // and as many again that are only prefetched
 
 // The rows of `groups` groups, each distributed round-robin to `workers` workers; a worker is a block or a cluster.
-struct RowSplit {
+struct Rows {
   int64_t rows_per_group;
   int64_t workers;
 };
@@ -187,7 +187,7 @@ __device__ inline RowCoord row_coord(const Op& op, int row, int end, const Colum
 
 // Pipelined rows, ITEMS packs per thread: `stages` rows in shared memory, so that loads overlap the reduction of a row.
 template <class Op, int ITEMS>
-__global__ void __maxnreg__(Op::maxnreg(ITEMS)) pipelined_rows(Op op, RowSplit split, int stages) {
+__global__ void __maxnreg__(Op::maxnreg(ITEMS)) pipelined_rows(Op op, Rows split, int stages) {
   // Whether the next row's state is loaded before this row is finished: if registers hold both.
   constexpr bool kEarly = Op::kFlushes && ITEMS < kMaxItems;
   EJKERNEL_SHARED(float, scratch, kScratch<>);
@@ -228,7 +228,7 @@ __global__ void __maxnreg__(Op::maxnreg(ITEMS)) pipelined_rows(Op op, RowSplit s
 // The same with a cluster per row. A row is finished after the next one has been measured, so that the exchange of statistics
 // overlaps; of `stages`, 2 at least, one holds the row to be finished. FULL: every thread of every block has all of its packs.
 template <class Op, int ITEMS, bool FULL>
-__global__ void __maxnreg__(Op::kClusterMaxnreg) cluster_rows(Op op, RowSplit split, int stages) {
+__global__ void __maxnreg__(Op::kClusterMaxnreg) cluster_rows(Op op, Rows split, int stages) {
   if (!kHasClusters) return;
   EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_SHARED(float, slots, Exchange<Op::kFound>::kSlots);
@@ -334,7 +334,7 @@ __global__ void __maxnreg__(Op::plain_rows_maxnreg(ITEMS)) plain_rows(Op op, int
 // threads, each with all of its packs. A block exits after its few rows: many resident blocks that start and end at different
 // times keep memory busy.
 template <class Op, int ITEMS, int LANES, int FULL = 0>
-__global__ void __maxnreg__(Op::register_rows_maxnreg(ITEMS, LANES)) register_rows(Op op, RowSplit split) {
+__global__ void __maxnreg__(Op::register_rows_maxnreg(ITEMS, LANES)) register_rows(Op op, Rows split) {
   static_assert(LANES == 0 || FULL == 0);
   constexpr int kRowStride = kParallelRows<LANES>, ROWS = kRowsPerBlock<ITEMS, LANES> / kRowStride, kValues = ROWS * Op::kFound;
   constexpr Span SPAN = LANES ? Span::kWarp : Span::kWarps;
@@ -369,7 +369,7 @@ __global__ void __maxnreg__(Op::register_rows_maxnreg(ITEMS, LANES)) register_ro
 // are launched if that is 0, have all of their packs, unless the Op allows ragged clusters: then blocks that lack some take
 // another path, as predicated loads cost a quarter of the time.
 template <class Op, int ITEMS, int THREADS>
-__global__ void __maxnreg__(Op::register_rows_maxnreg(ITEMS, 0)) cluster_register_rows(Op op, RowSplit split) {
+__global__ void __maxnreg__(Op::register_rows_maxnreg(ITEMS, 0)) cluster_register_rows(Op op, Rows split) {
   if (!kHasClusters) return;
   EJKERNEL_SHARED(float, scratch, kScratch<>);
   EJKERNEL_SHARED(float, slots, Exchange<Op::kFound>::kSlots);

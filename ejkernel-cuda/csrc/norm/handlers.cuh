@@ -138,7 +138,7 @@ struct Handlers {
                                              scale_offset};
       bool multipass = false;
       const int64_t groups = op.scale.stride || op.offset.stride ? dims[0] : 1;
-      RowSplit split{dims[0] * dims[1] / groups, kAnyWorkers};
+      Rows split{dims[0] * dims[1] / groups, kAnyWorkers};
       return LaunchRows(kName, stream, op, split, groups, {threads, cluster, stages}, multipass);
     });
   }
@@ -163,7 +163,7 @@ struct Handlers {
                         Aligned(partial_scale->untyped_data()) && Aligned(partial_offset->untyped_data()) &&
                         (!ADDED || Aligned(grad_sum.untyped_data()));
     const int64_t groups = Groups(x, *d_scale, *d_offset);
-    RowSplit split{dims[0] * dims[1] / groups, partials};
+    Rows split{dims[0] * dims[1] / groups, partials};
     EJKERNEL_TRY(ForFloat(x.element_type(), packed, [&]<typename T, int N>() -> ffi::Error {
       const Backward<T, N, CENTRED, ADDED> op{static_cast<const T*>(x.untyped_data()),
                                               AsParameter<T>(scale),

@@ -741,8 +741,8 @@ struct Backward {
 // The partial sums of `Backward`, one column per thread, for rows too wide for registers.
 template <typename T, bool CENTRED>
 __global__ void column_sums(const T* __restrict__ x, const float* __restrict__ mean, const float* __restrict__ rstd,
-                            const T* __restrict__ grad, float* __restrict__ d_scale, float* __restrict__ d_offset,
-                            RowSplit split, int width) {
+                            const T* __restrict__ grad, float* __restrict__ d_scale, float* __restrict__ d_offset, Rows split,
+                            int width) {
   const int64_t tiles = (int64_t(width) + blockDim.x - 1) / blockDim.x;
   const int64_t worker = blockIdx.x / tiles;
   const int64_t column = (blockIdx.x % tiles) * blockDim.x + threadIdx.x;

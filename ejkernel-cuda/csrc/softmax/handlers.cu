@@ -79,7 +79,7 @@ ffi::Error RunForward(cudaStream_t stream, Array x, Mark where, float scale, Axe
     const Forward<T, N> op{static_cast<const T*>(x.untyped_data()), AsMask(where, sizes, strides),
                            static_cast<T*>(out->untyped_data()), int(x.dimensions()[1]), scale};
     bool multipass = false;
-    RowSplit split{x.dimensions()[0], kAnyWorkers};
+    Rows split{x.dimensions()[0], kAnyWorkers};
     return LaunchRows(kName, stream, op, split, 1, {threads, cluster, stages}, multipass);
   });
 }
@@ -96,7 +96,7 @@ ffi::Error RunBackward(cudaStream_t stream, Array out, Array grad, Mark where, f
                             int(out.dimensions()[1]),
                             scale};
     bool multipass = false;
-    RowSplit split{out.dimensions()[0], kAnyWorkers};
+    Rows split{out.dimensions()[0], kAnyWorkers};
     return LaunchRows(kName, stream, op, split, 1, {threads, cluster, stages}, multipass);
   });
 }

@@ -31,7 +31,7 @@ struct Stored {
 template <class Op, int ITEMS, bool CLUSTER = false>
 void streamed(const Op& op, const Shape& shape) {
   const unsigned y = shape.threads > 32 ? 1 : unsigned(kSmallBlock / shape.threads);
-  const RowSplit split{shape.rows_per_group, shape.workers};
+  const Rows split{shape.rows_per_group, shape.workers};
   const int stages = CLUSTER ? std::max(shape.stages, 2) : shape.stages;
   const size_t stage = sizeof(typename Op::T) * Op::N * ITEMS * Op::kStreams * shape.threads * y;
   host::launch(
@@ -72,7 +72,7 @@ void direct(const Op& op, const Shape& shape) {
         return direct<Op, ITEMS, LANES, kThreads>(op, shape);
     }
     constexpr int64_t kRows = kRowsPerBlock<ITEMS, LANES>;
-    const RowSplit split{shape.rows_per_group, (shape.rows_per_group + kRows - 1) / kRows};
+    const Rows split{shape.rows_per_group, (shape.rows_per_group + kRows - 1) / kRows};
     const unsigned threads = unsigned(LANES ? kRegisterBlock : shape.threads);
     host::Index grid{unsigned(split.workers), unsigned(shape.groups)};
     if (shape.workers % 2) std::swap(grid.x, grid.y);  // workers have no other meaning here
@@ -84,7 +84,7 @@ void direct(const Op& op, const Shape& shape) {
 template <class Op>
 void direct_shared(const Op& op, const Shape& shape) {
   constexpr int kThreads = Op::kClusterThreads ? 64 : 0;  // fewer than on a GPU: a fiber each
-  const RowSplit split{shape.rows_per_group, shape.rows_per_group};
+  const Rows split{shape.rows_per_group, shape.rows_per_group};
   host::launch(host::Index{unsigned(shape.rows_per_group * shape.cluster), unsigned(shape.groups)},
                {unsigned(shape.threads), 1}, unsigned(shape.cluster),
                [&] { cluster_register_rows<Op, Op::kMaxClusterItems, kThreads>(op, split); });
@@ -208,7 +208,7 @@ EXPORT void norm_backward(int kind, bool packed, int which, Shape shape, const v
                 1.f / width,
                 scale_offset};
     rows(op, shape);
-    const RowSplit split{shape.rows_per_group, shape.workers};
+    const Rows split{shape.rows_per_group, shape.workers};
     if (shape.items == 0) {
       const unsigned tiles = unsigned((width + 63) / 64);
       host::launch(unsigned(tiles * shape.groups * shape.workers), {64, 1}, 1, [&] {
