@@ -1,4 +1,4 @@
-// Checks that handlers over paged caches share.
+// Checks that handlers of paged KV caches share.
 #pragma once
 
 #include "handler.h"
@@ -26,7 +26,7 @@ inline ffi::Error CheckRequests(const char* operation, int64_t batch, Integers s
   return ffi::Error::Success();
 }
 
-// Whether `batch` members' `heads` heads of `size` elements lie within the pages.
+// Check that `heads` heads of `size` elements of `batch` members lie within the pages.
 inline ffi::Error CheckStrides(const char* operation, const char* name, Strides strides, int64_t first, int64_t batch,
                                int64_t heads, int64_t size, Array pages, int64_t page_count, int64_t page_size) {
   if (strides.size() != 4) return Invalid(operation, std::string(name) + " strides must be of page, token, head and batch");

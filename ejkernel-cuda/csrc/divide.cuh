@@ -1,11 +1,11 @@
-// Division of large numbers that are mostly small, and by numbers that a launch knows.
+// Division: of 64-bit numbers that are mostly small, and by divisors known at launch.
 #pragma once
 
 #include "device.cuh"
 
 namespace ejkernel {
 
-// quotient and remainder of value >= 0 by divisor > 0; on numbers of 32 bits where they are, which takes a fifth of the time.
+// Quotient and remainder of value >= 0 by divisor > 0; in 32 bits if both fit, which takes a fifth of the time.
 __device__ inline int64_t divide(int64_t value, int64_t divisor, int64_t& remainder) {
   if (((value | divisor) >> 32) == 0) {
     const uint32_t quotient = uint32_t(value) / uint32_t(divisor);
@@ -17,14 +17,14 @@ __device__ inline int64_t divide(int64_t value, int64_t divisor, int64_t& remain
   return quotient;
 }
 
-// The same of 32 bits, for divisors that are often 1: a division takes ten times as long as to see that there is none to do.
+// The same in 32 bits, for divisors that are often 1: the division takes ten times as long as the comparison.
 __device__ inline int divide(int value, int divisor, int& remainder) {
   const int quotient = divisor == 1 ? value : int(unsigned(value) / unsigned(divisor));
   remainder = value - quotient * divisor;
   return quotient;
 }
 
-// A positive divisor of numbers below 2^31. The host prepares it, so that the device multiplies and shifts.
+// A positive divisor of numbers below 2^31. The host precomputes it; the device multiplies and shifts.
 struct Divisor {
   uint32_t value;
   uint32_t factor;  // 2^shift / value, rounded up
@@ -34,7 +34,7 @@ struct Divisor {
 };
 
 inline Divisor divisor(uint32_t value) {
-  int bits = 0;  // 2^bits >= value, so that the error of the factor, below 2^bits / 2^shift of it, does not reach a quotient
+  int bits = 0;  // 2^bits >= value, so that the factor's rounding error never changes a quotient
   while (bits < 31 && (uint32_t{1} << bits) < value) ++bits;
   return {value, uint32_t((uint64_t{1} << (31 + bits)) / value + 1), 31 + bits};
 }

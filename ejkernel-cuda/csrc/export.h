@@ -1,4 +1,4 @@
-// What the shared library shows to the outside.
+// Exported symbols of the shared library.
 #pragma once
 
 #define EJKERNEL_EXPORT extern "C" __attribute__((visibility("default")))

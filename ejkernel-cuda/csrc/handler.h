@@ -1,4 +1,4 @@
-// What all handlers share: checks of shapes, messages, the choice of element type, and the symbols that XLA calls.
+// Definitions that all handlers share: shape checks, messages, dispatch by element type, and the symbols that XLA calls.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -38,7 +38,7 @@ inline ffi::Error CheckLaunch(const char* operation, const char* what) {
   return ffi::Error::Internal(std::string("ejkernel_cuda ") + operation + ": " + what + ": " + cudaGetErrorString(error));
 }
 
-// Before an update in place: XLA may hand over a result that lies elsewhere than the argument it stands for.
+// Before an update in place: XLA may pass a result buffer that does not alias its argument.
 inline ffi::Error CopyUnlessInPlace(const char* operation, cudaStream_t stream, Array from, Array to) {
   if (to.untyped_data() != from.untyped_data() && from.size_bytes())
     cudaMemcpyAsync(to.untyped_data(), from.untyped_data(), from.size_bytes(), cudaMemcpyDeviceToDevice, stream);
@@ -69,7 +69,7 @@ inline ffi::Error CheckLike(const char* operation, const char* name, Array array
 
 inline bool Aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-// `run.operator()<T, N>()` for the type; N elements are 16 bytes when `packed`, else one element.
+// Call `run.operator()<T, N>()` for the type; N elements are 16 bytes if `packed`, else one element.
 template <typename Run>
 ffi::Error ForFloat(ffi::DataType type, bool packed, Run run) {
   switch (type) {
@@ -81,8 +81,8 @@ ffi::Error ForFloat(ffi::DataType type, bool packed, Run run) {
 
 }  // namespace ejkernel
 
-// The symbol of a handler, and one with `_check` after its name that only checks, for a host without a GPU. Handlers record
-// their launches and copies on the stream and do nothing else there, so XLA may put them into a CUDA graph.
+// The symbol of a handler, and one with the suffix `_check` that only checks, for a host without a GPU. Handlers only enqueue
+// launches and copies on the stream, so XLA may record them into a CUDA graph.
 #define EJKERNEL_HANDLER(symbol, bind, run, check)                                                                      \
   EJKERNEL_EXPORT XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) {                                                     \
     static auto* handler = bind(ffi::Ffi::Bind().Ctx<Stream>()).To(run, {ffi::Traits::kCmdBufferCompatible}).release(); \

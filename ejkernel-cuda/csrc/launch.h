@@ -1,4 +1,4 @@
-// Launches that say more than a grid and a block.
+// Launch configurations with attributes.
 #pragma once
 
 #include "handler.h"
@@ -9,7 +9,7 @@ struct Launch {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attribute{};
 
-  // `cluster_blocks` of them form a cluster.
+  // `cluster_blocks` blocks form a cluster.
   Launch(cudaStream_t stream, int64_t blocks, dim3 block, int64_t shared_bytes, int cluster_blocks = 1) {
     config.gridDim = dim3(unsigned(blocks));
     config.blockDim = block;
@@ -25,10 +25,10 @@ struct Launch {
   }
   Launch(const Launch&) = delete;
 
-  // Begins beside the kernel before, once that has ended or allows it; for kernels without clusters that wait for it, which
-  // code of before 9.0 does not. Whether the code is newer.
+  // Enable programmatic dependent launch: the kernel may start before the preceding one ends. For kernels without clusters that
+  // call `wait_for_prerequisites`, which code older than 9.0 does not. Returns whether the code is new enough.
   template <typename Kernel>
-  bool begin_early(Kernel kernel) {
+  bool enable_programmatic_launch(Kernel kernel) {
     cudaFuncAttributes code;
     if (cudaFuncGetAttributes(&code, kernel) != cudaSuccess || code.ptxVersion < 90) return false;
     config.numAttrs = 1;

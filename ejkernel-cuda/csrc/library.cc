@@ -1,4 +1,4 @@
-// Who built this library, compared by Python before any handler is registered.
+// The versions that the library was built with. Python compares them before it registers a handler.
 #include "export.h"
 #include "xla/ffi/api/c_api.h"
 

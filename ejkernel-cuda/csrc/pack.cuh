@@ -1,4 +1,4 @@
-// Several elements that move as one access, and their conversion to float.
+// Vectors of elements that move with one access, and their conversion to float.
 #pragma once
 
 #include <type_traits>
@@ -26,7 +26,7 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
   return __float2bfloat16_rn(value);
 }
 
-// N elements, aligned so that the compiler moves them with one access of up to 16 bytes.
+// N elements, aligned so that the compiler uses one access of up to 16 bytes.
 template <typename T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
   T data[N];
@@ -45,9 +45,10 @@ __device__ inline Pack<T, N> load(const T* from) {
   return *reinterpret_cast<const Pack<T, N>*>(from);
 }
 
-// A pack of global memory that nothing writes while the kernel runs, or zeros; 8 bytes and more are asked for where this stands.
+// Load a pack of global memory that nothing writes during the kernel, or return zeros; the compiler does not move loads of 8
+// bytes and more.
 template <typename T, int N>
-__device__ inline Pack<T, N> load_early(const T* from, bool there) {
+__device__ inline Pack<T, N> load_pack_predicated(const T* from, bool valid) {
   if constexpr (sizeof(T) * N >= 8) {
     using Word = std::conditional_t<sizeof(T) * N == 8, uint2, uint4>;
     constexpr int kWords = sizeof(T) * N / sizeof(Word);
@@ -55,24 +56,24 @@ __device__ inline Pack<T, N> load_early(const T* from, bool there) {
       Word data[kWords];
     } words;
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) words.data[i] = read_words<Word>(from + i * (N / kWords), there);
+    for (int i = 0; i < kWords; ++i) words.data[i] = load_predicated<Word>(from + i * (N / kWords), valid);
     return __builtin_bit_cast(Pack<T, N>, words);
   } else {
-    return there ? load<T, N>(from) : zeros<T, N>();
+    return valid ? load<T, N>(from) : zeros<T, N>();
   }
 }
 
-// Begin to copy N elements to shared memory, or zeros; less than 4 bytes are there at once.
+// Copy N elements to shared memory asynchronously, or write zeros; less than 4 bytes are copied synchronously.
 template <typename T, int N>
-__device__ inline void copy_ahead(T* to, const T* from, bool there) {
+__device__ inline void cp_async_pack(T* to, const T* from, bool valid) {
   if constexpr (sizeof(T) * N >= 4) {
-    copy_bytes_ahead<sizeof(T) * N>(to, from, there);
+    cp_async<sizeof(T) * N>(to, from, valid);
   } else {
-    *to = there ? *from : from_float<T>(0.f);
+    *to = valid ? *from : from_float<T>(0.f);
   }
 }
 
-// All elements as floats; of bfloat16 they are halves of words, one instruction each.
+// Convert all elements to float; bfloat16 are halves of words, one instruction each.
 template <typename T, int N>
 __device__ inline void widen(const Pack<T, N>& pack, float (&to)[N]) {
   if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
@@ -91,13 +92,13 @@ __device__ inline void widen(const Pack<T, N>& pack, float (&to)[N]) {
   }
 }
 
-// The largest element of many packs, NaN aside; of two bytes two at a time.
+// The largest element of many packs, ignoring NaN; two-byte elements are compared in pairs.
 template <typename T, int N>
-struct Peak {
+struct PackMax {
   static constexpr bool kPairs = sizeof(T) == 2 && N % 2 == 0;
   std::conditional_t<kPairs, uint32_t, float> found;
 
-  __device__ Peak() {
+  __device__ PackMax() {
     if constexpr (kPairs) {
       found = std::is_same_v<T, __nv_bfloat16> ? 0xff80ff80u : 0xfc00fc00u;
     } else {
@@ -105,14 +106,14 @@ struct Peak {
     }
   }
 
-  __device__ void take(const Pack<T, N>& pack) {
+  __device__ void update(const Pack<T, N>& pack) {
     if constexpr (kPairs) {
       struct Words {
         uint32_t data[N / 2];
       };
       const Words words = __builtin_bit_cast(Words, pack);
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) found = larger_pair<T>(found, words.data[i]);
+      for (int i = 0; i < N / 2; ++i) found = packed_max<T>(found, words.data[i]);
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) found = fmaxf(found, to_float(pack.data[i]));
@@ -130,7 +131,7 @@ struct Peak {
   }
 };
 
-// The nearest of T, two at a time where T has such an instruction.
+// Round to T, in pairs if T has such an instruction.
 template <typename T, int N>
 __device__ inline Pack<T, N> rounded(const float (&values)[N]) {
   Pack<T, N> pack;
@@ -150,8 +151,8 @@ __device__ inline Pack<T, N> rounded(const float (&values)[N]) {
   return pack;
 }
 
-// The same by other instructions, so that the compiler does not hold the floats of the first time, which take twice the registers
-// of their pack, until they are wanted again: the second time (1), or the third (2).
+// The same by other instructions, so that the compiler does not keep the floats of the first conversion, which take twice the
+// registers of the pack: for the second (1) or third (2) conversion.
 template <int TIME = 1, typename T, int N>
 __device__ inline void widen_again(const Pack<T, N>& pack, float (&to)[N]) {
   constexpr unsigned kZero = TIME == 1 ? 0x44 : 0x55;  // any byte of the second word
@@ -180,15 +181,15 @@ __device__ inline void store(T* to, const Pack<T, N>& value) {
   *reinterpret_cast<Pack<T, N>*>(to) = value;
 }
 
-// The same to global memory that the kernel does not read again, in one access: the compiler made several smaller ones of packs
-// that it had taken apart. Or nothing.
+// Store to global memory that the kernel does not read again, with one access: the compiler split stores of unpacked packs. Or
+// do nothing.
 template <typename T, int N>
-__device__ inline void store_out(T* to, const Pack<T, N>& value, bool wanted = true) {
+__device__ inline void store_out(T* to, const Pack<T, N>& value, bool valid = true) {
   if constexpr (sizeof(T) * N == 8) {
-    store_words(to, __builtin_bit_cast(uint2, value), wanted);
+    store_predicated(to, __builtin_bit_cast(uint2, value), valid);
   } else if constexpr (sizeof(T) * N == 16) {
-    store_words(to, __builtin_bit_cast(uint4, value), wanted);
-  } else if (wanted) {
+    store_predicated(to, __builtin_bit_cast(uint4, value), valid);
+  } else if (valid) {
     store<T, N>(to, value);
   }
 }

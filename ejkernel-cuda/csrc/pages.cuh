@@ -1,4 +1,4 @@
-// What kernels over paged caches share: the requests that own pages, and pages as bytes that mean int8 or float8.
+// Definitions that kernels over paged KV caches share: requests, and one-byte page types.
 #pragma once
 
 #include <cuda_fp8.h>

@@ -1,17 +1,17 @@
-// Kernels over rows [rows, width], whatever is done with a row.
+// Kernels over rows [rows, width], with an Op as the computation.
 //
-// An Op says what is done. Its members: T, N (elements of an access), `width`; kStreams arrays that are read, `stream` each;
-// Aside<ITEMS> and `aside`, what else a thread needs of a row; Kept<ITEMS>, what it keeps from row to row, and `begin`, which
-// fills it; `with_parameters`, the same for a thread that has a few rows, which begins to read it with `ask`; `registers`,
-// `kSharedRegisters` and `direct_registers`, as many as all that takes; kWays, and of rows in registers kNarrowItems, packs per
-// thread where a warp has them whole, kMostDirect, at most elsewhere, and `most_direct`, at most in this call; kMostShared, packs
-// per thread of a row that a cluster has in registers, 0 for no such kernels, `shares_direct`, whether they can take this call,
-// kSharesParts, whether such rows may leave threads without packs, and kSharedThreads, of each block, 0 for any number; kWhole,
-// whether other rows that leave no thread without packs have kernels of their own; kPlainRows, whether narrow ones have such kernels
-// where a call `is_plain`, and `plain`, the Op that means the same then and knows so when it is compiled, with
-// `plain_registers`; `measure`, which finds kFound numbers of a block's columns of each of a thread's rows, and `finish`, which
-// writes those columns of a row when the numbers of all blocks are there; kFlushes, whether something is left to do after the last
-// row, and that, `flush`; and `walk`, the work on a row of any width, which reads it more than once.
+// Members of an Op. T, N: elements of a vector access; `width`; kStreams: number of input arrays, `stream` returns each.
+// RowState<ITEMS> and `row_state`: a thread's state of one row. ThreadState<ITEMS> and `begin`: a thread's state across rows;
+// `with_parameters`: the same for a thread with few rows, which loads it with `prefetch`. `maxnreg`, `kClusterMaxnreg`,
+// `register_rows_maxnreg`: registers per thread of each kernel. kPath: how rows reach the threads. For register rows:
+// kNarrowItems, packs per thread if a warp holds whole rows; kMaxRegisterItems, the maximum elsewhere, and
+// `max_register_items`, the maximum in this call. kMaxClusterItems: packs per thread of a row that a cluster holds in
+// registers, 0 for no such kernels; `supports_cluster_registers`: whether they support this call; kRaggedClusters: whether
+// their threads may lack packs; kClusterThreads: threads of each block, 0 for any number. kFullRows: whether other rows in
+// which every thread has all packs have their own kernels; kPlainRows: whether narrow ones do, for calls that are `is_plain`;
+// `plain`: the equivalent Op that knows this at compile time, with `plain_rows_maxnreg`. `measure`: computes kFound statistics
+// over a block's columns of each of a thread's rows; `finish`: writes those columns once all blocks' statistics exist. kFlushes
+// and `flush`: work after the last row. `multipass`: processes a row of any width in several passes.
 #pragma once
 
 #include <algorithm>
@@ -21,31 +21,31 @@
 
 namespace ejkernel {
 
-constexpr int kSmallBlock = 256;   // threads of a block of several rows
-constexpr int kDirectBlock = 128;  // the same of one that goes straight to registers and ends
-constexpr int kMaxItems = 4;       // packs of a row per thread
-constexpr int kLeastShared = 64;   // threads of a block of a cluster
+constexpr int kSmallBlock = 256;        // threads of a block of several rows
+constexpr int kRegisterBlock = 128;     // the same for register rows
+constexpr int kMaxItems = 4;            // packs of a row per thread
+constexpr int kMinClusterThreads = 64;  // minimum threads of a block of a cluster
 constexpr int kMaxStages = 8;
-constexpr int64_t kMaxRows = int64_t{1} << 30;  // and as many again that are only asked for
+constexpr int64_t kMaxRows = int64_t{1} << 30;  // and as many again that are only prefetched
 
-// The rows of `groups` groups, each dealt out to `parts` workers in turn; a worker is a block or a cluster of blocks.
-struct Walk {
+// The rows of `groups` groups, each distributed round-robin to `workers` workers; a worker is a block or a cluster.
+struct Rows {
   int64_t rows_per_group;
-  int64_t parts;
+  int64_t workers;
 };
 
-// Columns of a thread: item i begins at first + i * step, and is there if that is below end.
+// Columns of a thread: item i begins at first + i * step, and exists if that is below end.
 struct Columns {
   int first;
   int step;
   int end;
-  int share;  // columns of a block of a cluster, where it has all of them
-  int here;   // of this block
-  bool all = false;  // whether the kernel is compiled for rows that leave no thread without any of its items
+  int share;         // columns of a full block of a cluster
+  int here;          // of this block
+  bool all = false;  // whether the kernel is compiled for rows in which every thread has all its items
   __device__ int of(int item) const { return first + item * step; }
   __device__ bool has(int item) const { return all || of(item) < end; }
 
-  // How many warp `warp` of the block has.
+  // Columns of warp `warp` of the block.
   template <int N, int ITEMS>
   __device__ float of_warp(int warp) const {
     if (all || step * ITEMS == here) return 32 * N * ITEMS;
@@ -56,35 +56,34 @@ struct Columns {
     return float(count);
   }
 
-  // How many block `rank` has.
+  // Columns of block `rank`.
   __device__ int count(int rank, int width) const {
     const int64_t left = width - int64_t(rank) * share;
     return int(left < 0 ? 0 : left < share ? left : share);
   }
 };
 
-// How rows that a block has whole reach its threads: through shared memory, straight to registers, or as a config says. Where packs
-// are single elements, through shared memory.
-enum class Ways { kStreamed, kDirect, kEither };
+// How rows of one block reach its threads: pipelined through shared memory, directly into registers, or as the config says.
+// Packs of single elements are always pipelined.
+enum class RowPath { kPipelined, kRegisters, kEither };
 
-// What `with_parameters` gives where there are none.
+// The parameters of an Op without parameters.
 struct NoParameters {
-  __device__ void ask() const {}
+  __device__ void prefetch() const {}
 };
 
-struct Place {
+struct RowCoord {
   int row;
   int64_t start;  // the thread's first element
   Columns columns;
-  bool active;  // whether there is such a row
+  bool active;  // whether the row exists
   __device__ int64_t at(int item) const { return start + item * columns.step; }
   __device__ bool has(int item) const { return active && columns.has(item); }
 };
 
-// A thread's packs of one row of every array, in shared memory; zeros where there is no such column or row. Those of a warp lie
-// together.
+// A thread's packs of one row of every array in shared memory; zeros outside of the array. The packs of a warp are contiguous.
 template <typename T, int N, int ITEMS>
-struct Slots {
+struct SharedRow {
   static constexpr bool kInRegisters = false;
   T* data;
   __device__ T* at(int stream, int item) const { return data + (stream * ITEMS + item) * 32 * N; }
@@ -97,33 +96,33 @@ struct Slots {
 
 // The same in registers.
 template <typename T, int N, int ITEMS, int STREAMS>
-struct Held {
+struct RegisterRow {
   static constexpr bool kInRegisters = true;
   Pack<T, N> packs[STREAMS][ITEMS];
 
   template <class Op>
-  __device__ void ask_all(const Op& op, const Place& place) {
+  __device__ void prefetch_all(const Op& op, const RowCoord& coord) {
 #pragma unroll
     for (int stream = 0; stream < STREAMS; ++stream) {
 #pragma unroll
-      for (int item = 0; item < ITEMS; ++item) packs[stream][item] = load<T, N>(op.stream(stream) + place.at(item));
+      for (int item = 0; item < ITEMS; ++item) packs[stream][item] = load<T, N>(op.stream(stream) + coord.at(item));
     }
   }
 
-  // The same where some may not be there.
+  // The same with a bounds check.
   template <class Op>
-  __device__ void ask(const Op& op, const Place& place) {
+  __device__ void prefetch(const Op& op, const RowCoord& coord) {
 #pragma unroll
     for (int stream = 0; stream < STREAMS; ++stream) {
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
-        packs[stream][item] = load_early<T, N>(op.stream(stream) + place.at(item), place.has(item));
+        packs[stream][item] = load_pack_predicated<T, N>(op.stream(stream) + coord.at(item), coord.has(item));
       }
     }
   }
 
   __device__ const Pack<T, N>& pack(int stream, int item) const { return packs[stream][item]; }
-  // Widened a second and a third time: packs take half the registers of floats that the compiler would hold from the first on.
+  // A second and third conversion: packs take half the registers of the floats that the compiler would keep from the first.
   template <int TIME = 0>
   __device__ void read(int stream, int item, float (&to)[N]) const {
     if constexpr (TIME == 0) {
@@ -134,13 +133,13 @@ struct Held {
   }
 };
 
-// Columns of the `thread`-th of so many threads that have a row.
+// Columns of the `thread`-th of `threads` threads of a row.
 template <int N>
 __device__ inline Columns columns_of_threads(int width, int thread, int threads) {
   return {thread * N, threads * N, width, width, width};
 }
 
-// Columns of block `rank` of a cluster that shares a row in equal parts.
+// Columns of block `rank` of a cluster that shares a row evenly.
 template <int N>
 __device__ inline Columns columns_of_block(int width, int cluster, int rank) {
   if (cluster == 1) return columns_of_threads<N>(width, int(threadIdx.x), int(blockDim.x));
@@ -149,8 +148,8 @@ __device__ inline Columns columns_of_block(int width, int cluster, int rank) {
   return {int(begin) + int(threadIdx.x) * N, int(blockDim.x) * N, int(end), share, int(end - begin)};
 }
 
-// A thread's own packs of the rows in shared memory, ITEMS of each array. It copies them itself, so that no thread waits for what
-// another one copies.
+// A ring buffer of rows in shared memory: a thread's own packs, ITEMS of each array. The thread loads them itself, so that no
+// thread waits for another one's loads.
 template <class Op, int ITEMS>
 struct Ring {
   using T = typename Op::T;
@@ -164,155 +163,153 @@ struct Ring {
     first = memory + (linear / 32 * 32 * kPacks + linear % 32) * N;
   }
 
-  __device__ Slots<T, N, ITEMS> slots(int stage) const { return {first + stage * threads * kPacks * N}; }
+  __device__ SharedRow<T, N, ITEMS> slots(int stage) const { return {first + stage * threads * kPacks * N}; }
 
-  __device__ void fetch(const Place& place, int stage) const {
-    const Slots<T, N, ITEMS> to = slots(stage);
+  __device__ void fetch(const RowCoord& coord, int stage) const {
+    const SharedRow<T, N, ITEMS> to = slots(stage);
 #pragma unroll
     for (int stream = 0; stream < Op::kStreams; ++stream) {
-      const T* from = op.stream(stream) + place.start;
+      const T* from = op.stream(stream) + coord.start;
 #pragma unroll
-      for (int item = 0; item < ITEMS; ++item, from += place.columns.step) {
-        copy_ahead<T, N>(to.at(stream, item), from, place.has(item));
+      for (int item = 0; item < ITEMS; ++item, from += coord.columns.step) {
+        cp_async_pack<T, N>(to.at(stream, item), from, coord.has(item));
       }
     }
-    commit_copies();
+    cp_async_commit_group();
   }
 };
 
-// Of a row that a worker may not have.
+// Coordinate of a row, which may lie past the worker's end.
 template <class Op>
-__device__ inline Place place_of(const Op& op, int row, int end, const Columns& columns) {
+__device__ inline RowCoord row_coord(const Op& op, int row, int end, const Columns& columns) {
   return {row, int64_t(uint64_t(uint32_t(row)) * uint32_t(op.width)) + columns.first, columns, row < end};
 }
 
-// ITEMS packs of a row per thread. Rows are copied into shared memory ahead of the one in work, `stages` in all, so that memory
-// stays busy while a row is reduced.
+// Pipelined rows, ITEMS packs per thread: `stages` rows in shared memory, so that loads overlap the reduction of a row.
 template <class Op, int ITEMS>
-__global__ void __maxnreg__(Op::registers(ITEMS)) streamed_rows(Op op, Walk walk, int stages) {
-  // Whether the aside of the next row is on its way while this one is finished: where registers hold both.
+__global__ void __maxnreg__(Op::maxnreg(ITEMS)) pipelined_rows(Op op, Rows split, int stages) {
+  // Whether the next row's state is loaded before this row is finished: if registers hold both.
   constexpr bool kEarly = Op::kFlushes && ITEMS < kMaxItems;
   EJKERNEL_SHARED(float, scratch, kScratch<>);
-  EJKERNEL_SHARED_REST(typename Op::T, memory);
+  EJKERNEL_DYNAMIC_SHARED(typename Op::T, memory);
   Reducer reducer{scratch, int(blockDim.x)};
-  // Workers and rows are counted in 32 bits: a division of 64 takes as long as a row.
-  const unsigned parts = unsigned(walk.parts), group = blockIdx.x / parts;
-  const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group);
-  const int step = int(parts * blockDim.y);
-  int first = begin + int((blockIdx.x - group * parts) * blockDim.y);  // of the block's rows
+  // Workers and rows are counted in 32 bits: a 64-bit division takes as long as a row.
+  const unsigned workers = unsigned(split.workers), group = blockIdx.x / workers;
+  const int begin = int(group * split.rows_per_group), end = begin + int(split.rows_per_group);
+  const int step = int(workers * blockDim.y);
+  int first = begin + int((blockIdx.x - group * workers) * blockDim.y);  // of the block's rows
   const Columns columns = columns_of_block<Op::N>(op.width, 1, 0);
   const Ring<Op, ITEMS> ring(op, memory);
 
-  const auto place_after = [&](int steps) { return place_of(op, first + steps * step + int(threadIdx.y), end, columns); };
+  const auto coord_after = [&](int steps) { return row_coord(op, first + steps * step + int(threadIdx.y), end, columns); };
 
   int stage = 0;
-  for (; stage < stages - 1; ++stage) ring.fetch(place_after(stage), stage);
-  typename Op::template Kept<ITEMS> kept;
-  op.template begin<ITEMS>(kept, group, columns);
-  typename Op::template Aside<ITEMS> aside[1] = {op.template aside<ITEMS>(place_after(0))};
+  for (; stage < stages - 1; ++stage) ring.fetch(coord_after(stage), stage);
+  typename Op::template ThreadState<ITEMS> state;
+  op.template begin<ITEMS>(state, group, columns);
+  typename Op::template RowState<ITEMS> row_state[1] = {op.template row_state<ITEMS>(coord_after(0))};
   for (; first < end; first += step) {
-    ring.fetch(place_after(stages - 1), stage);
-    wait_for_copies(stages - 1);
-    stage = stage + 1 == stages ? 0 : stage + 1;  // the oldest
-    const Slots<typename Op::T, Op::N, ITEMS> slots[1] = {ring.slots(stage)};
+    ring.fetch(coord_after(stages - 1), stage);
+    cp_async_wait_group(stages - 1);
+    stage = stage + 1 == stages ? 0 : stage + 1;  // the oldest stage
+    const SharedRow<typename Op::T, Op::N, ITEMS> slots[1] = {ring.slots(stage)};
     float found[1][Op::kFound];
-    op.template measure<ITEMS, Span::kBlock>(slots, aside, kept, columns, reducer, found);
-    auto next_aside = aside[0];
-    if constexpr (kEarly) next_aside = op.template aside<ITEMS>(place_after(1));
-    op.template finish<ITEMS>(slots[0], aside[0], kept, place_after(0), Alone<Op::kFound>(found[0]));
-    if constexpr (!kEarly) next_aside = op.template aside<ITEMS>(place_after(1));
-    aside[0] = next_aside;
+    op.template measure<ITEMS, Span::kBlock>(slots, row_state, state, columns, reducer, found);
+    auto next_row_state = row_state[0];
+    if constexpr (kEarly) next_row_state = op.template row_state<ITEMS>(coord_after(1));
+    op.template finish<ITEMS>(slots[0], row_state[0], state, coord_after(0), BlockResult<Op::kFound>(found[0]));
+    if constexpr (!kEarly) next_row_state = op.template row_state<ITEMS>(coord_after(1));
+    row_state[0] = next_row_state;
   }
-  wait_for_copies(0);
-  op.template flush<ITEMS>(kept, blockIdx.x, columns, reinterpret_cast<float*>(memory));
+  cp_async_wait_group(0);
+  op.template flush<ITEMS>(state, blockIdx.x, columns, reinterpret_cast<float*>(memory));
 }
 
-// The same for rows that the blocks of a cluster share. A row is finished after the next one has been measured, so that what the
-// blocks tell each other is on its way meanwhile; of `stages`, 2 at least, one is for the row that is to be finished. WHOLE: all
-// threads of all blocks have all of their packs.
-template <class Op, int ITEMS, bool WHOLE>
-__global__ void __maxnreg__(Op::kSharedRegisters) shared_rows(Op op, Walk walk, int stages) {
+// The same with a cluster per row. A row is finished after the next one has been measured, so that the exchange of statistics
+// overlaps; of `stages`, 2 at least, one holds the row to be finished. FULL: every thread of every block has all of its packs.
+template <class Op, int ITEMS, bool FULL>
+__global__ void __maxnreg__(Op::kClusterMaxnreg) cluster_rows(Op op, Rows split, int stages) {
   if (!kHasClusters) return;
   EJKERNEL_SHARED(float, scratch, kScratch<>);
-  EJKERNEL_SHARED(float, places, Exchange<Op::kFound>::kPlaces);
-  EJKERNEL_SHARED(Mailbox, mailboxes, kMailboxes);
-  EJKERNEL_SHARED_REST(typename Op::T, memory);
+  EJKERNEL_SHARED(float, slots, Exchange<Op::kFound>::kSlots);
+  EJKERNEL_SHARED(ClusterMbarrier, mbarriers, kClusterMbarriers);
+  EJKERNEL_DYNAMIC_SHARED(typename Op::T, memory);
   const int size = int(cluster_size());
   Reducer reducer{scratch, int(blockDim.x)};
-  Exchange<Op::kFound> exchange{places, mailboxes, size};
-  const unsigned parts = unsigned(walk.parts), worker = blockIdx.x / unsigned(size), group = worker / parts;
-  const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group), step = int(parts);
-  int row = begin + int(worker - group * parts);
+  Exchange<Op::kFound> exchange{slots, mbarriers, size};
+  const unsigned workers = unsigned(split.workers), worker = blockIdx.x / unsigned(size), group = worker / workers;
+  const int begin = int(group * split.rows_per_group), end = begin + int(split.rows_per_group), step = int(workers);
+  int row = begin + int(worker - group * workers);
   Columns columns = columns_of_block<Op::N>(op.width, size, int(cluster_rank()));
-  columns.all = WHOLE;
+  columns.all = FULL;
   const Ring<Op, ITEMS> ring(op, memory);
-  const auto place_after = [&](int steps) { return place_of(op, row + steps * step, end, columns); };
+  const auto coord_after = [&](int steps) { return row_coord(op, row + steps * step, end, columns); };
 
   int newest = 0;
-  for (; newest < stages - 2; ++newest) ring.fetch(place_after(newest), newest);
-  typename Op::template Kept<ITEMS> kept;
-  op.template begin<ITEMS>(kept, group, columns);
-  typename Op::template Aside<ITEMS> aside[1] = {op.template aside<ITEMS>(place_after(0))};
+  for (; newest < stages - 2; ++newest) ring.fetch(coord_after(newest), newest);
+  typename Op::template ThreadState<ITEMS> state;
+  op.template begin<ITEMS>(state, group, columns);
+  typename Op::template RowState<ITEMS> row_state[1] = {op.template row_state<ITEMS>(coord_after(0))};
   if (threadIdx.x == 0) {
-    for (int box = 0; box < kMailboxes; ++box) open_mailbox(mailboxes + box);
+    for (int index = 0; index < kClusterMbarriers; ++index) cluster_mbarrier_init(mbarriers + index);
   }
   cluster_arrive();
-  cluster_wait();  // every block has started, so that its shared memory can be written
-  int stage = 0, last = -1;  // where the row is that is measured, and the one before
-  auto aside_of_last = aside[0];
+  cluster_wait();            // every block has started, so that its shared memory is accessible
+  int stage = 0, last = -1;  // stages of the row to measure, and of the one before
+  auto last_row_state = row_state[0];
   for (; row < end || last >= 0; row += step) {
-    ring.fetch(place_after(stages - 2), newest);
+    ring.fetch(coord_after(stages - 2), newest);
     newest = newest + 1 == stages ? 0 : newest + 1;
-    wait_for_copies(stages - 2);
+    cp_async_wait_group(stages - 2);
     if (row < end) {
-      const Slots<typename Op::T, Op::N, ITEMS> slots[1] = {ring.slots(stage)};
+      const SharedRow<typename Op::T, Op::N, ITEMS> slots[1] = {ring.slots(stage)};
       float found[1][Op::kFound];
-      op.template measure<ITEMS, Span::kCluster>(slots, aside, kept, columns, reducer, found);
+      op.template measure<ITEMS, Span::kCluster>(slots, row_state, state, columns, reducer, found);
       exchange.send(found[0]);
     }
-    const auto next_aside = op.template aside<ITEMS>(place_after(1));
-    if (last >= 0) op.template finish<ITEMS>(ring.slots(last), aside_of_last, kept, place_after(-1), exchange.receive());
+    const auto next_row_state = op.template row_state<ITEMS>(coord_after(1));
+    if (last >= 0) op.template finish<ITEMS>(ring.slots(last), last_row_state, state, coord_after(-1), exchange.receive());
     last = row < end ? stage : -1;
     stage = stage + 1 == stages ? 0 : stage + 1;
-    aside_of_last = aside[0];
-    aside[0] = next_aside;
+    last_row_state = row_state[0];
+    row_state[0] = next_row_state;
   }
-  wait_for_copies(0);
-  op.template flush<ITEMS>(kept, worker, columns, reinterpret_cast<float*>(memory));
+  cp_async_wait_group(0);
+  op.template flush<ITEMS>(state, worker, columns, reinterpret_cast<float*>(memory));
 }
 
-// Rows of a thread whose packs it asks for together, where a warp has whole rows: more of them, and the first blocks of a launch
-// would begin to write later.
+// Rows of a thread whose loads are in flight together, if a warp holds whole rows: with more, the first blocks of a launch
+// would start to write later.
 template <int ITEMS>
-constexpr int kAtOnce = ITEMS == 1 ? 2 : 1;
+constexpr int kRowsInFlight = ITEMS == 1 ? 2 : 1;
 
-// Rows of a block of `direct_rows` beside each other, and in all.
+// Rows of a block of `register_rows`: in parallel, and in all.
 template <int LANES>
-constexpr int kBeside = LANES ? kDirectBlock / std::max(LANES, 1) : 1;
+constexpr int kParallelRows = LANES ? kRegisterBlock / std::max(LANES, 1) : 1;
 template <int ITEMS, int LANES>
-constexpr int kRowsOfBlock = LANES ? kBeside<LANES> * kAtOnce<ITEMS> : 1;
+constexpr int kRowsPerBlock = LANES ? kParallelRows<LANES> * kRowsInFlight<ITEMS> : 1;
 
-// What is done with rows that threads have asked for.
+// Process rows whose loads have been issued.
 template <int ITEMS, Span SPAN, class Op, int ROWS, class Source, class Parameters>
-__device__ inline void work_on(const Op& op, const Source (&held)[ROWS], const Place (&places)[ROWS], Parameters& parameters,
-                               const Columns& columns, Reducer& reducer) {
-  typename Op::template Aside<ITEMS> asides[ROWS];
+__device__ inline void process_rows(const Op& op, const Source (&row_data)[ROWS], const RowCoord (&coords)[ROWS],
+                                    Parameters& parameters, const Columns& columns, Reducer& reducer) {
+  typename Op::template RowState<ITEMS> row_states[ROWS];
   float found[ROWS][Op::kFound];
 #pragma unroll
-  for (int at = 0; at < ROWS; ++at) asides[at] = op.template aside<ITEMS>(places[at]);
-  op.template measure<ITEMS, SPAN>(held, asides, parameters, columns, reducer, found);
+  for (int at = 0; at < ROWS; ++at) row_states[at] = op.template row_state<ITEMS>(coords[at]);
+  op.template measure<ITEMS, SPAN>(row_data, row_states, parameters, columns, reducer, found);
 #pragma unroll
   for (int at = 0; at < ROWS; ++at) {
-    op.template finish<ITEMS>(held[at], asides[at], parameters, places[at], Alone<Op::kFound>(found[at]));
+    op.template finish<ITEMS>(row_data[at], row_states[at], parameters, coords[at], BlockResult<Op::kFound>(found[at]));
   }
 }
 
-// The rows of a plain call that LANES threads have whole, of which none is without any of its ITEMS packs; at least as many rows as a
-// block takes. What comes before the first load, when memory has nothing to do, is little: the last block begins so much earlier
-// that it has all of its rows, and writes some as another block does.
+// Rows of a plain call that LANES threads hold whole, each with all of its ITEMS packs; at least as many rows as a block takes.
+// Little work precedes the first load, when memory is idle: the last block starts early enough to have all of its rows, and
+// rewrites some of another block's with the same values.
 template <class Op, int ITEMS, int LANES>
-__global__ void __maxnreg__(Op::plain_registers(ITEMS)) plain_rows(Op op, int rows) {
-  constexpr int kApart = kBeside<LANES>, kAll = kRowsOfBlock<ITEMS, LANES>, ROWS = kAll / kApart;
+__global__ void __maxnreg__(Op::plain_rows_maxnreg(ITEMS)) plain_rows(Op op, int rows) {
+  constexpr int kRowStride = kParallelRows<LANES>, kAll = kRowsPerBlock<ITEMS, LANES>, ROWS = kAll / kRowStride;
   constexpr int kWidth = ITEMS * LANES * Op::N;
   EJKERNEL_SHARED(float, scratch, 1);
   Reducer reducer{scratch, LANES};
@@ -321,95 +318,97 @@ __global__ void __maxnreg__(Op::plain_registers(ITEMS)) plain_rows(Op op, int ro
   columns.all = true;
   const int64_t start = int64_t(uint64_t(uint32_t(first)) * kWidth) + columns.first;
   op.template with_parameters<ITEMS>(0, columns, [&](auto&& parameters) {
-    Held<typename Op::T, Op::N, ITEMS, Op::kStreams> held[ROWS];
-    Place places[ROWS];
+    RegisterRow<typename Op::T, Op::N, ITEMS, Op::kStreams> row_data[ROWS];
+    RowCoord coords[ROWS];
 #pragma unroll
     for (int at = 0; at < ROWS; ++at) {
-      places[at] = {first + at * kApart, start + at * kApart * kWidth, columns, true};
-      held[at].ask_all(op, places[at]);
+      coords[at] = {first + at * kRowStride, start + at * kRowStride * kWidth, columns, true};
+      row_data[at].prefetch_all(op, coords[at]);
     }
-    parameters.ask();
-    work_on<ITEMS, Span::kWarp>(op, held, places, parameters, columns, reducer);
+    parameters.prefetch();
+    process_rows<ITEMS, Span::kWarp>(op, row_data, coords, parameters, columns, reducer);
   });
 }
 
-// ITEMS packs of a row per thread, read into registers; LANES threads have a row, or where that is 0 the block: of WHOLE threads then
-// all have all of their packs, unless that is 0. A block ends with the few rows that it was given: that many of them run on a
-// processor, and start and end at different times, keeps memory busy.
-template <class Op, int ITEMS, int LANES, int WHOLE = 0>
-__global__ void __maxnreg__(Op::direct_registers(ITEMS, LANES)) direct_rows(Op op, Walk walk) {
-  static_assert(LANES == 0 || WHOLE == 0);
-  constexpr int kApart = kBeside<LANES>, ROWS = kRowsOfBlock<ITEMS, LANES> / kApart, kValues = ROWS * Op::kFound;
+// Register rows: ITEMS packs per thread, held by LANES threads or, if that is 0, by the block; unless FULL is 0, exactly FULL
+// threads, each with all of its packs. A block exits after its few rows: many resident blocks that start and end at different
+// times keep memory busy.
+template <class Op, int ITEMS, int LANES, int FULL = 0>
+__global__ void __maxnreg__(Op::register_rows_maxnreg(ITEMS, LANES)) register_rows(Op op, Rows split) {
+  static_assert(LANES == 0 || FULL == 0);
+  constexpr int kRowStride = kParallelRows<LANES>, ROWS = kRowsPerBlock<ITEMS, LANES> / kRowStride, kValues = ROWS * Op::kFound;
   constexpr Span SPAN = LANES ? Span::kWarp : Span::kWarps;
-  static_assert(Op::kWays != Ways::kStreamed);
+  static_assert(Op::kPath != RowPath::kPipelined);
   EJKERNEL_SHARED(float, scratch, LANES ? 1 : kScratch<kValues>);
-  const int threads = LANES ? LANES : WHOLE ? WHOLE : int(blockDim.x);  // of a row
+  const int threads = LANES ? LANES : FULL ? FULL : int(blockDim.x);  // of a row
   Reducer reducer{scratch, threads, kValues};
-  // The axis of a grid that goes beyond 2^16 has parts or, where the launch turned them, groups.
-  const bool turned = gridDim.x != unsigned(walk.parts);
-  const int64_t group = turned ? blockIdx.x : blockIdx.y;
-  const int begin = int(group * walk.rows_per_group), end = begin + int(walk.rows_per_group);
-  const int part = int(turned ? blockIdx.y : blockIdx.x), beside = LANES ? int(threadIdx.x) / threads : 0;
-  const int first = begin + part * (kApart * ROWS) + beside;
-  Columns columns = columns_of_threads<Op::N>(op.width, int(threadIdx.x) - beside * threads, threads);
-  columns.all = WHOLE > 0;
+  // The grid axis that may exceed 2^16 has workers or, if the launch swapped them, groups.
+  const bool swapped = gridDim.x != unsigned(split.workers);
+  const int64_t group = swapped ? blockIdx.x : blockIdx.y;
+  const int begin = int(group * split.rows_per_group), end = begin + int(split.rows_per_group);
+  const int worker = int(swapped ? blockIdx.y : blockIdx.x), parallel_row = LANES ? int(threadIdx.x) / threads : 0;
+  const int first = begin + worker * (kRowStride * ROWS) + parallel_row;
+  Columns columns = columns_of_threads<Op::N>(op.width, int(threadIdx.x) - parallel_row * threads, threads);
+  columns.all = FULL > 0;
   op.template with_parameters<ITEMS>(group, columns, [&](auto&& parameters) {
-    Held<typename Op::T, Op::N, ITEMS, Op::kStreams> held[ROWS];
-    Place places[ROWS];
-    const int64_t start = place_of(op, first, end, columns).start;
+    RegisterRow<typename Op::T, Op::N, ITEMS, Op::kStreams> row_data[ROWS];
+    RowCoord coords[ROWS];
+    const int64_t start = row_coord(op, first, end, columns).start;
 #pragma unroll
     for (int at = 0; at < ROWS; ++at) {
-      const int row = first + at * kApart;
-      places[at] = {row, start + at * kApart * int64_t(op.width), columns, (WHOLE > 0 && LANES == 0) || row < end};
-      held[at].ask(op, places[at]);
+      const int row = first + at * kRowStride;
+      coords[at] = {row, start + at * kRowStride * int64_t(op.width), columns, (FULL > 0 && LANES == 0) || row < end};
+      row_data[at].prefetch(op, coords[at]);
     }
-    parameters.ask();  // with no branch before: the compiler waits for rows in front of what comes after one
-    work_on<ITEMS, SPAN>(op, held, places, parameters, columns, reducer);
+    parameters.prefetch();  // without a branch before: the compiler waits for rows before what follows a branch
+    process_rows<ITEMS, SPAN>(op, row_data, coords, parameters, columns, reducer);
   });
 }
 
-// The same for rows that a cluster of blocks shares: a block has a part of one row in registers and ends with it. Its THREADS, or as
-// many as are launched where that is 0, all have all of their packs unless the Op shares parts: then blocks that lack some take
-// another path, as loads that may not happen cost a quarter of the time.
+// Register rows with a cluster per row: a block holds a share of one row in registers and exits. All its THREADS, or as many as
+// are launched if that is 0, have all of their packs, unless the Op allows ragged clusters: then blocks that lack some take
+// another path, as predicated loads cost a quarter of the time.
 template <class Op, int ITEMS, int THREADS>
-__global__ void __maxnreg__(Op::direct_registers(ITEMS, 0)) direct_shared_rows(Op op, Walk walk) {
+__global__ void __maxnreg__(Op::register_rows_maxnreg(ITEMS, 0)) cluster_register_rows(Op op, Rows split) {
   if (!kHasClusters) return;
   EJKERNEL_SHARED(float, scratch, kScratch<>);
-  EJKERNEL_SHARED(float, places, Exchange<Op::kFound>::kPlaces);
-  EJKERNEL_SHARED(Mailbox, mailboxes, kMailboxes);
-  if (threadIdx.x == 0) open_mailbox(mailboxes);  // the only one: of one row
+  EJKERNEL_SHARED(float, slots, Exchange<Op::kFound>::kSlots);
+  EJKERNEL_SHARED(ClusterMbarrier, mbarriers, kClusterMbarriers);
+  if (threadIdx.x == 0) cluster_mbarrier_init(mbarriers);  // the only one: for a single row
   cluster_arrive();
   const int threads = THREADS ? THREADS : int(blockDim.x), rank = int(cluster_rank()), share = threads * ITEMS * Op::N;
   Reducer reducer{scratch, threads};
-  Exchange<Op::kFound> exchange{places, mailboxes, int(cluster_size())};
+  Exchange<Op::kFound> exchange{slots, mbarriers, int(cluster_size())};
   const int64_t group = blockIdx.y;
-  const int row = int(group * walk.rows_per_group + cluster_index());
+  const int row = int(group * split.rows_per_group + cluster_index());
   const auto work = [&](auto all) {
     Columns columns = columns_of_threads<Op::N>(op.width, int(threadIdx.x), threads);
     columns.first += rank * share, columns.share = share;
     columns.here = columns.count(rank, op.width), columns.all = all;
-    const Place place = place_of(op, row, row + 1, columns);
+    const RowCoord coord = row_coord(op, row, row + 1, columns);
     op.template with_parameters<ITEMS>(group, columns, [&](auto&& parameters) {
-      Held<typename Op::T, Op::N, ITEMS, Op::kStreams> held[1];
-      held[0].ask(op, place);
-      parameters.ask();
-      typename Op::template Aside<ITEMS> asides[1] = {op.template aside<ITEMS>(place)};
+      RegisterRow<typename Op::T, Op::N, ITEMS, Op::kStreams> row_data[1];
+      row_data[0].prefetch(op, coord);
+      parameters.prefetch();
+      typename Op::template RowState<ITEMS> row_states[1] = {op.template row_state<ITEMS>(coord)};
       float found[1][Op::kFound];
-      op.template measure<ITEMS, Span::kCluster>(held, asides, parameters, columns, reducer, found);
-      cluster_wait();  // every block has started, so that its shared memory can be written
+      op.template measure<ITEMS, Span::kCluster>(row_data, row_states, parameters, columns, reducer, found);
+      cluster_wait();  // every block has started, so that its shared memory is accessible
       exchange.send(found[0]);
-      op.template finish<ITEMS>(held[0], asides[0], parameters, place, exchange.receive());
+      op.template finish<ITEMS>(row_data[0], row_states[0], parameters, coord, exchange.receive());
     });
   };
-  if (!Op::kSharesParts || (rank + 1) * share <= op.width) work(std::true_type{});
-  else if constexpr (Op::kSharesParts) work(std::false_type{});
+  if (!Op::kRaggedClusters || (rank + 1) * share <= op.width)
+    work(std::true_type{});
+  else if constexpr (Op::kRaggedClusters)
+    work(std::false_type{});
 }
 
 template <class Op>
-__global__ void __launch_bounds__(kMaxThreads) walked_rows(Op op, int64_t rows) {
+__global__ void __launch_bounds__(kMaxThreads) multipass_rows(Op op, int64_t rows) {
   EJKERNEL_SHARED(float, scratch, kScratch<>);
   Reducer reducer{scratch, int(blockDim.x)};
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) op.walk(row, reducer);
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) op.multipass(row, reducer);
 }
 
 }  // namespace ejkernel

@@ -1,5 +1,4 @@
-// Descriptions of arrays for the tensor memory accelerator. The driver makes them; it is asked for by name, so that the library
-// loads where there is none.
+// Tensor maps for TMA. The driver encodes them; its function is looked up by name, so that the library loads without a driver.
 #pragma once
 
 #include <cuda.h>
@@ -7,12 +6,12 @@
 #include <array>
 #include <cstdint>
 
-#include "axis.h"
+#include "tensor_map_axis.h"
 #include "handler.h"
 
 namespace ejkernel {
 
-constexpr int64_t kPanelColumns = 64;
+constexpr int64_t kAtomColumns = 64;
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
@@ -21,19 +20,19 @@ inline EncodeTiled FindEncodeTiled() {
   cudaDriverEntryPointQueryResult result{};
   const cudaError_t error =
       cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-  cudaGetLastError();  // a failure here is reported by whoever needs the map
+  cudaGetLastError();  // whoever needs the map reports the failure
   return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(found) : nullptr;
 }
 
-// The map of an array whose axes have larger steps each than the one before, as the driver wants them; elements of the first
-// one lie side by side. 128 bytes of a box are a row, whose chunks of 16 bytes are swizzled. Errors speak of what `text` says.
+// The tensor map of an array whose axes have ascending strides, as the driver requires; the first axis is contiguous. A box has
+// rows of 128 bytes with swizzled chunks of 16 bytes. `text` describes the array in error messages.
 template <size_t RANK, typename Text>
-ffi::Error EncodeMap(const char* operation, CUtensorMapDataType type, const void* data, const std::array<Axis, RANK>& axes,
-                     Text text, CUtensorMap& map) {
+ffi::Error EncodeTensorMap(const char* operation, CUtensorMapDataType type, const void* data,
+                           const std::array<TensorMapAxis, RANK>& axes, Text text, CUtensorMap& map) {
   static const EncodeTiled encode = FindEncodeTiled();
   if (encode == nullptr) {
     return ffi::Error::Internal(std::string("ejkernel_cuda ") + operation +
-                                ": NVIDIA's driver has no cuTensorMapEncodeTiled; it needs to be that of CUDA 12 or newer");
+                                ": NVIDIA's driver has no cuTensorMapEncodeTiled; install a driver of CUDA 12 or newer");
   }
   cuuint64_t extents[RANK], strides[RANK];
   cuuint32_t box[RANK], steps[RANK];
@@ -49,18 +48,20 @@ ffi::Error EncodeMap(const char* operation, CUtensorMapDataType type, const void
                               " (error " + std::to_string(int(result)) + ")");
 }
 
-// The map of an array [batch, length, heads, size] of bfloat16 or float16, copied in boxes of so many tokens and heads and 64
-// columns: rows by token and then head. Length is an axis of its own: no box passes from one batch member to the next.
-inline ffi::Error MakeMap(const char* operation, ffi::DataType type, const void* data, int64_t size, int64_t length,
-                          int64_t heads, int64_t batch, int tokens_of_box, int heads_of_box, CUtensorMap& map) {
-  const std::array axes{Axis{size, kPanelColumns, 2}, Axis{heads, heads_of_box, size * 2},
-                        Axis{length, tokens_of_box, heads * size * 2}, Axis{batch, 1, length * heads * size * 2}};
+// The tensor map of an array [batch, length, heads, size] of bfloat16 or float16, in boxes of `box_tokens` tokens, `box_heads`
+// heads and 64 columns, ordered by token, then head. Length is an axis of its own, so that no box crosses into the next batch
+// member.
+inline ffi::Error MakeTensorMap(const char* operation, ffi::DataType type, const void* data, int64_t size, int64_t length,
+                                int64_t heads, int64_t batch, int box_tokens, int box_heads, CUtensorMap& map) {
+  const std::array axes{TensorMapAxis{size, kAtomColumns, 2}, TensorMapAxis{heads, box_heads, size * 2},
+                        TensorMapAxis{length, box_tokens, heads * size * 2},
+                        TensorMapAxis{batch, 1, length * heads * size * 2}};
   const auto text = [&] {
     return "[" + std::to_string(batch) + ", " + std::to_string(length) + ", " + std::to_string(heads) + ", " +
-           std::to_string(size) + "] in boxes of " + std::to_string(tokens_of_box) + " x " + std::to_string(heads_of_box);
+           std::to_string(size) + "] in TMA boxes of " + std::to_string(box_tokens) + " x " + std::to_string(box_heads);
   };
   const CUtensorMapDataType number = type == ffi::BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  return EncodeMap(operation, number, data, axes, text, map);
+  return EncodeTensorMap(operation, number, data, axes, text, map);
 }
 
 }  // namespace ejkernel

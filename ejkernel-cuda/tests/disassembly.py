@@ -1,4 +1,4 @@
-"""What the assembler made of the attention kernels, read from the built library.
+"""Facts about the SASS of the attention kernels, read from the built library.
 
     python ejkernel-cuda/tests/disassembly.py --out benchmarks/results/cuda_attention_sass.json
 
@@ -30,14 +30,14 @@ _KERNEL = re.compile(
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """Attributes:
-    size, block_k, consumers, stages: what it is compiled for.
-    registers: of a thread before warpgroups trade them.
-    stack, local: bytes of a thread; 0 unless registers spill.
-    products: instructions of a warpgroup that multiply.
-    loads, stores: of boxes, by the tensor memory accelerator.
+    size, block_k, consumers, stages: template arguments.
+    registers: registers per thread before setmaxnreg.
+    stack, local: bytes per thread; 0 unless registers spill.
+    products: wgmma instructions.
+    loads, stores: TMA instructions.
     spills: loads and stores of local memory.
-    issued: products of the loop that are issued before the first of them is waited for.
-    hidden_exponentials: of the loop, between the wait for scores and that for the product with values.
+    issued: wgmmas of the main loop before its first wait.
+    hidden_exponentials: exponentials of the main loop between the wait for QK and the wait for PV, which overlap PV.
     """
 
     name: str
@@ -58,27 +58,27 @@ class Kernel:
 
     @property
     def steps(self) -> int:
-        """Products of one step of the loop: of queries with keys, and of weights with values."""
+        """wgmmas of one iteration: of QK and of PV."""
         return self.size // 16 + self.block_k // 16
 
     def problems(self) -> list[str]:
-        """What would make it slow or wrong; empty for a good one."""
+        """Facts that make it slow or wrong; empty for a good kernel."""
         found = []
         if self.stack or self.local or self.spills:
             found.append(f"registers spill: {self.stack} bytes, {self.spills} accesses")
         if self.products != 2 * self.steps:
-            found.append(f"{self.products} products instead of {2 * self.steps}")
+            found.append(f"{self.products} wgmmas instead of {2 * self.steps}")
         if not self.loads or not self.stores:
-            found.append("no copies by the tensor memory accelerator")
+            found.append("no TMA instructions")
         if self.issued != self.steps:
-            found.append(f"{self.issued} of {self.steps} products are issued at a time")
+            found.append(f"{self.issued} of {self.steps} wgmmas are issued before the first wait")
         if self.hidden_exponentials < self.block_k // 2:
-            found.append(f"{self.hidden_exponentials} of {self.block_k // 2} exponentials run beside a product")
+            found.append(f"{self.hidden_exponentials} of {self.block_k // 2} exponentials overlap a wgmma")
         return found
 
 
 def tool() -> str | None:
-    """cuobjdump with nvdisasm beside it."""
+    """Path of a cuobjdump with nvdisasm in the same folder; None if there is none."""
     spec = importlib.util.find_spec("triton")
     folder = pathlib.Path(spec.origin).parent / "backends" / "nvidia" / "bin" if spec and spec.origin else None
     places = f"{os.environ.get('PATH', '')}{os.pathsep}{folder or ''}"

@@ -15,20 +15,20 @@ import ml_dtypes
 import numpy as np
 from host_kernels import (
     KINDS,
-    NUMBERS,
     PACK,
+    SCALAR_TYPES,
     Angles,
     Block,
     Guarded,
     Heads,
     Normalised,
+    PageWrite,
     Parameter,
     Problem,
     Requests,
     Results,
+    Rotated,
     Side,
-    Turned,
-    Write,
     library,
 )
 
@@ -82,7 +82,7 @@ def _rotate(given, results, *, rotary_dim, interleaved, heads_first, inverse, sp
     packed, lanes = _geometry(given[0], int(rotary_dim), interleaved, PACK[given[0].dtype.name])
     inputs = [Guarded(x) for x in given[:2]]
     sides = [
-        Turned(x.pointer, out.pointer, _heads(x.array, int(rotary_dim), heads_first))
+        Rotated(x.pointer, out.pointer, _heads(x.array, int(rotary_dim), heads_first))
         for x, out in zip(inputs, results, strict=True)
     ]
     library().rope_rotate(
@@ -134,7 +134,7 @@ def _norm_rotate(given, results, *, rotary_dim, interleaved, heads_first, epsilo
     )  # fmt: skip
 
 
-def _norm_rotate_back(given, results, *, rotary_dim, interleaved, heads_first, scale_offset, span, parts):
+def _norm_rotate_back(given, results, *, rotary_dim, interleaved, heads_first, scale_offset, span, partials):
     cos, sin, *scales = (Guarded(value) for value in given[6:])
     angles = Angles(cos.pointer, sin.pointer, len(cos.array) == 1, len(sin.array) == 1, cos.array.shape[2] != rotary_dim)
     sides = zip(given[:2], given[2:4], given[4:6], scales, results[:2], results[2:4], results[4:], strict=True)
@@ -144,8 +144,8 @@ def _norm_rotate_back(given, results, *, rotary_dim, interleaved, heads_first, s
         library().qk_norm_rope_backward(
             KINDS[x.dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, Guarded(x).pointer,
             Guarded(rstd).pointer, Guarded(grad).pointer, _scale_parameter(scale), d_x.pointer,
-            partial.pointer if members else None, total.pointer if members else None, NUMBERS[total.array.dtype.name], angles,
-            _heads(x, int(rotary_dim), heads_first), int(span), ctypes.c_int64(max(1, members)), ctypes.c_int64(int(parts)),
+            partial.pointer if members else None, total.pointer if members else None, SCALAR_TYPES[total.array.dtype.name], angles,
+            _heads(x, int(rotary_dim), heads_first), int(span), ctypes.c_int64(max(1, members)), ctypes.c_int64(int(partials)),
             ctypes.c_float(scale_offset),
         )  # fmt: skip
 
@@ -194,7 +194,7 @@ def _update(
         access = min(16, pack * stored.itemsize)
         packed = new.array.shape[3] % pack == 0 and to % access == 0 and all(s * stored.itemsize % access == 0 for s in strides)
         factors, scaled = scale.array.shape, scale.array.size > 0
-        write = Write(
+        write = PageWrite(
             new.pointer, to, scale.pointer if scaled else None, *map(int, strides), factors[1] if factors[0] > 1 else 0,
             int(factors[1] > 1), *new.array.shape[2:],
         )  # fmt: skip
@@ -203,7 +203,7 @@ def _update(
         block = _update_block(math.prod(new.array.shape[2:]) // (pack if packed else 1), int(threads), int(tokens))
         library().update_pages(
             KINDS[new.array.dtype.name], kind, ctypes.c_bool(packed), Block(batch * length, *block, int(tokens)), requests, write,
-            Write(),
+            PageWrite(),
         )  # fmt: skip
     assert math.prod(key.array.shape) > 0
 
@@ -223,10 +223,10 @@ def _batch_stride(factors: Guarded) -> int:
 
 def _attend_pages(
     given, results, *, key_strides, value_strides, first_value, key_heads, key_size, pages, page_size, fused, causal, window,
-    scale, soft_cap, stages, together, boxes,
+    scale, soft_cap, stages, tile_key_heads, tma,
 ):  # fmt: skip
     query, key_pages, value_pages, starts, lengths, tables, *factors = (Guarded(array) for array in given)
-    out, lse, part, part_weight, splits = results
+    out, lse, partial, partial_stats, splits = results
     batch, tokens, heads, query_size = query.array.shape
     size = int(key_size)
     if not query.array.size:
@@ -241,23 +241,25 @@ def _attend_pages(
         requests, query.pointer, _side(key_pages, key_strides, 0, size), _side(values, value_strides, first_value, value_size),
         *(x.pointer if x.array.size else None for x in factors), _batch_stride(factors[0]),
         *(stride for x in factors[1:] for stride in (_batch_stride(x), int(x.array.shape[1] > 1))),
-        batch, heads, query_size, group, -(-group // 16), int(key_heads) // int(together), int(together), int(window), float(scale),
-        float(soft_cap), bool(causal), query.array.dtype == ml_dtypes.bfloat16,
+        batch, heads, query_size, group, -(-group // 16), int(key_heads) // int(tile_key_heads), int(tile_key_heads), int(window),
+        float(scale), float(soft_cap), bool(causal), query.array.dtype == ml_dtypes.bfloat16,
         (32 if key_pages.array.dtype.itemsize == 1 and max(size, value_size) <= 128 else 16).bit_length() - 1,
     )  # fmt: skip
-    answers = Results(out.pointer, lse.pointer if lse.array.size else None, part.pointer, part_weight.pointer, splits.pointer)
+    answers = Results(
+        out.pointer, lse.pointer if lse.array.size else None, partial.pointer, partial_stats.pointer, splits.pointer
+    )
     stored = key_pages.array.dtype.name
     width = next(index for index, room in enumerate((64, 128, 256)) if max(size, value_size) <= room)
     kind = _BYTES.index(stored) + 1 if stored in _BYTES else 0
     library("paged_attention_on_host.cc").paged_attention_forward(
-        kind, width, ctypes.byref(problem), ctypes.byref(answers), part.array.shape[0], int(stages), ctypes.c_bool(boxes)
+        kind, width, ctypes.byref(problem), ctypes.byref(answers), partial.array.shape[0], int(stages), ctypes.c_bool(tma)
     )
 
 
-def _attend(given, results, *, below, above, scale, cap, pack, take_turns, persistent):
+def _attend(given, results, *, below, above, scale, cap, pack, ping_pong, persistent):
     out, lse = host_attention.forward(
         *given, host_attention.Band(int(below), int(above)), scale=float(scale), cap=float(cap),
-        pack=int(pack), sharers=results[2].array.shape[0], take_turns=bool(take_turns), persistent=bool(persistent),
+        pack=int(pack), split_kv_ctas=results[2].array.shape[0], ping_pong=bool(ping_pong), persistent=bool(persistent),
     )  # fmt: skip
     results[0].array[...] = out
     if results[1].array.size:

@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 
 KINDS = {"float32": 0, "bfloat16": 1}
-NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
-"""As `Number` of reduce.cuh."""
+SCALAR_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+"""As `ScalarType` of reduce.cuh."""
 PACK = {"float32": 4, "bfloat16": 8}
 _GUARD = 64
 _HERE = pathlib.Path(__file__).parent
@@ -30,7 +30,7 @@ def cuda_headers() -> pathlib.Path | None:
 
 
 def missing() -> str | None:
-    """What is not here of a C++20 compiler and CUDA's headers."""
+    """Which of a C++20 compiler and CUDA's headers is missing; None if both are installed."""
     if shutil.which("g++") is None:
         return "needs g++ on the PATH"
     return None if cuda_headers() else "needs the headers of a CUDA toolkit"
@@ -47,7 +47,7 @@ def compiled(source: str, *flags: str) -> ctypes.CDLL:
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     subprocess.run([*command, "-o", str(built), str(_HERE / "host" / source)], check=True, env=environment)
     loaded = ctypes.CDLL(str(built))
-    atexit.register(shutil.rmtree, folder)  # until then it has names for what a report tells of
+    atexit.register(shutil.rmtree, folder)  # reports need its symbols until then
     return loaded
 
 
@@ -57,7 +57,7 @@ def library(source: str = "kernels_on_host.cc") -> ctypes.CDLL:
 
 
 class Guarded:
-    """An array between guards. Those of an input hold NaN, or all bits set; those of an output must come back as they were."""
+    """An array between guard bytes of all ones, NaN as floats. A kernel must not change the guards of an output."""
 
     def __init__(self, values: Any, *, output: bool = False) -> None:
         values = np.asarray(values)
@@ -76,7 +76,7 @@ class Guarded:
         return found
 
     def checked(self) -> np.ndarray:
-        """The array, its guards seen to be whole."""
+        """The array, after a check of its guards."""
         first, last = self._span
         assert (self._raw[:first] == 0xFF).all() and (self._raw[last:] == 0xFF).all()
         return self.array
@@ -91,11 +91,11 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 class Shape(ctypes.Structure):
-    """A launch: rows of `groups` groups, `parts` workers for each, threads and blocks per row, packs per thread (0 = walk),
-    rows of a block in shared memory."""
+    """A launch: rows of `groups` groups, `workers` for each, threads and blocks per row, packs per thread (0: multi-pass rows),
+    stages in shared memory."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows_per_group", "groups", "parts")),
+        *((name, ctypes.c_int64) for name in ("rows_per_group", "groups", "workers")),
         *((name, ctypes.c_int) for name in ("threads", "items", "cluster", "stages")),
     )
 
@@ -136,7 +136,7 @@ class Angles(ctypes.Structure):
     )
 
 
-class Turned(ctypes.Structure):
+class Rotated(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_void_p) for name in ("x", "out")), ("heads", Heads))
 
 
@@ -167,7 +167,7 @@ class Block(ctypes.Structure):
     )
 
 
-class Write(ctypes.Structure):
+class PageWrite(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("from_", "pages", "scale")),
         *(
@@ -199,7 +199,7 @@ class Problem(ctypes.Structure):
         ),
         *(
             (name, ctypes.c_int)
-            for name in ("batch", "heads", "query_size", "group", "head_tiles", "key_tiles", "together", "window")
+            for name in ("batch", "heads", "query_size", "group", "head_tiles", "key_tiles", "tile_key_heads", "window")
         ),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
         *((name, ctypes.c_bool) for name in ("causal", "is_bf16")),
@@ -208,4 +208,4 @@ class Problem(ctypes.Structure):
 
 
 class Results(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("out", "lse", "part", "part_weight", "splits"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("out", "lse", "partial", "partial_stats", "splits"))

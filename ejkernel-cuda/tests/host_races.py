@@ -1,9 +1,9 @@
-"""Races in kernels, seen on a host: Python with ThreadSanitizer, for which the fibers of `host` are threads.
+"""Data races of kernels on a host: Python with ThreadSanitizer, for which the fibers of `host` are threads.
 
     python host_races.py -m pytest -q test_paged_attention_on_host.py
 
-It exits with 66 where anything raced, and says which lines. Barriers and mail order what threads do; what lanes give each other
-does not. Nor do products, but their stand-ins wait for the warp's lanes, which hides races within a warp.
+It exits with 66 after any data race and reports the lines. Barriers and mbarriers order threads; shuffles do not. MMAs do not
+either, but their stand-ins synchronise the warp's lanes, which hides races within a warp.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RACED = 66
 
 
 def library() -> pathlib.Path:
-    """ThreadSanitizer's, which must be there before Python is."""
+    """ThreadSanitizer's runtime, which must be loaded before Python."""
     asked = subprocess.run(["g++", "-print-file-name=libtsan.so"], capture_output=True, text=True, check=True)
     return pathlib.Path(asked.stdout.strip())
 
@@ -36,9 +36,9 @@ def environment() -> dict[str, str]:
 
 
 def command(*arguments: str) -> list[str]:
-    """Of Python with these arguments. ThreadSanitizer wants addresses where it knows them."""
-    still = ["setarch", "-R"] if shutil.which("setarch") else []
-    return [*still, sys.executable, *arguments]
+    """Python with these arguments, without address space randomisation, which ThreadSanitizer does not support."""
+    fixed = ["setarch", "-R"] if shutil.which("setarch") else []
+    return [*fixed, sys.executable, *arguments]
 
 
 if __name__ == "__main__":

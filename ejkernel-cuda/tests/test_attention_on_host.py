@@ -1,7 +1,7 @@
-"""`flash_attention` in CUDA C++ on this host: what is visited and in which order, and the kernel itself against float64.
+"""`flash_attention` in CUDA C++ on this host: its tile scheduler, and the kernel itself against float64.
 
-Fibers stand for threads. Copies and products run as late as the kernel lets them, or by chance at once; until then their places
-hold NaN, and a barrier that nobody completes ends the program (`host/hopper_on_host.h`).
+Fibers stand for threads. TMA loads and wgmma complete as late as the kernel allows, or at random at once; until then their
+destinations hold NaN, and a deadlock aborts the program (`host/hopper_on_host.h`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from host_attention import Band, Order, Range, Rules
+from host_attention import Band, MaskParams, Range, TileScheduler
 
 from ejkernel.operations.flash_attention import cases, reference
 from ejkernel.operations.flash_attention.interface import OPERATION
@@ -42,16 +42,16 @@ def seen(queries: int, keys: int, band: Band) -> np.ndarray:
 
 @pytest.mark.parametrize("keys", [1, 5, 11])
 def test_tiles_against_all_pairs(keys):
-    """No visible pair is left out, no tile without one at either end, and `seen_by_all` is exact."""
+    """The tile range covers all visible pairs and begins and ends with one; `fully_visible_tiles` is exact."""
     library = host_attention.library()
     sides = (-13, -4, -1, 0, 1, 3, 6, FAR)
     for queries, below, above in itertools.product((1, 3, 7, 9), sides, sides):
         band = Band(below, above)
-        pairs, rules = seen(queries + 8, keys, band), Rules(queries, keys, below, above)
+        pairs, mask = seen(queries + 8, keys, band), MaskParams(queries, keys, below, above)
         for block_q, block_k in itertools.product((1, 2, 4), (1, 3, 4)):
             for first in range(0, queries, block_q):
                 rows = pairs[first : first + block_q]
-                found = library.attention_tiles(rules, first, first + block_q - 1, block_k)
+                found = library.attention_tiles(mask, first, first + block_q - 1, block_k)
                 visible = np.flatnonzero(rows.any(0))
                 assert 0 <= found.low <= found.high <= -(-keys // block_k)
                 if visible.size:
@@ -59,7 +59,7 @@ def test_tiles_against_all_pairs(keys):
                 elif below + above >= 0:  # as windows are
                     assert found.high - found.low <= 1
                 for whole in (False, True):
-                    bare = library.attention_seen_by_all(rules, first, first + block_q - 1, block_k, whole)
+                    bare = library.attention_fully_visible(mask, first, first + block_q - 1, block_k, whole)
                     for tile in range(found.low, found.high):
                         all_seen = rows[:, tile * block_k : (tile + 1) * block_k].all()
                         exists = not whole or (tile + 1) * block_k <= keys
@@ -68,65 +68,65 @@ def test_tiles_against_all_pairs(keys):
 
 def test_every_block_is_worked_on_once():
     library = host_attention.library()
-    for blocks, heads, batch, section, last_first in itertools.product(
+    for blocks, heads, batch, l2_group, reverse_blocks in itertools.product(
         (1, 3, 4), (1, 2, 6), (1, 3), range(1, 19), (False, True)
     ):
         rows, total = heads * batch, blocks * heads * batch
-        section = min(section, rows)
-        order = Order(blocks, heads, batch, section, last_first)
-        places = [library.attention_place(order, work) for work in range(total)]
-        assert sorted((place.row, place.block) for place in places) == sorted(itertools.product(range(rows), range(blocks)))
-        sections = [place.row // section for place in places]
-        assert sections == sorted(sections)
-        if section == rows:
-            order_of_blocks = [place.block for place in places]
-            assert order_of_blocks == sorted(order_of_blocks, reverse=last_first)
+        l2_group = min(l2_group, rows)
+        scheduler = TileScheduler(blocks, heads, batch, l2_group, reverse_blocks)
+        coords = [library.attention_coord(scheduler, work) for work in range(total)]
+        assert sorted((coord.row, coord.block) for coord in coords) == sorted(itertools.product(range(rows), range(blocks)))
+        l2_groups = [coord.row // l2_group for coord in coords]
+        assert l2_groups == sorted(l2_groups)
+        if l2_group == rows:
+            order_of_blocks = [coord.block for coord in coords]
+            assert order_of_blocks == sorted(order_of_blocks, reverse=reverse_blocks)
 
 
-def test_programs_share_work_evenly():
+def test_ctas_share_work_evenly():
     library = host_attention.library()
-    for programs, total in itertools.product((1, 2, 3, 7), (1, 3, 7, 20, 21, 22)):
-        rounds = -(-total // programs)
-        dealt = [[library.attention_work(i, programs, r) for r in range(rounds)] for i in range(programs)]
+    for ctas, total in itertools.product((1, 2, 3, 7), (1, 3, 7, 20, 21, 22)):
+        waves = -(-total // ctas)
+        dealt = [[library.attention_work(i, ctas, r) for r in range(waves)] for i in range(ctas)]
         assert sorted(work for mine in dealt for work in mine if work < total) == list(range(total))
-        # Work that shrinks from one to the next: two rounds give everybody the same.
-        if rounds % 2 == 0 and total == rounds * programs:
+        # Work that shrinks from one to the next: two waves give everybody the same.
+        if waves % 2 == 0 and total == waves * ctas:
             assert len({sum(mine) for mine in dealt}) == 1
 
 
-def test_shares_are_even():
-    """Every tile of the blocks that are left has one owner, who has it in the piece that the merge looks for."""
+def test_stream_k_is_even():
+    """Every tile of the split blocks has one owner, and lies in the segment that the combine kernel reads."""
     library, long = host_attention.library(), ctypes.c_int64
-    for total, programs, tiles, low in itertools.product((1, 2, 5, 7, 12, 29), (1, 3, 7, 12), (0, 1, 3, 4, 9, 40), (0, 5)):
-        shares = library.attention_shares(long(total), long(programs), Range(low, low + tiles))
-        if not shares.blocks:
-            assert shares.first == total and min(programs, total % programs * tiles // 4) <= total % programs
+    for total, ctas, tiles, low in itertools.product((1, 2, 5, 7, 12, 29), (1, 3, 7, 12), (0, 1, 3, 4, 9, 40), (0, 5)):
+        stream_k = library.attention_stream_k(long(total), long(ctas), Range(low, low + tiles))
+        if not stream_k.blocks:
+            assert stream_k.first == total and min(ctas, total % ctas * tiles // 4) <= total % ctas
             continue
-        assert (shares.first, shares.rounds) == (total // programs * programs, total // programs)
-        assert shares.first + shares.blocks == total and shares.blocks < shares.programs <= programs
-        pieces = {
-            (program, number): library.attention_piece(shares, program, number)
-            for program, number in itertools.product(range(programs), range(3))
+        assert (stream_k.first, stream_k.waves) == (total // ctas * ctas, total // ctas)
+        assert stream_k.first + stream_k.blocks == total and stream_k.blocks < stream_k.ctas <= ctas
+        segments = {
+            (cta, number): library.attention_segment(stream_k, cta, number)
+            for cta, number in itertools.product(range(ctas), range(3))
         }
         had = [
-            (piece.block * tiles + tile - low, owner, number)
-            for (owner, number), piece in pieces.items()
-            for tile in range(piece.tiles.low, piece.tiles.high)
+            (segment.block * tiles + tile - low, owner, number)
+            for (owner, number), segment in segments.items()
+            for tile in range(segment.tiles.low, segment.tiles.high)
         ]
-        assert sorted(tile for tile, _, _ in had) == list(range(shares.blocks * tiles))
+        assert sorted(tile for tile, _, _ in had) == list(range(stream_k.blocks * tiles))
         for tile, owner, number in had:
-            assert library.attention_owner(shares, tile) == owner
-            assert library.attention_number_in(shares, owner, tile // tiles) == number
-        sizes = [sum(had_by == program for _, had_by, _ in had) for program in range(shares.programs)]
+            assert library.attention_owner(stream_k, tile) == owner
+            assert library.attention_segment_in(stream_k, owner, tile // tiles) == number
+        sizes = [sum(had_by == cta for _, had_by, _ in had) for cta in range(stream_k.ctas)]
         assert max(sizes) - min(sizes) <= 1 and max(sizes) <= tiles and min(sizes) >= 4
 
 
 def test_sections_hold_whole_groups():
     library, long = host_attention.library(), ctypes.c_int64
     for blocks, rows, group, size in itertools.product((1, 4, 64), (4, 8, 64), (1, 2, 4), (1 << 10, 1 << 20, 1 << 26)):
-        section = library.attention_section(*map(long, (blocks, rows, group, size, 132)))
-        assert 1 <= section <= rows and (section == rows or section % group == 0)
-        assert section * blocks >= min(132, rows * blocks)
+        l2_group = library.attention_l2_group(*map(long, (blocks, rows, group, size, 132)))
+        assert 1 <= l2_group <= rows and (l2_group == rows or l2_group % group == 0)
+        assert l2_group * blocks >= min(132, rows * blocks)
 
 
 def random(rng: np.random.Generator, *shape: int, dtype: str) -> np.ndarray:
@@ -172,55 +172,55 @@ SIZES = [64, 128, 256]
 
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("take_turns", "persistent"), [(True, True), (False, False)])
-def test_numbers(size, band, take_turns, persistent):
-    """Several blocks of queries, with tails, so that slots and barriers go round and empty blocks lie between others."""
+@pytest.mark.parametrize(("ping_pong", "persistent"), [(True, True), (False, False)])
+def test_numbers(size, band, ping_pong, persistent):
+    """Several query blocks with tails, so that the pipeline wraps around, and empty blocks between others."""
     rng, dtype, limits = np.random.default_rng(5), "bfloat16", Band(*BANDS[band])
     queries, keys = (430, 500) if size == 64 else (300, 467)
     query, key, value = (random(rng, 1, n, heads, size, dtype=dtype) for n, heads in ((queries, 2), (keys, 1), (keys, 1)))
-    knobs = {"take_turns": take_turns, "persistent": persistent, "scale": size**-0.5}
+    knobs = {"ping_pong": ping_pong, "persistent": persistent, "scale": size**-0.5}
     got = host_attention.forward(query, key, value, limits, **knobs)
     compare(got, exact(query, key, value, limits, size**-0.5), dtype)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    ("blocks", "keys", "processors", "sharers"),
+    ("blocks", "keys", "sms", "split_kv_ctas"),
     [(3, 1400, 4, 6), (3, 1400, 5, 6), (2, 1400, 3, 6), (1, 1400, 5, 6), (1, 1400, 9, 6), (1, 3300, 9, 9)],
 )
-def test_shared_blocks(size, blocks, keys, processors, sharers):
-    """The last blocks are merged from their pieces, up to six of a block: after rounds of whole ones, or where there are fewer
-    blocks than programs. The largest logits lie in later pieces, and queries end within a block."""
+def test_split_blocks(size, blocks, keys, sms, split_kv_ctas):
+    """The last blocks are combined from up to six partial results: after full waves, or with fewer blocks than CTAs. The largest
+    logits lie in later segments, and queries end within a block."""
     rng, queries = np.random.default_rng(10), blocks * (192 if size == 64 else 128) - 41
     shapes = ((1, queries, 2, size), (1, keys, 1, size), (1, keys, 1, size))
     query, key, value = (random(rng, *shape, dtype="bfloat16") for shape in shapes)
     key *= np.linspace(0.2, 3, keys)[:, None, None].astype(key.dtype)
-    knobs = {"take_turns": size == 64, "persistent": True, "scale": size**-0.5, "processors": processors}
+    knobs = {"ping_pong": size == 64, "persistent": True, "scale": size**-0.5, "sms": sms}
     wanted = exact(query, key, value, Band(FAR, FAR), size**-0.5)
     alone = host_attention.forward(query, key, value, Band(FAR, FAR), **knobs)
-    shared = host_attention.forward(query, key, value, Band(FAR, FAR), sharers=sharers, **knobs)
+    shared = host_attention.forward(query, key, value, Band(FAR, FAR), split_kv_ctas=split_kv_ctas, **knobs)
     compare(shared, wanted, "bfloat16")
     assert (shared[1] != alone[1]).any()  # sums in another order
 
 
 @pytest.mark.parametrize("pack", [1, 4, 8])
-def test_shared_blocks_of_packed_heads(pack):
+def test_split_blocks_of_packed_heads(pack):
     rng = np.random.default_rng(11)
     query, key = random(rng, 2, 13, 16, 128, dtype="float16"), random(rng, 2, 1100, 2, 128, dtype="float16")
     value = random(rng, 2, 1100, 2, 40, dtype="float16")
-    knobs = {"take_turns": False, "persistent": True, "scale": 0.1, "cap": 0.0, "pack": pack}
-    got = host_attention.forward(query, key, value, Band(FAR, FAR), sharers=200, processors=11, **knobs)
+    knobs = {"ping_pong": False, "persistent": True, "scale": 0.1, "cap": 0.0, "pack": pack}
+    got = host_attention.forward(query, key, value, Band(FAR, FAR), split_kv_ctas=200, sms=11, **knobs)
     compare(got, exact(query, key, value, Band(FAR, FAR), 0.1), "float16")
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("band", [Band(FAR, 1150), Band(300, 900), Band(FAR, 0), Band(FAR, -290), Band(-400, FAR)])
-def test_shared_blocks_under_masks(size, band):
+def test_split_blocks_under_masks(size, band):
     """Pieces of which a block sees no key, blocks that see none, and values there that are not finite."""
     rng = np.random.default_rng(12)
     query, key, value = (random(rng, 1, n, 2, size, dtype="bfloat16") for n in (450, 1500, 1500))
     value[:, ~seen(450, 1500, band).any(0)] = np.inf
-    knobs = {"take_turns": False, "persistent": True, "scale": 0.1, "processors": 9, "sharers": 9}
+    knobs = {"ping_pong": False, "persistent": True, "scale": 0.1, "sms": 9, "split_kv_ctas": 9}
     got = host_attention.forward(query, key, value, band, **knobs)
     compare(got, exact(query, key, value, band, 0.1), "bfloat16")
 
@@ -228,12 +228,12 @@ def test_shared_blocks_under_masks(size, band):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("heads", "key_heads", "pack"), [(8, 1, 8), (12, 2, 2), (64, 1, 64)])
 @pytest.mark.parametrize("band", ["window", "causal-window", "nothing-first"])
-def test_heads_side_by_side(size, heads, key_heads, pack, band):
+def test_packed_heads(size, heads, key_heads, pack, band):
     rng, limits = np.random.default_rng(9), Band(*BANDS[band])
     shapes = ((2, 37, heads, size), (2, 150, key_heads, size), (2, 150, key_heads, size))
     query, key, value = (random(rng, *shape, dtype="bfloat16") for shape in shapes)
     value[:, ~seen(37, 150, limits).any(0)] = np.nan
-    knobs = {"take_turns": size < 128, "persistent": size > 64, "scale": size**-0.5}
+    knobs = {"ping_pong": size < 128, "persistent": size > 64, "scale": size**-0.5}
     got = host_attention.forward(query, key, value, limits, pack=pack, **knobs)
     compare(got, exact(query, key, value, limits, size**-0.5), "bfloat16")
 
@@ -241,12 +241,12 @@ def test_heads_side_by_side(size, heads, key_heads, pack, band):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("size", "value_size"), [(8, 64), (40, 24), (96, 128), (72, 8), (192, 128), (136, 256)])
 def test_heads_of_other_sizes(size, value_size, dtype):
-    """Columns past the end of a head come as zeros and are dropped on their way out, where the next head lies."""
+    """TMA zero-fills columns past the end of a head, and does not store them into the next head."""
     rng = np.random.default_rng(6)
     query, key = random(rng, 2, 131, 4, size, dtype=dtype), random(rng, 2, 150, 2, size, dtype=dtype)
     value = random(rng, 2, 150, 2, value_size, dtype=dtype)
     band = Band(FAR, 19)
-    got = host_attention.forward(query, key, value, band, scale=0.2, take_turns=True, persistent=True)
+    got = host_attention.forward(query, key, value, band, scale=0.2, ping_pong=True, persistent=True)
     compare(got, exact(query, key, value, band, 0.2), dtype)
 
 
@@ -254,30 +254,30 @@ def test_heads_of_other_sizes(size, value_size, dtype):
 def test_logits(scale, cap):
     rng = np.random.default_rng(7)
     query, key, value = (random(rng, 1, n, 1, 64, dtype="bfloat16") for n in (70, 140, 140))
-    got = host_attention.forward(query, key, value, Band(FAR, 3), scale=scale, cap=cap, take_turns=True, persistent=True)
+    got = host_attention.forward(query, key, value, Band(FAR, 3), scale=scale, cap=cap, ping_pong=True, persistent=True)
     compare(got, exact(query, key, value, Band(FAR, 3), scale, cap), "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_hidden_may_be_anything(bad, dtype):
+def test_masked_keys_and_values_may_be_nonfinite(bad, dtype):
     """Keys that no query sees, and values that some queries do not see."""
     rng, band = np.random.default_rng(8), Band(40, 9)
     query, key, value = (random(rng, 1, n, 1, 128, dtype=dtype) for n in (200, 400, 400))
     key[:, 209:] = bad
     value[:, 190:, :, 3::2] = bad
     value[:, :10] = bad
-    got = host_attention.forward(query, key, value, band, scale=0.09, take_turns=True, persistent=True)
+    got = host_attention.forward(query, key, value, band, scale=0.09, ping_pong=True, persistent=True)
     compare(got, exact(query, key, value, band, 0.09), dtype)
 
 
 def test_finite_values_stay_as_they_are():
-    """The largest and smallest numbers of a type are not taken for infinite ones."""
+    """The largest and smallest finite numbers of a dtype do not count as nonfinite."""
     for dtype, largest in (("bfloat16", 3.3895e38), ("float16", 65504.0)):
         value = np.zeros((1, 128, 1, 64), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
         value[0, 0] = np.array([largest, -largest, 2**-14, 0.0] * 16)
         key = np.zeros_like(value)
-        out, _ = host_attention.forward(key[:, :1], key, value, Band(0, 0), scale=1.0, take_turns=False, persistent=False)
+        out, _ = host_attention.forward(key[:, :1], key, value, Band(0, 0), scale=1.0, ping_pong=False, persistent=False)
         np.testing.assert_array_equal(out[0, 0, 0], value[0, 0, 0])
 
 
@@ -312,11 +312,11 @@ def test_cases(case, dtype, monkeypatch):
 PLAIN = "plain tails gqa mqa causal bottom-right window value-size head-size scale lse no- one-"
 
 
-def told(tmp_path, *, driver=True, result=0):
-    """What the driver is told of an array in boxes of 16 tokens of 4 heads, and the error that comes back."""
+def encoded(tmp_path, *, driver=True, result=0):
+    """The arguments of cuTensorMapEncodeTiled for TMA boxes of 16 tokens of 4 heads, and its error."""
     built = tmp_path / "tensor_map.so"
     folder = pathlib.Path(__file__).parent
-    includes = [f"-I{place}" for place in (folder.parent / "csrc", jax.ffi.include_dir(), host_kernels.cuda_headers())]
+    includes = [f"-I{path}" for path in (folder.parent / "csrc", jax.ffi.include_dir(), host_kernels.cuda_headers())]
     command = [
         "g++",
         "-std=c++20",
@@ -332,26 +332,27 @@ def told(tmp_path, *, driver=True, result=0):
     facts, message = (ctypes.c_uint64 * 16)(), ctypes.create_string_buffer(300)
     sizes = map(ctypes.c_int64, (96, 1000, 8, 3))
     flags = ctypes.c_bool(driver), result, ctypes.c_bool(True)
-    failed = ctypes.CDLL(str(built)).make_map(
+    failed = ctypes.CDLL(str(built)).make_tensor_map(
         *flags, ctypes.c_void_p(1 << 40), *sizes, 16, 4, facts, message, ctypes.c_int64(300)
     )
     return failed, list(facts)[:13], message.value.decode()
 
 
-def test_what_the_driver_is_told(tmp_path):
-    """Of [3, 1000, 8, 96]: columns, heads, tokens, batch; strides in bytes that grow; boxes of tokens and heads."""
-    failed, facts, _ = told(tmp_path)
+def test_tensor_map_arguments(tmp_path):
+    """[3, 1000, 8, 96]: columns, heads, tokens, batch; ascending strides in bytes; TMA boxes of tokens and heads."""
+    failed, facts, _ = encoded(tmp_path)
     assert not failed
     assert facts == [1, 1 << 40, *(96, 8, 1000, 3), *(192, 1536, 1536000), *(64, 4, 16, 1)]
 
 
 def test_errors_of_the_driver(tmp_path):
-    failed, _, message = told(tmp_path, result=1)
+    failed, _, message = encoded(tmp_path, result=1)
     assert (
-        failed and message == "ejkernel_cuda test: the driver refuses to describe [3, 1000, 8, 96] in boxes of 16 x 4 (error 1)"
+        failed
+        and message == "ejkernel_cuda test: the driver refuses to describe [3, 1000, 8, 96] in TMA boxes of 16 x 4 (error 1)"
     )
 
 
 def test_without_a_driver(tmp_path):
-    failed, _, message = told(tmp_path, driver=False)
+    failed, _, message = encoded(tmp_path, driver=False)
     assert failed and "NVIDIA's driver has no cuTensorMapEncodeTiled" in message

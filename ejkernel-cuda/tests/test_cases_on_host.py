@@ -112,15 +112,15 @@ def check_rope(call, inputs, dtype, config):
             close(getattr(gradients, name), getattr(wanted, name), limit)
 
 
-@pytest.mark.parametrize(("span", "parts"), [(1, 3), (4, 5)])
+@pytest.mark.parametrize(("span", "partials"), [(1, 3), (4, 5)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", small(norm_rope_cases))
-def test_qk_norm_rope(case, dtype, span, parts):
+def test_qk_norm_rope(case, dtype, span, partials):
     problem = bound(NORM_ROPE, case, dtype)
     if norm_rope_capability.supports_backward(problem.call, H200) is not None:
         assert case.name == "no-rotation"
         return
-    check_norm_rope(problem.call, problem.inputs, dtype, span, parts)
+    check_norm_rope(problem.call, problem.inputs, dtype, span, partials)
 
 
 @pytest.mark.parametrize("width", [26, 64, 128, 250, 256])
@@ -140,9 +140,9 @@ def test_heads_that_take_a_whole_warp_or_a_part_of_one(width, interleaved):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["BTHD", "BHTD"])
-@pytest.mark.parametrize(("span", "parts"), [(1, 1), (2, 2), (8, 1), (32, 2)])
-def test_workers_that_take_many_spans(dtype, layout, span, parts):
-    """Heads on their way while others are in work: over the ends of spans, of tokens and of what a worker has to do."""
+@pytest.mark.parametrize(("span", "partials"), [(1, 1), (2, 2), (8, 1), (32, 2)])
+def test_workers_with_many_spans(dtype, layout, span, partials):
+    """Heads in flight across the ends of spans, of tokens and of a worker's share."""
     rng = np.random.default_rng(span)
     shapes = {"query": (2, 7, 19, 256), "key": (2, 7, 3, 256)}
     if layout == "BHTD":
@@ -150,14 +150,14 @@ def test_workers_that_take_many_spans(dtype, layout, span, parts):
     shapes |= {"cos": (7, 128), "sin": (7, 128), "query_scale": (256,)}
     arrays = {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
     problem = NORM_ROPE.canonicalise(**arrays, layout=layout)
-    check_norm_rope(problem.call, problem.inputs, dtype, span, parts)
+    check_norm_rope(problem.call, problem.inputs, dtype, span, partials)
 
 
-def check_norm_rope(call, inputs, dtype, span, parts):
+def check_norm_rope(call, inputs, dtype, span, partials):
     limit = 2e-6 if dtype == "float32" else 5e-3
     call = dataclasses.replace(call, save_residuals=True)
-    together = 8 if span > 4 else 4
-    config = norm_rope_config.ForwardConfig(together, 16 * together)
+    heads_per_span = 8 if span > 4 else 4
+    config = norm_rope_config.ForwardConfig(heads_per_span, 16 * heads_per_span)
     outputs = norm_rope_kernel.forward(call, inputs, config)
     exact = norm_rope_reference.forward(call, wide(inputs))
     for got, wanted in zip(outputs, exact, strict=True):
@@ -166,7 +166,7 @@ def check_norm_rope(call, inputs, dtype, span, parts):
     assert light.query_rstd is None
     np.testing.assert_array_equal(light.key, outputs.key)
     cotangents = NORM_ROPE.Outputs(*(x[..., ::-1] + jnp.ones_like(x) for x in inputs[:2]))
-    gradients = norm_rope_kernel.backward(call, inputs, outputs, cotangents, norm_rope_config.BackwardConfig(span, parts))
+    gradients = norm_rope_kernel.backward(call, inputs, outputs, cotangents, norm_rope_config.BackwardConfig(span, partials))
     wanted = norm_rope_reference.backward(call, wide(inputs), exact, wide(cotangents))
     for got, other in zip(gradients, wanted, strict=True):
         if other is not None:
@@ -195,7 +195,7 @@ def test_paged_cache_update(case, dtype, config):
 
 
 def test_values_that_bytes_cannot_hold():
-    """NaN, infinities, ties and what is too large, as the contract says it."""
+    """NaN, infinities, ties and numbers out of range, as the contract says."""
     values = np.array([np.nan, np.inf, -np.inf, 500.0, -1e6, 0.5, 1.5, -2.5, 126.5, 17.0, 2**-10, -0.0], np.float32)
     expected = {
         "int8": [0, 127, -128, 127, -128, 0, 2, -2, 126, 17, 0, 0],

@@ -62,7 +62,7 @@ def call_of(queries=64, keys=None, heads=4, key_heads=2, size=64, value_size=Non
 
 
 def calls_in(program):
-    """Of every call of cuDNN in a program its name, what is said beside it, and the types and layouts of its arrays."""
+    """Name, config, types and layouts of every cuDNN call in a program."""
     pattern = r'custom_call @(__cudnn\S+?)\(.*?\) \{(.*?)backend_config = "(.*?)", (.*)'
     found = re.findall(pattern, program)
     return [(name, version, json.loads(config.replace("\\22", '"')), rest) for name, version, config, rest in found]
@@ -336,9 +336,9 @@ def test_bands(queries, keys):
     ("changes", "reason"),
     [
         ({"dtype": "float32"}, "query is float32, needs bfloat16, float16"),
-        ({"bias": ArraySpec((1, 1, 64, 64), "bfloat16")}, "bias: a bias of -inf hides its pair"),
-        ({"mask": ArraySpec((1, 1, 64, 64), "bool")}, "mask: a row may be masked as a whole"),
-        ({"query_segments": ArraySpec((1, 64), "int32")}, "query_segments: cuDNN is given no segments or lengths"),
+        ({"bias": ArraySpec((1, 1, 64, 64), "bfloat16")}, "bias: a bias of -inf masks its pair"),
+        ({"mask": ArraySpec((1, 1, 64, 64), "bool")}, "mask: a fully masked row must give 0"),
+        ({"query_segments": ArraySpec((1, 64), "int32")}, "query_segments: segments and lengths are not passed to cuDNN"),
         ({"query_positions": ArraySpec((1, 64), "int32")}, "query_positions: cuDNN counts positions itself"),
         ({"key_positions": ArraySpec((1, 64), "int32")}, "key_positions: cuDNN counts positions itself"),
         ({"sinks": ArraySpec((1, 4, 1), "float32")}, "sinks: "),
@@ -422,7 +422,7 @@ def test_gradients_need_an_order_or_a_permission(monkeypatch):
     assert "needs cuDNN 9.18.0 or newer" in capability.supports_backward(call, B200)
 
 
-def test_needs_no_library_and_is_nobodys_default(monkeypatch):
+def test_needs_no_library_and_is_no_default(monkeypatch):
     from ejkernel_cuda import _library
 
     monkeypatch.setattr(_library, "library_problem", lambda: "the library was not built")

@@ -26,25 +26,25 @@ ATTRIBUTES = {
     "scale": 0.1,
     "cap": 0.0,
     "pack": 1,
-    "take_turns": True,
+    "ping_pong": True,
     "persistent": True,
 }
 
 
 def check(
-    dtype=jnp.bfloat16, dtypes=None, out=None, out_dtype=None, lse=None, part=(0, 2, 128, 128), part_weight=None, **changes
+    dtype=jnp.bfloat16, dtypes=None, out=None, out_dtype=None, lse=None, partial=(0, 2, 128, 128), partial_stats=None, **changes
 ):
     """The handler's checks on these shapes."""
     shapes = [changes.pop(name, shape) for name, shape in ARRAYS.items()]
     attributes = {**ATTRIBUTES, **changes}
     floats = {name: np.float32(attributes.pop(name)) for name in ("scale", "cap")}
-    flags = {name: attributes.pop(name) for name in ("take_turns", "persistent")}
+    flags = {name: attributes.pop(name) for name in ("ping_pong", "persistent")}
     whole = {name: np.int64(value) for name, value in attributes.items()}
     results = (
         jax.ShapeDtypeStruct(out or (*shapes[0][:3], shapes[2][-1]), out_dtype or dtype),
         jax.ShapeDtypeStruct(shapes[0][:3] if lse is None else lse, jnp.float32),
-        jax.ShapeDtypeStruct(part, jnp.float32),
-        jax.ShapeDtypeStruct((*part[:-1], 2) if part_weight is None else part_weight, jnp.float32),
+        jax.ShapeDtypeStruct(partial, jnp.float32),
+        jax.ShapeDtypeStruct((*partial[:-1], 2) if partial_stats is None else partial_stats, jnp.float32),
     )
     arrays = [jnp.zeros(shape, each) for shape, each in zip(shapes, dtypes or (dtype,) * 3, strict=True)]
     call = jax.ffi.ffi_call(check_target("flash_attention_forward"), results)
@@ -55,11 +55,11 @@ def check(
 def test_handler_admits_the_contract():
     check()
     check(jnp.float16, lse=(0,))
-    check(query=(2, 5, 4, 200), key=(2, 7, 1, 200), value=(2, 7, 1, 8), part=(3, 2, 128, 256), cap=30.0, below=-(1 << 30))
+    check(query=(2, 5, 4, 200), key=(2, 7, 1, 200), value=(2, 7, 1, 8), partial=(3, 2, 128, 256), cap=30.0, below=-(1 << 30))
     check(pack=2)
     check(query=(2, 5, 128, 64), key=(2, 7, 2, 64), pack=64)
-    check(query=(0, 5, 4, 64), key=(0, 7, 2, 64), value=(0, 7, 2, 64), part=(0, 2, 192, 64))
-    check(value=(2, 7, 2, 64), part=(132, 2, 192, 64))
+    check(query=(0, 5, 4, 64), key=(0, 7, 2, 64), value=(0, 7, 2, 64), partial=(0, 2, 192, 64))
+    check(value=(2, 7, 2, 64), partial=(132, 2, 192, 64))
 
 
 @needs_library
@@ -86,12 +86,12 @@ def test_handler_admits_the_contract():
         ({"out_dtype": jnp.float16}, "out must be"),
         ({"lse": (2, 4, 5)}, r"lse must be .* or \[0\], got \[2, 4, 5\]"),
         (
-            {"part": (132, 2, 192, 64)},
-            r"part must be \[programs, 2, 128, 128\] with up to 2\^16 programs, got \[132, 2, 192, 64\]",
+            {"partial": (132, 2, 192, 64)},
+            r"partial must be \[CTAs, 2, 128, 128\] with up to 2\^16 CTAs, got \[132, 2, 192, 64\]",
         ),
-        ({"part": ((1 << 16) + 1, 2, 128, 128)}, "part must be .* with up to"),
-        ({"part": (2, 128, 128)}, r"part must be .* got \[2, 128, 128\]"),
-        ({"part": (3, 2, 128, 128), "part_weight": (2, 2, 128, 2)}, "part_weight must be the first axes of part"),
+        ({"partial": ((1 << 16) + 1, 2, 128, 128)}, "partial must be .* with up to"),
+        ({"partial": (2, 128, 128)}, r"partial must be .* got \[2, 128, 128\]"),
+        ({"partial": (3, 2, 128, 128), "partial_stats": (2, 2, 128, 2)}, "partial_stats must be the first axes of partial"),
     ],
 )
 def test_handler_refuses(changes, message):
@@ -172,10 +172,10 @@ def test_configs():
     assert config.forward_heuristic(problem().call, H200).persistent
     assert {len(config.forward_space(call, H200)) for call in calls.values()} == {4}
     narrow = config.forward_heuristic(problem(size=64, causal=True, sliding_window=(127, 0)).call, H200)
-    assert narrow.packed and narrow.persistent and not narrow.take_turns
-    assert config.forward_heuristic(problem(queries=3, keys=500).call, H200).packed
-    assert not config.forward_heuristic(problem(queries=3, keys=500, heads=2).call, H200).packed
-    groups = {heads: config.heads_side_by_side(problem(heads=heads, key_heads=1).call) for heads in (1, 7, 12, 64, 128)}
+    assert narrow.pack_gqa and narrow.persistent and not narrow.ping_pong
+    assert config.forward_heuristic(problem(queries=3, keys=500).call, H200).pack_gqa
+    assert not config.forward_heuristic(problem(queries=3, keys=500, heads=2).call, H200).pack_gqa
+    groups = {heads: config.packed_heads(problem(heads=heads, key_heads=1).call) for heads in (1, 7, 12, 64, 128)}
     assert groups == {1: 1, 7: 1, 12: 4, 64: 64, 128: 64}
     for call in calls.values():
         assert config.forward_heuristic(call, H200) in config.forward_space(call, H200)
@@ -186,8 +186,11 @@ def test_configs():
     [
         ({"queries": 8192, "heads": 16, "key_heads": 16, "batch": 2}, True),  # 2048 blocks are 15 rounds and 68 more
         ({"queries": 8448, "heads": 30, "key_heads": 30}, False),  # 15 whole rounds
-        ({"queries": 8192, "heads": 16, "key_heads": 16, "batch": 2, "causal": True}, False),  # dealt out as others end
-        ({"queries": 2048, "heads": 8, "key_heads": 8, "causal": True}, False),  # 128 blocks, half of whose tiles are hidden
+        (
+            {"queries": 8192, "heads": 16, "key_heads": 16, "batch": 2, "causal": True},
+            False,
+        ),  # the hardware schedules whole blocks
+        ({"queries": 2048, "heads": 8, "key_heads": 8, "causal": True}, False),  # 128 blocks, half of whose tiles are masked
         ({"queries": 1, "keys": 131072, "heads": 32, "key_heads": 8}, True),
         ({"queries": 256, "keys": 32768, "causal": True, "causal_alignment": "bottom_right"}, True),
         (
@@ -197,18 +200,18 @@ def test_configs():
         ({"queries": 1, "keys": 1024, "heads": 32, "key_heads": 8}, False),  # too few tiles to be worth it
     ],
 )
-def test_programs_share_what_is_left(options, shared):
-    """Where that makes the last round, or the only one, shorter by more than it costs."""
+def test_split_kv_of_the_last_wave(options, shared):
+    """If that shortens the last or only wave by more than it costs."""
     call = problem(**options).call
     chosen, space = config.forward_heuristic(call, H200), config.forward_space(call, H200)
-    assert chosen.sharers == (132 if shared else 0) and chosen in space
+    assert chosen.split_kv_ctas == (132 if shared else 0) and chosen in space
     assert not shared or chosen.persistent
-    assert {one.sharers for one in space if not one.persistent} == {0}
+    assert {one.split_kv_ctas for one in space if not one.persistent} == {0}
 
 
-def test_only_programs_that_stay_share():
-    with pytest.raises(ValueError, match="sharers must not be negative, and 0 without persistent programs"):
-        config.ForwardConfig(take_turns=False, persistent=False, sharers=4)
+def test_split_kv_needs_persistent():
+    with pytest.raises(ValueError, match="split_kv_ctas must not be negative, and must be 0 unless persistent=True"):
+        config.ForwardConfig(ping_pong=False, persistent=False, split_kv_ctas=4)
 
 
 @needs_library
@@ -226,7 +229,7 @@ def test_lowers_for_cuda():
 
 
 @needs_library
-def test_nothing_to_see_needs_no_kernel():
+def test_no_visible_pair_needs_no_kernel():
     query, key, value = (jnp.ones((1, length, heads, 128), jnp.bfloat16) for length, heads in ((5, 4), (0, 2), (0, 2)))
     bound = OPERATION.canonicalise(query, key, value, return_lse=True)
     got = kernel.forward(bound.call, bound.inputs, config.forward_heuristic(bound.call, H200))
@@ -237,7 +240,7 @@ def test_nothing_to_see_needs_no_kernel():
 @needs_library
 @pytest.mark.skipif(disassembly.tool() is None, reason="needs cuobjdump and nvdisasm on the PATH or in Triton's package")
 def test_machine_code():
-    """Nothing spills, products are issued together, and exponentials run beside them."""
+    """No register spills; wgmmas are issued back to back and overlap the exponentials."""
     found = disassembly.kernels()
     if not found:
         pytest.skip("needs a library with code for sm_90a")

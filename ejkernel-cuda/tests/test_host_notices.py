@@ -1,4 +1,4 @@
-"""What the host's stand-ins for copies, products and barriers are worth: mistakes in kernels do not pass unnoticed."""
+"""Mutation tests of the host's stand-ins for loads, MMAs and barriers: they notice mistakes planted in kernels."""
 
 from __future__ import annotations
 
@@ -14,88 +14,94 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 pytestmark = [
-    pytest.mark.unsampled,  # which mistakes pass depends on how work is shared, and may change with any kernel
+    pytest.mark.unsampled,  # a kernel change can make any mutant survive
     pytest.mark.skipif(host_kernels.missing() is not None, reason=str(host_kernels.missing())),
 ]
 IN_ATTENTION = {
     "nothing": ("", ""),
-    "keys are left before they are read": (
-        "      await_products<1>();\n      settle(s);\n      leave_keys(done + 1);",
-        "      leave_keys(done + 1);\n      await_products<1>();\n      settle(s);",
+    "keys are released before they are read": (
+        "      wgmma_wait_group<1>();\n      wgmma_fence_operand(s);\n      release_keys(done + 1);",
+        "      release_keys(done + 1);\n      wgmma_wait_group<1>();\n      wgmma_fence_operand(s);",
     ),
-    "values are left before they are read": (
-        "      await_products<0>();\n      settle(o);\n      settle(s);\n      leave_values(done);",
-        "      leave_values(done);\n      await_products<0>();\n      settle(o);\n      settle(s);",
+    "values are released before they are read": (
+        "      wgmma_wait_group<0>();\n      wgmma_fence_operand(o);\n      wgmma_fence_operand(s);\n      release_values(done);",
+        "      release_values(done);\n      wgmma_wait_group<0>();\n      wgmma_fence_operand(o);\n      wgmma_fence_operand(s);",
     ),
-    "scores are not waited for": ("      await_products<1>();\n", ""),
-    "output goes where the last one still lies": ("    if (S::kOutApart && thread() == 0) await_stores_read();\n", ""),
-    "nobody has the first turn": ("    if (consumer == S::kConsumers - 1) pass_turn();", ""),
+    "scores are not waited for": ("      wgmma_wait_group<1>();\n", ""),
+    "the output buffer is overwritten while TMA reads it": (
+        "    if (S::kSeparateOut && thread() == 0) tma_store_wait_group_read();\n",
+        "",
+    ),
+    "no consumer starts the ping-pong": ("    if (consumer == S::kConsumers - 1) ping_pong_arrive();", ""),
 }
 IN_ROWS = {
-    "a place of the cluster's numbers is used again too soon": (
-        "constexpr int kMailboxes = 4;",
-        "constexpr int kMailboxes = 2;",
+    "a slot of the cluster exchange is reused too soon": (
+        "constexpr int kClusterMbarriers = 4;",
+        "constexpr int kClusterMbarriers = 2;",
     ),
-    "numbers of other blocks are not waited for": (
-        "    wait_for_mail(mailboxes + box, received++ / kMailboxes % 2);",
+    "statistics of other blocks are not waited for": (
+        "    cluster_mbarrier_wait(mbarriers + index, received++ / kClusterMbarriers % 2);",
         "    ++received;",
     ),
 }
-IN_BOXES = {
+IN_TMA = {
     "keys and values are not waited for": (
-        "      await(&ring.full[slot.number], slot.phase);\n      int known = 0;",
-        "      int known = 0;",
+        "      mbarrier_wait(&barriers.full[state.index], state.phase);\n      int bits = 0;",
+        "      int bits = 0;",
     ),
-    "a slot is left before it is read": (
-        "        this->take(queries, factor, keys, values, seen);\n      }\n      leave();",
-        "      }\n      leave();\n      if (seen) this->take(queries, factor, keys, values, seen);",
+    "a stage is released before it is read": (
+        "        this->update(queries, factor, keys, values, visible_keys);\n      }\n      release();",
+        "      }\n      release();\n      if (visible_keys) this->update(queries, factor, keys, values, visible_keys);",
     ),
-    "slots are filled that others read": (
-        "      await(&ring.empty[slot.number], slot.phase ^ 1);\n      int bytes = 0;",
+    "stages are filled while others read them": (
+        "      mbarrier_wait(&barriers.empty[state.index], state.phase ^ 1);\n      int bytes = 0;",
         "      int bytes = 0;",
     ),
-    "values that nobody sees stay": ("        if (seen != Layout::kAllSeen) hide(values, seen);\n", ""),
-    "fewer bytes are announced than come": ("    return 2 * __popc(begun)", "    return __popc(begun)"),
+    "masked values are not zeroed": (
+        "        if (visible_keys != Layout::kAllVisible) zero_masked_values(values, visible_keys);\n",
+        "",
+    ),
+    "expect_tx gets fewer bytes than are loaded": ("    return 2 * __popc(leaders)", "    return __popc(leaders)"),
 }
 MISTAKES = {
     **{f"attention: {name}": ("flash_attention/kernels.cuh", *change) for name, change in IN_ATTENTION.items()},
     **{f"rows: {name}": ("reduce.cuh", *change) for name, change in IN_ROWS.items()},
-    **{f"boxes: {name}": ("paged_attention/boxes.cuh", *change) for name, change in IN_BOXES.items()},
+    **{f"tma: {name}": ("paged_attention/tma_pages.cuh", *change) for name, change in IN_TMA.items()},
 }
 RACES = {
     "nothing": ("paged_attention/kernels.cuh", "", ""),
-    "warps go on while others read their rings": (
-        "paged_attention/sums.cuh",
-        "    layout.meet_all();  // and all warps are done with what was there\n",
+    "warps overwrite ring buffers that others read": (
+        "paged_attention/online_softmax.cuh",
+        "    layout.sync_consumers();  // all warps have read the ring buffers\n",
         "",
     ),
-    "sums of other warps are not waited for": (
-        "paged_attention/merge.cuh",
-        "    notes.of_warps[warp][lane] = sum;\n    __syncthreads();\n",
-        "    notes.of_warps[warp][lane] = sum;\n",
+    "partial results of other warps are not waited for": (
+        "paged_attention/combine.cuh",
+        "    shared.warps[warp][lane] = sum;\n    __syncthreads();\n",
+        "    shared.warps[warp][lane] = sum;\n",
     ),
-    "nothing, in boxes": ("paged_attention/boxes.cuh", "", ""),
-    "one warp says that all have left": (
-        "paged_attention/boxes.cuh",
-        "    if (lane == 0) arrive(&ring.empty[slot.number]);",
-        "    if (threadIdx.x == 0)\n      for (int i = 0; i < kWarps; ++i) arrive(&ring.empty[slot.number]);",
+    "nothing, with TMA": ("paged_attention/tma_pages.cuh", "", ""),
+    "one warp arrives for all": (
+        "paged_attention/tma_pages.cuh",
+        "    if (lane == 0) mbarrier_arrive(&barriers.empty[state.index]);",
+        "    if (threadIdx.x == 0)\n      for (int i = 0; i < kWarps; ++i) mbarrier_arrive(&barriers.empty[state.index]);",
     ),
 }
 PAGES = """
 import jax, host_calls, test_paged_attention_on_host as own
 jax.ffi.ffi_call, own.kernel.handler = host_calls.answered, lambda name: name
 made = own.problem(((1, 700),), heads=8, key_heads=4, page_size=16, head_size=128, stored="int8")
-for workers in (1, 20, 60):  # a tile is one worker's, or many's; of 60, several warps merge a row
+for workers in (1, 20, 60):  # one worker per tile, or many; with 60, several warps combine a row
     own.check(made.call, made.inputs, own.config.PagedAttentionConfig(2, workers, 2))
 print("right")
 """
 ATTENTION = """
 import numpy as np, host_attention, test_attention_on_host as own
 rng = np.random.default_rng(3)
-band, knobs = own.Band(own.FAR, own.FAR), {"scale": 0.09, "take_turns": True, "persistent": True}
-for keys, programs in ((430, {"processors": 1}), (1000, {"processors": 3, "sharers": 3})):
+band, knobs = own.Band(own.FAR, own.FAR), {"scale": 0.09, "ping_pong": True, "persistent": True}
+for keys, ctas in ((430, {"sms": 1}), (1000, {"sms": 3, "split_kv_ctas": 3})):
     query, key, value = (own.random(rng, 1, n, heads, 128, dtype="bfloat16") for n, heads in ((400, 2), (keys, 1), (keys, 1)))
-    found = host_attention.forward(query, key, value, band, **knobs, **programs)
+    found = host_attention.forward(query, key, value, band, **knobs, **ctas)
     own.compare(found, own.exact(query, key, value, band, 0.09), "bfloat16")
 print("right")
 """
@@ -104,9 +110,9 @@ print("right")
 ROWS = """
 import numpy as np, test_rows_on_host as own
 problem = own.Norm("layer_norm", "bfloat16", 1800, 0)
-out, mean, rstd = problem.forward(True, 64, 4, 4, 3, parts=1)
+out, mean, rstd = problem.forward(True, 64, 4, 4, 3, workers=1)
 wanted = problem.outputs
-# Any block of a cluster may be the one that runs ahead: all write parts of `out`, only the first one writes statistics.
+# Any block of a cluster may run ahead. All blocks write columns of `out`, only the first one writes statistics.
 np.testing.assert_allclose(own.relative(out, wanted.out), 0, atol=own.TOLERANCE["bfloat16"])
 np.testing.assert_allclose(mean, wanted.mean, 1e-5)
 np.testing.assert_allclose(rstd, wanted.rstd, 1e-5)
@@ -114,18 +120,18 @@ print("right")
 """
 
 
-BOXES = """
+TMA = """
 import jax, host_calls, test_paged_attention_on_host as own
 jax.ffi.ffi_call, own.kernel.handler = host_calls.answered, lambda name: name
-made = own.boxed(((1, 700), (1, 45)))
+made = own.tma_problem(((1, 700), (1, 45)))
 for workers in (1, 5):
-    own.check(made.call, made.inputs, own.boxes(2, workers))
+    own.check(made.call, made.inputs, own.tma_config(2, workers))
 print("right")
 """
 
 
 def changed(folder: pathlib.Path, file: str, right: str, wrong: str) -> dict[str, str]:
-    """What a program needs to know to use kernels in which something is otherwise."""
+    """The environment of a program that compiles the kernels with a planted mistake."""
     csrc = shutil.copytree(HERE.parent / "csrc", folder / "csrc")
     source = csrc / file
     text = source.read_text()
@@ -140,7 +146,7 @@ def changed(folder: pathlib.Path, file: str, right: str, wrong: str) -> dict[str
 def test_races_are_noticed(mistake, tmp_path):
     file, right, wrong = RACES[mistake]
     environment = {**host_races.environment(), **changed(tmp_path, file, right, wrong)}
-    program = BOXES if file.endswith("boxes.cuh") else PAGES
+    program = TMA if file.endswith("tma_pages.cuh") else PAGES
     done = subprocess.run(host_races.command("-c", program), env=environment, capture_output=True, text=True, check=False)
     if not right:
         assert done.stdout == "right\n" and done.returncode == 0, done.stderr[-3000:]
@@ -150,10 +156,10 @@ def test_races_are_noticed(mistake, tmp_path):
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_noticed(mistake, tmp_path):
-    """By wrong numbers, or because threads wait for each other, or a rule of an instruction is broken."""
+    """As wrong results, as a deadlock, or as a broken rule of an instruction."""
     file, right, wrong = MISTAKES[mistake]
     environment = {**os.environ, **changed(tmp_path, file, right, wrong)}
-    program = {"rows": ROWS, "boxes": BOXES, "attention": ATTENTION}[mistake.split(":")[0]]
+    program = {"rows": ROWS, "tma": TMA, "attention": ATTENTION}[mistake.split(":")[0]]
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     if right:
         assert done.returncode != 0 and "right" not in done.stdout

@@ -1,4 +1,4 @@
-"""The shared library: its versions, what it exports, its size, and what its kernels use."""
+"""The shared library: its versions, exports and size, and the resources of its kernels."""
 
 from __future__ import annotations
 

@@ -65,18 +65,18 @@ def check_forward(
 
 
 def check_backward(
-    name="rms_norm", x=(2, 3, 8), scale=(1, 8), rstd=(6,), mean=None, grad=(2, 3, 8), d_scale=None, d_offset=(0, 8), parts=2,
-    partials=((1, 2, 8), (0, 2, 8)), cluster=1, stages=1, grad_sum=None, stored=jnp.float32,
+    name="rms_norm", x=(2, 3, 8), scale=(1, 8), rstd=(6,), mean=None, grad=(2, 3, 8), d_scale=None, d_offset=(0, 8), partials=2,
+    partial_shapes=((1, 2, 8), (0, 2, 8)), cluster=1, stages=1, grad_sum=None, stored=jnp.float32,
 ):  # fmt: skip
     mean = mean or (rstd if name == "layer_norm" else (0,))
     grad_sum = grad_sum or (x if name == "add_rms_norm" else (0,))
     totals = struct(d_scale or scale, stored), struct(d_offset, stored)
-    results = (struct(x), *totals, struct(partials[0]), struct(partials[1]))
+    results = (struct(x), *totals, struct(partial_shapes[0]), struct(partial_shapes[1]))
     return jax.block_until_ready(
         jax.ffi.ffi_call(check_target(f"{name}_backward"), results)(
             jnp.zeros(x), jnp.zeros(scale), jnp.zeros(mean), jnp.zeros(rstd), jnp.zeros(grad), jnp.zeros(grad_sum),
             scale_offset=np.float32(0), threads=np.int64(32), cluster=np.int64(cluster), stages=np.int64(stages),
-            parts=np.int64(parts),
+            partials=np.int64(partials),
         )
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_handlers_admit_the_contract(name):
     check_forward(name)
     check_forward(name, ((2, 3, 8), jnp.bfloat16), scale=(2, 8), offset=(1, 8), rstd=(0,), cluster=16)
     check_backward(name)
-    check_backward(name, scale=(2, 8), d_offset=(1, 8), parts=5, partials=((2, 5, 8), (2, 5, 8)), stored=jnp.bfloat16)
+    check_backward(name, scale=(2, 8), d_offset=(1, 8), partials=5, partial_shapes=((2, 5, 8), (2, 5, 8)), stored=jnp.bfloat16)
 
 
 @needs_library
@@ -124,9 +124,9 @@ def test_forward_refuses(name, arguments, message):
         ({"mean": (7,)}, r"mean must .*got \[7\]"),
         ({"d_scale": (2, 8)}, "d_scale must be like scale"),
         ({"stored": jnp.int32}, "d_scale must be float32, bfloat16 or float16"),
-        ({"partials": ((2, 2, 8), (0, 2, 8))}, r"partial sums must be \[1, 2 parts, 8\], got \[2, 2, 8\]"),
-        ({"d_offset": (1, 8), "partials": ((1, 2, 8), (1, 3, 8))}, "partial sums must be"),
-        ({"parts": 0}, "parts must be positive, got 0"),
+        ({"partial_shapes": ((2, 2, 8), (0, 2, 8))}, r"partial sums must be \[1, 2 partials, 8\], got \[2, 2, 8\]"),
+        ({"d_offset": (1, 8), "partial_shapes": ((1, 2, 8), (1, 3, 8))}, "partial sums must be"),
+        ({"partials": 0}, "partials must be positive, got 0"),
         ({"cluster": 3}, "cluster must be a power of two"),
         ({"stages": 0}, "stages must be 1 ... 8, got 0"),
     ],
@@ -260,7 +260,7 @@ def test_configs_are_legal_and_few(width, dtype, target):
         for choice in (chosen, *space):
             assert choice.threads.bit_count() == 1 and choice.threads <= 512
             assert choice.cluster.bit_count() == 1 and choice.cluster <= (16 if target is H200 else 1)
-            assert (0 if isinstance(choice, config.ForwardConfig) else 1) <= choice.stages <= 8
+            assert (0 if isinstance(choice, config.ForwardConfig) else 1) <= choice.num_stages <= 8
 
 
 @pytest.mark.parametrize(

@@ -27,31 +27,31 @@ ARRAYS = {
     "sinks": ((1, 0), jnp.float32), "key_scale": ((1, 2), jnp.float32), "value_scale": ((1, 1), jnp.float32),
 }  # fmt: skip
 RESULTS = {
-    "out": ((1, 3, 4, 8), jnp.bfloat16), "lse": ((1, 3, 4), jnp.float32), "part": ((5, 2, 1, 2, 64), jnp.float32),
-    "part_weight": ((5, 2, 1, 2, 2), jnp.float32), "splits": ((5, 2), jnp.int32),
+    "out": ((1, 3, 4, 8), jnp.bfloat16), "lse": ((1, 3, 4), jnp.float32), "partial": ((5, 2, 1, 2, 64), jnp.float32),
+    "partial_stats": ((5, 2, 1, 2, 2), jnp.float32), "splits": ((5, 2), jnp.int32),
 }  # fmt: skip
 ATTRIBUTES = {
     "key_strides": (32, 16, 8, 0), "value_strides": (32, 16, 8, 0), "first_value": 0, "key_heads": 2, "key_size": 8,
-    "pages": 4, "page_size": 2, "window": 0, "stages": 3, "together": 1,
+    "pages": 4, "page_size": 2, "window": 0, "stages": 3, "tile_key_heads": 1,
 }  # fmt: skip
 
 
-BOXED_PAGES = (1, 4, 8, 4, 128)
-BOXED = {
-    "query": ((1, 3, 16, 128), jnp.bfloat16), "key_pages": (BOXED_PAGES, jnp.int8), "value_pages": (BOXED_PAGES, jnp.int8),
+TMA_PAGES = (1, 4, 8, 4, 128)
+TMA = {
+    "query": ((1, 3, 16, 128), jnp.bfloat16), "key_pages": (TMA_PAGES, jnp.int8), "value_pages": (TMA_PAGES, jnp.int8),
     "key_scale": ((1, 4), jnp.float32), "out": ((1, 3, 16, 128), jnp.bfloat16), "lse": ((0,), jnp.float32),
-    "part": ((5, 2, 1, 16, 128), jnp.float32), "part_weight": ((5, 2, 1, 16, 2), jnp.float32), "key_heads": 4, "key_size": 128,
-    "key_strides": (4096, 512, 128, 0), "value_strides": (4096, 512, 128, 0), "page_size": 8, "together": 4, "boxes": True,
+    "partial": ((5, 2, 1, 16, 128), jnp.float32), "partial_stats": ((5, 2, 1, 16, 2), jnp.float32), "key_heads": 4, "key_size": 128,
+    "key_strides": (4096, 512, 128, 0), "value_strides": (4096, 512, 128, 0), "page_size": 8, "tile_key_heads": 4, "tma": True,
 }  # fmt: skip
-"""A call whose pages are copied in boxes."""
+"""A call with TMA loads."""
 
 
-def check(fused=False, scale=0.5, soft_cap=0.0, boxes=False, **changes):
+def check(fused=False, scale=0.5, soft_cap=0.0, tma=False, **changes):
     arrays = {name: changes.pop(name, default) for name, default in ARRAYS.items()}
     results = [jax.ShapeDtypeStruct(*changes.pop(name, default)) for name, default in RESULTS.items()]
     attributes = {name: np.array(value, np.int64) for name, value in {**ATTRIBUTES, **changes}.items()}
     attributes = {name: value if value.ndim else np.int64(value) for name, value in attributes.items()}
-    numbers = {"scale": np.float32(scale), "soft_cap": np.float32(soft_cap), "fused": fused, "causal": True, "boxes": boxes}
+    numbers = {"scale": np.float32(scale), "soft_cap": np.float32(soft_cap), "fused": fused, "causal": True, "tma": tma}
     call = jax.ffi.ffi_call(check_target("paged_attention_forward"), results)
     return jax.block_until_ready(call(*(jnp.zeros(*value) for value in arrays.values()), **attributes, **numbers))
 
@@ -64,10 +64,10 @@ def test_handler_admits_the_contract():
     check(fused=True, value_pages=((0,), jnp.int8))
     check(pages=0, window=2**30, soft_cap=3.0)
     check(key_size=6)
-    check(together=2, part=((5, 2, 1, 4, 64), jnp.float32), part_weight=((5, 2, 1, 4, 2), jnp.float32))
-    check(**BOXED)
-    one = {"together": 1, "part": ((5, 2, 4, 4, 128), jnp.float32), "part_weight": ((5, 2, 4, 4, 2), jnp.float32)}
-    check(**{**BOXED, **one, "key_strides": (4096, 128, 1024, 0), "value_strides": (4096, 128, 1024, 0)})
+    check(tile_key_heads=2, partial=((5, 2, 1, 4, 64), jnp.float32), partial_stats=((5, 2, 1, 4, 2), jnp.float32))
+    check(**TMA)
+    one = {"tile_key_heads": 1, "partial": ((5, 2, 4, 4, 128), jnp.float32), "partial_stats": ((5, 2, 4, 4, 2), jnp.float32)}
+    check(**{**TMA, **one, "key_strides": (4096, 128, 1024, 0), "value_strides": (4096, 128, 1024, 0)})
 
 
 @needs_library
@@ -103,25 +103,25 @@ def test_handler_admits_the_contract():
         ({"soft_cap": -1.0}, "soft_cap not negative"),
         ({"stages": 1}, "stages must be 2 ... 8, got 1"),
         ({"stages": 9}, "stages must be 2 ... 8, got 9"),
-        ({"together": 4}, "together must be 1, or .* 2, or in boxes 4, and divide key_heads 2, got 4"),
-        ({**BOXED, "boxes": False}, "together must be 1, or .* 2, or in boxes 4, and divide key_heads 4, got 4"),
-        ({"boxes": True}, "boxes are of heads of 128 one-byte elements"),
-        ({**BOXED, "pages": 0}, "boxes need pages whose size is a multiple of 8, got 0 of 8"),
-        ({**BOXED, "page_size": 4}, "boxes need pages whose size is a multiple of 8, got 4 of 4"),
+        ({"tile_key_heads": 4}, "tile_key_heads must be 1, or .* 2, or with TMA 4, and divide key_heads 2, got 4"),
+        ({**TMA, "tma": False}, "tile_key_heads must be 1, or .* 2, or with TMA 4, and divide key_heads 4, got 4"),
+        ({"tma": True}, "TMA needs one-byte heads of 128 elements"),
+        ({**TMA, "pages": 0}, "TMA needs pages whose size is a multiple of 8, got 0 of 8"),
+        ({**TMA, "page_size": 4}, "TMA needs pages whose size is a multiple of 8, got 4 of 4"),
         (
-            {**BOXED, "key_strides": (4096, 128, 1024, 0)},
-            r"heads that lie closer than tokens, .* got \[4096, 128, 1024, 0\] and .* together 4",
+            {**TMA, "key_strides": (4096, 128, 1024, 0)},
+            r"token strides above head strides, .* got \[4096, 128, 1024, 0\] and .* tile_key_heads 4",
         ),
-        ({**BOXED, "value_strides": (4095, 512, 128, 0)}, "strides that are multiples of 16"),
-        ({**BOXED, "query": ((1, 3, 36, 128), jnp.bfloat16), "out": ((1, 3, 36, 128), jnp.bfloat16)}, "got 36 over 4"),
-        ({"together": 0}, "together must be 1"),
-        ({"together": 2, "key_pages": (PAGES, jnp.bfloat16), "value_pages": (PAGES, jnp.bfloat16)}, "one-byte elements"),
-        ({"together": 2}, r"part must be \[workers, 2, 1, 4, 64\] .* got \[5, 2, 1, 2, 64\]"),
+        ({**TMA, "value_strides": (4095, 512, 128, 0)}, "strides that are multiples of 16"),
+        ({**TMA, "query": ((1, 3, 36, 128), jnp.bfloat16), "out": ((1, 3, 36, 128), jnp.bfloat16)}, "got 36 over 4"),
+        ({"tile_key_heads": 0}, "tile_key_heads must be 1"),
+        ({"tile_key_heads": 2, "key_pages": (PAGES, jnp.bfloat16), "value_pages": (PAGES, jnp.bfloat16)}, "one-byte heads"),
+        ({"tile_key_heads": 2}, r"partial must be \[workers, 2, 1, 4, 64\] .* got \[5, 2, 1, 2, 64\]"),
         ({"lse": ((1, 3, 2), jnp.float32)}, r"lse must be \[batch, tokens, heads\] of query .* got \[1, 3, 2\]"),
-        ({"part": ((5, 2, 1, 2, 8), jnp.float32)}, r"part must be \[workers, 2, 1, 2, 64\] .* got \[5, 2, 1, 2, 8\]"),
-        ({"part": ((0, 2, 1, 2, 64), jnp.float32)}, "part must be"),
-        ({"part_weight": ((4, 2, 1, 2, 2), jnp.float32)}, "part_weight must be"),
-        ({"part_weight": ((5, 2, 1, 2), jnp.float32)}, r"part_weight must be .* and 2, got \[5, 2, 1, 2\]"),
+        ({"partial": ((5, 2, 1, 2, 8), jnp.float32)}, r"partial must be \[workers, 2, 1, 2, 64\] .* got \[5, 2, 1, 2, 8\]"),
+        ({"partial": ((0, 2, 1, 2, 64), jnp.float32)}, "partial must be"),
+        ({"partial_stats": ((4, 2, 1, 2, 2), jnp.float32)}, "partial_stats must be"),
+        ({"partial_stats": ((5, 2, 1, 2), jnp.float32)}, r"partial_stats must be .* and 2, got \[5, 2, 1, 2\]"),
         ({"splits": ((3,), jnp.int32)}, r"splits must be \[workers, 2\], got \[3\]"),
     ],
 )
@@ -184,28 +184,28 @@ def test_configs():
 
     def chosen(target=H200, **options):
         found = config.FORWARD.heuristic(call_of(tokens=64, requests=64, heads=32, table=256, page_size=16, **options), target)
-        return found.stages, found.workers
+        return found.num_stages, found.workers
 
     assert chosen(stored="bfloat16", size=128) == (3, 256)  # 2 for each of 128 tiles
     assert chosen(stored="bfloat16", size=64) == (4, 384)
-    assert chosen(stored="bfloat16", size=256) == (3, 128)  # 132 would cut 128 tiles of one length into parts
+    assert chosen(stored="bfloat16", size=256) == (3, 128)  # 132 workers would split 128 tiles of equal length
     assert chosen(stored="int8", size=128) == (3, 256)
     assert chosen(stored="bfloat16", size=128, target=A100) == (2, 216)
     assert config.FORWARD.heuristic(call_of(tokens=1, requests=1), H200).workers == 1
     space = config.FORWARD.search_space(call_of("bfloat16", tokens=64, requests=64, table=256, size=128), H200)
     assert len(space) == len(set(space)) > 5
-    assert {one.together for one in space} == {1}
+    assert {one.tile_key_heads for one in space} == {1}
     assert {one.workers for one in space} == {128, 132, 256, 264}
-    with pytest.raises(ValueError, match=r"stages are 2 \.\.\. 8"):
+    with pytest.raises(ValueError, match=r"num_stages is 2 \.\.\. 8"):
         config.PagedAttentionConfig(9, 1)
-    with pytest.raises(ValueError, match=r"together one of \(1, 2, 4\)"):
+    with pytest.raises(ValueError, match=r"tile_key_heads one of \(1, 2, 4\)"):
         config.PagedAttentionConfig(2, 1, 3)
-    with pytest.raises(ValueError, match="together is 4 in boxes only"):
+    with pytest.raises(ValueError, match="tile_key_heads=4 needs tma=True"):
         config.PagedAttentionConfig(2, 1, 4)
 
 
-def test_configs_of_key_heads_side_by_side():
-    """Two of short rows, in boxes four, where the layout has them so; all are tried."""
+def test_configs_of_key_packed_heads():
+    """Two with short rows, four with TMA, if the layout allows; the search space has all."""
 
     def found(key_heads, stored="float8_e4m3fn", size=128, layout="pthd", target=H200):
         shape = {"phtd": (4, key_heads, 16, size), "hptd": (key_heads, 4, 16, size)}.get(layout, (4, 16, key_heads, size))
@@ -215,8 +215,8 @@ def test_configs_of_key_heads_side_by_side():
         jax.eval_shape(lambda *given: calls.append(OPERATION.canonicalise(*given, layout=layout).call), *arrays, *described)
         space, chosen = config.FORWARD.search_space(calls[0], target), config.FORWARD.heuristic(calls[0], target)
         assert chosen in space
-        tried = [{one.together for one in space if one.boxes == boxes} for boxes in (False, True)]
-        return chosen.together, chosen.boxes, *tried
+        tried = [{one.tile_key_heads for one in space if one.tma == tma} for tma in (False, True)]
+        return chosen.tile_key_heads, chosen.tma, *tried
 
     assert found(8) == (4, True, {1, 2}, {1, 2, 4})
     assert found(2) == (2, True, {1, 2}, {1, 2})

@@ -1,4 +1,4 @@
-"""`paged_attention` on this host: core's named cases and problems of its own, every type of pages, shares of any length."""
+"""`paged_attention` on this host: core's named cases and problems of its own, every page dtype, any number of workers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check(call: Any, inputs: Any, cfg: Any = None, exact: Any = None) -> Any:
 
 
 def problem(requests: Any, dtype: str = "bfloat16", seed: int = 0, **options: Any) -> Any:
-    """Of pages whose unused slots hold NaN where their type has one; options of the call beside those of the arrays."""
+    """A problem whose unused page slots hold NaN if the dtype has one; `options` of the call and of the arrays."""
     named = {
         name: options.pop(name)
         for name in ("softmax_scale", "causal", "sliding_window", "logits_soft_cap", "key_heads_in_use")
@@ -94,20 +94,20 @@ def test_cases(case, dtype):
     check(made.call, made.inputs)
 
 
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("tile_key_heads", [1, 2])
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("size", [5, 48, 64, 80, 128])
-def test_key_heads_side_by_side(size, stored, together):
-    """Also of heads that no access fits; with all that belongs to one head alone."""
+def test_tile_key_heads(size, stored, tile_key_heads):
+    """Also heads that need scalar loads; with sinks and scales per head."""
     own = {"sinks": (8,), "k_scale": (4,), "v_scale": (4,)}
     requests = ((1, 300), (1, 0), (2, 70), (1, 1))
     made = problem(requests, heads=8, key_heads=4, page_size=16, head_size=size, stored=stored, **own)
-    check(made.call, made.inputs, config.PagedAttentionConfig(3, 5, together))
+    check(made.call, made.inputs, config.PagedAttentionConfig(3, 5, tile_key_heads))
 
 
 @pytest.mark.parametrize(("workers", "stages"), [(1, 2), (2, 8), (3, 2), (7, 4), (50, 3), (200, 2)])
-def test_shares_of_key_heads_side_by_side(workers, stages):
-    """Of one request, the parts of one tile are more than a small merge reads at once."""
+def test_stream_k_with_tile_key_heads(workers, stages):
+    """The single request has more partial results per tile than a lane of the combine kernel loads at once."""
     for requests in (LENGTHS, ((1, 2500),)):
         made = problem(requests, heads=8, key_heads=4, page_size=16, head_size=64, stored="float8_e4m3fn")
         check(made.call, made.inputs, config.PagedAttentionConfig(stages, workers, 2))
@@ -115,8 +115,8 @@ def test_shares_of_key_heads_side_by_side(workers, stages):
 
 @pytest.mark.parametrize("group", [1, 8, 9, 17])
 @pytest.mark.parametrize("layout", ["pthd", "phtd", "hptd", "interleaved", "packed", "side_by_side"])
-def test_layouts_of_key_heads_side_by_side(layout, group):
-    size = 96 if group in (1, 8) else 32  # with keys for rows of products, and with queries
+def test_layouts_with_tile_key_heads(layout, group):
+    size = 96 if group in (1, 8) else 32  # with and without swapped A and B
     options = {"layout": layout, "head_size": size, "page_size": 8, "stored": "int8", "sliding_window": 150}
     made = problem(((1, 270), (2, 9)), heads=4 * group, key_heads=4, **options)
     check(made.call, made.inputs, config.PagedAttentionConfig(3, 5, 2))
@@ -125,95 +125,95 @@ def test_layouts_of_key_heads_side_by_side(layout, group):
 LENGTHS = ((1, 300), (1, 64), (1, 0), (1, 1), (1, 129), (0, 40), (1, 65))
 
 
-def boxed(requests: Any = LENGTHS, key_heads: int = 4, **options: Any) -> Any:
-    """A problem whose pages may be copied in boxes."""
+def tma_problem(requests: Any = LENGTHS, key_heads: int = 4, **options: Any) -> Any:
+    """A problem whose pages TMA can load."""
     usual = {"heads": 4 * key_heads, "page_size": 16, "stored": "float8_e4m3fn"}
     return problem(requests, key_heads=key_heads, head_size=128, **{**usual, **options})
 
 
-def boxes(stages: int, workers: int, together: int = 4) -> config.PagedAttentionConfig:
-    return config.PagedAttentionConfig(stages, workers, together, boxes=True)
+def tma_config(stages: int, workers: int, tile_key_heads: int = 4) -> config.PagedAttentionConfig:
+    return config.PagedAttentionConfig(stages, workers, tile_key_heads, tma=True)
 
 
-@pytest.mark.parametrize("together", [1, 2, 4])
+@pytest.mark.parametrize("tile_key_heads", [1, 2, 4])
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("workers", [1, 3, 7, 50])
-def test_boxes(workers, stored, together):
-    """From one worker, whose tiles are whole, to one for each step; with all that belongs to one head alone."""
+def test_tma(workers, stored, tile_key_heads):
+    """From one worker with whole tiles to one per step; with sinks and scales per head."""
     own = {"sinks": (16,), "k_scale": (4,), "v_scale": (4,)}
-    made = boxed(((1, 300), (1, 0), (2, 70), (1, 1), (0, 9), (1, 32)), stored=stored, **own)
-    check(made.call, made.inputs, boxes(3, workers, together))
+    made = tma_problem(((1, 300), (1, 0), (2, 70), (1, 1), (0, 9), (1, 32)), stored=stored, **own)
+    check(made.call, made.inputs, tma_config(3, workers, tile_key_heads))
 
 
-@pytest.mark.parametrize("together", [1, 2, 4])
+@pytest.mark.parametrize("tile_key_heads", [1, 2, 4])
 @pytest.mark.parametrize("page_size", [8, 16, 24, 64, 128])
-def test_boxes_of_pages_of_any_size(page_size, together):
-    """Boxes of 8, 16 and 32 tokens; those that a window or the end leaves nothing of are not copied."""
+def test_tma_page_sizes(page_size, tile_key_heads):
+    """TMA boxes of 8, 16 and 32 tokens; boxes without a visible key are not loaded."""
     for window in (None, 150):
-        made = boxed(((1, 500), (1, 17), (2, 258)), page_size=page_size, sliding_window=window)
-        check(made.call, made.inputs, boxes(2, 9, together))
+        made = tma_problem(((1, 500), (1, 17), (2, 258)), page_size=page_size, sliding_window=window)
+        check(made.call, made.inputs, tma_config(2, 9, tile_key_heads))
 
 
 @pytest.mark.parametrize("layout", ["pthd", "phtd", "interleaved", "packed", "side_by_side"])
-@pytest.mark.parametrize("together", [1, 2, 4])
-def test_boxes_of_layouts(together, layout):
-    made = boxed(((1, 270), (2, 9)), layout=layout, page_size=8)
-    if together in config.boxed_togethers(made.call, H200):
-        check(made.call, made.inputs, boxes(3, 5, together))
+@pytest.mark.parametrize("tile_key_heads", [1, 2, 4])
+def test_tma_layouts(tile_key_heads, layout):
+    made = tma_problem(((1, 270), (2, 9)), layout=layout, page_size=8)
+    if tile_key_heads in config.tma_tile_key_heads(made.call, H200):
+        check(made.call, made.inputs, tma_config(3, 5, tile_key_heads))
     else:
-        assert layout == "phtd" and together > 1
-        with pytest.raises(jax.errors.JaxRuntimeError, match="heads that lie closer than tokens"):
-            kernel.forward(made.call, made.inputs, boxes(3, 5, together))
+        assert layout == "phtd" and tile_key_heads > 1
+        with pytest.raises(jax.errors.JaxRuntimeError, match="token strides above head strides"):
+            kernel.forward(made.call, made.inputs, tma_config(3, 5, tile_key_heads))
 
 
 @pytest.mark.parametrize("padded", [3, 16])
-def test_boxes_of_padded_heads(padded):
-    """Rows that do not begin on 16 bytes are left to threads."""
-    made = boxed(((1, 70), (1, 9)), layout="interleaved", padded_heads=1, padded_size=padded, key_heads_in_use=4)
+def test_tma_padded_heads(padded):
+    """Rows that are not aligned to 16 bytes use cp.async."""
+    made = tma_problem(((1, 70), (1, 9)), layout="interleaved", padded_heads=1, padded_size=padded, key_heads_in_use=4)
     chosen = config.FORWARD.heuristic(made.call, H200)
-    assert chosen.boxes == (padded == 16)
+    assert chosen.tma == (padded == 16)
     check(made.call, made.inputs, chosen)
 
 
 @pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize(("key_heads", "together"), [(1, 1), (3, 1), (6, 2), (8, 4)])
-def test_boxes_of_groups_of_any_size(key_heads, together, group):
-    made = boxed(((1, 330), (1, 20)), key_heads, heads=group * key_heads, sinks=(group * key_heads, 2))
-    check(made.call, made.inputs, boxes(3, 4, together))
+@pytest.mark.parametrize(("key_heads", "tile_key_heads"), [(1, 1), (3, 1), (6, 2), (8, 4)])
+def test_tma_group_sizes(key_heads, tile_key_heads, group):
+    made = tma_problem(((1, 330), (1, 20)), key_heads, heads=group * key_heads, sinks=(group * key_heads, 2))
+    check(made.call, made.inputs, tma_config(3, 4, tile_key_heads))
 
 
 @pytest.mark.parametrize("stages", config.STAGES)
 @pytest.mark.parametrize("workers", [2, 12])
-def test_rings_of_boxes_of_any_length(workers, stages):
-    made = boxed(((1, 700), *LENGTHS))
-    check(made.call, made.inputs, boxes(stages, workers))
+def test_tma_stages(workers, stages):
+    made = tma_problem(((1, 700), *LENGTHS))
+    check(made.call, made.inputs, tma_config(stages, workers))
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [1, 63, 64, 65, 1000])
-def test_windows_of_boxes(window, causal):
-    made = boxed(((1, 300), (3, 66), (3, 3), (2, 1)), sliding_window=window, causal=causal)
-    check(made.call, made.inputs, boxes(3, 4))
+def test_tma_windows(window, causal):
+    made = tma_problem(((1, 300), (3, 66), (3, 3), (2, 1)), sliding_window=window, causal=causal)
+    check(made.call, made.inputs, tma_config(3, 4))
 
 
-def test_boxes_of_pages_that_are_not_in_the_cache():
-    made = boxed(((1, 80), (1, 40)), page_size=8)
+def test_tma_pages_outside_the_cache():
+    made = tma_problem(((1, 80), (1, 40)), page_size=8)
     tables = np.asarray(made.inputs.block_tables).copy()
     tables[0, 0, 2], tables[0, 0, 5], tables[0, 1, :5] = -1, 10**6, 10**9
-    got = check(made.call, made.inputs._replace(block_tables=jnp.asarray(tables)), boxes(2, 3))
+    got = check(made.call, made.inputs._replace(block_tables=jnp.asarray(tables)), tma_config(2, 3))
     assert not np.asarray(got.out[0, 1]).any()
 
 
 @pytest.mark.parametrize("scale", [3000.0, -2.0, 0.0])
 @pytest.mark.parametrize("cap", [None, 30.0])
-def test_extreme_logits_of_boxes(cap, scale):
-    made = boxed(((1, 200), (1, 70)), softmax_scale=scale, logits_soft_cap=cap)
-    check(made.call, made.inputs, boxes(2, 5))
+def test_tma_extreme_logits(cap, scale):
+    made = tma_problem(((1, 200), (1, 70)), softmax_scale=scale, logits_soft_cap=cap)
+    check(made.call, made.inputs, tma_config(2, 5))
 
 
-def test_boxes_of_a_batch():
+def test_tma_batch():
     """Members with pages, lengths and tables of their own, as `vmap` folds them."""
-    made = [boxed(((1, 300), (1, 30), (2, 71)), seed=seed, k_scale=(4,)) for seed in (1, 2)]
+    made = [tma_problem(((1, 300), (1, 30), (2, 71)), seed=seed, k_scale=(4,)) for seed in (1, 2)]
     one = [reference.forward(dataclasses.replace(each.call, return_lse=True), wide(each.inputs)) for each in made]
     inputs = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *(each.inputs for each in made))
 
@@ -223,11 +223,11 @@ def test_boxes_of_a_batch():
     specs = {name: value for name, value in vars(made[0].call).items() if isinstance(value, ArraySpec)}
     call = dataclasses.replace(made[0].call, **{name: folded(spec) for name, spec in specs.items()})
     exact = jax.tree.map(lambda *arrays: np.concatenate(arrays), *one)
-    check(call, inputs, boxes(3, 7), exact)
+    check(call, inputs, tma_config(3, 7), exact)
 
 
 @pytest.mark.parametrize("stored", ["float8_e4m3fn", "float8_e5m2", "int8"])
-def test_every_byte_in_boxes(stored):
+def test_tma_every_byte(stored):
     """All 256 of a type, as keys and as values, in every channel: each query looks at one key."""
     numbers = np.arange(256, dtype=np.uint8).reshape(2, 128).view(jnp.dtype(stored))
     pages = jnp.asarray(np.stack([np.roll(numbers, shift, axis=1) for shift in range(0, 128, 16)]).reshape(16, 1, 1, 128))
@@ -235,7 +235,7 @@ def test_every_byte_in_boxes(stored):
     described = (jnp.arange(17), jnp.ones(16, jnp.int32), jnp.arange(16)[:, None])
     query = jnp.broadcast_to(jnp.eye(128, dtype=jnp.bfloat16)[::16], (16, 8, 128))
     made = OPERATION.canonicalise(query, pages, pages, *described, softmax_scale=1.0)
-    got = kernel.forward(dataclasses.replace(made.call, return_lse=True), made.inputs, boxes(2, 5, 1))
+    got = kernel.forward(dataclasses.replace(made.call, return_lse=True), made.inputs, tma_config(2, 5, 1))
     held = np.asarray(pages[:, 0, 0], np.float32)
     clean = np.isfinite(held).all(-1)
     np.testing.assert_array_equal(np.asarray(got.out, np.float32)[0][clean], np.repeat(held[clean][:, None], 8, 1))
@@ -243,25 +243,25 @@ def test_every_byte_in_boxes(stored):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 7, 16, 50, 200])
-def test_shares_of_any_length(workers):
-    """From one worker for everything to one for each block of keys and more; the sums differ by rounding alone."""
+def test_stream_k_workers(workers):
+    """From one worker to more workers than steps; results differ by rounding only."""
     made = problem(LENGTHS, sinks=(4,), page_size=16, head_size=64)
     check(made.call, made.inputs, config.PagedAttentionConfig(3, workers))
 
 
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("tile_key_heads", [1, 2])
 @pytest.mark.parametrize("workers", [2, 7, 50, 200])
-def test_parts_of_single_warps(workers, together):
-    """Where keys are the rows of products, each warp leaves a part of its own of a tile that is not its block's alone."""
+def test_partial_results_per_warp(workers, tile_key_heads):
+    """With swapped A and B, each warp writes its own partial result of a split tile."""
     for requests in (LENGTHS, ((1, 2500),)):
         made = problem(requests, heads=12, key_heads=4, page_size=16, head_size=96, sinks=(12,), stored="float8_e4m3fn")
-        check(made.call, made.inputs, config.PagedAttentionConfig(3, workers, together))
+        check(made.call, made.inputs, config.PagedAttentionConfig(3, workers, tile_key_heads))
 
 
 @pytest.mark.parametrize("stored", [None, "float8_e4m3fn"])
 @pytest.mark.parametrize("workers", [2, 7, 50])
 def test_logits_far_below_zero(workers, stored):
-    """Parts that a lane has no more of count nothing, not as much as a logit of 0."""
+    """A lane without a partial result adds weight 0, not that of a logit of 0."""
     made = problem(((1, 300), (1, 5), (1, 2500)), page_size=16, head_size=128, softmax_scale=20.0, stored=stored)
     pages = made.inputs.key_pages
     far = made.inputs._replace(
@@ -273,13 +273,13 @@ def test_logits_far_below_zero(workers, stored):
 
 @pytest.mark.parametrize("workers", [3, 100, 250])
 def test_more_requests_than_a_warp_has_lanes(workers):
-    """The merge then looks for tiles in what workers noted; for fewer requests it works them out."""
+    """The combine kernel then finds split tiles in the workers' records; with fewer requests it computes them."""
     made = problem([(1, 1 + 37 * i % 300) for i in range(40)], page_size=16, head_size=64)
     check(made.call, made.inputs, config.PagedAttentionConfig(2, workers))
 
 
 @pytest.mark.parametrize("stages", config.STAGES)
-def test_rings_of_any_length(stages):
+def test_stages(stages):
     made = problem(LENGTHS, page_size=16, head_size=64)
     check(made.call, made.inputs, config.PagedAttentionConfig(stages, 3))
 
@@ -390,14 +390,14 @@ def test_every_byte(stored):
 
 @pytest.mark.parametrize("power", [-120, -90, 0, 90])
 @pytest.mark.parametrize("stored", ["int8", "float8_e5m2"])
-def test_queries_beyond_float16_beside_bytes(stored, power):
+def test_queries_beyond_float16_with_one_byte_pages(stored, power):
     """Products of bytes are of float16, which holds no such queries of bfloat16 as they are; rows differ in size, too."""
     made = problem(((1, 70), (1, 9)), page_size=8, stored=stored, softmax_scale=2.0 ** min(-power, 99) * 0.1, k_scale=(2,))
     factors = jnp.asarray([1.0, 2.0**-6, 2.0**3, 0.0], jnp.bfloat16)[:, None] * jnp.asarray(2.0**power, jnp.bfloat16)
     check(made.call, made.inputs._replace(query=made.inputs.query * factors), config.PagedAttentionConfig(2, 5))
 
 
-def test_a_query_that_is_not_finite_beside_bytes():
+def test_nonfinite_query_with_one_byte_pages():
     """An infinity among large numbers: as in the reference, there is no number to give, and other rows do not see it."""
     made = problem(((1, 20), (1, 9)), page_size=8, stored="int8")
     query = np.asarray(made.inputs.query, np.float32) * 2.0**60
@@ -435,7 +435,7 @@ def test_batch_members_have_their_own_requests():
         sinks=jnp.concatenate([inputs.sinks, inputs.sinks + 1]),
         key_scale=jnp.concatenate([inputs.key_scale, 2 * inputs.key_scale]),
     )
-    # Pages turned round belong to tables turned round.
+    # Reversed pages need reversed tables.
     tables = jnp.concatenate([inputs.block_tables, inputs.key_pages.shape[1] - 1 - inputs.block_tables])
     values = jnp.concatenate([inputs.value_pages, inputs.value_pages[:, ::-1]])
     for both in (two._replace(block_tables=tables, value_pages=values),):

@@ -55,13 +55,13 @@ def check_forward(
 
 
 def check_backward(
-    rstd=((40,), (20,)), grad=QUERY, d_x=QUERY, scales=((1, 8), (0, 8)), totals=None, partials=((1, 3, 8), (0, 3, 8)), parts=3,
-    cos=(1, 5, 4), span=4,
+    rstd=((40,), (20,)), grad=QUERY, d_x=QUERY, scales=((1, 8), (0, 8)), totals=None, partial_shapes=((1, 3, 8), (0, 3, 8)),
+    partials=3, cos=(1, 5, 4), span=4,
 ):  # fmt: skip
-    results = structs(d_x, KEY, *(totals or scales), *partials)
+    results = structs(d_x, KEY, *(totals or scales), *partial_shapes)
     arrays = zeros(QUERY, KEY, *rstd, grad, KEY, cos, cos, *scales)
     call = jax.ffi.ffi_call(check_target("qk_norm_rope_backward"), results)
-    return jax.block_until_ready(call(*arrays, **knobs(span=span, parts=parts), scale_offset=np.float32(0)))
+    return jax.block_until_ready(call(*arrays, **knobs(span=span, partials=partials), scale_offset=np.float32(0)))
 
 
 def check_angles(d_cos=(1, 5, 8), d_sin=None, rstd=((40,), (20,)), grad=QUERY, scales=((1, 8), (2, 8))):
@@ -77,7 +77,7 @@ def test_handlers_admit_the_contract():
     )
     check_forward(query=((2, 4, 5, 8), jnp.float32), key=((2, 2, 5, 8), jnp.float32), heads_first=True, sin=(2, 5, 4))
     check_backward()
-    check_backward(scales=((2, 8), (1, 8)), partials=((2, 7, 8), (1, 7, 8)), parts=7)
+    check_backward(scales=((2, 8), (1, 8)), partial_shapes=((2, 7, 8), (1, 7, 8)), partials=7)
     check_backward(totals=(((1, 8), jnp.bfloat16), (0, 8)))
     check_angles()
     check_angles(d_cos=(2, 5, 4))
@@ -104,8 +104,8 @@ def test_handlers_admit_the_contract():
         (check_backward, {"d_x": ((2, 5, 4, 8), jnp.float16)}, "d_query must be like query"),
         (check_backward, {"totals": ((2, 8), (0, 8))}, "the gradient of query_scale must be like it"),
         (check_backward, {"totals": (((1, 8), jnp.int32), (0, 8))}, "the gradient of query_scale must be float32, bfloat16 or"),
-        (check_backward, {"partials": ((1, 2, 8), (0, 3, 8))}, r"partial sums of query_scale must be \[1, 3 parts, 8\], got"),
-        (check_backward, {"parts": 0, "partials": ((1, 0, 8), (0, 0, 8))}, "parts must be positive, got 0"),
+        (check_backward, {"partial_shapes": ((1, 2, 8), (0, 3, 8))}, r"partial sums of query_scale must be \[1, 3 partials, 8\]"),
+        (check_backward, {"partials": 0, "partial_shapes": ((1, 0, 8), (0, 0, 8))}, "partials must be positive, got 0"),
         (check_angles, {"d_cos": (1, 5, 5)}, "d_cos must be"),
         (check_angles, {"d_sin": (2, 5, 8)}, "d_sin must be like d_cos"),
         (check_angles, {"rstd": ((40,), (0,))}, "key_rstd must have one value per head, got"),
@@ -144,7 +144,7 @@ def test_supports():
 
 @needs_library
 def test_lowers_for_cuda():
-    """The gradients of cos and sin are a call of their own without side effects, which XLA drops where nobody asks for them."""
+    """The gradients of cos and sin are a separate call without side effects, which XLA removes if they are unused."""
 
     def loss(*arrays):
         return sum(x.astype(jnp.float32).sum() for x in ejkernel.fused_qk_norm_rope(*arrays, platform="cuda"))

@@ -112,7 +112,7 @@ def test_supports():
 
 @needs_library
 def test_lowers_for_cuda():
-    """The gradients of cos and sin are a call of their own without side effects, which XLA drops where nobody asks for them."""
+    """The gradients of cos and sin are a separate call without side effects, which XLA removes if they are unused."""
 
     def loss(query, key, cos, sin):
         rotated = ejkernel.llama_rope(query, key, cos=cos, sin=sin, platform="cuda")

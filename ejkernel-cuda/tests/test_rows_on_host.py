@@ -8,7 +8,7 @@ import itertools
 import host_kernels
 import numpy as np
 import pytest
-from host_kernels import KINDS, NUMBERS, Guarded, Mask, Shape, Stored, library, output, rounded
+from host_kernels import KINDS, SCALAR_TYPES, Guarded, Mask, Shape, Stored, library, output, rounded
 
 from ejkernel.call import ArraySpec
 from ejkernel.operations.add_rms_norm import interface as add_rms_norm
@@ -138,7 +138,7 @@ class Norm:
         weight = 1.0 if self.scale is None else wide.scale[:, None] + scale_offset
         self.floor = float(np.linalg.norm(cotangents.out * weight * self.outputs.rstd[..., None]))
 
-    def forward(self, packed: bool, *shape: int, parts: int, save: bool = True) -> list[np.ndarray]:
+    def forward(self, packed: bool, *shape: int, workers: int, save: bool = True) -> list[np.ndarray]:
         given = (self.x, self.residual, self.scale, self.offset)
         x, residual, scale, offset = (None if value is None else Guarded(value) for value in given)
         groups = 1 if self.scale is None else self.scale.shape[0]
@@ -146,8 +146,8 @@ class Norm:
         mean, rstd = (output((2, self.rows), np.float32) if wanted else None for wanted in saved)
         total = output(self.x.shape, self.x.dtype) if self.added else None
         library().norm_forward(
-            KINDS[self.dtype], ctypes.c_bool(packed), self.which, Shape(2 * self.rows // groups, groups, parts, *shape), x.pointer,
-            residual.pointer if residual else None, parameter(scale), parameter(offset), out.pointer,
+            KINDS[self.dtype], ctypes.c_bool(packed), self.which, Shape(2 * self.rows // groups, groups, workers, *shape),
+            x.pointer, residual.pointer if residual else None, parameter(scale), parameter(offset), out.pointer,
             total.pointer if total else None, mean.pointer if mean else None, rstd.pointer if rstd else None,
             ctypes.c_int64(self.rows), self.width, ctypes.c_float(1e-5), ctypes.c_float(self.call.scale_offset),
         )  # fmt: skip
@@ -155,7 +155,7 @@ class Norm:
             np.testing.assert_array_equal(total.checked().view(np.uint8), self.sum.view(np.uint8))
         return [value.checked() for value in (out, mean, rstd) if value]
 
-    def backward(self, packed: bool, *shape: int, parts: int) -> list[np.ndarray]:
+    def backward(self, packed: bool, *shape: int, workers: int) -> list[np.ndarray]:
         x, grad, rstd = Guarded(self.sum), Guarded(self.grad), Guarded(self.outputs.rstd.astype(np.float32))
         scale = None if self.scale is None else Guarded(self.scale)
         grad_sum = Guarded(self.grad_sum) if self.added else None
@@ -163,12 +163,12 @@ class Norm:
         groups = 1 if self.scale is None else self.scale.shape[0]
         d_x = output(self.x.shape, self.x.dtype)
         totals = [None if value is None else output(value.shape, value.dtype) for value in (self.scale, self.offset)]
-        partials = [None if value is None else output((groups, parts, self.width), np.float32) for value in totals]
+        partials = [None if value is None else output((groups, workers, self.width), np.float32) for value in totals]
         library().norm_backward(
-            KINDS[self.dtype], ctypes.c_bool(packed), self.which, Shape(2 * self.rows // groups, groups, parts, *shape), x.pointer,
-            parameter(scale), mean.pointer if mean else None, rstd.pointer, grad.pointer, grad_sum.pointer if grad_sum else None,
-            d_x.pointer, *(value.pointer if value else None for value in totals),
-            NUMBERS["float32" if self.scale is None else self.scale.dtype.name],
+            KINDS[self.dtype], ctypes.c_bool(packed), self.which, Shape(2 * self.rows // groups, groups, workers, *shape),
+            x.pointer, parameter(scale), mean.pointer if mean else None, rstd.pointer, grad.pointer,
+            grad_sum.pointer if grad_sum else None, d_x.pointer, *(value.pointer if value else None for value in totals),
+            SCALAR_TYPES["float32" if self.scale is None else self.scale.dtype.name],
             *(value.pointer if value else None for value in partials), ctypes.c_int64(self.rows), self.width,
             ctypes.c_float(self.call.scale_offset),
         )  # fmt: skip
@@ -201,12 +201,12 @@ def test_plain_norm_forward(launch, name):
     dtype, width, threads, packs = launch
     for parameters, scale_offset in ((0, 0.0), (1, 1.0)):
         problem = Norm(name, dtype, width, parameters, scale_offset, dtype, PLAIN_ROWS)
-        out, *saved = problem.forward(True, threads, packs, 1, 0, parts=2)
+        out, *saved = problem.forward(True, threads, packs, 1, 0, workers=2)
         assert relative(out, problem.outputs.out, floor=1.0) < TOLERANCE[dtype]
         wanted = [*([problem.outputs.mean] if problem.centred else []), problem.outputs.rstd]
         for value, exact in zip(saved, wanted, strict=True):
             assert relative(value, exact) < 2e-6
-        (alone,) = problem.forward(True, threads, packs, 1, 0, parts=2, save=False)
+        (alone,) = problem.forward(True, threads, packs, 1, 0, workers=2, save=False)
         np.testing.assert_array_equal(alone.view(np.uint8), out.view(np.uint8))
 
 
@@ -234,7 +234,7 @@ def check_norm_forward(launch, name):
     dtype, width, *knobs = launch
     for parameters, scale_offset, stored in ((0, 0.0, "float32"), (1, 0.0, dtype), (2, 1.0, "float32")):
         problem = Norm(name, dtype, width, parameters, scale_offset, stored)
-        got, again = (problem.forward(*knobs, parts=parts) for parts in (3, 2))
+        got, again = (problem.forward(*knobs, workers=workers) for workers in (3, 2))
         wanted = [problem.outputs.out, *([problem.outputs.mean] if problem.centred else []), problem.outputs.rstd]
         assert relative(got[0], wanted[0], floor=1.0) < TOLERANCE[dtype]
         for value, exact in zip(got[1:], wanted[1:], strict=True):
@@ -251,22 +251,22 @@ def test_norm_backward(launch, name):
         problem = Norm(name, dtype, width, parameters, scale_offset, stored)
         if parameters == 2:
             problem.offset = None
-        got = problem.backward(*knobs, parts=2)
+        got = problem.backward(*knobs, workers=2)
         assert relative(got[0], problem.gradients.x, problem.floor) < TOLERANCE[dtype]
         exact = [problem.gradients.scale] if problem.added else [problem.gradients.scale, problem.gradients.offset]
         for value, wanted in zip(got[1:], exact, strict=False):
             assert relative(value, wanted) < (3e-6 if value.dtype == np.float32 else TOLERANCE["bfloat16"])
-        for one, other in zip(got, problem.backward(*knobs, parts=2), strict=True):
+        for one, other in zip(got, problem.backward(*knobs, workers=2), strict=True):
             np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
 @pytest.mark.parametrize("launch", [("bfloat16", 40, True, 8, 1, 1, 1), ("float32", 33, False, 64, 1, 1, 1)], ids=str)
-@pytest.mark.parametrize("parts", [9, 40, 130])
-def test_sums_of_many_parts(launch, parts):
+@pytest.mark.parametrize("workers", [9, 40, 130])
+def test_partial_sums_of_many_workers(launch, workers):
     """Most of them of no rows."""
     dtype, width, *knobs = launch
     problem = Norm("layer_norm", dtype, width, 1)
-    got = problem.backward(*knobs, parts=parts)
+    got = problem.backward(*knobs, workers=workers)
     assert relative(got[1], problem.gradients.scale) < 3e-6
     assert relative(got[2], problem.gradients.offset) < 3e-6
 
@@ -314,8 +314,8 @@ def test_softmax(launch, mask_shape):
     mask, kept = softmax_mask(x, where)
     given = Guarded(x)
     kind = KINDS[dtype], ctypes.c_bool(packed)
-    for parts in (2, 5):
-        shape, out = Shape(12, 1, parts, *knobs), output(x.shape, x.dtype)
+    for workers in (2, 5):
+        shape, out = Shape(12, 1, workers, *knobs), output(x.shape, x.dtype)
         library().softmax_forward(*kind, shape, given.pointer, mask, out.pointer, width, ctypes.c_float(0.7))
         got = out.checked()
         assert np.isfinite(got.astype(np.float64)).all()

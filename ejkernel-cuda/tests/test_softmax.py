@@ -112,7 +112,7 @@ def test_supports():
     assert "width 2147483648" in ask(x=(1, 1 << 31))
     assert "the target is tpu" in ask(target=Target("tpu", "TPU v5e"))
     shape = (2,) * 9 + (4,)
-    assert "along 9 axes in turn, needs 8" in ask(x=shape, where=(2, 1) * 4 + (2, 4))
+    assert "where has 9 alternating stored and broadcast axes, needs 8" in ask(x=shape, where=(2, 1) * 4 + (2, 4))
 
 
 def test_configs_are_few():

@@ -127,10 +127,10 @@ def attention_refusal(call: Any) -> str | None:
 
 
 def few_workers(call: Any) -> dict[str, Any]:
-    """Configs with shares of several tiles, by who copies keys and values, and how many key heads a tile has."""
-    threads, boxes = attention_config.togethers(call), attention_config.boxed_togethers(call, current_target())
-    found = {"by threads": attention_config.PagedAttentionConfig(3, 7, max(threads))}
-    return found | {f"in boxes of {count}": attention_config.PagedAttentionConfig(3, 7, count, boxes=True) for count in boxes}
+    """Configs with few workers of several tiles each, for cp.async loads and for TMA loads of each number of key heads."""
+    key_heads, with_tma = attention_config.tile_key_heads(call), attention_config.tma_tile_key_heads(call, current_target())
+    found = {"cp.async": attention_config.PagedAttentionConfig(3, 7, max(key_heads))}
+    return found | {f"TMA {count}": attention_config.PagedAttentionConfig(3, 7, count, tma=True) for count in with_tma}
 
 
 def attend(call: Any, cfg: Any) -> Any:

@@ -1,10 +1,10 @@
-// XLA's door to flash_attention: checks of every shape and dtype, the choice of kernel, the launch.
+// XLA FFI handler of flash_attention: checks of shapes and dtypes, choice of the kernel, launch.
 //
 // query is [batch, queries, heads, size], key [batch, keys, key heads, size], value [batch, keys, key heads, value size]; out
-// is [batch, queries, heads, value size] and lse [batch, queries, heads], or [0] where nobody wants it. Query i sees keys i -
-// below ... i + above. What programs that share blocks leave for the merge lies in results too; part says how many they may be.
-// The kernel's arguments hold descriptions of the arrays with their addresses. A CUDA graph keeps them as they were when it was
-// recorded; XLA records a call anew when the address of a buffer has changed since.
+// is [batch, queries, heads, value size] and lse [batch, queries, heads], or [0] if it is not requested. Query i sees keys i -
+// below ... i + above. The partial results of split-KV CTAs are results, too; their first axis bounds the number of CTAs. The
+// kernel's arguments hold tensor maps with the arrays' addresses. A CUDA graph keeps the arguments that it recorded; XLA
+// records a call again after a buffer's address has changed.
 #include <array>
 #include <map>
 #include <mutex>
@@ -18,7 +18,7 @@ namespace ejkernel::flash_attention {
 namespace {
 
 constexpr const char* kName = "flash_attention";
-constexpr int64_t kMostSharers = int64_t{1} << 16;
+constexpr int64_t kMaxSplitKvCtas = int64_t{1} << 16;
 
 ffi::Error CheckArrays(Array query, Array key, Array value) {
   const Dims q = query.dimensions(), k = key.dimensions(), v = value.dimensions();
@@ -38,33 +38,36 @@ ffi::Error CheckArrays(Array query, Array key, Array value) {
   }
   if (k[1] == 0) return Invalid(kName, "key must have tokens, got " + Text(k));
   for (const int64_t size : {q[3], v[3]}) {
-    if (size < 8 || size > kWidest || size % 8) {
+    if (size < 8 || size > kMaxHeadSize || size % 8) {
       return Invalid(kName, "head sizes must be multiples of 8 up to 256, got " + std::to_string(size));
     }
   }
-  if (std::max(q[1], k[1]) > kMostTokens) return Invalid(kName, "more than 2^27 tokens");
-  if (q[0] * q[2] * ((q[1] + kRows - 1) / kRows) > kMostBlocks) return Invalid(kName, "more than 2^30 blocks of 64 queries");
+  if (std::max(q[1], k[1]) > kMaxTokens) return Invalid(kName, "more than 2^27 tokens");
+  if (q[0] * q[2] * ((q[1] + kRows - 1) / kRows) > kMaxBlocks) return Invalid(kName, "more than 2^30 blocks of 64 queries");
   return ffi::Error::Success();
 }
 
-// Of as many programs as share blocks, or of none.
-ffi::Error CheckParts(ffi::DataType type, Dims query, Dims value, Dims part, Dims part_weight) {
+// Partial results of as many CTAs as split blocks, or of none.
+ffi::Error CheckPartials(ffi::DataType type, Dims query, Dims value, Dims partial, Dims partial_stats) {
   const auto shape_of = [&]<class S>() { return std::array<int64_t, 3>{2, S::kBlockQ, S::kSize}; };
-  const int64_t widest = std::max(query[3], value[3]);
-  const auto wanted = type == ffi::BF16 ? for_shape<__nv_bfloat16>(widest, shape_of) : for_shape<__half>(widest, shape_of);
-  if (part.size() != 4 || part[0] > kMostSharers || !std::equal(wanted.begin(), wanted.end(), part.begin() + 1)) {
-    return Invalid(kName, "part must be [programs, 2, " + std::to_string(wanted[1]) + ", " + std::to_string(wanted[2]) +
-                              "] with up to 2^16 programs, got " + Text(part));
+  const int64_t head_size = std::max(query[3], value[3]);
+  const auto wanted =
+      type == ffi::BF16 ? for_shape<__nv_bfloat16>(head_size, shape_of) : for_shape<__half>(head_size, shape_of);
+  if (partial.size() != 4 || partial[0] > kMaxSplitKvCtas || !std::equal(wanted.begin(), wanted.end(), partial.begin() + 1)) {
+    return Invalid(kName, "partial must be [CTAs, 2, " + std::to_string(wanted[1]) + ", " + std::to_string(wanted[2]) +
+                              "] with up to 2^16 CTAs, got " + Text(partial));
   }
-  if (part_weight.size() != 4 || part_weight[3] != 2 || !std::equal(part.begin(), part.end() - 1, part_weight.begin())) {
-    return Invalid(kName, "part_weight must be the first axes of part " + Text(part) + " and 2, got " + Text(part_weight));
+  if (partial_stats.size() != 4 || partial_stats[3] != 2 ||
+      !std::equal(partial.begin(), partial.end() - 1, partial_stats.begin())) {
+    return Invalid(kName,
+                   "partial_stats must be the first axes of partial " + Text(partial) + " and 2, got " + Text(partial_stats));
   }
   return ffi::Error::Success();
 }
 
 ffi::Error Check(Array query, Array key, Array value, int64_t below, int64_t above, float scale, float cap, int64_t pack, bool,
-                 bool, ffi::Result<Array> out, ffi::Result<Floats> lse, ffi::Result<Floats> part,
-                 ffi::Result<Floats> part_weight) {
+                 bool, ffi::Result<Array> out, ffi::Result<Floats> lse, ffi::Result<Floats> partial,
+                 ffi::Result<Floats> partial_stats) {
   EJKERNEL_TRY(CheckArrays(query, key, value));
   const int64_t group = query.dimensions()[2] / key.dimensions()[2];
   if (pack < 1 || pack > kRows || (pack & (pack - 1)) || group % pack) {
@@ -72,10 +75,10 @@ ffi::Error Check(Array query, Array key, Array value, int64_t below, int64_t abo
                               " query heads of a key head, got " + std::to_string(pack));
   }
   const Dims q = query.dimensions(), o = out->dimensions(), rows = lse->dimensions();
-  if (std::max(std::abs(below), std::abs(above)) > kFarthest) return Invalid(kName, "below and above must be within 2^30");
+  if (std::max(std::abs(below), std::abs(above)) > kMaxOffset) return Invalid(kName, "below and above must be within 2^30");
   if (!(cap >= 0.f)) return Invalid(kName, "cap must not be negative, got " + std::to_string(cap));
   if (cap > 0.f && query.element_type() == ffi::F16) {
-    return Invalid(kName, "cap needs bfloat16: its tangent is too rough for float16");
+    return Invalid(kName, "cap needs bfloat16: its tanh is too inaccurate for float16");
   }
   if (out->element_type() != query.element_type() || o.size() != 4 || !std::equal(o.begin(), o.begin() + 3, q.begin()) ||
       o[3] != value.dimensions()[3]) {
@@ -86,12 +89,12 @@ ffi::Error Check(Array query, Array key, Array value, int64_t below, int64_t abo
   if (!absent && (rows.size() != 3 || !std::equal(rows.begin(), rows.end(), q.begin()))) {
     return Invalid(kName, "lse must be [batch, queries, heads] of query " + Text(q) + " or [0], got " + Text(rows));
   }
-  return CheckParts(query.element_type(), q, value.dimensions(), part->dimensions(), part_weight->dimensions());
+  return CheckPartials(query.element_type(), q, value.dimensions(), partial->dimensions(), partial_stats->dimensions());
 }
 
-// Multiprocessors of the device, which has seen this kernel before or is told now that it wants so much shared memory.
+// Multiprocessors of the device. The first call on a device also raises the kernel's shared memory limit.
 template <class S>
-ffi::Error Prepare(int64_t& processors) {
+ffi::Error Prepare(int64_t& sms) {
   static std::mutex mutex;
   static std::map<int, int> known;
   int device = 0;
@@ -105,10 +108,10 @@ ffi::Error Prepare(int64_t& processors) {
     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
     cudaFuncAttributes code{};
     cudaFuncGetAttributes(&code, attend<S>);
-    // A device of capability 9.0 may be given code of 8.0 where the library was built without 9.0a: without this kernel.
+    // A device of capability 9.0 may run code of 8.0, without this kernel, if the library was built without 9.0a.
     const bool fits = major == 9 && minor == 0 && code.binaryVersion == 90;
     if (fits) cudaFuncSetAttribute(attend<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kShared);
-    if (ffi::Error failed = CheckLaunch(kName, "preparation"); failed.failure()) {
+    if (ffi::Error failed = CheckLaunch(kName, "kernel attributes"); failed.failure()) {
       known.erase(at);
       return failed;
     }
@@ -117,41 +120,42 @@ ffi::Error Prepare(int64_t& processors) {
   if (at->second < 0) {
     return Invalid(kName, "needs a device of compute capability 9.0 and a library built for sm_90a");
   }
-  processors = at->second;
+  sms = at->second;
   return ffi::Error::Success();
 }
 
 template <class S>
 ffi::Error Attend(cudaStream_t stream, ffi::DataType type, const Call& call) {
-  int64_t processors = 0;
-  EJKERNEL_TRY(Prepare<S>(processors));
+  int64_t sms = 0;
+  EJKERNEL_TRY(Prepare<S>(sms));
   ffi::Error refused = ffi::Error::Success();
-  const auto make_map = [&](const Boxes& boxes) {
+  const auto make_tensor_map = [&](const TensorMapSpec& spec) {
     CUtensorMap map{};
     if (!refused.failure()) {
-      refused = MakeMap(kName, type, boxes.data, boxes.size, boxes.length, boxes.heads, boxes.batch, boxes.tokens,
-                        boxes.heads_of_box, map);
+      refused = MakeTensorMap(kName, type, spec.data, spec.size, spec.length, spec.heads, spec.batch, spec.box_tokens,
+                              spec.box_heads, map);
     }
     return map;
   };
-  const Arguments arguments = arguments_of<S>(call, processors, make_map);
+  const Arguments arguments = arguments_of<S>(call, sms, make_tensor_map);
   if (refused.failure()) return refused;
-  attend<S><<<arguments.programs, S::kThreads, S::kShared, stream>>>(arguments);
+  attend<S><<<arguments.ctas, S::kThreads, S::kShared, stream>>>(arguments);
   EJKERNEL_TRY(CheckLaunch(kName, "launch"));
-  if (!arguments.shares.blocks) return ffi::Error::Success();
-  Launch together(stream, merge_blocks<S>(arguments), dim3(kMergeThreads), 0);
-  together.begin_early(merge<S>);
-  cudaLaunchKernelEx(&together.config, merge<S>, arguments, static_cast<typename S::T*>(call.out), int(call.value_size));
-  return CheckLaunch(kName, "merge");
+  if (!arguments.stream_k.blocks) return ffi::Error::Success();
+  Launch launch(stream, combine_blocks<S>(arguments), dim3(kCombineThreads), 0);
+  launch.enable_programmatic_launch(combine<S>);
+  cudaLaunchKernelEx(&launch.config, combine<S>, arguments, static_cast<typename S::T*>(call.out), int(call.value_size));
+  return CheckLaunch(kName, "combine");
 }
 
 ffi::Error Run(cudaStream_t stream, Array query, Array key, Array value, int64_t below, int64_t above, float scale, float cap,
-               int64_t pack, bool take_turns, bool persistent, ffi::Result<Array> out, ffi::Result<Floats> lse,
-               ffi::Result<Floats> part, ffi::Result<Floats> part_weight) {
-  EJKERNEL_TRY(Check(query, key, value, below, above, scale, cap, pack, take_turns, persistent, out, lse, part, part_weight));
+               int64_t pack, bool ping_pong, bool persistent, ffi::Result<Array> out, ffi::Result<Floats> lse,
+               ffi::Result<Floats> partial, ffi::Result<Floats> partial_stats) {
+  EJKERNEL_TRY(
+      Check(query, key, value, below, above, scale, cap, pack, ping_pong, persistent, out, lse, partial, partial_stats));
   if (out->element_count() == 0) return ffi::Error::Success();
   for (const void* data : {query.untyped_data(), key.untyped_data(), value.untyped_data(), out->untyped_data(),
-                           part->untyped_data(), part_weight->untyped_data()}) {
+                           partial->untyped_data(), partial_stats->untyped_data()}) {
     if (!Aligned(data)) return Invalid(kName, "arrays must begin on 16 bytes");
   }
   const Dims q = query.dimensions(), v = value.dimensions();
@@ -160,7 +164,7 @@ ffi::Error Run(cudaStream_t stream, Array query, Array key, Array value, int64_t
                   value.untyped_data(),
                   out->untyped_data(),
                   lse->element_count() ? lse->typed_data() : nullptr,
-                  {part->typed_data(), reinterpret_cast<float2*>(part_weight->typed_data())},
+                  {partial->typed_data(), reinterpret_cast<float2*>(partial_stats->typed_data())},
                   q[0],
                   q[1],
                   v[1],
@@ -171,15 +175,15 @@ ffi::Error Run(cudaStream_t stream, Array query, Array key, Array value, int64_t
                   below,
                   above,
                   pack,
-                  part->dimensions()[0],
+                  partial->dimensions()[0],
                   scale,
                   cap,
-                  take_turns,
+                  ping_pong,
                   persistent};
   const ffi::DataType type = query.element_type();
   const auto launch = [&]<class S>() { return Attend<S>(stream, type, call); };
-  const int64_t widest = std::max(q[3], v[3]);
-  return type == ffi::BF16 ? for_shape<__nv_bfloat16>(widest, launch) : for_shape<__half>(widest, launch);
+  const int64_t head_size = std::max(q[3], v[3]);
+  return type == ffi::BF16 ? for_shape<__nv_bfloat16>(head_size, launch) : for_shape<__half>(head_size, launch);
 }
 
 template <typename Binding>
@@ -193,7 +197,7 @@ auto Bind(Binding binding) {
       .template Attr<float>("scale")
       .template Attr<float>("cap")
       .template Attr<int64_t>("pack")
-      .template Attr<bool>("take_turns")
+      .template Attr<bool>("ping_pong")
       .template Attr<bool>("persistent")
       .template Ret<Array>()
       .template Ret<Floats>()

@@ -1,5 +1,5 @@
-// Which tiles of keys a block of queries visits, which pairs are hidden, the order in which blocks are worked on, and how the
-// last of them are shared.
+// Mask and tile scheduler: which KV tiles a query block visits, which pairs are masked, the order of blocks, and the stream-K
+// partition of the last ones.
 #pragma once
 
 #include "hopper.cuh"
@@ -10,94 +10,92 @@ namespace ejkernel::flash_attention {
 struct Range {
   int low, high;
 
-  EJKERNEL_BOTH bool has(int tile) const { return tile >= low && tile < high; }
+  EJKERNEL_HOST_DEVICE bool contains(int tile) const { return tile >= low && tile < high; }
 };
 
-EJKERNEL_BOTH inline int smaller(int a, int b) { return a < b ? a : b; }
+EJKERNEL_HOST_DEVICE inline int min_of(int a, int b) { return a < b ? a : b; }
 
-EJKERNEL_BOTH inline int between(int low, int value, int high) { return value < low ? low : smaller(value, high); }
+EJKERNEL_HOST_DEVICE inline int clamp(int low, int value, int high) { return value < low ? low : min_of(value, high); }
 
-// Query i sees key j if i - below <= j <= i + above; both may be negative, and so large that they hide nothing.
-struct Rules {
+// Query i sees key j if i - below <= j <= i + above; both may be negative, or large enough to mask nothing.
+struct MaskParams {
   int queries, keys, below, above;
 
-  // Tiles whose every key is seen by all of queries first ... last; `whole` leaves out one that passes the end of the keys.
-  EJKERNEL_BOTH Range seen_by_all(int first, int last, int block_k, bool whole) const {
-    const int low = (between(0, last - below, keys) + block_k - 1) / block_k;
-    const int end = between(0, first + above + 1, keys);
-    return {low, whole || end < keys ? end / block_k : (keys + block_k - 1) / block_k};
+  // Tiles whose keys are all visible to all of queries first ... last; `full_only` leaves out a tile that extends past the
+  // keys.
+  EJKERNEL_HOST_DEVICE Range fully_visible_tiles(int first, int last, int block_k, bool full_only) const {
+    const int low = (clamp(0, last - below, keys) + block_k - 1) / block_k;
+    const int end = clamp(0, first + above + 1, keys);
+    return {low, full_only || end < keys ? end / block_k : (keys + block_k - 1) / block_k};
   }
 };
 
-// The tiles that queries first ... last need; none beyond the keys, and low = high where there are none.
-EJKERNEL_BOTH inline Range tiles_of(const Rules& rules, int first, int last, int block_k) {
-  const int low = between(0, first - rules.below, rules.keys) / block_k;
-  const int high = (between(0, last + rules.above + 1, rules.keys) + block_k - 1) / block_k;
+// Tiles with a key visible to any of queries first ... last; fully masked tiles are skipped.
+EJKERNEL_HOST_DEVICE inline Range visible_tiles(const MaskParams& mask, int first, int last, int block_k) {
+  const int low = clamp(0, first - mask.below, mask.keys) / block_k;
+  const int high = (clamp(0, last + mask.above + 1, mask.keys) + block_k - 1) / block_k;
   return {low, high > low ? high : low};
 }
 
-// The place of a block of queries; a row is a head of a batch member.
-struct Place {
+// Coordinate of a query block; a row is a head of a batch member.
+struct TileCoord {
   int row, block;
 };
 
-// Rows of a section are worked on at one time, so that what they share stays in the cache, and
-// their blocks follow each other, the last ones first where those have the most work.
-struct Order {
-  int blocks, heads, batch, section;
-  bool last_first;
+// The blocks of an L2 group run at the same time, so that their shared keys stay in L2. Within a group blocks are in order, the
+// last ones first if those have the most work.
+struct TileScheduler {
+  int blocks, heads, batch, l2_group;
+  bool reverse_blocks;
 
-  EJKERNEL_BOTH Place place(int work) const {
-    const int rows = heads * batch, full = section * blocks;  // `full` is at most the total
-    const int start = work / full * section, rest = work % full;
-    const int width = smaller(section, rows - start);
+  EJKERNEL_HOST_DEVICE TileCoord coord(int work) const {
+    const int rows = heads * batch, full = l2_group * blocks;  // `full` is at most the total
+    const int start = work / full * l2_group, rest = work % full;
+    const int width = min_of(l2_group, rows - start);
     const int row = start + rest % width, block = rest / width;
-    return {row, last_first ? blocks - 1 - block : block};
+    return {row, reverse_blocks ? blocks - 1 - block : block};
   }
 
-  EJKERNEL_BOTH int batch_of(const Place& place) const { return place.row / heads; }
-  EJKERNEL_BOTH int head_of(const Place& place) const { return place.row % heads; }
+  EJKERNEL_HOST_DEVICE int batch_of(const TileCoord& coord) const { return coord.row / heads; }
+  EJKERNEL_HOST_DEVICE int head_of(const TileCoord& coord) const { return coord.row % heads; }
 };
 
-// The work of one of `programs`, round by round; every other round deals it out in the other direction, so that none gets the
-// longest of each.
-EJKERNEL_BOTH inline int work_of(int program, int programs, int round) {
-  return round * programs + (round % 2 ? programs - 1 - program : program);
-}
+// The work index of a CTA in a wave. Every other wave is reversed, so that no CTA always gets the longest block.
+EJKERNEL_HOST_DEVICE inline int work_of(int cta, int ctas, int wave) { return wave * ctas + (wave % 2 ? ctas - 1 - cta : cta); }
 
-// A part of a block's tiles, none where the range is empty.
-struct Piece {
-  int block;  // of those that are shared
+// A segment of a block's tiles; an empty range for none.
+struct Segment {
+  int block;  // index among the split blocks
   Range tiles;
 };
 
-// The last blocks, which are too few for another round of all programs: their tiles, one block's after the other's, are dealt
-// out evenly (Osama et al., Stream-K, 2023). No program has more than a block's, so that a share lies in two blocks at most.
-struct Shares {
-  int first, rounds;  // of the blocks that are shared; those before are whole, in so many rounds of all programs
-  int blocks;         // that are shared, 0 where none are
-  int low, tiles;     // of each: so many tiles from `low` on, which are what any of them visits
-  int programs;       // that have a share, more than there are blocks
-  int each, longer;   // tiles of a share; the first `longer` have one more
+// Stream-K partition (Osama et al., Stream-K, 2023) of the last blocks, which fill no wave: their tiles, block after block, are
+// split evenly among CTAs. No CTA gets more tiles than a block has, so its tiles lie in at most two blocks.
+struct StreamK {
+  int first, waves;    // the first split block; the blocks before it are whole, in `waves` full waves
+  int blocks;          // split blocks, 0 for none
+  int low, tiles;      // of each split block: `tiles` tiles from `low` on, the union of what they visit
+  int ctas;            // CTAs of the partition, more than `blocks`
+  int per_cta, extra;  // tiles of a CTA; the first `extra` CTAs have one more
 
-  EJKERNEL_BOTH int begin(int program) const { return program * each + smaller(program, longer); }
+  EJKERNEL_HOST_DEVICE int begin(int cta) const { return cta * per_cta + min_of(cta, extra); }
 
-  // Whose a tile is, counted from the first one of the first block.
-  EJKERNEL_BOTH int owner(int tile) const {
-    const int of_longer = longer * (each + 1);
-    return tile < of_longer ? tile / (each + 1) : longer + (tile - of_longer) / each;
+  // The CTA of a tile, counted from the first tile of the first split block.
+  EJKERNEL_HOST_DEVICE int owner(int tile) const {
+    const int of_extra = extra * (per_cta + 1);
+    return tile < of_extra ? tile / (per_cta + 1) : extra + (tile - of_extra) / per_cta;
   }
 
-  // The first or the second piece of a program.
-  EJKERNEL_BOTH Piece piece(int program, int number) const {
-    if (program >= programs || number > 1) return {};
-    const int from = begin(program), block = from / tiles + number;
-    const int end = smaller(tiles, begin(program + 1) - block * tiles);
-    return {block, {low + (number ? 0 : from - block * tiles), low + end}};
+  // The first or second segment of a CTA.
+  EJKERNEL_HOST_DEVICE Segment segment(int cta, int index) const {
+    if (cta >= ctas || index > 1) return {};
+    const int from = begin(cta), block = from / tiles + index;
+    const int end = min_of(tiles, begin(cta + 1) - block * tiles);
+    return {block, {low + (index ? 0 : from - block * tiles), low + end}};
   }
 
-  // Which of its program's pieces belongs to the block.
-  EJKERNEL_BOTH int number_in(int program, int block) const { return begin(program) < block * tiles; }
+  // Which segment of the CTA belongs to the block.
+  EJKERNEL_HOST_DEVICE int segment_in(int cta, int block) const { return begin(cta) < block * tiles; }
 };
 
 }  // namespace ejkernel::flash_attention

@@ -1,5 +1,4 @@
-// From scores of a tile to weights, in the registers of a product: two rows of a thread, shared with the three others of its
-// quad.
+// Online softmax in wgmma accumulators: a thread has two rows, which it shares with the other three lanes of its quad.
 #pragma once
 
 #include "hopper.cuh"
@@ -8,67 +7,67 @@ namespace ejkernel::flash_attention {
 
 constexpr float kLn2 = 0.693147180559945309f;
 
-// What becomes of a score before weights are formed.
-enum class Form : int { kPlain, kScaled, kCapped };
+// How dot products become logits.
+enum class LogitKind : int { kPlain, kScaled, kCapped };
 
-// Weights are 2 ** (unit * (x - maximum)), x the score as it is, times `factor`, or the hyperbolic tangent of that.
+// Weights are 2 ** (unit * (x - maximum)); x is the dot product itself, times `factor`, or the tanh of that.
 struct Logits {
-  Form form;
+  LogitKind kind;
   float factor, unit;
 };
 
 #ifdef EJKERNEL_HOPPER
 
-// The factor of a row's sum of values, and its log-sum-exp, from the largest logit and the sum of weights relative to it.
-EJKERNEL_INLINE float finish_row(float largest, float sum, float unit, float& lse) {
+// The normalisation factor of a row and its log-sum-exp, from its maximum and sum.
+EJKERNEL_INLINE float finish_row(float row_max, float sum, float unit, float& lse) {
   const bool empty = sum == 0.f;
-  lse = empty ? -INFINITY : (largest * unit + log2f(sum)) * kLn2;
+  lse = empty ? -INFINITY : (row_max * unit + log2f(sum)) * kLn2;
   return empty ? 0.f : 1.f / sum;
 }
 
 template <typename T>
-EJKERNEL_INLINE uint32_t pair(float low, float high);
+EJKERNEL_INLINE uint32_t pack_pair(float low, float high);
 template <>
-EJKERNEL_INLINE uint32_t pair<__nv_bfloat16>(float low, float high) {
+EJKERNEL_INLINE uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
   const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&both);
 }
 template <>
-EJKERNEL_INLINE uint32_t pair<__half>(float low, float high) {
+EJKERNEL_INLINE uint32_t pack_pair<__half>(float low, float high) {
   const __half2 both = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&both);
 }
 
 template <int COUNT>
-EJKERNEL_INLINE void shape_logits(float (&s)[COUNT], const Logits& logits) {
-  if (logits.form == Form::kPlain) return;
-  if (logits.form == Form::kScaled) {
+EJKERNEL_INLINE void transform_logits(float (&s)[COUNT], const Logits& logits) {
+  if (logits.kind == LogitKind::kPlain) return;
+  if (logits.kind == LogitKind::kScaled) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) s[i] *= logits.factor;
-  } else {  // an error as small as that of bfloat16's own rounding of operands
+  } else {  // the error is as small as that of rounding operands to bfloat16
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) s[i] = rough_tanh(s[i] * logits.factor);
+    for (int i = 0; i < COUNT; ++i) s[i] = fast_tanh(s[i] * logits.factor);
   }
 }
 
-// Of the thread's two rows: the largest logit so far, and the sum of this thread's weights relative to it.
-struct Sums {
-  float largest[2] = {-INFINITY, -INFINITY}, total[2] = {0.f, 0.f};
+// The running maxima of the thread's two rows, and the sums of this thread's weights relative to them.
+struct OnlineSoftmax {
+  float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.f, 0.f};
 
-  // Logits become weights; `decay` is what older ones shrink by.
+  // Turn logits into weights; `rescale_factor` rescales earlier results to the new maximum.
   template <int COUNT>
-  EJKERNEL_INLINE void weigh(float (&s)[COUNT], float unit, float (&decay)[2]) {
+  EJKERNEL_INLINE void update(float (&s)[COUNT], float unit, float (&rescale_factor)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      float most = s[2 * row];
+      float new_max = s[2 * row];
 #pragma unroll
-      for (int i = 0; i < COUNT; i += 4) most = fmaxf(most, fmaxf(s[i + 2 * row], s[i + 2 * row + 1]));
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      most = fmaxf(most, largest[row]);
-      const float shift = most == -INFINITY ? 0.f : most * unit;  // -inf - -inf is NaN
-      decay[row] = fast_exp2(largest[row] * unit - shift);
-      largest[row] = most;
+      for (int i = 0; i < COUNT; i += 4) new_max = fmaxf(new_max, fmaxf(s[i + 2 * row], s[i + 2 * row + 1]));
+      new_max = fmaxf(new_max, __shfl_xor_sync(~0u, new_max, 1));
+      new_max = fmaxf(new_max, __shfl_xor_sync(~0u, new_max, 2));
+      new_max = fmaxf(new_max, row_max[row]);
+      const float shift = new_max == -INFINITY ? 0.f : new_max * unit;  // -inf - -inf is NaN
+      rescale_factor[row] = fast_exp2(row_max[row] * unit - shift);
+      row_max[row] = new_max;
       float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < COUNT; i += 4) {
@@ -78,19 +77,21 @@ struct Sums {
           sum += s[j];
         }
       }
-      total[row] = total[row] * decay[row] + sum;
+      row_sum[row] = row_sum[row] * rescale_factor[row] + sum;
     }
   }
 
-  // The sum of the row's weights. The whole quad asks.
-  EJKERNEL_INLINE float all(int row) const {
-    float sum = total[row];
+  // The row sum over the quad. All lanes of the quad call this.
+  EJKERNEL_INLINE float quad_sum(int row) const {
+    float sum = row_sum[row];
     sum += __shfl_xor_sync(~0u, sum, 1);
     return sum + __shfl_xor_sync(~0u, sum, 2);
   }
 
-  // The factor of the row's sum of values, and its log-sum-exp. The whole quad asks.
-  EJKERNEL_INLINE float finish(int row, float unit, float& lse) const { return finish_row(largest[row], all(row), unit, lse); }
+  // The row's normalisation factor and log-sum-exp. All lanes of the quad call this.
+  EJKERNEL_INLINE float finish(int row, float unit, float& lse) const {
+    return finish_row(row_max[row], quad_sum(row), unit, lse);
+  }
 };
 #endif
 

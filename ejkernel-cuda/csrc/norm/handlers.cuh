@@ -1,8 +1,8 @@
-// XLA's door to normalisations of rows: checks of every shape and dtype, the choice of kernel, the launch.
+// XLA FFI handlers of the row normalisations: checks of shapes and dtypes, choice of the kernel, launch.
 //
-// Parameters come in float or in x's type, both in the same; one that is absent as [0, width], shared by the batch as [1, width], one
-// per batch member as [batch, width].
-// What a normalisation does not have is there, empty: the mean unless CENTRED, residual, sum and its gradient unless ADDED.
+// Parameters are float or have x's type, both the same: [0, width] if absent, [1, width] if the batch shares them, [batch,
+// width] per batch member. Arrays that a normalisation does not have are empty: the mean unless CENTRED; residual, sum and its
+// gradient unless ADDED.
 #pragma once
 
 #include "launch_rows.cuh"
@@ -40,7 +40,7 @@ struct Handlers {
     return CheckColumns(name, array, x);
   }
 
-  // Of a parameter or of its gradient.
+  // A parameter or its gradient.
   static ffi::Error CheckColumns(const char* name, Array array, Array x) {
     EJKERNEL_TRY(CheckFloat(kName, name, array));
     const Dims dims = array.dimensions(), like = x.dimensions();
@@ -75,9 +75,9 @@ struct Handlers {
   }
 
   static ffi::Error CheckBackward(Array x, Array scale, Floats mean, Floats rstd, Array grad, Array grad_sum, float,
-                                  int64_t threads, int64_t cluster, int64_t stages, int64_t parts, ffi::Result<Array> d_x,
-                                  ffi::Result<Array> d_scale, ffi::Result<Array> d_offset, ffi::Result<Floats> part_scale,
-                                  ffi::Result<Floats> part_offset) {
+                                  int64_t threads, int64_t cluster, int64_t stages, int64_t partials, ffi::Result<Array> d_x,
+                                  ffi::Result<Array> d_scale, ffi::Result<Array> d_offset, ffi::Result<Floats> partial_scale,
+                                  ffi::Result<Floats> partial_offset) {
     EJKERNEL_TRY(CheckX(x));
     EJKERNEL_TRY(CheckAdded("grad_sum", grad_sum, x));
     EJKERNEL_TRY(CheckParameter("scale", scale, x));
@@ -89,22 +89,22 @@ struct Handlers {
     EJKERNEL_TRY(CheckStatistic("rstd", rstd, dims[0] * dims[1], true, false));
     EJKERNEL_TRY(CheckStatistic("mean", mean, dims[0] * dims[1], CENTRED, false));
     if (!Same(scale.dimensions(), d_scale->dimensions())) return Invalid(kName, "d_scale must be like scale");
-    if (parts < 1) return Invalid(kName, "parts must be positive, got " + std::to_string(parts));
+    if (partials < 1) return Invalid(kName, "partials must be positive, got " + std::to_string(partials));
     const int64_t groups = Groups(x, *d_scale, *d_offset);
     const Array totals[] = {*d_scale, *d_offset};
-    const Floats partials[] = {*part_scale, *part_offset};
+    const Floats buffers[] = {*partial_scale, *partial_offset};
     for (int i = 0; i < 2; ++i) {
-      const Dims got = partials[i].dimensions();
+      const Dims got = buffers[i].dimensions();
       const int64_t wanted = totals[i].dimensions()[0] ? groups : 0;
-      if (got.size() != 3 || got[0] != wanted || got[1] != parts || got[2] != dims[2]) {
-        return Invalid(kName, "partial sums must be [" + std::to_string(wanted) + ", " + std::to_string(parts) + " parts, " +
-                                  std::to_string(dims[2]) + "], got " + Text(got));
+      if (got.size() != 3 || got[0] != wanted || got[1] != partials || got[2] != dims[2]) {
+        return Invalid(kName, "partial sums must be [" + std::to_string(wanted) + ", " + std::to_string(partials) +
+                                  " partials, " + std::to_string(dims[2]) + "], got " + Text(got));
       }
     }
     return CheckKnobs(kName, {threads, cluster, stages}, 1);
   }
 
-  // Batch members that have parameters of their own.
+  // Batch members with parameters of their own.
   static int64_t Groups(Array x, Array d_scale, Array d_offset) {
     return std::max(d_scale.dimensions()[0], d_offset.dimensions()[0]) > 1 ? x.dimensions()[0] : 1;
   }
@@ -136,19 +136,19 @@ struct Handlers {
                                              1.f / float(dims[2]),
                                              epsilon,
                                              scale_offset};
-      bool walked = false;
+      bool multipass = false;
       const int64_t groups = op.scale.stride || op.offset.stride ? dims[0] : 1;
-      Walk walk{dims[0] * dims[1] / groups, kAnyParts};
-      return LaunchRows(kName, stream, op, walk, groups, {threads, cluster, stages}, walked);
+      Rows split{dims[0] * dims[1] / groups, kAnyWorkers};
+      return LaunchRows(kName, stream, op, split, groups, {threads, cluster, stages}, multipass);
     });
   }
 
-  static ffi::Error RunBackward(cudaStream_t stream, Array x, Array scale, Floats mean, Floats rstd, Array grad,
-                                Array grad_sum, float scale_offset, int64_t threads, int64_t cluster, int64_t stages,
-                                int64_t parts, ffi::Result<Array> d_x, ffi::Result<Array> d_scale,
-                                ffi::Result<Array> d_offset, ffi::Result<Floats> part_scale, ffi::Result<Floats> part_offset) {
-    EJKERNEL_TRY(CheckBackward(x, scale, mean, rstd, grad, grad_sum, scale_offset, threads, cluster, stages, parts, d_x,
-                               d_scale, d_offset, part_scale, part_offset));
+  static ffi::Error RunBackward(cudaStream_t stream, Array x, Array scale, Floats mean, Floats rstd, Array grad, Array grad_sum,
+                                float scale_offset, int64_t threads, int64_t cluster, int64_t stages, int64_t partials,
+                                ffi::Result<Array> d_x, ffi::Result<Array> d_scale, ffi::Result<Array> d_offset,
+                                ffi::Result<Floats> partial_scale, ffi::Result<Floats> partial_offset) {
+    EJKERNEL_TRY(CheckBackward(x, scale, mean, rstd, grad, grad_sum, scale_offset, threads, cluster, stages, partials, d_x,
+                               d_scale, d_offset, partial_scale, partial_offset));
     if (x.element_count() == 0) {
       for (Array total : {*d_scale, *d_offset}) {
         if (total.size_bytes()) cudaMemsetAsync(total.untyped_data(), 0, total.size_bytes(), stream);
@@ -156,13 +156,14 @@ struct Handlers {
       return CheckLaunch(kName, "gradients of no rows");
     }
     const Dims dims = x.dimensions();
-    float* to_scale = d_scale->dimensions()[0] ? part_scale->typed_data() : nullptr;
-    float* to_offset = d_offset->dimensions()[0] ? part_offset->typed_data() : nullptr;
+    float* to_scale = d_scale->dimensions()[0] ? partial_scale->typed_data() : nullptr;
+    float* to_offset = d_offset->dimensions()[0] ? partial_offset->typed_data() : nullptr;
     const bool packed = Packed(x) && Aligned(x.untyped_data()) && Aligned(scale.untyped_data()) &&
-                        Aligned(grad.untyped_data()) && Aligned(d_x->untyped_data()) && Aligned(part_scale->untyped_data()) &&
-                        Aligned(part_offset->untyped_data()) && (!ADDED || Aligned(grad_sum.untyped_data()));
+                        Aligned(grad.untyped_data()) && Aligned(d_x->untyped_data()) &&
+                        Aligned(partial_scale->untyped_data()) && Aligned(partial_offset->untyped_data()) &&
+                        (!ADDED || Aligned(grad_sum.untyped_data()));
     const int64_t groups = Groups(x, *d_scale, *d_offset);
-    Walk walk{dims[0] * dims[1] / groups, parts};
+    Rows split{dims[0] * dims[1] / groups, partials};
     EJKERNEL_TRY(ForFloat(x.element_type(), packed, [&]<typename T, int N>() -> ffi::Error {
       const Backward<T, N, CENTRED, ADDED> op{static_cast<const T*>(x.untyped_data()),
                                               AsParameter<T>(scale),
@@ -177,20 +178,20 @@ struct Handlers {
                                               int(dims[2]),
                                               1.f / float(dims[2]),
                                               scale_offset};
-      bool walked = false;
-      EJKERNEL_TRY(LaunchRows(kName, stream, op, walk, groups, {threads, cluster, stages}, walked));
-      if (!walked || (!to_scale && !to_offset)) return ffi::Error::Success();
-      const int64_t blocks = (dims[2] + kSmallBlock - 1) / kSmallBlock * groups * parts;
+      bool multipass = false;
+      EJKERNEL_TRY(LaunchRows(kName, stream, op, split, groups, {threads, cluster, stages}, multipass));
+      if (!multipass || (!to_scale && !to_offset)) return ffi::Error::Success();
+      const int64_t blocks = (dims[2] + kSmallBlock - 1) / kSmallBlock * groups * partials;
       if (blocks > kMaxGrid) return Invalid(kName, "too many partial sums");
       column_sums<T, CENTRED>
-          <<<unsigned(blocks), kSmallBlock, 0, stream>>>(op.x, op.mean, op.rstd, op.grad, to_scale, to_offset, walk, op.width);
+          <<<unsigned(blocks), kSmallBlock, 0, stream>>>(op.x, op.mean, op.rstd, op.grad, to_scale, to_offset, split, op.width);
       return CheckLaunch(kName, "partial sums of columns");
     }));
-    const auto parts_of = [&](Floats partial, Array total) {
+    const auto partials_of = [&](Floats partial, Array total) {
       const int64_t members = std::max<int64_t>(1, total.dimensions()[0]);
-      return PartsOf(partial, total, groups * walk.parts / members);
+      return PartialSumsOf(partial, total, groups * split.workers / members);
     };
-    return LaunchSum(kName, stream, parts_of(*part_scale, *d_scale), parts_of(*part_offset, *d_offset), dims[2]);
+    return LaunchSum(kName, stream, partials_of(*partial_scale, *d_scale), partials_of(*partial_offset, *d_offset), dims[2]);
   }
 
   template <typename Binding>
@@ -224,7 +225,7 @@ struct Handlers {
         .template Attr<int64_t>("threads")
         .template Attr<int64_t>("cluster")
         .template Attr<int64_t>("stages")
-        .template Attr<int64_t>("parts")
+        .template Attr<int64_t>("partials")
         .template Ret<Array>()
         .template Ret<Array>()
         .template Ret<Array>()

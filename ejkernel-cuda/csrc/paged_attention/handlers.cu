@@ -1,26 +1,26 @@
-// XLA's door to paged_attention: checks of every shape and dtype, the choice of kernel, the launches.
+// XLA FFI handler of paged_attention: checks of shapes and dtypes, choice of the kernel, launches.
 //
 // query is [batch, tokens, heads, the keys' size rounded up to a multiple of 4], and out the same with the values' size; sinks
-// are one per head, [1 or batch, heads], and absent sinks and scales have no columns. Of pages only the number of elements and
-// four strides (page, token, head, batch) matter; values that lie in the array of keys begin at `first_value` and have an empty
-// array of their own. What workers leave for the merge lies in results too, so that it lives as long as a CUDA graph does; part
-// says how many workers there may be, and how many key heads a tile has.
+// are one per head, [1 or batch, heads]; absent sinks and scales have no columns. Of pages only the number of elements and four
+// strides (page, token, head, batch) matter; values within the array of keys begin at `first_value` and have an empty array of
+// their own. The workers' partial results are results, too, so that they live as long as a CUDA graph does; their first axis
+// bounds the number of workers.
 #include <array>
 #include <bit>
 #include <cmath>
 
 #include "launch_rows.cuh"
-#include "paged_attention/boxes.cuh"
+#include "paged_attention/tma_pages.cuh"
 #include "paged_attention/launch.h"
-#include "paged_attention/merge.cuh"
+#include "paged_attention/combine.cuh"
 #include "tensor_map.h"
 
 namespace ejkernel::paged_attention {
 namespace {
 
-constexpr int64_t kMostKeys = int64_t{1} << 30, kMostWorkers = int64_t{1} << 20;
+constexpr int64_t kMaxKeys = int64_t{1} << 30, kMaxWorkers = int64_t{1} << 20;
 
-// Sizes, beside those of the arrays.
+// Sizes beyond those of the arrays.
 struct Sizes {
   int64_t key_heads, key_size, pages, page_size;
 };
@@ -35,7 +35,7 @@ ffi::Error CheckTypes(Array query, Array key_pages, Array value_pages) {
   return ffi::Error::Success();
 }
 
-// A number for each of `count`, or one for all where `one` says that this may be, or none.
+// One factor for each of `count`, or one for all if `one` allows it, or none.
 ffi::Error CheckFactors(const char* name, Floats factors, int64_t batch, int64_t count, bool one) {
   const Dims dims = factors.dimensions();
   if (dims.size() == 2 && (dims[1] == 0 || (SharedOr(dims[0], batch) && (dims[1] == count || (one && dims[1] == 1))))) {
@@ -51,7 +51,7 @@ ffi::Error CheckSizes(Dims query, Dims out, Sizes sizes) {
     return Invalid(kName, "query must be [batch, tokens, heads, size] and out the same but for the last, got " + Text(query) +
                               " and " + Text(out));
   }
-  if (query[3] < 1 || query[3] > kWidest || out[3] < 1 || out[3] > kWidest) {
+  if (query[3] < 1 || query[3] > kMaxHeadSize || out[3] < 1 || out[3] > kMaxHeadSize) {
     return Invalid(kName, "heads must have 1 ... 256 elements, got " + Text(query) + " and " + Text(out));
   }
   if (sizes.key_size < 1 || query[3] != (sizes.key_size + kQueryPack - 1) / kQueryPack * kQueryPack) {
@@ -68,142 +68,148 @@ ffi::Error CheckSizes(Dims query, Dims out, Sizes sizes) {
   return ffi::Error::Success();
 }
 
-// Key heads of a tile.
-ffi::Error CheckTogether(int64_t together, bool boxes, Array stored, Dims query, Dims out, Sizes sizes) {
-  const bool may = together == 1 || shares_heads(ffi::ByteWidth(stored.element_type()), int(std::max(query[3], out[3])));
-  const bool some = together == 1 || together == 2 || (together == 4 && boxes);
-  if (some && may && sizes.key_heads % together == 0) return ffi::Error::Success();
-  return Invalid(kName,
-                 "together must be 1, or for heads of up to 128 one-byte elements 2, or in boxes 4, and divide key_heads " +
-                     std::to_string(sizes.key_heads) + ", got " + std::to_string(together));
+// Check the number of key heads of a tile.
+ffi::Error CheckTileKeyHeads(int64_t tile_key_heads, bool tma, Array stored, Dims query, Dims out, Sizes sizes) {
+  const bool may =
+      tile_key_heads == 1 || allows_multi_head(ffi::ByteWidth(stored.element_type()), int(std::max(query[3], out[3])));
+  const bool some = tile_key_heads == 1 || tile_key_heads == 2 || (tile_key_heads == 4 && tma);
+  if (some && may && sizes.key_heads % tile_key_heads == 0) return ffi::Error::Success();
+  return Invalid(
+      kName, "tile_key_heads must be 1, or for one-byte heads of up to 128 elements 2, or with TMA 4, and divide key_heads " +
+                 std::to_string(sizes.key_heads) + ", got " + std::to_string(tile_key_heads));
 }
 
-// Whether heads of a token come one after the other in a box, or a box has one head, of tokens that lie closer than heads.
-bool InBoxes(Strides strides, int64_t together) {
+// Whether TMA boxes fit the strides: a box has adjacent heads of a token, or one head if the tokens of a head are closer than
+// the heads.
+bool FitsTma(Strides strides, int64_t tile_key_heads) {
   const int64_t token = strides[1], head = strides[2];
-  const bool whole = std::all_of(strides.begin(), strides.end(), [](int64_t stride) { return stride % kAccess == 0; });
-  return whole && strides[0] >= std::max(token, head) && (token >= head || together == 1);
+  const bool whole = std::all_of(strides.begin(), strides.end(), [](int64_t stride) { return stride % kVectorBytes == 0; });
+  return whole && strides[0] >= std::max(token, head) && (token >= head || tile_key_heads == 1);
 }
 
-// Where pages are copied in boxes.
-ffi::Error CheckBoxes(Array stored, Dims query, Dims out, Sizes sizes, Strides key, Strides value, int64_t together) {
+// Check a call with TMA loads.
+ffi::Error CheckTma(Array stored, Dims query, Dims out, Sizes sizes, Strides key, Strides value, int64_t tile_key_heads) {
   if (!IsOneByte(stored.element_type()) || query[3] != kHeadBytes || out[3] != kHeadBytes)
-    return Invalid(kName, "boxes are of heads of 128 one-byte elements");
+    return Invalid(kName, "TMA needs one-byte heads of 128 elements");
   if (query[2] / sizes.key_heads > kRows / 2) {
-    return Invalid(kName, "boxes need key heads with up to 8 query heads each, got " + std::to_string(query[2]) + " over " +
+    return Invalid(kName, "TMA needs at most 8 query heads per key head, got " + std::to_string(query[2]) + " over " +
                               std::to_string(sizes.key_heads));
   }
-  if (sizes.pages < 1 || tokens_of_box(sizes.page_size) < kLeastOfBox) {
-    return Invalid(kName, "boxes need pages whose size is a multiple of 8, got " + std::to_string(sizes.pages) + " of " +
+  if (sizes.pages < 1 || box_tokens_for(sizes.page_size) < kMinBoxTokens) {
+    return Invalid(kName, "TMA needs pages whose size is a multiple of 8, got " + std::to_string(sizes.pages) + " of " +
                               std::to_string(sizes.page_size));
   }
-  if (InBoxes(key, together) && InBoxes(value, together)) return ffi::Error::Success();
-  return Invalid(kName,
-                 "boxes need heads that lie closer than tokens, or together of 1, and strides that are multiples of 16, got " +
-                     Text(key) + " and " + Text(value) + " with together " + std::to_string(together));
+  if (FitsTma(key, tile_key_heads) && FitsTma(value, tile_key_heads)) return ffi::Error::Success();
+  return Invalid(
+      kName, "TMA needs token strides above head strides, or tile_key_heads of 1, and strides that are multiples of 16, got " +
+                 Text(key) + " and " + Text(value) + " with tile_key_heads " + std::to_string(tile_key_heads));
 }
 
-int KeysOfStep(Array stored, Dims query, Dims out) {
-  return keys_of_step(ffi::ByteWidth(stored.element_type()), int(std::max(query[3], out[3])));
+int KeysPerStep(Array stored, Dims query, Dims out) {
+  return keys_per_step(ffi::ByteWidth(stored.element_type()), int(std::max(query[3], out[3])));
 }
 
-int PartsOfBlock(Array stored, Dims query, Dims out, int64_t group, int64_t together) {
-  return parts_of_block(ffi::ByteWidth(stored.element_type()), room_for(int(std::max(query[3], out[3]))), group, together);
+int PartialsPerBlock(Array stored, Dims query, Dims out, int64_t group, int64_t tile_key_heads) {
+  return partials_per_block(ffi::ByteWidth(stored.element_type()), padded_head_size(int(std::max(query[3], out[3]))), group,
+                            tile_key_heads);
 }
 
-// What the schedule counts in 32 bits.
-ffi::Error CheckCounts(Dims query, Dims table, Sizes sizes, int64_t together, int64_t step) {
+// Check the 32-bit counters of the schedule.
+ffi::Error CheckCounts(Dims query, Dims table, Sizes sizes, int64_t tile_key_heads, int64_t step) {
   const int64_t keys = table[2] * sizes.page_size;
-  if (keys > kMostKeys) return Invalid(kName, "tables name " + std::to_string(keys) + " keys, more than 2^30");
-  const int64_t tiles = (query[2] / sizes.key_heads + kRows - 1) / kRows * (sizes.key_heads / together);
+  if (keys > kMaxKeys) return Invalid(kName, "tables name " + std::to_string(keys) + " keys, more than 2^30");
+  const int64_t tiles = (query[2] / sizes.key_heads + kRows - 1) / kRows * (sizes.key_heads / tile_key_heads);
   const int64_t steps = query[0] * query[1] * tiles * ((keys + step - 1) / step + 1);
   if (steps > kMaxGrid || query[0] * table[1] > kMaxGrid / 2)
     return Invalid(kName, "more than 2^31 - 1 steps of keys, or 2^30 requests");
   return ffi::Error::Success();
 }
 
-// `parts` of a block, of so many rows.
-ffi::Error CheckScratch(Dims query, Dims out, Floats lse, Dims part, Dims part_weight, Dims splits, int64_t parts,
+// `partials` partial results per tile of a worker, of so many rows.
+ffi::Error CheckScratch(Dims query, Dims out, Floats lse, Dims partial, Dims partial_stats, Dims splits, int64_t partials,
                         int64_t rows) {
   const Dims saved = lse.dimensions();
   if (lse.element_count() && !(saved.size() == 3 && std::equal(saved.begin(), saved.end(), query.begin())))
     return Invalid(kName, "lse must be [batch, tokens, heads] of query " + Text(query) + " or empty, got " + Text(saved));
-  const std::array<int64_t, 4> wanted{2, parts, rows, room_for(int(std::max(query[3], out[3])))};
-  const bool fits = part.size() == 5 && part[0] >= 1 && part[0] <= kMostWorkers;
-  if (!fits || !std::equal(wanted.begin(), wanted.end(), part.begin() + 1)) {
-    return Invalid(kName, "part must be [workers, 2, " + std::to_string(parts) + ", " + std::to_string(rows) + ", " +
-                              std::to_string(wanted[3]) + "] with up to 2^20 workers, got " + Text(part));
+  const std::array<int64_t, 4> wanted{2, partials, rows, padded_head_size(int(std::max(query[3], out[3])))};
+  const bool fits = partial.size() == 5 && partial[0] >= 1 && partial[0] <= kMaxWorkers;
+  if (!fits || !std::equal(wanted.begin(), wanted.end(), partial.begin() + 1)) {
+    return Invalid(kName, "partial must be [workers, 2, " + std::to_string(partials) + ", " + std::to_string(rows) + ", " +
+                              std::to_string(wanted[3]) + "] with up to 2^20 workers, got " + Text(partial));
   }
-  if (part_weight.size() != 5 || part_weight[4] != 2 || !std::equal(part_weight.begin(), part_weight.end() - 1, part.begin()))
-    return Invalid(kName, "part_weight must be the first axes of part " + Text(part) + " and 2, got " + Text(part_weight));
-  if (splits.size() != 2 || splits[0] != part[0] || splits[1] != 2)
+  if (partial_stats.size() != 5 || partial_stats[4] != 2 ||
+      !std::equal(partial_stats.begin(), partial_stats.end() - 1, partial.begin()))
+    return Invalid(kName,
+                   "partial_stats must be the first axes of partial " + Text(partial) + " and 2, got " + Text(partial_stats));
+  if (splits.size() != 2 || splits[0] != partial[0] || splits[1] != 2)
     return Invalid(kName, "splits must be [workers, 2], got " + Text(splits));
   return ffi::Error::Success();
 }
 
-// What is read or written by several elements at once wherever heads' sizes let it.
-ffi::Error CheckAligned(Array query, Array out, Floats part, Floats part_weight) {
-  const void* const all[] = {query.untyped_data(), out.untyped_data(), part.untyped_data(), part_weight.untyped_data()};
+// Check the alignment of arrays with vector accesses.
+ffi::Error CheckAligned(Array query, Array out, Floats partial, Floats partial_stats) {
+  const void* const all[] = {query.untyped_data(), out.untyped_data(), partial.untyped_data(), partial_stats.untyped_data()};
   if (std::all_of(std::begin(all), std::end(all), [](const void* data) { return Aligned(data); })) return ffi::Error::Success();
-  return Invalid(kName, "query, out, part and part_weight must begin at multiples of 16 bytes");
+  return Invalid(kName, "query, out, partial and partial_stats must begin at multiples of 16 bytes");
 }
 
 ffi::Error Check(Array query, Array key_pages, Array value_pages, Integers starts, Integers lengths, Integers tables,
                  Floats sinks, Floats key_scale, Floats value_scale, Strides key_strides, Strides value_strides,
                  int64_t first_value, int64_t key_heads, int64_t key_size, int64_t pages, int64_t page_size, bool fused, bool,
-                 int64_t window, float scale, float soft_cap, int64_t stages, int64_t together, bool boxes,
-                 ffi::Result<Array> out, ffi::Result<Floats> lse, ffi::Result<Floats> part, ffi::Result<Floats> part_weight,
-                 ffi::Result<Integers> splits) {
+                 int64_t window, float scale, float soft_cap, int64_t stages, int64_t tile_key_heads, bool tma,
+                 ffi::Result<Array> out, ffi::Result<Floats> lse, ffi::Result<Floats> partial,
+                 ffi::Result<Floats> partial_stats, ffi::Result<Integers> splits) {
   const Sizes sizes{key_heads, key_size, pages, page_size};
   EJKERNEL_TRY(CheckTypes(query, key_pages, value_pages));
   if (out->element_type() != query.element_type()) return Invalid(kName, "out must be of the query's type");
   const Dims dims = query.dimensions(), found = out->dimensions();
   EJKERNEL_TRY(CheckSizes(dims, found, sizes));
   EJKERNEL_TRY(CheckRequests(kName, dims[0], starts, lengths, tables));
-  EJKERNEL_TRY(CheckTogether(together, boxes, key_pages, dims, found, sizes));
-  EJKERNEL_TRY(CheckCounts(dims, tables.dimensions(), sizes, together, KeysOfStep(key_pages, dims, found)));
+  EJKERNEL_TRY(CheckTileKeyHeads(tile_key_heads, tma, key_pages, dims, found, sizes));
+  EJKERNEL_TRY(CheckCounts(dims, tables.dimensions(), sizes, tile_key_heads, KeysPerStep(key_pages, dims, found)));
   EJKERNEL_TRY(CheckFactors("sinks", sinks, dims[0], dims[2], false));
   EJKERNEL_TRY(CheckFactors("key_scale", key_scale, dims[0], key_heads, true));
   EJKERNEL_TRY(CheckFactors("value_scale", value_scale, dims[0], key_heads, true));
   EJKERNEL_TRY(CheckStrides(kName, "key", key_strides, 0, dims[0], key_heads, key_size, key_pages, pages, page_size));
   EJKERNEL_TRY(CheckStrides(kName, "value", value_strides, first_value, dims[0], key_heads, found[3],
                             fused ? key_pages : value_pages, pages, page_size));
-  if (boxes) EJKERNEL_TRY(CheckBoxes(key_pages, dims, found, sizes, key_strides, value_strides, together));
-  if (window < 0 || window > kMostKeys) return Invalid(kName, "window must be 0 ... 2^30, got " + std::to_string(window));
+  if (tma) EJKERNEL_TRY(CheckTma(key_pages, dims, found, sizes, key_strides, value_strides, tile_key_heads));
+  if (window < 0 || window > kMaxKeys) return Invalid(kName, "window must be 0 ... 2^30, got " + std::to_string(window));
   if (!std::isfinite(scale) || !std::isfinite(soft_cap) || soft_cap < 0)
     return Invalid(kName, "scale and soft_cap must be finite, and soft_cap not negative");
-  if (stages < kLeastStages || stages > kMaxStages)
+  if (stages < kMinStages || stages > kMaxStages)
     return Invalid(kName, "stages must be 2 ... 8, got " + std::to_string(stages));
-  EJKERNEL_TRY(CheckAligned(query, *out, *part, *part_weight));
+  EJKERNEL_TRY(CheckAligned(query, *out, *partial, *partial_stats));
   const int64_t group = dims[2] / key_heads;
-  return CheckScratch(dims, found, *lse, part->dimensions(), part_weight->dimensions(), splits->dimensions(),
-                      PartsOfBlock(key_pages, dims, found, group, together), together * std::min<int64_t>(group, kRows));
+  return CheckScratch(dims, found, *lse, partial->dimensions(), partial_stats->dimensions(), splits->dimensions(),
+                      PartialsPerBlock(key_pages, dims, found, group, tile_key_heads),
+                      tile_key_heads * std::min<int64_t>(group, kRows));
 }
 
-Side AsSide(Array array, int64_t first, Strides strides, int64_t size) {
+KvArray AsKvArray(Array array, int64_t first, Strides strides, int64_t size) {
   const int64_t bytes = ffi::ByteWidth(array.element_type());
   const char* data = static_cast<const char*>(array.untyped_data()) + first * bytes;
-  const auto whole = [&](int64_t count) { return count * bytes % kAccess == 0; };
-  const bool counted = int64_t(array.size_bytes()) / kAccess < int64_t{kNowhere};
+  const auto whole = [&](int64_t count) { return count * bytes % kVectorBytes == 0; };
+  const bool counted = int64_t(array.size_bytes()) / kVectorBytes < int64_t{kNoRow};
   const bool packed = Aligned(data) && counted && whole(size) && std::all_of(strides.begin(), strides.end(), whole);
   return {data, strides[0] * bytes, strides[1] * bytes, strides[2] * bytes, strides[3] * bytes, int(size), packed};
 }
 
-ffi::Error MakeRowMap(const Problem& problem, const Side& side, CUtensorMap& map) {
-  const auto axes = axes_of(problem, side);
+ffi::Error MakePageTensorMap(const Problem& problem, const KvArray& kv, CUtensorMap& map) {
+  const auto axes = tensor_map_axes(problem, kv);
   const auto text = [&] {
     return std::to_string(problem.requests.pages) + " pages of " + std::to_string(problem.requests.page_size) +
-           " tokens in boxes of " + std::to_string(axes[1].box) + " x " + std::to_string(axes[2].box);
+           " tokens in TMA boxes of " + std::to_string(axes[1].box) + " x " + std::to_string(axes[2].box);
   };
-  return EncodeMap(kName, CU_TENSOR_MAP_DATA_TYPE_UINT64, side.data, axes, text, map);
+  return EncodeTensorMap(kName, CU_TENSOR_MAP_DATA_TYPE_UINT64, kv.data, axes, text, map);
 }
 
-ffi::Error MakeBoxes(const Problem& problem, Boxes& boxes) {
+ffi::Error MakeTmaPages(const Problem& problem, TmaPages& tma) {
   if (!problem.key.packed || !problem.value.packed)
-    return Invalid(kName, "boxes need pages that begin at multiples of 16 bytes");
-  boxes.tokens = tokens_of_box(problem.requests.page_size);
-  EJKERNEL_TRY(MakeRowMap(problem, problem.key, boxes.key));
-  return MakeRowMap(problem, problem.value, boxes.value);
+    return Invalid(kName, "TMA needs pages that begin at multiples of 16 bytes");
+  tma.box_tokens = box_tokens_for(problem.requests.page_size);
+  EJKERNEL_TRY(MakePageTensorMap(problem, problem.key, tma.key));
+  return MakePageTensorMap(problem, problem.value, tma.value);
 }
 
 ffi::Error AttendStored(cudaStream_t stream, ffi::DataType stored, const Problem& problem, const Results& results, Knobs knobs,
@@ -217,17 +223,17 @@ ffi::Error AttendStored(cudaStream_t stream, ffi::DataType stored, const Problem
   }
 }
 
-// The merge begins while the last workers write what they found, where the code that was loaded waits for them: that of 9.0 and
-// newer. For both to be on a multiprocessor at once its memory must be divided as workers want it.
+// With code of 9.0 and newer, the combine kernel starts while the last workers still write. To run beside them on a
+// multiprocessor it must ask for their shared memory carveout.
 template <int LANES>
-ffi::Error Merge(cudaStream_t stream, const Problem& problem, const Results& results, int workers, int parts) {
-  auto kernel = merge<LANES>;
-  const MergeShape shape(problem, room_for(std::max(problem.key.size, problem.value.size)), workers, LANES, parts);
+ffi::Error Combine(cudaStream_t stream, const Problem& problem, const Results& results, int workers, int partials) {
+  auto kernel = combine<LANES>;
+  const CombineShape shape(problem, padded_head_size(std::max(problem.key.size, problem.value.size)), workers, LANES, partials);
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  Launch launch(stream, int64_t(shape.tiles) * shape.blocks, dim3(kMergeThreads), 0);
-  launch.begin_early(kernel);
+  Launch launch(stream, int64_t(shape.tiles) * shape.blocks, dim3(kCombineThreads), 0);
+  launch.enable_programmatic_launch(kernel);
   cudaLaunchKernelEx(&launch.config, kernel, problem, results, divisor(uint32_t(workers)), shape);
-  return CheckLaunch(kName, "merge");
+  return CheckLaunch(kName, "combine");
 }
 
 int BatchStride(Floats factors) { return factors.dimensions()[0] > 1 ? int(factors.dimensions()[1]) : 0; }
@@ -236,11 +242,11 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array v
                       Integers tables, Floats sinks, Floats key_scale, Floats value_scale, Strides key_strides,
                       Strides value_strides, int64_t first_value, int64_t key_heads, int64_t key_size, int64_t pages,
                       int64_t page_size, bool fused, bool causal, int64_t window, float scale, float soft_cap, int64_t stages,
-                      int64_t together, bool in_boxes, ffi::Result<Array> out, ffi::Result<Floats> lse,
-                      ffi::Result<Floats> part, ffi::Result<Floats> part_weight, ffi::Result<Integers> splits) {
+                      int64_t tile_key_heads, bool use_tma, ffi::Result<Array> out, ffi::Result<Floats> lse,
+                      ffi::Result<Floats> partial, ffi::Result<Floats> partial_stats, ffi::Result<Integers> splits) {
   EJKERNEL_TRY(Check(query, key_pages, value_pages, starts, lengths, tables, sinks, key_scale, value_scale, key_strides,
                      value_strides, first_value, key_heads, key_size, pages, page_size, fused, causal, window, scale, soft_cap,
-                     stages, together, in_boxes, out, lse, part, part_weight, splits));
+                     stages, tile_key_heads, use_tma, out, lse, partial, partial_stats, splits));
   const Dims dims = query.dimensions();
   if (query.element_count() == 0) return ffi::Error::Success();
   const auto data = [](Floats factors) { return factors.element_count() ? factors.typed_data() : nullptr; };
@@ -248,8 +254,8 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array v
   const int64_t group = dims[2] / key_heads;
   const Call call{AsRequests(starts, lengths, tables, dims[1], pages, page_size),
                   query.untyped_data(),
-                  AsSide(key_pages, 0, key_strides, key_size),
-                  AsSide(fused ? key_pages : value_pages, first_value, value_strides, out->dimensions()[3]),
+                  AsKvArray(key_pages, 0, key_strides, key_size),
+                  AsKvArray(fused ? key_pages : value_pages, first_value, value_strides, out->dimensions()[3]),
                   data(sinks),
                   data(key_scale),
                   data(value_scale),
@@ -263,25 +269,25 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key_pages, Array v
                   int(dims[3]),
                   int(group),
                   int((group + kRows - 1) / kRows),
-                  int(key_heads / together),
-                  int(together),
+                  int(key_heads / tile_key_heads),
+                  int(tile_key_heads),
                   int(window),
                   scale,
                   soft_cap,
                   causal,
                   query.element_type() == ffi::BF16,
-                  std::countr_zero(unsigned(KeysOfStep(key_pages, dims, out->dimensions())))};
+                  std::countr_zero(unsigned(KeysPerStep(key_pages, dims, out->dimensions())))};
   const Problem problem(call);
-  const Results results{out->untyped_data(), lse->element_count() ? lse->typed_data() : nullptr, part->typed_data(),
-                        reinterpret_cast<float2*>(part_weight->typed_data()), reinterpret_cast<Split*>(splits->typed_data())};
-  Boxes boxes{};
-  if (in_boxes) EJKERNEL_TRY(MakeBoxes(problem, boxes));
-  const Knobs knobs{stages, part->dimensions()[0], in_boxes ? &boxes : nullptr};
+  const Results results{out->untyped_data(), lse->element_count() ? lse->typed_data() : nullptr, partial->typed_data(),
+                        reinterpret_cast<float2*>(partial_stats->typed_data()), reinterpret_cast<Split*>(splits->typed_data())};
+  TmaPages tma{};
+  if (use_tma) EJKERNEL_TRY(MakeTmaPages(problem, tma));
+  const Knobs knobs{stages, partial->dimensions()[0], use_tma ? &tma : nullptr};
   int workers = 0;
   EJKERNEL_TRY(AttendStored(stream, key_pages.element_type(), problem, results, knobs, workers));
-  const int parts = PartsOfBlock(key_pages, dims, out->dimensions(), group, together);
-  return lanes_of_part(problem, workers) == 32 ? Merge<32>(stream, problem, results, workers, parts)
-                                               : Merge<8>(stream, problem, results, workers, parts);
+  const int partials = PartialsPerBlock(key_pages, dims, out->dimensions(), group, tile_key_heads);
+  return lanes_per_partial(problem, workers) == 32 ? Combine<32>(stream, problem, results, workers, partials)
+                                                   : Combine<8>(stream, problem, results, workers, partials);
 }
 
 template <typename Binding>
@@ -309,8 +315,8 @@ auto Bind(Binding binding) {
       .template Attr<float>("scale")
       .template Attr<float>("soft_cap")
       .template Attr<int64_t>("stages")
-      .template Attr<int64_t>("together")
-      .template Attr<bool>("boxes")
+      .template Attr<int64_t>("tile_key_heads")
+      .template Attr<bool>("tma")
       .template Ret<Array>()
       .template Ret<Floats>()
       .template Ret<Floats>()

@@ -1,4 +1,4 @@
-// Launches by types, which are compiled on their own (bfloat16.cu, float16.cu, bytes.cu).
+// Launches by type, compiled separately (bfloat16.cu, float16.cu, bytes.cu).
 #pragma once
 
 #include "check_pages.h"
@@ -8,15 +8,14 @@ namespace ejkernel::paged_attention {
 
 constexpr const char* kName = "paged_attention";
 
-struct Boxes;
+struct TmaPages;
 
 struct Knobs {
   int64_t stages, workers;
-  const Boxes* boxes;  // how pages are copied, null where threads copy them
+  const TmaPages* tma;  // tensor maps of the pages, null for cp.async loads
 };
 
-// Products are of T and pages hold S, T itself or a one-byte type, beside which T is float16. `workers` says how many there
-// were.
+// MMA operands are T; pages hold S: T itself, or a one-byte type with T float16. Returns the number of workers in `workers`.
 template <typename T, typename S>
 ffi::Error Attend(cudaStream_t stream, const Problem& problem, const Results& results, Knobs knobs, int& workers);
 

@@ -1,4 +1,4 @@
-// Sums of weights and what becomes of them; logits are in units of log 2.
+// Writing results; logits are in log2 units.
 #pragma once
 
 #include <cmath>
@@ -9,10 +9,10 @@ namespace ejkernel::paged_attention {
 
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// What is taken from logits: the largest, or 0 if there is none, so that -inf - (-inf) does not arise.
-__device__ inline float shift_of(float largest) { return largest == -INFINITY ? 0.f : largest; }
+// What is subtracted from logits: the maximum, or 0 if there is none, so that -inf - (-inf) does not arise.
+__device__ inline float shift_of(float row_max) { return row_max == -INFINITY ? 0.f : row_max; }
 
-// Channels of a row of results that begins at `at`, as far as the row goes.
+// Write channels of a row of results that begins at `at`, up to `size`.
 template <int N>
 __device__ inline void write_results(void* out, bool is_bf16, int64_t at, int channel, int size, const Pack<float, N>& values) {
   const auto put = [&](auto* to) {

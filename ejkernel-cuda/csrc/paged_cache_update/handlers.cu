@@ -1,8 +1,8 @@
-// XLA's door to paged_cache_update: checks of every shape and dtype, the choice of kernel, the launch.
+// XLA FFI handler of paged_cache_update: checks of shapes and dtypes, choice of the kernel, launch.
 //
 // key and value are [batch, tokens, heads, size]; an absent scale has no columns. Of pages only the number of elements and four
-// strides (page, token, head, batch) matter; values that lie in the array of keys begin at `first_value` and have an empty
-// array of their own. Both arrays of pages are results in place of the arguments.
+// strides (page, token, head, batch) matter; values within the array of keys begin at `first_value` and have an empty array of
+// their own. Both arrays of pages are results that alias the arguments.
 #include <bit>
 
 #include "check_pages.h"
@@ -56,15 +56,15 @@ ffi::Error Check(Array key, Array value, Integers starts, Integers lengths, Inte
   if (threads < 32 || threads > 512 || (threads & (threads - 1))) {
     return Invalid(kName, "threads must be a power of two, 32 ... 512, got " + std::to_string(threads));
   }
-  if (tokens < 1 || tokens > kMostTokens) {
+  if (tokens < 1 || tokens > kMaxTokens) {
     return Invalid(kName, "tokens must be 1 ... 32, got " + std::to_string(tokens));
   }
   if (dims[0] * dims[1] > kMaxGrid) return Invalid(kName, "more than 2^31 - 1 tokens");
   return ffi::Error::Success();
 }
 
-// One of key and value, before its types are known.
-struct Side {
+// Keys or values, before dispatch by type.
+struct KvSource {
   Array from;
   Floats scale;
   char* pages;
@@ -72,7 +72,7 @@ struct Side {
 
   bool copies(ffi::DataType type) const { return from.element_type() == type && scale.element_count() == 0; }
 
-  // Whether packs of `count` elements move at once, from 16 bytes and to `bytes` each.
+  // Whether packs of `count` elements can move as vectors, from 16 bytes to `bytes` each.
   bool packs(int64_t count, int64_t bytes) const {
     const int64_t access = std::min<int64_t>(16, count * bytes);
     const auto whole = [&](int64_t stride) { return stride * bytes % access == 0; };
@@ -82,23 +82,23 @@ struct Side {
 };
 
 template <typename From, typename To>
-Write<From, To> AsWrite(const Side& side) {
-  const Dims dims = side.from.dimensions(), factors = side.scale.dimensions();
-  const bool scaled = side.scale.element_count() > 0;
-  return {static_cast<const From*>(side.from.untyped_data()),
-          reinterpret_cast<To*>(side.pages),
-          scaled ? side.scale.typed_data() : nullptr,
-          side.strides[0],
-          side.strides[1],
-          side.strides[2],
-          dims[0] > 1 ? side.strides[3] : 0,
+PageWrite<From, To> AsPageWrite(const KvSource& source) {
+  const Dims dims = source.from.dimensions(), factors = source.scale.dimensions();
+  const bool scaled = source.scale.element_count() > 0;
+  return {static_cast<const From*>(source.from.untyped_data()),
+          reinterpret_cast<To*>(source.pages),
+          scaled ? source.scale.typed_data() : nullptr,
+          source.strides[0],
+          source.strides[1],
+          source.strides[2],
+          dims[0] > 1 ? source.strides[3] : 0,
           scaled && factors[0] > 1 ? factors[1] : 0,
           scaled && factors[1] > 1 ? 1 : 0,
           int(dims[2]),
           int(dims[3])};
 }
 
-// Threads for the packs of one token, and as many tokens at once as the others are enough for.
+// Threads for the packs of one token, and as many tokens in parallel as the other threads serve.
 dim3 BlockOf(int64_t packs, int64_t threads, int64_t tokens) {
   const int64_t wide = std::min<int64_t>(threads, std::bit_ceil(uint64_t(std::max<int64_t>(packs, 1))));
   const int64_t high = std::min<int64_t>(threads / wide, std::bit_ceil(uint64_t(tokens)));
@@ -109,12 +109,13 @@ struct Runner {
   cudaStream_t stream;
   Requests requests;
   int64_t rows, threads, tokens;
-  const Side* first;
-  const Side* second;  // null for none
+  const KvSource* first;
+  const KvSource* second;  // null for none
 
   template <typename From, typename To, int N>
   ffi::Error launch() const {
-    const Write<From, To> one = AsWrite<From, To>(*first), other = second ? AsWrite<From, To>(*second) : Write<From, To>{};
+    const PageWrite<From, To> one = AsPageWrite<From, To>(*first),
+                              other = second ? AsPageWrite<From, To>(*second) : PageWrite<From, To>{};
     const int64_t packs = std::max(one.heads * (one.size / N), other.heads * (other.size / N));
     const dim3 block = BlockOf(packs, threads, tokens);
     const int64_t blocks = (rows + tokens - 1) / tokens;
@@ -172,14 +173,15 @@ ffi::Error Run(cudaStream_t stream, Array key, Array value, Integers starts, Int
   const Requests requests = AsRequests(starts, lengths, tables, dims[1], pages, page_size);
   char* values =
       static_cast<char*>((fused ? *key_out : *value_out).untyped_data()) + first_value * int64_t(ffi::ByteWidth(type));
-  const Side sides[] = {{key, key_scale, static_cast<char*>(key_out->untyped_data()), key_strides},
-                        {value, value_scale, values, value_strides}};
-  const bool together = key.element_type() == value.element_type() && sides[0].copies(type) == sides[1].copies(type);
-  if (together && key.element_count() && value.element_count()) {
-    return Runner{stream, requests, rows, threads, tokens, &sides[0], &sides[1]}.run(type);
+  const KvSource sources[] = {{key, key_scale, static_cast<char*>(key_out->untyped_data()), key_strides},
+                              {value, value_scale, values, value_strides}};
+  const bool one_launch = key.element_type() == value.element_type() && sources[0].copies(type) == sources[1].copies(type);
+  if (one_launch && key.element_count() && value.element_count()) {
+    return Runner{stream, requests, rows, threads, tokens, &sources[0], &sources[1]}.run(type);
   }
-  for (const Side& side : sides) {
-    if (side.from.element_count()) EJKERNEL_TRY((Runner{stream, requests, rows, threads, tokens, &side, nullptr}.run(type)));
+  for (const KvSource& source : sources) {
+    if (source.from.element_count())
+      EJKERNEL_TRY((Runner{stream, requests, rows, threads, tokens, &source, nullptr}.run(type)));
   }
   return ffi::Error::Success();
 }

@@ -1,5 +1,4 @@
-// Writing new keys and values into the pages where they lie. Tokens that nobody owns, and places that are not in the cache, are
-// dropped.
+// Writing new keys and values into their pages. Tokens that no request owns, and positions outside of the cache, are dropped.
 #pragma once
 
 #include "divide.cuh"
@@ -8,7 +7,7 @@
 
 namespace ejkernel::paged_cache_update {
 
-// A copy of the bits, of one type into the same.
+// A bitwise copy between equal types.
 template <int BYTES>
 struct Bits;
 template <>
@@ -29,7 +28,7 @@ constexpr bool kIsBits = false;
 template <int BYTES>
 constexpr bool kIsBits<Bits<BYTES>> = true;
 
-// What is stored for a number: the nearest, ties to even, and for one-byte types within their range; NaN becomes 0 in int8.
+// The stored value of a number: nearest, ties to even, saturated for one-byte types; NaN becomes 0 in int8.
 template <typename To>
 struct Stored {
   static __device__ To of(float value) { return from_float<To>(value); }
@@ -50,11 +49,11 @@ struct Stored<E5M2> {
   static __device__ E5M2 of(float value) { return {__nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E5M2)}; }
 };
 
-// One array of pages, strides in elements, and what is written into it.
+// An array of pages, strides in elements, and its new elements.
 template <typename From, typename To>
-struct Write {
+struct PageWrite {
   const From* from;    // [batch, tokens, heads, size]; null for nothing
-  To* pages;           // at the first place of this kind
+  To* pages;           // at the first element of this kind
   const float* scale;  // [1 or batch, 1 or heads], null when absent
   int64_t page_stride, token_stride, head_stride, batch_stride;
   int64_t scale_batch_stride;
@@ -62,17 +61,17 @@ struct Write {
   int heads, size;
 };
 
-constexpr int kMostTokens = 32;  // of a block; a lane of its first warp looks up each
-constexpr int kAhead = 2;        // tokens of a thread that are read together
+constexpr int kMaxTokens = 32;      // of a block; a lane of its first warp looks up each
+constexpr int kTokensInFlight = 2;  // tokens of a thread whose loads are in flight together
 
-// Where a token goes: offsets in elements of the pages, and its batch member; keys = -1 for a token that is dropped.
-struct Places {
-  int64_t* keys;    // [kMostTokens]
-  int64_t* values;  // [kMostTokens]
-  int* batches;     // [kMostTokens]
+// Destinations of tokens: offsets in elements of the pages, and the batch member; keys = -1 for a dropped token.
+struct TokenOffsets {
+  int64_t* keys;    // [kMaxTokens]
+  int64_t* values;  // [kMaxTokens]
+  int* batches;     // [kMaxTokens]
 };
 
-// How many requests end at this token or before.
+// The number of requests that end at or before this token.
 __device__ inline int64_t request_of(const int32_t* starts, int64_t requests, int64_t token) {
   int64_t below = 0, above = requests;
   while (below < above) {
@@ -86,7 +85,7 @@ __device__ inline int64_t request_of(const int32_t* starts, int64_t requests, in
   return below;
 }
 
-// Page and place in it of a token of a batch member; page = -1 when it has none in the cache.
+// Page and offset of a token of a batch member; page = -1 if it has none in the cache.
 __device__ inline int64_t page_of(const Requests& requests, int64_t batch, int64_t token, int64_t& offset) {
   const int32_t* starts = requests.starts + (requests.one_starts ? 0 : batch * (requests.requests + 1));
   const int64_t request = request_of(starts, requests.requests, token);
@@ -100,13 +99,14 @@ __device__ inline int64_t page_of(const Requests& requests, int64_t batch, int64
 }
 
 template <typename From, typename To>
-__device__ inline int64_t offset_of(const Write<From, To>& write, int64_t batch, int64_t page, int64_t offset) {
+__device__ inline int64_t offset_of(const PageWrite<From, To>& write, int64_t batch, int64_t page, int64_t offset) {
   return batch * write.batch_stride + page * write.page_stride + offset * write.token_stride;
 }
 
-// Pack `at` of a token's packs of N elements, divided by the scale of its head.
+// Store pack `at` of a token's packs of N elements, divided by the scale of its head.
 template <int N, typename From, typename To>
-__device__ inline void store_pack(const Write<From, To>& write, const Pack<From, N>& values, int64_t place, int batch, int at) {
+__device__ inline void store_pack(const PageWrite<From, To>& write, const Pack<From, N>& values, int64_t offset, int batch,
+                                  int at) {
   const int per_head = write.size / N, head = at / per_head, column = (at - head * per_head) * N;
   Pack<To, N> result;
   if constexpr (kIsBits<From>) {
@@ -120,58 +120,59 @@ __device__ inline void store_pack(const Write<From, To>& write, const Pack<From,
       result.data[i] = Stored<To>::of(scales ? value / scale : value);
     }
   }
-  store<To, N>(write.pages + place + head * write.head_stride + column, result);
+  store<To, N>(write.pages + offset + head * write.head_stride + column, result);
 }
 
-// The packs of one of the two arrays that a thread holds: pack `at` of kAhead tokens, blockDim.y apart.
+// A thread's packs of keys or values: pack `at` of kTokensInFlight tokens, blockDim.y apart.
 template <int N, typename From, typename To>
-struct Held {
-  const Write<From, To>& write;
+struct PackBuffer {
+  const PageWrite<From, To>& write;
   int packs;
-  Pack<From, N> packs_of[kAhead];
+  Pack<From, N> packs_of[kTokensInFlight];
 
-  __device__ explicit Held(const Write<From, To>& write)
+  __device__ explicit PackBuffer(const PageWrite<From, To>& write)
       : write(write), packs(write.from ? write.heads * (write.size / N) : 0) {}
 
   __device__ void read(int64_t begin, int token, int tokens, int at) {
     if (at >= packs) return;
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
+    for (int k = 0; k < kTokensInFlight; ++k) {
       const int other = token + k * int(blockDim.y);
       if (other < tokens) packs_of[k] = load<From, N>(write.from + ((begin + other) * packs + at) * N);
     }
   }
 
-  __device__ void put(const int64_t* offsets, const Places& places, int token, int tokens, int at) const {
+  __device__ void store_packs(const int64_t* offsets, const TokenOffsets& lookup, int token, int tokens, int at) const {
     if (at >= packs) return;
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
+    for (int k = 0; k < kTokensInFlight; ++k) {
       const int other = token + k * int(blockDim.y);
-      if (other < tokens && places.keys[other] >= 0) store_pack<N>(write, packs_of[k], offsets[other], places.batches[other], at);
+      if (other < tokens && lookup.keys[other] >= 0)
+        store_pack<N>(write, packs_of[k], offsets[other], lookup.batches[other], at);
     }
   }
 };
 
-// A block of [threads per token, tokens at once] stores `tokens` tokens. Its first reads are under way while their places are
-// looked up. N elements are an access of the new arrays.
+// A block of [threads per token, tokens in parallel] stores `tokens` tokens. Its first loads overlap the lookup of
+// destinations. A vector of the new arrays has N elements.
 template <typename From, typename To, int N>
-__global__ void __launch_bounds__(512) update_pages(Requests requests, Write<From, To> first, Write<From, To> second,
-                                                    int64_t rows, int tokens) {
-  EJKERNEL_SHARED(int64_t, keys, kMostTokens);
-  EJKERNEL_SHARED(int64_t, values, kMostTokens);
-  EJKERNEL_SHARED(int, batches, kMostTokens);
-  const Places places{keys, values, batches};
+__global__ void __launch_bounds__(512)
+    update_pages(Requests requests, PageWrite<From, To> first, PageWrite<From, To> second, int64_t rows, int tokens) {
+  EJKERNEL_SHARED(int64_t, keys, kMaxTokens);
+  EJKERNEL_SHARED(int64_t, values, kMaxTokens);
+  EJKERNEL_SHARED(int, batches, kMaxTokens);
+  const TokenOffsets lookup{keys, values, batches};
   const int64_t begin = int64_t(blockIdx.x) * tokens;
   const int here = int(rows - begin < tokens ? rows - begin : tokens);
-  Held<N, From, To> held(first), also_held(second);
-  const int most = held.packs > also_held.packs ? held.packs : also_held.packs;
-  const int per_round = kAhead * int(blockDim.y), rounds = (here + per_round - 1) / per_round;
+  PackBuffer<N, From, To> first_packs(first), second_packs(second);
+  const int most = first_packs.packs > second_packs.packs ? first_packs.packs : second_packs.packs;
+  const int per_round = kTokensInFlight * int(blockDim.y), rounds = (here + per_round - 1) / per_round;
   bool known = false;
   for (int at = threadIdx.x; at - int(threadIdx.x) < most; at += blockDim.x) {
     for (int round = 0; round < rounds; ++round) {
       const int token = round * per_round + int(threadIdx.y);
-      held.read(begin, token, here, at);
-      also_held.read(begin, token, here, at);
+      first_packs.read(begin, token, here, at);
+      second_packs.read(begin, token, here, at);
       if (!known) {
         const int mine = int(threadIdx.y * blockDim.x + threadIdx.x);
         if (mine < here) {
@@ -185,8 +186,8 @@ __global__ void __launch_bounds__(512) update_pages(Requests requests, Write<Fro
         __syncthreads();
         known = true;
       }
-      held.put(keys, places, token, here, at);
-      also_held.put(values, places, token, here, at);
+      first_packs.store_packs(keys, lookup, token, here, at);
+      second_packs.store_packs(values, lookup, token, here, at);
     }
   }
 }

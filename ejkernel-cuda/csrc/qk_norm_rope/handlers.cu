@@ -1,6 +1,6 @@
-// XLA's door to qk_norm_rope: checks of every shape and dtype, the choice of kernel, the launch.
+// XLA FFI handlers of qk_norm_rope: checks of shapes and dtypes, choice of the kernel, launch.
 //
-// A scale is float32, [0, channels] when absent, [1, channels] when the batch shares it, else [batch, channels].
+// A scale is float32, [0, channels] if absent, [1, channels] if the batch shares it, else [batch, channels].
 #include <span>
 
 #include "launch_rows.cuh"
@@ -21,8 +21,9 @@ ffi::Error CheckHeads(Array query, Array key, Geometry geometry) {
   EJKERNEL_TRY(rope::CheckHeads(kName, "query", query, query, geometry.heads_first, geometry.rotary_dim));
   EJKERNEL_TRY(rope::CheckHeads(kName, "key", key, query, geometry.heads_first, geometry.rotary_dim));
   const int64_t width = query.dimensions()[3];
-  if (width % 2 == 0 && width <= kWidest) return ffi::Error::Success();
-  return Invalid(kName, "head size must be even and at most " + std::to_string(kWidest) + ", got " + std::to_string(width));
+  if (width % 2 == 0 && width <= kMaxHeadSize) return ffi::Error::Success();
+  return Invalid(kName,
+                 "head size must be even and at most " + std::to_string(kMaxHeadSize) + ", got " + std::to_string(width));
 }
 
 ffi::Error CheckScale(const char* name, Floats scale, Array query) {
@@ -67,9 +68,9 @@ ffi::Error CheckForward(Array query, Array key, Floats cos, Floats sin, Floats q
 
 ffi::Error CheckBackward(Array query, Array key, Floats query_rstd, Floats key_rstd, Array query_grad, Array key_grad,
                          Floats cos, Floats sin, Floats query_scale, Floats key_scale, int64_t rotary_dim, bool interleaved,
-                         bool heads_first, float, int64_t span, int64_t parts, ffi::Result<Array> d_query,
+                         bool heads_first, float, int64_t span, int64_t partials, ffi::Result<Array> d_query,
                          ffi::Result<Array> d_key, ffi::Result<Array> d_query_scale, ffi::Result<Array> d_key_scale,
-                         ffi::Result<Floats> query_parts, ffi::Result<Floats> key_parts) {
+                         ffi::Result<Floats> query_partials, ffi::Result<Floats> key_partials) {
   const Geometry geometry{rotary_dim, interleaved, heads_first};
   EJKERNEL_TRY(CheckHeads(query, key, geometry));
   EJKERNEL_TRY(CheckAngles(cos, sin, query, geometry));
@@ -79,22 +80,23 @@ ffi::Error CheckBackward(Array query, Array key, Floats query_rstd, Floats key_r
   EJKERNEL_TRY(CheckLike(kName, "key_grad", key_grad, "key", key));
   EJKERNEL_TRY(CheckLike(kName, "d_query", *d_query, "query", query));
   EJKERNEL_TRY(CheckLike(kName, "d_key", *d_key, "key", key));
-  if (parts < 1) return Invalid(kName, "parts must be positive, got " + std::to_string(parts));
+  if (partials < 1) return Invalid(kName, "partials must be positive, got " + std::to_string(partials));
   const struct {
     const char* name;
     Floats scale;
     Array total;
     Floats partial;
-  } sides[] = {{"query_scale", query_scale, *d_query_scale, *query_parts}, {"key_scale", key_scale, *d_key_scale, *key_parts}};
-  for (const auto& side : sides) {
-    EJKERNEL_TRY(CheckScale(side.name, side.scale, query));
-    if (!Same(side.scale.dimensions(), side.total.dimensions()))
-      return Invalid(kName, std::string("the gradient of ") + side.name + " must be like it");
-    EJKERNEL_TRY(CheckFloat(kName, (std::string("the gradient of ") + side.name).c_str(), side.total));
-    const Dims got = side.partial.dimensions(), dims = side.scale.dimensions();
-    if (got.size() != 3 || got[0] != dims[0] || got[1] != parts || got[2] != dims[1]) {
-      return Invalid(kName, std::string("partial sums of ") + side.name + " must be [" + std::to_string(dims[0]) + ", " +
-                                std::to_string(parts) + " parts, " + std::to_string(dims[1]) + "], got " + Text(got));
+  } operands[] = {{"query_scale", query_scale, *d_query_scale, *query_partials},
+                  {"key_scale", key_scale, *d_key_scale, *key_partials}};
+  for (const auto& operand : operands) {
+    EJKERNEL_TRY(CheckScale(operand.name, operand.scale, query));
+    if (!Same(operand.scale.dimensions(), operand.total.dimensions()))
+      return Invalid(kName, std::string("the gradient of ") + operand.name + " must be like it");
+    EJKERNEL_TRY(CheckFloat(kName, (std::string("the gradient of ") + operand.name).c_str(), operand.total));
+    const Dims got = operand.partial.dimensions(), dims = operand.scale.dimensions();
+    if (got.size() != 3 || got[0] != dims[0] || got[1] != partials || got[2] != dims[1]) {
+      return Invalid(kName, std::string("partial sums of ") + operand.name + " must be [" + std::to_string(dims[0]) + ", " +
+                                std::to_string(partials) + " partials, " + std::to_string(dims[1]) + "], got " + Text(got));
     }
   }
   if (span >= 1 && span <= (1 << 20)) return ffi::Error::Success();
@@ -127,14 +129,14 @@ Angles AsAngles(Floats cos, Floats sin, int64_t rotary_dim) {
           cos.dimensions()[2] != rotary_dim};
 }
 
-// Whether 16-byte accesses cover the channels that pass through, too, paired as the rotated ones are.
+// Whether 16-byte vectors also cover the pass-through channels, paired like the rotated ones.
 bool AllPacked(const Heads& heads, int64_t bytes, bool interleaved, std::initializer_list<const void*> arrays) {
   const bool rest = interleaved || (heads.width / 2 - heads.half) % (16 / bytes) == 0;
   return rest && rope::Packed(heads, bytes, interleaved, arrays);
 }
 
-// Threads that hold a head.
-int LanesOf(const Heads& heads) { return rope::Lanes(heads.width / 2, kHeld); }
+// Threads of a head.
+int LanesOf(const Heads& heads) { return rope::Lanes(heads.width / 2, kPairsPerThread); }
 
 struct Normalising {
   Array x;
@@ -155,24 +157,24 @@ ffi::Error Forward(cudaStream_t stream, std::span<const Normalising> arrays, con
   }
   const int lanes = LanesOf(first), rows = int(threads) / lanes;
   return rope::ForHeads(type, packed, geometry.interleaved, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
-    Sides<Side<T>> sides{};
+    Operands<Operand<T>> operands{};
     uint32_t blocks = 0;
     for (size_t i = 0; i < arrays.size(); ++i) {
       const auto& [x, scale, out, rstd] = arrays[i];
       const Heads heads = rope::HeadsOf(x, geometry.heads_first, geometry.rotary_dim);
-      sides.of[i] = {static_cast<const T*>(x.untyped_data()),
-                     AsParameter(scale),
-                     static_cast<T*>(out.untyped_data()),
-                     rstd.element_count() ? rstd.typed_data() : nullptr,
-                     heads,
-                     rope::spans_of(heads, span)};
-      blocks += (sides.of[i].spans.count + rows - 1) / rows;
-      if (i == 0) sides.blocks = blocks;
+      operands.of[i] = {static_cast<const T*>(x.untyped_data()),
+                        AsParameter(scale),
+                        static_cast<T*>(out.untyped_data()),
+                        rstd.element_count() ? rstd.typed_data() : nullptr,
+                        heads,
+                        rope::spans_of(heads, span)};
+      blocks += (operands.of[i].spans.count + rows - 1) / rows;
+      if (i == 0) operands.blocks = blocks;
     }
     if (blocks == 0) return ffi::Error::Success();
     return rope::ForSpan<4, 8>(angles.per_pair, span, [&]<bool PER_PAIR, int SPAN>() {
       norm_rotate<T, INTERLEAVED, PACKED, PER_PAIR, SPAN>
-          <<<blocks, dim3(lanes, rows), 0, stream>>>(sides, angles, epsilon, scale_offset);
+          <<<blocks, dim3(lanes, rows), 0, stream>>>(operands, angles, epsilon, scale_offset);
       return CheckLaunch(kName, "norm and rotation");
     });
   });
@@ -180,8 +182,8 @@ ffi::Error Forward(cudaStream_t stream, std::span<const Normalising> arrays, con
 
 ffi::Error RunForward(cudaStream_t stream, Array query, Array key, Floats cos, Floats sin, Floats query_scale, Floats key_scale,
                       int64_t rotary_dim, bool interleaved, bool heads_first, float epsilon, float scale_offset, int64_t span,
-                      int64_t threads, ffi::Result<Array> query_out, ffi::Result<Array> key_out,
-                      ffi::Result<Floats> query_rstd, ffi::Result<Floats> key_rstd) {
+                      int64_t threads, ffi::Result<Array> query_out, ffi::Result<Array> key_out, ffi::Result<Floats> query_rstd,
+                      ffi::Result<Floats> key_rstd) {
   EJKERNEL_TRY(CheckForward(query, key, cos, sin, query_scale, key_scale, rotary_dim, interleaved, heads_first, epsilon,
                             scale_offset, span, threads, query_out, key_out, query_rstd, key_rstd));
   const Geometry geometry{rotary_dim, interleaved, heads_first};
@@ -195,7 +197,7 @@ ffi::Error RunForward(cudaStream_t stream, Array query, Array key, Floats cos, F
   return run({both + 1, 1});
 }
 
-// Blocks of kThreads that the device runs at once.
+// Resident blocks of kThreads of the device.
 template <typename Kernel>
 int64_t ResidentBlocks(Kernel kernel) {
   int device = 0, processors = 0, blocks = 0;
@@ -205,48 +207,49 @@ int64_t ResidentBlocks(Kernel kernel) {
   return int64_t(std::max(1, blocks)) * std::max(1, processors);
 }
 
-// Partial sums by up to `parts` blocks for each scale; afterwards that is how many there are.
+// Partial sums from up to `partials` blocks per scale; returns their number there.
 ffi::Error BackwardOfOne(cudaStream_t stream, Array x, Floats rstd, Array grad, Floats scale, Array d_x, Floats partial,
-                         const Angles& angles, Geometry geometry, float scale_offset, int64_t span, int64_t& parts) {
+                         const Angles& angles, Geometry geometry, float scale_offset, int64_t span, int64_t& partials) {
   const Heads heads = rope::HeadsOf(x, geometry.heads_first, geometry.rotary_dim);
   const int64_t groups = std::max<int64_t>(1, scale.dimensions()[0]);
   const bool packed =
       AllPacked(heads, ffi::ByteWidth(x.element_type()), geometry.interleaved,
                 {x.untyped_data(), grad.untyped_data(), d_x.untyped_data(), scale.untyped_data(), angles.cos, angles.sin});
-  if (groups * parts > kMaxGrid) return Invalid(kName, std::to_string(groups * parts) + " blocks are more than a grid has");
+  if (groups * partials > kMaxGrid) return Invalid(kName, std::to_string(groups * partials) + " blocks exceed the grid limit");
   return rope::ForHeads(x.element_type(), packed, geometry.interleaved, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
     auto kernel = gradients<T, INTERLEAVED, PACKED>;
     const int lanes = LanesOf(heads), rows = kThreads / lanes;
     const Spans spans = rope::spans_of(heads, span);
     const int64_t spans_per_group = spans.count / groups;
     const int64_t most = std::min(ResidentBlocks(kernel) / groups, (spans_per_group + rows - 1) / rows);
-    parts = std::clamp<int64_t>(most, 1, parts);
-    kernel<<<unsigned(groups * parts), dim3(lanes, rows), 0, stream>>>(
+    partials = std::clamp<int64_t>(most, 1, partials);
+    kernel<<<unsigned(groups * partials), dim3(lanes, rows), 0, stream>>>(
         static_cast<const T*>(x.untyped_data()), rstd.typed_data(), static_cast<const T*>(grad.untyped_data()),
         AsParameter(scale), static_cast<T*>(d_x.untyped_data()), scale.dimensions()[0] ? partial.typed_data() : nullptr, angles,
-        heads, spans, unsigned(spans_per_group), unsigned(parts), scale_offset);
+        heads, spans, unsigned(spans_per_group), unsigned(partials), scale_offset);
     return CheckLaunch(kName, "gradients");
   });
 }
 
 ffi::Error RunBackward(cudaStream_t stream, Array query, Array key, Floats query_rstd, Floats key_rstd, Array query_grad,
                        Array key_grad, Floats cos, Floats sin, Floats query_scale, Floats key_scale, int64_t rotary_dim,
-                       bool interleaved, bool heads_first, float scale_offset, int64_t span, int64_t parts,
+                       bool interleaved, bool heads_first, float scale_offset, int64_t span, int64_t partials,
                        ffi::Result<Array> d_query, ffi::Result<Array> d_key, ffi::Result<Array> d_query_scale,
-                       ffi::Result<Array> d_key_scale, ffi::Result<Floats> query_parts, ffi::Result<Floats> key_parts) {
+                       ffi::Result<Array> d_key_scale, ffi::Result<Floats> query_partials, ffi::Result<Floats> key_partials) {
   EJKERNEL_TRY(CheckBackward(query, key, query_rstd, key_rstd, query_grad, key_grad, cos, sin, query_scale, key_scale,
-                             rotary_dim, interleaved, heads_first, scale_offset, span, parts, d_query, d_key, d_query_scale,
-                             d_key_scale, query_parts, key_parts));
+                             rotary_dim, interleaved, heads_first, scale_offset, span, partials, d_query, d_key, d_query_scale,
+                             d_key_scale, query_partials, key_partials));
   const Geometry geometry{rotary_dim, interleaved, heads_first};
   const Angles angles = AsAngles(cos, sin, rotary_dim);
-  // Without any head there are no spans, and the kernel writes partial sums of nothing.
-  int64_t of_query = parts, of_key = parts;
-  EJKERNEL_TRY(BackwardOfOne(stream, query, query_rstd, query_grad, query_scale, *d_query, *query_parts, angles, geometry,
+  // Without heads there are no spans, and the kernel writes empty partial sums.
+  int64_t of_query = partials, of_key = partials;
+  EJKERNEL_TRY(BackwardOfOne(stream, query, query_rstd, query_grad, query_scale, *d_query, *query_partials, angles, geometry,
                              scale_offset, span, of_query));
-  EJKERNEL_TRY(BackwardOfOne(stream, key, key_rstd, key_grad, key_scale, *d_key, *key_parts, angles, geometry, scale_offset,
+  EJKERNEL_TRY(BackwardOfOne(stream, key, key_rstd, key_grad, key_scale, *d_key, *key_partials, angles, geometry, scale_offset,
                              span, of_key));
   const int64_t width = query.dimensions()[3];
-  const Parts first = PartsOf(*query_parts, *d_query_scale, of_query), second = PartsOf(*key_parts, *d_key_scale, of_key);
+  const PartialSums first = PartialSumsOf(*query_partials, *d_query_scale, of_query),
+                    second = PartialSumsOf(*key_partials, *d_key_scale, of_key);
   return LaunchSum(kName, stream, first, second, width);
 }
 
@@ -259,7 +262,7 @@ ffi::Error AngleGradientsOfOne(cudaStream_t stream, Array x, Floats rstd, Array 
     const Dims dims = d_cos.dimensions();
     const int lanes = rope::Lanes(heads.half, kPairs<T, INTERLEAVED, PACKED>);
     const int64_t blocks = dims[0] * dims[1];
-    if (blocks > kMaxGrid) return Invalid(kName, std::to_string(blocks) + " rows of angles are more than a grid has");
+    if (blocks > kMaxGrid) return Invalid(kName, std::to_string(blocks) + " rows of angles exceed the grid limit");
     rope::angle_gradients<T, INTERLEAVED, PACKED, Normalised><<<unsigned(blocks), dim3(lanes, kThreads / lanes), 0, stream>>>(
         static_cast<const T*>(x.untyped_data()), static_cast<const T*>(grad.untyped_data()), d_cos.typed_data(),
         d_sin.typed_data(), heads, dims[0] == 1, dims[2] == heads.half, add,
@@ -275,7 +278,7 @@ ffi::Error RunAngleGradients(cudaStream_t stream, Array query, Array key, Floats
                                    interleaved, heads_first, scale_offset, d_cos, d_sin));
   if (d_cos->element_count() == 0) return ffi::Error::Success();
   const Geometry geometry{rotary_dim, interleaved, heads_first};
-  // Without any head the sums are empty, and the kernel writes zeros.
+  // Without heads the sums are empty, and the kernel writes zeros.
   EJKERNEL_TRY(
       AngleGradientsOfOne(stream, query, query_rstd, query_grad, query_scale, *d_cos, *d_sin, geometry, scale_offset, false));
   if (key.element_count() == 0) return ffi::Error::Success();
@@ -324,7 +327,7 @@ auto BindBackward(Binding binding) {
                           .template Arg<Floats>())
       .template Attr<float>("scale_offset")
       .template Attr<int64_t>("span")
-      .template Attr<int64_t>("parts")
+      .template Attr<int64_t>("partials")
       .template Ret<Array>()
       .template Ret<Array>()
       .template Ret<Array>()

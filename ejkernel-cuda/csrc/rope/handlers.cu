@@ -1,4 +1,4 @@
-// XLA's door to rope: checks of every shape and dtype, the choice of kernel, the launch.
+// XLA FFI handlers of rope: checks of shapes and dtypes, choice of the kernel, launch.
 #include <span>
 
 #include "rope/heads.cuh"
@@ -31,7 +31,7 @@ ffi::Error CheckAngleGradients(Array query, Array key, Array query_grad, Array k
   return ffi::Error::Success();
 }
 
-struct Turned {
+struct Rotated {
   Array x, out;
 };
 
@@ -42,29 +42,29 @@ struct Rotation {
 };
 
 // One launch for one or two arrays of one dtype.
-ffi::Error Rotate(cudaStream_t stream, std::span<const Turned> arrays, const Angles& angles, const Rotation& rotation) {
+ffi::Error Rotate(cudaStream_t stream, std::span<const Rotated> arrays, const Angles& angles, const Rotation& rotation) {
   const ffi::DataType type = arrays[0].x.element_type();
   bool packed = true;
-  for (const Turned& array : arrays) {
+  for (const Rotated& array : arrays) {
     packed &= Packed(HeadsOf(array.x, rotation.heads_first, rotation.rotary_dim), ffi::ByteWidth(type), rotation.interleaved,
                      {array.x.untyped_data(), array.out.untyped_data(), angles.cos, angles.sin});
   }
   return ForHeads(type, packed, rotation.interleaved, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
-    const int lanes = Lanes(int(rotation.rotary_dim / 2), kTurned<T, INTERLEAVED, PACKED>);
+    const int lanes = Lanes(int(rotation.rotary_dim / 2), kRotatedPairs<T, INTERLEAVED, PACKED>);
     const int rows = int(rotation.threads) / lanes;
-    Sides<Side<T>> sides{};
+    Operands<Operand<T>> operands{};
     uint32_t blocks = 0;
     for (size_t i = 0; i < arrays.size(); ++i) {
       const Heads heads = HeadsOf(arrays[i].x, rotation.heads_first, rotation.rotary_dim);
-      sides.of[i] = {static_cast<const T*>(arrays[i].x.untyped_data()), static_cast<T*>(arrays[i].out.untyped_data()), heads,
-                     spans_of(heads, rotation.span)};
-      blocks += (sides.of[i].spans.count + rows - 1) / rows;
-      if (i == 0) sides.blocks = blocks;
+      operands.of[i] = {static_cast<const T*>(arrays[i].x.untyped_data()), static_cast<T*>(arrays[i].out.untyped_data()), heads,
+                        spans_of(heads, rotation.span)};
+      blocks += (operands.of[i].spans.count + rows - 1) / rows;
+      if (i == 0) operands.blocks = blocks;
     }
     if (blocks == 0) return ffi::Error::Success();
     return ForSpan<1, 2, 4>(angles.per_pair, rotation.span, [&]<bool PER_PAIR, int SPAN>() {
       rotate<T, INTERLEAVED, PACKED, PER_PAIR, SPAN>
-          <<<blocks, dim3(lanes, rows), 0, stream>>>(sides, angles, rotation.inverse);
+          <<<blocks, dim3(lanes, rows), 0, stream>>>(operands, angles, rotation.inverse);
       return CheckLaunch(kName, "rotation");
     });
   });
@@ -78,7 +78,7 @@ ffi::Error RunRotate(cudaStream_t stream, Array query, Array key, Floats cos, Fl
   const Angles angles{cos.typed_data(), sin.typed_data(), cos.dimensions()[0] == 1, sin.dimensions()[0] == 1,
                       cos.dimensions()[2] != rotary_dim};
   const Rotation rotation{rotary_dim, interleaved, heads_first, inverse, span, threads};
-  const Turned both[] = {{query, *query_out}, {key, *key_out}};
+  const Rotated both[] = {{query, *query_out}, {key, *key_out}};
   if (query.element_type() == key.element_type()) return Rotate(stream, both, angles, rotation);
   EJKERNEL_TRY(Rotate(stream, {both, 1}, angles, rotation));
   return Rotate(stream, {both + 1, 1}, angles, rotation);
@@ -91,10 +91,10 @@ ffi::Error AngleGradientsOfOne(cudaStream_t stream, Array x, Array grad, Floats 
     const Dims dims = d_cos.dimensions();
     const int lanes = Lanes(heads.half, kPairs<T, INTERLEAVED, PACKED>);
     const int64_t blocks = dims[0] * dims[1];
-    if (blocks > kMaxGrid) return Invalid(kName, std::to_string(blocks) + " rows of angles are more than a grid has");
-    angle_gradients<T, INTERLEAVED, PACKED, AsStored><<<unsigned(blocks), dim3(lanes, kThreads / lanes), 0, stream>>>(
+    if (blocks > kMaxGrid) return Invalid(kName, std::to_string(blocks) + " rows of angles exceed the grid limit");
+    angle_gradients<T, INTERLEAVED, PACKED, Identity><<<unsigned(blocks), dim3(lanes, kThreads / lanes), 0, stream>>>(
         static_cast<const T*>(x.untyped_data()), static_cast<const T*>(grad.untyped_data()), d_cos.typed_data(),
-        d_sin.typed_data(), heads, dims[0] == 1, dims[2] == heads.half, add, AsStored{});
+        d_sin.typed_data(), heads, dims[0] == 1, dims[2] == heads.half, add, Identity{});
     return CheckLaunch(kName, "gradients of cos and sin");
   });
 }
@@ -103,7 +103,7 @@ ffi::Error RunAngleGradients(cudaStream_t stream, Array query, Array key, Array 
                              bool interleaved, bool heads_first, ffi::Result<Floats> d_cos, ffi::Result<Floats> d_sin) {
   EJKERNEL_TRY(CheckAngleGradients(query, key, query_grad, key_grad, rotary_dim, interleaved, heads_first, d_cos, d_sin));
   if (d_cos->element_count() == 0) return ffi::Error::Success();
-  // Without any head the sums are empty, and the kernel writes zeros.
+  // Without heads the sums are empty, and the kernel writes zeros.
   EJKERNEL_TRY(AngleGradientsOfOne(stream, query, query_grad, *d_cos, *d_sin, HeadsOf(query, heads_first, rotary_dim),
                                    interleaved, false));
   if (key.element_count() == 0) return ffi::Error::Success();

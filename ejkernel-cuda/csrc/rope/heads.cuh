@@ -1,4 +1,4 @@
-// What the doors to rope and to qk_norm_rope share: checks, and heads as the kernels see them.
+// Checks and head geometry that the handlers of rope and qk_norm_rope share.
 //
 // query and key are [batch, length, heads, channels], or [batch, heads, length, channels] with heads_first; an absent key has
 // no heads. cos and sin are float32, each [1 or batch, length, rotary_dim or rotary_dim / 2].
@@ -11,7 +11,7 @@
 
 namespace ejkernel::rope {
 
-constexpr int64_t kMostHeads = 0x7fffffff;  // of all tokens; kernels count them in 32 bits
+constexpr int64_t kMaxHeads = 0x7fffffff;  // of all tokens; kernels count them in 32 bits
 
 inline ffi::Error CheckHeads(const char* operation, const char* name, Array x, Array query, bool heads_first,
                              int64_t rotary_dim) {
@@ -29,7 +29,7 @@ inline ffi::Error CheckHeads(const char* operation, const char* name, Array x, A
                    "rotary_dim must be even and 2 ... " + std::to_string(dims[3]) + ", got " + std::to_string(rotary_dim));
   }
   if (dims[3] > (int64_t{1} << 30)) return Invalid(operation, "head size " + std::to_string(dims[3]) + " is above 2^30");
-  if (x.element_count() / std::max<int64_t>(1, dims[3]) > kMostHeads)
+  if (x.element_count() / std::max<int64_t>(1, dims[3]) > kMaxHeads)
     return Invalid(operation, std::string(name) + " must have less than 2^31 heads of tokens, got " + Text(dims));
   return ffi::Error::Success();
 }
@@ -45,7 +45,7 @@ inline ffi::Error CheckAngles(const char* operation, const char* name, Floats an
                                 Text(like) + ", got " + Text(dims));
 }
 
-// Heads of a row of threads, and threads of a block.
+// Check the heads of a row of threads, and the threads of a block.
 inline ffi::Error CheckKnobs(const char* operation, int64_t span, std::initializer_list<int> spans, int64_t threads) {
   if (std::find(spans.begin(), spans.end(), span) == spans.end()) {
     std::string all;
@@ -64,14 +64,14 @@ inline Heads HeadsOf(Array x, bool heads_first, int64_t rotary_dim) {
           int(rotary_dim / 2), heads_first};
 }
 
-// Whether 16-byte accesses cover all rotated channels, and the others, of an array with these bytes per element.
+// Whether 16-byte vectors cover the rotated channels, and the others, of an array with so many bytes per element.
 inline bool Packed(const Heads& heads, int64_t bytes, bool interleaved, std::initializer_list<const void*> arrays) {
   const int64_t pack = 16 / bytes;
   return heads.width % pack == 0 && (interleaved ? 2 * heads.half : heads.half) % pack == 0 &&
          std::all_of(arrays.begin(), arrays.end(), Aligned);
 }
 
-// `run.operator()<T, INTERLEAVED, PACKED>()`.
+// Call `run.operator()<T, INTERLEAVED, PACKED>()`.
 template <typename Run>
 ffi::Error ForHeads(ffi::DataType type, bool packed, bool interleaved, Run run) {
   const auto choose = [&]<typename T>() {
@@ -85,7 +85,7 @@ ffi::Error ForHeads(ffi::DataType type, bool packed, bool interleaved, Run run) 
   }
 }
 
-// `run.operator()<PER_PAIR, SPAN>()` for one of these spans.
+// Call `run.operator()<PER_PAIR, SPAN>()` for one of these spans.
 template <int... SPANS, typename Run>
 ffi::Error ForSpan(bool per_pair, int64_t span, Run run) {
   ffi::Error error;

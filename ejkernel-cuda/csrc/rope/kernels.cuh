@@ -6,32 +6,33 @@
 
 namespace ejkernel::rope {
 
-constexpr int kThreads = 256;  // of a block, at most
-// On a processor at least; code for other architectures than 9.0 takes more registers than four leave to each.
+constexpr int kThreads = 256;  // maximum of a block
+// Minimum resident blocks per multiprocessor; code for architectures other than 9.0 needs more registers than four blocks
+// leave.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kBlocks = 4;
 #else
 constexpr int kBlocks = 3;
 #endif
 
-// Heads of a thread whose reads are in flight together.
+// Heads of a thread whose loads are in flight together.
 template <typename T>
-constexpr int kAtOnce = sizeof(T) == 2 ? 4 : 2;
+constexpr int kHeadsInFlight = sizeof(T) == 2 ? 4 : 2;
 
-// Heads [batch, length, heads, channels] or [batch, heads, length, channels]. They are counted in 32 bits, elements in 64.
+// Heads [batch, length, heads, channels] or [batch, heads, length, channels]. Heads are counted in 32 bits, elements in 64.
 struct Heads {
   uint32_t batch, length, heads;
-  uint32_t step;  // from a head of a token to its next, counted in heads
+  uint32_t step;  // from a head of a token to its next, in heads
   int width;
   int half;  // pairs that are rotated
   bool heads_first;
 
-  // Of a head among all of them.
+  // Index of a head among all heads.
   __device__ uint32_t index(uint32_t member, uint32_t token, uint32_t head) const {
     return heads_first ? (member * heads + head) * length + token : (member * length + token) * heads + head;
   }
 
-  // The first element of a head; without signs, for the registers.
+  // The first element of a head; unsigned, to save registers.
   __device__ int64_t start(uint32_t index) const { return int64_t(uint64_t(index) * uint32_t(width)); }
 };
 
@@ -42,7 +43,7 @@ struct Angles {
   bool one_cos, one_sin;  // shared by the batch
   bool per_pair;
 
-  // Those of a token.
+  // The rows of a token.
   __device__ void rows(const Heads& heads, uint32_t member, uint32_t token, const float*& cos_row,
                        const float*& sin_row) const {
     const int channels = per_pair ? heads.half : 2 * heads.half;
@@ -51,51 +52,50 @@ struct Angles {
   }
 };
 
-// How heads are cut into spans: some neighbouring heads of one token each.
+// Partition of heads into spans: adjacent heads of one token.
 struct Spans {
   uint32_t chunks;        // of a token
   uint32_t count;         // of all tokens
-  uint32_t size;          // heads of one; the last of a token may have fewer
-  Divisor inner, middle;  // spans in a row, side by side in memory, and rows of a batch member
+  uint32_t size;          // heads of a span; the last of a token may have fewer
+  Divisor inner, middle;  // spans of a row, adjacent in memory, and rows of a batch member
 };
 
 inline Spans spans_of(const Heads& heads, int64_t size) {
   const uint32_t most = uint32_t(size < heads.heads ? size : heads.heads), chunks = most ? (heads.heads + most - 1) / most : 0;
-  const Divisor tokens = divisor(heads.length ? heads.length : 1), places = divisor(chunks ? chunks : 1);
-  return {chunks, heads.batch * heads.length * chunks, most, heads.heads_first ? tokens : places,
-          heads.heads_first ? places : tokens};
+  const Divisor tokens = divisor(heads.length ? heads.length : 1), token_chunks = divisor(chunks ? chunks : 1);
+  return {chunks, heads.batch * heads.length * chunks, most, heads.heads_first ? tokens : token_chunks,
+          heads.heads_first ? token_chunks : tokens};
 }
 
 struct Span {
   uint32_t member, token;
   uint32_t index;  // of its first head
-  uint32_t count;  // 1 at least
+  uint32_t count;  // at least 1
 
-  // That head or the last one. What is read or used under a condition is not asked for together with all else.
+  // That head, or the last one. A predicated load would not be issued together with the others.
   __device__ uint32_t near(uint32_t head) const { return head < count ? head : count - 1; }
 };
 
-// Neighbouring spans are of what lies beside each other; those of a batch member follow on those of the one before.
+// Adjacent spans are adjacent in memory; the spans of a batch member follow those of the one before.
 __device__ inline Span span_of(uint32_t item, const Heads& heads, const Spans& spans) {
   const uint32_t rest = spans.inner.divide(item), at = item - rest * spans.inner.value;
-  const uint32_t member = spans.middle.divide(rest), place = rest - member * spans.middle.value;
-  const uint32_t token = heads.heads_first ? at : place, head = (heads.heads_first ? place : at) * spans.size;
+  const uint32_t member = spans.middle.divide(rest), outer = rest - member * spans.middle.value;
+  const uint32_t token = heads.heads_first ? at : outer, head = (heads.heads_first ? outer : at) * spans.size;
   const uint32_t left = heads.heads - head;
   return {member, token, heads.index(member, token, head), left < spans.size ? left : spans.size};
 }
 
-// Pairs that one thread takes at once: four, so that many threads have registers for several heads, or as many as 16 bytes of
-// neighbours.
+// Pairs per thread: four, so that many threads have registers for several heads, or a 16-byte vector if interleaved.
 template <typename T, bool INTERLEAVED, bool PACKED>
 constexpr int kPairs = !PACKED       ? 1
                        : INTERLEAVED ? 8 / int(sizeof(T))
                                      : 4;
 
-// The same where they are only turned: 16 bytes of neighbours, in either half of a head.
+// The same for a rotation only: 16-byte vectors of either half of a head.
 template <typename T, bool INTERLEAVED, bool PACKED>
-constexpr int kTurned = PACKED && !INTERLEAVED ? 16 / int(sizeof(T)) : kPairs<T, INTERLEAVED, PACKED>;
+constexpr int kRotatedPairs = PACKED && !INTERLEAVED ? 16 / int(sizeof(T)) : kPairs<T, INTERLEAVED, PACKED>;
 
-// First and second members of M pairs, as they are stored.
+// First and second elements of M pairs, as stored.
 template <typename T, int M, bool INTERLEAVED, bool PACKED>
 struct Pairs {
   Pack<T, M> first, second;
@@ -105,26 +105,26 @@ struct Pairs {
       first = load<T, M>(head + pair);
       second = load<T, M>(head + half + pair);
     } else if constexpr (PACKED) {
-      take_apart(load<T, 2 * M>(head + 2 * pair));
+      deinterleave(load<T, 2 * M>(head + 2 * pair));
     } else {
       first.data[0] = head[2 * pair];
       second.data[0] = head[2 * pair + 1];
     }
   }
 
-  // Asked for where this stands.
-  __device__ void read_early(const T* head, int pair, int half) {
+  // The compiler does not move these loads.
+  __device__ void read_predicated(const T* head, int pair, int half) {
     if constexpr (!INTERLEAVED) {
-      first = load_early<T, M>(head + pair, true);
-      second = load_early<T, M>(head + half + pair, true);
+      first = load_pack_predicated<T, M>(head + pair, true);
+      second = load_pack_predicated<T, M>(head + half + pair, true);
     } else if constexpr (PACKED) {
-      take_apart(load_early<T, 2 * M>(head + 2 * pair, true));
+      deinterleave(load_pack_predicated<T, 2 * M>(head + 2 * pair, true));
     } else {
       read(head, pair, half);
     }
   }
 
-  __device__ void take_apart(const Pack<T, 2 * M>& both) {
+  __device__ void deinterleave(const Pack<T, 2 * M>& both) {
 #pragma unroll
     for (int i = 0; i < M; ++i) {
       first.data[i] = both.data[2 * i];
@@ -132,17 +132,17 @@ struct Pairs {
     }
   }
 
-  // Begin to copy them to 2 * M elements of shared memory, which `read` takes as a head of M pairs; or zeros.
-  static __device__ void copy_ahead(T* slot, const T* head, int pair, int half, bool there) {
+  // Load them asynchronously into 2 * M elements of shared memory, which `read` takes as a head of M pairs; or write zeros.
+  static __device__ void cp_async_pack(T* slot, const T* head, int pair, int half, bool valid) {
     if constexpr (INTERLEAVED && PACKED) {
-      ejkernel::copy_ahead<T, 2 * M>(slot, head + 2 * pair, there);
+      ejkernel::cp_async_pack<T, 2 * M>(slot, head + 2 * pair, valid);
     } else {
-      ejkernel::copy_ahead<T, M>(slot, head + (INTERLEAVED ? 2 * pair : pair), there);
-      ejkernel::copy_ahead<T, M>(slot + M, head + (INTERLEAVED ? 2 * pair + 1 : half + pair), there);
+      ejkernel::cp_async_pack<T, M>(slot, head + (INTERLEAVED ? 2 * pair : pair), valid);
+      ejkernel::cp_async_pack<T, M>(slot + M, head + (INTERLEAVED ? 2 * pair + 1 : half + pair), valid);
     }
   }
 
-  // To global memory, or not.
+  // Store to global memory, or do nothing.
   __device__ void write(T* head, int pair, int half, bool wanted = true) const {
     if constexpr (!INTERLEAVED) {
       store_out<T, M>(head + pair, first, wanted);
@@ -167,14 +167,14 @@ template <int M, bool INTERLEAVED, bool PACKED, bool PER_PAIR>
 __device__ inline Pairs<float, M, INTERLEAVED, PACKED> read_angles(const float* row, int pair, const Heads& heads) {
   Pairs<float, M, INTERLEAVED, PACKED> angles;
   if constexpr (PER_PAIR) {
-    angles.first = angles.second = load_early<float, M>(row + pair, true);
+    angles.first = angles.second = load_pack_predicated<float, M>(row + pair, true);
   } else {
-    angles.read_early(row, pair, heads.half);
+    angles.read_predicated(row, pair, heads.half);
   }
   return angles;
 }
 
-// Channels that are not rotated. A thread per pack.
+// Copy the channels that are not rotated, one pack per thread.
 template <typename T, int N>
 __device__ inline void copy_rest(const T* from, T* to, const Heads& heads) {
   for (int column = 2 * heads.half + threadIdx.x * N; column < heads.width; column += blockDim.x * N) {
@@ -182,51 +182,48 @@ __device__ inline void copy_rest(const T* from, T* to, const Heads& heads) {
   }
 }
 
-// An array, what comes of it, and how it is cut.
+// An input array, its output, and its spans.
 template <typename T>
-struct Side {
+struct Operand {
   const T* x;
   T* out;
   Heads heads;
   Spans spans;
 };
 
-// Query and key, one after the other in one grid.
-template <class Side>
-struct Sides {
-  Side of[2];
+// Query and key, concatenated along the grid.
+template <class Operand>
+struct Operands {
+  Operand of[2];
   uint32_t blocks;  // of the first
 
-  __device__ Side here() const { return of[blockIdx.x >= blocks]; }
-  // Which span a row of threads has; there may be none.
-  __device__ uint32_t item() const {
-    return (blockIdx.x - (blockIdx.x >= blocks ? blocks : 0)) * blockDim.y + threadIdx.y;
-  }
+  __device__ Operand here() const { return of[blockIdx.x >= blocks]; }
+  // The span of a row of threads; it may not exist.
+  __device__ uint32_t item() const { return (blockIdx.x - (blockIdx.x >= blocks ? blocks : 0)) * blockDim.y + threadIdx.y; }
 };
 
-// Blocks of kThreads that have enough registers on a processor; for less the assembler would not ask for all heads together.
+// Minimum resident blocks of kThreads; with fewer registers the compiler would not issue the loads of all heads together.
 template <bool PER_PAIR, int SPAN>
-constexpr int kRotating = SPAN == 4 && !PER_PAIR ? 1 : kBlocks + (PER_PAIR ? 2 : 1) - SPAN;
+constexpr int kMinRotateBlocks = SPAN == 4 && !PER_PAIR ? 1 : kBlocks + (PER_PAIR ? 2 : 1) - SPAN;
 
-// A span of up to SPAN heads for each row of threads of a block, which asks for all of them, cos and sin before it waits.
+// A span of up to SPAN heads per row of threads. Each thread issues all loads of heads, cos and sin before it waits.
 template <typename T, bool INTERLEAVED, bool PACKED, bool PER_PAIR, int SPAN>
-__global__ void __launch_bounds__(kThreads, kRotating<PER_PAIR, SPAN>)
-    rotate(Sides<Side<T>> sides, Angles angles, bool inverse) {
-  constexpr int M = kTurned<T, INTERLEAVED, PACKED>;
+__global__ void __launch_bounds__(kThreads, kMinRotateBlocks<PER_PAIR, SPAN>)
+    rotate(Operands<Operand<T>> operands, Angles angles, bool inverse) {
+  constexpr int M = kRotatedPairs<T, INTERLEAVED, PACKED>;
   using Values = Pairs<T, M, INTERLEAVED, PACKED>;
-  const Side<T> side = sides.here();
-  const Heads heads = side.heads;
-  const uint32_t item = sides.item();
-  if (item >= side.spans.count) return;
-  const Span here = span_of(item, heads, side.spans);
+  const Operand<T> operand = operands.here();
+  const Heads heads = operand.heads;
+  const uint32_t item = operands.item();
+  if (item >= operand.spans.count) return;
+  const Span here = span_of(item, heads, operand.spans);
   const auto start_of = [&](uint32_t head) { return heads.start(here.index + head * heads.step); };
   const float *cos_row, *sin_row;
   angles.rows(heads, here.member, here.token, cos_row, sin_row);
   for (int pair = threadIdx.x * M; pair < heads.half; pair += blockDim.x * M) {
     Values values[SPAN];
 #pragma unroll
-    for (uint32_t at = 0; at < SPAN; ++at)
-      values[at].read_early(side.x + start_of(here.near(at)), pair, heads.half);
+    for (uint32_t at = 0; at < SPAN; ++at) values[at].read_predicated(operand.x + start_of(here.near(at)), pair, heads.half);
     const auto cos = read_angles<M, INTERLEAVED, PACKED, PER_PAIR>(cos_row, pair, heads);
     auto sin = read_angles<M, INTERLEAVED, PACKED, PER_PAIR>(sin_row, pair, heads);
     if (inverse) {
@@ -249,63 +246,63 @@ __global__ void __launch_bounds__(kThreads, kRotating<PER_PAIR, SPAN>)
         second[i] = b * cos.second.data[i] + a * sin.second.data[i];
       }
       const Values result{rounded<T, M>(first), rounded<T, M>(second)};
-      result.write(side.out + start_of(at), pair, heads.half, at < here.count);
+      result.write(operand.out + start_of(at), pair, heads.half, at < here.count);
     }
   }
   if (2 * heads.half == heads.width) return;
   for (uint32_t head = 0; head < here.count; ++head) {
     const int64_t at = start_of(head);
-    copy_rest<T, PACKED ? int(16 / sizeof(T)) : 1>(side.x + at, side.out + at, heads);
+    copy_rest<T, PACKED ? int(16 / sizeof(T)) : 1>(operand.x + at, operand.out + at, heads);
   }
 }
 
-// What is turned where that is what is stored.
-struct AsStored {
+// The transform for heads that are rotated as stored.
+struct Identity {
   __device__ float of_head(uint32_t) const { return 1.f; }
 
   template <int M, bool INTERLEAVED, bool PACKED>
   __device__ void prepare(float (&)[M], float (&)[M], float, uint32_t, int, const Heads&) const {}
 };
 
-// The gradients of cos and sin by one array: sums over heads and over the batch members that share them, in a fixed order. A
-// block per row of angles; its rows of threads share the heads. `add` adds to what is there; `before` makes what is turned of
-// what is stored and what it has for that head.
-template <typename T, bool INTERLEAVED, bool PACKED, class Before>
+// Gradients of cos and sin from one array: sums over heads and over the batch members that share the angles, in a fixed order.
+// One block per row of angles; its rows of threads share the heads. `add` accumulates; `transform` turns stored heads, with
+// their statistics, into what was rotated.
+template <typename T, bool INTERLEAVED, bool PACKED, class Transform>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     angle_gradients(const T* __restrict__ x, const T* __restrict__ grad, float* __restrict__ d_cos, float* __restrict__ d_sin,
-                    Heads heads, bool shared, bool per_pair, bool add, Before before) {
-  constexpr int M = kPairs<T, INTERLEAVED, PACKED>, AT_ONCE = kAtOnce<T> / 2;
+                    Heads heads, bool shared, bool per_pair, bool add, Transform transform) {
+  constexpr int M = kPairs<T, INTERLEAVED, PACKED>, IN_FLIGHT = kHeadsInFlight<T> / 2;
   EJKERNEL_SHARED(float, sums, kThreads * 4 * M);  // [blockDim.y, 4, slots]
   const uint32_t row = blockIdx.x, first_member = row / heads.length, token = row - first_member * heads.length;
   const uint32_t units = (shared ? heads.batch : 1) * heads.heads;
   const int slots = blockDim.x * M;
   for (int base = 0; base < heads.half; base += slots) {
     const int pair = base + threadIdx.x * M;
-    float total[4][M] = {};  // cos and sin of the first members, then of the second
+    float total[4][M] = {};  // cos and sin of the first elements, then of the second
     if (pair < heads.half) {
-      for (uint32_t unit = threadIdx.y; unit < units; unit += AT_ONCE * blockDim.y) {
-        Pairs<T, M, INTERLEAVED, PACKED> values[AT_ONCE], gradients[AT_ONCE];
-        float of_head[AT_ONCE];
-        uint32_t members[AT_ONCE];
+      for (uint32_t unit = threadIdx.y; unit < units; unit += IN_FLIGHT * blockDim.y) {
+        Pairs<T, M, INTERLEAVED, PACKED> values[IN_FLIGHT], gradients[IN_FLIGHT];
+        float of_head[IN_FLIGHT];
+        uint32_t members[IN_FLIGHT];
 #pragma unroll
-        for (int at = 0; at < AT_ONCE; ++at) {
+        for (int at = 0; at < IN_FLIGHT; ++at) {
           if (unit + at * blockDim.y >= units) continue;
           const uint32_t member = (unit + at * blockDim.y) / heads.heads, head = unit + at * blockDim.y - member * heads.heads;
           members[at] = first_member + member;
           const uint32_t index = heads.index(members[at], token, head);
           values[at].read(x + heads.start(index), pair, heads.half);
           gradients[at].read(grad + heads.start(index), pair, heads.half);
-          of_head[at] = before.of_head(index);
+          of_head[at] = transform.of_head(index);
         }
 #pragma unroll
-        for (int at = 0; at < AT_ONCE; ++at) {
+        for (int at = 0; at < IN_FLIGHT; ++at) {
           if (unit + at * blockDim.y >= units) continue;
           float a[M], b[M], g[M], h[M];
           widen(values[at].first, a);
           widen(values[at].second, b);
           widen(gradients[at].first, g);
           widen(gradients[at].second, h);
-          before.template prepare<M, INTERLEAVED, PACKED>(a, b, of_head[at], members[at], pair, heads);
+          transform.template prepare<M, INTERLEAVED, PACKED>(a, b, of_head[at], members[at], pair, heads);
 #pragma unroll
           for (int i = 0; i < M; ++i) {
             total[0][i] += g[i] * a[i];
@@ -323,7 +320,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       for (int i = 0; i < M; ++i) sums[(threadIdx.y * 4 + kind) * slots + threadIdx.x * M + i] = total[kind][i];
     }
     __syncthreads();
-    // One thread per sum: of cos and sin of a pair, or of each of its members.
+    // One thread per sum: of cos and sin of a pair, or of each of its elements.
     const int kinds = per_pair ? 2 : 4;
     for (int sum = threadIdx.y * blockDim.x + threadIdx.x; sum < kinds * slots; sum += blockDim.x * blockDim.y) {
       const int kind = sum / slots, slot = sum % slots;

@@ -1,7 +1,7 @@
-// XLA's door to softmax: checks of every shape and dtype, the choice of kernel, the launch.
+// XLA FFI handlers of softmax: checks of shapes and dtypes, choice of the kernel, launch.
 //
-// x is [rows, width]; `where` is [its rows, 1 or width], or [0, 1] when absent; `sizes` and `strides` say which row of `where`
-// belongs to which row of x: by the axes that the rows of x are made of, strides in rows of `where`.
+// x is [rows, width]; `where` is [its rows, 1 or width], or [0, 1] if absent; `sizes` and `strides` map a row of x to its row
+// of `where`: by the axes that form the rows of x, strides in rows of `where`.
 #include "launch_rows.cuh"
 #include "softmax/kernels.cuh"
 
@@ -78,9 +78,9 @@ ffi::Error RunForward(cudaStream_t stream, Array x, Mark where, float scale, Axe
   return ForFloat(x.element_type(), Packed(x, where, {out->untyped_data()}), [&]<typename T, int N>() {
     const Forward<T, N> op{static_cast<const T*>(x.untyped_data()), AsMask(where, sizes, strides),
                            static_cast<T*>(out->untyped_data()), int(x.dimensions()[1]), scale};
-    bool walked = false;
-    Walk walk{x.dimensions()[0], kAnyParts};
-    return LaunchRows(kName, stream, op, walk, 1, {threads, cluster, stages}, walked);
+    bool multipass = false;
+    Rows split{x.dimensions()[0], kAnyWorkers};
+    return LaunchRows(kName, stream, op, split, 1, {threads, cluster, stages}, multipass);
   });
 }
 
@@ -95,9 +95,9 @@ ffi::Error RunBackward(cudaStream_t stream, Array out, Array grad, Mark where, f
                             static_cast<T*>(d_x->untyped_data()),
                             int(out.dimensions()[1]),
                             scale};
-    bool walked = false;
-    Walk walk{out.dimensions()[0], kAnyParts};
-    return LaunchRows(kName, stream, op, walk, 1, {threads, cluster, stages}, walked);
+    bool multipass = false;
+    Rows split{out.dimensions()[0], kAnyWorkers};
+    return LaunchRows(kName, stream, op, split, 1, {threads, cluster, stages}, multipass);
   });
 }
 

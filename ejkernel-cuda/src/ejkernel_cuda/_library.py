@@ -1,6 +1,6 @@
-"""The shared library: where it is, whether it fits this jaxlib, and the registration of its handlers on first use.
+"""The shared library: its path, its compatibility with jaxlib, and the registration of its handlers on first use.
 
-Loading needs neither a GPU nor a driver; the CUDA runtime is linked into the library and looks for them at the first launch.
+Loading needs neither a GPU nor a driver: the CUDA runtime is linked statically and looks for them at the first launch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ejkernel_cuda
 _NAME = "libejkernel_cuda.so"
 _PLACES = [pathlib.Path(place) / _NAME for place in ejkernel_cuda.__path__]
 PATH = next((place for place in _PLACES if place.is_file()), _PLACES[0])
-"""An editable install keeps what was built apart from the sources, so the package has more than one place."""
+"""An editable install keeps the built library apart from the sources, so the package has several paths."""
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def driver_problem() -> str | None:
     count = ctypes.c_int(0)
     failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if failed or not count.value:
-        return f"NVIDIA's driver sees no GPU (error {failed}), so no kernel can run here; nvidia-smi tells more"
+        return f"NVIDIA's driver sees no GPU (error {failed}), so no kernel can run here; run nvidia-smi for details"
     return None
 
 
@@ -77,7 +77,7 @@ def fit(built_as: str, version: str, built: tuple[int, int], here: tuple[int, in
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library, after the comparison of versions."""
+    """The library, after its version check."""
     problem = library_problem()
     if problem:
         raise ImportError(problem)

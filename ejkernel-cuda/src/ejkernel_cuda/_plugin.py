@@ -1,4 +1,4 @@
-"""The light plugin module of ejkernel-cuda: imports the standard library and `ejkernel.plugin` only."""
+"""The plugin module of ejkernel-cuda. It imports only the standard library and `ejkernel.plugin`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
 from ejkernel_cuda._accepts import ACCEPTS, ACCEPTS_CUDNN
 
 _VERSIONS = {"flash_attention": 2, "paged_attention": 2, "paged_cache_update": 2, "rms_norm": 2}
-"""Of implementations whose stored timings a change has made meaningless."""
+"""Versions of operations whose stored timings a change has made meaningless."""
 
 
 def _implementation(operation: str, phase: Phase) -> Implementation:
@@ -27,7 +27,7 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
 
 
 def _cudnn(operation: str, phase: Phase) -> Implementation:
-    """One phase of an operation in NVIDIA's own library: `cudnn/<operation>/{kernel,capability}.py`."""
+    """One phase of an operation in cuDNN: `cudnn/<operation>/{kernel,capability}.py`."""
     package = f"ejkernel_cuda.cudnn.{operation}"
     return Implementation(
         operation=operation,
@@ -73,10 +73,10 @@ HANDLERS = (
     "softmax_forward",
     "softmax_backward",
 )
-"""What the library exports, without its prefix."""
+"""Exported handlers, without their prefix."""
 
 CUDNN_CALLS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
-"""What XLA itself knows."""
+"""Custom calls that XLA itself implements."""
 
 
 @hookimpl
@@ -104,4 +104,4 @@ def ejkernel_diagnose(report: Callable[[str, str], None]) -> None:
         report("load", "the library loads and fits this jaxlib")
     report("driver", driver_problem() or "NVIDIA's driver loads and sees a GPU")
     version = installed_version()
-    report("cudnn", ".".join(map(str, version)) if version else "not installed as a distribution beside jax's CUDA part")
+    report("cudnn", ".".join(map(str, version)) if version else "no cuDNN distribution of jax's CUDA plugin is installed")

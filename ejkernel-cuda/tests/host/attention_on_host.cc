@@ -1,5 +1,4 @@
-// The attention kernel as it is, run on a host for float16 (kind 0) and bfloat16 (kind 1), and the functions that say what it
-// does.
+// The unchanged attention kernel on a host, for float16 (kind 0) and bfloat16 (kind 1), and its scheduling functions.
 #include "flash_attention/launch.cuh"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -9,52 +8,56 @@ using namespace ejkernel::flash_attention;
 
 namespace {
 
-TensorMap map_of(const Boxes& boxes) {
-  const int64_t column = 2, head = boxes.size * column, row = boxes.heads * head;
-  return {static_cast<char*>(const_cast<void*>(boxes.data)),
-          {boxes.size, boxes.length, boxes.heads, boxes.batch},
-          {column, row, head, boxes.length * row},
-          boxes.tokens,
-          boxes.heads_of_box};
+TensorMap tensor_map_of(const TensorMapSpec& spec) {
+  const int64_t column = 2, head = spec.size * column, row = spec.heads * head;
+  return {static_cast<char*>(const_cast<void*>(spec.data)),
+          {spec.size, spec.length, spec.heads, spec.batch},
+          {column, row, head, spec.length * row},
+          spec.box_tokens,
+          spec.box_heads};
 }
 
 template <class S>
-void run(const Call& call, int64_t processors) {
-  const Arguments arguments = arguments_of<S>(call, processors, map_of);
-  host::launch(unsigned(arguments.programs), {S::kThreads, 1}, 1, [&] { attend<S>(arguments); }, S::kShared);
-  if (!arguments.shares.blocks) return;
+void run(const Call& call, int64_t sms) {
+  const Arguments arguments = arguments_of<S>(call, sms, tensor_map_of);
+  host::launch(unsigned(arguments.ctas), {S::kThreads, 1}, 1, [&] { attend<S>(arguments); }, S::kShared);
+  if (!arguments.stream_k.blocks) return;
   auto* out = static_cast<typename S::T*>(call.out);
-  host::launch(unsigned(merge_blocks<S>(arguments)), {kMergeThreads, 1}, 1,
-               [&] { merge<S>(arguments, out, int(call.value_size)); });
+  host::launch(unsigned(combine_blocks<S>(arguments)), {kCombineThreads, 1}, 1,
+               [&] { combine<S>(arguments, out, int(call.value_size)); });
 }
 
 }  // namespace
 
-EXPORT void attention_forward(int kind, int64_t processors, Call call) {
+EXPORT void attention_forward(int kind, int64_t sms, Call call) {
   const auto choose = [&]<typename T>() {
-    for_shape<T>(std::max(call.size, call.value_size), [&]<class S>() { run<S>(call, processors); });
+    for_shape<T>(std::max(call.size, call.value_size), [&]<class S>() { run<S>(call, sms); });
   };
   kind ? choose.template operator()<__nv_bfloat16>() : choose.template operator()<__half>();
 }
 
-EXPORT Range attention_tiles(Rules rules, int first, int last, int block_k) { return tiles_of(rules, first, last, block_k); }
-
-EXPORT Range attention_seen_by_all(Rules rules, int first, int last, int block_k, bool whole) {
-  return rules.seen_by_all(first, last, block_k, whole);
+EXPORT Range attention_tiles(MaskParams mask, int first, int last, int block_k) {
+  return visible_tiles(mask, first, last, block_k);
 }
 
-EXPORT Place attention_place(Order order, int work) { return order.place(work); }
+EXPORT Range attention_fully_visible(MaskParams mask, int first, int last, int block_k, bool full_only) {
+  return mask.fully_visible_tiles(first, last, block_k, full_only);
+}
 
-EXPORT int attention_work(int program, int programs, int round) { return work_of(program, programs, round); }
+EXPORT TileCoord attention_coord(TileScheduler scheduler, int work) { return scheduler.coord(work); }
 
-EXPORT Shares attention_shares(int64_t total, int64_t programs, Range tiles) { return shares_of(total, programs, tiles); }
+EXPORT int attention_work(int cta, int ctas, int wave) { return work_of(cta, ctas, wave); }
 
-EXPORT Piece attention_piece(Shares shares, int program, int number) { return shares.piece(program, number); }
+EXPORT StreamK attention_stream_k(int64_t total_blocks, int64_t ctas, Range tiles) {
+  return partition_stream_k(total_blocks, ctas, tiles);
+}
 
-EXPORT int attention_owner(Shares shares, int tile) { return shares.owner(tile); }
+EXPORT Segment attention_segment(StreamK stream_k, int cta, int index) { return stream_k.segment(cta, index); }
 
-EXPORT int attention_number_in(Shares shares, int program, int block) { return shares.number_in(program, block); }
+EXPORT int attention_owner(StreamK stream_k, int tile) { return stream_k.owner(tile); }
 
-EXPORT int64_t attention_section(int64_t blocks, int64_t rows, int64_t group, int64_t bytes_of_keys, int64_t processors) {
-  return section_of(blocks, rows, group, bytes_of_keys, processors);
+EXPORT int attention_segment_in(StreamK stream_k, int cta, int block) { return stream_k.segment_in(cta, block); }
+
+EXPORT int64_t attention_l2_group(int64_t blocks, int64_t rows, int64_t group, int64_t kv_bytes, int64_t sms) {
+  return l2_group_of(blocks, rows, group, kv_bytes, sms);
 }

@@ -1,4 +1,4 @@
-// CUDA's words for a host: every thread of a block, or of a cluster of blocks, is a fiber; barriers are where they take turns.
+// Stand-ins for CUDA on a host: every thread of a block, or of a cluster, is a fiber; a barrier yields to the next fiber.
 #pragma once
 
 #include <setjmp.h>
@@ -36,8 +36,8 @@
 
 namespace ejkernel::host {
 
-// With -fsanitize=thread every fiber is a thread to ThreadSanitizer, and only barriers and mail order what they do: it reports what
-// compute-sanitizer's racecheck does, and races in global memory too. What lanes give each other (shuffles, votes) orders nothing.
+// With -fsanitize=thread every fiber is a thread to ThreadSanitizer, and only barriers and mbarriers order their accesses: it
+// reports the races that compute-sanitizer's racecheck reports, and those in global memory. Shuffles and votes order nothing.
 struct Strand {
 #ifdef __SANITIZE_THREAD__
   void* self = __tsan_create_fiber(0);
@@ -78,22 +78,22 @@ struct Block {
   std::map<const void*, std::vector<char>> shared;
   std::vector<Warp> warps;
   Barrier barrier;
-  std::map<int, Barrier> pairs;  // of warps
+  std::map<int, Barrier> pairs;  // of warps, for named barriers
   int count = 0, counted = 0;
-  std::shared_ptr<void> more;  // of other headers
+  std::shared_ptr<void> more;  // state of other headers
 };
 
-// A copy into shared memory that has begun; it is done as late as the thread allows.
+// An asynchronous copy into shared memory; it completes as late as the thread allows.
 struct Copy {
   void* to;
   const void* from;
   int bytes;
-  bool there;
+  bool valid;
 };
 
 struct Fiber {
   ucontext_t context;
-  jmp_buf place;
+  jmp_buf jump;
   Index thread;
   unsigned rank, linear;
   std::vector<Copy> begun;
@@ -103,17 +103,17 @@ struct Fiber {
   Strand strand;
 };
 
-inline std::vector<std::unique_ptr<Block>> blocks;  // of the cluster that runs
+inline std::vector<std::unique_ptr<Block>> blocks;  // of the running cluster
 inline Barrier cluster_barrier;
 inline std::function<void()> body;
 inline Fiber* current;
 inline ucontext_t scheduler;
-inline jmp_buf scheduler_place;
+inline jmp_buf scheduler_jump;
 inline Index grid_dim, block_dim;
-inline size_t shared_rest;  // bytes of shared memory that the launch asked for
+inline size_t shared_rest;  // bytes of dynamic shared memory
 inline long progress;
 constexpr size_t kStack = 64 * 1024;
-inline std::vector<std::unique_ptr<char[]>> stacks;  // kept from launch to launch
+inline std::vector<std::unique_ptr<char[]>> stacks;  // reused between launches
 
 inline Block& block() { return *blocks[current->rank]; }
 inline Warp& warp() { return block().warps[current->linear / 32]; }
@@ -135,15 +135,15 @@ inline void resume(Fiber& fiber) {
   swapcontext(&scheduler, &fiber.context);
 }
 #else
-// Contexts only start a fiber: switching between them costs two system calls, a jump none.
+// Contexts only start a fiber: a context switch costs two system calls, a jump none.
 inline void yield() {
-  if (!_setjmp(current->place)) _longjmp(scheduler_place, 1);
+  if (!_setjmp(current->jump)) _longjmp(scheduler_jump, 1);
 }
 
 inline void resume(Fiber& fiber) {
   current = &fiber;
-  if (_setjmp(scheduler_place)) return;
-  if (fiber.started) _longjmp(fiber.place, 1);
+  if (_setjmp(scheduler_jump)) return;
+  if (fiber.started) _longjmp(fiber.jump, 1);
   fiber.started = true;
   swapcontext(&scheduler, &fiber.context);
 }
@@ -168,10 +168,10 @@ inline void wait(Barrier& barrier, int threads, bool orders = true) {
   wait_beyond(barrier, generation, orders);
 }
 
-// Where lanes of a warp give each other something.
-inline void meet_lanes() { wait(warp().barrier, 32, false); }
+// Synchronise a warp for a shuffle or vote.
+inline void sync_lanes() { wait(warp().barrier, 32, false); }
 
-// Fresh shared memory holds NaN, so that what was not written shows.
+// Fresh shared memory holds NaN, so that reads of unwritten memory show.
 inline void* shared(const void* key, size_t bytes) {
   std::vector<char>& memory = block().shared[key];
   if (memory.empty()) memory.assign(bytes, char(0xff));
@@ -185,10 +185,10 @@ inline void enter() {
   yield();
 }
 
-// Warps run ahead of each other: one in four sleeps, for long enough that others get through a reduction, then others do.
+// Warps drift apart: one in four sleeps, for long enough that others complete a reduction, then other warps do.
 constexpr long kNap = 48;
 inline bool asleep(const Fiber& fiber, long round) {
-  if (round < kNap && fiber.rank % 2) return true;  // blocks of a cluster do not start together
+  if (round < kNap && fiber.rank % 2) return true;  // blocks of a cluster start at different times
   const unsigned long warp = fiber.rank * 64 + fiber.linear / 32;
   const unsigned long seed = (unsigned long)(round / kNap) * 0x9e3779b97f4a7c15ul + warp * 0xbf58476d1ce4e5b9ul;
   return (seed ^ seed >> 31) * 0x94d049bb133111ebul >> 62 == 0;
@@ -227,7 +227,7 @@ inline void run_cluster(unsigned first_block, unsigned cluster) {
     }
     idle = progress == before ? idle + 1 : 0;
     if (left && idle > 16 * kNap) {
-      std::fprintf(stderr, "threads wait for each other for ever\n");
+      std::fprintf(stderr, "deadlock: all threads wait\n");
       std::abort();
     }
   }
@@ -255,8 +255,8 @@ inline void launch(unsigned grid, Index block, unsigned cluster, std::function<v
   static char name##_key;                 \
   type* name = static_cast<type*>(ejkernel::host::shared(&name##_key, sizeof(type) * (size)))
 
-#define EJKERNEL_SHARED_REST(type, name) \
-  static char name##_key;                \
+#define EJKERNEL_DYNAMIC_SHARED(type, name) \
+  static char name##_key;                   \
   type* name = static_cast<type*>(ejkernel::host::shared(&name##_key, ejkernel::host::shared_rest))
 
 inline void __syncthreads() { ejkernel::host::wait(ejkernel::host::block().barrier, ejkernel::host::block_threads()); }
@@ -276,33 +276,33 @@ inline float __shfl_xor_sync(unsigned, float value, int step) {
   auto& warp = ejkernel::host::block().warps[ejkernel::host::current->linear / 32];
   const unsigned lane = ejkernel::host::current->linear % 32;
   warp.slots[lane] = value;
-  ejkernel::host::meet_lanes();
+  ejkernel::host::sync_lanes();
   const float other = warp.slots[lane ^ unsigned(step)];
-  ejkernel::host::meet_lanes();
+  ejkernel::host::sync_lanes();
   return other;
 }
 
 inline void __syncwarp() { ejkernel::host::wait(ejkernel::host::warp().barrier, 32); }
 
-// Of every lane, what it gives.
+// The value of lane `lane`.
 template <typename T>
 inline T __shfl_sync(unsigned, T value, int lane) {
   static_assert(sizeof(T) <= sizeof(uint64_t));
   auto& warp = ejkernel::host::warp();
   std::memcpy(&warp.words[ejkernel::host::lane()], &value, sizeof(T));
-  ejkernel::host::meet_lanes();
+  ejkernel::host::sync_lanes();
   std::memcpy(&value, &warp.words[lane], sizeof(T));
-  ejkernel::host::meet_lanes();
+  ejkernel::host::sync_lanes();
   return value;
 }
 
 inline unsigned __ballot_sync(unsigned, bool here) {
   auto& warp = ejkernel::host::warp();
   warp.words[ejkernel::host::lane()] = here;
-  ejkernel::host::meet_lanes();
+  ejkernel::host::sync_lanes();
   unsigned bits = 0;
   for (int lane = 0; lane < 32; ++lane) bits |= unsigned(warp.words[lane]) << lane;
-  ejkernel::host::meet_lanes();
+  ejkernel::host::sync_lanes();
   return bits;
 }
 
@@ -312,7 +312,7 @@ inline int __ffs(int value) { return __builtin_ffs(value); }
 
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 
-// Bytes of both words by the selector's digits, of which each names one of eight.
+// Select bytes of both words; each digit of the selector names one of eight.
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   const uint64_t bytes = uint64_t(high) << 32 | low;
   unsigned picked = 0;
@@ -342,76 +342,76 @@ inline void cluster_arrive() {
 inline void cluster_wait() { host::wait_beyond(host::cluster_barrier, host::current->arrived_at); }
 
 inline float fast_exp2(float value) { return std::exp2(value); }
-inline float fast_inverse(float value) { return 1.f / value; }
+inline float fast_reciprocal(float value) { return 1.f / value; }
 
 template <typename Words>
-Words read_words(const void* from, bool there) {
+Words load_predicated(const void* from, bool valid) {
   Words words{};
-  if (there) std::memcpy(&words, from, sizeof(words));
+  if (valid) std::memcpy(&words, from, sizeof(words));
   return words;
 }
 
 template <typename Words>
-inline void store_words(void* to, Words words, bool wanted) {
-  if (wanted) std::memcpy(to, &words, sizeof(words));
+inline void store_predicated(void* to, Words words, bool valid) {
+  if (valid) std::memcpy(to, &words, sizeof(words));
 }
 
-// What is on its way is not there yet: until it is waited for, its place holds NaN.
+// The destination of a copy in flight holds NaN until the wait.
 template <int BYTES>
-inline void copy_bytes_ahead(void* to, const void* from, bool there) {
+inline void cp_async(void* to, const void* from, bool valid) {
   std::memset(to, 0xff, BYTES);
-  host::current->begun.push_back({to, from, BYTES, there});
+  host::current->begun.push_back({to, from, BYTES, valid});
 }
 
-inline const char* held(const char* pointer) { return pointer; }
+inline const char* opaque_pointer(const char* pointer) { return pointer; }
 
-inline void hold(uint4&) {}
+inline void make_opaque(uint4&) {}
 
 template <typename T>
-inline uint32_t larger_pair(uint32_t a, uint32_t b) {
+inline uint32_t packed_max(uint32_t a, uint32_t b) {
   struct Pair {
     T data[2];
   };
   Pair larger = __builtin_bit_cast(Pair, a);
   const Pair other = __builtin_bit_cast(Pair, b);
   for (int i = 0; i < 2; ++i) {
-    const float here = float(larger.data[i]), there = float(other.data[i]);
-    if (there > here || here != here) larger.data[i] = other.data[i];
+    const float here = float(larger.data[i]), valid = float(other.data[i]);
+    if (valid > here || here != here) larger.data[i] = other.data[i];
   }
   return __builtin_bit_cast(uint32_t, larger);
 }
 
-inline void fetch_ahead(const void*) {}
+inline void prefetch_l2(const void*) {}
 
-inline int known_of_lane(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
-inline int sum_of_warp(int value) {
+inline int warp_broadcast(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+inline int warp_sum(int value) {
   int sum = 0;
   for (int lane = 0; lane < 32; ++lane) sum += __shfl_sync(0xffffffffu, value, lane);
   return sum;
 }
 
-inline void meet_beside(int pair) { host::wait(host::block().pairs[pair], 64); }
+inline void warp_pair_sync(int pair) { host::wait(host::block().pairs[pair], 64); }
 
 // Kernels run one after the other.
-inline void start_next_kernel() {}
-inline void wait_for_last_kernel() {}
+inline void launch_dependents() {}
+inline void wait_for_prerequisites() {}
 
-inline void commit_copies() {
+inline void cp_async_commit_group() {
   host::current->groups.push_back(std::move(host::current->begun));
   host::current->begun.clear();
 }
 
-inline void wait_for_copies(int open) {
+inline void cp_async_wait_group(int open) {
   auto& groups = host::current->groups;
   for (; int(groups.size()) > open; groups.pop_front()) {
     for (const host::Copy& copy : groups.front()) {
-      copy.there ? std::memcpy(copy.to, copy.from, copy.bytes) : std::memset(copy.to, 0, copy.bytes);
+      copy.valid ? std::memcpy(copy.to, copy.from, copy.bytes) : std::memset(copy.to, 0, copy.bytes);
     }
   }
 }
 
-// The same place of another block's shared memory.
-inline void* place_at_rank(void* here, unsigned rank) {
+// The corresponding address in another block's shared memory.
+inline void* mapa(void* here, unsigned rank) {
   for (auto& [key, memory] : host::block().shared) {
     const char* at = reinterpret_cast<char*>(here);
     if (at < memory.data() || at >= memory.data() + memory.size()) continue;
@@ -421,41 +421,41 @@ inline void* place_at_rank(void* here, unsigned rank) {
   std::abort();
 }
 
-using Mailbox = uint64_t;
-struct Mail {
+using ClusterMbarrier = uint64_t;
+struct ClusterPhase {
   int32_t missing;  // bytes
   bool expected;
   uint8_t parity;
 
-  void settle() {
+  void complete_phase() {
     if (!expected || missing) return;
     expected = false;
     parity ^= 1;
     ++host::progress;
   }
 };
-static_assert(sizeof(Mail) == sizeof(Mailbox));
-inline Mail& mail(Mailbox* box) { return *reinterpret_cast<Mail*>(box); }
+static_assert(sizeof(ClusterPhase) == sizeof(ClusterMbarrier));
+inline ClusterPhase& cluster_phase(ClusterMbarrier* barrier) { return *reinterpret_cast<ClusterPhase*>(barrier); }
 
-inline void open_mailbox(Mailbox* box) { mail(box) = {}; }
+inline void cluster_mbarrier_init(ClusterMbarrier* barrier) { cluster_phase(barrier) = {}; }
 
-inline void expect_bytes(Mailbox* box, int bytes) {
-  mail(box).missing += bytes;
-  mail(box).expected = true;
-  mail(box).settle();
+inline void cluster_mbarrier_expect_tx(ClusterMbarrier* barrier, int bytes) {
+  cluster_phase(barrier).missing += bytes;
+  cluster_phase(barrier).expected = true;
+  cluster_phase(barrier).complete_phase();
 }
 
-inline void send_to_rank(float* to, Mailbox* box, unsigned rank, float value) {
-  *static_cast<float*>(place_at_rank(to, rank)) = value;
-  Mail& there = mail(static_cast<Mailbox*>(place_at_rank(box, rank)));
-  there.missing -= sizeof(value);
-  host::released(&there);
-  there.settle();
+inline void st_async(float* to, ClusterMbarrier* barrier, unsigned rank, float value) {
+  *static_cast<float*>(mapa(to, rank)) = value;
+  ClusterPhase& valid = cluster_phase(static_cast<ClusterMbarrier*>(mapa(barrier, rank)));
+  valid.missing -= sizeof(value);
+  host::released(&valid);
+  valid.complete_phase();
 }
 
-inline void wait_for_mail(Mailbox* box, unsigned parity) {
-  while (mail(box).parity == parity) host::yield();
-  host::acquired(&mail(box));
+inline void cluster_mbarrier_wait(ClusterMbarrier* barrier, unsigned parity) {
+  while (cluster_phase(barrier).parity == parity) host::yield();
+  host::acquired(&cluster_phase(barrier));
 }
 
 }  // namespace ejkernel

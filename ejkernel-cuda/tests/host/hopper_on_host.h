@@ -1,5 +1,5 @@
-// Words of compute capability 9.0 for a host. What runs beside the threads is done as late as they allow, or, by chance, at
-// once; until it is waited for, its place holds NaN. What the hardware would do wrong without a word ends the program here.
+// Stand-ins for compute capability 9.0 on a host. Asynchronous operations complete as late as the kernel allows or, at random,
+// at once; until the wait, their destinations hold NaN. A violation that hardware would not report aborts the program.
 #pragma once
 
 #include <array>
@@ -14,19 +14,19 @@ struct TensorMap {
   char* data;
   int64_t extent[4];  // columns, tokens, heads, batch
   int64_t stride[4];  // bytes
-  int tokens, heads;  // of a box; it has the columns of a panel
+  int tokens, heads;  // of a box; it has the columns of a swizzle atom
 
   int rows() const { return tokens * heads; }
 };
 
-struct RowMap {
+struct PageTensorMap {
   char* data;
-  int64_t extent[4];  // of the axes after that of a row, which has 128 bytes
+  int64_t extent[4];  // of the axes after the row, which has 128 bytes
   int64_t stride[4];  // bytes
-  int box[2];         // of the first two of them; of the others a box has one
+  int box[2];         // of the first two axes; 1 along the others
 };
 
-using Arrivals = uint64_t;
+using Mbarrier = uint64_t;
 using CachePolicy = uint64_t;
 
 namespace host {
@@ -37,28 +37,28 @@ inline void fail(const char* what) {
 }
 
 struct Phases {
-  int32_t bytes;  // announced and not yet here
+  int32_t bytes;  // expected and not yet arrived
   uint8_t arrivals, missing, parity, open;
 
-  void settle() {
+  void complete_phase() {
     if (missing || bytes) return;
     missing = arrivals;
     parity ^= 1;
     ++progress;
   }
 };
-static_assert(sizeof(Phases) == sizeof(Arrivals));
+static_assert(sizeof(Phases) == sizeof(Mbarrier));
 
-inline Phases& phases(Arrivals* barrier) {
+inline Phases& phases(Mbarrier* barrier) {
   Phases& found = *reinterpret_cast<Phases*>(barrier);
-  if (found.open != 1) fail("a barrier is used that nobody opened");
+  if (found.open != 1) fail("an mbarrier is used before its init");
   return found;
 }
 
-// A product of this thread's part of the sums.
-struct Issue {
+// This thread's accumulators of a wgmma.
+struct WgmmaOp {
   float* to;
-  int count, number;  // of sums; among those with rows in registers, or -1
+  int count, index;  // of accumulators; index of a register operand A, or -1
   bool add;
   uint64_t left, right;
   float (*element)(uint16_t);
@@ -71,21 +71,21 @@ struct Store {
 };
 
 struct Thread {
-  std::vector<Issue> issued;
-  std::deque<std::vector<Issue>> groups;
-  std::map<float*, std::vector<float>> flying;  // sums of products under way
-  std::map<float*, int> open;                   // how many products of theirs
-  std::vector<std::array<uint32_t, 4>> rows;    // those in registers, by number
+  std::vector<WgmmaOp> issued;
+  std::deque<std::vector<WgmmaOp>> groups;
+  std::map<float*, std::vector<float>> in_flight;  // accumulators of wgmmas in flight
+  std::map<float*, int> open;                      // number of wgmmas in flight per accumulator
+  std::vector<std::array<uint32_t, 4>> rows;       // register operands A, by index
   std::vector<Store> stores;
 };
 
 struct Load {
   std::function<void()> copy;
-  Arrivals* barrier;
+  Mbarrier* barrier;
   int bytes;
 };
 
-struct Named {
+struct NamedBarrier {
   Barrier barrier;
   int threads = 0;
   bool any = false;
@@ -94,7 +94,7 @@ struct Named {
 struct Hopper {
   std::vector<Thread> threads = std::vector<Thread>(size_t(block_threads()));
   std::vector<Load> loads;
-  std::map<int, Named> named;
+  std::map<int, NamedBarrier> named;
   std::mt19937 chance{block().index.x};
 };
 
@@ -104,55 +104,55 @@ inline Hopper& hopper() {
 }
 inline Thread& thread() { return hopper().threads[current->linear]; }
 
-inline char* memory() { return block().shared.begin()->second.data(); }  // all of it is one array
+inline char* memory() { return block().shared.begin()->second.data(); }  // one dynamic array
 
-inline bool inside(const TensorMap& map, const std::array<int, 4>& at, int row, int column, char*& place) {
+inline bool inside(const TensorMap& map, const std::array<int, 4>& at, int row, int column, char*& address) {
   const int64_t index[4] = {at[0] + column, at[1] + row / map.heads, at[2] + row % map.heads, at[3]};
-  place = map.data;
+  address = map.data;
   for (int axis = 0; axis < 4; ++axis) {
     if (index[axis] < 0 || index[axis] >= map.extent[axis]) return false;
-    place += index[axis] * map.stride[axis];
+    address += index[axis] * map.stride[axis];
   }
   return true;
 }
 
 template <typename Each>
 void each_of_box(const TensorMap& map, const std::array<int, 4>& at, const char* shared, Each each) {
-  if ((shared - memory()) % 1024) fail("a box does not begin on 1024 bytes");
+  if ((shared - memory()) % 1024) fail("a TMA box is not aligned to 1024 bytes");
   for (int row = 0; row < map.rows(); ++row) {
     for (int column = 0; column < 64; ++column) {
-      char* place;
-      const bool there = inside(map, at, row, column, place);
-      each(swizzled(row, column / 8) + column % 8 * 2, there ? place : nullptr);
+      char* address;
+      const bool there = inside(map, at, row, column, address);
+      each(swizzled_offset(row, column / 8) + column % 8 * 2, there ? address : nullptr);
     }
   }
 }
 
-// Whoever lets a copy be done, it comes after what its barrier knows of, and before whoever waits there.
-inline void land(const Load& load) {
+// Whichever fiber completes a load, it happens after the arrivals that its mbarrier knows of, and before the waits on it.
+inline void complete(const Load& load) {
   acquired(load.barrier);
   load.copy();
   released(load.barrier);
   Phases& at = phases(load.barrier);
   at.bytes -= load.bytes;
-  at.settle();
+  at.complete_phase();
   ++progress;
 }
 
-inline void begin_load(char* to, int bytes, Arrivals* barrier, std::function<void()> copy) {
+inline void begin_load(char* to, int bytes, Mbarrier* barrier, std::function<void()> copy) {
   std::memset(to, 0xff, size_t(bytes));
   released(barrier);
   hopper().loads.push_back({std::move(copy), barrier, bytes});
 }
 
-// By chance, one of the copies under way is done.
+// Complete one of the loads in flight at random.
 inline void advance() {
   auto& loads = hopper().loads;
   if (loads.empty() || hopper().chance() % 64) return;
   const size_t which = hopper().chance() % loads.size();
   const Load load = loads[which];
   loads.erase(loads.begin() + long(which));
-  land(load);
+  complete(load);
 }
 
 inline float element_at(unsigned logical, float (*element)(uint16_t)) {
@@ -162,41 +162,41 @@ inline float element_at(unsigned logical, float (*element)(uint16_t)) {
   return element(bits);
 }
 
-struct Matrix {
+struct SmemDescriptor {
   unsigned start, leading, stride;
 
-  explicit Matrix(uint64_t at)
+  explicit SmemDescriptor(uint64_t at)
       : start(unsigned(at & 0x3fff) << 4), leading(unsigned(at >> 16 & 0x3fff) << 4), stride(unsigned(at >> 32 & 0x3fff) << 4) {
-    if (at >> 62 != 1) fail("a matrix is not swizzled by 128 bytes");
+    if (at >> 62 != 1) fail("a descriptor has not the 128-byte swizzle");
   }
-  // Of a row whose terms follow each other.
-  unsigned along(int row, int term) const {
+  // Address in a K-major operand.
+  unsigned k_major(int row, int term) const {
     return start + unsigned(row / 8) * stride + unsigned(row % 8) * 128 + unsigned(term) * 2;
   }
-  // Of a term whose columns follow each other.
-  unsigned across(int term, int column) const {
+  // Address in an MN-major operand.
+  unsigned mn_major(int term, int column) const {
     return start + unsigned(column / 64) * leading + unsigned(term / 8) * stride + unsigned(term % 8) * 128 +
            unsigned(column % 64) * 2;
   }
 };
 
-constexpr uint32_t kPoison = 0x7fc0dead;
+constexpr uint32_t kPending = 0x7fc0dead;
 
-inline void compute(const Issue& issue) {
+inline void compute(const WgmmaOp& issue) {
   const int linear = int(current->linear), lane = linear % 32, warp = linear / 32 % 4;
-  auto& sums = thread().flying.at(issue.to);
-  const Matrix right(issue.right);
+  auto& sums = thread().in_flight.at(issue.to);
+  const SmemDescriptor right(issue.right);
   float left[2][16];
   for (int half = 0; half < 2; ++half) {
     for (int term = 0; term < 16; ++term) {
-      if (issue.number < 0) {
-        left[half][term] = element_at(Matrix(issue.left).along(16 * warp + lane / 4 + 8 * half, term), issue.element);
+      if (issue.index < 0) {
+        left[half][term] = element_at(SmemDescriptor(issue.left).k_major(16 * warp + lane / 4 + 8 * half, term), issue.element);
         continue;
       }
       const Thread& mate = hopper().threads[size_t(linear - lane % 4 + term % 8 / 2)];
-      while (mate.rows.size() <= size_t(issue.number)) yield();
+      while (mate.rows.size() <= size_t(issue.index)) yield();
       left[half][term] =
-          issue.element(uint16_t(mate.rows[size_t(issue.number)][size_t(term / 8 * 2 + half)] >> (term % 2 * 16)));
+          issue.element(uint16_t(mate.rows[size_t(issue.index)][size_t(term / 8 * 2 + half)] >> (term % 2 * 16)));
     }
   }
   for (int i = 0; i < issue.count; i += 4) {
@@ -204,7 +204,7 @@ inline void compute(const Issue& issue) {
       const int column = 2 * i + 2 * (lane % 4) + odd;
       float total[2] = {};
       for (int term = 0; term < 16; ++term) {
-        const unsigned at = issue.number < 0 ? right.along(column, term) : right.across(term, column);
+        const unsigned at = issue.index < 0 ? right.k_major(column, term) : right.mn_major(term, column);
         const float element = element_at(at, issue.element);
         for (int half = 0; half < 2; ++half) total[half] += left[half][term] * element;
       }
@@ -216,24 +216,24 @@ inline void compute(const Issue& issue) {
   }
 }
 
-inline void issue(Issue given) {
+inline void issue(WgmmaOp given) {
   Thread& own = thread();
   if (own.open[given.to]++ == 0) {
-    own.flying[given.to].assign(given.to, given.to + given.count);
-    for (int i = 0; i < given.count; ++i) std::memcpy(given.to + i, &kPoison, 4);
+    own.in_flight[given.to].assign(given.to, given.to + given.count);
+    for (int i = 0; i < given.count; ++i) std::memcpy(given.to + i, &kPending, 4);
   }
   own.issued.push_back(given);
 }
 
-// Sums come back when the last of their products is done.
-inline void retire(const Issue& issue) {
+// Accumulators become valid when their last wgmma completes.
+inline void retire(const WgmmaOp& issue) {
   Thread& own = thread();
   if (--own.open.at(issue.to)) return;
   for (int i = 0; i < issue.count; ++i) {
-    if (std::memcmp(issue.to + i, &kPoison, 4)) fail("sums of a product were written before it was done");
-    issue.to[i] = own.flying.at(issue.to)[size_t(i)];
+    if (std::memcmp(issue.to + i, &kPending, 4)) fail("accumulators were written while their wgmma is in flight");
+    issue.to[i] = own.in_flight.at(issue.to)[size_t(i)];
   }
-  own.flying.erase(issue.to);
+  own.in_flight.erase(issue.to);
 }
 
 inline float of_bfloat16(uint16_t bits) {
@@ -258,25 +258,25 @@ inline constexpr float (*element_of<__nv_bfloat16>)(uint16_t) = of_bfloat16;
 
 inline unsigned shared_address(const void* pointer) { return unsigned(static_cast<const char*>(pointer) - host::memory()); }
 
-inline void open_barrier(Arrivals* barrier, int arrivals) {
+inline void mbarrier_init(Mbarrier* barrier, int arrivals) {
   *reinterpret_cast<host::Phases*>(barrier) = {0, uint8_t(arrivals), uint8_t(arrivals), 0, 1};
 }
-inline void publish_barriers() {}
+inline void fence_mbarrier_init() {}
 
-inline void arrive(Arrivals* barrier) {
+inline void mbarrier_arrive(Mbarrier* barrier) {
   host::released(barrier);
   auto& at = host::phases(barrier);
-  if (!at.missing) host::fail("more arrive at a barrier than it was opened for");
+  if (!at.missing) host::fail("an mbarrier got more arrivals than its count");
   --at.missing;
-  at.settle();
+  at.complete_phase();
 }
 
-inline void arrive_expecting(Arrivals* barrier, int bytes) {
+inline void mbarrier_arrive_expect_tx(Mbarrier* barrier, int bytes) {
   host::phases(barrier).bytes += bytes;
-  arrive(barrier);
+  mbarrier_arrive(barrier);
 }
 
-inline void await(Arrivals* barrier, unsigned parity) {
+inline void mbarrier_wait(Mbarrier* barrier, unsigned parity) {
   while (host::phases(barrier).parity == parity) {
     host::advance();
     host::yield();
@@ -284,64 +284,65 @@ inline void await(Arrivals* barrier, unsigned parity) {
   host::acquired(barrier);
 }
 
-inline void prefetch_map(const TensorMap&) {}
+inline void prefetch_tensor_map(const TensorMap&) {}
 
-inline void load_box(void* to, const TensorMap& map, Arrivals* barrier, int column, int row, int head, int batch) {
+inline void tma_load(void* to, const TensorMap& map, Mbarrier* barrier, int column, int row, int head, int batch) {
   char* shared = static_cast<char*>(to);
-  host::begin_load(shared, map.rows() * kPanelBytes, barrier, [=] {
-    host::each_of_box(map, {column, row, head, batch}, shared, [&](int offset, const char* place) {
-      place ? std::memcpy(shared + offset, place, 2) : std::memset(shared + offset, 0, 2);
+  host::begin_load(shared, map.rows() * kAtomRowBytes, barrier, [=] {
+    host::each_of_box(map, {column, row, head, batch}, shared, [&](int offset, const char* address) {
+      address ? std::memcpy(shared + offset, address, 2) : std::memset(shared + offset, 0, 2);
     });
   });
 }
 
-inline CachePolicy read_once() { return 0; }
+inline CachePolicy evict_first_policy() { return 0; }
 
-inline void load_rows(void* to, const RowMap& map, Arrivals* barrier, CachePolicy, int second, int third, int fourth,
-                      int fifth) {
+inline void tma_load_pages(void* to, const PageTensorMap& map, Mbarrier* barrier, CachePolicy, int second, int third,
+                           int fourth, int fifth) {
   char* shared = static_cast<char*>(to);
   const std::array<int, 4> first{second, third, fourth, fifth};
-  if ((shared - host::memory()) % 1024) host::fail("a box does not begin on 1024 bytes");
-  host::begin_load(shared, map.box[0] * map.box[1] * kPanelBytes, barrier, [=] {
+  if ((shared - host::memory()) % 1024) host::fail("a TMA box is not aligned to 1024 bytes");
+  host::begin_load(shared, map.box[0] * map.box[1] * kAtomRowBytes, barrier, [=] {
     for (int row = 0; row < map.box[0] * map.box[1]; ++row) {
       const char* from = map.data;
       for (int axis = 0; axis < 4; ++axis) {
         const int64_t at = first[axis] + (axis == 0 ? row % map.box[0] : axis == 1 ? row / map.box[0] : 0);
-        if (at < 0 || at >= map.extent[axis]) host::fail("a box of whole rows passes the end of the array");
+        if (at < 0 || at >= map.extent[axis]) host::fail("a TMA box passes the end of the pages");
         from += at * map.stride[axis];
       }
-      for (int chunk = 0; chunk < kPanelBytes / 16; ++chunk) std::memcpy(shared + swizzled(row, chunk), from + chunk * 16, 16);
+      for (int chunk = 0; chunk < kAtomRowBytes / 16; ++chunk)
+        std::memcpy(shared + swizzled_offset(row, chunk), from + chunk * 16, 16);
     }
   });
 }
 
-inline void store_box(const TensorMap& map, const void* from, int column, int row, int head, int batch) {
+inline void tma_store(const TensorMap& map, const void* from, int column, int row, int head, int batch) {
   host::thread().stores.push_back({map, static_cast<const char*>(from), {column, row, head, batch}});
 }
-inline void commit_stores() {}
+inline void tma_store_commit_group() {}
 
-inline void await_stores_read() {
-  for (int i = 0; i < 40; ++i) host::yield();  // others run on, over what is not yet stored if they may
+inline void tma_store_wait_group_read() {
+  for (int i = 0; i < 40; ++i) host::yield();  // other fibers run on, and may overwrite what is not stored yet
   for (const auto& store : host::thread().stores) {
-    host::each_of_box(store.map, store.at, store.from, [&](int offset, char* place) {
-      if (place) std::memcpy(place, store.from + offset, 2);
+    host::each_of_box(store.map, store.at, store.from, [&](int offset, char* address) {
+      if (address) std::memcpy(address, store.from + offset, 2);
     });
   }
   host::thread().stores.clear();
 }
 
-inline void show_to_async() {}
+inline void fence_proxy_async() {}
 
-inline host::Named& named_barrier(int number, int threads) {
-  auto& found = host::hopper().named[number];
-  if (found.barrier.arrived && found.threads != threads) host::fail("a barrier is used for two numbers of threads");
+inline host::NamedBarrier& named_barrier(int id, int threads) {
+  auto& found = host::hopper().named[id];
+  if (found.barrier.arrived && found.threads != threads) host::fail("a named barrier is used with two thread counts");
   found.threads = threads;
   return found;
 }
 
-inline void meet(int barrier, int threads) { host::wait(named_barrier(barrier, threads).barrier, threads); }
+inline void named_barrier_sync(int barrier, int threads) { host::wait(named_barrier(barrier, threads).barrier, threads); }
 
-inline void signal(int barrier, int threads) {
+inline void named_barrier_arrive(int barrier, int threads) {
   auto& found = named_barrier(barrier, threads).barrier;
   if (++found.arrived < threads) return;
   found.arrived = 0;
@@ -349,28 +350,28 @@ inline void signal(int barrier, int threads) {
   ++host::progress;
 }
 
-inline bool meet_any(int barrier, int threads, bool here) {
+inline bool named_barrier_sync_or(int barrier, int threads, bool here) {
   auto& found = named_barrier(barrier, threads);
   found.any |= here;
-  meet(barrier, threads);
+  named_barrier_sync(barrier, threads);
   const bool any = found.any;
-  meet(barrier, threads);
+  named_barrier_sync(barrier, threads);
   found.any = false;
-  meet(barrier, threads);
+  named_barrier_sync(barrier, threads);
   return any;
 }
 
 template <int COUNT>
-inline void more_registers() {}
+inline void setmaxnreg_inc() {}
 template <int COUNT>
-inline void fewer_registers() {}
+inline void setmaxnreg_dec() {}
 
-inline int same_in_warp(int value) { return value; }
-inline bool one_of_warp() { return threadIdx.x % 32 == 0; }
+inline int warp_uniform(int value) { return value; }
+inline bool elect_one() { return threadIdx.x % 32 == 0; }
 
-inline void begin_products() {}
+inline void wgmma_fence() {}
 
-inline void commit_products() {
+inline void wgmma_commit_group() {
   auto& own = host::thread();
   own.groups.push_back(std::move(own.issued));
   own.issued.clear();
@@ -379,9 +380,9 @@ inline void commit_products() {
 }
 
 template <int OPEN>
-inline void await_products() {
+inline void wgmma_wait_group() {
   auto& own = host::thread();
-  // Others run on meanwhile, over what is still to be read if they may.
+  // Other fibers run on meanwhile, and may overwrite what is still to be read.
   if (own.groups.size() > OPEN && host::hopper().chance() % 4 == 0) {
     for (int i = 0; i < 6; ++i) host::yield();
   }
@@ -391,25 +392,25 @@ inline void await_products() {
       host::retire(issue);
     }
   }
-  host::wait(host::block().warps[host::current->linear / 32].barrier, 32);  // a warp is done as one
+  host::wait(host::block().warps[host::current->linear / 32].barrier, 32);  // wgmma waits are warp-wide
 }
 
 template <int COUNT>
-inline void settle(float (&values)[COUNT]) {
-  if (host::thread().flying.count(values)) host::fail("sums of a product are read before it is done");
+inline void wgmma_fence_operand(float (&values)[COUNT]) {
+  if (host::thread().in_flight.count(values)) host::fail("accumulators are read while their wgmma is in flight");
 }
 
-inline float rough_tanh(float value) { return std::tanh(value); }
+inline float fast_tanh(float value) { return std::tanh(value); }
 
 template <typename T, int N>
-struct Product {
+struct WgmmaSS {
   static void run(float (&d)[N / 2], uint64_t left, uint64_t right, int add) {
     host::issue({d, N / 2, -1, add != 0, left, right, host::element_of<T>});
   }
 };
 
 template <typename T, int N>
-struct Weighted {
+struct WgmmaRS {
   static void run(float (&d)[N / 2], uint32_t a, uint32_t b, uint32_t c, uint32_t e, uint64_t right) {
     auto& own = host::thread();
     own.rows.push_back({a, b, c, e});

@@ -1,4 +1,4 @@
-// `CopyUnlessInPlace` with a host's copy in place of CUDA's.
+// `CopyUnlessInPlace` with a host stand-in for CUDA's copy.
 #include "handler.h"
 
 #include <cstring>
@@ -17,7 +17,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return ""; }
 
-// How many copies it took to bring `count` floats there; -1 for an error.
+// The number of copies that bring `count` floats to `to`; -1 for an error.
 extern "C" int run(void* from, void* to, int64_t count) {
   XLA_FFI_Buffer buffers[2] = {{XLA_FFI_Buffer_STRUCT_SIZE, nullptr, XLA_FFI_DataType_F32, from, 1, &count},
                                {XLA_FFI_Buffer_STRUCT_SIZE, nullptr, XLA_FFI_DataType_F32, to, 1, &count}};

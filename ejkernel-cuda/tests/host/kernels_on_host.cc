@@ -1,4 +1,4 @@
-// The kernels as they are, run on a host for float32 (kind 0) and bfloat16 (kind 1), with the launches that tests ask for.
+// The unchanged kernels on a host, for float32 (kind 0) and bfloat16 (kind 1), with launch shapes that tests choose.
 #include "norm/kernels.cuh"
 #include "paged_cache_update/kernels.cuh"
 #include "qk_norm_rope/kernels.cuh"
@@ -12,8 +12,8 @@ using namespace ejkernel;
 namespace {
 
 struct Shape {
-  int64_t rows_per_group, groups, parts;
-  int threads, items, cluster, stages;  // items 0: rows that are walked over
+  int64_t rows_per_group, groups, workers;
+  int threads, items, cluster, stages;  // items 0: multi-pass rows
 };
 
 // norm::Parameter of any type.
@@ -31,63 +31,66 @@ struct Stored {
 template <class Op, int ITEMS, bool CLUSTER = false>
 void streamed(const Op& op, const Shape& shape) {
   const unsigned y = shape.threads > 32 ? 1 : unsigned(kSmallBlock / shape.threads);
-  const Walk walk{shape.rows_per_group, shape.parts};
+  const Rows split{shape.rows_per_group, shape.workers};
   const int stages = CLUSTER ? std::max(shape.stages, 2) : shape.stages;
   const size_t stage = sizeof(typename Op::T) * Op::N * ITEMS * Op::kStreams * shape.threads * y;
   host::launch(
-      unsigned(shape.groups * shape.parts * shape.cluster), {unsigned(shape.threads), y}, unsigned(shape.cluster),
+      unsigned(shape.groups * shape.workers * shape.cluster), {unsigned(shape.threads), y}, unsigned(shape.cluster),
       [&] {
-        if (!CLUSTER) return streamed_rows<Op, ITEMS>(op, walk, stages);
-        if constexpr (Op::kWhole) {
-          if (op.width == shape.cluster * shape.threads * ITEMS * Op::N) return shared_rows<Op, ITEMS, true>(op, walk, stages);
+        if (!CLUSTER) return pipelined_rows<Op, ITEMS>(op, split, stages);
+        if constexpr (Op::kFullRows) {
+          if (op.width == shape.cluster * shape.threads * ITEMS * Op::N)
+            return cluster_rows<Op, ITEMS, true>(op, split, stages);
         }
-        shared_rows<Op, ITEMS, false>(op, walk, stages);
+        cluster_rows<Op, ITEMS, false>(op, split, stages);
       },
       stages * stage);
 }
 
-// The rows of a plain call that so many threads have whole, where there are such kernels for them; whether there are.
+// Run the kernel for plain rows that so many threads hold whole, if there is one; whether there is.
 template <class Op, int ITEMS, int LANES>
 bool plain(const Op& op, const Shape& shape) {
-  if constexpr (Op::kPlainRows && LANES >= 4 && (ITEMS == 1 || (Op::kWhole && LANES == 32))) {
-    constexpr int64_t kRows = kRowsOfBlock<ITEMS, LANES>;
-    const bool whole = op.width == ITEMS * LANES * Op::N && shape.groups == 1 && shape.rows_per_group >= kRows;
-    if (!whole || !op.is_plain()) return false;
+  if constexpr (Op::kPlainRows && LANES >= 4 && (ITEMS == 1 || (Op::kFullRows && LANES == 32))) {
+    constexpr int64_t kRows = kRowsPerBlock<ITEMS, LANES>;
+    const bool full = op.width == ITEMS * LANES * Op::N && shape.groups == 1 && shape.rows_per_group >= kRows;
+    if (!full || !op.is_plain()) return false;
     const int rows = int(shape.rows_per_group);
-    host::launch(unsigned((rows + kRows - 1) / kRows), {kDirectBlock, 1}, 1,
+    host::launch(unsigned((rows + kRows - 1) / kRows), {kRegisterBlock, 1}, 1,
                  [&] { plain_rows<decltype(op.plain()), ITEMS, LANES>(op.plain(), rows); });
     return true;
   }
   return false;
 }
 
-template <class Op, int ITEMS, int LANES, int WHOLE = 0>
+template <class Op, int ITEMS, int LANES, int FULL = 0>
 void direct(const Op& op, const Shape& shape) {
-  if constexpr (Op::kWays != Ways::kStreamed) {
+  if constexpr (Op::kPath != RowPath::kPipelined) {
     if (plain<Op, ITEMS, LANES>(op, shape)) return;
-    if constexpr (Op::kWhole && LANES == 0 && WHOLE == 0) {
+    if constexpr (Op::kFullRows && LANES == 0 && FULL == 0) {
       constexpr int kThreads = 64;
-      if (shape.threads == kThreads && op.width == ITEMS * kThreads * Op::N) return direct<Op, ITEMS, LANES, kThreads>(op, shape);
+      if (shape.threads == kThreads && op.width == ITEMS * kThreads * Op::N)
+        return direct<Op, ITEMS, LANES, kThreads>(op, shape);
     }
-    constexpr int64_t kRows = kRowsOfBlock<ITEMS, LANES>;
-    const Walk walk{shape.rows_per_group, (shape.rows_per_group + kRows - 1) / kRows};
-    const unsigned threads = unsigned(LANES ? kDirectBlock : shape.threads);
-    host::Index grid{unsigned(walk.parts), unsigned(shape.groups)};
-    if (shape.parts % 2) std::swap(grid.x, grid.y);  // parts mean nothing else here
-    host::launch(grid, {threads, 1}, 1, [&] { direct_rows<Op, ITEMS, LANES, WHOLE>(op, walk); });
+    constexpr int64_t kRows = kRowsPerBlock<ITEMS, LANES>;
+    const Rows split{shape.rows_per_group, (shape.rows_per_group + kRows - 1) / kRows};
+    const unsigned threads = unsigned(LANES ? kRegisterBlock : shape.threads);
+    host::Index grid{unsigned(split.workers), unsigned(shape.groups)};
+    if (shape.workers % 2) std::swap(grid.x, grid.y);  // workers have no other meaning here
+    host::launch(grid, {threads, 1}, 1, [&] { register_rows<Op, ITEMS, LANES, FULL>(op, split); });
   }
 }
 
-// Rows that a cluster has in registers.
+// Cluster register rows.
 template <class Op>
 void direct_shared(const Op& op, const Shape& shape) {
-  constexpr int kThreads = Op::kSharedThreads ? 64 : 0;  // fewer: a fiber each
-  const Walk walk{shape.rows_per_group, shape.rows_per_group};
-  host::launch(host::Index{unsigned(shape.rows_per_group * shape.cluster), unsigned(shape.groups)}, {unsigned(shape.threads), 1},
-               unsigned(shape.cluster), [&] { direct_shared_rows<Op, Op::kMostShared, kThreads>(op, walk); });
+  constexpr int kThreads = Op::kClusterThreads ? 64 : 0;  // fewer than on a GPU: a fiber each
+  const Rows split{shape.rows_per_group, shape.rows_per_group};
+  host::launch(host::Index{unsigned(shape.rows_per_group * shape.cluster), unsigned(shape.groups)},
+               {unsigned(shape.threads), 1}, unsigned(shape.cluster),
+               [&] { cluster_register_rows<Op, Op::kMaxClusterItems, kThreads>(op, split); });
 }
 
-// Rows that a warp has whole.
+// Register rows of a warp.
 template <class Op, int ITEMS>
 void narrow(const Op& op, const Shape& shape) {
   switch (shape.threads) {
@@ -104,10 +107,10 @@ void narrow(const Op& op, const Shape& shape) {
 template <class Op>
 void rows(const Op& op, const Shape& shape) {
   if (shape.items == 0) {
-    host::launch(unsigned(shape.parts), {unsigned(shape.threads), 1}, 1,
-                 [&] { walked_rows<Op>(op, shape.rows_per_group * shape.groups); });
-  } else if (Op::kMostShared > 0 && shape.cluster > 1 && shape.items == Op::kMostShared) {
-    if constexpr (Op::kMostShared > 0 && Op::N > 1) direct_shared(op, shape);
+    host::launch(unsigned(shape.workers), {unsigned(shape.threads), 1}, 1,
+                 [&] { multipass_rows<Op>(op, shape.rows_per_group * shape.groups); });
+  } else if (Op::kMaxClusterItems > 0 && shape.cluster > 1 && shape.items == Op::kMaxClusterItems) {
+    if constexpr (Op::kMaxClusterItems > 0 && Op::N > 1) direct_shared(op, shape);
   } else if (shape.cluster > 1) {
     if constexpr (requires { op.plain().kKeepsStored; }) {
       if constexpr (decltype(op.plain())::kKeepsStored) {
@@ -115,9 +118,9 @@ void rows(const Op& op, const Shape& shape) {
       }
     }
     streamed<Op, kMaxItems, true>(op, shape);
-  } else if (Op::N > 1 && Op::kWays != Ways::kStreamed && (shape.stages == 0 || Op::kWays == Ways::kDirect)) {
-    if constexpr (Op::N > 1 && Op::kWays != Ways::kStreamed) {
-      if constexpr (Op::kWhole || Op::kMostDirect > kMaxItems) {
+  } else if (Op::N > 1 && Op::kPath != RowPath::kPipelined && (shape.stages == 0 || Op::kPath == RowPath::kRegisters)) {
+    if constexpr (Op::N > 1 && Op::kPath != RowPath::kPipelined) {
+      if constexpr (Op::kFullRows || Op::kMaxRegisterItems > kMaxItems) {
         if (shape.items > kMaxItems) return direct<Op, 8, 0>(op, shape);
       }
       shape.items == 1 ? narrow<Op, 1>(op, shape) : shape.items == 2 ? narrow<Op, 2>(op, shape) : narrow<Op, 4>(op, shape);
@@ -149,23 +152,23 @@ void norm_typed(int kind, bool packed, int which, Run run) {
   });
 }
 
-// The sum of partial gradients as a launch does it.
+// The reduction of partial sums, as launched.
 template <int N>
-void sum_of(const Parts& first, const Parts& second, int64_t width) {
-  const int lanes = lanes_of_sum<N>(std::max(first.parts, second.parts)), columns = lanes * N;
+void sum_of(const PartialSums& first, const PartialSums& second, int64_t width) {
+  const int lanes = sum_lanes<N>(std::max(first.partials, second.partials)), columns = lanes * N;
   host::launch(unsigned((first.groups + second.groups) * ((width + columns - 1) / columns)), {kSumThreads, 1}, 1,
-               [&] { sum_parts<N>(first, second, width, lanes); });
+               [&] { sum_partials<N>(first, second, width, lanes); });
 }
 
-void sum(const Parts& first, const Parts& second, int64_t width) {
+void sum(const PartialSums& first, const PartialSums& second, int64_t width) {
   width % 4 ? sum_of<1>(first, second, width) : sum_of<4>(first, second, width);
 }
 
 }  // namespace
 
-EXPORT void norm_forward(int kind, bool packed, int which, Shape shape, const void* x, const void* residual,
-                         Stored scale, Stored offset, void* out, void* sum, float* mean, float* rstd,
-                         int64_t rows_per_batch, int width, float epsilon, float scale_offset) {
+EXPORT void norm_forward(int kind, bool packed, int which, Shape shape, const void* x, const void* residual, Stored scale,
+                         Stored offset, void* out, void* sum, float* mean, float* rstd, int64_t rows_per_batch, int width,
+                         float epsilon, float scale_offset) {
   norm_typed(kind, packed, which, [&]<typename T, int N, bool CENTRED, bool ADDED>() {
     using Op = norm::Forward<T, N, CENTRED, ADDED>;
     const Op op{static_cast<const T*>(x),
@@ -185,10 +188,10 @@ EXPORT void norm_forward(int kind, bool packed, int which, Shape shape, const vo
   });
 }
 
-EXPORT void norm_backward(int kind, bool packed, int which, Shape shape, const void* x, Stored scale,
-                          const float* mean, const float* rstd, const void* grad, const void* grad_sum, void* d_x,
-                          void* d_scale, void* d_offset, int number, float* part_scale, float* part_offset,
-                          int64_t rows_per_batch, int width, float scale_offset) {
+EXPORT void norm_backward(int kind, bool packed, int which, Shape shape, const void* x, Stored scale, const float* mean,
+                          const float* rstd, const void* grad, const void* grad_sum, void* d_x, void* d_scale, void* d_offset,
+                          int scalar_type, float* partial_scale, float* partial_offset, int64_t rows_per_batch, int width,
+                          float scale_offset) {
   norm_typed(kind, packed, which, [&]<typename T, int N, bool CENTRED, bool ADDED>() {
     using Op = norm::Backward<T, N, CENTRED, ADDED>;
     const Op op{static_cast<const T*>(x),
@@ -198,25 +201,25 @@ EXPORT void norm_backward(int kind, bool packed, int which, Shape shape, const v
                 static_cast<const T*>(grad),
                 static_cast<const T*>(grad_sum),
                 static_cast<T*>(d_x),
-                part_scale,
-                part_offset,
+                partial_scale,
+                partial_offset,
                 rows_per_batch,
                 width,
                 1.f / width,
                 scale_offset};
     rows(op, shape);
-    const Walk walk{shape.rows_per_group, shape.parts};
+    const Rows split{shape.rows_per_group, shape.workers};
     if (shape.items == 0) {
       const unsigned tiles = unsigned((width + 63) / 64);
-      host::launch(unsigned(tiles * shape.groups * shape.parts), {64, 1}, 1, [&] {
-        norm::column_sums<T, CENTRED>(op.x, op.mean, op.rstd, op.grad, part_scale, part_offset, walk, width);
+      host::launch(unsigned(tiles * shape.groups * shape.workers), {64, 1}, 1, [&] {
+        norm::column_sums<T, CENTRED>(op.x, op.mean, op.rstd, op.grad, partial_scale, partial_offset, split, width);
       });
     }
   });
-  const auto parts_of = [&](const float* partial, void* total) {
-    return Parts{partial, total, Number(number), total ? shape.groups : 0, shape.parts};
+  const auto partials_of = [&](const float* partial, void* total) {
+    return PartialSums{partial, total, ScalarType(scalar_type), total ? shape.groups : 0, shape.workers};
   };
-  sum(parts_of(part_scale, d_scale), parts_of(part_offset, d_offset), width);
+  sum(partials_of(partial_scale, d_scale), partials_of(partial_offset, d_offset), width);
 }
 
 EXPORT void softmax_forward(int kind, bool packed, Shape shape, const void* x, softmax::Mask mask, void* out, int width,
@@ -260,19 +263,19 @@ void spanned(bool per_pair, int span, Run run) {
   (choose.template operator()<SPANS>(), ...);
 }
 
-// Sides of one launch, cut, and the blocks of both.
-template <class Side>
-unsigned cut(rope::Sides<Side>& sides, int span, unsigned rows) {
+// Partition the operands of a launch into spans; the number of blocks.
+template <class Operand>
+unsigned cut(rope::Operands<Operand>& operands, int span, unsigned rows) {
   unsigned blocks = 0;
-  for (Side& side : sides.of) {
-    side.spans = rope::spans_of(side.heads, span);
-    blocks += (side.spans.count + rows - 1) / rows;
-    if (&side == sides.of) sides.blocks = blocks;
+  for (Operand& operand : operands.of) {
+    operand.spans = rope::spans_of(operand.heads, span);
+    blocks += (operand.spans.count + rows - 1) / rows;
+    if (&operand == operands.of) operands.blocks = blocks;
   }
   return blocks;
 }
 
-struct Turned {
+struct Rotated {
   const void* x;
   void* out;
   rope::Heads heads;
@@ -288,20 +291,20 @@ struct Normalised {
 
 }  // namespace
 
-EXPORT uint32_t divided(uint32_t number, uint32_t by) { return divisor(by).divide(number); }
+EXPORT uint32_t divided(uint32_t scalar_type, uint32_t by) { return divisor(by).divide(scalar_type); }
 
-EXPORT void rope_rotate(int kind, bool interleaved, bool packed, unsigned lanes, unsigned threads, Turned first, Turned second,
-                        rope::Angles angles, int span, bool inverse) {
+EXPORT void rope_rotate(int kind, bool interleaved, bool packed, unsigned lanes, unsigned threads, Rotated first,
+                        Rotated second, rope::Angles angles, int span, bool inverse) {
   heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
-    rope::Sides<rope::Side<T>> sides{};
+    rope::Operands<rope::Operand<T>> operands{};
     for (int i = 0; i < 2; ++i) {
-      const Turned& one = i ? second : first;
-      sides.of[i] = {static_cast<const T*>(one.x), static_cast<T*>(one.out), one.heads};
+      const Rotated& one = i ? second : first;
+      operands.of[i] = {static_cast<const T*>(one.x), static_cast<T*>(one.out), one.heads};
     }
-    const unsigned rows = threads / lanes, blocks = cut(sides, span, rows);
+    const unsigned rows = threads / lanes, blocks = cut(operands, span, rows);
     spanned<1, 2, 4>(angles.per_pair, span, [&]<bool PER_PAIR, int SPAN>() {
       host::launch(blocks, {lanes, rows}, 1,
-                   [&] { rope::rotate<T, INTERLEAVED, PACKED, PER_PAIR, SPAN>(sides, angles, inverse); });
+                   [&] { rope::rotate<T, INTERLEAVED, PACKED, PER_PAIR, SPAN>(operands, angles, inverse); });
     });
   });
 }
@@ -312,7 +315,7 @@ EXPORT void rope_angle_gradients(int kind, bool interleaved, bool packed, unsign
     const unsigned y = unsigned(rope::kThreads) / lanes;
     host::launch(unsigned((shared ? 1 : heads.batch) * heads.length), {lanes, y}, 1, [&] {
       rope::angle_gradients<T, INTERLEAVED, PACKED>(static_cast<const T*>(x), static_cast<const T*>(grad), d_cos, d_sin, heads,
-                                                    shared, per_pair, add, rope::AsStored{});
+                                                    shared, per_pair, add, rope::Identity{});
     });
   });
 }
@@ -320,15 +323,15 @@ EXPORT void rope_angle_gradients(int kind, bool interleaved, bool packed, unsign
 EXPORT void qk_norm_rope_forward(int kind, bool interleaved, bool packed, unsigned lanes, unsigned threads, Normalised first,
                                  Normalised second, rope::Angles angles, int span, float epsilon, float scale_offset) {
   heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
-    rope::Sides<qk_norm_rope::Side<T>> sides{};
+    rope::Operands<qk_norm_rope::Operand<T>> operands{};
     for (int i = 0; i < 2; ++i) {
       const Normalised& one = i ? second : first;
-      sides.of[i] = {static_cast<const T*>(one.x), one.scale, static_cast<T*>(one.out), one.rstd, one.heads};
+      operands.of[i] = {static_cast<const T*>(one.x), one.scale, static_cast<T*>(one.out), one.rstd, one.heads};
     }
-    const unsigned rows = threads / lanes, blocks = cut(sides, span, rows);
+    const unsigned rows = threads / lanes, blocks = cut(operands, span, rows);
     spanned<4, 8>(angles.per_pair, span, [&]<bool PER_PAIR, int SPAN>() {
       host::launch(blocks, {lanes, rows}, 1, [&] {
-        qk_norm_rope::norm_rotate<T, INTERLEAVED, PACKED, PER_PAIR, SPAN>(sides, angles, epsilon, scale_offset);
+        qk_norm_rope::norm_rotate<T, INTERLEAVED, PACKED, PER_PAIR, SPAN>(operands, angles, epsilon, scale_offset);
       });
     });
   });
@@ -336,35 +339,36 @@ EXPORT void qk_norm_rope_forward(int kind, bool interleaved, bool packed, unsign
 
 EXPORT void qk_norm_rope_backward(int kind, bool interleaved, bool packed, unsigned lanes, const void* x, const float* rstd,
                                   const void* grad, qk_norm_rope::Parameter scale, void* d_x, float* partial, void* total,
-                                  int number, rope::Angles angles, rope::Heads heads, int span, int64_t groups, int64_t parts,
-                                  float scale_offset) {
+                                  int scalar_type, rope::Angles angles, rope::Heads heads, int span, int64_t groups,
+                                  int64_t partials, float scale_offset) {
   heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
     const rope::Spans spans = rope::spans_of(heads, span);
-    host::launch(unsigned(groups * parts), {lanes, unsigned(rope::kThreads) / lanes}, 1, [&] {
+    host::launch(unsigned(groups * partials), {lanes, unsigned(rope::kThreads) / lanes}, 1, [&] {
       qk_norm_rope::gradients<T, INTERLEAVED, PACKED>(static_cast<const T*>(x), rstd, static_cast<const T*>(grad), scale,
                                                       static_cast<T*>(d_x), partial, angles, heads, spans,
-                                                      unsigned(spans.count / groups), unsigned(parts), scale_offset);
+                                                      unsigned(spans.count / groups), unsigned(partials), scale_offset);
     });
   });
   if (!total) return;
-  sum({partial, total, Number(number), groups, parts}, {}, heads.width);
+  sum({partial, total, ScalarType(scalar_type), groups, partials}, {}, heads.width);
 }
 
 EXPORT void qk_norm_rope_angle_gradients(int kind, bool interleaved, bool packed, unsigned lanes, const void* x,
-                                         const float* rstd, const void* grad, qk_norm_rope::Parameter scale, float* d_cos, float* d_sin,
-                                         rope::Heads heads, bool shared, bool per_pair, bool add, float scale_offset) {
+                                         const float* rstd, const void* grad, qk_norm_rope::Parameter scale, float* d_cos,
+                                         float* d_sin, rope::Heads heads, bool shared, bool per_pair, bool add,
+                                         float scale_offset) {
   heads_typed(kind, interleaved, packed, [&]<typename T, bool INTERLEAVED, bool PACKED>() {
-    const qk_norm_rope::Normalised before{rstd, scale, scale_offset};
+    const qk_norm_rope::Normalised transform{rstd, scale, scale_offset};
     host::launch(unsigned((shared ? 1 : heads.batch) * heads.length), {lanes, unsigned(rope::kThreads) / lanes}, 1, [&] {
       rope::angle_gradients<T, INTERLEAVED, PACKED>(static_cast<const T*>(x), static_cast<const T*>(grad), d_cos, d_sin, heads,
-                                                    shared, per_pair, add, before);
+                                                    shared, per_pair, add, transform);
     });
   });
 }
 
 namespace {
 
-using Untyped = paged_cache_update::Write<void, void>;
+using Untyped = paged_cache_update::PageWrite<void, void>;
 
 struct Block {
   int64_t rows;
@@ -373,7 +377,7 @@ struct Block {
 };
 
 template <typename From, typename To>
-paged_cache_update::Write<From, To> as(const Untyped& write) {
+paged_cache_update::PageWrite<From, To> as(const Untyped& write) {
   return {static_cast<const From*>(write.from),
           static_cast<To*>(write.pages),
           write.scale,
@@ -388,8 +392,7 @@ paged_cache_update::Write<From, To> as(const Untyped& write) {
 }
 
 template <typename From, typename To>
-void update(bool packed, const Block& block, const Requests& requests, const Untyped& first,
-            const Untyped& second) {
+void update(bool packed, const Block& block, const Requests& requests, const Untyped& first, const Untyped& second) {
   constexpr int N = 16 / sizeof(From);
   const auto one = as<From, To>(first), other = as<From, To>(second);
   host::launch(unsigned((block.rows + block.tokens - 1) / block.tokens), {block.x, block.y}, 1, [&] {
@@ -401,8 +404,7 @@ void update(bool packed, const Block& block, const Requests& requests, const Unt
 }  // namespace
 
 // `to`: 0 float32, 1 bfloat16, 2 int8, 3 float8_e4m3fn, 4 float8_e5m2, 5 the bits of bfloat16.
-EXPORT void update_pages(int kind, int to, bool packed, Block block, Requests requests, Untyped first,
-                         Untyped second) {
+EXPORT void update_pages(int kind, int to, bool packed, Block block, Requests requests, Untyped first, Untyped second) {
   using namespace paged_cache_update;
   const auto choose = [&]<typename From>() {
     switch (to) {

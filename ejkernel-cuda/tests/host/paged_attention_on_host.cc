@@ -1,7 +1,7 @@
-// paged_attention as it is, run on a host; a library of its own, for it takes long to compile.
-#include "paged_attention/boxes.cuh"
+// The unchanged paged_attention on a host; a separate library, as it compiles slowly.
+#include "paged_attention/tma_pages.cuh"
 #include "paged_attention/kernels.cuh"
-#include "paged_attention/merge.cuh"
+#include "paged_attention/combine.cuh"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -10,55 +10,57 @@ using namespace ejkernel::paged_attention;
 
 namespace {
 
-using Run = void(const Problem&, const Results&, int workers, int stages, bool boxes);
+using Run = void(const Problem&, const Results&, int workers, int stages, bool tma);
 
 template <int LANES>
-void run_merge(const Problem& problem, const Results& results, int workers, int parts) {
-  const MergeShape shape(problem, room_for(problem.key.size > problem.value.size ? problem.key.size : problem.value.size),
-                         workers, LANES, parts);
-  host::launch(unsigned(shape.tiles * shape.blocks), {kMergeThreads, 1}, 1,
-               [&] { merge<LANES>(problem, results, divisor(uint32_t(workers)), shape); });
+void run_combine(const Problem& problem, const Results& results, int workers, int partials) {
+  const CombineShape shape(problem,
+                           padded_head_size(problem.key.size > problem.value.size ? problem.key.size : problem.value.size),
+                           workers, LANES, partials);
+  host::launch(unsigned(shape.tiles * shape.blocks), {kCombineThreads, 1}, 1,
+               [&] { combine<LANES>(problem, results, divisor(uint32_t(workers)), shape); });
 }
 
-template <typename T, typename S, int BLOCK, bool TURNED>
+template <typename T, typename S, int BLOCK, bool SWAP_AB>
 void run_attend(const Problem& problem, const Results& results, int workers, int stages) {
   host::launch(
       unsigned(workers), {kThreads, 1}, 1,
-      [&] { attend<T, S, BLOCK, TURNED>(problem, results, divisor(uint32_t(workers)), stages); },
+      [&] { attend<T, S, BLOCK, SWAP_AB>(problem, results, divisor(uint32_t(workers)), stages); },
       shared_bytes<S, BLOCK>(stages));
 }
 
-RowMap map_of(const Problem& problem, const Side& side) {
-  const auto axes = axes_of(problem, side);
-  RowMap map{const_cast<char*>(side.data)};
+PageTensorMap tensor_map_of(const Problem& problem, const KvArray& kv) {
+  const auto axes = tensor_map_axes(problem, kv);
+  PageTensorMap map{const_cast<char*>(kv.data)};
   for (int i = 0; i < 4; ++i) map.extent[i] = axes[i + 1].extent, map.stride[i] = axes[i + 1].stride;
   for (int i = 0; i < 2; ++i) map.box[i] = int(axes[i + 1].box);
   return map;
 }
 
 template <typename S>
-void run_boxes(const Problem& problem, const Results& results, int workers, int stages) {
-  const Boxes boxes{map_of(problem, problem.key), map_of(problem, problem.value), tokens_of_box(problem.requests.page_size)};
+void run_tma(const Problem& problem, const Results& results, int workers, int stages) {
+  const TmaPages tma{tensor_map_of(problem, problem.key), tensor_map_of(problem, problem.value),
+                     box_tokens_for(problem.requests.page_size)};
   host::launch(
-      unsigned(workers), {kBoxThreads, 1}, 1,
-      [&] { attend_boxes<S>(problem, results, boxes, divisor(uint32_t(workers)), stages); }, boxes_shared_bytes(stages));
+      unsigned(workers), {kTmaThreads, 1}, 1, [&] { attend_tma<S>(problem, results, tma, divisor(uint32_t(workers)), stages); },
+      tma_shared_bytes(stages));
 }
 
 template <typename T, typename S, int BLOCK>
-void run(const Problem& problem, const Results& results, int workers, int stages, bool boxes) {
-  constexpr bool kMayTurn = turns(sizeof(S), BLOCK);
-  if (boxes) {
-    if constexpr (kMayTurn) run_boxes<S>(problem, results, workers, stages);  // handlers admit no others
+void run(const Problem& problem, const Results& results, int workers, int stages, bool tma) {
+  constexpr bool kMaySwap = swaps_ab(sizeof(S), BLOCK);
+  if (tma) {
+    if constexpr (kMaySwap) run_tma<S>(problem, results, workers, stages);  // handlers refuse other types
   } else {
-    kMayTurn && !problem.fills_tiles() ? run_attend<T, S, BLOCK, kMayTurn>(problem, results, workers, stages)
+    kMaySwap && !problem.fills_tiles() ? run_attend<T, S, BLOCK, kMaySwap>(problem, results, workers, stages)
                                        : run_attend<T, S, BLOCK, false>(problem, results, workers, stages);
   }
-  const int parts = parts_of_block(sizeof(S), BLOCK, problem.group, problem.together);
-  lanes_of_part(problem, workers) == 32 ? run_merge<32>(problem, results, workers, parts)
-                                        : run_merge<8>(problem, results, workers, parts);
+  const int partials = partials_per_block(sizeof(S), BLOCK, problem.group, problem.tile_key_heads);
+  lanes_per_partial(problem, workers) == 32 ? run_combine<32>(problem, results, workers, partials)
+                                            : run_combine<8>(problem, results, workers, partials);
 }
 
-// By room for 64, 128 and 256 elements of a head.
+// For padded heads of 64, 128 and 256 elements.
 template <typename T, typename S>
 constexpr Run* kSized[3] = {run<T, S, 64>, run<T, S, 128>, run<T, S, 256>};
 
@@ -66,7 +68,7 @@ constexpr Run* kSized[3] = {run<T, S, 64>, run<T, S, 128>, run<T, S, 256>};
 
 // Pages hold `stored`: 0 the queries' type, 1 int8, 2 float8_e4m3fn, 3 float8_e5m2.
 EXPORT void paged_attention_forward(int stored, int width, const Call& call, const Results& results, int workers, int stages,
-                                    bool boxes) {
+                                    bool tma) {
   const Problem problem(call);
   const auto choose = [&]() -> Run* const* {
     switch (stored) {
@@ -76,5 +78,5 @@ EXPORT void paged_attention_forward(int stored, int width, const Call& call, con
       default: return kSized<__half, E5M2>;
     }
   };
-  choose()[width](problem, results, workers, stages, boxes);
+  choose()[width](problem, results, workers, stages, tma);
 }

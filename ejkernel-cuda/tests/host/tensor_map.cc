@@ -1,11 +1,11 @@
-// `MakeMap` with a driver of this host, which writes down what it is told.
+// `MakeTensorMap` with a stand-in for the driver, which records its arguments.
 #include "tensor_map.h"
 
 #include <algorithm>
 
 namespace {
 
-uint64_t told[16];
+uint64_t recorded[16];
 int answer;
 bool is_here;
 
@@ -15,11 +15,11 @@ CUresult encode(CUtensorMap*, CUtensorMapDataType type, cuuint32_t rank, void* d
   const bool plain = rank == 4 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE && swizzle == CU_TENSOR_MAP_SWIZZLE_128B &&
                      fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE && std::all_of(steps, steps + 4, [](auto s) { return s == 1; });
   if (!plain) return CUDA_ERROR_INVALID_VALUE;
-  told[0] = uint64_t(type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16);
-  told[1] = reinterpret_cast<uint64_t>(data);
-  std::copy(extents, extents + 4, told + 2);
-  std::copy(strides, strides + 3, told + 6);
-  std::copy(box, box + 4, told + 9);
+  recorded[0] = uint64_t(type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16);
+  recorded[1] = reinterpret_cast<uint64_t>(data);
+  std::copy(extents, extents + 4, recorded + 2);
+  std::copy(strides, strides + 3, recorded + 6);
+  std::copy(box, box + 4, recorded + 9);
   return CUresult(answer);
 }
 
@@ -35,15 +35,15 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, uns
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return ""; }
 
-// 0, or 1 for an error, whose message is then there; what the driver was told: bfloat16, address, extents, strides, box.
-extern "C" int make_map(bool driver, int result, bool bfloat16, void* data, int64_t size, int64_t length, int64_t heads,
-                        int64_t batch, int tokens, int heads_of_box, uint64_t* facts, char* message, int64_t room) {
+// 0, or 1 and a message for an error; `facts` are the recorded arguments: bfloat16, address, extents, strides, box.
+extern "C" int make_tensor_map(bool driver, int result, bool bfloat16, void* data, int64_t size, int64_t length, int64_t heads,
+                               int64_t batch, int tokens, int box_heads, uint64_t* facts, char* message, int64_t room) {
   CUtensorMap map{};
   is_here = driver;
   answer = result;
   const auto type = bfloat16 ? ejkernel::ffi::BF16 : ejkernel::ffi::F16;
-  const auto error = ejkernel::MakeMap("test", type, data, size, length, heads, batch, tokens, heads_of_box, map);
-  std::copy(told, told + 13, facts);
+  const auto error = ejkernel::MakeTensorMap("test", type, data, size, length, heads, batch, tokens, box_heads, map);
+  std::copy(recorded, recorded + 13, facts);
   message[error.message().copy(message, size_t(room - 1))] = 0;
   return error.failure();
 }

@@ -1,4 +1,4 @@
-// What a handler says of itself when it is registered: the traits that it declares.
+// The traits that a handler declares at registration.
 #include "xla/ffi/api/c_api.h"
 
 extern "C" unsigned traits_of(XLA_FFI_Handler* handler) {

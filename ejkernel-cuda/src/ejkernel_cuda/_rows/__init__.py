@@ -1,1 +1,1 @@
-"""What the operations over rows share."""
+"""Code that the row operations share."""

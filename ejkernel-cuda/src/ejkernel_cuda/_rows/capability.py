@@ -1,4 +1,4 @@
-"""Which calls of the normalisations these kernels run."""
+"""Which calls of the normalisations these kernels support."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ WIDEST = 1 << 30
 MOST_BLOCKS = 2**31 - 1
 
 
-def blocks_of_a_part(width: int) -> int:
-    """At most, in backward: of a cluster, or for the columns of a row that is read twice, or to add up what they made."""
+def blocks_per_partial(width: int) -> int:
+    """Upper bound in backward: of a cluster, of the column tiles of a multi-pass row, or of the reduction of partial sums."""
     return max(16, 2 * -(-width // 32))
 
 
@@ -26,9 +26,9 @@ def too_wide(x: ArraySpec) -> str | None:
 
 
 def members_refusal(x: ArraySpec, parameters: Iterable[ArraySpec | None]) -> str | None:
-    """The members of a batch that have parameters of their own need blocks of their own for the parameters' gradients."""
+    """Why the grid cannot hold the blocks of batch members with their own parameters; None if it can."""
     members = max((spec.shape[0] for spec in parameters if spec is not None), default=1)
-    if members * blocks_of_a_part(x.shape[-1]) <= MOST_BLOCKS:
+    if members * blocks_per_partial(x.shape[-1]) <= MOST_BLOCKS:
         return None
     return f"{members} batch members with parameters of their own, {x.shape[-1]} wide, need more than {MOST_BLOCKS} blocks"
 

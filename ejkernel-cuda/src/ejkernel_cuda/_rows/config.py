@@ -1,9 +1,9 @@
-"""Performance knobs of the operations over rows.
+"""Performance knobs of the row operations.
 
-A thread takes up to four packs of 16 bytes of a row. Its block copies rows ahead of the one in work into shared memory, so that
-memory stays busy while threads wait for each other; or it reads a few rows straight into registers and ends, then some operations
-have kernels with eight packs per thread. Rows wider than the threads of a block can take are shared by a cluster of blocks from
-compute capability 9.0 on, in either way; those that do not fit are read more than once.
+A thread holds up to four packs of 16 bytes of a row. A block either pipelines rows through shared memory with `cp.async`, so that
+loads overlap reductions, or loads a few rows directly into registers and exits; some operations then have kernels with eight packs
+per thread. From compute capability 9.0 on, a thread block cluster shares a row that is too wide for one block, in either way. Rows
+that do not fit are read in several passes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ejkernel.call import ArraySpec
 from ejkernel.operations.add_rms_norm.interface import AddRmsNormCall
 from ejkernel.operations.common.rows.interface import NormCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_cuda._renamed import renamed_knobs
 
 THREADS = tuple(1 << power for power in range(10))
 CLUSTERS = (2, 4, 8, 16)
@@ -22,61 +23,60 @@ CLUSTERS_SINCE = (9, 0)
 PACKS = 4
 WARP = 32
 MOST = PACKS * THREADS[-1]
-"""Packs of a row that one block takes."""
+"""Packs of a row that one block holds."""
 _STAGES = {1: 4, 2: 3, 3: 2}
-"""By the arrays that are read: about 100 KB on their way to a processor with the threads that fit there."""
+"""By the number of input arrays: about 100 KB in flight per multiprocessor."""
 _CLUSTER_STAGES = 3
 MANY_PACKS = 8
-"""Of a row per thread at most, where nothing else of it is held in registers: two blocks of 512 threads with 64 registers on a
-processor."""
+"""Packs of a row per thread in register-only kernels: two blocks of 512 threads with 64 registers fit on a multiprocessor."""
 MOST_DIRECT = 1024
-"""Packs of a row that goes straight to registers; norms of one array take twice as many, two blocks of 512 threads with 64
-registers on a processor."""
+"""Packs of the widest row that is loaded directly into registers; norms of one array take twice as many."""
 _DIRECT_CLUSTER_THREADS = 256
 _MOST_IN_CLUSTERS = 4 * MANY_PACKS * _DIRECT_CLUSTER_THREADS
-"""Packs of the widest rows of norms in registers of clusters; beyond that, shared memory was 1.02 times as fast on an H200."""
-_SPARE = 64
-"""Packs that two threads each take before there are enough threads for four."""
-_PROCESSORS = 160
-"""Of a device, at most; the library launches no more blocks than run at once."""
+"""Packs of the widest rows of norms that a cluster holds in registers; beyond, shared memory was 1.02 times as fast on an H200."""
+_NARROW = 64
+"""Rows of fewer packs are narrow."""
+_MULTIPROCESSORS = 160
+"""Upper bound for any device; the library launches no more blocks than are resident."""
 
 
+@renamed_knobs(stages="num_stages")
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:
-    threads: wished for of a block for each row, a power of two up to 512; the library takes more when a row needs them, and fewer
-        when four packs per thread (eight straight to registers, where an operation has so many) or the packs of the row leave some
-        without.
-    cluster: blocks that share a row, a power of two up to 16. Above 1, `threads` has no effect: each has four packs, or eight
-        straight to registers.
-    stages: rows of a block in shared memory, 1 to 8; fewer where that is too small. A cluster has 2 at least, one of them for a row
-        whose numbers its blocks are still telling each other. 0: none; a thread asks for up to four packs, or eight, of one row or
-        of several, and its block ends with them; what a warp can have whole takes as many threads as the library is compiled for.
-        As the least there is where rows do not start on 16 bytes, and for clusters unless `direct_clusters` lists them. Rows of
-        norms of one array that do, and that fit one block, are always so.
+    threads: threads of a block per row, a power of two up to 512. The library takes more if the row needs them, and fewer if some
+        would hold no pack at four packs per thread (eight in register-only kernels that have so many).
+    cluster: blocks that share a row, a power of two up to 16. Above 1, `threads` has no effect: a thread holds four packs, or eight
+        in register-only kernels.
+    num_stages: pipeline stages: rows of a block in shared memory, 1 to 8; fewer if shared memory is too small. A cluster has at
+        least 2, one of them for the row whose statistics its blocks are still exchanging. 0: register-only; a thread loads up to
+        four or eight packs of one row or of several, and its block exits. 0 means the minimum where rows are not aligned to 16
+        bytes, and for clusters that `direct_clusters` does not list. Norms of one array are always register-only if their rows are
+        aligned and fit one block.
     """
 
     threads: int
     cluster: int = 1
-    stages: int = 4
+    num_stages: int = 4
 
 
+@renamed_knobs(parts="partials", stages="num_stages")
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Attributes:
-    threads, cluster, stages: as in forward, but at least one stage.
-    parts: blocks or clusters that share the rows under one parameter, at most; each writes a partial sum of the parameter's
-        gradient. No more are launched than the device runs at once.
+    threads, cluster, num_stages: as in forward, but at least one stage.
+    partials: upper bound on the partial sums of a parameter's gradient. One block or cluster writes each; no more are launched than
+        are resident.
     """
 
     threads: int
-    parts: int
+    partials: int
     cluster: int = 1
-    stages: int = 3
+    num_stages: int = 3
 
 
 def packs_of(x: ArraySpec) -> int:
-    """Accesses that cover one row: 16 bytes each when rows start on 16 bytes, else one element each."""
+    """Vector accesses of one row: of 16 bytes if rows are aligned to 16 bytes, else of one element."""
     width, itemsize = x.shape[-1], 4 if x.dtype == "float32" else 2
     return -(-width * itemsize // 16) if width * itemsize % 16 == 0 else width
 
@@ -87,8 +87,8 @@ def threads_for(packs: int, packs_per_thread: int) -> int:
 
 
 def clusters_for(x: ArraySpec, target: Target, each: int = PACKS) -> list[int]:
-    """Clusters that take a row of which one block takes more than half at best, smallest first, at most three; none where packs
-    are single elements. A thread has up to `each` packs."""
+    """Cluster sizes for a row that fills more than half of a block, smallest first, at most three; none for unaligned rows. A
+    thread holds up to `each` packs."""
     packs, itemsize = packs_of(x), 4 if x.dtype == "float32" else 2
     if target.capability is None or target.capability < CLUSTERS_SINCE:
         return []
@@ -98,30 +98,30 @@ def clusters_for(x: ArraySpec, target: Target, each: int = PACKS) -> list[int]:
 
 
 def is_narrow(x: ArraySpec) -> bool:
-    return packs_of(x) < _SPARE
+    return packs_of(x) < _NARROW
 
 
 def cluster_config(x: ArraySpec, target: Target, *, rank: int = 1, beyond: int = MOST) -> ForwardConfig | None:
-    """Of rows of more packs than that; None where there is no cluster for them. `rank`: 0 is the smallest cluster, 1 the next."""
+    """For rows of more packs than `beyond`; None if no cluster fits. `rank`: 0 is the smallest cluster, 1 the next."""
     sizes = clusters_for(x, target) if packs_of(x) > beyond else []
     return ForwardConfig(THREADS[-1], sizes[min(rank, len(sizes) - 1)], _CLUSTER_STAGES) if sizes else None
 
 
 def direct_clusters(x: ArraySpec, target: Target, *, whole: bool) -> list[ForwardConfig]:
-    """Straight to registers, eight packs per thread: in front the smallest cluster of blocks of up to 256 threads, on an H200 the
-    fastest. `whole`: only that whose 256 threads all have all of their packs."""
+    """Register-only clusters, eight packs per thread. The smallest cluster of blocks of up to 256 threads comes first; it was the
+    fastest on an H200. `whole`: only the one whose 256 threads hold eight packs each."""
     packs, best = packs_of(x), MANY_PACKS * _DIRECT_CLUSTER_THREADS
     sizes = sorted(clusters_for(x, target, MANY_PACKS), key=lambda size: (packs > size * best, size))
     return [ForwardConfig(THREADS[-1], size, 0) for size in sizes if not whole or packs == size * best]
 
 
 def block_config(x: ArraySpec, streams: int, packs_per_thread: int, stages: int | None = None) -> ForwardConfig:
-    """Through shared memory, of kernels that read so many arrays."""
+    """Pipelined through shared memory; `streams` is the number of input arrays."""
     return ForwardConfig(threads_for(packs_of(x), packs_per_thread), 1, stages or _STAGES[streams])
 
 
 def direct_config(x: ArraySpec, packs_per_thread: int, most: int = MOST_DIRECT) -> ForwardConfig | None:
-    """Without shared memory; None for rows that do not start on 16 bytes, or of more packs than that."""
+    """Register-only; None for rows that are not aligned to 16 bytes, or have more packs than `most`."""
     packs = packs_of(x)
     if packs == x.shape[-1] or packs > most:
         return None
@@ -137,8 +137,8 @@ def row_configs(
     registers: Literal["never", "also", "always"] = "also",
     most: int = PACKS,
 ) -> list[ForwardConfig]:
-    """Their search space, the heuristic's choice in front; `registers`: whether rows of one block go straight to them, then `most`
-    packs per thread."""
+    """The search space, `chosen` first. `registers`: whether rows of one block are held in registers only; `most`: their packs per
+    thread."""
     packs, stages = packs_of(x), _STAGES[streams]
     more = (_CLUSTER_STAGES + 3,) if registers != "never" else ()
     sizes, counts = clusters_for(x, target), (_CLUSTER_STAGES, _CLUSTER_STAGES + 1, *more)
@@ -169,13 +169,13 @@ def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
 
 
 def centred_forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
-    """With two parameters to read a row of many packs per thread has them from the second level of cache, which on an H200 keeps
-    clusters back: where one block can take the row it is faster, beyond that rows in shared memory, of which four were best."""
+    """A row of many packs per thread reads its two parameters from L2, which slows register-only clusters on an H200: one block is
+    faster if it can hold the row; beyond that, rows in shared memory are, with four stages."""
     if packs_of(call.x) == MANY_PACKS * THREADS[-1]:
         return direct_config(call.x, MANY_PACKS, MANY_PACKS * THREADS[-1]) or forward_heuristic(call, target)
     direct = direct_config(call.x, PACKS, 2 * MOST_DIRECT)
     cluster = None if direct else cluster_config(call.x, target, rank=0)
-    return dataclasses.replace(cluster, stages=_CLUSTER_STAGES + 1) if cluster else forward_heuristic(call, target)
+    return dataclasses.replace(cluster, num_stages=_CLUSTER_STAGES + 1) if cluster else forward_heuristic(call, target)
 
 
 def centred_forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
@@ -183,25 +183,27 @@ def centred_forward_space(call: NormCall, target: Target) -> list[ForwardConfig]
 
 
 def _summing(x: ArraySpec, config: ForwardConfig) -> BackwardConfig:
-    """With as many parts as a device can run at once at most: threads with four packs take twice the registers."""
+    """With at most as many partial sums as blocks are resident; threads with four packs take twice the registers."""
     packs = packs_of(x)
     threads = config.threads if config.cluster == 1 else threads_for(packs, PACKS * config.cluster)
     fitting = 640 if packs > 2 * threads * config.cluster else 1024
     blocks = max(1, fitting // max(threads, 256 if threads <= 32 else threads))
-    return BackwardConfig(config.threads, max(1, _PROCESSORS * blocks // config.cluster), config.cluster, config.stages)
+    return BackwardConfig(
+        config.threads, max(1, _MULTIPROCESSORS * blocks // config.cluster), config.cluster, config.num_stages
+    )
 
 
 def _few_packs(x: ArraySpec, threads: int, packs_per_thread: int) -> ForwardConfig:
-    """So many packs each for up to so many threads of a block, then up to four; one each of narrow rows. Two rows in shared memory;
-    three where threads have four packs, so that fewer blocks fit on a processor."""
+    """`packs_per_thread` packs for up to `threads` threads, then up to four; one for narrow rows. Two stages; three with four packs
+    per thread, where fewer blocks fit on a multiprocessor."""
     packs = packs_of(x)
     threads = max(min(threads, threads_for(packs, 1 if is_narrow(x) else packs_per_thread)), threads_for(packs, PACKS))
     return ForwardConfig(threads, 1, 2 if packs <= 2 * threads else 3)
 
 
 def _backward(call: NormCall, target: Target) -> ForwardConfig:
-    """On an H200, over 4096 columns of bfloat16 256 threads of two packs were 1.04 times as fast as 512 of one. For rows that just
-    fit a block, a cluster of four was 1.07 times as fast; of rows of twice that, one of eight 1.05 times as fast as of four."""
+    """On an H200, for 4096 columns of bfloat16, 256 threads of two packs were 1.04 times as fast as 512 of one. For rows that just
+    fit a block, a cluster of four was 1.07 times as fast; for rows twice as wide, eight were 1.05 times as fast as four."""
     cluster = cluster_config(call.x, target, rank=1 + (packs_of(call.x) > MOST), beyond=MOST // 2)
     return cluster or _few_packs(call.x, THREADS[-1] // 2, 2)
 
@@ -216,9 +218,9 @@ def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
 
 
 def _centred_backward(call: NormCall, target: Target) -> ForwardConfig:
-    """With two numbers to find of a row, on an H200 256 threads of two packs over 4096 columns of bfloat16 were 1.1 times as fast
-    as 512 of one, over 1024 columns 64 of two 1.06 times as 128 of one; a block was as fast as a cluster for rows that just fit
-    one. Of rows of twice that clusters of eight were the fastest."""
+    """Two reductions per row. On an H200, 256 threads of two packs were 1.1 times as fast as 512 of one for 4096 columns of
+    bfloat16, and 64 of two 1.06 times as fast as 128 of one for 1024 columns. For rows that just fit a block, a block was as fast
+    as a cluster; for rows twice as wide, clusters of eight were the fastest."""
     return cluster_config(call.x, target, rank=2) or _few_packs(call.x, THREADS[-1] // 2, 2)
 
 
@@ -232,8 +234,8 @@ def centred_backward_space(call: NormCall, target: Target) -> list[BackwardConfi
 
 
 def added_forward_heuristic(call: AddRmsNormCall, target: Target) -> ForwardConfig:
-    """On an H200 rows in registers were 1.04 to 1.10 times as fast as in shared memory, and the smaller clusters 1.03 times as the
-    larger ones."""
+    """On an H200, rows in registers were 1.04 to 1.10 times as fast as in shared memory, and the smaller clusters 1.03 times as
+    fast as the larger ones."""
     direct = direct_config(call.x, PACKS)
     return direct or cluster_config(call.x, target, rank=0) or block_config(call.x, 2, 2)
 
@@ -259,7 +261,7 @@ FORWARD = ConfigSpace(ForwardConfig, forward_heuristic, forward_space)
 BACKWARD = ConfigSpace(BackwardConfig, backward_heuristic, backward_space)
 CENTRED_FORWARD = ConfigSpace(ForwardConfig, centred_forward_heuristic, centred_forward_space)
 CENTRED_BACKWARD = ConfigSpace(BackwardConfig, centred_backward_heuristic, centred_backward_space)
-"""CENTRED: where a mean is taken from rows."""
+"""CENTRED: layer_norm, which subtracts the mean of a row."""
 ADDED_FORWARD = ConfigSpace(ForwardConfig, added_forward_heuristic, added_forward_space)
 ADDED_BACKWARD = ConfigSpace(BackwardConfig, added_backward_heuristic, added_backward_space)
-"""Where two arrays are added before: one more is read in each phase."""
+"""ADDED: add_rms_norm, which reads one more array in each phase."""

@@ -1,7 +1,7 @@
 """Normalisations of rows: the arrays as the library's handlers take them.
 
-Parameters travel in the dtype of x where all of them have it, else in float32; `[0, d]` when absent. In backward every block
-writes one partial sum of the parameters' gradients, and a second launch adds them up in a fixed order, without atomics.
+Parameters are passed in the dtype of x if all of them have it, else in float32; `[0, d]` when absent. In backward every block
+writes one partial sum of the parameters' gradients, and a second kernel reduces them in a fixed order, without atomics.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from ejkernel.operations.common.rows.interface import NormInputs, ScaledCall
 from ejkernel_cuda._library import handler
-from ejkernel_cuda._rows.capability import MOST_BLOCKS, blocks_of_a_part
+from ejkernel_cuda._rows.capability import MOST_BLOCKS, blocks_per_partial
 from ejkernel_cuda._rows.config import BackwardConfig, ForwardConfig
 
 _FLOAT = jnp.float32
@@ -33,7 +33,7 @@ def _batched(x: Any) -> tuple[int, int, int]:
 
 
 class Normed(NamedTuple):
-    """Results of forward: out; sum, where two arrays were added; mean, where rows were centred; mean and rstd if they are saved."""
+    """Results of forward: `out`; `sum` of add_rms_norm; `mean` of layer_norm; `mean` and `rstd` only if residuals are saved."""
 
     out: Any
     sum: Any
@@ -53,7 +53,7 @@ def norm_forward(
     """Normalise x, or the sum of x and `residual`."""
     x, scale, offset = inputs
     if not x.size:
-        # Of rows without columns: the mean of nothing is taken to be 0, as is its variance.
+        # Rows without columns have mean 0 and variance 0.
         rstd = jnp.full(x.shape[:-1], call.epsilon**-0.5 if call.epsilon else jnp.inf, _FLOAT)
         if not call.save_residuals:
             return Normed(x, residual, None, None)
@@ -76,7 +76,7 @@ def norm_forward(
         scale_offset=np.float32(call.scale_offset),
         threads=np.int64(config.threads),
         cluster=np.int64(config.cluster),
-        stages=np.int64(config.stages),
+        stages=np.int64(config.num_stages),
     )
     return Normed(
         out.reshape(x.shape),
@@ -87,7 +87,7 @@ def norm_forward(
 
 
 def _addend(array: Any, x: Any) -> Any:
-    """What a kernel adds, laid out like x; empty where it adds nothing."""
+    """The residual as the handler takes it, shaped like x; empty when absent."""
     return jnp.zeros((0,), x.dtype) if array is None else array.reshape(_batched(x))
 
 
@@ -102,22 +102,22 @@ def norm_backward(
     *,
     grad_sum: Any = None,
 ) -> NormInputs:
-    """Gradients of x and the parameters; `mean` is None where rows are not centred. Where two arrays were added, x is their sum,
-    `grad_sum` what came to it beside the norm, and the gradient of x that of both."""
+    """Gradients of x and the parameters. `mean` is None for RMS norms. In add_rms_norm, x is the saved sum, `grad_sum` the
+    cotangent of that sum, and the gradient of x that of both addends."""
     x, scale, offset = inputs
     if not x.size:
         return NormInputs(*(None if value is None else jnp.zeros_like(value) for value in inputs))
     batch, rows, width = shape = _batched(x)
     groups = batch if any(value is not None and value.shape[0] > 1 for value in (scale, offset)) else 1
-    parts = max(1, min(-(-config.parts // groups), batch * rows // groups))
+    count = max(1, min(-(-config.partials // groups), batch * rows // groups))
     if scale is None and offset is None:
-        parts = min(batch * rows, 8 * config.parts)
-    parts = min(parts, MOST_BLOCKS // (groups * blocks_of_a_part(width)))
+        count = min(batch * rows, 8 * config.partials)
+    count = min(count, MOST_BLOCKS // (groups * blocks_per_partial(width)))
     totals = [
         jax.ShapeDtypeStruct((0, width), _FLOAT) if value is None else jax.ShapeDtypeStruct(value.shape, value.dtype)
         for value in (scale, offset)
     ]
-    partials = [jax.ShapeDtypeStruct((0 if value is None else groups, parts, width), _FLOAT) for value in (scale, offset)]
+    partials = [jax.ShapeDtypeStruct((0 if value is None else groups, count, width), _FLOAT) for value in (scale, offset)]
     d_x, d_scale, d_offset, *_ = jax.ffi.ffi_call(
         handler(f"{name}_backward"),
         (jax.ShapeDtypeStruct(shape, x.dtype), *totals, *partials),
@@ -131,8 +131,8 @@ def norm_backward(
         scale_offset=np.float32(call.scale_offset),
         threads=np.int64(config.threads),
         cluster=np.int64(config.cluster),
-        stages=np.int64(config.stages),
-        parts=np.int64(parts),
+        stages=np.int64(config.num_stages),
+        partials=np.int64(count),
     )
     return NormInputs(
         d_x.reshape(x.shape),

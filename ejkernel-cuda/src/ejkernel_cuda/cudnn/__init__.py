@@ -1,1 +1,1 @@
-"""NVIDIA's own kernels (cuDNN), which XLA builds into its programs."""
+"""cuDNN kernels, which XLA builds into its programs."""

@@ -1,10 +1,9 @@
 """cuDNN's attention as XLA takes it: one custom call for each phase, reached through `jax.ffi`.
 
-XLA's GPU compiler replaces calls of these names by a graph of cuDNN, which is built and loaded while a program is compiled. The
-calls are the ones that `jax.nn.dot_product_attention(implementation="cudnn")` writes (`jax/_src/cudnn/fused_attention_stablehlo.py`
-of jax 0.10.2, 0.11.2 and 0.12.0.1), which a test compares letter by letter; that function itself asks the machine for a GPU and for
-cuDNN while it is traced, and returns no residuals that another backward phase could use, nor takes any. Nothing private of jax is
-needed, and nothing of a device.
+XLA's GPU compiler replaces calls of these names by a cuDNN graph, which it builds and loads while it compiles a program. The calls
+are the ones that `jax.nn.dot_product_attention(implementation="cudnn")` emits (`jax/_src/cudnn/fused_attention_stablehlo.py` of jax
+0.10.2, 0.11.2 and 0.12.0.1); a test compares them character by character. That function itself needs a GPU and cuDNN while it is
+traced, and neither returns nor takes residuals of another backward phase. This module needs no private module of jax and no device.
 
 Semantics (NVIDIA's documentation of scaled dot product attention, and jax's of `sliding_window_length`): the logit of query i and
 key j is `scale * q_i . k_j`; with a causal mask i sees j <= i, both counted from their first, and with a window w also j > i - w
@@ -32,29 +31,29 @@ _HEADS_INSIDE = (0, 2, 1, 3)
 """Of a result of shape `[B, H, T, D]` that lies in memory as `[B, T, H, D]`."""
 
 
-class Rule(NamedTuple):
-    """The factor on products, whether query i sees keys up to i only, and how many of these (None: all)."""
+class MaskParams(NamedTuple):
+    """The softmax scale, whether the causal mask applies, and the sliding window (None: unlimited)."""
 
     scale: float
     causal: bool
     window: int | None
 
 
-def attend(query: Any, key: Any, value: Any, rule: Rule, *, statistics: bool) -> tuple[Any, Any]:
+def attend(query: Any, key: Any, value: Any, params: MaskParams, *, statistics: bool) -> tuple[Any, Any]:
     """The output `[B, T, H, D]` of `query [B, T, H, D]`, `key` and `value [B, S, K, D]`, and with `statistics` the log-sum-exp
     float32 `[B, H, T]`, else None."""
     batch, queries, heads, size = query.shape
     results: list[Result] = [((batch, heads, queries, size), query.dtype, _HEADS_INSIDE)]
     if statistics:
         results.append(((batch, heads, queries), jnp.float32, (0, 1, 2)))
-    # products by the axes [B, T, H, D] or [B, H, T, S] that are summed, and those that both factors keep
+    # contracting and batch axes of each matrix product, of arrays [B, T, H, D] or [B, H, T, S]
     dots = {"bmm1": ((3, 3), ((0, 2), (0, 2))), "bmm2": ((3, 1), ((0, 1), (0, 2)))}
-    out, *lse = custom_call(FORWARD, (query, key, value), results, _config(query, key, rule, dots))
+    out, *lse = custom_call(FORWARD, (query, key, value), results, _config(query, key, params, dots))
     return jnp.swapaxes(out, 1, 2), lse[0] if statistics else None
 
 
-def gradients(query: Any, key: Any, value: Any, out: Any, lse: Any, grad: Any, rule: Rule) -> tuple[Any, Any, Any]:
-    """Those of query, key and value, from what `attend` returned and the gradient of its output."""
+def gradients(query: Any, key: Any, value: Any, out: Any, lse: Any, grad: Any, params: MaskParams) -> tuple[Any, Any, Any]:
+    """Gradients of query, key and value, from the results of `attend` and the gradient of its output."""
     dots = {
         "bmm1_grad_gemm1": ((2, 1), ((0, 1), (0, 2))),
         "bmm1_grad_gemm2": ((3, 1), ((0, 1), (0, 2))),
@@ -66,13 +65,13 @@ def gradients(query: Any, key: Any, value: Any, out: Any, lse: Any, grad: Any, r
         for array in (query, key, value)
         for batch, length, heads, size in (array.shape,)
     ]
-    found = custom_call(BACKWARD, (query, key, value, lse, grad, out), results, _config(query, key, rule, dots))
+    found = custom_call(BACKWARD, (query, key, value, lse, grad, out), results, _config(query, key, params, dots))
     d_query, d_key, d_value = (jnp.swapaxes(each, 1, 2) for each in found)
     return d_query, d_key, d_value
 
 
 def custom_call(name: str, arrays: Sequence[Any], results: Sequence[Result], config: str) -> list[Any]:
-    """The results; cuDNN's workspace, which comes last, is XLA's to size."""
+    """The results without the last one, cuDNN's workspace, which XLA sizes."""
     workspace: Result = ((0,), jnp.uint8, (0,))
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in (*results, workspace)]
     call = jax.ffi.ffi_call(
@@ -85,8 +84,10 @@ def custom_call(name: str, arrays: Sequence[Any], results: Sequence[Result], con
     return list(call(*arrays))[:-1]
 
 
-def _config(query: Any, key: Any, rule: Rule, dots: dict[str, tuple[tuple[int, int], tuple[tuple[int, ...], ...]]]) -> str:
-    """What XLA is told beside shapes: its message `GpuBackendConfig` as JSON, in which integers of 64 bits are strings."""
+def _config(
+    query: Any, key: Any, params: MaskParams, dots: dict[str, tuple[tuple[int, int], tuple[tuple[int, ...], ...]]]
+) -> str:
+    """XLA's `GpuBackendConfig` message as JSON, where 64-bit integers are strings."""
     batch, queries, heads, _ = query.shape
     attention = {
         "algorithm": {
@@ -96,14 +97,14 @@ def _config(query: Any, key: Any, rule: Rule, dots: dict[str, tuple[tuple[int, i
             "is_cudnn_frontend": True,
             "workspace_size": "0",
         },
-        "fmha_scale": rule.scale,
+        "fmha_scale": params.scale,
         "intermediate_tensor_shape": _shape((batch, heads, queries, key.shape[1]), _ELEMENT[query.dtype.name]),
         "is_flash_attention": True,
-        "mask_type": "CAUSAL" if rule.causal else "NO_MASK",
+        "mask_type": "CAUSAL" if params.causal else "NO_MASK",
         **{f"{name}_dot_dimension_numbers": _dot(*axes) for name, axes in dots.items()},
         "dropout_rate": 0.0,
-        "seed": 42,  # of dropout, which there is none of
-        "sliding_window_length": rule.window or 0,
+        "seed": 42,  # unused without dropout
+        "sliding_window_length": params.window or 0,
         "max_seg_per_batch": 1,
         "is_paged_attention": False,
     }
@@ -119,7 +120,7 @@ def _dot(summed: tuple[int, int], kept: tuple[tuple[int, ...], ...]) -> dict[str
 
 
 def _shape(sizes: tuple[int, ...], element: str) -> dict[str, Any]:
-    """XLA's message `ShapeProto` of an array that lies in memory in the order of its axes."""
+    """XLA's `ShapeProto` message of a row-major array."""
     layout = {
         **{name: [] for name in ("dim_level_types", "dim_unique", "dim_ordered", "tiles")},
         **dict.fromkeys(("element_size_in_bits", "memory_space", "dynamic_shape_metadata_prefix_bytes"), "0"),
@@ -136,7 +137,7 @@ def _shape(sizes: tuple[int, ...], element: str) -> dict[str, Any]:
 
 
 def installed_version() -> tuple[int, ...] | None:
-    """Of the cuDNN that belongs to the installed CUDA part of jax, `(9, 19, 0)`; None where that is not a distribution."""
+    """Version of the cuDNN distribution that belongs to jax's installed CUDA plugin, `(9, 19, 0)`; None if there is none."""
     for major in (13, 12):
         try:
             importlib.metadata.version(f"jax-cuda{major}-plugin")

@@ -7,7 +7,7 @@ from ejkernel.plugin import Target
 from ejkernel_cuda._capability import refusal
 
 CAPABILITY = (9, 0)
-"""Its products and copies are instructions of this one only."""
+"""wgmma needs sm_90a."""
 DTYPES = ("bfloat16", "float16")
 WIDEST = 256
 MOST_TOKENS = 2**27
@@ -29,7 +29,7 @@ def _feature_refusal(call: FlashAttentionCall) -> str | None:
             return f"{name}: the kernel reads no array but query, key and value"
     for name in ("query_segments", "key_segments", "query_positions", "key_positions"):
         if getattr(call, name) is not None:
-            return f"{name}: pairs are hidden by their indices only: causal, sliding_window and causal_alignment"
+            return f"{name}: the kernel masks by index only: causal, sliding_window and causal_alignment"
     if call.chunk_size is not None:
         return f"chunk_size is {call.chunk_size}, the kernel has no chunks"
     if call.causal and call.prefix:
@@ -39,9 +39,9 @@ def _feature_refusal(call: FlashAttentionCall) -> str | None:
     if not call.normalize_output:
         return "normalize_output=False: the kernel divides by the sum of the weights"
     if call.logits_dtype != "float32":
-        return f"logits_dtype is {call.logits_dtype}, the kernel keeps products in float32"
+        return f"logits_dtype is {call.logits_dtype}, the kernel keeps logits in float32"
     if call.soft_cap is not None and call.query.dtype == "float16":
-        return f"logits_soft_cap is {call.soft_cap} with float16, the kernel's tangent is as rough as bfloat16"
+        return f"logits_soft_cap is {call.soft_cap} with float16, the kernel's tanh is only as accurate as bfloat16"
     return None
 
 

@@ -1,7 +1,7 @@
 """Attention: the arrays as the library's handler takes them.
 
-What programs leave for the merge is a result of the call, dropped here. Backward is another platform's, from the output and its
-log-sum-exp.
+The partial results of split-KV CTAs are results of the call, so that XLA allocates them; they are dropped here. Another platform
+runs backward, from the output and its log-sum-exp.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 from ejkernel.call import vary_like
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel_cuda._library import handler
-from ejkernel_cuda.flash_attention.config import ForwardConfig, band, block_shape, heads_side_by_side
+from ejkernel_cuda.flash_attention.config import ForwardConfig, band, block_shape, packed_heads
 
 _ELEMENTS = 8
-"""Of a head are copied at once: 16 bytes."""
+"""TMA needs strides that are multiples of 16 bytes."""
 
 
-def _whole(array: Any) -> Any:
-    """Heads of a multiple of 16 bytes."""
+def _pad_heads(array: Any) -> Any:
+    """Pad heads with zeros to a multiple of 16 bytes."""
     missing = -array.shape[3] % _ELEMENTS
     return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else array
 
@@ -32,14 +32,14 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
     rows, value_size = call.query.shape[:3], call.value.shape[3]
     if not np.prod(rows, dtype=object) * call.key.shape[1]:
         return _without_pairs(call, inputs, saved)
-    query, key, value = (_whole(array) for array in inputs[:3])
+    query, key, value = (_pad_heads(array) for array in inputs[:3])
     below, above = band(call)
-    part = config.sharers, 2, *block_shape(call)
+    partial = config.split_kv_ctas, 2, *block_shape(call)
     shapes = (
         ((*rows, value.shape[3]), query.dtype),
         (rows if saved else (0,), jnp.float32),
-        (part, jnp.float32),
-        ((*part[:-1], 2), jnp.float32),
+        (partial, jnp.float32),
+        ((*partial[:-1], 2), jnp.float32),
     )
     results = tuple(jax.ShapeDtypeStruct(*one) for one in shapes)
     out, lse, *_ = jax.ffi.ffi_call(handler("flash_attention_forward"), results)(
@@ -50,15 +50,15 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         above=np.int64(above),
         scale=np.float32(call.scale),
         cap=np.float32(call.soft_cap or 0.0),
-        pack=np.int64(heads_side_by_side(call) if config.packed else 1),
-        take_turns=config.take_turns,
+        pack=np.int64(packed_heads(call) if config.pack_gqa else 1),
+        ping_pong=config.ping_pong,
         persistent=config.persistent,
     )
     return FlashAttentionOutputs(out[..., :value_size], lse if saved else None)
 
 
 def _without_pairs(call: FlashAttentionCall, inputs: FlashAttentionInputs, saved: bool) -> FlashAttentionOutputs:
-    """No kernel is needed. Something of its own shows in a program that this platform served the call."""
+    """No pair is visible, so no kernel runs. The barrier marks in the program that this platform served the call."""
     out = jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
     lse = jnp.full(call.query.shape[:3], -jnp.inf, jnp.float32)
     out, lse = jax.lax.optimization_barrier(vary_like((out, lse), inputs))

@@ -14,7 +14,7 @@ WIDEST = 256
 MOST_KEYS = 2**30
 MOST = 2**31 - 1
 MOST_TOKENS = 4
-"""New tokens of a request on average: the kernel reads a request's keys anew for each."""
+"""New tokens per request on average: the kernel reads a request's keys again for each."""
 _LARGE, _SMALL = 1e30, 1e-30
 
 
@@ -47,13 +47,13 @@ def _size_problem(call: PagedAttentionCall) -> str | None:
     if call.longest > MOST_KEYS or call.pages.pages > MOST:
         return f"tables name up to {call.longest} keys in {call.pages.pages} pages, needs at most {MOST_KEYS} and {MOST}"
     batch, tokens, heads, _ = call.query.shape
-    if max(config.most_steps(call), batch * tokens * heads, 2 * batch * call.kv_lens.shape[1]) > MOST:
+    if max(config.max_steps(call), batch * tokens * heads, 2 * batch * call.kv_lens.shape[1]) > MOST:
         return f"{tokens} tokens of {heads} heads, {batch} times, with {call.longest} keys each need more than 32 bits to count"
     return None
 
 
 def _room_problem(call: PagedAttentionCall, target: Target) -> str | None:
-    needed, room = config.least_bytes(call), shared_memory_limit(target)
+    needed, room = config.min_shared_bytes(call), shared_memory_limit(target)
     if needed > room:
         return f"heads this wide need {needed // 1024} KiB of shared memory, {target} has {room // 1024}"
     return None

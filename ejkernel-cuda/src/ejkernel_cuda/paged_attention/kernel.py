@@ -1,7 +1,7 @@
-"""Attention over a paged cache: workers with equal shares of all keys, and a merge of what they found.
+"""Attention over a paged KV cache: stream-K workers with equal shares of all KV steps, and a kernel that combines partial results.
 
-What workers leave for the merge is a result of the call, dropped here. Backward is the XLA platform's: it needs nothing but `out`
-and `lse`.
+The workers' partial results are results of the call, so that XLA allocates them; they are dropped here. The XLA platform runs
+backward, from `out` and `lse`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 from ejkernel.operations.common.pages import PageStrides
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
 from ejkernel_cuda._library import handler
-from ejkernel_cuda.paged_attention.config import PagedAttentionConfig, part_shape
+from ejkernel_cuda.paged_attention.config import PagedAttentionConfig, partial_shape
 
-FAR = 2**30
-"""A window that hides nothing: no table names more keys."""
+MAX_WINDOW = 2**30
+"""A window that masks nothing: no table names more keys."""
 QUERY_PACK = 4
 
 
 def _strides(shape: tuple[int, ...], layout: str) -> PageStrides:
-    """Of a canonical shape; all members share a batch of one."""
+    """Strides of a canonical shape; all batch members share a batch of one."""
     found = PageStrides.of(shape, layout)
     return found if shape[0] > 1 else found._replace(batch=0)
 
@@ -32,15 +32,15 @@ def _factors(factors: Any) -> Any:
     return jnp.zeros((1, 0), jnp.float32) if factors is None else factors.astype(jnp.float32)
 
 
-def _one_sink(sinks: Any) -> Any:
-    """Sinks `[1|b, H, n]` of a head as one `[1|b, H]`."""
+def _combined_sinks(sinks: Any) -> Any:
+    """Sinks `[1|b, H, n]` combined into one per head, `[1|b, H]`."""
     if sinks is None or sinks.shape[2] == 0:
         return None
     return sinks[..., 0] if sinks.shape[2] == 1 else jax.nn.logsumexp(sinks.astype(jnp.float32), axis=-1)
 
 
-def _whole_packs(query: Any) -> Any:
-    """With zeros up to a multiple of as many elements as the kernel reads at once."""
+def _pad_query(query: Any) -> Any:
+    """Pad heads with zeros to a multiple of the kernel's vector width."""
     rest = -query.shape[3] % QUERY_PACK
     return jnp.pad(query, ((0, 0),) * 3 + ((0, rest),)) if rest else query
 
@@ -50,22 +50,22 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
     pages, fused = call.pages, call.value_pages is None
     key = _strides(call.key_pages.shape, call.layout)
     value = key if call.value_pages is None else _strides(call.value_pages.shape, call.layout)
-    save_lse, part = call.return_lse or call.save_residuals, part_shape(call, config)
+    save_lse, partial = call.return_lse or call.save_residuals, partial_shape(call, config)
     shapes = (
         ((*rows, call.value_size), inputs.query.dtype),
         (rows if save_lse else (0,), jnp.float32),
-        (part, jnp.float32),
-        ((*part[:-1], 2), jnp.float32),
+        (partial, jnp.float32),
+        ((*partial[:-1], 2), jnp.float32),
         ((config.workers, 2), jnp.int32),
     )
     out, lse, *_ = jax.ffi.ffi_call(handler("paged_attention_forward"), tuple(jax.ShapeDtypeStruct(*one) for one in shapes))(
-        _whole_packs(inputs.query),
+        _pad_query(inputs.query),
         inputs.key_pages,
         jnp.zeros((0,), inputs.key_pages.dtype) if fused else inputs.value_pages,
         inputs.query_start_loc,
         inputs.kv_lens,
         inputs.block_tables,
-        _factors(_one_sink(inputs.sinks)),
+        _factors(_combined_sinks(inputs.sinks)),
         _factors(inputs.key_scale),
         _factors(inputs.value_scale),
         key_strides=np.array(key[:4], np.int64),
@@ -77,11 +77,11 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
         page_size=np.int64(max(pages.page_size, 1)),
         fused=fused,
         causal=call.causal,
-        window=np.int64(0 if call.window is None else min(call.window, FAR)),
+        window=np.int64(0 if call.window is None else min(call.window, MAX_WINDOW)),
         scale=np.float32(call.scale),
         soft_cap=np.float32(0 if call.soft_cap is None else call.soft_cap),
-        stages=np.int64(config.stages),
-        together=np.int64(config.together),
-        boxes=config.boxes,
+        stages=np.int64(config.num_stages),
+        tile_key_heads=np.int64(config.tile_key_heads),
+        tma=config.tma,
     )
     return PagedAttentionOutputs(out, lse if save_lse else None)

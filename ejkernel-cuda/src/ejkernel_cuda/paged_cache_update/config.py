@@ -10,14 +10,14 @@ from ejkernel.plugin import ConfigSpace, Target
 _THREADS = (256, 128, 512)
 _TOKENS = (1, 2, 4, 8, 16, 32)
 _BLOCKS = 640
-"""Four for each processor of a large device, so that some write while others look up places."""
+"""Four per multiprocessor of a large device, so that some write while others look up pages."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedCacheUpdateConfig:
     """Attributes:
-    threads: of a block, a power of two, 32 ... 512; fewer where one token at a time leaves some without work.
-    tokens: that a block stores, 1 ... 32; their places are looked up at once, a thread for each.
+    threads: threads of a block, a power of two, 32 ... 512; the library takes fewer if some would be idle.
+    tokens: tokens that a block stores, 1 ... 32; one thread each looks up their pages in parallel.
     """
 
     threads: int

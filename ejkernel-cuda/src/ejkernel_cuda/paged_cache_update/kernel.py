@@ -1,7 +1,6 @@
-"""Writing new keys and values into the pages where they lie: a block for every few tokens.
+"""Writing new keys and values into their pages, a few tokens per block.
 
-The results are the caches themselves, in their own memory where the caller's program has no other use of them. Backward is the XLA
-platform's.
+The results alias the caches, which XLA copies only if the program uses them elsewhere. The XLA platform runs backward.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def forward(
     pages, fused = call.pages, call.value_pages is None
     work = inputs.key.size + inputs.value.size, call.block_tables.size, pages.pages * pages.page_size
     if not all(work):
-        # Nothing to write; something of its own shows in a program that this platform served the call.
+        # Nothing to write. The barrier marks in the program that this platform served the call.
         return PagedCacheUpdateOutputs(*jax.lax.optimization_barrier((inputs.key_pages, inputs.value_pages)))
     key = PageStrides.of(call.key_pages.shape, call.layout)
     value = key if call.value_pages is None else PageStrides.of(call.value_pages.shape, call.layout)

@@ -7,7 +7,7 @@ from ejkernel.plugin import Target
 from ejkernel_cuda._capability import refusal
 
 WIDEST = 256
-"""Channels of a head, which the threads of a warp hold."""
+"""Channels of a head; one warp holds them."""
 MOST_BLOCKS = MOST_HEADS = 2**31 - 1
 """Heads of all tokens are counted in 32 bits."""
 
@@ -17,7 +17,7 @@ def supports_forward(call: QkNormRopeCall, target: Target) -> str | None:
     if width % 2 or width > WIDEST:
         return f"head size {width} is not even and at most {WIDEST}"
     if not call.rotary_dim:
-        return "rotary_dim is 0; rms_norm normalises heads that are not turned"
+        return "rotary_dim is 0; use rms_norm for heads without rotation"
     most = max(spec.size // max(width, 1) for spec in (call.query, call.key))
     if most > MOST_HEADS:
         return f"{most} heads of tokens are more than {MOST_HEADS}"

@@ -6,35 +6,36 @@ import dataclasses
 
 from ejkernel.operations.qk_norm_rope.interface import QkNormRopeCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel_cuda._renamed import renamed_knobs
 
 _FORWARD_SPANS = (4, 8)
 _SPANS = (4, 8, 16)
 _THREADS = (64, 128, 256)
-_PARTS = 480
-"""Three blocks for each processor of a device, which has up to 160; the library launches no more than run at once."""
+_PARTIALS = 480
+"""Three blocks per multiprocessor of up to 160; the library launches no more than are resident."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:
-    span: heads of a token that share one reading of cos, sin and scale; a thread asks for its part of all of them at once.
-    threads: of a block.
+    span: heads of a token that share one load of cos, sin and scale; a thread prefetches its pairs of all of them.
+    threads: threads of a block.
     """
 
     span: int
     threads: int = 128
 
 
+@renamed_knobs(parts="partials")
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Attributes:
-    span: heads of a token that share one reading of cos and sin; three heads are always in flight, one in float32.
-    parts: blocks that share the heads under one scale, at most; each writes a partial sum of its gradient. No more are launched
-        than the device runs at once.
+    span: heads of a token that share one load of cos and sin; three heads are always in flight, one in float32.
+    partials: upper bound on the partial sums of a scale's gradient. One block writes each; no more are launched than are resident.
     """
 
     span: int
-    parts: int = _PARTS
+    partials: int = _PARTIALS
 
 
 def forward_heuristic(call: QkNormRopeCall, target: Target) -> ForwardConfig:
@@ -50,7 +51,7 @@ def backward_heuristic(call: QkNormRopeCall, target: Target) -> BackwardConfig:
 
 
 def backward_space(call: QkNormRopeCall, target: Target) -> list[BackwardConfig]:
-    return [BackwardConfig(span, parts) for parts in (_PARTS, _PARTS * 2 // 3) for span in _SPANS]
+    return [BackwardConfig(span, partials) for partials in (_PARTIALS, _PARTIALS * 2 // 3) for span in _SPANS]
 
 
 FORWARD = ConfigSpace(ForwardConfig, forward_heuristic, forward_space)

@@ -1,8 +1,8 @@
 """Normalisation and rotation of queries and keys: the arrays as the library's handlers take them.
 
-cos, sin and the scales travel in float32, an absent scale as `[0, d]`. In backward every block writes one partial sum of a scale's
-gradient, and a second launch adds them up in a fixed order. The gradients of cos and sin are a call of their own, which XLA drops
-where nobody asks for them.
+cos, sin and the scales are passed in float32, an absent scale as `[0, d]`. In backward every block writes one partial sum of a
+scale's gradient, and a second kernel reduces them in a fixed order. The gradients of cos and sin are a separate call, which XLA
+removes if they are unused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _like(array: Any) -> jax.ShapeDtypeStruct:
 def forward(call: QkNormRopeCall, inputs: QkNormRopeInputs, config: ForwardConfig) -> QkNormRopeOutputs:
     query, key = inputs.query, inputs.key
     if not query.size and not key.size:
-        # Something of its own shows in a program that this platform served the call.
+        # The barrier marks in the program that this platform served the call.
         query, key = jax.lax.optimization_barrier((query, key))
         statistics = [jnp.zeros(x.shape[:-1], _FLOAT) if call.save_residuals else None for x in (query, key)]
         return QkNormRopeOutputs(query, key, *statistics)
@@ -76,9 +76,9 @@ def backward(
         return QkNormRopeInputs(*(None if value is None else jnp.zeros_like(value) for value in inputs))
     scales = [_scale(value, query) for value in given]
     heads = (query, key, outputs.query_rstd.reshape(-1), outputs.key_rstd.reshape(-1), cotangents.query, cotangents.key)
-    parts = _parts(config, scales, (query, key))
+    count = _partials(config, scales, (query, key))
     totals = [_like(scale if value is None else value) for scale, value in zip(scales, given, strict=True)]
-    partials = [jax.ShapeDtypeStruct((len(value), parts, query.shape[3]), _FLOAT) for value in scales]
+    partials = [jax.ShapeDtypeStruct((len(value), count, query.shape[3]), _FLOAT) for value in scales]
     scale_offset = np.float32(call.scale_offset)
     d_query, d_key, *d_scales, _, _ = jax.ffi.ffi_call(
         handler("qk_norm_rope_backward"), (_like(query), _like(key), *totals, *partials)
@@ -90,7 +90,7 @@ def backward(
         **_geometry(call),
         scale_offset=scale_offset,
         span=np.int64(config.span),
-        parts=np.int64(parts),
+        partials=np.int64(count),
     )
     angles = jax.ShapeDtypeStruct((max(len(cos), len(sin)), *cos.shape[1:]), _FLOAT)
     d_cos, d_sin = jax.ffi.ffi_call(handler("qk_norm_rope_angle_gradients"), (angles, angles))(
@@ -105,14 +105,14 @@ def backward(
     )
 
 
-def _parts(config: BackwardConfig, scales: list[Any], arrays: tuple[Any, Any]) -> int:
-    """Blocks under one scale: fewer where members of the batch have scales of their own, and no more than there are heads."""
+def _partials(config: BackwardConfig, scales: list[Any], arrays: tuple[Any, Any]) -> int:
+    """Partial sums of one scale: fewer if batch members have their own scales, and at most one per head."""
     groups = max(1, *map(len, scales))
     heads = max(math.prod(x.shape[:-1]) for x in arrays) // groups
     most = MOST_BLOCKS // (groups * 2 * -(-WIDEST // 32))
-    return max(1, min(-(-config.parts // groups), heads, most))
+    return max(1, min(-(-config.partials // groups), heads, most))
 
 
 def _shared(gradient: Any, angles: Any) -> Any:
-    """As the angles are stored: the call makes both gradients for every batch member where only one of cos and sin is shared."""
+    """Reduce a gradient to the angles' shape: the call computes both per batch member if only one of cos and sin is shared."""
     return (gradient.sum(0, keepdims=True) if len(gradient) > len(angles) else gradient).astype(angles.dtype)

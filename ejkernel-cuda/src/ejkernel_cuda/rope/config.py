@@ -14,8 +14,8 @@ THREADS = (64, 128, 256)
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Attributes:
-    span: heads of a token that share one reading of cos and sin; a thread asks for its part of all of them at once.
-    threads: of a block.
+    span: heads of a token that share one load of cos and sin; a thread prefetches its pairs of all of them.
+    threads: threads of a block.
     """
 
     span: int

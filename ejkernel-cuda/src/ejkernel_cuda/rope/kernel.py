@@ -1,7 +1,7 @@
-"""Rotary position embedding: the arrays as the library's handlers take them. cos and sin travel in float32.
+"""Rotary position embedding: the arrays as the library's handlers take them. cos and sin are passed in float32.
 
-The gradient of query and key is the transposed rotation. The gradients of cos and sin are a call of their own, which XLA drops
-where nobody asks for them.
+The gradient of query and key is the inverse rotation. The gradients of cos and sin are a separate call, which XLA removes if they
+are unused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FLOAT = jnp.float32
 
 
 def _present(call: RopeCall, like: Any, key: Any) -> Any:
-    """key, or one without heads."""
+    """key; an absent one becomes an array without heads."""
     if key is not None:
         return key
     axis = 1 if call.heads_first else 2
@@ -34,7 +34,7 @@ def _geometry(call: RopeCall) -> dict[str, Any]:
 def _rotate(call: RopeCall, query: Any, key: Any, cos: Any, sin: Any, config: Config, *, inverse: bool) -> tuple[Any, Any]:
     """query and key, rotated; key may be None."""
     if not call.rotary_dim or not (query.size or (key is not None and key.size)):
-        # Something of its own shows in a program that this platform served the call.
+        # The barrier marks in the program that this platform served the call.
         return jax.lax.optimization_barrier((query, key))
     arrays = (query, _present(call, query, key))
     knobs = {"span": np.int64(config.span), "threads": np.int64(config.threads)}
@@ -65,5 +65,5 @@ def backward(call: RopeCall, inputs: RopeInputs, outputs: RopeOutputs, cotangent
 
 
 def _shared(gradient: Any, angles: Any) -> Any:
-    """As the angles are stored: the call makes both gradients for every batch member where only one of cos and sin is shared."""
+    """Reduce a gradient to the angles' shape: the call computes both per batch member if only one of cos and sin is shared."""
     return (gradient.sum(0, keepdims=True) if len(gradient) > len(angles) else gradient).astype(angles.dtype)

@@ -13,7 +13,7 @@ def supports_forward(call: SoftmaxCall, target: Target) -> str | None:
     if call.where is not None and call.x.size:
         axes = len(axes_of(call.x, call.where).sizes)
         if axes > MOST_AXES:
-            return f"where is stored and repeated along {axes} axes in turn, needs {MOST_AXES} or fewer"
+            return f"where has {axes} alternating stored and broadcast axes, needs {MOST_AXES} or fewer"
     return too_wide(call.x) or refusal(target, {"x": call.x})
 
 

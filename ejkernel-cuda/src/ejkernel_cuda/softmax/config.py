@@ -22,22 +22,22 @@ from ejkernel_cuda._rows.config import (
 )
 
 _LARGER = 8192
-"""Packs of the widest rows that clusters take which are not the smallest."""
+"""Packs of the widest rows for which the second smallest cluster is best."""
 _MANY = MANY_PACKS * THREADS[-1]
-"""Packs of the widest rows that go straight to registers."""
+"""Packs of the widest rows that one block holds in registers."""
 Config = ForwardConfig
-"""Of both phases: neither sums over rows."""
+"""Config of both phases: neither reduces over rows."""
 
 
 def _most(call: SoftmaxCall) -> int:
-    """Packs of a row per thread in registers: with a mask or another order a thread needs a bit for each element."""
+    """Packs of a row per thread in registers: with a mask, or a scale that is not positive, a thread needs mask bits, too."""
     return MANY_PACKS if call.where is None and call.scale > 0 else PACKS
 
 
 def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
-    """On an H200 rows in registers were 1.05 to 1.19 times as fast as in shared memory of a block or of a cluster, and clusters of
-    blocks of 256 threads 1.03 times as fast as one block of 512. Of clusters through shared memory those of eight blocks were the
-    fastest for rows of 128 KB, 1.08 times as fast as of four, and of 256 KB; below, those of two."""
+    """On an H200, rows in registers were 1.05 to 1.19 times as fast as in shared memory of a block or cluster, and clusters of
+    blocks of 256 threads 1.03 times as fast as one block of 512. Through shared memory, clusters of eight were the fastest for
+    rows of 256 KB and of 128 KB, there 1.08 times as fast as four; below that, clusters of two."""
     direct = direct_config(call.x, PACKS)
     if direct is None and _most(call) == MANY_PACKS:
         shared = _direct_clusters(call, target) if packs_of(call.x) > _MANY // 2 else []
@@ -56,12 +56,12 @@ def forward_space(call: SoftmaxCall, target: Target) -> list[Config]:
 
 
 def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
-    """On an H200, of rows of 64 KB clusters of four took 0.91 of the time of clusters of two, of rows of 256 KB clusters of eight
-    0.94 of that of clusters of sixteen, each with a row more on its way than forward; of rows of 32 KB clusters of four with three
-    rows more 0.97 of that of a block."""
+    """On an H200, rows of 64 KB took 0.91 of the time with clusters of four instead of two, and rows of 256 KB 0.94 with eight
+    instead of sixteen, each with one stage more than forward; rows of 32 KB took 0.97 with clusters of four and three stages more
+    than a block."""
     cluster = cluster_config(call.x, target, rank=int(packs_of(call.x) <= _LARGER), beyond=MOST_DIRECT)
     if cluster is not None:
-        return dataclasses.replace(cluster, stages=cluster.stages + (1 if packs_of(call.x) > MOST else 3))
+        return dataclasses.replace(cluster, num_stages=cluster.num_stages + (1 if packs_of(call.x) > MOST else 3))
     return direct_config(call.x, 2) or block_config(call.x, 2, 2)
 
 

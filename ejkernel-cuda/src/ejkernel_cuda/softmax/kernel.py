@@ -1,4 +1,4 @@
-"""Softmax: the arrays as the library's handlers take them. Backward needs the result alone."""
+"""Softmax: the arrays as the library's handlers take them. Backward needs only the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ejkernel_cuda.softmax.mask import Axes, axes_of
 
 
 def _call(name: str, call: SoftmaxCall, arrays: tuple[Any, ...], where: Any, config: Config) -> Any:
-    """One array like x."""
+    """Call a handler; the result has the shape of x."""
     shape, width = call.x.shape, call.x.shape[-1]
     rows = math.prod(shape[:-1])
     axes = Axes((), ()) if call.where is None else axes_of(call.x, call.where)
@@ -29,7 +29,7 @@ def _call(name: str, call: SoftmaxCall, arrays: tuple[Any, ...], where: Any, con
         strides=np.array(axes.strides, np.int64),
         threads=np.int64(config.threads),
         cluster=np.int64(config.cluster),
-        stages=np.int64(config.stages),
+        stages=np.int64(config.num_stages),
     )
     return result.reshape(shape)
 

@@ -1,4 +1,4 @@
-"""`where` of `softmax`, read as it is stored."""
+"""`where` of `softmax`, read without broadcasting it in memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ MOST_AXES = 8
 
 
 class Axes(NamedTuple):
-    """The axes before the columns, outermost first: sizes of x, and strides in rows of where, 0 where it is repeated."""
+    """Axes before the columns, outermost first: sizes of x, and strides in rows of where, 0 where it is broadcast."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
 
 def axes_of(x: ArraySpec, where: ArraySpec) -> Axes:
-    """Those of `where` `[..., 1 or d]`, each axis as in x `[..., d]` or 1; neighbours that are alike are one."""
+    """Axes of `where` `[..., 1 or d]`, each as in x `[..., d]` or 1; adjacent axes are merged where strides allow."""
     found: list[tuple[int, int]] = []
     rows = 1
     for size, stored in zip(reversed(x.shape[:-1]), reversed(where.shape[:-1]), strict=True):

@@ -1,4 +1,4 @@
-"""Which keys queries see, in the words of cuDNN: all of a range, or those of a band along its diagonal."""
+"""The visible keys in cuDNN's terms: a range of keys, or a diagonal band of it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 
 @dataclasses.dataclass(frozen=True)
 class Band:
-    """Of keys first ... stop - 1, counted from `first`, query i sees all, or with `causal` those up to i, of which the last
-    `window` (None: all). Every query sees one or more. No query sees another key."""
+    """Keys first ... stop - 1. Counted from `first`, query i sees all of them, or with `causal` keys up to i, of which the last
+    `window` (None: all). Every query sees at least one key, and none outside the range."""
 
     first: int
     stop: int
@@ -23,7 +23,7 @@ class Band:
 
 
 def band_of(call: FlashAttentionCall) -> Band | str:
-    """The band of a call whose causal mask and window are all that hides keys, or why there is none."""
+    """The band of a call that is masked by causal mask and window only, or why there is none."""
     queries, keys, offset = call.query.shape[1], call.key.shape[1], call.query_offset
     left, right = call.window or (None, None)
     right = 0 if call.causal else right

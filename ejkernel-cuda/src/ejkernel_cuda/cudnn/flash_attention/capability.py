@@ -1,7 +1,8 @@
-"""Which calls of `flash_attention` cuDNN runs with the meaning that they have here.
+"""Which calls of `flash_attention` cuDNN runs with this operation's semantics.
 
-cuDNN says while a program is compiled what it cannot do, which nobody can catch under `jit`; so what its interface refuses
-(`sdpa_support_surface.h` and `scaled_dot_product_flash_attention.h` of cudnn-frontend 1.23, and jax's own checks) is refused here.
+cuDNN reports unsupported calls while a program is compiled, where `jit` lets nobody catch the error. So this module refuses what
+its interface refuses (`sdpa_support_surface.h` and `scaled_dot_product_flash_attention.h` of cudnn-frontend 1.23, and jax's
+checks).
 """
 
 from __future__ import annotations
@@ -47,25 +48,25 @@ def _refusal(call: FlashAttentionCall, target: Target) -> str | None:
 
 def _feature_refusal(call: FlashAttentionCall) -> str | None:
     arrays = {
-        "bias": "a bias of -inf hides its pair, and a row of them must give 0; cuDNN gives NaN",
-        "mask": "a row may be masked as a whole and must give 0 then; cuDNN gives the mean of the values",
-        "query_segments": "cuDNN is given no segments or lengths: queries that see no key must give 0",
+        "bias": "a bias of -inf masks its pair, and a fully masked row must give 0; cuDNN gives NaN",
+        "mask": "a fully masked row must give 0; cuDNN gives the mean of the values",
+        "query_segments": "segments and lengths are not passed to cuDNN: queries that see no key must give 0",
         "query_positions": "cuDNN counts positions itself",
         "key_positions": "cuDNN counts positions itself",
-        "sinks": "cuDNN is given no sinks by XLA",
+        "sinks": "XLA passes no sinks to cuDNN",
         "chunk_size": "cuDNN has no chunks",
         "prefix": "cuDNN has no prefix in its causal mask",
-        "soft_cap": "cuDNN is given no soft cap by XLA",
+        "soft_cap": "XLA passes no soft cap to cuDNN",
     }
     for name, reason in arrays.items():
         if getattr(call, name) is not None:
             return f"{name}: {reason}"
     if call.dropout_rate:
-        return f"dropout_prob is {call.dropout_rate}, and cuDNN would drop other weights than every other platform"
+        return f"dropout_prob is {call.dropout_rate}, and cuDNN's dropout mask differs from every other platform's"
     if not call.normalize_output:
         return "normalize_output=False: cuDNN returns normalised output only"
     if call.logits_dtype != "float32":
-        return f"logits_dtype is {call.logits_dtype}, cuDNN keeps products in float32"
+        return f"logits_dtype is {call.logits_dtype}, cuDNN keeps logits in float32"
     if not call.scale > 0:
         return f"softmax_scale is {call.scale}, cuDNN needs one above 0"
     return None
@@ -88,7 +89,7 @@ def _size_refusal(call: FlashAttentionCall, target: Target) -> str | None:
 
 
 def padded_size(call: FlashAttentionCall) -> int:
-    """The one head size that queries, keys and values are given: the larger one, as a multiple of 8."""
+    """The head size of the padded arrays: the larger one, rounded up to a multiple of 8."""
     return -(-max(call.query.shape[3], call.value.shape[3]) // 8) * 8
 
 
