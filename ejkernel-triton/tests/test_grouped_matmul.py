@@ -33,7 +33,7 @@ from ejkernel_triton.grouped_matmul import kernel
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
 SMALL = {case.name: case for case in CASES if not any(tag.startswith("bench") for tag in case.tags)}
-POINTERS = config.Tile(16, 32, 16, 4, 2, band=2)
+POINTERS = config.Tile(16, 32, 16, 4, 2, l2_swizzle=2)
 COPIES = dataclasses.replace(POINTERS, programs=3, tma=True)
 
 
@@ -122,7 +122,7 @@ def test_tiles():
     np.testing.assert_array_equal(tiles.matrix[:count], [1, 1, 2, 3, 3, 3])
     np.testing.assert_array_equal(tiles.low[:count], [5, 13, 20, 21, 29, 37])
     np.testing.assert_array_equal(tiles.high[:count], [13, 14, 21, 29, 37, 38])
-    assert tiles.matrix.shape[0] == schedule.most_tiles(40, 4, 8) == 8
+    assert tiles.matrix.shape[0] == schedule.max_tiles(40, 4, 8) == 8
 
 
 @pytest.mark.parametrize("offset", [-3, -1, 0, 3, 4, 2**31 - 1, -(2**31)])

@@ -285,7 +285,7 @@ def test_another_way_of_compiling_is_one_sentence():
         compile_ttir_inplace=library.compile_ttir_inplace,
         CompilationResult=library.CompilationResult,
     )
-    problem = _kernel_cache.seam_problem(changed)
+    problem = _kernel_cache.patch_problem(changed)
     assert "jax-triton" in problem and "\n" not in problem
     before = changed.compile_ttir_inplace
     _kernel_cache.install(changed)

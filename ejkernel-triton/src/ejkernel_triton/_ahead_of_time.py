@@ -22,7 +22,7 @@ from ejkernel.operations._case import Case
 from ejkernel.plugin import Target
 from ejkernel.testing.shapes import shapes_of
 from ejkernel_triton._capability import shared_memory_limit
-from ejkernel_triton._jax_triton import standing_in
+from ejkernel_triton._jax_triton import intercept_launches
 from ejkernel_triton.testing import Compilation, Recorder, resources
 
 CAPABILITIES = (80, 90, 100)
@@ -156,7 +156,7 @@ def recorded(
     configs = [config for decision in own for config in _search_space(decision)] if space else [None]
     for config in configs:
         recorder = Recorder()
-        with standing_in(recorder):
+        with intercept_launches(recorder):
             jax.eval_shape(lambda arrays, config=config: run.both_phases(arrays, config), arrays)
         for compilation in recorder.compilations:
             yield "" if config is None else str(config), compilation

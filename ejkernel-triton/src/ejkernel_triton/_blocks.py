@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-SMALLEST_PRODUCT = 16
+MIN_DOT_SIZE = 16
 """Rows, columns and depth of the smallest product of a tensor core."""
 
 
-def power_of_two(size: int) -> int:
+def next_power_of_2(size: int) -> int:
     """The smallest power of two that holds so many elements."""
     return 1 << max(size - 1, 0).bit_length()
 
 
-def product_block(size: int) -> int:
+def dot_block(size: int) -> int:
     """The smallest block of a product that holds so many elements."""
-    return max(SMALLEST_PRODUCT, power_of_two(size))
+    return max(MIN_DOT_SIZE, next_power_of_2(size))

@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 _GUARD = 256
-_POISON = 0xFF
+_NAN_BYTE = 0xFF
 """Bytes of all ones are NaN in every floating type."""
 
 _one_at_a_time = threading.Lock()
@@ -79,7 +79,7 @@ def _guarded(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray
     """An array of NaN inside a buffer of NaN; both share memory."""
     dtype = jnp.dtype(dtype)
     length = int(np.prod(shape)) * dtype.itemsize
-    buffer = np.full(length + 2 * _GUARD, _POISON, np.uint8)
+    buffer = np.full(length + 2 * _GUARD, _NAN_BYTE, np.uint8)
     return buffer, buffer[_GUARD : _GUARD + length].view(dtype).reshape(shape)
 
 
@@ -227,5 +227,5 @@ def _interpreted(
         new = argument.array
         np.testing.assert_array_equal(old.view(np.uint8), new.view(np.uint8), "the kernel changed an input")
     for buffer, _ in results:
-        assert (buffer[:_GUARD] == _POISON).all() and (buffer[-_GUARD:] == _POISON).all(), "written outside of an output"
+        assert (buffer[:_GUARD] == _NAN_BYTE).all() and (buffer[-_GUARD:] == _NAN_BYTE).all(), "written outside of an output"
     return [array for _, array in results]

@@ -17,11 +17,11 @@ import jax
 
 from ejkernel.plugin import current_target
 from ejkernel_triton._interpret import interpreting
-from ejkernel_triton._kernel_cache import install, keep, seam_problem
+from ejkernel_triton._kernel_cache import install, keep, patch_problem
 from ejkernel_triton._versions import version_problem
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
-_stand_in: contextvars.ContextVar[Callable[..., list[Any]] | None] = contextvars.ContextVar("ejkernel_triton", default=None)
+_interceptor: contextvars.ContextVar[Callable[..., list[Any]] | None] = contextvars.ContextVar("ejkernel_triton", default=None)
 
 
 @contextlib.contextmanager
@@ -49,16 +49,16 @@ def _jax_triton() -> Any:
 
 
 @contextlib.contextmanager
-def standing_in(call: Callable[..., list[Any]]) -> Generator[None]:
+def intercept_launches(call: Callable[..., list[Any]]) -> Generator[None]:
     """Have `call` take the place of `call_kernel`, in programs that are traced inside the block."""
-    token = _stand_in.set(call)
+    token = _interceptor.set(call)
     try:
         yield
     finally:
-        _stand_in.reset(token)
+        _interceptor.reset(token)
 
 
-def _in_the_interpreter() -> Callable[..., list[Any]]:
+def _interpreted_launch() -> Callable[..., list[Any]]:
     from ejkernel_triton._interpreter import traced_call
 
     return traced_call
@@ -92,10 +92,10 @@ def call_kernel(
         fp_fusion: whether a product and a sum may become one instruction, which rounds once.
         **constants: `tl.constexpr` parameters.
     """
-    stand_in = _stand_in.get() or (_in_the_interpreter() if interpreting() else None)
-    if stand_in is not None:
+    interceptor = _interceptor.get() or (_interpreted_launch() if interpreting() else None)
+    if interceptor is not None:
         launch = {"num_warps": num_warps, "num_stages": num_stages, "fp_fusion": fp_fusion}
-        return stand_in(kernel, inputs, outputs, grid=grid, input_output_aliases=input_output_aliases, **launch, **constants)
+        return interceptor(kernel, inputs, outputs, grid=grid, input_output_aliases=input_output_aliases, **launch, **constants)
     keep(kernel)
     capability = current_target().capability
     if capability is None:
@@ -121,10 +121,10 @@ def call_kernel(
 
 def has_scratch() -> bool:
     """Whether kernels may use global scratch memory, as `tl.make_tensor_descriptor` does; `_kernel_cache` says how they get it."""
-    stands_in = _stand_in.get() is not None or interpreting()
+    stands_in = _interceptor.get() is not None or interpreting()
     return stands_in or (version_problem() is None and cache_problem() is None)
 
 
 def cache_problem() -> str | None:
     """Why compiled kernels are not kept on disk; None if they are."""
-    return seam_problem(_jax_triton().triton_lib)
+    return patch_problem(_jax_triton().triton_lib)

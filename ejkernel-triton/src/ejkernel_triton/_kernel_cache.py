@@ -40,7 +40,7 @@ _RESULTS = ("binary", "name", "shared_mem_bytes", "ttgir", "llir")
 _LINE_INFO = "TRITON_DISABLE_LINE_INFO"
 _SCRATCH = "p_scratch"
 
-_ours: dict[int, Any] = {}
+_registered: dict[int, Any] = {}
 _installing = threading.Lock()
 _compiling = threading.Lock()
 
@@ -63,7 +63,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Known:
+class _Cached:
     """In place of a kernel's first IR, where the whole kernel is known."""
 
     entry: Entry
@@ -73,7 +73,7 @@ class _Known:
 
 
 @dataclasses.dataclass(frozen=True)
-class _New:
+class _Uncached:
     """A kernel's first IR, with the key under which the kernel will be stored, None if it will not.
 
     `parameters` is how many a kernel with `p_scratch` has; 0 for others.
@@ -90,10 +90,10 @@ class _New:
 
 def keep(kernel: Any) -> None:
     """Have what is compiled of this kernel kept; others that call jax-triton are left alone."""
-    _ours[id(kernel)] = kernel
+    _registered[id(kernel)] = kernel
 
 
-def seam_problem(library: Any) -> str | None:
+def patch_problem(library: Any) -> str | None:
     """Why kernels cannot be kept with this version of jax-triton; None if they can."""
     names = ("get_or_create_triton_kernel", "compile_ttir_inplace", "CompilationResult")
     create, compile_, result = (cast("Any", getattr(library, name, None)) for name in names)
@@ -111,7 +111,7 @@ def seam_problem(library: Any) -> str | None:
 def install(library: Any) -> None:
     """Put the store into jax-triton's module, if that is built as expected; once, also where several threads come first."""
     with _installing:
-        if isinstance(library.code_gen, _Frontend) or seam_problem(library) is not None:
+        if isinstance(library.code_gen, _Frontend) or patch_problem(library) is not None:
             return
         library.code_gen = _Frontend(library.code_gen)
         library.compile_ttir_inplace = functools.partial(_compile, library.compile_ttir_inplace, library.CompilationResult)
@@ -127,24 +127,24 @@ class _Frontend:
         return getattr(self._code_generator, name)
 
     def ast_to_ttir(self, fn: Any, src: Any, *, options: Any, **rest: Any) -> Any:
-        if id(fn) not in _ours:
+        if id(fn) not in _registered:
             return self._code_generator.ast_to_ttir(fn, src, options=options, **rest)
         parameters = sum(kind != "constexpr" for kind in src.signature.values()) if _SCRATCH in fn.arg_names else 0
         if not _storable(options):
             module = self._code_generator.ast_to_ttir(fn, src, options=options, **rest)
-            return _New(module, None, str(module), parameters)
+            return _Uncached(module, None, str(module), parameters)
         key = _key(src, options)
         stored = None if _always_compile() else STORE.get(key)
         if stored is not None:
-            return _Known(Entry.load(stored))
+            return _Cached(Entry.load(stored))
         module = self._code_generator.ast_to_ttir(fn, src, options=options, **rest)
-        return _New(module, key, _without_folders(str(module), fn), parameters)
+        return _Uncached(module, key, _with_relative_paths(str(module), fn), parameters)
 
 
 def _compile(compile_: Any, result: Any, ttir: Any, backend: Any, options: Any, compute_capability: Any, platform: str) -> Any:
-    if isinstance(ttir, _Known):
+    if isinstance(ttir, _Cached):
         return _as_result(result, ttir.entry)
-    if not isinstance(ttir, _New):
+    if not isinstance(ttir, _Uncached):
         return compile_(ttir, backend, options, compute_capability, platform)
     if ttir.key is None:
         compiled = compile_(ttir.module, backend, options, compute_capability, platform)
@@ -234,7 +234,7 @@ def _versions() -> tuple[str, str]:
     return importlib.metadata.version("jax-triton"), triton
 
 
-def _without_folders(text: str, kernel: Any) -> str:
+def _with_relative_paths(text: str, kernel: Any) -> str:
     """The IR's locations relative to where the kernel's and Triton's packages are installed."""
     import triton
 

@@ -15,7 +15,7 @@ ONE_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")
 STORED = (*FLOATS, *ONE_BYTE)
 E4M3_SINCE = (8, 9)
 
-MOST_SEARCHED = 1024
+MAX_SEARCH_BLOCK = 1024
 """Requests that a program looks at together."""
 
 
@@ -34,7 +34,7 @@ def e4m3_problem(target: Target, *specs: ArraySpec | None) -> str | None:
     return f"Triton has no float8_e4m3fn below compute capability 8.9, {target} has {target.compute_capability}"
 
 
-def with_one_schedule(inputs: Any) -> Any:
+def with_common_batch(inputs: Any) -> Any:
     """Starts and lengths of one batch size, 1 or b."""
     members = max(inputs.query_start_loc.shape[0], inputs.kv_lens.shape[0])
     starts, lengths = (jnp.broadcast_to(x, (members, x.shape[1])) for x in (inputs.query_start_loc, inputs.kv_lens))
@@ -43,7 +43,7 @@ def with_one_schedule(inputs: Any) -> Any:
 
 def search_block(requests: int) -> int:
     """A power of two."""
-    return min(MOST_SEARCHED, 1 << max(requests - 1, 0).bit_length())
+    return min(MAX_SEARCH_BLOCK, 1 << max(requests - 1, 0).bit_length())
 
 
 def storage(array: Any) -> int:

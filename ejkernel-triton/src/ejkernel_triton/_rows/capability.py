@@ -7,7 +7,7 @@ from ejkernel.operations._rows.interface import NormCall
 from ejkernel.plugin import Target
 from ejkernel_triton._capability import refusal
 
-MOST_ROWS = 2**31 - 2**16
+MAX_ROWS = 2**31 - 2**16
 """Rows and columns are counted in 32 bits; elements in 64."""
 
 
@@ -18,8 +18,8 @@ def supports_norm(call: NormCall, target: Target) -> str | None:
 def too_many_rows(x: ArraySpec) -> str | None:
     """Why rows `[..., d]` cannot be counted; None if they can."""
     width = x.shape[-1]
-    if width > MOST_ROWS:
-        return f"width {width} is more than {MOST_ROWS}"
-    if width and x.size // width > MOST_ROWS:
-        return f"{x.size // width} rows are more than {MOST_ROWS}"
+    if width > MAX_ROWS:
+        return f"width {width} is more than {MAX_ROWS}"
+    if width and x.size // width > MAX_ROWS:
+        return f"{x.size // width} rows are more than {MAX_ROWS}"
     return None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_triton._blocks import SMALLEST_PRODUCT, product_block
+from ejkernel_triton._blocks import MIN_DOT_SIZE, dot_block
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._numerics import dot_precision
 
@@ -42,16 +42,16 @@ class Tile:
     block_k: int
     num_warps: int
     num_stages: int
-    band: int = 8
+    l2_swizzle: int = 8
     programs: int = 0
     tma: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k"):
             size = getattr(self, name)
-            if size < SMALLEST_PRODUCT or size & (size - 1):
-                raise ValueError(f"{name}: got {size}, expected a power of two of at least {SMALLEST_PRODUCT}")
-        if min(self.num_warps, self.num_stages, self.band, self.programs + 1) < 1:
+            if size < MIN_DOT_SIZE or size & (size - 1):
+                raise ValueError(f"{name}: got {size}, expected a power of two of at least {MIN_DOT_SIZE}")
+        if min(self.num_warps, self.num_stages, self.l2_swizzle, self.programs + 1) < 1:
             raise ValueError(f"{self}: num_warps, num_stages and band are at least 1, programs at least 0")
 
 
@@ -69,7 +69,7 @@ class BackwardConfig:
     lhs_block_k: int
     lhs_num_warps: int
     lhs_num_stages: int
-    lhs_band: int
+    lhs_l2_swizzle: int
     lhs_programs: int
     lhs_tma: bool
     rhs_block_m: int
@@ -77,7 +77,7 @@ class BackwardConfig:
     rhs_block_k: int
     rhs_num_warps: int
     rhs_num_stages: int
-    rhs_band: int
+    rhs_l2_swizzle: int
 
     def __post_init__(self) -> None:
         _ = self.tile_of_lhs, self.tile_of_rhs
@@ -143,13 +143,13 @@ class _Product:
 
     def cut(self, tile: Tile) -> Tile:
         """To the sizes of the arrays; the copy engine only where it can read them."""
-        block_m, block_n = min(tile.block_m, product_block(self.height)), min(tile.block_n, product_block(self.width))
+        block_m, block_n = min(tile.block_m, dot_block(self.height)), min(tile.block_n, dot_block(self.width))
         small = block_m * block_n < 64 * 64
         return dataclasses.replace(
             tile,
             block_m=block_m,
             block_n=block_n,
-            block_k=min(tile.block_k, product_block(self.depth)),
+            block_k=min(tile.block_k, dot_block(self.depth)),
             num_warps=min(tile.num_warps, 4) if small else tile.num_warps,
             tma=tile.tma and self.tma,
         )
@@ -210,7 +210,7 @@ def _shapes(product: _Product) -> tuple[_Shape, ...]:
     shapes = _EXACT if product.exact else _SINGLE if product.itemsize == 4 else _HALF
     if product.outer or product.mean >= _FEW:
         return shapes
-    height = product_block(product.mean)
+    height = dot_block(product.mean)
     if shapes is _HALF:
         return tuple((height, *shape) for shape in _LOW)
     return tuple((min(rows, height), *shape) for rows, *shape in shapes)
@@ -219,7 +219,7 @@ def _shapes(product: _Product) -> tuple[_Shape, ...]:
 def _tile(product: _Product, shape: _Shape, *, tma: bool) -> Tile:
     """One program per tile, or with the copy engine one per multiprocessor. Bands as one H200 likes them."""
     block_m, block_n, block_k, warps, stages = shape
-    tile = product.cut(Tile(block_m, block_n, block_k, warps, stages, band=16 if product.outer else 8, tma=tma))
+    tile = product.cut(Tile(block_m, block_n, block_k, warps, stages, l2_swizzle=16 if product.outer else 8, tma=tma))
     return dataclasses.replace(tile, programs=_MULTIPROCESSORS) if tile.tma else tile
 
 
@@ -235,7 +235,7 @@ def _space(product: _Product) -> list[Tile]:
     more = shapes[2:-2]
     if shapes is _HALF:
         more = _OUTER_MORE if product.outer else _MORE
-    found = [dataclasses.replace(chosen, band=band) for band in (4, 8, 16)]
+    found = [dataclasses.replace(chosen, l2_swizzle=l2_swizzle) for l2_swizzle in (4, 8, 16)]
     found += [_tile(product, shape, tma=tma) for shape in (*shapes[:2], *more) for tma in (False, True)]
     return list(dict.fromkeys([chosen, *filter(product.fits, found)]))
 

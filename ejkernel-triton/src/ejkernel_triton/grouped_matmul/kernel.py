@@ -30,12 +30,12 @@ from ejkernel_triton.grouped_matmul.schedule import tiles_of
 
 
 @triton.jit
-def unit_of(i_unit, tiles, COLUMNS: tl.constexpr, BAND: tl.constexpr):
+def tile_coordinate(i_work, tiles, COLUMNS: tl.constexpr, L2_SWIZZLE: tl.constexpr):
     """A tile of rows and one of columns: bands of BAND tiles of rows, which share every tile of columns one after the other."""
-    i_band = i_unit // (BAND * COLUMNS)
-    i_within = i_unit % (BAND * COLUMNS)
-    height = tl.minimum(tiles - i_band * BAND, BAND)
-    return i_band * BAND + i_within % height, i_within // height
+    i_swizzle = i_work // (L2_SWIZZLE * COLUMNS)
+    i_within = i_work % (L2_SWIZZLE * COLUMNS)
+    height = tl.minimum(tiles - i_swizzle * L2_SWIZZLE, L2_SWIZZLE)
+    return i_swizzle * L2_SWIZZLE + i_within % height, i_within // height
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def grouped_matmul_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
+    L2_SWIZZLE: tl.constexpr,
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
 ):
@@ -84,8 +84,8 @@ def grouped_matmul_kernel(
             rhs_tiles = tl.make_tensor_descriptor(p_rhs, [MATRICES, N, K], [N * K, K, 1], [1, BLOCK_N, BLOCK_K])
         else:
             rhs_tiles = tl.make_tensor_descriptor(p_rhs, [MATRICES, K, N], [K * N, N, 1], [1, BLOCK_K, BLOCK_N])
-    for i_unit in tl.range(tl.program_id(0), tiles * COLUMNS, tl.num_programs(0), flatten=TMA):
-        i_tile, i_column = unit_of(i_unit, tiles, COLUMNS, BAND)
+    for i_work in tl.range(tl.program_id(0), tiles * COLUMNS, tl.num_programs(0), flatten=TMA):
+        i_tile, i_column = tile_coordinate(i_work, tiles, COLUMNS, L2_SWIZZLE)
         i_matrix = tl.load(p_matrix + i_tile)
         i_low = tl.load(p_low + i_tile)
         i_high = tl.load(p_high + i_tile)
@@ -188,7 +188,7 @@ def grouped_outer_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BAND: tl.constexpr,
+    L2_SWIZZLE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """`out = left' . right * scale` over the rows of each matrix, of all MEMBERS of the batch if they share it.
@@ -200,7 +200,7 @@ def grouped_outer_kernel(
     LEFTS: tl.constexpr = (LEFT + BLOCK_L - 1) // BLOCK_L
     RIGHTS: tl.constexpr = (RIGHT + BLOCK_R - 1) // BLOCK_R
     i_matrix = tl.program_id(0) // (LEFTS * RIGHTS)
-    i_left, i_right = unit_of(tl.program_id(0) % (LEFTS * RIGHTS), LEFTS, RIGHTS, BAND)
+    i_left, i_right = tile_coordinate(tl.program_id(0) % (LEFTS * RIGHTS), LEFTS, RIGHTS, L2_SWIZZLE)
     o_m = tl.arange(0, BLOCK_M)
     o_l = i_left * BLOCK_L + tl.arange(0, BLOCK_L)
     o_r = i_right * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -288,7 +288,7 @@ def _scratch(programs: int, *, used: bool) -> tuple[tuple[int, ...], Any]:
     return (programs * SCRATCH if used else 1,), jnp.uint8
 
 
-def _by_copy_engine(tile: Tile, *arrays: Any) -> bool:
+def _uses_tma(tile: Tile, *arrays: Any) -> bool:
     """Whether tiles are read through descriptors: as the config wants, if the arrays allow it."""
     return tile.tma and has_scratch() and all(readable_by_tma(array.shape[-1], array.dtype) for array in arrays)
 
@@ -315,7 +315,7 @@ def _product(
     columns = rhs.shape[2 if transposed else 3]
     tiles = tiles_of(bounds, rows, tile.block_m)
     programs = _programs(tiles.matrix.shape[0] * -(-columns // tile.block_n), tile)
-    tma = lhs.dtype == rhs.dtype and _by_copy_engine(tile, lhs, rhs)
+    tma = lhs.dtype == rhs.dtype and _uses_tma(tile, lhs, rhs)
     out, _ = call_kernel(
         grouped_matmul_kernel,
         (lhs, rhs, *tiles, bounds if scale is None else scale, bounds if bias is None else bias, batch * rows),
@@ -334,7 +334,7 @@ def _product(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        BAND=tile.band,
+        L2_SWIZZLE=tile.l2_swizzle,
         STAGES=tile.num_stages,
         TMA=tma,
     )
@@ -442,7 +442,7 @@ def gradients_of_matrices(
         BLOCK_M=tile.block_k,
         BLOCK_L=tile.block_m,
         BLOCK_R=tile.block_n,
-        BAND=tile.band,
+        L2_SWIZZLE=tile.l2_swizzle,
         STAGES=tile.num_stages,
     )
     found = {"rhs": gradient_like(rhs, out)} if save else {}

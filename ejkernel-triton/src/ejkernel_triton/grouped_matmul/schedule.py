@@ -22,7 +22,7 @@ class Tiles(NamedTuple):
     count: Any
 
 
-def most_tiles(rows: int, intervals: int, height: int) -> int:
+def max_tiles(rows: int, intervals: int, height: int) -> int:
     """Tiles that `intervals` of together `rows` rows may need."""
     busy = min(intervals, rows)
     return (rows - busy) // height + busy
@@ -35,7 +35,7 @@ def tiles_of(bounds: Any, rows: int, height: int) -> Tiles:
     start, end = (bounds[:, :-1] + member).reshape(-1), (bounds[:, 1:] + member).reshape(-1)
     counts = -(-(end - start) // height)
     up_to = running_sums(counts[None])[0]
-    index = jnp.arange(most_tiles(batch * rows, batch * matrices, height), dtype=jnp.int32)
+    index = jnp.arange(max_tiles(batch * rows, batch * matrices, height), dtype=jnp.int32)
     matrix = jnp.searchsorted(up_to, index, side="right", method="compare_all").astype(jnp.int32)
     matrix = jnp.minimum(matrix, batch * matrices - 1)
     low = start[matrix] + (index - (up_to - counts)[matrix]) * height

@@ -148,7 +148,7 @@ def _constants(call: MeanPoolingCall, chunks: Chunks, config: Config) -> dict[st
 
 
 def _steps(config: Config) -> dict[str, int]:
-    return {"TOKENS": config.tokens, "CHUNK": config.chunk, "STAGES": config.num_stages}
+    return {"TOKENS": config.tokens, "CHUNK": config.chunk_size, "STAGES": config.num_stages}
 
 
 def forward(call: MeanPoolingCall, inputs: MeanPoolingInputs, config: Config) -> MeanPoolingOutputs:
@@ -157,7 +157,7 @@ def forward(call: MeanPoolingCall, inputs: MeanPoolingInputs, config: Config) ->
     shape = (batch, call.sequences, *x.shape[2:])
     if not x.size or not math.prod(shape):
         return MeanPoolingOutputs(jnp.zeros(shape, x.dtype))
-    chunks = chunks_of(_bounds(call, inputs.cu_seqlens), length, config.chunk)
+    chunks = chunks_of(_bounds(call, inputs.cu_seqlens), length, config.chunk_size)
     constants = _constants(call, chunks, config)
     columns = -(-channels(call) // config.block)
     (partial,) = call_kernel(
@@ -191,7 +191,7 @@ def backward(
         return MeanPoolingInputs(jnp.zeros_like(x))
     bounds = jnp.pad(_bounds(call, inputs.cu_seqlens), ((0, 0), (1, 0)))
     bounds = jnp.pad(bounds, ((0, 0), (0, 1)), constant_values=length)
-    chunks = chunks_of(bounds, length, config.chunk)
+    chunks = chunks_of(bounds, length, config.chunk_size)
     (d_x,) = call_kernel(
         pooling_backward_kernel,
         (grad, *chunks, length, *chunks.counts),

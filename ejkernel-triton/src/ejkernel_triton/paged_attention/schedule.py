@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel_triton.paged_attention.config import PagedAttentionConfig, heads_of_tile, rows_of_tile
 
-FAR = 2**30
+UNBOUNDED = 2**30
 """A window that hides nothing, small enough for int32."""
-LEAST_BLOCKS = 2
+MIN_BLOCKS_PER_SPLIT = 2
 """Blocks of keys below which a split is not worth its merge."""
 _SQUARE = 2048
 """Requests up to which a cumulative sum is a masked sum: one program on the device instead of several."""
@@ -29,7 +29,7 @@ class Schedule(NamedTuple):
 
     splits: Any
     units_up_to: Any
-    parts_up_to: Any
+    partials_up_to: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Sizes:
     head_tiles: int
     tokens_of_tile: int
     units: int
-    parts: int
+    partials: int
     wanted: int
     above: int
     up_to: int
@@ -68,7 +68,7 @@ class Sizes:
         tokens_of_tile: int,
         keys: int,
         above: int = 0,
-        up_to: int = FAR,
+        up_to: int = UNBOUNDED,
     ) -> Sizes:
         batch, tokens, heads, _ = call.query.shape
         together = heads_of_tile(call)
@@ -76,12 +76,12 @@ class Sizes:
         rows = rows_of_tile(call, tokens_of_tile)
         busy = min(call.kv_lens.shape[1], tokens)
         tiles = busy if up_to <= tokens_of_tile else (tokens - busy) // tokens_of_tile + busy
-        most_splits = max(-(-call.longest // (LEAST_BLOCKS * keys)), 1)
+        most_splits = max(-(-call.longest // (MIN_BLOCKS_PER_SPLIT * keys)), 1)
         most = tiles * most_splits
         wanted = max(1, min(config.programs // (head_tiles * batch), most))
         units = min(tiles + wanted, most)
-        parts = min(units, 2 * wanted) if most_splits > 1 else 0
-        return cls(rows, keys, together, head_tiles, tokens_of_tile, units, parts, wanted, above, up_to)
+        partials = min(units, 2 * wanted) if most_splits > 1 else 0
+        return cls(rows, keys, together, head_tiles, tokens_of_tile, units, partials, wanted, above, up_to)
 
 
 def make_schedule(call: PagedAttentionCall, sizes: Sizes, starts: Any, lengths: Any) -> Schedule:
@@ -98,10 +98,10 @@ def make_schedule(call: PagedAttentionCall, sizes: Sizes, starts: Any, lengths: 
     tiles = -(-counts // sizes.tokens_of_tile)
     keys = jnp.clip(lengths, 0, call.longest)
     if call.window is not None:
-        seen = min(call.window, FAR) + sizes.keys + (sizes.tokens_of_tile if call.causal else counts)
+        seen = min(call.window, UNBOUNDED) + sizes.keys + (sizes.tokens_of_tile if call.causal else counts)
         keys = jnp.minimum(keys, seen)
     blocks = -(-keys // sizes.keys)
-    chunk = jnp.maximum(-(-jnp.sum(tiles * blocks, axis=1, keepdims=True) // sizes.wanted), LEAST_BLOCKS)
+    chunk = jnp.maximum(-(-jnp.sum(tiles * blocks, axis=1, keepdims=True) // sizes.wanted), MIN_BLOCKS_PER_SPLIT)
     splits = jnp.where(tiles > 0, jnp.maximum((2 * blocks + chunk) // (2 * chunk), 1), 0)
     units = tiles * splits
     return Schedule(splits, _cumulative(units), _cumulative(jnp.where(splits > 1, units, 0)))

@@ -14,9 +14,9 @@ from ejkernel.operations.paged_cache_update.interface import (
     PagedCacheUpdateInputs,
     PagedCacheUpdateOutputs,
 )
-from ejkernel_triton._blocks import power_of_two
+from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._jax_triton import call_kernel
-from ejkernel_triton._pages import batch_stride, search_block, storage, strides_of, with_one_schedule
+from ejkernel_triton._pages import batch_stride, search_block, storage, strides_of, with_common_batch
 from ejkernel_triton._requests import count_up_to
 from ejkernel_triton.paged_cache_update.config import PagedCacheUpdateConfig
 
@@ -154,7 +154,7 @@ def forward(
     if batch * tokens * heads * requests * call.block_tables.size * call.pages.pages * call.pages.page_size == 0:
         # Nothing to write; something of its own shows in a program that this platform served the call.
         return PagedCacheUpdateOutputs(*jax.lax.optimization_barrier((inputs.key_pages, inputs.value_pages)))
-    inputs = with_one_schedule(inputs)
+    inputs = with_common_batch(inputs)
     key, fused = strides_of(call.key_pages.shape, call.layout), call.value_pages is None
     value = key if call.value_pages is None else strides_of(call.value_pages.shape, call.layout)
     new = (inputs.key, inputs.value, inputs.query_start_loc, inputs.kv_lens, inputs.block_tables)
@@ -171,8 +171,8 @@ def forward(
         HEADS=heads,
         D=size,
         V=call.value.shape[3],
-        BLOCK_D=power_of_two(size),
-        BLOCK_V=power_of_two(call.value.shape[3]),
+        BLOCK_D=next_power_of_2(size),
+        BLOCK_V=next_power_of_2(call.value.shape[3]),
         HEADS_OF_PROGRAM=config.heads,
         PAGE=call.pages.page_size,
         KEY_PAGE=key.page,

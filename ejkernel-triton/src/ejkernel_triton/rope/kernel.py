@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.operations.rope.interface import RopeCall, RopeInputs, RopeOutputs
-from ejkernel_triton._blocks import power_of_two
+from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.rope.config import Config
 
@@ -250,11 +250,11 @@ def rope_angle_gradients_kernel(
 ):
     """`members` of the batch share a row of angles; `splits` programs share those."""
     tiles = tl.cdiv(length, TOKENS)
-    i_part = tl.program_id(0) // tiles
+    i_split = tl.program_id(0) // tiles
     i_token = tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
     of_split = tl.cdiv(members, splits)
-    i_first = i_part // splits * members + tl.minimum(i_part % splits * of_split, members)
-    i_last = i_part // splits * members + tl.minimum((i_part % splits + 1) * of_split, members)
+    i_first = i_split // splits * members + tl.minimum(i_split % splits * of_split, members)
+    i_last = i_split // splits * members + tl.minimum((i_split % splits + 1) * of_split, members)
     b_cos_1, b_cos_2, b_sin_1, b_sin_2 = sum_over_heads(
         p_query, p_query_grad, i_first, i_last, i_token, length,
         QUERY_HEADS, QUERY_STEP, WIDTH, HALF, BLOCK, PER_PAIR, INTERLEAVED, HEADS_FIRST,
@@ -268,7 +268,7 @@ def rope_angle_gradients_kernel(
         b_cos_2 += b_key_cos_2
         b_sin_1 += b_key_sin_1
         b_sin_2 += b_key_sin_2
-    o_token = (i_part.to(tl.int64) * length + i_token)[:, None, None]
+    o_token = (i_split.to(tl.int64) * length + i_token)[:, None, None]
     m_token = (i_token < length)[:, None, None]
     if PER_PAIR:
         o_pair = tl.arange(0, BLOCK)[None, None, :]
@@ -291,12 +291,12 @@ def _constants(call: RopeCall, config: Config) -> dict[str, Any]:
     return {
         "QUERY_HEADS": query_heads,
         "KEY_HEADS": key_heads,
-        "QUERY_STEP": min(config.heads, power_of_two(query_heads)),
-        "KEY_STEP": min(config.heads, power_of_two(max(key_heads, 1))),
+        "QUERY_STEP": min(config.heads, next_power_of_2(query_heads)),
+        "KEY_STEP": min(config.heads, next_power_of_2(max(key_heads, 1))),
         "TOKENS": config.tokens,
         "WIDTH": call.query.shape[-1],
         "HALF": half,
-        "BLOCK": power_of_two(half),
+        "BLOCK": next_power_of_2(half),
         "PER_PAIR": call.per_pair,
         "INTERLEAVED": call.interleaved,
         "HEADS_FIRST": call.heads_first,
@@ -323,7 +323,7 @@ def _rotate(call: RopeCall, query: Any, key: Any, cos: Any, sin: Any, config: Co
         (query, query if key is None else key, cos, sin, length),
         ((query.shape, query.dtype), ((1,), query.dtype) if key is None else (key.shape, key.dtype)),
         grid=query.shape[0] * -(-length // config.tokens) * _chunks(constants, config.span),
-        REST=power_of_two(max(query.shape[-1] - call.rotary_dim, 1)),
+        REST=next_power_of_2(max(query.shape[-1] - call.rotary_dim, 1)),
         SHARED_COS=cos.shape[0] == 1,
         SHARED_SIN=sin.shape[0] == 1,
         INVERSE=inverse,

@@ -45,11 +45,11 @@ def mask_of(x: Any, where: Any) -> Mask:
 @triton.jit
 def masked(m_tile, p_where, i_row, m_row, o_width, middle, inner, WIDTH: tl.constexpr, WHERE: tl.constexpr):
     """The places of a tile [ROWS, BLOCK] that take part."""
-    m_part = m_tile
+    m_where = m_tile
     if WHERE != 0:
         o_row = (i_row // (middle * inner)).to(tl.int64) * inner + i_row % inner  # [ROWS]
         if WHERE == 1:
-            m_part = m_tile & (tl.load(p_where + o_row, mask=m_row, other=0) != 0)[:, None]
+            m_where = m_tile & (tl.load(p_where + o_row, mask=m_row, other=0) != 0)[:, None]
         else:
-            m_part = m_tile & (tl.load(p_where + o_row[:, None] * WIDTH + o_width[None, :], mask=m_tile, other=0) != 0)
-    return m_part
+            m_where = m_tile & (tl.load(p_where + o_row[:, None] * WIDTH + o_width[None, :], mask=m_tile, other=0) != 0)
+    return m_where

@@ -9,7 +9,7 @@ from ejkernel_triton._numerics import DotPrecision, dot_precision
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk:
+class RecurrenceParams:
     """One walk: `S = decay S + k v^T`, `out = S^T q`, for arrays that need not be the call's query, key and value.
 
     The gradients are walks too: that of query has d_out, value and key in these parts, that of key has value, d_out and query, that
@@ -47,7 +47,7 @@ class Walk:
     gamma_batch: bool
     gk_heads: int
     exact_logs: bool
-    fine: bool
+    hi_lo: bool
     back: bool
     reverse: bool
     packed: bool
@@ -62,17 +62,17 @@ class Walk:
 
 def product_precision(call: LinearRecurrenceCall) -> DotPrecision:
     """Three products of TF32 are as good as one of float32 where sums are in float32; only "highest" asks for the latter."""
-    wished = dot_precision(call.precision, call.query.dtype)
-    return "tf32x3" if wished == "ieee" and call.precision is None and call.query.dtype == "float32" else wished
+    requested = dot_precision(call.precision, call.query.dtype)
+    return "tf32x3" if requested == "ieee" and call.precision is None and call.query.dtype == "float32" else requested
 
 
-def walk_of(call: LinearRecurrenceCall) -> Walk:
+def forward_params(call: LinearRecurrenceCall) -> RecurrenceParams:
     """The walk of the forward phase."""
     per_channel = call.gk is not None
     scalar = call.g is not None or call.g_gamma is not None
     gamma = call.g_gamma
     logs = None if call.gk is None else "float32" if scalar else call.gk.dtype
-    return Walk(
+    return RecurrenceParams(
         heads=call.heads[1],
         query_heads=call.query.shape[2],
         key_heads=call.key.shape[2],
@@ -86,7 +86,7 @@ def walk_of(call: LinearRecurrenceCall) -> Walk:
         gamma_batch=gamma is not None and gamma.shape[0] > 1,
         gk_heads=0 if call.gk is None else call.heads[1] if scalar else call.gk.shape[2],
         exact_logs=logs == "bfloat16",
-        fine=call.query.dtype != "bfloat16",
+        hi_lo=call.query.dtype != "bfloat16",
         back=False,
         reverse=call.reverse,
         packed=call.cu_seqlens is not None,
@@ -100,52 +100,54 @@ def walk_of(call: LinearRecurrenceCall) -> Walk:
     )
 
 
-def query_gradient_of(walk: Walk) -> Walk:
+def query_gradient_params(params: RecurrenceParams) -> RecurrenceParams:
     """d_query: queries d_out, keys value, values key; the state is that of the forward phase, the other way round."""
     return dataclasses.replace(
-        walk,
-        query_heads=walk.heads,
-        key_heads=walk.value_heads,
-        value_heads=walk.key_heads,
-        own_heads=walk.query_heads,
-        width=walk.channels,
-        channels=walk.width,
-        decay="value" if walk.decay == "key" else walk.decay,
+        params,
+        query_heads=params.heads,
+        key_heads=params.value_heads,
+        value_heads=params.key_heads,
+        own_heads=params.query_heads,
+        width=params.channels,
+        channels=params.width,
+        decay="value" if params.decay == "key" else params.decay,
         transposed=True,
     )
 
 
-def key_gradient_of(walk: Walk) -> Walk:
+def key_gradient_params(params: RecurrenceParams) -> RecurrenceParams:
     """d_key: queries value, keys d_out, values query; the state is the gradient of the state, the other way round."""
     return dataclasses.replace(
-        value_gradient_of(walk),
-        query_heads=walk.value_heads,
-        key_heads=walk.heads,
-        value_heads=walk.query_heads,
-        own_heads=walk.key_heads,
-        width=walk.channels,
-        channels=walk.width,
-        decay="value" if walk.decay == "key" else walk.decay,
+        value_gradient_params(params),
+        query_heads=params.value_heads,
+        key_heads=params.heads,
+        value_heads=params.query_heads,
+        own_heads=params.key_heads,
+        width=params.channels,
+        channels=params.width,
+        decay="value" if params.decay == "key" else params.decay,
         transposed=True,
     )
 
 
-def value_gradient_of(walk: Walk) -> Walk:
+def value_gradient_params(params: RecurrenceParams) -> RecurrenceParams:
     """d_value: queries key, keys query, values d_out; the state is the gradient of the state."""
     return dataclasses.replace(
-        walk,
-        query_heads=walk.key_heads,
-        key_heads=walk.query_heads,
-        value_heads=walk.heads,
-        own_heads=walk.value_heads,
+        params,
+        query_heads=params.key_heads,
+        key_heads=params.query_heads,
+        value_heads=params.heads,
+        own_heads=params.value_heads,
         back=True,
         read_scale=1.0,
-        update_scale=walk.scale,
+        update_scale=params.scale,
     )
 
 
-def prepared(walk: Walk) -> Walk:
+def prepared_params(params: RecurrenceParams) -> RecurrenceParams:
     """The same over queries and keys that hold their decays per channel and the scale, for all heads."""
-    if walk.decay != "key":
-        return walk
-    return dataclasses.replace(walk, query_heads=walk.heads, key_heads=walk.heads, scale=1.0, read_scale=1.0, update_scale=1.0)
+    if params.decay != "key":
+        return params
+    return dataclasses.replace(
+        params, query_heads=params.heads, key_heads=params.heads, scale=1.0, read_scale=1.0, update_scale=1.0
+    )

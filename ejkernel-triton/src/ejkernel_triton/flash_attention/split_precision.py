@@ -11,7 +11,7 @@ import jax.numpy as jnp
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
 
-def in_parts(array: Any) -> Any:
+def split_bf16(array: Any) -> Any:
     """float32 `[..., d]` as bfloat16 `[..., 3, d]`: every bit of it, largest part first.
 
     What is not finite is in the first part alone.

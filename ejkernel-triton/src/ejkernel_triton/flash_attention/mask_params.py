@@ -12,12 +12,12 @@ from ejkernel_triton._numerics import DotPrecision, dot_precision
 
 LOG2_E = math.log2(math.e)
 ABSENT = -1
-WIDEST_PARTS = 256
+MAX_SPLIT_WIDTH = 256
 """Of a head whose float32 is multiplied in parts."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
+class MaskParams:
     """Logits are kept in units of `1 / unit` powers of two: weight = 2 ** (unit * (x - maximum)), where x is made from
     `query . key` as `raw * factor + bias * bias_factor`, or `cap_factor * tanh` of half its natural logarithm if capped.
 
@@ -44,7 +44,7 @@ class Rules:
     group: int
     size: int
     value_size: int
-    parts: int
+    bf16_terms: int
     row: int
     value_row: int
     causal: bool
@@ -60,18 +60,18 @@ class Rules:
     bias: int
     mask: int
     ranges: int
-    edges_first: bool
-    edges_first_by_key: bool
-    whole: bool
-    careful: bool
-    simple: bool
+    masked_first: bool
+    masked_first_by_key: bool
+    has_full_tiles: bool
+    nan_safe: bool
+    causal_by_index: bool
     sinks: int
     sinks_per_batch: bool
     dropout: bool
     threshold: int
-    survivor: float
+    keep_scale: float
     rounding: str
-    plain: bool
+    fuse_lse: bool
     capped: bool
     unit: float
     factor: float
@@ -82,7 +82,7 @@ class Rules:
     precision: str
 
 
-def rules_of(call: FlashAttentionCall) -> Rules:
+def mask_params_of(call: FlashAttentionCall) -> MaskParams:
     """The rules of a call that `supports` admits."""
     arrays = (call.query_positions, call.key_positions, call.query_segments, call.key_segments)
     given = any(spec is not None for spec in arrays)
@@ -93,16 +93,16 @@ def rules_of(call: FlashAttentionCall) -> Rules:
         left, right = (None if side is None else min(side, farthest) for side in (left, right))
     chunk = call.chunk_size or 0
     unit, factor, bias_factor, cap_factor = _units(call)
-    parts = 3 if product_of(call) == "parts" else 1
+    bf16_terms = 3 if dot_mode(call) == "bf16x6" else 1
     rounding = call.logits_dtype if call.logits_dtype in ("bfloat16", "float16") else ""
-    return Rules(
+    return MaskParams(
         heads=call.query.shape[2],
         group=call.query.shape[2] // call.key.shape[2],
         size=call.query.shape[3],
         value_size=call.value.shape[3],
-        parts=parts,
-        row=parts * call.query.shape[3],
-        value_row=parts * call.value.shape[3],
+        bf16_terms=bf16_terms,
+        row=bf16_terms * call.query.shape[3],
+        value_row=bf16_terms * call.value.shape[3],
         causal=call.causal,
         prefix=call.prefix or 0,
         left=ABSENT if left is None else left,
@@ -116,18 +116,23 @@ def rules_of(call: FlashAttentionCall) -> Rules:
         bias=_axes(call, call.bias),
         mask=_axes(call, call.mask),
         ranges=max(map(_storage, arrays)),
-        edges_first=given or left is not None or bool(chunk),
-        edges_first_by_key=given or call.causal or right is not None or bool(chunk),
-        whole=call.mask is None and (call.bias is None or call.soft_cap is None),
-        simple=call.causal and call.prefix is None and call.query_positions is None and call.key_positions is None,
-        careful=parts > 1 or elementwise or given or call.causal or call.window is not None or call.chunk_size is not None,
+        masked_first=given or left is not None or bool(chunk),
+        masked_first_by_key=given or call.causal or right is not None or bool(chunk),
+        has_full_tiles=call.mask is None and (call.bias is None or call.soft_cap is None),
+        causal_by_index=call.causal and call.prefix is None and call.query_positions is None and call.key_positions is None,
+        nan_safe=bf16_terms > 1
+        or elementwise
+        or given
+        or call.causal
+        or call.window is not None
+        or call.chunk_size is not None,
         sinks=0 if call.sinks is None else call.sinks.shape[2],
         sinks_per_batch=call.sinks is not None and call.sinks.shape[0] > 1,
         dropout=call.dropout_rate > 0,
         threshold=int(dropout.threshold(call.dropout_rate)),
-        survivor=1 / (1 - call.dropout_rate),
+        keep_scale=1 / (1 - call.dropout_rate),
         rounding=rounding,
-        plain=not rounding and call.bias is None and call.soft_cap is None and call.scale > 0,
+        fuse_lse=not rounding and call.bias is None and call.soft_cap is None and call.scale > 0,
         capped=call.soft_cap is not None,
         unit=unit,
         factor=factor,
@@ -139,7 +144,7 @@ def rules_of(call: FlashAttentionCall) -> Rules:
     )
 
 
-def product_of(call: FlashAttentionCall) -> DotPrecision | Literal["parts"]:
+def dot_mode(call: FlashAttentionCall) -> DotPrecision | Literal["bf16x6"]:
     """How operands are multiplied: float32 that one product of TF32 is too rough for in parts, for heads whose tiles in parts fit.
 
     That is more than "high" asks for, and faster: 13.7 ms on an H200 where Triton's three products of TF32 took 31 ms.
@@ -147,7 +152,7 @@ def product_of(call: FlashAttentionCall) -> DotPrecision | Literal["parts"]:
     precision = dot_precision(call.precision, call.query.dtype)
     width = max(call.query.shape[3], call.value.shape[3])
     rough = call.query.dtype != "float32" or precision == "tf32"
-    return precision if rough or width > WIDEST_PARTS else "parts"
+    return precision if rough or width > MAX_SPLIT_WIDTH else "bf16x6"
 
 
 def _units(call: FlashAttentionCall) -> tuple[float, float, float, float]:
