@@ -32,9 +32,9 @@ if not hasattr(plgpu, "InterpretGPUParams"):
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 6e-3, "float16": 1e-3}
-SMALL = config.Tile(128, 128, 2, band=2, programs=2)
-PAIRED = config.Tile(128, 64, 2, band=1, cluster=2, programs=1)
-FLAT = config.Tile(64, 128, 3, band=2)
+SMALL = config.Tile(128, 128, 2, l2_swizzle=2, programs=2)
+PAIRED = config.Tile(128, 64, 2, l2_swizzle=1, cluster=2, programs=1)
+FLAT = config.Tile(64, 128, 3, l2_swizzle=2)
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 """The interpreter multiplies with NumPy, which warns of the NaN in rows of no group."""
 needs_cuda_part = pytest.mark.skipif(_call.version_problem() is not None, reason=str(_call.version_problem()))
@@ -63,17 +63,17 @@ def owners(sizes, offset, rows, matrices):
 @pytest.mark.parametrize("seed", range(6))
 def test_tiles_give_every_row_its_matrix_once(seed):
     rng = np.random.default_rng(seed)
-    batch, rows, groups, matrices, height, band = 2, 333, 9, 5, 64 if seed % 2 else 16, 3
+    batch, rows, groups, matrices, height, l2_swizzle = 2, 333, 9, 5, 64 if seed % 2 else 16, 3
     sizes = np.stack([random_sizes(rng, groups, rows) for _ in range(batch)])
     offset = rng.integers(-2, groups, batch).astype(np.int32)
     bounds = bounds_of(jnp.asarray(sizes), jnp.asarray(offset), batch, rows, matrices)
-    table, count = jax.jit(functools.partial(schedule.tiles_of, rows=rows, height=height, band=band))(bounds)
+    table, count = jax.jit(functools.partial(schedule.tiles_of, rows=rows, height=height, l2_swizzle=l2_swizzle))(bounds)
     table, count = np.asarray(table), int(count[0])
-    assert count <= table.shape[0] == schedule.most_tiles(batch * rows, batch * (matrices + 2), height)
+    assert count <= table.shape[0] == schedule.max_tiles(batch * rows, batch * (matrices + 2), height)
     got, bands = np.full(batch * rows, -2), []
     for index in range(count):
         matrix, base, start, end, first, tall = table[index]
-        assert base % schedule.UNIT == 0 and 1 <= tall <= band and first <= index < first + tall
+        assert base % schedule.ROW_ALIGNMENT == 0 and 1 <= tall <= l2_swizzle and first <= index < first + tall
         low = base + (index - first) * height
         own = slice(max(low, start), min(low + height, end))
         assert own.stop > own.start and (got[own] == -2).all()
@@ -221,7 +221,10 @@ def test_widths_and_rows_that_are_no_multiples_are_padded():
 
 @pytest.mark.parametrize(
     ("tile", "outer"),
-    [(PAIRED, config.Tile(128, 128, 2, band=1, cluster=2, programs=1)), (FLAT, config.Tile(256, 128, 2, slots=4))],
+    [
+        (PAIRED, config.Tile(128, 128, 2, l2_swizzle=1, cluster=2, programs=1)),
+        (FLAT, config.Tile(256, 128, 2, epilogue_stages=4)),
+    ],
     ids=["clusters", "flat, tall, not persistent"],
 )
 def test_tiles_never_change_the_numbers(tile, outer):

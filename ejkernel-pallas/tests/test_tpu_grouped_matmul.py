@@ -59,7 +59,7 @@ def test_row_items_visit_every_tile_and_give_every_row_its_matrix(seed):
     build = functools.partial(schedule.row_items, batch=batch, rows=rows, matrices=matrices, height=height)
     found, count = jax.jit(build)(sizes, offset)
     items = executed(found, count)
-    assert len(items) <= schedule.most_row_items(batch, rows, matrices, height) == found.tile.shape[0]
+    assert len(items) <= schedule.max_row_items(batch, rows, matrices, height) == found.tile.shape[0]
     assert [(i.member, i.tile) for i in items] == sorted((i.member, i.tile) for i in items)
     assert {(i.member, i.tile) for i in items} == {(m, t) for m in range(batch) for t in range(5)}
     got = np.full((batch, rows), -1)
@@ -92,7 +92,7 @@ def test_matrix_items_visit_every_matrix_once_in_a_row(seed, shared):
     build = functools.partial(schedule.matrix_items, batch=batch, rows=rows, matrices=matrices, height=height, shared=shared)
     found, count = jax.jit(build)(sizes, offset)
     items = executed(found, count)
-    assert len(items) <= schedule.most_matrix_items(batch, rows, matrices, height) == found.tile.shape[0]
+    assert len(items) <= schedule.max_matrix_items(batch, rows, matrices, height) == found.tile.shape[0]
     blocks = [item.matrix if shared else (item.member, item.matrix) for item in items]
     assert sorted({*blocks}) == list(dict.fromkeys(blocks))
     assert len({*blocks}) == matrices * (1 if shared else batch)
@@ -361,7 +361,7 @@ def test_every_config_fits(kind, dtype):
             assert config.rows_bytes(tile, size, size, size, size, existing=False) <= 0.9 * capacity
             tile = chosen.rhs_tile(rows, inner, columns)
             assert config.matrices_bytes(tile, size, size, size, size, size, scaled=True) <= 0.9 * capacity
-            assert schedule.most_matrix_items(1, rows, shape[3], tile.rows) <= config.MOST_ITEMS
+            assert schedule.max_matrix_items(1, rows, shape[3], tile.block_m) <= config.MAX_ITEMS
 
 
 def test_large_matrices_stay_while_their_rows_pass():

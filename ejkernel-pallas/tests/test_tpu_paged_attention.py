@@ -61,7 +61,7 @@ def test_items_have_every_token_once(seed, tile):
     call, _ = problem(((1, 5),) * requests)
     call = dataclasses.replace(call, query=ArraySpec((batch, tokens, 4, 8), "float32"))
     items, count = jax.jit(lambda starts: schedule.make_items(call, starts, tokens, tile))(starts)
-    assert int(count) <= items.base.shape[0] == schedule.most_items(batch, tokens, requests, tile)
+    assert int(count) <= items.base.shape[0] == schedule.max_items(batch, tokens, requests, tile)
     owner = np.full((batch, tokens), -1)
     for request, base, low, high in np.stack(items, axis=1)[: int(count)]:
         assert 0 <= low < high <= tile

@@ -43,7 +43,7 @@ def check(call, inputs, outputs):
 
 def slots(call, inputs):
     """Page and place of every token that is stored."""
-    return {(b, token): (page, place) for b, token, page, place in reference._slots(call, inputs)}
+    return {(b, token): (page, offset) for b, token, page, offset in reference._slots(call, inputs)}
 
 
 def described(inputs):
@@ -56,11 +56,11 @@ def test_runs_copy_every_token_once(tile, broken):
     call, inputs = problem(MIX, page_size=8, broken=broken, spare_tokens=3)
     runs = schedule.make_runs(call, *described(inputs), tile)
     got = {}
-    for token, (page, place, size) in enumerate(zip(*map(np.asarray, runs), strict=True)):
-        assert size == 0 or (size & (size - 1) == 0 and token % tile + size <= tile and place + size <= 8)
+    for token, (page, offset, size) in enumerate(zip(*map(np.asarray, runs), strict=True)):
+        assert size == 0 or (size & (size - 1) == 0 and token % tile + size <= tile and offset + size <= 8)
         for i in range(size):
             assert (0, token + i) not in got
-            got[0, token + i] = (page, place + i)
+            got[0, token + i] = (page, offset + i)
     assert got == slots(call, inputs)
     assert broken or (np.asarray(runs.size) > 1).any()
 
@@ -69,13 +69,13 @@ def test_runs_copy_every_token_once(tile, broken):
 def test_chunks_have_every_token_once(rows):
     call, inputs = problem(MIX, page_size=8, layout="phtd", options={"layout": "phtd"}, spare_tokens=3)
     chunks, count, token = schedule.make_chunks(call, *described(inputs), rows)
-    assert int(count) <= schedule.most_chunks(1, 16, 4, rows) == len(chunks.page)
+    assert int(count) <= schedule.max_chunks(1, 16, 4, rows) == len(chunks.page)
     assert int(chunks.shared[0]) == 0
     got = {}
     for i in range(int(count)):
         for row in range(int(chunks.low[i]), int(chunks.high[i])):
             assert (0, int(token[i, row])) not in got
-            got[0, int(token[i, row])] = (int(chunks.page[i]), int(chunks.place[i]) + row)
+            got[0, int(token[i, row])] = (int(chunks.page[i]), int(chunks.offset[i]) + row)
     assert got == slots(call, inputs)
     assert (np.asarray(chunks.page)[int(count) :] == -1).all()
 

@@ -167,7 +167,7 @@ def test_half_precision(monkeypatch, dtype, limit):
     check(*canonical(arrays, {"causal": True}), limit=limit)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("block_q", "block_k"), [(16, 32), (32, 16), (64, 32)])
 def test_blocks_do_not_change_the_numbers(monkeypatch, block_q, block_k, overlap):
     """Tiles before, within and after the whole ones, and lengths that are no multiple of any block."""

@@ -30,7 +30,7 @@ from ejkernel.operations._case import Case
 from ejkernel.plugin import Phase, Target
 from ejkernel.testing.shapes import bound_shapes
 from ejkernel_pallas import _listings
-from ejkernel_pallas._call import LITTLE_VMEM, with_vmem_limits
+from ejkernel_pallas._call import MIN_VMEM, with_vmem_limits
 from ejkernel_pallas._listings import Listing
 
 PLATFORM = "pallas"
@@ -127,7 +127,7 @@ def vmem_of(device: Any, function: Callable[..., Any], *arguments: Any) -> dict[
     Kernels that are built without `compiler_params` take the limit as an option of the whole program; only the first is found.
     """
     found: dict[str, int] = {}
-    for options in ({}, {_SCOPED_LIMIT: str(LITTLE_VMEM >> 10)}):
+    for options in ({}, {_SCOPED_LIMIT: str(MIN_VMEM >> 10)}):
         while (complaint := _complaint(device, function, arguments, found, options)) is not None:
             name, size = complaint
             if size <= found.get(name, 0) or (options and found):
@@ -165,7 +165,7 @@ class Problem:
     def rows(self, *, space: bool = False, listings: Path | None = None, known: dict[Any, Row] | None = None) -> Iterator[Row]:
         """The heuristic's config, or every one of the search space. What is in `known` is not compiled again.
 
-        With `listings`, a folder for which `_listings.ask` was called, rows tell of every kernel.
+        With `listings`, a folder for which `_listings.request_listings` was called, rows tell of every kernel.
         """
         known = {} if known is None else known
         row = Row(self.operation, self.case.name, self.dtype, self.phase, self.kind)

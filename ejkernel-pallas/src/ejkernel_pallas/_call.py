@@ -12,7 +12,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LITTLE_VMEM = 1 << 16
+MIN_VMEM = 1 << 16
 _limits: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.ContextVar("ejkernel_vmem_limits", default=None)
 
 
@@ -34,7 +34,7 @@ def with_vmem_limits(limits: Mapping[str, int]) -> Generator[None]:
 def compiler_params(name: str, semantics: tuple[str, ...], vmem: int) -> pltpu.CompilerParams:
     """For the kernel of this name: what its grid's axes mean to the compiler, and the bytes of VMEM that it may use."""
     limits = _limits.get()
-    limit = vmem if limits is None else limits.get(name, LITTLE_VMEM)
+    limit = vmem if limits is None else limits.get(name, MIN_VMEM)
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=limit)  # pyright: ignore[reportArgumentType]
 
 

@@ -38,7 +38,7 @@ class Listing:
     spilled: int
 
 
-def ask(folder: Path) -> None:
+def request_listings(folder: Path) -> None:
     """Have listings written to the folder from now on. Without effect on a process that has used libtpu."""
     flags = _FLAGS.format(folder=folder)
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()

@@ -103,7 +103,7 @@ def call_kernel(
     )
 
 
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+def swizzled_smem(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory as the tensor cores read it: tiles of 8 rows by as many bytes as the widest swizzle that divides a row."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -114,7 +114,7 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
-def tiled_bytes(shape: tuple[int, ...], itemsize: int = 2) -> int:
+def smem_bytes(shape: tuple[int, ...], itemsize: int = 2) -> int:
     """What such an array, or an untiled one, takes of shared memory."""
     size = itemsize
     for extent in shape:
@@ -122,36 +122,36 @@ def tiled_bytes(shape: tuple[int, ...], itemsize: int = 2) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-_NAMED = 8
+_FIRST_FREE_BARRIER = 8
 """The first hardware barrier that is free; Mosaic GPU takes the lower ones for its own."""
 
 
-def turns(consumers: int) -> dict[str, Any]:
+def ping_pong_barriers(consumers: int) -> dict[str, Any]:
     """Scratch by which consumers take turns. Hardware has barriers for it, which wake a warp sooner than those in shared memory
     do; the interpreter has the latter only."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return {"turn": plgpu.Barrier(num_barriers=consumers)} if gpu_interpreter_is_on() else {}
+    return {"ping_pong": plgpu.Barrier(num_barriers=consumers)} if gpu_interpreter_is_on() else {}
 
 
-def take_turn(scratch: Mapping[str, Any], consumer: Any) -> None:
+def ping_pong_wait(scratch: Mapping[str, Any], consumer: Any) -> None:
     """Wait until it is this consumer's turn."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if gpu_interpreter_is_on():
-        plgpu.barrier_wait(scratch["turn"].at[consumer])
+        plgpu.barrier_wait(scratch["ping_pong"].at[consumer])
     else:
-        _named_barrier("sync", consumer + _NAMED)
+        _named_barrier("sync", consumer + _FIRST_FREE_BARRIER)
 
 
-def give_turn(scratch: Mapping[str, Any], consumer: Any) -> None:
+def ping_pong_arrive(scratch: Mapping[str, Any], consumer: Any) -> None:
     """It is that consumer's turn once all threads of this one are here."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if gpu_interpreter_is_on():
-        plgpu.barrier_arrive(scratch["turn"].at[consumer])
+        plgpu.barrier_arrive(scratch["ping_pong"].at[consumer])
     else:
-        _named_barrier("arrive", consumer + _NAMED)
+        _named_barrier("arrive", consumer + _FIRST_FREE_BARRIER)
 
 
 def _named_barrier(instruction: str, barrier: Any) -> None:
@@ -220,7 +220,7 @@ def accumulate(b_sums: Sequence[Any], body: Callable[..., Any], results: Sequenc
     return [*sums, *held]
 
 
-def with_product(shape: tuple[int, ...], body: Callable[[Any], Any], others: Sequence[Accumulator]) -> Any:
+def with_accumulator(shape: tuple[int, ...], body: Callable[[Any], Any], others: Sequence[Accumulator]) -> Any:
     """`body` of a new accumulator, which is zero; `others` are those that it adds to.
 
     Right before its product: the assembler then sees the zeros, and the product starts a sum. Elsewhere it would clear registers.
@@ -237,7 +237,7 @@ def with_product(shape: tuple[int, ...], body: Callable[[Any], Any], others: Seq
     return returned
 
 
-def wait_for_products(outstanding: int) -> None:
+def wait_for_wgmma(outstanding: int) -> None:
     """Until no more than so many products issued by this warpgroup are unfinished; the interpreter has none."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -245,6 +245,6 @@ def wait_for_products(outstanding: int) -> None:
         plgpu.wgmma_wait(outstanding)
 
 
-def add_product(b_sum: Any, left: Any, right: Any) -> Any:
+def wgmma_accumulate(b_sum: Any, left: Any, right: Any) -> Any:
     """`b_sum + left @ right`, waited for."""
     return accumulate([b_sum], lambda total: total.add(left, right))[0]

@@ -7,10 +7,10 @@ from ejkernel.plugin import Target
 from ejkernel_pallas.mosaic_gpu._call import refusal
 from ejkernel_pallas.mosaic_gpu.flash_attention.config import SIZES
 
-MOST_TOKENS = 2**27
-FARTHEST_OFFSET = 2**29
+MAX_TOKENS = 2**27
+MAX_OFFSET = 2**29
 """Positions are counted in 32 bits."""
-MOST_BLOCKS = 2**30
+MAX_BLOCKS = 2**30
 
 
 def supports_forward(call: FlashAttentionCall, target: Target) -> str | None:
@@ -48,11 +48,11 @@ def _size_refusal(call: FlashAttentionCall) -> str | None:
             return f"the {name}'s head size is {width}, needs 1 ... {SIZES[-1]}"
     if heads == 0:
         return f"query has shape {call.query.shape}, needs heads"
-    if max(queries, keys) > MOST_TOKENS:
-        return f"{max(queries, keys)} tokens are more than {MOST_TOKENS}"
-    if abs(call.query_offset) > FARTHEST_OFFSET:
-        return f"query_offset {call.query_offset} is beyond {FARTHEST_OFFSET}"
+    if max(queries, keys) > MAX_TOKENS:
+        return f"{max(queries, keys)} tokens are more than {MAX_TOKENS}"
+    if abs(call.query_offset) > MAX_OFFSET:
+        return f"query_offset {call.query_offset} is beyond {MAX_OFFSET}"
     blocks = batch * heads * -(-max(queries, keys) // 64)
-    if blocks > MOST_BLOCKS:
-        return f"{batch} x {heads} heads of {max(queries, keys)} tokens may need {blocks} blocks, more than {MOST_BLOCKS}"
+    if blocks > MAX_BLOCKS:
+        return f"{batch} x {heads} heads of {max(queries, keys)} tokens may need {blocks} blocks, more than {MAX_BLOCKS}"
     return None

@@ -10,17 +10,17 @@ from collections.abc import Iterable
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_pallas.mosaic_gpu._call import SHARED_MEMORY, SHARED_MEMORY_SLACK, tiled_bytes
-from ejkernel_pallas.mosaic_gpu.flash_attention.bias import BiasTiles, bias_tiles, form_of
+from ejkernel_pallas.mosaic_gpu._call import SHARED_MEMORY, SHARED_MEMORY_SLACK, smem_bytes
+from ejkernel_pallas.mosaic_gpu.flash_attention.bias import BiasTiles, bias_kind, bias_tiles
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS, REGISTERS, ROWS
 
 SIZES = (64, 96, 128, 192, 256)
 """Of heads, as they lie in memory."""
-_SMALLER = {"PCIe", "H20"}
+_FEWER_MULTIPROCESSORS = {"PCIe", "H20"}
 """In names of devices of this capability with fewer multiprocessors; a program that stays would wait for one that is through."""
 _OVERHEAD = 24
 """Registers of a consumer for addresses, maxima and sums, beside one for 16 rows of a tile."""
-_PARTS = (1, 2, 3, 4, 6, 8)
+_KEY_SPLITS = (1, 2, 3, 4, 6, 8)
 """Into which the work of a block of keys may be cut."""
 _STEP = 1.6e-6
 """Seconds that a tile of 64 queries takes with 128 keys and heads of 128, measured on an H200; the next two count such tiles."""
@@ -41,17 +41,17 @@ class ForwardConfig:
     query_in_registers: products read queries from registers, which leaves more of the shared memory's bandwidth to keys.
     persistent: as many programs as multiprocessors, each with several blocks, rather than one program per block.
     packed: a consumer's rows are the query heads of a key head for few tokens, which see fewer keys than many tokens of one head;
-        only where `can_pack`.
+        only where `can_pack_gqa`.
     """
 
     block_k: int
-    stages: int
+    num_stages: int
     warpgroups: int
     overlap: bool
     ping_pong: bool
     query_in_registers: bool
     persistent: bool
-    packed: bool = False
+    pack_gqa: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +65,12 @@ class BackwardConfig:
     """
 
     key_block_q: int
-    key_stages: int
+    key_num_stages: int
     key_warpgroups: int
-    key_apart: bool
-    key_parts: int
+    separate_dk_dv: bool
+    key_splits: int
     query_block_k: int
-    query_stages: int
+    query_num_stages: int
     query_warpgroups: int
 
 
@@ -82,7 +82,7 @@ def sizes_of(call: FlashAttentionCall) -> tuple[int, int]:
     return size, value_size
 
 
-def can_pack(call: FlashAttentionCall) -> bool:
+def can_pack_gqa(call: FlashAttentionCall) -> bool:
     """Whether the query heads of a key head can be rows of one consumer: whole groups of 8 rows, as the copy engine stores them.
     What is known by query head or by query token alone is not read in that order."""
     group = call.query.shape[2] // call.key.shape[2]
@@ -91,16 +91,16 @@ def can_pack(call: FlashAttentionCall) -> bool:
 
 
 def forward_bias(call: FlashAttentionCall, config: ForwardConfig) -> BiasTiles | None:
-    return bias_tiles(call, by_key=False, warpgroups=config.warpgroups, other=config.block_k, stages=config.stages)
+    return bias_tiles(call, by_key=False, warpgroups=config.warpgroups, other=config.block_k, num_stages=config.num_stages)
 
 
 def backward_bias(call: FlashAttentionCall, config: BackwardConfig, *, by_key: bool) -> BiasTiles | None:
     """Of the kernel that owns keys, or of that which owns queries."""
     if by_key:
-        warpgroups, other, stages = config.key_warpgroups, config.key_block_q, config.key_stages
+        warpgroups, other, num_stages = config.key_warpgroups, config.key_block_q, config.key_num_stages
     else:
-        warpgroups, other, stages = config.query_warpgroups, config.query_block_k, config.query_stages
-    return bias_tiles(call, by_key=by_key, warpgroups=warpgroups, other=other, stages=stages)
+        warpgroups, other, num_stages = config.query_warpgroups, config.query_block_k, config.query_num_stages
+    return bias_tiles(call, by_key=by_key, warpgroups=warpgroups, other=other, num_stages=num_stages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,17 +116,17 @@ class BiasGradientConfig:
 
 def bias_gradient_config(call: FlashAttentionCall) -> BiasGradientConfig | None:
     """The first that fits: queries stay where this leaves enough blocks of them. None without a bias."""
-    form = form_of(call)
-    if call.bias is None or form is None:
+    kind = bias_kind(call)
+    if call.bias is None or kind is None:
         return None
     sizes = [(2, 2, False), (2, 1, False), (1, 2, False), (1, 1, False)]
     blocks = call.bias.shape[0] * call.bias.shape[1] * -(-call.query.shape[1] // (2 * ROWS))
-    if form == "pairs" and blocks >= MULTIPROCESSORS:
+    if kind == "pairs" and blocks >= MULTIPROCESSORS:
         sizes.insert(0, (2, 2, True))
     trials = [
         BiasGradientConfig(tiles, resident)
-        for warpgroups, stages, resident in sizes
-        if (tiles := bias_tiles(call, by_key=form == "keys", warpgroups=warpgroups, other=ROWS, stages=stages))
+        for warpgroups, num_stages, resident in sizes
+        if (tiles := bias_tiles(call, by_key=kind == "keys", warpgroups=warpgroups, other=ROWS, num_stages=num_stages))
     ]
     fits = (trial for trial in trials if bias_gradient_bytes(call, trial) + SHARED_MEMORY_SLACK <= SHARED_MEMORY)
     return next(fits, trials[-1])
@@ -134,7 +134,7 @@ def bias_gradient_config(call: FlashAttentionCall) -> BiasGradientConfig | None:
 
 def sharing(call: FlashAttentionCall) -> tuple[int, int]:
     """Batches and heads for which a tile of a bias by pair is the same."""
-    if call.bias is None or form_of(call) != "pairs":
+    if call.bias is None or bias_kind(call) != "pairs":
         return 1, 1
     (batch, _, heads, _), (own_batch, own_heads, _, _) = call.query.shape, call.bias.shape
     return batch // own_batch, heads // own_heads
@@ -144,10 +144,10 @@ def bias_gradient_bytes(call: FlashAttentionCall, config: BiasGradientConfig) ->
     """Shared memory of the kernel of the bias's gradient."""
     tiles, widths = config.tiles, sizes_of(call)
     batches, members = sharing(call)
-    places = tiles.stages if tiles.by_pair and not config.resident else batches * members
-    own = sum(tiled_bytes((places, tiles.warpgroups, ROWS, width)) for width in widths)
-    walked = sum(tiled_bytes((tiles.stages, tiles.other, width)) for width in widths)
-    rows = tiled_bytes((tiles.stages, 2, tiles.other), 4) if tiles.by_key else 0
+    slots = tiles.num_stages if tiles.by_pair and not config.resident else batches * members
+    own = sum(smem_bytes((slots, tiles.warpgroups, ROWS, width)) for width in widths)
+    walked = sum(smem_bytes((tiles.num_stages, tiles.other, width)) for width in widths)
+    rows = smem_bytes((tiles.num_stages, 2, tiles.other), 4) if tiles.by_key else 0
     return own + walked + rows + tiles.bytes
 
 
@@ -164,11 +164,11 @@ def query_slots(call: FlashAttentionCall, config: ForwardConfig) -> int:
 def forward_bytes(call: FlashAttentionCall, config: ForwardConfig, *, slots: int = 1) -> int:
     """Shared memory of the forward kernel with so many blocks of queries."""
     size, value_size = sizes_of(call)
-    used = tiled_bytes((slots * config.warpgroups, ROWS, size)) + tiled_bytes((config.warpgroups, ROWS), 4)
+    used = smem_bytes((slots * config.warpgroups, ROWS, size)) + smem_bytes((config.warpgroups, ROWS), 4)
     if config.persistent or value_size > size:
-        used += tiled_bytes((config.warpgroups, ROWS, value_size))
+        used += smem_bytes((config.warpgroups, ROWS, value_size))
     used += bias_bytes(forward_bias(call, config))
-    return used + sum(tiled_bytes((config.stages, config.block_k, width)) for width in (size, value_size))
+    return used + sum(smem_bytes((config.num_stages, config.block_k, width)) for width in (size, value_size))
 
 
 def forward_registers(call: FlashAttentionCall, config: ForwardConfig) -> int:
@@ -184,21 +184,25 @@ def _forward_fits(call: FlashAttentionCall, config: ForwardConfig) -> bool:
     return in_memory and forward_registers(call, config) <= REGISTERS[config.warpgroups][0]
 
 
-def _backward_bytes(call: FlashAttentionCall, other: int, stages: int, warpgroups: int, bias: BiasTiles | None) -> int:
+def _backward_bytes(call: FlashAttentionCall, other: int, num_stages: int, warpgroups: int, bias: BiasTiles | None) -> int:
     widths = sizes_of(call)
-    own = sum(tiled_bytes((warpgroups, ROWS, width)) for width in widths)
-    walked = sum(tiled_bytes((stages, other, width)) for width in widths)
-    return own + walked + tiled_bytes((stages, 2, other), 4) + bias_bytes(bias)
+    own = sum(smem_bytes((warpgroups, ROWS, width)) for width in widths)
+    walked = sum(smem_bytes((num_stages, other, width)) for width in widths)
+    return own + walked + smem_bytes((num_stages, 2, other), 4) + bias_bytes(bias)
 
 
 def backward_bytes(call: FlashAttentionCall, config: BackwardConfig) -> tuple[int, int]:
     """Shared memory of the kernel that owns keys and of that which owns queries."""
     return (
         _backward_bytes(
-            call, config.key_block_q, config.key_stages, config.key_warpgroups, backward_bias(call, config, by_key=True)
+            call, config.key_block_q, config.key_num_stages, config.key_warpgroups, backward_bias(call, config, by_key=True)
         ),
         _backward_bytes(
-            call, config.query_block_k, config.query_stages, config.query_warpgroups, backward_bias(call, config, by_key=False)
+            call,
+            config.query_block_k,
+            config.query_num_stages,
+            config.query_warpgroups,
+            backward_bias(call, config, by_key=False),
         ),
     )
 
@@ -206,7 +210,7 @@ def backward_bytes(call: FlashAttentionCall, config: BackwardConfig) -> tuple[in
 def backward_registers(call: FlashAttentionCall, config: BackwardConfig) -> tuple[int, int]:
     """Registers that a consumer's thread is expected to need: accumulators, scores and their gradients, weights."""
     size, value_size = sizes_of(call)
-    owned = max(size, value_size) if config.key_apart else size + value_size
+    owned = max(size, value_size) if config.separate_dk_dv else size + value_size
     by_key = owned // 2 + config.key_block_q * 21 // 16 + _OVERHEAD
     return by_key, size // 2 + config.query_block_k * 18 // 16 + _OVERHEAD
 
@@ -246,28 +250,28 @@ def _few(call: FlashAttentionCall, config: BackwardConfig) -> bool:
     return batch * heads * -(-keys // (config.key_warpgroups * ROWS)) <= 4 * MULTIPROCESSORS
 
 
-def _key_parts(call: FlashAttentionCall, config: BackwardConfig) -> int:
+def _key_splits(call: FlashAttentionCall, config: BackwardConfig) -> int:
     """The number of parts that is expected to be the fastest, by handing out programs in their order."""
     if not _few(call, config):
         return 1
     (batch, keys, heads, _), group = call.key.shape, call.query.shape[2] // call.key.shape[2]
     widths, own = sum(sizes_of(call)), config.key_warpgroups * ROWS
     step = _STEP * widths / 256 * config.key_block_q / 64 * own / 128
-    walks = [group * _walked(call, first, own, config.key_block_q) for first in range(0, keys, own)]
+    walks = [group * _query_tiles_met(call, first, own, config.key_block_q) for first in range(0, keys, own)]
 
-    def seconds(parts: int) -> float:
-        apart = _START if parts == 1 else _START + _SUMS
+    def seconds(splits: int) -> float:
+        apart = _START if splits == 1 else _START + _SUMS
         free = [0.0] * MULTIPROCESSORS
-        for walk in walks:
-            for _ in range(batch * heads * parts):
-                heapq.heapreplace(free, free[0] + apart + -(-walk // parts))
-        added = 0.0 if parts == 1 else _LAUNCH + 4 * parts * batch * keys * heads * widths / _READ
+        for tile_range in walks:
+            for _ in range(batch * heads * splits):
+                heapq.heapreplace(free, free[0] + apart + -(-tile_range // splits))
+        added = 0.0 if splits == 1 else _LAUNCH + 4 * splits * batch * keys * heads * widths / _READ
         return max(free) * step + added
 
-    return min(_PARTS, key=seconds)
+    return min(_KEY_SPLITS, key=seconds)
 
 
-def _walked(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
+def _query_tiles_met(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
     """Tiles of queries that meet a block of keys, as far as indices tell."""
     queries, keys = call.query.shape[1], call.key.shape[1]
     left, right = call.window or (None, None)
@@ -282,7 +286,7 @@ def _walked(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
     return max(0, -(-high // block) - max(0, low) // block)
 
 
-def keys_met(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
+def key_tiles_met(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
     """Tiles of keys that meet a block of queries, where indices alone say so."""
     left, right = call.window or (None, None)
     start, end = first + call.query_offset, first + own + call.query_offset
@@ -305,29 +309,35 @@ def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig
     0.75."""
     queries, narrow = call.query.shape[1], _narrow(call)
     consumers = [_consumers(call, queries)]
-    packed = narrow and can_pack(call)
-    widths = (64, 128) if packed or call.key.shape[1] <= 64 else (128, 64)
+    pack_gqa = narrow and can_pack_gqa(call)
+    widths = (64, 128) if pack_gqa or call.key.shape[1] <= 64 else (128, 64)
     wide = max(sizes_of(call)) >= 128  # then products, not exponentials, take the time
-    if packed and queries > 2 * ROWS:
+    if pack_gqa and queries > 2 * ROWS:
         consumers.insert(0, 4)
     elif max(sizes_of(call)) == 64 and queries > 2 * ROWS and not narrow and call.bias is None:
         consumers = [3]
-    stays = (False,)
-    if not _SMALLER.intersection(re.split(r"[ -]", target.device_kind)):
-        stays = (True,) if narrow or call.query_segments is not None else (True, False) if wide and _uneven(call) else stays
-    trials = list(itertools.product(consumers, widths, (True, False), (4, 2, 1) if packed else (2, 1), stays))
+    persistent_choices = (False,)
+    if not _FEWER_MULTIPROCESSORS.intersection(re.split(r"[ -]", target.device_kind)):
+        persistent_choices = (
+            (True,)
+            if narrow or call.query_segments is not None
+            else (True, False)
+            if wide and _uneven(call)
+            else persistent_choices
+        )
+    trials = list(itertools.product(consumers, widths, (True, False), (4, 2, 1) if pack_gqa else (2, 1), persistent_choices))
     if call.bias is not None:  # which takes a place of its own: rather narrow tiles than one place of each kind
         trials.sort(key=lambda trial: trial[3] == 1)
-    for warpgroups, block_k, overlap, stages, persistent in trials:
+    for warpgroups, block_k, overlap, num_stages, persistent in trials:
         config = ForwardConfig(
             block_k=block_k,
-            stages=stages,
+            num_stages=num_stages,
             warpgroups=warpgroups,
             overlap=overlap,
             ping_pong=warpgroups > 1 and not narrow and (persistent or not (wide and overlap)),
             query_in_registers=False,
             persistent=persistent,
-            packed=packed,
+            pack_gqa=pack_gqa,
         )
         if _forward_fits(call, config):
             return config
@@ -336,13 +346,13 @@ def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig
 
 def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfig]:
     found = [forward_heuristic(call, target)]
-    for block_k, stages, warpgroups in ((128, 2, 2), (64, 4, 2), (128, 2, 3), (64, 4, 3)):
+    for block_k, num_stages, warpgroups in ((128, 2, 2), (64, 4, 2), (128, 2, 3), (64, 4, 3)):
         for persistent, held, ping_pong in itertools.product((False, True), (False, True), (False, True)):
-            found.append(ForwardConfig(block_k, stages, warpgroups, True, ping_pong, held, persistent))
-        found.append(ForwardConfig(block_k, stages, warpgroups, False, True, False, False))
-    if _narrow(call) and can_pack(call):
-        for block_k, stages, warpgroups in ((64, 4, 2), (64, 8, 2), (64, 4, 3), (64, 4, 4), (64, 6, 4), (128, 2, 2)):
-            found.append(ForwardConfig(block_k, stages, warpgroups, True, False, False, True, packed=True))
+            found.append(ForwardConfig(block_k, num_stages, warpgroups, True, ping_pong, held, persistent))
+        found.append(ForwardConfig(block_k, num_stages, warpgroups, False, True, False, False))
+    if _narrow(call) and can_pack_gqa(call):
+        for block_k, num_stages, warpgroups in ((64, 4, 2), (64, 8, 2), (64, 4, 3), (64, 4, 4), (64, 6, 4), (128, 2, 2)):
+            found.append(ForwardConfig(block_k, num_stages, warpgroups, True, False, False, True, pack_gqa=True))
     found = [found[0], *(config for config in found if _forward_fits(call, config))]
     return list(dict.fromkeys(found))
 
@@ -352,15 +362,15 @@ def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConf
     queries, keys = call.query.shape[1], call.key.shape[1]
     config = BackwardConfig(64, 1, 1, True, 1, 64, 1, 1)
     owned = range(_consumers(call, keys), 0, -1)
-    for apart, warpgroups, stages in itertools.product((False, True), owned, (2, 1)):
-        trial = dataclasses.replace(config, key_apart=apart, key_warpgroups=warpgroups, key_stages=stages)
+    for apart, warpgroups, num_stages in itertools.product((False, True), owned, (2, 1)):
+        trial = dataclasses.replace(config, separate_dk_dv=apart, key_warpgroups=warpgroups, key_num_stages=num_stages)
         if _key_fits(call, trial):
             config = trial
             break
-    config = dataclasses.replace(config, key_parts=_key_parts(call, config))
+    config = dataclasses.replace(config, key_splits=_key_splits(call, config))
     widths = (64,) if _narrow(call) or keys <= 64 else (128, 64)
-    for warpgroups, stages, width in itertools.product(range(_consumers(call, queries), 0, -1), (2, 1), widths):
-        trial = dataclasses.replace(config, query_block_k=width, query_warpgroups=warpgroups, query_stages=stages)
+    for warpgroups, num_stages, width in itertools.product(range(_consumers(call, queries), 0, -1), (2, 1), widths):
+        trial = dataclasses.replace(config, query_block_k=width, query_warpgroups=warpgroups, query_num_stages=num_stages)
         if _query_fits(call, trial):
             return trial
     return config
@@ -369,20 +379,22 @@ def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConf
 def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardConfig]:
     """Each kernel varied alone: the two do not influence each other."""
     best = backward_heuristic(call, target)
-    parts = [dataclasses.replace(best, key_parts=parts) for parts in _PARTS] if _few(call, best) else []
-    return list(dict.fromkeys([best, *parts, *_query_variants(call, best), *_key_variants(call, best)]))
+    splits = [dataclasses.replace(best, key_splits=splits) for splits in _KEY_SPLITS] if _few(call, best) else []
+    return list(dict.fromkeys([best, *splits, *_query_variants(call, best), *_key_variants(call, best)]))
 
 
 def _key_variants(call: FlashAttentionCall, best: BackwardConfig) -> Iterable[BackwardConfig]:
-    for apart, block_q, warpgroups, stages in itertools.product((False, True), (64, 128), (2, 3), (2, 4)):
-        config = dataclasses.replace(best, key_block_q=block_q, key_stages=stages, key_warpgroups=warpgroups, key_apart=apart)
+    for apart, block_q, warpgroups, num_stages in itertools.product((False, True), (64, 128), (2, 3), (2, 4)):
+        config = dataclasses.replace(
+            best, key_block_q=block_q, key_num_stages=num_stages, key_warpgroups=warpgroups, separate_dk_dv=apart
+        )
         if _key_fits(call, config):
             yield config
 
 
 def _query_variants(call: FlashAttentionCall, best: BackwardConfig) -> Iterable[BackwardConfig]:
-    for block_k, warpgroups, stages in itertools.product((64, 128), (2, 3), (2, 4)):
-        config = dataclasses.replace(best, query_block_k=block_k, query_stages=stages, query_warpgroups=warpgroups)
+    for block_k, warpgroups, num_stages in itertools.product((64, 128), (2, 3), (2, 4)):
+        config = dataclasses.replace(best, query_block_k=block_k, query_num_stages=num_stages, query_warpgroups=warpgroups)
         if _query_fits(call, config):
             yield config
 

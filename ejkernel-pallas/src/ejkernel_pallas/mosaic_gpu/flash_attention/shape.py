@@ -17,7 +17,7 @@ REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
 
 
 @dataclasses.dataclass
-class Walk:
+class TileRange:
     """Tiles low ... high - 1, of which full_low ... full_high - 1 need no mask, for each of `members` heads, or one part of this.
 
     Attributes:
@@ -34,26 +34,26 @@ class Walk:
     high: Any
     members: int
     block: int
-    parts: int = 1
-    part: Any = 0
+    splits: int = 1
+    split: Any = 0
 
     @property
     def count(self) -> Any:
         steps = (self.high - self.low) * self.members
-        return steps if self.parts == 1 else jnp.clip(steps - self._start, 0, self._most)
+        return steps if self.splits == 1 else jnp.clip(steps - self._start, 0, self._most)
 
     @property
     def _most(self) -> Any:
         """Steps of a part; the last one may have fewer."""
-        return lax.div((self.high - self.low) * self.members + (self.parts - 1), jnp.int32(self.parts))
+        return lax.div((self.high - self.low) * self.members + (self.splits - 1), jnp.int32(self.splits))
 
     @property
     def _start(self) -> Any:
-        return self.part * self._most
+        return self.split * self._most
 
     def at(self, i_step: Any) -> tuple[Any, Any]:
         """Head and tile of a step."""
-        if self.parts > 1:
+        if self.splits > 1:
             i_step = i_step + self._start
         if self.members == 1:
             return 0, self.low + i_step

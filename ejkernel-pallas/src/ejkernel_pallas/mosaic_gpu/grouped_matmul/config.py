@@ -21,9 +21,9 @@ CONSUMERS = 2
 """Warpgroups that multiply."""
 PRODUCER_REGISTERS = 40
 _CHUNK_BYTES = 128
-_MOST_SUMS = 128
+_MAX_SUMS = 128
 """Float32 sums of one thread; the other half of its 232 registers holds addresses and what is stored."""
-MOST_SUMS_BESIDE = 96
+MAX_PROMOTED_SUMS = 96
 """The same where products are promoted: beside them are as many sums of one step."""
 
 
@@ -53,25 +53,25 @@ class Tile:
 
     block_m: int
     block_n: int
-    stages: int
-    band: int = 8
+    num_stages: int
+    l2_swizzle: int = 8
     cluster: int = 1
     programs: int = 0
-    slots: int = 2
+    epilogue_stages: int = 2
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("block_m", (64, 128, 256)),
             ("block_n", (64, 128, 192, 256)),
             ("cluster", (1, 2)),
-            ("slots", (2, 4)),
+            ("epilogue_stages", (2, 4)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected one of {allowed}")
-        if min(self.stages - 1, self.band, self.programs + 1) < 1:
+        if min(self.num_stages - 1, self.l2_swizzle, self.programs + 1) < 1:
             raise ValueError(f"{self}: stages is at least 2, band at least 1, programs at least 0")
-        if self.sums > _MOST_SUMS or self.own_columns % 64:
-            raise ValueError(f"{self}: each half of a tile has whole 64 columns and at most {128 * _MOST_SUMS} elements")
+        if self.sums > _MAX_SUMS or self.own_columns % 64:
+            raise ValueError(f"{self}: each half of a tile has whole 64 columns and at most {128 * _MAX_SUMS} elements")
 
     @property
     def height(self) -> int:
@@ -102,7 +102,7 @@ class Tile:
     def shared_memory(self) -> int:
         """Bytes of a block, barriers included: steps in flight, of any dtype of the operands, and chunks of the result of any."""
         step = (self.block_m + self.block_n) * STEP_BYTES
-        return self.stages * step + CONSUMERS * self.slots * self.own_rows * _CHUNK_BYTES + SHARED_MEMORY_SLACK
+        return self.num_stages * step + CONSUMERS * self.epilogue_stages * self.own_rows * _CHUNK_BYTES + SHARED_MEMORY_SLACK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,18 +116,18 @@ class BackwardConfig:
 
     lhs_block_m: int
     lhs_block_n: int
-    lhs_stages: int
-    lhs_band: int
+    lhs_num_stages: int
+    lhs_l2_swizzle: int
     lhs_cluster: int
     lhs_programs: int
-    lhs_slots: int
+    lhs_epilogue_stages: int
     rhs_block_m: int
     rhs_block_n: int
-    rhs_stages: int
-    rhs_band: int
+    rhs_num_stages: int
+    rhs_l2_swizzle: int
     rhs_cluster: int
     rhs_programs: int
-    rhs_slots: int
+    rhs_epilogue_stages: int
 
     def __post_init__(self) -> None:
         _ = self.tile_of_lhs
@@ -179,7 +179,7 @@ def _product_of(call: GroupedMatmulCall, kind: str) -> _Product:
 
 _FEW = 80
 """Rows of a mean group below which reading the matrices is the work, and a tile of 128 rows would hold little."""
-_BAND = 16
+_L2_SWIZZLE = 16
 
 
 def _multiprocessors(target: Target) -> int:
@@ -205,10 +205,14 @@ def _promoted_width(wide: int) -> int:
     return 192 if 16 * padded[192] <= 17 * min(padded.values()) else 128
 
 
-def _filled(target: Target, block_m: int, block_n: int, *, band: int = _BAND, cluster: int = 1, slots: int = 2) -> Tile:
+def _filled(
+    target: Target, block_m: int, block_n: int, *, l2_swizzle: int = _L2_SWIZZLE, cluster: int = 1, epilogue_stages: int = 2
+) -> Tile:
     """As many stages as fit, up to 8; one block per multiprocessor."""
     programs = _multiprocessors(target) // cluster
-    tiles = (Tile(block_m, block_n, stages, band, cluster, programs, slots) for stages in range(8, 1, -1))
+    tiles = (
+        Tile(block_m, block_n, num_stages, l2_swizzle, cluster, programs, epilogue_stages) for num_stages in range(8, 1, -1)
+    )
     return next(tile for tile in tiles if tile.shared_memory <= SHARED_MEMORY)
 
 
@@ -219,7 +223,12 @@ def _space(product: _Product, target: Target) -> list[Tile]:
     """
     chosen = _heuristic(product, target)
     fill = functools.partial(_filled, target, chosen.block_m, chosen.block_n)
-    found = [chosen, *(fill(band=band) for band in (4, 8, 32)), fill(slots=4), dataclasses.replace(chosen, programs=0)]
+    found = [
+        chosen,
+        *(fill(l2_swizzle=l2_swizzle) for l2_swizzle in (4, 8, 32)),
+        fill(epilogue_stages=4),
+        dataclasses.replace(chosen, programs=0),
+    ]
     if product.outer:
         shapes = ((128, 256), (256, 128), (128, 128))
     elif product.mean < _FEW:
@@ -230,9 +239,9 @@ def _space(product: _Product, target: Target) -> list[Tile]:
         shapes = ((128, 256), (128, 192), (256, 128), (128, 128))
     for (block_m, block_n), cluster in itertools.product(shapes, (1, 2)):
         if block_m > 64 or cluster == 1:
-            found.append(_filled(target, block_m, block_n, band=_BAND // cluster, cluster=cluster))
+            found.append(_filled(target, block_m, block_n, l2_swizzle=_L2_SWIZZLE // cluster, cluster=cluster))
     widest = chosen.block_n if product.promoted else 256 if product.wide > 128 else 128
-    found.append(_filled(target, 128, widest, band=_BAND // 2, cluster=2, slots=4))
+    found.append(_filled(target, 128, widest, l2_swizzle=_L2_SWIZZLE // 2, cluster=2, epilogue_stages=4))
     return list(dict.fromkeys(found))
 
 

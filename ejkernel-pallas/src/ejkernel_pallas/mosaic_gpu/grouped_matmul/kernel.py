@@ -36,7 +36,7 @@ def _padded(values: Any, *axes: int, unit: int = DEPTH) -> Any:
     return jnp.pad(values, widths) if any(after for _, after in widths) else values
 
 
-def _product(
+def _matmul(
     lhs: Any,
     rhs: Any,
     bounds: Any,
@@ -78,7 +78,7 @@ def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, config: Tile) 
     if multiplies_nothing(call):
         return forward_of_nothing(call, inputs)
     bounds = bounds_of_call(call, inputs)
-    out = _product(
+    out = _matmul(
         inputs.lhs,
         inputs.rhs,
         bounds,
@@ -129,7 +129,7 @@ def _backward_beside_float8(
     if inputs.bias is not None:
         found["bias"] = gradient_like(inputs.bias, _row_sums(grad, bounds, config.tile_of_rhs))
     if scale is not None or row_scale is not None:
-        out = _product(inputs.lhs, inputs.rhs, bounds, config.tile_of_lhs, jnp.float32, transposed=call.transpose_rhs)
+        out = _matmul(inputs.lhs, inputs.rhs, bounds, config.tile_of_lhs, jnp.float32, transposed=call.transpose_rhs)
         weighted = jnp.where(held, grad.astype(jnp.float32), 0) * out
         if scale is not None:
             by_row = weighted if row_scale is None else jnp.where(held, weighted * row_scale[..., None].astype(jnp.float32), 0)
@@ -149,7 +149,7 @@ def _scale_of_rows(scale: Any, bounds: Any, shape: tuple[int, ...]) -> Any:
 def gradient_of_lhs(
     call: GroupedMatmulCall, inputs: GroupedMatmulInputs, bounds: Any, grad: Any, scale: Any, tile: Tile
 ) -> Any:
-    return _product(grad, inputs.rhs, bounds, tile, inputs.lhs.dtype, transposed=not call.transpose_rhs, scale=scale)
+    return _matmul(grad, inputs.rhs, bounds, tile, inputs.lhs.dtype, transposed=not call.transpose_rhs, scale=scale)
 
 
 def gradients_of_matrices(

@@ -15,7 +15,7 @@ from ejkernel_pallas.tpu.flash_attention.tiles import list_length
 SMALLEST = LANES
 """Queries and keys are lanes somewhere."""
 _SIZES = (2048, 1024, 512, 256, 128)
-_PART = 256
+_BLOCK_K_COMPUTE = 256
 """Keys whose scores are formed at once: of 128 ... 1024, the compiler needs the fewest instructions per score for 256."""
 _SCORES = 5
 """Arrays of scores in float32 that a kernel holds at once; the compiler keeps them in VMEM, as registers hold no such tile."""
@@ -23,7 +23,7 @@ _BACKWARD_SCORES = 7
 _NARROW = 1024
 """Within a window of so many keys large tiles are mostly hidden."""
 
-MOST_TILES = 1 << 17
+MAX_TILES = 1 << 17
 """Entries of the lists that a grid follows: half of a core's scalar memory."""
 
 Tile = tuple[int, int]
@@ -39,7 +39,7 @@ class ForwardConfig:
 
     block_q: int
     block_k: int
-    part_k: int
+    block_k_compute: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +71,9 @@ class _Model:
 
     def _extras(self, block_q: int, block_k: int) -> int:
         """Facts, bias and mask of a tile, and their copies in 32 bits, turned."""
-        facts = 2 * 2 * block_bytes((8, max(block_q, block_k)), "int32")
-        turned = block_bytes((block_k, LANES), "int32")
-        total = facts + 3 * turned
+        info = 2 * 2 * block_bytes((8, max(block_q, block_k)), "int32")
+        with_tokens_as_lanes = block_bytes((block_k, LANES), "int32")
+        total = info + 3 * with_tokens_as_lanes
         for spec in (self.call.bias, self.call.mask):
             if spec is not None:
                 total += 2 * block_bytes((block_q, block_k), spec.dtype) + 2 * 4 * block_q * block_k
@@ -81,14 +81,16 @@ class _Model:
             total += 3 * 4 * block_q * block_k
         return total
 
-    def forward(self, block_q: int, block_k: int, part_k: int) -> int:
+    def forward(self, block_q: int, block_k: int, block_k_compute: int) -> int:
         d = self.dtype
         blocks = buffered_bytes((self.size, block_q), d) + buffered_bytes((block_k, self.size), d)
         blocks += buffered_bytes((self.value_size, block_k), d) + buffered_bytes((self.value_size, block_q), d)
         rows = 4 * block_bytes((1, block_q), "float32")
         accumulator = 2 * block_bytes((self.value_size, block_q), "float32")
-        scores = _SCORES * 4 * block_q * part_k + (2 * 4 * block_q * part_k if part_k < block_k else 0)
-        return blocks + rows + accumulator + scores + self._split(part_k, block_q) + self._extras(block_q, block_k)
+        scores = _SCORES * 4 * block_q * block_k_compute + (
+            2 * 4 * block_q * block_k_compute if block_k_compute < block_k else 0
+        )
+        return blocks + rows + accumulator + scores + self._split(block_k_compute, block_q) + self._extras(block_q, block_k)
 
     def by_key(self, block_q: int, block_k: int) -> int:
         return self._backward(block_q, block_k, block_k, self.size + self.value_size)
@@ -145,15 +147,15 @@ def _first(model: _Model, tiles: Iterable[Tile], fits: Callable[[Tile], bool]) -
     return next((tile for tile in map(model.cut, tiles) if fits(tile)), (SMALLEST, SMALLEST))
 
 
-def _part(block_k: int) -> int:
-    return min(block_k, _PART)
+def _block_k_compute(block_k: int) -> int:
+    return min(block_k, _BLOCK_K_COMPUTE)
 
 
 def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
     model = _Model(call, target)
     tiles = _preferred(model, _largest(call, (512, 1024), (256, 512)))
-    block_q, block_k = _first(model, tiles, lambda tile: model.forward(*tile, _part(tile[1])) <= model.limit)
-    return ForwardConfig(block_q, block_k, _part(block_k))
+    block_q, block_k = _first(model, tiles, lambda tile: model.forward(*tile, _block_k_compute(tile[1])) <= model.limit)
+    return ForwardConfig(block_q, block_k, _block_k_compute(block_k))
 
 
 def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfig]:
@@ -164,7 +166,7 @@ def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfi
         for part in (256, 512, 1024):
             if block_k % part == 0 and model.forward(block_q, block_k, part) <= model.limit:
                 found.append(ForwardConfig(block_q, block_k, part))
-    return [config for config in dict.fromkeys(found) if longest_list(call, config, None) <= MOST_TILES]
+    return [config for config in dict.fromkeys(found) if longest_list(call, config, None) <= MAX_TILES]
 
 
 def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConfig:
@@ -186,7 +188,7 @@ def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardCon
             found.append(dataclasses.replace(best, key_block_q=block_q, key_block_k=block_k))
         if model.by_query(block_q, block_k) <= model.limit:
             found.append(dataclasses.replace(best, query_block_q=block_q, query_block_k=block_k))
-    return [config for config in dict.fromkeys(found) if longest_list(call, None, config) <= MOST_TILES]
+    return [config for config in dict.fromkeys(found) if longest_list(call, None, config) <= MAX_TILES]
 
 
 def longest_list(call: FlashAttentionCall, forward: ForwardConfig | None, backward: BackwardConfig | None) -> int:
@@ -202,7 +204,7 @@ def longest_list(call: FlashAttentionCall, forward: ForwardConfig | None, backwa
 
 def forward_bytes(call: FlashAttentionCall, target: Target, config: ForwardConfig) -> int:
     """VMEM that the forward kernel is expected to need at most."""
-    return _Model(call, target).forward(config.block_q, config.block_k, config.part_k)
+    return _Model(call, target).forward(config.block_q, config.block_k, config.block_k_compute)
 
 
 def backward_bytes(call: FlashAttentionCall, target: Target, config: BackwardConfig) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel_pallas._call import block_traffic, cost_estimate
 from ejkernel_pallas.tpu.flash_attention.arrays import Operands
-from ejkernel_pallas.tpu.flash_attention.scores import FACTS, Scores, facts_of
+from ejkernel_pallas.tpu.flash_attention.scores import TOKEN_INFO_ROWS, Scores, token_info_of
 
 Blocks = Iterator[tuple[tuple[int, ...], Any, int]]
 
@@ -19,9 +19,9 @@ Blocks = Iterator[tuple[tuple[int, ...], Any, int]]
 def _extras(operands: Operands, queries: int, keys: int, pairs: int) -> Blocks:
     """Facts, bias and mask: how often a kernel moves on to other queries, to other keys, to another tile."""
     call, block_q, block_k = operands.call, operands.block_q, operands.block_k
-    if facts_of(call).count:
-        yield (FACTS, block_q), "int32", queries
-        yield (FACTS, block_k), "int32", keys
+    if token_info_of(call).count:
+        yield (TOKEN_INFO_ROWS, block_q), "int32", queries
+        yield (TOKEN_INFO_ROWS, block_k), "int32", keys
     for spec in (call.bias, call.mask):
         if spec is not None:
             scores = Scores.of(spec)

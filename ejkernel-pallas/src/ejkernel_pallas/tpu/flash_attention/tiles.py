@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
 from ejkernel.operations.flash_attention.pairs import tile_visibility
 
-WHOLE, PARTIAL, FIRST, LAST = 1, 2, 4, 8
+FULL, PARTIAL, FIRST, LAST = 1, 2, 4, 8
 """Nothing in the tile is hidden; something may be; the owner's first tile; its last. With neither of two first, all is hidden."""
-MOST_OWNERS, MOST_OTHERS = 1 << 14, 1 << 13
+MAX_OWNERS, MAX_OTHERS = 1 << 14, 1 << 13
 _OWNER, _OTHER = 17, 4
 _LARGEST = np.int32(2**31 - 1)
 
@@ -44,11 +44,11 @@ class Tiles:
     visited: int
     owners: int
     others: int
-    kinds: int = WHOLE | PARTIAL
+    kinds: int = FULL | PARTIAL
 
     def branches(self, packed: Any, add: Callable[[bool], None]) -> None:
         """In a kernel: add the tile at hand, masked if something in it may be hidden."""
-        for kind, masked in ((WHOLE, False), (PARTIAL, True)):
+        for kind, masked in ((FULL, False), (PARTIAL, True)):
             if self.kinds & kind:
                 pl.when((packed & kind) != 0)(functools.partial(add, masked))
 
@@ -62,7 +62,7 @@ def owner_of(tile: Any) -> Any:
 
 
 def other_of(tile: Any) -> Any:
-    return (tile >> _OTHER) & (MOST_OTHERS - 1)
+    return (tile >> _OTHER) & (MAX_OTHERS - 1)
 
 
 def blocks(length: int, block: int) -> int:
@@ -87,7 +87,7 @@ def tiles_of(
         return _compacted(owner, other, some, every)
     first, last = _ends(owner, np)
     packed = _packed(owner, other, _flags(some, every, first, last, np))
-    kinds = (WHOLE if (some & every).any() else 0) | (PARTIAL if (some & ~every).any() else 0)
+    kinds = (FULL if (some & every).any() else 0) | (PARTIAL if (some & ~every).any() else 0)
     return Tiles(packed, len(owner), False, int(some.sum()), _runs(owner), _runs(other), kinds)
 
 
@@ -132,7 +132,7 @@ def _ends(owner: Any, xp: Any) -> tuple[Any, Any]:
 
 
 def _flags(some: Any, every: Any, first: Any, last: Any, xp: Any) -> Any:
-    return xp.where(some, xp.where(every, WHOLE, PARTIAL), 0) + FIRST * first + LAST * last
+    return xp.where(some, xp.where(every, FULL, PARTIAL), 0) + FIRST * first + LAST * last
 
 
 def _packed(owner: Any, other: Any, flags: Any) -> Any:
@@ -145,14 +145,16 @@ def _compacted(owner: Any, other: Any, some: Any, every: Any) -> Tiles:
     alone = _ends(owner, np)[0] & (_counts(some, owner)[:, owner] == 0)
     keep = some | alone
     order = jnp.argsort(~keep, axis=1, stable=True)
-    kept = jnp.sum(keep, axis=1, keepdims=True, dtype=jnp.int32)
+    dropout_factor = jnp.sum(keep, axis=1, keepdims=True, dtype=jnp.int32)
     place = np.arange(length, dtype=np.int32)[None]
-    order = jnp.where(place < kept, order, jnp.take_along_axis(order, kept - 1, axis=1))
+    order = jnp.where(place < dropout_factor, order, jnp.take_along_axis(order, dropout_factor - 1, axis=1))
     owners, others = jnp.asarray(owner)[order], jnp.asarray(other)[order]
-    seen, whole = (jnp.take_along_axis(table, order, axis=1) for table in (some, every))
+    visible, whole = (jnp.take_along_axis(table, order, axis=1) for table in (some, every))
     first, last = _ends(owners, jnp)
-    flags = _flags(seen, whole, first, last | (place == kept - 1), jnp)
-    return Tiles(_packed(owners, others, jnp.where(place < kept, flags, 0)), length, True, length, _runs(owner), length)
+    flags = _flags(visible, whole, first, last | (place == dropout_factor - 1), jnp)
+    return Tiles(
+        _packed(owners, others, jnp.where(place < dropout_factor, flags, 0)), length, True, length, _runs(owner), length
+    )
 
 
 def _counts(some: Any, owner: Any) -> Any:

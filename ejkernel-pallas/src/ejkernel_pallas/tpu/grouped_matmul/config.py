@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_pallas.tpu.grouped_matmul.schedule import most_matrix_items
+from ejkernel_pallas.tpu.grouped_matmul.schedule import max_matrix_items
 
 _LANES = 128
 _SUBLANES = 8
@@ -25,10 +25,10 @@ _STEP_SECONDS = 0.4e-6
 """Of one step of the grid, whatever it does: from the Pallas documentation's 0.35 microseconds."""
 _HEIGHTS = (64, 128, 256, 512, 1024)
 _WIDTHS = (128, 256, 512, 1024, 2048)
-TALLEST = _HEIGHTS[-1]
-MOST_ITEMS = 24576
+MAX_BLOCK_M = _HEIGHTS[-1]
+MAX_ITEMS = 24576
 """Their lists take 768 KiB of the scalar memory, which has 1 MiB."""
-_MOST_PRODUCTS = 1 << 30
+_MAX_MULTIPLICATIONS = 1 << 30
 """Of one step, in passes of the matrix unit: the compiler unrolls them, and takes seconds for more."""
 _TRIED = 6
 """Configs of a search space."""
@@ -66,9 +66,9 @@ _KINDS: Mapping[str, _Kind] = {
 class Tile:
     """Rows, contracted dimension and columns of the blocks of one kernel, cut to the arrays."""
 
-    rows: int
-    inner: int
-    columns: int
+    block_m: int
+    block_k: int
+    block_n: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,53 +76,53 @@ class Config:
     """Tiles of the product, in the call's letters.
 
     Attributes:
-        rows: of m; a multiple of 16, fewer when lhs has fewer.
-        inner: of k; a multiple of 128, or all of it.
-        columns: of n; a multiple of 128, or all of it.
+        block_m: rows; a multiple of 16, fewer when lhs has fewer.
+        block_k: contracted dimension; a multiple of 128, or all of it.
+        block_n: columns; a multiple of 128, or all of it.
     """
 
-    rows: int
-    inner: int
-    columns: int
+    block_m: int
+    block_k: int
+    block_n: int
 
     def __post_init__(self) -> None:
         _check(self)
 
     def tile(self, rows: int, inner: int, columns: int) -> Tile:
-        return _cut(Tile(self.rows, self.inner, self.columns), rows, inner, columns)
+        return _cut(Tile(self.block_m, self.block_k, self.block_n), rows, inner, columns)
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Tiles of the gradients of lhs and of rhs, each as in `Config`."""
 
-    lhs_rows: int
-    lhs_inner: int
-    lhs_columns: int
-    rhs_rows: int
-    rhs_inner: int
-    rhs_columns: int
+    lhs_block_m: int
+    lhs_block_k: int
+    lhs_block_n: int
+    rhs_block_m: int
+    rhs_block_k: int
+    rhs_block_n: int
 
     def __post_init__(self) -> None:
         _check(self)
 
     def lhs_tile(self, rows: int, inner: int, columns: int) -> Tile:
         """Of the product that contracts the columns of the call."""
-        return _cut(Tile(self.lhs_rows, self.lhs_columns, self.lhs_inner), rows, columns, inner)
+        return _cut(Tile(self.lhs_block_m, self.lhs_block_n, self.lhs_block_k), rows, columns, inner)
 
     def rhs_tile(self, rows: int, inner: int, columns: int) -> Tile:
-        return _cut(Tile(self.rhs_rows, self.rhs_inner, self.rhs_columns), rows, inner, columns)
+        return _cut(Tile(self.rhs_block_m, self.rhs_block_k, self.rhs_block_n), rows, inner, columns)
 
 
 def _check(config: Config | BackwardConfig) -> None:
     for name, value in dataclasses.asdict(config).items():
-        unit = 16 if name.endswith("rows") else _LANES
+        unit = 16 if name.endswith("block_m") else _LANES
         if value < 1 or value % unit:
             raise ValueError(f"{name}: got {value}, expected a positive multiple of {unit}")
 
 
 def _cut(tile: Tile, rows: int, inner: int, columns: int) -> Tile:
-    return Tile(min(tile.rows, rows), min(tile.inner, inner), min(tile.columns, columns))
+    return Tile(min(tile.block_m, rows), min(tile.block_k, inner), min(tile.block_n, columns))
 
 
 def _padded(size: int, unit: int) -> int:
@@ -151,19 +151,19 @@ def _copies(rows: int, columns: int, itemsize: int, product: int) -> int:
 
 def rows_bytes(tile: Tile, values: int, rhs: int, product: int, out: int, *, existing: bool) -> int:
     """VMEM of the kernel whose result has rows, from above; the sizes are those of one element in bytes."""
-    left, right, result = (tile.rows, tile.inner), (tile.inner, tile.columns), (tile.rows, tile.columns)
+    left, right, result = (tile.block_m, tile.block_k), (tile.block_k, tile.block_n), (tile.block_m, tile.block_n)
     buffers = 2 * (_block(*left, values) + _matrix_block(*right, rhs) + (1 + existing) * _block(*result, out))
-    per_column = 6 * (_block(1, tile.columns, 4) + _block(1, tile.inner, 4))
+    per_column = 6 * (_block(1, tile.block_n, 4) + _block(1, tile.block_k, 4))
     copies = _copies(*left, values, product) + _copies(*right, rhs, product)
     return buffers + per_column + copies + 3 * _block(*result, 4) + _SLACK
 
 
 def matrices_bytes(tile: Tile, values: int, grad: int, rhs: int, product: int, out: int, *, scaled: bool) -> int:
     """VMEM of the kernel whose result is matrices, from above; `rhs` is read if `scaled`, `out` is 0 if there is none."""
-    left, right, result = (tile.rows, tile.inner), (tile.rows, tile.columns), (tile.inner, tile.columns)
+    left, right, result = (tile.block_m, tile.block_k), (tile.block_m, tile.block_n), (tile.block_k, tile.block_n)
     buffers = 2 * (_block(*left, values) + _block(*right, grad))
     buffers += 2 * sum(_matrix_block(*result, size) for size in (out, rhs if scaled else 0) if size)
-    per_column = 10 * _block(1, tile.columns, 4)
+    per_column = 10 * _block(1, tile.block_n, 4)
     copies = _copies(*left, values, product) + _copies(*right, grad, product)
     return buffers + per_column + copies + (4 if scaled else 3) * _matrix_block(*result, 4) + _SLACK
 
@@ -201,22 +201,26 @@ def _parts(size: int) -> list[int]:
 def _tiles(problem: _Problem) -> Iterator[Tile]:
     """Tiles worth a thought."""
     whole = _padded(problem.rows, 16)
-    heights = [height for height in _HEIGHTS if height < whole] + ([whole] if whole <= TALLEST else [])
+    heights = [height for height in _HEIGHTS if height < whole] + ([whole] if whole <= MAX_BLOCK_M else [])
     for height, inner, columns in itertools.product(heights, _parts(problem.inner), _parts(problem.columns)):
         products = height * inner * columns * problem.passes
-        items = most_matrix_items(problem.batch, problem.rows, problem.matrices, height)
-        if products <= _MOST_PRODUCTS and items <= MOST_ITEMS:
+        items = max_matrix_items(problem.batch, problem.rows, problem.matrices, height)
+        if products <= _MAX_MULTIPLICATIONS and items <= MAX_ITEMS:
             yield Tile(height, inner, columns)
 
 
 def _rows_seconds(problem: _Problem, tile: Tile, kind: _Kind) -> float:
     """Of the kernel whose result has rows, when no group ends where a tile does."""
-    tiles, wide, deep = (-(-problem.rows // tile.rows), -(-problem.columns // tile.columns), -(-problem.inner // tile.inner))
+    tiles, wide, deep = (
+        -(-problem.rows // tile.block_m),
+        -(-problem.columns // tile.block_n),
+        -(-problem.inner // tile.block_k),
+    )
     groups = min(problem.matrices, problem.rows)
     items = tiles + groups - 1
-    product = 2 * max(tile.rows, kind.edge) * tile.inner * tile.columns * problem.passes / kind.flops
-    left, right = tile.rows * tile.inner * problem.values, tile.inner * tile.columns * problem.other
-    result = tile.rows * tile.columns * problem.out * (1 + problem.existing)
+    product = 2 * max(tile.block_m, kind.edge) * tile.block_k * tile.block_n * problem.passes / kind.flops
+    left, right = tile.block_m * tile.block_k * problem.values, tile.block_k * tile.block_n * problem.other
+    result = tile.block_m * tile.block_n * problem.out * (1 + problem.existing)
     if deep == 1:  # a matrix stays for all tiles of its group, a tile of rows for all of its groups
         changed = max(product, (left + right) / kind.bandwidth)
         each = groups * changed + (items - groups) * max(product, (left + result) / kind.bandwidth)
@@ -228,11 +232,11 @@ def _rows_seconds(problem: _Problem, tile: Tile, kind: _Kind) -> float:
 
 def _matrices_seconds(problem: _Problem, tile: Tile, kind: _Kind) -> float:
     """Of the kernel whose result is matrices."""
-    items = -(-problem.rows // tile.rows) + problem.matrices
-    blocks = -(-problem.columns // tile.columns) * -(-problem.inner // tile.inner)
-    product = 2 * max(tile.rows, kind.edge) * tile.inner * tile.columns * problem.passes / kind.flops
-    read = tile.rows * (tile.inner * problem.values + tile.columns * problem.other) / kind.bandwidth
-    written = problem.matrices * tile.inner * tile.columns * problem.out / kind.bandwidth
+    items = -(-problem.rows // tile.block_m) + problem.matrices
+    blocks = -(-problem.columns // tile.block_n) * -(-problem.inner // tile.block_k)
+    product = 2 * max(tile.block_m, kind.edge) * tile.block_k * tile.block_n * problem.passes / kind.flops
+    read = tile.block_m * (tile.block_k * problem.values + tile.block_n * problem.other) / kind.bandwidth
+    written = problem.matrices * tile.block_k * tile.block_n * problem.out / kind.bandwidth
     each = items * (max(product, read) + _STEP_SECONDS) + written
     return read + problem.batch * -(-blocks // kind.cores) * each
 
@@ -282,10 +286,10 @@ def _forward_tiles(call: GroupedMatmulCall, target: Target) -> tuple[Tile, ...]:
 def _lhs_tiles(call: GroupedMatmulCall, target: Target) -> tuple[Tile, ...]:
     """Of the gradient of lhs, which contracts the call's columns."""
     own = _problem(call)
-    turned = dataclasses.replace(
+    transposed = dataclasses.replace(
         own, inner=own.columns, columns=own.inner, values=own.out, out=own.values, existing=False, scaled=False
     )
-    return _best(turned, _kind(target), of_matrices=False)
+    return _best(transposed, _kind(target), of_matrices=False)
 
 
 def _rhs_tiles(call: GroupedMatmulCall, target: Target) -> tuple[Tile, ...]:
@@ -295,7 +299,7 @@ def _rhs_tiles(call: GroupedMatmulCall, target: Target) -> tuple[Tile, ...]:
 
 
 def forward_space(call: GroupedMatmulCall, target: Target) -> list[Config]:
-    return [Config(tile.rows, tile.inner, tile.columns) for tile in _forward_tiles(call, target)]
+    return [Config(tile.block_m, tile.block_k, tile.block_n) for tile in _forward_tiles(call, target)]
 
 
 def backward_space(call: GroupedMatmulCall, target: Target) -> list[BackwardConfig]:
@@ -303,7 +307,7 @@ def backward_space(call: GroupedMatmulCall, target: Target) -> list[BackwardConf
     pairs = itertools.zip_longest(_lhs_tiles(call, target), _rhs_tiles(call, target))
     best = (_lhs_tiles(call, target)[0], _rhs_tiles(call, target)[0])
     filled = ((lhs or best[0], rhs or best[1]) for lhs, rhs in pairs)
-    return [BackwardConfig(lhs.rows, lhs.columns, lhs.inner, rhs.rows, rhs.inner, rhs.columns) for lhs, rhs in filled]
+    return [BackwardConfig(lhs.block_m, lhs.block_n, lhs.block_k, rhs.block_m, rhs.block_k, rhs.block_n) for lhs, rhs in filled]
 
 
 def forward_heuristic(call: GroupedMatmulCall, target: Target) -> Config:

@@ -52,12 +52,12 @@ def _groups(sizes: Any, offset: Any, batch: int, rows: int, matrices: int, heigh
     return _Groups(start, end, jnp.where(end > start, -(-end // height) - start // height, 0))
 
 
-def most_row_items(batch: int, rows: int, matrices: int, height: int) -> int:
+def max_row_items(batch: int, rows: int, matrices: int, height: int) -> int:
     """Every tile once, and once more for every further group that begins in it."""
     return batch * (-(-rows // height) + min(matrices, rows) - 1)
 
 
-def most_matrix_items(batch: int, rows: int, matrices: int, height: int) -> int:
+def max_matrix_items(batch: int, rows: int, matrices: int, height: int) -> int:
     return batch * (-(-rows // height) + matrices)
 
 
@@ -71,7 +71,7 @@ def row_items(sizes: Any, offset: Any, batch: int, rows: int, matrices: int, hei
     counts = jnp.concatenate([before, groups.tiles, after], axis=1)  # [b, g + 2]
     firsts = jnp.concatenate([jnp.zeros_like(begin), groups.start // height, -(-stop // height)], axis=1)
     low, high = (jnp.pad(value, ((0, 0), (1, 1))) for value in (groups.start, groups.end))
-    segment, place, total = _expand(counts.reshape(-1), most_row_items(batch, rows, matrices, height))
+    segment, place, total = _expand(counts.reshape(-1), max_row_items(batch, rows, matrices, height))
     tile = jnp.clip(firsts.reshape(-1)[segment] + place, 0, every - 1)
     member, matrix = segment // (matrices + 2), jnp.clip(segment % (matrices + 2) - 1, 0, matrices - 1)
     return _items(
@@ -93,7 +93,7 @@ def matrix_items(
         start, end = start.T, end.T
     else:
         counts = jnp.maximum(counts, 1)
-    segment, place, total = _expand(counts.reshape(-1), most_matrix_items(batch, rows, matrices, height))
+    segment, place, total = _expand(counts.reshape(-1), max_matrix_items(batch, rows, matrices, height))
     low, high = start.reshape(-1)[segment], end.reshape(-1)[segment]
     tile = jnp.clip(low // height + place, 0, -(-rows // height) - 1)
     inner = batch if shared else matrices

@@ -35,7 +35,7 @@ class Requests(NamedTuple):
     complete: Any
 
 
-def most_items(batch: int, tokens: int, requests: int, tile: int) -> int:
+def max_items(batch: int, tokens: int, requests: int, tile: int) -> int:
     """With c new tokens a request has at most `(c - 1) / tile + 1` tiles."""
     busy = min(requests, tokens)
     return batch * ((tokens - busy) // tile + busy)
@@ -49,7 +49,7 @@ def make_items(call: PagedAttentionCall, starts: Any, tokens: int, tile: int) ->
     begins = begins.reshape(-1)
     tiles = -(-counts // tile)
     up_to = jnp.cumsum(tiles)
-    index = jnp.arange(most_items(batch, call.query.shape[1], requests, tile), dtype=jnp.int32)
+    index = jnp.arange(max_items(batch, call.query.shape[1], requests, tile), dtype=jnp.int32)
     request = jnp.searchsorted(up_to, index, side="right", method="compare_all").astype(jnp.int32)
     request = jnp.minimum(request, batch * requests - 1)
     place = index - (up_to - tiles)[request]

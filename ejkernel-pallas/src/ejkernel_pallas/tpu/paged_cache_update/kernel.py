@@ -30,7 +30,7 @@ from ejkernel_pallas.tpu.paged_cache_update.config import Config, blocks, chunk_
 from ejkernel_pallas.tpu.paged_cache_update.schedule import Chunks, Runs, make_chunks, make_runs
 
 NAME = "ejkernel_paged_cache_update"
-PADDING = {"member": 0, "page": -1, "place": 0, "low": 0, "high": 0}
+PADDING = {"member": 0, "page": -1, "offset": 0, "low": 0, "high": 0}
 
 
 def forward(call: PagedCacheUpdateCall, inputs: PagedCacheUpdateInputs, config: Config) -> PagedCacheUpdateOutputs:
@@ -42,19 +42,19 @@ def forward(call: PagedCacheUpdateCall, inputs: PagedCacheUpdateInputs, config: 
     described = (inputs.query_start_loc, inputs.kv_lens, inputs.block_tables)
     starts, lengths, tables = (jnp.broadcast_to(array, (batch, *array.shape[1:])) for array in described)
     new, scales = _arranged(call, inputs)
-    facts = Facts(call, sources(call), config, tuple(scale is not None for scale in scales))
-    if facts.token_major:
-        runs = make_runs(call, starts, lengths, tables, config.places)
-        found = _launch(facts, runs, runs.page.shape[0] // config.places, new, scales, pages)
+    params = Params(call, sources(call), config, tuple(scale is not None for scale in scales))
+    if params.token_major:
+        runs = make_runs(call, starts, lengths, tables, config.slots)
+        found = _launch(params, runs, runs.page.shape[0] // config.slots, new, scales, pages)
     else:
         chunks, count, token = make_chunks(call, starts, lengths, tables, chunk_rows(call))
         chunks = chunks._replace(
-            **{name: _padded(getattr(chunks, name), facts.chunks, value) for name, value in PADDING.items()}
+            **{name: _padded(getattr(chunks, name), params.chunks, value) for name, value in PADDING.items()}
         )
-        token = _padded(token, facts.chunks, 0)
+        token = _padded(token, params.chunks, 0)
         # [chunks, rows, K, D] to [chunks, K, rows, D]
         new = [jnp.swapaxes(array[chunks.member[:, None], token], 1, 2) for array in new]
-        found = _launch(facts, chunks, pl.cdiv(jnp.maximum(count, 1), facts.chunks), new, scales, pages)
+        found = _launch(params, chunks, pl.cdiv(jnp.maximum(count, 1), params.chunks), new, scales, pages)
     return PagedCacheUpdateOutputs(found[0], None if call.value_pages is None else found[1])
 
 
@@ -99,7 +99,7 @@ def _per_channel(scale: Any, shape: tuple[int, int]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class Params:
     """What is static."""
 
     call: PagedCacheUpdateCall
@@ -139,7 +139,7 @@ class Facts:
 class Step:
     """One step of the grid. `before` and `after` are the same pages."""
 
-    facts: Facts
+    params: Params
     where: Any
     new: tuple[Any, ...]
     scales: tuple[Any, ...]
@@ -149,7 +149,7 @@ class Step:
     written: Any
 
     def run(self) -> None:
-        if self.facts.token_major:
+        if self.params.token_major:
             self._pipelined()
         else:
             pl.when(self.where.shared[0] == 0)(self._pipelined)
@@ -158,7 +158,7 @@ class Step:
     def _pipelined(self) -> None:
         """While a block is stored, the one before is written, and what the one after needs is read."""
         i_step, steps = pl.program_id(0), pl.num_programs(0)
-        slot, late = remainder(i_step, 2), 1 if self.facts.reads else 2
+        slot, late = remainder(i_step, 2), 1 if self.params.reads else 2
 
         def wait(step: Any, slot: Any) -> None:
             self._copies(step, slot, lambda copy: copy.wait(), reading=False)
@@ -167,12 +167,12 @@ class Step:
             self._copies(step, slot, lambda copy: copy.start(), reading=True)
 
         pl.when(i_step >= late)(lambda: wait(i_step - late, remainder(i_step - late, 2)))
-        if self.facts.reads:
+        if self.params.reads:
             pl.when(i_step == 0)(lambda: read(i_step, slot))
             pl.when(i_step + 1 < steps)(lambda: read(i_step + 1, 1 - slot))
             self._copies(i_step, slot, lambda copy: copy.wait(), reading=True)
-        for i_source in range(len(self.facts.sources)):
-            if self.facts.token_major:
+        for i_source in range(len(self.params.sources)):
+            if self.params.token_major:
                 self._store(i_source, slot)
             else:
                 self._merge_all(i_source, i_step, slot)
@@ -190,16 +190,16 @@ class Step:
             for reading in (True, False):
                 for act in (lambda copy: copy.start(), lambda copy: copy.wait()):
                     self._chunk(i_step, i_chunk, 0, act, reading)
-                for i_source in range(len(self.facts.sources) if reading else 0):
+                for i_source in range(len(self.params.sources) if reading else 0):
                     self._merge(i_source, i_step, i_chunk, 0)
 
-        jax.lax.fori_loop(0, self.facts.chunks, one, None)
+        jax.lax.fori_loop(0, self.params.chunks, one, None)
 
     def _copies(self, step: Any, slot: Any, act: Callable[[Any], None], *, reading: bool) -> None:
-        if self.facts.token_major:
+        if self.params.token_major:
             self._runs(step, slot, act, reading)
         else:
-            jax.lax.fori_loop(0, self.facts.chunks, lambda i, _: self._chunk(step, i, slot, act, reading), None)
+            jax.lax.fori_loop(0, self.params.chunks, lambda i, _: self._chunk(step, i, slot, act, reading), None)
 
     def _between(self, i_source: int, at: Any, stored: Any, slot: Any, act: Callable[[Any], None], reading: bool) -> None:
         ends = self.after[i_source].at[at], self.stored[i_source].at[stored]
@@ -208,46 +208,46 @@ class Step:
         act(pltpu.make_async_copy(source, target, semaphore))
 
     def _runs(self, step: Any, slot: Any, act: Callable[[Any], None], reading: bool) -> None:
-        runs, tile = self.where, self.facts.config.places
+        runs, tile = self.where, self.params.config.slots
         first = step * tile
-        member = quotient(step, runs.page.shape[0] // tile // self.facts.call.key.shape[0])
+        member = quotient(step, runs.page.shape[0] // tile // self.params.call.key.shape[0])
 
         def run(token: Any) -> Any:
             size = runs.size[first + token]
 
             def copy(size: int) -> None:
-                for i_source in range(len(self.facts.sources)):
-                    at = (member, runs.page[first + token], pl.ds(runs.place[first + token], size))
+                for i_source in range(len(self.params.sources)):
+                    at = (member, runs.page[first + token], pl.ds(runs.offset[first + token], size))
                     self._between(i_source, at, (slot, pl.ds(token, size)), slot, act, reading)
 
             for power in range(tile.bit_length()):
-                if 1 << power <= self.facts.call.pages.page_size:
+                if 1 << power <= self.params.call.pages.page_size:
                     pl.when(size == 1 << power)(lambda size=1 << power: copy(size))
             return token + jnp.maximum(size, 1)
 
         jax.lax.while_loop(lambda token: token < tile, run, 0)
 
     def _chunk(self, step: Any, i_chunk: Any, slot: Any, act: Callable[[Any], None], reading: bool) -> None:
-        chunks, rows = self.where, chunk_rows(self.facts.call)
-        index = step * self.facts.chunks + i_chunk
+        chunks, rows = self.where, chunk_rows(self.params.call)
+        index = step * self.params.chunks + i_chunk
         member, page = chunks.member[index], chunks.page[index]
-        whole = rows == self.facts.call.pages.page_size
-        place = pl.ds(0 if whole else pl.multiple_of(chunks.place[index], rows), rows)
+        whole = rows == self.params.call.pages.page_size
+        offset = pl.ds(0 if whole else pl.multiple_of(chunks.offset[index], rows), rows)
 
         def copy() -> None:
-            for i_source, source in enumerate(self.facts.sources):
-                at = (member, slice(None), page, place) if source.layout == "hptd" else (member, page, slice(None), place)
+            for i_source, source in enumerate(self.params.sources):
+                at = (member, slice(None), page, offset) if source.layout == "hptd" else (member, page, slice(None), offset)
                 self._between(i_source, at, (slot, i_chunk), slot, act, reading)
 
         pl.when(page >= 0)(copy)
 
     def _store(self, i_source: int, slot: Any) -> None:
         """The new block as the pages hold it, and padding as it was."""
-        facts, stored = self.facts, self.stored[i_source]
+        params, stored = self.params, self.stored[i_source]
         scale = self._scale(i_source)
         new = _as_stored(self.new[i_source][...], None if scale is None else scale[...], stored.dtype)
-        if facts.padded:
-            rows, part, size = facts.used
+        if params.padded:
+            rows, part, size = params.used
             own = jax.lax.broadcasted_iota(jnp.int32, new.shape, 1) < rows
             channel = jax.lax.broadcasted_iota(jnp.int32, new.shape, 2)
             own &= jnp.where(channel < part, channel, channel - part) < size
@@ -255,22 +255,22 @@ class Step:
         stored[slot] = new.reshape(stored.shape[1:]).astype(stored.dtype)
 
     def _merge_all(self, i_source: int, step: Any, slot: Any) -> None:
-        jax.lax.fori_loop(0, self.facts.chunks, lambda i, _: self._merge(i_source, step, i, slot), None)
+        jax.lax.fori_loop(0, self.params.chunks, lambda i, _: self._merge(i_source, step, i, slot), None)
 
     def _merge(self, i_source: int, step: Any, i_chunk: Any, slot: Any) -> None:
         """New rows of a chunk as the pages hold them, and others as they were."""
-        stored, index = self.stored[i_source], step * self.facts.chunks + i_chunk
+        stored, index = self.stored[i_source], step * self.params.chunks + i_chunk
         scale = self._scale(i_source)
         if scale is not None:
             scale = scale[self.where.member[index] if scale.shape[0] > 1 else 0][:, None]
         new = _as_stored(self.new[i_source][i_chunk], scale, stored.dtype)  # [K, rows, D]
-        place = jax.lax.broadcasted_iota(jnp.int32, new.shape, 1)
-        own = (place >= self.where.low[index]) & (place < self.where.high[index])
+        offset = jax.lax.broadcasted_iota(jnp.int32, new.shape, 1)
+        own = (offset >= self.where.low[index]) & (offset < self.where.high[index])
         stored[slot, i_chunk] = jnp.where(own, new, stored[slot, i_chunk].astype(jnp.float32)).astype(stored.dtype)
 
     def _scale(self, i_source: int) -> Any:
         """`[rows, width]`, or those of all members."""
-        return self.scales[sum(self.facts.scaled[:i_source])] if self.facts.scaled[i_source] else None
+        return self.scales[sum(self.params.scaled[:i_source])] if self.params.scaled[i_source] else None
 
 
 def _as_stored(new: Any, scale: Any, dtype: Any) -> Any:
@@ -285,16 +285,16 @@ def _as_stored(new: Any, scale: Any, dtype: Any) -> Any:
     return new
 
 
-def _launch(facts: Facts, where: Runs | Chunks, steps: Any, new: list[Any], scales: list[Any], pages: list[Any]) -> list[Any]:
-    call, config = facts.call, facts.config
+def _launch(params: Params, where: Runs | Chunks, steps: Any, new: list[Any], scales: list[Any], pages: list[Any]) -> list[Any]:
+    call, config = params.call, params.config
     given = [scale for scale in scales if scale is not None]
-    columns, per_member = len(where), -(-call.key.shape[1] // config.places)
+    columns, per_member = len(where), -(-call.key.shape[1] // config.slots)
 
     def at_new(step: Any, *refs: Any) -> tuple[Any, ...]:
-        return (quotient(step, per_member), remainder(step, per_member), 0, 0) if facts.token_major else (step, 0, 0, 0)
+        return (quotient(step, per_member), remainder(step, per_member), 0, 0) if params.token_major else (step, 0, 0, 0)
 
     def scale_block(scale: Any) -> pl.BlockSpec:
-        if not facts.token_major:  # a step has chunks of several members
+        if not params.token_major:  # a step has chunks of several members
             return pl.BlockSpec(scale.shape, lambda step, *refs: (0, 0, 0))
 
         def at(step: Any, *refs: Any) -> tuple[Any, ...]:
@@ -303,7 +303,7 @@ def _launch(facts: Facts, where: Runs | Chunks, steps: Any, new: list[Any], scal
         return pl.BlockSpec((None, *scale.shape[1:]), at)
 
     shapes = blocks(call, config)
-    new_blocks = [pl.BlockSpec((None, *block) if facts.token_major else block, at_new) for block, _ in shapes]
+    new_blocks = [pl.BlockSpec((None, *block) if params.token_major else block, at_new) for block, _ in shapes]
     hbm, count = pl.BlockSpec(memory_space=pl.ANY), len(pages)
 
     def kernel(*refs: Any) -> None:
@@ -312,7 +312,7 @@ def _launch(facts: Facts, where: Runs | Chunks, steps: Any, new: list[Any], scal
         new_refs, found = tuple(found[:count]), found[count:]
         scale_refs, found = tuple(found[: len(given)]), found[len(given) + count :]
         after, stored, (read, written) = tuple(found[:count]), tuple(found[count : 2 * count]), found[2 * count :]
-        Step(facts, type(where)(*columns_of), new_refs, scale_refs, after, stored, read, written).run()
+        Step(params, type(where)(*columns_of), new_refs, scale_refs, after, stored, read, written).run()
 
     counted = OPERATION.cost(call, "forward")
     return pl.pallas_call(

@@ -17,21 +17,21 @@ CACHED_BYTES = 24 * 2**20
 """Of arrays that blocks running at one time share through the L2 cache."""
 _START = 1
 """Tiles in whose time a block begins and ends."""
-_DEALT = 2**15
+_MAX_ASSIGNED = 2**15
 """Blocks that are dealt out one by one at most; of more, each program has so many that it hardly matters which."""
 
 
-class Place(NamedTuple):
-    """Batch, head and block that a program works on, after `turn` others."""
+class TileCoordinate(NamedTuple):
+    """Batch, head and block that a program works on, after `iteration` others."""
 
     batch: Any
     head: Any
     block: Any
-    turn: Any = 0
+    iteration: Any = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class TileScheduler:
     """Attributes:
     blocks, heads, batch: how many there are.
     section: heads of all batches that are worked on at one time, for what they share to stay in the cache.
@@ -44,79 +44,83 @@ class Schedule:
     blocks: int
     heads: int
     batch: int
-    section: int
+    heads_in_l2: int
     reverse: bool
     programs: int
-    shares: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    assignment: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
     @property
     def total(self) -> int:
         return self.blocks * self.heads * self.batch
 
-    def place(self, i_work: Any) -> Place:
+    def coord(self, i_work: Any) -> TileCoordinate:
         """Heads of a section are neighbours, and its blocks follow each other."""
         rows = self.heads * self.batch
-        full = jnp.int32(self.section * self.blocks)
-        i_section = lax.div(i_work, full)
-        rest = i_work - i_section * full
-        start = i_section * self.section
-        width = jnp.minimum(jnp.int32(self.section), rows - start)
+        full = jnp.int32(self.heads_in_l2 * self.blocks)
+        i_swizzle = lax.div(i_work, full)
+        rest = i_work - i_swizzle * full
+        start = i_swizzle * self.heads_in_l2
+        width = jnp.minimum(jnp.int32(self.heads_in_l2), rows - start)
         i_block = lax.div(rest, width)
         i_row = start + (rest - i_block * width)
         i_block = self.blocks - 1 - i_block if self.reverse else i_block
         i_batch = lax.div(i_row, jnp.int32(self.heads))
-        return Place(i_batch, i_row - i_batch * self.heads, i_block)
+        return TileCoordinate(i_batch, i_row - i_batch * self.heads, i_block)
 
-    def loop(self, work: Callable[[Place, Any], Any], shares: Any = None) -> Any:
-        """Call `work(place, carry)`, which returns the next carry, 0 at first, for every block of this program; the last carry."""
+    def loop(self, work: Callable[[TileCoordinate, Any], Any], assignment: Any = None) -> Any:
+        """Call `work(coord, carry)`, which returns the next carry, 0 at first, for every block of this program; the last carry."""
         i_program, programs = lax.axis_index("block"), self.programs
         if programs == self.total:
-            return work(self.place(i_program), 0)  # no array: kernels cannot capture constant ones
-        if self.shares is None:
-            turns = self.total // programs
-            count = turns + (self._dealt(i_program, jnp.int32(turns)) < self.total).astype(jnp.int32)
+            return work(self.coord(i_program), 0)  # no array: kernels cannot capture constant ones
+        if self.assignment is None:
+            ping_pong_barriers = self.total // programs
+            count = ping_pong_barriers + (self._work_at(i_program, jnp.int32(ping_pong_barriers)) < self.total).astype(
+                jnp.int32
+            )
             return lax.fori_loop(
                 0,
                 count,
-                lambda turn, carry: work(self.place(self._dealt(i_program, turn))._replace(turn=turn), carry),
+                lambda iteration, carry: work(
+                    self.coord(self._work_at(i_program, iteration))._replace(iteration=iteration), carry
+                ),
                 jnp.int32(0),
             )
 
-        def step(turn: Any, held: tuple[Any, Any]) -> tuple[Any, Any]:
+        def step(iteration: Any, held: tuple[Any, Any]) -> tuple[Any, Any]:
             carry, i_work = held
-            i_next = shares[turn + 2, i_program]  # asked for a block ahead
-            return work(self.place(i_work)._replace(turn=turn), carry), i_next
+            i_next = assignment[iteration + 2, i_program]  # asked for a block ahead
+            return work(self.coord(i_work)._replace(iteration=iteration), carry), i_next
 
-        carry, _ = lax.fori_loop(0, shares[0, i_program], step, (jnp.int32(0), shares[1, i_program]))
+        carry, _ = lax.fori_loop(0, assignment[0, i_program], step, (jnp.int32(0), assignment[1, i_program]))
         return carry
 
-    def _dealt(self, i_program: Any, turn: Any) -> Any:
+    def _work_at(self, i_program: Any, iteration: Any) -> Any:
         """The work of a program in a turn."""
-        back = lax.rem(turn, jnp.int32(2)) == 1
-        return turn * self.programs + jnp.where(back, self.programs - 1 - i_program, i_program)
+        back = lax.rem(iteration, jnp.int32(2)) == 1
+        return iteration * self.programs + jnp.where(back, self.programs - 1 - i_program, i_program)
 
-    def even_shares(self, lengths: Sequence[int]) -> np.ndarray:
+    def assign(self, lengths: Sequence[int]) -> np.ndarray:
         """Shares as programs would take blocks in their order, each when it is done with the one before.
 
         Args:
             lengths: of each block of a head, in tiles.
         """
         rows, lengths = self.heads * self.batch, lengths[::-1] if self.reverse else lengths
-        widths = [min(self.section, rows - start) for start in range(0, rows, self.section)]
+        widths = [min(self.heads_in_l2, rows - start) for start in range(0, rows, self.heads_in_l2)]
         work = np.concatenate([np.repeat(np.asarray(lengths) + _START, width) for width in widths])
-        shares: list[list[int]] = [[] for _ in range(self.programs)]
+        assignment: list[list[int]] = [[] for _ in range(self.programs)]
         free = [(0, i_program) for i_program in range(self.programs)]
         for i_work, length in enumerate(work.tolist()):
             done, i_program = free[0]
-            shares[i_program].append(i_work)
+            assignment[i_program].append(i_work)
             heapq.heapreplace(free, (done + length, i_program))
-        found = np.zeros((max(map(len, shares)) + 2, self.programs), np.int32)
-        for column, share in zip(found.T, shares, strict=True):
+        found = np.zeros((max(map(len, assignment)) + 2, self.programs), np.int32)
+        for column, share in zip(found.T, assignment, strict=True):
             column[0], column[1 : 1 + len(share)] = len(share), share
         return found
 
 
-def schedule_of(
+def make_scheduler(
     blocks: int,
     heads: int,
     batch: int,
@@ -126,7 +130,7 @@ def schedule_of(
     reverse: bool,
     programs: int | None,
     lengths: Sequence[int] | None = None,
-) -> Schedule:
+) -> TileScheduler:
     """The order of the blocks of so many heads.
 
     Args:
@@ -142,10 +146,10 @@ def schedule_of(
     least = -(-MULTIPROCESSORS // max(blocks * share, 1))
     most = min(-(-rows // share), max(CACHED_BYTES // max(bytes_per_share, 1), 2 * least))
     # Blocks of a section come the longest first; a last section with few heads would leave many long ones for the end.
-    sections = [min(rows, share * shares) for shares in range(most, min(most, max(least, most // 2)) - 1, -1)]
-    section = max(sections, key=lambda section: ((rows - 1) % section + 1) / section)
+    candidates = [min(rows, share * assignment) for assignment in range(most, min(most, max(least, most // 2)) - 1, -1)]
+    heads_in_l2 = max(candidates, key=lambda heads_in_l2: ((rows - 1) % heads_in_l2 + 1) / heads_in_l2)
     total = blocks * rows
-    order = Schedule(blocks, heads, batch, section, reverse, total if programs is None else min(programs, total))
-    if lengths is None or order.programs == total or total > _DEALT or len(set(lengths)) == 1:
+    order = TileScheduler(blocks, heads, batch, heads_in_l2, reverse, total if programs is None else min(programs, total))
+    if lengths is None or order.programs == total or total > _MAX_ASSIGNED or len(set(lengths)) == 1:
         return order
-    return dataclasses.replace(order, shares=order.even_shares(lengths))
+    return dataclasses.replace(order, assignment=order.assign(lengths))
