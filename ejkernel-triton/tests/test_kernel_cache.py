@@ -264,7 +264,7 @@ def test_kernels_of_others_are_left_alone(program, place):
             x, x.size, kernel=doubling_kernel, out_shape=shape, grid=4, compute_capability=90, BLOCK=128, TIMES=1
         )
 
-    with mock.patch.object(_kernel_cache, "_ours", {}):
+    with mock.patch.object(_kernel_cache, "_registered", {}):
         text = program.lowered(theirs)
     assert text.count("@triton_kernel_call") == 1
     assert place.entries == []

@@ -1,7 +1,7 @@
 """The only module that imports jax-triton.
 
-jax-triton overwrites `TRITON_CACHE_DIR` for the whole process when it is imported; the user's value is put back. It would take
-the compute capability from the first device of the host; here it comes from the target that core builds for.
+Importing jax-triton overwrites `TRITON_CACHE_DIR` for the whole process; the user's value is restored. jax-triton takes the
+compute capability from the host's first device; here it comes from the target that core builds for.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _jax_triton() -> Any:
 
 @contextlib.contextmanager
 def intercept_launches(call: Callable[..., list[Any]]) -> Generator[None]:
-    """Have `call` take the place of `call_kernel`, in programs that are traced inside the block."""
+    """Replace `call_kernel` by `call` in programs that are traced inside the block."""
     token = _interceptor.set(call)
     try:
         yield
@@ -78,7 +78,7 @@ def call_kernel(
 ) -> list[jax.Array]:
     """Call a `triton.jit` kernel whose parameters are: inputs in order, outputs in order, constants by name.
 
-    With `EJKERNEL_TRITON_INTERPRET=1` it runs in Triton's interpreter on the host, called from the program.
+    With `EJKERNEL_TRITON_INTERPRET=1` the program calls Triton's interpreter on the host.
 
     Args:
         kernel: the kernel.
@@ -86,10 +86,10 @@ def call_kernel(
         outputs: shape and dtype of each.
         grid: number of programs.
         num_warps: warps per program.
-        num_stages: depth of software pipelining.
-        input_output_aliases: number of an array among `inputs` to the number of the output that starts with its contents, in
-            its memory where the caller's program has no other use of it. The kernel is given both, and they are one.
-        fp_fusion: whether a product and a sum may become one instruction, which rounds once.
+        num_stages: stages of the software pipeline.
+        input_output_aliases: index of an array among `inputs` -> index of the output that is initialised with it, in the same
+            buffer if XLA can donate it. The kernel gets both pointers.
+        fp_fusion: whether multiplications and additions may be fused to FMA.
         **constants: `tl.constexpr` parameters.
     """
     interceptor = _interceptor.get() or (_interpreted_launch() if interpreting() else None)
@@ -120,11 +120,11 @@ def call_kernel(
 
 
 def has_scratch() -> bool:
-    """Whether kernels may use global scratch memory, as `tl.make_tensor_descriptor` does; `_kernel_cache` says how they get it."""
+    """Whether kernels may use global scratch memory, which `tl.make_tensor_descriptor` needs; see `_kernel_cache`."""
     stands_in = _interceptor.get() is not None or interpreting()
     return stands_in or (version_problem() is None and cache_problem() is None)
 
 
 def cache_problem() -> str | None:
-    """Why compiled kernels are not kept on disk; None if they are."""
+    """Why compiled kernels are not cached on disk; None if they are."""
     return patch_problem(_jax_triton().triton_lib)

@@ -8,7 +8,7 @@ from ejkernel.plugin import Target
 from ejkernel_triton._capability import refusal
 
 MAX_ROWS = 2**31 - 2**16
-"""Rows and columns are counted in 32 bits; elements in 64."""
+"""Row and column indices are 32-bit, element offsets 64-bit."""
 
 
 def supports_norm(call: NormCall, target: Target) -> str | None:
@@ -16,7 +16,7 @@ def supports_norm(call: NormCall, target: Target) -> str | None:
 
 
 def too_many_rows(x: ArraySpec) -> str | None:
-    """Why rows `[..., d]` cannot be counted; None if they can."""
+    """Why rows `[..., d]` exceed 32-bit indices; None if they do not."""
     width = x.shape[-1]
     if width > MAX_ROWS:
         return f"width {width} is more than {MAX_ROWS}"

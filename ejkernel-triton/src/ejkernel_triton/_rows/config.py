@@ -1,4 +1,4 @@
-"""Performance knobs of the normalisations over rows, and what other kernels over rows size tiles by."""
+"""Configs of the row normalisations, and helpers that configs of other row kernels share."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ _TILES = (1024, 2048, 4096, 8192)
 """Elements of a tile of several rows."""
 
 MAX_WIDTH_FORWARD = 32768
-"""Wider rows are shared by programs; a row of this width is held in 32 registers per thread."""
+"""Widest row of a single-pass program; it takes 32 registers per thread."""
 MAX_WIDTH_BACKWARD = 8192
-"""A program holds a row of x, of the gradient and of each parameter's partial sum, up to this width without spills."""
+"""Widest row of x, its gradient and each parameter's partial sum that a program holds without spills."""
 MAX_SPLITS = 16
-"""Programs that meet over one row have a bit each in a word; together they must fit on small devices too."""
+"""Cooperating programs of one row have one bit each in its counter; they must be co-resident on small devices too."""
 
 MAX_LOOPED_BYTES = 128 * 1024
-"""Bytes of a row up to which the second look of the one program that walks over it is served by the cache."""
+"""Bytes of a row up to which the second pass of a looped kernel hits the cache."""
 _WIDE = 16384
-"""Rows of so many columns and more may be walked over or shared; up to here a program per row overlaps well enough."""
+"""Columns from which looped and cooperative kernels are tried; below, one program per row overlaps well enough."""
 _MAX_HELD_BYTES = 128 * 1024
-"""Bytes of the registers of a multiprocessor that rows may take while they wait."""
+"""Bytes of a multiprocessor's registers that prefetched rows may take."""
 
 _RESIDENT_WARPS = 12
-"""Of programs that share rows, with 64 elements per thread: what the registers of a multiprocessor hold."""
+"""Warps of cooperating programs with 64 elements per thread that a multiprocessor's registers hold."""
 
 SHARED_MEMORY = 96 * 1024
-"""What a block gets on every supported device."""
+"""Shared memory of a block on every supported device."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:
-    rows: rows that one program normalises; a power of two, 1 where rows are walked over or shared.
+    rows: rows of one program; a power of two, 1 for looped and cooperative kernels.
     num_warps: warps per program.
-    block: columns of one step where a program walks over its row, or of a part where programs share it, a power of two;
-        0 = a program holds whole rows.
-    num_stages: steps in flight where a program walks over its row; rows, or parts, where it walks over rows (`programs`), one
-        of which is in registers and the others in shared memory. 1 = no shared memory: whole rows wait in registers.
-    meet: whether programs share a row, a part each, instead of one that walks over it.
-    programs: programs that walk over the rows, for each part where they share rows; 0 = one for each row or tile.
+    block: columns of one step of a looped kernel or of one split of a cooperative kernel, a power of two; 0 = single pass: a
+        program holds whole rows.
+    num_stages: pipeline stages of a looped kernel, or of a persistent kernel's loop over rows or splits, one of which is in
+        registers and the others in shared memory. 1 = no shared memory: the next row is prefetched to registers.
+    cooperative: whether several programs share a row, one split each, instead of one program that loops over it.
+    programs: grid size of a persistent kernel, per split if cooperative; 0 = not persistent: one program per row or tile.
     """
 
     rows: int
@@ -65,9 +65,9 @@ class BackwardConfig:
     """Attributes:
     rows: rows of one tile; a power of two.
     num_warps: warps per program.
-    programs: programs that share the rows under one parameter; each writes one partial sum of the parameter's gradient.
-    num_stages: tiles in flight; above 1 they pass through shared memory.
-    block: columns of one tile, a power of two, where sums over rows are made before; 0 = a tile holds whole rows.
+    programs: programs that share the rows of one parameter; each writes a partial sum of the parameter's gradient.
+    num_stages: pipeline stages; above 1 tiles are staged in shared memory.
+    block: columns of one tile, a power of two, if a first kernel computes the row sums; 0 = a tile holds whole rows.
     """
 
     rows: int
@@ -83,7 +83,7 @@ def padded_width(call: NormCall) -> int:
 
 
 def warps_for(elements: int, per_thread: int) -> int:
-    """A power of two in [1, 32] that gives a thread about so many elements."""
+    """Warps, a power of two in [1, 32], that give each thread about `per_thread` elements."""
     return 1 << max(0, min(5, (elements // (32 * per_thread)).bit_length() - 1))
 
 
@@ -96,17 +96,17 @@ def rows_of(spec: ArraySpec) -> int:
 
 
 def thread_fits(elements: int, warps: int, most: int) -> bool:
-    """Whether a thread has from 4 to `most` elements of a tile; the smallest tile is always admitted with one warp."""
+    """Whether a thread has 4 to `most` elements of a tile; small tiles are allowed with one warp."""
     return elements <= 32 * warps * most and (warps == 1 or elements >= 32 * warps * 4)
 
 
 def distinct(heuristic: Any, *configs: Any) -> list[Any]:
-    """A search space: the heuristic's config first, each once."""
+    """A search space without duplicates, the heuristic's config first."""
     return list(dict.fromkeys((heuristic, *configs)))
 
 
 def tiles(width: int, elements_per_thread: Sequence[int]) -> list[tuple[int, int]]:
-    """Rows and warps of the tiles of whole rows of a search space, those of few elements with one warp."""
+    """Rows and warps of single-pass tiles in a search space; small tiles have one warp."""
     sizes = {max(1, min(512, tile // width)) for tile in _TILES}
     return [
         (rows, warps)
@@ -115,11 +115,11 @@ def tiles(width: int, elements_per_thread: Sequence[int]) -> list[tuple[int, int
     ]
 
 
-# Rows that one program walks over, or that programs share once
+# Looped and cooperative kernels
 
 
 def looped_configs(width: int, size: int) -> list[ForwardConfig]:
-    """Configs of a search space that walk over rows in two passes; `size` in bytes, of what is read for a column."""
+    """Looped configs of a search space, with two passes over a row; `size` is bytes read per column."""
     return [
         ForwardConfig(1, warps, block, stages)
         for block, warps, stages in itertools.product((4096, 8192), (4, 8, 16), (1, 3))
@@ -129,8 +129,8 @@ def looped_configs(width: int, size: int) -> list[ForwardConfig]:
 
 
 def cooperative_config(width: int, size: int) -> ForwardConfig | None:
-    """Programs that share a row of elements of `size` bytes, parts of 16 KiB, or 32 where there would be too many; None for a row
-    that is too wide."""
+    """A cooperative config for elements of `size` bytes: splits of 16 KiB, or 32 KiB if there would be too many; None if the
+    row is too wide."""
     for block, warps in ((16384 // size, 4), (32768 // size, 8)):
         if width <= MAX_SPLITS * block:
             return ForwardConfig(1, warps, block, 1, True)
@@ -138,7 +138,7 @@ def cooperative_config(width: int, size: int) -> ForwardConfig | None:
 
 
 def cooperative_configs(width: int, size: int) -> list[ForwardConfig]:
-    """Configs of a search space whose programs share rows."""
+    """Cooperative configs of a search space."""
     return [
         ForwardConfig(1, warps, block, 1, True)
         for block, warps in ((4096, 4), (8192, 4), (8192, 8), (16384, 8), (16384, 16))
@@ -146,19 +146,19 @@ def cooperative_configs(width: int, size: int) -> list[ForwardConfig]:
     ]
 
 
-# Programs that stay
+# Persistent kernels
 
 
 def _resident_programs(target: Target, warps: int, max_warps: int) -> int:
-    """Programs that run at once where the registers of a multiprocessor hold so many warps."""
+    """Co-resident programs if a multiprocessor's registers hold `max_warps`."""
     return (multiprocessors(target) or 132) * max(1, max_warps // warps)
 
 
 def persistent_configs(width: int, size: int, target: Target) -> list[ForwardConfig]:
-    """Configs of a search space whose programs stay and hold whole rows; `size` in bytes, of what is read for a column.
+    """Persistent single-pass configs of a search space; `size` is bytes read per column.
 
-    A multiprocessor has registers of 256 KiB: half of them, at most, hold rows. Values in float32 take the rest: 128 registers of
-    a thread with 64 elements, 64 of one with 32.
+    At most half of a multiprocessor's 256 KiB of registers hold prefetched rows. float32 values take the rest: 128 registers
+    per thread with 64 elements, 64 with 32.
     """
     return [
         ForwardConfig(1, warps, 0, stages, False, _resident_programs(target, warps, 16 if width // (32 * warps) > 32 else 32))
@@ -169,7 +169,7 @@ def persistent_configs(width: int, size: int, target: Target) -> list[ForwardCon
 
 
 def persistent_config(width: int, rows: int, size: int, target: Target) -> ForwardConfig | None:
-    """Of a heuristic; None where a program would have no next row, or no room for it."""
+    """The persistent single-pass config of a heuristic; None if programs have too few rows or the next row does not fit."""
     for stages in (3, 2):
         found = ForwardConfig(1, 32, 0, stages, False, _resident_programs(target, 32, 32))
         if (
@@ -183,14 +183,14 @@ def persistent_config(width: int, rows: int, size: int, target: Target) -> Forwa
 
 
 def fits_shared_memory(stages: int, tile_bytes: int, target: Target) -> bool:
-    """Whether shared memory holds what is in flight: of `stages` tiles one is in registers."""
+    """Whether shared memory holds the prefetched tiles: all of `stages` but one, which is in registers."""
     return (stages - 1) * tile_bytes + 2048 <= shared_memory_limit(target)
 
 
 def persistent_cooperative_configs(columns: int, size: int, target: Target, arrays: int = 1) -> list[ForwardConfig]:
-    """Configs of a search space whose programs stay and share rows of each of so many arrays.
+    """Persistent cooperative configs of a search space, for rows of `arrays` arrays.
 
-    128 registers of a thread hold 64 elements, and those of the row before, of one array only.
+    128 registers per thread hold 64 elements, and the previous row's of one array only.
     """
     found = []
     tiles_of_splits = ((8192, 4), (16384, 8), *(((32768, 16),) if arrays == 1 else ()), (8192, 8), (16384, 16))
@@ -204,7 +204,8 @@ def persistent_cooperative_configs(columns: int, size: int, target: Target, arra
 
 
 def persistent_cooperative_config(columns: int, rows: int, size: int, target: Target, arrays: int = 1) -> ForwardConfig | None:
-    """Of a heuristic; None where programs could not all run at once, would have no next part, or no room for it."""
+    """The persistent cooperative config of a heuristic; None if programs are not co-resident, have too few rows, or the next
+    split does not fit."""
     least = 16384 // size
     for found in persistent_cooperative_configs(columns, size, target, arrays):
         if multiprocessors(target) and found.block >= least and found.num_stages == 2 and rows >= 4 * found.programs:
@@ -213,13 +214,13 @@ def persistent_cooperative_config(columns: int, rows: int, size: int, target: Ta
 
 
 def single_pass_forward(width: int) -> ForwardConfig:
-    """Whole rows in registers. Programs of few warps overlap better: wide rows give a thread 32 elements, not 16."""
+    """Whole rows in registers. Programs with few warps overlap better, so wide rows give each thread 32 elements, not 16."""
     rows = max(1, min(512, 2048 // width))
     return ForwardConfig(rows, warps_for(width * rows, 32 if width >= 8192 else 16))
 
 
 def forward_heuristic(call: NormCall, target: Target) -> ForwardConfig:
-    """On an H200 one program that walks over a row was ahead up to 128 KiB, programs that stay for parts of rows beyond."""
+    """Looped up to 128 KiB of a row, persistent cooperative beyond: the fastest on an H200."""
     width, size, rows = padded_width(call), itemsize(call.x), rows_of(call.x)
     if width <= _WIDE:
         return single_pass_forward(width)
@@ -244,10 +245,10 @@ def forward_space(call: NormCall, target: Target) -> list[ForwardConfig]:
 
 
 def backward_heuristic(call: NormCall, target: Target) -> BackwardConfig:
-    """Three tiles in flight where shared memory holds them: a third faster than one on an H200.
+    """Three pipeline stages if shared memory holds them, a third faster than one on an H200.
 
-    Where rows are read twice, tiles of some columns have 4096 elements: two long rows, or four short ones in flight where a row
-    has many tiles.
+    If rows are read twice, column tiles have 4096 elements: two long rows without pipelining, or four short ones if a row has
+    many tiles.
     """
     width, size = padded_width(call), itemsize(call.x)
     if width > MAX_WIDTH_BACKWARD:
@@ -280,7 +281,7 @@ def backward_space(call: NormCall, target: Target) -> list[BackwardConfig]:
 
 
 def _tile_bytes(call: NormCall, elements: int) -> int:
-    """Shared memory of one tile of x and one of its gradient."""
+    """Shared memory of one tile of x and of its gradient."""
     return 2 * elements * itemsize(call.x)
 
 

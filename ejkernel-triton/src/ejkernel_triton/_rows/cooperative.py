@@ -1,16 +1,19 @@
-"""Programs that share a row too wide for one of them: each holds a part, so that every array passes memory once.
+"""Cooperative row kernels: several programs share a row that is too wide for one. Each holds a split, so every array is read
+once.
 
-A program stores the sums of its part, counts itself as arrived, and waits until all of its row have; then each makes the result of
-its part from everybody's sums, added up in the order of parts. Nobody has to be there at a time: who waited for long leaves, and
-the last one to arrive, which finds everything that it needs, finishes the parts that were left. One word per row holds both
-counts, so that a program either sees that all have arrived, or is seen to have left. In the interpreter, where one program runs
-after the other, all but the last leave.
+A program stores the partial sums of its split, arrives at the row's counter, and spins until all programs of the row have
+arrived. Each then combines all partial sums, in the order of the splits, and writes its split. Programs need not be
+co-resident: one that spins too long defers its split and exits, and the last one to arrive, for which all sums are there,
+writes the deferred splits. One counter per row holds both the arrivals and the deferred splits, so a program either sees that
+all have arrived or is seen to have deferred. In the interpreter, which runs programs one after the other, all but the last
+defer.
 
-A program that has one row calls `arrive_and_wait`. One that walks over rows calls `arrive`, and `wait_or_defer` for the row before, for which it
-seldom waits; what was left to it, it finishes after its last row. Neither waits without end, in whatever order programs run.
+A program with one row calls `arrive_and_wait`. A persistent program calls `arrive`, and `wait_or_defer` for the previous row,
+for which it seldom waits; it writes splits deferred to it after its last row. No wait is unbounded, in whatever order programs
+run.
 
-The other functions here keep the values of such programs in few registers, and Triton's pipeliner from changing their order: it
-moves what does not depend on loaded values before what does, and knows nothing of what programs tell each other through memory.
+The other functions save registers, and keep Triton's pipeliner from reordering: it hoists code that does not depend on loaded
+values, and does not know that programs communicate through memory.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -25,17 +28,17 @@ from ejkernel_triton._interpret import interpreting
 from ejkernel_triton._rows.config import MAX_SPLITS
 
 SPIN_LIMIT = 128
-"""Looks at the word before a program leaves, about a microsecond each; parts of a row arrive within a few."""
+"""Polls of the counter before a program defers, about a microsecond each; the splits of a row arrive within a few."""
 
 OPAQUE_ZERO = 0
-"""Of kernels that take a `zero`, which the compiler does not know, to hold values as they are stored (`upcast`)."""
+"""Run-time value of the kernels' `zero` argument, which the compiler does not know (see `upcast`)."""
 
 
 @triton.jit
 def arrive_and_wait(p_counter, i_split, SPLITS: tl.constexpr, SPIN_LIMIT: tl.constexpr):
-    """What this program stored before will be seen by the others. Returns whether all have arrived, else this part is left; the
-    parts that were left to this program, one bit each; and a zero for `upcast`."""
-    COUNT: tl.constexpr = 255  # the bits for arrivals; the next ones are for those that left
+    """Release earlier stores and wait for the row's other programs. Returns whether all have arrived, else this split is
+    deferred; a bit mask of the splits deferred to this program; and a zero for `upcast`."""
+    COUNT: tl.constexpr = 255  # bits of the arrival count; the higher bits mark deferred splits
     tl.debug_barrier()
     counter = tl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu") + 1
     deferred = tl.where((counter & COUNT) == SPLITS, counter >> 8, 0)
@@ -69,17 +72,17 @@ LOOK:
 DONE:
 }
 """
-"""One thread looks at the word until all have arrived, `$2` times at most. A loop of Triton's own would keep a loop around it from
-having loads in flight, and have the whole program look."""
+"""One thread polls the counter until all have arrived, at most `$2` times. A Triton loop would poll with all threads, and would
+keep the loop around it from being pipelined."""
 SPIN_WAIT = tl.constexpr(_SPIN_WAIT)
 
 
 @triton.jit
 def arrive(p_counter, SPLITS: tl.constexpr, SPIN_LIMIT: tl.constexpr):
-    """What this program stored before will be seen by the others. Returns the parts that were left to this program, one bit each,
-    which is the last one if there are any."""
+    """Release earlier stores and arrive. Returns a bit mask of the splits deferred to this program; only the last to arrive
+    gets any."""
     if SPIN_LIMIT > 1:
-        # As `tl.debug_barrier`, around which no loop would have loads in flight.
+        # Like `tl.debug_barrier`, which would keep the loop around it from being pipelined.
         tl.inline_asm_elementwise("mov.u32 $0, $1; bar.sync 0;", "=r,r", [SPLITS], dtype=tl.int32, is_pure=False, pack=1)
     counter = tl.atomic_add(p_counter, 1, sem="release", scope="gpu") + 1
     return tl.where((counter & 255) == SPLITS, counter >> 8, 0)
@@ -87,8 +90,11 @@ def arrive(p_counter, SPLITS: tl.constexpr, SPIN_LIMIT: tl.constexpr):
 
 @triton.jit
 def wait_or_defer(p_counter, i_split, spin_limit, SPLITS: tl.constexpr, SPIN_LIMIT: tl.constexpr):
-    """Of a word at which this program has arrived: whether all have, else this part is left; and the patience for the next time,
-    half as much after one that was in vain: programs of which one does not run yet wait no longer than twice in all."""
+    """Wait at a counter at which this program has arrived. Returns whether all have arrived, else this split is deferred; and
+    the spin limit of the next wait, halved after a wait in vain: the waits for a program that does not run yet add up to at
+    most twice the limit.
+    half as much after one that was in vain: programs of which one does not run yet wait no longer than twice in all.
+    """
     counter = tl.atomic_add(p_counter, 0, sem="acquire", scope="gpu")
     if (counter & 255) < SPLITS:
         if SPIN_LIMIT > 1:
@@ -103,14 +109,14 @@ def wait_or_defer(p_counter, i_split, spin_limit, SPLITS: tl.constexpr, SPIN_LIM
 
 @triton.jit
 def all_arrived(p_counter, SPLITS: tl.constexpr):
-    """Whether all have arrived; if so, what they stored before is seen."""
+    """Whether all have arrived, with acquire semantics."""
     return (tl.atomic_add(p_counter, 0, sem="acquire", scope="gpu") & 255) == SPLITS
 
 
 @triton.jit
 def upcast(b_stored, zero):
-    """float32 of values of which others are made too, before or after. `zero` is 0, which the compiler does not know: without it,
-    it would keep float32 from one use to the next, in twice the registers of what is stored."""
+    """Convert to float32 without sharing the result. `zero` is 0, which the compiler does not know: otherwise it would keep one
+    float32 copy alive from use to use, in twice the registers of the stored values."""
     if b_stored.dtype.primitive_bitwidth == 16:
         b_bits = b_stored.to(tl.int16, bitcast=True) ^ zero.to(tl.int16)
         b_stored = b_bits.to(b_stored.dtype, bitcast=True)
@@ -119,8 +125,8 @@ def upcast(b_stored, zero):
 
 @triton.jit
 def force_load(b_stored, zero):
-    """float32 of values that a loop has in flight, outside of the branch that works on them: Triton takes them into registers at
-    their first use, then asks for the next ones, and leaves branches to the end."""
+    """Convert pipelined values to float32 before the branch that uses them: Triton waits for them at their first use, issues
+    the next loads there, and schedules branches last."""
     if b_stored.dtype.primitive_bitwidth == 32:
         b_stored = (b_stored.to(tl.int32, bitcast=True) ^ zero).to(tl.float32, bitcast=True)
     return b_stored.to(tl.float32)
@@ -128,7 +134,7 @@ def force_load(b_stored, zero):
 
 @triton.jit
 def pack_pairs(b_stored):
-    """Values of 16 bits in pairs: what one step of a loop hands to the next would take a register of 32 bits each."""
+    """Pack 16-bit values in pairs: as loop-carried values each would take a 32-bit register."""
     if b_stored.dtype.primitive_bitwidth == 16:
         b_bits = b_stored.to(tl.uint16, bitcast=True)
         b_low, b_high = tl.split(tl.reshape(b_bits, [b_bits.numel // 2, 2]))
@@ -138,7 +144,7 @@ def pack_pairs(b_stored):
 
 @triton.jit
 def unpack_pairs(b_pairs, like):
-    """What was `pack_pairs`, of the dtype and shape of `like`."""
+    """The inverse of `pack_pairs`, with the dtype and shape of `like`."""
     if like.dtype.primitive_bitwidth == 16:
         b_low, b_high = (b_pairs & 0xFFFF).to(tl.uint16), (b_pairs >> 16).to(tl.uint16)
         b_pairs = tl.reshape(tl.join(b_low, b_high), like.shape).to(like.dtype, bitcast=True)
@@ -146,22 +152,22 @@ def unpack_pairs(b_pairs, like):
 
 
 def spin_limit() -> int:
-    """Looks at the word before a program leaves: waiting is of no use in the interpreter."""
+    """Polls before a program defers; 1 in the interpreter, where waiting is useless."""
     return 1 if interpreting() else SPIN_LIMIT
 
 
 def splits_of(width: int, block: int) -> int:
-    """Programs of a row."""
+    """Programs that share a row."""
     splits = -(-width // block)
     if splits > MAX_SPLITS:
         least = -(-width // MAX_SPLITS)
         raise ValueError(
-            f"config: block {block} cuts a row of {width} columns into {splits} parts, at most {MAX_SPLITS} programs "
-            f"meet; take a block of at least {least} columns, or meet=False"
+            f"config: block {block} cuts a row of {width} columns into {splits} splits, at most {MAX_SPLITS} programs "
+            f"cooperate; take a block of at least {least} columns, or cooperative=False"
         )
     return splits
 
 
 def zero_counters(rows: int) -> Any:
-    """Of rows where nobody has arrived, to be given to a kernel that changes them."""
+    """Zeroed counters, an input that kernels update in place."""
     return jnp.zeros(rows, jnp.int32)

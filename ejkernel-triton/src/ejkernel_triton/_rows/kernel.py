@@ -1,13 +1,12 @@
-"""Normalisation of rows: `rms_norm`, and `layer_norm`, which takes the mean off first (`CENTRED`).
+"""Normalisation of rows: `rms_norm`, and `layer_norm`, which subtracts the mean first (`CENTRED`).
 
-A program holds whole rows in registers, so that every array passes memory once. Rows too wide for that are shared by programs
-that meet (`cooperative`), or walked over twice by one program, the second time backwards, so that it begins with what the cache still
-holds. Programs that stay for parts of many of the widest rows (`persistent`) have the next ones on their way meanwhile. Statistics
-and sums are float32.
+A single-pass program holds whole rows in registers, so every array is read once. Wider rows are split over cooperating programs
+(`cooperative`), or one looped program reads them twice, the second time in reverse order, so that it starts with cached data.
+The persistent kernel for the widest rows (`persistent`) prefetches the next ones meanwhile. Statistics and sums are float32.
 
-In backward each program walks over its tiles in a fixed order and writes one partial sum of the parameters' gradients; a last
-small sum adds the programs up, without atomics. For wide rows one kernel makes the two sums of every row that the gradient of x
-needs; a second one then works on tiles of some columns, the last rows first, which the cache still holds.
+In backward each program loops over its tiles in a fixed order and writes one partial sum of the parameters' gradients; a final
+reduction combines them, without atomics. For wide rows a first kernel computes the two row sums that the gradient of x needs;
+the second processes column tiles, last rows first, which are still cached.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
@@ -93,7 +92,7 @@ def norm_forward_looped_kernel(
     SCALE_OFFSET: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Each lane follows the mean and the sum of squared distances of its columns (Welford); the lanes are joined at the end."""
+    """Each lane tracks mean and sum of squared differences of its columns (Welford); the lanes are combined at the end."""
     i_row = tl.program_id(0)
     o_row = i_row.to(tl.int64) * WIDTH
     o_param = (i_row // rows_per_batch).to(tl.int64) * WIDTH
@@ -166,7 +165,7 @@ def norm_forward_cooperative_kernel(
     EPSILON: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
 ):
-    """A program holds a part of a row (`cooperative`), whose sums are its mean and the squares of what is left."""
+    """A program holds one split of a row (`cooperative`). Its partial sums are the mean and the centred sum of squares."""
     SPLITS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     i_row = tl.program_id(0) // SPLITS
     i_split = tl.program_id(0) % SPLITS
@@ -210,7 +209,7 @@ def norm_row_means_kernel(
     SCALE_OFFSET: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Means over a row of the weighted gradient, and of its product with the normalised row; `rows` lie under one scale."""
+    """Row means of the weighted gradient, and of its product with the normalised row; `rows` rows share one scale."""
     i_row = tl.program_id(0)
     o_row = i_row.to(tl.int64) * WIDTH
     o_scale = (i_row // rows).to(tl.int64) * WIDTH if SCALE == 2 else 0
@@ -255,9 +254,9 @@ def norm_backward_kernel(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`rows` rows lie under one parameter row (a group); `programs` programs share them.
+    """`rows` rows share one parameter row (a group); `programs` programs share a group.
 
-    With SPLIT a tile has some columns of its rows, whose means were made before.
+    With SPLIT a tile has some columns of its rows, whose means are inputs.
     """
     COLUMNS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     i_program = tl.program_id(0) // COLUMNS
@@ -317,7 +316,7 @@ def cdiv(value: int, divisor: int) -> int:
 
 
 def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, centred: bool) -> tuple[Any, Any, Any]:
-    """out, and the mean (if centred) and rstd of each row (if they are saved)."""
+    """out, and each row's mean (if centred) and rstd, None if they are not saved."""
     x, scale, offset = inputs
     shape = x.shape
     save = call.save_residuals
@@ -337,7 +336,7 @@ def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, c
 
 
 def _launch_forward(arrays: Any, results: Any, shape: Any, config: ForwardConfig, constants: dict[str, Any]) -> list[Any]:
-    """The results, and what programs that share rows need."""
+    """The results, followed by the scratch arrays of cooperative kernels."""
     rows, width = math.prod(shape[:-1]), shape[-1]
     programs, repetition = min(config.programs, rows), rows // shape[0]
     persistent = (rows, programs) if programs else ()
@@ -358,7 +357,9 @@ def _launch_forward(arrays: Any, results: Any, shape: Any, config: ForwardConfig
             **constants,
         )
     if programs:
-        raise ValueError(f"cfg: got programs={config.programs} without meet: only programs that share rows stay here; take 0")
+        raise ValueError(
+            f"cfg: got programs={config.programs} without cooperative: only cooperative kernels are persistent; take 0"
+        )
     if config.block:
         looped = {"BLOCK": config.block, "STAGES": config.num_stages, **constants}
         return call_kernel(norm_forward_looped_kernel, (*arrays, repetition), results, grid=rows, **looped)
@@ -405,7 +406,7 @@ def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad
 
 
 def _sum_of_partials(partials: Any, parameter: Any) -> Any:
-    """Add up `[groups, programs, d]` to the parameter's `[1 or b, d]`."""
+    """Sum `[groups, programs, d]` to the parameter's `[1 or b, d]`."""
     if parameter is None:
         return None
     total = jnp.sum(partials, axis=1 if parameter.shape[0] == partials.shape[0] else (0, 1))

@@ -1,10 +1,10 @@
-"""Normalisation of the widest rows by programs that share them and stay: each walks over parts of rows, the next ones on their way.
+"""Persistent cooperative normalisation of the widest rows: each program loops over splits of rows and prefetches the next.
 
-A program that first reads, then sums up, then writes leaves memory idle in between, and few programs of wide rows find room on a
-multiprocessor. Here the next part is asked for before the current one is summed up, and waits in shared memory.
+A program that reads, then sums, then writes leaves the memory system idle in between, and few programs of wide rows fit on a
+multiprocessor. Here the next split is prefetched to shared memory before the current one is summed.
 
-Programs arrive at a row, then finish the row before, at which the others have arrived meanwhile. What others left to a program, it
-finishes at the end (`cooperative`).
+Programs arrive at a row, then write the previous row, at which the others have arrived meanwhile. A program writes the splits
+deferred to it at the end (`cooperative`).
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
@@ -44,7 +44,7 @@ def norm_forward_persistent_kernel(
     SCALE_OFFSET: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`programs` programs for each part share the rows."""
+    """`programs` programs per split share the rows."""
     SPLITS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     i_first = tl.program_id(0) // SPLITS
     i_split = tl.program_id(0) % SPLITS
@@ -57,7 +57,7 @@ def norm_forward_persistent_kernel(
         i_row = i_first + i_step * programs
         b_stored = tl.load(p_x + i_row.to(tl.int64) * WIDTH + o_width, mask=o_width < WIDTH, other=0.0)  # [BLOCK]
         b_x = force_load(b_stored, zero)
-        if zero == 0:  # always (`force_load`); outside of a branch, Triton would move what depends on memory alone
+        if zero == 0:  # always (`force_load`); outside of a branch, Triton would hoist code that depends on memory only
             store_partial_statistics(
                 b_x, b_stored, p_sums, items, i_row * SPLITS + i_split, i_split, zero >> 1, WIDTH, BLOCK, CENTRED
             )
@@ -84,7 +84,7 @@ def norm_forward_persistent_kernel(
             rows_per_batch, WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
         )  # fmt: skip
     if any_deferred != 0:
-        tl.debug_barrier()  # one thread stored what all read now
+        tl.debug_barrier()  # one thread stored what all threads read now
         for i_step in tl.range(0, tl.cdiv(rows - i_first, programs)):
             i_row = i_first + i_step * programs
             deferred = tl.load(p_deferred + i_row * SPLITS + i_split)

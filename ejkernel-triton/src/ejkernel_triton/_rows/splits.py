@@ -1,4 +1,4 @@
-"""What the kernels of the normalisations have in common: parameters, and the parts of a row whose programs meet."""
+"""Device functions of the normalisation kernels: parameters, and splits of a row."""
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
 # ruff: noqa: SIM102 - static and dynamic conditions stay apart
@@ -56,7 +56,7 @@ def finish_split(
     SAVE: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
 ):
-    """The result of a part from its stored values; that of the first part stores the row's statistics too."""
+    """Write one split of the output; the first split also writes the row's statistics."""
     o_width = i_split * BLOCK + tl.arange(0, BLOCK)
     m_width = o_width < WIDTH
     o_param = (i_row // rows_per_batch).to(tl.int64) * WIDTH
@@ -85,7 +85,7 @@ def finish_split(
 def store_partial_statistics(
     b_x, b_stored, p_sums, items, i_item, i_split, zero, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr
 ):
-    """Of a part [BLOCK], in float32 and as it is stored: its mean, if rows are centred, and the squares of what is left."""
+    """Store the partial statistics of a split [BLOCK]: its mean, if rows are centred, and its (centred) sum of squares."""
     if CENTRED:
         b_split_mean = tl.sum(b_x) / tl.minimum(WIDTH - i_split * BLOCK, BLOCK)
         m_width = i_split * BLOCK + tl.arange(0, BLOCK) < WIDTH
@@ -105,7 +105,7 @@ def combine_statistics(
     CENTRED: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """Mean and rstd of a row from the sums of its parts, in their order."""
+    """Combine the partial statistics of a row, in the order of its splits, to mean and rstd."""
     SPLITS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     o_split = tl.arange(0, SPLITS_BLOCK)
     m_split = o_split < SPLITS

@@ -1,13 +1,13 @@
-"""The backward kernels: weights are computed again from the log-sum-exp (Dao et al., FlashAttention, 2022), without atomics.
+"""The backward kernels. They recompute weights from the log-sum-exp (Dao et al., FlashAttention, 2022) and use no atomics.
 
-`key_gradient_kernel` owns a block of keys of one key head and walks over the queries of its group (for both gradients, or twice,
-for one each, where a program cannot hold both), `query_gradient_kernel` owns a
-block of queries, `bias_gradient_kernel` a tile of the bias's own shape. Rows have two statistics, padded at the end: `start`, minus
-the log-sum-exp in powers of two, and `minus_delta`, so that weight = 2 ** (unit * x + start) and d_logit = weight * (d_out . value
-+ minus_delta). Where they do not change from tile to tile the sums of the products start from them.
+A program of `key_gradient_kernel` owns a block of keys of one key head and loops over the queries of its group, for both
+gradients, or once per gradient if a program cannot hold both. A program of `query_gradient_kernel` owns a block of queries, one
+of `bias_gradient_kernel` a tile of the bias. Each row has two statistics, padded at the end: `neg_lse`, minus the log-sum-exp
+in powers of two, and `neg_delta`, so that weight = 2 ** (unit * x + neg_lse) and d_logit = weight * (d_out . value +
+neg_delta). Accumulators start from a statistic where it does not change from tile to tile.
 
-As in the forward kernel, a block whose result holds NaN is computed again with care: rows and keys that are not finite are kept
-out of the products, and reach what sees them through the weights.
+As in the forward kernel, a block whose result holds NaN is recomputed on the NaN-safe path: non-finite rows and keys are
+replaced by 0 in the MMAs and propagate through the weights to the entries that see them.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -43,7 +43,7 @@ from ejkernel_triton.flash_attention.tiles import (
 
 @triton.jit
 def scores_minus_lse(left, right, b_neg_lse, R: tl.constexpr, NAN_SAFE: tl.constexpr):
-    """`left . right`, on top of the statistic where that is possible."""
+    """`left . right`, accumulated onto the statistic if possible (`fuse_lse`)."""
     if R.fuse_lse:
         b_sum = tl.zeros([left[0].shape[0], right[0].shape[1]], tl.float32) + b_neg_lse * (1.0 / R.unit)
         return dot_accumulate(b_sum, left, right, R, NAN_SAFE)
@@ -63,8 +63,8 @@ def weights_of(
     b_qk, b_neg_lse, p_masks, stream_0, stream_1, o_query, o_key, queries, keys,
     R: tl.constexpr, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, STARTED: tl.constexpr,
 ):  # fmt: skip
-    """Weights; the derivative of a logit by its product; whether entries are visible and kept. STARTED: b_raw is made by
-    `scores_minus_lse`."""
+    """Weights, derivative of a logit by its score, visibility mask and dropout keep mask. STARTED: `scores_minus_lse` computed
+    b_qk."""
     m_visible, b_keep, b_slope = o_query >= 0, o_query >= 0, 1.0
     if MASKED:
         m_visible = visible_in(p_masks, o_query, o_key, queries, keys, R)
@@ -90,7 +90,7 @@ def weights_of(
 
 @triton.jit
 def apply_dropout(b_weights, b_keep, R: tl.constexpr):
-    """Weights after dropout, without its factor."""
+    """Weights after dropout, without the keep scale."""
     if R.dropout:
         b_weights = tl.where(b_keep, b_weights, 0.0)
     return b_weights
@@ -101,7 +101,8 @@ def d_logits_of(
     b_weights, b_slope, m_visible, b_keep, b_d_weights, b_neg_delta,
     R: tl.constexpr, MASK_GRADIENT: tl.constexpr, STARTED: tl.constexpr,
 ):  # fmt: skip
-    """d_logits; HIDING: also where a weight of 0 meets what is not finite. STARTED: b_d_weights is made by `d_weights_minus_delta`."""
+    """d_logits. MASK_GRADIENT: mask them even where a weight of 0 meets a non-finite value. STARTED: `d_weights_minus_delta`
+    computed b_d_weights."""
     if R.dropout:
         b_d_weights = tl.where(b_keep, b_d_weights * R.keep_scale, 0.0) + b_neg_delta
     else:
@@ -121,7 +122,7 @@ def add_queries(
     keys, R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, MASKED: tl.constexpr,
     NAN_SAFE: tl.constexpr, WANTED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries in [start, stop) of one head give to `(d_key, d_value)`. Scores are `[keys, queries]`."""
+    """Accumulate `(d_key, d_value)` over the queries in [start, stop) of one head. Scores are `[keys, queries]`."""
     b_d_key, b_d_value = state
     o_block = tl.arange(0, BLOCK_Q)
     STRIDE: tl.constexpr = R.heads * R.row
@@ -241,7 +242,7 @@ def add_query_head(
     R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, NAN_SAFE: tl.constexpr,
     WANTED: tl.constexpr,
 ):  # fmt: skip
-    """Add one query head of the group to `(d_key, d_value)`."""
+    """Accumulate `(d_key, d_value)` over one query head of the group."""
     i_batch_head = i_batch * R.heads + i_head
     o_query_row = i_batch.to(tl.int64) * queries * R.heads + i_head
     p_query += o_query_row * R.row
@@ -285,7 +286,7 @@ def add_keys(
     keys, R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     MASKED: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys in [start, stop) give to d_query."""
+    """Accumulate d_query over the keys in [start, stop)."""
     o_block = tl.arange(0, BLOCK_K)
     KEY_STRIDE: tl.constexpr = R.heads // R.group * R.row
     VALUE_STRIDE: tl.constexpr = R.heads // R.group * R.value_row
@@ -420,7 +421,7 @@ def bias_gradient_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """A program owns one tile of d_bias and sums, in order, over the axes along which the bias is broadcast."""
+    """A program owns one tile of d_bias and sums in a fixed order over the axes along which the bias is broadcast."""
     i_rest = tl.program_id(0)
     i_own_key = i_rest % own_key_blocks
     i_rest = i_rest // own_key_blocks

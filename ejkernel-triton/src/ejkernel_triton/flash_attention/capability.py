@@ -8,10 +8,10 @@ from ejkernel_triton._blocks import MIN_DOT_SIZE
 from ejkernel_triton._capability import FLOATS, refusal
 
 MAX_HEAD_SIZE = 512
-"""Of a head: a program holds whole rows of it."""
+"""A program holds whole rows of a head."""
 MAX_TOKENS = 2**27
 MAX_OFFSET = 2**29
-"""Positions are counted in 32 bits; elements in 64."""
+"""Positions are 32-bit, element offsets 64-bit."""
 MAX_SINKS = 1024
 MAX_PROGRAMS = 2**31 - 1
 

@@ -1,4 +1,4 @@
-"""Tiles of `flash_attention`: their sizes, warps and pipeline depths."""
+"""Configs of `flash_attention`: tile sizes, warps and pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton.flash_attention.mask_params import dot_mode
 
 _NARROW = 256
-"""Within a window of so many keys a block meets a few tiles only, and a short pipeline starts faster."""
+"""Window size up to which a block visits few tiles; a short pipeline starts faster."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:
-    block_q, block_k: queries that a program owns, and keys of one tile; powers of two.
+    block_q, block_k: queries of a program, and keys of one tile; powers of two.
     num_warps: warps per program.
-    num_stages: depth of the pipeline over tiles of keys.
-    ahead: whether the product of the next tile runs beside the exponentials of this one; without effect beside a bias.
-    masked: whether all tiles go through one loop with masks, instead of through one for whole tiles and others around it.
+    num_stages: pipeline stages of the loop over key tiles.
+    overlap: whether the QK MMA of the next tile overlaps the softmax of the current one; ignored with a bias.
+    always_mask: whether one masked loop visits all tiles, instead of an unmasked loop for full tiles and masked loops around
+        it.
     """
 
     block_q: int
@@ -36,10 +37,10 @@ class ForwardConfig:
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Attributes:
-    key_*: of the kernel that owns `key_block_k` keys and walks over tiles of `key_block_q` queries.
-    key_apart: whether that kernel runs twice, for the gradient of the keys and for that of the values.
-    query_*: of the kernel that owns `query_block_q` queries and walks over tiles of `query_block_k` keys.
-    bias_*: of the kernel that owns a tile of the gradient of a bias.
+    key_*: of the dK/dV kernel, which owns `key_block_k` keys and loops over tiles of `key_block_q` queries.
+    separate_dk_dv: whether dK and dV are computed by one launch each.
+    query_*: of the dQ kernel, which owns `query_block_q` queries and loops over tiles of `query_block_k` keys.
+    bias_*: of the dBias kernel, which owns a tile of the bias gradient.
     """
 
     key_block_q: int
@@ -57,32 +58,32 @@ class BackwardConfig:
 
 
 Tile = tuple[int, int, int, int]
-"""Rows that a program owns, rows of one tile of the others, warps, stages."""
+"""Rows that a program owns, rows of one tile that it loops over, warps, stages."""
 
 _SMALL = (
     *((64, 64, 4, 1), (64, 32, 4, 2), (64, 32, 8, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
     *((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
 )
-"""What is tried when nothing better fits; the last fits everywhere."""
+"""Fallbacks; the last fits everywhere."""
 _EXACT = ((16, 16, 8, 1), (16, 16, 4, 1))
-"""For float32 without tensor cores: larger products take minutes to compile. And for keys in parts before warpgroups."""
+"""For float32 without tensor cores: larger tiles take minutes to compile. Also for bf16x6 dK/dV before Hopper."""
 _SINGLE = ((32, 32, 4, 1), (16, 16, 4, 1))
-"""For float32 rounded to TF32."""
+"""For TF32."""
 _SMALL_SPLIT = (
     *((64, 32, 4, 2), (64, 16, 4, 2), (64, 16, 8, 2), (64, 16, 8, 1), (32, 32, 4, 1)),
     *((32, 16, 8, 1), (32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
 )
-"""For float32 in parts."""
+"""For bf16x6 emulation of float32."""
 
-# The first of a list was the fastest on an H200; all are worth a measurement elsewhere.
+# The first of each list was the fastest on an H200; the others are candidates for tuning.
 _TF32_FORWARD = ((128, 32, 8, 2), (128, 64, 8, 2), (64, 32, 4, 2))
 _SPLIT_FORWARD = ((128, 32, 8, 2), (64, 32, 4, 2))
 _NARROW_SPLIT_FORWARD = ((64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2))
 _SPLIT_KEY = ((64, 32, 4, 2), (128, 32, 8, 2), (64, 16, 4, 2))
 _SMALL_ROWS = ((32, 32, 4, 2),)
-"""Where operands lie in registers, as they do before warpgroups multiply: more rows spill there."""
+"""Before Hopper, operands lie in registers, and more rows spill."""
 _BEFORE = ((64, 32, 4, 3), (64, 32, 4, 2))
-"""For heads up to 128 before warpgroups, compiled for an A100: tiles of 64 x 64 take up to twice the instructions, and spill."""
+"""For heads up to 128 before Hopper: on an A100, 64 x 64 tiles take up to twice the instructions and spill."""
 _SPLIT_QUERY = ((64, 32, 4, 2), (128, 64, 8, 2), (128, 16, 8, 1), (64, 16, 4, 3))
 _FORWARD = (
     *((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3)),
@@ -102,7 +103,7 @@ _QUERY = (
 
 
 class _Model:
-    """What a tile costs in shared memory and registers, and what is known of the call."""
+    """Shared memory and registers of a tile, and the properties of the call that they depend on."""
 
     def __init__(self, call: FlashAttentionCall, target: Target) -> None:
         self.size, self.value_size = dot_block(call.query.shape[3]), dot_block(call.value.shape[3])
@@ -114,7 +115,7 @@ class _Model:
         generation = (target.capability or (0, 0))[0]
         self.warpgroups = generation == 9
         self.before_warpgroups = 0 < generation < 9
-        # With tensor memory, what Triton makes of more rows in parts does not fit.
+        # On Blackwell, the tensor memory that Triton allocates for more bf16x6 rows does not fit.
         self.max_rows = 32 if self.split and generation > 9 else 2**31
         self.queries, self.keys = call.query.shape[1], call.key.shape[1]
         by_pair = (spec for spec in (call.bias, call.mask) if spec is not None and min(spec.shape[2:]) > 1)
@@ -134,7 +135,7 @@ class _Model:
         return self._fits(tile, self._both(tile), self._summed(tile[0] * self.size) + tile[0] * tile[1] * 2)
 
     def key_fits(self, tile: Tile) -> bool:
-        """Of a kernel that makes both gradients at once."""
+        """Whether a kernel that computes dK and dV together fits."""
         sums = self.size + self.value_size + (self.width if self.split else 0)
         return self._fits(tile, self._both(tile), tile[0] * sums + tile[0] * tile[1] * 2)
 
@@ -142,11 +143,11 @@ class _Model:
         return self._fits(tile, self._both(tile), self._summed(tile[0] * self.width) + tile[0] * tile[1] * 2)
 
     def _summed(self, elements: int) -> int:
-        """A sum, and for parts that of one tile beside it."""
+        """Accumulator elements; bf16x6 keeps the sum of one tile beside the accumulator."""
         return elements * 2 if self.split else elements
 
     def _both(self, tile: Tile) -> int:
-        """Elements of the owned rows and of the tiles in flight; a tile of scores changes its layout on the way."""
+        """Elements of the owned rows, the tiles in flight, and the layout conversion of a score tile."""
         own, other, _, stages = tile
         return (own + stages * other) * (self.size + self.value_size) + own * other
 
@@ -157,7 +158,7 @@ class _Model:
         return total <= self.limit and held <= 32 * warps * registers and own <= self.max_rows
 
     def tiles(self, half: tuple[Tile, ...], split: tuple[Tile, ...], tf32: tuple[Tile, ...] = _SINGLE) -> tuple[Tile, ...]:
-        """Those of them that belong to the kind of product."""
+        """The candidates for the dot mode."""
         return {"bf16x6": split, "tf32": tf32, "tf32x3": _SINGLE, "ieee": _EXACT}[self.dot_mode] if self.wide else half
 
     def forward_choices(self) -> tuple[Tile, ...]:
@@ -186,7 +187,7 @@ class _Model:
             return (128, 64, 8, 2), (64, 32, 4, 3), (64, 32, 4, 2), (64, 32, 8, 2)
         if self.width == 128 and not self.triangular and not self.score_bytes:
             return ((128, 128, 8, 3), (64, 64, 4, 3))
-        # Two programs fit on a Hopper multiprocessor, beside tiles of scores with a shorter pipeline only.
+        # Two programs fit on a Hopper multiprocessor; with score-shaped inputs only if the pipeline is shorter.
         short_first = self.width == 128 and self.score_bytes
         return ((64, 64, 4, 2), (64, 64, 4, 3)) if short_first else ((64, 64, 4, 3), (64, 64, 4, 2))
 
@@ -215,7 +216,7 @@ class _Model:
         return ((64, 64, 4, 3),) if self.width <= 64 else ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))
 
     def bias_choices(self) -> tuple[tuple[int, int, int], ...]:
-        """Queries and keys of a tile, and warps; compiled for each generation, the largest that do not spill."""
+        """Queries and keys of a tile, and warps: for each GPU generation the largest tiles that do not spill."""
         smallest = ((16, 16, 4),)
         if self.wide:
             return ((64, 32, 4), *smallest) if self.split and self.warpgroups and self.width <= 128 else smallest
@@ -227,7 +228,7 @@ class _Model:
 
 
 def _first(tiles: Iterable[Tile], fits: Callable[[Tile], bool], own: int, other: int) -> Tile:
-    """The first tile that fits, cut to the lengths of the arrays."""
+    """The first tile that fits, clipped to the sequence lengths."""
     tiles = tuple(tiles)
     return _cut(next((tile for tile in tiles if fits(tile)), tiles[-1]), own, other)
 
@@ -270,7 +271,7 @@ def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConf
 
 
 def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardConfig]:
-    """Each kernel varied alone: they do not influence each other."""
+    """Varies one kernel at a time: they do not influence each other."""
     model = _Model(call, target)
     best = backward_heuristic(call, target)
     by_key, by_query = (model.keys, model.queries), (model.queries, model.keys)

@@ -1,9 +1,9 @@
-"""The forward kernel: a program owns a block of queries of one head and walks over the keys that they see, with a running
-maximum and sum (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022).
+"""The forward kernel: a program owns a block of queries of one head and loops over the keys that they see, with online softmax
+(Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022).
 
-Tiles whose entries are all visible are computed without masks. If a result holds NaN, which a hidden value can cause as 0 * NaN,
-the block is computed again with care: a value that is not finite becomes a NaN of its key's logits, which reaches exactly the
-queries that see it.
+Full tiles are computed without masks. If the result holds NaN, which a masked value can cause as 0 * NaN, the block is
+recomputed on the NaN-safe path: a non-finite value becomes NaN in its key's logits, which propagates exactly to the queries
+that see it.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -54,7 +54,7 @@ def online_softmax_update(
     MASKED: tl.constexpr,
     NAN_SAFE: tl.constexpr,
 ):
-    """Add the keys in [start, stop) to `(weighted values, maximum, sum)`."""
+    """Online-softmax update of `(accumulator, maximum, sum)` with the keys in [start, stop)."""
     b_values, b_max, b_sum = state
     o_block = tl.arange(0, BLOCK_K)
     KEY_STRIDE: tl.constexpr = R.heads // R.group * R.row
@@ -109,7 +109,7 @@ def online_softmax_update_overlapped(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """`online_softmax_update` without masks, where the product of the next tile runs beside the exponentials of this one."""
+    """`online_softmax_update` without masks. The QK MMA of the next tile overlaps the softmax of the current one."""
     b_values, b_max, b_sum = state
     o_block = tl.arange(0, BLOCK_K)
     KEY_STRIDE: tl.constexpr = R.heads // R.group * R.row

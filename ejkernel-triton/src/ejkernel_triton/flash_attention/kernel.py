@@ -1,4 +1,4 @@
-"""The launches of `flash_attention`: what kernels are given, and what is left to XLA before and after them."""
+"""The launches of `flash_attention`: kernel arguments, and the work that XLA does before and after."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ejkernel_triton.flash_attention.mask_params import LOG2_E, MaskParams, mask
 from ejkernel_triton.flash_attention.split_precision import split_bf16
 
 _CACHED_BYTES = 24 * 2**20
-"""Of keys and values that programs running at one time share through the L2 cache."""
+"""L2 cache budget for the keys and values of concurrently running programs."""
 
 _TOKENS = ("query_segments", "key_segments", "query_positions", "key_positions")
 
@@ -63,7 +63,7 @@ def _score_count(call: FlashAttentionCall) -> int:
 
 
 def _without_keys(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> tuple[Any, Any]:
-    """No kernel is needed where there is no pair: only sinks are in the sums."""
+    """Without query-key pairs only the sinks contribute; no kernel is launched."""
     rows = call.query.shape[:3]
     out = jnp.zeros((*rows, call.value.shape[3]), call.query.dtype)
     lse = jnp.full(rows, -jnp.inf, jnp.float32)
@@ -76,7 +76,7 @@ def _without_keys(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> tup
 
 
 def _heads_in_l2(call: FlashAttentionCall) -> int:
-    """Key heads that are worked on at one time."""
+    """Key heads whose keys and values fit in the L2 cache together."""
     batch, keys, heads, size = call.key.shape
     itemsize = 4 if call.key.dtype == "float32" else 2
     per_head = keys * (size + call.value.shape[3]) * itemsize
@@ -84,12 +84,12 @@ def _heads_in_l2(call: FlashAttentionCall) -> int:
 
 
 def _operands(arrays: tuple[Any, ...], mask_params: MaskParams) -> tuple[Any, ...]:
-    """As kernels multiply them."""
+    """The operands as kernels load them: split to bfloat16 terms for bf16x6."""
     return arrays if mask_params.bf16_terms == 1 else tuple(map(split_bf16, arrays))
 
 
 def _masks(inputs: FlashAttentionInputs) -> tuple[Any, ...]:
-    """Absent arrays are replaced by one that is there; kernels do not look at them."""
+    """Absent arrays are replaced by the query; kernels do not read them."""
     arrays = (*map(_padded_rows, (inputs.bias, inputs.mask)), *(getattr(inputs, name) for name in _TOKENS))
     return tuple(inputs.query if array is None else array for array in arrays)
 
@@ -117,7 +117,7 @@ def _attend(
     save_lse: bool,
     save_maximum: bool = False,
 ) -> list[Any]:
-    """out, and the log-sum-exp and the maximum of each row if they are saved."""
+    """out, and each row's log-sum-exp and maximum if requested."""
     batch, queries, heads, size = call.query.shape
     mask_params = mask_params_of(call)
     if config.always_mask:
@@ -166,11 +166,11 @@ def _statistics(
     """shift and delta `[B, H, T]`: weight = exp(logit - shift), d_logit = weight * (d_out . value - delta)."""
     lse, d_lse = outputs.lse, cotangents.lse
     if call.normalize_output:
-        # The output of a row that sees nothing is 0, and NaN in its cotangent must not come back.
+        # The output of a fully masked row is 0; NaN in its cotangent must not propagate.
         d_out = jnp.where(outputs.out == 0, 0, cotangents.out)
         delta = jnp.sum(d_out.astype(jnp.float32) * outputs.out.astype(jnp.float32), axis=-1)
         return _heads_first(lse), _heads_first(delta if d_lse is None else delta - d_lse)
-    # Unnormalised weights are exp(logit - maximum), with the maximum, which is no residual, held constant.
+    # Unnormalised weights are exp(logit - maximum), with the maximum held constant. It is not saved, so recompute it.
     shift = lse
     if _score_count(call):
         blocks = config.query_block_q, config.query_block_k, config.query_num_warps, config.query_num_stages
@@ -214,7 +214,7 @@ def _key_gradients(
 def _by_key(
     call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...], config: BackwardConfig, wanted: str
 ) -> list[Any]:
-    """The gradients of keys and values; those that are not wanted are empty."""
+    """The gradients of keys and values; those not in `wanted` are empty."""
     query, key, value = inputs[:3]
     mask_params = mask_params_of(call)
     blocks = _cdiv(key.shape[1], config.key_block_k)

@@ -1,4 +1,4 @@
-"""What a kernel is compiled for: the static facts of a call, as one constant."""
+"""The static parameters of a call, as one `tl.constexpr`: kernels are specialised for them."""
 
 from __future__ import annotations
 
@@ -13,31 +13,41 @@ from ejkernel_triton._numerics import DotPrecision, dot_precision
 LOG2_E = math.log2(math.e)
 ABSENT = -1
 MAX_SPLIT_WIDTH = 256
-"""Of a head whose float32 is multiplied in parts."""
+"""Largest head size for bf16x6."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskParams:
-    """Logits are kept in units of `1 / unit` powers of two: weight = 2 ** (unit * (x - maximum)), where x is made from
-    `query . key` as `raw * factor + bias * bias_factor`, or `cap_factor * tanh` of half its natural logarithm if capped.
+    """Mask and logit parameters. Logits are in units of `1 / unit` powers of two: weight = 2 ** (unit * (x - maximum)), where x
+    is `query . key * factor + bias * bias_factor`, or with a soft cap `cap_factor * tanh` of half that number's natural
+    logarithm.
 
     Attributes:
         heads, group: query heads, and query heads per key head.
-        size, value_size: of a head.
-        parts, row, value_row: bfloat16 arrays that sum to one of float32, or 1 for operands as they are; elements of a head's row.
-        causal, prefix, left, right, chunk: rules of position; `ABSENT` or 0 where there is none.
-        offset: position of query 0 without an array of positions.
-        query_positions, key_positions, query_segments, key_segments: 0 absent, 1 shared over the batch, 2 one row per batch.
-        bias, mask: `ABSENT`, or a sum of 1, 2, 4, 8 for the axes b, h, t, s along which the array is not broadcast.
-        ranges: 0 if the tiles to visit follow from indices, else 1 or 2 as above.
-        edges_first, edges_first_by_key: masked tiles may come before whole ones, among the keys of a block of queries, and among
-            the queries of a block of keys.
-        whole: some tiles may need no mask.
-        careful: some entry can be hidden, so that what is not finite there must be kept out of the products; or parts meet it.
-        simple: causal by indices and without a prefix.
-        sinks: their number, and whether they are per batch.
-        rounding: dtype that `query . key` is rounded to, "" for none.
-        plain: logits are nothing but products, so that a row's statistic can be where their sum starts.
+        size, value_size: head sizes.
+        bf16_terms, row, value_row: bfloat16 terms of a float32 operand (3), or 1 for unsplit operands; elements of a head's
+            row.
+        causal, prefix, left, right, chunk: positional mask; `ABSENT` or 0 if unused.
+        offset: position of query 0, unless positions are given.
+        query_positions, key_positions, query_segments, key_segments: 0 absent, 1 shared by the batch, 2 one row per batch
+            member.
+        bias, mask: `ABSENT`, or a bit set (1, 2, 4, 8) of the axes b, h, t, s along which the array is not broadcast.
+        ranges: 0 if tile ranges follow from indices, else 1 or 2 as for positions: they are loaded.
+        masked_first, masked_first_by_key: whether masked tiles may precede full tiles, in the loop over keys and in the loop
+            over queries.
+        has_full_tiles: whether some tiles may need no mask.
+        nan_safe: whether non-finite values need the NaN-safe path: some entry may be masked, or operands are split.
+        causal_by_index: causal, without positions and without a prefix.
+        sinks, sinks_per_batch: number of sinks, and whether each batch member has its own.
+        rounding: dtype that `query . key` is rounded to; "" for none.
+        dropout, threshold, keep_scale: whether there is dropout, the hash value below which an entry is dropped, 1 / (1 -
+            rate).
+        fuse_lse: whether the accumulator of the QK MMA can start from minus the log-sum-exp: no bias, cap or rounding.
+        capped: whether there is a soft cap.
+        unit, factor, bias_factor, cap_factor: see above.
+        scale: of `query . key`, for the gradients.
+        normalize: whether the output is divided by the sum of its weights.
+        precision: `input_precision` of `tl.dot` for unsplit operands.
     """
 
     heads: int
@@ -83,13 +93,13 @@ class MaskParams:
 
 
 def mask_params_of(call: FlashAttentionCall) -> MaskParams:
-    """The rules of a call that `supports` admits."""
+    """The parameters of a call that `supports` accepts."""
     arrays = (call.query_positions, call.key_positions, call.query_segments, call.key_segments)
     given = any(spec is not None for spec in arrays)
     elementwise = call.bias is not None or call.mask is not None
     left, right = call.window or (None, None)
     farthest = call.query.shape[1] + call.key.shape[1] + abs(call.query_offset)
-    if not given:  # beyond the farthest position a rule has no effect, and sums of smaller numbers do not overflow
+    if not given:  # clip to the largest distance, so that sums do not overflow
         left, right = (None if side is None else min(side, farthest) for side in (left, right))
     chunk = call.chunk_size or 0
     unit, factor, bias_factor, cap_factor = _units(call)
@@ -145,9 +155,10 @@ def mask_params_of(call: FlashAttentionCall) -> MaskParams:
 
 
 def dot_mode(call: FlashAttentionCall) -> DotPrecision | Literal["bf16x6"]:
-    """How operands are multiplied: float32 that one product of TF32 is too rough for in parts, for heads whose tiles in parts fit.
+    """How operands are multiplied. bf16x6 emulates float32 wherever one TF32 MMA is not accurate enough and the split tiles
+    fit.
 
-    That is more than "high" asks for, and faster: 13.7 ms on an H200 where Triton's three products of TF32 took 31 ms.
+    It exceeds the accuracy of "high", and is twice as fast as Triton's 3xTF32 on an H200.
     """
     precision = dot_precision(call.precision, call.query.dtype)
     width = max(call.query.shape[3], call.value.shape[3])
@@ -156,7 +167,7 @@ def dot_mode(call: FlashAttentionCall) -> DotPrecision | Literal["bf16x6"]:
 
 
 def _units(call: FlashAttentionCall) -> tuple[float, float, float, float]:
-    """unit, factor, bias_factor, cap_factor. With nothing to add or cap, the scale is folded into the exponential."""
+    """unit, factor, bias_factor, cap_factor. Without a bias and a cap, the scale is folded into the exponential."""
     if call.soft_cap is not None:
         to_double = 2 * LOG2_E / call.soft_cap
         return 1.0, call.scale * to_double, to_double, call.soft_cap * LOG2_E

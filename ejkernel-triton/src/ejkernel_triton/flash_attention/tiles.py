@@ -1,7 +1,7 @@
-"""Device functions that every attention kernel shares: which tiles, which entries of a tile, and their logits.
+"""Device functions that the attention kernels share: tile coordinates and ranges, masks and logits.
 
-A tile's entries are addressed by two index arrays that broadcast together: `o_query` `[BQ, 1]` and `o_key` `[1, BK]`, or
-`[1, BQ]` and `[BK, 1]` where scores are computed as their transpose. `R` is a `mask_params.MaskParams`.
+A tile's entries are addressed by two index arrays that broadcast together: `o_query` `[BQ, 1]` and `o_key` `[1, BK]`, or `[1,
+BQ]` and `[BK, 1]` if scores are transposed. `R` is a `MaskParams`.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -13,7 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def tile_coordinate(blocks, heads, heads_in_l2, LAST_FIRST: tl.constexpr):
-    """This program's block and its batch-and-head: sections of heads whose keys fit the L2 cache, blocks outermost in each."""
+    """This program's block and batch-head index. Heads are swizzled for L2 reuse: `heads_in_l2` heads at a time, blocks
+    outermost."""
     i_program = tl.program_id(0)
     i_swizzle = i_program // (heads_in_l2 * blocks)
     i_within = i_program - i_swizzle * (heads_in_l2 * blocks)
@@ -47,7 +48,7 @@ def load_rows(p, o_row, rows, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: t
 def load_operand(
     p, o_row, rows, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
-    """Rows as an operand of `dot`: all parts of a row lie one after the other."""
+    """Rows as an operand of `dot`; the terms of a row are contiguous."""
     b_hi = load_rows(p, o_row, rows, STRIDE, SIZE, BLOCK, TAIL)
     if R.bf16_terms == 1:
         bf16_terms = (b_hi,)
@@ -81,11 +82,10 @@ def transpose_operand(bf16_terms, R: tl.constexpr):
 
 @triton.jit
 def dot(left, right, R: tl.constexpr, NAN_SAFE: tl.constexpr):
-    """`left . right` in float32; CAREFUL: an infinity times the 0 in a low part does not count.
+    """`left . right` in float32. NAN_SAFE: drop NaN of an infinity times a low term of 0.
 
-    Of nine products of parts the three smallest are left out: together they are about as large as float32's own rounding of one
-    term. Tensor cores cut their sums instead of rounding them, so the small ones come first, and long sums over tiles are made
-    outside of them.
+    bf16x6 skips the three smallest of the nine products: their sum is about float32's rounding error of one term. Tensor cores
+    truncate sums, so small products come first, and sums over tiles are accumulated outside of the MMA.
     """
     if R.bf16_terms == 1:
         b_product = tl.dot(left[0], right[0], input_precision=R.precision)
@@ -126,7 +126,7 @@ def finite(b_tile):
 
 @triton.jit
 def finite_operand(bf16_terms, R: tl.constexpr):
-    """Only a first part is ever not finite."""
+    """Only the first term can be non-finite."""
     if R.bf16_terms == 1:
         clean = (finite(bf16_terms[0]),)
     else:
@@ -147,14 +147,14 @@ def any_nan(b_tile):
 
 @triton.jit
 def chunk_of(x, CHUNK: tl.constexpr):
-    """Floor division; the machine's rounds to zero."""
+    """Floor division; the hardware's rounds toward zero."""
     return tl.where(x >= 0, x // CHUNK, -1 - (-1 - x) // CHUNK)
 
 
 @triton.jit
 def key_range(first, last, keys, BLOCK: tl.constexpr, R: tl.constexpr):
-    """Keys that queries at positions first ... last may see, as multiples of BLOCK: in [low, high), and all of them see all of
-    [full_low, full_high)."""
+    """Key range of queries at positions first ... last, in multiples of BLOCK: some may see [low, high), all see [full_low,
+    full_high)."""
     low = first * 0
     high = low + keys
     full_low, full_high = low, high
@@ -178,7 +178,7 @@ def key_range(first, last, keys, BLOCK: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def query_range(first, last, queries, BLOCK: tl.constexpr, R: tl.constexpr):
-    """The same for keys first ... last: which queries may see them."""
+    """Query range of keys first ... last, likewise."""
     low = first * 0 + R.offset
     high = low + queries
     full_low, full_high = low, high
@@ -202,7 +202,7 @@ def query_range(first, last, queries, BLOCK: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def round_to_blocks(low, full_low, full_high, high, BLOCK: tl.constexpr):
-    """Ends at multiples of BLOCK, so that low <= full_low <= full_high <= high, or an empty middle at low."""
+    """Round to multiples of BLOCK, so that low <= full_low <= full_high <= high; an empty full range lies at low."""
     high = tl.maximum(high, 0)
     low = tl.minimum(tl.maximum(low, 0), high) // BLOCK * BLOCK
     full_low = (tl.maximum(full_low, low) + BLOCK - 1) // BLOCK * BLOCK
@@ -215,7 +215,7 @@ def round_to_blocks(low, full_low, full_high, high, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_range(p_ranges, i_batch, blocks, i_block, R: tl.constexpr):
-    """The four ends that were computed from arrays before the launch."""
+    """Load a tile range that was computed from arrays before the launch."""
     i_row = i_block
     if R.ranges == 2:
         i_row = i_batch * blocks + i_block
@@ -225,7 +225,7 @@ def load_range(p_ranges, i_batch, blocks, i_block, R: tl.constexpr):
 
 @triton.jit
 def batch_pointer(p, i_batch, size, STORAGE: tl.constexpr):
-    """A batch's row of a `[1 or b, size]` array."""
+    """Pointer to the batch member's row of a `[1 or b, size]` array."""
     if STORAGE == 2:
         p += i_batch.to(tl.int64) * size
     return p
@@ -233,17 +233,17 @@ def batch_pointer(p, i_batch, size, STORAGE: tl.constexpr):
 
 @triton.jit
 def score_row_stride(keys):
-    """Elements of a row of a `[b?, h?, t?, s]` array, padded to a multiple of 16.
+    """Row stride of a `[b?, h?, t?, s]` array, padded to a multiple of 16.
 
-    As the compiler knows that, it loads vectors, and in a layout that is not its default: from there the default would spread to
-    the weights, which are then computed twice, in the layout of the products too.
+    The known divisibility makes Triton use vector loads, in their own layout. The default layout would spread to the weights,
+    which would then be computed twice, also in the MMA layout.
     """
     return tl.cdiv(keys, 16) * 16
 
 
 @triton.jit
 def score_pointer(p, i_batch, i_head, queries, keys, R: tl.constexpr, AXES: tl.constexpr):
-    """Where one batch's and head's part of a `[b?, h?, t?, s?]` array begins."""
+    """Pointer to one batch and head of a `[b?, h?, t?, s?]` array."""
     if AXES > 0:
         size = tl.full((), 1, tl.int64)
         if AXES & 8:
@@ -260,7 +260,7 @@ def score_pointer(p, i_batch, i_head, queries, keys, R: tl.constexpr, AXES: tl.c
 
 @triton.jit
 def load_scores(p, o_query, o_key, queries, keys, AXES: tl.constexpr):
-    """One tile of such an array, with its broadcast axes of size 1 (both: of one number, like a bias of queries); 0 outside."""
+    """One tile of such an array, with its broadcast axes of size 1; 0 out of bounds."""
     row = score_row_stride(keys)
     if AXES & 8:
         if AXES & 4:
@@ -274,7 +274,7 @@ def load_scores(p, o_query, o_key, queries, keys, AXES: tl.constexpr):
 
 @triton.jit
 def statistics_pointer(p, i_batch_head, queries):
-    """Where the rows of one head begin in a statistic `[b, h, t]`, whose t is padded to a multiple of 128."""
+    """Pointer to one head of a statistic `[b, h, t]`, whose t is padded to a multiple of 128."""
     return p + i_batch_head.to(tl.int64) * (tl.cdiv(queries, 128) * 128)
 
 
@@ -283,7 +283,7 @@ def mask_pointers(
     p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries, keys,
     R: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to one batch's and head's part of what `visible_in` and `bias_in` read."""
+    """Pointers to one batch and head of the arrays that `visible_in` and `bias_in` read."""
     return (
         score_pointer(p_bias, i_batch, i_head, queries, keys, R, R.bias),
         score_pointer(p_mask, i_batch, i_head, queries, keys, R, R.mask),
@@ -296,7 +296,7 @@ def mask_pointers(
 
 @triton.jit
 def visible_in(p_masks, o_query, o_key, queries, keys, R: tl.constexpr):
-    """Which entries of a tile are visible. Queries past the end need no rule: what they hold is 0."""
+    """Visibility mask of a tile. Queries past the end are not masked: they hold 0."""
     if R.query_positions > 0:
         b_query = tl.load(p_masks[4] + o_query, mask=o_query < queries, other=0)
     else:
@@ -305,7 +305,7 @@ def visible_in(p_masks, o_query, o_key, queries, keys, R: tl.constexpr):
         b_key = tl.load(p_masks[5] + o_key, mask=o_key < keys, other=0)
     else:
         b_key = o_key
-    if R.causal_by_index:  # keys past the end are put after every query; one comparison of unsigned numbers holds two
+    if R.causal_by_index:  # keys past the end come after every query; one unsigned comparison checks both bounds
         b_distance = b_query - tl.where(o_key < keys, o_key, 1 << 30)
         if R.left >= 0:
             m_visible = b_distance.to(tl.uint32) <= R.left
@@ -335,9 +335,9 @@ def visible_in(p_masks, o_query, o_key, queries, keys, R: tl.constexpr):
 
 @triton.jit
 def bias_in(p_masks, m_visible, o_query, o_key, queries, keys, R: tl.constexpr, NAN_SAFE: tl.constexpr):
-    """The bias of a tile, and which entries are visible of those that `m_visible` says.
+    """The bias of a tile, and `m_visible` with the entries masked where the bias is -inf.
 
-    One of -inf hides by itself, but for a logit that is capped or not a number.
+    A bias of -inf masks by itself, unless the logit is capped or NaN.
     """
     b_bias = load_scores(p_masks[0], o_query, o_key, queries, keys, R.bias).to(tl.float32)
     if NAN_SAFE or R.capped:
@@ -348,7 +348,7 @@ def bias_in(p_masks, m_visible, o_query, o_key, queries, keys, R: tl.constexpr, 
 
 @triton.jit
 def logits_of(b_qk, b_bias, R: tl.constexpr):
-    """Logits in the units of `R`, and the tangent that a soft cap made them from."""
+    """Logits in the units of `R`, and the tanh of the soft cap."""
     if R.rounding == "bfloat16":
         b_qk = b_qk.to(tl.bfloat16).to(tl.float32)
     if R.rounding == "float16":
@@ -376,6 +376,6 @@ def hash_bits(x):
 
 @triton.jit
 def keep_mask(stream_0, stream_1, o_query, o_key, R: tl.constexpr):
-    """Which entries dropout leaves: `ejkernel.operations.flash_attention.dropout`."""
+    """Dropout keep mask, see `ejkernel.operations.flash_attention.dropout`."""
     b_row = hash_bits(stream_0 ^ (o_query.to(tl.uint32) * 0x9E3779B9))
     return hash_bits(b_row ^ stream_1 ^ (o_key.to(tl.uint32) * 0x85EBCA6B)) >= R.threshold

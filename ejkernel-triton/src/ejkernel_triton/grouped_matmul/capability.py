@@ -9,9 +9,9 @@ from ejkernel_triton._capability import FLOATS, refusal
 from ejkernel_triton._pages import STORED, e4m3_problem
 
 MAX_COUNT = 2**31 - 2**16
-"""Rows, elements of a matrix, tiles and programs are counted in 32 bits; elements of whole arrays in 64."""
+"""Rows, elements of a matrix, tiles and programs have 32-bit indices, elements of arrays 64-bit offsets."""
 MAX_WIDTH = 2**23
-"""Of a row: a tile of 128 rows is addressed in 32 bits."""
+"""Widest row for which a tile of 128 rows has 32-bit offsets."""
 
 
 def supports_forward(call: GroupedMatmulCall, target: Target) -> str | None:
@@ -26,7 +26,7 @@ def _refusal(call: GroupedMatmulCall, target: Target) -> str | None:
     batch, rows, inner = call.lhs.shape
     matrices, columns = call.rhs.shape[1], call.columns
     if call.lhs_scale is not None:
-        return "lhs_scale is given, and these kernels know no scales of rows; multiply the result, or use platform='xla'"
+        return "lhs_scale is given, and these kernels do not support row scales; multiply the result, or use platform='xla'"
     if call.preferred_element_type not in FLOATS:
         return f"preferred_element_type is {call.preferred_element_type}, needs {', '.join(FLOATS)}"
     for name, width in (("K", inner), ("N", columns)):

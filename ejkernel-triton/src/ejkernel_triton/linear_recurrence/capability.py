@@ -7,11 +7,11 @@ from ejkernel.plugin import Target
 from ejkernel_triton._capability import FLOATS, refusal
 
 NEWEST = (9, 0)
-"""Triton 3.6 does not compile the sums over rows in these kernels for 10.0."""
+"""Triton 3.6 does not compile the row sums of these kernels for 10.0."""
 MAX_HEAD_SIZE = 256
-"""Of a head: a program holds a state of whole columns."""
+"""Largest head size: a program holds whole columns of the state."""
 MAX_COUNT = 2**31 - 2**16
-"""Tokens and programs are counted in 32 bits; elements in 64."""
+"""Tokens and programs have 32-bit indices, elements 64-bit offsets."""
 _MIN_BLOCK, _MIN_SEGMENT = 16, 16
 
 

@@ -1,4 +1,4 @@
-"""How `linear_recurrence` is cut: chunks, segments and channels of value, with warps and pipeline depth."""
+"""Configs of `linear_recurrence`: chunk and segment sizes, value block, warps and pipeline stages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ejkernel_triton.linear_recurrence.params import product_precision
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Attributes:
-    chunk: tokens between two states, a power of two.
-    segment: tokens of one program, a multiple of chunk; 0 = a whole sequence, in forward without cu_seqlens.
-    block: channels of one program's state; a power of two.
-    num_warps: warps per program: 4, or 8 for a block of 128 channels and a chunk of 64, under decays per head.
-    num_stages: chunks in flight.
+    chunk_size: tokens between two states, a power of two.
+    segment_size: tokens of one program, a multiple of chunk_size; 0 = a whole sequence (forward without cu_seqlens only).
+    block_v: value channels of one program's state; a power of two.
+    num_warps: warps per program: 4, or 8 for a block_v of 128 and a chunk_size of 64, with decays per head.
+    num_stages: pipeline stages of the loop over chunks.
     """
 
     chunk_size: int
@@ -31,15 +31,17 @@ class Config:
     num_stages: int
 
     def __post_init__(self) -> None:
-        for name, size in (("chunk", self.chunk_size), ("block", self.block_v)):
+        for name, size in (("chunk_size", self.chunk_size), ("block_v", self.block_v)):
             if size < MIN_DOT_SIZE or size & (size - 1):
                 raise ValueError(f"{name}: got {size}, expected a power of two from {MIN_DOT_SIZE} on")
         if self.segment_size < 0 or self.segment_size % self.chunk_size:
-            raise ValueError(f"segment: got {self.segment_size}, expected 0 or a multiple of chunk, {self.chunk_size}")
+            raise ValueError(
+                f"segment_size: got {self.segment_size}, expected 0 or a multiple of chunk_size, {self.chunk_size}"
+            )
 
 
 class _Model:
-    """What a config costs, and what is known of the call."""
+    """Shared memory and registers of a config, and the properties of the call that they depend on."""
 
     def __init__(self, call: LinearRecurrenceCall, target: Target, *, backward: bool) -> None:
         self.call, self.backward = call, backward
@@ -53,13 +55,13 @@ class _Model:
         self.on_warpgroups = target.capability is None or target.capability >= (9, 0)
 
     def chunks(self) -> tuple[int, ...]:
-        """Products of float32 without tensor cores are unrolled: larger tiles take minutes to compile."""
+        """float32 dots without tensor cores are unrolled: larger tiles take minutes to compile."""
         longest = dot_block(self.call.query.shape[1])
         sizes = (16,) if self.exact else (64, 32) if self.wide else (64,)
         return tuple(dict.fromkeys(min(size, longest) for size in sizes))
 
     def matmuls(self) -> Iterable[tuple[int, int]]:
-        """Widths of key and of value in every walk."""
+        """Key and value widths of every recurrence of the phase."""
         yield self.width, self.channels
         if self.backward:
             yield self.channels, self.width
@@ -88,7 +90,8 @@ class _Model:
 
 
 def _choices(model: _Model, segments: tuple[int, ...]) -> list[Config]:
-    """Four warps. Eight, for which tiles are turned, are left to `cfg=` as long as no device has checked their numbers."""
+    """Configs with four warps. Eight warps, which use transposed tiles, are only reachable through `cfg=` until their numbers
+    are checked on a device."""
     blocks, depths = [block_v for block_v in model.blocks()[-3:] if block_v <= 64], (2, 3)
     if model.split:
         blocks, depths = (
@@ -104,12 +107,12 @@ def _choices(model: _Model, segments: tuple[int, ...]) -> list[Config]:
 
 
 def _smallest(model: _Model, segment_size: int) -> Config:
-    """What fits everywhere."""
+    """A config that fits everywhere."""
     return Config(min(model.chunks()[-1], 32), segment_size, 16, 4, 1)
 
 
 class _Bounds(NamedTuple):
-    """The largest chunk and block of a heuristic, and the depths that it tries."""
+    """Largest chunk and value block of a heuristic, and the pipeline stages that it tries."""
 
     chunk_size: int
     block_v: int
@@ -117,12 +120,11 @@ class _Bounds(NamedTuple):
 
 
 def _bounds(model: _Model) -> _Bounds:
-    """Up to 64 channels, so that two programs share a multiprocessor; fewer where gradients of decays per channel are formed.
+    """Up to 64 channels, so that two programs fit on a multiprocessor; fewer for gradients of decays per channel.
 
-    Products of float32 split their tiles in registers. With heads beyond 64 every tile spills on Hopper, those of half the tokens
-    or channels as much, in 1.5 to 6 times as many instructions; with one chunk in flight two programs still share a multiprocessor.
-    Before Hopper both operands of a product lie in registers, and larger tiles of float32 spill all that they hold; in narrower
-    dtypes one chunk in flight spills half as much as two.
+    3xTF32 splits tiles in registers. On Hopper every tile spills for heads beyond 64; with one pipeline stage two programs
+    still fit on a multiprocessor. Before Hopper both MMA operands lie in registers and larger float32 tiles spill; for narrower
+    dtypes one stage spills half as much as two.
     """
     wide = max(width for width, _ in model.matmuls()) > 64
     if model.exact or (model.per_channel and model.backward and not model.split):
@@ -146,7 +148,7 @@ def _preferred(model: _Model, segment_size: int) -> Config:
 
 
 def _segment(call: LinearRecurrenceCall) -> int:
-    """1024 tokens, or 512 where that makes fewer than 512 programs, too few for a large device."""
+    """1024 tokens, or 512 if that gives fewer than 512 programs, too few for a large device."""
     batch, length = call.query.shape[:2]
     rows = batch * call.heads[1] * -(-call.value.shape[3] // 64)
     return 1024 if rows * length // 1024 >= 512 else 512
@@ -167,7 +169,8 @@ def backward_heuristic(call: LinearRecurrenceCall, target: Target) -> Config:
 
 
 def _backward_segments(call: LinearRecurrenceCall) -> tuple[int, ...]:
-    """The gradient of a token's decay is a sum over the rest of its segment, whose rounding errors grow with the length's root."""
+    """The gradient of a token's decay is a sum over the rest of its segment; rounding errors grow with the square root of its
+    length."""
     return (128, 256, 512) if call.g is not None or call.gk is not None else (512, 1024)
 
 

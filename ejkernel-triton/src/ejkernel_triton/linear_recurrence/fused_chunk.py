@@ -1,16 +1,14 @@
-"""The kernels that read: outputs, and gradients, which are outputs of a walk over the same tokens.
+"""The chunked recurrence kernels: outputs, and gradients, which are outputs of recurrences over the same tokens.
 
-Within a chunk, scores of pairs of tokens are made by products. Scalar decays weight the scores. Decays per channel cannot leave
-the products, so they are two factors, one up to a token between the pair and one from it. Where all decays from the middle of the
-chunk are mild, that token is the middle for every pair, and one product makes all scores. Otherwise pairs on either side of the
-middle of a block of 2, 4, 8 ... tokens are split there: a chunk takes as many products as it has sizes of blocks, each of whole
-tiles and of no exponent above 0 (cf. Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023,
-section 4.3).
+Within a chunk, MMAs compute the scores of token pairs. Scalar decays weight the scores. Decays per channel are factored at a
+token between the pair. If all decays from the middle of the chunk are mild, that token is the middle for every pair, and one
+MMA computes all scores. Otherwise pairs on either side of the middle of a block of 2, 4, 8 ... tokens are split there: one MMA
+of whole tiles per block size, without positive exponents (cf. Yang et al., Gated Linear Attention Transformers with
+Hardware-Efficient Training, 2023, section 4.3).
 
-Gradients of decays: that of log decay s is the sum over the pairs j < s <= i of tokens, which is the sum of
-`query . d_query - key . d_key` over the tokens from s to the end of the segment, and what crosses that end: the product of the
-state there with its gradient. Sums stop at the ends of segments, so that rounding does not pile up over a long sequence. Pairs
-within a chunk have the same rounded scores in both terms and leave nothing behind.
+Gradients of decays: that of log decay s is the sum over pairs j < s <= i of tokens. It equals the sum of `query . d_query - key
+. d_key` over the tokens from s to the end of the segment, plus the state at that end times its gradient. Sums stop at
+segment ends, which bounds rounding errors. Pairs within a chunk have the same rounded scores in both terms and cancel.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -45,7 +43,7 @@ from ejkernel_triton.linear_recurrence.tiles import (
 
 @triton.jit
 def add_levels(b_out, b_scores, b_value, b_log, CHUNK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr):
-    """Values under scores and decays per channel of value, added to b_out; pairs are split in the middle of blocks of each size."""
+    """Accumulate values weighted by scores and decays per value channel; pairs are split at the middle of blocks of each size."""
     o_row = tl.arange(0, CHUNK)
     b_out += tl.sum(tl.where(o_row[:, None] == o_row[None, :], b_scores, 0.0), axis=1)[:, None] * b_value
     for i_level in range(LEVELS):
@@ -57,7 +55,7 @@ def add_levels(b_out, b_scores, b_value, b_log, CHUNK: tl.constexpr, LEVELS: tl.
 
 @triton.jit
 def level_scores(b_scores, b_query, b_key, b_log, CHUNK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr):
-    """Scores under decays per channel of key, added to b_scores, split in the same way."""
+    """Accumulate scores with decays per key channel, split in the same way."""
     o_row = tl.arange(0, CHUNK)
     b_pairs = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
     b_scores += tl.where(o_row[:, None] == o_row[None, :], b_pairs, 0.0)
@@ -295,8 +293,8 @@ def scores_kernel(
     FULL_CHUNKS: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """Under decays per channel of key: what each token of a chunk takes of each other, queries under the decay from the chunk's
-    start and keys under that to its end, and the logarithm to base 2 of the decay over the chunk. One program per chunk."""
+    """With decays per key channel: the scores of a chunk, queries decayed from the chunk's start, keys decayed to its end, and
+    the base-2 logarithm of the chunk's decay. One program per chunk."""
     CHUNKS: tl.constexpr = SEGMENT // CHUNK
     i_head = tl.program_id(0) % R.heads
     i_chunk = tl.program_id(0) // R.heads % CHUNKS

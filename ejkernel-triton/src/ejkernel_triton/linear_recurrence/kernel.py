@@ -1,9 +1,9 @@
 """The launches of `linear_recurrence`.
 
-Forward: one kernel walks over the tokens of a segment with the state in registers. Where a segment is not a whole sequence, the
-states before segments are found first: every segment makes one out of none, and a scan adds them up. Backward makes both the states
-and their gradients so, then walks three times; it keeps states between segments only. With decays per channel a kernel of its own
-makes the scores of all chunks, and their queries and keys under the decays up to the chunk's edges.
+In forward one kernel loops over the chunks of a segment with the state in registers. If a segment is not a whole sequence, the
+states before segments are computed first: each segment starts from zero, and a scan combines them. Backward computes both the
+states and their gradients this way, then runs three recurrences; it stores states between segments only. With decays per channel
+another kernel computes the scores of all chunks, and queries and keys decayed to the chunk boundaries.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from ejkernel_triton.linear_recurrence.states import scan_states_kernel, segment
 
 _SUMMED_HEADS = 16
 _SCAN_BLOCK = 1024
-"""Elements of a state that one program of the scan holds."""
+"""State elements of one program of the scan."""
 
 
 class _Segments(NamedTuple):
-    """How tokens are cut: a table for packed sequences (absent: `query` stands in), and numbers."""
+    """A table for packed sequences (`query` as a placeholder without them), their size and number."""
 
     table: tuple[Any, Any, Any]
     size: int
@@ -47,10 +47,10 @@ class _Segments(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What kernels are given of the decays; what is absent is replaced by an array that is there.
+    """The decay arguments of the kernels; absent ones are replaced by the query.
 
-    read, update: query and key, under decays per channel with the scale and the decays that lie between them and the edges of their
-    chunks. scores `[b, t, H, chunk_size]`, totals `[b, segments, H, chunks, d]`: of chunks, under decays per channel. coarse, fine: sums
+    read, update: query and key; with decays per channel, scaled and decayed to the boundaries of their chunks. scores `[b, t,
+    H, chunk]`, totals `[b, segments, H, chunks, d]`: of chunks, with decays per channel. hi, lo: sums of g. gamma: g_gamma.
     of g. gamma: g_gamma.
     """
 
@@ -64,7 +64,7 @@ class _Prepared(NamedTuple):
 
 
 class _Problem:
-    """What every launch of a call has in common."""
+    """What all launches of a call share."""
 
     def __init__(self, call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: Config) -> None:
         self.call, self.inputs, self.config = call, inputs, config
@@ -91,7 +91,7 @@ class _Problem:
         return *cut.table, self.length, cut.number, self.call.sequences
 
     def _sums(self, cut: _Segments) -> tuple[Any, Any, Any]:
-        """Sums of g, if there is one, and g_gamma; absent ones are replaced by an array that is there."""
+        """Sums of g, and g_gamma; absent ones are replaced by the query."""
         stand_in = self.inputs.query
         gamma = stand_in if self.inputs.g_gamma is None else self.inputs.g_gamma
         if not self.params.g_heads:
@@ -127,11 +127,12 @@ class _Problem:
         return min(self.config.block_v, dot_block(params.channels))
 
     def transposes_tiles(self, params: RecurrenceParams) -> bool:
-        """Whether the rows of a walk's tiles are channels of value: more of them than tokens of a chunk, for eight warps."""
+        """Whether tiles are transposed, with value channels as rows: for eight warps, there are more of them than tokens of a
+        chunk."""
         return params.decay in ("none", "scalar") and self.warps(params) == 8
 
     def warps(self, params: RecurrenceParams) -> int:
-        """No more than can share the rows of a tile."""
+        """Warps, at most as many as the rows of a tile allow."""
         return self.config.num_warps if self.block_v(params) >= 128 else min(self.config.num_warps, 4)
 
     def blocks(self, params: RecurrenceParams) -> int:
@@ -163,7 +164,8 @@ class _Problem:
         )
 
     def prepare(self, cut: _Segments) -> _Prepared:
-        """What kernels are given of the decays. Under decays per channel the scores of all chunks, and queries and keys."""
+        """The decay arguments of the kernels; with decays per channel also the scores of all chunks, and decayed queries and
+        keys."""
         query, key = self.inputs.query, self.inputs.key
         if self.params.decay != "key":
             return _Prepared(query, key, query, query, *self._sums(cut))
@@ -207,7 +209,7 @@ class _Problem:
         last: bool = False,
         logs: _Logs | None = None,
     ) -> list[Any]:
-        """The outputs `[b, t, H, channels]` of a walk, the states after segments if `last`, and what `logs` asks for."""
+        """The outputs `[b, t, H, channels]` of a recurrence, the states after segments if `last`, and what `logs` requests."""
         query = arrays[0]
         stand_in = (query, query, query, query)
         given = stand_in if logs is None else tuple(query if x is None else x for x in logs.arrays)
@@ -234,8 +236,8 @@ class _Problem:
 
 
 class _Logs(NamedTuple):
-    """For the gradients of decays. own: the array whose gradient is made; partner: own . out of the first gradient; after, final:
-    the states before segments and after sequences, final only if it has a gradient."""
+    """For the gradients of decays. own: the array whose gradient is computed; partner: own . out of the first gradient; after,
+    final: the states before segments and after sequences, final only if it has a gradient."""
 
     own: Any
     partner: Any = None
@@ -248,7 +250,7 @@ class _Logs(NamedTuple):
 
 
 def _channel_logs(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> Any:
-    """Decays per channel `[b, t, h, d]` with those per head in them; query where there are none."""
+    """Decays per channel `[b, t, h, d]`, including those per head; the query as a placeholder if there are none."""
     if inputs.gk is None:
         return inputs.query
     if inputs.g is None and inputs.g_gamma is None:
@@ -294,7 +296,7 @@ def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: 
 
 
 def _segment_of(config: Config) -> int:
-    """For packed sequences, which are always cut."""
+    """Segment size of packed sequences, which are always segmented."""
     return 8 * config.chunk_size
 
 
@@ -334,8 +336,8 @@ def backward(
         return given.dtype if given.shape[2] == problem.heads else jnp.float32
 
     d_query, _, products = problem.read(
-        query_gradient_params(params), (d_out, value, key), cut, prepared, update=prepared.update, before=before, dtype=dtype(query),
-        logs=_Logs(query) if decaying else None,
+        query_gradient_params(params), (d_out, value, key), cut, prepared, update=prepared.update, before=before,
+        dtype=dtype(query), logs=_Logs(query) if decaying else None,
     )  # fmt: skip
     logs = _Logs(key, products, before, final if d_final is not None else None)
     d_key, _, d_logs = problem.read(
@@ -355,7 +357,7 @@ def backward(
 
 
 def _decay_gradients(problem: _Problem, d_logs: Any) -> dict[str, Any]:
-    """From the gradients of the sums of all log decays of a token, per channel `[b, t, H, d]` or `[blocks, b, t, H]`."""
+    """The gradients of g, gk and g_gamma from that of a token's total log decay, `[b, t, H, d]` or `[blocks, b, t, H]`."""
     inputs, found = problem.inputs, {}
     if problem.params.decay == "none":
         return found
@@ -385,7 +387,7 @@ def _shared(gradient: Any, like: Any, axis: int) -> Any:
 
 
 def _zero_gradients(problem: _Problem, d_final: Any) -> LinearRecurrenceInputs:
-    """Gradients where no token is in a sequence."""
+    """Gradients if no token is in a sequence."""
     inputs = problem.inputs
     zeros = {
         name: None if x is None or name == "cu_seqlens" else vary_like(jnp.zeros(x.shape, x.dtype), inputs)

@@ -1,4 +1,4 @@
-"""What the kernels are compiled for: the part that each array plays in one walk over the tokens, as one constant."""
+"""The static parameters of one recurrence over the tokens, as one `tl.constexpr`: kernels are specialised for them."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from ejkernel_triton._numerics import DotPrecision, dot_precision
 
 @dataclasses.dataclass(frozen=True)
 class RecurrenceParams:
-    """One walk: `S = decay S + k v^T`, `out = S^T q`, for arrays that need not be the call's query, key and value.
+    """One recurrence: `S = decay S + k v^T`, `out = S^T q`. Its query, key and value need not be the call's.
 
-    The gradients are walks too: that of query has d_out, value and key in these parts, that of key has value, d_out and query, that
-    of value has key, query and d_out; the last two go back in time.
+    The gradients are recurrences too: that of query uses d_out, value and key in these roles, that of key value, d_out and
+    query, that of value key, query and d_out. The last two run backward in time.
 
     Attributes:
         heads: H.
-        query_heads, key_heads, value_heads, own_heads: of the arrays in these parts; own is the array whose gradient it is.
+        query_heads, key_heads, value_heads, own_heads: of the arrays in these roles; own is the array whose gradient is
+            computed.
         width, channels: of query and key, of value.
         decay: "none", "scalar" (per head), "key" (per channel of key), "value" (per channel of value).
-        g_heads, gamma_heads: of g and g_gamma; 0 where there is none.
-        gamma_batch: whether g_gamma has a row per member of the batch.
-        gk_heads: of the decays per channel; 0 where there are none.
-        exact_logs: whether decays per channel are numbers that products in bfloat16 take whole.
-        fine: whether sums of decays keep more digits than bfloat16 needs.
-        back: whether tokens go back in time.
-        reverse: whether time runs from the last token to the first.
-        packed, shared: whether a table says where segments lie, and whether all members of the batch have the same.
-        transposed: whether states lie in memory as `[value, key]`.
-        scale, read_scale, update_scale: of the products within a chunk, of what is read from the state, of what is added to it.
-        precision: of products of float32.
-        wide: whether scores and states are multiplied as TF32, for float16 does not hold them.
+        g_heads, gamma_heads: of g and g_gamma; 0 if absent.
+        gamma_batch: whether g_gamma has a row per batch member.
+        gk_heads: of the decays per channel; 0 if absent.
+        exact_logs: whether bfloat16 MMA operands represent the decays per channel exactly.
+        hi_lo: whether sums of log decays are kept as hi + lo, for more precision than bfloat16 needs.
+        back: whether the recurrence runs backward in time.
+        reverse: whether time runs from the last token to the first (the call's `reverse`).
+        packed, shared: whether a table gives the segments of packed sequences, and whether the batch shares it.
+        transposed: whether states are stored as `[value, key]`.
+        scale, read_scale, update_scale: of the scores within a chunk, of reads from the state, of updates to it.
+        precision: `input_precision` of float32 dots.
+        wide: whether scores and states are TF32 operands, as they exceed float16's range.
     """
 
     heads: int
@@ -61,13 +62,13 @@ class RecurrenceParams:
 
 
 def product_precision(call: LinearRecurrenceCall) -> DotPrecision:
-    """Three products of TF32 are as good as one of float32 where sums are in float32; only "highest" asks for the latter."""
+    """3xTF32 is as accurate as float32 with float32 accumulation; only "highest" requests the latter."""
     requested = dot_precision(call.precision, call.query.dtype)
     return "tf32x3" if requested == "ieee" and call.precision is None and call.query.dtype == "float32" else requested
 
 
 def forward_params(call: LinearRecurrenceCall) -> RecurrenceParams:
-    """The walk of the forward phase."""
+    """The recurrence of the forward phase."""
     per_channel = call.gk is not None
     scalar = call.g is not None or call.g_gamma is not None
     gamma = call.g_gamma
@@ -101,7 +102,7 @@ def forward_params(call: LinearRecurrenceCall) -> RecurrenceParams:
 
 
 def query_gradient_params(params: RecurrenceParams) -> RecurrenceParams:
-    """d_query: queries d_out, keys value, values key; the state is that of the forward phase, the other way round."""
+    """d_query: queries d_out, keys value, values key; the state is that of the forward phase, transposed."""
     return dataclasses.replace(
         params,
         query_heads=params.heads,
@@ -116,7 +117,7 @@ def query_gradient_params(params: RecurrenceParams) -> RecurrenceParams:
 
 
 def key_gradient_params(params: RecurrenceParams) -> RecurrenceParams:
-    """d_key: queries value, keys d_out, values query; the state is the gradient of the state, the other way round."""
+    """d_key: queries value, keys d_out, values query; the state is the gradient of the state, transposed."""
     return dataclasses.replace(
         value_gradient_params(params),
         query_heads=params.value_heads,
@@ -145,7 +146,7 @@ def value_gradient_params(params: RecurrenceParams) -> RecurrenceParams:
 
 
 def prepared_params(params: RecurrenceParams) -> RecurrenceParams:
-    """The same over queries and keys that hold their decays per channel and the scale, for all heads."""
+    """The same with queries and keys that include their decays per channel and the scale, for all heads."""
     if params.decay != "key":
         return params
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Kernels that find the state before every segment: what each segment adds by itself, then one after the other."""
+"""Kernels that compute the state before every segment: each segment from zero, then a scan over segments."""
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
@@ -36,7 +36,7 @@ def sums_kernel(
     SEGMENT: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Sums of scalar log decays from the start of each chunk `[b, segments, H, SEGMENT]`; tokens that are not there add 0."""
+    """Cumulative scalar log decays of each chunk `[b, segments, H, SEGMENT]`; missing tokens add 0."""
     CHUNKS: tl.constexpr = SEGMENT // CHUNK
     BLOCKS: tl.constexpr = (R.heads + HEADS - 1) // HEADS
     i_block = tl.program_id(0) % BLOCKS
@@ -92,7 +92,7 @@ def segment_states_kernel(
     BLOCK_V: tl.constexpr,
     FULL_CHUNKS: tl.constexpr,
 ):
-    """The state that a segment makes out of none, and the logarithm to base 2 of its decay."""
+    """The state after a segment that starts from zero, and the base-2 logarithm of its decay."""
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
     i_block = tl.program_id(0) % BLOCKS
     i_head = tl.program_id(0) // BLOCKS % R.heads
@@ -165,7 +165,7 @@ def scan_states_kernel(
     BLOCK: tl.constexpr,
     INITIAL: tl.constexpr,
 ):
-    """The state before each segment, and that after the last one of a sequence. Back in time, "before" is after in time."""
+    """The state before each segment, and after the last one of a sequence. Backward in time, "before" means later."""
     SIZE: tl.constexpr = R.width * R.channels
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     i_block = tl.program_id(0) % BLOCKS

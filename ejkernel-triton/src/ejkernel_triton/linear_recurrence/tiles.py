@@ -1,4 +1,4 @@
-"""Device functions that the kernels share: tiles of tokens, their decays, and products. `R` is a `params.RecurrenceParams`.
+"""Device functions that the kernels share: tiles of tokens, decays and dots. `R` is a `RecurrenceParams`.
 
 Each exponent is the sum of the log decays between two tokens, without the rounding of a difference of two long sums: a strong decay
 costs the weak ones beside it no precision, and exponents are not positive where decays are not. The one exception are decays per
@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 MIN_LOG = tl.constexpr(-90.0)
-"""Below it a decay is 0 in float32; infinite ones would make differences NaN."""
+"""Log decays are clipped here, where the decay is 0 in float32; differences of infinities would be NaN."""
 MAX_MIDDLE_EXPONENT = tl.constexpr(24.0)
-"""Up to so many powers of two between the middle of a chunk and each of its tokens, decays are split in the middle: factors above 1
-are that small, and products keep their digits."""
+"""Largest exponent, in powers of two, between the middle of a chunk and its tokens for which decays are split at the middle:
+factors above 1 stay small enough to keep precision."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -23,9 +23,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def segment_of(
     p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R: tl.constexpr, SEGMENT: tl.constexpr
 ):
-    """Sequence of a segment, its first token in the order of time, how many tokens it has, and whether the sequence is real.
+    """Sequence of a segment, its first token in time order, its token count, whether the sequence is valid, and whether the
+    segment is its last.
 
-    A table holds the sequences of the call between two that are not real: the tokens before and after them.
+    The table pads the call's sequences with two invalid ones: the tokens before and after them.
     """
     if R.packed:
         i_member = 0 if R.shared else i_batch
@@ -78,7 +79,7 @@ def load_tile(
     p, i_token, i_head, i_column, rows, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     FULL_CHUNKS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a chunk, 0 from `rows` on and beyond SIZE. WHOLE: every chunk is full."""
+    """Rows of a chunk, 0 from `rows` on and beyond SIZE. FULL_CHUNKS: no chunk has a tail."""
     p_tile = tile_of(p, i_token, i_head, i_column, HEADS, SIZE, BLOCK, CHUNK, R)
     m_row = tl.arange(0, CHUNK) < rows
     m_column = i_column + tl.arange(0, BLOCK) < SIZE
@@ -131,7 +132,7 @@ def state_of(p, i_index, i_head, i_column, R: tl.constexpr, BLOCK_K: tl.constexp
 
 @triton.jit
 def dot(b_left, b_right, R: tl.constexpr):
-    """A product of tiles, one of which may be a tile of scores or a state: in the dtype of the other, or wider."""
+    """Dot of two tiles, in the dtype of the one that is not scores or a state, or wider."""
     if R.wide:
         b_product = tl.dot(b_left.to(tl.float32), b_right.to(tl.float32), input_precision="tf32")
     elif b_left.dtype == tl.float32:
@@ -143,7 +144,7 @@ def dot(b_left, b_right, R: tl.constexpr):
 
 @triton.jit
 def log2_decays(b_log):
-    """Natural log decays as exponents of two."""
+    """Natural log decays as base-2 exponents."""
     return tl.where(b_log < MIN_LOG, MIN_LOG, b_log) * LOG2_E
 
 
@@ -151,10 +152,10 @@ def log2_decays(b_log):
 def scalar_logs(
     p_hi, p_lo, p_gamma, i_batch, i_head, i_row, rows, CHUNK: tl.constexpr, FULL_CHUNKS: tl.constexpr, R: tl.constexpr
 ):
-    """Sums of the log decays up to each token of a chunk and of all of them, each in two parts, as `sums_kernel` wrote them.
+    """Cumulative log decays of a chunk and their total, each as hi and lo, as `sums_kernel` stored them.
 
-    The first parts are multiples of 2^-8, whose sums and differences are exact, the rests are small. For bfloat16 the first part is
-    the whole: sums are below 2^14 and lose less than 2^-10, and scores keep fewer digits.
+    The hi parts are multiples of 2^-8, whose sums and differences are exact; the lo parts are small. For bfloat16 hi is the
+    whole sum: sums are below 2^14 and lose less than 2^-10, less than the rounding of scores.
     """
     o_row = tl.arange(0, CHUNK)
     if R.g_heads > 0:
@@ -202,7 +203,7 @@ def hi_plus_lo(b_hi, b_lo, R: tl.constexpr):
 
 @triton.jit
 def edge_decays(b_hi, b_lo, hi, lo, R: tl.constexpr):
-    """What the state is multiplied by before each token of a chunk reads it, and what the token adds before it is in the state."""
+    """Decays from the chunk's start to each token, for reads of the state, and from each token to the chunk's end, for updates."""
     b_up_to = tl.exp2(hi_plus_lo(b_hi, b_lo, R))
     b_from = tl.exp2(hi_plus_lo(hi - b_hi, lo - b_lo, R))
     if R.back:
@@ -212,7 +213,7 @@ def edge_decays(b_hi, b_lo, hi, lo, R: tl.constexpr):
 
 @triton.jit
 def weighted_scores(b_scores, b_hi, b_lo, CHUNK: tl.constexpr, R: tl.constexpr, LATER_COLUMNS: tl.constexpr):
-    """Scores under their scalar decays, 0 where the key is not yet there. LATER_COLUMNS: in time, columns come after rows."""
+    """Scores times scalar decays, causally masked. LATER_COLUMNS: columns come after rows in time."""
     o_row = tl.arange(0, CHUNK)
     if LATER_COLUMNS:
         m_seen = o_row[:, None] <= o_row[None, :]
@@ -230,7 +231,7 @@ def weighted_scores(b_scores, b_hi, b_lo, CHUNK: tl.constexpr, R: tl.constexpr, 
 
 @triton.jit
 def select_sums(b_matrix, b_tile, EXACT: tl.constexpr):
-    """Sums over rows that a matrix of zeros and ones selects. Numbers of 24 bits go through products of bfloat16 as three parts."""
+    """Sums over rows that a 0/1 matrix selects. float32 values are split into three bfloat16 terms."""
     b_first = b_tile.to(tl.bfloat16)
     b_sum = tl.dot(b_matrix, b_first)
     if not EXACT:
@@ -259,8 +260,7 @@ def suffix_decays(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def middle_logs(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
-    """Exponents from the middle of a chunk to each token: of its decays after the middle, against them before it; and the largest
-    size of one."""
+    """Exponents from the middle of a chunk to each token, positive or negative, and their largest magnitude."""
     o_row = tl.arange(0, CHUNK)
     HALF: tl.constexpr = CHUNK // 2
     b_after = (o_row[None, :] >= HALF) & (o_row[None, :] <= o_row[:, None])
@@ -282,7 +282,7 @@ def level_decays(b_log, level, CHUNK: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def level_pairs(level, CHUNK: tl.constexpr, BACK: tl.constexpr):
-    """Pairs of tokens on either side of the middle of one block: the later one is the row, or, back in time, the column."""
+    """Pairs of tokens on either side of the middle of one block; the later one is the row, or the column backward in time."""
     o_half = tl.arange(0, CHUNK) >> level
     if BACK:
         pairs = (o_half[None, :] & 1) > (o_half[:, None] & 1)
@@ -311,6 +311,6 @@ def log_tile(
     FULL_CHUNKS: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Natural log decays per channel of a chunk, in float32; those that are 0 in effect are cut off."""
+    """Natural log decays per channel of a chunk, in float32, clipped at MIN_LOG."""
     b_log = load_tile(p_gk, i_token, i_head, i_column, rows, R.gk_heads, SIZE, BLOCK, CHUNK, FULL_CHUNKS, R).to(tl.float32)
     return tl.where(b_log < MIN_LOG, MIN_LOG, b_log)

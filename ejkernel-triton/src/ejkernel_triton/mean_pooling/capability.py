@@ -9,7 +9,7 @@ from ejkernel.plugin import Target
 from ejkernel_triton._capability import refusal
 
 MAX_COUNT = 2**31 - 2**16
-"""Tokens, channels and programs are counted in 32 bits; elements in 64."""
+"""Tokens, channels and programs have 32-bit indices, elements 64-bit offsets."""
 
 
 def supports_forward(call: MeanPoolingCall, target: Target) -> str | None:

@@ -1,4 +1,4 @@
-"""Performance knobs of `mean_pooling`."""
+"""Configs of `mean_pooling`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Config:
     tokens: tokens of one step; a power of two.
     block: channels of one program; a power of two.
     num_warps: warps per program.
-    num_stages: steps in flight; above 1 they pass through shared memory.
+    num_stages: pipeline stages; above 1 tiles are staged in shared memory.
     """
 
     chunk_size: int
@@ -35,7 +35,7 @@ def channels(call: MeanPoolingCall) -> int:
 
 
 def forward_heuristic(call: MeanPoolingCall, target: Target) -> Config:
-    """Four elements a thread of a step and none in flight: the many warps hide the loads, a sum needs few registers."""
+    """Four elements per thread and no pipelining: many warps hide the load latency, as a sum needs few registers."""
     block = min(next_power_of_2(channels(call)), 1024)
     tokens = max(1, min(64, 2048 // block))
     return Config(256, tokens, block, warps_for(tokens * block, 4))
@@ -53,7 +53,7 @@ def forward_space(call: MeanPoolingCall, target: Target) -> list[Config]:
 
 
 def backward_space(call: MeanPoolingCall, target: Target) -> list[Config]:
-    """Backward writes only; there is nothing to have in flight."""
+    """Backward only writes; there is nothing to pipeline."""
     found = _space(call, (16, 64), (256, 1024, 2048, 4096), (4096, 8192), (8, 16, 32), (1,))
     return _with(backward_heuristic(call, target), found)
 
@@ -66,7 +66,7 @@ def _space(
     per_thread: tuple[int, ...],
     stages: tuple[int, ...],
 ) -> list[Config]:
-    """Steps of so many elements, of which a thread has so many."""
+    """Configs with steps of `steps` elements, `per_thread` of them per thread."""
     widest = next_power_of_2(channels(call))
     found = [
         Config(chunk, tokens, block, warps_for(tokens * block, elements), stage)

@@ -8,7 +8,7 @@ from ejkernel_triton._capability import FLOATS, refusal
 from ejkernel_triton._pages import STORED, e4m3_problem
 
 MAX_HEAD_SIZE = 512
-"""A program holds a tile's weighted values in registers."""
+"""Largest head size: a program holds a tile's accumulator in registers."""
 MAX_PROGRAMS = MAX_ELEMENTS = 2**31 - 1
 
 

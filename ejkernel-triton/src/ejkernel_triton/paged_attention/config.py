@@ -1,4 +1,4 @@
-"""Performance knobs of `paged_attention`."""
+"""Configs of `paged_attention`."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._pages import ONE_BYTE
 
 DECODE_STAGES = 2
-"""Most steps in flight in the pass for requests with one new token, which has long steps."""
+"""Largest number of pipeline stages of the decode pass, which has long steps."""
 LONG = 512
-"""Keys from which on a decoding request is worth a pass of its own."""
+"""Context length from which a separate decode pass pays off."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionConfig:
-    """How queries and keys are cut into programs.
+    """How queries and keys are tiled.
 
     Attributes:
         block_q: new tokens of one request that a program serves, with the query heads of one key head.
         block_k: keys that a program reads per step; a power of two, at least 16.
         num_warps: warps per program.
-        num_stages: steps in flight, the one at work included.
-        programs: about how many programs the keys of all requests are shared among.
-        decode_keys: if not 0, requests with one new token are served by a pass of their own, so many keys per step.
+        num_stages: pipeline stages, including the current one.
+        programs: target number of programs for split-KV.
+        decode_block_k: if not 0, a separate pass with this many keys per step serves requests with one new token.
     """
 
     block_q: int
@@ -47,13 +47,13 @@ class PagedAttentionConfig:
 
 
 def product_itemsize(call: PagedAttentionCall) -> int:
-    """Bytes of an operand of the products: 4 where queries or floating pages are float32, or one bfloat16 and the other float16."""
+    """Bytes of an MMA operand: 4 if queries or floating-point pages are float32, or one is bfloat16 and the other float16."""
     dtypes = {call.query.dtype, call.key_pages.dtype} - set(ONE_BYTE)
     return 2 if dtypes in ({"bfloat16"}, {"float16"}) else 4
 
 
 def heads_of_tile(call: PagedAttentionCall) -> int:
-    """Query heads of a tile, all under one key head."""
+    """Query heads of a tile, all of one key head."""
     return min(call.query.shape[2] // call.heads, _max_rows(call))
 
 
@@ -66,7 +66,7 @@ def _widest(call: PagedAttentionCall) -> int:
 
 
 def _max_rows(call: PagedAttentionCall) -> int:
-    """Rows whose weighted values a program holds in registers."""
+    """Rows whose accumulator a program holds in registers."""
     size = _widest(call)
     if product_itemsize(call) == 4:
         return MIN_DOT_SIZE
@@ -74,7 +74,8 @@ def _max_rows(call: PagedAttentionCall) -> int:
 
 
 def _fits(call: PagedAttentionCall, target: Target, rows: int, keys: int, stages: int) -> bool:
-    """Whether queries, weights, and keys and values of all steps in flight lie in shared memory; bytes are there widened too."""
+    """Whether queries, weights, and keys and values of all pipeline stages fit in shared memory, with converted copies of 8-bit
+    ones."""
     itemsize, stored = (
         product_itemsize(call),
         1 if call.key_pages.dtype in ONE_BYTE else np.dtype(call.key_pages.dtype).itemsize,
@@ -95,13 +96,13 @@ def _stages(call: PagedAttentionCall, target: Target, rows: int, keys: int, most
 
 
 def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
-    """Where there are more new tokens than requests, tiles as high as an average request, and a pass for those that decode."""
+    """With more new tokens than requests, tiles as high as an average request, and a separate decode pass."""
     tokens, requests = call.query.shape[1], max(call.kv_lens.shape[1], 1)
     keys = _keys(call)
     if tokens <= requests:
         return _decoding(call, target, keys)
-    # Operands of wgmma lie in shared memory, those of other products in registers. Of two low tiles at a time one hides what the
-    # other waits for, unless they spill.
+    # wgmma operands lie in shared memory, mma operands in registers. Two co-resident low tiles hide each other's latency,
+    # unless they spill.
     large = (target.capability or (0, 0)) >= (9, 0) and product_itemsize(call) == 2
     whole = large and (_widest(call) > 128 or call.soft_cap is not None)
     most = max(_max_rows(call) // (1 if whole else 2), MIN_DOT_SIZE) // heads_of_tile(call)
@@ -113,7 +114,7 @@ def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
 
 
 def _decoding(call: PagedAttentionCall, target: Target, keys: int) -> PagedAttentionConfig:
-    """Short steps, which many programs have in flight; with two warps where a step lies in one page."""
+    """Short steps with many stages; two warps if a step lies in one page."""
     rows = rows_of_tile(call, 1)
     if product_itemsize(call) != 2 or call.key_pages.dtype in ONE_BYTE or _widest(call) > 128:
         return PagedAttentionConfig(1, keys, warps_of(call, rows), _stages(call, target, rows, keys, 4), 1056)
@@ -127,7 +128,7 @@ def warps_of(call: PagedAttentionCall, rows: int) -> int:
 
 
 def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentionConfig]:
-    """Only what can make a difference to requests as long as the block table."""
+    """Only configs that differ for requests as long as the block table."""
     chosen = heuristic(call, target)
     decoding = call.query.shape[1] <= call.kv_lens.shape[1]
     heights = {1} if decoding else {chosen.block_q // 2, chosen.block_q, 2 * chosen.block_q} - {0}
@@ -147,7 +148,7 @@ def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentio
 
 
 def _admitted(call: PagedAttentionCall, target: Target, tokens: int, keys: int, warps: int, stages: int) -> bool:
-    """Fits shared memory, and registers with sums, scores and addresses of keys; few warps where those are few."""
+    """Whether a config fits in shared memory and registers, without more warps than it can use."""
     rows, threads = rows_of_tile(call, tokens), 32 * warps
     if tokens > 1 and tokens * heads_of_tile(call) > _max_rows(call):
         return False

@@ -1,8 +1,8 @@
-"""The forward phase: programs walk over the pages of one tile's keys with a running maximum and sum, and a merge in a fixed order
-puts tiles together whose keys are split (Dao et al., Flash-Decoding, 2023; Kwon et al., PagedAttention, 2023).
+"""The forward phase: programs loop over the KV pages of a tile with online softmax; a second kernel combines the partial
+results of split-KV tiles in a fixed order (Dao et al., Flash-Decoding, 2023; Kwon et al., PagedAttention, 2023).
 
-A tile holds new tokens and the query heads of one key head as rows of one product, so that its keys are read once. Logits are in
-units of log 2. Backward is the XLA platform's: it needs nothing but `out` and `lse`.
+A tile's rows are new tokens times the query heads of one key head, so its keys are loaded once. Logits are base-2 exponents.
+The XLA platform runs backward: it needs only `out` and `lse`.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -26,20 +26,20 @@ from ejkernel_triton.paged_attention.schedule import UNBOUNDED, Schedule, Sizes,
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 MASKED, UNIFORM, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Blocks of keys of which rows see different ones, all see the same ones, all see every one."""
+"""Key blocks that need a mask per row, one mask for all rows, or no mask."""
 _FEW_ROWS, _MAX_COMBINE_PROGRAMS = 1024, 16384
-"""Rows below which one is merged by several programs, and programs above which one takes several rows."""
+"""Rows below which several programs combine one row, and programs above which one combines several rows."""
 
 
 @triton.jit
 def _load_rows(p_pages, o_token, m_key, SIZE: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows of pages as `[BLOCK_K, BLOCK]`; 0 where there is no key."""
+    """Load rows of KV pages `[BLOCK_K, BLOCK]`; 0 where there is no key."""
     STORED: tl.constexpr = p_pages.dtype.element_ty
     o_size = tl.arange(0, BLOCK)
     m_tile = m_key[:, None]
     if SIZE < BLOCK:
         m_tile = m_tile & (o_size < SIZE)[None, :]
-    o_rows = o_token[:, None] + o_size[None, :]  # of 32 bits where all keys lie in one page
+    o_rows = o_token[:, None] + o_size[None, :]  # 32-bit if all keys lie in one page
     if STORED.primitive_bitwidth > 8:
         b_rows = tl.load(p_pages + o_rows, mask=m_tile, other=0.0)  # [BLOCK_K, BLOCK]
     else:
@@ -51,7 +51,7 @@ def _load_rows(p_pages, o_token, m_key, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 
 @triton.jit
 def _pages_of_block(p_table, i_block, table_width, BLOCK_K: tl.constexpr, PAGE: tl.constexpr):
-    """The page of every key `[BLOCK_K]`, or one for all of them; -1 beyond the table."""
+    """The page of every key `[BLOCK_K]`, or one page for all; -1 beyond the table."""
     i_key = i_block * BLOCK_K if PAGE % BLOCK_K == 0 else i_block * BLOCK_K + tl.arange(0, BLOCK_K)
     i_entry = i_key // PAGE
     return tl.load(p_table + i_entry, mask=i_entry < table_width, other=-1)
@@ -97,19 +97,19 @@ def _online_softmax_update(
     SCALE_ABOVE_0: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of keys, while the next one's pages are looked up.
+    """Online-softmax update with one key block; prefetches the next block's pages.
 
-    In an EDGE, rows differ in the keys that they see; a value that is not finite must then reach only the rows that see it,
-    although every row multiplies it by its weight. In a WHOLE block every row sees every key whose page there is, and nothing
-    is compared tile by tile: a page that is not there is a maximum of -inf, or a term of -inf where keys have pages of their own.
+    In a MASKED block rows see different keys, and a non-finite value must propagate only to rows that see it, although every
+    row multiplies it by its weight. In a FULL block every row sees every key whose page exists, so there is no mask: a missing
+    page gives a maximum of -inf, or a logit of -inf if keys have pages of their own.
     """
     ONE_PAGE: tl.constexpr = PAGE % BLOCK_K == 0
-    # The product is scaled where weights are taken, in one instruction with the maximum.
+    # Scale together with the subtraction of the maximum, as one FMA.
     SCALE_LATE: tl.constexpr = MASK_KIND == FULL and SCALE_ABOVE_0 and SOFT_CAP == 0 and not ALIBI
     i_key = i_block * BLOCK_K + tl.arange(0, BLOCK_K)  # [BLOCK_K]
     m_page = (i_page >= 0) & (i_page < pages)
     m_key = m_page & (i_key >= 0) if MASK_KIND == FULL else m_page & (i_key >= i_lowest) & (i_key < i_limit)
-    if ONE_PAGE:  # addresses differ by constants from the first one
+    if ONE_PAGE:  # addresses are a base plus constants
         i_first = i_block * BLOCK_K % PAGE
         p_key += i_page.to(tl.int64) * KEY_PAGE + i_first * KEY_TOKEN
         p_value += i_page.to(tl.int64) * VALUE_PAGE + i_first * VALUE_TOKEN
@@ -170,7 +170,7 @@ def _online_softmax_update(
 
 @triton.jit
 def _add_sink(b_max, b_sum, b_acc, b_sink):
-    """The sink's weight joins the sum; it has no value."""
+    """Add a sink's weight to the sum; a sink has no value."""
     b_new_max = tl.maximum(b_max, b_sink)
     b_finite = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
     b_rescale = tl.exp2(b_max - b_finite)
@@ -179,7 +179,7 @@ def _add_sink(b_max, b_sum, b_acc, b_sink):
 
 @triton.jit
 def _normalize(b_max, b_sum, b_acc):
-    """Weighted values over their sum, and the log-sum-exp; 0 and -inf for a row that sees nothing."""
+    """Normalised output and log-sum-exp; 0 and -inf for a fully masked row."""
     m_empty = b_sum == 0.0
     b_out = b_acc / tl.where(m_empty, 1.0, b_sum)[:, None]
     b_lse = tl.where(m_empty, float("-inf"), tl.where(m_empty, 0.0, b_max) + tl.log2(tl.where(m_empty, 1.0, b_sum)))
@@ -315,7 +315,7 @@ def paged_attention_kernel(
     i_local = i_token - i_start
     i_first_new = i_start + to_position
 
-    # Where every row sees every key nothing is compared row by row: between the window's edge and the first row's position.
+    # The full range, which needs no mask, lies between the window's edge and the first row's position.
     UNIFORM_ROWS: tl.constexpr = (TOKENS == 1 or not (CAUSAL or WINDOW > 0)) and BIAS == 0
     i_full_begin = i_begin
     i_full_stop = i_stop
@@ -340,9 +340,10 @@ def paged_attention_kernel(
             for i_block in tl.range(i_from, i_to, num_stages=STAGES if PHASE == 1 or PAGE % BLOCK_K != 0 else min(STAGES, 2)):
                 b_max, b_sum, b_acc, i_page = _online_softmax_update(
                     b_query, b_max, b_sum, b_acc, i_page, i_block, i_lowest, i_limit, i_position, i_local, i_first_new, b_factor,
-                    b_slope, p_key, p_value, p_tables, p_bias, pages, table_width, MASKED if PHASE != 1 else (UNIFORM if UNIFORM_ROWS else FULL),
-                    D, V, BLOCK_D, BLOCK_V, BLOCK_K, PAGE, KEY_PAGE, KEY_TOKEN, VALUE_PAGE, VALUE_TOKEN, CAUSAL, WINDOW, SOFT_CAP,
-                    SLOPES > 0, BIAS, SCALE > 0 and KEY_SCALE == 0, PRECISION,
+                    b_slope, p_key, p_value, p_tables, p_bias, pages, table_width,
+                    MASKED if PHASE != 1 else (UNIFORM if UNIFORM_ROWS else FULL), D, V, BLOCK_D, BLOCK_V, BLOCK_K, PAGE,
+                    KEY_PAGE, KEY_TOKEN, VALUE_PAGE, VALUE_TOKEN, CAUSAL, WINDOW, SOFT_CAP, SLOPES > 0, BIAS,
+                    SCALE > 0 and KEY_SCALE == 0, PRECISION,
                 )  # fmt: skip
 
     o_value = tl.arange(0, BLOCK_V)
@@ -400,9 +401,9 @@ def paged_attention_combine_kernel(
     BY_REQUEST: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
-    """A slice of the values of one token's heads: merged from the parts of its tile. With CLEAR, tokens of no request become 0.
+    """Combine partial results to a slice of the output of one token's heads. With CLEAR, tokens without a request become 0.
 
-    With BY_REQUEST the tokens are the first ones of requests; others are left alone.
+    With BY_REQUEST only the first token of each request is processed.
     """
     SLICES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     i_slice = tl.program_id(0) % SLICES
@@ -504,7 +505,7 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
 
 
 def _without_keys(call: PagedAttentionCall, inputs: PagedAttentionInputs) -> PagedAttentionOutputs:
-    """No queries, or nothing that a query could see: zeros, and the sinks alone in the log-sum-exp of rows with a request."""
+    """Without queries or keys: zeros, and the log-sum-exp of the sinks for rows with a request."""
     batch, tokens, heads, _ = call.query.shape
     out = jnp.zeros((batch, tokens, heads, call.value_size), call.query.dtype)
     if not (call.return_lse or call.save_residuals):
@@ -528,7 +529,7 @@ def _with_one_sink(inputs: PagedAttentionInputs) -> PagedAttentionInputs:
 
 
 def _product_dtype(call: PagedAttentionCall) -> Any:
-    """Of queries, keys and weights in the products; stored bytes are widened to the query's."""
+    """Dtype of the MMA operands; 8-bit pages are converted to the query's."""
     stored, query = jnp.dtype(call.key_pages.dtype), jnp.dtype(call.query.dtype)
     return query if stored.itemsize == 1 else jnp.promote_types(query, stored)
 
@@ -546,9 +547,9 @@ def _pass(
     num_stages: int,
     clear: bool,
 ) -> _Results:
-    """Serve the requests that `sizes` names; rows of others keep what they hold `before`, or are left to a later pass.
+    """Serve the requests that `sizes` selects; other rows keep their values from `before` or are left to a later pass.
 
-    With `clear`, rows of no request become 0 where parts are merged.
+    With `clear`, the combine kernel sets rows without a request to 0.
     """
     batch, tokens, heads, size = call.query.shape
     requests = call.kv_lens.shape[1]
@@ -646,7 +647,7 @@ def _pass(
 
 
 def _cleared(call: PagedAttentionCall) -> _Results:
-    """What rows without a request hold."""
+    """The values of rows without a request."""
     rows = call.query.shape[:3]
     lse = jnp.full(rows if call.return_lse or call.save_residuals else (1,), -jnp.inf, jnp.float32)
     return _Results(jnp.zeros((*rows, call.value_size), call.query.dtype), lse)
@@ -663,7 +664,7 @@ def _combine(
     clear: bool,
     shared: dict[str, Any],
 ) -> _Results:
-    """Put parts of tiles into the results, in place."""
+    """Combine partial results into the outputs, in place."""
     batch, tokens, heads, _ = call.query.shape
     requests = call.kv_lens.shape[1]
     by_request = sizes.up_to == 1

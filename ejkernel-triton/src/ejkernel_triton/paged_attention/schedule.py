@@ -1,8 +1,8 @@
-"""Which program reads which keys: made on the device from the lengths, so that one compilation serves every mix of requests.
+"""The split-KV schedule, computed on the device from the lengths, so that one compilation serves every mix of requests.
 
-A tile is a run of new tokens of one request with the query heads of one key head. Each tile's keys are cut into as many splits as
-make all programs about equally long, and not cut where that gains little, for parts must be merged; a unit is one split of one
-tile. Static shapes bound the number of units; programs beyond those in use end at once.
+A tile is a run of new tokens of one request with the query heads of one key head. The keys of a tile are split so that all
+programs are about equally long, and not split if that gains little, as partial results must be combined. A unit is one split of
+one tile. Static shapes bound the number of units; surplus programs exit at once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel_triton.paged_attention.config import PagedAttentionConfig, heads_of_tile, rows_of_tile
 
 UNBOUNDED = 2**30
-"""A window that hides nothing, small enough for int32."""
+"""Stands for no window; small enough for int32."""
 MIN_BLOCKS_PER_SPLIT = 2
-"""Blocks of keys below which a split is not worth its merge."""
+"""Fewest key blocks of a split; shorter ones are not worth a combine."""
 _SQUARE = 2048
-"""Requests up to which a cumulative sum is a masked sum: one program on the device instead of several."""
+"""Requests up to which a cumulative sum is computed as a masked sum: one device kernel instead of several."""
 
 
 class Schedule(NamedTuple):
-    """Per request `[s, R]`, s being 1 or the batch: splits of each tile (0 = another pass's request), units of all requests
-    up to and with this one, and of those only the ones whose tiles have several splits."""
+    """Per request `[s, R]`, s being 1 or the batch: splits of each tile (0 = served by another pass), cumulative units, and
+    cumulative units of tiles with several splits, whose results are partial."""
 
     splits: Any
     units_up_to: Any
@@ -37,14 +37,14 @@ class Sizes:
     """Static sizes of one pass.
 
     Attributes:
-        rows: of a tile, its tokens times its heads and padding.
-        keys: of a block.
-        heads_of_tile: query heads of a tile, all under one key head.
+        rows: of a tile: tokens times heads, padded.
+        keys: of a key block.
+        heads_of_tile: query heads of a tile, all of one key head.
         head_tiles: tiles that cover all query heads.
         tokens_of_tile: new tokens of a tile.
-        units: most units of a batch member.
-        parts: most units of a batch member whose result is a part of a tile's; 0 where no tile is long enough for a split.
-        wanted: units that the keys are cut for.
+        units: bound on the units of a batch member.
+        partials: bound on the units of a batch member with partial results; 0 if no tile is long enough to split.
+        wanted: target number of units.
         above, up_to: new tokens of the requests that this pass serves: `above < tokens <= up_to`.
     """
 

@@ -1,4 +1,4 @@
-"""Performance knobs of `paged_cache_update`."""
+"""Configs of `paged_cache_update`."""
 
 from __future__ import annotations
 

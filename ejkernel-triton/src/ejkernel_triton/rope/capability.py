@@ -9,7 +9,7 @@ from ejkernel_triton._capability import refusal
 MAX_HEAD_SIZE = 4096
 """A program holds all channels of a head."""
 MAX_TOKENS = 2**31 - 2**16
-"""Tokens, heads and programs are counted in 32 bits; elements in 64."""
+"""Tokens, heads and programs have 32-bit indices, elements 64-bit offsets."""
 
 
 def supports_forward(call: RopeCall, target: Target) -> str | None:

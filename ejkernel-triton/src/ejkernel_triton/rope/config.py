@@ -1,4 +1,4 @@
-"""Performance knobs of `rope`."""
+"""Configs of `rope`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def head_width(call: RopeCall) -> int:
 
 
 def heuristic(call: RopeCall, target: Target) -> Config:
-    """About 1024 pairs a step, sixteen for each thread, of as many heads of a token as there are; few tokens of a program leave
-    the sums of cos and sin in few registers. Where heads come first, and lie apart, a program has one of them."""
+    """About 1024 pairs per step, sixteen per thread, from as many heads of a token as possible; few tokens per program keep cos
+    and sin in few registers. If heads come first and are far apart, a program has one of them."""
     together = max(1, 2048 // head_width(call))
     heads = 1 if call.heads_first else min(together, next_power_of_2(max(1, *_heads(call))))
     tokens = max(1, min(32, together // heads))
@@ -49,7 +49,7 @@ def _heads(call: RopeCall) -> list[int]:
 
 
 def search_space(call: RopeCall, target: Target) -> list[Config]:
-    """Tiles of 2048 and 4096 elements of all shapes, of which a thread has 16 or 32."""
+    """Tiles of 2048 and 4096 elements of all shapes, 16 or 32 elements per thread."""
     width, most = head_width(call), next_power_of_2(max(1, *_heads(call)))
     found = [
         Config(tokens, heads, warps_for(size, elements), span)

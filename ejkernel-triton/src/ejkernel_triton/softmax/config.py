@@ -24,12 +24,11 @@ from ejkernel_triton._rows.config import (
 )
 
 Config = ForwardConfig
-"""Of both phases: rows of a program, blocks that it walks over, or parts that programs share. Programs stay (`programs`) for whole
-rows in forward, for parts in backward; in the other phase there is one for each."""
+"""Of both phases. Kernels can be persistent (`programs`) for whole rows in forward and for splits in backward."""
 
 MAX_WIDTH_FORWARD = 32768
 MAX_WIDTH_BACKWARD = {2: 32768, 4: 16384}
-"""By bytes of an element. Wider rows are shared by programs; a program holds at most 32 registers per thread of each row."""
+"""Widest rows of single-pass programs, by bytes of an element: each row takes at most 32 registers per thread."""
 
 
 def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
@@ -43,7 +42,7 @@ def forward_heuristic(call: SoftmaxCall, target: Target) -> Config:
 
 
 def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
-    """On an H200 programs that stay for parts of rows were ahead of those that come and go beyond 128 KiB of each array."""
+    """Persistent cooperative beyond 128 KiB of a row: faster than cooperative on an H200."""
     width, size = next_power_of_2(call.x.shape[-1]), itemsize(call.x)
     if width > MAX_WIDTH_BACKWARD[size]:
         persistent = None
@@ -55,7 +54,7 @@ def backward_heuristic(call: SoftmaxCall, target: Target) -> Config:
 
 
 def forward_space(call: SoftmaxCall, target: Target) -> list[Config]:
-    """The mask, a byte for each element, is in flight as well."""
+    """The mask, one byte per element, is prefetched as well."""
     width, size = next_power_of_2(call.x.shape[-1]), itemsize(call.x)
     return distinct(
         forward_heuristic(call, target),

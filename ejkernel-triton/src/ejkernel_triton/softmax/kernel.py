@@ -1,8 +1,8 @@
-"""Softmax over the last axis: a program holds whole rows in registers, so that every array passes memory once.
+"""Softmax over the last axis. A single-pass program holds whole rows in registers, so every array is read once.
 
-Rows too wide for that are shared by programs that meet (`_rows.cooperative`): each makes the largest value and the sum of its part.
-Or one program walks over its row twice, the second time backwards, so that it begins with what the cache still holds: first for
-the largest value and the sum, which is rescaled when a larger value comes, then for the result. Sums are float32.
+Wider rows are split over cooperating programs (`_rows.cooperative`), which combine partial maxima and sums. Or one looped
+program reads a row twice, the second time in reverse order, so that it starts with cached data: first for an online maximum and
+sum, then for the result. Sums are float32.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -119,7 +119,7 @@ def softmax_forward_cooperative_kernel(
     WHERE: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """A program holds a part of a row (`_rows.cooperative`), whose sums are its largest value and the sum of its weights."""
+    """A program holds one split of a row (`_rows.cooperative`). Its partial sums are the maximum and the sum of the weights."""
     SPLITS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     i_row = tl.program_id(0) // SPLITS
     i_split = tl.program_id(0) % SPLITS
@@ -160,7 +160,7 @@ def softmax_backward_cooperative_kernel(
     WHERE: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """A program holds a part of a row of the result and of its gradient (`_rows.cooperative`)."""
+    """A program holds one split of a row of the output and of its gradient (`_rows.cooperative`)."""
     SPLITS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     i_row = tl.program_id(0) // SPLITS
     i_split = tl.program_id(0) % SPLITS
@@ -260,8 +260,7 @@ def softmax_backward_looped_kernel(
 
 
 class _Kernels(NamedTuple):
-    """By how programs and rows belong together: a program holds whole rows, or walks over its row, or shares a row; and programs
-    that stay, each for whole rows or for parts, if the phase has them."""
+    """The kernels of one phase by how rows map to programs. Persistent ones are None if the phase has none."""
 
     single_pass: Any
     looped: Any
@@ -285,7 +284,7 @@ _BACKWARD = _Kernels(
 
 
 def _call(kernels: _Kernels, arrays: tuple[Any, ...], call: SoftmaxCall, inputs: SoftmaxInputs, config: Config) -> Any:
-    """One array like x."""
+    """Run a kernel whose result is like x."""
     x = inputs.x
     mask = mask_of(x, inputs.where)
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
@@ -297,11 +296,11 @@ def _call(kernels: _Kernels, arrays: tuple[Any, ...], call: SoftmaxCall, inputs:
     result = ((x.shape, x.dtype),)
     if config.cooperative:
         splits = splits_of(width, config.block)
-        walk = (rows, programs) if programs else ()
+        loop = (rows, programs) if programs else ()
         deferred = (((rows * splits,), jnp.int32),) if programs else ()
         return call_kernel(
             stay if programs else kernels.cooperative,
-            (*arrays, zero_counters(rows), *walk, rows * splits, *repetition, *opaque_zero),
+            (*arrays, zero_counters(rows), *loop, rows * splits, *repetition, *opaque_zero),
             (*result, ((rows,), jnp.int32), ((2, rows * splits), jnp.float32), *deferred),
             grid=(programs or rows) * splits,
             input_output_aliases={len(arrays): 1},

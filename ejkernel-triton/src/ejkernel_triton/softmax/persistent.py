@@ -1,5 +1,5 @@
-"""Softmax of wide rows by programs that stay, with the next row, or part of one, on its way (`_rows.persistent`): forward for whole
-rows, backward for parts. On an H200 forward for parts and backward for whole rows were behind other kernels at every width."""
+"""Persistent softmax of wide rows, which prefetches the next row or split: forward for whole rows, backward for splits. The
+other two combinations were slower than other kernels at every width."""
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
@@ -10,7 +10,7 @@ from ejkernel_triton._rows.cooperative import all_arrived, arrive, force_load, p
 from ejkernel_triton.softmax.splits import LOWEST, backward_of_split, combine_products, forward_of_split, split_offsets
 
 MAX_HELD_WIDTH = tl.constexpr(32768)
-"""Weights of a row up to this width stay in registers, in float32; those of wider rows are made twice."""
+"""Widest row whose float32 weights stay in registers; those of wider rows are recomputed."""
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def softmax_backward_persistent_cooperative_kernel(
     SCALE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`programs` programs for each part share the rows."""
+    """`programs` programs per split share the rows."""
     SPLITS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     i_first = tl.program_id(0) // SPLITS
     i_split = tl.program_id(0) % SPLITS
@@ -102,7 +102,7 @@ def softmax_backward_persistent_cooperative_kernel(
         if WHERE != 0:
             b_grad = tl.where(m_where, b_grad, 0.0)
         b_x, b_dx = force_load(b_out, zero), force_load(b_grad, zero)
-        if zero == 0:  # always (`force_load`); outside of a branch, Triton would move what depends on memory alone
+        if zero == 0:  # always (`force_load`); outside of a branch, Triton would hoist code that depends on memory only
             tl.store(p_sums + i_row * SPLITS + i_split + tl.arange(0, 1), tl.sum(b_x * b_dx, axis=1))
             deferred = arrive(p_counters + i_row, SPLITS, SPIN_LIMIT)
             tl.store(p_deferred + i_row * SPLITS + i_split, deferred)
@@ -126,7 +126,7 @@ def softmax_backward_persistent_cooperative_kernel(
         b_dx = backward_of_split(unpack_pairs(b_out_before, b_none), unpack_pairs(b_grad_before, b_none), b_sum, zero, SCALE)
         tl.store(p_dx + o_tile, b_dx.to(p_dx.dtype.element_ty), mask=m_tile)
     if any_deferred != 0:
-        tl.debug_barrier()  # one thread stored what all read now
+        tl.debug_barrier()  # one thread stored what all threads read now
         for i_step in tl.range(0, steps):
             i_row = i_first + i_step * programs
             deferred = tl.load(p_deferred + i_row * SPLITS + i_split)

@@ -1,4 +1,4 @@
-"""Parts of rows of softmax: their sums, and their results from everybody's."""
+"""Device functions for splits of softmax rows: partial sums, and the results from the combined sums."""
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
@@ -9,12 +9,12 @@ from ejkernel_triton._rows.cooperative import upcast
 from ejkernel_triton.softmax.mask import masked
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""Instead of -inf as the largest value of rows without one: exp(-inf - LOWEST) is 0 and not NaN."""
+"""Lower bound of a row's maximum: exp(-inf - LOWEST) is 0 and not NaN."""
 
 
 @triton.jit
 def split_offsets(i_row, i_split, p_where, middle, inner, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHERE: tl.constexpr):
-    """Offsets of a part of a row [1, BLOCK], the places that there are, and those that take part."""
+    """Offsets of a split of a row [1, BLOCK], its in-bounds mask, and that mask with `where` applied."""
     i_rows = i_row + tl.arange(0, 1)  # [1]
     o_width = i_split * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     m_tile = (o_width < WIDTH)[None, :]
@@ -24,7 +24,7 @@ def split_offsets(i_row, i_split, p_where, middle, inner, WIDTH: tl.constexpr, B
 
 @triton.jit
 def store_partial_sums(b_x, b_stored, m_where, p_sum, items, zero, SCALE: tl.constexpr):
-    """Store the largest value of a part [1, BLOCK], in float32 and as it is stored, and the sum of its weights [1]."""
+    """Store the maximum and the sum of the weights of a split [1, BLOCK]."""
     b_x = tl.where(m_where, b_x * SCALE, float("-inf"))
     b_split_max = tl.maximum(tl.max(b_x, axis=1), LOWEST)  # [1]
     tl.store(p_sum, b_split_max)
@@ -34,7 +34,7 @@ def store_partial_sums(b_x, b_stored, m_where, p_sum, items, zero, SCALE: tl.con
 
 @triton.jit
 def combine_sums(p_sums, items, i_row, SPLITS: tl.constexpr, SPLITS_BLOCK: tl.constexpr):
-    """The largest value of a row, and the inverse of the sum of its weights."""
+    """Combine the partial sums of a row to its maximum and the inverse of the sum of its weights."""
     o_split = tl.arange(0, SPLITS_BLOCK)
     p_split = p_sums + i_row * SPLITS + o_split
     b_maxima = tl.load(p_split, mask=o_split < SPLITS, other=LOWEST, cache_modifier=".cg")  # [PARTS_BLOCK]
