@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu
 from ejkernel.operations.flash_attention import reference
 from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionOutputs
 from ejkernel.plugin import Target
-from ejkernel_pallas.mosaic_gpu.flash_attention import capability, config, kernel
+from ejkernel_pallas.mosaic_gpu.flash_attention import capability, config, kernel, mask_params
 from ejkernel_pallas.mosaic_gpu.flash_attention.tile_scheduler import make_scheduler
 
 HOPPER = Target("gpu", "NVIDIA H200", "9.0")
@@ -60,7 +60,7 @@ def problem(
     batch: int = 1,
     **options: Any,
 ) -> tuple[Any, Any, Any]:
-    """Call, inputs, cotangents; the last `poison` keys and values are NaN, and the last `dropped` queries and gradients of outputs."""
+    """Call, inputs, cotangents; the last `poison` keys and values are NaN, the last `dropped` queries and output gradients too."""
     rng = np.random.default_rng(7)
 
     def normal(*shape: int) -> Any:

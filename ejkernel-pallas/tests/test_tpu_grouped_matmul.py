@@ -366,13 +366,13 @@ def test_every_config_fits(kind, dtype):
 
 def test_large_matrices_stay_while_their_rows_pass():
     """With enough VMEM all of K is in one block, so that a matrix is read once for all rows of its group."""
-    assert config.forward_heuristic(a_call(), V6E).inner == 4096
-    assert config.forward_heuristic(a_call(), Target("tpu", "TPU v4")).inner < 4096
-    assert config.forward_heuristic(a_call(rows=8), V6E).rows == 16
+    assert config.forward_heuristic(a_call(), V6E).block_k == 4096
+    assert config.forward_heuristic(a_call(), Target("tpu", "TPU v4")).block_k < 4096
+    assert config.forward_heuristic(a_call(rows=8), V6E).block_m == 16
 
 
 def test_config_names_a_bad_tile():
-    with pytest.raises(ValueError, match=r"inner: got 100, expected a positive multiple of 128"):
+    with pytest.raises(ValueError, match=r"block_k: got 100, expected a positive multiple of 128"):
         config.Config(16, 100, 128)
     with pytest.raises(ValueError, match=r"lhs_rows: got 8, expected a positive multiple of 16"):
         config.BackwardConfig(8, 128, 128, 16, 128, 128)

@@ -281,19 +281,19 @@ def test_every_config_fits(kind):
             assert config.heuristic(call, target) in space
             for chosen in space:
                 assert config.vmem_bytes(call, chosen) <= memory_of(target).vmem, chosen
-                assert chosen.pages * page_size % 8 == 0
+                assert chosen.pages_per_block * page_size % 8 == 0
 
 
 def test_the_heuristic_follows_the_mix():
     decode, prefill = config.heuristic(a_call(), V6E), config.heuristic(a_call(4096, 4), V6E)
-    assert (decode.tokens, decode.pages, decode.cores) == (1, 32, 1)
-    assert prefill.tokens == 128
-    assert config.heuristic(a_call(page_size=256), V6E).pages == 2
+    assert (decode.block_q, decode.pages_per_block, decode.cores) == (1, 32, 1)
+    assert prefill.block_q == 128
+    assert config.heuristic(a_call(page_size=256), V6E).pages_per_block == 2
     assert config.heuristic(a_call(), Target("tpu", "TPU v5p")).cores == 2
 
 
 def test_config_names_a_bad_value():
-    with pytest.raises(ValueError, match=r"tokens: got 12, expected 1, or a power of two from 8 on"):
+    with pytest.raises(ValueError, match=r"block_q: got 12, expected 1, or a power of two from 8 on"):
         config.Config(12, 1)
-    with pytest.raises(ValueError, match=r"pages: got 0, expected at least 1"):
+    with pytest.raises(ValueError, match=r"pages_per_block: got 0, expected at least 1"):
         config.Config(8, 0)

@@ -132,5 +132,5 @@ def test_supports_refuses_with_numbers():
 
 
 def test_config_names_a_bad_value():
-    with pytest.raises(ValueError, match=r"places: got 12, expected a power of two"):
+    with pytest.raises(ValueError, match=r"slots: got 12, expected a power of two"):
         config.Config(12)

@@ -1,8 +1,9 @@
-"""The two kernels of the gradients: one owns keys and walks over queries, the other owns queries and walks over keys.
+"""The dK/dV kernel, which owns keys and loops over queries, and the dQ kernel, which owns queries and loops over keys.
 
-Both form the weights of a tile anew from the log-sum-exp, and add up in registers in one order, so that results are the same in
-every run. With w the weights and o the output, the gradient of a logit is `w * (d_out . value - delta)`, where delta is
-`d_out . o` less the gradient of the log-sum-exp. As in the forward kernel, one warpgroup copies and the others multiply.
+Both recompute the weights of a tile from the log-sum-exp and accumulate in registers in a fixed order, so results are
+deterministic. With w the weights and o the output, the gradient of a logit is `w * (d_out . value - delta)`, where delta is
+`d_out . o` minus the gradient of the log-sum-exp. As in the forward kernel, one producer warpgroup issues TMA loads and the
+consumers issue MMAs.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from ejkernel_pallas.mosaic_gpu.flash_attention.tile_scheduler import TileSchedu
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """What one of the kernels is built for.
+    """Static parameters of one of the kernels.
 
     Attributes:
-        rules: of the call.
-        schedule: the order of blocks, of keys and their heads or of queries and theirs.
-        other: rows of a tile that is walked over; a consumer owns `ROWS`.
-        stages: tiles that are in shared memory at one time.
+        params: of the call.
+        scheduler: tile scheduler of key blocks and their heads, or of query blocks and theirs.
+        other: rows of a streamed tile; a consumer owns `ROWS`.
+        num_stages: pipeline stages: tiles in shared memory.
         warpgroups: consumers of a block.
         size, value_size: of heads, as they lie in memory.
         dtype: of query, key and value.
-        wanted: which gradients are formed: "query", or "key" and "value" together or alone.
-        ranges: whether tiles to visit are read from an array.
-        parts: into which the walk of each block is cut; one program walks one of them. Where there are several, results are sums in
-            float32, `[splits, B, T, H, D]` with T whole blocks, to be added up.
+        wanted: gradients to compute: "query", or "key" and "value" together or alone.
+        ranges: whether tile ranges are loaded from an array.
+        splits: of each block's loop; a program runs one of them. With several, results are float32 partial results `[splits, B,
+            T, H, D]` with T whole blocks, to be combined.
         bias: the tiles of the bias, if there is one.
     """
 
@@ -64,22 +65,22 @@ class Gradient:
 
     @property
     def by_key(self) -> bool:
-        """Whether keys are owned."""
+        """Whether keys are owned, not queries."""
         return "query" not in self.wanted
 
     @property
     def ahead(self) -> bool:
-        """Whether a tile is waited for while the one before it is multiplied: not where there is one place, or one product."""
+        """Whether a consumer waits for the next tile while the MMAs of the current one run: not with one stage or one gradient."""
         return self.num_stages > 1 and self.wanted != ("key",) and self.wanted != ("value",)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Columns of what is added up."""
+        """Columns of the accumulators."""
         return tuple(self.value_size if name == "value" else self.size for name in self.wanted)
 
     @property
     def members(self) -> int:
-        """Heads of the walked-over side for each owned one."""
+        """Streamed heads per owned head."""
         return self.params.group if self.by_key else 1
 
     def scratch(self) -> dict[str, Any]:
@@ -103,15 +104,15 @@ class Gradient:
 
     @property
     def rings(self) -> tuple[str, ...]:
-        """What is copied for every tile."""
+        """Arrays with a TMA load per tile."""
         return ("other", "other_value") if self.bias is None else ("other", "bias", "other_value")
 
     def body(self, *refs: Any, **scratch: Any) -> None:
-        """The kernel: references to arrays as `launch` gives them, then results."""
+        """The kernel body: references to the inputs of `launch`, then outputs."""
         Block(self, refs, scratch).run()
 
     def launch(self, arrays: list[Any], results: list[tuple[tuple[int, ...], Any]]) -> list[jax.Array]:
-        """Run the kernel on query, key, value, the output's gradient, statistics of rows, facts and ranges."""
+        """Run the kernel on query, key, value, the output's gradient, row statistics, token info and ranges."""
         kernel = call_kernel(
             self.body,
             name=f"ejkernel_flash_attention_backward_{'_'.join(self.wanted)}",
@@ -126,8 +127,8 @@ class Gradient:
 
 
 class Block:
-    """One block of the grid at work. "own" and "other" are keys and queries, or queries and keys; their "values" are what is
-    multiplied for the gradients of weights: values and the output's gradient, or the reverse."""
+    """One thread block. "own" and "other" are keys and queries, or queries and keys; their "values" are the MMA operands of the
+    weights' gradients: values and the output's gradient, or the reverse."""
 
     def __init__(self, plan: Gradient, refs: tuple[Any, ...], scratch: dict[str, Any]) -> None:
         self.plan, self.params, self.scratch = plan, plan.params, scratch
@@ -162,14 +163,14 @@ class Block:
                     pl.when(done > slot)(functools.partial(plgpu.barrier_wait, self.scratch[f"{name}_empty"].at[slot]))
 
     def owner(self, coord: Any) -> tuple[Any, Any]:
-        """What a place of the schedule stands for: the block and its head, and the part of its walk."""
+        """The tile coordinate of the owned block, and the split."""
         if self.plan.splits == 1:
             return coord, 0
         head = lax.div(coord.head, jnp.int32(self.plan.splits))
         return coord._replace(head=head), coord.head - head * self.plan.splits
 
     def tile_range_of(self, coord: Any, i_split: Any) -> TileRange:
-        """The tiles that a program visits for a block."""
+        """The tile range that a program visits for a block."""
         owned = self.plan.warpgroups * ROWS
         first = coord.block * owned
         if self.ranges is not None:
@@ -185,17 +186,17 @@ class Block:
         return coord.head * self.params.group + i_member if self.plan.by_key else coord.head
 
     def head_of(self, coord: Any, i_member: Any) -> Any:
-        """The walked-over side's head."""
+        """The streamed head."""
         i_head = self.query_head(coord, i_member)
         return i_head if self.plan.by_key else lax.div(i_head, jnp.int32(self.params.group))
 
     def produce(self, coord: Any, done: Any) -> Any:
-        """Copy the tiles that a block visits. Returns the number of tiles copied so far."""
+        """Issue the TMA loads of a block. Returns the number of tiles loaded so far."""
         coord, i_split = self.owner(coord)
         return self.copy_tiles(coord, self.tile_range_of(coord, i_split), done)
 
     def copy_tiles(self, coord: Any, tile_range: TileRange, done: Any) -> Any:
-        """Copy the tiles of a walk. Returns the number of tiles copied so far."""
+        """Issue the TMA loads of a tile range. Returns the number of tiles loaded so far."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         num_stages = self.plan.num_stages
@@ -214,7 +215,7 @@ class Block:
         return done + tile_range.count
 
     def copy_tile(self, name: str, slot: Any, coord: Any, i_member: Any, i_head: Any, here: Any) -> None:
-        """Copy a tile of one array; `i_head` and `here` are of the walked-over side."""
+        """Issue the TMA load of one array's tile; `i_head` and `here` are its streamed head and rows."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         s_tile, barrier = self.scratch[name].at[slot], self.scratch[f"{name}_full"].at[slot]
@@ -229,7 +230,7 @@ class Block:
             plgpu.copy_gmem_to_smem(self.rows.at[coord.batch, i_head, :, here], self.scratch["rows"].at[slot], barrier)
 
     def consume(self, coord: Any, done: Any) -> Any:
-        """Add up the gradients of what this warpgroup owns."""
+        """Accumulate the gradients of this warpgroup's rows."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         coord, i_split = self.owner(coord)
@@ -253,7 +254,7 @@ class Block:
             for result, b_sum in zip(self.results, sums, strict=True):
                 result.at[i_split, coord.batch, pl.ds(first, ROWS), coord.head][...] = b_sum
             return done + tile_range.count
-        plgpu.commit_smem()  # all warps are done with what the gradients replace
+        plgpu.commit_smem()  # all warps have read the rows that the gradients overwrite
         held = [s_own_value if name == "value" else s_own for name in self.plan.wanted]
         for s_held, b_sum in zip(held, sums, strict=True):
             s_held[...] = b_sum.astype(self.plan.dtype)
@@ -264,7 +265,7 @@ class Block:
         return done + tile_range.count
 
     def copy_own(self, coord: Any, first: Any) -> tuple[Any, Any, Any]:
-        """Copy what is owned; where to, and the barrier."""
+        """Issue the TMA loads of the owned rows. Returns their buffers and mbarrier."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         s_own, s_own_value = self.scratch["own"].at[self.wg], self.scratch["own_value"].at[self.wg]
@@ -285,7 +286,7 @@ class Block:
         }
 
     def own_statistics(self, coord: Any, first: Any) -> tuple[Any, Any] | None:
-        """Of owned queries."""
+        """Row statistics of owned queries."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         if self.plan.by_key:
@@ -305,7 +306,7 @@ class Block:
 
 @dataclasses.dataclass
 class Step:
-    """The gradients of one tile, rows of which are owned."""
+    """The loop body: gradients of one tile."""
 
     block: Any
     coord: Any
@@ -316,8 +317,8 @@ class Step:
     statistics: Any
 
     def factors(self) -> tuple[Any, ...]:
-        """What is owned, as left factors of products."""
-        # Formed in each step: the addresses of all pieces of a product, formed ahead of the loop, would fill the uniform registers.
+        """The owned rows, as left MMA operands."""
+        # Recomputed in each step: descriptors hoisted out of the loop would fill the uniform registers.
         i_own = lax.optimization_barrier(self.block.wg)
         return tuple(self.block.scratch[name].at[i_own] for name in ("own", "own_value"))
 
@@ -343,7 +344,7 @@ class Step:
         plgpu.barrier_arrive(self.block.scratch[f"{name}_empty"].at[slot])
 
     def where_visible(self, i_tile: Any, b_value: Any) -> Any:
-        """A tile's numbers, 0 for hidden pairs, even where a row's statistics are NaN."""
+        """The tile with masked pairs set to 0, even where a row's statistics are NaN."""
         params = self.block.params
         if not params.has_mask and not self.ragged():
             return b_value
@@ -353,31 +354,31 @@ class Step:
         )
 
     def where_weighted(self, i_tile: Any, b_weights: Any, b_value: Any) -> Any:
-        """A tile's numbers, 0 for hidden pairs, whose weights are 0."""
+        """The tile with masked pairs, whose weights are 0, set to 0."""
         if self.block.params.bias:
             return self.unless_hidden(b_weights, b_value)
-        if self.block.params.cap is not None or not self.block.params.has_mask:  # slopes of hidden pairs may be NaN
+        if self.block.params.cap is not None or not self.block.params.has_mask:  # slopes of masked pairs may be NaN
             return self.where_visible(i_tile, b_value)
         return lax.cond(self.tile_range.whole(i_tile), lambda: b_value, lambda: jnp.where(b_weights == 0.0, 0.0, b_value))
 
     def unless_hidden(self, b_weights: Any, b_value: Any) -> Any:
-        """A tile's numbers, 0 for pairs that the bias hides, in any tile; their weights are 0."""
+        """The tile with pairs that the bias masks set to 0; their weights are 0."""
         return jnp.where(b_weights == 0.0, 0.0, b_value) if self.block.params.bias else b_value
 
     def bias(self, slot: Any) -> Any:
-        """The bias of a tile, if there is one, waited for."""
+        """Wait for the bias of a tile, if there is one, and load it."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         bias = self.block.plan.bias
         if bias is None:
             return None
         b_bias = bias.load(self.wait("bias", slot), self.block.wg)
-        plgpu.commit_smem()  # ordinary reads come before the next copy
+        plgpu.commit_smem()  # order generic-proxy reads before the next TMA load
         self.release("bias", slot)
         return b_bias
 
     def ragged(self) -> bool:
-        """Whether a tile may hold keys past the end, which would get a weight; queries past the end have no gradient."""
+        """Whether a tile may hold keys past the end, which need a mask; queries past the end have no gradient."""
         return not self.block.plan.by_key and self.block.params.keys % self.block.plan.other != 0
 
     def visible(self, i_tile: Any, shape: tuple[int, int]) -> Any:
@@ -387,7 +388,7 @@ class Step:
         start = i_tile * self.block.plan.other
         o_own = None
         if self.block.params.by_row:
-            first = lax.optimization_barrier(self.first)  # else registers hold the numbers of rows
+            first = lax.optimization_barrier(self.first)  # else row indices stay in registers
             o_own = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout.reduce(1)) + first
         o_other = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + start
         token_info = {name: lax.broadcast_in_dim(b_info, shape, [0]) for name, b_info in self.token_info.items()}
@@ -418,7 +419,7 @@ class Step:
             if "key" not in added:
                 finish(added, s_query, s_grad, scores, None)
                 return
-            # Not 0.0: the assembler may take that from registers of the scores, whose product it then waits for (its remark C7517).
+            # Not 0.0: ptxas may take that from registers of the scores, and then waits for their wgmma (its remark C7517).
             b_start = plgpu.layout_cast(jnp.full(shape, -0.0, jnp.float32), plgpu.Layout.WGMMA)
             accumulate([b_start], functools.partial(with_both, added, s_query, s_grad, scores))
 
@@ -474,7 +475,7 @@ class Step:
             d_weights.add(own_value, s_value.transpose((1, 0)))
             b_logits = params.logits(plgpu.wgmma_accumulator_load(scores, wait_n=1), self.bias(slot))
             b_weights = self.sloped(jnp.exp2(b_logits * params.unit - b_shift), b_logits)
-            # Compilers would wait for the other product first: one is stopped by the barrier, the assembler by a branch.
+            # Keep compilers from hoisting the wait for the other wgmma: the barrier stops MLIR, a branch stops ptxas.
             b_weights = lax.optimization_barrier(b_weights)
             if plan.ahead:
                 self.wait_for(i_step + 1)
@@ -492,6 +493,6 @@ class Step:
         return sums
 
     def sloped(self, b_weights: Any, b_logits: Any) -> Any:
-        """Weights times the derivative of the cap: what the gradients of weights are multiplied with."""
+        """Weights times the derivative of the soft cap."""
         params = self.block.params
         return b_weights if params.cap is None else self.unless_hidden(b_weights, b_weights * params.slope(b_logits))

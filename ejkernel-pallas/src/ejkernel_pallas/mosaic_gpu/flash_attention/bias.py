@@ -1,4 +1,4 @@
-"""How a bias lies, and how its tiles come to consumers through shared memory."""
+"""Layout of a bias, and its tiles in shared memory."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ejkernel_pallas.mosaic_gpu.flash_attention.shape import ROWS
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ROW_TOKENS, _COLUMN_TOKENS = 8, 64
-"""Of pairs, a copy's box is made of tiles of so many."""
+"""Rows and columns of the TMA box of a pairwise bias are multiples of these."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BiasTiles:
-    """A ring of tiles for kernels whose consumers own `ROWS` tokens each and walk over tiles of others.
+    """A ring buffer of bias tiles, for kernels whose consumers own `ROWS` tokens each and loop over tiles of others.
 
     Attributes:
-        form: "pairs", or "keys" or "queries" where it is a row of these, the same for all of the other kind.
-        batch, heads: of the bias, 1 where it is shared.
+        kind: "pairs", or "keys" or "queries" for a bias that is broadcast over the other axis.
+        batch, heads: of the bias, 1 if it is shared.
         dtype: in memory.
         by_key: whether keys are owned, not queries.
         warpgroups: consumers of a block.
-        other: tokens of a tile that is walked over.
-        stages: tiles in shared memory at one time.
+        other: tokens of a streamed tile.
+        num_stages: tiles in shared memory.
     """
 
     kind: str
@@ -47,12 +47,12 @@ class BiasTiles:
 
     @property
     def transposed(self) -> bool:
-        """Whether tiles of pairs are `[other, own]` in memory: shared memory is read the other way round in units of 16 bits."""
+        """Whether pairwise tiles are stored as `[other, own]`: loads can transpose 16-bit elements of shared memory."""
         return self.by_pair and self.by_key and jnp.dtype(self.dtype).itemsize == 2
 
     @property
     def owned(self) -> bool:
-        """Whether it is a row of the owned tokens."""
+        """Whether it is a row bias over the owned tokens."""
         return self.kind == ("keys" if self.by_key else "queries")
 
     @property
@@ -69,7 +69,7 @@ class BiasTiles:
 
     @property
     def registers(self) -> int:
-        """That a consumer's thread loads of a tile."""
+        """Registers per consumer thread of a loaded tile."""
         if self.by_pair:
             return self.other * jnp.dtype(self.dtype).itemsize // 8
         return 2 if self.owned else self.other // 4
@@ -90,7 +90,7 @@ class BiasTiles:
         return self.warpgroups if self.by_pair else 1
 
     def stored(self, bias: Any, queries: int, keys: int) -> Any:
-        """The bias as it is copied: `[batch * heads, T, S]`, or `[batch * heads, n]` with whole tiles of the row's tokens."""
+        """The bias as TMA loads it: `[batch * heads, T, S]`, or `[batch * heads, n]` padded to whole tiles."""
         rows = self.batch * self.heads
         bias = bias.astype(self.dtype)
         if not self.by_pair:
@@ -104,12 +104,12 @@ class BiasTiles:
         return jnp.pad(bias, ((0, 0), *((0, more) for more in extra))) if any(extra) else bias
 
     def row(self, i_batch: Any, i_head: Any) -> Any:
-        """Of what `stored` returns."""
+        """Row index into the result of `stored`."""
         i_batch, i_head = i_batch if self.batch > 1 else 0, i_head if self.heads > 1 else 0
         return i_batch * self.heads + i_head
 
     def copy(self, array: Any, i_row: Any, first: Any, start: Any, s_tile: Any, barrier: Any) -> None:
-        """Copy a tile, of a block's owned tokens from `first` and others from `start`."""
+        """Issue the TMA load of a tile, of owned tokens from `first` and others from `start`."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         if not self.by_pair:
@@ -136,7 +136,7 @@ class BiasTiles:
 
 
 def bias_kind(call: FlashAttentionCall) -> str | None:
-    """What a bias that is the same for all pairs counts as: a row of keys."""
+    """The kind of a call's bias. A bias that is equal for all pairs counts as a row of keys."""
     if call.bias is None:
         return None
     _, _, queries, keys = call.bias.shape

@@ -1,8 +1,8 @@
-"""The kernel of the bias's gradient: the sums of the logits' gradients, in one order, over what the bias shares.
+"""The bias gradient kernel: sums of the logits' gradients, in a fixed order, over the axes along which the bias is broadcast.
 
-Of a bias by pair, a program owns tiles of its own shape, one after the other, and walks over the batches and heads that share a
-tile. Of a row of keys or queries, a program owns some of these tokens in one head, walks over tiles of the others, and leaves a sum
-for each head. Tiles that no rule of position lets through are not visited.
+For a pairwise bias a program owns tiles of the bias, one after the other, and loops over the batches and heads that share a
+tile. For a row bias a program owns some of its tokens in one head, loops over tiles of the others, and writes a sum per head.
+Tiles that the positional mask excludes are skipped.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ejkernel_pallas.mosaic_gpu.flash_attention.shape import ROWS, TileRange
 
 @dataclasses.dataclass(frozen=True)
 class BiasGradient(Gradient):
-    """What the kernel is built for.
+    """Static parameters of the kernel.
 
     Attributes:
         bias: the tiles of the bias.
-        sharing: batches and heads that share a tile; 1 for a row.
-        resident: the owned queries of all of these stay in shared memory, for all tiles of keys. Otherwise tiles by pair are blocks
-            of their own, and queries are copied for each step.
-        tiles: of keys.
+        sharing: batches and heads that share a tile; 1 for a row bias.
+        resident: whether the owned queries of all of these stay in shared memory for all key tiles. Otherwise pairwise tiles
+            are scheduled separately, and queries are loaded in each step.
+        tiles: key tiles.
     """
 
     bias: BiasTiles
@@ -49,7 +49,7 @@ class BiasGradient(Gradient):
 
     @property
     def moves(self) -> bool:
-        """Whether owned queries are copied for each step."""
+        """Whether owned queries are loaded in each step."""
         return self.bias.by_pair and not self.resident
 
     @property
@@ -83,13 +83,12 @@ class BiasGradient(Gradient):
 
 
 class _Block(Block):
-    """One program at work. Places of the schedule are of the bias if that is by pair, and of query heads otherwise."""
+    """One thread block. Tile coordinates are of the bias if it is pairwise, and of query heads otherwise."""
 
     plan: BiasGradient
 
     def over_tiles(self, coord: Any, work: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
-        """Call `work(coord, tile of keys, carry)`, which returns the next carry, for every tile that is owned; the last carry. Of a
-        row there is one call, without a tile."""
+        """Fold `work(coord, key tile, carry)` over the owned tiles. For a row bias there is one call, with None as its tile."""
         if self.plan.moves:
             i_block = lax.div(coord.block, jnp.int32(self.plan.tiles))
             return work(coord._replace(block=i_block), coord.block - i_block * self.plan.tiles, carry)
@@ -98,7 +97,7 @@ class _Block(Block):
         return work(coord, None, carry)
 
     def over_batches(self, coord: Any, i_tile: Any, work: Callable[[Any, TileRange, Any], Any], carry: Any) -> Any:
-        """Call `work(coord, tile_range, carry)`, which returns the next carry, for every batch that shares the tile; the last carry."""
+        """Fold `work(coord, tile_range, carry)` over the batches that share the tile."""
 
         def step(i_batch: Any, carry: Any) -> Any:
             here = coord._replace(batch=i_batch)
@@ -132,7 +131,7 @@ class _Block(Block):
             self.copy_rows(name, slot, wg, coord, i_member, first, self.scratch[f"{name}_full"].at[slot])
 
     def copy_rows(self, name: str, slot: Any, wg: Any, coord: Any, i_member: Any, first: Any, barrier: Any) -> None:
-        """Copy what one consumer owns."""
+        """Issue the TMA load of one consumer's rows."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         source = (self.own if name == "own" else self.own_value).at[
@@ -141,7 +140,7 @@ class _Block(Block):
         plgpu.copy_gmem_to_smem(source, self.scratch[name].at[slot, wg], barrier)
 
     def copy_owned(self, coord: Any, first: Any) -> None:
-        """Copy what one consumer owns of all batches and heads, waited for."""
+        """Load one consumer's rows of all batches and heads, and wait for them."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         plan, full = self.plan, self.scratch["own_full"].at[self.wg]
@@ -153,7 +152,7 @@ class _Block(Block):
         plgpu.barrier_wait(full)
 
     def consume(self, coord: Any, done: Any) -> Any:
-        """Add up the gradients of this warpgroup's logits."""
+        """Accumulate the gradients of this warpgroup's logits."""
         if not self.plan.moves:
             self.copy_owned(coord, (coord.block * self.plan.warpgroups + self.wg) * ROWS)
         return self.over_tiles(coord, self.add_tile, done)
@@ -181,10 +180,10 @@ class _Block(Block):
 
 
 class _Step(Step):
-    """The gradients of one tile's logits."""
+    """The loop body: gradients of one tile's logits."""
 
     def owned(self, name: str, slot: Any, i_member: Any) -> Any:
-        """What is owned, as the left factor of a product."""
+        """The owned rows, as the left MMA operand."""
         plan = self.block.plan
         if plan.moves:
             return self.wait(name, slot).at[self.block.wg]
@@ -192,7 +191,7 @@ class _Step(Step):
         return self.block.scratch[name].at[i_batch * plan.members + i_member, self.block.wg]
 
     def statistics_of(self, slot: Any, i_member: Any) -> tuple[Any, Any]:
-        """What exponentials are shifted by and the gradients of weights start from, as tiles."""
+        """Row statistics as tiles: the log-sum-exp and minus delta."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         plan = self.block.plan

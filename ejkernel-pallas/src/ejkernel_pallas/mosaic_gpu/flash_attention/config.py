@@ -1,4 +1,4 @@
-"""Tiles of `flash_attention` on Hopper, picked by what they take of shared memory and registers."""
+"""Configs of `flash_attention` on Hopper, limited by shared memory and registers."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from ejkernel_pallas.mosaic_gpu.flash_attention.bias import BiasTiles, bias_kind
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS, REGISTERS, ROWS
 
 SIZES = (64, 96, 128, 192, 256)
-"""Of heads, as they lie in memory."""
+"""Padded head sizes."""
 _FEWER_MULTIPROCESSORS = {"PCIe", "H20"}
-"""In names of devices of this capability with fewer multiprocessors; a program that stays would wait for one that is through."""
+"""Words in names of devices with fewer multiprocessors, on which part of a persistent grid would wait."""
 _OVERHEAD = 24
-"""Registers of a consumer for addresses, maxima and sums, beside one for 16 rows of a tile."""
+"""Registers of a consumer thread for addresses, maxima and sums, plus one per 16 rows of a tile."""
 _KEY_SPLITS = (1, 2, 3, 4, 6, 8)
-"""Into which the work of a block of keys may be cut."""
+"""Candidate splits of a key block's loop over queries."""
 _STEP = 1.6e-6
-"""Seconds that a tile of 64 queries takes with 128 keys and heads of 128, measured on an H200; the next two count such tiles."""
+"""Seconds of a tile of 64 queries and 128 keys with heads of 128 on an H200; the unit of the next two."""
 _START, _SUMS = 2, 4
-"""Of a program: until its first product, and to write sums in float32."""
+"""Cost of a program's start, and of storing float32 partial results."""
 _LAUNCH, _READ = 4e-6, 3.5e12
-"""Seconds until one more kernel has started, and bytes that it reads in a second."""
+"""Seconds of one more kernel launch, and its read bandwidth in bytes per second."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:
     block_k: keys of a tile, a multiple of 64.
-    stages: tiles of keys and of values in shared memory at one time.
-    warpgroups: consumers of a block, each with 64 queries.
-    overlap: the scores of a tile are formed while the weights of the one before are multiplied with values.
-    ping_pong: consumers take turns at the tensor cores.
-    query_in_registers: products read queries from registers, which leaves more of the shared memory's bandwidth to keys.
-    persistent: as many programs as multiprocessors, each with several blocks, rather than one program per block.
-    packed: a consumer's rows are the query heads of a key head for few tokens, which see fewer keys than many tokens of one head;
-        only where `can_pack_gqa`.
+    num_stages: pipeline stages: key and value tiles in shared memory.
+    warpgroups: consumer warpgroups of a block, each with 64 queries.
+    overlap: whether the QK MMA of a tile overlaps the PV MMA and softmax of the previous one.
+    ping_pong: ping-pong scheduling of the consumers' MMAs.
+    query_in_registers: whether queries are register operands, which saves shared memory bandwidth.
+    persistent: whether the kernel is persistent, with one program per multiprocessor, instead of one program per block.
+    pack_gqa: whether a consumer's rows are the query heads of a key head for few tokens, which visit fewer keys than many
+        tokens of one head; only if `can_pack_gqa`.
     """
 
     block_k: int
@@ -57,11 +57,11 @@ class ForwardConfig:
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Attributes:
-    key_block_q, key_stages, key_warpgroups: of the kernel that owns keys: queries of a tile, tiles in shared memory, consumers.
-    key_apart: the gradients of keys and of values are formed by one kernel each.
-    key_parts: programs among which the queries of a block of keys are divided. Several leave sums in float32, which are added up
-        in one order afterwards: for calls that have fewer blocks of keys than keep a device busy.
-    query_block_k, query_stages, query_warpgroups: of the kernel that owns queries.
+    key_block_q, key_num_stages, key_warpgroups: of the dK/dV kernel: queries of a tile, pipeline stages, consumers.
+    separate_dk_dv: whether dK and dV are computed by one launch each.
+    key_splits: splits of a key block's loop over queries, for calls with too few key blocks to fill a device. Several leave
+        float32 partial results, which are combined in a fixed order.
+    query_block_k, query_num_stages, query_warpgroups: of the dQ kernel.
     """
 
     key_block_q: int
@@ -75,16 +75,16 @@ class BackwardConfig:
 
 
 def sizes_of(call: FlashAttentionCall) -> tuple[int, int]:
-    """Head sizes of keys and values as they lie in memory: padded to what a product can read."""
+    """Padded head sizes of keys and values, as the MMAs need them."""
     size, value_size = (next((s for s in SIZES if s >= n), n) for n in (call.query.shape[3], call.value.shape[3]))
-    if size != value_size:  # pieces of one are kept in the place of the other
+    if size != value_size:  # the output reuses the buffer of the queries
         size, value_size = (128 if s == 96 else s for s in (size, value_size))
     return size, value_size
 
 
 def can_pack_gqa(call: FlashAttentionCall) -> bool:
-    """Whether the query heads of a key head can be rows of one consumer: whole groups of 8 rows, as the copy engine stores them.
-    What is known by query head or by query token alone is not read in that order."""
+    """Whether the query heads of a key head can be rows of one consumer: TMA stores whole groups of 8 rows. Arrays indexed by
+    query head or query token are not supported in that order."""
     group = call.query.shape[2] // call.key.shape[2]
     known = (call.bias, call.sinks, call.query_segments, call.query_positions)
     return group % 8 == 0 and ROWS % group == 0 and all(spec is None for spec in known)
@@ -95,7 +95,7 @@ def forward_bias(call: FlashAttentionCall, config: ForwardConfig) -> BiasTiles |
 
 
 def backward_bias(call: FlashAttentionCall, config: BackwardConfig, *, by_key: bool) -> BiasTiles | None:
-    """Of the kernel that owns keys, or of that which owns queries."""
+    """Bias tiles of the dK/dV kernel or of the dQ kernel."""
     if by_key:
         warpgroups, other, num_stages = config.key_warpgroups, config.key_block_q, config.key_num_stages
     else:
@@ -106,8 +106,8 @@ def backward_bias(call: FlashAttentionCall, config: BackwardConfig, *, by_key: b
 @dataclasses.dataclass(frozen=True)
 class BiasGradientConfig:
     """Attributes:
-    tiles: of the bias, which say what a program owns.
-    resident: owned queries of all batches and heads that share a tile by pair stay in shared memory.
+    tiles: of the bias; a program owns such tiles.
+    resident: whether the owned queries of all batches and heads that share a pairwise tile stay in shared memory.
     """
 
     tiles: BiasTiles
@@ -115,7 +115,7 @@ class BiasGradientConfig:
 
 
 def bias_gradient_config(call: FlashAttentionCall) -> BiasGradientConfig | None:
-    """The first that fits: queries stay where this leaves enough blocks of them. None without a bias."""
+    """The first config that fits; queries are resident if there are enough blocks. None without a bias."""
     kind = bias_kind(call)
     if call.bias is None or kind is None:
         return None
@@ -133,7 +133,7 @@ def bias_gradient_config(call: FlashAttentionCall) -> BiasGradientConfig | None:
 
 
 def sharing(call: FlashAttentionCall) -> tuple[int, int]:
-    """Batches and heads for which a tile of a bias by pair is the same."""
+    """Batches and heads that share a tile of a pairwise bias."""
     if call.bias is None or bias_kind(call) != "pairs":
         return 1, 1
     (batch, _, heads, _), (own_batch, own_heads, _, _) = call.query.shape, call.bias.shape
@@ -141,7 +141,7 @@ def sharing(call: FlashAttentionCall) -> tuple[int, int]:
 
 
 def bias_gradient_bytes(call: FlashAttentionCall, config: BiasGradientConfig) -> int:
-    """Shared memory of the kernel of the bias's gradient."""
+    """Shared memory of the bias gradient kernel."""
     tiles, widths = config.tiles, sizes_of(call)
     batches, members = sharing(call)
     slots = tiles.num_stages if tiles.by_pair and not config.resident else batches * members
@@ -156,13 +156,13 @@ def bias_bytes(tiles: BiasTiles | None) -> int:
 
 
 def query_slots(call: FlashAttentionCall, config: ForwardConfig) -> int:
-    """Blocks of queries in shared memory: where there is room, programs that stay copy the next while they work on one."""
+    """Query blocks in shared memory: a persistent kernel prefetches the next one if it fits."""
     fits = forward_bytes(call, config, slots=2) + SHARED_MEMORY_SLACK <= SHARED_MEMORY
     return 2 if config.persistent and fits else 1
 
 
 def forward_bytes(call: FlashAttentionCall, config: ForwardConfig, *, slots: int = 1) -> int:
-    """Shared memory of the forward kernel with so many blocks of queries."""
+    """Shared memory of the forward kernel with `slots` query blocks."""
     size, value_size = sizes_of(call)
     used = smem_bytes((slots * config.warpgroups, ROWS, size)) + smem_bytes((config.warpgroups, ROWS), 4)
     if config.persistent or value_size > size:
@@ -172,7 +172,7 @@ def forward_bytes(call: FlashAttentionCall, config: ForwardConfig, *, slots: int
 
 
 def forward_registers(call: FlashAttentionCall, config: ForwardConfig) -> int:
-    """Registers that a consumer's thread is expected to need: accumulator, scores, weights, and a tile of the bias."""
+    """Estimated registers of a consumer thread: accumulator, scores, weights and a bias tile."""
     size, value_size = sizes_of(call)
     tiles = forward_bias(call, config)
     held = 0 if tiles is None else tiles.registers
@@ -192,7 +192,7 @@ def _backward_bytes(call: FlashAttentionCall, other: int, num_stages: int, warpg
 
 
 def backward_bytes(call: FlashAttentionCall, config: BackwardConfig) -> tuple[int, int]:
-    """Shared memory of the kernel that owns keys and of that which owns queries."""
+    """Shared memory of the dK/dV kernel and of the dQ kernel."""
     return (
         _backward_bytes(
             call, config.key_block_q, config.key_num_stages, config.key_warpgroups, backward_bias(call, config, by_key=True)
@@ -208,7 +208,7 @@ def backward_bytes(call: FlashAttentionCall, config: BackwardConfig) -> tuple[in
 
 
 def backward_registers(call: FlashAttentionCall, config: BackwardConfig) -> tuple[int, int]:
-    """Registers that a consumer's thread is expected to need: accumulators, scores and their gradients, weights."""
+    """Estimated registers of a consumer thread: accumulators, scores and their gradients, weights."""
     size, value_size = sizes_of(call)
     owned = max(size, value_size) if config.separate_dk_dv else size + value_size
     by_key = owned // 2 + config.key_block_q * 21 // 16 + _OVERHEAD
@@ -228,30 +228,30 @@ def _query_fits(call: FlashAttentionCall, config: BackwardConfig) -> bool:
 
 
 def _consumers(call: FlashAttentionCall, rows: int) -> int:
-    """Two, or one where rows would not fill the second."""
+    """Two consumers, or one if the rows do not fill the second."""
     return 1 if rows <= ROWS else 2
 
 
 def _narrow(call: FlashAttentionCall) -> bool:
-    """Whether wide tiles would be mostly hidden."""
+    """Whether wide tiles would be mostly masked."""
     spans = [span for span in (call.window_width, call.chunk_size) if span is not None]
     return min(spans, default=1 << 30) <= 256
 
 
 def _uneven(call: FlashAttentionCall) -> bool:
-    """Whether indices say that some blocks of queries meet fewer keys than others."""
+    """Whether, by indices, some query blocks visit fewer keys than others."""
     placed = call.query_positions is not None or call.key_positions is not None
     return not placed and (call.causal or call.window is not None or call.chunk_size is not None)
 
 
 def _few(call: FlashAttentionCall, config: BackwardConfig) -> bool:
-    """Whether there are fewer blocks of keys than four for each multiprocessor; of more, the last ones leave little idle."""
+    """Whether there are at most four key blocks per multiprocessor; with more, the tail leaves little idle."""
     batch, keys, heads, _ = call.key.shape
     return batch * heads * -(-keys // (config.key_warpgroups * ROWS)) <= 4 * MULTIPROCESSORS
 
 
 def _key_splits(call: FlashAttentionCall, config: BackwardConfig) -> int:
-    """The number of parts that is expected to be the fastest, by handing out programs in their order."""
+    """The fastest number of splits, by simulating the order in which programs are scheduled."""
     if not _few(call, config):
         return 1
     (batch, keys, heads, _), group = call.key.shape, call.query.shape[2] // call.key.shape[2]
@@ -272,7 +272,7 @@ def _key_splits(call: FlashAttentionCall, config: BackwardConfig) -> int:
 
 
 def _query_tiles_met(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
-    """Tiles of queries that meet a block of keys, as far as indices tell."""
+    """Query tiles that a key block visits, as far as indices determine it."""
     queries, keys = call.query.shape[1], call.key.shape[1]
     left, right = call.window or (None, None)
     start, end = first - call.query_offset, min(first + own, keys) - call.query_offset
@@ -287,7 +287,7 @@ def _query_tiles_met(call: FlashAttentionCall, first: int, own: int, block: int)
 
 
 def key_tiles_met(call: FlashAttentionCall, first: int, own: int, block: int) -> int:
-    """Tiles of keys that meet a block of queries, where indices alone say so."""
+    """Key tiles that a query block visits, if indices alone determine it."""
     left, right = call.window or (None, None)
     start, end = first + call.query_offset, first + own + call.query_offset
     low, high = 0, call.key.shape[1]
@@ -302,16 +302,14 @@ def key_tiles_met(call: FlashAttentionCall, first: int, own: int, block: int) ->
 
 
 def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
-    """The first of these that fits. On an H200 programs that stay helped where walks are short, and for wide heads where they have
-    several lengths (0.94 to 0.98 of the time), not where all have one. Turns (`ping_pong`) did not help where walks are short, nor
-    for wide heads whose products overlap with exponentials in programs that come and go. Under a window of 128, packed heads with
-    tiles of 64 keys took 0.89 of the time of tiles of 128 by one head, and with four consumers, as they wait rather than compute,
-    0.75."""
+    """The first of the candidates that fits. Measured on an H200: persistence helps short loops, and wide heads with loops of
+    different lengths; ping-pong does not help short loops, nor wide heads that overlap without persistence; under narrow
+    windows, packed heads with four consumers are the fastest."""
     queries, narrow = call.query.shape[1], _narrow(call)
     consumers = [_consumers(call, queries)]
     pack_gqa = narrow and can_pack_gqa(call)
     widths = (64, 128) if pack_gqa or call.key.shape[1] <= 64 else (128, 64)
-    wide = max(sizes_of(call)) >= 128  # then products, not exponentials, take the time
+    wide = max(sizes_of(call)) >= 128  # then MMAs, not exponentials, dominate
     if pack_gqa and queries > 2 * ROWS:
         consumers.insert(0, 4)
     elif max(sizes_of(call)) == 64 and queries > 2 * ROWS and not narrow and call.bias is None:
@@ -326,7 +324,7 @@ def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig
             else persistent_choices
         )
     trials = list(itertools.product(consumers, widths, (True, False), (4, 2, 1) if pack_gqa else (2, 1), persistent_choices))
-    if call.bias is not None:  # which takes a place of its own: rather narrow tiles than one place of each kind
+    if call.bias is not None:  # a bias needs shared memory too: prefer narrow tiles to a single stage
         trials.sort(key=lambda trial: trial[3] == 1)
     for warpgroups, block_k, overlap, num_stages, persistent in trials:
         config = ForwardConfig(
@@ -358,7 +356,7 @@ def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfi
 
 
 def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConfig:
-    """Each kernel's first that fits."""
+    """The first config of each kernel that fits."""
     queries, keys = call.query.shape[1], call.key.shape[1]
     config = BackwardConfig(64, 1, 1, True, 1, 64, 1, 1)
     owned = range(_consumers(call, keys), 0, -1)
@@ -377,7 +375,7 @@ def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConf
 
 
 def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardConfig]:
-    """Each kernel varied alone: the two do not influence each other."""
+    """Varies one kernel at a time: the two do not influence each other."""
     best = backward_heuristic(call, target)
     splits = [dataclasses.replace(best, key_splits=splits) for splits in _KEY_SPLITS] if _few(call, best) else []
     return list(dict.fromkeys([best, *splits, *_query_variants(call, best), *_key_variants(call, best)]))

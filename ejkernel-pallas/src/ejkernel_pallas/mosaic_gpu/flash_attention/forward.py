@@ -1,12 +1,12 @@
-"""The forward kernel: one warpgroup copies tiles of keys and values, two or three others own 64 queries each.
+"""The forward kernel: a producer warpgroup issues TMA loads of key and value tiles; the consumers own 64 queries each.
 
-A consumer forms scores `[64, BK]` from shared memory, turns them into weights in registers and multiplies those with values into
-an accumulator `[64, V]`. All consumers of a block visit the same tiles. With `overlap`, the product of the next scores is issued
-before that of the last weights, so that exponentials of one run beside the other, else after it; with `ping_pong`, consumers take
-turns at issuing the two. Shared memory is filled by the tensor memory accelerator, which leaves zeros past the end of an array and
-drops what is stored there.
+A consumer computes scores `[64, BK]` from shared memory, turns them into weights in registers and multiplies those with values
+into an accumulator `[64, V]`. All consumers of a block visit the same tiles. With `overlap`, the next QK MMA is issued before
+the previous PV MMA, so that the exponentials of one overlap the other, else after it; with `ping_pong`, consumers alternate in
+issuing the two. TMA fills out-of-bounds elements with zeros and does not store them.
 
-Where key heads are shared, a consumer may own several query heads of few tokens (`packed`), its rows ordered by token, then head.
+With grouped-query attention a consumer may own several query heads of few tokens (`packed`), with rows ordered by token, then
+head.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from ejkernel_pallas.mosaic_gpu.flash_attention.shape import REGISTERS, ROWS
 from ejkernel_pallas.mosaic_gpu.flash_attention.tile_scheduler import TileCoordinate, TileScheduler
 
 SWIZZLE_COLUMNS = 64
-"""Columns of the widest swizzle."""
+"""Columns of the 128-byte swizzle."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """What the kernel is built for.
+    """Static parameters of the kernel.
 
     Attributes:
-        rules, config: of the call.
-        schedule: the order of blocks.
-        size, value_size: of heads, as they lie in memory.
+        params, config: of the call.
+        scheduler: tile scheduler.
+        size, value_size: padded head sizes.
         dtype: of query, key and value.
-        ranges: whether tiles to visit are read from an array.
-        sinks: whether there are starts of maxima and sums.
-        packed: query heads of a key head that are rows of one consumer; 1 = rows are tokens of one head. Query and output come as
-            `[B, T, key heads, packed, size]`, T a multiple of a block's tokens.
-        save_lse: whether the log-sum-exp is a result.
+        ranges: whether tile ranges are loaded from an array.
+        sinks: whether maxima and sums start from sinks.
+        packed: query heads of a key head that share a consumer (pack GQA); 1 = rows are tokens of one head. Query and output
+            are `[B, T, key heads, packed, size]`, T a multiple of a block's tokens.
+        save_lse: whether the log-sum-exp is an output.
         bias: the tiles of the bias, if there is one.
-        query_slots: blocks of queries in shared memory.
+        query_slots: query blocks in shared memory.
     """
 
     params: MaskParams
@@ -75,17 +75,17 @@ class Forward:
 
     @property
     def tokens(self) -> int:
-        """Of a consumer."""
+        """Tokens of a consumer."""
         return ROWS // self.packed
 
     @property
     def reuses_query_smem(self) -> bool:
-        """Whether a consumer's output takes the place of its queries."""
+        """Whether a consumer's output reuses the shared memory of its queries."""
         return not self.config.persistent and self.value_size <= self.size
 
     @property
     def splits_output(self) -> bool:
-        """Whether it does so in pieces of `SWIZZLE_COLUMNS` columns, as it is narrower."""
+        """Whether it is narrower, and therefore stored in pieces of `SWIZZLE_COLUMNS` columns."""
         return self.reuses_query_smem and self.value_size < self.size
 
     def scratch(self) -> dict[str, Any]:
@@ -121,16 +121,16 @@ class Forward:
 
     @property
     def rings(self) -> tuple[str, ...]:
-        """What is copied for every tile."""
+        """Arrays with a TMA load per tile."""
         return ("key", "value") if self.bias is None else ("key", "bias", "value")
 
     def body(self, *refs: Any, **scratch: Any) -> None:
-        """The kernel: references to arrays as `launch` gives them, then results."""
+        """The kernel body: references to the inputs of `launch`, then outputs."""
         _Block(self, refs, scratch).run()
 
 
 class _Block:
-    """One block of the grid at work."""
+    """One thread block."""
 
     def __init__(self, plan: Forward, refs: tuple[Any, ...], scratch: dict[str, Any]) -> None:
         self.plan, self.params, self.config = plan, plan.params, plan.config
@@ -156,14 +156,14 @@ class _Block:
         @pl.when(self.wg < self.config.warpgroups)
         def _consume() -> None:
             plgpu.set_max_registers(consumer, action="increase")
-            if self.config.ping_pong:  # the first consumer has the first turn
+            if self.config.ping_pong:  # the first consumer goes first
                 pl.when(self.wg == self.config.warpgroups - 1)(self.ping_pong_arrive)
             if self.config.persistent:
                 for i_slot in range(self.plan.query_slots):
                     plgpu.barrier_arrive(self.scratch["query_empty"].at[i_slot * self.config.warpgroups + self.wg])
             self.plan.scheduler.loop(self.consume, self.assignment)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if self.config.ping_pong:  # and takes the last one, which nobody uses
+            if self.config.ping_pong:  # and absorbs the last, unused arrival
                 pl.when(self.wg == 0)(self.ping_pong_wait)
 
         @pl.when(self.wg == self.config.warpgroups)
@@ -180,7 +180,7 @@ class _Block:
         return tuple(self.ranges[i_batch, coord.block, end] for end in range(4))  # pyright: ignore[reportReturnType]
 
     def produce(self, coord: Any, done: Any) -> Any:
-        """Copy the tiles of one block; `done` tiles were copied before. Returns their number."""
+        """Issue the TMA loads of one block; `done` tiles were loaded before. Returns the new count."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         c = self.config
@@ -215,7 +215,7 @@ class _Block:
         return done + (high - low)
 
     def drain(self, done: Any) -> None:
-        """Wait until all tiles have been read, so that every phase of a barrier has been seen."""
+        """Wait until consumers have released all tiles, so that every mbarrier phase is observed."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         for slot in range(self.config.num_stages):
@@ -226,7 +226,7 @@ class _Block:
                 plgpu.barrier_wait(self.scratch["query_empty"].at[i_slot])
 
     def query_slot(self, coord: TileCoordinate, wg: Any) -> Any:
-        """Where a consumer's queries of a block lie."""
+        """Buffer index of a consumer's queries of a block."""
         slots = self.plan.query_slots
         return wg if slots == 1 else lax.rem(coord.iteration, jnp.int32(slots)) * self.config.warpgroups + wg
 
@@ -239,7 +239,7 @@ class _Block:
             plgpu.copy_gmem_to_smem(source, self.s_query.at[slot, rows], self.scratch["query_full"].at[slot])
 
     def rows_of(self, array: Any, coord: TileCoordinate, first: Any) -> Iterator[tuple[Any, Any]]:
-        """The parts of a consumer's rows that lie together in memory: which rows, and where they are in queries or output."""
+        """Contiguous pieces of a consumer's rows: the rows, and their location in queries or output."""
         if self.plan.packed == 1:
             yield pl.ds(0, ROWS), array.at[coord.batch, pl.ds(first, ROWS), coord.head]
             return
@@ -253,7 +253,7 @@ class _Block:
         ping_pong_wait(self.scratch, self.wg)
 
     def consume(self, coord: Any, done: Any) -> Any:
-        """Attend from this warpgroup's queries of one block."""
+        """Compute the output of this warpgroup's queries of one block."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         c = self.config
@@ -273,7 +273,7 @@ class _Block:
         slot = self.query_slot(coord, self.wg)
         plgpu.barrier_wait(self.scratch["query_full"].at[slot])
         query = self.s_query.at[slot]
-        if c.query_in_registers and not gpu_interpreter_is_on():  # whose products cannot read registers
+        if c.query_in_registers and not gpu_interpreter_is_on():  # whose MMAs take no register operands
             query = plgpu.load(query, layout=plgpu.Layout.WGMMA)
         tile = _KeyLoop(self, coord, first, query, b_info, low, full_low, full_high, high, done)
         zeros = jnp.zeros((ROWS, self.plan.value_size), jnp.float32)
@@ -286,7 +286,7 @@ class _Block:
         return array.at[coord.batch if array.shape[0] > 1 else 0, pl.ds(first, count)]
 
     def start_of(self, coord: Any) -> tuple[Any, Any]:
-        """Maximum and sum before any key: those of the sinks."""
+        """Initial maximum and sum: those of the sinks."""
         if self.sinks is None:
             return (0.0 if self.params.bounded else -jnp.inf), 0.0
         i_batch = coord.batch if self.sinks.shape[0] > 1 else 0
@@ -308,7 +308,7 @@ class _Block:
                 (self.s_pieces.at[i_split + i], pl.ds(start, SWIZZLE_COLUMNS), b_out[:, start : start + SWIZZLE_COLUMNS])
                 for i, start in enumerate(starts)
             ]
-        plgpu.commit_smem()  # all warps are done with what the output replaces
+        plgpu.commit_smem()  # all warps have read the queries that the output overwrites
         for s_piece, _, b_piece in pieces:
             s_piece[...] = b_piece
         if self.lse is not None:
@@ -326,7 +326,7 @@ class _Block:
 
 @dataclasses.dataclass
 class _KeyLoop:
-    """The walk of one warpgroup over the tiles of keys [low, high)."""
+    """The loop of one warpgroup over the key tiles [low, high)."""
 
     block: _Block
     coord: Any
@@ -340,7 +340,7 @@ class _KeyLoop:
     done: Any
 
     def wait(self, name: str, i_key: Any) -> Any:
-        """Wait for a tile; its reference."""
+        """Wait for a tile. Returns its reference."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         slot = self.slot(i_key)
@@ -349,11 +349,11 @@ class _KeyLoop:
 
     @property
     def ahead(self) -> bool:
-        """Whether a tile of keys is waited for while the one before it is at work: not where values hold the only place."""
+        """Whether a consumer waits for the next key tile while it processes the current one: not with one stage."""
         return self.block.config.num_stages > 1
 
     def wait_for_next(self, i_key: Any) -> None:
-        """Wait for the tile of keys after this one, if there is one."""
+        """Wait for the next key tile, if there is one."""
         if not self.ahead:
             return
 
@@ -378,14 +378,14 @@ class _KeyLoop:
             self.block.ping_pong_arrive()
 
     def release_query(self) -> None:
-        """The next block's queries may be copied."""
+        """Release the queries, so that the next block's can be loaded."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         if self.block.config.persistent:
             plgpu.barrier_arrive(self.block.scratch["query_empty"].at[self.block.query_slot(self.coord, self.block.wg)])
 
     def masked_logits(self, i_key: Any, b_qk: Any) -> Any:
-        """Logits, those of hidden pairs -inf."""
+        """Logits, -inf for masked pairs."""
         params = self.block.params
         b_logits = params.logits(b_qk, self.bias(i_key))
         if not params.has_mask and params.keys % self.block.config.block_k == 0:
@@ -394,14 +394,14 @@ class _KeyLoop:
         return lax.cond(whole, lambda: b_logits, lambda: jnp.where(self.visible(i_key, b_qk.shape), b_logits, -jnp.inf))
 
     def bias(self, i_key: Any) -> Any:
-        """The bias of a tile, if there is one, waited for."""
+        """Wait for the bias of a tile, if there is one, and load it."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         bias = self.block.plan.bias
         if bias is None:
             return None
         b_bias = bias.load(self.wait("bias", i_key), self.block.wg)
-        plgpu.commit_smem()  # ordinary reads come before the next copy
+        plgpu.commit_smem()  # order generic-proxy reads before the next TMA load
         self.release("bias", i_key)
         return b_bias
 
@@ -427,8 +427,8 @@ class _KeyLoop:
         return self.block.params.visible(o_query, o_key, token_info, by_key=False)
 
     def online_softmax_update(self, b_logits: Any, b_max: Any, b_sum: Any) -> tuple[Any, Any, Any, Any]:
-        """Weights of a tile, the new maximum and sum, and the factor by which older weights shrink. Where weights are bounded they
-        are relative to 0, and nothing reads the factor."""
+        """Online-softmax update: weights of a tile, new maximum and sum, and the rescale factor of the accumulator. Bounded
+        weights are relative to 0, and the factor is unused."""
         unit = self.block.params.unit
         if self.block.params.bounded:
             b_weights = jnp.exp2(b_logits * unit)
@@ -443,7 +443,7 @@ class _KeyLoop:
         return b_weights, b_new, b_sum * b_rescale + b_weights.sum(axis=1), b_rescale
 
     def loop(self, state: Any) -> Any:
-        """From maximum, sum and accumulator before any key to those after the last."""
+        """Run the loop on the initial accumulator, maximum and sum. Returns the final ones."""
         dtype = self.block.plan.dtype
 
         def begin() -> Any:
@@ -483,11 +483,11 @@ class _KeyLoop:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of a tile of scores."""
+        """Shape of a score tile."""
         return ROWS, self.block.config.block_k
 
     def first_scores(self, i_key: Any, scores: Any) -> Any:
-        """Scores of the first tile."""
+        """Compute the scores of the first tile."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         plgpu.wgmma(scores, self.query, self.block.scratch["key"].at[self.slot(i_key)].transpose((1, 0)))
@@ -498,11 +498,11 @@ class _KeyLoop:
         return b_qk
 
     def next_key(self, i_key: Any) -> Any:
-        """A tile of keys but for the first."""
+        """A key tile after the first."""
         return self.block.scratch["key"].at[self.slot(i_key)] if self.ahead else self.wait("key", i_key)
 
     def sequential(self, i_key: Any, b_acc: Any, b_max: Any, b_sum: Any, b_half: Any) -> list[Any]:
-        """The weights of the tile before are multiplied with values, then the scores of a tile are formed; then its weights."""
+        """The previous tile's PV MMA, then this tile's QK MMA, then its softmax."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         def scored(total: Accumulator, s_key: Any, scores: Any) -> Any:
@@ -524,7 +524,7 @@ class _KeyLoop:
         return [b_next, *self.online_softmax_update(self.masked_logits(i_key, b_qk), b_max, b_sum)]
 
     def overlapped(self, i_key: Any, b_acc: Any, b_max: Any, b_sum: Any, b_half: Any) -> list[Any]:
-        """The scores of a tile are formed while the weights of the one before are multiplied with values."""
+        """This tile's QK MMA overlaps the previous tile's PV MMA."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         s_key = self.next_key(i_key)
@@ -536,9 +536,8 @@ class _KeyLoop:
             self.ping_pong_arrive()
             b_qk = plgpu.wgmma_accumulator_load(scores, wait_n=1)
             self.release("key", i_key)
-            # The product with values is waited for after the weights are formed. Compilers move such a wait up as far as they
-            # may: one is stopped by the barrier, the assembler by a branch. Weights that were rounded before the wait would
-            # make it run all products one by one (its remark C7513).
+            # Wait for the PV MMA after the softmax. Compilers hoist the wait: an optimization barrier stops MLIR, a branch
+            # stops ptxas. Weights converted before the wait would make ptxas serialise all wgmmas (its remark C7513).
             updated = lax.optimization_barrier(self.online_softmax_update(self.masked_logits(i_key, b_qk), b_max, b_sum))
             self.wait_for_next(i_key)
             return updated
@@ -552,7 +551,7 @@ class _KeyLoop:
 
 
 def launch(plan: Forward, arrays: list[Any], results: list[tuple[tuple[int, ...], Any]]) -> list[jax.Array]:
-    """Run the kernel on query, key, value, facts, bias, ranges and sinks, those that there are, and shares of the schedule."""
+    """Run the kernel on query, key, value, token info, bias, ranges, sinks and the scheduler's assignment, as far as present."""
     from ejkernel_pallas.mosaic_gpu._call import call_kernel
 
     if plan.scheduler.assignment is not None:

@@ -1,4 +1,4 @@
-"""The launches of `flash_attention`: what kernels are given, and what is left to XLA before and after them."""
+"""The launches of `flash_attention`: kernel arguments, and the work that XLA does before and after."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS, RO
 from ejkernel_pallas.mosaic_gpu.flash_attention.tile_scheduler import TileScheduler, make_scheduler
 
 _TOKENS = 8
-"""Lengths in memory are multiples of it: rows of a tile that the copy engine takes apart."""
+"""Stored lengths are multiples of it: rows of a swizzle atom."""
 
 
 def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: ForwardConfig) -> FlashAttentionOutputs:
@@ -73,7 +73,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         query_slots=query_slots(call, config),
     )
     results: list[tuple[tuple[int, ...], Any]] = [((batch, length, *by_head, value_size), call.query.dtype)]
-    if saved:  # of whole blocks: a plain row of numbers is copied as a whole, also what lies behind its end
+    if saved:  # padded to whole blocks: TMA stores of untiled rows are not clipped
         results.append(((batch, heads // packed, -(-queries // block_q) * block_q * packed), jnp.float32))
     out, *lse = launch(plan, arrays, results)
     out = _cut(out.reshape(batch, length, heads, value_size), (batch, queries, heads, call.value.shape[3]))
@@ -110,7 +110,7 @@ def backward(
 def _gradients(
     call: FlashAttentionCall, inputs: FlashAttentionInputs, mains: list[Any], config: BackwardConfig, wanted: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The gradients of these, as they lie in memory, by name."""
+    """The padded gradients in `wanted`, by name."""
     params, (size, value_size) = mask_params_of(call), sizes_of(call)
     by_key = "query" not in wanted
     if by_key:
@@ -150,7 +150,7 @@ def _gradients(
 
 
 def _bias_gradient(call: FlashAttentionCall, inputs: FlashAttentionInputs, d_out: Any, statistics: Any) -> Any:
-    """The sum of the gradients of logits over the axes along which the bias is broadcast, None without a bias."""
+    """The gradient of the bias; None without a bias."""
     config = bias_gradient_config(call)
     if config is None:
         return None
@@ -213,8 +213,8 @@ def _scheduler(
     packed: int = 1,
     other: int = ROWS,
 ) -> TileScheduler:
-    """Blocks of so many queries or keys; under a causal rule the last queries, and the first keys, have the most to do. Parts of a
-    block's work are neighbours, as heads are; `packed` of these are one."""
+    """Scheduler of blocks of `own` queries or keys; under a causal mask the last queries, and the first keys, have the most
+    work. Splits of a block are neighbours, as heads are; `packed` heads count as one."""
     owner, walked = (call.key, call.query) if by_key else (call.query, call.key)
     batch, length, heads, size = owner.shape
     group = call.query.shape[2] // call.key.shape[2]
@@ -238,7 +238,7 @@ def _score_count(call: FlashAttentionCall) -> int:
 
 
 def _without_keys(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> tuple[Any, Any]:
-    """No kernel is needed where there is no pair: only sinks are in the sums."""
+    """Without query-key pairs only the sinks contribute; no kernel is launched."""
     rows = call.query.shape[:3]
     out = jnp.zeros((*rows, call.value.shape[3]), call.query.dtype)
     lse = jnp.full(rows, -jnp.inf, jnp.float32)
@@ -249,7 +249,7 @@ def _without_keys(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> tup
 
 
 def _stored(array: Any, size: int, tokens: int = _TOKENS) -> Any:
-    """As the copy engine reads it: lengths and head sizes that fit tiles. Copies nothing that fits already."""
+    """Pad an array so that TMA can load it. Does not copy arrays that fit already."""
     return _padded(array, (0, -array.shape[1] % tokens, 0, size - array.shape[3]))
 
 
@@ -268,55 +268,55 @@ def _finite(array: Any) -> Any:
 def _nan_safe_operands(
     arrays: tuple[Any, ...], widths: tuple[int, ...], params: MaskParams, wanted: tuple[str, ...]
 ) -> list[Any]:
-    """Query, key, value and the output's gradient as they lie in memory, finite where a weight of 0 would not silence them: in sums
-    over hidden pairs. What only meets its own pair, in a score or in `d_out . value`, is replaced where the pair is hidden."""
+    """Padded query, key, value and output gradient. Those that are summed over masked pairs, whose weight of 0 does not cancel
+    NaN, are made finite. Those that only enter a score or `d_out . value` are masked with the pair."""
     summed = (
         "key" in wanted,  # d_key = sum over queries of d_logits * query
         "query" in wanted,  # d_query = sum over keys of d_logits * key
-        False,  # values are in `d_out . value` alone
+        False,  # values enter only `d_out . value`
         "value" in wanted,  # d_value = sum over queries of weights * d_out
     )
     mains = []
     for i_array, (array, width) in enumerate(zip(arrays, widths, strict=True)):
         stored = _stored(array, width)
-        anyway = stored is not array and i_array != 2  # a copy is made for all kernels: the finite one
+        anyway = stored is not array and i_array != 2  # a padded copy is made anyway: make it finite
         mains.append(_stored(_finite(array), width) if params.has_mask_or_bias and (summed[i_array] or anyway) else stored)
     return mains
 
 
 def _nan_safe(key: Any, value: Any) -> tuple[Any, Any]:
-    """A hidden value has weight 0, which must not meet NaN. Values are made finite; in the key's logits, which a rule can hide,
-    NaN stands for what was not."""
+    """NaN-safe keys and values: values are made finite, as a masked value has weight 0; NaN in the key's logits, which the mask
+    can remove, replaces a non-finite value."""
     bad = ~jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
     return jnp.where(bad, jnp.asarray(jnp.nan, key.dtype), key), _finite(value)
 
 
 def _sink_sums(sinks: Any) -> tuple[Any, Any]:
-    """Of every head `[b, H]` the largest sink and the sum of exponentials relative to it, or to 0 if it is -inf."""
+    """Per head `[b, H]`: the largest sink, and the sum of exponentials relative to it, or to 0 if it is -inf."""
     sinks = sinks.astype(jnp.float32)
     largest = jnp.max(sinks, axis=-1, initial=-jnp.inf)
     return largest, jnp.sum(jnp.exp(sinks - jnp.where(largest == -jnp.inf, 0, largest)[..., None]), axis=-1)
 
 
 def _sink_starts(sinks: Any, params: MaskParams) -> Any:
-    """`[b, H, 2]`: where a row's maximum, in the kernel's units, and sum start."""
+    """`[b, H, 2]`: initial maximum, in the kernel's units, and sum of a row."""
     largest, total = _sink_sums(sinks)
     return jnp.stack([largest * (LOG2_E / params.unit), total], axis=-1)
 
 
 def _delta(outputs: FlashAttentionOutputs, cotangents: FlashAttentionOutputs) -> Any:
-    """`[B, T, H]`: what is subtracted from the gradients of weights."""
-    # The output of a row that sees nothing is 0, and NaN in its cotangent must not come back.
+    """delta `[B, T, H]`, which is subtracted from the gradients of weights."""
+    # The output of a fully masked row is 0; NaN in its cotangent must not propagate.
     d_out = jnp.where(outputs.out == 0, 0, cotangents.out)
     delta = jnp.sum(d_out.astype(jnp.float32) * outputs.out.astype(jnp.float32), axis=-1)
-    # Of its own: as a part of what pads and transposes it, XLA would form every sum in one thread.
+    # Keep it separate: fused with the padding and transpose, XLA would compute each sum in one thread.
     delta = lax.optimization_barrier(delta)
     return delta if cotangents.lse is None else delta - cotangents.lse
 
 
 def _rows(lse: Any, delta: Any) -> Any:
-    """`[B, H, 2, T]`: the log-sum-exp as a power of two, and minus delta, what the gradients of weights start from. Rows that see
-    nothing, and padding, get no weight."""
+    """Row statistics `[B, H, 2, T]`: the base-2 log-sum-exp, and minus delta, the initial value of the weights' gradients.
+    Fully masked rows and padding get no weight."""
     shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     padding = ((0, 0), (0, -lse.shape[1] % ROWS + 2 * ROWS), (0, 0))  # a block may have three consumers
     rows = (jnp.pad(shift, padding, constant_values=jnp.inf), jnp.pad(-delta, padding))

@@ -1,4 +1,4 @@
-"""Which pairs are visible and how logits become weights: the static facts of a call, as kernels use them."""
+"""Static mask and logit parameters of a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ejkernel.operations.flash_attention.interface import FlashAttentionCall, Fl
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 BOUND = 96
-"""Powers of two that weights may reach; float32 has room for the sum of many, times values."""
+"""Largest base-2 exponent of bounded weights; float32 still holds sums of many, times values."""
 TOKEN_INFO = ("query_segments", "key_segments", "query_positions", "key_positions")
 
 
@@ -23,16 +23,17 @@ class MaskParams:
     """Weights are `2 ** (unit * (x - maximum))`, x made from `query . key` as `capped(raw)`.
 
     Attributes:
-        queries, keys: lengths; what lies past them is hidden.
+        queries, keys: lengths; indices past them are masked.
         heads, group: query heads, and query heads per key head.
-        causal, prefix, left, right, chunk: rules of position; None or 0 where there is none.
-        offset: position of query 0 without an array of positions.
-        facts: names of the arrays that say which pairs are visible.
+        causal, prefix, left, right, chunk: positional mask; None or 0 if unused.
+        offset: position of query 0, unless positions are given.
+        token_info: names of the given arrays of segments and positions.
         scale: factor on `query . key`.
-        cap: largest logit, or None.
-        rough: whether the hyperbolic tangent of the cap may be off by 2**-11, no more than bfloat16's own rounding of operands.
-        bias: whether there is one; where it is -inf, the pair is hidden.
-        bounded: whether the cap bounds weights so that they need no maximum: bfloat16 holds `2 ** unit` and its inverse.
+        cap: soft cap of the logits, or None.
+        approx_tanh: whether the cap's tanh may be off by 2**-11, no more than bfloat16's rounding of operands.
+        bias: whether there is one; -inf masks a pair.
+        bounded: whether the cap bounds weights so that no running maximum is needed; bfloat16 holds `2 ** unit` and its
+            inverse.
     """
 
     queries: int
@@ -54,23 +55,23 @@ class MaskParams:
 
     @property
     def by_index(self) -> bool:
-        """Whether indices alone say which tiles are visited."""
+        """Whether indices alone determine the visited tiles."""
         return not self.token_info
 
     @property
     def has_mask(self) -> bool:
-        """Whether positions or segments may hide some pair of existing tokens."""
+        """Whether positions or segments may mask some pair of existing tokens."""
         limits = self.left is not None or self.right is not None
         return bool(self.token_info) or self.causal or limits or bool(self.chunk)
 
     @property
     def has_mask_or_bias(self) -> bool:
-        """Whether some pair of existing tokens may be hidden."""
+        """Whether some pair of existing tokens may be masked."""
         return self.has_mask or self.bias
 
     @property
     def folds_scale(self) -> bool:
-        """Whether `query . key` itself is kept, and its factor is left to the exponential."""
+        """Whether the scale is folded into the exponential."""
         return self.cap is None and self.scale > 0 and not self.bias
 
     @property
@@ -80,8 +81,8 @@ class MaskParams:
         return self.scale * LOG2_E if self.folds_scale else LOG2_E
 
     def logits(self, b_qk: Any, b_bias: Any = None) -> Any:
-        """Scores of a tile in units of `1 / unit` powers of two: as they are, times the scale, or a hyperbolic tangent. With a
-        bias it is added, and -inf stays -inf."""
+        """Logits of a tile in units of `1 / unit` powers of two: the scores, scaled scores, or a tanh. A bias is added; -inf
+        stays -inf."""
         if b_bias is None:
             if self.cap is None:
                 return b_qk if self.folds_scale else b_qk * self.scale
@@ -96,21 +97,22 @@ class MaskParams:
         return 1.0 - 2.0 / (1.0 + jnp.exp2(b_value * (2 * LOG2_E * scale / self.cap)))
 
     def slope(self, b_logits: Any) -> Any:
-        """Derivative of the cap where logits are as `logits` made them."""
+        """Derivative of the cap, from the result of `logits`."""
         return 1.0 - b_logits * b_logits
 
     def key_range(self, first: Any, last: Any, block: int) -> tuple[Any, Any, Any, Any]:
-        """For queries first ... last: the tiles of keys to visit [low, high), and those that need no mask [full_low, full_high)."""
+        """Key tile range of queries first ... last: tiles to visit [low, high), and tiles that need no mask [full_low,
+        full_high)."""
         (low, full_high), (full_low, high) = self.keys_of(first), self.keys_of(last)
         return _in_tiles(low, full_low, full_high, high, self.keys, block)
 
     def query_range(self, first: Any, last: Any, block: int) -> tuple[Any, Any, Any, Any]:
-        """The same for keys first ... last and tiles of queries."""
+        """Query tile range of keys first ... last, likewise."""
         (low, full_high), (full_low, high) = self.queries_of(first), self.queries_of(last)
         return _in_tiles(low, full_low, full_high, high, self.queries, block)
 
     def keys_of(self, o_query: Any) -> tuple[Any, Any]:
-        """The keys [low, high) that a query sees by its index. No end falls as the index grows; one that never moves is an int."""
+        """Keys [low, high) that a query sees by its index. Both ends are non-decreasing in the index; a constant end is an int."""
         low, high = 0, self.keys
         coord = o_query + self.offset
         if self.causal:
@@ -125,7 +127,7 @@ class MaskParams:
         return low, high
 
     def queries_of(self, o_key: Any) -> tuple[Any, Any]:
-        """The queries [low, high) that see a key, in the same way. A prefix is seen by all queries."""
+        """Queries [low, high) that see a key, likewise. All queries see the prefix."""
         low, high = 0, self.queries
         if self.causal:
             low = jnp.maximum(low, jnp.where(o_key < self.prefix, 0, o_key - self.offset))
@@ -140,17 +142,17 @@ class MaskParams:
 
     @property
     def by_row(self) -> bool:
-        """Whether what a query sees depends on where it is."""
+        """Whether visibility depends on the query's position."""
         placed = "query_positions" in self.token_info or "key_positions" in self.token_info
         return placed or self.causal or self.left is not None or self.right is not None or bool(self.chunk)
 
     def visible(self, o_row: Any, o_column: Any, token_info: dict[str, Any], *, by_key: bool) -> Any:
-        """Which pairs of a tile are visible. Rows are queries, or keys if `by_key`; what lies past their end may count as visible.
+        """Visibility mask of a tile. Rows are queries, or keys if `by_key`; rows past the end may count as visible.
 
         Args:
-            o_row: indices of rows `[rows]`; None unless `by_row`: Mosaic GPU finds no layout for what nothing reads.
+            o_row: row indices `[rows]`; None unless `by_row`: Mosaic GPU infers no layout for unused values.
             o_column: indices of columns, of the tile's shape.
-            facts: of the tile's shape.
+            token_info: of the tile's shape.
             by_key: see above.
         """
 
@@ -173,7 +175,7 @@ class MaskParams:
         return b_visible
 
     def _visible_at(self, o_query: Any, o_key: Any, token_info: dict[str, Any]) -> Any:
-        """Which pairs are visible by their positions; all of one shape."""
+        """Visibility mask by positions; all arguments have one shape."""
         b_visible = (o_query < self.queries) & (o_key < self.keys)
         query = token_info["query_positions"] if "query_positions" in token_info else o_query + self.offset
         key = token_info.get("key_positions", o_key)
@@ -196,7 +198,7 @@ class MaskParams:
 
 
 def _in_tiles(low: Any, full_low: Any, full_high: Any, high: Any, length: int, block: int) -> tuple[Any, Any, Any, Any]:
-    """Ends in elements as ends in tiles; all within [0, tiles], low <= full_low <= full_high <= high."""
+    """Convert a range of elements to tiles within [0, tiles], low <= full_low <= full_high <= high."""
     size = jnp.int32(block)
 
     def down(end: Any) -> Any:
@@ -213,13 +215,13 @@ def _in_tiles(low: Any, full_low: Any, full_high: Any, high: Any, length: int, b
 
 
 def mask_params_of(call: FlashAttentionCall) -> MaskParams:
-    """The rules of a call that `supports` admits."""
+    """The parameters of a call that `supports` accepts."""
     token_info = tuple(name for name in TOKEN_INFO if getattr(call, name) is not None)
     queries, keys = call.query.shape[1], call.key.shape[1]
     left, right = call.window or (None, None)
     farthest = queries + keys + abs(call.query_offset)
     positions = "query_positions" in token_info or "key_positions" in token_info
-    if not positions:  # beyond the farthest position a rule has no effect, and sums of smaller numbers do not overflow
+    if not positions:  # clip to the largest distance, so that sums do not overflow
         left, right = (None if side is None else min(side, farthest) for side in (left, right))
     chunk = call.chunk_size or 0
     return MaskParams(
@@ -243,7 +245,7 @@ def mask_params_of(call: FlashAttentionCall) -> MaskParams:
 
 
 def token_info_of(params: MaskParams, inputs: FlashAttentionInputs, block_q: int, block_k: int) -> list[Any]:
-    """The arrays that `params.token_info` names, padded to whole tiles; a padded token is hidden by its index."""
+    """The arrays named by `params.token_info`, padded to whole tiles; padded tokens are masked by index."""
     blocks = {"q": block_q, "k": block_k}
     arrays = [(getattr(inputs, name), blocks[name[0]]) for name in params.token_info]
     return [jnp.pad(array, ((0, 0), (0, -array.shape[1] % block))) for array, block in arrays]

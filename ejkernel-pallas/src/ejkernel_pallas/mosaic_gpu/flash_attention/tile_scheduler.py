@@ -1,4 +1,4 @@
-"""The order in which blocks of queries or keys are worked on."""
+"""Tile scheduler: the order in which blocks of queries or keys are processed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jax import lax
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS
 
 CACHED_BYTES = 24 * 2**20
-"""Of arrays that blocks running at one time share through the L2 cache."""
+"""L2 cache budget for the arrays that concurrently running blocks share."""
 _START = 1
-"""Tiles in whose time a block begins and ends."""
+"""Overhead of a block, in tiles."""
 _MAX_ASSIGNED = 2**15
-"""Blocks that are dealt out one by one at most; of more, each program has so many that it hardly matters which."""
+"""Largest number of blocks that are assigned one by one; with more, the assignment hardly matters."""
 
 
 class TileCoordinate(NamedTuple):
-    """Batch, head and block that a program works on, after `iteration` others."""
+    """Tile coordinate: batch, head and block that a program processes, after `iteration` others."""
 
     batch: Any
     head: Any
@@ -34,11 +34,11 @@ class TileCoordinate(NamedTuple):
 class TileScheduler:
     """Attributes:
     blocks, heads, batch: how many there are.
-    section: heads of all batches that are worked on at one time, for what they share to stay in the cache.
-    reverse: the last block first, where it has the most work.
-    programs: that run; each walks over its share of the blocks if there are fewer than blocks.
-    shares: the work of each program, `[1 + most + 1, programs]`: how much it is, then which, turn by turn, then zeros. The kernel
-        reads it as an array. None = work is dealt out in its order, every other round in the other direction.
+    heads_in_l2: heads, over all batches, that are processed together for L2 reuse.
+    reverse: last block first, if it has the most work.
+    programs: grid size; with fewer programs than blocks the kernel is persistent.
+    assignment: the work of each program `[1 + most + 1, programs]`: its length, then the work indices, then zeros. The kernel
+        loads it as an array. None = round-robin, in alternating direction.
     """
 
     blocks: int
@@ -54,7 +54,7 @@ class TileScheduler:
         return self.blocks * self.heads * self.batch
 
     def coord(self, i_work: Any) -> TileCoordinate:
-        """Heads of a section are neighbours, and its blocks follow each other."""
+        """The tile coordinate of a work index. Heads of an L2 group are adjacent, and its blocks follow each other."""
         rows = self.heads * self.batch
         full = jnp.int32(self.heads_in_l2 * self.blocks)
         i_swizzle = lax.div(i_work, full)
@@ -68,10 +68,10 @@ class TileScheduler:
         return TileCoordinate(i_batch, i_row - i_batch * self.heads, i_block)
 
     def loop(self, work: Callable[[TileCoordinate, Any], Any], assignment: Any = None) -> Any:
-        """Call `work(coord, carry)`, which returns the next carry, 0 at first, for every block of this program; the last carry."""
+        """Fold `work(coord, carry)` over the blocks of this program, starting from 0. Returns the last carry."""
         i_program, programs = lax.axis_index("block"), self.programs
         if programs == self.total:
-            return work(self.coord(i_program), 0)  # no array: kernels cannot capture constant ones
+            return work(self.coord(i_program), 0)  # not an array: kernels cannot capture constants
         if self.assignment is None:
             ping_pong_barriers = self.total // programs
             count = ping_pong_barriers + (self._work_at(i_program, jnp.int32(ping_pong_barriers)) < self.total).astype(
@@ -88,19 +88,19 @@ class TileScheduler:
 
         def step(iteration: Any, held: tuple[Any, Any]) -> tuple[Any, Any]:
             carry, i_work = held
-            i_next = assignment[iteration + 2, i_program]  # asked for a block ahead
+            i_next = assignment[iteration + 2, i_program]  # prefetched one block ahead
             return work(self.coord(i_work)._replace(iteration=iteration), carry), i_next
 
         carry, _ = lax.fori_loop(0, assignment[0, i_program], step, (jnp.int32(0), assignment[1, i_program]))
         return carry
 
     def _work_at(self, i_program: Any, iteration: Any) -> Any:
-        """The work of a program in a turn."""
+        """The work index of a program in an iteration."""
         back = lax.rem(iteration, jnp.int32(2)) == 1
         return iteration * self.programs + jnp.where(back, self.programs - 1 - i_program, i_program)
 
     def assign(self, lengths: Sequence[int]) -> np.ndarray:
-        """Shares as programs would take blocks in their order, each when it is done with the one before.
+        """Assign blocks in order, each to the program that is free first.
 
         Args:
             lengths: of each block of a head, in tiles.
@@ -131,21 +131,21 @@ def make_scheduler(
     programs: int | None,
     lengths: Sequence[int] | None = None,
 ) -> TileScheduler:
-    """The order of the blocks of so many heads.
+    """Build the tile scheduler.
 
     Args:
         blocks, heads, batch: how many there are.
-        share: neighbouring heads that read the same.
-        bytes_per_share: that they read.
+        share: adjacent heads that read the same data.
+        bytes_per_share: bytes that they read.
         reverse: the last block first.
-        programs: that run at most; None = one for each block.
-        lengths: tiles that each block of a head visits; None = not known.
+        programs: largest grid size; None = one program per block.
+        lengths: tiles that each block of a head visits; None = unknown.
     """
     rows = heads * batch
-    # So many are worked on at one time in any case.
+    # At least this many run concurrently in any case.
     least = -(-MULTIPROCESSORS // max(blocks * share, 1))
     most = min(-(-rows // share), max(CACHED_BYTES // max(bytes_per_share, 1), 2 * least))
-    # Blocks of a section come the longest first; a last section with few heads would leave many long ones for the end.
+    # Blocks of an L2 group are scheduled longest first; a last group with few heads would leave long blocks for the tail.
     candidates = [min(rows, share * assignment) for assignment in range(most, min(most, max(least, most // 2)) - 1, -1)]
     heads_in_l2 = max(candidates, key=lambda heads_in_l2: ((rows - 1) % heads_in_l2 + 1) / heads_in_l2)
     total = blocks * rows

@@ -10,9 +10,9 @@ from ejkernel_pallas.mosaic_gpu.grouped_matmul.schedule import max_tiles
 
 FLOATS = ("float32", *HALVES)
 MAX_COUNT = 2**31 - 2**16
-"""Rows, elements of a matrix, and steps of all units are counted in 32 bits."""
+"""Rows, elements of a matrix, and steps of all tiles have 32-bit indices."""
 _MIN_TILE = 64
-"""Rows and columns of the smallest unit."""
+"""Rows and columns of the smallest tile."""
 
 
 def supports_forward(call: GroupedMatmulCall, target: Target) -> str | None:

@@ -1,9 +1,9 @@
 """The gradient of every matrix: `left' . right` summed over the rows of its group.
 
-The same roles as in `rows`: a producer warpgroup, and two consumers that take half of the rows of a tile of the result each.
-Steps of 64 rows begin at a multiple of 8 at or before the group's first row. Rows of other groups in the first and in the last
-step, which may hold NaN, are set to zero in shared memory on both sides before they are multiplied; a matrix without rows
-becomes zero. Each element of a result is summed by one warpgroup in the order of the rows.
+Warp specialised like `rows`: a producer warpgroup, and two consumers with half of the rows of an output tile each. Steps of 64
+rows begin at a multiple of 8 at or before the group's first row. Rows of other groups in the first and the last step, which may
+hold NaN, are zeroed in shared memory for both operands; the gradient of a matrix without rows is zero. Each output element is
+summed by one warpgroup in row order.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ejkernel_pallas.mosaic_gpu.grouped_matmul.rows import (
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
-    """What the kernel knows before it runs.
+    """Static parameters of the kernel.
 
     Attributes:
-        left, right: columns of the operands, rows and columns of a result; multiples of `DEPTH`.
+        left, right: columns of the operands, which are rows and columns of an output; multiples of `DEPTH`.
         rows: of a member of the batch.
         matrices: of a member.
-        members: of the batch whose rows are summed together; the others have matrices of their own.
-        results: matrices in all.
+        members: batch members whose rows are summed together; otherwise 1.
+        results: number of output matrices.
         dtype: of the result.
         tile: of the config.
     """
@@ -53,12 +53,12 @@ class Outer:
 
     @property
     def high(self) -> int:
-        """Tiles of rows of a result."""
+        """Row tiles of an output."""
         return -(-self.left // self.tile.height)
 
     @property
     def column_tiles(self) -> int:
-        """Tiles of columns of a result."""
+        """Column tiles of an output."""
         return -(-self.right // self.tile.block_n)
 
     @property
@@ -67,7 +67,7 @@ class Outer:
 
 
 class _TileCoordinate(NamedTuple):
-    """A tile of a result: its matrix, first row and first column."""
+    """Tile coordinate: matrix, first row and first column of an output tile."""
 
     matrix: Any
     row: Any
@@ -75,7 +75,7 @@ class _TileCoordinate(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Rows `low <= row < high` of one group, and the steps in which they are read from row `base` on."""
+    """Rows `low <= row < high` of one group, and the steps that load them from row `base` on."""
 
     low: Any
     high: Any
@@ -84,7 +84,7 @@ class _Span(NamedTuple):
 
 
 def _tile_coordinate(index: Any, outer: Outer) -> _TileCoordinate:
-    """Bands of tiles of rows share every tile of columns one after the other."""
+    """The tile coordinate of a work index: swizzle groups of row tiles visit one column tile after the other."""
     each, l2_swizzle = outer.high * outer.column_tiles, min(outer.tile.l2_swizzle, outer.high)
     matrix, within = index // each, index % each
     first = within // (l2_swizzle * outer.column_tiles) * l2_swizzle
@@ -98,7 +98,7 @@ def _tile_coordinate(index: Any, outer: Outer) -> _TileCoordinate:
 
 
 def _span(bounds: Any, matrix: Any, member: Any, outer: Outer) -> _Span:
-    """Of the group of a matrix, in the member of the batch that is `member` after the matrix's own."""
+    """The span of a matrix's group in batch member `member`, counted from the matrix's own."""
     member = member + matrix // outer.matrices
     at = member * (outer.matrices + 1) + matrix % outer.matrices
     low, high = bounds[at] + member * outer.rows, bounds[at + 1] + member * outer.rows
@@ -117,7 +117,7 @@ def _outer_kernel(left: Any, right: Any, bounds: Any, out: Any, *, outer: Outer,
         return unit, _span(bounds, unit.matrix, 0, outer)
 
     def each(work: Any) -> Any:
-        """The units of this block; where the rows of the next begin is read before one is worked on."""
+        """Fold over the tiles of this block; prefetches the span of the next tile."""
 
         def one(i: Any, carry: tuple[Any, tuple[_TileCoordinate, _Span]]) -> tuple[Any, tuple[_TileCoordinate, _Span]]:
             step, unit = carry
@@ -145,7 +145,7 @@ def _outer_kernel(left: Any, right: Any, bounds: Any, out: Any, *, outer: Outer,
 
 
 def _members(work: Any, bounds: Any, unit: _TileCoordinate, span: _Span, carry: Any, outer: Outer) -> Any:
-    """`carry = work(span, carry)` for every member of the batch whose rows are summed; `span` is that of the first."""
+    """Fold `work(span, carry)` over the batch members whose rows are summed; `span` is that of the first."""
     if outer.members == 1:
         return work(span, carry)
     return jax.lax.fori_loop(0, outer.members, lambda i, carry: work(_span(bounds, unit.matrix, i, outer), carry), carry)
@@ -166,7 +166,7 @@ def _produce(
     empty: Any,
     **_: Any,
 ) -> Any:
-    """Copy the rows of one unit's group into the ring."""
+    """Issue the TMA loads of one tile's group."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -209,7 +209,7 @@ def _consume(
     empty: Any,
     clean: Any,
 ) -> Any:
-    """Multiply one unit and store it."""
+    """Compute one tile and store it."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -263,7 +263,7 @@ def _consume(
         plgpu.commit_smem()
         first = pl.multiple_of(unit.column + i * width, width)
 
-        # The copy engine leaves out what lies behind the end; but of an array of one tile of columns it is not told which one.
+        # TMA clips stores at the end, but not for an array with a single column tile.
         @when(first < outer.right)
         def _chunk(staged: Any = staged, first: Any = first) -> None:
             plgpu.copy_smem_to_gmem(staged, out.at[unit.matrix, rows, pl.ds(first, width)], commit_group=False)
@@ -273,7 +273,7 @@ def _consume(
 
 
 def _clear(block: Any, low: Any, high: Any) -> None:
-    """Rows outside of `low <= row < high` become zero."""
+    """Zero the rows outside of `low <= row < high`."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)

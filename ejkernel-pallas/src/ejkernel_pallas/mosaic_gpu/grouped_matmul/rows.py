@@ -1,12 +1,12 @@
-"""Rows times the matrix of their group: forward, and with the matrices turned around the gradient of lhs.
+"""Rows times the matrix of their group: forward, and with transposed matrices the gradient of lhs.
 
-One persistent block per multiprocessor, or cluster of blocks, takes units of the schedule in turn. A producer warpgroup fills a
-ring of shared memory through the copy engine, across the borders of units; two consumer warpgroups multiply, each its half of the
-tile, and store through shared memory while the next unit's operands arrive. Rows of a neighbouring group that a tile may hold are
-computed and not stored: a product keeps rows apart, so that nothing of them reaches a row that is.
+A persistent, warp-specialised kernel with one block, or cluster, per multiprocessor. A producer warpgroup fills a ring buffer
+in shared memory with TMA loads, across tile boundaries; two consumer warpgroups issue wgmmas for half of the tile each, and
+store through shared memory while the next tile's operands arrive. Rows of a neighbouring group in a tile are computed and not
+stored: rows are independent, so they affect no row that is stored.
 
-Hopper's tensor cores sum products of float8 in about 14 bits. So a sum there is of one step, 128 of K, and is then added to sums in
-float32 that the ordinary cores keep, while the other warpgroup multiplies.
+Hopper's tensor cores accumulate float8 products with about 14 bits. Accumulation is therefore promoted: each step of 128 along
+K has its own accumulator, which CUDA cores add to float32 accumulators while the other warpgroup's wgmmas run.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import (
 
 @dataclasses.dataclass(frozen=True)
 class MatmulParams:
-    """What the kernel knows of `[rows, inner] . [inner, columns]` before it runs.
+    """Static parameters of `[rows, inner] . [inner, columns]`.
 
     Attributes:
         inner: multiple of `depth`.
         columns: multiple of `DEPTH`.
         depth: of a step.
-        matrices, scales, biases: how many there are in memory, 0 for none; where the batch shares them a matrix's number wraps.
+        matrices, scales, biases: their numbers, 0 for none; if the batch shares them a matrix's number wraps around.
         row_scales: whether rows have scales.
-        promotes: whether every step's products are a sum of their own.
+        promotes: whether accumulation is promoted.
         transposed: whether matrices are stored `[columns, inner]`.
-        dtype: of the result.
+        dtype: of the output.
         tile: of the config.
-        programs: blocks or clusters that share the units.
+        programs: blocks or clusters of the grid.
     """
 
     inner: int
@@ -67,19 +67,19 @@ class MatmulParams:
 
     @property
     def column_tiles(self) -> int:
-        """Tiles of columns."""
+        """Column tiles."""
         return -(-self.columns // self.tile.block_n)
 
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:
-    """`pl.when`, with types: run the decorated function where the condition holds."""
+    """A typed `pl.when`: run the decorated function if the condition holds."""
     from jax.experimental import pallas as pl
 
     return pl.when(condition)
 
 
 class _TileCoordinate(NamedTuple):
-    """A tile of the result: its matrix or -1, first row and column, and the rows of its group."""
+    """Tile coordinate: matrix or -1, first row and column of an output tile, and the rows of its group."""
 
     matrix: Any
     row: Any
@@ -89,7 +89,7 @@ class _TileCoordinate(NamedTuple):
 
 
 def _tile_coordinate(table: Any, index: Any, params: MatmulParams) -> _TileCoordinate:
-    """Bands of tiles of rows of one group share every tile of columns one after the other, which so stays in the L2 cache."""
+    """The tile coordinate of a work index: swizzle groups of row tiles visit one column tile after the other, for L2 reuse."""
     tile = params.tile
     entry = [table[index // params.column_tiles, column] for column in range(6)]
     within = index - entry[schedule.FIRST] * params.column_tiles
@@ -115,7 +115,7 @@ def _rows_kernel(lhs: Any, rhs: Any, table: Any, count: Any, *refs: Any, params:
     mine = (units - program + programs - 1) // programs
 
     def each(work: Any) -> Any:
-        """The units of this block; what the table says of the next is read before one is worked on."""
+        """Fold over the tiles of this block; prefetches the table entry of the next tile."""
 
         def one(i: Any, carry: tuple[Any, _TileCoordinate]) -> tuple[Any, _TileCoordinate]:
             step, unit = carry
@@ -138,7 +138,7 @@ def _rows_kernel(lhs: Any, rhs: Any, table: Any, count: Any, *refs: Any, params:
 
 
 def consumer_registers() -> int:
-    """What the producer leaves of the multiprocessor's registers, in the units in which they are given."""
+    """setmaxnreg value of the consumers: the registers that the producer leaves, as a multiple of 8."""
     return (512 - PRODUCER_REGISTERS) // CONSUMERS // 8 * 8
 
 
@@ -155,7 +155,7 @@ def _produce(
     empty: Any,
     **_: Any,
 ) -> Any:
-    """Copy one unit's operands into the ring."""
+    """Issue the TMA loads of one tile's operands."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -185,7 +185,7 @@ def _produce(
 
 
 def _drain(step: Any, empty: Any, params: MatmulParams) -> None:
-    """Wait for the last releases of every slot: no block leaves while a peer still signals it."""
+    """Wait for the last arrivals on every slot: a block must not exit while a cluster peer still signals it."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def wait(i: Any, carry: None) -> None:
@@ -210,7 +210,7 @@ def _consume(
     full: Any,
     empty: Any,
 ) -> Any:
-    """Multiply one unit and store it."""
+    """Compute one tile and store it."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -245,7 +245,7 @@ def _consume(
 
 
 def _summed(factors: Callable[..., Any], steps: Any, step: Any, full: Any, empty: Any, tile: Tile) -> Any:
-    """Products of all steps, summed in the tensor cores. A slot is released once the next step's product is on its way."""
+    """Accumulate all steps in the tensor cores. A slot is released after the next step's wgmma is issued."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -273,7 +273,7 @@ def _summed(factors: Callable[..., Any], steps: Any, step: Any, full: Any, empty
 
 
 def _promoted(factors: Callable[..., Any], steps: Any, step: Any, full: Any, empty: Any, tile: Tile) -> Any:
-    """The same, but the tensor cores sum the products of one step, and sums of steps are formed beside them in float32."""
+    """Promoted accumulation: one wgmma accumulator per step, added to float32 sums."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -296,7 +296,7 @@ def _promoted(factors: Callable[..., Any], steps: Any, step: Any, full: Any, emp
 
 
 def _shifted(chunk: Any, matrix: Any, first: Any, scale: Any, bias: Any, params: MatmulParams) -> Any:
-    """The columns from `first` on, scaled and shifted as their matrix says; those without one find zeros behind the last."""
+    """Apply the matrix's scale and bias to the columns from `first` on; rows without a matrix use the zeros after the last one."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -315,7 +315,7 @@ def _shifted(chunk: Any, matrix: Any, first: Any, scale: Any, bias: Any, params:
 
 
 def _store(chunk: Any, staged: Any, out: Any, row: Any, column: Any, low: Any, high: Any, params: MatmulParams) -> None:
-    """Rows `low <= i < high` of a chunk go to rows `row + i`: all at once, or in parts of one, two, four, ... rows."""
+    """Store rows `low <= i < high` of a chunk to rows `row + i`: at once, or in powers of two of rows."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -324,7 +324,7 @@ def _store(chunk: Any, staged: Any, out: Any, row: Any, column: Any, low: Any, h
     staged[...] = chunk.astype(params.dtype)
     plgpu.commit_smem()
     columns = pl.ds(column, width)
-    # The copy engine leaves out what lies behind the end; but of an array of one tile of columns it is not told which one.
+    # TMA clips stores at the end, but not for an array with a single column tile.
     count = jnp.where(column < params.columns, high - low, 0)
 
     @when(count == height)
@@ -412,7 +412,7 @@ def multiply_rows(
 
 
 def _numbers(values: Any, params: MatmulParams) -> Any:
-    """One float32 per matrix and column, as many as tiles of columns have, and zeros for what has no matrix `[count + 1, n]`."""
+    """float32 per matrix and padded column `[count + 1, n]`, with zeros for rows without a matrix."""
     values = values.reshape(-1, values.shape[-1]).astype(jnp.float32)
     return jnp.pad(values, ((0, 1), (0, params.column_tiles * params.tile.block_n - params.columns)))
 
@@ -422,7 +422,7 @@ def cluster_of(tile: Tile) -> dict[str, int] | None:
 
 
 def empty_barriers(tile: Tile) -> Any:
-    """One per slot of the ring, on which its consumers arrive: those of all blocks that a copy into the slot reaches."""
+    """Empty mbarriers, one per slot; the consumers of all blocks that a TMA load into the slot reaches arrive on them."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if tile.cluster == 1:
@@ -431,13 +431,13 @@ def empty_barriers(tile: Tile) -> Any:
 
 
 def padded_rows(rows: Any) -> Any:
-    """Rows in whole units of the copy engine's tiles: a copy only where their number is no multiple of 8."""
+    """Pad the number of rows to a multiple of 8, as TMA tiles require."""
     rest = -rows.shape[0] % schedule.ROW_ALIGNMENT
     return jnp.pad(rows, ((0, rest), (0, 0))) if rest else rows
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any, height: int = schedule.ROW_ALIGNMENT) -> Any:
-    """Shared memory in tiles of `height` rows of 128 bytes: 8 as the tensor cores read it, 1 where any number is stored."""
+    """Swizzled shared memory in tiles of `height` rows of 128 bytes: 8 for wgmma operands, 1 to store any number of rows."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     width = 128 // jnp.dtype(dtype).itemsize

@@ -1,9 +1,8 @@
-"""Which rows meet which matrix, in which order: a table that XLA makes on the device from the sizes of the groups.
+"""The table of row tiles and their matrices, which XLA computes on the device from the group sizes.
 
-The rows of all members of a batch are counted through, and so are their matrices: member i has the rows from `i * m` and the
-matrices from `i * g`. Rows without a matrix are groups too, of a matrix -1. A tile begins at a multiple of 8 rows, as the copy
-engine reads them, and so it may hold rows of its neighbours, which it does not store. How many tiles there may be depends on
-shapes alone.
+Rows and matrices are numbered through the batch: member i has rows from `i * m` and matrices from `i * g`. Rows without a
+matrix are groups too, with matrix -1. A tile begins at a multiple of 8 rows, as TMA requires, so it may hold rows of its
+neighbours, which it does not store. The largest number of tiles depends on shapes only.
 """
 
 from __future__ import annotations
@@ -15,21 +14,22 @@ import jax.numpy as jnp
 from ejkernel.operations.grouped_matmul.groups import running_sums
 
 ROW_ALIGNMENT = 8
-"""Tiles of rows begin at multiples of this."""
+"""Row tiles begin at multiples of this."""
 MATRIX, BASE, START, END, FIRST, HEIGHT = range(6)
-"""Columns of a table of tiles: matrix or -1; first row of the tile's band; rows of its group; first tile and tiles of its band."""
+"""Columns of the table: matrix or -1; first row of the tile's swizzle group; rows of its matrix's group; first tile and number
+of tiles of the swizzle group."""
 
 
 def max_tiles(rows: int, intervals: int, height: int) -> int:
-    """Tiles that `intervals` of together `rows` rows may need, however they lie."""
+    """Largest number of tiles of `intervals` groups with `rows` rows in total."""
     busy = min(intervals, rows)
     return (rows + (ROW_ALIGNMENT - 2) * busy) // height + busy
 
 
 def tiles_of(bounds: Any, rows: int, height: int, l2_swizzle: int) -> tuple[Any, Any]:
-    """The table `[tiles, 6]` of tiles of `height` rows, which cover every row, and how many of them are used `[1]`.
+    """The table `[tiles, 6]` of tiles of `height` rows, which cover every row, and the number of valid tiles `[1]`.
 
-    Consecutive tiles of one group are a band of at most `l2_swizzle`; the bands of a group are of about the same height.
+    Consecutive tiles of one group form swizzle groups of at most `l2_swizzle` tiles, of about equal height.
     """
     batch, matrices = bounds.shape[0], bounds.shape[1] - 1
     member = jnp.arange(batch, dtype=jnp.int32)[:, None] * rows

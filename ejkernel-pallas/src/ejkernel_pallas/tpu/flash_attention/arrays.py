@@ -1,4 +1,4 @@
-"""Operands of the attention kernels: the form in which they lie in memory, and the blocks that a grid reads."""
+"""Operands of the attention kernels: their layouts and block specs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_tokens_as_rows(array: Any, length: int) -> Any:
 
 
 def has_mask(call: FlashAttentionCall) -> bool:
-    """Whether some pair may be hidden."""
+    """Whether some pair may be masked."""
     elementwise = call.bias is not None or call.mask is not None or call.query_segments is not None
     return elementwise or call.causal or call.window is not None or call.chunk_size is not None
 
@@ -41,8 +41,8 @@ def finite(array: Any) -> Any:
 
 
 def nan_safe(call: FlashAttentionCall, key: Any, value: Any) -> tuple[Any, Any]:
-    """Keys and values for a product over all keys, hidden ones with weight 0: values are made finite, and NaN in a key's logits,
-    which a rule can hide, stands for what was not."""
+    """NaN-safe keys and values: values are made finite, as masked ones have weight 0; NaN in the key's logits, which the mask
+    can remove, replaces a non-finite value."""
     if not has_mask(call):
         return key, value
     bad = ~jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
@@ -50,16 +50,16 @@ def nan_safe(call: FlashAttentionCall, key: Any, value: Any) -> tuple[Any, Any]:
 
 
 TileIndex = Callable[[tuple[Any, ...]], tuple[Any, Any, Any, Any]]
-"""Batch, query head, block of queries and block of keys at a place of a grid, from the arguments of an index map."""
+"""Maps the arguments of an index map to batch, query head, query block and key block."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """What beside query, key and value a tile needs: facts about tokens, bias, mask.
+    """The operands of a tile beside query, key and value: token info, bias and mask.
 
     Attributes:
-        call, inputs: whose they are.
-        tiles: the list that the grid follows.
+        call, inputs: of the operation.
+        tiles: the tile list of the grid.
         rows, columns: lengths after padding.
         block_q, block_k: sizes of a tile.
     """
@@ -73,7 +73,8 @@ class Operands:
     block_k: int
 
     def tile_index(self, head: Callable[..., Any], *, axes: int = 3, by_key: bool = False) -> TileIndex:
-        """For a grid of so many axes (batches, heads, the list's steps): the tile of a place. `head` is the query head there."""
+        """The tile index of a grid with `axes` axes (batches, heads, list entries, ...); `head` maps grid indices to the query
+        head."""
         tiles = self.tiles
         assert tiles is not None
 
@@ -86,12 +87,12 @@ class Operands:
         return where
 
     def tile(self, i_batch: Any, i_head: Any, i_query: Any, i_key: Any, extras: list[Any]) -> Tile:
-        """What a kernel knows of its tile, `extras` as from `split`."""
+        """The tile that a kernel processes; `extras` are from `split`."""
         head = i_batch * self.call.query.shape[2] + i_head
         return Tile(self.call, i_query, i_key, self.block_q, self.block_k, head, *extras)
 
     def described(self, where: TileIndex) -> tuple[list[Any], list[pl.BlockSpec]]:
-        """Facts, bias, mask and streams of dropout, those that there are, and their blocks."""
+        """Token info, bias, mask and dropout streams, as far as present, and their block specs."""
         arrays: list[Any] = list(token_info_arrays(self.call, self.inputs, self.rows, self.columns))
         specs = [
             pl.BlockSpec((None, TOKEN_INFO_ROWS, block), self._token_info_index(where, which, array.shape[0] > 1))
@@ -121,7 +122,8 @@ class Operands:
         return place
 
     def split(self, refs: tuple[Any, ...], scalars: int, mains: int, results: int) -> tuple[Any, Any, list[Any], Any, Any]:
-        """Scalars, main operands, `[query info, key info, bias, mask, streams]` (None where absent), results, scratch."""
+        """Split kernel references: scalars, main operands, `[query info, key info, bias, mask, streams]` (None if absent),
+        results, scratch."""
         rest = list(refs[scalars + mains :])
         has_info = token_info_of(self.call).count > 0
         wanted = (has_info, has_info, self.call.bias is not None, self.call.mask is not None, self.call.dropout_rate > 0)

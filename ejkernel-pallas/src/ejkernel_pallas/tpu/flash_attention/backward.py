@@ -1,8 +1,8 @@
-"""Gradients of attention on TPU: a kernel that owns keys, one that owns queries, and one that owns a bias.
+"""Gradients of attention on TPU: a dK/dV kernel, a dQ kernel and a dBias kernel.
 
-Each recomputes the weights of its tiles from the log-sum-exp and adds up in VMEM in one order, so that results are the same in
-every run. Scores are `[BK, BQ]` as in forward. With w the weights and o the output, the gradient of a logit is
-`w * (d_out . value - delta)`, where delta is `d_out . o` less the gradient of the log-sum-exp.
+Each recomputes the weights of its tiles from the log-sum-exp and accumulates in VMEM in a fixed order, so results are
+deterministic. Scores are `[BK, BQ]` as in forward. With w the weights and o the output, the gradient of a logit is `w * (d_out
+. value - delta)`, where delta is `d_out . o` minus the gradient of the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _bias_kernel(*refs: Any, call: FlashAttentionCall, operands: Operands, score
 
 
 class _Backward:
-    """The arrays that all kernels read."""
+    """The operands that all kernels share."""
 
     def __init__(
         self,
@@ -138,8 +138,8 @@ class _Backward:
         lse = jnp.where(self.empty, 0.0, outputs.lse * LOG2_E)
         values = (inputs.query, inputs.key, inputs.value, grad.astype(inputs.query.dtype))
         if has_mask(call):
-            # A product over all rows, hidden ones with weight 0, may hold nothing that is not finite. What was not finite in a
-            # visible place is in the log-sum-exp, and so in every weight of its row.
+            # MMAs over all rows, masked ones with weight 0, need finite operands. Non-finite values of visible rows propagate
+            # through the log-sum-exp to all weights of their row.
             bad = ~jnp.all(jnp.isfinite(values[0]), axis=-1) | ~jnp.all(jnp.isfinite(values[3]), axis=-1)
             lse = jnp.where(bad, jnp.nan, lse)
             values = tuple(finite(value) for value in values)
@@ -152,7 +152,7 @@ class _Backward:
         return *arrays, *(_as_rows(statistic, rows) for statistic in (self.lse_in_twos, self.mean))
 
     def specs(self, block_q: int, block_k: int, where: Any) -> list[pl.BlockSpec]:
-        """Their blocks; `where` gives batch, query head, block of queries and block of keys of a grid's place."""
+        """Their block specs; `where` is a `TileIndex`."""
         size, value_size, group = self.call.query.shape[3], self.call.value.shape[3], self.group
 
         def at_query(*place: Any) -> Any:
@@ -247,7 +247,7 @@ def _query_gradient(data: _Backward, block_q: int, block_k: int) -> Any:
 
 
 def _bias_gradient(data: _Backward, block_q: int, block_k: int) -> Any:
-    """Every axis of the scores is walked over twice: as far as the bias has it, and, innermost, as far as it is summed over."""
+    """The grid has every axis of the scores twice: kept axes of the bias, then reduced axes innermost."""
     call, bias = data.call, data.inputs.bias
     scores = Scores.of(call.bias)
     batch, queries, heads, _ = call.query.shape
@@ -288,7 +288,7 @@ def _params(name: str, *semantics: str) -> Any:
 
 
 def _sinks_gradient(data: _Backward) -> Any:
-    """Their weights come from the log-sum-exp; a row without anything visible and without sinks has none."""
+    """Gradient of the sinks, with weights from the log-sum-exp; a fully masked row without sinks has none."""
     sinks = data.inputs.sinks
     lse = jnp.where(data.empty, jnp.inf, data.lse)[..., None]  # [b, t, h, 1]
     weights = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse)

@@ -8,9 +8,9 @@ from ejkernel_pallas.tpu.flash_attention import config, tiles
 
 DTYPES = ("float32", "bfloat16")
 MAX_OFFSET = 2**29
-"""Positions are counted in 32 bits."""
+"""Positions are 32-bit."""
 MAX_STREAM_BYTES = 1 << 17
-"""Bytes: an eighth of a core's scalar memory, of which lists of tiles may take half."""
+"""Bytes of dropout streams: an eighth of a core's SMEM, of which tile lists may take half."""
 
 
 def supports(call: FlashAttentionCall, target: Target) -> str | None:
@@ -28,9 +28,9 @@ def supports(call: FlashAttentionCall, target: Target) -> str | None:
         return f"logits_dtype is {call.logits_dtype}, needs {' or '.join(DTYPES)}"
     streams = 8 * call.query.shape[0] * call.query.shape[2]
     if call.dropout_rate and streams > MAX_STREAM_BYTES:
-        return f"dropout needs {streams} bytes of scalar memory for its streams, two words for each head, and has {MAX_STREAM_BYTES}"
+        return f"dropout needs {streams} bytes of scalar memory for its streams, two words per head, and has {MAX_STREAM_BYTES}"
     if not call.normalize_output:
-        return "normalize_output=False: the gradient needs each row's largest logit, which is not kept"
+        return "normalize_output=False: the gradient needs each row's maximum logit, which is not saved"
     if 0 in (*call.query.shape[2:], call.value.shape[3]):
         return f"query has shape {call.query.shape} and value {call.value.shape}, needs heads and head sizes above 0"
     if abs(call.query_offset) > MAX_OFFSET:
@@ -43,7 +43,7 @@ def supports(call: FlashAttentionCall, target: Target) -> str | None:
 
 
 def _too_long(call: FlashAttentionCall, target: Target) -> str | None:
-    """Refuse what needs longer lists than scalar memory holds, or more blocks than an entry can name."""
+    """Refuse calls whose tile lists exceed SMEM, or with more blocks than an entry can encode."""
     if not call.query.size or not call.key.size:
         return None
     most = (tiles.MAX_OTHERS - 1) * config.SMALLEST

@@ -1,4 +1,4 @@
-"""Tiles of `flash_attention` on TPU, picked by what they take of VMEM."""
+"""Configs of `flash_attention` on TPU, limited by VMEM."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ejkernel_pallas.tpu._vmem import LANES, block_bytes, buffered_bytes, memory
 from ejkernel_pallas.tpu.flash_attention.tiles import list_length
 
 SMALLEST = LANES
-"""Queries and keys are lanes somewhere."""
+"""Queries and keys each lie along lanes in some operand."""
 _SIZES = (2048, 1024, 512, 256, 128)
 _BLOCK_K_COMPUTE = 256
-"""Keys whose scores are formed at once: of 128 ... 1024, the compiler needs the fewest instructions per score for 256."""
+"""Keys per score computation: 256 takes the fewest instructions per score of 128 ... 1024."""
 _SCORES = 5
-"""Arrays of scores in float32 that a kernel holds at once; the compiler keeps them in VMEM, as registers hold no such tile."""
+"""float32 score tiles that the compiler keeps in VMEM at a time."""
 _BACKWARD_SCORES = 7
 _NARROW = 1024
-"""Within a window of so many keys large tiles are mostly hidden."""
+"""Window size up to which large tiles are mostly masked."""
 
 MAX_TILES = 1 << 17
-"""Entries of the lists that a grid follows: half of a core's scalar memory."""
+"""Largest number of entries of tile lists: half of a core's SMEM."""
 
 Tile = tuple[int, int]
 """Queries and keys."""
@@ -33,8 +33,8 @@ Tile = tuple[int, int]
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:
-    block_q, block_k: queries that an accumulator holds, and keys of one step; multiples of 128.
-    part_k: keys of a step whose scores are formed at once; the product of one part runs beside the exponentials of another.
+    block_q, block_k: queries of an accumulator, and keys of one grid step; multiples of 128.
+    block_k_compute: keys of a step whose scores are computed at once; the MMA of one block overlaps the softmax of another.
     """
 
     block_q: int
@@ -45,8 +45,8 @@ class ForwardConfig:
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Attributes:
-    key_block_q, key_block_k: of the kernel that owns keys and walks over queries.
-    query_block_q, query_block_k: of the kernel that owns queries and walks over keys.
+    key_block_q, key_block_k: of the dK/dV kernel, which owns keys and loops over queries.
+    query_block_q, query_block_k: of the dQ kernel, which owns queries and loops over keys.
     """
 
     key_block_q: int
@@ -60,7 +60,7 @@ def _rounded(length: int) -> int:
 
 
 class _Model:
-    """Bytes of VMEM that tiles take."""
+    """VMEM usage of tiles."""
 
     def __init__(self, call: FlashAttentionCall, target: Target) -> None:
         self.call = call
@@ -70,7 +70,7 @@ class _Model:
         self.queries, self.keys = _rounded(call.query.shape[1]), _rounded(call.key.shape[1])
 
     def _extras(self, block_q: int, block_k: int) -> int:
-        """Facts, bias and mask of a tile, and their copies in 32 bits, turned."""
+        """Token info, bias and mask of a tile, and their transposed 32-bit copies."""
         info = 2 * 2 * block_bytes((8, max(block_q, block_k)), "int32")
         with_tokens_as_lanes = block_bytes((block_k, LANES), "int32")
         total = info + 3 * with_tokens_as_lanes
@@ -109,7 +109,7 @@ class _Model:
         return blocks + 2 * results + rows + scores + self._split(block_k, block_q) + self._extras(block_q, block_k)
 
     def _split(self, block_q: int, block_k: int) -> int:
-        """float32 is multiplied as sums of narrower parts."""
+        """Split copies of float32 operands."""
         return 0 if self.dtype != "float32" else 4 * (block_q * block_k + (block_q + block_k) * (self.size + self.value_size))
 
     def cut(self, tile: Tile) -> Tile:
@@ -117,7 +117,7 @@ class _Model:
 
     @property
     def span(self) -> int | None:
-        """Keys that the rules leave to a query."""
+        """Keys that the mask leaves to a query."""
         spans = [span for span in (self.call.window_width, self.call.chunk_size) if span is not None]
         return min(spans, default=None)
 
@@ -139,7 +139,7 @@ def _preferred(model: _Model, largest: Tile) -> list[Tile]:
 
 
 def _largest(call: FlashAttentionCall, wide: Tile, single: Tile) -> Tile:
-    """The largest tile worth its compilation: float32 products are sums of six, in as much more code."""
+    """The largest tile worth its compile time: float32 MMAs take six passes, with six times the code."""
     return single if call.query.dtype == "float32" else wide
 
 
@@ -178,7 +178,7 @@ def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConf
 
 
 def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardConfig]:
-    """Each kernel varied alone: the two do not influence each other."""
+    """Varies one kernel at a time: the two do not influence each other."""
     model = _Model(call, target)
     best = backward_heuristic(call, target)
     found = [best]
@@ -192,7 +192,7 @@ def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardCon
 
 
 def longest_list(call: FlashAttentionCall, forward: ForwardConfig | None, backward: BackwardConfig | None) -> int:
-    """Entries of the longest list of tiles that these configs follow."""
+    """Entries of the longest tile list of these configs."""
     lengths: list[int] = []
     if forward is not None:
         lengths.append(list_length(call, forward.block_q, forward.block_k))
@@ -203,18 +203,18 @@ def longest_list(call: FlashAttentionCall, forward: ForwardConfig | None, backwa
 
 
 def forward_bytes(call: FlashAttentionCall, target: Target, config: ForwardConfig) -> int:
-    """VMEM that the forward kernel is expected to need at most."""
+    """Upper bound of the forward kernel's VMEM."""
     return _Model(call, target).forward(config.block_q, config.block_k, config.block_k_compute)
 
 
 def backward_bytes(call: FlashAttentionCall, target: Target, config: BackwardConfig) -> tuple[int, int]:
-    """The same for the kernel that owns keys, and for those that own queries and a bias."""
+    """Upper bounds of the VMEM of the dK/dV kernel, and of the dQ and dBias kernels."""
     model = _Model(call, target)
     return model.by_key(config.key_block_q, config.key_block_k), model.by_query(config.query_block_q, config.query_block_k)
 
 
 def fits_smallest(call: FlashAttentionCall, target: Target) -> Any:
-    """Bytes that the smallest tile needs, and the limit, where it does not fit; None where it does."""
+    """Bytes that the smallest tile needs, and the limit, if it does not fit; else None."""
     model = _Model(call, target)
     smallest = (SMALLEST, SMALLEST)
     needed = max(model.forward(*smallest, SMALLEST), model.by_key(*smallest), model.by_query(*smallest))

@@ -1,8 +1,8 @@
-"""Forward attention on TPU: one accumulator per block of queries, over the visible tiles of keys.
+"""Forward attention on TPU: online softmax over the visible key tiles of each query block.
 
-The grid runs over batches, heads and the list of `tiles`. Queries and values come with their tokens as lanes, `[D, T]` and
-`[V, S]`, keys as `[S, D]`, so that both products are plain ones: scores `[BK, BQ]`, the result `[V, BQ]`. Maximum and sum of a
-query are one lane of a row, sinks are where they start.
+The grid runs over batches, heads and the tile list. Queries and values have tokens along lanes, `[D, T]` and `[V, S]`, keys are
+`[S, D]`, so that both matmuls need no transpose: scores `[BK, BQ]`, output `[V, BQ]`. Maximum and sum of a query are one lane
+of a row and start from the sinks.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
 
 
 def _sink_sums(sinks: Any) -> Any:
-    """The largest sink of every head, as a power of two, and the sum of their exponentials relative to it; flat pairs."""
+    """Per head: the largest sink as a base-2 exponent, and the sum of exponentials relative to it; flat pairs."""
     if sinks is None:
         return jnp.zeros(2, jnp.float32)
     sinks = sinks.astype(jnp.float32) * LOG2_E
@@ -164,7 +164,7 @@ def _sink_sums(sinks: Any) -> Any:
 
 
 def _without_keys(call: FlashAttentionCall, inputs: FlashAttentionInputs, wants_lse: bool) -> FlashAttentionOutputs:
-    """Where no product is left to form."""
+    """The outputs without query-key pairs."""
     rows = call.query.shape[:3]
     out = jnp.zeros((*rows, call.value.shape[3]), call.query.dtype)
     lse = jnp.full(rows, -jnp.inf, jnp.float32)

@@ -1,8 +1,8 @@
-"""Logits of a tile and what of it is visible, inside a kernel.
+"""Logits and visibility mask of a tile, inside a kernel.
 
-Scores are kept as their transpose, `[BK, BQ]`: a query is a lane, so that a row's maximum and sum run down the sublanes without
-moving data between lanes, and statistics of queries are single rows `[1, BQ]`. What is known of keys comes as such rows too and is
-turned into columns `[BK, 1]` here. Logits are in units of powers of two, so that the exponential is `exp2`.
+Scores are transposed, `[BK, BQ]`: a query is a lane, so maxima and sums of rows reduce over sublanes without cross-lane moves,
+and statistics of queries are single rows `[1, BQ]`. Token info of keys is loaded as rows too and transposed to columns `[BK,
+1]` here. Logits are base-2 exponents.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ejkernel_pallas.tpu._vmem import LANES, block_bytes
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 MASK_VALUE = -0.7 * 3.4028235e38
-"""In place of a hidden logit: finite, so that differences of two are."""
+"""Value of masked logits: finite, so that differences of two are finite."""
 TOKEN_INFO_ROWS = 8
-"""Rows in which int32 facts about tokens are kept: position, segment, chunk."""
+"""Rows of the int32 token info arrays: position, segment, chunk."""
 
 
 def precision_of(call: FlashAttentionCall) -> Any:
-    """Of products of the inputs: float32 is multiplied exactly unless the call asks for less; narrower types always are."""
+    """Precision of matmuls of the inputs: full float32 unless the call asks for less; narrower dtypes are exact."""
     if call.query.dtype != "float32" or call.precision == "default":
         return jax.lax.Precision.DEFAULT
     return jax.lax.Precision.HIGHEST
@@ -47,10 +47,10 @@ def column(row: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class TokenInfo:
-    """Which rows of the arrays of facts hold what; -1 where that is absent. Both sides use the same rows.
+    """Row indices in the token info arrays; -1 if absent. Queries and keys use the same rows.
 
     Attributes:
-        position: in place of the index, in causal and window rules.
+        position: replaces the index in causal and window masks.
         segment: equal ones see each other; padding has another number on either side.
         chunk: likewise.
     """
@@ -77,7 +77,7 @@ def token_info_of(call: FlashAttentionCall) -> TokenInfo:
 
 
 def token_info_arrays(call: FlashAttentionCall, inputs: FlashAttentionInputs, queries: int, keys: int) -> tuple[Any, ...]:
-    """int32 `[b|1, 8, queries]` and `[b|1, 8, keys]`, padded to these lengths; nothing where indices say it all."""
+    """Token info of queries and keys, int32 `[b|1, 8, queries]` and `[b|1, 8, keys]`; empty if indices suffice."""
     info = token_info_of(call)
     if not info.count:
         return ()
@@ -166,14 +166,14 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What a kernel knows of the tile at hand.
+    """The tile that a kernel processes.
 
     Attributes:
-        call: whose it is.
+        call: of the operation.
         i_query, i_key: indices of its blocks.
         block_q, block_k: their sizes.
-        head: index of its head among those of all batches.
-        query_facts, key_facts, bias, mask, streams: references, None where absent.
+        head: index of its head, over all batches.
+        query_info, key_info, bias, mask, streams: references, None if absent.
     """
 
     call: FlashAttentionCall
@@ -202,7 +202,7 @@ class Tile:
         return logits * (call.soft_cap * LOG2_E), 1.0 - logits * logits, bias
 
     def visible(self, shape: tuple[int, int], start: int, bias: Any, *, queries_end: bool) -> Any:
-        """Which entries are visible, bool `[size, BQ]`. With `queries_end`, none of queries past the end."""
+        """Visibility mask, bool `[size, BQ]`. With `queries_end`, queries past the end are masked."""
         call, info = self.call, token_info_of(self.call)
         key = jax.lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0) + (self.i_key * self.block_k + start)
         query = jax.lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1) + self.i_query * self.block_q
@@ -228,7 +228,7 @@ class Tile:
         return visible if bias is None else visible & (bias != -jnp.inf)
 
     def dropout_factor(self, shape: tuple[int, ...], start: int) -> Any:
-        """What dropout makes of each weight, a factor `[size, BQ]`; None without dropout."""
+        """Dropout factor of each weight `[size, BQ]`, 0 or the keep scale; None without dropout."""
         if self.streams is None or not self.call.dropout_rate:
             return None
         key = jax.lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0) + (self.i_key * self.block_k + start)
@@ -238,5 +238,5 @@ class Tile:
         return jnp.where(random < dropout.threshold(self.call.dropout_rate), 0.0, 1.0 / (1.0 - self.call.dropout_rate))
 
     def _token_info(self, row: int, start: int, size: int) -> tuple[Any, Any]:
-        """Of the queries `[1, BQ]` and of the keys `[size, 1]`."""
+        """Token info of the queries `[1, BQ]` and of the keys `[size, 1]`."""
         return self.query_info[row : row + 1, :], column(self.key_info[row : row + 1, pl.ds(start, size)])

@@ -1,4 +1,4 @@
-"""Grouped matrix products on TPU.
+"""Grouped matrix multiplication on TPU.
 
 Two kernels. `_rows_kernel` multiplies rows by the matrix of their group: forward, and with the matrices transposed the gradient of
 lhs. `_matrices_kernel` sums, for every matrix, over the rows of its group: the gradients of rhs, rhs_scale and bias. Both run over
@@ -42,7 +42,7 @@ _ITEM_ARRAYS = len(Items._fields)
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """What a kernel needs to know of a product `[rows, inner] . [inner, columns]`."""
+    """Static parameters of `[rows, inner] . [inner, columns]`."""
 
     rows: int
     inner: int
@@ -87,7 +87,7 @@ def _converted(values: Any, dtype: Any) -> Any:
 
 
 def _zero_outside(values: Any, axis: int, low: Any, high: Any) -> Any:
-    """Zeros outside of `low <= index < high`; selected in float32, because not every TPU selects in fewer bits."""
+    """Zeros outside of `low <= index < high`; selects in float32, as not every TPU selects narrower types."""
     index = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
     return jnp.where((index >= low) & (index < high), values.astype(jnp.float32), 0.0).astype(values.dtype)
 
@@ -208,7 +208,7 @@ def _matrices_kernel(*refs: Any, product: _Product, rhs: bool, rhs_scale: bool, 
 
 
 def _precision(call: GroupedMatmulCall) -> Any:
-    """float32 is multiplied exactly unless "default" is asked for: not every JAX lowers "high", which may be more exact."""
+    """Full float32 unless "default" is requested: not every JAX version lowers "high", which may be more precise."""
     exact = call.product_dtype == "float32" and call.precision != "default"
     return jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
 
@@ -339,7 +339,7 @@ def _multiply_rows(
 
 
 def _rows_cost(product: _Product, batch: int, values: Any, rhs: Any, out: Any, *, existing: bool) -> pl.CostEstimate:
-    """With as many groups as there may be that end within a tile: sizes are known at run time."""
+    """Assumes the largest number of groups that end within a tile: sizes are known at run time only."""
     tile, wide, steps, matrices = product.tile, product.wide, product.steps, rhs.shape[1]
     items = max_row_items(batch, product.rows, matrices, tile.block_m)
     tiles = batch * pl.cdiv(product.rows, tile.block_m)

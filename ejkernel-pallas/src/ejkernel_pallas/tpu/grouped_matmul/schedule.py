@@ -1,7 +1,7 @@
-"""Which group meets which tile of rows, in which order: lists made by XLA from the sizes of the groups, read by the kernels.
+"""Lists of work items (group, row tile), which XLA computes from the group sizes.
 
-Their lengths depend on shapes alone, so that one compilation serves every mix of sizes; the grid runs over as many items as there
-are. A tile of rows that neighbouring groups share is one item for each of them.
+Their lengths depend on shapes only, so one compilation serves every mix of sizes; the grid runs over the valid items. A row
+tile that neighbouring groups share is one item for each of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Items(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """The rows of every matrix, `[b, g]`, and the tiles that they touch."""
+    """The rows of every matrix, `[b, g]`, and the number of tiles that they touch."""
 
     start: Any
     end: Any
@@ -53,7 +53,7 @@ def _groups(sizes: Any, offset: Any, batch: int, rows: int, matrices: int, heigh
 
 
 def max_row_items(batch: int, rows: int, matrices: int, height: int) -> int:
-    """Every tile once, and once more for every further group that begins in it."""
+    """Bound on row items: every tile once, and once more for every further group that begins in it."""
     return batch * (-(-rows // height) + min(matrices, rows) - 1)
 
 

@@ -30,7 +30,7 @@ def supports(call: PagedAttentionCall, target: Target) -> str | None:
 
 
 def scalars(call: PagedAttentionCall, tile: int) -> int:
-    """Numbers of 32 bits in scalar memory."""
+    """32-bit scalars in SMEM."""
     batch, tokens = call.query.shape[:2]
     requests = call.kv_lens.shape[1]
     items = 4 * max_items(batch, tokens, requests, tile)

@@ -1,4 +1,4 @@
-"""Tiles of `paged_attention` on TPU, picked by what they take of VMEM."""
+"""Configs of `paged_attention` on TPU, limited by VMEM."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ejkernel_pallas.tpu._vmem import LANES, block_bytes, memory_of
 HEIGHTS = (8, 16, 32, 64, 128, 256)
 """Tokens of a tile."""
 _KEYS = 512
-"""Of a step: their copy takes longer than starting it does."""
+"""Keys per step: their copy takes longer than the latency to start it."""
 _MAX_ROWS = 1024
-"""Of the scores of one key head."""
+"""Largest number of score rows of one key head."""
 _TOGETHER = 64
-"""Rows up to which the heads of a decoding token share one softmax: alone they would fill few sublanes."""
+"""Rows up to which key heads of a decoding token share one softmax, to fill sublanes."""
 _MAX_TOGETHER = 16
 _SCORES = 6
-"""Arrays of scores in float32 that the compiler keeps."""
+"""float32 score tiles that the compiler keeps in VMEM."""
 _SLACK = 1 << 20
 _TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 
@@ -29,9 +29,9 @@ _TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Attributes:
-    block_q: new tokens of one request that an item has at most: 1, or a power of two from 8 on.
+    block_q: largest number of new tokens of an item: 1, or a power of two of at least 8.
     pages_per_block: pages of a request, read in one step.
-    cores: sequences that items are dealt to; where two cores stand behind one grid, each takes one.
+    cores: cores of the grid, over which items are distributed.
     """
 
     block_q: int
@@ -51,12 +51,12 @@ def product_dtype(call: PagedAttentionCall) -> str:
 
 
 def least_pages(call: PagedAttentionCall) -> int:
-    """So many pages of a step that it has whole sublanes."""
+    """Fewest pages of a step with whole sublanes."""
     return 8 // math.gcd(max(call.pages.page_size, 1), 8)
 
 
 def pages_of_step(call: PagedAttentionCall, keys: int) -> int:
-    """Pages of about so many keys, and no more than a request can have."""
+    """Pages of about `keys` keys, at most as many as a request can have."""
     keys = min(keys, -(-call.longest // LANES) * LANES)
     unit = least_pages(call)
     return max(keys // max(call.pages.page_size, 1) // unit, 1) * unit
@@ -64,12 +64,12 @@ def pages_of_step(call: PagedAttentionCall, keys: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What a kernel needs to know of the sizes.
+    """Static sizes of a kernel.
 
     Attributes:
         group: query heads of a key head.
-        together: key heads that share one softmax, in an item of one token and in others.
-        rows: of a pass, the most of both.
+        together: key heads that share one softmax, for items of one token and for others.
+        rows: of a pass, the maximum over both.
     """
 
     tokens: int
@@ -105,7 +105,7 @@ class Shape:
 
 
 def vmem_bytes(call: PagedAttentionCall, config: Config) -> int:
-    """From above."""
+    """Upper bound of the VMEM."""
     shape, product = Shape.of(call, config), product_dtype(call)
     size, value_size, heads = call.query.shape[3], call.value_size, call.query.shape[2]
     itemsize, total = ITEMSIZE[call.key_pages.dtype], _SLACK
@@ -142,7 +142,7 @@ def vmem_bytes(call: PagedAttentionCall, config: Config) -> int:
 
 
 def cores_of(target: Target) -> int:
-    """Of one device."""
+    """Cores of one device."""
     return 2 if target.device_kind in _TWO_CORES else 1
 
 
@@ -151,7 +151,7 @@ def smallest(call: PagedAttentionCall) -> Config:
 
 
 def _most_tokens(call: PagedAttentionCall) -> int:
-    """As many as an average request has, and not more rows than there is use for."""
+    """As many as an average request has, limited by useful rows."""
     tokens, requests = call.query.shape[1], max(call.kv_lens.shape[1], 1)
     if tokens <= requests:
         return 1
@@ -161,7 +161,7 @@ def _most_tokens(call: PagedAttentionCall) -> int:
 
 
 def _fitting(call: PagedAttentionCall, target: Target) -> list[Config]:
-    """All that fit, the largest first."""
+    """All configs that fit, the largest first."""
     most = _most_tokens(call)
     heights = [height for height in (1, *HEIGHTS) if height <= most]
     keys = {pages_of_step(call, keys) for keys in (_KEYS, 256, 128, 64, 32, 16, 8, 1)}
@@ -171,7 +171,7 @@ def _fitting(call: PagedAttentionCall, target: Target) -> list[Config]:
 
 
 def heuristic(call: PagedAttentionCall, target: Target) -> Config:
-    """Of those with steps of at least 128 keys, the one with most tokens: the pages are read once for all of them."""
+    """Of the configs with steps of at least 128 keys, the one with most tokens, which load the pages once."""
     fitting = _fitting(call, target) or [smallest(call)]
     least = min(128, max(config.pages_per_block for config in fitting) * call.pages.page_size)
     wide = [config for config in fitting if config.pages_per_block * call.pages.page_size >= least]

@@ -1,7 +1,7 @@
-"""Attention over a paged cache on TPU: one kernel for prompts, chunks and single steps in any mix.
+"""Paged attention on TPU: one kernel for any mix of prefill, chunked prefill and decode.
 
-Queries, pages and results stay in HBM as they are; the kernel copies what an item needs. See `program` for what it does with that,
-and Jiang et al., Ragged Paged Attention, 2025, for the idea of one kernel for all mixes.
+Queries, pages and results stay in HBM; the kernel issues the DMAs of each item (`program`). See Jiang et al., Ragged Paged
+Attention, 2025, for the idea of one kernel for all mixes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Conf
     wants_lse = call.return_lse or call.save_residuals
     out = jnp.zeros((*query.shape[:3], call.value_size), query.dtype)
     if out.size * call.kv_lens.shape[1] == 0:
-        # Nobody attends; something of its own shows in a program that this platform served the call.
+        # Nothing to compute. The barrier shows in the program that this platform served the call.
         out, lse = jax.lax.optimization_barrier((out, jnp.full(query.shape[:3], -jnp.inf, jnp.float32)))
         return PagedAttentionOutputs(out, lse if wants_lse else None)
     missing = max(config.block_q - tokens, 0)

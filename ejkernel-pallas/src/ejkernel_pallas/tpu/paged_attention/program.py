@@ -1,9 +1,9 @@
-"""What a core does with one item: its pages come by copies of the kernel's own, one step ahead of the products.
+"""The program of one work item: manual DMAs prefetch its pages one step ahead of the matmuls.
 
-While a step is worked on, the next one's pages are on their way into the other half of the buffers; after the last step of an item
-those are the next item's, so that short requests wait for no copy either. Pages that nobody sees are not read.
+Page buffers are double-buffered: each step prefetches the next step's pages, the last step of an item those of the next item,
+so that short requests do not wait either. Invisible pages are not loaded.
 
-Rows of a product are query heads under one key head, and under each of those the tokens of the item. Logits are in units of log 2.
+Rows of a matmul are the query heads of one key head, and for each the tokens of the item. Logits are base-2 exponents.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ejkernel_pallas.tpu.paged_attention.work import Params, Scalars, Work
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 MASKED, NONFINITE = 1, 2
-"""What `qq_bias` holds beside finite numbers: -inf, and what is none."""
+"""Codes of non-finite values in `qq_bias`: -inf, and NaN or inf."""
 _CHUNK = 64
-"""Tokens whose heads are parted at once."""
+"""Tokens whose heads are deinterleaved at once."""
 
 
 class Scratch(NamedTuple):
-    """Sources are the arrays of pages: keys and values, or both in one.
+    """VMEM and semaphores. Sources are the page arrays: keys and values, or one fused array.
 
-    steps: steps that this core has done; queries `[2, tokens, H, D]` and results `[tokens, H, V]` as they lie in HBM, and each with
-    heads as rows of float32, in tiles of 128 lanes; pages of every source, in two buffers, and parted by heads where they are not;
-    query `[passes, rows, D]`, highest `[.., 128]`, total `[.., 128]` and weighted `[.., V]` are those of a softmax; present
-    `[1, keys]` is 0 where a page is missing; bias and code `[tokens, keys]`.
+    steps: steps that this core has completed; queries `[2, tokens, H, D]` and results `[tokens, H, V]` as in HBM, and
+    query_rows and result_rows with heads as float32 rows in tiles of 128 lanes; pages of every source, double-buffered, and
+    deinterleaved by heads if they are token-major; query `[passes, rows, D]`, row_max and row_sum `[.., 128]` and acc `[..,
+    V]`: online-softmax state; page_valid `[1, keys]`: 0 where a page is missing; bias and code `[tokens, keys]`.
     """
 
     steps: Any
@@ -58,7 +58,7 @@ class Scratch(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Operands and results. Query, pages and out are in HBM."""
+    """References to operands and results. Query, pages and out are in HBM."""
 
     query: Any
     pages: tuple[Any, ...]
@@ -71,7 +71,7 @@ class Blocks(NamedTuple):
 
 
 def _put_rows(ref: Any, where: Any, rows: Any) -> None:
-    """Rows `[n, width]` into `[tiles of 128 lanes, rows, lanes]`: only such a tile can be read and written with a stride."""
+    """Store rows `[n, width]` as `[tiles of 128 lanes, rows, lanes]`: strided accesses need such tiles."""
     tiles, _, lanes = ref.shape
     if tiles * lanes > rows.shape[1]:
         rows = jnp.pad(rows, ((0, 0), (0, tiles * lanes - rows.shape[1])))
@@ -90,7 +90,7 @@ def _exact(left: Any, right: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One item. `tokens` is 1 or the height of a tile, and static."""
+    """One work item. `tokens` is static: 1 or the height of a tile."""
 
     params: Params
     scalars: Scalars
@@ -205,7 +205,7 @@ class Program:
     # Layouts
 
     def _stage_query(self, work: Work, slot: Any, tokens: int) -> None:
-        """From tokens to passes, heads and tokens."""
+        """Reorder queries by pass, head and token."""
         scratch, shape = self.scratch, self.params.shape
         self._query_copy(work, slot, tokens).wait()
         *_, heads, size = scratch.queries.shape
@@ -226,7 +226,7 @@ class Program:
         jax.lax.fori_loop(0, shape.passes(tokens), stage, None)
 
     def _deinterleave(self, buffer: Any) -> None:
-        """Heads of tokens, as they lie in pages, to rows with a stride, which a core reads as it reads any rows."""
+        """Deinterleave token-major pages, so that the rows of a head can be loaded with a stride."""
         for source, pages, deinterleaved in zip(
             self.params.sources, self.scratch.pages, self.scratch.deinterleaved, strict=True
         ):
@@ -244,7 +244,7 @@ class Program:
             jax.lax.fori_loop(0, self.params.shape.keys // chunk, deinterleave, None)
 
     def _read(self, buffer: Any, i_source: int, head: Any, row: tuple[int, int, int], size: int) -> Any:
-        """`[keys, size]` in float32, or in the product's dtype."""
+        """Load one head of a source, float32 `[keys, size]`."""
         source, keys = self.params.sources[i_source], self.params.shape.keys
         factor, first, channel = row
         if source.token_major:
@@ -309,7 +309,7 @@ class Program:
         self._update(work, step, buffer, tokens, edge=True)
 
     def _bias(self, work: Work, step: Any, tokens: int) -> None:
-        """Products with rows and columns of a unit matrix move `qq_bias` to where the item's tokens and the step's keys are."""
+        """Gather `qq_bias` for the item's tokens and the step's keys by matmuls with one-hot matrices."""
         width, rows, keys = self.params.call.qq_bias.shape[-1], max(tokens, 8), self.params.shape.keys  # pyright: ignore
         local = work.position - work.first_new + jax.lax.broadcasted_iota(jnp.int32, (rows, width), 0)
         of_token = (local == jax.lax.broadcasted_iota(jnp.int32, (rows, width), 1)).astype(jnp.float32)
@@ -322,7 +322,7 @@ class Program:
         self._over_passes(tokens, lambda i_pass, _: self._update_pass(work, step, buffer, tokens, i_pass, edge=edge))
 
     def _update_pass(self, work: Work, step: Any, buffer: Any, tokens: int, i_pass: Any, *, edge: bool) -> None:
-        """One step's keys and the heads of one pass."""
+        """Online-softmax update with one step's keys, for the heads of one pass."""
         call, scratch, shape = self.params.call, self.scratch, self.params.shape
         of_head, together = shape.group * tokens, shape.of_pass(tokens)
         rows, heads = of_head * together, [i_pass * together + i for i in range(together)]
@@ -351,7 +351,7 @@ class Program:
         scratch.acc[i_pass, :rows] = rescale[:, :1] * scratch.acc[i_pass, :rows] + total
 
     def _masked(self, work: Work, step: Any, logits: Any, i_pass: Any, tokens: int, *, edge: bool) -> tuple[Any, Any]:
-        """Logits of one pass with all that is added to them, and at an edge which of them are visible."""
+        """Logits of one pass with soft cap, slopes and bias, and at an edge their visibility mask."""
         call, rows, keys = self.params.call, *logits.shape
         if call.soft_cap is not None:
             logits = (call.soft_cap * LOG2E) * jnp.tanh(logits)
@@ -383,7 +383,7 @@ class Program:
         return jnp.concatenate([values] * (rows // tokens), axis=0)
 
     def _weighted_values(self, work: Work, step: Any, buffer: Any, head: Any, weights: Any, visible: Any, tokens: int) -> Any:
-        """`[rows of a head, V]`. At an edge, what nobody sees is replaced, and what only some see makes only those undefined."""
+        """Weighted values `[rows of a head, V]`. At an edge, non-finite values propagate only to rows that see them."""
         call, params = self.params.call, self.params
         i_source = len(params.sources) - 1
         value = self._read(buffer, i_source, head, params.sources[-1].value_row, call.value_size)  # [keys, V]
@@ -402,7 +402,7 @@ class Program:
         return jnp.where(touched > 0, jnp.nan, total)
 
     def _visible_keys(self, work: Work, step: Any) -> Any:
-        """Keys that the item's only token sees, `[keys, 1]`."""
+        """Visibility mask of the item's only token, `[keys, 1]`."""
         page_valid = jnp.transpose(jnp.broadcast_to(self.scratch.page_valid[...], (8, self.params.shape.keys)))[:, :1]
         key = work.first_key(step) + jax.lax.broadcasted_iota(jnp.int32, page_valid.shape, 0)
         return (key >= work.begin) & (key < work.stop) & (page_valid > 0)

@@ -1,4 +1,4 @@
-"""What is known of an item of work: static facts, its numbers in scalar memory, and what follows from them."""
+"""Static parameters, prefetched scalars, and the scalars of one work item."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ejkernel_pallas.tpu.paged_attention.schedule import Items, Requests
 
 
 class Scalars(NamedTuple):
-    """In scalar memory. Tables lie one row after the other; factors are of keys and of values, for each member and key head."""
+    """Prefetched scalars in SMEM. Tables are flattened; factors are per batch member and key head."""
 
     count: Any
     items: Items
@@ -28,7 +28,7 @@ class Scalars(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """What is static."""
+    """Static parameters."""
 
     call: PagedAttentionCall
     shape: Shape
@@ -58,7 +58,7 @@ class Params:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """An item's numbers, all scalars: its tokens and their positions, the keys that some of them see, and those that all see."""
+    """The scalars of an item: its tokens and positions, and the keys that some or all of them see."""
 
     params: Params
     scalars: Scalars
@@ -90,7 +90,7 @@ class Work:
 
     @property
     def position(self) -> Any:
-        """Of token `base`."""
+        """Position of token `base`."""
         return self.scalars.requests.shift[self.request] + self.base
 
     @property
@@ -118,7 +118,7 @@ class Work:
 
     @property
     def steps(self) -> Any:
-        """At least one, which may read nothing."""
+        """Number of steps, at least one, which may load nothing."""
         keys = self.stop - self.first_page * self.params.page_size
         return jnp.maximum(quotient_up(keys, self.params.shape.keys), 1)
 
@@ -126,16 +126,16 @@ class Work:
         return self.first_page * self.params.page_size + step * self.params.shape.keys
 
     def pages_of(self, step: Any) -> tuple[Any, Any]:
-        """The first page of a step in the order of its request, and how many there are to read."""
+        """The first page of a step, as an index into its request, and the number of pages to load."""
         first = self.first_page + step * self.params.shape.pages
         return first, jnp.clip(quotient_up(self.stop, self.params.page_size) - first, 0, self.params.shape.pages)
 
     def is_full(self, step: Any) -> Any:
-        """Whether all pages that fit into a buffer are read."""
+        """Whether a step loads a full buffer of valid pages."""
         return (self.pages_of(step)[1] == self.params.shape.pages) & (self.scalars.requests.complete[self.request] != 0)
 
     def page(self, index: Any) -> tuple[Any, Any]:
-        """Where a page of the request lies, and whether it lies in the cache."""
+        """The physical page of a logical page, and whether it is valid."""
         params = self.params
         row = self.request
         if params.call.block_tables.shape[0] == 1 and params.call.query.shape[0] > 1:

@@ -31,12 +31,12 @@ def supports(call: PagedCacheUpdateCall, target: Target) -> str | None:
         return f"{SLOTS[0]} tokens take {needed} bytes of VMEM, above {memory.vmem}"
     numbers, room = scalars(call, heuristic(call, target)), memory.smem_numbers
     if numbers > room:
-        return f"the places of {call.key.shape[1]} tokens are {numbers} numbers, at most {room} fit into SMEM"
+        return f"the slots of {call.key.shape[1]} tokens are {numbers} numbers, at most {room} fit into SMEM"
     return None
 
 
 def scalars(call: PagedCacheUpdateCall, config: Config) -> int:
-    """Numbers of 32 bits in scalar memory."""
+    """32-bit scalars in SMEM."""
     batch, tokens = call.key.shape[:2]
     if sources(call)[0].token_major:
         return 3 * batch * -(-tokens // config.slots) * config.slots

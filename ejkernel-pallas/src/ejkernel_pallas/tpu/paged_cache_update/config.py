@@ -1,4 +1,4 @@
-"""How many tokens one step of `paged_cache_update` stores on TPU."""
+"""Configs of `paged_cache_update` on TPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SLACK = 1 << 20
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Attributes:
-    places: of tokens, that a step holds; a power of two.
+    slots: token slots that a grid step writes; a power of two.
     """
 
     slots: int
@@ -28,7 +28,7 @@ class Config:
 
 
 def chunk_rows(call: PagedCacheUpdateCall) -> int:
-    """Places of a page that are copied together where they are rows of register tiles: a tile, or the whole page."""
+    """Slots of a page that are copied together if they are rows of register tiles: a tile, or the whole page."""
     rows = 32 // ITEMSIZE[call.key_pages.dtype]
     return rows if call.pages.page_size % rows == 0 else call.pages.page_size
 
@@ -38,7 +38,7 @@ def chunks_of_step(call: PagedCacheUpdateCall, config: Config) -> int:
 
 
 def blocks(call: PagedCacheUpdateCall, config: Config) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Of every array of pages the block of new tokens, and the block that is stored."""
+    """For every page array, the block of new tokens and the block that is stored."""
     found = []
     for source in sources(call):
         rows, width = source.rows, source.width
@@ -51,7 +51,7 @@ def blocks(call: PagedCacheUpdateCall, config: Config) -> list[tuple[tuple[int, 
 
 
 def vmem_bytes(call: PagedCacheUpdateCall, config: Config) -> int:
-    """From above."""
+    """Upper bound of the VMEM."""
     total = _SLACK
     new_size = max(ITEMSIZE.get(spec.dtype, 4) for spec in (call.key, call.value))
     for new, stored in blocks(call, config):
@@ -66,7 +66,7 @@ def _fitting(call: PagedCacheUpdateCall, target: Target) -> list[Config]:
 
 
 def heuristic(call: PagedCacheUpdateCall, target: Target) -> Config:
-    """Many copies at once, and no more places than there are tokens."""
+    """Many DMAs at once, at most as many slots as tokens."""
     tokens = max(call.key.shape[1], 1) * (1 if sources(call)[0].token_major else chunk_rows(call))
     wanted = min(_MAX_SLOTS, 1 << (tokens - 1).bit_length())
     fitting = _fitting(call, target) or [Config(SLOTS[0])]

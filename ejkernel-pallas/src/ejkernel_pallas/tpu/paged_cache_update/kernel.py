@@ -1,9 +1,8 @@
-"""Writing new keys and values into the pages where they lie, on TPU.
+"""Writes new keys and values into their KV pages in place, on TPU.
 
-Pages stay in HBM, and are results and operands in one. A step brings a block of new tokens to VMEM, stores it as the pages hold it
-and copies that to its places. Where the heads of a token lie together, those are runs of tokens that follow each other in a page.
-Where the tokens of a head do, a token is a row of a register tile, and copies are of whole tiles: these are read first, and get the
-new rows. So is padding, which stays as it is.
+Pages stay in HBM, aliased as operands and results. A step loads a block of new tokens to VMEM, converts it to the page layout
+and DMAs it to its slots. In token-major layouts it copies runs of consecutive tokens of a page. Otherwise a token is a row of a
+register tile and copies are of whole tiles, which are loaded first and updated. Padding is preserved in the same way.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def forward(call: PagedCacheUpdateCall, inputs: PagedCacheUpdateInputs, config: 
     batch = call.key.shape[0]
     pages = [array for array in (inputs.key_pages, inputs.value_pages) if array is not None]
     if call.key.size * call.value.size * call.block_tables.size * pages[0].size == 0:
-        # Nothing to write; something of its own shows in a program that this platform served the call.
+        # Nothing to write. The barrier shows in the program that this platform served the call.
         return PagedCacheUpdateOutputs(*jax.lax.optimization_barrier((inputs.key_pages, inputs.value_pages)))
     described = (inputs.query_start_loc, inputs.kv_lens, inputs.block_tables)
     starts, lengths, tables = (jnp.broadcast_to(array, (batch, *array.shape[1:])) for array in described)
@@ -63,7 +62,7 @@ def _padded(array: Any, unit: int, value: int) -> Any:
 
 
 def _arranged(call: PagedCacheUpdateCall, inputs: PagedCacheUpdateInputs) -> tuple[list[Any], list[Any]]:
-    """New tokens `[b, N, rows, width]` for every array of pages, and what they are divided by, `[1|b, rows, width]` or None."""
+    """New tokens `[b, N, rows, width]` for every page array, and their scales `[1|b, rows, width]` or None."""
     both = (inputs.key, inputs.value), (inputs.key_scale, inputs.value_scale)
     if call.value_pages is not None:
         shapes = [(source.rows, source.width) for source in sources(call)]
@@ -100,7 +99,7 @@ def _per_channel(scale: Any, shape: tuple[int, int]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """What is static."""
+    """Static parameters."""
 
     call: PagedCacheUpdateCall
     sources: tuple[Pages, ...]
@@ -113,12 +112,12 @@ class Params:
 
     @property
     def chunks(self) -> int:
-        """Of one step."""
+        """Chunks of one step."""
         return chunks_of_step(self.call, self.config)
 
     @property
     def used(self) -> tuple[int, int, int]:
-        """Of fused pages the rows in use, and of every so many channels those in use."""
+        """Used rows of fused pages, the period of their channels, and the used channels per period."""
         source, heads, size = self.sources[0], *self.call.key.shape[2:]
         if self.call.layout == "side_by_side":
             return heads, source.width // 2, size
@@ -131,7 +130,7 @@ class Params:
 
     @property
     def reads(self) -> bool:
-        """Whether places hold something that stays."""
+        """Whether a step must load slots because it preserves part of them."""
         return self.padded or not self.token_major
 
 
@@ -156,7 +155,7 @@ class Step:
             pl.when(self.where.shared[0] != 0)(self._one_by_one)
 
     def _pipelined(self) -> None:
-        """While a block is stored, the one before is written, and what the one after needs is read."""
+        """Software pipeline: convert a block while the previous one is written and the next one's slots are loaded."""
         i_step, steps = pl.program_id(0), pl.num_programs(0)
         slot, late = remainder(i_step, 2), 1 if self.params.reads else 2
 
@@ -183,7 +182,7 @@ class Step:
         pl.when(last)(lambda: wait(i_step, slot))
 
     def _one_by_one(self) -> None:
-        """Requests that write into the same chunk see what the others wrote."""
+        """Process chunks serially, so that requests that share a chunk see each other's writes."""
         i_step = pl.program_id(0)
 
         def one(i_chunk: Any, _: None) -> None:
@@ -242,7 +241,7 @@ class Step:
         pl.when(page >= 0)(copy)
 
     def _store(self, i_source: int, slot: Any) -> None:
-        """The new block as the pages hold it, and padding as it was."""
+        """Convert the new block to the page layout, preserving padding."""
         params, stored = self.params, self.stored[i_source]
         scale = self._scale(i_source)
         new = _as_stored(self.new[i_source][...], None if scale is None else scale[...], stored.dtype)
@@ -258,7 +257,7 @@ class Step:
         jax.lax.fori_loop(0, self.params.chunks, lambda i, _: self._merge(i_source, step, i, slot), None)
 
     def _merge(self, i_source: int, step: Any, i_chunk: Any, slot: Any) -> None:
-        """New rows of a chunk as the pages hold them, and others as they were."""
+        """Insert the new rows of a chunk, preserving the others."""
         stored, index = self.stored[i_source], step * self.params.chunks + i_chunk
         scale = self._scale(i_source)
         if scale is not None:
@@ -274,7 +273,7 @@ class Step:
 
 
 def _as_stored(new: Any, scale: Any, dtype: Any) -> Any:
-    """The numbers that a dtype can hold, in float32: rounded to nearest for int8, and within the range of one-byte types."""
+    """Quantise in float32: round to nearest for int8, and clip to the range of 8-bit types."""
     new = new.astype(jnp.float32)
     new = new if scale is None else new / scale
     if dtype == jnp.int8:

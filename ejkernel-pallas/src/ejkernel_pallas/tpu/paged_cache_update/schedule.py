@@ -1,4 +1,4 @@
-"""Where new tokens go, found on the device: the lengths of requests are data."""
+"""Slots of the new tokens, computed on the device from the lengths of requests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ejkernel.operations.paged_cache_update.interface import PagedCacheUpdateCal
 
 
 class Runs(NamedTuple):
-    """Of every token of a step, `[b tokens]`: its page, its place there, and how many tokens from it on are copied at once.
+    """Per token `[b tokens]`: its page, its offset in the page, and the number of tokens copied at once from it on.
 
-    The last is a power of two where a copy begins, and 0 elsewhere. Copies stay inside of a page and of a step.
+    The size is a power of two where a copy begins, and 0 elsewhere. Copies do not cross pages or steps.
     """
 
     page: Any
@@ -22,7 +22,8 @@ class Runs(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Neighbouring places of a page, `[chunks]`: batch member, page, first place, and `low <= offset < high` that are written.
+    """Chunks of consecutive slots of a page, `[chunks]`: batch member, page, first offset, and written slots `low <= slot <
+    high`.
 
     shared `[1]` is not 0 if two requests write into one chunk.
     """
@@ -76,7 +77,7 @@ def max_chunks(batch: int, tokens: int, requests: int, rows: int) -> int:
 
 
 def make_chunks(call: PagedCacheUpdateCall, starts: Any, lengths: Any, tables: Any, rows: int) -> tuple[Chunks, Any, Any]:
-    """Chunks, their number, and the token of every place of theirs `[chunks, rows]`, some token where there is none."""
+    """Chunks, their number, and the token of each of their slots `[chunks, rows]`; an arbitrary token for unwritten slots."""
     batch, tokens = call.key.shape[:2]
     requests, width = tables.shape[1:]
     size = call.pages.page_size
