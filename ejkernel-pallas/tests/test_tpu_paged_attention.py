@@ -14,8 +14,9 @@ from tpu_interpreter import interpreted
 import ejkernel
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations.paged_attention import cases, reference
-from ejkernel.operations.paged_attention.interface import OPERATION, PagedAttentionCall, PagedAttentionInputs
+from ejkernel.operations.paged_attention.interface import OPERATION, PagedAttentionCall
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel_pallas._jax_interpreter import tpu_races
 from ejkernel_pallas.tpu._vmem import SMALLEST, memory_of
 from ejkernel_pallas.tpu.paged_attention import capability, config, kernel, schedule
@@ -34,11 +35,7 @@ def problem(requests, seed=0, options=None, **arrays):
 
 
 def exact(call, inputs):
-    def wide(array):
-        array = np.asarray(array)
-        return array if array.dtype == np.int32 else array.astype(np.float64)
-
-    return reference.forward(call, PagedAttentionInputs(*(None if array is None else wide(array) for array in inputs)))
+    return reference.forward(call, widened(inputs))
 
 
 def check(call, inputs, outputs, tolerance=1e-5):

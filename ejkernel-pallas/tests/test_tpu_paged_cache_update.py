@@ -12,8 +12,9 @@ from tpu_interpreter import interpreted
 
 from ejkernel._arrays import ArraySpec
 from ejkernel.operations.paged_cache_update import cases, reference
-from ejkernel.operations.paged_cache_update.interface import OPERATION, PagedCacheUpdateInputs
+from ejkernel.operations.paged_cache_update.interface import OPERATION
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel_pallas._jax_interpreter import tpu_races
 from ejkernel_pallas.tpu.paged_cache_update import capability, config, kernel, schedule
 
@@ -28,11 +29,7 @@ def problem(requests, options=None, **arrays):
 
 
 def exact(call, inputs):
-    def wide(array):
-        array = np.asarray(array)
-        return array if array.dtype == np.int32 else array.astype(np.float64)
-
-    return reference.forward(call, PagedCacheUpdateInputs(*(None if array is None else wide(array) for array in inputs)))
+    return reference.forward(call, widened(inputs))
 
 
 def check(call, inputs, outputs):
@@ -127,7 +124,7 @@ def test_supports_refuses_with_numbers():
     assert "needs a TPU" in ask(target=Target("gpu", ""))
     assert "key is float16" in ask(key=ArraySpec((1, 13, 2, 8), "float16"))
     new = ArraySpec((1, 1 << 18, 2, 8), "float32")
-    assert "the places of 262144 tokens are 786432 numbers, at most 229376 fit into SMEM" in ask(key=new, value=new)
+    assert "the slots of 262144 tokens are 786432 numbers, at most 229376 fit into SMEM" in ask(key=new, value=new)
     assert capability.supports(problem(MIX, {"layout": "phtd"}, layout="phtd")[0], V6E) is None
 
 

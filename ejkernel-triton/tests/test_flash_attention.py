@@ -17,6 +17,7 @@ from ejkernel.operations.flash_attention.cases import CASES
 from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel.operations.flash_attention.ranges import tile_ranges
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import relative_error, widened
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.flash_attention import capability, config, mask_params
@@ -36,15 +37,6 @@ NAMED = {case.name: case for case in CASES}
 IN_PARTS = {"positions", "nan-in-masked-places", "bias-gqa", "unnormalised-sinks"}
 
 
-def wide(values):
-    """Floats as float64."""
-
-    def one(value):
-        return np.asarray(value, np.float64) if jnp.issubdtype(value.dtype, jnp.floating) else np.asarray(value)
-
-    return type(values)(*(None if value is None else one(value) for value in values))
-
-
 def canonical(arrays, options=None):
     """A call whose residuals are saved, and its arrays."""
     bound = OPERATION.canonicalise(**arrays, **(options or {}))
@@ -59,29 +51,20 @@ def cotangents_of(call, outputs, seed=1):
     return FlashAttentionOutputs(d_out, None if d_lse is None else d_lse.astype(jnp.float32))
 
 
-def distance(got, wanted):
-    """||got - wanted|| / ||wanted||; infinities must be at the same places."""
-    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
-    assert got.shape == wanted.shape
-    np.testing.assert_array_equal(np.isinf(got), np.isinf(wanted))
-    got, wanted = (np.where(np.isinf(value), 0, value) for value in (got, wanted))
-    return np.linalg.norm(got - wanted) / max(np.linalg.norm(wanted), 1e-3)
-
-
 def check(call, inputs, forward=FORWARD, backward=BACKWARD, limit=3e-6):
     """Both phases against the reference."""
     outputs = kernel.forward(call, inputs, forward)
     with np.errstate(all="ignore"):
-        exact = reference.forward(call, wide(inputs))
+        exact = reference.forward(call, widened(inputs))
         cotangents = cotangents_of(call, outputs)
-        wanted = reference.backward(call, wide(inputs), exact, wide(cotangents))
-    assert distance(outputs.out, exact.out) < limit
-    assert distance(outputs.lse, exact.lse) < max(limit / 10, 1e-6)
+        wanted = reference.backward(call, widened(inputs), exact, widened(cotangents))
+    assert relative_error(outputs.out, exact.out, floor=1e-3) < limit
+    assert relative_error(outputs.lse, exact.lse, floor=1e-3) < max(limit / 10, 1e-6)
     got = kernel.backward(call, inputs, outputs, cotangents, backward)
     for name, value, exact_value in zip(inputs._fields, got, wanted, strict=True):
         assert (value is None) == (exact_value is None), name
         if value is not None:
-            assert distance(value, exact_value) < limit, name
+            assert relative_error(value, exact_value, floor=1e-3) < limit, name
             assert value.dtype == getattr(inputs, name).dtype
 
 
@@ -138,7 +121,7 @@ def test_parts_of_large_and_of_tiny_numbers(monkeypatch, size):
     arrays["value"] *= np.float32(size) * 10.0 ** rng.uniform(-10, 0, (1, 40, 1, 1)).astype(np.float32)
     call, inputs = canonical(arrays, {"causal": True})
     out = np.asarray(kernel.forward(call, inputs, FORWARD).out, np.float64)
-    exact = reference.forward(call, wide(inputs)).out
+    exact = reference.forward(call, widened(inputs)).out
     rows = np.linalg.norm(out - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
     assert rows.max() < 2e-6
 
@@ -154,8 +137,8 @@ def test_infinite_logits_in_parts(monkeypatch):
     out = np.asarray(kernel.forward(call, inputs, FORWARD).out)
     others = {name: array if name == "query" else np.delete(array, 5, 1) for name, array in arrays.items()}
     other_call, other_inputs = canonical(others)
-    exact = reference.forward(other_call, wide(other_inputs)).out
-    assert distance(out, exact) < 2e-6
+    exact = reference.forward(other_call, widened(other_inputs)).out
+    assert relative_error(out, exact, floor=1e-3) < 2e-6
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-2), ("float16", 3e-3)])

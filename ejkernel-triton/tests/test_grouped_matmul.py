@@ -22,6 +22,7 @@ from ejkernel.operations.grouped_matmul.interface import (
     GroupedMatmulOutputs,
 )
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel_triton._kernel_cache import STORE, Entry, _with_scratch
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.grouped_matmul import capability, config, schedule
@@ -43,15 +44,6 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(kernel, "has_scratch", lambda: True)
 
 
-def wide(values):
-    """On the host, floats and stored bytes in float64."""
-
-    def one(value):
-        return np.asarray(value) if value.dtype == jnp.int32 else np.asarray(value, np.float64)
-
-    return type(values)(*(None if value is None else one(value) for value in values))
-
-
 def problem_of(name, dtype="float32"):
     arrays = SMALL[name].arrays(np.random.default_rng(0))
     arrays = {key: jnp.asarray(value, dtype if value.dtype == np.float32 else None) for key, value in arrays.items()}
@@ -61,11 +53,11 @@ def problem_of(name, dtype="float32"):
 
 def check(call, inputs, tile, limit=1e-6):
     """Both phases against the float64 reference, by relative norm; the reference never looks at rows that hold NaN."""
-    exact = reference.forward(call, wide(inputs))
+    exact = reference.forward(call, widened(inputs))
     got = kernel.forward(call, inputs, tile)
     grad = jnp.asarray(np.random.default_rng(1).standard_normal(got.out.shape), got.out.dtype)
     gradients = kernel.backward(call, inputs, got, GroupedMatmulOutputs(grad), config.BackwardConfig.of(tile, tile))
-    wanted = reference.backward(call, wide(inputs), exact, GroupedMatmulOutputs(np.asarray(grad, np.float64)))
+    wanted = reference.backward(call, widened(inputs), exact, GroupedMatmulOutputs(np.asarray(grad, np.float64)))
     assert got.out.dtype == call.preferred_element_type
     assert set(dict(named(gradients))) == set(OPERATION.moving(inputs))
     for name, value in (("out", got.out), *named(gradients)):

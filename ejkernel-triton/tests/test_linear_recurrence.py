@@ -20,6 +20,7 @@ from ejkernel.operations.linear_recurrence.interface import (
     LinearRecurrenceOutputs,
 )
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel.testing.tolerance import deviation
 from ejkernel_triton._ahead_of_time import recorded, target_of
 from ejkernel_triton._versions import version_problem
@@ -40,15 +41,6 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
 
 
-def wide(values):
-    def widen(value):
-        if value is None or not jnp.issubdtype(value.dtype, jnp.floating):
-            return None if value is None else np.asarray(value)
-        return np.asarray(value).astype(np.float64)
-
-    return type(values)(*map(widen, values))
-
-
 def bound_of(maker, options=None, dtype="float32"):
     made = maker(np.random.default_rng(0))
     made = {name: jnp.asarray(value, dtype if value.dtype == np.float32 else value.dtype) for name, value in made.items()}
@@ -66,8 +58,8 @@ def check(call, inputs, choice, limits=(2e-6, 1e-5)):
     outputs = kernel.forward(call, inputs, choice)
     gradients = kernel.backward(call, inputs, outputs, cotangents, choice)
     with np.errstate(all="ignore"):
-        exact = reference.forward(call, wide(inputs))
-        wanted = reference.backward(call, wide(inputs), exact, wide(cotangents))
+        exact = reference.forward(call, widened(inputs))
+        wanted = reference.backward(call, widened(inputs), exact, widened(cotangents))
     for (name, value), like in zip(outputs._asdict().items(), exact, strict=True):
         assert (value is None) == (like is None), name
         assert value is None or deviation(value, like).norm < limits[0], name
@@ -116,7 +108,7 @@ def test_float16_states_do_not_overflow(interpreted):
     inputs = inputs._replace(key=jnp.full_like(inputs.key, 14), value=jnp.full_like(inputs.value, 14))
     call = dataclasses.replace(call, scale=1e-4)
     out = kernel.forward(call, inputs, config.Config(64, 128, 16, 4, 1)).out
-    exact = reference.forward(call, wide(inputs)).out
+    exact = reference.forward(call, widened(inputs)).out
     assert np.abs(exact).max() < 1000 and deviation(out, exact).norm < 2e-3
 
 

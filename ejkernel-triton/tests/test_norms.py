@@ -14,6 +14,7 @@ import pytest
 import ejkernel
 from ejkernel._arrays import ArraySpec
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import relative_error, widened
 from ejkernel_triton._ahead_of_time import TOLERATED
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._rows import capability, config
@@ -85,16 +86,6 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(cooperative, "SPIN_LIMIT", 1)
 
 
-def wide(values):
-    return type(values)(*(None if value is None else np.asarray(value, np.float64) for value in values))
-
-
-def relative_error(got, wanted):
-    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
-    assert got.shape == wanted.shape
-    return np.linalg.norm(got - wanted) / max(np.linalg.norm(wanted), 1e-30)
-
-
 PROBLEMS = [
     (((3, 5, 64),), {}),
     (((2, 33, 48),), {"offset": 1, "scale_offset": 1.0}),
@@ -122,7 +113,7 @@ def test_numbers_in_the_interpreter(norm, interpreted, kind, arguments, options)
     if call.x.shape[-1] > 4000 and configs is not SINGLE_PASS:
         configs = tuple(dataclasses.replace(choice, block=choice.block and 1024) for choice in configs)
     outputs = norm.kernel.forward(call, inputs, configs[0])
-    exact = norm.reference.forward(call, wide(inputs))
+    exact = norm.reference.forward(call, widened(inputs))
     limit = TOLERANCE[call.x.dtype]
     assert relative_error(outputs.out, exact.out) < limit
     assert outputs.out.dtype == inputs.x.dtype
@@ -131,7 +122,7 @@ def test_numbers_in_the_interpreter(norm, interpreted, kind, arguments, options)
         assert getattr(outputs, name).dtype == jnp.float32
 
     got = norm.kernel.backward(call, inputs, outputs, cotangents, configs[1])
-    wanted = norm.reference.backward(call, wide(inputs), exact, wide(cotangents))
+    wanted = norm.reference.backward(call, widened(inputs), exact, widened(cotangents))
     for name, value, exact_value in zip(inputs._fields, got, wanted, strict=True):
         assert (value is None) == (exact_value is None), name
         if value is not None:
@@ -142,8 +133,8 @@ def test_numbers_in_the_interpreter(norm, interpreted, kind, arguments, options)
 @pytest.mark.parametrize("shape", [(3, 24), (2, 2, 300)])
 def test_every_config_gives_the_same_numbers(norm, interpreted, shape):
     call, inputs, cotangents = norm.problem(shape)
-    exact = norm.reference.forward(call, wide(inputs))
-    wanted = norm.reference.backward(call, wide(inputs), exact, wide(cotangents))
+    exact = norm.reference.forward(call, widened(inputs))
+    wanted = norm.reference.backward(call, widened(inputs), exact, widened(cotangents))
     looped = [config.ForwardConfig(1, 1, block, stages) for block in (8, 64, 512) for stages in (1, 2)]
     shared = [config.ForwardConfig(1, 1, block, 1, True, programs) for block in (32, 128, 512) for programs in (0, 2)]
     for choice in [*{choice.rows: choice for choice in config.forward_space(call, H200)}.values(), *looped, *shared]:
@@ -161,7 +152,7 @@ def test_rows_far_from_zero_keep_their_variance(interpreted, choice):
     norm = Norm("layer_norm")
     call, inputs, _ = norm.problem((3, 333), shift=1000.0, seed=4)
     inputs = inputs._replace(x=inputs.x.at[1, 0].set(-50_000.0))
-    exact = norm.reference.forward(call, wide(inputs))
+    exact = norm.reference.forward(call, widened(inputs))
     assert relative_error(norm.kernel.forward(call, inputs, choice).rstd, exact.rstd) < 1e-4
 
 

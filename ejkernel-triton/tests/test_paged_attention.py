@@ -15,6 +15,7 @@ from ejkernel.operations.paged_attention import reference
 from ejkernel.operations.paged_attention.cases import cache_of
 from ejkernel.operations.paged_attention.interface import OPERATION, PagedAttentionInputs
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.paged_attention import capability, config
 from ejkernel_triton.paged_attention.config import PagedAttentionConfig
@@ -74,18 +75,10 @@ def problem(
     return bound.call, bound.inputs
 
 
-def wide(inputs):
-    def widen(value):
-        integers = value is None or value.dtype == jnp.int32
-        return None if value is None else np.asarray(value, None if integers else np.float64)
-
-    return PagedAttentionInputs(*map(widen, inputs))
-
-
 def check(call, inputs, chosen, tolerance=1e-6):
     with intercept_launches(_interpreter.interpreted_call):
         got = kernel.forward(call, inputs, chosen)
-    exact = reference.forward(call, wide(inputs))
+    exact = reference.forward(call, widened(inputs))
     assert (got.out.dtype, got.lse.dtype) == (inputs.query.dtype, jnp.float32)
     np.testing.assert_allclose(np.asarray(got.out, np.float64), exact.out, rtol=0, atol=tolerance * 4)
     np.testing.assert_allclose(np.asarray(got.lse, np.float64), exact.lse, rtol=tolerance, atol=tolerance * 4)
@@ -195,7 +188,7 @@ def test_nan_reaches_only_the_rows_that_see_it():
     with intercept_launches(_interpreter.interpreted_call):
         got = kernel.forward(call, inputs, dataclasses.replace(SPLIT, block_q=8))
     with np.errstate(invalid="ignore"):
-        exact = reference.forward(call, wide(inputs))
+        exact = reference.forward(call, widened(inputs))
     np.testing.assert_allclose(got.out[0, :2], exact.out[0, :2], atol=4e-6)
     assert np.isnan(np.asarray(got.out[0, 2:])).all()
 
@@ -215,7 +208,7 @@ def test_nothing_to_attend_to(shape):
     call = dataclasses.replace(call, **{name: ArraySpec.of(array) for name, array in empty.items()})
     inputs = inputs._replace(**empty)
     got = kernel.forward(call, inputs, SPLIT)
-    exact = reference.forward(call, wide(inputs))
+    exact = reference.forward(call, widened(inputs))
     np.testing.assert_array_equal(got.out, np.zeros(exact.out.shape))
     np.testing.assert_allclose(got.lse, exact.lse, rtol=1e-6)
 
@@ -277,7 +270,7 @@ def test_one_compilation_for_every_mix_of_lengths(monkeypatch):
             inputs = inputs._replace(key_pages=pages[0], value_pages=pages[1])
             shape = ArraySpec.of(pages[0])
             call = dataclasses.replace(call, key_pages=shape, value_pages=shape)
-            exact = reference.forward(call, wide(inputs))
+            exact = reference.forward(call, widened(inputs))
             np.testing.assert_allclose(run(inputs).out, exact.out, atol=4e-6)
     assert run._cache_size() == 1
 

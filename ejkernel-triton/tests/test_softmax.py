@@ -15,6 +15,7 @@ from ejkernel.operations.softmax import reference
 from ejkernel.operations.softmax.cases import CASES
 from ejkernel.operations.softmax.interface import OPERATION, SoftmaxCall, SoftmaxInputs, SoftmaxOutputs
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel_triton._ahead_of_time import TOLERATED
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._versions import version_problem
@@ -48,13 +49,6 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(cooperative, "SPIN_LIMIT", 1)
 
 
-def wide(values):
-    def one(value):
-        return None if value is None else np.asarray(value, bool if value.dtype == bool else np.float64)
-
-    return type(values)(*(one(value) for value in values))
-
-
 def problem(case, dtype="float32"):
     """A canonical call, its inputs, and a cotangent that is NaN at masked places."""
     rng = np.random.default_rng(3)
@@ -69,10 +63,10 @@ def problem(case, dtype="float32"):
 
 def check(call, inputs, cotangents, choices, limit=2e-6):
     outputs = kernel.forward(call, inputs, choices[0])
-    exact = reference.forward(call, wide(inputs))
+    exact = reference.forward(call, widened(inputs))
     np.testing.assert_allclose(np.asarray(outputs.out, np.float64), exact.out, atol=limit)
     got = kernel.backward(call, inputs, outputs, cotangents, choices[1])
-    wanted = reference.backward(call, wide(inputs), exact, wide(cotangents))
+    wanted = reference.backward(call, widened(inputs), exact, widened(cotangents))
     np.testing.assert_allclose(np.asarray(got.x, np.float64), wanted.x, atol=limit * 4)
     assert outputs.out.dtype == got.x.dtype == inputs.x.dtype
     assert got.where is None
@@ -254,7 +248,7 @@ def test_values_of_half_precision_that_are_held_while_programs_meet(interpreted,
 
 def test_too_many_parts_of_a_row_are_refused():
     call = SoftmaxCall(x=ArraySpec((2, 300), "float32"))
-    with pytest.raises(ValueError, match="block 16 cuts a row of 300 columns into 19 parts"):
+    with pytest.raises(ValueError, match="block 16 cuts a row of 300 columns into 19 splits"):
         kernel.forward(call, SoftmaxInputs(jnp.zeros((2, 300))), COOPERATIVE)
 
 

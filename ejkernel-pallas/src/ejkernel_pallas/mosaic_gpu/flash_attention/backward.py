@@ -69,7 +69,7 @@ class Gradient:
         return "query" not in self.wanted
 
     @property
-    def ahead(self) -> bool:
+    def waits_ahead(self) -> bool:
         """Whether a consumer waits for the next tile while the MMAs of the current one run: not with one stage or one gradient."""
         return self.num_stages > 1 and self.wanted != ("key",) and self.wanted != ("value",)
 
@@ -244,7 +244,7 @@ class Block:
         zeros = tuple(
             plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA) for width in self.plan.widths
         )
-        if self.plan.ahead:
+        if self.plan.waits_ahead:
             step.wait_for(0)
         sums = lax.fori_loop(0, tile_range.count, step.by_key if self.plan.by_key else step.by_query, zeros)
         sums = [
@@ -438,14 +438,14 @@ class Step:
                 b_d_logits = self.where_weighted(i_tile, b_weights, b_weights * (b_d_weights + columns(1)))
                 added["key"].add(b_d_logits.astype(plan.dtype), s_query)
                 if "value" in added:
-                    if plan.ahead:
+                    if plan.waits_ahead:
                         self.wait_for(i_step + 1)
                     wait_for_wgmma(1)
                     self.release("other_value", slot)
 
         def issue_mmas(*accumulators: Accumulator) -> None:
             added = dict(zip(plan.wanted, accumulators, strict=True))
-            s_query = block.scratch["other"].at[slot] if plan.ahead else self.wait("other", slot)
+            s_query = block.scratch["other"].at[slot] if plan.waits_ahead else self.wait("other", slot)
             with_accumulator(shape, functools.partial(with_scores, added, s_query), accumulators)
 
         sums = tuple(accumulate(sums, issue_mmas))
@@ -477,7 +477,7 @@ class Step:
             b_weights = self.sloped(jnp.exp2(b_logits * params.unit - b_shift), b_logits)
             # Keep compilers from hoisting the wait for the other wgmma: the barrier stops MLIR, a branch stops ptxas.
             b_weights = lax.optimization_barrier(b_weights)
-            if plan.ahead:
+            if plan.waits_ahead:
                 self.wait_for(i_step + 1)
             b_d_weights = d_weights.value(outstanding=0)
             self.release("other_value", slot)
@@ -485,7 +485,7 @@ class Step:
             query_sum.add(b_d_logits.astype(plan.dtype), s_key)
 
         def issue_mmas(query_sum: Accumulator) -> None:
-            s_key = self.block.scratch["other"].at[slot] if plan.ahead else self.wait("other", slot)
+            s_key = self.block.scratch["other"].at[slot] if plan.waits_ahead else self.wait("other", slot)
             with_accumulator(shape, functools.partial(with_scores, query_sum, s_key), [query_sum])
 
         sums = tuple(accumulate(sums, issue_mmas))

@@ -57,7 +57,7 @@ class BiasGradient(Gradient):
         return self.bias.by_key
 
     @property
-    def ahead(self) -> bool:
+    def waits_ahead(self) -> bool:
         return False
 
     @property

@@ -348,13 +348,13 @@ class _KeyLoop:
         return self.block.scratch[name].at[slot]
 
     @property
-    def ahead(self) -> bool:
+    def waits_ahead(self) -> bool:
         """Whether a consumer waits for the next key tile while it processes the current one: not with one stage."""
         return self.block.config.num_stages > 1
 
     def wait_for_next(self, i_key: Any) -> None:
         """Wait for the next key tile, if there is one."""
-        if not self.ahead:
+        if not self.waits_ahead:
             return
 
         @pl.when(i_key + 1 < self.high)
@@ -499,7 +499,7 @@ class _KeyLoop:
 
     def next_key(self, i_key: Any) -> Any:
         """A key tile after the first."""
-        return self.block.scratch["key"].at[self.slot(i_key)] if self.ahead else self.wait("key", i_key)
+        return self.block.scratch["key"].at[self.slot(i_key)] if self.waits_ahead else self.wait("key", i_key)
 
     def sequential(self, i_key: Any, b_acc: Any, b_max: Any, b_sum: Any, b_half: Any) -> list[Any]:
         """The previous tile's PV MMA, then this tile's QK MMA, then its softmax."""
