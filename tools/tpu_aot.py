@@ -89,7 +89,7 @@ def _compile_part(arguments: argparse.Namespace, operation: str, kind: str) -> l
     from ejkernel_pallas import _listings
 
     with tempfile.TemporaryDirectory() as folder:
-        _listings.ask(Path(folder))
+        _listings.request_listings(Path(folder))
         cases, rows = _cases(operation, arguments), []
         benchmarks = [case for case in cases if case.is_benchmark]
         for some, dtypes in ((benchmarks, BENCHMARKED), ([case for case in cases if case not in benchmarks], DTYPES)):

@@ -23,7 +23,7 @@ from ejkernel.plugin import Target
 from ejkernel.testing.problem import case_named, representative
 from ejkernel_pallas import _ahead_of_time as aot
 from ejkernel_pallas import _listings
-from ejkernel_pallas._call import LITTLE_VMEM, compiler_params
+from ejkernel_pallas._call import MIN_VMEM, compiler_params
 from ejkernel_pallas.tpu import _vmem
 from ejkernel_pallas.tpu.flash_attention import config, kernel
 
@@ -85,7 +85,7 @@ def calls(draw):
 def test_forward_takes_no_more_vmem_than_counted(call, kind):
     target = Target("tpu", device(kind).device_kind)
     chosen = config.forward_heuristic(call, target)
-    found = max(needed(call, "forward", chosen, kind).values(), default=LITTLE_VMEM)
+    found = max(needed(call, "forward", chosen, kind).values(), default=MIN_VMEM)
     counted = config.forward_bytes(call, target, chosen)
     assert found <= counted <= _vmem.memory_of(target).vmem, (chosen, found, counted)
 

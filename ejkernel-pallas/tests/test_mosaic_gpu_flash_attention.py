@@ -20,26 +20,27 @@ from jax.experimental.pallas import mosaic_gpu
 from ejkernel.operations.flash_attention import reference
 from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionOutputs
 from ejkernel.plugin import Target
-from ejkernel_pallas.mosaic_gpu.flash_attention import capability, config, kernel, rules
-from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import schedule_of
+from ejkernel.testing.checks import relative_error
+from ejkernel_pallas.mosaic_gpu.flash_attention import capability, config, kernel, mask_params
+from ejkernel_pallas.mosaic_gpu.flash_attention.tile_scheduler import make_scheduler
 
 HOPPER = Target("gpu", "NVIDIA H200", "9.0")
 ONE_CONSUMER = config.ForwardConfig(
-    block_k=64, stages=2, warpgroups=1, overlap=True, ping_pong=False, query_in_registers=False, persistent=False
+    block_k=64, num_stages=2, warpgroups=1, overlap=True, ping_pong=False, query_in_registers=False, persistent=False
 )
 PERSISTENT = dataclasses.replace(ONE_CONSUMER, warpgroups=2, ping_pong=True, query_in_registers=True, persistent=True)
 IN_TURN = dataclasses.replace(ONE_CONSUMER, block_k=128, overlap=False)
 ONE_CONSUMER_BACK = config.BackwardConfig(
     key_block_q=64,
-    key_stages=2,
+    key_num_stages=2,
     key_warpgroups=1,
-    key_apart=False,
-    key_parts=1,
+    separate_dk_dv=False,
+    key_splits=1,
     query_block_k=64,
-    query_stages=2,
+    query_num_stages=2,
     query_warpgroups=1,
 )
-APART = dataclasses.replace(ONE_CONSUMER_BACK, key_apart=True, query_stages=1)
+APART = dataclasses.replace(ONE_CONSUMER_BACK, separate_dk_dv=True, query_num_stages=1)
 needs_cuda = pytest.mark.skipif(
     not any(re.fullmatch(r"jax_cuda\d+_plugin", module.name) for module in pkgutil.iter_modules()),
     reason="Mosaic GPU lowers with a part of jax's CUDA plugin: pip install jax-cuda13-plugin",
@@ -56,11 +57,11 @@ def problem(
     dtype: Any = jnp.bfloat16,
     extra: Mapping[str, Any] | None = None,
     poison: int = 0,
-    lost: int = 0,
+    dropped: int = 0,
     batch: int = 1,
     **options: Any,
 ) -> tuple[Any, Any, Any]:
-    """Call, inputs, cotangents; the last `poison` keys and values are NaN, and the last `lost` queries and gradients of outputs."""
+    """Call, inputs, cotangents; the last `poison` keys and values are NaN, the last `dropped` queries and output gradients too."""
     rng = np.random.default_rng(7)
 
     def normal(*shape: int) -> Any:
@@ -70,14 +71,14 @@ def problem(
     if poison:
         key[:, -poison:], value[:, -poison:] = np.nan, np.nan
     query = normal(batch, queries, heads, size)
-    if lost:
-        query[:, -lost:] = np.nan
+    if dropped:
+        query[:, -dropped:] = np.nan
     arrays = {"query": jnp.asarray(query, dtype)}
     arrays |= {"key": jnp.asarray(key, dtype), "value": jnp.asarray(value, dtype), **(extra or {})}
     bound = OPERATION.canonicalise(**arrays, **options, return_lse=True)
     d_out = normal(batch, queries, heads, value_size)
-    if lost:
-        d_out[:, -lost:] = np.nan
+    if dropped:
+        d_out[:, -dropped:] = np.nan
     cotangents = FlashAttentionOutputs(jnp.asarray(d_out, dtype), jnp.asarray(normal(batch, queries, heads)))
     return bound.call, bound.inputs, cotangents
 
@@ -95,13 +96,6 @@ def wide(values: Any) -> Any:
     return type(values)(*(None if value is None else one(value) for value in values))
 
 
-def close(got: Any, wanted: Any, limit: float) -> None:
-    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
-    np.testing.assert_array_equal(np.isinf(got), np.isinf(wanted))
-    got, wanted = (np.where(np.isinf(array), 0, array) for array in (got, wanted))
-    assert np.linalg.norm(got - wanted) <= limit * np.linalg.norm(wanted)
-
-
 def check(made: tuple[Any, Any, Any], forward: Any = None, backward: Any = None, *, races: bool = False) -> None:
     """Outputs and gradients against the float64 reference, and no race where races are looked for."""
     call, inputs, cotangents = made
@@ -116,14 +110,14 @@ def check(made: tuple[Any, Any, Any], forward: Any = None, backward: Any = None,
     assert "RACE" not in said.getvalue()
     limit = 4e-3 if call.query.dtype == "bfloat16" else 6e-4
     wanted = reference.forward(call, wide(inputs))
-    close(outputs.out, wanted.out, limit)
-    close(outputs.lse, wanted.lse, 1e-5)
+    assert relative_error(outputs.out, wanted.out) <= limit
+    assert relative_error(outputs.lse, wanted.lse) <= 1e-5
     gradients_wanted = reference.backward(call, wide(inputs), wanted, wide(cotangents))
     for name, got, want in zip(inputs._fields, gradients, gradients_wanted, strict=True):
         assert (got is None) == (want is None)
         if want is not None:
             assert (got.shape, got.dtype) == (getattr(inputs, name).shape, getattr(inputs, name).dtype)
-            close(got, want, (8 if name == "sinks" else 2) * limit)  # a sink's is what is left of a long sum
+            assert relative_error(got, want) <= (8 if name == "sinks" else 2) * limit  # a sink's is what is left of a long sum
 
 
 def bias(*shape: int, dtype: Any = jnp.bfloat16, holes: float = 0.0, hidden: int = 0) -> dict[str, Any]:
@@ -163,20 +157,20 @@ def test_causal_numbers_and_races(forward: Any, backward: Any, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     "changed",
-    [dict(persistent=True, warpgroups=2), dict(warpgroups=3), dict(persistent=True, warpgroups=4, stages=4)],
+    [dict(persistent=True, warpgroups=2), dict(warpgroups=3), dict(persistent=True, warpgroups=4, num_stages=4)],
     ids=["persistent", "one by one", "four consumers"],
 )
 def test_heads_that_are_rows_of_one_consumer(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "MULTIPROCESSORS", 2)
     made = problem(43, 50, 16, 2, causal=True, sliding_window=(20, 0))
-    assert config.can_pack(made[0])
-    check(made, dataclasses.replace(ONE_CONSUMER, packed=True, **changed), ONE_CONSUMER_BACK, races=True)
+    assert config.can_pack_gqa(made[0])
+    check(made, dataclasses.replace(ONE_CONSUMER, pack_gqa=True, **changed), ONE_CONSUMER_BACK, races=True)
 
 
 def test_packed_heads_meet_fewer_keys() -> None:
     """Columns that are computed for each row of a block far from both ends, with two consumers: 16 tokens of 8 heads, or 128."""
     call, _, _ = problem(2048, 2048, 8, 1, causal=True, sliding_window=(127, 0))
-    known = rules.rules_of(call)
+    known = mask_params.mask_params_of(call)
 
     def columns(tokens: int) -> float:
         ranges = [known.key_range(first, first + tokens - 1, 64) for first in range(512, 1024, tokens)]
@@ -188,7 +182,7 @@ def test_packed_heads_meet_fewer_keys() -> None:
 def test_heads_are_packed_where_rows_of_a_consumer_can_be() -> None:
     def packs(heads: int, key_heads: int, **options: Any) -> bool:
         call = problem(70, 70, heads, key_heads, **options)[0]
-        return any(chosen.packed for chosen in config.forward_space(call, HOPPER))
+        return any(chosen.pack_gqa for chosen in config.forward_space(call, HOPPER))
 
     narrow = dict(causal=True, sliding_window=(20, 0))
     assert packs(8, 1, **narrow) and packs(64, 2, **narrow)
@@ -208,8 +202,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         logits_soft_cap=3.0,
         softmax_aux=np.array([0.5, -1.0], np.float32),
     ),
-    "segments, padding of NaN": dict(made=(140, 140), causal=True, extra=segments(140), poison=11, lost=11),
-    "segments, padding of NaN, nothing to pad": dict(made=(128, 128), heads=1, extra=segments(128), poison=11, lost=11),
+    "segments, padding of NaN": dict(made=(140, 140), causal=True, extra=segments(140), poison=11, dropped=11),
+    "segments, padding of NaN, nothing to pad": dict(made=(128, 128), heads=1, extra=segments(128), poison=11, dropped=11),
     "prefix, narrow value, negative scale": dict(
         made=(80, 100), size=128, value_size=64, causal=True, prefix=70, softmax_scale=-0.2
     ),
@@ -228,16 +222,16 @@ def test_numbers(name: str) -> None:
     check(problem(*options.pop("made"), **options), ONE_CONSUMER, ONE_CONSUMER_BACK)
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "parts", "apart"), [(1, 1, 2, True), (2, 1, 3, False), (4, 1, 2, False)])
-def test_parts_of_the_queries(heads: int, key_heads: int, parts: int, apart: bool) -> None:
+@pytest.mark.parametrize(("heads", "key_heads", "splits", "apart"), [(1, 1, 2, True), (2, 1, 3, False), (4, 1, 2, False)])
+def test_parts_of_the_queries(heads: int, key_heads: int, splits: int, apart: bool) -> None:
     """More parts than some blocks have tiles, and parts that end within a head; tokens fill no block."""
-    backward = dataclasses.replace(ONE_CONSUMER_BACK, key_parts=parts, key_apart=apart)
+    backward = dataclasses.replace(ONE_CONSUMER_BACK, key_splits=splits, separate_dk_dv=apart)
     check(problem(100, 70, heads, key_heads, causal=True), ONE_CONSUMER, backward, races=heads == 2)
 
 
 def test_parts_of_positions_and_of_hidden_queries() -> None:
-    made = problem(140, 140, extra=segments(140), poison=11, lost=11, causal=True)
-    check(made, ONE_CONSUMER, dataclasses.replace(ONE_CONSUMER_BACK, key_parts=3, key_warpgroups=2))
+    made = problem(140, 140, extra=segments(140), poison=11, dropped=11, causal=True)
+    check(made, ONE_CONSUMER, dataclasses.replace(ONE_CONSUMER_BACK, key_splits=3, key_warpgroups=2))
 
 
 BIASES: Mapping[str, Mapping[str, Any]] = {
@@ -287,9 +281,9 @@ def test_bias_of_segments_whose_queries_stay(apart: bool, monkeypatch: pytest.Mo
     made = problem(140, 140, 2, 1, batch=2, extra=extra, causal=True)
     chosen = config.bias_gradient_config(made[0])
     assert chosen is not None and chosen.resident and config.sharing(made[0]) == (2, 1)
-    forward = dataclasses.replace(ONE_CONSUMER, warpgroups=2, stages=1 if apart else 2)
-    backward = dataclasses.replace(ONE_CONSUMER_BACK, key_warpgroups=2, query_warpgroups=2, key_parts=2)
-    check(made, forward, dataclasses.replace(backward, key_apart=apart, query_stages=1 if apart else 2), races=apart)
+    forward = dataclasses.replace(ONE_CONSUMER, warpgroups=2, num_stages=1 if apart else 2)
+    backward = dataclasses.replace(ONE_CONSUMER_BACK, key_warpgroups=2, query_warpgroups=2, key_splits=2)
+    check(made, forward, dataclasses.replace(backward, separate_dk_dv=apart, query_num_stages=1 if apart else 2), races=apart)
 
 
 def test_queries_of_a_bias_stay_where_they_fit() -> None:
@@ -309,11 +303,11 @@ def test_queries_of_a_bias_stay_where_they_fit() -> None:
     assert not chosen((1, 16, 8192, 8192), 4, 8192).resident
     assert not chosen((1, 16, 512, 512), 2, 512).resident
     assert not chosen((2, 1, 1, 8192), 2, 8192).resident
-    assert chosen((1, 16, 8192, 8192), 4, 8192, size=256).tiles.stages == 1
+    assert chosen((1, 16, 8192, 8192), 4, 8192, size=256).tiles.num_stages == 1
 
 
 def test_one_place_of_keys_and_values() -> None:
-    check(problem(64, 260), dataclasses.replace(ONE_CONSUMER, stages=1), ONE_CONSUMER_BACK)
+    check(problem(64, 260), dataclasses.replace(ONE_CONSUMER, num_stages=1), ONE_CONSUMER_BACK)
 
 
 def test_few_blocks_of_keys_are_divided() -> None:
@@ -323,7 +317,7 @@ def test_few_blocks_of_keys_are_divided() -> None:
             held.append(OPERATION.canonicalise(query, key, key, causal=True).call)
 
         jax.eval_shape(call_of)
-        return config.backward_heuristic(held.pop(), HOPPER).key_parts
+        return config.backward_heuristic(held.pop(), HOPPER).key_splits
 
     held: list[Any] = []
     assert parts_of(2, 8192, 32, 8) == 1
@@ -338,7 +332,7 @@ def test_consumers_of_packed_heads() -> None:
     def consumers(size: int, queries: int) -> tuple[int, bool]:
         call = problem(queries, 300, 16, 2, size, size, causal=True, sliding_window=(20, 0))[0]
         chosen = config.forward_heuristic(call, HOPPER)
-        return chosen.warpgroups, chosen.packed
+        return chosen.warpgroups, chosen.pack_gqa
 
     assert [consumers(64, 300), consumers(64, 100), consumers(128, 300)] == [(4, True), (2, True), (2, True)]
 
@@ -348,13 +342,13 @@ def test_queries_are_copied_ahead_where_there_is_room() -> None:
     stays = config.forward_heuristic(call, HOPPER)
     assert stays.persistent and config.query_slots(call, stays) == 2
     assert config.query_slots(call, dataclasses.replace(stays, persistent=False)) == 1
-    assert config.query_slots(call, dataclasses.replace(stays, stages=3)) == 1
+    assert config.query_slots(call, dataclasses.replace(stays, num_stages=3)) == 1
 
 
 def test_narrow_walks_have_programs_that_stay() -> None:
     narrow, wide = (problem(512, 512, 4, 2, causal=True, sliding_window=(left, 0))[0] for left in (127, 400))
     assert config.forward_heuristic(narrow, HOPPER) == config.ForwardConfig(
-        block_k=128, stages=2, warpgroups=2, overlap=True, ping_pong=False, query_in_registers=False, persistent=True
+        block_k=128, num_stages=2, warpgroups=2, overlap=True, ping_pong=False, query_in_registers=False, persistent=True
     )
     assert not config.forward_heuristic(wide, HOPPER).persistent
 
@@ -405,7 +399,7 @@ def test_lowers_for_cuda(size: tuple[int, int], biased: bool) -> None:
     chosen = config.backward_heuristic(call, HOPPER)
     lowered = jax.jit(lambda *a: kernel.backward(call, *a, chosen)).trace(inputs, outputs, cotangents)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == (3 if chosen.key_apart else 2) + biased
+    assert text.count("custom_call @mosaic_gpu") == (3 if chosen.separate_dk_dv else 2) + biased
 
 
 @needs_cuda
@@ -465,29 +459,31 @@ def test_other_devices_are_refused() -> None:
 
 def test_long_blocks_of_concurrent_heads_come_first() -> None:
     """Where four heads are at work at one time, each of their blocks is in its turn; the next four follow."""
-    order = schedule_of(64, 16, 1, share=1, bytes_per_share=2**30, reverse=False, programs=None)
-    places = [order.place(jnp.int32(i_work)) for i_work in (0, 3, 4, 255, 256)]
-    assert [(int(place.head), int(place.block)) for place in places] == [(0, 0), (3, 0), (0, 1), (3, 63), (4, 0)]
+    order = make_scheduler(64, 16, 1, share=1, bytes_per_share=2**30, reverse=False, programs=None)
+    coords = [order.coord(jnp.int32(i_work)) for i_work in (0, 3, 4, 255, 256)]
+    assert [(int(coord.head), int(coord.block)) for coord in coords] == [(0, 0), (3, 0), (0, 1), (3, 63), (4, 0)]
 
 
 @pytest.mark.parametrize(("heads", "share"), [(32, 1), (30, 5), (64, 4), (7, 1), (1, 1)])
 def test_the_last_heads_are_not_few(heads: int, share: int) -> None:
     """They would be at work alone, with long blocks and idle processors."""
-    order = schedule_of(64, heads, 1, share=share, bytes_per_share=4 * 2**20, reverse=True, programs=None)
-    assert (heads - 1) % order.section + 1 >= order.section * 0.7
+    order = make_scheduler(64, heads, 1, share=share, bytes_per_share=4 * 2**20, reverse=True, programs=None)
+    assert (heads - 1) % order.heads_in_l2 + 1 >= order.heads_in_l2 * 0.7
 
 
 def test_programs_that_stay_have_equal_shares() -> None:
     """Of blocks under a causal mask, each of which is in one share."""
     lengths = list(range(1, 65))
-    order = schedule_of(64, 32, 1, share=1, bytes_per_share=4 * 2**20, reverse=True, programs=132, lengths=lengths)
-    assert order.shares is not None
-    shares = [column[1 : 1 + column[0]].tolist() for column in order.shares.T]
-    assert sorted(itertools.chain(*shares)) == list(range(64 * 32))
-    blocks = np.asarray(order.place(jnp.arange(64 * 32)).block)
-    work = [sum(lengths[blocks[i_work]] for i_work in share) for share in shares]
+    order = make_scheduler(64, 32, 1, share=1, bytes_per_share=4 * 2**20, reverse=True, programs=132, lengths=lengths)
+    assert order.assignment is not None
+    assignment = [column[1 : 1 + column[0]].tolist() for column in order.assignment.T]
+    assert sorted(itertools.chain(*assignment)) == list(range(64 * 32))
+    blocks = np.asarray(order.coord(jnp.arange(64 * 32)).block)
+    work = [sum(lengths[blocks[i_work]] for i_work in share) for share in assignment]
     assert max(work) <= 1.01 * np.mean(work)
-    assert schedule_of(64, 32, 1, share=1, bytes_per_share=1, reverse=True, programs=132, lengths=[7] * 64).shares is None
+    assert (
+        make_scheduler(64, 32, 1, share=1, bytes_per_share=1, reverse=True, programs=132, lengths=[7] * 64).assignment is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -504,19 +500,19 @@ def test_programs_that_stay_have_equal_shares() -> None:
 )
 def test_lengths_are_those_of_the_walks(options: dict[str, Any]) -> None:
     call, _, _ = problem(300, 420, **options)
-    known = rules.rules_of(call)
+    known = mask_params.mask_params_of(call)
     for first in range(0, 300, 128):
         low, _, _, high = known.key_range(jnp.int32(first), jnp.int32(first + 127), 64)
-        assert config.keys_met(call, first, 128, 64) == int(high) - int(low)
+        assert config.key_tiles_met(call, first, 128, 64) == int(high) - int(low)
 
 
 def test_a_cap_bounds_weights_where_their_range_suffices() -> None:
     def bounded(cap: float, **options: Any) -> bool:
-        return rules.rules_of(problem(8, 8, logits_soft_cap=cap, **options)[0]).bounded
+        return mask_params.mask_params_of(problem(8, 8, logits_soft_cap=cap, **options)[0]).bounded
 
     assert bounded(50.0) and bounded(66.0) and not bounded(67.0)
     assert not bounded(50.0, dtype=jnp.float16) and not bounded(50.0, softmax_aux=np.zeros(2, np.float32))
-    assert not rules.rules_of(problem(8, 8)[0]).bounded
+    assert not mask_params.mask_params_of(problem(8, 8)[0]).bounded
 
 
 def test_programs_do_not_wait_on_devices_with_fewer_multiprocessors() -> None:

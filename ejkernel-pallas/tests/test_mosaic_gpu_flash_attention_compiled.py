@@ -95,16 +95,16 @@ def test_products_stay_in_flight(
     forward, backward = config.forward_heuristic(call, HOPPER), config.backward_heuristic(call, HOPPER)
     if in_registers:
         forward = dataclasses.replace(forward, query_in_registers=True, ping_pong=True)
-        backward = dataclasses.replace(backward, query_block_k=64, key_parts=3)
+        backward = dataclasses.replace(backward, query_block_k=64, key_splits=3)
         assert forward in config.forward_space(call, HOPPER)
     else:
-        assert backward.key_parts > 1  # two heads of 2048 keys are few
+        assert backward.key_splits > 1  # two heads of 2048 keys are few
     outputs = placed(jax.eval_shape(lambda i: kernel.forward(call, i, forward), inputs), device)
     jax.jit(lambda i: kernel.forward(call, i, forward)).lower(inputs).compile()
     cotangents = FlashAttentionOutputs(outputs.out, outputs.lse)
     jax.jit(lambda i, o, g: kernel.backward(call, i, o, g, backward)).lower(inputs, outputs, cotangents).compile()
     said = capfd.readouterr()
-    check_report(said.out + said.err, 4 if backward.key_apart else 3)
+    check_report(said.out + said.err, 4 if backward.separate_dk_dv else 3)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_products_beside_a_bias_stay_in_flight(
     cotangents = FlashAttentionOutputs(outputs.out, outputs.lse)
     jax.jit(lambda i, o, g: kernel.backward(call, i, o, g, backward)).lower(inputs, outputs, cotangents).compile()
     said = capfd.readouterr()
-    check_report(said.out + said.err, 5 if backward.key_apart else 4)
+    check_report(said.out + said.err, 5 if backward.separate_dk_dv else 4)
 
 
 def test_products_of_packed_heads_stay_in_flight(
@@ -143,7 +143,7 @@ def test_products_of_packed_heads_stay_in_flight(
 ) -> None:
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     call, inputs = problem(device, 16, 2, 64, 64, sliding_window=(127, 0))
-    packed = [chosen for chosen in config.forward_space(call, HOPPER) if chosen.packed]
+    packed = [chosen for chosen in config.forward_space(call, HOPPER) if chosen.pack_gqa]
     assert packed
     for chosen in packed:
         jax.jit(lambda i, chosen=chosen: kernel.forward(call, i, chosen)).lower(inputs).compile()

@@ -22,6 +22,7 @@ from ejkernel.operations.grouped_matmul.interface import (
 )
 from ejkernel.operations.grouped_matmul.phases import bounds_of_call
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import matrix_of_rows, random_group_sizes, relative_error, widened
 from ejkernel_pallas._jax_interpreter import gpu_races
 from ejkernel_pallas.mosaic_gpu import _call
 from ejkernel_pallas.mosaic_gpu.grouped_matmul import capability, config, kernel, schedule
@@ -32,9 +33,9 @@ if not hasattr(plgpu, "InterpretGPUParams"):
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 6e-3, "float16": 1e-3}
-SMALL = config.Tile(128, 128, 2, band=2, programs=2)
-PAIRED = config.Tile(128, 64, 2, band=1, cluster=2, programs=1)
-FLAT = config.Tile(64, 128, 3, band=2)
+SMALL = config.Tile(128, 128, 2, l2_swizzle=2, programs=2)
+PAIRED = config.Tile(128, 64, 2, l2_swizzle=1, cluster=2, programs=1)
+FLAT = config.Tile(64, 128, 3, l2_swizzle=2)
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 """The interpreter multiplies with NumPy, which warns of the NaN in rows of no group."""
 needs_cuda_part = pytest.mark.skipif(_call.version_problem() is not None, reason=str(_call.version_problem()))
@@ -44,43 +45,30 @@ def interpreted(**params):
     return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(**params))
 
 
-def random_sizes(rng, groups, rows):
-    """Some empty, some rows left over."""
-    sizes = np.bincount(rng.integers(0, groups + 1, rows), minlength=groups + 1)[:groups]
-    return np.where(rng.random(groups) < 0.3, 0, sizes).astype(np.int32)
-
-
-def owners(sizes, offset, rows, matrices):
-    """Matrix of every row, -1 where there is none."""
-    group = np.repeat(np.arange(len(sizes)), sizes) - offset
-    group = np.concatenate([group, np.full(rows - group.size, -1)])
-    return np.where((group >= 0) & (group < matrices), group, -1)
-
-
 # The schedule
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_tiles_give_every_row_its_matrix_once(seed):
     rng = np.random.default_rng(seed)
-    batch, rows, groups, matrices, height, band = 2, 333, 9, 5, 64 if seed % 2 else 16, 3
-    sizes = np.stack([random_sizes(rng, groups, rows) for _ in range(batch)])
+    batch, rows, groups, matrices, height, l2_swizzle = 2, 333, 9, 5, 64 if seed % 2 else 16, 3
+    sizes = np.stack([random_group_sizes(rng, groups, rows) for _ in range(batch)])
     offset = rng.integers(-2, groups, batch).astype(np.int32)
     bounds = bounds_of(jnp.asarray(sizes), jnp.asarray(offset), batch, rows, matrices)
-    table, count = jax.jit(functools.partial(schedule.tiles_of, rows=rows, height=height, band=band))(bounds)
+    table, count = jax.jit(functools.partial(schedule.tiles_of, rows=rows, height=height, l2_swizzle=l2_swizzle))(bounds)
     table, count = np.asarray(table), int(count[0])
-    assert count <= table.shape[0] == schedule.most_tiles(batch * rows, batch * (matrices + 2), height)
+    assert count <= table.shape[0] == schedule.max_tiles(batch * rows, batch * (matrices + 2), height)
     got, bands = np.full(batch * rows, -2), []
     for index in range(count):
         matrix, base, start, end, first, tall = table[index]
-        assert base % schedule.UNIT == 0 and 1 <= tall <= band and first <= index < first + tall
+        assert base % schedule.ROW_ALIGNMENT == 0 and 1 <= tall <= l2_swizzle and first <= index < first + tall
         low = base + (index - first) * height
         own = slice(max(low, start), min(low + height, end))
         assert own.stop > own.start and (got[own] == -2).all()
         got[own] = matrix
         bands.append((first, matrix, start))
     assert len({*bands}) == len({first for first, _, _ in bands})  # no band has rows of two groups
-    wanted = [owners(s, o, rows, matrices) for s, o in zip(sizes, offset, strict=True)]
+    wanted = [matrix_of_rows(s, o, rows, matrices) for s, o in zip(sizes, offset, strict=True)]
     wanted = [np.where(own < 0, -1, own + member * matrices) for member, own in enumerate(wanted)]
     np.testing.assert_array_equal(got, np.concatenate(wanted))
 
@@ -135,7 +123,7 @@ def problem(
     """
     rng = np.random.default_rng(0)
     held = len(sizes) if held is None else held
-    foreign = owners(np.array(sizes), offset or 0, rows, held) < 0
+    foreign = matrix_of_rows(np.array(sizes), offset or 0, rows, held) < 0
     lhs, grad = rng.standard_normal((rows, inner)), rng.standard_normal((rows, columns))
     lhs[foreign] = np.nan
     if not existing:
@@ -160,20 +148,9 @@ def problem(
 
 
 def exact(call, inputs, grad):
-    wide = GroupedMatmulInputs(*(None if v is None else np.asarray(v).astype(np.float64) for v in inputs))
-    wide = wide._replace(
-        group_sizes=np.asarray(inputs.group_sizes),
-        group_offset=None if inputs.group_offset is None else np.asarray(inputs.group_offset),
-    )
-    outputs = reference.forward(call, wide)
-    return outputs.out, reference.backward(call, wide, outputs, GroupedMatmulOutputs(np.asarray(grad).astype(np.float64)))
-
-
-def distance(got, wanted):
-    got, wanted = np.asarray(got).astype(np.float64), np.asarray(wanted, np.float64)
-    assert got.shape == wanted.shape
-    assert np.isfinite(got).all()
-    return np.linalg.norm(got - wanted) / (np.linalg.norm(wanted) or 1.0)
+    inputs = widened(inputs)
+    outputs = reference.forward(call, inputs)
+    return outputs.out, reference.backward(call, inputs, outputs, GroupedMatmulOutputs(widened(grad)))
 
 
 def check(arrays, grad, options, tile=SMALL, outer=SMALL, *, gradients=True, **params):
@@ -184,7 +161,7 @@ def check(arrays, grad, options, tile=SMALL, outer=SMALL, *, gradients=True, **p
         jax.block_until_ready(outputs)
     out, wanted = exact(bound.call, bound.inputs, grad[None])
     assert outputs.out.dtype == bound.call.preferred_element_type
-    assert distance(outputs.out, out) < tolerance
+    assert relative_error(outputs.out, out) < tolerance
     if not gradients:
         return
     both = config.BackwardConfig.of(tile, outer)
@@ -196,7 +173,7 @@ def check(arrays, grad, options, tile=SMALL, outer=SMALL, *, gradients=True, **p
     for name, value in moving.items():
         gradient = getattr(found, name)
         assert gradient.dtype == value.dtype, name
-        assert distance(gradient, getattr(wanted, name)) < 2 * tolerance, name
+        assert relative_error(gradient, getattr(wanted, name)) < 2 * tolerance, name
 
 
 MANY = (200, 128, 192, (20, 0, 77, 1, 0, 90))
@@ -221,7 +198,10 @@ def test_widths_and_rows_that_are_no_multiples_are_padded():
 
 @pytest.mark.parametrize(
     ("tile", "outer"),
-    [(PAIRED, config.Tile(128, 128, 2, band=1, cluster=2, programs=1)), (FLAT, config.Tile(256, 128, 2, slots=4))],
+    [
+        (PAIRED, config.Tile(128, 128, 2, l2_swizzle=1, cluster=2, programs=1)),
+        (FLAT, config.Tile(256, 128, 2, epilogue_stages=4)),
+    ],
     ids=["clusters", "flat, tall, not persistent"],
 )
 def test_tiles_never_change_the_numbers(tile, outer):
@@ -258,7 +238,7 @@ def test_sums_of_float32_rows_keep_its_precision():
     with interpreted():
         got = jax.jit(lambda grad: kernel._row_sums(grad, bounds, SMALL))(grad)
     wanted = [np.asarray(grad)[0, rows].astype(np.float64).sum(axis=0) for rows in (slice(21), slice(0), slice(21, 36))]
-    assert distance(got[0], wanted) < 1.6e-5
+    assert relative_error(got[0], wanted) < 1.6e-5
 
 
 def test_one_compilation_for_all_sizes():
@@ -275,7 +255,7 @@ def test_one_compilation_for_all_sizes():
     with interpreted():
         for sizes in ((10, 20, 30), (0, 64, 0), (0, 0, 0)):
             inputs = bound.inputs._replace(lhs=lhs, group_sizes=jnp.asarray([sizes], jnp.int32))
-            assert distance(run(inputs), exact(bound.call, inputs, grad[None])[0]) < TOLERANCE["bfloat16"], sizes
+            assert relative_error(run(inputs), exact(bound.call, inputs, grad[None])[0]) < TOLERANCE["bfloat16"], sizes
     assert len(tracings) == 1
 
 
@@ -297,9 +277,9 @@ def test_a_batch_shares_what_is_not_mapped(mapped):
         got = jax.jit(lambda i: kernel.forward(call, i, SMALL))(inputs)
         run = jax.jit(lambda i, o, c: kernel.backward(call, i, o, c, config.BackwardConfig.of(SMALL, SMALL)))
         found = run(inputs, got, GroupedMatmulOutputs(grads))
-    assert distance(got.out, out) < TOLERANCE["bfloat16"]
+    assert relative_error(got.out, out) < TOLERANCE["bfloat16"]
     for name in ("lhs", "rhs", "rhs_scale", "bias"):
-        assert distance(getattr(found, name), getattr(wanted, name)) < 2 * TOLERANCE["bfloat16"], name
+        assert relative_error(getattr(found, name), getattr(wanted, name)) < 2 * TOLERANCE["bfloat16"], name
 
 
 # Programs

@@ -70,7 +70,7 @@ def test_float8_with_its_second_set_of_sums_stays_in_registers(
     tiles = [config.forward_heuristic(call, HOPPER)]
     if rows > 64:
         tiles += [tile for tile in config.forward_space(call, HOPPER) if tile.cluster > 1 and tile.block_n == 192][:1]
-        assert [tile.sums for tile in tiles] == [config.MOST_SUMS_BESIDE] * 2
+        assert [tile.sums for tile in tiles] == [config.MAX_PROMOTED_SUMS] * 2
     for tile in tiles:
         jax.jit(lambda i, tile=tile: kernel.forward(call, i, tile)).lower(arrays).compile()
     grad = GroupedMatmulOutputs(jax.ShapeDtypeStruct((1, rows, columns), jnp.dtype(dtype), sharding=placed))

@@ -31,7 +31,7 @@ from ejkernel_pallas.mosaic_gpu.grouped_matmul import capability, config, kernel
 __all__ = ("pytestmark",)
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-WIDE = config.Tile(128, 192, 2, band=2, programs=2)
+WIDE = config.Tile(128, 192, 2, l2_swizzle=2, programs=2)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_float8_of_any_width():
 def test_float8_has_no_races():
     """With a program for each tile: the interpreter does not know that a group of copies is waited for before its next tile."""
     options = {"dtype": E4M3, "row_scale": "row", "transpose": True}
-    each = config.Tile(128, 128, 2, band=2)
+    each = config.Tile(128, 128, 2, l2_swizzle=2)
     check(*problem(150, 384, 128, (20, 0, 70, 1, 50), **options), each, gradients=False, detect_races=True)
     assert not gpu_races()
 
@@ -108,5 +108,5 @@ def test_float8_leaves_registers_for_a_second_set_of_sums(shape):
     tiles = config.forward_space(call, H200)
     assert config.forward_heuristic(call, H200) == tiles[0] and len(tiles) > 8
     tiles += [both.tile_of_lhs for both in config.backward_space(call, H200)]
-    assert all(tile.sums <= config.MOST_SUMS_BESIDE and tile.shared_memory <= _call.SHARED_MEMORY for tile in tiles)
+    assert all(tile.sums <= config.MAX_PROMOTED_SUMS and tile.shared_memory <= _call.SHARED_MEMORY for tile in tiles)
     assert (tiles[0].block_m, tiles[0].block_n) == {8192: (128, 192), 131072: (128, 192)}.get(rows, (64, 128))

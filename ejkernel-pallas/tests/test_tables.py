@@ -72,7 +72,7 @@ def test_a_table_answers_calls(operation, phase, shipped, monkeypatch):
     assert [unused(one, OWN) for one in load_entries(Path(path).read_text())] == [None]
 
 
-@pytest.mark.parametrize(("operation", "knob"), [("flash_attention", "block_k"), ("grouped_matmul", "band")])
+@pytest.mark.parametrize(("operation", "knob"), [("flash_attention", "block_k"), ("grouped_matmul", "l2_swizzle")])
 def test_an_entry_that_is_of_no_use_is_found(operation, knob):
     entry, _ = entry_of(operation, "forward")
     call = entry.key.call

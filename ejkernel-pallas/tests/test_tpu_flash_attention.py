@@ -127,8 +127,8 @@ def test_bfloat16():
 @pytest.mark.parametrize("sizes", [(128, 128, 128), (256, 512, 128)])
 def test_configs_agree(sizes):
     values = problem(causal=True, **SEGMENTS)
-    block_q, block_k, part_k = sizes
-    configs = config.ForwardConfig(block_q, block_k, part_k), config.BackwardConfig(block_q, block_k, block_k, block_q)
+    block_q, block_k, block_k_compute = sizes
+    configs = config.ForwardConfig(block_q, block_k, block_k_compute), config.BackwardConfig(block_q, block_k, block_k, block_q)
     assert_close(run(*values, *configs), exact(*values), 3e-6)
 
 
@@ -156,8 +156,8 @@ def test_a_visible_nan_is_seen(field):
     call, inputs, cotangents = problem(causal=True)
     array = getattr(inputs, field).at[0, 150, 0, 3].set(jnp.nan)
     outputs, gradients = run(call, inputs._replace(**{field: array}), cotangents)
-    seen = np.isnan(outputs.out)
-    assert seen[0, 150:].all() and not seen[0, :150].any() and not seen[1].any()
+    visible = np.isnan(outputs.out)
+    assert visible[0, 150:].all() and not visible[0, :150].any() and not visible[1].any()
     assert np.isnan(gradients.query[0, 150:]).all() and not np.isnan(gradients.query[0, :150]).any()
 
 
@@ -169,23 +169,25 @@ def test_lists_hold_every_visible_tile_once(name, by_key):
     found = tiles.tiles_of(call, inputs, block_q, block_k, by_key=by_key)
     packed = np.asarray(found.packed).reshape(-1, found.length)
     assert packed.size == tiles.list_length(call, block_q, block_k, by_key=by_key)
-    seen = np.broadcast_to(pairs.visible(call, inputs, np), (BATCH, HEADS, *map(len, (inputs.query[0], inputs.key[0])))).any(1)
+    visible = np.broadcast_to(pairs.visible(call, inputs, np), (BATCH, HEADS, *map(len, (inputs.query[0], inputs.key[0])))).any(
+        1
+    )
     for batch, row in enumerate(packed):
         for member in range(BATCH) if not found.per_batch else (batch,):
-            visited = row[(row & (tiles.WHOLE | tiles.PARTIAL)) != 0]
+            visited = row[(row & (tiles.FULL | tiles.PARTIAL)) != 0]
             owners, others = tiles.owner_of(visited), tiles.other_of(visited)
             assert len(set(zip(owners.tolist(), others.tolist(), strict=True))) == len(visited)
-            covered = np.zeros_like(seen[member])
+            covered = np.zeros_like(visible[member])
             for owner, other, flags in zip(owners, others, visited, strict=True):
                 i_query, i_key = (other, owner) if by_key else (owner, other)
                 part = np.s_[i_query * block_q : (i_query + 1) * block_q, i_key * block_k : (i_key + 1) * block_k]
                 covered[part] = True
-                assert not flags & tiles.WHOLE or (seen[member][part].all() and covered[part].size == block_q * block_k)
-            assert covered[seen[member]].all()
+                assert not flags & tiles.FULL or (visible[member][part].all() and covered[part].size == block_q * block_k)
+            assert covered[visible[member]].all()
             active = row[(row & 15) != 0]
             starts = tiles.owner_of(active[(active & tiles.FIRST) != 0])
             ends = tiles.owner_of(active[(active & tiles.LAST) != 0])
-            owner_count = tiles.blocks(seen.shape[2], block_k) if by_key else tiles.blocks(seen.shape[1], block_q)
+            owner_count = tiles.blocks(visible.shape[2], block_k) if by_key else tiles.blocks(visible.shape[1], block_q)
             np.testing.assert_array_equal(starts, np.arange(owner_count))
             np.testing.assert_array_equal(ends, np.arange(owner_count))
 
@@ -194,14 +196,14 @@ def test_a_kernel_has_the_branches_that_its_list_needs():
     """Whole tiles alone, tiles with something hidden alone, both; any, where arrays decide."""
     sizes = {"queries": 256, "keys": 256}
     wanted = {
-        tiles.WHOLE: problem(**sizes),
+        tiles.FULL: problem(**sizes),
         tiles.PARTIAL: problem(**sizes, sliding_window=(20, 20)),
-        tiles.WHOLE | tiles.PARTIAL: problem(**sizes, causal=True),
+        tiles.FULL | tiles.PARTIAL: problem(**sizes, causal=True),
     }
     for kinds, (call, inputs, _) in wanted.items():
         assert tiles.tiles_of(call, inputs, 128, 128).kinds == kinds
     call, inputs, _ = problem(**SEGMENTS)
-    assert tiles.tiles_of(call, inputs, 128, 128).kinds == tiles.WHOLE | tiles.PARTIAL
+    assert tiles.tiles_of(call, inputs, 128, 128).kinds == tiles.FULL | tiles.PARTIAL
 
 
 def test_causal_lists_skip_half():
@@ -287,4 +289,4 @@ def test_every_config_is_legal(sizes):
         for found in (*config.forward_space(call, target), *config.backward_space(call, target)):
             fields = dataclasses.asdict(found)
             assert all(value % 128 == 0 and 128 <= value <= 2048 for value in fields.values()), found
-        assert all(f.block_k % f.part_k == 0 for f in config.forward_space(call, target))
+        assert all(f.block_k % f.block_k_compute == 0 for f in config.forward_space(call, target))

@@ -17,10 +17,10 @@ from ejkernel.operations.grouped_matmul import reference
 from ejkernel.operations.grouped_matmul.interface import (
     OPERATION,
     GroupedMatmulCall,
-    GroupedMatmulInputs,
     GroupedMatmulOutputs,
 )
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import matrix_of_rows, random_group_sizes, relative_error, widened
 from ejkernel_pallas.tpu.grouped_matmul import capability, config, kernel, schedule
 
 V6E = Target("tpu", "TPU v6 lite")
@@ -30,20 +30,7 @@ SMALL = config.Config(16, 128, 128)
 SMALL_BACKWARD = config.BackwardConfig(16, 128, 128, 16, 128, 128)
 
 
-def random_sizes(rng, groups, rows):
-    """Some empty, some rows left over."""
-    sizes = np.bincount(rng.integers(0, groups + 1, rows), minlength=groups + 1)[:groups]
-    return np.where(rng.random(groups) < 0.3, 0, sizes).astype(np.int32)
-
-
 # The schedule
-
-
-def owners(sizes, offset, rows, matrices):
-    """Matrix of every row, -1 where there is none."""
-    group = np.repeat(np.arange(len(sizes)), sizes) - offset
-    group = np.concatenate([group, np.full(rows - group.size, -1)])
-    return np.where((group >= 0) & (group < matrices), group, -1)
 
 
 def executed(items, count):
@@ -54,12 +41,12 @@ def executed(items, count):
 def test_row_items_visit_every_tile_and_give_every_row_its_matrix(seed):
     rng = np.random.default_rng(seed)
     batch, rows, groups, matrices, height = 2, 77, 9, 5, 16
-    sizes = np.stack([random_sizes(rng, groups, rows) for _ in range(batch)])
+    sizes = np.stack([random_group_sizes(rng, groups, rows) for _ in range(batch)])
     offset = rng.integers(-2, groups, batch).astype(np.int32)
     build = functools.partial(schedule.row_items, batch=batch, rows=rows, matrices=matrices, height=height)
     found, count = jax.jit(build)(sizes, offset)
     items = executed(found, count)
-    assert len(items) <= schedule.most_row_items(batch, rows, matrices, height) == found.tile.shape[0]
+    assert len(items) <= schedule.max_row_items(batch, rows, matrices, height) == found.tile.shape[0]
     assert [(i.member, i.tile) for i in items] == sorted((i.member, i.tile) for i in items)
     assert {(i.member, i.tile) for i in items} == {(m, t) for m in range(batch) for t in range(5)}
     got = np.full((batch, rows), -1)
@@ -73,7 +60,7 @@ def test_row_items_visit_every_tile_and_give_every_row_its_matrix(seed):
         assert bool(own) == (item.high > item.low) and (not own or item.source == index)
         needs_base = item.edges % 2 == 1 and len(own) < height
         assert not needs_base or item.base == index
-    wanted = [owners(s, o, rows, matrices) for s, o in zip(sizes, offset, strict=True)]
+    wanted = [matrix_of_rows(s, o, rows, matrices) for s, o in zip(sizes, offset, strict=True)]
     np.testing.assert_array_equal(got, wanted)
     busy = [i for i, item in enumerate(items) if item.high > item.low]
     for index, item in enumerate(items):
@@ -87,12 +74,12 @@ def test_row_items_visit_every_tile_and_give_every_row_its_matrix(seed):
 def test_matrix_items_visit_every_matrix_once_in_a_row(seed, shared):
     rng = np.random.default_rng(seed)
     batch, rows, groups, matrices, height = 3, 50, 7, 5, 16
-    sizes = np.stack([random_sizes(rng, groups, rows) for _ in range(batch)])
+    sizes = np.stack([random_group_sizes(rng, groups, rows) for _ in range(batch)])
     offset = rng.integers(-1, groups, batch).astype(np.int32)
     build = functools.partial(schedule.matrix_items, batch=batch, rows=rows, matrices=matrices, height=height, shared=shared)
     found, count = jax.jit(build)(sizes, offset)
     items = executed(found, count)
-    assert len(items) <= schedule.most_matrix_items(batch, rows, matrices, height) == found.tile.shape[0]
+    assert len(items) <= schedule.max_matrix_items(batch, rows, matrices, height) == found.tile.shape[0]
     blocks = [item.matrix if shared else (item.member, item.matrix) for item in items]
     assert sorted({*blocks}) == list(dict.fromkeys(blocks))
     assert len({*blocks}) == matrices * (1 if shared else batch)
@@ -104,7 +91,7 @@ def test_matrix_items_visit_every_matrix_once_in_a_row(seed, shared):
         rows_of = slice(max(item.low, item.tile * height), max(min(item.high, (item.tile + 1) * height), 0))
         assert (got[item.member, rows_of] == -1).all()
         got[item.member, rows_of] = item.matrix
-    np.testing.assert_array_equal(got, [owners(s, o, rows, matrices) for s, o in zip(sizes, offset, strict=True)])
+    np.testing.assert_array_equal(got, [matrix_of_rows(s, o, rows, matrices) for s, o in zip(sizes, offset, strict=True)])
 
 
 # Numbers: many tiles in every dimension, remainders, all options
@@ -129,7 +116,7 @@ def problem(
     """Arguments of the public function. Rows without a matrix hold NaN, also in the cotangent that comes with them."""
     rng = np.random.default_rng(seed)
     held = len(sizes) if held is None else held
-    foreign = owners(np.array(sizes), offset or 0, rows, held) < 0
+    foreign = matrix_of_rows(np.array(sizes), offset or 0, rows, held) < 0
     lhs, grad = rng.standard_normal((rows, inner)), rng.standard_normal((rows, columns))
     lhs[foreign] = np.nan
     if not existing:
@@ -150,20 +137,9 @@ def problem(
 
 
 def exact(call, inputs, grad):
-    wide = GroupedMatmulInputs(*(None if v is None else np.asarray(v).astype(np.float64) for v in inputs))
-    wide = wide._replace(
-        group_sizes=np.asarray(inputs.group_sizes),
-        group_offset=None if inputs.group_offset is None else np.asarray(inputs.group_offset),
-    )
-    outputs = reference.forward(call, wide)
-    return outputs.out, reference.backward(call, wide, outputs, GroupedMatmulOutputs(np.asarray(grad).astype(np.float64)))
-
-
-def distance(got, wanted):
-    got, wanted = np.asarray(got).astype(np.float64), np.asarray(wanted, np.float64)
-    assert got.shape == wanted.shape
-    assert np.isfinite(got).all()
-    return np.linalg.norm(got - wanted) / (np.linalg.norm(wanted) or 1.0)
+    inputs = widened(inputs)
+    outputs = reference.forward(call, inputs)
+    return outputs.out, reference.backward(call, inputs, outputs, GroupedMatmulOutputs(widened(grad)))
 
 
 def check(arrays, grad, options, forward=SMALL, backward=SMALL_BACKWARD):
@@ -175,14 +151,14 @@ def check(arrays, grad, options, forward=SMALL, backward=SMALL_BACKWARD):
         found = run(bound.inputs, outputs, GroupedMatmulOutputs(grad[None]))
     out, wanted = exact(bound.call, bound.inputs, grad[None])
     assert outputs.out.dtype == bound.call.preferred_element_type
-    assert distance(outputs.out, out) < TOLERANCE[dtype]
+    assert relative_error(outputs.out, out) < TOLERANCE[dtype]
     moving = OPERATION.moving(bound.inputs)
     assert {name for name, value in found._asdict().items() if value is not None} == moving.keys()
     for name, value in moving.items():
         gradient = getattr(found, name)
         assert gradient.dtype == value.dtype, name
         worse = max(TOLERANCE[dtype], TOLERANCE[str(value.dtype)])
-        assert distance(gradient, getattr(wanted, name)) < 2 * worse, name
+        assert relative_error(gradient, getattr(wanted, name)) < 2 * worse, name
 
 
 MANY = (70, 300, 140, (20, 0, 27, 1, 0, 10))
@@ -234,7 +210,7 @@ def test_one_compilation_for_all_sizes():
     with interpreted():
         for sizes in ((10, 20, 30), (0, 64, 0), (0, 0, 1), (33, 0, 31)):
             inputs = bound.inputs._replace(lhs=lhs, group_sizes=jnp.asarray([sizes], jnp.int32))
-            assert distance(run(inputs), exact(bound.call, inputs, grad[None])[0]) < TOLERANCE["float32"], sizes
+            assert relative_error(run(inputs), exact(bound.call, inputs, grad[None])[0]) < TOLERANCE["float32"], sizes
     assert len(tracings) == 1
 
 
@@ -265,9 +241,9 @@ def test_vmap_shares_what_is_not_mapped(mapped):
         values = {name: value[member] if name in mapped else value for name, value in stacked.items()}
         bound = OPERATION.canonicalise(**values, **options)
         out, wanted = exact(bound.call, bound.inputs, np.cos(np.asarray(got[0][member], np.float64))[None])
-        assert distance(got[0][member], out[0]) < 5e-6
+        assert relative_error(got[0][member], out[0]) < 5e-6
         for name, gradient in got[1].items():
-            assert distance(gradient[member], getattr(wanted, name)[0]) < 1e-5, name
+            assert relative_error(gradient[member], getattr(wanted, name)[0]) < 1e-5, name
 
 
 # Programs
@@ -361,20 +337,20 @@ def test_every_config_fits(kind, dtype):
             assert config.rows_bytes(tile, size, size, size, size, existing=False) <= 0.9 * capacity
             tile = chosen.rhs_tile(rows, inner, columns)
             assert config.matrices_bytes(tile, size, size, size, size, size, scaled=True) <= 0.9 * capacity
-            assert schedule.most_matrix_items(1, rows, shape[3], tile.rows) <= config.MOST_ITEMS
+            assert schedule.max_matrix_items(1, rows, shape[3], tile.block_m) <= config.MAX_ITEMS
 
 
 def test_large_matrices_stay_while_their_rows_pass():
     """With enough VMEM all of K is in one block, so that a matrix is read once for all rows of its group."""
-    assert config.forward_heuristic(a_call(), V6E).inner == 4096
-    assert config.forward_heuristic(a_call(), Target("tpu", "TPU v4")).inner < 4096
-    assert config.forward_heuristic(a_call(rows=8), V6E).rows == 16
+    assert config.forward_heuristic(a_call(), V6E).block_k == 4096
+    assert config.forward_heuristic(a_call(), Target("tpu", "TPU v4")).block_k < 4096
+    assert config.forward_heuristic(a_call(rows=8), V6E).block_m == 16
 
 
 def test_config_names_a_bad_tile():
-    with pytest.raises(ValueError, match=r"inner: got 100, expected a positive multiple of 128"):
+    with pytest.raises(ValueError, match=r"block_k: got 100, expected a positive multiple of 128"):
         config.Config(16, 100, 128)
-    with pytest.raises(ValueError, match=r"lhs_rows: got 8, expected a positive multiple of 16"):
+    with pytest.raises(ValueError, match=r"lhs_block_m: got 8, expected a positive multiple of 16"):
         config.BackwardConfig(8, 128, 128, 16, 128, 128)
 
 

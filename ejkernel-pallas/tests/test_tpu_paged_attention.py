@@ -14,8 +14,9 @@ from tpu_interpreter import interpreted
 import ejkernel
 from ejkernel.call import ArraySpec
 from ejkernel.operations.paged_attention import cases, reference
-from ejkernel.operations.paged_attention.interface import OPERATION, PagedAttentionCall, PagedAttentionInputs
+from ejkernel.operations.paged_attention.interface import OPERATION, PagedAttentionCall
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel_pallas._jax_interpreter import tpu_races
 from ejkernel_pallas.tpu._vmem import SMALLEST, memory_of
 from ejkernel_pallas.tpu.paged_attention import capability, config, kernel, schedule
@@ -34,11 +35,7 @@ def problem(requests, seed=0, options=None, **arrays):
 
 
 def exact(call, inputs):
-    def wide(array):
-        array = np.asarray(array)
-        return array if array.dtype == np.int32 else array.astype(np.float64)
-
-    return reference.forward(call, PagedAttentionInputs(*(None if array is None else wide(array) for array in inputs)))
+    return reference.forward(call, widened(inputs))
 
 
 def check(call, inputs, outputs, tolerance=1e-5):
@@ -61,7 +58,7 @@ def test_items_have_every_token_once(seed, tile):
     call, _ = problem(((1, 5),) * requests)
     call = dataclasses.replace(call, query=ArraySpec((batch, tokens, 4, 8), "float32"))
     items, count = jax.jit(lambda starts: schedule.make_items(call, starts, tokens, tile))(starts)
-    assert int(count) <= items.base.shape[0] == schedule.most_items(batch, tokens, requests, tile)
+    assert int(count) <= items.base.shape[0] == schedule.max_items(batch, tokens, requests, tile)
     owner = np.full((batch, tokens), -1)
     for request, base, low, high in np.stack(items, axis=1)[: int(count)]:
         assert 0 <= low < high <= tile
@@ -281,19 +278,19 @@ def test_every_config_fits(kind):
             assert config.heuristic(call, target) in space
             for chosen in space:
                 assert config.vmem_bytes(call, chosen) <= memory_of(target).vmem, chosen
-                assert chosen.pages * page_size % 8 == 0
+                assert chosen.pages_per_block * page_size % 8 == 0
 
 
 def test_the_heuristic_follows_the_mix():
     decode, prefill = config.heuristic(a_call(), V6E), config.heuristic(a_call(4096, 4), V6E)
-    assert (decode.tokens, decode.pages, decode.cores) == (1, 32, 1)
-    assert prefill.tokens == 128
-    assert config.heuristic(a_call(page_size=256), V6E).pages == 2
+    assert (decode.block_q, decode.pages_per_block, decode.cores) == (1, 32, 1)
+    assert prefill.block_q == 128
+    assert config.heuristic(a_call(page_size=256), V6E).pages_per_block == 2
     assert config.heuristic(a_call(), Target("tpu", "TPU v5p")).cores == 2
 
 
 def test_config_names_a_bad_value():
-    with pytest.raises(ValueError, match=r"tokens: got 12, expected 1, or a power of two from 8 on"):
+    with pytest.raises(ValueError, match=r"block_q: got 12, expected 1, or a power of two from 8 on"):
         config.Config(12, 1)
-    with pytest.raises(ValueError, match=r"pages: got 0, expected at least 1"):
+    with pytest.raises(ValueError, match=r"pages_per_block: got 0, expected at least 1"):
         config.Config(8, 0)

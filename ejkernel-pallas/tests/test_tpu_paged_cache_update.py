@@ -12,8 +12,9 @@ from tpu_interpreter import interpreted
 
 from ejkernel.call import ArraySpec
 from ejkernel.operations.paged_cache_update import cases, reference
-from ejkernel.operations.paged_cache_update.interface import OPERATION, PagedCacheUpdateInputs
+from ejkernel.operations.paged_cache_update.interface import OPERATION
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel_pallas._jax_interpreter import tpu_races
 from ejkernel_pallas.tpu.paged_cache_update import capability, config, kernel, schedule
 
@@ -28,11 +29,7 @@ def problem(requests, options=None, **arrays):
 
 
 def exact(call, inputs):
-    def wide(array):
-        array = np.asarray(array)
-        return array if array.dtype == np.int32 else array.astype(np.float64)
-
-    return reference.forward(call, PagedCacheUpdateInputs(*(None if array is None else wide(array) for array in inputs)))
+    return reference.forward(call, widened(inputs))
 
 
 def check(call, inputs, outputs):
@@ -43,7 +40,7 @@ def check(call, inputs, outputs):
 
 def slots(call, inputs):
     """Page and place of every token that is stored."""
-    return {(b, token): (page, place) for b, token, page, place in reference._slots(call, inputs)}
+    return {(b, token): (page, offset) for b, token, page, offset in reference._slots(call, inputs)}
 
 
 def described(inputs):
@@ -56,11 +53,11 @@ def test_runs_copy_every_token_once(tile, broken):
     call, inputs = problem(MIX, page_size=8, broken=broken, spare_tokens=3)
     runs = schedule.make_runs(call, *described(inputs), tile)
     got = {}
-    for token, (page, place, size) in enumerate(zip(*map(np.asarray, runs), strict=True)):
-        assert size == 0 or (size & (size - 1) == 0 and token % tile + size <= tile and place + size <= 8)
+    for token, (page, offset, size) in enumerate(zip(*map(np.asarray, runs), strict=True)):
+        assert size == 0 or (size & (size - 1) == 0 and token % tile + size <= tile and offset + size <= 8)
         for i in range(size):
             assert (0, token + i) not in got
-            got[0, token + i] = (page, place + i)
+            got[0, token + i] = (page, offset + i)
     assert got == slots(call, inputs)
     assert broken or (np.asarray(runs.size) > 1).any()
 
@@ -69,13 +66,13 @@ def test_runs_copy_every_token_once(tile, broken):
 def test_chunks_have_every_token_once(rows):
     call, inputs = problem(MIX, page_size=8, layout="phtd", options={"layout": "phtd"}, spare_tokens=3)
     chunks, count, token = schedule.make_chunks(call, *described(inputs), rows)
-    assert int(count) <= schedule.most_chunks(1, 16, 4, rows) == len(chunks.page)
+    assert int(count) <= schedule.max_chunks(1, 16, 4, rows) == len(chunks.page)
     assert int(chunks.shared[0]) == 0
     got = {}
     for i in range(int(count)):
         for row in range(int(chunks.low[i]), int(chunks.high[i])):
             assert (0, int(token[i, row])) not in got
-            got[0, int(token[i, row])] = (int(chunks.page[i]), int(chunks.place[i]) + row)
+            got[0, int(token[i, row])] = (int(chunks.page[i]), int(chunks.offset[i]) + row)
     assert got == slots(call, inputs)
     assert (np.asarray(chunks.page)[int(count) :] == -1).all()
 
@@ -127,10 +124,10 @@ def test_supports_refuses_with_numbers():
     assert "needs a TPU" in ask(target=Target("gpu", ""))
     assert "key is float16" in ask(key=ArraySpec((1, 13, 2, 8), "float16"))
     new = ArraySpec((1, 1 << 18, 2, 8), "float32")
-    assert "the places of 262144 tokens are 786432 numbers, at most 229376 fit into SMEM" in ask(key=new, value=new)
+    assert "the slots of 262144 tokens are 786432 numbers, at most 229376 fit into SMEM" in ask(key=new, value=new)
     assert capability.supports(problem(MIX, {"layout": "phtd"}, layout="phtd")[0], V6E) is None
 
 
 def test_config_names_a_bad_value():
-    with pytest.raises(ValueError, match=r"places: got 12, expected a power of two"):
+    with pytest.raises(ValueError, match=r"slots: got 12, expected a power of two"):
         config.Config(12)

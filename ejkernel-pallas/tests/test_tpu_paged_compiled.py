@@ -15,7 +15,7 @@ from ejkernel.operations.paged_attention.interface import OPERATION as ATTENTION
 from ejkernel.operations.paged_cache_update.interface import OPERATION as UPDATE
 from ejkernel.plugin import Target
 from ejkernel_pallas import _ahead_of_time as aot
-from ejkernel_pallas._call import LITTLE_VMEM
+from ejkernel_pallas._call import MIN_VMEM
 from ejkernel_pallas.tpu._vmem import memory_of
 from ejkernel_pallas.tpu.paged_attention import capability, config, kernel
 from ejkernel_pallas.tpu.paged_cache_update import capability as update_capability
@@ -87,7 +87,7 @@ def update(tokens, requests, keys, page_size, heads, size, dtype, *, layout="pth
 
 def measured(kind, module, call, inputs, chosen):
     found = aot.vmem_of(device(kind), aot._on(target_of(kind), module.forward, call, chosen), inputs)
-    return max(found.values(), default=LITTLE_VMEM)
+    return max(found.values(), default=MIN_VMEM)
 
 
 def check_vmem(kind, kernel, capability, config, inputs, call):

@@ -13,7 +13,7 @@ from ejkernel.operations import get_operation
 from ejkernel.plugin import Target
 from ejkernel.testing.problem import cases_of, operations_of
 from ejkernel.testing.shapes import shapes_of
-from ejkernel_triton._jax_triton import standing_in
+from ejkernel_triton._jax_triton import intercept_launches
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 
@@ -43,7 +43,7 @@ def constants_of(name, case):
         backward = lambda inputs, outputs, cotangents: kernel.backward(call, inputs, outputs, cotangents, chosen)
         found.extend(jax.make_jaxpr(backward)(bound.inputs, outputs, outputs).consts)
 
-    with standing_in(unset):
+    with intercept_launches(unset):
         jax.eval_shape(both_phases, shapes_of(case, "float32"))
     return found
 

@@ -17,11 +17,12 @@ from ejkernel.operations.flash_attention.cases import CASES
 from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel.operations.flash_attention.ranges import tile_ranges
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import relative_error, widened
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._versions import version_problem
-from ejkernel_triton.flash_attention import capability, config, rules
-from ejkernel_triton.flash_attention.parts import in_parts
-from ejkernel_triton.flash_attention.rules import rules_of
+from ejkernel_triton.flash_attention import capability, config, mask_params
+from ejkernel_triton.flash_attention.mask_params import mask_params_of
+from ejkernel_triton.flash_attention.split_precision import split_bf16
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
@@ -34,15 +35,6 @@ FORWARD = config.ForwardConfig(16, 16, 4, 1)
 BACKWARD = config.BackwardConfig(16, 16, 4, 1, 16, 16, 4, 1)
 NAMED = {case.name: case for case in CASES}
 IN_PARTS = {"positions", "nan-in-masked-places", "bias-gqa", "unnormalised-sinks"}
-
-
-def wide(values):
-    """Floats as float64."""
-
-    def one(value):
-        return np.asarray(value, np.float64) if jnp.issubdtype(value.dtype, jnp.floating) else np.asarray(value)
-
-    return type(values)(*(None if value is None else one(value) for value in values))
 
 
 def canonical(arrays, options=None):
@@ -59,29 +51,20 @@ def cotangents_of(call, outputs, seed=1):
     return FlashAttentionOutputs(d_out, None if d_lse is None else d_lse.astype(jnp.float32))
 
 
-def distance(got, wanted):
-    """||got - wanted|| / ||wanted||; infinities must be at the same places."""
-    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
-    assert got.shape == wanted.shape
-    np.testing.assert_array_equal(np.isinf(got), np.isinf(wanted))
-    got, wanted = (np.where(np.isinf(value), 0, value) for value in (got, wanted))
-    return np.linalg.norm(got - wanted) / max(np.linalg.norm(wanted), 1e-3)
-
-
 def check(call, inputs, forward=FORWARD, backward=BACKWARD, limit=3e-6):
     """Both phases against the reference."""
     outputs = kernel.forward(call, inputs, forward)
     with np.errstate(all="ignore"):
-        exact = reference.forward(call, wide(inputs))
+        exact = reference.forward(call, widened(inputs))
         cotangents = cotangents_of(call, outputs)
-        wanted = reference.backward(call, wide(inputs), exact, wide(cotangents))
-    assert distance(outputs.out, exact.out) < limit
-    assert distance(outputs.lse, exact.lse) < max(limit / 10, 1e-6)
+        wanted = reference.backward(call, widened(inputs), exact, widened(cotangents))
+    assert relative_error(outputs.out, exact.out, floor=1e-3) < limit
+    assert relative_error(outputs.lse, exact.lse, floor=1e-3) < max(limit / 10, 1e-6)
     got = kernel.backward(call, inputs, outputs, cotangents, backward)
     for name, value, exact_value in zip(inputs._fields, got, wanted, strict=True):
         assert (value is None) == (exact_value is None), name
         if value is not None:
-            assert distance(value, exact_value) < limit, name
+            assert relative_error(value, exact_value, floor=1e-3) < limit, name
             assert value.dtype == getattr(inputs, name).dtype
 
 
@@ -98,7 +81,7 @@ def test_numbers_in_the_interpreter(monkeypatch, name):
     """Some in parts, the others with single products, which are as exact in the interpreter and several times as fast."""
     monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
     if name not in IN_PARTS:
-        monkeypatch.setattr(rules, "WIDEST_PARTS", 0)
+        monkeypatch.setattr(mask_params, "MAX_SPLIT_WIDTH", 0)
     case = NAMED[name]
     check(*canonical(case.arrays(np.random.default_rng(0)), case.options))
 
@@ -108,10 +91,10 @@ def test_parts_are_the_whole_number():
     rng = np.random.default_rng(5)
     numbers = (rng.uniform(-2, 2, 4000) * 2.0 ** rng.integers(-100, 127, 4000)).astype(np.float32)
     numbers = np.concatenate([numbers, np.float32([0, -0.0, 1e4, 1e-30, np.finfo(np.float32).max, np.finfo(np.float32).min])])
-    parts = np.asarray(jax.jit(in_parts)(numbers[:, None]), np.float64)
-    assert parts.shape == (len(numbers), 3, 1)
-    np.testing.assert_array_equal(parts.sum(1)[:, 0], numbers.astype(np.float64))
-    special = np.asarray(in_parts(jnp.float32([[np.inf, -np.inf, np.nan]])), np.float32)
+    bf16_terms = np.asarray(jax.jit(split_bf16)(numbers[:, None]), np.float64)
+    assert bf16_terms.shape == (len(numbers), 3, 1)
+    np.testing.assert_array_equal(bf16_terms.sum(1)[:, 0], numbers.astype(np.float64))
+    special = np.asarray(split_bf16(jnp.float32([[np.inf, -np.inf, np.nan]])), np.float32)
     np.testing.assert_array_equal(special, [[[np.inf, -np.inf, np.nan], [0, 0, 0], [0, 0, 0]]])
 
 
@@ -119,8 +102,8 @@ def test_float32_is_multiplied_as_float32():
     """In parts on tensor cores, without them where no tile in parts fits; rounded only where that is asked for."""
 
     def form(size, precision, dtype="float32"):
-        found = rules_of(call_of(64, 2, 2, size, dtype, precision=precision)[0])
-        return found.parts, found.precision
+        found = mask_params_of(call_of(64, 2, 2, size, dtype, precision=precision)[0])
+        return found.bf16_terms, found.precision
 
     assert [form(64, wish)[0] for wish in (None, "highest", "high", "default")] == [3, 3, 3, 1]
     assert form(64, "default") == (1, "tf32")
@@ -138,7 +121,7 @@ def test_parts_of_large_and_of_tiny_numbers(monkeypatch, size):
     arrays["value"] *= np.float32(size) * 10.0 ** rng.uniform(-10, 0, (1, 40, 1, 1)).astype(np.float32)
     call, inputs = canonical(arrays, {"causal": True})
     out = np.asarray(kernel.forward(call, inputs, FORWARD).out, np.float64)
-    exact = reference.forward(call, wide(inputs)).out
+    exact = reference.forward(call, widened(inputs)).out
     rows = np.linalg.norm(out - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
     assert rows.max() < 2e-6
 
@@ -154,8 +137,8 @@ def test_infinite_logits_in_parts(monkeypatch):
     out = np.asarray(kernel.forward(call, inputs, FORWARD).out)
     others = {name: array if name == "query" else np.delete(array, 5, 1) for name, array in arrays.items()}
     other_call, other_inputs = canonical(others)
-    exact = reference.forward(other_call, wide(other_inputs)).out
-    assert distance(out, exact) < 2e-6
+    exact = reference.forward(other_call, widened(other_inputs)).out
+    assert relative_error(out, exact, floor=1e-3) < 2e-6
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-2), ("float16", 3e-3)])
@@ -167,18 +150,18 @@ def test_half_precision(monkeypatch, dtype, limit):
     check(*canonical(arrays, {"causal": True}), limit=limit)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("block_q", "block_k"), [(16, 32), (32, 16), (64, 32)])
-def test_blocks_do_not_change_the_numbers(monkeypatch, block_q, block_k, ahead):
+def test_blocks_do_not_change_the_numbers(monkeypatch, block_q, block_k, overlap):
     """Tiles before, within and after the whole ones, and lengths that are no multiple of any block."""
     monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
-    monkeypatch.setattr(rules, "WIDEST_PARTS", 0)
+    monkeypatch.setattr(mask_params, "MAX_SPLIT_WIDTH", 0)
     rng = np.random.default_rng(3)
     shapes = {"query": (1, 70, 2, 16), "key": (1, 70, 1, 16), "value": (1, 70, 1, 16)}
     arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     call, inputs = canonical(arrays, {"causal": True, "sliding_window": (45, 0), "logits_soft_cap": 5.0})
-    forward = config.ForwardConfig(block_q, block_k, 4, 1, ahead, masked=not ahead and block_q == 16)
-    check(call, inputs, forward, config.BackwardConfig(block_k, block_q, 4, 1, block_q, block_k, 4, 1, key_apart=ahead))
+    forward = config.ForwardConfig(block_q, block_k, 4, 1, overlap, always_mask=not overlap and block_q == 16)
+    check(call, inputs, forward, config.BackwardConfig(block_k, block_q, 4, 1, block_q, block_k, 4, 1, separate_dk_dv=overlap))
 
 
 def test_whole_tiles_see_what_is_not_finite(monkeypatch):

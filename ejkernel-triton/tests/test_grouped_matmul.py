@@ -22,6 +22,7 @@ from ejkernel.operations.grouped_matmul.interface import (
     GroupedMatmulOutputs,
 )
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel_triton._kernel_cache import STORE, Entry, _with_scratch
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.grouped_matmul import capability, config, schedule
@@ -33,7 +34,7 @@ from ejkernel_triton.grouped_matmul import kernel
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
 SMALL = {case.name: case for case in CASES if not any(tag.startswith("bench") for tag in case.tags)}
-POINTERS = config.Tile(16, 32, 16, 4, 2, band=2)
+POINTERS = config.Tile(16, 32, 16, 4, 2, l2_swizzle=2)
 COPIES = dataclasses.replace(POINTERS, programs=3, tma=True)
 
 
@@ -41,15 +42,6 @@ COPIES = dataclasses.replace(POINTERS, programs=3, tma=True)
 def interpreted(monkeypatch):
     monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
     monkeypatch.setattr(kernel, "has_scratch", lambda: True)
-
-
-def wide(values):
-    """On the host, floats and stored bytes in float64."""
-
-    def one(value):
-        return np.asarray(value) if value.dtype == jnp.int32 else np.asarray(value, np.float64)
-
-    return type(values)(*(None if value is None else one(value) for value in values))
 
 
 def problem_of(name, dtype="float32"):
@@ -61,11 +53,11 @@ def problem_of(name, dtype="float32"):
 
 def check(call, inputs, tile, limit=1e-6):
     """Both phases against the float64 reference, by relative norm; the reference never looks at rows that hold NaN."""
-    exact = reference.forward(call, wide(inputs))
+    exact = reference.forward(call, widened(inputs))
     got = kernel.forward(call, inputs, tile)
     grad = jnp.asarray(np.random.default_rng(1).standard_normal(got.out.shape), got.out.dtype)
     gradients = kernel.backward(call, inputs, got, GroupedMatmulOutputs(grad), config.BackwardConfig.of(tile, tile))
-    wanted = reference.backward(call, wide(inputs), exact, GroupedMatmulOutputs(np.asarray(grad, np.float64)))
+    wanted = reference.backward(call, widened(inputs), exact, GroupedMatmulOutputs(np.asarray(grad, np.float64)))
     assert got.out.dtype == call.preferred_element_type
     assert set(dict(named(gradients))) == set(OPERATION.moving(inputs))
     for name, value in (("out", got.out), *named(gradients)):
@@ -122,7 +114,7 @@ def test_tiles():
     np.testing.assert_array_equal(tiles.matrix[:count], [1, 1, 2, 3, 3, 3])
     np.testing.assert_array_equal(tiles.low[:count], [5, 13, 20, 21, 29, 37])
     np.testing.assert_array_equal(tiles.high[:count], [13, 14, 21, 29, 37, 38])
-    assert tiles.matrix.shape[0] == schedule.most_tiles(40, 4, 8) == 8
+    assert tiles.matrix.shape[0] == schedule.max_tiles(40, 4, 8) == 8
 
 
 @pytest.mark.parametrize("offset", [-3, -1, 0, 3, 4, 2**31 - 1, -(2**31)])

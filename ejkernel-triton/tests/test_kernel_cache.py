@@ -264,7 +264,7 @@ def test_kernels_of_others_are_left_alone(program, place):
             x, x.size, kernel=doubling_kernel, out_shape=shape, grid=4, compute_capability=90, BLOCK=128, TIMES=1
         )
 
-    with mock.patch.object(_kernel_cache, "_ours", {}):
+    with mock.patch.object(_kernel_cache, "_registered", {}):
         text = program.lowered(theirs)
     assert text.count("@triton_kernel_call") == 1
     assert place.entries == []
@@ -285,7 +285,7 @@ def test_another_way_of_compiling_is_one_sentence():
         compile_ttir_inplace=library.compile_ttir_inplace,
         CompilationResult=library.CompilationResult,
     )
-    problem = _kernel_cache.seam_problem(changed)
+    problem = _kernel_cache.patch_problem(changed)
     assert "jax-triton" in problem and "\n" not in problem
     before = changed.compile_ttir_inplace
     _kernel_cache.install(changed)

@@ -21,6 +21,7 @@ from ejkernel.operations.linear_recurrence.interface import (
     LinearRecurrenceOutputs,
 )
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel_triton._ahead_of_time import recorded, target_of
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.linear_recurrence import capability, config
@@ -40,15 +41,6 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
 
 
-def wide(values):
-    def widen(value):
-        if value is None or not jnp.issubdtype(value.dtype, jnp.floating):
-            return None if value is None else np.asarray(value)
-        return np.asarray(value).astype(np.float64)
-
-    return type(values)(*map(widen, values))
-
-
 def bound_of(maker, options=None, dtype="float32"):
     made = maker(np.random.default_rng(0))
     made = {name: jnp.asarray(value, dtype if value.dtype == np.float32 else value.dtype) for name, value in made.items()}
@@ -66,8 +58,8 @@ def check(call, inputs, choice, limits=(2e-6, 1e-5)):
     outputs = kernel.forward(call, inputs, choice)
     gradients = kernel.backward(call, inputs, outputs, cotangents, choice)
     with np.errstate(all="ignore"):
-        exact = reference.forward(call, wide(inputs))
-        wanted = reference.backward(call, wide(inputs), exact, wide(cotangents))
+        exact = reference.forward(call, widened(inputs))
+        wanted = reference.backward(call, widened(inputs), exact, widened(cotangents))
     for (name, value), like in zip(outputs._asdict().items(), exact, strict=True):
         assert (value is None) == (like is None), name
         assert value is None or deviation(value, like).norm < limits[0], name
@@ -116,7 +108,7 @@ def test_float16_states_do_not_overflow(interpreted):
     inputs = inputs._replace(key=jnp.full_like(inputs.key, 14), value=jnp.full_like(inputs.value, 14))
     call = dataclasses.replace(call, scale=1e-4)
     out = kernel.forward(call, inputs, config.Config(64, 128, 16, 4, 1)).out
-    exact = reference.forward(call, wide(inputs)).out
+    exact = reference.forward(call, widened(inputs)).out
     assert np.abs(exact).max() < 1000 and deviation(out, exact).norm < 2e-3
 
 
@@ -144,15 +136,15 @@ def test_each_member_of_the_batch_may_have_its_own(interpreted):
 
 
 def test_segments_are_whole_chunks():
-    with pytest.raises(ValueError, match="segment: got 32, expected 0 or a multiple of chunk, 64"):
+    with pytest.raises(ValueError, match="segment_size: got 32, expected 0 or a multiple of chunk_size, 64"):
         config.Config(64, 32, 16, 4, 2)
-    with pytest.raises(ValueError, match="chunk: got 48"):
+    with pytest.raises(ValueError, match="chunk_size: got 48"):
         config.Config(48, 48, 16, 4, 2)
 
 
 def test_exact_products_of_float32_take_small_chunks():
     call, _ = bound_of(arrays(1, 300, 1, 64, 64), {"precision": "highest"})
-    assert {choice.chunk for choice in config.BACKWARD.search_space(call, H200)} == {16}
+    assert {choice.chunk_size for choice in config.BACKWARD.search_space(call, H200)} == {16}
 
 
 @pytest.mark.parametrize(
@@ -164,9 +156,9 @@ def test_tiles_of_float32_are_those_that_registers_hold_best(width, capability_n
     target = target_of(capability_number)
     for space in (config.FORWARD, config.BACKWARD):
         choice = space.heuristic(call, target)
-        assert (choice.chunk, choice.block, choice.num_stages) == tile
+        assert (choice.chunk_size, choice.block_v, choice.num_stages) == tile
         most = 64 if capability_number == 90 else 32
-        assert {found.block for found in space.search_space(call, target)} == {most // 2, most} | {tile[1]}
+        assert {found.block_v for found in space.search_space(call, target)} == {most // 2, most} | {tile[1]}
 
 
 @pytest.mark.parametrize("name", ["bench-scalar-t1024-h4-d64", "bench-gla-t1024-h4-d64"])
@@ -174,9 +166,11 @@ def test_compiles_within_the_limits(monkeypatch, tmp_path, name):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launched = [launch for _, launch in recorded("linear_recurrence", NAMED[name], "bfloat16", target_of(90))]
     names = [launch.kernel.fn.__name__ for launch in launched]
-    assert names.count("walk_kernel") == 4
+    assert names.count("fused_chunk_kernel") == 4
     assert names.count("scores_kernel" if "gla" in name else "sums_kernel") == 2
-    for launch in {launch.identity: launch for launch in launched if launch.kernel.fn.__name__ == "walk_kernel"}.values():
+    for launch in {
+        launch.identity: launch for launch in launched if launch.kernel.fn.__name__ == "fused_chunk_kernel"
+    }.values():
         compiled = launch.compile(90)
         assert testing.resources(compiled).shared <= 227 * 1024
         assert compiled.asm["ptx"].count("wgmma.mma_async") >= 8, "products of whole tiles are not on the matrix units"

@@ -14,6 +14,7 @@ import pytest
 import ejkernel
 from ejkernel.call import ArraySpec
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import relative_error, widened
 from ejkernel_triton._ahead_of_time import TOLERATED
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._rows import capability, config
@@ -21,20 +22,28 @@ from ejkernel_triton._versions import version_problem
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
+from ejkernel_triton._rows import cooperative
 from ejkernel_triton._rows import kernel as shared_kernel
-from ejkernel_triton._rows import meeting
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
-HELD = config.ForwardConfig(rows=4, num_warps=1), config.BackwardConfig(rows=2, num_warps=1, programs=5, num_stages=1)
-WALKING = (
+SINGLE_PASS = config.ForwardConfig(rows=4, num_warps=1), config.BackwardConfig(rows=2, num_warps=1, programs=5, num_stages=1)
+LOOPED = (
     config.ForwardConfig(rows=1, num_warps=1, block=16),
     config.BackwardConfig(rows=2, num_warps=1, programs=3, num_stages=1, block=32),
 )
-MEETING = config.ForwardConfig(rows=1, num_warps=1, block=32, meet=True), HELD[1]
-SHARING = config.ForwardConfig(rows=1, num_warps=1, block=32, num_stages=2, meet=True, programs=4), HELD[1]
-KINDS = {"held": HELD, "walking": WALKING, "meeting": MEETING, "sharing": SHARING}
+COOPERATIVE = config.ForwardConfig(rows=1, num_warps=1, block=32, cooperative=True), SINGLE_PASS[1]
+PERSISTENT_COOPERATIVE = (
+    config.ForwardConfig(rows=1, num_warps=1, block=32, num_stages=2, cooperative=True, programs=4),
+    SINGLE_PASS[1],
+)
+KINDS = {
+    "single_pass": SINGLE_PASS,
+    "looped": LOOPED,
+    "cooperative": COOPERATIVE,
+    "persistent_cooperative": PERSISTENT_COOPERATIVE,
+}
 
 
 class Norm:
@@ -74,17 +83,7 @@ def norm(request):
 @pytest.fixture
 def interpreted(monkeypatch):
     monkeypatch.setattr(shared_kernel, "call_kernel", testing.interpreted_call)
-    monkeypatch.setattr(meeting, "PATIENCE", 1)
-
-
-def wide(values):
-    return type(values)(*(None if value is None else np.asarray(value, np.float64) for value in values))
-
-
-def relative_error(got, wanted):
-    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
-    assert got.shape == wanted.shape
-    return np.linalg.norm(got - wanted) / max(np.linalg.norm(wanted), 1e-30)
+    monkeypatch.setattr(cooperative, "SPIN_LIMIT", 1)
 
 
 PROBLEMS = [
@@ -102,19 +101,19 @@ PROBLEMS = [
 ]
 
 
-TRIED = [(kind, *problem) for kind in ("held", "walking") for problem in PROBLEMS]
-TRIED += [(kind, *PROBLEMS[index]) for kind in ("meeting", "sharing") for index in (0, 2, 6)]
-TRIED += [("sharing", *PROBLEMS[index]) for index in (1, 5, 9)] + [("meeting", *PROBLEMS[8])]
+TRIED = [(kind, *problem) for kind in ("single_pass", "looped") for problem in PROBLEMS]
+TRIED += [(kind, *PROBLEMS[index]) for kind in ("cooperative", "persistent_cooperative") for index in (0, 2, 6)]
+TRIED += [("persistent_cooperative", *PROBLEMS[index]) for index in (1, 5, 9)] + [("cooperative", *PROBLEMS[8])]
 
 
 @pytest.mark.parametrize(("kind", "arguments", "options"), TRIED)
 def test_numbers_in_the_interpreter(norm, interpreted, kind, arguments, options):
     configs = KINDS[kind]
     call, inputs, cotangents = norm.problem(*arguments, **options)
-    if call.x.shape[-1] > 4000 and configs is not HELD:
+    if call.x.shape[-1] > 4000 and configs is not SINGLE_PASS:
         configs = tuple(dataclasses.replace(choice, block=choice.block and 1024) for choice in configs)
     outputs = norm.kernel.forward(call, inputs, configs[0])
-    exact = norm.reference.forward(call, wide(inputs))
+    exact = norm.reference.forward(call, widened(inputs))
     limit = TOLERANCE[call.x.dtype]
     assert relative_error(outputs.out, exact.out) < limit
     assert outputs.out.dtype == inputs.x.dtype
@@ -123,7 +122,7 @@ def test_numbers_in_the_interpreter(norm, interpreted, kind, arguments, options)
         assert getattr(outputs, name).dtype == jnp.float32
 
     got = norm.kernel.backward(call, inputs, outputs, cotangents, configs[1])
-    wanted = norm.reference.backward(call, wide(inputs), exact, wide(cotangents))
+    wanted = norm.reference.backward(call, widened(inputs), exact, widened(cotangents))
     for name, value, exact_value in zip(inputs._fields, got, wanted, strict=True):
         assert (value is None) == (exact_value is None), name
         if value is not None:
@@ -134,11 +133,11 @@ def test_numbers_in_the_interpreter(norm, interpreted, kind, arguments, options)
 @pytest.mark.parametrize("shape", [(3, 24), (2, 2, 300)])
 def test_every_config_gives_the_same_numbers(norm, interpreted, shape):
     call, inputs, cotangents = norm.problem(shape)
-    exact = norm.reference.forward(call, wide(inputs))
-    wanted = norm.reference.backward(call, wide(inputs), exact, wide(cotangents))
-    walking = [config.ForwardConfig(1, 1, block, stages) for block in (8, 64, 512) for stages in (1, 2)]
+    exact = norm.reference.forward(call, widened(inputs))
+    wanted = norm.reference.backward(call, widened(inputs), exact, widened(cotangents))
+    looped = [config.ForwardConfig(1, 1, block, stages) for block in (8, 64, 512) for stages in (1, 2)]
     shared = [config.ForwardConfig(1, 1, block, 1, True, programs) for block in (32, 128, 512) for programs in (0, 2)]
-    for choice in [*{choice.rows: choice for choice in config.forward_space(call, H200)}.values(), *walking, *shared]:
+    for choice in [*{choice.rows: choice for choice in config.forward_space(call, H200)}.values(), *looped, *shared]:
         outputs = norm.kernel.forward(call, inputs, choice)
         assert relative_error(outputs.out, exact.out) < 2e-5, choice
     split = [config.BackwardConfig(rows, 1, programs, 1, 64) for rows in (1, 4) for programs in (1, 7)]
@@ -153,7 +152,7 @@ def test_rows_far_from_zero_keep_their_variance(interpreted, choice):
     norm = Norm("layer_norm")
     call, inputs, _ = norm.problem((3, 333), shift=1000.0, seed=4)
     inputs = inputs._replace(x=inputs.x.at[1, 0].set(-50_000.0))
-    exact = norm.reference.forward(call, wide(inputs))
+    exact = norm.reference.forward(call, widened(inputs))
     assert relative_error(norm.kernel.forward(call, inputs, choice).rstd, exact.rstd) < 1e-4
 
 
@@ -181,16 +180,16 @@ SPLIT_KERNELS = ["norm_row_means_kernel", "norm_backward_kernel"]
 
 
 COMPILED = [
-    ((1024, 131072), "bfloat16", ["norm_forward_streaming_parts_kernel", *SPLIT_KERNELS]),
+    ((1024, 131072), "bfloat16", ["norm_forward_persistent_kernel", *SPLIT_KERNELS]),
     ((8192, 16384), "bfloat16", ["norm_forward_kernel", *SPLIT_KERNELS]),
-    ((2048, 32768), "bfloat16", ["norm_forward_walking_kernel", *SPLIT_KERNELS]),
+    ((2048, 32768), "bfloat16", ["norm_forward_looped_kernel", *SPLIT_KERNELS]),
     ((16384, 4096), "bfloat16", HELD_KERNELS),
     ((131072, 128), "bfloat16", HELD_KERNELS),
     ((64, 8192), "float32", HELD_KERNELS),
     ((8, 7), "float16", HELD_KERNELS),
-    ((1024, 131072), "float32", ["norm_forward_streaming_parts_kernel", *SPLIT_KERNELS]),
-    ((8, 131072), "bfloat16", ["norm_forward_meeting_kernel", *SPLIT_KERNELS]),
-    ((8, 1_000_000), "bfloat16", ["norm_forward_walking_kernel", *SPLIT_KERNELS]),
+    ((1024, 131072), "float32", ["norm_forward_persistent_kernel", *SPLIT_KERNELS]),
+    ((8, 131072), "bfloat16", ["norm_forward_cooperative_kernel", *SPLIT_KERNELS]),
+    ((8, 1_000_000), "bfloat16", ["norm_forward_looped_kernel", *SPLIT_KERNELS]),
 ]
 """The first, which has the most in registers, is always compiled for every generation."""
 
@@ -231,7 +230,7 @@ def test_compiles_without_spills(norm, monkeypatch, tmp_path, shape, dtype, kern
         assert f".target sm_{capability_number}" in compiled.asm["ptx"]
         taken = testing.resources(compiled)
         assert taken.shared <= shared_memory_limit(target)
-        if "streaming" in compilation.kernel.fn.__name__:
+        if "persistent" in compilation.kernel.fn.__name__:
             assert taken.spilling <= TOLERATED
         else:
             assert taken.stack == 0

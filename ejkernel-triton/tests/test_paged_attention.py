@@ -15,21 +15,22 @@ from ejkernel.operations.paged_attention import reference
 from ejkernel.operations.paged_attention.cases import cache_of
 from ejkernel.operations.paged_attention.interface import OPERATION, PagedAttentionInputs
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.paged_attention import capability, config
 from ejkernel_triton.paged_attention.config import PagedAttentionConfig
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import _interpreter, testing
-from ejkernel_triton._jax_triton import standing_in
+from ejkernel_triton._jax_triton import intercept_launches
 from ejkernel_triton.paged_attention import kernel
-from ejkernel_triton.paged_attention.schedule import LEAST_BLOCKS, Sizes, make_schedule
+from ejkernel_triton.paged_attention.schedule import MIN_BLOCKS_PER_SPLIT, Sizes, make_schedule
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
 MIXED = ((1, 150), (3, 40), (0, 9), (1, 1), (5, 5), (1, 0))
-SPLIT = PagedAttentionConfig(tokens=2, keys=16, num_warps=4, num_stages=2, programs=12)
-ALONE = dataclasses.replace(SPLIT, decode_keys=32)
+SPLIT = PagedAttentionConfig(block_q=2, block_k=16, num_warps=4, num_stages=2, programs=12)
+ALONE = dataclasses.replace(SPLIT, decode_block_k=32)
 ORDER = {"pthd": (0, 1, 2, 3), "phtd": (0, 2, 1, 3), "hptd": (2, 0, 1, 3)}
 
 
@@ -74,18 +75,10 @@ def problem(
     return bound.call, bound.inputs
 
 
-def wide(inputs):
-    def widen(value):
-        integers = value is None or value.dtype == jnp.int32
-        return None if value is None else np.asarray(value, None if integers else np.float64)
-
-    return PagedAttentionInputs(*map(widen, inputs))
-
-
 def check(call, inputs, chosen, tolerance=1e-6):
-    with standing_in(_interpreter.interpreted_call):
+    with intercept_launches(_interpreter.interpreted_call):
         got = kernel.forward(call, inputs, chosen)
-    exact = reference.forward(call, wide(inputs))
+    exact = reference.forward(call, widened(inputs))
     assert (got.out.dtype, got.lse.dtype) == (inputs.query.dtype, jnp.float32)
     np.testing.assert_allclose(np.asarray(got.out, np.float64), exact.out, rtol=0, atol=tolerance * 4)
     np.testing.assert_allclose(np.asarray(got.lse, np.float64), exact.lse, rtol=tolerance, atol=tolerance * 4)
@@ -155,15 +148,15 @@ def test_mixed_dtypes_are_multiplied_in_the_wider_one():
 @pytest.mark.parametrize(
     "change",
     [
-        {"tokens": 1},
-        {"tokens": 3},
-        {"tokens": 8},
-        {"keys": 32},
-        {"keys": 128},
+        {"block_q": 1},
+        {"block_q": 3},
+        {"block_q": 8},
+        {"block_k": 32},
+        {"block_k": 128},
         {"programs": 1},
         {"programs": 64},
-        {"decode_keys": 16},
-        {"decode_keys": 128},
+        {"decode_block_k": 16},
+        {"decode_block_k": 128},
         {"num_warps": 8},
         {"num_stages": 4},
     ],
@@ -192,10 +185,10 @@ def test_nan_reaches_only_the_rows_that_see_it():
     tables, size = np.asarray(inputs.block_tables)[0, 0], call.pages.page_size
     value = inputs.value_pages.at[0, tables[16 // size], 16 % size, 0, 2].set(jnp.nan)
     inputs = inputs._replace(value_pages=value, key_pages=inputs.key_pages.at[0, tables[19 // size], 19 % size].set(jnp.inf))
-    with standing_in(_interpreter.interpreted_call):
-        got = kernel.forward(call, inputs, dataclasses.replace(SPLIT, tokens=8))
+    with intercept_launches(_interpreter.interpreted_call):
+        got = kernel.forward(call, inputs, dataclasses.replace(SPLIT, block_q=8))
     with np.errstate(invalid="ignore"):
-        exact = reference.forward(call, wide(inputs))
+        exact = reference.forward(call, widened(inputs))
     np.testing.assert_allclose(got.out[0, :2], exact.out[0, :2], atol=4e-6)
     assert np.isnan(np.asarray(got.out[0, 2:])).all()
 
@@ -215,7 +208,7 @@ def test_nothing_to_attend_to(shape):
     call = dataclasses.replace(call, **{name: ArraySpec.of(array) for name, array in empty.items()})
     inputs = inputs._replace(**empty)
     got = kernel.forward(call, inputs, SPLIT)
-    exact = reference.forward(call, wide(inputs))
+    exact = reference.forward(call, widened(inputs))
     np.testing.assert_array_equal(got.out, np.zeros(exact.out.shape))
     np.testing.assert_allclose(got.lse, exact.lse, rtol=1e-6)
 
@@ -242,26 +235,26 @@ def test_units_are_within_their_bounds_and_balanced(tokens, requests, chosen):
     made = jax.jit(lambda starts, lengths: make_schedule(call, sizes, starts, lengths))
     for seed in range(40):
         starts, lengths = lengths_of(np.random.default_rng(seed), requests, tokens)
-        splits, units, parts = (np.asarray(array)[0] for array in made(starts, lengths))
+        splits, units, partials = (np.asarray(array)[0] for array in made(starts, lengths))
         tiles = -(-np.diff(starts[0]) // chosen[0])
         np.testing.assert_array_equal(units, np.cumsum(tiles * splits))
-        np.testing.assert_array_equal(parts, np.cumsum(np.where(splits > 1, tiles * splits, 0)))
+        np.testing.assert_array_equal(partials, np.cumsum(np.where(splits > 1, tiles * splits, 0)))
         assert units[-1] <= sizes.units
-        assert parts[-1] <= sizes.parts
+        assert partials[-1] <= sizes.partials
         assert ((splits > 0) == (tiles > 0)).all()
         blocks = -(-lengths[0] // chosen[1])
         longest = np.max(-(-blocks // np.maximum(splits, 1)), initial=0)
         average = np.sum(blocks * tiles) / sizes.wanted
-        assert longest <= 1.5 * max(np.ceil(average), LEAST_BLOCKS)
+        assert longest <= 1.5 * max(np.ceil(average), MIN_BLOCKS_PER_SPLIT)
 
 
 def test_equal_requests_that_fill_the_device_are_not_split():
     """64 requests of 4096 keys under 8 key heads are 512 programs of 528: cutting each in two would only add a merge."""
     call = shapes_of(64, 64, 256, 16)
     sizes = Sizes.of(call, PagedAttentionConfig(1, 16, 2, 3, 528), tokens_of_tile=1, keys=16)
-    splits, _, parts = make_schedule(call, sizes, jnp.arange(65)[None], jnp.full((1, 64), 4096))
+    splits, _, partials = make_schedule(call, sizes, jnp.arange(65)[None], jnp.full((1, 64), 4096))
     assert (splits == 1).all()
-    assert (parts == 0).all()
+    assert (partials == 0).all()
 
 
 def test_one_compilation_for_every_mix_of_lengths(monkeypatch):
@@ -277,7 +270,7 @@ def test_one_compilation_for_every_mix_of_lengths(monkeypatch):
             inputs = inputs._replace(key_pages=pages[0], value_pages=pages[1])
             shape = ArraySpec.of(pages[0])
             call = dataclasses.replace(call, key_pages=shape, value_pages=shape)
-            exact = reference.forward(call, wide(inputs))
+            exact = reference.forward(call, widened(inputs))
             np.testing.assert_allclose(run(inputs).out, exact.out, atol=4e-6)
     assert run._cache_size() == 1
 
@@ -325,10 +318,10 @@ def test_loops_compile_without_spills(monkeypatch, tmp_path, name, capability_nu
     chosen, recorder = config.heuristic(call, target), testing.Recorder()
     specs = {field: getattr(call, field) for field in PagedAttentionInputs._fields}
     arrays = PagedAttentionInputs(**{k: v and jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in specs.items()})
-    with standing_in(recorder):
+    with intercept_launches(recorder):
         jax.eval_shape(lambda inputs: kernel.forward(call, inputs, chosen), arrays)
     names = [compilation.kernel.fn.__name__ for compilation in recorder.compilations]
-    assert names == ["paged_attention_kernel", "paged_attention_merge_kernel"] * (2 if chosen.decode_keys else 1)
+    assert names == ["paged_attention_kernel", "paged_attention_combine_kernel"] * (2 if chosen.decode_block_k else 1)
     for compilation in recorder.compilations:
         compiled = compilation.compile(capability_number)
         found = testing.resources(compiled)

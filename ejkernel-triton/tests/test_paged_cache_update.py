@@ -22,7 +22,7 @@ from ejkernel_triton.paged_cache_update.config import PagedCacheUpdateConfig
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import _interpreter, testing
-from ejkernel_triton._jax_triton import standing_in
+from ejkernel_triton._jax_triton import intercept_launches
 from ejkernel_triton.paged_cache_update import kernel
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
@@ -31,7 +31,7 @@ SMALL = [case for case in CASES if "bench" not in case.tags]
 
 
 def run(bound, chosen=None):
-    with standing_in(_interpreter.interpreted_call):
+    with intercept_launches(_interpreter.interpreted_call):
         return kernel.forward(bound.call, bound.inputs, chosen or config.heuristic(bound.call, H200))
 
 
@@ -127,7 +127,7 @@ def test_compiles_without_spills(monkeypatch, tmp_path, stored, capability_numbe
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     call, inputs = shapes(stored)
     recorder = testing.Recorder()
-    with standing_in(recorder):
+    with intercept_launches(recorder):
         jax.eval_shape(lambda inputs: kernel.forward(call, inputs, config.heuristic(call, H200)), inputs)
     (compilation,) = recorder.compilations
     assert testing.resources(compilation.compile(capability_number)).stack == 0

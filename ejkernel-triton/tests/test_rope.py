@@ -15,6 +15,7 @@ from ejkernel.operations.rope import reference
 from ejkernel.operations.rope.cases import CASES
 from ejkernel.operations.rope.interface import OPERATION, RopeCall, RopeInputs, RopeOutputs
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.rope import capability, config
 
@@ -32,10 +33,6 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
 
 
-def wide(values):
-    return type(values)(*(None if value is None else np.asarray(value, np.float64) for value in values))
-
-
 def problem(case, dtype="float32"):
     rng = np.random.default_rng(2)
     arrays = {name: jnp.asarray(value) for name, value in case.arrays(rng).items()}
@@ -48,9 +45,9 @@ def problem(case, dtype="float32"):
 
 def check(call, inputs, cotangents, choice, limit=3e-6):
     outputs = kernel.forward(call, inputs, choice)
-    exact = reference.forward(call, wide(inputs))
+    exact = reference.forward(call, widened(inputs))
     got = kernel.backward(call, inputs, outputs, cotangents, choice)
-    wanted = reference.backward(call, wide(inputs), exact, wide(cotangents))
+    wanted = reference.backward(call, widened(inputs), exact, widened(cotangents))
     for value, exact_value, like in zip((*outputs, *got), (*exact, *wanted), (*inputs[:2], *inputs), strict=True):
         assert (value is None) == (exact_value is None)
         if value is not None:

@@ -15,6 +15,7 @@ from ejkernel.operations.softmax import reference
 from ejkernel.operations.softmax.cases import CASES
 from ejkernel.operations.softmax.interface import OPERATION, SoftmaxCall, SoftmaxInputs, SoftmaxOutputs
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel_triton._ahead_of_time import TOLERATED
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._versions import version_problem
@@ -22,31 +23,30 @@ from ejkernel_triton.softmax import capability, config
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
-from ejkernel_triton._rows import meeting
+from ejkernel_triton._rows import cooperative
 from ejkernel_triton.softmax import kernel
 from ejkernel_triton.softmax.mask import PER_ELEMENT, PER_ROW, mask_of
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
 SMALL = [case for case in CASES if not any(tag.startswith("bench") for tag in case.tags)]
-HELD, WALKING = config.Config(rows=4, num_warps=1), config.Config(rows=1, num_warps=1, block=16)
-MEETING = dataclasses.replace(WALKING, meet=True)
-STREAMING = config.Config(rows=1, num_warps=1, num_stages=2, programs=5)
-SHARING = dataclasses.replace(MEETING, num_stages=2, programs=4)
-KINDS = {"held": HELD, "walking": WALKING, "meeting": MEETING, "streaming": STREAMING, "sharing": SHARING}
+SINGLE_PASS, LOOPED = config.Config(rows=4, num_warps=1), config.Config(rows=1, num_warps=1, block=16)
+COOPERATIVE = dataclasses.replace(LOOPED, cooperative=True)
+PERSISTENT = config.Config(rows=1, num_warps=1, num_stages=2, programs=5)
+PERSISTENT_COOPERATIVE = dataclasses.replace(COOPERATIVE, num_stages=2, programs=4)
+KINDS = {
+    "single_pass": SINGLE_PASS,
+    "looped": LOOPED,
+    "cooperative": COOPERATIVE,
+    "persistent": PERSISTENT,
+    "persistent_cooperative": PERSISTENT_COOPERATIVE,
+}
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
     monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
-    monkeypatch.setattr(meeting, "PATIENCE", 1)
-
-
-def wide(values):
-    def one(value):
-        return None if value is None else np.asarray(value, bool if value.dtype == bool else np.float64)
-
-    return type(values)(*(one(value) for value in values))
+    monkeypatch.setattr(cooperative, "SPIN_LIMIT", 1)
 
 
 def problem(case, dtype="float32"):
@@ -63,10 +63,10 @@ def problem(case, dtype="float32"):
 
 def check(call, inputs, cotangents, choices, limit=2e-6):
     outputs = kernel.forward(call, inputs, choices[0])
-    exact = reference.forward(call, wide(inputs))
+    exact = reference.forward(call, widened(inputs))
     np.testing.assert_allclose(np.asarray(outputs.out, np.float64), exact.out, atol=limit)
     got = kernel.backward(call, inputs, outputs, cotangents, choices[1])
-    wanted = reference.backward(call, wide(inputs), exact, wide(cotangents))
+    wanted = reference.backward(call, widened(inputs), exact, widened(cotangents))
     np.testing.assert_allclose(np.asarray(got.x, np.float64), wanted.x, atol=limit * 4)
     assert outputs.out.dtype == got.x.dtype == inputs.x.dtype
     assert got.where is None
@@ -78,9 +78,9 @@ def check(call, inputs, cotangents, choices, limit=2e-6):
         pytest.param(choice, case, id=f"{name}-{case.name}")
         for name, choice in KINDS.items()
         for case in SMALL
-        if choice in (HELD, WALKING)
+        if choice in (SINGLE_PASS, LOOPED)
         or case.name in ("where-poisoned", "where-empty-row", "negative-scale")
-        or (choice is MEETING and case.name == "wide")
+        or (choice is COOPERATIVE and case.name == "wide")
     ],
 )
 def test_numbers_in_the_interpreter(interpreted, choice, case):
@@ -90,7 +90,7 @@ def test_numbers_in_the_interpreter(interpreted, choice, case):
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-3), ("float16", 3e-4)])
-@pytest.mark.parametrize("choice", [HELD, WALKING], ids=["held", "walking"])
+@pytest.mark.parametrize("choice", [SINGLE_PASS, LOOPED], ids=["single_pass", "looped"])
 def test_half_precision(interpreted, dtype, limit, choice):
     check(*problem(next(case for case in CASES if case.name == "scale"), dtype), (choice, choice), limit)
 
@@ -99,16 +99,22 @@ def test_half_precision(interpreted, dtype, limit, choice):
 def test_every_config_gives_the_same_numbers(interpreted, name):
     call, inputs, cotangents = problem(next(case for case in CASES if case.name == name))
     forward = {c.rows: c for c in config.forward_space(call, H200)}
-    cut = [config.Config(1, 1, 8), *(config.Config(1, 1, block, 1, meet) for block in (32, 64) for meet in (False, True))]
-    stay = [config.Config(1, 1, 0, stages, False, programs) for stages, programs in ((1, 2), (3, 100))]
-    for choice in (*forward.values(), *cut, *stay, config.Config(1, 1, 64, 1, True, 1)):
+    cut = [
+        config.Config(1, 1, 8),
+        *(config.Config(1, 1, block, 1, cooperative) for block in (32, 64) for cooperative in (False, True)),
+    ]
+    persistent = [config.Config(1, 1, 0, stages, False, programs) for stages, programs in ((1, 2), (3, 100))]
+    for choice in (*forward.values(), *cut, *persistent, config.Config(1, 1, 64, 1, True, 1)):
         check(call, inputs, cotangents, (choice, choice))
 
 
 @pytest.mark.parametrize(
     ("choice", "kernels"),
-    [(STREAMING, ("forward_streaming", "backward")), (SHARING, ("forward_meeting", "backward_streaming_parts"))],
-    ids=["streaming", "sharing"],
+    [
+        (PERSISTENT, ("forward_persistent", "backward")),
+        (PERSISTENT_COOPERATIVE, ("forward_cooperative", "backward_persistent_cooperative")),
+    ],
+    ids=["persistent", "persistent_cooperative"],
 )
 def test_programs_stay_for_whole_rows_in_forward_and_for_parts_in_backward(monkeypatch, choice, kernels):
     recorder = testing.Recorder()
@@ -155,16 +161,16 @@ def test_masks_are_read_as_they_are_stored(shape, where, stored, middle, inner, 
 
 
 HELD_KERNELS = ("forward", "backward")
-MEETING_KERNELS = ("forward_meeting", "backward_meeting")
+COOPERATIVE_KERNELS = ("forward_cooperative", "backward_cooperative")
 COMPILED = [
     ((64, 16384), None, HELD_KERNELS, "float32"),
     ((32768, 4096), None, HELD_KERNELS, "bfloat16"),
     ((131072, 128), (1, 128), HELD_KERNELS, "bfloat16"),
     ((64, 16384), None, HELD_KERNELS, "bfloat16"),
-    ((8, 131072), (8, 131072), MEETING_KERNELS, "bfloat16"),
-    ((8, 131072), (8, 131072), MEETING_KERNELS, "float32"),
-    ((2048, 32768), None, ("forward_streaming", "backward"), "bfloat16"),
-    ((1024, 131072), None, ("forward_meeting", "backward_streaming_parts"), "bfloat16"),
+    ((8, 131072), (8, 131072), COOPERATIVE_KERNELS, "bfloat16"),
+    ((8, 131072), (8, 131072), COOPERATIVE_KERNELS, "float32"),
+    ((2048, 32768), None, ("forward_persistent", "backward"), "bfloat16"),
+    ((1024, 131072), None, ("forward_cooperative", "backward_persistent_cooperative"), "bfloat16"),
 ]
 """The first, which has the most in registers, is always compiled for every generation."""
 
@@ -228,7 +234,9 @@ def test_supports():
         assert "the target is cpu" in str(supports(call, Target("cpu")))
 
 
-@pytest.mark.parametrize("choice", [MEETING, STREAMING, SHARING], ids=["meeting", "streaming", "sharing"])
+@pytest.mark.parametrize(
+    "choice", [COOPERATIVE, PERSISTENT, PERSISTENT_COOPERATIVE], ids=["cooperative", "persistent", "persistent_cooperative"]
+)
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-3), ("float16", 3e-4)])
 def test_values_of_half_precision_that_are_held_while_programs_meet(interpreted, choice, dtype, limit):
     """They are converted twice, the second time from their bits, and handed on in pairs."""
@@ -240,8 +248,8 @@ def test_values_of_half_precision_that_are_held_while_programs_meet(interpreted,
 
 def test_too_many_parts_of_a_row_are_refused():
     call = SoftmaxCall(x=ArraySpec((2, 300), "float32"))
-    with pytest.raises(ValueError, match="block 16 cuts a row of 300 columns into 19 parts"):
-        kernel.forward(call, SoftmaxInputs(jnp.zeros((2, 300))), MEETING)
+    with pytest.raises(ValueError, match="block 16 cuts a row of 300 columns into 19 splits"):
+        kernel.forward(call, SoftmaxInputs(jnp.zeros((2, 300))), COOPERATIVE)
 
 
 WINNERS = {

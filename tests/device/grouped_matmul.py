@@ -246,7 +246,7 @@ def brief(choice: Any) -> str:
 
     def one(tile: Any) -> str:
         way = f"tma{tile.programs}" if tile.tma else f"pointers{tile.programs or ''}"
-        return f"{tile.block_m}x{tile.block_n}x{tile.block_k} w{tile.num_warps} s{tile.num_stages} band{tile.band} {way}"
+        return f"{tile.block_m}x{tile.block_n}x{tile.block_k} w{tile.num_warps} s{tile.num_stages} band{tile.l2_swizzle} {way}"
 
     return one(choice) if isinstance(choice, config.Tile) else f"{one(choice.tile_of_lhs)} | {one(choice.tile_of_rhs)}"
 

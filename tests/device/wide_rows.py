@@ -82,14 +82,14 @@ def phase_function(prepared: Prepared, phase: str, config: Any, module: Any = No
 
 def stays(config: Any) -> bool:
     """Whether programs stay for more than a row, or for parts of rows."""
-    return hasattr(config, "meet") and bool(config.programs)
+    return hasattr(config, "cooperative") and bool(config.programs)
 
 
 def lost(config: Any) -> bool:
     """Configs that were far behind wherever they were measured, or differ little from others."""
-    if not hasattr(config, "meet"):
+    if not hasattr(config, "cooperative"):
         return config.block != 0 and (config.num_warps == 4) == (config.block == 2048)
-    return bool(config.block and not config.meet and (config.num_warps, config.num_stages) not in ((16, 1), (4, 3)))
+    return bool(config.block and not config.cooperative and (config.num_warps, config.num_stages) not in ((16, 1), (4, 3)))
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:

@@ -1,6 +1,6 @@
-"""Every TPU kernel compiled by the TPU's own compiler on a machine without a TPU: whether it compiles, and what it takes.
+"""Ahead-of-time compilation of every TPU kernel without a TPU: whether it compiles, and its resource usage.
 
-Needs `libtpu`. Each phase of a problem is judged, configured and compiled as dispatch would do it for that kind of TPU.
+Needs `libtpu`. Each phase of a problem is checked, configured and compiled as dispatch would do it for that kind of TPU.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ejkernel.targets import building_for
 from ejkernel.testing.dispatch import decide, policy_for_call
 from ejkernel.testing.shapes import bound_shapes
 from ejkernel_pallas import _listings
-from ejkernel_pallas._call import LITTLE_VMEM, with_vmem_limits
+from ejkernel_pallas._call import MIN_VMEM, with_vmem_limits
 from ejkernel_pallas._listings import Listing
 
 PLATFORM = "pallas"
 TOPOLOGIES: Mapping[str, str] = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
-"""The smallest of each kind that the compiler knows."""
+"""The smallest topology of each kind that the compiler supports."""
 
 _ALONE = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
@@ -47,20 +47,20 @@ class Row:
     """One phase of one problem, compiled once.
 
     Attributes:
-        operation: whose it is.
+        operation: that is compiled.
         case: the problem.
         dtype: of that problem's floats.
         phase: forward or backward.
         kind: what it was compiled for, e.g. `v6e`.
         config: the config that was tried; empty for the heuristic's.
-        peer: whose kernel it is instead of ours.
+        peer: the other library whose kernel it is; empty for ours.
         refused: why the call is refused; empty if it is not.
-        failed: what the compiler said; empty if it compiled.
-        seconds: that compiling took.
+        failed: the compiler's error; empty if it compiled.
+        seconds: compile time.
         code: bytes of the program.
-        temporary: bytes of device memory beside inputs and results.
-        kernels: kernel -> what the compiler lists of it; empty where it was not asked to.
-        flops, accessed, optimal_seconds: XLA's estimates, in which it counts a kernel by what the kernel says of itself.
+        temporary: bytes of temporary device memory.
+        kernels: kernel -> its compiler listing; empty if listings were not requested.
+        flops, accessed, optimal_seconds: XLA's estimates, which use each kernel's own cost estimate.
     """
 
     operation: str
@@ -81,7 +81,7 @@ class Row:
     optimal_seconds: float | None = None
 
     def problem(self) -> str | None:
-        """What went wrong; None if nothing did. A refusal is no failure, nor is what a peer cannot do."""
+        """What failed; None if nothing did. Refusals and failures of peers do not count."""
         if not self.failed or self.peer:
             return None
         where = f"{self.operation} {self.phase} for {self.kind} ({self.case}, {self.dtype}, {self.config or 'heuristic'})"
@@ -89,12 +89,12 @@ class Row:
 
 
 def unavailable() -> str | None:
-    """Why nothing can be compiled here; None if it can."""
+    """Why nothing can be compiled here; None if compilation works."""
     return None if importlib.util.find_spec("libtpu") else "libtpu is not installed: pip install libtpu"
 
 
 def devices_of(kind: str) -> list[Any]:
-    """Devices that are not there. Nothing is asked of a machine's metadata server, and others may use libtpu as well."""
+    """Devices of a topology description. Does not query the metadata server, and lets other processes use libtpu."""
     for name, value in _ALONE.items():
         os.environ.setdefault(name, value)
     return list(topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[kind]).devices)
@@ -111,7 +111,7 @@ def compile_for(device: Any, function: Callable[..., Any], *arguments: Any, opti
     arguments = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed), arguments)
     mesh = AbstractMesh((1,), ("device",), abstract_device=AbstractDevice(device.device_kind, 1, "tpu"))
     with jax.sharding.use_abstract_mesh(mesh):
-        # A function of its own each time: nothing traced under other settings is used again. Arrays of size 0 are not used.
+        # A new function each time, so that JAX's trace cache is not used. Keep unused arguments: arrays of size 0 are not used.
         lowered = (
             jax.jit(lambda *arrays: function(*arrays), keep_unused=True).trace(*arguments).lower(lowering_platforms=("tpu",))
         )
@@ -121,11 +121,11 @@ def compile_for(device: Any, function: Callable[..., Any], *arguments: Any, opti
 def vmem_of(device: Any, function: Callable[..., Any], *arguments: Any) -> dict[str, int]:
     """Bytes of VMEM that each kernel of a function needs, as the compiler counts them.
 
-    It complains of the first allocation beyond the limit, so every kernel's limit is raised to what was missed until all compile.
-    Kernels that are built without `compiler_params` take the limit as an option of the whole program; only the first is found.
+    The compiler reports the first allocation beyond the limit, so each kernel's limit is raised to the reported size until all
+    compile. Kernels built without `compiler_params` get the limit as a compiler option of the program; only the first is found.
     """
     found: dict[str, int] = {}
-    for options in ({}, {_SCOPED_LIMIT: str(LITTLE_VMEM >> 10)}):
+    for options in ({}, {_SCOPED_LIMIT: str(MIN_VMEM >> 10)}):
         while (complaint := _complaint(device, function, arguments, found, options)) is not None:
             name, size = complaint
             if size <= found.get(name, 0) or (options and found):
@@ -139,7 +139,7 @@ def vmem_of(device: Any, function: Callable[..., Any], *arguments: Any) -> dict[
 def _complaint(
     device: Any, function: Callable[..., Any], arguments: Any, limits: Mapping[str, int], options: Mapping[str, str]
 ) -> tuple[str, int] | None:
-    """The kernel of which the compiler says that it needs more, and how much; None if it says no such thing."""
+    """The kernel that the compiler reports as over the limit, and the bytes it needs; None if there is none."""
     try:
         with with_vmem_limits(limits):
             compile_for(device, function, *arguments, options=options)
@@ -161,9 +161,9 @@ class Problem:
     kind: str
 
     def rows(self, *, space: bool = False, listings: Path | None = None, known: dict[Any, Row] | None = None) -> Iterator[Row]:
-        """The heuristic's config, or every one of the search space. What is in `known` is not compiled again.
+        """Rows of the heuristic's config, or of every config of the search space. Problems in `known` are not compiled again.
 
-        With `listings`, a folder for which `_listings.ask` was called, rows tell of every kernel.
+        With `listings`, a folder passed to `_listings.request_listings`, rows include the listings of all kernels.
         """
         known = {} if known is None else known
         row = Row(self.operation, self.case.name, self.dtype, self.phase, self.kind)
@@ -208,7 +208,7 @@ def _on(target: Target, function: Callable[..., Any], call: Any, config: Any) ->
 
 
 def compiled_row(row: Row, device: Any, run: Callable[..., Any], *arguments: Any, listings: Path | None = None) -> Row:
-    """The row with what compiling the function of these arrays tells."""
+    """The row completed with the results of compiling the function."""
     started = time.perf_counter()
     try:
         program = compile_for(device, run, *arguments)
@@ -224,7 +224,7 @@ def compiled_row(row: Row, device: Any, run: Callable[..., Any], *arguments: Any
         kernels={} if listings is None else _listings.taken(listings),
         flops=cost.get("flops"),
         accessed=cost.get("bytes accessed"),
-        # What XLA cannot judge, a loop of unknown length or an instruction of no kind it knows, counts -1 second each.
+        # XLA counts -1 second for each loop of unknown length and each unknown instruction.
         optimal_seconds=None if (seconds := cost.get("optimal_seconds")) is None else seconds % 1.0,
     )
 
@@ -243,7 +243,7 @@ def compiled(
     space: bool = False,
     listings: Path | None = None,
 ) -> Iterator[Row]:
-    """Compile both phases of every case in every dtype for every kind; a problem that cases share, once."""
+    """Compile both phases of every case in every dtype for every kind; problems that cases share are compiled once."""
     phases: tuple[Phase, ...] = ("forward", "backward")
     known: dict[Any, Row] = {}
     for case, dtype, phase, kind in itertools.product(cases, dtypes, phases, kinds):
@@ -251,7 +251,7 @@ def compiled(
 
 
 def summary(rows: Iterable[Row]) -> list[str]:
-    """A line per operation, phase and kind: how many compiled, failed, were refused, and the most of what they take."""
+    """A line per operation, phase and kind: counts of compiled, failed and refused problems, and the largest resource usage."""
     groups: dict[tuple[str, str, str], list[Row]] = collections.defaultdict(list)
     for row in rows:
         if not row.peer:

@@ -1,4 +1,4 @@
-"""What jax (0.11, 0.12) says of its interpreters for Pallas in private modules alone. Nothing else here imports those."""
+"""State of JAX's Pallas interpreters, from private modules of jax 0.11 and 0.12. Nothing else here imports those."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 def gpu_interpreter_is_on() -> bool:
     """Whether kernels traced now run in the interpreter, as inside `mosaic_gpu.force_gpu_interpret_mode(...)`.
 
-    TPU's interpreter is asked for through the same setting and is no answer here.
+    The TPU interpreter uses the same setting and does not count.
     """
     from jax._src import config
 
@@ -15,14 +15,14 @@ def gpu_interpreter_is_on() -> bool:
 
 
 def gpu_races() -> bool:
-    """Whether the last kernel that was interpreted with `detect_races` for a GPU had any."""
+    """Whether the last kernel interpreted for a GPU with `detect_races` had a race."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     return gpu_callbacks.get_races().races_found
 
 
 def tpu_races() -> bool:
-    """The same for a TPU."""
+    """Whether the last kernel interpreted for a TPU with `detect_races` had a race."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     races = interpret_pallas_call.races

@@ -1,6 +1,6 @@
-"""What the TPU's compiler says of every kernel that it compiles, read from the listings that it writes if asked to.
+"""Reads the listings that the TPU compiler can write of every kernel.
 
-It is asked by an environment variable, which libtpu reads once: before its first use in a process.
+An environment variable requests them; libtpu reads it once per process, at its first use.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Listing:
     """One kernel.
 
     Attributes:
-        vmem: bytes of VMEM: buffers of its blocks, scratch, what the compiler keeps there, spilled registers.
-        bundles: instructions of its program, each for all units of the core; those of a loop once.
-        spilled: bytes of VMEM among these that hold spilled registers.
+        vmem: bytes of VMEM: block buffers, scratch, compiler temporaries and spilled registers.
+        bundles: VLIW instructions of its program; those of a loop count once.
+        spilled: bytes of VMEM that hold spilled registers.
     """
 
     vmem: int
@@ -38,14 +38,14 @@ class Listing:
     spilled: int
 
 
-def ask(folder: Path) -> None:
-    """Have listings written to the folder from now on. Without effect on a process that has used libtpu."""
+def request_listings(folder: Path) -> None:
+    """Request listings in the folder. Has no effect once the process has used libtpu."""
     flags = _FLAGS.format(folder=folder)
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
 
 
 def taken(folder: Path) -> dict[str, Listing]:
-    """The kernels listed in the folder by their names, of several of one name the largest; the folder is emptied."""
+    """Read the listings in the folder by kernel name, keeping the largest of each name, and empty the folder."""
     texts: dict[str, dict[str, str]] = {}
     for path in sorted(folder.iterdir()):
         found = _FILE.fullmatch(path.name)
@@ -55,7 +55,7 @@ def taken(folder: Path) -> dict[str, Listing]:
         path.unlink()
     kernels: dict[str, Listing] = {}
     for listed in texts.values():
-        # The last bundle names the instruction; TLP is the program around the kernels.
+        # The last bundle names the instruction; TLP is the surrounding program.
         if listed["name"] != "TLP" and len(listed) == 4 and "custom-call(" in listed[_BUNDLES][-2000:]:
             listing = _listing(listed)
             known = kernels.get(listed["name"])

@@ -1,4 +1,4 @@
-"""The light plugin module of ejkernel-pallas: imports the standard library and `ejkernel.plugin` only."""
+"""The plugin module of ejkernel-pallas. Imports only the standard library and `ejkernel.plugin`."""
 
 from __future__ import annotations
 

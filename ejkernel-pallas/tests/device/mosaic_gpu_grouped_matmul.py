@@ -73,11 +73,12 @@ EVERY = ("ragged-large", "float8-large")
 
 
 def brief(choice: Any) -> str:
-    """`128x256 s4 band16 x132`, with the cluster; of both gradients."""
+    """`128x256 s4 e2 band16 x132`, with the cluster; of both gradients."""
 
     def one(tile: Any) -> str:
         cluster = f" c{tile.cluster}" if tile.cluster > 1 else ""
-        return f"{tile.block_m}x{tile.block_n} s{tile.stages} band{tile.band}{cluster} o{tile.slots} x{tile.programs}"
+        stages = f"s{tile.num_stages} e{tile.epilogue_stages}"
+        return f"{tile.block_m}x{tile.block_n} {stages} band{tile.l2_swizzle}{cluster} x{tile.programs}"
 
     return one(choice) if isinstance(choice, config.Tile) else f"{one(choice.tile_of_lhs)} | {one(choice.tile_of_rhs)}"
 

@@ -1,7 +1,7 @@
-"""Every kernel compiled ahead of time, for GPUs that are not there: what it takes, and whether that is within the limits.
+"""Ahead-of-time compilation of every kernel, without a GPU, and checks of its resource usage.
 
-An operation's cases are traced for a target with a `Recorder` in place of the launches, so what is compiled is what dispatch
-would run: the heuristic's config and, where asked, every config of the search space.
+An operation's cases are traced for a target with a `Recorder` instead of launches, so the code that is compiled is the code
+that dispatch would run: the heuristic's config and, on request, every config of the search space.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ejkernel.plugin import Target, resolve
 from ejkernel.testing.dispatch import Decision, explain_request, policy_for_call
 from ejkernel.testing.shapes import shapes_of
 from ejkernel_triton._capability import shared_memory_limit
-from ejkernel_triton._jax_triton import standing_in
+from ejkernel_triton._jax_triton import intercept_launches
 from ejkernel_triton.testing import Compilation, Recorder, resources
 
 CAPABILITIES = (80, 90, 100)
@@ -29,22 +29,21 @@ _KINDS = {80: "NVIDIA A100-SXM4-80GB", 90: "NVIDIA H200", 100: "NVIDIA B200"}
 
 
 TOLERATED = 0.1
-"""Share of a loop's instructions that may move values to and from the stack. On an H200 attention's key-side kernel at 0.045 and
-0.06 was the fastest of nine configs, by up to 1.2 times over those without; its query-side kernel with tiles of 128 x 128 at 0.11
-took 2.75 ms, of 128 x 32 without any 3.2 ms, and of 128 x 64 without any 2.5 ms."""
+"""Share of a loop's instructions that may be spill loads and stores. On an H200 the fastest of nine attention configs spilled
+0.06."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Allowance:
-    """Leave for a kernel to keep more of its values in memory.
+    """Permission for a kernel to spill more than `TOLERATED`.
 
     Attributes:
         kernel: its name.
-        most: share of a loop's instructions that move them.
+        most: largest share of spill instructions in a loop.
         reason: why that is right.
-        constants: only with these constants.
-        capabilities: only there.
-        dtypes: only for problems of these; any if empty.
+        constants: applies only with these constants.
+        capabilities: applies only to these.
+        dtypes: applies only to problems of these dtypes; to any if empty.
     """
 
     kernel: str
@@ -65,17 +64,17 @@ class Allowance:
 
 
 _WIDE = {"BLOCK_D": 512}
-_SPLIT = "heads of 128 in three products of TF32: smaller tiles spill as much, in 1.5 to 6 times as many instructions"
-_PARTS = "heads of 256 in float32 parts: on an H200 others at 0.17 to 0.19 ran at 30 to 43 TFLOP/s, without tensor cores at 3.5"
+_TF32X3 = "3xTF32 with heads of 128: smaller tiles spill as much, in 1.5 to 6 times as many instructions"
+_BF16X6 = "bf16x6 with heads of 256: spilling 0.17 to 0.19 runs at 30 to 43 TFLOP/s on an H200, without tensor cores at 3.5"
 ALLOWED: tuple[Allowance, ...] = (
     Allowance("forward_kernel", 0.2, "heads of 512: 2.8 ms on an H200, the smaller tile 3.8 ms", _WIDE),
     Allowance("key_gradient_kernel", 0.25, "heads of 512: 8.8 ms on an H200 for both gradients, smaller tiles 12.8 ms", _WIDE),
     Allowance("query_gradient_kernel", 0.25, "heads of 512: 5.7 ms on an H200, smaller tiles 6.9 ms", _WIDE),
     *(
-        Allowance(f"{name}_kernel", 0.25, _PARTS, {"BLOCK_D": 256}, dtypes=("float32",))
+        Allowance(f"{name}_kernel", 0.25, _BF16X6, {"BLOCK_D": 256}, dtypes=("float32",))
         for name in ("forward", "key_gradient", "query_gradient")
     ),
-    Allowance("walk_kernel", 0.16, _SPLIT, {"BLOCK_K": 128, "BLOCK_V": 64}, capabilities=(90,), dtypes=("float32",)),
+    Allowance("fused_chunk_kernel", 0.16, _TF32X3, {"BLOCK_K": 128, "BLOCK_V": 64}, capabilities=(90,), dtypes=("float32",)),
 )
 
 
@@ -84,20 +83,20 @@ class Row:
     """One kernel, compiled once.
 
     Attributes:
-        operation: whose kernel it is.
-        case: the problem in which it was seen first.
+        operation: that launches the kernel.
+        case: the first problem that launches it.
         dtype: of that problem's floats.
         config: the config that was tried; empty for the heuristic's.
         kernel: its name.
         capability: what it was compiled for: 90 for 9.0.
         constants: its `tl.constexpr` parameters, as text.
         num_warps: warps per program.
-        num_stages: depth of software pipelining.
+        num_stages: stages of the software pipeline.
         registers: per thread.
-        stack: bytes per thread in memory in place of registers.
+        stack: spilled bytes per thread.
         shared: bytes of shared memory per program.
-        limit: the most of them that the device has for one program.
-        spilling: share of a loop's instructions that move values to and from the stack, where it is largest.
+        limit: the device's limit of `shared`.
+        spilling: share of spill instructions in the worst loop.
     """
 
     operation: str
@@ -116,7 +115,7 @@ class Row:
     spilling: float = 0.0
 
     def problem(self, allowed: Iterable[Allowance] = ALLOWED) -> str | None:
-        """What is beyond the limits; None if nothing is. Configs of a search space may spill: they are only slow."""
+        """The limit that is exceeded; None if none is. Configs of a search space may spill: they are only slow."""
         config = self.config or "heuristic"
         where = f"{self.kernel} for sm_{self.capability} ({self.operation}, {self.case}, {self.dtype}, {config})"
         if self.shared > self.limit:
@@ -127,12 +126,12 @@ class Row:
 
 
 def target_of(capability: int) -> Target:
-    """A GPU with a compute capability that is written as 90 for 9.0; of a kind for which tuning tables are made."""
+    """A GPU target; `capability` is 90 for 9.0. The device kinds are those that tuning tables exist for."""
     return Target("gpu", _KINDS.get(capability, ""), f"{capability // 10}.{capability % 10}")
 
 
 def decisions_of(operation: str, case: Case, dtype: str, target: Target) -> list[Decision]:
-    """What runs both phases of a problem on a target, and with which configs."""
+    """The dispatch decisions of both phases of a problem on a target."""
     found: list[Decision] = []
     run = _Run(operation, case.options, target)
     jax.eval_shape(lambda arrays: found.extend(run.decisions(arrays)), shapes_of(case, dtype))
@@ -142,9 +141,9 @@ def decisions_of(operation: str, case: Case, dtype: str, target: Target) -> list
 def recorded(
     operation: str, case: Case, dtype: str, target: Target, *, space: bool = False
 ) -> Iterator[tuple[str, Compilation]]:
-    """The launches of one problem, both phases: with the heuristic's configs, named "", or with every one of the search space.
+    """The launches of both phases of one problem, with the heuristic's config (named "") or every config of the search space.
 
-    Nothing for a problem that is refused.
+    Yields nothing for a problem that is refused.
     """
     arrays, run = shapes_of(case, dtype), _Run(operation, case.options, target)
     decisions = decisions_of(operation, case, dtype, target)
@@ -154,7 +153,7 @@ def recorded(
     configs = [config for decision in own for config in _search_space(decision)] if space else [None]
     for config in configs:
         recorder = Recorder()
-        with standing_in(recorder):
+        with intercept_launches(recorder):
             jax.eval_shape(lambda arrays, config=config: run.both_phases(arrays, config), arrays)
         for compilation in recorder.compilations:
             yield "" if config is None else str(config), compilation
@@ -207,7 +206,7 @@ def compiled(
     *,
     space: bool = False,
 ) -> Iterator[Row]:
-    """Compile what an operation launches, each kernel once per capability."""
+    """Compile the kernels that an operation launches, each once per capability."""
     problems = [(case, dtype) for case in cases for dtype in dtypes]
     for capability in capabilities:
         target = target_of(capability)
@@ -234,7 +233,7 @@ def compiled(
 
 
 def summary(rows: Iterable[Row]) -> list[str]:
-    """A line per kernel and capability: how often it was compiled, and the most of everything."""
+    """A line per kernel and capability: how often it was compiled, and its largest resource usage."""
     groups: dict[tuple[str, int], list[Row]] = collections.defaultdict(list)
     for row in rows:
         groups[row.kernel, row.capability].append(row)

@@ -1,16 +1,16 @@
-"""Sizes of tiles, which are powers of two."""
+"""Tile sizes, which are powers of two."""
 
 from __future__ import annotations
 
-SMALLEST_PRODUCT = 16
-"""Rows, columns and depth of the smallest product of a tensor core."""
+MIN_DOT_SIZE = 16
+"""Smallest M, N and K that `tl.dot` accepts."""
 
 
-def power_of_two(size: int) -> int:
-    """The smallest power of two that holds so many elements."""
+def next_power_of_2(size: int) -> int:
+    """The smallest power of two that is at least `size`."""
     return 1 << max(size - 1, 0).bit_length()
 
 
-def product_block(size: int) -> int:
-    """The smallest block of a product that holds so many elements."""
-    return max(SMALLEST_PRODUCT, power_of_two(size))
+def dot_block(size: int) -> int:
+    """The smallest `tl.dot` block that holds `size` elements."""
+    return max(MIN_DOT_SIZE, next_power_of_2(size))

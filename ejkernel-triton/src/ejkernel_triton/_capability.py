@@ -1,4 +1,4 @@
-"""What every `supports` here asks first, and what a device has that kernels are sized by."""
+"""The checks that every `supports` here makes first, and the device properties that configs depend on."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["FLOATS", "multiprocessors", "refusal", "shared_memory_limit"]
 
 _KIB = 1024
 _SHARED_MEMORY = {(8, 0): 163 * _KIB, (8, 7): 163 * _KIB, (9, 0): 227 * _KIB, (10, 0): 227 * _KIB, (10, 3): 227 * _KIB}
-"""CUDA programming guide, technical specifications per compute capability: most dynamic shared memory of one block."""
+"""Largest dynamic shared memory of one block (CUDA programming guide, technical specifications per compute capability)."""
 _LEAST_SHARED_MEMORY = 99 * _KIB
-"""Of 8.6, 8.9 and 12.x; taken for capabilities that are not listed."""
+"""Of 8.6, 8.9 and 12.x; used for capabilities that are not listed."""
 
 
 def refusal(
     target: Target, specs: Mapping[str, ArraySpec | None], dtypes: Collection[str] | Mapping[str, Collection[str]] = FLOATS
 ) -> str | None:
-    """Why kernels cannot run there or read these arrays, as far as it holds for every kernel; None if nothing is known.
+    """Why no kernel here can run on the target or read these arrays; None if no such reason is known.
 
     Args:
         target: of the call.
-        specs: the arrays whose dtype matters, by name; absent ones are None.
-        dtypes: those that are read, of all arrays or by name.
+        specs: arrays whose dtype is checked, by name; absent ones are None.
+        dtypes: supported dtypes, of all arrays or by name.
     """
     if interpreting():
         return (
@@ -37,7 +37,7 @@ def refusal(
 
 
 def shared_memory_limit(target: Target) -> int:
-    """Bytes of shared memory that one program may use. The interpreter has no limit; it is given the largest."""
+    """Bytes of shared memory that one program may use. The interpreter has no limit and gets the largest."""
     if target.capability is None:
         return max(_SHARED_MEMORY.values())
     return _SHARED_MEMORY.get(target.capability, _LEAST_SHARED_MEMORY)
@@ -48,5 +48,5 @@ _MULTIPROCESSORS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
 
 
 def multiprocessors(target: Target) -> int | None:
-    """Of the largest common device of a target's compute capability; None where devices differ too much, or nothing is known."""
+    """Streaming multiprocessors of the largest common device of the target's compute capability; None if unknown."""
     return None if target.capability is None else _MULTIPROCESSORS.get(target.capability)

@@ -1,4 +1,4 @@
-"""Packed sequences cut into chunks of tokens, as a table whose length depends on shapes only."""
+"""Splits packed sequences into chunks of tokens. The table's length depends on shapes only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import jax.numpy as jnp
 
 
 class Chunks(NamedTuple):
-    """For members that are the batch or, where all rows have the same sequences, one.
+    """`members` is the batch size, or 1 if all rows have the same sequences.
 
-    bounds `[members, n + 1]`: where sequences begin and end, within the length and not decreasing.
-    first `[members, n + 1]`: the first chunk of each sequence.
-    sequence `[members, count]`: the sequence of each chunk; n for those that are not used.
+    bounds `[members, n + 1]`: non-decreasing sequence boundaries, clipped to the length.
+
+    first `[members, n + 1]`: first chunk of each sequence.
+
+    sequence `[members, count]`: sequence of each chunk; n for unused chunks.
     """
 
     bounds: Any
@@ -22,12 +24,12 @@ class Chunks(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many chunks and sequences a member has."""
+        """Number of chunks and of sequences of a member."""
         return self.sequence.shape[1], self.bounds.shape[1] - 1
 
 
 def chunks_of(bounds: Any, length: int, size: int) -> Chunks:
-    """Cut sequences of tokens between `bounds [members, n + 1]` into chunks of at most `size` tokens."""
+    """Split sequences of tokens with boundaries `bounds [members, n + 1]` into chunks of at most `size` tokens."""
     sequences = bounds.shape[1] - 1
     bounds = jax.lax.cummax(jnp.clip(bounds, 0, length), axis=1)
     counts = -(-jnp.diff(bounds, axis=1) // size)

@@ -8,8 +8,8 @@ INTERPRET = "EJKERNEL_TRITON_INTERPRET"
 
 
 def interpreting() -> bool:
-    """Read when plugins are discovered (then kernels run on CPU targets too) and whenever a program is traced.
+    """Read when plugins are discovered (kernels then also run on CPU targets) and whenever a program is traced.
 
-    A program that is compiled already stays what it is.
+    Compiled programs are not affected.
     """
     return os.environ.get(INTERPRET, "0") not in ("", "0")

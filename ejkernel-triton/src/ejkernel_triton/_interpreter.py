@@ -1,6 +1,6 @@
-"""Triton's interpreter over NumPy: kernels on the host, without a GPU and without torch. Very slow.
+"""Runs kernels in Triton's interpreter over NumPy, without a GPU and without torch. Very slow.
 
-Results start as NaN, and each lies between guard bytes that must survive.
+Outputs start as NaN, between guard bytes that a kernel must not write.
 """
 
 # pyright: reportPrivateUsage=false, reportUnusedImport=false
@@ -23,15 +23,15 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 _GUARD = 256
-_POISON = 0xFF
+_NAN_BYTE = 0xFF
 """Bytes of all ones are NaN in every floating type."""
 
 _one_at_a_time = threading.Lock()
-"""The interpreter patches Triton's own modules while a kernel runs; several devices call from several threads."""
+"""The interpreter patches Triton's modules while a kernel runs, and each device calls from its own thread."""
 
 
 class _Storage:
-    """The bytes under an array, as the interpreter expects them of a tensor."""
+    """The storage of a `HostArray`, with the interface of a tensor's storage."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -47,7 +47,7 @@ class _Storage:
 
 
 class HostArray:
-    """An array with the few methods of a tensor that Triton's interpreter calls; there is only one copy, on the host."""
+    """A host array with the tensor methods that Triton's interpreter calls. Nothing is copied."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -76,15 +76,15 @@ class HostArray:
 
 
 def _guarded(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """An array of NaN inside a buffer of NaN; both share memory."""
+    """A buffer of NaN and the output array inside it, which share memory."""
     dtype = jnp.dtype(dtype)
     length = int(np.prod(shape)) * dtype.itemsize
-    buffer = np.full(length + 2 * _GUARD, _POISON, np.uint8)
+    buffer = np.full(length + 2 * _GUARD, _NAN_BYTE, np.uint8)
     return buffer, buffer[_GUARD : _GUARD + length].view(dtype).reshape(shape)
 
 
 def _interpret(function: JITFunction[Any], *args: Any, **kwargs: Any) -> Any:
-    """A function that a kernel calls."""
+    """Interpret a function that a kernel calls."""
     return InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
 
 
@@ -102,7 +102,7 @@ _cast_before = interpreter.InterpreterBuilder.cast_impl
 
 
 def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, *rest: Any) -> Any:
-    """The interpreter keeps bfloat16 as the integers of its bits, which it would multiply, and knows no TF32."""
+    """The interpreter stores bfloat16 as integers, which it would multiply, and does not emulate TF32."""
     a, b = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
     if input_precision == ir.INPUT_PRECISION.TF32 and a.data.dtype == np.float32:
         a, b = (interpreter.TensorHandle(_tf32(x.data), x.dtype) for x in (a, b))
@@ -110,7 +110,7 @@ def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, *rest: Any)
 
 
 def _tf32(array: np.ndarray) -> np.ndarray:
-    """Rounded to 10 bits of fraction, halves away from zero; what is not finite stays."""
+    """Round the mantissa to 10 bits, ties away from zero. NaN and infinities stay."""
     bits = (array.view(np.uint32) + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)
     return np.where(np.isfinite(array), bits.view(np.float32), array)
 
@@ -120,7 +120,7 @@ _store_before = interpreter.InterpreterBuilder.create_masked_store
 
 
 def _masked_load(builder: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-    """Where a scalar took part in a mask, newer interpreters hold it as integers and then refuse it."""
+    """Newer interpreters reject a mask that was computed with a scalar, as they store it as integers."""
     return _load_before(builder, pointers, _as_bool(mask), *rest, **named)
 
 
@@ -129,14 +129,14 @@ def _masked_store(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any
 
 
 def _as_bool(mask: Any) -> Any:
-    """Loads through a descriptor of a tensor bring a bare array."""
+    """A load through a tensor descriptor passes a bare array."""
     if isinstance(mask, np.ndarray):
         return interpreter.TensorHandle(mask, tl.int1)
     return interpreter.TensorHandle(mask.data.astype(np.bool_), mask.dtype)
 
 
 def _cast(builder: Any, source: Any, target: Any) -> Any:
-    """The interpreter cuts off what bfloat16 does not hold; a GPU rounds to nearest even."""
+    """The interpreter truncates to bfloat16; a GPU rounds to nearest even."""
     if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
         return interpreter.TensorHandle(source.data.astype(jnp.bfloat16).view(np.uint16), tl.bfloat16)
     return _cast_before(builder, source, target)
@@ -227,5 +227,5 @@ def _interpreted(
         new = argument.array
         np.testing.assert_array_equal(old.view(np.uint8), new.view(np.uint8), "the kernel changed an input")
     for buffer, _ in results:
-        assert (buffer[:_GUARD] == _POISON).all() and (buffer[-_GUARD:] == _POISON).all(), "written outside of an output"
+        assert (buffer[:_GUARD] == _NAN_BYTE).all() and (buffer[-_GUARD:] == _NAN_BYTE).all(), "written outside of an output"
     return [array for _, array in results]

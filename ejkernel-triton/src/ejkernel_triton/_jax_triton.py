@@ -1,7 +1,7 @@
 """The only module that imports jax-triton.
 
-jax-triton overwrites `TRITON_CACHE_DIR` for the whole process when it is imported; the user's value is put back. It would take
-the compute capability from the first device of the host; here it comes from the target that core builds for.
+Importing jax-triton overwrites `TRITON_CACHE_DIR` for the whole process; the user's value is restored. jax-triton takes the
+compute capability from the host's first device; here it comes from the target that core builds for.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import jax
 
 from ejkernel.plugin import current_target
 from ejkernel_triton._interpret import interpreting
-from ejkernel_triton._kernel_cache import install, keep, seam_problem
+from ejkernel_triton._kernel_cache import install, keep, patch_problem
 from ejkernel_triton._versions import version_problem
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
-_stand_in: contextvars.ContextVar[Callable[..., list[Any]] | None] = contextvars.ContextVar("ejkernel_triton", default=None)
+_interceptor: contextvars.ContextVar[Callable[..., list[Any]] | None] = contextvars.ContextVar("ejkernel_triton", default=None)
 
 
 @contextlib.contextmanager
@@ -49,16 +49,16 @@ def _jax_triton() -> Any:
 
 
 @contextlib.contextmanager
-def standing_in(call: Callable[..., list[Any]]) -> Generator[None]:
-    """Have `call` take the place of `call_kernel`, in programs that are traced inside the block."""
-    token = _stand_in.set(call)
+def intercept_launches(call: Callable[..., list[Any]]) -> Generator[None]:
+    """Replace `call_kernel` by `call` in programs that are traced inside the block."""
+    token = _interceptor.set(call)
     try:
         yield
     finally:
-        _stand_in.reset(token)
+        _interceptor.reset(token)
 
 
-def _in_the_interpreter() -> Callable[..., list[Any]]:
+def _interpreted_launch() -> Callable[..., list[Any]]:
     from ejkernel_triton._interpreter import traced_call
 
     return traced_call
@@ -78,7 +78,7 @@ def call_kernel(
 ) -> list[jax.Array]:
     """Call a `triton.jit` kernel whose parameters are: inputs in order, outputs in order, constants by name.
 
-    With `EJKERNEL_TRITON_INTERPRET=1` it runs in Triton's interpreter on the host, called from the program.
+    With `EJKERNEL_TRITON_INTERPRET=1` the program calls Triton's interpreter on the host.
 
     Args:
         kernel: the kernel.
@@ -86,16 +86,16 @@ def call_kernel(
         outputs: shape and dtype of each.
         grid: number of programs.
         num_warps: warps per program.
-        num_stages: depth of software pipelining.
-        input_output_aliases: number of an array among `inputs` to the number of the output that starts with its contents, in
-            its memory where the caller's program has no other use of it. The kernel is given both, and they are one.
-        fp_fusion: whether a product and a sum may become one instruction, which rounds once.
+        num_stages: stages of the software pipeline.
+        input_output_aliases: index of an array among `inputs` -> index of the output that is initialised with it, in the same
+            buffer if XLA can donate it. The kernel gets both pointers.
+        fp_fusion: whether multiplications and additions may be fused to FMA.
         **constants: `tl.constexpr` parameters.
     """
-    stand_in = _stand_in.get() or (_in_the_interpreter() if interpreting() else None)
-    if stand_in is not None:
+    interceptor = _interceptor.get() or (_interpreted_launch() if interpreting() else None)
+    if interceptor is not None:
         launch = {"num_warps": num_warps, "num_stages": num_stages, "fp_fusion": fp_fusion}
-        return stand_in(kernel, inputs, outputs, grid=grid, input_output_aliases=input_output_aliases, **launch, **constants)
+        return interceptor(kernel, inputs, outputs, grid=grid, input_output_aliases=input_output_aliases, **launch, **constants)
     keep(kernel)
     capability = current_target().capability
     if capability is None:
@@ -120,11 +120,11 @@ def call_kernel(
 
 
 def has_scratch() -> bool:
-    """Whether kernels may use global scratch memory, as `tl.make_tensor_descriptor` does; `_kernel_cache` says how they get it."""
-    stands_in = _stand_in.get() is not None or interpreting()
+    """Whether kernels may use global scratch memory, which `tl.make_tensor_descriptor` needs; see `_kernel_cache`."""
+    stands_in = _interceptor.get() is not None or interpreting()
     return stands_in or (version_problem() is None and cache_problem() is None)
 
 
 def cache_problem() -> str | None:
-    """Why compiled kernels are not kept on disk; None if they are."""
-    return seam_problem(_jax_triton().triton_lib)
+    """Why compiled kernels are not cached on disk; None if they are."""
+    return patch_problem(_jax_triton().triton_lib)

@@ -1,15 +1,15 @@
-"""Kernels are compiled once: what jax-triton compiles while JAX lowers is kept on disk, and no later process compiles it again.
+"""A disk cache of the kernels that jax-triton compiles while JAX lowers, so that no later process compiles them again.
 
-jax-triton forms a kernel's first IR (`code_gen.ast_to_ttir`), takes that as text, and makes PTX of it (`compile_ttir_inplace`).
-Both are looked up in its module when they are called, so `install` puts others there, for kernels of ours alone. They are
-answered from the store when the key is known: Triton's own hash of the source with everything that it calls, the
-signature and the constants; its options (warps, stages, fusion, architecture); the versions of jax-triton and Triton, ptxas too.
+jax-triton generates a kernel's TTIR (`code_gen.ast_to_ttir`) and compiles it to PTX (`compile_ttir_inplace`). It looks both
+functions up in its module at each call; `install` replaces them, for our kernels only. The cache key is Triton's own hash of
+the source and its callees, signature and constants; the options (warps, stages, fusion, architecture); and the versions of
+jax-triton, Triton and ptxas.
 
-A kernel that describes tensors to the copy engine (`tl.make_tensor_descriptor`) writes the descriptors to global scratch memory,
-for which jaxlib passes a null pointer. `_with_scratch` has it take its own last parameter, `p_scratch`, instead.
+A kernel with TMA descriptors (`tl.make_tensor_descriptor`) writes them to global scratch memory, for which jaxlib passes a null
+pointer. `_with_scratch` makes it use its own last parameter, `p_scratch`, instead.
 
-Nothing in the result tells one process, folder or day from another, so that lowered programs are equal byte for byte and JAX's
-persistent cache of compiled programs is hit as well. For this, PTX has no line tables, unless TRITON_DISABLE_LINE_INFO=0.
+Cache entries do not depend on the process, the folder or the time, so lowered programs are equal byte for byte and JAX's
+persistent compilation cache hits too. Hence PTX has no line tables, unless TRITON_DISABLE_LINE_INFO=0.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -30,7 +30,7 @@ from typing import Any, cast
 from ejkernel.utils.kernel_store import KernelStore
 
 LEVEL = 1
-"""Of the entries' form; raised whenever it, or what is compiled for one key, changes."""
+"""Version of the cache format; raised when the format or the code compiled for a key changes."""
 
 STORE = KernelStore("triton")
 
@@ -40,14 +40,14 @@ _RESULTS = ("binary", "name", "shared_mem_bytes", "ttgir", "llir")
 _LINE_INFO = "TRITON_DISABLE_LINE_INFO"
 _SCRATCH = "p_scratch"
 
-_ours: dict[int, Any] = {}
+_registered: dict[int, Any] = {}
 _installing = threading.Lock()
 _compiling = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A compiled kernel: its name in the PTX, its shared memory in bytes, the first IR and the PTX."""
+    """A compiled kernel: its name in the PTX, its shared memory in bytes, its TTIR and PTX."""
 
     name: str
     shared: int
@@ -63,8 +63,8 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Known:
-    """In place of a kernel's first IR, where the whole kernel is known."""
+class _Cached:
+    """Stands for the TTIR of a kernel that is in the cache."""
 
     entry: Entry
 
@@ -73,10 +73,10 @@ class _Known:
 
 
 @dataclasses.dataclass(frozen=True)
-class _New:
-    """A kernel's first IR, with the key under which the kernel will be stored, None if it will not.
+class _Uncached:
+    """The TTIR of a kernel that is not in the cache, and its key; None if it must not be cached.
 
-    `parameters` is how many a kernel with `p_scratch` has; 0 for others.
+    `parameters` counts the parameters of a kernel with `p_scratch`; 0 for others.
     """
 
     module: Any
@@ -89,12 +89,12 @@ class _New:
 
 
 def keep(kernel: Any) -> None:
-    """Have what is compiled of this kernel kept; others that call jax-triton are left alone."""
-    _ours[id(kernel)] = kernel
+    """Register a kernel for the cache. Other users of jax-triton are not affected."""
+    _registered[id(kernel)] = kernel
 
 
-def seam_problem(library: Any) -> str | None:
-    """Why kernels cannot be kept with this version of jax-triton; None if they can."""
+def patch_problem(library: Any) -> str | None:
+    """Why this version of jax-triton cannot be patched; None if it can."""
     names = ("get_or_create_triton_kernel", "compile_ttir_inplace", "CompilationResult")
     create, compile_, result = (cast("Any", getattr(library, name, None)) for name in names)
     if (
@@ -109,16 +109,16 @@ def seam_problem(library: Any) -> str | None:
 
 
 def install(library: Any) -> None:
-    """Put the store into jax-triton's module, if that is built as expected; once, also where several threads come first."""
+    """Patch jax-triton's module if it has the expected structure. Idempotent and thread-safe."""
     with _installing:
-        if isinstance(library.code_gen, _Frontend) or seam_problem(library) is not None:
+        if isinstance(library.code_gen, _Frontend) or patch_problem(library) is not None:
             return
         library.code_gen = _Frontend(library.code_gen)
         library.compile_ttir_inplace = functools.partial(_compile, library.compile_ttir_inplace, library.CompilationResult)
 
 
 class _Frontend:
-    """Triton's code generator, which answers for known kernels of ours without generating."""
+    """Wraps Triton's code generator and skips it for cached kernels."""
 
     def __init__(self, code_generator: Any) -> None:
         self._code_generator = code_generator
@@ -127,24 +127,24 @@ class _Frontend:
         return getattr(self._code_generator, name)
 
     def ast_to_ttir(self, fn: Any, src: Any, *, options: Any, **rest: Any) -> Any:
-        if id(fn) not in _ours:
+        if id(fn) not in _registered:
             return self._code_generator.ast_to_ttir(fn, src, options=options, **rest)
         parameters = sum(kind != "constexpr" for kind in src.signature.values()) if _SCRATCH in fn.arg_names else 0
         if not _storable(options):
             module = self._code_generator.ast_to_ttir(fn, src, options=options, **rest)
-            return _New(module, None, str(module), parameters)
+            return _Uncached(module, None, str(module), parameters)
         key = _key(src, options)
         stored = None if _always_compile() else STORE.get(key)
         if stored is not None:
-            return _Known(Entry.load(stored))
+            return _Cached(Entry.load(stored))
         module = self._code_generator.ast_to_ttir(fn, src, options=options, **rest)
-        return _New(module, key, _without_folders(str(module), fn), parameters)
+        return _Uncached(module, key, _with_relative_paths(str(module), fn), parameters)
 
 
 def _compile(compile_: Any, result: Any, ttir: Any, backend: Any, options: Any, compute_capability: Any, platform: str) -> Any:
-    if isinstance(ttir, _Known):
+    if isinstance(ttir, _Cached):
         return _as_result(result, ttir.entry)
-    if not isinstance(ttir, _New):
+    if not isinstance(ttir, _Uncached):
         return compile_(ttir, backend, options, compute_capability, platform)
     if ttir.key is None:
         compiled = compile_(ttir.module, backend, options, compute_capability, platform)
@@ -161,9 +161,9 @@ def _compile(compile_: Any, result: Any, ttir: Any, backend: Any, options: Any, 
 
 
 def _with_scratch(ptx: str, name: str, parameters: int) -> str:
-    """Have a kernel of so many parameters read the address of its scratch memory from the last of them; 0 for one without.
+    """Make a kernel read its scratch pointer from its last parameter; `parameters` is 0 for a kernel without scratch memory.
 
-    After those Triton declares two more: the address of global scratch memory, and that of a profiler's.
+    Triton appends two parameters: pointers to global scratch memory and to profiler scratch memory.
     """
     if not parameters:
         return ptx
@@ -180,7 +180,7 @@ def _as_result(result: Any, entry: Entry) -> Any:
 
 
 def _storable(options: Any) -> bool:
-    """Whoever asks for every step of the compilation gets it from the compiler."""
+    """Debug dumps need a real compilation."""
     return options.arch.startswith("sm") and not options.debug and not os.environ.get("JAX_TRITON_DUMP_DIR")
 
 
@@ -191,14 +191,14 @@ def _always_compile() -> bool:
 
 
 def _line_info() -> bool:
-    """Line tables hold the folder of the kernel's source; they are made only where somebody insists."""
+    """Line tables contain the source folder, so they are generated only on request."""
     from triton import knobs
 
     return _LINE_INFO in os.environ and not knobs.compilation.disable_line_info
 
 
 def _key(source: Any, options: Any) -> str:
-    """The hash of all that the compiled kernel depends on."""
+    """The cache key: a hash of everything that the compiled kernel depends on."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
@@ -222,7 +222,7 @@ def _key(source: Any, options: Any) -> str:
 
 @functools.cache
 def _versions() -> tuple[str, str]:
-    """Of jax-triton, and of Triton: of its wheel the hashes of all files, else what Triton itself computes from them."""
+    """The version of jax-triton, and a hash of Triton's files: of the wheel's RECORD, else Triton's own key."""
     record = importlib.metadata.distribution("triton").read_text("RECORD") or ""
     files = sorted(line for line in record.splitlines() if line.startswith("triton/") and "sha256=" in line)
     if files:
@@ -234,8 +234,8 @@ def _versions() -> tuple[str, str]:
     return importlib.metadata.version("jax-triton"), triton
 
 
-def _without_folders(text: str, kernel: Any) -> str:
-    """The IR's locations relative to where the kernel's and Triton's packages are installed."""
+def _with_relative_paths(text: str, kernel: Any) -> str:
+    """Make the IR's locations relative to the installation folders of the kernel's package and of Triton."""
     import triton
 
     source = Path(inspect.getfile(kernel.fn)).parents

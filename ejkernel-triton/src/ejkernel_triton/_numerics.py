@@ -14,14 +14,13 @@ _OF_WISH: dict[str | None, DotPrecision] = {None: "ieee", "highest": "ieee", "hi
 def dot_precision(precision: str | None, dtype: Any) -> DotPrecision:
     """`input_precision` of a `tl.dot` whose operands have this dtype.
 
-    float32 without a wish, and "highest", means products as good as float32's own. "ieee" is that without tensor cores, which is
-    slow, and right for a kernel that waits for memory or multiplies little. A kernel whose time is float32 products makes them of
-    bfloat16 parts on tensor cores in its place, as `flash_attention.parts` does: float32 errors, twenty times as fast.
-    "high" is three products of TF32 parts, "default" one product of numbers rounded to TF32.
+    float32 without a precision, or with "highest", gets "ieee": full float32 without tensor cores. That is slow, and fine for
+    memory-bound kernels. Compute-bound kernels emulate float32 on tensor cores instead (`flash_attention.split_precision`),
+    with float32 accuracy at twenty times the speed. "high" is 3xTF32, "default" is one TF32 MMA.
 
     Args:
         precision: of the call: None, "default", "high" or "highest".
-        dtype: of the operands. Only float32 has a choice; products of narrower types are exact in every form.
+        dtype: of the operands. It only matters for float32; products of narrower types are exact in every mode.
     """
     wished = _OF_WISH[precision]
     return wished if np.dtype(dtype) == np.float32 else "ieee"

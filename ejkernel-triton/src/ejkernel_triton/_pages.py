@@ -1,4 +1,4 @@
-"""Pages of any layout and what they may hold, without Triton."""
+"""KV page layouts and dtypes. Does not import Triton."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ONE_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")
 STORED = (*FLOATS, *ONE_BYTE)
 E4M3_SINCE = (8, 9)
 
-MOST_SEARCHED = 1024
-"""Requests that a program looks at together."""
+MAX_SEARCH_BLOCK = 1024
+"""Largest block of requests that `count_up_to` loads at once."""
 
 
 def strides_of(shape: tuple[int, ...], layout: str) -> PageStrides:
-    """Of a canonical shape; all members share a batch of one."""
+    """Strides of pages of a canonical shape; the batch stride is 0 if the batch shares them."""
     found = PageStrides.of(shape, layout)
     return found if shape[0] > 1 else found._replace(batch=0)
 
@@ -34,20 +34,20 @@ def e4m3_problem(target: Target, *specs: ArraySpec | None) -> str | None:
     return f"Triton has no float8_e4m3fn below compute capability 8.9, {target} has {target.compute_capability}"
 
 
-def with_one_schedule(inputs: Any) -> Any:
-    """Starts and lengths of one batch size, 1 or b."""
+def with_common_batch(inputs: Any) -> Any:
+    """Broadcast `query_start_loc` and `kv_lens` to a common batch size, 1 or b."""
     members = max(inputs.query_start_loc.shape[0], inputs.kv_lens.shape[0])
     starts, lengths = (jnp.broadcast_to(x, (members, x.shape[1])) for x in (inputs.query_start_loc, inputs.kv_lens))
     return inputs._replace(query_start_loc=starts, kv_lens=lengths)
 
 
 def search_block(requests: int) -> int:
-    """A power of two."""
-    return min(MOST_SEARCHED, 1 << max(requests - 1, 0).bit_length())
+    """Requests that `count_up_to` loads at once; a power of two."""
+    return min(MAX_SEARCH_BLOCK, 1 << max(requests - 1, 0).bit_length())
 
 
 def storage(array: Any) -> int:
-    """0 for none, 1 for one that the batch shares, 2 for one per batch member."""
+    """0: absent, 1: shared by the batch, 2: one per batch member."""
     return 0 if array is None else 1 if array.shape[0] == 1 else 2
 
 

@@ -1,4 +1,4 @@
-"""The light plugin module of ejkernel-triton: imports the standard library, `ejkernel.plugin` and a light module only."""
+"""The plugin module of ejkernel-triton. Imports only the standard library, `ejkernel.plugin` and `_interpret`."""
 
 from __future__ import annotations
 

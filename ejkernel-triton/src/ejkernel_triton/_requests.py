@@ -1,4 +1,4 @@
-"""A piece of kernels that finds the request of a token or a program."""
+"""Device function that finds the request of a token or program."""
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false

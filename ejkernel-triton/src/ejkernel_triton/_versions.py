@@ -1,6 +1,6 @@
 """Which versions of jax, jax-triton and Triton are known to work, or not to work, together.
 
-Reads package metadata and looks for modules only, so that `supports` can ask without importing any of them.
+Reads only package metadata and module names, so `supports` imports none of these packages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _version(name: str) -> str | None:
 
 @functools.cache
 def version_problem() -> str | None:
-    """One sentence saying why the installed versions cannot work together; None if no reason is known."""
+    """Why the installed versions do not work together, in one sentence; None if no reason is known."""
     versions = installed()
     missing = [name for name, version in versions.items() if version is None]
     if missing:
@@ -40,12 +40,12 @@ def version_problem() -> str | None:
 
 
 def _has_gpu_support() -> bool:
-    """Whether jaxlib's extension modules for CUDA are there; calls are built with them on a machine without a GPU too."""
+    """Whether jaxlib's CUDA extension modules are installed; lowering needs them even without a GPU."""
     return any(re.fullmatch(r"jax_cuda\d+_plugin", module.name) for module in pkgutil.iter_modules())
 
 
 def problem_of(versions: Mapping[str, str]) -> str | None:
-    """What core's table of measured combinations says of these versions; those that it does not hold are tried."""
+    """The problem that core's table of known version combinations lists for these; unlisted combinations are tried."""
     for known in matching(versions):
         if known.verdict == "bad":
             combination = " with ".join(f"{name} {versions[name]}" for name in known.packages)

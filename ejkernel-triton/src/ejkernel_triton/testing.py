@@ -1,7 +1,7 @@
 """Triton kernels without a GPU: in Triton's interpreter over NumPy, and compiled ahead of time for a GPU that is not there.
 
-`interpreted_call` takes the place of `call_kernel` in a kernel module, so that a test runs the launch code as it is; a
-`Recorder` takes its place to compile what is launched. Under a JAX transformation `EJKERNEL_TRITON_INTERPRET=1` does the same.
+`interpreted_call` replaces `call_kernel` in a kernel module, so a test runs the real launch code. A `Recorder` replaces it to
+compile what is launched. Under a JAX transformation `EJKERNEL_TRITON_INTERPRET=1` does the same.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """What a `Recorder` saw: a kernel with everything needed to compile it.
+    """A recorded launch: a kernel and everything needed to compile it.
 
     Attributes:
         kernel: the kernel.
-        types: of its inputs and outputs, in Triton's words; "1" for an integer that is one, which Triton takes for a constant.
+        types: Triton types of its inputs and outputs; "1" for an integer equal to 1, which Triton specialises on.
         constants: `tl.constexpr` parameters.
         num_warps: warps per program.
-        num_stages: depth of software pipelining.
-        fp_fusion: whether a product and a sum may become one instruction.
+        num_stages: stages of the software pipeline.
+        fp_fusion: whether FMA fusion is enabled.
     """
 
     kernel: Any
@@ -57,7 +57,7 @@ class Compilation:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Hashable; two compilations that are equal in it give the same machine code."""
+        """Hashable; compilations with equal identity give the same machine code."""
         return (
             id(self.kernel),
             self.types,
@@ -68,7 +68,7 @@ class Compilation:
         )
 
     def compile(self, capability: int) -> Any:
-        """Compile to machine code, with the alignment that jax-triton promises and the fusion that it asks for."""
+        """Compile to machine code with the pointer alignment that jax-triton guarantees."""
         names = self.kernel.arg_names
         constants = {**self.constants, **{name: 1 for name, kind in zip(names, self.types, strict=False) if kind == "1"}}
         signature = {**dict(zip(names, self.types, strict=False)), **dict.fromkeys(constants, "constexpr")}
@@ -80,14 +80,14 @@ class Compilation:
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes.
+    """Resource usage of a compiled kernel.
 
     Attributes:
         registers: per thread.
-        stack: bytes per thread that lie in memory in place of registers; above 0 the kernel spills.
+        stack: bytes per thread of stack and local memory; above 0 the kernel spills.
         shared: bytes of shared memory per program.
-        spilling: largest share, over innermost loops, of instructions that only move values to and from the stack. What is
-            spilled before a loop and read after it does not count: it costs next to nothing.
+        spilling: largest share, over innermost loops, of instructions that only load or store spilled registers. Spills outside
+            of loops do not count: they cost next to nothing.
     """
 
     registers: int
@@ -97,7 +97,7 @@ class Resources:
 
 
 def resources(compiled: Any) -> Resources:
-    """Registers and stack as the disassembler reads them from the machine code, shared memory as Triton will ask for it."""
+    """Registers and stack from `cuobjdump`, shared memory from Triton's metadata."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -109,7 +109,7 @@ def resources(compiled: Any) -> Resources:
 
 
 def _tool(name: str, *arguments: str) -> str:
-    """What one of the tools that come with Triton prints."""
+    """Output of one of the CUDA binary tools that Triton ships."""
     path = pathlib.Path(str(triton.__file__)).parent / "backends/nvidia/bin" / name
     return subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True).stdout
 
@@ -132,13 +132,13 @@ def spilling_of(disassembly: str) -> float:
 
 
 def tolerated_stack() -> int:
-    """Bytes per thread that may spill: none with the Triton that the kernels were measured with, a few with another, whose compiler
-    hands out registers in its own way."""
+    """Bytes per thread that may spill: none with the Triton version that the kernels were tuned with, a few with others, whose
+    register allocation differs."""
     return 0 if triton.__version__.startswith("3.6.") else 16
 
 
 def stack_bytes(compiled: Any) -> int:
-    """Bytes per thread of the compiled kernel that lie in memory instead of registers."""
+    """Bytes per thread that the compiled kernel spills."""
     return resources(compiled).stack
 
 
@@ -167,7 +167,7 @@ def _type(value: Any) -> str:
 
 
 class Recorder:
-    """Stands in for `call_kernel`: records each call and returns arrays of zeros."""
+    """Replaces `call_kernel`: records each launch and returns zeros."""
 
     def __init__(self) -> None:
         self.compilations: list[Compilation] = []

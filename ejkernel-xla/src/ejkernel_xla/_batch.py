@@ -1,4 +1,4 @@
-"""One function over the members of a batch whose arrays may be shared."""
+"""Batches a function over arrays that the batch may share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The light plugin module of ejkernel-xla: imports the standard library and `ejkernel.plugin` only."""
+"""The plugin module of ejkernel-xla. Imports only the standard library and `ejkernel.plugin`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ejkernel_plugin() -> Plugin:
         summary="Every operation in plain JAX, on every device; the fallback of all others",
         implementations=(
             *_both_phases("add_rms_norm"),
-            # The loop over listed tiles has a trip count that only the device knows: JAX cannot transpose it, nor XLA split it.
+            # The loop over listed tiles has a dynamic trip count: JAX cannot differentiate it, nor XLA partition it.
             *_both_phases("block_sparse_attention", partitioning="opaque", plain_jax=False, configs=_BLOCK_SPARSE),
             *_both_phases("block_sparse_attention", "plain_", variant="plain", priority=-1, configs=_BLOCK_SPARSE),
             *_both_phases("cross_entropy", configs="ejkernel_xla._vocabulary:CONFIGS"),

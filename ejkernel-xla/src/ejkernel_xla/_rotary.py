@@ -1,4 +1,4 @@
-"""What the operations that rotate queries and keys share on XLA. A pass over each array, in the accumulator's dtype."""
+"""Helpers of the rotary operations on XLA. One pass over each array, in the accumulator's dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the normalisations over rows share on XLA."""
+"""Helpers of the row normalisations on XLA."""
 
 from __future__ import annotations
 

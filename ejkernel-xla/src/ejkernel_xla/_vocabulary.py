@@ -1,6 +1,6 @@
-"""Rows of logits in tiles: columns of the vocabulary one after the other, for some of the rows at a time.
+"""Tiled logits: a loop over vocabulary tiles, for some of the rows at a time.
 
-Arrays over rows are `[b, n, ...]`. Rows that go together are every `steps`-th, so that a split of the rows over devices stays one.
+Arrays over rows are `[b, n, ...]`. A step takes every `steps`-th row, so that a partitioning of the rows is preserved.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _CPU_TILE, _TILE = 2**20, 2**26
 
 @dataclasses.dataclass(frozen=True)
 class VocabularyConfig:
-    """Size of the tiles of logits where a head makes them; both are cut to the sizes of the call.
+    """Tile size of logits that are computed by a head; clipped to the sizes of the call.
 
     Attributes:
-        block_rows: rows worked on at a time.
-        block_vocabulary: entries of the vocabulary at a time.
+        block_rows: rows of a tile.
+        block_vocabulary: vocabulary entries of a tile.
     """
 
     block_rows: int
@@ -40,7 +40,7 @@ class VocabularyConfig:
 
 
 def heuristic(call: Any, target: Target) -> VocabularyConfig:
-    """Wide products, in a tile that is small beside the head."""
+    """Large matmuls, with a tile that is small compared to the head."""
     if target.backend == "cpu":
         return VocabularyConfig(1024, _CPU_TILE // 1024)
     return VocabularyConfig(16384, _TILE // 16384)
@@ -62,7 +62,8 @@ CONFIGS = ConfigSpace(VocabularyConfig, heuristic, search_space)
 
 
 class Head(NamedTuple):
-    """What makes logits of rows: matrix `[b?, d, v]` (or `[b?, v, d]`) and bias `[b?, v]`, both None for rows of logits."""
+    """The head that computes logits: matrix `[b?, d, v]` (or `[b?, v, d]`) and bias `[b?, v]`; both None if the rows are
+    logits."""
 
     matrix: Any = None
     bias: Any = None
@@ -181,7 +182,7 @@ def row_steps(batch: int, rows: int, block: int) -> int:
 def over_rows(work: Callable[[Any, Any], tuple[Any, Any]], sums: Any, arrays: Any, steps: int) -> tuple[Any, Any]:
     """`sums, results = work(sums, arrays)` for every group of rows; arrays and results are pytrees of `[b, n, ...]`.
 
-    Rows that fill the last group up hold 0 in every array.
+    Padding rows of the last group are 0 in every array.
     """
     if steps == 1:
         return work(sums, arrays)
@@ -201,7 +202,7 @@ def over_rows(work: Callable[[Any, Any], tuple[Any, Any]], sums: Any, arrays: An
 
 
 def zero_head(head: Head, several: bool, like: Any) -> Head:
-    """Where the head's gradient is summed: in its own dtype where every entry is written once, else wide."""
+    """Zeros for the head's gradient: in its own dtype if every entry is written once, else in the accumulator's."""
 
     def zeros(x: Any) -> Any:
         return None if x is None else vary_like(jnp.zeros(x.shape, accumulator(x.dtype) if several else x.dtype), like)

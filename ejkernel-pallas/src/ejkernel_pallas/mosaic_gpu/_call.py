@@ -1,6 +1,6 @@
-"""What every Mosaic GPU kernel here needs: which devices can run it, how it is called, and the interpreter in its place.
+"""Helpers for every Mosaic GPU kernel here: device checks, kernel calls, and their interpreter equivalents.
 
-Nothing of Mosaic GPU is imported before a kernel is built: `supports` asks `refusal` on machines that have no part of it.
+Mosaic GPU is imported only when a kernel is built: `supports` calls `refusal` on machines without it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from ejkernel_pallas._jax_interpreter import gpu_interpreter_is_on
 
 CAPABILITY = (9, 0)
 SHARED_MEMORY = 227 * 1024
-"""Bytes that one block may use (CUDA programming guide, technical specifications per compute capability)."""
+"""Bytes of shared memory of one block (CUDA programming guide, technical specifications per compute capability)."""
 ALIGNMENT = 1024
-"""Of every array that Pallas places in shared memory."""
+"""Alignment of the arrays that Pallas allocates in shared memory."""
 SHARED_MEMORY_SLACK = 1024
-"""Left for barriers."""
+"""Bytes left for mbarriers."""
 
 _NEEDED = ("kernel", "wgmma_accumulator_load", "broadcasted_iota", "warp_map", "layout_cast")
-"""What kernels take from `jax.experimental.pallas.mosaic_gpu`; absent before jax 0.11."""
+"""Names that kernels use from `jax.experimental.pallas.mosaic_gpu`; missing before jax 0.11."""
 
 
 def refusal(target: Target, specs: Mapping[str, ArraySpec | None], dtypes: Sequence[str] = HALVES) -> str | None:
-    """Why kernels cannot run there or read these arrays, as far as it holds for every kernel; None if nothing is known.
+    """Why no kernel here can run on the target or read these arrays; None if no such reason is known.
 
     Args:
         target: of the call.
-        specs: the arrays that are read by name; absent ones are None.
-        dtypes: those that are read.
+        specs: input arrays by name; absent ones are None.
+        dtypes: supported dtypes.
     """
     problem = device_problem(target, oldest=CAPABILITY, newest=CAPABILITY) or array_problem(specs, dtypes)
     return problem or (None if gpu_interpreter_is_on() else version_problem())
@@ -45,7 +45,7 @@ def refusal(target: Target, specs: Mapping[str, ArraySpec | None], dtypes: Seque
 
 @functools.cache
 def version_problem() -> str | None:
-    """One sentence saying what the installed jax lacks; None if nothing is known to be missing."""
+    """What the installed jax lacks, in one sentence; None if nothing is known to be missing."""
     if not any(re.fullmatch(r"jax_cuda\d+_plugin", module.name) for module in pkgutil.iter_modules()):
         return "jax is installed without its CUDA part, in which Mosaic GPU kernels are lowered; pip install 'jax[cuda13]'"
     try:
@@ -70,18 +70,18 @@ def call_kernel(
     cluster: Mapping[str, int] | None = None,
     **compiler: Any,
 ) -> Callable[..., list[Any]]:
-    """The kernel as a function of its arrays.
+    """Build a kernel as a function of its arrays.
 
     Args:
-        body: of the kernel; takes references to arrays, to results, and scratch by its names.
+        body: of the kernel; takes references to inputs and outputs, and scratch by name.
         name: of the kernel in profiles.
-        results: shape and dtype of each result.
-        like: an operand over whose manual mesh axes the results vary.
-        grid: names and sizes of the grid's axes, the fastest first.
-        warpgroups: of a block; a thread of the kernel is one of them, its index is on the axis "wg".
-        scratch: shared memory and barriers.
-        cluster: names and sizes of the axes of blocks that may signal each other and share copies; None = each block for itself.
-        **compiler: fields of `CompilerParams`; without scratch for reductions, which those along a row do not need.
+        results: shape and dtype of each output.
+        like: an operand over whose manual mesh axes the outputs vary.
+        grid: names and sizes of the grid axes, the fastest first.
+        warpgroups: of a block. Each is one Pallas thread; its index is on the axis "wg".
+        scratch: shared memory and mbarriers.
+        cluster: names and sizes of the axes of a thread block cluster; None = no cluster.
+        **compiler: fields of `CompilerParams`. There is no reduction scratch: row reductions do not need it.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -103,8 +103,8 @@ def call_kernel(
     )
 
 
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory as the tensor cores read it: tiles of 8 rows by as many bytes as the widest swizzle that divides a row."""
+def swizzled_smem(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the layout of wgmma: swizzle atoms of 8 rows, with the widest swizzle that divides a row."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     size = jnp.dtype(dtype).itemsize
@@ -114,44 +114,44 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
-def tiled_bytes(shape: tuple[int, ...], itemsize: int = 2) -> int:
-    """What such an array, or an untiled one, takes of shared memory."""
+def smem_bytes(shape: tuple[int, ...], itemsize: int = 2) -> int:
+    """Bytes of shared memory of such an array, or of an untiled one."""
     size = itemsize
     for extent in shape:
         size *= extent
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-_NAMED = 8
-"""The first hardware barrier that is free; Mosaic GPU takes the lower ones for its own."""
+_FIRST_FREE_BARRIER = 8
+"""The first free named barrier; Mosaic GPU uses the lower ones."""
 
 
-def turns(consumers: int) -> dict[str, Any]:
-    """Scratch by which consumers take turns. Hardware has barriers for it, which wake a warp sooner than those in shared memory
-    do; the interpreter has the latter only."""
+def ping_pong_barriers(consumers: int) -> dict[str, Any]:
+    """Scratch for ping-pong scheduling of consumers. On hardware it uses named barriers, which wake a warp sooner than
+    mbarriers; the interpreter has only the latter."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return {"turn": plgpu.Barrier(num_barriers=consumers)} if gpu_interpreter_is_on() else {}
+    return {"ping_pong": plgpu.Barrier(num_barriers=consumers)} if gpu_interpreter_is_on() else {}
 
 
-def take_turn(scratch: Mapping[str, Any], consumer: Any) -> None:
-    """Wait until it is this consumer's turn."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if gpu_interpreter_is_on():
-        plgpu.barrier_wait(scratch["turn"].at[consumer])
-    else:
-        _named_barrier("sync", consumer + _NAMED)
-
-
-def give_turn(scratch: Mapping[str, Any], consumer: Any) -> None:
-    """It is that consumer's turn once all threads of this one are here."""
+def ping_pong_wait(scratch: Mapping[str, Any], consumer: Any) -> None:
+    """Wait until this consumer may issue its MMAs."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if gpu_interpreter_is_on():
-        plgpu.barrier_arrive(scratch["turn"].at[consumer])
+        plgpu.barrier_wait(scratch["ping_pong"].at[consumer])
     else:
-        _named_barrier("arrive", consumer + _NAMED)
+        _named_barrier("sync", consumer + _FIRST_FREE_BARRIER)
+
+
+def ping_pong_arrive(scratch: Mapping[str, Any], consumer: Any) -> None:
+    """Let the given consumer issue its MMAs, once all threads of this one have arrived."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if gpu_interpreter_is_on():
+        plgpu.barrier_arrive(scratch["ping_pong"].at[consumer])
+    else:
+        _named_barrier("arrive", consumer + _FIRST_FREE_BARRIER)
 
 
 def _named_barrier(instruction: str, barrier: Any) -> None:
@@ -169,13 +169,13 @@ def _named_barrier(instruction: str, barrier: Any) -> None:
 
 
 class Accumulator:
-    """An accumulator of the tensor cores that starts from a value.
+    """A wgmma accumulator with an initial value.
 
-    JAX's interpreter knows neither such a start nor factors in registers: there products are formed at once, in their place.
+    JAX's interpreter supports neither initial values nor register operands; there each MMA is computed immediately.
     """
 
     def __init__(self, acc: Any, b_sum: Any) -> None:
-        """`acc` is a reference to an accumulator that holds `b_sum`; None in the interpreter."""
+        """`acc` is a reference to an accumulator initialised with `b_sum`; None in the interpreter."""
         self.acc, self.b_sum = acc, b_sum
 
     def add(self, left: Any, right: Any) -> None:
@@ -186,20 +186,20 @@ class Accumulator:
             plgpu.wgmma(self.acc, left, right)
             return
         factors = [jnp.asarray(factor[...]).astype(jnp.float32) for factor in (left, right)]
-        plgpu.commit_smem()  # to the race detector these were ordinary reads
+        plgpu.commit_smem()  # for the race detector these were generic-proxy reads
         self.b_sum = self.b_sum + jnp.dot(*factors, preferred_element_type=jnp.float32)
 
     def value(self, *, outstanding: int) -> Any:
-        """The sum, once no more than so many products issued by this warpgroup are unfinished."""
+        """The sum, after waiting until at most `outstanding` wgmmas of this warpgroup are in flight."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         return self.b_sum if self.acc is None else plgpu.wgmma_accumulator_load(self.acc, wait_n=outstanding)
 
 
 def accumulate(b_sums: Sequence[Any], body: Callable[..., Any], results: Sequence[tuple[int, ...]] = ()) -> list[Any]:
-    """`body` adds products to an `Accumulator` for each of `b_sums`; the sums, once all products are finished.
+    """Run `body` on an `Accumulator` for each of `b_sums`; returns the sums after all wgmmas have completed.
 
-    They are followed by what `body` returns, float32 arrays of the shapes `results`.
+    They are followed by what `body` returns: float32 arrays of the shapes `results`.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -220,10 +220,10 @@ def accumulate(b_sums: Sequence[Any], body: Callable[..., Any], results: Sequenc
     return [*sums, *held]
 
 
-def with_product(shape: tuple[int, ...], body: Callable[[Any], Any], others: Sequence[Accumulator]) -> Any:
-    """`body` of a new accumulator, which is zero; `others` are those that it adds to.
+def with_accumulator(shape: tuple[int, ...], body: Callable[[Any], Any], others: Sequence[Accumulator]) -> Any:
+    """Run `body` on a new zero accumulator; `others` are the accumulators that it adds to.
 
-    Right before its product: the assembler then sees the zeros, and the product starts a sum. Elsewhere it would clear registers.
+    Call it right before the wgmma: ptxas then sees the zeros and does not clear registers.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -237,14 +237,14 @@ def with_product(shape: tuple[int, ...], body: Callable[[Any], Any], others: Seq
     return returned
 
 
-def wait_for_products(outstanding: int) -> None:
-    """Until no more than so many products issued by this warpgroup are unfinished; the interpreter has none."""
+def wait_for_wgmma(outstanding: int) -> None:
+    """Wait until at most `outstanding` wgmmas of this warpgroup are in flight; no-op in the interpreter."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if not gpu_interpreter_is_on():
         plgpu.wgmma_wait(outstanding)
 
 
-def add_product(b_sum: Any, left: Any, right: Any) -> Any:
-    """`b_sum + left @ right`, waited for."""
+def wgmma_accumulate(b_sum: Any, left: Any, right: Any) -> Any:
+    """`b_sum + left @ right`, completed."""
     return accumulate([b_sum], lambda total: total.add(left, right))[0]

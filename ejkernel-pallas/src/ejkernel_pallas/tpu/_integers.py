@@ -1,4 +1,5 @@
-"""Division of what is not negative, as scalar units do it: Python's operators look at signs, in ways that differ by kind of TPU."""
+"""Division of non-negative integers on the scalar unit. Python's operators handle signs, which lowers differently per kind of
+TPU."""
 
 from __future__ import annotations
 

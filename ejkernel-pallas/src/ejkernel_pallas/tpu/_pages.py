@@ -1,4 +1,4 @@
-"""How the pages of a cache lie in memory. Needs no JAX."""
+"""Memory layouts of KV pages. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Pages:
     Attributes:
         layout: its name.
         shape: of the array.
-        pages, size: how many there are, and the tokens of one.
-        rows: heads of a token, those that are padding and, where one array holds both, those of values included.
+        pages, size: number of pages, and tokens per page.
+        rows: heads of a token, including padding and, in a fused array, those of values.
         width: channels of such a head.
     """
 
@@ -27,12 +27,12 @@ class Pages:
 
     @property
     def token_major(self) -> bool:
-        """Whether all heads of a token lie together; if not, all tokens of a head do."""
+        """Whether the heads of a token are contiguous; otherwise the tokens of a head are."""
         return self.layout not in ("phtd", "hptd")
 
     @property
     def tail(self) -> tuple[int, ...]:
-        """The axes of one token, where its heads lie together."""
+        """The axes of one token, if its heads are contiguous."""
         return self.shape[3:]
 
     @property
@@ -55,7 +55,7 @@ class Pages:
 
     @property
     def block(self) -> tuple[int, ...]:
-        """Axes of one page when it is read."""
+        """Shape of one page in VMEM."""
         return (self.size, *self.tail) if self.token_major else (self.rows, self.size, self.width)
 
     def at(self, member: object, page: object) -> tuple[object, ...]:
@@ -75,12 +75,12 @@ class Pages:
 
 
 def sources(call: Any) -> tuple[Pages, ...]:
-    """Of a call with `layout`, `key_pages` and `value_pages`: key pages, and value pages where they are apart."""
+    """The page arrays of a call: key pages, and value pages unless they are fused."""
     return tuple(Pages(call.layout, spec.shape) for spec in (call.key_pages, call.value_pages) if spec is not None)
 
 
 def stored_bytes(shape: tuple[int, ...], itemsize: int) -> int:
-    """Bytes of VMEM of a buffer that is laid out as pages are: where there are few heads, a tile has few rows."""
+    """Bytes of VMEM of a buffer in the layout of pages; with few heads, register tiles have fewer rows."""
     *outer, rows, columns = (1, *shape)
     sublanes, packed = 32 // itemsize, 4 // itemsize
     least = max(packed, 1 << (rows - 1).bit_length()) if rows < sublanes else sublanes

@@ -1,7 +1,7 @@
-"""What a kernel may keep in a TPU core's vector memory (VMEM), and what its blocks cost there. Needs no JAX.
+"""VMEM capacity of TPU cores, and VMEM usage of blocks. Does not import JAX.
 
-VMEM holds arrays in register tiles: the last axis is padded to 128 lanes and the one before it to 8 sublanes of 32 bits, of which
-narrower types pack 2 or 4. A block of an operand or a result has two buffers, so that one is copied while the other is worked on.
+VMEM holds arrays in register tiles: the last axis is padded to 128 lanes and the second-last to 8 sublanes of 32 bits, which
+hold 2 or 4 narrower elements. Blocks of operands and results are double-buffered.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Memory:
     """Of one core.
 
     Attributes:
-        vmem: bytes that a kernel may be given, `vmem_limit_bytes` at most; the compiler needs the rest.
-        default: bytes that it is given unless it asks.
-        smem: bytes of scalar memory, in which the lists lie that a grid follows.
+        vmem: largest `vmem_limit_bytes`; the compiler needs the rest.
+        default: default limit in bytes.
+        smem: bytes of scalar memory, which holds prefetched scalars.
     """
 
     vmem: int
@@ -34,12 +34,12 @@ class Memory:
 
     @property
     def smem_numbers(self) -> int:
-        """Of 32 bits, for which scalar memory has room beside what the compiler keeps there."""
+        """32-bit scalars that fit in SMEM beside the compiler's own."""
         return (self.smem - _SMEM_OF_COMPILER) // 4
 
 
 SMALLEST = Memory(16 * _MIB, 16 * _MIB)
-"""What every kind of TPU has."""
+"""Available on every kind of TPU."""
 
 KINDS: Mapping[str, Memory] = {
     "TPU v4": SMALLEST,
@@ -54,7 +54,7 @@ ALIASES: Mapping[str, str] = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TP
 
 
 def memory_of(target: Target) -> Memory:
-    """The memory of a kind; the smallest of all for one that is not known."""
+    """The memory of a kind; the smallest for unknown kinds."""
     return KINDS.get(ALIASES.get(target.device_kind, target.device_kind), SMALLEST)
 
 
@@ -71,5 +71,5 @@ def block_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def buffered_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Bytes of an operand's or a result's block, in its two buffers."""
+    """Bytes of a double-buffered block."""
     return 2 * block_bytes(shape, dtype)

@@ -7,8 +7,8 @@ from ejkernel.operations.common.rows.interface import NormCall
 from ejkernel.plugin import Target
 from ejkernel_triton._capability import refusal
 
-MOST_ROWS = 2**31 - 2**16
-"""Rows and columns are counted in 32 bits; elements in 64."""
+MAX_ROWS = 2**31 - 2**16
+"""Row and column indices are 32-bit, element offsets 64-bit."""
 
 
 def supports_norm(call: NormCall, target: Target) -> str | None:
@@ -16,10 +16,10 @@ def supports_norm(call: NormCall, target: Target) -> str | None:
 
 
 def too_many_rows(x: ArraySpec) -> str | None:
-    """Why rows `[..., d]` cannot be counted; None if they can."""
+    """Why rows `[..., d]` exceed 32-bit indices; None if they do not."""
     width = x.shape[-1]
-    if width > MOST_ROWS:
-        return f"width {width} is more than {MOST_ROWS}"
-    if width and x.size // width > MOST_ROWS:
-        return f"{x.size // width} rows are more than {MOST_ROWS}"
+    if width > MAX_ROWS:
+        return f"width {width} is more than {MAX_ROWS}"
+    if width and x.size // width > MAX_ROWS:
+        return f"{x.size // width} rows are more than {MAX_ROWS}"
     return None

@@ -1,13 +1,12 @@
-"""Normalisation of rows: `rms_norm`, and `layer_norm`, which takes the mean off first (`CENTRED`).
+"""Normalisation of rows: `rms_norm`, and `layer_norm`, which subtracts the mean first (`CENTRED`).
 
-A program holds whole rows in registers, so that every array passes memory once. Rows too wide for that are shared by programs
-that meet (`meeting`), or walked over twice by one program, the second time backwards, so that it begins with what the cache still
-holds. Programs that stay for parts of many of the widest rows (`streaming`) have the next ones on their way meanwhile. Statistics
-and sums are float32.
+A single-pass program holds whole rows in registers, so every array is read once. Wider rows are split over cooperating programs
+(`cooperative`), or one looped program reads them twice, the second time in reverse order, so that it starts with cached data.
+The persistent kernel for the widest rows (`persistent`) prefetches the next ones meanwhile. Statistics and sums are float32.
 
-In backward each program walks over its tiles in a fixed order and writes one partial sum of the parameters' gradients; a last
-small sum adds the programs up, without atomics. For wide rows one kernel makes the two sums of every row that the gradient of x
-needs; a second one then works on tiles of some columns, the last rows first, which the cache still holds.
+In backward each program loops over its tiles in a fixed order and writes one partial sum of the parameters' gradients; a final
+reduction combines them, without atomics. For wide rows a first kernel computes the two row sums that the gradient of x needs;
+the second processes column tiles, last rows first, which are still cached.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
@@ -20,12 +19,12 @@ import triton
 import triton.language as tl
 
 from ejkernel.operations.common.rows.interface import NormCall, NormInputs
-from ejkernel_triton._blocks import power_of_two
+from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded_width
-from ejkernel_triton._rows.meeting import UNKNOWN_ZERO, meet, parts_of, patience, words_of
-from ejkernel_triton._rows.parts import finish_part, statistics_of_parts, store_part_sums, with_parameters
-from ejkernel_triton._rows.streaming import norm_forward_streaming_parts_kernel
+from ejkernel_triton._rows.cooperative import OPAQUE_ZERO, arrive_and_wait, spin_limit, splits_of, zero_counters
+from ejkernel_triton._rows.persistent import norm_forward_persistent_kernel
+from ejkernel_triton._rows.splits import combine_statistics, finish_split, store_partial_statistics, with_parameters
 
 ABSENT, SHARED, PER_BATCH = 0, 1, 2
 """How a parameter is stored: not at all, `[1, d]`, or `[b, d]` with b > 1."""
@@ -75,7 +74,7 @@ def norm_forward_kernel(
 
 
 @triton.jit
-def norm_forward_walking_kernel(
+def norm_forward_looped_kernel(
     p_x,
     p_scale,
     p_offset,
@@ -93,7 +92,7 @@ def norm_forward_walking_kernel(
     SCALE_OFFSET: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Each lane follows the mean and the sum of squared distances of its columns (Welford); the lanes are joined at the end."""
+    """Each lane tracks mean and sum of squared differences of its columns (Welford); the lanes are combined at the end."""
     i_row = tl.program_id(0)
     o_row = i_row.to(tl.int64) * WIDTH
     o_param = (i_row // rows_per_batch).to(tl.int64) * WIDTH
@@ -143,22 +142,22 @@ def norm_forward_walking_kernel(
 
 
 @triton.jit
-def norm_forward_meeting_kernel(
+def norm_forward_cooperative_kernel(
     p_x,
     p_scale,
     p_offset,
-    p_words_before,
+    p_counters_before,
     items,
     rows_per_batch,
     p_out,
     p_mean,
     p_rstd,
-    p_words,
+    p_counters,
     p_sums,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr,
-    PATIENCE: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
+    SPIN_LIMIT: tl.constexpr,
     CENTRED: tl.constexpr,
     SCALE: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -166,28 +165,28 @@ def norm_forward_meeting_kernel(
     EPSILON: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
 ):
-    """A program holds a part of a row (`meeting`), whose sums are its mean and the squares of what is left."""
-    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    i_row = tl.program_id(0) // PARTS
-    i_part = tl.program_id(0) % PARTS
-    o_width = i_part * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    """A program holds one split of a row (`cooperative`). Its partial sums are the mean and the centred sum of squares."""
+    SPLITS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    i_row = tl.program_id(0) // SPLITS
+    i_split = tl.program_id(0) % SPLITS
+    o_width = i_split * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     o_row = i_row.to(tl.int64) * WIDTH
     b_stored = tl.load(p_x + o_row + o_width, mask=o_width < WIDTH, other=0.0)  # [BLOCK]
     b_x = b_stored.to(tl.float32)
-    store_part_sums(b_x, b_stored, p_sums, items, tl.program_id(0), i_part, items >> 31, WIDTH, BLOCK, CENTRED)
-    complete, left, zero = meet(p_words + i_row, i_part, PARTS, PATIENCE)
-    if complete:
-        b_mean, b_rstd = statistics_of_parts(p_sums, items, i_row, WIDTH, BLOCK, PARTS_BLOCK, CENTRED, EPSILON)
-        finish_part(
-            b_stored, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, i_part, zero, rows_per_batch,
+    store_partial_statistics(b_x, b_stored, p_sums, items, tl.program_id(0), i_split, items >> 31, WIDTH, BLOCK, CENTRED)
+    arrived, deferred, zero = arrive_and_wait(p_counters + i_row, i_split, SPLITS, SPIN_LIMIT)
+    if arrived:
+        b_mean, b_rstd = combine_statistics(p_sums, items, i_row, WIDTH, BLOCK, SPLITS_BLOCK, CENTRED, EPSILON)
+        finish_split(
+            b_stored, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, i_split, zero, rows_per_batch,
             WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
         )  # fmt: skip
-        if left != 0:
-            for i_other in tl.range(0, PARTS):
-                if ((left >> i_other) & 1) != 0:
+        if deferred != 0:
+            for i_other in tl.range(0, SPLITS):
+                if ((deferred >> i_other) & 1) != 0:
                     o_other = i_other * BLOCK + tl.arange(0, BLOCK)
                     b_other = tl.load(p_x + o_row + o_other, mask=o_other < WIDTH, other=0.0)
-                    finish_part(
+                    finish_split(
                         b_other, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, i_other, zero, rows_per_batch,
                         WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
                     )  # fmt: skip
@@ -210,7 +209,7 @@ def norm_row_means_kernel(
     SCALE_OFFSET: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Means over a row of the weighted gradient, and of its product with the normalised row; `rows` lie under one scale."""
+    """Row means of the weighted gradient, and of its product with the normalised row; `rows` rows share one scale."""
     i_row = tl.program_id(0)
     o_row = i_row.to(tl.int64) * WIDTH
     o_scale = (i_row // rows).to(tl.int64) * WIDTH if SCALE == 2 else 0
@@ -255,9 +254,9 @@ def norm_backward_kernel(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`rows` rows lie under one parameter row (a group); `programs` programs share them.
+    """`rows` rows share one parameter row (a group); `programs` programs share a group.
 
-    With SPLIT a tile has some columns of its rows, whose means were made before.
+    With SPLIT a tile has some columns of its rows, whose means are inputs.
     """
     COLUMNS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     i_program = tl.program_id(0) // COLUMNS
@@ -317,7 +316,7 @@ def cdiv(value: int, divisor: int) -> int:
 
 
 def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, centred: bool) -> tuple[Any, Any, Any]:
-    """out, and the mean (if centred) and rstd of each row (if they are saved)."""
+    """out, and each row's mean (if centred) and rstd, None if they are not saved."""
     x, scale, offset = inputs
     shape = x.shape
     save = call.save_residuals
@@ -337,32 +336,34 @@ def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, c
 
 
 def _launch_forward(arrays: Any, results: Any, shape: Any, config: ForwardConfig, constants: dict[str, Any]) -> list[Any]:
-    """The results, and what programs that share rows need."""
+    """The results, followed by the scratch arrays of cooperative kernels."""
     rows, width = math.prod(shape[:-1]), shape[-1]
     programs, repetition = min(config.programs, rows), rows // shape[0]
-    staying = (rows, programs) if programs else ()
-    unknown = (UNKNOWN_ZERO,) if programs else ()
-    if config.meet:
-        parts = parts_of(width, config.block)
-        left = (((rows * parts,), jnp.int32),) if programs else ()
+    persistent = (rows, programs) if programs else ()
+    opaque_zero = (OPAQUE_ZERO,) if programs else ()
+    if config.cooperative:
+        splits = splits_of(width, config.block)
+        deferred = (((rows * splits,), jnp.int32),) if programs else ()
         return call_kernel(
-            norm_forward_streaming_parts_kernel if programs else norm_forward_meeting_kernel,
-            (*arrays, words_of(rows), *staying, rows * parts, repetition, *unknown),
-            (*results, ((rows,), jnp.int32), ((1 + constants["CENTRED"], rows * parts), jnp.float32), *left),
-            grid=(programs or rows) * parts,
+            norm_forward_persistent_kernel if programs else norm_forward_cooperative_kernel,
+            (*arrays, zero_counters(rows), *persistent, rows * splits, repetition, *opaque_zero),
+            (*results, ((rows,), jnp.int32), ((1 + constants["CENTRED"], rows * splits), jnp.float32), *deferred),
+            grid=(programs or rows) * splits,
             input_output_aliases={len(arrays): len(results)},
             BLOCK=config.block,
-            PARTS_BLOCK=power_of_two(parts),
-            PATIENCE=patience(),
+            SPLITS_BLOCK=next_power_of_2(splits),
+            SPIN_LIMIT=spin_limit(),
             **({"STAGES": config.num_stages} if programs else {}),
             **constants,
         )
     if programs:
-        raise ValueError(f"cfg: got programs={config.programs} without meet: only programs that share rows stay here; take 0")
+        raise ValueError(
+            f"cfg: got programs={config.programs} without cooperative: only cooperative kernels are persistent; take 0"
+        )
     if config.block:
-        walking = {"BLOCK": config.block, "STAGES": config.num_stages, **constants}
-        return call_kernel(norm_forward_walking_kernel, (*arrays, repetition), results, grid=rows, **walking)
-    tile = {"BLOCK": power_of_two(width), "ROWS": config.rows, **constants}
+        looped = {"BLOCK": config.block, "STAGES": config.num_stages, **constants}
+        return call_kernel(norm_forward_looped_kernel, (*arrays, repetition), results, grid=rows, **looped)
+    tile = {"BLOCK": next_power_of_2(width), "ROWS": config.rows, **constants}
     return call_kernel(norm_forward_kernel, (*arrays, rows, repetition), results, grid=cdiv(rows, config.rows), **tile)
 
 
@@ -405,7 +406,7 @@ def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad
 
 
 def _sum_of_partials(partials: Any, parameter: Any) -> Any:
-    """Add up `[groups, programs, d]` to the parameter's `[1 or b, d]`."""
+    """Sum `[groups, programs, d]` to the parameter's `[1 or b, d]`."""
     if parameter is None:
         return None
     total = jnp.sum(partials, axis=1 if parameter.shape[0] == partials.shape[0] else (0, 1))

@@ -1,13 +1,13 @@
-"""The backward kernels: weights are computed again from the log-sum-exp (Dao et al., FlashAttention, 2022), without atomics.
+"""The backward kernels. They recompute weights from the log-sum-exp (Dao et al., FlashAttention, 2022) and use no atomics.
 
-`key_gradient_kernel` owns a block of keys of one key head and walks over the queries of its group (for both gradients, or twice,
-for one each, where a program cannot hold both), `query_gradient_kernel` owns a
-block of queries, `bias_gradient_kernel` a tile of the bias's own shape. Rows have two statistics, padded at the end: `start`, minus
-the log-sum-exp in powers of two, and `minus_delta`, so that weight = 2 ** (unit * x + start) and d_logit = weight * (d_out . value
-+ minus_delta). Where they do not change from tile to tile the sums of the products start from them.
+A program of `key_gradient_kernel` owns a block of keys of one key head and loops over the queries of its group, for both
+gradients, or once per gradient if a program cannot hold both. A program of `query_gradient_kernel` owns a block of queries, one
+of `bias_gradient_kernel` a tile of the bias. Each row has two statistics, padded at the end: `neg_lse`, minus the log-sum-exp
+in powers of two, and `neg_delta`, so that weight = 2 ** (unit * x + neg_lse) and d_logit = weight * (d_out . value +
+neg_delta). Accumulators start from a statistic where it does not change from tile to tile.
 
-As in the forward kernel, a block whose result holds NaN is computed again with care: rows and keys that are not finite are kept
-out of the products, and reach what sees them through the weights.
+As in the forward kernel, a block whose result holds NaN is recomputed on the NaN-safe path: non-finite rows and keys are
+replaced by 0 in the MMAs and propagate through the weights to the entries that see them.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -17,80 +17,80 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.flash_attention.tiles import (
-    add_product,
     any_nan,
     bias_in,
+    dot,
+    dot_accumulate,
     finite,
-    finite_parts,
-    kept,
+    finite_operand,
+    keep_mask,
     key_range,
-    load_parts,
+    load_operand,
+    load_range,
     logits_of,
-    parts_of,
-    places_of,
-    poison,
-    product,
+    mask_pointers,
+    propagate_nan,
     query_range,
-    schedule,
-    score_row,
-    seen_in,
-    statistic_of,
+    score_row_stride,
+    split_operand,
+    statistics_pointer,
     store_rows,
-    stored_range,
-    transposed,
+    tile_coordinate,
+    transpose_operand,
+    visible_in,
 )
 
 
 @triton.jit
-def logits_from(left, right, b_start, R: tl.constexpr, CAREFUL: tl.constexpr):
-    """`left . right`, on top of the statistic where that is possible."""
-    if R.plain:
-        b_sum = tl.zeros([left[0].shape[0], right[0].shape[1]], tl.float32) + b_start * (1.0 / R.unit)
-        return add_product(b_sum, left, right, R, CAREFUL)
-    return product(left, right, R, CAREFUL)
+def scores_minus_lse(left, right, b_neg_lse, R: tl.constexpr, NAN_SAFE: tl.constexpr):
+    """`left . right`, accumulated onto the statistic if possible (`fuse_lse`)."""
+    if R.fuse_lse:
+        b_sum = tl.zeros([left[0].shape[0], right[0].shape[1]], tl.float32) + b_neg_lse * (1.0 / R.unit)
+        return dot_accumulate(b_sum, left, right, R, NAN_SAFE)
+    return dot(left, right, R, NAN_SAFE)
 
 
 @triton.jit
-def d_weights_from(left, right, b_minus_delta, R: tl.constexpr, CAREFUL: tl.constexpr):
+def d_weights_minus_delta(left, right, b_neg_delta, R: tl.constexpr, NAN_SAFE: tl.constexpr):
     if R.dropout:
-        return product(left, right, R, CAREFUL)
-    b_sum = tl.zeros([left[0].shape[0], right[0].shape[1]], tl.float32) + b_minus_delta
-    return add_product(b_sum, left, right, R, CAREFUL)
+        return dot(left, right, R, NAN_SAFE)
+    b_sum = tl.zeros([left[0].shape[0], right[0].shape[1]], tl.float32) + b_neg_delta
+    return dot_accumulate(b_sum, left, right, R, NAN_SAFE)
 
 
 @triton.jit
 def weights_of(
-    b_raw, b_start, places, stream_0, stream_1, o_query, o_key, queries, keys,
-    R: tl.constexpr, MASKED: tl.constexpr, CAREFUL: tl.constexpr, STARTED: tl.constexpr,
+    b_qk, b_neg_lse, p_masks, stream_0, stream_1, o_query, o_key, queries, keys,
+    R: tl.constexpr, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, STARTED: tl.constexpr,
 ):  # fmt: skip
-    """Weights; the derivative of a logit by its product; whether entries are visible and kept. STARTED: b_raw is made by
-    `logits_from`."""
-    b_seen, b_keep, b_slope = o_query >= 0, o_query >= 0, 1.0
+    """Weights, derivative of a logit by its score, visibility mask and dropout keep mask. STARTED: `scores_minus_lse` computed
+    b_qk."""
+    m_visible, b_keep, b_slope = o_query >= 0, o_query >= 0, 1.0
     if MASKED:
-        b_seen = seen_in(places, o_query, o_key, queries, keys, R)
+        m_visible = visible_in(p_masks, o_query, o_key, queries, keys, R)
     b_bias = 0.0
     if R.bias >= 0:
-        b_bias, b_seen = bias_in(places, b_seen, o_query, o_key, queries, keys, R, CAREFUL)
-    b_logits, b_tangent = logits_of(b_raw, b_bias, R)
+        b_bias, m_visible = bias_in(p_masks, m_visible, o_query, o_key, queries, keys, R, NAN_SAFE)
+    b_logits, b_tangent = logits_of(b_qk, b_bias, R)
     b_exponents = b_logits * R.unit
     if STARTED:
-        if not R.plain:
-            b_exponents += b_start
+        if not R.fuse_lse:
+            b_exponents += b_neg_lse
     else:
-        b_exponents += b_start
+        b_exponents += b_neg_lse
     b_weights = tl.exp2(b_exponents)
     if R.capped:
         b_slope = 1.0 - b_tangent * b_tangent
     if MASKED:
-        b_weights = tl.where(b_seen, b_weights, 0.0)
+        b_weights = tl.where(m_visible, b_weights, 0.0)
     if R.dropout:
-        b_keep = kept(stream_0, stream_1, o_query, o_key, R)
-    return b_weights, b_slope, b_seen, b_keep
+        b_keep = keep_mask(stream_0, stream_1, o_query, o_key, R)
+    return b_weights, b_slope, m_visible, b_keep
 
 
 @triton.jit
-def dropped(b_weights, b_keep, R: tl.constexpr):
-    """Weights after dropout, without its factor."""
+def apply_dropout(b_weights, b_keep, R: tl.constexpr):
+    """Weights after dropout, without the keep scale."""
     if R.dropout:
         b_weights = tl.where(b_keep, b_weights, 0.0)
     return b_weights
@@ -98,30 +98,31 @@ def dropped(b_weights, b_keep, R: tl.constexpr):
 
 @triton.jit
 def d_logits_of(
-    b_weights, b_slope, b_seen, b_keep, b_d_weights, b_minus_delta,
-    R: tl.constexpr, HIDING: tl.constexpr, STARTED: tl.constexpr,
+    b_weights, b_slope, m_visible, b_keep, b_d_weights, b_neg_delta,
+    R: tl.constexpr, MASK_GRADIENT: tl.constexpr, STARTED: tl.constexpr,
 ):  # fmt: skip
-    """d_logits; HIDING: also where a weight of 0 meets what is not finite. STARTED: b_d_weights is made by `d_weights_from`."""
+    """d_logits. MASK_GRADIENT: mask them even where a weight of 0 meets a non-finite value. STARTED: `d_weights_minus_delta`
+    computed b_d_weights."""
     if R.dropout:
-        b_d_weights = tl.where(b_keep, b_d_weights * R.survivor, 0.0) + b_minus_delta
+        b_d_weights = tl.where(b_keep, b_d_weights * R.keep_scale, 0.0) + b_neg_delta
     else:
         if not STARTED:
-            b_d_weights += b_minus_delta
+            b_d_weights += b_neg_delta
     b_d_logits = b_weights * b_d_weights
     if R.capped:
         b_d_logits = b_d_logits * b_slope
-    if HIDING:
-        b_d_logits = tl.where(b_seen, b_d_logits, 0.0)
+    if MASK_GRADIENT:
+        b_d_logits = tl.where(m_visible, b_d_logits, 0.0)
     return b_d_logits
 
 
 @triton.jit
 def add_queries(
-    state, start, stop, key, value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1, o_key, queries,
+    state, start, stop, key, value, p_query, p_d_out, p_neg_lse, p_neg_delta, p_masks, stream_0, stream_1, o_key, queries,
     keys, R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr, WANTED: tl.constexpr,
+    NAN_SAFE: tl.constexpr, WANTED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries in [start, stop) of one head give to `(d_key, d_value)`. Scores are `[keys, queries]`."""
+    """Accumulate `(d_key, d_value)` over the queries in [start, stop) of one head. Scores are `[keys, queries]`."""
     b_d_key, b_d_value = state
     o_block = tl.arange(0, BLOCK_Q)
     STRIDE: tl.constexpr = R.heads * R.row
@@ -129,29 +130,31 @@ def add_queries(
     for i_query in tl.range(start, stop, BLOCK_Q):
         i_query = tl.multiple_of(i_query, BLOCK_Q)
         o_start = tl.full((), 0, tl.int64) + i_query
-        query = load_parts(p_query + o_start * STRIDE, o_block, queries - i_query, STRIDE, R.size, BLOCK_D, MASKED, R)
-        d_out = load_parts(
+        query = load_operand(p_query + o_start * STRIDE, o_block, queries - i_query, STRIDE, R.size, BLOCK_D, MASKED, R)
+        d_out = load_operand(
             p_d_out + o_start * OUT_STRIDE, o_block, queries - i_query, OUT_STRIDE, R.value_size, BLOCK_V, MASKED, R
         )
-        b_start = tl.load(p_start + i_query + o_block)
-        b_minus_delta = tl.load(p_minus_delta + i_query + o_block)
-        if CAREFUL:
-            b_broken = poison(query[0]) + poison(d_out[0]) + b_minus_delta * 0.0
-            b_start = tl.where(b_start == float("-inf"), b_start, b_start + b_broken)
-            query, d_out, b_minus_delta = finite_parts(query, R), finite_parts(d_out, R), finite(b_minus_delta)
-        b_raw = product(key, transposed(query, R), R, CAREFUL)  # [BLOCK_K, BLOCK_Q]
+        b_neg_lse = tl.load(p_neg_lse + i_query + o_block)
+        b_neg_delta = tl.load(p_neg_delta + i_query + o_block)
+        if NAN_SAFE:
+            b_nan = propagate_nan(query[0]) + propagate_nan(d_out[0]) + b_neg_delta * 0.0
+            b_neg_lse = tl.where(b_neg_lse == float("-inf"), b_neg_lse, b_neg_lse + b_nan)
+            query, d_out, b_neg_delta = finite_operand(query, R), finite_operand(d_out, R), finite(b_neg_delta)
+        b_qk = dot(key, transpose_operand(query, R), R, NAN_SAFE)  # [BLOCK_K, BLOCK_Q]
         if WANTED != "value":
-            b_d_weights = product(value, transposed(d_out, R), R, CAREFUL)
-        b_weights, b_slope, b_seen, b_keep = weights_of(
-            b_raw, b_start[None, :], places, stream_0, stream_1, (i_query + o_block)[None, :], o_key, queries, keys,
-            R, MASKED, CAREFUL, False,
+            b_d_weights = dot(value, transpose_operand(d_out, R), R, NAN_SAFE)
+        b_weights, b_slope, m_visible, b_keep = weights_of(
+            b_qk, b_neg_lse[None, :], p_masks, stream_0, stream_1, (i_query + o_block)[None, :], o_key, queries, keys,
+            R, MASKED, NAN_SAFE, False,
         )  # fmt: skip
         if WANTED != "key":
-            kept_weights = parts_of(dropped(b_weights, b_keep, R), d_out[0].dtype, R)
-            b_d_value = add_product(b_d_value, kept_weights, d_out, R, CAREFUL)
+            dropped_weights = split_operand(apply_dropout(b_weights, b_keep, R), d_out[0].dtype, R)
+            b_d_value = dot_accumulate(b_d_value, dropped_weights, d_out, R, NAN_SAFE)
         if WANTED != "value":
-            b_d_logits = d_logits_of(b_weights, b_slope, b_seen, b_keep, b_d_weights, b_minus_delta[None, :], R, CAREFUL, False)
-            b_d_key = add_product(b_d_key, parts_of(b_d_logits, query[0].dtype, R), query, R, CAREFUL)
+            b_d_logits = d_logits_of(
+                b_weights, b_slope, m_visible, b_keep, b_d_weights, b_neg_delta[None, :], R, NAN_SAFE, False
+            )
+            b_d_key = dot_accumulate(b_d_key, split_operand(b_d_logits, query[0].dtype, R), query, R, NAN_SAFE)
     return b_d_key, b_d_value
 
 
@@ -169,13 +172,13 @@ def key_gradient_kernel(
     p_streams,
     p_ranges,
     p_d_out,
-    p_start,
-    p_minus_delta,
+    p_neg_lse,
+    p_neg_delta,
     queries,
     keys,
     blocks,
     batch_heads,
-    section,
+    heads_in_l2,
     p_d_key,
     p_d_value,
     R: tl.constexpr,
@@ -186,19 +189,19 @@ def key_gradient_kernel(
     WANTED: tl.constexpr,
 ):
     KEY_HEADS: tl.constexpr = R.heads // R.group
-    i_block, i_batch_head = schedule(blocks, batch_heads, section, False)
+    i_block, i_batch_head = tile_coordinate(blocks, batch_heads, heads_in_l2, False)
     i_batch = i_batch_head // KEY_HEADS
     i_key_head = i_batch_head - i_batch * KEY_HEADS
     i_first = i_block * BLOCK_K
     o_block = tl.arange(0, BLOCK_K)
     o_key = (i_first + o_block)[:, None]
     o_row = (i_batch.to(tl.int64) * keys + i_first) * KEY_HEADS + i_key_head
-    key = load_parts(p_key + o_row * R.row, o_block, keys - i_first, KEY_HEADS * R.row, R.size, BLOCK_D, True, R)
-    value = load_parts(
+    key = load_operand(p_key + o_row * R.row, o_block, keys - i_first, KEY_HEADS * R.row, R.size, BLOCK_D, True, R)
+    value = load_operand(
         p_value + o_row * R.value_row, o_block, keys - i_first, KEY_HEADS * R.value_row, R.value_size, BLOCK_V, True, R
     )
     if R.ranges > 0:
-        low, full_low, full_high, high = stored_range(p_ranges, i_batch, blocks, i_block, R)
+        low, full_low, full_high, high = load_range(p_ranges, i_batch, blocks, i_block, R)
         high = tl.minimum(high, queries)
     else:
         last = tl.minimum(i_first + BLOCK_K, keys) - 1
@@ -206,18 +209,18 @@ def key_gradient_kernel(
 
     state = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_V], tl.float32))
     for i_member in range(R.group):
-        state = add_member(
+        state = add_query_head(
             state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, key, value, p_query, p_d_out,
-            p_start, p_minus_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions,
+            p_neg_lse, p_neg_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions,
             p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, False, WANTED,
         )  # fmt: skip
-    if R.careful:
+    if R.nan_safe:
         if any_nan(state[0]) | any_nan(state[1]):
             state = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_V], tl.float32))
             for i_member in range(R.group):
-                state = add_member(
+                state = add_query_head(
                     state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, key, value, p_query,
-                    p_d_out, p_start, p_minus_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions,
+                    p_d_out, p_neg_lse, p_neg_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions,
                     p_key_positions, p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, WANTED,
                 )  # fmt: skip
 
@@ -227,51 +230,51 @@ def key_gradient_kernel(
         store_rows(p_d_key + o_row * R.size, b_d_key, o_block, keys - i_first, KEY_HEADS * R.size, R.size, BLOCK_D)
     if WANTED != "key":
         if R.dropout:
-            b_d_value *= R.survivor
+            b_d_value *= R.keep_scale
         p_d_value += o_row * R.value_size
         store_rows(p_d_value, b_d_value, o_block, keys - i_first, KEY_HEADS * R.value_size, R.value_size, BLOCK_V)
 
 
 @triton.jit
-def add_member(
-    state, i_batch, i_head, low, full_low, full_high, high, key, value, p_query, p_d_out, p_start, p_minus_delta, p_bias,
+def add_query_head(
+    state, i_batch, i_head, low, full_low, full_high, high, key, value, p_query, p_d_out, p_neg_lse, p_neg_delta, p_bias,
     p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_streams, o_key, queries, keys,
-    R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, CAREFUL: tl.constexpr,
+    R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, NAN_SAFE: tl.constexpr,
     WANTED: tl.constexpr,
 ):  # fmt: skip
-    """Add one query head of the group to `(d_key, d_value)`."""
+    """Accumulate `(d_key, d_value)` over one query head of the group."""
     i_batch_head = i_batch * R.heads + i_head
     o_query_row = i_batch.to(tl.int64) * queries * R.heads + i_head
     p_query += o_query_row * R.row
     p_d_out += o_query_row * R.value_row
-    p_start = statistic_of(p_start, i_batch_head, queries)
-    p_minus_delta = statistic_of(p_minus_delta, i_batch_head, queries)
-    places = places_of(
+    p_neg_lse = statistics_pointer(p_neg_lse, i_batch_head, queries)
+    p_neg_delta = statistics_pointer(p_neg_delta, i_batch_head, queries)
+    p_masks = mask_pointers(
         p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries, keys, R
     )
     stream_0, stream_1 = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
     if R.dropout:
         stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
-    if CAREFUL:
+    if NAN_SAFE:
         state = add_queries(
-            state, low, high, key, value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1, o_key,
+            state, low, high, key, value, p_query, p_d_out, p_neg_lse, p_neg_delta, p_masks, stream_0, stream_1, o_key,
             queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, True, WANTED,
         )  # fmt: skip
     else:
-        if R.whole:
-            if R.edges_first_by_key:
+        if R.has_full_tiles:
+            if R.masked_first_by_key:
                 state = add_queries(
-                    state, low, full_low, key, value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1,
+                    state, low, full_low, key, value, p_query, p_d_out, p_neg_lse, p_neg_delta, p_masks, stream_0, stream_1,
                     o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, False, WANTED,
                 )  # fmt: skip
             state = add_queries(
-                state, full_low, full_high, key, value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1,
+                state, full_low, full_high, key, value, p_query, p_d_out, p_neg_lse, p_neg_delta, p_masks, stream_0, stream_1,
                 o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, False, False, WANTED,
             )  # fmt: skip
         else:
             full_high = low
         state = add_queries(
-            state, full_high, high, key, value, p_query, p_d_out, p_start, p_minus_delta, places, stream_0, stream_1, o_key,
+            state, full_high, high, key, value, p_query, p_d_out, p_neg_lse, p_neg_delta, p_masks, stream_0, stream_1, o_key,
             queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, False, WANTED,
         )  # fmt: skip
     return state
@@ -279,30 +282,30 @@ def add_member(
 
 @triton.jit
 def add_keys(
-    b_d_query, start, stop, query, d_out, b_start, b_minus_delta, p_key, p_value, places, stream_0, stream_1, o_query, queries,
+    b_d_query, start, stop, query, d_out, b_neg_lse, b_neg_delta, p_key, p_value, p_masks, stream_0, stream_1, o_query, queries,
     keys, R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr,
+    MASKED: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys in [start, stop) give to d_query."""
+    """Accumulate d_query over the keys in [start, stop)."""
     o_block = tl.arange(0, BLOCK_K)
     KEY_STRIDE: tl.constexpr = R.heads // R.group * R.row
     VALUE_STRIDE: tl.constexpr = R.heads // R.group * R.value_row
     for i_key in tl.range(start, stop, BLOCK_K):
         o_start = tl.full((), 0, tl.int64) + i_key
-        key = load_parts(p_key + o_start * KEY_STRIDE, o_block, keys - i_key, KEY_STRIDE, R.size, BLOCK_D, MASKED, R)
-        b_raw = logits_from(query, transposed(key, R), b_start[:, None], R, CAREFUL)  # [BLOCK_Q, BLOCK_K]
-        value = load_parts(
+        key = load_operand(p_key + o_start * KEY_STRIDE, o_block, keys - i_key, KEY_STRIDE, R.size, BLOCK_D, MASKED, R)
+        b_qk = scores_minus_lse(query, transpose_operand(key, R), b_neg_lse[:, None], R, NAN_SAFE)  # [BLOCK_Q, BLOCK_K]
+        value = load_operand(
             p_value + o_start * VALUE_STRIDE, o_block, keys - i_key, VALUE_STRIDE, R.value_size, BLOCK_V, MASKED, R
         )
-        b_d_weights = d_weights_from(d_out, transposed(value, R), b_minus_delta[:, None], R, CAREFUL)
-        b_weights, b_slope, b_seen, b_keep = weights_of(
-            b_raw, b_start[:, None], places, stream_0, stream_1, o_query, (i_key + o_block)[None, :], queries, keys,
-            R, MASKED, CAREFUL, True,
+        b_d_weights = d_weights_minus_delta(d_out, transpose_operand(value, R), b_neg_delta[:, None], R, NAN_SAFE)
+        b_weights, b_slope, m_visible, b_keep = weights_of(
+            b_qk, b_neg_lse[:, None], p_masks, stream_0, stream_1, o_query, (i_key + o_block)[None, :], queries, keys,
+            R, MASKED, NAN_SAFE, True,
         )  # fmt: skip
-        b_d_logits = d_logits_of(b_weights, b_slope, b_seen, b_keep, b_d_weights, b_minus_delta[:, None], R, CAREFUL, True)
-        if CAREFUL:
-            key = finite_parts(key, R)
-        b_d_query = add_product(b_d_query, parts_of(b_d_logits, key[0].dtype, R), key, R, CAREFUL)
+        b_d_logits = d_logits_of(b_weights, b_slope, m_visible, b_keep, b_d_weights, b_neg_delta[:, None], R, NAN_SAFE, True)
+        if NAN_SAFE:
+            key = finite_operand(key, R)
+        b_d_query = dot_accumulate(b_d_query, split_operand(b_d_logits, key[0].dtype, R), key, R, NAN_SAFE)
     return b_d_query
 
 
@@ -320,13 +323,13 @@ def query_gradient_kernel(
     p_streams,
     p_ranges,
     p_d_out,
-    p_start,
-    p_minus_delta,
+    p_neg_lse,
+    p_neg_delta,
     queries,
     keys,
     blocks,
     batch_heads,
-    section,
+    heads_in_l2,
     p_d_query,
     R: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -334,7 +337,7 @@ def query_gradient_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    i_block, i_batch_head = schedule(blocks, batch_heads, section, R.causal)
+    i_block, i_batch_head = tile_coordinate(blocks, batch_heads, heads_in_l2, R.causal)
     i_batch = i_batch_head // R.heads
     i_head = i_batch_head - i_batch * R.heads
     i_first = i_block * BLOCK_Q
@@ -344,48 +347,48 @@ def query_gradient_kernel(
     o_key_row = i_batch.to(tl.int64) * keys * (R.heads // R.group) + i_head // R.group
     p_key += o_key_row * R.row
     p_value += o_key_row * R.value_row
-    places = places_of(
+    p_masks = mask_pointers(
         p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries, keys, R
     )
     stream_0, stream_1 = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
     if R.dropout:
         stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
     if R.ranges > 0:
-        low, full_low, full_high, high = stored_range(p_ranges, i_batch, blocks, i_block, R)
+        low, full_low, full_high, high = load_range(p_ranges, i_batch, blocks, i_block, R)
         high = tl.minimum(high, keys)
     else:
         last = tl.minimum(i_first + BLOCK_Q, queries) - 1
         low, full_low, full_high, high = key_range(i_first + R.offset, last + R.offset, keys, BLOCK_K, R)
 
-    query = load_parts(p_query + o_row * R.row, o_block, queries - i_first, R.heads * R.row, R.size, BLOCK_D, True, R)
-    d_out = load_parts(
+    query = load_operand(p_query + o_row * R.row, o_block, queries - i_first, R.heads * R.row, R.size, BLOCK_D, True, R)
+    d_out = load_operand(
         p_d_out + o_row * R.value_row, o_block, queries - i_first, R.heads * R.value_row, R.value_size, BLOCK_V, True, R
     )
-    b_start = tl.load(statistic_of(p_start, i_batch_head, queries) + i_first + o_block)
-    b_minus_delta = tl.load(statistic_of(p_minus_delta, i_batch_head, queries) + i_first + o_block)
+    b_neg_lse = tl.load(statistics_pointer(p_neg_lse, i_batch_head, queries) + i_first + o_block)
+    b_neg_delta = tl.load(statistics_pointer(p_neg_delta, i_batch_head, queries) + i_first + o_block)
 
     b_d_query = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    if R.whole:
-        if R.edges_first:
+    if R.has_full_tiles:
+        if R.masked_first:
             b_d_query = add_keys(
-                b_d_query, low, full_low, query, d_out, b_start, b_minus_delta, p_key, p_value, places, stream_0, stream_1,
+                b_d_query, low, full_low, query, d_out, b_neg_lse, b_neg_delta, p_key, p_value, p_masks, stream_0, stream_1,
                 o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
             )  # fmt: skip
         b_d_query = add_keys(
-            b_d_query, full_low, full_high, query, d_out, b_start, b_minus_delta, p_key, p_value, places, stream_0, stream_1,
+            b_d_query, full_low, full_high, query, d_out, b_neg_lse, b_neg_delta, p_key, p_value, p_masks, stream_0, stream_1,
             o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, False, False,
         )  # fmt: skip
     else:
         full_high = low
     b_d_query = add_keys(
-        b_d_query, full_high, high, query, d_out, b_start, b_minus_delta, p_key, p_value, places, stream_0, stream_1,
+        b_d_query, full_high, high, query, d_out, b_neg_lse, b_neg_delta, p_key, p_value, p_masks, stream_0, stream_1,
         o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
     )  # fmt: skip
-    if R.careful:
+    if R.nan_safe:
         if any_nan(b_d_query):
             b_d_query = add_keys(
-                tl.zeros([BLOCK_Q, BLOCK_D], tl.float32), low, high, query, d_out, b_start, b_minus_delta, p_key, p_value,
-                places, stream_0, stream_1, o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, True, True,
+                tl.zeros([BLOCK_Q, BLOCK_D], tl.float32), low, high, query, d_out, b_neg_lse, b_neg_delta, p_key, p_value,
+                p_masks, stream_0, stream_1, o_query, queries, keys, R, BLOCK_K, BLOCK_D, BLOCK_V, True, True,
             )  # fmt: skip
     b_d_query *= R.scale
     store_rows(p_d_query + o_row * R.size, b_d_query, o_block, queries - i_first, R.heads * R.size, R.size, BLOCK_D)
@@ -404,8 +407,8 @@ def bias_gradient_kernel(
     p_key_positions,
     p_streams,
     p_d_out,
-    p_start,
-    p_minus_delta,
+    p_neg_lse,
+    p_neg_delta,
     queries,
     keys,
     batch,
@@ -418,7 +421,7 @@ def bias_gradient_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """A program owns one tile of d_bias and sums, in order, over the axes along which the bias is broadcast."""
+    """A program owns one tile of d_bias and sums in a fixed order over the axes along which the bias is broadcast."""
     i_rest = tl.program_id(0)
     i_own_key = i_rest % own_key_blocks
     i_rest = i_rest // own_key_blocks
@@ -458,32 +461,32 @@ def bias_gradient_kernel(
             o_row = (i_batch.to(tl.int64) * queries + i_query) * R.heads + i_head
             o_key_row = (i_batch.to(tl.int64) * keys + i_key) * (R.heads // R.group) + i_head // R.group
             KEY_HEADS: tl.constexpr = R.heads // R.group
-            query = load_parts(p_query + o_row * R.row, o_rows, queries - i_query, R.heads * R.row, R.size, BLOCK_D, True, R)
-            key = load_parts(p_key + o_key_row * R.row, o_columns, keys - i_key, KEY_HEADS * R.row, R.size, BLOCK_D, True, R)
-            d_out = load_parts(
+            query = load_operand(p_query + o_row * R.row, o_rows, queries - i_query, R.heads * R.row, R.size, BLOCK_D, True, R)
+            key = load_operand(p_key + o_key_row * R.row, o_columns, keys - i_key, KEY_HEADS * R.row, R.size, BLOCK_D, True, R)
+            d_out = load_operand(
                 p_d_out + o_row * R.value_row, o_rows, queries - i_query, R.heads * R.value_row, R.value_size, BLOCK_V, True, R
             )
-            value = load_parts(
+            value = load_operand(
                 p_value + o_key_row * R.value_row, o_columns, keys - i_key, KEY_HEADS * R.value_row, R.value_size, BLOCK_V,
                 True, R,
             )  # fmt: skip
             i_batch_head = i_batch * R.heads + i_head
-            b_start = tl.load(statistic_of(p_start, i_batch_head, queries) + i_query + o_rows)
-            b_minus_delta = tl.load(statistic_of(p_minus_delta, i_batch_head, queries) + i_query + o_rows)
-            b_raw = logits_from(query, transposed(key, R), b_start[:, None], R, True)
-            b_d_weights = d_weights_from(d_out, transposed(value, R), b_minus_delta[:, None], R, True)
-            places = places_of(
+            b_neg_lse = tl.load(statistics_pointer(p_neg_lse, i_batch_head, queries) + i_query + o_rows)
+            b_neg_delta = tl.load(statistics_pointer(p_neg_delta, i_batch_head, queries) + i_query + o_rows)
+            b_qk = scores_minus_lse(query, transpose_operand(key, R), b_neg_lse[:, None], R, True)
+            b_d_weights = d_weights_minus_delta(d_out, transpose_operand(value, R), b_neg_delta[:, None], R, True)
+            p_masks = mask_pointers(
                 p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries,
                 keys, R,
             )  # fmt: skip
             stream_0, stream_1 = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
             if R.dropout:
                 stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
-            b_weights, b_slope, b_seen, b_keep = weights_of(
-                b_raw, b_start[:, None], places, stream_0, stream_1, (i_query + o_rows)[:, None], (i_key + o_columns)[None, :],
+            b_weights, b_slope, m_visible, b_keep = weights_of(
+                b_qk, b_neg_lse[:, None], p_masks, stream_0, stream_1, (i_query + o_rows)[:, None], (i_key + o_columns)[None, :],
                 queries, keys, R, True, True, True,
             )  # fmt: skip
-            b_d_logits = d_logits_of(b_weights, b_slope, b_seen, b_keep, b_d_weights, b_minus_delta[:, None], R, True, True)
+            b_d_logits = d_logits_of(b_weights, b_slope, m_visible, b_keep, b_d_weights, b_neg_delta[:, None], R, True, True)
             b_d_bias += b_d_logits
 
     o_own_query, o_own_key = i_own_query * BLOCK_Q + o_rows, i_own_key * BLOCK_K + o_columns
@@ -493,7 +496,7 @@ def bias_gradient_kernel(
         b_d_bias = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32) + tl.sum(b_d_bias, axis=0)[None, :]
         rows = 1
     if R.bias & 8:
-        columns = score_row(keys)
+        columns = score_row_stride(keys)
     else:
         b_d_bias = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32) + tl.sum(b_d_bias, axis=1)[:, None]
         columns = 1

@@ -1,4 +1,4 @@
-"""Tiles of `flash_attention`: their sizes, warps and pipeline depths."""
+"""Configs of `flash_attention`: tile sizes, warps and pipeline stages."""
 
 from __future__ import annotations
 
@@ -7,39 +7,40 @@ from collections.abc import Callable, Iterable
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_triton._blocks import product_block
+from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._capability import shared_memory_limit
-from ejkernel_triton.flash_attention.rules import product_of
+from ejkernel_triton.flash_attention.mask_params import dot_mode
 
 _NARROW = 256
-"""Within a window of so many keys a block meets a few tiles only, and a short pipeline starts faster."""
+"""Window size up to which a block visits few tiles; a short pipeline starts faster."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:
-    block_q, block_k: queries that a program owns, and keys of one tile; powers of two.
+    block_q, block_k: queries of a program, and keys of one tile; powers of two.
     num_warps: warps per program.
-    num_stages: depth of the pipeline over tiles of keys.
-    ahead: whether the product of the next tile runs beside the exponentials of this one; without effect beside a bias.
-    masked: whether all tiles go through one loop with masks, instead of through one for whole tiles and others around it.
+    num_stages: pipeline stages of the loop over key tiles.
+    overlap: whether the QK MMA of the next tile overlaps the softmax of the current one; ignored with a bias.
+    always_mask: whether one masked loop visits all tiles, instead of an unmasked loop for full tiles and masked loops around
+        it.
     """
 
     block_q: int
     block_k: int
     num_warps: int
     num_stages: int
-    ahead: bool = False
-    masked: bool = False
+    overlap: bool = False
+    always_mask: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Attributes:
-    key_*: of the kernel that owns `key_block_k` keys and walks over tiles of `key_block_q` queries.
-    key_apart: whether that kernel runs twice, for the gradient of the keys and for that of the values.
-    query_*: of the kernel that owns `query_block_q` queries and walks over tiles of `query_block_k` keys.
-    bias_*: of the kernel that owns a tile of the gradient of a bias.
+    key_*: of the dK/dV kernel, which owns `key_block_k` keys and loops over tiles of `key_block_q` queries.
+    separate_dk_dv: whether dK and dV are computed by one launch each.
+    query_*: of the dQ kernel, which owns `query_block_q` queries and loops over tiles of `query_block_k` keys.
+    bias_*: of the dBias kernel, which owns a tile of the bias gradient.
     """
 
     key_block_q: int
@@ -50,51 +51,51 @@ class BackwardConfig:
     query_block_k: int
     query_num_warps: int
     query_num_stages: int
-    key_apart: bool = False
+    separate_dk_dv: bool = False
     bias_block_q: int = 16
     bias_block_k: int = 16
     bias_num_warps: int = 4
 
 
 Tile = tuple[int, int, int, int]
-"""Rows that a program owns, rows of one tile of the others, warps, stages."""
+"""Rows that a program owns, rows of one tile that it loops over, warps, stages."""
 
 _SMALL = (
     *((64, 64, 4, 1), (64, 32, 4, 2), (64, 32, 8, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
     *((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
 )
-"""What is tried when nothing better fits; the last fits everywhere."""
+"""Fallbacks; the last fits everywhere."""
 _EXACT = ((16, 16, 8, 1), (16, 16, 4, 1))
-"""For float32 without tensor cores: larger products take minutes to compile. And for keys in parts before warpgroups."""
+"""For float32 without tensor cores: larger tiles take minutes to compile. Also for bf16x6 dK/dV before Hopper."""
 _SINGLE = ((32, 32, 4, 1), (16, 16, 4, 1))
-"""For float32 rounded to TF32."""
-_SMALL_PARTS = (
+"""For TF32."""
+_SMALL_SPLIT = (
     *((64, 32, 4, 2), (64, 16, 4, 2), (64, 16, 8, 2), (64, 16, 8, 1), (32, 32, 4, 1)),
     *((32, 16, 8, 1), (32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
 )
-"""For float32 in parts."""
+"""For bf16x6 emulation of float32."""
 
-# The first of a list was the fastest on an H200; all are worth a measurement elsewhere.
+# The first of each list was the fastest on an H200; the others are candidates for tuning.
 _TF32_FORWARD = ((128, 32, 8, 2), (128, 64, 8, 2), (64, 32, 4, 2))
-_PARTS_FORWARD = ((128, 32, 8, 2), (64, 32, 4, 2))
-_NARROW_PARTS_FORWARD = ((64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2))
-_PARTS_KEY = ((64, 32, 4, 2), (128, 32, 8, 2), (64, 16, 4, 2))
-_FEW_ROWS = ((32, 32, 4, 2),)
-"""Where operands lie in registers, as they do before warpgroups multiply: more rows spill there."""
+_SPLIT_FORWARD = ((128, 32, 8, 2), (64, 32, 4, 2))
+_NARROW_SPLIT_FORWARD = ((64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2))
+_SPLIT_KEY = ((64, 32, 4, 2), (128, 32, 8, 2), (64, 16, 4, 2))
+_SMALL_ROWS = ((32, 32, 4, 2),)
+"""Before Hopper, operands lie in registers, and more rows spill."""
 _BEFORE = ((64, 32, 4, 3), (64, 32, 4, 2))
-"""For heads up to 128 before warpgroups, compiled for an A100: tiles of 64 x 64 take up to twice the instructions, and spill."""
-_PARTS_QUERY = ((64, 32, 4, 2), (128, 64, 8, 2), (128, 16, 8, 1), (64, 16, 4, 3))
+"""For heads up to 128 before Hopper: on an A100, 64 x 64 tiles take up to twice the instructions and spill."""
+_SPLIT_QUERY = ((64, 32, 4, 2), (128, 64, 8, 2), (128, 16, 8, 1), (64, 16, 4, 3))
 _FORWARD = (
     *((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3)),
     *((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3)),
 )
-_AHEAD = ((128, 32, 8, 3), (128, 64, 8, 2))
-_MASKED = ((64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 4, 3))
+_OVERLAP = ((128, 32, 8, 3), (128, 64, 8, 2))
+_ALWAYS_MASK = ((64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 4, 3))
 _KEY = (
     *((64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 1), (64, 64, 4, 2)),
     *((64, 64, 8, 2), (64, 32, 8, 3), (128, 32, 8, 3), (128, 64, 8, 2)),
 )
-_APART = ((128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 1), (128, 64, 8, 3))
+_SEPARATE = ((128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 1), (128, 64, 8, 3))
 _QUERY = (
     *((64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 4, 3)),
     *((128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3)),
@@ -102,27 +103,27 @@ _QUERY = (
 
 
 class _Model:
-    """What a tile costs in shared memory and registers, and what is known of the call."""
+    """Shared memory and registers of a tile, and the properties of the call that they depend on."""
 
     def __init__(self, call: FlashAttentionCall, target: Target) -> None:
-        self.size, self.value_size = product_block(call.query.shape[3]), product_block(call.value.shape[3])
-        self.product = product_of(call)
+        self.size, self.value_size = dot_block(call.query.shape[3]), dot_block(call.value.shape[3])
+        self.dot_mode = dot_mode(call)
         self.wide = call.query.dtype == "float32"
-        self.parts = self.product == "parts"
-        self.itemsize = 6 if self.parts else 4 if self.wide else 2
+        self.split = self.dot_mode == "bf16x6"
+        self.itemsize = 6 if self.split else 4 if self.wide else 2
         self.limit = shared_memory_limit(target)
         generation = (target.capability or (0, 0))[0]
         self.warpgroups = generation == 9
         self.before_warpgroups = 0 < generation < 9
-        # With tensor memory, what Triton makes of more rows in parts does not fit.
-        self.most_rows = 32 if self.parts and generation > 9 else 2**31
+        # On Blackwell, the tensor memory that Triton allocates for more bf16x6 rows does not fit.
+        self.max_rows = 32 if self.split and generation > 9 else 2**31
         self.queries, self.keys = call.query.shape[1], call.key.shape[1]
         by_pair = (spec for spec in (call.bias, call.mask) if spec is not None and min(spec.shape[2:]) > 1)
         self.score_bytes = sum({"bool": 1, "float32": 4}.get(spec.dtype, 2) for spec in by_pair)
         self.width = max(self.size, self.value_size)
         self.narrow = call.window_width is not None and call.window_width <= _NARROW
         self.capped = call.soft_cap is not None
-        self.apart = self.width > (64 if self.parts else 128) and (self.parts or not self.wide)
+        self.separate = self.width > (64 if self.split else 128) and (self.split or not self.wide)
         self.triangular = call.causal
 
     def forward_fits(self, tile: Tile) -> bool:
@@ -134,48 +135,48 @@ class _Model:
         return self._fits(tile, self._both(tile), self._summed(tile[0] * self.size) + tile[0] * tile[1] * 2)
 
     def key_fits(self, tile: Tile) -> bool:
-        """Of a kernel that makes both gradients at once."""
-        sums = self.size + self.value_size + (self.width if self.parts else 0)
+        """Whether a kernel that computes dK and dV together fits."""
+        sums = self.size + self.value_size + (self.width if self.split else 0)
         return self._fits(tile, self._both(tile), tile[0] * sums + tile[0] * tile[1] * 2)
 
-    def apart_fits(self, tile: Tile) -> bool:
+    def separate_fits(self, tile: Tile) -> bool:
         return self._fits(tile, self._both(tile), self._summed(tile[0] * self.width) + tile[0] * tile[1] * 2)
 
     def _summed(self, elements: int) -> int:
-        """A sum, and for parts that of one tile beside it."""
-        return elements * 2 if self.parts else elements
+        """Accumulator elements; bf16x6 keeps the sum of one tile beside the accumulator."""
+        return elements * 2 if self.split else elements
 
     def _both(self, tile: Tile) -> int:
-        """Elements of the owned rows and of the tiles in flight; a tile of scores changes its layout on the way."""
+        """Elements of the owned rows, the tiles in flight, and the layout conversion of a score tile."""
         own, other, _, stages = tile
         return (own + stages * other) * (self.size + self.value_size) + own * other
 
     def _fits(self, tile: Tile, shared: int, held: int) -> bool:
         own, other, warps, stages = tile
         total = shared * self.itemsize + max(stages - 1, 1) * own * other * self.score_bytes
-        registers = 208 if own >= 64 else 72 if self.wide and not self.parts else 112
-        return total <= self.limit and held <= 32 * warps * registers and own <= self.most_rows
+        registers = 208 if own >= 64 else 72 if self.wide and not self.split else 112
+        return total <= self.limit and held <= 32 * warps * registers and own <= self.max_rows
 
-    def tiles(self, half: tuple[Tile, ...], parts: tuple[Tile, ...], tf32: tuple[Tile, ...] = _SINGLE) -> tuple[Tile, ...]:
-        """Those of them that belong to the kind of product."""
-        return {"parts": parts, "tf32": tf32, "tf32x3": _SINGLE, "ieee": _EXACT}[self.product] if self.wide else half
+    def tiles(self, half: tuple[Tile, ...], split: tuple[Tile, ...], tf32: tuple[Tile, ...] = _SINGLE) -> tuple[Tile, ...]:
+        """The candidates for the dot mode."""
+        return {"bf16x6": split, "tf32": tf32, "tf32x3": _SINGLE, "ieee": _EXACT}[self.dot_mode] if self.wide else half
 
     def forward_choices(self) -> tuple[Tile, ...]:
-        return (*self.tiles(self._forward(), self.parts_forward(), _TF32_FORWARD), *self.small())
+        return (*self.tiles(self._forward(), self.split_forward(), _TF32_FORWARD), *self.small())
 
-    def parts_forward(self) -> tuple[Tile, ...]:
-        if self.width <= 64 and self.most_rows > 32:
-            return _NARROW_PARTS_FORWARD
+    def split_forward(self) -> tuple[Tile, ...]:
+        if self.width <= 64 and self.max_rows > 32:
+            return _NARROW_SPLIT_FORWARD
         if self.before_warpgroups and self.width > 128:
-            return (32, 32, 8, 1), *_FEW_ROWS
-        return _PARTS_FORWARD if self.warpgroups else ((128, 16, 8, 2), *_FEW_ROWS)
+            return (32, 32, 8, 1), *_SMALL_ROWS
+        return _SPLIT_FORWARD if self.warpgroups else ((128, 16, 8, 2), *_SMALL_ROWS)
 
-    def parts_backward(self, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
-        few = (not self.warpgroups and self.width > 64) or self.most_rows <= 32
-        return (*_FEW_ROWS, *tiles) if few else tiles
+    def split_backward(self, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
+        few = (not self.warpgroups and self.width > 64) or self.max_rows <= 32
+        return (*_SMALL_ROWS, *tiles) if few else tiles
 
     def small(self) -> tuple[Tile, ...]:
-        return self.tiles(_SMALL, _SMALL_PARTS)
+        return self.tiles(_SMALL, _SMALL_SPLIT)
 
     def _forward(self) -> tuple[Tile, ...]:
         if self.before_warpgroups and self.width <= 128:
@@ -186,24 +187,24 @@ class _Model:
             return (128, 64, 8, 2), (64, 32, 4, 3), (64, 32, 4, 2), (64, 32, 8, 2)
         if self.width == 128 and not self.triangular and not self.score_bytes:
             return ((128, 128, 8, 3), (64, 64, 4, 3))
-        # Two programs fit on a Hopper multiprocessor, beside tiles of scores with a shorter pipeline only.
+        # Two programs fit on a Hopper multiprocessor; with score-shaped inputs only if the pipeline is shorter.
         short_first = self.width == 128 and self.score_bytes
         return ((64, 64, 4, 2), (64, 64, 4, 3)) if short_first else ((64, 64, 4, 3), (64, 64, 4, 2))
 
     def key_choices(self) -> tuple[Tile, ...]:
-        if self.parts and self.before_warpgroups and self.width > 128:
+        if self.split and self.before_warpgroups and self.width > 128:
             return _EXACT
-        return (*self.tiles(self._key(), self.parts_backward(_PARTS_KEY)), *self.small())
+        return (*self.tiles(self._key(), self.split_backward(_SPLIT_KEY)), *self.small())
 
     def _key(self) -> tuple[Tile, ...]:
-        if self.apart:
+        if self.separate:
             return (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 1)
         if self.before_warpgroups and self.width <= 128:
             return _BEFORE[1:]
         return ((64, 64, 4, 1),) if self.narrow else ((64, 64, 4, 2),)
 
     def query_choices(self) -> tuple[Tile, ...]:
-        return (*self.tiles(self._query(), self.parts_backward(_PARTS_QUERY)), *self.small())
+        return (*self.tiles(self._query(), self.split_backward(_SPLIT_QUERY)), *self.small())
 
     def _query(self) -> tuple[Tile, ...]:
         if self.before_warpgroups and self.width <= 128:
@@ -215,10 +216,10 @@ class _Model:
         return ((64, 64, 4, 3),) if self.width <= 64 else ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))
 
     def bias_choices(self) -> tuple[tuple[int, int, int], ...]:
-        """Queries and keys of a tile, and warps; compiled for each generation, the largest that do not spill."""
+        """Queries and keys of a tile, and warps: for each GPU generation the largest tiles that do not spill."""
         smallest = ((16, 16, 4),)
         if self.wide:
-            return ((64, 32, 4), *smallest) if self.parts and self.warpgroups and self.width <= 128 else smallest
+            return ((64, 32, 4), *smallest) if self.split and self.warpgroups and self.width <= 128 else smallest
         if self.width > 256:
             return smallest
         if self.before_warpgroups:
@@ -227,14 +228,14 @@ class _Model:
 
 
 def _first(tiles: Iterable[Tile], fits: Callable[[Tile], bool], own: int, other: int) -> Tile:
-    """The first tile that fits, cut to the lengths of the arrays."""
+    """The first tile that fits, clipped to the sequence lengths."""
     tiles = tuple(tiles)
     return _cut(next((tile for tile in tiles if fits(tile)), tiles[-1]), own, other)
 
 
 def _cut(tile: Tile, own: int, other: int) -> Tile:
     block_own, block_other, warps, stages = tile
-    block_own, block_other = min(block_own, product_block(own)), min(block_other, product_block(other))
+    block_own, block_other = min(block_own, dot_block(own)), min(block_other, dot_block(other))
     return block_own, block_other, warps if block_own == tile[0] else min(warps, 4), stages
 
 
@@ -245,43 +246,43 @@ def _fitting(tiles: Iterable[Tile], fits: Callable[[Tile], bool], own: int, othe
 def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
     model = _Model(call, target)
     tile = _first(model.forward_choices(), model.forward_fits, model.queries, model.keys)
-    masked = model.narrow and not model.wide and tile in _MASKED
-    ahead = model.capped and model.width > 128 and call.bias is None and tile in _AHEAD
-    return ForwardConfig(*tile, ahead=ahead, masked=masked)
+    always_mask = model.narrow and not model.wide and tile in _ALWAYS_MASK
+    overlap = model.capped and model.width > 128 and call.bias is None and tile in _OVERLAP
+    return ForwardConfig(*tile, overlap=overlap, always_mask=always_mask)
 
 
 def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfig]:
     model = _Model(call, target)
     lengths = model.queries, model.keys
-    tiles = _fitting(model.tiles(_FORWARD, model.parts_forward(), _TF32_FORWARD), model.forward_fits, *lengths)
-    ahead = [] if model.wide or call.bias is not None else _fitting(_AHEAD, model.forward_fits, *lengths)
-    masked = _fitting(_MASKED, model.forward_fits, *lengths) if model.narrow and not model.wide else []
-    found = [ForwardConfig(*tile) for tile in tiles] + [ForwardConfig(*tile, ahead=True) for tile in ahead]
-    found += [ForwardConfig(*tile, masked=True) for tile in masked]
+    tiles = _fitting(model.tiles(_FORWARD, model.split_forward(), _TF32_FORWARD), model.forward_fits, *lengths)
+    overlap = [] if model.wide or call.bias is not None else _fitting(_OVERLAP, model.forward_fits, *lengths)
+    always_mask = _fitting(_ALWAYS_MASK, model.forward_fits, *lengths) if model.narrow and not model.wide else []
+    found = [ForwardConfig(*tile) for tile in tiles] + [ForwardConfig(*tile, overlap=True) for tile in overlap]
+    found += [ForwardConfig(*tile, always_mask=True) for tile in always_mask]
     return list(dict.fromkeys([forward_heuristic(call, target), *found]))
 
 
 def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConfig:
     model = _Model(call, target)
-    fits = model.apart_fits if model.apart else model.key_fits
+    fits = model.separate_fits if model.separate else model.key_fits
     own, other, warps, stages = _first(model.key_choices(), fits, model.keys, model.queries)
     by_query = _first(model.query_choices(), model.query_fits, model.queries, model.keys)
-    return BackwardConfig(other, own, warps, stages, *by_query, model.apart, *model.bias_choices()[0])
+    return BackwardConfig(other, own, warps, stages, *by_query, model.separate, *model.bias_choices()[0])
 
 
 def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardConfig]:
-    """Each kernel varied alone: they do not influence each other."""
+    """Varies one kernel at a time: they do not influence each other."""
     model = _Model(call, target)
     best = backward_heuristic(call, target)
     by_key, by_query = (model.keys, model.queries), (model.queries, model.keys)
-    together = _fitting(model.tiles(_KEY, _PARTS_KEY), model.key_fits, *by_key)
-    apart = _fitting(model.tiles(_APART, _PARTS_KEY), model.apart_fits, *by_key) if model.apart else []
+    together = _fitting(model.tiles(_KEY, _SPLIT_KEY), model.key_fits, *by_key)
+    separate_tiles = _fitting(model.tiles(_SEPARATE, _SPLIT_KEY), model.separate_fits, *by_key) if model.separate else []
     found = [best]
-    for separate, tiles in ((False, together), (True, apart)):
+    for separate, tiles in ((False, together), (True, separate_tiles)):
         for own, other, warps, stages in tiles:
             blocks = {"key_block_q": other, "key_block_k": own, "key_num_warps": warps, "key_num_stages": stages}
-            found.append(dataclasses.replace(best, **blocks, key_apart=separate))
-    for own, other, warps, stages in _fitting(model.tiles(_QUERY, _PARTS_QUERY), model.query_fits, *by_query):
+            found.append(dataclasses.replace(best, **blocks, separate_dk_dv=separate))
+    for own, other, warps, stages in _fitting(model.tiles(_QUERY, _SPLIT_QUERY), model.query_fits, *by_query):
         blocks = {"query_block_q": own, "query_block_k": other, "query_num_warps": warps, "query_num_stages": stages}
         found.append(dataclasses.replace(best, **blocks))
     if call.bias is not None:

@@ -1,9 +1,9 @@
-"""The forward kernel: a program owns a block of queries of one head and walks over the keys that they see, with a running
-maximum and sum (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022).
+"""The forward kernel: a program owns a block of queries of one head and loops over the keys that they see, with online softmax
+(Milakov and Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022).
 
-Tiles whose entries are all visible are computed without masks. If a result holds NaN, which a hidden value can cause as 0 * NaN,
-the block is computed again with care: a value that is not finite becomes a NaN of its key's logits, which reaches exactly the
-queries that see it.
+Full tiles are computed without masks. If the result holds NaN, which a masked value can cause as 0 * NaN, the block is
+recomputed on the NaN-safe path: a non-finite value becomes NaN in its key's logits, which propagates exactly to the queries
+that see it.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -13,35 +13,35 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.flash_attention.tiles import (
-    add_product,
     any_nan,
     bias_in,
-    finite_parts,
-    kept,
+    dot,
+    dot_accumulate,
+    finite_operand,
+    keep_mask,
     key_range,
-    load_parts,
+    load_operand,
+    load_range,
     logits_of,
-    parts_of,
-    places_of,
-    poison,
-    product,
-    schedule,
-    seen_in,
+    mask_pointers,
+    propagate_nan,
+    split_operand,
     store_rows,
-    stored_range,
-    transposed,
+    tile_coordinate,
+    transpose_operand,
+    visible_in,
 )
 
 
 @triton.jit
-def absorb(
+def online_softmax_update(
     state,
     start,
     stop,
     query,
     p_key,
     p_value,
-    places,
+    p_masks,
     stream_0,
     stream_1,
     o_query,
@@ -52,49 +52,49 @@ def absorb(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    NAN_SAFE: tl.constexpr,
 ):
-    """Add the keys in [start, stop) to `(weighted values, maximum, sum)`."""
-    b_values, b_maximum, b_sum = state
+    """Online-softmax update of `(accumulator, maximum, sum)` with the keys in [start, stop)."""
+    b_values, b_max, b_sum = state
     o_block = tl.arange(0, BLOCK_K)
     KEY_STRIDE: tl.constexpr = R.heads // R.group * R.row
     VALUE_STRIDE: tl.constexpr = R.heads // R.group * R.value_row
     for i_key in tl.range(start, stop, BLOCK_K):
         o_start = tl.full((), 0, tl.int64) + i_key
-        key = load_parts(p_key + o_start * KEY_STRIDE, o_block, keys - i_key, KEY_STRIDE, R.size, BLOCK_D, MASKED, R)
-        b_raw = product(query, transposed(key, R), R, CAREFUL)  # [BLOCK_Q, BLOCK_K]
+        key = load_operand(p_key + o_start * KEY_STRIDE, o_block, keys - i_key, KEY_STRIDE, R.size, BLOCK_D, MASKED, R)
+        b_qk = dot(query, transpose_operand(key, R), R, NAN_SAFE)  # [BLOCK_Q, BLOCK_K]
         o_key = (i_key + o_block)[None, :]
-        b_bias, b_seen = 0.0, o_query >= 0
+        b_bias, m_visible = 0.0, o_query >= 0
         if MASKED:
-            b_seen = seen_in(places, o_query, o_key, queries, keys, R)
+            m_visible = visible_in(p_masks, o_query, o_key, queries, keys, R)
         if R.bias >= 0:
-            b_bias, b_seen = bias_in(places, b_seen, o_query, o_key, queries, keys, R, CAREFUL)
-        b_logits, _ = logits_of(b_raw, b_bias, R)
-        value = load_parts(
+            b_bias, m_visible = bias_in(p_masks, m_visible, o_query, o_key, queries, keys, R, NAN_SAFE)
+        b_logits, _ = logits_of(b_qk, b_bias, R)
+        value = load_operand(
             p_value + o_start * VALUE_STRIDE, o_block, keys - i_key, VALUE_STRIDE, R.value_size, BLOCK_V, MASKED, R
         )
-        if CAREFUL:
-            b_logits += poison(value[0])[None, :]
-            value = finite_parts(value, R)
+        if NAN_SAFE:
+            b_logits += propagate_nan(value[0])[None, :]
+            value = finite_operand(value, R)
         if MASKED:
-            b_logits = tl.where(b_seen, b_logits, float("-inf"))
-        b_largest = tl.maximum(b_maximum, tl.max(b_logits, axis=1))
-        b_shift = b_largest
+            b_logits = tl.where(m_visible, b_logits, float("-inf"))
+        b_new_max = tl.maximum(b_max, tl.max(b_logits, axis=1))
+        b_shift = b_new_max
         if MASKED or R.bias >= 0:  # -inf - -inf is NaN
-            b_shift = tl.where(b_largest == float("-inf"), 0.0, b_largest)
+            b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
         b_weights = tl.exp2(b_logits * R.unit - (b_shift * R.unit)[:, None])
-        b_decay = tl.exp2((b_maximum - b_shift) * R.unit)
-        b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
+        b_rescale = tl.exp2((b_max - b_shift) * R.unit)
+        b_sum = b_sum * b_rescale + tl.sum(b_weights, axis=1)
         if R.dropout:
-            b_weights = tl.where(kept(stream_0, stream_1, o_query, o_key, R), b_weights, 0.0)
-        b_values = b_values * b_decay[:, None]
-        b_values = add_product(b_values, parts_of(b_weights, value[0].dtype, R), value, R, CAREFUL)
-        b_maximum = b_largest
-    return b_values, b_maximum, b_sum
+            b_weights = tl.where(keep_mask(stream_0, stream_1, o_query, o_key, R), b_weights, 0.0)
+        b_values = b_values * b_rescale[:, None]
+        b_values = dot_accumulate(b_values, split_operand(b_weights, value[0].dtype, R), value, R, NAN_SAFE)
+        b_max = b_new_max
+    return b_values, b_max, b_sum
 
 
 @triton.jit
-def absorb_ahead(
+def online_softmax_update_overlapped(
     state,
     start,
     stop,
@@ -109,35 +109,35 @@ def absorb_ahead(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """`absorb` without masks, where the product of the next tile runs beside the exponentials of this one."""
-    b_values, b_maximum, b_sum = state
+    """`online_softmax_update` without masks. The QK MMA of the next tile overlaps the softmax of the current one."""
+    b_values, b_max, b_sum = state
     o_block = tl.arange(0, BLOCK_K)
     KEY_STRIDE: tl.constexpr = R.heads // R.group * R.row
     VALUE_STRIDE: tl.constexpr = R.heads // R.group * R.value_row
     if start < stop:
         o_start = tl.full((), 0, tl.int64) + start
-        key = load_parts(p_key + o_start * KEY_STRIDE, o_block, BLOCK_K, KEY_STRIDE, R.size, BLOCK_D, False, R)
-        b_raw = product(query, transposed(key, R), R, False)  # [BLOCK_Q, BLOCK_K]
+        key = load_operand(p_key + o_start * KEY_STRIDE, o_block, BLOCK_K, KEY_STRIDE, R.size, BLOCK_D, False, R)
+        b_qk = dot(query, transpose_operand(key, R), R, False)  # [BLOCK_Q, BLOCK_K]
         for i_key in tl.range(start, stop, BLOCK_K):
             o_start = tl.full((), 0, tl.int64) + i_key
             o_next = tl.minimum(o_start + BLOCK_K, stop - BLOCK_K)
-            key = load_parts(p_key + o_next * KEY_STRIDE, o_block, BLOCK_K, KEY_STRIDE, R.size, BLOCK_D, False, R)
-            b_next = product(query, transposed(key, R), R, False)
-            b_logits, _ = logits_of(b_raw, 0.0, R)
-            b_largest = tl.maximum(b_maximum, tl.max(b_logits, axis=1))
-            b_weights = tl.exp2(b_logits * R.unit - (b_largest * R.unit)[:, None])
-            b_decay = tl.exp2((b_maximum - b_largest) * R.unit)
-            b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
+            key = load_operand(p_key + o_next * KEY_STRIDE, o_block, BLOCK_K, KEY_STRIDE, R.size, BLOCK_D, False, R)
+            b_next = dot(query, transpose_operand(key, R), R, False)
+            b_logits, _ = logits_of(b_qk, 0.0, R)
+            b_new_max = tl.maximum(b_max, tl.max(b_logits, axis=1))
+            b_weights = tl.exp2(b_logits * R.unit - (b_new_max * R.unit)[:, None])
+            b_rescale = tl.exp2((b_max - b_new_max) * R.unit)
+            b_sum = b_sum * b_rescale + tl.sum(b_weights, axis=1)
             if R.dropout:
-                b_weights = tl.where(kept(stream_0, stream_1, o_query, (i_key + o_block)[None, :], R), b_weights, 0.0)
-            value = load_parts(
+                b_weights = tl.where(keep_mask(stream_0, stream_1, o_query, (i_key + o_block)[None, :], R), b_weights, 0.0)
+            value = load_operand(
                 p_value + o_start * VALUE_STRIDE, o_block, BLOCK_K, VALUE_STRIDE, R.value_size, BLOCK_V, False, R
             )
-            b_values = b_values * b_decay[:, None]
-            b_values = add_product(b_values, parts_of(b_weights, value[0].dtype, R), value, R, False)
-            b_maximum = b_largest
-            b_raw = b_next
-    return b_values, b_maximum, b_sum
+            b_values = b_values * b_rescale[:, None]
+            b_values = dot_accumulate(b_values, split_operand(b_weights, value[0].dtype, R), value, R, False)
+            b_max = b_new_max
+            b_qk = b_next
+    return b_values, b_max, b_sum
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def forward_kernel(
     keys,
     blocks,
     batch_heads,
-    section,
+    heads_in_l2,
     p_out,
     p_lse,
     p_maximum,
@@ -170,9 +170,9 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     SAVE_LSE: tl.constexpr,
     SAVE_MAXIMUM: tl.constexpr,
-    AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    i_block, i_batch_head = schedule(blocks, batch_heads, section, R.causal)
+    i_block, i_batch_head = tile_coordinate(blocks, batch_heads, heads_in_l2, R.causal)
     i_batch = i_batch_head // R.heads
     i_head = i_batch_head - i_batch * R.heads
     i_first = i_block * BLOCK_Q
@@ -183,7 +183,7 @@ def forward_kernel(
     i_key_head = i_head // R.group
     p_key += (o_key_row * (R.heads // R.group) + i_key_head) * R.row
     p_value += (o_key_row * (R.heads // R.group) + i_key_head) * R.value_row
-    places = places_of(
+    p_masks = mask_pointers(
         p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries, keys, R
     )
     stream_0, stream_1 = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
@@ -191,16 +191,16 @@ def forward_kernel(
         stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
 
     if R.ranges > 0:
-        low, full_low, full_high, high = stored_range(p_ranges, i_batch, blocks, i_block, R)
+        low, full_low, full_high, high = load_range(p_ranges, i_batch, blocks, i_block, R)
         high = tl.minimum(high, keys)
     else:
         last = tl.minimum(i_first + BLOCK_Q, queries) - 1
         low, full_low, full_high, high = key_range(i_first + R.offset, last + R.offset, keys, BLOCK_K, R)
 
-    query = load_parts(
+    query = load_operand(
         p_query + (o_row * R.heads + i_head) * R.row, o_block, queries - i_first, R.heads * R.row, R.size, BLOCK_D, True, R
     )
-    b_maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    b_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_Q], tl.float32)
     if R.sinks > 0:
         o_sink = tl.arange(0, BLOCK_N)
@@ -211,52 +211,52 @@ def forward_kernel(
         b_sinks *= 1.4426950408889634 / R.unit
         largest = tl.max(b_sinks, axis=0)
         shift = tl.where(largest == float("-inf"), 0.0, largest)
-        b_maximum = tl.zeros([BLOCK_Q], tl.float32) + largest
+        b_max = tl.zeros([BLOCK_Q], tl.float32) + largest
         b_sum += tl.sum(tl.exp2((b_sinks - shift) * R.unit), axis=0)
 
-    start = (tl.zeros([BLOCK_Q, BLOCK_V], tl.float32), b_maximum, b_sum)
+    start = (tl.zeros([BLOCK_Q, BLOCK_V], tl.float32), b_max, b_sum)
     state = start
-    if R.whole:
-        if R.edges_first:
-            state = absorb(
-                state, low, full_low, query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
+    if R.has_full_tiles:
+        if R.masked_first:
+            state = online_softmax_update(
+                state, low, full_low, query, p_key, p_value, p_masks, stream_0, stream_1, o_query, queries, keys,
                 R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
             )  # fmt: skip
-        if AHEAD:
-            state = absorb_ahead(
+        if OVERLAP:
+            state = online_softmax_update_overlapped(
                 state, full_low, full_high, query, p_key, p_value, stream_0, stream_1, o_query, R, BLOCK_K, BLOCK_D, BLOCK_V
             )  # fmt: skip
         else:
-            state = absorb(
-                state, full_low, full_high, query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
+            state = online_softmax_update(
+                state, full_low, full_high, query, p_key, p_value, p_masks, stream_0, stream_1, o_query, queries, keys,
                 R, BLOCK_K, BLOCK_D, BLOCK_V, False, False,
             )  # fmt: skip
     else:
         full_high = low
-    state = absorb(
-        state, full_high, high, query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
+    state = online_softmax_update(
+        state, full_high, high, query, p_key, p_value, p_masks, stream_0, stream_1, o_query, queries, keys,
         R, BLOCK_K, BLOCK_D, BLOCK_V, True, False,
     )  # fmt: skip
-    if R.careful:
+    if R.nan_safe:
         if any_nan(state[0]):
-            state = absorb(
-                start, low, high, query, p_key, p_value, places, stream_0, stream_1, o_query, queries, keys,
+            state = online_softmax_update(
+                start, low, high, query, p_key, p_value, p_masks, stream_0, stream_1, o_query, queries, keys,
                 R, BLOCK_K, BLOCK_D, BLOCK_V, True, True,
             )  # fmt: skip
 
-    b_values, b_maximum, b_sum = state
+    b_values, b_max, b_sum = state
     b_divisor = tl.full([BLOCK_Q], 1.0, tl.float32)
     if R.normalize:
         b_divisor = tl.where(b_sum == 0.0, 1.0, b_sum)
     if R.dropout:
-        b_values *= R.survivor
+        b_values *= R.keep_scale
     b_out = b_values / b_divisor[:, None]
     o_out = (o_row * R.heads + i_head) * R.value_size
     store_rows(p_out + o_out, b_out, o_block, queries - i_first, R.heads * R.value_size, R.value_size, BLOCK_V)
     p_row = o_row * R.heads + i_head + o_block * R.heads
     m_row = i_first + o_block < queries
     if SAVE_LSE:
-        b_lse = (b_maximum * R.unit + tl.log2(tl.where(b_sum == 0.0, 1.0, b_sum))) * 0.6931471805599453
+        b_lse = (b_max * R.unit + tl.log2(tl.where(b_sum == 0.0, 1.0, b_sum))) * 0.6931471805599453
         tl.store(p_lse + p_row, b_lse, mask=m_row)
     if SAVE_MAXIMUM:
-        tl.store(p_maximum + p_row, b_maximum * (R.unit * 0.6931471805599453), mask=m_row)
+        tl.store(p_maximum + p_row, b_max * (R.unit * 0.6931471805599453), mask=m_row)

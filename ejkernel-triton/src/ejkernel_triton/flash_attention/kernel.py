@@ -1,4 +1,4 @@
-"""The launches of `flash_attention`: what kernels are given, and what is left to XLA before and after them."""
+"""The launches of `flash_attention`: kernel arguments, and the work that XLA does before and after."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from ejkernel.call import vary_like
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel.operations.flash_attention.ranges import tile_ranges
-from ejkernel_triton._blocks import product_block
+from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.flash_attention.backward import bias_gradient_kernel, key_gradient_kernel, query_gradient_kernel
 from ejkernel_triton.flash_attention.config import BackwardConfig, ForwardConfig
 from ejkernel_triton.flash_attention.forward import forward_kernel
-from ejkernel_triton.flash_attention.parts import in_parts
-from ejkernel_triton.flash_attention.rules import LOG2_E, Rules, rules_of
+from ejkernel_triton.flash_attention.mask_params import LOG2_E, MaskParams, mask_params_of
+from ejkernel_triton.flash_attention.split_precision import split_bf16
 
 _CACHED_BYTES = 24 * 2**20
-"""Of keys and values that programs running at one time share through the L2 cache."""
+"""L2 cache budget for the keys and values of concurrently running programs."""
 
 _TOKENS = ("query_segments", "key_segments", "query_positions", "key_positions")
 
@@ -46,7 +46,7 @@ def backward(
         zeros = (None if x is None else vary_like(jnp.zeros(x.shape, x.dtype), inputs) for x in inputs[:4])
         return FlashAttentionInputs(*zeros, sinks=d_sinks)
     start = jnp.where(shift == -jnp.inf, -jnp.inf, -shift * LOG2_E)
-    rows = (*_operands((cotangents.out,), rules_of(call)), _padded(start, -jnp.inf), _padded(-delta, 0.0))
+    rows = (*_operands((cotangents.out,), mask_params_of(call)), _padded(start, -jnp.inf), _padded(-delta, 0.0))
     d_key, d_value = _key_gradients(call, inputs, rows, config)
     return FlashAttentionInputs(
         query=_query_gradient(call, inputs, rows, config),
@@ -63,7 +63,7 @@ def _score_count(call: FlashAttentionCall) -> int:
 
 
 def _without_keys(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> tuple[Any, Any]:
-    """No kernel is needed where there is no pair: only sinks are in the sums."""
+    """Without query-key pairs only the sinks contribute; no kernel is launched."""
     rows = call.query.shape[:3]
     out = jnp.zeros((*rows, call.value.shape[3]), call.query.dtype)
     lse = jnp.full(rows, -jnp.inf, jnp.float32)
@@ -75,27 +75,27 @@ def _without_keys(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> tup
     return vary_like(out, inputs), vary_like(lse, inputs)
 
 
-def _section(call: FlashAttentionCall) -> int:
-    """Key heads that are worked on at one time."""
+def _heads_in_l2(call: FlashAttentionCall) -> int:
+    """Key heads whose keys and values fit in the L2 cache together."""
     batch, keys, heads, size = call.key.shape
     itemsize = 4 if call.key.dtype == "float32" else 2
     per_head = keys * (size + call.value.shape[3]) * itemsize
     return max(1, min(batch * heads, _CACHED_BYTES // per_head))
 
 
-def _operands(arrays: tuple[Any, ...], rules: Rules) -> tuple[Any, ...]:
-    """As kernels multiply them."""
-    return arrays if rules.parts == 1 else tuple(map(in_parts, arrays))
+def _operands(arrays: tuple[Any, ...], mask_params: MaskParams) -> tuple[Any, ...]:
+    """The operands as kernels load them: split to bfloat16 terms for bf16x6."""
+    return arrays if mask_params.bf16_terms == 1 else tuple(map(split_bf16, arrays))
 
 
 def _masks(inputs: FlashAttentionInputs) -> tuple[Any, ...]:
-    """Absent arrays are replaced by one that is there; kernels do not look at them."""
-    arrays = (*map(_wide_rows, (inputs.bias, inputs.mask)), *(getattr(inputs, name) for name in _TOKENS))
+    """Absent arrays are replaced by the query; kernels do not read them."""
+    arrays = (*map(_padded_rows, (inputs.bias, inputs.mask)), *(getattr(inputs, name) for name in _TOKENS))
     return tuple(inputs.query if array is None else array for array in arrays)
 
 
-def _wide_rows(scores: Any) -> Any:
-    """Padded as `tiles.score_row` expects."""
+def _padded_rows(scores: Any) -> Any:
+    """Padded as `tiles.score_row_stride` expects."""
     if scores is None or not _row_padding(scores.shape):
         return scores
     return jnp.pad(scores, ((0, 0), (0, 0), (0, 0), (0, _row_padding(scores.shape))))
@@ -117,38 +117,42 @@ def _attend(
     save_lse: bool,
     save_maximum: bool = False,
 ) -> list[Any]:
-    """out, and the log-sum-exp and the maximum of each row if they are saved."""
+    """out, and each row's log-sum-exp and maximum if requested."""
     batch, queries, heads, size = call.query.shape
-    rules = rules_of(call)
-    if config.masked:
-        rules = dataclasses.replace(rules, whole=False)
-    query, key, value = _operands(inputs[:3], rules)
+    mask_params = mask_params_of(call)
+    if config.always_mask:
+        mask_params = dataclasses.replace(mask_params, has_full_tiles=False)
+    query, key, value = _operands(inputs[:3], mask_params)
     blocks = _cdiv(queries, config.block_q)
-    stored = tile_ranges(call, inputs, config.block_q, config.block_k, by_key=False) * config.block_k if rules.ranges else query
+    stored = (
+        tile_ranges(call, inputs, config.block_q, config.block_k, by_key=False) * config.block_k
+        if mask_params.ranges
+        else query
+    )
     sinks, streams = (query if x is None else x for x in (inputs.sinks, inputs.dropout_streams))
     return call_kernel(
         forward_kernel,
         (
             *(query, key, value, *_masks(inputs), sinks, streams, stored),
-            *(queries, key.shape[1], blocks, batch * heads, _section(call) * rules.group),
+            *(queries, key.shape[1], blocks, batch * heads, _heads_in_l2(call) * mask_params.group),
         ),
         (
-            ((batch, queries, heads, rules.value_size), call.query.dtype),
+            ((batch, queries, heads, mask_params.value_size), call.query.dtype),
             ((batch, queries, heads) if save_lse else (1,), jnp.float32),
             ((batch, queries, heads) if save_maximum else (1,), jnp.float32),
         ),
         grid=blocks * batch * heads,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        R=rules,
+        R=mask_params,
         BLOCK_Q=config.block_q,
         BLOCK_K=config.block_k,
-        BLOCK_D=product_block(size),
-        BLOCK_V=product_block(rules.value_size),
-        BLOCK_N=1 << max(rules.sinks - 1, 0).bit_length(),
+        BLOCK_D=dot_block(size),
+        BLOCK_V=dot_block(mask_params.value_size),
+        BLOCK_N=1 << max(mask_params.sinks - 1, 0).bit_length(),
         SAVE_LSE=save_lse,
         SAVE_MAXIMUM=save_maximum,
-        AHEAD=config.ahead and call.bias is None,
+        OVERLAP=config.overlap and call.bias is None,
     )
 
 
@@ -162,11 +166,11 @@ def _statistics(
     """shift and delta `[B, H, T]`: weight = exp(logit - shift), d_logit = weight * (d_out . value - delta)."""
     lse, d_lse = outputs.lse, cotangents.lse
     if call.normalize_output:
-        # The output of a row that sees nothing is 0, and NaN in its cotangent must not come back.
+        # The output of a fully masked row is 0; NaN in its cotangent must not propagate.
         d_out = jnp.where(outputs.out == 0, 0, cotangents.out)
         delta = jnp.sum(d_out.astype(jnp.float32) * outputs.out.astype(jnp.float32), axis=-1)
         return _heads_first(lse), _heads_first(delta if d_lse is None else delta - d_lse)
-    # Unnormalised weights are exp(logit - maximum), with the maximum, which is no residual, held constant.
+    # Unnormalised weights are exp(logit - maximum), with the maximum held constant. It is not saved, so recompute it.
     shift = lse
     if _score_count(call):
         blocks = config.query_block_q, config.query_block_k, config.query_num_warps, config.query_num_stages
@@ -177,7 +181,7 @@ def _statistics(
 
 
 def _padded(rows: Any, value: float) -> Any:
-    """Padded as `tiles.statistic_of` expects."""
+    """Padded as `tiles.statistics_pointer` expects."""
     return jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % 128)), constant_values=value)
 
 
@@ -194,15 +198,15 @@ def _sink_gradient(sinks: Any, shift: Any, delta: Any) -> Any:
     return total.astype(sinks.dtype)
 
 
-def _gradient_inputs(inputs: FlashAttentionInputs, rules: Rules) -> tuple[Any, ...]:
+def _gradient_inputs(inputs: FlashAttentionInputs, mask_params: MaskParams) -> tuple[Any, ...]:
     streams = inputs.query if inputs.dropout_streams is None else inputs.dropout_streams
-    return (*_operands(inputs[:3], rules), *_masks(inputs), streams)
+    return (*_operands(inputs[:3], mask_params), *_masks(inputs), streams)
 
 
 def _key_gradients(
     call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...], config: BackwardConfig
 ) -> list[Any]:
-    if config.key_apart:
+    if config.separate_dk_dv:
         return [_by_key(call, inputs, rows, config, name)[i] for i, name in enumerate(("key", "value"))]
     return _by_key(call, inputs, rows, config, "both")
 
@@ -210,25 +214,25 @@ def _key_gradients(
 def _by_key(
     call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...], config: BackwardConfig, wanted: str
 ) -> list[Any]:
-    """The gradients of keys and values; those that are not wanted are empty."""
+    """The gradients of keys and values; those not in `wanted` are empty."""
     query, key, value = inputs[:3]
-    rules = rules_of(call)
+    mask_params = mask_params_of(call)
     blocks = _cdiv(key.shape[1], config.key_block_k)
     block_q, block_k = config.key_block_q, config.key_block_k
-    stored = tile_ranges(call, inputs, block_q, block_k, by_key=True) * block_q if rules.ranges else query
+    stored = tile_ranges(call, inputs, block_q, block_k, by_key=True) * block_q if mask_params.ranges else query
     batch_heads = key.shape[0] * key.shape[2]
     return call_kernel(
         key_gradient_kernel,
         (
-            *(*_gradient_inputs(inputs, rules), stored, *rows),
-            *(query.shape[1], key.shape[1], blocks, batch_heads, _section(call)),
+            *(*_gradient_inputs(inputs, mask_params), stored, *rows),
+            *(query.shape[1], key.shape[1], blocks, batch_heads, _heads_in_l2(call)),
         ),
         (((1,) if wanted == "value" else key.shape, key.dtype), ((1,) if wanted == "key" else value.shape, value.dtype)),
         grid=blocks * batch_heads,
         num_warps=config.key_num_warps,
         num_stages=config.key_num_stages,
         WANTED=wanted,
-        **_blocks(call, rules, block_q, block_k),
+        **_blocks(call, mask_params, block_q, block_k),
     )
 
 
@@ -236,22 +240,22 @@ def _query_gradient(
     call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...], config: BackwardConfig
 ) -> Any:
     query, key = inputs[:2]
-    rules = rules_of(call)
+    mask_params = mask_params_of(call)
     batch, queries, heads, _ = query.shape
     block_q, block_k = config.query_block_q, config.query_block_k
     blocks = _cdiv(queries, block_q)
-    stored = tile_ranges(call, inputs, block_q, block_k, by_key=False) * block_k if rules.ranges else query
+    stored = tile_ranges(call, inputs, block_q, block_k, by_key=False) * block_k if mask_params.ranges else query
     return call_kernel(
         query_gradient_kernel,
         (
-            *(*_gradient_inputs(inputs, rules), stored, *rows),
-            *(queries, key.shape[1], blocks, batch * heads, _section(call) * rules.group),
+            *(*_gradient_inputs(inputs, mask_params), stored, *rows),
+            *(queries, key.shape[1], blocks, batch * heads, _heads_in_l2(call) * mask_params.group),
         ),
         ((query.shape, query.dtype),),
         grid=blocks * batch * heads,
         num_warps=config.query_num_warps,
         num_stages=config.query_num_stages,
-        **_blocks(call, rules, block_q, block_k),
+        **_blocks(call, mask_params, block_q, block_k),
     )[0]
 
 
@@ -259,20 +263,20 @@ def _bias_gradient(
     call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...], config: BackwardConfig
 ) -> Any:
     bias = inputs.bias
-    rules = rules_of(call)
+    mask_params = mask_params_of(call)
     batch, queries = call.query.shape[:2]
     padded = (*bias.shape[:3], bias.shape[3] + _row_padding(bias.shape))
     own_queries, own_keys = _cdiv(bias.shape[2], config.bias_block_q), _cdiv(bias.shape[3], config.bias_block_k)
     return call_kernel(
         bias_gradient_kernel,
-        (*_gradient_inputs(inputs, rules), *rows, queries, call.key.shape[1], batch, own_queries, own_keys),
+        (*_gradient_inputs(inputs, mask_params), *rows, queries, call.key.shape[1], batch, own_queries, own_keys),
         ((padded, bias.dtype),),
         grid=bias.shape[0] * bias.shape[1] * own_queries * own_keys,
         num_warps=config.bias_num_warps,
-        **_blocks(call, rules, config.bias_block_q, config.bias_block_k),
+        **_blocks(call, mask_params, config.bias_block_q, config.bias_block_k),
     )[0][..., : bias.shape[3]]
 
 
-def _blocks(call: FlashAttentionCall, rules: Rules, block_q: int, block_k: int) -> dict[str, Any]:
-    sizes = (product_block(array.shape[3]) for array in (call.query, call.value))
-    return {"R": rules, "BLOCK_Q": block_q, "BLOCK_K": block_k, **dict(zip(("BLOCK_D", "BLOCK_V"), sizes, strict=True))}
+def _blocks(call: FlashAttentionCall, mask_params: MaskParams, block_q: int, block_k: int) -> dict[str, Any]:
+    sizes = (dot_block(array.shape[3]) for array in (call.query, call.value))
+    return {"R": mask_params, "BLOCK_Q": block_q, "BLOCK_K": block_k, **dict(zip(("BLOCK_D", "BLOCK_V"), sizes, strict=True))}

@@ -1,7 +1,7 @@
-"""Device functions that every attention kernel shares: which tiles, which entries of a tile, and their logits.
+"""Device functions that the attention kernels share: tile coordinates and ranges, masks and logits.
 
-A tile's entries are addressed by two index arrays that broadcast together: `o_query` `[BQ, 1]` and `o_key` `[1, BK]`, or
-`[1, BQ]` and `[BK, 1]` where scores are computed as their transpose. `R` is a `rules.Rules`.
+A tile's entries are addressed by two index arrays that broadcast together: `o_query` `[BQ, 1]` and `o_key` `[1, BK]`, or `[1,
+BQ]` and `[BK, 1]` if scores are transposed. `R` is a `MaskParams`.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -12,14 +12,15 @@ import triton.language as tl
 
 
 @triton.jit
-def schedule(blocks, heads, section, LAST_FIRST: tl.constexpr):
-    """This program's block and its batch-and-head: sections of heads whose keys fit the L2 cache, blocks outermost in each."""
+def tile_coordinate(blocks, heads, heads_in_l2, LAST_FIRST: tl.constexpr):
+    """This program's block and batch-head index. Heads are swizzled for L2 reuse: `heads_in_l2` heads at a time, blocks
+    outermost."""
     i_program = tl.program_id(0)
-    i_section = i_program // (section * blocks)
-    i_within = i_program - i_section * (section * blocks)
-    members = tl.minimum(section, heads - i_section * section)
+    i_swizzle = i_program // (heads_in_l2 * blocks)
+    i_within = i_program - i_swizzle * (heads_in_l2 * blocks)
+    members = tl.minimum(heads_in_l2, heads - i_swizzle * heads_in_l2)
     i_block = i_within // members
-    i_head = i_section * section + i_within - i_block * members
+    i_head = i_swizzle * heads_in_l2 + i_within - i_block * members
     if LAST_FIRST:
         i_block = blocks - 1 - i_block
     return i_block, i_head
@@ -44,50 +45,49 @@ def load_rows(p, o_row, rows, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def load_parts(
+def load_operand(
     p, o_row, rows, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
-    """Rows as an operand of `product`: all parts of a row lie one after the other."""
-    b_high = load_rows(p, o_row, rows, STRIDE, SIZE, BLOCK, TAIL)
-    if R.parts == 1:
-        parts = (b_high,)
+    """Rows as an operand of `dot`; the terms of a row are contiguous."""
+    b_hi = load_rows(p, o_row, rows, STRIDE, SIZE, BLOCK, TAIL)
+    if R.bf16_terms == 1:
+        bf16_terms = (b_hi,)
     else:
-        b_middle = load_rows(p + SIZE, o_row, rows, STRIDE, SIZE, BLOCK, TAIL)
-        parts = (b_high, b_middle, load_rows(p + 2 * SIZE, o_row, rows, STRIDE, SIZE, BLOCK, TAIL))
-    return parts
+        b_mid = load_rows(p + SIZE, o_row, rows, STRIDE, SIZE, BLOCK, TAIL)
+        bf16_terms = (b_hi, b_mid, load_rows(p + 2 * SIZE, o_row, rows, STRIDE, SIZE, BLOCK, TAIL))
+    return bf16_terms
 
 
 @triton.jit
-def parts_of(b_tile, dtype: tl.constexpr, R: tl.constexpr):
-    """A float32 tile as an operand of `product`."""
-    if R.parts == 1:
-        parts = (b_tile.to(dtype),)
+def split_operand(b_tile, dtype: tl.constexpr, R: tl.constexpr):
+    """A float32 tile as an operand of `dot`."""
+    if R.bf16_terms == 1:
+        bf16_terms = (b_tile.to(dtype),)
     else:
-        b_high = b_tile.to(dtype)
-        b_rest = b_tile - b_high.to(tl.float32)
-        b_middle = b_rest.to(dtype)
-        parts = (b_high, b_middle, (b_rest - b_middle.to(tl.float32)).to(dtype))
-    return parts
+        b_hi = b_tile.to(dtype)
+        b_residual = b_tile - b_hi.to(tl.float32)
+        b_mid = b_residual.to(dtype)
+        bf16_terms = (b_hi, b_mid, (b_residual - b_mid.to(tl.float32)).to(dtype))
+    return bf16_terms
 
 
 @triton.jit
-def transposed(parts, R: tl.constexpr):
-    if R.parts == 1:
-        turned = (tl.trans(parts[0]),)
+def transpose_operand(bf16_terms, R: tl.constexpr):
+    if R.bf16_terms == 1:
+        turned = (tl.trans(bf16_terms[0]),)
     else:
-        turned = (tl.trans(parts[0]), tl.trans(parts[1]), tl.trans(parts[2]))
+        turned = (tl.trans(bf16_terms[0]), tl.trans(bf16_terms[1]), tl.trans(bf16_terms[2]))
     return turned
 
 
 @triton.jit
-def product(left, right, R: tl.constexpr, CAREFUL: tl.constexpr):
-    """`left . right` in float32; CAREFUL: an infinity times the 0 in a low part does not count.
+def dot(left, right, R: tl.constexpr, NAN_SAFE: tl.constexpr):
+    """`left . right` in float32. NAN_SAFE: drop NaN of an infinity times a low term of 0.
 
-    Of nine products of parts the three smallest are left out: together they are about as large as float32's own rounding of one
-    term. Tensor cores cut their sums instead of rounding them, so the small ones come first, and long sums over tiles are made
-    outside of them.
+    bf16x6 skips the three smallest of the nine products: their sum is about float32's rounding error of one term. Tensor cores
+    truncate sums, so small products come first, and sums over tiles are accumulated outside of the MMA.
     """
-    if R.parts == 1:
+    if R.bf16_terms == 1:
         b_product = tl.dot(left[0], right[0], input_precision=R.precision)
     else:
         b_small = tl.dot(left[2], right[0])
@@ -95,18 +95,18 @@ def product(left, right, R: tl.constexpr, CAREFUL: tl.constexpr):
         b_small = tl.dot(left[1], right[1], b_small)
         b_small = tl.dot(left[1], right[0], b_small)
         b_small = tl.dot(left[0], right[1], b_small)
-        if CAREFUL:
+        if NAN_SAFE:
             b_small = tl.where(b_small - b_small == 0, b_small, 0.0)
         b_product = tl.dot(left[0], right[0], b_small)
     return b_product
 
 
 @triton.jit
-def add_product(b_sum, left, right, R: tl.constexpr, CAREFUL: tl.constexpr):
-    if R.parts == 1:
+def dot_accumulate(b_sum, left, right, R: tl.constexpr, NAN_SAFE: tl.constexpr):
+    if R.bf16_terms == 1:
         b_sum = tl.dot(left[0], right[0], b_sum, input_precision=R.precision)
     else:
-        b_sum += product(left, right, R, CAREFUL)
+        b_sum += dot(left, right, R, NAN_SAFE)
     return b_sum
 
 
@@ -125,17 +125,17 @@ def finite(b_tile):
 
 
 @triton.jit
-def finite_parts(parts, R: tl.constexpr):
-    """Only a first part is ever not finite."""
-    if R.parts == 1:
-        clean = (finite(parts[0]),)
+def finite_operand(bf16_terms, R: tl.constexpr):
+    """Only the first term can be non-finite."""
+    if R.bf16_terms == 1:
+        clean = (finite(bf16_terms[0]),)
     else:
-        clean = (finite(parts[0]), parts[1], parts[2])
+        clean = (finite(bf16_terms[0]), bf16_terms[1], bf16_terms[2])
     return clean
 
 
 @triton.jit
-def poison(b_tile):
+def propagate_nan(b_tile):
     """Per row: 0 if all of it is finite, else NaN."""
     return tl.sum(b_tile.to(tl.float32) * 0.0, axis=1)
 
@@ -147,14 +147,14 @@ def any_nan(b_tile):
 
 @triton.jit
 def chunk_of(x, CHUNK: tl.constexpr):
-    """Floor division; the machine's rounds to zero."""
+    """Floor division; the hardware's rounds toward zero."""
     return tl.where(x >= 0, x // CHUNK, -1 - (-1 - x) // CHUNK)
 
 
 @triton.jit
 def key_range(first, last, keys, BLOCK: tl.constexpr, R: tl.constexpr):
-    """Keys that queries at positions first ... last may see, as multiples of BLOCK: in [low, high), and all of them see all of
-    [full_low, full_high)."""
+    """Key range of queries at positions first ... last, in multiples of BLOCK: some may see [low, high), all see [full_low,
+    full_high)."""
     low = first * 0
     high = low + keys
     full_low, full_high = low, high
@@ -173,12 +173,12 @@ def key_range(first, last, keys, BLOCK: tl.constexpr, R: tl.constexpr):
         high = tl.minimum(high, (last_chunk + 1) * R.chunk)
         full_low = tl.maximum(full_low, last_chunk * R.chunk)
         full_high = tl.minimum(full_high, (first_chunk + 1) * R.chunk)
-    return whole_blocks(low, full_low, full_high, high, BLOCK)
+    return round_to_blocks(low, full_low, full_high, high, BLOCK)
 
 
 @triton.jit
 def query_range(first, last, queries, BLOCK: tl.constexpr, R: tl.constexpr):
-    """The same for keys first ... last: which queries may see them."""
+    """Query range of keys first ... last, likewise."""
     low = first * 0 + R.offset
     high = low + queries
     full_low, full_high = low, high
@@ -197,12 +197,12 @@ def query_range(first, last, queries, BLOCK: tl.constexpr, R: tl.constexpr):
         high = tl.minimum(high, (last_chunk + 1) * R.chunk)
         full_low = tl.maximum(full_low, last_chunk * R.chunk)
         full_high = tl.minimum(full_high, (first_chunk + 1) * R.chunk)
-    return whole_blocks(low - R.offset, full_low - R.offset, full_high - R.offset, high - R.offset, BLOCK)
+    return round_to_blocks(low - R.offset, full_low - R.offset, full_high - R.offset, high - R.offset, BLOCK)
 
 
 @triton.jit
-def whole_blocks(low, full_low, full_high, high, BLOCK: tl.constexpr):
-    """Ends at multiples of BLOCK, so that low <= full_low <= full_high <= high, or an empty middle at low."""
+def round_to_blocks(low, full_low, full_high, high, BLOCK: tl.constexpr):
+    """Round to multiples of BLOCK, so that low <= full_low <= full_high <= high; an empty full range lies at low."""
     high = tl.maximum(high, 0)
     low = tl.minimum(tl.maximum(low, 0), high) // BLOCK * BLOCK
     full_low = (tl.maximum(full_low, low) + BLOCK - 1) // BLOCK * BLOCK
@@ -214,8 +214,8 @@ def whole_blocks(low, full_low, full_high, high, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def stored_range(p_ranges, i_batch, blocks, i_block, R: tl.constexpr):
-    """The four ends that were computed from arrays before the launch."""
+def load_range(p_ranges, i_batch, blocks, i_block, R: tl.constexpr):
+    """Load a tile range that was computed from arrays before the launch."""
     i_row = i_block
     if R.ranges == 2:
         i_row = i_batch * blocks + i_block
@@ -224,30 +224,30 @@ def stored_range(p_ranges, i_batch, blocks, i_block, R: tl.constexpr):
 
 
 @triton.jit
-def of_batch(p, i_batch, size, STORAGE: tl.constexpr):
-    """A batch's row of a `[1 or b, size]` array."""
+def batch_pointer(p, i_batch, size, STORAGE: tl.constexpr):
+    """Pointer to the batch member's row of a `[1 or b, size]` array."""
     if STORAGE == 2:
         p += i_batch.to(tl.int64) * size
     return p
 
 
 @triton.jit
-def score_row(keys):
-    """Elements of a row of a `[b?, h?, t?, s]` array, padded to a multiple of 16.
+def score_row_stride(keys):
+    """Row stride of a `[b?, h?, t?, s]` array, padded to a multiple of 16.
 
-    As the compiler knows that, it loads vectors, and in a layout that is not its default: from there the default would spread to
-    the weights, which are then computed twice, in the layout of the products too.
+    The known divisibility makes Triton use vector loads, in their own layout. The default layout would spread to the weights,
+    which would then be computed twice, also in the MMA layout.
     """
     return tl.cdiv(keys, 16) * 16
 
 
 @triton.jit
-def score_base(p, i_batch, i_head, queries, keys, R: tl.constexpr, AXES: tl.constexpr):
-    """Where one batch's and head's part of a `[b?, h?, t?, s?]` array begins."""
+def score_pointer(p, i_batch, i_head, queries, keys, R: tl.constexpr, AXES: tl.constexpr):
+    """Pointer to one batch and head of a `[b?, h?, t?, s?]` array."""
     if AXES > 0:
         size = tl.full((), 1, tl.int64)
         if AXES & 8:
-            size *= score_row(keys)
+            size *= score_row_stride(keys)
         if AXES & 4:
             size *= queries
         if AXES & 2:
@@ -260,8 +260,8 @@ def score_base(p, i_batch, i_head, queries, keys, R: tl.constexpr, AXES: tl.cons
 
 @triton.jit
 def load_scores(p, o_query, o_key, queries, keys, AXES: tl.constexpr):
-    """One tile of such an array, with its broadcast axes of size 1 (both: of one number, like a bias of queries); 0 outside."""
-    row = score_row(keys)
+    """One tile of such an array, with its broadcast axes of size 1; 0 out of bounds."""
+    row = score_row_stride(keys)
     if AXES & 8:
         if AXES & 4:
             b_tile = tl.load(p + (o_query.to(tl.int64) * row + o_key), mask=(o_query < queries) & (o_key < row), other=0)
@@ -273,87 +273,87 @@ def load_scores(p, o_query, o_key, queries, keys, AXES: tl.constexpr):
 
 
 @triton.jit
-def statistic_of(p, i_batch_head, queries):
-    """Where the rows of one head begin in a statistic `[b, h, t]`, whose t is padded to a multiple of 128."""
+def statistics_pointer(p, i_batch_head, queries):
+    """Pointer to one head of a statistic `[b, h, t]`, whose t is padded to a multiple of 128."""
     return p + i_batch_head.to(tl.int64) * (tl.cdiv(queries, 128) * 128)
 
 
 @triton.jit
-def places_of(
+def mask_pointers(
     p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries, keys,
     R: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to one batch's and head's part of what `seen_in` and `bias_in` read."""
+    """Pointers to one batch and head of the arrays that `visible_in` and `bias_in` read."""
     return (
-        score_base(p_bias, i_batch, i_head, queries, keys, R, R.bias),
-        score_base(p_mask, i_batch, i_head, queries, keys, R, R.mask),
-        of_batch(p_query_segments, i_batch, queries, R.query_segments),
-        of_batch(p_key_segments, i_batch, keys, R.key_segments),
-        of_batch(p_query_positions, i_batch, queries, R.query_positions),
-        of_batch(p_key_positions, i_batch, keys, R.key_positions),
+        score_pointer(p_bias, i_batch, i_head, queries, keys, R, R.bias),
+        score_pointer(p_mask, i_batch, i_head, queries, keys, R, R.mask),
+        batch_pointer(p_query_segments, i_batch, queries, R.query_segments),
+        batch_pointer(p_key_segments, i_batch, keys, R.key_segments),
+        batch_pointer(p_query_positions, i_batch, queries, R.query_positions),
+        batch_pointer(p_key_positions, i_batch, keys, R.key_positions),
     )
 
 
 @triton.jit
-def seen_in(places, o_query, o_key, queries, keys, R: tl.constexpr):
-    """Which entries of a tile are visible. Queries past the end need no rule: what they hold is 0."""
+def visible_in(p_masks, o_query, o_key, queries, keys, R: tl.constexpr):
+    """Visibility mask of a tile. Queries past the end are not masked: they hold 0."""
     if R.query_positions > 0:
-        b_query = tl.load(places[4] + o_query, mask=o_query < queries, other=0)
+        b_query = tl.load(p_masks[4] + o_query, mask=o_query < queries, other=0)
     else:
         b_query = o_query + R.offset
     if R.key_positions > 0:
-        b_key = tl.load(places[5] + o_key, mask=o_key < keys, other=0)
+        b_key = tl.load(p_masks[5] + o_key, mask=o_key < keys, other=0)
     else:
         b_key = o_key
-    if R.simple:  # keys past the end are put after every query; one comparison of unsigned numbers holds two
+    if R.causal_by_index:  # keys past the end come after every query; one unsigned comparison checks both bounds
         b_distance = b_query - tl.where(o_key < keys, o_key, 1 << 30)
         if R.left >= 0:
-            b_seen = b_distance.to(tl.uint32) <= R.left
+            m_visible = b_distance.to(tl.uint32) <= R.left
         else:
-            b_seen = b_distance >= 0
+            m_visible = b_distance >= 0
     else:
-        b_seen = o_key < keys
+        m_visible = o_key < keys
         if R.causal:
             if R.prefix > 0:
-                b_seen = b_seen & ((b_key <= b_query) | (b_key < R.prefix))
+                m_visible = m_visible & ((b_key <= b_query) | (b_key < R.prefix))
             else:
-                b_seen = b_seen & (b_key <= b_query)
+                m_visible = m_visible & (b_key <= b_query)
         if R.left >= 0:
-            b_seen = b_seen & (b_query - b_key <= R.left)
+            m_visible = m_visible & (b_query - b_key <= R.left)
     if R.right >= 0:
-        b_seen = b_seen & (b_key - b_query <= R.right)
+        m_visible = m_visible & (b_key - b_query <= R.right)
     if R.chunk > 0:
-        b_seen = b_seen & (chunk_of(b_query, R.chunk) == chunk_of(b_key, R.chunk))
+        m_visible = m_visible & (chunk_of(b_query, R.chunk) == chunk_of(b_key, R.chunk))
     if R.query_segments > 0:
-        b_own = tl.load(places[2] + o_query, mask=o_query < queries, other=-1)
-        b_other = tl.load(places[3] + o_key, mask=o_key < keys, other=-1)
-        b_seen = b_seen & (b_own == b_other) & (b_own >= 0)
+        b_own = tl.load(p_masks[2] + o_query, mask=o_query < queries, other=-1)
+        b_other = tl.load(p_masks[3] + o_key, mask=o_key < keys, other=-1)
+        m_visible = m_visible & (b_own == b_other) & (b_own >= 0)
     if R.mask >= 0:
-        b_seen = b_seen & load_scores(places[1], o_query, o_key, queries, keys, R.mask).to(tl.int1)
-    return b_seen
+        m_visible = m_visible & load_scores(p_masks[1], o_query, o_key, queries, keys, R.mask).to(tl.int1)
+    return m_visible
 
 
 @triton.jit
-def bias_in(places, b_seen, o_query, o_key, queries, keys, R: tl.constexpr, CAREFUL: tl.constexpr):
-    """The bias of a tile, and which entries are visible of those that `b_seen` says.
+def bias_in(p_masks, m_visible, o_query, o_key, queries, keys, R: tl.constexpr, NAN_SAFE: tl.constexpr):
+    """The bias of a tile, and `m_visible` with the entries masked where the bias is -inf.
 
-    One of -inf hides by itself, but for a logit that is capped or not a number.
+    A bias of -inf masks by itself, unless the logit is capped or NaN.
     """
-    b_bias = load_scores(places[0], o_query, o_key, queries, keys, R.bias).to(tl.float32)
-    if CAREFUL or R.capped:
-        b_seen = b_seen & (b_bias != float("-inf"))
-        b_bias = tl.where(b_seen, b_bias, 0.0)
-    return b_bias, b_seen
+    b_bias = load_scores(p_masks[0], o_query, o_key, queries, keys, R.bias).to(tl.float32)
+    if NAN_SAFE or R.capped:
+        m_visible = m_visible & (b_bias != float("-inf"))
+        b_bias = tl.where(m_visible, b_bias, 0.0)
+    return b_bias, m_visible
 
 
 @triton.jit
-def logits_of(b_raw, b_bias, R: tl.constexpr):
-    """Logits in the units of `R`, and the tangent that a soft cap made them from."""
+def logits_of(b_qk, b_bias, R: tl.constexpr):
+    """Logits in the units of `R`, and the tanh of the soft cap."""
     if R.rounding == "bfloat16":
-        b_raw = b_raw.to(tl.bfloat16).to(tl.float32)
+        b_qk = b_qk.to(tl.bfloat16).to(tl.float32)
     if R.rounding == "float16":
-        b_raw = b_raw.to(tl.float16).to(tl.float32)
-    b_logits = b_raw
+        b_qk = b_qk.to(tl.float16).to(tl.float32)
+    b_logits = b_qk
     if R.factor != 1.0:
         b_logits = b_logits * R.factor
     if R.bias >= 0:
@@ -366,7 +366,7 @@ def logits_of(b_raw, b_bias, R: tl.constexpr):
 
 
 @triton.jit
-def mix(x):
+def hash_bits(x):
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -375,7 +375,7 @@ def mix(x):
 
 
 @triton.jit
-def kept(stream_0, stream_1, o_query, o_key, R: tl.constexpr):
-    """Which entries dropout leaves: `ejkernel.operations.flash_attention.dropout`."""
-    b_row = mix(stream_0 ^ (o_query.to(tl.uint32) * 0x9E3779B9))
-    return mix(b_row ^ stream_1 ^ (o_key.to(tl.uint32) * 0x85EBCA6B)) >= R.threshold
+def keep_mask(stream_0, stream_1, o_query, o_key, R: tl.constexpr):
+    """Dropout keep mask, see `ejkernel.operations.flash_attention.dropout`."""
+    b_row = hash_bits(stream_0 ^ (o_query.to(tl.uint32) * 0x9E3779B9))
+    return hash_bits(b_row ^ stream_1 ^ (o_key.to(tl.uint32) * 0x85EBCA6B)) >= R.threshold

@@ -1,1 +1,1 @@
-"""Products of consecutive groups of rows with one matrix each, in Triton."""
+"""Grouped matrix multiplication in Triton."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import Target
-from ejkernel_triton._blocks import SMALLEST_PRODUCT
+from ejkernel_triton._blocks import MIN_DOT_SIZE
 from ejkernel_triton._capability import FLOATS, refusal
 from ejkernel_triton._pages import STORED, e4m3_problem
 
-MOST = 2**31 - 2**16
-"""Rows, elements of a matrix, tiles and programs are counted in 32 bits; elements of whole arrays in 64."""
-WIDEST = 2**23
-"""Of a row: a tile of 128 rows is addressed in 32 bits."""
+MAX_COUNT = 2**31 - 2**16
+"""Rows, elements of a matrix, tiles and programs have 32-bit indices, elements of arrays 64-bit offsets."""
+MAX_WIDTH = 2**23
+"""Widest row for which a tile of 128 rows has 32-bit offsets."""
 
 
 def supports_forward(call: GroupedMatmulCall, target: Target) -> str | None:
@@ -26,21 +26,19 @@ def _refusal(call: GroupedMatmulCall, target: Target) -> str | None:
     batch, rows, inner = call.lhs.shape
     matrices, columns = call.rhs.shape[1], call.columns
     if call.lhs_scale is not None:
-        return "lhs_scale is given, and these kernels know no scales of rows; multiply the result, or use platform='xla'"
+        return "lhs_scale is given, and these kernels do not support row scales; multiply the result, or use platform='xla'"
     if call.preferred_element_type not in FLOATS:
         return f"preferred_element_type is {call.preferred_element_type}, needs {', '.join(FLOATS)}"
     for name, width in (("K", inner), ("N", columns)):
-        if width > WIDEST:
-            return f"{name} = {width} is above {WIDEST}, the widest row that a tile addresses"
-    if inner * columns > MOST:
-        return f"a matrix of {inner} x {columns} elements is above {MOST}"
-    widest = -(-max(inner, columns) // SMALLEST_PRODUCT)
-    tiles = batch * (rows // SMALLEST_PRODUCT + matrices + 2)
-    units = max(
-        tiles * widest, batch * matrices * -(-inner // SMALLEST_PRODUCT) * -(-columns // SMALLEST_PRODUCT), batch * rows
-    )
-    if units > MOST:
-        return f"{batch} x {rows} rows and {matrices} matrices of {inner} x {columns} may need {units} tiles, more than {MOST}"
+        if width > MAX_WIDTH:
+            return f"{name} = {width} is above {MAX_WIDTH}, the widest row that a tile addresses"
+    if inner * columns > MAX_COUNT:
+        return f"a matrix of {inner} x {columns} elements is above {MAX_COUNT}"
+    widest = -(-max(inner, columns) // MIN_DOT_SIZE)
+    tiles = batch * (rows // MIN_DOT_SIZE + matrices + 2)
+    units = max(tiles * widest, batch * matrices * -(-inner // MIN_DOT_SIZE) * -(-columns // MIN_DOT_SIZE), batch * rows)
+    if units > MAX_COUNT:
+        return f"{batch} x {rows} rows and {matrices} matrices of {inner} x {columns} may need {units} tiles, more than {MAX_COUNT}"
     names: dict[str, tuple[str, ...]] = dict.fromkeys(("lhs", "existing_out", "rhs_scale", "bias"), FLOATS)
     names["rhs"] = STORED
     problem = refusal(target, {name: getattr(call, name) for name in names}, names)

@@ -1,4 +1,4 @@
-"""Performance knobs of `grouped_matmul`."""
+"""Configs of `grouped_matmul`."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import jax.numpy as jnp
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_triton._blocks import SMALLEST_PRODUCT, product_block
+from ejkernel_triton._blocks import MIN_DOT_SIZE, dot_block
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._numerics import dot_precision
 
 SCRATCH = 256
-"""Bytes of two descriptors of tensors."""
+"""Bytes of two TMA descriptors."""
 _MULTIPROCESSORS = 132
 _TMA_ON = (9, 0)
-"""Where the kernels were measured with the copy engine; elsewhere tiles are read through pointers."""
+"""The compute capability on which TMA was measured; others load through pointers."""
 _TMA_BYTES = 16
-"""Rows of a tensor that the copy engine reads begin at multiples of this."""
+"""Alignment of rows that TMA requires."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a product is cut into programs.
+    """How a matrix multiplication is tiled.
 
     Attributes:
-        block_m: rows of a tile of the result; a power of two, as the other two.
-        block_n: columns of a tile of the result.
+        block_m: rows of an output tile; a power of two, like `block_n` and `block_k`.
+        block_n: columns of an output tile.
         block_k: depth of one step; for a matrix's gradient, rows of lhs.
         num_warps: warps per program.
-        num_stages: steps in flight.
-        band: tiles of rows that use every tile of columns one after the other, so that it stays in the L2 cache.
-        programs: that share all tiles; 0 = one per tile.
-        tma: whether the copy engine reads the tiles; then the next tile is read while one is stored.
+        num_stages: pipeline stages.
+        l2_swizzle: row tiles per swizzle group. A group visits every column tile before the next group starts, for L2 reuse.
+        programs: grid size of a persistent kernel; 0 = one program per tile.
+        tma: whether tiles are TMA loads; the next tile is then prefetched while one is stored.
     """
 
     block_m: int
@@ -42,16 +42,16 @@ class Tile:
     block_k: int
     num_warps: int
     num_stages: int
-    band: int = 8
+    l2_swizzle: int = 8
     programs: int = 0
     tma: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k"):
             size = getattr(self, name)
-            if size < SMALLEST_PRODUCT or size & (size - 1):
-                raise ValueError(f"{name}: got {size}, expected a power of two of at least {SMALLEST_PRODUCT}")
-        if min(self.num_warps, self.num_stages, self.band, self.programs + 1) < 1:
+            if size < MIN_DOT_SIZE or size & (size - 1):
+                raise ValueError(f"{name}: got {size}, expected a power of two of at least {MIN_DOT_SIZE}")
+        if min(self.num_warps, self.num_stages, self.l2_swizzle, self.programs + 1) < 1:
             raise ValueError(f"{self}: num_warps, num_stages and band are at least 1, programs at least 0")
 
 
@@ -60,8 +60,8 @@ class BackwardConfig:
     """A `Tile` for each kernel.
 
     Attributes:
-        lhs_*: of the gradient of lhs, a product of the cotangent with the matrices.
-        rhs_*: of the gradient of the matrices, one program per tile: tiles of a matrix as it is stored, and rows of lhs per step.
+        lhs_*: of the gradient of lhs, the cotangent times the matrices.
+        rhs_*: of the gradient of the matrices, with one program per tile of a matrix; block_k is rows of lhs per step.
     """
 
     lhs_block_m: int
@@ -69,7 +69,7 @@ class BackwardConfig:
     lhs_block_k: int
     lhs_num_warps: int
     lhs_num_stages: int
-    lhs_band: int
+    lhs_l2_swizzle: int
     lhs_programs: int
     lhs_tma: bool
     rhs_block_m: int
@@ -77,7 +77,7 @@ class BackwardConfig:
     rhs_block_k: int
     rhs_num_warps: int
     rhs_num_stages: int
-    rhs_band: int
+    rhs_l2_swizzle: int
 
     def __post_init__(self) -> None:
         _ = self.tile_of_lhs, self.tile_of_rhs
@@ -97,20 +97,20 @@ class BackwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """One of the kernels' products, of `height x depth` and `depth x width`, summed over the depth.
+    """One of the kernels' matrix multiplications, `height x depth` times `depth x width`.
 
     Attributes:
-        height: rows of all groups, or of a matrix for its gradient.
+        height: rows of all groups, or of a matrix for the gradient of rhs.
         width: columns.
-        depth: length of the sums.
+        depth: contracted dimension.
         mean: rows of a mean group.
         itemsize: bytes of an element of the left operand.
-        stored: bytes of an element of the right operand in memory.
+        stored: bytes of a stored element of the right operand.
         out: bytes of an element of the result.
         exact: float32 without tensor cores.
         outer: whether this is the gradient of matrices.
-        partial: whether the gradient of a scale is made on the way.
-        tma: whether the copy engine can read the operands.
+        partial: whether the kernel also computes partial sums of a scale's gradient.
+        tma: whether TMA can load the operands.
         target: of the call.
     """
 
@@ -128,7 +128,7 @@ class _Product:
     target: Target
 
     def fits(self, tile: Tile) -> bool:
-        """Shared memory: steps in flight, a widened operand, and what the end of a tile needs beside the next; registers."""
+        """Whether a tile fits in shared memory (pipeline stages, a converted operand, the epilogue) and registers."""
         right = tile.block_n * tile.block_k
         step = tile.block_m * tile.block_k * self.itemsize + right * self.stored
         end = tile.block_m * tile.block_n * self.out
@@ -142,21 +142,21 @@ class _Product:
         return total <= shared_memory_limit(self.target) and held <= most
 
     def cut(self, tile: Tile) -> Tile:
-        """To the sizes of the arrays; the copy engine only where it can read them."""
-        block_m, block_n = min(tile.block_m, product_block(self.height)), min(tile.block_n, product_block(self.width))
+        """Clip a tile to the array sizes, and disable TMA where it cannot load the operands."""
+        block_m, block_n = min(tile.block_m, dot_block(self.height)), min(tile.block_n, dot_block(self.width))
         small = block_m * block_n < 64 * 64
         return dataclasses.replace(
             tile,
             block_m=block_m,
             block_n=block_n,
-            block_k=min(tile.block_k, product_block(self.depth)),
+            block_k=min(tile.block_k, dot_block(self.depth)),
             num_warps=min(tile.num_warps, 4) if small else tile.num_warps,
             tma=tile.tma and self.tma,
         )
 
 
 def readable_by_tma(width: int, dtype: Any) -> bool:
-    """Whether the kernels read tiles of rows of this width through the copy engine: of halves, with starts that it admits."""
+    """Whether TMA can load tiles of rows of this width: 16-bit elements and aligned rows."""
     itemsize = jnp.dtype(dtype).itemsize
     return itemsize == 2 and width > 0 and width * itemsize % _TMA_BYTES == 0
 
@@ -198,11 +198,11 @@ _HALF = (
 )
 _MORE = ((256, 128, 64, 8, 3), (128, 128, 64, 4, 3))
 _OUTER_MORE = ((128, 256, 64, 8, 4), (128, 256, 32, 8, 6), *_MORE)
-"""Worth a measurement too, the second for gradients of matrices."""
+"""More candidates of the search space, the second list for gradients of matrices."""
 _LOW = ((128, 128, 4, 4), (128, 64, 4, 4), (64, 128, 4, 3), (64, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1))
-"""Columns, depth, warps and stages where groups have so few rows that reading the matrices is the work."""
+"""Columns, depth, warps and stages for groups with so few rows that loading the matrices dominates."""
 _FEW = 64
-"""Rows of a mean group below which that is so."""
+"""Mean rows per group below which that holds."""
 
 
 def _shapes(product: _Product) -> tuple[_Shape, ...]:
@@ -210,16 +210,16 @@ def _shapes(product: _Product) -> tuple[_Shape, ...]:
     shapes = _EXACT if product.exact else _SINGLE if product.itemsize == 4 else _HALF
     if product.outer or product.mean >= _FEW:
         return shapes
-    height = product_block(product.mean)
+    height = dot_block(product.mean)
     if shapes is _HALF:
         return tuple((height, *shape) for shape in _LOW)
     return tuple((min(rows, height), *shape) for rows, *shape in shapes)
 
 
 def _tile(product: _Product, shape: _Shape, *, tma: bool) -> Tile:
-    """One program per tile, or with the copy engine one per multiprocessor. Bands as one H200 likes them."""
+    """One program per tile, or with TMA one per multiprocessor. `l2_swizzle` as measured on an H200."""
     block_m, block_n, block_k, warps, stages = shape
-    tile = product.cut(Tile(block_m, block_n, block_k, warps, stages, band=16 if product.outer else 8, tma=tma))
+    tile = product.cut(Tile(block_m, block_n, block_k, warps, stages, l2_swizzle=16 if product.outer else 8, tma=tma))
     return dataclasses.replace(tile, programs=_MULTIPROCESSORS) if tile.tma else tile
 
 
@@ -229,13 +229,13 @@ def _heuristic(product: _Product) -> Tile:
 
 
 def _space(product: _Product) -> list[Tile]:
-    """The heuristic's tile in other bands, and other tiles of a size that is worth it, each read in both ways."""
+    """The heuristic's tile with other L2 swizzles, and other large tiles, each with pointers and with TMA."""
     chosen = _heuristic(product)
     shapes = _shapes(product)
     more = shapes[2:-2]
     if shapes is _HALF:
         more = _OUTER_MORE if product.outer else _MORE
-    found = [dataclasses.replace(chosen, band=band) for band in (4, 8, 16)]
+    found = [dataclasses.replace(chosen, l2_swizzle=l2_swizzle) for l2_swizzle in (4, 8, 16)]
     found += [_tile(product, shape, tma=tma) for shape in (*shapes[:2], *more) for tma in (False, True)]
     return list(dict.fromkeys([chosen, *filter(product.fits, found)]))
 
@@ -253,7 +253,7 @@ def backward_heuristic(call: GroupedMatmulCall, target: Target) -> BackwardConfi
 
 
 def backward_space(call: GroupedMatmulCall, target: Target) -> list[BackwardConfig]:
-    """Each kernel varied alone: the two do not influence each other."""
+    """Varies one kernel at a time: the two do not influence each other."""
     lhs, rhs = (_space(_product_of(call, target, kind)) for kind in ("lhs", "rhs"))
     return list(dict.fromkeys(BackwardConfig.of(*pair) for pair in [(x, rhs[0]) for x in lhs] + [(lhs[0], x) for x in rhs]))
 

@@ -1,8 +1,8 @@
-"""Grouped products by tiles of rows, each of one matrix, and the gradient of every matrix by a loop over its rows.
+"""Grouped matmul over row tiles of one matrix each; the gradient of a matrix loops over its rows.
 
-The tiles are a table that jnp makes on the device from the sizes of the groups (`schedule`). A tile may read rows of the next
-group: what they hold stays in rows that are not stored. The sum of a matrix's gradient takes its own rows only. Each element of
-a result is summed by one program in a fixed order.
+XLA computes the table of tiles on the device from the group sizes (`schedule`). A tile may load rows of the next group; these
+are not stored. The gradient of a matrix masks rows of other groups. Each output element is summed by one program in a fixed
+order.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -30,12 +30,13 @@ from ejkernel_triton.grouped_matmul.schedule import tiles_of
 
 
 @triton.jit
-def unit_of(i_unit, tiles, COLUMNS: tl.constexpr, BAND: tl.constexpr):
-    """A tile of rows and one of columns: bands of BAND tiles of rows, which share every tile of columns one after the other."""
-    i_band = i_unit // (BAND * COLUMNS)
-    i_within = i_unit % (BAND * COLUMNS)
-    height = tl.minimum(tiles - i_band * BAND, BAND)
-    return i_band * BAND + i_within % height, i_within // height
+def tile_coordinate(i_work, tiles, COLUMNS: tl.constexpr, L2_SWIZZLE: tl.constexpr):
+    """Row tile and column tile of a work index, in swizzle groups of L2_SWIZZLE row tiles that visit one column tile after the
+    other."""
+    i_swizzle = i_work // (L2_SWIZZLE * COLUMNS)
+    i_within = i_work % (L2_SWIZZLE * COLUMNS)
+    height = tl.minimum(tiles - i_swizzle * L2_SWIZZLE, L2_SWIZZLE)
+    return i_swizzle * L2_SWIZZLE + i_within % height, i_within // height
 
 
 @triton.jit
@@ -62,15 +63,15 @@ def grouped_matmul_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BAND: tl.constexpr,
+    L2_SWIZZLE: tl.constexpr,
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """`out = lhs . rhs * scale + bias` for every tile of rows.
+    """`out = lhs . rhs * scale + bias` for every row tile.
 
-    MATRICES, SCALES and BIASES are how many there are in memory, 0 for none; matrices are counted through the batch, and where
-    the batch shares them that number wraps around. SCALE is the numbers per matrix. With TMA the loops over tiles and over K are
-    one pipeline, so that the next tile is on its way while this one is stored.
+    MATRICES, SCALES and BIASES count them, 0 for none. Matrices are numbered through the batch; if the batch shares them the
+    number wraps around. SCALE is the numbers per matrix. With TMA the loops over tiles and over K are flattened to one
+    pipeline, which prefetches the next tile while this one is stored.
     """
     COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STRIDE_K: tl.constexpr = 1 if TRANSPOSED else N
@@ -84,8 +85,8 @@ def grouped_matmul_kernel(
             rhs_tiles = tl.make_tensor_descriptor(p_rhs, [MATRICES, N, K], [N * K, K, 1], [1, BLOCK_N, BLOCK_K])
         else:
             rhs_tiles = tl.make_tensor_descriptor(p_rhs, [MATRICES, K, N], [K * N, N, 1], [1, BLOCK_K, BLOCK_N])
-    for i_unit in tl.range(tl.program_id(0), tiles * COLUMNS, tl.num_programs(0), flatten=TMA):
-        i_tile, i_column = unit_of(i_unit, tiles, COLUMNS, BAND)
+    for i_work in tl.range(tl.program_id(0), tiles * COLUMNS, tl.num_programs(0), flatten=TMA):
+        i_tile, i_column = tile_coordinate(i_work, tiles, COLUMNS, L2_SWIZZLE)
         i_matrix = tl.load(p_matrix + i_tile)
         i_low = tl.load(p_low + i_tile)
         i_high = tl.load(p_high + i_tile)
@@ -143,7 +144,7 @@ def grouped_fill_kernel(
     BLOCK_N: tl.constexpr,
     EXISTING: tl.constexpr,
 ):
-    """Rows without a matrix become those of `existing`, or zeros; others are left alone."""
+    """Fill rows without a matrix from `existing`, or with zeros."""
     blocks = tl.cdiv(rows, BLOCK_M)
     i_member = tl.program_id(0) // blocks
     i_low = tl.program_id(0) % blocks * BLOCK_M
@@ -188,19 +189,19 @@ def grouped_outer_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BAND: tl.constexpr,
+    L2_SWIZZLE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """`out = left' . right * scale` over the rows of each matrix, of all MEMBERS of the batch if they share it.
 
-    Left is lhs and right the cotangent or, TRANSPOSED, the other way round. With PARTIAL also the sums over a tile of K of
-    `left' . right * rhs`, from which the scale's gradient is made. Rows of other groups, which may hold NaN, are not loaded; the
-    copy engine could not leave them out, and a last step of its own for them cost more than it gained.
+    Left is lhs and right the cotangent, or the reverse if TRANSPOSED. With PARTIAL the kernel also stores the sums over a tile
+    of K of `left' . right * rhs`, from which the scale's gradient is computed. Rows of other groups, which may hold NaN, are
+    masked. TMA cannot mask them, and a separate last step for them was slower.
     """
     LEFTS: tl.constexpr = (LEFT + BLOCK_L - 1) // BLOCK_L
     RIGHTS: tl.constexpr = (RIGHT + BLOCK_R - 1) // BLOCK_R
     i_matrix = tl.program_id(0) // (LEFTS * RIGHTS)
-    i_left, i_right = unit_of(tl.program_id(0) % (LEFTS * RIGHTS), LEFTS, RIGHTS, BAND)
+    i_left, i_right = tile_coordinate(tl.program_id(0) % (LEFTS * RIGHTS), LEFTS, RIGHTS, L2_SWIZZLE)
     o_m = tl.arange(0, BLOCK_M)
     o_l = i_left * BLOCK_L + tl.arange(0, BLOCK_L)
     o_r = i_right * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -260,7 +261,7 @@ def grouped_sum_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Sums over the rows of each matrix, of all MEMBERS if they share it."""
+    """Sum the rows of each matrix, over all MEMBERS of the batch if they share it."""
     COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     i_matrix = tl.program_id(0) // COLUMNS
     o_n = tl.program_id(0) % COLUMNS * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -279,17 +280,17 @@ def grouped_sum_kernel(
 
 
 def _count(array: Any) -> int:
-    """Matrices, or rows of numbers for one, of the whole batch; 0 without an array."""
+    """Matrices, or scale or bias rows, of the whole batch; 0 without an array."""
     return 0 if array is None else array.shape[0] * array.shape[1]
 
 
 def _scratch(programs: int, *, used: bool) -> tuple[tuple[int, ...], Any]:
-    """Memory for two descriptors of tensors per program."""
+    """Scratch memory for two TMA descriptors per program."""
     return (programs * SCRATCH if used else 1,), jnp.uint8
 
 
-def _by_copy_engine(tile: Tile, *arrays: Any) -> bool:
-    """Whether tiles are read through descriptors: as the config wants, if the arrays allow it."""
+def _uses_tma(tile: Tile, *arrays: Any) -> bool:
+    """Whether tiles are TMA loads: if the config asks for it and the arrays allow it."""
     return tile.tma and has_scratch() and all(readable_by_tma(array.shape[-1], array.dtype) for array in arrays)
 
 
@@ -310,12 +311,12 @@ def _product(
     bias: Any = None,
     existing: Any = None,
 ) -> Any:
-    """`lhs [b, m, k]` times the matrices of its rows, in `dtype`; lhs has the dtype of the products."""
+    """`lhs [b, m, k]` times the matrices of its rows, in `dtype`. lhs has the dtype of the MMA operands."""
     batch, rows, inner = lhs.shape
     columns = rhs.shape[2 if transposed else 3]
     tiles = tiles_of(bounds, rows, tile.block_m)
     programs = _programs(tiles.matrix.shape[0] * -(-columns // tile.block_n), tile)
-    tma = lhs.dtype == rhs.dtype and _by_copy_engine(tile, lhs, rhs)
+    tma = lhs.dtype == rhs.dtype and _uses_tma(tile, lhs, rhs)
     out, _ = call_kernel(
         grouped_matmul_kernel,
         (lhs, rhs, *tiles, bounds if scale is None else scale, bounds if bias is None else bias, batch * rows),
@@ -334,7 +335,7 @@ def _product(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        BAND=tile.band,
+        L2_SWIZZLE=tile.l2_swizzle,
         STAGES=tile.num_stages,
         TMA=tma,
     )
@@ -358,7 +359,7 @@ def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, config: Tile) 
     if multiplies_nothing(call):
         return forward_of_nothing(call, inputs)
     lhs, rhs = inputs.lhs.astype(call.product_dtype), inputs.rhs
-    if not lhs.size:  # a sum of no products is a sum of one that is zero
+    if not lhs.size:  # an empty contraction is one over a single zero
         lhs = jnp.zeros((*lhs.shape[:2], 1), lhs.dtype)
         rhs = jnp.zeros((*rhs.shape[:2], *((call.columns, 1) if call.transpose_rhs else (1, call.columns))), rhs.dtype)
     out = _product(
@@ -407,7 +408,7 @@ def gradient_of_lhs(
 def gradients_of_matrices(
     call: GroupedMatmulCall, inputs: GroupedMatmulInputs, bounds: Any, grad: Any, tile: Tile
 ) -> dict[str, Any]:
-    """Of rhs and of its scale, which is `sum of rhs * (lhs' . grad)` over K."""
+    """Gradients of rhs and of its scale, `sum of rhs * (lhs' . grad)` over K."""
     rhs, scale, lhs = inputs.rhs, inputs.rhs_scale, inputs.lhs.astype(grad.dtype)
     save = has_gradient(rhs)
     if not save and scale is None:
@@ -417,14 +418,14 @@ def gradients_of_matrices(
     shared = rhs.shape[0] == 1 and (scale is None or scale.shape[0] == 1)
     members = 1 if shared else batch
     lefts, rights = -(-left.shape[2] // tile.block_m), -(-right.shape[2] // tile.block_n)
-    parts = rights if call.transpose_rhs else lefts
+    partials = rights if call.transpose_rhs else lefts
     dtype = rhs.dtype if members == rhs.shape[0] else jnp.float32
     out, partial = call_kernel(
         grouped_outer_kernel,
         (left, right, bounds, rhs, bounds if scale is None else scale, rows, rhs.shape[1]),
         (
             ((members, *rhs.shape[1:]), dtype) if save else ((1,), jnp.float32),
-            ((members, rhs.shape[1], parts, call.columns) if scale is not None else (1,), jnp.float32),
+            ((members, rhs.shape[1], partials, call.columns) if scale is not None else (1,), jnp.float32),
         ),
         grid=members * rhs.shape[1] * lefts * rights,
         num_warps=tile.num_warps,
@@ -442,7 +443,7 @@ def gradients_of_matrices(
         BLOCK_M=tile.block_k,
         BLOCK_L=tile.block_m,
         BLOCK_R=tile.block_n,
-        BAND=tile.band,
+        L2_SWIZZLE=tile.l2_swizzle,
         STAGES=tile.num_stages,
     )
     found = {"rhs": gradient_like(rhs, out)} if save else {}

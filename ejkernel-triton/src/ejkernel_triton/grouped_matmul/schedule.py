@@ -1,7 +1,7 @@
-"""The tiles that the rows of every matrix are cut into, made on the device from the sizes of the groups.
+"""The table of row tiles, computed on the device from the group sizes.
 
-The rows of all members of a batch are counted through, and so are their matrices: member i has the rows from `i * m` and the
-matrices from `i * g`. How many tiles there may be depends on shapes alone.
+Rows and matrices are numbered through the batch: member i has rows from `i * m` and matrices from `i * g`. The largest number
+of tiles depends on shapes only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from ejkernel.operations.grouped_matmul.groups import running_sums
 
 
 class Tiles(NamedTuple):
-    """Tiles of rows `[low, high)` of one matrix, in order, which cover every row that has one; the first `count [1]` are used."""
+    """Row tiles `[low, high)` of one matrix each, in order; they cover every row that has a matrix. The first `count [1]` are
+    valid."""
 
     matrix: Any
     low: Any
@@ -22,20 +23,20 @@ class Tiles(NamedTuple):
     count: Any
 
 
-def most_tiles(rows: int, intervals: int, height: int) -> int:
-    """Tiles that `intervals` of together `rows` rows may need."""
+def max_tiles(rows: int, intervals: int, height: int) -> int:
+    """Largest number of tiles of `intervals` groups with `rows` rows in total."""
     busy = min(intervals, rows)
     return (rows - busy) // height + busy
 
 
 def tiles_of(bounds: Any, rows: int, height: int) -> Tiles:
-    """Cut the rows of every matrix into tiles of `height`."""
+    """Split the rows of every matrix into tiles of `height` rows."""
     batch, matrices = bounds.shape[0], bounds.shape[1] - 1
     member = jnp.arange(batch, dtype=jnp.int32)[:, None] * rows
     start, end = (bounds[:, :-1] + member).reshape(-1), (bounds[:, 1:] + member).reshape(-1)
     counts = -(-(end - start) // height)
     up_to = running_sums(counts[None])[0]
-    index = jnp.arange(most_tiles(batch * rows, batch * matrices, height), dtype=jnp.int32)
+    index = jnp.arange(max_tiles(batch * rows, batch * matrices, height), dtype=jnp.int32)
     matrix = jnp.searchsorted(up_to, index, side="right", method="compare_all").astype(jnp.int32)
     matrix = jnp.minimum(matrix, batch * matrices - 1)
     low = start[matrix] + (index - (up_to - counts)[matrix]) * height

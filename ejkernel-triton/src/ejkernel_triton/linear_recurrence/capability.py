@@ -7,12 +7,12 @@ from ejkernel.plugin import Target
 from ejkernel_triton._capability import FLOATS, refusal
 
 NEWEST = (9, 0)
-"""Triton 3.6 does not compile the sums over rows in these kernels for 10.0."""
-WIDEST = 256
-"""Of a head: a program holds a state of whole columns."""
-MOST = 2**31 - 2**16
-"""Tokens and programs are counted in 32 bits; elements in 64."""
-_LEAST_BLOCK, _LEAST_SEGMENT = 16, 16
+"""Triton 3.6 does not compile the row sums of these kernels for 10.0."""
+MAX_HEAD_SIZE = 256
+"""Largest head size: a program holds whole columns of the state."""
+MAX_COUNT = 2**31 - 2**16
+"""Tokens and programs have 32-bit indices, elements 64-bit offsets."""
+_MIN_BLOCK, _MIN_SEGMENT = 16, 16
 
 
 def supports_forward(call: LinearRecurrenceCall, target: Target) -> str | None:
@@ -32,13 +32,13 @@ def supports_forward(call: LinearRecurrenceCall, target: Target) -> str | None:
     batch, length, _, width = call.query.shape
     channels = call.value.shape[3]
     for name, size in (("query", width), ("value", channels)):
-        if not 0 < size <= WIDEST:
-            return f"the {name}'s head size {size} is not in 1 ... {WIDEST}, what one program holds"
-    blocks = -(-max(width, channels) // _LEAST_BLOCK)
-    programs = batch * call.heads[1] * blocks * (call.sequences + 2 + length // _LEAST_SEGMENT) * 16
+        if not 0 < size <= MAX_HEAD_SIZE:
+            return f"the {name}'s head size {size} is not in 1 ... {MAX_HEAD_SIZE}, what one program holds"
+    blocks = -(-max(width, channels) // _MIN_BLOCK)
+    programs = batch * call.heads[1] * blocks * (call.sequences + 2 + length // _MIN_SEGMENT) * 16
     for name, count in (("tokens", batch * length), ("programs", programs)):
-        if count > MOST:
-            return f"{count} {name} are more than {MOST}"
+        if count > MAX_COUNT:
+            return f"{count} {name} are more than {MAX_COUNT}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""How `linear_recurrence` is cut: chunks, segments and channels of value, with warps and pipeline depth."""
+"""Configs of `linear_recurrence`: chunk and segment sizes, value block, warps and pipeline stages."""
 
 from __future__ import annotations
 
@@ -9,41 +9,43 @@ from typing import NamedTuple
 
 from ejkernel.operations.linear_recurrence.interface import LinearRecurrenceCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_triton._blocks import SMALLEST_PRODUCT, product_block
+from ejkernel_triton._blocks import MIN_DOT_SIZE, dot_block
 from ejkernel_triton._capability import shared_memory_limit
-from ejkernel_triton.linear_recurrence.rules import product_precision
+from ejkernel_triton.linear_recurrence.params import product_precision
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Attributes:
-    chunk: tokens between two states, a power of two.
-    segment: tokens of one program, a multiple of chunk; 0 = a whole sequence, in forward without cu_seqlens.
-    block: channels of one program's state; a power of two.
-    num_warps: warps per program: 4, or 8 for a block of 128 channels and a chunk of 64, under decays per head.
-    num_stages: chunks in flight.
+    chunk_size: tokens between two states, a power of two.
+    segment_size: tokens of one program, a multiple of chunk_size; 0 = a whole sequence (forward without cu_seqlens only).
+    block_v: value channels of one program's state; a power of two.
+    num_warps: warps per program: 4, or 8 for a block_v of 128 and a chunk_size of 64, with decays per head.
+    num_stages: pipeline stages of the loop over chunks.
     """
 
-    chunk: int
-    segment: int
-    block: int
+    chunk_size: int
+    segment_size: int
+    block_v: int
     num_warps: int
     num_stages: int
 
     def __post_init__(self) -> None:
-        for name, size in (("chunk", self.chunk), ("block", self.block)):
-            if size < SMALLEST_PRODUCT or size & (size - 1):
-                raise ValueError(f"{name}: got {size}, expected a power of two from {SMALLEST_PRODUCT} on")
-        if self.segment < 0 or self.segment % self.chunk:
-            raise ValueError(f"segment: got {self.segment}, expected 0 or a multiple of chunk, {self.chunk}")
+        for name, size in (("chunk_size", self.chunk_size), ("block_v", self.block_v)):
+            if size < MIN_DOT_SIZE or size & (size - 1):
+                raise ValueError(f"{name}: got {size}, expected a power of two from {MIN_DOT_SIZE} on")
+        if self.segment_size < 0 or self.segment_size % self.chunk_size:
+            raise ValueError(
+                f"segment_size: got {self.segment_size}, expected 0 or a multiple of chunk_size, {self.chunk_size}"
+            )
 
 
 class _Model:
-    """What a config costs, and what is known of the call."""
+    """Shared memory and registers of a config, and the properties of the call that they depend on."""
 
     def __init__(self, call: LinearRecurrenceCall, target: Target, *, backward: bool) -> None:
         self.call, self.backward = call, backward
-        self.width, self.channels = product_block(call.query.shape[3]), product_block(call.value.shape[3])
+        self.width, self.channels = dot_block(call.query.shape[3]), dot_block(call.value.shape[3])
         self.itemsize = 4 if call.query.dtype == "float32" else 2
         self.wide = call.query.dtype != "bfloat16"
         self.exact = self.itemsize == 4 and product_precision(call) == "ieee"
@@ -53,68 +55,78 @@ class _Model:
         self.on_warpgroups = target.capability is None or target.capability >= (9, 0)
 
     def chunks(self) -> tuple[int, ...]:
-        """Products of float32 without tensor cores are unrolled: larger tiles take minutes to compile."""
-        longest = product_block(self.call.query.shape[1])
+        """float32 dots without tensor cores are unrolled: larger tiles take minutes to compile."""
+        longest = dot_block(self.call.query.shape[1])
         sizes = (16,) if self.exact else (64, 32) if self.wide else (64,)
         return tuple(dict.fromkeys(min(size, longest) for size in sizes))
 
-    def parts(self) -> Iterable[tuple[int, int]]:
-        """Widths of key and of value in every walk."""
+    def matmuls(self) -> Iterable[tuple[int, int]]:
+        """Key and value widths of every recurrence of the phase."""
         yield self.width, self.channels
         if self.backward:
             yield self.channels, self.width
 
     def blocks(self) -> tuple[int, ...]:
-        widest = max(channels for _, channels in self.parts())
-        return tuple(block for block in (16, 32, 64, 128) if block <= max(widest, 16))
+        widest = max(channels for _, channels in self.matmuls())
+        return tuple(block_v for block_v in (16, 32, 64, 128) if block_v <= max(widest, 16))
 
     def fits(self, config: Config) -> bool:
-        return all(self._part_fits(config, width, min(config.block, channels)) for width, channels in self.parts())
+        return all(self._part_fits(config, width, min(config.block_v, channels)) for width, channels in self.matmuls())
 
-    def _part_fits(self, config: Config, width: int, block: int) -> bool:
-        per_token = self.itemsize * (2 * width + block)
+    def _part_fits(self, config: Config, width: int, block_v: int) -> bool:
+        per_token = self.itemsize * (2 * width + block_v)
         if self.per_channel:
-            per_token += (4 * block if self.backward else config.chunk) * self.itemsize + 4 * (block if self.backward else 0)
-        held = (4 if self.wide else 2) * width * block
+            per_token += (4 * block_v if self.backward else config.chunk_size) * self.itemsize + 4 * (
+                block_v if self.backward else 0
+            )
+        held = (4 if self.wide else 2) * width * block_v
         shared = (
-            config.num_stages * config.chunk * per_token + held + 2 * self.itemsize * config.chunk * max(block, config.chunk)
+            config.num_stages * config.chunk_size * per_token
+            + held
+            + 2 * self.itemsize * config.chunk_size * max(block_v, config.chunk_size)
         )
-        registers = width * block + config.chunk * (block + config.chunk)
+        registers = width * block_v + config.chunk_size * (block_v + config.chunk_size)
         return shared <= self.limit and registers <= 32 * config.num_warps * 144
 
 
 def _choices(model: _Model, segments: tuple[int, ...]) -> list[Config]:
-    """Four warps. Eight, for which tiles are turned, are left to `cfg=` as long as no device has checked their numbers."""
-    blocks, depths = [block for block in model.blocks()[-3:] if block <= 64], (2, 3)
+    """Configs with four warps. Eight warps, which use transposed tiles, are only reachable through `cfg=` until their numbers
+    are checked on a device."""
+    blocks, depths = [block_v for block_v in model.blocks()[-3:] if block_v <= 64], (2, 3)
     if model.split:
-        blocks, depths = [min(block, model.blocks()[-1]) for block in ((32, 64) if model.on_warpgroups else (16, 32))], (1, 2)
-    chunk = min(_bounds(model).chunk, model.chunks()[0])
-    found = [Config(chunk, segment, block, 4, depth) for block, depth, segment in itertools.product(blocks, depths, segments)]
+        blocks, depths = (
+            [min(block_v, model.blocks()[-1]) for block_v in ((32, 64) if model.on_warpgroups else (16, 32))],
+            (1, 2),
+        )
+    chunk_size = min(_bounds(model).chunk_size, model.chunks()[0])
+    found = [
+        Config(chunk_size, segment_size, block_v, 4, depth)
+        for block_v, depth, segment_size in itertools.product(blocks, depths, segments)
+    ]
     return [config for config in found if model.fits(config)]
 
 
-def _smallest(model: _Model, segment: int) -> Config:
-    """What fits everywhere."""
-    return Config(min(model.chunks()[-1], 32), segment, 16, 4, 1)
+def _smallest(model: _Model, segment_size: int) -> Config:
+    """A config that fits everywhere."""
+    return Config(min(model.chunks()[-1], 32), segment_size, 16, 4, 1)
 
 
 class _Bounds(NamedTuple):
-    """The largest chunk and block of a heuristic, and the depths that it tries."""
+    """Largest chunk and value block of a heuristic, and the pipeline stages that it tries."""
 
-    chunk: int
-    block: int
+    chunk_size: int
+    block_v: int
     depths: tuple[int, ...] = (2, 1)
 
 
 def _bounds(model: _Model) -> _Bounds:
-    """Up to 64 channels, so that two programs share a multiprocessor; fewer where gradients of decays per channel are formed.
+    """Up to 64 channels, so that two programs fit on a multiprocessor; fewer for gradients of decays per channel.
 
-    Products of float32 split their tiles in registers. With heads beyond 64 every tile spills on Hopper, those of half the tokens
-    or channels as much, in 1.5 to 6 times as many instructions; with one chunk in flight two programs still share a multiprocessor.
-    Before Hopper both operands of a product lie in registers, and larger tiles of float32 spill all that they hold; in narrower
-    dtypes one chunk in flight spills half as much as two.
+    3xTF32 splits tiles in registers. On Hopper every tile spills for heads beyond 64; with one pipeline stage two programs
+    still fit on a multiprocessor. Before Hopper both MMA operands lie in registers and larger float32 tiles spill; for narrower
+    dtypes one stage spills half as much as two.
     """
-    wide = max(width for width, _ in model.parts()) > 64
+    wide = max(width for width, _ in model.matmuls()) > 64
     if model.exact or (model.per_channel and model.backward and not model.split):
         return _Bounds(64, 32)
     if not model.split:
@@ -124,19 +136,19 @@ def _bounds(model: _Model) -> _Bounds:
     return _Bounds(32, 16 if wide else 32, (1,))
 
 
-def _preferred(model: _Model, segment: int) -> Config:
+def _preferred(model: _Model, segment_size: int) -> Config:
     bounds = _bounds(model)
-    for chunk in model.chunks():
-        for block in sorted(model.blocks(), reverse=True):
+    for chunk_size in model.chunks():
+        for block_v in sorted(model.blocks(), reverse=True):
             for depth in bounds.depths:
-                config = Config(chunk, segment, block, 4, depth)
-                if chunk <= bounds.chunk and block <= bounds.block and model.fits(config):
+                config = Config(chunk_size, segment_size, block_v, 4, depth)
+                if chunk_size <= bounds.chunk_size and block_v <= bounds.block_v and model.fits(config):
                     return config
-    return _smallest(model, segment)
+    return _smallest(model, segment_size)
 
 
 def _segment(call: LinearRecurrenceCall) -> int:
-    """1024 tokens, or 512 where that makes fewer than 512 programs, too few for a large device."""
+    """1024 tokens, or 512 if that gives fewer than 512 programs, too few for a large device."""
     batch, length = call.query.shape[:2]
     rows = batch * call.heads[1] * -(-call.value.shape[3] // 64)
     return 1024 if rows * length // 1024 >= 512 else 512
@@ -157,7 +169,8 @@ def backward_heuristic(call: LinearRecurrenceCall, target: Target) -> Config:
 
 
 def _backward_segments(call: LinearRecurrenceCall) -> tuple[int, ...]:
-    """The gradient of a token's decay is a sum over the rest of its segment, whose rounding errors grow with the length's root."""
+    """The gradient of a token's decay is a sum over the rest of its segment; rounding errors grow with the square root of its
+    length."""
     return (128, 256, 512) if call.g is not None or call.gk is not None else (512, 1024)
 
 
@@ -166,7 +179,7 @@ def _space(
 ) -> list[Config]:
     model = _Model(call, target, backward=backward)
     longest = -(-max(call.query.shape[1], 1) // 64) * 64
-    allowed = tuple(dict.fromkeys(min(segment, longest) for segment in segments))
+    allowed = tuple(dict.fromkeys(min(segment_size, longest) for segment_size in segments))
     return list(dict.fromkeys([chosen, *_choices(model, allowed)]))
 
 

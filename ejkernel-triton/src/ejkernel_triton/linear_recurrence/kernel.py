@@ -1,9 +1,9 @@
 """The launches of `linear_recurrence`.
 
-Forward: one kernel walks over the tokens of a segment with the state in registers. Where a segment is not a whole sequence, the
-states before segments are found first: every segment makes one out of none, and a scan adds them up. Backward makes both the states
-and their gradients so, then walks three times; it keeps states between segments only. With decays per channel a kernel of its own
-makes the scores of all chunks, and their queries and keys under the decays up to the chunk's edges.
+In forward one kernel loops over the chunks of a segment with the state in registers. If a segment is not a whole sequence, the
+states before segments are computed first: each segment starts from zero, and a scan combines them. Backward computes both the
+states and their gradients this way, then runs three recurrences; it stores states between segments only. With decays per channel
+another kernel computes the scores of all chunks, and queries and keys decayed to the chunk boundaries.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from ejkernel.operations.linear_recurrence.interface import (
     LinearRecurrenceInputs,
     LinearRecurrenceOutputs,
 )
-from ejkernel_triton._blocks import product_block
+from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._chunks import chunks_of
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.linear_recurrence.config import Config
-from ejkernel_triton.linear_recurrence.rules import (
-    Walk,
-    key_gradient_of,
-    prepared,
-    query_gradient_of,
-    value_gradient_of,
-    walk_of,
+from ejkernel_triton.linear_recurrence.fused_chunk import fused_chunk_kernel, scores_kernel
+from ejkernel_triton.linear_recurrence.params import (
+    RecurrenceParams,
+    forward_params,
+    key_gradient_params,
+    prepared_params,
+    query_gradient_params,
+    value_gradient_params,
 )
 from ejkernel_triton.linear_recurrence.states import scan_states_kernel, segment_states_kernel, sums_kernel
-from ejkernel_triton.linear_recurrence.walk import scores_kernel, walk_kernel
 
 _SUMMED_HEADS = 16
-_SCANNED = 1024
-"""Elements of a state that one program of the scan holds."""
+_SCAN_BLOCK = 1024
+"""State elements of one program of the scan."""
 
 
 class _Segments(NamedTuple):
-    """How tokens are cut: a table for packed sequences (absent: `query` stands in), and numbers."""
+    """A table for packed sequences (`query` as a placeholder without them), their size and number."""
 
     table: tuple[Any, Any, Any]
     size: int
@@ -47,10 +47,10 @@ class _Segments(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What kernels are given of the decays; what is absent is replaced by an array that is there.
+    """The decay arguments of the kernels; absent ones are replaced by the query.
 
-    read, update: query and key, under decays per channel with the scale and the decays that lie between them and the edges of their
-    chunks. scores `[b, t, H, chunk]`, totals `[b, segments, H, chunks, d]`: of chunks, under decays per channel. coarse, fine: sums
+    read, update: query and key; with decays per channel, scaled and decayed to the boundaries of their chunks. scores `[b, t,
+    H, chunk]`, totals `[b, segments, H, chunks, d]`: of chunks, with decays per channel. hi, lo: sums of g. gamma: g_gamma.
     of g. gamma: g_gamma.
     """
 
@@ -58,21 +58,21 @@ class _Prepared(NamedTuple):
     update: Any
     scores: Any
     totals: Any
-    coarse: Any
-    fine: Any
+    hi: Any
+    lo: Any
     gamma: Any
 
 
 class _Problem:
-    """What every launch of a call has in common."""
+    """What all launches of a call share."""
 
     def __init__(self, call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: Config) -> None:
         self.call, self.inputs, self.config = call, inputs, config
         self.batch, self.length = call.query.shape[:2]
         self.heads = call.heads[1]
-        self.walk = walk_of(call)
+        self.params = forward_params(call)
         self.logs = _channel_logs(call, inputs)
-        self.whole = call.cu_seqlens is None and self.length % config.chunk == 0
+        self.whole = call.cu_seqlens is None and self.length % config.chunk_size == 0
 
     @property
     def state_shape(self) -> tuple[int, int]:
@@ -91,85 +91,89 @@ class _Problem:
         return *cut.table, self.length, cut.number, self.call.sequences
 
     def _sums(self, cut: _Segments) -> tuple[Any, Any, Any]:
-        """Sums of g, if there is one, and g_gamma; absent ones are replaced by an array that is there."""
+        """Sums of g, and g_gamma; absent ones are replaced by the query."""
         stand_in = self.inputs.query
         gamma = stand_in if self.inputs.g_gamma is None else self.inputs.g_gamma
-        if not self.walk.g_heads:
+        if not self.params.g_heads:
             return stand_in, stand_in, gamma
         shape = (self.batch, cut.number, self.heads, cut.size)
-        heads = min(_SUMMED_HEADS, product_block(self.heads))
-        coarse, fine = call_kernel(
+        heads = min(_SUMMED_HEADS, dot_block(self.heads))
+        hi, lo = call_kernel(
             sums_kernel,
             (self.inputs.g, gamma, *self.numbers(cut)),
-            ((shape, jnp.float32), (shape if self.walk.fine else (1,), jnp.float32)),
-            grid=self.batch * cut.number * (cut.size // self.config.chunk) * -(-self.heads // heads),
+            ((shape, jnp.float32), (shape if self.params.hi_lo else (1,), jnp.float32)),
+            grid=self.batch * cut.number * (cut.size // self.config.chunk_size) * -(-self.heads // heads),
             num_warps=4,
-            R=self.walk,
-            CHUNK=self.config.chunk,
+            R=self.params,
+            CHUNK=self.config.chunk_size,
             SEGMENT=cut.size,
             HEADS=heads,
         )
-        return coarse, fine, gamma
+        return hi, lo, gamma
 
-    def tiles(self, walk: Walk, cut: _Segments, config: Config) -> dict[str, Any]:
+    def tiles(self, params: RecurrenceParams, cut: _Segments, config: Config) -> dict[str, Any]:
         return {
-            "R": walk,
-            "CHUNK": config.chunk,
+            "R": params,
+            "CHUNK": config.chunk_size,
             "SEGMENT": cut.size,
-            "BLOCK_K": product_block(walk.width),
-            "BLOCK_V": self.block(walk),
-            "WHOLE": self.whole,
-            "num_warps": self.warps(walk),
+            "BLOCK_K": dot_block(params.width),
+            "BLOCK_V": self.block_v(params),
+            "FULL_CHUNKS": self.whole,
+            "num_warps": self.warps(params),
             "num_stages": config.num_stages,
         }
 
-    def block(self, walk: Walk) -> int:
-        return min(self.config.block, product_block(walk.channels))
+    def block_v(self, params: RecurrenceParams) -> int:
+        return min(self.config.block_v, dot_block(params.channels))
 
-    def turned(self, walk: Walk) -> bool:
-        """Whether the rows of a walk's tiles are channels of value: more of them than tokens of a chunk, for eight warps."""
-        return walk.decay in ("none", "scalar") and self.warps(walk) == 8
+    def transposes_tiles(self, params: RecurrenceParams) -> bool:
+        """Whether tiles are transposed, with value channels as rows: for eight warps, there are more of them than tokens of a
+        chunk."""
+        return params.decay in ("none", "scalar") and self.warps(params) == 8
 
-    def warps(self, walk: Walk) -> int:
-        """No more than can share the rows of a tile."""
-        return self.config.num_warps if self.block(walk) >= 128 else min(self.config.num_warps, 4)
+    def warps(self, params: RecurrenceParams) -> int:
+        """Warps, at most as many as the rows of a tile allow."""
+        return self.config.num_warps if self.block_v(params) >= 128 else min(self.config.num_warps, 4)
 
-    def blocks(self, walk: Walk) -> int:
-        return -(-walk.channels // self.block(walk))
+    def blocks(self, params: RecurrenceParams) -> int:
+        return -(-params.channels // self.block_v(params))
 
-    def states(self, walk: Walk, key: Any, value: Any, cut: _Segments, initial: Any, made: _Prepared) -> list[Any]:
+    def states(
+        self, params: RecurrenceParams, key: Any, value: Any, cut: _Segments, initial: Any, prepared: _Prepared
+    ) -> list[Any]:
         """The states before all segments `[b, segments, H, d, v]` and after all sequences `[b, n, H, d, v]`."""
         shape = (self.batch, cut.number, self.heads, *self.state_shape)
-        logs = shape[:4] if walk.decay == "key" else shape[:3] if walk.decay == "scalar" else (1,)
+        logs = shape[:4] if params.decay == "key" else shape[:3] if params.decay == "scalar" else (1,)
         own, log = call_kernel(
             segment_states_kernel,
-            (key, value, *made[4:], made.totals, *self.numbers(cut)),
+            (key, value, *prepared[4:], prepared.totals, *self.numbers(cut)),
             ((shape, jnp.float32), (logs, jnp.float32)),
-            grid=self.batch * cut.number * self.heads * self.blocks(walk),
-            **self.tiles(walk, cut, self.config),
+            grid=self.batch * cut.number * self.heads * self.blocks(params),
+            **self.tiles(params, cut, self.config),
         )
-        size = walk.width * walk.channels
+        size = params.width * params.channels
         return call_kernel(
             scan_states_kernel,
             (own, log, own if initial is None else initial, cut.table[1], cut.number, self.call.sequences),
             ((shape, jnp.float32), ((self.batch, self.call.sequences, self.heads, *self.state_shape), jnp.float32)),
-            grid=self.batch * self.call.sequences * self.heads * -(-size // _SCANNED),
+            grid=self.batch * self.call.sequences * self.heads * -(-size // _SCAN_BLOCK),
             num_warps=4,
-            R=walk,
-            BLOCK=_SCANNED,
+            R=params,
+            BLOCK=_SCAN_BLOCK,
             INITIAL=initial is not None,
         )
 
     def prepare(self, cut: _Segments) -> _Prepared:
-        """What kernels are given of the decays. Under decays per channel the scores of all chunks, and queries and keys."""
+        """The decay arguments of the kernels; with decays per channel also the scores of all chunks, and decayed queries and
+        keys."""
         query, key = self.inputs.query, self.inputs.key
-        if self.walk.decay != "key":
+        if self.params.decay != "key":
             return _Prepared(query, key, query, query, *self._sums(cut))
-        constants: dict[str, Any] = self.tiles(self.walk, cut, self.config)
+        constants: dict[str, Any] = self.tiles(self.params, cut, self.config)
         del constants["BLOCK_V"]
-        constants["BLOCK_K"] = min(constants["BLOCK_K"], 16 if self.config.chunk == 16 else 64)
+        constants["BLOCK_K"] = min(constants["BLOCK_K"], 16 if self.config.chunk_size == 16 else 64)
         constants |= {"num_warps": 4, "num_stages": 1}
-        chunks = cut.size // self.config.chunk
+        chunks = cut.size // self.config.chunk_size
         width = self.call.query.shape[3]
         tokens = (self.batch, self.length, self.heads)
         wide = query.dtype != jnp.bfloat16
@@ -177,7 +181,7 @@ class _Problem:
             scores_kernel,
             (query, key, self.logs, *self.numbers(cut)),
             (
-                ((*tokens, self.config.chunk), jnp.float32 if wide else query.dtype),
+                ((*tokens, self.config.chunk_size), jnp.float32 if wide else query.dtype),
                 ((*tokens, width), query.dtype),
                 ((*tokens, width), query.dtype),
                 ((self.batch, cut.number, self.heads, chunks, width), jnp.float32),
@@ -190,14 +194,14 @@ class _Problem:
 
     @property
     def levels(self) -> int:
-        return self.config.chunk.bit_length() - 1
+        return self.config.chunk_size.bit_length() - 1
 
     def read(
         self,
-        walk: Walk,
+        params: RecurrenceParams,
         arrays: tuple[Any, Any, Any],
         cut: _Segments,
-        made: _Prepared,
+        prepared: _Prepared,
         *,
         update: Any = None,
         before: Any = None,
@@ -205,35 +209,35 @@ class _Problem:
         last: bool = False,
         logs: _Logs | None = None,
     ) -> list[Any]:
-        """The outputs `[b, t, H, channels]` of a walk, the states after segments if `last`, and what `logs` asks for."""
+        """The outputs `[b, t, H, channels]` of a recurrence, the states after segments if `last`, and what `logs` requests."""
         query = arrays[0]
         stand_in = (query, query, query, query)
         given = stand_in if logs is None else tuple(query if x is None else x for x in logs.arrays)
         state = (self.batch, cut.number, self.heads, *self.state_shape)
-        shape = (self.batch, self.length, self.heads, walk.channels)
-        log_shape = (1,) if logs is None else (self.blocks(walk), *shape[:3]) if walk.decay == "scalar" else shape
+        shape = (self.batch, self.length, self.heads, params.channels)
+        log_shape = (1,) if logs is None else (self.blocks(params), *shape[:3]) if params.decay == "scalar" else shape
         return call_kernel(
-            walk_kernel,
+            fused_chunk_kernel,
             (
-                *(*arrays, *made[4:], self.logs, made.scores, made.totals, query if update is None else update),
+                *(*arrays, *prepared[4:], self.logs, prepared.scores, prepared.totals, query if update is None else update),
                 query if before is None else before,
                 *(*given, *self.numbers(cut)),
             ),
             ((shape, dtype), (state if last else (1,), jnp.float32), (log_shape, jnp.float32)),
-            grid=self.batch * cut.number * self.heads * self.blocks(walk),
+            grid=self.batch * cut.number * self.heads * self.blocks(params),
             LEVELS=self.levels,
             BEFORE=before is not None,
             LAST=last,
-            TURNED=self.turned(walk),
+            TRANSPOSED=self.transposes_tiles(params),
             LOG=0 if logs is None else 1 if logs.partner is None else 2,
             FINAL=logs is not None and logs.final is not None,
-            **self.tiles(walk, cut, self.config),
+            **self.tiles(params, cut, self.config),
         )
 
 
 class _Logs(NamedTuple):
-    """For the gradients of decays. own: the array whose gradient is made; partner: own . out of the first gradient; after, final:
-    the states before segments and after sequences, final only if it has a gradient."""
+    """For the gradients of decays. own: the array whose gradient is computed; partner: own . out of the first gradient; after,
+    final: the states before segments and after sequences, final only if it has a gradient."""
 
     own: Any
     partner: Any = None
@@ -246,7 +250,7 @@ class _Logs(NamedTuple):
 
 
 def _channel_logs(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> Any:
-    """Decays per channel `[b, t, h, d]` with those per head in them; query where there are none."""
+    """Decays per channel `[b, t, h, d]`, including those per head; the query as a placeholder if there are none."""
     if inputs.gk is None:
         return inputs.query
     if inputs.g is None and inputs.g_gamma is None:
@@ -275,23 +279,25 @@ def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: 
     if _zero_size(call):
         out = vary_like(jnp.zeros((batch, length, heads, call.value.shape[3]), call.value.dtype), inputs)
         return LinearRecurrenceOutputs(out, _initial(problem) if call.return_state else None)
-    walk = prepared(problem.walk)
-    fused = call.cu_seqlens is None and (not config.segment or config.segment >= length)
-    cut = problem.segments(-(-length // config.chunk) * config.chunk if fused else config.segment or _segment_of(config))
-    made = problem.prepare(cut)
+    params = prepared_params(problem.params)
+    fused = call.cu_seqlens is None and (not config.segment_size or config.segment_size >= length)
+    cut = problem.segments(
+        -(-length // config.chunk_size) * config.chunk_size if fused else config.segment_size or _segment_of(config)
+    )
+    prepared = problem.prepare(cut)
     if fused:
         before, final = inputs.initial_state, None
     else:
-        before, final = problem.states(walk, made.update, inputs.value, cut, inputs.initial_state, made)
+        before, final = problem.states(params, prepared.update, inputs.value, cut, inputs.initial_state, prepared)
     last = fused and call.return_state
-    arrays = made.read, made.update, inputs.value
-    found = problem.read(walk, arrays, cut, made, before=before, dtype=call.value.dtype, last=last)
+    arrays = prepared.read, prepared.update, inputs.value
+    found = problem.read(params, arrays, cut, prepared, before=before, dtype=call.value.dtype, last=last)
     return LinearRecurrenceOutputs(found[0], (found[1] if fused else final) if call.return_state else None)
 
 
 def _segment_of(config: Config) -> int:
-    """For packed sequences, which are always cut."""
-    return 8 * config.chunk
+    """Segment size of packed sequences, which are always segmented."""
+    return 8 * config.chunk_size
 
 
 def _initial(problem: _Problem) -> Any:
@@ -312,31 +318,35 @@ def backward(
     problem = _Problem(call, inputs, config)
     d_final = cotangents.final_state
     if _zero_size(call):
-        return _nothing(problem, d_final)
+        return _zero_gradients(problem, d_final)
     d_out = cotangents.out
-    cut = problem.segments(min(config.segment or _segment_of(config), -(-problem.length // config.chunk) * config.chunk))
-    made = problem.prepare(cut)
-    walk = problem.walk
+    cut = problem.segments(
+        min(config.segment_size or _segment_of(config), -(-problem.length // config.chunk_size) * config.chunk_size)
+    )
+    prepared = problem.prepare(cut)
+    params = problem.params
     query, key, value = inputs.query, inputs.key, inputs.value
-    before, final = problem.states(prepared(walk), made.update, value, cut, inputs.initial_state, made)
-    to_value = value_gradient_of(prepared(walk))
-    d_after, d_initial = problem.states(to_value, made.read, d_out, cut, d_final, made)
+    before, final = problem.states(prepared_params(params), prepared.update, value, cut, inputs.initial_state, prepared)
+    to_value = value_gradient_params(prepared_params(params))
+    d_after, d_initial = problem.states(to_value, prepared.read, d_out, cut, d_final, prepared)
 
-    decaying = walk.decay != "none"
+    decaying = params.decay != "none"
 
     def dtype(given: Any) -> Any:
         return given.dtype if given.shape[2] == problem.heads else jnp.float32
 
     d_query, _, products = problem.read(
-        query_gradient_of(walk), (d_out, value, key), cut, made, update=made.update, before=before, dtype=dtype(query),
-        logs=_Logs(query) if decaying else None,
+        query_gradient_params(params), (d_out, value, key), cut, prepared, update=prepared.update, before=before,
+        dtype=dtype(query), logs=_Logs(query) if decaying else None,
     )  # fmt: skip
     logs = _Logs(key, products, before, final if d_final is not None else None)
     d_key, _, d_logs = problem.read(
-        key_gradient_of(walk), (value, d_out, query), cut, made, update=made.read, before=d_after, dtype=dtype(key),
+        key_gradient_params(params), (value, d_out, query), cut, prepared, update=prepared.read, before=d_after, dtype=dtype(key),
         logs=logs if decaying else None,
     )  # fmt: skip
-    d_value = problem.read(to_value, (made.update, made.read, d_out), cut, made, before=d_after, dtype=dtype(value))[0]
+    d_value = problem.read(
+        to_value, (prepared.update, prepared.read, d_out), cut, prepared, before=d_after, dtype=dtype(value)
+    )[0]
     return LinearRecurrenceInputs(
         query=_shared(d_query, query, 2),
         key=_shared(d_key, key, 2),
@@ -347,9 +357,9 @@ def backward(
 
 
 def _decay_gradients(problem: _Problem, d_logs: Any) -> dict[str, Any]:
-    """From the gradients of the sums of all log decays of a token, per channel `[b, t, H, d]` or `[blocks, b, t, H]`."""
+    """The gradients of g, gk and g_gamma from that of a token's total log decay, `[b, t, H, d]` or `[blocks, b, t, H]`."""
     inputs, found = problem.inputs, {}
-    if problem.walk.decay == "none":
+    if problem.params.decay == "none":
         return found
     if inputs.gk is not None:
         found["gk"] = _shared(d_logs, inputs.gk, 2)
@@ -371,13 +381,13 @@ def _shared(gradient: Any, like: Any, axis: int) -> Any:
     kept = like.shape[axis]
     if gradient.shape[axis] != kept:
         shape = gradient.shape
-        parts = gradient.reshape(*shape[:axis], kept, shape[axis] // kept, *shape[axis + 1 :])
-        gradient = jnp.sum(parts.astype(jnp.float32), axis=axis + 1)
+        grouped = gradient.reshape(*shape[:axis], kept, shape[axis] // kept, *shape[axis + 1 :])
+        gradient = jnp.sum(grouped.astype(jnp.float32), axis=axis + 1)
     return gradient.astype(like.dtype)
 
 
-def _nothing(problem: _Problem, d_final: Any) -> LinearRecurrenceInputs:
-    """Gradients where no token is in a sequence."""
+def _zero_gradients(problem: _Problem, d_final: Any) -> LinearRecurrenceInputs:
+    """Gradients if no token is in a sequence."""
     inputs = problem.inputs
     zeros = {
         name: None if x is None or name == "cu_seqlens" else vary_like(jnp.zeros(x.shape, x.dtype), inputs)

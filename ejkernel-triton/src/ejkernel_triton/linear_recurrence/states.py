@@ -1,4 +1,4 @@
-"""Kernels that find the state before every segment: what each segment adds by itself, then one after the other."""
+"""Kernels that compute the state before every segment: each segment from zero, then a scan over segments."""
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
@@ -8,13 +8,13 @@ import triton.language as tl
 
 from ejkernel_triton.linear_recurrence.tiles import (
     edge_decays,
+    hi_plus_lo,
     load_tile,
-    logs_of,
-    parts_of,
+    log2_decays,
     scalar_logs,
     segment_of,
+    split_hi_lo,
     state_of,
-    sum_of,
     totals_of,
 )
 
@@ -29,26 +29,26 @@ def sums_kernel(
     length,
     segments,
     sequences,
-    p_coarse,
-    p_fine,
+    p_hi,
+    p_lo,
     R: tl.constexpr,
     CHUNK: tl.constexpr,
     SEGMENT: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Sums of scalar log decays from the start of each chunk `[b, segments, H, SEGMENT]`; tokens that are not there add 0."""
+    """Cumulative scalar log decays of each chunk `[b, segments, H, SEGMENT]`; missing tokens add 0."""
     CHUNKS: tl.constexpr = SEGMENT // CHUNK
     BLOCKS: tl.constexpr = (R.heads + HEADS - 1) // HEADS
     i_block = tl.program_id(0) % BLOCKS
     i_chunk = tl.program_id(0) // BLOCKS % CHUNKS
     i_segment = tl.program_id(0) // (BLOCKS * CHUNKS) % segments
     i_batch = tl.program_id(0) // (BLOCKS * CHUNKS) // segments
-    _, i_token, count, real, _ = segment_of(
+    _, i_token, count, valid, _ = segment_of(
         p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT
     )
     o_row, i_head = tl.arange(0, CHUNK), i_block * HEADS + tl.arange(0, HEADS)
     i_position = i_chunk * CHUNK + o_row
-    m_log = ((i_position < count) & real)[:, None] & (i_head < R.heads)[None, :]
+    m_log = ((i_position < count) & valid)[:, None] & (i_head < R.heads)[None, :]
     i_token = i_batch.to(tl.int64) * length + i_token
     if R.reverse:
         i_token = i_token - i_position
@@ -61,20 +61,20 @@ def sums_kernel(
         if R.gamma_batch:
             o_gamma += i_batch * R.gamma_heads
         b_log += tl.load(p_gamma + o_gamma, mask=i_head < R.heads, other=0.0).to(tl.float32)[None, :]
-    b_coarse, b_fine = parts_of(logs_of(tl.where(m_log, b_log, 0.0)), R)
+    b_hi, b_lo = split_hi_lo(log2_decays(tl.where(m_log, b_log, 0.0)), R)
     o_sum = ((i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head[None, :]) * SEGMENT + i_position[:, None]
     m_sum = (i_head < R.heads)[None, :] & (o_row >= 0)[:, None]
-    tl.store(p_coarse + o_sum, tl.cumsum(b_coarse, axis=0), mask=m_sum)
-    if R.fine:
-        tl.store(p_fine + o_sum, tl.cumsum(b_fine, axis=0), mask=m_sum)
+    tl.store(p_hi + o_sum, tl.cumsum(b_hi, axis=0), mask=m_sum)
+    if R.hi_lo:
+        tl.store(p_lo + o_sum, tl.cumsum(b_lo, axis=0), mask=m_sum)
 
 
 @triton.jit
 def segment_states_kernel(
     p_key,
     p_value,
-    p_coarse,
-    p_fine,
+    p_hi,
+    p_lo,
     p_gamma,
     p_totals,
     p_bounds,
@@ -90,9 +90,9 @@ def segment_states_kernel(
     SEGMENT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FULL_CHUNKS: tl.constexpr,
 ):
-    """The state that a segment makes out of none, and the logarithm to base 2 of its decay."""
+    """The state after a segment that starts from zero, and the base-2 logarithm of its decay."""
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
     i_block = tl.program_id(0) % BLOCKS
     i_head = tl.program_id(0) // BLOCKS % R.heads
@@ -100,8 +100,8 @@ def segment_states_kernel(
     i_batch = tl.program_id(0) // (BLOCKS * R.heads) // segments
     i_column = i_block * BLOCK_V
     i_where = segment_of(p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT)
-    i_first, count, real = i_where[1], i_where[2], i_where[3]
-    count = tl.where(real, count, 0)
+    i_first, count, valid = i_where[1], i_where[2], i_where[3]
+    count = tl.where(valid, count, 0)
     i_first = i_batch.to(tl.int64) * length + i_first
     chunks = tl.cdiv(count, CHUNK)
     o_sums = ((i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head) * SEGMENT
@@ -121,15 +121,15 @@ def segment_states_kernel(
             i_token = i_first - i_position
         else:
             i_token = i_first + i_position
-        b_key = load_tile(p_key, i_token, i_head, 0, rows, R.key_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
-        b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, WHOLE, R)
+        b_key = load_tile(p_key, i_token, i_head, 0, rows, R.key_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
+        b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
         if R.decay == "scalar":
-            b_coarse, b_fine, coarse, fine = scalar_logs(
-                p_coarse, p_fine, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, WHOLE, R
+            b_hi, b_lo, hi, lo = scalar_logs(
+                p_hi, p_lo, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, FULL_CHUNKS, R
             )
-            b_weight = edge_decays(b_coarse, b_fine, coarse, fine, R)[1]
+            b_weight = edge_decays(b_hi, b_lo, hi, lo, R)[1]
             b_value = (b_value * (b_weight * R.update_scale)[:, None]).to(b_key.dtype)
-            b_sum = sum_of(coarse, fine, R)
+            b_sum = hi_plus_lo(hi, lo, R)
             b_state *= tl.exp2(b_sum)
             b_total += b_sum
         elif R.decay == "key":
@@ -165,7 +165,7 @@ def scan_states_kernel(
     BLOCK: tl.constexpr,
     INITIAL: tl.constexpr,
 ):
-    """The state before each segment, and that after the last one of a sequence. Back in time, "before" is after in time."""
+    """The state before each segment, and after the last one of a sequence. Backward in time, "before" means later."""
     SIZE: tl.constexpr = R.width * R.channels
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     i_block = tl.program_id(0) % BLOCKS

@@ -1,8 +1,8 @@
-"""Device functions that the kernels share: tiles of tokens, their decays, and products. `R` is a `rules.Walk`.
+"""Device functions that the kernels share: tiles of tokens, decays and dots. `R` is a `RecurrenceParams`.
 
 Each exponent is the sum of the log decays between two tokens, without the rounding of a difference of two long sums: a strong decay
 costs the weak ones beside it no precision, and exponents are not positive where decays are not. The one exception are decays per
-channel that are mild over a whole chunk, see `MILD`. Exponents are powers of two.
+channel that are mild over a whole chunk, see `MAX_MIDDLE_EXPONENT`. Exponents are powers of two.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -11,11 +11,11 @@ channel that are mild over a whole chunk, see `MILD`. Exponents are powers of tw
 import triton
 import triton.language as tl
 
-LEAST = tl.constexpr(-90.0)
-"""Below it a decay is 0 in float32; infinite ones would make differences NaN."""
-MILD = tl.constexpr(24.0)
-"""Up to so many powers of two between the middle of a chunk and each of its tokens, decays are split in the middle: factors above 1
-are that small, and products keep their digits."""
+MIN_LOG = tl.constexpr(-90.0)
+"""Log decays are clipped here, where the decay is 0 in float32; differences of infinities would be NaN."""
+MAX_MIDDLE_EXPONENT = tl.constexpr(24.0)
+"""Largest exponent, in powers of two, between the middle of a chunk and its tokens for which decays are split at the middle:
+factors above 1 stay small enough to keep precision."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -23,9 +23,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def segment_of(
     p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R: tl.constexpr, SEGMENT: tl.constexpr
 ):
-    """Sequence of a segment, its first token in the order of time, how many tokens it has, and whether the sequence is real.
+    """Sequence of a segment, its first token in time order, its token count, whether the sequence is valid, and whether the
+    segment is its last.
 
-    A table holds the sequences of the call between two that are not real: the tokens before and after them.
+    The table pads the call's sequences with two invalid ones: the tokens before and after them.
     """
     if R.packed:
         i_member = 0 if R.shared else i_batch
@@ -35,21 +36,21 @@ def segment_of(
         begin, end = tl.load(p_bounds + o_bounds), tl.load(p_bounds + o_bounds + 1)
         i_position = (i_segment - tl.load(p_first + o_bounds)) * SEGMENT
         count = tl.where(used, tl.minimum(end - begin - i_position, SEGMENT), 0)
-        real = used & (i_sequence > 0) & (i_sequence <= sequences)
+        valid = used & (i_sequence > 0) & (i_sequence <= sequences)
         last = i_segment + 1 == tl.load(p_first + o_bounds + 1)
         i_sequence = tl.minimum(tl.maximum(i_sequence - 1, 0), tl.maximum(sequences - 1, 0))
     else:
         begin, end = 0, length
         i_position = i_segment * SEGMENT
         count = tl.minimum(length - i_position, SEGMENT)
-        real = count > 0
+        valid = count > 0
         last = i_segment + 1 == segments
         i_sequence = i_segment * 0
     if R.reverse:
         i_token = end - 1 - i_position
     else:
         i_token = begin + i_position
-    return i_sequence, i_token, count, real, last
+    return i_sequence, i_token, count, valid, last
 
 
 @triton.jit
@@ -76,14 +77,14 @@ def tile_of(
 @triton.jit
 def load_tile(
     p, i_token, i_head, i_column, rows, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    WHOLE: tl.constexpr, R: tl.constexpr,
+    FULL_CHUNKS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a chunk, 0 from `rows` on and beyond SIZE. WHOLE: every chunk is full."""
+    """Rows of a chunk, 0 from `rows` on and beyond SIZE. FULL_CHUNKS: no chunk has a tail."""
     p_tile = tile_of(p, i_token, i_head, i_column, HEADS, SIZE, BLOCK, CHUNK, R)
     m_row = tl.arange(0, CHUNK) < rows
     m_column = i_column + tl.arange(0, BLOCK) < SIZE
     if SIZE % BLOCK == 0:
-        if WHOLE:
+        if FULL_CHUNKS:
             b_tile = tl.load(p_tile)
         else:
             b_tile = tl.load(p_tile, mask=m_row[:, None], other=0.0)
@@ -95,13 +96,13 @@ def load_tile(
 @triton.jit
 def store_tile(
     p, b_tile, i_token, i_head, i_column, rows, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    WHOLE: tl.constexpr, R: tl.constexpr,
+    FULL_CHUNKS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     p_tile = tile_of(p, i_token, i_head, i_column, HEADS, SIZE, BLOCK, CHUNK, R)
     m_row = tl.arange(0, CHUNK) < rows
     m_column = i_column + tl.arange(0, BLOCK) < SIZE
     b_tile = b_tile.to(p.dtype.element_ty)
-    if WHOLE and SIZE % BLOCK == 0:
+    if FULL_CHUNKS and SIZE % BLOCK == 0:
         tl.store(p_tile, b_tile)
     else:
         tl.store(p_tile, b_tile, mask=m_row[:, None] & m_column[None, :])
@@ -130,8 +131,8 @@ def state_of(p, i_index, i_head, i_column, R: tl.constexpr, BLOCK_K: tl.constexp
 
 
 @triton.jit
-def product(b_left, b_right, R: tl.constexpr):
-    """A product of tiles, one of which may be a tile of scores or a state: in the dtype of the other, or wider."""
+def dot(b_left, b_right, R: tl.constexpr):
+    """Dot of two tiles, in the dtype of the one that is not scores or a state, or wider."""
     if R.wide:
         b_product = tl.dot(b_left.to(tl.float32), b_right.to(tl.float32), input_precision="tf32")
     elif b_left.dtype == tl.float32:
@@ -142,37 +143,37 @@ def product(b_left, b_right, R: tl.constexpr):
 
 
 @triton.jit
-def logs_of(b_log):
-    """Natural log decays as exponents of two."""
-    return tl.where(b_log < LEAST, LEAST, b_log) * LOG2_E
+def log2_decays(b_log):
+    """Natural log decays as base-2 exponents."""
+    return tl.where(b_log < MIN_LOG, MIN_LOG, b_log) * LOG2_E
 
 
 @triton.jit
 def scalar_logs(
-    p_coarse, p_fine, p_gamma, i_batch, i_head, i_row, rows, CHUNK: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr
+    p_hi, p_lo, p_gamma, i_batch, i_head, i_row, rows, CHUNK: tl.constexpr, FULL_CHUNKS: tl.constexpr, R: tl.constexpr
 ):
-    """Sums of the log decays up to each token of a chunk and of all of them, each in two parts, as `sums_kernel` wrote them.
+    """Cumulative log decays of a chunk and their total, each as hi and lo, as `sums_kernel` stored them.
 
-    The first parts are multiples of 2^-8, whose sums and differences are exact, the rests are small. For bfloat16 the first part is
-    the whole: sums are below 2^14 and lose less than 2^-10, and scores keep fewer digits.
+    The hi parts are multiples of 2^-8, whose sums and differences are exact; the lo parts are small. For bfloat16 hi is the
+    whole sum: sums are below 2^14 and lose less than 2^-10, less than the rounding of scores.
     """
     o_row = tl.arange(0, CHUNK)
     if R.g_heads > 0:
-        b_coarse, coarse = tl.load(p_coarse + i_row + o_row), tl.load(p_coarse + i_row + (CHUNK - 1))
-        b_fine, fine = b_coarse, coarse
-        if R.fine:
-            b_fine, fine = tl.load(p_fine + i_row + o_row), tl.load(p_fine + i_row + (CHUNK - 1))
+        b_hi, hi = tl.load(p_hi + i_row + o_row), tl.load(p_hi + i_row + (CHUNK - 1))
+        b_lo, lo = b_hi, hi
+        if R.hi_lo:
+            b_lo, lo = tl.load(p_lo + i_row + o_row), tl.load(p_lo + i_row + (CHUNK - 1))
     else:
-        coarse, fine = parts_of(logs_of(gamma_of(p_gamma, i_batch, i_head, R)), R)
-        if WHOLE:
+        hi, lo = split_hi_lo(log2_decays(gamma_of(p_gamma, i_batch, i_head, R)), R)
+        if FULL_CHUNKS:
             count = CHUNK * 1.0
             b_count = (o_row + 1).to(tl.float32)
         else:
             count = tl.minimum(tl.maximum(rows, 0), CHUNK).to(tl.float32)
             b_count = tl.minimum((o_row + 1).to(tl.float32), count)
-        b_coarse, b_fine = coarse * b_count, fine * b_count
-        coarse, fine = coarse * count, fine * count
-    return b_coarse, b_fine, coarse, fine
+        b_hi, b_lo = hi * b_count, lo * b_count
+        hi, lo = hi * count, lo * count
+    return b_hi, b_lo, hi, lo
 
 
 @triton.jit
@@ -184,44 +185,44 @@ def gamma_of(p_gamma, i_batch, i_head, R: tl.constexpr):
 
 
 @triton.jit
-def parts_of(b_log, R: tl.constexpr):
-    b_fine = b_log * 0.0
-    if R.fine:
-        b_coarse = tl.floor(b_log * 256.0) * 0.00390625
-        b_fine = b_log - b_coarse
-        b_log = b_coarse
-    return b_log, b_fine
+def split_hi_lo(b_log, R: tl.constexpr):
+    b_lo = b_log * 0.0
+    if R.hi_lo:
+        b_hi = tl.floor(b_log * 256.0) * 0.00390625
+        b_lo = b_log - b_hi
+        b_log = b_hi
+    return b_log, b_lo
 
 
 @triton.jit
-def sum_of(b_coarse, b_fine, R: tl.constexpr):
-    if R.fine:
-        b_coarse += b_fine
-    return b_coarse
+def hi_plus_lo(b_hi, b_lo, R: tl.constexpr):
+    if R.hi_lo:
+        b_hi += b_lo
+    return b_hi
 
 
 @triton.jit
-def edge_decays(b_coarse, b_fine, coarse, fine, R: tl.constexpr):
-    """What the state is multiplied by before each token of a chunk reads it, and what the token adds before it is in the state."""
-    b_up_to = tl.exp2(sum_of(b_coarse, b_fine, R))
-    b_from = tl.exp2(sum_of(coarse - b_coarse, fine - b_fine, R))
+def edge_decays(b_hi, b_lo, hi, lo, R: tl.constexpr):
+    """Decays from the chunk's start to each token, for reads of the state, and from each token to the chunk's end, for updates."""
+    b_up_to = tl.exp2(hi_plus_lo(b_hi, b_lo, R))
+    b_from = tl.exp2(hi_plus_lo(hi - b_hi, lo - b_lo, R))
     if R.back:
         b_up_to, b_from = b_from, b_up_to
     return b_up_to, b_from
 
 
 @triton.jit
-def weighted_scores(b_scores, b_coarse, b_fine, CHUNK: tl.constexpr, R: tl.constexpr, LATER_COLUMNS: tl.constexpr):
-    """Scores under their scalar decays, 0 where the key is not yet there. LATER_COLUMNS: in time, columns come after rows."""
+def weighted_scores(b_scores, b_hi, b_lo, CHUNK: tl.constexpr, R: tl.constexpr, LATER_COLUMNS: tl.constexpr):
+    """Scores times scalar decays, causally masked. LATER_COLUMNS: columns come after rows in time."""
     o_row = tl.arange(0, CHUNK)
     if LATER_COLUMNS:
         m_seen = o_row[:, None] <= o_row[None, :]
     else:
         m_seen = o_row[:, None] >= o_row[None, :]
     if R.decay == "scalar":
-        b_log = b_coarse[:, None] - b_coarse[None, :]
-        if R.fine:
-            b_log += b_fine[:, None] - b_fine[None, :]
+        b_log = b_hi[:, None] - b_hi[None, :]
+        if R.hi_lo:
+            b_log += b_lo[:, None] - b_lo[None, :]
         if LATER_COLUMNS:
             b_log = -b_log
         b_scores = b_scores * tl.exp2(b_log)
@@ -229,8 +230,8 @@ def weighted_scores(b_scores, b_coarse, b_fine, CHUNK: tl.constexpr, R: tl.const
 
 
 @triton.jit
-def add_up(b_matrix, b_tile, EXACT: tl.constexpr):
-    """Sums over rows that a matrix of zeros and ones selects. Numbers of 24 bits go through products of bfloat16 as three parts."""
+def select_sums(b_matrix, b_tile, EXACT: tl.constexpr):
+    """Sums over rows that a 0/1 matrix selects. float32 values are split into three bfloat16 terms."""
     b_first = b_tile.to(tl.bfloat16)
     b_sum = tl.dot(b_matrix, b_first)
     if not EXACT:
@@ -246,7 +247,7 @@ def prefix_decays(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
     """Decay from the start of a chunk up to each token, that of the token included."""
     o_row = tl.arange(0, CHUNK)
     b_matrix = tl.where(o_row[:, None] >= o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
-    return tl.exp2(add_up(b_matrix, b_log, R.exact_logs) * LOG2_E)
+    return tl.exp2(select_sums(b_matrix, b_log, R.exact_logs) * LOG2_E)
 
 
 @triton.jit
@@ -254,19 +255,18 @@ def suffix_decays(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
     """Decay after each token up to the end of a chunk."""
     o_row = tl.arange(0, CHUNK)
     b_matrix = tl.where(o_row[:, None] < o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
-    return tl.exp2(add_up(b_matrix, b_log, R.exact_logs) * LOG2_E)
+    return tl.exp2(select_sums(b_matrix, b_log, R.exact_logs) * LOG2_E)
 
 
 @triton.jit
 def middle_logs(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
-    """Exponents from the middle of a chunk to each token: of its decays after the middle, against them before it; and the largest
-    size of one."""
+    """Exponents from the middle of a chunk to each token, positive or negative, and their largest magnitude."""
     o_row = tl.arange(0, CHUNK)
     HALF: tl.constexpr = CHUNK // 2
     b_after = (o_row[None, :] >= HALF) & (o_row[None, :] <= o_row[:, None])
     b_before = (o_row[None, :] < HALF) & (o_row[None, :] > o_row[:, None])
     b_matrix = tl.where(b_after, 1.0, tl.where(b_before, -1.0, 0.0)).to(tl.bfloat16)
-    b_middle = add_up(b_matrix, b_log, R.exact_logs) * LOG2_E
+    b_middle = select_sums(b_matrix, b_log, R.exact_logs) * LOG2_E
     return b_middle, tl.max(tl.max(tl.abs(b_middle), axis=1), axis=0)
 
 
@@ -277,12 +277,12 @@ def level_decays(b_log, level, CHUNK: tl.constexpr, R: tl.constexpr):
     o_middle = (o_row >> level | 1) << level
     b_after = (o_row[None, :] >= o_middle[:, None]) & (o_row[None, :] <= o_row[:, None])
     b_before = (o_row[None, :] < o_middle[:, None]) & (o_row[None, :] > o_row[:, None])
-    return tl.exp2(add_up(tl.where(b_after | b_before, 1.0, 0.0).to(tl.bfloat16), b_log, R.exact_logs) * LOG2_E)
+    return tl.exp2(select_sums(tl.where(b_after | b_before, 1.0, 0.0).to(tl.bfloat16), b_log, R.exact_logs) * LOG2_E)
 
 
 @triton.jit
 def level_pairs(level, CHUNK: tl.constexpr, BACK: tl.constexpr):
-    """Pairs of tokens on either side of the middle of one block: the later one is the row, or, back in time, the column."""
+    """Pairs of tokens on either side of the middle of one block; the later one is the row, or the column backward in time."""
     o_half = tl.arange(0, CHUNK) >> level
     if BACK:
         pairs = (o_half[None, :] & 1) > (o_half[:, None] & 1)
@@ -308,9 +308,9 @@ def log_tile(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FULL_CHUNKS: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Natural log decays per channel of a chunk, in float32; those that are 0 in effect are cut off."""
-    b_log = load_tile(p_gk, i_token, i_head, i_column, rows, R.gk_heads, SIZE, BLOCK, CHUNK, WHOLE, R).to(tl.float32)
-    return tl.where(b_log < LEAST, LEAST, b_log)
+    """Natural log decays per channel of a chunk, in float32, clipped at MIN_LOG."""
+    b_log = load_tile(p_gk, i_token, i_head, i_column, rows, R.gk_heads, SIZE, BLOCK, CHUNK, FULL_CHUNKS, R).to(tl.float32)
+    return tl.where(b_log < MIN_LOG, MIN_LOG, b_log)

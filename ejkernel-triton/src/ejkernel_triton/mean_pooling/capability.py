@@ -8,16 +8,16 @@ from ejkernel.operations.mean_pooling.interface import MeanPoolingCall
 from ejkernel.plugin import Target
 from ejkernel_triton._capability import refusal
 
-MOST = 2**31 - 2**16
-"""Tokens, channels and programs are counted in 32 bits; elements in 64."""
+MAX_COUNT = 2**31 - 2**16
+"""Tokens, channels and programs have 32-bit indices, elements 64-bit offsets."""
 
 
 def supports_forward(call: MeanPoolingCall, target: Target) -> str | None:
     batch, length = call.x.shape[:2]
     channels = math.prod(call.x.shape[2:])
     for name, count in (("tokens", batch * length), ("channels", channels), ("sums", batch * call.sequences * channels)):
-        if count > MOST:
-            return f"{count} {name} are more than {MOST}"
+        if count > MAX_COUNT:
+            return f"{count} {name} are more than {MAX_COUNT}"
     return refusal(target, {"x": call.x})
 
 

@@ -1,4 +1,4 @@
-"""Performance knobs of `mean_pooling`."""
+"""Configs of `mean_pooling`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import math
 
 from ejkernel.operations.mean_pooling.interface import MeanPoolingCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_triton._blocks import power_of_two
+from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._rows.config import SHARED_MEMORY, itemsize, warps_for
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Attributes:
-    chunk: most tokens of one program, all of one sequence.
+    chunk_size: most tokens of one program, all of one sequence.
     tokens: tokens of one step; a power of two.
     block: channels of one program; a power of two.
     num_warps: warps per program.
-    num_stages: steps in flight; above 1 they pass through shared memory.
+    num_stages: pipeline stages; above 1 tiles are staged in shared memory.
     """
 
-    chunk: int
+    chunk_size: int
     tokens: int
     block: int
     num_warps: int
@@ -35,14 +35,14 @@ def channels(call: MeanPoolingCall) -> int:
 
 
 def forward_heuristic(call: MeanPoolingCall, target: Target) -> Config:
-    """Four elements a thread of a step and none in flight: the many warps hide the loads, a sum needs few registers."""
-    block = min(power_of_two(channels(call)), 1024)
+    """Four elements per thread and no pipelining: many warps hide the load latency, as a sum needs few registers."""
+    block = min(next_power_of_2(channels(call)), 1024)
     tokens = max(1, min(64, 2048 // block))
     return Config(256, tokens, block, warps_for(tokens * block, 4))
 
 
 def backward_heuristic(call: MeanPoolingCall, target: Target) -> Config:
-    block = min(power_of_two(channels(call)), 2048)
+    block = min(next_power_of_2(channels(call)), 2048)
     tokens = max(1, min(64, 4096 // block))
     return Config(64, tokens, block, warps_for(tokens * block, 16))
 
@@ -53,7 +53,7 @@ def forward_space(call: MeanPoolingCall, target: Target) -> list[Config]:
 
 
 def backward_space(call: MeanPoolingCall, target: Target) -> list[Config]:
-    """Backward writes only; there is nothing to have in flight."""
+    """Backward only writes; there is nothing to pipeline."""
     found = _space(call, (16, 64), (256, 1024, 2048, 4096), (4096, 8192), (8, 16, 32), (1,))
     return _with(backward_heuristic(call, target), found)
 
@@ -66,8 +66,8 @@ def _space(
     per_thread: tuple[int, ...],
     stages: tuple[int, ...],
 ) -> list[Config]:
-    """Steps of so many elements, of which a thread has so many."""
-    widest = power_of_two(channels(call))
+    """Configs with steps of `steps` elements, `per_thread` of them per thread."""
+    widest = next_power_of_2(channels(call))
     found = [
         Config(chunk, tokens, block, warps_for(tokens * block, elements), stage)
         for chunk, block, step, elements, stage in itertools.product(

@@ -1,8 +1,8 @@
-"""Mean over rows of the batch or packed sequences, cut into chunks of tokens so that long sequences fill the device.
+"""Mean over rows of the batch or packed sequences, split into chunks of tokens so that long sequences fill the device.
 
-A chunk lies within one sequence. Which one, and from which token, is a table that jnp computes from `cu_seqlens`; its length
-depends on shapes only. Every chunk writes a partial sum; a second kernel adds those of a sequence up in order, without atomics.
-A row of the batch without `cu_seqlens` is one sequence.
+A chunk lies within one sequence. XLA computes the table of chunks from `cu_seqlens`; its length depends on shapes only. Every
+chunk writes a partial sum; a second kernel combines those of a sequence in order, without atomics. Without `cu_seqlens` each
+row of the batch is one sequence.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
@@ -21,7 +21,7 @@ from ejkernel_triton.mean_pooling.config import Config, channels
 
 @triton.jit
 def chunk_of(p_bounds, p_first, p_sequence, i_batch, i_chunk, chunks, sequences, SHARED: tl.constexpr, CHUNK: tl.constexpr):
-    """The sequence of a chunk and its tokens, from and up to; none for a chunk that is not used."""
+    """Sequence of a chunk and its token range, which is empty for an unused chunk."""
     i_member = 0 if SHARED else i_batch
     i_sequence = tl.load(p_sequence + i_member * chunks + i_chunk)
     o_bounds = i_member * (sequences + 1) + tl.minimum(i_sequence, sequences - 1)
@@ -76,7 +76,7 @@ def pooling_means_kernel(
     BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """Adds up eight chunks at a time, always the same ones together."""
+    """Sums eight chunks at a time, in a fixed order."""
     COLUMNS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
     i_sequence = tl.program_id(0) // COLUMNS % sequences
     i_batch = tl.program_id(0) // COLUMNS // sequences
@@ -112,7 +112,7 @@ def pooling_backward_kernel(
     SHARED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The sequences are those of the call between two more, the tokens before and after, whose gradient is 0."""
+    """Two sequences are added to those of the call: the tokens before and after, whose gradient is 0."""
     COLUMNS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
     i_chunk = tl.program_id(0) // COLUMNS % chunks
     i_batch = tl.program_id(0) // COLUMNS // chunks
@@ -148,7 +148,7 @@ def _constants(call: MeanPoolingCall, chunks: Chunks, config: Config) -> dict[st
 
 
 def _steps(config: Config) -> dict[str, int]:
-    return {"TOKENS": config.tokens, "CHUNK": config.chunk, "STAGES": config.num_stages}
+    return {"TOKENS": config.tokens, "CHUNK": config.chunk_size, "STAGES": config.num_stages}
 
 
 def forward(call: MeanPoolingCall, inputs: MeanPoolingInputs, config: Config) -> MeanPoolingOutputs:
@@ -157,7 +157,7 @@ def forward(call: MeanPoolingCall, inputs: MeanPoolingInputs, config: Config) ->
     shape = (batch, call.sequences, *x.shape[2:])
     if not x.size or not math.prod(shape):
         return MeanPoolingOutputs(jnp.zeros(shape, x.dtype))
-    chunks = chunks_of(_bounds(call, inputs.cu_seqlens), length, config.chunk)
+    chunks = chunks_of(_bounds(call, inputs.cu_seqlens), length, config.chunk_size)
     constants = _constants(call, chunks, config)
     columns = -(-channels(call) // config.block)
     (partial,) = call_kernel(
@@ -191,7 +191,7 @@ def backward(
         return MeanPoolingInputs(jnp.zeros_like(x))
     bounds = jnp.pad(_bounds(call, inputs.cu_seqlens), ((0, 0), (1, 0)))
     bounds = jnp.pad(bounds, ((0, 0), (0, 1)), constant_values=length)
-    chunks = chunks_of(bounds, length, config.chunk)
+    chunks = chunks_of(bounds, length, config.chunk_size)
     (d_x,) = call_kernel(
         pooling_backward_kernel,
         (grad, *chunks, length, *chunks.counts),

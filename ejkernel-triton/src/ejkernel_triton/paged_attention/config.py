@@ -1,4 +1,4 @@
-"""Performance knobs of `paged_attention`."""
+"""Configs of `paged_attention`."""
 
 from __future__ import annotations
 
@@ -9,85 +9,86 @@ import numpy as np
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_triton._blocks import SMALLEST_PRODUCT, power_of_two, product_block
+from ejkernel_triton._blocks import MIN_DOT_SIZE, dot_block, next_power_of_2
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._pages import ONE_BYTE
 
 DECODE_STAGES = 2
-"""Most steps in flight in the pass for requests with one new token, which has long steps."""
+"""Largest number of pipeline stages of the decode pass, which has long steps."""
 LONG = 512
-"""Keys from which on a decoding request is worth a pass of its own."""
+"""Context length from which a separate decode pass pays off."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionConfig:
-    """How queries and keys are cut into programs.
+    """How queries and keys are tiled.
 
     Attributes:
-        tokens: new tokens of one request that a program serves, with the query heads of one key head.
-        keys: that a program reads per step; a power of two, at least 16.
+        block_q: new tokens of one request that a program serves, with the query heads of one key head.
+        block_k: keys that a program reads per step; a power of two, at least 16.
         num_warps: warps per program.
-        num_stages: steps in flight, the one at work included.
-        programs: about how many programs the keys of all requests are shared among.
-        decode_keys: if not 0, requests with one new token are served by a pass of their own, so many keys per step.
+        num_stages: pipeline stages, including the current one.
+        programs: target number of programs for split-KV.
+        decode_block_k: if not 0, a separate pass with this many keys per step serves requests with one new token.
     """
 
-    tokens: int
-    keys: int
+    block_q: int
+    block_k: int
     num_warps: int
     num_stages: int
     programs: int
-    decode_keys: int = 0
+    decode_block_k: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.tokens, self.programs, self.num_warps, self.num_stages) < 1:
-            raise ValueError(f"{self}: tokens, num_warps, num_stages and programs are at least 1")
-        if any(keys < SMALLEST_PRODUCT or keys & (keys - 1) for keys in (self.keys, self.decode_keys or SMALLEST_PRODUCT)):
-            raise ValueError(f"{self}: keys and decode_keys are powers of two of at least {SMALLEST_PRODUCT}")
+        if min(self.block_q, self.programs, self.num_warps, self.num_stages) < 1:
+            raise ValueError(f"{self}: block_q, num_warps, num_stages and programs are at least 1")
+        if any(keys < MIN_DOT_SIZE or keys & (keys - 1) for keys in (self.block_k, self.decode_block_k or MIN_DOT_SIZE)):
+            raise ValueError(f"{self}: keys and decode_keys are powers of two of at least {MIN_DOT_SIZE}")
 
 
 def product_itemsize(call: PagedAttentionCall) -> int:
-    """Bytes of an operand of the products: 4 where queries or floating pages are float32, or one bfloat16 and the other float16."""
+    """Bytes of an MMA operand: 4 if queries or floating-point pages are float32, or one is bfloat16 and the other float16."""
     dtypes = {call.query.dtype, call.key_pages.dtype} - set(ONE_BYTE)
     return 2 if dtypes in ({"bfloat16"}, {"float16"}) else 4
 
 
 def heads_of_tile(call: PagedAttentionCall) -> int:
-    """Query heads of a tile, all under one key head."""
-    return min(call.query.shape[2] // call.heads, _most_rows(call))
+    """Query heads of a tile, all of one key head."""
+    return min(call.query.shape[2] // call.heads, _max_rows(call))
 
 
 def rows_of_tile(call: PagedAttentionCall, tokens: int) -> int:
-    return product_block(tokens * heads_of_tile(call))
+    return dot_block(tokens * heads_of_tile(call))
 
 
 def _widest(call: PagedAttentionCall) -> int:
-    return product_block(max(call.query.shape[3], call.value_size))
+    return dot_block(max(call.query.shape[3], call.value_size))
 
 
-def _most_rows(call: PagedAttentionCall) -> int:
-    """Rows whose weighted values a program holds in registers."""
+def _max_rows(call: PagedAttentionCall) -> int:
+    """Rows whose accumulator a program holds in registers."""
     size = _widest(call)
     if product_itemsize(call) == 4:
-        return SMALLEST_PRODUCT
+        return MIN_DOT_SIZE
     return 128 if size <= 128 else 64 if size <= 256 else 32
 
 
 def _fits(call: PagedAttentionCall, target: Target, rows: int, keys: int, stages: int) -> bool:
-    """Whether queries, weights, and keys and values of all steps in flight lie in shared memory; bytes are there widened too."""
+    """Whether queries, weights, and keys and values of all pipeline stages fit in shared memory, with converted copies of 8-bit
+    ones."""
     itemsize, stored = (
         product_itemsize(call),
         1 if call.key_pages.dtype in ONE_BYTE else np.dtype(call.key_pages.dtype).itemsize,
     )
-    width = product_block(call.query.shape[3]) + product_block(call.value_size)
+    width = dot_block(call.query.shape[3]) + dot_block(call.value_size)
     steps = max(stages - 1, 1) * keys * width * stored + (keys * width * itemsize if stored != itemsize else 0)
-    return steps + rows * (product_block(call.query.shape[3]) + keys) * itemsize <= shared_memory_limit(target)
+    return steps + rows * (dot_block(call.query.shape[3]) + keys) * itemsize <= shared_memory_limit(target)
 
 
 def _keys(call: PagedAttentionCall) -> int:
     size = _widest(call)
     most = 64 if product_itemsize(call) == 2 else 32
-    return min(most if size <= 128 else most // 2 if size <= 256 else SMALLEST_PRODUCT, product_block(call.longest))
+    return min(most if size <= 128 else most // 2 if size <= 256 else MIN_DOT_SIZE, dot_block(call.longest))
 
 
 def _stages(call: PagedAttentionCall, target: Target, rows: int, keys: int, most: int) -> int:
@@ -95,25 +96,25 @@ def _stages(call: PagedAttentionCall, target: Target, rows: int, keys: int, most
 
 
 def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
-    """Where there are more new tokens than requests, tiles as high as an average request, and a pass for those that decode."""
+    """With more new tokens than requests, tiles as high as an average request, and a separate decode pass."""
     tokens, requests = call.query.shape[1], max(call.kv_lens.shape[1], 1)
     keys = _keys(call)
     if tokens <= requests:
         return _decoding(call, target, keys)
-    # Operands of wgmma lie in shared memory, those of other products in registers. Of two low tiles at a time one hides what the
-    # other waits for, unless they spill.
+    # wgmma operands lie in shared memory, mma operands in registers. Two co-resident low tiles hide each other's latency,
+    # unless they spill.
     large = (target.capability or (0, 0)) >= (9, 0) and product_itemsize(call) == 2
     whole = large and (_widest(call) > 128 or call.soft_cap is not None)
-    most = max(_most_rows(call) // (1 if whole else 2), SMALLEST_PRODUCT) // heads_of_tile(call)
-    together = min(power_of_two(-(-tokens // requests)), 1 << (max(most, 1).bit_length() - 1))
+    most = max(_max_rows(call) // (1 if whole else 2), MIN_DOT_SIZE) // heads_of_tile(call)
+    together = min(next_power_of_2(-(-tokens // requests)), 1 << (max(most, 1).bit_length() - 1))
     rows = rows_of_tile(call, together)
-    decode_keys = keys if together > 1 and requests > 1 and call.longest >= LONG else 0
-    keys = max(keys // (1 if large else 2), SMALLEST_PRODUCT)
-    return PagedAttentionConfig(together, keys, warps_of(call, rows), _stages(call, target, rows, keys, 3), 528, decode_keys)
+    decode_block_k = keys if together > 1 and requests > 1 and call.longest >= LONG else 0
+    keys = max(keys // (1 if large else 2), MIN_DOT_SIZE)
+    return PagedAttentionConfig(together, keys, warps_of(call, rows), _stages(call, target, rows, keys, 3), 528, decode_block_k)
 
 
 def _decoding(call: PagedAttentionCall, target: Target, keys: int) -> PagedAttentionConfig:
-    """Short steps, which many programs have in flight; with two warps where a step lies in one page."""
+    """Short steps with many stages; two warps if a step lies in one page."""
     rows = rows_of_tile(call, 1)
     if product_itemsize(call) != 2 or call.key_pages.dtype in ONE_BYTE or _widest(call) > 128:
         return PagedAttentionConfig(1, keys, warps_of(call, rows), _stages(call, target, rows, keys, 4), 1056)
@@ -127,14 +128,14 @@ def warps_of(call: PagedAttentionCall, rows: int) -> int:
 
 
 def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentionConfig]:
-    """Only what can make a difference to requests as long as the block table."""
+    """Only configs that differ for requests as long as the block table."""
     chosen = heuristic(call, target)
     decoding = call.query.shape[1] <= call.kv_lens.shape[1]
-    heights = {1} if decoding else {chosen.tokens // 2, chosen.tokens, 2 * chosen.tokens} - {0}
-    widths = {keys for keys in (16, 32, 64, 128) if min(chosen.keys, 32) <= keys <= product_block(call.longest)}
+    heights = {1} if decoding else {chosen.block_q // 2, chosen.block_q, 2 * chosen.block_q} - {0}
+    widths = {keys for keys in (16, 32, 64, 128) if min(chosen.block_k, 32) <= keys <= dot_block(call.longest)}
     stages = (2, 3, 4) if decoding else (2, 3)
     found = [
-        PagedAttentionConfig(tokens, keys, warps, depth, programs, chosen.decode_keys if tokens > 1 else 0)
+        PagedAttentionConfig(tokens, keys, warps, depth, programs, chosen.decode_block_k if tokens > 1 else 0)
         for tokens, keys, warps, depth, programs in itertools.product(
             sorted(heights), sorted(widths), (2, 4, 8), stages, (528, 1056) if decoding else (528,)
         )
@@ -147,11 +148,11 @@ def search_space(call: PagedAttentionCall, target: Target) -> list[PagedAttentio
 
 
 def _admitted(call: PagedAttentionCall, target: Target, tokens: int, keys: int, warps: int, stages: int) -> bool:
-    """Fits shared memory, and registers with sums, scores and addresses of keys; few warps where those are few."""
+    """Whether a config fits in shared memory and registers, without more warps than it can use."""
     rows, threads = rows_of_tile(call, tokens), 32 * warps
-    if tokens > 1 and tokens * heads_of_tile(call) > _most_rows(call):
+    if tokens > 1 and tokens * heads_of_tile(call) > _max_rows(call):
         return False
-    held = rows * (product_block(call.value_size) + keys) / threads
+    held = rows * (dot_block(call.value_size) + keys) / threads
     loaded = keys * _widest(call) * product_itemsize(call) / threads
     enough = warps == 2 or (held >= 2 and loaded >= 32)
     alone = tokens == 1 or _fits(call, target, rows_of_tile(call, 1), _keys(call), min(stages, DECODE_STAGES))

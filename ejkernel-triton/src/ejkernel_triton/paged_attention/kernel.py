@@ -1,8 +1,8 @@
-"""The forward phase: programs walk over the pages of one tile's keys with a running maximum and sum, and a merge in a fixed order
-puts tiles together whose keys are split (Dao et al., Flash-Decoding, 2023; Kwon et al., PagedAttention, 2023).
+"""The forward phase: programs loop over the KV pages of a tile with online softmax; a second kernel combines the partial
+results of split-KV tiles in a fixed order (Dao et al., Flash-Decoding, 2023; Kwon et al., PagedAttention, 2023).
 
-A tile holds new tokens and the query heads of one key head as rows of one product, so that its keys are read once. Logits are in
-units of log 2. Backward is the XLA platform's: it needs nothing but `out` and `lse`.
+A tile's rows are new tokens times the query heads of one key head, so its keys are loaded once. Logits are base-2 exponents.
+The XLA platform runs backward: it needs only `out` and `lse`.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -15,31 +15,31 @@ import triton
 import triton.language as tl
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
-from ejkernel_triton._blocks import product_block
+from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._numerics import dot_precision
-from ejkernel_triton._pages import batch_stride, search_block, storage, strides_of, with_one_schedule
+from ejkernel_triton._pages import batch_stride, search_block, storage, strides_of, with_common_batch
 from ejkernel_triton._requests import count_up_to
 from ejkernel_triton.paged_attention.config import DECODE_STAGES, PagedAttentionConfig, warps_of
-from ejkernel_triton.paged_attention.schedule import FAR, Schedule, Sizes, make_schedule
+from ejkernel_triton.paged_attention.schedule import UNBOUNDED, Schedule, Sizes, make_schedule
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-EDGE, ALL, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Blocks of keys of which rows see different ones, all see the same ones, all see every one."""
-_FEW_MERGES, _MOST_MERGES = 1024, 16384
-"""Rows below which one is merged by several programs, and programs above which one takes several rows."""
+MASKED, UNIFORM, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Key blocks that need a mask per row, one mask for all rows, or no mask."""
+_FEW_ROWS, _MAX_COMBINE_PROGRAMS = 1024, 16384
+"""Rows below which several programs combine one row, and programs above which one combines several rows."""
 
 
 @triton.jit
-def _read(p_pages, o_token, m_key, SIZE: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows of pages as `[BLOCK_K, BLOCK]`; 0 where there is no key."""
+def _load_rows(p_pages, o_token, m_key, SIZE: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """Load rows of KV pages `[BLOCK_K, BLOCK]`; 0 where there is no key."""
     STORED: tl.constexpr = p_pages.dtype.element_ty
     o_size = tl.arange(0, BLOCK)
     m_tile = m_key[:, None]
     if SIZE < BLOCK:
         m_tile = m_tile & (o_size < SIZE)[None, :]
-    o_rows = o_token[:, None] + o_size[None, :]  # of 32 bits where all keys lie in one page
+    o_rows = o_token[:, None] + o_size[None, :]  # 32-bit if all keys lie in one page
     if STORED.primitive_bitwidth > 8:
         b_rows = tl.load(p_pages + o_rows, mask=m_tile, other=0.0)  # [BLOCK_K, BLOCK]
     else:
@@ -51,14 +51,14 @@ def _read(p_pages, o_token, m_key, SIZE: tl.constexpr, BLOCK: tl.constexpr, DTYP
 
 @triton.jit
 def _pages_of_block(p_table, i_block, table_width, BLOCK_K: tl.constexpr, PAGE: tl.constexpr):
-    """The page of every key `[BLOCK_K]`, or one for all of them; -1 beyond the table."""
+    """The page of every key `[BLOCK_K]`, or one page for all; -1 beyond the table."""
     i_key = i_block * BLOCK_K if PAGE % BLOCK_K == 0 else i_block * BLOCK_K + tl.arange(0, BLOCK_K)
     i_entry = i_key // PAGE
     return tl.load(p_table + i_entry, mask=i_entry < table_width, other=-1)
 
 
 @triton.jit
-def _absorb(
+def _online_softmax_update(
     b_query,
     b_max,
     b_sum,
@@ -78,7 +78,7 @@ def _absorb(
     p_bias,
     pages,
     table_width,
-    KIND: tl.constexpr,
+    MASK_KIND: tl.constexpr,
     D: tl.constexpr,
     V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -97,19 +97,19 @@ def _absorb(
     SCALE_ABOVE_0: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of keys, while the next one's pages are looked up.
+    """Online-softmax update with one key block; prefetches the next block's pages.
 
-    In an EDGE, rows differ in the keys that they see; a value that is not finite must then reach only the rows that see it,
-    although every row multiplies it by its weight. In a WHOLE block every row sees every key whose page there is, and nothing
-    is compared tile by tile: a page that is not there is a maximum of -inf, or a term of -inf where keys have pages of their own.
+    In a MASKED block rows see different keys, and a non-finite value must propagate only to rows that see it, although every
+    row multiplies it by its weight. In a FULL block every row sees every key whose page exists, so there is no mask: a missing
+    page gives a maximum of -inf, or a logit of -inf if keys have pages of their own.
     """
     ONE_PAGE: tl.constexpr = PAGE % BLOCK_K == 0
-    # The product is scaled where weights are taken, in one instruction with the maximum.
-    LATE: tl.constexpr = KIND == WHOLE and SCALE_ABOVE_0 and SOFT_CAP == 0 and not ALIBI
+    # Scale together with the subtraction of the maximum, as one FMA.
+    SCALE_LATE: tl.constexpr = MASK_KIND == FULL and SCALE_ABOVE_0 and SOFT_CAP == 0 and not ALIBI
     i_key = i_block * BLOCK_K + tl.arange(0, BLOCK_K)  # [BLOCK_K]
     m_page = (i_page >= 0) & (i_page < pages)
-    m_key = m_page & (i_key >= 0) if KIND == WHOLE else m_page & (i_key >= i_lowest) & (i_key < i_limit)
-    if ONE_PAGE:  # addresses differ by constants from the first one
+    m_key = m_page & (i_key >= 0) if MASK_KIND == FULL else m_page & (i_key >= i_lowest) & (i_key < i_limit)
+    if ONE_PAGE:  # addresses are a base plus constants
         i_first = i_block * BLOCK_K % PAGE
         p_key += i_page.to(tl.int64) * KEY_PAGE + i_first * KEY_TOKEN
         p_value += i_page.to(tl.int64) * VALUE_PAGE + i_first * VALUE_TOKEN
@@ -119,19 +119,19 @@ def _absorb(
         o_key = i_page.to(tl.int64) * KEY_PAGE + (i_key % PAGE) * KEY_TOKEN
         o_value = i_page.to(tl.int64) * VALUE_PAGE + (i_key % PAGE) * VALUE_TOKEN
     i_next_page = _pages_of_block(p_table, i_block + 1, table_width, BLOCK_K, PAGE)
-    b_key = _read(p_key, o_key, m_key, D, BLOCK_D, b_query.dtype)  # [BLOCK_K, BLOCK_D]
-    b_value = _read(p_value, o_value, m_key, V, BLOCK_V, b_query.dtype)  # [BLOCK_K, BLOCK_V]
+    b_key = _load_rows(p_key, o_key, m_key, D, BLOCK_D, b_query.dtype)  # [BLOCK_K, BLOCK_D]
+    b_value = _load_rows(p_value, o_value, m_key, V, BLOCK_V, b_query.dtype)  # [BLOCK_K, BLOCK_V]
 
     b_logit = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)  # [BLOCK_M, BLOCK_K]
     if SOFT_CAP > 0:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), with factor = 2 scale / cap
         b_logit = SOFT_CAP * LOG2E * (1.0 - 2.0 / (tl.exp2(b_logit * (b_factor * LOG2E)) + 1.0))
-    elif not LATE:
+    elif not SCALE_LATE:
         b_logit = b_logit * (b_factor * LOG2E)
     if ALIBI:
         b_logit += (b_slope * LOG2E)[:, None] * (i_key[None, :] - i_position[:, None]).to(tl.float32)
     m_logit = m_key[None, :]
-    if KIND == EDGE:
+    if MASK_KIND == MASKED:
         if CAUSAL:
             m_logit = m_logit & (i_key[None, :] <= i_position[:, None])
         if WINDOW > 0:
@@ -142,44 +142,44 @@ def _absorb(
             b_bias = tl.load(p_bias + i_local[:, None] * BIAS + i_new[None, :], mask=m_bias, other=0.0).to(tl.float32)
             m_logit = m_logit & (b_bias != float("-inf"))
             b_logit += b_bias * LOG2E
-    if KIND != WHOLE:
+    if MASK_KIND != FULL:
         b_logit = tl.where(m_logit, b_logit, float("-inf"))
     elif not ONE_PAGE:
         b_logit += tl.where(m_key, 0.0, float("-inf"))[None, :]
 
-    b_largest = tl.max(b_logit, axis=1)  # [BLOCK_M]
-    if LATE:
-        b_largest *= b_factor * LOG2E
-    if KIND == WHOLE and ONE_PAGE:
-        b_largest = tl.where(m_page, b_largest, float("-inf"))
-    b_new_max = tl.maximum(b_max, b_largest)
+    b_block_max = tl.max(b_logit, axis=1)  # [BLOCK_M]
+    if SCALE_LATE:
+        b_block_max *= b_factor * LOG2E
+    if MASK_KIND == FULL and ONE_PAGE:
+        b_block_max = tl.where(m_page, b_block_max, float("-inf"))
+    b_new_max = tl.maximum(b_max, b_block_max)
     b_finite = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-    b_kept = tl.exp2(b_max - b_finite)
-    b_shift = tl.where(m_page, b_finite, float("inf")) if KIND == WHOLE and ONE_PAGE else b_finite
-    b_scaled = b_logit * (b_factor * LOG2E) if LATE else b_logit
+    b_rescale = tl.exp2(b_max - b_finite)
+    b_shift = tl.where(m_page, b_finite, float("inf")) if MASK_KIND == FULL and ONE_PAGE else b_finite
+    b_scaled = b_logit * (b_factor * LOG2E) if SCALE_LATE else b_logit
     b_weight = tl.exp2(b_scaled - b_shift[:, None])  # [BLOCK_M, BLOCK_K]
-    if KIND == EDGE:
+    if MASK_KIND == MASKED:
         m_finite = b_value - b_value == 0.0
-        m_broken = tl.min(m_finite.to(tl.int32), axis=1) == 0  # [BLOCK_K]
+        m_nonfinite = tl.min(m_finite.to(tl.int32), axis=1) == 0  # [BLOCK_K]
         b_value = tl.where(m_finite, b_value, 0.0)
-        b_weight = tl.where(m_logit & m_broken[None, :], float("nan"), b_weight)
-    b_sum = b_sum * b_kept + tl.sum(b_weight, axis=1)
-    b_acc = tl.dot(b_weight.to(b_value.dtype), b_value, b_acc * b_kept[:, None], input_precision=PRECISION)
+        b_weight = tl.where(m_logit & m_nonfinite[None, :], float("nan"), b_weight)
+    b_sum = b_sum * b_rescale + tl.sum(b_weight, axis=1)
+    b_acc = tl.dot(b_weight.to(b_value.dtype), b_value, b_acc * b_rescale[:, None], input_precision=PRECISION)
     return b_new_max, b_sum, b_acc, i_next_page
 
 
 @triton.jit
-def _with_sink(b_max, b_sum, b_acc, b_sink):
-    """The sink's weight joins the sum; it has no value."""
+def _add_sink(b_max, b_sum, b_acc, b_sink):
+    """Add a sink's weight to the sum; a sink has no value."""
     b_new_max = tl.maximum(b_max, b_sink)
     b_finite = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-    b_kept = tl.exp2(b_max - b_finite)
-    return b_new_max, b_sum * b_kept + tl.exp2(b_sink - b_finite), b_acc * b_kept[:, None]
+    b_rescale = tl.exp2(b_max - b_finite)
+    return b_new_max, b_sum * b_rescale + tl.exp2(b_sink - b_finite), b_acc * b_rescale[:, None]
 
 
 @triton.jit
-def _normalised(b_max, b_sum, b_acc):
-    """Weighted values over their sum, and the log-sum-exp; 0 and -inf for a row that sees nothing."""
+def _normalize(b_max, b_sum, b_acc):
+    """Normalised output and log-sum-exp; 0 and -inf for a fully masked row."""
     m_empty = b_sum == 0.0
     b_out = b_acc / tl.where(m_empty, 1.0, b_sum)[:, None]
     b_lse = tl.where(m_empty, float("-inf"), tl.where(m_empty, 0.0, b_max) + tl.log2(tl.where(m_empty, 1.0, b_sum)))
@@ -196,7 +196,7 @@ def paged_attention_kernel(
     p_tables,
     p_splits,
     p_units_up_to,
-    p_parts_up_to,
+    p_partials_up_to,
     p_sinks,
     p_slopes,
     p_bias,
@@ -209,11 +209,11 @@ def paged_attention_kernel(
     table_width,
     pages,
     units,
-    parts,
+    partials,
     p_out,
     p_lse,
-    p_part,
-    p_part_lse,
+    p_partial,
+    p_partial_lse,
     SCALE: tl.constexpr,
     D: tl.constexpr,
     V: tl.constexpr,
@@ -315,11 +315,11 @@ def paged_attention_kernel(
     i_local = i_token - i_start
     i_first_new = i_start + to_position
 
-    # Where every row sees every key nothing is compared row by row: between the window's edge and the first row's position.
-    ALIKE: tl.constexpr = (TOKENS == 1 or not (CAUSAL or WINDOW > 0)) and BIAS == 0
+    # The full range, which needs no mask, lies between the window's edge and the first row's position.
+    UNIFORM_ROWS: tl.constexpr = (TOKENS == 1 or not (CAUSAL or WINDOW > 0)) and BIAS == 0
     i_full_begin = i_begin
     i_full_stop = i_stop
-    if not ALIKE:
+    if not UNIFORM_ROWS:
         if WINDOW > 0:
             i_full_begin = tl.maximum(i_last - 1 + to_position - WINDOW + BLOCK_K, 0) // BLOCK_K
             i_full_begin = tl.minimum(tl.maximum(i_full_begin, i_begin), i_stop)
@@ -333,16 +333,17 @@ def paged_attention_kernel(
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     i_page = _pages_of_block(p_tables, i_begin, table_width, BLOCK_K, PAGE)
-    for PART in tl.static_range(3):
-        if PART == 1 or (not ALIKE and (PART == 2 or WINDOW > 0)):
-            i_from = i_begin if PART == 0 else (i_full_begin if PART == 1 else i_full_stop)
-            i_to = i_full_begin if PART == 0 else (i_full_stop if PART == 1 else i_stop)
-            for i_block in tl.range(i_from, i_to, num_stages=STAGES if PART == 1 or PAGE % BLOCK_K != 0 else min(STAGES, 2)):
-                b_max, b_sum, b_acc, i_page = _absorb(
+    for PHASE in tl.static_range(3):
+        if PHASE == 1 or (not UNIFORM_ROWS and (PHASE == 2 or WINDOW > 0)):
+            i_from = i_begin if PHASE == 0 else (i_full_begin if PHASE == 1 else i_full_stop)
+            i_to = i_full_begin if PHASE == 0 else (i_full_stop if PHASE == 1 else i_stop)
+            for i_block in tl.range(i_from, i_to, num_stages=STAGES if PHASE == 1 or PAGE % BLOCK_K != 0 else min(STAGES, 2)):
+                b_max, b_sum, b_acc, i_page = _online_softmax_update(
                     b_query, b_max, b_sum, b_acc, i_page, i_block, i_lowest, i_limit, i_position, i_local, i_first_new, b_factor,
-                    b_slope, p_key, p_value, p_tables, p_bias, pages, table_width, EDGE if PART != 1 else (ALL if ALIKE else WHOLE),
-                    D, V, BLOCK_D, BLOCK_V, BLOCK_K, PAGE, KEY_PAGE, KEY_TOKEN, VALUE_PAGE, VALUE_TOKEN, CAUSAL, WINDOW, SOFT_CAP,
-                    SLOPES > 0, BIAS, SCALE > 0 and KEY_SCALE == 0, PRECISION,
+                    b_slope, p_key, p_value, p_tables, p_bias, pages, table_width,
+                    MASKED if PHASE != 1 else (UNIFORM if UNIFORM_ROWS else FULL), D, V, BLOCK_D, BLOCK_V, BLOCK_K, PAGE,
+                    KEY_PAGE, KEY_TOKEN, VALUE_PAGE, VALUE_TOKEN, CAUSAL, WINDOW, SOFT_CAP, SLOPES > 0, BIAS,
+                    SCALE > 0 and KEY_SCALE == 0, PRECISION,
                 )  # fmt: skip
 
     o_value = tl.arange(0, BLOCK_V)
@@ -350,36 +351,36 @@ def paged_attention_kernel(
     if splits == 1:
         if SINKS > 0:
             b_sink = tl.load(p_sinks + (i_batch * HEADS if SINKS == 2 else 0) + i_head, mask=m_row, other=float("-inf"))
-            b_max, b_sum, b_acc = _with_sink(b_max, b_sum, b_acc, b_sink.to(tl.float32) * LOG2E)
-        b_out, b_lse = _normalised(b_max, b_sum, b_acc)
+            b_max, b_sum, b_acc = _add_sink(b_max, b_sum, b_acc, b_sink.to(tl.float32) * LOG2E)
+        b_out, b_lse = _normalize(b_max, b_sum, b_acc)
         if VALUE_SCALE > 0:
             b_out *= tl.load(p_value_scale + i_batch * VALUE_SCALE_BATCH + (i_key_head if VALUE_SCALE > 1 else 0))
         tl.store(p_out + o_head[:, None] * V + o_value[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
         if SAVE_LSE:
             tl.store(p_lse + o_head, b_lse * LN2, mask=m_row)
     else:
-        b_out, b_lse = _normalised(b_max, b_sum, b_acc)
-        i_part = tl.load(p_parts_up_to + o_schedule + i_request) - tiles * splits + i_in_request
-        i_part = (i_batch * parts + i_part).to(tl.int64) * HEAD_TILES + i_head_tile
-        o_part = i_part * (TOKENS * HEADS_OF_TILE) + i_row  # [BLOCK_M]
-        tl.store(p_part + o_part[:, None] * V + o_value[None, :], b_out, mask=m_out)
-        tl.store(p_part_lse + o_part, b_lse, mask=m_row)
+        b_out, b_lse = _normalize(b_max, b_sum, b_acc)
+        i_partial = tl.load(p_partials_up_to + o_schedule + i_request) - tiles * splits + i_in_request
+        i_partial = (i_batch * partials + i_partial).to(tl.int64) * HEAD_TILES + i_head_tile
+        o_partial = i_partial * (TOKENS * HEADS_OF_TILE) + i_row  # [BLOCK_M]
+        tl.store(p_partial + o_partial[:, None] * V + o_value[None, :], b_out, mask=m_out)
+        tl.store(p_partial_lse + o_partial, b_lse, mask=m_row)
 
 
 @triton.jit
-def paged_attention_merge_kernel(
-    p_part,
-    p_part_lse,
+def paged_attention_combine_kernel(
+    p_partial,
+    p_partial_lse,
     p_starts,
     p_splits,
-    p_parts_up_to,
+    p_partials_up_to,
     p_sinks,
     p_value_scale,
     p_out_before,
     p_lse_before,
     tokens,
     requests,
-    parts,
+    partials,
     p_out,
     p_lse,
     V: tl.constexpr,
@@ -389,7 +390,7 @@ def paged_attention_merge_kernel(
     HEADS_OF_TILE: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     TOKENS: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    SPLITS_PER_STEP: tl.constexpr,
     HEADS_OF_PROGRAM: tl.constexpr,
     SCHEDULES: tl.constexpr,
     SINKS: tl.constexpr,
@@ -400,9 +401,9 @@ def paged_attention_merge_kernel(
     BY_REQUEST: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
-    """A slice of the values of one token's heads: merged from the parts of its tile. With CLEAR, tokens of no request become 0.
+    """Combine partial results to a slice of the output of one token's heads. With CLEAR, tokens without a request become 0.
 
-    With BY_REQUEST the tokens are the first ones of requests; others are left alone.
+    With BY_REQUEST only the first token of each request is processed.
     """
     SLICES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     i_slice = tl.program_id(0) % SLICES
@@ -434,7 +435,7 @@ def paged_attention_merge_kernel(
                     tl.store(p_lse + o_head, float("-inf"))
     elif splits > 1:
         i_tile = (i_token - i_start) // TOKENS
-        i_part = tl.load(p_parts_up_to + o_schedule + i_request) - (i_tile + 1) * splits
+        i_partial = tl.load(p_partials_up_to + o_schedule + i_request) - (i_tile + 1) * splits
         for i in range(HEADS_OF_PROGRAM):
             i_head = i_first_head + i
             i_key_head = i_head // (HEADS // KEY_HEADS)
@@ -444,27 +445,29 @@ def paged_attention_merge_kernel(
             b_max = tl.full([1], float("-inf"), tl.float32)
             b_sum = tl.zeros([1], tl.float32)
             b_acc = tl.zeros([1, BLOCK_V], tl.float32)
-            for i_from in range(0, splits, TOGETHER):
-                i_split = i_from + tl.arange(0, TOGETHER)
+            for i_from in range(0, splits, SPLITS_PER_STEP):
+                i_split = i_from + tl.arange(0, SPLITS_PER_STEP)
                 m_split = i_split < splits
-                o_part = ((i_batch * parts + i_part + i_split).to(tl.int64) * HEAD_TILES + i_head_tile) * (
+                o_partial = ((i_batch * partials + i_partial + i_split).to(tl.int64) * HEAD_TILES + i_head_tile) * (
                     TOKENS * HEADS_OF_TILE
                 )
-                o_part += i_in_tile
-                b_lse = tl.load(p_part_lse + o_part, mask=m_split, other=float("-inf"))  # [TOGETHER]
-                m_part = m_split[:, None] & m_value[None, :]
-                b_part = tl.load(p_part + o_part[:, None] * V + o_value[None, :], mask=m_part, other=0.0)  # [TOGETHER, BLOCK_V]
+                o_partial += i_in_tile
+                b_lse = tl.load(p_partial_lse + o_partial, mask=m_split, other=float("-inf"))  # [TOGETHER]
+                m_partial = m_split[:, None] & m_value[None, :]
+                b_partial = tl.load(
+                    p_partial + o_partial[:, None] * V + o_value[None, :], mask=m_partial, other=0.0
+                )  # [TOGETHER, BLOCK_V]
                 b_new_max = tl.maximum(b_max, tl.max(b_lse, axis=0))
                 b_finite = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
                 b_weight = tl.exp2(b_lse - b_finite)
-                b_kept = tl.exp2(b_max - b_finite)
-                b_sum = b_sum * b_kept + tl.sum(b_weight, axis=0)
-                b_acc = b_acc * b_kept[:, None] + tl.sum(b_weight[:, None] * b_part, axis=0)[None, :]
+                b_rescale = tl.exp2(b_max - b_finite)
+                b_sum = b_sum * b_rescale + tl.sum(b_weight, axis=0)
+                b_acc = b_acc * b_rescale[:, None] + tl.sum(b_weight[:, None] * b_partial, axis=0)[None, :]
                 b_max = b_new_max
             if SINKS > 0:
                 b_sink = tl.load(p_sinks + (i_batch * HEADS if SINKS == 2 else 0) + i_head).to(tl.float32) * LOG2E
-                b_max, b_sum, b_acc = _with_sink(b_max, b_sum, b_acc, b_sink)
-            b_out, b_lse = _normalised(b_max, b_sum, b_acc)
+                b_max, b_sum, b_acc = _add_sink(b_max, b_sum, b_acc, b_sink)
+            b_out, b_lse = _normalize(b_max, b_sum, b_acc)
             if VALUE_SCALE > 0:
                 b_out *= tl.load(p_value_scale + i_batch * VALUE_SCALE_BATCH + (i_key_head if VALUE_SCALE > 1 else 0))
             o_head = i_row.to(tl.int64) * HEADS + i_head + tl.arange(0, 1)
@@ -486,21 +489,23 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
     save_lse = call.return_lse or call.save_residuals
     if batch * tokens * call.kv_lens.shape[1] * call.value_size * call.longest * call.pages.pages == 0:
         return _without_keys(call, inputs)
-    inputs = _with_one_sink(with_one_schedule(inputs))
-    together = Sizes.of(call, config, tokens_of_tile=config.tokens, keys=config.keys, above=1 if config.decode_keys else 0)
-    results = None if together.parts else _cleared(call)
-    if config.decode_keys:
-        alone = Sizes.of(call, config, tokens_of_tile=1, keys=config.decode_keys, up_to=1)
+    inputs = _with_one_sink(with_common_batch(inputs))
+    together = Sizes.of(
+        call, config, tokens_of_tile=config.block_q, keys=config.block_k, above=1 if config.decode_block_k else 0
+    )
+    results = None if together.partials else _cleared(call)
+    if config.decode_block_k:
+        alone = Sizes.of(call, config, tokens_of_tile=1, keys=config.decode_block_k, up_to=1)
         stages = min(config.num_stages, DECODE_STAGES)
         results = _pass(call, inputs, alone, results, num_warps=warps_of(call, alone.rows), num_stages=stages, clear=False)
     results = _pass(
-        call, inputs, together, results, num_warps=config.num_warps, num_stages=config.num_stages, clear=together.parts > 0
+        call, inputs, together, results, num_warps=config.num_warps, num_stages=config.num_stages, clear=together.partials > 0
     )
     return PagedAttentionOutputs(results.out, results.lse if save_lse else None)
 
 
 def _without_keys(call: PagedAttentionCall, inputs: PagedAttentionInputs) -> PagedAttentionOutputs:
-    """No queries, or nothing that a query could see: zeros, and the sinks alone in the log-sum-exp of rows with a request."""
+    """Without queries or keys: zeros, and the log-sum-exp of the sinks for rows with a request."""
     batch, tokens, heads, _ = call.query.shape
     out = jnp.zeros((batch, tokens, heads, call.value_size), call.query.dtype)
     if not (call.return_lse or call.save_residuals):
@@ -524,7 +529,7 @@ def _with_one_sink(inputs: PagedAttentionInputs) -> PagedAttentionInputs:
 
 
 def _product_dtype(call: PagedAttentionCall) -> Any:
-    """Of queries, keys and weights in the products; stored bytes are widened to the query's."""
+    """Dtype of the MMA operands; 8-bit pages are converted to the query's."""
     stored, query = jnp.dtype(call.key_pages.dtype), jnp.dtype(call.query.dtype)
     return query if stored.itemsize == 1 else jnp.promote_types(query, stored)
 
@@ -542,9 +547,9 @@ def _pass(
     num_stages: int,
     clear: bool,
 ) -> _Results:
-    """Serve the requests that `sizes` names; rows of others keep what they hold `before`, or are left to a later pass.
+    """Serve the requests that `sizes` selects; other rows keep their values from `before` or are left to a later pass.
 
-    With `clear`, rows of no request become 0 where parts are merged.
+    With `clear`, the combine kernel sets rows without a request to 0.
     """
     batch, tokens, heads, size = call.query.shape
     requests = call.kv_lens.shape[1]
@@ -568,7 +573,7 @@ def _pass(
         "SEARCH": search_block(requests),
     }
     rows = sizes.tokens_of_tile * sizes.heads_of_tile
-    parts = (batch, sizes.parts, sizes.head_tiles, rows) if sizes.parts else (1, 1, 1, 1)
+    partials = (batch, sizes.partials, sizes.head_tiles, rows) if sizes.partials else (1, 1, 1, 1)
     absent = inputs.query
 
     def present(array: Any) -> Any:
@@ -597,18 +602,18 @@ def _pass(
         *(before or (absent, absent)),
     )
     bias = inputs.qq_bias
-    out, lse, part, part_lse = call_kernel(
+    out, lse, partial, partial_lse = call_kernel(
         paged_attention_kernel,
-        (*arrays, tokens, requests, call.block_tables.shape[2], call.pages.pages, sizes.units, sizes.parts),
-        (*results, ((*parts, call.value_size), jnp.float32), (parts, jnp.float32)),
+        (*arrays, tokens, requests, call.block_tables.shape[2], call.pages.pages, sizes.units, sizes.partials),
+        (*results, ((*partials, call.value_size), jnp.float32), (partials, jnp.float32)),
         grid=batch * sizes.units * sizes.head_tiles,
         num_warps=num_warps,
         num_stages=num_stages,
         input_output_aliases={len(arrays) - 2: 0, len(arrays) - 1: 1} if before else None,
         SCALE=call.scale,
         D=size,
-        BLOCK_D=product_block(size),
-        BLOCK_V=product_block(call.value_size),
+        BLOCK_D=dot_block(size),
+        BLOCK_V=dot_block(call.value_size),
         BLOCK_M=sizes.rows,
         BLOCK_K=sizes.keys,
         PAGE=call.pages.page_size,
@@ -629,63 +634,63 @@ def _pass(
         KEY_SCALE=0 if inputs.key_scale is None else inputs.key_scale.shape[1],
         KEY_SCALE_BATCH=batch_stride(inputs.key_scale),
         CAUSAL=call.causal,
-        WINDOW=0 if call.window is None else min(call.window, FAR),
+        WINDOW=0 if call.window is None else min(call.window, UNBOUNDED),
         SOFT_CAP=0.0 if call.soft_cap is None else call.soft_cap,
         DTYPE=_TRITON_DTYPES[dtype.name],
         PRECISION=dot_precision(call.precision, dtype),
         STAGES=num_stages,
         **shared,
     )
-    if not sizes.parts:
+    if not sizes.partials:
         return _Results(out, lse)
-    return _merge(call, inputs, sizes, schedule, _Results(out, lse), (part, part_lse), clear=clear, shared=shared)
+    return _combine(call, inputs, sizes, schedule, _Results(out, lse), (partial, partial_lse), clear=clear, shared=shared)
 
 
 def _cleared(call: PagedAttentionCall) -> _Results:
-    """What rows without a request hold."""
+    """The values of rows without a request."""
     rows = call.query.shape[:3]
     lse = jnp.full(rows if call.return_lse or call.save_residuals else (1,), -jnp.inf, jnp.float32)
     return _Results(jnp.zeros((*rows, call.value_size), call.query.dtype), lse)
 
 
-def _merge(
+def _combine(
     call: PagedAttentionCall,
     inputs: PagedAttentionInputs,
     sizes: Sizes,
     schedule: Schedule,
     found: _Results,
-    parts: tuple[Any, Any],
+    partials: tuple[Any, Any],
     *,
     clear: bool,
     shared: dict[str, Any],
 ) -> _Results:
-    """Put parts of tiles into the results, in place."""
+    """Combine partial results into the outputs, in place."""
     batch, tokens, heads, _ = call.query.shape
     requests = call.kv_lens.shape[1]
     by_request = sizes.up_to == 1
     tokens_of_grid = batch * (requests if by_request else tokens)
     rows = tokens_of_grid * heads
-    heads_of_program = next((n for n in range(1, heads) if heads % n == 0 and rows <= n * _MOST_MERGES), heads)
-    block = min(product_block(call.value_size), 32) if rows < _FEW_MERGES else product_block(call.value_size)
+    heads_of_program = next((n for n in range(1, heads) if heads % n == 0 and rows <= n * _MAX_COMBINE_PROGRAMS), heads)
+    block = min(dot_block(call.value_size), 32) if rows < _FEW_ROWS else dot_block(call.value_size)
     absent = inputs.query
     arrays = (
-        *parts,
+        *partials,
         inputs.query_start_loc,
         schedule.splits,
-        schedule.parts_up_to,
+        schedule.partials_up_to,
         absent if inputs.sinks is None else inputs.sinks,
         absent if inputs.value_scale is None else inputs.value_scale,
         *found,
     )
     out, lse = call_kernel(
-        paged_attention_merge_kernel,
-        (*arrays, tokens, requests, sizes.parts),
+        paged_attention_combine_kernel,
+        (*arrays, tokens, requests, sizes.partials),
         tuple((array.shape, array.dtype) for array in found),
         grid=tokens_of_grid * (heads // heads_of_program) * -(-call.value_size // block),
         num_warps=4,
         input_output_aliases={len(arrays) - 2: 0, len(arrays) - 1: 1},
         BLOCK_V=block,
-        TOGETHER=min(64, 2048 // block, triton.next_power_of_2(sizes.wanted)),
+        SPLITS_PER_STEP=min(64, 2048 // block, triton.next_power_of_2(sizes.wanted)),
         HEADS_OF_PROGRAM=heads_of_program,
         CLEAR=clear,
         BY_REQUEST=by_request,

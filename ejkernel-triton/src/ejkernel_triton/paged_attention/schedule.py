@@ -1,8 +1,8 @@
-"""Which program reads which keys: made on the device from the lengths, so that one compilation serves every mix of requests.
+"""The split-KV schedule, computed on the device from the lengths, so that one compilation serves every mix of requests.
 
-A tile is a run of new tokens of one request with the query heads of one key head. Each tile's keys are cut into as many splits as
-make all programs about equally long, and not cut where that gains little, for parts must be merged; a unit is one split of one
-tile. Static shapes bound the number of units; programs beyond those in use end at once.
+A tile is a run of new tokens of one request with the query heads of one key head. The keys of a tile are split so that all
+programs are about equally long, and not split if that gains little, as partial results must be combined. A unit is one split of
+one tile. Static shapes bound the number of units; surplus programs exit at once.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import jax.numpy as jnp
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel_triton.paged_attention.config import PagedAttentionConfig, heads_of_tile, rows_of_tile
 
-FAR = 2**30
-"""A window that hides nothing, small enough for int32."""
-LEAST_BLOCKS = 2
-"""Blocks of keys below which a split is not worth its merge."""
+UNBOUNDED = 2**30
+"""Stands for no window; small enough for int32."""
+MIN_BLOCKS_PER_SPLIT = 2
+"""Fewest key blocks of a split; shorter ones are not worth a combine."""
 _SQUARE = 2048
-"""Requests up to which a cumulative sum is a masked sum: one program on the device instead of several."""
+"""Requests up to which a cumulative sum is computed as a masked sum: one device kernel instead of several."""
 
 
 class Schedule(NamedTuple):
-    """Per request `[s, R]`, s being 1 or the batch: splits of each tile (0 = another pass's request), units of all requests
-    up to and with this one, and of those only the ones whose tiles have several splits."""
+    """Per request `[s, R]`, s being 1 or the batch: splits of each tile (0 = served by another pass), cumulative units, and
+    cumulative units of tiles with several splits, whose results are partial."""
 
     splits: Any
     units_up_to: Any
-    parts_up_to: Any
+    partials_up_to: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Sizes:
     """Static sizes of one pass.
 
     Attributes:
-        rows: of a tile, its tokens times its heads and padding.
-        keys: of a block.
-        heads_of_tile: query heads of a tile, all under one key head.
+        rows: of a tile: tokens times heads, padded.
+        keys: of a key block.
+        heads_of_tile: query heads of a tile, all of one key head.
         head_tiles: tiles that cover all query heads.
         tokens_of_tile: new tokens of a tile.
-        units: most units of a batch member.
-        parts: most units of a batch member whose result is a part of a tile's; 0 where no tile is long enough for a split.
-        wanted: units that the keys are cut for.
+        units: bound on the units of a batch member.
+        partials: bound on the units of a batch member with partial results; 0 if no tile is long enough to split.
+        wanted: target number of units.
         above, up_to: new tokens of the requests that this pass serves: `above < tokens <= up_to`.
     """
 
@@ -54,7 +54,7 @@ class Sizes:
     head_tiles: int
     tokens_of_tile: int
     units: int
-    parts: int
+    partials: int
     wanted: int
     above: int
     up_to: int
@@ -68,7 +68,7 @@ class Sizes:
         tokens_of_tile: int,
         keys: int,
         above: int = 0,
-        up_to: int = FAR,
+        up_to: int = UNBOUNDED,
     ) -> Sizes:
         batch, tokens, heads, _ = call.query.shape
         together = heads_of_tile(call)
@@ -76,12 +76,12 @@ class Sizes:
         rows = rows_of_tile(call, tokens_of_tile)
         busy = min(call.kv_lens.shape[1], tokens)
         tiles = busy if up_to <= tokens_of_tile else (tokens - busy) // tokens_of_tile + busy
-        most_splits = max(-(-call.longest // (LEAST_BLOCKS * keys)), 1)
+        most_splits = max(-(-call.longest // (MIN_BLOCKS_PER_SPLIT * keys)), 1)
         most = tiles * most_splits
         wanted = max(1, min(config.programs // (head_tiles * batch), most))
         units = min(tiles + wanted, most)
-        parts = min(units, 2 * wanted) if most_splits > 1 else 0
-        return cls(rows, keys, together, head_tiles, tokens_of_tile, units, parts, wanted, above, up_to)
+        partials = min(units, 2 * wanted) if most_splits > 1 else 0
+        return cls(rows, keys, together, head_tiles, tokens_of_tile, units, partials, wanted, above, up_to)
 
 
 def make_schedule(call: PagedAttentionCall, sizes: Sizes, starts: Any, lengths: Any) -> Schedule:
@@ -98,10 +98,10 @@ def make_schedule(call: PagedAttentionCall, sizes: Sizes, starts: Any, lengths: 
     tiles = -(-counts // sizes.tokens_of_tile)
     keys = jnp.clip(lengths, 0, call.longest)
     if call.window is not None:
-        seen = min(call.window, FAR) + sizes.keys + (sizes.tokens_of_tile if call.causal else counts)
+        seen = min(call.window, UNBOUNDED) + sizes.keys + (sizes.tokens_of_tile if call.causal else counts)
         keys = jnp.minimum(keys, seen)
     blocks = -(-keys // sizes.keys)
-    chunk = jnp.maximum(-(-jnp.sum(tiles * blocks, axis=1, keepdims=True) // sizes.wanted), LEAST_BLOCKS)
+    chunk = jnp.maximum(-(-jnp.sum(tiles * blocks, axis=1, keepdims=True) // sizes.wanted), MIN_BLOCKS_PER_SPLIT)
     splits = jnp.where(tiles > 0, jnp.maximum((2 * blocks + chunk) // (2 * chunk), 1), 0)
     units = tiles * splits
     return Schedule(splits, _cumulative(units), _cumulative(jnp.where(splits > 1, units, 0)))

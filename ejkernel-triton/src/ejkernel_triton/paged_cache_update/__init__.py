@@ -1,1 +1,1 @@
-"""Writing into a paged cache in Triton."""
+"""Paged KV cache update in Triton."""

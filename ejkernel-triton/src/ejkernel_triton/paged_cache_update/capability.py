@@ -7,18 +7,18 @@ from ejkernel.plugin import Target
 from ejkernel_triton._capability import FLOATS, refusal
 from ejkernel_triton._pages import STORED, e4m3_problem
 
-WIDEST = 8192
+MAX_HEAD_SIZE = 8192
 """A program holds a head of a token."""
-MOST_PROGRAMS = 2**31 - 1
+MAX_PROGRAMS = 2**31 - 1
 
 
 def supports_forward(call: PagedCacheUpdateCall, target: Target) -> str | None:
     batch, tokens, heads, size = call.key.shape
     widest = max(size, call.value.shape[3])
-    if widest > WIDEST:
-        return f"head size {widest} is above {WIDEST}, the widest that one program holds"
-    if batch * tokens * heads > MOST_PROGRAMS:
-        return f"{tokens} tokens of {heads} heads, {batch} times, need more than {MOST_PROGRAMS} programs"
+    if widest > MAX_HEAD_SIZE:
+        return f"head size {widest} is above {MAX_HEAD_SIZE}, the widest that one program holds"
+    if batch * tokens * heads > MAX_PROGRAMS:
+        return f"{tokens} tokens of {heads} heads, {batch} times, need more than {MAX_PROGRAMS} programs"
     names = dict.fromkeys(("key", "value", "key_pages", "value_pages"), STORED)
     names |= dict.fromkeys(("key_scale", "value_scale"), FLOATS)
     problem = refusal(target, {name: getattr(call, name) for name in names}, names)

@@ -1,7 +1,7 @@
-"""Writing new keys and values into the pages where they lie: one program per token and group of heads.
+"""Writes new keys and values into their KV pages in place: one program per token and group of heads.
 
-The results are the caches themselves, in their own memory where the caller's program has no other use of them. Rounding is done
-bit by bit, so that it is to nearest, ties to even, on every device and for every dtype. Backward is the XLA platform's.
+The outputs alias the caches, in place if XLA can donate them. Rounding is emulated bitwise, to nearest, ties to even, so that
+it is the same on every device and for every dtype. The XLA platform runs backward.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -14,9 +14,9 @@ from ejkernel.operations.paged_cache_update.interface import (
     PagedCacheUpdateInputs,
     PagedCacheUpdateOutputs,
 )
-from ejkernel_triton._blocks import power_of_two
+from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._jax_triton import call_kernel
-from ejkernel_triton._pages import batch_stride, search_block, storage, strides_of, with_one_schedule
+from ejkernel_triton._pages import batch_stride, search_block, storage, strides_of, with_common_batch
 from ejkernel_triton._requests import count_up_to
 from ejkernel_triton.paged_cache_update.config import PagedCacheUpdateConfig
 
@@ -33,7 +33,7 @@ def _as_int8(b_new):
 def _as_float8(b_new, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
     """The bits of a float8, to nearest, ties to even, within its range.
 
-    Next to 1.5 * 2**23 steps a float32 holds whole steps only; a step is 2**-MANTISSA of the power of two below the number, or of
+    Adding 1.5 * 2**23 steps rounds a float32 to whole steps. A step is 2**-MANTISSA of the power of two below the number, or of
     the smallest normal number.
     """
     b_size = tl.where(b_new != b_new, 0.0, tl.minimum(tl.abs(b_new), LARGEST))
@@ -50,7 +50,7 @@ def _as_float8(b_new, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.co
 @triton.jit
 def _store(p_new, p_scale, p_pages, i_head, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
            SCALE: tl.constexpr):  # fmt: skip
-    """Some heads of one token; SCALE is 0 for none, else how many factors there are."""
+    """Store some heads of one token. SCALE is the number of scales, 0 for none."""
     STORED: tl.constexpr = p_pages.dtype.element_ty
     o_size = tl.arange(0, BLOCK)
     m_tile = (i_head < HEADS)[:, None] & (o_size < SIZE)[None, :]
@@ -117,7 +117,7 @@ def paged_cache_update_kernel(
     VALUE_SCALE_BATCH: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
-    """SCHEDULES and TABLES are 1 for one that the batch shares, 2 for one per batch member."""
+    """SCHEDULES and TABLES: 1 shared by the batch, 2 one per batch member."""
     GROUPS: tl.constexpr = (HEADS + HEADS_OF_PROGRAM - 1) // HEADS_OF_PROGRAM
     i_head = tl.program_id(0) % GROUPS * HEADS_OF_PROGRAM + tl.arange(0, HEADS_OF_PROGRAM)  # [HEADS_OF_PROGRAM]
     i_row = tl.program_id(0) // GROUPS
@@ -152,9 +152,9 @@ def forward(
     batch, tokens, heads, size = call.key.shape
     requests, table_width = call.block_tables.shape[1:]
     if batch * tokens * heads * requests * call.block_tables.size * call.pages.pages * call.pages.page_size == 0:
-        # Nothing to write; something of its own shows in a program that this platform served the call.
+        # Nothing to write. The barrier shows in the program that this platform served the call.
         return PagedCacheUpdateOutputs(*jax.lax.optimization_barrier((inputs.key_pages, inputs.value_pages)))
-    inputs = with_one_schedule(inputs)
+    inputs = with_common_batch(inputs)
     key, fused = strides_of(call.key_pages.shape, call.layout), call.value_pages is None
     value = key if call.value_pages is None else strides_of(call.value_pages.shape, call.layout)
     new = (inputs.key, inputs.value, inputs.query_start_loc, inputs.kv_lens, inputs.block_tables)
@@ -171,8 +171,8 @@ def forward(
         HEADS=heads,
         D=size,
         V=call.value.shape[3],
-        BLOCK_D=power_of_two(size),
-        BLOCK_V=power_of_two(call.value.shape[3]),
+        BLOCK_D=next_power_of_2(size),
+        BLOCK_V=next_power_of_2(call.value.shape[3]),
         HEADS_OF_PROGRAM=config.heads,
         PAGE=call.pages.page_size,
         KEY_PAGE=key.page,

@@ -1,4 +1,4 @@
-"""Performance knobs of `rope`."""
+"""Configs of `rope`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 
 from ejkernel.operations.rope.interface import RopeCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_triton._blocks import power_of_two
+from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._rows.config import warps_for
 
 _POWERS = tuple(1 << power for power in range(8))
@@ -30,16 +30,16 @@ class Config:
 
 def head_width(call: RopeCall) -> int:
     """Channels of one head in a tile."""
-    return max(2, power_of_two(call.query.shape[-1]))
+    return max(2, next_power_of_2(call.query.shape[-1]))
 
 
 def heuristic(call: RopeCall, target: Target) -> Config:
-    """About 1024 pairs a step, sixteen for each thread, of as many heads of a token as there are; few tokens of a program leave
-    the sums of cos and sin in few registers. Where heads come first, and lie apart, a program has one of them."""
+    """About 1024 pairs per step, sixteen per thread, from as many heads of a token as possible; few tokens per program keep cos
+    and sin in few registers. If heads come first and are far apart, a program has one of them."""
     together = max(1, 2048 // head_width(call))
-    heads = 1 if call.heads_first else min(together, power_of_two(max(1, *_heads(call))))
+    heads = 1 if call.heads_first else min(together, next_power_of_2(max(1, *_heads(call))))
     tokens = max(1, min(32, together // heads))
-    pairs = tokens * heads * power_of_two(max(1, call.rotary_dim // 2))
+    pairs = tokens * heads * next_power_of_2(max(1, call.rotary_dim // 2))
     return Config(tokens, heads, warps_for(pairs, 8 if call.heads_first else 16), heads if call.heads_first else 0)
 
 
@@ -49,8 +49,8 @@ def _heads(call: RopeCall) -> list[int]:
 
 
 def search_space(call: RopeCall, target: Target) -> list[Config]:
-    """Tiles of 2048 and 4096 elements of all shapes, of which a thread has 16 or 32."""
-    width, most = head_width(call), power_of_two(max(1, *_heads(call)))
+    """Tiles of 2048 and 4096 elements of all shapes, 16 or 32 elements per thread."""
+    width, most = head_width(call), next_power_of_2(max(1, *_heads(call)))
     found = [
         Config(tokens, heads, warps_for(size, elements), span)
         for size, heads, elements in itertools.product((2048, 4096), _POWERS, (16, 32))

@@ -1,9 +1,9 @@
-"""Rotary position embedding: one pass over query and key, whose cos and sin a program reads once for its heads.
+"""Rotary position embedding: one pass over query and key; a program loads cos and sin once for its heads.
 
-The gradient of query and key is the same kernel with the transposed rotation. The gradients of cos and sin, sums over heads and
-over the batch that shares them, are made by a kernel of their own, so that XLA drops it where nobody asks for them: it reads
-query, key and their gradients again, which is a third more than one kernel for everything would move. A program adds up heads
-place by place, in a fixed order; where few tokens leave the device idle, several share the batch, and XLA adds their sums.
+The gradient of query and key is the same kernel with the transposed rotation. A second kernel computes the gradients of cos and
+sin, sums over heads and over the batch that shares them, so that XLA drops it if they are unused. It reads query, key and their
+gradients again, a third more traffic than one kernel for everything. A program sums heads in a fixed order; if few tokens leave
+the device idle, several programs split the batch, and XLA adds their sums.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAssignmentType=false
@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 
 from ejkernel.operations.rope.interface import RopeCall, RopeInputs, RopeOutputs
-from ejkernel_triton._blocks import power_of_two
+from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.rope.config import Config
 
 _PROGRAMS = 1056
-"""Programs of the angles' gradients below which the batch is shared among several: eight for each multiprocessor of an H200."""
+"""Programs of the angle gradients below which the batch is split: eight per multiprocessor of an H200."""
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def rope_kernel(
     INVERSE: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Some tokens with all heads of query and key, or with SPAN heads of one of them; programs follow each other in memory."""
+    """Some tokens with all heads of query and key, or with SPAN heads of one of them."""
     QUERY_CHUNKS: tl.constexpr = 1 if SPAN == 0 else (QUERY_HEADS + SPAN - 1) // SPAN
     CHUNKS: tl.constexpr = 1 if SPAN == 0 else QUERY_CHUNKS + (KEY_HEADS + SPAN - 1) // SPAN
     QUERY_SPAN: tl.constexpr = QUERY_HEADS if SPAN == 0 or SPAN > QUERY_HEADS else SPAN
@@ -198,8 +198,8 @@ def sum_over_heads(
 ):
     """Sums over the heads of batch members [i_first, i_last): for cos, then sin, of the pairs' first and second members.
 
-    Heads at one place of a step stay in one thread, which alone adds them up; threads meet once, at the end. What belongs to a
-    pair is in the first sum of cos and of sin. Each is [TOKENS, BLOCK].
+    Each thread sums its heads; threads are combined once at the end. Sums per pair are in the first sum of cos and of sin. Each
+    is [TOKENS, BLOCK].
     """
     STEPS: tl.constexpr = (HEADS + STEP - 1) // STEP
     b_zero = tl.zeros([i_token.shape[0], STEP, BLOCK], tl.float32)
@@ -248,13 +248,13 @@ def rope_angle_gradients_kernel(
     INTERLEAVED: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
 ):
-    """`members` of the batch share a row of angles; `splits` programs share those."""
+    """`members` of the batch share a row of angles, split over `splits` programs."""
     tiles = tl.cdiv(length, TOKENS)
-    i_part = tl.program_id(0) // tiles
+    i_split = tl.program_id(0) // tiles
     i_token = tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
     of_split = tl.cdiv(members, splits)
-    i_first = i_part // splits * members + tl.minimum(i_part % splits * of_split, members)
-    i_last = i_part // splits * members + tl.minimum((i_part % splits + 1) * of_split, members)
+    i_first = i_split // splits * members + tl.minimum(i_split % splits * of_split, members)
+    i_last = i_split // splits * members + tl.minimum((i_split % splits + 1) * of_split, members)
     b_cos_1, b_cos_2, b_sin_1, b_sin_2 = sum_over_heads(
         p_query, p_query_grad, i_first, i_last, i_token, length,
         QUERY_HEADS, QUERY_STEP, WIDTH, HALF, BLOCK, PER_PAIR, INTERLEAVED, HEADS_FIRST,
@@ -268,7 +268,7 @@ def rope_angle_gradients_kernel(
         b_cos_2 += b_key_cos_2
         b_sin_1 += b_key_sin_1
         b_sin_2 += b_key_sin_2
-    o_token = (i_part.to(tl.int64) * length + i_token)[:, None, None]
+    o_token = (i_split.to(tl.int64) * length + i_token)[:, None, None]
     m_token = (i_token < length)[:, None, None]
     if PER_PAIR:
         o_pair = tl.arange(0, BLOCK)[None, None, :]
@@ -284,19 +284,19 @@ def rope_angle_gradients_kernel(
 
 
 def _constants(call: RopeCall, config: Config) -> dict[str, Any]:
-    """What both kernels are compiled for; heads of a step are not more than there are."""
+    """The constants of both kernels; a step has at most as many heads as there are."""
     axis = 1 if call.heads_first else 2
     query_heads, key_heads = call.query.shape[axis], 0 if call.key is None else call.key.shape[axis]
     half = call.rotary_dim // 2
     return {
         "QUERY_HEADS": query_heads,
         "KEY_HEADS": key_heads,
-        "QUERY_STEP": min(config.heads, power_of_two(query_heads)),
-        "KEY_STEP": min(config.heads, power_of_two(max(key_heads, 1))),
+        "QUERY_STEP": min(config.heads, next_power_of_2(query_heads)),
+        "KEY_STEP": min(config.heads, next_power_of_2(max(key_heads, 1))),
         "TOKENS": config.tokens,
         "WIDTH": call.query.shape[-1],
         "HALF": half,
-        "BLOCK": power_of_two(half),
+        "BLOCK": next_power_of_2(half),
         "PER_PAIR": call.per_pair,
         "INTERLEAVED": call.interleaved,
         "HEADS_FIRST": call.heads_first,
@@ -323,7 +323,7 @@ def _rotate(call: RopeCall, query: Any, key: Any, cos: Any, sin: Any, config: Co
         (query, query if key is None else key, cos, sin, length),
         ((query.shape, query.dtype), ((1,), query.dtype) if key is None else (key.shape, key.dtype)),
         grid=query.shape[0] * -(-length // config.tokens) * _chunks(constants, config.span),
-        REST=power_of_two(max(query.shape[-1] - call.rotary_dim, 1)),
+        REST=next_power_of_2(max(query.shape[-1] - call.rotary_dim, 1)),
         SHARED_COS=cos.shape[0] == 1,
         SHARED_SIN=sin.shape[0] == 1,
         INVERSE=inverse,
@@ -353,7 +353,7 @@ def backward(call: RopeCall, inputs: RopeInputs, outputs: RopeOutputs, cotangent
         return (groups * splits, *angles.shape[1:]), angles.dtype if whole else jnp.float32
 
     def finished(gradient: Any, angles: Any) -> Any:
-        """Where only one of cos and sin is shared over the batch, its gradient was made for each member."""
+        """If only one of cos and sin is shared by the batch, its gradient was computed per member."""
         if gradient.shape == angles.shape:
             return gradient
         shape = (angles.shape[0], -1, *angles.shape[1:])

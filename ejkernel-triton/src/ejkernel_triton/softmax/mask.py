@@ -13,7 +13,7 @@ ABSENT, PER_ROW, PER_ELEMENT = 0, 1, 2
 
 
 class Mask(NamedTuple):
-    """`where` with leading axes that are (stored, repeated `middle` times, stored: `inner` rows); `kind` says its columns."""
+    """`where` with leading axes (stored, repeated `middle` times, stored: `inner` rows); `kind` describes its columns."""
 
     where: Any
     middle: int
@@ -22,7 +22,7 @@ class Mask(NamedTuple):
 
 
 def mask_of(x: Any, where: Any) -> Mask:
-    """Bring where to that form; only masks whose stored and repeated axes alternate more often are written out in part."""
+    """Normalise `where` to that form. Masks whose stored and repeated axes alternate more often are partly materialised."""
     if where is None:
         return Mask(x, 1, 1, ABSENT)
     kind = PER_ELEMENT if where.shape[-1] == x.shape[-1] else PER_ROW
@@ -44,12 +44,12 @@ def mask_of(x: Any, where: Any) -> Mask:
 
 @triton.jit
 def masked(m_tile, p_where, i_row, m_row, o_width, middle, inner, WIDTH: tl.constexpr, WHERE: tl.constexpr):
-    """The places of a tile [ROWS, BLOCK] that take part."""
-    m_part = m_tile
+    """The in-bounds entries of a tile [ROWS, BLOCK] that `where` selects."""
+    m_where = m_tile
     if WHERE != 0:
         o_row = (i_row // (middle * inner)).to(tl.int64) * inner + i_row % inner  # [ROWS]
         if WHERE == 1:
-            m_part = m_tile & (tl.load(p_where + o_row, mask=m_row, other=0) != 0)[:, None]
+            m_where = m_tile & (tl.load(p_where + o_row, mask=m_row, other=0) != 0)[:, None]
         else:
-            m_part = m_tile & (tl.load(p_where + o_row[:, None] * WIDTH + o_width[None, :], mask=m_tile, other=0) != 0)
-    return m_part
+            m_where = m_tile & (tl.load(p_where + o_row[:, None] * WIDTH + o_width[None, :], mask=m_tile, other=0) != 0)
+    return m_where

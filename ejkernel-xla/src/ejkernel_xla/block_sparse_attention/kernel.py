@@ -1,8 +1,8 @@
 """Both phases, over lists of tiles: the trip count of the loop is the number of listed tiles.
 
-Where the lists differ from one example of the batch to the next, examples run one after the other, each over its own tiles.
-The plain form visits all tiles that the static structure leaves and hides the rest inside them: JAX can differentiate it and XLA
-can split it over devices, but it saves no time.
+If the lists differ between batch members, the members are processed serially, each over its own tiles. The plain variant visits
+all tiles that the static mask leaves and masks the rest inside them: JAX can differentiate it and XLA can partition it, but it
+skips nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ejkernel.operations.block_sparse_attention.tiles import TileLists, mapped, 
 from ejkernel.operations.flash_attention.interface import FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel_xla.block_sparse_attention.config import BlockSparseAttentionConfig
 from ejkernel_xla.flash_attention import masks
-from ejkernel_xla.flash_attention.backward import Gradients, gradients_of, pull
+from ejkernel_xla.flash_attention.backward import Gradients, backward_sweep, gradients_of
 from ejkernel_xla.flash_attention.forward import attend, outputs_of
 from ejkernel_xla.flash_attention.masks import Plan, both
 from ejkernel_xla.flash_attention.tiles import operands
 
 
 class _Schedule(NamedTuple):
-    """Tiles in the order of their visits: int32 `[b, n * m, 6]`, the fields of `Tile`, of which `count` `[b]` are real."""
+    """Tiles in order: int32 `[b, n * m, 6]`, the fields of `Tile`; the first `count` `[b]` are valid."""
 
     tiles: Any
     count: Any
@@ -59,7 +59,7 @@ def backward(
 
     def run(arguments: Any, plan: Plan) -> Gradients:
         inputs, outputs, cotangents = arguments
-        return pull(dense_call, operands(dense_call, inputs), outputs, cotangents, plan)
+        return backward_sweep(dense_call, operands(dense_call, inputs), outputs, cotangents, plan)
 
     sums = _each(run, plan, schedule, (dense_inputs, outputs, cotangents))
     return _gradients(dense_inputs, sums)
@@ -80,7 +80,7 @@ def plain_backward(
     config: BlockSparseAttentionConfig,
 ) -> BlockSparseAttentionInputs:
     dense_call, dense_inputs, plan = _plain(call, inputs, config)
-    sums = pull(dense_call, operands(dense_call, dense_inputs), outputs, cotangents, plan)
+    sums = backward_sweep(dense_call, operands(dense_call, dense_inputs), outputs, cotangents, plan)
     return _gradients(dense_inputs, sums)
 
 
@@ -118,18 +118,18 @@ def _planned(
     plan = masks.plan(dense_call, q_block, k_block)
     masked = plan.masked or call.mask_builder is not None or call.key_tiles is not None
     plan = dataclasses.replace(plan, predicate=call.mask_builder, masked=masked)
-    if not len(plan.tiles) or (plan.whole and call.key_tiles is None):
+    if not len(plan.tiles) or (plan.single_tile and call.key_tiles is None):
         return plan, None
     if inputs.key_tiles is None:
         lists = tile_lists(dense_call, inputs, call.mask_builder, q_block, k_block)
     else:
         lists = TileLists(inputs.key_tiles, inputs.full_tiles)
-    plan = dataclasses.replace(plan, whole=False, structured=masks.is_structured(dense_call), masked=True)
+    plan = dataclasses.replace(plan, single_tile=False, structured=masks.is_structured(dense_call), masked=True)
     return plan, _schedule(lists, plan, call.query.shape[1], call.key.shape[1])
 
 
 def _schedule(lists: TileLists, plan: Plan, queries: int, keys: int) -> _Schedule:
-    """The lists one after the other. A row of `tiles` past the count is never looked at."""
+    """Concatenate the lists. Rows of `tiles` past the count are not used."""
     blocks, longest = lists.key_tiles.shape[1:]
     steps = jnp.arange(blocks * longest, dtype=jnp.int32)
 

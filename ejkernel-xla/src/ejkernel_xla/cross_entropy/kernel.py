@@ -1,4 +1,4 @@
-"""Both phases; each makes the logits of a tile again.
+"""Both phases; each recomputes the logits of a tile.
 
 Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024.
 """
@@ -41,7 +41,7 @@ def forward(call: CrossEntropyCall, inputs: CrossEntropyInputs, config: Vocabula
     head = Head(inputs.head, inputs.head_bias)
     targets = merged_rows(inputs.targets, 0)
 
-    # Rows that only fill a group up hold 0, which has to mean that they are ignored.
+    # Padding rows hold 0, which must mean ignored.
     def work(_: None, arrays: tuple[Any, Any]) -> tuple[None, CrossEntropyOutputs]:
         return None, _rows(call, tiles, head, arrays[0], arrays[1] + IGNORED)
 
@@ -56,7 +56,7 @@ def _rows(call: CrossEntropyCall, tiles: Tiles, head: Head, x: Any, targets: Any
     zeros = vary_like(jnp.zeros(x.shape[:2], accumulator(x.dtype)), like)
     state = Rows(zeros - jnp.inf, zeros, zeros, zeros if call.sum_logits else None)
 
-    def absorb(rows: Rows, tile: Any) -> Rows:
+    def update(rows: Rows, tile: Any) -> Rows:
         logits, _ = _capped(call, tiles.logits(x, head, tile))
         columns, own = tiles.columns(tile)
         seen = logits if own is None else jnp.where(own, logits, -jnp.inf)
@@ -64,7 +64,7 @@ def _rows(call: CrossEntropyCall, tiles: Tiles, head: Head, x: Any, targets: Any
         largest = jnp.maximum(rows.largest, jax.lax.stop_gradient(jnp.max(seen, axis=-1)))
         shift = _shift(largest)
         total = rows.total * jnp.exp(rows.largest - shift) + jnp.sum(jnp.exp(seen - shift[..., None]), axis=-1)
-        if tiles.size == tiles.block:  # gathered: one more comparison of every logit kept XLA on CPU from fusing the sums
+        if tiles.size == tiles.block:  # gather: comparing every logit kept XLA on CPU from fusing the sums
             found = jnp.take_along_axis(logits, jnp.clip(targets, 0, tiles.size - 1)[..., None], axis=-1)[..., 0]
             target = jnp.where((targets >= 0) & (targets < tiles.size), found, 0)
         else:
@@ -76,7 +76,7 @@ def _rows(call: CrossEntropyCall, tiles: Tiles, head: Head, x: Any, targets: Any
         logits = logits if own is None else jnp.where(own, logits, 0)
         return Rows(largest, total, target, rows.logit_sum + jnp.sum(logits, axis=-1))
 
-    rows = tiles.fold(absorb, state)
+    rows = tiles.fold(update, state)
     log_total, shift = jnp.log(rows.total), _shift(rows.largest)
     here = (targets >= 0) & (targets < tiles.size)
     loss = log_total + jnp.where(here, shift - rows.target, shift)
@@ -125,7 +125,7 @@ def backward(
 def _gradients(
     call: CrossEntropyCall, tiles: Tiles, head: Head, sums: Head, x: Any, targets: Any, lse: Any, given: CrossEntropyOutputs
 ) -> tuple[Head, Any]:
-    """The head's sums with these rows' part, and the gradient of x."""
+    """The head's gradient with these rows' contribution, and the gradient of x."""
     valid = targets != IGNORED
     clean = jnp.where(valid[..., None], x, jnp.zeros((), x.dtype))
     none = jnp.zeros((), lse.dtype)

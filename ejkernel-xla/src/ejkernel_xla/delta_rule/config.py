@@ -1,4 +1,4 @@
-"""Performance knobs of the delta rule on XLA."""
+"""Config of the delta rule on XLA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ejkernel.plugin import ConfigSpace, Target
 
 _STEP_BYTES = {"cpu": 1 << 22}
 _OTHER_STEP_BYTES = 1 << 30
-"""The most memory that the products of the chunks of one step may take, about: a cache, or a part of an accelerator's memory."""
+"""Approximate memory of the matmuls of one step: a CPU cache, or a part of an accelerator's memory."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The delta rule: a loop over steps of a few chunks; backward, the same loop from its end, which recomputes each step.
+"""The delta rule: a loop over steps of a few chunks; backward runs it in reverse and recomputes each step.
 
 Between steps only the state is kept. The chunked form is that of Yang et al., Parallelizing Linear Transformers with the Delta
 Rule over Sequence Length, 2024, and of Gated Delta Networks, 2025, with decays inside of the products.

@@ -1,4 +1,4 @@
-"""What the chunked form is made of: products of decayed vectors, and the inverse of a triangular matrix.
+"""Building blocks of the chunked form: decayed matmuls, and the inverse of a triangular matrix.
 
 A decay is never the quotient of two: every exponent is a sum of decays between two tokens, so that it is not positive where
 decays are not, and nothing is lost by cancellation however large they are.

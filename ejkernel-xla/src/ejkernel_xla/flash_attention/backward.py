@@ -1,4 +1,4 @@
-"""The backward phase: every tile is computed again from lse (Dao et al., FlashAttention, 2022), as its transpose."""
+"""The backward phase: recomputes transposed tiles from lse (Dao et al., FlashAttention, 2022)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ejkernel_xla.flash_attention.tiles import (
     heads_last,
     operands,
     piece,
-    poison,
     product,
+    propagate_nan,
     scores,
     zeros,
 )
@@ -53,7 +53,7 @@ def backward(
     config: FlashAttentionConfig,
 ) -> FlashAttentionInputs:
     layout = plan(call, config.block_q_backward, config.block_k_backward)
-    return gradients_of(inputs, pull(call, operands(call, inputs), outputs, cotangents, layout))
+    return gradients_of(inputs, backward_sweep(call, operands(call, inputs), outputs, cotangents, layout))
 
 
 def gradients_of(inputs: FlashAttentionInputs, sums: Gradients) -> FlashAttentionInputs:
@@ -68,7 +68,7 @@ def gradients_of(inputs: FlashAttentionInputs, sums: Gradients) -> FlashAttentio
     )
 
 
-def pull(
+def backward_sweep(
     call: FlashAttentionCall,
     arrays: Operands,
     outputs: FlashAttentionOutputs,
@@ -81,8 +81,8 @@ def pull(
     stats = _statistics(call, arrays, layout, outputs, cotangents)
     d_sinks = None if arrays.sinks is None else _sinks(arrays.sinks, stats)
     if layout.masked:
-        broken = poison(arrays.query) + poison(d_out)
-        arrays, stats, d_out = _guarded(arrays, stats, d_out, broken)
+        nonfinite = propagate_nan(arrays.query) + propagate_nan(d_out)
+        arrays, stats, d_out = _nan_safe(arrays, stats, d_out, nonfinite)
     stats = stats._replace(shift=jnp.where(stats.shift == -jnp.inf, jnp.inf, stats.shift))
     return _sweep(call, arrays, layout, stats, d_out)._replace(sinks=d_sinks)
 
@@ -100,7 +100,7 @@ def _statistics(
     d_lse = None if cotangents.lse is None else heads_first(cotangents.lse, groups).astype(wide)
     rows = None
     if wide != jnp.float32 or not call.normalize_output:
-        # lse is too narrow for float64, and the maximum is no residual: a sweep without values gives both for one product.
+        # lse is too narrow for float64, and the maximum is not saved: a sweep without values recomputes both with one matmul.
         rows = sweep(call, arrays._replace(value=arrays.value[..., :0]), layout)
         lse = log_sum(rows)
     if rows is not None and not call.normalize_output:
@@ -109,7 +109,7 @@ def _statistics(
         return Statistics(jnp.where(rows.total == 0, -jnp.inf, rows.maximum), delta)
     d_out = cotangents.out
     if layout.masked:
-        # The output of a row that sees no key is 0, and NaN in its cotangent must not come back; elsewhere it must.
+        # The output of a fully masked row is 0; NaN in its cotangent must not propagate. Elsewhere it must.
         d_out = jnp.where(outputs.out == 0, 0, d_out)
     delta = heads_first(jnp.sum(d_out.astype(wide) * outputs.out.astype(wide), axis=-1), groups)
     return Statistics(lse, delta if d_lse is None else delta - d_lse)
@@ -123,21 +123,21 @@ def _sinks(sinks: Any, stats: Statistics) -> Any:
     return total if sinks.shape[0] == total.shape[0] else jnp.sum(total, axis=0, keepdims=True)
 
 
-def _guarded(arrays: Operands, stats: Statistics, d_out: Any, broken: Any) -> tuple[Operands, Statistics, Any]:
-    """Keep NaN and infinities of hidden rows and keys out of the products, where 0 * NaN would spread them.
+def _nan_safe(arrays: Operands, stats: Statistics, d_out: Any, nonfinite: Any) -> tuple[Operands, Statistics, Any]:
+    """NaN-safe path: keep NaN and infinities of masked rows and keys out of the matmuls, where 0 * NaN would spread them.
 
-    All factors are made finite; a row that holds a non-finite number (`broken`, 0 or NaN) gets NaN as its shift, so that its
-    weights become NaN where it sees a key and stay 0 elsewhere. Keys stay as they are here, since an infinite one may have a
+    All operands are made finite. A row that holds a non-finite number (`nonfinite`, 0 or NaN) gets NaN as its shift, so that
+    its weights become NaN where it sees a key and stay 0 elsewhere. Keys are not changed here, since an infinite one may have a
     weight of 0; `_tile` makes them finite where they are multiplied with gradients.
     """
-    shift = stats.shift + broken.astype(stats.shift.dtype) + stats.delta * 0
+    shift = stats.shift + nonfinite.astype(stats.shift.dtype) + stats.delta * 0
     shift = jnp.where(stats.shift == -jnp.inf, stats.shift, shift)
     arrays = arrays._replace(query=finite(arrays.query), value=finite(arrays.value))
     return arrays, Statistics(shift, finite(stats.delta)), finite(d_out)
 
 
 def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statistics, d_out: Any) -> Gradients:
-    if plan.whole:
+    if plan.single_tile:
         return _tile(call, arrays, plan, Tile(*map(int, plan.tiles[0])), stats, d_out)
     wide = accumulator(arrays.query.dtype)
     b, k, g, t, d = arrays.query.shape
@@ -162,31 +162,31 @@ def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statis
 
 
 def _tile(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, stats: Statistics, d_out: Any) -> Gradients:
-    """The part of every gradient that one tile makes."""
+    """The contribution of one tile to every gradient."""
     query = piece(arrays.query, 3, tile.query_start, plan.block_q)
     key = piece(arrays.key, 2, tile.key_start, plan.block_k)
     value = piece(arrays.value, 2, tile.key_start, plan.block_k)
     d_out = piece(d_out, 3, tile.query_start, plan.block_q)
     shift, delta = (BY_KEY.rows(piece(x, 3, tile.query_start, plan.block_q)) for x in stats)
-    found = scores(call, product(call, key, query, ((3,), (4,))), arrays, plan, tile, BY_KEY)
-    weights = jnp.exp(found.logits - shift)  # [b,k,s,g,q]
-    if found.visible is not None:
-        weights = jnp.where(found.visible, weights, 0)
+    scored = scores(call, product(call, key, query, ((3,), (4,))), arrays, plan, tile, BY_KEY)
+    weights = jnp.exp(scored.logits - shift)  # [b,k,s,g,q]
+    if scored.visible is not None:
+        weights = jnp.where(scored.visible, weights, 0)
     d_weights = product(call, value, d_out, ((3,), (4,)))
-    if found.keep is not None:
-        d_weights = d_weights * found.keep
+    if scored.keep is not None:
+        d_weights = d_weights * scored.keep
     d_logits = weights * (d_weights - delta)
-    kept = weights if found.keep is None else weights * found.keep
-    if found.slope is not None:
-        d_logits = d_logits * (found.slope if found.visible is None else jnp.where(found.visible, found.slope, 0))
+    dropped_weights = weights if scored.keep is None else weights * scored.keep
+    if scored.slope is not None:
+        d_logits = d_logits * (scored.slope if scored.visible is None else jnp.where(scored.visible, scored.slope, 0))
     d_raw = (d_logits * call.scale).astype(query.dtype)
     key = finite(key) if plan.masked else key
-    # On CPU, XLA has no bfloat16 kernel for a product over the leading axis of both sides; both ways are exact.
+    # On CPU, XLA has no bfloat16 kernel for contractions over the leading axis of both operands; both dtypes are exact.
     wide = accumulator(key.dtype) if current_target().backend == "cpu" else key.dtype
     return Gradients(
         product(call, key.astype(wide), d_raw.astype(wide), ((2,), (2,))),
         product(call, d_raw, query, ((3, 4), (2, 3))),
-        product(call, kept.astype(d_out.dtype), d_out, ((3, 4), (2, 3))),
+        product(call, dropped_weights.astype(d_out.dtype), d_out, ((3, 4), (2, 3))),
         None if arrays.bias is None else _bias(arrays.bias, d_logits, plan),
     )
 

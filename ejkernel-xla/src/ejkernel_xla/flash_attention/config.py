@@ -20,7 +20,7 @@ _SMALL_SCORES = 2**22
 
 @dataclasses.dataclass(frozen=True)
 class FlashAttentionConfig:
-    """Queries and keys of one tile; all are cut to the lengths of the call.
+    """Tile sizes, clipped to the sequence lengths.
 
     Attributes:
         block_q, block_k: in the forward phase.

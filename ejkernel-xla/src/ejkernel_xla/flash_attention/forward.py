@@ -1,4 +1,4 @@
-"""The forward phase: tiles of one query block after another, with a running maximum and sum (Milakov and Gimelshein, Online
+"""The forward phase: online softmax over the key tiles of one query block after another (Milakov and Gimelshein, Online
 normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022)."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ejkernel_xla.flash_attention.masks import Plan, Tile, plan
 from ejkernel_xla.flash_attention.tiles import (
     BY_QUERY,
     Operands,
-    guarded,
     heads_last,
+    nan_safe,
     operands,
     piece,
     product,
@@ -40,7 +40,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Flas
 
 def attend(call: FlashAttentionCall, arrays: Operands, plan: Plan) -> Rows:
     """All rows, over the tiles of a plan: maximum and sum `[b,k,g,t]`, finished output `[b,k,g,t,e]`."""
-    return sweep(call, guarded(plan, arrays), plan)
+    return sweep(call, nan_safe(plan, arrays), plan)
 
 
 def outputs_of(call: FlashAttentionCall, rows: Rows) -> FlashAttentionOutputs:
@@ -51,7 +51,7 @@ def outputs_of(call: FlashAttentionCall, rows: Rows) -> FlashAttentionOutputs:
 
 
 def log_sum(rows: Rows) -> Any:
-    """`log sum exp`, -inf for a row that sees nothing; finite derivatives of every order there."""
+    """Log-sum-exp; -inf for a fully masked row, with finite derivatives of every order."""
     empty = rows.total == 0
     return jnp.where(empty, -jnp.inf, rows.maximum + jnp.log(jnp.where(empty, 1, rows.total)))
 
@@ -59,9 +59,9 @@ def log_sum(rows: Rows) -> Any:
 def sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan) -> Rows:
     """All rows: maximum and sum `[b,k,g,t]`, finished output `[b,k,g,t,e]`."""
     shape = arrays.query.shape[:4]
-    if plan.whole:
+    if plan.single_tile:
         before = None if arrays.sinks is None else _start(call, arrays)
-        rows = _absorb(call, arrays, plan, Tile(*map(int, plan.tiles[0])), before)
+        rows = _online_softmax_update(call, arrays, plan, Tile(*map(int, plan.tiles[0])), before)
         return rows._replace(values=_finish(call, rows))
     start = _start(call, arrays)
 
@@ -73,7 +73,7 @@ def sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan) -> Rows:
     every = every._replace(values=every.values.astype(arrays.query.dtype))
 
     def own(tile: Tile, every: Any, block: Any) -> Any:
-        """A last block that starts earlier leaves the rows of the block before it alone: they may have other tiles."""
+        """A last block that starts earlier preserves the rows of the previous block, which may have other tiles."""
         if plan.count is None or not plan.query_tail:
             return block
         rows = jax.lax.iota(jnp.int32, plan.block_q) + tile.query_start >= tile.first_query
@@ -82,7 +82,7 @@ def sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan) -> Rows:
     def step(carry: tuple[Rows, Rows], tile: Tile) -> tuple[Rows, Rows]:
         rows, every = carry
         rows = Rows(*(jnp.where(tile.begins > 0, fresh, old) for fresh, old in zip(block, rows, strict=True)))
-        rows = _absorb(call, arrays, plan, tile, rows)
+        rows = _online_softmax_update(call, arrays, plan, tile, rows)
         done = rows._replace(values=_finish(call, rows))
         every = Rows(*(put_piece(x, 3, tile.query_start, own(tile, x, y)) for x, y in zip(every, done, strict=True)))
         return rows, every
@@ -91,7 +91,7 @@ def sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan) -> Rows:
 
 
 def _start(call: FlashAttentionCall, arrays: Operands) -> Rows:
-    """Before the first tile: nothing, or the sinks."""
+    """The state before the first tile: empty, or the sinks."""
     wide = accumulator(arrays.query.dtype)
     shape = (*arrays.query.shape[:3], 1)
     if arrays.sinks is None:
@@ -108,17 +108,17 @@ def _no_values(arrays: Operands, queries: int) -> Any:
 
 
 def _shift(maximum: Any) -> Any:
-    """What is subtracted from logits; 0 where nothing is visible, since -inf - -inf is NaN."""
+    """The shift of the logits: the maximum, or 0 for fully masked rows, since -inf - -inf is NaN."""
     return jnp.where(maximum == -jnp.inf, 0, maximum)
 
 
-def _absorb(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, rows: Rows | None) -> Rows:
-    """Add one tile to the state of its query block, None for nothing so far."""
+def _online_softmax_update(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, rows: Rows | None) -> Rows:
+    """Online-softmax update of a query block's state (None if empty) with one tile."""
     query = piece(arrays.query, 3, tile.query_start, plan.block_q)
     key = piece(arrays.key, 2, tile.key_start, plan.block_k)
     value = piece(arrays.value, 2, tile.key_start, plan.block_k)
-    found = scores(call, product(call, query, key, ((4,), (3,))), arrays, plan, tile, BY_QUERY)
-    logits = found.logits if found.visible is None else jnp.where(found.visible, found.logits, -jnp.inf)
+    scored = scores(call, product(call, query, key, ((4,), (3,))), arrays, plan, tile, BY_QUERY)
+    logits = scored.logits if scored.visible is None else jnp.where(scored.visible, scored.logits, -jnp.inf)
     # Any constant may be subtracted, so the maximum needs no derivative.
     maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
     if rows is not None:
@@ -126,13 +126,13 @@ def _absorb(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, 
     shift = _shift(maximum)
     weights = jnp.exp(logits - shift[..., None])
     total = jnp.sum(weights, axis=-1)
-    if found.keep is not None:
-        weights = weights * found.keep
+    if scored.keep is not None:
+        weights = weights * scored.keep
     values = product(call, weights.astype(value.dtype), value, ((4,), (2,)))
     if rows is not None:
-        decay = jnp.exp(rows.maximum - shift)
-        total = rows.total * decay + total
-        values = values if rows.values is None else rows.values * decay[..., None] + values
+        rescale = jnp.exp(rows.maximum - shift)
+        total = rows.total * rescale + total
+        values = values if rows.values is None else rows.values * rescale[..., None] + values
     return Rows(maximum, total, values)
 
 

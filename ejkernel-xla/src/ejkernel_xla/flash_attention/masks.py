@@ -1,8 +1,7 @@
-"""Which tiles of the score matrix are worth computing, and which entries of a tile are visible.
+"""Tiles of the score matrix to visit, and the masks of their entries.
 
-What is known statically (causal, window, chunk, prefix over plain indices) removes whole tiles before the program is built;
-what only arrays know (masks, segments, positions) is applied inside the tiles. Block-sparse attention brings lists of tiles that
-are made on the device instead.
+Static masks (causal, window, chunk, prefix over indices) skip fully masked tiles at trace time; masks that depend on arrays
+(masks, segments, positions) are applied inside the tiles. Block-sparse attention computes its tile lists on the device instead.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from ejkernel.operations.flash_attention.pairs import tile_visibility
 class Plan:
     """The tiles to visit, query block by query block.
 
-    A last block that would pass the end starts earlier instead, so that nothing is padded; the entries that it shares with the
-    block before it are told apart by `first_query` and `first_key`.
+    A last block that would pass the end starts earlier instead, so that nothing is padded; `first_query` and `first_key` mark
+    the entries that it does not share with the previous block.
 
     Attributes:
         block_q, block_k: size of every tile.
         tiles: int32 `[n, 5]`, or `[n, 6]` on the device: the fields of `Tile`.
-        whole: one tile is the whole matrix.
-        structured: some visited tile holds entries that the static structure hides.
+        single_tile: whether one tile is the whole matrix.
+        structured: whether some visited tile has entries that the static mask removes.
         query_tail, key_tail: the last block overlaps the one before it.
-        masked: some entry of the score matrix can be hidden.
-        count: how many of the tiles are visited, where only the device knows; None = all.
-        predicate: a further rule, from positions that broadcast together to visibility.
+        masked: whether some entry of the score matrix may be masked.
+        count: dynamic number of tiles to visit; None = all.
+        predicate: a mask function of positions that broadcast together.
     """
 
     block_q: int
     block_k: int
     tiles: Any
-    whole: bool
+    single_tile: bool
     structured: bool
     query_tail: bool
     key_tail: bool
@@ -74,7 +73,7 @@ class Tile(NamedTuple):
 
 
 def is_masked(call: FlashAttentionCall) -> bool:
-    """Whether any entry of the score matrix can be hidden."""
+    """Whether any entry of the score matrix may be masked."""
     arrays = (call.bias, call.mask, call.query_segments, call.key_segments)
     return is_structured(call) or any(spec is not None for spec in arrays)
 

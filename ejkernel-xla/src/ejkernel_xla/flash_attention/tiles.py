@@ -1,7 +1,7 @@
-"""The arrays of a call with heads first, and the piece of each that one tile reads.
+"""The operands of a call with heads first, and the slices that one tile reads.
 
 Axes: b batch, k key heads, g query heads per key head, q queries, s keys, d and e sizes of keys and values. Batch and heads
-stay separate axes throughout, so that XLA can split them over devices.
+stay separate axes throughout, so that XLA can partition them.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def product(call: FlashAttentionCall, a: Any, b: Any, contracting: tuple[tuple[i
 
 
 class View(NamedTuple):
-    """How the pieces of one tile are laid out so that they broadcast against its scores."""
+    """Layout of the slices of one tile, so that they broadcast against its scores."""
 
     rows: Callable[[Any], Any]
     """`[b,k,g,q]` (leading axes may be missing)"""
@@ -156,7 +156,7 @@ BY_KEY = View(
     keys=2,
     queries=4,
 )
-"""Scores `[b,k,s,g,q]`: products with them over queries need no transposition."""
+"""Scores `[b,k,s,g,q]`: contractions over queries need no transpose."""
 
 
 class Scores(NamedTuple):
@@ -170,7 +170,7 @@ class Scores(NamedTuple):
 
 
 def scores(call: FlashAttentionCall, raw: Any, arrays: Operands, plan: Plan, tile: Tile, view: View) -> Scores:
-    """From `query . key` to masked-ready logits. The mask is left to the caller, who knows where it must act."""
+    """Logits from `query . key`. The caller applies the mask."""
     logits = _rounded(raw, call.logits_dtype) * call.scale
     bias = _entries(arrays.bias, plan, tile, view)
     rows, columns = _indices(plan.block_q, tile.query_start), _indices(plan.block_k, tile.key_start)
@@ -224,7 +224,7 @@ def _visible(
 
 
 def _by_masks(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, view: View, rows: Any, columns: Any) -> Any:
-    """What positions, masks and segments leave of a tile; None for all of it."""
+    """Visibility mask of a tile by positions, masks and segments; None if all is visible."""
     visible = None
     if plan.structured or plan.predicate is not None:
         query = piece(arrays.query_positions, 1, tile.query_start, plan.block_q)
@@ -259,8 +259,8 @@ def _keep(call: FlashAttentionCall, arrays: Operands, view: View, rows: Any, col
         view.rows(_per_query(rows).astype(jnp.uint32)),
         view.columns(columns.astype(jnp.uint32)),
     )
-    survivor = 1 / (1 - call.dropout_rate) if call.dropout_rate < 1 else 0.0
-    return jnp.where(random < dropout.threshold(call.dropout_rate), 0.0, survivor)
+    keep_scale = 1 / (1 - call.dropout_rate) if call.dropout_rate < 1 else 0.0
+    return jnp.where(random < dropout.threshold(call.dropout_rate), 0.0, keep_scale)
 
 
 def finite(x: Any) -> Any:
@@ -268,18 +268,18 @@ def finite(x: Any) -> Any:
     return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
 
 
-def poison(x: Any) -> Any:
+def propagate_nan(x: Any) -> Any:
     """Per row (last axis): 0 if all of x is finite, else NaN."""
     return jnp.sum(x * jnp.zeros((), x.dtype), axis=-1)
 
 
-def guarded(plan: Plan, arrays: Operands) -> Operands:
-    """Keep NaN and infinities of values away from the queries that do not see them.
+def nan_safe(plan: Plan, arrays: Operands) -> Operands:
+    """NaN-safe keys and values: non-finite values propagate only to queries that see them.
 
-    A weight of 0 times NaN would be NaN, so a key whose value is not finite gets NaN as its logit instead: that reaches exactly
-    the queries that see it.
+    A weight of 0 times NaN would be NaN, so the value is made finite and its key's logits become NaN instead, which propagates
+    exactly to the queries that see it.
     """
     if not plan.masked:
         return arrays
-    key = arrays.key + poison(arrays.value)[..., None].astype(arrays.key.dtype)
+    key = arrays.key + propagate_nan(arrays.value)[..., None].astype(arrays.key.dtype)
     return arrays._replace(key=key, value=finite(arrays.value))

@@ -1,4 +1,4 @@
-"""Performance knobs of the grouped product on XLA."""
+"""Config of `grouped_matmul` on XLA."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import ConfigSpace, Target
 
 _GATHERED_BYTES = 1 << 30
-"""The most memory that copies of matrices, gathered for tiles that run together, may take."""
+"""Memory limit of the matrices gathered for tiles of one step."""
 
 _MOST_TOGETHER = 64
-"""On one H200 more tiles per batched product did not help, and under 16 the loop itself showed."""
+"""Largest number of tiles per step; on an H200 more did not help."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class GroupedMatmulConfig:
 
     Attributes:
         block_m: rows per tile; every tile belongs to one group.
-        tiles_per_step: tiles whose products are formed at once, as one batched product.
+        tiles_per_step: tiles of one batched matmul.
     """
 
     block_m: int

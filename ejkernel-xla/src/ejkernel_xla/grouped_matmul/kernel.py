@@ -1,4 +1,4 @@
-"""Grouped products by tiles of rows, each of one group, in a loop whose length depends on shapes alone.
+"""Grouped matmul over row tiles of one group each, in a loop whose length depends on shapes only.
 
 `jax.lax.ragged_dot` is not used: it multiplies every row by every matrix on a CPU, and its memory grows with the number of groups
 on a GPU.
@@ -27,7 +27,7 @@ from ejkernel_xla.grouped_matmul.config import GroupedMatmulConfig
 
 
 class _Tiles(NamedTuple):
-    """Every tile: its matrix, its first row, and the rows `low <= row < high` that are its own. The last tiles may be empty."""
+    """Tiles: matrix, first row, and own rows `low <= row < high`. The last tiles may be empty."""
 
     matrix: Any
     first: Any
@@ -36,14 +36,14 @@ class _Tiles(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Every row of lhs: whether it has a matrix, and where its result stands among the rows of all tiles."""
+    """Rows of lhs: whether each has a matrix, and its index among the rows of all tiles."""
 
     has_matrix: Any
     place: Any
 
 
 def _tile_list(rows: int, matrices: int, height: int, sizes: Any, offset: Any) -> tuple[_Tiles, _Rows]:
-    """Cut every group that has a matrix into tiles of `height <= rows`."""
+    """Split every group that has a matrix into tiles of `height <= rows`."""
     ends = jnp.minimum(jnp.cumsum(sizes), rows)
     starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
     ends = jnp.concatenate([ends, jnp.full(1, rows, ends.dtype)])
@@ -80,7 +80,7 @@ def _own_rows_of(array: Any, tile: _Tiles, height: int) -> Any:
 
 
 class _Product:
-    """One member of the batch: its tiles and how they are multiplied."""
+    """The grouped matmul of one batch member."""
 
     def __init__(
         self,

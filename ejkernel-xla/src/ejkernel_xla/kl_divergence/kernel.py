@@ -15,7 +15,7 @@ from ejkernel_xla._vocabulary import Head, Tiles, VocabularyConfig, added, merge
 
 
 class Pair(NamedTuple):
-    """One thing of each side."""
+    """A value of the student and of the teacher."""
 
     student: Any
     teacher: Any
@@ -58,11 +58,11 @@ def _rows(call: KlDivergenceCall, tiles: Tiles, heads: Pair, x: Pair, valid: Any
     zeros = vary_like(jnp.zeros(x.student.shape[:2], accumulator(x.student.dtype)), (x, heads, valid))
     lse = Pair(*(_log_sum(call, tiles, head, one, zeros) for head, one in zip(heads, x, strict=True)))
 
-    def absorb(sums: Terms, tile: Any) -> Terms:
+    def update(sums: Terms, tile: Any) -> Terms:
         terms, _ = _terms(call, tiles, heads, x, lse, tile)
         return Terms(*(total + jnp.sum(part, axis=-1) for total, part in zip(sums, terms, strict=True)))
 
-    sums = tiles.fold(absorb, Terms(zeros, zeros))
+    sums = tiles.fold(update, Terms(zeros, zeros))
     found = KlDivergenceOutputs(sums.loss, lse.student, lse.teacher, sums.slope)
     return found if valid is None else KlDivergenceOutputs(*(jnp.where(valid, value, 0) for value in found))
 
@@ -79,14 +79,14 @@ def _scaled(call: KlDivergenceCall, tiles: Tiles, head: Head, x: Any, tile: Any)
 
 
 def _log_sum(call: KlDivergenceCall, tiles: Tiles, head: Head, x: Any, zeros: Any) -> Any:
-    def absorb(state: tuple[Any, Any], tile: Any) -> tuple[Any, Any]:
+    def update(state: tuple[Any, Any], tile: Any) -> tuple[Any, Any]:
         logits = _scaled(call, tiles, head, x, tile).astype(zeros.dtype)
         # Any constant may be subtracted, so the maximum needs no derivative.
         largest = jnp.maximum(state[0], jax.lax.stop_gradient(jnp.max(logits, axis=-1)))
         shift = jnp.where(largest == -jnp.inf, 0, largest)
         return largest, state[1] * jnp.exp(state[0] - shift) + jnp.sum(jnp.exp(logits - shift[..., None]), axis=-1)
 
-    largest, total = tiles.fold(absorb, (zeros - jnp.inf, zeros))
+    largest, total = tiles.fold(update, (zeros - jnp.inf, zeros))
     return jnp.log(total) + jnp.where(largest == -jnp.inf, 0, largest)
 
 
@@ -142,7 +142,7 @@ def backward(
 def _gradients(
     call: KlDivergenceCall, tiles: Tiles, heads: Pair, sums: Head, x: Pair, valid: Any, saved: tuple[Any, ...]
 ) -> tuple[Head, Any]:
-    """The head's sums with these rows' part, and the gradient of the student's rows."""
+    """The head's gradient with these rows' contribution, and the gradient of the student's rows."""
     x = _clean(x, valid)
     student_lse, teacher_lse, slope, d_loss = saved
     scale = (d_loss if valid is None else jnp.where(valid, d_loss, 0))[..., None] / call.temperature

@@ -1,11 +1,11 @@
-"""One chunk: its outputs from the state before it, and the state after it, as matrix products.
+"""One chunk as matmuls: its outputs, and the state after it, from the state before it.
 
-No exponent is a difference of sums: each is itself a sum of the log decays between two tokens, so it is never positive when they
-are not, and a strong decay costs the weak ones beside it no precision. Scalar decays (per head) weight the scores of a chunk.
-Decays per channel cannot leave the products; they are formed pair by pair within blocks, and across blocks as one factor up to
-the block's edge on either side (Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023).
+No exponent is a difference of sums: each is a sum of the log decays between two tokens, so it is not positive if they are not,
+and a strong decay costs weak ones no precision. Scalar decays (per head) weight the scores of a chunk. Decays per channel
+cannot be factored out of the matmuls; they are applied pair by pair within blocks, and across blocks as one factor up to the
+block boundary on either side (Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023).
 
-Matrices of zeros and ones are made inside the program: `custom_partitioning` takes no program with constants.
+0/1 matrices are computed inside the program: `custom_partitioning` does not accept constants.
 
 Axes: x batch, i and j tokens of a chunk (query and key), k group of heads, r head of a group, d key channel, v value channel; a and
 b blocks, then i and j tokens of a block. Axes x and r of an array may have size 1.

@@ -1,5 +1,5 @@
-"""A loop over chunks that carries the states; backward forms the states between chunks once more, then pulls back through one
-chunk after the other, last first."""
+"""A loop over chunks that carries the states. Backward recomputes the states between chunks, then differentiates one chunk at a
+time in reverse order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ejkernel.operations.linear_recurrence.interface import (
     LinearRecurrenceInputs,
     LinearRecurrenceOutputs,
 )
-from ejkernel_xla._walk import Walk
+from ejkernel_xla._chunks import ChunkLoop
 from ejkernel_xla.linear_recurrence.chunk import Chunk, Shared, Tokens
 from ejkernel_xla.linear_recurrence.config import LinearRecurrenceConfig
 
@@ -28,9 +28,9 @@ class _Problem:
         self.fewest, self.most = call.heads
         self.batch, length = call.query.shape[:2]
         size, block = _sizes(call, config, length)
-        self.walk = Walk(self.batch, length, size, bounds=inputs.cu_seqlens, reverse=call.reverse)
+        self.chunks = ChunkLoop(self.batch, length, size, bounds=inputs.cu_seqlens, reverse=call.reverse)
         self.chunk = Chunk(call, size, block)
-        self.tokens = Tokens(*(self.walk.prepare(self.grouped(getattr(inputs, name), 2)) for name in Tokens._fields))
+        self.tokens = Tokens(*(self.chunks.prepare(self.grouped(getattr(inputs, name), 2)) for name in Tokens._fields))
         shared = Shared(self.grouped(inputs.g_gamma, 1), self.grouped(inputs.bonus, 1))
         self.shared = jax.tree.map(lambda array: array.astype(self.dtype), shared)
         self.initial = self._initial()
@@ -53,17 +53,17 @@ class _Problem:
 
     def at(self, step: Any) -> Tokens:
         """The tokens of a chunk, 0 where there is none."""
-        valid = self.walk.valid(step)
+        valid = self.chunks.valid(step)
 
         def clean(array: Any) -> Any:
-            piece = self.walk.piece(array, step).astype(self.dtype)
+            piece = self.chunks.piece(array, step).astype(self.dtype)
             return piece if valid is None else jnp.where(valid.reshape(*valid.shape, *[1] * (piece.ndim - 2)), piece, 0)
 
         return jax.tree.map(clean, self.tokens)
 
     def before(self, state: Any, step: Any) -> Any:
         """The state before a chunk."""
-        return self.walk.begin(state, self.initial, step) if self.walk.packed else state
+        return self.chunks.begin(state, self.initial, step) if self.chunks.packed else state
 
     def every_head(self, states: Any) -> Any:
         """States or their gradients as `[x,n,H,d,v]`."""
@@ -80,7 +80,7 @@ class _Problem:
     @property
     def first(self) -> Any:
         """What the loop carries before the first chunk."""
-        return jnp.zeros_like(self.initial[:, 0]) if self.walk.packed else self.initial[:, 0]
+        return jnp.zeros_like(self.initial[:, 0]) if self.chunks.packed else self.initial[:, 0]
 
 
 def _sizes(call: LinearRecurrenceCall, config: LinearRecurrenceConfig, length: int) -> tuple[int, int]:
@@ -96,21 +96,21 @@ def forward(
     call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: LinearRecurrenceConfig
 ) -> LinearRecurrenceOutputs:
     problem = _Problem(call, inputs, config)
-    walk = problem.walk
+    chunks = problem.chunks
     states = problem.initial
-    if walk.count:
+    if chunks.count:
 
         def step(carry: tuple[Any, Any], index: Any) -> tuple[tuple[Any, Any], Any]:
             state, states = carry
-            state, out = problem.chunk.run(problem.before(state, index), problem.at(index), problem.shared, walk.valid(index))
-            if walk.packed and call.return_state:
-                states = walk.write(states, state, index, at_first=False)
+            state, out = problem.chunk.run(problem.before(state, index), problem.at(index), problem.shared, chunks.valid(index))
+            if chunks.packed and call.return_state:
+                states = chunks.write(states, state, index, at_first=False)
             return (state, states), out.astype(call.value.dtype)
 
-        kept = states if walk.packed and call.return_state else None
-        (state, kept), pieces = walk.loop(step, (problem.first, kept), inputs)
+        kept = states if chunks.packed and call.return_state else None
+        (state, kept), pieces = chunks.loop(step, (problem.first, kept), inputs)
         states = state[:, None] if kept is None else kept
-        out = walk.restore(pieces)
+        out = chunks.restore(pieces)
         out = out.reshape(*out.shape[:2], problem.most, out.shape[-1])
     else:
         out = jnp.zeros((*call.query.shape[:2], problem.most, call.value.shape[3]), call.value.dtype)
@@ -133,35 +133,35 @@ def backward(
     config: LinearRecurrenceConfig,
 ) -> LinearRecurrenceInputs:
     problem = _Problem(call, inputs, config)
-    walk, like = problem.walk, (inputs, cotangents)
+    chunks, like = problem.chunks, (inputs, cotangents)
     d_final = problem.d_final(cotangents.final_state)
     zeros = jax.tree.map(jnp.zeros_like, problem.shared)
-    if not walk.count:
+    if not chunks.count:
         d_tokens = {name: None if spec is None else jnp.zeros(spec.shape) for name, spec in _specs(call)}
         return _gradients(problem, d_tokens, zeros, d_final)
-    d_out = walk.prepare(problem.grouped(cotangents.out, 2))
+    d_out = chunks.prepare(problem.grouped(cotangents.out, 2))
     befores = _states_between(problem, like)
 
     def step(carry: _Pulled, index: Any) -> tuple[_Pulled, Tokens]:
-        valid = walk.valid(index)
-        d_state = walk.end(carry.state, d_final, index) if walk.packed else carry.state
-        d_rows = walk.piece(d_out, index).astype(problem.dtype)
+        valid = chunks.valid(index)
+        d_state = chunks.end(carry.state, d_final, index) if chunks.packed else carry.state
+        d_rows = chunks.piece(d_out, index).astype(problem.dtype)
         d_rows = d_rows if valid is None else jnp.where(valid[:, :, None, None, None], d_rows, 0)
         before = jax.lax.dynamic_index_in_dim(befores, index, keepdims=False)
         _, pull = jax.vjp(functools.partial(problem.chunk.run, valid=valid), before, problem.at(index), problem.shared)
         d_state, d_tokens, d_shared = pull((d_state, d_rows))
         d_initial = carry.initial
-        if walk.packed:
+        if chunks.packed:
             if d_initial is not None:
-                d_initial = walk.write(d_initial, d_state, index, at_first=True)
-            d_state = walk.forget_before(d_state, index)
+                d_initial = chunks.write(d_initial, d_state, index, at_first=True)
+            d_state = chunks.forget_before(d_state, index)
         narrow = jax.tree.map(lambda gradient, array: gradient.astype(array.dtype), d_tokens, problem.tokens)
         return _Pulled(d_state, jax.tree.map(jnp.add, carry.shared, d_shared), d_initial), narrow
 
-    kept = d_final if walk.packed and inputs.initial_state is not None else None
-    start = _Pulled(jnp.zeros_like(d_final[:, 0]) if walk.packed else d_final[:, 0], zeros, kept)
-    last, pieces = walk.loop(step, start, like, reverse=True)
-    d_tokens = {name: walk.restore(piece) for name, piece in pieces._asdict().items()}
+    kept = d_final if chunks.packed and inputs.initial_state is not None else None
+    start = _Pulled(jnp.zeros_like(d_final[:, 0]) if chunks.packed else d_final[:, 0], zeros, kept)
+    last, pieces = chunks.loop(step, start, like, reverse=True)
+    d_tokens = {name: chunks.restore(piece) for name, piece in pieces._asdict().items()}
     return _gradients(problem, d_tokens, last.shared, last.state[:, None] if kept is None else last.initial)
 
 
@@ -171,13 +171,13 @@ def _specs(call: LinearRecurrenceCall) -> list[tuple[str, Any]]:
 
 def _states_between(problem: _Problem, like: Any) -> Any:
     """The state before every chunk `[m,x,k,r,d,v]`."""
-    walk = problem.walk
+    chunks = problem.chunks
 
     def step(state: Any, index: Any) -> tuple[Any, Any]:
         before = problem.before(state, index)
-        return problem.chunk.advance(before, problem.at(index), problem.shared, walk.valid(index)), before
+        return problem.chunk.advance(before, problem.at(index), problem.shared, chunks.valid(index)), before
 
-    return walk.loop(step, problem.first, like)[1]
+    return chunks.loop(step, problem.first, like)[1]
 
 
 def _gradients(problem: _Problem, d_tokens: dict[str, Any], d_shared: Shared, d_initial: Any) -> LinearRecurrenceInputs:

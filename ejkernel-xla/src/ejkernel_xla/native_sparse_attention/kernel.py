@@ -1,4 +1,5 @@
-"""Both phases by tiles of queries; backward gathers and computes again from lse (Dao et al., FlashAttention, 2022)."""
+"""Both phases loop over tiles of queries; backward gathers again and recomputes weights from lse (Dao et al., FlashAttention,
+2022)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from ejkernel.operations.native_sparse_attention.interface import (
     NativeSparseAttentionInputs,
     NativeSparseAttentionOutputs,
 )
-from ejkernel_xla import _selected
+from ejkernel_xla import _sparse
 from ejkernel_xla._numerics import accumulator
 from ejkernel_xla.native_sparse_attention.config import NativeSparseAttentionConfig
 
@@ -30,13 +31,13 @@ def forward(
 
     def tile(arrays: Any) -> Any:
         query, selection = arrays
-        out, lse = _selected.attend(query, *_gathered(call, key, value, selection), call.scale)
+        out, lse = _sparse.attend(query, *_gathered(call, key, value, selection), call.scale)
         return out.astype(query.dtype), lse.astype(_lse_dtype(call))
 
-    query = _selected.by_head(inputs.query, key.shape[1])
-    out, lse = _selected.by_tiles(tile, (query, _selection(call, inputs)), config.block_q)
+    query = _sparse.by_head(inputs.query, key.shape[1])
+    out, lse = _sparse.by_tiles(tile, (query, _selection(call, inputs)), config.block_q)
     wanted = call.return_lse or call.save_residuals
-    return NativeSparseAttentionOutputs(_selected.from_heads(out), _selected.from_heads(lse) if wanted else None)
+    return NativeSparseAttentionOutputs(_sparse.from_heads(out), _sparse.from_heads(lse) if wanted else None)
 
 
 def backward(
@@ -48,25 +49,25 @@ def backward(
 ) -> NativeSparseAttentionInputs:
     key, value = _padded(call, inputs.key), _padded(call, inputs.value)
     size, wide = inputs.key.shape[3], accumulator(inputs.key.dtype)
-    rows = _selected.rows_of(
+    rows = _sparse.rows_of(
         *(
-            None if x is None else _selected.by_head(x, key.shape[1])
+            None if x is None else _sparse.by_head(x, key.shape[1])
             for x in (inputs.query, outputs.out, outputs.lse, cotangents.out, cotangents.lse)
         )
     )
 
     def tile(total: Any, arrays: Any) -> Any:
         rows, selection = arrays
-        d_query, d_key, d_value = _selected.pull(rows, *_gathered(call, key, value, selection), call.scale)
+        d_query, d_key, d_value = _sparse.tile_gradients(rows, *_gathered(call, key, value, selection), call.scale)
         beyond = jnp.where(selection.starts >= call.key.shape[1], total.shape[2], selection.starts)
-        total = _selected.added(total, beyond, jnp.concatenate([d_key, d_value], axis=-1))
+        total = _sparse.added(total, beyond, jnp.concatenate([d_key, d_value], axis=-1))
         return total, d_query.astype(rows.query.dtype)
 
-    total = _selected.zeros((*key.shape[:3], size + value.shape[3]), wide, (rows, key, value, inputs.block_indices))
-    total, d_query = _selected.fold_tiles(tile, total, (rows, _selection(call, inputs)), config.block_q)
+    total = _sparse.zeros((*key.shape[:3], size + value.shape[3]), wide, (rows, key, value, inputs.block_indices))
+    total, d_query = _sparse.fold_tiles(tile, total, (rows, _selection(call, inputs)), config.block_q)
     total = jnp.swapaxes(total, 1, 2)[:, : call.key.shape[1]]
     return NativeSparseAttentionInputs(
-        _selected.from_heads(d_query),
+        _sparse.from_heads(d_query),
         total[..., :size].astype(inputs.key.dtype),
         total[..., size:].astype(inputs.value.dtype),
         None,
@@ -98,5 +99,5 @@ def _gathered(call: NativeSparseAttentionCall, key: Any, value: Any, selection: 
     tokens = tokens.reshape(*tokens.shape[:3], tokens.shape[3] * tokens.shape[4])
     visible = tokens < selection.limit[..., None]
     shown = visible[..., None]
-    key, value = (_selected.gathered(x, selection.starts, call.block_size) for x in (key, value))
+    key, value = (_sparse.gathered(x, selection.starts, call.block_size) for x in (key, value))
     return jnp.where(shown, key, jnp.zeros((), key.dtype)), jnp.where(shown, value, jnp.zeros((), value.dtype)), visible

@@ -1,5 +1,5 @@
-"""The backward phase: weights are recomputed from the log-sum-exp, one tile after the other, and gradients of keys and values are
-added to their pages in that order, so that results do not depend on timing."""
+"""The backward phase: recomputes weights from the log-sum-exp, one tile after the other, and accumulates gradients of keys and
+values in their pages in that order, so results are deterministic."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _gradients(
     d_out = jnp.zeros_like(out) if d_out is None else d_out
     d_lse = jnp.zeros_like(lse) if d_lse is None else jnp.where(lse == -jnp.inf, 0, d_lse).astype(wide)
     mean = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1) - d_lse
-    # Sums of a row's gradients under large factors show the rounding of `out`; for them the mean is formed anew.
+    # Large factors amplify the rounding of `out` in a row's gradient sums; recompute the mean for them.
     anew = member.key_scale is not None or member.alibi_slopes is not None
 
     def one(sums: _Sums, tile: Tiles) -> tuple[_Sums, Any]:
@@ -96,7 +96,7 @@ def _gradients(
         if anew:
             average = functools.partial(_average, attention, tile, fixed)
             fixed = fixed._replace(mean=jax.lax.fori_loop(0, count, average, vary_like(fixed.mean, (member, d_out))))
-        step = functools.partial(_absorb, attention, tile, fixed)
+        step = functools.partial(_accumulate, attention, tile, fixed)
         sums, d_query = jax.lax.fori_loop(0, count, step, (sums, zeros))
         return sums, d_query[0]
 
@@ -141,7 +141,7 @@ def _average(attention: Attention, tile: Tiles, fixed: _Fixed, index: Any, mean:
     return mean + jnp.sum(jnp.where(scores.visible, weights * value_scale * products, 0), axis=-1)
 
 
-def _absorb(attention: Attention, tile: Tiles, fixed: _Fixed, index: Any, state: tuple[_Sums, Any]) -> tuple[_Sums, Any]:
+def _accumulate(attention: Attention, tile: Tiles, fixed: _Fixed, index: Any, state: tuple[_Sums, Any]) -> tuple[_Sums, Any]:
     sums, d_query = state
     call, dtype = attention.call, attention.dtype
     block = attention.block(tile, index)

@@ -1,4 +1,4 @@
-"""Performance knobs of paged attention on XLA."""
+"""Config of paged attention on XLA."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _BLOCK_Q = 32
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionConfig:
-    """How queries and keys are cut into tiles.
+    """How queries and keys are tiled.
 
     Attributes:
         block_q: new tokens of one request per tile.
         block_k: keys that a tile reads per step, of any number of pages.
-        tiles_per_step: tiles that walk over their keys together; the longest of them says how many steps there are.
+        tiles_per_step: tiles that loop over their keys together; the longest determines the number of steps.
     """
 
     block_q: int

@@ -75,7 +75,7 @@ def _group(attention: Attention, bounded: bool, tiles: Tiles) -> tuple[Any, Any]
     )
     state = vary_like(state, member)
     if attention.readable:
-        step = functools.partial(_absorb, attention, tiles, attention.take(member.query, tiles))
+        step = functools.partial(_online_softmax_update, attention, tiles, attention.take(member.query, tiles))
         if bounded:
             steps = jnp.arange(-(-call.longest // sizes.block_k), dtype=jnp.int32)
             state = jax.lax.scan(lambda state, index: (step(index, state), None), state, steps)[0]
@@ -84,18 +84,18 @@ def _group(attention: Attention, bounded: bool, tiles: Tiles) -> tuple[Any, Any]
     return _finish(attention, _with_sinks(attention, state))
 
 
-def _absorb(attention: Attention, tiles: Tiles, query: Any, index: Any, state: _State) -> _State:
+def _online_softmax_update(attention: Attention, tiles: Tiles, query: Any, index: Any, state: _State) -> _State:
     scores = attention.scores(tiles, query, attention.block(tiles, index))
     logits = jnp.where(scores.visible, scores.logits, -jnp.inf)
     maximum = jnp.maximum(state.maximum, jax.lax.stop_gradient(jnp.max(logits, axis=-1)))
-    kept, finite = _rescaling(state.maximum, maximum)
+    rescale, finite = _rescale(state.maximum, maximum)
     weights = jnp.exp(logits - finite[..., None])
     rows = weights.astype(attention.dtype).reshape(*weights.shape[:2], -1, weights.shape[4])
     values = attention.dot("tkms,tkse->tkme", rows, scores.value).reshape(state.values.shape)
-    return _State(maximum, state.total * kept + jnp.sum(weights, axis=-1), state.values * kept[..., None] + values)
+    return _State(maximum, state.total * rescale + jnp.sum(weights, axis=-1), state.values * rescale[..., None] + values)
 
 
-def _rescaling(before: Any, after: Any) -> tuple[Any, Any]:
+def _rescale(before: Any, after: Any) -> tuple[Any, Any]:
     """The factor of what was summed under the maximum before, and the maximum after, 0 where nothing is visible yet."""
     finite = jnp.where(after == -jnp.inf, 0, after)
     return jnp.exp(before - finite), finite
@@ -107,9 +107,9 @@ def _with_sinks(attention: Attention, state: _State) -> _State:
         return state
     sinks = sinks.astype(attention.wide).reshape(attention.call.heads, attention.groups, 1, -1)
     maximum = jnp.maximum(state.maximum, jax.lax.stop_gradient(jnp.max(sinks, axis=-1)))
-    kept, finite = _rescaling(state.maximum, maximum)
-    total = state.total * kept + jnp.sum(jnp.exp(sinks - finite[..., None]), axis=-1)
-    return _State(maximum, total, state.values * kept[..., None])
+    rescale, finite = _rescale(state.maximum, maximum)
+    total = state.total * rescale + jnp.sum(jnp.exp(sinks - finite[..., None]), axis=-1)
+    return _State(maximum, total, state.values * rescale[..., None])
 
 
 def _finish(attention: Attention, state: _State) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Tiles of queries, each of one request, made on the device; and what a tile reads of the pages at one step.
+"""Tiles of queries, each of one request, computed on the device; and the loads of a tile at one step.
 
 Axes: t tiles, k key heads, g query heads per key head, q queries of a tile, s keys of a step, d and e sizes of keys and values.
 """
@@ -17,8 +17,8 @@ from ejkernel.operations.paged_attention.interface import PagedAttentionCall, Pa
 from ejkernel_xla._numerics import accumulator, dot_precision
 from ejkernel_xla.paged_attention.config import PagedAttentionConfig
 
-_FAR = 2**30
-"""A window that hides nothing, small enough for int32."""
+_UNBOUNDED = 2**30
+"""Stands for no window; small enough for int32."""
 
 
 class Tiles(NamedTuple):
@@ -62,7 +62,7 @@ class Sizes(NamedTuple):
 
 
 def tile_list(call: PagedAttentionCall, sizes: Sizes, member: PagedAttentionInputs) -> tuple[Tiles, Rows]:
-    """Cut the new tokens of every request into tiles; the last tiles may be empty."""
+    """Split the new tokens of every request into tiles; the last tiles may be empty."""
     tokens, requests, height = call.query.shape[1], call.kv_lens.shape[1], sizes.block_q
     starts = jnp.clip(member.query_start_loc[:-1], 0, tokens)
     ends = jnp.maximum(jnp.clip(member.query_start_loc[1:], 0, tokens), starts)
@@ -78,7 +78,7 @@ def tile_list(call: PagedAttentionCall, sizes: Sizes, member: PagedAttentionInpu
     end = jnp.minimum(member.kv_lens[request], call.longest)
     if call.causal:
         end = jnp.minimum(end, high + to_position)
-    window = _FAR if call.window is None else min(call.window, _FAR)
+    window = _UNBOUNDED if call.window is None else min(call.window, _UNBOUNDED)
     begin = jnp.maximum(low + to_position - window + 1, 0)
     end = jnp.where(high > low, end, begin)
     tiles = Tiles(request, jnp.clip(low, 0, tokens - height), low, high, to_position, to_local, begin, end)
@@ -119,7 +119,7 @@ class Scores(NamedTuple):
 
 
 class Attention:
-    """One batch member: how its tiles see its keys."""
+    """Paged attention of one batch member."""
 
     def __init__(self, call: PagedAttentionCall, sizes: Sizes, member: PagedAttentionInputs) -> None:
         self.call, self.sizes, self.member = call, sizes, member
@@ -175,14 +175,14 @@ class Attention:
         """From `query . key` to logits before the mask; query is `[t,k,g,q,d]`."""
         call = self.call
         visible, bias, bias_at = self._visible(tiles, block)
-        key, value, poison = self._load(block, visible)
+        key, value, nan = self._load(block, visible)
         rows = query.astype(self.dtype).reshape(*query.shape[:2], -1, query.shape[4])
         raw = self.dot("tkmd,tksd->tkms", rows, key).reshape(*query.shape[:4], -1)
         logits = raw * call.scale
         if self.key_scale is not None:
             logits = logits * self.key_scale[:, None, None, None]
-        if poison is not None:
-            logits = jnp.where(visible, logits + poison, 0)
+        if nan is not None:
+            logits = jnp.where(visible, logits + nan, 0)
         slope = None
         if call.soft_cap is not None:
             capped = jnp.tanh(logits / call.soft_cap)
@@ -207,7 +207,7 @@ class Attention:
         if call.causal:
             visible &= keys <= position
         if call.window is not None:
-            visible &= keys > position - min(call.window, _FAR)
+            visible &= keys > position - min(call.window, _UNBOUNDED)
         if self.member.qq_bias is None:
             return visible[:, None, None], None, None
         bias = self.member.qq_bias
@@ -222,7 +222,7 @@ class Attention:
         return (visible & ~hidden)[:, None, None], jnp.where(hidden, 0, found)[:, None, None], at
 
     def _load(self, block: Block, visible: Any) -> tuple[Any, Any, Any]:
-        """Keys and values; NaN and infinities in them are kept away from the queries that do not see them.
+        """NaN-safe keys and values: NaN and infinities propagate only to queries that see them.
 
         With one row per tile, keys that it does not see become 0. With more, a key or value that is not finite becomes 0 and the
         third result, `[t,k,1,1,s]`, NaN in its place, which reaches exactly the rows that see it.
@@ -240,9 +240,9 @@ class Attention:
             seen = visible[:, 0, 0, 0, None, :, None]
             return jnp.where(seen, key, 0), jnp.where(seen, value, 0), None
         zero = jnp.zeros((), self.dtype)
-        poison = (jnp.sum(key * zero, axis=-1) + jnp.sum(value * zero, axis=-1)).astype(self.wide)
+        nan = (jnp.sum(key * zero, axis=-1) + jnp.sum(value * zero, axis=-1)).astype(self.wide)
         key, value = (jnp.where(jnp.isfinite(x), x, zero) for x in (key, value))
-        return key, value, poison[:, :, None, None, :]
+        return key, value, nan[:, :, None, None, :]
 
 
 def _per_key_head(scale: Any, heads: int) -> Any:

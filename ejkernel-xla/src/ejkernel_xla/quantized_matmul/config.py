@@ -1,4 +1,4 @@
-"""Performance knobs of the product with packed weights on XLA."""
+"""Config of the quantized matmul on XLA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ACCELERATOR_TILE_BYTES = 1 << 27
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatmulConfig:
-    """How the weights are cut.
+    """How the weights are tiled.
 
     Attributes:
         block_n: columns of the result whose weights are unpacked at one time; rounded up to whole groups and words.

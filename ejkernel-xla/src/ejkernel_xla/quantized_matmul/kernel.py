@@ -1,7 +1,7 @@
-"""`x @ W` by blocks of columns of the result: the weights of one block are unpacked, used and forgotten.
+"""`x @ W` by column blocks of the output: only one block's weights are unpacked at a time.
 
-Both layouts are cut along n: rows of `[n, k]`, or groups of whole words of `[k, n]`. So the gradients of scales and zero points of
-one block are complete when the block is done, and only that of x is summed over blocks.
+Both layouts are split along n: rows of `[n, k]`, or groups of whole words of `[k, n]`. So the gradients of scales and zero
+points of a block are complete after the block, and only that of x is summed over blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Performance knobs of RWKV-4's time mixing on XLA."""
+"""Config of RWKV-4's time mixing on XLA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ejkernel.plugin import ConfigSpace, Target
 
 @dataclasses.dataclass(frozen=True)
 class Rwkv4Config:
-    """How sequences are cut.
+    """How sequences are split.
 
     Attributes:
         chunk_size: tokens between two states that backward keeps.

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.rwkv4.interface import NOTHING_SEEN, Rwkv4Call, Rwkv4Inputs, Rwkv4Outputs
+from ejkernel_xla._chunks import ChunkLoop
 from ejkernel_xla._numerics import accumulator
-from ejkernel_xla._steps import over_tokens, run_backward, run_forward
-from ejkernel_xla._walk import Walk
+from ejkernel_xla._scan import over_tokens, run_backward, run_forward
 from ejkernel_xla.rwkv4.config import Rwkv4Config
 
 
@@ -42,8 +42,8 @@ class _Problem:
     def __init__(self, call: Rwkv4Call, inputs: Rwkv4Inputs, config: Rwkv4Config) -> None:
         self.config, self.dtype = config, accumulator(call.v.dtype)
         batch, length, channels = call.k.shape
-        self.walk = Walk(batch, length, max(min(config.chunk_size, length), 1))
-        self.tokens = _Tokens(self.walk.prepare(inputs.k), self.walk.prepare(inputs.v))
+        self.chunks = ChunkLoop(batch, length, max(min(config.chunk_size, length), 1))
+        self.tokens = _Tokens(self.chunks.prepare(inputs.k), self.chunks.prepare(inputs.v))
         self.shared = _Shared(inputs.w.astype(self.dtype), inputs.u.astype(self.dtype))
         zeros = jnp.zeros((batch, channels), self.dtype)
         given = inputs.state
@@ -80,8 +80,10 @@ def _write(state: _State, log_decay: Any, token: _Tokens) -> _State:
 def forward(call: Rwkv4Call, inputs: Rwkv4Inputs, config: Rwkv4Config) -> Rwkv4Outputs:
     problem = _Problem(call, inputs, config)
     state, out = problem.first, jnp.zeros(call.v.shape, call.v.dtype)
-    if problem.walk.count:
-        state, out = run_forward(problem.walk, problem.run, problem.shared, problem.first, problem.tokens, call.v.dtype, inputs)
+    if problem.chunks.count:
+        state, out = run_forward(
+            problem.chunks, problem.run, problem.shared, problem.first, problem.tokens, call.v.dtype, inputs
+        )
     return Rwkv4Outputs(out, jnp.stack(state, axis=1) if call.return_state else None)
 
 
@@ -92,9 +94,9 @@ def backward(
     final = cotangents.final_state
     d_state = jax.tree.map(jnp.zeros_like, problem.first) if final is None else problem.unstacked(final)
     d_shared, d_tokens = jax.tree.map(jnp.zeros_like, (problem.shared, problem.tokens))
-    if problem.walk.count:
+    if problem.chunks.count:
         d_shared, d_state, d_tokens = run_backward(
-            problem.walk,
+            problem.chunks,
             problem.run,
             problem.shared,
             problem.first,

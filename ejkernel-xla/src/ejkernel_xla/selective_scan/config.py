@@ -1,4 +1,4 @@
-"""Performance knobs of the selective scan on XLA."""
+"""Config of the selective scan on XLA."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _CHUNK_ELEMENTS = 2**24
 
 @dataclasses.dataclass(frozen=True)
 class SelectiveScanConfig:
-    """How sequences are cut.
+    """How sequences are split.
 
     Attributes:
         chunk_size: tokens between two states that backward keeps.
-        associative: scan a chunk in a logarithmic number of steps over all of its states at once, for devices whose steps are dear.
+        associative: whether a chunk is an associative scan, with a logarithmic number of steps over all of its states.
         unroll: tokens per step of the loop over tokens; not used with `associative`.
     """
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.selective_scan.interface import SelectiveScanCall, SelectiveScanInputs, SelectiveScanOutputs
+from ejkernel_xla._chunks import ChunkLoop
 from ejkernel_xla._numerics import accumulator
-from ejkernel_xla._steps import over_tokens, run_backward, run_forward
-from ejkernel_xla._walk import Walk
+from ejkernel_xla._scan import over_tokens, run_backward, run_forward
 from ejkernel_xla.selective_scan.config import SelectiveScanConfig
 
 
@@ -36,8 +36,8 @@ class _Problem:
     def __init__(self, call: SelectiveScanCall, inputs: SelectiveScanInputs, config: SelectiveScanConfig) -> None:
         self.config, self.dtype = config, accumulator(call.x.dtype)
         batch, length, channels = call.x.shape
-        self.walk = Walk(batch, length, max(min(config.chunk_size, length), 1))
-        self.tokens = _Tokens(*(self.walk.prepare(array) for array in (inputs.x, inputs.dt, inputs.B, inputs.C)))
+        self.chunks = ChunkLoop(batch, length, max(min(config.chunk_size, length), 1))
+        self.tokens = _Tokens(*(self.chunks.prepare(array) for array in (inputs.x, inputs.dt, inputs.B, inputs.C)))
         self.shared = jax.tree.map(lambda array: array.astype(self.dtype), _Shared(inputs.A, inputs.D))
         zeros = jnp.zeros((batch, channels, call.A.shape[2]), self.dtype)
         self.first = zeros if inputs.initial_state is None else inputs.initial_state.astype(self.dtype)
@@ -76,9 +76,9 @@ def _at_once(shared: _Shared, state: Any, tokens: _Tokens) -> tuple[Any, Any]:
 
 def forward(call: SelectiveScanCall, inputs: SelectiveScanInputs, config: SelectiveScanConfig) -> SelectiveScanOutputs:
     problem = _Problem(call, inputs, config)
-    if not problem.walk.count:
+    if not problem.chunks.count:
         return SelectiveScanOutputs(jnp.zeros(call.x.shape, call.x.dtype), problem.first)
-    state, out = run_forward(problem.walk, problem.run, problem.shared, problem.first, problem.tokens, call.x.dtype, inputs)
+    state, out = run_forward(problem.chunks, problem.run, problem.shared, problem.first, problem.tokens, call.x.dtype, inputs)
     return SelectiveScanOutputs(out, state)
 
 
@@ -92,9 +92,9 @@ def backward(
     problem = _Problem(call, inputs, config)
     d_state = cotangents.final_state.astype(problem.dtype)
     d_shared, d_tokens = jax.tree.map(jnp.zeros_like, (problem.shared, problem.tokens))
-    if problem.walk.count:
+    if problem.chunks.count:
         d_shared, d_state, d_tokens = run_backward(
-            problem.walk,
+            problem.chunks,
             problem.run,
             problem.shared,
             problem.first,

@@ -1,4 +1,5 @@
-"""Both phases by tiles of queries; backward gathers and computes again from lse. All heads belong to one key head, the latent."""
+"""Both phases loop over tiles of queries; backward gathers again and recomputes weights from lse. All heads share one key head,
+the latent."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from ejkernel.operations.sparse_latent_attention.interface import (
     SparseLatentAttentionInputs,
     SparseLatentAttentionOutputs,
 )
-from ejkernel_xla import _selected
+from ejkernel_xla import _sparse
 from ejkernel_xla._numerics import accumulator
 from ejkernel_xla.sparse_latent_attention.config import SparseLatentAttentionConfig
 
@@ -24,12 +25,12 @@ def forward(
     def tile(arrays: Any) -> Any:
         query, chosen = arrays
         key, visible = _gathered(latents, chosen)
-        out, lse = _selected.attend(query, key, key[..., : call.value_size], visible, call.scale)
+        out, lse = _sparse.attend(query, key, key[..., : call.value_size], visible, call.scale)
         return out.astype(query.dtype), lse
 
-    out, lse = _selected.by_tiles(tile, (_selected.by_head(inputs.query, 1), _chosen(inputs)), config.block_q)
+    out, lse = _sparse.by_tiles(tile, (_sparse.by_head(inputs.query, 1), _chosen(inputs)), config.block_q)
     wanted = call.return_lse or call.save_residuals
-    return SparseLatentAttentionOutputs(_selected.from_heads(out), _selected.from_heads(lse) if wanted else None)
+    return SparseLatentAttentionOutputs(_sparse.from_heads(out), _sparse.from_heads(lse) if wanted else None)
 
 
 def backward(
@@ -42,9 +43,9 @@ def backward(
     latents = _latents(inputs)
     tokens, size = inputs.key_value.shape[1:]
     beyond = latents.shape[2]
-    rows = _selected.rows_of(
+    rows = _sparse.rows_of(
         *(
-            None if x is None else _selected.by_head(x, 1)
+            None if x is None else _sparse.by_head(x, 1)
             for x in (inputs.query, outputs.out, outputs.lse, cotangents.out, cotangents.lse)
         )
     )
@@ -52,14 +53,14 @@ def backward(
     def tile(total: Any, arrays: Any) -> Any:
         rows, chosen = arrays
         key, visible = _gathered(latents, chosen)
-        d_query, d_key, d_value = _selected.pull(rows, key, key[..., : call.value_size], visible, call.scale)
+        d_query, d_key, d_value = _sparse.tile_gradients(rows, key, key[..., : call.value_size], visible, call.scale)
         parts = d_key + jnp.pad(d_value, [(0, 0)] * 4 + [(0, size - call.value_size)])
-        total = _selected.added(total, jnp.where(visible, chosen - 1, beyond), parts)
+        total = _sparse.added(total, jnp.where(visible, chosen - 1, beyond), parts)
         return total, d_query.astype(rows.query.dtype)
 
-    total = _selected.zeros(latents.shape, accumulator(latents.dtype), (rows, latents, inputs.token_indices))
-    total, d_query = _selected.fold_tiles(tile, total, (rows, _chosen(inputs)), config.block_q)
-    return SparseLatentAttentionInputs(_selected.from_heads(d_query), total[:, 0, :tokens].astype(inputs.key_value.dtype), None)
+    total = _sparse.zeros(latents.shape, accumulator(latents.dtype), (rows, latents, inputs.token_indices))
+    total, d_query = _sparse.fold_tiles(tile, total, (rows, _chosen(inputs)), config.block_q)
+    return SparseLatentAttentionInputs(_sparse.from_heads(d_query), total[:, 0, :tokens].astype(inputs.key_value.dtype), None)
 
 
 def _latents(inputs: SparseLatentAttentionInputs) -> Any:
@@ -76,5 +77,5 @@ def _chosen(inputs: SparseLatentAttentionInputs) -> Any:
 def _gathered(latents: Any, chosen: Any) -> tuple[Any, Any]:
     """The latents of a tile `[b,1,q,j,c]`, 0 where none is chosen, and where one is."""
     visible = chosen > 0
-    found = _selected.gathered(latents, jnp.maximum(chosen - 1, 0), 1)
+    found = _sparse.gathered(latents, jnp.maximum(chosen - 1, 0), 1)
     return jnp.where(visible[..., None], found, jnp.zeros((), found.dtype)), visible

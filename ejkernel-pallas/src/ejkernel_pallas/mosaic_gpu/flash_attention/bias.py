@@ -1,4 +1,4 @@
-"""How a bias lies, and how its tiles come to consumers through shared memory."""
+"""Layout of a bias, and its tiles in shared memory."""
 
 from __future__ import annotations
 
@@ -10,66 +10,66 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
-from ejkernel_pallas.mosaic_gpu._call import tiled, tiled_bytes
+from ejkernel_pallas.mosaic_gpu._call import smem_bytes, swizzled_smem
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import ROWS
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ROW_TOKENS, _COLUMN_TOKENS = 8, 64
-"""Of pairs, a copy's box is made of tiles of so many."""
+"""Rows and columns of the TMA box of a pairwise bias are multiples of these."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BiasTiles:
-    """A ring of tiles for kernels whose consumers own `ROWS` tokens each and walk over tiles of others.
+    """A ring buffer of bias tiles, for kernels whose consumers own `ROWS` tokens each and loop over tiles of others.
 
     Attributes:
-        form: "pairs", or "keys" or "queries" where it is a row of these, the same for all of the other kind.
-        batch, heads: of the bias, 1 where it is shared.
+        kind: "pairs", or "keys" or "queries" for a bias that is broadcast over the other axis.
+        batch, heads: of the bias, 1 if it is shared.
         dtype: in memory.
         by_key: whether keys are owned, not queries.
         warpgroups: consumers of a block.
-        other: tokens of a tile that is walked over.
-        stages: tiles in shared memory at one time.
+        other: tokens of a streamed tile.
+        num_stages: tiles in shared memory.
     """
 
-    form: str
+    kind: str
     batch: int
     heads: int
     dtype: str
     by_key: bool
     warpgroups: int
     other: int
-    stages: int
+    num_stages: int
 
     @property
     def by_pair(self) -> bool:
-        return self.form == "pairs"
+        return self.kind == "pairs"
 
     @property
-    def turned(self) -> bool:
-        """Whether tiles of pairs are `[other, own]` in memory: shared memory is read the other way round in units of 16 bits."""
+    def transposed(self) -> bool:
+        """Whether pairwise tiles are stored as `[other, own]`: loads can transpose 16-bit elements of shared memory."""
         return self.by_pair and self.by_key and jnp.dtype(self.dtype).itemsize == 2
 
     @property
     def owned(self) -> bool:
-        """Whether it is a row of the owned tokens."""
-        return self.form == ("keys" if self.by_key else "queries")
+        """Whether it is a row bias over the owned tokens."""
+        return self.kind == ("keys" if self.by_key else "queries")
 
     @property
     def _shape(self) -> tuple[int, ...]:
         """Of a tile."""
         if self.by_pair:
-            return (self.warpgroups, self.other, ROWS) if self.turned else (self.warpgroups, ROWS, self.other)
+            return (self.warpgroups, self.other, ROWS) if self.transposed else (self.warpgroups, ROWS, self.other)
         return (self.warpgroups * ROWS,) if self.owned else (self.other,)
 
     @property
     def bytes(self) -> int:
         """Of shared memory."""
-        return tiled_bytes((self.stages, *self._shape), jnp.dtype(self.dtype).itemsize)
+        return smem_bytes((self.num_stages, *self._shape), jnp.dtype(self.dtype).itemsize)
 
     @property
     def registers(self) -> int:
-        """That a consumer's thread loads of a tile."""
+        """Registers per consumer thread of a loaded tile."""
         if self.by_pair:
             return self.other * jnp.dtype(self.dtype).itemsize // 8
         return 2 if self.owned else self.other // 4
@@ -77,11 +77,11 @@ class BiasTiles:
     def scratch(self) -> dict[str, Any]:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        shape = (self.stages, *self._shape)
+        shape = (self.num_stages, *self._shape)
         return {
-            "bias": tiled(shape, self.dtype) if self.by_pair else plgpu.SMEM(shape, self.dtype),
-            "bias_here": plgpu.Barrier(num_barriers=self.stages, num_arrivals=self.copies),
-            "bias_free": plgpu.Barrier(num_barriers=self.stages, num_arrivals=self.warpgroups),
+            "bias": swizzled_smem(shape, self.dtype) if self.by_pair else plgpu.SMEM(shape, self.dtype),
+            "bias_full": plgpu.Barrier(num_barriers=self.num_stages, num_arrivals=self.copies),
+            "bias_empty": plgpu.Barrier(num_barriers=self.num_stages, num_arrivals=self.warpgroups),
         }
 
     @property
@@ -90,26 +90,26 @@ class BiasTiles:
         return self.warpgroups if self.by_pair else 1
 
     def stored(self, bias: Any, queries: int, keys: int) -> Any:
-        """The bias as it is copied: `[batch * heads, T, S]`, or `[batch * heads, n]` with whole tiles of the row's tokens."""
+        """The bias as TMA loads it: `[batch * heads, T, S]`, or `[batch * heads, n]` padded to whole tiles."""
         rows = self.batch * self.heads
         bias = bias.astype(self.dtype)
         if not self.by_pair:
-            length = keys if self.form == "keys" else queries
+            length = keys if self.kind == "keys" else queries
             bias = jnp.broadcast_to(bias.reshape(rows, -1), (rows, length))
             return jnp.pad(bias, ((0, 0), (0, -length % self._shape[0])))
         bias = bias.reshape(rows, queries, keys)
-        if self.by_key and not self.turned:
+        if self.by_key and not self.transposed:
             bias = jnp.swapaxes(bias, 1, 2)
         extra = (-bias.shape[1] % _ROW_TOKENS, -bias.shape[2] % _COLUMN_TOKENS)
         return jnp.pad(bias, ((0, 0), *((0, more) for more in extra))) if any(extra) else bias
 
     def row(self, i_batch: Any, i_head: Any) -> Any:
-        """Of what `stored` returns."""
+        """Row index into the result of `stored`."""
         i_batch, i_head = i_batch if self.batch > 1 else 0, i_head if self.heads > 1 else 0
         return i_batch * self.heads + i_head
 
     def copy(self, array: Any, i_row: Any, first: Any, start: Any, s_tile: Any, barrier: Any) -> None:
-        """Copy a tile, of a block's owned tokens from `first` and others from `start`."""
+        """Issue the TMA load of a tile, of owned tokens from `first` and others from `start`."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         if not self.by_pair:
@@ -118,7 +118,7 @@ class BiasTiles:
             return
         for wg in range(self.warpgroups):
             here = (pl.ds(first + wg * ROWS, ROWS), pl.ds(start, self.other))
-            source = array.at[i_row, *(reversed(here) if self.turned else here)]
+            source = array.at[i_row, *(reversed(here) if self.transposed else here)]
             plgpu.copy_gmem_to_smem(source, s_tile.at[wg], barrier)
 
     def load(self, s_tile: Any, i_wg: Any) -> Any:
@@ -128,25 +128,25 @@ class BiasTiles:
         layout = plgpu.Layout.WGMMA
         if self.by_pair:
             s_part = s_tile.at[i_wg]
-            return plgpu.load(s_part.transpose((1, 0)) if self.turned else s_part, layout=layout).astype(jnp.float32)
+            return plgpu.load(s_part.transpose((1, 0)) if self.transposed else s_part, layout=layout).astype(jnp.float32)
         if self.owned:
             s_tile = s_tile.at[pl.ds(i_wg * ROWS, ROWS)]
         b_row = plgpu.load(s_tile, layout=layout.reduce(1 if self.owned else 0), optimized=False)
         return lax.broadcast_in_dim(b_row, (ROWS, self.other), [0 if self.owned else 1])
 
 
-def form_of(call: FlashAttentionCall) -> str | None:
-    """What a bias that is the same for all pairs counts as: a row of keys."""
+def bias_kind(call: FlashAttentionCall) -> str | None:
+    """The kind of a call's bias. A bias that is equal for all pairs counts as a row of keys."""
     if call.bias is None:
         return None
     _, _, queries, keys = call.bias.shape
     return "keys" if queries == 1 else "queries" if keys == 1 else "pairs"
 
 
-def bias_tiles(call: FlashAttentionCall, *, by_key: bool, warpgroups: int, other: int, stages: int) -> BiasTiles | None:
-    form = form_of(call)
-    if call.bias is None or form is None:
+def bias_tiles(call: FlashAttentionCall, *, by_key: bool, warpgroups: int, other: int, num_stages: int) -> BiasTiles | None:
+    kind = bias_kind(call)
+    if call.bias is None or kind is None:
         return None
     batch, heads, _, _ = call.bias.shape
-    dtype = call.bias.dtype if form == "pairs" and call.bias.dtype in _DTYPES else "float32"
-    return BiasTiles(form, batch, heads, dtype, by_key, warpgroups, other, stages)
+    dtype = call.bias.dtype if kind == "pairs" and call.bias.dtype in _DTYPES else "float32"
+    return BiasTiles(kind, batch, heads, dtype, by_key, warpgroups, other, num_stages)

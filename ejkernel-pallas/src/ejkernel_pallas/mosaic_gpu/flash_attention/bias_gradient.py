@@ -1,8 +1,8 @@
-"""The kernel of the bias's gradient: the sums of the logits' gradients, in one order, over what the bias shares.
+"""The bias gradient kernel: sums of the logits' gradients, in a fixed order, over the axes along which the bias is broadcast.
 
-Of a bias by pair, a program owns tiles of its own shape, one after the other, and walks over the batches and heads that share a
-tile. Of a row of keys or queries, a program owns some of these tokens in one head, walks over tiles of the others, and leaves a sum
-for each head. Tiles that no rule of position lets through are not visited.
+For a pairwise bias a program owns tiles of the bias, one after the other, and loops over the batches and heads that share a
+tile. For a row bias a program owns some of its tokens in one head, loops over tiles of the others, and writes a sum per head.
+Tiles that the positional mask excludes are skipped.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.mosaic_gpu._call import tiled
+from ejkernel_pallas.mosaic_gpu._call import swizzled_smem
 from ejkernel_pallas.mosaic_gpu.flash_attention.backward import Block, Gradient, Step
 from ejkernel_pallas.mosaic_gpu.flash_attention.bias import BiasTiles
-from ejkernel_pallas.mosaic_gpu.flash_attention.shape import ROWS, Walk
+from ejkernel_pallas.mosaic_gpu.flash_attention.shape import ROWS, TileRange
 
 
 @dataclasses.dataclass(frozen=True)
 class BiasGradient(Gradient):
-    """What the kernel is built for.
+    """Static parameters of the kernel.
 
     Attributes:
         bias: the tiles of the bias.
-        sharing: batches and heads that share a tile; 1 for a row.
-        resident: the owned queries of all of these stay in shared memory, for all tiles of keys. Otherwise tiles by pair are blocks
-            of their own, and queries are copied for each step.
-        tiles: of keys.
+        sharing: batches and heads that share a tile; 1 for a row bias.
+        resident: whether the owned queries of all of these stay in shared memory for all key tiles. Otherwise pairwise tiles
+            are scheduled separately, and queries are loaded in each step.
+        tiles: key tiles.
     """
 
     bias: BiasTiles
@@ -49,7 +49,7 @@ class BiasGradient(Gradient):
 
     @property
     def moves(self) -> bool:
-        """Whether owned queries are copied for each step."""
+        """Whether owned queries are loaded in each step."""
         return self.bias.by_pair and not self.resident
 
     @property
@@ -57,7 +57,7 @@ class BiasGradient(Gradient):
         return self.bias.by_key
 
     @property
-    def ahead(self) -> bool:
+    def waits_ahead(self) -> bool:
         return False
 
     @property
@@ -68,14 +68,14 @@ class BiasGradient(Gradient):
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         held = super().scratch()
-        places = self.stages if self.moves else self.batches * self.members
+        slots = self.num_stages if self.moves else self.batches * self.members
         for name, size in (("own", self.size), ("own_value", self.value_size)):
-            held[name] = tiled((places, self.warpgroups, ROWS, size), self.dtype)
+            held[name] = swizzled_smem((slots, self.warpgroups, ROWS, size), self.dtype)
             if self.moves:
-                barrier = functools.partial(plgpu.Barrier, num_barriers=self.stages, num_arrivals=self.warpgroups)
-                held |= {f"{name}_here": barrier(), f"{name}_free": barrier()}
+                barrier = functools.partial(plgpu.Barrier, num_barriers=self.num_stages, num_arrivals=self.warpgroups)
+                held |= {f"{name}_full": barrier(), f"{name}_empty": barrier()}
         if not self.moves:
-            held["own_here"] = plgpu.Barrier(num_barriers=self.warpgroups, num_arrivals=2 * places)
+            held["own_full"] = plgpu.Barrier(num_barriers=self.warpgroups, num_arrivals=2 * slots)
         return held
 
     def body(self, *refs: Any, **scratch: Any) -> None:
@@ -83,116 +83,115 @@ class BiasGradient(Gradient):
 
 
 class _Block(Block):
-    """One program at work. Places of the schedule are of the bias if that is by pair, and of query heads otherwise."""
+    """One thread block. Tile coordinates are of the bias if it is pairwise, and of query heads otherwise."""
 
     plan: BiasGradient
 
-    def over_tiles(self, place: Any, work: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
-        """Call `work(place, tile of keys, carry)`, which returns the next carry, for every tile that is owned; the last carry. Of a
-        row there is one call, without a tile."""
+    def over_tiles(self, coord: Any, work: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+        """Fold `work(coord, key tile, carry)` over the owned tiles. For a row bias there is one call, with None as its tile."""
         if self.plan.moves:
-            i_block = lax.div(place.block, jnp.int32(self.plan.tiles))
-            return work(place._replace(block=i_block), place.block - i_block * self.plan.tiles, carry)
+            i_block = lax.div(coord.block, jnp.int32(self.plan.tiles))
+            return work(coord._replace(block=i_block), coord.block - i_block * self.plan.tiles, carry)
         if self.plan.resident:
-            return lax.fori_loop(0, self.plan.tiles, lambda i_tile, carry: work(place, i_tile, carry), carry)
-        return work(place, None, carry)
+            return lax.fori_loop(0, self.plan.tiles, lambda i_tile, carry: work(coord, i_tile, carry), carry)
+        return work(coord, None, carry)
 
-    def over_batches(self, place: Any, i_tile: Any, work: Callable[[Any, Walk, Any], Any], carry: Any) -> Any:
-        """Call `work(place, walk, carry)`, which returns the next carry, for every batch that shares the tile; the last carry."""
+    def over_batches(self, coord: Any, i_tile: Any, work: Callable[[Any, TileRange, Any], Any], carry: Any) -> Any:
+        """Fold `work(coord, tile_range, carry)` over the batches that share the tile."""
 
         def step(i_batch: Any, carry: Any) -> Any:
-            here = place._replace(batch=i_batch)
-            walk = self.walk_of(here, 0)
+            here = coord._replace(batch=i_batch)
+            tile_range = self.tile_range_of(here, 0)
             if i_tile is not None:
-                visited = (i_tile >= walk.low) & (i_tile < walk.high)
-                walk = dataclasses.replace(walk, low=i_tile, high=i_tile + visited.astype(jnp.int32))
-            return work(here, walk, carry)
+                visited = (i_tile >= tile_range.low) & (i_tile < tile_range.high)
+                tile_range = dataclasses.replace(tile_range, low=i_tile, high=i_tile + visited.astype(jnp.int32))
+            return work(here, tile_range, carry)
 
-        return step(place.batch, carry) if self.plan.batches == 1 else lax.fori_loop(0, self.plan.batches, step, carry)
+        return step(coord.batch, carry) if self.plan.batches == 1 else lax.fori_loop(0, self.plan.batches, step, carry)
 
-    def query_head(self, place: Any, i_member: Any) -> Any:
-        return i_member if self.plan.members > 1 else place.head
+    def query_head(self, coord: Any, i_member: Any) -> Any:
+        return i_member if self.plan.members > 1 else coord.head
 
-    def own_head(self, place: Any, i_member: Any) -> Any:
-        i_head = self.query_head(place, i_member)
-        return lax.div(i_head, jnp.int32(self.rules.group)) if self.plan.by_key else i_head
+    def own_head(self, coord: Any, i_member: Any) -> Any:
+        i_head = self.query_head(coord, i_member)
+        return lax.div(i_head, jnp.int32(self.params.group)) if self.plan.by_key else i_head
 
-    def produce(self, place: Any, done: Any) -> Any:
-        def copy(place: Any, i_tile: Any, done: Any) -> Any:
-            return self.over_batches(place, i_tile, self.copy_tiles, done)
+    def produce(self, coord: Any, done: Any) -> Any:
+        def copy(coord: Any, i_tile: Any, done: Any) -> Any:
+            return self.over_batches(coord, i_tile, self.copy_tiles, done)
 
-        return self.over_tiles(place, copy, done)
+        return self.over_tiles(coord, copy, done)
 
-    def copy_tile(self, name: str, slot: Any, place: Any, i_member: Any, i_head: Any, here: Any) -> None:
+    def copy_tile(self, name: str, slot: Any, coord: Any, i_member: Any, i_head: Any, here: Any) -> None:
         if not name.startswith("own"):
-            super().copy_tile(name, slot, place, i_member, i_head, here)
+            super().copy_tile(name, slot, coord, i_member, i_head, here)
             return
         for wg in range(self.plan.warpgroups):
-            first = (place.block * self.plan.warpgroups + wg) * ROWS
-            self.copy_rows(name, slot, wg, place, i_member, first, self.scratch[f"{name}_here"].at[slot])
+            first = (coord.block * self.plan.warpgroups + wg) * ROWS
+            self.copy_rows(name, slot, wg, coord, i_member, first, self.scratch[f"{name}_full"].at[slot])
 
-    def copy_rows(self, name: str, slot: Any, wg: Any, place: Any, i_member: Any, first: Any, barrier: Any) -> None:
-        """Copy what one consumer owns."""
+    def copy_rows(self, name: str, slot: Any, wg: Any, coord: Any, i_member: Any, first: Any, barrier: Any) -> None:
+        """Issue the TMA load of one consumer's rows."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         source = (self.own if name == "own" else self.own_value).at[
-            place.batch, pl.ds(first, ROWS), self.own_head(place, i_member)
+            coord.batch, pl.ds(first, ROWS), self.own_head(coord, i_member)
         ]
         plgpu.copy_gmem_to_smem(source, self.scratch[name].at[slot, wg], barrier)
 
-    def copy_owned(self, place: Any, first: Any) -> None:
-        """Copy what one consumer owns of all batches and heads, waited for."""
+    def copy_owned(self, coord: Any, first: Any) -> None:
+        """Load one consumer's rows of all batches and heads, and wait for them."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        plan, here = self.plan, self.scratch["own_here"].at[self.wg]
+        plan, full = self.plan, self.scratch["own_full"].at[self.wg]
         for slot in range(plan.batches * plan.members):
             i_batch, i_member = divmod(slot, plan.members)
-            shared = place._replace(batch=i_batch) if plan.batches > 1 else place
+            shared = coord._replace(batch=i_batch) if plan.batches > 1 else coord
             for name in ("own", "own_value"):
-                self.copy_rows(name, slot, self.wg, shared, i_member, first, here)
-        plgpu.barrier_wait(here)
+                self.copy_rows(name, slot, self.wg, shared, i_member, first, full)
+        plgpu.barrier_wait(full)
 
-    def consume(self, place: Any, done: Any) -> Any:
-        """Add up the gradients of this warpgroup's logits."""
+    def consume(self, coord: Any, done: Any) -> Any:
+        """Accumulate the gradients of this warpgroup's logits."""
         if not self.plan.moves:
-            self.copy_owned(place, (place.block * self.plan.warpgroups + self.wg) * ROWS)
-        return self.over_tiles(place, self.add_tile, done)
+            self.copy_owned(coord, (coord.block * self.plan.warpgroups + self.wg) * ROWS)
+        return self.over_tiles(coord, self.add_tile, done)
 
-    def add_tile(self, place: Any, i_tile: Any, done: Any) -> Any:
+    def add_tile(self, coord: Any, i_tile: Any, done: Any) -> Any:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        first = (place.block * self.plan.warpgroups + self.wg) * ROWS
+        first = (coord.block * self.plan.warpgroups + self.wg) * ROWS
 
-        def add(place: Any, walk: Walk, carry: Any) -> Any:
+        def add(coord: Any, tile_range: TileRange, carry: Any) -> Any:
             done, b_sum = carry
-            step = _Step(self, place, walk, first, done, self.own_facts(place, first), None)
-            return done + walk.count, lax.fori_loop(0, walk.count, step.add, b_sum)
+            step = _Step(self, coord, tile_range, first, done, self.own_token_info(coord, first), None)
+            return done + tile_range.count, lax.fori_loop(0, tile_range.count, step.add, b_sum)
 
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, self.plan.other), jnp.float32), plgpu.Layout.WGMMA)
-        done, b_sum = self.over_batches(place, i_tile, add, (done, zeros))
+        done, b_sum = self.over_batches(coord, i_tile, add, (done, zeros))
         (result,) = self.results
         if i_tile is None:
-            result.at[place.batch, place.head, pl.ds(first, ROWS)][...] = b_sum.sum(axis=1)
+            result.at[coord.batch, coord.head, pl.ds(first, ROWS)][...] = b_sum.sum(axis=1)
         else:
-            i_row = self.plan.bias.row(place.batch, place.head)
+            i_row = self.plan.bias.row(coord.batch, coord.head)
             here = result.at[i_row, pl.ds(first, ROWS), pl.ds(i_tile * self.plan.other, self.plan.other)]
             here[...] = b_sum.astype(self.plan.bias.dtype)
         return done
 
 
 class _Step(Step):
-    """The gradients of one tile's logits."""
+    """The loop body: gradients of one tile's logits."""
 
     def owned(self, name: str, slot: Any, i_member: Any) -> Any:
-        """What is owned, as the left factor of a product."""
+        """The owned rows, as the left MMA operand."""
         plan = self.block.plan
         if plan.moves:
             return self.wait(name, slot).at[self.block.wg]
-        i_batch = self.place.batch if plan.batches > 1 else 0
+        i_batch = self.coord.batch if plan.batches > 1 else 0
         return self.block.scratch[name].at[i_batch * plan.members + i_member, self.block.wg]
 
     def statistics_of(self, slot: Any, i_member: Any) -> tuple[Any, Any]:
-        """What exponentials are shifted by and the gradients of weights start from, as tiles."""
+        """Row statistics as tiles: the log-sum-exp and minus delta."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         plan = self.block.plan
@@ -200,33 +199,33 @@ class _Step(Step):
             rows = self.block.scratch["rows"].at[slot]
             loaded = [plgpu.load(rows.at[i], layout=plgpu.Layout.WGMMA.reduce(0)) for i in range(2)]
         else:
-            i_head = self.block.query_head(self.place, i_member)
-            loaded = self.block.own_statistics(self.place._replace(head=i_head), self.first) or ()
+            i_head = self.block.query_head(self.coord, i_member)
+            loaded = self.block.own_statistics(self.coord._replace(head=i_head), self.first) or ()
         b_shift, b_start = (lax.broadcast_in_dim(b_row, (ROWS, plan.other), [int(plan.by_key)]) for b_row in loaded)
         return b_shift, b_start
 
     def add(self, i_step: Any, b_sum: Any) -> Any:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        plan, rules = self.block.plan, self.block.rules
+        plan, params = self.block.plan, self.block.params
         slot = self.slot(i_step)
-        i_member, i_tile = self.walk.at(i_step)
+        i_member, i_tile = self.tile_range.at(i_step)
 
-        def products(scores: Any, d_weights: Any) -> Any:
+        def issue_mmas(scores: Any, d_weights: Any) -> Any:
             own = self.owned("own", slot, i_member)
             plgpu.wgmma(scores, own, self.wait("other", slot).transpose((1, 0)))
             own_value = self.owned("own_value", slot, i_member)
             plgpu.wgmma(d_weights, own_value, self.wait("other_value", slot).transpose((1, 0)))
             b_shift, b_start = self.statistics_of(slot, i_member)
-            b_logits = rules.logits(plgpu.wgmma_accumulator_load(scores, wait_n=1), self.bias(slot))
-            b_weights = self.sloped(jnp.exp2(b_logits * rules.unit - b_shift), b_logits)
+            b_logits = params.logits(plgpu.wgmma_accumulator_load(scores, wait_n=1), self.bias(slot))
+            b_weights = self.sloped(jnp.exp2(b_logits * params.unit - b_shift), b_logits)
             b_weights = lax.optimization_barrier(b_weights)
             b_d_weights = plgpu.wgmma_accumulator_load(d_weights, wait_n=0) + b_start
-            return self.where_seen(i_tile, self.unless_hidden(b_weights, b_weights * b_d_weights))
+            return self.where_visible(i_tile, self.unless_hidden(b_weights, b_weights * b_d_weights))
 
         accumulators = (plgpu.WGMMAAccumulatorRef((ROWS, plan.other), jnp.float32) for _ in range(2))
-        b_d_logits = pl.run_scoped(products, *accumulators)
+        b_d_logits = pl.run_scoped(issue_mmas, *accumulators)
         for name in plan.rings:
             if name != "bias":
-                self.free(name, slot)
+                self.release(name, slot)
         return b_sum + b_d_logits

@@ -7,10 +7,10 @@ from ejkernel.plugin import Target
 from ejkernel_pallas.mosaic_gpu._call import refusal
 from ejkernel_pallas.mosaic_gpu.flash_attention.config import SIZES
 
-MOST_TOKENS = 2**27
-FARTHEST_OFFSET = 2**29
-"""Positions are counted in 32 bits."""
-MOST_BLOCKS = 2**30
+MAX_TOKENS = 2**27
+MAX_OFFSET = 2**29
+"""Positions are 32-bit."""
+MAX_BLOCKS = 2**30
 
 
 def supports_forward(call: FlashAttentionCall, target: Target) -> str | None:
@@ -28,13 +28,13 @@ def _refusal(call: FlashAttentionCall, target: Target) -> str | None:
 
 def _feature_refusal(call: FlashAttentionCall) -> str | None:
     if call.mask is not None:
-        return "mask: the kernels read no dense mask; rules of position and segments are understood"
+        return "mask: the kernels read no dense mask; positional masks and segments are supported"
     if call.dropout_rate:
-        return f"dropout_prob is {call.dropout_rate}, the kernels have no dropout"
+        return f"dropout_prob is {call.dropout_rate}, the kernels do not support dropout"
     if not call.normalize_output:
-        return "normalize_output=False: the gradient needs each row's largest logit, which is not kept"
+        return "normalize_output=False: the gradient needs each row's maximum logit, which is not saved"
     if call.logits_dtype != "float32":
-        return f"logits_dtype is {call.logits_dtype}, the kernels keep products in float32"
+        return f"logits_dtype is {call.logits_dtype}, the kernels keep logits in float32"
     if call.sinks is not None and call.sinks.dtype not in ("float32", "bfloat16", "float16"):
         return f"sinks are {call.sinks.dtype}, needs float32, bfloat16 or float16"
     return None
@@ -48,11 +48,11 @@ def _size_refusal(call: FlashAttentionCall) -> str | None:
             return f"the {name}'s head size is {width}, needs 1 ... {SIZES[-1]}"
     if heads == 0:
         return f"query has shape {call.query.shape}, needs heads"
-    if max(queries, keys) > MOST_TOKENS:
-        return f"{max(queries, keys)} tokens are more than {MOST_TOKENS}"
-    if abs(call.query_offset) > FARTHEST_OFFSET:
-        return f"query_offset {call.query_offset} is beyond {FARTHEST_OFFSET}"
+    if max(queries, keys) > MAX_TOKENS:
+        return f"{max(queries, keys)} tokens are more than {MAX_TOKENS}"
+    if abs(call.query_offset) > MAX_OFFSET:
+        return f"query_offset {call.query_offset} is beyond {MAX_OFFSET}"
     blocks = batch * heads * -(-max(queries, keys) // 64)
-    if blocks > MOST_BLOCKS:
-        return f"{batch} x {heads} heads of {max(queries, keys)} tokens may need {blocks} blocks, more than {MOST_BLOCKS}"
+    if blocks > MAX_BLOCKS:
+        return f"{batch} x {heads} heads of {max(queries, keys)} tokens may need {blocks} blocks, more than {MAX_BLOCKS}"
     return None

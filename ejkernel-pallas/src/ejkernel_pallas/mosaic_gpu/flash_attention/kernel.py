@@ -1,4 +1,4 @@
-"""The launches of `flash_attention`: what kernels are given, and what is left to XLA before and after them."""
+"""The launches of `flash_attention`: kernel arguments, and the work that XLA does before and after."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ejkernel_pallas.mosaic_gpu.flash_attention.config import (
     backward_bias,
     bias_gradient_config,
     forward_bias,
-    keys_met,
+    key_tiles_met,
     query_slots,
     sharing,
     sizes_of,
 )
 from ejkernel_pallas.mosaic_gpu.flash_attention.forward import Forward, launch
-from ejkernel_pallas.mosaic_gpu.flash_attention.rules import LOG2_E, Rules, facts_of, rules_of
-from ejkernel_pallas.mosaic_gpu.flash_attention.schedule import Schedule, schedule_of
+from ejkernel_pallas.mosaic_gpu.flash_attention.mask_params import LOG2_E, MaskParams, mask_params_of, token_info_of
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS, ROWS
+from ejkernel_pallas.mosaic_gpu.flash_attention.tile_scheduler import TileScheduler, make_scheduler
 
 _TOKENS = 8
-"""Lengths in memory are multiples of it: rows of a tile that the copy engine takes apart."""
+"""Stored lengths are multiples of it: rows of a swizzle atom."""
 
 
 def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: ForwardConfig) -> FlashAttentionOutputs:
@@ -37,11 +37,11 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
     if not _score_count(call):
         out, lse = _without_keys(call, inputs)
         return FlashAttentionOutputs(out, lse if saved else None)
-    rules, (size, value_size) = rules_of(call), sizes_of(call)
+    params, (size, value_size) = mask_params_of(call), sizes_of(call)
     batch, queries, heads, _ = call.query.shape
-    packed = rules.group if config.packed else 1
+    packed = params.group if config.pack_gqa else 1
     block_q = config.warpgroups * ROWS // packed
-    key, value = _clean(inputs.key, inputs.value) if rules.hides else (inputs.key, inputs.value)
+    key, value = _nan_safe(inputs.key, inputs.value) if params.has_mask_or_bias else (inputs.key, inputs.value)
     query, key, value = (
         _stored(inputs.query, size, block_q if packed > 1 else _TOKENS),
         _stored(key, size),
@@ -50,22 +50,22 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
     length = query.shape[1]
     by_head = (heads,) if packed == 1 else (heads // packed, packed)
     query = query.reshape(batch, length, *by_head, size)
-    arrays = [query, key, value, *facts_of(rules, inputs, block_q, config.block_k)]
+    arrays = [query, key, value, *token_info_of(params, inputs, block_q, config.block_k)]
     bias = forward_bias(call, config)
     if bias is not None:
         arrays.append(bias.stored(inputs.bias, queries, call.key.shape[1]))
-    if rules.facts:
+    if params.token_info:
         arrays.append(tile_ranges(call, inputs, block_q, config.block_k, by_key=False))
     if inputs.sinks is not None:
-        arrays.append(_sink_starts(inputs.sinks, rules))
+        arrays.append(_sink_starts(inputs.sinks, params))
     plan = Forward(
-        rules=rules,
+        params=params,
         config=config,
-        schedule=_schedule(call, block_q, persistent=config.persistent, packed=packed, other=config.block_k),
+        scheduler=_scheduler(call, block_q, persistent=config.persistent, packed=packed, other=config.block_k),
         size=size,
         value_size=value_size,
         dtype=call.query.dtype,
-        ranges=bool(rules.facts),
+        ranges=bool(params.token_info),
         sinks=inputs.sinks is not None,
         save_lse=saved,
         packed=packed,
@@ -73,7 +73,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         query_slots=query_slots(call, config),
     )
     results: list[tuple[tuple[int, ...], Any]] = [((batch, length, *by_head, value_size), call.query.dtype)]
-    if saved:  # of whole blocks: a plain row of numbers is copied as a whole, also what lies behind its end
+    if saved:  # padded to whole blocks: TMA stores of untiled rows are not clipped
         results.append(((batch, heads // packed, -(-queries // block_q) * block_q * packed), jnp.float32))
     out, *lse = launch(plan, arrays, results)
     out = _cut(out.reshape(batch, length, heads, value_size), (batch, queries, heads, call.value.shape[3]))
@@ -96,13 +96,13 @@ def backward(
         zeros = (vary_like(jnp.zeros(x.shape, x.dtype), inputs) for x in inputs[:3])
         d_bias = None if inputs.bias is None else vary_like(jnp.zeros(inputs.bias.shape, inputs.bias.dtype), inputs)
         return FlashAttentionInputs(*zeros, bias=d_bias, sinks=d_sinks)
-    rules, (size, value_size) = rules_of(call), sizes_of(call)
+    params, (size, value_size) = mask_params_of(call), sizes_of(call)
     arrays = (*inputs[:3], cotangents.out)
     widths = (size, size, value_size, value_size)
     rows = _rows(outputs.lse, delta)
     found: dict[str, Any] = {}
-    for wanted in (*((("key",), ("value",)) if config.key_apart else (("key", "value"),)), ("query",)):
-        found |= _gradients(call, inputs, [*_harmless(arrays, widths, rules, wanted), rows], config, wanted)
+    for wanted in (*((("key",), ("value",)) if config.separate_dk_dv else (("key", "value"),)), ("query",)):
+        found |= _gradients(call, inputs, [*_nan_safe_operands(arrays, widths, params, wanted), rows], config, wanted)
     gradients = (_cut(found[name], getattr(inputs, name).shape) for name in ("query", "key", "value"))
     return FlashAttentionInputs(*gradients, bias=_bias_gradient(call, inputs, cotangents.out, rows), sinks=d_sinks)
 
@@ -110,83 +110,83 @@ def backward(
 def _gradients(
     call: FlashAttentionCall, inputs: FlashAttentionInputs, mains: list[Any], config: BackwardConfig, wanted: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The gradients of these, as they lie in memory, by name."""
-    rules, (size, value_size) = rules_of(call), sizes_of(call)
+    """The padded gradients in `wanted`, by name."""
+    params, (size, value_size) = mask_params_of(call), sizes_of(call)
     by_key = "query" not in wanted
     if by_key:
-        other, stages, warpgroups = config.key_block_q, config.key_stages, config.key_warpgroups
+        other, num_stages, warpgroups = config.key_block_q, config.key_num_stages, config.key_warpgroups
     else:
-        other, stages, warpgroups = config.query_block_k, config.query_stages, config.query_warpgroups
+        other, num_stages, warpgroups = config.query_block_k, config.query_num_stages, config.query_warpgroups
     own = warpgroups * ROWS
-    parts = config.key_parts if by_key else 1
+    splits = config.key_splits if by_key else 1
     block_q, block_k = (other, own) if by_key else (own, other)
-    arrays = [*mains, *facts_of(rules, inputs, block_q, block_k)]
+    arrays = [*mains, *token_info_of(params, inputs, block_q, block_k)]
     bias = backward_bias(call, config, by_key=by_key)
     if bias is not None:
         arrays.append(bias.stored(inputs.bias, call.query.shape[1], call.key.shape[1]))
-    if rules.facts:
+    if params.token_info:
         arrays.append(tile_ranges(call, inputs, block_q, block_k, by_key=by_key))
     plan = Gradient(
-        rules=rules,
-        schedule=_schedule(call, own, by_key=by_key, parts=parts),
+        params=params,
+        scheduler=_scheduler(call, own, by_key=by_key, splits=splits),
         other=other,
-        stages=stages,
+        num_stages=num_stages,
         warpgroups=warpgroups,
         size=size,
         value_size=value_size,
         dtype=call.query.dtype,
         wanted=wanted,
-        ranges=bool(rules.facts),
-        parts=parts,
+        ranges=bool(params.token_info),
+        splits=splits,
         bias=bias,
     )
     stored: dict[str, Any] = dict(zip(("query", "key", "value"), mains, strict=False))
     shapes = [stored[name].shape for name in wanted]
-    if parts == 1:
+    if splits == 1:
         return dict(zip(wanted, plan.launch(arrays, [(shape, call.query.dtype) for shape in shapes]), strict=True))
-    whole = [(parts, batch, -(-length // own) * own, *rest) for batch, length, *rest in shapes]
+    whole = [(splits, batch, -(-length // own) * own, *rest) for batch, length, *rest in shapes]
     sums = plan.launch(arrays, [(shape, jnp.float32) for shape in whole])
     return {name: jnp.sum(each, axis=0).astype(call.query.dtype) for name, each in zip(wanted, sums, strict=True)}
 
 
 def _bias_gradient(call: FlashAttentionCall, inputs: FlashAttentionInputs, d_out: Any, statistics: Any) -> Any:
-    """The sum of the gradients of logits over the axes along which the bias is broadcast, None without a bias."""
+    """The gradient of the bias; None without a bias."""
     config = bias_gradient_config(call)
     if config is None:
         return None
-    rules, (size, value_size), bias = rules_of(call), sizes_of(call), config.tiles
+    params, (size, value_size), bias = mask_params_of(call), sizes_of(call), config.tiles
     batch, queries, heads, _ = call.query.shape
     keys, own = call.key.shape[1], bias.warpgroups * ROWS
     owned = keys if bias.by_key else queries
     block_q, block_k = (bias.other, own) if bias.by_key else (own, bias.other)
     arrays = [_stored(inputs.query, size), _stored(inputs.key, size), _stored(inputs.value, value_size)]
-    arrays += [_stored(d_out, value_size), statistics, *facts_of(rules, inputs, block_q, block_k)]
+    arrays += [_stored(d_out, value_size), statistics, *token_info_of(params, inputs, block_q, block_k)]
     arrays.append(bias.stored(inputs.bias, queries, keys))
-    if rules.facts:
+    if params.token_info:
         arrays.append(tile_ranges(call, inputs, block_q, block_k, by_key=bias.by_key))
     blocks, tiles = -(-owned // own), -(-keys // bias.other)
     rows = (bias.batch, bias.heads) if bias.by_pair else (batch, heads)
     places = blocks if config.resident or not bias.by_pair else blocks * tiles
     total = places * rows[0] * rows[1]
     plan = BiasGradient(
-        rules=rules,
-        schedule=Schedule(
+        params=params,
+        scheduler=TileScheduler(
             places,
             rows[1],
             rows[0],
-            section=1,
+            heads_in_l2=1,
             reverse=call.causal and not bias.by_key,
             programs=total if places == blocks else min(MULTIPROCESSORS, total),
         ),
         other=bias.other,
-        stages=bias.stages,
+        num_stages=bias.num_stages,
         warpgroups=bias.warpgroups,
         size=size,
         value_size=value_size,
         dtype=call.query.dtype,
         wanted=("bias",),
-        ranges=bool(rules.facts),
-        parts=1,
+        ranges=bool(params.token_info),
+        splits=1,
         bias=bias,
         sharing=sharing(call),
         resident=config.resident,
@@ -203,32 +203,32 @@ def _bias_gradient(call: FlashAttentionCall, inputs: FlashAttentionInputs, d_out
     return jnp.sum(sums, axis=shared, keepdims=True).astype(given.dtype)
 
 
-def _schedule(
+def _scheduler(
     call: FlashAttentionCall,
     own: int,
     *,
     by_key: bool = False,
-    parts: int = 1,
+    splits: int = 1,
     persistent: bool = False,
     packed: int = 1,
     other: int = ROWS,
-) -> Schedule:
-    """Blocks of so many queries or keys; under a causal rule the last queries, and the first keys, have the most to do. Parts of a
-    block's work are neighbours, as heads are; `packed` of these are one."""
+) -> TileScheduler:
+    """Scheduler of blocks of `own` queries or keys; under a causal mask the last queries, and the first keys, have the most
+    work. Splits of a block are neighbours, as heads are; `packed` heads count as one."""
     owner, walked = (call.key, call.query) if by_key else (call.query, call.key)
     batch, length, heads, size = owner.shape
     group = call.query.shape[2] // call.key.shape[2]
-    known = rules_of(call).by_index
+    known = mask_params_of(call).by_index
     read = walked.shape[1] * (size + call.value.shape[3]) * 2
-    return schedule_of(
+    return make_scheduler(
         -(-length // own),
-        heads * parts // packed,
+        heads * splits // packed,
         batch,
-        share=parts if by_key else group // packed,
+        share=splits if by_key else group // packed,
         bytes_per_share=read * group if by_key else read,
         reverse=call.causal and not by_key,
         programs=MULTIPROCESSORS if persistent else None,
-        lengths=[keys_met(call, first, own, other) for first in range(0, length, own)] if persistent and known else None,
+        lengths=[key_tiles_met(call, first, own, other) for first in range(0, length, own)] if persistent and known else None,
     )
 
 
@@ -238,7 +238,7 @@ def _score_count(call: FlashAttentionCall) -> int:
 
 
 def _without_keys(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> tuple[Any, Any]:
-    """No kernel is needed where there is no pair: only sinks are in the sums."""
+    """Without query-key pairs only the sinks contribute; no kernel is launched."""
     rows = call.query.shape[:3]
     out = jnp.zeros((*rows, call.value.shape[3]), call.query.dtype)
     lse = jnp.full(rows, -jnp.inf, jnp.float32)
@@ -249,11 +249,11 @@ def _without_keys(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> tup
 
 
 def _stored(array: Any, size: int, tokens: int = _TOKENS) -> Any:
-    """As the copy engine reads it: lengths and head sizes that fit tiles. Copies nothing that fits already."""
-    return _grown(array, (0, -array.shape[1] % tokens, 0, size - array.shape[3]))
+    """Pad an array so that TMA can load it. Does not copy arrays that fit already."""
+    return _padded(array, (0, -array.shape[1] % tokens, 0, size - array.shape[3]))
 
 
-def _grown(array: Any, by: tuple[int, ...]) -> Any:
+def _padded(array: Any, by: tuple[int, ...]) -> Any:
     return jnp.pad(array, [(0, extra) for extra in by]) if any(by) else array
 
 
@@ -265,56 +265,58 @@ def _finite(array: Any) -> Any:
     return jnp.where(jnp.isfinite(array), array, jnp.zeros((), array.dtype))
 
 
-def _harmless(arrays: tuple[Any, ...], widths: tuple[int, ...], rules: Rules, wanted: tuple[str, ...]) -> list[Any]:
-    """Query, key, value and the output's gradient as they lie in memory, finite where a weight of 0 would not silence them: in sums
-    over hidden pairs. What only meets its own pair, in a score or in `d_out . value`, is replaced where the pair is hidden."""
+def _nan_safe_operands(
+    arrays: tuple[Any, ...], widths: tuple[int, ...], params: MaskParams, wanted: tuple[str, ...]
+) -> list[Any]:
+    """Padded query, key, value and output gradient. Those that are summed over masked pairs, whose weight of 0 does not cancel
+    NaN, are made finite. Those that only enter a score or `d_out . value` are masked with the pair."""
     summed = (
         "key" in wanted,  # d_key = sum over queries of d_logits * query
         "query" in wanted,  # d_query = sum over keys of d_logits * key
-        False,  # values are in `d_out . value` alone
+        False,  # values enter only `d_out . value`
         "value" in wanted,  # d_value = sum over queries of weights * d_out
     )
     mains = []
     for i_array, (array, width) in enumerate(zip(arrays, widths, strict=True)):
         stored = _stored(array, width)
-        anyway = stored is not array and i_array != 2  # a copy is made for all kernels: the finite one
-        mains.append(_stored(_finite(array), width) if rules.hides and (summed[i_array] or anyway) else stored)
+        anyway = stored is not array and i_array != 2  # a padded copy is made anyway: make it finite
+        mains.append(_stored(_finite(array), width) if params.has_mask_or_bias and (summed[i_array] or anyway) else stored)
     return mains
 
 
-def _clean(key: Any, value: Any) -> tuple[Any, Any]:
-    """A hidden value has weight 0, which must not meet NaN. Values are made finite; in the key's logits, which a rule can hide,
-    NaN stands for what was not."""
+def _nan_safe(key: Any, value: Any) -> tuple[Any, Any]:
+    """NaN-safe keys and values: values are made finite, as a masked value has weight 0; NaN in the key's logits, which the mask
+    can remove, replaces a non-finite value."""
     bad = ~jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
     return jnp.where(bad, jnp.asarray(jnp.nan, key.dtype), key), _finite(value)
 
 
 def _sink_sums(sinks: Any) -> tuple[Any, Any]:
-    """Of every head `[b, H]` the largest sink and the sum of exponentials relative to it, or to 0 if it is -inf."""
+    """Per head `[b, H]`: the largest sink, and the sum of exponentials relative to it, or to 0 if it is -inf."""
     sinks = sinks.astype(jnp.float32)
     largest = jnp.max(sinks, axis=-1, initial=-jnp.inf)
     return largest, jnp.sum(jnp.exp(sinks - jnp.where(largest == -jnp.inf, 0, largest)[..., None]), axis=-1)
 
 
-def _sink_starts(sinks: Any, rules: Rules) -> Any:
-    """`[b, H, 2]`: where a row's maximum, in the kernel's units, and sum start."""
+def _sink_starts(sinks: Any, params: MaskParams) -> Any:
+    """`[b, H, 2]`: initial maximum, in the kernel's units, and sum of a row."""
     largest, total = _sink_sums(sinks)
-    return jnp.stack([largest * (LOG2_E / rules.unit), total], axis=-1)
+    return jnp.stack([largest * (LOG2_E / params.unit), total], axis=-1)
 
 
 def _delta(outputs: FlashAttentionOutputs, cotangents: FlashAttentionOutputs) -> Any:
-    """`[B, T, H]`: what is subtracted from the gradients of weights."""
-    # The output of a row that sees nothing is 0, and NaN in its cotangent must not come back.
+    """delta `[B, T, H]`, which is subtracted from the gradients of weights."""
+    # The output of a fully masked row is 0; NaN in its cotangent must not propagate.
     d_out = jnp.where(outputs.out == 0, 0, cotangents.out)
     delta = jnp.sum(d_out.astype(jnp.float32) * outputs.out.astype(jnp.float32), axis=-1)
-    # Of its own: as a part of what pads and transposes it, XLA would form every sum in one thread.
+    # Keep it separate: fused with the padding and transpose, XLA would compute each sum in one thread.
     delta = lax.optimization_barrier(delta)
     return delta if cotangents.lse is None else delta - cotangents.lse
 
 
 def _rows(lse: Any, delta: Any) -> Any:
-    """`[B, H, 2, T]`: the log-sum-exp as a power of two, and minus delta, what the gradients of weights start from. Rows that see
-    nothing, and padding, get no weight."""
+    """Row statistics `[B, H, 2, T]`: the base-2 log-sum-exp, and minus delta, the initial value of the weights' gradients.
+    Fully masked rows and padding get no weight."""
     shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     padding = ((0, 0), (0, -lse.shape[1] % ROWS + 2 * ROWS), (0, 0))  # a block may have three consumers
     rows = (jnp.pad(shift, padding, constant_values=jnp.inf), jnp.pad(-delta, padding))
@@ -324,8 +326,8 @@ def _rows(lse: Any, delta: Any) -> Any:
 def _sink_gradient(sinks: Any, lse: Any, delta: Any) -> Any:
     """A sink is a logit without a value, so its d_logit is `-weight * delta`."""
     lse, delta = (jnp.swapaxes(row, 1, 2)[..., None] for row in (lse, delta))
-    seen = lse != -jnp.inf
-    weights = jnp.where(seen, jnp.exp(sinks[:, :, None].astype(jnp.float32) - jnp.where(seen, lse, 0)), 0)
+    visible = lse != -jnp.inf
+    weights = jnp.where(visible, jnp.exp(sinks[:, :, None].astype(jnp.float32) - jnp.where(visible, lse, 0)), 0)
     total = -jnp.sum(weights * delta, axis=2)
     total = total if sinks.shape[0] == total.shape[0] else jnp.sum(total, axis=0, keepdims=True)
     return total.astype(sinks.dtype)

@@ -1,4 +1,4 @@
-"""What the kernels of both phases share: the rows of a consumer, its registers, and its walk over tiles."""
+"""Constants and the tile range that the kernels of both phases share."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import jax.numpy as jnp
 from jax import lax
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200. A block of these kernels fills one."""
+"""Of an H100 or H200. One block of these kernels fills a multiprocessor."""
 ROWS = 64
-"""Owned by a consumer: the rows of one warpgroup's product."""
+"""Rows of a consumer: M of one wgmma."""
 REGISTERS = {1: (240, 40), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
-"""Of a thread of a consumer and of the producer, by the number of consumers."""
+"""setmaxnreg values of consumers and producer, by the number of consumers."""
 
 
 @dataclasses.dataclass
-class Walk:
-    """Tiles low ... high - 1, of which full_low ... full_high - 1 need no mask, for each of `members` heads, or one part of this.
+class TileRange:
+    """Tiles low ... high - 1, of which full_low ... full_high - 1 need no mask, for each of `members` heads, or one split of
+    them.
 
     Attributes:
-        low, full_low, full_high, high: ends in tiles.
+        low, full_low, full_high, high: bounds in tiles.
         members: heads.
         block: rows of a tile.
-        parts: into which the steps are cut, evenly.
-        part: that is walked.
+        splits: even splits of the steps.
+        split: index of this split.
     """
 
     low: Any
@@ -34,26 +35,26 @@ class Walk:
     high: Any
     members: int
     block: int
-    parts: int = 1
-    part: Any = 0
+    splits: int = 1
+    split: Any = 0
 
     @property
     def count(self) -> Any:
         steps = (self.high - self.low) * self.members
-        return steps if self.parts == 1 else jnp.clip(steps - self._start, 0, self._most)
+        return steps if self.splits == 1 else jnp.clip(steps - self._start, 0, self._most)
 
     @property
     def _most(self) -> Any:
-        """Steps of a part; the last one may have fewer."""
-        return lax.div((self.high - self.low) * self.members + (self.parts - 1), jnp.int32(self.parts))
+        """Steps of a split; the last one may have fewer."""
+        return lax.div((self.high - self.low) * self.members + (self.splits - 1), jnp.int32(self.splits))
 
     @property
     def _start(self) -> Any:
-        return self.part * self._most
+        return self.split * self._most
 
     def at(self, i_step: Any) -> tuple[Any, Any]:
         """Head and tile of a step."""
-        if self.parts > 1:
+        if self.splits > 1:
             i_step = i_step + self._start
         if self.members == 1:
             return 0, self.low + i_step

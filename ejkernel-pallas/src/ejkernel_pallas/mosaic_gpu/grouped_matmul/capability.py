@@ -6,13 +6,13 @@ from ejkernel.operations.grouped_matmul.interface import FLOAT8, GroupedMatmulCa
 from ejkernel.plugin import Target
 from ejkernel_pallas.mosaic_gpu._call import HALVES, refusal
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import DEPTH
-from ejkernel_pallas.mosaic_gpu.grouped_matmul.schedule import most_tiles
+from ejkernel_pallas.mosaic_gpu.grouped_matmul.schedule import max_tiles
 
 FLOATS = ("float32", *HALVES)
-MOST = 2**31 - 2**16
-"""Rows, elements of a matrix, and steps of all units are counted in 32 bits."""
-_SMALLEST = 64
-"""Rows and columns of the smallest unit."""
+MAX_COUNT = 2**31 - 2**16
+"""Rows, elements of a matrix, and steps of all tiles have 32-bit indices."""
+_MIN_TILE = 64
+"""Rows and columns of the smallest tile."""
 
 
 def supports_forward(call: GroupedMatmulCall, target: Target) -> str | None:
@@ -47,8 +47,8 @@ def _size_problem(call: GroupedMatmulCall) -> str | None:
     batch, rows, inner = call.lhs.shape
     matrices, columns = call.rhs.shape[1], call.columns
     high, wide = (-(-size // DEPTH) + 1 for size in (inner, columns))
-    tiles = most_tiles(batch * rows, batch * (matrices + 2), _SMALLEST)
+    tiles = max_tiles(batch * rows, batch * (matrices + 2), _MIN_TILE)
     steps = max(tiles * high * wide, batch * matrices * high * wide)
-    if max(steps, batch * rows * 2, inner * columns) > MOST:
-        return f"{batch} x {rows} rows and {matrices} matrices of {inner} x {columns} may need {steps} steps, more than {MOST}"
+    if max(steps, batch * rows * 2, inner * columns) > MAX_COUNT:
+        return f"{batch} x {rows} rows and {matrices} matrices of {inner} x {columns} may need {steps} steps, more than {MAX_COUNT}"
     return None

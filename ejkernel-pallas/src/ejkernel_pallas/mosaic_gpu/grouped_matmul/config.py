@@ -1,4 +1,4 @@
-"""Performance knobs of `grouped_matmul`: tiles of the kernels, what they take of a multiprocessor, and which are tried."""
+"""Configs of `grouped_matmul`, limited by shared memory and registers."""
 
 from __future__ import annotations
 
@@ -14,73 +14,73 @@ from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_pallas.mosaic_gpu._call import SHARED_MEMORY, SHARED_MEMORY_SLACK
 
 STEP_BYTES = 128
-"""Of a row of one step, the widest that the copy engine swizzles."""
+"""Bytes of a row of one step: the widest TMA swizzle."""
 DEPTH = 64
-"""Of one step in a half."""
+"""K of one step, for 16-bit operands."""
 CONSUMERS = 2
-"""Warpgroups that multiply."""
+"""Consumer warpgroups."""
 PRODUCER_REGISTERS = 40
 _CHUNK_BYTES = 128
-_MOST_SUMS = 128
-"""Float32 sums of one thread; the other half of its 232 registers holds addresses and what is stored."""
-MOST_SUMS_BESIDE = 96
-"""The same where products are promoted: beside them are as many sums of one step."""
+_MAX_SUMS = 128
+"""float32 accumulators of one thread; the rest of its 232 registers holds addresses and the epilogue."""
+MAX_PROMOTED_SUMS = 96
+"""The same with promoted accumulation, which keeps as many accumulators of one step besides."""
 
 
 def depth_of(dtype: Any) -> int:
-    """Of one step: 64 of a half, 128 of float8."""
+    """K of one step: 64 for 16-bit operands, 128 for float8."""
     return STEP_BYTES // jnp.dtype(dtype).itemsize
 
 
 def chunk_width(dtype: Any) -> int:
-    """Columns of a result that are stored together."""
+    """Columns of an epilogue store."""
     return _CHUNK_BYTES // jnp.dtype(dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a product is cut into units.
+    """How a matrix multiplication is tiled.
 
     Attributes:
-        block_m: rows of a unit of one block: 64, 128 or 256; of a matrix's gradient 128 or 256.
-        block_n: columns of a unit: 64, 128, 192 or 256; of a matrix's gradient 128 or 256.
-        stages: steps in flight.
-        band: tiles of rows that use every tile of columns one after the other, so that it stays in the L2 cache.
-        cluster: blocks that take neighbouring tiles of rows and share the copies of the other operand: 1 or 2.
-        programs: blocks, or clusters, that share all units; 0 = one per unit.
-        slots: chunks of a result that one consumer may have on their way out: 2 or 4.
+        block_m: rows of a tile: 64, 128 or 256; 128 or 256 for the gradient of rhs.
+        block_n: columns of a tile: 64, 128, 192 or 256; 128 or 256 for the gradient of rhs.
+        num_stages: pipeline stages.
+        l2_swizzle: row tiles per swizzle group. A group visits every column tile before the next group starts, for L2 reuse.
+        cluster: blocks of a cluster, with adjacent row tiles and TMA multicast of the other operand: 1 or 2.
+        programs: blocks or clusters of a persistent kernel; 0 = one per tile.
+        epilogue_stages: epilogue stores of one consumer in flight: 2 or 4.
     """
 
     block_m: int
     block_n: int
-    stages: int
-    band: int = 8
+    num_stages: int
+    l2_swizzle: int = 8
     cluster: int = 1
     programs: int = 0
-    slots: int = 2
+    epilogue_stages: int = 2
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("block_m", (64, 128, 256)),
             ("block_n", (64, 128, 192, 256)),
             ("cluster", (1, 2)),
-            ("slots", (2, 4)),
+            ("epilogue_stages", (2, 4)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected one of {allowed}")
-        if min(self.stages - 1, self.band, self.programs + 1) < 1:
+        if min(self.num_stages - 1, self.l2_swizzle, self.programs + 1) < 1:
             raise ValueError(f"{self}: stages is at least 2, band at least 1, programs at least 0")
-        if self.sums > _MOST_SUMS or self.own_columns % 64:
-            raise ValueError(f"{self}: each half of a tile has whole 64 columns and at most {128 * _MOST_SUMS} elements")
+        if self.sums > _MAX_SUMS or self.own_columns % 64:
+            raise ValueError(f"{self}: each half of a tile has whole 64 columns and at most {128 * _MAX_SUMS} elements")
 
     @property
     def height(self) -> int:
-        """Rows of a unit."""
+        """Rows of a cluster's tile."""
         return self.block_m * self.cluster
 
     @property
     def split_rows(self) -> bool:
-        """Whether each consumer takes half of the rows of a tile, or half of its columns."""
+        """Whether consumers split the rows of a tile, or its columns."""
         return self.block_m > 64
 
     @property
@@ -95,14 +95,14 @@ class Tile:
 
     @property
     def sums(self) -> int:
-        """Of a thread of a consumer."""
+        """Accumulators of a consumer thread."""
         return self.own_rows * self.own_columns // 128
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of a block, barriers included: steps in flight, of any dtype of the operands, and chunks of the result of any."""
+        """Bytes of shared memory of a block, with mbarriers: pipeline stages and epilogue stages, for any dtype."""
         step = (self.block_m + self.block_n) * STEP_BYTES
-        return self.stages * step + CONSUMERS * self.slots * self.own_rows * _CHUNK_BYTES + SHARED_MEMORY_SLACK
+        return self.num_stages * step + CONSUMERS * self.epilogue_stages * self.own_rows * _CHUNK_BYTES + SHARED_MEMORY_SLACK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,24 +110,24 @@ class BackwardConfig:
     """A `Tile` for each kernel.
 
     Attributes:
-        lhs_*: of the gradient of lhs, a product of the cotangent with the matrices; of float8, of the product without scales.
-        rhs_*: of the gradient of the matrices: rows and columns of a matrix as it is stored; of float8, of sums over rows.
+        lhs_*: of the gradient of lhs, the cotangent times the matrices; for float8, of the unscaled output.
+        rhs_*: of the gradient of the matrices, with rows and columns of a stored matrix; for float8, of sums over rows.
     """
 
     lhs_block_m: int
     lhs_block_n: int
-    lhs_stages: int
-    lhs_band: int
+    lhs_num_stages: int
+    lhs_l2_swizzle: int
     lhs_cluster: int
     lhs_programs: int
-    lhs_slots: int
+    lhs_epilogue_stages: int
     rhs_block_m: int
     rhs_block_n: int
-    rhs_stages: int
-    rhs_band: int
+    rhs_num_stages: int
+    rhs_l2_swizzle: int
     rhs_cluster: int
     rhs_programs: int
-    rhs_slots: int
+    rhs_epilogue_stages: int
 
     def __post_init__(self) -> None:
         _ = self.tile_of_lhs
@@ -150,14 +150,14 @@ class BackwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """One of the kernels' products.
+    """One of the kernels' matrix multiplications.
 
     Attributes:
-        mean: rows of a mean group.
-        high: rows of the result, or of a matrix for its gradient.
-        wide: columns of the result.
+        mean: mean rows per group.
+        high: rows of the output, or of a matrix for the gradient of rhs.
+        wide: columns of the output.
         outer: whether this is the gradient of matrices.
-        promoted: whether the operands are float8, and sums of steps are promoted.
+        promoted: whether operands are float8, with promoted accumulation.
     """
 
     mean: int
@@ -178,17 +178,17 @@ def _product_of(call: GroupedMatmulCall, kind: str) -> _Product:
 
 
 _FEW = 80
-"""Rows of a mean group below which reading the matrices is the work, and a tile of 128 rows would hold little."""
-_BAND = 16
+"""Mean rows per group below which loading the matrices dominates, and a tile of 128 rows would be mostly empty."""
+_L2_SWIZZLE = 16
 
 
 def _multiprocessors(target: Target) -> int:
-    """Of the device, where it is not a full one: the H20, the H100 for PCIe."""
+    """Multiprocessors; the H20 and the H100 PCIe have fewer than 132."""
     return next((count for name, count in (("H20", 78), ("PCIe", 114)) if name in target.device_kind.split()), 132)
 
 
 def _heuristic(product: _Product, target: Target) -> Tile:
-    """The largest tile; a lower one for small groups, a narrower one for narrow results."""
+    """The largest tile; fewer rows for small groups, fewer columns for narrow outputs."""
     if product.outer:
         return _filled(target, 128, 128 if product.wide <= 128 else 256)
     if product.mean < _FEW:
@@ -200,26 +200,35 @@ def _heuristic(product: _Product, target: Target) -> Tile:
 
 
 def _promoted_width(wide: int) -> int:
-    """Of 128 and 192 the wider, which copies a sixth less, unless more than 1/16 of its columns would lie behind the end."""
+    """192, which loads a sixth less than 128, unless that pads more than 1/16 of the columns."""
     padded = {width: -(-wide // width) * width for width in (128, 192)}
     return 192 if 16 * padded[192] <= 17 * min(padded.values()) else 128
 
 
-def _filled(target: Target, block_m: int, block_n: int, *, band: int = _BAND, cluster: int = 1, slots: int = 2) -> Tile:
-    """As many stages as fit, up to 8; one block per multiprocessor."""
+def _filled(
+    target: Target, block_m: int, block_n: int, *, l2_swizzle: int = _L2_SWIZZLE, cluster: int = 1, epilogue_stages: int = 2
+) -> Tile:
+    """A persistent tile with as many stages as fit, up to 8."""
     programs = _multiprocessors(target) // cluster
-    tiles = (Tile(block_m, block_n, stages, band, cluster, programs, slots) for stages in range(8, 1, -1))
+    tiles = (
+        Tile(block_m, block_n, num_stages, l2_swizzle, cluster, programs, epilogue_stages) for num_stages in range(8, 1, -1)
+    )
     return next(tile for tile in tiles if tile.shared_memory <= SHARED_MEMORY)
 
 
 def _space(product: _Product, target: Target) -> list[Tile]:
-    """The heuristic's tile in other bands, with more of the result in flight, not persistent; other shapes, and clusters.
+    """The heuristic's tile with other L2 swizzles, more epilogue stages, or not persistent; other shapes, and clusters.
 
-    Of float8 those shapes that leave registers for a second set of sums.
+    For float8 only shapes that leave registers for a second set of accumulators.
     """
     chosen = _heuristic(product, target)
     fill = functools.partial(_filled, target, chosen.block_m, chosen.block_n)
-    found = [chosen, *(fill(band=band) for band in (4, 8, 32)), fill(slots=4), dataclasses.replace(chosen, programs=0)]
+    found = [
+        chosen,
+        *(fill(l2_swizzle=l2_swizzle) for l2_swizzle in (4, 8, 32)),
+        fill(epilogue_stages=4),
+        dataclasses.replace(chosen, programs=0),
+    ]
     if product.outer:
         shapes = ((128, 256), (256, 128), (128, 128))
     elif product.mean < _FEW:
@@ -230,9 +239,9 @@ def _space(product: _Product, target: Target) -> list[Tile]:
         shapes = ((128, 256), (128, 192), (256, 128), (128, 128))
     for (block_m, block_n), cluster in itertools.product(shapes, (1, 2)):
         if block_m > 64 or cluster == 1:
-            found.append(_filled(target, block_m, block_n, band=_BAND // cluster, cluster=cluster))
+            found.append(_filled(target, block_m, block_n, l2_swizzle=_L2_SWIZZLE // cluster, cluster=cluster))
     widest = chosen.block_n if product.promoted else 256 if product.wide > 128 else 128
-    found.append(_filled(target, 128, widest, band=_BAND // 2, cluster=2, slots=4))
+    found.append(_filled(target, 128, widest, l2_swizzle=_L2_SWIZZLE // 2, cluster=2, epilogue_stages=4))
     return list(dict.fromkeys(found))
 
 
@@ -249,7 +258,7 @@ def backward_heuristic(call: GroupedMatmulCall, target: Target) -> BackwardConfi
 
 
 def backward_space(call: GroupedMatmulCall, target: Target) -> list[BackwardConfig]:
-    """Each kernel varied alone: the two do not influence each other."""
+    """Varies one kernel at a time: the two do not influence each other."""
     lhs, rhs = (_space(_product_of(call, kind), target) for kind in ("lhs", "rhs"))
     return list(dict.fromkeys(BackwardConfig.of(*pair) for pair in [(x, rhs[0]) for x in lhs] + [(lhs[0], x) for x in rhs]))
 

@@ -1,7 +1,7 @@
-"""Entry points of `grouped_matmul` on Hopper GPUs: two kernels, `rows` and `outer`, and what XLA does around them.
+"""Entry points of `grouped_matmul` on Hopper GPUs: the kernels `rows` and `outer`, and the work that XLA does.
 
-The kernels take widths that are multiples of 64, and in float8 K that are multiples of 128; others are padded with zeros first, at
-the cost of a copy.
+The kernels need widths that are multiples of 64, and K that are multiples of 128 for float8; others are padded, at the cost of
+a copy.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ejkernel_pallas.mosaic_gpu.grouped_matmul.rows import multiply_rows
 
 
 def _padded(values: Any, *axes: int, unit: int = DEPTH) -> Any:
-    """Zeros up to whole units, at least one, along these axes."""
+    """Pad these axes with zeros to a multiple of `unit`, at least one unit."""
     widths = [(0, 0)] * values.ndim
     for axis in axes:
         widths[axis] = (0, max(-(-values.shape[axis] // unit), 1) * unit - values.shape[axis])
     return jnp.pad(values, widths) if any(after for _, after in widths) else values
 
 
-def _product(
+def _matmul(
     lhs: Any,
     rhs: Any,
     bounds: Any,
@@ -57,7 +57,7 @@ def _product(
         None if values is None else _padded(jnp.broadcast_to(values, (*values.shape[:2], columns)), 2)
         for values in (scale, bias)
     )
-    if row_scale is not None:  # that of a row without a matrix may be NaN, and multiplies a zero
+    if row_scale is not None:  # the scale of a row without a matrix may be NaN
         row_scale = jnp.where(rows_with_matrix(bounds, lhs.shape[1]), row_scale, 0)
     across, along = (2, 3) if transposed else (3, 2)
     out = multiply_rows(
@@ -78,7 +78,7 @@ def forward(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, config: Tile) 
     if multiplies_nothing(call):
         return forward_of_nothing(call, inputs)
     bounds = bounds_of_call(call, inputs)
-    out = _product(
+    out = _matmul(
         inputs.lhs,
         inputs.rhs,
         bounds,
@@ -119,7 +119,7 @@ def backward(
 def _backward_beside_float8(
     call: GroupedMatmulCall, inputs: GroupedMatmulInputs, grad: Any, config: BackwardConfig
 ) -> GroupedMatmulInputs:
-    """Of scales, bias and what is there: float8 has no gradient. Those of scales need the product once more, unscaled."""
+    """Gradients of scales, bias and existing_out: float8 operands have none. Those of scales recompute the unscaled output."""
     bounds = bounds_of_call(call, inputs)
     found: dict[str, Any] = {}
     held = rows_with_matrix(bounds, call.lhs.shape[1])[..., None]
@@ -129,7 +129,7 @@ def _backward_beside_float8(
     if inputs.bias is not None:
         found["bias"] = gradient_like(inputs.bias, _row_sums(grad, bounds, config.tile_of_rhs))
     if scale is not None or row_scale is not None:
-        out = _product(inputs.lhs, inputs.rhs, bounds, config.tile_of_lhs, jnp.float32, transposed=call.transpose_rhs)
+        out = _matmul(inputs.lhs, inputs.rhs, bounds, config.tile_of_lhs, jnp.float32, transposed=call.transpose_rhs)
         weighted = jnp.where(held, grad.astype(jnp.float32), 0) * out
         if scale is not None:
             by_row = weighted if row_scale is None else jnp.where(held, weighted * row_scale[..., None].astype(jnp.float32), 0)
@@ -149,13 +149,13 @@ def _scale_of_rows(scale: Any, bounds: Any, shape: tuple[int, ...]) -> Any:
 def gradient_of_lhs(
     call: GroupedMatmulCall, inputs: GroupedMatmulInputs, bounds: Any, grad: Any, scale: Any, tile: Tile
 ) -> Any:
-    return _product(grad, inputs.rhs, bounds, tile, inputs.lhs.dtype, transposed=not call.transpose_rhs, scale=scale)
+    return _matmul(grad, inputs.rhs, bounds, tile, inputs.lhs.dtype, transposed=not call.transpose_rhs, scale=scale)
 
 
 def gradients_of_matrices(
     call: GroupedMatmulCall, inputs: GroupedMatmulInputs, bounds: Any, grad: Any, tile: Tile
 ) -> dict[str, Any]:
-    """Of rhs and of its scale, which is `sum of rhs * (lhs' . grad)` over K."""
+    """Gradients of rhs and of its scale, `sum of rhs * (lhs' . grad)` over K."""
     rhs, scale = inputs.rhs, inputs.rhs_scale
     left, right = (grad, inputs.lhs) if call.transpose_rhs else (inputs.lhs, grad)
     shared = rhs.shape[0] == 1 and (scale is None or scale.shape[0] == 1)
@@ -175,7 +175,7 @@ def gradients_of_matrices(
 
 
 def _row_sums(grad: Any, bounds: Any, tile: Tile) -> Any:
-    """Sums over the rows of every matrix `[b, g, n]`, as the gradient of a product with ones; float32 in two parts of bfloat16."""
+    """Row sums of every matrix `[b, g, n]`, as a matmul with ones; float32 is split into two bfloat16 terms."""
     if grad.dtype.name in HALVES:
         parts = [grad]
     else:

@@ -1,9 +1,9 @@
 """The gradient of every matrix: `left' . right` summed over the rows of its group.
 
-The same roles as in `rows`: a producer warpgroup, and two consumers that take half of the rows of a tile of the result each.
-Steps of 64 rows begin at a multiple of 8 at or before the group's first row. Rows of other groups in the first and in the last
-step, which may hold NaN, are set to zero in shared memory on both sides before they are multiplied; a matrix without rows
-becomes zero. Each element of a result is summed by one warpgroup in the order of the rows.
+Warp specialised like `rows`: a producer warpgroup, and two consumers with half of the rows of an output tile each. Steps of 64
+rows begin at a multiple of 8 at or before the group's first row. Rows of other groups in the first and the last step, which may
+hold NaN, are zeroed in shared memory for both operands; the gradient of a matrix without rows is zero. Each output element is
+summed by one warpgroup in row order.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import CONSUMERS, DEPTH, P
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.rows import (
     cluster_of,
     consumer_registers,
-    released_barriers,
+    empty_barriers,
+    padded_rows,
     swizzled,
     when,
-    whole_units,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
-    """What the kernel knows before it runs.
+    """Static parameters of the kernel.
 
     Attributes:
-        left, right: columns of the operands, rows and columns of a result; multiples of `DEPTH`.
+        left, right: columns of the operands, which are rows and columns of an output; multiples of `DEPTH`.
         rows: of a member of the batch.
         matrices: of a member.
-        members: of the batch whose rows are summed together; the others have matrices of their own.
-        results: matrices in all.
+        members: batch members whose rows are summed together; otherwise 1.
+        results: number of output matrices.
         dtype: of the result.
         tile: of the config.
     """
@@ -53,21 +53,21 @@ class Outer:
 
     @property
     def high(self) -> int:
-        """Tiles of rows of a result."""
+        """Row tiles of an output."""
         return -(-self.left // self.tile.height)
 
     @property
-    def wide(self) -> int:
-        """Tiles of columns of a result."""
+    def column_tiles(self) -> int:
+        """Column tiles of an output."""
         return -(-self.right // self.tile.block_n)
 
     @property
     def units(self) -> int:
-        return self.results * self.high * self.wide
+        return self.results * self.high * self.column_tiles
 
 
-class _Unit(NamedTuple):
-    """A tile of a result: its matrix, first row and first column."""
+class _TileCoordinate(NamedTuple):
+    """Tile coordinate: matrix, first row and first column of an output tile."""
 
     matrix: Any
     row: Any
@@ -75,7 +75,7 @@ class _Unit(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Rows `low <= row < high` of one group, and the steps in which they are read from row `base` on."""
+    """Rows `low <= row < high` of one group, and the steps that load them from row `base` on."""
 
     low: Any
     high: Any
@@ -83,26 +83,26 @@ class _Span(NamedTuple):
     steps: Any
 
 
-def _unit(index: Any, outer: Outer) -> _Unit:
-    """Bands of tiles of rows share every tile of columns one after the other."""
-    each, band = outer.high * outer.wide, min(outer.tile.band, outer.high)
+def _tile_coordinate(index: Any, outer: Outer) -> _TileCoordinate:
+    """The tile coordinate of a work index: swizzle groups of row tiles visit one column tile after the other."""
+    each, l2_swizzle = outer.high * outer.column_tiles, min(outer.tile.l2_swizzle, outer.high)
     matrix, within = index // each, index % each
-    first = within // (band * outer.wide) * band
-    within = within % (band * outer.wide)
-    height = jnp.minimum(outer.high - first, band)
+    first = within // (l2_swizzle * outer.column_tiles) * l2_swizzle
+    within = within % (l2_swizzle * outer.column_tiles)
+    height = jnp.minimum(outer.high - first, l2_swizzle)
     column = within // height
     row = (first + within - column * height) * outer.tile.height
     if outer.tile.cluster > 1:
         row = row + jax.lax.axis_index("peer") * outer.tile.block_m
-    return _Unit(matrix, row, column * outer.tile.block_n)
+    return _TileCoordinate(matrix, row, column * outer.tile.block_n)
 
 
 def _span(bounds: Any, matrix: Any, member: Any, outer: Outer) -> _Span:
-    """Of the group of a matrix, in the member of the batch that is `member` after the matrix's own."""
+    """The span of a matrix's group in batch member `member`, counted from the matrix's own."""
     member = member + matrix // outer.matrices
     at = member * (outer.matrices + 1) + matrix % outer.matrices
     low, high = bounds[at] + member * outer.rows, bounds[at + 1] + member * outer.rows
-    base = low // schedule.UNIT * schedule.UNIT
+    base = low // schedule.ROW_ALIGNMENT * schedule.ROW_ALIGNMENT
     return _Span(low, high, base, jnp.where(high > low, (high - base + DEPTH - 1) // DEPTH, 0))
 
 
@@ -112,14 +112,14 @@ def _outer_kernel(left: Any, right: Any, bounds: Any, out: Any, *, outer: Outer,
     warpgroup, program = jax.lax.axis_index("wg"), jax.lax.axis_index("program")
     mine = (outer.units - program + programs - 1) // programs
 
-    def unit_of(i: Any) -> tuple[_Unit, _Span]:
-        unit = _unit(jnp.minimum(program + i * programs, outer.units - 1), outer)
+    def unit_of(i: Any) -> tuple[_TileCoordinate, _Span]:
+        unit = _tile_coordinate(jnp.minimum(program + i * programs, outer.units - 1), outer)
         return unit, _span(bounds, unit.matrix, 0, outer)
 
     def each(work: Any) -> Any:
-        """The units of this block; where the rows of the next begin is read before one is worked on."""
+        """Fold over the tiles of this block; prefetches the span of the next tile."""
 
-        def one(i: Any, carry: tuple[Any, tuple[_Unit, _Span]]) -> tuple[Any, tuple[_Unit, _Span]]:
+        def one(i: Any, carry: tuple[Any, tuple[_TileCoordinate, _Span]]) -> tuple[Any, tuple[_TileCoordinate, _Span]]:
             step, unit = carry
             following = unit_of(i + 1)
             return work(*unit, step), following
@@ -130,12 +130,12 @@ def _outer_kernel(left: Any, right: Any, bounds: Any, out: Any, *, outer: Outer,
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         step = each(functools.partial(_produce, left, right, bounds, outer=outer, **scratch))
-        stages, empty = outer.tile.stages, scratch["empty"]
+        num_stages, empty = outer.tile.num_stages, scratch["empty"]
 
         def wait(i: Any, carry: None) -> None:
-            plgpu.barrier_wait(empty.at[i % stages])
+            plgpu.barrier_wait(empty.at[i % num_stages])
 
-        jax.lax.fori_loop(jnp.maximum(step - stages, 0), step, wait, None)
+        jax.lax.fori_loop(jnp.maximum(step - num_stages, 0), step, wait, None)
 
     @when(warpgroup < CONSUMERS)
     def _consumer() -> None:
@@ -144,8 +144,8 @@ def _outer_kernel(left: Any, right: Any, bounds: Any, out: Any, *, outer: Outer,
         plgpu.wait_smem_to_gmem(0)
 
 
-def _members(work: Any, bounds: Any, unit: _Unit, span: _Span, carry: Any, outer: Outer) -> Any:
-    """`carry = work(span, carry)` for every member of the batch whose rows are summed; `span` is that of the first."""
+def _members(work: Any, bounds: Any, unit: _TileCoordinate, span: _Span, carry: Any, outer: Outer) -> Any:
+    """Fold `work(span, carry)` over the batch members whose rows are summed; `span` is that of the first."""
     if outer.members == 1:
         return work(span, carry)
     return jax.lax.fori_loop(0, outer.members, lambda i, carry: work(_span(bounds, unit.matrix, i, outer), carry), carry)
@@ -155,7 +155,7 @@ def _produce(
     left: Any,
     right: Any,
     bounds: Any,
-    unit: _Unit,
+    unit: _TileCoordinate,
     span: _Span,
     step: Any,
     *,
@@ -166,7 +166,7 @@ def _produce(
     empty: Any,
     **_: Any,
 ) -> Any:
-    """Copy the rows of one unit's group into the ring."""
+    """Issue the TMA loads of one tile's group."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -176,10 +176,10 @@ def _produce(
 
     def member(span: _Span, step: Any) -> Any:
         def copy(i: Any, step: Any) -> Any:
-            slot = step % tile.stages
-            rows = pl.ds(pl.multiple_of(span.base + i * DEPTH, schedule.UNIT), DEPTH)
+            slot = step % tile.num_stages
+            rows = pl.ds(pl.multiple_of(span.base + i * DEPTH, schedule.ROW_ALIGNMENT), DEPTH)
 
-            @when(step >= tile.stages)
+            @when(step >= tile.num_stages)
             def _wait() -> None:
                 plgpu.barrier_wait(empty.at[slot])
 
@@ -197,7 +197,7 @@ def _consume(
     bounds: Any,
     out: Any,
     warpgroup: Any,
-    unit: _Unit,
+    unit: _TileCoordinate,
     span: _Span,
     step: Any,
     *,
@@ -209,7 +209,7 @@ def _consume(
     empty: Any,
     clean: Any,
 ) -> Any:
-    """Multiply one unit and store it."""
+    """Compute one tile and store it."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -219,7 +219,7 @@ def _consume(
     def multiply(sums: Any) -> Any:
         def member(span: _Span, done: Any) -> Any:
             def add(i: Any, done: Any) -> Any:
-                slot = (step + done) % tile.stages
+                slot = (step + done) % tile.num_stages
                 low, high = span.low - span.base - i * DEPTH, span.high - span.base - i * DEPTH
                 plgpu.barrier_wait(full.at[slot])
 
@@ -238,7 +238,7 @@ def _consume(
 
                 @when(done > 0)
                 def _release() -> None:
-                    plgpu.barrier_arrive(empty.at[(step + done - 1) % tile.stages])
+                    plgpu.barrier_arrive(empty.at[(step + done - 1) % tile.num_stages])
 
                 return done + 1
 
@@ -249,7 +249,7 @@ def _consume(
 
         @when(done > 0)
         def _release_last() -> None:
-            plgpu.barrier_arrive(empty.at[(step + done - 1) % tile.stages])
+            plgpu.barrier_arrive(empty.at[(step + done - 1) % tile.num_stages])
 
         return values, done
 
@@ -257,13 +257,13 @@ def _consume(
     width = chunk_width(outer.dtype)
     rows = pl.ds(pl.multiple_of(unit.row + warpgroup * own, own), own)
     for i in range(tile.block_n // width):
-        staged = out_tiles.at[warpgroup, i % tile.slots]
-        plgpu.wait_smem_to_gmem(tile.slots - 1, wait_read_only=True)
+        staged = out_tiles.at[warpgroup, i % tile.epilogue_stages]
+        plgpu.wait_smem_to_gmem(tile.epilogue_stages - 1, wait_read_only=True)
         staged[...] = values[:, i * width : (i + 1) * width].astype(outer.dtype)
         plgpu.commit_smem()
         first = pl.multiple_of(unit.column + i * width, width)
 
-        # The copy engine leaves out what lies behind the end; but of an array of one tile of columns it is not told which one.
+        # TMA clips stores at the end, but not for an array with a single column tile.
         @when(first < outer.right)
         def _chunk(staged: Any = staged, first: Any = first) -> None:
             plgpu.copy_smem_to_gmem(staged, out.at[unit.matrix, rows, pl.ds(first, width)], commit_group=False)
@@ -273,7 +273,7 @@ def _consume(
 
 
 def _clear(block: Any, low: Any, high: Any) -> None:
-    """Rows outside of `low <= row < high` become zero."""
+    """Zero the rows outside of `low <= row < high`."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
@@ -316,12 +316,12 @@ def sum_products(left: Any, right: Any, bounds: Any, tile: Tile, dtype: Any, *, 
         cluster=cluster_of(tile),
         warpgroups=CONSUMERS + 1,
         scratch={
-            "left_tiles": swizzled((tile.stages, DEPTH, tile.block_m), left.dtype),
-            "right_tiles": swizzled((tile.stages, DEPTH, tile.block_n), right.dtype),
-            "out_tiles": swizzled((CONSUMERS, tile.slots, tile.block_m // CONSUMERS, width), dtype),
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-            "empty": released_barriers(tile),
+            "left_tiles": swizzled((tile.num_stages, DEPTH, tile.block_m), left.dtype),
+            "right_tiles": swizzled((tile.num_stages, DEPTH, tile.block_n), right.dtype),
+            "out_tiles": swizzled((CONSUMERS, tile.epilogue_stages, tile.block_m // CONSUMERS, width), dtype),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.num_stages),
+            "empty": empty_barriers(tile),
             "clean": plgpu.Barrier(num_arrivals=CONSUMERS),
         },
-    )(*(whole_units(values.reshape(batch * rows, -1)) for values in (left, right)), bounds.reshape(-1))
+    )(*(padded_rows(values.reshape(batch * rows, -1)) for values in (left, right)), bounds.reshape(-1))
     return out.reshape(batch // members, outer.matrices, outer.left, outer.right)

@@ -1,12 +1,12 @@
-"""Rows times the matrix of their group: forward, and with the matrices turned around the gradient of lhs.
+"""Rows times the matrix of their group: forward, and with transposed matrices the gradient of lhs.
 
-One persistent block per multiprocessor, or cluster of blocks, takes units of the schedule in turn. A producer warpgroup fills a
-ring of shared memory through the copy engine, across the borders of units; two consumer warpgroups multiply, each its half of the
-tile, and store through shared memory while the next unit's operands arrive. Rows of a neighbouring group that a tile may hold are
-computed and not stored: a product keeps rows apart, so that nothing of them reaches a row that is.
+A persistent, warp-specialised kernel with one block, or cluster, per multiprocessor. A producer warpgroup fills a ring buffer
+in shared memory with TMA loads, across tile boundaries; two consumer warpgroups issue wgmmas for half of the tile each, and
+store through shared memory while the next tile's operands arrive. Rows of a neighbouring group in a tile are computed and not
+stored: rows are independent, so they affect no row that is stored.
 
-Hopper's tensor cores sum products of float8 in about 14 bits. So a sum there is of one step, 128 of K, and is then added to sums in
-float32 that the ordinary cores keep, while the other warpgroup multiplies.
+Hopper's tensor cores accumulate float8 products with about 14 bits. Accumulation is therefore promoted: each step of 128 along
+K has its own accumulator, which CUDA cores add to float32 accumulators while the other warpgroup's wgmmas run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ejkernel_pallas.mosaic_gpu._call import call_kernel
 from ejkernel_pallas.mosaic_gpu.grouped_matmul import schedule
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import (
     CONSUMERS,
-    MOST_SUMS_BESIDE,
+    MAX_PROMOTED_SUMS,
     PRODUCER_REGISTERS,
     Tile,
     chunk_width,
@@ -32,20 +32,20 @@ from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
-    """What the kernel knows of `[rows, inner] . [inner, columns]` before it runs.
+class MatmulParams:
+    """Static parameters of `[rows, inner] . [inner, columns]`.
 
     Attributes:
         inner: multiple of `depth`.
         columns: multiple of `DEPTH`.
         depth: of a step.
-        matrices, scales, biases: how many there are in memory, 0 for none; where the batch shares them a matrix's number wraps.
+        matrices, scales, biases: their numbers, 0 for none; if the batch shares them a matrix's number wraps around.
         row_scales: whether rows have scales.
-        promotes: whether every step's products are a sum of their own.
+        promotes: whether accumulation is promoted.
         transposed: whether matrices are stored `[columns, inner]`.
-        dtype: of the result.
+        dtype: of the output.
         tile: of the config.
-        programs: blocks or clusters that share the units.
+        programs: blocks or clusters of the grid.
     """
 
     inner: int
@@ -66,20 +66,20 @@ class Product:
         return self.inner // self.depth
 
     @property
-    def wide(self) -> int:
-        """Tiles of columns."""
+    def column_tiles(self) -> int:
+        """Column tiles."""
         return -(-self.columns // self.tile.block_n)
 
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:
-    """`pl.when`, with types: run the decorated function where the condition holds."""
+    """A typed `pl.when`: run the decorated function if the condition holds."""
     from jax.experimental import pallas as pl
 
     return pl.when(condition)
 
 
-class _Unit(NamedTuple):
-    """A tile of the result: its matrix or -1, first row and column, and the rows of its group."""
+class _TileCoordinate(NamedTuple):
+    """Tile coordinate: matrix or -1, first row and column of an output tile, and the rows of its group."""
 
     matrix: Any
     row: Any
@@ -88,47 +88,47 @@ class _Unit(NamedTuple):
     end: Any
 
 
-def _unit(table: Any, index: Any, product: Product) -> _Unit:
-    """Bands of tiles of rows of one group share every tile of columns one after the other, which so stays in the L2 cache."""
-    tile = product.tile
-    entry = [table[index // product.wide, column] for column in range(6)]
-    within = index - entry[schedule.FIRST] * product.wide
+def _tile_coordinate(table: Any, index: Any, params: MatmulParams) -> _TileCoordinate:
+    """The tile coordinate of a work index: swizzle groups of row tiles visit one column tile after the other, for L2 reuse."""
+    tile = params.tile
+    entry = [table[index // params.column_tiles, column] for column in range(6)]
+    within = index - entry[schedule.FIRST] * params.column_tiles
     height = entry[schedule.HEIGHT]
     column = within // height
     row = entry[schedule.BASE] + (within - column * height) * tile.height
     if tile.cluster > 1:
         row = row + jax.lax.axis_index("peer") * tile.block_m
-    return _Unit(entry[schedule.MATRIX], row, column * tile.block_n, entry[schedule.START], entry[schedule.END])
+    return _TileCoordinate(entry[schedule.MATRIX], row, column * tile.block_n, entry[schedule.START], entry[schedule.END])
 
 
-def _rows_kernel(lhs: Any, rhs: Any, table: Any, count: Any, *refs: Any, product: Product, **scratch: Any) -> None:
+def _rows_kernel(lhs: Any, rhs: Any, table: Any, count: Any, *refs: Any, params: MatmulParams, **scratch: Any) -> None:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     *others, out = refs
-    scale = others.pop(0) if product.scales else None
-    bias = others.pop(0) if product.biases else None
-    row_scale = others.pop(0) if product.row_scales else None
-    consume = functools.partial(_consume, scale, bias, row_scale, out, product=product, **scratch)
-    produce = functools.partial(_produce, lhs, rhs, product=product, **scratch)
-    warpgroup, program, programs = jax.lax.axis_index("wg"), jax.lax.axis_index("program"), product.programs
-    units = count[0] * product.wide
+    scale = others.pop(0) if params.scales else None
+    bias = others.pop(0) if params.biases else None
+    row_scale = others.pop(0) if params.row_scales else None
+    consume = functools.partial(_consume, scale, bias, row_scale, out, params=params, **scratch)
+    produce = functools.partial(_produce, lhs, rhs, params=params, **scratch)
+    warpgroup, program, programs = jax.lax.axis_index("wg"), jax.lax.axis_index("program"), params.programs
+    units = count[0] * params.column_tiles
     mine = (units - program + programs - 1) // programs
 
     def each(work: Any) -> Any:
-        """The units of this block; what the table says of the next is read before one is worked on."""
+        """Fold over the tiles of this block; prefetches the table entry of the next tile."""
 
-        def one(i: Any, carry: tuple[Any, _Unit]) -> tuple[Any, _Unit]:
+        def one(i: Any, carry: tuple[Any, _TileCoordinate]) -> tuple[Any, _TileCoordinate]:
             step, unit = carry
-            following = _unit(table, jnp.minimum(program + (i + 1) * programs, units - 1), product)
+            following = _tile_coordinate(table, jnp.minimum(program + (i + 1) * programs, units - 1), params)
             return work(unit, step), following
 
-        first = _unit(table, jnp.minimum(program, units - 1), product)
+        first = _tile_coordinate(table, jnp.minimum(program, units - 1), params)
         return jax.lax.fori_loop(0, mine, one, (jnp.int32(0), first))[0]
 
     @when(warpgroup == CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _drain(each(produce), scratch["empty"], product)
+        _drain(each(produce), scratch["empty"], params)
 
     @when(warpgroup < CONSUMERS)
     def _consumer() -> None:
@@ -138,60 +138,60 @@ def _rows_kernel(lhs: Any, rhs: Any, table: Any, count: Any, *refs: Any, product
 
 
 def consumer_registers() -> int:
-    """What the producer leaves of the multiprocessor's registers, in the units in which they are given."""
+    """setmaxnreg value of the consumers: the registers that the producer leaves, as a multiple of 8."""
     return (512 - PRODUCER_REGISTERS) // CONSUMERS // 8 * 8
 
 
 def _produce(
     lhs: Any,
     rhs: Any,
-    unit: _Unit,
+    unit: _TileCoordinate,
     step: Any,
     *,
-    product: Product,
+    params: MatmulParams,
     lhs_tiles: Any,
     rhs_tiles: Any,
     full: Any,
     empty: Any,
     **_: Any,
 ) -> Any:
-    """Copy one unit's operands into the ring."""
+    """Issue the TMA loads of one tile's operands."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    tile = product.tile
-    row, column = pl.multiple_of(unit.row, schedule.UNIT), pl.multiple_of(unit.column, tile.block_n)
+    tile = params.tile
+    row, column = pl.multiple_of(unit.row, schedule.ROW_ALIGNMENT), pl.multiple_of(unit.column, tile.block_n)
     columns = pl.ds(column, tile.block_n)
-    weight = jnp.maximum(unit.matrix, 0) % product.matrices
+    weight = jnp.maximum(unit.matrix, 0) % params.matrices
 
     def copy(i: Any, step: Any) -> Any:
-        slot = step % tile.stages
-        depth = pl.ds(pl.multiple_of(i * product.depth, product.depth), product.depth)
+        slot = step % tile.num_stages
+        depth = pl.ds(pl.multiple_of(i * params.depth, params.depth), params.depth)
 
-        @when(step >= tile.stages)
+        @when(step >= tile.num_stages)
         def _wait() -> None:
             plgpu.barrier_wait(empty.at[slot])
 
         plgpu.copy_gmem_to_smem(lhs.at[pl.ds(row, tile.block_m), depth], lhs_tiles.at[slot], full.at[slot])
         plgpu.copy_gmem_to_smem(
-            rhs.at[weight, columns, depth] if product.transposed else rhs.at[weight, depth, columns],
+            rhs.at[weight, columns, depth] if params.transposed else rhs.at[weight, depth, columns],
             rhs_tiles.at[slot],
             full.at[slot],
             collective_axes="peer" if tile.cluster > 1 else None,
         )
         return step + 1
 
-    return jax.lax.fori_loop(0, jnp.where(unit.matrix < 0, 0, product.steps), copy, step)
+    return jax.lax.fori_loop(0, jnp.where(unit.matrix < 0, 0, params.steps), copy, step)
 
 
-def _drain(step: Any, empty: Any, product: Product) -> None:
-    """Wait for the last releases of every slot: no block leaves while a peer still signals it."""
+def _drain(step: Any, empty: Any, params: MatmulParams) -> None:
+    """Wait for the last arrivals on every slot: a block must not exit while a cluster peer still signals it."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def wait(i: Any, carry: None) -> None:
-        plgpu.barrier_wait(empty.at[i % product.tile.stages])
+        plgpu.barrier_wait(empty.at[i % params.tile.num_stages])
 
-    jax.lax.fori_loop(jnp.maximum(step - product.tile.stages, 0), step, wait, None)
+    jax.lax.fori_loop(jnp.maximum(step - params.tile.num_stages, 0), step, wait, None)
 
 
 def _consume(
@@ -200,22 +200,22 @@ def _consume(
     row_scale: Any,
     out: Any,
     warpgroup: Any,
-    unit: _Unit,
+    unit: _TileCoordinate,
     step: Any,
     *,
-    product: Product,
+    params: MatmulParams,
     lhs_tiles: Any,
     rhs_tiles: Any,
     out_tiles: Any,
     full: Any,
     empty: Any,
 ) -> Any:
-    """Multiply one unit and store it."""
+    """Compute one tile and store it."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    tile = product.tile
-    steps = jnp.where(unit.matrix < 0, 0, product.steps)
+    tile = params.tile
+    steps = jnp.where(unit.matrix < 0, 0, params.steps)
     own_rows = pl.ds(warpgroup * tile.own_rows, tile.own_rows) if tile.split_rows else slice(None)
     own_columns = slice(None) if tile.split_rows else pl.ds(warpgroup * tile.own_columns, tile.own_columns)
 
@@ -227,38 +227,38 @@ def _consume(
         of_rows = plgpu.load(row_scale.at[pl.ds(row, tile.own_rows)], layout=layout, optimized=False)
 
     def factors(slot: Any) -> tuple[Any, Any]:
-        if product.transposed:
+        if params.transposed:
             return lhs_tiles.at[slot, own_rows], rhs_tiles.at[slot, own_columns].transpose((1, 0))
         return lhs_tiles.at[slot, own_rows], rhs_tiles.at[slot, :, own_columns]
 
-    values = (_promoted if product.promotes else _summed)(factors, steps, step, full, empty, tile)
+    values = (_promoted if params.promotes else _summed)(factors, steps, step, full, empty, tile)
     if of_rows is not None:
         values = values * jax.lax.broadcast_in_dim(of_rows, values.shape, (0,))
     low, high = jnp.clip(unit.start - row, 0, tile.own_rows), jnp.clip(unit.end - row, 0, tile.own_rows)
-    width = chunk_width(product.dtype)
+    width = chunk_width(params.dtype)
     for i in range(tile.own_columns // width):
         chunk = values[:, i * width : (i + 1) * width]
         first = pl.multiple_of(column + i * width, width)
-        chunk = _shifted(chunk, unit.matrix, first, scale, bias, product)
-        _store(chunk, out_tiles.at[warpgroup, i % tile.slots], out, row, first, low, high, product)
+        chunk = _shifted(chunk, unit.matrix, first, scale, bias, params)
+        _store(chunk, out_tiles.at[warpgroup, i % tile.epilogue_stages], out, row, first, low, high, params)
     return step + steps
 
 
 def _summed(factors: Callable[..., Any], steps: Any, step: Any, full: Any, empty: Any, tile: Tile) -> Any:
-    """Products of all steps, summed in the tensor cores. A slot is released once the next step's product is on its way."""
+    """Accumulate all steps in the tensor cores. A slot is released after the next step's wgmma is issued."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def multiply(sums: Any) -> Any:
         def add(i: Any, carry: None) -> None:
-            slot = (step + i) % tile.stages
+            slot = (step + i) % tile.num_stages
             plgpu.barrier_wait(full.at[slot])
             plgpu.wgmma(sums, *factors(slot))
             plgpu.wgmma_wait(1)
 
             @when(i > 0)
             def _release() -> None:
-                plgpu.barrier_arrive(empty.at[(step + i - 1) % tile.stages])
+                plgpu.barrier_arrive(empty.at[(step + i - 1) % tile.num_stages])
 
         jax.lax.fori_loop(0, steps, add, None)
         return sums[...]
@@ -267,20 +267,20 @@ def _summed(factors: Callable[..., Any], steps: Any, step: Any, full: Any, empty
 
     @when(steps > 0)
     def _release_last() -> None:
-        plgpu.barrier_arrive(empty.at[(step + steps - 1) % tile.stages])
+        plgpu.barrier_arrive(empty.at[(step + steps - 1) % tile.num_stages])
 
     return values
 
 
 def _promoted(factors: Callable[..., Any], steps: Any, step: Any, full: Any, empty: Any, tile: Tile) -> Any:
-    """The same, but the tensor cores sum the products of one step, and sums of steps are formed beside them in float32."""
+    """Promoted accumulation: one wgmma accumulator per step, added to float32 sums."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     shape = (tile.own_rows, tile.own_columns)
 
     def add(i: Any, sums: Any) -> Any:
-        slot = (step + i) % tile.stages
+        slot = (step + i) % tile.num_stages
         plgpu.barrier_wait(full.at[slot])
 
         def multiply(of_step: Any) -> Any:
@@ -295,8 +295,8 @@ def _promoted(factors: Callable[..., Any], steps: Any, step: Any, full: Any, emp
     return jax.lax.fori_loop(0, steps, add, zeros)
 
 
-def _shifted(chunk: Any, matrix: Any, first: Any, scale: Any, bias: Any, product: Product) -> Any:
-    """The columns from `first` on, scaled and shifted as their matrix says; those without one find zeros behind the last."""
+def _shifted(chunk: Any, matrix: Any, first: Any, scale: Any, bias: Any, params: MatmulParams) -> Any:
+    """Apply the matrix's scale and bias to the columns from `first` on; rows without a matrix use the zeros after the last one."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -308,24 +308,24 @@ def _shifted(chunk: Any, matrix: Any, first: Any, scale: Any, bias: Any, product
         return jax.lax.broadcast_in_dim(numbers, chunk.shape, (1,))
 
     if scale is not None:
-        chunk = chunk * spread(scale, product.scales)
+        chunk = chunk * spread(scale, params.scales)
     if bias is not None:
-        chunk = chunk + spread(bias, product.biases)
+        chunk = chunk + spread(bias, params.biases)
     return chunk
 
 
-def _store(chunk: Any, staged: Any, out: Any, row: Any, column: Any, low: Any, high: Any, product: Product) -> None:
-    """Rows `low <= i < high` of a chunk go to rows `row + i`: all at once, or in parts of one, two, four, ... rows."""
+def _store(chunk: Any, staged: Any, out: Any, row: Any, column: Any, low: Any, high: Any, params: MatmulParams) -> None:
+    """Store rows `low <= i < high` of a chunk to rows `row + i`: at once, or in powers of two of rows."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     height, width = chunk.shape
-    plgpu.wait_smem_to_gmem(product.tile.slots - 1, wait_read_only=True)
-    staged[...] = chunk.astype(product.dtype)
+    plgpu.wait_smem_to_gmem(params.tile.epilogue_stages - 1, wait_read_only=True)
+    staged[...] = chunk.astype(params.dtype)
     plgpu.commit_smem()
     columns = pl.ds(column, width)
-    # The copy engine leaves out what lies behind the end; but of an array of one tile of columns it is not told which one.
-    count = jnp.where(column < product.columns, high - low, 0)
+    # TMA clips stores at the end, but not for an array with a single column tile.
+    count = jnp.where(column < params.columns, high - low, 0)
 
     @when(count == height)
     def _whole() -> None:
@@ -367,13 +367,13 @@ def multiply_rows(
 
     depth = depth_of(lhs.dtype)
     promotes = lhs.dtype.itemsize == 1
-    if promotes and tile.sums > MOST_SUMS_BESIDE:
-        raise ValueError(f"{tile}: got {tile.sums} sums of a thread, expected at most {MOST_SUMS_BESIDE} in float8")
+    if promotes and tile.sums > MAX_PROMOTED_SUMS:
+        raise ValueError(f"{tile}: got {tile.sums} sums of a thread, expected at most {MAX_PROMOTED_SUMS} in float8")
     batch, rows, inner = lhs.shape
     columns = rhs.shape[2 if transposed else 3]
-    table, count = schedule.tiles_of(bounds, rows, tile.height, tile.band)
+    table, count = schedule.tiles_of(bounds, rows, tile.height, tile.l2_swizzle)
     units = table.shape[0] * -(-columns // tile.block_n)
-    product = Product(
+    params = MatmulParams(
         inner=inner,
         columns=columns,
         depth=depth,
@@ -387,57 +387,57 @@ def multiply_rows(
         tile=tile,
         programs=min(tile.programs or units, units),
     )
-    others = [_numbers(values, product) for values in (scale, bias) if values is not None]
+    others = [_numbers(values, params) for values in (scale, bias) if values is not None]
     if row_scale is not None:
         others.append(jnp.pad(row_scale.reshape(-1).astype(jnp.float32), (0, tile.height)))
     right = (tile.block_n, depth) if transposed else (depth, tile.block_n)
     width = chunk_width(dtype)
     (out,) = call_kernel(
-        functools.partial(_rows_kernel, product=product),
+        functools.partial(_rows_kernel, params=params),
         name="grouped_matmul_rows",
         results=(((batch * rows, columns), dtype),),
         like=lhs,
-        grid={"program": product.programs},
+        grid={"program": params.programs},
         cluster=cluster_of(tile),
         warpgroups=CONSUMERS + 1,
         scratch={
-            "lhs_tiles": swizzled((tile.stages, tile.block_m, depth), lhs.dtype),
-            "rhs_tiles": swizzled((tile.stages, *right), rhs.dtype),
-            "out_tiles": swizzled((CONSUMERS, tile.slots, tile.own_rows, width), dtype, height=1),
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-            "empty": released_barriers(tile),
+            "lhs_tiles": swizzled((tile.num_stages, tile.block_m, depth), lhs.dtype),
+            "rhs_tiles": swizzled((tile.num_stages, *right), rhs.dtype),
+            "out_tiles": swizzled((CONSUMERS, tile.epilogue_stages, tile.own_rows, width), dtype, height=1),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.num_stages),
+            "empty": empty_barriers(tile),
         },
-    )(whole_units(lhs.reshape(batch * rows, inner)), rhs.reshape(-1, *rhs.shape[2:]), table, count, *others)
+    )(padded_rows(lhs.reshape(batch * rows, inner)), rhs.reshape(-1, *rhs.shape[2:]), table, count, *others)
     return out.reshape(batch, rows, columns)
 
 
-def _numbers(values: Any, product: Product) -> Any:
-    """One float32 per matrix and column, as many as tiles of columns have, and zeros for what has no matrix `[count + 1, n]`."""
+def _numbers(values: Any, params: MatmulParams) -> Any:
+    """float32 per matrix and padded column `[count + 1, n]`, with zeros for rows without a matrix."""
     values = values.reshape(-1, values.shape[-1]).astype(jnp.float32)
-    return jnp.pad(values, ((0, 1), (0, product.wide * product.tile.block_n - product.columns)))
+    return jnp.pad(values, ((0, 1), (0, params.column_tiles * params.tile.block_n - params.columns)))
 
 
 def cluster_of(tile: Tile) -> dict[str, int] | None:
     return {"peer": tile.cluster} if tile.cluster > 1 else None
 
 
-def released_barriers(tile: Tile) -> Any:
-    """One per slot of the ring, on which its consumers arrive: those of all blocks that a copy into the slot reaches."""
+def empty_barriers(tile: Tile) -> Any:
+    """Empty mbarriers, one per slot; the consumers of all blocks that a TMA load into the slot reaches arrive on them."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if tile.cluster == 1:
-        return plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages)
-    return plgpu.ClusterBarrier(collective_axes=("peer",), num_arrivals=CONSUMERS, num_barriers=tile.stages)
+        return plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.num_stages)
+    return plgpu.ClusterBarrier(collective_axes=("peer",), num_arrivals=CONSUMERS, num_barriers=tile.num_stages)
 
 
-def whole_units(rows: Any) -> Any:
-    """Rows in whole units of the copy engine's tiles: a copy only where their number is no multiple of 8."""
-    rest = -rows.shape[0] % schedule.UNIT
+def padded_rows(rows: Any) -> Any:
+    """Pad the number of rows to a multiple of 8, as TMA tiles require."""
+    rest = -rows.shape[0] % schedule.ROW_ALIGNMENT
     return jnp.pad(rows, ((0, rest), (0, 0))) if rest else rows
 
 
-def swizzled(shape: tuple[int, ...], dtype: Any, height: int = schedule.UNIT) -> Any:
-    """Shared memory in tiles of `height` rows of 128 bytes: 8 as the tensor cores read it, 1 where any number is stored."""
+def swizzled(shape: tuple[int, ...], dtype: Any, height: int = schedule.ROW_ALIGNMENT) -> Any:
+    """Swizzled shared memory in tiles of `height` rows of 128 bytes: 8 for wgmma operands, 1 to store any number of rows."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     width = 128 // jnp.dtype(dtype).itemsize

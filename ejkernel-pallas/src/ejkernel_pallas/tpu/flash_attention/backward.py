@@ -1,8 +1,8 @@
-"""Gradients of attention on TPU: a kernel that owns keys, one that owns queries, and one that owns a bias.
+"""Gradients of attention on TPU: a dK/dV kernel, a dQ kernel and a dBias kernel.
 
-Each recomputes the weights of its tiles from the log-sum-exp and adds up in VMEM in one order, so that results are the same in
-every run. Scores are `[BK, BQ]` as in forward. With w the weights and o the output, the gradient of a logit is
-`w * (d_out . value - delta)`, where delta is `d_out . o` less the gradient of the log-sum-exp.
+Each recomputes the weights of its tiles from the log-sum-exp and accumulates in VMEM in a fixed order, so results are
+deterministic. Scores are `[BK, BQ]` as in forward. With w the weights and o the output, the gradient of a logit is `w * (d_out
+. value - delta)`, where delta is `d_out . o` minus the gradient of the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ejkernel.plugin import current_target
 from ejkernel_pallas._call import compiler_params, result_like
 from ejkernel_pallas.tpu._vmem import memory_of
 from ejkernel_pallas.tpu.flash_attention import tiles as lists
-from ejkernel_pallas.tpu.flash_attention.arrays import Operands, finite, hides, padded_length, with_tokens_as_rows
+from ejkernel_pallas.tpu.flash_attention.arrays import Operands, finite, has_mask, padded_length, with_tokens_as_rows
 from ejkernel_pallas.tpu.flash_attention.config import BackwardConfig
 from ejkernel_pallas.tpu.flash_attention.cost import bias_cost, by_key_cost, by_query_cost
 from ejkernel_pallas.tpu.flash_attention.scores import LOG2_E, Scores, Tile, precision_of, product
@@ -33,17 +33,17 @@ def _weights_and_logit_gradients(tile: Tile, mains: Any, masked: bool) -> tuple[
     """Weights after dropout and gradients of the logits of a tile, both `[BK, BQ]`; before `scale`, after the cap."""
     r_query, r_key, r_value, r_grad, r_lse, r_delta = mains
     precision = precision_of(tile.call)
-    b_raw = product(r_key[...], r_query[...], (1, 1), precision)  # [BK, BQ]
-    b_logits, b_slope, b_bias = tile.logits(b_raw, 0)
+    b_qk = product(r_key[...], r_query[...], (1, 1), precision)  # [BK, BQ]
+    b_logits, b_slope, b_bias = tile.logits(b_qk, 0)
     b_weights = jnp.exp2(b_logits - r_lse[...])
     b_value_grad = product(r_value[...], r_grad[...], (1, 1), precision)
-    b_kept = tile.kept(b_logits.shape, 0)
-    b_grad = b_weights * ((b_value_grad if b_kept is None else b_value_grad * b_kept) - r_delta[...])
-    b_weights = b_weights if b_kept is None else b_weights * b_kept
+    b_keep = tile.dropout_factor(b_logits.shape, 0)
+    b_grad = b_weights * ((b_value_grad if b_keep is None else b_value_grad * b_keep) - r_delta[...])
+    b_weights = b_weights if b_keep is None else b_weights * b_keep
     b_grad = b_grad if b_slope is None else b_grad * b_slope
     if masked:
-        b_seen = tile.seen(b_logits.shape, 0, b_bias, queries_end=True)
-        b_weights, b_grad = (jnp.where(b_seen, b_value, 0.0) for b_value in (b_weights, b_grad))
+        b_visible = tile.visible(b_logits.shape, 0, b_bias, queries_end=True)
+        b_weights, b_grad = (jnp.where(b_visible, b_value, 0.0) for b_value in (b_weights, b_grad))
     return b_weights, b_grad
 
 
@@ -119,7 +119,7 @@ def _bias_kernel(*refs: Any, call: FlashAttentionCall, operands: Operands, score
 
 
 class _Backward:
-    """The arrays that all kernels read."""
+    """The operands that all kernels share."""
 
     def __init__(
         self,
@@ -137,9 +137,9 @@ class _Backward:
         self.empty = outputs.lse == -jnp.inf
         lse = jnp.where(self.empty, 0.0, outputs.lse * LOG2_E)
         values = (inputs.query, inputs.key, inputs.value, grad.astype(inputs.query.dtype))
-        if hides(call):
-            # A product over all rows, hidden ones with weight 0, may hold nothing that is not finite. What was not finite in a
-            # visible place is in the log-sum-exp, and so in every weight of its row.
+        if has_mask(call):
+            # MMAs over all rows, masked ones with weight 0, need finite operands. Non-finite values of visible rows propagate
+            # through the log-sum-exp to all weights of their row.
             bad = ~jnp.all(jnp.isfinite(values[0]), axis=-1) | ~jnp.all(jnp.isfinite(values[3]), axis=-1)
             lse = jnp.where(bad, jnp.nan, lse)
             values = tuple(finite(value) for value in values)
@@ -152,7 +152,7 @@ class _Backward:
         return *arrays, *(_as_rows(statistic, rows) for statistic in (self.lse_in_twos, self.mean))
 
     def specs(self, block_q: int, block_k: int, where: Any) -> list[pl.BlockSpec]:
-        """Their blocks; `where` gives batch, query head, block of queries and block of keys of a grid's place."""
+        """Their block specs; `where` is a `TileIndex`."""
         size, value_size, group = self.call.query.shape[3], self.call.value.shape[3], self.group
 
         def at_query(*place: Any) -> Any:
@@ -179,8 +179,8 @@ class _Backward:
 
 def _as_rows(statistic: Any, length: int) -> Any:
     """`[b, t, h]` as `[b, h, 1, length]`."""
-    turned = jnp.transpose(statistic, (0, 2, 1))[:, :, None]
-    return jnp.pad(turned, ((0, 0), (0, 0), (0, 0), (0, length - turned.shape[3])))
+    with_tokens_as_lanes = jnp.transpose(statistic, (0, 2, 1))[:, :, None]
+    return jnp.pad(with_tokens_as_lanes, ((0, 0), (0, 0), (0, 0), (0, length - with_tokens_as_lanes.shape[3])))
 
 
 def _key_gradients(data: _Backward, block_q: int, block_k: int) -> tuple[Any, Any]:
@@ -190,7 +190,7 @@ def _key_gradients(data: _Backward, block_q: int, block_k: int) -> tuple[Any, An
     rows, columns = padded_length(queries, block_q), padded_length(keys, block_k)
     tiles = lists.tiles_of(call, data.inputs, block_q, block_k, by_key=True)
     operands = Operands(call, data.inputs, tiles, rows, columns, block_q, block_k)
-    where = operands.places(lambda i, h, step, member: h * group + member, axes=4, by_key=True)
+    where = operands.tile_index(lambda i, h, step, member: h * group + member, axes=4, by_key=True)
     extras, extra_specs = operands.described(where)
     mains = data.mains(rows, columns)
 
@@ -222,7 +222,7 @@ def _query_gradient(data: _Backward, block_q: int, block_k: int) -> Any:
     rows, columns = padded_length(queries, block_q), padded_length(call.key.shape[1], block_k)
     tiles = lists.tiles_of(call, data.inputs, block_q, block_k)
     operands = Operands(call, data.inputs, tiles, rows, columns, block_q, block_k)
-    where = operands.places(lambda i, h, step: h)
+    where = operands.tile_index(lambda i, h, step: h)
     extras, extra_specs = operands.described(where)
     mains = data.mains(rows, columns)
 
@@ -247,7 +247,7 @@ def _query_gradient(data: _Backward, block_q: int, block_k: int) -> Any:
 
 
 def _bias_gradient(data: _Backward, block_q: int, block_k: int) -> Any:
-    """Every axis of the scores is walked over twice: as far as the bias has it, and, innermost, as far as it is summed over."""
+    """The grid has every axis of the scores twice: kept axes of the bias, then reduced axes innermost."""
     call, bias = data.call, data.inputs.bias
     scores = Scores.of(call.bias)
     batch, queries, heads, _ = call.query.shape
@@ -255,9 +255,9 @@ def _bias_gradient(data: _Backward, block_q: int, block_k: int) -> Any:
     rows, columns = padded_length(queries, block_q), padded_length(keys, block_k)
     operands = Operands(call, data.inputs, None, rows, columns, block_q, block_k)
     axes = (batch, heads, rows // block_q, columns // block_k)
-    kept = (scores.batched, scores.headed, scores.queried or (not scores.keyed and rows > block_q), scores.keyed)
-    outer = tuple(count if keep else 1 for count, keep in zip(axes, kept, strict=True))
-    inner = tuple(1 if keep else count for count, keep in zip(axes, kept, strict=True))
+    dropout_factor = (scores.batched, scores.headed, scores.queried or (not scores.keyed and rows > block_q), scores.keyed)
+    outer = tuple(count if keep else 1 for count, keep in zip(axes, dropout_factor, strict=True))
+    inner = tuple(1 if keep else count for count, keep in zip(axes, dropout_factor, strict=True))
 
     def where(place: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(place[axis] + place[4 + axis] for axis in range(4))
@@ -288,7 +288,7 @@ def _params(name: str, *semantics: str) -> Any:
 
 
 def _sinks_gradient(data: _Backward) -> Any:
-    """Their weights come from the log-sum-exp; a row without anything visible and without sinks has none."""
+    """Gradient of the sinks, with weights from the log-sum-exp; a fully masked row without sinks has none."""
     sinks = data.inputs.sinks
     lse = jnp.where(data.empty, jnp.inf, data.lse)[..., None]  # [b, t, h, 1]
     weights = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse)

@@ -7,10 +7,10 @@ from ejkernel.plugin import Target
 from ejkernel_pallas.tpu.flash_attention import config, tiles
 
 DTYPES = ("float32", "bfloat16")
-FARTHEST_OFFSET = 2**29
-"""Positions are counted in 32 bits."""
-MOST_STREAMS = 1 << 17
-"""Bytes: an eighth of a core's scalar memory, of which lists of tiles may take half."""
+MAX_OFFSET = 2**29
+"""Positions are 32-bit."""
+MAX_STREAM_BYTES = 1 << 17
+"""Bytes of dropout streams: an eighth of a core's SMEM, of which tile lists may take half."""
 
 
 def supports(call: FlashAttentionCall, target: Target) -> str | None:
@@ -27,16 +27,14 @@ def supports(call: FlashAttentionCall, target: Target) -> str | None:
     if call.logits_dtype not in DTYPES:
         return f"logits_dtype is {call.logits_dtype}, needs {' or '.join(DTYPES)}"
     streams = 8 * call.query.shape[0] * call.query.shape[2]
-    if call.dropout_rate and streams > MOST_STREAMS:
-        return (
-            f"dropout needs {streams} bytes of scalar memory for its streams, two words for each head, and has {MOST_STREAMS}"
-        )
+    if call.dropout_rate and streams > MAX_STREAM_BYTES:
+        return f"dropout needs {streams} bytes of scalar memory for its streams, two words per head, and has {MAX_STREAM_BYTES}"
     if not call.normalize_output:
-        return "normalize_output=False: the gradient needs each row's largest logit, which is not kept"
+        return "normalize_output=False: the gradient needs each row's maximum logit, which is not saved"
     if 0 in (*call.query.shape[2:], call.value.shape[3]):
         return f"query has shape {call.query.shape} and value {call.value.shape}, needs heads and head sizes above 0"
-    if abs(call.query_offset) > FARTHEST_OFFSET:
-        return f"query_offset {call.query_offset} is beyond {FARTHEST_OFFSET}"
+    if abs(call.query_offset) > MAX_OFFSET:
+        return f"query_offset {call.query_offset} is beyond {MAX_OFFSET}"
     excess = config.fits_smallest(call, target)
     if excess:
         sizes = f"{call.query.shape[3]} and {call.value.shape[3]}"
@@ -45,14 +43,14 @@ def supports(call: FlashAttentionCall, target: Target) -> str | None:
 
 
 def _too_long(call: FlashAttentionCall, target: Target) -> str | None:
-    """Refuse what needs longer lists than scalar memory holds, or more blocks than an entry can name."""
+    """Refuse calls whose tile lists exceed SMEM, or with more blocks than an entry can encode."""
     if not call.query.size or not call.key.size:
         return None
-    most = (tiles.MOST_OTHERS - 1) * config.SMALLEST
+    most = (tiles.MAX_OTHERS - 1) * config.SMALLEST
     queries, keys = call.query.shape[1], call.key.shape[1]
     if max(queries, keys) > most:
         return f"{max(queries, keys)} tokens are more than {most}"
     longest = config.longest_list(call, config.forward_heuristic(call, target), config.backward_heuristic(call, target))
-    if longest > config.MOST_TILES:
-        return f"the lists of visible tiles have {longest} entries, scalar memory has room for {config.MOST_TILES}"
+    if longest > config.MAX_TILES:
+        return f"the lists of visible tiles have {longest} entries, scalar memory has room for {config.MAX_TILES}"
     return None

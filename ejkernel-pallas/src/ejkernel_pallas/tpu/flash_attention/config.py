@@ -1,4 +1,4 @@
-"""Tiles of `flash_attention` on TPU, picked by what they take of VMEM."""
+"""Configs of `flash_attention` on TPU, limited by VMEM."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ejkernel_pallas.tpu._vmem import LANES, block_bytes, buffered_bytes, memory
 from ejkernel_pallas.tpu.flash_attention.tiles import list_length
 
 SMALLEST = LANES
-"""Queries and keys are lanes somewhere."""
+"""Queries and keys each lie along lanes in some operand."""
 _SIZES = (2048, 1024, 512, 256, 128)
-_PART = 256
-"""Keys whose scores are formed at once: of 128 ... 1024, the compiler needs the fewest instructions per score for 256."""
+_BLOCK_K_COMPUTE = 256
+"""Keys per score computation: 256 takes the fewest instructions per score of 128 ... 1024."""
 _SCORES = 5
-"""Arrays of scores in float32 that a kernel holds at once; the compiler keeps them in VMEM, as registers hold no such tile."""
+"""float32 score tiles that the compiler keeps in VMEM at a time."""
 _BACKWARD_SCORES = 7
 _NARROW = 1024
-"""Within a window of so many keys large tiles are mostly hidden."""
+"""Window size up to which large tiles are mostly masked."""
 
-MOST_TILES = 1 << 17
-"""Entries of the lists that a grid follows: half of a core's scalar memory."""
+MAX_TILES = 1 << 17
+"""Largest number of entries of tile lists: half of a core's SMEM."""
 
 Tile = tuple[int, int]
 """Queries and keys."""
@@ -33,20 +33,20 @@ Tile = tuple[int, int]
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:
-    block_q, block_k: queries that an accumulator holds, and keys of one step; multiples of 128.
-    part_k: keys of a step whose scores are formed at once; the product of one part runs beside the exponentials of another.
+    block_q, block_k: queries of an accumulator, and keys of one grid step; multiples of 128.
+    block_k_compute: keys of a step whose scores are computed at once; the MMA of one block overlaps the softmax of another.
     """
 
     block_q: int
     block_k: int
-    part_k: int
+    block_k_compute: int
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Attributes:
-    key_block_q, key_block_k: of the kernel that owns keys and walks over queries.
-    query_block_q, query_block_k: of the kernel that owns queries and walks over keys.
+    key_block_q, key_block_k: of the dK/dV kernel, which owns keys and loops over queries.
+    query_block_q, query_block_k: of the dQ kernel, which owns queries and loops over keys.
     """
 
     key_block_q: int
@@ -60,7 +60,7 @@ def _rounded(length: int) -> int:
 
 
 class _Model:
-    """Bytes of VMEM that tiles take."""
+    """VMEM usage of tiles."""
 
     def __init__(self, call: FlashAttentionCall, target: Target) -> None:
         self.call = call
@@ -70,10 +70,10 @@ class _Model:
         self.queries, self.keys = _rounded(call.query.shape[1]), _rounded(call.key.shape[1])
 
     def _extras(self, block_q: int, block_k: int) -> int:
-        """Facts, bias and mask of a tile, and their copies in 32 bits, turned."""
-        facts = 2 * 2 * block_bytes((8, max(block_q, block_k)), "int32")
-        turned = block_bytes((block_k, LANES), "int32")
-        total = facts + 3 * turned
+        """Token info, bias and mask of a tile, and their transposed 32-bit copies."""
+        info = 2 * 2 * block_bytes((8, max(block_q, block_k)), "int32")
+        with_tokens_as_lanes = block_bytes((block_k, LANES), "int32")
+        total = info + 3 * with_tokens_as_lanes
         for spec in (self.call.bias, self.call.mask):
             if spec is not None:
                 total += 2 * block_bytes((block_q, block_k), spec.dtype) + 2 * 4 * block_q * block_k
@@ -81,14 +81,16 @@ class _Model:
             total += 3 * 4 * block_q * block_k
         return total
 
-    def forward(self, block_q: int, block_k: int, part_k: int) -> int:
+    def forward(self, block_q: int, block_k: int, block_k_compute: int) -> int:
         d = self.dtype
         blocks = buffered_bytes((self.size, block_q), d) + buffered_bytes((block_k, self.size), d)
         blocks += buffered_bytes((self.value_size, block_k), d) + buffered_bytes((self.value_size, block_q), d)
         rows = 4 * block_bytes((1, block_q), "float32")
         accumulator = 2 * block_bytes((self.value_size, block_q), "float32")
-        scores = _SCORES * 4 * block_q * part_k + (2 * 4 * block_q * part_k if part_k < block_k else 0)
-        return blocks + rows + accumulator + scores + self._split(part_k, block_q) + self._extras(block_q, block_k)
+        scores = _SCORES * 4 * block_q * block_k_compute + (
+            2 * 4 * block_q * block_k_compute if block_k_compute < block_k else 0
+        )
+        return blocks + rows + accumulator + scores + self._split(block_k_compute, block_q) + self._extras(block_q, block_k)
 
     def by_key(self, block_q: int, block_k: int) -> int:
         return self._backward(block_q, block_k, block_k, self.size + self.value_size)
@@ -107,7 +109,7 @@ class _Model:
         return blocks + 2 * results + rows + scores + self._split(block_k, block_q) + self._extras(block_q, block_k)
 
     def _split(self, block_q: int, block_k: int) -> int:
-        """float32 is multiplied as sums of narrower parts."""
+        """Split copies of float32 operands."""
         return 0 if self.dtype != "float32" else 4 * (block_q * block_k + (block_q + block_k) * (self.size + self.value_size))
 
     def cut(self, tile: Tile) -> Tile:
@@ -115,7 +117,7 @@ class _Model:
 
     @property
     def span(self) -> int | None:
-        """Keys that the rules leave to a query."""
+        """Keys that the mask leaves to a query."""
         spans = [span for span in (self.call.window_width, self.call.chunk_size) if span is not None]
         return min(spans, default=None)
 
@@ -137,7 +139,7 @@ def _preferred(model: _Model, largest: Tile) -> list[Tile]:
 
 
 def _largest(call: FlashAttentionCall, wide: Tile, single: Tile) -> Tile:
-    """The largest tile worth its compilation: float32 products are sums of six, in as much more code."""
+    """The largest tile worth its compile time: float32 MMAs take six passes, with six times the code."""
     return single if call.query.dtype == "float32" else wide
 
 
@@ -145,15 +147,15 @@ def _first(model: _Model, tiles: Iterable[Tile], fits: Callable[[Tile], bool]) -
     return next((tile for tile in map(model.cut, tiles) if fits(tile)), (SMALLEST, SMALLEST))
 
 
-def _part(block_k: int) -> int:
-    return min(block_k, _PART)
+def _block_k_compute(block_k: int) -> int:
+    return min(block_k, _BLOCK_K_COMPUTE)
 
 
 def forward_heuristic(call: FlashAttentionCall, target: Target) -> ForwardConfig:
     model = _Model(call, target)
     tiles = _preferred(model, _largest(call, (512, 1024), (256, 512)))
-    block_q, block_k = _first(model, tiles, lambda tile: model.forward(*tile, _part(tile[1])) <= model.limit)
-    return ForwardConfig(block_q, block_k, _part(block_k))
+    block_q, block_k = _first(model, tiles, lambda tile: model.forward(*tile, _block_k_compute(tile[1])) <= model.limit)
+    return ForwardConfig(block_q, block_k, _block_k_compute(block_k))
 
 
 def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfig]:
@@ -164,7 +166,7 @@ def forward_space(call: FlashAttentionCall, target: Target) -> list[ForwardConfi
         for part in (256, 512, 1024):
             if block_k % part == 0 and model.forward(block_q, block_k, part) <= model.limit:
                 found.append(ForwardConfig(block_q, block_k, part))
-    return [config for config in dict.fromkeys(found) if longest_list(call, config, None) <= MOST_TILES]
+    return [config for config in dict.fromkeys(found) if longest_list(call, config, None) <= MAX_TILES]
 
 
 def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConfig:
@@ -176,7 +178,7 @@ def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConf
 
 
 def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardConfig]:
-    """Each kernel varied alone: the two do not influence each other."""
+    """Varies one kernel at a time: the two do not influence each other."""
     model = _Model(call, target)
     best = backward_heuristic(call, target)
     found = [best]
@@ -186,11 +188,11 @@ def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardCon
             found.append(dataclasses.replace(best, key_block_q=block_q, key_block_k=block_k))
         if model.by_query(block_q, block_k) <= model.limit:
             found.append(dataclasses.replace(best, query_block_q=block_q, query_block_k=block_k))
-    return [config for config in dict.fromkeys(found) if longest_list(call, None, config) <= MOST_TILES]
+    return [config for config in dict.fromkeys(found) if longest_list(call, None, config) <= MAX_TILES]
 
 
 def longest_list(call: FlashAttentionCall, forward: ForwardConfig | None, backward: BackwardConfig | None) -> int:
-    """Entries of the longest list of tiles that these configs follow."""
+    """Entries of the longest tile list of these configs."""
     lengths: list[int] = []
     if forward is not None:
         lengths.append(list_length(call, forward.block_q, forward.block_k))
@@ -201,18 +203,18 @@ def longest_list(call: FlashAttentionCall, forward: ForwardConfig | None, backwa
 
 
 def forward_bytes(call: FlashAttentionCall, target: Target, config: ForwardConfig) -> int:
-    """VMEM that the forward kernel is expected to need at most."""
-    return _Model(call, target).forward(config.block_q, config.block_k, config.part_k)
+    """Upper bound of the forward kernel's VMEM."""
+    return _Model(call, target).forward(config.block_q, config.block_k, config.block_k_compute)
 
 
 def backward_bytes(call: FlashAttentionCall, target: Target, config: BackwardConfig) -> tuple[int, int]:
-    """The same for the kernel that owns keys, and for those that own queries and a bias."""
+    """Upper bounds of the VMEM of the dK/dV kernel, and of the dQ and dBias kernels."""
     model = _Model(call, target)
     return model.by_key(config.key_block_q, config.key_block_k), model.by_query(config.query_block_q, config.query_block_k)
 
 
 def fits_smallest(call: FlashAttentionCall, target: Target) -> Any:
-    """Bytes that the smallest tile needs, and the limit, where it does not fit; None where it does."""
+    """Bytes that the smallest tile needs, and the limit, if it does not fit; else None."""
     model = _Model(call, target)
     smallest = (SMALLEST, SMALLEST)
     needed = max(model.forward(*smallest, SMALLEST), model.by_key(*smallest), model.by_query(*smallest))

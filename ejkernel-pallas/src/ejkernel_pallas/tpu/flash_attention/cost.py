@@ -1,6 +1,6 @@
-"""What the attention kernels cost, as XLA is told: products and exponentials of the tiles that run, and the blocks that are copied.
+"""Cost estimates of the attention kernels for XLA: FLOPs and exponentials of the visited tiles, and bytes of block copies.
 
-Exact where indices alone decide which tiles run; where arrays do, what there may be at most.
+Exact if indices alone determine the visited tiles, else an upper bound.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel_pallas._call import block_traffic, cost_estimate
 from ejkernel_pallas.tpu.flash_attention.arrays import Operands
-from ejkernel_pallas.tpu.flash_attention.scores import FACTS, Scores, facts_of
+from ejkernel_pallas.tpu.flash_attention.scores import TOKEN_INFO_ROWS, Scores, token_info_of
 
 Blocks = Iterator[tuple[tuple[int, ...], Any, int]]
 
 
 def _extras(operands: Operands, queries: int, keys: int, pairs: int) -> Blocks:
-    """Facts, bias and mask: how often a kernel moves on to other queries, to other keys, to another tile."""
+    """Copies of token info, bias and mask, from the number of changes of query block, key block and tile."""
     call, block_q, block_k = operands.call, operands.block_q, operands.block_k
-    if facts_of(call).count:
-        yield (FACTS, block_q), "int32", queries
-        yield (FACTS, block_k), "int32", keys
+    if token_info_of(call).count:
+        yield (TOKEN_INFO_ROWS, block_q), "int32", queries
+        yield (TOKEN_INFO_ROWS, block_k), "int32", keys
     for spec in (call.bias, call.mask):
         if spec is not None:
             scores = Scores.of(spec)
@@ -30,7 +30,7 @@ def _extras(operands: Operands, queries: int, keys: int, pairs: int) -> Blocks:
 
 
 def _estimate(operands: Operands, tiles: int, width: int, blocks: Blocks, lists: int) -> Any:
-    """Of so many tiles, `width` multiplications and additions for each of their scores."""
+    """Cost of `tiles` tiles with `width` multiply-adds per score."""
     scores = tiles * operands.block_q * operands.block_k
     transcendentals = scores * (1 if operands.call.soft_cap is None else 2)
     return cost_estimate(2 * scores * width, transcendentals, block_traffic(blocks) + 4 * lists)
@@ -42,12 +42,12 @@ def _list_entries(operands: Operands) -> int:
 
 
 def _heads(call: FlashAttentionCall) -> int:
-    """Walks over a list: one for each batch and query head."""
+    """Passes over a tile list: one per batch and query head."""
     return call.query.shape[0] * call.query.shape[2]
 
 
 def _blocks_of_keys(operands: Operands) -> int:
-    """That a kernel reads whose owners are queries; a single one stays for all heads of a group."""
+    """Key blocks copied by a kernel that owns queries; a single block stays for all heads of a group."""
     call, tiles = operands.call, operands.tiles
     assert tiles is not None
     return _heads(call) * tiles.others // (call.query.shape[2] // call.key.shape[2] if tiles.others == 1 else 1)
@@ -72,7 +72,7 @@ def forward_cost(operands: Operands, *, wants_lse: bool) -> Any:
 
 
 def _backward_blocks(operands: Operands, queries: int, keys: int, pairs: int) -> Blocks:
-    """What all kernels of backward read."""
+    """Block copies of all backward kernels."""
     call = operands.call
     size = call.query.shape[3] + call.value.shape[3]
     yield (size, operands.block_q), call.query.dtype, queries
@@ -82,7 +82,7 @@ def _backward_blocks(operands: Operands, queries: int, keys: int, pairs: int) ->
 
 
 def by_key_cost(operands: Operands) -> Any:
-    """Of the kernel that owns keys: a tile takes the products for its weights, for its gradients, and for the sums of both."""
+    """Cost of the dK/dV kernel: scores, gradients of weights, and both outputs."""
     call, tiles = operands.call, operands.tiles
     assert tiles is not None
     walks, group = _heads(call), call.query.shape[2] // call.key.shape[2]
@@ -100,7 +100,7 @@ def by_key_cost(operands: Operands) -> Any:
 
 
 def by_query_cost(operands: Operands) -> Any:
-    """Of the kernel that owns queries."""
+    """Cost of the dQ kernel."""
     call, tiles = operands.call, operands.tiles
     assert tiles is not None
     walks, size, value_size = _heads(call), call.query.shape[3], call.value.shape[3]
@@ -115,7 +115,7 @@ def by_query_cost(operands: Operands) -> Any:
 
 
 def bias_cost(operands: Operands, results: int) -> Any:
-    """Of the kernel that owns a bias, which visits every tile; `results` are blocks of the gradient."""
+    """Cost of the dBias kernel, which visits every tile; `results` are blocks of the gradient."""
     call = operands.call
     steps = _heads(call) * (operands.rows // operands.block_q) * (operands.columns // operands.block_k)
     scores = Scores.of(call.bias)

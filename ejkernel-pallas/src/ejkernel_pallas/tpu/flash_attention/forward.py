@@ -1,8 +1,8 @@
-"""Forward attention on TPU: one accumulator per block of queries, over the visible tiles of keys.
+"""Forward attention on TPU: online softmax over the visible key tiles of each query block.
 
-The grid runs over batches, heads and the list of `tiles`. Queries and values come with their tokens as lanes, `[D, T]` and
-`[V, S]`, keys as `[S, D]`, so that both products are plain ones: scores `[BK, BQ]`, the result `[V, BQ]`. Maximum and sum of a
-query are one lane of a row, sinks are where they start.
+The grid runs over batches, heads and the tile list. Queries and values have tokens along lanes, `[D, T]` and `[V, S]`, keys are
+`[S, D]`, so that both matmuls need no transpose: scores `[BK, BQ]`, output `[V, BQ]`. Maximum and sum of a query are one lane
+of a row and start from the sinks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from ejkernel.plugin import current_target
 from ejkernel_pallas._call import compiler_params, result_like
 from ejkernel_pallas.tpu._vmem import memory_of
 from ejkernel_pallas.tpu.flash_attention import tiles as lists
-from ejkernel_pallas.tpu.flash_attention.arrays import Operands, clean, padded_length, turned, with_tokens_as_rows
+from ejkernel_pallas.tpu.flash_attention.arrays import (
+    Operands,
+    nan_safe,
+    padded_length,
+    with_tokens_as_lanes,
+    with_tokens_as_rows,
+)
 from ejkernel_pallas.tpu.flash_attention.config import ForwardConfig
 from ejkernel_pallas.tpu.flash_attention.cost import forward_cost
-from ejkernel_pallas.tpu.flash_attention.scores import HIDDEN, LN_2, LOG2_E, precision_of, product
+from ejkernel_pallas.tpu.flash_attention.scores import LN_2, LOG2_E, MASK_VALUE, precision_of, product
 
 NAME = "ejkernel_flash_attention"
 
@@ -42,7 +48,7 @@ def _kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, operands: 
 
     @pl.when((packed & lists.FIRST) != 0)
     def _start() -> None:
-        start, total = HIDDEN, 0.0
+        start, total = MASK_VALUE, 0.0
         if call.sinks is not None:
             i_sinks = 2 * (i_head + (i_batch * call.query.shape[2] if call.sinks.shape[0] > 1 else 0))
             start, total = r_sinks[i_sinks], r_sinks[i_sinks + 1]
@@ -51,28 +57,28 @@ def _kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, operands: 
         r_sum[...] = jnp.full(r_sum.shape, total, jnp.float32)
 
     def scores(start: int) -> Any:
-        b_key = r_key[pl.ds(start, config.part_k), :]  # [PK, D]
+        b_key = r_key[pl.ds(start, config.block_k_compute), :]  # [PK, D]
         return product(b_key, r_query[...], (1, 0), precision_of(call))  # [PK, BQ]
 
     def add(masked: bool) -> None:
-        b_raw = scores(0)
-        for start in range(0, config.block_k, config.part_k):
-            b_next = scores(start + config.part_k) if start + config.part_k < config.block_k else b_raw
-            b_logits, _, b_bias = tile.logits(b_raw, start)
-            b_seen = tile.seen(b_logits.shape, start, b_bias, queries_end=False) if masked else None
-            b_logits = b_logits if b_seen is None else jnp.where(b_seen, b_logits, HIDDEN)
+        b_qk = scores(0)
+        for start in range(0, config.block_k, config.block_k_compute):
+            b_next = scores(start + config.block_k_compute) if start + config.block_k_compute < config.block_k else b_qk
+            b_logits, _, b_bias = tile.logits(b_qk, start)
+            b_visible = tile.visible(b_logits.shape, start, b_bias, queries_end=False) if masked else None
+            b_logits = b_logits if b_visible is None else jnp.where(b_visible, b_logits, MASK_VALUE)
             b_max = jnp.maximum(r_max[...], jnp.max(b_logits, axis=0, keepdims=True))  # [1, BQ]
             b_weights = jnp.exp2(b_logits - b_max)
-            b_weights = b_weights if b_seen is None else jnp.where(b_seen, b_weights, 0.0)
-            b_decay = jnp.exp2(r_max[...] - b_max)
-            b_value = r_value[:, pl.ds(start, config.part_k)]  # [V, PK]
-            b_kept = tile.kept(b_weights.shape, start)
-            b_used = b_weights if b_kept is None else b_weights * b_kept
+            b_weights = b_weights if b_visible is None else jnp.where(b_visible, b_weights, 0.0)
+            b_rescale = jnp.exp2(r_max[...] - b_max)
+            b_value = r_value[:, pl.ds(start, config.block_k_compute)]  # [V, PK]
+            b_keep = tile.dropout_factor(b_weights.shape, start)
+            b_used = b_weights if b_keep is None else b_weights * b_keep
             b_product = product(b_value, b_used.astype(b_value.dtype), (1, 0), precision_of(call))  # [V, BQ]
-            r_acc[...] = r_acc[...] * b_decay + b_product
-            r_sum[...] = r_sum[...] * b_decay + jnp.sum(b_weights, axis=0, keepdims=True)
+            r_acc[...] = r_acc[...] * b_rescale + b_product
+            r_sum[...] = r_sum[...] * b_rescale + jnp.sum(b_weights, axis=0, keepdims=True)
             r_max[...] = b_max
-            b_raw = b_next
+            b_qk = b_next
 
     tiles.branches(packed, add)
 
@@ -97,8 +103,8 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
     rows, columns = padded_length(queries, block_q), padded_length(keys, block_k)
     tiles = lists.tiles_of(call, inputs, block_q, block_k)
     operands = Operands(call, inputs, tiles, rows, columns, block_q, block_k)
-    query = turned(inputs.query, rows)
-    key, value = clean(call, inputs.key, inputs.value)
+    query = with_tokens_as_lanes(inputs.query, rows)
+    key, value = nan_safe(call, inputs.key, inputs.value)
     group = heads // call.key.shape[2]
 
     def at_query(i: Any, h: Any, step: Any, r_tiles: Any, *_: Any) -> Any:
@@ -110,7 +116,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
     def at_value(i: Any, h: Any, step: Any, r_tiles: Any, *_: Any) -> Any:
         return i, jax.lax.div(h, jnp.int32(group)), 0, lists.other_of(tiles.at(r_tiles, i, step))
 
-    extras, extra_specs = operands.described(operands.places(lambda i, h, step, *_: h))
+    extras, extra_specs = operands.described(operands.tile_index(lambda i, h, step, *_: h))
     results = [(result_like(query, (batch, heads, value_size, rows), call.query.dtype), (None, None, value_size, block_q))]
     if wants_lse:
         results.append((result_like(query, (batch, heads, 1, rows), jnp.float32), (None, None, 1, block_q)))
@@ -141,7 +147,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         _sink_sums(inputs.sinks),
         query,
         with_tokens_as_rows(key, columns),
-        turned(value, columns),
+        with_tokens_as_lanes(value, columns),
         *extras,
     )
     out = jnp.transpose(out[..., :queries], (0, 3, 1, 2))
@@ -149,16 +155,16 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
 
 
 def _sink_sums(sinks: Any) -> Any:
-    """The largest sink of every head, as a power of two, and the sum of their exponentials relative to it; flat pairs."""
+    """Per head: the largest sink as a base-2 exponent, and the sum of exponentials relative to it; flat pairs."""
     if sinks is None:
         return jnp.zeros(2, jnp.float32)
     sinks = sinks.astype(jnp.float32) * LOG2_E
-    largest = jnp.maximum(jnp.max(sinks, axis=-1, initial=-jnp.inf), HIDDEN)
+    largest = jnp.maximum(jnp.max(sinks, axis=-1, initial=-jnp.inf), MASK_VALUE)
     return jnp.stack([largest, jnp.sum(jnp.exp2(sinks - largest[..., None]), axis=-1)], axis=-1).reshape(-1)
 
 
 def _without_keys(call: FlashAttentionCall, inputs: FlashAttentionInputs, wants_lse: bool) -> FlashAttentionOutputs:
-    """Where no product is left to form."""
+    """The outputs without query-key pairs."""
     rows = call.query.shape[:3]
     out = jnp.zeros((*rows, call.value.shape[3]), call.query.dtype)
     lse = jnp.full(rows, -jnp.inf, jnp.float32)

@@ -1,8 +1,8 @@
-"""Logits of a tile and what of it is visible, inside a kernel.
+"""Logits and visibility mask of a tile, inside a kernel.
 
-Scores are kept as their transpose, `[BK, BQ]`: a query is a lane, so that a row's maximum and sum run down the sublanes without
-moving data between lanes, and statistics of queries are single rows `[1, BQ]`. What is known of keys comes as such rows too and is
-turned into columns `[BK, 1]` here. Logits are in units of powers of two, so that the exponential is `exp2`.
+Scores are transposed, `[BK, BQ]`: a query is a lane, so maxima and sums of rows reduce over sublanes without cross-lane moves,
+and statistics of queries are single rows `[1, BQ]`. Token info of keys is loaded as rows too and transposed to columns `[BK,
+1]` here. Logits are base-2 exponents.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ejkernel_pallas.tpu._vmem import LANES, block_bytes
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-HIDDEN = -0.7 * 3.4028235e38
-"""In place of a hidden logit: finite, so that differences of two are."""
-FACTS = 8
-"""Rows in which int32 facts about tokens are kept: position, segment, chunk."""
+MASK_VALUE = -0.7 * 3.4028235e38
+"""Value of masked logits: finite, so that differences of two are finite."""
+TOKEN_INFO_ROWS = 8
+"""Rows of the int32 token info arrays: position, segment, chunk."""
 
 
 def precision_of(call: FlashAttentionCall) -> Any:
-    """Of products of the inputs: float32 is multiplied exactly unless the call asks for less; narrower types always are."""
+    """Precision of matmuls of the inputs: full float32 unless the call asks for less; narrower dtypes are exact."""
     if call.query.dtype != "float32" or call.precision == "default":
         return jax.lax.Precision.DEFAULT
     return jax.lax.Precision.HIGHEST
@@ -46,11 +46,11 @@ def column(row: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
-    """Which rows of the arrays of facts hold what; -1 where that is absent. Both sides use the same rows.
+class TokenInfo:
+    """Row indices in the token info arrays; -1 if absent. Queries and keys use the same rows.
 
     Attributes:
-        position: in place of the index, in causal and window rules.
+        position: replaces the index in causal and window masks.
         segment: equal ones see each other; padding has another number on either side.
         chunk: likewise.
     """
@@ -64,7 +64,7 @@ class Facts:
         return sum(row >= 0 for row in dataclasses.astuple(self))
 
 
-def facts_of(call: FlashAttentionCall) -> Facts:
+def token_info_of(call: FlashAttentionCall) -> TokenInfo:
     positional = call.causal or call.window is not None
     given = call.query_positions is not None or call.key_positions is not None
     wanted = {
@@ -73,35 +73,42 @@ def facts_of(call: FlashAttentionCall) -> Facts:
         "chunk": call.chunk_size is not None,
     }
     names = [name for name, is_wanted in wanted.items() if is_wanted]
-    return Facts(**{name: row for row, name in enumerate(names)})
+    return TokenInfo(**{name: row for row, name in enumerate(names)})
 
 
-def fact_arrays(call: FlashAttentionCall, inputs: FlashAttentionInputs, queries: int, keys: int) -> tuple[Any, ...]:
-    """int32 `[b|1, 8, queries]` and `[b|1, 8, keys]`, padded to these lengths; nothing where indices say it all."""
-    facts = facts_of(call)
-    if not facts.count:
+def token_info_arrays(call: FlashAttentionCall, inputs: FlashAttentionInputs, queries: int, keys: int) -> tuple[Any, ...]:
+    """Token info of queries and keys, int32 `[b|1, 8, queries]` and `[b|1, 8, keys]`; empty if indices suffice."""
+    info = token_info_of(call)
+    if not info.count:
         return ()
     sides = (
         (inputs.query_positions, inputs.query_segments, call.query.shape[1], queries, call.query_offset, -1),
         (inputs.key_positions, inputs.key_segments, call.key.shape[1], keys, 0, -2),
     )
-    return tuple(_side(call, facts, *side) for side in sides)
+    return tuple(_side(call, info, *side) for side in sides)
 
 
 def _side(
-    call: FlashAttentionCall, facts: Facts, positions: Any, segments: Any, length: int, padded: int, offset: int, padding: int
+    call: FlashAttentionCall,
+    info: TokenInfo,
+    positions: Any,
+    segments: Any,
+    length: int,
+    padded: int,
+    offset: int,
+    padding: int,
 ) -> Any:
     position = jnp.arange(length, dtype=jnp.int32)[None] + offset if positions is None else positions
     rows: list[Any] = []
-    if facts.position >= 0:
+    if info.position >= 0:
         rows.append(position)
-    if facts.segment >= 0:
+    if info.segment >= 0:
         rows.append(jnp.where(segments < 0, padding, segments))
     if call.chunk_size is not None:
         rows.append(position // call.chunk_size)
     batch = max(row.shape[0] for row in rows)
     rows = [jnp.broadcast_to(row, (batch, length)) for row in rows]
-    stacked = jnp.stack([*rows, *[jnp.zeros_like(rows[0])] * (FACTS - len(rows))], axis=1)
+    stacked = jnp.stack([*rows, *[jnp.zeros_like(rows[0])] * (TOKEN_INFO_ROWS - len(rows))], axis=1)
     return jnp.pad(stacked, ((0, 0), (0, 0), (0, padded - length)))
 
 
@@ -159,14 +166,14 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What a kernel knows of the tile at hand.
+    """The tile that a kernel processes.
 
     Attributes:
-        call: whose it is.
+        call: of the operation.
         i_query, i_key: indices of its blocks.
         block_q, block_k: their sizes.
-        head: index of its head among those of all batches.
-        query_facts, key_facts, bias, mask, streams: references, None where absent.
+        head: index of its head, over all batches.
+        query_info, key_info, bias, mask, streams: references, None if absent.
     """
 
     call: FlashAttentionCall
@@ -175,53 +182,53 @@ class Tile:
     block_q: int
     block_k: int
     head: Any
-    query_facts: Any = None
-    key_facts: Any = None
+    query_info: Any = None
+    key_info: Any = None
     bias: Any = None
     mask: Any = None
     streams: Any = None
 
-    def logits(self, raw: Any, start: int) -> tuple[Any, Any, Any]:
+    def logits(self, qk: Any, start: int) -> tuple[Any, Any, Any]:
         """Of `key . query` `[size, BQ]` for the keys from `start` of the block: logits, the slope of the cap or None, the bias."""
         call = self.call
         if call.logits_dtype != "float32":
-            raw = raw.astype(call.logits_dtype).astype(jnp.float32)
-        bias = None if self.bias is None or call.bias is None else Scores.of(call.bias).read(self.bias, start, raw.shape[0])
+            qk = qk.astype(call.logits_dtype).astype(jnp.float32)
+        bias = None if self.bias is None or call.bias is None else Scores.of(call.bias).read(self.bias, start, qk.shape[0])
         if call.soft_cap is None:
-            logits = raw * (call.scale * LOG2_E)
+            logits = qk * (call.scale * LOG2_E)
             return (logits if bias is None else logits + bias * LOG2_E), None, bias
-        logits = raw * (call.scale / call.soft_cap)
+        logits = qk * (call.scale / call.soft_cap)
         logits = jnp.tanh(logits if bias is None else logits + bias * (1 / call.soft_cap))
         return logits * (call.soft_cap * LOG2_E), 1.0 - logits * logits, bias
 
-    def seen(self, shape: tuple[int, int], start: int, bias: Any, *, queries_end: bool) -> Any:
-        """Which entries are visible, bool `[size, BQ]`. With `queries_end`, none of queries past the end."""
-        call, facts = self.call, facts_of(self.call)
+    def visible(self, shape: tuple[int, int], start: int, bias: Any, *, queries_end: bool) -> Any:
+        """Visibility mask, bool `[size, BQ]`. With `queries_end`, queries past the end are masked."""
+        call, info = self.call, token_info_of(self.call)
         key = jax.lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0) + (self.i_key * self.block_k + start)
         query = jax.lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1) + self.i_query * self.block_q
         keys = call.key.shape[1]
-        seen = key < (
+        visible = key < (
             jnp.where(query < call.query.shape[1], keys, 0) if queries_end else jnp.full(query.shape, keys, jnp.int32)
         )
-        if facts.position >= 0:
-            query, key = self._fact(facts.position, start, shape[0])
+        if info.position >= 0:
+            query, key = self._token_info(info.position, start, shape[0])
         elif call.query_offset:
             query = query + call.query_offset
         if call.causal:
-            seen = seen & (key <= (jnp.maximum(query, call.prefix - 1) if call.prefix else query))
+            visible = visible & (key <= (jnp.maximum(query, call.prefix - 1) if call.prefix else query))
         left, right = call.window or (None, None)
-        seen = seen if left is None else seen & (query - key <= left)
-        seen = seen if right is None else seen & (key - query <= right)
-        for row in (facts.segment, facts.chunk):
+        visible = visible if left is None else visible & (query - key <= left)
+        visible = visible if right is None else visible & (key - query <= right)
+        for row in (info.segment, info.chunk):
             if row >= 0:
-                own, other = self._fact(row, start, shape[0])
-                seen = seen & (own == other)
+                own, other = self._token_info(row, start, shape[0])
+                visible = visible & (own == other)
         if self.mask is not None and call.mask is not None:
-            seen = seen & (Scores.of(call.mask).read(self.mask, start, shape[0]) != 0)
-        return seen if bias is None else seen & (bias != -jnp.inf)
+            visible = visible & (Scores.of(call.mask).read(self.mask, start, shape[0]) != 0)
+        return visible if bias is None else visible & (bias != -jnp.inf)
 
-    def kept(self, shape: tuple[int, ...], start: int) -> Any:
-        """What dropout makes of each weight, a factor `[size, BQ]`; None without dropout."""
+    def dropout_factor(self, shape: tuple[int, ...], start: int) -> Any:
+        """Dropout factor of each weight `[size, BQ]`, 0 or the keep scale; None without dropout."""
         if self.streams is None or not self.call.dropout_rate:
             return None
         key = jax.lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0) + (self.i_key * self.block_k + start)
@@ -230,6 +237,6 @@ class Tile:
         random = dropout.bits(stream_0, stream_1, query.astype(jnp.uint32), key.astype(jnp.uint32))
         return jnp.where(random < dropout.threshold(self.call.dropout_rate), 0.0, 1.0 / (1.0 - self.call.dropout_rate))
 
-    def _fact(self, row: int, start: int, size: int) -> tuple[Any, Any]:
-        """Of the queries `[1, BQ]` and of the keys `[size, 1]`."""
-        return self.query_facts[row : row + 1, :], column(self.key_facts[row : row + 1, pl.ds(start, size)])
+    def _token_info(self, row: int, start: int, size: int) -> tuple[Any, Any]:
+        """Token info of the queries `[1, BQ]` and of the keys `[size, 1]`."""
+        return self.query_info[row : row + 1, :], column(self.key_info[row : row + 1, pl.ds(start, size)])

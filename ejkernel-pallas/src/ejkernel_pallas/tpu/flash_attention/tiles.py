@@ -1,8 +1,8 @@
-"""Which tiles of the score matrix a grid visits, in which order, and how each is treated: one list, read from scalar memory.
+"""The list of tiles that a grid visits, with their order and masks, prefetched to SMEM.
 
-A tile is its owner's index (the block whose result it adds to), the index of the other block, and flags, packed into 31 bits.
-What follows from indices alone gives one list, made while tracing; where segments, positions or a mask decide, the list is made on
-device for each batch, with the tiles to visit first and idle repetitions of the last one after them, which copy nothing.
+An entry packs the owner's block index (whose result the tile updates), the other block's index and flags into 31 bits. If
+indices determine the visible tiles there is one list, computed at trace time; if segments, positions or a mask do, the device
+computes a list per batch member, with visible tiles first. Idle repetitions of the last tile follow, which copy nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from jax.experimental import pallas as pl
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
 from ejkernel.operations.flash_attention.pairs import tile_visibility
 
-WHOLE, PARTIAL, FIRST, LAST = 1, 2, 4, 8
-"""Nothing in the tile is hidden; something may be; the owner's first tile; its last. With neither of two first, all is hidden."""
-MOST_OWNERS, MOST_OTHERS = 1 << 14, 1 << 13
+FULL, PARTIAL, FIRST, LAST = 1, 2, 4, 8
+"""Tile without masked entries; tile that may have some; the owner's first tile; its last. Neither FULL nor PARTIAL: fully
+masked."""
+MAX_OWNERS, MAX_OTHERS = 1 << 14, 1 << 13
 _OWNER, _OTHER = 17, 4
 _LARGEST = np.int32(2**31 - 1)
 
@@ -31,11 +32,11 @@ class Tiles:
     """Attributes:
     packed: int32 `[lists * length]`.
     length: tiles of one list.
-    per_batch: whether every batch has its own list.
-    visited: tiles of one list of which products are formed; where arrays decide, as many as there may be.
-    owners: blocks of owners that are read in the course of one list.
-    others: the same of the other blocks.
-    kinds: which of WHOLE and PARTIAL there may be: a kernel is compiled for these alone.
+    per_batch: whether every batch member has its own list.
+    visited: tiles of one list that are computed; an upper bound if arrays determine them.
+    owners: copies of owner blocks per list.
+    others: copies of other blocks per list.
+    kinds: which of FULL and PARTIAL may occur; kernels are specialised for these.
     """
 
     packed: Any
@@ -44,16 +45,16 @@ class Tiles:
     visited: int
     owners: int
     others: int
-    kinds: int = WHOLE | PARTIAL
+    kinds: int = FULL | PARTIAL
 
     def branches(self, packed: Any, add: Callable[[bool], None]) -> None:
-        """In a kernel: add the tile at hand, masked if something in it may be hidden."""
-        for kind, masked in ((WHOLE, False), (PARTIAL, True)):
+        """In a kernel: process the tile, with a mask if it is PARTIAL."""
+        for kind, masked in ((FULL, False), (PARTIAL, True)):
             if self.kinds & kind:
                 pl.when((packed & kind) != 0)(functools.partial(add, masked))
 
     def at(self, packed: Any, batch: Any, step: Any) -> Any:
-        """The packed tile of a step, read from the reference that a kernel is given."""
+        """Load the packed tile of a step."""
         return packed[batch * self.length + step if self.per_batch else step]
 
 
@@ -62,7 +63,7 @@ def owner_of(tile: Any) -> Any:
 
 
 def other_of(tile: Any) -> Any:
-    return (tile >> _OTHER) & (MOST_OTHERS - 1)
+    return (tile >> _OTHER) & (MAX_OTHERS - 1)
 
 
 def blocks(length: int, block: int) -> int:
@@ -87,17 +88,17 @@ def tiles_of(
         return _compacted(owner, other, some, every)
     first, last = _ends(owner, np)
     packed = _packed(owner, other, _flags(some, every, first, last, np))
-    kinds = (WHOLE if (some & every).any() else 0) | (PARTIAL if (some & ~every).any() else 0)
+    kinds = (FULL if (some & every).any() else 0) | (PARTIAL if (some & ~every).any() else 0)
     return Tiles(packed, len(owner), False, int(some.sum()), _runs(owner), _runs(other), kinds)
 
 
 def _runs(index: Any) -> int:
-    """How often a block is copied whose index this is, step by step: not while it stays the same."""
+    """Number of copies of a block with this index sequence: one per change."""
     return 1 + int(np.count_nonzero(index[1:] != index[:-1]))
 
 
 def _from_arrays(call: FlashAttentionCall) -> bool:
-    """Whether arrays decide which tiles are visible."""
+    """Whether arrays determine the visible tiles."""
     given = (call.query_positions, call.key_positions, call.query_segments, _shared_mask(call))
     return any(spec is not None for spec in given)
 
@@ -112,27 +113,27 @@ def list_length(call: FlashAttentionCall, block_q: int, block_k: int, *, by_key:
 
 
 def _shared_mask(call: FlashAttentionCall) -> Any:
-    """A dense mask that is the same for all heads: it empties whole tiles."""
+    """The dense mask if all heads share it: it can exclude whole tiles."""
     mask = call.mask
     return mask if mask is not None and mask.shape[1] == 1 and min(mask.shape[2:]) > 1 else None
 
 
 def _with_every_owner(table: Any) -> Any:
-    """An owner that sees nothing keeps one tile, in which its result is set."""
+    """A fully masked owner keeps one tile, which writes its result."""
     table = table.copy()
     table[~table.any(1), 0] = True
     return table
 
 
 def _ends(owner: Any, xp: Any) -> tuple[Any, Any]:
-    """Where an owner's tiles begin and end in lists `[..., length]`."""
+    """First and last tiles of owners in lists `[..., length]`."""
     changes = owner[..., 1:] != owner[..., :-1]
     edge = xp.ones((*owner.shape[:-1], 1), bool)
     return xp.concatenate([edge, changes], axis=-1), xp.concatenate([changes, edge], axis=-1)
 
 
 def _flags(some: Any, every: Any, first: Any, last: Any, xp: Any) -> Any:
-    return xp.where(some, xp.where(every, WHOLE, PARTIAL), 0) + FIRST * first + LAST * last
+    return xp.where(some, xp.where(every, FULL, PARTIAL), 0) + FIRST * first + LAST * last
 
 
 def _packed(owner: Any, other: Any, flags: Any) -> Any:
@@ -145,14 +146,16 @@ def _compacted(owner: Any, other: Any, some: Any, every: Any) -> Tiles:
     alone = _ends(owner, np)[0] & (_counts(some, owner)[:, owner] == 0)
     keep = some | alone
     order = jnp.argsort(~keep, axis=1, stable=True)
-    kept = jnp.sum(keep, axis=1, keepdims=True, dtype=jnp.int32)
+    dropout_factor = jnp.sum(keep, axis=1, keepdims=True, dtype=jnp.int32)
     place = np.arange(length, dtype=np.int32)[None]
-    order = jnp.where(place < kept, order, jnp.take_along_axis(order, kept - 1, axis=1))
+    order = jnp.where(place < dropout_factor, order, jnp.take_along_axis(order, dropout_factor - 1, axis=1))
     owners, others = jnp.asarray(owner)[order], jnp.asarray(other)[order]
-    seen, whole = (jnp.take_along_axis(table, order, axis=1) for table in (some, every))
+    visible, whole = (jnp.take_along_axis(table, order, axis=1) for table in (some, every))
     first, last = _ends(owners, jnp)
-    flags = _flags(seen, whole, first, last | (place == kept - 1), jnp)
-    return Tiles(_packed(owners, others, jnp.where(place < kept, flags, 0)), length, True, length, _runs(owner), length)
+    flags = _flags(visible, whole, first, last | (place == dropout_factor - 1), jnp)
+    return Tiles(
+        _packed(owners, others, jnp.where(place < dropout_factor, flags, 0)), length, True, length, _runs(owner), length
+    )
 
 
 def _counts(some: Any, owner: Any) -> Any:
@@ -161,12 +164,12 @@ def _counts(some: Any, owner: Any) -> Any:
 
 
 def _elementwise(call: FlashAttentionCall) -> bool:
-    """Whether every tile needs its entries judged."""
+    """Whether every tile needs a mask."""
     return call.bias is not None or call.mask is not None
 
 
 def _complete(call: FlashAttentionCall, block_q: int, block_k: int) -> Any:
-    """Tiles without an end of an array, `[1, nq, nk]`."""
+    """Tiles without out-of-bounds entries, `[1, nq, nk]`."""
     ends = []
     for length, block in ((call.query.shape[1], block_q), (call.key.shape[1], block_k)):
         ends.append(np.arange(blocks(length, block)) < length // block)
@@ -179,7 +182,7 @@ def _index_ends(length: int, block: int, offset: int) -> tuple[Any, Any]:
 
 
 def _index_table(call: FlashAttentionCall, block_q: int, block_k: int) -> tuple[Any, Any]:
-    """What indices tell: whether a tile may have a visible entry, and only such; `[1, nq, nk]`."""
+    """By indices: whether a tile may have visible entries, and whether all are; `[1, nq, nk]`."""
     complete = _complete(call, block_q, block_k)
     if call.query_positions is not None or call.key_positions is not None:
         return np.ones(complete.shape, bool), np.zeros(complete.shape, bool)
@@ -191,7 +194,7 @@ def _index_table(call: FlashAttentionCall, block_q: int, block_k: int) -> tuple[
 
 
 def _array_table(call: FlashAttentionCall, inputs: FlashAttentionInputs, block_q: int, block_k: int) -> tuple[Any, Any]:
-    """The same from segments, positions and the mask, `[b, nq, nk]`."""
+    """By segments, positions and the mask, likewise; `[b, nq, nk]`."""
     batch, queries = call.query.shape[:2]
     keys = call.key.shape[1]
     q_low, q_high = _position_ends(inputs.query_positions, queries, block_q, call.query_offset)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import Target
-from ejkernel_pallas.tpu.grouped_matmul.config import MOST_ITEMS, TALLEST
-from ejkernel_pallas.tpu.grouped_matmul.schedule import most_matrix_items
+from ejkernel_pallas.tpu.grouped_matmul.config import MAX_BLOCK_M, MAX_ITEMS
+from ejkernel_pallas.tpu.grouped_matmul.schedule import max_matrix_items
 
 DTYPES = ("float32", "bfloat16")
 STORED = (*DTYPES, "int8", "float8_e4m3fn", "float8_e5m2")
@@ -20,13 +20,11 @@ def supports(call: GroupedMatmulCall, target: Target) -> str | None:
         if spec is not None and spec.dtype not in wanted:
             return f"{name} is {spec.dtype}, needs {' or '.join(wanted)}"
     if call.lhs_scale is not None:
-        return "lhs_scale is given, and these kernels know no scales of rows; multiply the result, or use platform='xla'"
+        return "lhs_scale is given, and these kernels do not support row scales; multiply the result, or use platform='xla'"
     if call.preferred_element_type not in DTYPES:
         return f"preferred_element_type is {call.preferred_element_type}, needs {' or '.join(DTYPES)}"
     batch, rows, _ = call.lhs.shape
-    items = most_matrix_items(batch, rows, call.rhs.shape[1], TALLEST)
-    if items > MOST_ITEMS:
-        return (
-            f"{batch} x {rows} rows in {call.rhs.shape[1]} groups make {items} work items, at most {MOST_ITEMS} fit into SMEM"
-        )
+    items = max_matrix_items(batch, rows, call.rhs.shape[1], MAX_BLOCK_M)
+    if items > MAX_ITEMS:
+        return f"{batch} x {rows} rows in {call.rhs.shape[1]} groups make {items} work items, at most {MAX_ITEMS} fit into SMEM"
     return None

@@ -1,6 +1,6 @@
-"""Tiles of the grouped matrix products on TPU: what they cost in VMEM, and which are taken.
+"""Configs of `grouped_matmul` on TPU, limited by VMEM.
 
-Among the tiles that fit, the heuristic takes the one whose products, traffic and steps a simple model finds fastest.
+Among the tiles that fit, the heuristic takes the fastest by a simple model of FLOPs, traffic and grid steps.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from collections.abc import Iterator, Mapping
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_pallas.tpu.grouped_matmul.schedule import most_matrix_items
+from ejkernel_pallas.tpu.grouped_matmul.schedule import max_matrix_items
 
 _LANES = 128
 _SUBLANES = 8
 _MIB = 1 << 20
 _DEFAULT_VMEM = 16 * _MIB
-"""What every TPU gives a kernel that does not ask."""
+"""Default VMEM limit of every TPU."""
 _SLACK = 2 * _MIB
-"""Registers that the compiler spills, semaphores and its own scratch."""
+"""For spilled registers, semaphores and compiler scratch."""
 _STEP_SECONDS = 0.4e-6
-"""Of one step of the grid, whatever it does: from the Pallas documentation's 0.35 microseconds."""
+"""Overhead of one grid step; the Pallas documentation says 0.35 microseconds."""
 _HEIGHTS = (64, 128, 256, 512, 1024)
 _WIDTHS = (128, 256, 512, 1024, 2048)
-TALLEST = _HEIGHTS[-1]
-MOST_ITEMS = 24576
-"""Their lists take 768 KiB of the scalar memory, which has 1 MiB."""
-_MOST_PRODUCTS = 1 << 30
-"""Of one step, in passes of the matrix unit: the compiler unrolls them, and takes seconds for more."""
+MAX_BLOCK_M = _HEIGHTS[-1]
+MAX_ITEMS = 24576
+"""Their lists take 768 KiB of the 1 MiB of SMEM."""
+_MAX_MULTIPLICATIONS = 1 << 30
+"""Largest number of multiplications of one step, in MXU passes: the compiler unrolls them and takes seconds for more."""
 _TRIED = 6
 """Configs of a search space."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """One core: VMEM in bytes, bfloat16 products per second, bytes per second, edge of the matrix unit, cores behind one grid."""
+    """One core: VMEM in bytes, bfloat16 FLOP/s, bytes per second, MXU size, cores per grid."""
 
     vmem: int
     flops: float
@@ -59,70 +59,70 @@ _KINDS: Mapping[str, _Kind] = {
     "TPU v6e": _V6E,
     "TPU7x": _V7X,
 }
-"""By JAX's name of the device; v4 and whatever is not known get by with the smallest."""
+"""By JAX's device kind; v4 and unknown kinds use the smallest."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Rows, contracted dimension and columns of the blocks of one kernel, cut to the arrays."""
+    """Block sizes of one kernel, clipped to the arrays."""
 
-    rows: int
-    inner: int
-    columns: int
+    block_m: int
+    block_k: int
+    block_n: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of the product, in the call's letters.
+    """Block sizes of the forward kernel.
 
     Attributes:
-        rows: of m; a multiple of 16, fewer when lhs has fewer.
-        inner: of k; a multiple of 128, or all of it.
-        columns: of n; a multiple of 128, or all of it.
+        block_m: rows; a multiple of 16, fewer when lhs has fewer.
+        block_k: contracted dimension; a multiple of 128, or all of it.
+        block_n: columns; a multiple of 128, or all of it.
     """
 
-    rows: int
-    inner: int
-    columns: int
+    block_m: int
+    block_k: int
+    block_n: int
 
     def __post_init__(self) -> None:
         _check(self)
 
     def tile(self, rows: int, inner: int, columns: int) -> Tile:
-        return _cut(Tile(self.rows, self.inner, self.columns), rows, inner, columns)
+        return _cut(Tile(self.block_m, self.block_k, self.block_n), rows, inner, columns)
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
-    """Tiles of the gradients of lhs and of rhs, each as in `Config`."""
+    """Block sizes of the gradients of lhs and of rhs, each as in `Config`."""
 
-    lhs_rows: int
-    lhs_inner: int
-    lhs_columns: int
-    rhs_rows: int
-    rhs_inner: int
-    rhs_columns: int
+    lhs_block_m: int
+    lhs_block_k: int
+    lhs_block_n: int
+    rhs_block_m: int
+    rhs_block_k: int
+    rhs_block_n: int
 
     def __post_init__(self) -> None:
         _check(self)
 
     def lhs_tile(self, rows: int, inner: int, columns: int) -> Tile:
-        """Of the product that contracts the columns of the call."""
-        return _cut(Tile(self.lhs_rows, self.lhs_columns, self.lhs_inner), rows, columns, inner)
+        """Block sizes of the gradient of lhs, which contracts the call's columns."""
+        return _cut(Tile(self.lhs_block_m, self.lhs_block_n, self.lhs_block_k), rows, columns, inner)
 
     def rhs_tile(self, rows: int, inner: int, columns: int) -> Tile:
-        return _cut(Tile(self.rhs_rows, self.rhs_inner, self.rhs_columns), rows, inner, columns)
+        return _cut(Tile(self.rhs_block_m, self.rhs_block_k, self.rhs_block_n), rows, inner, columns)
 
 
 def _check(config: Config | BackwardConfig) -> None:
     for name, value in dataclasses.asdict(config).items():
-        unit = 16 if name.endswith("rows") else _LANES
+        unit = 16 if name.endswith("block_m") else _LANES
         if value < 1 or value % unit:
             raise ValueError(f"{name}: got {value}, expected a positive multiple of {unit}")
 
 
 def _cut(tile: Tile, rows: int, inner: int, columns: int) -> Tile:
-    return Tile(min(tile.rows, rows), min(tile.inner, inner), min(tile.columns, columns))
+    return Tile(min(tile.block_m, rows), min(tile.block_k, inner), min(tile.block_n, columns))
 
 
 def _padded(size: int, unit: int) -> int:
@@ -130,12 +130,12 @@ def _padded(size: int, unit: int) -> int:
 
 
 def _block(rows: int, columns: int, itemsize: int) -> int:
-    """Bytes of a block in VMEM, in whole register tiles."""
+    """Bytes of a block in VMEM, padded to register tiles."""
     return _padded(rows, _SUBLANES * 4 // itemsize) * _padded(columns, _LANES) * itemsize
 
 
 def _matrix_block(rows: int, columns: int, itemsize: int) -> int:
-    """As `_block`, whichever way round the matrix lies."""
+    """As `_block`, for either orientation of the matrix."""
     return max(_block(rows, columns, itemsize), _block(columns, rows, itemsize))
 
 
@@ -144,33 +144,33 @@ def vmem_limit(needed: int) -> int:
 
 
 def _copies(rows: int, columns: int, itemsize: int, product: int) -> int:
-    """Of an operand on its way to the matrix unit: converted, and in float32 split into three parts of bfloat16."""
+    """Bytes of an operand's converted copies; float32 is split into three bfloat16 terms."""
     converted = _matrix_block(rows, columns, 4) if itemsize != product else 0
     return converted + (2 if product == 4 else 1) * _matrix_block(rows, columns, product)
 
 
 def rows_bytes(tile: Tile, values: int, rhs: int, product: int, out: int, *, existing: bool) -> int:
-    """VMEM of the kernel whose result has rows, from above; the sizes are those of one element in bytes."""
-    left, right, result = (tile.rows, tile.inner), (tile.inner, tile.columns), (tile.rows, tile.columns)
+    """Upper bound of the VMEM of the rows kernel; sizes are bytes of an element."""
+    left, right, result = (tile.block_m, tile.block_k), (tile.block_k, tile.block_n), (tile.block_m, tile.block_n)
     buffers = 2 * (_block(*left, values) + _matrix_block(*right, rhs) + (1 + existing) * _block(*result, out))
-    per_column = 6 * (_block(1, tile.columns, 4) + _block(1, tile.inner, 4))
+    per_column = 6 * (_block(1, tile.block_n, 4) + _block(1, tile.block_k, 4))
     copies = _copies(*left, values, product) + _copies(*right, rhs, product)
     return buffers + per_column + copies + 3 * _block(*result, 4) + _SLACK
 
 
 def matrices_bytes(tile: Tile, values: int, grad: int, rhs: int, product: int, out: int, *, scaled: bool) -> int:
-    """VMEM of the kernel whose result is matrices, from above; `rhs` is read if `scaled`, `out` is 0 if there is none."""
-    left, right, result = (tile.rows, tile.inner), (tile.rows, tile.columns), (tile.inner, tile.columns)
+    """Upper bound of the VMEM of the matrices kernel; it reads `rhs` if `scaled`, `out` is 0 if there is none."""
+    left, right, result = (tile.block_m, tile.block_k), (tile.block_m, tile.block_n), (tile.block_k, tile.block_n)
     buffers = 2 * (_block(*left, values) + _block(*right, grad))
     buffers += 2 * sum(_matrix_block(*result, size) for size in (out, rhs if scaled else 0) if size)
-    per_column = 10 * _block(1, tile.columns, 4)
+    per_column = 10 * _block(1, tile.block_n, 4)
     copies = _copies(*left, values, product) + _copies(*right, grad, product)
     return buffers + per_column + copies + (4 if scaled else 3) * _matrix_block(*result, 4) + _SLACK
 
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """One kernel's product, its operands' bytes per element, and which kernel it is."""
+    """The problem of one kernel: sizes, and bytes of an element of each operand."""
 
     batch: int
     rows: int
@@ -193,30 +193,34 @@ class _Problem:
 
 
 def _parts(size: int) -> list[int]:
-    """All of a dimension, and parts of it in whole registers that leave little over; smaller ones by powers of two."""
+    """Candidate block sizes: all of a dimension, even splits of it, and powers of two."""
     found = {_padded(-(-size // parts), _LANES) for parts in range(1, 9)}
     return sorted(found | {width for width in _WIDTHS if width < size})
 
 
 def _tiles(problem: _Problem) -> Iterator[Tile]:
-    """Tiles worth a thought."""
+    """Candidate tiles."""
     whole = _padded(problem.rows, 16)
-    heights = [height for height in _HEIGHTS if height < whole] + ([whole] if whole <= TALLEST else [])
+    heights = [height for height in _HEIGHTS if height < whole] + ([whole] if whole <= MAX_BLOCK_M else [])
     for height, inner, columns in itertools.product(heights, _parts(problem.inner), _parts(problem.columns)):
         products = height * inner * columns * problem.passes
-        items = most_matrix_items(problem.batch, problem.rows, problem.matrices, height)
-        if products <= _MOST_PRODUCTS and items <= MOST_ITEMS:
+        items = max_matrix_items(problem.batch, problem.rows, problem.matrices, height)
+        if products <= _MAX_MULTIPLICATIONS and items <= MAX_ITEMS:
             yield Tile(height, inner, columns)
 
 
 def _rows_seconds(problem: _Problem, tile: Tile, kind: _Kind) -> float:
-    """Of the kernel whose result has rows, when no group ends where a tile does."""
-    tiles, wide, deep = (-(-problem.rows // tile.rows), -(-problem.columns // tile.columns), -(-problem.inner // tile.inner))
+    """Estimated seconds of the rows kernel, if no group ends at a tile boundary."""
+    tiles, wide, deep = (
+        -(-problem.rows // tile.block_m),
+        -(-problem.columns // tile.block_n),
+        -(-problem.inner // tile.block_k),
+    )
     groups = min(problem.matrices, problem.rows)
     items = tiles + groups - 1
-    product = 2 * max(tile.rows, kind.edge) * tile.inner * tile.columns * problem.passes / kind.flops
-    left, right = tile.rows * tile.inner * problem.values, tile.inner * tile.columns * problem.other
-    result = tile.rows * tile.columns * problem.out * (1 + problem.existing)
+    product = 2 * max(tile.block_m, kind.edge) * tile.block_k * tile.block_n * problem.passes / kind.flops
+    left, right = tile.block_m * tile.block_k * problem.values, tile.block_k * tile.block_n * problem.other
+    result = tile.block_m * tile.block_n * problem.out * (1 + problem.existing)
     if deep == 1:  # a matrix stays for all tiles of its group, a tile of rows for all of its groups
         changed = max(product, (left + right) / kind.bandwidth)
         each = groups * changed + (items - groups) * max(product, (left + result) / kind.bandwidth)
@@ -227,19 +231,19 @@ def _rows_seconds(problem: _Problem, tile: Tile, kind: _Kind) -> float:
 
 
 def _matrices_seconds(problem: _Problem, tile: Tile, kind: _Kind) -> float:
-    """Of the kernel whose result is matrices."""
-    items = -(-problem.rows // tile.rows) + problem.matrices
-    blocks = -(-problem.columns // tile.columns) * -(-problem.inner // tile.inner)
-    product = 2 * max(tile.rows, kind.edge) * tile.inner * tile.columns * problem.passes / kind.flops
-    read = tile.rows * (tile.inner * problem.values + tile.columns * problem.other) / kind.bandwidth
-    written = problem.matrices * tile.inner * tile.columns * problem.out / kind.bandwidth
+    """Estimated seconds of the matrices kernel."""
+    items = -(-problem.rows // tile.block_m) + problem.matrices
+    blocks = -(-problem.columns // tile.block_n) * -(-problem.inner // tile.block_k)
+    product = 2 * max(tile.block_m, kind.edge) * tile.block_k * tile.block_n * problem.passes / kind.flops
+    read = tile.block_m * (tile.block_k * problem.values + tile.block_n * problem.other) / kind.bandwidth
+    written = problem.matrices * tile.block_k * tile.block_n * problem.out / kind.bandwidth
     each = items * (max(product, read) + _STEP_SECONDS) + written
     return read + problem.batch * -(-blocks // kind.cores) * each
 
 
 @functools.lru_cache(maxsize=512)
 def _best(problem: _Problem, kind: _Kind, of_matrices: bool) -> tuple[Tile, ...]:
-    """The fastest few tiles that fit, by the model; the smallest fits always."""
+    """The fastest few tiles that fit, by the model; the smallest always fits."""
     seconds = _matrices_seconds if of_matrices else _rows_seconds
     budget = kind.vmem - kind.vmem // 8
     fitting = [tile for tile in _tiles(problem) if problem.vmem(tile, of_matrices=of_matrices) <= budget]
@@ -282,10 +286,10 @@ def _forward_tiles(call: GroupedMatmulCall, target: Target) -> tuple[Tile, ...]:
 def _lhs_tiles(call: GroupedMatmulCall, target: Target) -> tuple[Tile, ...]:
     """Of the gradient of lhs, which contracts the call's columns."""
     own = _problem(call)
-    turned = dataclasses.replace(
+    transposed = dataclasses.replace(
         own, inner=own.columns, columns=own.inner, values=own.out, out=own.values, existing=False, scaled=False
     )
-    return _best(turned, _kind(target), of_matrices=False)
+    return _best(transposed, _kind(target), of_matrices=False)
 
 
 def _rhs_tiles(call: GroupedMatmulCall, target: Target) -> tuple[Tile, ...]:
@@ -295,15 +299,15 @@ def _rhs_tiles(call: GroupedMatmulCall, target: Target) -> tuple[Tile, ...]:
 
 
 def forward_space(call: GroupedMatmulCall, target: Target) -> list[Config]:
-    return [Config(tile.rows, tile.inner, tile.columns) for tile in _forward_tiles(call, target)]
+    return [Config(tile.block_m, tile.block_k, tile.block_n) for tile in _forward_tiles(call, target)]
 
 
 def backward_space(call: GroupedMatmulCall, target: Target) -> list[BackwardConfig]:
-    """Ranks side by side: the gradients of lhs and of rhs do not depend on each other."""
+    """Pairs of equal rank: the gradients of lhs and of rhs do not influence each other."""
     pairs = itertools.zip_longest(_lhs_tiles(call, target), _rhs_tiles(call, target))
     best = (_lhs_tiles(call, target)[0], _rhs_tiles(call, target)[0])
     filled = ((lhs or best[0], rhs or best[1]) for lhs, rhs in pairs)
-    return [BackwardConfig(lhs.rows, lhs.columns, lhs.inner, rhs.rows, rhs.inner, rhs.columns) for lhs, rhs in filled]
+    return [BackwardConfig(lhs.block_m, lhs.block_n, lhs.block_k, rhs.block_m, rhs.block_k, rhs.block_n) for lhs, rhs in filled]
 
 
 def forward_heuristic(call: GroupedMatmulCall, target: Target) -> Config:

@@ -1,4 +1,4 @@
-"""Grouped matrix products on TPU.
+"""Grouped matrix multiplication on TPU.
 
 Two kernels. `_rows_kernel` multiplies rows by the matrix of their group: forward, and with the matrices transposed the gradient of
 lhs. `_matrices_kernel` sums, for every matrix, over the rows of its group: the gradients of rhs, rhs_scale and bias. Both run over
@@ -33,7 +33,7 @@ from ejkernel_pallas.tpu.grouped_matmul.schedule import (
     Items,
     has_matrix,
     matrix_items,
-    most_row_items,
+    max_row_items,
     row_items,
 )
 
@@ -42,7 +42,7 @@ _ITEM_ARRAYS = len(Items._fields)
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """What a kernel needs to know of a product `[rows, inner] . [inner, columns]`."""
+    """Static parameters of `[rows, inner] . [inner, columns]`."""
 
     rows: int
     inner: int
@@ -55,17 +55,17 @@ class _Product:
     @property
     def steps(self) -> int:
         """Tiles of the contracted dimension."""
-        return pl.cdiv(self.inner, self.tile.inner)
+        return pl.cdiv(self.inner, self.tile.block_k)
 
     @property
     def wide(self) -> int:
         """Tiles of the columns."""
-        return pl.cdiv(self.columns, self.tile.columns)
+        return pl.cdiv(self.columns, self.tile.block_n)
 
     def flops(self, items: int) -> int:
         """Of so many items, in whole tiles."""
         tile = self.tile
-        return 2 * items * tile.rows * self.steps * tile.inner * self.wide * tile.columns
+        return 2 * items * tile.block_m * self.steps * tile.block_k * self.wide * tile.block_n
 
     def dot(self, left: Any, right: Any, contracted: tuple[int, int]) -> Any:
         if contracted == (1, 1) and right.shape[0] == 1:  # Pallas cannot lower a product with one row of less than 32 bits
@@ -86,8 +86,8 @@ def _converted(values: Any, dtype: Any) -> Any:
     return values.astype(dtype)
 
 
-def _kept(values: Any, axis: int, low: Any, high: Any) -> Any:
-    """Zeros outside of `low <= index < high`; selected in float32, because not every TPU selects in fewer bits."""
+def _zero_outside(values: Any, axis: int, low: Any, high: Any) -> Any:
+    """Zeros outside of `low <= index < high`; selects in float32, as not every TPU selects narrower types."""
     index = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
     return jnp.where((index >= low) & (index < high), values.astype(jnp.float32), 0.0).astype(values.dtype)
 
@@ -101,7 +101,7 @@ def _rows_kernel(*refs: Any, product: _Product, inner_scale: bool, scale: bool, 
     base_ref = others.pop(0) if existing else None  # [TM, TN]
     out_ref, *sums = others  # [TM, TN]
     tile, i_item, i_inner = product.tile, pl.program_id(1), pl.program_id(2)
-    i_row = items.tile[i_item] * tile.rows
+    i_row = items.tile[i_item] * tile.block_m
     low, high, new = items.low[i_item] - i_row, items.high[i_item] - i_row, items.edges[i_item] % 2 == 1
 
     def partial_product(masked: bool) -> Any:
@@ -111,7 +111,7 @@ def _rows_kernel(*refs: Any, product: _Product, inner_scale: bool, scale: bool, 
             left = left.astype(jnp.float32) * inner_scale_ref[...]
         left = left.astype(product.dtype)
         if masked:
-            left, right = _kept(left, 1, 0, rest), _kept(right, 1 if product.transposed else 0, 0, rest)
+            left, right = _zero_outside(left, 1, 0, rest), _zero_outside(right, 1 if product.transposed else 0, 0, rest)
         return product.dot(left, right, (1, 1 if product.transposed else 0))
 
     def store(total: Any) -> None:
@@ -140,8 +140,8 @@ def _rows_kernel(*refs: Any, product: _Product, inner_scale: bool, scale: bool, 
     def add(masked: bool) -> None:
         sums[0][...] += partial_product(masked)  # [TM, TN]
 
-    rest, first, last = product.inner % tile.inner, i_inner == 0, i_inner == product.steps - 1
-    whole, busy = (low <= 0) & (high >= tile.rows), high > low
+    rest, first, last = product.inner % tile.block_k, i_inner == 0, i_inner == product.steps - 1
+    whole, busy = (low <= 0) & (high >= tile.block_m), high > low
     pl.when(first & new & jnp.logical_not(whole))(store_base)
     if product.steps == 1:
         pl.when(busy)(lambda: store(partial_product(masked=rest > 0)))
@@ -165,7 +165,7 @@ def _matrices_kernel(*refs: Any, product: _Product, rhs: bool, rhs_scale: bool, 
     d_bias_ref = others.pop(0) if bias else None  # [1, TN]
     sums = others  # [TK, TN] if a product is asked for
     tile, i_inner, i_item = product.tile, pl.program_id(0), pl.program_id(2)
-    i_row, edges = items.tile[i_item] * tile.rows, items.edges[i_item]
+    i_row, edges = items.tile[i_item] * tile.block_m, items.edges[i_item]
     low, high = items.low[i_item] - i_row, items.high[i_item] - i_row
 
     def clear() -> None:
@@ -175,7 +175,7 @@ def _matrices_kernel(*refs: Any, product: _Product, rhs: bool, rhs_scale: bool, 
     def add(masked: bool) -> None:
         """Rows of other groups may hold NaN on either side."""
         grad = grad_ref[...]
-        grad = _kept(grad, 0, low, high) if masked else grad
+        grad = _zero_outside(grad, 0, low, high) if masked else grad
 
         def add_bias() -> None:
             if d_bias_ref is not None:
@@ -185,7 +185,7 @@ def _matrices_kernel(*refs: Any, product: _Product, rhs: bool, rhs_scale: bool, 
             pl.when(i_inner == 0)(add_bias)
         if values_ref is not None:
             left = values_ref[...]
-            left = _kept(left, 0, low, high) if masked else left
+            left = _zero_outside(left, 0, low, high) if masked else left
             sums[0][...] += product.dot(left.astype(product.dtype), grad.astype(product.dtype), (0, 0))
 
     def store() -> None:
@@ -193,13 +193,13 @@ def _matrices_kernel(*refs: Any, product: _Product, rhs: bool, rhs_scale: bool, 
         if d_scale_ref is not None and rhs_ref is not None:
             matrix = rhs_ref[...].astype(jnp.float32)
             matrix = matrix.T if product.transposed else matrix
-            inside = jax.lax.broadcasted_iota(jnp.int32, total.shape, 0) < product.inner - i_inner * tile.inner
+            inside = jax.lax.broadcasted_iota(jnp.int32, total.shape, 0) < product.inner - i_inner * tile.block_k
             d_scale_ref[...] = jnp.sum(jnp.where(inside, matrix * total, 0.0), axis=0, keepdims=True)
         if d_rhs_ref is not None:
             total = total if scale_ref is None else total * scale_ref[...]
             d_rhs_ref[...] = (total.T if product.transposed else total).astype(d_rhs_ref.dtype)
 
-    whole = (low <= 0) & (high >= tile.rows)
+    whole = (low <= 0) & (high >= tile.block_m)
     pl.when(edges % 2 == 1)(clear)
     pl.when(whole)(lambda: add(masked=False))
     pl.when((high > low) & jnp.logical_not(whole))(lambda: add(masked=True))
@@ -208,7 +208,7 @@ def _matrices_kernel(*refs: Any, product: _Product, rhs: bool, rhs_scale: bool, 
 
 
 def _precision(call: GroupedMatmulCall) -> Any:
-    """float32 is multiplied exactly unless "default" is asked for: not every JAX lowers "high", which may be more exact."""
+    """Full float32 unless "default" is requested: not every JAX version lowers "high", which may be more precise."""
     exact = call.product_dtype == "float32" and call.precision != "default"
     return jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
 
@@ -267,7 +267,7 @@ def _multiply_rows(
     """`[b, rows, columns]`: every row of `values [b, rows, inner]` times its matrix; `existing` or 0 where there is none."""
     rhs, tile, last = inputs.rhs, product.tile, product.steps - 1
     batch = values.shape[0]
-    items, count = row_items(inputs.group_sizes, inputs.group_offset, batch, product.rows, rhs.shape[1], tile.rows)
+    items, count = row_items(inputs.group_sizes, inputs.group_offset, batch, product.rows, rhs.shape[1], tile.block_m)
 
     def read(i_item: Any, i_inner: Any, items: Items) -> tuple[Any, Any]:
         """Item whose blocks are read and tile of the contracted dimension; an item without rows moves nothing."""
@@ -299,18 +299,18 @@ def _multiply_rows(
         base = items.base[i_item]
         return items.member[base], items.tile[base], i_column
 
-    matrix = (tile.columns, tile.inner) if product.transposed else (tile.inner, tile.columns)
+    matrix = (tile.block_n, tile.block_k) if product.transposed else (tile.block_k, tile.block_n)
     operands = [
-        (values, pl.BlockSpec((None, tile.rows, tile.inner), at_values)),
+        (values, pl.BlockSpec((None, tile.block_m, tile.block_k), at_values)),
         (rhs, pl.BlockSpec((None, None, *matrix), at_rhs)),
     ]
     if inner_scale is not None:
         at = functools.partial(at_row, array=inner_scale, inner=True)
-        operands.append((inner_scale, pl.BlockSpec((None, None, 1, tile.inner), at)))
+        operands.append((inner_scale, pl.BlockSpec((None, None, 1, tile.block_k), at)))
     for row in (scale, bias):
         if row is not None:
-            operands.append((row, pl.BlockSpec((None, None, 1, tile.columns), functools.partial(at_row, array=row))))
-    block = (None, tile.rows, tile.columns)
+            operands.append((row, pl.BlockSpec((None, None, 1, tile.block_n), functools.partial(at_row, array=row))))
+    block = (None, tile.block_m, tile.block_n)
     if existing is not None:
         operands.append((existing, pl.BlockSpec(block, at_base)))
     kernel = functools.partial(
@@ -330,7 +330,7 @@ def _multiply_rows(
         items,
         operands,
         [(out, pl.BlockSpec(block, at_out))],
-        [pltpu.VMEM((tile.rows, tile.columns), jnp.float32)] if product.steps > 1 else [],
+        [pltpu.VMEM((tile.block_m, tile.block_n), jnp.float32)] if product.steps > 1 else [],
         rows_bytes(tile, *(jnp.dtype(size).itemsize for size in sizes), existing=existing is not None),
         _rows_cost(product, batch, values.dtype, rhs, out.dtype, existing=existing is not None),
         "ejkernel_grouped_matmul_rows",
@@ -339,17 +339,17 @@ def _multiply_rows(
 
 
 def _rows_cost(product: _Product, batch: int, values: Any, rhs: Any, out: Any, *, existing: bool) -> pl.CostEstimate:
-    """With as many groups as there may be that end within a tile: sizes are known at run time."""
+    """Assumes the largest number of groups that end within a tile: sizes are known at run time only."""
     tile, wide, steps, matrices = product.tile, product.wide, product.steps, rhs.shape[1]
-    items = most_row_items(batch, product.rows, matrices, tile.rows)
-    tiles = batch * pl.cdiv(product.rows, tile.rows)
+    items = max_row_items(batch, product.rows, matrices, tile.block_m)
+    tiles = batch * pl.cdiv(product.rows, tile.block_m)
     # Where nothing is cut along the contracted dimension, rows stay for all of their groups and a matrix for all of its rows.
     rows_read, matrices_read = (tiles, batch * min(matrices, product.rows)) if steps == 1 else (items * steps, items * steps)
     accessed = block_traffic(
         [
-            ((tile.rows, tile.inner), values, wide * rows_read),
-            ((tile.inner, tile.columns), rhs.dtype, wide * matrices_read),
-            ((tile.rows, tile.columns), out, wide * tiles * (2 if existing else 1)),
+            ((tile.block_m, tile.block_k), values, wide * rows_read),
+            ((tile.block_k, tile.block_n), rhs.dtype, wide * matrices_read),
+            ((tile.block_m, tile.block_n), out, wide * tiles * (2 if existing else 1)),
         ]
     )
     return cost_estimate(product.flops(items), 0, accessed)
@@ -358,10 +358,10 @@ def _rows_cost(product: _Product, batch: int, values: Any, rhs: Any, out: Any, *
 def _matrices_cost(product: _Product, batch: int, matrices: int, rows: Sequence[Any], whole: Sequence[Any]) -> pl.CostEstimate:
     """`rows`, the gradient and where products are formed lhs, are read for every block of a matrix; `whole` pass once."""
     tile, multiplied = product.tile, len(rows) > 1
-    items = most_row_items(batch, product.rows, matrices, tile.rows)
+    items = max_row_items(batch, product.rows, matrices, tile.block_m)
     times = items * product.wide * (product.steps if multiplied else 1)
     accessed = block_traffic(
-        [((tile.rows, width), array.dtype, times) for array, width in zip(rows, (tile.columns, tile.inner), strict=False)]
+        [((tile.block_m, width), array.dtype, times) for array, width in zip(rows, (tile.block_n, tile.block_k), strict=False)]
         + [(array.shape, array.dtype, 1) for array in whole]
     )
     return cost_estimate(product.flops(items) if multiplied else 0, 0, accessed)
@@ -377,7 +377,7 @@ def _sum_over_rows(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, grad: A
     has = {name: value is not None for name, value in per_matrix.items()} | {"rhs": has_gradient(rhs)}
     multiplied = has["rhs"] or has["rhs_scale"]
     product = _product(call, rows, inner, columns, tile, call.transpose_rhs)
-    items, count = matrix_items(inputs.group_sizes, inputs.group_offset, batch, rows, matrices, tile.rows, shared=shared)
+    items, count = matrix_items(inputs.group_sizes, inputs.group_offset, batch, rows, matrices, tile.block_m, shared=shared)
 
     def at_rows(axis: int, *index: Any) -> tuple[Any, ...]:
         items = Items(*index[3:])
@@ -397,22 +397,22 @@ def _sum_over_rows(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, grad: A
         return items.member[i_item] if summed > 1 else 0, i_inner, items.matrix[i_item], 0, i_column
 
     steps = product.steps if multiplied else 1
-    block = (tile.columns, tile.inner) if product.transposed else (tile.inner, tile.columns)
+    block = (tile.block_n, tile.block_k) if product.transposed else (tile.block_k, tile.block_n)
     operands, results = [], {}
     if multiplied:
-        operands.append((lhs, pl.BlockSpec((None, tile.rows, tile.inner), functools.partial(at_rows, 0))))
-    operands.append((grad, pl.BlockSpec((None, tile.rows, tile.columns), functools.partial(at_rows, 1))))
+        operands.append((lhs, pl.BlockSpec((None, tile.block_m, tile.block_k), functools.partial(at_rows, 0))))
+    operands.append((grad, pl.BlockSpec((None, tile.block_m, tile.block_n), functools.partial(at_rows, 1))))
     if has["rhs_scale"]:
         operands.append((rhs, pl.BlockSpec((None, None, *block), functools.partial(at_matrix, array=rhs))))
     if has["rhs"]:
         if scale is not None:
-            operands.append((scale, pl.BlockSpec((None, None, 1, tile.columns), at_scale)))
+            operands.append((scale, pl.BlockSpec((None, None, 1, tile.block_n), at_scale)))
         d_rhs = result_like(lhs, (summed, *rhs.shape[1:]), rhs.dtype if summed == rhs.shape[0] else jnp.float32)
         results["rhs"] = d_rhs, pl.BlockSpec((None, None, *block), functools.partial(at_matrix, array=d_rhs))
     for name in ("rhs_scale", "bias"):
         if has[name]:
             row = result_like(lhs, (summed, steps, matrices, 1, columns), jnp.float32)
-            results[name] = row, pl.BlockSpec((None, None, None, 1, tile.columns), at_row)
+            results[name] = row, pl.BlockSpec((None, None, None, 1, tile.block_n), at_row)
     kernel = functools.partial(
         _matrices_kernel,
         product=product,
@@ -428,12 +428,12 @@ def _sum_over_rows(call: GroupedMatmulCall, inputs: GroupedMatmulInputs, grad: A
     in_bytes["out"] = jnp.dtype(results["rhs"][0].dtype).itemsize if has["rhs"] else 0
     found = _run(
         kernel,
-        (steps, pl.cdiv(columns, tile.columns), count),
+        (steps, pl.cdiv(columns, tile.block_n), count),
         ("parallel", "parallel", "arbitrary"),
         items,
         operands,
         list(results.values()),
-        [pltpu.VMEM((tile.inner, tile.columns), jnp.float32)] if multiplied else [],
+        [pltpu.VMEM((tile.block_k, tile.block_n), jnp.float32)] if multiplied else [],
         matrices_bytes(tile, **in_bytes, scaled=has["rhs_scale"]),
         _matrices_cost(
             product,

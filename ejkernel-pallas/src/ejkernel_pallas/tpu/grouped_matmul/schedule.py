@@ -1,7 +1,7 @@
-"""Which group meets which tile of rows, in which order: lists made by XLA from the sizes of the groups, read by the kernels.
+"""Lists of work items (group, row tile), which XLA computes from the group sizes.
 
-Their lengths depend on shapes alone, so that one compilation serves every mix of sizes; the grid runs over as many items as there
-are. A tile of rows that neighbouring groups share is one item for each of them.
+Their lengths depend on shapes only, so one compilation serves every mix of sizes; the grid runs over the valid items. A row
+tile that neighbouring groups share is one item for each of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Items(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """The rows of every matrix, `[b, g]`, and the tiles that they touch."""
+    """The rows of every matrix, `[b, g]`, and the number of tiles that they touch."""
 
     start: Any
     end: Any
@@ -52,12 +52,12 @@ def _groups(sizes: Any, offset: Any, batch: int, rows: int, matrices: int, heigh
     return _Groups(start, end, jnp.where(end > start, -(-end // height) - start // height, 0))
 
 
-def most_row_items(batch: int, rows: int, matrices: int, height: int) -> int:
-    """Every tile once, and once more for every further group that begins in it."""
+def max_row_items(batch: int, rows: int, matrices: int, height: int) -> int:
+    """Bound on row items: every tile once, and once more for every further group that begins in it."""
     return batch * (-(-rows // height) + min(matrices, rows) - 1)
 
 
-def most_matrix_items(batch: int, rows: int, matrices: int, height: int) -> int:
+def max_matrix_items(batch: int, rows: int, matrices: int, height: int) -> int:
     return batch * (-(-rows // height) + matrices)
 
 
@@ -71,7 +71,7 @@ def row_items(sizes: Any, offset: Any, batch: int, rows: int, matrices: int, hei
     counts = jnp.concatenate([before, groups.tiles, after], axis=1)  # [b, g + 2]
     firsts = jnp.concatenate([jnp.zeros_like(begin), groups.start // height, -(-stop // height)], axis=1)
     low, high = (jnp.pad(value, ((0, 0), (1, 1))) for value in (groups.start, groups.end))
-    segment, place, total = _expand(counts.reshape(-1), most_row_items(batch, rows, matrices, height))
+    segment, place, total = _expand(counts.reshape(-1), max_row_items(batch, rows, matrices, height))
     tile = jnp.clip(firsts.reshape(-1)[segment] + place, 0, every - 1)
     member, matrix = segment // (matrices + 2), jnp.clip(segment % (matrices + 2) - 1, 0, matrices - 1)
     return _items(
@@ -93,7 +93,7 @@ def matrix_items(
         start, end = start.T, end.T
     else:
         counts = jnp.maximum(counts, 1)
-    segment, place, total = _expand(counts.reshape(-1), most_matrix_items(batch, rows, matrices, height))
+    segment, place, total = _expand(counts.reshape(-1), max_matrix_items(batch, rows, matrices, height))
     low, high = start.reshape(-1)[segment], end.reshape(-1)[segment]
     tile = jnp.clip(low // height + place, 0, -(-rows // height) - 1)
     inner = batch if shared else matrices

@@ -1,7 +1,7 @@
-"""Attention over a paged cache on TPU: one kernel for prompts, chunks and single steps in any mix.
+"""Paged attention on TPU: one kernel for any mix of prefill, chunked prefill and decode.
 
-Queries, pages and results stay in HBM as they are; the kernel copies what an item needs. See `program` for what it does with that,
-and Jiang et al., Ragged Paged Attention, 2025, for the idea of one kernel for all mixes.
+Queries, pages and results stay in HBM; the kernel issues the DMAs of each item (`program`). See Jiang et al., Ragged Paged
+Attention, 2025, for the idea of one kernel for all mixes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ejkernel_pallas.tpu._integers import quotient, remainder
 from ejkernel_pallas.tpu._pages import sources
 from ejkernel_pallas.tpu._vmem import LANES
 from ejkernel_pallas.tpu.paged_attention.config import Config, Shape, product_dtype, vmem_bytes
-from ejkernel_pallas.tpu.paged_attention.program import HIDDEN, LOG2E, UNDEFINED, Blocks, Program, Scratch
+from ejkernel_pallas.tpu.paged_attention.program import LOG2E, MASKED, NONFINITE, Blocks, Program, Scratch
 from ejkernel_pallas.tpu.paged_attention.schedule import Items, Requests, make_items, make_requests, owned
-from ejkernel_pallas.tpu.paged_attention.work import Facts, Scalars
+from ejkernel_pallas.tpu.paged_attention.work import Params, Scalars
 
 NAME = "ejkernel_paged_attention"
 
@@ -37,17 +37,17 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Conf
     wants_lse = call.return_lse or call.save_residuals
     out = jnp.zeros((*query.shape[:3], call.value_size), query.dtype)
     if out.size * call.kv_lens.shape[1] == 0:
-        # Nobody attends; something of its own shows in a program that this platform served the call.
+        # Nothing to compute. The barrier shows in the program that this platform served the call.
         out, lse = jax.lax.optimization_barrier((out, jnp.full(query.shape[:3], -jnp.inf, jnp.float32)))
         return PagedAttentionOutputs(out, lse if wants_lse else None)
-    missing = max(config.tokens - tokens, 0)
+    missing = max(config.block_q - tokens, 0)
     if missing:
         query, out = (jnp.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0))) for array in (query, out))
     starts, lengths = (_for_all(array, batch) for array in (inputs.query_start_loc, inputs.kv_lens))
-    items, count = make_items(call, starts, query.shape[1], config.tokens)
-    facts = _facts(call, config)
+    items, count = make_items(call, starts, query.shape[1], config.block_q)
+    params = _params(call, config)
     out, *rest = _launch(
-        facts,
+        params,
         Scalars(
             count.reshape(1),
             items,
@@ -61,15 +61,15 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Conf
         out,
         config,
     )
-    lse = _lse(rest[0], items, starts, tokens, config.tokens) if wants_lse else None
+    lse = _lse(rest[0], items, starts, tokens, config.block_q) if wants_lse else None
     return PagedAttentionOutputs(out[:, :tokens] if missing else out, lse)
 
 
-def _facts(call: PagedAttentionCall, config: Config) -> Facts:
+def _params(call: PagedAttentionCall, config: Config) -> Params:
     product = product_dtype(call)
     exact = product == "float32" and call.precision != "default"
     precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
-    return Facts(call, Shape.of(call, config), sources(call), jnp.dtype(product), precision, config.cores)
+    return Params(call, Shape.of(call, config), sources(call), jnp.dtype(product), precision, config.cores)
 
 
 def _for_all(array: Any, batch: int) -> Any:
@@ -101,13 +101,13 @@ def _lse(blocks: Any, items: Items, starts: Any, tokens: int, tile: int) -> Any:
     return jnp.where(known[..., None], blocks[item, place], -jnp.inf)
 
 
-def _operands(facts: Facts, inputs: PagedAttentionInputs) -> dict[str, tuple[Any, pl.BlockSpec]]:
+def _operands(params: Params, inputs: PagedAttentionInputs) -> dict[str, tuple[Any, pl.BlockSpec]]:
     """Those that are blocks, by their names in `Blocks`."""
-    call, found = facts.call, {}
+    call, found = params.call, {}
     requests = call.kv_lens.shape[1]
 
     def item_of(scalars: Scalars, core: Any, step: Any) -> Any:
-        return jnp.minimum(step * facts.cores + core, scalars.items.request.shape[0] - 1)
+        return jnp.minimum(step * params.cores + core, scalars.items.request.shape[0] - 1)
 
     def per_member(values: Any) -> tuple[Any, pl.BlockSpec]:
         def at(core: Any, step: Any, *refs: Any) -> tuple[Any, ...]:
@@ -134,7 +134,7 @@ def _operands(facts: Facts, inputs: PagedAttentionInputs) -> dict[str, tuple[Any
     if inputs.qq_bias is not None:
         bias = inputs.qq_bias.astype(jnp.float32)
         finite = jnp.isfinite(bias)
-        code = jnp.where(finite, 0, jnp.where(bias == -jnp.inf, HIDDEN, UNDEFINED)).astype(jnp.float32)
+        code = jnp.where(finite, 0, jnp.where(bias == -jnp.inf, MASKED, NONFINITE)).astype(jnp.float32)
         found["bias"], found["code"] = per_request(jnp.where(finite, bias, 0) * LOG2E), per_request(code)
     return found
 
@@ -147,8 +147,8 @@ def _scalars(refs: Any) -> Scalars:
 _SCALARS = 12
 
 
-def _scratch(facts: Facts) -> Scratch:
-    call, shape = facts.call, facts.shape
+def _scratch(params: Params) -> Scratch:
+    call, shape = params.call, params.shape
     heads, size, value_size = *call.query.shape[2:], call.value_size
     passes, rows, keys = shape.most_passes, shape.rows, shape.keys
     stored = jnp.dtype(call.key_pages.dtype)
@@ -161,7 +161,7 @@ def _scratch(facts: Facts) -> Scratch:
         block = (keys, *source.tail) if source.token_major else (shape.pages, *source.block)
         return pltpu.VMEM((2, *block), stored)
 
-    def parted(source: Any) -> Any:
+    def deinterleaved(source: Any) -> Any:
         return rows_of(keys * source.rows, source.width) if source.token_major else rows_of(8, LANES)
 
     return Scratch(
@@ -170,13 +170,13 @@ def _scratch(facts: Facts) -> Scratch:
         query_rows=rows_of(shape.tokens * heads, size),
         results=pltpu.VMEM((shape.tokens, heads, value_size), jnp.dtype(call.query.dtype)),
         result_rows=rows_of(shape.tokens * heads, value_size),
-        pages=tuple(buffer(source) for source in facts.sources),
-        parted=tuple(parted(source) for source in facts.sources),
-        query=pltpu.VMEM((passes, rows, size), facts.product),
-        highest=pltpu.VMEM((passes, rows, LANES), jnp.float32),
-        total=pltpu.VMEM((passes, rows, LANES), jnp.float32),
-        weighted=pltpu.VMEM((passes, rows, value_size), jnp.float32),
-        present=pltpu.VMEM((1, keys), jnp.float32),
+        pages=tuple(buffer(source) for source in params.sources),
+        deinterleaved=tuple(deinterleaved(source) for source in params.sources),
+        query=pltpu.VMEM((passes, rows, size), params.product),
+        row_max=pltpu.VMEM((passes, rows, LANES), jnp.float32),
+        row_sum=pltpu.VMEM((passes, rows, LANES), jnp.float32),
+        acc=pltpu.VMEM((passes, rows, value_size), jnp.float32),
+        page_valid=pltpu.VMEM((1, keys), jnp.float32),
         bias=tuple(bias),
         query_copied=pltpu.SemaphoreType.DMA((2,)),
         pages_copied=pltpu.SemaphoreType.DMA((2,)),
@@ -184,17 +184,17 @@ def _scratch(facts: Facts) -> Scratch:
     )
 
 
-def _launch(facts: Facts, scalars: Scalars, query: Any, inputs: PagedAttentionInputs, out: Any, config: Config) -> Any:
+def _launch(params: Params, scalars: Scalars, query: Any, inputs: PagedAttentionInputs, out: Any, config: Config) -> Any:
     """Results where there are requests, and blocks of lse if they are wanted."""
-    call = facts.call
+    call = params.call
     pages = [array for array in (inputs.key_pages, inputs.value_pages) if array is not None]
-    operands, scratch = _operands(facts, inputs), _scratch(facts)
+    operands, scratch = _operands(params, inputs), _scratch(params)
     every = scalars.items.request.shape[0]
     results = [(result_like(query, out.shape, out.dtype), pl.BlockSpec(memory_space=pl.ANY))]
     if call.return_lse or call.save_residuals:
-        shape = (config.tokens, call.query.shape[2])
-        block = pl.BlockSpec((None, *shape), lambda core, step, *refs: (step * facts.cores + core, 0, 0))
-        results.append((result_like(query, (every + facts.cores, *shape), jnp.float32), block))
+        shape = (config.block_q, call.query.shape[2])
+        block = pl.BlockSpec((None, *shape), lambda core, step, *refs: (step * params.cores + core, 0, 0))
+        results.append((result_like(query, (every + params.cores, *shape), jnp.float32), block))
     scratch_leaves, scratch_tree = jax.tree.flatten(scratch)
 
     def kernel(*refs: Any) -> None:
@@ -215,16 +215,16 @@ def _launch(facts: Facts, scalars: Scalars, query: Any, inputs: PagedAttentionIn
             out=given[0],
             lse=lse_ref,
         )
-        Program(facts, own, blocks, parts).run()
+        Program(params, own, blocks, parts).run()
 
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    steps = jnp.maximum(pl.cdiv(scalars.count[0], facts.cores), 1)
+    steps = jnp.maximum(pl.cdiv(scalars.count[0], params.cores), 1)
     counted = OPERATION.cost(call, "forward")
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=_SCALARS,
-            grid=(facts.cores, steps),
+            grid=(params.cores, steps),
             in_specs=[hbm] * (1 + len(pages)) + [spec for _, spec in operands.values()] + [hbm],
             out_specs=[spec for _, spec in results],
             scratch_shapes=scratch_leaves,

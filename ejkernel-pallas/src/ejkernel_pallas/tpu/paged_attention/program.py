@@ -1,9 +1,9 @@
-"""What a core does with one item: its pages come by copies of the kernel's own, one step ahead of the products.
+"""The program of one work item: manual DMAs prefetch its pages one step ahead of the matmuls.
 
-While a step is worked on, the next one's pages are on their way into the other half of the buffers; after the last step of an item
-those are the next item's, so that short requests wait for no copy either. Pages that nobody sees are not read.
+Page buffers are double-buffered: each step prefetches the next step's pages, the last step of an item those of the next item,
+so that short requests do not wait either. Invisible pages are not loaded.
 
-Rows of a product are query heads under one key head, and under each of those the tokens of the item. Logits are in units of log 2.
+Rows of a matmul are the query heads of one key head, and for each the tokens of the item. Logits are base-2 exponents.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel_pallas.tpu._integers import remainder
 from ejkernel_pallas.tpu._pages import Pages
 from ejkernel_pallas.tpu._vmem import LANES
-from ejkernel_pallas.tpu.paged_attention.work import Facts, Scalars, Work
+from ejkernel_pallas.tpu.paged_attention.work import Params, Scalars, Work
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
-HIDDEN, UNDEFINED = 1, 2
-"""What `qq_bias` holds beside finite numbers: -inf, and what is none."""
+MASKED, NONFINITE = 1, 2
+"""Codes of non-finite values in `qq_bias`: -inf, and NaN or inf."""
 _CHUNK = 64
-"""Tokens whose heads are parted at once."""
+"""Tokens whose heads are deinterleaved at once."""
 
 
 class Scratch(NamedTuple):
-    """Sources are the arrays of pages: keys and values, or both in one.
+    """VMEM and semaphores. Sources are the page arrays: keys and values, or one fused array.
 
-    steps: steps that this core has done; queries `[2, tokens, H, D]` and results `[tokens, H, V]` as they lie in HBM, and each with
-    heads as rows of float32, in tiles of 128 lanes; pages of every source, in two buffers, and parted by heads where they are not;
-    query `[passes, rows, D]`, highest `[.., 128]`, total `[.., 128]` and weighted `[.., V]` are those of a softmax; present
-    `[1, keys]` is 0 where a page is missing; bias and code `[tokens, keys]`.
+    steps: steps that this core has completed; queries `[2, tokens, H, D]` and results `[tokens, H, V]` as in HBM, and
+    query_rows and result_rows with heads as float32 rows in tiles of 128 lanes; pages of every source, double-buffered, and
+    deinterleaved by heads if they are token-major; query `[passes, rows, D]`, row_max and row_sum `[.., 128]` and acc `[..,
+    V]`: online-softmax state; page_valid `[1, keys]`: 0 where a page is missing; bias and code `[tokens, keys]`.
     """
 
     steps: Any
@@ -45,12 +45,12 @@ class Scratch(NamedTuple):
     results: Any
     result_rows: Any
     pages: tuple[Any, ...]
-    parted: tuple[Any, ...]
+    deinterleaved: tuple[Any, ...]
     query: Any
-    highest: Any
-    total: Any
-    weighted: Any
-    present: Any
+    row_max: Any
+    row_sum: Any
+    acc: Any
+    page_valid: Any
     bias: tuple[Any, ...]
     query_copied: Any
     pages_copied: Any
@@ -58,7 +58,7 @@ class Scratch(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Operands and results. Query, pages and out are in HBM."""
+    """References to operands and results. Query, pages and out are in HBM."""
 
     query: Any
     pages: tuple[Any, ...]
@@ -71,7 +71,7 @@ class Blocks(NamedTuple):
 
 
 def _put_rows(ref: Any, where: Any, rows: Any) -> None:
-    """Rows `[n, width]` into `[tiles of 128 lanes, rows, lanes]`: only such a tile can be read and written with a stride."""
+    """Store rows `[n, width]` as `[tiles of 128 lanes, rows, lanes]`: strided accesses need such tiles."""
     tiles, _, lanes = ref.shape
     if tiles * lanes > rows.shape[1]:
         rows = jnp.pad(rows, ((0, 0), (0, tiles * lanes - rows.shape[1])))
@@ -90,19 +90,19 @@ def _exact(left: Any, right: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One item. `tokens` is 1 or the height of a tile, and static."""
+    """One work item. `tokens` is static: 1 or the height of a tile."""
 
-    facts: Facts
+    params: Params
     scalars: Scalars
     blocks: Blocks
     scratch: Scratch
 
     def run(self) -> None:
-        i_item = pl.program_id(1) * self.facts.cores + pl.program_id(0)
+        i_item = pl.program_id(1) * self.params.cores + pl.program_id(0)
         pl.when(i_item < self.scalars.count[0])(lambda: self._item(self._work(i_item)))
 
     def _work(self, item: Any) -> Work:
-        return Work(self.facts, self.scalars, item)
+        return Work(self.params, self.scalars, item)
 
     def _item(self, work: Work) -> None:
         def begin() -> None:
@@ -111,14 +111,14 @@ class Program:
             self._start_pages(work, 0, 0)
 
         pl.when(pl.program_id(1) == 0)(begin)
-        if self.facts.shape.tokens == 1:
+        if self.params.shape.tokens == 1:
             self._attend(work, 1)
         else:
             pl.when(work.single)(lambda: self._attend(work, 1))
-            pl.when(jnp.logical_not(work.single))(lambda: self._attend(work, self.facts.shape.tokens))
+            pl.when(jnp.logical_not(work.single))(lambda: self._attend(work, self.params.shape.tokens))
 
     def _attend(self, work: Work, tokens: int) -> None:
-        following, slot = self._work(work.item + self.facts.cores), remainder(pl.program_id(1), 2)
+        following, slot = self._work(work.item + self.params.cores), remainder(pl.program_id(1), 2)
         more = following.item < self.scalars.count[0]
         done = self.scratch.steps[0]
         pl.when(more)(lambda: self._start_query(following, 1 - slot))
@@ -131,10 +131,10 @@ class Program:
             pl.when(jnp.logical_not(last))(lambda: self._start_pages(work, i_step + 1, 1 - buffer))
             pl.when(last & more)(lambda: self._start_pages(following, 0, 1 - buffer))
             self._wait_pages(work, i_step, buffer)
-            self._part(buffer)
+            self._deinterleave(buffer)
             whole = work.seen_by_all(i_step) & work.is_full(i_step)
-            pl.when(whole)(lambda: self._absorb(work, i_step, buffer, tokens, edge=False))
-            pl.when(jnp.logical_not(whole))(lambda: self._absorb_edge(work, i_step, buffer, tokens))
+            pl.when(whole)(lambda: self._update(work, i_step, buffer, tokens, edge=False))
+            pl.when(jnp.logical_not(whole))(lambda: self._update_masked(work, i_step, buffer, tokens))
 
         jax.lax.fori_loop(0, work.steps, step, None)
         self.scratch.steps[0] = done + work.steps
@@ -148,15 +148,15 @@ class Program:
         return pltpu.make_async_copy(source, target, self.scratch.query_copied.at[slot])
 
     def _start_query(self, work: Work, slot: Any) -> None:
-        if self.facts.shape.tokens == 1:
+        if self.params.shape.tokens == 1:
             self._query_copy(work, slot, 1).start()
             return
         pl.when(work.single)(lambda: self._query_copy(work, slot, 1).start())
-        pl.when(jnp.logical_not(work.single))(lambda: self._query_copy(work, slot, self.facts.shape.tokens).start())
+        pl.when(jnp.logical_not(work.single))(lambda: self._query_copy(work, slot, self.params.shape.tokens).start())
 
     def _page_copies(self, work: Work, place: Any, page: Any, buffer: Any) -> Iterator[Any]:
-        size = self.facts.page_size
-        for source, pages, copied in zip(self.facts.sources, self.blocks.pages, self.scratch.pages, strict=True):
+        size = self.params.page_size
+        for source, pages, copied in zip(self.params.sources, self.blocks.pages, self.scratch.pages, strict=True):
             member = work.member if source.shape[0] > 1 else 0
             to = copied.at[buffer, pl.ds(place * size, size)] if source.token_major else copied.at[buffer, place]
             yield pltpu.make_async_copy(pages.at[source.at(member, page)], to, self.scratch.pages_copied.at[buffer])
@@ -192,7 +192,7 @@ class Program:
 
     def _result_copies(self, work: Work) -> Iterator[tuple[Any, Any]]:
         """Whether there is one, and a copy, of each power of two in the number of the item's tokens."""
-        count, size = work.high - work.low, self.facts.shape.tokens
+        count, size = work.high - work.low, self.params.shape.tokens
         done = 0
         while size:
             size = 1 << (size.bit_length() - 1)
@@ -205,8 +205,8 @@ class Program:
     # Layouts
 
     def _stage_query(self, work: Work, slot: Any, tokens: int) -> None:
-        """From tokens to passes, heads and tokens."""
-        scratch, shape = self.scratch, self.facts.shape
+        """Reorder queries by pass, head and token."""
+        scratch, shape = self.scratch, self.params.shape
         self._query_copy(work, slot, tokens).wait()
         *_, heads, size = scratch.queries.shape
         rows = scratch.queries[slot, pl.ds(0, tokens)].astype(jnp.float32).reshape(tokens * heads, size)
@@ -215,36 +215,40 @@ class Program:
         each = shape.of_pass(tokens) * shape.group
         if tokens == 1:
             for i_pass in range(shape.passes(1)):
-                scratch.query[i_pass, :each] = rows[i_pass * each : (i_pass + 1) * each].astype(self.facts.product)
+                scratch.query[i_pass, :each] = rows[i_pass * each : (i_pass + 1) * each].astype(self.params.product)
             return
 
         def stage(i_pass: Any, _: None) -> None:
             for i_head in range(each):
                 of_head = _get_rows(scratch.query_rows, pl.ds(i_pass * each + i_head, tokens, stride=heads))[:, :size]
-                scratch.query[i_pass, i_head * tokens : (i_head + 1) * tokens] = of_head.astype(self.facts.product)
+                scratch.query[i_pass, i_head * tokens : (i_head + 1) * tokens] = of_head.astype(self.params.product)
 
         jax.lax.fori_loop(0, shape.passes(tokens), stage, None)
 
-    def _part(self, buffer: Any) -> None:
-        """Heads of tokens, as they lie in pages, to rows with a stride, which a core reads as it reads any rows."""
-        for source, pages, parted in zip(self.facts.sources, self.scratch.pages, self.scratch.parted, strict=True):
+    def _deinterleave(self, buffer: Any) -> None:
+        """Deinterleave token-major pages, so that the rows of a head can be loaded with a stride."""
+        for source, pages, deinterleaved in zip(
+            self.params.sources, self.scratch.pages, self.scratch.deinterleaved, strict=True
+        ):
             if not source.token_major:
                 continue
-            chunk = next(count for count in range(_CHUNK, 0, -1) if self.facts.shape.keys % count == 0)
+            chunk = next(count for count in range(_CHUNK, 0, -1) if self.params.shape.keys % count == 0)
 
-            def part(i: Any, _: None, source: Pages = source, pages: Any = pages, parted: Any = parted, n: int = chunk) -> None:
+            def deinterleave(
+                i: Any, _: None, source: Pages = source, pages: Any = pages, deinterleaved: Any = deinterleaved, n: int = chunk
+            ) -> None:
                 values = pages[buffer, pl.ds(i * n, n)].astype(jnp.float32)
                 start = pl.multiple_of(i * n * source.rows, 8) if n * source.rows % 8 == 0 else i * n * source.rows
-                _put_rows(parted, pl.ds(start, n * source.rows), values.reshape(n * source.rows, source.width))
+                _put_rows(deinterleaved, pl.ds(start, n * source.rows), values.reshape(n * source.rows, source.width))
 
-            jax.lax.fori_loop(0, self.facts.shape.keys // chunk, part, None)
+            jax.lax.fori_loop(0, self.params.shape.keys // chunk, deinterleave, None)
 
     def _read(self, buffer: Any, i_source: int, head: Any, row: tuple[int, int, int], size: int) -> Any:
-        """`[keys, size]` in float32, or in the product's dtype."""
-        source, keys = self.facts.sources[i_source], self.facts.shape.keys
+        """Load one head of a source, float32 `[keys, size]`."""
+        source, keys = self.params.sources[i_source], self.params.shape.keys
         factor, first, channel = row
         if source.token_major:
-            rows = _get_rows(self.scratch.parted[i_source], pl.ds(head * factor + first, keys, stride=source.rows))
+            rows = _get_rows(self.scratch.deinterleaved[i_source], pl.ds(head * factor + first, keys, stride=source.rows))
         else:
             rows = self.scratch.pages[i_source][buffer, :, head]  # [pages, page_size, width]
             rows = rows.astype(jnp.float32).reshape(keys, source.width)
@@ -253,7 +257,7 @@ class Program:
     # The softmax
 
     def _clear(self, tokens: int) -> None:
-        scratch, shape = self.scratch, self.facts.shape
+        scratch, shape = self.scratch, self.params.shape
         rows = shape.of_pass(tokens) * shape.group * tokens
 
         def clear(i_pass: Any, _: None) -> None:
@@ -261,14 +265,14 @@ class Program:
                 sinks = jnp.full((rows, LANES), -jnp.inf, jnp.float32)
             else:
                 sinks = self._per_row(self.blocks.sinks, i_pass, tokens)  # [rows, 128]
-            scratch.highest[i_pass, :rows] = sinks
-            scratch.total[i_pass, :rows] = jnp.where(sinks == -jnp.inf, 0.0, 1.0)
-            scratch.weighted[i_pass, :rows] = jnp.zeros((rows, self.facts.call.value_size), jnp.float32)
+            scratch.row_max[i_pass, :rows] = sinks
+            scratch.row_sum[i_pass, :rows] = jnp.where(sinks == -jnp.inf, 0.0, 1.0)
+            scratch.acc[i_pass, :rows] = jnp.zeros((rows, self.params.call.value_size), jnp.float32)
 
         self._over_passes(tokens, clear)
 
     def _over_passes(self, tokens: int, body: Callable[[Any, None], None]) -> None:
-        passes = self.facts.shape.passes(tokens)
+        passes = self.params.shape.passes(tokens)
         if passes == 1:
             body(0, None)
         else:
@@ -276,7 +280,7 @@ class Program:
 
     def _per_row(self, block: Any, i_pass: Any, tokens: int) -> Any:
         """`[K, G, 128]`, a number for each query head, to `[rows of the pass, 128]`."""
-        shape, rows = self.facts.shape, []
+        shape, rows = self.params.shape, []
         for i_key_head in range(shape.of_pass(tokens)):
             numbers = block[i_pass * shape.of_pass(tokens) + i_key_head]  # [G, 128]
             if tokens == 1:
@@ -285,16 +289,16 @@ class Program:
                 rows += [jnp.broadcast_to(numbers[i : i + 1], (tokens, LANES)) for i in range(shape.group)]
         return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=0)
 
-    def _absorb_edge(self, work: Work, step: Any, buffer: Any, tokens: int) -> None:
-        scratch, size = self.scratch, self.facts.page_size
+    def _update_masked(self, work: Work, step: Any, buffer: Any, tokens: int) -> None:
+        scratch, size = self.scratch, self.params.page_size
         first, count = work.pages_of(step)
-        scratch.present[...] = jnp.ones_like(scratch.present)
+        scratch.page_valid[...] = jnp.ones_like(scratch.page_valid)
 
         def hide(place: Any, _: None) -> None:
             def zero() -> None:
-                lane = jax.lax.broadcasted_iota(jnp.int32, scratch.present.shape, 1)
+                lane = jax.lax.broadcasted_iota(jnp.int32, scratch.page_valid.shape, 1)
                 missing = (lane >= place * size) & (lane < (place + 1) * size)
-                scratch.present[...] = jnp.where(missing, 0.0, scratch.present[...])
+                scratch.page_valid[...] = jnp.where(missing, 0.0, scratch.page_valid[...])
 
             pl.when(jnp.logical_not(work.page(first + place)[1]))(zero)
 
@@ -302,11 +306,11 @@ class Program:
         pl.when(missing)(lambda: jax.lax.fori_loop(0, count, hide, None))
         if self.blocks.bias is not None:
             self._bias(work, step, tokens)
-        self._absorb(work, step, buffer, tokens, edge=True)
+        self._update(work, step, buffer, tokens, edge=True)
 
     def _bias(self, work: Work, step: Any, tokens: int) -> None:
-        """Products with rows and columns of a unit matrix move `qq_bias` to where the item's tokens and the step's keys are."""
-        width, rows, keys = self.facts.call.qq_bias.shape[-1], max(tokens, 8), self.facts.shape.keys  # pyright: ignore
+        """Gather `qq_bias` for the item's tokens and the step's keys by matmuls with one-hot matrices."""
+        width, rows, keys = self.params.call.qq_bias.shape[-1], max(tokens, 8), self.params.shape.keys  # pyright: ignore
         local = work.position - work.first_new + jax.lax.broadcasted_iota(jnp.int32, (rows, width), 0)
         of_token = (local == jax.lax.broadcasted_iota(jnp.int32, (rows, width), 1)).astype(jnp.float32)
         new = work.first_key(step) - work.first_new + jax.lax.broadcasted_iota(jnp.int32, (width, keys), 1)
@@ -314,41 +318,41 @@ class Program:
         for block, moved in zip((self.blocks.bias, self.blocks.code), self.scratch.bias, strict=True):
             moved[:rows] = _exact(_exact(of_token, block[...]), of_key)
 
-    def _absorb(self, work: Work, step: Any, buffer: Any, tokens: int, *, edge: bool) -> None:
-        self._over_passes(tokens, lambda i_pass, _: self._absorb_pass(work, step, buffer, tokens, i_pass, edge=edge))
+    def _update(self, work: Work, step: Any, buffer: Any, tokens: int, *, edge: bool) -> None:
+        self._over_passes(tokens, lambda i_pass, _: self._update_pass(work, step, buffer, tokens, i_pass, edge=edge))
 
-    def _absorb_pass(self, work: Work, step: Any, buffer: Any, tokens: int, i_pass: Any, *, edge: bool) -> None:
-        """One step's keys and the heads of one pass."""
-        call, scratch, shape = self.facts.call, self.scratch, self.facts.shape
+    def _update_pass(self, work: Work, step: Any, buffer: Any, tokens: int, i_pass: Any, *, edge: bool) -> None:
+        """Online-softmax update with one step's keys, for the heads of one pass."""
+        call, scratch, shape = self.params.call, self.scratch, self.params.shape
         of_head, together = shape.group * tokens, shape.of_pass(tokens)
         rows, heads = of_head * together, [i_pass * together + i for i in range(together)]
         products = []
         for i, head in enumerate(heads):
             query = scratch.query[i_pass, i * of_head : (i + 1) * of_head]  # [rows of a head, D]
-            key = self._read(buffer, 0, head, self.facts.sources[0].key_row, call.query.shape[3])  # [keys, D]
+            key = self._read(buffer, 0, head, self.params.sources[0].key_row, call.query.shape[3])  # [keys, D]
             factor = self.scalars.key_factor[work.member * shape.heads + head]
-            products.append(self.facts.dot(query, key.astype(self.facts.product), 1) * factor)
+            products.append(self.params.dot(query, key.astype(self.params.product), 1) * factor)
         logits = products[0] if together == 1 else jnp.concatenate(products, axis=0)  # [rows, keys]
         logits, visible = self._masked(work, step, logits, i_pass, tokens, edge=edge)
-        before = scratch.highest[i_pass, :rows]  # [rows, 128]
-        highest = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-        finite = jnp.where(highest == -jnp.inf, 0.0, highest)
+        before = scratch.row_max[i_pass, :rows]  # [rows, 128]
+        row_max = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
+        finite = jnp.where(row_max == -jnp.inf, 0.0, row_max)
         weights = jnp.exp2(logits - finite[:, :1])  # [rows, keys]
-        kept = jnp.exp2(before - finite)
-        scratch.highest[i_pass, :rows] = highest
-        scratch.total[i_pass, :rows] = kept * scratch.total[i_pass, :rows] + jnp.sum(weights, axis=1, keepdims=True)
-        gained = []
+        rescale = jnp.exp2(before - finite)
+        scratch.row_max[i_pass, :rows] = row_max
+        scratch.row_sum[i_pass, :rows] = rescale * scratch.row_sum[i_pass, :rows] + jnp.sum(weights, axis=1, keepdims=True)
+        values = []
         for i, head in enumerate(heads):
             own = slice(i * of_head, (i + 1) * of_head)
-            gained.append(
-                self._weighted(work, step, buffer, head, weights[own], None if visible is None else visible[own], tokens)
+            values.append(
+                self._weighted_values(work, step, buffer, head, weights[own], None if visible is None else visible[own], tokens)
             )
-        total = gained[0] if together == 1 else jnp.concatenate(gained, axis=0)  # [rows, V]
-        scratch.weighted[i_pass, :rows] = kept[:, :1] * scratch.weighted[i_pass, :rows] + total
+        total = values[0] if together == 1 else jnp.concatenate(values, axis=0)  # [rows, V]
+        scratch.acc[i_pass, :rows] = rescale[:, :1] * scratch.acc[i_pass, :rows] + total
 
     def _masked(self, work: Work, step: Any, logits: Any, i_pass: Any, tokens: int, *, edge: bool) -> tuple[Any, Any]:
-        """Logits of one pass with all that is added to them, and at an edge which of them are visible."""
-        call, rows, keys = self.facts.call, *logits.shape
+        """Logits of one pass with soft cap, slopes and bias, and at an edge their visibility mask."""
+        call, rows, keys = self.params.call, *logits.shape
         if call.soft_cap is not None:
             logits = (call.soft_cap * LOG2E) * jnp.tanh(logits)
         if not edge and self.blocks.slopes is None:
@@ -361,14 +365,14 @@ class Program:
             logits = logits + slopes * (key - position).astype(jnp.float32)
         if not edge:
             return logits, None
-        visible = (key < work.length) & (self.scratch.present[...] > 0)
+        visible = (key < work.length) & (self.scratch.page_valid[...] > 0)
         visible = visible & (key <= position) if call.causal else jnp.broadcast_to(visible, logits.shape)
         if call.window is not None:
             visible &= key > position - call.window
         if self.scratch.bias:
             bias, code = (self._over_heads(ref, rows, tokens) for ref in self.scratch.bias)
-            logits = jnp.where(code > HIDDEN, jnp.nan, logits + bias)
-            visible &= code != HIDDEN
+            logits = jnp.where(code > MASKED, jnp.nan, logits + bias)
+            visible &= code != MASKED
         return jnp.where(visible, logits, -jnp.inf), visible
 
     def _over_heads(self, ref: Any, rows: int, tokens: int) -> Any:
@@ -378,35 +382,35 @@ class Program:
             return jnp.broadcast_to(values, (rows, values.shape[1]))
         return jnp.concatenate([values] * (rows // tokens), axis=0)
 
-    def _weighted(self, work: Work, step: Any, buffer: Any, head: Any, weights: Any, visible: Any, tokens: int) -> Any:
-        """`[rows of a head, V]`. At an edge, what nobody sees is replaced, and what only some see makes only those undefined."""
-        call, facts = self.facts.call, self.facts
-        i_source = len(facts.sources) - 1
-        value = self._read(buffer, i_source, head, facts.sources[-1].value_row, call.value_size)  # [keys, V]
+    def _weighted_values(self, work: Work, step: Any, buffer: Any, head: Any, weights: Any, visible: Any, tokens: int) -> Any:
+        """Weighted values `[rows of a head, V]`. At an edge, non-finite values propagate only to rows that see them."""
+        call, params = self.params.call, self.params
+        i_source = len(params.sources) - 1
+        value = self._read(buffer, i_source, head, params.sources[-1].value_row, call.value_size)  # [keys, V]
         if visible is None:
-            return facts.dot(weights.astype(facts.product), value.astype(facts.product), 0)
+            return params.dot(weights.astype(params.product), value.astype(params.product), 0)
         if tokens == 1:  # all rows of a token see the same keys
-            value = jnp.where(self._seen(work, step), value, 0.0)
-            return facts.dot(weights.astype(facts.product), value.astype(facts.product), 0)
+            value = jnp.where(self._visible_keys(work, step), value, 0.0)
+            return params.dot(weights.astype(params.product), value.astype(params.product), 0)
         finite = jnp.abs(value) < jnp.inf
-        defined = jnp.where(finite, value, 0.0).astype(facts.product)
-        total = facts.dot(weights.astype(facts.product), defined, 0)
+        defined = jnp.where(finite, value, 0.0).astype(params.product)
+        total = params.dot(weights.astype(params.product), defined, 0)
         if call.key_pages.dtype == "int8":
             return total
         undefined = jnp.where(finite, 0.0, 1.0).astype(jnp.bfloat16)
         touched = jnp.dot(visible.astype(jnp.float32).astype(jnp.bfloat16), undefined, preferred_element_type=jnp.float32)
         return jnp.where(touched > 0, jnp.nan, total)
 
-    def _seen(self, work: Work, step: Any) -> Any:
-        """Keys that the item's only token sees, `[keys, 1]`."""
-        present = jnp.transpose(jnp.broadcast_to(self.scratch.present[...], (8, self.facts.shape.keys)))[:, :1]
-        key = work.first_key(step) + jax.lax.broadcasted_iota(jnp.int32, present.shape, 0)
-        return (key >= work.begin) & (key < work.stop) & (present > 0)
+    def _visible_keys(self, work: Work, step: Any) -> Any:
+        """Visibility mask of the item's only token, `[keys, 1]`."""
+        page_valid = jnp.transpose(jnp.broadcast_to(self.scratch.page_valid[...], (8, self.params.shape.keys)))[:, :1]
+        key = work.first_key(step) + jax.lax.broadcasted_iota(jnp.int32, page_valid.shape, 0)
+        return (key >= work.begin) & (key < work.stop) & (page_valid > 0)
 
     # Results
 
     def _finish(self, work: Work, tokens: int, more: Any) -> None:
-        scratch, shape = self.scratch, self.facts.shape
+        scratch, shape = self.scratch, self.params.shape
         heads, value_size = scratch.results.shape[1:]
         each = shape.of_pass(tokens) * shape.group
 
@@ -414,14 +418,14 @@ class Program:
             for there, copy in self._result_copies(work):
                 pl.when(there)(copy.wait)
 
-        pl.when(pl.program_id(1) > 0)(lambda: wait(self._work(work.item - self.facts.cores)))
+        pl.when(pl.program_id(1) > 0)(lambda: wait(self._work(work.item - self.params.cores)))
 
         def finish(i_pass: Any, _: None) -> None:
             rows = each * tokens
-            total, highest = scratch.total[i_pass, :rows], scratch.highest[i_pass, :rows]  # [rows, 128]
+            total, row_max = scratch.row_sum[i_pass, :rows], scratch.row_max[i_pass, :rows]  # [rows, 128]
             factors = [self.scalars.value_factor[work.member * shape.heads + i_pass * shape.of_pass(tokens) + i]
                        for i in range(shape.of_pass(tokens))]  # fmt: skip
-            values = scratch.weighted[i_pass, :rows] / jnp.where(total == 0, 1.0, total)[:, :1]
+            values = scratch.acc[i_pass, :rows] / jnp.where(total == 0, 1.0, total)[:, :1]
             of_head = shape.group * tokens
             for i, factor in enumerate(factors):
                 for i_query in range(shape.group):
@@ -432,7 +436,7 @@ class Program:
                     )
                     _put_rows(scratch.result_rows, target, own)
             if self.blocks.lse is not None:
-                self._store_lse(highest, total, i_pass, tokens)
+                self._store_lse(row_max, total, i_pass, tokens)
 
         self._over_passes(tokens, finish)
         rows = _get_rows(scratch.result_rows, pl.ds(0, tokens * heads))[:, :value_size]
@@ -441,9 +445,9 @@ class Program:
             pl.when(there)(copy.start)
         pl.when(jnp.logical_not(more))(lambda: wait(work))
 
-    def _store_lse(self, highest: Any, total: Any, i_pass: Any, tokens: int) -> None:
-        each = self.facts.shape.of_pass(tokens) * self.facts.shape.group
-        lse = jnp.where(total == 0, -jnp.inf, LN2 * (highest + jnp.log2(jnp.where(total == 0, 1.0, total))))[:, :1]
+    def _store_lse(self, row_max: Any, total: Any, i_pass: Any, tokens: int) -> None:
+        each = self.params.shape.of_pass(tokens) * self.params.shape.group
+        lse = jnp.where(total == 0, -jnp.inf, LN2 * (row_max + jnp.log2(jnp.where(total == 0, 1.0, total))))[:, :1]
         lane = jax.lax.broadcasted_iota(jnp.int32, (tokens, self.blocks.lse.shape[1]), 1)
         block = self.blocks.lse[:tokens]
         for i in range(each):

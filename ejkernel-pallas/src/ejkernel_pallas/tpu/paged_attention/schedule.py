@@ -1,6 +1,6 @@
-"""The work of one batch of requests, found on the device from their lengths, which are data.
+"""Work items of a batch of requests, computed on the device from their lengths.
 
-An item is some new tokens of one request, neighbours in the packed queries. Items follow each other as their tokens do.
+An item is a run of new tokens of one request. Items are in token order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 
 
 class Items(NamedTuple):
-    """A column per fact, `[items]`.
+    """Arrays `[items]`.
 
     request counts through all members of the batch; the item has the tokens `base + low <= token < base + high`. An item of one
     token has low 0. Others read a whole tile from base on, which therefore ends with the last token at the latest.
@@ -26,8 +26,7 @@ class Items(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """A column per fact, `[b R]`: the first new token, position of token 0 of the packed ones, visible keys, and 1 if all their
-    pages lie in the cache."""
+    """Arrays `[b R]`: first new token, position of packed token 0, visible keys, and 1 if all needed pages are valid."""
 
     start: Any
     shift: Any
@@ -35,7 +34,7 @@ class Requests(NamedTuple):
     complete: Any
 
 
-def most_items(batch: int, tokens: int, requests: int, tile: int) -> int:
+def max_items(batch: int, tokens: int, requests: int, tile: int) -> int:
     """With c new tokens a request has at most `(c - 1) / tile + 1` tiles."""
     busy = min(requests, tokens)
     return batch * ((tokens - busy) // tile + busy)
@@ -49,7 +48,7 @@ def make_items(call: PagedAttentionCall, starts: Any, tokens: int, tile: int) ->
     begins = begins.reshape(-1)
     tiles = -(-counts // tile)
     up_to = jnp.cumsum(tiles)
-    index = jnp.arange(most_items(batch, call.query.shape[1], requests, tile), dtype=jnp.int32)
+    index = jnp.arange(max_items(batch, call.query.shape[1], requests, tile), dtype=jnp.int32)
     request = jnp.searchsorted(up_to, index, side="right", method="compare_all").astype(jnp.int32)
     request = jnp.minimum(request, batch * requests - 1)
     place = index - (up_to - tiles)[request]
@@ -71,7 +70,7 @@ def make_requests(call: PagedAttentionCall, starts: Any, lengths: Any, tables: A
 
 
 def owned(starts: Any, tokens: int) -> tuple[Any, Any]:
-    """Of every token its request, and whether it has one, `[b, N]` each."""
+    """The request of every token, and whether it has one, `[b, N]` each."""
     token = jnp.arange(tokens, dtype=jnp.int32)
     request = jnp.sum(starts[:, None, 1:] <= token[None, :, None], axis=2, dtype=jnp.int32)
     known = jnp.minimum(request, starts.shape[1] - 2)

@@ -1,4 +1,4 @@
-"""What is known of an item of work: static facts, its numbers in scalar memory, and what follows from them."""
+"""Static parameters, prefetched scalars, and the scalars of one work item."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ejkernel_pallas.tpu.paged_attention.schedule import Items, Requests
 
 
 class Scalars(NamedTuple):
-    """In scalar memory. Tables lie one row after the other; factors are of keys and of values, for each member and key head."""
+    """Prefetched scalars in SMEM. Tables are flattened; factors are per batch member and key head."""
 
     count: Any
     items: Items
@@ -27,8 +27,8 @@ class Scalars(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
-    """What is static."""
+class Params:
+    """Static parameters."""
 
     call: PagedAttentionCall
     shape: Shape
@@ -58,9 +58,9 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """An item's numbers, all scalars: its tokens and their positions, the keys that some of them see, and those that all see."""
+    """The scalars of an item: its tokens and positions, and the keys that some or all of them see."""
 
-    facts: Facts
+    params: Params
     scalars: Scalars
     item: Any
 
@@ -70,7 +70,7 @@ class Work:
 
     @property
     def member(self) -> Any:
-        return quotient(self.request, self.facts.call.kv_lens.shape[1])
+        return quotient(self.request, self.params.call.kv_lens.shape[1])
 
     @property
     def base(self) -> Any:
@@ -90,7 +90,7 @@ class Work:
 
     @property
     def position(self) -> Any:
-        """Of token `base`."""
+        """Position of token `base`."""
         return self.scalars.requests.shift[self.request] + self.base
 
     @property
@@ -104,49 +104,49 @@ class Work:
 
     @property
     def begin(self) -> Any:
-        window = self.facts.call.window
+        window = self.params.call.window
         return 0 if window is None else jnp.maximum(self.position + self.low - (window - 1), 0)
 
     @property
     def stop(self) -> Any:
-        last = self.position + self.high if self.facts.call.causal else self.length
+        last = self.position + self.high if self.params.call.causal else self.length
         return jnp.maximum(jnp.minimum(last, self.length), 0)
 
     @property
     def first_page(self) -> Any:
-        return 0 if self.facts.call.window is None else quotient(self.begin, self.facts.page_size)
+        return 0 if self.params.call.window is None else quotient(self.begin, self.params.page_size)
 
     @property
     def steps(self) -> Any:
-        """At least one, which may read nothing."""
-        keys = self.stop - self.first_page * self.facts.page_size
-        return jnp.maximum(quotient_up(keys, self.facts.shape.keys), 1)
+        """Number of steps, at least one, which may load nothing."""
+        keys = self.stop - self.first_page * self.params.page_size
+        return jnp.maximum(quotient_up(keys, self.params.shape.keys), 1)
 
     def first_key(self, step: Any) -> Any:
-        return self.first_page * self.facts.page_size + step * self.facts.shape.keys
+        return self.first_page * self.params.page_size + step * self.params.shape.keys
 
     def pages_of(self, step: Any) -> tuple[Any, Any]:
-        """The first page of a step in the order of its request, and how many there are to read."""
-        first = self.first_page + step * self.facts.shape.pages
-        return first, jnp.clip(quotient_up(self.stop, self.facts.page_size) - first, 0, self.facts.shape.pages)
+        """The first page of a step, as an index into its request, and the number of pages to load."""
+        first = self.first_page + step * self.params.shape.pages
+        return first, jnp.clip(quotient_up(self.stop, self.params.page_size) - first, 0, self.params.shape.pages)
 
     def is_full(self, step: Any) -> Any:
-        """Whether all pages that fit into a buffer are read."""
-        return (self.pages_of(step)[1] == self.facts.shape.pages) & (self.scalars.requests.complete[self.request] != 0)
+        """Whether a step loads a full buffer of valid pages."""
+        return (self.pages_of(step)[1] == self.params.shape.pages) & (self.scalars.requests.complete[self.request] != 0)
 
     def page(self, index: Any) -> tuple[Any, Any]:
-        """Where a page of the request lies, and whether it lies in the cache."""
-        facts = self.facts
+        """The physical page of a logical page, and whether it is valid."""
+        params = self.params
         row = self.request
-        if facts.call.block_tables.shape[0] == 1 and facts.call.query.shape[0] > 1:
-            row = remainder(row, facts.call.kv_lens.shape[1])
-        page = self.scalars.tables[row * facts.table_width + index]
-        return page, (page >= 0) & (page < facts.call.pages.pages)
+        if params.call.block_tables.shape[0] == 1 and params.call.query.shape[0] > 1:
+            row = remainder(row, params.call.kv_lens.shape[1])
+        page = self.scalars.tables[row * params.table_width + index]
+        return page, (page >= 0) & (page < params.call.pages.pages)
 
     def seen_by_all(self, step: Any) -> Any:
         """Whether every token of the item sees every key of the step, if all pages are there, and none has a bias."""
-        call, key = self.facts.call, self.first_key(step)
-        last = key + self.facts.shape.keys
+        call, key = self.params.call, self.first_key(step)
+        last = key + self.params.shape.keys
         limit = jnp.minimum(self.position + self.low + 1, self.length) if call.causal else self.length
         seen = last <= limit
         if call.window is not None:

@@ -1,1 +1,1 @@
-"""Writing into a paged cache on TPU."""
+"""Paged KV cache update on TPU."""

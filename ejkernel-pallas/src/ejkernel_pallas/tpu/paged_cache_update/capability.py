@@ -7,13 +7,13 @@ from ejkernel.plugin import Target
 from ejkernel_pallas.tpu._pages import STORED, sources
 from ejkernel_pallas.tpu._vmem import memory_of
 from ejkernel_pallas.tpu.paged_cache_update.config import (
-    PLACES,
+    SLOTS,
     Config,
     chunk_rows,
     heuristic,
     vmem_bytes,
 )
-from ejkernel_pallas.tpu.paged_cache_update.schedule import most_chunks
+from ejkernel_pallas.tpu.paged_cache_update.schedule import max_chunks
 
 SCALES = ("float32", "bfloat16")
 
@@ -26,18 +26,18 @@ def supports(call: PagedCacheUpdateCall, target: Target) -> str | None:
         if spec is not None and spec.dtype not in wanted:
             return f"{name} is {spec.dtype}, needs {' or '.join(wanted)}"
     memory = memory_of(target)
-    needed = vmem_bytes(call, Config(PLACES[0]))
+    needed = vmem_bytes(call, Config(SLOTS[0]))
     if needed > memory.vmem:
-        return f"{PLACES[0]} tokens take {needed} bytes of VMEM, above {memory.vmem}"
+        return f"{SLOTS[0]} tokens take {needed} bytes of VMEM, above {memory.vmem}"
     numbers, room = scalars(call, heuristic(call, target)), memory.smem_numbers
     if numbers > room:
-        return f"the places of {call.key.shape[1]} tokens are {numbers} numbers, at most {room} fit into SMEM"
+        return f"the slots of {call.key.shape[1]} tokens are {numbers} numbers, at most {room} fit into SMEM"
     return None
 
 
 def scalars(call: PagedCacheUpdateCall, config: Config) -> int:
-    """Numbers of 32 bits in scalar memory."""
+    """32-bit scalars in SMEM."""
     batch, tokens = call.key.shape[:2]
     if sources(call)[0].token_major:
-        return 3 * batch * -(-tokens // config.places) * config.places
-    return 5 * (most_chunks(batch, tokens, call.kv_lens.shape[1], chunk_rows(call)) + config.places)
+        return 3 * batch * -(-tokens // config.slots) * config.slots
+    return 5 * (max_chunks(batch, tokens, call.kv_lens.shape[1], chunk_rows(call)) + config.slots)

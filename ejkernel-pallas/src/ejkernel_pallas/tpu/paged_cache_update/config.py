@@ -1,4 +1,4 @@
-"""How many tokens one step of `paged_cache_update` stores on TPU."""
+"""Configs of `paged_cache_update` on TPU."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_pallas.tpu._pages import ITEMSIZE, sources, stored_bytes
 from ejkernel_pallas.tpu._vmem import memory_of
 
-PLACES = (8, 16, 32, 64, 128, 256)
-_MOST = 128
+SLOTS = (8, 16, 32, 64, 128, 256)
+_MAX_SLOTS = 128
 _SLACK = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Attributes:
-    places: of tokens, that a step holds; a power of two.
+    slots: token slots that a grid step writes; a power of two.
     """
 
-    places: int
+    slots: int
 
     def __post_init__(self) -> None:
-        if self.places < 1 or self.places & (self.places - 1):
-            raise ValueError(f"places: got {self.places}, expected a power of two")
+        if self.slots < 1 or self.slots & (self.slots - 1):
+            raise ValueError(f"slots: got {self.slots}, expected a power of two")
 
 
 def chunk_rows(call: PagedCacheUpdateCall) -> int:
-    """Places of a page that are copied together where they are rows of register tiles: a tile, or the whole page."""
+    """Slots of a page that are copied together if they are rows of register tiles: a tile, or the whole page."""
     rows = 32 // ITEMSIZE[call.key_pages.dtype]
     return rows if call.pages.page_size % rows == 0 else call.pages.page_size
 
 
 def chunks_of_step(call: PagedCacheUpdateCall, config: Config) -> int:
-    return max(config.places // chunk_rows(call), 1)
+    return max(config.slots // chunk_rows(call), 1)
 
 
 def blocks(call: PagedCacheUpdateCall, config: Config) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Of every array of pages the block of new tokens, and the block that is stored."""
+    """For every page array, the block of new tokens and the block that is stored."""
     found = []
     for source in sources(call):
         rows, width = source.rows, source.width
         if source.token_major:
-            found.append(((config.places, rows, width), (config.places, *source.tail)))
+            found.append(((config.slots, rows, width), (config.slots, *source.tail)))
         else:
             block = (chunks_of_step(call, config), rows, chunk_rows(call), width)
             found.append((block, block))
@@ -51,7 +51,7 @@ def blocks(call: PagedCacheUpdateCall, config: Config) -> list[tuple[tuple[int, 
 
 
 def vmem_bytes(call: PagedCacheUpdateCall, config: Config) -> int:
-    """From above."""
+    """Upper bound of the VMEM."""
     total = _SLACK
     new_size = max(ITEMSIZE.get(spec.dtype, 4) for spec in (call.key, call.value))
     for new, stored in blocks(call, config):
@@ -61,21 +61,21 @@ def vmem_bytes(call: PagedCacheUpdateCall, config: Config) -> int:
 
 
 def _fitting(call: PagedCacheUpdateCall, target: Target) -> list[Config]:
-    configs = [Config(places) for places in PLACES]
+    configs = [Config(slots) for slots in SLOTS]
     return [config for config in configs if vmem_bytes(call, config) <= memory_of(target).vmem]
 
 
 def heuristic(call: PagedCacheUpdateCall, target: Target) -> Config:
-    """Many copies at once, and no more places than there are tokens."""
+    """Many DMAs at once, at most as many slots as tokens."""
     tokens = max(call.key.shape[1], 1) * (1 if sources(call)[0].token_major else chunk_rows(call))
-    wanted = min(_MOST, 1 << (tokens - 1).bit_length())
-    fitting = _fitting(call, target) or [Config(PLACES[0])]
-    return max((config for config in fitting if config.places <= max(wanted, PLACES[0])), key=lambda config: config.places)
+    wanted = min(_MAX_SLOTS, 1 << (tokens - 1).bit_length())
+    fitting = _fitting(call, target) or [Config(SLOTS[0])]
+    return max((config for config in fitting if config.slots <= max(wanted, SLOTS[0])), key=lambda config: config.slots)
 
 
 def search_space(call: PagedCacheUpdateCall, target: Target) -> list[Config]:
     chosen = heuristic(call, target)
-    found = [config for config in _fitting(call, target) if config.places <= max(chosen.places * 2, PLACES[0])]
+    found = [config for config in _fitting(call, target) if config.slots <= max(chosen.slots * 2, SLOTS[0])]
     return found if chosen in found else [chosen, *found]
 
 

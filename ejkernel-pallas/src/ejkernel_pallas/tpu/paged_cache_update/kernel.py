@@ -1,9 +1,8 @@
-"""Writing new keys and values into the pages where they lie, on TPU.
+"""Writes new keys and values into their KV pages in place, on TPU.
 
-Pages stay in HBM, and are results and operands in one. A step brings a block of new tokens to VMEM, stores it as the pages hold it
-and copies that to its places. Where the heads of a token lie together, those are runs of tokens that follow each other in a page.
-Where the tokens of a head do, a token is a row of a register tile, and copies are of whole tiles: these are read first, and get the
-new rows. So is padding, which stays as it is.
+Pages stay in HBM, aliased as operands and results. A step loads a block of new tokens to VMEM, converts it to the page layout
+and DMAs it to its slots. In token-major layouts it copies runs of consecutive tokens of a page. Otherwise a token is a row of a
+register tile and copies are of whole tiles, which are loaded first and updated. Padding is preserved in the same way.
 """
 
 from __future__ import annotations
@@ -30,31 +29,31 @@ from ejkernel_pallas.tpu.paged_cache_update.config import Config, blocks, chunk_
 from ejkernel_pallas.tpu.paged_cache_update.schedule import Chunks, Runs, make_chunks, make_runs
 
 NAME = "ejkernel_paged_cache_update"
-PADDING = {"member": 0, "page": -1, "place": 0, "low": 0, "high": 0}
+PADDING = {"member": 0, "page": -1, "offset": 0, "low": 0, "high": 0}
 
 
 def forward(call: PagedCacheUpdateCall, inputs: PagedCacheUpdateInputs, config: Config) -> PagedCacheUpdateOutputs:
     batch = call.key.shape[0]
     pages = [array for array in (inputs.key_pages, inputs.value_pages) if array is not None]
     if call.key.size * call.value.size * call.block_tables.size * pages[0].size == 0:
-        # Nothing to write; something of its own shows in a program that this platform served the call.
+        # Nothing to write. The barrier shows in the program that this platform served the call.
         return PagedCacheUpdateOutputs(*jax.lax.optimization_barrier((inputs.key_pages, inputs.value_pages)))
     described = (inputs.query_start_loc, inputs.kv_lens, inputs.block_tables)
     starts, lengths, tables = (jnp.broadcast_to(array, (batch, *array.shape[1:])) for array in described)
     new, scales = _arranged(call, inputs)
-    facts = Facts(call, sources(call), config, tuple(scale is not None for scale in scales))
-    if facts.token_major:
-        runs = make_runs(call, starts, lengths, tables, config.places)
-        found = _launch(facts, runs, runs.page.shape[0] // config.places, new, scales, pages)
+    params = Params(call, sources(call), config, tuple(scale is not None for scale in scales))
+    if params.token_major:
+        runs = make_runs(call, starts, lengths, tables, config.slots)
+        found = _launch(params, runs, runs.page.shape[0] // config.slots, new, scales, pages)
     else:
         chunks, count, token = make_chunks(call, starts, lengths, tables, chunk_rows(call))
         chunks = chunks._replace(
-            **{name: _padded(getattr(chunks, name), facts.chunks, value) for name, value in PADDING.items()}
+            **{name: _padded(getattr(chunks, name), params.chunks, value) for name, value in PADDING.items()}
         )
-        token = _padded(token, facts.chunks, 0)
+        token = _padded(token, params.chunks, 0)
         # [chunks, rows, K, D] to [chunks, K, rows, D]
         new = [jnp.swapaxes(array[chunks.member[:, None], token], 1, 2) for array in new]
-        found = _launch(facts, chunks, pl.cdiv(jnp.maximum(count, 1), facts.chunks), new, scales, pages)
+        found = _launch(params, chunks, pl.cdiv(jnp.maximum(count, 1), params.chunks), new, scales, pages)
     return PagedCacheUpdateOutputs(found[0], None if call.value_pages is None else found[1])
 
 
@@ -63,7 +62,7 @@ def _padded(array: Any, unit: int, value: int) -> Any:
 
 
 def _arranged(call: PagedCacheUpdateCall, inputs: PagedCacheUpdateInputs) -> tuple[list[Any], list[Any]]:
-    """New tokens `[b, N, rows, width]` for every array of pages, and what they are divided by, `[1|b, rows, width]` or None."""
+    """New tokens `[b, N, rows, width]` for every page array, and their scales `[1|b, rows, width]` or None."""
     both = (inputs.key, inputs.value), (inputs.key_scale, inputs.value_scale)
     if call.value_pages is not None:
         shapes = [(source.rows, source.width) for source in sources(call)]
@@ -99,8 +98,8 @@ def _per_channel(scale: Any, shape: tuple[int, int]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
-    """What is static."""
+class Params:
+    """Static parameters."""
 
     call: PagedCacheUpdateCall
     sources: tuple[Pages, ...]
@@ -113,12 +112,12 @@ class Facts:
 
     @property
     def chunks(self) -> int:
-        """Of one step."""
+        """Chunks of one step."""
         return chunks_of_step(self.call, self.config)
 
     @property
     def used(self) -> tuple[int, int, int]:
-        """Of fused pages the rows in use, and of every so many channels those in use."""
+        """Used rows of fused pages, the period of their channels, and the used channels per period."""
         source, heads, size = self.sources[0], *self.call.key.shape[2:]
         if self.call.layout == "side_by_side":
             return heads, source.width // 2, size
@@ -131,7 +130,7 @@ class Facts:
 
     @property
     def reads(self) -> bool:
-        """Whether places hold something that stays."""
+        """Whether a step must load slots because it preserves part of them."""
         return self.padded or not self.token_major
 
 
@@ -139,7 +138,7 @@ class Facts:
 class Step:
     """One step of the grid. `before` and `after` are the same pages."""
 
-    facts: Facts
+    params: Params
     where: Any
     new: tuple[Any, ...]
     scales: tuple[Any, ...]
@@ -149,16 +148,16 @@ class Step:
     written: Any
 
     def run(self) -> None:
-        if self.facts.token_major:
+        if self.params.token_major:
             self._pipelined()
         else:
             pl.when(self.where.shared[0] == 0)(self._pipelined)
             pl.when(self.where.shared[0] != 0)(self._one_by_one)
 
     def _pipelined(self) -> None:
-        """While a block is stored, the one before is written, and what the one after needs is read."""
+        """Software pipeline: convert a block while the previous one is written and the next one's slots are loaded."""
         i_step, steps = pl.program_id(0), pl.num_programs(0)
-        slot, late = remainder(i_step, 2), 1 if self.facts.reads else 2
+        slot, late = remainder(i_step, 2), 1 if self.params.reads else 2
 
         def wait(step: Any, slot: Any) -> None:
             self._copies(step, slot, lambda copy: copy.wait(), reading=False)
@@ -167,12 +166,12 @@ class Step:
             self._copies(step, slot, lambda copy: copy.start(), reading=True)
 
         pl.when(i_step >= late)(lambda: wait(i_step - late, remainder(i_step - late, 2)))
-        if self.facts.reads:
+        if self.params.reads:
             pl.when(i_step == 0)(lambda: read(i_step, slot))
             pl.when(i_step + 1 < steps)(lambda: read(i_step + 1, 1 - slot))
             self._copies(i_step, slot, lambda copy: copy.wait(), reading=True)
-        for i_source in range(len(self.facts.sources)):
-            if self.facts.token_major:
+        for i_source in range(len(self.params.sources)):
+            if self.params.token_major:
                 self._store(i_source, slot)
             else:
                 self._merge_all(i_source, i_step, slot)
@@ -183,23 +182,23 @@ class Step:
         pl.when(last)(lambda: wait(i_step, slot))
 
     def _one_by_one(self) -> None:
-        """Requests that write into the same chunk see what the others wrote."""
+        """Process chunks serially, so that requests that share a chunk see each other's writes."""
         i_step = pl.program_id(0)
 
         def one(i_chunk: Any, _: None) -> None:
             for reading in (True, False):
                 for act in (lambda copy: copy.start(), lambda copy: copy.wait()):
                     self._chunk(i_step, i_chunk, 0, act, reading)
-                for i_source in range(len(self.facts.sources) if reading else 0):
+                for i_source in range(len(self.params.sources) if reading else 0):
                     self._merge(i_source, i_step, i_chunk, 0)
 
-        jax.lax.fori_loop(0, self.facts.chunks, one, None)
+        jax.lax.fori_loop(0, self.params.chunks, one, None)
 
     def _copies(self, step: Any, slot: Any, act: Callable[[Any], None], *, reading: bool) -> None:
-        if self.facts.token_major:
+        if self.params.token_major:
             self._runs(step, slot, act, reading)
         else:
-            jax.lax.fori_loop(0, self.facts.chunks, lambda i, _: self._chunk(step, i, slot, act, reading), None)
+            jax.lax.fori_loop(0, self.params.chunks, lambda i, _: self._chunk(step, i, slot, act, reading), None)
 
     def _between(self, i_source: int, at: Any, stored: Any, slot: Any, act: Callable[[Any], None], reading: bool) -> None:
         ends = self.after[i_source].at[at], self.stored[i_source].at[stored]
@@ -208,46 +207,46 @@ class Step:
         act(pltpu.make_async_copy(source, target, semaphore))
 
     def _runs(self, step: Any, slot: Any, act: Callable[[Any], None], reading: bool) -> None:
-        runs, tile = self.where, self.facts.config.places
+        runs, tile = self.where, self.params.config.slots
         first = step * tile
-        member = quotient(step, runs.page.shape[0] // tile // self.facts.call.key.shape[0])
+        member = quotient(step, runs.page.shape[0] // tile // self.params.call.key.shape[0])
 
         def run(token: Any) -> Any:
             size = runs.size[first + token]
 
             def copy(size: int) -> None:
-                for i_source in range(len(self.facts.sources)):
-                    at = (member, runs.page[first + token], pl.ds(runs.place[first + token], size))
+                for i_source in range(len(self.params.sources)):
+                    at = (member, runs.page[first + token], pl.ds(runs.offset[first + token], size))
                     self._between(i_source, at, (slot, pl.ds(token, size)), slot, act, reading)
 
             for power in range(tile.bit_length()):
-                if 1 << power <= self.facts.call.pages.page_size:
+                if 1 << power <= self.params.call.pages.page_size:
                     pl.when(size == 1 << power)(lambda size=1 << power: copy(size))
             return token + jnp.maximum(size, 1)
 
         jax.lax.while_loop(lambda token: token < tile, run, 0)
 
     def _chunk(self, step: Any, i_chunk: Any, slot: Any, act: Callable[[Any], None], reading: bool) -> None:
-        chunks, rows = self.where, chunk_rows(self.facts.call)
-        index = step * self.facts.chunks + i_chunk
+        chunks, rows = self.where, chunk_rows(self.params.call)
+        index = step * self.params.chunks + i_chunk
         member, page = chunks.member[index], chunks.page[index]
-        whole = rows == self.facts.call.pages.page_size
-        place = pl.ds(0 if whole else pl.multiple_of(chunks.place[index], rows), rows)
+        whole = rows == self.params.call.pages.page_size
+        offset = pl.ds(0 if whole else pl.multiple_of(chunks.offset[index], rows), rows)
 
         def copy() -> None:
-            for i_source, source in enumerate(self.facts.sources):
-                at = (member, slice(None), page, place) if source.layout == "hptd" else (member, page, slice(None), place)
+            for i_source, source in enumerate(self.params.sources):
+                at = (member, slice(None), page, offset) if source.layout == "hptd" else (member, page, slice(None), offset)
                 self._between(i_source, at, (slot, i_chunk), slot, act, reading)
 
         pl.when(page >= 0)(copy)
 
     def _store(self, i_source: int, slot: Any) -> None:
-        """The new block as the pages hold it, and padding as it was."""
-        facts, stored = self.facts, self.stored[i_source]
+        """Convert the new block to the page layout, preserving padding."""
+        params, stored = self.params, self.stored[i_source]
         scale = self._scale(i_source)
         new = _as_stored(self.new[i_source][...], None if scale is None else scale[...], stored.dtype)
-        if facts.padded:
-            rows, part, size = facts.used
+        if params.padded:
+            rows, part, size = params.used
             own = jax.lax.broadcasted_iota(jnp.int32, new.shape, 1) < rows
             channel = jax.lax.broadcasted_iota(jnp.int32, new.shape, 2)
             own &= jnp.where(channel < part, channel, channel - part) < size
@@ -255,26 +254,26 @@ class Step:
         stored[slot] = new.reshape(stored.shape[1:]).astype(stored.dtype)
 
     def _merge_all(self, i_source: int, step: Any, slot: Any) -> None:
-        jax.lax.fori_loop(0, self.facts.chunks, lambda i, _: self._merge(i_source, step, i, slot), None)
+        jax.lax.fori_loop(0, self.params.chunks, lambda i, _: self._merge(i_source, step, i, slot), None)
 
     def _merge(self, i_source: int, step: Any, i_chunk: Any, slot: Any) -> None:
-        """New rows of a chunk as the pages hold them, and others as they were."""
-        stored, index = self.stored[i_source], step * self.facts.chunks + i_chunk
+        """Insert the new rows of a chunk, preserving the others."""
+        stored, index = self.stored[i_source], step * self.params.chunks + i_chunk
         scale = self._scale(i_source)
         if scale is not None:
             scale = scale[self.where.member[index] if scale.shape[0] > 1 else 0][:, None]
         new = _as_stored(self.new[i_source][i_chunk], scale, stored.dtype)  # [K, rows, D]
-        place = jax.lax.broadcasted_iota(jnp.int32, new.shape, 1)
-        own = (place >= self.where.low[index]) & (place < self.where.high[index])
+        offset = jax.lax.broadcasted_iota(jnp.int32, new.shape, 1)
+        own = (offset >= self.where.low[index]) & (offset < self.where.high[index])
         stored[slot, i_chunk] = jnp.where(own, new, stored[slot, i_chunk].astype(jnp.float32)).astype(stored.dtype)
 
     def _scale(self, i_source: int) -> Any:
         """`[rows, width]`, or those of all members."""
-        return self.scales[sum(self.facts.scaled[:i_source])] if self.facts.scaled[i_source] else None
+        return self.scales[sum(self.params.scaled[:i_source])] if self.params.scaled[i_source] else None
 
 
 def _as_stored(new: Any, scale: Any, dtype: Any) -> Any:
-    """The numbers that a dtype can hold, in float32: rounded to nearest for int8, and within the range of one-byte types."""
+    """Quantise in float32: round to nearest for int8, and clip to the range of 8-bit types."""
     new = new.astype(jnp.float32)
     new = new if scale is None else new / scale
     if dtype == jnp.int8:
@@ -285,16 +284,16 @@ def _as_stored(new: Any, scale: Any, dtype: Any) -> Any:
     return new
 
 
-def _launch(facts: Facts, where: Runs | Chunks, steps: Any, new: list[Any], scales: list[Any], pages: list[Any]) -> list[Any]:
-    call, config = facts.call, facts.config
+def _launch(params: Params, where: Runs | Chunks, steps: Any, new: list[Any], scales: list[Any], pages: list[Any]) -> list[Any]:
+    call, config = params.call, params.config
     given = [scale for scale in scales if scale is not None]
-    columns, per_member = len(where), -(-call.key.shape[1] // config.places)
+    columns, per_member = len(where), -(-call.key.shape[1] // config.slots)
 
     def at_new(step: Any, *refs: Any) -> tuple[Any, ...]:
-        return (quotient(step, per_member), remainder(step, per_member), 0, 0) if facts.token_major else (step, 0, 0, 0)
+        return (quotient(step, per_member), remainder(step, per_member), 0, 0) if params.token_major else (step, 0, 0, 0)
 
     def scale_block(scale: Any) -> pl.BlockSpec:
-        if not facts.token_major:  # a step has chunks of several members
+        if not params.token_major:  # a step has chunks of several members
             return pl.BlockSpec(scale.shape, lambda step, *refs: (0, 0, 0))
 
         def at(step: Any, *refs: Any) -> tuple[Any, ...]:
@@ -303,7 +302,7 @@ def _launch(facts: Facts, where: Runs | Chunks, steps: Any, new: list[Any], scal
         return pl.BlockSpec((None, *scale.shape[1:]), at)
 
     shapes = blocks(call, config)
-    new_blocks = [pl.BlockSpec((None, *block) if facts.token_major else block, at_new) for block, _ in shapes]
+    new_blocks = [pl.BlockSpec((None, *block) if params.token_major else block, at_new) for block, _ in shapes]
     hbm, count = pl.BlockSpec(memory_space=pl.ANY), len(pages)
 
     def kernel(*refs: Any) -> None:
@@ -312,7 +311,7 @@ def _launch(facts: Facts, where: Runs | Chunks, steps: Any, new: list[Any], scal
         new_refs, found = tuple(found[:count]), found[count:]
         scale_refs, found = tuple(found[: len(given)]), found[len(given) + count :]
         after, stored, (read, written) = tuple(found[:count]), tuple(found[count : 2 * count]), found[2 * count :]
-        Step(facts, type(where)(*columns_of), new_refs, scale_refs, after, stored, read, written).run()
+        Step(params, type(where)(*columns_of), new_refs, scale_refs, after, stored, read, written).run()
 
     counted = OPERATION.cost(call, "forward")
     return pl.pallas_call(

@@ -1,4 +1,4 @@
-"""Where new tokens go, found on the device: the lengths of requests are data."""
+"""Slots of the new tokens, computed on the device from the lengths of requests."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from ejkernel.operations.paged_cache_update.interface import PagedCacheUpdateCal
 
 
 class Runs(NamedTuple):
-    """Of every token of a step, `[b tokens]`: its page, its place there, and how many tokens from it on are copied at once.
+    """Per token `[b tokens]`: its page, its offset in the page, and the number of tokens copied at once from it on.
 
-    The last is a power of two where a copy begins, and 0 elsewhere. Copies stay inside of a page and of a step.
+    The size is a power of two where a copy begins, and 0 elsewhere. Copies do not cross pages or steps.
     """
 
     page: Any
-    place: Any
+    offset: Any
     size: Any
 
 
 class Chunks(NamedTuple):
-    """Neighbouring places of a page, `[chunks]`: batch member, page, first place, and `low <= place < high` that are written.
+    """Chunks of consecutive slots of a page, `[chunks]`: batch member, page, first offset, and written slots `low <= slot <
+    high`.
 
     shared `[1]` is not 0 if two requests write into one chunk.
     """
 
     member: Any
     page: Any
-    place: Any
+    offset: Any
     low: Any
     high: Any
     shared: Any
@@ -50,13 +51,13 @@ def make_runs(call: PagedCacheUpdateCall, starts: Any, lengths: Any, tables: Any
     entry = known * width + position // size
     page = jnp.take_along_axis(tables.reshape(batch, -1), entry, axis=1)
     there &= (page >= 0) & (page < call.pages.pages)
-    page, place = jnp.where(there, page, -1), jnp.where(there, position % size, 0)
-    return Runs(*(array.reshape(-1) for array in (page, place, _sizes(page, place, token, tile))))
+    page, offset = jnp.where(there, page, -1), jnp.where(there, position % size, 0)
+    return Runs(*(array.reshape(-1) for array in (page, offset, _sizes(page, offset, token, tile))))
 
 
-def _sizes(page: Any, place: Any, token: Any, tile: int) -> Any:
+def _sizes(page: Any, offset: Any, token: Any, tile: int) -> Any:
     """A run of n tokens is copied in the powers of two that n is the sum of, the largest first."""
-    follows = (page == jnp.roll(page, 1, axis=1)) & (place == jnp.roll(place, 1, axis=1) + 1) & (page >= 0)
+    follows = (page == jnp.roll(page, 1, axis=1)) & (offset == jnp.roll(offset, 1, axis=1) + 1) & (page >= 0)
     follows &= token % tile != 0
     first = jax.lax.cummax(jnp.where(follows, 0, token), axis=1)
     ends = ~jnp.roll(follows, -1, axis=1) | (token == token.shape[0] - 1)
@@ -69,14 +70,14 @@ def _sizes(page: Any, place: Any, token: Any, tile: int) -> Any:
     return found
 
 
-def most_chunks(batch: int, tokens: int, requests: int, rows: int) -> int:
+def max_chunks(batch: int, tokens: int, requests: int, rows: int) -> int:
     """The c new tokens of a request lie in at most `(c - 1) / rows + 2` chunks, and in at most c."""
     busy = min(requests, tokens)
     return batch * min(tokens, (tokens - busy) // rows + 2 * busy)
 
 
 def make_chunks(call: PagedCacheUpdateCall, starts: Any, lengths: Any, tables: Any, rows: int) -> tuple[Chunks, Any, Any]:
-    """Chunks, their number, and the token of every place of theirs `[chunks, rows]`, some token where there is none."""
+    """Chunks, their number, and the token of each of their slots `[chunks, rows]`; an arbitrary token for unwritten slots."""
     batch, tokens = call.key.shape[:2]
     requests, width = tables.shape[1:]
     size = call.pages.page_size
@@ -85,7 +86,7 @@ def make_chunks(call: PagedCacheUpdateCall, starts: Any, lengths: Any, tables: A
     low, high = jnp.maximum(shift + begin, 0), jnp.minimum(shift + end, width * size)
     counts = jnp.where(high > low, -(-high // rows) - low // rows, 0)
     up_to = jnp.cumsum(counts)
-    index = jnp.arange(most_chunks(batch, tokens, requests, rows), dtype=jnp.int32)
+    index = jnp.arange(max_chunks(batch, tokens, requests, rows), dtype=jnp.int32)
     request = jnp.searchsorted(up_to, index, side="right", method="compare_all").astype(jnp.int32)
     request = jnp.minimum(request, batch * requests - 1)
     chunk = low[request] // rows + index - (up_to - counts)[request]
@@ -94,15 +95,15 @@ def make_chunks(call: PagedCacheUpdateCall, starts: Any, lengths: Any, tables: A
     page = tables.reshape(-1, width)[request, entry]
     there = (index < up_to[-1]) & (page >= 0) & (page < call.pages.pages)
     low, high = jnp.maximum(low[request] - first, 0), jnp.minimum(high[request] - first, rows)
-    member, page, place = request // requests, jnp.where(there, page, -1), first % size
+    member, page, offset = request // requests, jnp.where(there, page, -1), first % size
     token = jnp.clip(first[:, None] + jnp.arange(rows, dtype=jnp.int32) - shift[request][:, None], 0, tokens - 1)
-    member, page, place, low, high = (column.astype(jnp.int32) for column in (member, page, place, low, high))
-    chunks = Chunks(member, page, place, low, high, _shared(member, page, place))
+    member, page, offset, low, high = (column.astype(jnp.int32) for column in (member, page, offset, low, high))
+    chunks = Chunks(member, page, offset, low, high, _shared(member, page, offset))
     return chunks, up_to[-1], token
 
 
 def _shared(*columns: Any) -> Any:
     """Whether two chunks of a page are one, `[1]`."""
-    member, page, place = jax.lax.sort(columns, num_keys=3)
-    same = (member[1:] == member[:-1]) & (page[1:] == page[:-1]) & (place[1:] == place[:-1]) & (page[1:] >= 0)
+    member, page, offset = jax.lax.sort(columns, num_keys=3)
+    same = (member[1:] == member[:-1]) & (page[1:] == page[:-1]) & (offset[1:] == offset[:-1]) & (page[1:] >= 0)
     return jnp.any(same).astype(jnp.int32).reshape(1)

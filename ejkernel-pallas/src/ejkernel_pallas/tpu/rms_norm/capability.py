@@ -7,7 +7,7 @@ from ejkernel.plugin import Target
 
 DTYPES = ("float32", "bfloat16")
 WIDEST = {"float32": 16384, "bfloat16": 32768}
-"""The smallest tile, 16 whole rows with their float32 copies, must fit into the 16 MiB of VMEM that v4 and v5e give a kernel."""
+"""The smallest tile, 16 whole rows with float32 copies, must fit in 16 MiB, the default VMEM limit of v4 and v5e."""
 
 
 def supports(call: RmsNormCall, target: Target) -> str | None:

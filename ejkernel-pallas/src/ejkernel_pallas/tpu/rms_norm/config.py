@@ -1,4 +1,4 @@
-"""Performance knobs of `rms_norm` on TPU."""
+"""Configs of `rms_norm` on TPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Root-mean-square normalisation on TPU: tiles of whole rows, every array passes memory once.
+"""Root-mean-square normalisation on TPU: tiles of whole rows; every array is read once.
 
-The grid runs over groups (rows under one row of the parameters) and over their tiles. A TPU core takes the tiles in order, so that
-in backward the parameters' gradients add up in one block that stays in VMEM. Backward derives rstd from x, which it reads anyhow.
+The grid runs over groups (rows that share a parameter row) and over their tiles. A TPU core processes the tiles in order, so in
+backward the parameters' gradients accumulate in one block that stays in VMEM. Backward recomputes rstd from x, which it loads
+anyway.
 """
 
 from __future__ import annotations

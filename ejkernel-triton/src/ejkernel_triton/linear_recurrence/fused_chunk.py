@@ -1,16 +1,14 @@
-"""The kernels that read: outputs, and gradients, which are outputs of a walk over the same tokens.
+"""The chunked recurrence kernels: outputs, and gradients, which are outputs of recurrences over the same tokens.
 
-Within a chunk, scores of pairs of tokens are made by products. Scalar decays weight the scores. Decays per channel cannot leave
-the products, so they are two factors, one up to a token between the pair and one from it. Where all decays from the middle of the
-chunk are mild, that token is the middle for every pair, and one product makes all scores. Otherwise pairs on either side of the
-middle of a block of 2, 4, 8 ... tokens are split there: a chunk takes as many products as it has sizes of blocks, each of whole
-tiles and of no exponent above 0 (cf. Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023,
-section 4.3).
+Within a chunk, MMAs compute the scores of token pairs. Scalar decays weight the scores. Decays per channel are factored at a
+token between the pair. If all decays from the middle of the chunk are mild, that token is the middle for every pair, and one
+MMA computes all scores. Otherwise pairs on either side of the middle of a block of 2, 4, 8 ... tokens are split there: one MMA
+of whole tiles per block size, without positive exponents (cf. Yang et al., Gated Linear Attention Transformers with
+Hardware-Efficient Training, 2023, section 4.3).
 
-Gradients of decays: that of log decay s is the sum over the pairs j < s <= i of tokens, which is the sum of
-`query . d_query - key . d_key` over the tokens from s to the end of the segment, and what crosses that end: the product of the
-state there with its gradient. Sums stop at the ends of segments, so that rounding does not pile up over a long sequence. Pairs
-within a chunk have the same rounded scores in both terms and leave nothing behind.
+Gradients of decays: that of log decay s is the sum over pairs j < s <= i of tokens. It equals the sum of `query . d_query - key
+. d_key` over the tokens from s to the end of the segment, plus the state at that end times its gradient. Sums stop at
+segment ends, which bounds rounding errors. Pairs within a chunk have the same rounded scores in both terms and cancel.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -21,23 +19,23 @@ import triton.language as tl
 
 from ejkernel_triton.linear_recurrence.tiles import (
     LOG2_E,
-    MILD,
-    add_up,
+    MAX_MIDDLE_EXPONENT,
+    dot,
     edge_decays,
+    hi_plus_lo,
     level_decays,
     level_pairs,
     load_tile,
     log_tile,
     middle_logs,
     prefix_decays,
-    product,
     row_of,
     scalar_logs,
     segment_of,
+    select_sums,
     state_of,
     store_tile,
     suffix_decays,
-    sum_of,
     totals_of,
     weighted_scores,
 )
@@ -45,19 +43,19 @@ from ejkernel_triton.linear_recurrence.tiles import (
 
 @triton.jit
 def add_levels(b_out, b_scores, b_value, b_log, CHUNK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr):
-    """Values under scores and decays per channel of value, added to b_out; pairs are split in the middle of blocks of each size."""
+    """Accumulate values weighted by scores and decays per value channel; pairs are split at the middle of blocks of each size."""
     o_row = tl.arange(0, CHUNK)
     b_out += tl.sum(tl.where(o_row[:, None] == o_row[None, :], b_scores, 0.0), axis=1)[:, None] * b_value
     for i_level in range(LEVELS):
         b_decay = level_decays(b_log, i_level, CHUNK, R)
         b_pairs = tl.where(level_pairs(i_level, CHUNK, R.back), b_scores, 0.0)
-        b_out += b_decay * product(b_pairs, (b_value * b_decay).to(b_value.dtype), R)
+        b_out += b_decay * dot(b_pairs, (b_value * b_decay).to(b_value.dtype), R)
     return b_out
 
 
 @triton.jit
 def level_scores(b_scores, b_query, b_key, b_log, CHUNK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr):
-    """Scores under decays per channel of key, added to b_scores, split in the same way."""
+    """Accumulate scores with decays per key channel, split in the same way."""
     o_row = tl.arange(0, CHUNK)
     b_pairs = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
     b_scores += tl.where(o_row[:, None] == o_row[None, :], b_pairs, 0.0)
@@ -70,12 +68,12 @@ def level_scores(b_scores, b_query, b_key, b_log, CHUNK: tl.constexpr, LEVELS: t
 
 
 @triton.jit
-def walk_kernel(
+def fused_chunk_kernel(
     p_query,
     p_key,
     p_value,
-    p_coarse,
-    p_fine,
+    p_hi,
+    p_lo,
     p_gamma,
     p_gk,
     p_scores,
@@ -100,11 +98,11 @@ def walk_kernel(
     SEGMENT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FULL_CHUNKS: tl.constexpr,
     LEVELS: tl.constexpr,
     BEFORE: tl.constexpr,
     LAST: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     LOG: tl.constexpr,
     FINAL: tl.constexpr,
 ):
@@ -120,7 +118,7 @@ def walk_kernel(
     i_segment = tl.program_id(0) // (BLOCKS * R.heads) % segments
     i_batch = tl.program_id(0) // (BLOCKS * R.heads) // segments
     i_column = i_block * BLOCK_V
-    i_sequence, i_first, count, real, last = segment_of(
+    i_sequence, i_first, count, valid, last = segment_of(
         p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT
     )
     i_first = i_batch.to(tl.int64) * length + i_first
@@ -132,19 +130,19 @@ def walk_kernel(
     b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if BEFORE:
         p_tile, m_tile = state_of(p_before, i_state, i_head, i_column, R, BLOCK_K, BLOCK_V)
-        b_state = tl.load(p_tile, mask=m_tile & real, other=0.0).to(tl.float32)
+        b_state = tl.load(p_tile, mask=m_tile & valid, other=0.0).to(tl.float32)
     if LOG == 2:
         p_tile, m_tile = state_of(p_after, i_state + 1, i_head, i_column, R, BLOCK_K, BLOCK_V)
-        b_after = tl.load(p_tile, mask=m_tile & real & (last == 0), other=0.0)
+        b_after = tl.load(p_tile, mask=m_tile & valid & (last == 0), other=0.0)
         if FINAL:
             p_tile, m_tile = state_of(p_final, i_batch * sequences + i_sequence, i_head, i_column, R, BLOCK_K, BLOCK_V)
-            b_after += tl.load(p_tile, mask=m_tile & real & last, other=0.0)
+            b_after += tl.load(p_tile, mask=m_tile & valid & last, other=0.0)
         b_carry = tl.sum(b_state * b_after, axis=0)  # [BLOCK_V]
         if R.decay == "scalar":
             b_carry = tl.sum(b_carry, axis=0)
 
     o_row = tl.arange(0, CHUNK)
-    if TURNED:
+    if TRANSPOSED:
         b_state = tl.trans(b_state)
     for i_step in range(chunks):
         if R.back:
@@ -152,58 +150,60 @@ def walk_kernel(
         else:
             i_position = i_step * CHUNK
         stored = count - i_position
-        rows = tl.where(real, stored, 0)
+        rows = tl.where(valid, stored, 0)
         if R.reverse:
             i_token = i_first - i_position
         else:
             i_token = i_first + i_position
-        b_query = load_tile(p_query, i_token, i_head, 0, rows, R.query_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
-        b_key = load_tile(p_key, i_token, i_head, 0, rows, R.key_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
-        b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, WHOLE, R)
+        b_query = load_tile(p_query, i_token, i_head, 0, rows, R.query_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
+        b_key = load_tile(p_key, i_token, i_head, 0, rows, R.key_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
+        b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
 
         if R.decay == "scalar":
-            b_coarse, b_fine, coarse, fine = scalar_logs(
-                p_coarse, p_fine, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, WHOLE, R
+            b_hi, b_lo, hi, lo = scalar_logs(
+                p_hi, p_lo, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, FULL_CHUNKS, R
             )
         if R.decay == "key":
-            b_scores = load_tile(p_scores, i_token, i_head, 0, rows, R.heads, CHUNK, CHUNK, CHUNK, WHOLE, R)
+            b_scores = load_tile(p_scores, i_token, i_head, 0, rows, R.heads, CHUNK, CHUNK, CHUNK, FULL_CHUNKS, R)
             b_total = totals_of(p_totals, o_sums + i_position, 0, rows, CHUNK, R.width, BLOCK_K)
             if R.back:
                 b_scores = tl.trans(b_scores)
-            b_out = product(b_query, b_state, R)
-            b_out += product(b_scores, b_value, R)
+            b_out = dot(b_query, b_state, R)
+            b_out += dot(b_scores, b_value, R)
             b_state *= tl.exp2(b_total)[:, None]
             b_state = tl.dot(tl.trans(b_key), b_value, b_state, input_precision=R.precision)
-        elif TURNED:
+        elif TRANSPOSED:
             b_scores = tl.dot(b_key, tl.trans(b_query), input_precision=R.precision)
-            b_out = product(b_state, tl.trans(b_query), R)  # [BLOCK_V, CHUNK]
+            b_out = dot(b_state, tl.trans(b_query), R)  # [BLOCK_V, CHUNK]
             if R.decay == "scalar":
-                b_read, b_update = edge_decays(b_coarse, b_fine, coarse, fine, R)
-                b_scores = weighted_scores(b_scores, b_coarse, b_fine, CHUNK, R, not R.back)
+                b_read, b_update = edge_decays(b_hi, b_lo, hi, lo, R)
+                b_scores = weighted_scores(b_scores, b_hi, b_lo, CHUNK, R, not R.back)
                 b_out *= (b_read * R.read_scale)[None, :]
-                b_state *= tl.exp2(sum_of(coarse, fine, R))
+                b_state *= tl.exp2(hi_plus_lo(hi, lo, R))
                 b_weighted = (b_value * (b_update * R.update_scale)[:, None]).to(b_value.dtype)
             else:
                 b_scores = weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, not R.back)
                 b_out *= R.read_scale
                 b_weighted = (b_value.to(tl.float32) * R.update_scale).to(b_value.dtype)
-            b_out += product(tl.trans(b_value), b_scores, R)
+            b_out += dot(tl.trans(b_value), b_scores, R)
             b_out = tl.trans(b_out)
             b_state = tl.dot(tl.trans(b_weighted), b_key, b_state, input_precision=R.precision)
         else:
             b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
-            b_out = product(b_query, b_state, R)
+            b_out = dot(b_query, b_state, R)
             if R.decay == "scalar":
-                b_read, b_update = edge_decays(b_coarse, b_fine, coarse, fine, R)
-                b_scores = weighted_scores(b_scores, b_coarse, b_fine, CHUNK, R, R.back)
+                b_read, b_update = edge_decays(b_hi, b_lo, hi, lo, R)
+                b_scores = weighted_scores(b_scores, b_hi, b_lo, CHUNK, R, R.back)
                 b_out *= (b_read * R.read_scale)[:, None]
-                b_out += product(b_scores, b_value, R)
-                b_state *= tl.exp2(sum_of(coarse, fine, R))
+                b_out += dot(b_scores, b_value, R)
+                b_state *= tl.exp2(hi_plus_lo(hi, lo, R))
                 b_weighted = (b_value * (b_update * R.update_scale)[:, None]).to(b_value.dtype)
             elif R.decay == "value":
-                b_log = log_tile(p_gk, i_token, i_head, i_column, rows, R.channels, BLOCK_V, CHUNK, WHOLE, R)
+                b_log = log_tile(p_gk, i_token, i_head, i_column, rows, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
                 b_scores *= R.scale
-                b_weighted = load_tile(p_update, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, WHOLE, R)
+                b_weighted = load_tile(
+                    p_update, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
+                )
                 b_total = totals_of(p_totals, o_sums + i_position, i_column, rows, CHUNK, R.channels, BLOCK_V)
                 if R.back:
                     b_read = suffix_decays(b_log, CHUNK, R)
@@ -214,7 +214,7 @@ def walk_kernel(
                     b_out = add_levels(b_out, b_scores, b_value, b_log, CHUNK, LEVELS, R)
                 else:
                     b_middle, most = middle_logs(b_log, CHUNK, R)
-                    if most < MILD:
+                    if most < MAX_MIDDLE_EXPONENT:
                         if R.back:
                             b_middle = -b_middle
                             m_seen = o_row[:, None] <= o_row[None, :]
@@ -222,22 +222,22 @@ def walk_kernel(
                             m_seen = o_row[:, None] >= o_row[None, :]
                         b_pairs = tl.where(m_seen, b_scores, 0.0)
                         b_far = (b_value * tl.exp2(-b_middle)).to(b_value.dtype)
-                        b_out += tl.exp2(b_middle) * product(b_pairs, b_far, R)
+                        b_out += tl.exp2(b_middle) * dot(b_pairs, b_far, R)
                     else:
                         b_out = add_levels(b_out, b_scores, b_value, b_log, CHUNK, LEVELS, R)
                 b_state *= tl.exp2(b_total)[None, :]
             else:
                 if R.read_scale != 1.0:
                     b_out *= R.read_scale
-                b_out += product(weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, R.back), b_value, R)
+                b_out += dot(weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, R.back), b_value, R)
                 b_weighted = b_value
                 if R.update_scale != 1.0:
                     b_weighted = (b_value.to(tl.float32) * R.update_scale).to(b_value.dtype)
             b_state = tl.dot(tl.trans(b_key), b_weighted, b_state, input_precision=R.precision)
 
-        store_tile(p_out, b_out, i_token, i_head, i_column, stored, R.heads, R.channels, BLOCK_V, CHUNK, WHOLE, R)
+        store_tile(p_out, b_out, i_token, i_head, i_column, stored, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
         if LOG > 0:
-            b_own = load_tile(p_own, i_token, i_head, i_column, rows, R.own_heads, R.channels, BLOCK_V, CHUNK, WHOLE, R)
+            b_own = load_tile(p_own, i_token, i_head, i_column, rows, R.own_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
             b_product = b_own.to(tl.float32) * b_out
             if R.decay == "scalar":
                 b_product = tl.sum(b_product, axis=1)  # [CHUNK]
@@ -253,17 +253,19 @@ def walk_kernel(
             else:
                 if LOG == 2:
                     b_other = load_tile(
-                        p_partner, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, WHOLE, R
+                        p_partner, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
                     )
                     b_product = b_other - b_product
                     b_sum = tl.sum(b_product, axis=0)
                     b_later = tl.where(o_row[:, None] <= o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
-                    b_product = b_carry[None, :] + add_up(b_later, b_product, False)
+                    b_product = b_carry[None, :] + select_sums(b_later, b_product, False)
                     b_carry += b_sum
                     b_product = tl.where((o_row < rows)[:, None], b_product, 0.0)
-                store_tile(p_log, b_product, i_token, i_head, i_column, stored, R.heads, R.channels, BLOCK_V, CHUNK, WHOLE, R)
+                store_tile(
+                    p_log, b_product, i_token, i_head, i_column, stored, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
+                )
     if LAST:
-        if TURNED:
+        if TRANSPOSED:
             b_state = tl.trans(b_state)
         p_tile, m_tile = state_of(p_last, i_state, i_head, i_column, R, BLOCK_K, BLOCK_V)
         tl.store(p_tile, b_state, mask=m_tile)
@@ -288,21 +290,21 @@ def scores_kernel(
     CHUNK: tl.constexpr,
     SEGMENT: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FULL_CHUNKS: tl.constexpr,
     LEVELS: tl.constexpr,
 ):
-    """Under decays per channel of key: what each token of a chunk takes of each other, queries under the decay from the chunk's
-    start and keys under that to its end, and the logarithm to base 2 of the decay over the chunk. One program per chunk."""
+    """With decays per key channel: the scores of a chunk, queries decayed from the chunk's start, keys decayed to its end, and
+    the base-2 logarithm of the chunk's decay. One program per chunk."""
     CHUNKS: tl.constexpr = SEGMENT // CHUNK
     i_head = tl.program_id(0) % R.heads
     i_chunk = tl.program_id(0) // R.heads % CHUNKS
     i_segment = tl.program_id(0) // (CHUNKS * R.heads) % segments
     i_batch = tl.program_id(0) // (CHUNKS * R.heads) // segments
-    _, i_token, count, real, _ = segment_of(
+    _, i_token, count, valid, _ = segment_of(
         p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT
     )
     i_token = i_batch.to(tl.int64) * length + i_token
-    rows = tl.where(real, count - i_chunk * CHUNK, 0)
+    rows = tl.where(valid, count - i_chunk * CHUNK, 0)
     if rows > 0:
         if R.reverse:
             i_token -= i_chunk * CHUNK
@@ -311,13 +313,15 @@ def scores_kernel(
         o_row = tl.arange(0, CHUNK)
         b_scores = tl.zeros([CHUNK, CHUNK], tl.float32)
         for i_column in range(0, R.width, BLOCK_K):
-            b_query = load_tile(p_query, i_token, i_head, i_column, rows, R.query_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
-            b_key = load_tile(p_key, i_token, i_head, i_column, rows, R.key_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
-            b_log = log_tile(p_gk, i_token, i_head, i_column, rows, R.width, BLOCK_K, CHUNK, WHOLE, R)
+            b_query = load_tile(
+                p_query, i_token, i_head, i_column, rows, R.query_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R
+            )
+            b_key = load_tile(p_key, i_token, i_head, i_column, rows, R.key_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
+            b_log = log_tile(p_gk, i_token, i_head, i_column, rows, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
             b_read = b_query * (prefix_decays(b_log, CHUNK, R) * R.scale)
-            store_tile(p_read, b_read, i_token, i_head, i_column, rows, R.heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
+            store_tile(p_read, b_read, i_token, i_head, i_column, rows, R.heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
             b_update = b_key * suffix_decays(b_log, CHUNK, R)
-            store_tile(p_update, b_update, i_token, i_head, i_column, rows, R.heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
+            store_tile(p_update, b_update, i_token, i_head, i_column, rows, R.heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
             o_column = i_column + tl.arange(0, BLOCK_K)
             i_total = ((i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head) * CHUNKS + i_chunk
             tl.store(p_totals + i_total * R.width + o_column, tl.sum(b_log, axis=0) * LOG2_E, mask=o_column < R.width)
@@ -325,11 +329,11 @@ def scores_kernel(
                 b_scores = level_scores(b_scores, b_query, b_key, b_log, CHUNK, LEVELS, R)
             else:
                 b_middle, most = middle_logs(b_log, CHUNK, R)
-                if most < MILD:
+                if most < MAX_MIDDLE_EXPONENT:
                     b_left = (b_query * tl.exp2(b_middle)).to(b_query.dtype)
                     b_right = (b_key * tl.exp2(-b_middle)).to(b_key.dtype)
                     b_pairs = tl.dot(b_left, tl.trans(b_right), input_precision=R.precision)
                     b_scores += tl.where(o_row[:, None] >= o_row[None, :], b_pairs, 0.0)
                 else:
                     b_scores = level_scores(b_scores, b_query, b_key, b_log, CHUNK, LEVELS, R)
-        store_tile(p_scores, b_scores * R.scale, i_token, i_head, 0, rows, R.heads, CHUNK, CHUNK, CHUNK, WHOLE, R)
+        store_tile(p_scores, b_scores * R.scale, i_token, i_head, 0, rows, R.heads, CHUNK, CHUNK, CHUNK, FULL_CHUNKS, R)

@@ -1,5 +1,5 @@
-"""float32 arrays as sums of three in bfloat16, which tensor cores multiply (Henry, Tang and Heinecke, Leveraging the bfloat16
-Artificial Intelligence Datatype For Higher-Precision Computations, 2019)."""
+"""Split-precision emulation of float32 by three bfloat16 terms (Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial
+Intelligence Datatype For Higher-Precision Computations, 2019)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import jax.numpy as jnp
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
 
-def in_parts(array: Any) -> Any:
-    """float32 `[..., d]` as bfloat16 `[..., 3, d]`: every bit of it, largest part first.
+def split_bf16(array: Any) -> Any:
+    """float32 `[..., d]` as bfloat16 terms `[..., 3, d]`, largest first. Their sum is exact.
 
-    What is not finite is in the first part alone.
+    NaN and infinities are in the first term only.
     """
     finite = jnp.isfinite(array)
     high = jnp.where(finite, jnp.clip(_rounded(array), -_LARGEST, _LARGEST), array)
@@ -24,5 +24,5 @@ def in_parts(array: Any) -> Any:
 
 
 def _rounded(array: Any) -> Any:
-    """To bfloat16, and not a pair of conversions, which XLA may drop."""
+    """Round to bfloat16. XLA may drop a pair of conversions instead."""
     return jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)

@@ -1,7 +1,7 @@
-"""Softmax attention in which every query has keys of its own, gathered for it: a tile of queries at a time.
+"""Sparse softmax attention: every query attends to its own gathered keys, one tile of queries at a time.
 
 Axes: b batch, k key heads, g query heads per key head, q queries of the tile, j gathered keys of a query, d and e sizes of keys
-and values. Batch and heads stay separate axes, so that XLA can split them over devices.
+and values. Batch and heads stay separate axes, so that XLA can partition them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ejkernel_xla._numerics import accumulator, dot_precision
 
 
 class Rows(NamedTuple):
-    """What belongs to the queries, `[b,k,t,g,...]` or a tile of it: d_out, and `weight = exp(logit - shift)`,
-    `d_logit = weight * (d_out . value - delta)`."""
+    """Per query `[b,k,t,g,...]`, or a tile of it: query, d_out, and the statistics of `weight = exp(logit - shift)`, `d_logit =
+    weight * (d_out . value - delta)`."""
 
     query: Any
     d_out: Any
@@ -39,9 +39,9 @@ def from_heads(x: Any) -> Any:
 
 
 def by_tiles(function: Callable[[Any], Any], arrays: Any, block: int) -> Any:
-    """`function` of tiles of `block` queries (axis 2) of every array; its results put together along axis 2.
+    """Map `function` over tiles of `block` queries (axis 2) of every array; concatenates the results along axis 2.
 
-    The last tile is filled up with zeros, which must be harmless. One tile is no loop.
+    The last tile is padded with zeros, which must be harmless. A single tile needs no loop.
     """
     length = jax.tree.leaves(arrays)[0].shape[2]
     if length <= block:
@@ -94,20 +94,20 @@ def attend(query: Any, key: Any, value: Any, visible: Any, scale: float) -> tupl
 
 
 def rows_of(query: Any, out: Any, lse: Any, d_out: Any, d_lse: Any) -> Rows:
-    """What backward needs of every query, from `[b,k,t,g,...]`.
+    """The per-query inputs of backward, from `[b,k,t,g,...]`.
 
-    All factors are finite; a query that holds a non-finite number, or whose cotangent does, gets NaN as its shift, so that its
-    weights are NaN where it sees a key and stay 0 elsewhere.
+    NaN-safe: all matmul operands are finite. A query that holds a non-finite number, or whose cotangent does, gets NaN as its
+    shift, so that its weights are NaN where it sees a key and 0 elsewhere.
     """
     wide = accumulator(query.dtype)
     delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1)
     delta = delta if d_lse is None else delta - d_lse.astype(wide)
-    broken = _poison(query).astype(wide) + _poison(d_out).astype(wide) + delta * 0
-    shift = jnp.where(lse == -jnp.inf, jnp.inf, lse.astype(wide) + broken)
+    nonfinite = _propagate_nan(query).astype(wide) + _propagate_nan(d_out).astype(wide) + delta * 0
+    shift = jnp.where(lse == -jnp.inf, jnp.inf, lse.astype(wide) + nonfinite)
     return Rows(_finite(query), _finite(d_out), shift, _finite(delta))
 
 
-def pull(rows: Rows, key: Any, value: Any, visible: Any, scale: float) -> tuple[Any, Any, Any]:
+def tile_gradients(rows: Rows, key: Any, value: Any, visible: Any, scale: float) -> tuple[Any, Any, Any]:
     """Gradients of a tile: query `[b,k,q,g,d]`, and of its gathered keys and values, in the wide dtype."""
     logits = _product("bkqgd,bkqjd->bkqgj", rows.query, key) * scale
     seen = visible[:, :, :, None]
@@ -134,7 +134,7 @@ def gathered(x: Any, starts: Any, size: int) -> Any:
 def added(total: Any, starts: Any, parts: Any) -> Any:
     """`total[b,k,n,d]` with the windows `[b,k,q,s*size,d]` added at their starts; windows that begin at n or later are dropped.
 
-    One query after the other: its windows do not overlap, so no two sums meet in one place and every run gives the same bits.
+    Queries are processed serially and the windows of a query do not overlap, so the scatter is deterministic.
     """
     slots, size = starts.shape[3], parts.shape[3] // max(starts.shape[3], 1)
     parts = jnp.moveaxis(parts.reshape(*parts.shape[:3], slots, size, parts.shape[-1]), 2, 0)
@@ -162,6 +162,6 @@ def _finite(x: Any) -> Any:
     return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
 
 
-def _poison(x: Any) -> Any:
+def _propagate_nan(x: Any) -> Any:
     """Per row (last axis): 0 if all of x is finite, else NaN."""
     return jnp.sum(x * jnp.zeros((), x.dtype), axis=-1)

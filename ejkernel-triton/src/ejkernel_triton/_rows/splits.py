@@ -1,11 +1,11 @@
-"""What the kernels of the normalisations have in common: parameters, and the parts of a row whose programs meet."""
+"""Device functions of the normalisation kernels: parameters, and splits of a row."""
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
 # ruff: noqa: SIM102 - static and dynamic conditions stay apart
 import triton
 import triton.language as tl
 
-from ejkernel_triton._rows.meeting import widened
+from ejkernel_triton._rows.cooperative import upcast
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def with_parameters(
 
 
 @triton.jit
-def finish_part(
+def finish_split(
     b_x,
     p_scale,
     p_offset,
@@ -45,7 +45,7 @@ def finish_part(
     b_mean,
     b_rstd,
     i_row,
-    i_part,
+    i_split,
     zero,
     rows_per_batch,
     WIDTH: tl.constexpr,
@@ -56,12 +56,12 @@ def finish_part(
     SAVE: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
 ):
-    """The result of a part from its stored values; that of the first part stores the row's statistics too."""
-    o_width = i_part * BLOCK + tl.arange(0, BLOCK)
+    """Write one split of the output; the first split also writes the row's statistics."""
+    o_width = i_split * BLOCK + tl.arange(0, BLOCK)
     m_width = o_width < WIDTH
     o_param = (i_row // rows_per_batch).to(tl.int64) * WIDTH
     b_out = with_parameters(
-        ((widened(b_x, zero) - b_mean) * b_rstd)[None, :],
+        ((upcast(b_x, zero) - b_mean) * b_rstd)[None, :],
         p_scale,
         p_offset,
         o_width,
@@ -75,45 +75,45 @@ def finish_part(
     o_out = (i_row.to(tl.int64) * WIDTH + o_width)[None, :]
     tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=m_width[None, :])
     if SAVE:
-        if i_part == 0:
+        if i_split == 0:
             if CENTRED:
                 tl.store(p_mean + i_row, b_mean)
             tl.store(p_rstd + i_row, b_rstd)
 
 
 @triton.jit
-def store_part_sums(
-    b_x, b_stored, p_sums, items, i_item, i_part, zero, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr
+def store_partial_statistics(
+    b_x, b_stored, p_sums, items, i_item, i_split, zero, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr
 ):
-    """Of a part [BLOCK], in float32 and as it is stored: its mean, if rows are centred, and the squares of what is left."""
+    """Store the partial statistics of a split [BLOCK]: its mean, if rows are centred, and its (centred) sum of squares."""
     if CENTRED:
-        b_part_mean = tl.sum(b_x) / tl.minimum(WIDTH - i_part * BLOCK, BLOCK)
-        m_width = i_part * BLOCK + tl.arange(0, BLOCK) < WIDTH
-        b_x = tl.where(m_width, widened(b_stored, zero) - b_part_mean, 0.0)
-        tl.store(p_sums + items + i_item, b_part_mean)
+        b_split_mean = tl.sum(b_x) / tl.minimum(WIDTH - i_split * BLOCK, BLOCK)
+        m_width = i_split * BLOCK + tl.arange(0, BLOCK) < WIDTH
+        b_x = tl.where(m_width, upcast(b_stored, zero) - b_split_mean, 0.0)
+        tl.store(p_sums + items + i_item, b_split_mean)
     tl.store(p_sums + i_item, tl.sum(b_x * b_x))
 
 
 @triton.jit
-def statistics_of_parts(
+def combine_statistics(
     p_sums,
     items,
     i_row,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
     CENTRED: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """Mean and rstd of a row from the sums of its parts, in their order."""
-    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    o_part = tl.arange(0, PARTS_BLOCK)
-    m_part = o_part < PARTS
-    b_squares = tl.load(p_sums + i_row * PARTS + o_part, mask=m_part, other=0.0, cache_modifier=".cg")  # [PARTS_BLOCK]
+    """Combine the partial statistics of a row, in the order of its splits, to mean and rstd."""
+    SPLITS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    o_split = tl.arange(0, SPLITS_BLOCK)
+    m_split = o_split < SPLITS
+    b_squares = tl.load(p_sums + i_row * SPLITS + o_split, mask=m_split, other=0.0, cache_modifier=".cg")  # [PARTS_BLOCK]
     b_mean = 0.0
     if CENTRED:
-        b_means = tl.load(p_sums + items + i_row * PARTS + o_part, mask=m_part, other=0.0, cache_modifier=".cg")
-        b_count = tl.where(m_part, tl.minimum(WIDTH - o_part * BLOCK, BLOCK), 0).to(tl.float32)
+        b_means = tl.load(p_sums + items + i_row * SPLITS + o_split, mask=m_split, other=0.0, cache_modifier=".cg")
+        b_count = tl.where(m_split, tl.minimum(WIDTH - o_split * BLOCK, BLOCK), 0).to(tl.float32)
         b_mean = tl.sum(b_means * b_count) / WIDTH
         b_squares += b_count * (b_means - b_mean) * (b_means - b_mean)
     return b_mean, tl.rsqrt(tl.sum(b_squares) / WIDTH + EPSILON)

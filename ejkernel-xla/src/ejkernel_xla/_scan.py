@@ -1,6 +1,7 @@
-"""Recurrences of small states: a loop over chunks, in each a loop over tokens; backward pulls back through one chunk at a time.
+"""Recurrences with small states: a loop over chunks, and in each a loop over tokens. Backward differentiates one chunk at a
+time.
 
-Forward keeps one state. Backward keeps the states between chunks, and those of one chunk while it pulls back through it.
+Forward keeps one state. Backward keeps the states between chunks, and those of the chunk that it differentiates.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel_xla._walk import Walk
+from ejkernel_xla._chunks import ChunkLoop
 
 Run = Callable[..., tuple[Any, Any]]
 """`run(shared, state, tokens, valid)`: the state after a chunk and its outputs `[b, c, ...]`; `valid` `[1, c]` or None for all."""
@@ -36,46 +37,46 @@ def over_tokens(
     return state, jax.tree.map(lambda array: jnp.moveaxis(array, 0, 1), outputs)
 
 
-def run_forward(walk: Walk, run: Run, shared: Any, state: Any, tokens: Any, dtype: Any, like: Any) -> tuple[Any, Any]:
+def run_forward(chunks: ChunkLoop, run: Run, shared: Any, state: Any, tokens: Any, dtype: Any, like: Any) -> tuple[Any, Any]:
     """The last state and the outputs `[b, t, ...]` in this dtype. `tokens` are prepared arrays."""
 
     def body(state: Any, index: Any) -> tuple[Any, Any]:
-        state, outputs = run(shared, state, _pieces(walk, tokens, state, index), walk.valid(index))
+        state, outputs = run(shared, state, _pieces(chunks, tokens, state, index), chunks.valid(index))
         return state, outputs.astype(dtype)
 
-    state, pieces = walk.loop(body, state, like)
-    return state, walk.restore(pieces)
+    state, pieces = chunks.loop(body, state, like)
+    return state, chunks.restore(pieces)
 
 
 def run_backward(
-    walk: Walk, run: Run, shared: Any, state: Any, tokens: Any, d_state: Any, d_out: Any, like: Any
+    chunks: ChunkLoop, run: Run, shared: Any, state: Any, tokens: Any, d_state: Any, d_out: Any, like: Any
 ) -> tuple[Any, Any, Any]:
     """Gradients of `shared`, the first state and the tokens, from those of the last state and of the outputs."""
-    d_out = walk.prepare(d_out)
+    d_out = chunks.prepare(d_out)
 
     def advance(state: Any, index: Any) -> tuple[Any, Any]:
-        return run(shared, state, _pieces(walk, tokens, state, index), walk.valid(index))[0], state
+        return run(shared, state, _pieces(chunks, tokens, state, index), chunks.valid(index))[0], state
 
-    _, befores = walk.loop(advance, state, like)
+    _, befores = chunks.loop(advance, state, like)
 
     def body(carry: tuple[Any, Any], index: Any) -> tuple[tuple[Any, Any], Any]:
         d_state, d_shared = carry
         before = jax.tree.map(lambda states: jax.lax.dynamic_index_in_dim(states, index, keepdims=False), befores)
-        pieces, valid = _pieces(walk, tokens, before, index), walk.valid(index)
-        d_rows = walk.piece(d_out, index).astype(_dtype(before))
+        pieces, valid = _pieces(chunks, tokens, before, index), chunks.valid(index)
+        d_rows = chunks.piece(d_out, index).astype(_dtype(before))
         _, pull = jax.vjp(functools.partial(run, valid=valid), shared, before, pieces)
         more, d_state, d_pieces = pull((d_state, d_rows))
         narrow = jax.tree.map(lambda gradient, array: gradient.astype(array.dtype), d_pieces, tokens)
         return (d_state, jax.tree.map(jnp.add, d_shared, more)), narrow
 
     start = (d_state, jax.tree.map(jnp.zeros_like, shared))
-    (d_state, d_shared), pieces = walk.loop(body, start, like, reverse=True)
-    return d_shared, d_state, jax.tree.map(walk.restore, pieces)
+    (d_state, d_shared), pieces = chunks.loop(body, start, like, reverse=True)
+    return d_shared, d_state, jax.tree.map(chunks.restore, pieces)
 
 
-def _pieces(walk: Walk, tokens: Any, state: Any, index: Any) -> Any:
+def _pieces(chunks: ChunkLoop, tokens: Any, state: Any, index: Any) -> Any:
     """The tokens of a chunk in the dtype of the state."""
-    return jax.tree.map(lambda array: walk.piece(array, index).astype(_dtype(state)), tokens)
+    return jax.tree.map(lambda array: chunks.piece(array, index).astype(_dtype(state)), tokens)
 
 
 def _dtype(state: Any) -> Any:

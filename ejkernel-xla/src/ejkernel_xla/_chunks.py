@@ -1,4 +1,4 @@
-"""Sequences cut into chunks of tokens that a loop visits in order, whole rows or packed sequences alike."""
+"""Splits whole rows or packed sequences into chunks of tokens, which a loop visits in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ejkernel.call import vary_like
 
 
 class _Packed(NamedTuple):
-    """Every chunk of packed sequences, `[1 or b, m]`, and where each token went.
+    """The chunks of packed sequences, `[1 or b, m]`, and the location of each token.
 
     sequence: its sequence, n for a chunk without tokens; first, last: whether it begins or ends that sequence; tokens
     `[1 or b, m, c]`: their indices, beyond the end where there is none; place `[1 or b, t]`: of every token among the rows of all
@@ -26,13 +26,13 @@ class _Packed(NamedTuple):
     place: Any
 
 
-class Walk:
-    """Chunks of `size` tokens, as many as the shapes allow at most: one program serves every mix of lengths.
+class ChunkLoop:
+    """Chunks of `size` tokens. Their number depends on shapes only: one program serves every mix of lengths.
 
     Attributes:
         size: tokens of a chunk.
         count: how many chunks there are.
-        packed: whether a chunk says which sequence it belongs to; else each row of the batch is one sequence.
+        packed: whether sequences are packed; else each row of the batch is one sequence.
     """
 
     def __init__(self, batch: int, length: int, size: int, *, bounds: Any = None, reverse: bool = False) -> None:
