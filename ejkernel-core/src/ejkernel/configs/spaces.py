@@ -9,6 +9,7 @@ from typing import Any
 from ejkernel._plugins.records import Candidate
 from ejkernel.errors import NoConfigError, invalid, suggestion, wrong_type
 from ejkernel.plugin import ConfigSpace, resolve
+from ejkernel.utils.renamed_knobs import new_name, with_new_names
 
 _CHECKED_TYPES: Mapping[Any, tuple[type, ...]] = {
     **dict.fromkeys((bool, "bool"), (bool,)),
@@ -74,7 +75,7 @@ def fits(setting: Any, space: ConfigSpace | None) -> bool:
     if space is None:
         return False
     if isinstance(setting, tuple):
-        return {name for name, _ in setting} <= {*knobs(space.config)}
+        return {new_name(space.config, name) for name, _ in setting} <= {*knobs(space.config)}
     return isinstance(setting, space.config)
 
 
@@ -88,9 +89,10 @@ def build(argument: str, config_type: type, values: Mapping[str, Any], base: Any
 
     Raises:
         ValueError: an unknown knob, or a value that the config itself refuses.
-        TypeError: a value of a wrong type, or a knob missing.
+        TypeError: a value of a wrong type, a knob missing, or one given by its old name and its new one.
     """
     names = knobs(config_type)
+    values = with_new_names(config_type, values)
     unknown = [name for name in values if name not in names]
     if unknown:
         expected = f"knobs of {signature(config_type)}" + suggestion(unknown[0], names)
@@ -126,7 +128,7 @@ def to_plain(config: Any) -> dict[str, Any] | None:
 
 def from_plain(config_type: type, values: Mapping[str, Any]) -> Any:
     """The config that `to_plain` wrote; raises as `build` does."""
-    return build("stored config", config_type, {name: _tupled(value) for name, value in values.items()})
+    return build("stored config", config_type, {new_name(config_type, name): _tupled(value) for name, value in values.items()})
 
 
 def _survives_json(value: Any) -> bool:

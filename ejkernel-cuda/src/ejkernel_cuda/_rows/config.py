@@ -15,7 +15,7 @@ from ejkernel.call import ArraySpec
 from ejkernel.operations.add_rms_norm.interface import AddRmsNormCall
 from ejkernel.operations.common.rows.interface import NormCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_cuda._renamed import renamed_knobs
+from ejkernel.utils.renamed_knobs import renamed_knobs
 
 THREADS = tuple(1 << power for power in range(10))
 CLUSTERS = (2, 4, 8, 16)

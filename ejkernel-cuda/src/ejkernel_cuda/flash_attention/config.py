@@ -11,8 +11,8 @@ import itertools
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_cuda._capability import multiprocessors, padded_head_size
-from ejkernel_cuda._renamed import renamed_knobs
 
 _NARROW = 256
 _FEW = 64

@@ -6,8 +6,8 @@ import dataclasses
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_cuda._capability import multiprocessors, padded_head_size, shared_memory_limit
-from ejkernel_cuda._renamed import renamed_knobs
 
 WARPS = 4
 """Of a block."""

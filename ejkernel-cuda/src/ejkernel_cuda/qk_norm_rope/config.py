@@ -6,7 +6,7 @@ import dataclasses
 
 from ejkernel.operations.qk_norm_rope.interface import QkNormRopeCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_cuda._renamed import renamed_knobs
+from ejkernel.utils.renamed_knobs import renamed_knobs
 
 _FORWARD_SPANS = (4, 8)
 _SPANS = (4, 8, 16)

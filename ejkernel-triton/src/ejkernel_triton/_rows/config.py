@@ -11,6 +11,7 @@ from typing import Any
 from ejkernel.call import ArraySpec
 from ejkernel.operations.common.rows.interface import NormCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._capability import multiprocessors, shared_memory_limit
 
@@ -39,6 +40,7 @@ SHARED_MEMORY = 96 * 1024
 """Shared memory of a block on every supported device."""
 
 
+@renamed_knobs(meet="cooperative")
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:

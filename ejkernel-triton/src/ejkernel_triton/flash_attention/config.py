@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton.flash_attention.mask_params import dot_mode
@@ -15,6 +16,7 @@ _NARROW = 256
 """Window size up to which a block visits few tiles; a short pipeline starts faster."""
 
 
+@renamed_knobs(ahead="overlap", masked="always_mask")
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:
@@ -34,6 +36,7 @@ class ForwardConfig:
     always_mask: bool = False
 
 
+@renamed_knobs(key_apart="separate_dk_dv")
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Attributes:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_triton._blocks import MIN_DOT_SIZE, dot_block
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._numerics import dot_precision
@@ -22,6 +23,7 @@ _TMA_BYTES = 16
 """Alignment of rows that TMA requires."""
 
 
+@renamed_knobs(band="l2_swizzle")
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """How a matrix multiplication is tiled.
@@ -55,6 +57,7 @@ class Tile:
             raise ValueError(f"{self}: num_warps, num_stages and band are at least 1, programs at least 0")
 
 
+@renamed_knobs(lhs_band="lhs_l2_swizzle", rhs_band="rhs_l2_swizzle")
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """A `Tile` for each kernel.

@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 from ejkernel.operations.linear_recurrence.interface import LinearRecurrenceCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_triton._blocks import MIN_DOT_SIZE, dot_block
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton.linear_recurrence.params import product_precision
 
 
+@renamed_knobs(chunk="chunk_size", segment="segment_size", block="block_v")
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Attributes:

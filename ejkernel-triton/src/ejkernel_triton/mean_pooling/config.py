@@ -8,10 +8,12 @@ import math
 
 from ejkernel.operations.mean_pooling.interface import MeanPoolingCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._rows.config import SHARED_MEMORY, itemsize, warps_for
 
 
+@renamed_knobs(chunk="chunk_size")
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Attributes:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_triton._blocks import MIN_DOT_SIZE, dot_block, next_power_of_2
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._pages import ONE_BYTE
@@ -19,6 +20,7 @@ LONG = 512
 """Context length from which a separate decode pass pays off."""
 
 
+@renamed_knobs(tokens="block_q", keys="block_k", decode_keys="decode_block_k")
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionConfig:
     """How queries and keys are tiled.

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_pallas.mosaic_gpu._call import SHARED_MEMORY, SHARED_MEMORY_SLACK, smem_bytes
 from ejkernel_pallas.mosaic_gpu.flash_attention.bias import BiasTiles, bias_kind, bias_tiles
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS, REGISTERS, ROWS
@@ -30,6 +31,7 @@ _LAUNCH, _READ = 4e-6, 3.5e12
 """Seconds of one more kernel launch, and its read bandwidth in bytes per second."""
 
 
+@renamed_knobs(stages="num_stages", packed="pack_gqa")
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:
@@ -54,6 +56,7 @@ class ForwardConfig:
     pack_gqa: bool = False
 
 
+@renamed_knobs(key_apart="separate_dk_dv", key_parts="key_splits", key_stages="key_num_stages", query_stages="query_num_stages")
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Attributes:

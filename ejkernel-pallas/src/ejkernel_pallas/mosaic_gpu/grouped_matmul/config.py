@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_pallas.mosaic_gpu._call import SHARED_MEMORY, SHARED_MEMORY_SLACK
 
 STEP_BYTES = 128
@@ -37,6 +38,7 @@ def chunk_width(dtype: Any) -> int:
     return _CHUNK_BYTES // jnp.dtype(dtype).itemsize
 
 
+@renamed_knobs(stages="num_stages", band="l2_swizzle", slots="epilogue_stages")
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """How a matrix multiplication is tiled.
@@ -105,6 +107,14 @@ class Tile:
         return self.num_stages * step + CONSUMERS * self.epilogue_stages * self.own_rows * _CHUNK_BYTES + SHARED_MEMORY_SLACK
 
 
+@renamed_knobs(
+    lhs_stages="lhs_num_stages",
+    lhs_band="lhs_l2_swizzle",
+    lhs_slots="lhs_epilogue_stages",
+    rhs_stages="rhs_num_stages",
+    rhs_band="rhs_l2_swizzle",
+    rhs_slots="rhs_epilogue_stages",
+)
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """A `Tile` for each kernel.

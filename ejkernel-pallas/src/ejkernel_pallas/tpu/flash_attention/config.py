@@ -9,6 +9,7 @@ from typing import Any
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_pallas.tpu._vmem import LANES, block_bytes, buffered_bytes, memory_of
 from ejkernel_pallas.tpu.flash_attention.tiles import list_length
 
@@ -30,6 +31,7 @@ Tile = tuple[int, int]
 """Queries and keys."""
 
 
+@renamed_knobs(part_k="block_k_compute")
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
     """Attributes:

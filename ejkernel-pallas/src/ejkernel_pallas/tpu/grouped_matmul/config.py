@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_pallas.tpu.grouped_matmul.schedule import max_matrix_items
 
 _LANES = 128
@@ -71,6 +72,7 @@ class Tile:
     block_n: int
 
 
+@renamed_knobs(rows="block_m", inner="block_k", columns="block_n")
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Block sizes of the forward kernel.
@@ -92,6 +94,14 @@ class Config:
         return _cut(Tile(self.block_m, self.block_k, self.block_n), rows, inner, columns)
 
 
+@renamed_knobs(
+    lhs_rows="lhs_block_m",
+    lhs_inner="lhs_block_k",
+    lhs_columns="lhs_block_n",
+    rhs_rows="rhs_block_m",
+    rhs_inner="rhs_block_k",
+    rhs_columns="rhs_block_n",
+)
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """Block sizes of the gradients of lhs and of rhs, each as in `Config`."""

@@ -8,6 +8,7 @@ import math
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_pallas.tpu._pages import ITEMSIZE, sources, stored_bytes
 from ejkernel_pallas.tpu._vmem import LANES, block_bytes, memory_of
 
@@ -26,6 +27,7 @@ _SLACK = 1 << 20
 _TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 
 
+@renamed_knobs(tokens="block_q", pages="pages_per_block")
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Attributes:

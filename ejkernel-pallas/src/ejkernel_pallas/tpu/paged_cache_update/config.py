@@ -6,6 +6,7 @@ import dataclasses
 
 from ejkernel.operations.paged_cache_update.interface import PagedCacheUpdateCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_pallas.tpu._pages import ITEMSIZE, sources, stored_bytes
 from ejkernel_pallas.tpu._vmem import memory_of
 
@@ -14,6 +15,7 @@ _MAX_SLOTS = 128
 _SLACK = 1 << 20
 
 
+@renamed_knobs(places="slots")
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Attributes:
