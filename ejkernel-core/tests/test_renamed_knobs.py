@@ -28,7 +28,7 @@ def test_the_constructor():
         assert Blocks(rows=4) == Blocks(4)  # pyright: ignore[reportCallIssue]
     assert warned[0].filename == __file__
     with pytest.warns(DeprecationWarning, match="turns is now called ping_pong"):
-        assert dataclasses.replace(Blocks(4), turns=True) == Blocks(4, True)  # pyright: ignore[reportCallIssue]
+        assert Blocks(4, turns=True) == Blocks(4, True)  # pyright: ignore[reportCallIssue]
 
 
 def test_mappings_of_cfg_and_overlays():
