@@ -225,7 +225,7 @@ def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
 @nox.session(python=False)
 @nox.parametrize("platform", PLATFORMS)
 def conformance(session: nox.Session, platform: str) -> None:
-    """The conformance kit on one platform.
+    """The conformance suite on one platform.
 
     Every second test, and numbers of one case in six, each transform on one of those chosen for it. `-- --ejkernel-full` runs
     everything in every dtype, `-- --ejkernel-report=FILE` keeps a record. Without their device, triton and pallas run in their
@@ -259,7 +259,7 @@ def opaque(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def example(session: nox.Session) -> None:
-    """The example of a third-party platform passes the conformance kit."""
+    """The example of a third-party platform passes the conformance suite."""
     python = main_environment(session)
     session.run(*pip(python), "install", "--no-deps", "--no-build-isolation", "./examples/acme-ejkernel", external=True)
     try:

@@ -23,7 +23,7 @@ DISTRIBUTIONS = (
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The conformance kit is run on a named platform, with its plugin loaded; see `noxfile.py`."""
+    """The conformance suite is run on a named platform, with its plugin loaded; see `noxfile.py`."""
     loaded = config.pluginmanager.has_plugin("ejkernel.testing.plugin")
     return True if collection_path.name == "conformance" and not loaded else None
 

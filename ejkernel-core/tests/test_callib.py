@@ -1,4 +1,4 @@
-"""`ejkernel.callib`: plain `jax.jit` and lazily imported doors to kernels."""
+"""`ejkernel.callib`: plain `jax.jit` and lazily imported entry points for kernels."""
 
 from __future__ import annotations
 

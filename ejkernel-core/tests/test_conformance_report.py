@@ -1,4 +1,4 @@
-"""What the conformance kit says when the platform under test never ran."""
+"""What the conformance suite says when the platform under test never ran."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_it_depends_on_the_call_and_the_phase(explained):
         for call in listed:
             both = next(found)
             assert [chosen(verdicts) for verdicts in both] == [forward, backward], call
-            expected = ["available", f"stands lower: {reason}"] if backward == "triton" else ["chosen", ""]
+            expected = ["available", f"lower priority: {reason}"] if backward == "triton" else ["chosen", ""]
             assert both[1]["pallas.mosaic_gpu"] == expected, call
 
 
@@ -123,7 +123,7 @@ def test_arrays_that_were_not_timed(explained):
     whats = ("sinks", "biases", "scaled rows", "products of float8_e4m3fn")
     for (forward, _), what in zip(explained(*calls), whats, strict=True):
         assert chosen(forward) == "triton"
-        assert forward["pallas.mosaic_gpu"] == ["available", f"stands lower: {what} were not timed"]
+        assert forward["pallas.mosaic_gpu"] == ["available", f"lower priority: {what} were not timed"]
         never_run = what in whats[2:]
         assert [*forward].index("xla") == (1 if never_run else 2), what
 
@@ -148,14 +148,14 @@ def test_a_platform_that_is_named_or_alone_runs_all_the_same(explained):
     for setting in ({"EJKERNEL_PLATFORM": "pallas"}, {"EJKERNEL_FORBID": "triton,xla"}):
         ((forward, backward),) = explained(attention(tokens=64), **setting)
         assert chosen(forward) == chosen(backward) == "pallas.mosaic_gpu"
-        reason = "" if "EJKERNEL_PLATFORM" in setting else "stands lower: 64 tokens, fewer than 1024, were not timed"
+        reason = "" if "EJKERNEL_PLATFORM" in setting else "lower priority: 64 tokens, fewer than 1024, were not timed"
         assert forward["pallas.mosaic_gpu"] == ["chosen", reason]
 
 
 def test_dtypes_that_were_not_timed(explained):
     ((forward, backward),) = explained(recurrence("float32"))
     assert (chosen(forward), chosen(backward)) == ("triton", "xla")
-    assert backward["triton"] == ["available", "stands lower: gradients in float32 were not timed"]
+    assert backward["triton"] == ["available", "lower priority: gradients in float32 were not timed"]
 
 
 def test_a_device_without_measurements_stays_with_the_portable_platform(explained):

@@ -1,4 +1,4 @@
-"""The one door of `flash_attention`: what it refuses and how, and the call it makes of what it accepts."""
+"""The entry point of `flash_attention`: what it refuses and how, and the call it makes of what it accepts."""
 
 from __future__ import annotations
 

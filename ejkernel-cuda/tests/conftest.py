@@ -1,3 +1,3 @@
-"""The conformance kit's options and fixtures; without `--ejkernel-platform` its suite runs nothing."""
+"""The conformance suite's options and fixtures; without `--ejkernel-platform` its suite runs nothing."""
 
 pytest_plugins = ["ejkernel.testing.plugin"]

@@ -1,4 +1,4 @@
-"""The conformance kit's options and fixtures, which of the two compilers is under test, and enough threads for it."""
+"""The conformance suite's options and fixtures, which of the two compilers is under test, and enough threads for it."""
 
 import os
 

@@ -44,7 +44,7 @@ def entry_of(operation, phase):
 
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
-    """`shipped(*entries)` puts a table beside the light module, and the plugin is asked again."""
+    """`shipped(*entries)` puts a table beside the plugin module, and the plugin is asked again."""
 
     def ship(*entries):
         (tmp_path / "tables").mkdir()

@@ -1,4 +1,4 @@
-"""The conformance kit's options and fixtures, and a cache of compiled kernels that is nobody else's."""
+"""The conformance suite's options and fixtures, and a cache of compiled kernels that is nobody else's."""
 
 from __future__ import annotations
 

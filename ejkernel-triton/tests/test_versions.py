@@ -1,4 +1,4 @@
-"""The plugin's light module and what it says about versions."""
+"""The plugin's plugin module and what it says about versions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-import ejkernel  # noqa: F401 - discovery first: a light module is imported by it
+import ejkernel  # noqa: F401 - discovery first: a plugin module is imported by it
 from ejkernel.utils.known_versions import matching
 from ejkernel_triton import _plugin, _versions
 

@@ -1,4 +1,4 @@
-"""The conformance kit's options, and eight CPU devices for the tests that split work."""
+"""The conformance suite's options, and eight CPU devices for the tests that split work."""
 
 import os
 

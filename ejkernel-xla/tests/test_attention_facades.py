@@ -435,7 +435,7 @@ def test_attention_init_bias():
     np.testing.assert_array_equal(attention(q, k, v, init_bias=lambda: bias)[0], attention(q, k, v, bias)[0])
 
 
-# Class forms, explain, mesh
+# Class APIs, explain, mesh
 
 
 def test_class_forms_run_through_the_executor():

@@ -44,7 +44,7 @@ def bind(name: str, dtype: str = "float32", **options: Any) -> Any:
 
 
 def direct(**arrays: Any) -> Callable[..., Any]:
-    """Arrays for the one door; the options follow, and a call with residuals and its inputs come back."""
+    """Arrays for the entry point; the options follow, and a call with residuals and its inputs come back."""
 
     def canonical(**options: Any) -> Any:
         bound = OPERATION.canonicalise(**arrays, **options)

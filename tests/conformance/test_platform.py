@@ -1,4 +1,4 @@
-"""The conformance kit on an installed platform.
+"""The conformance suite on an installed platform.
 
 pytest -p ejkernel.testing.plugin --ejkernel-platform=xla tests/conformance
 """

@@ -133,7 +133,7 @@ def checked_problems(operation: str) -> list[Problem]:
             for interleaved in (False, True)
         ]
     if operation != "mean_pooling":
-        return []  # the conformance kit's cases are many
+        return []  # the conformance suite's cases are many
     dense = [(3, length, 5, width) for length in (1, 255, 256, 257, 5000) for width in (7, 128)]
     return [Problem("mean_pooling", {"x": shape}) for shape in dense] + [
         Problem("mean_pooling", {"x": (1, 65600, 2, 16), "cu_seqlens": (count,)}) for count in (1, 2, 5)

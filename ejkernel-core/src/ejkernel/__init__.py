@@ -34,7 +34,7 @@ _LAZY = {
         ("EjkernelError", "NoConfigError", "NoKernelError", "NoTunerError", "PluginError", "TracingError"), "ejkernel.errors"
     ),
 }
-"""Names and where they live; the public functions and their class forms are those of `ejkernel.modules`."""
+"""Names and where they live; the public functions and their class APIs are those of `ejkernel.modules`."""
 
 
 def __getattr__(name: str) -> Any:

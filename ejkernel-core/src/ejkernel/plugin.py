@@ -1,6 +1,6 @@
 """All that a plugin author imports: records, markers and the API level.
 
-Standard library and pluggy only, so that importing a plugin's light module stays cheap.
+Standard library and pluggy only, so that importing a plugin's plugin module stays cheap.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Implementation:
 
 @dataclasses.dataclass(frozen=True)
 class Plugin:
-    """What a plugin's light module answers from `ejkernel_plugin`.
+    """What a plugin's plugin module answers from `ejkernel_plugin`.
 
     Attributes:
         name: the platform id; equals the name of the entry point.
@@ -167,7 +167,7 @@ class Quarantine:
 
 
 class Hooks:
-    """The hooks that core calls on a plugin's light module."""
+    """The hooks that core calls on a plugin's plugin module."""
 
     @hookspec
     def ejkernel_plugin(self) -> Plugin:  # pyright: ignore[reportReturnType]
@@ -198,5 +198,5 @@ def resolve(reference: str | Callable[..., Any]) -> Any:
 
 
 def tables_beside(module_file: str) -> list[str]:
-    """Paths of what `ejkernel tune --out` wrote into the folder `tables` beside a light module, a file for each kind of device."""
+    """Paths of what `ejkernel tune --out` wrote into the folder `tables` beside a plugin module, a file for each kind of device."""
     return sorted(map(str, Path(module_file).with_name("tables").glob("*.json")))

@@ -1,4 +1,4 @@
-"""What each operation's door refuses, and that the message names argument, got and expected."""
+"""What each operation refuses, and that the message names argument, got and expected."""
 
 from __future__ import annotations
 

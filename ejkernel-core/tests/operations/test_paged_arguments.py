@@ -1,4 +1,4 @@
-"""What the doors to paged caches refuse, and that the message names argument, got and expected."""
+"""What the functions on paged caches refuse, and that the message names argument, got and expected."""
 
 from __future__ import annotations
 

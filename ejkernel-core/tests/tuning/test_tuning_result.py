@@ -1,4 +1,4 @@
-"""Recording the calls of a program, autotuning results and the door to a tuner."""
+"""Recording the calls of a program, autotuning results and installing a tuner."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""The conformance kit, which adds the option `--ejkernel-platform` and its fixtures."""
+"""The conformance suite, which adds the option `--ejkernel-platform` and its fixtures."""
 
 pytest_plugins = ["ejkernel.testing.plugin"]

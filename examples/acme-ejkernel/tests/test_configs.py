@@ -1,4 +1,4 @@
-"""What is this platform's own and not in the conformance kit: its configs and its refusals."""
+"""What is this platform's own and not in the conformance suite: its configs and its refusals."""
 
 import pytest
 

@@ -116,7 +116,7 @@ def _judge(request: Request, candidate: Candidate, wanted: tuple[str, ...], tabl
         verdict = "opt-in"
     priority = _priority(request, candidate)
     if verdict == "available" and priority.reason and not wanted and not named_by_table:
-        reasons.append(f"stands lower: {priority.reason}")
+        reasons.append(f"lower priority: {priority.reason}")
     return Verdict(candidate, verdict, tuple(reasons), _rank(candidate, wanted, named_by_table, priority))
 
 

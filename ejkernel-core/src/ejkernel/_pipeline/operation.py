@@ -50,7 +50,7 @@ class Operation(Contract):
             platform: None or "auto", one platform, or several in order of preference.
             cfg: config override for the chosen implementation: its dataclass, a mapping of its fields, or a portable config of
                 `ejkernel.modules.operations.configs`, which may also demand a platform.
-            form: another door to the same operation with `canonicalise`'s contract.
+            form: another entry point to the same operation, with `canonicalise`'s contract.
 
         Returns:
             What the `Bound` that `form` returned makes of the outputs.

@@ -167,7 +167,7 @@ def _refuse_conflict(claim: PluginRecord, claims: Iterable[PluginRecord]) -> Non
 
 
 def _load(claim: PluginRecord) -> PluginRecord:
-    """Import the light module, and keep how long that took and what it dragged in."""
+    """Import the plugin module, and keep how long that took and what it dragged in."""
     if not _VALUE.fullmatch(claim.value.strip()):
         raise _RejectedError("broken", f"its entry point names {claim.value!r}, expected a module such as 'acme._plugin'")
     entry = importlib_metadata.EntryPoint(claim.name, claim.value.strip(), ENTRY_POINT_GROUP)
@@ -207,7 +207,7 @@ def _line(error: BaseException) -> str:
 
 
 def _answers(claim: PluginRecord) -> tuple[PluginRecord, Plugin]:
-    """Register the light module with pluggy and ask its hooks."""
+    """Register the plugin module with pluggy and ask its hooks."""
     manager = pluggy.PluginManager("ejkernel")
     manager.add_hookspecs(Hooks)
     try:

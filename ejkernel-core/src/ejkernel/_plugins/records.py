@@ -9,8 +9,8 @@ from ejkernel._plugins.levels import FIELDS_OF_LEVEL_1
 from ejkernel._plugins.requirements import canonical
 from ejkernel.plugin import FIRST_PARTY, Implementation, Plugin, Quarantine
 
-LIGHT_IMPORT_BUDGET = 0.005
-"""Seconds that importing a plugin's light module may take."""
+PLUGIN_IMPORT_BUDGET = 0.005
+"""Seconds that importing a plugin's plugin module may take."""
 
 State = Literal["ok", "disabled", "missing requirement", "incompatible", "conflict", "broken"]
 
@@ -30,8 +30,8 @@ class PluginRecord:
         plugin: its description when one could be had.
         tables: paths of the tuning tables that it ships.
         quarantine: which of its configs must not be chosen.
-        module: the light module, for further hooks.
-        seconds: how long importing the light module took; more than `LIGHT_IMPORT_BUDGET` is worth a remark.
+        module: the plugin module, for further hooks.
+        seconds: how long importing the plugin module took; more than `PLUGIN_IMPORT_BUDGET` is worth a remark.
         heavy: top-level packages that importing it newly imported, beyond the standard library and its own.
     """
 
@@ -51,8 +51,8 @@ class PluginRecord:
 
     @property
     def slow(self) -> bool:
-        """Whether its light module is none: slow to import, or importing other packages."""
-        return self.seconds > LIGHT_IMPORT_BUDGET or bool(self.heavy)
+        """Whether its plugin module is none: slow to import, or importing other packages."""
+        return self.seconds > PLUGIN_IMPORT_BUDGET or bool(self.heavy)
 
     @property
     def ok(self) -> bool:

@@ -17,7 +17,7 @@ class Verdict:
     Attributes:
         candidate: the implementation and who brings it.
         verdict: `chosen`, `available`, `refused`, `forbidden`, `opt-in`, `not asked for` or `broken`.
-        reasons: every reason that applies; of one that could run, why it stands lower than at best.
+        reasons: every reason that applies; of one that could run, why its priority is lower than at best.
         rank: where it stands in the order of preference; smaller is tried first.
     """
 

@@ -1,4 +1,4 @@
-"""Calling compiled code: `ejit`, and the two doors to kernels of one's own, each imported when it is first asked for."""
+"""Calling compiled code: `ejit`, and the two entry points for kernels of one's own, each imported when it is first asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public functions and their class forms: thin facades over the operations."""
+"""The public functions and their class APIs: thin facades over the operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Class forms of the public functions, and the executor that calls them."""
+"""Class APIs of the public functions, and the executor that calls them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Module:
 
 
 def class_form(name: str, function: Callable[..., Any]) -> type[Module]:
-    """The class form of a public function."""
+    """The class API of a public function."""
     return type(
         name,
         (Module,),

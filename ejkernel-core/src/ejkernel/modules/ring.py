@@ -14,7 +14,7 @@ from ejkernel.compositions import mesh as _mesh
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.compositions.axes import Axes, as_axes, check_mesh_axes
 from ejkernel.compositions.ring.bind import check_layout
-from ejkernel.compositions.ring.door import RingAttentionOver
+from ejkernel.compositions.ring.entry import RingAttentionOver
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.modules._static import options_of

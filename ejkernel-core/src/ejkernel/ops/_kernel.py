@@ -112,7 +112,7 @@ class Invocation:
 
     @classmethod
     def of(cls, operation: Any, *args: Any, cfg: Any = None, **kwargs: Any) -> Invocation:
-        """The call `operation(*args, cfg=cfg, **kwargs)` of a kernel, a public function, its class form or its name."""
+        """The call `operation(*args, cfg=cfg, **kwargs)` of a kernel, a public function, its class API or its name."""
         if isinstance(operation, KernelDefinition):
             args, kwargs = operation.prepare(*args, **kwargs)
             return cls(operation.op_id, args, kwargs, cfg, operation)

@@ -73,7 +73,7 @@ class ConfigSelectorChain:
             return Selected(decision.config, decision.tier)
 
     def call(self, operation: Any, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
-        """Run a kernel, a public function or its class form with the config that is chosen for it."""
+        """Run a kernel, a public function or its class API with the config that is chosen for it."""
         if isinstance(operation, KernelDefinition):
             inv = Invocation.of(operation, *args, cfg=cfg, **kwargs)
             return operation.compute(inv, self.choose(inv))

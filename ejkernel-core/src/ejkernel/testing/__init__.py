@@ -1,4 +1,4 @@
-"""The conformance kit: the contract of every operation, executable against any platform.
+"""The conformance suite: the contract of every operation, executable against any platform.
 
 A plugin author writes a test module with
 

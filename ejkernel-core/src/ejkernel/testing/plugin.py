@@ -1,4 +1,4 @@
-"""Pytest plugin of the conformance kit: options, parameters, the report and the evidence check."""
+"""Pytest plugin of the conformance suite: options, parameters, the report and the evidence check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ejkernel.autotune`: the door to tuning."""
+"""`ejkernel.autotune`: the entry point to tuning."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A third-party platform for ejkernel. Kept empty: it runs before the light module at every `import ejkernel`."""
+"""A third-party platform for ejkernel. Kept empty: it runs before the plugin module at every `import ejkernel`."""

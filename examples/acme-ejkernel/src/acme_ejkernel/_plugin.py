@@ -1,4 +1,4 @@
-"""The light module: says what there is. Imports the standard library and `ejkernel.plugin` only."""
+"""The plugin module: says what there is. Imports the standard library and `ejkernel.plugin` only."""
 
 from __future__ import annotations
 

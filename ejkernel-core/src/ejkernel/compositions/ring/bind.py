@@ -1,4 +1,4 @@
-"""The one door of ring attention: the shards of one device, checked, as a ring and its inputs."""
+"""The entry point of ring attention: the shards of one device, checked, as a ring and its inputs."""
 
 from __future__ import annotations
 

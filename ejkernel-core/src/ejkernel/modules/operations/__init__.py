@@ -1,4 +1,4 @@
-"""The public functions, their class forms and their portable configs, under the path that older clients import them from."""
+"""The public functions, their class APIs and their portable configs, under the path that older clients import them from."""
 
 from __future__ import annotations
 

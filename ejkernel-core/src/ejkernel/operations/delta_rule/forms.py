@@ -1,4 +1,4 @@
-"""Doors to `delta_rule` beside its own: a pool of states, and RWKV-7's removal key."""
+"""Entry points to `delta_rule` beside its own: a pool of states, and RWKV-7's removal key."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`flash_attention` in NumPy float64.
 
-Nothing may depend on masked places, so what is not finite there is replaced at the door: non-finite entries of query, key and
+Nothing may depend on masked places, so what is not finite there is replaced first: non-finite entries of query, key and
 value become 0, as does the bias of invisible pairs.
 """
 

@@ -1,4 +1,4 @@
-"""What the normalisations over rows share: door, dims and cost."""
+"""What the normalisations over rows share: entry point, dimensions and cost."""
 
 from __future__ import annotations
 
