@@ -38,7 +38,7 @@ class Contract(abc.ABC):
 
     @abc.abstractmethod
     def canonicalise(self, *args: Any, **kwargs: Any) -> Bound:
-        """Check the arguments, resolve defaults and return the canonical call. The one entry point: kernels rely on what it checked."""
+        """Check the arguments, resolve defaults and return the canonical call. Kernels rely on what is checked here."""
 
     @abc.abstractmethod
     def dimensions(self, call: Any) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""What the functions on paged caches share: their entry points to the operations, and lengths that are known checked against tables."""
+"""What the functions on paged caches share: other ways to say a call, and known lengths checked against tables."""
 
 from __future__ import annotations
 
