@@ -1,9 +1,9 @@
-"""How far one platform stands before another in the default order, and what several orders share.
+"""How far one platform is before another in the default order, and what several orders share.
 
 Orders are data that recorded measurements justify: platform or implementation id -> level, larger is preferred; or, where a
-platform is faster for some calls alone, a rule `(call, phase, target) -> Priority`, which says for the others why its priority is lower.
-XLA stands at 0, what was slower below it, and what was not measured below that. All of it was measured on Hopper (H100, H200);
-other GPUs take the same order until they are measured. `tests/test_default_order.py` holds every rule against the recorded times.
+platform is faster for some calls alone, a rule `(call, phase, target) -> Priority`, with a reason where the priority is lower.
+XLA is at 0, what was slower below it, and what was not measured below that. All of it was measured on Hopper (H100, H200); other
+GPUs take the same order until they are measured. `tests/test_default_order.py` holds every rule against the recorded times.
 """
 
 from __future__ import annotations
