@@ -1,10 +1,13 @@
-"""An option of every suite: a sample of the tests that are made from many parameters."""
+"""For every suite: annotations are checked at run time, and an option samples tests that are made from many parameters."""
 
 from __future__ import annotations
 
+import os
 import zlib
 
 import pytest
+
+os.environ.setdefault("EJKERNEL_TYPECHECK", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

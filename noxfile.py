@@ -183,9 +183,10 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def types(session: nox.Session) -> None:
-    """Static types."""
+    """Static types, ours and those that users see."""
     python = checking_environment(session)
     session.run(str(python), "-m", "pyright", "--pythonpath", str(python), external=True)
+    pytest(session, python, "tests/typing")
 
 
 @nox.session(python=False)
@@ -207,7 +208,7 @@ FAST_COMPILATION = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
     """Every distribution is tested, also after one has failed."""
-    elsewhere = ("browser", "conformance", "device", "docs", "isolation", "opaque", "smoke")
+    elsewhere = ("browser", "conformance", "device", "docs", "isolation", "opaque", "smoke", "typing")
     platforms = sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")})
     suites = [[f"{folder}/tests"] for folder in (*platforms, *COMMANDS)]
     failed = []

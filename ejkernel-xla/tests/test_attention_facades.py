@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -12,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ejkernel
-from ejkernel import modules
+from ejkernel import MaskInfo, modules
 from ejkernel.operations.flash_attention import reference
 from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionOutputs
 
@@ -22,25 +21,6 @@ sdpa = functools.partial(ejkernel.scaled_dot_product_attention, platform="xla")
 attention = functools.partial(ejkernel.attention, platform="xla")
 
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Info:
-    """Stands in for MaskInfo: the attributes that the operation reads."""
-
-    dense: object = None
-    query_segments: object = None
-    key_segments: object = None
-    query_positions: object = None
-    key_positions: object = None
-    query_lengths: object = None
-    key_lengths: object = None
-    causal: bool = dataclasses.field(default=False, metadata={"static": True})
-    causal_offset: int = dataclasses.field(default=0, metadata={"static": True})
-    window: object = dataclasses.field(default=None, metadata={"static": True})
-    chunk_size: object = dataclasses.field(default=None, metadata={"static": True})
-    prefix: object = dataclasses.field(default=None, metadata={"static": True})
 
 
 def normal(*shape, seed=0):
@@ -90,7 +70,7 @@ def test_flash_attention_output_lse_and_gradients():
 def test_mask_info_bias_and_causal_hold_together():
     q, k, v = qkv(10)
     ids = np.array([[0] * 4 + [1] * 4 + [-1] * 2] * 2, np.int32)
-    info = Info(dense=normal(2, 1, 10, 10) > -0.5, query_segments=ids, key_segments=ids)
+    info = MaskInfo(dense=normal(2, 1, 10, 10) > -0.5, query_segments=ids, key_segments=ids)
     bias = normal(2, 1, 1, 10)
     seen = (
         info.dense
@@ -282,7 +262,7 @@ def test_flash_attention_takes_packed_sequences(axes):
 def test_packed_with_a_dense_mask_and_bias():
     q, k, v, cu, _ = packed_problem([5, 8], [5, 8])
     dense, bias = normal(13, 13, seed=4) > -0.3, normal(13, 13, seed=5)
-    out = flash_attention(q, k, v, bias, cu, mask_info=Info(dense=dense[None, None], causal=True))
+    out = flash_attention(q, k, v, bias, cu, mask_info=MaskInfo(dense=dense[None, None], causal=True))
     blocks = np.zeros((13, 13), bool)
     blocks[:5, :5] = blocks[5:, 5:] = True
     expected = exact(q[None], k[None], v[None], bias=bias, mask=dense & blocks, causal=True).out[0]
@@ -303,7 +283,7 @@ REFUSED = [
     ({"layout": "dht"}, "layout: got 'dht', expected one of thd, htd, bthd, bhtd"),
     ({"layout": "bthd"}, "query: got shape (13, 4, 8), expected 4 axes in layout 'bthd'"),
     ({"causal_alignment": "bottom_right"}, "causal_alignment: got 'bottom_right'"),
-    ({"mask_info": Info(key_lengths=np.array([4]))}, "mask_info: got key_lengths beside cum_seqlens"),
+    ({"mask_info": MaskInfo(key_lengths=np.array([4]))}, "mask_info: got key_lengths beside cum_seqlens"),
 ]
 
 
@@ -392,7 +372,7 @@ def test_attention_weights_are_differentiable():
     def loss(weights_of):
         return lambda q, k, bias, sinks: (weights_of(q, k, bias, sinks) * grad).sum()
 
-    got = loss(lambda q, k, bias, sinks: attention(q, k, v, bias, None, sinks, mask_info=Info(dense=seen))[1])
+    got = loss(lambda q, k, bias, sinks: attention(q, k, v, bias, None, sinks, mask_info=MaskInfo(dense=seen))[1])
     wanted = loss(lambda q, k, bias, sinks: dense_weights(q, k, bias=bias, seen=seen, sinks=sinks))
     arguments = (q, k, bias, sinks)
     for one, other in zip(*(jax.jit(jax.grad(f, (0, 1, 2, 3)))(*arguments) for f in (got, wanted)), strict=True):
@@ -406,7 +386,7 @@ def test_attention_with_infinite_bias_and_nan_under_the_mask():
     seen = np.ones((1, 1, 6, 6), bool)
     seen[..., 4] = False
     bias[..., 4] = np.nan
-    weights, pull = jax.vjp(lambda q, bias: attention(q, k, v, bias, mask_info=Info(dense=seen))[1], q, bias)
+    weights, pull = jax.vjp(lambda q, bias: attention(q, k, v, bias, mask_info=MaskInfo(dense=seen))[1], q, bias)
     assert (np.asarray(weights)[:, :, 2] == 0).all()
     assert (np.asarray(weights)[..., 4] == 0).all()
     np.testing.assert_allclose(np.asarray(weights).sum(-1), np.broadcast_to([1, 1, 0, 1, 1, 1], (2, 2, 6)), rtol=1e-5)
@@ -475,7 +455,7 @@ SPEC = P("dp", "sp", "tp", None)
 def test_mesh_gives_the_unsharded_result_and_gradients(mesh):
     q, k, v = qkv(10)
     sinks, bias = normal(4), normal(1, 4, 10, 10)
-    info = Info(dense=normal(2, 1, 10, 10) > -0.5, key_lengths=np.array([10, 6], np.int32))
+    info = MaskInfo(dense=normal(2, 1, 10, 10) > -0.5, key_lengths=np.array([10, 6], np.int32))
     options = {"causal": True, "dropout_prob": 0.3, "dropout_seed": jax.random.key(4), "mask_info": info}
     in_specs = (SPEC, SPEC, SPEC, P(None, "tp"), None, None, P("tp"))
 

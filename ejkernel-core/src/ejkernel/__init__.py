@@ -3,9 +3,216 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what `__getattr__` below finds at run time
+    from ejkernel import (
+        callib as callib,
+    )
+    from ejkernel import (
+        loggings as loggings,
+    )
+    from ejkernel import (
+        masks as masks,
+    )
+    from ejkernel import (
+        modules as modules,
+    )
+    from ejkernel import (
+        ops as ops,
+    )
+    from ejkernel import (
+        packing as packing,
+    )
+    from ejkernel import (
+        plugin as plugin,
+    )
+    from ejkernel import (
+        quantization as quantization,
+    )
+    from ejkernel import (
+        testing as testing,
+    )
+    from ejkernel import (
+        tuning as tuning,
+    )
+    from ejkernel import (
+        types as types,
+    )
+    from ejkernel import (
+        typing as typing,
+    )
+    from ejkernel import (
+        utils as utils,
+    )
+    from ejkernel import (
+        xla_utils as xla_utils,
+    )
+    from ejkernel._dispatch.explanation import explain
+    from ejkernel._plugins.export import EXPORT_DISABLED_CHECKS
+    from ejkernel._plugins.registry import Backend, Platform, kernel_registry
+    from ejkernel.call.policy import use
+    from ejkernel.errors import (
+        AnnotationError,
+        EjkernelError,
+        NoConfigError,
+        NoKernelError,
+        NoTunerError,
+        PluginError,
+        TracingError,
+    )
+    from ejkernel.masks import MaskInfo
+    from ejkernel.modules import *
+    from ejkernel.tuning import autotune, overlay
 
 from ejkernel._version import __version__ as __version__
+
+__all__ = [
+    "EXPORT_DISABLED_CHECKS",
+    "RWKV4",
+    "RWKV6",
+    "RWKV7",
+    "AllGatherMatmul",
+    "AnnotationError",
+    "ApplyNativeSparseAttention",
+    "Attention",
+    "AttentionConfig",
+    "Backend",
+    "BaseOperationConfig",
+    "BlockSparseAttention",
+    "BlockSparseAttentionConfig",
+    "BlockSparseLayout",
+    "ChunkedPrefillPagedDecode",
+    "CrossEntropyOutput",
+    "DecodeAttention",
+    "DeepSeekAttention",
+    "EjkernelError",
+    "Executor",
+    "FlashAttention",
+    "FlashAttentionConfig",
+    "FlashAttnVarlen",
+    "FlashMLA",
+    "FusedAddRmsNorm",
+    "FusedCrossEntropy",
+    "FusedKLDivergence",
+    "FusedQkNormRope",
+    "GLAttention",
+    "GatedDeltaRule",
+    "GatedDeltaRuleConfig",
+    "GatedLinearAttention",
+    "GroupedMatmul",
+    "GroupedMatmulConfig",
+    "KLDivergenceOutput",
+    "KernelDeltaAttention",
+    "LayerNorm",
+    "LightningAttention",
+    "LlamaRope",
+    "LlamaRotaryEmbedding",
+    "MaskInfo",
+    "MeanPooling",
+    "MultiHeadLatentAttention",
+    "MultiLatentRaggedPageAttention",
+    "MultiLatentRaggedPageAttentionConfig",
+    "MultiLatentRaggedPageAttentionV2",
+    "MultiLatentRaggedPageAttentionV2Config",
+    "NativeSparseAttention",
+    "NoConfigError",
+    "NoKernelError",
+    "NoTunerError",
+    "PageAttention",
+    "PagedCacheUpdate",
+    "Platform",
+    "PluginError",
+    "PrefillPageAttention",
+    "QuantizedMatmul",
+    "RWKV7Mul",
+    "RaggedDecodeAttention",
+    "RaggedGatedDeltaRule",
+    "RaggedPageAttentionv2",
+    "RaggedPageAttentionv2Config",
+    "RaggedPageAttentionv2TurboQuantConfig",
+    "RaggedPageAttentionv3",
+    "RaggedPageAttentionv3Config",
+    "RaggedPageAttentionv3TurboQuantConfig",
+    "RecurrentAttention",
+    "ReduceScatterMatmul",
+    "Retention",
+    "RingAttention",
+    "RingAttentionConfig",
+    "RmsNorm",
+    "Rope",
+    "ScaledDotProductAttention",
+    "ScaledDotProductAttentionConfig",
+    "Softmax",
+    "StateSpaceV1",
+    "StateSpaceV2",
+    "TracingError",
+    "UnifiedAttention",
+    "UnifiedAttentionConfig",
+    "__version__",
+    "all_gather_matmul",
+    "apply_native_sparse_attention",
+    "attention",
+    "autotune",
+    "block_sparse_layout",
+    "blocksparse_attention",
+    "chunked_prefill_paged_decode",
+    "create_default_executor",
+    "decode_attention",
+    "deepseek_attn",
+    "explain",
+    "flash_attention",
+    "flash_attn_varlen",
+    "flash_mla",
+    "fused_add_rms_norm",
+    "fused_cross_entropy",
+    "fused_kl_divergence",
+    "fused_qk_norm_rope",
+    "gated_delta_rule",
+    "gla",
+    "gla_attention",
+    "grouped_matmul",
+    "kernel_delta_attention",
+    "kernel_registry",
+    "layer_norm",
+    "lightning_attention",
+    "lightning_attn",
+    "llama_rope",
+    "mean_pooling",
+    "multi_head_latent_attention",
+    "multi_latent_ragged_page_attention",
+    "multi_latent_ragged_page_attention_v2",
+    "native_spare_attention",
+    "native_sparse_attention",
+    "overlay",
+    "page_attention",
+    "paged_cache_update",
+    "prefill_page_attention",
+    "quantized_matmul",
+    "ragged_decode_attention",
+    "ragged_gated_delta_rule",
+    "ragged_page_attention_v2",
+    "ragged_page_attention_v3",
+    "recurrent",
+    "recurrent_attention",
+    "reduce_scatter_matmul",
+    "retention",
+    "ring_attention",
+    "rms_norm",
+    "rope",
+    "rwkv4",
+    "rwkv6",
+    "rwkv7",
+    "rwkv7_mul",
+    "scaled_dot_product_attention",
+    "softmax",
+    "state_space_v1",
+    "state_space_v2",
+    "unified_attention",
+    "use",
+    "zigzag_shard",
+    "zigzag_unshard",
+]
 
 _SUBMODULES = (
     "callib",
@@ -19,6 +226,7 @@ _SUBMODULES = (
     "testing",
     "tuning",
     "types",
+    "typing",
     "utils",
     "xla_utils",
 )
@@ -31,22 +239,25 @@ _LAZY = {
     **dict.fromkeys(("Backend", "Platform", "kernel_registry"), "ejkernel._plugins.registry"),
     **dict.fromkeys(("autotune", "overlay"), "ejkernel.tuning"),
     **dict.fromkeys(
-        ("EjkernelError", "NoConfigError", "NoKernelError", "NoTunerError", "PluginError", "TracingError"), "ejkernel.errors"
+        ("AnnotationError", "EjkernelError", "NoConfigError", "NoKernelError", "NoTunerError", "PluginError", "TracingError"),
+        "ejkernel.errors",
     ),
 }
 """Names and where they live; the public functions and their class APIs are those of `ejkernel.modules`."""
 
 
-def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"ejkernel.{name}")
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    if not name.startswith("_"):
-        modules = importlib.import_module("ejkernel.modules")
-        if name in modules.__all__:
-            return getattr(modules, name)
-    raise AttributeError(f"module 'ejkernel' has no attribute {name!r}")
+if not TYPE_CHECKING:  # checkers would take it to define every name, misspelt ones too
+
+    def __getattr__(name: str) -> Any:
+        if name in _SUBMODULES:
+            return importlib.import_module(f"ejkernel.{name}")
+        if name in _LAZY:
+            return getattr(importlib.import_module(_LAZY[name]), name)
+        if not name.startswith("_"):
+            modules = importlib.import_module("ejkernel.modules")
+            if name in modules.__all__:
+                return getattr(modules, name)
+        raise AttributeError(f"module 'ejkernel' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

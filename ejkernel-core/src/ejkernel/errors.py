@@ -40,6 +40,10 @@ class TracingError(EjkernelError, RuntimeError):
     """Something that runs programs was asked for while one is traced."""
 
 
+class AnnotationError(EjkernelError, TypeError):
+    """Under `EJKERNEL_TYPECHECK=1`: what a function accepted or returned is not what its annotation says; either is wrong."""
+
+
 class EjkernelWarning(UserWarning):
     """Base class of the warnings that ejkernel issues."""
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import numpy as np
 
 from ejkernel._dispatch import explanation
 from ejkernel._dispatch.execution import run_forward
+from ejkernel._pipeline import typecheck
 from ejkernel._pipeline.batching import batched_backward, batched_forward
 from ejkernel.call.arrays import has_gradient, named
 from ejkernel.call.contract import Contract
@@ -46,7 +47,7 @@ class Operation(Contract):
 
         Args:
             arrays: keyword arguments of `canonicalise` that hold arrays (any pytree; None where absent).
-            options: its other keyword arguments; static and hashable.
+            options: its other keyword arguments; `static_options` makes them hashable.
             platform: None or "auto", one platform, or several in order of preference.
             cfg: config override for the chosen implementation: its dataclass, a mapping of its fields, or a portable config of
                 `ejkernel.modules.operations.configs`, which may also demand a platform.
@@ -66,7 +67,7 @@ class Operation(Contract):
                 name = next(name for name, value in arrays.items() if any(one is leaf for one in jax.tree.leaves(value)))
                 raise wrong_type(name, type(leaf).__name__, "an array")
         target = resolve_target(leaves, policy.target)
-        invocation = _Invocation(self, form, _static_options(options), policy, target, cfg)
+        invocation = _Invocation(self, form, static_options(options), policy, target, cfg)
         if explanation.capturing():
             raise explanation.Captured(invocation.explain(arrays))
         self.check_values(arrays)
@@ -107,7 +108,10 @@ class _Invocation:
 @functools.partial(jax.jit, static_argnums=0)
 def _invoke(invocation: _Invocation, arrays: dict[str, Any]) -> Any:
     bound, request = invocation.bind(arrays)
-    return bound.finish(invocation.operation.run(request, bound.inputs))
+    outputs = invocation.operation.run(request, bound.inputs)
+    if typecheck.on():
+        typecheck.check_records(bound.inputs, outputs)
+    return bound.finish(outputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -138,16 +142,27 @@ def _public(request: Request, outputs: Any) -> Any:
     return type(outputs)(**{name: getattr(outputs, name) if name in visible else None for name in outputs._fields})
 
 
-def _static_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, _static(name, value)) for name, value in options.items())
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
+def static_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Options as hashable Python values, to be part of the key of a compiled program.
+
+    Lists become tuples and arrays of one element numbers.
+
+    Raises:
+        TypeError: a traced value, or an array of several.
+    """
+    return tuple([(name, value if type(value) in _PLAIN else _static(name, value)) for name, value in options.items()])
 
 
 def _static(name: str, value: Any) -> Any:
-    """An option as a hashable Python value: lists become tuples, arrays of one element become numbers."""
+    if isinstance(value, type):  # a dtype
+        return value
     if isinstance(value, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
         raise wrong_type(name, "a traced value", "a Python value known when the program is built")
-    if isinstance(value, list):
-        return tuple(value)
+    if isinstance(value, (list, tuple)):
+        return tuple([_static(name, item) for item in cast("Sequence[Any]", value)])
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         if value.size != 1:
             raise wrong_type(name, f"an array of shape {value.shape}", "a Python value")

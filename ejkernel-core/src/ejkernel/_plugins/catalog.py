@@ -53,91 +53,59 @@ ORDERED = (
 )
 """Operations that have a default order."""
 
-_FUNCTIONS_OF: Mapping[str, tuple[str, ...]] = {
-    "attention": (
-        "attention",
-        "flash_attention",
-        "flash_attn_varlen",
-        "scaled_dot_product_attention",
-    ),
-    "block_sparse": ("blocksparse_attention",),
-    "deltas": (
-        "gated_delta_rule",
-        "kernel_delta_attention",
-        "ragged_gated_delta_rule",
-        "rwkv7",
-        "rwkv7_mul",
-    ),
-    "latent": (
-        "flash_mla",
-        "multi_head_latent_attention",
-    ),
-    "latent_serving": (
-        "multi_latent_ragged_page_attention",
-        "multi_latent_ragged_page_attention_v2",
-    ),
-    "losses": (
-        "fused_cross_entropy",
-        "fused_kl_divergence",
-    ),
-    "matmuls": (
-        "grouped_matmul",
-        "quantized_matmul",
-    ),
-    "norms": (
-        "fused_add_rms_norm",
-        "layer_norm",
-        "rms_norm",
-    ),
-    "pooling": ("mean_pooling",),
-    "probabilities": ("softmax",),
-    "recurrences": (
-        "gla",
-        "gla_attention",
-        "lightning_attention",
-        "lightning_attn",
-        "recurrent",
-        "recurrent_attention",
-        "retention",
-        "rwkv6",
-    ),
-    "ring": ("ring_attention",),
-    "rotary": (
-        "fused_qk_norm_rope",
-        "llama_rope",
-        "rope",
-    ),
-    "serving": (
-        "page_attention",
-        "prefill_page_attention",
-        "ragged_page_attention_v2",
-        "unified_attention",
-    ),
-    "serving_decode": (
-        "decode_attention",
-        "ragged_decode_attention",
-    ),
-    "serving_updates": (
-        "chunked_prefill_paged_decode",
-        "paged_cache_update",
-        "ragged_page_attention_v3",
-    ),
-    "sparse_attention": (
-        "apply_native_sparse_attention",
-        "native_spare_attention",
-        "native_sparse_attention",
-    ),
-    "sparse_latent": ("deepseek_attn",),
-    "states": (
-        "rwkv4",
-        "state_space_v1",
-        "state_space_v2",
-    ),
-}
-
-FUNCTIONS: Mapping[str, str] = {
-    name: f"ejkernel.modules.{module}:{name}" for module, names in _FUNCTIONS_OF.items() for name in names
-}
+FUNCTIONS = (
+    "apply_native_sparse_attention",
+    "attention",
+    "blocksparse_attention",
+    "chunked_prefill_paged_decode",
+    "decode_attention",
+    "deepseek_attn",
+    "flash_attention",
+    "flash_attn_varlen",
+    "flash_mla",
+    "fused_add_rms_norm",
+    "fused_cross_entropy",
+    "fused_kl_divergence",
+    "fused_qk_norm_rope",
+    "gated_delta_rule",
+    "gla",
+    "gla_attention",
+    "grouped_matmul",
+    "kernel_delta_attention",
+    "layer_norm",
+    "lightning_attention",
+    "lightning_attn",
+    "llama_rope",
+    "mean_pooling",
+    "multi_head_latent_attention",
+    "multi_latent_ragged_page_attention",
+    "multi_latent_ragged_page_attention_v2",
+    "native_spare_attention",
+    "native_sparse_attention",
+    "page_attention",
+    "paged_cache_update",
+    "prefill_page_attention",
+    "quantized_matmul",
+    "ragged_decode_attention",
+    "ragged_gated_delta_rule",
+    "ragged_page_attention_v2",
+    "ragged_page_attention_v3",
+    "recurrent",
+    "recurrent_attention",
+    "retention",
+    "ring_attention",
+    "rms_norm",
+    "rope",
+    "rwkv4",
+    "rwkv6",
+    "rwkv7",
+    "rwkv7_mul",
+    "scaled_dot_product_attention",
+    "softmax",
+    "state_space_v1",
+    "state_space_v2",
+    "unified_attention",
+)
 """The public functions, by the names that `explain`, `kernel_registry.get` and the command line accept."""
 
 HELPERS = (
@@ -165,4 +133,4 @@ def public_function(name: str) -> Callable[..., Any]:
     if name not in FUNCTIONS:
         plain = "; that one is the same on every platform" if name in HELPERS else suggestion(name, FUNCTIONS)
         raise invalid("operation", repr(name), "the name of a public function that platforms implement" + plain)
-    return resolve(FUNCTIONS[name])
+    return resolve(f"ejkernel.modules:{name}")

@@ -27,9 +27,9 @@ from ejkernel._plugins import validation as _validation
 from ejkernel._plugins.records import PluginRecord, State
 from ejkernel.errors import PluginError, PluginWarning, suggestion
 from ejkernel.plugin import ENTRY_POINT_GROUP, FIRST_PARTY, Hooks, Plugin
+from ejkernel.utils.settings import is_on
 
 _VALUE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\s*:\s*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?")
-_OFF = ("", "0", "false", "no", "off")
 
 
 class _RejectedError(Exception):
@@ -66,7 +66,7 @@ def complaints(records: Iterable[PluginRecord]) -> list[str]:
 
 def is_strict() -> bool:
     """Whether `EJKERNEL_STRICT` asks for errors in place of warnings."""
-    return os.environ.get("EJKERNEL_STRICT", "").strip().lower() not in _OFF
+    return is_on("EJKERNEL_STRICT")
 
 
 def installed_distributions(**options: str) -> Iterator[Distribution]:

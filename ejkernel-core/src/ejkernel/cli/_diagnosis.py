@@ -10,7 +10,6 @@ from typing import Any
 import importlib_metadata
 from packaging.utils import canonicalize_name
 
-from ejkernel._dispatch.settings import read_settings, unknown_settings
 from ejkernel._plugins.records import PluginRecord
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.call.policy import environment_platforms, policy_for_call
@@ -20,6 +19,7 @@ from ejkernel.cli._foreign import OURS, foreign_distributions
 from ejkernel.cli.output import first_line
 from ejkernel.errors import suggestion
 from ejkernel.utils.known_versions import matching
+from ejkernel.utils.settings import read_settings, unknown_settings
 
 _ALWAYS = (OURS, "jax", "jaxlib", "numpy")
 _RELATED = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "triton", "jax-triton")

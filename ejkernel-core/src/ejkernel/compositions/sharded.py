@@ -11,6 +11,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from ejkernel._dispatch.explanation import capturing
+from ejkernel._pipeline.operation import static_options
 from ejkernel.compositions import mesh as _mesh
 from ejkernel.errors import invalid
 from ejkernel.operations.flash_attention import bind
@@ -82,7 +83,7 @@ def invoke(
     plan = Plan(
         operation=operation,
         form=form,
-        options=tuple(options.items()),
+        options=static_options(options),
         settings=tuple((name, _mesh.hashable(value)) for name, value in settings.items()),
         mesh=mesh,
         specs=tuple(specs.items()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ejkernel._pipeline import typecheck
 from ejkernel._plugins import catalog
 from ejkernel.modules._class_api import Executor, create_default_executor
 from ejkernel.modules.attention import (
@@ -16,6 +17,7 @@ from ejkernel.modules.attention import (
 )
 from ejkernel.modules.block_sparse import BlockSparseAttention, BlockSparseLayout, block_sparse_layout, blocksparse_attention
 from ejkernel.modules.collectives import AllGatherMatmul, ReduceScatterMatmul, all_gather_matmul, reduce_scatter_matmul
+from ejkernel.modules.constant_decays import LightningAttention, Retention, lightning_attention, lightning_attn, retention
 from ejkernel.modules.deltas import (
     RWKV7,
     GatedDeltaRule,
@@ -68,16 +70,11 @@ from ejkernel.modules.recurrences import (
     RWKV6,
     GatedLinearAttention,
     GLAttention,
-    LightningAttention,
     RecurrentAttention,
-    Retention,
     gla,
     gla_attention,
-    lightning_attention,
-    lightning_attn,
     recurrent,
     recurrent_attention,
-    retention,
     rwkv6,
 )
 from ejkernel.modules.ring import RingAttention, ring_attention, zigzag_shard, zigzag_unshard
@@ -250,5 +247,10 @@ __all__ = [
     "zigzag_unshard",
 ]
 
-FUNCTIONS = tuple(catalog.FUNCTIONS)
+FUNCTIONS = catalog.FUNCTIONS
 """The public functions, by the names that `explain`, `kernel_registry.get` and the command line accept."""
+
+if typecheck.on():
+    globals().update(
+        {name: typecheck.checked(globals()[name]) for name in __all__ if name in FUNCTIONS or name in catalog.HELPERS}
+    )

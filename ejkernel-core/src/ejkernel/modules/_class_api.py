@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
+from ejkernel._pipeline.typecheck import checked
 from ejkernel.errors import wrong_type
 
+Function = TypeVar("Function", bound=Callable[..., Any], covariant=True)
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
-class Module:
+
+class Module(Generic[Function]):
     """A public function as an object without state: `RmsNorm()(x, scale)` is `rms_norm(x, scale)`."""
 
-    function: Callable[..., Any]
+    if TYPE_CHECKING:  # a property, so that checkers see every overload of the function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self).function(*args, **kwargs)
+        @property
+        def __call__(self) -> Function: ...
+
+        function: Callable[..., Any]
+    else:
+
+        def __call__(self, *args, **kwargs):
+            return type(self).function(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
-def class_form(name: str, function: Callable[..., Any]) -> type[Module]:
+def class_form(name: str, function: Function) -> type[Module[Function]]:
     """The class API of a public function."""
     return type(
         name,
         (Module,),
-        {"function": staticmethod(function), "__doc__": function.__doc__, "__module__": function.__module__},
+        {"function": staticmethod(checked(function)), "__doc__": function.__doc__, "__module__": function.__module__},
     )
 
 
@@ -41,7 +52,11 @@ class Executor:
             raise wrong_type("chooser", repr(chooser), "an ejkernel.ops.ConfigSelectorChain, or None")
         self.chooser = chooser
 
-    def __call__(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @overload
+    def __call__(self, operation: Module[Callable[P, Result]], *args: P.args, **kwargs: P.kwargs) -> Result: ...
+    @overload
+    def __call__(self, operation: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result: ...
+    def __call__(self, operation: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(operation, type) and issubclass(operation, Module):
             raise wrong_type("operation", f"the class {operation.__name__}", f"an object: {operation.__name__}()")
         if not callable(operation):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
-import jax
 import jax.numpy as jnp
 
-from ejkernel.call.policy import PlatformChoice
+from ejkernel import typing as t
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.errors import invalid, wrong_type
+from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
-from ejkernel.modules._static import dtype_name, options_of
+from ejkernel.modules._options import FlashAttentionOptions, VarlenOptions
+from ejkernel.modules._static import dtype_name
 from ejkernel.operations.flash_attention.bind import host_seed
-from ejkernel.operations.flash_attention.forms import LAYOUTS, check_cum_seqlens, check_layout, packed
+from ejkernel.operations.flash_attention.forms import add_packed, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.operations.flash_attention.unbatched import unbatched
 from ejkernel.operations.flash_attention.weights import with_weights
@@ -22,35 +23,83 @@ from ejkernel.operations.flash_attention.weights import with_weights
 _POSITIONAL = ("query", "key", "value", "bias", "cum_seqlens_q", "cum_seqlens_k", "softmax_aux", "block_tables")
 
 
+@overload
 def flash_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    cum_seqlens_q: jax.Array | None = None,
-    cum_seqlens_k: jax.Array | None = None,
-    softmax_aux: jax.Array | None = None,
-    block_tables: jax.Array | None = None,
+    query: t.Queries,
+    key: t.Keys,
+    value: t.Values,
+    bias: t.Bias | None = None,
+    cum_seqlens_q: t.CumulativeLengths | None = None,
+    cum_seqlens_k: t.CumulativeLengths | None = None,
+    softmax_aux: t.Sinks | None = None,
+    block_tables: None = None,
     *,
-    mask_info: Any = None,
-    softmax_scale: float | None = None,
-    dropout_prob: float = 0.0,
-    causal: bool = False,
-    causal_alignment: str | None = None,
-    dropout_seed: Any = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    chunk_size: int | None = None,
-    logits_soft_cap: float | None = None,
-    normalize_output: bool = True,
-    precision: Any = None,
-    logits_dtype: Any = jnp.float32,
-    return_lse: bool = False,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> Any:
+    return_lse: Literal[False] = False,
+    **options: Unpack[FlashAttentionOptions],
+) -> t.Attended: ...
+
+
+@overload
+def flash_attention(
+    query: t.Queries,
+    key: t.Keys,
+    value: t.Values,
+    bias: t.Bias | None = None,
+    cum_seqlens_q: t.CumulativeLengths | None = None,
+    cum_seqlens_k: t.CumulativeLengths | None = None,
+    softmax_aux: t.Sinks | None = None,
+    block_tables: None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[FlashAttentionOptions],
+) -> tuple[t.Attended, t.LogSumExp]: ...
+
+
+@overload
+def flash_attention(
+    query: t.Queries,
+    key: t.Keys,
+    value: t.Values,
+    bias: t.Bias | None = None,
+    cum_seqlens_q: t.CumulativeLengths | None = None,
+    cum_seqlens_k: t.CumulativeLengths | None = None,
+    softmax_aux: t.Sinks | None = None,
+    block_tables: None = None,
+    *,
+    return_lse: t.Flag,
+    **options: Unpack[FlashAttentionOptions],
+) -> t.Attended | tuple[t.Attended, t.LogSumExp]: ...
+
+
+def flash_attention(
+    query: t.Queries,
+    key: t.Keys,
+    value: t.Values,
+    bias: t.Bias | None = None,
+    cum_seqlens_q: t.CumulativeLengths | None = None,
+    cum_seqlens_k: t.CumulativeLengths | None = None,
+    softmax_aux: t.Sinks | None = None,
+    block_tables: None = None,
+    *,
+    mask_info: MaskInfo | None = None,
+    softmax_scale: t.Number | None = None,
+    dropout_prob: t.Number = 0.0,
+    causal: t.Flag = False,
+    causal_alignment: t.CausalAlignment | None = None,
+    dropout_seed: t.Seed | None = None,
+    sliding_window: t.Window | None = None,
+    chunk_size: t.Count | None = None,
+    logits_soft_cap: t.Number | None = None,
+    normalize_output: t.Flag = True,
+    precision: t.PrecisionLike | None = None,
+    logits_dtype: t.DTypeLike | None = jnp.float32,
+    return_lse: t.Flag = False,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> t.Attended | tuple[t.Attended, t.LogSumExp]:
     """Exact softmax attention in O(T) memory: `softmax(mask(cap(softmax_scale * query . key + bias))) . value`.
 
     Everything said about visibility (mask_info, causal, sliding_window, chunk_size, cum_seqlens) holds at once. A query that
@@ -105,23 +154,23 @@ def flash_attention(
             remedy="it does not say how many keys each row has; unified_attention takes pages, their tables and lengths",
         )
     arrays = _arrays(query, key, value, bias, softmax_aux, mask_info, dropout_seed)
-    options = options_of(
-        softmax_scale=softmax_scale,
-        dropout_prob=dropout_prob,
-        causal=causal,
-        causal_alignment=causal_alignment,
-        sliding_window=sliding_window,
-        chunk_size=chunk_size,
-        logits_soft_cap=logits_soft_cap,
-        normalize_output=normalize_output,
-        precision=precision,
-        logits_dtype=logits_dtype,
-        return_lse=return_lse,
-    )
+    options = {
+        "softmax_scale": softmax_scale,
+        "dropout_prob": dropout_prob,
+        "causal": causal,
+        "causal_alignment": causal_alignment,
+        "sliding_window": sliding_window,
+        "chunk_size": chunk_size,
+        "logits_soft_cap": logits_soft_cap,
+        "normalize_output": normalize_output,
+        "precision": precision,
+        "logits_dtype": logits_dtype,
+        "return_lse": return_lse,
+    }
     form = None
     if cum_seqlens_q is not None or cum_seqlens_k is not None:
         form = packed
-        _add_packed(arrays, options, cum_seqlens_q, cum_seqlens_k, layout="bthd" if len(query.shape) == 4 else "thd")
+        add_packed(arrays, options, cum_seqlens_q, cum_seqlens_k, layout="bthd" if len(query.shape) == 4 else "thd")
     return _sharded.invoke(
         _FLASH_ATTENTION,
         arrays,
@@ -136,34 +185,88 @@ def flash_attention(
     )
 
 
+@overload
 def flash_attn_varlen(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cu_seqlens_q: jax.Array,
-    cu_seqlens_k: jax.Array | None = None,
-    max_seqlens_q: int | None = None,
-    max_seqlens_k: int | None = None,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    layout: str = "thd",
+    q: t.PackedHeads,
+    k: t.PackedHeads,
+    v: t.PackedValues,
+    cu_seqlens_q: t.CumulativeLengths,
+    cu_seqlens_k: t.CumulativeLengths | None = None,
+    max_seqlens_q: t.Count | None = None,
+    max_seqlens_k: t.Count | None = None,
+    causal: t.Flag = False,
+    sm_scale: t.Number | None = None,
+    layout: t.PackedLayout = "thd",
     *,
-    bias: jax.Array | None = None,
-    softmax_aux: jax.Array | None = None,
-    mask_info: Any = None,
-    causal_alignment: str | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    chunk_size: int | None = None,
-    logits_soft_cap: float | None = None,
-    dropout_prob: float = 0.0,
-    dropout_seed: Any = None,
-    normalize_output: bool = True,
-    precision: Any = None,
-    logits_dtype: Any = jnp.float32,
-    return_lse: bool = False,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> Any:
+    return_lse: Literal[False] = False,
+    **options: Unpack[VarlenOptions],
+) -> t.PackedAttended: ...
+
+
+@overload
+def flash_attn_varlen(
+    q: t.PackedHeads,
+    k: t.PackedHeads,
+    v: t.PackedValues,
+    cu_seqlens_q: t.CumulativeLengths,
+    cu_seqlens_k: t.CumulativeLengths | None = None,
+    max_seqlens_q: t.Count | None = None,
+    max_seqlens_k: t.Count | None = None,
+    causal: t.Flag = False,
+    sm_scale: t.Number | None = None,
+    layout: t.PackedLayout = "thd",
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[t.PackedAttended, t.PackedLogSumExp]: ...
+
+
+@overload
+def flash_attn_varlen(
+    q: t.PackedHeads,
+    k: t.PackedHeads,
+    v: t.PackedValues,
+    cu_seqlens_q: t.CumulativeLengths,
+    cu_seqlens_k: t.CumulativeLengths | None = None,
+    max_seqlens_q: t.Count | None = None,
+    max_seqlens_k: t.Count | None = None,
+    causal: t.Flag = False,
+    sm_scale: t.Number | None = None,
+    layout: t.PackedLayout = "thd",
+    *,
+    return_lse: t.Flag,
+    **options: Unpack[VarlenOptions],
+) -> t.PackedAttended | tuple[t.PackedAttended, t.PackedLogSumExp]: ...
+
+
+def flash_attn_varlen(
+    q: t.PackedHeads,
+    k: t.PackedHeads,
+    v: t.PackedValues,
+    cu_seqlens_q: t.CumulativeLengths,
+    cu_seqlens_k: t.CumulativeLengths | None = None,
+    max_seqlens_q: t.Count | None = None,
+    max_seqlens_k: t.Count | None = None,
+    causal: t.Flag = False,
+    sm_scale: t.Number | None = None,
+    layout: t.PackedLayout = "thd",
+    *,
+    bias: t.PackedBias | None = None,
+    softmax_aux: t.PackedSinks | None = None,
+    mask_info: MaskInfo | None = None,
+    causal_alignment: t.CausalAlignment | None = None,
+    sliding_window: t.Window | None = None,
+    chunk_size: t.Count | None = None,
+    logits_soft_cap: t.Number | None = None,
+    dropout_prob: t.Number = 0.0,
+    dropout_seed: t.Seed | None = None,
+    normalize_output: t.Flag = True,
+    precision: t.PrecisionLike | None = None,
+    logits_dtype: t.DTypeLike | None = jnp.float32,
+    return_lse: t.Flag = False,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.PackedAttended | tuple[t.PackedAttended, t.PackedLogSumExp]:
     """`flash_attention` of packed sequences: token i of sequence r attends to the keys of sequence r only.
 
     Args:
@@ -199,48 +302,48 @@ def flash_attn_varlen(
     Source: Dao, FlashAttention-2, 2023 (variable-length interface).
     """
     arrays = _arrays(q, k, v, bias, softmax_aux, mask_info, dropout_seed)
-    options = options_of(
-        softmax_scale=sm_scale,
-        dropout_prob=dropout_prob,
-        causal=causal,
-        causal_alignment=causal_alignment,
-        sliding_window=sliding_window,
-        chunk_size=chunk_size,
-        logits_soft_cap=logits_soft_cap,
-        normalize_output=normalize_output,
-        precision=precision,
-        logits_dtype=logits_dtype,
-        return_lse=return_lse,
-    )
+    options = {
+        "softmax_scale": sm_scale,
+        "dropout_prob": dropout_prob,
+        "causal": causal,
+        "causal_alignment": causal_alignment,
+        "sliding_window": sliding_window,
+        "chunk_size": chunk_size,
+        "logits_soft_cap": logits_soft_cap,
+        "normalize_output": normalize_output,
+        "precision": precision,
+        "logits_dtype": logits_dtype,
+        "return_lse": return_lse,
+    }
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlens_q", "max_seqlens_k")
-    _add_packed(arrays, options, cu_seqlens_q, cu_seqlens_k, max_seqlens_q, max_seqlens_k, layout=layout, names=names)
+    add_packed(arrays, options, cu_seqlens_q, cu_seqlens_k, max_seqlens_q, max_seqlens_k, layout=layout, names=names)
     return _FLASH_ATTENTION.invoke(arrays, options, platform=platform, cfg=cfg, form=packed)
 
 
 def scaled_dot_product_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    cum_seqlens_q: jax.Array | None = None,
-    cum_seqlens_k: jax.Array | None = None,
+    query: t.Queries,
+    key: t.Keys,
+    value: t.Values,
+    bias: t.Bias | None = None,
+    cum_seqlens_q: t.CumulativeLengths | None = None,
+    cum_seqlens_k: t.CumulativeLengths | None = None,
     *,
-    mask: jax.Array | None = None,
-    mask_info: Any = None,
-    scale: float | None = None,
-    softmax_scale: float | None = None,
-    is_causal: bool = False,
-    causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    local_window_size: int | tuple[int | None, int | None] | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> jax.Array:
+    mask: t.BoolMask | None = None,
+    mask_info: MaskInfo | None = None,
+    scale: t.Number | None = None,
+    softmax_scale: t.Number | None = None,
+    is_causal: t.Flag = False,
+    causal: t.Flag = False,
+    query_seq_lengths: t.Lengths | None = None,
+    key_value_seq_lengths: t.Lengths | None = None,
+    local_window_size: t.Window | None = None,
+    sliding_window: t.Window | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> t.Attended:
     """Attention under the argument names of `jax.nn.dot_product_attention`: `softmax(mask(scale * q . k + bias)) . v`.
 
     Args:
@@ -275,11 +378,11 @@ def scaled_dot_product_attention(
     Source: Vaswani et al., Attention is all you need, 2017, section 3.2.1.
     """
     arrays = _arrays(query, key, value, bias, None, mask_info, None)
-    options = options_of(
-        softmax_scale=_one_of("scale", scale, "softmax_scale", softmax_scale),
-        causal=is_causal or causal,
-        sliding_window=_one_of("local_window_size", local_window_size, "sliding_window", sliding_window),
-    )
+    options = {
+        "softmax_scale": _one_of("scale", scale, "softmax_scale", softmax_scale),
+        "causal": is_causal or causal,
+        "sliding_window": _one_of("local_window_size", local_window_size, "sliding_window", sliding_window),
+    }
     lengths = {"query_lengths": query_seq_lengths, "key_lengths": key_value_seq_lengths}
     lengths = {name: given for name, given in lengths.items() if given is not None}
     form = unbatched if len(query.shape) == 3 else None
@@ -289,7 +392,7 @@ def scaled_dot_product_attention(
                 "cum_seqlens_q", "packed sequences beside a mask or lengths", "one of them", remedy="use mask_info for a mask"
             )
         form = packed
-        _add_packed(arrays, options, cum_seqlens_q, cum_seqlens_k, layout="bthd" if len(query.shape) == 4 else "thd")
+        add_packed(arrays, options, cum_seqlens_q, cum_seqlens_k, layout="bthd" if len(query.shape) == 4 else "thd")
     arrays.update(lengths)
     if mask is not None:
         arrays["mask"] = mask
@@ -308,29 +411,29 @@ def scaled_dot_product_attention(
 
 
 def attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    dropout_rng: Any = None,
-    softmax_aux: jax.Array | None = None,
+    query: t.Queries,
+    key: t.Keys,
+    value: t.Values,
+    bias: t.Bias | None = None,
+    dropout_rng: t.Seed | None = None,
+    softmax_aux: t.Sinks | None = None,
     *,
-    mask_info: Any = None,
-    deterministic: bool = True,
-    dropout_prob: float = 0.0,
-    dtype: Any = None,
-    softmax_dtype: Any = None,
-    softmax_scale: float | None = None,
-    init_bias: Callable[[], jax.Array] | None = None,
-    causal: bool = False,
-    causal_alignment: str | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    chunk_size: int | None = None,
-    logits_soft_cap: float | None = None,
-    precision: Any = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+    mask_info: MaskInfo | None = None,
+    deterministic: t.Flag = True,
+    dropout_prob: t.Number = 0.0,
+    dtype: t.DTypeLike | None = None,
+    softmax_dtype: t.DTypeLike | None = None,
+    softmax_scale: t.Number | None = None,
+    init_bias: Callable[[], t.Bias] | None = None,
+    causal: t.Flag = False,
+    causal_alignment: t.CausalAlignment | None = None,
+    sliding_window: t.Window | None = None,
+    chunk_size: t.Count | None = None,
+    logits_soft_cap: t.Number | None = None,
+    precision: t.PrecisionLike | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> tuple[t.Attended, t.Weights]:
     """Attention that also returns its weights: `weights = softmax(...)`, `out = weights . value`.
 
     The weights are those that multiply the values: after dropout, and summing to less than 1 where sinks take part. They
@@ -368,18 +471,18 @@ def attention(
         raise wrong_type("init_bias", repr(init_bias), "a function that makes the bias")
     if bias is None and init_bias is not None:
         bias = init_bias()
-    options = options_of(
-        softmax_scale=softmax_scale,
-        dropout_prob=0.0 if deterministic else dropout_prob,
-        causal=causal,
-        causal_alignment=causal_alignment,
-        sliding_window=sliding_window,
-        chunk_size=chunk_size,
-        logits_soft_cap=logits_soft_cap,
-        precision=precision,
-        logits_dtype=jnp.float32 if softmax_dtype is None else softmax_dtype,
-        output_dtype=None if dtype is None else dtype_name("dtype", dtype),
-    )
+    options = {
+        "softmax_scale": softmax_scale,
+        "dropout_prob": 0.0 if deterministic else dropout_prob,
+        "causal": causal,
+        "causal_alignment": causal_alignment,
+        "sliding_window": sliding_window,
+        "chunk_size": chunk_size,
+        "logits_soft_cap": logits_soft_cap,
+        "precision": precision,
+        "logits_dtype": jnp.float32 if softmax_dtype is None else softmax_dtype,
+        "output_dtype": None if dtype is None else dtype_name("dtype", dtype),
+    }
     arrays = _arrays(query, key, value, bias, softmax_aux, mask_info, dropout_rng)
     return _FLASH_ATTENTION.invoke(arrays, options, platform=platform, cfg=cfg, form=with_weights)
 
@@ -390,41 +493,6 @@ def _arrays(query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, mask_
             raise wrong_type(name, type(array).__name__, "an array")
     given = {"bias": bias, "softmax_aux": softmax_aux, "mask_info": mask_info, "dropout_seed": host_seed(seed)}
     return {"query": query, "key": key, "value": value, **{name: a for name, a in given.items() if a is not None}}
-
-
-def _add_packed(
-    arrays: dict[str, Any],
-    options: dict[str, Any],
-    query_lengths: Any,
-    key_lengths: Any,
-    longest_query: Any = None,
-    longest_key: Any = None,
-    *,
-    layout: str,
-    names: tuple[str, ...] = ("cum_seqlens_q", "cum_seqlens_k", "max_seqlens_q", "max_seqlens_k"),
-) -> None:
-    """Add cumulative lengths to a call. The same object on both sides is passed once, so that kernels may use indices."""
-    check_layout(layout)
-    axes, axis = LAYOUTS[layout]
-    if query_lengths is None:
-        raise invalid(names[0], None, "cumulative lengths of the queries")
-    described = (
-        (0, query_lengths, "query", longest_query),
-        (1, query_lengths if key_lengths is None else key_lengths, "key", longest_key),
-    )
-    for side, lengths, name, longest in described:
-        if len(arrays[name].shape) != axes:
-            raise invalid(name, f"shape {tuple(arrays[name].shape)}", f"{axes} axes in layout {layout!r}")
-        check_cum_seqlens(names[side], lengths, arrays[name].shape[axis], longest, names[2 + side])
-        if axes == 4 and arrays[name].shape[0] != 1:
-            raise invalid(name, f"batch size {arrays[name].shape[0]}", "1 with packed sequences")
-    if key_lengths is not None and key_lengths.shape != query_lengths.shape:
-        got = f"cumulative lengths of {key_lengths.shape[0] - 1} sequences"
-        raise invalid(names[1], got, f"those of {query_lengths.shape[0] - 1}, as in {names[0]}")
-    arrays["cum_seqlens_q"] = query_lengths
-    if key_lengths is not None and key_lengths is not query_lengths:
-        arrays["cum_seqlens_k"] = key_lengths
-    options["layout"] = layout
 
 
 def _one_of(name: str, first: Any, other_name: str, second: Any) -> Any:

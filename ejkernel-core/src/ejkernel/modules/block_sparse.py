@@ -8,13 +8,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ejkernel.call.policy import PlatformChoice
+from ejkernel import typing as t
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.errors import invalid, wrong_type
+from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
-from ejkernel.modules._static import options_of
 from ejkernel.operations.block_sparse_attention.interface import OPERATION as _BLOCK_SPARSE_ATTENTION
-from ejkernel.operations.block_sparse_attention.layout import BlockSparseLayout, as_predicate_or_map, block_sparse_layout
+from ejkernel.operations.block_sparse_attention.layout import (
+    BlockSparseLayout,
+    MaskBuilder,
+    as_predicate_or_map,
+    block_sparse_layout,
+)
 from ejkernel.operations.flash_attention.bind import as_flag
 from ejkernel.utils.checks import check_array
 
@@ -22,27 +27,27 @@ _POSITIONAL = ("query", "key", "value", "softmax_aux", "bias")
 
 
 def blocksparse_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    softmax_aux: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    query: t.HeadQueries,
+    key: t.HeadKeys,
+    value: t.HeadValues,
+    softmax_aux: t.Sinks | None = None,
+    bias: t.Bias | None = None,
     *,
-    mask_builder: Any = None,
-    mask_info: Any = None,
-    qkv_layouts: BlockSparseLayout | tuple[BlockSparseLayout] | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    chunk_size: int | None = None,
-    causal: bool | None = None,
-    logits_soft_cap: float | None = None,
-    softmax_scale: float | None = None,
-    fused_backward: bool = False,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> jax.Array:
+    mask_builder: MaskBuilder | t.TileMap | None = None,
+    mask_info: MaskInfo | None = None,
+    qkv_layouts: BlockSparseLayout | tuple[BlockSparseLayout] | list[BlockSparseLayout] | None = None,
+    sliding_window: t.Window | None = None,
+    chunk_size: t.Count | None = None,
+    causal: t.Flag | None = None,
+    logits_soft_cap: t.Number | None = None,
+    softmax_scale: t.Number | None = None,
+    fused_backward: t.Flag = False,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> t.HeadAttended:
     """Exact softmax attention that computes only tiles with visible pairs: `softmax(mask(cap(scale * q . k + bias))) . v`.
 
     The result is that of dense attention under the same mask; the work falls with the number of tiles that hold a visible pair.
@@ -104,17 +109,17 @@ def blocksparse_attention(
         mask_builder = mask_info = sliding_window = chunk_size = causal = None
     structure = {"sliding_window": sliding_window, "chunk_size": chunk_size}
     if qkv_layouts is None:
-        options = options_of(causal=causal is not False, mask_builder=predicate, **structure)
+        options = {"causal": causal is not False, "mask_builder": predicate, **structure}
         arrays |= {} if mask_info is None else {"mask_info": mask_info}
     else:
         layout = _one_layout(qkv_layouts, queries, mask_info=mask_info, mask_builder=mask_builder)
         said = layout.mask_info.causal if causal is None else causal
-        options = options_of(causal=said, mask_builder=layout.mask_builder, **structure)
+        options = {"causal": said, "mask_builder": layout.mask_builder, **structure}
         options |= {"q_blocksize": layout.q_blocksize, "kv_blocksize": layout.kv_blocksize}
         arrays |= {"mask_info": layout.mask_info, "key_tiles": layout.key_tiles}
         if sliding_window is chunk_size is None and said == layout.mask_info.causal and layout.mask_info.prefix is None:
             arrays["full_tiles"] = layout.full_tiles
-    options |= options_of(logits_soft_cap=logits_soft_cap, softmax_scale=softmax_scale)
+    options |= {"logits_soft_cap": logits_soft_cap, "softmax_scale": softmax_scale}
     out = _sharded.invoke(
         _BLOCK_SPARSE_ATTENTION,
         arrays,

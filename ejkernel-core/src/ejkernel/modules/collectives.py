@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel import typing as t
 from ejkernel.call.partition import vary_like
 from ejkernel.call.policy import current_policy
 from ejkernel.compositions import mesh as _mesh
@@ -25,18 +26,18 @@ from ejkernel.utils.checks import check_compute
 
 
 def all_gather_matmul(
-    x: jax.Array,
-    y: jax.Array,
-    axis_name: str | tuple[str, ...],
+    x: t.ShardedRows,
+    y: t.ShardedMatrix,
+    axis_name: t.AxisNames,
     *,
-    rhs_transpose: bool = False,
-    preferred_element_type: Any = None,
-    precision: Any = None,
-    tp_size: int | None = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> jax.Array:
+    rhs_transpose: t.Flag = False,
+    preferred_element_type: t.DTypeLike | None = None,
+    precision: t.PrecisionLike | None = None,
+    tp_size: t.Count | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> t.ShardedProduct:
     """Rows of all devices times this device's matrix: `all_gather(x, axis=-2) @ y`, without gathering x.
 
     Pieces of x go round the devices and are multiplied as they arrive. The gradient of x is a `reduce_scatter_matmul`; that of
@@ -68,18 +69,18 @@ def all_gather_matmul(
 
 
 def reduce_scatter_matmul(
-    x: jax.Array,
-    y: jax.Array,
-    axis_name: str | tuple[str, ...],
+    x: t.ShardedRows,
+    y: t.ShardedMatrix,
+    axis_name: t.AxisNames,
     *,
-    rhs_transpose: bool = True,
-    preferred_element_type: Any = None,
-    precision: Any = None,
-    tp_size: int | None = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> jax.Array:
+    rhs_transpose: t.Flag = True,
+    preferred_element_type: t.DTypeLike | None = None,
+    precision: t.PrecisionLike | None = None,
+    tp_size: t.Count | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> t.ShardedProduct:
     """A product whose inner axis is split, summed over devices and scattered by rows: `psum_scatter(x @ y.T, axis=-2)`.
 
     Partial sums of the rows go round the devices, in float32, while each device makes its next part. The gradient of x is an
@@ -135,7 +136,7 @@ def _invoke(
     y: Any,
     axis_name: Any,
     options: dict[str, Any],
-    tp_size: int | None,
+    tp_size: Any,
     mesh: Any,
     in_specs: Any,
     out_specs: Any,

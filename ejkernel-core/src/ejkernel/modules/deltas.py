@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal, Unpack, overload
 
-import jax
-
-from ejkernel.call.policy import PlatformChoice
+from ejkernel import typing as t
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._options import DeltaOptions, Rwkv7Options
 from ejkernel.operations.delta_rule.forms import by_removal, check_starts, chunked_by, delta, ragged
 from ejkernel.operations.delta_rule.interface import OPERATION as _DELTA_RULE
 from ejkernel.utils.checks import check_array, check_compute, check_shape
@@ -17,28 +16,70 @@ from ejkernel.utils.checks import check_array, check_compute, check_shape
 _POSITIONAL = ("query", "key", "value", "beta", "decay", "initial_state", "seg_ids", "cu_seqlens")
 
 
+@overload
 def gated_delta_rule(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    beta: jax.Array,
-    decay: jax.Array | None = None,
-    initial_state: jax.Array | None = None,
+    query: t.SequenceHeads,
+    key: t.SequenceHeads,
+    value: t.SequenceValues,
+    beta: t.PerHead,
+    decay: t.PerHead | None = None,
+    initial_state: t.MatrixState | None = None,
     *,
-    softmax_scale: float | None = None,
-    use_qk_l2norm: bool = True,
-    use_chunked: bool = True,
-    return_state: bool = False,
-    reverse: bool = False,
-    chunk_size: int | None = None,
-    seg_ids: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> Any:
+    return_state: Literal[False] = False,
+    **options: Unpack[DeltaOptions],
+) -> t.SequenceOutput: ...
+
+
+@overload
+def gated_delta_rule(
+    query: t.SequenceHeads,
+    key: t.SequenceHeads,
+    value: t.SequenceValues,
+    beta: t.PerHead,
+    decay: t.PerHead | None = None,
+    initial_state: t.MatrixState | None = None,
+    *,
+    return_state: Literal[True],
+    **options: Unpack[DeltaOptions],
+) -> tuple[t.SequenceOutput, t.FinalState]: ...
+
+
+@overload
+def gated_delta_rule(
+    query: t.SequenceHeads,
+    key: t.SequenceHeads,
+    value: t.SequenceValues,
+    beta: t.PerHead,
+    decay: t.PerHead | None = None,
+    initial_state: t.MatrixState | None = None,
+    *,
+    return_state: t.Flag,
+    **options: Unpack[DeltaOptions],
+) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]: ...
+
+
+def gated_delta_rule(
+    query: t.SequenceHeads,
+    key: t.SequenceHeads,
+    value: t.SequenceValues,
+    beta: t.PerHead,
+    decay: t.PerHead | None = None,
+    initial_state: t.MatrixState | None = None,
+    *,
+    softmax_scale: t.Number | None = None,
+    use_qk_l2norm: t.Flag = True,
+    use_chunked: t.Flag = True,
+    return_state: t.Flag = False,
+    reverse: t.Flag = False,
+    chunk_size: t.Count | None = None,
+    seg_ids: t.SegmentIds | None = None,
+    cu_seqlens: t.CumulativeLengths | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]:
     """The gated delta rule: `S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; out = scale * S^T q`, one decay g per head.
 
     Args:
@@ -103,29 +144,71 @@ def gated_delta_rule(
     )
 
 
+@overload
+def kernel_delta_attention(
+    query: t.SequenceHeads,
+    key: t.SequenceHeads,
+    value: t.SequenceValues,
+    beta: t.PerHead,
+    decay: t.PerHeadOrChannel | None = None,
+    initial_state: t.MatrixState | None = None,
+    *,
+    return_state: Literal[False] = False,
+    **options: Unpack[DeltaOptions],
+) -> t.SequenceOutput: ...
+
+
+@overload
+def kernel_delta_attention(
+    query: t.SequenceHeads,
+    key: t.SequenceHeads,
+    value: t.SequenceValues,
+    beta: t.PerHead,
+    decay: t.PerHeadOrChannel | None = None,
+    initial_state: t.MatrixState | None = None,
+    *,
+    return_state: Literal[True],
+    **options: Unpack[DeltaOptions],
+) -> tuple[t.SequenceOutput, t.FinalState]: ...
+
+
+@overload
+def kernel_delta_attention(
+    query: t.SequenceHeads,
+    key: t.SequenceHeads,
+    value: t.SequenceValues,
+    beta: t.PerHead,
+    decay: t.PerHeadOrChannel | None = None,
+    initial_state: t.MatrixState | None = None,
+    *,
+    return_state: t.Flag,
+    **options: Unpack[DeltaOptions],
+) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]: ...
+
+
 @argument_names(scale="softmax_scale", chunked="use_chunked", segments="seg_ids")
 def kernel_delta_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    beta: jax.Array,
-    decay: jax.Array | None = None,
-    initial_state: jax.Array | None = None,
+    query: t.SequenceHeads,
+    key: t.SequenceHeads,
+    value: t.SequenceValues,
+    beta: t.PerHead,
+    decay: t.PerHeadOrChannel | None = None,
+    initial_state: t.MatrixState | None = None,
     *,
-    softmax_scale: float | None = None,
-    use_qk_l2norm: bool = True,
-    use_chunked: bool = True,
-    return_state: bool = False,
-    reverse: bool = False,
-    chunk_size: int | None = None,
-    seg_ids: jax.Array | None = None,
-    cu_seqlens: jax.Array | None = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> Any:
+    softmax_scale: t.Number | None = None,
+    use_qk_l2norm: t.Flag = True,
+    use_chunked: t.Flag = True,
+    return_state: t.Flag = False,
+    reverse: t.Flag = False,
+    chunk_size: t.Count | None = None,
+    seg_ids: t.SegmentIds | None = None,
+    cu_seqlens: t.CumulativeLengths | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]:
     """The delta rule with one decay per channel of the key (KDA).
 
     `S <- diag(exp g) S; S <- S + k (beta (v - S^T k))^T; out = scale * S^T q`
@@ -189,21 +272,21 @@ def kernel_delta_attention(
 
 @argument_names(scale="softmax_scale")
 def ragged_gated_delta_rule(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    beta: jax.Array,
-    decay: jax.Array | None = None,
-    recurrent_state: jax.Array | None = None,
-    query_start_loc: jax.Array | None = None,
-    state_indices: jax.Array | None = None,
+    query: t.TokenHeads,
+    key: t.TokenHeads,
+    value: t.TokenValues,
+    beta: t.TokenPerHead,
+    decay: t.TokenPerHeadOrChannel | None = None,
+    recurrent_state: t.StatePool | None = None,
+    query_start_loc: t.QueryStarts | None = None,
+    state_indices: t.StateIndices | None = None,
     *,
-    softmax_scale: float | None = None,
-    use_qk_l2norm: bool = True,
-    chunk_size: int | None = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+    softmax_scale: t.Number | None = None,
+    use_qk_l2norm: t.Flag = True,
+    chunk_size: t.Count | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> tuple[t.TokenOutput, t.NewStatePool]:
     """The gated delta rule over the packed tokens of many requests, each of which has its state in a slot of a pool.
 
     One program serves every mix of prefill and decode: a request of one token takes a single step, without a chunk.
@@ -247,24 +330,66 @@ def ragged_gated_delta_rule(
     return _DELTA_RULE.invoke(arrays, options, platform=platform, cfg=chunked_by(chunk_size, cfg), form=ragged)
 
 
+@overload
+def rwkv7(
+    r: t.SequenceHeads,
+    w: t.SequenceHeads,
+    k: t.SequenceHeads,
+    v: t.SequenceValues,
+    a: t.SequenceHeads,
+    b: t.SequenceHeads,
+    *,
+    return_state: Literal[False] = False,
+    **options: Unpack[Rwkv7Options],
+) -> t.SequenceOutput: ...
+
+
+@overload
+def rwkv7(
+    r: t.SequenceHeads,
+    w: t.SequenceHeads,
+    k: t.SequenceHeads,
+    v: t.SequenceValues,
+    a: t.SequenceHeads,
+    b: t.SequenceHeads,
+    *,
+    return_state: Literal[True],
+    **options: Unpack[Rwkv7Options],
+) -> tuple[t.SequenceOutput, t.FinalState]: ...
+
+
+@overload
+def rwkv7(
+    r: t.SequenceHeads,
+    w: t.SequenceHeads,
+    k: t.SequenceHeads,
+    v: t.SequenceValues,
+    a: t.SequenceHeads,
+    b: t.SequenceHeads,
+    *,
+    return_state: t.Flag,
+    **options: Unpack[Rwkv7Options],
+) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]: ...
+
+
 @argument_names(query="r", decay="w", key="k", value="v", scale="softmax_scale", chunked="use_chunked")
 def rwkv7(
-    r: jax.Array,
-    w: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
+    r: t.SequenceHeads,
+    w: t.SequenceHeads,
+    k: t.SequenceHeads,
+    v: t.SequenceValues,
+    a: t.SequenceHeads,
+    b: t.SequenceHeads,
     *,
-    softmax_scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    reverse: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    return_state: bool = False,
-    use_chunked: bool = True,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> Any:
+    softmax_scale: t.Number | None = None,
+    initial_state: t.MatrixState | None = None,
+    reverse: t.Flag = False,
+    cu_seqlens: t.CumulativeLengths | None = None,
+    return_state: t.Flag = False,
+    use_chunked: t.Flag = True,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]:
     """The recurrence of RWKV-7: `S <- diag(exp w) S + a (b^T S) + k v^T; out = scale * S^T r`, with the old S in `b^T S`.
 
     Args:
@@ -295,24 +420,66 @@ def rwkv7(
     return _DELTA_RULE.invoke(arrays, options, platform=platform, cfg=cfg)
 
 
+@overload
+def rwkv7_mul(
+    r: t.SequenceHeads,
+    w: t.SequenceHeads,
+    k: t.SequenceHeads,
+    v: t.SequenceValues,
+    kk: t.SequenceHeads,
+    a: t.SequenceHeads,
+    *,
+    return_state: Literal[False] = False,
+    **options: Unpack[Rwkv7Options],
+) -> t.SequenceOutput: ...
+
+
+@overload
+def rwkv7_mul(
+    r: t.SequenceHeads,
+    w: t.SequenceHeads,
+    k: t.SequenceHeads,
+    v: t.SequenceValues,
+    kk: t.SequenceHeads,
+    a: t.SequenceHeads,
+    *,
+    return_state: Literal[True],
+    **options: Unpack[Rwkv7Options],
+) -> tuple[t.SequenceOutput, t.FinalState]: ...
+
+
+@overload
+def rwkv7_mul(
+    r: t.SequenceHeads,
+    w: t.SequenceHeads,
+    k: t.SequenceHeads,
+    v: t.SequenceValues,
+    kk: t.SequenceHeads,
+    a: t.SequenceHeads,
+    *,
+    return_state: t.Flag,
+    **options: Unpack[Rwkv7Options],
+) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]: ...
+
+
 @argument_names(query="r", decay="w", key="k", value="v", scale="softmax_scale", chunked="use_chunked", b="kk")
 def rwkv7_mul(
-    r: jax.Array,
-    w: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    kk: jax.Array,
-    a: jax.Array,
+    r: t.SequenceHeads,
+    w: t.SequenceHeads,
+    k: t.SequenceHeads,
+    v: t.SequenceValues,
+    kk: t.SequenceHeads,
+    a: t.SequenceHeads,
     *,
-    softmax_scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    reverse: bool = False,
-    cu_seqlens: jax.Array | None = None,
-    return_state: bool = False,
-    use_chunked: bool = True,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> Any:
+    softmax_scale: t.Number | None = None,
+    initial_state: t.MatrixState | None = None,
+    reverse: t.Flag = False,
+    cu_seqlens: t.CumulativeLengths | None = None,
+    return_state: t.Flag = False,
+    use_chunked: t.Flag = True,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]:
     """`rwkv7` by the removal key kk and its rate a: `S <- diag(exp w) S - (kk * a) (kk^T S) + k v^T; out = scale * S^T r`.
 
     Args:

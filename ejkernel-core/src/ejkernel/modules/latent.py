@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.call.policy import PlatformChoice
+from ejkernel import typing as t
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid
+from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
-from ejkernel.modules._static import options_of
 from ejkernel.operations.flash_attention.bind import as_flag, host_seed
 from ejkernel.operations.flash_attention.forms import check_cum_seqlens, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
@@ -20,30 +20,30 @@ from ejkernel.utils.checks import check_array, check_compute, check_shape
 
 
 def flash_mla(
-    query: jax.Array,
-    key_value: jax.Array,
-    w_kc: jax.Array,
-    w_vc: jax.Array,
-    b_q: jax.Array | None = None,
-    b_k: jax.Array | None = None,
+    query: t.LatentQueries,
+    key_value: t.Latents,
+    w_kc: t.KeyProjection,
+    w_vc: t.ValueProjection,
+    b_q: t.RotaryQueries | None = None,
+    b_k: t.RotaryKeys | None = None,
     *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    causal_alignment: str | None = None,
-    cu_seqlens: jax.Array | None = None,
-    mask_info: Any = None,
-    bias: jax.Array | None = None,
-    softmax_aux: jax.Array | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    chunk_size: int | None = None,
-    logits_soft_cap: float | None = None,
-    dropout_prob: float = 0.0,
-    dropout_seed: Any = None,
-    precision: Any = None,
-    absorbed: bool = False,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> jax.Array:
+    softmax_scale: t.Number | None = None,
+    causal: t.Flag = False,
+    causal_alignment: t.CausalAlignment | None = None,
+    cu_seqlens: t.CumulativeLengths | None = None,
+    mask_info: MaskInfo | None = None,
+    bias: t.Bias | None = None,
+    softmax_aux: t.Sinks | None = None,
+    sliding_window: t.Window | None = None,
+    chunk_size: t.Count | None = None,
+    logits_soft_cap: t.Number | None = None,
+    dropout_prob: t.Number = 0.0,
+    dropout_seed: t.Seed | None = None,
+    precision: t.PrecisionLike | None = None,
+    absorbed: t.Flag = False,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.LatentAttended:
     """Latent attention: with `c = key_value`, keys are `[c . w_kc, b_k]`, values `c . w_vc`; softmax attention of query over them.
 
     Two forms of the same sum. The expanded one (default) makes keys and values of every head from the latents, which suits
@@ -85,16 +85,16 @@ def flash_mla(
         check_array("query", query, ndim=4)
         check_cum_seqlens("cu_seqlens", cu_seqlens, query.shape[1])
         arrays["cu_seqlens"] = cu_seqlens
-    options = options_of(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        causal_alignment=causal_alignment,
-        sliding_window=sliding_window,
-        chunk_size=chunk_size,
-        logits_soft_cap=logits_soft_cap,
-        dropout_prob=dropout_prob,
-        precision=precision,
-    )
+    options = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "causal_alignment": causal_alignment,
+        "sliding_window": sliding_window,
+        "chunk_size": chunk_size,
+        "logits_soft_cap": logits_soft_cap,
+        "dropout_prob": dropout_prob,
+        "precision": precision,
+    }
     options["absorbed"] = as_flag("absorbed", absorbed)
     return _FLASH_ATTENTION.invoke(arrays, options, form=_latent, platform=platform, cfg=cfg)
 

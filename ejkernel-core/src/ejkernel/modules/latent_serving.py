@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
-import jax
 import jax.numpy as jnp
 
+from ejkernel import typing as t
 from ejkernel._dispatch.explanation import capturing
-from ejkernel.call.policy import PlatformChoice
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._options import LatentServingOptions
 from ejkernel.operations.flash_attention.bind import as_number
 from ejkernel.operations.latent_paged_attention.interface import OPERATION as _LATENT_PAGED_ATTENTION
 from ejkernel.operations.paged_attention import forms as _paged
@@ -22,26 +22,26 @@ _LANES = 128
 
 
 def multi_latent_ragged_page_attention(
-    queries_nope: jax.Array,
-    queries_pe: jax.Array,
-    keys_values: jax.Array,
-    keys_pe: jax.Array,
-    kv_cache: jax.Array,
-    kv_lens: jax.Array,
-    block_tables: jax.Array,
-    query_start_loc: jax.Array,
-    distribution: jax.Array,
+    queries_nope: t.LatentTokenQueries,
+    queries_pe: t.RotaryTokenQueries,
+    keys_values: t.NewLatents,
+    keys_pe: t.NewRotaryKeys,
+    kv_cache: t.LatentPages,
+    kv_lens: t.ContextLengths,
+    block_tables: t.FlatBlockTables,
+    query_start_loc: t.QueryStarts,
+    distribution: t.Distribution,
     *,
-    softmax_scale: float | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    mask_value: float | None = None,
-    q_scale: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+    softmax_scale: t.Number | None = None,
+    sliding_window: t.Window | None = None,
+    logits_soft_cap: t.Number | None = None,
+    mask_value: t.Number | None = None,
+    q_scale: t.Scalar | None = None,
+    k_scale: t.Scalar | None = None,
+    v_scale: t.Scalar | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> tuple[t.LatentTokenAttended, t.NewLatentPages]:
     """Store new latents in their pages, then absorbed latent attention: `softmax(cap(scale * (q_nope . c + q_pe . k_pe))) . c`.
 
     Any mix of prompts, chunks of prompts and single steps; one compilation serves all of them. Token t of a request with q new
@@ -110,28 +110,27 @@ def multi_latent_ragged_page_attention(
         softmax_scale=softmax_scale, sliding_window=_paged.window_of(sliding_window), logits_soft_cap=logits_soft_cap
     )
     with argument_names(query_nope="queries_nope", query_pe="queries_pe", key_pages="kv_cache", pages="kv_cache"):
+        updated: Any = kv_cache
         if not capturing():  # an explanation is asked of the attention
-            kv_cache = _PAGED_CACHE_UPDATE.invoke(
+            updated = _PAGED_CACHE_UPDATE.invoke(
                 {"kv_cache": kv_cache, **new, **described}, {}, form=_store, platform=platform, cfg=_for_update(cfg)
             )
-        out = _LATENT_PAGED_ATTENTION.invoke(
-            {"kv_cache": kv_cache, **arrays}, options, form=_attend, platform=platform, cfg=cfg
-        )
-    return out, kv_cache
+        out = _LATENT_PAGED_ATTENTION.invoke({"kv_cache": updated, **arrays}, options, form=_attend, platform=platform, cfg=cfg)
+    return out, updated
 
 
 def multi_latent_ragged_page_attention_v2(
-    queries_nope: jax.Array,
-    queries_pe: jax.Array,
-    keys_values: jax.Array,
-    keys_pe: jax.Array,
-    kv_cache: jax.Array,
-    kv_lens: jax.Array,
-    block_tables: jax.Array,
-    query_start_loc: jax.Array,
-    distribution: jax.Array,
-    **options: Any,
-) -> tuple[jax.Array, jax.Array]:
+    queries_nope: t.LatentTokenQueries,
+    queries_pe: t.RotaryTokenQueries,
+    keys_values: t.NewLatents,
+    keys_pe: t.NewRotaryKeys,
+    kv_cache: t.LatentPages,
+    kv_lens: t.ContextLengths,
+    block_tables: t.FlatBlockTables,
+    query_start_loc: t.QueryStarts,
+    distribution: t.Distribution,
+    **options: Unpack[LatentServingOptions],
+) -> tuple[t.LatentTokenAttended, t.NewLatentPages]:
     """`multi_latent_ragged_page_attention` under the name of its second TPU kernel: the same arguments, cache and results.
 
     What differed there are the knobs of its config, of which each may be three numbers: for decoding, prompts and mixed batches.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.call.policy import PlatformChoice
+from ejkernel import typing as t
 from ejkernel.compositions import mesh as _mesh
 from ejkernel.compositions.axes import Axes, as_axes, axis_size, check_mesh_axes
 from ejkernel.compositions.vocabulary_parallel import check_reduction, counted, reduced, several, specs_of, split_axes, summed
@@ -37,33 +37,33 @@ _ARRAYS = ("logits", "targets", "weights", "hidden", "lm_head_weight", "lm_head_
 class CrossEntropyOutput(NamedTuple):
     """loss, differentiable; z_loss, its part from the z-loss; weight_sum, the sum of the weights of the tokens that count."""
 
-    loss: jax.Array
-    z_loss: jax.Array
-    weight_sum: jax.Array
+    loss: t.Loss
+    z_loss: t.Loss
+    weight_sum: t.Loss
 
 
 def fused_cross_entropy(
-    logits: jax.Array | None = None,
-    targets: jax.Array | None = None,
-    weights: jax.Array | None = None,
+    logits: t.Logits | None = None,
+    targets: t.Targets | None = None,
+    weights: t.TokenWeights | None = None,
     *,
-    hidden: jax.Array | None = None,
-    lm_head_weight: jax.Array | None = None,
-    lm_head_bias: jax.Array | None = None,
-    transpose_head: bool = False,
-    logit_softcap: float | None = None,
-    attention_mask: jax.Array | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-    vocab_parallel_axis: str | tuple[str, ...] | None = None,
-    precision: Any = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
+    hidden: t.Hidden | None = None,
+    lm_head_weight: t.Head | None = None,
+    lm_head_bias: t.HeadBias | None = None,
+    transpose_head: t.Flag = False,
+    logit_softcap: t.Number | None = None,
+    attention_mask: t.TokenWeights | None = None,
+    ignore_index: int | np.integer = -100,
+    label_smoothing: t.Number = 0.0,
+    z_loss: t.Number = 0.0,
+    reduction: t.Reduction = "mean",
+    vocab_parallel_axis: t.AxisNames | None = None,
+    precision: t.PrecisionLike | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
 ) -> CrossEntropyOutput:
     """Cross entropy from logits, or from hidden states and the head without ever storing all logits.
 
@@ -121,11 +121,12 @@ def fused_cross_entropy(
         raise wrong_type("ignore_index", repr(ignore_index), "an int")
     axes, row_axes = as_axes(vocab_parallel_axis), ()
     specs = specs_of(arrays, _ARRAYS, mesh, in_specs, out_specs)
+    result_specs: Any = out_specs
     if mesh is not None:
         axes, row_axes = _mesh_axes(axes, arrays, specs, mesh, transpose_head)
-        out_specs = CrossEntropyOutput(*_per_result(out_specs, 3))
+        result_specs = CrossEntropyOutput(*_per_result(out_specs, 3))
     if mesh is not None or not axes:
-        _check_labels(arrays, ignore_index, transpose_head)
+        _check_labels(arrays, int(ignore_index), transpose_head)
     options = {
         "transpose_head": transpose_head,
         "logit_softcap": logit_softcap,
@@ -140,7 +141,7 @@ def fused_cross_entropy(
         "cfg": cfg,
     }
     return _mesh.over_mesh(
-        _cross_entropy, arrays, options, positional=_ARRAYS, mesh=mesh, in_specs=in_specs, out_specs=out_specs
+        _cross_entropy, arrays, options, positional=_ARRAYS, mesh=mesh, in_specs=in_specs, out_specs=result_specs
     )
 
 
@@ -284,31 +285,31 @@ def _per_result(out_specs: Any, results: int) -> tuple[Any, ...]:
 class KLDivergenceOutput(NamedTuple):
     """loss, differentiable; weight_sum, the sum of the weights of the tokens that count."""
 
-    loss: jax.Array
-    weight_sum: jax.Array
+    loss: t.Loss
+    weight_sum: t.Loss
 
 
 def fused_kl_divergence(
-    student_logits: jax.Array | None = None,
-    teacher_logits: jax.Array | None = None,
-    weights: jax.Array | None = None,
+    student_logits: t.Logits | None = None,
+    teacher_logits: t.Logits | None = None,
+    weights: t.TokenWeights | None = None,
     *,
-    student_hidden: jax.Array | None = None,
-    student_head: jax.Array | None = None,
-    teacher_hidden: jax.Array | None = None,
-    teacher_head: jax.Array | None = None,
-    transpose_heads: bool = False,
-    attention_mask: jax.Array | None = None,
-    reduction: str = "mean",
-    direction: str = "forward",
-    temperature: float = 1.0,
-    beta: float | None = None,
-    precision: Any = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
+    student_hidden: t.Hidden | None = None,
+    student_head: t.Head | None = None,
+    teacher_hidden: t.TeacherHidden | None = None,
+    teacher_head: t.Head | None = None,
+    transpose_heads: t.Flag = False,
+    attention_mask: t.TokenWeights | None = None,
+    reduction: t.Reduction = "mean",
+    direction: t.Divergence = "forward",
+    temperature: t.Number = 1.0,
+    beta: t.Number | None = None,
+    precision: t.PrecisionLike | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
 ) -> KLDivergenceOutput:
     """Divergence of a student from a teacher, for distillation; from logits, or from hidden states without storing all logits.
 
@@ -371,6 +372,7 @@ def fused_kl_divergence(
     row_axes: Axes = ()
     whole_axes: Axes = ()
     specs = specs_of(arrays, _KL_ARRAYS, mesh, in_specs, out_specs)
+    result_specs: Any = out_specs
     if mesh is not None:
         for name, array in arrays.items():
             if array is not None and name not in ("weights", "attention_mask"):
@@ -380,7 +382,7 @@ def fused_kl_divergence(
                     raise invalid("in_specs", f"{name} split over {whole}", "tokens split, vocabulary and channels whole")
                 whole_axes = tuple(dict.fromkeys((*whole_axes, *whole)))
                 row_axes = rows if name in ("student_logits", "student_hidden") else row_axes
-        out_specs = KLDivergenceOutput(*_per_result(out_specs, 2))
+        result_specs = KLDivergenceOutput(*_per_result(out_specs, 2))
     options = {
         "transpose_heads": transpose_heads,
         "reduction": reduction,
@@ -394,7 +396,7 @@ def fused_kl_divergence(
         "cfg": cfg,
     }
     return _mesh.over_mesh(
-        _kl_divergence, arrays, options, positional=_KL_ARRAYS, mesh=mesh, in_specs=in_specs, out_specs=out_specs
+        _kl_divergence, arrays, options, positional=_KL_ARRAYS, mesh=mesh, in_specs=in_specs, out_specs=result_specs
     )
 
 

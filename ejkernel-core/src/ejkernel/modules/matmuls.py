@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
-from ejkernel.call.policy import PlatformChoice
+from ejkernel import typing as t
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.grouped_matmul.interface import OPERATION as _GROUPED_MATMUL
@@ -16,21 +14,21 @@ _TPU_PATHS = ("hybrid", "packed", "predecode")
 
 
 def grouped_matmul(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
+    lhs: t.LhsRows,
+    rhs: t.GroupMatrices,
+    group_sizes: t.GroupSizes,
     *,
-    preferred_element_type: Any = None,
-    group_offset: jax.Array | int | None = None,
-    existing_out: jax.Array | None = None,
-    rhs_scale: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    lhs_scale: jax.Array | float | None = None,
-    transpose_rhs: bool = False,
-    precision: jax.lax.Precision | str | None = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> jax.Array:
+    preferred_element_type: t.DTypeLike | None = None,
+    group_offset: t.GroupOffset | None = None,
+    existing_out: t.ResultRows | None = None,
+    rhs_scale: t.GroupScale | None = None,
+    bias: t.GroupBias | None = None,
+    lhs_scale: t.RowFactor | None = None,
+    transpose_rhs: t.Flag = False,
+    precision: t.PrecisionLike | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.ProductRows:
     """Rows in groups times a matrix per group.
 
     For row i of group g, `out[i] = lhs[i] @ rhs[g] * lhs_scale[i] * rhs_scale[g] + bias[g]`.
@@ -87,23 +85,23 @@ def grouped_matmul(
 
 
 def quantized_matmul(
-    x: jax.Array,
-    w: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None = None,
+    x: t.LhsRows,
+    w: t.QuantizedWeights,
+    scales: t.QuantizationScales,
+    zeros: t.QuantizationScales | None = None,
     *,
-    transpose: bool = False,
-    group_size: int | None = None,
-    bits: int | None = None,
-    mode: str = "affine",
+    transpose: t.Flag = False,
+    group_size: t.Count | None = None,
+    bits: t.Count | None = None,
+    mode: t.QuantizationMode = "affine",
     fuse: bool = True,
     use_best_config: bool = False,
     allow_dense_fallback: bool | None = None,
     strict_fuse: bool | None = None,
-    tpu_path: str | None = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> jax.Array:
+    tpu_path: t.TpuPath | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.ProductRows:
     """Product with weights of a few bits: `x @ W`, or `x @ W.T` with transpose, `W = dequantize(w, scales, zeros)`.
 
     W is unpacked tile by tile in float32 and rounded to the dtype of x; products are summed in float32.

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
-
-from ejkernel.call.policy import PlatformChoice
+from ejkernel import typing as t
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.add_rms_norm.interface import OPERATION as _ADD_RMS_NORM
 from ejkernel.operations.layer_norm.interface import OPERATION as _LAYER_NORM
@@ -14,16 +10,16 @@ from ejkernel.operations.rms_norm.interface import OPERATION as _RMS_NORM
 
 
 def rms_norm(
-    x: jax.Array,
-    scale: jax.Array | None = None,
-    offset: jax.Array | None = None,
+    x: t.Rows,
+    scale: t.RowScale | None = None,
+    offset: t.RowScale | None = None,
     *,
-    epsilon: float = 1e-6,
-    axis: int = -1,
-    scale_offset: float = 0.0,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> jax.Array:
+    epsilon: t.Number = 1e-6,
+    axis: t.Count = -1,
+    scale_offset: t.Number = 0.0,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.RowsOutput:
     """Root-mean-square normalisation: `x / sqrt(mean(x^2) + epsilon) * (scale + scale_offset) + offset`.
 
     Args:
@@ -55,16 +51,16 @@ def rms_norm(
 
 
 def layer_norm(
-    x: jax.Array,
-    scale: jax.Array | None = None,
-    offset: jax.Array | None = None,
+    x: t.Rows,
+    scale: t.RowScale | None = None,
+    offset: t.RowScale | None = None,
     *,
-    epsilon: float = 1e-6,
-    axis: int = -1,
-    scale_offset: float = 0.0,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> jax.Array:
+    epsilon: t.Number = 1e-6,
+    axis: t.Count = -1,
+    scale_offset: t.Number = 0.0,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.RowsOutput:
     """Layer normalisation: `(x - mean(x)) / sqrt(var(x) + epsilon) * (scale + scale_offset) + offset`.
 
     Args:
@@ -96,16 +92,16 @@ def layer_norm(
 
 
 def fused_add_rms_norm(
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array | None = None,
+    x: t.Rows,
+    residual: t.Rows,
+    scale: t.RowScale | None = None,
     *,
-    epsilon: float = 1e-6,
-    axis: int = -1,
-    scale_offset: float = 0.0,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+    epsilon: t.Number = 1e-6,
+    axis: t.Count = -1,
+    scale_offset: t.Number = 0.0,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> tuple[t.RowsOutput, t.RowsOutput]:
     """Residual addition and the norm that follows it: `sum = x + residual`, `output = rms_norm(sum)`.
 
     `output = sum / sqrt(mean(sum^2) + epsilon) * (scale + scale_offset)`. The norm reads the sum as it is returned, rounded to its

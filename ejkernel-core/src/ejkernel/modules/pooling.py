@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
-
-from ejkernel.call.policy import PlatformChoice
+from ejkernel import typing as t
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.mean_pooling.interface import OPERATION as _MEAN_POOLING
 
 
 def mean_pooling(
-    x: jax.Array, cu_seqlens: jax.Array | None = None, *, platform: PlatformChoice = None, cfg: Any = None
-) -> jax.Array:
+    x: t.Pooled, cu_seqlens: t.CumulativeLengths | None = None, *, platform: t.Platforms = None, cfg: t.ConfigLike | None = None
+) -> t.PooledOutput:
     """Mean over the tokens of each sequence; 0 for a sequence without tokens.
 
     Args:

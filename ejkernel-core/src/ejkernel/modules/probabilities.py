@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
-from ejkernel.call.policy import PlatformChoice
+from ejkernel import typing as t
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.softmax.interface import OPERATION as _SOFTMAX
 
 
 def softmax(
-    x: jax.Array,
-    axis: int | Sequence[int] | None = -1,
-    where: jax.Array | None = None,
+    x: t.Rows,
+    axis: t.Count | Sequence[t.Count] | None = -1,
+    where: t.Where | None = None,
     *,
-    scale: float = 1.0,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> jax.Array:
+    scale: t.Number = 1.0,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.RowsOutput:
     """Softmax: `exp(scale * x_i) / sum_j exp(scale * x_j)`, j over the places where `where` is True.
 
     A place that is masked, or whose x is -inf, gets 0, and so does every place of a row that has nothing else. What x holds

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.call.policy import PlatformChoice
+from ejkernel import typing as t
 from ejkernel.compositions import mesh as _mesh
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.compositions.axes import Axes, as_axes, check_mesh_axes
 from ejkernel.compositions.ring.bind import check_layout
 from ejkernel.compositions.ring.entry import RingAttentionOver
 from ejkernel.errors import invalid, wrong_type
+from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
-from ejkernel.modules._static import options_of
+from ejkernel.modules._options import RingOptions
 from ejkernel.operations.flash_attention.bind import as_count
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.utils.checks import check_array, normalise_axis
@@ -25,30 +25,69 @@ from ejkernel.utils.checks import check_array, normalise_axis
 _POSITIONAL = ("query", "key", "value", "softmax_aux", "bias")
 
 
+@overload
 def ring_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    softmax_aux: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    query: t.Queries,
+    key: t.Keys,
+    value: t.Values,
+    softmax_aux: t.Sinks | None = None,
+    bias: t.RingBias | None = None,
     *,
-    mask_info: Any = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    chunk_size: int | None = None,
-    causal: bool = False,
-    logits_soft_cap: float | None = None,
-    softmax_scale: float | None = None,
-    axis_name: str | tuple[str, ...] | None = None,
-    fused_backward: bool = False,
-    layout: str = "contiguous",
-    precision: Any = None,
-    return_lse: bool = False,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> Any:
+    return_lse: Literal[False] = False,
+    **options: Unpack[RingOptions],
+) -> t.Attended: ...
+
+
+@overload
+def ring_attention(
+    query: t.Queries,
+    key: t.Keys,
+    value: t.Values,
+    softmax_aux: t.Sinks | None = None,
+    bias: t.RingBias | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[RingOptions],
+) -> tuple[t.Attended, t.LogSumExp]: ...
+
+
+@overload
+def ring_attention(
+    query: t.Queries,
+    key: t.Keys,
+    value: t.Values,
+    softmax_aux: t.Sinks | None = None,
+    bias: t.RingBias | None = None,
+    *,
+    return_lse: t.Flag,
+    **options: Unpack[RingOptions],
+) -> t.Attended | tuple[t.Attended, t.LogSumExp]: ...
+
+
+def ring_attention(
+    query: t.Queries,
+    key: t.Keys,
+    value: t.Values,
+    softmax_aux: t.Sinks | None = None,
+    bias: t.RingBias | None = None,
+    *,
+    mask_info: MaskInfo | None = None,
+    sliding_window: t.Window | None = None,
+    chunk_size: t.Count | None = None,
+    causal: t.Flag = False,
+    logits_soft_cap: t.Number | None = None,
+    softmax_scale: t.Number | None = None,
+    axis_name: t.AxisNames | None = None,
+    fused_backward: t.Flag = False,
+    layout: t.SequenceLayout = "contiguous",
+    precision: t.PrecisionLike | None = None,
+    return_lse: t.Flag = False,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> t.Attended | tuple[t.Attended, t.LogSumExp]:
     """Exact softmax attention over a sequence that is split over devices: `softmax(mask(cap(scale * q . k + bias))) . v`.
 
     Every device keeps its queries; blocks of keys and values go round the devices of `axis_name` while the local attention of
@@ -100,15 +139,15 @@ def ring_attention(
             raise wrong_type(name, type(array).__name__, "an array")
     arrays = {**named, "mask_info": mask_info}
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    options = options_of(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        sliding_window=sliding_window,
-        chunk_size=chunk_size,
-        logits_soft_cap=logits_soft_cap,
-        precision=precision,
-        return_lse=return_lse,
-    )
+    options = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "sliding_window": sliding_window,
+        "chunk_size": chunk_size,
+        "logits_soft_cap": logits_soft_cap,
+        "precision": precision,
+        "return_lse": return_lse,
+    }
     axes = as_axes(axis_name)
     if mesh is not None:
         axes = _split_axes(axes, arrays, mesh, in_specs, out_specs)
@@ -135,7 +174,7 @@ def _split_axes(axes: Axes, arrays: Any, mesh: Any, in_specs: Any, out_specs: An
     return several if split.queries or split.keys else ()
 
 
-def zigzag_shard(array: jax.Array, axis_size: int, axis: int = 1) -> jax.Array:
+def zigzag_shard(array: t.WholeSequence, axis_size: t.Count, axis: t.Count = 1) -> t.ReorderedSequence:
     """Reorder a sequence so that splitting it over `axis_size` devices balances causal attention.
 
     The sequence is cut into `2 axis_size` pieces; device i gets pieces i and `2 axis_size - 1 - i`. A permutation; apply it to
@@ -156,7 +195,7 @@ def zigzag_shard(array: jax.Array, axis_size: int, axis: int = 1) -> jax.Array:
     return _permuted(array, axis_size, axis, _zigzag)
 
 
-def zigzag_unshard(array: jax.Array, axis_size: int, axis: int = 1) -> jax.Array:
+def zigzag_unshard(array: t.WholeSequence, axis_size: t.Count, axis: t.Count = 1) -> t.ReorderedSequence:
     """The inverse of `zigzag_shard`, e.g. for outputs.
 
     Args:
@@ -178,7 +217,7 @@ def _zigzag(axis_size: int) -> list[int]:
     return [piece for device in range(axis_size) for piece in (device, 2 * axis_size - 1 - device)]
 
 
-def _permuted(array: Any, axis_size: int, axis: int, order_of: Callable[[int], list[int]]) -> Any:
+def _permuted(array: Any, axis_size: Any, axis: Any, order_of: Callable[[int], list[int]]) -> Any:
     check_array("array", array, floating=False)
     axis = normalise_axis(axis, array.ndim)
     order = order_of(as_count("axis_size", axis_size, 1))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.call.policy import PlatformChoice
+from ejkernel import typing as t
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.qk_norm_rope.interface import OPERATION as _QK_NORM_ROPE
@@ -18,16 +18,16 @@ from ejkernel.operations.rope.interface import OPERATION as _ROPE
 
 
 def rope(
-    x: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
+    x: t.RotaryHeads,
+    cos: t.Angles,
+    sin: t.Angles,
     *,
-    rotary_dim: int | None = None,
-    interleaved: bool = False,
-    layout: str = "BTHD",
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> jax.Array:
+    rotary_dim: t.Count | None = None,
+    interleaved: t.Flag = False,
+    layout: t.RotaryLayout = "BTHD",
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.RotaryOutput:
     """Rotary position embedding of one array: `x * cos + turn(x) * sin`, where `turn` maps each pair (a, b) to (-b, a).
 
     Args:
@@ -59,17 +59,17 @@ def rope(
 
 
 def llama_rope(
-    q: jax.Array,
-    k: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
+    q: t.RotaryHeads,
+    k: t.RotaryHeads,
+    cos: t.Angles,
+    sin: t.Angles,
     *,
-    rotary_dim: int | None = None,
-    interleaved: bool = False,
-    layout: str = "BTHD",
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+    rotary_dim: t.Count | None = None,
+    interleaved: t.Flag = False,
+    layout: t.RotaryLayout = "BTHD",
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> tuple[t.RotaryOutput, t.RotaryOutput]:
     """Rotary position embedding of queries and keys: `x * cos + turn(x) * sin`, `turn` maps each pair (a, b) to (-b, a).
 
     Args:
@@ -105,21 +105,21 @@ def llama_rope(
 
 
 def fused_qk_norm_rope(
-    q: jax.Array,
-    k: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    q_scale: jax.Array | None = None,
-    k_scale: jax.Array | None = None,
+    q: t.RotaryHeads,
+    k: t.RotaryHeads,
+    cos: t.Angles,
+    sin: t.Angles,
+    q_scale: t.HeadScale | None = None,
+    k_scale: t.HeadScale | None = None,
     *,
-    epsilon: float = 1e-6,
-    scale_offset: float = 0.0,
-    rotary_dim: int | None = None,
-    interleaved: bool = False,
-    layout: str = "BTHD",
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+    epsilon: t.Number = 1e-6,
+    scale_offset: t.Number = 0.0,
+    rotary_dim: t.Count | None = None,
+    interleaved: t.Flag = False,
+    layout: t.RotaryLayout = "BTHD",
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> tuple[t.RotaryOutput, t.RotaryOutput]:
     """RMS norm of every head of queries and keys, then their rotary position embedding, as in Qwen3 and Gemma 3.
 
     `y = x / sqrt(mean(x^2) + epsilon) * (scale + scale_offset)` over the D channels of each head, and then, on the first

@@ -2,48 +2,99 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
-import jax
 import jax.numpy as jnp
 
-from ejkernel.call.policy import PlatformChoice
+from ejkernel import typing as t
 from ejkernel.call.records import Bound
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._options import PageAttentionOptions, PrefillOptions, UnifiedAttentionOptions
 from ejkernel.operations.common.pages import INTERLEAVED, known_values
 from ejkernel.operations.paged_attention import forms as _paged
 from ejkernel.operations.paged_attention.interface import OPERATION as _PAGED_ATTENTION
 from ejkernel.utils.checks import check_array
 
 
+@overload
 def unified_attention(
-    queries: jax.Array,
-    key_cache: jax.Array,
-    value_cache: jax.Array,
-    kv_lens: jax.Array,
-    block_tables: jax.Array,
-    query_start_loc: jax.Array,
-    alibi_slopes: jax.Array | None = None,
-    qq_bias: jax.Array | None = None,
-    softmax_aux: jax.Array | None = None,
+    queries: t.TokenQueries,
+    key_cache: t.KeyPages,
+    value_cache: t.ValuePages,
+    kv_lens: t.ContextLengths,
+    block_tables: t.BlockTables,
+    query_start_loc: t.QueryStarts,
+    alibi_slopes: t.Slopes | None = None,
+    qq_bias: t.TreeBias | None = None,
+    softmax_aux: t.Sinks | None = None,
     *,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    layout: str = "pthd",
-    precision: Any = None,
-    return_lse: bool = False,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> Any:
+    return_lse: Literal[False] = False,
+    **options: Unpack[UnifiedAttentionOptions],
+) -> t.TokenAttended: ...
+
+
+@overload
+def unified_attention(
+    queries: t.TokenQueries,
+    key_cache: t.KeyPages,
+    value_cache: t.ValuePages,
+    kv_lens: t.ContextLengths,
+    block_tables: t.BlockTables,
+    query_start_loc: t.QueryStarts,
+    alibi_slopes: t.Slopes | None = None,
+    qq_bias: t.TreeBias | None = None,
+    softmax_aux: t.Sinks | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[UnifiedAttentionOptions],
+) -> tuple[t.TokenAttended, t.TokenLogSumExp]: ...
+
+
+@overload
+def unified_attention(
+    queries: t.TokenQueries,
+    key_cache: t.KeyPages,
+    value_cache: t.ValuePages,
+    kv_lens: t.ContextLengths,
+    block_tables: t.BlockTables,
+    query_start_loc: t.QueryStarts,
+    alibi_slopes: t.Slopes | None = None,
+    qq_bias: t.TreeBias | None = None,
+    softmax_aux: t.Sinks | None = None,
+    *,
+    return_lse: t.Flag,
+    **options: Unpack[UnifiedAttentionOptions],
+) -> t.TokenAttended | tuple[t.TokenAttended, t.TokenLogSumExp]: ...
+
+
+def unified_attention(
+    queries: t.TokenQueries,
+    key_cache: t.KeyPages,
+    value_cache: t.ValuePages,
+    kv_lens: t.ContextLengths,
+    block_tables: t.BlockTables,
+    query_start_loc: t.QueryStarts,
+    alibi_slopes: t.Slopes | None = None,
+    qq_bias: t.TreeBias | None = None,
+    softmax_aux: t.Sinks | None = None,
+    *,
+    softmax_scale: t.Number | None = None,
+    causal: t.Flag = True,
+    sliding_window: t.Window | None = None,
+    logits_soft_cap: t.Number | None = None,
+    k_scale: t.CacheScale | None = None,
+    v_scale: t.CacheScale | None = None,
+    layout: t.CacheLayout = "pthd",
+    precision: t.PrecisionLike | None = None,
+    return_lse: t.Flag = False,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> t.TokenAttended | tuple[t.TokenAttended, t.TokenLogSumExp]:
     """Attention of packed new tokens, prompts and single steps in any mix, over a paged cache that holds their keys already.
 
     `L_ij = cap(softmax_scale * k_scale * q_i . k_j) + slope * (j - i) + qq_bias`; `out_i = v_scale * softmax_j(L_ij) . v_j`. Token
@@ -112,32 +163,71 @@ def unified_attention(
         platform=platform,
         cfg=cfg,
     )
-    specs = {"positional": tuple(arrays)[:9], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs: dict[str, Any] = {"positional": tuple(arrays)[:9], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     with argument_names(query="queries", key_pages="key_cache", value_pages="value_cache"):
         return over_mesh(_paged.attend, arrays, options, **specs)
 
 
+@overload
 def page_attention(
-    query: jax.Array,
-    key_cache: jax.Array,
-    value_cache: jax.Array,
-    context_lens: jax.Array,
-    block_tables: jax.Array,
+    query: t.TokenQueries,
+    key_cache: t.KeyPages,
+    value_cache: t.ValuePages,
+    context_lens: t.ContextLengths,
+    block_tables: t.BlockTables,
     *,
-    softmax_scale: float | None = None,
-    attn_scale: float | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    attn_logits_soft_cap: float | None = None,
-    softmax_aux: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    layout: str = "pthd",
-    return_lse: bool = False,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> Any:
+    return_lse: Literal[False] = False,
+    **options: Unpack[PageAttentionOptions],
+) -> t.TokenAttended: ...
+
+
+@overload
+def page_attention(
+    query: t.TokenQueries,
+    key_cache: t.KeyPages,
+    value_cache: t.ValuePages,
+    context_lens: t.ContextLengths,
+    block_tables: t.BlockTables,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PageAttentionOptions],
+) -> tuple[t.TokenAttended, t.TokenLogSumExp]: ...
+
+
+@overload
+def page_attention(
+    query: t.TokenQueries,
+    key_cache: t.KeyPages,
+    value_cache: t.ValuePages,
+    context_lens: t.ContextLengths,
+    block_tables: t.BlockTables,
+    *,
+    return_lse: t.Flag,
+    **options: Unpack[PageAttentionOptions],
+) -> t.TokenAttended | tuple[t.TokenAttended, t.TokenLogSumExp]: ...
+
+
+def page_attention(
+    query: t.TokenQueries,
+    key_cache: t.KeyPages,
+    value_cache: t.ValuePages,
+    context_lens: t.ContextLengths,
+    block_tables: t.BlockTables,
+    *,
+    softmax_scale: t.Number | None = None,
+    attn_scale: t.Number | None = None,
+    sliding_window: t.Window | None = None,
+    logits_soft_cap: t.Number | None = None,
+    attn_logits_soft_cap: t.Number | None = None,
+    softmax_aux: t.Sinks | None = None,
+    alibi_slopes: t.Slopes | None = None,
+    k_scale: t.CacheScale | None = None,
+    v_scale: t.CacheScale | None = None,
+    layout: t.CacheLayout = "pthd",
+    return_lse: t.Flag = False,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.TokenAttended | tuple[t.TokenAttended, t.TokenLogSumExp]:
     """One decoding step: the last token of every request attends to its own pages.
 
     Args:
@@ -189,25 +279,64 @@ def page_attention(
         )
 
 
+@overload
 def prefill_page_attention(
-    query: jax.Array,
-    key_cache: jax.Array,
-    value_cache: jax.Array,
-    context_len: jax.Array,
-    page_indices: jax.Array,
+    query: t.TokenQueries,
+    key_cache: t.KeyPages,
+    value_cache: t.ValuePages,
+    context_len: t.RequestCount,
+    page_indices: t.FlatBlockTables,
     *,
-    softmax_scale: float | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    attn_logits_soft_cap: float | None = None,
-    softmax_aux: jax.Array | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    layout: str = "pthd",
-    return_lse: bool = False,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> Any:
+    return_lse: Literal[False] = False,
+    **options: Unpack[PrefillOptions],
+) -> t.TokenAttended: ...
+
+
+@overload
+def prefill_page_attention(
+    query: t.TokenQueries,
+    key_cache: t.KeyPages,
+    value_cache: t.ValuePages,
+    context_len: t.RequestCount,
+    page_indices: t.FlatBlockTables,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[PrefillOptions],
+) -> tuple[t.TokenAttended, t.TokenLogSumExp]: ...
+
+
+@overload
+def prefill_page_attention(
+    query: t.TokenQueries,
+    key_cache: t.KeyPages,
+    value_cache: t.ValuePages,
+    context_len: t.RequestCount,
+    page_indices: t.FlatBlockTables,
+    *,
+    return_lse: t.Flag,
+    **options: Unpack[PrefillOptions],
+) -> t.TokenAttended | tuple[t.TokenAttended, t.TokenLogSumExp]: ...
+
+
+def prefill_page_attention(
+    query: t.TokenQueries,
+    key_cache: t.KeyPages,
+    value_cache: t.ValuePages,
+    context_len: t.RequestCount,
+    page_indices: t.FlatBlockTables,
+    *,
+    softmax_scale: t.Number | None = None,
+    sliding_window: t.Window | None = None,
+    logits_soft_cap: t.Number | None = None,
+    attn_logits_soft_cap: t.Number | None = None,
+    softmax_aux: t.Sinks | None = None,
+    k_scale: t.CacheScale | None = None,
+    v_scale: t.CacheScale | None = None,
+    layout: t.CacheLayout = "pthd",
+    return_lse: t.Flag = False,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.TokenAttended | tuple[t.TokenAttended, t.TokenLogSumExp]:
     """One chunk of one request's prompt attends to the request's pages, which hold the chunk already.
 
     Args:
@@ -261,29 +390,29 @@ def prefill_page_attention(
 
 
 def ragged_page_attention_v2(
-    queries: jax.Array,
-    kv_pages: jax.Array,
-    context_lens: jax.Array,
-    block_tables: jax.Array,
-    query_start_loc: jax.Array,
-    num_seqs: jax.Array | int,
-    softmax_aux: jax.Array | None = None,
+    queries: t.TokenQueries,
+    kv_pages: t.InterleavedPages,
+    context_lens: t.ContextLengths,
+    block_tables: t.BlockTables,
+    query_start_loc: t.QueryStarts,
+    num_seqs: t.RequestCount,
+    softmax_aux: t.Sinks | None = None,
     *,
-    softmax_scale: float | None = None,
-    logits_soft_cap: float | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    compute_dtype: Any = None,
+    softmax_scale: t.Number | None = None,
+    logits_soft_cap: t.Number | None = None,
+    sliding_window: t.Window | None = None,
+    k_scale: t.CacheScale | None = None,
+    v_scale: t.CacheScale | None = None,
+    compute_dtype: t.DTypeLike | None = None,
     optimized: bool = False,
-    mask_value: float | None = None,
+    mask_value: t.Number | None = None,
     vmem_limit_bytes: int | None = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> jax.Array:
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> t.SameTokenOutput:
     """`unified_attention` over one cache whose key and value heads alternate: k0, v0, k1, v1, ...
 
     Args:
@@ -338,7 +467,7 @@ def ragged_page_attention_v2(
         platform=platform,
         cfg=cfg,
     )
-    specs = {"positional": tuple(arrays)[:7], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs: dict[str, Any] = {"positional": tuple(arrays)[:7], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     with argument_names(query="queries", key_pages="kv_pages", kv_lens="context_lens"):
         return over_mesh(_paged.attend, arrays, options, **specs)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from ejkernel.call.policy import PlatformChoice
+from ejkernel import typing as t
 from ejkernel.call.records import Bound
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
@@ -19,25 +18,25 @@ from ejkernel.utils.checks import check_array, check_shape
 
 
 def decode_attention(
-    query: jax.Array,
-    key_buffer: jax.Array,
-    value_buffer: jax.Array,
-    req_to_tokens: jax.Array,
-    seq_lens: jax.Array,
+    query: t.TokenQueries,
+    key_buffer: t.KeySlots,
+    value_buffer: t.ValueSlots,
+    req_to_tokens: t.BlockTables,
+    seq_lens: t.ContextLengths,
     *,
-    softmax_scale: float | None = None,
-    page_size: int = 1,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    softmax_aux: jax.Array | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+    softmax_scale: t.Number | None = None,
+    page_size: t.Count = 1,
+    sliding_window: t.Window | None = None,
+    logits_soft_cap: t.Number | None = None,
+    softmax_aux: t.Sinks | None = None,
+    k_scale: t.CacheScale | None = None,
+    v_scale: t.CacheScale | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> tuple[t.TokenAttended, t.TokenLogSumExp]:
     """One decoding step over a flat buffer of tokens, with the log-sum-exp that combines it with other parts of the context.
 
     Args:
@@ -91,29 +90,29 @@ def decode_attention(
         platform=platform,
         cfg=cfg,
     )
-    specs = {"positional": tuple(arrays)[:5], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs: dict[str, Any] = {"positional": tuple(arrays)[:5], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     names = {"kv_lens": "seq_lens", "block_tables": "req_to_tokens"}
     with argument_names(key_pages="key_buffer", value_pages="value_buffer", **names):
         return over_mesh(_paged.attend, arrays, options, **specs)
 
 
 def ragged_decode_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    sequence_start: jax.Array,
-    sequence_end: jax.Array,
-    softmax_aux: jax.Array | None = None,
+    query: t.DecodeQueries,
+    key: t.CacheKeys,
+    value: t.CacheValues,
+    sequence_start: t.Lengths,
+    sequence_end: t.Lengths,
+    softmax_aux: t.Sinks | None = None,
     *,
-    softmax_scale: float | None = None,
-    sliding_window: tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> jax.Array:
+    softmax_scale: t.Number | None = None,
+    sliding_window: t.WindowPair | None = None,
+    logits_soft_cap: t.Number | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> t.DecodeAttended:
     """One decoding step over a dense cache: query b, at `sequence_end[b] - 1`, sees keys from `sequence_start[b]` on.
 
     Args:
@@ -166,7 +165,7 @@ def ragged_decode_attention(
         platform=platform,
         cfg=cfg,
     )
-    specs = {"positional": tuple(arrays), "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs: dict[str, Any] = {"positional": tuple(arrays), "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     with argument_names(key_pages="key", value_pages="value"):
         return over_mesh(_paged.attend, arrays, options, **specs)
 

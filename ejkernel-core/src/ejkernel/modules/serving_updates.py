@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
-from ejkernel.call.policy import PlatformChoice
+from ejkernel import typing as t
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_form
@@ -16,19 +14,19 @@ from ejkernel.utils.checks import check_array
 
 
 def paged_cache_update(
-    keys: jax.Array,
-    values: jax.Array,
-    key_cache: jax.Array,
-    value_cache: jax.Array,
-    kv_lens: jax.Array,
-    block_tables: jax.Array,
-    query_start_loc: jax.Array,
+    keys: t.NewKeys,
+    values: t.NewValues,
+    key_cache: t.KeyPages,
+    value_cache: t.ValuePages,
+    kv_lens: t.ContextLengths,
+    block_tables: t.BlockTables,
+    query_start_loc: t.QueryStarts,
     *,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    layout: str = "pthd",
-    platform: PlatformChoice = None,
-) -> tuple[jax.Array, jax.Array]:
+    k_scale: t.CacheScale | None = None,
+    v_scale: t.CacheScale | None = None,
+    layout: t.CacheLayout = "pthd",
+    platform: t.Platforms = None,
+) -> tuple[t.NewKeyPages, t.NewValuePages]:
     """Store the new tokens of every request: token t of a request with q new ones at position `kv_len - q + t` of its pages.
 
     Under `jax.jit` with the caches donated (`donate_argnums`), the pages are written in place.
@@ -75,31 +73,31 @@ def paged_cache_update(
 
 
 def chunked_prefill_paged_decode(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    key_cache: jax.Array,
-    value_cache: jax.Array,
-    kv_lens: jax.Array,
-    block_tables: jax.Array,
-    query_start_loc: jax.Array,
-    alibi_slopes: jax.Array | None = None,
-    softmax_aux: jax.Array | None = None,
+    queries: t.TokenQueries,
+    keys: t.NewKeys,
+    values: t.NewValues,
+    key_cache: t.KeyPages,
+    value_cache: t.ValuePages,
+    kv_lens: t.ContextLengths,
+    block_tables: t.BlockTables,
+    query_start_loc: t.QueryStarts,
+    alibi_slopes: t.Slopes | None = None,
+    softmax_aux: t.Sinks | None = None,
     *,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    layout: str = "pthd",
-    precision: Any = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    softmax_scale: t.Number | None = None,
+    causal: t.Flag = True,
+    sliding_window: t.Window | None = None,
+    logits_soft_cap: t.Number | None = None,
+    k_scale: t.CacheScale | None = None,
+    v_scale: t.CacheScale | None = None,
+    layout: t.CacheLayout = "pthd",
+    precision: t.PrecisionLike | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> tuple[t.TokenAttended, t.NewKeyPages, t.NewValuePages]:
     """One step of continuous batching: `paged_cache_update`, then `unified_attention` over what it wrote.
 
     Args:
@@ -153,35 +151,35 @@ def chunked_prefill_paged_decode(
         platform=platform,
         cfg=cfg,
     )
-    specs = {"positional": tuple(arrays)[:10], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs: dict[str, Any] = {"positional": tuple(arrays)[:10], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     with argument_names(query="queries", key="keys", value="values", key_pages="key_cache", value_pages="value_cache"):
         return over_mesh(_separate_caches, arrays, options, **specs)
 
 
 def ragged_page_attention_v3(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    kv_cache: jax.Array,
-    kv_lens: jax.Array,
-    block_tables: jax.Array,
-    query_start_loc: jax.Array,
-    distribution: jax.Array,
-    softmax_aux: jax.Array | None = None,
+    queries: t.TokenQueries,
+    keys: t.NewKeys,
+    values: t.NewKeys,
+    kv_cache: t.PackedPages,
+    kv_lens: t.ContextLengths,
+    block_tables: t.FlatBlockTables,
+    query_start_loc: t.QueryStarts,
+    distribution: t.Distribution,
+    softmax_aux: t.Sinks | None = None,
     *,
-    softmax_scale: float | None = None,
-    logits_soft_cap: float | None = None,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
+    softmax_scale: t.Number | None = None,
+    logits_soft_cap: t.Number | None = None,
+    sliding_window: t.Window | None = None,
+    k_scale: t.CacheScale | None = None,
+    v_scale: t.CacheScale | None = None,
     q_scale: None = None,
     vmem_limit_bytes: int | None = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> tuple[t.SameTokenOutput, t.NewPackedPages]:
     """`chunked_prefill_paged_decode` over one cache in the packed layout of TPU kernels.
 
     Args:
@@ -243,7 +241,7 @@ def ragged_page_attention_v3(
         platform=platform,
         cfg=cfg,
     )
-    specs = {"positional": tuple(arrays)[:9], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs: dict[str, Any] = {"positional": tuple(arrays)[:9], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     with argument_names(query="queries", key="keys", value="values", key_pages="kv_cache"):
         return over_mesh(_packed_cache, arrays, options, **specs)
 

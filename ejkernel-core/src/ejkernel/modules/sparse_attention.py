@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel import typing as t
 from ejkernel._dispatch.explanation import capturing
-from ejkernel.call.policy import PlatformChoice
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import invalid
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._options import DispatchOptions
 from ejkernel.modules.attention import flash_attention
 from ejkernel.operations.common.selected import check_integers
 from ejkernel.operations.flash_attention import bind
@@ -28,25 +29,25 @@ _POSITIONAL = ("query", "key", "value", "g_cmp", "g_slc", "block_indices", "bloc
 
 
 def native_sparse_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    g_cmp: jax.Array | None = None,
-    g_slc: jax.Array | None = None,
-    block_indices: jax.Array | None = None,
-    block_counts: jax.Array | int = 16,
-    cu_seqlens: jax.Array | None = None,
+    query: t.Queries,
+    key: t.Keys,
+    value: t.Values,
+    g_cmp: t.Gates | None = None,
+    g_slc: t.Gates | None = None,
+    block_indices: t.BlockIndices | None = None,
+    block_counts: t.BlockCounts = 16,
+    cu_seqlens: t.CumulativeLengths | None = None,
     *,
-    block_size: int = 64,
-    window_size: int = 0,
-    g_swa: jax.Array | None = None,
-    softmax_scale: float | None = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> jax.Array:
+    block_size: t.Count = 64,
+    window_size: t.Count = 0,
+    g_swa: t.Gates | None = None,
+    softmax_scale: t.Number | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> t.Attended:
     """Causal attention in three branches: `out = g_cmp * compressed + g_slc * selected + g_swa * window`.
 
     The sequence is cut into blocks of block_size tokens. *compressed* attends to the means of the keys and values of every
@@ -122,22 +123,22 @@ def native_sparse_attention(
 
 
 def native_spare_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g_cmp: jax.Array | None = None,
-    g_slc: jax.Array | None = None,
-    block_indices: jax.Array | None = None,
-    block_counts: jax.Array | int = 16,
-    block_size: int = 64,
-    scale: float | None = None,
-    cu_seqlens: jax.Array | None = None,
+    q: t.Queries,
+    k: t.Keys,
+    v: t.Values,
+    g_cmp: t.Gates | None = None,
+    g_slc: t.Gates | None = None,
+    block_indices: t.BlockIndices | None = None,
+    block_counts: t.BlockCounts = 16,
+    block_size: t.Count = 64,
+    scale: t.Number | None = None,
+    cu_seqlens: t.CumulativeLengths | None = None,
     *,
-    window_size: int = 0,
-    g_swa: jax.Array | None = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> jax.Array:
+    window_size: t.Count = 0,
+    g_swa: t.Gates | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.Attended:
     """`native_sparse_attention` under its historical spelling, argument names and order.
 
     Args:
@@ -167,20 +168,68 @@ def native_spare_attention(
     )
 
 
+@overload
 def apply_native_sparse_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    block_indices: jax.Array,
-    block_counts: jax.Array | int | None = None,
-    block_size: int = 64,
-    softmax_scale: float | None = None,
-    cu_seqlens: jax.Array | None = None,
+    query: t.Queries,
+    key: t.Keys,
+    value: t.Values,
+    block_indices: t.BlockIndices,
+    block_counts: t.BlockCounts | None = None,
+    block_size: t.Count = 64,
+    softmax_scale: t.Number | None = None,
+    cu_seqlens: t.CumulativeLengths | None = None,
     *,
-    return_lse: bool = False,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> Any:
+    return_lse: Literal[False] = False,
+    **options: Unpack[DispatchOptions],
+) -> t.Attended: ...
+
+
+@overload
+def apply_native_sparse_attention(
+    query: t.Queries,
+    key: t.Keys,
+    value: t.Values,
+    block_indices: t.BlockIndices,
+    block_counts: t.BlockCounts | None = None,
+    block_size: t.Count = 64,
+    softmax_scale: t.Number | None = None,
+    cu_seqlens: t.CumulativeLengths | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[DispatchOptions],
+) -> tuple[t.Attended, t.LogSumExp]: ...
+
+
+@overload
+def apply_native_sparse_attention(
+    query: t.Queries,
+    key: t.Keys,
+    value: t.Values,
+    block_indices: t.BlockIndices,
+    block_counts: t.BlockCounts | None = None,
+    block_size: t.Count = 64,
+    softmax_scale: t.Number | None = None,
+    cu_seqlens: t.CumulativeLengths | None = None,
+    *,
+    return_lse: t.Flag,
+    **options: Unpack[DispatchOptions],
+) -> t.Attended | tuple[t.Attended, t.LogSumExp]: ...
+
+
+def apply_native_sparse_attention(
+    query: t.Queries,
+    key: t.Keys,
+    value: t.Values,
+    block_indices: t.BlockIndices,
+    block_counts: t.BlockCounts | None = None,
+    block_size: t.Count = 64,
+    softmax_scale: t.Number | None = None,
+    cu_seqlens: t.CumulativeLengths | None = None,
+    *,
+    return_lse: t.Flag = False,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.Attended | tuple[t.Attended, t.LogSumExp]:
     """The selected branch alone: causal softmax attention over the tokens of the blocks that each query names.
 
     Args:

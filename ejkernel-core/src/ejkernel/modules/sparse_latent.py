@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel import typing as t
 from ejkernel._dispatch.explanation import capturing
-from ejkernel.call.policy import PlatformChoice
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
@@ -21,26 +21,26 @@ _POSITIONAL = ("query", "key_value", "w_kc", "w_vc", "query_index", "key_index",
 
 
 def deepseek_attn(
-    query: jax.Array,
-    key_value: jax.Array,
-    w_kc: jax.Array,
-    w_vc: jax.Array,
-    query_index: jax.Array,
-    key_index: jax.Array,
-    index_weights: jax.Array,
-    b_q: jax.Array | None = None,
-    b_k: jax.Array | None = None,
+    query: t.LatentQueries,
+    key_value: t.Latents,
+    w_kc: t.KeyProjection,
+    w_vc: t.ValueProjection,
+    query_index: t.IndexQueries,
+    key_index: t.IndexKeys,
+    index_weights: t.IndexWeights,
+    b_q: t.RotaryQueries | None = None,
+    b_k: t.RotaryKeys | None = None,
     *,
-    index_topk: int = 2048,
-    softmax_scale: float | None = None,
-    index_softmax_scale: float | None = None,
-    causal: bool = True,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-    mesh: Any = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> jax.Array:
+    index_topk: t.Count = 2048,
+    softmax_scale: t.Number | None = None,
+    index_softmax_scale: t.Number | None = None,
+    causal: t.Flag = True,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> t.LatentAttended:
     """DeepSeek sparse attention: latent attention over the index_topk tokens that an indexer ranks highest.
 
     The indexer's score of token s for query t is `I = sum_h index_weights[t,h] relu(index_softmax_scale * query_index[t,h] .

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.call.policy import PlatformChoice
+from ejkernel import typing as t
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._options import DispatchOptions
 from ejkernel.operations.flash_attention.bind import as_flag
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 from ejkernel.operations.rwkv4.interface import OPERATION as _RWKV4
@@ -23,20 +24,20 @@ Activation = Callable[[jax.Array], jax.Array]
 
 @argument_names(x="hidden_states")
 def state_space_v1(
-    hidden_states: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None,
-    dt: jax.Array,
-    gate: jax.Array | None = None,
-    initial_state: jax.Array | None = None,
-    conv_state: jax.Array | None = None,
+    hidden_states: t.SequenceChannels,
+    A: t.ScanMatrix,
+    B: t.ScanInputs,
+    C: t.ScanInputs,
+    D: t.Channels | None,
+    dt: t.SequenceChannels,
+    gate: t.SequenceChannels | None = None,
+    initial_state: t.ScanState | None = None,
+    conv_state: t.AnyShape | None = None,
     *,
     act_fn: Activation | None = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> tuple[t.SequenceChannelsOutput, t.NewScanState, t.AnyShape | None]:
     """Mamba's selective scan: `h_t = exp(A dt_t) h_(t-1) + dt_t B_t x_t`, `y_t = C_t . h_t + D x_t`, times `act_fn(gate_t)`.
 
     Args:
@@ -74,24 +75,24 @@ def state_space_v1(
 
 
 def state_space_v2(
-    x: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None,
-    dt: jax.Array,
-    gate: jax.Array | None = None,
-    initial_state: jax.Array | None = None,
-    conv_state: jax.Array | None = None,
+    x: t.HeadChannels,
+    A: t.Heads,
+    B: t.GroupInputs,
+    C: t.GroupInputs,
+    D: t.Heads | None,
+    dt: t.SequencePerHead,
+    gate: t.HeadGate | None = None,
+    initial_state: t.HeadState | None = None,
+    conv_state: t.AnyShape | None = None,
     *,
     n_groups: int | None = None,
     act_fn: Activation | None = None,
-    use_gated_rmsnorm: bool = False,
-    rmsnorm_eps: float = 1e-5,
-    precision: jax.lax.Precision | str | None = None,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    use_gated_rmsnorm: t.Flag = False,
+    rmsnorm_eps: t.Number = 1e-5,
+    precision: t.PrecisionLike | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> tuple[t.HeadOutput, t.NewHeadState, t.AnyShape | None]:
     """Mamba-2 (SSD): `h_t = exp(A dt_t) h_(t-1) + dt_t x_t B_t^T`, `y_t = h_t C_t + D x_t`, one decay per head and token.
 
     With a gate, `y act_fn(gate)`; with use_gated_rmsnorm, `y / sqrt(mean(y^2) + rmsnorm_eps) act_fn(gate)`, the mean over all H*P.
@@ -197,17 +198,56 @@ def _ssd(*, x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, initial_state: Any,
     return Bound(bound.call, bound.inputs, finish)
 
 
+@overload
 def rwkv4(
-    w: jax.Array,
-    u: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    state: jax.Array | None = None,
+    w: t.Channels,
+    u: t.Channels,
+    k: t.SequenceChannels,
+    v: t.SequenceChannels,
+    state: t.MixingState | None = None,
     *,
-    return_state: bool = False,
-    platform: PlatformChoice = None,
-    cfg: Any = None,
-) -> Any:
+    return_state: Literal[False] = False,
+    **options: Unpack[DispatchOptions],
+) -> t.SequenceChannelsOutput: ...
+
+
+@overload
+def rwkv4(
+    w: t.Channels,
+    u: t.Channels,
+    k: t.SequenceChannels,
+    v: t.SequenceChannels,
+    state: t.MixingState | None = None,
+    *,
+    return_state: Literal[True],
+    **options: Unpack[DispatchOptions],
+) -> tuple[t.SequenceChannelsOutput, t.NewMixingState]: ...
+
+
+@overload
+def rwkv4(
+    w: t.Channels,
+    u: t.Channels,
+    k: t.SequenceChannels,
+    v: t.SequenceChannels,
+    state: t.MixingState | None = None,
+    *,
+    return_state: t.Flag,
+    **options: Unpack[DispatchOptions],
+) -> t.SequenceChannelsOutput | tuple[t.SequenceChannelsOutput, t.NewMixingState]: ...
+
+
+def rwkv4(
+    w: t.Channels,
+    u: t.Channels,
+    k: t.SequenceChannels,
+    v: t.SequenceChannels,
+    state: t.MixingState | None = None,
+    *,
+    return_state: t.Flag = False,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.SequenceChannelsOutput | tuple[t.SequenceChannelsOutput, t.NewMixingState]:
     """RWKV-4's time mixing: the mean of all values so far, v_s weighted by `exp(k_s - (t - 1 - s) exp(w))`, v_t by `exp(u + k_t)`.
 
     Numerator and denominator are kept relative to a running maximum of the exponents, so no key overflows.

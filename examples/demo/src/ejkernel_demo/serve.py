@@ -81,7 +81,7 @@ def _step(
     """The caches with the new tokens in them, and the likeliest byte after each slot's last new token."""
 
     def one(carry: Any, layer: Any) -> tuple[Any, None]:
-        x, caches = carry
+        x, (key_cache, value_cache) = carry
         index, layer = layer
         held: list[Any] = []
 
@@ -89,7 +89,7 @@ def _step(
             query, key = rotate_at(query, key, plan.positions)
             tables = jnp.where(plan.block_tables < 0, -1, plan.block_tables + index * pages)
             out, *held[:] = ejkernel.chunked_prefill_paged_decode(
-                query[0], key[0], value[0], *caches, plan.kv_lens, tables, plan.query_start_loc
+                query[0], key[0], value[0], key_cache, value_cache, plan.kv_lens, tables, plan.query_start_loc
             )
             return out[None]
 

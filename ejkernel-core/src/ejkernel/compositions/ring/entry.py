@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from ejkernel._dispatch.explanation import capturing
+from ejkernel._pipeline.operation import static_options
 from ejkernel.call.policy import Policy, policy_for_call
 from ejkernel.call.request import Request
 from ejkernel.compositions.axes import Axes, axis_size
@@ -43,7 +44,7 @@ class RingAttentionOver:
         policy = policy_for_call(OPERATION.name, platform)
         target = resolve_target(jax.tree.leaves(arrays), policy.target)
         config = None if cfg is None else as_setting("cfg", cfg)
-        return _invoke(_Invocation(self, size, tuple(options.items()), policy, target, config), dict(arrays))
+        return _invoke(_Invocation(self, size, static_options(options), policy, target, config), dict(arrays))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxtyping import Float
+
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, statistics_dtype
 from ejkernel.call.records import Bound, Cost
@@ -19,24 +21,25 @@ from ejkernel.operations.common.rows.interface import (
     row_dims,
 )
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute
 
 
 class AddRmsNormInputs(NamedTuple):
     """x and residual `[b, ..., d]`, each in its own dtype; scale `[1 or b, d]`."""
 
-    x: Any
-    residual: Any
-    scale: Any = None
+    x: Float[Array, "*rows d"]
+    residual: Float[Array, "*rows d"]
+    scale: Float[Array, "#b d"] = None
 
 
 class AddRmsNormOutputs(NamedTuple):
     """out like x; sum like residual; rstd = 1 / sqrt(mean(sum^2) + epsilon), float32 (float64 for float64) `[b, ...]`, kept for
     backward."""
 
-    out: Any
-    sum: Any = None
-    rstd: Any = None
+    out: Float[Array, "*rows d"]
+    sum: Float[Array, "*rows d"] = None
+    rstd: Float[Array, "*rows"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float, Int32
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, named
@@ -23,6 +24,7 @@ from ejkernel.operations.flash_attention.interface import (
     FlashAttentionOutputs,
 )
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_shape
 
 
@@ -35,18 +37,18 @@ class BlockSparseAttentionInputs(NamedTuple):
     implementation chooses its own tiles.
     """
 
-    query: Any
-    key: Any
-    value: Any
-    bias: Any = None
-    mask: Any = None
-    query_segments: Any = None
-    key_segments: Any = None
-    query_positions: Any = None
-    key_positions: Any = None
-    sinks: Any = None
-    key_tiles: Any = None
-    full_tiles: Any = None
+    query: Float[Array, "b t h d"]
+    key: Float[Array, "b s k d"]
+    value: Float[Array, "b s k v"]
+    bias: Float[Array, "#b #h #t #s"] = None
+    mask: Bool[Array, "#b #h #t #s"] = None
+    query_segments: Int32[Array, "#b t"] = None
+    key_segments: Int32[Array, "#b s"] = None
+    query_positions: Int32[Array, "#b t"] = None
+    key_positions: Int32[Array, "#b s"] = None
+    sinks: Float[Array, "#b h n"] = None
+    key_tiles: Int32[Array, "#b tiles m"] = None
+    full_tiles: Bool[Array, "#b tiles m"] = None
 
 
 BlockSparseAttentionOutputs = FlashAttentionOutputs

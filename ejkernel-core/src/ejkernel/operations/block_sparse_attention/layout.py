@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ejkernel import typing as t
 from ejkernel.call.arrays import ArraySpec
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import MaskInfo
@@ -58,16 +59,16 @@ class BlockSparseLayout:
 
 
 def block_sparse_layout(
-    queries: int,
-    keys: int | None = None,
+    queries: t.Count,
+    keys: t.Count | None = None,
     *,
     mask_info: MaskInfo | None = None,
-    mask_builder: Any = None,
-    causal: bool = True,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    chunk_size: int | None = None,
-    q_blocksize: int = 128,
-    kv_blocksize: int = 128,
+    mask_builder: MaskBuilder | t.TileMap | None = None,
+    causal: t.Flag = True,
+    sliding_window: t.Window | None = None,
+    chunk_size: t.Count | None = None,
+    q_blocksize: t.Count = 128,
+    kv_blocksize: t.Count = 128,
 ) -> BlockSparseLayout:
     """The tiles of a mask: build once, pass as `qkv_layouts` to `blocksparse_attention` in every layer.
 
@@ -102,7 +103,8 @@ def block_sparse_layout(
     given = Visibility.of_mask_info(mask_info)
     batch = 1 if mask_info is None or mask_info.batch_size is None else mask_info.batch_size
     sizes = (batch, 1 if given.mask is None else given.mask.shape[1], queries, keys)
-    asked = Visibility(causal=causal, window=as_window(sliding_window), chunk_size=chunk_size)
+    unchecked: dict[str, Any] = {"causal": causal, "chunk_size": chunk_size}
+    asked = Visibility(window=as_window(sliding_window), **unchecked)
     said = asked.checked(sizes) & given.checked(sizes)
     predicate, tile_map = as_predicate_or_map(mask_builder, -(-queries // q_block), -(-keys // k_block))
     if predicate is not None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float, Float32, Int32
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
@@ -16,6 +17,7 @@ from ejkernel.operations.common import vocabulary as vocabulary
 from ejkernel.operations.common.rows.interface import SHARDABLE_ROWS, row_dims
 from ejkernel.operations.flash_attention.bind import as_precision, as_soft_cap
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute, check_shape
 
 IGNORED = -1
@@ -28,19 +30,19 @@ class CrossEntropyInputs(NamedTuple):
     head `[1 or b, d, v]`, or `[1 or b, v, d]` with `transpose_head`; head_bias `[1 or b, v]`.
     """
 
-    x: Any
-    targets: Any
-    head: Any = None
-    head_bias: Any = None
+    x: Float[Array, "*rows w"]
+    targets: Int32[Array, "*rows"]
+    head: Float[Array, "#b _ _"] = None
+    head_bias: Float[Array, "#b v"] = None
 
 
 class CrossEntropyOutputs(NamedTuple):
     """Each `[b, ...]` in float32, 0 for an ignored row: `loss = lse - logit[target]`, `lse = log sum exp logits`, and the sum of
     the logits. Backward reads lse; there is no other residual."""
 
-    loss: Any
-    lse: Any
-    logit_sum: Any = None
+    loss: Float32[Array, "*rows"]
+    lse: Float32[Array, "*rows"]
+    logit_sum: Float32[Array, "*rows"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

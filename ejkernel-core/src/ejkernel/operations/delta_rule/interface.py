@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int32
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
@@ -16,6 +17,7 @@ from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.common.packed import as_bounds, check_bounds, check_packed
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, check_shape, finite_number
 
 NORM_EPSILON = 1e-6
@@ -31,24 +33,24 @@ class DeltaRuleInputs(NamedTuple):
     heads that H / K consecutive heads share; initial_state always has H.
     """
 
-    query: Any
-    key: Any
-    value: Any
-    beta: Any = None
-    decay: Any = None
-    a: Any = None
-    b: Any = None
-    initial_state: Any = None
-    segments: Any = None
-    cu_seqlens: Any = None
+    query: Float[Array, "b t _ d"]
+    key: Float[Array, "b t _ d"]
+    value: Float[Array, "b t _ v"]
+    beta: Float[Array, "b t _"] = None
+    decay: Float[Array, "b t ..."] = None
+    a: Float[Array, "b t _ d"] = None
+    b: Float[Array, "b t _ d"] = None
+    initial_state: Float[Array, "b n h d v"] = None
+    segments: Int32[Array, "#b t"] = None
+    cu_seqlens: Int32[Array, "#b boundaries"] = None
 
 
 class DeltaRuleOutputs(NamedTuple):
     """out `[b, t, H, v]` in the dtype of value; final_state `[b, n, H, d, v]`, float32 (float64 for float64), with
     return_state. There is no residual: the backward phase recomputes."""
 
-    out: Any
-    final_state: Any = None
+    out: Float[Array, "b t h v"]
+    final_state: Float[Array, "b n h d v"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,41 @@ def _shown(values: np.ndarray) -> str:
     return f"[{shown}{', ...' if values.size > 8 else ''}]"
 
 
+def add_packed(
+    arrays: dict[str, Any],
+    options: dict[str, Any],
+    query_lengths: Any,
+    key_lengths: Any,
+    longest_query: Any = None,
+    longest_key: Any = None,
+    *,
+    layout: str,
+    names: tuple[str, ...] = ("cum_seqlens_q", "cum_seqlens_k", "max_seqlens_q", "max_seqlens_k"),
+) -> None:
+    """Add cumulative lengths to a call. The same object on both sides is passed once, so that kernels may use indices."""
+    check_layout(layout)
+    axes, axis = LAYOUTS[layout]
+    if query_lengths is None:
+        raise invalid(names[0], None, "cumulative lengths of the queries")
+    described = (
+        (0, query_lengths, "query", longest_query),
+        (1, query_lengths if key_lengths is None else key_lengths, "key", longest_key),
+    )
+    for side, lengths, name, longest in described:
+        if len(arrays[name].shape) != axes:
+            raise invalid(name, f"shape {tuple(arrays[name].shape)}", f"{axes} axes in layout {layout!r}")
+        check_cum_seqlens(names[side], lengths, arrays[name].shape[axis], longest, names[2 + side])
+        if axes == 4 and arrays[name].shape[0] != 1:
+            raise invalid(name, f"batch size {arrays[name].shape[0]}", "1 with packed sequences")
+    if key_lengths is not None and key_lengths.shape != query_lengths.shape:
+        got = f"cumulative lengths of {key_lengths.shape[0] - 1} sequences"
+        raise invalid(names[1], got, f"those of {query_lengths.shape[0] - 1}, as in {names[0]}")
+    arrays["cum_seqlens_q"] = query_lengths
+    if key_lengths is not None and key_lengths is not query_lengths:
+        arrays["cum_seqlens_k"] = key_lengths
+    options["layout"] = layout
+
+
 def packed(
     query: Any,
     key: Any,

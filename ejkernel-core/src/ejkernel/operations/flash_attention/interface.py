@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Bool, Float, Float32, Int32, UInt32
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, named
@@ -19,6 +20,7 @@ from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.pairs import count_pairs
 from ejkernel.operations.flash_attention.visibility import Visibility
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 
 
 class FlashAttentionInputs(NamedTuple):
@@ -30,25 +32,25 @@ class FlashAttentionInputs(NamedTuple):
     `[B|1, H, n]`: logits that take part in the denominator only; dropout_streams uint32 `[B, H, 2]`, see `dropout`.
     """
 
-    query: Any
-    key: Any
-    value: Any
-    bias: Any = None
-    mask: Any = None
-    query_segments: Any = None
-    key_segments: Any = None
-    query_positions: Any = None
-    key_positions: Any = None
-    sinks: Any = None
-    dropout_streams: Any = None
+    query: Float[Array, "b t h d"]
+    key: Float[Array, "b s k d"]
+    value: Float[Array, "b s k v"]
+    bias: Float[Array, "#b #h #t #s"] = None
+    mask: Bool[Array, "#b #h #t #s"] = None
+    query_segments: Int32[Array, "#b t"] = None
+    key_segments: Int32[Array, "#b s"] = None
+    query_positions: Int32[Array, "#b t"] = None
+    key_positions: Int32[Array, "#b s"] = None
+    sinks: Float[Array, "#b h n"] = None
+    dropout_streams: UInt32[Array, "b h 2"] = None
 
 
 class FlashAttentionOutputs(NamedTuple):
     """out `[B, T, H, V]` in the query's dtype; lse float32 `[B, T, H]`, natural log, sinks included, -inf for a row that sees
     nothing. lse is public when asked for and a residual otherwise."""
 
-    out: Any
-    lse: Any = None
+    out: Float[Array, "b t h v"]
+    lse: Float32[Array, "b t h"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

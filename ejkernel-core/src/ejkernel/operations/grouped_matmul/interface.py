@@ -10,6 +10,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int32, Num
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, has_gradient
@@ -18,6 +19,7 @@ from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, check_shape
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -32,20 +34,20 @@ class GroupedMatmulInputs(NamedTuple):
     rhs_scale `[1 or b, g, 1 or n]` or None (1); bias `[1 or b, g, n]` or None (0); lhs_scale `[1 or b, 1 or m]` or None (1).
     """
 
-    lhs: Any
-    rhs: Any
-    group_sizes: Any
-    group_offset: Any = None
-    existing_out: Any = None
-    rhs_scale: Any = None
-    bias: Any = None
-    lhs_scale: Any = None
+    lhs: Float[Array, "b m k"]
+    rhs: Num[Array, "#b g _ _"]
+    group_sizes: Int32[Array, "#b s"]
+    group_offset: Int32[Array, "#b"] = None
+    existing_out: Float[Array, "b m n"] = None
+    rhs_scale: Num[Array, "#b g #n"] = None
+    bias: Num[Array, "#b g n"] = None
+    lhs_scale: Num[Array, "#b #m"] = None
 
 
 class GroupedMatmulOutputs(NamedTuple):
     """out `[b, m, n]` in the dtype `preferred_element_type`. There is no residual."""
 
-    out: Any
+    out: Float[Array, "b m n"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Bool, Float, Float32
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
@@ -17,6 +18,7 @@ from ejkernel.operations.common import vocabulary as vocabulary
 from ejkernel.operations.common.rows.interface import SHARDABLE_ROWS, row_dims
 from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_shape, finite_number
 
 DIRECTIONS = ("forward", "reverse", "jsd")
@@ -28,21 +30,21 @@ class KlDivergenceInputs(NamedTuple):
     student_head, teacher_head `[1 or b, d, v]`, or `[1 or b, v, d]` with `transpose_heads`; valid bool `[b, ...]`, None for all.
     """
 
-    student: Any
-    teacher: Any
-    student_head: Any = None
-    teacher_head: Any = None
-    valid: Any = None
+    student: Float[Array, "*rows d"]
+    teacher: Float[Array, "*rows e"]
+    student_head: Float[Array, "#b _ _"] = None
+    teacher_head: Float[Array, "#b _ _"] = None
+    valid: Bool[Array, "*rows"] = None
 
 
 class KlDivergenceOutputs(NamedTuple):
     """Each `[b, ...]` in float32, 0 for a row that is not valid: loss; and residuals: both log-sum-exps of `logits /
     temperature`, and slope, the sum over the vocabulary of the derivatives of the loss's terms by the student's log-probability."""
 
-    loss: Any
-    student_lse: Any = None
-    teacher_lse: Any = None
-    slope: Any = None
+    loss: Float32[Array, "*rows"]
+    student_lse: Float32[Array, "*rows"] = None
+    teacher_lse: Float32[Array, "*rows"] = None
+    slope: Float32[Array, "*rows"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Float32, Int32, Num
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, named
@@ -18,6 +19,7 @@ from ejkernel.operations.common import pages as _pages
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.paged_attention.interface import as_window
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, check_shape
 
 
@@ -30,22 +32,22 @@ class LatentPagedAttentionInputs(NamedTuple):
     key_scale and value_scale float32 `[1|b, 1]`.
     """
 
-    query_nope: Any
-    query_pe: Any
-    pages: Any
-    query_start_loc: Any
-    kv_lens: Any
-    block_tables: Any
-    key_scale: Any = None
-    value_scale: Any = None
+    query_nope: Float[Array, "b n h r"]
+    query_pe: Float[Array, "b n h e"]
+    pages: Num[Array, "#b p page_size c"]
+    query_start_loc: Int32[Array, "#b boundaries"]
+    kv_lens: Int32[Array, "#b requests"]
+    block_tables: Int32[Array, "#b requests w"]
+    key_scale: Float32[Array, "#b 1"] = None
+    value_scale: Float32[Array, "#b 1"] = None
 
 
 class LatentPagedAttentionOutputs(NamedTuple):
     """out `[b, N, H, r]` in the query's dtype; lse float32 `[b, N, H]`, natural log, -inf for a row that sees no key. lse is public
     when asked for and a residual otherwise."""
 
-    out: Any
-    lse: Any = None
+    out: Float[Array, "b n h r"]
+    lse: Float32[Array, "b n h"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jaxtyping import Float
 
 from ejkernel.operations.common.rows.interface import NormCall, NormInputs, RowNorm
+from ejkernel.typing import RecordArray as Array
 
 LayerNormInputs = NormInputs
 
@@ -13,9 +16,9 @@ LayerNormInputs = NormInputs
 class LayerNormOutputs(NamedTuple):
     """out like x; residuals `[b, ...]`, float32 (float64 for float64): mean(x) and rstd = 1 / sqrt(var(x) + epsilon)."""
 
-    out: Any
-    mean: Any = None
-    rstd: Any = None
+    out: Float[Array, "*rows d"]
+    mean: Float[Array, "*rows"] = None
+    rstd: Float[Array, "*rows"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int32
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, named
@@ -17,6 +18,7 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.common.packed import as_bounds, check_bounds, check_packed
 from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute, check_shape, finite_number
 
 
@@ -28,24 +30,24 @@ class LinearRecurrenceInputs(NamedTuple):
     without. The axis h has H heads, or K heads that H / K consecutive heads share; only initial_state always has H.
     """
 
-    query: Any
-    key: Any
-    value: Any
-    g: Any = None
-    g_gamma: Any = None
-    gk: Any = None
-    gv: Any = None
-    bonus: Any = None
-    initial_state: Any = None
-    cu_seqlens: Any = None
+    query: Float[Array, "b t _ d"]
+    key: Float[Array, "b t _ d"]
+    value: Float[Array, "b t _ v"]
+    g: Float[Array, "b t _"] = None
+    g_gamma: Float[Array, "#b _"] = None
+    gk: Float[Array, "b t _ d"] = None
+    gv: Float[Array, "b t _ v"] = None
+    bonus: Float[Array, "#b _ d"] = None
+    initial_state: Float[Array, "b n h d v"] = None
+    cu_seqlens: Int32[Array, "#b boundaries"] = None
 
 
 class LinearRecurrenceOutputs(NamedTuple):
     """out `[b, t, H, v]` in the dtype of value; final_state `[b, n, H, d, v]`, float32 (float64 for float64), with
     return_state. There is no residual."""
 
-    out: Any
-    final_state: Any = None
+    out: Float[Array, "b t h v"]
+    final_state: Float[Array, "b n h d v"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

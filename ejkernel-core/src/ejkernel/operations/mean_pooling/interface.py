@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float, Int32
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec
@@ -15,6 +16,7 @@ from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid
 from ejkernel.operations.common.packed import as_bounds, check_bounds, check_packed
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute
 
 
@@ -22,14 +24,14 @@ class MeanPoolingInputs(NamedTuple):
     """x `[b, t, h, d]`; cu_seqlens int32 `[1 or b, n + 1]`: sequence i is the tokens cu_seqlens[i] up to
     cu_seqlens[i + 1], exclusive."""
 
-    x: Any
-    cu_seqlens: Any = None
+    x: Float[Array, "b t h d"]
+    cu_seqlens: Int32[Array, "#b boundaries"] = None
 
 
 class MeanPoolingOutputs(NamedTuple):
     """out `[b, n, h, d]` in the dtype of x; n = 1 without cu_seqlens. There is no residual."""
 
-    out: Any
+    out: Float[Array, "b n h d"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int32
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
@@ -18,6 +19,7 @@ from ejkernel.operations.common.selected import NOTHING, check_integers, distinc
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 
 
 class NativeSparseAttentionInputs(NamedTuple):
@@ -29,19 +31,19 @@ class NativeSparseAttentionInputs(NamedTuple):
     sequence_starts int32 `[1 or b, t]`: first token of the query's own sequence; None = 0, and blocks are then aligned.
     """
 
-    query: Any
-    key: Any
-    value: Any
-    block_indices: Any
-    sequence_starts: Any = None
+    query: Float[Array, "b t h d"]
+    key: Float[Array, "b t k d"]
+    value: Float[Array, "b t k e"]
+    block_indices: Int32[Array, "b t k s"]
+    sequence_starts: Int32[Array, "#b t"] = None
 
 
 class NativeSparseAttentionOutputs(NamedTuple):
     """out `[b, t, h, e]` in the query's dtype; lse `[b, t, h]` in float32 (float64 for float64), natural logarithm, -inf for a
     query without keys. lse is public when asked for and a residual otherwise."""
 
-    out: Any
-    lse: Any = None
+    out: Float[Array, "b t h e"]
+    lse: Float[Array, "b t h"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Float32, Int32, Num
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, named
@@ -18,6 +19,7 @@ from ejkernel.operations.common import pages as _pages
 from ejkernel.operations.common.pages import FUSED, PageShape
 from ejkernel.operations.flash_attention import bind
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, check_shape
 
 
@@ -29,25 +31,25 @@ class PagedAttentionInputs(NamedTuple):
     alibi_slopes `[1|b, H]`; qq_bias `[1|b, 1|R, Q, Q]`; key_scale and value_scale float32 `[1|b, 1|K]`.
     """
 
-    query: Any
-    key_pages: Any
-    value_pages: Any
-    query_start_loc: Any
-    kv_lens: Any
-    block_tables: Any
-    sinks: Any = None
-    alibi_slopes: Any = None
-    qq_bias: Any = None
-    key_scale: Any = None
-    value_scale: Any = None
+    query: Float[Array, "b n h d"]
+    key_pages: Num[Array, "#b ..."]
+    value_pages: Num[Array, "#b ..."]
+    query_start_loc: Int32[Array, "#b boundaries"]
+    kv_lens: Int32[Array, "#b requests"]
+    block_tables: Int32[Array, "#b requests w"]
+    sinks: Float[Array, "#b h x"] = None
+    alibi_slopes: Float[Array, "#b h"] = None
+    qq_bias: Float[Array, "#b #requests q q"] = None
+    key_scale: Float32[Array, "#b #k"] = None
+    value_scale: Float32[Array, "#b #k"] = None
 
 
 class PagedAttentionOutputs(NamedTuple):
     """out `[b, N, H, V]` in the query's dtype; lse float32 `[b, N, H]`, natural log, sinks included, -inf for a row whose
     denominator is empty. lse is public when asked for and a residual otherwise."""
 
-    out: Any
-    lse: Any = None
+    out: Float[Array, "b n h v"]
+    lse: Float32[Array, "b n h"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float32, Int32, Num
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, has_gradient, named
@@ -16,6 +17,7 @@ from ejkernel.errors import invalid
 from ejkernel.operations.common import pages as _pages
 from ejkernel.operations.common.pages import FUSED, PageShape
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute
 
 
@@ -27,22 +29,22 @@ class PagedCacheUpdateInputs(NamedTuple):
     block_tables int32 `[1|b, R, W]`; key_scale and value_scale float32 `[1|b, 1|K]`.
     """
 
-    key: Any
-    value: Any
-    key_pages: Any
-    value_pages: Any
-    query_start_loc: Any
-    kv_lens: Any
-    block_tables: Any
-    key_scale: Any = None
-    value_scale: Any = None
+    key: Num[Array, "b n k d"]
+    value: Num[Array, "b n k v"]
+    key_pages: Num[Array, "#b ..."]
+    value_pages: Num[Array, "#b ..."]
+    query_start_loc: Int32[Array, "#b boundaries"]
+    kv_lens: Int32[Array, "#b requests"]
+    block_tables: Int32[Array, "#b requests w"]
+    key_scale: Float32[Array, "#b #k"] = None
+    value_scale: Float32[Array, "#b #k"] = None
 
 
 class PagedCacheUpdateOutputs(NamedTuple):
     """The pages, with the new keys and values in them. There is no residual."""
 
-    key_pages: Any
-    value_pages: Any = None
+    key_pages: Num[Array, "#b ..."]
+    value_pages: Num[Array, "#b ..."] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxtyping import Float
+
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, statistics_dtype
 from ejkernel.call.records import Bound, Cost
@@ -13,6 +15,7 @@ from ejkernel.errors import wrong_type
 from ejkernel.operations.common.rotary.interface import RotaryCall, check_rotation, head_dims
 from ejkernel.operations.common.rows.interface import check_scaling
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 
 
 class QkNormRopeInputs(NamedTuple):
@@ -22,22 +25,22 @@ class QkNormRopeInputs(NamedTuple):
     query_scale, key_scale `[1 or b, d]`.
     """
 
-    query: Any
-    key: Any
-    cos: Any
-    sin: Any
-    query_scale: Any = None
-    key_scale: Any = None
+    query: Float[Array, "b _ _ d"]
+    key: Float[Array, "b _ _ d"]
+    cos: Float[Array, "#b t w"]
+    sin: Float[Array, "#b t w"]
+    query_scale: Float[Array, "#b d"] = None
+    key_scale: Float[Array, "#b d"] = None
 
 
 class QkNormRopeOutputs(NamedTuple):
     """query and key, in their own dtypes; residuals: 1 / sqrt(mean(x^2) + epsilon) of every head, float32 (float64 for float64),
     `[b, t, h]`, or `[b, h, t]` with `heads_first`."""
 
-    query: Any
-    key: Any
-    query_rstd: Any = None
-    key_rstd: Any = None
+    query: Float[Array, "b _ _ d"]
+    key: Float[Array, "b _ _ d"]
+    query_rstd: Float[Array, "b _ _"] = None
+    key_rstd: Float[Array, "b _ _"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float, Num, UInt32
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec
@@ -15,6 +16,7 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.plugin import Phase
 from ejkernel.quantization._weights import check_packed
 from ejkernel.quantization.format import QuantizationFormat, resolve_format
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute
 
 
@@ -25,16 +27,16 @@ class QuantizedMatmulInputs(NamedTuple):
     (E4M3); zeros like scales for affine, else None.
     """
 
-    x: Any
-    w: Any
-    scales: Any
-    zeros: Any = None
+    x: Float[Array, "b m k"]
+    w: UInt32[Array, "#b _ words"]
+    scales: Num[Array, "#b _ groups"]
+    zeros: Float[Array, "#b _ groups"] = None
 
 
 class QuantizedMatmulOutputs(NamedTuple):
     """out `[b, m, n]`, like x. There is no residual."""
 
-    out: Any
+    out: Float[Array, "b m n"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

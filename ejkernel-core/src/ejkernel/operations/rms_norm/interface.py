@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jaxtyping import Float
 
 from ejkernel.operations.common.rows.interface import NormCall, NormInputs, RowNorm
+from ejkernel.typing import RecordArray as Array
 
 RmsNormInputs = NormInputs
 
@@ -13,8 +16,8 @@ RmsNormInputs = NormInputs
 class RmsNormOutputs(NamedTuple):
     """out like x; rstd = 1 / sqrt(mean(x^2) + epsilon), float32 (float64 for float64) `[b, ...]`, a residual."""
 
-    out: Any
-    rstd: Any = None
+    out: Float[Array, "*rows d"]
+    rstd: Float[Array, "*rows"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

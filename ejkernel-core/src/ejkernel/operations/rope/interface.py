@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxtyping import Float
+
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec
 from ejkernel.call.records import Bound, Cost
 from ejkernel.operations.common.rotary.interface import RotaryCall, check_rotation, head_dims
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 
 
 class RopeInputs(NamedTuple):
@@ -19,17 +22,17 @@ class RopeInputs(NamedTuple):
     cos, sin `[1 or b, t, w]`, both alike: w = `rotary_dim`, one number per channel, or w = `rotary_dim / 2`, one per pair.
     """
 
-    query: Any
-    key: Any = None
-    cos: Any = None
-    sin: Any = None
+    query: Float[Array, "b _ _ _"]
+    key: Float[Array, "b _ _ _"] = None
+    cos: Float[Array, "#b t w"] = None
+    sin: Float[Array, "#b t w"] = None
 
 
 class RopeOutputs(NamedTuple):
     """query and key, rotated, in their own dtypes. There is no residual."""
 
-    query: Any
-    key: Any = None
+    query: Float[Array, "b _ _ _"]
+    key: Float[Array, "b _ _ _"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

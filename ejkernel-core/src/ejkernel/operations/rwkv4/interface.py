@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import wrong_type
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute, check_shape
 
 NOTHING_SEEN = -1e30
@@ -23,19 +25,19 @@ NOTHING_SEEN = -1e30
 class Rwkv4Inputs(NamedTuple):
     """w, u `[1 or b, c]`; k, v `[b, t, c]`; state `[b, 3, c]`: numerator, denominator, exponent."""
 
-    w: Any
-    u: Any
-    k: Any
-    v: Any
-    state: Any = None
+    w: Float[Array, "#b c"]
+    u: Float[Array, "#b c"]
+    k: Float[Array, "b t c"]
+    v: Float[Array, "b t c"]
+    state: Float[Array, "b 3 c"] = None
 
 
 class Rwkv4Outputs(NamedTuple):
     """out `[b, t, c]` in the dtype of v; final_state `[b, 3, c]`, float32 (float64 for float64), with return_state. There is no
     residual."""
 
-    out: Any
-    final_state: Any = None
+    out: Float[Array, "b t c"]
+    final_state: Float[Array, "b 3 c"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,31 +8,33 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute, check_shape
 
 
 class SelectiveScanInputs(NamedTuple):
     """x, dt `[b, t, i]`; A `[1 or b, i, n]`; B, C `[b, t, n]`; D `[1 or b, i]`; initial_state `[b, i, n]`."""
 
-    x: Any
-    A: Any
-    B: Any
-    C: Any
-    D: Any = None
-    dt: Any = None
-    initial_state: Any = None
+    x: Float[Array, "b t i"]
+    A: Float[Array, "#b i n"]
+    B: Float[Array, "b t n"]
+    C: Float[Array, "b t n"]
+    D: Float[Array, "#b i"] = None
+    dt: Float[Array, "b t i"] = None
+    initial_state: Float[Array, "b i n"] = None
 
 
 class SelectiveScanOutputs(NamedTuple):
     """out `[b, t, i]` in the dtype of x; final_state `[b, i, n]`, float32 (float64 for float64). There is no residual."""
 
-    out: Any
-    final_state: Any
+    out: Float[Array, "b t i"]
+    final_state: Float[Array, "b i n"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

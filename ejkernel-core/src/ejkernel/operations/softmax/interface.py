@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec
@@ -16,20 +17,21 @@ from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.common.rows.interface import SHARDABLE_ROWS, row_dims
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, finite_number, normalise_axis
 
 
 class SoftmaxInputs(NamedTuple):
     """x `[b, ..., d]`; where bool, of the same rank, each axis as in x or 1: True = takes part."""
 
-    x: Any
-    where: Any = None
+    x: Float[Array, "*rows d"]
+    where: Bool[Array, ...] = None
 
 
 class SoftmaxOutputs(NamedTuple):
     """out like x. Backward reads it; there is no other residual."""
 
-    out: Any
+    out: Float[Array, "*rows d"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int32
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
@@ -17,6 +18,7 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.common.selected import NOTHING, check_integers, distinct
 from ejkernel.operations.flash_attention import bind
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute
 
 
@@ -24,17 +26,17 @@ class SparseLatentAttentionInputs(NamedTuple):
     """query `[b, t, h, c]`; key_value `[b, s, c]`, shared by the heads, whose first value_size channels are the values too;
     token_indices int32 `[b, t, k]`: the tokens of key_value that a query sees, each at most once; negative ones name nothing."""
 
-    query: Any
-    key_value: Any
-    token_indices: Any
+    query: Float[Array, "b t h c"]
+    key_value: Float[Array, "b s c"]
+    token_indices: Int32[Array, "b t k"]
 
 
 class SparseLatentAttentionOutputs(NamedTuple):
     """out `[b, t, h, v]` in the query's dtype; lse `[b, t, h]` in float32 (float64 for float64), natural logarithm, -inf for a
     query without tokens. lse is public when asked for and a residual otherwise."""
 
-    out: Any
-    lse: Any = None
+    out: Float[Array, "b t h v"]
+    lse: Float[Array, "b t h"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

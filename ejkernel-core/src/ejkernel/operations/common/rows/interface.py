@@ -8,21 +8,23 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, statistics_dtype
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid
 from ejkernel.plugin import Phase
+from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute, check_shape, finite_number, normalise_axis
 
 
 class NormInputs(NamedTuple):
     """x `[b, ..., d]`, scale and offset `[1 or b, d]`."""
 
-    x: Any
-    scale: Any = None
-    offset: Any = None
+    x: Float[Array, "... d"]
+    scale: Float[Array, "#b d"] = None
+    offset: Float[Array, "#b d"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from ejkernel.errors import suggestion
 
 PREFIX = "EJKERNEL_"
+_OFF = ("", "0", "false", "no", "off")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +49,15 @@ VARIABLES = (
         "`1` admits kernels that were asked for by name and add up in any order, so that repeats may differ in their last bits",
         "0",
     ),
+    Variable("EJKERNEL_TYPECHECK", "`1` checks arguments and results of every call against their annotations; slow", "0"),
     Variable("EJKERNEL_CACHE_DIR", "directory of tuned configs and compiled kernels", "the user's cache directory"),
     Variable("EJKERNEL_TRITON_INTERPRET", "`1` runs Triton kernels in Triton's interpreter on the host; very slow", "0"),
 )
+
+
+def is_on(name: str) -> bool:
+    """Whether a variable that switches something on does so in this process."""
+    return os.environ.get(name, "").strip().lower() not in _OFF
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> tuple[Setting, ...]:

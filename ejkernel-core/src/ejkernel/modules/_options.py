@@ -1,0 +1,145 @@
+"""Keyword arguments that overloads of the public functions share, for static checkers; a test holds them to the signatures."""
+
+from __future__ import annotations
+
+from typing import Required, TypedDict
+
+import numpy as np
+
+from ejkernel import typing as t
+from ejkernel.masks import MaskInfo
+
+
+class DispatchOptions(TypedDict, total=False):
+    """Who runs the call, and how."""
+
+    platform: t.Platforms
+    cfg: t.ConfigLike | None
+
+
+class ShardingOptions(DispatchOptions, total=False):
+    """Over which devices."""
+
+    mesh: t.Mesh | None
+    in_specs: t.InSpecs | None
+    out_specs: t.OutSpecs | None
+
+
+class _VisibilityOptions(TypedDict, total=False):
+    mask_info: MaskInfo | None
+    sliding_window: t.Window | None
+    chunk_size: t.Count | None
+
+
+class _AttentionOptions(_VisibilityOptions, total=False):
+    causal_alignment: t.CausalAlignment | None
+    logits_soft_cap: t.Number | None
+    dropout_prob: t.Number
+    dropout_seed: t.Seed | None
+    normalize_output: t.Flag
+    precision: t.PrecisionLike | None
+    logits_dtype: t.DTypeLike | None
+
+
+class FlashAttentionOptions(_AttentionOptions, ShardingOptions, total=False):
+    """Of `flash_attention`."""
+
+    softmax_scale: t.Number | None
+    causal: t.Flag
+
+
+class VarlenOptions(_AttentionOptions, DispatchOptions, total=False):
+    """Of `flash_attn_varlen`."""
+
+    bias: t.PackedBias | None
+    softmax_aux: t.PackedSinks | None
+
+
+class RingOptions(_VisibilityOptions, ShardingOptions, total=False):
+    """Of `ring_attention`."""
+
+    causal: t.Flag
+    logits_soft_cap: t.Number | None
+    softmax_scale: t.Number | None
+    axis_name: t.AxisNames | None
+    fused_backward: t.Flag
+    layout: t.SequenceLayout
+    precision: t.PrecisionLike | None
+
+
+class _PagedOptions(TypedDict, total=False):
+    softmax_scale: t.Number | None
+    sliding_window: t.Window | None
+    logits_soft_cap: t.Number | None
+    k_scale: t.CacheScale | None
+    v_scale: t.CacheScale | None
+    layout: t.CacheLayout
+
+
+class UnifiedAttentionOptions(_PagedOptions, ShardingOptions, total=False):
+    """Of `unified_attention`."""
+
+    causal: t.Flag
+    precision: t.PrecisionLike | None
+
+
+class PrefillOptions(_PagedOptions, DispatchOptions, total=False):
+    """Of `prefill_page_attention`."""
+
+    attn_logits_soft_cap: t.Number | None
+    softmax_aux: t.Sinks | None
+
+
+class PageAttentionOptions(PrefillOptions, total=False):
+    """Of `page_attention`."""
+
+    attn_scale: t.Number | None
+    alibi_slopes: t.Slopes | None
+
+
+class LatentServingOptions(DispatchOptions, total=False):
+    """Of `multi_latent_ragged_page_attention`."""
+
+    softmax_scale: t.Number | None
+    sliding_window: t.Window | None
+    logits_soft_cap: t.Number | None
+    mask_value: t.Number | None
+    q_scale: t.Scalar | None
+    k_scale: t.Scalar | None
+    v_scale: t.Scalar | None
+
+
+class RecurrenceOptions(DispatchOptions, total=False):
+    """Of `rwkv6`."""
+
+    softmax_scale: t.Number | None
+    reverse: t.Flag
+
+
+class ShardedRecurrenceOptions(RecurrenceOptions, ShardingOptions, total=False):
+    """Of `recurrent_attention`, `gla_attention` and `retention`."""
+
+
+class LightningOptions(ShardedRecurrenceOptions, total=False):
+    """Of `lightning_attention`."""
+
+    layer_idx: Required[int | np.integer]
+    num_layers: Required[int | np.integer]
+
+
+class DeltaOptions(ShardedRecurrenceOptions, total=False):
+    """Of `gated_delta_rule` and `kernel_delta_attention`."""
+
+    use_qk_l2norm: t.Flag
+    use_chunked: t.Flag
+    chunk_size: t.Count | None
+    seg_ids: t.SegmentIds | None
+    cu_seqlens: t.CumulativeLengths | None
+
+
+class Rwkv7Options(RecurrenceOptions, total=False):
+    """Of `rwkv7` and `rwkv7_mul`."""
+
+    initial_state: t.MatrixState | None
+    cu_seqlens: t.CumulativeLengths | None
+    use_chunked: t.Flag

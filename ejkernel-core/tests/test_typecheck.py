@@ -1,0 +1,175 @@
+"""Annotations of the public functions: checked at run time when asked for, and the same in every place that repeats them."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel
+from ejkernel import modules
+from ejkernel._pipeline import typecheck
+from ejkernel.typing import Attended, Keys, Queries, Rows, RowScale, RowsOutput
+
+Q = np.ones((1, 8, 2, 4), np.float32)
+
+
+def unused(x: Rows, scale: RowScale | None = None, *, width: int = 1) -> RowsOutput:
+    return jnp.asarray(x)
+
+
+def test_suites_run_with_checks_on():
+    assert typecheck.on()
+    assert hasattr(ejkernel.rms_norm, "__wrapped__")
+    assert ejkernel.RmsNorm.function is ejkernel.rms_norm
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        ((np.ones(3, int),), {}, r"unused: x is int64\[3\], but annotated"),
+        ((np.ones(3, np.float32), np.ones((2, 2), np.float32)), {}, r"scale is float32\[2,2\], but annotated"),
+        ((np.ones(3, np.float32),), {"width": "1"}, "width is '1' of type str, but annotated <class 'int'>"),
+    ],
+)
+def test_what_the_annotation_excludes_raises(arguments, options, said):
+    with pytest.raises(ejkernel.AnnotationError, match=said):
+        typecheck.checked(unused)(*arguments, **options)
+
+
+def test_result_that_is_not_as_annotated_raises():
+    def halved(x: Rows) -> RowsOutput:
+        return jnp.asarray(x)[1:]
+
+    with pytest.raises(ejkernel.AnnotationError, match=r"halved: the result is float32\[2\], but annotated"):
+        typecheck.checked(halved)(np.ones(3, np.float32))
+
+
+def test_an_axis_has_one_size_in_a_signature():
+    def attend(query: Queries, key: Keys) -> Attended:
+        raise NotImplementedError
+
+    def accepted(query: Queries, key: Keys) -> None:
+        return None
+
+    typecheck.checked(accepted)(Q, Q)
+    with pytest.raises(ejkernel.AnnotationError, match=r"key is float32\[1,8,2,3\]"):
+        typecheck.checked(accepted)(Q, Q[..., :3])
+    with pytest.raises(NotImplementedError):
+        typecheck.checked(attend)(Q, Q)
+
+
+def test_own_refusals_come_first():
+    with pytest.raises(ValueError, match="causal_alignment: got 'middle'"):
+        ejkernel.flash_attention(Q, Q, Q, causal=True, causal_alignment="middle")  # pyright: ignore
+
+
+def test_a_record_that_is_not_as_annotated_raises():
+    record = ejkernel.operations.rms_norm.interface.RmsNormInputs(jnp.ones((1, 2, 4)), jnp.ones((1, 4, 1)))
+    with pytest.raises(ejkernel.AnnotationError, match=r"NormInputs.scale is float32\[1,4,1\]"):
+        typecheck.check_records(record)
+
+
+def test_what_is_accepted_under_checks():
+    seen = [
+        ejkernel.flash_attention(Q, jnp.asarray(Q), Q, softmax_scale=1, sliding_window=[np.int32(3), 0], causal=np.True_),
+        jax.jit(lambda q: ejkernel.flash_attention(q, q, q, softmax_scale=np.float32(1), sliding_window=(3, 0)))(Q),
+        jax.vmap(lambda q: ejkernel.flash_attention(q, q, q, softmax_scale=1.0, sliding_window=(3, 0), causal=True))(Q[None])[
+            0
+        ],
+    ]
+    np.testing.assert_allclose(seen[0], seen[2], rtol=1e-6)
+    assert seen[1].shape == Q.shape
+    shape = jax.ShapeDtypeStruct(Q.shape, Q.dtype)
+    assert ejkernel.explain("flash_attention", shape, shape, shape).chosen == "xla"
+
+
+def test_without_the_variable_functions_are_themselves(python):
+    output = python(
+        """
+        import sys
+        import ejkernel
+        assert "jaxtyping" not in sys.modules
+        from ejkernel.modules.norms import rms_norm
+        assert ejkernel.rms_norm is rms_norm and not hasattr(rms_norm, "__wrapped__")
+        assert ejkernel.RmsNorm.function is rms_norm
+        ejkernel.rms_norm(__import__("numpy").ones((2, 4), "float32"))
+        print("beartype" in sys.modules)
+        """,
+        EJKERNEL_TYPECHECK="off",
+    )
+    assert output.strip() == "False"
+
+
+def test_missing_beartype_is_one_clear_error(python):
+    code = """
+        import sys
+        sys.modules["beartype"] = None
+        import ejkernel
+        ejkernel.rms_norm
+        """
+    output = python(code, fails=True, EJKERNEL_TYPECHECK="1")
+    assert output.strip().endswith("ImportError: EJKERNEL_TYPECHECK=1 needs beartype: pip install 'ejkernel-core[testing]'")
+
+
+PUBLIC = {name: getattr(modules, name) for name in modules.__all__ if name[0].islower()}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_no_public_signature_says_any(name):
+    function = inspect.unwrap(PUBLIC[name])
+    hints = typing.get_type_hints(function)
+    assert {*inspect.signature(function).parameters, "return"} == {*hints}
+    assert not [argument for argument, hint in hints.items() if hint is typing.Any]
+
+
+OVERLOADED = [name for name in PUBLIC if typing.get_overloads(inspect.unwrap(PUBLIC[name]))]
+
+
+@pytest.mark.parametrize("name", OVERLOADED)
+def test_overloads_say_what_the_signature_says(name):
+    """Options that overloads take together have the names and types of the function's own."""
+    function = inspect.unwrap(PUBLIC[name])
+    own = typing.get_type_hints(function)
+    (flag,) = {"return_lse", "return_state"} & {*own}
+    results = []
+    for overload in typing.get_overloads(function):
+        said = typing.get_type_hints(overload)
+        (options,) = typing.get_args(said.pop("options"))
+        said |= typing.get_type_hints(options)
+        results.append((typing.get_args(said.pop(flag)), said.pop("return")))
+        assert said == {name: hint for name, hint in own.items() if name not in (flag, "return")}
+        parameters = inspect.signature(overload).parameters
+        for argument, parameter in inspect.signature(function).parameters.items():
+            if argument in parameters and argument != flag:
+                assert parameters[argument].default == parameter.default
+    (without, single), (with_it, pair), (_, either) = results
+    assert (without, with_it) == ((False,), (True,))
+    assert either == own["return"] == typing.Union[single, pair]  # noqa: UP007 - built from values
+
+
+def test_flags_that_change_the_result_are_overloaded():
+    flagged = {n for n, f in PUBLIC.items() if {"return_lse", "return_state"} & {*inspect.signature(f).parameters}}
+    assert {*OVERLOADED} == flagged
+
+
+def test_listed_names_are_the_lazy_ones():
+    lazy = {*ejkernel._LAZY, *modules.__all__, "__version__"} - {"FUNCTIONS"}
+    assert {*ejkernel.__all__} == lazy
+    assert len(ejkernel.__all__) == len(lazy)
+    assert all(getattr(ejkernel, name) is not None for name in ejkernel.__all__)
+
+
+def test_star_import_brings_the_public_functions(python):
+    output = python(
+        """
+        from ejkernel import *
+        import ejkernel
+        print(all(globals()[name] is getattr(ejkernel, name) for name in (*ejkernel.modules.FUNCTIONS, "MaskInfo", "use")))
+        """
+    )
+    assert output.strip() == "True"
