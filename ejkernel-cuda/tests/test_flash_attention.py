@@ -12,9 +12,11 @@ import pytest
 from host_calls import check_target
 
 import ejkernel
+from ejkernel.call.records import given_fields
 from ejkernel.operations.flash_attention.interface import OPERATION
 from ejkernel.plugin import Target
 from ejkernel_cuda import _library
+from ejkernel_cuda._accepts import ACCEPTS
 from ejkernel_cuda.flash_attention import capability, config, kernel
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
@@ -112,18 +114,30 @@ def problem(queries=256, keys=None, heads=4, key_heads=2, size=128, value_size=N
     return OPERATION.canonicalise(*arrays, **options)
 
 
+NOT_ACCEPTED = [
+    ({"bias": np.zeros((1, 1, 256, 256), np.float32)}, {"bias"}),
+    ({"mask": np.ones((1, 1, 256, 256), bool)}, {"mask"}),
+    ({"softmax_aux": np.zeros(4, np.float32)}, {"sinks"}),
+    (
+        {"query_segments": np.zeros((1, 256), np.int32), "key_segments": np.zeros((1, 256), np.int32)},
+        {"query_segments", "key_segments"},
+    ),
+    ({"key_lengths": np.array([3], np.int32)}, {"query_segments", "key_segments"}),
+    ({"query_positions": np.zeros((1, 256), np.int32), "causal": True}, {"query_positions"}),
+    ({"chunk_size": 32}, {"chunk_size"}),
+    ({"dropout_prob": 0.1, "dropout_seed": 1}, {"dropout_rate", "dropout_streams"}),
+    ({"normalize_output": False}, {"normalize_output"}),
+    ({"logits_dtype": "bfloat16"}, {"logits_dtype"}),
+]
+
+
+@pytest.mark.parametrize(("options", "fields"), NOT_ACCEPTED, ids=lambda value: "-".join(value))
+def test_fields_that_it_does_not_accept(options, fields):
+    assert {*given_fields(problem(**options).call)} - {*ACCEPTS["flash_attention"]} == fields
+
+
 REFUSED = [
-    ({"bias": np.zeros((1, 1, 256, 256), np.float32)}, "bias"),
-    ({"mask": np.ones((1, 1, 256, 256), bool)}, "mask"),
-    ({"softmax_aux": np.zeros(4, np.float32)}, "softmax_aux"),
-    ({"query_segments": np.zeros((1, 256), np.int32), "key_segments": np.zeros((1, 256), np.int32)}, "query_segments"),
-    ({"key_lengths": np.array([3], np.int32)}, "segments"),
-    ({"query_positions": np.zeros((1, 256), np.int32), "causal": True}, "query_positions"),
-    ({"chunk_size": 32}, "chunk_size is 32"),
     ({"causal": True, "prefix": 10}, "prefix is 10"),
-    ({"dropout_prob": 0.1, "dropout_seed": 1}, "dropout_prob is 0.1"),
-    ({"normalize_output": False}, "normalize_output=False"),
-    ({"logits_dtype": "bfloat16"}, "logits_dtype is bfloat16"),
     ({"dtype": "float16", "logits_soft_cap": 3.0}, "logits_soft_cap is 3.0 with float16"),
     ({"size": 264}, "the query's head size is 264, needs 1 ... 256"),
     ({"queries": 2**27 + 1}, "134217729 tokens"),

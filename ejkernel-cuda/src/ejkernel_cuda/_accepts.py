@@ -14,6 +14,7 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "causal",
         "query_offset",
         "window",
+        "prefix",
         "soft_cap",
         "precision",
         "return_lse",

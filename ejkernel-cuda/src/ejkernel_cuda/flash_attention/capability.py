@@ -24,22 +24,8 @@ def supports_forward(call: FlashAttentionCall, target: Target) -> str | None:
 
 
 def _feature_refusal(call: FlashAttentionCall) -> str | None:
-    for name, spec in (("bias", call.bias), ("mask", call.mask), ("softmax_aux", call.sinks)):
-        if spec is not None:
-            return f"{name}: the kernel reads no array but query, key and value"
-    for name in ("query_segments", "key_segments", "query_positions", "key_positions"):
-        if getattr(call, name) is not None:
-            return f"{name}: the kernel masks by index only: causal, sliding_window and causal_alignment"
-    if call.chunk_size is not None:
-        return f"chunk_size is {call.chunk_size}, the kernel has no chunks"
     if call.causal and call.prefix:
         return f"prefix is {call.prefix}, the kernel has none"
-    if call.dropout_rate:
-        return f"dropout_prob is {call.dropout_rate}, the kernel has no dropout"
-    if not call.normalize_output:
-        return "normalize_output=False: the kernel divides by the sum of the weights"
-    if call.logits_dtype != "float32":
-        return f"logits_dtype is {call.logits_dtype}, the kernel keeps logits in float32"
     if call.soft_cap is not None and call.query.dtype == "float16":
         return f"logits_soft_cap is {call.soft_cap} with float16, the kernel's tanh is only as accurate as bfloat16"
     return None

@@ -25,8 +25,6 @@ def supports_backward(call: GroupedMatmulCall, target: Target) -> str | None:
 def _refusal(call: GroupedMatmulCall, target: Target) -> str | None:
     batch, rows, inner = call.lhs.shape
     matrices, columns = call.rhs.shape[1], call.columns
-    if call.lhs_scale is not None:
-        return "lhs_scale is given, and these kernels do not support row scales; multiply the result, or use platform='xla'"
     if call.preferred_element_type not in FLOATS:
         return f"preferred_element_type is {call.preferred_element_type}, needs {', '.join(FLOATS)}"
     for name, width in (("K", inner), ("N", columns)):

@@ -16,10 +16,6 @@ _MIN_BLOCK, _MIN_SEGMENT = 16, 16
 
 
 def supports_forward(call: LinearRecurrenceCall, target: Target) -> str | None:
-    if call.gv is not None:
-        return "decays per channel of value (gv) are not implemented here"
-    if call.bonus is not None:
-        return "a bonus is not implemented here"
     specs = {name: getattr(call, name) for name in ("query", "key", "value", "g", "g_gamma", "gk", "initial_state")}
     problem = refusal(target, specs, FLOATS)
     if problem:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ejkernel._plugins.registry import kernel_registry
+from ejkernel.call.records import given_fields
 from ejkernel.errors import NoKernelError
 from ejkernel.operations.common.tolerance import EXTREME, FORWARD, GRADIENT, check_close, deviation
 from ejkernel.plugin import Target, resolve
@@ -108,7 +109,8 @@ def test_config_space(problem: Problem) -> None:
         for target in (problem.request().target, *TARGETS):
             runs_there = {"any", target.backend} & {*candidate.implementation.backends}
             supports = candidate.implementation.supports
-            if runs_there and (supports is None or resolve(supports)(call, target) is None):
+            accepted = all(candidate.accepts(name) for name in given_fields(call))
+            if runs_there and accepted and (supports is None or resolve(supports)(call, target) is None):
                 check_space(space, call, target)
 
 

@@ -27,14 +27,8 @@ def _refusal(call: FlashAttentionCall, target: Target) -> str | None:
 
 
 def _feature_refusal(call: FlashAttentionCall) -> str | None:
-    if call.mask is not None:
-        return "mask: the kernels read no dense mask; positional masks and segments are supported"
-    if call.dropout_rate:
-        return f"dropout_prob is {call.dropout_rate}, the kernels do not support dropout"
     if not call.normalize_output:
         return "normalize_output=False: the gradient needs each row's maximum logit, which is not saved"
-    if call.logits_dtype != "float32":
-        return f"logits_dtype is {call.logits_dtype}, the kernels keep logits in float32"
     if call.sinks is not None and call.sinks.dtype not in ("float32", "bfloat16", "float16"):
         return f"sinks are {call.sinks.dtype}, needs float32, bfloat16 or float16"
     return None

@@ -19,8 +19,6 @@ def supports(call: GroupedMatmulCall, target: Target) -> str | None:
         spec, wanted = getattr(call, name), STORED if name == "rhs" else DTYPES
         if spec is not None and spec.dtype not in wanted:
             return f"{name} is {spec.dtype}, needs {' or '.join(wanted)}"
-    if call.lhs_scale is not None:
-        return "lhs_scale is given, and these kernels do not support row scales; multiply the result, or use platform='xla'"
     if call.preferred_element_type not in DTYPES:
         return f"preferred_element_type is {call.preferred_element_type}, needs {' or '.join(DTYPES)}"
     batch, rows, _ = call.lhs.shape
