@@ -13,7 +13,7 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
 from ejkernel.modules._options import FlashAttentionOptions, VarlenOptions
-from ejkernel.modules._static import dtype_name
+from ejkernel.operations.common.dtypes import dtype_name
 from ejkernel.operations.flash_attention.bind import host_seed
 from ejkernel.operations.flash_attention.forms import add_packed, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
