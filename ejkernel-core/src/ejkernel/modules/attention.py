@@ -14,8 +14,7 @@ from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
 from ejkernel.modules._options import FlashAttentionOptions, VarlenOptions
 from ejkernel.operations.common.dtypes import dtype_name
-from ejkernel.operations.flash_attention.bind import host_seed
-from ejkernel.operations.flash_attention.forms import add_packed, packed
+from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.operations.flash_attention.unbatched import unbatched
 from ejkernel.operations.flash_attention.weights import with_weights
@@ -153,7 +152,7 @@ def flash_attention(
             "None",
             remedy="it does not say how many keys each row has; unified_attention takes pages, their tables and lengths",
         )
-    arrays = _arrays(query, key, value, bias, softmax_aux, mask_info, dropout_seed)
+    arrays = given_arrays(query, key, value, bias, softmax_aux, mask_info, dropout_seed)
     options = {
         "softmax_scale": softmax_scale,
         "dropout_prob": dropout_prob,
@@ -301,7 +300,7 @@ def flash_attn_varlen(
 
     Source: Dao, FlashAttention-2, 2023 (variable-length interface).
     """
-    arrays = _arrays(q, k, v, bias, softmax_aux, mask_info, dropout_seed)
+    arrays = given_arrays(q, k, v, bias, softmax_aux, mask_info, dropout_seed)
     options = {
         "softmax_scale": sm_scale,
         "dropout_prob": dropout_prob,
@@ -377,7 +376,7 @@ def scaled_dot_product_attention(
 
     Source: Vaswani et al., Attention is all you need, 2017, section 3.2.1.
     """
-    arrays = _arrays(query, key, value, bias, None, mask_info, None)
+    arrays = given_arrays(query, key, value, bias, None, mask_info, None)
     options = {
         "softmax_scale": _one_of("scale", scale, "softmax_scale", softmax_scale),
         "causal": is_causal or causal,
@@ -483,16 +482,8 @@ def attention(
         "logits_dtype": jnp.float32 if softmax_dtype is None else softmax_dtype,
         "output_dtype": None if dtype is None else dtype_name("dtype", dtype),
     }
-    arrays = _arrays(query, key, value, bias, softmax_aux, mask_info, dropout_rng)
+    arrays = given_arrays(query, key, value, bias, softmax_aux, mask_info, dropout_rng)
     return _FLASH_ATTENTION.invoke(arrays, options, platform=platform, cfg=cfg, form=with_weights)
-
-
-def _arrays(query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, mask_info: Any, seed: Any) -> dict[str, Any]:
-    for name, array in (("query", query), ("key", key), ("value", value), ("bias", bias), ("softmax_aux", softmax_aux)):
-        if array is not None and not hasattr(array, "dtype"):
-            raise wrong_type(name, type(array).__name__, "an array")
-    given = {"bias": bias, "softmax_aux": softmax_aux, "mask_info": mask_info, "dropout_seed": host_seed(seed)}
-    return {"query": query, "key": key, "value": value, **{name: a for name, a in given.items() if a is not None}}
 
 
 def _one_of(name: str, first: Any, other_name: str, second: Any) -> Any:

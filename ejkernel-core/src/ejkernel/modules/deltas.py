@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from ejkernel import typing as t
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_form
 from ejkernel.modules._options import DeltaOptions, Rwkv7Options
-from ejkernel.operations.delta_rule.forms import by_removal, check_starts, chunked_by, delta, ragged
+from ejkernel.operations.delta_rule.forms import by_removal, check_starts, chunked_by, delta, dims_of, ragged
 from ejkernel.operations.delta_rule.interface import OPERATION as _DELTA_RULE
 from ejkernel.utils.checks import check_array, check_compute, check_shape
-
-_POSITIONAL = ("query", "key", "value", "beta", "decay", "initial_state", "seg_ids", "cu_seqlens")
 
 
 @overload
@@ -249,25 +247,8 @@ def kernel_delta_attention(
         "platform": platform,
         "cfg": chunked_by(chunk_size, cfg),
     }
-    dims = {
-        **dict.fromkeys(("query", "key"), "b t h d"),
-        "value": "b t h v",
-        "beta": "b t h",
-        "decay": "b t h" if getattr(decay, "ndim", 3) == 3 else "b t h d",
-        "initial_state": "b h d v" if cu_seqlens is None else "n h d v",
-        "seg_ids": "b t",
-        "cu_seqlens": "s",
-    }
-    return over_mesh(
-        delta,
-        arrays,
-        options,
-        positional=_POSITIONAL,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        dims=dims,
-    )
+    specs: dict[str, Any] = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    return over_mesh(delta, arrays, options, positional=tuple(arrays), dims=dims_of(decay, cu_seqlens), **specs)
 
 
 @argument_names(scale="softmax_scale")

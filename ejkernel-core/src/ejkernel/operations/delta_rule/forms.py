@@ -35,6 +35,19 @@ def delta(*, seg_ids: Any, platform: Any, cfg: Any, **rest: Any) -> Any:
     return OPERATION.invoke(arrays, rest, platform=platform, cfg=cfg)
 
 
+def dims_of(decay: Any, cu_seqlens: Any) -> dict[str, str]:
+    """The axes of the arrays of `delta`, for `over_mesh`."""
+    return {
+        **dict.fromkeys(("query", "key"), "b t h d"),
+        "value": "b t h v",
+        "beta": "b t h",
+        "decay": "b t h" if getattr(decay, "ndim", 3) == 3 else "b t h d",
+        "initial_state": "b h d v" if cu_seqlens is None else "n h d v",
+        "seg_ids": "b t",
+        "cu_seqlens": "s",
+    }
+
+
 def check_starts(query_start_loc: Any, query: Any) -> None:
     """Refuse concrete starts that decrease, do not begin with 0 or end beyond the tokens."""
     if isinstance(query_start_loc, jax.core.Tracer) or not hasattr(query_start_loc, "shape") or not hasattr(query, "shape"):

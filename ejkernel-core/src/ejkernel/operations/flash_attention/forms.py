@@ -203,3 +203,12 @@ def _per_token(per_sequence: Any, segments: Any) -> Any:
     if per_sequence.shape[0] == 0:
         return jnp.zeros_like(segments)
     return jnp.where(segments < 0, 0, per_sequence[jnp.maximum(segments, 0)])
+
+
+def given_arrays(query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, mask_info: Any, seed: Any) -> dict[str, Any]:
+    """The array arguments that are there; a Python seed as an array."""
+    for name, array in (("query", query), ("key", key), ("value", value), ("bias", bias), ("softmax_aux", softmax_aux)):
+        if array is not None and not hasattr(array, "dtype"):
+            raise wrong_type(name, type(array).__name__, "an array")
+    given = {"bias": bias, "softmax_aux": softmax_aux, "mask_info": mask_info, "dropout_seed": bind.host_seed(seed)}
+    return {"query": query, "key": key, "value": value, **{name: a for name, a in given.items() if a is not None}}
