@@ -25,7 +25,7 @@ class SoftmaxInputs(NamedTuple):
     """x `[b, ..., d]`; where bool, of the same rank, each axis as in x or 1: True = takes part."""
 
     x: Float[Array, "*rows d"]
-    where: Bool[Array, ...] = None
+    where: Bool[Array, "*shape"] = None
 
 
 class SoftmaxOutputs(NamedTuple):
