@@ -66,7 +66,7 @@ def test_what_was_timed_is_not_said_to_be_untimed(target, timed, times):
         assert "not timed" not in priority.reason, (name, priority)
 
 
-H200 = Target("gpu", "NVIDIA H200", "9.0")
+H100, H200 = Target("gpu", "NVIDIA H100 80GB HBM3", "9.0"), Target("gpu", "NVIDIA H200", "9.0")
 FEW_REQUESTS = json.loads((RESULTS / "decoding_few_h200.json").read_text())["times"]
 
 
@@ -81,6 +81,28 @@ def test_what_decodes_few_requests_first_was_fastest(row):
     times = {name: statistics.median(row[name]) for name in ("cuda", "triton")}
     first = max(times, key=lambda name: default_priority(name, "paged_attention", call, "forward", H200).level)
     assert times[first] <= TOLERATED * min(times.values()), (first, times)
+
+
+DELTA_RULE = json.loads((RESULTS / "delta_rule_triton_h100.json").read_text())
+DELTA_RULE_TIMES = {
+    (row["case"], row["phase"], "xla" if row["config"] is None else "triton"): row["milliseconds"]
+    for row in DELTA_RULE["times"]
+    if row["heuristic"] or row["config"] is None
+}
+
+
+@pytest.mark.parametrize(("case", "phase"), [key[:2] for key in DELTA_RULE_TIMES if key[2] == "xla"])
+def test_what_runs_the_delta_rule_first_was_fastest(case, phase):
+    shape = DELTA_RULE["shapes"][case]
+    heads = shape["batch"], shape["length"], shape["heads"]
+    key, value = (jax.ShapeDtypeStruct((*heads, shape[name]), jnp.bfloat16) for name in ("width", "channels"))
+    decay = jax.ShapeDtypeStruct((*heads, shape["width"]) if shape["decay"] == "channel" else heads, jnp.float32)
+    function = ejkernel.kernel_delta_attention if shape["decay"] == "channel" else ejkernel.gated_delta_rule
+    beta = jax.ShapeDtypeStruct(heads, jnp.bfloat16)
+    call = ejkernel.explain(function, key, key, value, decay=decay, beta=beta).forward.call
+    times = {name: DELTA_RULE_TIMES[case, phase, name] for name in ("xla", "triton")}
+    first = max(times, key=lambda name: default_priority(name, "delta_rule", call, phase, H100).level)
+    assert times[first] == min(times.values()), times
 
 
 def test_a_recorded_result_as_dispatched_today():

@@ -13,6 +13,7 @@ import pytest
 import ejkernel
 from ejkernel import modules
 from ejkernel._pipeline import typecheck
+from ejkernel.operations import OPERATIONS, get_operation
 from ejkernel.typing import Attended, Keys, Queries, Rows, RowScale, RowsOutput
 
 Q = np.ones((1, 8, 2, 4), np.float32)
@@ -173,3 +174,13 @@ def test_star_import_brings_the_public_functions(python):
         """
     )
     assert output.strip() == "True"
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_every_field_of_a_record_names_its_axes(name):
+    """A field that holds an array has a shape; annotations resolve."""
+    operation = get_operation(name)
+    for record in (operation.Inputs, operation.Outputs):
+        hints = typing.get_type_hints(record)
+        assert {*hints} == {*record._fields}
+        assert all(isinstance(hint.dim_str, str) for hint in hints.values())

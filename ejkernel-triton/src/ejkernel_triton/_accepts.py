@@ -5,6 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ACCEPTS: Mapping[str, tuple[str, ...]] = {
+    "delta_rule": (
+        "beta",
+        "decay",
+        "a",
+        "b",
+        "initial_state",
+        "segments",
+        "cu_seqlens",
+        "scale",
+        "use_qk_l2norm",
+        "chunked",
+        "reverse",
+        "return_state",
+    ),
     "flash_attention": (
         "bias",
         "mask",

@@ -39,6 +39,7 @@ OPERATIONS: Mapping[str, str] = {
 
 ORDERED = (
     "add_rms_norm",
+    "delta_rule",
     "flash_attention",
     "grouped_matmul",
     "layer_norm",

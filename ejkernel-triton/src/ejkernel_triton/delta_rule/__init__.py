@@ -1,0 +1,1 @@
+"""The delta rule and its relatives in Triton."""

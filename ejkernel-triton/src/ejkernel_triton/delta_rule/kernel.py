@@ -1,0 +1,354 @@
+"""The launches of `delta_rule`.
+
+Forward: `prepare` makes what chunks do to themselves, the walk carries the state through them. Backward makes both again, keeping
+the states before chunks; a walk back makes the gradients of states and of values, and the rest is made of all chunks at once. A few
+tokens, and the general form, are walked token after token.
+
+The chunked form is that of Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length, 2024, and of
+Gated Delta Networks, 2025.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.call import ArraySpec, vary_like
+from ejkernel.operations.delta_rule.interface import NORM_EPSILON, DeltaRuleCall, DeltaRuleInputs, DeltaRuleOutputs
+from ejkernel_triton._blocks import dot_block
+from ejkernel_triton._chunks import chunks_of
+from ejkernel_triton._jax_triton import call_kernel
+from ejkernel_triton.delta_rule.config import Config, GradientConfig
+from ejkernel_triton.delta_rule.gradients import gradient_kernel
+from ejkernel_triton.delta_rule.params import params_of
+from ejkernel_triton.delta_rule.prepare import prepare_channels_kernel, prepare_kernel
+from ejkernel_triton.delta_rule.recurrent import recurrent_kernel
+from ejkernel_triton.delta_rule.state_scan import state_scan_backward_kernel, state_scan_kernel
+from ejkernel_triton.delta_rule.tiles import ROWS
+
+_TOKENS = ("query", "key", "value", "beta", "decay", "a", "b")
+_PREPARED_WIDTH = 64
+"""Channels of key that `prepare` loads at a time; half as many in float32, and under decays per channel, on an H100 0.40 ms in
+place of 0.48."""
+
+
+class _Prepared(NamedTuple):
+    """What `prepare` made; what is absent is replaced by an array that is there.
+
+    read_key, write_key, read_query: keys and queries, with decays per channel under those up to the edges of their chunks.
+    inverse, scores `[b, chunks, H, chunk, chunk]`; rows `[b, chunks, H, ROWS, chunk]`, totals `[b, chunks, H, d]`: see `tiles`.
+    """
+
+    read_key: Any
+    write_key: Any
+    read_query: Any
+    inverse: Any
+    scores: Any
+    rows: Any
+    totals: Any
+
+
+class _Problem:
+    """What every launch of a call has in common."""
+
+    def __init__(self, call: DeltaRuleCall, inputs: DeltaRuleInputs, chunk: int) -> None:
+        self.call, self.inputs, self.chunk = call, inputs, chunk
+        self.batch, self.length = call.query.shape[:2]
+        self.rule = params_of(call)
+        self.whole = call.cu_seqlens is None and bool(chunk) and self.length % chunk == 0
+        self.bounds, self.first, self.sequence = self._table()
+        self.chunks = self.sequence.shape[1] if call.cu_seqlens is not None else -(-self.length // max(chunk, 1))
+        self.dtype = jnp.bfloat16 if self.rule.bfloat16 else jnp.float32
+        self.by_channel = call.decays_by_channel
+
+    def _table(self) -> tuple[Any, Any, Any]:
+        """Where sequences lie, the tokens after the last of them as one more; absent: `query` stands in."""
+        bounds = self.inputs.cu_seqlens
+        if bounds is None:
+            return (self.inputs.query,) * 3
+        bounds = jnp.pad(bounds, ((0, 0), (0, 1)), constant_values=self.length)
+        return tuple(chunks_of(bounds, self.length, self.chunk or self.length))
+
+    @property
+    def sequences(self) -> int:
+        """Of a walk: with packed sequences, the tokens after them too."""
+        return self.call.sequences + (self.call.cu_seqlens is not None)
+
+    @property
+    def tokens(self) -> tuple[int, int, int]:
+        return self.batch, self.length, self.call.heads
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.call.heads, self.call.query.shape[3], self.call.value.shape[3]
+
+    @property
+    def final_shape(self) -> tuple[int, ...]:
+        return self.batch, self.call.sequences, *self.state_shape
+
+    def or_query(self, *arrays: Any) -> tuple[Any, ...]:
+        return tuple(self.inputs.query if array is None else array for array in arrays)
+
+    def prepare(self) -> _Prepared:
+        inputs, heads, width = self.inputs, self.call.heads, self.call.query.shape[3]
+        squares = (self.batch, self.chunks, heads)
+        square = (*squares, self.chunk, self.chunk), self.dtype
+        rows = (*squares, ROWS.value, self.chunk), jnp.float32
+        given = *self.or_query(inputs.query, inputs.key, inputs.beta, inputs.decay), self.bounds, self.first, self.sequence
+        constants: dict[str, Any] = {
+            "grid": self.batch * self.chunks * heads,
+            "num_warps": 4,
+            "num_stages": 1,
+            "R": self.rule,
+            "CHUNK": self.chunk,
+            "BLOCK_K": min(dot_block(width), _PREPARED_WIDTH // (2 if self.by_channel or not self.rule.bfloat16 else 1)),
+            "WHOLE": self.whole,
+            "LEVELS": self.chunk.bit_length() - 1,
+        }
+        numbers = self.length, self.chunks, self.call.sequences
+        if not self.by_channel:
+            inverse, scores, rows = call_kernel(prepare_kernel, (*given, *numbers), (square, square, rows), **constants)
+            return _Prepared(inputs.key, inputs.key, inputs.query, inverse, scores, rows, inputs.query)
+        tile = (*self.tokens, width), self.dtype
+        outputs = (square, square, tile, tile, tile, ((*squares, width), jnp.float32), rows)
+        results = call_kernel(prepare_channels_kernel, (*given, *numbers), outputs, **constants)
+        inverse, scores, first, second, third, totals, rows = results
+        return _Prepared(first, second, third, inverse, scores, rows, totals)
+
+    def _walk(self, config: Config | GradientConfig) -> dict[str, Any]:
+        channels = self.call.value.shape[3]
+        block = min(config.block_v, dot_block(channels))
+        return {
+            "grid": self.batch * self.sequences * self.call.heads * -(-channels // block),
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            "R": self.rule,
+            "CHUNK": self.chunk,
+            "BLOCK_K": dot_block(self.call.query.shape[3]),
+            "BLOCK_V": block,
+            "WHOLE": self.whole,
+        }
+
+    def walk(self, made: _Prepared, config: Config | GradientConfig, *, out: bool, keep: bool, final: bool) -> list[Any]:
+        """Outputs `[b, t, H, v]`, deltas of the same shape, states before chunks `[b, chunks, H, d, v]` and after sequences."""
+        inputs = self.inputs
+        tile = (*self.tokens, self.call.value.shape[3])
+        states = (self.batch, self.chunks, *self.state_shape)
+        return call_kernel(
+            state_scan_kernel,
+            (
+                *(made.read_query, made.read_key, made.write_key, inputs.value, *made[3:]),
+                *(*self.or_query(inputs.initial_state), self.bounds, self.first),
+                *(self.length, self.chunks, self.call.sequences),
+            ),
+            (
+                (tile if out else (1,), self.call.value.dtype),
+                (tile if keep else (1,), self.dtype),
+                (states if keep else (1,), self.dtype),
+                (self.final_shape if final else (1,), jnp.float32),
+            ),
+            INITIAL=inputs.initial_state is not None,
+            OUT=out,
+            KEEP=keep,
+            FINAL=final,
+            **self._walk(config),
+        )
+
+    def walk_back(self, made: _Prepared, config: GradientConfig, d_out: Any, d_final: Any) -> list[Any]:
+        """The gradients of values `[b, t, H, v]`, of states after chunks `[b, chunks, H, d, v]` and before sequences."""
+        return call_kernel(
+            state_scan_backward_kernel,
+            (
+                *(made.read_query, made.read_key, made.write_key, d_out, *made[3:]),
+                *(*self.or_query(d_final), self.bounds, self.first, self.length, self.chunks, self.call.sequences),
+            ),
+            (
+                ((*self.tokens, self.call.value.shape[3]), self.dtype),
+                ((self.batch, self.chunks, *self.state_shape), self.dtype),
+                (self.final_shape, jnp.float32),
+            ),
+            FINAL=d_final is not None,
+            **self._walk(config),
+        )
+
+    def gradients(self, made: _Prepared, config: GradientConfig, arrays: tuple[Any, ...]) -> list[Any]:
+        """Of query and key `[b, t, H, d]`, and, per block of channels of key, of beta and decays `[blocks, b, t, H]`.
+
+        arrays: deltas, and the gradients of outputs and values; states before chunks, and the gradients of those after chunks.
+        """
+        inputs, width = self.inputs, self.call.query.shape[3]
+        rows = min(config.gradient_block_k, dot_block(width))
+        blocks = -(-width // rows)
+        tile, parts = (*self.tokens, width), (blocks, *self.tokens)
+        decays = tile if self.by_channel else parts if inputs.decay is not None else (1,)
+        dtypes = (x.dtype if x.shape[2] == self.call.heads and not self.blocked_lengths(config) else jnp.float32
+                  for x in (inputs.query, inputs.key))  # fmt: skip
+        return call_kernel(
+            gradient_kernel,
+            (
+                *self.or_query(inputs.query, inputs.key, inputs.beta, inputs.decay),
+                *(*arrays, made.rows, self.bounds, self.first, self.sequence),
+                *(self.length, self.chunks, self.call.sequences),
+            ),
+            (
+                *((tile, dtype) for dtype in dtypes),
+                (parts if inputs.beta is not None else (1,), jnp.float32),
+                (decays, jnp.float32),
+            ),
+            grid=self.batch * self.chunks * self.call.heads * blocks,
+            num_warps=config.gradient_num_warps,
+            num_stages=config.num_stages,
+            R=self.rule,
+            CHUNK=self.chunk,
+            BLOCK_K=rows,
+            BLOCK_V=min(config.gradient_block_v, dot_block(self.call.value.shape[3])),
+            WHOLE=self.whole,
+            LEVELS=self.chunk.bit_length() - 1,
+        )
+
+    def blocked_lengths(self, config: GradientConfig) -> bool:
+        """Whether gradients go through the lengths of rows outside of the kernel, which has not seen whole rows."""
+        return self.call.use_qk_l2norm and config.gradient_block_k < self.call.query.shape[3]
+
+
+def _zero_size(call: DeltaRuleCall) -> bool:
+    return call.query.size * call.value.size * call.sequences == 0
+
+
+def forward(call: DeltaRuleCall, inputs: DeltaRuleInputs, config: Config) -> DeltaRuleOutputs:
+    if _zero_size(call):
+        out = vary_like(jnp.zeros((*call.query.shape[:2], call.heads, call.value.shape[3]), call.value.dtype), inputs)
+        return DeltaRuleOutputs(out, _initial(call, inputs) if call.return_state else None)
+    if call.segments is not None:
+        call, inputs, _ = _without_segments(call, inputs)
+    problem = _Problem(call, inputs, config.chunk_size)
+    if config.chunk_size:
+        out, _, _, final = problem.walk(problem.prepare(), config, out=True, keep=False, final=call.return_state)
+    else:
+        out, final = _step_by_step(problem, config)
+    return DeltaRuleOutputs(out, final if call.return_state else None)
+
+
+def _step_by_step(problem: _Problem, config: Config) -> list[Any]:
+    call, inputs = problem.call, problem.inputs
+    channels = call.value.shape[3]
+    block = min(config.block_v, dot_block(channels))
+    arrays = problem.or_query(*(getattr(inputs, name) for name in _TOKENS), inputs.initial_state)
+    return call_kernel(
+        recurrent_kernel,
+        (*arrays, problem.bounds, problem.first, problem.length, call.sequences),
+        (
+            ((*problem.tokens, channels), call.value.dtype),
+            (problem.final_shape if call.return_state else (1,), jnp.float32),
+        ),
+        grid=problem.batch * problem.sequences * call.heads * -(-channels // block),
+        num_warps=config.num_warps,
+        R=problem.rule,
+        BLOCK_K=dot_block(call.query.shape[3]),
+        BLOCK_V=block,
+        INITIAL=inputs.initial_state is not None,
+        FINAL=call.return_state,
+        DEPTH=config.num_stages,
+    )
+
+
+def _initial(call: DeltaRuleCall, inputs: DeltaRuleInputs) -> Any:
+    if inputs.initial_state is not None:
+        return inputs.initial_state.astype(jnp.float32)
+    batch, _, _, width = call.query.shape
+    shape = (batch, call.sequences, call.heads, width, call.value.shape[3])
+    return vary_like(jnp.zeros(shape, jnp.float32), inputs)
+
+
+def _without_segments(call: DeltaRuleCall, inputs: DeltaRuleInputs) -> tuple[DeltaRuleCall, DeltaRuleInputs, Any]:
+    """The same call with a decay to nothing before each new segment, zeros at tokens that take no part, and which take part."""
+    ids = jnp.flip(inputs.segments, 1) if call.reverse else inputs.segments
+    part = ids >= 0
+    places = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    last = jax.lax.cummax(jnp.where(part, places, -1), axis=1)
+    last = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    fresh = part & (last >= 0) & (ids != jnp.take_along_axis(ids, jnp.maximum(last, 0), axis=1))
+    if call.reverse:
+        part, fresh = jnp.flip(part, 1), jnp.flip(fresh, 1)
+    names = [name for name in _TOKENS if getattr(inputs, name) is not None]
+    arrays = {name: _where(part, getattr(inputs, name)) for name in names}
+    decay = arrays.get("decay")
+    if decay is None:
+        decay = vary_like(jnp.zeros((*call.query.shape[:2], 1), jnp.float32), inputs)
+    arrays["decay"] = jnp.where(_beside(fresh, decay), -jnp.inf, decay)
+    found = inputs._replace(**arrays, segments=None)
+    return dataclasses.replace(call, segments=None, decay=ArraySpec.of(arrays["decay"])), found, part
+
+
+def _beside(tokens: Any, array: Any) -> Any:
+    return tokens.reshape(*tokens.shape, *[1] * (array.ndim - 2))
+
+
+def _where(tokens: Any, array: Any) -> Any:
+    return jnp.where(_beside(tokens, array), array, jnp.zeros((), array.dtype))
+
+
+def backward(
+    call: DeltaRuleCall,
+    inputs: DeltaRuleInputs,
+    outputs: DeltaRuleOutputs,
+    cotangents: DeltaRuleOutputs,
+    config: GradientConfig,
+) -> DeltaRuleInputs:
+    given, d_final, part = inputs, cotangents.final_state, None
+    if _zero_size(call):
+        return _nothing(inputs, d_final)
+    if call.segments is not None:
+        call, inputs, part = _without_segments(call, inputs)
+    problem = _Problem(call, inputs, config.chunk_size)
+    made = problem.prepare()
+    _, delta, states, _ = problem.walk(made, config, out=False, keep=True, final=False)
+    d_value, d_states, d_initial = problem.walk_back(made, config, cotangents.out, d_final)
+    arrays = delta, cotangents.out, d_value, states, d_states
+    d_query, d_key, d_beta, d_decay = problem.gradients(made, config, arrays)
+    if problem.blocked_lengths(config):
+        query, key = inputs.query, inputs.key
+        if inputs.cu_seqlens is not None:  # tokens after the last sequence may hold NaN
+            inside = jnp.arange(problem.length, dtype=jnp.int32)[None] < inputs.cu_seqlens[:, -1:]
+            query, key = _where(inside, query), _where(inside, key)
+        d_query, d_key = _through_length(d_query, query), _through_length(d_key, key)
+    found = {"query": d_query, "key": d_key, "value": d_value}
+    if given.beta is not None:
+        found["beta"] = jnp.sum(d_beta, axis=0)
+    if given.decay is not None:
+        found["decay"] = d_decay if problem.by_channel else jnp.sum(d_decay, axis=0)
+    shared = {name: _shared(gradient, getattr(given, name)) for name, gradient in found.items()}
+    if part is not None:
+        shared = {name: _where(part, gradient) for name, gradient in shared.items()}
+    return DeltaRuleInputs(**shared, initial_state=None if given.initial_state is None else d_initial)
+
+
+def _shared(gradient: Any, like: Any) -> Any:
+    """The gradient of all H heads, summed over the heads that share one."""
+    if gradient.shape[2] != like.shape[2]:
+        batch, length, heads, *rest = gradient.shape
+        parts = gradient.reshape(batch, length, like.shape[2], heads // like.shape[2], *rest)
+        gradient = jnp.sum(parts.astype(jnp.float32), axis=3)
+    return gradient.astype(like.dtype)
+
+
+def _through_length(gradient: Any, array: Any) -> Any:
+    """The gradient of rows that are divided by their length, from that where the length is a constant, for all heads."""
+    heads = gradient.shape[2]
+    array = (array if array.shape[2] == heads else jnp.repeat(array, heads // array.shape[2], axis=2)).astype(jnp.float32)
+    square = jnp.sum(array * array, axis=-1, keepdims=True) + NORM_EPSILON
+    return gradient - array * (jnp.sum(gradient * array, axis=-1, keepdims=True) / square)
+
+
+def _nothing(inputs: DeltaRuleInputs, d_final: Any) -> DeltaRuleInputs:
+    """Gradients where no token is in a sequence."""
+    zeros = {
+        name: None if getattr(inputs, name) is None else vary_like(jnp.zeros_like(getattr(inputs, name)), inputs)
+        for name in (*_TOKENS, "initial_state")
+    }
+    if inputs.initial_state is not None and d_final is not None:
+        zeros["initial_state"] = d_final
+    return DeltaRuleInputs(**zeros)
