@@ -191,31 +191,30 @@ def types(session: nox.Session) -> None:
 @nox.session(python=False)
 def tests(session: nox.Session) -> None:
     """Unit tests of each distribution, and the tests across distributions, on the main pair: of similar cases a quarter."""
-    _tests(session, main_environment(session), everything=False)
+    _tests(session, main_environment(session), "quick")
 
 
 @nox.session(python=False)
 @nox.parametrize("pair", PAIRS, ids=[f"py{python}-jax{jax}" for python, jax in PAIRS])
 def matrix(session: nox.Session, pair: tuple[str, str]) -> None:
     """All tests on every pair."""
-    _tests(session, environment(session, pair), everything=True)
+    _tests(session, environment(session, pair), "full")
 
 
 FAST_COMPILATION = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 """Where compilation takes most of the time. What users run is compiled in every other session."""
 
 
-def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
+def _tests(session: nox.Session, python: Path, extent: str) -> None:
     """Every distribution is tested, also after one has failed."""
     elsewhere = ("browser", "conformance", "device", "docs", "isolation", "opaque", "smoke")
     platforms = sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")})
     suites = [[f"{folder}/tests"] for folder in (*platforms, *COMMANDS)]
     failed = []
     for suite in (*suites, ["tests", *(f"--ignore=tests/{part}" for part in elsewhere)]):
-        # The long random searches are for the matrix, and all of many similar cases.
-        workers = ["-n", "2", *(() if everything else ("-m", "not slow", "--sample=4"))]
+        fast = FAST_COMPILATION if suite[0] == "ejkernel-xla/tests" else None
         try:
-            pytest(session, python, *workers, *suite, env=FAST_COMPILATION if suite[0] == "ejkernel-xla/tests" else None)
+            pytest(session, python, "-n", "2", f"--extent={extent}", *suite, env=fast)
         except nox.command.CommandFailed:
             failed.append(suite[0])
     if failed:
@@ -227,18 +226,14 @@ def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
 def conformance(session: nox.Session, platform: str) -> None:
     """The conformance kit on one platform.
 
-    Every second test, and numbers of one case in six, each transform on one of those chosen for it. `-- --ejkernel-full` runs
+    Every second test, and numbers of one case in six, each transform on one of those chosen for it. `-- --extent=full` runs
     everything in every dtype, `-- --ejkernel-report=FILE` keeps a record. Without their device, triton and pallas run in their
     interpreters, on one case in sixteen; cuda has none and fails.
     """
     python = main_environment(session)
     own = f"ejkernel-{platform}/tests/test_conformance.py"
     suite = own if (ROOT / own).is_file() else "tests/conformance"
-    interpreted = platform in ("triton", "pallas") and not shutil.which("nvidia-smi")
-    few = ("--ejkernel-quick", f"--ejkernel-sample={16 if interpreted else 6}", "--sample=2")
-    extent = () if "--ejkernel-full" in session.posargs else few
-    arguments = ("-n", "2", "-p", "ejkernel.testing.plugin", f"--ejkernel-platform={platform}", *extent, suite)
-    pytest(session, python, *arguments, env=FAST_COMPILATION)
+    pytest(session, python, "-n", "2", "--extent=quick", f"--ejkernel-platform={platform}", suite, env=FAST_COMPILATION)
 
 
 OPAQUE = ("cross_entropy", "flash_attention", "grouped_matmul", "paged_cache_update", "rms_norm", "rwkv4")
@@ -249,10 +244,10 @@ OPAQUE = ("cross_entropy", "flash_attention", "grouped_matmul", "paged_cache_upd
 def opaque(session: nox.Session) -> None:
     """Kernels that XLA cannot split, over meshes and under every transform: what core alone must get right.
 
-    Every second test of one operation of each kind; `-- --ejkernel-full` runs all.
+    Every second test of one operation of each kind; `-- --extent=full` runs all.
     """
-    few = ("--sample=2", *(f"--ejkernel-operation={name}" for name in OPAQUE))
-    extent = () if "--ejkernel-full" in session.posargs else few
+    few = ("--extent=quick", *(f"--ejkernel-operation={name}" for name in OPAQUE))
+    extent = () if "--extent=full" in session.posargs else few
     arguments = ("-n", "2", "--ejkernel-platform=opaque", *extent, "tests/opaque")
     pytest(session, main_environment(session), *arguments, env=FAST_COMPILATION)
 
@@ -285,15 +280,15 @@ def smoke(session: nox.Session, pair: tuple[str, str]) -> None:
 @nox.session(python=False)
 def cuda_library(session: nox.Session) -> None:
     """The CUDA library for every architecture that is published, and all tests of its distribution."""
-    pytest(session, environment(session, MAIN, "-cuda"), "-n", "2", "ejkernel-cuda/tests")
+    pytest(session, environment(session, MAIN, "-cuda"), "-n", "2", "--extent=full", "ejkernel-cuda/tests")
 
 
 @nox.session(python=False)
 def cuda_races(session: nox.Session) -> None:
-    """CUDA kernels over rows and pages on a host under ThreadSanitizer, one test in eight; `-- --sample=1` for all of them."""
+    """CUDA kernels over rows and pages on a host under ThreadSanitizer, one test in four; `-- --extent=full` for all."""
     tests = [f"ejkernel-cuda/tests/test_{name}_on_host.py" for name in ("rows", "cases", "paged_attention")]
     python, under = environment(session, MAIN, "-cuda"), ["ejkernel-cuda/tests/host_races.py"]
-    pytest(session, python, "--sample=8", *tests, env=FAST_COMPILATION, under=under)
+    pytest(session, python, "--extent=quick", *tests, env=FAST_COMPILATION, under=under)
 
 
 @nox.session(python=False)
@@ -335,8 +330,9 @@ def tpu_aot(session: nox.Session) -> None:
     for which in ((), ("--peers", "--keep")):
         session.run(str(executable), "tools/tpu_aot.py", "--out", str(out), *session.posargs, *which, external=True)
     names = ("ahead_of_time", "tpu_grouped_matmul_compiled", "tpu_meshes_compiled", "tpu_paged_compiled")
-    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"ejkernel-pallas/tests/test_{name}.py" for name in names))
-    session.run(str(executable), *tests, env={"JAX_PLATFORMS": "cpu"}, external=True)
+    tests = (f"ejkernel-pallas/tests/test_{name}.py" for name in names)
+    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--extent=full", *tests)
+    session.run(str(executable), *arguments, env={"JAX_PLATFORMS": "cpu"}, external=True)
 
 
 @nox.session(python=False)
