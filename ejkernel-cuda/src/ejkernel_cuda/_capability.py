@@ -6,17 +6,11 @@ from collections.abc import Collection, Mapping
 
 from ejkernel.call import ArraySpec
 from ejkernel.plugin import Target
-from ejkernel.targets.nvidia import FLOATS, array_problem, device_problem
+from ejkernel.targets.nvidia import FLOATS, array_problem, device_problem, gpu_properties
 from ejkernel_cuda._library import library_problem
 
-_KIB = 1024
-_SHARED_MEMORY = {(8, 0): 162 * _KIB, (8, 7): 162 * _KIB, (9, 0): 226 * _KIB, (10, 0): 226 * _KIB, (10, 3): 226 * _KIB}
-"""CUDA programming guide, technical specifications per compute capability: most shared memory of one block, less one KiB that
-handlers leave alone."""
-_LEAST_SHARED_MEMORY = 98 * _KIB
-"""Of 8.6, 8.9 and 12.x; taken for capabilities that are not listed."""
-_MULTIPROCESSORS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
-"""Of the A100, the SXM parts of the H100 and H200, and the B200."""
+_RESERVED = 1024
+"""Bytes of a block's shared memory that handlers reserve."""
 _MANY_MULTIPROCESSORS = 192
 """More than the devices of other capabilities have that are known."""
 
@@ -36,12 +30,12 @@ def refusal(
 
 def shared_memory_limit(target: Target) -> int:
     """Bytes of shared memory that one block may ask for; the least of all where the capability is unknown."""
-    return _SHARED_MEMORY.get(target.capability or (0, 0), _LEAST_SHARED_MEMORY)
+    return gpu_properties(target).shared_memory - _RESERVED
 
 
 def multiprocessors(target: Target) -> int:
     """Of the largest common device of a target's compute capability, or more than any has where that is unknown."""
-    return _MULTIPROCESSORS.get(target.capability or (0, 0), _MANY_MULTIPROCESSORS)
+    return gpu_properties(target).multiprocessors or _MANY_MULTIPROCESSORS
 
 
 def head_room(*sizes: int) -> int:

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.targets.nvidia import HOPPER_MULTIPROCESSORS
 from ejkernel_triton._blocks import SMALLEST_PRODUCT, product_block
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._numerics import dot_precision
 
 SCRATCH = 256
 """Bytes of two descriptors of tensors."""
-_MULTIPROCESSORS = 132
 _TMA_ON = (9, 0)
 """Where the kernels were measured with the copy engine; elsewhere tiles are read through pointers."""
 _TMA_BYTES = 16
@@ -220,7 +220,7 @@ def _tile(product: _Product, shape: _Shape, *, tma: bool) -> Tile:
     """One program per tile, or with the copy engine one per multiprocessor. Bands as one H200 likes them."""
     block_m, block_n, block_k, warps, stages = shape
     tile = product.cut(Tile(block_m, block_n, block_k, warps, stages, band=16 if product.outer else 8, tma=tma))
-    return dataclasses.replace(tile, programs=_MULTIPROCESSORS) if tile.tma else tile
+    return dataclasses.replace(tile, programs=HOPPER_MULTIPROCESSORS) if tile.tma else tile
 
 
 def _heuristic(product: _Product) -> Tile:

@@ -10,13 +10,14 @@ from collections.abc import Iterable
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.targets.nvidia import FEWER_MULTIPROCESSORS
 from ejkernel_pallas.mosaic_gpu._call import SHARED_MEMORY, SHARED_MEMORY_SLACK, tiled_bytes
 from ejkernel_pallas.mosaic_gpu.flash_attention.bias import BiasTiles, bias_tiles, form_of
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS, REGISTERS, ROWS
 
 SIZES = (64, 96, 128, 192, 256)
 """Of heads, as they lie in memory."""
-_SMALLER = {"PCIe", "H20"}
+_SMALLER = frozenset(FEWER_MULTIPROCESSORS)
 """In names of devices of this capability with fewer multiprocessors; a program that stays would wait for one that is through."""
 _OVERHEAD = 24
 """Registers of a consumer for addresses, maxima and sums, beside one for 16 rows of a tile."""

@@ -8,7 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-MULTIPROCESSORS = 132
+from ejkernel.targets.nvidia import HOPPER_MULTIPROCESSORS
+
+MULTIPROCESSORS = HOPPER_MULTIPROCESSORS
 """Of an H100 or H200. A block of these kernels fills one."""
 ROWS = 64
 """Owned by a consumer: the rows of one warpgroup's product."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.targets.nvidia import FEWER_MULTIPROCESSORS, HOPPER_MULTIPROCESSORS
 from ejkernel_pallas.mosaic_gpu._call import SHARED_MEMORY, SHARED_MEMORY_SLACK
 
 STEP_BYTES = 128
@@ -184,7 +185,8 @@ _BAND = 16
 
 def _multiprocessors(target: Target) -> int:
     """Of the device, where it is not a full one: the H20, the H100 for PCIe."""
-    return next((count for name, count in (("H20", 78), ("PCIe", 114)) if name in target.device_kind.split()), 132)
+    words = target.device_kind.split()
+    return next((count for name, count in FEWER_MULTIPROCESSORS.items() if name in words), HOPPER_MULTIPROCESSORS)
 
 
 def _heuristic(product: _Product, target: Target) -> Tile:
