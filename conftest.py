@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from ejkernel.testing.extent import keep, sampled
-
 pytest_plugins = ["ejkernel.testing.plugin", "pytester"]
 
 _QUICK = 4
@@ -17,6 +15,8 @@ _QUICK = 4
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests run in full, and where the command line names tests or marks."""
+    from ejkernel.testing.extent import keep, sampled  # not above: no conftest has set up the environment yet
+
     extent = config.getoption("--extent")
     own = [item for item in items if item.get_closest_marker("ejkernel_level") is None]
     wanted = {*(sampled(own, _QUICK) if extent == "quick" else own)}
