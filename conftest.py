@@ -1,32 +1,32 @@
-"""For every suite: annotations are checked at run time, and an option samples tests that are made from many parameters."""
+"""For every suite: annotations are checked at run time, and `--extent`, which the conformance suite's plugin defines, says how much
+runs.
+
+quick: one in four of similar parametrised tests. standard: all of them. full: the slow tests too.
+"""
 
 from __future__ import annotations
 
 import os
-import zlib
 
 import pytest
 
 os.environ.setdefault("EJKERNEL_TYPECHECK", "1")
 
+pytest_plugins = ["ejkernel.testing.plugin", "pytester"]
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    about = "of a test with many parameters run the first set and one in N of the others, always the same"
-    parser.addoption("--sample", type=int, default=1, metavar="N", help=about)
+_QUICK = 4
+"""One in so many of similar tests, outside of the conformance suite, which has its own sample."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    step = config.getoption("--sample")
-    if step < 1:
-        raise pytest.UsageError(f"--sample: got {step}, expected a value >= 1")
-    seen: set[str] = set()
-    left_out = []
-    for item in items:
-        function = item.nodeid.partition("[")[0]
-        skippable = function in seen and item.get_closest_marker("unsampled") is None
-        if skippable and zlib.crc32(item.nodeid.encode()) % step:
-            left_out.append(item)
-        seen.add(function)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+    """Slow tests run in full, and where the command line names tests or marks."""
+    from ejkernel.testing.extent import keep, sampled  # not above: no conftest has set up the environment yet
+
+    extent = config.getoption("--extent")
+    own = [item for item in items if item.get_closest_marker("ejkernel_level") is None]
+    wanted = {*(sampled(own, _QUICK) if extent == "quick" else own)}
+    named = config.getoption("-m") or any("::" in argument for argument in config.args)
+    if extent != "full" and not named:
+        wanted = {item for item in wanted if item.get_closest_marker("slow") is None}
+    left_out = {*own} - wanted
+    keep(config, items, [item for item in items if item not in left_out])

@@ -1,17 +1,20 @@
 """Sessions of the whole repository. `nox` runs what continuous integration runs; `nox -l` lists the rest.
 
-Sessions share one environment per pair of Python and jax under `.nox/`, made on first use. A pair whose interpreter is not
-found is skipped and says so, unless `EJKERNEL_REQUIRE_ALL_PYTHONS=1`.
+Sessions share one environment per pair of Python and jax under `.nox/`, made on first use. One supported Python is enough. What
+another one is needed for is skipped and says so; it fails where `-s` names the session, or with `EJKERNEL_REQUIRE_ALL_PYTHONS=1`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import nox
 import nox.command
@@ -35,6 +38,9 @@ CUDA_LIBRARY = {
     "-cuda": {},
 }
 """How each kind of environment builds the CUDA library: for the architecture with the most kernels, not at all, as published."""
+_KIND = "EJKERNEL_NOX_KIND"
+"""Environment variable: the kind, one of `CUDA_LIBRARY`, of the environment that sessions take by default."""
+
 CUDA_PART = "jax-cuda13-plugin"
 """With it jax-triton lowers for a GPU on a machine without one; CUDA itself, a hundred times its size, is not needed."""
 
@@ -54,6 +60,7 @@ nox.options.sessions = [
     "example",
     "isolation",
     "smoke",
+    "one_python(python='3.11')",
 ]
 nox.options.error_on_missing_interpreters = False
 
@@ -66,12 +73,27 @@ def interpreter(python: str) -> str | None:
     return command
 
 
-def main_environment(session: nox.Session) -> Path:
-    """The environment of the main pair, or of the first whose interpreter is there. Without any, nothing can be tested."""
-    pair = next((pair for pair in (MAIN, *PAIRS) if interpreter(pair[0])), None)
-    if pair is None:
+def cannot_run(session: nox.Session, reason: str) -> NoReturn:
+    """Skip a session that nobody asked for by its name; fail the others."""
+    options = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    named = "NOXSESSION" in os.environ or any(re.match(r"-[rRNvx]*[se]|--session", option) for option in options)
+    if named or os.environ.get("EJKERNEL_REQUIRE_ALL_PYTHONS", "0") not in ("", "0"):
+        session.error(reason)
+    session.skip(reason)
+
+
+def main_environment(session: nox.Session, oldest: tuple[str, str] = PAIRS[0]) -> Path:
+    """The environment of the main pair, or else of the newest whose interpreter is there, down to `oldest`.
+
+    Without any interpreter nothing can be tested, which is an error.
+    """
+    found = next((pair for pair in (MAIN, *reversed(PAIRS)) if interpreter(pair[0])), None)
+    if found is None:
         session.error(f"none of {', '.join(f'python{python}' for python, _ in PAIRS)} is found; put one on PATH")
-    return environment(session, pair)
+    if PAIRS.index(found) < PAIRS.index(oldest):
+        python, jax = oldest
+        cannot_run(session, f"{session.name} needs jax {jax} or newer, which needs python{python} or newer; put it on PATH")
+    return environment(session, found, os.environ.get(_KIND, ""))
 
 
 def distributions() -> list[str]:
@@ -88,10 +110,7 @@ def environment(session: nox.Session, pair: tuple[str, str], kind: str = "") -> 
     python, jax = pair
     command = interpreter(python)
     if command is None:
-        missing = f"python{python} is not found, so jax {jax} on Python {python} is not tested; put it on PATH"
-        if os.environ.get("EJKERNEL_REQUIRE_ALL_PYTHONS", "0") not in ("", "0"):
-            session.error(missing)
-        session.skip(missing)
+        cannot_run(session, f"python{python} is not found, so jax {jax} on Python {python} is not tested; put it on PATH")
     packages = distributions()
     builders = (*BUILDERS, *(CUDA_BUILDERS if "ejkernel-cuda" in packages else ()))
     declared = [(ROOT / name / "pyproject.toml").read_text() for name in packages]
@@ -153,9 +172,9 @@ def pip(python: Path) -> list[str]:
     return [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
 
 
-def checking_environment(session: nox.Session) -> Path:
+def checking_environment(session: nox.Session, oldest: tuple[str, str] = PAIRS[0]) -> Path:
     """The main environment with the tools that read the code without running it."""
-    python = main_environment(session)
+    python = main_environment(session, oldest)
     session.run(*pip(python), "install", *CHECKERS, external=True)
     return python
 
@@ -183,8 +202,8 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def types(session: nox.Session) -> None:
-    """Static types, ours and those that users see."""
-    python = checking_environment(session)
+    """Static types, ours and those that users see. Older jax lacks parts of Mosaic GPU that the code names."""
+    python = checking_environment(session, oldest=MAIN)
     session.run(str(python), "-m", "pyright", "--pythonpath", str(python), external=True)
     pytest(session, python, "tests/typing")
 
@@ -192,31 +211,30 @@ def types(session: nox.Session) -> None:
 @nox.session(python=False)
 def tests(session: nox.Session) -> None:
     """Unit tests of each distribution, and the tests across distributions, on the main pair: of similar cases a quarter."""
-    _tests(session, main_environment(session), everything=False)
+    _tests(session, main_environment(session), "quick")
 
 
 @nox.session(python=False)
 @nox.parametrize("pair", PAIRS, ids=[f"py{python}-jax{jax}" for python, jax in PAIRS])
 def matrix(session: nox.Session, pair: tuple[str, str]) -> None:
     """All tests on every pair."""
-    _tests(session, environment(session, pair), everything=True)
+    _tests(session, environment(session, pair), "full")
 
 
 FAST_COMPILATION = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 """Where compilation takes most of the time. What users run is compiled in every other session."""
 
 
-def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
+def _tests(session: nox.Session, python: Path, extent: str) -> None:
     """Every distribution is tested, also after one has failed."""
     elsewhere = ("browser", "conformance", "device", "docs", "isolation", "opaque", "smoke", "typing")
     platforms = sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")})
     suites = [[f"{folder}/tests"] for folder in (*platforms, *COMMANDS)]
     failed = []
     for suite in (*suites, ["tests", *(f"--ignore=tests/{part}" for part in elsewhere)]):
-        # The long random searches are for the matrix, and all of many similar cases.
-        workers = ["-n", "2", *(() if everything else ("-m", "not slow", "--sample=4"))]
+        fast = FAST_COMPILATION if suite[0] == "ejkernel-xla/tests" else None
         try:
-            pytest(session, python, *workers, *suite, env=FAST_COMPILATION if suite[0] == "ejkernel-xla/tests" else None)
+            pytest(session, python, "-n", "2", f"--extent={extent}", *suite, env=fast)
         except nox.command.CommandFailed:
             failed.append(suite[0])
     if failed:
@@ -228,18 +246,14 @@ def _tests(session: nox.Session, python: Path, *, everything: bool) -> None:
 def conformance(session: nox.Session, platform: str) -> None:
     """The conformance suite on one platform.
 
-    Every second test, and numbers of one case in six, each transform on one of those chosen for it. `-- --ejkernel-full` runs
+    Every second test, and numbers of one case in six, each transform on one of those chosen for it. `-- --extent=full` runs
     everything in every dtype, `-- --ejkernel-report=FILE` keeps a record. Without their device, triton and pallas run in their
     interpreters, on one case in sixteen; cuda has none and fails.
     """
     python = main_environment(session)
     own = f"ejkernel-{platform}/tests/test_conformance.py"
     suite = own if (ROOT / own).is_file() else "tests/conformance"
-    interpreted = platform in ("triton", "pallas") and not shutil.which("nvidia-smi")
-    few = ("--ejkernel-quick", f"--ejkernel-sample={16 if interpreted else 6}", "--sample=2")
-    extent = () if "--ejkernel-full" in session.posargs else few
-    arguments = ("-n", "2", "-p", "ejkernel.testing.plugin", f"--ejkernel-platform={platform}", *extent, suite)
-    pytest(session, python, *arguments, env=FAST_COMPILATION)
+    pytest(session, python, "-n", "2", "--extent=quick", f"--ejkernel-platform={platform}", suite, env=FAST_COMPILATION)
 
 
 OPAQUE = ("cross_entropy", "flash_attention", "grouped_matmul", "paged_cache_update", "rms_norm", "rwkv4")
@@ -250,10 +264,10 @@ OPAQUE = ("cross_entropy", "flash_attention", "grouped_matmul", "paged_cache_upd
 def opaque(session: nox.Session) -> None:
     """Kernels that XLA cannot split, over meshes and under every transform: what core alone must get right.
 
-    Every second test of one operation of each kind; `-- --ejkernel-full` runs all.
+    Every second test of one operation of each kind; `-- --extent=full` runs all.
     """
-    few = ("--sample=2", *(f"--ejkernel-operation={name}" for name in OPAQUE))
-    extent = () if "--ejkernel-full" in session.posargs else few
+    few = ("--extent=quick", *(f"--ejkernel-operation={name}" for name in OPAQUE))
+    extent = () if "--extent=full" in session.posargs else few
     arguments = ("-n", "2", "--ejkernel-platform=opaque", *extent, "tests/opaque")
     pytest(session, main_environment(session), *arguments, env=FAST_COMPILATION)
 
@@ -284,17 +298,35 @@ def smoke(session: nox.Session, pair: tuple[str, str]) -> None:
 
 
 @nox.session(python=False)
+@nox.parametrize("python", [python for python, _ in PAIRS])
+def one_python(session: nox.Session, python: str) -> None:
+    """`types` and part of `docs` as on a machine with one Python: each passes, or says in one sentence what it needs."""
+    if interpreter(python) is None:
+        cannot_run(session, f"python{python} is not found; put it on PATH")
+    others = Path(session.create_tmp())
+    for other, _ in PAIRS:
+        shim = others / f"python{other}"
+        shim.unlink(missing_ok=True)
+        if other != python:  # as a version manager's shim that is not selected
+            shim.write_text("#!/bin/sh\nexit 127\n")
+            shim.chmod(0o755)
+    alone = {"PATH": f"{others}{os.pathsep}{os.environ['PATH']}", "EJKERNEL_REQUIRE_ALL_PYTHONS": "0", _KIND: "-light"}
+    command = (sys.executable, "-m", "nox", "--non-interactive", "-k", "(types or docs) and not one_python")
+    session.run(*command, "--", "--extent=quick", env=alone, external=True)
+
+
+@nox.session(python=False)
 def cuda_library(session: nox.Session) -> None:
     """The CUDA library for every architecture that is published, and all tests of its distribution."""
-    pytest(session, environment(session, MAIN, "-cuda"), "-n", "2", "ejkernel-cuda/tests")
+    pytest(session, environment(session, MAIN, "-cuda"), "-n", "2", "--extent=full", "ejkernel-cuda/tests")
 
 
 @nox.session(python=False)
 def cuda_races(session: nox.Session) -> None:
-    """CUDA kernels over rows and pages on a host under ThreadSanitizer, one test in eight; `-- --sample=1` for all of them."""
+    """CUDA kernels over rows and pages on a host under ThreadSanitizer, one test in four; `-- --extent=full` for all."""
     tests = [f"ejkernel-cuda/tests/test_{name}_on_host.py" for name in ("rows", "cases", "paged_attention")]
     python, under = environment(session, MAIN, "-cuda"), ["ejkernel-cuda/tests/host_races.py"]
-    pytest(session, python, "--sample=8", *tests, env=FAST_COMPILATION, under=under)
+    pytest(session, python, "--extent=quick", *tests, env=FAST_COMPILATION, under=under)
 
 
 @nox.session(python=False)
@@ -324,7 +356,7 @@ def tpu_aot(session: nox.Session) -> None:
     python, jax = MAIN
     command = interpreter(python)
     if command is None:
-        session.skip(f"python{python} is not found; put it on PATH")
+        cannot_run(session, f"python{python} is not found; put it on PATH")
     packages = ("ejkernel-core", "ejkernel-xla", "ejkernel-pallas")
     declared = [(ROOT / name / "pyproject.toml").read_text() for name in packages]
 
@@ -336,8 +368,9 @@ def tpu_aot(session: nox.Session) -> None:
     for which in ((), ("--peers", "--keep")):
         session.run(str(executable), "tools/tpu_aot.py", "--out", str(out), *session.posargs, *which, external=True)
     names = ("ahead_of_time", "tpu_grouped_matmul_compiled", "tpu_meshes_compiled", "tpu_paged_compiled")
-    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"ejkernel-pallas/tests/test_{name}.py" for name in names))
-    session.run(str(executable), *tests, env={"JAX_PLATFORMS": "cpu"}, external=True)
+    tests = (f"ejkernel-pallas/tests/test_{name}.py" for name in names)
+    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--extent=full", *tests)
+    session.run(str(executable), *arguments, env={"JAX_PLATFORMS": "cpu"}, external=True)
 
 
 @nox.session(python=False)
@@ -352,7 +385,7 @@ def client(session: nox.Session) -> None:
     folder = "tests/clients/easydel"
     command = interpreter("3.12")
     if command is None:
-        session.skip("python3.12 is not found; put it on PATH")
+        cannot_run(session, "python3.12 is not found; put it on PATH")
 
     def fill(executable: Path) -> None:
         session.run(*pip(executable), "install", "uv", external=True)

@@ -6,7 +6,7 @@ import pytest
 
 from ejkernel.call import ArraySpec
 from ejkernel.plugin import Target
-from ejkernel.targets.nvidia import HALVES, array_problem, device_problem
+from ejkernel.targets.nvidia import HALVES, GpuProperties, array_problem, device_problem, gpu_properties
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,21 @@ def test_arrays():
     assert array_problem({"x": specs["x"], "offset": None}) is None
     assert array_problem(specs) == "cache is int8, needs float32, bfloat16, float16"
     assert array_problem(specs, {"cache": ("int8",), "x": HALVES}) == "x is float32, needs bfloat16, float16"
+
+
+@pytest.mark.parametrize(
+    ("capability", "kib", "multiprocessors"),
+    [
+        ("8.0", 163, 108),
+        ("8.6", 99, None),
+        ("8.7", 163, None),
+        ("8.9", 99, None),
+        ("9.0", 227, 132),
+        ("10.0", 227, 148),
+        ("10.3", 227, None),
+        ("12.0", 99, None),
+        (None, 99, None),
+    ],
+)
+def test_properties_of_devices(capability, kib, multiprocessors):
+    assert gpu_properties(Target("gpu", "", capability)) == GpuProperties(kib * 1024, multiprocessors)

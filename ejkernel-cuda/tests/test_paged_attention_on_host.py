@@ -17,6 +17,7 @@ from ejkernel.operations.common.tolerance import FORWARD
 from ejkernel.operations.paged_attention import cases, reference
 from ejkernel.operations.paged_attention.interface import OPERATION
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel_cuda import _library
 from ejkernel_cuda.paged_attention import capability, config, kernel
 
@@ -39,19 +40,11 @@ def bound(case: Any, dtype: str) -> Any:
     return OPERATION.canonicalise(**made, **case.options)
 
 
-def wide(values: Any) -> Any:
-    def one(value: Any) -> Any:
-        value = np.asarray(value)
-        return value.astype(np.float64) if jnp.issubdtype(value.dtype, jnp.floating) or value.dtype == np.int8 else value
-
-    return jax.tree.map(one, values)
-
-
 def check(call: Any, inputs: Any, cfg: Any = None, exact: Any = None) -> Any:
     """Against float64, within core's tolerances; the results."""
     call = dataclasses.replace(call, return_lse=True)
     got = kernel.forward(call, inputs, cfg or config.FORWARD.heuristic(call, H200))
-    exact = exact or reference.forward(call, wide(inputs))
+    exact = exact or reference.forward(call, widened(inputs))
     tolerance = FORWARD[call.query.dtype]
     for result, wanted, limit in ((got.out, exact.out, tolerance), (got.lse, exact.lse, FORWARD["float32"])):
         result = np.asarray(result, np.float64)
@@ -214,7 +207,7 @@ def test_tma_extreme_logits(cap, scale):
 def test_tma_batch():
     """Members with pages, lengths and tables of their own, as `vmap` folds them."""
     made = [tma_problem(((1, 300), (1, 30), (2, 71)), seed=seed, k_scale=(4,)) for seed in (1, 2)]
-    one = [reference.forward(dataclasses.replace(each.call, return_lse=True), wide(each.inputs)) for each in made]
+    one = [reference.forward(dataclasses.replace(each.call, return_lse=True), widened(each.inputs)) for each in made]
     inputs = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *(each.inputs for each in made))
 
     def folded(spec: ArraySpec) -> ArraySpec:

@@ -36,6 +36,7 @@ from ejkernel.operations.paged_attention.interface import OPERATION as ATTENTION
 from ejkernel.operations.paged_cache_update import cases
 from ejkernel.operations.paged_cache_update.interface import OPERATION as UPDATE
 from ejkernel.plugin import current_target
+from ejkernel.testing.checks import widened
 from ejkernel_cuda.paged_attention import capability as attention_capability
 from ejkernel_cuda.paged_attention import config as attention_config
 from ejkernel_cuda.paged_attention import kernel as attention_kernel
@@ -135,11 +136,6 @@ def few_workers(call: Any) -> dict[str, Any]:
 
 def attend(call: Any, cfg: Any) -> Any:
     return jax.jit(lambda inputs: attention_kernel.forward(call, inputs, cfg))
-
-
-def widened(inputs: Any) -> Any:
-    """NumPy, floats and stored bytes in float64."""
-    return jax.tree.map(lambda x: np.asarray(x, None if x.dtype == jnp.int32 else np.float64), inputs)
 
 
 def attention_error(got: Any, wanted: np.ndarray) -> float:

@@ -29,6 +29,7 @@ from ejkernel.operations.grouped_matmul import reference
 from ejkernel.operations.grouped_matmul.interface import OPERATION, GroupedMatmulOutputs
 from ejkernel.operations.grouped_matmul.phases import bounds_of_call
 from ejkernel.plugin import current_target
+from ejkernel.testing.checks import widened
 from ejkernel_triton.grouped_matmul import config, kernel
 
 BEGIN = time.monotonic()
@@ -178,15 +179,6 @@ def relative(got: Any, wanted: Any) -> float:
     return float(np.linalg.norm(got - wanted) / max(np.linalg.norm(wanted), 1e-30))
 
 
-def wide(values: Any) -> Any:
-    """Floats and stored bytes as float64, on the host; NaN, which the reference never looks at, as it is."""
-
-    def one(value: Any) -> Any:
-        return np.asarray(value) if value.dtype == jnp.int32 else np.asarray(value.astype(jnp.float32), np.float64)
-
-    return type(values)(*(None if value is None else one(value) for value in values))
-
-
 def compiled(programs: list[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
     """Compile side by side; an exception stands for a program that did not."""
 
@@ -206,8 +198,8 @@ def check_numbers(save: Any) -> bool:
     passed = True
     for name, problem in NUMBERS.items():
         call, inputs, grad = problem.build(poison=True)
-        wanted = reference.forward(call, wide(inputs))
-        gradients = reference.backward(call, wide(inputs), wanted, GroupedMatmulOutputs(np.asarray(grad, np.float64)))
+        wanted = reference.forward(call, widened(inputs))
+        gradients = reference.backward(call, widened(inputs), wanted, GroupedMatmulOutputs(np.asarray(grad, np.float64)))
         limit = {"float32": 1e-6, "float16": 1e-3}.get(problem.dtype, 6e-3)
         target = current_target()
         runs: list[tuple[str, Any, Any, tuple[Any, ...]]] = []

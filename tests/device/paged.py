@@ -28,10 +28,11 @@ from check_gpu import chosen_of, knobs, seconds, versions
 import ejkernel
 from ejkernel.operations.common.case import Case
 from ejkernel.operations.paged_attention import cases, reference
-from ejkernel.operations.paged_attention.interface import OPERATION, PagedAttentionInputs
+from ejkernel.operations.paged_attention.interface import OPERATION
 from ejkernel.operations.paged_cache_update import cases as update_cases
 from ejkernel.operations.paged_cache_update.interface import OPERATION as UPDATE
 from ejkernel.plugin import current_target
+from ejkernel.testing.checks import widened
 from ejkernel_triton.paged_attention import config, kernel
 from ejkernel_triton.paged_cache_update import config as update_config
 from ejkernel_triton.paged_cache_update import kernel as update_kernel
@@ -106,16 +107,6 @@ def problem(shape: Shape, small: bool) -> tuple[Any, Any]:
     return bound.call, bound.inputs
 
 
-def wide(inputs: PagedAttentionInputs) -> PagedAttentionInputs:
-    """NumPy, floats in float64."""
-
-    def widen(array: Any) -> Any:
-        integers = array is None or array.dtype == jnp.int32
-        return None if array is None else np.asarray(array, None if integers else np.float64)
-
-    return PagedAttentionInputs(*map(widen, inputs))
-
-
 def relative(got: Any, wanted: np.ndarray) -> float:
     """Relative L2 error; NaN where anything is NaN or an infinity has no partner."""
     got = np.asarray(got, np.float64)
@@ -184,7 +175,7 @@ def check_config(report: Report, shape: Shape, cfg: Any) -> bool:
 @functools.cache
 def exact_of(shape: Shape) -> Any:
     call, inputs = problem(shape, True)
-    return reference.forward(call, wide(inputs))
+    return reference.forward(call, widened(inputs))
 
 
 def check_cases(report: Report) -> None:
@@ -201,7 +192,7 @@ def check_case(report: Report, case: Case, target: Any) -> None:
     arrays = {name: jnp.asarray(array) for name, array in case.arrays(np.random.default_rng(0)).items()}
     options: dict[str, Any] = {**case.options, "return_lse": True}
     bound = OPERATION.canonicalise(**arrays, **options)
-    exact = reference.forward(bound.call, wide(bound.inputs))
+    exact = reference.forward(bound.call, widened(bound.inputs))
     for cfg in (config.heuristic(bound.call, target), config.PagedAttentionConfig(2, 16, 4, 2, 8, 16)):
         got = attend(bound.call, cfg)(bound.inputs)
         errors = relative(got.out, exact.out), relative(got.lse, exact.lse)

@@ -21,6 +21,7 @@ def both_phases(function: Any, *arrays: Any) -> Any:
     return outputs, pull(jax.tree.map(lambda out: out[..., ::-1] + 1, outputs))
 
 
+@pytest.mark.unsampled
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(("function", "count"), [(ejkernel.llama_rope, 4), (ejkernel.fused_qk_norm_rope, 6)])
 def test_counted_once(function: Any, count: int, kind: Any) -> None:

@@ -6,17 +6,11 @@ from collections.abc import Collection, Mapping
 
 from ejkernel.call import ArraySpec
 from ejkernel.plugin import Target
-from ejkernel.targets.nvidia import FLOATS, array_problem, device_problem
+from ejkernel.targets.nvidia import FLOATS, GPU_PROPERTIES, array_problem, device_problem, gpu_properties
 from ejkernel_triton._interpret import interpreting
 from ejkernel_triton._versions import version_problem
 
 __all__ = ["FLOATS", "multiprocessors", "refusal", "shared_memory_limit"]
-
-_KIB = 1024
-_SHARED_MEMORY = {(8, 0): 163 * _KIB, (8, 7): 163 * _KIB, (9, 0): 227 * _KIB, (10, 0): 227 * _KIB, (10, 3): 227 * _KIB}
-"""Largest dynamic shared memory of one block (CUDA programming guide, technical specifications per compute capability)."""
-_LEAST_SHARED_MEMORY = 99 * _KIB
-"""Of 8.6, 8.9 and 12.x; used for capabilities that are not listed."""
 
 
 def refusal(
@@ -39,14 +33,10 @@ def refusal(
 def shared_memory_limit(target: Target) -> int:
     """Bytes of shared memory that one program may use. The interpreter has no limit and gets the largest."""
     if target.capability is None:
-        return max(_SHARED_MEMORY.values())
-    return _SHARED_MEMORY.get(target.capability, _LEAST_SHARED_MEMORY)
-
-
-_MULTIPROCESSORS = {(8, 0): 108, (9, 0): 132, (10, 0): 148}
-"""Of the A100, the SXM parts of the H100 and H200, and the B200."""
+        return max(gpu.shared_memory for gpu in GPU_PROPERTIES.values())
+    return gpu_properties(target).shared_memory
 
 
 def multiprocessors(target: Target) -> int | None:
     """Streaming multiprocessors of the largest common device of the target's compute capability; None if unknown."""
-    return None if target.capability is None else _MULTIPROCESSORS.get(target.capability)
+    return gpu_properties(target).multiprocessors

@@ -1,7 +1,9 @@
-"""What kernels for NVIDIA GPUs ask of a device and of arrays before all else, in the same words everywhere."""
+"""What kernels for NVIDIA GPUs ask of a device and of arrays before all else, in the same words everywhere, and the properties of
+devices that kernels are sized by."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
@@ -17,6 +19,47 @@ class Spec(Protocol):
 
 FLOATS = ("float32", "bfloat16", "float16")
 HALVES = ("bfloat16", "float16")
+
+_KIB = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuProperties:
+    """Properties of the devices of one compute capability.
+
+    Attributes:
+        shared_memory: bytes of shared memory that one thread block may have at most, opt-in dynamic shared memory included (CUDA
+            C++ programming guide, technical specifications per compute capability).
+        multiprocessors: streaming multiprocessors of the largest common device (NVIDIA's data sheets); None where devices differ
+            too much or are not known.
+    """
+
+    shared_memory: int
+    multiprocessors: int | None = None
+
+
+HOPPER_MULTIPROCESSORS = 132
+"""Of the SXM parts of the H100 and H200."""
+FEWER_MULTIPROCESSORS = {"H20": 78, "PCIe": 114}
+"""Of other devices of compute capability 9.0, by a word of their name: the H20 and the H100 PCIe."""
+GPU_PROPERTIES = {
+    (8, 0): GpuProperties(163 * _KIB, 108),  # A100
+    (8, 7): GpuProperties(163 * _KIB),
+    (9, 0): GpuProperties(227 * _KIB, HOPPER_MULTIPROCESSORS),
+    (10, 0): GpuProperties(227 * _KIB, 148),  # B200
+    (10, 3): GpuProperties(227 * _KIB),
+}
+"""By compute capability."""
+OTHER_GPU = GpuProperties(99 * _KIB)
+"""Of 8.6, 8.9 and 12.x, which have the least shared memory since 8.0; assumed for capabilities that are not listed."""
+
+
+def gpu_properties(target: Target) -> GpuProperties:
+    """Of the target's compute capability; `OTHER_GPU` where that is unknown or not listed.
+
+    A platform that leaves part of the shared memory alone, or that has a better guess for an unknown device, says so itself.
+    """
+    return OTHER_GPU if target.capability is None else GPU_PROPERTIES.get(target.capability, OTHER_GPU)
 
 
 def device_problem(target: Target, *, oldest: tuple[int, int] = (8, 0), newest: tuple[int, int] | None = None) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ejkernel.testing.extent import Extent, add_options, extent_of, keep, sampled, warn_of_deprecated_options
 from ejkernel.testing.report import Report
 
 _REPORT: pytest.StashKey[Report] = pytest.StashKey()
@@ -20,22 +21,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--ejkernel-operation", action="append", default=[], help="only this operation (repeatable)")
     group.addoption("--ejkernel-dtype", action="append", default=[], help="only this dtype (repeatable)")
     group.addoption("--ejkernel-case", action="append", default=[], help="only cases whose name contains this (repeatable)")
-    group.addoption("--ejkernel-full", action="store_true", help="lower every case for every target, not a sample")
-    group.addoption(
-        "--ejkernel-quick", action="store_true", help="bfloat16 and float16 only for the cases that transforms are tried on"
-    )
-    group.addoption(
-        "--ejkernel-sample",
-        default=1,
-        type=int,
-        metavar="N",
-        help="numbers of one case in N only, beside those that transforms are tried on, and each transform on one of these",
-    )
     group.addoption("--ejkernel-report", default=None, type=Path, help="write the report here as JSON")
+    add_options(group)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ejkernel_level(name): level of the conformance suite that a test belongs to")
+    config.addinivalue_line("markers", "unsampled: runs with all of its parameters whatever --extent says")
+    warn_of_deprecated_options(config)
     platform = config.getoption("--ejkernel-platform")
     if platform is None:
         return
@@ -57,11 +50,11 @@ _PARAMETERS = frozenset({"problem", "operation_name", "toggled", "transformed"})
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a platform to test, the suite is deselected, so that it can live beside ordinary tests."""
-    if config.getoption("--ejkernel-platform") is None:
-        suite = [item for item in items if item.get_closest_marker("ejkernel_level")]
-        if suite:
-            config.hook.pytest_deselected(items=suite)
-            items[:] = [item for item in items if item not in set(suite)]
+    suite = [item for item in items if item.get_closest_marker("ejkernel_level")]
+    without = config.getoption("--ejkernel-platform") is None
+    wanted = {*([] if without else sampled(suite, extent_of(config).tests))}
+    left_out = {*suite} - wanted
+    keep(config, items, [item for item in items if item not in left_out])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -80,9 +73,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not operations:
         raise pytest.UsageError(f"--ejkernel-platform={platform}: it implements no operation; see `ejkernel doctor`")
     operations = config.getoption("--ejkernel-operation") or operations
-    cases, step = config.getoption("--ejkernel-case"), int(config.getoption("--ejkernel-sample") or 0)
-    if step < 1:
-        raise pytest.UsageError(f"--ejkernel-sample: got {step}, expected a value >= 1")
+    cases, extent = config.getoption("--ejkernel-case"), extent_of(config)
+    step = extent.cases if problems.runs_on_this_machine(platform) else extent.interpreted_cases
 
     def admitted(name: str) -> bool:
         return not cases or any(part in name for part in cases)
@@ -92,7 +84,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             problems.Problem(operation, case, dtype, platform)
             for operation in operations
             for case in problems.sample_of(operation, step)
-            for dtype in config.getoption("--ejkernel-dtype") or _dtypes(config, operation, case)
+            for dtype in config.getoption("--ejkernel-dtype") or _dtypes(extent, operation, case)
             if admitted(case.name) and not ("extreme" in case.tags and dtype != "float32")
         ]
         metafunc.parametrize("problem", found, ids=[f"{p.operation}-{p.case.name}-{p.dtype}" for p in found])
@@ -111,11 +103,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("operation_name", operations)
 
 
-def _dtypes(config: pytest.Config, operation: str, case: Any) -> tuple[str, ...]:
+def _dtypes(extent: Extent, operation: str, case: Any) -> tuple[str, ...]:
     from ejkernel.testing import problem as problems
 
-    quick = config.getoption("--ejkernel-quick") and case not in problems.representative(operation)
-    return problems.DTYPES[:1] if quick else problems.DTYPES
+    every = extent.every_dtype or case in problems.representative(operation)
+    return problems.DTYPES if every else problems.DTYPES[:1]
 
 
 @pytest.fixture
@@ -131,9 +123,9 @@ def platform_name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def full(request: pytest.FixtureRequest) -> bool:
-    """Whether everything is to be lowered for every target."""
-    return bool(request.config.getoption("--ejkernel-full"))
+def extent(request: pytest.FixtureRequest) -> Extent:
+    """How much of the suite is to run."""
+    return extent_of(request.config)
 
 
 @pytest.fixture

@@ -76,6 +76,18 @@ def operations_of(platform: str) -> list[str]:
     return [name for name in sorted(OPERATIONS) if any(is_of(c, platform) for c in kernel_registry.candidates(name, "forward"))]
 
 
+def runs_on_this_machine(platform: str) -> bool:
+    """Whether a platform, or one implementation by its id, has code for this machine's default device."""
+    from ejkernel._plugins.registry import kernel_registry
+
+    admitted = {"any", resolve_target(()).backend}
+    return any(
+        admitted & {*candidate.implementation.backends}
+        for candidate in kernel_registry.list_implementations()
+        if is_of(candidate, platform)
+    )
+
+
 def seed_of(*words: str) -> int:
     """A seed that depends on names only, so that a case has the same data in every run."""
     return zlib.crc32("/".join(words).encode())

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 
 from ejkernel.call import ArraySpec
 from ejkernel.plugin import Target
-from ejkernel.targets.nvidia import HALVES, array_problem, device_problem
+from ejkernel.targets.nvidia import GPU_PROPERTIES, HALVES, array_problem, device_problem
 from ejkernel_pallas._jax_interpreter import gpu_interpreter_is_on
 
 CAPABILITY = (9, 0)
-SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory of one block (CUDA programming guide, technical specifications per compute capability)."""
+SHARED_MEMORY = GPU_PROPERTIES[CAPABILITY].shared_memory
+"""Bytes of shared memory of one block."""
 ALIGNMENT = 1024
 """Alignment of the arrays that Pallas allocates in shared memory."""
 SHARED_MEMORY_SLACK = 1024

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.targets.nvidia import HOPPER_MULTIPROCESSORS
 from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_triton._blocks import MIN_DOT_SIZE, dot_block
 from ejkernel_triton._capability import shared_memory_limit
@@ -16,7 +17,6 @@ from ejkernel_triton._numerics import dot_precision
 
 SCRATCH = 256
 """Bytes of two TMA descriptors."""
-_MULTIPROCESSORS = 132
 _TMA_ON = (9, 0)
 """The compute capability on which TMA was measured; others load through pointers."""
 _TMA_BYTES = 16
@@ -223,7 +223,7 @@ def _tile(product: _Product, shape: _Shape, *, tma: bool) -> Tile:
     """One program per tile, or with TMA one per multiprocessor. `l2_swizzle` as measured on an H200."""
     block_m, block_n, block_k, warps, stages = shape
     tile = product.cut(Tile(block_m, block_n, block_k, warps, stages, l2_swizzle=16 if product.outer else 8, tma=tma))
-    return dataclasses.replace(tile, programs=_MULTIPROCESSORS) if tile.tma else tile
+    return dataclasses.replace(tile, programs=HOPPER_MULTIPROCESSORS) if tile.tma else tile
 
 
 def _heuristic(product: _Product) -> Tile:

@@ -13,6 +13,7 @@ from ejkernel._dispatch.execution import run_forward
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.call.policy import use
 from ejkernel.plugin import Target, resolve
+from ejkernel.testing.extent import Extent
 from ejkernel.testing.problem import DTYPES, Problem, case_named, cases_of, is_of, toggles_of
 from ejkernel.testing.report import Report
 from ejkernel.testing.shapes import bound_shapes
@@ -34,7 +35,6 @@ TARGETS = (
     Target("tpu", "TPU v6 lite"),
 )
 _LOWERING_PLATFORM = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
-_SAMPLE = 3
 
 
 @pytest.mark.ejkernel_level("contract")
@@ -53,14 +53,14 @@ def test_supports_is_pure_and_total(operation_name: str, platform_name: str) -> 
 
 
 @pytest.mark.ejkernel_level("contract")
-def test_supports_predicts_lowering(operation_name: str, platform_name: str, full: bool) -> None:
+def test_supports_predicts_lowering(operation_name: str, platform_name: str, extent: Extent) -> None:
     """A target that `supports` admits can be lowered for, each phase that it admits, from whatever machine this is.
 
     In float32, or in a half where only those are admitted.
     """
     cases = cases_of(operation_name)
     lowered = 0
-    for case in cases if full else cases[:_SAMPLE]:
+    for case in cases[: extent.lowered]:
         for target in TARGETS:
             with use(target=target):
                 problem = Problem(operation_name, case, "float32", platform_name).in_what_runs()

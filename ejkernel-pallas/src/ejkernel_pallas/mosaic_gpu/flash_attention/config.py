@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.targets.nvidia import FEWER_MULTIPROCESSORS
 from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_pallas.mosaic_gpu._call import SHARED_MEMORY, SHARED_MEMORY_SLACK, smem_bytes
 from ejkernel_pallas.mosaic_gpu.flash_attention.bias import BiasTiles, bias_kind, bias_tiles
@@ -17,7 +18,7 @@ from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS, RE
 
 SIZES = (64, 96, 128, 192, 256)
 """Padded head sizes."""
-_FEWER_MULTIPROCESSORS = {"PCIe", "H20"}
+_FEWER_MULTIPROCESSORS = frozenset(FEWER_MULTIPROCESSORS)
 """Words in names of devices with fewer multiprocessors, on which part of a persistent grid would wait."""
 _OVERHEAD = 24
 """Registers of a consumer thread for addresses, maxima and sums, plus one per 16 rows of a tile."""

@@ -8,7 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-MULTIPROCESSORS = 132
+from ejkernel.targets.nvidia import HOPPER_MULTIPROCESSORS
+
+MULTIPROCESSORS = HOPPER_MULTIPROCESSORS
 """Of an H100 or H200. One block of these kernels fills a multiprocessor."""
 ROWS = 64
 """Rows of a consumer: M of one wgmma."""

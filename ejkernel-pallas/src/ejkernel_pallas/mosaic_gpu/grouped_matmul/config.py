@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.targets.nvidia import FEWER_MULTIPROCESSORS, HOPPER_MULTIPROCESSORS
 from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_pallas.mosaic_gpu._call import SHARED_MEMORY, SHARED_MEMORY_SLACK
 
@@ -193,8 +194,9 @@ _L2_SWIZZLE = 16
 
 
 def _multiprocessors(target: Target) -> int:
-    """Multiprocessors; the H20 and the H100 PCIe have fewer than 132."""
-    return next((count for name, count in (("H20", 78), ("PCIe", 114)) if name in target.device_kind.split()), 132)
+    """Multiprocessors; the H20 and the H100 PCIe have fewer than others."""
+    words = target.device_kind.split()
+    return next((count for name, count in FEWER_MULTIPROCESSORS.items() if name in words), HOPPER_MULTIPROCESSORS)
 
 
 def _heuristic(product: _Product, target: Target) -> Tile:
