@@ -64,7 +64,7 @@ class Tree:
             if change.kind == "python":
                 assert not path.exists(), f"{change.path} is no new file"
                 path.parent.mkdir(exist_ok=True)
-                path.write_text(change.text)
+                path.write_text(change.text.rstrip("\n") + "\n")
             else:
                 path.write_text(patched(path.read_text(), change.text))
 
@@ -72,6 +72,7 @@ class Tree:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("EJKERNEL_")}
         own = {
             "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compilation takes most of the time
             "EJKERNEL_PLUGINS": "xla,pallas",
             "EJKERNEL_CACHE_DIR": str(self.root / "cache"),
             "PYTHONPATH": os.pathsep.join(str(self.root / source) for source in SOURCES),
