@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ejkernel.plugin import Implementation, Phase, Plugin, hookimpl
 
-API_LEVEL = 1
+API_LEVEL = 2
 """The level of the plugin API that this code was written against: a fact about this code, so never imported from core."""
 
 
@@ -18,6 +18,7 @@ def _rms_norm(phase: Phase) -> Implementation:
         supports="acme_ejkernel.rms_norm.capability:supports",
         configs="acme_ejkernel.rms_norm.configs:CONFIGS",
         backends=("any",),
+        accepts=("scale", "offset", "epsilon", "scale_offset"),
         plain_jax=True,
     )
 
