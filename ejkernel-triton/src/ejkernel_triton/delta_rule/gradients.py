@@ -31,13 +31,13 @@ from ejkernel_triton.delta_rule.tiles import (
     total_of,
 )
 from ejkernel_triton.linear_recurrence.tiles import (
-    MILD,
+    MAX_MIDDLE_EXPONENT,
     MIN_LOG,
-    add_up,
     level_decays,
     level_pairs,
     load_tile,
     row_of,
+    select_sums,
     store_tile,
 )
 
@@ -139,7 +139,7 @@ def gradient_kernel(
             b_last *= tl.sum(tl.where((o_row == CHUNK - 1)[:, None], b_factor, 0.0), axis=0)
             b_last += tl.sum(b_key.to(tl.float32) * b_d_write, axis=0)
             b_middle, most = middle_exponents(b_log, b_up_to, CHUNK, R)
-            if most < MILD:
+            if most < MAX_MIDDLE_EXPONENT:
                 b_factor, b_inverse = tl.exp2(b_middle), tl.exp2(-b_middle)
                 b_right = narrow(b_key * b_inverse, R)
                 b_d_query += b_factor * product(b_d_scores, b_right, R)
@@ -189,7 +189,7 @@ def gradient_kernel(
         if R.decay == "channel":
             b_later = tl.where(o_row[:, None] <= o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
             b_d_log = b_query * b_d_query + b_key * (b_d_read - b_d_write)
-            b_d_log = add_up(b_later, b_d_log, False) + b_last[None, :]
+            b_d_log = select_sums(b_later, b_d_log, False) + b_last[None, :]
             b_again = log_tile(p_decay, i_token, i_head, i_row, rows, BLOCK_K, CHUNK, WHOLE, R)
             b_d_log = tl.where(b_again > MIN_LOG, b_d_log, 0.0)
             store_tile(p_d_decay, b_d_log, i_token, i_head, i_row, rows, R.heads, R.width, BLOCK_K, CHUNK, WHOLE, R)

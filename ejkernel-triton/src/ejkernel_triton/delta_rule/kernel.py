@@ -4,7 +4,7 @@ Forward: `prepare` makes what chunks do to themselves, the walk carries the stat
 the states before chunks; a walk back makes the gradients of states and of values, and the rest is made of all chunks at once. A few
 tokens, and the general form, are walked token after token.
 
-The chunked form is that of Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length, 2024, and of
+The chunked form is that of Yang et al., Parallelizing Linear Transformers with the Delta Params over Sequence Length, 2024, and of
 Gated Delta Networks, 2025.
 """
 

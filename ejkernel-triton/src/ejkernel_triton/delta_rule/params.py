@@ -8,7 +8,7 @@ from ejkernel.operations.delta_rule.interface import DeltaRuleCall
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class Params:
     """Static facts of a call.
 
     Attributes:
@@ -53,12 +53,12 @@ PRECISION = {"bfloat16": "tf32", "float16": "tf32x3", "float32": "tf32x3"}
 few: on an H100 outputs were off by more than 1e-3."""
 
 
-def params_of(call: DeltaRuleCall) -> Rule:
+def params_of(call: DeltaRuleCall) -> Params:
     def heads(name: str) -> int:
         spec = getattr(call, name)
         return 0 if spec is None else spec.shape[2]
 
-    return Rule(
+    return Params(
         heads=call.heads,
         query_heads=heads("query"),
         key_heads=heads("key"),

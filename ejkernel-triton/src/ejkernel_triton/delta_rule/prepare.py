@@ -32,11 +32,11 @@ from ejkernel_triton.delta_rule.tiles import (
 )
 from ejkernel_triton.linear_recurrence.tiles import (
     LOG2_E,
-    MILD,
-    add_up,
+    MAX_MIDDLE_EXPONENT,
     level_decays,
     level_pairs,
     load_tile,
+    select_sums,
     store_tile,
 )
 
@@ -141,12 +141,12 @@ def channel_sums(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
     """Exponents `[CHUNK, BLOCK]` of the decays up to each token and after it, from natural log decays."""
     o_row = tl.arange(0, CHUNK)
     m_up_to = o_row[:, None] >= o_row[None, :]
-    b_up_to = add_up(tl.where(m_up_to, 1.0, 0.0).to(tl.bfloat16), b_log, R.exact_logs) * LOG2_E
+    b_up_to = select_sums(tl.where(m_up_to, 1.0, 0.0).to(tl.bfloat16), b_log, R.exact_logs) * LOG2_E
     if R.bfloat16:
         b_after = tl.sum(b_log, axis=0)[None, :] * LOG2_E - b_up_to
         b_after = tl.where(b_after < 0.0, b_after, 0.0)
     else:
-        b_after = add_up(tl.where(m_up_to, 0.0, 1.0).to(tl.bfloat16), b_log, R.exact_logs) * LOG2_E
+        b_after = select_sums(tl.where(m_up_to, 0.0, 1.0).to(tl.bfloat16), b_log, R.exact_logs) * LOG2_E
     return b_up_to, b_after
 
 
@@ -162,7 +162,7 @@ def middle_exponents(b_log, b_up_to, CHUNK: tl.constexpr, R: tl.constexpr):
         m_after = (o_row[None, :] >= HALF) & (o_row[None, :] <= o_row[:, None])
         m_before = (o_row[None, :] < HALF) & (o_row[None, :] > o_row[:, None])
         b_matrix = tl.where(m_after, 1.0, tl.where(m_before, -1.0, 0.0)).to(tl.bfloat16)
-        b_middle = add_up(b_matrix, b_log, R.exact_logs) * LOG2_E
+        b_middle = select_sums(b_matrix, b_log, R.exact_logs) * LOG2_E
     return b_middle, tl.max(tl.max(tl.abs(b_middle), axis=1), axis=0)
 
 
@@ -225,7 +225,7 @@ def prepare_channels_kernel(
             p_total = p_totals + i_square.to(tl.int64) * R.width + o_column
             tl.store(p_total, tl.sum(b_log, axis=0) * LOG2_E, mask=o_column < R.width)
             b_middle, most = middle_exponents(b_log, b_up_to, CHUNK, R)
-            if most < MILD:
+            if most < MAX_MIDDLE_EXPONENT:
                 b_factor = tl.exp2(b_middle)
                 b_right = narrow(b_key * tl.exp2(-b_middle), R)
                 b_keys += product(b_key * b_factor, tl.trans(b_right), R)
