@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import ejkernel
+from ejkernel._plugins.settings import VARIABLES, read_settings, unknown_settings
 from ejkernel.utils.known_versions import matching
-from ejkernel.utils.settings import VARIABLES, read_settings, unknown_settings
 
 
 def test_version(cli):

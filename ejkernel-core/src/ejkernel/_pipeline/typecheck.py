@@ -8,8 +8,8 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from ejkernel._plugins.settings import is_on
 from ejkernel.errors import AnnotationError
-from ejkernel.utils.settings import is_on
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

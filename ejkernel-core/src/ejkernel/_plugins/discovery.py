@@ -25,9 +25,9 @@ from importlib_metadata import Distribution
 from ejkernel._plugins import requirements as _requirements
 from ejkernel._plugins import validation as _validation
 from ejkernel._plugins.records import PluginRecord, State
+from ejkernel._plugins.settings import is_on
 from ejkernel.errors import PluginError, PluginWarning, suggestion
 from ejkernel.plugin import ENTRY_POINT_GROUP, FIRST_PARTY, Hooks, Plugin
-from ejkernel.utils.settings import is_on
 
 _VALUE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\s*:\s*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?")
 

@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name
 
 from ejkernel._plugins.records import PluginRecord
 from ejkernel._plugins.registry import kernel_registry
+from ejkernel._plugins.settings import read_settings, unknown_settings
 from ejkernel.call.policy import environment_platforms, policy_for_call
 from ejkernel.cli import _probes
 from ejkernel.cli._commands import Command, load
@@ -19,7 +20,6 @@ from ejkernel.cli._foreign import OURS, foreign_distributions
 from ejkernel.cli.output import first_line
 from ejkernel.errors import suggestion
 from ejkernel.utils.known_versions import matching
-from ejkernel.utils.settings import read_settings, unknown_settings
 
 _ALWAYS = (OURS, "jax", "jaxlib", "numpy")
 _RELATED = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "triton", "jax-triton")
