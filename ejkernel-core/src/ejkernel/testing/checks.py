@@ -11,14 +11,15 @@ _Values = TypeVar("_Values")
 
 
 def widened(values: _Values) -> _Values:
-    """The same tree of NumPy arrays for a reference: all in float64, but int32 (sizes, indices) and bool as they are.
+    """The same tree of NumPy arrays for a reference: all in float64, but int32 (sizes, indices), uint32
+    (random words) and bool as they are.
 
     Stored integers of a quantised matrix or cache are numbers and become float64 too. None stays None.
     """
 
     def widen(value: Any) -> np.ndarray:
         array = np.asarray(value)
-        return array if array.dtype in (np.int32, np.bool_) else array.astype(np.float64)
+        return array if array.dtype in (np.int32, np.uint32, np.bool_) else array.astype(np.float64)
 
     return jax.tree.map(widen, values)
 
