@@ -62,6 +62,7 @@ def test_unreadable_entries_are_shown(cli):
 def test_clear(cli, monkeypatch: pytest.MonkeyPatch):
     assert cli("cache", "clear", "--operation", "softmax", "--yes", "--json").json == {"deleted": 1, "kernels": 0}
     assert "--yes" in cli("cache", "clear", "--json").mistake
+    assert "nothing can be asked without a terminal; pass --yes" in cli("cache", "clear").mistake
     monkeypatch.setattr("builtins.input", lambda *_: "n")
     assert cache_info().count == 1
     assert cli("cache", "clear", "--yes").out == "deleted 1 entry\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,6 +62,8 @@ def clear(
     if not yes:
         if as_json:
             raise UserError("--json: needs --yes as well, since nothing can be asked")
+        if not sys.stdin.isatty():
+            raise UserError("cache clear: nothing can be asked without a terminal; pass --yes to delete all the same")
         typer.confirm(f"Delete {what} in {describe_cache()['directory']}?", abort=True)
     count = clear_cache(operation, quarantine=quarantine or None)
     kernels = 0 if operation or quarantine else clear_kernels()

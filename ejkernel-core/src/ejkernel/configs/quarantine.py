@@ -29,7 +29,7 @@ from ejkernel.configs.key import Key, canonical_json
 from ejkernel.configs.spaces import describe, knobs, to_plain
 from ejkernel.errors import NoConfigError
 from ejkernel.plugin import Phase, Quarantine
-from ejkernel.utils.cache_folder import cache_folder
+from ejkernel.utils.cache_folder import cache_folder, read_file
 from ejkernel.utils.warn_once import warn_once
 
 FORMAT = "ejkernel quarantined config"
@@ -131,7 +131,7 @@ def read(path: Path) -> Quarantined:
         ValueError: it holds something else.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_file(path).decode("utf-8"))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(document, dict) or (document.get("format"), document.get("level")) != (FORMAT, LEVEL):

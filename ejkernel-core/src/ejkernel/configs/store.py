@@ -14,7 +14,7 @@ from pathlib import Path
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.configs.entry import LEVEL, Entry, dump_entries, load_entries, require_verified
 from ejkernel.configs.key import Key
-from ejkernel.utils.cache_folder import cache_folder, replace_file
+from ejkernel.utils.cache_folder import cache_folder, read_file, replace_file
 from ejkernel.utils.warn_once import warn_once
 
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
@@ -71,7 +71,7 @@ def read(path: Path) -> Entry:
         OSError: it cannot be read.
         ValueError: it holds something else.
     """
-    entries = load_entries(path.read_text(encoding="utf-8"))
+    entries = load_entries(read_file(path).decode("utf-8"))
     if len(entries) != 1:
         raise ValueError(f"{len(entries)} entries in place of one")
     if path.name != f"{entries[0].key.digest}.json":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -18,7 +20,19 @@ def _default_directory() -> str:
 
 def cache_folder() -> Path:
     """`EJKERNEL_CACHE_DIR`, or the platform's cache directory. It need not exist."""
-    return Path(os.environ.get("EJKERNEL_CACHE_DIR") or _default_directory())
+    return Path(os.environ.get("EJKERNEL_CACHE_DIR") or _default_directory()).expanduser()
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a regular file. A pipe or a device, which could keep a reader waiting for ever, is refused.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ejkernel.utils.cache_folder import cache_folder, replace_file
+from ejkernel.utils.cache_folder import cache_folder, read_file, replace_file
 from ejkernel.utils.warn_once import warn_once
 
 MOST_BYTES = 1 << 30
@@ -45,7 +45,7 @@ class KernelStore:
         """What is stored under a key of 64 hexadecimal digits; None if there is nothing or it is damaged."""
         path = self._path(key)
         try:
-            stored = path.read_bytes()
+            stored = read_file(path)
         except FileNotFoundError:
             return None
         except OSError as error:
