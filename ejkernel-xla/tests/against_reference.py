@@ -66,7 +66,7 @@ def check_case(name: str, case: Any, dtype: str) -> None:
     reference = importlib.import_module(f"ejkernel.operations.{name}.reference")
     arrays = case_arrays(case, dtype)
     bound = operation.canonicalise(**arrays, **case.options)
-    request = Request(operation, bound.call, _target.resolve_target(()), _policy.for_call(name, "xla"))
+    request = Request(operation, bound.call, _target.resolve_target(()), _policy.policy_for_call(name, "xla"))
     inputs64 = jax.tree.map(lambda a: np.asarray(a, np.float64) if is_float(a) else np.asarray(a), bound.inputs)
     saved = dataclasses.replace(bound.call, save_residuals=True)
     outputs64 = reference.forward(saved, inputs64)

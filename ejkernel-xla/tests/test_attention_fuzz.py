@@ -121,7 +121,7 @@ def as_float64(values: Any) -> Any:
 def check(drawn: Drawn) -> None:
     bound = OPERATION.canonicalise(**drawn.arrays, mask_info=drawn.info, **drawn.options)
     _check_visibility(drawn, bound)
-    policy = _policy.for_call("flash_attention", "xla")
+    policy = _policy.policy_for_call("flash_attention", "xla")
     request = Request(OPERATION, bound.call, _target.resolve_target(()), policy, drawn.config)
     moving = {name: value for name, value in named(bound.inputs) if name in OPERATION.differentiable}
 
