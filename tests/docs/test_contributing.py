@@ -87,17 +87,11 @@ class Tree:
     def python(self, program: str) -> None:
         self.run("-c", f"{PREAMBLE}\nassert ejkernel.__file__.startswith({str(self.root)!r})\n{program}")
 
-    def conforms(self, platform: str, operation: str, suite: str, sample: int = 4) -> None:
+    def conforms(self, platform: str, operation: str, suite: str) -> None:
         """The conformance suite finds nothing wrong, and saw numbers of the operation."""
-        wanted = (f"--ejkernel-platform={platform}", f"--ejkernel-operation={operation}", "--ejkernel-quick")
-        extent = (
-            f"--ejkernel-sample={sample}",
-            "--deselect",
-            f"{suite}::test_light_module",
-        )  # that one is a matter of milliseconds
-        said = self.run(
-            "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "ejkernel.testing.plugin", *wanted, *extent, suite
-        )
+        wanted = (f"--ejkernel-platform={platform}", f"--ejkernel-operation={operation}", "--extent=quick")
+        less = ("--deselect", f"{suite}::test_plugin_module")  # that one is a matter of milliseconds
+        said = self.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "ejkernel.testing.plugin", *wanted, *less, suite)
         assert re.search(rf"^{operation} +numbers +[1-9]", said, re.MULTILINE), said
 
 
@@ -136,7 +130,7 @@ np.testing.assert_allclose(jax.grad(lambda rows: ejkernel.ScaledSum()(rows, scal
 np.testing.assert_allclose(jax.vmap(ejkernel.scaled_sum)(np.stack([rows, -rows]))[1], -rows.sum(axis=1), rtol=1e-6)
 assert ejkernel.explain("scaled_sum", rows).forward.chosen.id == "xla"
 """)
-    tree.conforms("xla", "scaled_sum", "tests/conformance/test_platform.py", sample=1)
+    tree.conforms("xla", "scaled_sum", "tests/conformance/test_platform.py")
     tree.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "ejkernel-core/tests/test_layers.py", "-k", "upwards or circles")
 
 
@@ -161,7 +155,7 @@ np.testing.assert_allclose(packed, [x[0, :2].sum(axis=0), np.zeros(4), x[0, 2:5]
 gradient = jax.grad(lambda x: ejkernel.mean_pooling(x, bounds, reduction="sum").sum())(x)
 np.testing.assert_array_equal(gradient[0, :, 0], [1, 1, 1, 1, 1, 0])
 """)
-    tree.conforms("xla", "mean_pooling", "tests/conformance/test_platform.py", sample=6)
+    tree.conforms("xla", "mean_pooling", "tests/conformance/test_platform.py")
 
 
 def test_a_platforms_kernel(tree):
@@ -178,7 +172,7 @@ np.testing.assert_allclose(out, jax.nn.softmax(0.5 * x), rtol=1e-5)
 assert (asked.forward.chosen.id, asked.forward.tier, asked.backward.chosen.id) == ("pallas.tpu", "heuristic", "xla")
 assert masked.forward.chosen is None and "pallas.tpu does not accept where" in str(masked)
 """)
-    tree.conforms("pallas", "softmax", "ejkernel-pallas/tests/test_conformance.py", sample=8)
+    tree.conforms("pallas", "softmax", "ejkernel-pallas/tests/test_conformance.py")
 
 
 def test_a_new_config(tree):
@@ -196,7 +190,7 @@ except ValueError as error:
 else:
     raise AssertionError("an illegal knob was taken")
 """)
-    tree.conforms("xla", "mean_pooling", "tests/conformance/test_platform.py", sample=6)
+    tree.conforms("xla", "mean_pooling", "tests/conformance/test_platform.py")
 
 
 def test_every_example_is_run():
