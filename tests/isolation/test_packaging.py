@@ -53,7 +53,7 @@ def test_core_extras(root):
     names = {extra: {re.match(r"[\w-]+", item)[0] for item in items} for extra, items in extras.items()}
     assert names == {
         "cli": {"rich", "typer"},
-        "testing": {"flatbuffers", "hypothesis", "pytest"},
+        "testing": {"beartype", "flatbuffers", "hypothesis", "pytest"},
     }
 
 
