@@ -4,7 +4,7 @@
 
 For every shape, dtype and phase, each config of the search space is run twice, the two results are compared bit by bit and with
 XLA's in float32, then it is timed (device time by CUPTI). Kernels are compiled by threads while others run, the most telling ones
-first: the heuristic's, programs that stay, then the others. Prints a ranking of each, writes `wide_rows.json` under `--out` (or
+first: the heuristic's, persistent kernels, then the others. Prints a ranking of each, writes `wide_rows.json` under `--out` (or
 `$OUT`), exits with 1 if a number is wrong.
 
 `--only softmax,layer_norm,rms_norm`, `--dtypes bfloat16`, `--shapes 2048x32768`, `--budget` seconds after which nothing new is
