@@ -11,6 +11,7 @@ from ejkernel._dispatch.execution import run_backward, run_forward
 from ejkernel.call.arrays import named, parse_dims
 from ejkernel.call.partition import Axes, entries_of, explicit_mesh_of, map_shards, placed_on, shards
 from ejkernel.call.request import Request
+from ejkernel.utils.dtypes import accumulator
 
 
 def batched_forward(request: Request, inputs: Any) -> Any:
@@ -98,9 +99,7 @@ class _Fold:
         if self.mesh is None:
             return _folded(array)
         rest = self._rest(array, 2)
-        return map_shards(
-            _folded, self.mesh, array, (self.mapped, self.batched, *rest), ((*self.mapped, *self.batched), *rest)
-        )
+        return map_shards(_folded, self.mesh, array, (self.mapped, self.batched, *rest), ((*self.mapped, *self.batched), *rest))
 
     def _rest(self, array: Any, start: int) -> list[Axes]:
         """How the other axes of an array are split, as far as the fold leaves mesh axes for them."""
@@ -131,7 +130,7 @@ class _Fold:
             )
         if size == self.batch:
             return array
-        total = jnp.sum(array, axis=1, keepdims=True, dtype=jnp.promote_types(array.dtype, jnp.float32))
+        total = jnp.sum(array, axis=1, keepdims=True, dtype=accumulator(array.dtype))
         return total.astype(array.dtype)
 
     def placed(self, gradients: Any, inputs: Any) -> Any:

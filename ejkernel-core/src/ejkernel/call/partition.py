@@ -284,9 +284,7 @@ def run_auto(layout: Layout, run: Run, arguments: tuple[Any, ...], results: Any)
 
     phase = _Phase.of(layout, run, arguments, results)
     axes = mesh_of(arguments)
-    restricted = dataclasses.replace(
-        layout, arguments=phase.kept(layout.arguments), results=phase.kept_results(layout.results)
-    )
+    restricted = dataclasses.replace(layout, arguments=phase.kept(layout.arguments), results=phase.kept_results(layout.results))
     shapes, result_shapes = phase.kept(phase.shapes), phase.kept_results(phase.result_shapes)
 
     def flat(*leaves: Any) -> Any:

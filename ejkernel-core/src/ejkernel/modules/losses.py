@@ -20,6 +20,7 @@ from ejkernel.operations.flash_attention.bind import as_flag
 from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.operations.kl_divergence.interface import OPERATION as _KL_DIVERGENCE
 from ejkernel.utils.checks import check_array, finite_number
+from ejkernel.utils.dtypes import common_dtype
 
 _KL_ARRAYS = (
     "student_logits",
@@ -180,7 +181,7 @@ def _cross_entropy(
     devices = axis_size(axes) if axes else 1
     kept, scale = counted(tuple(targets.shape), weights, attention_mask)
     # A number of the vocabulary's size, or ignore_index, may not fit into the labels' own type.
-    labels = jnp.asarray(targets).astype(jnp.promote_types(targets.dtype, jnp.int32))
+    labels = jnp.asarray(targets).astype(common_dtype(targets.dtype, jnp.int32))
     kept = kept & (labels != ignore_index) & (labels >= 0) & (labels < devices * held)
     labels = labels.astype(jnp.int32) - (jax.lax.axis_index(axes) * held if axes else 0)
     here = (labels >= 0) & (labels < held)

@@ -18,6 +18,7 @@ from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR
 from ejkernel.operations.rwkv4.interface import OPERATION as _RWKV4
 from ejkernel.operations.selective_scan.interface import OPERATION as _SELECTIVE_SCAN
 from ejkernel.utils.checks import check_compute, check_shape, finite_number
+from ejkernel.utils.dtypes import accumulator
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -139,7 +140,7 @@ def state_space_v2(
     if not use_gated_rmsnorm:
         return (out * activation(gate)).astype(out.dtype), state, conv_state
     epsilon = finite_number("rmsnorm_eps", rmsnorm_eps, at_least=0)
-    wide = out.astype(jnp.promote_types(out.dtype, jnp.float32))
+    wide = out.astype(accumulator(out.dtype))
     normalised = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
     return (normalised * activation(gate.astype(wide.dtype))).astype(out.dtype), state, conv_state
 
@@ -176,13 +177,13 @@ def _ssd(*, x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, initial_state: Any,
     for name, (array, shape, meaning) in per_head.items():
         check_compute(name, array)
         check_shape(name, array, shape, meaning)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = accumulator(x.dtype)
     steps = dt.astype(wide)
     bound = _LINEAR_RECURRENCE.canonicalise(
         C,
         B,
-        (x * steps[..., None]).astype(x.dtype),
-        steps * A.astype(wide),
+        (x.astype(wide) * steps[..., None]).astype(x.dtype),
+        steps * A.astype(wide)[None, None],
         initial_state=None if initial_state is None else jnp.swapaxes(initial_state, 2, 3),
         scale=1.0,
         return_state=True,
@@ -192,7 +193,7 @@ def _ssd(*, x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, initial_state: Any,
     def finish(outputs: Any) -> Any:
         out, state = bound.finish(outputs)
         if D is not None:
-            out = (out.astype(wide) + x.astype(wide) * D.astype(wide)[:, None]).astype(x.dtype)
+            out = (out.astype(wide) + x.astype(wide) * D.astype(wide)[None, None, :, None]).astype(x.dtype)
         return out.reshape(batch, length, heads * channels), jnp.swapaxes(state, 2, 3)
 
     return Bound(bound.call, bound.inputs, finish)
