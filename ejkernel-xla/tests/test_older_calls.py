@@ -55,3 +55,15 @@ def test_page_attention_layout_is_kept_in_transforms():
     second = ejkernel.page_attention(query, swapped, swapped, lengths, tables, layout="pthd")
     np.testing.assert_allclose(first, second, atol=1e-6)
     assert float(abs(first - ejkernel.page_attention(query, cache, cache, lengths, tables, layout="pthd")).max()) > 0.1
+
+
+def test_a_path_that_names_a_platform_runs_on_it():
+    x = jnp.arange(12, dtype=jnp.float32).reshape(1, 4, 3)
+    with pytest.warns(DeprecationWarning, match="is now ejkernel.mean_pooling"):
+        from ejkernel.kernels._xla.mean_pooling import mean_pooling
+    np.testing.assert_allclose(mean_pooling(x), [[4.5, 5.5, 6.5]])
+    with pytest.warns(DeprecationWarning, match="is now ejkernel.rms_norm"):
+        from ejkernel.kernels._triton.rms_norm import rms_norm
+    with pytest.raises(ejkernel.NoKernelError, match="triton"):
+        rms_norm(x, x[0, 0])
+    np.testing.assert_allclose(rms_norm(x, x[0, 0], platform="xla"), ejkernel.rms_norm(x, x[0, 0]))

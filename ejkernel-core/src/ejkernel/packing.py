@@ -138,8 +138,8 @@ def prepare_chunk_indices(cu_seqlens: Any, chunk_size: int, total_length: int | 
 def identity_dtype_convert(dtype: Any) -> Callable[[Any], Any]:
     """A function that returns its argument, and rounds the gradient to `dtype`.
 
-    The gradient is handed on in the wider of `dtype` and its own dtype. So float32 over a bfloat16 argument gives float32 gradients:
-    whatever computed that argument must take them, as parameters do.
+    The gradient is handed on in the wider of `dtype` and its own dtype. So float32 over a bfloat16 argument gives float32
+    gradients: whatever computed that argument must take them, as parameters do.
 
     >>> f = identity_dtype_convert(jnp.bfloat16)
     >>> float(jax.grad(lambda x: f(x) * 1.001)(1.0))

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal, Unpack, overload
 
-import jax.numpy as jnp
-
 from ejkernel import typing as t
-from ejkernel.call.records import Bound
 from ejkernel.compositions.mesh import over_mesh
-from ejkernel.errors import argument_names, invalid
+from ejkernel.errors import argument_names
 from ejkernel.modules._class_api import class_form
-from ejkernel.modules._options import PageAttentionOptions, PrefillOptions, UnifiedAttentionOptions
-from ejkernel.operations.common.pages import INTERLEAVED, known_values
+from ejkernel.modules._options import UnifiedAttentionOptions
+from ejkernel.operations.common.pages import INTERLEAVED
 from ejkernel.operations.paged_attention import forms as _paged
-from ejkernel.operations.paged_attention.interface import OPERATION as _PAGED_ATTENTION
-from ejkernel.utils.checks import check_array
 
 
 @overload
