@@ -76,6 +76,7 @@ out = ejkernel.lightning_attention(query, query, query, layer_idx=0, num_layers=
 out, state = ejkernel.lightning_attention(query, query, query, layer_idx=0, num_layers=2, return_state=True)
 out, state = ejkernel.gla(query, query, query)
 out = ejkernel.rwkv4(rows[0], rows[0], query, query)
+out, state = ejkernel.causal_conv1d(rows, rows[0], activation="silu", return_state=True)
 out, state, conv = ejkernel.state_space_v1(rows, rows, rows, rows, None, rows, act_fn=jax.nn.silu)
 
 # Rows, products, losses

@@ -1,4 +1,4 @@
-"""Checks of packed sequences, `cu_seqlens [n + 1]`, that several operations share."""
+"""Checks of packed sequences, `cu_seqlens [n + 1]` or segment ids `[B or 1, T]`, that several operations share."""
 
 from __future__ import annotations
 
@@ -26,6 +26,17 @@ def check_packed(cu_seqlens: Any, name: str, batch: int) -> None:
 def as_bounds(cu_seqlens: Any) -> Any:
     """cu_seqlens as the canonical int32 `[1, n + 1]`."""
     return jnp.asarray(cu_seqlens, jnp.int32)[None]
+
+
+def check_segments(segments: Any, batch: int, length: int) -> None:
+    """Refuse what is not integers `[B,T]` or `[1,T]`."""
+    check_array("segments", segments, ndim=2, floating=False)
+    if not jnp.issubdtype(segments.dtype, jnp.integer):
+        raise wrong_type("segments", f"dtype {segments.dtype}", "integers")
+    if tuple(segments.shape) not in ((batch, length), (1, length)):
+        raise invalid(
+            "segments", f"shape {tuple(segments.shape)}", f"{(batch, length)} or {(1, length)} = [batch or 1, length]"
+        )
 
 
 def check_bounds(cu_seqlens: Any, name: str, array: Any) -> None:
