@@ -57,6 +57,23 @@ def test_page_attention_layout_is_kept_in_transforms():
     assert float(abs(first - ejkernel.page_attention(query, cache, cache, lengths, tables, layout="pthd")).max()) > 0.1
 
 
+@pytest.mark.parametrize("shape", [(7, 5), (7, 3, 5)])
+def test_mean_pooling_of_packed_rows(shape: tuple[int, ...]):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+    bounds = jnp.array([0, 3, 3, 6])
+    wanted = np.stack([np.asarray(x[:3]).mean(0), np.zeros(shape[1:]), np.asarray(x[3:6]).mean(0)])
+    pooled = lambda x, bounds: ejkernel.mean_pooling(x, bounds, chunk_size=32)
+    for run in (pooled, jax.jit(pooled)):
+        np.testing.assert_allclose(run(x, bounds), wanted, atol=1e-6)
+    slope = jax.grad(lambda x: pooled(x, bounds)[0].sum())(x)
+    np.testing.assert_allclose(slope[:, ..., 0].reshape(7, -1)[:, 0], [1 / 3] * 3 + [0] * 4, atol=1e-6)
+    np.testing.assert_allclose(jax.vmap(pooled, (0, None))(x[None], bounds)[0], wanted, atol=1e-6)
+    with pytest.raises(ValueError, match="cu_seqlens: got .* from 0 to at most 7 = length of x"):
+        ejkernel.mean_pooling(x, jnp.array([0, 8]))
+    with pytest.raises(ValueError, match="chunk_size: got 0, expected a value >= 1"):
+        ejkernel.mean_pooling(x, bounds, chunk_size=0)
+
+
 def test_a_path_that_names_a_platform_runs_on_it():
     x = jnp.arange(12, dtype=jnp.float32).reshape(1, 4, 3)
     with pytest.warns(DeprecationWarning, match="is now ejkernel.mean_pooling"):
