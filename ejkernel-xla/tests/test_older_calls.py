@@ -68,10 +68,12 @@ def test_mean_pooling_of_packed_rows(shape: tuple[int, ...]):
     slope = jax.grad(lambda x: pooled(x, bounds)[0].sum())(x)
     np.testing.assert_allclose(slope[:, ..., 0].reshape(7, -1)[:, 0], [1 / 3] * 3 + [0] * 4, atol=1e-6)
     np.testing.assert_allclose(jax.vmap(pooled, (0, None))(x[None], bounds)[0], wanted, atol=1e-6)
-    with pytest.raises(ValueError, match="cu_seqlens: got .* from 0 to at most 7 = length of x"):
+    with pytest.raises(ValueError, match=r"cu_seqlens: got .* from 0 to at most 7 = length of x"):
         ejkernel.mean_pooling(x, jnp.array([0, 8]))
     with pytest.raises(ValueError, match="chunk_size: got 0, expected a value >= 1"):
         ejkernel.mean_pooling(x, bounds, chunk_size=0)
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, bounds)]
+    assert ejkernel.explain("mean_pooling", *shapes).forward.chosen is not None
 
 
 def test_a_path_that_names_a_platform_runs_on_it():

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax.core
 import numpy as np
 from jaxtyping import Float, Int32
 
@@ -16,6 +15,7 @@ from ejkernel.call.random import cumulative
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid
 from ejkernel.operations.common.packed import as_bounds, check_bounds, check_packed
+from ejkernel.operations.common.pages import known_values
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute
@@ -118,8 +118,8 @@ def _with_batch(x: Any, cu_seqlens: Any) -> Any:
     ndim = getattr(x, "ndim", 0)
     if cu_seqlens is None or ndim not in (2, 3) or (ndim == 3 and x.shape[0] == 1):
         return x
-    known = None if isinstance(cu_seqlens, jax.core.Tracer) else np.asarray(cu_seqlens).reshape(-1)[-1:]
-    several_rows = ndim == 3 and known is not None and known.size == 1 and x.shape[0] < known[0] <= x.shape[1]
+    known = known_values(cu_seqlens) if ndim == 3 else None
+    several_rows = known is not None and known.size and x.shape[0] < known.reshape(-1)[-1] <= x.shape[1]
     return x if several_rows else x[None]
 
 
