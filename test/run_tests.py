@@ -25,9 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run the tests of the kernels.")
     for suite, meaning in MEANINGS.items():
         parser.add_argument(f"--{suite}", action="store_true", help=f"only {meaning}")
-    parser.add_argument(
-        "-k", "--keyword", dest="k", default=None, metavar="WORDS", help="only tests whose names match, as in pytest"
-    )
+    parser.add_argument("-k", "--keyword", dest="k", default=None, metavar="WORDS", help="only tests whose names match")
     parser.add_argument("--verbose", "-v", action="store_true", help="name each test")
     parser.add_argument("--failfast", "-x", action="store_true", help="stop at the first failure")
     parser.add_argument("--extent", default="quick", choices=("quick", "standard", "full"), help="how many of similar tests")
