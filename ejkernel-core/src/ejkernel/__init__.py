@@ -218,6 +218,8 @@ __all__ = [
 
 _SUBMODULES = (
     "callib",
+    "kernels",
+    "logging_utils",
     "loggings",
     "masks",
     "modules",

@@ -9,11 +9,9 @@ from ejkernel.modules.attention import (
     Attention,
     FlashAttention,
     FlashAttnVarlen,
-    ScaledDotProductAttention,
     attention,
     flash_attention,
     flash_attn_varlen,
-    scaled_dot_product_attention,
 )
 from ejkernel.modules.block_sparse import BlockSparseAttention, BlockSparseLayout, block_sparse_layout, blocksparse_attention
 from ejkernel.modules.collectives import AllGatherMatmul, ReduceScatterMatmul, all_gather_matmul, reduce_scatter_matmul
@@ -31,6 +29,7 @@ from ejkernel.modules.deltas import (
     rwkv7,
     rwkv7_mul,
 )
+from ejkernel.modules.dot_product import ScaledDotProductAttention, scaled_dot_product_attention
 from ejkernel.modules.latent import FlashMLA, MultiHeadLatentAttention, flash_mla, multi_head_latent_attention
 from ejkernel.modules.latent_serving import (
     MultiLatentRaggedPageAttention,
@@ -88,17 +87,9 @@ from ejkernel.modules.rotary import (
     llama_rope,
     rope,
 )
-from ejkernel.modules.serving import (
-    PageAttention,
-    PrefillPageAttention,
-    RaggedPageAttentionv2,
-    UnifiedAttention,
-    page_attention,
-    prefill_page_attention,
-    ragged_page_attention_v2,
-    unified_attention,
-)
+from ejkernel.modules.serving import RaggedPageAttentionv2, UnifiedAttention, ragged_page_attention_v2, unified_attention
 from ejkernel.modules.serving_decode import DecodeAttention, RaggedDecodeAttention, decode_attention, ragged_decode_attention
+from ejkernel.modules.serving_pages import PageAttention, PrefillPageAttention, page_attention, prefill_page_attention
 from ejkernel.modules.serving_updates import (
     ChunkedPrefillPagedDecode,
     PagedCacheUpdate,
