@@ -315,9 +315,7 @@ def test_slopes_of_one_layer_and_of_unknown_models() -> None:
     got = ejkernel.lightning_attention(q, q, q, layer_idx=0, num_layers=1, slopes="minimax")
     decays = -np.array([2.0**-4, 2.0**-8], np.float32) * (1 + 1e-5)
     check_close("out", got, ejkernel.recurrent_attention(q, q, q, g_gamma=decays), CLOSE)
-    with pytest.raises(
-        ValueError, match="slopes: got 'alibi', expected 'linear', 'minimax' or 'bailing'; recurrent"
-    ):
+    with pytest.raises(ValueError, match="slopes: got 'alibi', expected 'linear', 'minimax' or 'bailing'; recurrent"):
         ejkernel.lightning_attention(q, q, q, layer_idx=0, num_layers=2, slopes="alibi")  # pyright: ignore[reportArgumentType]
 
 

@@ -38,6 +38,7 @@ _NORM = [
 B = np.ones((2, 5, 4), np.float32)
 S = np.ones((2, 4, 8, 8), np.float32)
 IDS = np.zeros((2, 5), np.int32)
+FILTERS = np.ones((8, 4), np.float32)
 ROWS = np.ones((2, 3), np.int32)
 
 _ROPE = [
@@ -95,6 +96,26 @@ REFUSED: dict[str, list[Any]] = {
         ),
         ((Q, Q, Q), {"scale": float("nan")}, ValueError, "scale: got nan, expected a finite number"),
         ((Q, Q, Q), {"chunked": 1}, TypeError, "chunked: got 1, expected a bool"),
+    ],
+    "causal_conv1d": [
+        ((X[0], C), {}, ValueError, r"x: got shape \(3, 8\) with 2 axes, expected 3 axes"),
+        ((X.astype(np.int32), C), {}, TypeError, "x: got dtype int32, expected a floating type"),
+        ((X, X[0]), {}, ValueError, r"weight: got shape \(3, 8\), expected \(8, 8\) = \[C, W\]"),
+        ((X, EIGHT[:, None]), {}, ValueError, "weight: got a width of 1, expected at least 2; a width of 1 is a product"),
+        ((X, None), {}, TypeError, "weight: got NoneType, expected an array"),
+        ((X, FILTERS, EIGHT[:5]), {}, ValueError, r"bias: got shape \(5,\), expected \(8,\) = \[C\]"),
+        ((X, FILTERS, None, X[:, :2]), {}, ValueError, r"initial_state: got .*, expected \(2, 3, 8\) = \[B, W - 1, C\]"),
+        ((X, FILTERS), {"segments": IDS}, ValueError, r"segments: got shape \(2, 5\), expected \(2, 3\) or \(1, 3\)"),
+        ((X, FILTERS), {"segments": X[..., 0]}, TypeError, "segments: got dtype float32, expected integers"),
+        ((X, FILTERS), {"cu_seqlens": np.array([0, 3])}, ValueError, "x: got batch 2, expected batch 1 with cu_seqlens; pack"),
+        (
+            (X[:1], FILTERS),
+            {"cu_seqlens": np.array([0, 3]), "segments": ROWS[:1].astype(np.int32)},
+            ValueError,
+            "segments: got an array, expected None beside cu_seqlens",
+        ),
+        ((X, FILTERS), {"activation": "gelu"}, ValueError, "activation: got 'gelu', expected None or 'silu'"),
+        ((X, FILTERS), {"return_state": 1}, TypeError, "return_state: got 1, expected a bool"),
     ],
     "cross_entropy": [
         ((X, ROWS[0]), {}, ValueError, r"targets: got shape \(3,\), expected \(2, 3\), one label for each row"),

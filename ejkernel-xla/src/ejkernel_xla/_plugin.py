@@ -35,6 +35,7 @@ def ejkernel_plugin() -> Plugin:
             # The loop over listed tiles has a dynamic trip count: JAX cannot differentiate it, nor XLA partition it.
             *_both_phases("block_sparse_attention", partitioning="opaque", plain_jax=False, configs=_BLOCK_SPARSE),
             *_both_phases("block_sparse_attention", "plain_", variant="plain", priority=-1, configs=_BLOCK_SPARSE),
+            *_both_phases("causal_conv1d"),
             *_both_phases("cross_entropy", configs="ejkernel_xla._vocabulary:CONFIGS"),
             *_both_phases("delta_rule", configs="ejkernel_xla.delta_rule.config:CONFIGS"),
             *_both_phases("flash_attention", configs="ejkernel_xla.flash_attention.config:CONFIGS"),

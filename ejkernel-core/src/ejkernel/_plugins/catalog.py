@@ -13,6 +13,7 @@ OPERATIONS: Mapping[str, str] = {
     for name in (
         "add_rms_norm",
         "block_sparse_attention",
+        "causal_conv1d",
         "cross_entropy",
         "delta_rule",
         "flash_attention",
@@ -58,6 +59,7 @@ FUNCTIONS = (
     "apply_native_sparse_attention",
     "attention",
     "blocksparse_attention",
+    "causal_conv1d",
     "chunked_prefill_paged_decode",
     "decode_attention",
     "deepseek_attn",

@@ -18,6 +18,7 @@ from ejkernel.modules.attention import (
 from ejkernel.modules.block_sparse import BlockSparseAttention, BlockSparseLayout, block_sparse_layout, blocksparse_attention
 from ejkernel.modules.collectives import AllGatherMatmul, ReduceScatterMatmul, all_gather_matmul, reduce_scatter_matmul
 from ejkernel.modules.constant_decays import LightningAttention, Retention, lightning_attention, lightning_attn, retention
+from ejkernel.modules.convolutions import CausalConv1d, causal_conv1d
 from ejkernel.modules.deltas import (
     RWKV7,
     GatedDeltaRule,
@@ -138,6 +139,7 @@ __all__ = [
     "BlockSparseAttention",
     "BlockSparseAttentionConfig",
     "BlockSparseLayout",
+    "CausalConv1d",
     "ChunkedPrefillPagedDecode",
     "CrossEntropyOutput",
     "DecodeAttention",
@@ -203,6 +205,7 @@ __all__ = [
     "attention",
     "block_sparse_layout",
     "blocksparse_attention",
+    "causal_conv1d",
     "chunked_prefill_paged_decode",
     "create_default_executor",
     "decode_attention",

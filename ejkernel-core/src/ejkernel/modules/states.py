@@ -196,7 +196,7 @@ def _part(segments: Any, cu_seqlens: Any, x: Any) -> Any:
         return (jnp.arange(x.shape[1], dtype=jnp.int32) < jnp.asarray(cu_seqlens, jnp.int32)[-1])[None]
     if cu_seqlens is not None:
         raise invalid("segments", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end")
-    check_segments("segments", segments, *x.shape[:2])
+    check_segments(segments, *x.shape[:2])
     return jnp.asarray(segments) >= 0
 
 

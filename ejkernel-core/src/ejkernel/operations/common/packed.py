@@ -1,4 +1,4 @@
-"""Checks of packed sequences, `cu_seqlens [n + 1]`, that several operations share."""
+"""Checks of packed sequences, `cu_seqlens [n + 1]` or segment ids `[B or 1, T]`, that several operations share."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ def as_bounds(cu_seqlens: Any) -> Any:
     return jnp.asarray(cu_seqlens, jnp.int32)[None]
 
 
+def check_segments(segments: Any, batch: int, length: int) -> None:
+    """Refuse what is not integers `[B,T]` or `[1,T]`."""
+    check_array("segments", segments, ndim=2, floating=False)
+    if not jnp.issubdtype(segments.dtype, jnp.integer):
+        raise wrong_type("segments", f"dtype {segments.dtype}", "integers")
+    if tuple(segments.shape) not in ((batch, length), (1, length)):
+        raise invalid(
+            "segments", f"shape {tuple(segments.shape)}", f"{(batch, length)} or {(1, length)} = [batch or 1, length]"
+        )
+
+
 def check_bounds(cu_seqlens: Any, name: str, array: Any) -> None:
     """Refuse concrete cu_seqlens that decrease, do not start at 0 or end beyond the length of an array `[B,T,...]`."""
     if cu_seqlens is None or array is None or isinstance(cu_seqlens, jax.core.Tracer):
@@ -40,15 +51,6 @@ def check_bounds(cu_seqlens: Any, name: str, array: Any) -> None:
         raise invalid(
             "cu_seqlens", values, f"values that do not decrease, from 0 to at most {array.shape[1]} = length of {name}"
         )
-
-
-def check_segments(name: str, ids: Any, batch: int, length: int) -> None:
-    """Refuse segment ids that are not integers `[B,T]` or `[1,T]`."""
-    check_array(name, ids, ndim=2, floating=False)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise wrong_type(name, f"dtype {ids.dtype}", "integers")
-    if tuple(ids.shape) not in ((batch, length), (1, length)):
-        raise invalid(name, f"shape {tuple(ids.shape)}", f"{(batch, length)} or {(1, length)} = [batch or 1, length]")
 
 
 def segment_starts(ids: Any) -> tuple[Any, Any]:

@@ -176,7 +176,7 @@ class DeltaRule(Operation):
             expected = (sequences, heads, width, value.shape[-1])
             check_shape("initial_state", initial_state, expected, "[sequences, heads, channels of key, channels of value]")
         if segments is not None:
-            check_segments("segments", segments, batch, length)
+            check_segments(segments, batch, length)
         state_dtype = statistics_dtype(jnp.dtype(value.dtype).name)
         inputs = DeltaRuleInputs(
             **arrays,

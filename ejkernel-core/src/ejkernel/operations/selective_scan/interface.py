@@ -138,7 +138,7 @@ class SelectiveScan(Operation):
             check_shape(name, array, shape, meaning)
         tokens, resets = (x, B, C, dt), None
         if segments is not None:
-            check_segments("segments", segments, batch, length)
+            check_segments(segments, batch, length)
             part, resets = segment_starts(segments)
             tokens = zero_outside(part, *tokens)
         inputs = SelectiveScanInputs(
