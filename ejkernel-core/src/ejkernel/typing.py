@@ -34,6 +34,9 @@ Number = float | np.number | Shaped[ArrayLike, ""]
 Count = int | np.integer | Integer[ArrayLike, ""]
 """An integer that is known when the program is built."""
 
+Axis = Count | Sequence[Count]
+"""An axis, or several."""
+
 Flag = bool | np.bool | Bool[ArrayLike, ""]
 """True or False, known when the program is built."""
 
@@ -262,8 +265,9 @@ WholeSequence = Shaped[ArrayLike, "*shape"]
 ReorderedSequence = Shaped[Array, "*shape"]
 Rows = Float[ArrayLike, "*shape"]
 RowsOutput = Float[Array, "*shape"]
-RowScale = Float[ArrayLike, "features"]
+RowScale = Float[ArrayLike, "features"] | Float[ArrayLike, "*several"]
 Where = Bool[ArrayLike, "..."]
+TokenMask = Shaped[ArrayLike, "batch length"]
 Pooled = Float[ArrayLike, "batch length *features"]
 PooledOutput = Float[Array, "sequences *features"]
 
@@ -277,6 +281,8 @@ PositionAngles = Float32[Array, "*positions width"]
 # Matrix products
 
 LhsRows = Float[ArrayLike, "rows inner"]
+BatchedRows = Float[ArrayLike, "*rows inner"]
+BatchedProduct = Float[Array, "*rows columns"]
 GroupMatrices = Num[ArrayLike, "groups _ _"]
 GroupSizes = Integer[ArrayLike, "sizes"]
 GroupOffset = Count | Integer[ArrayLike, "1"]
@@ -295,6 +301,7 @@ ShardedProduct = Float[Array, "... _ _"]
 
 Logits = Float[ArrayLike, "*tokens vocabulary"]
 Targets = Integer[ArrayLike, "*tokens"]
+SoftTargets = Float[ArrayLike, "*tokens vocabulary"]
 TokenWeights = Shaped[ArrayLike, "*tokens"]
 Hidden = Float[ArrayLike, "*tokens width"]
 Head = Float[ArrayLike, "_ _"]

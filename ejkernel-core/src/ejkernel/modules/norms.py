@@ -28,7 +28,7 @@ def rms_norm(
     offset: t.RowScale | None = None,
     *,
     epsilon: t.Number = 1e-6,
-    axis: t.Count = -1,
+    axis: t.Axis = -1,
     scale_offset: t.Number = 0.0,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
@@ -37,10 +37,10 @@ def rms_norm(
 
     Args:
         x: `[..., d, ...]`, float32, bfloat16 or float16; any length.
-        scale: `[d]`; None means ones.
-        offset: `[d]`; None means zeros.
+        scale: `[d]`; None means ones. With several axes it has each of them, in the order of x.
+        offset: like scale; None means zeros.
         epsilon: added to the mean square.
-        axis: the axis of size d.
+        axis: the axis of size d, or several, which are normalised together.
         scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1` (Gemma).
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
@@ -69,7 +69,7 @@ def layer_norm(
     offset: t.RowScale | None = None,
     *,
     epsilon: t.Number = 1e-6,
-    axis: t.Count = -1,
+    axis: t.Axis = -1,
     scale_offset: t.Number = 0.0,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
@@ -78,10 +78,10 @@ def layer_norm(
 
     Args:
         x: `[..., d, ...]`, float32, bfloat16 or float16; any length.
-        scale: `[d]`; None means ones.
-        offset: `[d]`; None means zeros.
+        scale: `[d]`; None means ones. With several axes it has each of them, in the order of x.
+        offset: like scale; None means zeros.
         epsilon: added to the variance, which is the mean of squared deviations (biased).
-        axis: the axis of size d.
+        axis: the axis of size d, or several, which are normalised together.
         scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1`.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
@@ -110,7 +110,7 @@ def fused_add_rms_norm(
     scale: t.RowScale | None = None,
     *,
     epsilon: t.Number = 1e-6,
-    axis: t.Count = -1,
+    axis: t.Axis = -1,
     scale_offset: t.Number = 0.0,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
@@ -123,9 +123,9 @@ def fused_add_rms_norm(
     Args:
         x: `[..., d, ...]`, what a block adds to the residual stream; float32, bfloat16 or float16; any length.
         residual: the stream, of the shape of x. Its dtype may be another: a stream in float32 stays in float32.
-        scale: `[d]`; None means ones.
+        scale: `[d]`; None means ones. With several axes it has each of them, in the order of x.
         epsilon: added to the mean square.
-        axis: the axis of size d.
+        axis: the axis of size d, or several, which are normalised together.
         scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1` (Gemma).
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.

@@ -102,7 +102,7 @@ class QkNormRope(Operation):
         rotation = check_rotation(query, key, cos, sin, rotary_dim, interleaved, layout)
         scales = {"query_scale": query_scale, "key_scale": key_scale}
         epsilon, scale_offset = check_scaling(
-            scales, query.shape[-1], "[head size]", epsilon, scale_offset, ("query_scale", "key_scale")
+            scales, (query.shape[-1],), "[head size]", epsilon, scale_offset, ("query_scale", "key_scale")
         )
         of_query, of_key = (None if scale is None else scale[None] for scale in scales.values())
         inputs = QkNormRopeInputs(rotation.query, rotation.key, rotation.cos, rotation.sin, of_query, of_key)
