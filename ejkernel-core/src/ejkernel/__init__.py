@@ -220,6 +220,8 @@ __all__ = [
 
 _SUBMODULES = (
     "callib",
+    "kernels",
+    "logging_utils",
     "loggings",
     "masks",
     "modules",

@@ -97,17 +97,9 @@ from ejkernel.modules.rotary import (
     llama_rope,
     rope,
 )
-from ejkernel.modules.serving import (
-    PageAttention,
-    PrefillPageAttention,
-    RaggedPageAttentionv2,
-    UnifiedAttention,
-    page_attention,
-    prefill_page_attention,
-    ragged_page_attention_v2,
-    unified_attention,
-)
+from ejkernel.modules.serving import RaggedPageAttentionv2, UnifiedAttention, ragged_page_attention_v2, unified_attention
 from ejkernel.modules.serving_decode import DecodeAttention, RaggedDecodeAttention, decode_attention, ragged_decode_attention
+from ejkernel.modules.serving_pages import PageAttention, PrefillPageAttention, page_attention, prefill_page_attention
 from ejkernel.modules.serving_updates import (
     ChunkedPrefillPagedDecode,
     PagedCacheUpdate,

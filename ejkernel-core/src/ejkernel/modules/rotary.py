@@ -234,18 +234,19 @@ class LlamaRotaryEmbedding:
         """cos and sin of positions.
 
         Args:
-            position_ids: integers `[B,T]` or `[T]`; any size, negative ones too.
+            position_ids: integers or floating numbers `[B,T]` or `[T]`; any size, negative ones too.
 
         Returns:
             cos and sin, float32, `[B,T,dim]` or `[T,dim]`, one number per channel; with per_pair `[B,T,dim / 2]` or `[T,dim / 2]`.
 
         Raises:
-            TypeError: positions are not integers.
+            TypeError: positions are not numbers.
         """
         position_ids = jnp.asarray(position_ids)
-        if not jnp.issubdtype(position_ids.dtype, jnp.integer):
-            raise wrong_type("position_ids", f"dtype {position_ids.dtype}", "integers")
-        angles = position_ids[..., None].astype(jnp.float32) * self.frequencies
+        if not jnp.issubdtype(position_ids.dtype, jnp.integer) and not jnp.issubdtype(position_ids.dtype, jnp.floating):
+            raise wrong_type("position_ids", f"dtype {position_ids.dtype}", "integers or floating numbers")
+        frequencies = self.frequencies.reshape((1,) * position_ids.ndim + (-1,))
+        angles = position_ids[..., None].astype(jnp.float32) * frequencies
         if not self.per_pair:
             angles = jnp.repeat(angles, 2, axis=-1) if self.interleaved else jnp.concatenate([angles, angles], axis=-1)
         return jnp.cos(angles), jnp.sin(angles)
