@@ -88,13 +88,21 @@ class PrefillOptions(_PagedOptions, DispatchOptions, total=False):
 
     attn_logits_soft_cap: t.Number | None
     softmax_aux: t.Sinks | None
+    mask_value: t.Number | None
 
 
 class PageAttentionOptions(PrefillOptions, total=False):
     """Of `page_attention`."""
 
     attn_scale: t.Number | None
+    scale: t.Number | None
     alibi_slopes: t.Slopes | None
+    block_size: t.Count | None
+    max_context_len: t.Count | None
+    num_splits: t.Count | None
+    pages_per_compute_block: t.Count | None
+    megacore_mode: str | None
+    inline_seq_dim: t.Flag
 
 
 class LatentServingOptions(DispatchOptions, total=False):
@@ -125,6 +133,7 @@ class LightningOptions(ShardedRecurrenceOptions, total=False):
 
     layer_idx: Required[int | np.integer]
     num_layers: Required[int | np.integer]
+    slopes: t.LayerSlopes
 
 
 class DeltaOptions(ShardedRecurrenceOptions, total=False):

@@ -177,7 +177,7 @@ class PagedAttention(Operation):
         shape = PageShape.of(key_pages.shape, layout)
         key_heads = _pages.check_key_heads(key_heads, shape.heads, layout)
         used = shape.heads if key_heads is None else key_heads
-        _check_query(query, shape, used, layout)
+        _check_query(query, key_pages.shape, used, layout)
         starts, lengths, tables = _pages.canonical_requests(query_start_loc, kv_lens, block_tables)
         heads = query.shape[1]
         inputs = PagedAttentionInputs(
@@ -259,9 +259,14 @@ class PagedAttention(Operation):
         return Cost(products, moved) if phase == "forward" else Cost(products * 5 // 2, 3 * moved)
 
 
-def _check_query(query: Any, shape: PageShape, key_heads: int, layout: str) -> None:
-    remedy = "" if layout in FUSED else f"layout={layout!r} reads the cache as {_pages.LAYOUTS[layout]}"
+def _check_query(query: Any, pages: tuple[int, ...], key_heads: int, layout: str) -> None:
     _, heads, head_size = query.shape
+    shape, remedy = PageShape.of(pages, layout), ""
+    if layout not in FUSED:
+        separate = [name for name in _pages.LAYOUTS if name not in FUSED]
+        fitting = [name for name in separate if heads and heads % (PageShape.of(pages, name).heads or heads + 1) == 0]
+        remedy = f"layout={layout!r} reads the cache as {_pages.LAYOUTS[layout]}"
+        remedy += "".join(f"; with layout={name!r} it is {_pages.LAYOUTS[name]}" for name in fitting if name != layout)
     if heads == 0 or key_heads == 0 or heads % key_heads:
         raise invalid("query", f"{heads} heads", f"a multiple of the {key_heads} key heads", remedy=remedy)
     if head_size == 0 or shape.head_size < head_size or (layout not in FUSED and shape.head_size != head_size):
