@@ -6,6 +6,8 @@ import dataclasses
 import traceback
 from typing import Any
 
+import jax
+
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.call.decision import Decision, Verdict
@@ -56,9 +58,7 @@ def _judged(request: Request, phase: Phase) -> tuple[tuple[str, ...], str, str |
     return (), "priority", table, _verdicts(request, candidates, (), table)
 
 
-def _verdicts(
-    request: Request, candidates: tuple[Candidate, ...], wanted: tuple[str, ...], table: str | None
-) -> list[Verdict]:
+def _verdicts(request: Request, candidates: tuple[Candidate, ...], wanted: tuple[str, ...], table: str | None) -> list[Verdict]:
     judged = (_judge(request, candidate, wanted, table) for candidate in candidates)
     return sorted(judged, key=lambda verdict: verdict.rank)
 
@@ -132,6 +132,8 @@ def _priority(request: Request, candidate: Candidate) -> Priority:
 def _ask_supports(request: Request, implementation: Any) -> tuple[str, str]:
     try:
         reason = resolve(implementation.supports)(request.call, request.target)
+    except jax.errors.InconclusiveDimensionOperation:
+        return "its support depends on a symbolic dimension", "refused"
     except Exception as error:  # noqa: BLE001 - a raise means broken, which is reported and never taken for "unsupported"
         line = traceback.format_exception_only(error)[-1].strip()
         return f"supports() raised {line}", "broken"

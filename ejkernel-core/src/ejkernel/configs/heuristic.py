@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel._plugins.records import Candidate
+from ejkernel.call.arrays import with_known_sizes
 from ejkernel.call.request import Request
 from ejkernel.configs.spaces import describe
 from ejkernel.errors import NoConfigError
@@ -20,7 +21,7 @@ def from_heuristic(request: Request, chosen: Candidate, space: ConfigSpace) -> A
     """
     name = describe(chosen)
     try:
-        config = space.heuristic(request.call, request.target)
+        config = space.heuristic(with_known_sizes(request.call), request.target)
     except Exception as error:  # code of a plugin, whose failure is reported under its name
         raise _failed(request, chosen, "heuristic", error) from error
     if not isinstance(config, space.config):
@@ -35,7 +36,7 @@ def legal_configs(request: Request, chosen: Candidate, space: ConfigSpace) -> Se
         NoConfigError: the search space raised.
     """
     try:
-        return space.search_space(request.call, request.target)
+        return space.search_space(with_known_sizes(request.call), request.target)
     except Exception as error:  # code of a plugin, whose failure is reported under its name
         raise _failed(request, chosen, "search space", error) from error
 
