@@ -25,10 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run the tests of the kernels.")
     for suite, meaning in MEANINGS.items():
         parser.add_argument(f"--{suite}", action="store_true", help=f"only {meaning}")
-    parser.add_argument("-k", default=None, metavar="WORDS", help="only tests whose names match, as in pytest")
+    parser.add_argument("-k", "--keyword", dest="k", default=None, metavar="WORDS", help="only tests whose names match")
     parser.add_argument("--verbose", "-v", action="store_true", help="name each test")
     parser.add_argument("--failfast", "-x", action="store_true", help="stop at the first failure")
     parser.add_argument("--extent", default="quick", choices=("quick", "standard", "full"), help="how many of similar tests")
+    parser.add_argument("--tb", default="short", help="how much of a traceback, as in pytest")
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -36,7 +37,14 @@ def main(arguments: list[str] | None = None) -> int:
         command = 'pip install -e "./ejkernel-core[cli,testing]" -e ./ejkernel-xla -e ./ejkernel-triton'
         parser.exit(2, f"{', '.join(missing)} cannot be imported; run {command} in {ROOT}\n")
     chosen = [suite for suite in SUITES if getattr(given, suite)] or [*SUITES]
-    command = [sys.executable, "-m", "pytest", f"--extent={given.extent}", *(SUITES[suite] for suite in chosen)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        f"--extent={given.extent}",
+        f"--tb={given.tb}",
+        *(SUITES[suite] for suite in chosen),
+    ]
     command += ["-v"] if given.verbose else ["-q"]
     command += ["-x"] if given.failfast else []
     command += ["-k", given.k] if given.k else []

@@ -13,10 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.call import ArraySpec
 from ejkernel_xla._chunks import ChunkLoop
 
 Run = Callable[..., tuple[Any, Any]]
 """`run(shared, state, tokens, valid)`: the state after a chunk and its outputs `[b, c, ...]`; `valid` `[1, c]` or None for all."""
+
+
+_CACHED_STATES = 2**17
+"""Elements of states that a CPU's cache holds beside the tokens (512 KiB in float32)."""
+
+
+def states_in_cache(query: ArraySpec, value: ArraySpec, heads: int) -> bool:
+    """Whether a CPU's cache holds the states `[b, heads, d, v]`: then token after token is faster than products of chunks."""
+    return query.shape[0] * heads * query.shape[3] * value.shape[3] <= _CACHED_STATES
 
 
 def over_tokens(

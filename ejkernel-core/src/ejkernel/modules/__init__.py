@@ -9,11 +9,9 @@ from ejkernel.modules.attention import (
     Attention,
     FlashAttention,
     FlashAttnVarlen,
-    ScaledDotProductAttention,
     attention,
     flash_attention,
     flash_attn_varlen,
-    scaled_dot_product_attention,
 )
 from ejkernel.modules.block_sparse import BlockSparseAttention, BlockSparseLayout, block_sparse_layout, blocksparse_attention
 from ejkernel.modules.collectives import AllGatherMatmul, ReduceScatterMatmul, all_gather_matmul, reduce_scatter_matmul
@@ -31,6 +29,7 @@ from ejkernel.modules.deltas import (
     rwkv7,
     rwkv7_mul,
 )
+from ejkernel.modules.dot_product import ScaledDotProductAttention, scaled_dot_product_attention
 from ejkernel.modules.latent import FlashMLA, MultiHeadLatentAttention, flash_mla, multi_head_latent_attention
 from ejkernel.modules.latent_serving import (
     MultiLatentRaggedPageAttention,
