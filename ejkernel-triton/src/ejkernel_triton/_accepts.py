@@ -13,6 +13,11 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "activation",
         "return_state",
     ),
+    "cross_entropy": (
+        "soft_cap",
+        "sum_logits",
+        "precision",
+    ),
     "delta_rule": (
         "beta",
         "decay",
