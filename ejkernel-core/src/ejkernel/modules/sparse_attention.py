@@ -24,6 +24,7 @@ from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.operations.native_sparse_attention.forms import block_means, blocks_of, chosen_blocks
 from ejkernel.operations.native_sparse_attention.interface import OPERATION as _SELECTED
 from ejkernel.utils.checks import check_array
+from ejkernel.utils.dtypes import accumulator
 
 _POSITIONAL = ("query", "key", "value", "g_cmp", "g_slc", "block_indices", "block_counts", "cu_seqlens", "g_swa")
 
@@ -349,7 +350,7 @@ def _gated_sum(parts: list[tuple[Any, Any]]) -> Any:
     if len(parts) == 1 and parts[0][0] is None:
         return parts[0][1]
     dtype = parts[0][1].dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = accumulator(dtype)
     terms = [out.astype(wide) if gate is None else gate.astype(wide)[..., None] * out.astype(wide) for gate, out in parts]
     return functools.reduce(operator.add, terms).astype(dtype)
 
