@@ -14,6 +14,7 @@ from ejkernel._dispatch.explanation import capturing
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import invalid
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import DispatchOptions
 from ejkernel.modules.attention import flash_attention
 from ejkernel.operations.common.selected import check_integers
@@ -29,6 +30,7 @@ from ejkernel.utils.dtypes import accumulator
 _POSITIONAL = ("query", "key", "value", "g_cmp", "g_slc", "block_indices", "block_counts", "cu_seqlens", "g_swa")
 
 
+@refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def native_sparse_attention(
     query: t.Queries,
     key: t.Keys,
@@ -123,6 +125,7 @@ def native_sparse_attention(
     return over_mesh(_branches, arrays, options, positional=_POSITIONAL, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
+@refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def native_spare_attention(
     q: t.Queries,
     k: t.Keys,
