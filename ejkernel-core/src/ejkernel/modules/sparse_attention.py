@@ -288,7 +288,9 @@ def _branches(
 ) -> Any:
     """The gated sum, on checked arguments."""
     parts: list[tuple[Any, Any]] = []
-    computed = block_indices is None
+    computed, dtype = block_indices is None, query.dtype
+    if not capturing():
+        query, key, value = bind.in_one_dtype(query, key, value)
     if computed and capturing():
         # The choice needs numbers, and what is explained is the branch that follows it.
         block_indices = jax.ShapeDtypeStruct((*key.shape[:3], count or 0), jnp.int32)
@@ -313,7 +315,7 @@ def _branches(
             platform=platform,
         )
         parts.append((g_swa, window))
-    return _gated_sum(parts)
+    return _gated_sum(parts).astype(dtype)
 
 
 def _compressed(
