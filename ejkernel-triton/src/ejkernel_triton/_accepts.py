@@ -111,6 +111,14 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "heads_first",
         "key",
     ),
+    "rwkv4": (
+        "state",
+        "return_state",
+    ),
+    "selective_scan": (
+        "D",
+        "initial_state",
+    ),
     "softmax": (
         "where",
         "scale",

@@ -48,6 +48,8 @@ def ejkernel_plugin() -> Plugin:
             _implementation("paged_cache_update", "forward"),
             *_both_phases("rms_norm"),
             *_both_phases("rope"),
+            *_both_phases("rwkv4"),
+            *_both_phases("selective_scan"),
             *_both_phases("softmax"),
         ),
         custom_calls=("triton_kernel_call",),
