@@ -60,9 +60,7 @@ def test_widest_dtype_inside_and_the_querys_outside(name: str, mix: tuple[str, s
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_dtype_that_holds_the_others(name: str) -> None:
     """Neither bfloat16 nor float16 holds the other's numbers: nobody said which should give way."""
-    with pytest.raises(
-        TypeError, match=r"got dtype b?float16, expected the (query|key)'s dtype b?float16, or float32"
-    ):
+    with pytest.raises(TypeError, match=r"got dtype b?float16, expected the (query|key)'s dtype b?float16, or float32"):
         FUNCTIONS[name](Q.astype(jnp.bfloat16), K.astype(jnp.float16), V.astype(jnp.float16))
     with pytest.raises(TypeError, match="value: got dtype float8_e4m3fn, expected the query's dtype bfloat16"):
         FUNCTIONS[name](Q.astype(jnp.bfloat16), K.astype(jnp.bfloat16), V.astype(jnp.float8_e4m3fn))
