@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Required, TypedDict
 
 import numpy as np
@@ -46,6 +47,23 @@ class FlashAttentionOptions(_AttentionOptions, ShardingOptions, total=False):
 
     softmax_scale: t.Number | None
     causal: t.Flag
+
+
+class DotProductOptions(ShardingOptions, total=False):
+    """Of `scaled_dot_product_attention`."""
+
+    mask: t.DotProductMask | None
+    mask_info: MaskInfo | None
+    scale: t.Number | None
+    softmax_scale: t.Number | None
+    is_causal: t.Flag
+    causal: t.Flag
+    query_seq_lengths: t.Lengths | None
+    key_value_seq_lengths: t.Lengths | None
+    local_window_size: t.Window | None
+    sliding_window: t.Window | None
+    init_bias: Callable[[], t.DotProductBias] | None
+    implementation: t.DotProductImplementation | None
 
 
 class VarlenOptions(_AttentionOptions, DispatchOptions, total=False):

@@ -214,7 +214,7 @@ def _dense_cache(*, query: Any, key: Any, value: Any, sequence_start: Any, seque
         key_pages=key.reshape(batch * length, 1, *key.shape[2:]),
         value_pages=value.reshape(batch * length, 1, *value.shape[2:]),
         kv_lens=jnp.maximum(end - start, 0),
-        block_tables=jnp.arange(batch, dtype=jnp.int32)[:, None] * length + start[:, None] + tokens,
+        block_tables=jnp.arange(batch, dtype=jnp.int32)[:, None] * length + start[:, None] + tokens[None],
         **rest,
     )
     finish = (lambda outputs: bound.finish(outputs)[:, None]) if one_axis_more else bound.finish

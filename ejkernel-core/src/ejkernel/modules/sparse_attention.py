@@ -15,6 +15,7 @@ from ejkernel.compositions.mesh import over_mesh, with_rows
 from ejkernel.compositions.native_sparse_decode import decode_branches
 from ejkernel.errors import invalid
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import DispatchOptions
 from ejkernel.modules.attention import flash_attention
 from ejkernel.operations.common.pages import check_row_lengths
@@ -26,11 +27,13 @@ from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.operations.native_sparse_attention.forms import block_means, blocks_of, chosen_blocks
 from ejkernel.operations.native_sparse_attention.interface import OPERATION as _SELECTED
 from ejkernel.utils.checks import check_array
+from ejkernel.utils.dtypes import accumulator
 
 _POSITIONAL = ("query", "key", "value", "g_cmp", "g_slc", "block_indices", "block_counts", "cu_seqlens", "g_swa")
 _WITH_LENGTHS = (*_POSITIONAL, "kv_lens")
 
 
+@refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def native_sparse_attention(
     query: t.Queries,
     key: t.Keys,
@@ -133,6 +136,7 @@ def native_sparse_attention(
     return over_mesh(_branches, arrays, options, positional=_WITH_LENGTHS, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
+@refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def native_spare_attention(
     q: t.Queries,
     k: t.Keys,
@@ -381,7 +385,7 @@ def _gated_sum(parts: list[tuple[Any, Any]]) -> Any:
     if len(parts) == 1 and parts[0][0] is None:
         return parts[0][1]
     dtype = parts[0][1].dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = accumulator(dtype)
     terms = [out.astype(wide) if gate is None else gate.astype(wide)[..., None] * out.astype(wide) for gate, out in parts]
     return functools.reduce(operator.add, terms).astype(dtype)
 

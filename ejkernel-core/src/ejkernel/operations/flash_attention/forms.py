@@ -205,6 +205,13 @@ def _per_token(per_sequence: Any, segments: Any) -> Any:
     return jnp.where(segments < 0, 0, per_sequence[jnp.maximum(segments, 0)])
 
 
+def made_bias(bias: Any, init_bias: Any) -> Any:
+    """The bias, made by the function where there is none."""
+    if not callable(init_bias):
+        raise wrong_type("init_bias", repr(init_bias), "a function that makes the bias")
+    return init_bias() if bias is None else bias
+
+
 def given_arrays(query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, mask_info: Any, seed: Any) -> dict[str, Any]:
     """The array arguments that are there; a Python seed as an array."""
     for name, array in (("query", query), ("key", key), ("value", value), ("bias", bias), ("softmax_aux", softmax_aux)):

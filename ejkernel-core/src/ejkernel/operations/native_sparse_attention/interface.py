@@ -228,10 +228,11 @@ def _that_count(block_indices: Any, counts: Any, starts: Any, block_size: int) -
     # Compared as block numbers, not as tokens: `block_indices * block_size` could overflow.
     last = jnp.where(position < 0, NOTHING, position // block_size)[:, :, None, None]
     counted = (block_indices >= 0) & (block_indices <= last)
+    slot = jnp.arange(slots).reshape(1, 1, 1, slots)
     if isinstance(counts, int):
-        counted &= jnp.arange(slots) < counts
+        counted &= slot < counts
     elif counts is not None:
-        counted &= jnp.arange(slots) < counts[..., None]
+        counted &= slot < counts[..., None]
     return jnp.where(counted, block_indices.astype(jnp.int32), NOTHING)
 
 

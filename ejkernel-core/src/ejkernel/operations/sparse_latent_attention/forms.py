@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.common.ranking import largest, over_rows
+from ejkernel.utils.dtypes import accumulator
 
 _KEYS = 512
 """Keys that are scored at once."""
@@ -48,7 +49,7 @@ def chosen_tokens(query: Any, key: Any, weights: Any, kv_lens: Any = None, *, co
         scores = jnp.where(scores >= lowest, scores, lowest)
         if causal or kv_lens is not None:
             end = jnp.minimum(position[:, None] + first[None] + 1, ends[None]) if causal else ends[None]
-            scores = jnp.where(jnp.arange(tokens, dtype=jnp.int32) < end[..., None], scores, -jnp.inf)
+            scores = jnp.where(jnp.arange(tokens, dtype=jnp.int32)[None, None] < end[..., None], scores, -jnp.inf)
         best, token = largest(scores, count)
         return jnp.where(best >= lowest, token, -1).astype(jnp.int32)
 
@@ -61,7 +62,7 @@ def chosen_tokens(query: Any, key: Any, weights: Any, kv_lens: Any = None, *, co
 
 def _scores(query: Any, keys: Any, weights: Any, scale: float) -> Any:
     """`[t,b,n]` of one piece of the keys."""
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = accumulator(query.dtype)
     precision = jax.lax.Precision.HIGHEST if wide == query.dtype else jax.lax.Precision.DEFAULT
     products = jnp.einsum("tbie,bne->tbin", query, keys, precision=precision, preferred_element_type=wide)
     return jnp.sum(jax.nn.relu(products * scale) * weights.astype(wide)[..., None], axis=2)
