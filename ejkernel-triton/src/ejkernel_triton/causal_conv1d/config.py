@@ -23,7 +23,7 @@ class Config:
     tokens: int
     block: int
     num_warps: int
-    chunk_size: int = 256
+    chunk_size: int = 128
 
     def __post_init__(self) -> None:
         if self.chunk_size % self.tokens:
@@ -53,7 +53,7 @@ def backward_space(call: CausalConv1dCall, target: Target) -> list[Config]:
     found = [
         dataclasses.replace(_sized(call, *each), chunk_size=chunk)
         for each in sizes
-        for chunk in (128, 256, 512)
+        for chunk in (64, 128, 256)
         if each[0] * each[1] <= 4096
     ]
     return list(dict.fromkeys([backward_heuristic(call, target), *found]))
