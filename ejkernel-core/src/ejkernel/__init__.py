@@ -101,6 +101,7 @@ __all__ = [
     "GatedDeltaRule",
     "GatedDeltaRuleConfig",
     "GatedLinearAttention",
+    "GatedRmsNorm",
     "GroupedMatmul",
     "GroupedMatmulConfig",
     "KLDivergenceOutput",
@@ -171,6 +172,7 @@ __all__ = [
     "fused_kl_divergence",
     "fused_qk_norm_rope",
     "gated_delta_rule",
+    "gated_rms_norm",
     "gla",
     "gla_attention",
     "grouped_matmul",
@@ -218,6 +220,8 @@ __all__ = [
 
 _SUBMODULES = (
     "callib",
+    "kernels",
+    "logging_utils",
     "loggings",
     "masks",
     "modules",

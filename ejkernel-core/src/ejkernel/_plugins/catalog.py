@@ -51,6 +51,8 @@ ORDERED = (
     "qk_norm_rope",
     "rms_norm",
     "rope",
+    "rwkv4",
+    "selective_scan",
     "softmax",
 )
 """Operations that have a default order."""
@@ -71,6 +73,7 @@ FUNCTIONS = (
     "fused_kl_divergence",
     "fused_qk_norm_rope",
     "gated_delta_rule",
+    "gated_rms_norm",
     "gla",
     "gla_attention",
     "grouped_matmul",

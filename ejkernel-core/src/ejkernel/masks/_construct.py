@@ -25,7 +25,7 @@ def either(ours: str, our_value: Any, theirs: str, their_value: Any) -> Any:
 def from_attention_mask(cls: Callable[..., Mask], mask: Any, **fields: Any) -> Mask:
     array = _checks.boolean("attention_mask", mask)
     if len(array.shape) == 2:
-        segments = jnp.where(array, 0, -1).astype(jnp.int32)
+        segments = padding_segments("attention_mask", array)
         return cls(query_segments=segments, key_segments=segments, **fields)
     if len(array.shape) == 3:
         array = array[:, None]
@@ -34,6 +34,11 @@ def from_attention_mask(cls: Callable[..., Mask], mask: Any, **fields: Any) -> M
             "attention_mask", f"shape {tuple(array.shape)}", "[batch, key], [batch, query, key] or [batch, head, query, key]"
         )
     return cls(dense=array, **fields)
+
+
+def padding_segments(name: str, mask: Any) -> Any:
+    """Segments of a padding mask: 0 for tokens, -1 for padding."""
+    return jnp.where(_checks.boolean(name, mask), 0, -1).astype(jnp.int32)
 
 
 def packed_segments(cu_seqlens: Any, total: int) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from ejkernel._dispatch.explanation import capturing
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import invalid
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import DispatchOptions
 from ejkernel.modules.attention import flash_attention
 from ejkernel.operations.common.selected import check_integers
@@ -24,10 +25,12 @@ from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.operations.native_sparse_attention.forms import block_means, blocks_of, chosen_blocks
 from ejkernel.operations.native_sparse_attention.interface import OPERATION as _SELECTED
 from ejkernel.utils.checks import check_array
+from ejkernel.utils.dtypes import accumulator
 
 _POSITIONAL = ("query", "key", "value", "g_cmp", "g_slc", "block_indices", "block_counts", "cu_seqlens", "g_swa")
 
 
+@refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def native_sparse_attention(
     query: t.Queries,
     key: t.Keys,
@@ -122,6 +125,7 @@ def native_sparse_attention(
     return over_mesh(_branches, arrays, options, positional=_POSITIONAL, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
+@refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def native_spare_attention(
     q: t.Queries,
     k: t.Keys,
@@ -284,7 +288,9 @@ def _branches(
 ) -> Any:
     """The gated sum, on checked arguments."""
     parts: list[tuple[Any, Any]] = []
-    computed = block_indices is None
+    computed, dtype = block_indices is None, query.dtype
+    if not capturing():
+        query, key, value = bind.in_one_dtype(query, key, value)
     if computed and capturing():
         # The choice needs numbers, and what is explained is the branch that follows it.
         block_indices = jax.ShapeDtypeStruct((*key.shape[:3], count or 0), jnp.int32)
@@ -309,7 +315,7 @@ def _branches(
             platform=platform,
         )
         parts.append((g_swa, window))
-    return _gated_sum(parts)
+    return _gated_sum(parts).astype(dtype)
 
 
 def _compressed(
@@ -349,7 +355,7 @@ def _gated_sum(parts: list[tuple[Any, Any]]) -> Any:
     if len(parts) == 1 and parts[0][0] is None:
         return parts[0][1]
     dtype = parts[0][1].dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = accumulator(dtype)
     terms = [out.astype(wide) if gate is None else gate.astype(wide)[..., None] * out.astype(wide) for gate, out in parts]
     return functools.reduce(operator.add, terms).astype(dtype)
 
