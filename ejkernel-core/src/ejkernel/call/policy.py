@@ -59,6 +59,10 @@ def current_policy() -> Policy:
     return _in_force.get() or _DEFAULT
 
 
+holding = _in_force.holding
+"""`with holding(policy):` puts a policy in force as it is."""
+
+
 @contextlib.contextmanager
 def use(
     *platforms: str,
@@ -105,7 +109,7 @@ def use(
         target=outer.target if target is None else as_target(target),
     )
     _refuse_contradiction(policy)
-    with _in_force.holding(policy):
+    with holding(policy):
         yield policy
 
 
@@ -114,7 +118,7 @@ def closing_tiers(tiers: Iterable[str]) -> Generator[None]:
     """Keep these tiers from answering inside the `with` block, beside those that are closed already."""
     outer, closed = current_policy(), frozenset(tiers)
     changed = dataclasses.replace(outer, closed_tiers=outer.closed_tiers | closed)
-    with _in_force.holding(changed) if closed else contextlib.nullcontext():
+    with holding(changed) if closed else contextlib.nullcontext():
         yield
 
 
@@ -122,7 +126,7 @@ def closing_tiers(tiers: Iterable[str]) -> Generator[None]:
 def heuristics_allowed() -> Generator[None]:
     """Open the tier "heuristic" again inside the `with` block, for asking which calls have nothing better."""
     outer = current_policy()
-    with _in_force.holding(dataclasses.replace(outer, closed_tiers=outer.closed_tiers - {"heuristic"})):
+    with holding(dataclasses.replace(outer, closed_tiers=outer.closed_tiers - {"heuristic"})):
         yield
 
 
