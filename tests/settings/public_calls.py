@@ -183,12 +183,14 @@ def _calls() -> list[PublicCall]:
         _call(
             "page_attention",
             f"query: r h d, {_PAGES}, context_lens: r, block_tables: r w",
+            {"layout": "pthd"},
             context_lens=_KV_LENS,
             block_tables=_TABLES,
         ),
         _call(
             "prefill_page_attention",
             f"query: n h d, {_PAGES}, context_len: , page_indices: w",
+            {"layout": "pthd"},
             context_len=np.array(6, np.int32),
             page_indices=np.array([1, 2], np.int32),
         ),
