@@ -57,9 +57,7 @@ def _judged(request: Request, phase: Phase) -> tuple[tuple[str, ...], str, str |
     return (), "priority", table, _verdicts(request, candidates, (), table)
 
 
-def _verdicts(
-    request: Request, candidates: tuple[Candidate, ...], wanted: tuple[str, ...], table: str | None
-) -> list[Verdict]:
+def _verdicts(request: Request, candidates: tuple[Candidate, ...], wanted: tuple[str, ...], table: str | None) -> list[Verdict]:
     judged = (_judge(request, candidate, wanted, table) for candidate in candidates)
     return sorted(judged, key=lambda verdict: verdict.rank)
 
