@@ -34,6 +34,9 @@ Number = float | np.number | Shaped[ArrayLike, ""]
 Count = int | np.integer | Integer[ArrayLike, ""]
 """An integer that is known when the program is built."""
 
+Axis = Count | Sequence[Count]
+"""An axis, or several."""
+
 Flag = bool | np.bool | Bool[ArrayLike, ""]
 """True or False, known when the program is built."""
 
@@ -105,6 +108,9 @@ RotaryLayout = Literal["BTHD", "BHTD"]
 
 SequenceLayout = Literal["contiguous", "zigzag"]
 """Order of a sequence that is split over devices."""
+
+LayerSlopes = Literal["linear", "minimax", "bailing"]
+"""Whose decays of lightning attention: flash-linear-attention's, MiniMax's, or those of Ling 2.5 and Ring 2.5."""
 
 Reduction = Literal["none", "sum", "mean"]
 """What becomes of the losses of all tokens."""
@@ -240,8 +246,8 @@ SequenceChannels = Float[ArrayLike, "batch length channels"]
 SequenceChannelsOutput = Float[Array, "batch length channels"]
 ScanMatrix = Float[ArrayLike, "channels states"]
 ScanInputs = Float[ArrayLike, "batch length states"]
-ScanState = Float[ArrayLike, "batch channels states"]
-NewScanState = Float32[Array, "batch channels states"] | Float64[Array, "batch channels states"]
+ScanState = Float[ArrayLike, "sequences channels states"]
+NewScanState = Float32[Array, "sequences channels states"] | Float64[Array, "sequences channels states"]
 ConvFilters = Float[ArrayLike, "channels width"]
 ConvState = Float[ArrayLike, "sequences before channels"]
 NewConvState = Float[Array, "sequences before channels"]
@@ -250,8 +256,10 @@ Heads = Float[ArrayLike, "heads"]
 SequencePerHead = Float[ArrayLike, "batch length heads"]
 GroupInputs = Float[ArrayLike, "batch length groups states"]
 HeadGate = Float[ArrayLike, "batch length inner"]
-HeadState = Float[ArrayLike, "batch heads channels states"]
-NewHeadState = Float32[Array, "batch heads channels states"] | Float64[Array, "batch heads channels states"]
+HeadSkip = Float[ArrayLike, "heads"] | Float[ArrayLike, "heads channels"]
+InnerScale = Float[ArrayLike, "inner"]
+HeadState = Float[ArrayLike, "sequences heads channels states"]
+NewHeadState = Float32[Array, "sequences heads channels states"] | Float64[Array, "sequences heads channels states"]
 HeadOutput = Float[Array, "batch length inner"]
 MixingState = Float[ArrayLike, "batch 3 channels"]
 NewMixingState = Float32[Array, "batch 3 channels"] | Float64[Array, "batch 3 channels"]
@@ -262,13 +270,14 @@ WholeSequence = Shaped[ArrayLike, "*shape"]
 ReorderedSequence = Shaped[Array, "*shape"]
 Rows = Float[ArrayLike, "*shape"]
 RowsOutput = Float[Array, "*shape"]
-RowScale = Float[ArrayLike, "features"]
+RowScale = Float[ArrayLike, "features"] | Float[ArrayLike, "*several"]
 Where = Bool[ArrayLike, "..."]
+TokenMask = Shaped[ArrayLike, "batch length"]
 Pooled = Float[ArrayLike, "rows *features"]
 PooledOutput = Float[Array, "sequences *pooled"]
 
-RotaryHeads = Float[ArrayLike, "batch _ _ size"]
-RotaryOutput = Float[Array, "batch _ _ size"]
+RotaryHeads = Float[ArrayLike, "*batch _ _ size"]
+RotaryOutput = Float[Array, "*batch _ _ size"]
 Angles = Float[ArrayLike, "... length width"]
 HeadScale = Float[ArrayLike, "size"]
 Positions = Integer[ArrayLike, "*positions"]
@@ -277,6 +286,8 @@ PositionAngles = Float32[Array, "*positions width"]
 # Matrix products
 
 LhsRows = Float[ArrayLike, "rows inner"]
+BatchedRows = Float[ArrayLike, "*rows inner"]
+BatchedProduct = Float[Array, "*rows columns"]
 GroupMatrices = Num[ArrayLike, "groups _ _"]
 GroupSizes = Integer[ArrayLike, "sizes"]
 GroupOffset = Count | Integer[ArrayLike, "1"]
@@ -295,6 +306,7 @@ ShardedProduct = Float[Array, "... _ _"]
 
 Logits = Float[ArrayLike, "*tokens vocabulary"]
 Targets = Integer[ArrayLike, "*tokens"]
+SoftTargets = Float[ArrayLike, "*tokens vocabulary"]
 TokenWeights = Shaped[ArrayLike, "*tokens"]
 Hidden = Float[ArrayLike, "*tokens width"]
 Head = Float[ArrayLike, "_ _"]

@@ -28,6 +28,10 @@ _NORM = [
     (([1.0],), {}, TypeError, "x: got list, expected an array"),
     ((X,), {"axis": 3}, ValueError, r"axis: got 3, expected a value in \[-3, 2\]"),
     ((X,), {"axis": 1.0}, TypeError, "axis: got 1.0, expected an int"),
+    ((X,), {"axis": None}, TypeError, "axis: got None, expected an int"),
+    ((X,), {"axis": (1, -2)}, ValueError, r"axis: got \(1, -2\), expected one or more axes, each once"),
+    ((X,), {"axis": (1, 3)}, ValueError, r"axis: got 3, expected a value in \[-3, 2\]"),
+    ((X, EIGHT), {"axis": (1, 2)}, ValueError, r"scale: got shape \(8,\), expected \(3, 8\) = \[size of x along axis\]"),
     ((X,), {"epsilon": -1e-6}, ValueError, "epsilon: got -1e-06, expected a value >= 0"),
     ((X,), {"epsilon": float("nan")}, ValueError, "epsilon: got nan, expected a finite number"),
     ((X,), {"scale_offset": 1.0}, ValueError, "scale_offset: got 1.0, expected 0 without scale; pass scale"),
@@ -42,7 +46,8 @@ FILTERS = np.ones((8, 4), np.float32)
 ROWS = np.ones((2, 3), np.int32)
 
 _ROPE = [
-    ((Q[0], Q, C, C), {}, ValueError, r"query: got shape \(5, 4, 8\) with 3 axes, expected 4 axes"),
+    ((Q[0, 0], Q, C, C), {}, ValueError, r"query: got shape \(4, 8\) with 2 axes, expected 4 axes, or 3 without a batch"),
+    ((Q[0], Q, C, C), {}, ValueError, r"key: got shape \(2, 5, 4, 8\) with 4 axes, expected 3 axes"),
     ((Q, Q[:, :4], C, C), {}, ValueError, r"key: got shape \(2, 4, 4, 8\), expected batch 2, length 5 and head size 8"),
     ((Q, Q, C, C[:, :2]), {}, ValueError, r"sin: got 2 channels, expected rotary_dim = 8, or half of it"),
     ((Q, Q, C, np.tile(C, 2)), {}, ValueError, r"sin: got float32\[1,5,8\], expected float32\[1,5,4\] as cos"),
@@ -134,7 +139,7 @@ REFUSED: dict[str, list[Any]] = {
         ((X, X[..., :7]), {}, ValueError, "teacher: got a vocabulary of 7, expected 8"),
         ((X, X, None, None, ROWS), {}, TypeError, "valid: got dtype int32, expected bool"),
         ((X, X), {"transpose_heads": True}, ValueError, "transpose_heads: got True, expected False without heads"),
-        ((X, X), {"direction": "jsd", "beta": 0.0}, ValueError, r"beta: got 0.0, expected a value in \(0, 1\)"),
+        ((X, X), {"direction": "jsd", "beta": -0.1}, ValueError, r"beta: got -0.1, expected a value in \[0, 1\]"),
         ((X, X), {"temperature": float("nan")}, ValueError, "temperature: got nan, expected a finite number"),
         ((X, X, C), {}, ValueError, r"student_head: got shape \(5, 4\), expected \[D, V\] with D = 8 as in student"),
     ],
@@ -266,7 +271,7 @@ REFUSED: dict[str, list[Any]] = {
         ((Q, Q, Q, SLOTS), {"return_lse": 1}, TypeError, "return_lse: got 1, expected True or False"),
     ],
     "quantized_matmul": [
-        ((X, Q4, S4, S4), {}, ValueError, r"x: got shape \(2, 3, 8\) with 3 axes, expected 2 axes"),
+        ((X[0, 0, 0], Q4, S4, S4), {}, ValueError, r"x: got shape \(\), expected \[..., K\]"),
         (
             (X[0], Q4[:5], S4[:5], S4[:5]),
             {},

@@ -71,6 +71,7 @@ FUNCTIONS = (
     "fused_kl_divergence",
     "fused_qk_norm_rope",
     "gated_delta_rule",
+    "gated_rms_norm",
     "gla",
     "gla_attention",
     "grouped_matmul",

@@ -46,7 +46,16 @@ from ejkernel.modules.losses import (
     fused_kl_divergence,
 )
 from ejkernel.modules.matmuls import GroupedMatmul, QuantizedMatmul, grouped_matmul, quantized_matmul
-from ejkernel.modules.norms import FusedAddRmsNorm, LayerNorm, RmsNorm, fused_add_rms_norm, layer_norm, rms_norm
+from ejkernel.modules.norms import (
+    FusedAddRmsNorm,
+    GatedRmsNorm,
+    LayerNorm,
+    RmsNorm,
+    fused_add_rms_norm,
+    gated_rms_norm,
+    layer_norm,
+    rms_norm,
+)
 from ejkernel.modules.operations.configs import (
     AttentionConfig,
     BaseOperationConfig,
@@ -139,6 +148,7 @@ __all__ = [
     "GatedDeltaRule",
     "GatedDeltaRuleConfig",
     "GatedLinearAttention",
+    "GatedRmsNorm",
     "GroupedMatmul",
     "GroupedMatmulConfig",
     "KLDivergenceOutput",
@@ -199,6 +209,7 @@ __all__ = [
     "fused_kl_divergence",
     "fused_qk_norm_rope",
     "gated_delta_rule",
+    "gated_rms_norm",
     "gla",
     "gla_attention",
     "grouped_matmul",

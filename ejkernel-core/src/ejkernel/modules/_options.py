@@ -151,6 +151,7 @@ class LightningOptions(ShardedRecurrenceOptions, total=False):
 
     layer_idx: Required[int | np.integer]
     num_layers: Required[int | np.integer]
+    slopes: t.LayerSlopes
 
 
 class DeltaOptions(ShardedRecurrenceOptions, total=False):

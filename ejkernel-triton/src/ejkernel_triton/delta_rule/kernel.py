@@ -13,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from ejkernel.call import ArraySpec, vary_like
+from ejkernel.operations.common.packed import segment_starts
 from ejkernel.operations.delta_rule.interface import NORM_EPSILON, DeltaRuleCall, DeltaRuleInputs, DeltaRuleOutputs
 from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._chunks import chunks_of
@@ -266,11 +266,7 @@ def _initial(call: DeltaRuleCall, inputs: DeltaRuleInputs) -> Any:
 def _without_segments(call: DeltaRuleCall, inputs: DeltaRuleInputs) -> tuple[DeltaRuleCall, DeltaRuleInputs, Any]:
     """The same call with a decay to nothing before each new segment, zeros at tokens that take no part, and which take part."""
     ids = jnp.flip(inputs.segments, 1) if call.reverse else inputs.segments
-    part = ids >= 0
-    places = jnp.arange(ids.shape[1], dtype=jnp.int32)
-    last = jax.lax.cummax(jnp.where(part, places, -1), axis=1)
-    last = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    fresh = part & (last >= 0) & (ids != jnp.take_along_axis(ids, jnp.maximum(last, 0), axis=1))
+    part, fresh = segment_starts(ids)
     if call.reverse:
         part, fresh = jnp.flip(part, 1), jnp.flip(fresh, 1)
     names = [name for name in _TOKENS if getattr(inputs, name) is not None]

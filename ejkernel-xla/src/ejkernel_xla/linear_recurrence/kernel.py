@@ -15,6 +15,7 @@ from ejkernel.operations.linear_recurrence.interface import (
     LinearRecurrenceOutputs,
 )
 from ejkernel_xla._chunks import ChunkLoop
+from ejkernel_xla.linear_recurrence.by_token import TokenByToken
 from ejkernel_xla.linear_recurrence.chunk import Chunk, Shared, Tokens
 from ejkernel_xla.linear_recurrence.config import LinearRecurrenceConfig
 
@@ -29,7 +30,7 @@ class _Problem:
         self.batch, length = call.query.shape[:2]
         size, block = _sizes(call, config, length)
         self.chunks = ChunkLoop(self.batch, length, size, bounds=inputs.cu_seqlens, reverse=call.reverse)
-        self.chunk = Chunk(call, size, block)
+        self.chunk = (TokenByToken if config.token_by_token and size > 1 else Chunk)(call, size, block)
         self.tokens = Tokens(*(self.chunks.prepare(self.grouped(getattr(inputs, name), 2)) for name in Tokens._fields))
         shared = Shared(self.grouped(inputs.g_gamma, 1), self.grouped(inputs.bonus, 1))
         self.shared = jax.tree.map(lambda array: array.astype(self.dtype), shared)

@@ -112,6 +112,8 @@ CASES = (
     ),
     Case("packed-steps", arrays(1, 5, bounds=(0, 1, 2, 3, 4), state=True), _STATE),
     Case("token-by-token", arrays(state=True), {"chunked": False, "reverse": True, "return_state": True}),
+    # wide enough for chunks everywhere
+    Case("token-by-token-wide", arrays(1, 20, 3, 256, 256), {"chunked": False}),
     Case("by-channel", arrays(1, 70, decay="channel", state=True), {"use_qk_l2norm": True, "return_state": True}),
     Case("extreme-decays", arrays(1, 70, extreme=True, state=True), _STATE, tags=_EXTREME),
     Case("extreme-decays-by-channel", arrays(1, 70, extreme=True, decay="channel", state=True), _STATE, tags=_EXTREME),
@@ -146,7 +148,7 @@ TOGGLES = {
     "cu_seqlens": Toggle("packed", drop="cu_seqlens"),
     "scale": Toggle("write-alone", {"scale": 0.1}),
     "use_qk_l2norm": Toggle("normalised", {"use_qk_l2norm": False}),
-    "chunked": Toggle("token-by-token", {"chunked": True}, program=True),
+    "chunked": Toggle("token-by-token-wide", {"chunked": True}, program=True),
     "reverse": Toggle("token-by-token", {"reverse": False}),
     "return_state": Toggle("plain", {"return_state": True}),
 }

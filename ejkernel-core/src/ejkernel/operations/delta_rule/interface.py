@@ -60,7 +60,7 @@ class DeltaRuleCall(Call):
     Attributes:
         scale: factor of the output.
         use_qk_l2norm: query and key are divided by their lengths, `sqrt(sum x^2 + NORM_EPSILON)`, first.
-        chunked: many tokens at once, by matrix products; else token after token. The numbers are the same.
+        chunked: many tokens at once, by matrix products, where that is faster; else token after token. The numbers are the same.
         reverse: every sequence runs from its last token to its first.
         return_state: final_state is wanted.
     """

@@ -19,8 +19,13 @@ def arrays(
     skip: bool = True,
     state: bool = False,
     rate: float = 1.0,
+    bounds: tuple[int, ...] | None = None,
+    segments: tuple[tuple[int, ...], ...] | None = None,
 ) -> Callable[[np.random.Generator], Mapping[str, Any]]:
-    """A maker of arguments; `rate` scales A, and dt lies between 0 and 1."""
+    """A maker of arguments; `rate` scales A, and dt lies between 0 and 1.
+
+    Tokens of no sequence, past the last of `bounds` or with an id of `segments` below 0, hold NaN.
+    """
 
     def make(rng: np.random.Generator) -> Mapping[str, Any]:
         def normal(*shape: int) -> Any:
@@ -36,7 +41,17 @@ def arrays(
         if skip:
             made["D"] = normal(channels)
         if state:
-            made["initial_state"] = normal(batch, channels, width)
+            made["initial_state"] = normal(batch if bounds is None else len(bounds) - 1, channels, width)
+        unused: Any = None
+        if bounds is not None:
+            made["cu_seqlens"] = np.array(bounds, np.int32)
+            unused = np.broadcast_to(np.arange(length) >= bounds[-1], (batch, length))
+        if segments is not None:
+            made["segments"] = np.array(segments, np.int32)
+            unused = np.broadcast_to(made["segments"] < 0, (batch, length))
+        if unused is not None:
+            for name in ("x", "B", "C", "dt"):
+                made[name][unused] = np.nan
         return made
 
     return make
@@ -48,6 +63,13 @@ CASES = (
     Case("skip", arrays(3, 7, 5, 3)),
     Case("one-channel", arrays(1, 9, 1, 1, state=True)),
     Case("wide-state", arrays(1, 6, 3, 17)),
+    Case("packed", arrays(1, 14, 5, 3, state=True, bounds=(0, 3, 3, 9, 12))),
+    Case("packed-no-state", arrays(1, 9, 4, 2, skip=False, bounds=(0, 5, 9))),
+    Case("packed-one-token-each", arrays(1, 4, 3, 2, state=True, bounds=(0, 1, 2, 3, 4))),
+    Case("packed-nothing", arrays(1, 5, 3, 2, state=True, bounds=(0, 0, 0))),
+    Case("packed-no-sequence", arrays(1, 5, 3, 2, bounds=(0,))),
+    Case("segments", arrays(2, 8, 5, 3, state=True, segments=((0, 0, 1, 1, 1, 2, 2, 2), (-1, 4, 4, -1, 4, 5, -1, -1)))),
+    Case("segments-of-all-rows", arrays(2, 5, 4, 2, segments=((3, 3, 0, 0, 2),))),
     Case("length-1", arrays(length=1, state=True)),
     Case("length-0", arrays(length=0, state=True)),
     Case("no-batch", arrays(0, 4)),
@@ -62,4 +84,6 @@ CASES = (
 TOGGLES = {
     "D": Toggle("skip", drop="D"),
     "initial_state": Toggle("state", drop="initial_state"),
+    "resets": Toggle("segments-of-all-rows", drop="segments"),
+    "cu_seqlens": Toggle("packed-no-state", drop="cu_seqlens"),
 }
