@@ -105,6 +105,34 @@ def test_what_runs_the_delta_rule_first_was_fastest(case, phase):
     assert times[first] == min(times.values()), times
 
 
+SCANS = json.loads((RESULTS / "scans_triton_h100.json").read_text())
+SCAN_TIMES = {
+    (row["case"], row["phase"], "xla" if row["config"] is None else "triton"): row["milliseconds"]
+    for row in SCANS["times"]
+    if row["heuristic"] or row["config"] is None
+}
+
+
+@pytest.mark.parametrize(("case", "phase"), [key[:2] for key in SCAN_TIMES if key[2] == "xla"])
+def test_what_scans_first_was_fastest(case, phase):
+    shape = SCANS["shapes"][case]
+    channels, width = shape["channels"], shape["width"]
+    tokens = shape["batch"], shape["length"]
+    row, rates = jax.ShapeDtypeStruct((*tokens, channels), jnp.bfloat16), jax.ShapeDtypeStruct((channels,), jnp.float32)
+    if width:
+        matrix, read = (
+            jax.ShapeDtypeStruct((channels, width), jnp.float32),
+            jax.ShapeDtypeStruct((*tokens, width), jnp.bfloat16),
+        )
+        call = ejkernel.explain(ejkernel.state_space_v1, row, matrix, read, read, rates, row).forward.call
+    else:
+        call = ejkernel.explain(ejkernel.rwkv4, rates, rates, row, row).forward.call
+    operation = "selective_scan" if width else "rwkv4"
+    times = {name: SCAN_TIMES[case, phase, name] for name in ("xla", "triton")}
+    first = max(times, key=lambda name: default_priority(name, operation, call, phase, H100).level)
+    assert times[first] == min(times.values()), times
+
+
 def test_a_recorded_result_as_dispatched_today():
     document = parse_document(json.loads((RESULTS / "bench_mosaic_gpu_attention_h200.json").read_text()))
     for then, now in zip(document.cases, as_dispatched_now(document).cases, strict=True):

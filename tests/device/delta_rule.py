@@ -163,8 +163,10 @@ def knobs(cfg: Any) -> str:
 
 
 class Report:
-    def __init__(self, folder: str, budget: float) -> None:
-        self.folder, self.budget, self.started = pathlib.Path(folder), budget, time.monotonic()
+    """What was found, in `<name>.json`."""
+
+    def __init__(self, folder: str, budget: float, name: str = "delta_rule") -> None:
+        self.folder, self.budget, self.started, self.name = pathlib.Path(folder), budget, time.monotonic(), name
         names = ("numbers", "times", "kernels", "peers")
         self.result: dict[str, Any] = {"versions": versions(), **{name: [] for name in names}}
 
@@ -177,9 +179,14 @@ class Report:
             print(f"  FAILED {name}: {detail}", flush=True)
         return bool(passed)
 
+    def peer(self, case: str, peer: str, phase: str, taken: list[float], **more: Any) -> None:
+        median = statistics.median(taken)
+        self.result["peers"].append({"case": case, "peer": peer, "phase": phase, "milliseconds": median, **more})
+        print(f"  {peer} {phase:8s} {median:8.4f} ms {more or ''}", flush=True)
+
     def save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "delta_rule.json").write_text(json.dumps(self.result, indent=1))
+        (self.folder / f"{self.name}.json").write_text(json.dumps(self.result, indent=1))
 
 
 def samples_of(program: Any, values: tuple[Any, ...], iterations: int, *, kernels: bool = False) -> Any:
@@ -265,12 +272,30 @@ def time_jla(report: Report, problem: Problem, exact: Any) -> None:
         for phase, (function, arrays) in jla_programs(problem).items():
             out = function(*arrays)
             error = distances({"out": out if phase == "forward" else out[0]}, {"out": exact["out"]})["out"]
-            median = statistics.median(samples_of(function, arrays, 7))
-            row = {"case": problem.name, "peer": "jla", "phase": phase, "milliseconds": median, "error": float(error)}
-            report.result["peers"].append(row)
-            print(f"  jla {phase:8s} {median:8.4f} ms  out {float(error):.1e}", flush=True)
+            report.peer(problem.name, "jla", phase, samples_of(function, arrays, 7), error=float(error))
     except Exception as error:  # noqa: BLE001 - a peer that does not run is a finding
         print(f"  jla: {type(error).__name__}: {str(error)[:300]}", flush=True)
+
+
+def graph_times(run: Any) -> list[float]:
+    """Milliseconds of a function of torch, replayed as a CUDA graph."""
+    import torch
+
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    taken = []
+    for _ in range(7):
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(start.elapsed_time(end))
+    return taken
 
 
 def time_fla(report: Report, problem: Problem) -> None:
@@ -299,23 +324,7 @@ def time_fla(report: Report, problem: Problem) -> None:
                 return forward()
 
         for phase, run in (("forward", inference), ("both", both)):
-            for _ in range(3):
-                run()
-            torch.cuda.synchronize()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                run()
-            taken = []
-            for _ in range(7):
-                start.record()
-                graph.replay()
-                end.record()
-                torch.cuda.synchronize()
-                taken.append(start.elapsed_time(end))
-            median = statistics.median(taken)
-            report.result["peers"].append({"case": problem.name, "peer": "fla", "phase": phase, "milliseconds": median})
-            print(f"  fla {phase:8s} {median:8.4f} ms", flush=True)
+            report.peer(problem.name, "fla", phase, graph_times(run))
     except Exception as error:  # noqa: BLE001 - a peer that does not run is a finding
         print(f"  fla: {type(error).__name__}: {str(error)[:300]}", flush=True)
 

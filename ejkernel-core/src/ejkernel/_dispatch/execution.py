@@ -80,7 +80,7 @@ def _run_partitioned(request: Request, phase: Phase, arguments: tuple[Any, ...])
         return _run_local(request, phase, arguments)
     if is_mixed(mesh):
         request = dataclasses.replace(request, native_only=MIXED_AXES)
-    explicit = any(mesh.shape[axis] > 1 for axis in mesh.explicit_axes)
+    explicit = bool(mesh.explicit_axes)
     if request.target.backend == "tpu" and not explicit and not request.native_only:
         request = dataclasses.replace(request, native_only=AUTO_ON_TPU)
     if not explicit and _admitted(request, phase)[1].implementation.partitioning == "native":

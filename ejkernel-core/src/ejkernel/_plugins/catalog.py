@@ -51,6 +51,8 @@ ORDERED = (
     "qk_norm_rope",
     "rms_norm",
     "rope",
+    "rwkv4",
+    "selective_scan",
     "softmax",
 )
 """Operations that have a default order."""

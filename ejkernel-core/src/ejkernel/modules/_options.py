@@ -88,6 +88,7 @@ class RingOptions(_VisibilityOptions, ShardingOptions, total=False):
 class _PagedOptions(TypedDict, total=False):
     softmax_scale: t.Number | None
     sliding_window: t.Window | None
+    chunk_size: t.Count | None
     logits_soft_cap: t.Number | None
     k_scale: t.CacheScale | None
     v_scale: t.CacheScale | None

@@ -17,6 +17,7 @@ from ejkernel.operations.flash_attention.bind import as_flag, host_seed
 from ejkernel.operations.flash_attention.forms import check_cum_seqlens, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.utils.checks import check_array, check_compute, check_shape
+from ejkernel.utils.dtypes import accumulator, common_dtype
 
 
 def flash_mla(
@@ -180,8 +181,8 @@ def _split_query(query: Any, key_value: Any, w_kc: Any, w_vc: Any, b_q: Any, b_k
 
 def _product(equation: str, first: Any, second: Any, precision: Any) -> Any:
     """In the first array's dtype, summed in float32 at least; float32 products stay float32."""
-    dtype = jnp.promote_types(first.dtype, second.dtype)
-    wide = jnp.promote_types(dtype, jnp.float32)
+    dtype = common_dtype(first.dtype, second.dtype)
+    wide = accumulator(dtype)
     precision = jax.lax.Precision.HIGHEST if precision is None and dtype.itemsize >= 4 else precision
     return jnp.einsum(equation, first, second, precision=precision, preferred_element_type=wide).astype(first.dtype)
 

@@ -31,6 +31,7 @@ from ejkernel.operations.flash_attention.bind import as_flag, as_precision, as_s
 from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.operations.kl_divergence.interface import OPERATION as _KL_DIVERGENCE
 from ejkernel.utils.checks import check_array, check_compute, check_shape, finite_number
+from ejkernel.utils.dtypes import common_dtype
 
 _KL_ARRAYS = (
     "student_logits",
@@ -206,7 +207,7 @@ def _cross_entropy(
     here, labels = kept & False, jnp.full(kept.shape, held, jnp.int32)
     if not soft:
         # A number of the vocabulary's size, or ignore_index, may not fit into the labels' own type.
-        labels = jnp.asarray(targets).astype(jnp.promote_types(targets.dtype, jnp.int32))
+        labels = jnp.asarray(targets).astype(common_dtype(targets.dtype, jnp.int32))
         kept = kept & (labels != ignore_index) & (labels >= 0) & (labels < size)
         labels = labels.astype(jnp.int32) - (jax.lax.axis_index(axes) * held if axes else 0)
         here = kept & (labels >= 0) & (labels < held)

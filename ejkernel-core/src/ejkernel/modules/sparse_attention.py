@@ -25,6 +25,7 @@ from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.operations.native_sparse_attention.forms import block_means, blocks_of, chosen_blocks
 from ejkernel.operations.native_sparse_attention.interface import OPERATION as _SELECTED
 from ejkernel.utils.checks import check_array
+from ejkernel.utils.dtypes import accumulator
 
 _POSITIONAL = ("query", "key", "value", "g_cmp", "g_slc", "block_indices", "block_counts", "cu_seqlens", "g_swa")
 
@@ -287,7 +288,9 @@ def _branches(
 ) -> Any:
     """The gated sum, on checked arguments."""
     parts: list[tuple[Any, Any]] = []
-    computed = block_indices is None
+    computed, dtype = block_indices is None, query.dtype
+    if not capturing():
+        query, key, value = bind.in_one_dtype(query, key, value)
     if computed and capturing():
         # The choice needs numbers, and what is explained is the branch that follows it.
         block_indices = jax.ShapeDtypeStruct((*key.shape[:3], count or 0), jnp.int32)
@@ -312,7 +315,7 @@ def _branches(
             platform=platform,
         )
         parts.append((g_swa, window))
-    return _gated_sum(parts)
+    return _gated_sum(parts).astype(dtype)
 
 
 def _compressed(
@@ -352,7 +355,7 @@ def _gated_sum(parts: list[tuple[Any, Any]]) -> Any:
     if len(parts) == 1 and parts[0][0] is None:
         return parts[0][1]
     dtype = parts[0][1].dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = accumulator(dtype)
     terms = [out.astype(wide) if gate is None else gate.astype(wide)[..., None] * out.astype(wide) for gate, out in parts]
     return functools.reduce(operator.add, terms).astype(dtype)
 

@@ -16,6 +16,7 @@ from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.sparse_latent_attention.forms import chosen_tokens
 from ejkernel.operations.sparse_latent_attention.interface import OPERATION as _SPARSE_LATENT
 from ejkernel.utils.checks import check_compute, check_shape
+from ejkernel.utils.dtypes import accumulator
 
 _POSITIONAL = ("query", "key_value", "w_kc", "w_vc", "query_index", "key_index", "index_weights", "b_q", "b_k")
 
@@ -159,7 +160,7 @@ def _per_key_head(equation: str, x: Any, weight: Any) -> Any:
     """A product of `[B,T,H,a]` with the matrices of the key heads, in x's dtype."""
     batch, length, heads, size = x.shape
     grouped = x.reshape(batch, length, weight.shape[1], heads // weight.shape[1], size)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = accumulator(x.dtype)
     precision = jax.lax.Precision.HIGHEST if wide == x.dtype else jax.lax.Precision.DEFAULT
     product = jnp.einsum(equation, grouped, weight, precision=precision, preferred_element_type=wide)
     return product.reshape(batch, length, heads, product.shape[-1]).astype(x.dtype)

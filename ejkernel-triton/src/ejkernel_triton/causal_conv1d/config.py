@@ -25,12 +25,12 @@ class Config:
 
 
 def forward_heuristic(call: CausalConv1dCall, target: Target) -> Config:
-    return _sized(call, 32, 128, 16)
+    return _sized(call, 32, 64, 16)
 
 
 def backward_heuristic(call: CausalConv1dCall, target: Target) -> Config:
-    """Half as many elements per thread, which holds the taps of several tokens."""
-    return _sized(call, 64, 64, 8)
+    """Tiles of more tokens write fewer partial sums."""
+    return _sized(call, 64, 64, 16)
 
 
 def forward_space(call: CausalConv1dCall, target: Target) -> list[Config]:

@@ -15,8 +15,8 @@ from ejkernel.operations.paged_cache_update.interface import (
     PagedCacheUpdateOutputs,
 )
 from ejkernel.plugin import current_target
+from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla._batch import over_batch
-from ejkernel_xla._numerics import accumulator
 
 
 def _slots(call: PagedCacheUpdateCall, member: PagedCacheUpdateInputs) -> tuple[Any, Any]:

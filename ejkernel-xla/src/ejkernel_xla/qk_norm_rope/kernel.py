@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from ejkernel.operations.qk_norm_rope.interface import QkNormRopeCall, QkNormRopeInputs, QkNormRopeOutputs
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla._rotary import rotate, rotation_gradients
 from ejkernel_xla._rows import mean_of_rows, parameter_gradient, rms_gradient, scaled
 

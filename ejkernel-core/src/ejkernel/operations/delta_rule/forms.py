@@ -13,6 +13,7 @@ from ejkernel.call.records import Bound
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.delta_rule.interface import OPERATION
 from ejkernel.utils.checks import check_array, check_compute, check_shape
+from ejkernel.utils.dtypes import accumulator
 
 
 def chunked_by(chunk_size: Any, cfg: Any) -> Any:
@@ -113,6 +114,6 @@ def by_removal(*, r: Any, w: Any, k: Any, v: Any, kk: Any, a: Any, **rest: Any) 
         # What stands after the last sequence may be NaN, and 0 * NaN would be in the gradient of this product.
         used = (jnp.arange(kk.shape[1]) < bounds[-1])[:, None, None]
         kk, a = jnp.where(used, kk, 0), jnp.where(used, a, 0)
-    wide = jnp.promote_types(kk.dtype, jnp.float32)
+    wide = accumulator(kk.dtype)
     write = kk.astype(wide) * a.astype(wide)
     return OPERATION.canonicalise(query=r, key=k, value=v, decay=w, a=write, b=-kk, **rest)

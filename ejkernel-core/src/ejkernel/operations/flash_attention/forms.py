@@ -155,10 +155,10 @@ def packed(
     )
 
     def finish(outputs: Any) -> Any:
-        out = _from_batch(outputs.out, layout)
+        found = bound.finish(outputs)
         if not return_lse:
-            return out
-        return out, _from_batch(outputs.lse[..., None], layout)[..., 0]
+            return _from_batch(found, layout)
+        return _from_batch(found[0], layout), _from_batch(found[1][..., None], layout)[..., 0]
 
     return Bound(bound.call, bound.inputs, finish)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ejkernel.operations.common.ranking import largest, over_rows
 from ejkernel.operations.flash_attention.forms import _tokens  # pyright: ignore[reportPrivateUsage]
 from ejkernel.operations.mean_pooling.interface import OPERATION as _MEAN_POOLING
+from ejkernel.utils.dtypes import accumulator
 
 _NUMBERS = 2**24
 """Scores of blocks that are held at once."""
@@ -70,7 +71,7 @@ def block_means(x: Any, block_size: int, blocks: Blocks, cu_seqlens: Any) -> Any
         bounds = jnp.concatenate([blocks.starts, cu_seqlens[-1:].astype(jnp.int32)])
         return _MEAN_POOLING.invoke({"x": x, "cu_seqlens": bounds}, {})[None]
     x = jnp.pad(x, [(0, 0), (0, -length % block_size), (0, 0), (0, 0)])
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = accumulator(x.dtype)
     return jnp.mean(x.reshape(batch, -(-length // block_size), block_size, heads, size), axis=2, dtype=wide).astype(x.dtype)
 
 
@@ -96,18 +97,18 @@ def chosen_blocks(query: Any, means: Any, lse: Any, blocks: Blocks, *, block_siz
     groups = heads // key_heads
     query = query.reshape(batch, length, key_heads, groups, size)
     lse = lse.reshape(batch, length, key_heads, groups)
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = accumulator(query.dtype)
     precision = jax.lax.Precision.HIGHEST if wide == query.dtype else jax.lax.Precision.DEFAULT
     last = blocks.starts + (block_size - 1)
 
     def tile(arrays: Any) -> Any:
         query, lse, sequence, number, entries, position = arrays
         logits = jnp.einsum("tbkgd,bnkd->tbkgn", query, means, precision=precision, preferred_element_type=wide) * scale
-        same = (sequence[:, None] == blocks.sequences) & (sequence[:, None] >= 0)
-        complete = same & (last <= position[:, None])
+        same = (sequence[:, None] == blocks.sequences[None]) & (sequence[:, None] >= 0)
+        complete = same & (last[None] <= position[:, None])
         weights = jnp.exp(logits - lse[..., None])
         weights = jnp.where(complete[:, None, None, None] & (weights >= 0), weights, 0)
-        behind = number[:, None] - blocks.numbers
+        behind = number[:, None] - blocks.numbers[None]
         forced = jnp.where(blocks.numbers == 0, groups + 1, 0)
         forced = jnp.where(behind == 1, groups + 2, forced)
         forced = jnp.where(behind == 0, groups + 3, forced)[:, None, None]

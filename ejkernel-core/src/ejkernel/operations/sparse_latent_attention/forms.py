@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.common.ranking import largest, over_rows
+from ejkernel.utils.dtypes import accumulator
 
 _KEYS = 512
 """Keys that are scored at once."""
@@ -44,7 +45,7 @@ def chosen_tokens(query: Any, key: Any, weights: Any, *, count: int, scale: floa
         lowest = jnp.finfo(scores.dtype).min
         scores = jnp.where(scores >= lowest, scores, lowest)
         if causal:
-            scores = jnp.where(jnp.arange(tokens) <= position[:, None, None], scores, -jnp.inf)
+            scores = jnp.where(jnp.arange(tokens)[None, None] <= position[:, None, None], scores, -jnp.inf)
         best, token = largest(scores, count)
         return jnp.where(best >= lowest, token, -1).astype(jnp.int32)
 
@@ -57,7 +58,7 @@ def chosen_tokens(query: Any, key: Any, weights: Any, *, count: int, scale: floa
 
 def _scores(query: Any, keys: Any, weights: Any, scale: float) -> Any:
     """`[t,b,n]` of one piece of the keys."""
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = accumulator(query.dtype)
     precision = jax.lax.Precision.HIGHEST if wide == query.dtype else jax.lax.Precision.DEFAULT
     products = jnp.einsum("tbie,bne->tbin", query, keys, precision=precision, preferred_element_type=wide)
     return jnp.sum(jax.nn.relu(products * scale) * weights.astype(wide)[..., None], axis=2)
