@@ -86,7 +86,11 @@ _FLAT = {**_SERVE, "block_tables": _TABLES.reshape(-1), "distribution": np.array
 def _calls() -> list[PublicCall]:
     latent = "queries_nope: n h d, queries_pe: n h e, keys_values: n d, keys_pe: n e, kv_cache: p 4 1 256"
     latent += ", kv_lens: r, block_tables: 4, query_start_loc: 3, distribution: 3"
-    sparse = {"block_indices": lambda _: np.zeros((4, 8, 2, 2), np.int32) + np.array([0, 1]), "g_cmp": _share, "g_slc": _share}
+    sparse = {
+        "block_indices": lambda _: np.tile(np.arange(2, dtype=np.int32), (4, 8, 2, 1)),
+        "g_cmp": _share,
+        "g_slc": _share,
+    }
     return [
         _call("rms_norm", "x: b t d, scale: d"),
         _call("layer_norm", "x: b t d, scale: d, offset: d"),
@@ -179,12 +183,14 @@ def _calls() -> list[PublicCall]:
         _call(
             "page_attention",
             f"query: r h d, {_PAGES}, context_lens: r, block_tables: r w",
+            {"layout": "pthd"},
             context_lens=_KV_LENS,
             block_tables=_TABLES,
         ),
         _call(
             "prefill_page_attention",
             f"query: n h d, {_PAGES}, context_len: , page_indices: w",
+            {"layout": "pthd"},
             context_len=np.array(6, np.int32),
             page_indices=np.array([1, 2], np.int32),
         ),

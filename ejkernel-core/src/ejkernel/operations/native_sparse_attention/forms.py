@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.call.partition import entries_of, explicit_mesh_of, placed_on, shards
 from ejkernel.operations.common.ranking import largest, over_rows
 from ejkernel.operations.flash_attention.forms import _tokens  # pyright: ignore[reportPrivateUsage]
 from ejkernel.operations.mean_pooling.interface import OPERATION as _MEAN_POOLING
@@ -75,6 +76,17 @@ def block_means(x: Any, block_size: int, blocks: Blocks, cu_seqlens: Any) -> Any
     return jnp.mean(x.reshape(batch, -(-length // block_size), block_size, heads, size), axis=2, dtype=wide).astype(x.dtype)
 
 
+def _split_alike(query: Any, means: Any, lse: Any) -> tuple[Any, Any, Any]:
+    """On an explicit mesh, all of them as the query's batch and heads are, as far as key heads can follow."""
+    mesh = explicit_mesh_of((query, means, lse))
+    if mesh is None:
+        return query, means, lse
+    batch, _, heads, _ = entries_of(query)
+    heads = heads if means.shape[2] % shards(heads, mesh) == 0 else ()
+    split = (batch, (), heads, ())
+    return placed_on(mesh, query, split), placed_on(mesh, means, split), placed_on(mesh, lse, split[:3])
+
+
 @functools.partial(jax.jit, static_argnames=("block_size", "count", "scale"))
 def chosen_blocks(
     query: Any, means: Any, lse: Any, blocks: Blocks, positions: Any = None, *, block_size: int, count: int, scale: float
@@ -96,7 +108,7 @@ def chosen_blocks(
     """
     batch, length, heads, size = query.shape
     key_heads = means.shape[2]
-    query, means, lse = jax.lax.stop_gradient((query, means, lse))
+    query, means, lse = _split_alike(*jax.lax.stop_gradient((query, means, lse)))
     groups = heads // key_heads
     query = query.reshape(batch, length, key_heads, groups, size)
     lse = lse.reshape(batch, length, key_heads, groups)
