@@ -15,7 +15,8 @@ import numpy as np
 
 from ejkernel.call import vary_like
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_xla._numerics import accumulator, dot_precision
+from ejkernel.utils.dtypes import accumulator, common_dtype
+from ejkernel_xla._numerics import dot_precision
 
 _CPU_TILE, _TILE = 2**20, 2**26
 """Logits of one tile."""
@@ -126,7 +127,7 @@ class Tiles:
         return self._product(d_logits.astype(matrix.dtype), matrix, (2, 1 if self.transposed else 2))
 
     def _product(self, rows: Any, matrix: Any, contracted: tuple[int, int]) -> Any:
-        common = jnp.promote_types(rows.dtype, matrix.dtype)
+        common = common_dtype(rows.dtype, matrix.dtype)
         options: dict[str, Any] = {
             "precision": dot_precision(self.precision, common),
             "preferred_element_type": accumulator(common),
@@ -139,7 +140,7 @@ class Tiles:
     def add_to_head(self, sums: Head, x: Any, d_logits: Any, tile: Any) -> Head:
         """The part of the head's gradient that one tile makes."""
         shared = sums.matrix.shape[0] == 1
-        dtype = jnp.promote_types(x.dtype, sums.matrix.dtype) if sums.matrix.dtype.itemsize < 4 else x.dtype
+        dtype = common_dtype(x.dtype, sums.matrix.dtype) if sums.matrix.dtype.itemsize < 4 else x.dtype
         left, right = (d_logits, x) if self.transposed else (x, d_logits)
         axes = ((0, 1), (0, 1)) if shared else ((1,), (1,))
         part = jax.lax.dot_general(

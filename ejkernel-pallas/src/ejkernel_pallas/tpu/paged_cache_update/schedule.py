@@ -96,7 +96,7 @@ def make_chunks(call: PagedCacheUpdateCall, starts: Any, lengths: Any, tables: A
     there = (index < up_to[-1]) & (page >= 0) & (page < call.pages.pages)
     low, high = jnp.maximum(low[request] - first, 0), jnp.minimum(high[request] - first, rows)
     member, page, offset = request // requests, jnp.where(there, page, -1), first % size
-    token = jnp.clip(first[:, None] + jnp.arange(rows, dtype=jnp.int32) - shift[request][:, None], 0, tokens - 1)
+    token = jnp.clip(first[:, None] + jnp.arange(rows, dtype=jnp.int32)[None] - shift[request][:, None], 0, tokens - 1)
     member, page, offset, low, high = (column.astype(jnp.int32) for column in (member, page, offset, low, high))
     chunks = Chunks(member, page, offset, low, high, _shared(member, page, offset))
     return chunks, up_to[-1], token
