@@ -47,7 +47,7 @@ def state_space_v1(
 
     Args:
         hidden_states: x, `[B,T,I]`, float32, bfloat16 or float16; any length.
-        A: `[I,N]`, already negative (`-exp(A_log)`) and finite.
+        A: `[I,N]`, already negative (`-exp(A_log)`); -inf forgets, but for tokens with dt = 0.
         B: `[B,T,N]`.
         C: `[B,T,N]`.
         D: `[I]`, or None (no skip connection).
@@ -120,7 +120,7 @@ def state_space_v2(
 
     Args:
         x: `[B,T,H,P]`, float32, bfloat16 or float16; any length.
-        A: `[H]`, already negative (`-exp(A_log)`) and finite.
+        A: `[H]`, already negative (`-exp(A_log)`); -inf forgets, but for tokens with dt = 0.
         B: `[B,T,G,N]`; G divides H, and H / G consecutive heads share a group. Groups are never repeated in memory.
         C: `[B,T,G,N]`.
         D: `[H]` or `[H,P]`, or None (no skip connection).
@@ -270,7 +270,8 @@ def _ssd(
     steps = _steps(dt, dt_bias, dt_softplus, x, "H").astype(wide)
     if part is not None:
         (steps,) = zero_outside(part, steps)  # bias and softplus leave no zeros
-    decay = steps * A.astype(wide)[None, None]
+    # the lowest finite number for -inf, which times a dt of 0 would be NaN
+    decay = steps * jnp.maximum(A.astype(wide), jnp.finfo(wide).min)[None, None]
     if segments is not None:
         decay = jnp.where(segment_starts(segments)[1][..., None], jnp.full_like(decay, _FORGETS), decay)
     bound = _LINEAR_RECURRENCE.canonicalise(

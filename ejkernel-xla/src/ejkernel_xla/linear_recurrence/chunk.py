@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from ejkernel.operations.linear_recurrence.interface import LinearRecurrenceCall
 from ejkernel.utils.dtypes import common_dtype
-from ejkernel_xla._numerics import dot_precision
+from ejkernel_xla._numerics import dot_precision, finite, first_nonfinite, nan_where
 
 
 class Tokens(NamedTuple):
@@ -51,6 +51,16 @@ class _Logs(NamedTuple):
     value: Any
 
 
+class _Nonfinite(NamedTuple):
+    """The first token at which a NaN enters the state, the chunk's size where none does, `[x,1,k,r,c]`.
+
+    rows: for each key channel, or 1 for all of them; columns: for each value channel.
+    """
+
+    rows: Any
+    columns: Any
+
+
 class Chunk:
     """The arithmetic of the chunks of one call."""
 
@@ -62,12 +72,17 @@ class Chunk:
 
     def run(self, state: Any, tokens: Tokens, shared: Shared, valid: Any) -> tuple[Any, Any]:
         """The state after the chunk and its outputs `[x,i,k,r,v]`. Tokens that are not valid must be 0."""
+        tokens, nonfinite = _finite(tokens)
         logs = self._logs(tokens, shared, valid)
-        return self._advance(state, tokens, logs), self._read(state, tokens, shared, logs)
+        out = self._read(state, tokens, shared, logs)
+        first = jnp.minimum(jnp.min(nonfinite.rows, axis=-1, keepdims=True), nonfinite.columns)
+        index = jax.lax.broadcasted_iota(jnp.int32, (1, self.size, 1, 1, 1), 1)
+        return self._advance(state, tokens, logs, nonfinite), out + nan_where(index >= first, out.dtype)
 
     def advance(self, state: Any, tokens: Tokens, shared: Shared, valid: Any) -> Any:
         """The state after the chunk."""
-        return self._advance(state, tokens, self._logs(tokens, shared, valid))
+        tokens, nonfinite = _finite(tokens)
+        return self._advance(state, tokens, self._logs(tokens, shared, valid), nonfinite)
 
     def _logs(self, tokens: Tokens, shared: Shared, valid: Any) -> _Logs:
         scalar = tokens.g
@@ -82,7 +97,7 @@ class Chunk:
             return _Logs(None, key, value + scalar[..., None])
         return _Logs(scalar, key, value)
 
-    def _advance(self, state: Any, tokens: Tokens, logs: _Logs) -> Any:
+    def _advance(self, state: Any, tokens: Tokens, logs: _Logs, nonfinite: _Nonfinite) -> Any:
         key, value = tokens.key, tokens.value
         later = _later(self.size)
         if logs.scalar is not None:
@@ -94,7 +109,8 @@ class Chunk:
         if logs.key is not None:
             key = key * jnp.exp(_sums(later, logs.key))
             state = state * jnp.exp(jnp.sum(logs.key, axis=1))[..., :, None]
-        return state + self.dot("xjkrd,xjkrv->xkrdv", key, value)
+        spread = (nonfinite.rows[:, 0, ..., None] < self.size) | (nonfinite.columns[:, 0, :, :, None] < self.size)
+        return state + self.dot("xjkrd,xjkrv->xkrdv", key, value) + nan_where(spread, state.dtype)
 
     def _read(self, state: Any, tokens: Tokens, shared: Shared, logs: _Logs) -> Any:
         query = tokens.query * self.call.scale
@@ -172,6 +188,20 @@ class Chunk:
         exponent = gap[:, :, :, None] + _block_sums(_later(self.block), logs)[:, None]
         first = (before > 0)[:, :, None, None, None, None]
         return jnp.where(first, jnp.exp(jnp.where(first, exponent, 0)), 0)
+
+
+def _finite(tokens: Tokens) -> tuple[Tokens, _Nonfinite]:
+    """NaN-safe path: what enters matmuls over the tokens of a chunk is finite, since 0 * NaN would spread to earlier tokens. NaN is
+    added to what comes after. A query reaches its own token only."""
+    key, value, g, gk, gv = tokens[1:]
+    rows, columns = first_nonfinite(key, 1, of_all_channels=False), first_nonfinite(value, 1, of_all_channels=False)
+    if g is not None:
+        rows = jnp.minimum(rows, first_nonfinite(g[..., None], 1, of_all_channels=False))
+    if gk is not None:
+        rows = jnp.minimum(rows, first_nonfinite(gk, 1, of_all_channels=False))
+    if gv is not None:
+        columns = jnp.minimum(columns, first_nonfinite(gv, 1, of_all_channels=False))
+    return Tokens(tokens.query, *jax.tree.map(finite, tokens[1:])), _Nonfinite(rows, columns)
 
 
 def _earlier(size: int, exclusive: bool) -> Any:

@@ -40,7 +40,9 @@ class _Problem:
         self.chunks = ChunkLoop(batch, length, max(min(config.chunk_size, length), 1), bounds=inputs.cu_seqlens)
         reset = None if inputs.resets is None else jnp.broadcast_to(inputs.resets, (batch, length)).astype(self.dtype)
         self.tokens = _Tokens(*(self.chunks.prepare(array) for array in (inputs.x, inputs.dt, inputs.B, inputs.C, reset)))
-        self.shared = jax.tree.map(lambda array: array.astype(self.dtype), _Shared(inputs.A, inputs.D))
+        # -inf times the dt of 0 of a padded token would be NaN.
+        lowest = jnp.maximum(inputs.A.astype(self.dtype), jnp.finfo(self.dtype).min)
+        self.shared = _Shared(lowest, None if inputs.D is None else inputs.D.astype(self.dtype))
         zeros = jnp.zeros(call.state_shape, self.dtype)
         self.first = zeros if inputs.initial_state is None else inputs.initial_state.astype(self.dtype)
 

@@ -18,7 +18,7 @@ from ejkernel.utils.dtypes import accumulator
 def with_weights(*, output_dtype: str | None = None, **arguments: Any) -> Bound:
     """Canonicalise attention; its result is the output and the weights `[B, H, T, S]`."""
     bound = OPERATION.canonicalise(**arguments, return_lse=True)
-    dtype = jnp.dtype(output_dtype or bound.inputs.query.dtype)
+    dtype = jnp.dtype(output_dtype or arguments["query"].dtype)
 
     def finish(outputs: Any) -> Any:
         return outputs.out.astype(dtype), weights(bound.call, bound.inputs, outputs.lse).astype(dtype)

@@ -89,7 +89,9 @@ def _split_alike(query: Any, means: Any, lse: Any) -> tuple[Any, Any, Any]:
 
 
 @functools.partial(jax.jit, static_argnames=("block_size", "count", "scale"))
-def chosen_blocks(query: Any, means: Any, lse: Any, blocks: Blocks, *, block_size: int, count: int, scale: float) -> Any:
+def chosen_blocks(
+    query: Any, means: Any, lse: Any, blocks: Blocks, positions: Any = None, *, block_size: int, count: int, scale: float
+) -> Any:
     """The `count` blocks of each query and key head, best first, int32 `[B,T,K,count]`; -1 where there are fewer.
 
     First its own block, the one before it and the first of its sequence; then by the weights that complete blocks have in
@@ -100,6 +102,7 @@ def chosen_blocks(query: Any, means: Any, lse: Any, blocks: Blocks, *, block_siz
         means: of keys `[B,n,K,D]`.
         lse: of compressed attention `[B,T,H]`.
         blocks: where the blocks lie.
+        positions: of the queries among the keys `[t]`; None: query t is token t.
         block_size: tokens per block.
         count: at most n.
         scale: factor on the products.
@@ -130,7 +133,8 @@ def chosen_blocks(query: Any, means: Any, lse: Any, blocks: Blocks, *, block_siz
         best, entry = largest(scores, count)
         return jnp.where(best >= 0, entry - entries[:, None, None, None], -1)
 
-    per_token = (blocks.token_sequences, blocks.token_numbers, blocks.token_entries, jnp.arange(length, dtype=jnp.int32))
+    positions = jnp.arange(length, dtype=jnp.int32) if positions is None else positions
+    per_token = (blocks.token_sequences, blocks.token_numbers, blocks.token_entries, positions)
     arrays = (jnp.moveaxis(query, 1, 0), jnp.moveaxis(lse, 1, 0), *per_token)
     found = over_rows(tile, arrays, max(_NUMBERS // max(known_size(batch) * heads * means.shape[1], 1), 1))
     return jnp.moveaxis(found, 0, 1).astype(jnp.int32)

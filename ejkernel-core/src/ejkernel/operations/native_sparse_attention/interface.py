@@ -109,6 +109,8 @@ class NativeSparseAttention(Operation):
             is_distinct: nothing is named twice, so nothing need be done about it.
         """
         bind.check_query_key_value(query, key, value)
+        dtype = query.dtype
+        query, key, value = bind.in_one_dtype(query, key, value)
         batch, length, _, head_size = query.shape
         if key.shape[1] != length:
             raise invalid("key", f"length {key.shape[1]}", f"the query's {length}")
@@ -135,7 +137,8 @@ class NativeSparseAttention(Operation):
         )
 
         def finish(outputs: NativeSparseAttentionOutputs) -> Any:
-            return (outputs.out, outputs.lse) if return_lse else outputs.out
+            out = outputs.out.astype(dtype)
+            return (out, outputs.lse) if return_lse else out
 
         return Bound(call, inputs, finish)
 

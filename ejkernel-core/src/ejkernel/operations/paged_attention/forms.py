@@ -34,6 +34,7 @@ _OPTIONS = (
     "softmax_scale",
     "causal",
     "sliding_window",
+    "chunk_size",
     "logits_soft_cap",
     "precision",
     "return_lse",

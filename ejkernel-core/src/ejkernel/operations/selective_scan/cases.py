@@ -19,12 +19,15 @@ def arrays(
     skip: bool = True,
     state: bool = False,
     rate: float = 1.0,
+    forget: bool = False,
+    garbage: int | None = None,
     bounds: tuple[int, ...] | None = None,
     segments: tuple[tuple[int, ...], ...] | None = None,
 ) -> Callable[[np.random.Generator], Mapping[str, Any]]:
     """A maker of arguments; `rate` scales A, and dt lies between 0 and 1.
 
-    Tokens of no sequence, past the last of `bounds` or with an id of `segments` below 0, hold NaN.
+    Tokens of no sequence, past the last of `bounds` or with an id of `segments` below 0, hold NaN. forget: A of some states is
+    -inf. garbage: the first token whose x is NaN, as are all later ones.
     """
 
     def make(rng: np.random.Generator) -> Mapping[str, Any]:
@@ -38,6 +41,10 @@ def arrays(
             "C": normal(batch, length, width),
             "dt": rng.random((batch, length, channels)).astype(np.float32),
         }
+        if forget:
+            made["A"][:, ::2] = -np.inf
+        if garbage is not None:
+            made["x"][:, garbage:] = np.nan
         if skip:
             made["D"] = normal(channels)
         if state:
@@ -76,6 +83,8 @@ CASES = (
     Case("long", arrays(1, 150, 3, 2, state=True)),
     Case("slow-decay", arrays(1, 40, 4, 2, rate=1e-3)),
     Case("strong-decay", arrays(1, 20, 4, 2, rate=1e3, state=True), tags=frozenset({"extreme"})),
+    Case("forgets", arrays(1, 150, 4, 3, forget=True, state=True)),
+    Case("garbage-after", arrays(garbage=7), tags=frozenset({"nan"})),
     Case("bench-b1-t512-i512-n16", arrays(1, 512, 512, 16), tags=frozenset({"bench-cpu"})),
     Case("bench-b2-t4096-i2048-n16", arrays(2, 4096, 2048, 16), tags=frozenset({"bench"})),
     Case("bench-b1-t8192-i5120-n16", arrays(1, 8192, 5120, 16), tags=frozenset({"bench"})),

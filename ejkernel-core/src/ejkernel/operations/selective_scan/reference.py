@@ -12,9 +12,14 @@ from ejkernel.call.arrays import named
 from ejkernel.operations.selective_scan.interface import SelectiveScanCall, SelectiveScanInputs, SelectiveScanOutputs
 
 
+def _lowest(A: Any) -> Any:
+    """A with the lowest finite number for -inf: a token with dt = 0 leaves the state as it is."""
+    return np.maximum(A, np.finfo(np.float64).min)
+
+
 def _states(inputs: SelectiveScanInputs) -> list[Any]:
     """The first state, and that after every token `[b, i, n]`."""
-    x, A, B, _, _, dt, initial, _, _ = inputs
+    x, A, B, _, _, dt, initial, _, _ = inputs._replace(A=_lowest(inputs.A))
     states = [np.zeros((x.shape[0], *A.shape[1:])) if initial is None else initial]
     for t in range(x.shape[1]):
         written = (dt[:, t] * x[:, t])[:, :, None] * B[:, t, None, :]
@@ -66,7 +71,7 @@ def backward(
 ) -> SelectiveScanInputs:
     if inputs.cu_seqlens is not None:
         return _packed_backward(call, inputs, cotangents)
-    x, A, B, C, D, dt, initial, _, _ = inputs
+    x, A, B, C, D, dt, initial, _, _ = inputs._replace(A=_lowest(inputs.A))
     moving = [(name, array) for name, array in named(inputs) if name != "resets"]
     grads = {name: np.zeros((x.shape[0], *array.shape[1:])) for name, array in moving}
     states, d_state = _states(inputs), cotangents.final_state

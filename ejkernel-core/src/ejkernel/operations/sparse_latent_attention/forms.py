@@ -19,7 +19,7 @@ _NUMBERS = 2**24
 
 
 @functools.partial(jax.jit, static_argnames=("count", "scale", "causal"))
-def chosen_tokens(query: Any, key: Any, weights: Any, *, count: int, scale: float, causal: bool) -> Any:
+def chosen_tokens(query: Any, key: Any, weights: Any, kv_lens: Any = None, *, count: int, scale: float, causal: bool) -> Any:
     """The `count` tokens with the largest `sum_h weights[t,h] relu(scale * query[t,h] . key[s])`, int32 `[B,T,count]`, best
     first; -1 where there are fewer. The earlier one of equals; a score that is NaN comes last. There is no gradient.
 
@@ -27,6 +27,7 @@ def chosen_tokens(query: Any, key: Any, weights: Any, *, count: int, scale: floa
         query: `[B,T,I,E]`.
         key: `[B,S,E]`.
         weights: `[B,T,I]`.
+        kv_lens: int `[B]`: how many of the S tokens exist; query t is token `kv_lens - T + t`. None: all, and query t is token t.
         count: at most S.
         scale: factor on the products.
         causal: only tokens up to the query's own number.
@@ -34,6 +35,8 @@ def chosen_tokens(query: Any, key: Any, weights: Any, *, count: int, scale: floa
     batch, length, heads, _ = query.shape
     tokens = key.shape[1]
     query, key, weights = jax.lax.stop_gradient((query, key, weights))
+    ends = jnp.full(batch, tokens, jnp.int32) if kv_lens is None else jnp.minimum(kv_lens.astype(jnp.int32), tokens)
+    first = jnp.zeros(batch, jnp.int32) if kv_lens is None else ends - length
     block = min(_KEYS, max(tokens, 1))
     keys = jnp.pad(key, [(0, 0), (0, -tokens % block), (0, 0)])
     keys = jnp.moveaxis(keys.reshape(batch, keys.shape[1] // block, block, key.shape[2]), 1, 0)
@@ -45,8 +48,9 @@ def chosen_tokens(query: Any, key: Any, weights: Any, *, count: int, scale: floa
         scores = jnp.moveaxis(scores, 0, 2).reshape(*scores.shape[1:3], keys.shape[0] * block)[:, :, :tokens]
         lowest = jnp.finfo(scores.dtype).min
         scores = jnp.where(scores >= lowest, scores, lowest)
-        if causal:
-            scores = jnp.where(jnp.arange(tokens)[None, None] <= position[:, None, None], scores, -jnp.inf)
+        if causal or kv_lens is not None:
+            end = jnp.minimum(position[:, None] + first[None] + 1, ends[None]) if causal else ends[None]
+            scores = jnp.where(jnp.arange(tokens, dtype=jnp.int32)[None, None] < end[..., None], scores, -jnp.inf)
         best, token = largest(scores, count)
         return jnp.where(best >= lowest, token, -1).astype(jnp.int32)
 
