@@ -263,6 +263,11 @@ def _free_axes(mesh: Any) -> frozenset[str]:
     return frozenset(filter(is_free, mesh.explicit_axes))
 
 
+def is_mapped(mesh: Any) -> bool:
+    """Whether a `jax.vmap` around has taken some of the explicit axes."""
+    return _free_axes(mesh) != {*mesh.explicit_axes}
+
+
 def placed_like(values: Any, arrays: Any, mesh: Any) -> Any:
     """Gradients on an explicit mesh, each resharded as the array of the same name is: their types must agree. That of an array
     which is not on the mesh is whole on every device, as JAX has it."""

@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.call.partition import entries_of, explicit_mesh_of, map_shards
+from ejkernel.call.partition import entries_of, explicit_mesh_of, is_mapped, map_shards, placed_on
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.delta_rule.interface import OPERATION
@@ -72,7 +72,15 @@ def _put(states: Any, at: Any, new: Any) -> Any:
     if mesh is None:
         return put(states, at, new)
     split: tuple[tuple[str, ...], ...] = ((), entries_of(states)[1], (), ())
-    return map_shards(put, mesh, (states, at, new), (split, ((),), split), split)
+    if not is_mapped(mesh):
+        return map_shards(put, mesh, (states, at, new), (split, ((),), split), split)
+    # JAX differentiates a scatter by gathers that it cannot shard under a vmap.
+    place = jnp.arange(states.shape[0], dtype=jnp.int32)
+
+    def one(states: Any, given: tuple[Any, Any]) -> tuple[Any, None]:
+        return jnp.where((place == given[0])[:, None, None, None], given[1][None], states), None
+
+    return jax.lax.scan(one, placed_on(mesh, states, split), (at, placed_on(mesh, new, split)))[0]
 
 
 def ragged(
