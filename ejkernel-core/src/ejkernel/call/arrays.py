@@ -49,11 +49,13 @@ def with_known_sizes(call: Any) -> Any:
     if isinstance(call, tuple):
         parts = cast("tuple[Any, ...]", call)
         return parts if hasattr(parts, "_fields") else tuple(map(with_known_sizes, parts))
-    if dataclasses.is_dataclass(call) and not isinstance(call, type):
+    if isinstance(call, type):
+        return call
+    if dataclasses.is_dataclass(call):
         fields = {field.name: getattr(call, field.name) for field in dataclasses.fields(call) if field.init}
         changed = {name: with_known_sizes(value) for name, value in fields.items()}
         different = {name: value for name, value in changed.items() if value is not fields[name]}
-        return dataclasses.replace(call, **different) if different else call
+        return dataclasses.replace(cast(Any, call), **different) if different else call
     from jax import export
 
     return STAND_IN if export.is_symbolic_dim(call) else call

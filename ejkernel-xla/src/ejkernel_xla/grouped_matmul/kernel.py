@@ -116,8 +116,8 @@ class _Product:
         def one(tile: _Tiles, block: Any, matrix: Any) -> Any:
             out = self._times(block, matrix, 1 if self.transposed else 0)
             out = out if row_scale is None else out * _own_rows_of(row_scale, tile, self.height).astype(out.dtype)
-            out = out if scale is None else out * scale[tile.matrix].astype(out.dtype)
-            return (out if bias is None else out + bias[tile.matrix].astype(out.dtype)).astype(dtype)
+            out = out if scale is None else out * scale[tile.matrix].astype(out.dtype)[None]
+            return (out if bias is None else out + bias[tile.matrix].astype(out.dtype)[None]).astype(dtype)
 
         return self._by_tiles(lhs, one)
 

@@ -151,7 +151,7 @@ def _accumulate(attention: Attention, tile: Tiles, fixed: _Fixed, index: Any, st
     d_raw = jnp.where(scores.visible, d_raw, 0)
     d_scaled = d_raw * call.scale
     if attention.key_scale is not None:
-        d_scaled = d_scaled * attention.key_scale[:, None, None, None]
+        d_scaled = d_scaled * attention.key_scale[None, :, None, None, None]
     d_scaled = d_scaled.astype(dtype)
     d_query = d_query + attention.dot("tkgqs,tksd->tkgqd", d_scaled, scores.key)
     d_key = attention.dot("tkgqs,tkgqd->skd", d_scaled, fixed.query.astype(dtype))

@@ -105,7 +105,7 @@ def _with_sinks(attention: Attention, state: _State) -> _State:
     sinks = attention.member.sinks
     if sinks is None:
         return state
-    sinks = sinks.astype(attention.wide).reshape(attention.call.heads, attention.groups, 1, -1)
+    sinks = sinks.astype(attention.wide).reshape(1, attention.call.heads, attention.groups, 1, -1)
     maximum = jnp.maximum(state.maximum, jax.lax.stop_gradient(jnp.max(sinks, axis=-1)))
     rescale, finite = _rescale(state.maximum, maximum)
     total = state.total * rescale + jnp.sum(jnp.exp(sinks - finite[..., None]), axis=-1)
@@ -117,6 +117,6 @@ def _finish(attention: Attention, state: _State) -> tuple[Any, Any]:
     total = jnp.where(empty, 1, state.total)
     out = state.values / total[..., None]
     if attention.value_scale is not None:
-        out = out * attention.value_scale[:, None, None, None]
+        out = out * attention.value_scale[None, :, None, None, None]
     lse = jnp.where(empty, -jnp.inf, jnp.where(empty, 0, state.maximum) + jnp.log(total))
     return out.astype(attention.call.query.dtype), lse.astype(jnp.float32)
