@@ -71,6 +71,9 @@ PROBLEMS = {
     "channel-b2-t4096-h32-d64": Shape(2, 4096, 32, 64, 64, "channel"),
     "channel-float32-b1-t2048-h16-d128": Shape(1, 2048, 16, 128, 128, "channel", "float32"),
     "general-b2-t4096-h32-d64": Shape(2, 4096, 32, 64, 64, "general"),
+    "general-b1-t8192-h32-d64": Shape(1, 8192, 32, 64, 64, "general"),
+    "general-b2-t4096-h16-d128": Shape(2, 4096, 16, 128, 128, "general"),
+    "general-float32-b1-t1024-h8-d64": Shape(1, 1024, 8, 64, 64, "general", "float32"),
     **{f"decode-b{batch}-h32-d128": Shape(batch, 1, 32, 128, 128, "scalar", state=True) for batch in (1, 8, 64, 256)},
 }
 
@@ -91,7 +94,8 @@ class Problem:
         if shape.decay != "general":
             made["beta"] = jax.nn.sigmoid(normal())
         if shape.decay:
-            made["decay"] = -shape.strength * abs(normal(*[] if shape.decay == "scalar" else [shape.width]))
+            drawn = normal(*[] if shape.decay == "scalar" else [shape.width])
+            made["decay"] = -0.6065 * jax.nn.sigmoid(drawn) if shape.decay == "general" else -shape.strength * abs(drawn)
         if shape.decay == "general":
             unit = normal(shape.width)
             unit /= jnp.linalg.norm(unit, axis=-1, keepdims=True)
@@ -101,11 +105,11 @@ class Problem:
             made["initial_state"] = jax.random.normal(next(keys), (shape.batch, *tokens[2:], shape.width, shape.channels))
         if shape.sequences:
             made["cu_seqlens"] = jnp.linspace(0, shape.length, shape.sequences + 1).astype(jnp.int32)
-        bound = OPERATION.canonicalise(**made, use_qk_l2norm=True, return_state=shape.state)
+        bound = OPERATION.canonicalise(**made, use_qk_l2norm=shape.decay != "general", return_state=shape.state)
         self.name, self.call, self.inputs = name, bound.call, bound.inputs
         self.d_out = jax.random.normal(next(keys), OPERATION.output_specs(self.call).out.shape, shape.dtype)
         self.space = {"forward": config.FORWARD, "backward": config.BACKWARD}
-        self.phases = ["forward", "backward"] if shape.decay != "general" and not shape.state else ["forward"]
+        self.phases = ["forward"] if shape.state else ["forward", "backward"]
 
     @property
     def values(self) -> tuple[Any, Any]:
@@ -245,17 +249,21 @@ def check_and_time(report: Report, problem: Problem, phase: str, cfg: Any, progr
 
 
 def jla_programs(problem: Problem) -> dict[str, Any]:
-    from jla.ops.mosaic_gpu import gated_delta_rule, kda
+    from jla.ops.mosaic_gpu import gated_delta_rule, kda, rwkv7
 
-    if problem.shape.decay == "channel":
+    x = problem.inputs
+    arrays = x.query, x.key, x.value, x.decay, x.beta
+    options: dict[str, Any] = {"use_qk_l2norm": True}
+    if problem.shape.decay == "general":  # its a reads and its b writes
+        function, arrays = rwkv7.rwkv7, (x.query, x.key, x.value, x.decay, x.b, x.a)
+        options = {"scale": problem.call.scale, "lower_bound": -0.61}
+    elif problem.shape.decay == "channel":
         function = kda.kda
     elif problem.shape.decay == "scalar":
         function = gated_delta_rule.gated_delta_rule
     else:
         return {}
-    function = functools.partial(function, use_qk_l2norm=True)
-    x = problem.inputs
-    arrays = x.query, x.key, x.value, x.decay, x.beta
+    function = functools.partial(function, **options)
 
     def forward(*arrays: Any) -> Any:
         return function(*arrays)[0]

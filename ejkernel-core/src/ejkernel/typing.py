@@ -141,6 +141,7 @@ Sinks = Float[ArrayLike, "heads"] | Float[ArrayLike, "#heads sinks"]
 Weights = Float[Array, "*batch heads queries keys"]
 CumulativeLengths = Integer[ArrayLike, "boundaries"]
 Lengths = Integer[ArrayLike, "sequences"]
+RowLengths = Integer[ArrayLike, "batch"]
 
 # Packed attention: the layout says where tokens and heads stand
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+
 from ejkernel._plugins.containment import contained
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.registry import kernel_registry
@@ -48,10 +50,18 @@ def willing(request: Request, phase: Phase) -> list[Candidate]:
 def _judged(request: Request, phase: Phase) -> tuple[tuple[str, ...], str, str | None, list[Verdict]]:
     """The platforms asked for, the setting that did, what tuning tables prefer, and every candidate's verdict, best first."""
     candidates = kernel_registry.candidates(request.operation.name, phase)
-    wanted, setting = _wanted(request, phase, candidates)
-    table = None if wanted else preferred_platform(request, phase)
+    wanted = request.policy.platforms
+    judged = _verdicts(request, candidates, wanted, None) if wanted else []
+    if wanted and (phase == "forward" or any(verdict.verdict == "available" for verdict in judged)):
+        return wanted, request.policy.source, None, judged
+    # Platforms that have no backward for this call leave it to the others.
+    table = preferred_platform(request, phase)
+    return (), "priority", table, _verdicts(request, candidates, (), table)
+
+
+def _verdicts(request: Request, candidates: tuple[Candidate, ...], wanted: tuple[str, ...], table: str | None) -> list[Verdict]:
     judged = (_judge(request, candidate, wanted, table) for candidate in candidates)
-    return wanted, setting, table, sorted(judged, key=lambda verdict: verdict.rank)
+    return sorted(judged, key=lambda verdict: verdict.rank)
 
 
 def _choose(request: Request, phase: Phase, judged: list[Verdict]) -> tuple[Candidate | None, Selected | None]:
@@ -71,15 +81,6 @@ def _other_phase(request: Request, phase: Phase) -> Candidate | None:
     if phase == "forward":
         return next(iter(willing(request.saving_residuals(), "backward")), None)
     return next(iter(willing(request, "forward")), None)
-
-
-def _wanted(request: Request, phase: Phase, candidates: tuple[Candidate, ...]) -> tuple[tuple[str, ...], str]:
-    """Platforms that a setting names. For backward, one that has no code for the phase at all leaves it to the others."""
-    policy = request.policy
-    wanted = policy.platforms
-    if phase == "backward" and not any(_matches(candidate, wanted) for candidate in candidates):
-        wanted = ()
-    return wanted, policy.source if wanted else "priority"
 
 
 def _matches(candidate: Candidate, names: tuple[str, ...]) -> bool:
@@ -140,6 +141,8 @@ def _ask_supports(request: Request, candidate: Candidate) -> tuple[str, str]:
         reason = contained(f"supports() of {candidate.id!r}", ask)
     except KeyboardInterrupt:
         raise
+    except jax.errors.InconclusiveDimensionOperation:
+        return "its support depends on a symbolic dimension", "refused"
     except BaseException as error:  # noqa: BLE001 - also SystemExit: a raise means broken, and never ends the user's program
         return f"supports() raised {in_one_line(error)}", "broken"
     if reason is not None and not isinstance(reason, str):

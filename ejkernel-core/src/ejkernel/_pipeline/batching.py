@@ -99,7 +99,8 @@ class _Fold:
         if self.mesh is None:
             return _folded(array)
         rest = self._rest(array, 2)
-        return map_shards(_folded, self.mesh, array, (self.mapped, self.batched, *rest), ((*self.mapped, *self.batched), *rest))
+        split = (self.mapped, self.batched, *rest)
+        return map_shards(_folded, self.mesh, (array,), (split,), ((*self.mapped, *self.batched), *rest))
 
     def _rest(self, array: Any, start: int) -> list[Axes]:
         """How the other axes of an array are split, as far as the fold leaves mesh axes for them."""
@@ -124,8 +125,8 @@ class _Fold:
             array = map_shards(
                 lambda shard: _unfolded(shard, *members),
                 self.mesh,
-                array,
-                ((*self.mapped, *self.batched), *rest),
+                (array,),
+                (((*self.mapped, *self.batched), *rest),),
                 (self.mapped, self.batched, *rest),
             )
         if size == self.batch:

@@ -40,6 +40,8 @@ OPERATIONS: Mapping[str, str] = {
 
 ORDERED = (
     "add_rms_norm",
+    "causal_conv1d",
+    "cross_entropy",
     "delta_rule",
     "flash_attention",
     "grouped_matmul",

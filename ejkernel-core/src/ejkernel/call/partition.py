@@ -238,11 +238,13 @@ def placed_on(mesh: Any, array: Any, entries: Sequence[Axes]) -> Any:
     return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*(axes or None for axes in entries))))
 
 
-def map_shards(function: Run, mesh: Any, array: Any, entries: Sequence[Axes], results: Sequence[Axes]) -> Any:
-    """A function of every shard of an array on an explicit mesh, split by `entries`; `results` say how the result is split."""
-    specs = [PartitionSpec(*(axes or None for axes in each)) for each in (entries, results)]
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs[0], out_specs=specs[1], axis_names=_free_axes(mesh))
-    return mapped(placed_on(mesh, array, entries))
+def map_shards(
+    function: Run, mesh: Any, arrays: Sequence[Any], entries: Sequence[Sequence[Axes]], result: Sequence[Axes]
+) -> Any:
+    """A function of the shards of arrays on an explicit mesh, split by their `entries`; `result` says how its result is split."""
+    *in_specs, out_specs = (PartitionSpec(*(axes or None for axes in each)) for each in (*entries, result))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(*in_specs,), out_specs=out_specs, axis_names=_free_axes(mesh))
+    return mapped(*(placed_on(mesh, array, each) for array, each in zip(arrays, entries, strict=True)))
 
 
 def _free_axes(mesh: Any) -> frozenset[str]:

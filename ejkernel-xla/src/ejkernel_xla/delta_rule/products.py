@@ -70,8 +70,8 @@ def decayed_products(dot: Dot, x: Any, y: Any, decay: Any) -> Any:
     near = _products_in_blocks(dot, x, y, jnp.exp(decay))
     if size == block:
         return near[..., 0, :, :, :]
-    same = jnp.eye(size // block, dtype=near.dtype)[:, None, None, :, None]
-    found = near[..., None, :] * same + _products_across_blocks(dot, x, y, decay)
+    same = jnp.eye(size // block, dtype=bool)[:, None, None, :, None]
+    found = jnp.where(same, near[..., None, :], 0) + _products_across_blocks(dot, x, y, decay)
     return found.reshape(*found.shape[:-5], size, found.shape[-3], size)
 
 

@@ -181,7 +181,7 @@ class Attention:
         raw = self.dot("tkmd,tksd->tkms", rows, key).reshape(*query.shape[:4], -1)
         logits = raw * call.scale
         if self.key_scale is not None:
-            logits = logits * self.key_scale[:, None, None, None]
+            logits = logits * self.key_scale[None, :, None, None, None]
         if nan is not None:
             logits = jnp.where(visible, logits + nan, 0)
         slope = None
@@ -189,7 +189,7 @@ class Attention:
             capped = jnp.tanh(logits / call.soft_cap)
             logits, slope = call.soft_cap * capped, 1 - capped * capped
         if self.member.alibi_slopes is not None:
-            slopes = self.member.alibi_slopes.astype(self.wide).reshape(call.heads, self.groups, 1, 1)
+            slopes = self.member.alibi_slopes.astype(self.wide).reshape(1, call.heads, self.groups, 1, 1)
             logits = logits + slopes * self.distance(tiles, block)
         if bias is not None:
             logits = logits + bias

@@ -9,6 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.call.partition import entries_of, explicit_mesh_of, map_shards
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.delta_rule.interface import OPERATION
@@ -61,6 +62,19 @@ def check_starts(query_start_loc: Any, query: Any) -> None:
         raise invalid("query_start_loc", values, expected)
 
 
+def _put(states: Any, at: Any, new: Any) -> Any:
+    """States `[S,H,K,V]` with new ones at these places; those that lie outside are dropped."""
+
+    def put(states: Any, at: Any, new: Any) -> Any:
+        return states.at[at].set(new, mode="drop")
+
+    mesh = explicit_mesh_of((states, new))
+    if mesh is None:
+        return put(states, at, new)
+    split: tuple[tuple[str, ...], ...] = ((), entries_of(states)[1], (), ())
+    return map_shards(put, mesh, (states, at, new), (split, ((),), split), split)
+
+
 def ragged(
     *,
     query: Any,
@@ -102,7 +116,7 @@ def ragged(
 
     def finish(outputs: Any) -> Any:
         out, final = bound.finish(outputs)
-        return out[0], recurrent_state.at[stored_at].set(final.astype(recurrent_state.dtype), mode="drop")
+        return out[0], _put(recurrent_state, stored_at, final.astype(recurrent_state.dtype))
 
     return Bound(bound.call, bound.inputs, finish)
 

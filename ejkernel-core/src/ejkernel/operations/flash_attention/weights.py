@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.call.records import Bound
+from ejkernel.operations.common.heads import repeat_heads
 from ejkernel.operations.flash_attention import dropout
 from ejkernel.operations.flash_attention.interface import OPERATION
 from ejkernel.operations.flash_attention.pairs import visible
@@ -43,7 +44,7 @@ def weights(call: Any, inputs: Any, lse: Any) -> Any:
     if call.logits_dtype not in ("float32", "float64"):
         logits = logits.astype(call.logits_dtype).astype(wide)
     query_poison = jnp.swapaxes(query_poison, 1, 2)[..., None]
-    key_poison = jnp.repeat(jnp.swapaxes(key_poison, 1, 2), heads // key_heads, axis=1)[:, :, None]
+    key_poison = repeat_heads(jnp.swapaxes(key_poison, 1, 2), heads // key_heads, axis=1)[:, :, None]
     logits = logits + (query_poison + key_poison).astype(wide)
     seen = visible(call, inputs, jnp)
     logits = jnp.where(seen, logits, 0) * call.scale
