@@ -9,9 +9,11 @@ from ejkernel.compositions import sharded as _sharded
 from ejkernel.errors import invalid
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
+from ejkernel.operations.flash_attention.bind import as_flag
 from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.operations.flash_attention.unbatched import unbatched
+from ejkernel.utils.checks import check_array
 
 _POSITIONAL = ("query", "key", "value", "bias", "cum_seqlens_q", "cum_seqlens_k")
 
@@ -76,11 +78,12 @@ def scaled_dot_product_attention(
     arrays = given_arrays(query, key, value, bias, None, mask_info, None)
     options = {
         "softmax_scale": _one_of("scale", scale, "softmax_scale", softmax_scale),
-        "causal": is_causal or causal,
+        "causal": as_flag("is_causal", is_causal) | as_flag("causal", causal),
         "sliding_window": _one_of("local_window_size", local_window_size, "sliding_window", sliding_window),
     }
     lengths = {"query_lengths": query_seq_lengths, "key_lengths": key_value_seq_lengths}
     lengths = {name: given for name, given in lengths.items() if given is not None}
+    check_array("query", query, floating=False)
     form = unbatched if len(query.shape) == 3 else None
     if cum_seqlens_q is not None or cum_seqlens_k is not None:
         if lengths or mask is not None:
