@@ -105,6 +105,64 @@ def test_what_runs_the_delta_rule_first_was_fastest(case, phase):
     assert times[first] == min(times.values()), times
 
 
+SCANS = json.loads((RESULTS / "scans_triton_h100.json").read_text())
+SCAN_TIMES = {
+    (row["case"], row["phase"], "xla" if row["config"] is None else "triton"): row["milliseconds"]
+    for row in SCANS["times"]
+    if row["heuristic"] or row["config"] is None
+}
+
+
+@pytest.mark.parametrize(("case", "phase"), [key[:2] for key in SCAN_TIMES if key[2] == "xla"])
+def test_what_scans_first_was_fastest(case, phase):
+    shape = SCANS["shapes"][case]
+    channels, width = shape["channels"], shape["width"]
+    tokens = shape["batch"], shape["length"]
+    row, rates = jax.ShapeDtypeStruct((*tokens, channels), jnp.bfloat16), jax.ShapeDtypeStruct((channels,), jnp.float32)
+    if width:
+        matrix, read = (
+            jax.ShapeDtypeStruct((channels, width), jnp.float32),
+            jax.ShapeDtypeStruct((*tokens, width), jnp.bfloat16),
+        )
+        call = ejkernel.explain(ejkernel.state_space_v1, row, matrix, read, read, rates, row).forward.call
+    else:
+        call = ejkernel.explain(ejkernel.rwkv4, rates, rates, row, row).forward.call
+    operation = "selective_scan" if width else "rwkv4"
+    times = {name: SCAN_TIMES[case, phase, name] for name in ("xla", "triton")}
+    first = max(times, key=lambda name: default_priority(name, operation, call, phase, H100).level)
+    assert times[first] == min(times.values()), times
+
+
+ROWS = json.loads((RESULTS / "rows_triton_h100.json").read_text())["times"]
+ROW_PROBLEMS = {
+    "causal_conv1d 2x4096x4096": ("causal_conv1d", {"x": (2, 4096, 4096), "weight": (4096, 4)}, {"activation": "silu"}),
+    "causal_conv1d 1x8192x8192": (
+        "causal_conv1d",
+        {"x": (1, 8192, 8192), "weight": (8192, 4), "cu_seqlens": (5,)},
+        {"activation": "silu"},
+    ),
+    "cross_entropy 8192x128256": ("fused_cross_entropy", {"logits": (8192, 128256), "targets": (8192,)}, {}),
+    "cross_entropy 16384x32000": ("fused_cross_entropy", {"logits": (16384, 32000), "targets": (16384,)}, {}),
+}
+
+
+@pytest.mark.parametrize(("timed_rows", "phase"), [*dict.fromkeys((row["problem"], row["phase"]) for row in ROWS)])
+def test_what_runs_convolutions_and_losses_first_was_fastest(timed_rows, phase):
+    function, shapes, options = ROW_PROBLEMS[timed_rows]
+    integers = ("cu_seqlens", "targets")
+    arrays = {
+        name: jax.ShapeDtypeStruct(shape, jnp.int32 if name in integers else jnp.bfloat16) for name, shape in shapes.items()
+    }
+    call = ejkernel.explain(function, **arrays, **options).forward.call
+    rows = [row for row in ROWS if (row["problem"], row["phase"]) == (timed_rows, phase)]
+    times = {
+        "xla": next(row["microseconds"] for row in rows if row["name"] == "our XLA"),
+        "triton": next(row["microseconds"] for row in rows if row["ours"] and row["chosen"]),
+    }
+    first = max(times, key=lambda name: default_priority(name, timed_rows.split()[0], call, phase, H100).level)
+    assert times[first] == min(times.values()), times
+
+
 def test_a_recorded_result_as_dispatched_today():
     document = parse_document(json.loads((RESULTS / "bench_mosaic_gpu_attention_h200.json").read_text()))
     for then, now in zip(document.cases, as_dispatched_now(document).cases, strict=True):

@@ -22,7 +22,7 @@ from ejkernel_triton.delta_rule import capability, config
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
-from ejkernel_triton.delta_rule import kernel
+from ejkernel_triton.delta_rule import general, kernel
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
@@ -34,7 +34,8 @@ STEPS = config.Config(0, 4, 1, 1)
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
+    for module in (kernel, general):
+        monkeypatch.setattr(module, "call_kernel", testing.interpreted_call)
 
 
 def wide(values):
@@ -93,9 +94,40 @@ def test_by_chunks(interpreted, name, choices):
     check(*bound_of(NAMED[name].arrays, NAMED[name].options), choices)
 
 
+@pytest.mark.parametrize("name", ["rank-one", "write-alone", "read-alone"])
+@pytest.mark.parametrize("choices", [CHUNKS, WHOLE_ROWS], ids=["chunks", "whole-rows"])
+def test_general_form_by_chunks(interpreted, name, choices):
+    check(*bound_of(NAMED[name].arrays, NAMED[name].options), choices)
+
+
+IDS = (-1, 3, 3, 3, 3, -1, 3, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 2, -1, -1)
+
+
 @pytest.mark.parametrize(
-    "name", [case.name for case in CASES if not case.tags & {"bench", "bench-cpu"} and "segments" not in case.name]
+    ("low_rank", "decay", "split", "reverse"),
+    [
+        ("ab", "channel", {"bounds": (0, 1, 18, 18, 20)}, True),
+        ("a", "head", {"ids": IDS}, True),
+        ("ab", "", {"ids": IDS}, False),
+        ("b", "channel", {"extreme": True}, False),
+    ],
+    ids=["packed-backwards", "write-segments-backwards", "segments", "read-extreme"],
 )
+def test_general_form(interpreted, low_rank, decay, split, reverse):
+    length = len(IDS) + 2 * ("ids" not in split)
+    maker = arrays(1, length, 2, 20, 24, key_heads=1, decay=decay, low_rank=low_rank, state=True, **split)
+    call, inputs = bound_of(maker, {"use_qk_l2norm": True, "return_state": True, "reverse": reverse})
+    check(call, inputs, CHUNKS)
+    check_forward(call, inputs, STEPS)
+
+
+@pytest.mark.parametrize(("dtype", "limits"), [("bfloat16", (8e-3, 1.6e-2)), ("float16", (1e-3, 2.5e-3))])
+def test_general_form_in_narrow_dtypes(interpreted, dtype, limits):
+    call, inputs = bound_of(arrays(1, 80, 1, 32, 20, beta=False, decay="channel", low_rank="ab", state=True), {}, dtype)
+    check(call, inputs, (config.Config(64, 32, 4, 1), config.GradientConfig(64, 32, 4, 1, 32, 32, 4)), limits)
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if not case.tags & {"bench", "bench-cpu"}])
 def test_by_tokens(interpreted, name):
     call, inputs = bound_of(NAMED[name].arrays, NAMED[name].options)
     check_forward(call, inputs, STEPS)
@@ -203,12 +235,10 @@ def test_supports():
 
     if version_problem() is None:
         assert ask() is None
-        assert ask(phase="forward", a=spec, b=spec) is None
+        assert ask(a=spec, b=spec, segments=ArraySpec((2, 64), "int32")) is None
     assert "the target is cpu" in str(ask(Target("cpu")))
     assert "query is float64" in str(ask(query=ArraySpec((2, 64, 4, 32), "float64")))
     assert "9.0 or older" in str(ask(Target("gpu", "NVIDIA B200", "10.0")))
-    assert "gradients of the general form" in str(ask(a=spec))
-    assert "segments with a or b" in str(ask(phase="forward", a=spec, segments=ArraySpec((2, 64), "int32")))
     assert "value's head size 513" in str(ask(value=ArraySpec((2, 64, 4, 513), "float32")))
     assert "tokens are more than" in str(
         ask(**dict.fromkeys(("query", "key", "value"), ArraySpec((2, 2**30, 1, 1), "float32")))

@@ -387,3 +387,29 @@ def test_embedding_options_are_checked() -> None:
         ejkernel.LlamaRotaryEmbedding(8, interleaved=True, per_pair=True)
     with pytest.raises(TypeError, match="interleaved: got 1, expected a bool"):
         ejkernel.LlamaRotaryEmbedding(8, interleaved=1)  # pyright: ignore[reportArgumentType]
+
+
+# Attention with a prefix of another length in each row
+
+
+def test_prefixes_of_rows() -> None:
+    """PaliGemma's: image and prompt see each other, the suffix is causal. Rows of one prefix are those of `prefix=`."""
+    q, k, v = normal(3, 9, 4, 8), normal(3, 9, 2, 8), normal(3, 9, 2, 8)
+    prefixes = [0, 4, 9]
+
+    def attend(q: Any, k: Any, v: Any, prefixes: Any) -> Any:
+        return ejkernel.flash_attention(q, k, v, mask_info=ejkernel.MaskInfo.from_prefix_lengths(prefixes, 9))
+
+    out = jax.jit(attend)(q, k, v, jnp.array(prefixes))
+    gradients = jax.grad(lambda *x: jnp.sum(jnp.sin(attend(*x, jnp.array(prefixes)))), (0, 1, 2))(*map(jnp.asarray, (q, k, v)))
+    for row, prefix in enumerate(prefixes):
+        arrays = tuple(jnp.asarray(x[row : row + 1]) for x in (q, k, v))
+        alone = ejkernel.MaskInfo(causal=True, prefix=prefix)
+
+        def one(*x: Any, alone: Any = alone) -> Any:
+            return ejkernel.flash_attention(*x, mask_info=alone)
+
+        check_close("out", out[row : row + 1], one(*arrays), CLOSE)
+        wanted = jax.grad(lambda *x, one=one: jnp.sum(jnp.sin(one(*x))), (0, 1, 2))(*arrays)
+        for gradient, expected in zip(gradients, wanted, strict=True):
+            check_close("gradient", gradient[row : row + 1], expected, CLOSE)

@@ -71,6 +71,9 @@ PROBLEMS = {
     "channel-b2-t4096-h32-d64": Shape(2, 4096, 32, 64, 64, "channel"),
     "channel-float32-b1-t2048-h16-d128": Shape(1, 2048, 16, 128, 128, "channel", "float32"),
     "general-b2-t4096-h32-d64": Shape(2, 4096, 32, 64, 64, "general"),
+    "general-b1-t8192-h32-d64": Shape(1, 8192, 32, 64, 64, "general"),
+    "general-b2-t4096-h16-d128": Shape(2, 4096, 16, 128, 128, "general"),
+    "general-float32-b1-t1024-h8-d64": Shape(1, 1024, 8, 64, 64, "general", "float32"),
     **{f"decode-b{batch}-h32-d128": Shape(batch, 1, 32, 128, 128, "scalar", state=True) for batch in (1, 8, 64, 256)},
 }
 
@@ -91,7 +94,8 @@ class Problem:
         if shape.decay != "general":
             made["beta"] = jax.nn.sigmoid(normal())
         if shape.decay:
-            made["decay"] = -shape.strength * abs(normal(*[] if shape.decay == "scalar" else [shape.width]))
+            drawn = normal(*[] if shape.decay == "scalar" else [shape.width])
+            made["decay"] = -0.6065 * jax.nn.sigmoid(drawn) if shape.decay == "general" else -shape.strength * abs(drawn)
         if shape.decay == "general":
             unit = normal(shape.width)
             unit /= jnp.linalg.norm(unit, axis=-1, keepdims=True)
@@ -101,11 +105,11 @@ class Problem:
             made["initial_state"] = jax.random.normal(next(keys), (shape.batch, *tokens[2:], shape.width, shape.channels))
         if shape.sequences:
             made["cu_seqlens"] = jnp.linspace(0, shape.length, shape.sequences + 1).astype(jnp.int32)
-        bound = OPERATION.canonicalise(**made, use_qk_l2norm=True, return_state=shape.state)
+        bound = OPERATION.canonicalise(**made, use_qk_l2norm=shape.decay != "general", return_state=shape.state)
         self.name, self.call, self.inputs = name, bound.call, bound.inputs
         self.d_out = jax.random.normal(next(keys), OPERATION.output_specs(self.call).out.shape, shape.dtype)
         self.space = {"forward": config.FORWARD, "backward": config.BACKWARD}
-        self.phases = ["forward", "backward"] if shape.decay != "general" and not shape.state else ["forward"]
+        self.phases = ["forward"] if shape.state else ["forward", "backward"]
 
     @property
     def values(self) -> tuple[Any, Any]:
@@ -163,8 +167,10 @@ def knobs(cfg: Any) -> str:
 
 
 class Report:
-    def __init__(self, folder: str, budget: float) -> None:
-        self.folder, self.budget, self.started = pathlib.Path(folder), budget, time.monotonic()
+    """What was found, in `<name>.json`."""
+
+    def __init__(self, folder: str, budget: float, name: str = "delta_rule") -> None:
+        self.folder, self.budget, self.started, self.name = pathlib.Path(folder), budget, time.monotonic(), name
         names = ("numbers", "times", "kernels", "peers")
         self.result: dict[str, Any] = {"versions": versions(), **{name: [] for name in names}}
 
@@ -177,9 +183,14 @@ class Report:
             print(f"  FAILED {name}: {detail}", flush=True)
         return bool(passed)
 
+    def peer(self, case: str, peer: str, phase: str, taken: list[float], **more: Any) -> None:
+        median = statistics.median(taken)
+        self.result["peers"].append({"case": case, "peer": peer, "phase": phase, "milliseconds": median, **more})
+        print(f"  {peer} {phase:8s} {median:8.4f} ms {more or ''}", flush=True)
+
     def save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "delta_rule.json").write_text(json.dumps(self.result, indent=1))
+        (self.folder / f"{self.name}.json").write_text(json.dumps(self.result, indent=1))
 
 
 def samples_of(program: Any, values: tuple[Any, ...], iterations: int, *, kernels: bool = False) -> Any:
@@ -238,17 +249,21 @@ def check_and_time(report: Report, problem: Problem, phase: str, cfg: Any, progr
 
 
 def jla_programs(problem: Problem) -> dict[str, Any]:
-    from jla.ops.mosaic_gpu import gated_delta_rule, kda
+    from jla.ops.mosaic_gpu import gated_delta_rule, kda, rwkv7
 
-    if problem.shape.decay == "channel":
+    x = problem.inputs
+    arrays = x.query, x.key, x.value, x.decay, x.beta
+    options: dict[str, Any] = {"use_qk_l2norm": True}
+    if problem.shape.decay == "general":  # its a reads and its b writes
+        function, arrays = rwkv7.rwkv7, (x.query, x.key, x.value, x.decay, x.b, x.a)
+        options = {"scale": problem.call.scale, "lower_bound": -0.61}
+    elif problem.shape.decay == "channel":
         function = kda.kda
     elif problem.shape.decay == "scalar":
         function = gated_delta_rule.gated_delta_rule
     else:
         return {}
-    function = functools.partial(function, use_qk_l2norm=True)
-    x = problem.inputs
-    arrays = x.query, x.key, x.value, x.decay, x.beta
+    function = functools.partial(function, **options)
 
     def forward(*arrays: Any) -> Any:
         return function(*arrays)[0]
@@ -265,12 +280,30 @@ def time_jla(report: Report, problem: Problem, exact: Any) -> None:
         for phase, (function, arrays) in jla_programs(problem).items():
             out = function(*arrays)
             error = distances({"out": out if phase == "forward" else out[0]}, {"out": exact["out"]})["out"]
-            median = statistics.median(samples_of(function, arrays, 7))
-            row = {"case": problem.name, "peer": "jla", "phase": phase, "milliseconds": median, "error": float(error)}
-            report.result["peers"].append(row)
-            print(f"  jla {phase:8s} {median:8.4f} ms  out {float(error):.1e}", flush=True)
+            report.peer(problem.name, "jla", phase, samples_of(function, arrays, 7), error=float(error))
     except Exception as error:  # noqa: BLE001 - a peer that does not run is a finding
         print(f"  jla: {type(error).__name__}: {str(error)[:300]}", flush=True)
+
+
+def graph_times(run: Any) -> list[float]:
+    """Milliseconds of a function of torch, replayed as a CUDA graph."""
+    import torch
+
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    taken = []
+    for _ in range(7):
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(start.elapsed_time(end))
+    return taken
 
 
 def time_fla(report: Report, problem: Problem) -> None:
@@ -299,23 +332,7 @@ def time_fla(report: Report, problem: Problem) -> None:
                 return forward()
 
         for phase, run in (("forward", inference), ("both", both)):
-            for _ in range(3):
-                run()
-            torch.cuda.synchronize()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                run()
-            taken = []
-            for _ in range(7):
-                start.record()
-                graph.replay()
-                end.record()
-                torch.cuda.synchronize()
-                taken.append(start.elapsed_time(end))
-            median = statistics.median(taken)
-            report.result["peers"].append({"case": problem.name, "peer": "fla", "phase": phase, "milliseconds": median})
-            print(f"  fla {phase:8s} {median:8.4f} ms", flush=True)
+            report.peer(problem.name, "fla", phase, graph_times(run))
     except Exception as error:  # noqa: BLE001 - a peer that does not run is a finding
         print(f"  fla: {type(error).__name__}: {str(error)[:300]}", flush=True)
 

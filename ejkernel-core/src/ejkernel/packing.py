@@ -16,6 +16,7 @@ import numpy as np
 
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import _checks, _construct
+from ejkernel.utils.dtypes import accumulator
 
 __all__ = [
     "cdiv",
@@ -227,7 +228,7 @@ def _restarting_sum(
     if values.ndim not in (3, 4):
         raise invalid("g", f"shape {tuple(values.shape)}", "[batch, time, head] or [batch, time, head, channel], or head first")
     axis = 2 if head_first else 1
-    summed = jnp.moveaxis(values.astype(jnp.promote_types(values.dtype, jnp.float32)), axis, 0)
+    summed = jnp.moveaxis(values.astype(accumulator(values.dtype)), axis, 0)
     if cu_seqlens is None:
         summed = _plain_sum(summed, chunk_size, reverse)
     else:

@@ -100,6 +100,9 @@ PackedLayout = Literal["thd", "htd", "bthd", "bhtd"]
 CacheLayout = Literal["pthd", "phtd", "hptd"]
 """Axes of a paged cache: p pages, t tokens of a page, h heads, d channels."""
 
+DotProductImplementation = Literal["xla", "cudnn"]
+"""The words of `jax.nn.dot_product_attention` for who runs it."""
+
 RotaryLayout = Literal["BTHD", "BHTD"]
 """Axes of queries and keys: B batch, T length, H heads, D channels."""
 
@@ -132,10 +135,13 @@ Bias = Float[ArrayLike, "#rows #heads #queries #keys"] | Float[ArrayLike, "#quer
 RingBias = Float[ArrayLike, "#rows #heads #queries #all_keys"] | Float[ArrayLike, "#queries #all_keys"]
 """A shard of a ring has its own queries' rows and all keys."""
 BoolMask = Bool[ArrayLike, "#rows #heads #queries #keys"] | Bool[ArrayLike, "#queries #keys"]
+DotProductBias = Bias | Float[ArrayLike, "#heads #queries #keys"]
+DotProductMask = BoolMask | Bool[ArrayLike, "#heads #queries #keys"]
 Sinks = Float[ArrayLike, "heads"] | Float[ArrayLike, "#heads sinks"]
 Weights = Float[Array, "*batch heads queries keys"]
 CumulativeLengths = Integer[ArrayLike, "boundaries"]
 Lengths = Integer[ArrayLike, "sequences"]
+RowLengths = Integer[ArrayLike, "batch"]
 
 # Packed attention: the layout says where tokens and heads stand
 

@@ -13,6 +13,11 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "activation",
         "return_state",
     ),
+    "cross_entropy": (
+        "soft_cap",
+        "sum_logits",
+        "precision",
+    ),
     "delta_rule": (
         "beta",
         "decay",
@@ -105,6 +110,14 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "interleaved",
         "heads_first",
         "key",
+    ),
+    "rwkv4": (
+        "state",
+        "return_state",
+    ),
+    "selective_scan": (
+        "D",
+        "initial_state",
     ),
     "softmax": (
         "where",

@@ -37,6 +37,7 @@ def ejkernel_plugin() -> Plugin:
         versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1,<0.4"},
         implementations=(
             *_both_phases("causal_conv1d"),
+            *_both_phases("cross_entropy"),
             *_both_phases("delta_rule"),
             *_both_phases("flash_attention"),
             *_both_phases("grouped_matmul"),
@@ -47,6 +48,8 @@ def ejkernel_plugin() -> Plugin:
             _implementation("paged_cache_update", "forward"),
             *_both_phases("rms_norm"),
             *_both_phases("rope"),
+            *_both_phases("rwkv4"),
+            *_both_phases("selective_scan"),
             *_both_phases("softmax"),
         ),
         custom_calls=("triton_kernel_call",),

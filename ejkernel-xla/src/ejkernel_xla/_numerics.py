@@ -11,11 +11,6 @@ _FORGETS = -1e4
 """A log decay of which `exp` is 0, even in float64; sums of many are finite."""
 
 
-def accumulator(dtype: Any) -> Any:
-    """The accumulator dtype of this dtype: float32, or float64 for float64."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def dot_precision(precision: str | None, dtype: Any) -> jax.lax.Precision:
     """Precision of a matmul in this dtype; without a request, float32 operands are not rounded to narrower types."""
     if precision is not None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.common.rows.interface import NormCall, NormInputs, per_row
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator
 
 
 def mean_of_rows(values: Any) -> Any:

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.call import vary_like
-from ejkernel_xla._numerics import accumulator, dot_precision, finite, propagate_nan
+from ejkernel.utils.dtypes import accumulator
+from ejkernel_xla._numerics import dot_precision, finite, propagate_nan
 
 
 class Rows(NamedTuple):

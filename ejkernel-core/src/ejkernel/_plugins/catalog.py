@@ -40,6 +40,8 @@ OPERATIONS: Mapping[str, str] = {
 
 ORDERED = (
     "add_rms_norm",
+    "causal_conv1d",
+    "cross_entropy",
     "delta_rule",
     "flash_attention",
     "grouped_matmul",
@@ -51,6 +53,8 @@ ORDERED = (
     "qk_norm_rope",
     "rms_norm",
     "rope",
+    "rwkv4",
+    "selective_scan",
     "softmax",
 )
 """Operations that have a default order."""

@@ -97,6 +97,25 @@ def from_lengths(
     return cls(query_lengths=queries, key_lengths=keys, sizes=(None, size, key_size), **fields)
 
 
+def from_prefix_lengths(cls: Callable[..., Mask], prefix_lengths: Any, q_len: int, kv_len: int | None, **fields: Any) -> Mask:
+    """Keys of the prefix stand at position 0, which no causal query is before."""
+    prefixes = _checks.integers("prefix_lengths", prefix_lengths, "batch")
+    queries = _checks.integer("q_len", q_len, 0)
+    keys = queries if kv_len is None else _checks.integer("kv_len", kv_len, 0)
+    if _checks.is_concrete(prefixes) and prefixes.size and not 0 <= int(prefixes.min()) <= int(prefixes.max()) <= keys:
+        raise invalid("prefix_lengths", [int(n) for n in prefixes], f"values in [0, {keys}]")
+    for name in ("query_positions", "key_positions", "causal", "prefix", "window", "chunk_size"):
+        if fields.get(name) is not None:
+            raise invalid(
+                name, fields[name], "None", remedy="a prefix of each row is said with positions, which it would compare"
+            )
+    if fields.get("causal_offset", 0) < 0:
+        raise invalid("causal_offset", fields["causal_offset"], "a value >= 0")
+    index = jnp.arange(keys, dtype=jnp.int32)[None]
+    positions = jnp.where(index < prefixes[:, None], 0, index)
+    return cls(key_positions=positions, causal=True, **{**fields, "sizes": (None, queries, None)})
+
+
 def from_random(
     cls: Callable[..., Mask],
     batch_size: int,

@@ -233,6 +233,14 @@ class MaskInfo(Spellings):
         )
 
     @classmethod
+    def from_prefix_lengths(cls, prefix_lengths: Any, q_len: int, kv_len: int | None = None, **fields: Any) -> MaskInfo:
+        """Causal, but every query sees the first `prefix_lengths[b]` keys of its row (`[B]`, may be traced): a prefix LM.
+
+        Of fields, none that compares positions (window, chunk_size, ...).
+        """
+        return _construct.from_prefix_lengths(cls, prefix_lengths, q_len, kv_len, **fields)
+
+    @classmethod
     def from_random(
         cls,
         batch_size: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Required, TypedDict
 
 import numpy as np
@@ -48,6 +49,23 @@ class FlashAttentionOptions(_AttentionOptions, ShardingOptions, total=False):
     causal: t.Flag
 
 
+class DotProductOptions(ShardingOptions, total=False):
+    """Of `scaled_dot_product_attention`."""
+
+    mask: t.DotProductMask | None
+    mask_info: MaskInfo | None
+    scale: t.Number | None
+    softmax_scale: t.Number | None
+    is_causal: t.Flag
+    causal: t.Flag
+    query_seq_lengths: t.Lengths | None
+    key_value_seq_lengths: t.Lengths | None
+    local_window_size: t.Window | None
+    sliding_window: t.Window | None
+    init_bias: Callable[[], t.DotProductBias] | None
+    implementation: t.DotProductImplementation | None
+
+
 class VarlenOptions(_AttentionOptions, DispatchOptions, total=False):
     """Of `flash_attn_varlen`."""
 
@@ -70,6 +88,7 @@ class RingOptions(_VisibilityOptions, ShardingOptions, total=False):
 class _PagedOptions(TypedDict, total=False):
     softmax_scale: t.Number | None
     sliding_window: t.Window | None
+    chunk_size: t.Count | None
     logits_soft_cap: t.Number | None
     k_scale: t.CacheScale | None
     v_scale: t.CacheScale | None

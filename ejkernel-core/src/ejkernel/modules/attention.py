@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 from ejkernel import typing as t
 from ejkernel.compositions import sharded as _sharded
-from ejkernel.errors import wrong_type
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._frameworks import honours_masks, no_attention_function
 from ejkernel.modules._options import FlashAttentionOptions, VarlenOptions
 from ejkernel.modules._paged_flash import attend_over_pages
 from ejkernel.operations.common.dtypes import dtype_name
 from ejkernel.operations.flash_attention.bind import as_dropout_rate, as_flag
-from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, packed
+from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, made_bias, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.operations.flash_attention.weights import with_weights
 
@@ -71,6 +71,7 @@ def flash_attention(
 ) -> t.Attended | tuple[t.Attended, t.LogSumExp]: ...
 
 
+@honours_masks
 def flash_attention(
     query: t.Queries,
     key: t.Keys | t.KeyPages,
@@ -349,6 +350,7 @@ def flash_attn_varlen(
     return _FLASH_ATTENTION.invoke(arrays, options, platform=platform, cfg=cfg, form=packed)
 
 
+@no_attention_function("it returns the output and the weights")
 def attention(
     query: t.Queries,
     key: t.Keys,
@@ -406,10 +408,8 @@ def attention(
 
     Source: Vaswani et al., Attention is all you need, 2017, section 3.2.1.
     """
-    if init_bias is not None and not callable(init_bias):
-        raise wrong_type("init_bias", repr(init_bias), "a function that makes the bias")
-    if bias is None and init_bias is not None:
-        bias = init_bias()
+    if init_bias is not None:
+        bias = made_bias(bias, init_bias)
     dropout_prob = as_dropout_rate(dropout_prob)
     options = {
         "softmax_scale": softmax_scale,

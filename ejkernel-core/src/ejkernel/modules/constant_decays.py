@@ -13,6 +13,7 @@ from ejkernel import typing as t
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import LightningOptions, ShardedRecurrenceOptions
 from ejkernel.operations.linear_recurrence.forms import dims_of, recurrence
 
@@ -169,6 +170,7 @@ def retention(
 
 
 @argument_names(scale="softmax_scale")
+@refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def retention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,

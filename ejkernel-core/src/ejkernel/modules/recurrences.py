@@ -8,6 +8,7 @@ from ejkernel import typing as t
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._frameworks import no_attention_function, refuses_masks
 from ejkernel.modules._options import RecurrenceOptions, ShardedRecurrenceOptions
 from ejkernel.operations.linear_recurrence.forms import dims_of, recurrence
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
@@ -66,6 +67,7 @@ def recurrent_attention(
 
 
 @argument_names(scale="softmax_scale")
+@refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def recurrent_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
@@ -194,6 +196,7 @@ def gla_attention(
 
 
 @argument_names(scale="softmax_scale", gk="g")
+@refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def gla_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
@@ -370,6 +373,7 @@ def rwkv6(
     )
 
 
+@no_attention_function("it returns the output and the state")
 def recurrent(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
@@ -405,6 +409,7 @@ def recurrent(
     )
 
 
+@no_attention_function("it returns the output and the state")
 def gla(
     query: t.SequenceHeads,
     key: t.SequenceHeads,

@@ -78,6 +78,7 @@ def unified_attention(
     softmax_scale: t.Number | None = None,
     causal: t.Flag = True,
     sliding_window: t.Window | None = None,
+    chunk_size: t.Count | None = None,
     logits_soft_cap: t.Number | None = None,
     k_scale: t.CacheScale | None = None,
     v_scale: t.CacheScale | None = None,
@@ -111,6 +112,8 @@ def unified_attention(
         softmax_scale: factor on the products; None means `1 / sqrt(D)`.
         causal: False lets a new token see every token of its request.
         sliding_window: w: the last w tokens, the query's own included; `(left, right)` means `left + 1`.
+        chunk_size: only keys of the token's own chunk of so many positions are visible (Llama 4); a multiple of page_size, causal,
+            without qq_bias.
         logits_soft_cap: c > 0 turns scaled products into `c * tanh(product / c)`.
         k_scale: factor of the stored keys, a number, a scalar array or `[K]`; None is 1.
         v_scale: the same for values.
@@ -151,6 +154,7 @@ def unified_attention(
         softmax_scale=softmax_scale,
         causal=causal,
         sliding_window=_paged.window_of(sliding_window),
+        chunk_size=chunk_size,
         logits_soft_cap=logits_soft_cap,
         layout=layout,
         precision=precision,
@@ -175,6 +179,7 @@ def ragged_page_attention_v2(
     softmax_scale: t.Number | None = None,
     logits_soft_cap: t.Number | None = None,
     sliding_window: t.Window | None = None,
+    chunk_size: t.Count | None = None,
     k_scale: t.CacheScale | None = None,
     v_scale: t.CacheScale | None = None,
     compute_dtype: t.DTypeLike | None = None,
@@ -196,7 +201,8 @@ def ragged_page_attention_v2(
         block_tables: int `[R, W]`.
         query_start_loc: int `[R + 1]`, cumulative numbers of new tokens.
         num_seqs: int or int `[1]`, requests in use, at most R; what entries of others hold does not matter, their tokens give 0.
-        softmax_aux: sinks, see `unified_attention`, as are softmax_scale, logits_soft_cap, sliding_window, k_scale and v_scale.
+        softmax_aux: sinks, see `unified_attention`, as are softmax_scale, logits_soft_cap, sliding_window, chunk_size, k_scale and
+            v_scale.
         compute_dtype: hint: the least precise dtype that is good enough for the products; never makes a result less precise than
             the inputs' own dtype does.
         optimized: hint: prefer a platform's faster variant, if it has two.
@@ -236,6 +242,7 @@ def ragged_page_attention_v2(
         softmax_scale=softmax_scale,
         logits_soft_cap=logits_soft_cap,
         sliding_window=_paged.window_of(sliding_window),
+        chunk_size=chunk_size,
         layout=INTERLEAVED,
         form=_paged.attend_active,
         platform=platform,

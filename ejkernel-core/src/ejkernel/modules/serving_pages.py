@@ -69,6 +69,7 @@ def page_attention(
     attn_scale: t.Number | None = None,
     scale: t.Number | None = None,
     sliding_window: t.Window | None = None,
+    chunk_size: t.Count | None = None,
     logits_soft_cap: t.Number | None = None,
     attn_logits_soft_cap: t.Number | None = None,
     softmax_aux: t.Sinks | None = None,
@@ -98,6 +99,7 @@ def page_attention(
         softmax_scale: factor on the products; None means `1 / sqrt(D)`. `attn_scale` and `scale` are other names for it.
         attn_scale, scale: see softmax_scale.
         sliding_window: w: the last w tokens; `(left, right)` means `left + 1`.
+        chunk_size: see `unified_attention`.
         logits_soft_cap: c > 0. `attn_logits_soft_cap` is another name for it.
         attn_logits_soft_cap: see logits_soft_cap.
         softmax_aux: sinks, see `unified_attention`, as are alibi_slopes, k_scale, v_scale and return_lse.
@@ -142,6 +144,7 @@ def page_attention(
             v_scale=v_scale,
             softmax_scale=_one_of(softmax_scale=softmax_scale, attn_scale=attn_scale, scale=scale),
             sliding_window=_paged.window_of(sliding_window),
+            chunk_size=chunk_size,
             logits_soft_cap=_one_of(logits_soft_cap=logits_soft_cap, attn_logits_soft_cap=attn_logits_soft_cap),
             layout=layout,
             return_lse=return_lse,
@@ -199,6 +202,7 @@ def prefill_page_attention(
     *,
     softmax_scale: t.Number | None = None,
     sliding_window: t.Window | None = None,
+    chunk_size: t.Count | None = None,
     logits_soft_cap: t.Number | None = None,
     attn_logits_soft_cap: t.Number | None = None,
     softmax_aux: t.Sinks | None = None,
@@ -220,6 +224,7 @@ def prefill_page_attention(
         page_indices: int `[W]`, the request's pages in order.
         softmax_scale: factor on the products; None means `1 / sqrt(D)`.
         sliding_window: w: the last w tokens, of each token of the chunk; `(left, right)` means `left + 1`.
+        chunk_size: see `unified_attention`.
         logits_soft_cap: c > 0. `attn_logits_soft_cap` is another name for it.
         attn_logits_soft_cap: see logits_soft_cap.
         softmax_aux: sinks, see `unified_attention`, as are k_scale, v_scale and return_lse.
@@ -256,6 +261,7 @@ def prefill_page_attention(
             v_scale=v_scale,
             softmax_scale=softmax_scale,
             sliding_window=_paged.window_of(sliding_window),
+            chunk_size=chunk_size,
             logits_soft_cap=_one_of(logits_soft_cap=logits_soft_cap, attn_logits_soft_cap=attn_logits_soft_cap),
             layout=layout,
             return_lse=return_lse,

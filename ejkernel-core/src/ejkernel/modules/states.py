@@ -277,7 +277,7 @@ def _ssd(
     bound = _LINEAR_RECURRENCE.canonicalise(
         query,
         key,
-        (x * steps[..., None]).astype(x.dtype),
+        (x.astype(wide) * steps[..., None]).astype(x.dtype),
         decay,
         initial_state=None if initial_state is None else jnp.swapaxes(initial_state, 2, 3),
         cu_seqlens=cu_seqlens,

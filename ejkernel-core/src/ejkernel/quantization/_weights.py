@@ -13,6 +13,7 @@ from ejkernel.quantization._packing import pack_codes
 from ejkernel.quantization.codes import E2M1_MAX, E4M3_MAX, E8M0_BIAS, decode_scales, decode_weights, encode, encode_e4m3
 from ejkernel.quantization.format import QuantizationFormat, resolve_format
 from ejkernel.utils.checks import check_array, check_compute
+from ejkernel.utils.dtypes import accumulator
 
 AXES = ("col", "row")
 _SMALLEST_E4M3 = 2.0**-9
@@ -172,7 +173,7 @@ def _check_axis(axis: str, ndim: int) -> None:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _quantize(w: Any, form: QuantizationFormat, axis: str) -> tuple[Any, ...]:
     w = jnp.swapaxes(w, -1, -2) if axis == "row" else w
-    groups = w.astype(jnp.promote_types(w.dtype, jnp.float32)).reshape(*w.shape[:-1], -1, form.group_size)
+    groups = w.astype(accumulator(w.dtype)).reshape(*w.shape[:-1], -1, form.group_size)
     make = {"affine": _affine, "nf4": _nf4}.get(form.mode, _microscaled if form.mode.startswith("mx") else _nvidia)
     codes, *scales = make(groups, form, w.dtype)
     return pack_codes(codes.reshape(w.shape), form.bits), *scales

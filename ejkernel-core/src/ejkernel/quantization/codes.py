@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.quantization.format import QuantizationFormat
+from ejkernel.utils.dtypes import accumulator
 
 NF4 = np.array(
     [
@@ -149,7 +150,7 @@ def decode_parts(words: Any, scales: Any, zeros: Any, form: QuantizationFormat, 
     """Values `[..., groups, group_size]`, factors and zero points `[..., groups]` (or None)."""
     from ejkernel.quantization._packing import unpack_codes
 
-    dtype = jnp.promote_types(scales.dtype, jnp.float32) if form.float_scales else jnp.float32
+    dtype = accumulator(scales.dtype) if form.float_scales else jnp.float32
     codes = unpack_codes(words, form.bits, count)
     values = decode(codes, form, dtype).reshape(*words.shape[:-1], -1, form.group_size)
     return values, decode_scales(scales, form, dtype), None if zeros is None else zeros.astype(dtype)

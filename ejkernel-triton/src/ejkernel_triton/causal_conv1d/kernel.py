@@ -1,7 +1,8 @@
 """One program computes a tile of tokens and channels; the shifted tiles that it reads overlap and come from the cache.
 
-The gradient of x needs the pre-activations of the next w - 1 tokens, which the program forms again. Every program writes a
-partial sum of the gradients of weight and bias, and XLA adds them up: no atomics.
+A first gradient kernel goes back through the activation and writes partial sums of the gradients of weight and bias, which XLA
+adds up: no atomics. A second one makes the gradient of x of it. (To form the w activations that a token reaches again in one
+kernel took twice as long: it is their exponentials and divisions that limit it.)
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
@@ -98,15 +99,82 @@ def causal_conv1d_forward_kernel(
 
 
 @triton.jit
-def causal_conv1d_backward_kernel(
+def causal_conv1d_filters_kernel(
     p_x,
     p_taps,
     p_bias,
     p_grad,
     p_seen,
     length,
-    p_dx,
+    p_dlinear,
     p_dfilters,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SHARED_FILTERS: tl.constexpr,
+    SHARED_RUNS: tl.constexpr,
+    SEGMENTED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """The gradient before the activation, where there is one, and `p_dfilters [b, chunks, w + 1, c]`: partial sums of the taps'
+    gradients, and of the bias' in the last row. Each pass over the chunk adds up one of them; all but the first find it cached."""
+    COLUMNS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
+    chunks = tl.cdiv(length, CHUNK)
+    i_batch = tl.program_id(0) // COLUMNS // chunks
+    i_chunk = tl.program_id(0) // COLUMNS % chunks
+    o_channel = tl.program_id(0) % COLUMNS * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    m_channel = o_channel < CHANNELS
+    o_runs = i_batch.to(tl.int64) * length if SEGMENTED and not SHARED_RUNS else 0
+    i_filters = 0 if SHARED_FILTERS else i_batch
+    o_rows = i_batch.to(tl.int64) * length * CHANNELS
+    o_sums = (i_batch * chunks + i_chunk).to(tl.int64) * (WIDTH + 1) * CHANNELS + o_channel
+    if SILU or HAS_BIAS:
+        b_sum = tl.zeros([TOKENS, BLOCK], tl.float32)
+        for i_step in range(0, CHUNK, TOKENS):
+            i_token = i_chunk * CHUNK + i_step + tl.arange(0, TOKENS)  # [TOKENS]
+            b_seen = tokens_before(p_seen + o_runs, i_token, length, SEGMENTED)  # [TOKENS]
+            b_grad = load_shifted(p_grad + o_rows, i_token, o_channel, m_channel, length, 0, CHANNELS)  # [TOKENS, BLOCK]
+            b_grad = tl.where((b_seen >= 0)[:, None], b_grad, 0.0)
+            if SILU:
+                b_linear = tl.zeros([TOKENS, BLOCK], tl.float32)
+                if HAS_BIAS:
+                    b_bias = tl.load(p_bias + i_filters * CHANNELS + o_channel, mask=m_channel, other=0.0)
+                    b_linear += b_bias.to(tl.float32)[None, :]
+                for back in tl.static_range(WIDTH):
+                    b_tap = load_tap(p_taps + i_filters * WIDTH * CHANNELS, o_channel, m_channel, WIDTH - 1 - back, CHANNELS)
+                    b_x = load_shifted(p_x + o_rows, i_token, o_channel, m_channel, length, -back, CHANNELS)
+                    b_linear += tl.where((b_seen >= back)[:, None], b_x, 0.0) * b_tap[None, :]
+                b_gate = tl.sigmoid(b_linear)
+                b_grad = b_grad * (b_gate * (1 + b_linear * (1 - b_gate)))
+                o_tile = i_token.to(tl.int64)[:, None] * CHANNELS + o_channel[None, :]
+                m_tile = (i_token < length)[:, None] & m_channel[None, :]
+                tl.store(p_dlinear + o_rows + o_tile, b_grad.to(p_dlinear.dtype.element_ty), mask=m_tile)
+            b_sum += b_grad
+        if HAS_BIAS:
+            tl.store(p_dfilters + o_sums + WIDTH * CHANNELS, tl.sum(b_sum, axis=0), mask=m_channel)
+        tl.debug_barrier()
+    p_linear = p_dlinear if SILU else p_grad
+    for back in tl.static_range(WIDTH):
+        b_sum = tl.zeros([TOKENS, BLOCK], tl.float32)
+        for i_step in range(0, CHUNK, TOKENS):
+            i_token = i_chunk * CHUNK + i_step + tl.arange(0, TOKENS)  # [TOKENS]
+            b_seen = tokens_before(p_seen + o_runs, i_token, length, SEGMENTED)  # [TOKENS]
+            b_grad = load_shifted(p_linear + o_rows, i_token, o_channel, m_channel, length, 0, CHANNELS)
+            b_x = load_shifted(p_x + o_rows, i_token, o_channel, m_channel, length, -back, CHANNELS)
+            b_sum += tl.where((b_seen >= back)[:, None], b_x * b_grad, 0.0)
+        tl.store(p_dfilters + o_sums + (WIDTH - 1 - back) * CHANNELS, tl.sum(b_sum, axis=0), mask=m_channel)
+
+
+@triton.jit
+def causal_conv1d_backward_kernel(
+    p_taps,
+    p_dlinear,
+    p_seen,
+    length,
+    p_dx,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -114,49 +182,23 @@ def causal_conv1d_backward_kernel(
     SHARED_FILTERS: tl.constexpr,
     SHARED_RUNS: tl.constexpr,
     SEGMENTED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
 ):
-    """`p_dfilters [b, tiles, w + 1, c]`: partial sums of the taps' gradients, and of the bias' in the last row."""
+    """The gradient of x from that before the activation, of each token and the w - 1 after it."""
     COLUMNS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
     tiles = tl.cdiv(length, TOKENS)
     i_batch = tl.program_id(0) // COLUMNS // tiles
-    i_tile = tl.program_id(0) // COLUMNS % tiles
-    i_token = i_tile * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
+    i_token = tl.program_id(0) // COLUMNS % tiles * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
     o_channel = tl.program_id(0) % COLUMNS * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     m_channel = o_channel < CHANNELS
     o_runs = i_batch.to(tl.int64) * length if SEGMENTED and not SHARED_RUNS else 0
     i_filters = 0 if SHARED_FILTERS else i_batch
     o_rows = i_batch.to(tl.int64) * length * CHANNELS
-    o_sums = (i_batch * tiles + i_tile).to(tl.int64) * (WIDTH + 1) * CHANNELS + o_channel
     b_dx = tl.zeros([TOKENS, BLOCK], tl.float32)
     for ahead in tl.static_range(WIDTH):
         b_seen = tokens_before(p_seen + o_runs, i_token + ahead, length, SEGMENTED)  # [TOKENS]
-        b_grad = load_shifted(p_grad + o_rows, i_token, o_channel, m_channel, length, ahead, CHANNELS)  # [TOKENS, BLOCK]
-        b_grad = tl.where((b_seen >= 0)[:, None], b_grad, 0.0)
-        if SILU:
-            b_linear = tl.zeros([TOKENS, BLOCK], tl.float32)
-            if HAS_BIAS:
-                b_linear += tl.load(p_bias + i_filters * CHANNELS + o_channel, mask=m_channel, other=0.0).to(tl.float32)[
-                    None, :
-                ]
-            for back in tl.static_range(WIDTH):
-                b_tap = load_tap(
-                    p_taps + i_filters * WIDTH * CHANNELS, o_channel, m_channel, WIDTH - 1 - back, CHANNELS
-                )  # [BLOCK]
-                b_x = load_shifted(p_x + o_rows, i_token, o_channel, m_channel, length, ahead - back, CHANNELS)
-                b_linear += tl.where((b_seen >= back)[:, None], b_x, 0.0) * b_tap[None, :]
-            b_gate = tl.sigmoid(b_linear)
-            b_grad = b_grad * (b_gate * (1 + b_linear * (1 - b_gate)))
         b_tap = load_tap(p_taps + i_filters * WIDTH * CHANNELS, o_channel, m_channel, WIDTH - 1 - ahead, CHANNELS)
+        b_grad = load_shifted(p_dlinear + o_rows, i_token, o_channel, m_channel, length, ahead, CHANNELS)
         b_dx += tl.where((b_seen >= ahead)[:, None], b_grad, 0.0) * b_tap[None, :]
-        if ahead == 0:
-            for back in tl.static_range(WIDTH):
-                b_x = load_shifted(p_x + o_rows, i_token, o_channel, m_channel, length, -back, CHANNELS)
-                b_sum = tl.sum(tl.where((b_seen >= back)[:, None], b_x, 0.0) * b_grad, axis=0)  # [BLOCK]
-                tl.store(p_dfilters + o_sums + (WIDTH - 1 - back) * CHANNELS, b_sum, mask=m_channel)
-            if HAS_BIAS:
-                tl.store(p_dfilters + o_sums + WIDTH * CHANNELS, tl.sum(b_grad, axis=0), mask=m_channel)
     o_dx = i_token.to(tl.int64)[:, None] * CHANNELS + o_channel[None, :]
     m_dx = (i_token < length)[:, None] & m_channel[None, :]
     tl.store(p_dx + o_rows + o_dx, b_dx.to(p_dx.dtype.element_ty), mask=m_dx)
@@ -171,10 +213,12 @@ def _constants(call: CausalConv1dCall, taps: Any, runs: Runs | None, config: Con
         "SHARED_FILTERS": taps.shape[0] == 1,
         "SHARED_RUNS": runs is None or runs.seen.shape[0] == 1,
         "SEGMENTED": runs is not None,
-        "HAS_BIAS": call.bias is not None,
-        "SILU": call.activation == "silu",
         "num_warps": config.num_warps,
     }
+
+
+def _linear_part(call: CausalConv1dCall) -> dict[str, bool]:
+    return {"HAS_BIAS": call.bias is not None, "SILU": call.activation == "silu"}
 
 
 def _filters(call: CausalConv1dCall, inputs: CausalConv1dInputs) -> tuple[Any, Any]:
@@ -217,6 +261,7 @@ def forward(call: CausalConv1dCall, inputs: CausalConv1dInputs, config: Config) 
         ((x.shape, x.dtype),),
         grid=x.shape[0] * tiles * columns,
         HAS_STATE=has_state,
+        **_linear_part(call),
         **_constants(call, taps, runs, config),
     )
     return CausalConv1dOutputs(out, final)
@@ -237,12 +282,27 @@ def backward(
     runs = runs_of(call, inputs)
     taps, bias = _filters(call, inputs)
     tiles, columns = _tiles(call, config)
-    d_x, partial = call_kernel(
+    seen = taps if runs is None else runs.seen
+    constants, activated = _constants(call, taps, runs, config), call.activation is not None
+    chunks = -(-x.shape[1] // config.chunk_size)
+    d_linear, partial = call_kernel(
+        causal_conv1d_filters_kernel,
+        (x, taps, bias, cotangents.out, seen, x.shape[1]),
+        (
+            (x.shape if activated else (1,), x.dtype),
+            ((x.shape[0], chunks, call.width + 1, x.shape[2]), jnp.float32),
+        ),
+        grid=x.shape[0] * chunks * columns,
+        CHUNK=config.chunk_size,
+        **_linear_part(call),
+        **constants,
+    )
+    (d_x,) = call_kernel(
         causal_conv1d_backward_kernel,
-        (x, taps, bias, cotangents.out, taps if runs is None else runs.seen, x.shape[1]),
-        ((x.shape, x.dtype), ((x.shape[0], tiles, call.width + 1, x.shape[2]), jnp.float32)),
+        (taps, d_linear if activated else cotangents.out, seen, x.shape[1]),
+        ((x.shape, x.dtype),),
         grid=x.shape[0] * tiles * columns,
-        **_constants(call, taps, runs, config),
+        **constants,
     )
 
     def total(rows: Any, like: Any) -> Any:

@@ -23,8 +23,6 @@ def supports_forward(call: DeltaRuleCall, target: Target) -> str | None:
         return problem
     if target.capability is not None and target.capability > NEWEST:
         return f"needs compute capability {NEWEST[0]}.{NEWEST[1]} or older, {target} has {target.compute_capability}"
-    if call.segments is not None and (call.a is not None or call.b is not None):
-        return "segments with a or b are not implemented here"
     batch, length, _, width = call.query.shape
     channels = call.value.shape[3]
     for name, size, most in (("query", width, WIDEST), ("value", channels, WIDEST_VALUE)):
@@ -37,7 +35,4 @@ def supports_forward(call: DeltaRuleCall, target: Target) -> str | None:
     return None
 
 
-def supports_backward(call: DeltaRuleCall, target: Target) -> str | None:
-    if call.a is not None or call.b is not None:
-        return "gradients of the general form, with a or b, are not implemented here"
-    return supports_forward(call, target)
+supports_backward = supports_forward

@@ -10,26 +10,23 @@ Gated Delta Networks, 2025.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from ejkernel.call import ArraySpec, vary_like
-from ejkernel.operations.common.packed import segment_starts
+from ejkernel.call import vary_like
 from ejkernel.operations.delta_rule.interface import NORM_EPSILON, DeltaRuleCall, DeltaRuleInputs, DeltaRuleOutputs
 from ejkernel_triton._blocks import dot_block
-from ejkernel_triton._chunks import chunks_of
 from ejkernel_triton._jax_triton import call_kernel
-from ejkernel_triton.delta_rule.config import Config, GradientConfig
+from ejkernel_triton.delta_rule import general
+from ejkernel_triton.delta_rule.config import Config, GradientConfig, is_general
 from ejkernel_triton.delta_rule.gradients import gradient_kernel
-from ejkernel_triton.delta_rule.params import params_of
 from ejkernel_triton.delta_rule.prepare import prepare_channels_kernel, prepare_kernel
+from ejkernel_triton.delta_rule.problem import TOKENS, Problem, where, without_segments
 from ejkernel_triton.delta_rule.recurrent import recurrent_kernel
 from ejkernel_triton.delta_rule.state_scan import state_scan_backward_kernel, state_scan_kernel
 from ejkernel_triton.delta_rule.tiles import ROWS
 
-_TOKENS = ("query", "key", "value", "beta", "decay", "a", "b")
 _PREPARED_WIDTH = 64
 """Channels of key that `prepare` loads at a time; half as many in float32, and under decays per channel, on an H100 0.40 ms in
 place of 0.48."""
@@ -51,46 +48,8 @@ class _Prepared(NamedTuple):
     totals: Any
 
 
-class _Problem:
-    """What every launch of a call has in common."""
-
-    def __init__(self, call: DeltaRuleCall, inputs: DeltaRuleInputs, chunk: int) -> None:
-        self.call, self.inputs, self.chunk = call, inputs, chunk
-        self.batch, self.length = call.query.shape[:2]
-        self.rule = params_of(call)
-        self.whole = call.cu_seqlens is None and bool(chunk) and self.length % chunk == 0
-        self.bounds, self.first, self.sequence = self._table()
-        self.chunks = self.sequence.shape[1] if call.cu_seqlens is not None else -(-self.length // max(chunk, 1))
-        self.dtype = jnp.bfloat16 if self.rule.bfloat16 else jnp.float32
-        self.by_channel = call.decays_by_channel
-
-    def _table(self) -> tuple[Any, Any, Any]:
-        """Where sequences lie, the tokens after the last of them as one more; absent: `query` stands in."""
-        bounds = self.inputs.cu_seqlens
-        if bounds is None:
-            return (self.inputs.query,) * 3
-        bounds = jnp.pad(bounds, ((0, 0), (0, 1)), constant_values=self.length)
-        return tuple(chunks_of(bounds, self.length, self.chunk or self.length))
-
-    @property
-    def sequences(self) -> int:
-        """Of a walk: with packed sequences, the tokens after them too."""
-        return self.call.sequences + (self.call.cu_seqlens is not None)
-
-    @property
-    def tokens(self) -> tuple[int, int, int]:
-        return self.batch, self.length, self.call.heads
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        return self.call.heads, self.call.query.shape[3], self.call.value.shape[3]
-
-    @property
-    def final_shape(self) -> tuple[int, ...]:
-        return self.batch, self.call.sequences, *self.state_shape
-
-    def or_query(self, *arrays: Any) -> tuple[Any, ...]:
-        return tuple(self.inputs.query if array is None else array for array in arrays)
+class _Chunked(Problem):
+    """A call whose a and b come from its keys."""
 
     def prepare(self) -> _Prepared:
         inputs, heads, width = self.inputs, self.call.heads, self.call.query.shape[3]
@@ -118,20 +77,6 @@ class _Problem:
         inverse, scores, first, second, third, totals, rows = results
         return _Prepared(first, second, third, inverse, scores, rows, totals)
 
-    def _walk(self, config: Config | GradientConfig) -> dict[str, Any]:
-        channels = self.call.value.shape[3]
-        block = min(config.block_v, dot_block(channels))
-        return {
-            "grid": self.batch * self.sequences * self.call.heads * -(-channels // block),
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-            "R": self.rule,
-            "CHUNK": self.chunk,
-            "BLOCK_K": dot_block(self.call.query.shape[3]),
-            "BLOCK_V": block,
-            "WHOLE": self.whole,
-        }
-
     def walk(self, made: _Prepared, config: Config | GradientConfig, *, out: bool, keep: bool, final: bool) -> list[Any]:
         """Outputs `[b, t, H, v]`, deltas of the same shape, states before chunks `[b, chunks, H, d, v]` and after sequences."""
         inputs = self.inputs
@@ -154,7 +99,7 @@ class _Problem:
             OUT=out,
             KEEP=keep,
             FINAL=final,
-            **self._walk(config),
+            **self.scan_launch(config),
         )
 
     def walk_back(self, made: _Prepared, config: GradientConfig, d_out: Any, d_final: Any) -> list[Any]:
@@ -171,7 +116,7 @@ class _Problem:
                 (self.final_shape, jnp.float32),
             ),
             FINAL=d_final is not None,
-            **self._walk(config),
+            **self.scan_launch(config),
         )
 
     def gradients(self, made: _Prepared, config: GradientConfig, arrays: tuple[Any, ...]) -> list[Any]:
@@ -222,9 +167,11 @@ def forward(call: DeltaRuleCall, inputs: DeltaRuleInputs, config: Config) -> Del
     if _zero_size(call):
         out = vary_like(jnp.zeros((*call.query.shape[:2], call.heads, call.value.shape[3]), call.value.dtype), inputs)
         return DeltaRuleOutputs(out, _initial(call, inputs) if call.return_state else None)
+    if config.chunk_size and is_general(call):
+        return general.forward(call, inputs, config)
     if call.segments is not None:
-        call, inputs, _ = _without_segments(call, inputs)
-    problem = _Problem(call, inputs, config.chunk_size)
+        call, inputs, _ = without_segments(call, inputs)
+    problem = _Chunked(call, inputs, config.chunk_size)
     if config.chunk_size:
         out, _, _, final = problem.walk(problem.prepare(), config, out=True, keep=False, final=call.return_state)
     else:
@@ -232,11 +179,11 @@ def forward(call: DeltaRuleCall, inputs: DeltaRuleInputs, config: Config) -> Del
     return DeltaRuleOutputs(out, final if call.return_state else None)
 
 
-def _step_by_step(problem: _Problem, config: Config) -> list[Any]:
+def _step_by_step(problem: Problem, config: Config) -> list[Any]:
     call, inputs = problem.call, problem.inputs
     channels = call.value.shape[3]
     block = min(config.block_v, dot_block(channels))
-    arrays = problem.or_query(*(getattr(inputs, name) for name in _TOKENS), inputs.initial_state)
+    arrays = problem.or_query(*(getattr(inputs, name) for name in TOKENS), inputs.initial_state)
     return call_kernel(
         recurrent_kernel,
         (*arrays, problem.bounds, problem.first, problem.length, call.sequences),
@@ -263,30 +210,6 @@ def _initial(call: DeltaRuleCall, inputs: DeltaRuleInputs) -> Any:
     return vary_like(jnp.zeros(shape, jnp.float32), inputs)
 
 
-def _without_segments(call: DeltaRuleCall, inputs: DeltaRuleInputs) -> tuple[DeltaRuleCall, DeltaRuleInputs, Any]:
-    """The same call with a decay to nothing before each new segment, zeros at tokens that take no part, and which take part."""
-    ids = jnp.flip(inputs.segments, 1) if call.reverse else inputs.segments
-    part, fresh = segment_starts(ids)
-    if call.reverse:
-        part, fresh = jnp.flip(part, 1), jnp.flip(fresh, 1)
-    names = [name for name in _TOKENS if getattr(inputs, name) is not None]
-    arrays = {name: _where(part, getattr(inputs, name)) for name in names}
-    decay = arrays.get("decay")
-    if decay is None:
-        decay = vary_like(jnp.zeros((*call.query.shape[:2], 1), jnp.float32), inputs)
-    arrays["decay"] = jnp.where(_beside(fresh, decay), -jnp.inf, decay)
-    found = inputs._replace(**arrays, segments=None)
-    return dataclasses.replace(call, segments=None, decay=ArraySpec.of(arrays["decay"])), found, part
-
-
-def _beside(tokens: Any, array: Any) -> Any:
-    return tokens.reshape(*tokens.shape, *[1] * (array.ndim - 2))
-
-
-def _where(tokens: Any, array: Any) -> Any:
-    return jnp.where(_beside(tokens, array), array, jnp.zeros((), array.dtype))
-
-
 def backward(
     call: DeltaRuleCall,
     inputs: DeltaRuleInputs,
@@ -297,9 +220,11 @@ def backward(
     given, d_final, part = inputs, cotangents.final_state, None
     if _zero_size(call):
         return _nothing(inputs, d_final)
+    if is_general(call):
+        return general.backward(call, inputs, cotangents, config)
     if call.segments is not None:
-        call, inputs, part = _without_segments(call, inputs)
-    problem = _Problem(call, inputs, config.chunk_size)
+        call, inputs, part = without_segments(call, inputs)
+    problem = _Chunked(call, inputs, config.chunk_size)
     made = problem.prepare()
     _, delta, states, _ = problem.walk(made, config, out=False, keep=True, final=False)
     d_value, d_states, d_initial = problem.walk_back(made, config, cotangents.out, d_final)
@@ -309,7 +234,7 @@ def backward(
         query, key = inputs.query, inputs.key
         if inputs.cu_seqlens is not None:  # tokens after the last sequence may hold NaN
             inside = jnp.arange(problem.length, dtype=jnp.int32)[None] < inputs.cu_seqlens[:, -1:]
-            query, key = _where(inside, query), _where(inside, key)
+            query, key = where(inside, query), where(inside, key)
         d_query, d_key = _through_length(d_query, query), _through_length(d_key, key)
     found = {"query": d_query, "key": d_key, "value": d_value}
     if given.beta is not None:
@@ -318,7 +243,7 @@ def backward(
         found["decay"] = d_decay if problem.by_channel else jnp.sum(d_decay, axis=0)
     shared = {name: _shared(gradient, getattr(given, name)) for name, gradient in found.items()}
     if part is not None:
-        shared = {name: _where(part, gradient) for name, gradient in shared.items()}
+        shared = {name: where(part, gradient) for name, gradient in shared.items()}
     return DeltaRuleInputs(**shared, initial_state=None if given.initial_state is None else d_initial)
 
 
@@ -343,7 +268,7 @@ def _nothing(inputs: DeltaRuleInputs, d_final: Any) -> DeltaRuleInputs:
     """Gradients where no token is in a sequence."""
     zeros = {
         name: None if getattr(inputs, name) is None else vary_like(jnp.zeros_like(getattr(inputs, name)), inputs)
-        for name in (*_TOKENS, "initial_state")
+        for name in (*TOKENS, "initial_state")
     }
     if inputs.initial_state is not None and d_final is not None:
         zeros["initial_state"] = d_final

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.add_rms_norm.interface import AddRmsNormCall, AddRmsNormInputs, AddRmsNormOutputs
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator, common_dtype
 from ejkernel_xla._rows import normalise, parameter_gradient, rms_gradient, scaled
 
 
 def forward(call: AddRmsNormCall, inputs: AddRmsNormInputs, config: None) -> AddRmsNormOutputs:
     x, residual, scale = inputs
-    wide = jnp.promote_types(accumulator(x.dtype), residual.dtype)
+    wide = common_dtype(accumulator(x.dtype), residual.dtype)
     total = _rounded(x.astype(wide) + residual.astype(wide), residual.dtype)
     normalised, rstd = normalise(total, call.epsilon)
     out = scaled(normalised, scale, call.scale_offset).astype(x.dtype)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.operations.causal_conv1d.interface import CausalConv1dCall, CausalConv1dInputs, CausalConv1dOutputs
 from ejkernel.operations.causal_conv1d.runs import Runs, last_inputs, runs_of
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator, common_dtype
 
 
 def forward(call: CausalConv1dCall, inputs: CausalConv1dInputs, config: None) -> CausalConv1dOutputs:
@@ -40,7 +40,7 @@ def _convolve(call: CausalConv1dCall, inputs: CausalConv1dInputs, runs: Runs | N
     if state is None or runs is not None:
         padded = jnp.pad(x, ((0, 0), (before, 0), (0, 0)))
     else:
-        common = jnp.promote_types(x.dtype, state.dtype)
+        common = common_dtype(x.dtype, state.dtype)
         padded = jnp.concatenate([state[:, 0].astype(common), x.astype(common)], axis=1)
     out = jnp.zeros((batch, length, channels), wide)
     for back in range(call.width):

@@ -209,7 +209,7 @@ def _chunks(call: DeltaRuleCall, x: _Vectors, marks: Marks) -> _Chunk:
         kept = jnp.where(last == before, kept, 0)
     reach, given = products[..., 0, :, 0, :], x.beta * x.value
     own = dot("...id,...id->...i", x.query, x.writes[0])
-    weights = products[..., 1, :, 0, :] + own[..., None] * jnp.eye(own.shape[-1], dtype=own.dtype)
+    weights = products[..., 1, :, 0, :] + jnp.where(jnp.eye(own.shape[-1], dtype=bool), own[..., None], 0)
     reads = readers[..., 0, :, :]
     if len(x.writes) == 1:
         inverse = unit_lower_inverse(x.beta * reach)

@@ -16,7 +16,8 @@ import numpy as np
 from ejkernel.call import vary_like
 from ejkernel.operations.flash_attention import dropout
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
-from ejkernel_xla._numerics import accumulator, finite, propagate_nan
+from ejkernel.utils.dtypes import accumulator
+from ejkernel_xla._numerics import finite, propagate_nan
 from ejkernel_xla.flash_attention.masks import Plan, Tile, both, by_position
 
 _PRECISIONS = {

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.layer_norm.interface import LayerNormCall, LayerNormInputs, LayerNormOutputs
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla._rows import apply_parameters, mean_of_rows, parameter_gradient, scaled, square_unit
 
 

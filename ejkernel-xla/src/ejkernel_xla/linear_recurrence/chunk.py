@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.linear_recurrence.interface import LinearRecurrenceCall
+from ejkernel.utils.dtypes import common_dtype
 from ejkernel_xla._numerics import dot_precision, finite, first_nonfinite, nan_where
 
 
@@ -66,7 +67,7 @@ class Chunk:
     def __init__(self, call: LinearRecurrenceCall, size: int, block: int) -> None:
         self.call, self.size, self.block = call, size, block
         self.exclusive = call.bonus is not None
-        dtype = functools.reduce(jnp.promote_types, (call.query.dtype, call.key.dtype, call.value.dtype))
+        dtype = common_dtype(call.query.dtype, call.key.dtype, call.value.dtype)
         self.dot = functools.partial(jnp.einsum, precision=dot_precision(call.precision, dtype))
 
     def run(self, state: Any, tokens: Tokens, shared: Shared, valid: Any) -> tuple[Any, Any]:
@@ -131,17 +132,17 @@ class Chunk:
         else:
             scores = self._block_scores(query, tokens.key, logs.key)
         order = jnp.arange(self.size)
-        visible = order[:, None] > order if self.exclusive else order[:, None] >= order
+        visible = order[:, None] > order[None] if self.exclusive else order[:, None] >= order[None]
         scores = jnp.where(visible, scores, 0)
         if shared.bonus is None:
             return scores
         own = jnp.sum(query * tokens.key * shared.bonus[:, None], axis=-1)
-        return scores + jnp.moveaxis(own, 1, -1)[..., None] * jnp.eye(self.size, dtype=own.dtype)
+        return scores + jnp.where(jnp.eye(self.size, dtype=bool), jnp.moveaxis(own, 1, -1)[..., None], 0)
 
     def _pair_sums(self, scalar: Any) -> Any:
         """Sums of the log decays between token j and query i `[x,k,r,i,j]`."""
-        between = jnp.moveaxis(scalar, 1, -1)[..., None, :] * _earlier(self.size, self.exclusive).astype(scalar.dtype)
-        return _exact("xkril,jl->xkrij", between, _later(self.size))
+        earlier = _earlier(self.size, self.exclusive).astype(scalar.dtype)[None, None, None]
+        return _exact("xkril,jl->xkrij", jnp.moveaxis(scalar, 1, -1)[..., None, :] * earlier, _later(self.size))
 
     def _block_scores(self, query: Any, key: Any, logs: Any) -> Any:
         query, key, logs = (self._blocks(array) for array in (query, key, logs))
@@ -176,13 +177,13 @@ class Chunk:
 
     def _within(self, logs: Any) -> Any:
         """Sums of log decays between tokens of one block `[x,a,i,j,k,r,c]`; 0 where j does not come first."""
-        return _exact("xalkrc,ijl->xaijkrc", logs, _earlier(self.block, self.exclusive)[:, None] * _later(self.block))
+        return _exact("xalkrc,ijl->xaijkrc", logs, _earlier(self.block, self.exclusive)[:, None] * _later(self.block)[None])
 
     def _across(self, logs: Any) -> Any:
         """Decay from token j of block b to the start of block a `[x,a,b,j,k,r,c]`; 0 unless b comes before a."""
         blocks = self.size // self.block
         before = jnp.tri(blocks, k=-1)
-        between = before[:, None] * _later(blocks)
+        between = before[:, None] * _later(blocks)[None]
         gap = _exact("xmkrc,abm->xabkrc", jnp.sum(logs, axis=2), between)
         exponent = gap[:, :, :, None] + _block_sums(_later(self.block), logs)[:, None]
         first = (before > 0)[:, :, None, None, None, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ejkernel.operations.qk_norm_rope.interface import QkNormRopeCall, QkNormRopeInputs, QkNormRopeOutputs
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla._rotary import rotate, rotation_gradients
 from ejkernel_xla._rows import normalise, parameter_gradient, rms_gradient, scaled
 

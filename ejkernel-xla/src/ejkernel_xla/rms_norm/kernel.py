@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla._rows import apply_parameters, normalise, parameter_gradient, rms_gradient, scaled
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.rwkv4.interface import NOTHING_SEEN, Rwkv4Call, Rwkv4Inputs, Rwkv4Outputs
+from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla._chunks import ChunkLoop
-from ejkernel_xla._numerics import accumulator
 from ejkernel_xla._scan import over_tokens, run_backward, run_forward
 from ejkernel_xla.rwkv4.config import Rwkv4Config
 

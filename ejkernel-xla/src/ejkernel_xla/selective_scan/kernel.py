@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.selective_scan.interface import SelectiveScanCall, SelectiveScanInputs, SelectiveScanOutputs
+from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla._chunks import ChunkLoop
-from ejkernel_xla._numerics import accumulator
 from ejkernel_xla._scan import over_tokens, run_backward, run_forward
 from ejkernel_xla.selective_scan.config import SelectiveScanConfig
 

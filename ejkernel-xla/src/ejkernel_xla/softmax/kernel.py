@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.softmax.interface import SoftmaxCall, SoftmaxInputs, SoftmaxOutputs
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator
 
 
 def forward(call: SoftmaxCall, inputs: SoftmaxInputs, config: None) -> SoftmaxOutputs:

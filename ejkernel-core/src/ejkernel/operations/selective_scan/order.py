@@ -1,0 +1,25 @@
+"""The default order of `selective_scan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ejkernel.call.order import Rule
+from ejkernel.operations.common.order import TRITON, UNMEASURED, Priority
+from ejkernel.operations.selective_scan.interface import SelectiveScanCall
+from ejkernel.plugin import Phase
+from ejkernel.targets import Target
+
+
+def _selective_scan_on_triton(call: SelectiveScanCall, phase: Phase, target: Target) -> Priority:
+    """benchmarks/results/scans_triton_h100.json, ms in bfloat16:
+
+    B2 T4096 I4096 N16    forward 0.459, XLA 4.56    backward 1.41, XLA 31.2
+    B1 T8192 I5120 N16    forward 1.13, XLA 5.85     backward 2.23, XLA 27.6
+    """
+    if call.x.dtype != "bfloat16":
+        return Priority(UNMEASURED, f"{call.x.dtype} was not timed")
+    return Priority(TRITON)
+
+
+ORDER: Mapping[str, Mapping[str, int | Rule]] = {"gpu": {"triton": _selective_scan_on_triton}}

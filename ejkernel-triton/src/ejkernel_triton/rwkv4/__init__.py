@@ -1,0 +1,1 @@
+"""Time mixing of RWKV-4 in Triton."""

@@ -1,0 +1,1 @@
+"""Mamba's selective scan in Triton."""

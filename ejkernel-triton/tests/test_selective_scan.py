@@ -1,0 +1,156 @@
+"""`selective_scan` in Triton on a machine without a GPU: numbers in the interpreter, machine code ahead of time, lowering."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel
+from ejkernel.call import ArraySpec
+from ejkernel.operations.common.tolerance import deviation
+from ejkernel.operations.selective_scan import reference
+from ejkernel.operations.selective_scan.cases import CASES, arrays
+from ejkernel.operations.selective_scan.interface import OPERATION, SelectiveScanOutputs
+from ejkernel.plugin import Target
+from ejkernel_triton._ahead_of_time import recorded, target_of
+from ejkernel_triton._versions import version_problem
+from ejkernel_triton.selective_scan import capability, config
+
+pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
+from ejkernel_triton import testing
+from ejkernel_triton.selective_scan import kernel
+
+H200 = Target("gpu", "NVIDIA H200", "9.0")
+needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
+
+
+def names_of(case):
+    """The names of a case's arrays; those of packed sequences and resets are not in the kernels' `accepts`."""
+    return set(case.arrays(np.random.default_rng(0)))
+
+
+NAMED = {case.name: case for case in CASES}
+SMALL = [
+    case.name
+    for case in CASES
+    if not case.tags & {"bench", "bench-cpu", "nan"} and not {"segments", "cu_seqlens"} & names_of(case)
+]
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
+
+
+def bound_of(maker, dtype="float32"):
+    made = {name: jnp.asarray(value, dtype) for name, value in maker(np.random.default_rng(0)).items()}
+    bound = OPERATION.canonicalise(**made)
+    return bound.call, bound.inputs
+
+
+def wide(values):
+    return type(values)(*(None if value is None else np.asarray(value).astype(np.float64) for value in values))
+
+
+def check(call, inputs, choice, limits=(2e-6, 1e-5)):
+    """Outputs and every gradient against the reference, in the norm."""
+    outputs, rng = kernel.forward(call, inputs, choice), np.random.default_rng(1)
+    cotangents = SelectiveScanOutputs(
+        *(jnp.asarray(rng.standard_normal(spec.shape), spec.dtype) for spec in OPERATION.output_specs(call))
+    )
+    exact = reference.forward(call, wide(inputs))
+    gradients = kernel.backward(call, inputs, outputs, cotangents, choice)
+    wanted = reference.backward(call, wide(inputs), exact, wide(cotangents))
+    for value, like in zip(outputs, exact, strict=True):
+        assert deviation(value, like).norm < limits[0]
+    for name, like in wanted._asdict().items():
+        value = getattr(gradients, name)
+        assert (value is None) == (like is None), name
+        if value is not None:
+            assert value.dtype == getattr(inputs, name).dtype, name
+            assert deviation(value, like, floor=1e-3).norm < limits[1], name
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("choice", [config.Config(0, 4, 4), config.Config(8, 2, 8)], ids=["whole", "segments"])
+def test_every_case(interpreted, name, choice):
+    call, inputs = bound_of(NAMED[name].arrays)
+    check(call, inputs, choice, (2e-3, 2e-3) if "extreme" in NAMED[name].tags else (2e-6, 1e-5))
+
+
+@pytest.mark.parametrize("length", [7, 8, 9, 16])
+def test_lengths_around_chunks_and_segments(interpreted, length):
+    check(*bound_of(arrays(2, length, 6, 4, state=True)), config.Config(8, 4, 4))
+
+
+@pytest.mark.parametrize(("dtype", "limits"), [("bfloat16", (8e-3, 1.6e-2)), ("float16", (1e-3, 2.5e-3))])
+def test_narrow_dtypes(interpreted, dtype, limits):
+    check(*bound_of(arrays(1, 40, 8, 4, state=True), dtype), config.Config(16, 8, 8), limits)
+
+
+def test_members_with_matrices_of_their_own(interpreted):
+    """As a batch axis that `jax.vmap` folded."""
+    call, inputs = bound_of(arrays(2, 10, 4, 4, state=True))
+    doubled = {name: jnp.concatenate([getattr(inputs, name), 2 * getattr(inputs, name)]) for name in ("A", "D")}
+    inputs = inputs._replace(**doubled)
+    call = dataclasses.replace(call, **{name: ArraySpec.of(array) for name, array in doubled.items()})
+    check(call, inputs, config.Config(4, 2, 4))
+
+
+def test_a_decay_of_zero_forgets(interpreted):
+    """An exponent beyond float32 is a decay of 0: nothing before it is seen, forward or backward."""
+    call, inputs = bound_of(arrays(1, 24, 4, 4, state=True))
+    check(call, inputs._replace(dt=inputs.dt.at[0, 13].set(1e30), x=inputs.x.at[0, 13].set(0)), config.Config(8, 4, 4))
+
+
+def test_configs_say_what_is_wrong():
+    with pytest.raises(ValueError, match="chunk_size: got 3"):
+        config.Config(0, 3, 4)
+    with pytest.raises(ValueError, match="segment_size: got 12, expected 0 or a multiple of chunk_size, 8"):
+        config.Config(12, 8, 4)
+
+
+def test_segments_fill_the_device():
+    """Few channels run many segments, many channels one; one token is one step of it."""
+    few, many = (bound_of(arrays(batch, 4096, channels, 16))[0] for batch, channels in ((1, 64), (1, 4096)))
+    assert config.forward_heuristic(few, H200).segment_size == 128
+    assert config.forward_heuristic(many, H200).segment_size == 256
+    step, _ = bound_of(arrays(64, 1, 256, 16, state=True))
+    assert config.forward_space(step, H200)[0] == config.Config(0, 1, 16)
+
+
+def test_compiles_within_the_limits(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launched = [launch for _, launch in recorded("selective_scan", NAMED["bench-b1-t512-i512-n16"], "bfloat16", target_of(90))]
+    names = [launch.kernel.fn.__name__ for launch in launched]
+    assert names == ["segment_kernel", "scan_kernel", "segment_kernel", "gradient_kernel"]
+    assert [testing.resources(launch.compile(90)).stack for launch in launched] == [0] * 4
+
+
+@needs_jax_triton
+@pytest.mark.parametrize("length", [64, 1])
+def test_lowers_for_cuda(length):
+    def loss(values):
+        return OPERATION.invoke(values, {}, platform="triton")[0].astype(jnp.float32).sum()
+
+    shapes = {"x": (1, length, 32), "A": (32, 16), "B": (1, length, 16), "C": (1, length, 16), "dt": (1, length, 32)}
+    values = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
+    with ejkernel.use(target=H200):
+        text = jax.jit(jax.grad(loss)).trace(values).lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+    assert "ejkernel.selective_scan.backward[triton]" in text
+    assert text.count("stablehlo.custom_call @triton_kernel_call") >= 2
+
+
+def test_supports():
+    call, _ = bound_of(arrays(1, 8, 4, 4))
+    if version_problem() is None:
+        assert capability.supports_backward(call, H200) is None
+    assert "the target is cpu" in str(capability.supports_forward(call, Target("cpu")))
+    wider = dataclasses.replace(call, A=ArraySpec((1, 4, 257), "float32"))
+    assert "A's width 257 is not in 1 ... 256" in str(capability.supports_forward(wider, H200))
+    double = dataclasses.replace(call, dt=ArraySpec(call.dt.shape, "float64"))
+    assert "dt is float64" in str(capability.supports_forward(double, H200))

@@ -1,0 +1,245 @@
+"""`selective_scan` and `rwkv4` in Triton on a real GPU: numbers of every config, then times beside XLA and peers.
+
+    python tests/device/scans.py --out results
+
+In bfloat16 (A, dt, w, u in float32, as models hold them): outputs and gradients of configs of the search spaces against XLA in
+float32, each config twice, bit by bit; device times by CUPTI, XLA's, and those of jax-linear-attention and flash-linear-attention
+where they are installed. Prints tables, writes `scans.json` under `--out` (or `$OUT`), exits with 1 if a number is wrong.
+
+`--problems` names, comma separated; `--most` configs of each problem and phase besides the heuristic's (-1 = all); `--budget`
+seconds after which nothing new is started; `--threads` that compile; `--skip` of xla,peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import importlib
+import json
+import os
+import sys
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from check_gpu import chosen_of
+from delta_rule import Report, check_and_time, compiled, graph_times, samples_of
+
+from ejkernel.operations import get_operation
+from ejkernel.plugin import current_target
+
+
+class Shape(NamedTuple):
+    """width: of the state of a channel; 0 for `rwkv4`."""
+
+    batch: int
+    length: int
+    channels: int
+    width: int = 0
+    state: bool = False
+    dtype: str = "bfloat16"
+
+
+PROBLEMS = {
+    "mamba-b2-t4096-i4096-n16": Shape(2, 4096, 4096, 16),
+    "mamba-b1-t8192-i5120-n16": Shape(1, 8192, 5120, 16),
+    "mamba-b8-t2048-i2048-n16": Shape(8, 2048, 2048, 16),
+    "mamba-b1-t32768-i1536-n16": Shape(1, 32768, 1536, 16),
+    "mamba-b2-t2048-i2048-n64": Shape(2, 2048, 2048, 64),
+    "mamba-float32-b1-t2048-i2048-n16": Shape(1, 2048, 2048, 16, dtype="float32"),
+    "rwkv4-b8-t4096-c2048": Shape(8, 4096, 2048),
+    "rwkv4-b1-t8192-c4096": Shape(1, 8192, 4096),
+    "mamba-step-b1-i4096-n16": Shape(1, 1, 4096, 16, True),
+    "mamba-step-b64-i4096-n16": Shape(64, 1, 4096, 16, True),
+    "mamba-step-b256-i4096-n16": Shape(256, 1, 4096, 16, True),
+}
+
+
+class Problem:
+    """A shape with its arrays; what is right is XLA's from the same numbers in float32."""
+
+    def __init__(self, name: str) -> None:
+        shape = self.shape = PROBLEMS[name]
+        self.name, self.operation = name, "selective_scan" if shape.width else "rwkv4"
+        owner = get_operation(self.operation)
+        bound = owner.canonicalise(**(_mamba if shape.width else _rwkv4)(shape))
+        self.call, self.inputs, self.owner = bound.call, bound.inputs, owner
+        specs = owner.output_specs(self.call)
+        keys = iter(jax.random.split(jax.random.key(1), 2))
+        self.cotangents = type(specs)(
+            *(None if spec is None else jax.random.normal(next(keys), spec.shape, spec.dtype) for spec in specs)
+        )
+        config = self.module("triton", "config")
+        self.space = {"forward": config.FORWARD, "backward": config.BACKWARD}
+        self.phases = ["forward"] if shape.state else ["forward", "backward"]
+
+    def module(self, platform: str, part: str) -> Any:
+        return importlib.import_module(f"ejkernel_{platform}.{self.operation}.{part}")
+
+    @property
+    def values(self) -> tuple[Any, Any]:
+        return self.inputs, self.cotangents
+
+    def function(self, phase: str, module: Any, cfg: Any) -> Any:
+        """Of inputs and cotangents: a dict of arrays."""
+
+        def run(inputs: Any, cotangents: Any) -> dict[str, Any]:
+            if phase == "forward":
+                found = module.forward(self.call, inputs, cfg)
+            else:
+                found = module.backward(self.call, inputs, cotangents, cotangents, cfg)
+            return {key: value for key, value in found._asdict().items() if value is not None}
+
+        return jax.jit(run)
+
+    def program(self, phase: str, cfg: Any) -> Any:
+        """Compiled: a config of ours, None for XLA, "exact" for XLA from the same numbers in float32."""
+        if cfg is not None and cfg != "exact":
+            return self.function(phase, self.module("triton", "kernel"), cfg).lower(*self.values).compile()
+        xla, space = self.module("xla", "kernel"), self.module("xla", "config")
+        if cfg is None:
+            return self.function(phase, xla, space.heuristic(self.call, current_target())).lower(*self.values).compile()
+        names = [name for name in self.owner.differentiable if getattr(self.call, name) is not None]
+        specs = {name: dataclasses.replace(getattr(self.call, name), dtype="float32") for name in names}
+        other = object.__new__(Problem)
+        other.call = dataclasses.replace(self.call, **specs)
+        found = other.function(phase, xla, space.heuristic(other.call, current_target()))
+        wide = jax.jit(lambda *values: found(*jax.tree.map(lambda x: x.astype(jnp.float32), values)))
+        return wide.lower(*self.values).compile()
+
+
+def _mamba(shape: Shape) -> dict[str, Any]:
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    batch, length, channels, width, state, dtype = shape
+
+    def normal(*sizes: int) -> Any:
+        return jax.random.normal(next(keys), sizes, jnp.float32)
+
+    made = {
+        "x": normal(batch, length, channels).astype(dtype),
+        "A": -jnp.tile(jnp.arange(1, width + 1, dtype=jnp.float32), (channels, 1)),
+        "B": normal(batch, length, width).astype(dtype),
+        "C": normal(batch, length, width).astype(dtype),
+        "D": normal(channels),
+        "dt": (0.1 * jax.nn.softplus(normal(batch, length, channels))).astype(dtype),
+    }
+    if state:
+        made["initial_state"] = normal(batch, channels, width)
+    return made
+
+
+def _rwkv4(shape: Shape) -> dict[str, Any]:
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    tokens = shape.batch, shape.length, shape.channels
+    made = {name: jax.random.normal(next(keys), (shape.channels,)) for name in ("w", "u")}
+    return made | {name: jax.random.normal(next(keys), tokens).astype(shape.dtype) for name in ("k", "v")}
+
+
+def time_jla(report: Report, problem: Problem) -> None:
+    """jax-linear-attention has Mamba-1; its kernels take one dtype and float32 matrices."""
+    from jla.ops.mosaic_gpu.mamba1 import mamba1
+
+    x = problem.inputs
+    arrays = x.C, x.B, x.x, x.dt, x.A[0], x.D[0]
+
+    def forward(C: Any, B: Any, u: Any, dt: Any, A: Any, D: Any) -> Any:
+        return mamba1(C, B, u, dt, A, d=D, scale=1.0)[0]
+
+    def both(*arrays: Any) -> Any:
+        out, pull = jax.vjp(forward, *arrays)
+        return out, pull(problem.cotangents.out)
+
+    for phase, function in (("forward", jax.jit(forward)), ("both", jax.jit(both))):
+        report.peer(problem.name, "jla", phase, samples_of(function, arrays, 7))
+
+
+def time_fla(report: Report, problem: Problem) -> None:
+    """flash-linear-attention has RWKV-4; times of a CUDA graph."""
+    import torch
+    from fla.ops.rwkv4 import fused_recurrent_rwkv4
+
+    x = problem.inputs
+    w, u, k, v = (torch.from_dlpack(array).clone().requires_grad_() for array in (x.w[0], x.u[0], x.k, x.v))
+    batch, _, channels = problem.call.k.shape
+    state = torch.zeros(batch, 3, 1, channels, device="cuda")
+    state[:, 2] = -1e30
+    d_out = torch.from_dlpack(problem.cotangents.out).clone()
+
+    def forward() -> Any:
+        return fused_recurrent_rwkv4(w, u, k, v, state)[0]
+
+    def both() -> Any:
+        out = forward()
+        out.backward(d_out.to(out.dtype))
+        for array in (w, u, k, v):
+            array.grad = None
+
+    def inference() -> Any:
+        with torch.no_grad():
+            return forward()
+
+    for phase, run in (("forward", inference), ("both", both)):
+        report.peer(problem.name, "fla", phase, graph_times(run))
+
+
+def chosen(problem: Problem, phase: str, options: argparse.Namespace) -> list[Any]:
+    """The heuristic's config, those to compare it with, and XLA."""
+    space = problem.space[phase]
+    heuristic = space.heuristic(problem.call, current_target())
+    found = space.search_space(problem.call, current_target())
+    found = chosen_of(found, heuristic, options.most if options.most >= 0 else len(found))
+    return [*dict.fromkeys(found), *([] if "xla" in options.skip else [None])]
+
+
+def run(report: Report, options: argparse.Namespace) -> None:
+    """One problem after the other; the programs of the next ones are compiled meanwhile."""
+    problems = [Problem(name) for name in options.problems.split(",")]
+    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
+        jobs = []
+        for problem in problems:
+            for phase in problem.phases:
+                wanted = ["exact", *chosen(problem, phase, options)]
+                jobs.append((problem, phase, wanted, [pool.submit(compiled, problem, phase, cfg) for cfg in wanted]))
+        for problem, phase, wanted, programs in jobs:
+            print(f"{problem.name} {phase}, at {time.monotonic() - report.started:.0f} s", flush=True)
+            exact = programs[0].result()(*problem.values)
+            heuristic = problem.space[phase].heuristic(problem.call, current_target())
+            for cfg, program in zip(wanted[1:], programs[1:], strict=True):
+                if report.remaining() < 0:
+                    print("  out of time", flush=True)
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    return
+                check_and_time(report, problem, phase, cfg, program.result(), exact, heuristic)
+                report.save()
+            if phase == problem.phases[-1] and "peers" not in options.skip and problem.shape.dtype == "bfloat16":
+                try:
+                    (time_jla if problem.shape.width else time_fla)(report, problem)
+                except Exception as error:  # noqa: BLE001 - a peer that does not run is a finding
+                    print(f"  peer: {type(error).__name__}: {str(error)[:300]}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of scans.json")
+    parser.add_argument("--problems", default=",".join(PROBLEMS))
+    parser.add_argument("--most", type=int, default=6)
+    parser.add_argument("--budget", type=float, default=240)
+    parser.add_argument("--threads", type=int, default=12)
+    parser.add_argument("--skip", default="", help="of xla,peers")
+    options = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        print(f"needs a GPU, JAX has {jax.devices()}")
+        return 2
+    report = Report(options.out, options.budget, "scans")
+    print(json.dumps(report.result["versions"]), flush=True)
+    run(report, options)
+    report.save()
+    wrong = [row for row in report.result["numbers"] if not row["passed"]]
+    print(f"{len(report.result['numbers'])} checks, {len(wrong)} wrong; {time.monotonic() - report.started:.0f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
