@@ -192,7 +192,8 @@ def _static(name: str, value: Any) -> Any:
     if isinstance(value, type):  # a dtype
         return value
     if isinstance(value, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
-        raise wrong_type(name, "a traced value", "a Python value known when the program is built")
+        remedy = "mark it static in jax.jit, or choose between values with jax.lax.switch"
+        raise wrong_type(name, "a traced value", "a Python value known when the program is built", remedy=remedy)
     if isinstance(value, (list, tuple)):
         return tuple([_static(name, item) for item in cast("Sequence[Any]", value)])
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):

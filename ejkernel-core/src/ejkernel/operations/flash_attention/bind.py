@@ -182,7 +182,9 @@ def as_logits_dtype(value: Any, inputs_dtype: Any) -> str:
 
 def host_seed(seed: Any) -> Any:
     """A Python int seed as two uint32 words in NumPy, so that another seed is no other program; arrays as they are."""
-    if isinstance(seed, int) and not isinstance(seed, bool):
+    if isinstance(seed, (bool, float, complex, str)):
+        raise wrong_type("dropout_seed", repr(seed), "an int, an integer scalar or a jax PRNG key")
+    if isinstance(seed, int):
         if not 0 <= seed < 2**64:
             raise invalid("dropout_seed", seed, "a value in [0, 2**64)")
         return np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
@@ -213,9 +215,10 @@ def seed_words(seed: Any) -> Any:
 def dropout_streams(rate: float, seed: Any, batch: int, heads: int) -> Any:
     """The streams `[B, H, 2]` of a seed; None without dropout; seed 0 with one warning when no seed is given."""
     global _warned_of_fixed_seed
+    words = None if seed is None else seed_words(seed)  # checked where nothing is dropped, too
     if not rate:
         return None
-    if seed is None:
+    if words is None:
         if not _warned_of_fixed_seed:
             _warned_of_fixed_seed = True
             warnings.warn(
@@ -223,8 +226,8 @@ def dropout_streams(rate: float, seed: Any, batch: int, heads: int) -> Any:
                 EjkernelWarning,
                 stacklevel=2,
             )
-        seed = 0
-    return dropout.streams(seed_words(seed), batch, heads)
+        words = seed_words(0)
+    return dropout.streams(words, batch, heads)
 
 
 def check_dropout_streams(streams: Any, batch: int, heads: int) -> None:
