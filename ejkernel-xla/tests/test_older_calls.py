@@ -76,6 +76,15 @@ def test_mean_pooling_of_packed_rows(shape: tuple[int, ...]):
     assert ejkernel.explain("mean_pooling", *shapes).forward.chosen is not None
 
 
+def test_tiles_of_tokens_are_hints():
+    """As in `mean_pooling`: upstream's chunk sizes change no result, and what is none is refused."""
+    logits, labels = jnp.asarray(np.random.default_rng(0).standard_normal((4, 9)), jnp.float32), jnp.array([0, 3, 8, 2])
+    same = ejkernel.fused_cross_entropy(logits, labels)
+    np.testing.assert_array_equal(ejkernel.fused_cross_entropy(logits, labels, chunk_size=2).loss, same.loss)
+    with pytest.raises(ValueError, match="chunk_size: got -1, expected a value >= 0"):
+        ejkernel.fused_cross_entropy(logits, labels, chunk_size=-1)
+
+
 def test_a_path_that_names_a_platform_runs_on_it():
     x = jnp.arange(12, dtype=jnp.float32).reshape(1, 4, 3)
     with pytest.warns(DeprecationWarning, match="is now ejkernel.mean_pooling"):

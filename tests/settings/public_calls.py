@@ -11,8 +11,25 @@ import numpy as np
 
 import ejkernel
 
-SIZES = {"b": 4, "t": 8, "h": 4, "k": 2, "d": 16, "v": 16, "n": 6, "r": 2, "p": 4, "s": 4, "w": 2, "g": 2, "c": 8, "e": 4}
-"""Of named axes: batch, length, heads, key heads, channels, new tokens, requests, pages, page size, pages of a request, groups."""
+SIZES = {
+    "b": 4,
+    "t": 8,
+    "h": 4,
+    "m": 32,
+    "k": 2,
+    "d": 16,
+    "v": 16,
+    "n": 6,
+    "r": 2,
+    "p": 4,
+    "s": 4,
+    "w": 2,
+    "g": 2,
+    "c": 8,
+    "e": 4,
+}
+"""Of named axes: batch, length, heads, many heads, key heads, channels, new tokens, requests, pages, page size, pages of a request,
+groups."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +100,7 @@ _SERVE = {"kv_lens": _KV_LENS, "block_tables": _TABLES, "query_start_loc": _STAR
 _FLAT = {**_SERVE, "block_tables": _TABLES.reshape(-1), "distribution": np.array([0, 2, 2], np.int32)}
 
 
-def _calls() -> list[PublicCall]:
-    latent = "queries_nope: n h d, queries_pe: n h e, keys_values: n d, keys_pe: n e, kv_cache: p 4 1 256"
-    latent += ", kv_lens: r, block_tables: 4, query_start_loc: 3, distribution: 3"
-    sparse = {
-        "block_indices": lambda _: np.tile(np.arange(2, dtype=np.int32), (4, 8, 2, 1)),
-        "g_cmp": _share,
-        "g_slc": _share,
-    }
+def _dense() -> list[PublicCall]:
     return [
         _call("rms_norm", "x: b t d, scale: d"),
         _call("layer_norm", "x: b t d, scale: d, offset: d"),
@@ -124,24 +134,24 @@ def _calls() -> list[PublicCall]:
             "index_weights: b t h",
             {"index_topk": 4},
         ),
-        _call(
-            "native_sparse_attention",
-            "query: b t 32 d, key: b t k d, value: b t k d, g_cmp: b t 32, g_slc: b t 32",
-            {"block_size": 4},
-            **{k: sparse[k] for k in ("g_cmp", "g_slc")},
-        ),
-        _call(
-            "native_spare_attention",
-            "q: b t 32 d, k: b t k d, v: b t k d, g_cmp: b t 32, g_slc: b t 32",
-            {"block_size": 4},
-            **{k: sparse[k] for k in ("g_cmp", "g_slc")},
+        *(
+            _call(name, f"{arrays}, g_cmp: b t m, g_slc: b t m", {"block_size": 4}, g_cmp=_share, g_slc=_share)
+            for name, arrays in (
+                ("native_sparse_attention", "query: b t m d, key: b t k d, value: b t k d"),
+                ("native_spare_attention", "q: b t m d, k: b t k d, v: b t k d"),
+            )
         ),
         _call(
             "apply_native_sparse_attention",
-            "query: b t 32 d, key: b t k d, value: b t k d, block_indices: b t k 2",
+            "query: b t m d, key: b t k d, value: b t k d, block_indices: b t k 2",
             {"block_size": 4},
-            block_indices=sparse["block_indices"],
+            block_indices=np.broadcast_to(np.array([0, 1], np.int32), (4, 8, 2, 2)),
         ),
+    ]
+
+
+def _recurrences() -> list[PublicCall]:
+    return [
         *(_call(name, f"{_SEQUENCE}, g: b t h d", g=_negative) for name in ("gla", "gla_attention")),
         *(
             _call(name, f"{_SEQUENCE}, g: b t h, gk: b t h d", g=_negative, gk=_negative)
@@ -180,6 +190,13 @@ def _calls() -> list[PublicCall]:
             query_start_loc=_STARTS,
             state_indices=np.array([1, 0], np.int32),
         ),
+    ]
+
+
+def _serving() -> list[PublicCall]:
+    latent = "queries_nope: n h d, queries_pe: n h e, keys_values: n d, keys_pe: n e, kv_cache: p 4 1 256"
+    latent += ", kv_lens: r, block_tables: 4, query_start_loc: 3, distribution: 3"
+    return [
         _call(
             "page_attention",
             f"query: r h d, {_PAGES}, context_lens: r, block_tables: r w",
@@ -209,10 +226,11 @@ def _calls() -> list[PublicCall]:
         ),
         _call(
             "ragged_page_attention_v2",
-            f"queries: n h d, kv_pages: p s 4 d, context_lens: r, {_SERVED.partition(', ')[2]}, num_seqs: 1",
+            "queries: n h d, kv_pages: p s 4 d, context_lens: r, block_tables: r w, query_start_loc: 3, num_seqs: 1",
             context_lens=_KV_LENS,
+            block_tables=_TABLES,
+            query_start_loc=_STARTS,
             num_seqs=np.array([2], np.int32),
-            **{k: v for k, v in _SERVE.items() if k != "kv_lens"},
         ),
         _call(
             "ragged_page_attention_v3",
@@ -228,4 +246,4 @@ def _calls() -> list[PublicCall]:
     ]
 
 
-CALLS = {call.name: call for call in _calls()}
+CALLS = {call.name: call for call in (*_dense(), *_recurrences(), *_serving())}

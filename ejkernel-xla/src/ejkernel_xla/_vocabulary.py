@@ -6,6 +6,7 @@ Arrays over rows are `[b, n, ...]`. A step takes every `steps`-th row, so that a
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.call import vary_like
+from ejkernel.call import known_size, vary_like
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel.utils.dtypes import accumulator, common_dtype
 from ejkernel_xla._numerics import dot_precision
@@ -170,13 +171,15 @@ def added(total: Any, part: Any, start: Any, axis: int) -> Any:
 def merged_rows(x: Any, trailing: int) -> Any:
     """`[b, ..., <trailing>]` as `[b, n, <trailing>]`."""
     keep = x.shape[x.ndim - trailing :]
-    rows = int(np.prod(x.shape[1 : x.ndim - trailing], dtype=np.int64))
+    rows = math.prod(x.shape[1 : x.ndim - trailing])
     return x.reshape(x.shape[0], rows, *keep)
 
 
 def row_steps(batch: int, rows: int, block: int) -> int:
     """In how many steps rows are worked on: the fewest, or a few more where that divides them."""
-    fewest = max(-(-rows * max(batch, 1) // block), 1)
+    if not isinstance(rows, int):  # a symbolic dimension, which no number is known to divide
+        return 1
+    fewest = max(-(-rows * max(known_size(batch), 1) // block), 1)
     return next((steps for steps in range(fewest, min(2 * fewest, rows + 1)) if rows % steps == 0), fewest)
 
 

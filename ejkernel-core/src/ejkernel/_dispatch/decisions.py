@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+
 from ejkernel._plugins.containment import contained
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.registry import kernel_registry
@@ -139,6 +141,8 @@ def _ask_supports(request: Request, candidate: Candidate) -> tuple[str, str]:
         reason = contained(f"supports() of {candidate.id!r}", ask)
     except KeyboardInterrupt:
         raise
+    except jax.errors.InconclusiveDimensionOperation:
+        return "its support depends on a symbolic dimension", "refused"
     except BaseException as error:  # noqa: BLE001 - also SystemExit: a raise means broken, and never ends the user's program
         return f"supports() raised {in_one_line(error)}", "broken"
     if reason is not None and not isinstance(reason, str):

@@ -7,6 +7,7 @@ from typing import Any
 
 from ejkernel._plugins.containment import contained
 from ejkernel._plugins.records import Candidate
+from ejkernel.call.arrays import with_known_sizes
 from ejkernel.call.request import Request
 from ejkernel.configs.spaces import describe
 from ejkernel.errors import NoConfigError
@@ -21,7 +22,7 @@ def from_heuristic(request: Request, chosen: Candidate, space: ConfigSpace) -> A
     """
     name = describe(chosen)
     try:
-        config = contained(describe(chosen), space.heuristic, request.call, request.target)
+        config = contained(describe(chosen), space.heuristic, with_known_sizes(request.call), request.target)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # code of a plugin, whose failure is reported under its name
@@ -38,7 +39,7 @@ def legal_configs(request: Request, chosen: Candidate, space: ConfigSpace) -> Se
         NoConfigError: the search space raised.
     """
     try:
-        return contained(describe(chosen), space.search_space, request.call, request.target)
+        return contained(describe(chosen), space.search_space, with_known_sizes(request.call), request.target)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # code of a plugin, whose failure is reported under its name

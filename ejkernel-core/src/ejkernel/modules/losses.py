@@ -27,7 +27,7 @@ from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.cross_entropy.interface import IGNORED
 from ejkernel.operations.cross_entropy.interface import OPERATION as _CROSS_ENTROPY
-from ejkernel.operations.flash_attention.bind import as_flag, as_precision, as_soft_cap
+from ejkernel.operations.flash_attention.bind import as_count, as_flag, as_precision, as_soft_cap
 from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.operations.kl_divergence.interface import OPERATION as _KL_DIVERGENCE
 from ejkernel.utils.checks import check_array, check_compute, check_shape, finite_number
@@ -70,6 +70,7 @@ def fused_cross_entropy(
     label_smoothing: t.Number = 0.0,
     z_loss: t.Number = 0.0,
     reduction: t.Reduction = "mean",
+    chunk_size: t.Count = 0,
     vocab_parallel_axis: t.AxisNames | None = None,
     precision: t.PrecisionLike | None = None,
     platform: t.Platforms = None,
@@ -104,6 +105,7 @@ def fused_cross_entropy(
         label_smoothing: s in [0, 1].
         z_loss: weight of the square of lse, >= 0.
         reduction: "none", "sum" (of weighted losses) or "mean" (by the sum of weights; 0 where no token counts).
+        chunk_size: hint: the tokens that a platform may take at a time, 0 for its own choice; it does not change the result.
         vocab_parallel_axis: mesh axis, or axes, over which the vocabulary of logits, or of head and bias, is split. With `mesh`
             it is read off in_specs where it is not given.
         precision: of the products with the head; None = full precision of the dtype.
@@ -138,6 +140,7 @@ def fused_cross_entropy(
     smoothing = finite_number("label_smoothing", label_smoothing, at_least=0)
     if smoothing > 1:
         raise invalid("label_smoothing", smoothing, "a value in [0, 1]")
+    as_count("chunk_size", chunk_size, 0)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, np.integer)):
         raise wrong_type("ignore_index", repr(ignore_index), "an int")
     _check_soft(arrays, int(ignore_index), logit_softcap, smoothing)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.call.arrays import known_size
 from ejkernel.call.partition import entries_of, explicit_mesh_of, placed_on, shards
 from ejkernel.operations.common.ranking import largest, over_rows
 from ejkernel.operations.flash_attention.forms import _tokens  # pyright: ignore[reportPrivateUsage]
@@ -135,5 +136,5 @@ def chosen_blocks(
     positions = jnp.arange(length, dtype=jnp.int32) if positions is None else positions
     per_token = (blocks.token_sequences, blocks.token_numbers, blocks.token_entries, positions)
     arrays = (jnp.moveaxis(query, 1, 0), jnp.moveaxis(lse, 1, 0), *per_token)
-    found = over_rows(tile, arrays, max(_NUMBERS // max(batch * heads * means.shape[1], 1), 1))
+    found = over_rows(tile, arrays, max(_NUMBERS // max(known_size(batch) * heads * means.shape[1], 1), 1))
     return jnp.moveaxis(found, 0, 1).astype(jnp.int32)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.call.arrays import known_size
 from ejkernel.operations.common.ranking import largest, over_rows
 from ejkernel.utils.dtypes import accumulator
 
@@ -56,7 +57,7 @@ def chosen_tokens(query: Any, key: Any, weights: Any, kv_lens: Any = None, *, co
     if not tokens or not count:
         return jnp.zeros((batch, length, 0), jnp.int32)
     arrays = (jnp.moveaxis(query, 1, 0), jnp.moveaxis(weights, 1, 0), jnp.arange(length, dtype=jnp.int32))
-    at_once = max(batch * max(heads * block, tokens), 1)
+    at_once = max(known_size(batch) * max(heads * block, tokens), 1)
     return jnp.moveaxis(over_rows(tile, arrays, max(_NUMBERS // at_once, 1)), 0, 1)
 
 
