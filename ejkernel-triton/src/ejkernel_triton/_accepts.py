@@ -58,6 +58,7 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "g",
         "g_gamma",
         "gk",
+        "bonus",
         "initial_state",
         "cu_seqlens",
         "scale",
