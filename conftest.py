@@ -7,6 +7,7 @@ quick: one in four of similar parametrised tests. standard: all of them. full: t
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,26 @@ pytest_plugins = ["ejkernel.testing.plugin", "pytester"]
 
 _QUICK = 4
 """One in so many of similar tests, outside of the conformance suite, which has its own sample."""
+
+_OF_ONE_PLATFORM = {"tests/conformance": None, "tests/opaque": "opaque", "examples/acme-ejkernel": "acme"}
+"""Folders that are run on the platform that `--ejkernel-platform` names, and which that must be; None for any."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without their platform these folders are passed over, and refused where the command line asks for them."""
+    folder = collection_path.relative_to(config.rootpath).as_posix() if collection_path.is_relative_to(config.rootpath) else ""
+    if folder not in _OF_ONE_PLATFORM:
+        return None
+    platform, needed = config.getoption("--ejkernel-platform"), _OF_ONE_PLATFORM[folder]
+    return True if platform is None or needed not in (None, platform) else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    asked = [Path(config.invocation_params.dir, argument.partition("::")[0]).resolve() for argument in config.args]
+    for folder, needed in _OF_ONE_PLATFORM.items():
+        here = any(path.is_relative_to(config.rootpath / folder) for path in asked)
+        if here and config.getoption("--ejkernel-platform") is None:
+            raise pytest.UsageError(f"{folder} is run on one platform; add --ejkernel-platform={needed or 'xla'}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -390,7 +390,7 @@ def client(session: nox.Session) -> None:
     def fill(executable: Path) -> None:
         session.run(*pip(executable), "install", "uv", external=True)
         install = [str(executable), "-m", "uv", "pip", "install", "--quiet", "--python", str(executable)]
-        lists = ["--override", f"{folder}/overrides.txt", "-r", f"{folder}/requirements.txt", "pluggy"]
+        lists = ["--override", f"{folder}/overrides.txt", "-r", f"{folder}/requirements.txt", "pluggy", "importlib-metadata>=8"]
         session.run(*install, *lists, external=True)
         packages = ["--editable", "./ejkernel-core", "--editable", "./ejkernel-xla"]
         session.run(*install, "--no-deps", "--no-build-isolation", *packages, external=True)

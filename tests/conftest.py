@@ -22,12 +22,6 @@ DISTRIBUTIONS = (
 """Their folders."""
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The conformance suite is run on a named platform; see `noxfile.py`."""
-    named = config.getoption("--ejkernel-platform") is not None
-    return True if collection_path.name == "conformance" and not named else None
-
-
 @dataclasses.dataclass(frozen=True)
 class Distribution:
     """A distribution's source directory and its pyproject."""

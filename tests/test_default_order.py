@@ -77,7 +77,7 @@ def test_what_decodes_few_requests_first_was_fastest(row):
     cache = shape((requests * pages, row["page"], row["key_heads"], row["size"]), jnp.bfloat16)
     query = shape((requests, row["heads"], row["size"]), jnp.bfloat16)
     lengths, tables = shape((requests,), jnp.int32), shape((requests, pages), jnp.int32)
-    call = ejkernel.explain(ejkernel.page_attention, query, cache, cache, lengths, tables).forward.call
+    call = ejkernel.explain(ejkernel.page_attention, query, cache, cache, lengths, tables, layout="pthd").forward.call
     times = {name: statistics.median(row[name]) for name in ("cuda", "triton")}
     first = max(times, key=lambda name: default_priority(name, "paged_attention", call, "forward", H200).level)
     assert times[first] <= TOLERATED * min(times.values()), (first, times)
@@ -130,6 +130,36 @@ def test_what_scans_first_was_fastest(case, phase):
     operation = "selective_scan" if width else "rwkv4"
     times = {name: SCAN_TIMES[case, phase, name] for name in ("xla", "triton")}
     first = max(times, key=lambda name: default_priority(name, operation, call, phase, H100).level)
+    assert times[first] == min(times.values()), times
+
+
+ROWS = json.loads((RESULTS / "rows_triton_h100.json").read_text())["times"]
+ROW_PROBLEMS = {
+    "causal_conv1d 2x4096x4096": ("causal_conv1d", {"x": (2, 4096, 4096), "weight": (4096, 4)}, {"activation": "silu"}),
+    "causal_conv1d 1x8192x8192": (
+        "causal_conv1d",
+        {"x": (1, 8192, 8192), "weight": (8192, 4), "cu_seqlens": (5,)},
+        {"activation": "silu"},
+    ),
+    "cross_entropy 8192x128256": ("fused_cross_entropy", {"logits": (8192, 128256), "targets": (8192,)}, {}),
+    "cross_entropy 16384x32000": ("fused_cross_entropy", {"logits": (16384, 32000), "targets": (16384,)}, {}),
+}
+
+
+@pytest.mark.parametrize(("timed_rows", "phase"), [*dict.fromkeys((row["problem"], row["phase"]) for row in ROWS)])
+def test_what_runs_convolutions_and_losses_first_was_fastest(timed_rows, phase):
+    function, shapes, options = ROW_PROBLEMS[timed_rows]
+    integers = ("cu_seqlens", "targets")
+    arrays = {
+        name: jax.ShapeDtypeStruct(shape, jnp.int32 if name in integers else jnp.bfloat16) for name, shape in shapes.items()
+    }
+    call = ejkernel.explain(function, **arrays, **options).forward.call
+    rows = [row for row in ROWS if (row["problem"], row["phase"]) == (timed_rows, phase)]
+    times = {
+        "xla": next(row["microseconds"] for row in rows if row["name"] == "our XLA"),
+        "triton": next(row["microseconds"] for row in rows if row["ours"] and row["chosen"]),
+    }
+    first = max(times, key=lambda name: default_priority(name, timed_rows.split()[0], call, phase, H100).level)
     assert times[first] == min(times.values()), times
 
 

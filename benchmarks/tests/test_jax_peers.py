@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 import ejkernel_bench as bench
@@ -10,15 +12,14 @@ from ejkernel_bench import _run
 from ejkernel_bench._problem import prepare
 from ejkernel_bench.peers import known_peers
 
+needs_jla = pytest.mark.skipif(importlib.util.find_spec("jla") is None, reason="install jax-linear-attention")
+
 
 @pytest.fixture(autouse=True)
 def _limits(monkeypatch):
     """Nobody measures the machine for these."""
     made_up = {"flops_per_s": {"float32": 1e9}, "bytes_per_s": 1e9, "how": "made up"}
     monkeypatch.setattr(_run, "measure_limits", lambda dtypes, backend: made_up)
-
-
-PEERS = ("jax.nn", "jax", "lax.ragged_dot")
 
 
 @pytest.mark.parametrize(
@@ -29,11 +30,20 @@ PEERS = ("jax.nn", "jax", "lax.ragged_dot")
         ("cross_entropy", "head-soft-cap", "jax"),
         ("rope", "gqa", "jax"),
         ("mean_pooling", "heads", "jax"),
+        ("causal_conv1d", "silu", "jax"),
+        ("delta_rule", "plain", "lax.scan"),
+        ("selective_scan", "state", "lax.scan"),
+        ("rwkv4", "plain", "lax.scan"),
+        ("linear_recurrence", "scalar", "lax.scan"),
+        ("linear_recurrence", "scalar", "jax chunked"),
+        pytest.param("delta_rule", "normalised", "jla", marks=needs_jla),
+        pytest.param("linear_recurrence", "packed-reset", "jla", marks=needs_jla),
+        pytest.param("selective_scan", "skip", "jla", marks=needs_jla),
     ],
 )
 def test_peer(operation, case, peer):
     settings = bench.Settings(
-        operations=(operation,), size="test", case=case, peers=PEERS, platforms=("xla",), rounds=2, input_sets=2
+        operations=(operation,), size="test", case=case, peers=(peer,), platforms=("xla",), rounds=2, input_sets=2
     )
     cases = bench.run(settings, progress=False)["cases"]
     assert [found["phase"] for found in cases] == ["forward", "backward"]

@@ -18,7 +18,7 @@ ROOT = Path(ejkernel.__file__).parent
 
 LAYERS = (
     ("_version", "errors", "plugin", "targets", "typing"),
-    ("callib", "loggings", "masks", "packing", "quantization", "types", "utils", "xla_utils"),
+    ("callib", "logging_utils", "loggings", "masks", "packing", "quantization", "types", "utils", "xla_utils"),
     ("_plugins",),
     ("call",),
     ("configs",),
@@ -30,7 +30,7 @@ LAYERS = (
     ("modules", "ops"),
     ("testing",),
     ("cli",),
-    ("", "__main__", "operation"),
+    ("", "__main__", "kernels", "operation"),
 )
 """From the ground up; names are files and folders of the package, "" its own `__init__`."""
 

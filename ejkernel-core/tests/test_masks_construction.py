@@ -63,6 +63,43 @@ def test_total_length_is_read_only_where_it_can_be():
         jax.jit(lambda cu: MaskInfo.from_cu_seqlens(cu).attention_mask)(jnp.array([0, 2, 5]))
 
 
+def prefix_lm(prefixes, queries, keys, offset=0):
+    index, query = np.arange(keys)[None, None], np.arange(queries)[None, :, None] + offset
+    return (index <= query) | (index < np.array(prefixes)[:, None, None])
+
+
+@pytest.mark.parametrize(("queries", "keys", "offset"), [(4, 4, 0), (2, 5, 3), (5, 2, 0), (0, 3, 0)])
+def test_from_prefix_lengths(queries, keys, offset):
+    """Each row has a prefix of its own; the same in numbers that are traced; with lengths as another part."""
+    prefixes = [0, 1, min(2, keys), keys]
+    wanted = prefix_lm(prefixes, queries, keys, offset)
+    info = MaskInfo.from_prefix_lengths(prefixes, queries, keys, causal_offset=offset)
+    np.testing.assert_array_equal(info.attention_mask[:, 0], wanted)
+    traced = jax.jit(lambda n: MaskInfo.from_prefix_lengths(n, queries, keys, causal_offset=offset).attention_mask)
+    np.testing.assert_array_equal(traced(jnp.array(prefixes))[:, 0], wanted)
+    padded = MaskInfo.from_prefix_lengths(prefixes, queries, keys, causal_offset=offset, key_lengths=[1] * 4)
+    np.testing.assert_array_equal(padded.attention_mask[:, 0], wanted & (np.arange(keys) < 1))
+    for row, prefix in enumerate(prefixes):
+        one = MaskInfo(causal=True, prefix=prefix, causal_offset=offset, sizes=(1, queries, keys)).attention_mask
+        np.testing.assert_array_equal(one[0, 0], wanted[row])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prefix_lengths": [5]}, r"prefix_lengths: got \[5\], expected values in \[0, 4\]"),
+        ({"window": 2}, "window: got 2, expected None; a prefix of each row is said with positions"),
+        ({"chunk_size": 2}, "chunk_size: got 2, expected None"),
+        ({"prefix": 2}, "prefix: got 2, expected None"),
+        ({"causal": False}, "causal: got False, expected None"),
+        ({"causal_offset": -1}, "causal_offset: got -1, expected a value >= 0"),
+    ],
+)
+def test_prefix_lengths_that_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        MaskInfo.from_prefix_lengths(**{"prefix_lengths": [1], "q_len": 4, **fields})
+
+
 def test_from_lengths():
     info = MaskInfo.from_lengths([2, 0], 3, key_lengths=[1, 2], key_max_length=2)
     np.testing.assert_array_equal(info.attention_mask[:, 0], [[[1, 0], [1, 0], [0, 0]], np.zeros((3, 2))])

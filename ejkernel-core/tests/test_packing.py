@@ -151,6 +151,18 @@ def test_identity_rounds_only_the_gradient():
     np.testing.assert_array_equal(jax.vmap(jax.grad(lambda x: f(x) * 3))(jnp.ones(2)), [3, 3])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_identity_hands_wider_gradients_on(dtype: str):
+    """As mixed-precision training wants it: float32 gradients of half-precision parameters, under every transform."""
+    f, x = packing.identity_dtype_convert(jnp.float32), jnp.ones(2, dtype)
+    loss = lambda x: (f(x).astype(jnp.float32) * jnp.float32(3)).sum()
+    for gradient in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.checkpoint(loss)), jax.vmap(jax.grad(loss))):
+        out = gradient(x)
+        assert out.dtype == jnp.float32 and out.tolist() == [3.0, 3.0]
+    value, pullback = jax.vjp(f, x)
+    assert value.dtype == dtype and pullback(value)[0].dtype == jnp.float32
+
+
 @pytest.mark.parametrize("strategy", ["zigzag", "striped"])
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_reordered_shards_carry_equal_causal_work(strategy, shards):

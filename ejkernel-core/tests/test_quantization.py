@@ -227,3 +227,32 @@ PACKED = quantize(W, group_size=32)
 def test_refused(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("mode", ["affine", "nf4", "mxfp4", "mxfp8", "nvfp4", "nvfp8"])
+def test_values_beside_a_tie_become_the_nearer_code(mode: str) -> None:
+    """One float32 step from halfway between two values, on either side."""
+    rng, group = np.random.default_rng(4), {"affine": 64, "nf4": 64}.get(mode, 32 if mode.startswith("mx") else 16)
+    w = np.zeros((60, group), np.float32)
+    w[:, 0] = rng.uniform(0.01, 3, 60)
+    w[:, 1] = 0 if mode != "affine" else -w[:, 0] * rng.uniform(0.2, 1, 60)
+    table = {"nf4": NF4, "mxfp4": E2M1, "nvfp4": E2M1}.get(mode, E4M3[np.isfinite(E4M3)])
+    values = np.unique(table.astype(np.float64)) * np.ones((60, 1))
+    scale, *zero = (np.asarray(part[:, :1], np.float64) for part in quantize(jnp.asarray(w), mode=mode)[1:])
+    if mode == "affine":
+        values = np.arange(16) - zero[0]
+    elif mode != "nf4":
+        scale = E4M3[scale.astype(int)].astype(np.float64) if mode.startswith("nv") else 2.0 ** (scale - 127)
+    values = values * scale
+    middles = (values[:, 1:] + values[:, :-1]) / 2
+    for row, places in enumerate(middles):
+        inside = places[
+            (places > min(-0.9 * w[row, 0], 0) if mode != "affine" else places > w[row, 1]) & (places < 0.9 * w[row, 0])
+        ]
+        w[row, 2:] = rng.choice(inside, group - 2)
+    w[::2, 2:] = np.nextafter(w[::2, 2:], np.float32(0))
+    w[1::2, 2:] = np.nextafter(w[1::2, 2:], np.float32(9))
+    found = restored(w, mode, None)
+    chosen = np.take_along_axis(values, np.abs(found[:, :, None] - values[:, None]).argmin(axis=2), axis=1)
+    distances = np.abs(w.astype(np.float64)[:, :, None] - values[:, None]).min(axis=2)
+    assert (np.abs(w - chosen) <= distances).all()

@@ -136,7 +136,7 @@ def test_overloads_say_what_the_signature_says(name):
     """Options that overloads take together have the names and types of the function's own."""
     function = inspect.unwrap(PUBLIC[name])
     own = typing.get_type_hints(function)
-    (flag,) = {"return_lse", "return_state"} & {*own}
+    (flag,) = {"return_lse", "return_residual", "return_state"} & {*own}
     results = []
     for overload in typing.get_overloads(function):
         said = typing.get_type_hints(overload)
@@ -154,7 +154,8 @@ def test_overloads_say_what_the_signature_says(name):
 
 
 def test_flags_that_change_the_result_are_overloaded():
-    flagged = {n for n, f in PUBLIC.items() if {"return_lse", "return_state"} & {*inspect.signature(f).parameters}}
+    flags = {"return_lse", "return_residual", "return_state"}
+    flagged = {n for n, f in PUBLIC.items() if flags & {*inspect.signature(f).parameters}}
     assert {*OVERLOADED} == flagged
 
 

@@ -52,7 +52,7 @@ def test_numeric_gen():
 
 
 def test_block_indices_are_causal_sorted_and_shared_by_their_block():
-    indices = np.asarray(utils.generate_block_indices(2, 5, 3, 4, 2))
+    indices = np.asarray(utils.generate_block_indices(2, 10, 3, 4, 2))
     assert indices.shape == (2, 10, 3, 4) and indices.dtype == np.int32
     np.testing.assert_array_equal(indices[:, 0::2], indices[:, 1::2])
     for block in range(5):
@@ -61,8 +61,20 @@ def test_block_indices_are_causal_sorted_and_shared_by_their_block():
             assert len(set(chosen)) == len(chosen) == min(block + 1, 4) and (np.diff(chosen) > 0).all()
             assert chosen.max() <= block and (row[len(chosen) :] == -1).all()
     assert len({tuple(row) for row in indices[:, 8].reshape(-1, 4)}) > 1
-    np.testing.assert_array_equal(indices, utils.generate_block_indices(2, 5, 3, 4, 2, seed=42))
+    np.testing.assert_array_equal(indices, utils.generate_block_indices(2, 10, 3, 4, 2, seed=42))
     assert utils.generate_block_indices(1, 2, 1, 4, 1)[0, 1, 0].tolist() == [0, 1, -1, -1]
+
+
+@pytest.mark.parametrize(("length", "block_size"), [(9, 2), (64, 16), (1, 4), (0, 4), (33, 32)])
+def test_block_indices_cover_a_length_in_tokens(length: int, block_size: int):
+    arguments = {"batch": 2, "sequence_length": length, "kv_heads": 3, "num_blocks_per_token": 4, "block_size": block_size}
+    indices = np.asarray(utils.generate_block_indices(**arguments))
+    assert indices.shape == (2, length, 3, 4)
+    own = (np.arange(length) // block_size)[:, None, None]
+    assert (indices <= own).all() and (indices >= -1).all()
+    assert ((indices >= 0).sum(-1) == np.minimum(own[..., 0] + 1, 4)).all()
+    with pytest.raises(ValueError, match="block_size: got 0, expected at least 1"):
+        utils.generate_block_indices(**arguments | {"block_size": 0})
 
 
 def test_numbers():

@@ -247,7 +247,7 @@ def test_dispatched_by_name_for_a_gpu():
     """From the public function on, where a GPU is only named."""
 
     def decode(query, key_pages, value_pages, lengths, tables):
-        return ejkernel.page_attention(query, key_pages, value_pages, lengths, tables, platform="cuda")
+        return ejkernel.page_attention(query, key_pages, value_pages, lengths, tables, layout="pthd", platform="cuda")
 
     query, pages = jax.ShapeDtypeStruct((3, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct((4, 16, 2, 64), jnp.bfloat16)
     described = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((3,), (3, 2))]

@@ -334,3 +334,21 @@ def test_softmax(launch, mask_shape):
     floor = np.linalg.norm(got.astype(np.float64) * np.nan_to_num(grad.astype(np.float64)))
     assert relative(d_x.checked(), exact.x, floor) < TOLERANCE[dtype]
     assert kept is None or kept.checked() is kept.array
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+@pytest.mark.parametrize("launch", LAUNCHES + DIRECT, ids=str)
+def test_softmax_hides_minus_infinity_under_any_scale(launch, scale):
+    dtype, width, packed, *knobs = launch
+    x, _, _ = softmax_problem(dtype, width, None)
+    x[0, 0, 0, ::3] = -np.inf
+    call = softmax.SoftmaxCall(x=ArraySpec.of(x), scale=scale)
+    wanted = softmax_reference.forward(call, softmax.SoftmaxInputs(x.astype(np.float64))).out
+    mask, _ = softmax_mask(x, None)
+    given, out = Guarded(x), output(x.shape, x.dtype)
+    kind, shape = (KINDS[dtype], ctypes.c_bool(packed)), Shape(12, 1, 2, *knobs)
+    library().softmax_forward(*kind, shape, given.pointer, mask, out.pointer, width, ctypes.c_float(scale))
+    got = out.checked()
+    assert not got[0, 0, 0, ::3].any()
+    assert not got[1, 1, 1].any()
+    assert relative(got, wanted) < TOLERANCE[dtype]

@@ -1,10 +1,8 @@
-"""The conformance suite's options and fixtures, which of the two compilers is under test, and enough threads for it."""
+"""Which of the two compilers is under test, and enough threads for it."""
 
 import os
 
 import pytest
-
-pytest_plugins = ["ejkernel.testing.plugin"]
 
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):

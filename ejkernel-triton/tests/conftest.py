@@ -1,10 +1,8 @@
-"""The conformance suite's options and fixtures, and a cache of compiled kernels that is nobody else's."""
+"""A cache of compiled kernels that is nobody else's."""
 
 from __future__ import annotations
 
 import pytest
-
-pytest_plugins = ["ejkernel.testing.plugin"]
 
 
 @pytest.fixture(scope="session", autouse=True)

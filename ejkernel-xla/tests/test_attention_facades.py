@@ -306,14 +306,43 @@ def test_packed_refusals(change, text):
     {"local_window_size": 3, "is_causal": True},
     {"query_seq_lengths": np.array([9, 4], np.int32), "key_value_seq_lengths": np.array([7, 14], np.int32)},
     {"mask": normal(2, 1, 12, 14) > -0.5, "bias": normal(1, 4, 12, 14)},
+    {"mask": normal(4, 12, 14) > -0.5},
+    {"bias": normal(4, 12, 14), "mask": normal(1, 12, 14) > -0.5},
+    {"implementation": "xla", "is_causal": True},
 ], ids=lambda options: "-".join(options) or "plain")  # fmt: skip
 def test_sdpa_agrees_with_jax_nn(options):
     q, k, v = qkv(12, 14)
     expected = jax.nn.dot_product_attention(q, k, v, **options)
+    if "implementation" not in options:
+        options = {**options, "platform": "xla"}
     if "query_seq_lengths" in options:
         past = np.arange(12)[None, :, None, None] >= options["query_seq_lengths"][:, None, None, None]
         expected = np.where(past, 0, expected)
-    np.testing.assert_allclose(sdpa(q, k, v, **options), expected, rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(ejkernel.scaled_dot_product_attention(q, k, v, **options), expected, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [True, False])
+def test_sdpa_returns_the_residual_of_jax_nn(batch):
+    q, k, v = qkv(12, 14) if batch else (a[0] for a in qkv(12, 14))
+    options = {"mask": normal(4, 12, 14) > -0.5, "bias": normal(1, 12, 14), "scale": 0.4, "return_residual": True}
+    out, residual = sdpa(q, k, v, **options)
+    expected = jax.nn.dot_product_attention(q, k, v, **options)
+    assert residual.shape == out.shape[:-1] and residual.dtype == jnp.float32
+    for one, other in zip((out, residual), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-5)
+
+
+def test_sdpa_refuses_words_that_do_not_fit():
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="implementation: got 'flash', expected one of xla, cudnn, or None"):
+        sdpa(q, k, v, implementation="flash")
+    with pytest.raises(ValueError, match="platform: got 'triton', expected None beside implementation"):
+        ejkernel.scaled_dot_product_attention(q, k, v, implementation="xla", platform="triton")
+    with pytest.raises(ejkernel.NoKernelError, match="cudnn"):
+        ejkernel.scaled_dot_product_attention(q, k, v, implementation="cudnn")
+    with pytest.raises(ValueError, match=r"bias: got shape \(1, 3, 12, 12\), expected \[B or 1"):
+        sdpa(q, k, v, np.zeros((3, 12, 12), np.float32))
+    np.testing.assert_array_equal(sdpa(q, k, v, init_bias=lambda: jnp.ones((4, 12, 12))), sdpa(q, k, v, jnp.ones((4, 12, 12))))
 
 
 def test_sdpa_without_batch_and_with_both_names():

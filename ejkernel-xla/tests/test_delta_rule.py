@@ -248,9 +248,11 @@ def test_gated_delta_rule_is_the_operation() -> None:
 
 
 def test_forms_are_different_programs() -> None:
-    arrays = problem(length=20)
+    arrays, by_chunks = problem(length=20), {"token_by_token": False}
     programs = {
-        flag: jax.jit(lambda arrays, flag=flag: ejkernel.gated_delta_rule(**arrays, use_chunked=flag)).lower(arrays).as_text()
+        flag: jax.jit(lambda arrays, flag=flag: ejkernel.gated_delta_rule(**arrays, use_chunked=flag, cfg=by_chunks))
+        .lower(arrays)
+        .as_text()
         for flag in (True, False)
     }
     assert programs[True] != programs[False]
@@ -376,4 +378,4 @@ def test_explain_names_the_operation() -> None:
     arrays = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in problem(length=20).items()}
     explanation = ejkernel.explain("gated_delta_rule", **arrays)
     assert explanation.forward.chosen.id == "xla"
-    assert explanation.backward.config.chunk_size == 64
+    assert explanation.forward.config.token_by_token and not explanation.backward.config.token_by_token

@@ -20,7 +20,7 @@ _HEADS = (
     {"heads": 1, "value_heads": 3},
     {"heads": 1, "value_heads": 2, "query_heads": 2},
 )
-configs = st.sampled_from([LinearRecurrenceConfig(*sizes) for sizes in ((1, 1), (4, 2), (8, 8), (64, 16))])
+configs = st.sampled_from([LinearRecurrenceConfig(*sizes) for sizes in ((1, 1), (4, 2), (8, 8), (64, 16), (4, 4, True))])
 
 
 @st.composite

@@ -262,6 +262,20 @@ def test_divergence_in_tiles(direction, cfg, sides):
     assert_same(*(jax.jit(jax.value_and_grad(f, (0, 1)))(hidden, head) for f in (ours, plain)))
 
 
+@pytest.mark.parametrize(("beta", "direction"), ((0.0, "forward"), (1.0, "reverse"), (0, "forward")))
+def test_end_points_of_the_mixture_are_the_other_divergences(beta, direction):
+    """As TRL and Liger define them; the limits after division by beta, or by 1 - beta."""
+    student, teacher = normal(3, 5, V), normal(3, 5, V, seed=2)
+
+    def ours(student):
+        return divergence(student, teacher, direction="jsd", beta=beta, temperature=1.5).loss
+
+    assert_same(*(jax.value_and_grad(f)(student) for f in (ours, lambda x: kl_expected(x, teacher, direction, 1.5))))
+    near = abs(beta - 1e-3)
+    limit = divergence(student, teacher, direction="jsd", beta=near, temperature=1.5).loss / 1e-3
+    assert abs(limit - ours(student)) < 0.02 * limit
+
+
 def test_the_teacher_is_a_constant():
     student, teacher = normal(4, V), normal(4, V, seed=2)
     assert not np.asarray(jax.grad(lambda teacher: divergence(student, teacher).loss)(teacher)).any()
@@ -300,7 +314,7 @@ REFUSED = {
         ValueError,
         r"^lm_head_weight: got shape \(12, 40\)",
     ),
-    "labels of floats": (lambda: cross_entropy(X, X[..., 0]), TypeError, "targets: got dtype float32, expected integers"),
+    "labels of floats": (lambda: cross_entropy(X, L * 1.0), ValueError, r"targets: got shape \(2, 5\), expected .*\[..., V\]"),
     "labels of another shape": (lambda: cross_entropy(X, L[:1]), ValueError, r"targets: got shape \(1, 5\)"),
     "weights of another shape": (
         lambda: cross_entropy(X, L, L[0]),
@@ -335,10 +349,10 @@ REFUSED = {
     "a direction": (lambda: divergence(X, X, direction="up"), ValueError, "direction: got 'up', expected one of forward"),
     "a temperature": (lambda: divergence(X, X, temperature=0.0), ValueError, "temperature: got 0.0, expected a value > 0"),
     "a beta": (lambda: divergence(X, X, beta=0.5), ValueError, "beta: got 0.5, expected None with direction 'forward'"),
-    "a beta of 1": (
-        lambda: divergence(X, X, direction="jsd", beta=1.0),
+    "a beta above 1": (
+        lambda: divergence(X, X, direction="jsd", beta=1.5),
         ValueError,
-        r"beta: got 1.0, expected a value in \(0, 1\)",
+        r"beta: got 1.5, expected a value in \[0, 1\]",
     ),
     "another vocabulary": (
         lambda: divergence(X, X[..., :9]),

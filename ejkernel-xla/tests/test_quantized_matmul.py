@@ -117,3 +117,23 @@ def test_rows_of_a_batch_are_one_product_under_vmap() -> None:
     run = jax.jit(jax.vmap(lambda x: ejkernel.quantized_matmul(x, *packed, mode="nf4", group_size=32, platform="xla")))
     np.testing.assert_allclose(run(batch)[1], 2 * run(batch)[0], rtol=1e-5, atol=1e-5)
     assert "f32[21,96]" in run.lower(batch).compile().as_text().replace("{1,0}", "")
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("leading", [(), (2, 3), (2, 0), (1, 2, 3)])
+def test_any_number_of_leading_axes(leading, transpose):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((*leading, 64)), jnp.float32)
+    w = jnp.asarray(rng.standard_normal((32, 64) if transpose else (64, 32)), jnp.float32)
+    packed = prepack_quantized_weights(w, 32, 4, "affine")
+
+    def loss(x, flat):
+        rows = x.reshape(-1, 64) if flat else x
+        out = ejkernel.quantized_matmul(rows, *packed, group_size=32, transpose=transpose)
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, got), d_got = jax.value_and_grad(loss, has_aux=True)(x, False)
+    (_, wanted), d_wanted = jax.value_and_grad(loss, has_aux=True)(x, True)
+    assert got.shape == (*leading, 32) and d_got.shape == x.shape
+    np.testing.assert_array_equal(got, wanted.reshape(got.shape))
+    np.testing.assert_allclose(d_got, d_wanted, rtol=1e-6)

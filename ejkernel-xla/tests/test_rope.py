@@ -52,6 +52,8 @@ def test_products_of_queries_and_keys_depend_on_the_distance_alone(interleaved: 
     assert abs(float(product(0, 3) - product(0, 4))) > 1e-2
 
 
+@jax.numpy_rank_promotion("raise")
+@jax.numpy_dtype_promotion("strict")
 def test_angles() -> None:
     positions = jnp.array([[0, 1, 7], [100000, -3, 2]])
     cos, sin = ejkernel.LlamaRotaryEmbedding(8, base=500000.0)(positions)
@@ -61,6 +63,12 @@ def test_angles() -> None:
     np.testing.assert_allclose(cos, np.cos(angles), atol=5e-3)
     np.testing.assert_allclose(cos[0], np.cos(angles[0]), atol=1e-6)
     np.testing.assert_allclose(sin[0], np.sin(angles[0]), atol=1e-6)
+    for floating in (positions.astype(jnp.float32), np.asarray(positions, np.float64), positions.tolist()):
+        np.testing.assert_array_equal(ejkernel.LlamaRotaryEmbedding(8, base=500000.0)(floating)[0], cos)
+    half, _ = ejkernel.LlamaRotaryEmbedding(8, base=500000.0)(jnp.array([0.5], jnp.bfloat16))
+    np.testing.assert_allclose(half[0, :4], np.cos(0.5 * frequencies), atol=1e-6)
+    with pytest.raises(TypeError, match="position_ids: got dtype bool, expected integers or floating numbers"):
+        ejkernel.LlamaRotaryEmbedding(8)(positions > 0)
     neighbours, _ = ejkernel.LlamaRotaryEmbedding(8, base=500000.0, interleaved=True)(positions)
     np.testing.assert_array_equal(neighbours[..., 0::2], cos[..., :4])
     np.testing.assert_array_equal(neighbours[..., 1::2], cos[..., :4])

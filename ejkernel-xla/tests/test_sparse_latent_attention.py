@@ -172,9 +172,81 @@ def test_sharded_inputs_are_not_gathered(arrays, kind):
         assert_close(jax.device_get(leaf), expected, 1e-5)
 
 
+def cached(arrays: dict[str, Any], first: int, last: int, lengths: Any, spare: int = 4) -> dict[str, Any]:
+    """Tokens first to last of the queries, over a cache with room for more; what is past each row's length holds NaN."""
+    found = {}
+    for name, array in arrays.items():
+        if name in ("key_value", "key_index", "b_k"):
+            room = jnp.pad(array, [(0, 0), (0, spare), (0, 0)])
+            found[name] = jnp.where(jnp.arange(T + spare)[None, :, None] < lengths[:, None, None], room, jnp.nan)
+        else:
+            found[name] = array if name in ("w_kc", "w_vc") else array[:, first:last]
+    return found
+
+
+@pytest.mark.parametrize("form", ["none", "shared", "per-head", "inside"])
+@pytest.mark.parametrize("new", [1, 3])
+def test_decoding_gives_what_the_whole_sequence_gives(arrays, form, new):
+    """One token, or several of a draft, at the end of a cache; rows of other lengths, one of them shorter than index_topk."""
+    given = forms(arrays, form)
+    whole = run(given, index_topk=6)
+    for end in (new, 5, T):
+        lengths = jnp.full(B, end)
+        got = jax.jit(lambda given, lengths: run(given, index_topk=6, kv_lens=lengths))(
+            cached(given, end - new, end, lengths), lengths
+        )
+        assert_close(got, whole[:, end - new : end], 3e-6)
+    lengths = jnp.array([7, 16])
+    weights = ("w_kc", "w_vc")
+    apart = [{name: x if name in weights else x[row : row + 1] for name, x in given.items()} for row in (0, 1)]
+    rows = [cached(one, end - new, end, jnp.array([end])) for one, end in zip(apart, (7, 16), strict=True)]
+    both = {n: rows[0][n] if n in weights else jnp.concatenate([rows[0][n], rows[1][n]]) for n in rows[0]}
+    got = run(both, index_topk=6, kv_lens=lengths)
+    for row, end in enumerate((7, 16)):
+        assert_close(got[row], whole[row, end - new : end], 3e-6)
+
+
+def test_decoding_reads_and_differentiates_only_chosen_tokens(arrays):
+    lengths = jnp.array([T, 0])
+    given = cached(arrays, T - 1, T, lengths)
+    out, pull = jax.vjp(lambda given: run(given, index_topk=6, kv_lens=lengths), given)
+    assert not np.any(out[1])
+    gradients = pull(jnp.ones_like(out))[0]
+    touched = np.any(np.asarray(gradients["key_value"]), axis=2)
+    np.testing.assert_array_equal(touched[0, :T], chosen(arrays, 6, True)[0, T - 1])
+    assert not touched[1].any() and not touched[:, T:].any()
+    assert all(np.all(np.isfinite(gradients[name])) for name in MOVING)
+    everything = run(given, index_topk=T, kv_lens=lengths, causal=False)
+    assert_close(everything[0], dense(arrays, np.ones((B, T, T), bool))[0, -1:], 3e-6)
+
+
+def test_decoding_over_a_mesh(arrays):
+    lengths = jnp.array([9, 17])
+    given = cached(arrays, 0, 1, lengths)
+    mesh = jax.make_mesh((2,), ("dp",), axis_types=(AxisType.Auto,))
+    specs = tuple(None if name in ("w_kc", "w_vc") else P("dp") for name in NAMES)
+    got = run(given, index_topk=4, kv_lens=lengths, mesh=mesh, in_specs=specs, out_specs=P("dp"))
+    assert_close(got, run(given, index_topk=4, kv_lens=lengths), 3e-6)
+
+
 @pytest.mark.parametrize(
     ("change", "options", "error", "message"),
     [
+        (
+            {},
+            {"kv_lens": jnp.array([T, T + 1])},
+            ValueError,
+            r"kv_lens: got values in \[19, 20\], expected values in \[0, 19\]",
+        ),
+        ({}, {"kv_lens": jnp.array([T])}, ValueError, r"kv_lens: got shape \(1,\), expected \(2,\) = \[B\]"),
+        ({}, {"kv_lens": jnp.ones(B)}, TypeError, "kv_lens: got dtype float32, expected integers"),
+        ({"key_value": np.ones((B, T + 1, R), np.float32)}, {}, ValueError, r"key_value: got .* = \[B,T,r\], r as in w_kc"),
+        (
+            {"key_value": np.ones((B, T + 1, R), np.float32)},
+            {"kv_lens": jnp.array([T, T])},
+            ValueError,
+            r"key_index: got shape \(2, 19, 4\), expected \(2, 20, 4\) = \[B,S,E\]",
+        ),
         ({"b_k": None}, {}, ValueError, "b_k: got None, expected the keys' rope part beside b_q"),
         ({"b_q": None}, {}, ValueError, "query: got head size 5, expected 7: the 5 channels of w_kc and 2 of b_k"),
         (

@@ -76,7 +76,7 @@ def cache_of(shape: Shape, seed: int) -> tuple[Any, Any, Any]:
 def attend(query: Any, cache: Any, lengths: Any, scale: Any, platform: str) -> Any:
     key_pages, value_pages, tables = cache
     return ejkernel.page_attention(
-        query, key_pages, value_pages, lengths, tables, k_scale=scale, v_scale=scale, platform=platform
+        query, key_pages, value_pages, lengths, tables, k_scale=scale, v_scale=scale, layout="pthd", platform=platform
     )
 
 

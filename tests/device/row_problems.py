@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.plugin import current_target
+from ejkernel_xla._vocabulary import VocabularyConfig
 
 NARROW = (1, 2, 7, 8, 33, 64, 100, 128, 200, 256, 513, 1000)
 WIDTHS = (*NARROW, 1024, 3000, 4096, 4099, 8192, 12288, 16384, 20000, 32768, 40000, 65536, 128256, 131072)
@@ -35,7 +36,10 @@ class Problem:
     def arrays(self, seed: int, dtype: str = "bfloat16") -> dict[str, Any]:
         def make(key, name, shape):
             if name == "cu_seqlens":
-                return jnp.asarray([0, 40000, 50000, 50256, 65536][: shape[0]], jnp.int32)
+                bounds = jnp.asarray([0, 40000, 50000, 50256, 65536][: shape[0]], jnp.int32)
+                return bounds // max(65536 // self.shapes["x"][1], 1)
+            if name == "targets":
+                return jax.random.randint(key, shape, 0, self.shapes["x"][-1])
             if name == "where":
                 return jax.random.bernoulli(key, 0.6, shape)
             return jax.random.normal(key, shape, jnp.float32 if name in self.float32 else dtype)
@@ -69,6 +73,11 @@ def norm_rotary(
     return Problem(
         "qk_norm_rope", {**shapes, **scales}, {"layout": layout, "rotary_dim": rotary_dim, **options}, ("cos", "sin")
     )
+
+
+def convolution(batch: int, length: int, channels: int, **more: tuple[int, ...]) -> Problem:
+    shapes = {"x": (batch, length, channels), "weight": (channels, 4), "bias": (channels,), **more}
+    return Problem("causal_conv1d", shapes, {"activation": "silu"})
 
 
 TIMED = (
@@ -107,6 +116,10 @@ TIMED = (
     norm_rotary("BTHD", 4, 8192, 32, 8, 128, 128),
     Problem("mean_pooling", {"x": (8, 8192, 32, 128)}),
     Problem("mean_pooling", {"x": (1, 65536, 32, 128), "cu_seqlens": (5,)}),
+    convolution(2, 4096, 4096),
+    convolution(1, 8192, 8192, cu_seqlens=(5,)),
+    Problem("cross_entropy", {"x": (8192, 128256), "targets": (8192,)}),
+    Problem("cross_entropy", {"x": (16384, 32000), "targets": (16384,)}),
 )
 
 
@@ -150,6 +163,7 @@ class Prepared:
         self.config = importlib.import_module(f"ejkernel_{platform}.{problem.operation}.config")
         self.reference = importlib.import_module(f"ejkernel.operations.{problem.operation}.reference")
         self.xla = importlib.import_module(f"ejkernel_xla.{problem.operation}.kernel")
+        self.xla_config = VocabularyConfig(1, 1) if problem.operation == "cross_entropy" else None  # logits have no tiles
         bound = self.operation.canonicalise(**problem.arrays(seed, dtype), **problem.options)
         self.call = dataclasses.replace(bound.call, save_residuals=True)
         self.light = bound.call
@@ -164,7 +178,7 @@ class Prepared:
         self.floors: dict[str, float] = {}
 
     def outputs(self) -> Any:
-        return jax.jit(lambda inputs: self.xla.forward(self.call, inputs, None))(self.inputs)
+        return jax.jit(lambda inputs: self.xla.forward(self.call, inputs, self.xla_config))(self.inputs)
 
     def exact(self) -> dict[str, np.ndarray]:
         """Results and gradients in float64 on the host; `floors` gets the magnitude that d_x is a difference of."""
@@ -240,13 +254,30 @@ def textbook(prepared: Prepared, phase: str) -> Callable[..., Any]:
     def norm_rope_of(query, key, cos, sin, query_scale, key_scale):
         return rope_of(norm_of(query, query_scale), norm_of(key, key_scale), cos, sin)
 
+    def convolution_of(x, weight, bias, cu_seqlens=None):
+        before = call.width - 1
+        padded, out = jnp.pad(x, ((0, 0), (before, 0), (0, 0))).astype(jnp.float32), bias[:, None].astype(jnp.float32)
+        tokens = jnp.arange(x.shape[1])
+        start = 0 if cu_seqlens is None else cu_seqlens[0][jnp.searchsorted(cu_seqlens[0], tokens, side="right") - 1]
+        for back in range(call.width):
+            seen = (tokens - back >= start)[None, :, None]
+            out = out + jnp.where(seen, padded[:, before - back :][:, : x.shape[1]], 0) * weight[:, None, :, before - back]
+        return jax.nn.silu(out).astype(x.dtype)
+
+    def cross_entropy_of(x, targets):
+        logits = x.astype(jnp.float32)
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        return lse - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0], lse
+
     call_name = prepared.operation.name
     functions = {
         "softmax": softmax_of, "add_rms_norm": added_of, "rope": rope_of, "qk_norm_rope": norm_rope_of,
-        "mean_pooling": pooling_of,
+        "mean_pooling": pooling_of, "causal_conv1d": convolution_of, "cross_entropy": cross_entropy_of,
     }  # fmt: skip
     function = functions.get(call_name, norm_of)
-    fixed = {"rope": (2, 3), "qk_norm_rope": (2, 3), "mean_pooling": (1,)}.get(call_name, ())
+    fixed = {"rope": (2, 3), "qk_norm_rope": (2, 3), "mean_pooling": (1,), "cross_entropy": (1,), "causal_conv1d": (3,)}.get(
+        call_name, ()
+    )
 
     def run(inputs, outputs, cotangents):
         given = [value for value in inputs if value is not None]

@@ -1,4 +1,5 @@
-"""Operations over rows on a real GPU, in Triton or CUDA C++: norms, `softmax`, `rope`, what is fused of them, `mean_pooling`.
+"""Operations over rows on a real GPU, in Triton or CUDA C++: norms, `softmax`, `rope`, what is fused of them, `mean_pooling`;
+`causal_conv1d` and `cross_entropy` of logits.
 
     python tests/device/rows.py --out results
 
@@ -162,7 +163,7 @@ def candidates(prepared: Prepared, most: int) -> list[Candidate]:
         heuristic, configs = space.heuristic(call, target), space.search_space(call, target)
         for cfg in check_gpu.chosen_of(configs, heuristic, most or len(configs)):
             found.append(Candidate(check_gpu.knobs(cfg), phase, make(prepared.kernel, cfg, call), cfg == heuristic))
-        found.append(Candidate(XLA, phase, make(prepared.xla, None, call)))
+        found.append(Candidate(XLA, phase, make(prepared.xla, prepared.xla_config, call)))
         if prepared.problem.operation in ("softmax", "rms_norm", "layer_norm"):
             arrays = (prepared.inputs.x, *prepared.cotangents)[: 1 if phase == "forward" else 2]
             if can_move(arrays):

@@ -8,8 +8,6 @@ from __future__ import annotations
 from ejkernel import kernel_registry
 from ejkernel.plugin import resolve
 
-pytest_plugins = ["ejkernel.testing.plugin"]
-
 for _candidate in kernel_registry.list_implementations():
     _known = _candidate.implementation
     if _candidate.platform == "xla" and not _known.variant:

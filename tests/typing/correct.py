@@ -74,13 +74,20 @@ out, state = ejkernel.gated_delta_rule(query, query, query, rows, return_state=T
 out, state = ejkernel.recurrent_attention(query, query, query, g=rows, return_state=True, reverse=True)
 out = ejkernel.lightning_attention(query, query, query, layer_idx=0, num_layers=2)
 out, state = ejkernel.lightning_attention(query, query, query, layer_idx=0, num_layers=2, return_state=True)
+out = ejkernel.lightning_attention(query, query, query, layer_idx=0, num_layers=2, slopes="minimax", softmax_scale=1.0)
 out, state = ejkernel.gla(query, query, query)
 out = ejkernel.rwkv4(rows[0], rows[0], query, query)
+out, state = ejkernel.causal_conv1d(rows, rows[0], activation="silu", return_state=True)
 out, state, conv = ejkernel.state_space_v1(rows, rows, rows, rows, None, rows, act_fn=jax.nn.silu)
+out, state, conv = ejkernel.state_space_v2(
+    query, rows[0], query, query, rows, rows, rows, dt_bias=rows[0], dt_softplus=True, cu_seqlens=lengths,
+    use_gated_rmsnorm=True, norm_before_gate=False, norm_weight=rows[0], norm_group_size=64,
+)  # fmt: skip
 
 # Rows, products, losses
 out = ejkernel.rms_norm(rows, rows[0], epsilon=1e-5, axis=-1)
 out, stream = ejkernel.fused_add_rms_norm(rows, rows, platform="auto")
+out = ejkernel.gated_rms_norm(rows, rows, rows[0], norm_before_gate=False, group_size=32, act_fn=jax.nn.sigmoid)
 out = ejkernel.softmax(host, axis=(0, 1), where=host > 0, scale=2)
 embedding = ejkernel.LlamaRotaryEmbedding(64, scaling={"rope_type": "linear", "factor": 2.0})
 cos, sin = embedding(jnp.arange(16))

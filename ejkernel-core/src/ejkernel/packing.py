@@ -16,6 +16,7 @@ import numpy as np
 
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import _checks, _construct
+from ejkernel.utils.dtypes import accumulator
 
 __all__ = [
     "cdiv",
@@ -136,11 +137,17 @@ def prepare_chunk_indices(cu_seqlens: Any, chunk_size: int, total_length: int | 
 
 
 def identity_dtype_convert(dtype: Any) -> Callable[[Any], Any]:
-    """A function that returns its argument and rounds the gradient through `dtype` (the cotangent keeps the argument's dtype).
+    """A function that returns its argument, and rounds the gradient to `dtype`.
+
+    The gradient is handed on in the wider of `dtype` and its own dtype. So float32 over a bfloat16 argument gives float32
+    gradients: whatever computed that argument must take them, as parameters do.
 
     >>> f = identity_dtype_convert(jnp.bfloat16)
     >>> float(jax.grad(lambda x: f(x) * 1.001)(1.0))
     1.0
+    >>> g = identity_dtype_convert(jnp.float32)
+    >>> jax.grad(lambda x: g(x).astype(jnp.float32))(jnp.bfloat16(1)).dtype.name
+    'float32'
     """
 
     @jax.custom_vjp
@@ -148,7 +155,8 @@ def identity_dtype_convert(dtype: Any) -> Callable[[Any], Any]:
         return x
 
     def backward(_: None, cotangent: Any) -> tuple[Any]:
-        return (cotangent.astype(dtype).astype(cotangent.dtype),)
+        wider = jnp.finfo(dtype).bits > jnp.finfo(cotangent.dtype).bits
+        return (cotangent.astype(dtype) if wider else cotangent.astype(dtype).astype(cotangent.dtype),)
 
     identity.defvjp(lambda x: (x, None), backward)
     return identity
@@ -220,7 +228,7 @@ def _restarting_sum(
     if values.ndim not in (3, 4):
         raise invalid("g", f"shape {tuple(values.shape)}", "[batch, time, head] or [batch, time, head, channel], or head first")
     axis = 2 if head_first else 1
-    summed = jnp.moveaxis(values.astype(jnp.promote_types(values.dtype, jnp.float32)), axis, 0)
+    summed = jnp.moveaxis(values.astype(accumulator(values.dtype)), axis, 0)
     if cu_seqlens is None:
         summed = _plain_sum(summed, chunk_size, reverse)
     else:

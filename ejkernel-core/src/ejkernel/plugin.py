@@ -10,6 +10,7 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import pluggy
@@ -44,12 +45,9 @@ SUPPORTED_API_LEVELS = range(1, 3)
 
 ENTRY_POINT_GROUP = "ejkernel.plugins"
 
-FIRST_PARTY: Mapping[str, str] = {
-    "xla": "ejkernel-xla",
-    "triton": "ejkernel-triton",
-    "pallas": "ejkernel-pallas",
-    "cuda": "ejkernel-cuda",
-}
+FIRST_PARTY: Mapping[str, str] = MappingProxyType(
+    {"xla": "ejkernel-xla", "triton": "ejkernel-triton", "pallas": "ejkernel-pallas", "cuda": "ejkernel-cuda"}
+)
 """Platform names that are reserved, and the distribution that owns each."""
 
 FALLBACK = "xla"

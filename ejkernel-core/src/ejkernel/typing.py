@@ -34,6 +34,9 @@ Number = float | np.number | Shaped[ArrayLike, ""]
 Count = int | np.integer | Integer[ArrayLike, ""]
 """An integer that is known when the program is built."""
 
+Axis = Count | Sequence[Count]
+"""An axis, or several."""
+
 Flag = bool | np.bool | Bool[ArrayLike, ""]
 """True or False, known when the program is built."""
 
@@ -97,11 +100,17 @@ PackedLayout = Literal["thd", "htd", "bthd", "bhtd"]
 CacheLayout = Literal["pthd", "phtd", "hptd"]
 """Axes of a paged cache: p pages, t tokens of a page, h heads, d channels."""
 
+DotProductImplementation = Literal["xla", "cudnn"]
+"""The words of `jax.nn.dot_product_attention` for who runs it."""
+
 RotaryLayout = Literal["BTHD", "BHTD"]
 """Axes of queries and keys: B batch, T length, H heads, D channels."""
 
 SequenceLayout = Literal["contiguous", "zigzag"]
 """Order of a sequence that is split over devices."""
+
+LayerSlopes = Literal["linear", "minimax", "bailing"]
+"""Whose decays of lightning attention: flash-linear-attention's, MiniMax's, or those of Ling 2.5 and Ring 2.5."""
 
 Reduction = Literal["none", "sum", "mean"]
 """What becomes of the losses of all tokens."""
@@ -126,10 +135,13 @@ Bias = Float[ArrayLike, "#rows #heads #queries #keys"] | Float[ArrayLike, "#quer
 RingBias = Float[ArrayLike, "#rows #heads #queries #all_keys"] | Float[ArrayLike, "#queries #all_keys"]
 """A shard of a ring has its own queries' rows and all keys."""
 BoolMask = Bool[ArrayLike, "#rows #heads #queries #keys"] | Bool[ArrayLike, "#queries #keys"]
+DotProductBias = Bias | Float[ArrayLike, "#heads #queries #keys"]
+DotProductMask = BoolMask | Bool[ArrayLike, "#heads #queries #keys"]
 Sinks = Float[ArrayLike, "heads"] | Float[ArrayLike, "#heads sinks"]
 Weights = Float[Array, "*batch heads queries keys"]
 CumulativeLengths = Integer[ArrayLike, "boundaries"]
 Lengths = Integer[ArrayLike, "sequences"]
+RowLengths = Integer[ArrayLike, "batch"]
 
 # Packed attention: the layout says where tokens and heads stand
 
@@ -235,15 +247,20 @@ SequenceChannels = Float[ArrayLike, "batch length channels"]
 SequenceChannelsOutput = Float[Array, "batch length channels"]
 ScanMatrix = Float[ArrayLike, "channels states"]
 ScanInputs = Float[ArrayLike, "batch length states"]
-ScanState = Float[ArrayLike, "batch channels states"]
-NewScanState = Float32[Array, "batch channels states"] | Float64[Array, "batch channels states"]
+ScanState = Float[ArrayLike, "sequences channels states"]
+NewScanState = Float32[Array, "sequences channels states"] | Float64[Array, "sequences channels states"]
+ConvFilters = Float[ArrayLike, "channels width"]
+ConvState = Float[ArrayLike, "sequences before channels"]
+NewConvState = Float[Array, "sequences before channels"]
 HeadChannels = Float[ArrayLike, "batch length heads channels"]
 Heads = Float[ArrayLike, "heads"]
 SequencePerHead = Float[ArrayLike, "batch length heads"]
 GroupInputs = Float[ArrayLike, "batch length groups states"]
 HeadGate = Float[ArrayLike, "batch length inner"]
-HeadState = Float[ArrayLike, "batch heads channels states"]
-NewHeadState = Float32[Array, "batch heads channels states"] | Float64[Array, "batch heads channels states"]
+HeadSkip = Float[ArrayLike, "heads"] | Float[ArrayLike, "heads channels"]
+InnerScale = Float[ArrayLike, "inner"]
+HeadState = Float[ArrayLike, "sequences heads channels states"]
+NewHeadState = Float32[Array, "sequences heads channels states"] | Float64[Array, "sequences heads channels states"]
 HeadOutput = Float[Array, "batch length inner"]
 MixingState = Float[ArrayLike, "batch 3 channels"]
 NewMixingState = Float32[Array, "batch 3 channels"] | Float64[Array, "batch 3 channels"]
@@ -254,13 +271,14 @@ WholeSequence = Shaped[ArrayLike, "*shape"]
 ReorderedSequence = Shaped[Array, "*shape"]
 Rows = Float[ArrayLike, "*shape"]
 RowsOutput = Float[Array, "*shape"]
-RowScale = Float[ArrayLike, "features"]
+RowScale = Float[ArrayLike, "features"] | Float[ArrayLike, "*several"]
 Where = Bool[ArrayLike, "..."]
-Pooled = Float[ArrayLike, "batch length *features"]
-PooledOutput = Float[Array, "sequences *features"]
+TokenMask = Shaped[ArrayLike, "batch length"]
+Pooled = Float[ArrayLike, "rows *features"]
+PooledOutput = Float[Array, "sequences *pooled"]
 
-RotaryHeads = Float[ArrayLike, "batch _ _ size"]
-RotaryOutput = Float[Array, "batch _ _ size"]
+RotaryHeads = Float[ArrayLike, "*batch _ _ size"]
+RotaryOutput = Float[Array, "*batch _ _ size"]
 Angles = Float[ArrayLike, "... length width"]
 HeadScale = Float[ArrayLike, "size"]
 Positions = Integer[ArrayLike, "*positions"]
@@ -269,6 +287,8 @@ PositionAngles = Float32[Array, "*positions width"]
 # Matrix products
 
 LhsRows = Float[ArrayLike, "rows inner"]
+BatchedRows = Float[ArrayLike, "*rows inner"]
+BatchedProduct = Float[Array, "*rows columns"]
 GroupMatrices = Num[ArrayLike, "groups _ _"]
 GroupSizes = Integer[ArrayLike, "sizes"]
 GroupOffset = Count | Integer[ArrayLike, "1"]
@@ -287,6 +307,7 @@ ShardedProduct = Float[Array, "... _ _"]
 
 Logits = Float[ArrayLike, "*tokens vocabulary"]
 Targets = Integer[ArrayLike, "*tokens"]
+SoftTargets = Float[ArrayLike, "*tokens vocabulary"]
 TokenWeights = Shaped[ArrayLike, "*tokens"]
 Hidden = Float[ArrayLike, "*tokens width"]
 Head = Float[ArrayLike, "_ _"]

@@ -1,4 +1,4 @@
-"""The name under which existing clients import `ejkernel.packing`."""
+"""The name under which existing clients import `ejkernel.packing`, with the modules that it had once."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ejkernel.packing import (
     prepare_token_indices,
     reorder_sequence,
 )
+from ejkernel.utils.former_paths import former_module, same_names
 
 __all__ = [
     "cdiv",
@@ -33,3 +34,8 @@ __all__ = [
     "prepare_token_indices",
     "reorder_sequence",
 ]
+
+utils = former_module("ejkernel.xla_utils.utils", same_names("ejkernel.packing", __all__))
+cumsum = former_module(
+    "ejkernel.xla_utils.cumsum", same_names("ejkernel.packing", ("chunk_global_cumsum", "chunk_local_cumsum"))
+)

@@ -23,7 +23,17 @@ def test_healthy(site, fresh_cli):
     report = answer.json
     assert (answer.status, report["ok"], report["problems"]) == (0, True, [])
     assert set(report) == {
-        *("versions", "plugins", "commands", "settings", "unknown_settings", "foreign_distributions", "cache", "devices"),
+        *(
+            "versions",
+            "plugins",
+            "registered",
+            "commands",
+            "settings",
+            "unknown_settings",
+            "foreign_distributions",
+            "cache",
+            "devices",
+        ),
         *("diagnoses", "known_combinations", "problems", "ok"),
     }
     assert {"python", "ejkernel-core", "jax", "jaxlib", "numpy", "ejkernel-xla"} <= set(report["versions"])
@@ -57,6 +67,36 @@ def test_states_and_remedies(site, fresh_cli):
     assert "no_such_module" in said
     (sick,) = (plugin for plugin in answer.json["plugins"] if plugin["name"] == "sick")
     assert "RuntimeError: no driver" in sick["traceback"]
+
+
+def test_plugins_that_print_leave_json_alone(site, fresh_cli):
+    hook = "@hookimpl\ndef ejkernel_tuned_configs():\n    print('louder')\n    return []"
+    site.plugin("acme", code=f"print('loud')\n{hook}\ndef supports(call, target):\n    print('loudest')\n")
+    site.add(
+        "ejk-extra", "extra = extra_command:run", {"extra_command": "print('loud')\ndef run(): ..."}, group="ejkernel.commands"
+    )
+    answer = fresh_cli("doctor", "--json")
+    assert answer.json["ok"]
+    assert "louder" in answer.err
+
+
+def test_a_slow_plugin_is_remarked(site, fresh_cli):
+    site.plugin("slow", code="import time; time.sleep(0.1)")
+    site.plugin("slower", code="import time; time.sleep(1.1)")
+    answer = fresh_cli("doctor")
+    assert "its plugin module takes 1" in answer.out
+    assert "1 problem:" in answer.out
+    assert "plugin slower takes 1." in answer.out
+
+
+def test_what_is_registered_in_every_program_is_a_problem(site, fresh_cli):
+    (site.path / "usual.py").write_text("def forward(call, inputs, config): ...")
+    (site.path / "sitecustomize.py").write_text(
+        "import ejkernel, usual\nejkernel.kernel_registry.register('rms_norm', 'usual', priority=9)(usual.forward)"
+    )
+    answer = fresh_cli("doctor", "--json")
+    assert [row["code"] for row in answer.json["registered"]] == ["usual.forward"]
+    assert "usual of rms_norm (forward) was registered at run time by usual.forward, in every program" in problems(answer.json)
 
 
 def test_disabled_plugins_are_no_problem(site, fresh_cli):

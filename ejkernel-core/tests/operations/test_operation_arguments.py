@@ -28,6 +28,10 @@ _NORM = [
     (([1.0],), {}, TypeError, "x: got list, expected an array"),
     ((X,), {"axis": 3}, ValueError, r"axis: got 3, expected a value in \[-3, 2\]"),
     ((X,), {"axis": 1.0}, TypeError, "axis: got 1.0, expected an int"),
+    ((X,), {"axis": None}, TypeError, "axis: got None, expected an int"),
+    ((X,), {"axis": (1, -2)}, ValueError, r"axis: got \(1, -2\), expected one or more axes, each once"),
+    ((X,), {"axis": (1, 3)}, ValueError, r"axis: got 3, expected a value in \[-3, 2\]"),
+    ((X, EIGHT), {"axis": (1, 2)}, ValueError, r"scale: got shape \(8,\), expected \(3, 8\) = \[size of x along axis\]"),
     ((X,), {"epsilon": -1e-6}, ValueError, "epsilon: got -1e-06, expected a value >= 0"),
     ((X,), {"epsilon": float("nan")}, ValueError, "epsilon: got nan, expected a finite number"),
     ((X,), {"scale_offset": 1.0}, ValueError, "scale_offset: got 1.0, expected 0 without scale; pass scale"),
@@ -38,10 +42,12 @@ _NORM = [
 B = np.ones((2, 5, 4), np.float32)
 S = np.ones((2, 4, 8, 8), np.float32)
 IDS = np.zeros((2, 5), np.int32)
+FILTERS = np.ones((8, 4), np.float32)
 ROWS = np.ones((2, 3), np.int32)
 
 _ROPE = [
-    ((Q[0], Q, C, C), {}, ValueError, r"query: got shape \(5, 4, 8\) with 3 axes, expected 4 axes"),
+    ((Q[0, 0], Q, C, C), {}, ValueError, r"query: got shape \(4, 8\) with 2 axes, expected 4 axes, or 3 without a batch"),
+    ((Q[0], Q, C, C), {}, ValueError, r"key: got shape \(2, 5, 4, 8\) with 4 axes, expected 3 axes"),
     ((Q, Q[:, :4], C, C), {}, ValueError, r"key: got shape \(2, 4, 4, 8\), expected batch 2, length 5 and head size 8"),
     ((Q, Q, C, C[:, :2]), {}, ValueError, r"sin: got 2 channels, expected rotary_dim = 8, or half of it"),
     ((Q, Q, C, np.tile(C, 2)), {}, ValueError, r"sin: got float32\[1,5,8\], expected float32\[1,5,4\] as cos"),
@@ -96,6 +102,26 @@ REFUSED: dict[str, list[Any]] = {
         ((Q, Q, Q), {"scale": float("nan")}, ValueError, "scale: got nan, expected a finite number"),
         ((Q, Q, Q), {"chunked": 1}, TypeError, "chunked: got 1, expected a bool"),
     ],
+    "causal_conv1d": [
+        ((X[0], C), {}, ValueError, r"x: got shape \(3, 8\) with 2 axes, expected 3 axes"),
+        ((X.astype(np.int32), C), {}, TypeError, "x: got dtype int32, expected a floating type"),
+        ((X, X[0]), {}, ValueError, r"weight: got shape \(3, 8\), expected \(8, 8\) = \[C, W\]"),
+        ((X, EIGHT[:, None]), {}, ValueError, "weight: got a width of 1, expected at least 2; a width of 1 is a product"),
+        ((X, None), {}, TypeError, "weight: got NoneType, expected an array"),
+        ((X, FILTERS, EIGHT[:5]), {}, ValueError, r"bias: got shape \(5,\), expected \(8,\) = \[C\]"),
+        ((X, FILTERS, None, X[:, :2]), {}, ValueError, r"initial_state: got .*, expected \(2, 3, 8\) = \[B, W - 1, C\]"),
+        ((X, FILTERS), {"segments": IDS}, ValueError, r"segments: got shape \(2, 5\), expected \(2, 3\) or \(1, 3\)"),
+        ((X, FILTERS), {"segments": X[..., 0]}, TypeError, "segments: got dtype float32, expected integers"),
+        ((X, FILTERS), {"cu_seqlens": np.array([0, 3])}, ValueError, "x: got batch 2, expected batch 1 with cu_seqlens; pack"),
+        (
+            (X[:1], FILTERS),
+            {"cu_seqlens": np.array([0, 3]), "segments": ROWS[:1].astype(np.int32)},
+            ValueError,
+            "segments: got an array, expected None beside cu_seqlens",
+        ),
+        ((X, FILTERS), {"activation": "gelu"}, ValueError, "activation: got 'gelu', expected None or 'silu'"),
+        ((X, FILTERS), {"return_state": 1}, TypeError, "return_state: got 1, expected a bool"),
+    ],
     "cross_entropy": [
         ((X, ROWS[0]), {}, ValueError, r"targets: got shape \(3,\), expected \(2, 3\), one label for each row"),
         ((X, X[..., 0]), {}, TypeError, "targets: got float32, expected integers"),
@@ -113,7 +139,7 @@ REFUSED: dict[str, list[Any]] = {
         ((X, X[..., :7]), {}, ValueError, "teacher: got a vocabulary of 7, expected 8"),
         ((X, X, None, None, ROWS), {}, TypeError, "valid: got dtype int32, expected bool"),
         ((X, X), {"transpose_heads": True}, ValueError, "transpose_heads: got True, expected False without heads"),
-        ((X, X), {"direction": "jsd", "beta": 0.0}, ValueError, r"beta: got 0.0, expected a value in \(0, 1\)"),
+        ((X, X), {"direction": "jsd", "beta": -0.1}, ValueError, r"beta: got -0.1, expected a value in \[0, 1\]"),
         ((X, X), {"temperature": float("nan")}, ValueError, "temperature: got nan, expected a finite number"),
         ((X, X, C), {}, ValueError, r"student_head: got shape \(5, 4\), expected \[D, V\] with D = 8 as in student"),
     ],
@@ -245,7 +271,7 @@ REFUSED: dict[str, list[Any]] = {
         ((Q, Q, Q, SLOTS), {"return_lse": 1}, TypeError, "return_lse: got 1, expected True or False"),
     ],
     "quantized_matmul": [
-        ((X, Q4, S4, S4), {}, ValueError, r"x: got shape \(2, 3, 8\) with 3 axes, expected 2 axes"),
+        ((X[0, 0, 0], Q4, S4, S4), {}, ValueError, r"x: got shape \(\), expected \[..., K\]"),
         (
             (X[0], Q4[:5], S4[:5], S4[:5]),
             {},

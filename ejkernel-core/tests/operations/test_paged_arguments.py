@@ -165,10 +165,12 @@ def _serving() -> dict[str, dict[str, Any]]:
     return {
         "unified_attention": PUBLIC,
         "page_attention": {
-            "query": query[:2], "key_cache": cache, "value_cache": cache, "context_lens": lens, "block_tables": tables
+            "query": query[:2], "key_cache": cache.swapaxes(1, 2), "value_cache": cache.swapaxes(1, 2), "context_lens": lens,
+            "block_tables": tables,
         },
         "prefill_page_attention": {
-            "query": query, "key_cache": cache, "value_cache": cache, "context_len": lens[:1], "page_indices": tables[0]
+            "query": query, "key_cache": cache.transpose(2, 0, 1, 3), "value_cache": cache.transpose(2, 0, 1, 3),
+            "context_len": lens[:1], "page_indices": tables[0],
         },
         "ragged_page_attention_v2": {
             "queries": query, "kv_pages": packed[:, :, 0], "context_lens": lens, "block_tables": tables,
@@ -211,6 +213,11 @@ WRONG = [
     ("unified_attention", {"layout": ["pthd"]}, r"layout: got \['pthd'\], expected one of pthd"),
     ("unified_attention", {"cfg": (1, 2)}, r"cfg: got \(1, 2\), expected the config dataclass"),
     ("unified_attention", {"mesh": 3, "in_specs": (), "out_specs": None}, r"mesh: got int, expected a jax\.sharding\.Mesh"),
+    ("page_attention", {"block_size": 2}, r"block_size: got 2, expected the 3 tokens of a page of key_cache; layout='phtd' reads"),
+    ("page_attention", {"layout": "pthd"}, r"query: got 4 heads, .* 3 key heads; layout='pthd' .*; with layout='phtd' it is"),
+    ("page_attention", {"scale": 1.0, "attn_scale": 1.0}, "scale: got 1.0, expected None beside attn_scale; .* softmax_scale"),
+    ("page_attention", {"num_splits": "two"}, "num_splits: got 'two', expected int or float"),
+    ("prefill_page_attention", {"layout": "pthd"}, "query: got 4 heads, .* 3 key heads; .* with layout='hptd' it is"),
     ("prefill_page_attention", {"context_len": 10}, r"context_len: got values in \[10, 10\], expected values in \[0, 9\]"),
     ("prefill_page_attention", {"context_len": jnp.array(-1)}, r"context_len: got values in \[-1, -1\]"),
     ("ragged_page_attention_v2", {"num_seqs": -1}, "num_seqs: got -1, expected at most 2 requests in use"),

@@ -132,7 +132,11 @@ struct Forward {
     return row_state;
   }
 
-  __device__ float logit(float value, bool mask_bits) const { return mask_bits ? value * (scale * kLogitScale<T>) : -INFINITY; }
+  // -inf is hidden whatever the sign of the scale.
+  static __device__ bool visible(float value, bool mask_bits) { return mask_bits && value != -INFINITY; }
+  __device__ float logit(float value, bool mask_bits) const {
+    return visible(value, mask_bits) ? value * (scale * kLogitScale<T>) : -INFINITY;
+  }
 
   template <int ITEMS>
   __device__ bool is_ordered() const {
@@ -147,7 +151,7 @@ struct Forward {
   template <bool ORDERED>
   __device__ float weight_of(float value, float factor, float from, bool mask_bits) const {
     if (ORDERED) return weight<T>(fmaf(value, factor, -from));
-    return mask_bits ? weight<T>(value * factor - from) : 0.f;
+    return visible(value, mask_bits) ? weight<T>(value * factor - from) : 0.f;
   }
 
   // For each row: the largest logit of the block's columns, and the sum of weights relative to it.
@@ -368,8 +372,8 @@ struct Forward {
       Pack<T, N> result;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const bool visible = mask_bits >> i & 1u;
-        result.data[i] = from_float<T>(visible ? weight<T>(logit(values[i], true) - shift) * inverse : 0.f);
+        const bool counts = visible(values[i], mask_bits >> i & 1u);
+        result.data[i] = from_float<T>(counts ? weight<T>(logit(values[i], true) - shift) * inverse : 0.f);
       }
       store<T, N>(out + row * width + column, result);
     }

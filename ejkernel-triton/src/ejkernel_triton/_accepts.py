@@ -5,6 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ACCEPTS: Mapping[str, tuple[str, ...]] = {
+    "causal_conv1d": (
+        "bias",
+        "initial_state",
+        "segments",
+        "cu_seqlens",
+        "activation",
+        "return_state",
+    ),
+    "cross_entropy": (
+        "soft_cap",
+        "sum_logits",
+        "precision",
+    ),
     "delta_rule": (
         "beta",
         "decay",

@@ -30,6 +30,14 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "kv_blocksize",
         "mask_builder",
     ),
+    "causal_conv1d": (
+        "bias",
+        "initial_state",
+        "segments",
+        "cu_seqlens",
+        "activation",
+        "return_state",
+    ),
     "cross_entropy": (
         "head",
         "head_bias",
@@ -178,6 +186,8 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
     "selective_scan": (
         "D",
         "initial_state",
+        "resets",
+        "cu_seqlens",
     ),
     "softmax": (
         "where",

@@ -6,8 +6,11 @@ from ejkernel.plugin import API_LEVEL, Implementation, Plugin, hookimpl
 from ejkernel_xla._accepts import ACCEPTS
 
 
-def _both_phases(operation: str, prefix: str = "", **record: object) -> tuple[Implementation, ...]:
-    """Plain JAX code for both phases of one operation, `ejkernel_xla.<operation>:<prefix>forward` and `...backward`."""
+def _both_phases(operation: str, prefix: str = "", configs: str | None = None, **record: object) -> tuple[Implementation, ...]:
+    """Plain JAX code for both phases of one operation, `ejkernel_xla.<operation>:<prefix>forward` and `...backward`.
+
+    `{phase}` in configs becomes FORWARD or BACKWARD.
+    """
     record = {"partitioning": "native", "plain_jax": True, **record}
     return tuple(
         Implementation(
@@ -15,7 +18,7 @@ def _both_phases(operation: str, prefix: str = "", **record: object) -> tuple[Im
             phase=phase,
             target=f"ejkernel_xla.{operation}:{prefix}{phase}",
             accepts=ACCEPTS[operation],
-            **record,  # pyright: ignore[reportArgumentType]
+            **{**record, "configs": configs and configs.format(phase=phase.upper())},  # pyright: ignore[reportArgumentType]
         )
         for phase in ("forward", "backward")
     )
@@ -35,14 +38,15 @@ def ejkernel_plugin() -> Plugin:
             # The loop over listed tiles has a dynamic trip count: JAX cannot differentiate it, nor XLA partition it.
             *_both_phases("block_sparse_attention", partitioning="opaque", plain_jax=False, configs=_BLOCK_SPARSE),
             *_both_phases("block_sparse_attention", "plain_", variant="plain", priority=-1, configs=_BLOCK_SPARSE),
+            *_both_phases("causal_conv1d"),
             *_both_phases("cross_entropy", configs="ejkernel_xla._vocabulary:CONFIGS"),
-            *_both_phases("delta_rule", configs="ejkernel_xla.delta_rule.config:CONFIGS"),
+            *_both_phases("delta_rule", configs="ejkernel_xla.delta_rule.config:{phase}"),
             *_both_phases("flash_attention", configs="ejkernel_xla.flash_attention.config:CONFIGS"),
             *_both_phases("grouped_matmul", configs="ejkernel_xla.grouped_matmul.config:CONFIGS"),
             *_both_phases("kl_divergence", configs="ejkernel_xla._vocabulary:CONFIGS"),
             *_both_phases("latent_paged_attention", configs="ejkernel_xla.latent_paged_attention.kernel:CONFIGS"),
             *_both_phases("layer_norm"),
-            *_both_phases("linear_recurrence", configs="ejkernel_xla.linear_recurrence.config:CONFIGS"),
+            *_both_phases("linear_recurrence", configs="ejkernel_xla.linear_recurrence.config:{phase}"),
             *_both_phases("mean_pooling"),
             *_both_phases("native_sparse_attention", configs="ejkernel_xla.native_sparse_attention.config:CONFIGS"),
             *_both_phases("paged_attention", configs="ejkernel_xla.paged_attention.config:CONFIGS"),

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.operations.common.rotary.interface import RotaryCall
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator
 
 
 def _pairs(call: RotaryCall, x: Any) -> tuple[Any, Any]:

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.call import vary_like
-from ejkernel_xla._numerics import accumulator, dot_precision
+from ejkernel.utils.dtypes import accumulator
+from ejkernel_xla._numerics import dot_precision, finite, propagate_nan
 
 
 class Rows(NamedTuple):
@@ -102,9 +103,9 @@ def rows_of(query: Any, out: Any, lse: Any, d_out: Any, d_lse: Any) -> Rows:
     wide = accumulator(query.dtype)
     delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1)
     delta = delta if d_lse is None else delta - d_lse.astype(wide)
-    nonfinite = _propagate_nan(query).astype(wide) + _propagate_nan(d_out).astype(wide) + delta * 0
+    nonfinite = propagate_nan(query).astype(wide) + propagate_nan(d_out).astype(wide) + delta * 0
     shift = jnp.where(lse == -jnp.inf, jnp.inf, lse.astype(wide) + nonfinite)
-    return Rows(_finite(query), _finite(d_out), shift, _finite(delta))
+    return Rows(finite(query), finite(d_out), shift, finite(delta))
 
 
 def tile_gradients(rows: Rows, key: Any, value: Any, visible: Any, scale: float) -> tuple[Any, Any, Any]:
@@ -156,12 +157,3 @@ def zeros(shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
 
 def _product(equation: str, a: Any, b: Any) -> Any:
     return jnp.einsum(equation, a, b, precision=dot_precision(None, a.dtype), preferred_element_type=accumulator(a.dtype))
-
-
-def _finite(x: Any) -> Any:
-    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
-
-
-def _propagate_nan(x: Any) -> Any:
-    """Per row (last axis): 0 if all of x is finite, else NaN."""
-    return jnp.sum(x * jnp.zeros((), x.dtype), axis=-1)

@@ -6,6 +6,7 @@ Arrays over rows are `[b, n, ...]`. A step takes every `steps`-th row, so that a
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.call import vary_like
+from ejkernel.call import known_size, vary_like
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_xla._numerics import accumulator, dot_precision
+from ejkernel.utils.dtypes import accumulator, common_dtype
+from ejkernel_xla._numerics import dot_precision
 
 _CPU_TILE, _TILE = 2**20, 2**26
 """Logits of one tile."""
@@ -126,7 +128,7 @@ class Tiles:
         return self._product(d_logits.astype(matrix.dtype), matrix, (2, 1 if self.transposed else 2))
 
     def _product(self, rows: Any, matrix: Any, contracted: tuple[int, int]) -> Any:
-        common = jnp.promote_types(rows.dtype, matrix.dtype)
+        common = common_dtype(rows.dtype, matrix.dtype)
         options: dict[str, Any] = {
             "precision": dot_precision(self.precision, common),
             "preferred_element_type": accumulator(common),
@@ -139,7 +141,7 @@ class Tiles:
     def add_to_head(self, sums: Head, x: Any, d_logits: Any, tile: Any) -> Head:
         """The part of the head's gradient that one tile makes."""
         shared = sums.matrix.shape[0] == 1
-        dtype = jnp.promote_types(x.dtype, sums.matrix.dtype) if sums.matrix.dtype.itemsize < 4 else x.dtype
+        dtype = common_dtype(x.dtype, sums.matrix.dtype) if sums.matrix.dtype.itemsize < 4 else x.dtype
         left, right = (d_logits, x) if self.transposed else (x, d_logits)
         axes = ((0, 1), (0, 1)) if shared else ((1,), (1,))
         part = jax.lax.dot_general(
@@ -169,13 +171,15 @@ def added(total: Any, part: Any, start: Any, axis: int) -> Any:
 def merged_rows(x: Any, trailing: int) -> Any:
     """`[b, ..., <trailing>]` as `[b, n, <trailing>]`."""
     keep = x.shape[x.ndim - trailing :]
-    rows = int(np.prod(x.shape[1 : x.ndim - trailing], dtype=np.int64))
+    rows = math.prod(x.shape[1 : x.ndim - trailing])
     return x.reshape(x.shape[0], rows, *keep)
 
 
 def row_steps(batch: int, rows: int, block: int) -> int:
     """In how many steps rows are worked on: the fewest, or a few more where that divides them."""
-    fewest = max(-(-rows * max(batch, 1) // block), 1)
+    if not isinstance(rows, int):  # a symbolic dimension, which no number is known to divide
+        return 1
+    fewest = max(-(-rows * max(known_size(batch), 1) // block), 1)
     return next((steps for steps in range(fewest, min(2 * fewest, rows + 1)) if rows % steps == 0), fewest)
 
 

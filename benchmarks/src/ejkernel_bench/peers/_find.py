@@ -11,6 +11,8 @@ from ejkernel_bench.peers._peer import Peer
 _MODULES = (
     "jax_attention",
     "jax_textbook",
+    "jax_scan",
+    "jax_linear_attention",
     "jax_ragged_dot",
     "jax_pallas",
     "jax_tokamax",

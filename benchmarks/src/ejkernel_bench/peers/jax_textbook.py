@@ -127,6 +127,26 @@ def _mean_pooling(call: Any, inputs: Any) -> Function | str:
     )
 
 
+def _causal_conv1d(call: Any, inputs: Any) -> Function | str:
+    reason = beyond(call, "x", "weight", "bias", "activation")
+    if reason:
+        return reason
+
+    def convolution(inputs: Any) -> Mapping[str, Any]:
+        out = jax.lax.conv_general_dilated(
+            inputs.x,
+            inputs.weight[0].T[:, None],
+            window_strides=(1,),
+            padding=[(call.width - 1, 0)],
+            dimension_numbers=("NWC", "WIO", "NWC"),
+            feature_group_count=inputs.x.shape[2],
+        )
+        out = out if inputs.bias is None else out + inputs.bias[:, None]
+        return {"out": out if call.activation is None else jax.nn.silu(out)}
+
+    return convolution
+
+
 PEERS = (
     Peer(
         "jax",
@@ -139,6 +159,7 @@ PEERS = (
             "qk_norm_rope": _qk_norm_rope,
             "cross_entropy": _cross_entropy,
             "mean_pooling": _mean_pooling,
+            "causal_conv1d": _causal_conv1d,
         },
     ),
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from typing import Any
 
+import jax
+
+from ejkernel._plugins.containment import contained
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.call.decision import Decision, Verdict
@@ -14,6 +16,7 @@ from ejkernel.call.records import given_fields
 from ejkernel.call.request import Request
 from ejkernel.configs.quarantine import QuarantinedError
 from ejkernel.configs.select import Selected, preferred_platform, select
+from ejkernel.errors import in_one_line
 from ejkernel.plugin import Phase, resolve
 
 
@@ -47,10 +50,18 @@ def willing(request: Request, phase: Phase) -> list[Candidate]:
 def _judged(request: Request, phase: Phase) -> tuple[tuple[str, ...], str, str | None, list[Verdict]]:
     """The platforms asked for, the setting that did, what tuning tables prefer, and every candidate's verdict, best first."""
     candidates = kernel_registry.candidates(request.operation.name, phase)
-    wanted, setting = _wanted(request, phase, candidates)
-    table = None if wanted else preferred_platform(request, phase)
+    wanted = request.policy.platforms
+    judged = _verdicts(request, candidates, wanted, None) if wanted else []
+    if wanted and (phase == "forward" or any(verdict.verdict == "available" for verdict in judged)):
+        return wanted, request.policy.source, None, judged
+    # Platforms that have no backward for this call leave it to the others.
+    table = preferred_platform(request, phase)
+    return (), "priority", table, _verdicts(request, candidates, (), table)
+
+
+def _verdicts(request: Request, candidates: tuple[Candidate, ...], wanted: tuple[str, ...], table: str | None) -> list[Verdict]:
     judged = (_judge(request, candidate, wanted, table) for candidate in candidates)
-    return wanted, setting, table, sorted(judged, key=lambda verdict: verdict.rank)
+    return sorted(judged, key=lambda verdict: verdict.rank)
 
 
 def _choose(request: Request, phase: Phase, judged: list[Verdict]) -> tuple[Candidate | None, Selected | None]:
@@ -72,28 +83,23 @@ def _other_phase(request: Request, phase: Phase) -> Candidate | None:
     return next(iter(willing(request, "forward")), None)
 
 
-def _wanted(request: Request, phase: Phase, candidates: tuple[Candidate, ...]) -> tuple[tuple[str, ...], str]:
-    """Platforms that a setting names. For backward, one that has no code for the phase at all leaves it to the others."""
-    policy = request.policy
-    wanted = policy.platforms
-    if phase == "backward" and not any(_matches(candidate, wanted) for candidate in candidates):
-        wanted = ()
-    return wanted, policy.source if wanted else "priority"
-
-
 def _matches(candidate: Candidate, names: tuple[str, ...]) -> bool:
     return candidate.platform in names or candidate.id in names
 
 
 def _judge(request: Request, candidate: Candidate, wanted: tuple[str, ...], table: str | None) -> Verdict:
-    implementation = candidate.implementation
+    implementation, policy = candidate.implementation, request.policy
+    named_by_table = table in (candidate.id, candidate.platform)
+    asked_for = named_by_table or _matches(candidate, wanted)
+    forbidden = candidate.platform in policy.forbid or candidate.id in policy.forbid
     reasons: list[str] = []
     verdict = "available"
     if not {"any", request.target.backend} & {*implementation.backends}:
         reasons.append(f"runs on {'/'.join(implementation.backends)}, the target is {request.target.backend}")
         verdict = "refused"
-    elif implementation.supports is not None:
-        reason, verdict = _ask_supports(request, implementation)
+    elif implementation.supports is not None and (candidate.origin != "third-party" or (asked_for and not forbidden)):
+        # A third party's code is not run before somebody asks for it: it may be slow, or do worse.
+        reason, verdict = _ask_supports(request, candidate)
         reasons += [reason] if reason else []
     if unknown := [name for name in given_fields(request.call) if not candidate.accepts(name)]:
         reasons.append(f"{candidate.id} does not accept {', '.join(unknown)}")
@@ -101,17 +107,16 @@ def _judge(request: Request, candidate: Candidate, wanted: tuple[str, ...], tabl
     if request.native_only and implementation.partitioning != "native":
         reasons.append(request.native_only)
         verdict = "refused"
-    if not request.policy.custom_gradients and implementation.phase == "forward" and not implementation.plain_jax:
+    if not policy.custom_gradients and implementation.phase == "forward" and not implementation.plain_jax:
         reasons.append("custom_gradients=False needs plain JAX code")
         verdict = "refused"
     if wanted and not _matches(candidate, wanted):
-        reasons.append(f"{request.policy.source} asks for {', '.join(wanted)}")
+        reasons.append(f"{policy.source} asks for {', '.join(wanted)}")
         verdict = "not asked for"
-    if candidate.platform in request.policy.forbid or candidate.id in request.policy.forbid:
+    if forbidden:
         reasons.append("forbidden by use(...) or EJKERNEL_FORBID")
         verdict = "forbidden"
-    named_by_table = table in (candidate.id, candidate.platform)
-    if verdict == "available" and candidate.origin == "third-party" and not wanted and not named_by_table:
+    if verdict == "available" and candidate.origin == "third-party" and not asked_for:
         reasons.append(f"third party: ask for platform={candidate.platform!r}")
         verdict = "opt-in"
     priority = _priority(request, candidate)
@@ -128,14 +133,20 @@ def _priority(request: Request, candidate: Candidate) -> Priority:
     return default_priority(candidate.id, request.operation.name, request.call, phase, request.target)
 
 
-def _ask_supports(request: Request, implementation: Any) -> tuple[str, str]:
+def _ask_supports(request: Request, candidate: Candidate) -> tuple[str, str]:
+    def ask() -> Any:
+        return resolve(candidate.implementation.supports)(request.call, request.target)  # pyright: ignore[reportArgumentType]
+
     try:
-        reason = resolve(implementation.supports)(request.call, request.target)
-    except Exception as error:  # noqa: BLE001 - a raise means broken, which is reported and never taken for "unsupported"
-        line = traceback.format_exception_only(error)[-1].strip()
-        return f"supports() raised {line}", "broken"
+        reason = contained(f"supports() of {candidate.id!r}", ask)
+    except KeyboardInterrupt:
+        raise
+    except jax.errors.InconclusiveDimensionOperation:
+        return "its support depends on a symbolic dimension", "refused"
+    except BaseException as error:  # noqa: BLE001 - also SystemExit: a raise means broken, and never ends the user's program
+        return f"supports() raised {in_one_line(error)}", "broken"
     if reason is not None and not isinstance(reason, str):
-        return f"supports() returned {reason!r}, expected None or a reason", "broken"
+        return f"supports() returned {type(reason).__name__}, expected None or a reason", "broken"
     return (reason or "", "refused" if reason is not None else "available")
 
 

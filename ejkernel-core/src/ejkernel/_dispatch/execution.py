@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +11,9 @@ import jax.numpy as jnp
 
 from ejkernel._dispatch.decisions import decide
 from ejkernel._dispatch.recording import note
+from ejkernel._plugins.containment import contained
 from ejkernel._plugins.records import Candidate
+from ejkernel._plugins.registry import kernel_registry
 from ejkernel.call.arrays import ArraySpec, named
 from ejkernel.call.decision import Decision
 from ejkernel.call.partition import (
@@ -27,7 +28,7 @@ from ejkernel.call.partition import (
     vary_like,
 )
 from ejkernel.call.request import Request
-from ejkernel.errors import FallbackWarning, NoKernelError
+from ejkernel.errors import FallbackWarning, NoKernelError, PluginError, in_one_line
 from ejkernel.plugin import FALLBACK, FIRST_PARTY, Phase, resolve
 from ejkernel.targets import building_for
 
@@ -45,7 +46,12 @@ def _admitted(request: Request, phase: Phase) -> tuple[Decision, Candidate]:
 def _next_step(request: Request) -> str:
     if request.policy.platforms or request.policy.forbid:
         return "Widen or drop the platform setting, or install a plugin that supports this call; see `ejkernel doctor`."
+    installed = {record.name: record.state for record in kernel_registry.records}
+    if installed.get(FALLBACK) == "disabled":
+        return f"Add {FALLBACK!r}, which runs everywhere, to EJKERNEL_PLUGINS, or unset the variable to load all that is installed."
     everywhere = f"`pip install {FIRST_PARTY[FALLBACK]}` runs everywhere"
+    if FALLBACK in installed:
+        everywhere = f"{FALLBACK!r} runs everywhere; it is installed and {installed[FALLBACK]}"
     return f"Install a plugin that supports this call ({everywhere}); see `ejkernel doctor`."
 
 
@@ -80,7 +86,7 @@ def _run_partitioned(request: Request, phase: Phase, arguments: tuple[Any, ...])
         return _run_local(request, phase, arguments)
     if is_mixed(mesh):
         request = dataclasses.replace(request, native_only=MIXED_AXES)
-    explicit = any(mesh.shape[axis] > 1 for axis in mesh.explicit_axes)
+    explicit = bool(mesh.explicit_axes)
     if request.target.backend == "tpu" and not explicit and not request.native_only:
         request = dataclasses.replace(request, native_only=AUTO_ON_TPU)
     if not explicit and _admitted(request, phase)[1].implementation.partitioning == "native":
@@ -99,21 +105,32 @@ def _run_partitioned(request: Request, phase: Phase, arguments: tuple[Any, ...])
 
 def _run_local(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> Any:
     decision, chosen = _admitted(request, phase)
-    function: Callable[..., Any] = resolve(chosen.implementation.target)
     expected = _expected(request, phase, arguments)
     suffix = "" if phase == "forward" else ".backward"
     mark = note(request, decision)
     with jax.named_scope(f"ejkernel.{request.operation.name}{suffix}[{chosen.id}]{mark}"), building_for(request.target):
         try:
-            results = function(request.call, *arguments, decision.config)
+            results = _call(chosen, phase, request.call, *arguments, decision.config)
         except Exception:
             if not mark:
                 raise
             # The calls of a program are being listed, so that the tuner can find out which of their configs work.
             results = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), expected)
+    _check_type(chosen, phase, results, expected)
     results = vary_like(results, arguments)
     _check_results(chosen, phase, results, expected)
     return results
+
+
+def _call(chosen: Candidate, phase: Phase, *arguments: Any) -> Any:
+    """Import and trace an implementation's code."""
+    try:
+        return contained(f"{chosen.id} ({phase})", lambda: resolve(chosen.implementation.target)(*arguments))
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a plugin that calls sys.exit() must not end the user's program
+        what = f"{chosen.id} ({phase}) of {chosen.distribution} raised {in_one_line(error)}"
+        raise PluginError(f"{what}; choose another platform, and report it to its authors") from error
 
 
 def _expected(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> Any:
@@ -123,6 +140,27 @@ def _expected(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> Any
         return operation.output_specs(request.call)
     present = {name: ArraySpec.of(value) for name, value in operation.moving(arguments[0]).items()}
     return operation.Inputs(**{**dict.fromkeys(operation.Inputs._fields), **present})
+
+
+def _check_type(chosen: Candidate, phase: Phase, results: Any, expected: Any) -> None:
+    """Refuse what is no tuple of the operation's fields with arrays in it."""
+    got = type(results).__name__
+    if getattr(results, "_fields", None) == expected._fields:
+        others = [
+            f"{name}: returned {type(value).__name__}, contract says an array"
+            for name, value in named(results)
+            if not (hasattr(value, "shape") and hasattr(value, "dtype"))
+        ]
+    else:
+        others = [f"returned {got}, contract says {type(expected).__name__}({', '.join(expected._fields)})"]
+    if others:
+        raise _broken_contract(chosen, phase, others)
+
+
+def _broken_contract(chosen: Candidate, phase: Phase, differences: list[str]) -> TypeError:
+    return TypeError(
+        f"{chosen.id} ({phase}) breaks the contract of {chosen.implementation.operation}: {'; '.join(differences)}"
+    )
 
 
 def _check_results(chosen: Candidate, phase: Phase, results: Any, expected: Any) -> None:
@@ -135,6 +173,4 @@ def _check_results(chosen: Candidate, phase: Phase, results: Any, expected: Any)
             for name in dict.fromkeys((*wanted, *got))
             if got.get(name) != wanted.get(name)
         ]
-        raise TypeError(
-            f"{chosen.id} ({phase}) breaks the contract of {chosen.implementation.operation}: {'; '.join(differences)}"
-        )
+        raise _broken_contract(chosen, phase, differences)

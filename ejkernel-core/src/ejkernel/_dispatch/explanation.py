@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Callable, Generator
 from typing import Any
+
+import jax
 
 from ejkernel._dispatch.decisions import decide
 from ejkernel._plugins.catalog import FUNCTIONS, public_function
 from ejkernel.call.decision import Explanation
+from ejkernel.call.policy import current_policy, holding
 from ejkernel.call.request import Request
 from ejkernel.errors import wrong_type
+from ejkernel.targets import resolve_target
 
 _capturing = contextvars.ContextVar("ejkernel_explaining", default=False)
 
@@ -43,6 +48,23 @@ def explain_request(request: Request) -> Explanation:
     return Explanation(decide(request, "forward"), decide(request.saving_residuals(), "backward"))
 
 
+def _call_on_shapes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Call a public function with tracers in place of `jax.ShapeDtypeStruct`s, on which it could not compute."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+
+    def call(tracers: list[Any]) -> None:
+        filled = {**dict(enumerate(leaves)), **dict(zip(places, tracers, strict=True))}
+        args, kwargs = jax.tree.unflatten(tree, filled.values())
+        function(*args, **kwargs)
+
+    policy = current_policy()
+    if policy.target is None and any(leaves[place].sharding is not None for place in places):
+        policy = dataclasses.replace(policy, target=resolve_target(leaves))  # tracers do not say on which devices they are
+    with holding(policy):
+        jax.eval_shape(call, [leaves[place] for place in places])
+
+
 def explain(operation: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Say which implementation would run a call, and why not the others. Nothing is computed.
 
@@ -64,7 +86,7 @@ def explain(operation: str | Callable[..., Any], *args: Any, **kwargs: Any) -> E
     function = public_function(name)
     with capture():
         try:
-            function(*args, **kwargs)
+            _call_on_shapes(function, args, kwargs)
         except Captured as captured:
             return captured.explanation
     raise ValueError(f"explain: {name!r} does not dispatch to an operation")

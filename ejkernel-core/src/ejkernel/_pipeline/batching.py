@@ -9,7 +9,9 @@ import jax.numpy as jnp
 
 from ejkernel._dispatch.execution import run_backward, run_forward
 from ejkernel.call.arrays import named, parse_dims
+from ejkernel.call.partition import Axes, entries_of, explicit_mesh_of, map_shards, placed_on, shards
 from ejkernel.call.request import Request
+from ejkernel.utils.dtypes import accumulator
 
 
 def batched_forward(request: Request, inputs: Any) -> Any:
@@ -43,22 +45,39 @@ def batched_backward(request: Request, inputs: Any, outputs: Any, cotangents: An
             fold.into(values, flags, expand=True)
             for values, flags in zip((inputs, outputs, cotangents), in_batched, strict=True)
         )
-        gradients = fold.out_of(batched_backward(request.reshaped(folded[0]), *folded))
+        gradients = fold.placed(fold.out_of(batched_backward(request.reshaped(folded[0]), *folded)), inputs)
         return gradients, jax.tree.map(lambda _: True, gradients)
 
     return backward(inputs, outputs, cotangents)
 
 
 class _Fold:
-    """The fold of one mapped axis of `axis_size` into the batch factor."""
+    """The fold of one mapped axis of `axis_size` into the batch factor.
+
+    Where an explicit mesh splits the batch, every shard folds what it holds. Members then stand in another order than without a
+    mesh, alike in all arrays, until they are unfolded.
+    """
 
     def __init__(self, request: Request, inputs: Any, in_batched: Any, axis_size: int) -> None:
         self.axis_size = axis_size
         self.dims = {name: parse_dims(text) for name, text in request.operation.dimensions(request.call).items()}
-        flags = dict(named(in_batched))
-        self.sizes = {name: array.shape[int(flags[name])] for name, array in named(inputs)}
+        self.flags = dict(named(in_batched))
+        self.sizes = {name: array.shape[int(self.flags[name])] for name, array in named(inputs)}
         self.batch = next(size for name, size in self.sizes.items() if not self.dims[name][0].broadcasts)
-        self.batch_major = any(flags[name] and _splits_second_axis(array) for name, array in named(inputs))
+        self.mesh = explicit_mesh_of(inputs)
+        self.mapped, self.batched = self._split(inputs)
+
+    def _split(self, inputs: Any) -> tuple[Axes, Axes]:
+        """The mesh axes that split the mapped axis and the batch."""
+        mapped: Axes = ()
+        batched: Axes = ()
+        if self.mesh is not None:
+            specs = {name: entries_of(array) for name, array in named(inputs)}
+            flagged = [name for name in specs if self.flags[name]]
+            mapped = next((specs[name][0] for name in flagged if specs[name][0]), ())
+            splits = (specs[name][int(self.flags[name])] for name in specs if self.sizes[name] == self.batch)
+            batched = next((axes for axes in splits if axes and not {*axes} & {*mapped}), ())
+        return mapped, batched
 
     def into(self, values: Any, in_batched: Any, *, expand: bool) -> Any:
         """Fold every array; with `expand`, also those that the whole batch shares, so that each member has its own gradient."""
@@ -77,9 +96,16 @@ class _Fold:
             array = jnp.broadcast_to(array, (self.axis_size, *array.shape))
         if array.shape[1] != self.batch:
             array = jnp.broadcast_to(array, (self.axis_size, self.batch, *array.shape[2:]))
-        if self.batch_major:
-            array = jnp.swapaxes(array, 0, 1)
-        return array.reshape(self.axis_size * self.batch, *array.shape[2:])
+        if self.mesh is None:
+            return _folded(array)
+        rest = self._rest(array, 2)
+        split = (self.mapped, self.batched, *rest)
+        return map_shards(_folded, self.mesh, (array,), (split,), ((*self.mapped, *self.batched), *rest))
+
+    def _rest(self, array: Any, start: int) -> list[Axes]:
+        """How the other axes of an array are split, as far as the fold leaves mesh axes for them."""
+        taken = {*self.mapped, *self.batched}
+        return [() if taken & {*axes} else axes for axes in entries_of(array)[start:]]
 
     def out_of(self, values: Any) -> Any:
         """Unfold every array; the gradient of an input that the batch shared is summed over the batch."""
@@ -91,17 +117,37 @@ class _Fold:
         )
 
     def _unfold(self, array: Any, size: int) -> Any:
-        if self.batch_major:
-            array = jnp.swapaxes(array.reshape(self.batch, self.axis_size, *array.shape[1:]), 0, 1)
+        if self.mesh is None:
+            array = _unfolded(array, self.axis_size, self.batch)
         else:
-            array = array.reshape(self.axis_size, self.batch, *array.shape[1:])
+            members = self.axis_size // shards(self.mapped, self.mesh), self.batch // shards(self.batched, self.mesh)
+            rest = self._rest(array, 1)
+            array = map_shards(
+                lambda shard: _unfolded(shard, *members),
+                self.mesh,
+                (array,),
+                (((*self.mapped, *self.batched), *rest),),
+                (self.mapped, self.batched, *rest),
+            )
         if size == self.batch:
             return array
-        total = jnp.sum(array, axis=1, keepdims=True, dtype=jnp.promote_types(array.dtype, jnp.float32))
+        total = jnp.sum(array, axis=1, keepdims=True, dtype=accumulator(array.dtype))
         return total.astype(array.dtype)
 
+    def placed(self, gradients: Any, inputs: Any) -> Any:
+        """Gradients split as their inputs are."""
+        if self.mesh is None:
+            return gradients
+        found: dict[str, Any] = {}
+        for name, value in named(gradients):
+            own = entries_of(getattr(inputs, name))
+            found[name] = placed_on(self.mesh, value, own if self.flags[name] else (self.mapped, *own))
+        return gradients._replace(**found)
 
-def _splits_second_axis(array: Any) -> bool:
-    """Whether an explicit mesh splits the batch, which then has to be the major part of the folded axis."""
-    spec = (*jax.typeof(array).sharding.spec, None, None)
-    return spec[0] is None and spec[1] is not None
+
+def _folded(array: Any) -> Any:
+    return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
+
+
+def _unfolded(array: Any, axis_size: int, batch: int) -> Any:
+    return array.reshape(axis_size, batch, *array.shape[1:])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -67,7 +68,10 @@ class Operation(Contract):
                 name = next(name for name, value in arrays.items() if any(one is leaf for one in jax.tree.leaves(value)))
                 raise wrong_type(name, type(leaf).__name__, "an array")
         target = resolve_target(leaves, policy.target)
-        invocation = _Invocation(self, form, static_options(options), policy, target, cfg)
+        static = static_options(options)
+        invocation = _Invocation(
+            self, form, static, policy, target, cfg, (*[_spelling(value) for _, value in static], _spelling(cfg))
+        )
         if explanation.capturing():
             raise explanation.Captured(invocation.explain(arrays))
         self.check_values(arrays)
@@ -94,6 +98,8 @@ class _Invocation:
     policy: Policy
     target: Target
     config: Any
+    spelling: Any
+    """Types of the options and of the config: 1 == True == 1.0, and what one of them is refused for must not depend on another."""
 
     def bind(self, arrays: Mapping[str, Any]) -> tuple[Bound, Request]:
         bound = (self.form or self.operation.canonicalise)(**arrays, **dict(self.options))
@@ -143,6 +149,7 @@ def _public(request: Request, outputs: Any) -> Any:
 
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+_SPELT = _PLAIN - {float}
 
 
 def static_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -168,6 +175,20 @@ def _static(name: str, value: Any) -> Any:
             raise wrong_type(name, f"an array of shape {value.shape}", "a Python value")
         return value.item()
     return value
+
+
+def _spelling(value: Any) -> Any:
+    """What equality does not tell apart: the types of a static value's parts, and the sign of zero."""
+    kind = type(value)
+    if kind in _SPELT:
+        return kind
+    if kind is tuple:
+        return tuple([_spelling(part) for part in value])
+    if kind is float and value == 0:
+        return math.copysign(1.0, value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return kind, tuple([_spelling(getattr(value, field.name)) for field in dataclasses.fields(value)])
+    return kind
 
 
 def _demands(platform: PlatformChoice, cfg: Any) -> tuple[PlatformChoice, Any]:

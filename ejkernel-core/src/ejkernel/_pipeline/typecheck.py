@@ -78,7 +78,7 @@ def _arguments(
 ) -> Iterator[tuple[str, Any, Any]]:
     for name, value in given.items():
         if signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
-            yield name, value, hints[name]
+            yield name, value, hints.get(name, Any)  # what a decorator adds is checked by it
             continue
         (options,) = typing.get_args(hints[name])  # Unpack[TypedDict]
         known = typing.get_type_hints(options)

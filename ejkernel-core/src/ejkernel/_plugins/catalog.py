@@ -13,6 +13,7 @@ OPERATIONS: Mapping[str, str] = {
     for name in (
         "add_rms_norm",
         "block_sparse_attention",
+        "causal_conv1d",
         "cross_entropy",
         "delta_rule",
         "flash_attention",
@@ -39,6 +40,8 @@ OPERATIONS: Mapping[str, str] = {
 
 ORDERED = (
     "add_rms_norm",
+    "causal_conv1d",
+    "cross_entropy",
     "delta_rule",
     "flash_attention",
     "grouped_matmul",
@@ -60,6 +63,7 @@ FUNCTIONS = (
     "apply_native_sparse_attention",
     "attention",
     "blocksparse_attention",
+    "causal_conv1d",
     "chunked_prefill_paged_decode",
     "decode_attention",
     "deepseek_attn",
@@ -71,6 +75,7 @@ FUNCTIONS = (
     "fused_kl_divergence",
     "fused_qk_norm_rope",
     "gated_delta_rule",
+    "gated_rms_norm",
     "gla",
     "gla_attention",
     "grouped_matmul",

@@ -7,29 +7,40 @@ here. pluggy validates hooks and calls them, with one manager per plugin so that
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import io
 import os
 import re
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, NamedTuple, cast
 
 import importlib_metadata
 import pluggy
 from importlib_metadata import Distribution
 
+from ejkernel._plugins import identity as _identities
 from ejkernel._plugins import requirements as _requirements
 from ejkernel._plugins import validation as _validation
-from ejkernel._plugins.records import PluginRecord, State
+from ejkernel._plugins.containment import contained, know_packages
+from ejkernel._plugins.records import PLUGIN_IMPORT_PATIENCE, PluginRecord, State
 from ejkernel._plugins.settings import is_on
 from ejkernel.errors import PluginError, PluginWarning, suggestion
 from ejkernel.plugin import ENTRY_POINT_GROUP, FIRST_PARTY, Hooks, Plugin
 
 _VALUE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\s*:\s*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?")
+
+
+class _Copy(NamedTuple):
+    """One of several distributions of the same name."""
+
+    folder: str
+    version: str
 
 
 class _RejectedError(Exception):
@@ -52,6 +63,7 @@ def discover() -> tuple[PluginRecord, ...]:
     """
     claims = [*claims_of(ENTRY_POINT_GROUP)]
     allowed = _allowed()
+    know_packages({c.value.partition(".")[0].strip(): (c.distribution, not c.first_party) for c in claims if c.value})
     records = [_examine(claim, claims, allowed) for claim in claims]
     _complain(complaints(records))
     return tuple(records)
@@ -61,6 +73,7 @@ def complaints(records: Iterable[PluginRecord]) -> list[str]:
     """What is wrong with the plugins that were found or asked for, one sentence or two each."""
     records = [*records]
     messages = [_message(record) for record in records if record.state not in ("ok", "disabled")]
+    messages += [_remark(record) for record in records if record.ok and record.seconds > PLUGIN_IMPORT_PATIENCE]
     return [*messages, *_unknown(_allowed() or (), {record.name for record in records})]
 
 
@@ -75,23 +88,62 @@ def installed_distributions(**options: str) -> Iterator[Distribution]:
 
 
 def claims_of(group: str) -> Iterator[PluginRecord]:
-    """A blank record per entry point of a group; of several copies of a distribution on the path only the first counts."""
-    seen: set[str] = set()
+    """A blank record per entry point of a group; of several copies of a distribution on the path only the first counts.
+
+    What cannot be taken at its word is marked so: it has no name, a copy of another version lies in the same folder, or it bears a
+    name of ours and is another's.
+    """
+    seen: dict[str, _Copy] = {}
     for distribution in installed_distributions():
         if group not in _text(distribution, "entry_points.txt"):
             continue
         name, version = _identity(distribution)
-        if name is None or _requirements.canonical(name) in seen or _is_shadowed(distribution, name, version):
+        if name is None:
+            remains = _folder_name(distribution)
+            blank = PluginRecord(remains, remains, "", "", "ok")
+            yield _ended(
+                blank, "broken", "its METADATA is missing or names no distribution; reinstall it, or delete the folder"
+            )
             continue
-        seen.add(_requirements.canonical(name))
-        blank = PluginRecord(name, name, version, "", "ok")
-        try:
-            entries = [entry for entry in distribution.entry_points if entry.group == group]
-        except Exception:  # noqa: BLE001 - whatever the standard library makes of a malformed file, it is reported
-            yield _ended(blank, "broken", "its entry_points.txt cannot be read", with_traceback=True)
+        key, copy = _requirements.canonical(name), _Copy(str(distribution.locate_file("")), version)
+        blank, ours = PluginRecord(name, name, version, "", "ok"), key in FIRST_PARTY.values()
+        # Of ours, whichever is genuine counts, as an earlier one may be another's.
+        earlier = seen.get(key) or (None if ours else _first_copy(name))
+        if earlier is not None and earlier != copy:
+            if earlier.folder == copy.folder:
+                reason = f"version {earlier.version} of it lies in the same folder, {copy.folder}, and files of both are mixed"
+                yield _ended(blank, "conflict", f"{reason}; pip install --force-reinstall {name}")
             continue
-        for entry in entries:
-            yield dataclasses.replace(blank, name=entry.name, value=entry.value)
+        claims = [*_claims(distribution, blank, group)]
+        if not ours or any(claim.ok for claim in claims):
+            seen[key] = copy
+        yield from claims
+
+
+def _claims(distribution: Distribution, blank: PluginRecord, group: str) -> Iterator[PluginRecord]:
+    """The entry points of one distribution."""
+    try:
+        entries = [entry for entry in distribution.entry_points if entry.group == group]
+    except Exception:  # noqa: BLE001 - whatever the standard library makes of a malformed file, it is reported
+        yield _ended(blank, "broken", "its entry_points.txt cannot be read", with_traceback=True)
+        return
+    for entry in entries:
+        claim = dataclasses.replace(blank, name=entry.name, value=entry.value)
+        complaint = None
+        if group == ENTRY_POINT_GROUP and claim.first_party:
+            complaint = _identities.complaint(claim.name, distribution, claim.value, _other_copies(distribution, blank))
+        yield _ended(claim, "conflict", complaint) if complaint else claim
+
+
+def _other_copies(distribution: Distribution, blank: PluginRecord) -> list[str]:
+    """Folders of other distributions of the same name."""
+    places = (str(copy.locate_file("")) for copy in installed_distributions(name=blank.name) if _identity(copy)[0])
+    return sorted({*places} - {str(distribution.locate_file(""))})
+
+
+def _folder_name(distribution: Distribution) -> str:
+    """What a distribution without a name is known by: the folder of its metadata."""
+    return os.path.basename(str(getattr(distribution, "_path", ""))) or "(a distribution without a name)"
 
 
 def _text(distribution: Distribution, name: str) -> str:
@@ -109,13 +161,13 @@ def _identity(distribution: Distribution) -> tuple[str | None, str]:
     return fields.get("Name"), fields.get("Version", "")
 
 
-def _is_shadowed(distribution: Distribution, name: str, version: str) -> bool:
-    """Whether an earlier copy of the distribution hides this one."""
-    for earlier in installed_distributions(name=name):
-        if _identity(earlier)[0] is not None:
-            same_place = str(earlier.locate_file("")) == str(distribution.locate_file(""))
-            return not (same_place and _identity(earlier)[1] == version)
-    return False
+def _first_copy(name: str) -> _Copy | None:
+    """The first distribution of this name on the path, which hides all others."""
+    for found in installed_distributions(name=name):
+        first, version = _identity(found)
+        if first is not None:
+            return _Copy(str(found.locate_file("")), version)
+    return None
 
 
 def _allowed() -> tuple[str, ...] | None:
@@ -131,13 +183,21 @@ def _examine(claim: PluginRecord, claims: Iterable[PluginRecord], allowed: tuple
         return claim
     try:
         _refuse_conflict(claim, claims)
-        claim = _load(claim)
-        claim, plugin = _answers(claim)
+        with _undisturbed():
+            claim = _load(claim)
+            claim, plugin = _answers(claim)
         _refuse_unmet(plugin)
     except _RejectedError as rejected:
         # `raise _RejectedError from error` keeps the plugin's own exception, whose traceback its author needs
         return _ended(claim, rejected.state, rejected.reason, with_traceback=rejected.__cause__ is not None)
     return claim
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Generator[None]:
+    """Keep what a plugin prints off the standard output, which belongs to the program, and its changes to warnings to itself."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr or io.StringIO()):
+        yield
 
 
 def _ended(claim: PluginRecord, state: State, reason: str, *, with_traceback: bool = False) -> PluginRecord:
@@ -156,7 +216,7 @@ def _refuse_conflict(claim: PluginRecord, claims: Iterable[PluginRecord]) -> Non
     owned = owner is not None and _requirements.canonical(claim.distribution) == owner
     if owner is not None and not owned:
         raise _RejectedError("conflict", f"the platform name {claim.name!r} belongs to {owner}; use another name")
-    rivals = [other for other in claims if other.name == claim.name and other is not claim]
+    rivals = [other for other in claims if other.ok and other.name == claim.name and other is not claim]
     rivals = [other for other in rivals if not owned or other.distribution == claim.distribution]
     if rivals:
         if all(other.distribution == claim.distribution for other in rivals):
@@ -174,7 +234,7 @@ def _load(claim: PluginRecord) -> PluginRecord:
     before = {*sys.modules}
     start = time.perf_counter()
     try:
-        module = _second_copy(entry.load())
+        module = contained(_who(claim), lambda: _second_copy(entry.load()))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin that calls sys.exit() must not end the user's program
@@ -215,7 +275,7 @@ def _answers(claim: PluginRecord) -> tuple[PluginRecord, Plugin]:
         manager.check_pending()
     except pluggy.PluginValidationError as error:
         raise _RejectedError("broken", f"its hooks do not fit: {' '.join(str(error).split())}") from error
-    answers = _ask(manager, "ejkernel_plugin")
+    answers = _ask(claim, manager, "ejkernel_plugin")
     if not answers:
         raise _RejectedError("broken", f"{claim.value!r} does not answer the hook ejkernel_plugin; mark it with @hookimpl")
     plugin = answers[0]
@@ -224,16 +284,16 @@ def _answers(claim: PluginRecord) -> tuple[PluginRecord, Plugin]:
     if complaint:
         raise _RejectedError("incompatible", complaint)
     _broken_if(_validation.contents(plugin))
-    tables, complaint = _validation.tables(_ask(manager, "ejkernel_tuned_configs"))
+    tables, complaint = _validation.tables(_ask(claim, manager, "ejkernel_tuned_configs"))
     _broken_if(complaint)
-    quarantine, complaint = _validation.quarantine(_ask(manager, "ejkernel_quarantined_configs"), plugin)
+    quarantine, complaint = _validation.quarantine(_ask(claim, manager, "ejkernel_quarantined_configs"), plugin)
     _broken_if(complaint)
     return dataclasses.replace(claim, plugin=plugin, tables=tables, quarantine=quarantine), plugin
 
 
-def _ask(manager: pluggy.PluginManager, hook: str) -> list[Any]:
+def _ask(claim: PluginRecord, manager: pluggy.PluginManager, hook: str) -> list[Any]:
     try:
-        return getattr(manager.hook, hook)()
+        return contained(_who(claim), getattr(manager.hook, hook))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # as at import: whatever it raises is this plugin's trouble only
@@ -255,9 +315,16 @@ def _refuse_unmet(plugin: Plugin) -> None:
         raise _RejectedError(state, f"{'; '.join([*missing, *unfit])}; {_requirements.pip_install(wanted)}")
 
 
+def _who(record: PluginRecord) -> str:
+    return f"ejkernel plugin {record.name!r} ({f'{record.distribution} {record.version}'.strip()})"
+
+
 def _message(record: PluginRecord) -> str:
-    who = f"ejkernel plugin {record.name!r} ({record.distribution} {record.version})"
-    return f"{who} cannot be used, {record.state}: {record.reason}. Run `ejkernel doctor` for details."
+    return f"{_who(record)} cannot be used, {record.state}: {record.reason}. Run `ejkernel doctor` for details."
+
+
+def _remark(record: PluginRecord) -> str:
+    return f"{_who(record)} takes {record.seconds:.1f} s to import, which delays every program; report it to its authors"
 
 
 def _unknown(allowed: tuple[str, ...], found: set[str]) -> Iterator[str]:

@@ -10,7 +10,10 @@ from ejkernel._plugins.requirements import canonical
 from ejkernel.plugin import FIRST_PARTY, Implementation, Plugin, Quarantine
 
 PLUGIN_IMPORT_BUDGET = 0.005
-"""Seconds that importing a plugin's plugin module may take."""
+"""Seconds that importing a plugin's plugin module may take; `ejkernel doctor` remarks on those that take more."""
+
+PLUGIN_IMPORT_PATIENCE = 1.0
+"""Seconds from which on every program is warned."""
 
 State = Literal["ok", "disabled", "missing requirement", "incompatible", "conflict", "broken"]
 
@@ -31,7 +34,7 @@ class PluginRecord:
         tables: paths of the tuning tables that it ships.
         quarantine: which of its configs must not be chosen.
         module: the plugin module, for further hooks.
-        seconds: how long importing the plugin module took; more than `PLUGIN_IMPORT_BUDGET` is worth a remark.
+        seconds: how long importing the plugin module took; see `PLUGIN_IMPORT_BUDGET`.
         heavy: top-level packages that importing it newly imported, beyond the standard library and its own.
     """
 
@@ -63,7 +66,7 @@ class PluginRecord:
         return FIRST_PARTY.get(self.name) == canonical(self.distribution)
 
     def to_dict(self) -> dict[str, Any]:
-        fields = ("name", "distribution", "version", "value", "state", "reason", "traceback", "seconds")
+        fields = ("name", "distribution", "version", "value", "state", "reason", "traceback", "seconds", "slow")
         lists = {"tables": [*self.tables], "heavy": [*self.heavy]}
         return {**{field: getattr(self, field) for field in fields}, **lists, "first_party": self.first_party}
 

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from ejkernel._plugins import validation
 from ejkernel._plugins.catalog import OPERATIONS, public_function
+from ejkernel._plugins.containment import refuse_answers, refuse_plugins
 from ejkernel._plugins.epoch import bump_epoch
 from ejkernel._plugins.records import Candidate, PluginRecord
-from ejkernel.errors import NoKernelError, invalid, suggestion
+from ejkernel.errors import NoKernelError, invalid, suggestion, wrong_type
 from ejkernel.plugin import FIRST_PARTY, Implementation, Phase, resolve
 from ejkernel.targets import resolve_target
 
@@ -50,6 +52,7 @@ class KernelRegistry:
 
     def load(self, records: Iterable[PluginRecord]) -> None:
         """Take over the outcome of discovery, in place of an earlier one. Run-time registrations stay."""
+        refuse_answers("kernel_registry.load")
         with self._lock:
             self._records = tuple(sorted(records, key=lambda record: (record.name, record.distribution)))
             for key, known in self._candidates.items():
@@ -76,11 +79,11 @@ class KernelRegistry:
         """Decorate a function of one's own, so that it takes part in selection with its priority.
 
         For the name of a core operation the function must follow `ejkernel.plugin.Implementation.target`; under any other
-        name it is called as it is.
+        name it is called as it is. This is for the program of a user; a plugin describes its implementations instead.
 
         Args:
             algorithm: name of the operation.
-            platform: name of the platform, first-party or any other.
+            platform: name of the platform. For a core operation no first-party one, as what these run is their own.
             backend: kind of device that it runs on.
             priority: larger is preferred.
             phase: `"forward"` or `"backward"`.
@@ -92,13 +95,20 @@ class KernelRegistry:
             A decorator that returns the function unchanged.
 
         Raises:
-            ValueError: unknown backend or phase, or the same id registered twice.
+            ValueError: unknown backend or phase, a first-party platform for a core operation, or the same id registered twice.
+            TypeError: the decorated object cannot be called.
+            PluginError: called by a plugin.
         """
+        refuse_plugins("kernel_registry.register")
         _check_backend(str(backend))
         if phase not in ("forward", "backward"):
             raise invalid("phase", repr(phase), "'forward' or 'backward'")
+        _check_own_platform(algorithm, str(platform))
 
         def decorate(function: Function) -> Function:
+            refuse_plugins("kernel_registry.register", function)
+            if not callable(function):
+                raise wrong_type("register", type(function).__name__, "a function to decorate")
             implementation = Implementation(
                 operation=algorithm,
                 target=function,
@@ -109,6 +119,8 @@ class KernelRegistry:
                 priority=priority,
                 **record,
             )
+            if complaint := validation.implementation(implementation):
+                raise ValueError(complaint)
             candidate = Candidate(str(platform), implementation, "(this process)", "", "registered")
             with self._lock:
                 for known in self.candidates(algorithm, phase):
@@ -127,6 +139,7 @@ class KernelRegistry:
 
     def unregister(self, algorithm: str, platform: str, *, phase: Phase = "forward", variant: str = "") -> None:
         """Take back a registration made at run time."""
+        refuse_plugins("kernel_registry.unregister")
         with self._lock:
             known = self._candidates.get((algorithm, phase), [])
             wanted = f"{platform}.{variant}" if variant else str(platform)
@@ -226,6 +239,20 @@ class KernelRegistry:
         if name in FIRST_PARTY:
             raise invalid(argument, repr(name), "an installed platform", remedy=f"pip install {FIRST_PARTY[name]}")
         raise invalid(argument, repr(name), "an installed platform" + suggestion(name, {*known, *FIRST_PARTY}))
+
+
+def _check_own_platform(algorithm: str, platform: str) -> None:
+    """A registration must not pass for a plugin's: `platform="xla"` runs what the distribution of that name brings."""
+    complaint = validation.platform_name(platform)
+    if complaint:
+        raise invalid("platform", repr(platform), "lower-case letters, digits, '_' and '-', beginning with a letter")
+    if algorithm in OPERATIONS and platform in FIRST_PARTY:
+        raise invalid(
+            "platform",
+            repr(platform),
+            f"a name of your own, as {algorithm} is an operation of ejkernel and {platform!r} belongs to {FIRST_PARTY[platform]}",
+            remedy="pass for example platform='mine'",
+        )
 
 
 def _check_backend(backend: str | None) -> None:

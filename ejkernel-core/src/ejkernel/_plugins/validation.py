@@ -56,18 +56,21 @@ def contents(answer: Plugin) -> str | None:
         return f"requires: got {answer.requires!r}, expected a tuple of import names"
     if not isinstance(answer.versions, Mapping) or not _is_strings((*answer.versions, *answer.versions.values())):
         return f"versions: got {answer.versions!r}, expected a mapping of distribution name to specifier"
+    if not _is_strings(answer.custom_calls):
+        return f"custom_calls: got {answer.custom_calls!r}, expected a tuple of names of custom calls"
     if not isinstance(answer.implementations, tuple):
         return f"implementations: got {type(answer.implementations).__name__}, expected a tuple"
     for number, record in enumerate(answer.implementations):
         if not isinstance(record, Implementation):
             return f"implementations[{number}]: got {type(record).__name__}, expected ejkernel.plugin.Implementation"
-        complaint = _implementation(record) or _accepted(record)
+        complaint = implementation(record)
         if complaint:
             return f"implementations[{number}] ({record.operation!r}): {complaint}"
     return _duplicates(answer.implementations)
 
 
-def _implementation(record: Implementation) -> str | None:
+def implementation(record: Implementation) -> str | None:
+    """One implementation, of a plugin or registered at run time."""
     choices = (("phase", record.phase, ("forward", "backward")), ("partitioning", record.partitioning, _PARTITIONING))
     for field, value, expected in choices:
         if value not in expected:
@@ -81,7 +84,9 @@ def _implementation(record: Implementation) -> str | None:
     for field in ("priority", "version"):
         if not isinstance(getattr(record, field), int):
             return f"{field}: got {getattr(record, field)!r}, expected an int"
-    return _references(record)
+    if not isinstance(record.plain_jax, bool):
+        return f"plain_jax: got {record.plain_jax!r}, expected True or False"
+    return _references(record) or _accepted(record)
 
 
 def _accepted(record: Implementation) -> str | None:

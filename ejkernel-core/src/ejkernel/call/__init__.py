@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ejkernel.call.arrays import ArraySpec, Dim, has_gradient, named, parse_dims, statistics_dtype
+from ejkernel.call.arrays import ArraySpec, Dim, has_gradient, known_size, named, parse_dims, statistics_dtype
 from ejkernel.call.contract import Contract
 from ejkernel.call.partition import vary_like
 from ejkernel.call.records import Bound, Call, Cost
@@ -17,6 +17,7 @@ __all__ = [
     "Dim",
     "Request",
     "has_gradient",
+    "known_size",
     "named",
     "parse_dims",
     "statistics_dtype",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -33,6 +33,30 @@ class ArraySpec:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+STAND_IN = 8
+"""What symbolic dimensions count as where only speed depends on them."""
+
+
+def known_size(size: Any, unknown: int = STAND_IN) -> int:
+    """The size of an axis as a number; `unknown` if it is a symbolic dimension of `jax.export`."""
+    return int(size) if isinstance(size, (int, np.integer)) else unknown
+
+
+def with_known_sizes(call: Any) -> Any:
+    """A call, or a part of one, in which every symbolic dimension is a number: what heuristics and orders are asked about."""
+    if isinstance(call, tuple):
+        parts = cast("tuple[Any, ...]", call)
+        return parts if hasattr(parts, "_fields") else tuple(map(with_known_sizes, parts))
+    if dataclasses.is_dataclass(call) and not isinstance(call, type):
+        fields = {field.name: getattr(call, field.name) for field in dataclasses.fields(call) if field.init}
+        changed = {name: with_known_sizes(value) for name, value in fields.items()}
+        different = {name: value for name, value in changed.items() if value is not fields[name]}
+        return dataclasses.replace(call, **different) if different else call
+    from jax import export
+
+    return STAND_IN if export.is_symbolic_dim(call) else call
 
 
 @dataclasses.dataclass(frozen=True)

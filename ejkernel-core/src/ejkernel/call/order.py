@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ejkernel._plugins.catalog import default_order
+from ejkernel.call.arrays import with_known_sizes
 from ejkernel.plugin import FALLBACK, Phase
 from ejkernel.targets import Target
 
@@ -34,4 +35,4 @@ def default_priority(implementation: str, operation: str, call: Any, phase: Phas
     order = default_order(operation).get(target.backend, {})
     platform = implementation.partition(".")[0]
     listed = order.get(implementation, order.get(platform, 0 if platform == FALLBACK else UNMEASURED))
-    return Priority(listed) if isinstance(listed, int) else listed(call, phase, target)
+    return Priority(listed) if isinstance(listed, int) else listed(with_known_sizes(call), phase, target)

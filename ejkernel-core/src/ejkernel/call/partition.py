@@ -16,12 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ejkernel.call.arrays import Dim, named, parse_dims
+from ejkernel.call.arrays import ArraySpec, Dim, named, parse_dims
 from ejkernel.call.contract import Contract
 
 Run = Callable[..., Any]
+Axes = tuple[str, ...]
 
 
 def unify_manual_axes(inputs: Any) -> Any:
@@ -49,12 +52,21 @@ def _varying(array: Any) -> frozenset[str]:
 
 
 def mesh_of(arrays: Any) -> Any:
-    """The mesh with more than one device that these arrays live on and that is not wholly manual; None if there is none."""
+    """The mesh that these arrays live on, if something is left to split there: explicit axes, or Auto ones of several devices.
+
+    Explicit axes count whatever their size: they are part of the arrays' types, which kernels know nothing of.
+    """
     for leaf in jax.tree.leaves(arrays):
         mesh = getattr(jax.typeof(leaf).sharding, "mesh", None)
-        if mesh is not None and not mesh.empty and mesh.size > 1:
-            return mesh if any(mesh.shape[axis] > 1 for axis in (*mesh.auto_axes, *mesh.explicit_axes)) else None
+        if mesh is not None and not mesh.empty:
+            return mesh if mesh.explicit_axes or any(mesh.shape[axis] > 1 for axis in mesh.auto_axes) else None
     return None
+
+
+def explicit_mesh_of(arrays: Any) -> Any:
+    """The mesh that these arrays live on, if it has explicit axes that are not manual; None otherwise."""
+    mesh = mesh_of(arrays)
+    return mesh if mesh is not None and mesh.explicit_axes else None
 
 
 MIXED_AXES = (
@@ -99,14 +111,14 @@ class Layout:
         return {factor: axes for factor, axes in assigned.items() if self._divides(factor, axes, shapes, mesh)}
 
     def _divides(self, factor: str, axes: tuple[str, ...], shapes: Sequence[tuple[int, ...]], mesh: Any) -> bool:
-        shards = _shards(axes, mesh)
+        pieces = shards(axes, mesh)
         sizes = [
             size
             for dims, shape in zip(self.arguments, shapes, strict=True)
             for dim, size in zip(dims, shape, strict=True)
             if dim.factor == factor and size != 1
         ]
-        return bool(sizes) and all(size % shards == 0 for size in sizes)
+        return bool(sizes) and all(size % pieces == 0 for size in sizes)
 
     def specs(self, dims_of: Sequence[tuple[Dim, ...]], shapes: Sequence[tuple[int, ...]], assigned: Mapping[str, Any]) -> Any:
         """A PartitionSpec for each array."""
@@ -126,27 +138,129 @@ def _padded(spec: Any, rank: int) -> list[tuple[str, ...]]:
     return entries + [()] * (rank - len(entries))
 
 
-def _shards(axes: tuple[str, ...], mesh: Any) -> int:
+def shards(axes: Axes, mesh: Any) -> int:
+    """Into how many these mesh axes split."""
     return math.prod(mesh.shape[axis] for axis in axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Phase:
+    """A phase as a function of the arrays that have elements, flat.
+
+    Arrays without any stay out of what is split: XLA drops them from a manual computation but not from its list of shardings,
+    and its compiler then dies of a null pointer.
+    """
+
+    layout: Layout
+    run: Run
+    leaves: tuple[Any, ...]
+    tree: Any
+    results: tuple[ArraySpec, ...]
+    result_tree: Any
+
+    @classmethod
+    def of(cls, layout: Layout, run: Run, arguments: tuple[Any, ...], results: Any) -> _Phase:
+        leaves, tree = jax.tree.flatten(arguments)
+        result_leaves, result_tree = jax.tree.flatten(results)
+        return cls(layout, run, tuple(leaves), tree, tuple(result_leaves), result_tree)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [leaf.shape for leaf in self.leaves]
+
+    @property
+    def result_shapes(self) -> list[tuple[int, ...]]:
+        return [result.shape for result in self.results]
+
+    def kept(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Those of one value for each argument whose argument has elements."""
+        return tuple(value for value, leaf in zip(values, self.leaves, strict=True) if 0 not in leaf.shape)
+
+    def kept_results(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Those of one value for each result whose result has elements."""
+        return tuple(value for value, result in zip(values, self.results, strict=True) if 0 not in result.shape)
+
+    def local(self, kept: Sequence[Any], assigned: Mapping[str, tuple[str, ...]], mesh: Any) -> tuple[Any, ...]:
+        """The results of one shard that have elements, from the arguments that have; sums of parts are formed."""
+        given, axes = iter(kept), frozenset(itertools.chain.from_iterable(assigned.values()))
+        leaves = [
+            jnp.zeros(_local_shape(dims, leaf.shape, assigned, mesh), leaf.dtype) if 0 in leaf.shape else next(given)
+            for dims, leaf in zip(self.layout.arguments, self.leaves, strict=True)
+        ]
+        manual = axes if mesh is not None and mesh.explicit_axes else frozenset[str]()
+        outputs = self.run(*jax.tree.unflatten(self.tree, [vary(leaf, manual) for leaf in leaves]))
+        found = jax.tree.leaves(outputs)
+        return self.kept_results(_sum_parts(self.layout, found, self.result_shapes, assigned))
+
+    def whole(self, kept: Sequence[Any], empty: Callable[[ArraySpec], Any]) -> Any:
+        """The results in their tree; `empty` makes those without elements."""
+        given = iter(kept)
+        return jax.tree.unflatten(
+            self.result_tree, [empty(result) if 0 in result.shape else next(given) for result in self.results]
+        )
+
+
+def _local_shape(dims: Sequence[Dim], shape: Sequence[int], assigned: Mapping[str, tuple[str, ...]], mesh: Any) -> list[int]:
+    return [
+        size if size == 1 or dim.factor not in assigned else size // shards(assigned[dim.factor], mesh)
+        for dim, size in zip(dims, shape, strict=True)
+    ]
 
 
 def run_explicit(layout: Layout, mesh: Any, run: Run, arguments: tuple[Any, ...], results: Any) -> Any:
     """Run a phase on an explicit mesh: reshard what the rule cannot split, then one local call per shard."""
-    leaves, tree = jax.tree.flatten(arguments)
-    shapes = [leaf.shape for leaf in leaves]
-    assigned = layout.assign(shapes, [jax.typeof(leaf).sharding.spec for leaf in leaves], mesh)
-    in_specs = layout.specs(layout.arguments, shapes, assigned)
-    leaves = [jax.sharding.reshard(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, in_specs, strict=True)]
-    result_shapes = [leaf.shape for leaf in jax.tree.leaves(results)]
-    axes = frozenset(itertools.chain.from_iterable(assigned.values()))
+    phase = _Phase.of(layout, run, arguments, results)
+    assigned = layout.assign(phase.shapes, [entries_of(leaf) for leaf in phase.leaves], mesh)
+    in_specs = phase.kept(layout.specs(layout.arguments, phase.shapes, assigned))
+    kept = zip(phase.kept(phase.leaves), in_specs, strict=True)
+    placed = [jax.sharding.reshard(leaf, NamedSharding(mesh, spec)) for leaf, spec in kept]
+    out_specs = phase.kept_results(layout.specs(layout.results, phase.result_shapes, assigned))
+    sharded = jax.shard_map(
+        lambda *leaves: phase.local(leaves, assigned, mesh),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=_free_axes(mesh),
+    )
+    whole = NamedSharding(mesh, PartitionSpec())
+    found = phase.whole(sharded(*placed), lambda result: jax.sharding.reshard(jnp.zeros(result.shape, result.dtype), whole))
+    return vary_like(found, arguments)
 
-    def local(*leaves: Any) -> Any:
-        outputs = run(*jax.tree.unflatten(tree, [vary(leaf, axes) for leaf in leaves]))
-        return tuple(_sum_parts(layout, jax.tree.leaves(outputs), result_shapes, assigned))
 
-    out_specs = layout.specs(layout.results, result_shapes, assigned)
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=frozenset(mesh.explicit_axes))
-    return jax.tree.unflatten(jax.tree.structure(results), sharded(*leaves))
+def entries_of(array: Any) -> list[Axes]:
+    """The mesh axes that split each axis of an array, by its type; none if it is on no mesh."""
+    sharding = jax.typeof(array).sharding
+    return _padded(None if sharding.mesh.empty else sharding.spec, len(array.shape))
+
+
+def placed_on(mesh: Any, array: Any, entries: Sequence[Axes]) -> Any:
+    """The array, resharded so that these mesh axes split its axes."""
+    return jax.sharding.reshard(array, NamedSharding(mesh, PartitionSpec(*(axes or None for axes in entries))))
+
+
+def map_shards(
+    function: Run, mesh: Any, arrays: Sequence[Any], entries: Sequence[Sequence[Axes]], result: Sequence[Axes]
+) -> Any:
+    """A function of the shards of arrays on an explicit mesh, split by their `entries`; `result` says how its result is split."""
+    *in_specs, out_specs = (PartitionSpec(*(axes or None for axes in each)) for each in (*entries, result))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(*in_specs,), out_specs=out_specs, axis_names=_free_axes(mesh))
+    return mapped(*(placed_on(mesh, array, each) for array, each in zip(arrays, entries, strict=True)))
+
+
+def _free_axes(mesh: Any) -> frozenset[str]:
+    """The explicit axes that no `jax.vmap` around has taken for what it maps over.
+
+    JAX refuses a `shard_map` over a taken one, and says it in no other way.
+    """
+
+    def is_free(axis: str) -> bool:
+        try:
+            jax.shard_map(tuple, mesh=mesh, in_specs=(), out_specs=(), axis_names={axis})()
+        except ValueError:
+            return False
+        return True
+
+    return frozenset(filter(is_free, mesh.explicit_axes))
 
 
 def placed_like(values: Any, arrays: Any, mesh: Any) -> Any:
@@ -170,29 +284,61 @@ def run_auto(layout: Layout, run: Run, arguments: tuple[Any, ...], results: Any)
     """Run an opaque phase on an Auto mesh: XLA chooses shardings, the rule says which it may choose."""
     from jax.experimental.custom_partitioning import custom_partitioning
 
-    leaves, tree = jax.tree.flatten(arguments)
-    shapes = [leaf.shape for leaf in leaves]
-    result_leaves, result_tree = jax.tree.flatten(results)
-    result_shapes = [leaf.shape for leaf in result_leaves]
+    phase = _Phase.of(layout, run, arguments, results)
+    axes = mesh_of(arguments)
+    restricted = dataclasses.replace(layout, arguments=phase.kept(layout.arguments), results=phase.kept_results(layout.results))
+    shapes, result_shapes = phase.kept(phase.shapes), phase.kept_results(phase.result_shapes)
 
     def flat(*leaves: Any) -> Any:
-        return tuple(jax.tree.leaves(run(*jax.tree.unflatten(tree, leaves))))
+        return phase.local(leaves, {}, None)
 
     def partition(mesh: Any, arg_infos: Any, result_infos: Any) -> Any:
-        assigned = layout.assign(shapes, [info.sharding.spec for info in arg_infos], mesh)
+        mesh = mesh if not mesh.empty else _mesh_like(axes, arg_infos[0].sharding)
+        found = [_spec_of(info.sharding, mesh, shape) for info, shape in zip(arg_infos, shapes, strict=True)]
+        given = iter(found)
+        specs = [PartitionSpec() if 0 in shape else next(given) for shape in phase.shapes]
+        assigned = layout.assign(phase.shapes, specs, mesh)
 
         def local(*leaves: Any) -> Any:
-            return tuple(_sum_parts(layout, flat(*leaves), result_shapes, assigned))
+            return phase.local(leaves, assigned, mesh)
 
         def shardings(dims: Any, shapes: Any) -> tuple[NamedSharding, ...]:
             return tuple(NamedSharding(mesh, spec) for spec in layout.specs(dims, shapes, assigned))
 
-        return mesh, local, shardings(layout.results, result_shapes), shardings(layout.arguments, shapes)
+        return mesh, local, shardings(restricted.results, result_shapes), shardings(restricted.arguments, shapes)
 
     partitioned = custom_partitioning(flat)
-    rule = sharding_rule(layout, shapes, result_shapes)
+    rule = sharding_rule(restricted, shapes, result_shapes)
     partitioned.def_partition(partition, sharding_rule=rule.text, need_replication_factors=rule.whole, **cast(Any, rule.sizes))
-    return jax.tree.unflatten(result_tree, partitioned(*leaves))
+    return phase.whole(partitioned(*phase.kept(phase.leaves)), lambda result: jnp.zeros(result.shape, result.dtype))
+
+
+def _mesh_like(mesh: Any, sharding: Any) -> Mesh:
+    """The mesh of a program whose arguments are not on it: JAX then hands on the devices in its order, but not the mesh."""
+    devices = np.array([*sharding.devices_indices_map((1,) * 0)])
+    if devices.size != mesh.size:
+        return Mesh(devices, ("devices",))
+    return Mesh(devices.reshape(mesh.axis_sizes), mesh.axis_names)
+
+
+def _spec_of(sharding: Any, mesh: Any, shape: tuple[int, ...]) -> Any:
+    """The spec by which a sharding splits an array over the mesh; one of whole axes where none does."""
+    if isinstance(sharding, NamedSharding):
+        return sharding.spec
+    where = sharding.devices_indices_map(shape)
+    starts = np.array([[index.start or 0 for index in where[device]] for device in mesh.devices.flat])
+    starts = starts.reshape(*mesh.devices.shape, len(shape))
+    steps: list[list[tuple[int, str]]] = [[] for _ in shape]
+    for place, axis in enumerate(mesh.axis_names):
+        if mesh.shape[axis] > 1:
+            step = np.take(starts, 1, place).reshape(-1, len(shape))[0] - starts.reshape(-1, len(shape))[0]
+            for dim in np.flatnonzero(step):
+                steps[dim].append((step[dim], axis))
+    spec = PartitionSpec(*(tuple(axis for _, axis in sorted(found, reverse=True)) or None for found in steps))
+    taken = [axis for found in steps for _, axis in found]
+    if len(taken) != len({*taken}) or NamedSharding(mesh, spec).devices_indices_map(shape) != where:
+        return PartitionSpec()
+    return spec
 
 
 class Rule(NamedTuple):

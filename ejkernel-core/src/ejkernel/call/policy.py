@@ -1,6 +1,6 @@
 """Who may run a call: `use(...)`, the environment and the `platform=` argument, folded into one hashable policy.
 
-The context is a `jax.make_user_context`, so that a compiled `jit` is traced again under another policy.
+A compiled `jit` is traced again under another policy; see `ejkernel._plugins.task_local`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from ejkernel._plugins.registry import kernel_registry
+from ejkernel._plugins.task_local import TaskLocal
 from ejkernel.errors import invalid, suggestion, wrong_type
 from ejkernel.plugin import FIRST_PARTY
 from ejkernel.targets.target import Target, as_target
@@ -45,14 +46,21 @@ class Policy:
     closed_tiers: frozenset[str] = frozenset()
 
 
-_context = jax.make_user_context(default_value=None)
+_in_force = TaskLocal("ejkernel_policy")
 recording = jax.make_user_context(default_value=None)
 """Set while `ejkernel.tuning.record_calls` traces a program."""
 
 
+_DEFAULT = Policy()
+
+
 def current_policy() -> Policy:
     """The policy of the innermost `use(...)`, or the default."""
-    return _context.value or Policy()  # pyright: ignore[reportAttributeAccessIssue]
+    return _in_force.get() or _DEFAULT
+
+
+holding = _in_force.holding
+"""`with holding(policy):` puts a policy in force as it is."""
 
 
 @contextlib.contextmanager
@@ -101,7 +109,7 @@ def use(
         target=outer.target if target is None else as_target(target),
     )
     _refuse_contradiction(policy)
-    with _context(policy):
+    with holding(policy):
         yield policy
 
 
@@ -110,7 +118,7 @@ def closing_tiers(tiers: Iterable[str]) -> Generator[None]:
     """Keep these tiers from answering inside the `with` block, beside those that are closed already."""
     outer, closed = current_policy(), frozenset(tiers)
     changed = dataclasses.replace(outer, closed_tiers=outer.closed_tiers | closed)
-    with _context(changed) if closed else contextlib.nullcontext():
+    with holding(changed) if closed else contextlib.nullcontext():
         yield
 
 
@@ -118,7 +126,7 @@ def closing_tiers(tiers: Iterable[str]) -> Generator[None]:
 def heuristics_allowed() -> Generator[None]:
     """Open the tier "heuristic" again inside the `with` block, for asking which calls have nothing better."""
     outer = current_policy()
-    with _context(dataclasses.replace(outer, closed_tiers=outer.closed_tiers - {"heuristic"})):
+    with holding(dataclasses.replace(outer, closed_tiers=outer.closed_tiers - {"heuristic"})):
         yield
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import importlib_metadata
 from packaging.utils import canonicalize_name
 
-from ejkernel._plugins.records import PluginRecord
+from ejkernel._plugins.records import PLUGIN_IMPORT_PATIENCE, PluginRecord
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel._plugins.settings import read_settings, unknown_settings
 from ejkernel.call.policy import environment_platforms, policy_for_call
@@ -44,6 +44,7 @@ def diagnose(commands: Sequence[Command], timeout: float = _probes.TIMEOUT) -> d
         report: dict[str, Any] = {
             "versions": installed_versions(records),
             "plugins": [record.to_dict() for record in records],
+            "registered": registrations(),
             "commands": [load(command)[0].to_dict() for command in commands],
             "settings": [setting.to_dict() for setting in read_settings()],
             "unknown_settings": unknown_settings(),
@@ -69,6 +70,25 @@ def installed_versions(records: tuple[PluginRecord, ...]) -> dict[str, str | Non
             if name in _ALWAYS or name in needed:
                 versions[name] = None
     return versions
+
+
+def registrations() -> list[dict[str, str]]:
+    """What was registered at run time, with the code. Only a user's program does so, and there is none here."""
+    return [
+        {
+            "implementation": candidate.id,
+            "operation": candidate.implementation.operation,
+            "phase": candidate.implementation.phase,
+            "code": _name_of(candidate.implementation.target),
+        }
+        for candidate in kernel_registry.list_implementations()
+        if candidate.origin == "registered"
+    ]
+
+
+def _name_of(code: Any) -> str:
+    name = getattr(code, "__qualname__", type(code).__qualname__)
+    return f"{getattr(code, '__module__', '?')}.{name}"
 
 
 def known_combinations(versions: dict[str, str | None]) -> list[dict[str, Any]]:
@@ -99,6 +119,24 @@ def _plugin_remedy(plugin: dict[str, Any]) -> str:
         "incompatible": f"pip install --upgrade {distribution} {OURS}",
         "conflict": "uninstall all but one of the distributions that claim this name",
     }.get(plugin["state"], f"see `ejkernel doctor --verbose`; pip install --force-reinstall {distribution}")
+
+
+def _registration_problems(report: dict[str, Any]) -> list[dict[str, str]]:
+    return [
+        _problem(
+            f"{r['implementation']} of {r['operation']} ({r['phase']}) was registered at run time by {r['code']}, in every program",
+            "find what imports that module when Python starts: a .pth file, sitecustomize or usercustomize",
+        )
+        for r in report["registered"]
+    ]
+
+
+def _slow_problems(report: dict[str, Any]) -> list[dict[str, str]]:
+    return [
+        _problem(f"plugin {p['name']} takes {p['seconds']:.1f} s to import", f"report it to the authors of {p['distribution']}")
+        for p in report["plugins"]
+        if p["state"] == "ok" and p["seconds"] > PLUGIN_IMPORT_PATIENCE
+    ]
 
 
 def _command_problems(report: dict[str, Any]) -> list[dict[str, str]]:
@@ -185,6 +223,8 @@ def _problem(what: str, remedy: str) -> dict[str, str]:
 _PROBLEMS: tuple[Callable[[dict[str, Any]], list[dict[str, str]]], ...] = (
     _foreign_problems,
     _plugin_problems,
+    _registration_problems,
+    _slow_problems,
     _command_problems,
     _setting_problems,
     _version_problems,

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli.output import AsJson, console, emit, table, verdict
+from ejkernel.cli.output import AsJson, console, emit, own_output, table, verdict
 
 
 def doctor(
@@ -19,7 +19,8 @@ def doctor(
     from ejkernel.cli._diagnosis import diagnose
 
     root: Any = context.find_root().command
-    report = diagnose(root.others, timeout)
+    with own_output():
+        report = diagnose(root.others, timeout)
     if as_json:
         emit(report)
     else:
@@ -39,8 +40,14 @@ def _render(report: dict[str, Any], verbose: bool) -> None:
     for found in report["known_combinations"]:
         names = ", ".join(f"{name} {report['versions'][name]}" for name in found["packages"])
         screen.print(verdict(found["verdict"]), f"combination {names}: {found['finding']}", markup=False)
-    plugins = [(p["name"], verdict(p["state"]), f"{p['distribution']} {p['version']}", p["reason"]) for p in report["plugins"]]
-    section("Plugins", ("plugin", "state", "from", "reason"), plugins)
+    plugins = [
+        (p["name"], verdict(p["state"]), f"{p['distribution']} {p['version']}", p["reason"] or _remark(p))
+        for p in report["plugins"]
+    ]
+    section("Plugins", ("plugin", "state", "from", "remarks"), plugins)
+    if report["registered"]:
+        registered = [(r["implementation"], f"{r['operation']} {r['phase']}", r["code"]) for r in report["registered"]]
+        section("Registered at run time", ("implementation", "of", "code"), registered)
     if report["commands"]:
         commands = [
             (c["name"], verdict(c["state"]), f"{c['distribution']} {c['version']}", c["reason"]) for c in report["commands"]
@@ -62,6 +69,14 @@ def _render(report: dict[str, Any], verbose: bool) -> None:
     state = cache["error"] or f"{cache['entries']} entries"
     screen.print(f"Tuning cache: {cache['directory']}: {state}", markup=False, soft_wrap=True)
     _print_verdict(screen, report["problems"])
+
+
+def _remark(plugin: dict[str, Any]) -> str:
+    """How a plugin that can be used delays every program."""
+    if not plugin["slow"]:
+        return ""
+    heavy = f" and imports {', '.join(plugin['heavy'])}" if plugin["heavy"] else ""
+    return f"its plugin module takes {1e3 * plugin['seconds']:.0f} ms to import{heavy}"
 
 
 def _shown(setting: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli.output import AsJson, UserError, console, emit, table, user_mistakes, verdict
+from ejkernel.cli.output import AsJson, UserError, console, emit, own_output, table, user_mistakes, verdict
 
 
 def explain(
@@ -25,7 +25,7 @@ def explain(
     if case is not None and (shape or option):
         raise UserError("--case: brings its own arrays and options; leave out --shape and --option")
     chosen = tuple(platform.split(",")) if platform else None
-    with user_mistakes(), _target(target):
+    with user_mistakes(), own_output(), _target(target):
         if case is not None:
             explanation = _explain_case(operation, case, chosen)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Generator, Sequence
 from typing import Annotated, Any
 
@@ -28,6 +29,13 @@ def user_mistakes() -> Generator[None]:
         yield
     except (ValueError, TypeError, EjkernelError) as error:
         raise UserError(first_line(error)) from error
+
+
+@contextlib.contextmanager
+def own_output() -> Generator[None]:
+    """Keep what plugins print inside the block off the standard output, on which a command answers."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
 
 
 def first_line(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli.output import AsJson, UserError, console, emit, table, user_mistakes
+from ejkernel.cli.output import AsJson, UserError, console, emit, own_output, table, user_mistakes
 
 _SPEC = re.compile(r"(\w+)\[([\d,\s]*)\]")
 
@@ -42,7 +42,7 @@ def tune(
     chosen = tuple(platform.split(",")) if platform else None
     search = Search(rounds=rounds, progress=False if as_json else None, store=store, retry=retry)
     result = AutotuningResult()
-    with user_mistakes():
+    with user_mistakes(), own_output():
         calls = _from_file(shapes, operation) if shapes is not None else _from_cases(operation, case or [], dtype.split(","))
         for arrays, options in calls:
             result = result | search.tune(_calls_of(operation, arrays, options, chosen, forward_only))

@@ -21,6 +21,7 @@ from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.flash_attention.bind import as_flag, as_precision
 from ejkernel.utils.checks import check_compute
+from ejkernel.utils.dtypes import accumulator, common_dtype
 
 
 class _Product(NamedTuple):
@@ -67,7 +68,7 @@ def invoke(
         "axes": axes,
         "tp_size": tp_size,
         "rhs_transpose": as_flag("rhs_transpose", options["rhs_transpose"]),
-        "dtype": _dtype(options["preferred_element_type"], jnp.promote_types(x.dtype, y.dtype)),
+        "dtype": _dtype(options["preferred_element_type"], common_dtype(x.dtype, y.dtype)),
         "precision": as_precision(options["precision"]),
         "plain": not current_policy().custom_gradients,
     }
@@ -109,10 +110,10 @@ def _bound(
     if x.shape[-1] != y.shape[contracted]:
         meaning = "[N, K]" if rhs_transpose else "[K, N]"
         raise invalid("y", f"shape {tuple(y.shape)}", f"{meaning} with K = {x.shape[-1]} as in x (each as one device holds it)")
-    common = jnp.promote_types(x.dtype, y.dtype)
+    common = common_dtype(x.dtype, y.dtype)
     exact = precision is None and common.itemsize >= 4
     chosen = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision[(precision or "default").upper()]
-    wide = jnp.promote_types(common, jnp.float32)
+    wide = accumulator(common)
     # A replicated y takes part on every device, so its gradient must be summed over them.
     like = (x, y, jax.lax.axis_index(axes))
     x, y = vary_like(x, like), vary_like(y, like)

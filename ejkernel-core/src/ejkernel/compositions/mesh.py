@@ -126,6 +126,19 @@ def shard(function: Callable[[Any], Any], arrays: Any, mesh: Any, in_specs: Any,
     return jax.shard_map(function, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs)(arrays)
 
 
+def with_rows(in_specs: Any, positional: Sequence[str]) -> Any:
+    """in_specs and one more, for an array `[B]` after the positional ones: it is split as the first axis of the first array is."""
+    if (
+        isinstance(in_specs, PartitionSpec)
+        or not isinstance(in_specs, (tuple, list))
+        or not 0 < len(in_specs) <= len(positional)
+    ):
+        return in_specs
+    given = cast("Sequence[PartitionSpec | None]", in_specs)
+    rows = (*(given[0] or ()), None)[0]
+    return (*given, *[None] * (len(positional) - len(given)), PartitionSpec(rows))
+
+
 def is_sharded(mesh: Any, in_specs: Any, out_specs: Any) -> bool:
     """Whether there is a mesh; specs belong to one, and it to them.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.call.arrays import statistics_dtype
 from ejkernel.compositions import mesh as _mesh
-from ejkernel.compositions.axes import Axes
+from ejkernel.compositions.axes import Axes, check_mesh_axes
 from ejkernel.errors import invalid, wrong_type
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -65,6 +66,35 @@ def several(axes: Axes, mesh: Any) -> Axes:
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
+def mesh_axes(axes: Axes, arrays: dict[str, Any], specs: dict[str, Any], mesh: Any, transpose_head: bool) -> tuple[Axes, Axes]:
+    """The axes over which the vocabulary, and over which the tokens, are split."""
+    check_mesh_axes(axes, mesh)
+    x = "logits" if arrays["hidden"] is None else "hidden"
+    row_axes, last = split_axes(specs.get(x), len(arrays[x].shape))
+    if x == "hidden":
+        if several(last, mesh):
+            raise invalid("in_specs", f"hidden channels split over {last}", "whole hidden states")
+        first, second = split_axes(specs.get("lm_head_weight"), 2)
+        single = last
+        last, inner = (first, second) if transpose_head else (second, first)
+        if several(inner, mesh):
+            raise invalid("in_specs", f"the head's hidden channels split over {inner}", "the head split over its vocabulary")
+        # Axes of one device split nothing, but shard_map has to be told that results are whole along them.
+        last = (*last, *(axis for axis in (*single, *inner) if axis not in last))
+    by_entry = [
+        name for name in ("targets", "class_weights") if jnp.issubdtype(getattr(arrays[name], "dtype", int), jnp.floating)
+    ]
+    for name in by_entry:
+        parts = split_axes(specs.get(name), len(arrays[name].shape))[1]
+        if several(parts, mesh) != several(last, mesh):
+            raise invalid(
+                "in_specs", f"entries of {name} split over {parts or 'nothing'}", f"over {last or 'nothing'} as the vocabulary"
+            )
+    if several(axes, mesh) and several(axes, mesh) != several(last, mesh):
+        raise invalid("in_specs", f"the vocabulary split over {last or 'nothing'}", f"over {axes} = vocab_parallel_axis")
+    return last, row_axes
+
+
 def specs_of(
     arrays: Mapping[str, Any], positional: tuple[str, ...], mesh: Any, in_specs: Any, out_specs: Any
 ) -> dict[str, Any]:
@@ -72,3 +102,46 @@ def specs_of(
     if not _mesh.is_sharded(mesh, in_specs, out_specs):
         return {}
     return dict(_mesh.named_specs(arrays, positional, in_specs))
+
+
+def over_vocabulary(loss: Any, lse: Any, total: Any, here: Any, axes: Axes) -> tuple[Any, Any, Any]:
+    """A cross entropy's loss, lse and sum of logits over the whole vocabulary, from those of each device's part of it."""
+    largest = jax.lax.pmax(jax.lax.stop_gradient(lse), axes)
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    whole = largest + jnp.log(jax.lax.psum(jnp.exp(lse - largest), axes))
+    target = jax.lax.psum(jnp.where(here, lse - loss, 0), axes)
+    return whole - target, whole, None if total is None else jax.lax.psum(total, axes)
+
+
+class Entries(NamedTuple):
+    """What logits are made of on this device: x `[..., V]`, or `[..., D]` with head `[D, V]` (or `[V, D]`) and bias `[V]`."""
+
+    x: Any
+    head: Any
+    bias: Any
+    transpose_head: bool
+    soft_cap: float | None
+    precision: Any
+
+    def mean_under(self, q: Any, kept: Any, axes: Axes) -> tuple[Any, Any]:
+        """`sum_v q_v` and `sum_v q_v l_v` in float32, for q `[V]` or `[..., V]`; 0 for rows that are not kept.
+
+        With a head `sum_v q_v l_v = x . (head q) + bias . q`: the logits are not formed.
+        """
+        wide = statistics_dtype(str(self.x.dtype))
+        q = q.astype(wide)
+        if q.ndim > 1:
+            q = jnp.where(kept[..., None], q, jnp.zeros_like(q))
+        x = jnp.where(kept[..., None], self.x, jnp.zeros_like(self.x)).astype(wide)
+        if self.head is None:
+            logits = x if self.soft_cap is None else self.soft_cap * jnp.tanh(x / self.soft_cap)
+            chosen = q if q.ndim > 1 else jnp.broadcast_to(q, logits.shape)
+            found = jnp.sum(jnp.where(chosen == 0, 0, chosen * jnp.where(chosen == 0, 0, logits)), axis=-1)
+        else:
+            head, products = self.head.astype(wide), self.precision or "highest"
+            columns = jnp.matmul(q, head if self.transpose_head else head.T, precision=products)
+            found = jnp.sum(x * (columns if q.ndim > 1 else jnp.broadcast_to(columns, x.shape)), axis=-1)
+            if self.bias is not None:
+                found = found + jnp.matmul(q, self.bias.astype(wide), precision=products)
+        mass, found = jnp.sum(q, axis=-1), jnp.where(kept, found, 0)
+        return (jax.lax.psum(mass, axes), jax.lax.psum(found, axes)) if axes else (mass, found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+from ejkernel._plugins.containment import refuse_answers
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.configs.entry import Entry, require_verified
 from ejkernel.configs.key import Key
@@ -24,6 +25,7 @@ def remember(*entries: Entry) -> None:
     Raises:
         ValueError: an entry has no check against the reference that passed; then none is taken.
     """
+    refuse_answers("remember")
     for entry in entries:
         require_verified(entry)
     with _lock:

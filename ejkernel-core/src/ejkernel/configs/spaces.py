@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ejkernel._plugins.containment import contained
 from ejkernel._plugins.records import Candidate
 from ejkernel.errors import NoConfigError, invalid, suggestion, wrong_type
 from ejkernel.plugin import ConfigSpace, resolve
@@ -49,7 +50,7 @@ def config_space(candidate: Candidate) -> ConfigSpace | None:
     reference = candidate.implementation.configs
     if reference is None:
         return None
-    space = resolve(reference)  # pyright: ignore[reportArgumentType]
+    space = contained(describe(candidate), lambda: resolve(reference))  # pyright: ignore[reportArgumentType]
     if not isinstance(space, ConfigSpace) or not dataclasses.is_dataclass(space.config):
         raise NoConfigError(f"{describe(candidate)}: configs is {space!r}, expected a ConfigSpace of a dataclass")
     return space

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from ejkernel._plugins.containment import refuse_answers
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.configs.entry import LEVEL, Entry, dump_entries, load_entries, require_verified
 from ejkernel.configs.key import Key
@@ -57,6 +58,7 @@ class UserCache:
         Raises:
             ValueError: the entry has no check against the reference that passed.
         """
+        refuse_answers("store")
         require_verified(entry)
         written = write(directory(), entry.key.digest, dump_entries((entry,)))
         if written:

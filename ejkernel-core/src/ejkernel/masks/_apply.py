@@ -14,6 +14,7 @@ from ejkernel.masks._parts import Mask, Parts
 
 Combine = Literal["union", "intersect", "replace"]
 ZeroPolicy = Literal["q", "kv", "both", "none"]
+WindowMode = Literal["default", "decode", "prefill"]
 PLAIN: dict[str, Any] = {"causal": False, "causal_offset": 0, "window": None, "chunk_size": None, "prefix": None}
 """The static structure of a mask that has none."""
 
@@ -67,9 +68,65 @@ def _narrower(one: int | None, two: int | None) -> int | None:
     return min((side for side in (one, two) if side is not None), default=None)
 
 
-def apply_sliding_window(info: Mask, sliding_window: Any, offset: Any = 0) -> Mask:
-    """Also require the key within `(left, right)` of the query position + offset."""
-    window, offset = _checks.window(sliding_window), _offset(offset)
+def apply_sliding_window(info: Mask, sliding_window: Any, offset: Any, mode: WindowMode | None, index: Any) -> Mask:
+    """Also require the key within `(left, right)` of the query position + offset; then cut the mask as `mode` says."""
+    if mode not in (None, "default", "decode", "prefill"):
+        raise invalid("mode", repr(mode), "'default', 'decode' or 'prefill'")
+    if (index is not None) != (mode == "decode"):
+        raise invalid("index", index, "the place of the query, an int or [B]" if mode == "decode" else "None but for 'decode'")
+    offset = _offset(offset)
+    windowed = _with_window(info, sliding_window, offset)
+    if mode in (None, "default"):
+        return windowed
+    query_length, key_length = info.known_sizes(f"apply_sliding_window(mode={mode!r})")
+    left, right = (None, None) if sliding_window is None else _checks.window(sliding_window) or (None, None)
+    if left is None or right is None:
+        raise invalid("sliding_window", sliding_window, f"a window with two ends for mode={mode!r}")
+    if mode == "prefill":
+        width = min(left if isinstance(sliding_window, (int, np.integer)) else left + right + 1, key_length)
+        return _cut(windowed, None, _span(jnp.array([key_length]), width, key_length))
+    width = min(left + right + 1, key_length)
+    row = jnp.clip(_lengths("index", index), 0, query_length - 1)
+    keys = _span(row + offset - left + width, width, key_length)
+    return _cut(windowed, row[:, None], keys)
+
+
+def _sides(window: Any) -> tuple[Any, Any] | None:
+    """The sides of a window of which one is a JAX array; None for any other window."""
+    sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
+    if len(sides) != 2 or not any(isinstance(side, jax.Array) for side in sides):
+        return None
+    left, right = (side if side is None else _scalar("sliding_window", side, 0) for side in sides)
+    return left, right
+
+
+def _scalar(name: str, value: Any, least: int) -> Any:
+    """An int of at least `least`, or an integer array without axes, whose value may be unknown."""
+    if not isinstance(value, jax.Array):
+        return _checks.integer(name, value, least)
+    if value.ndim or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise invalid(name, f"{value.dtype} of shape {value.shape}", "an int, or an integer array without axes")
+    return value
+
+
+def _pairs(info: Parts, offset: Any) -> tuple[Any, Any]:
+    """Positions of queries, at `offset`, and of keys, `[B|1, T, 1]` and `[B|1, 1, S]`, for parts that are said in arrays."""
+    query_length, key_length = info.known_sizes("apply_*")
+    shift = jnp.asarray(offset, jnp.int32).reshape(-1, 1) - info.causal_offset
+    query = _materialise.query_positions(info, query_length) + shift
+    return query[:, :, None], _materialise.key_positions(info, key_length)[:, None, :]
+
+
+def _with_window(info: Mask, sliding_window: Any, offset: Any) -> Mask:
+    sides = _sides(sliding_window)
+    if sides is not None:
+        query, key = _pairs(info, offset)
+        parts = [] if sides[0] is None else [key >= query - sides[0]]
+        parts += [] if sides[1] is None else [key <= query + sides[1]]
+        for part in parts:
+            info = with_dense(info, part[:, None])
+        return info.replace(sliding_window_baked_in=True)
+    window = _checks.window(sliding_window)
     if window is None:
         return info
     if not _fits(info, offset):
@@ -79,8 +136,11 @@ def apply_sliding_window(info: Mask, sliding_window: Any, offset: Any = 0) -> Ma
     return info.replace(window=window, causal_offset=offset, sliding_window_baked_in=True)
 
 
-def apply_chunked(info: Mask, chunk_size: int, offset: int = 0) -> Mask:
+def apply_chunked(info: Mask, chunk_size: Any, offset: int = 0) -> Mask:
     """Also require the query's own chunk of `chunk_size` positions, and causality at `offset`."""
+    if isinstance(chunk_size, jax.Array):
+        size, (query, key) = _scalar("chunk_size", chunk_size, 1), _pairs(info, 0)
+        return apply_causal(with_dense(info, (query // size == key // size)[:, None]), offset)
     size = _checks.integer("chunk_size", chunk_size, 1)
     if not _fits(info, 0):
         info = _restrict(info, 0, chunk_size=size)
@@ -108,29 +168,32 @@ def apply_kv_lengths(info: Mask, kv_lengths: Any, *, q_len: int | None, end_inde
         return info.replace(key_lengths=shorter)
     query_length, key_length = info.known_sizes("apply_kv_lengths(q_len=, sliding_window=)")
     end = lengths if end_index is None else _lengths("end_index", end_index)
-    info = _derive.resolved(
-        apply_kv_lengths(info, lengths, q_len=None, end_index=None, sliding_window=None), query_length, key_length
-    )
+    info = apply_kv_lengths(info, lengths, q_len=None, end_index=None, sliding_window=None)
+    queries = None if q_len is None else _span(end, _within("q_len", q_len, query_length), query_length)
+    if sliding_window is None:
+        return _cut(info, queries, None)
+    keys = _span(end, min(_window_width(sliding_window), key_length), key_length)
+    return _cut(info, queries, keys).replace(sliding_window_baked_in=True)
+
+
+def _cut(info: Mask, queries: Any, keys: Any) -> Mask:
+    """Keep these queries and keys, indices `[B, n]`, None for all. Positions keep the structure exact."""
+    query_length, key_length = info.known_sizes("apply_*")
+    info = _derive.resolved(info, query_length, key_length)
     changes: dict[str, Any] = {
         "query_positions": _materialise.query_positions(info, query_length),
         "key_positions": _materialise.key_positions(info, key_length),
     }
     changes |= {"query_segments": info.query_segments, "key_segments": info.key_segments, "dense": info.dense}
-    if q_len is not None:
-        index = _span(end, _within("q_len", q_len, query_length), query_length)
-        for name in ("query_positions", "query_segments"):
-            changes[name] = _rows(changes[name], index, 1)
-        changes["dense"] = _rows(changes["dense"], index, 2)
-        query_length = q_len
-    if sliding_window is not None:
-        width = min(_window_width(sliding_window), key_length)
-        index = _span(end, width, key_length)
-        for name in ("key_positions", "key_segments"):
-            changes[name] = _rows(changes[name], index, 1)
-        changes["dense"] = _rows(changes["dense"], index, 3)
-        changes["sliding_window_baked_in"] = True
-        key_length = width
-    return info.replace(**changes, causal_offset=0, sizes=(info.sizes[0], query_length, key_length))
+    for index, names, axis in (
+        (queries, ("query_positions", "query_segments"), 2),
+        (keys, ("key_positions", "key_segments"), 3),
+    ):
+        if index is not None:
+            changes |= {name: _rows(changes[name], index, 1) for name in names}
+            changes["dense"] = _rows(changes["dense"], index, axis)
+    sizes = (query_length if queries is None else queries.shape[1], key_length if keys is None else keys.shape[1])
+    return info.replace(**changes, causal_offset=0, sizes=(info.sizes[0], *sizes))
 
 
 def _lengths(name: str, value: Any) -> Any:

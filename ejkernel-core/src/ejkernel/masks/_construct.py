@@ -25,7 +25,7 @@ def either(ours: str, our_value: Any, theirs: str, their_value: Any) -> Any:
 def from_attention_mask(cls: Callable[..., Mask], mask: Any, **fields: Any) -> Mask:
     array = _checks.boolean("attention_mask", mask)
     if len(array.shape) == 2:
-        segments = jnp.where(array, 0, -1).astype(jnp.int32)
+        segments = padding_segments("attention_mask", array)
         return cls(query_segments=segments, key_segments=segments, **fields)
     if len(array.shape) == 3:
         array = array[:, None]
@@ -34,6 +34,11 @@ def from_attention_mask(cls: Callable[..., Mask], mask: Any, **fields: Any) -> M
             "attention_mask", f"shape {tuple(array.shape)}", "[batch, key], [batch, query, key] or [batch, head, query, key]"
         )
     return cls(dense=array, **fields)
+
+
+def padding_segments(name: str, mask: Any) -> Any:
+    """Segments of a padding mask: 0 for tokens, -1 for padding."""
+    return jnp.where(_checks.boolean(name, mask), 0, -1).astype(jnp.int32)
 
 
 def packed_segments(cu_seqlens: Any, total: int) -> tuple[Any, Any]:
@@ -90,6 +95,25 @@ def from_lengths(
         if _checks.is_concrete(array) and array.size and not 0 <= int(array.min()) <= int(array.max()) <= most:
             raise invalid(name, [int(n) for n in array], f"values in [0, {most}]")
     return cls(query_lengths=queries, key_lengths=keys, sizes=(None, size, key_size), **fields)
+
+
+def from_prefix_lengths(cls: Callable[..., Mask], prefix_lengths: Any, q_len: int, kv_len: int | None, **fields: Any) -> Mask:
+    """Keys of the prefix stand at position 0, which no causal query is before."""
+    prefixes = _checks.integers("prefix_lengths", prefix_lengths, "batch")
+    queries = _checks.integer("q_len", q_len, 0)
+    keys = queries if kv_len is None else _checks.integer("kv_len", kv_len, 0)
+    if _checks.is_concrete(prefixes) and prefixes.size and not 0 <= int(prefixes.min()) <= int(prefixes.max()) <= keys:
+        raise invalid("prefix_lengths", [int(n) for n in prefixes], f"values in [0, {keys}]")
+    for name in ("query_positions", "key_positions", "causal", "prefix", "window", "chunk_size"):
+        if fields.get(name) is not None:
+            raise invalid(
+                name, fields[name], "None", remedy="a prefix of each row is said with positions, which it would compare"
+            )
+    if fields.get("causal_offset", 0) < 0:
+        raise invalid("causal_offset", fields["causal_offset"], "a value >= 0")
+    index = jnp.arange(keys, dtype=jnp.int32)[None]
+    positions = jnp.where(index < prefixes[:, None], 0, index)
+    return cls(key_positions=positions, causal=True, **{**fields, "sizes": (None, queries, None)})
 
 
 def from_random(

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 
 from ejkernel.errors import invalid
 from ejkernel.masks import _apply, _checks, _construct, _derive, _materialise, _sizes, _visualise
-from ejkernel.masks._parts import CAUSAL_NAME, CausalName, Parts
-
-AxisName = str | tuple[str, ...] | None
+from ejkernel.masks._parts import CAUSAL_NAME, CausalName
+from ejkernel.masks._spellings import AxisName, Spellings
 
 ARRAYS = (
     "dense",
@@ -28,7 +27,7 @@ ARRAYS = (
 
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
-class MaskInfo(Parts):
+class MaskInfo(Spellings):
     """Visibility of keys to queries, kept in the parts in which it was said.
 
     Query i of example b sees key j in head h if *every* part that was given agrees. With p = query_positions[b, i] (i if not
@@ -58,6 +57,7 @@ class MaskInfo(Parts):
         key_lengths: int32 `[B|1]`.
         sizes: (B, T, S) where no array tells them; only used to materialise.
         sliding_window_baked_in: a client's note that its window is in this mask already; no part of visibility.
+        attention_mask_dtype: the dtype in which `attention_mask` is read, by its name.
         batch_axis_name: mesh axes over which B is sharded; likewise for query heads, key heads and the sequence.
     """
 
@@ -75,6 +75,7 @@ class MaskInfo(Parts):
     prefix: int | None = None
     sizes: tuple[int | None, int | None, int | None] = (None, None, None)
     sliding_window_baked_in: bool = False
+    attention_mask_dtype: str = "bool"
     batch_axis_name: AxisName = ("dp", "fsdp")
     qheads_axis_name: AxisName = "tp"
     kvheads_axis_name: AxisName = "tp"
@@ -97,13 +98,18 @@ class MaskInfo(Parts):
         prefix: int | None = None,
         sizes: tuple[int | None, int | None, int | None] = (None, None, None),
         sliding_window_baked_in: bool = False,
+        attention_mask_dtype: Any = "bool",
         batch_axis_name: AxisName = ("dp", "fsdp"),
         qheads_axis_name: AxisName = "tp",
         kvheads_axis_name: AxisName = "tp",
         sequence_axis_name: AxisName = "sp",
         _attention_mask: Any = None,
+        q_positions: Any = None,
+        kv_positions: Any = None,
     ) -> None:
-        """Check and keep the parts. `_attention_mask` is EasyDeL's spelling of `dense`."""
+        """Check and keep the parts. `_attention_mask`, `q_positions` and `kv_positions` are other spellings."""
+        query_positions = _construct.either("query_positions", query_positions, "q_positions", q_positions)
+        key_positions = _construct.either("key_positions", key_positions, "kv_positions", kv_positions)
         values = {
             "dense": _checks.dense(_construct.either("dense", dense, "_attention_mask", _attention_mask)),
             "query_segments": _checks.integers("query_segments", query_segments, "batch query"),
@@ -119,6 +125,7 @@ class MaskInfo(Parts):
             "prefix": None if prefix is None else _checks.integer("prefix", prefix, 0),
             "sizes": tuple(None if size is None else _checks.integer("sizes", size, 0) for size in sizes),
             "sliding_window_baked_in": bool(sliding_window_baked_in),
+            "attention_mask_dtype": jnp.dtype(attention_mask_dtype).name,
             "batch_axis_name": _axis(batch_axis_name),
             "qheads_axis_name": _axis(qheads_axis_name),
             "kvheads_axis_name": _axis(kvheads_axis_name),
@@ -141,8 +148,7 @@ class MaskInfo(Parts):
         key_positions: Any = None,
         q_segment_ids: Any = None,
         kv_segment_ids: Any = None,
-        q_positions: Any = None,
-        kv_positions: Any = None,
+        is_attn_mask: bool = False,
         **fields: Any,
     ) -> MaskInfo:
         """Tokens see each other within equal segments.
@@ -152,18 +158,22 @@ class MaskInfo(Parts):
             key_segments: `[B, S]`; the queries' segments if left out (self-attention).
             query_positions: `[B, T]`, what causal, window and chunk masks compare; indices if left out.
             key_positions: `[B, S]`.
-            q_segment_ids: another spelling of `query_segments`; likewise `kv_segment_ids`, `q_positions`, `kv_positions`.
-            **fields: any other field of `MaskInfo`.
+            q_segment_ids: another spelling of `query_segments`; likewise `kv_segment_ids`.
+            is_attn_mask: the segments are padding masks: 1 is a token, 0 is padding.
+            **fields: any other field of `MaskInfo`, also as `q_positions` or `kv_positions`.
         """
         queries = _construct.either("query_segments", query_segments, "q_segment_ids", q_segment_ids)
         keys = _construct.either("key_segments", key_segments, "kv_segment_ids", kv_segment_ids)
         if queries is None:
             raise invalid("query_segments", None, "integers [batch, query]")
+        keys = queries if keys is None else keys
+        if is_attn_mask:
+            queries, keys = (_construct.padding_segments("query_segments", mask) for mask in (queries, keys))
         return cls(
             query_segments=queries,
-            key_segments=queries if keys is None else keys,
-            query_positions=_construct.either("query_positions", query_positions, "q_positions", q_positions),
-            key_positions=_construct.either("key_positions", key_positions, "kv_positions", kv_positions),
+            key_segments=keys,
+            query_positions=query_positions,
+            key_positions=key_positions,
             **fields,
         )
 
@@ -179,11 +189,8 @@ class MaskInfo(Parts):
             q_positions: `[B, T]`; likewise `kv_positions` `[B, S]`.
             **fields: any other field of `MaskInfo`.
         """
-        if q_positions is not None:
-            fields["query_positions"] = q_positions
-        if kv_positions is not None:
-            fields["key_positions"] = kv_positions
-        return _construct.from_attention_mask(cls, attention_mask, **fields)
+        positions = {"q_positions": q_positions, "kv_positions": kv_positions}
+        return _construct.from_attention_mask(cls, attention_mask, **positions, **fields)
 
     @classmethod
     def from_cu_seqlens(
@@ -224,6 +231,14 @@ class MaskInfo(Parts):
         return _construct.from_lengths(
             cls, lengths, max_length, key_lengths=key_lengths, key_max_length=key_max_length, **fields
         )
+
+    @classmethod
+    def from_prefix_lengths(cls, prefix_lengths: Any, q_len: int, kv_len: int | None = None, **fields: Any) -> MaskInfo:
+        """Causal, but every query sees the first `prefix_lengths[b]` keys of its row (`[B]`, may be traced): a prefix LM.
+
+        Of fields, none that compares positions (window, chunk_size, ...).
+        """
+        return _construct.from_prefix_lengths(cls, prefix_lengths, q_len, kv_len, **fields)
 
     @classmethod
     def from_random(
@@ -312,62 +327,25 @@ class MaskInfo(Parts):
 
     @property
     def attention_mask(self) -> Any:
-        """`materialize()` over the known batch; None if nothing was said at all."""
+        """`materialize()` over the known batch, in `attention_mask_dtype`; None if nothing was said at all."""
         if self.shape == (None, None, None) and not _apply.structured(self):
             return None
         mask = self.materialize()
-        return jnp.broadcast_to(mask, (self.batch_size or mask.shape[0], *mask.shape[1:]))
+        return jnp.broadcast_to(mask, (self.batch_size or mask.shape[0], *mask.shape[1:])).astype(self.attention_mask_dtype)
 
     def get_or_compute_attention_mask(self, dtype: Any = jnp.bool_) -> Any:
         """`attention_mask` in `dtype`; an error where it is unknown."""
         self.known_sizes("get_or_compute_attention_mask")
         return self.attention_mask.astype(dtype)
 
+    @property
+    def bias(self) -> Any:
+        """`create_bias()`."""
+        return self.create_bias()
+
     def create_bias(self, dtype: Any = jnp.float32) -> Any:
         """Additive form: 0 where visible, the most negative finite number of `dtype` elsewhere."""
         return jnp.where(self.get_or_compute_attention_mask(), 0, jnp.finfo(dtype).min).astype(dtype)
-
-    @property
-    def q_segment_ids(self) -> Any:
-        """Query segments as said, lengths included. From a dense mask only padding: 0 for queries that see a key, -1 else."""
-        return _derive.segment_ids(self, "query")
-
-    @property
-    def kv_segment_ids(self) -> Any:
-        """Key segments as said, lengths included. From a dense mask only padding: 0 for keys that are seen, -1 else."""
-        return _derive.segment_ids(self, "key")
-
-    @property
-    def _q_segment_ids(self) -> Any:
-        return self.query_segments
-
-    @property
-    def _kv_segment_ids(self) -> Any:
-        return self.key_segments
-
-    @property
-    def q_attention_mask(self) -> Any:
-        """int32 `[B, T]`: 1 for valid queries, 0 for padding."""
-        segments = self.q_segment_ids
-        return None if segments is None else (segments >= 0).astype(jnp.int32)
-
-    @property
-    def q_positions(self) -> Any:
-        """Query positions if they were said."""
-        return self.query_positions
-
-    @property
-    def kv_positions(self) -> Any:
-        """Key positions if they were said."""
-        return self.key_positions
-
-    @property
-    def q_position_ids(self) -> Any:
-        """Query positions as said, else counted within each segment; -1 on padding that no position was said for."""
-        if self.query_positions is not None:
-            return self.query_positions
-        segments = self.q_segment_ids
-        return None if segments is None else _derive.positions_from_segments(segments)
 
     def materialize_segment_ids(self) -> MaskInfo:
         """The same visibility with both segment ids stored; those read from a dense mask only mark padding."""
@@ -395,12 +373,25 @@ class MaskInfo(Parts):
         """
         return _apply.apply_causal(self, offset)
 
-    def apply_sliding_window(self, sliding_window: Any, *, offset: Any = 0) -> MaskInfo:
-        """Also require the key within the window; an int w means (w, w), inclusive, and None changes nothing."""
-        return _apply.apply_sliding_window(self, sliding_window, offset)
+    def apply_sliding_window(
+        self, sliding_window: Any, *, offset: Any = 0, mode: _apply.WindowMode | None = None, index: Any = None
+    ) -> MaskInfo:
+        """Also require the key within the window; an int w means (w, w), inclusive, and None changes nothing.
 
-    def apply_chunked(self, chunk_size: int, offset: int = 0) -> MaskInfo:
-        """Also require causality, and the query's own chunk of `chunk_size` absolute positions. Segments stay as they are."""
+        Args:
+            sliding_window: w or (left, right); a side that is a JAX array becomes part of the dense mask.
+            offset: see `apply_causal`.
+            mode: "decode" also cuts the mask to query `index` and the `left + right + 1` keys around it, "prefill" to the last w
+                keys, or `left + right + 1`; None or "default" cuts nothing. Cuts count indices, whatever the positions are.
+            index: of the query, an int or `[B]`, for "decode" alone.
+        """
+        return _apply.apply_sliding_window(self, sliding_window, offset, mode, index)
+
+    def apply_chunked(self, chunk_size: Any, offset: int = 0) -> MaskInfo:
+        """Also require causality, and the query's own chunk of `chunk_size` absolute positions. Segments stay as they are.
+
+        A `chunk_size` that is a JAX array becomes part of the dense mask.
+        """
         return _apply.apply_chunked(self, chunk_size, offset)
 
     def apply_kv_lengths(
@@ -419,7 +410,12 @@ class MaskInfo(Parts):
         return _apply.apply_kv_lengths(self, kv_lengths, q_len=q_len, end_index=end_index, sliding_window=sliding_window)
 
     def apply_token_type_ids(
-        self, token_type_ids: Any, *, combine: _apply.Combine = "union", zero_policy: _apply.ZeroPolicy = "q"
+        self,
+        token_type_ids: Any,
+        *,
+        combine: _apply.Combine = "union",
+        zero_policy: _apply.ZeroPolicy = "q",
+        update_segment_ids: bool = False,
     ) -> MaskInfo:
         """Combine with "query and key have the same type".
 
@@ -428,6 +424,7 @@ class MaskInfo(Parts):
             combine: "union" opens equal types to each other *within* segments and lengths, so padding stays hidden;
                 "intersect" also requires equal types; "replace" keeps nothing else.
             zero_policy: on which side type 0 matches nothing: "q", "kv", "both" or "none".
+            update_segment_ids: has no effect: segments say what was said of them, and types become part of the dense mask.
         """
         return _apply.apply_token_type_ids(self, token_type_ids, combine=combine, zero_policy=zero_policy)
 

@@ -9,15 +9,14 @@ from ejkernel.modules.attention import (
     Attention,
     FlashAttention,
     FlashAttnVarlen,
-    ScaledDotProductAttention,
     attention,
     flash_attention,
     flash_attn_varlen,
-    scaled_dot_product_attention,
 )
 from ejkernel.modules.block_sparse import BlockSparseAttention, BlockSparseLayout, block_sparse_layout, blocksparse_attention
 from ejkernel.modules.collectives import AllGatherMatmul, ReduceScatterMatmul, all_gather_matmul, reduce_scatter_matmul
 from ejkernel.modules.constant_decays import LightningAttention, Retention, lightning_attention, lightning_attn, retention
+from ejkernel.modules.convolutions import CausalConv1d, causal_conv1d
 from ejkernel.modules.deltas import (
     RWKV7,
     GatedDeltaRule,
@@ -30,6 +29,7 @@ from ejkernel.modules.deltas import (
     rwkv7,
     rwkv7_mul,
 )
+from ejkernel.modules.dot_product import ScaledDotProductAttention, scaled_dot_product_attention
 from ejkernel.modules.latent import FlashMLA, MultiHeadLatentAttention, flash_mla, multi_head_latent_attention
 from ejkernel.modules.latent_serving import (
     MultiLatentRaggedPageAttention,
@@ -46,7 +46,16 @@ from ejkernel.modules.losses import (
     fused_kl_divergence,
 )
 from ejkernel.modules.matmuls import GroupedMatmul, QuantizedMatmul, grouped_matmul, quantized_matmul
-from ejkernel.modules.norms import FusedAddRmsNorm, LayerNorm, RmsNorm, fused_add_rms_norm, layer_norm, rms_norm
+from ejkernel.modules.norms import (
+    FusedAddRmsNorm,
+    GatedRmsNorm,
+    LayerNorm,
+    RmsNorm,
+    fused_add_rms_norm,
+    gated_rms_norm,
+    layer_norm,
+    rms_norm,
+)
 from ejkernel.modules.operations.configs import (
     AttentionConfig,
     BaseOperationConfig,
@@ -87,17 +96,9 @@ from ejkernel.modules.rotary import (
     llama_rope,
     rope,
 )
-from ejkernel.modules.serving import (
-    PageAttention,
-    PrefillPageAttention,
-    RaggedPageAttentionv2,
-    UnifiedAttention,
-    page_attention,
-    prefill_page_attention,
-    ragged_page_attention_v2,
-    unified_attention,
-)
+from ejkernel.modules.serving import RaggedPageAttentionv2, UnifiedAttention, ragged_page_attention_v2, unified_attention
 from ejkernel.modules.serving_decode import DecodeAttention, RaggedDecodeAttention, decode_attention, ragged_decode_attention
+from ejkernel.modules.serving_pages import PageAttention, PrefillPageAttention, page_attention, prefill_page_attention
 from ejkernel.modules.serving_updates import (
     ChunkedPrefillPagedDecode,
     PagedCacheUpdate,
@@ -129,6 +130,7 @@ __all__ = [
     "BlockSparseAttention",
     "BlockSparseAttentionConfig",
     "BlockSparseLayout",
+    "CausalConv1d",
     "ChunkedPrefillPagedDecode",
     "CrossEntropyOutput",
     "DecodeAttention",
@@ -146,6 +148,7 @@ __all__ = [
     "GatedDeltaRule",
     "GatedDeltaRuleConfig",
     "GatedLinearAttention",
+    "GatedRmsNorm",
     "GroupedMatmul",
     "GroupedMatmulConfig",
     "KLDivergenceOutput",
@@ -193,6 +196,7 @@ __all__ = [
     "attention",
     "block_sparse_layout",
     "blocksparse_attention",
+    "causal_conv1d",
     "chunked_prefill_paged_decode",
     "create_default_executor",
     "decode_attention",
@@ -205,6 +209,7 @@ __all__ = [
     "fused_kl_divergence",
     "fused_qk_norm_rope",
     "gated_delta_rule",
+    "gated_rms_norm",
     "gla",
     "gla_attention",
     "grouped_matmul",

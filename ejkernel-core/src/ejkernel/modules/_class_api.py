@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
@@ -26,6 +27,11 @@ class Module(Generic[Function]):
 
         def __call__(self, *args, **kwargs):
             return type(self).function(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the function: libraries drop keywords that they do not find in it."""
+        return inspect.signature(type(self).function)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Required, TypedDict
 
 import numpy as np
@@ -48,6 +49,23 @@ class FlashAttentionOptions(_AttentionOptions, ShardingOptions, total=False):
     causal: t.Flag
 
 
+class DotProductOptions(ShardingOptions, total=False):
+    """Of `scaled_dot_product_attention`."""
+
+    mask: t.DotProductMask | None
+    mask_info: MaskInfo | None
+    scale: t.Number | None
+    softmax_scale: t.Number | None
+    is_causal: t.Flag
+    causal: t.Flag
+    query_seq_lengths: t.Lengths | None
+    key_value_seq_lengths: t.Lengths | None
+    local_window_size: t.Window | None
+    sliding_window: t.Window | None
+    init_bias: Callable[[], t.DotProductBias] | None
+    implementation: t.DotProductImplementation | None
+
+
 class VarlenOptions(_AttentionOptions, DispatchOptions, total=False):
     """Of `flash_attn_varlen`."""
 
@@ -70,6 +88,7 @@ class RingOptions(_VisibilityOptions, ShardingOptions, total=False):
 class _PagedOptions(TypedDict, total=False):
     softmax_scale: t.Number | None
     sliding_window: t.Window | None
+    chunk_size: t.Count | None
     logits_soft_cap: t.Number | None
     k_scale: t.CacheScale | None
     v_scale: t.CacheScale | None
@@ -88,13 +107,21 @@ class PrefillOptions(_PagedOptions, DispatchOptions, total=False):
 
     attn_logits_soft_cap: t.Number | None
     softmax_aux: t.Sinks | None
+    mask_value: t.Number | None
 
 
 class PageAttentionOptions(PrefillOptions, total=False):
     """Of `page_attention`."""
 
     attn_scale: t.Number | None
+    scale: t.Number | None
     alibi_slopes: t.Slopes | None
+    block_size: t.Count | None
+    max_context_len: t.Count | None
+    num_splits: t.Count | None
+    pages_per_compute_block: t.Count | None
+    megacore_mode: str | None
+    inline_seq_dim: t.Flag
 
 
 class LatentServingOptions(DispatchOptions, total=False):
@@ -125,6 +152,7 @@ class LightningOptions(ShardedRecurrenceOptions, total=False):
 
     layer_idx: Required[int | np.integer]
     num_layers: Required[int | np.integer]
+    slopes: t.LayerSlopes
 
 
 class DeltaOptions(ShardedRecurrenceOptions, total=False):

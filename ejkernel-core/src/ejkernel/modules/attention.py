@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import jax.numpy as jnp
 
 from ejkernel import typing as t
 from ejkernel.compositions import sharded as _sharded
-from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._frameworks import honours_masks, no_attention_function
 from ejkernel.modules._options import FlashAttentionOptions, VarlenOptions
+from ejkernel.modules._paged_flash import attend_over_pages
 from ejkernel.operations.common.dtypes import dtype_name
-from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, packed
+from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, made_bias, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
-from ejkernel.operations.flash_attention.unbatched import unbatched
 from ejkernel.operations.flash_attention.weights import with_weights
 
 _POSITIONAL = ("query", "key", "value", "bias", "cum_seqlens_q", "cum_seqlens_k", "softmax_aux", "block_tables")
@@ -25,13 +25,13 @@ _POSITIONAL = ("query", "key", "value", "bias", "cum_seqlens_q", "cum_seqlens_k"
 @overload
 def flash_attention(
     query: t.Queries,
-    key: t.Keys,
-    value: t.Values,
+    key: t.Keys | t.KeyPages,
+    value: t.Values | t.ValuePages,
     bias: t.Bias | None = None,
     cum_seqlens_q: t.CumulativeLengths | None = None,
     cum_seqlens_k: t.CumulativeLengths | None = None,
     softmax_aux: t.Sinks | None = None,
-    block_tables: None = None,
+    block_tables: t.BlockTables | None = None,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[FlashAttentionOptions],
@@ -41,13 +41,13 @@ def flash_attention(
 @overload
 def flash_attention(
     query: t.Queries,
-    key: t.Keys,
-    value: t.Values,
+    key: t.Keys | t.KeyPages,
+    value: t.Values | t.ValuePages,
     bias: t.Bias | None = None,
     cum_seqlens_q: t.CumulativeLengths | None = None,
     cum_seqlens_k: t.CumulativeLengths | None = None,
     softmax_aux: t.Sinks | None = None,
-    block_tables: None = None,
+    block_tables: t.BlockTables | None = None,
     *,
     return_lse: Literal[True],
     **options: Unpack[FlashAttentionOptions],
@@ -57,28 +57,29 @@ def flash_attention(
 @overload
 def flash_attention(
     query: t.Queries,
-    key: t.Keys,
-    value: t.Values,
+    key: t.Keys | t.KeyPages,
+    value: t.Values | t.ValuePages,
     bias: t.Bias | None = None,
     cum_seqlens_q: t.CumulativeLengths | None = None,
     cum_seqlens_k: t.CumulativeLengths | None = None,
     softmax_aux: t.Sinks | None = None,
-    block_tables: None = None,
+    block_tables: t.BlockTables | None = None,
     *,
     return_lse: t.Flag,
     **options: Unpack[FlashAttentionOptions],
 ) -> t.Attended | tuple[t.Attended, t.LogSumExp]: ...
 
 
+@honours_masks
 def flash_attention(
     query: t.Queries,
-    key: t.Keys,
-    value: t.Values,
+    key: t.Keys | t.KeyPages,
+    value: t.Values | t.ValuePages,
     bias: t.Bias | None = None,
     cum_seqlens_q: t.CumulativeLengths | None = None,
     cum_seqlens_k: t.CumulativeLengths | None = None,
     softmax_aux: t.Sinks | None = None,
-    block_tables: None = None,
+    block_tables: t.BlockTables | None = None,
     *,
     mask_info: MaskInfo | None = None,
     softmax_scale: t.Number | None = None,
@@ -106,14 +107,16 @@ def flash_attention(
 
     Args:
         query: `[B, T, H, D]`, float32, bfloat16, float16 or float64; any lengths and head sizes.
-        key: `[B, S, K, D]`; query head h reads key head `h // (H // K)`.
-        value: `[B, S, K, V]`.
+        key: `[B, S, K, D]`; query head h reads key head `h // (H // K)`. With block_tables `[pages, page_size, K, D]`.
+        value: `[B, S, K, V]`, or `[pages, page_size, K, V]`.
         bias: floating `[B|1, H|1, T|1, S|1]` or `[T|1, S|1]`, added to the scaled products; has a gradient.
         cum_seqlens_q: int `[R + 1]`, cumulative lengths of R sequences packed into one batch row; arrays are then
             `[1, N, H, D]` or `[N, H, D]`, positions restart with every sequence, and tokens past the last one give 0.
         cum_seqlens_k: the same for keys; None means the queries' own.
         softmax_aux: sinks `[H]`, `[H, n]` or `[1, n]`, logits that take part in the softmax's denominator only; have gradients.
-        block_tables: refused: a table does not say how many keys a row has; `unified_attention` takes pages with lengths.
+        block_tables: int `[B, W]`, the pages of each row's keys, which cum_seqlens_k or lengths in mask_info count. Queries are the
+            last tokens of their rows, so that causal means "bottom_right", and windows end at the query. Served by
+            `paged_attention`, which has neither bias, dropout nor chunks, and keeps logits in float32.
         mask_info: a `MaskInfo`.
         softmax_scale: factor on the products; None means `1 / sqrt(D)`.
         dropout_prob: probability in [0, 1) of dropping a weight; the others are divided by `1 - dropout_prob`.
@@ -146,11 +149,38 @@ def flash_attention(
     Source: Dao et al., FlashAttention, 2022; Rabe and Staats, Self-attention does not need O(n^2) memory, 2021.
     """
     if block_tables is not None:
-        raise invalid(
-            "block_tables",
-            "a page table",
-            "None",
-            remedy="it does not say how many keys each row has; unified_attention takes pages, their tables and lengths",
+        return attend_over_pages(
+            {
+                "query": query,
+                "key": key,
+                "value": value,
+                "cum_seqlens_q": cum_seqlens_q,
+                "cum_seqlens_k": cum_seqlens_k,
+                "softmax_aux": softmax_aux,
+                "block_tables": block_tables,
+            },
+            mask_info=mask_info,
+            unserved={
+                "bias": (bias, None),
+                "dropout_prob": (dropout_prob, 0.0),
+                "chunk_size": (chunk_size, None),
+                "normalize_output": (normalize_output, True),
+            },
+            causal=causal,
+            causal_alignment=causal_alignment,
+            sliding_window=sliding_window,
+            settings={
+                "softmax_scale": softmax_scale,
+                "logits_soft_cap": logits_soft_cap,
+                "precision": precision,
+                "return_lse": return_lse,
+                "platform": platform,
+                "cfg": cfg,
+            },
+            positional=_POSITIONAL,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
         )
     arrays = given_arrays(query, key, value, bias, softmax_aux, mask_info, dropout_seed)
     options = {
@@ -319,96 +349,7 @@ def flash_attn_varlen(
     return _FLASH_ATTENTION.invoke(arrays, options, platform=platform, cfg=cfg, form=packed)
 
 
-def scaled_dot_product_attention(
-    query: t.Queries,
-    key: t.Keys,
-    value: t.Values,
-    bias: t.Bias | None = None,
-    cum_seqlens_q: t.CumulativeLengths | None = None,
-    cum_seqlens_k: t.CumulativeLengths | None = None,
-    *,
-    mask: t.BoolMask | None = None,
-    mask_info: MaskInfo | None = None,
-    scale: t.Number | None = None,
-    softmax_scale: t.Number | None = None,
-    is_causal: t.Flag = False,
-    causal: t.Flag = False,
-    query_seq_lengths: t.Lengths | None = None,
-    key_value_seq_lengths: t.Lengths | None = None,
-    local_window_size: t.Window | None = None,
-    sliding_window: t.Window | None = None,
-    platform: t.Platforms = None,
-    cfg: t.ConfigLike | None = None,
-    mesh: t.Mesh | None = None,
-    in_specs: t.InSpecs | None = None,
-    out_specs: t.OutSpecs | None = None,
-) -> t.Attended:
-    """Attention under the argument names of `jax.nn.dot_product_attention`: `softmax(mask(scale * q . k + bias)) . v`.
-
-    Args:
-        query: `[B, T, H, D]` or `[T, H, D]`.
-        key: `[B, S, K, D]` or `[S, K, D]`.
-        value: `[B, S, K, V]` or `[S, K, V]`.
-        bias: floating `[B|1, H|1, T|1, S|1]`.
-        cum_seqlens_q: int `[R + 1]`; see `flash_attention`.
-        cum_seqlens_k: int `[R + 1]`.
-        mask: bool, shaped like bias; True = visible.
-        mask_info: a `MaskInfo`; holds together with everything else.
-        scale: factor on the products; None means `1 / sqrt(D)`. `softmax_scale` is another name for it.
-        softmax_scale: see scale.
-        is_causal: query i sees keys up to i. `causal` is another name for it.
-        causal: see is_causal.
-        query_seq_lengths: int `[B]`; queries from there on give 0.
-        key_value_seq_lengths: int `[B]`; keys from there on are not seen.
-        local_window_size: `(left, right)`, inclusive; an int w means (w, w). `sliding_window` is another name for it.
-        sliding_window: see local_window_size.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
-        mesh, in_specs, out_specs: see `flash_attention`.
-
-    Returns:
-        `[B, T, H, V]` or `[T, H, V]`, in the query's dtype.
-
-    Raises:
-        ValueError: shapes, values or settings that do not fit or contradict each other.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
-    Source: Vaswani et al., Attention is all you need, 2017, section 3.2.1.
-    """
-    arrays = given_arrays(query, key, value, bias, None, mask_info, None)
-    options = {
-        "softmax_scale": _one_of("scale", scale, "softmax_scale", softmax_scale),
-        "causal": is_causal or causal,
-        "sliding_window": _one_of("local_window_size", local_window_size, "sliding_window", sliding_window),
-    }
-    lengths = {"query_lengths": query_seq_lengths, "key_lengths": key_value_seq_lengths}
-    lengths = {name: given for name, given in lengths.items() if given is not None}
-    form = unbatched if len(query.shape) == 3 else None
-    if cum_seqlens_q is not None or cum_seqlens_k is not None:
-        if lengths or mask is not None:
-            raise invalid(
-                "cum_seqlens_q", "packed sequences beside a mask or lengths", "one of them", remedy="use mask_info for a mask"
-            )
-        form = packed
-        add_packed(arrays, options, cum_seqlens_q, cum_seqlens_k, layout="bthd" if len(query.shape) == 4 else "thd")
-    arrays.update(lengths)
-    if mask is not None:
-        arrays["mask"] = mask
-    return _sharded.invoke(
-        _FLASH_ATTENTION,
-        arrays,
-        options,
-        positional=_POSITIONAL[:6],
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        form=form,
-        platform=platform,
-        cfg=cfg,
-    )
-
-
+@no_attention_function("it returns the output and the weights")
 def attention(
     query: t.Queries,
     key: t.Keys,
@@ -466,10 +407,8 @@ def attention(
 
     Source: Vaswani et al., Attention is all you need, 2017, section 3.2.1.
     """
-    if init_bias is not None and not callable(init_bias):
-        raise wrong_type("init_bias", repr(init_bias), "a function that makes the bias")
-    if bias is None and init_bias is not None:
-        bias = init_bias()
+    if init_bias is not None:
+        bias = made_bias(bias, init_bias)
     options = {
         "softmax_scale": softmax_scale,
         "dropout_prob": 0.0 if deterministic else dropout_prob,
@@ -486,13 +425,6 @@ def attention(
     return _FLASH_ATTENTION.invoke(arrays, options, platform=platform, cfg=cfg, form=with_weights)
 
 
-def _one_of(name: str, first: Any, other_name: str, second: Any) -> Any:
-    if first is not None and second is not None and first != second:
-        raise invalid(other_name, second, f"None, or {name} = {first}: they are one setting")
-    return second if first is None else first
-
-
 FlashAttention = class_form("FlashAttention", flash_attention)
 FlashAttnVarlen = class_form("FlashAttnVarlen", flash_attn_varlen)
-ScaledDotProductAttention = class_form("ScaledDotProductAttention", scaled_dot_product_attention)
 Attention = class_form("Attention", attention)

@@ -13,6 +13,7 @@ from ejkernel.compositions import sharded as _sharded
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._frameworks import no_attention_function
 from ejkernel.operations.block_sparse_attention.interface import OPERATION as _BLOCK_SPARSE_ATTENTION
 from ejkernel.operations.block_sparse_attention.layout import (
     BlockSparseLayout,
@@ -26,6 +27,7 @@ from ejkernel.utils.checks import check_array
 _POSITIONAL = ("query", "key", "value", "softmax_aux", "bias")
 
 
+@no_attention_function("its arrays are [B, H, T, D]")
 def blocksparse_attention(
     query: t.HeadQueries,
     key: t.HeadKeys,

@@ -13,6 +13,7 @@ from ejkernel import typing as t
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import LightningOptions, ShardedRecurrenceOptions
 from ejkernel.operations.linear_recurrence.forms import dims_of, recurrence
 
@@ -66,6 +67,7 @@ def lightning_attention(
     *,
     layer_idx: int | np.integer,
     num_layers: int | np.integer,
+    slopes: t.LayerSlopes = "linear",
     softmax_scale: t.Number | None = None,
     reverse: t.Flag = False,
     return_state: t.Flag = False,
@@ -75,10 +77,15 @@ def lightning_attention(
     in_specs: t.InSpecs | None = None,
     out_specs: t.OutSpecs | None = None,
 ) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]:
-    """Linear attention with a decay per head that the layer sets: `g_gamma_h = -(8 / H) (1 - layer_idx / num_layers) h`.
+    """Linear attention with a decay per head that the layer sets: `S_t = exp(-s_h) S_(t-1) + k_t v_t^T`, `o_t = scale S_t^T q_t`.
 
-    Heads count from 0, so head 0 never forgets, and so do layers. `S_t = exp(g_gamma_h) S_(t-1) + k_t v_t^T`,
-    `o_t = scale S_t^T q_t`.
+    With heads h, layers l = layer_idx from 0 and L = num_layers, `slopes` names the model whose s_h these are:
+
+    - "linear": `(8 / H) h (1 - l / L)`, of flash-linear-attention; head 0 never forgets;
+    - "minimax": `a_h (1 - l / (L - 1) + 1e-5)`, of MiniMax-Text-01 and TransNormerLLM;
+    - "bailing": `a_h (1 - (l - 1) / (L - 1) + 1e-5)`, of Ling 2.5 and Ring 2.5;
+
+    where `a_h = 2^(-8 (h + 1) / H)` if H is a power of two, as ALiBi has it for any H; with L = 1 the last factor is 1 + 1e-5.
 
     Args:
         query: `[B,T,H,D]`, float32, bfloat16 or float16; any length.
@@ -88,7 +95,8 @@ def lightning_attention(
         cu_seqlens: cumulative lengths of packed sequences, integers `[n + 1]`, B = 1; as for `recurrent_attention`.
         layer_idx: index of the layer, from 0 to num_layers - 1.
         num_layers: how many layers the model has.
-        softmax_scale: factor of the output; None = `1 / sqrt(D)`.
+        slopes: "linear", "minimax" or "bailing". Other decays: `recurrent_attention` with `g_gamma = -s`.
+        softmax_scale: factor of the output; None = `1 / sqrt(D)`. MiniMax's models have none: pass 1.
         reverse: run every sequence from its last token to its first.
         return_state: also return the last state.
         platform: None or "auto", one platform, or several in order of preference.
@@ -101,11 +109,12 @@ def lightning_attention(
         `[B,T,H,V]`; with return_state a tuple with the last state, float32.
 
     Raises:
-        ValueError: a shape, layer_idx or num_layers does not fit.
+        ValueError: a shape, layer_idx, num_layers or slopes does not fit.
         TypeError: a dtype does not fit.
         NoKernelError: no admitted platform supports the call.
 
-    Source: Qin et al., Lightning Attention-2: A Free Lunch for Handling Unlimited Sequence Lengths in Large Language Models, 2024.
+    Source: Qin et al., Lightning Attention-2: A Free Lunch for Handling Unlimited Sequence Lengths in Large Language Models, 2024;
+        MiniMax-01: Scaling Foundation Models with Lightning Attention, 2025.
     """
     for name, number in (("layer_idx", layer_idx), ("num_layers", num_layers)):
         if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
@@ -114,8 +123,9 @@ def lightning_attention(
         raise invalid("num_layers", num_layers, "a value >= 1")
     if not 0 <= layer_idx < num_layers:
         raise invalid("layer_idx", layer_idx, f"a value from 0 to num_layers - 1 = {num_layers - 1}")
-    heads = _heads(query)
-    gamma = -(8 / max(heads, 1)) * (1 - layer_idx / num_layers) * np.arange(heads)
+    if slopes not in ("linear", "minimax", "bailing"):
+        raise invalid("slopes", repr(slopes), "'linear', 'minimax' or 'bailing'", remedy=_OWN_DECAYS)
+    gamma = -_layer_slopes(slopes, _heads(query), int(layer_idx), int(num_layers))
     options = {"scale": softmax_scale, "reverse": reverse, "return_state": return_state, "platform": platform, "cfg": cfg}
     return _with_constant_decay(gamma, (query, key, value, initial_state, cu_seqlens), options, mesh, in_specs, out_specs)
 
@@ -160,6 +170,7 @@ def retention(
 
 
 @argument_names(scale="softmax_scale")
+@refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def retention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
@@ -210,6 +221,27 @@ def retention(
     return _with_constant_decay(gamma, (query, key, value, initial_state, cu_seqlens), options, mesh, in_specs, out_specs)
 
 
+_OWN_DECAYS = "recurrent_attention takes any decays as g_gamma"
+
+
+def _layer_slopes(kind: str, heads: int, layer: int, layers: int) -> np.ndarray:
+    """s `[H]`: minus the log decay of each head."""
+    if kind == "linear":
+        return (8 / max(heads, 1)) * (1 - layer / layers) * np.arange(heads)
+    depth = (layer - (kind == "bailing")) / (layers - 1) if layers > 1 else 0.0
+    return _alibi_slopes(heads) * (1 - depth + 1e-5)
+
+
+def _alibi_slopes(heads: int) -> np.ndarray:
+    """`2^(-8 (h + 1) / H)` for a power of two; else those of the power below, then every other one of the power above.
+
+    Source: Press, Smith and Lewis, Train Short, Test Long: Attention with Linear Biases, 2022.
+    """
+    below = 1 << max(heads.bit_length() - 1, 0)
+    between = np.arange(1, 2 * (heads - below), 2)
+    return np.concatenate([2.0 ** (-8 * np.arange(1, min(heads, below) + 1) / below), 2.0 ** (-4 * between / below)])
+
+
 def _heads(query: Any) -> int:
     """H; what is no `[B,T,H,D]` is refused later, by name."""
     return query.shape[2] if getattr(query, "ndim", 0) == 4 else 1
@@ -246,6 +278,7 @@ def lightning_attn(
     reverse: t.Flag = False,
     cu_seqlens: t.CumulativeLengths | None = None,
     *,
+    slopes: t.LayerSlopes = "linear",
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
 ) -> tuple[t.SequenceOutput, t.FinalState]:
@@ -258,6 +291,7 @@ def lightning_attn(
         cu_seqlens,
         layer_idx=layer_idx,
         num_layers=num_layers,
+        slopes=slopes,
         softmax_scale=softmax_scale,
         reverse=reverse,
         return_state=True,

@@ -90,7 +90,8 @@ def gated_delta_rule(
         initial_state: `[B,H,D,V]`, or `[n,H,D,V]` with cu_seqlens; None = zeros.
         softmax_scale: factor of the result; None = `1 / sqrt(D)`.
         use_qk_l2norm: divide query and key by `sqrt(sum x^2 + 1e-6)` first.
-        use_chunked: many tokens at once, by matrix products; False: token after token. The numbers are the same.
+        use_chunked: many tokens at once, by matrix products, where that is faster; False: token after token. The numbers are the
+            same.
         return_state: also return the last state.
         reverse: run every sequence from its last token to its first.
         chunk_size: tokens of one chunk, a hint for speed; the same as `cfg={"chunk_size": chunk_size}`.

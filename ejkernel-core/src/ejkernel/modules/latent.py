@@ -9,14 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import typing as t
+from ejkernel.call.partition import entries_of, explicit_mesh_of, placed_on
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
+from ejkernel.operations.common.heads import repeat_heads
 from ejkernel.operations.flash_attention.bind import as_flag, host_seed
 from ejkernel.operations.flash_attention.forms import check_cum_seqlens, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.utils.checks import check_array, check_compute, check_shape
+from ejkernel.utils.dtypes import accumulator, common_dtype
 
 
 def flash_mla(
@@ -119,14 +122,13 @@ def _latent(
     scale = 1 / math.sqrt(sum(parts)) if softmax_scale is None else softmax_scale
     if absorbed:
         group = query.shape[2] // w_kc.shape[1]
-        query = _product("bthd,rhd->bthr", query, jnp.repeat(w_kc, group, axis=1), precision)
+        query = _product("bthd,rhd->bthr", query, repeat_heads(w_kc, group, axis=1), precision)
         key = value = key_value[:, :, None]
     else:
         key = _product("bsr,rkd->bskd", key_value, w_kc, precision)
         value = _product("bsr,rkv->bskv", key_value, w_vc, precision)
     if b_k is not None:
-        query = jnp.concatenate([query, rotary], axis=-1)
-        key = jnp.concatenate([key, jnp.broadcast_to(b_k[:, :, None], (*key.shape[:3], b_k.shape[2]))], axis=-1)
+        query, key = _beside(query, rotary), _beside(key, b_k[:, :, None])
     settings: dict[str, Any] = {"softmax_scale": scale, "precision": precision, **rest}
     if cu_seqlens is None:
         bound = _FLASH_ATTENTION.canonicalise(query, key, value, **settings)
@@ -136,7 +138,7 @@ def _latent(
         return bound
 
     def finish(outputs: Any) -> Any:
-        weights = jnp.repeat(w_vc, query.shape[2] // w_vc.shape[1], axis=1)
+        weights = repeat_heads(w_vc, query.shape[2] // w_vc.shape[1], axis=1)
         return _product("bthr,rhv->bthv", bound.finish(outputs), weights, precision)
 
     return Bound(bound.call, bound.inputs, finish)
@@ -173,15 +175,24 @@ def _split_query(query: Any, key_value: Any, w_kc: Any, w_vc: Any, b_q: Any, b_k
     full = (batch, queries, heads, rotary_size)
     if len(b_q.shape) == 3:
         check_shape("b_q", b_q, (batch, queries, rotary_size), "[B, T, d_rope] or [B, T, H, d_rope]")
-        return query, jnp.broadcast_to(b_q[:, :, None], full)
+        return query, b_q[:, :, None]
     check_shape("b_q", b_q, full, "[B, T, H, d_rope] or [B, T, d_rope]")
     return query, b_q
 
 
+def _beside(array: Any, rotary: Any) -> Any:
+    """Heads `[B, T, H, d]` with their rotary parts, which they may share, behind them; split over a mesh as the heads are."""
+    rotary = jnp.broadcast_to(rotary, (*array.shape[:3], rotary.shape[3]))
+    mesh = explicit_mesh_of((array, rotary))
+    if mesh is not None:
+        rotary = placed_on(mesh, rotary, (*entries_of(array)[:3], ()))
+    return jnp.concatenate([array, rotary], axis=-1)
+
+
 def _product(equation: str, first: Any, second: Any, precision: Any) -> Any:
     """In the first array's dtype, summed in float32 at least; float32 products stay float32."""
-    dtype = jnp.promote_types(first.dtype, second.dtype)
-    wide = jnp.promote_types(dtype, jnp.float32)
+    dtype = common_dtype(first.dtype, second.dtype)
+    wide = accumulator(dtype)
     precision = jax.lax.Precision.HIGHEST if precision is None and dtype.itemsize >= 4 else precision
     return jnp.einsum(equation, first, second, precision=precision, preferred_element_type=wide).astype(first.dtype)
 

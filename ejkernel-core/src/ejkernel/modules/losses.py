@@ -10,16 +10,28 @@ import numpy as np
 
 from ejkernel import typing as t
 from ejkernel.compositions import mesh as _mesh
-from ejkernel.compositions.axes import Axes, as_axes, axis_size, check_mesh_axes
-from ejkernel.compositions.vocabulary_parallel import check_reduction, counted, reduced, several, specs_of, split_axes, summed
+from ejkernel.compositions.axes import Axes, as_axes, axis_size
+from ejkernel.compositions.vocabulary_parallel import (
+    Entries,
+    check_reduction,
+    counted,
+    mesh_axes,
+    over_vocabulary,
+    reduced,
+    several,
+    specs_of,
+    split_axes,
+    summed,
+)
 from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.cross_entropy.interface import IGNORED
 from ejkernel.operations.cross_entropy.interface import OPERATION as _CROSS_ENTROPY
-from ejkernel.operations.flash_attention.bind import as_flag
+from ejkernel.operations.flash_attention.bind import as_count, as_flag, as_precision, as_soft_cap
 from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.operations.kl_divergence.interface import OPERATION as _KL_DIVERGENCE
-from ejkernel.utils.checks import check_array, finite_number
+from ejkernel.utils.checks import check_array, check_compute, check_shape, finite_number
+from ejkernel.utils.dtypes import common_dtype
 
 _KL_ARRAYS = (
     "student_logits",
@@ -31,7 +43,7 @@ _KL_ARRAYS = (
     "teacher_head",
     "attention_mask",
 )
-_ARRAYS = ("logits", "targets", "weights", "hidden", "lm_head_weight", "lm_head_bias", "attention_mask")
+_ARRAYS = ("logits", "targets", "weights", "hidden", "lm_head_weight", "lm_head_bias", "attention_mask", "class_weights")
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -44,7 +56,7 @@ class CrossEntropyOutput(NamedTuple):
 
 def fused_cross_entropy(
     logits: t.Logits | None = None,
-    targets: t.Targets | None = None,
+    targets: t.Targets | t.SoftTargets | None = None,
     weights: t.TokenWeights | None = None,
     *,
     hidden: t.Hidden | None = None,
@@ -53,10 +65,12 @@ def fused_cross_entropy(
     transpose_head: t.Flag = False,
     logit_softcap: t.Number | None = None,
     attention_mask: t.TokenWeights | None = None,
+    class_weights: t.HeadBias | None = None,
     ignore_index: int | np.integer = -100,
     label_smoothing: t.Number = 0.0,
     z_loss: t.Number = 0.0,
     reduction: t.Reduction = "mean",
+    chunk_size: t.Count = 0,
     vocab_parallel_axis: t.AxisNames | None = None,
     precision: t.PrecisionLike | None = None,
     platform: t.Platforms = None,
@@ -68,14 +82,16 @@ def fused_cross_entropy(
     """Cross entropy from logits, or from hidden states and the head without ever storing all logits.
 
     For a token with label y, and l its logits after the soft cap, `lse = log sum_v exp(l_v)`:
-    `loss = (1 - s) (lse - l_y) + s (lse - mean_v l_v) + z_loss lse^2` with s = label_smoothing (PyTorch's definition).
+    `loss = (1 - s) (lse - l_y) + s (lse - mean_v l_v) + z_loss lse^2` with s = label_smoothing (PyTorch's definition). With soft
+    targets p, `sum_v p_v (lse - l_v)` stands in the place of `lse - l_y`; class_weights c multiply every `lse - l_v` by c_v.
 
     Tokens do not count, and what their rows hold has no effect, where the label is ignore_index or (if only the running program
     knows it) outside of the vocabulary, where attention_mask is 0, and where the weight is 0.
 
     Args:
         logits: `[..., V]`, float32, bfloat16 or float16; inside in float32. Or None beside hidden.
-        targets: integer labels `[...]`; global ids, also where the vocabulary is split.
+        targets: integer labels `[...]`; global ids, also where the vocabulary is split. Or soft targets `[..., V]`, floating:
+            probabilities of each entry, split as the vocabulary is; they have a gradient.
         weights: `[...]`, factor on each token's loss; constants under differentiation.
         hidden: `[..., D]`, in the place of logits.
         lm_head_weight: `[D, V]`, or `[V, D]` with transpose_head.
@@ -83,10 +99,13 @@ def fused_cross_entropy(
         transpose_head: lm_head_weight is `[V, D]`, as an embedding is.
         logit_softcap: c > 0 turns logits into `c * tanh(l / c)`.
         attention_mask: `[...]`, bool or 0 and 1: which tokens count.
-        ignore_index: label of tokens that do not count.
+        class_weights: `[V]`, factor on each entry's part of a loss, but of the z-loss; constants under differentiation. With
+            labels, "mean" divides by the sum of the weights times those of the labels. Split as the vocabulary is.
+        ignore_index: label of tokens that do not count; not with soft targets.
         label_smoothing: s in [0, 1].
         z_loss: weight of the square of lse, >= 0.
         reduction: "none", "sum" (of weighted losses) or "mean" (by the sum of weights; 0 where no token counts).
+        chunk_size: hint: the tokens that a platform may take at a time, 0 for its own choice; it does not change the result.
         vocab_parallel_axis: mesh axis, or axes, over which the vocabulary of logits, or of head and bias, is split. With `mesh`
             it is read off in_specs where it is not given.
         precision: of the products with the head; None = full precision of the dtype.
@@ -95,7 +114,7 @@ def fused_cross_entropy(
         mesh: make the `jax.shard_map` here; sums then run over all tokens. Inside a `shard_map` of one's own, reductions are
             over this device's tokens.
         in_specs: one PartitionSpec or None for each of logits, targets, weights, hidden, lm_head_weight, lm_head_bias,
-            attention_mask; the last may be left out.
+            attention_mask, class_weights; the last two may be left out.
         out_specs: PartitionSpec of the loss, or a `CrossEntropyOutput` of them.
 
     Returns:
@@ -109,7 +128,11 @@ def fused_cross_entropy(
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024; z-loss: Chowdhery et al., PaLM, 2022.
     """
     arrays: dict[str, Any] = dict(
-        zip(_ARRAYS, (logits, targets, weights, hidden, lm_head_weight, lm_head_bias, attention_mask), strict=True)
+        zip(
+            _ARRAYS,
+            (logits, targets, weights, hidden, lm_head_weight, lm_head_bias, attention_mask, class_weights),
+            strict=True,
+        )
     )
     _check_sources(arrays)
     check_reduction(reduction)
@@ -117,13 +140,15 @@ def fused_cross_entropy(
     smoothing = finite_number("label_smoothing", label_smoothing, at_least=0)
     if smoothing > 1:
         raise invalid("label_smoothing", smoothing, "a value in [0, 1]")
+    as_count("chunk_size", chunk_size, 0)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, np.integer)):
         raise wrong_type("ignore_index", repr(ignore_index), "an int")
+    _check_soft(arrays, int(ignore_index), logit_softcap, smoothing)
     axes, row_axes = as_axes(vocab_parallel_axis), ()
     specs = specs_of(arrays, _ARRAYS, mesh, in_specs, out_specs)
     result_specs: Any = out_specs
     if mesh is not None:
-        axes, row_axes = _mesh_axes(axes, arrays, specs, mesh, transpose_head)
+        axes, row_axes = mesh_axes(axes, arrays, specs, mesh, transpose_head)
         result_specs = CrossEntropyOutput(*_per_result(out_specs, 3))
     if mesh is not None or not axes:
         _check_labels(arrays, int(ignore_index), transpose_head)
@@ -163,6 +188,7 @@ def _cross_entropy(
     lm_head_weight: Any,
     lm_head_bias: Any,
     attention_mask: Any,
+    class_weights: Any,
     transpose_head: bool,
     logit_softcap: Any,
     ignore_index: int,
@@ -177,13 +203,17 @@ def _cross_entropy(
     x = logits if hidden is None else hidden
     head = None if hidden is None else lm_head_weight
     held = x.shape[-1] if head is None else head.shape[0 if transpose_head else 1]
-    devices = axis_size(axes) if axes else 1
-    kept, scale = counted(tuple(targets.shape), weights, attention_mask)
-    # A number of the vocabulary's size, or ignore_index, may not fit into the labels' own type.
-    labels = jnp.asarray(targets).astype(jnp.promote_types(targets.dtype, jnp.int32))
-    kept = kept & (labels != ignore_index) & (labels >= 0) & (labels < devices * held)
-    labels = labels.astype(jnp.int32) - (jax.lax.axis_index(axes) * held if axes else 0)
-    here = (labels >= 0) & (labels < held)
+    size = held * (axis_size(axes) if axes else 1)
+    soft = jnp.issubdtype(targets.dtype, jnp.floating)
+    _check_classes(targets if soft else None, class_weights, tuple(x.shape[:-1]), held)
+    kept, scale = counted(tuple(targets.shape[:-1] if soft else targets.shape), weights, attention_mask)
+    here, labels = kept & False, jnp.full(kept.shape, held, jnp.int32)
+    if not soft:
+        # A number of the vocabulary's size, or ignore_index, may not fit into the labels' own type.
+        labels = jnp.asarray(targets).astype(common_dtype(targets.dtype, jnp.int32))
+        kept = kept & (labels != ignore_index) & (labels >= 0) & (labels < size)
+        labels = labels.astype(jnp.int32) - (jax.lax.axis_index(axes) * held if axes else 0)
+        here = kept & (labels >= 0) & (labels < held)
     arrays = {
         "x": x,
         "targets": jnp.where(kept, jnp.where(here, labels, held), IGNORED),
@@ -194,40 +224,54 @@ def _cross_entropy(
     options = {
         "transpose_head": transpose_head,
         "logit_softcap": logit_softcap,
-        "sum_logits": smoothing > 0,
+        "sum_logits": smoothing > 0 and class_weights is None,
         "precision": precision,
     }
     with argument_names(x="logits" if hidden is None else "hidden"):
         loss, lse, total = _CROSS_ENTROPY.invoke(arrays, options, **settings)
     if axes:
-        loss, lse, total = _over_vocabulary(loss, lse, total, here & kept, axes)
+        loss, lse, total = over_vocabulary(loss, lse, total, here, axes)
+    entries = Entries(x, head, lm_head_bias, transpose_head, as_soft_cap(logit_softcap), as_precision(precision))
+    if class_weights is not None:
+        class_weights = jax.lax.stop_gradient(jnp.asarray(class_weights)).astype(lse.dtype)
+    importance: Any = 1.0  # of the label's class
+    if soft:
+        chosen = targets if class_weights is None else targets.astype(lse.dtype) * class_weights
+        mass, mean = entries.mean_under(chosen, kept, axes)
+        loss = mass * lse - mean
+    elif class_weights is not None:
+        importance = jnp.where(here, class_weights[jnp.where(here, labels, 0)], 0)
+        importance = jax.lax.psum(importance, axes) if axes else importance
+        loss = importance * loss
     if smoothing:
-        loss = (1 - smoothing) * loss + smoothing * (lse - total / (devices * held))
+        mass, mean = (size, total) if class_weights is None else entries.mean_under(class_weights, kept, axes)
+        loss = (1 - smoothing) * loss + smoothing * (mass * lse - mean) / size
     scale = jnp.where(kept, scale, 0)
     penalty = jnp.where(kept, z_loss * lse * lse, 0) * scale
     loss = jnp.where(kept, loss, 0) * scale + penalty
-    weight_sum = summed(scale, row_axes)
+    weight_sum = summed(scale * importance, row_axes)
     penalty = reduced(jax.lax.stop_gradient(penalty), weight_sum, reduction, row_axes)
     return CrossEntropyOutput(reduced(loss, weight_sum, reduction, row_axes), penalty, weight_sum)
 
 
-def _over_vocabulary(loss: Any, lse: Any, total: Any, here: Any, axes: Axes) -> tuple[Any, Any, Any]:
-    """The whole vocabulary's, from those of each device's part of it."""
-    largest = jax.lax.pmax(jax.lax.stop_gradient(lse), axes)
-    largest = jnp.where(largest == -jnp.inf, 0, largest)
-    whole = largest + jnp.log(jax.lax.psum(jnp.exp(lse - largest), axes))
-    target = jax.lax.psum(jnp.where(here, lse - loss, 0), axes)
-    return whole - target, whole, None if total is None else jax.lax.psum(total, axes)
+def _check_classes(soft: Any, class_weights: Any, rows: tuple[int, ...], held: int) -> None:
+    """Soft targets and class weights are floating, and have one number for each entry that this device holds."""
+    if soft is not None:
+        check_compute("targets", soft)
+        check_shape("targets", soft, (*rows, held), "[..., V], or integer labels [...]")
+    if class_weights is not None:
+        check_compute("class_weights", class_weights)
+        check_shape("class_weights", class_weights, (held,), "[V]")
 
 
 def _check_sources(arrays: dict[str, Any]) -> None:
     if arrays["targets"] is None:
-        raise invalid("targets", None, "integer labels")
+        raise invalid("targets", None, "integer labels, or soft targets [..., V]")
     for name, array in arrays.items():
         if array is not None and not hasattr(array, "dtype"):
             raise wrong_type(name, type(array).__name__, "an array")
-    if not jnp.issubdtype(arrays["targets"].dtype, jnp.integer):
-        raise wrong_type("targets", f"dtype {arrays['targets'].dtype}", "integers")
+    if not any(jnp.issubdtype(arrays["targets"].dtype, kind) for kind in (jnp.integer, jnp.floating)):
+        raise wrong_type("targets", f"dtype {arrays['targets'].dtype}", "integers, or a floating type for soft targets")
     if (arrays["logits"] is None) == (arrays["hidden"] is None):
         got = "neither logits nor hidden" if arrays["logits"] is None else "both logits and hidden"
         raise invalid("logits", got, "logits, or hidden with lm_head_weight")
@@ -242,10 +286,21 @@ def _check_sources(arrays: dict[str, Any]) -> None:
             raise invalid(name, "an array", "None beside logits", remedy="pass hidden= for hidden states")
 
 
+def _check_soft(arrays: dict[str, Any], ignore_index: int, soft_cap: Any, smoothing: float) -> None:
+    """What soft targets and class weights exclude."""
+    soft = jnp.issubdtype(arrays["targets"].dtype, jnp.floating)
+    if soft and ignore_index != -100:
+        raise invalid("ignore_index", ignore_index, "its default with soft targets", remedy="mask tokens with attention_mask=")
+    sums = soft or (arrays["class_weights"] is not None and smoothing > 0)
+    if sums and arrays["hidden"] is not None and soft_cap is not None:
+        given = "soft targets" if soft else "class_weights with label_smoothing"
+        raise invalid("logit_softcap", soft_cap, f"None beside hidden states and {given}", remedy="pass logits=")
+
+
 def _check_labels(arrays: dict[str, Any], ignore_index: int, transpose_head: bool) -> None:
     """Labels that are known must be in the vocabulary."""
     targets, head = arrays["targets"], arrays["lm_head_weight"]
-    if not is_concrete(targets):
+    if not is_concrete(targets) or jnp.issubdtype(targets.dtype, jnp.floating):
         return
     vocabulary = arrays["logits"].shape[-1] if head is None else head.shape[0 if transpose_head else 1]
     values = np.asarray(targets)
@@ -253,26 +308,6 @@ def _check_labels(arrays: dict[str, Any], ignore_index: int, transpose_head: boo
     if wrong.size:
         expected = f"values in [0, {vocabulary - 1}] or ignore_index = {ignore_index}"
         raise invalid("targets", wrong.ravel()[0], expected)
-
-
-def _mesh_axes(axes: Axes, arrays: dict[str, Any], specs: dict[str, Any], mesh: Any, transpose_head: bool) -> tuple[Axes, Axes]:
-    """The axes over which the vocabulary, and over which the tokens, are split."""
-    check_mesh_axes(axes, mesh)
-    x = "logits" if arrays["hidden"] is None else "hidden"
-    row_axes, last = split_axes(specs.get(x), len(arrays[x].shape))
-    if x == "hidden":
-        if several(last, mesh):
-            raise invalid("in_specs", f"hidden channels split over {last}", "whole hidden states")
-        first, second = split_axes(specs.get("lm_head_weight"), 2)
-        single = last
-        last, inner = (first, second) if transpose_head else (second, first)
-        if several(inner, mesh):
-            raise invalid("in_specs", f"the head's hidden channels split over {inner}", "the head split over its vocabulary")
-        # Axes of one device split nothing, but shard_map has to be told that results are whole along them.
-        last = (*last, *(axis for axis in (*single, *inner) if axis not in last))
-    if several(axes, mesh) and several(axes, mesh) != several(last, mesh):
-        raise invalid("in_specs", f"the vocabulary split over {last or 'nothing'}", f"over {axes} = vocab_parallel_axis")
-    return last, row_axes
 
 
 def _per_result(out_specs: Any, results: int) -> tuple[Any, ...]:
@@ -335,7 +370,8 @@ def fused_kl_divergence(
         reduction: "none", "sum" (of weighted losses) or "mean" (by the sum of weights; 0 where no token counts).
         direction: "forward", "reverse" or "jsd".
         temperature: T > 0.
-        beta: weight of the teacher in the mixture, in (0, 1); for "jsd" alone, None means 0.5.
+        beta: weight of the teacher in the mixture, in [0, 1]; for "jsd" alone, None means 0.5. By convention 0 is "forward" and
+            1 is "reverse": the limits of the divergence divided by beta and by 1 - beta, where its own limit is 0.
         precision: of the products with the heads; None = full precision of the dtype.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.

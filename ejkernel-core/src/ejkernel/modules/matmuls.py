@@ -85,7 +85,7 @@ def grouped_matmul(
 
 
 def quantized_matmul(
-    x: t.LhsRows,
+    x: t.BatchedRows,
     w: t.QuantizedWeights,
     scales: t.QuantizationScales,
     zeros: t.QuantizationScales | None = None,
@@ -101,13 +101,13 @@ def quantized_matmul(
     tpu_path: t.TpuPath | None = None,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
-) -> t.ProductRows:
+) -> t.BatchedProduct:
     """Product with weights of a few bits: `x @ W`, or `x @ W.T` with transpose, `W = dequantize(w, scales, zeros)`.
 
     W is unpacked tile by tile in float32 and rounded to the dtype of x; products are summed in float32.
 
     Args:
-        x: `[M,K]`, float32, bfloat16 or float16.
+        x: `[..., K]`, any number of axes, float32, bfloat16 or float16.
         w: uint32 `[K, words]`, as `ejkernel.quantization.quantize` packs a matrix `[K,N]`; with transpose `[N, words]`, from
             `[N,K]`. Groups run along the last axis: along N, or along K with transpose.
         scales: `[K, N / group_size]`, or `[N, K / group_size]` with transpose; as quantize returns them.
@@ -125,7 +125,7 @@ def quantized_matmul(
         cfg: config override for the chosen implementation.
 
     Returns:
-        `[M,N]`, like x. Differentiable in x, and in scales and zeros of affine and nf4.
+        `[..., N]`, like x. Differentiable in x, and in scales and zeros of affine and nf4.
 
     Raises:
         ValueError: shapes do not belong together, or a value is not one of these.

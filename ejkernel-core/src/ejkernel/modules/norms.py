@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from ejkernel import typing as t
+from ejkernel.call.arrays import statistics_dtype
+from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.add_rms_norm.interface import OPERATION as _ADD_RMS_NORM
+from ejkernel.operations.flash_attention.bind import as_flag
 from ejkernel.operations.layer_norm.interface import OPERATION as _LAYER_NORM
 from ejkernel.operations.rms_norm.interface import OPERATION as _RMS_NORM
+from ejkernel.utils.checks import check_compute, check_shape
+
+Activation = Callable[[jax.Array], jax.Array]
 
 
 def rms_norm(
@@ -15,7 +28,7 @@ def rms_norm(
     offset: t.RowScale | None = None,
     *,
     epsilon: t.Number = 1e-6,
-    axis: t.Count = -1,
+    axis: t.Axis = -1,
     scale_offset: t.Number = 0.0,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
@@ -24,10 +37,10 @@ def rms_norm(
 
     Args:
         x: `[..., d, ...]`, float32, bfloat16 or float16; any length.
-        scale: `[d]`; None means ones.
-        offset: `[d]`; None means zeros.
+        scale: `[d]`; None means ones. With several axes it has each of them, in the order of x.
+        offset: like scale; None means zeros.
         epsilon: added to the mean square.
-        axis: the axis of size d.
+        axis: the axis of size d, or several, which are normalised together.
         scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1` (Gemma).
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
@@ -56,7 +69,7 @@ def layer_norm(
     offset: t.RowScale | None = None,
     *,
     epsilon: t.Number = 1e-6,
-    axis: t.Count = -1,
+    axis: t.Axis = -1,
     scale_offset: t.Number = 0.0,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
@@ -65,10 +78,10 @@ def layer_norm(
 
     Args:
         x: `[..., d, ...]`, float32, bfloat16 or float16; any length.
-        scale: `[d]`; None means ones.
-        offset: `[d]`; None means zeros.
+        scale: `[d]`; None means ones. With several axes it has each of them, in the order of x.
+        offset: like scale; None means zeros.
         epsilon: added to the variance, which is the mean of squared deviations (biased).
-        axis: the axis of size d.
+        axis: the axis of size d, or several, which are normalised together.
         scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1`.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
@@ -97,7 +110,7 @@ def fused_add_rms_norm(
     scale: t.RowScale | None = None,
     *,
     epsilon: t.Number = 1e-6,
-    axis: t.Count = -1,
+    axis: t.Axis = -1,
     scale_offset: t.Number = 0.0,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
@@ -110,9 +123,9 @@ def fused_add_rms_norm(
     Args:
         x: `[..., d, ...]`, what a block adds to the residual stream; float32, bfloat16 or float16; any length.
         residual: the stream, of the shape of x. Its dtype may be another: a stream in float32 stays in float32.
-        scale: `[d]`; None means ones.
+        scale: `[d]`; None means ones. With several axes it has each of them, in the order of x.
         epsilon: added to the mean square.
-        axis: the axis of size d.
+        axis: the axis of size d, or several, which are normalised together.
         scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1` (Gemma).
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
@@ -135,6 +148,84 @@ def fused_add_rms_norm(
     )
 
 
+def gated_rms_norm(
+    x: t.Rows,
+    gate: t.Rows,
+    scale: t.RowScale | None = None,
+    *,
+    norm_before_gate: t.Flag,
+    group_size: t.Count | None = None,
+    epsilon: t.Number = 1e-5,
+    act_fn: Activation | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.RowsOutput:
+    """RMS norm with a gate: `norm(x act(gate)) * scale`, or with norm_before_gate `norm(x) * scale * act(gate)`.
+
+    `norm(y) = y / sqrt(mean(y^2) + epsilon)`, the mean over each group of consecutive channels. The two orders are different
+    models: Mamba-2 and most models with its layer gate first, gated delta nets norm first. So the order has no default.
+
+    Args:
+        x: `[..., d]`, float32, bfloat16 or float16.
+        gate: like x, before its activation.
+        scale: `[d]`; None means ones.
+        norm_before_gate: norm x, then gate it; False: gate x, then norm the product.
+        group_size: channels that share a mean square, a divisor of d (Mamba-2: `d / n_groups`); None = d.
+        epsilon: added to the mean square.
+        act_fn: activation of the gate; None = silu.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation of `rms_norm`.
+
+    Returns:
+        Like x. Computed in float32 inside, with nothing rounded in between.
+
+    Raises:
+        ValueError: a shape or value does not fit.
+        TypeError: not an array of a floating type, or an argument of a wrong type.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Dao and Gu, Transformers are SSMs, 2024, and Yang et al., Gated Delta Networks, 2024; argument names as in their code.
+    """
+    check_compute("x", x)
+    check_compute("gate", gate)
+    if x.ndim == 0:
+        raise invalid("x", "shape ()", "at least one axis")
+    check_shape("gate", gate, x.shape, "[..., d] as x")
+    width = x.shape[-1]
+    if scale is not None:
+        check_compute("scale", scale)
+        check_shape("scale", scale, (width,), "[d]")
+    group_size = _group_size(group_size, width)
+    wide = statistics_dtype(str(x.dtype))
+    activated = activation(act_fn)(jnp.asarray(gate, wide))
+    y = jnp.asarray(x, wide)
+    norm_first = as_flag("norm_before_gate", norm_before_gate)
+    y = y if norm_first else y * activated
+    groups = y if group_size == width else y.reshape(*y.shape[:-1], width // group_size, group_size)
+    y = rms_norm(groups, epsilon=epsilon, platform=platform, cfg=cfg).reshape(x.shape)
+    if scale is not None:
+        y = y * jnp.asarray(scale, wide).reshape(*[1] * (x.ndim - 1), width)
+    return (y * activated if norm_first else y).astype(x.dtype)
+
+
+def activation(act_fn: Activation | None) -> Activation:
+    """The activation of a gate; None = silu."""
+    if act_fn is not None and not callable(act_fn):  # pyright: ignore[reportUnnecessaryComparison]
+        raise wrong_type("act_fn", repr(act_fn), "a function of an array, or None")
+    return act_fn or jax.nn.silu
+
+
+def _group_size(group_size: Any, width: int) -> int:
+    if group_size is None:
+        return width
+    if isinstance(group_size, bool) or not isinstance(group_size, (int, np.integer)):
+        raise wrong_type("group_size", repr(group_size), "an int or None")
+    if group_size < 1 or width % group_size:
+        raise invalid("group_size", group_size, f"a divisor of the {width} channels of x")
+    return int(group_size)
+
+
 RmsNorm = class_form("RmsNorm", rms_norm)
 LayerNorm = class_form("LayerNorm", layer_norm)
 FusedAddRmsNorm = class_form("FusedAddRmsNorm", fused_add_rms_norm)
+GatedRmsNorm = class_form("GatedRmsNorm", gated_rms_norm)

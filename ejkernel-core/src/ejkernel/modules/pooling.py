@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax.numpy as jnp
+
 from ejkernel import typing as t
+from ejkernel.call.arrays import statistics_dtype
+from ejkernel.call.records import Bound
+from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
+from ejkernel.operations.common.packed import zero_outside
+from ejkernel.operations.flash_attention.bind import as_count
 from ejkernel.operations.mean_pooling.interface import OPERATION as _MEAN_POOLING
+from ejkernel.utils.checks import check_array, check_compute, check_shape
 
 
 def mean_pooling(
-    x: t.Pooled, cu_seqlens: t.CumulativeLengths | None = None, *, platform: t.Platforms = None, cfg: t.ConfigLike | None = None
+    x: t.Pooled,
+    cu_seqlens: t.CumulativeLengths | None = None,
+    *,
+    attention_mask: t.TokenMask | None = None,
+    chunk_size: t.Count | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
 ) -> t.PooledOutput:
     """Mean over the tokens of each sequence; 0 for a sequence without tokens.
 
     Args:
-        x: `[B,T,H,D]` or `[B,T,D]`, float32, bfloat16 or float16; any length. With cu_seqlens, B = 1.
+        x: `[B,T,H,D]` or `[B,T,D]`, float32, bfloat16 or float16; any length. With cu_seqlens B = 1, or the axis is left out:
+            `[N,H,D]` or `[N,D]`. Three axes of which the first is 1 are `[1,T,D]`.
         cu_seqlens: cumulative lengths of packed sequences, integers `[n + 1]`, from 0 to at most T; may be traced. Sequence i
             is the tokens from cu_seqlens[i] to cu_seqlens[i + 1]; tokens after the last one take no part, whatever they hold.
             None: each row of the batch is one sequence.
+        attention_mask: `[B,T]`, bool or 0 and 1: which tokens count; the others take no part, whatever they hold. A row without
+            any gives 0. None beside cu_seqlens.
+        chunk_size: hint: the tokens that a platform may sum at a time; it does not change the result.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
 
@@ -28,7 +48,35 @@ def mean_pooling(
         TypeError: x is not of a floating type, or cu_seqlens not of integers.
         NoKernelError: no admitted platform supports the call.
     """
-    return _MEAN_POOLING.invoke({"x": x, "cu_seqlens": cu_seqlens}, {}, platform=platform, cfg=cfg)
+    if chunk_size is not None:
+        as_count("chunk_size", chunk_size, 1)
+    arrays = {"x": x, "cu_seqlens": cu_seqlens}
+    if attention_mask is None:
+        return _MEAN_POOLING.invoke(arrays, {}, platform=platform, cfg=cfg)
+    arrays["attention_mask"] = attention_mask
+    return _MEAN_POOLING.invoke(arrays, {}, platform=platform, cfg=cfg, form=_masked)
+
+
+def _masked(*, x: Any, cu_seqlens: Any, attention_mask: Any) -> Bound:
+    """The mean over all T tokens in float32, with zeros for those that do not count, times `T / count`."""
+    if cu_seqlens is not None:
+        raise invalid("attention_mask", "an array", "None beside cu_seqlens", remedy="pack the tokens that count")
+    check_compute("x", x)
+    check_array("attention_mask", attention_mask, floating=False)
+    if jnp.issubdtype(attention_mask.dtype, jnp.complexfloating):
+        raise wrong_type("attention_mask", f"dtype {attention_mask.dtype}", "bool, or 0 and 1")
+    check_shape("attention_mask", attention_mask, tuple(x.shape[:2]), "[B, T] as x")
+    part = attention_mask if attention_mask.dtype == bool else attention_mask != jnp.zeros((), attention_mask.dtype)
+    wide = statistics_dtype(str(x.dtype))
+    bound = _MEAN_POOLING.canonicalise(zero_outside(part, x)[0].astype(wide))
+    count = jnp.maximum(jnp.sum(part, axis=1, dtype=jnp.int32), 1)
+    factor = jnp.asarray(max(x.shape[1], 1), wide) / count.astype(wide)
+
+    def finish(outputs: Any) -> Any:
+        means = bound.finish(outputs)
+        return (means * factor.reshape(-1, *[1] * (means.ndim - 1))).astype(x.dtype)
+
+    return Bound(bound.call, bound.inputs, finish)
 
 
 MeanPooling = class_form("MeanPooling", mean_pooling)

@@ -12,7 +12,7 @@ from ejkernel.operations.softmax.interface import OPERATION as _SOFTMAX
 
 def softmax(
     x: t.Rows,
-    axis: t.Count | Sequence[t.Count] | None = -1,
+    axis: t.Axis | None = -1,
     where: t.Where | None = None,
     *,
     scale: t.Number = 1.0,

@@ -8,6 +8,7 @@ from ejkernel import typing as t
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._frameworks import no_attention_function, refuses_masks
 from ejkernel.modules._options import RecurrenceOptions, ShardedRecurrenceOptions
 from ejkernel.operations.linear_recurrence.forms import dims_of, recurrence
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
@@ -65,6 +66,7 @@ def recurrent_attention(
 
 
 @argument_names(scale="softmax_scale")
+@refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def recurrent_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
@@ -89,7 +91,7 @@ def recurrent_attention(
 
     `S_t = exp(g_t + g_gamma) diag(exp gk_t) S_(t-1) diag(exp gv_t) + k_t v_t^T`.
 
-    Decays are logarithms: 0 keeps the state, -inf is not allowed, and positive values, growth, are computed as they are for
+    Decays are logarithms: 0 keeps the state, -inf forgets it, and positive values, growth, are computed as they are for
     as long as the state stays finite. Absent decays are 0. With H heads of query, key and value may have K heads, K a divisor
     of H, each shared by H / K consecutive heads of query; every decay has H or K heads.
 
@@ -193,6 +195,7 @@ def gla_attention(
 
 
 @argument_names(scale="softmax_scale", gk="g")
+@refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def gla_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
@@ -218,7 +221,7 @@ def gla_attention(
         key: `[B,T,K,D]`; K divides H.
         value: `[B,T,K,V]`.
         g: log gate per key channel `[B,T,K,D]`, or per head `[B,T,H]`: its number of axes says which;
-            -inf is not allowed.
+            -inf forgets.
         g_gamma: log decay per head `[H]` or `[B,H]`, in addition.
         initial_state: `[B,H,D,V]`, or `[n,H,D,V]` with cu_seqlens; None = zeros.
         cu_seqlens: cumulative lengths of packed sequences, integers `[n + 1]`, B = 1; as for `recurrent_attention`.
@@ -331,8 +334,8 @@ def rwkv6(
         r: receptance `[B,T,H,D]`, float32, bfloat16 or float16; any length.
         k: key `[B,T,H,D]`.
         v: value `[B,T,H,V]`.
-        w: log decay per key channel `[B,T,H,D]`, already negative (`-exp` of the model's parameter); -inf is not
-            allowed.
+        w: log decay per key channel `[B,T,H,D]`, already negative (`-exp` of the model's parameter); -inf
+            forgets.
         u: bonus of the token itself `[H,D]`.
         initial_state: `[B,H,D,V]`, or `[n,H,D,V]` with cu_seqlens; None = zeros.
         cu_seqlens: cumulative lengths of packed sequences, integers `[n + 1]`, B = 1; as for `recurrent_attention`.
@@ -368,6 +371,7 @@ def rwkv6(
     )
 
 
+@no_attention_function("it returns the output and the state")
 def recurrent(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
@@ -403,6 +407,7 @@ def recurrent(
     )
 
 
+@no_attention_function("it returns the output and the state")
 def gla(
     query: t.SequenceHeads,
     key: t.SequenceHeads,

@@ -17,6 +17,7 @@ from ejkernel.compositions.ring.entry import RingAttentionOver
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import RingOptions
 from ejkernel.operations.flash_attention.bind import as_count
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
@@ -64,6 +65,7 @@ def ring_attention(
 ) -> t.Attended | tuple[t.Attended, t.LogSumExp]: ...
 
 
+@refuses_masks("say masks with mask_info, or use flash_attention")
 def ring_attention(
     query: t.Queries,
     key: t.Keys,

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal, Unpack, overload
 
-import jax.numpy as jnp
-
 from ejkernel import typing as t
-from ejkernel.call.records import Bound
 from ejkernel.compositions.mesh import over_mesh
-from ejkernel.errors import argument_names, invalid
+from ejkernel.errors import argument_names
 from ejkernel.modules._class_api import class_form
-from ejkernel.modules._options import PageAttentionOptions, PrefillOptions, UnifiedAttentionOptions
-from ejkernel.operations.common.pages import INTERLEAVED, known_values
+from ejkernel.modules._options import UnifiedAttentionOptions
+from ejkernel.operations.common.pages import INTERLEAVED
 from ejkernel.operations.paged_attention import forms as _paged
-from ejkernel.operations.paged_attention.interface import OPERATION as _PAGED_ATTENTION
-from ejkernel.utils.checks import check_array
 
 
 @overload
@@ -83,6 +78,7 @@ def unified_attention(
     softmax_scale: t.Number | None = None,
     causal: t.Flag = True,
     sliding_window: t.Window | None = None,
+    chunk_size: t.Count | None = None,
     logits_soft_cap: t.Number | None = None,
     k_scale: t.CacheScale | None = None,
     v_scale: t.CacheScale | None = None,
@@ -116,6 +112,8 @@ def unified_attention(
         softmax_scale: factor on the products; None means `1 / sqrt(D)`.
         causal: False lets a new token see every token of its request.
         sliding_window: w: the last w tokens, the query's own included; `(left, right)` means `left + 1`.
+        chunk_size: only keys of the token's own chunk of so many positions are visible (Llama 4); a multiple of page_size, causal,
+            without qq_bias.
         logits_soft_cap: c > 0 turns scaled products into `c * tanh(product / c)`.
         k_scale: factor of the stored keys, a number, a scalar array or `[K]`; None is 1.
         v_scale: the same for values.
@@ -156,6 +154,7 @@ def unified_attention(
         softmax_scale=softmax_scale,
         causal=causal,
         sliding_window=_paged.window_of(sliding_window),
+        chunk_size=chunk_size,
         logits_soft_cap=logits_soft_cap,
         layout=layout,
         precision=precision,
@@ -166,227 +165,6 @@ def unified_attention(
     specs: dict[str, Any] = {"positional": tuple(arrays)[:9], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     with argument_names(query="queries", key_pages="key_cache", value_pages="value_cache"):
         return over_mesh(_paged.attend, arrays, options, **specs)
-
-
-@overload
-def page_attention(
-    query: t.TokenQueries,
-    key_cache: t.KeyPages,
-    value_cache: t.ValuePages,
-    context_lens: t.ContextLengths,
-    block_tables: t.BlockTables,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[PageAttentionOptions],
-) -> t.TokenAttended: ...
-
-
-@overload
-def page_attention(
-    query: t.TokenQueries,
-    key_cache: t.KeyPages,
-    value_cache: t.ValuePages,
-    context_lens: t.ContextLengths,
-    block_tables: t.BlockTables,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[PageAttentionOptions],
-) -> tuple[t.TokenAttended, t.TokenLogSumExp]: ...
-
-
-@overload
-def page_attention(
-    query: t.TokenQueries,
-    key_cache: t.KeyPages,
-    value_cache: t.ValuePages,
-    context_lens: t.ContextLengths,
-    block_tables: t.BlockTables,
-    *,
-    return_lse: t.Flag,
-    **options: Unpack[PageAttentionOptions],
-) -> t.TokenAttended | tuple[t.TokenAttended, t.TokenLogSumExp]: ...
-
-
-def page_attention(
-    query: t.TokenQueries,
-    key_cache: t.KeyPages,
-    value_cache: t.ValuePages,
-    context_lens: t.ContextLengths,
-    block_tables: t.BlockTables,
-    *,
-    softmax_scale: t.Number | None = None,
-    attn_scale: t.Number | None = None,
-    sliding_window: t.Window | None = None,
-    logits_soft_cap: t.Number | None = None,
-    attn_logits_soft_cap: t.Number | None = None,
-    softmax_aux: t.Sinks | None = None,
-    alibi_slopes: t.Slopes | None = None,
-    k_scale: t.CacheScale | None = None,
-    v_scale: t.CacheScale | None = None,
-    layout: t.CacheLayout = "pthd",
-    return_lse: t.Flag = False,
-    platform: t.Platforms = None,
-    cfg: t.ConfigLike | None = None,
-) -> t.TokenAttended | tuple[t.TokenAttended, t.TokenLogSumExp]:
-    """One decoding step: the last token of every request attends to its own pages.
-
-    Args:
-        query: `[R, H, D]`, one token per request.
-        key_cache: `[pages, page_size, K, D]`, see layout.
-        value_cache: `[pages, page_size, K, V]`.
-        context_lens: int `[R]`, tokens of each request in the cache, the current one included; 0 gives 0.
-        block_tables: int `[R, W]`.
-        softmax_scale: factor on the products; None means `1 / sqrt(D)`. `attn_scale` is another name for it.
-        attn_scale: see softmax_scale.
-        sliding_window: w: the last w tokens; `(left, right)` means `left + 1`.
-        logits_soft_cap: c > 0. `attn_logits_soft_cap` is another name for it.
-        attn_logits_soft_cap: see logits_soft_cap.
-        softmax_aux: sinks, see `unified_attention`, as are alibi_slopes, k_scale, v_scale and return_lse.
-        layout: "pthd" as above, "phtd" for `[pages, K, page_size, D]`, "hptd" for `[K, pages, page_size, D]`.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
-
-    Returns:
-        `[R, H, V]` in the query's dtype; with `return_lse` also float32 `[R, H]`.
-
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
-    Source: Kwon et al., PagedAttention, 2023.
-    """
-    _paged.check_known("context_lens", context_lens, block_tables, key_cache, layout)
-    with argument_names(key_pages="key_cache", value_pages="value_cache", kv_lens="context_lens"):
-        return _paged.attend(
-            query=query,
-            key_pages=key_cache,
-            value_pages=value_cache,
-            kv_lens=context_lens,
-            block_tables=block_tables,
-            softmax_aux=softmax_aux,
-            alibi_slopes=alibi_slopes,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            softmax_scale=_either("softmax_scale", softmax_scale, "attn_scale", attn_scale),
-            sliding_window=_paged.window_of(sliding_window),
-            logits_soft_cap=_either("logits_soft_cap", logits_soft_cap, "attn_logits_soft_cap", attn_logits_soft_cap),
-            layout=layout,
-            return_lse=return_lse,
-            form=_paged.one_token_each,
-            platform=platform,
-            cfg=cfg,
-        )
-
-
-@overload
-def prefill_page_attention(
-    query: t.TokenQueries,
-    key_cache: t.KeyPages,
-    value_cache: t.ValuePages,
-    context_len: t.RequestCount,
-    page_indices: t.FlatBlockTables,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[PrefillOptions],
-) -> t.TokenAttended: ...
-
-
-@overload
-def prefill_page_attention(
-    query: t.TokenQueries,
-    key_cache: t.KeyPages,
-    value_cache: t.ValuePages,
-    context_len: t.RequestCount,
-    page_indices: t.FlatBlockTables,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[PrefillOptions],
-) -> tuple[t.TokenAttended, t.TokenLogSumExp]: ...
-
-
-@overload
-def prefill_page_attention(
-    query: t.TokenQueries,
-    key_cache: t.KeyPages,
-    value_cache: t.ValuePages,
-    context_len: t.RequestCount,
-    page_indices: t.FlatBlockTables,
-    *,
-    return_lse: t.Flag,
-    **options: Unpack[PrefillOptions],
-) -> t.TokenAttended | tuple[t.TokenAttended, t.TokenLogSumExp]: ...
-
-
-def prefill_page_attention(
-    query: t.TokenQueries,
-    key_cache: t.KeyPages,
-    value_cache: t.ValuePages,
-    context_len: t.RequestCount,
-    page_indices: t.FlatBlockTables,
-    *,
-    softmax_scale: t.Number | None = None,
-    sliding_window: t.Window | None = None,
-    logits_soft_cap: t.Number | None = None,
-    attn_logits_soft_cap: t.Number | None = None,
-    softmax_aux: t.Sinks | None = None,
-    k_scale: t.CacheScale | None = None,
-    v_scale: t.CacheScale | None = None,
-    layout: t.CacheLayout = "pthd",
-    return_lse: t.Flag = False,
-    platform: t.Platforms = None,
-    cfg: t.ConfigLike | None = None,
-) -> t.TokenAttended | tuple[t.TokenAttended, t.TokenLogSumExp]:
-    """One chunk of one request's prompt attends to the request's pages, which hold the chunk already.
-
-    Args:
-        query: `[C, H, D]`, the last C tokens of the context.
-        key_cache: `[pages, page_size, K, D]`, see layout.
-        value_cache: `[pages, page_size, K, V]`.
-        context_len: int `[1]` or a scalar: tokens in the cache, the chunk included.
-        page_indices: int `[W]`, the request's pages in order.
-        softmax_scale: factor on the products; None means `1 / sqrt(D)`.
-        sliding_window: w: the last w tokens, of each token of the chunk; `(left, right)` means `left + 1`.
-        logits_soft_cap: c > 0. `attn_logits_soft_cap` is another name for it.
-        attn_logits_soft_cap: see logits_soft_cap.
-        softmax_aux: sinks, see `unified_attention`, as are k_scale, v_scale and return_lse.
-        layout: "pthd" as above, "phtd" for `[pages, K, page_size, D]`, "hptd" for `[K, pages, page_size, D]`.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
-
-    Returns:
-        `[C, H, V]` in the query's dtype; with `return_lse` also float32 `[C, H]`.
-
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
-    Source: Agrawal et al., SARATHI: Efficient LLM inference by piggybacking decodes with chunked prefills, 2023.
-    """
-    known = known_values(context_len)
-    if known is not None and known.size == 1 and getattr(page_indices, "ndim", 0) == 1:
-        _paged.check_known("context_len", known.reshape(1), page_indices[None], key_cache, layout)
-    names = {"kv_lens": "context_len", "block_tables": "page_indices"}
-    with argument_names(key_pages="key_cache", value_pages="value_cache", **names):
-        return _paged.attend(
-            query=query,
-            key_pages=key_cache,
-            value_pages=value_cache,
-            context_len=context_len,
-            page_indices=page_indices,
-            softmax_aux=softmax_aux,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            softmax_scale=softmax_scale,
-            sliding_window=_paged.window_of(sliding_window),
-            logits_soft_cap=_either("logits_soft_cap", logits_soft_cap, "attn_logits_soft_cap", attn_logits_soft_cap),
-            layout=layout,
-            return_lse=return_lse,
-            form=_one_request,
-            platform=platform,
-            cfg=cfg,
-        )
 
 
 def ragged_page_attention_v2(
@@ -401,6 +179,7 @@ def ragged_page_attention_v2(
     softmax_scale: t.Number | None = None,
     logits_soft_cap: t.Number | None = None,
     sliding_window: t.Window | None = None,
+    chunk_size: t.Count | None = None,
     k_scale: t.CacheScale | None = None,
     v_scale: t.CacheScale | None = None,
     compute_dtype: t.DTypeLike | None = None,
@@ -422,7 +201,8 @@ def ragged_page_attention_v2(
         block_tables: int `[R, W]`.
         query_start_loc: int `[R + 1]`, cumulative numbers of new tokens.
         num_seqs: int or int `[1]`, requests in use, at most R; what entries of others hold does not matter, their tokens give 0.
-        softmax_aux: sinks, see `unified_attention`, as are softmax_scale, logits_soft_cap, sliding_window, k_scale and v_scale.
+        softmax_aux: sinks, see `unified_attention`, as are softmax_scale, logits_soft_cap, sliding_window, chunk_size, k_scale and
+            v_scale.
         compute_dtype: hint: the least precise dtype that is good enough for the products; never makes a result less precise than
             the inputs' own dtype does.
         optimized: hint: prefer a platform's faster variant, if it has two.
@@ -462,6 +242,7 @@ def ragged_page_attention_v2(
         softmax_scale=softmax_scale,
         logits_soft_cap=logits_soft_cap,
         sliding_window=_paged.window_of(sliding_window),
+        chunk_size=chunk_size,
         layout=INTERLEAVED,
         form=_paged.attend_active,
         platform=platform,
@@ -472,28 +253,5 @@ def ragged_page_attention_v2(
         return over_mesh(_paged.attend, arrays, options, **specs)
 
 
-def _either(name: str, value: Any, other_name: str, other: Any) -> Any:
-    """The one of two names for an argument that was used."""
-    if value is not None and other is not None:
-        raise invalid(other_name, other, f"None beside {name}", remedy="they are two names for one argument")
-    return other if value is None else value
-
-
-def _one_request(*, query: Any, context_len: Any, page_indices: Any, **rest: Any) -> Bound:
-    check_array("query", query, ndim=3)
-    check_array("page_indices", page_indices, ndim=1, floating=False)
-    if not isinstance(context_len, int):
-        check_array("context_len", context_len, floating=False)
-    if jnp.size(context_len) != 1 or jnp.ndim(context_len) > 1:
-        raise invalid("context_len", f"shape {jnp.shape(context_len)}", "a scalar or [1]")
-    starts = jnp.array([0, query.shape[0]], jnp.int32)
-    lengths = jnp.asarray(context_len).reshape(1)
-    return _PAGED_ATTENTION.canonicalise(
-        query, query_start_loc=starts, kv_lens=lengths, block_tables=page_indices[None], **rest
-    )
-
-
 UnifiedAttention = class_form("UnifiedAttention", unified_attention)
-PageAttention = class_form("PageAttention", page_attention)
-PrefillPageAttention = class_form("PrefillPageAttention", prefill_page_attention)
 RaggedPageAttentionv2 = class_form("RaggedPageAttentionv2", ragged_page_attention_v2)

@@ -27,6 +27,7 @@ def decode_attention(
     softmax_scale: t.Number | None = None,
     page_size: t.Count = 1,
     sliding_window: t.Window | None = None,
+    chunk_size: t.Count | None = None,
     logits_soft_cap: t.Number | None = None,
     softmax_aux: t.Sinks | None = None,
     k_scale: t.CacheScale | None = None,
@@ -48,6 +49,7 @@ def decode_attention(
         softmax_scale: factor on the products; None means `1 / sqrt(D)`.
         page_size: slots per entry of req_to_tokens; the buffers hold whole pages.
         sliding_window: w: the last w tokens; `(left, right)` means `left + 1`.
+        chunk_size: see `unified_attention`; a multiple of page_size.
         logits_soft_cap: c > 0.
         softmax_aux: sinks, see `unified_attention`, as are k_scale and v_scale.
         platform: None or "auto", one platform, or several in order of preference.
@@ -84,6 +86,7 @@ def decode_attention(
         softmax_scale=softmax_scale,
         page_size=page_size,
         sliding_window=_paged.window_of(sliding_window),
+        chunk_size=chunk_size,
         logits_soft_cap=logits_soft_cap,
         return_lse=True,
         form=_flat_buffer,
@@ -106,6 +109,7 @@ def ragged_decode_attention(
     *,
     softmax_scale: t.Number | None = None,
     sliding_window: t.WindowPair | None = None,
+    chunk_size: t.Count | None = None,
     logits_soft_cap: t.Number | None = None,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
@@ -125,6 +129,7 @@ def ragged_decode_attention(
         softmax_scale: factor on the products; None means `1 / sqrt(D)`.
         sliding_window: `(left, right)`, inclusive, so the last `left + 1` keys. An int is refused: here it has meant both w and
             2 w + 1 keys.
+        chunk_size: only the keys of the query's own chunk of so many, counted from sequence_start, are visible.
         logits_soft_cap: c > 0.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
@@ -160,6 +165,7 @@ def ragged_decode_attention(
     options = _paged.settings(
         softmax_scale=softmax_scale,
         sliding_window=_paged.window_of(sliding_window),
+        chunk_size=chunk_size,
         logits_soft_cap=logits_soft_cap,
         form=_dense_cache,
         platform=platform,
@@ -208,7 +214,7 @@ def _dense_cache(*, query: Any, key: Any, value: Any, sequence_start: Any, seque
         key_pages=key.reshape(batch * length, 1, *key.shape[2:]),
         value_pages=value.reshape(batch * length, 1, *value.shape[2:]),
         kv_lens=jnp.maximum(end - start, 0),
-        block_tables=jnp.arange(batch, dtype=jnp.int32)[:, None] * length + start[:, None] + tokens,
+        block_tables=jnp.arange(batch, dtype=jnp.int32)[:, None] * length + start[:, None] + tokens[None],
         **rest,
     )
     finish = (lambda outputs: bound.finish(outputs)[:, None]) if one_axis_more else bound.finish

@@ -87,6 +87,7 @@ def chunked_prefill_paged_decode(
     softmax_scale: t.Number | None = None,
     causal: t.Flag = True,
     sliding_window: t.Window | None = None,
+    chunk_size: t.Count | None = None,
     logits_soft_cap: t.Number | None = None,
     k_scale: t.CacheScale | None = None,
     v_scale: t.CacheScale | None = None,
@@ -109,8 +110,8 @@ def chunked_prefill_paged_decode(
         kv_lens: int `[R]`, tokens of each request after the update.
         block_tables: int `[R, W]`.
         query_start_loc: int `[R + 1]`, cumulative numbers of new tokens.
-        alibi_slopes: see `unified_attention`, as are softmax_aux, softmax_scale, causal, sliding_window, logits_soft_cap and
-            precision.
+        alibi_slopes: see `unified_attention`, as are softmax_aux, softmax_scale, causal, sliding_window, chunk_size,
+            logits_soft_cap and precision.
         k_scale: keys are stored divided by it and read multiplied by it; see `paged_cache_update`, as for v_scale and layout.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the attention.
@@ -145,6 +146,7 @@ def chunked_prefill_paged_decode(
         softmax_scale=softmax_scale,
         causal=causal,
         sliding_window=_paged.window_of(sliding_window),
+        chunk_size=chunk_size,
         logits_soft_cap=logits_soft_cap,
         layout=layout,
         precision=precision,
@@ -170,6 +172,7 @@ def ragged_page_attention_v3(
     softmax_scale: t.Number | None = None,
     logits_soft_cap: t.Number | None = None,
     sliding_window: t.Window | None = None,
+    chunk_size: t.Count | None = None,
     k_scale: t.CacheScale | None = None,
     v_scale: t.CacheScale | None = None,
     q_scale: None = None,
@@ -195,8 +198,8 @@ def ragged_page_attention_v3(
         query_start_loc: int `[R + 1]`, cumulative numbers of new tokens.
         distribution: int `[3]`: decoding requests are those before its first entry, prompts those before its second; requests from
             its third on are not in use, whatever they hold. The first two are hints.
-        softmax_aux: sinks, see `unified_attention`, as are softmax_scale (None means `1 / sqrt(D)`, not 1), logits_soft_cap and
-            sliding_window.
+        softmax_aux: sinks, see `unified_attention`, as are softmax_scale (None means `1 / sqrt(D)`, not 1), logits_soft_cap,
+            sliding_window and chunk_size.
         k_scale: keys are stored divided by it and read multiplied by it; see `paged_cache_update`, as for v_scale.
         q_scale: refused unless None: queries are multiplied in their own dtype.
         vmem_limit_bytes: hint: memory that a TPU kernel may use; never changes results.
@@ -238,6 +241,7 @@ def ragged_page_attention_v3(
         softmax_scale=softmax_scale,
         logits_soft_cap=logits_soft_cap,
         sliding_window=_paged.window_of(sliding_window),
+        chunk_size=chunk_size,
         platform=platform,
         cfg=cfg,
     )

@@ -11,11 +11,14 @@ import jax.numpy as jnp
 
 from ejkernel import typing as t
 from ejkernel._dispatch.explanation import capturing
-from ejkernel.compositions.mesh import over_mesh
+from ejkernel.compositions.mesh import over_mesh, with_rows
+from ejkernel.compositions.native_sparse_decode import decode_branches
 from ejkernel.errors import invalid
 from ejkernel.modules._class_api import class_form
+from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import DispatchOptions
 from ejkernel.modules.attention import flash_attention
+from ejkernel.operations.common.pages import check_row_lengths
 from ejkernel.operations.common.selected import check_integers
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.forms import check_cum_seqlens
@@ -24,10 +27,13 @@ from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.operations.native_sparse_attention.forms import block_means, blocks_of, chosen_blocks
 from ejkernel.operations.native_sparse_attention.interface import OPERATION as _SELECTED
 from ejkernel.utils.checks import check_array
+from ejkernel.utils.dtypes import accumulator
 
 _POSITIONAL = ("query", "key", "value", "g_cmp", "g_slc", "block_indices", "block_counts", "cu_seqlens", "g_swa")
+_WITH_LENGTHS = (*_POSITIONAL, "kv_lens")
 
 
+@refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def native_sparse_attention(
     query: t.Queries,
     key: t.Keys,
@@ -42,6 +48,7 @@ def native_sparse_attention(
     window_size: t.Count = 0,
     g_swa: t.Gates | None = None,
     softmax_scale: t.Number | None = None,
+    kv_lens: t.RowLengths | None = None,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
     mesh: t.Mesh | None = None,
@@ -58,8 +65,8 @@ def native_sparse_attention(
 
     Args:
         query: `[B, T, H, D]`, float32, bfloat16, float16 or float64.
-        key: `[B, T, K, D]`; query head h reads key head `h // (H // K)`.
-        value: `[B, T, K, V]`.
+        key: `[B, T, K, D]`; query head h reads key head `h // (H // K)`. With kv_lens a cache `[B, S, K, D]`.
+        value: `[B, T, K, V]`; with kv_lens `[B, S, K, V]`.
         g_cmp: gate of the compressed branch `[B, T, H]`; None leaves the branch out of the sum.
         g_slc: gate of the selected branch `[B, T, H]`; None = 1.
         block_indices: integers `[B, T, K, S]`, used in place of the choice: block c of a query is the tokens from
@@ -72,10 +79,14 @@ def native_sparse_attention(
         window_size: keys of the window branch, the query's own included; 0 leaves the branch out.
         g_swa: gate of the window branch `[B, T, H]`; None = 1. Needs a window.
         softmax_scale: factor on the products of all branches; None = `1 / sqrt(D)`.
+        kv_lens: int `[B]`, for decoding: tokens of each row in its cache, the new one included. Then T = 1 and S is free: the query
+            is token `kv_lens - 1`, and what stands after it is not read. The selected and window branches read the tokens that they
+            name alone. Means of blocks, for g_cmp and for the choice, are formed from the whole cache.
         platform: None or "auto", one platform, or several in order of preference; of every branch's attention.
         cfg: config override for the chosen implementation of the selected branch.
         mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split.
-        in_specs: one PartitionSpec or None for each of the positional arrays, in order, and then g_swa.
+        in_specs: one PartitionSpec or None for each of the positional arrays, in order, and then g_swa; kv_lens is split as the
+            rows of query are.
         out_specs: PartitionSpec of the result.
 
     Returns:
@@ -97,8 +108,8 @@ def native_sparse_attention(
             check_array(name, gate)
             if tuple(gate.shape) != tuple(query.shape[:3]):
                 raise invalid(name, f"shape {tuple(gate.shape)}", f"[B,T,H] = {tuple(query.shape[:3])}")
-    counts = _as_counts(block_counts, key)
-    _check_lengths(query, key, cu_seqlens)
+    counts = _as_counts(block_counts, query.shape[:2] + key.shape[2:3])
+    _check_lengths(query, key, cu_seqlens, kv_lens)
     arrays = {
         "query": query,
         "key": key,
@@ -109,19 +120,23 @@ def native_sparse_attention(
         "block_counts": None if isinstance(counts, int) else block_counts,
         "cu_seqlens": cu_seqlens,
         "g_swa": g_swa,
+        "kv_lens": kv_lens,
     }
     block_size = bind.as_count("block_size", block_size, 1)
     options = {
-        "count": _most_blocks(counts, query.shape[1], block_size) if block_indices is None else _static(counts),
+        "count": _most_blocks(counts, key.shape[1], block_size) if block_indices is None else _static(counts),
         "block_size": block_size,
         "window_size": window_size,
         "scale": bind.as_scale(softmax_scale, query.shape[3]),
         "platform": platform,
         "cfg": cfg,
     }
-    return over_mesh(_branches, arrays, options, positional=_POSITIONAL, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    if kv_lens is not None:
+        in_specs = with_rows(in_specs, _POSITIONAL)
+    return over_mesh(_branches, arrays, options, positional=_WITH_LENGTHS, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
+@refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def native_spare_attention(
     q: t.Queries,
     k: t.Keys,
@@ -275,6 +290,7 @@ def _branches(
     block_counts: Any,
     cu_seqlens: Any,
     g_swa: Any,
+    kv_lens: Any,
     count: int | None,
     block_size: int,
     window_size: int,
@@ -284,7 +300,27 @@ def _branches(
 ) -> Any:
     """The gated sum, on checked arguments."""
     parts: list[tuple[Any, Any]] = []
-    computed = block_indices is None
+    computed, dtype = block_indices is None, query.dtype
+    if not capturing():
+        query, key, value = bind.in_one_dtype(query, key, value)
+    if kv_lens is not None:
+        found = decode_branches(
+            query=query,
+            key=key,
+            value=value,
+            block_indices=block_indices,
+            block_counts=block_counts,
+            kv_lens=kv_lens,
+            compressed=g_cmp is not None,
+            count=block_indices.shape[3] if count is None else count,
+            block_size=block_size,
+            window_size=window_size,
+            scale=scale,
+            platform=platform,
+            cfg=cfg,
+        )
+        parts = [(gate, out) for gate, out in zip((g_cmp, g_slc, g_swa), found, strict=True) if out is not None]
+        return _gated_sum(parts).astype(dtype)
     if computed and capturing():
         # The choice needs numbers, and what is explained is the branch that follows it.
         block_indices = jax.ShapeDtypeStruct((*key.shape[:3], count or 0), jnp.int32)
@@ -309,7 +345,7 @@ def _branches(
             platform=platform,
         )
         parts.append((g_swa, window))
-    return _gated_sum(parts)
+    return _gated_sum(parts).astype(dtype)
 
 
 def _compressed(
@@ -349,18 +385,18 @@ def _gated_sum(parts: list[tuple[Any, Any]]) -> Any:
     if len(parts) == 1 and parts[0][0] is None:
         return parts[0][1]
     dtype = parts[0][1].dtype
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = accumulator(dtype)
     terms = [out.astype(wide) if gate is None else gate.astype(wide)[..., None] * out.astype(wide) for gate, out in parts]
     return functools.reduce(operator.add, terms).astype(dtype)
 
 
-def _as_counts(block_counts: Any, key: Any) -> Any:
+def _as_counts(block_counts: Any, rows: tuple[int, ...]) -> Any:
     """An int, or integers `[B,T,K]`."""
     if getattr(block_counts, "ndim", 0) == 0:
         return bind.as_count("block_counts", block_counts, 0)
     check_integers("block_counts", block_counts)
-    if tuple(block_counts.shape) != tuple(key.shape[:3]):
-        raise invalid("block_counts", f"shape {tuple(block_counts.shape)}", f"an int, or [B,T,K] = {tuple(key.shape[:3])}")
+    if tuple(block_counts.shape) != tuple(rows):
+        raise invalid("block_counts", f"shape {tuple(block_counts.shape)}", f"an int, or [B,T,K] = {tuple(rows)}")
     return block_counts
 
 
@@ -376,7 +412,14 @@ def _most_blocks(counts: Any, length: int, block_size: int) -> int:
     return min(max(int(counts.max()), 0), every) if is_concrete(counts) and counts.size else every
 
 
-def _check_lengths(query: Any, key: Any, cu_seqlens: Any) -> None:
+def _check_lengths(query: Any, key: Any, cu_seqlens: Any, kv_lens: Any) -> None:
+    if kv_lens is not None:
+        check_row_lengths(kv_lens, query, key, "key")
+        if cu_seqlens is not None:
+            raise invalid("cu_seqlens", "an array", "None beside kv_lens", remedy="a cache has a row for each sequence")
+        if query.shape[1] != 1:
+            raise invalid("query", f"{query.shape[1]} tokens", "1 with kv_lens", remedy="decode them one after the other")
+        return
     if key.shape[1] != query.shape[1]:
         raise invalid("key", f"length {key.shape[1]}", f"the query's {query.shape[1]}")
     if cu_seqlens is None:

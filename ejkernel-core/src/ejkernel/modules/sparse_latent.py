@@ -9,15 +9,18 @@ import jax.numpy as jnp
 
 from ejkernel import typing as t
 from ejkernel._dispatch.explanation import capturing
-from ejkernel.compositions.mesh import over_mesh
+from ejkernel.compositions.mesh import over_mesh, with_rows
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
+from ejkernel.operations.common.pages import check_row_lengths
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.sparse_latent_attention.forms import chosen_tokens
 from ejkernel.operations.sparse_latent_attention.interface import OPERATION as _SPARSE_LATENT
 from ejkernel.utils.checks import check_compute, check_shape
+from ejkernel.utils.dtypes import accumulator
 
 _POSITIONAL = ("query", "key_value", "w_kc", "w_vc", "query_index", "key_index", "index_weights", "b_q", "b_k")
+_WITH_LENGTHS = (*_POSITIONAL, "kv_lens")
 
 
 def deepseek_attn(
@@ -35,6 +38,7 @@ def deepseek_attn(
     softmax_scale: t.Number | None = None,
     index_softmax_scale: t.Number | None = None,
     causal: t.Flag = True,
+    kv_lens: t.RowLengths | None = None,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
     mesh: t.Mesh | None = None,
@@ -52,22 +56,25 @@ def deepseek_attn(
     Args:
         query: `[B, T, H, D]`, float32, bfloat16, float16 or float64. D is d_nope; or d_nope + d_rope, the rope part last, when
             b_k is given without b_q.
-        key_value: latents `[B, T, r]`.
+        key_value: latents `[B, T, r]`; or a cache `[B, S, r]` with kv_lens, of which the last tokens in use are those of the query.
         w_kc: `[r, K, d_nope]`; query head h reads key head `h // (H // K)`.
         w_vc: `[r, K, V]`.
         query_index: `[B, T, I, E]`.
-        key_index: `[B, T, E]`.
+        key_index: `[B, T, E]`, or `[B, S, E]`.
         index_weights: `[B, T, I]`.
         b_q: rope part of the queries `[B, T, H, d_rope]`, or `[B, T, d_rope]` shared by the heads. Needs b_k.
-        b_k: rope part of the keys `[B, T, d_rope]`, shared by the heads.
+        b_k: rope part of the keys `[B, T, d_rope]`, or `[B, S, d_rope]`, shared by the heads.
         index_topk: tokens per query; all that there are if there are fewer.
         softmax_scale: None = `1 / sqrt(d_nope + d_rope)`.
         index_softmax_scale: > 0, so it does not change which scores are largest; None = `1 / sqrt(E)`.
         causal: a query sees tokens up to its own; False: all.
+        kv_lens: int `[B]`, for decoding: tokens of each row in its cache, the T new ones included. Query t is token
+            `kv_lens - T + t`; what stands in the cache after the tokens in use is not read. One new token reads index_topk latents
+            of its cache and the indexer's keys, nothing else. None: the S = T tokens are those of the queries.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
         mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split (w_kc and w_vc along K, or whole for K = 1).
-        in_specs: one PartitionSpec or None for each positional array, in order.
+        in_specs: one PartitionSpec or None for each positional array, in order; kv_lens is split as the rows of query are.
         out_specs: PartitionSpec of the result.
 
     Returns:
@@ -90,6 +97,7 @@ def deepseek_attn(
         "index_weights": index_weights,
         "b_q": b_q,
         "b_k": b_k,
+        "kv_lens": kv_lens,
     }
     _check(arrays)
     index_scale = bind.as_number(
@@ -105,7 +113,9 @@ def deepseek_attn(
         "platform": platform,
         "cfg": cfg,
     }
-    return over_mesh(_attend, arrays, options, positional=_POSITIONAL, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    if kv_lens is not None:
+        in_specs = with_rows(in_specs, _POSITIONAL)
+    return over_mesh(_attend, arrays, options, positional=_WITH_LENGTHS, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 def _attend(
@@ -119,6 +129,7 @@ def _attend(
     index_weights: Any,
     b_q: Any,
     b_k: Any,
+    kv_lens: Any,
     count: int,
     scale: float,
     index_scale: float,
@@ -132,15 +143,28 @@ def _attend(
         # Nothing is computed while a call is explained, so that its arrays may be shapes alone.
         rope = 0 if b_k is None else b_k.shape[2]
         latent = (key_value.shape[2] + rope,)
-        shapes = {"query": (*query.shape[:3], *latent), "key_value": (*key_value.shape[:2], *latent)}
+        read = count if kv_lens is not None and query.shape[1] == 1 else key_value.shape[1]
+        shapes = {"query": (*query.shape[:3], *latent), "key_value": (key_value.shape[0], read, *latent)}
         described = {name: jax.ShapeDtypeStruct(shape, query.dtype) for name, shape in shapes.items()}
         described["token_indices"] = jax.ShapeDtypeStruct((*query.shape[:2], count), jnp.int32)
         return _SPARSE_LATENT.invoke(described, options, platform=platform, cfg=cfg)
-    tokens = chosen_tokens(query_index, key_index, index_weights, count=count, scale=index_scale, causal=causal)
+    tokens = chosen_tokens(query_index, key_index, index_weights, kv_lens, count=count, scale=index_scale, causal=causal)
+    if kv_lens is not None and query.shape[1] == 1:
+        key_value, b_k, tokens = _read(key_value, b_k, tokens)
     latent_query, latents = _absorbed(query, key_value, w_kc, b_q, b_k)
     arrays = {"query": latent_query, "key_value": latents, "token_indices": tokens}
     out = _SPARSE_LATENT.invoke(arrays, options, platform=platform, cfg=cfg)
     return _per_key_head("btkgr,rkv->btkgv", out, w_vc)
+
+
+def _read(key_value: Any, b_k: Any, tokens: Any) -> tuple[Any, Any, Any]:
+    """The chosen rows of a cache `[B,k,...]` for its one query, and their numbers among themselves."""
+
+    def rows(array: Any) -> Any:
+        return jnp.take_along_axis(array, jnp.maximum(tokens[:, 0], 0)[..., None], axis=1)
+
+    numbers = jnp.arange(tokens.shape[2], dtype=jnp.int32)[None, None]
+    return rows(key_value), None if b_k is None else rows(b_k), jnp.where(tokens >= 0, numbers, -1)
 
 
 def _absorbed(query: Any, key_value: Any, w_kc: Any, b_q: Any, b_k: Any) -> tuple[Any, Any]:
@@ -159,7 +183,7 @@ def _per_key_head(equation: str, x: Any, weight: Any) -> Any:
     """A product of `[B,T,H,a]` with the matrices of the key heads, in x's dtype."""
     batch, length, heads, size = x.shape
     grouped = x.reshape(batch, length, weight.shape[1], heads // weight.shape[1], size)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = accumulator(x.dtype)
     precision = jax.lax.Precision.HIGHEST if wide == x.dtype else jax.lax.Precision.DEFAULT
     product = jnp.einsum(equation, grouped, weight, precision=precision, preferred_element_type=wide)
     return product.reshape(batch, length, heads, product.shape[-1]).astype(x.dtype)
@@ -172,6 +196,10 @@ def _check(arrays: dict[str, Any]) -> None:
     batch, length, heads, size = query.shape
     rank, key_heads, nope = arrays["w_kc"].shape
     index_heads, index_size = arrays["query_index"].shape[2:]
+    tokens, keys = length, "T"
+    if (kv_lens := arrays["kv_lens"]) is not None:
+        tokens, keys = arrays["key_value"].shape[1], "S"
+        check_row_lengths(kv_lens, query, arrays["key_value"], "key_value")
     for name in ("key_value", "w_kc", "w_vc", "b_q", "b_k"):
         if arrays[name] is not None and arrays[name].dtype != query.dtype:
             raise wrong_type(name, f"dtype {arrays[name].dtype}", f"the query's dtype {query.dtype}", remedy="cast one of them")
@@ -179,16 +207,16 @@ def _check(arrays: dict[str, Any]) -> None:
         raise wrong_type("key_index", f"dtype {arrays['key_index'].dtype}", f"query_index's {arrays['query_index'].dtype}")
     if not key_heads or not heads or heads % key_heads:
         raise invalid("query", f"{heads} heads", f"a multiple of the {key_heads} key heads of w_kc")
-    check_shape("key_value", arrays["key_value"], (batch, length, rank), "[B,T,r], r as in w_kc")
+    check_shape("key_value", arrays["key_value"], (batch, tokens, rank), f"[B,{keys},r], r as in w_kc")
     check_shape("w_vc", arrays["w_vc"], (rank, key_heads, arrays["w_vc"].shape[2]), "[r,K,V], r and K as in w_kc")
     check_shape("query_index", arrays["query_index"], (batch, length, index_heads, index_size), "[B,T,I,E]")
-    check_shape("key_index", arrays["key_index"], (batch, length, index_size), "[B,T,E]")
+    check_shape("key_index", arrays["key_index"], (batch, tokens, index_size), f"[B,{keys},E]")
     check_shape("index_weights", arrays["index_weights"], (batch, length, index_heads), "[B,T,I]")
     rope = 0
     if b_k is not None:
         check_compute("b_k", b_k, ndim=3)
         rope = b_k.shape[2]
-        check_shape("b_k", b_k, (batch, length, rope), "[B,T,d_rope]")
+        check_shape("b_k", b_k, (batch, tokens, rope), f"[B,{keys},d_rope]")
     if b_q is not None:
         if b_k is None:
             raise invalid("b_k", None, "the keys' rope part beside b_q")

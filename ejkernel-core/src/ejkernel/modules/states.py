@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel import typing as t
+from ejkernel.call.arrays import statistics_dtype
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.modules._options import DispatchOptions
+from ejkernel.modules.norms import Activation, activation, gated_rms_norm
+from ejkernel.operations.common.packed import check_bounds, check_packed, check_segments, segment_starts, zero_outside
 from ejkernel.operations.flash_attention.bind import as_flag
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 from ejkernel.operations.rwkv4.interface import OPERATION as _RWKV4
 from ejkernel.operations.selective_scan.interface import OPERATION as _SELECTIVE_SCAN
 from ejkernel.utils.checks import check_compute, check_shape, finite_number
 
-Activation = Callable[[jax.Array], jax.Array]
 
-
-@argument_names(x="hidden_states")
+@argument_names(x="hidden_states", segments="seg_ids")
 def state_space_v1(
     hidden_states: t.SequenceChannels,
     A: t.ScanMatrix,
@@ -35,6 +36,10 @@ def state_space_v1(
     conv_state: t.AnyShape | None = None,
     *,
     act_fn: Activation | None = None,
+    dt_bias: t.Channels | None = None,
+    dt_softplus: t.Flag = False,
+    seg_ids: t.SegmentIds | None = None,
+    cu_seqlens: t.CumulativeLengths | None = None,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
 ) -> tuple[t.SequenceChannelsOutput, t.NewScanState, t.AnyShape | None]:
@@ -42,44 +47,53 @@ def state_space_v1(
 
     Args:
         hidden_states: x, `[B,T,I]`, float32, bfloat16 or float16; any length.
-        A: `[I,N]`, already negative (`-exp(A_log)`) and finite.
+        A: `[I,N]`, already negative (`-exp(A_log)`); -inf forgets, but for tokens with dt = 0.
         B: `[B,T,N]`.
         C: `[B,T,N]`.
         D: `[I]`, or None (no skip connection).
-        dt: step sizes `[B,T,I]`, after softplus.
+        dt: step sizes `[B,T,I]`, positive; as the model projects them with dt_bias and dt_softplus.
         gate: `[B,T,I]`, or None (no gate).
-        initial_state: the state before the first token `[B,I,N]`; None = zeros.
+        initial_state: the state before the first token `[B,I,N]`, or `[n,I,N]` with cu_seqlens; None = zeros.
         conv_state: handed through, untouched.
         act_fn: applied to the gate; None = silu. Without a gate it is not used.
+        dt_bias: `[I]`, added to dt in float32; None = 0.
+        dt_softplus: dt becomes `log(1 + exp(dt))`, after the bias.
+        seg_ids: integers `[B,T]` or `[1,T]`. The state becomes 0 before a token whose id is not that of the token before it.
+            Tokens with an id below 0 are padding: they take no part, whatever they hold, get 0, and do not separate their
+            neighbours; the first token that takes part starts from initial_state.
+        cu_seqlens: integers `[n + 1]`, not decreasing, from 0 to at most T; may be traced; B = 1. Sequence i is the tokens
+            from cu_seqlens[i] to cu_seqlens[i + 1]; tokens after the last one take no part, whatever they hold, and get 0.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
 
     Returns:
-        y `[B,T,I]` in the dtype of hidden_states, the last state `[B,I,N]` in float32, and conv_state.
+        y `[B,T,I]` in the dtype of hidden_states, the last state in float32, shaped like initial_state, and conv_state.
 
     Raises:
-        ValueError: a shape does not fit.
+        ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
         TypeError: a dtype does not fit.
         NoKernelError: no admitted platform supports the call.
 
     Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023.
     """
     arrays = {"x": hidden_states, "A": A, "B": B, "C": C, "D": D, "dt": dt, "initial_state": initial_state}
-    out, state = _SELECTIVE_SCAN.invoke(arrays, {}, platform=platform, cfg=cfg)
-    activation = _activation(act_fn)
+    more = {"dt_bias": dt_bias, "segments": seg_ids, "cu_seqlens": cu_seqlens}
+    options = {"dt_softplus": as_flag("dt_softplus", dt_softplus)}
+    out, state = _SELECTIVE_SCAN.invoke({**arrays, **more}, options, platform=platform, cfg=cfg, form=_scan)
+    activated = activation(act_fn)
     if gate is not None:
-        check_compute("gate", gate)
-        check_shape("gate", gate, out.shape, "[B, T, I]")
-        out = (out * activation(gate)).astype(out.dtype)
+        used = _used_gate(gate, out, "[B, T, I]", seg_ids, cu_seqlens)
+        out = (out * activated(used)).astype(out.dtype)
     return out, state, conv_state
 
 
+@argument_names(segments="seg_ids", scale="norm_weight", group_size="norm_group_size", epsilon="rmsnorm_eps")
 def state_space_v2(
     x: t.HeadChannels,
     A: t.Heads,
     B: t.GroupInputs,
     C: t.GroupInputs,
-    D: t.Heads | None,
+    D: t.HeadSkip | None,
     dt: t.SequencePerHead,
     gate: t.HeadGate | None = None,
     initial_state: t.HeadState | None = None,
@@ -89,101 +103,184 @@ def state_space_v2(
     act_fn: Activation | None = None,
     use_gated_rmsnorm: t.Flag = False,
     rmsnorm_eps: t.Number = 1e-5,
+    norm_before_gate: t.Flag | None = None,
+    norm_weight: t.InnerScale | None = None,
+    norm_group_size: t.Count | None = None,
+    dt_bias: t.Heads | None = None,
+    dt_softplus: t.Flag = False,
+    seg_ids: t.SegmentIds | None = None,
+    cu_seqlens: t.CumulativeLengths | None = None,
     precision: t.PrecisionLike | None = None,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
 ) -> tuple[t.HeadOutput, t.NewHeadState, t.AnyShape | None]:
     """Mamba-2 (SSD): `h_t = exp(A dt_t) h_(t-1) + dt_t x_t B_t^T`, `y_t = h_t C_t + D x_t`, one decay per head and token.
 
-    With a gate, `y act_fn(gate)`; with use_gated_rmsnorm, `y / sqrt(mean(y^2) + rmsnorm_eps) act_fn(gate)`, the mean over all H*P.
+    With a gate, `y act_fn(gate)`; with use_gated_rmsnorm, `gated_rms_norm(y, gate, norm_weight)`.
 
     Args:
         x: `[B,T,H,P]`, float32, bfloat16 or float16; any length.
-        A: `[H]`, already negative (`-exp(A_log)`) and finite.
+        A: `[H]`, already negative (`-exp(A_log)`); -inf forgets, but for tokens with dt = 0.
         B: `[B,T,G,N]`; G divides H, and H / G consecutive heads share a group. Groups are never repeated in memory.
         C: `[B,T,G,N]`.
-        D: `[H]`, or None (no skip connection).
-        dt: step sizes `[B,T,H]`, after softplus.
+        D: `[H]` or `[H,P]`, or None (no skip connection).
+        dt: step sizes `[B,T,H]`, positive; as the model projects them with dt_bias and dt_softplus.
         gate: `[B,T,H*P]`, or None (no gate).
-        initial_state: the state before the first token `[B,H,P,N]`; None = zeros.
+        initial_state: the state before the first token `[B,H,P,N]`, or `[n,H,P,N]` with cu_seqlens; None = zeros.
         conv_state: handed through, untouched.
         n_groups: G; None = as B says.
         act_fn: applied to the gate; None = silu. Without a gate it is not used.
-        use_gated_rmsnorm: normalise before the gate, in float32.
+        use_gated_rmsnorm: norm with the gate, in float32.
         rmsnorm_eps: of that norm.
+        norm_before_gate: its order: y is normed, then gated; False: gated, then normed, as in Mamba-2 and most models with its
+            layer. None, for a norm without weight and groups alone: True.
+        norm_weight: `[H*P]`, of that norm; None = ones.
+        norm_group_size: channels that share a mean square (`H*P / n_groups` in Mamba-2); None = H*P, one group.
+        dt_bias: `[H]`, added to dt in float32; None = 0.
+        dt_softplus: dt becomes `log(1 + exp(dt))`, after the bias.
+        seg_ids, cu_seqlens: where sequences end, as for `state_space_v1`.
         precision: of the products; None = full precision of the dtype.
         platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
+        cfg: config override for the chosen implementation of the recurrence.
 
     Returns:
-        y `[B,T,H*P]` in the dtype of x, the last state `[B,H,P,N]` in float32, and conv_state.
+        y `[B,T,H*P]` in the dtype of x, the last state in float32, shaped like initial_state, and conv_state.
 
     Raises:
-        ValueError: a shape does not fit, or use_gated_rmsnorm without a gate.
+        ValueError: a shape does not fit, use_gated_rmsnorm without a gate, or a weight or groups of the norm without its order.
         TypeError: a dtype does not fit.
         NoKernelError: no admitted platform supports the call.
 
     Source: Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
         Duality, 2024.
     """
-    if as_flag("use_gated_rmsnorm", use_gated_rmsnorm) and gate is None:
+    with_norm = as_flag("use_gated_rmsnorm", use_gated_rmsnorm)
+    if with_norm and gate is None:
         raise invalid("use_gated_rmsnorm", True, "a gate with it", remedy="pass gate=, or normalise with rms_norm")
+    norm = {"scale": norm_weight, "group_size": norm_group_size, "norm_before_gate": norm_before_gate}
+    order = _norm_order(norm, with_norm)
+    finite_number("rmsnorm_eps", rmsnorm_eps, at_least=0)
+    check_bounds(cu_seqlens, "x", x)
     arrays = {"x": x, "A": A, "B": B, "C": C, "D": D, "dt": dt, "initial_state": initial_state}
-    options = {"n_groups": n_groups, "precision": precision}
-    out, state = _LINEAR_RECURRENCE.invoke(arrays, options, platform=platform, cfg=cfg, form=_ssd)
-    activation = _activation(act_fn)
+    more = {"dt_bias": dt_bias, "segments": seg_ids, "cu_seqlens": cu_seqlens}
+    options = {"n_groups": n_groups, "precision": precision, "dt_softplus": as_flag("dt_softplus", dt_softplus)}
+    out, state = _LINEAR_RECURRENCE.invoke({**arrays, **more}, options, platform=platform, cfg=cfg, form=_ssd)
+    activated = activation(act_fn)
     if gate is None:
         return out, state, conv_state
+    used = _used_gate(gate, out, "[B, T, H * P]", seg_ids, cu_seqlens)
+    if not with_norm:
+        return (out * activated(used)).astype(out.dtype), state, conv_state
+    settings: dict[str, Any] = {**norm, "norm_before_gate": order, "epsilon": rmsnorm_eps, "act_fn": act_fn}
+    return gated_rms_norm(out, used, **settings), state, conv_state
+
+
+def _norm_order(norm: Mapping[str, Any], with_norm: bool) -> bool:
+    """norm_before_gate, which a norm with weight or groups has to say: models differ."""
+    given = [name for name, value in norm.items() if value is not None]
+    if given and not with_norm:
+        raise invalid(given[0], "a value", "None without use_gated_rmsnorm", remedy="pass use_gated_rmsnorm=True")
+    if norm["norm_before_gate"] is not None:
+        return as_flag("norm_before_gate", norm["norm_before_gate"])
+    if given:
+        raise invalid("norm_before_gate", None, "True or False beside a weight or groups", remedy="Mamba-2's models have False")
+    return True
+
+
+def _part(segments: Any, cu_seqlens: Any, x: Any) -> Any:
+    """Which tokens of x `[B,T,...]` take part, `[1 or B, T]`; None for all."""
+    if segments is None and cu_seqlens is None:
+        return None
+    if segments is None:
+        check_packed(cu_seqlens, "x", x.shape[0])
+        return (jnp.arange(x.shape[1], dtype=jnp.int32) < jnp.asarray(cu_seqlens, jnp.int32)[-1])[None]
+    if cu_seqlens is not None:
+        raise invalid("segments", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end")
+    check_segments(segments, *x.shape[:2])
+    return jnp.asarray(segments) >= 0
+
+
+def _used_gate(gate: Any, out: Any, meaning: str, segments: Any, cu_seqlens: Any) -> Any:
+    """The gate, 0 at tokens that take no part: out is 0 there, and 0 * NaN would not be."""
     check_compute("gate", gate)
-    check_shape("gate", gate, out.shape, "[B, T, H * P]")
-    if not use_gated_rmsnorm:
-        return (out * activation(gate)).astype(out.dtype), state, conv_state
-    epsilon = finite_number("rmsnorm_eps", rmsnorm_eps, at_least=0)
-    wide = out.astype(jnp.promote_types(out.dtype, jnp.float32))
-    normalised = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
-    return (normalised * activation(gate.astype(wide.dtype))).astype(out.dtype), state, conv_state
+    check_shape("gate", gate, out.shape, meaning)
+    part = _part(segments, cu_seqlens, out)
+    return gate if part is None else zero_outside(part, gate)[0]
 
 
-def _activation(act_fn: Any) -> Callable[[Any], Any]:
-    if act_fn is not None and not callable(act_fn):
-        raise wrong_type("act_fn", repr(act_fn), "a function of an array, or None")
-    return act_fn or jax.nn.silu
+def _steps(dt: Any, dt_bias: Any, dt_softplus: bool, x: Any, meaning: str) -> Any:
+    """The step sizes `[B,T,I or H]` in float32, or as they are where there is nothing to do."""
+    if dt_bias is not None:
+        check_compute("dt_bias", dt_bias)
+        check_shape("dt_bias", dt_bias, dt.shape[2:], f"[{meaning}]")
+    elif not dt_softplus:
+        return dt
+    steps = dt.astype(statistics_dtype(str(x.dtype)))
+    steps = steps if dt_bias is None else steps + dt_bias.astype(steps.dtype)[None, None]
+    return jax.nn.softplus(steps) if dt_softplus else steps
 
 
-def _ssd(*, x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, initial_state: Any, n_groups: int | None, precision: Any) -> Bound:
+def _scan(*, x: Any, dt: Any, dt_bias: Any, dt_softplus: bool, **arrays: Any) -> Bound:
+    """Mamba with the step sizes that its kernel computes."""
+    check_compute("x", x, ndim=3)
+    check_compute("dt", dt)
+    check_shape("dt", dt, x.shape, "[B, T, I] as x")
+    if (part := _part(arrays["segments"], arrays["cu_seqlens"], x)) is not None:
+        (dt,) = zero_outside(part, dt)
+    return _SELECTIVE_SCAN.canonicalise(x, dt=_steps(dt, dt_bias, dt_softplus, x, "I"), **arrays)
+
+
+def _ssd(
+    *,
+    x: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    D: Any,
+    dt: Any,
+    initial_state: Any,
+    dt_bias: Any,
+    segments: Any,
+    cu_seqlens: Any,
+    n_groups: int | None,
+    precision: Any,
+    dt_softplus: bool,
+) -> Bound:
     """Mamba-2 as a linear recurrence: query C, key B, value dt x, log decay A dt."""
     check_compute("x", x, ndim=4)
     batch, length, heads, channels = x.shape
-    if n_groups is not None and (isinstance(n_groups, bool) or not isinstance(n_groups, int)):
-        raise wrong_type("n_groups", repr(n_groups), "an int or None")
-    for name, array in (("B", B), ("C", C)):
-        check_compute(name, array, ndim=4)
-        if n_groups is not None and array.shape[2] != n_groups:
-            raise invalid(name, f"{array.shape[2]} groups", f"n_groups = {n_groups}")
-    groups, width = B.shape[2:]
-    for name, array in (("B", B), ("C", C)):
-        check_shape(name, array, (batch, length, groups, width), "[B, T, G, N] as x and B")
-    if groups == 0 or heads % groups:
-        raise invalid("B", f"{groups} groups", f"a divisor of the {heads} heads of x")
-    per_head: dict[str, tuple[Any, tuple[int, ...], str]] = {
-        "A": (A, (heads,), "[H]"),
-        "dt": (dt, (batch, length, heads), "[B, T, H]"),
-    }
+    width = _check_groups(x, B, C, n_groups)
+    check_compute("dt", dt)
+    check_shape("dt", dt, (batch, length, heads), "[B, T, H]")
+    part, packed = _part(segments, cu_seqlens, x), cu_seqlens is not None
+    per_head: dict[str, tuple[Any, tuple[int, ...], str]] = {"A": (A, (heads,), "[H]")}
     if D is not None:
-        per_head["D"] = (D, (heads,), "[H]")
+        check_compute("D", D)
+        per_head["D"] = (D, (heads, channels), "[H, P]") if D.ndim == 2 else (D, (heads,), "[H]")
     if initial_state is not None:
-        per_head["initial_state"] = (initial_state, (batch, heads, channels, width), "[B, H, P, N]")
+        count, meaning = (cu_seqlens.shape[0] - 1, "[n, H, P, N]") if packed else (batch, "[B, H, P, N]")
+        per_head["initial_state"] = (initial_state, (count, heads, channels, width), meaning)
     for name, (array, shape, meaning) in per_head.items():
         check_compute(name, array)
         check_shape(name, array, shape, meaning)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    steps = dt.astype(wide)
+    query, key = C, B
+    if part is not None:  # before any product, whose gradient would be 0 * NaN
+        x, query, key, dt = zero_outside(part, x, query, key, dt)
+    wide = statistics_dtype(str(x.dtype))
+    steps = _steps(dt, dt_bias, dt_softplus, x, "H").astype(wide)
+    if part is not None:
+        (steps,) = zero_outside(part, steps)  # bias and softplus leave no zeros
+    # the lowest finite number for -inf, which times a dt of 0 would be NaN
+    decay = steps * jnp.maximum(A.astype(wide), jnp.finfo(wide).min)[None, None]
+    if segments is not None:
+        decay = jnp.where(segment_starts(segments)[1][..., None], jnp.full_like(decay, _FORGETS), decay)
     bound = _LINEAR_RECURRENCE.canonicalise(
-        C,
-        B,
-        (x * steps[..., None]).astype(x.dtype),
-        steps * A.astype(wide),
+        query,
+        key,
+        (x.astype(wide) * steps[..., None]).astype(x.dtype),
+        decay,
         initial_state=None if initial_state is None else jnp.swapaxes(initial_state, 2, 3),
+        cu_seqlens=cu_seqlens,
         scale=1.0,
         return_state=True,
         precision=precision,
@@ -192,10 +289,31 @@ def _ssd(*, x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, initial_state: Any,
     def finish(outputs: Any) -> Any:
         out, state = bound.finish(outputs)
         if D is not None:
-            out = (out.astype(wide) + x.astype(wide) * D.astype(wide)[:, None]).astype(x.dtype)
+            skip = D.astype(wide) if D.ndim == 2 else D.astype(wide)[:, None]
+            out = (out.astype(wide) + x.astype(wide) * skip[None, None]).astype(x.dtype)
         return out.reshape(batch, length, heads * channels), jnp.swapaxes(state, 2, 3)
 
     return Bound(bound.call, bound.inputs, finish)
+
+
+_FORGETS = -1000.0
+"""A log decay whose exponential is 0 in float64 too."""
+
+
+def _check_groups(x: Any, B: Any, C: Any, n_groups: int | None) -> int:
+    """N; B and C are `[B,T,G,N]`, and G divides the heads of x."""
+    if n_groups is not None and (isinstance(n_groups, bool) or not isinstance(n_groups, int)):
+        raise wrong_type("n_groups", repr(n_groups), "an int or None")
+    for name, array in (("B", B), ("C", C)):
+        check_compute(name, array, ndim=4)
+        if n_groups is not None and array.shape[2] != n_groups:
+            raise invalid(name, f"{array.shape[2]} groups", f"n_groups = {n_groups}")
+    groups, width = B.shape[2:]
+    for name, array in (("B", B), ("C", C)):
+        check_shape(name, array, (*x.shape[:2], groups, width), "[B, T, G, N] as x and B")
+    if groups == 0 or x.shape[2] % groups:
+        raise invalid("B", f"{groups} groups", f"a divisor of the {x.shape[2]} heads of x")
+    return width
 
 
 @overload

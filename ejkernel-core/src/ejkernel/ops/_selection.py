@@ -15,6 +15,7 @@ from ejkernel.ops._caches import ConfigCache, PersistentCache
 from ejkernel.ops._kernel import IMPLEMENTATION, Invocation, KernelDefinition
 from ejkernel.ops._policy import AutotunePolicy
 from ejkernel.tuning import Key, KeyedConfigs, Selected, Tuner, as_setting, from_plain, record_calls, tune
+from ejkernel.utils.tracing import is_tracing
 from ejkernel.utils.warn_once import warn_once
 
 _ALL = object()
@@ -91,7 +92,7 @@ class ConfigSelectorChain:
 
     def _tune_misses(self, operation: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Tune the calls of a program that only a heuristic knows a config for; never while JAX traces."""
-        if not self.policy.tunes or Invocation("", args, options).is_traced():
+        if not self.policy.tunes or is_tracing() or Invocation("", args, options).is_traced():
             return
         with heuristics_allowed():
             calls = [call for call in record_calls(lambda: operation(*args, **options)) if call.tier == "heuristic"]
@@ -113,7 +114,7 @@ class ConfigSelectorChain:
         found = _overlaid(inv, kernel, key) or _stored(inv, kernel, key)
         if found is not None:
             return found
-        if self.policy.tunes and not inv.is_traced():
+        if self.policy.tunes and not is_tracing() and not inv.is_traced():
             raise NoTunerError(
                 f"{kernel.op_id}: the configs of a Kernel cannot be searched, as it has no reference to check them against; give "
                 "them by cfg= or overlay_cache, or let the policy fall back to heuristics"

@@ -74,7 +74,7 @@ def _codes_from(words: Any, word: int, bits: int, period: int) -> Any:
     """The codes that start in this word of every period, with what lies above them; the last one may go on in the next word."""
     starts = np.arange(period) * bits - word * WORD
     shifts = starts[(starts >= 0) & (starts < WORD)].astype(np.uint32)
-    codes = words[..., word : word + 1] >> shifts
+    codes = words[..., word : word + 1] >> shifts.reshape(*[1] * (words.ndim - 1), -1)
     if shifts[-1] + bits <= WORD:
         return codes
     rest = words[..., word + 1 : word + 2] << np.uint32(WORD - shifts[-1])

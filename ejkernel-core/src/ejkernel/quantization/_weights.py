@@ -13,6 +13,7 @@ from ejkernel.quantization._packing import pack_codes
 from ejkernel.quantization.codes import E2M1_MAX, E4M3_MAX, E8M0_BIAS, decode_scales, decode_weights, encode, encode_e4m3
 from ejkernel.quantization.format import QuantizationFormat, resolve_format
 from ejkernel.utils.checks import check_array, check_compute
+from ejkernel.utils.dtypes import accumulator
 
 AXES = ("col", "row")
 _SMALLEST_E4M3 = 2.0**-9
@@ -172,7 +173,7 @@ def _check_axis(axis: str, ndim: int) -> None:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _quantize(w: Any, form: QuantizationFormat, axis: str) -> tuple[Any, ...]:
     w = jnp.swapaxes(w, -1, -2) if axis == "row" else w
-    groups = w.astype(jnp.promote_types(w.dtype, jnp.float32)).reshape(*w.shape[:-1], -1, form.group_size)
+    groups = w.astype(accumulator(w.dtype)).reshape(*w.shape[:-1], -1, form.group_size)
     make = {"affine": _affine, "nf4": _nf4}.get(form.mode, _microscaled if form.mode.startswith("mx") else _nvidia)
     codes, *scales = make(groups, form, w.dtype)
     return pack_codes(codes.reshape(w.shape), form.bits), *scales
@@ -199,7 +200,7 @@ def _affine(groups: Any, form: QuantizationFormat, dtype: Any) -> tuple[Any, Any
     scale = stored.astype(groups.dtype)
     zero = -low / scale
     zero = jnp.where(around_0, jnp.round(zero), zero).astype(dtype)
-    codes = encode(groups / scale[..., None] + zero.astype(groups.dtype)[..., None], form)
+    codes = encode(groups, scale[..., None], zero.astype(groups.dtype)[..., None], form)
     return codes, stored, zero
 
 
@@ -211,7 +212,7 @@ def _rounded_up(value: Any, dtype: Any) -> Any:
 def _nf4(groups: Any, form: QuantizationFormat, dtype: Any) -> tuple[Any, Any]:
     largest = jnp.max(jnp.abs(groups), axis=-1)
     scale = jnp.where(largest > 0, largest, jnp.ones_like(largest))
-    return encode(groups / scale[..., None], form), scale.astype(dtype)
+    return encode(groups, scale[..., None], None, form), scale.astype(dtype)
 
 
 def _microscaled(groups: Any, form: QuantizationFormat, dtype: Any) -> tuple[Any, Any]:
@@ -226,8 +227,9 @@ def _microscaled(groups: Any, form: QuantizationFormat, dtype: Any) -> tuple[Any
     exponent = (bits >> 23) - E8M0_BIAS
     exponent = exponent - 2 if form.bits == 4 else exponent - 8 + ((bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)
     exponent = jnp.where(largest > 0, jnp.maximum(exponent, 1 - E8M0_BIAS), 0)
-    inverse = jax.lax.bitcast_convert_type((E8M0_BIAS - exponent).astype(jnp.int32) << 23, jnp.float32)
-    return encode(groups * inverse[..., None], form), (exponent + E8M0_BIAS).astype(jnp.uint8)
+    factor = jax.lax.bitcast_convert_type((E8M0_BIAS + exponent).astype(jnp.int32) << 23, jnp.float32)
+    codes = encode(groups, factor.astype(groups.dtype)[..., None], None, form)
+    return codes, (exponent + E8M0_BIAS).astype(jnp.uint8)
 
 
 def _nvidia(groups: Any, form: QuantizationFormat, dtype: Any) -> tuple[Any, Any]:
@@ -242,4 +244,4 @@ def _nvidia(groups: Any, form: QuantizationFormat, dtype: Any) -> tuple[Any, Any
     if form.bits == 8:
         codes = jnp.where(decode_scales(codes, form, scale.dtype) < scale, jnp.minimum(codes + 1, _LARGEST_E4M3), codes)
     factor = decode_scales(codes, form, groups.dtype)
-    return encode(groups / factor[..., None], form), codes.astype(jnp.uint8)
+    return encode(groups, factor[..., None], None, form), codes.astype(jnp.uint8)

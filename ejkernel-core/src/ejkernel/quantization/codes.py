@@ -6,6 +6,7 @@ specification; NF4 is that of Dettmers et al., QLoRA, 2023.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.quantization.format import QuantizationFormat
+from ejkernel.utils.dtypes import accumulator
 
 NF4 = np.array(
     [
@@ -62,27 +64,66 @@ def _look_up(table: np.ndarray, codes: Any, dtype: Any) -> Any:
     return jnp.asarray(table, dtype)[codes.astype(jnp.int32)]
 
 
-def encode(values: Any, form: QuantizationFormat) -> Any:
-    """The code nearest to every value, uint32; ties go to the even code, values out of range to the last one."""
+def encode(values: Any, factor: Any, zero: Any, form: QuantizationFormat) -> Any:
+    """The code that stands for the number nearest to every value under its scale, uint32.
+
+    Ties go to the even code, values out of range to the last one. A quotient is rounded, which moves what lies next to a tie onto
+    it, so values are compared with limits times the scale.
+
+    Args:
+        values: `[..., group_size]`.
+        factor: the scale `[..., 1]` as it is decoded.
+        zero: the zero point `[..., 1]`; None without.
+    """
     if form.mode == "affine":
-        return jnp.clip(jnp.round(values), 0, 2**form.bits - 1).astype(jnp.uint32)
+        codes = jnp.clip(jnp.round(values / factor + zero), 0, 2**form.bits - 1)
+        return _nearest(codes, values, factor, lambda code: code + 0.5 - zero, 2**form.bits - 1)
     if form.mode == "nf4":
         middles = (NF4[1:].astype(np.float64) + NF4[:-1]) / 2
-        return _count_above(values, middles, np.zeros(15, bool))
-    if form.bits == 8:
-        return encode_e4m3(values)
-    middles = (_E2M1_MAGNITUDES[1:] + _E2M1_MAGNITUDES[:-1]) / 2
-    magnitude = _count_above(jnp.abs(values), middles, np.arange(1, 8) % 2 == 0)
-    return magnitude | jnp.where(jnp.signbit(values), np.uint32(8), np.uint32(0))
+        return _count_above(values, factor, middles, np.zeros(15, bool))
+    sign = jnp.signbit(values).astype(jnp.uint32) << (form.bits - 1)
+    if form.bits == 4:
+        middles = (_E2M1_MAGNITUDES[1:] + _E2M1_MAGNITUDES[:-1]) / 2
+        return sign | _count_above(jnp.abs(values), factor, middles, np.arange(1, 8) % 2 == 0)
+    middles = (E4M3[1:127] + E4M3[:126]) / 2
+    codes = encode_e4m3(jnp.abs(values) / factor)
+    return sign | _nearest(
+        codes.astype(factor.dtype), jnp.abs(values), factor, lambda code: _look_up(middles, code, factor.dtype), 126
+    )
 
 
-def _count_above(values: Any, limits: np.ndarray, inclusive: np.ndarray) -> Any:
-    """How many of the ascending limits a value is above; at a limit, whether it counts is `inclusive`."""
+def _nearest(codes: Any, values: Any, factor: Any, limit_above: Callable[[Any], Any], last: int) -> Any:
+    """Codes that a rounded quotient may have moved by one, put right; `limit_above(code)` is halfway to the next one's value."""
+    below = (codes > 0) & (_difference(values, limit_above(jnp.maximum(codes - 1, 0)), factor) < 0)
+    above = (codes < last) & (_difference(values, limit_above(jnp.minimum(codes, last - 1)), factor) > 0)
+    return (codes - below.astype(codes.dtype) + above.astype(codes.dtype)).astype(jnp.uint32)
+
+
+def _count_above(values: Any, factor: Any, limits: np.ndarray, inclusive: np.ndarray) -> Any:
+    """How many of the ascending limits, times the factor, a value is above; at a limit, whether it counts is `inclusive`."""
     total = jnp.zeros(values.shape, jnp.uint32)
     for limit, counts in zip(limits, inclusive, strict=True):
-        limit = jnp.asarray(limit, values.dtype)
-        total = total + (values >= limit if counts else values > limit).astype(jnp.uint32)
+        high = np.float32(limit)
+        difference = _difference(values, jnp.asarray(high, values.dtype), factor, float(limit) - float(high))
+        total = total + (difference >= 0 if counts else difference > 0).astype(jnp.uint32)
     return total
+
+
+def _difference(values: Any, limit: Any, factor: Any, rest: float = 0.0) -> Any:
+    """`values - (limit + rest) * factor` with the right sign where they are close: in two parts, whose products are exact."""
+    if factor.dtype != jnp.float32:
+        return values - (limit + rest) * factor
+    (limit, low), (factor, fine) = _parts(limit), _parts(factor)
+    low = low + jnp.float32(rest)
+    return (values - limit * factor) - (limit * fine + low * factor + low * fine)
+
+
+def _parts(values: Any) -> tuple[Any, Any]:
+    """A float32 as the sum of two numbers of 12 bits. The second loses nothing by `reduce_precision`, which keeps compilers from
+    multiplying the sum in place of the two."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    high = jax.lax.bitcast_convert_type(bits & np.uint32(0xFFFFF000), jnp.float32)
+    return high, jax.lax.reduce_precision(values - high, 8, 22)
 
 
 def encode_e4m3(values: Any) -> Any:
@@ -109,7 +150,7 @@ def decode_parts(words: Any, scales: Any, zeros: Any, form: QuantizationFormat, 
     """Values `[..., groups, group_size]`, factors and zero points `[..., groups]` (or None)."""
     from ejkernel.quantization._packing import unpack_codes
 
-    dtype = jnp.promote_types(scales.dtype, jnp.float32) if form.float_scales else jnp.float32
+    dtype = accumulator(scales.dtype) if form.float_scales else jnp.float32
     codes = unpack_codes(words, form.bits, count)
     values = decode(codes, form, dtype).reshape(*words.shape[:-1], -1, form.group_size)
     return values, decode_scales(scales, form, dtype), None if zeros is None else zeros.astype(dtype)

@@ -143,9 +143,9 @@ class Problem:
         """Why the platform under test does not run a phase; None if it does, or leaves it to others for having no code for it."""
         explanation = self.explain()
         decision = explanation.forward if phase == "forward" else explanation.backward
-        if decision.chosen is not None:
-            return None
         own = [verdict for verdict in decision.verdicts if is_of(verdict.candidate, self.platform)]
+        if decision.chosen is not None and (not own or is_of(decision.chosen, self.platform)):
+            return None
         return "; ".join(reason for verdict in own for reason in verdict.reasons)
 
     # What the platform under test computes

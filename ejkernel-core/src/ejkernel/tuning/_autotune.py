@@ -8,11 +8,12 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel._dispatch.recording import RecordedCall, record_calls
+from ejkernel._plugins.containment import refuse_answers
 from ejkernel.configs.result import AutotuningResult
 from ejkernel.errors import TracingError
+from ejkernel.utils.tracing import is_tracing
 
 
 class Tuner(Protocol):
@@ -28,6 +29,7 @@ _installed: list[Tuner] = []
 
 def install_tuner(tuner: Tuner | None) -> None:
     """Use this tuner for `autotune`, for example `Search(rounds=20)`; None goes back to `Search()`."""
+    refuse_answers("install_tuner")
     _installed[:] = [] if tuner is None else [tuner]
 
 
@@ -82,10 +84,11 @@ def autotune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Autotun
 
 
 def _refuse_while_tracing() -> None:
-    if isinstance(jnp.zeros(()), jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
+    if is_tracing():
         raise TracingError(
-            "autotune: called while a program is traced, where nothing can be timed; call it outside of jit with the function "
-            "and arrays or ShapeDtypeStructs of its arguments, then run the compiled function under `with result:`"
+            "autotune: called while a program is traced, where nothing can be timed; call it outside of jit, grad and vmap with "
+            "the function, transformed where it needs to be, and arrays or ShapeDtypeStructs of its arguments, then run the "
+            "compiled function under `with result:`"
         )
 
 

@@ -119,9 +119,9 @@ def _cumulative(lengths: np.ndarray) -> Any:
 
 def generate_block_indices(
     batch: int,
-    num_query_blocks: int,
-    heads: int,
-    selected_blocks: int,
+    sequence_length: int,
+    kv_heads: int,
+    num_blocks_per_token: int,
     block_size: int,
     seed: int | None = 42,
     *,
@@ -131,20 +131,33 @@ def generate_block_indices(
 
     Args:
         batch: B.
-        num_query_blocks: blocks of the sequence, T = num_query_blocks * block_size.
-        heads: key heads.
-        selected_blocks: how many blocks each query block names.
+        sequence_length: T, in tokens; the last block may be shorter than the others.
+        kv_heads: K.
+        num_blocks_per_token: S, how many blocks each token names.
         block_size: tokens per block.
         seed: fixes the choice; not used if `key` is given.
 
     Returns:
-        int32 `[B, T, heads, selected_blocks]`: ascending block numbers at most the query's own, then -1 where there are fewer.
+        int32 `[B, T, K, S]`: ascending numbers of blocks that begin at or before the token, then -1 where there are fewer.
+
+    >>> generate_block_indices(1, 3, 1, 2, 2)[0, :, 0].tolist()
+    [[0, -1], [0, -1], [0, 1]]
     """
+    named = {
+        "batch": batch,
+        "sequence_length": sequence_length,
+        "kv_heads": kv_heads,
+        "num_blocks_per_token": num_blocks_per_token,
+    }
+    for name, value in named.items():
+        integer(name, value, 0)
+    integer("block_size", block_size, 1)
     chosen = jax.random.key(42 if seed is None else seed) if key is None else key
-    blocks = jnp.arange(num_query_blocks, dtype=jnp.int32)
-    scores = jax.random.uniform(chosen, (batch, num_query_blocks, heads, num_query_blocks))
-    scores = jnp.where(blocks <= blocks[:, None, None], scores, 2.0)
-    ranked = jnp.argsort(scores, axis=-1)[..., :selected_blocks].astype(jnp.int32)
-    ranked = jnp.pad(ranked, [(0, 0)] * 3 + [(0, selected_blocks - ranked.shape[-1])], constant_values=num_query_blocks)
-    ranked = jnp.sort(jnp.where(ranked <= blocks[:, None, None], ranked, num_query_blocks), axis=-1)
-    return jnp.repeat(jnp.where(ranked < num_query_blocks, ranked, -1), block_size, axis=1)
+    count = -(-sequence_length // block_size)
+    blocks = jnp.arange(count, dtype=jnp.int32)
+    own = blocks[None, :, None, None]
+    scores = jnp.where(blocks[None, None, None] <= own, jax.random.uniform(chosen, (batch, count, kv_heads, count)), 2.0)
+    ranked = jnp.argsort(scores, axis=-1)[..., :num_blocks_per_token].astype(jnp.int32)
+    ranked = jnp.pad(ranked, [(0, 0)] * 3 + [(0, num_blocks_per_token - ranked.shape[-1])], constant_values=count)
+    ranked = jnp.sort(jnp.where(ranked <= own, ranked, count), axis=-1)
+    return jnp.repeat(jnp.where(ranked < count, ranked, -1), block_size, axis=1)[:, :sequence_length]

@@ -36,6 +36,16 @@ def normalise_axis(axis: int, ndim: int) -> int:
     return axis % ndim
 
 
+def normalise_axes(name: str, axis: int | tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    """Non-negative axes, rising, of an array `name` of rank `ndim`."""
+    if ndim == 0:
+        raise invalid(name, "shape ()", "at least one axis")
+    axes = tuple(sorted(normalise_axis(one, ndim) for one in (axis if isinstance(axis, tuple) else (axis,))))
+    if not axes or len(set(axes)) != len(axes):
+        raise invalid("axis", axis, "one or more axes, each once")
+    return axes
+
+
 def check_compute(name: str, value: Any, *, ndim: int | None = None) -> None:
     """Refuse what is not an array of a floating type of at least 16 bits."""
     check_array(name, value, ndim=ndim)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ejkernel.call import ArraySpec, vary_like
+from ejkernel.operations.common.packed import segment_starts
 from ejkernel.operations.delta_rule.interface import DeltaRuleCall, DeltaRuleInputs
 from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._chunks import chunks_of
@@ -79,11 +79,7 @@ class Problem:
 def segment_marks(call: DeltaRuleCall, inputs: DeltaRuleInputs) -> tuple[Any, Any]:
     """Which tokens take part, and before which of them the state becomes 0 `[1 or b, t]`."""
     ids = jnp.flip(inputs.segments, 1) if call.reverse else inputs.segments
-    part = ids >= 0
-    places = jnp.arange(ids.shape[1], dtype=jnp.int32)
-    last = jax.lax.cummax(jnp.where(part, places, -1), axis=1)
-    last = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    fresh = part & (last >= 0) & (ids != jnp.take_along_axis(ids, jnp.maximum(last, 0), axis=1))
+    part, fresh = segment_starts(ids)
     return (jnp.flip(part, 1), jnp.flip(fresh, 1)) if call.reverse else (part, fresh)
 
 

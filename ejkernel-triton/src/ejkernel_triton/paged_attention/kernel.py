@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
+from ejkernel.utils.dtypes import common_dtype
 from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._numerics import dot_precision
@@ -531,7 +532,7 @@ def _with_one_sink(inputs: PagedAttentionInputs) -> PagedAttentionInputs:
 def _product_dtype(call: PagedAttentionCall) -> Any:
     """Dtype of the MMA operands; 8-bit pages are converted to the query's."""
     stored, query = jnp.dtype(call.key_pages.dtype), jnp.dtype(call.query.dtype)
-    return query if stored.itemsize == 1 else jnp.promote_types(query, stored)
+    return query if stored.itemsize == 1 else common_dtype(query, stored)
 
 
 _TRITON_DTYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}

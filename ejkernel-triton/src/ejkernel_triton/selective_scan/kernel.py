@@ -56,7 +56,7 @@ class _Problem:
 
     def segment_pass(self, d_out: Any = None) -> list[Any]:
         """See `segment_kernel`."""
-        x, A, B, C, _, dt, _ = self.inputs
+        x, A, B, C, _, dt = self.inputs[:6]
         parts, chunks = (self.batch, self.segments), (self.batch, -(-self.length // self.params.chunk_size))
         backward = d_out is not None
         return call_kernel(
@@ -79,7 +79,7 @@ def forward(call: SelectiveScanCall, inputs: SelectiveScanInputs, config: Config
     if problem is None:
         return SelectiveScanOutputs(vary_like(jnp.zeros(call.x.shape, call.x.dtype), inputs), _initial(call, inputs))
     ends, totals = problem.segment_pass()[:2] if problem.segments > 1 else problem.or_x(None, None)
-    x, A, B, C, D, dt, initial = problem.inputs
+    x, A, B, C, D, dt, initial = problem.inputs[:7]
     out, final = call_kernel(
         scan_kernel,
         (x, A, B, C, *problem.or_x(D), dt, *problem.or_x(initial), ends, totals, problem.length, problem.segments),
@@ -112,7 +112,7 @@ def backward(
         return SelectiveScanInputs(**zeros)
     problem = _Problem(call, inputs, config)
     ends, totals, heads, states, sums = problem.segment_pass(cotangents.out)
-    x, A, B, C, D, dt, initial = problem.inputs
+    x, A, B, C, D, dt, initial = problem.inputs[:7]
     batch, length, blocks = problem.batch, problem.length, problem.blocks
     part = (blocks, batch, length, problem.width), problem.dtype
     d_x, d_A, d_B, d_C, d_D, d_dt, d_initial = call_kernel(

@@ -57,8 +57,9 @@ def kept_state_of(p, i_index, i_block, P: tl.constexpr):
 
 @triton.jit
 def exponents_of(p_A, i_batch, i_block, P: tl.constexpr):
-    """A in powers of two."""
-    return load_state(p_A, i_batch if P.rates_per_member else i_batch * 0, i_block, P) * LOG2_E
+    """A in powers of two. -inf, which forgets, is finite here: tokens outside of the sequence have dt = 0, and 0 * inf is NaN."""
+    b_A = load_state(p_A, i_batch if P.rates_per_member else i_batch * 0, i_block, P) * LOG2_E
+    return tl.maximum(b_A, -3.0e38, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

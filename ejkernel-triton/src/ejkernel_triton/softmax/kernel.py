@@ -27,6 +27,7 @@ from ejkernel_triton.softmax.splits import (
     combine_products,
     combine_sums,
     forward_of_split,
+    logits_of,
     split_offsets,
     store_partial_sums,
 )
@@ -53,8 +54,8 @@ def softmax_forward_kernel(
     o_tile = i_row.to(tl.int64)[:, None] * WIDTH + o_width[None, :]
     m_where = masked(m_tile, p_where, i_row, m_row, o_width, middle, inner, WIDTH, WHERE)
 
-    b_x = tl.load(p_x + o_tile, mask=m_tile, other=0.0).to(tl.float32) * SCALE  # [ROWS, BLOCK]
-    b_x = tl.where(m_where, b_x, float("-inf"))
+    b_x = tl.load(p_x + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+    b_x = logits_of(b_x, m_where, SCALE)
     b_max = tl.maximum(tl.max(b_x, axis=1), LOWEST)  # [ROWS]
     b_weights = tl.exp(b_x - b_max[:, None])
     b_sum = tl.sum(b_weights, axis=1)  # [ROWS]
@@ -84,8 +85,8 @@ def softmax_forward_looped_kernel(
         o_width = i_step * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
         m_tile = (o_width < WIDTH)[None, :]
         m_where = masked(m_tile, p_where, i_row, i_row >= 0, o_width, middle, inner, WIDTH, WHERE)
-        b_x = tl.load(p_x + o_row + o_width[None, :], mask=m_tile, other=0.0).to(tl.float32) * SCALE  # [1, BLOCK]
-        b_x = tl.where(m_where, b_x, float("-inf"))
+        b_x = tl.load(p_x + o_row + o_width[None, :], mask=m_tile, other=0.0).to(tl.float32)  # [1, BLOCK]
+        b_x = logits_of(b_x, m_where, SCALE)
         b_new_max = tl.maximum(b_max, tl.max(b_x, axis=1))
         b_sums = b_sums * tl.exp(b_max - b_new_max)[:, None] + tl.exp(b_x - b_new_max[:, None])
         b_max = b_new_max
@@ -96,8 +97,8 @@ def softmax_forward_looped_kernel(
         o_width = (STEPS - 1 - i_back) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
         m_tile = (o_width < WIDTH)[None, :]
         m_where = masked(m_tile, p_where, i_row, i_row >= 0, o_width, middle, inner, WIDTH, WHERE)
-        b_x = tl.load(p_x + o_row + o_width[None, :], mask=m_tile, other=0.0).to(tl.float32) * SCALE  # [1, BLOCK]
-        b_out = tl.exp(tl.where(m_where, b_x, float("-inf")) - b_max[:, None]) * b_inverse[:, None]
+        b_x = tl.load(p_x + o_row + o_width[None, :], mask=m_tile, other=0.0).to(tl.float32)  # [1, BLOCK]
+        b_out = tl.exp(logits_of(b_x, m_where, SCALE) - b_max[:, None]) * b_inverse[:, None]
         tl.store(p_out + o_row + o_width[None, :], b_out.to(p_out.dtype.element_ty), mask=m_tile)
 
 

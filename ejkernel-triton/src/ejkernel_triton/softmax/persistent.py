@@ -7,7 +7,14 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton._rows.cooperative import all_arrived, arrive, force_load, pack_pairs, unpack_pairs, upcast, wait_or_defer
-from ejkernel_triton.softmax.splits import LOWEST, backward_of_split, combine_products, forward_of_split, split_offsets
+from ejkernel_triton.softmax.splits import (
+    LOWEST,
+    backward_of_split,
+    combine_products,
+    forward_of_split,
+    logits_of,
+    split_offsets,
+)
 
 MAX_HELD_WIDTH = tl.constexpr(32768)
 """Widest row whose float32 weights stay in registers; those of wider rows are recomputed."""
@@ -46,10 +53,10 @@ def softmax_forward_persistent_kernel(
             b_stored = tl.load(p_x + o_tile, mask=m_tile, other=0.0)  # [1, BLOCK]
         b_x = force_load(b_stored, zero)
         if zero == 0:  # always (`force_load`)
-            b_x = tl.where(m_where, b_x * SCALE, float("-inf"))
+            b_x = logits_of(b_x, m_where, SCALE)
             b_max = tl.maximum(tl.max(b_x, axis=1), LOWEST)[:, None]  # [1, 1]
             if BLOCK > MAX_HELD_WIDTH:
-                b_x = tl.where(m_where, upcast(b_stored, zero >> 1) * SCALE, float("-inf"))
+                b_x = logits_of(upcast(b_stored, zero >> 1), m_where, SCALE)
             b_weights = tl.exp(b_x - b_max)
             b_sum = tl.sum(b_weights, axis=1)[:, None]  # [1, 1]
             b_inverse = 1.0 / tl.where(b_sum == 0.0, 1.0, b_sum)

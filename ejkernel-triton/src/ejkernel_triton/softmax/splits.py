@@ -13,6 +13,14 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
+def logits_of(b_x, m_where, SCALE: tl.constexpr):
+    """Scaled x, -inf where it is masked or -inf itself, whatever the sign of the scale."""
+    if SCALE <= 0:
+        m_where = m_where & (b_x != float("-inf"))
+    return tl.where(m_where, b_x * SCALE, float("-inf"))
+
+
+@triton.jit
 def split_offsets(i_row, i_split, p_where, middle, inner, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHERE: tl.constexpr):
     """Offsets of a split of a row [1, BLOCK], its in-bounds mask, and that mask with `where` applied."""
     i_rows = i_row + tl.arange(0, 1)  # [1]
@@ -25,10 +33,10 @@ def split_offsets(i_row, i_split, p_where, middle, inner, WIDTH: tl.constexpr, B
 @triton.jit
 def store_partial_sums(b_x, b_stored, m_where, p_sum, items, zero, SCALE: tl.constexpr):
     """Store the maximum and the sum of the weights of a split [1, BLOCK]."""
-    b_x = tl.where(m_where, b_x * SCALE, float("-inf"))
+    b_x = logits_of(b_x, m_where, SCALE)
     b_split_max = tl.maximum(tl.max(b_x, axis=1), LOWEST)  # [1]
     tl.store(p_sum, b_split_max)
-    b_x = tl.where(m_where, upcast(b_stored, zero) * SCALE, float("-inf"))
+    b_x = logits_of(upcast(b_stored, zero), m_where, SCALE)
     tl.store(p_sum + items, tl.sum(tl.exp(b_x - b_split_max[:, None]), axis=1))
 
 
@@ -46,7 +54,7 @@ def combine_sums(p_sums, items, i_row, SPLITS: tl.constexpr, SPLITS_BLOCK: tl.co
 
 @triton.jit
 def forward_of_split(b_stored, m_where, b_max, b_inverse, zero, SCALE: tl.constexpr):
-    b_x = tl.where(m_where, upcast(b_stored, zero) * SCALE, float("-inf"))
+    b_x = logits_of(upcast(b_stored, zero), m_where, SCALE)
     return tl.exp(b_x - b_max) * b_inverse
 
 

@@ -8,17 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.add_rms_norm.interface import AddRmsNormCall, AddRmsNormInputs, AddRmsNormOutputs
-from ejkernel_xla._numerics import accumulator
-from ejkernel_xla._rows import mean_of_rows, parameter_gradient, rms_gradient, scaled
+from ejkernel.utils.dtypes import accumulator, common_dtype
+from ejkernel_xla._rows import normalise, parameter_gradient, rms_gradient, scaled
 
 
 def forward(call: AddRmsNormCall, inputs: AddRmsNormInputs, config: None) -> AddRmsNormOutputs:
     x, residual, scale = inputs
-    wide = jnp.promote_types(accumulator(x.dtype), residual.dtype)
+    wide = common_dtype(accumulator(x.dtype), residual.dtype)
     total = _rounded(x.astype(wide) + residual.astype(wide), residual.dtype)
-    rows = total.astype(accumulator(total.dtype))
-    rstd = jax.lax.rsqrt(mean_of_rows(rows * rows) + call.epsilon)
-    out = scaled(rows * rstd, scale, call.scale_offset).astype(x.dtype)
+    normalised, rstd = normalise(total, call.epsilon)
+    out = scaled(normalised, scale, call.scale_offset).astype(x.dtype)
     return AddRmsNormOutputs(out, total, rstd[..., 0] if call.save_residuals else None)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ejkernel.call import vary_like
 from ejkernel.operations.cross_entropy.interface import IGNORED, CrossEntropyCall, CrossEntropyInputs, CrossEntropyOutputs
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla._vocabulary import Head, Tiles, VocabularyConfig, merged_rows, over_rows, row_steps, zero_head
 
 
@@ -135,7 +135,7 @@ def _gradients(
         logits, slope = _capped(call, tiles.logits(clean, head, tile))
         columns, own = tiles.columns(tile)
         found = jnp.exp(logits - lse[..., None]) * (d_loss + d_lse) + d_sum
-        found = found - jnp.where(columns == targets[..., None], d_loss, 0)
+        found = found - jnp.where(columns[None, None] == targets[..., None], d_loss, 0)
         found = found if slope is None else found * slope
         kept = valid[..., None] if own is None else valid[..., None] & own
         return jnp.where(kept, found, 0)

@@ -24,9 +24,9 @@ def _nothing_to_do(call: DeltaRuleCall) -> bool:
     return call.query.size * call.value.size * call.sequences == 0
 
 
-def _as_run(call: DeltaRuleCall) -> DeltaRuleCall:
-    """One token is one step of the recurrence, whatever form was asked for."""
-    return dataclasses.replace(call, chunked=False) if call.query.shape[1] == 1 else call
+def _as_run(call: DeltaRuleCall, config: DeltaRuleConfig) -> DeltaRuleCall:
+    """Token by token if the config says so; one token is one step of the recurrence anyhow."""
+    return dataclasses.replace(call, chunked=False) if config.token_by_token or call.query.shape[1] == 1 else call
 
 
 def _initial(call: DeltaRuleCall, inputs: DeltaRuleInputs) -> Any:
@@ -65,7 +65,7 @@ def forward(call: DeltaRuleCall, inputs: DeltaRuleInputs, config: DeltaRuleConfi
     if _nothing_to_do(call):
         out = jnp.zeros((*call.query.shape[:2], call.heads, call.value.shape[3]), call.value.dtype)
         return DeltaRuleOutputs(vary_like(out, inputs.query), initial if call.return_state else None)
-    run = _as_run(call)
+    run = _as_run(call, config)
     grid = Grid.of(run, config)
     return (_forward_rows if call.cu_seqlens is None else _forward_packed)(run, inputs, grid, initial)
 
@@ -122,7 +122,7 @@ def backward(
     if _nothing_to_do(call):
         tokens, d_initial = _tokens(inputs, jnp.zeros_like), d_final
     else:
-        run = _as_run(call)
+        run = _as_run(call, config)
         gradients = _backward_rows if call.cu_seqlens is None else _backward_packed
         d_out = cotangents.out.astype(call.state_dtype)
         tokens, d_initial = gradients(run, inputs, Grid.of(run, config), initial, d_out, d_final)

@@ -177,7 +177,7 @@ def _places(call: DeltaRuleCall, grid: Grid, bounds: Any) -> _Places:
     chunk = jnp.arange(grid.steps * grid.chunks, dtype=jnp.int32)
     sequence = jnp.minimum(jnp.searchsorted(up_to, chunk, side="right"), call.sequences - 1)
     used = chunk < up_to[-1]
-    index = ((chunk - before[sequence]) * size)[:, None] + jnp.arange(size, dtype=jnp.int32)
+    index = ((chunk - before[sequence]) * size)[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     holds = used[:, None] & (index < lengths[sequence][:, None])
     token = end[sequence][:, None] - 1 - index if call.reverse else start[sequence][:, None] + index
 

@@ -46,9 +46,9 @@ def _shift(values: Any) -> Any:
 def factors_between(decay: Any) -> Any:
     """`exp(sum of decay_m, j < m < i)` for i > j and 0 elsewhere; `[..., c, d] -> [..., c, c, d]`."""
     index = jnp.arange(decay.shape[-2])
-    later = (index[:, None] > index + 1)[..., None]
+    later = (index[:, None] > index[None] + 1)[..., None]
     sums = jnp.cumsum(jnp.where(later, _shift(decay)[..., :, None, :], 0), axis=-3)
-    return jnp.where((index[:, None] > index)[..., None], jnp.exp(sums), 0)
+    return jnp.where((index[:, None] > index[None])[..., None], jnp.exp(sums), 0)
 
 
 def decayed_products(dot: Dot, x: Any, y: Any, decay: Any) -> Any:
@@ -70,8 +70,8 @@ def decayed_products(dot: Dot, x: Any, y: Any, decay: Any) -> Any:
     near = _products_in_blocks(dot, x, y, jnp.exp(decay))
     if size == block:
         return near[..., 0, :, :, :]
-    same = jnp.eye(size // block, dtype=near.dtype)[:, None, None, :, None]
-    found = near[..., None, :] * same + _products_across_blocks(dot, x, y, decay)
+    same = jnp.eye(size // block, dtype=bool)[:, None, None, :, None]
+    found = jnp.where(same, near[..., None, :], 0) + _products_across_blocks(dot, x, y, decay)
     return found.reshape(*found.shape[:-5], size, found.shape[-3], size)
 
 
@@ -107,8 +107,8 @@ def unit_lower_inverse(strict: Any) -> Any:
     size = strict.shape[-1]
     block = min(_BLOCK, size)
     shape = (size // block, block, size // block, block)
-    same = jnp.eye(size // block, dtype=strict.dtype)[:, None, :, None]
-    blocks = jnp.sum(strict.reshape(*strict.shape[:-2], *shape) * same, axis=-2)
+    same = jnp.eye(size // block, dtype=bool)[:, None, :, None]
+    blocks = jnp.sum(jnp.where(same, strict.reshape(*strict.shape[:-2], *shape), 0), axis=-2)
     index = jnp.arange(block)
 
     def double(inverse: Any, half: Any) -> tuple[Any, None]:
@@ -116,7 +116,7 @@ def unit_lower_inverse(strict: Any) -> Any:
 
     identity = vary_like(jnp.broadcast_to(jnp.eye(block, dtype=strict.dtype), blocks.shape), strict)
     inverse = scan(double, identity, 1 << jnp.arange(block.bit_length() - 1))[0] if block > 1 else identity
-    inverse = (inverse[..., None, :] * same).reshape(strict.shape)
+    inverse = jnp.where(same, inverse[..., None, :], 0).reshape(strict.shape)
     while block < size:
         inverse = _merge(inverse, strict, jnp.arange(size), block)
         block *= 2
@@ -125,7 +125,7 @@ def unit_lower_inverse(strict: Any) -> Any:
 
 def _merge(inverse: Any, strict: Any, index: Any, half: Any) -> Any:
     """From the inverses of the blocks of size `half` on the diagonal to those of twice that size."""
-    row, column = index[:, None] // half, index // half
+    row, column = index[:, None] // half, index[None] // half
     corners = jnp.where((row == column + 1) & (column % 2 == 0), strict, 0)
     return inverse - _multiply(_multiply(inverse, corners), inverse)
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.delta_rule.interface import NORM_EPSILON, DeltaRuleCall
-from ejkernel_xla._numerics import dot_precision
+from ejkernel_xla._numerics import dot_precision, finite, finite_logs, first_nonfinite, nan_where
+from ejkernel_xla._rows import square_unit
 from ejkernel_xla.delta_rule.products import decayed_products, scan, sum_after, sum_before, unit_lower_inverse
 
 
@@ -58,6 +59,12 @@ class _Vectors(NamedTuple):
     decay: Any
 
 
+def _by_length(x: Any) -> Any:
+    unit = square_unit(x.dtype, NORM_EPSILON)
+    squares = jnp.sum((x * unit) ** 2, axis=-1, keepdims=True)
+    return x * (unit * jax.lax.rsqrt(squares + NORM_EPSILON * unit * unit))
+
+
 def _vectors(call: DeltaRuleCall, tokens: Tokens) -> _Vectors:
     dtype = jnp.dtype(call.state_dtype)
 
@@ -66,13 +73,13 @@ def _vectors(call: DeltaRuleCall, tokens: Tokens) -> _Vectors:
 
     query, key, value = (array.astype(dtype) for array in tokens[:3])
     if call.use_qk_l2norm:
-        query, key = (x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON) for x in (query, key))
+        query, key = _by_length(query), _by_length(key)
     query, key, value = wide(query * call.scale), wide(key), wide(value)
     beta = jnp.ones_like(key[..., :1]) if tokens.beta is None else wide(tokens.beta.astype(dtype))[..., None]
     if tokens.decay is None:
         decay = jnp.zeros_like(key[..., :1])
     else:
-        decay = wide(tokens.decay.astype(dtype))
+        decay = finite_logs(wide(tokens.decay.astype(dtype)))
         decay = decay if call.decays_by_channel else decay[..., None]
     read = jnp.exp(decay) * key if tokens.b is None else wide(tokens.b.astype(dtype))
     writes = (key,) if tokens.a is None else (wide(tokens.a.astype(dtype)), key)
@@ -146,25 +153,47 @@ class _Chunk(NamedTuple):
 
 def _by_chunks(call: DeltaRuleCall, state: Any, step: Step) -> tuple[Any, Any, Any]:
     tokens, marks, starts = step
-    dot = _einsum(call)
+    dot, vectors = _einsum(call), _vectors(call, tokens)
+    vectors, nan_in_out, nan_in_state = _finite(vectors)
 
     def chunk(state: Any, step: Any) -> Any:
-        (reads, values, queries, weights, kept, writes, own, keys, stored), first, start = step
+        (reads, values, queries, weights, kept, writes, own, keys, stored), nan, first, start = step
         state = _enter(state, first, start)
         values = values - dot("bhcd,bhdv->bhcv", reads, state)
         out = dot("bhcd,bhdv->bhcv", queries, state) + dot("bhij,bhjv->bhiv", weights, values)
         state = kept * state + dot("bhcd,bhcv->bhdv", writes, values)
         if own is not None:
             out, state = out + own, state + dot("bhcd,bhcv->bhdv", keys, stored)
+        state = state + nan
         return state, (out, None if start is None else state)
 
-    state, (out, states) = scan(chunk, state, (_chunks(call, tokens, marks), marks.first, starts))
-    return state, out, states
+    steps = (_chunks(call, vectors, marks), nan_in_state, marks.first, starts)
+    state, (out, states) = scan(chunk, state, steps)
+    return state, out + nan_in_out, states
 
 
-def _chunks(call: DeltaRuleCall, tokens: Tokens, marks: Marks) -> _Chunk:
+def _finite(x: _Vectors) -> tuple[_Vectors, Any, Any]:
+    """NaN-safe path: what enters matmuls over the tokens of a chunk is finite, since 0 * NaN would spread to earlier tokens.
+
+    Returns:
+        The vectors; what is added to out `[n, b, H, c, v]` and to the state after the chunk `[n, b, H, 1, v]`: NaN in the value
+        channels that a non-finite number reaches, of that token and later ones, else 0. A query reaches its own token only.
+    """
+    size, axis = x.value.shape[-2], x.value.ndim - 2
+    first = first_nonfinite(x.value, axis, of_all_channels=False)
+    for array in (x.read, *x.writes, x.beta, x.decay):
+        first = jnp.minimum(first, first_nonfinite(array, axis, of_all_channels=True))
+    index = jax.lax.broadcasted_iota(jnp.int32, (*[1] * axis, size, 1), axis)
+    return (
+        _Vectors(x.query, *jax.tree.map(finite, x[1:])),
+        nan_where(index >= first, x.value.dtype),
+        nan_where(first < size, x.value.dtype),
+    )
+
+
+def _chunks(call: DeltaRuleCall, x: _Vectors, marks: Marks) -> _Chunk:
     """The WY form: u of every token, a linear function of the state before the chunk, by the inverse of a triangular matrix."""
-    dot, x = _einsum(call), _vectors(call, tokens)
+    dot = _einsum(call)
     readers = jnp.stack([x.read, x.query * jnp.exp(x.decay)], axis=-3)
     writers = jnp.stack(x.writes, axis=-3)
     products = decayed_products(dot, readers, writers, x.decay)
@@ -180,7 +209,7 @@ def _chunks(call: DeltaRuleCall, tokens: Tokens, marks: Marks) -> _Chunk:
         kept = jnp.where(last == before, kept, 0)
     reach, given = products[..., 0, :, 0, :], x.beta * x.value
     own = dot("...id,...id->...i", x.query, x.writes[0])
-    weights = products[..., 1, :, 0, :] + own[..., None] * jnp.eye(own.shape[-1], dtype=own.dtype)
+    weights = products[..., 1, :, 0, :] + jnp.where(jnp.eye(own.shape[-1], dtype=bool), own[..., None], 0)
     reads = readers[..., 0, :, :]
     if len(x.writes) == 1:
         inverse = unit_lower_inverse(x.beta * reach)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel.plugin import current_target
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator
+from ejkernel_xla._numerics import finite, propagate_nan
 from ejkernel_xla.flash_attention.config import FlashAttentionConfig
 from ejkernel_xla.flash_attention.forward import log_sum, sweep
 from ejkernel_xla.flash_attention.masks import Plan, Tile, plan
@@ -16,13 +17,11 @@ from ejkernel_xla.flash_attention.tiles import (
     BY_KEY,
     Operands,
     add_piece,
-    finite,
     heads_first,
     heads_last,
     operands,
     piece,
     product,
-    propagate_nan,
     scores,
     zeros,
 )

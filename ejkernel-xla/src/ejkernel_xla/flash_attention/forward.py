@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla.flash_attention.config import FlashAttentionConfig
 from ejkernel_xla.flash_attention.masks import Plan, Tile, plan
 from ejkernel_xla.flash_attention.tiles import (

@@ -86,7 +86,7 @@ def is_structured(call: FlashAttentionCall) -> bool:
 def plan(call: FlashAttentionCall, block_q: int, block_k: int) -> Plan:
     """The tiles that this call needs; `block_q` and `block_k` are cut to the lengths."""
     queries, keys = call.query.shape[1], call.key.shape[1]
-    if min(call.query.shape[0], call.query.shape[2], queries, keys) == 0:
+    if 0 in (*call.query.shape[:3], keys):
         return Plan(block_q, block_k, np.zeros((0, 5), np.int32), False, False, False, False, is_masked(call))
     block_q, block_k = min(block_q, queries), min(block_k, keys)
     first_query, query_start = _blocks(queries, block_q)

@@ -16,7 +16,8 @@ import numpy as np
 from ejkernel.call import vary_like
 from ejkernel.operations.flash_attention import dropout
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator
+from ejkernel_xla._numerics import finite, propagate_nan
 from ejkernel_xla.flash_attention.masks import Plan, Tile, both, by_position
 
 _PRECISIONS = {
@@ -261,16 +262,6 @@ def _keep(call: FlashAttentionCall, arrays: Operands, view: View, rows: Any, col
     )
     keep_scale = 1 / (1 - call.dropout_rate) if call.dropout_rate < 1 else 0.0
     return jnp.where(random < dropout.threshold(call.dropout_rate), 0.0, keep_scale)
-
-
-def finite(x: Any) -> Any:
-    """x with 0 for NaN and infinities."""
-    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
-
-
-def propagate_nan(x: Any) -> Any:
-    """Per row (last axis): 0 if all of x is finite, else NaN."""
-    return jnp.sum(x * jnp.zeros((), x.dtype), axis=-1)
 
 
 def nan_safe(plan: Plan, arrays: Operands) -> Operands:

@@ -22,7 +22,8 @@ from ejkernel.operations.grouped_matmul.phases import (
     gradients_of,
     multiplies_nothing,
 )
-from ejkernel_xla._numerics import accumulator, dot_precision
+from ejkernel.utils.dtypes import accumulator
+from ejkernel_xla._numerics import dot_precision
 from ejkernel_xla.grouped_matmul.config import GroupedMatmulConfig
 
 

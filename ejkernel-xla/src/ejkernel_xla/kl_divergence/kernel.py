@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel.call import vary_like
 from ejkernel.operations.kl_divergence.interface import KlDivergenceCall, KlDivergenceInputs, KlDivergenceOutputs
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla._vocabulary import Head, Tiles, VocabularyConfig, added, merged_rows, over_rows, row_steps, zero_head
 
 

@@ -1,21 +1,28 @@
-"""Layer normalisation; the variance is that of the centred rows, which does not cancel far from zero."""
+"""Layer normalisation. Rows are centred twice: the mean of a row far from zero is rounded by more than the row may spread, and what
+that leaves is the mean of the centred row, which is summed beside the squares."""
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel.operations.layer_norm.interface import LayerNormCall, LayerNormInputs, LayerNormOutputs
-from ejkernel_xla._numerics import accumulator
-from ejkernel_xla._rows import apply_parameters, mean_of_rows, parameter_gradient, scaled
+from ejkernel.utils.dtypes import accumulator
+from ejkernel_xla._rows import apply_parameters, mean_of_rows, parameter_gradient, scaled, square_unit
 
 
 def forward(call: LayerNormCall, inputs: LayerNormInputs, config: None) -> LayerNormOutputs:
+    unit = square_unit(inputs.x.dtype, call.epsilon)
     wide = inputs.x.astype(accumulator(inputs.x.dtype))
     mean = mean_of_rows(wide)
     centred = wide - mean
-    rstd = jax.lax.rsqrt(mean_of_rows(centred * centred) + call.epsilon)
-    out = apply_parameters(call, centred * rstd, inputs)
-    return LayerNormOutputs(out, mean[..., 0], rstd[..., 0]) if call.save_residuals else LayerNormOutputs(out)
+    rest = mean_of_rows(centred)
+    variance = jnp.maximum(mean_of_rows((centred * unit) ** 2) - (rest * unit) ** 2, 0)
+    rstd = unit * jax.lax.rsqrt(variance + call.epsilon * unit * unit)
+    out = apply_parameters(call, (centred - rest) * rstd, inputs)
+    if not call.save_residuals:
+        return LayerNormOutputs(out)
+    return LayerNormOutputs(out, mean[..., 0], rstd[..., 0])
 
 
 def backward(
@@ -24,7 +31,11 @@ def backward(
     x, scale, offset = inputs
     grad = cotangents.out.astype(accumulator(x.dtype))
     rstd = outputs.rstd[..., None]
-    normalised = (x.astype(grad.dtype) - outputs.mean[..., None]) * rstd
+    centred = x.astype(grad.dtype) - outputs.mean[..., None]
     weighted = scaled(grad, scale, call.scale_offset)
-    d_x = rstd * (weighted - mean_of_rows(weighted) - normalised * mean_of_rows(weighted * normalised))
+    # one pass: what the mean's rounding left in the centred row, and the products without it
+    rest, weight = mean_of_rows(centred), mean_of_rows(weighted)
+    product = (mean_of_rows(weighted * (centred * rstd)) - rest * rstd * weight) * rstd
+    normalised = (centred - rest) * rstd
+    d_x = rstd * (weighted - weight) - normalised * product
     return LayerNormInputs(d_x.astype(x.dtype), parameter_gradient(scale, grad * normalised), parameter_gradient(offset, grad))

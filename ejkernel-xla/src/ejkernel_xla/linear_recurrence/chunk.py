@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.linear_recurrence.interface import LinearRecurrenceCall
-from ejkernel_xla._numerics import dot_precision
+from ejkernel.utils.dtypes import common_dtype
+from ejkernel_xla._numerics import dot_precision, finite, first_nonfinite, nan_where
 
 
 class Tokens(NamedTuple):
@@ -50,23 +51,38 @@ class _Logs(NamedTuple):
     value: Any
 
 
+class _Nonfinite(NamedTuple):
+    """The first token at which a NaN enters the state, the chunk's size where none does, `[x,1,k,r,c]`.
+
+    rows: for each key channel, or 1 for all of them; columns: for each value channel.
+    """
+
+    rows: Any
+    columns: Any
+
+
 class Chunk:
     """The arithmetic of the chunks of one call."""
 
     def __init__(self, call: LinearRecurrenceCall, size: int, block: int) -> None:
         self.call, self.size, self.block = call, size, block
         self.exclusive = call.bonus is not None
-        dtype = functools.reduce(jnp.promote_types, (call.query.dtype, call.key.dtype, call.value.dtype))
+        dtype = common_dtype(call.query.dtype, call.key.dtype, call.value.dtype)
         self.dot = functools.partial(jnp.einsum, precision=dot_precision(call.precision, dtype))
 
     def run(self, state: Any, tokens: Tokens, shared: Shared, valid: Any) -> tuple[Any, Any]:
         """The state after the chunk and its outputs `[x,i,k,r,v]`. Tokens that are not valid must be 0."""
+        tokens, nonfinite = _finite(tokens)
         logs = self._logs(tokens, shared, valid)
-        return self._advance(state, tokens, logs), self._read(state, tokens, shared, logs)
+        out = self._read(state, tokens, shared, logs)
+        first = jnp.minimum(jnp.min(nonfinite.rows, axis=-1, keepdims=True), nonfinite.columns)
+        index = jax.lax.broadcasted_iota(jnp.int32, (1, self.size, 1, 1, 1), 1)
+        return self._advance(state, tokens, logs, nonfinite), out + nan_where(index >= first, out.dtype)
 
     def advance(self, state: Any, tokens: Tokens, shared: Shared, valid: Any) -> Any:
         """The state after the chunk."""
-        return self._advance(state, tokens, self._logs(tokens, shared, valid))
+        tokens, nonfinite = _finite(tokens)
+        return self._advance(state, tokens, self._logs(tokens, shared, valid), nonfinite)
 
     def _logs(self, tokens: Tokens, shared: Shared, valid: Any) -> _Logs:
         scalar = tokens.g
@@ -81,7 +97,7 @@ class Chunk:
             return _Logs(None, key, value + scalar[..., None])
         return _Logs(scalar, key, value)
 
-    def _advance(self, state: Any, tokens: Tokens, logs: _Logs) -> Any:
+    def _advance(self, state: Any, tokens: Tokens, logs: _Logs, nonfinite: _Nonfinite) -> Any:
         key, value = tokens.key, tokens.value
         later = _later(self.size)
         if logs.scalar is not None:
@@ -93,7 +109,8 @@ class Chunk:
         if logs.key is not None:
             key = key * jnp.exp(_sums(later, logs.key))
             state = state * jnp.exp(jnp.sum(logs.key, axis=1))[..., :, None]
-        return state + self.dot("xjkrd,xjkrv->xkrdv", key, value)
+        spread = (nonfinite.rows[:, 0, ..., None] < self.size) | (nonfinite.columns[:, 0, :, :, None] < self.size)
+        return state + self.dot("xjkrd,xjkrv->xkrdv", key, value) + nan_where(spread, state.dtype)
 
     def _read(self, state: Any, tokens: Tokens, shared: Shared, logs: _Logs) -> Any:
         query = tokens.query * self.call.scale
@@ -115,17 +132,17 @@ class Chunk:
         else:
             scores = self._block_scores(query, tokens.key, logs.key)
         order = jnp.arange(self.size)
-        visible = order[:, None] > order if self.exclusive else order[:, None] >= order
+        visible = order[:, None] > order[None] if self.exclusive else order[:, None] >= order[None]
         scores = jnp.where(visible, scores, 0)
         if shared.bonus is None:
             return scores
         own = jnp.sum(query * tokens.key * shared.bonus[:, None], axis=-1)
-        return scores + jnp.moveaxis(own, 1, -1)[..., None] * jnp.eye(self.size, dtype=own.dtype)
+        return scores + jnp.where(jnp.eye(self.size, dtype=bool), jnp.moveaxis(own, 1, -1)[..., None], 0)
 
     def _pair_sums(self, scalar: Any) -> Any:
         """Sums of the log decays between token j and query i `[x,k,r,i,j]`."""
-        between = jnp.moveaxis(scalar, 1, -1)[..., None, :] * _earlier(self.size, self.exclusive).astype(scalar.dtype)
-        return _exact("xkril,jl->xkrij", between, _later(self.size))
+        earlier = _earlier(self.size, self.exclusive).astype(scalar.dtype)[None, None, None]
+        return _exact("xkril,jl->xkrij", jnp.moveaxis(scalar, 1, -1)[..., None, :] * earlier, _later(self.size))
 
     def _block_scores(self, query: Any, key: Any, logs: Any) -> Any:
         query, key, logs = (self._blocks(array) for array in (query, key, logs))
@@ -160,17 +177,31 @@ class Chunk:
 
     def _within(self, logs: Any) -> Any:
         """Sums of log decays between tokens of one block `[x,a,i,j,k,r,c]`; 0 where j does not come first."""
-        return _exact("xalkrc,ijl->xaijkrc", logs, _earlier(self.block, self.exclusive)[:, None] * _later(self.block))
+        return _exact("xalkrc,ijl->xaijkrc", logs, _earlier(self.block, self.exclusive)[:, None] * _later(self.block)[None])
 
     def _across(self, logs: Any) -> Any:
         """Decay from token j of block b to the start of block a `[x,a,b,j,k,r,c]`; 0 unless b comes before a."""
         blocks = self.size // self.block
         before = jnp.tri(blocks, k=-1)
-        between = before[:, None] * _later(blocks)
+        between = before[:, None] * _later(blocks)[None]
         gap = _exact("xmkrc,abm->xabkrc", jnp.sum(logs, axis=2), between)
         exponent = gap[:, :, :, None] + _block_sums(_later(self.block), logs)[:, None]
         first = (before > 0)[:, :, None, None, None, None]
         return jnp.where(first, jnp.exp(jnp.where(first, exponent, 0)), 0)
+
+
+def _finite(tokens: Tokens) -> tuple[Tokens, _Nonfinite]:
+    """NaN-safe path: what enters matmuls over the tokens of a chunk is finite, since 0 * NaN would spread to earlier tokens. NaN is
+    added to what comes after. A query reaches its own token only."""
+    key, value, g, gk, gv = tokens[1:]
+    rows, columns = first_nonfinite(key, 1, of_all_channels=False), first_nonfinite(value, 1, of_all_channels=False)
+    if g is not None:
+        rows = jnp.minimum(rows, first_nonfinite(g[..., None], 1, of_all_channels=False))
+    if gk is not None:
+        rows = jnp.minimum(rows, first_nonfinite(gk, 1, of_all_channels=False))
+    if gv is not None:
+        columns = jnp.minimum(columns, first_nonfinite(gv, 1, of_all_channels=False))
+    return Tokens(tokens.query, *jax.tree.map(finite, tokens[1:])), _Nonfinite(rows, columns)
 
 
 def _earlier(size: int, exclusive: bool) -> Any:

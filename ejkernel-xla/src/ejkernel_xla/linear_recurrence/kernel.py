@@ -15,6 +15,8 @@ from ejkernel.operations.linear_recurrence.interface import (
     LinearRecurrenceOutputs,
 )
 from ejkernel_xla._chunks import ChunkLoop
+from ejkernel_xla._numerics import finite_logs
+from ejkernel_xla.linear_recurrence.by_token import TokenByToken
 from ejkernel_xla.linear_recurrence.chunk import Chunk, Shared, Tokens
 from ejkernel_xla.linear_recurrence.config import LinearRecurrenceConfig
 
@@ -29,10 +31,11 @@ class _Problem:
         self.batch, length = call.query.shape[:2]
         size, block = _sizes(call, config, length)
         self.chunks = ChunkLoop(self.batch, length, size, bounds=inputs.cu_seqlens, reverse=call.reverse)
-        self.chunk = Chunk(call, size, block)
+        self.chunk = (TokenByToken if config.token_by_token and size > 1 else Chunk)(call, size, block)
         self.tokens = Tokens(*(self.chunks.prepare(self.grouped(getattr(inputs, name), 2)) for name in Tokens._fields))
         shared = Shared(self.grouped(inputs.g_gamma, 1), self.grouped(inputs.bonus, 1))
-        self.shared = jax.tree.map(lambda array: array.astype(self.dtype), shared)
+        shared = jax.tree.map(lambda array: array.astype(self.dtype), shared)
+        self.shared = shared if shared.g_gamma is None else shared._replace(g_gamma=finite_logs(shared.g_gamma))
         self.initial = self._initial()
 
     def grouped(self, array: Any, axis: int) -> Any:
@@ -52,14 +55,16 @@ class _Problem:
         return jnp.zeros((*shape, self.call.query.shape[3], self.call.value.shape[3]), self.dtype)
 
     def at(self, step: Any) -> Tokens:
-        """The tokens of a chunk, 0 where there is none."""
+        """The tokens of a chunk, 0 where there is none; log decays are not -inf."""
         valid = self.chunks.valid(step)
 
         def clean(array: Any) -> Any:
             piece = self.chunks.piece(array, step).astype(self.dtype)
             return piece if valid is None else jnp.where(valid.reshape(*valid.shape, *[1] * (piece.ndim - 2)), piece, 0)
 
-        return jax.tree.map(clean, self.tokens)
+        tokens = jax.tree.map(clean, self.tokens)
+        logs = {name: getattr(tokens, name) for name in ("g", "gk", "gv")}
+        return tokens._replace(**{name: None if array is None else finite_logs(array) for name, array in logs.items()})
 
     def before(self, state: Any, step: Any) -> Any:
         """The state before a chunk."""

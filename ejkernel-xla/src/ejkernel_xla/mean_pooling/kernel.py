@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.mean_pooling.interface import MeanPoolingCall, MeanPoolingInputs, MeanPoolingOutputs
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator
 
 
 def forward(call: MeanPoolingCall, inputs: MeanPoolingInputs, config: None) -> MeanPoolingOutputs:

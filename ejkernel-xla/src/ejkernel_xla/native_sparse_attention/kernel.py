@@ -12,8 +12,8 @@ from ejkernel.operations.native_sparse_attention.interface import (
     NativeSparseAttentionInputs,
     NativeSparseAttentionOutputs,
 )
+from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla import _sparse
-from ejkernel_xla._numerics import accumulator
 from ejkernel_xla.native_sparse_attention.config import NativeSparseAttentionConfig
 
 
@@ -95,7 +95,7 @@ def _selection(call: NativeSparseAttentionCall, inputs: NativeSparseAttentionInp
 
 def _gathered(call: NativeSparseAttentionCall, key: Any, value: Any, selection: _Selection) -> tuple[Any, Any, Any]:
     """Keys and values of a tile `[b,k,q,j,...]`, 0 where invisible, and where they are visible."""
-    tokens = selection.starts[..., None] + jnp.arange(call.block_size, dtype=jnp.int32)
+    tokens = selection.starts[..., None] + jnp.arange(call.block_size, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
     tokens = tokens.reshape(*tokens.shape[:3], tokens.shape[3] * tokens.shape[4])
     visible = tokens < selection.limit[..., None]
     shown = visible[..., None]

@@ -104,7 +104,7 @@ def _gradients(
     sums, d_query = jax.lax.scan(one, sums, Tiles(*(field[:, None] for field in tiles)))
     found: dict[str, Any] = {"query": attention.put(d_query, rows), **_by_input(call, member, sums)}
     if member.sinks is not None:
-        weights = jnp.exp(member.sinks.astype(wide) - jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None])
+        weights = jnp.exp(member.sinks.astype(wide)[None] - jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None])
         found["sinks"] = -jnp.sum(jnp.where(rows.owned[:, None, None], weights * mean[..., None], 0), axis=0)
     return found
 
@@ -133,7 +133,7 @@ def _weighed(attention: Attention, tile: Tiles, fixed: _Fixed, block: Block) -> 
     lse = jnp.where(fixed.lse == -jnp.inf, 0, fixed.lse)[..., None]
     weights = jnp.exp(jnp.where(scores.visible, scores.logits, -jnp.inf) - lse)
     products = attention.dot("tkgqe,tkse->tkgqs", fixed.d_out.astype(attention.dtype), scores.value)
-    return scores, weights, products, 1 if attention.value_scale is None else attention.value_scale[:, None, None, None]
+    return scores, weights, products, 1 if attention.value_scale is None else attention.value_scale[None, :, None, None, None]
 
 
 def _average(attention: Attention, tile: Tiles, fixed: _Fixed, index: Any, mean: Any) -> Any:

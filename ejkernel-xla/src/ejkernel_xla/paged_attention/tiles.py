@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from ejkernel.operations.common.pages import FUSED, alternating
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs
-from ejkernel_xla._numerics import accumulator, dot_precision
+from ejkernel.utils.dtypes import accumulator, common_dtype
+from ejkernel_xla._numerics import dot_precision
 from ejkernel_xla.paged_attention.config import PagedAttentionConfig
 
 _UNBOUNDED = 2**30
@@ -127,7 +128,7 @@ class Attention:
         stored = jnp.dtype(call.key_pages.dtype)
         self.stored_whole = not jnp.issubdtype(stored, jnp.floating)
         query = jnp.dtype(call.query.dtype)
-        self.dtype = query if stored.itemsize == 1 else jnp.promote_types(query, stored)
+        self.dtype = query if stored.itemsize == 1 else common_dtype(query, stored)
         self.wide = accumulator(self.dtype)
         self.dot = functools.partial(
             jnp.einsum, precision=dot_precision(call.precision, self.dtype), preferred_element_type=self.wide
@@ -142,7 +143,7 @@ class Attention:
 
     def rows(self, tiles: Tiles) -> Any:
         """`[t,q]`"""
-        return tiles.first[:, None] + jnp.arange(self.sizes.block_q, dtype=jnp.int32)
+        return tiles.first[:, None] + jnp.arange(self.sizes.block_q, dtype=jnp.int32)[None]
 
     def _own(self, tiles: Tiles) -> Any:
         """`[t,q]`"""
@@ -165,7 +166,7 @@ class Attention:
 
     def block(self, tiles: Tiles, step: Any) -> Block:
         call, shape = self.call, self.call.pages
-        keys = tiles.begin[:, None] + step * self.sizes.block_k + jnp.arange(self.sizes.block_k, dtype=jnp.int32)
+        keys = tiles.begin[:, None] + step * self.sizes.block_k + jnp.arange(self.sizes.block_k, dtype=jnp.int32)[None]
         entry = jnp.minimum(keys // shape.page_size, call.block_tables.shape[2] - 1)
         page = self.member.block_tables[tiles.request[:, None], entry]
         exists = (keys < tiles.end[:, None]) & (page >= 0) & (page < shape.pages)
@@ -180,7 +181,7 @@ class Attention:
         raw = self.dot("tkmd,tksd->tkms", rows, key).reshape(*query.shape[:4], -1)
         logits = raw * call.scale
         if self.key_scale is not None:
-            logits = logits * self.key_scale[:, None, None, None]
+            logits = logits * self.key_scale[None, :, None, None, None]
         if nan is not None:
             logits = jnp.where(visible, logits + nan, 0)
         slope = None
@@ -188,7 +189,7 @@ class Attention:
             capped = jnp.tanh(logits / call.soft_cap)
             logits, slope = call.soft_cap * capped, 1 - capped * capped
         if self.member.alibi_slopes is not None:
-            slopes = self.member.alibi_slopes.astype(self.wide).reshape(call.heads, self.groups, 1, 1)
+            slopes = self.member.alibi_slopes.astype(self.wide).reshape(1, call.heads, self.groups, 1, 1)
             logits = logits + slopes * self.distance(tiles, block)
         if bias is not None:
             logits = logits + bias

@@ -15,8 +15,8 @@ from ejkernel.operations.paged_cache_update.interface import (
     PagedCacheUpdateOutputs,
 )
 from ejkernel.plugin import current_target
+from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla._batch import over_batch
-from ejkernel_xla._numerics import accumulator
 
 
 def _slots(call: PagedCacheUpdateCall, member: PagedCacheUpdateInputs) -> tuple[Any, Any]:
@@ -80,7 +80,7 @@ def _stored(new: Any, scale: Any, dtype: Any) -> Any:
         return new
     if scale is not None:
         wide = accumulator(new.dtype)
-        new = new.astype(wide) / scale.astype(wide)[:, None]
+        new = new.astype(wide) / scale.astype(wide)[None, :, None]
     if dtype == jnp.int8:
         return jnp.clip(jnp.round(jnp.where(jnp.isnan(new), 0, new)), -128, 127).astype(dtype)
     if jnp.dtype(dtype).itemsize == 1:
@@ -140,7 +140,7 @@ def _gradients(call: PagedCacheUpdateCall, member: PagedCacheUpdateInputs, d_key
     for name, new, scale in (("key", member.key, member.key_scale), ("value", member.value, member.value_scale)):
         wide = accumulator(new.dtype)
         gradient = taken[name].astype(wide)
-        factor = 1 if scale is None else scale.astype(wide)[:, None]
+        factor = 1 if scale is None else scale.astype(wide)[None, :, None]
         found[name] = gradient / factor
         if scale is not None:
             part = -jnp.sum(gradient * new.astype(wide) / (factor * factor), axis=(0, 2))

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from ejkernel.operations.qk_norm_rope.interface import QkNormRopeCall, QkNormRopeInputs, QkNormRopeOutputs
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla._rotary import rotate, rotation_gradients
-from ejkernel_xla._rows import mean_of_rows, parameter_gradient, rms_gradient, scaled
+from ejkernel_xla._rows import normalise, parameter_gradient, rms_gradient, scaled
 
 
 def forward(call: QkNormRopeCall, inputs: QkNormRopeInputs, config: None) -> QkNormRopeOutputs:
     def one(x: Any, scale: Any) -> tuple[Any, Any]:
-        wide = x.astype(accumulator(x.dtype))
-        rstd = jax.lax.rsqrt(mean_of_rows(wide * wide) + call.epsilon)
-        turned = rotate(call, scaled(wide * rstd, scale, call.scale_offset), inputs.cos, inputs.sin)
+        normalised, rstd = normalise(x, call.epsilon)
+        turned = rotate(call, scaled(normalised, scale, call.scale_offset), inputs.cos, inputs.sin)
         return turned.astype(x.dtype), rstd[..., 0] if call.save_residuals else None
 
     (query, query_rstd), (key, key_rstd) = one(inputs.query, inputs.query_scale), one(inputs.key, inputs.key_scale)

@@ -21,7 +21,8 @@ from ejkernel.operations.quantized_matmul.interface import (
 )
 from ejkernel.quantization.codes import decode_parts
 from ejkernel.quantization.format import WORD
-from ejkernel_xla._numerics import accumulator, dot_precision
+from ejkernel.utils.dtypes import accumulator
+from ejkernel_xla._numerics import dot_precision
 from ejkernel_xla.quantized_matmul.config import QuantizedMatmulConfig
 
 

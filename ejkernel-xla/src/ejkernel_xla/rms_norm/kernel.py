@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import jax
-
 from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs
-from ejkernel_xla._numerics import accumulator
-from ejkernel_xla._rows import apply_parameters, mean_of_rows, parameter_gradient, rms_gradient, scaled
+from ejkernel.utils.dtypes import accumulator
+from ejkernel_xla._rows import apply_parameters, normalise, parameter_gradient, rms_gradient, scaled
 
 
 def forward(call: RmsNormCall, inputs: RmsNormInputs, config: None) -> RmsNormOutputs:
-    wide = inputs.x.astype(accumulator(inputs.x.dtype))
-    rstd = jax.lax.rsqrt(mean_of_rows(wide * wide) + call.epsilon)
-    return RmsNormOutputs(apply_parameters(call, wide * rstd, inputs), rstd[..., 0] if call.save_residuals else None)
+    normalised, rstd = normalise(inputs.x, call.epsilon)
+    return RmsNormOutputs(apply_parameters(call, normalised, inputs), rstd[..., 0] if call.save_residuals else None)
 
 
 def backward(

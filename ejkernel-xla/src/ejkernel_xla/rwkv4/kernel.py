@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.rwkv4.interface import NOTHING_SEEN, Rwkv4Call, Rwkv4Inputs, Rwkv4Outputs
+from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla._chunks import ChunkLoop
-from ejkernel_xla._numerics import accumulator
 from ejkernel_xla._scan import over_tokens, run_backward, run_forward
 from ejkernel_xla.rwkv4.config import Rwkv4Config
+
+_FORGETS = 80.0
+"""From this w on, which is `exp(80)` in the exponent, nothing is left; the exponent and its gradient stay finite in float32."""
 
 
 class _Shared(NamedTuple):
@@ -54,7 +57,7 @@ class _Problem:
 
     def run(self, shared: _Shared, state: _State, tokens: _Tokens, valid: Any) -> tuple[_State, Any]:
         """The state after a chunk and its outputs `[b, c, channels]`."""
-        log_decay = -jnp.exp(shared.w)
+        log_decay = -jnp.exp(jnp.minimum(shared.w, _FORGETS))
 
         def step(state: _State, token: _Tokens) -> tuple[_State, Any]:
             return _write(state, log_decay, token), _read(state, shared.u, token)

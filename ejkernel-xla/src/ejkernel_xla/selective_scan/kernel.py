@@ -8,19 +8,20 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.selective_scan.interface import SelectiveScanCall, SelectiveScanInputs, SelectiveScanOutputs
+from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla._chunks import ChunkLoop
-from ejkernel_xla._numerics import accumulator
 from ejkernel_xla._scan import over_tokens, run_backward, run_forward
 from ejkernel_xla.selective_scan.config import SelectiveScanConfig
 
 
 class _Tokens(NamedTuple):
-    """x, dt `[b, t, i]`; B, C `[b, t, n]`."""
+    """x, dt `[b, t, i]`; B, C `[b, t, n]`; reset `[b, t]` or None, 1 where the state becomes 0 before the token, else 0."""
 
     x: Any
     dt: Any
     B: Any
     C: Any
+    reset: Any
 
 
 class _Shared(NamedTuple):
@@ -35,15 +36,22 @@ class _Problem:
 
     def __init__(self, call: SelectiveScanCall, inputs: SelectiveScanInputs, config: SelectiveScanConfig) -> None:
         self.config, self.dtype = config, accumulator(call.x.dtype)
-        batch, length, channels = call.x.shape
-        self.chunks = ChunkLoop(batch, length, max(min(config.chunk_size, length), 1))
-        self.tokens = _Tokens(*(self.chunks.prepare(array) for array in (inputs.x, inputs.dt, inputs.B, inputs.C)))
-        self.shared = jax.tree.map(lambda array: array.astype(self.dtype), _Shared(inputs.A, inputs.D))
-        zeros = jnp.zeros((batch, channels, call.A.shape[2]), self.dtype)
+        batch, length, _ = call.x.shape
+        self.chunks = ChunkLoop(batch, length, max(min(config.chunk_size, length), 1), bounds=inputs.cu_seqlens)
+        reset = None if inputs.resets is None else jnp.broadcast_to(inputs.resets, (batch, length)).astype(self.dtype)
+        self.tokens = _Tokens(*(self.chunks.prepare(array) for array in (inputs.x, inputs.dt, inputs.B, inputs.C, reset)))
+        # -inf times the dt of 0 of a padded token would be NaN.
+        lowest = jnp.maximum(inputs.A.astype(self.dtype), jnp.finfo(self.dtype).min)
+        self.shared = _Shared(lowest, None if inputs.D is None else inputs.D.astype(self.dtype))
+        zeros = jnp.zeros(call.state_shape, self.dtype)
         self.first = zeros if inputs.initial_state is None else inputs.initial_state.astype(self.dtype)
 
     def run(self, shared: _Shared, state: Any, tokens: _Tokens, valid: Any) -> tuple[Any, Any]:
         """The state after a chunk and its outputs `[b, c, i]`."""
+        if self.chunks.packed:
+            tokens = jax.tree.map(
+                lambda array: jnp.where(valid.reshape(*valid.shape, *[1] * (array.ndim - 2)), array, 0), tokens
+            )
         if self.config.associative:
             state, out = _at_once(shared, state, tokens)
         else:
@@ -54,6 +62,8 @@ class _Problem:
 def _terms(shared: _Shared, tokens: _Tokens) -> tuple[Any, Any]:
     """Decay and input of the state, `[..., i, n]`, for tokens with any leading axes."""
     decay = jnp.exp(shared.A * tokens.dt[..., None])
+    if tokens.reset is not None:
+        decay = decay * (1 - tokens.reset[..., None, None])
     return decay, (tokens.dt * tokens.x)[..., None] * tokens.B[..., None, :]
 
 
@@ -107,6 +117,6 @@ def backward(
 
     def shaped(name: str) -> Any:
         like = getattr(inputs, name)
-        return None if like is None else found[name].astype(like.dtype)
+        return None if like is None or name not in found else found[name].astype(like.dtype)
 
     return SelectiveScanInputs(**{name: shaped(name) for name in SelectiveScanInputs._fields})

@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.operations.softmax.interface import SoftmaxCall, SoftmaxInputs, SoftmaxOutputs
-from ejkernel_xla._numerics import accumulator
+from ejkernel.utils.dtypes import accumulator
 
 
 def forward(call: SoftmaxCall, inputs: SoftmaxInputs, config: None) -> SoftmaxOutputs:
     x, where = inputs
     logits = x.astype(accumulator(x.dtype))
     if call.scale != 1:
-        logits = logits * call.scale
+        scaled = logits * call.scale
+        logits = scaled if call.scale > 0 else jnp.where(logits == -jnp.inf, logits, scaled)
     if where is not None:
         logits = jnp.where(where, logits, -jnp.inf)
     # Starting from the lowest finite value keeps rows of -inf from becoming NaN; their total is 0, any other is at least 1.

@@ -12,8 +12,8 @@ from ejkernel.operations.sparse_latent_attention.interface import (
     SparseLatentAttentionInputs,
     SparseLatentAttentionOutputs,
 )
+from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla import _sparse
-from ejkernel_xla._numerics import accumulator
 from ejkernel_xla.sparse_latent_attention.config import SparseLatentAttentionConfig
 
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from ejkernel._plugins.catalog import FUNCTIONS
+from ejkernel.utils.former_paths import former_module
+
+for _name in FUNCTIONS:  # each had a module of its own
+    former_module(f"{__name__}.{_name}", {_name: f"ejkernel.modules:{_name}"})
+
 
 def __getattr__(name: str) -> Any:
     if not name.startswith("__"):

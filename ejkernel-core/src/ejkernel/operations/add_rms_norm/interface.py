@@ -64,24 +64,31 @@ class AddRmsNorm(Operation):
     shardable = SHARDABLE_ROWS
 
     def canonicalise(
-        self, x: Any, residual: Any, scale: Any = None, *, epsilon: float = 1e-6, axis: int = -1, scale_offset: float = 0.0
+        self,
+        x: Any,
+        residual: Any,
+        scale: Any = None,
+        *,
+        epsilon: float = 1e-6,
+        axis: int | tuple[int, ...] = -1,
+        scale_offset: float = 0.0,
     ) -> Bound:
-        """Check and bring the normalised axis last.
+        """Check and bring the normalised axes last, as one.
 
         Args:
             x: `[..., d, ...]`, floating, at least one axis.
             residual: of the shape of x, floating; its dtype may be another.
-            scale: `[d]` or None (ones).
+            scale: `[d]` or None (ones); with several axes one axis for each of them, in the order of x.
             epsilon: added to the mean square; >= 0.
-            axis: the axis of size d.
+            axis: the axis of size d, or several that are normalised together.
             scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1` (Gemma).
         """
         rows = check_rows("x", x, axis)
         check_compute("residual", residual)
         if tuple(residual.shape) != tuple(x.shape):
             raise invalid("residual", f"shape {tuple(residual.shape)}", f"{tuple(x.shape)}, the shape of x")
-        epsilon, scale_offset = check_scaling({"scale": scale}, x.shape[rows.axis], ALONG_AXIS, epsilon, scale_offset)
-        inputs = AddRmsNormInputs(rows.canonical(x), rows.canonical(residual), None if scale is None else scale[None])
+        epsilon, scale_offset = check_scaling({"scale": scale}, rows.sizes, ALONG_AXIS, epsilon, scale_offset)
+        inputs = AddRmsNormInputs(rows.canonical(x), rows.canonical(residual), rows.parameter(scale))
         call = AddRmsNormCall(
             x=ArraySpec.of(inputs.x),
             residual=ArraySpec.of(inputs.residual),

@@ -18,7 +18,8 @@ class Case:
         arrays: makes the array arguments of the operation's `canonicalise` from a random generator; NumPy, floats in float32.
         options: its other arguments.
         tags: `"bench"` for problems of the size of an accelerator's benchmark, `"bench-cpu"` for a CPU's, `"bench-float8"` for
-            an accelerator's with operands in float8, `"extreme"` for those beyond low-precision dtypes, and so on.
+            an accelerator's with operands in float8, `"extreme"` for those beyond low-precision dtypes, `"nan"` for those in
+            which the reference has NaN: an output is NaN exactly there, a gradient is compared elsewhere. And so on.
     """
 
     name: str

@@ -1,9 +1,10 @@
-"""Checks of packed sequences, `cu_seqlens [n + 1]`, that several operations share."""
+"""Checks of packed sequences, `cu_seqlens [n + 1]` or segment ids `[B or 1, T]`, that several operations share."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +29,17 @@ def as_bounds(cu_seqlens: Any) -> Any:
     return jnp.asarray(cu_seqlens, jnp.int32)[None]
 
 
+def check_segments(segments: Any, batch: int, length: int) -> None:
+    """Refuse what is not integers `[B,T]` or `[1,T]`."""
+    check_array("segments", segments, ndim=2, floating=False)
+    if not jnp.issubdtype(segments.dtype, jnp.integer):
+        raise wrong_type("segments", f"dtype {segments.dtype}", "integers")
+    if tuple(segments.shape) not in ((batch, length), (1, length)):
+        raise invalid(
+            "segments", f"shape {tuple(segments.shape)}", f"{(batch, length)} or {(1, length)} = [batch or 1, length]"
+        )
+
+
 def check_bounds(cu_seqlens: Any, name: str, array: Any) -> None:
     """Refuse concrete cu_seqlens that decrease, do not start at 0 or end beyond the length of an array `[B,T,...]`."""
     if cu_seqlens is None or array is None or isinstance(cu_seqlens, jax.core.Tracer):
@@ -39,3 +51,23 @@ def check_bounds(cu_seqlens: Any, name: str, array: Any) -> None:
         raise invalid(
             "cu_seqlens", values, f"values that do not decrease, from 0 to at most {array.shape[1]} = length of {name}"
         )
+
+
+def segment_starts(ids: Any) -> tuple[Any, Any]:
+    """Which tokens take part, and which of them begin a segment after another one, bool like the ids `[..., T]`.
+
+    Ids below 0 are padding and do not separate their neighbours. The first token that takes part begins nothing.
+    """
+    part = ids >= 0
+    places = jnp.arange(ids.shape[-1], dtype=jnp.int32)
+    last = jax.lax.cummax(jnp.where(part, places, jnp.int32(-1)), axis=ids.ndim - 1)
+    last = jnp.concatenate([jnp.full_like(last[..., :1], -1), last[..., :-1]], axis=-1)
+    previous = jnp.take_along_axis(ids, jnp.maximum(last, 0), axis=-1)
+    return part, part & (last >= 0) & (ids != previous)
+
+
+def zero_outside(part: Any, *arrays: Any) -> tuple[Any, ...]:
+    """Arrays `[b, t, ...]` with zeros at tokens of `[1 or b, t]` that take no part, whatever they hold."""
+    return tuple(
+        jnp.where(part.reshape(*part.shape, *[1] * (array.ndim - 2)), array, jnp.zeros_like(array)) for array in arrays
+    )

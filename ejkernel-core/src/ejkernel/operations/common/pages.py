@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.utils.checks import check_array
+from ejkernel.utils.checks import check_array, check_shape
 
 INTERLEAVED = "interleaved"
 LAYOUTS: Mapping[str, str] = {
@@ -210,6 +210,15 @@ def check_lengths(name: str, lengths: Any, room: int, meaning: str, active: Any 
     known = known if count is None else known[: int(count.reshape(-1)[-1])]
     if known.size and not (known.min() >= 0 and known.max() <= room):
         raise invalid(name, f"values in [{known.min()}, {known.max()}]", f"values in [0, {room}], {meaning}")
+
+
+def check_row_lengths(kv_lens: Any, query: Any, cache: Any, cache_name: str) -> None:
+    """Refuse what is not integers `[B]`, or known to be more tokens than a cache `[B,S,...]` has."""
+    check_array("kv_lens", kv_lens, ndim=1, floating=False)
+    if not jnp.issubdtype(kv_lens.dtype, jnp.integer):
+        raise wrong_type("kv_lens", f"dtype {kv_lens.dtype}", "integers")
+    check_shape("kv_lens", kv_lens, (query.shape[0],), "[B]")
+    check_lengths("kv_lens", kv_lens, cache.shape[1], f"the tokens of each row of {cache_name}")
 
 
 def known_values(array: Any) -> np.ndarray | None:

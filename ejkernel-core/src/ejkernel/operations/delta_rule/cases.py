@@ -27,6 +27,8 @@ def arrays(
     bounds: tuple[int, ...] | None = None,
     strength: float = 1.0,
     extreme: bool = False,
+    forget: bool = False,
+    garbage: int | None = None,
     poison: bool = True,
 ) -> Callable[[np.random.Generator], Mapping[str, Any]]:
     """A maker of arguments.
@@ -40,6 +42,8 @@ def arrays(
         bounds: cumulative lengths; tokens past the last one hold NaN if `poison`.
         strength: beta is up to this; keys have a length of about 1.
         extreme: of the decays a third are -50, a third 0.
+        forget: that third is -inf, not -50.
+        garbage: the first token whose values are NaN, as are all later ones.
     """
     query_heads, key_heads = query_heads or heads, key_heads or heads
 
@@ -57,7 +61,7 @@ def arrays(
         if decay:
             logarithm = -0.3 * np.abs(normal(heads, *[width] * (decay == "channel")))
             kind = rng.integers(0, 3, logarithm.shape) if extreme else np.zeros(logarithm.shape, int)
-            made["decay"] = np.choose(kind, (logarithm, -50, 0)).astype(np.float32)
+            made["decay"] = np.choose(kind, (logarithm, -np.inf if forget else -50, 0)).astype(np.float32)
         unit = normal(heads, width)
         unit /= np.linalg.norm(unit, axis=-1, keepdims=True) + np.float32(1e-3)
         for name, vectors in (("a", unit * rng.random((batch, length, heads, 1), np.float32)), ("b", -unit)):
@@ -67,6 +71,8 @@ def arrays(
             made["segments"] = np.tile(np.array(ids, np.int32), (batch, 1))
         if bounds is not None:
             made["cu_seqlens"] = np.array(bounds, np.int32)
+        if garbage is not None:
+            made["value"][:, garbage:] = np.nan
         _poison(made, ids, bounds, poison)
         if state:
             count = batch if bounds is None else len(bounds) - 1
@@ -112,9 +118,13 @@ CASES = (
     ),
     Case("packed-steps", arrays(1, 5, bounds=(0, 1, 2, 3, 4), state=True), _STATE),
     Case("token-by-token", arrays(state=True), {"chunked": False, "reverse": True, "return_state": True}),
+    # wide enough for chunks everywhere
+    Case("token-by-token-wide", arrays(1, 20, 3, 256, 256), {"chunked": False}),
     Case("by-channel", arrays(1, 70, decay="channel", state=True), {"use_qk_l2norm": True, "return_state": True}),
     Case("extreme-decays", arrays(1, 70, extreme=True, state=True), _STATE, tags=_EXTREME),
     Case("extreme-decays-by-channel", arrays(1, 70, extreme=True, decay="channel", state=True), _STATE, tags=_EXTREME),
+    Case("forgets", arrays(1, 70, extreme=True, forget=True, state=True), _STATE, tags=_EXTREME),
+    Case("forgets-by-channel", arrays(1, 20, extreme=True, forget=True, decay="channel", state=True), _STATE, tags=_EXTREME),
     Case("length-1", arrays(length=1, state=True), _STATE),
     Case("length-0", arrays(length=0, state=True), _STATE),
     Case("bench-gated-b1-t1024-h4-d64", arrays(1, 1024, 4, 64, 64), {"use_qk_l2norm": True}, tags=_BENCH_CPU),
@@ -146,7 +156,7 @@ TOGGLES = {
     "cu_seqlens": Toggle("packed", drop="cu_seqlens"),
     "scale": Toggle("write-alone", {"scale": 0.1}),
     "use_qk_l2norm": Toggle("normalised", {"use_qk_l2norm": False}),
-    "chunked": Toggle("token-by-token", {"chunked": True}, program=True),
+    "chunked": Toggle("token-by-token-wide", {"chunked": True}, program=True),
     "reverse": Toggle("token-by-token", {"reverse": False}),
     "return_state": Toggle("plain", {"return_state": True}),
 }

@@ -9,10 +9,12 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.call.partition import entries_of, explicit_mesh_of, map_shards
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.delta_rule.interface import OPERATION
 from ejkernel.utils.checks import check_array, check_compute, check_shape
+from ejkernel.utils.dtypes import accumulator
 
 
 def chunked_by(chunk_size: Any, cfg: Any) -> Any:
@@ -60,6 +62,19 @@ def check_starts(query_start_loc: Any, query: Any) -> None:
         raise invalid("query_start_loc", values, expected)
 
 
+def _put(states: Any, at: Any, new: Any) -> Any:
+    """States `[S,H,K,V]` with new ones at these places; those that lie outside are dropped."""
+
+    def put(states: Any, at: Any, new: Any) -> Any:
+        return states.at[at].set(new, mode="drop")
+
+    mesh = explicit_mesh_of((states, new))
+    if mesh is None:
+        return put(states, at, new)
+    split: tuple[tuple[str, ...], ...] = ((), entries_of(states)[1], (), ())
+    return map_shards(put, mesh, (states, at, new), (split, ((),), split), split)
+
+
 def ragged(
     *,
     query: Any,
@@ -101,7 +116,7 @@ def ragged(
 
     def finish(outputs: Any) -> Any:
         out, final = bound.finish(outputs)
-        return out[0], recurrent_state.at[stored_at].set(final.astype(recurrent_state.dtype), mode="drop")
+        return out[0], _put(recurrent_state, stored_at, final.astype(recurrent_state.dtype))
 
     return Bound(bound.call, bound.inputs, finish)
 
@@ -113,6 +128,6 @@ def by_removal(*, r: Any, w: Any, k: Any, v: Any, kk: Any, a: Any, **rest: Any) 
         # What stands after the last sequence may be NaN, and 0 * NaN would be in the gradient of this product.
         used = (jnp.arange(kk.shape[1]) < bounds[-1])[:, None, None]
         kk, a = jnp.where(used, kk, 0), jnp.where(used, a, 0)
-    wide = jnp.promote_types(kk.dtype, jnp.float32)
+    wide = accumulator(kk.dtype)
     write = kk.astype(wide) * a.astype(wide)
     return OPERATION.canonicalise(query=r, key=k, value=v, decay=w, a=write, b=-kk, **rest)

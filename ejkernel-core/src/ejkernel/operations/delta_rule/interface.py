@@ -15,10 +15,10 @@ from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
 from ejkernel.call.random import cumulative, segments
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.operations.common.packed import as_bounds, check_bounds, check_packed
+from ejkernel.operations.common.packed import as_bounds, check_bounds, check_packed, check_segments
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
-from ejkernel.utils.checks import check_array, check_compute, check_shape, finite_number
+from ejkernel.utils.checks import check_compute, check_shape, finite_number
 
 NORM_EPSILON = 1e-6
 """Added to the squared length of query and key where they are normalised."""
@@ -60,7 +60,7 @@ class DeltaRuleCall(Call):
     Attributes:
         scale: factor of the output.
         use_qk_l2norm: query and key are divided by their lengths, `sqrt(sum x^2 + NORM_EPSILON)`, first.
-        chunked: many tokens at once, by matrix products; else token after token. The numbers are the same.
+        chunked: many tokens at once, by matrix products, where that is faster; else token after token. The numbers are the same.
         reverse: every sequence runs from its last token to its first.
         return_state: final_state is wanted.
     """
@@ -176,7 +176,7 @@ class DeltaRule(Operation):
             expected = (sequences, heads, width, value.shape[-1])
             check_shape("initial_state", initial_state, expected, "[sequences, heads, channels of key, channels of value]")
         if segments is not None:
-            _check_segments(segments, batch, length)
+            check_segments(segments, batch, length)
         state_dtype = statistics_dtype(jnp.dtype(value.dtype).name)
         inputs = DeltaRuleInputs(
             **arrays,
@@ -278,16 +278,6 @@ def _check_tokens(arrays: Mapping[str, Any]) -> None:
     for name, array in (("key", key), ("value", value)):
         if array.dtype != query.dtype:
             raise wrong_type(name, f"dtype {array.dtype}", f"{query.dtype}, the dtype of query")
-
-
-def _check_segments(segments: Any, batch: int, length: int) -> None:
-    check_array("segments", segments, ndim=2, floating=False)
-    if not jnp.issubdtype(segments.dtype, jnp.integer):
-        raise wrong_type("segments", f"dtype {segments.dtype}", "integers")
-    if tuple(segments.shape) not in ((batch, length), (1, length)):
-        raise invalid(
-            "segments", f"shape {tuple(segments.shape)}", f"{(batch, length)} or {(1, length)} = [batch or 1, length]"
-        )
 
 
 OPERATION = DeltaRule()

@@ -25,9 +25,8 @@ def check_query_key_value(query: Any, key: Any, value: Any) -> None:
     """Refuse arrays that do not fit together as `[B, T, H, D]`, `[B, S, K, D]` and `[B, S, K, V]`."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         check_array(name, array, ndim=4)
+    _widest(query, key, value)
     for name, array in (("key", key), ("value", value)):
-        if array.dtype != query.dtype:
-            raise wrong_type(name, f"dtype {array.dtype}", f"the query's dtype {query.dtype}", remedy="cast one of them")
         if array.shape[0] != query.shape[0]:
             raise invalid(
                 name,
@@ -47,6 +46,24 @@ def check_query_key_value(query: Any, key: Any, value: Any) -> None:
         raise invalid("query", f"{heads} heads", f"a multiple of the {key_heads} key heads")
     if query.shape[3] == 0 or value.shape[3] == 0:
         raise invalid("query" if query.shape[3] == 0 else "value", "head size 0", "a head size of at least 1")
+
+
+def _widest(query: Any, key: Any, value: Any) -> Any:
+    """The dtype among the three that holds the numbers of the others exactly."""
+    widest = max((array.dtype for array in (query, key, value)), key=lambda dtype: dtype.itemsize)
+    for name, array in (("key", key), ("value", value), ("query", query)):
+        small = array.dtype.itemsize == 1 and array.dtype != query.dtype
+        if small or (array.dtype != widest and array.dtype.itemsize == widest.itemsize):
+            other = widest if name == "query" else query.dtype
+            expected = f"the {'key' if name == 'query' else 'query'}'s dtype {other}, or float32 in one of them"
+            raise wrong_type(name, f"dtype {array.dtype}", expected, remedy="cast one of them")
+    return widest
+
+
+def in_one_dtype(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+    """The three in the widest of their dtypes, which holds the numbers of the others exactly; they are checked."""
+    widest = _widest(query, key, value)
+    return query.astype(widest), key.astype(widest), value.astype(widest)
 
 
 def as_score_shaped(name: str, array: Any, sizes: tuple[int, int, int, int]) -> Any:

@@ -155,10 +155,10 @@ def packed(
     )
 
     def finish(outputs: Any) -> Any:
-        out = _from_batch(outputs.out, layout)
+        found = bound.finish(outputs)
         if not return_lse:
-            return out
-        return out, _from_batch(outputs.lse[..., None], layout)[..., 0]
+            return _from_batch(found, layout)
+        return _from_batch(found[0], layout), _from_batch(found[1][..., None], layout)[..., 0]
 
     return Bound(bound.call, bound.inputs, finish)
 
@@ -203,6 +203,13 @@ def _per_token(per_sequence: Any, segments: Any) -> Any:
     if per_sequence.shape[0] == 0:
         return jnp.zeros_like(segments)
     return jnp.where(segments < 0, 0, per_sequence[jnp.maximum(segments, 0)])
+
+
+def made_bias(bias: Any, init_bias: Any) -> Any:
+    """The bias, made by the function where there is none."""
+    if not callable(init_bias):
+        raise wrong_type("init_bias", repr(init_bias), "a function that makes the bias")
+    return init_bias() if bias is None else bias
 
 
 def given_arrays(query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, mask_info: Any, seed: Any) -> dict[str, Any]:

@@ -150,7 +150,8 @@ class FlashAttention(Operation):
 
         Args:
             query: `[B, T, H, D]`.
-            key: `[B, S, K, D]`, H a multiple of K.
+            key: `[B, S, K, D]`, H a multiple of K. The call is in the widest dtype of the three, if it holds the others' numbers;
+                the result in the query's.
             value: `[B, S, K, V]`.
             bias: floating `[B|1, H|1, T|1, S|1]` or `[T|1, S|1]`.
             softmax_aux: sinks `[H]`, `[H, n]` or `[1, n]`.
@@ -176,6 +177,8 @@ class FlashAttention(Operation):
             return_lse: return `(out, lse)`.
         """
         bind.check_query_key_value(query, key, value)
+        dtype = query.dtype
+        query, key, value = bind.in_one_dtype(query, key, value)
         batch, queries, heads, head_size = query.shape
         keys = key.shape[1]
         sizes = (batch, heads, queries, keys)
@@ -229,7 +232,8 @@ class FlashAttention(Operation):
         )
 
         def finish(outputs: FlashAttentionOutputs) -> Any:
-            return (outputs.out, outputs.lse) if return_lse else outputs.out
+            out = outputs.out.astype(dtype)
+            return (out, outputs.lse) if return_lse else out
 
         return Bound(call, inputs, finish)
 

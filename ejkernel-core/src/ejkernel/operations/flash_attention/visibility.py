@@ -227,4 +227,4 @@ def _only_padding(segments: Any) -> Any:
 def _padded(segments: Any, lengths: Any, indices: Any) -> Any:
     indices = jnp.arange(indices, dtype=jnp.int32) if isinstance(indices, int) else indices
     segments = jnp.zeros((1, len(indices)), jnp.int32) if segments is None else segments
-    return segments if lengths is None else jnp.where(indices < lengths[:, None], segments, -1)
+    return segments if lengths is None else jnp.where(indices[None] < lengths[:, None], segments, -1)

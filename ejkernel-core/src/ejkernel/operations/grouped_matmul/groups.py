@@ -27,7 +27,8 @@ def bounds_of(sizes: Any, offset: Any, batch: int, rows: int, matrices: int) -> 
         ends = jax.lax.cummax(ends, axis=1)
     if offset is None:
         return jnp.broadcast_to(ends, (batch, groups + 1))
-    wanted = jnp.clip(jnp.arange(matrices + 1, dtype=jnp.int32) + jnp.clip(offset, -matrices, groups)[:, None], 0, groups)
+    matrix = jnp.arange(matrices + 1, dtype=jnp.int32)[None]
+    wanted = jnp.clip(matrix + jnp.clip(offset, -matrices, groups)[:, None], 0, groups)
     ends, wanted = (jnp.broadcast_to(values, (batch, values.shape[1])) for values in (ends, wanted))
     return jnp.take_along_axis(ends, wanted, axis=1)
 
@@ -38,12 +39,12 @@ def running_sums(values: Any) -> Any:
     if count > _MANY:
         return jnp.cumsum(values, axis=1, dtype=jnp.int32)
     index = jnp.arange(count, dtype=jnp.int32)
-    return jnp.sum(jnp.where(index <= index[:, None], values[:, None], 0), axis=-1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(index[None] <= index[:, None], values[:, None], 0), axis=-1, dtype=jnp.int32)
 
 
 def rows_with_matrix(bounds: Any, rows: int) -> Any:
     """`[b, m]`."""
-    row = jnp.arange(rows, dtype=jnp.int32)
+    row = jnp.arange(rows, dtype=jnp.int32)[None]
     return (row >= bounds[:, :1]) & (row < bounds[:, -1:])
 
 

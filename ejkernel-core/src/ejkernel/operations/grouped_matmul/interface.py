@@ -21,6 +21,7 @@ from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, check_shape
+from ejkernel.utils.dtypes import common_dtype
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 """Dtypes of lhs, beside those of two bytes and more, and then of rhs; the two sides may differ."""
@@ -270,7 +271,7 @@ def _check_scales_and_bias(lhs_scale: Any, rhs_scale: Any, bias: Any, sizes: tup
 def _common_dtype(lhs: Any, rhs: Any) -> Any:
     if np.dtype(lhs.dtype).name in FLOAT8:
         return jnp.dtype(jnp.bfloat16)
-    return jnp.promote_types(lhs.dtype, rhs.dtype) if has_gradient(rhs) else jnp.dtype(lhs.dtype)
+    return common_dtype(lhs.dtype, rhs.dtype) if has_gradient(rhs) else jnp.dtype(lhs.dtype)
 
 
 def _result_dtype(preferred: Any, lhs: Any, rhs: Any) -> str:

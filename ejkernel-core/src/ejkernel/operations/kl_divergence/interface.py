@@ -116,7 +116,7 @@ class KlDivergence(Operation):
             valid: bool `[...]`, which rows count; None = all.
             direction: "forward", "reverse" or "jsd".
             temperature: > 0.
-            beta: in (0, 1), for "jsd" alone; None = 0.5 there.
+            beta: in [0, 1], for "jsd" alone; None = 0.5 there. 0 is "forward" and 1 is "reverse".
             transpose_heads: heads are `[V, D]`.
             precision: None, "default", "high", "highest" or a `jax.lax.Precision`.
         """
@@ -136,6 +136,7 @@ class KlDivergence(Operation):
                 raise wrong_type("valid", f"dtype {valid.dtype}", "bool")
         if direction not in DIRECTIONS:
             raise invalid("direction", repr(direction), f"one of {', '.join(DIRECTIONS)}")
+        kind, weight = _mixture(beta, direction)
         heat = finite_number("temperature", temperature)
         if heat <= 0:
             raise invalid("temperature", heat, "a value > 0")
@@ -144,9 +145,9 @@ class KlDivergence(Operation):
         inputs = KlDivergenceInputs(*(None if array is None else array[None] for array in arrays))
         call = KlDivergenceCall(
             **{name: ArraySpec.of(value) for name, value in named(inputs)},  # pyright: ignore[reportArgumentType]
-            direction=direction,
+            direction=kind,
             temperature=heat,
-            beta=_beta(beta, direction),
+            beta=weight,
             transpose_heads=transpose_heads,
             precision=as_precision(precision),
         )
@@ -190,15 +191,16 @@ class KlDivergence(Operation):
         return Cost(sum(products) + 2 * products[0] + 14 * logits, read + moved + rows)
 
 
-def _beta(beta: Any, direction: str) -> float | None:
+def _mixture(beta: Any, direction: str) -> tuple[str, float | None]:
+    """direction and beta; at its end points "jsd" is one of the others."""
     if direction != "jsd":
         if beta is not None:
             raise invalid("beta", beta, f"None with direction {direction!r}")
-        return None
+        return direction, None
     weight = finite_number("beta", 0.5 if beta is None else beta)
-    if not 0 < weight < 1:
-        raise invalid("beta", weight, "a value in (0, 1)")
-    return weight
+    if not 0 <= weight <= 1:
+        raise invalid("beta", weight, "a value in [0, 1]")
+    return {0.0: ("forward", None), 1.0: ("reverse", None)}.get(weight, (direction, weight))
 
 
 OPERATION = KlDivergence()

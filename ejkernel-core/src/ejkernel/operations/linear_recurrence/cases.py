@@ -25,6 +25,8 @@ def arrays(
     bounds: tuple[int, ...] | None = None,
     rate: float = 0.5,
     extreme: bool = False,
+    forget: bool = False,
+    garbage: int | None = None,
 ) -> Callable[[np.random.Generator], Mapping[str, Any]]:
     """A maker of arguments.
 
@@ -35,6 +37,8 @@ def arrays(
         bounds: cumulative lengths; tokens past the last one hold NaN.
         rate: log decays are `-rate |normal|`.
         extreme: a third of the log decays is -50 instead, and a third 0.
+        forget: that third is -inf, not -50.
+        garbage: the first token whose keys and values are NaN, as are all later ones.
     """
     query_heads, value_heads = query_heads or heads, value_heads or heads
     most = max(heads, query_heads, value_heads)
@@ -54,11 +58,13 @@ def arrays(
     def decay(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
         ordinary = -rate * np.abs(rng.standard_normal(shape))
         kind = rng.integers(3, size=shape) if extreme else 2
-        return np.where(kind == 2, ordinary, np.where(kind == 1, 0, -50)).astype(np.float32)
+        return np.where(kind == 2, ordinary, np.where(kind == 1, 0, -np.inf if forget else -50)).astype(np.float32)
 
     def make(rng: np.random.Generator) -> Mapping[str, Any]:
         made: dict[str, Any] = {name: rng.standard_normal(shapes[name]).astype(np.float32) for name in plain}
         made.update({"g_gamma" if name == "gamma" else name: decay(rng, shapes[name]) for name in decays.split()})
+        if garbage is not None:
+            made["key"][:, garbage:], made["value"][:, garbage:] = np.nan, np.nan
         if bounds is not None:
             for name in made.keys() & {"query", "key", "value", "g", "gk", "gv"}:
                 made[name][:, bounds[-1] :] = np.nan
@@ -95,6 +101,10 @@ CASES = (
     Case("length-0", arrays(length=0, decays="g", state=True), _STATE),
     Case("extreme-key-decay", arrays(length=40, decays="gk", extreme=True, rate=0.05), tags=_EXTREME),
     Case("extreme-decays", arrays(length=40, decays="g gv", extreme=True, rate=0.05, state=True), _STATE, tags=_EXTREME),
+    Case("forgets-by-key", arrays(length=40, decays="gk", extreme=True, forget=True, rate=0.05), tags=_EXTREME),
+    Case("forgets", arrays(length=40, decays="g gv", extreme=True, forget=True, rate=0.05, state=True), _STATE, tags=_EXTREME),
+    Case("forgets-always", arrays(length=9, decays="gamma", extreme=True, forget=True, heads=6), tags=_EXTREME),
+    Case("forgets-bonus", arrays(length=9, decays="gk", bonus=True, extreme=True, forget=True), tags=_EXTREME),
     Case("bench-gla-t8192-h32-d128", arrays(1, 8192, 32, 128, 128, decays="gk", rate=0.05), tags=_BENCH),
     Case("bench-scalar-t8192-h32-d128", arrays(1, 8192, 32, 128, 128, decays="g", rate=0.05), tags=_BENCH),
     Case("bench-lightning-t8192-h64-d128", arrays(1, 8192, 64, 128, 128, decays="gamma", rate=0.05), tags=_BENCH),

@@ -20,7 +20,7 @@ def _arrays(
         if bounds is None:
             return {"x": x}
         if poison:
-            x[:, bounds[-1] :] = np.nan
+            (x[0] if shape[0] == 1 else x)[bounds[-1] :] = np.nan
         return {"x": x, "cu_seqlens": np.array(bounds, np.int32)}
 
     return make
@@ -33,6 +33,8 @@ CASES = (
     Case("no-heads", _arrays(2, 33, 16)),
     Case("packed", _arrays(1, 33, 3, 16, bounds=(0, 5, 6, 33))),
     Case("packed-no-heads", _arrays(1, 33, 16, bounds=(0, 20, 33))),
+    Case("packed-without-batch", _arrays(33, 3, 16, bounds=(0, 5, 6, 30))),
+    Case("packed-rows", _arrays(33, 16, bounds=(0, 5, 6, 30))),
     Case("packed-empty-sequences", _arrays(1, 12, 2, 8, bounds=(0, 0, 5, 5, 5, 12, 12))),
     Case("packed-unused-tail", _arrays(1, 12, 2, 8, bounds=(0, 4, 7))),
     Case("packed-one-sequence", _arrays(1, 12, 2, 8, bounds=(0, 12))),

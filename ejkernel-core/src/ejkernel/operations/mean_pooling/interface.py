@@ -15,6 +15,7 @@ from ejkernel.call.random import cumulative
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid
 from ejkernel.operations.common.packed import as_bounds, check_bounds, check_packed
+from ejkernel.operations.common.pages import known_values
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute
@@ -61,15 +62,17 @@ class MeanPooling(Operation):
     shardable = ("b", "h", "d")
 
     def canonicalise(self, x: Any, cu_seqlens: Any = None) -> Bound:
-        """Check; x gets a head axis if it has none.
+        """Check; x gets the axes of the batch and of heads if it has none.
 
         Args:
-            x: `[B,T,H,D]` or `[B,T,D]`, floating; B = 1 with cu_seqlens.
+            x: `[B,T,H,D]` or `[B,T,D]`, floating; B = 1 with cu_seqlens, or `[N,H,D]` or `[N,D]`.
             cu_seqlens: integers `[n + 1]`, not decreasing, from 0 to at most T; None = each row of the batch is one sequence.
         """
         check_compute("x", x)
+        x = _with_batch(x, cu_seqlens)
         if x.ndim not in (3, 4):
-            raise invalid("x", f"shape {tuple(x.shape)}", "[B,T,H,D] or [B,T,D]")
+            shapes = "[B,T,H,D] or [B,T,D]" + ("" if cu_seqlens is None else ", or packed [N,H,D] or [N,D]")
+            raise invalid("x", f"shape {tuple(x.shape)}", shapes)
         if cu_seqlens is not None:
             check_packed(cu_seqlens, "x", x.shape[0])
         inputs = MeanPoolingInputs(
@@ -87,7 +90,7 @@ class MeanPooling(Operation):
         return Bound(call, inputs, finish)
 
     def check_values(self, arrays: Mapping[str, Any]) -> None:
-        check_bounds(arrays.get("cu_seqlens"), "x", arrays.get("x"))
+        check_bounds(arrays.get("cu_seqlens"), "x", _with_batch(arrays.get("x"), arrays.get("cu_seqlens")))
 
     def random_inputs(self, call: MeanPoolingCall, rng: np.random.Generator, **given: Any) -> MeanPoolingInputs:
         if call.cu_seqlens is not None:
@@ -108,6 +111,16 @@ class MeanPooling(Operation):
         out = self.output_specs(call).out
         moved = call.x.nbytes + out.nbytes + (0 if call.cu_seqlens is None else call.cu_seqlens.nbytes)
         return Cost(call.x.size + out.size if phase == "forward" else out.size, moved)
+
+
+def _with_batch(x: Any, cu_seqlens: Any) -> Any:
+    """Packed tokens in one row: two axes, or three of which the first is not a batch."""
+    ndim = getattr(x, "ndim", 0)
+    if cu_seqlens is None or ndim not in (2, 3) or (ndim == 3 and x.shape[0] == 1):
+        return x
+    known = known_values(cu_seqlens) if ndim == 3 else None
+    several_rows = known is not None and known.size and x.shape[0] < known.reshape(-1)[-1] <= x.shape[1]
+    return x if several_rows else x[None]
 
 
 OPERATION = MeanPooling()

@@ -109,6 +109,8 @@ class NativeSparseAttention(Operation):
             is_distinct: nothing is named twice, so nothing need be done about it.
         """
         bind.check_query_key_value(query, key, value)
+        dtype = query.dtype
+        query, key, value = bind.in_one_dtype(query, key, value)
         batch, length, _, head_size = query.shape
         if key.shape[1] != length:
             raise invalid("key", f"length {key.shape[1]}", f"the query's {length}")
@@ -135,7 +137,8 @@ class NativeSparseAttention(Operation):
         )
 
         def finish(outputs: NativeSparseAttentionOutputs) -> Any:
-            return (outputs.out, outputs.lse) if return_lse else outputs.out
+            out = outputs.out.astype(dtype)
+            return (out, outputs.lse) if return_lse else out
 
         return Bound(call, inputs, finish)
 
@@ -225,10 +228,11 @@ def _that_count(block_indices: Any, counts: Any, starts: Any, block_size: int) -
     # Compared as block numbers, not as tokens: `block_indices * block_size` could overflow.
     last = jnp.where(position < 0, NOTHING, position // block_size)[:, :, None, None]
     counted = (block_indices >= 0) & (block_indices <= last)
+    slot = jnp.arange(slots).reshape(1, 1, 1, slots)
     if isinstance(counts, int):
-        counted &= jnp.arange(slots) < counts
+        counted &= slot < counts
     elif counts is not None:
-        counted &= jnp.arange(slots) < counts[..., None]
+        counted &= slot < counts[..., None]
     return jnp.where(counted, block_indices.astype(jnp.int32), NOTHING)
 
 

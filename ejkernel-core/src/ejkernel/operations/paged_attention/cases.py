@@ -133,6 +133,12 @@ CASES = (
     Case("empty-contexts", _arrays(((1, 0), (0, 5), (1, 3), (0, 0)), sinks=(1, 2)), {"return_lse": True}),
     Case("no-requests", _arrays((), spare_tokens=3)),
     Case("window", _arrays(((4, 9), (1, 6), (1, 2))), {"sliding_window": 3}),
+    Case("chunks", _arrays(((3, 13), (1, 8), (9, 9), (1, 3), (5, 2)), spare_tokens=2), {"chunk_size": 4, "return_lse": True}),
+    Case(
+        "chunks-of-pages",
+        _arrays(((7, 17), (0, 9), (1, 9), (1, 0)), page_size=2, sinks=(4,), alibi=True),
+        {"chunk_size": 6, "sliding_window": 5},
+    ),
     Case("soft-cap", _arrays(_MIXED), {"logits_soft_cap": 2.0}),
     Case("sinks", _arrays(((2, 3), (1, 6)), sinks=(4,)), {"return_lse": True}, _TRANSFORMS),
     Case("alibi", _arrays(_MIXED, alibi=True), {"return_lse": True}),

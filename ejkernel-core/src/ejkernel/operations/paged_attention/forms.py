@@ -34,6 +34,7 @@ _OPTIONS = (
     "softmax_scale",
     "causal",
     "sliding_window",
+    "chunk_size",
     "logits_soft_cap",
     "precision",
     "return_lse",
@@ -94,7 +95,11 @@ def update_and_attend(
 def one_token_each(*, query: Any, **rest: Any) -> Bound:
     """Canonicalise one new token per request, `[R, H, D]`. Their places are a constant: JAX's range is a kernel in every call."""
     check_array("query", query, ndim=3)
-    return PAGED_ATTENTION.canonicalise(query, query_start_loc=np.arange(query.shape[0] + 1, dtype=np.int32), **rest)
+    requests = query.shape[0]
+    if not isinstance(requests, int):
+        got = f"a symbolic number of requests, {requests}"
+        raise invalid("query", got, "a number", remedy="export one program for each number of requests that is served")
+    return PAGED_ATTENTION.canonicalise(query, query_start_loc=np.arange(requests + 1, dtype=np.int32), **rest)
 
 
 def attend_active(*, query_start_loc: Any, kv_lens: Any, num_seqs: Any, **rest: Any) -> Bound:

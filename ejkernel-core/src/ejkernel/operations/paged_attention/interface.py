@@ -18,6 +18,7 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.common import pages as _pages
 from ejkernel.operations.common.pages import FUSED, PageShape
 from ejkernel.operations.flash_attention import bind
+from ejkernel.operations.paged_attention.chunks import check_chunks, requests_of_chunks
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, check_shape
@@ -142,6 +143,7 @@ class PagedAttention(Operation):
         softmax_scale: float | None = None,
         causal: bool = True,
         sliding_window: Any = None,
+        chunk_size: Any = None,
         logits_soft_cap: float | None = None,
         precision: Any = None,
         return_lse: bool = False,
@@ -164,6 +166,8 @@ class PagedAttention(Operation):
             softmax_scale: None means `1 / sqrt(D)`.
             causal: a key is visible up to the query's position.
             sliding_window: w >= 1: the last w keys, the query's own position included.
+            chunk_size: only keys of the query's own chunk of this many positions are visible; a multiple of the page size. The
+                call has a request for each chunk in the place of those that are given.
             logits_soft_cap: c in `c * tanh(product / c)`, > 0.
             precision: of the products.
             return_lse: return `(out, lse)`.
@@ -177,8 +181,14 @@ class PagedAttention(Operation):
         shape = PageShape.of(key_pages.shape, layout)
         key_heads = _pages.check_key_heads(key_heads, shape.heads, layout)
         used = shape.heads if key_heads is None else key_heads
-        _check_query(query, shape, used, layout)
+        _check_query(query, key_pages.shape, used, layout)
         starts, lengths, tables = _pages.canonical_requests(query_start_loc, kv_lens, block_tables)
+        causal = bind.as_flag("causal", causal)
+        if chunk_size is not None:
+            chunk_size = bind.as_count("chunk_size", chunk_size, 1)
+            check_chunks(chunk_size, shape.page_size, causal, qq_bias)
+            described = (starts, lengths, tables, query_start_loc)
+            starts, lengths, tables = requests_of_chunks(*described, query.shape[0], shape.page_size, chunk_size)
         heads = query.shape[1]
         inputs = PagedAttentionInputs(
             query=query[None],
@@ -198,7 +208,7 @@ class PagedAttention(Operation):
             layout=layout,
             key_heads=key_heads,
             scale=bind.as_scale(softmax_scale, query.shape[2]),
-            causal=bind.as_flag("causal", causal),
+            causal=causal,
             window=as_window(sliding_window),
             soft_cap=bind.as_soft_cap(logits_soft_cap),
             precision=bind.as_precision(precision),
@@ -259,9 +269,14 @@ class PagedAttention(Operation):
         return Cost(products, moved) if phase == "forward" else Cost(products * 5 // 2, 3 * moved)
 
 
-def _check_query(query: Any, shape: PageShape, key_heads: int, layout: str) -> None:
-    remedy = "" if layout in FUSED else f"layout={layout!r} reads the cache as {_pages.LAYOUTS[layout]}"
+def _check_query(query: Any, pages: tuple[int, ...], key_heads: int, layout: str) -> None:
     _, heads, head_size = query.shape
+    shape, remedy = PageShape.of(pages, layout), ""
+    if layout not in FUSED:
+        separate = [name for name in _pages.LAYOUTS if name not in FUSED]
+        fitting = [name for name in separate if heads and heads % (PageShape.of(pages, name).heads or heads + 1) == 0]
+        remedy = f"layout={layout!r} reads the cache as {_pages.LAYOUTS[layout]}"
+        remedy += "".join(f"; with layout={name!r} it is {_pages.LAYOUTS[name]}" for name in fitting if name != layout)
     if heads == 0 or key_heads == 0 or heads % key_heads:
         raise invalid("query", f"{heads} heads", f"a multiple of the {key_heads} key heads", remedy=remedy)
     if head_size == 0 or shape.head_size < head_size or (layout not in FUSED and shape.head_size != head_size):

@@ -86,8 +86,8 @@ class QkNormRope(Operation):
         """Check; arrays stay as they are.
 
         Args:
-            query: `[B,T,H,D]`, floating.
-            key: `[B,T,K,D]`.
+            query: `[B,T,H,D]` or `[T,H,D]`, floating.
+            key: `[B,T,K,D]` or `[T,K,D]` as query.
             cos: `[B,T,w]`, `[1,T,w]` or `[T,w]`, floating; w is `rotary_dim` (per channel) or `rotary_dim / 2` (per pair).
             sin: like cos.
             query_scale, key_scale: `[D]` or None (ones).
@@ -102,13 +102,13 @@ class QkNormRope(Operation):
         rotation = check_rotation(query, key, cos, sin, rotary_dim, interleaved, layout)
         scales = {"query_scale": query_scale, "key_scale": key_scale}
         epsilon, scale_offset = check_scaling(
-            scales, query.shape[3], "[head size]", epsilon, scale_offset, ("query_scale", "key_scale")
+            scales, (query.shape[-1],), "[head size]", epsilon, scale_offset, ("query_scale", "key_scale")
         )
         of_query, of_key = (None if scale is None else scale[None] for scale in scales.values())
-        inputs = QkNormRopeInputs(query, key, rotation.cos, rotation.sin, of_query, of_key)
+        inputs = QkNormRopeInputs(rotation.query, rotation.key, rotation.cos, rotation.sin, of_query, of_key)
         call = QkNormRopeCall(
-            query=ArraySpec.of(query),
-            key=ArraySpec.of(key),
+            query=ArraySpec.of(inputs.query),
+            key=ArraySpec.of(inputs.key),
             query_scale=None if of_query is None else ArraySpec.of(of_query),
             key_scale=None if of_key is None else ArraySpec.of(of_key),
             epsilon=epsilon,
@@ -117,7 +117,7 @@ class QkNormRope(Operation):
         )
 
         def finish(outputs: QkNormRopeOutputs) -> Any:
-            return outputs.query, outputs.key
+            return rotation.restored(outputs.query), rotation.restored(outputs.key)
 
         return Bound(call, inputs, finish)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -104,7 +105,7 @@ class QuantizedMatmul(Operation):
         """Check and add the batch axis.
 
         Args:
-            x: `[M,K]`, floating.
+            x: `[..., K]`, floating.
             w: uint32 `[K, words]` as `quantize` packs a matrix `[K,N]`, or `[N, words]` with transpose, from `[N,K]`.
             scales: `[K, N / group_size]`, or `[N, K / group_size]` with transpose.
             zeros: like scales for affine, else None.
@@ -116,20 +117,23 @@ class QuantizedMatmul(Operation):
         if not isinstance(transpose, bool):
             raise wrong_type("transpose", repr(transpose), "a bool")
         form = resolve_format(mode, group_size, bits)
-        check_compute("x", x, ndim=2)
+        check_compute("x", x)
+        if x.ndim == 0:
+            raise invalid("x", "shape ()", "[..., K]")
         check_packed(w, scales, zeros, form, name="w")
         if w.ndim != 2:
             raise invalid("w", f"shape {tuple(w.shape)} with {w.ndim} axes", "2 axes")
         inner = scales.shape[1] * form.group_size if transpose else w.shape[0]
-        if inner != x.shape[1]:
+        if inner != x.shape[-1]:
             stored = "[N, K]" if transpose else "[K, N]"
             raise invalid(
                 "w",
                 f"packed weights of {w.shape[0]} x {scales.shape[1] * form.group_size}",
-                f"{stored} with K = {x.shape[1]} as in x",
+                f"{stored} with K = {x.shape[-1]} as in x",
                 remedy=f"transpose={not transpose} reads them as {'[K, N]' if transpose else '[N, K]'}",
             )
-        inputs = QuantizedMatmulInputs(x[None], w[None], scales[None], None if zeros is None else zeros[None])
+        rows = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), inner)
+        inputs = QuantizedMatmulInputs(rows[None], w[None], scales[None], None if zeros is None else zeros[None])
         specs = {name: None if value is None else ArraySpec.of(value) for name, value in inputs._asdict().items()}
         call = QuantizedMatmulCall(
             **specs,  # pyright: ignore[reportArgumentType]
@@ -138,7 +142,12 @@ class QuantizedMatmul(Operation):
             bits=form.bits,
             group_size=form.group_size,
         )
-        return Bound(call, inputs, lambda outputs: outputs.out[0])
+
+        def finish(outputs: QuantizedMatmulOutputs) -> Any:
+            out = outputs.out[0]
+            return out if x.ndim == 2 else out.reshape(*x.shape[:-1], out.shape[1])
+
+        return Bound(call, inputs, finish)
 
     def random_inputs(self, call: QuantizedMatmulCall, rng: np.random.Generator, **given: Any) -> QuantizedMatmulInputs:
         """Any codes; one-byte scales near 1, as both of their formats can hold."""

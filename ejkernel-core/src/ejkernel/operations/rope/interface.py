@@ -69,8 +69,8 @@ class Rope(Operation):
         """Check; arrays stay as they are.
 
         Args:
-            query: `[B,T,H,D]`, floating.
-            key: `[B,T,K,D]` or None.
+            query: `[B,T,H,D]` or `[T,H,D]`, floating.
+            key: `[B,T,K,D]` or `[T,K,D]` as query, or None.
             cos: `[B,T,w]`, `[1,T,w]` or `[T,w]`, floating; w is `rotary_dim` (per channel) or `rotary_dim / 2` (per pair).
             sin: like cos.
             rotary_dim: even, at most D; None = D.
@@ -78,12 +78,16 @@ class Rope(Operation):
             layout: "BTHD", or "BHTD" for query and key with heads first.
         """
         rotation = check_rotation(query, key, cos, sin, rotary_dim, interleaved, layout)
-        call = RopeCall(query=ArraySpec.of(query), key=None if key is None else ArraySpec.of(key), **rotation.facts)
+        inputs = RopeInputs(rotation.query, rotation.key, rotation.cos, rotation.sin)
+        call = RopeCall(
+            query=ArraySpec.of(inputs.query), key=None if key is None else ArraySpec.of(inputs.key), **rotation.facts
+        )
 
         def finish(outputs: RopeOutputs) -> Any:
-            return outputs.query if key is None else (outputs.query, outputs.key)
+            turned = rotation.restored(outputs.query)
+            return turned if key is None else (turned, rotation.restored(outputs.key))
 
-        return Bound(call, RopeInputs(query, key, rotation.cos, rotation.sin), finish)
+        return Bound(call, inputs, finish)
 
     def dimensions(self, call: RopeCall) -> Mapping[str, str]:
         return head_dims(call, call.key)

@@ -34,19 +34,24 @@ def _write(state: Any, log_decay: Any, k: Any, v: Any) -> Any:
     return old * a + new * v, old * b + new, top
 
 
+def _log_decay(w: Any) -> Any:
+    """Its gradient is 0, not NaN, where it is -inf."""
+    return -np.exp(np.minimum(w, 700))
+
+
 def forward(call: Rwkv4Call, inputs: Rwkv4Inputs) -> Rwkv4Outputs:
     w, u, k, v, _ = inputs
     state, out = _first(inputs), np.zeros(v.shape)
     for t in range(k.shape[1]):
         out[:, t] = _read(state, u + k[:, t], v[:, t])[0]
-        state = _write(state, -np.exp(w), k[:, t], v[:, t])
+        state = _write(state, _log_decay(w), k[:, t], v[:, t])
     return Rwkv4Outputs(out, np.stack(state, axis=1) if call.return_state else None)
 
 
 def backward(call: Rwkv4Call, inputs: Rwkv4Inputs, outputs: Rwkv4Outputs, cotangents: Rwkv4Outputs) -> Rwkv4Inputs:
     w, u, k, v, _ = inputs
     batch, length, channels = k.shape
-    log_decay = -np.exp(w)
+    log_decay = _log_decay(w)
     states = [_first(inputs)]
     for t in range(length):
         states.append(_write(states[-1], log_decay, k[:, t], v[:, t]))

@@ -11,12 +11,20 @@ from ejkernel.operations.common.case import Case, Toggle
 
 
 def _arrays(
-    *shape: int, where: tuple[int, ...] | None = None, magnitude: float = 1.0, poison: bool = False, empty_row: bool = False
+    *shape: int,
+    where: tuple[int, ...] | None = None,
+    magnitude: float = 1.0,
+    poison: bool = False,
+    empty_row: bool = False,
+    hidden: bool = False,
 ) -> Callable[[np.random.Generator], Mapping[str, Any]]:
-    """`poison` puts NaN and infinities where `where` is False; `empty_row` makes a row masked and another one all -inf."""
+    """`poison` puts NaN and infinities where `where` is False; `empty_row` makes a row masked and another one all -inf; `hidden`
+    puts -inf into a third of the places."""
 
     def make(rng: np.random.Generator) -> Mapping[str, Any]:
         x = (magnitude * rng.standard_normal(shape)).astype(np.float32)
+        if hidden:
+            x[rng.random(shape) < 0.3] = -np.inf
         if where is None and empty_row:
             x[0] = -np.inf
         if where is None:
@@ -37,6 +45,10 @@ CASES = (
     Case("plain", _arrays(4, 33, 64)),
     Case("scale", _arrays(4, 33, 64), {"scale": 0.37}),
     Case("negative-scale", _arrays(5, 24), {"scale": -2.0}),
+    Case("negative-scale-hidden", _arrays(5, 24, hidden=True, empty_row=True), {"scale": -2.0}),
+    Case("zero-scale-hidden", _arrays(5, 24, hidden=True), {"scale": 0.0}),
+    Case("negative-scale-where", _arrays(4, 9, 40, where=(4, 9, 40), poison=True, hidden=True), {"scale": -0.5}),
+    Case("negative-scale-wide", _arrays(3, 4099, hidden=True), {"scale": -0.5}),
     Case("where", _arrays(4, 9, 40, where=(4, 9, 40))),
     Case("where-poisoned", _arrays(4, 9, 40, where=(4, 9, 40), poison=True), {"scale": 1.7}),
     Case("where-empty-row", _arrays(4, 9, 40, where=(4, 9, 40), poison=True, empty_row=True)),

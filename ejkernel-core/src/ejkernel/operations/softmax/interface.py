@@ -18,7 +18,7 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.common.rows.interface import SHARDABLE_ROWS, row_dims
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
-from ejkernel.utils.checks import check_array, check_compute, finite_number, normalise_axis
+from ejkernel.utils.checks import check_array, check_compute, finite_number, normalise_axes
 
 
 class SoftmaxInputs(NamedTuple):
@@ -67,7 +67,7 @@ class Softmax(Operation):
             scale: factor on x.
         """
         check_compute("x", x)
-        axes = _normalise_axes(axis, x.ndim)
+        axes = normalise_axes("x", tuple(range(x.ndim)) if axis is None else axis, x.ndim)
         scale = finite_number("scale", scale)
         summed = tuple(range(x.ndim - len(axes), x.ndim))
         moved = jnp.moveaxis(x, axes, summed)
@@ -114,17 +114,6 @@ class Softmax(Operation):
         if phase == "forward":
             return Cost((5 + scaling) * call.x.size, 2 * call.x.nbytes + mask_bytes)
         return Cost((4 + scaling) * call.x.size, 3 * call.x.nbytes + mask_bytes)
-
-
-def _normalise_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
-    if ndim == 0:
-        raise invalid("x", "shape ()", "at least one axis")
-    if axis is None:
-        return tuple(range(ndim))
-    axes = tuple(sorted(normalise_axis(one, ndim) for one in (axis if isinstance(axis, tuple) else (axis,))))
-    if not axes or len(set(axes)) != len(axes):
-        raise invalid("axis", axis, "one or more axes, each once")
-    return axes
 
 
 def _check_where(where: Any, shape: tuple[int, ...]) -> None:

@@ -14,7 +14,9 @@ def _masked(values: Any, where: Any, fill: float) -> Any:
 
 
 def forward(call: SoftmaxCall, inputs: SoftmaxInputs) -> SoftmaxOutputs:
-    logits = _masked(call.scale * inputs.x, inputs.where, -np.inf)
+    hidden = np.isneginf(inputs.x)
+    logits = np.where(hidden, -np.inf, call.scale * _masked(inputs.x, ~hidden, 0))
+    logits = _masked(logits, inputs.where, -np.inf)
     largest = np.max(logits, axis=-1, keepdims=True, initial=-np.inf)
     weights = np.exp(logits - np.where(np.isneginf(largest), 0, largest))
     total = weights.sum(axis=-1, keepdims=True)

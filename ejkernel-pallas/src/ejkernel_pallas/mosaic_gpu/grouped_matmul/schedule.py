@@ -35,7 +35,7 @@ def tiles_of(bounds: Any, rows: int, height: int, l2_swizzle: int) -> tuple[Any,
     member = jnp.arange(batch, dtype=jnp.int32)[:, None] * rows
     edges = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), bounds, jnp.full((batch, 1), rows, jnp.int32)], axis=1)
     start, end = (edges[:, :-1] + member).reshape(-1), (edges[:, 1:] + member).reshape(-1)  # [b * (g + 2)]
-    own = jnp.arange(matrices, dtype=jnp.int32) + jnp.arange(batch, dtype=jnp.int32)[:, None] * matrices
+    own = jnp.arange(matrices, dtype=jnp.int32)[None] + jnp.arange(batch, dtype=jnp.int32)[:, None] * matrices
     matrix = jnp.pad(own, ((0, 0), (1, 1)), constant_values=-1).reshape(-1)
     counts = jnp.where(end > start, (end - start // ROW_ALIGNMENT * ROW_ALIGNMENT + height - 1) // height, 0)
     up_to = running_sums(counts[None])[0]

@@ -133,7 +133,7 @@ def _ends(owner: Any, xp: Any) -> tuple[Any, Any]:
 
 
 def _flags(some: Any, every: Any, first: Any, last: Any, xp: Any) -> Any:
-    return xp.where(some, xp.where(every, FULL, PARTIAL), 0) + FIRST * first + LAST * last
+    return xp.where(some, xp.where(every, FULL, PARTIAL), 0) + xp.where(first, FIRST, 0) + xp.where(last, LAST, 0)
 
 
 def _packed(owner: Any, other: Any, flags: Any) -> Any:
@@ -143,7 +143,7 @@ def _packed(owner: Any, other: Any, flags: Any) -> Any:
 def _compacted(owner: Any, other: Any, some: Any, every: Any) -> Tiles:
     """Lists `[b, length]` with the visible tiles in front; an owner without any keeps its first candidate."""
     length = len(owner)
-    alone = _ends(owner, np)[0] & (_counts(some, owner)[:, owner] == 0)
+    alone = _ends(owner, np)[0][None] & (_counts(some, owner)[:, owner] == 0)
     keep = some | alone
     order = jnp.argsort(~keep, axis=1, stable=True)
     dropout_factor = jnp.sum(keep, axis=1, keepdims=True, dtype=jnp.int32)

@@ -42,7 +42,7 @@ def _groups(sizes: Any, offset: Any, batch: int, rows: int, matrices: int, heigh
     ends = jnp.minimum(jnp.cumsum(sizes, axis=1), rows)
     starts = jnp.pad(ends, ((0, 0), (1, 0)))
     ends = jnp.pad(ends, ((0, 0), (0, 1)))
-    group = jnp.arange(matrices, dtype=jnp.int32) + (0 if offset is None else offset[:, None])
+    group = jnp.arange(matrices, dtype=jnp.int32)[None] + (0 if offset is None else offset[:, None])
     group = jnp.broadcast_to(group, (batch, matrices))
     starts, ends = (jnp.broadcast_to(value, (batch, value.shape[1])) for value in (starts, ends))
     known = (group >= 0) & (group < sizes.shape[1])
@@ -105,7 +105,7 @@ def has_matrix(sizes: Any, offset: Any, rows: int, matrices: int) -> Any:
     """Of every row whether its group has a matrix, `[1 or b, rows]`: matrices are those of neighbouring groups."""
     batch = sizes.shape[0] if offset is None else max(sizes.shape[0], offset.shape[0])
     groups = _groups(sizes, offset, batch, rows, matrices, 1)
-    row = jnp.arange(rows, dtype=jnp.int32)
+    row = jnp.arange(rows, dtype=jnp.int32)[None]
     return (row >= groups.start[:, :1]) & (row < groups.end[:, -1:])
 
 

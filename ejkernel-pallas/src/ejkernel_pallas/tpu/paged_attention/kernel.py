@@ -95,7 +95,7 @@ def _lse(blocks: Any, items: Items, starts: Any, tokens: int, tile: int) -> Any:
     request = request + requests * jnp.arange(batch, dtype=jnp.int32)[:, None]
     first = jnp.searchsorted(items.request, jnp.arange(batch * requests, dtype=jnp.int32), method="compare_all")
     begin = jnp.clip(starts[:, :-1], 0, tokens).reshape(-1)
-    token = jnp.arange(tokens, dtype=jnp.int32)
+    token = jnp.arange(tokens, dtype=jnp.int32)[None]
     item = jnp.clip(first[request] + (token - begin[request]) // tile, 0, items.base.shape[0] - 1)
     place = jnp.clip(token - items.base[item], 0, tile - 1)
     return jnp.where(known[..., None], blocks[item, place], -jnp.inf)

@@ -63,7 +63,7 @@ def make_items(call: PagedAttentionCall, starts: Any, tokens: int, tile: int) ->
 def make_requests(call: PagedAttentionCall, starts: Any, lengths: Any, tables: Any) -> Requests:
     """From `query_start_loc [b, R + 1]`, `kv_lens [b, R]` and `block_tables [1|b, R, W]`."""
     lengths, shift = jnp.clip(lengths, 0, call.longest), lengths - starts[:, 1:]
-    needed = jnp.arange(tables.shape[2]) * call.pages.page_size < lengths[..., None]
+    needed = jnp.arange(tables.shape[2])[None, None] * call.pages.page_size < lengths[..., None]
     there = (tables >= 0) & (tables < call.pages.pages)
     complete = jnp.all(there | ~needed, axis=2).astype(jnp.int32)
     return Requests(*(column.reshape(-1) for column in (starts[:, :-1], shift, lengths, complete)))
@@ -71,8 +71,8 @@ def make_requests(call: PagedAttentionCall, starts: Any, lengths: Any, tables: A
 
 def owned(starts: Any, tokens: int) -> tuple[Any, Any]:
     """The request of every token, and whether it has one, `[b, N]` each."""
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    request = jnp.sum(starts[:, None, 1:] <= token[None, :, None], axis=2, dtype=jnp.int32)
+    token = jnp.arange(tokens, dtype=jnp.int32)[None]
+    request = jnp.sum(starts[:, None, 1:] <= token[..., None], axis=2, dtype=jnp.int32)
     known = jnp.minimum(request, starts.shape[1] - 2)
     begin = jnp.take_along_axis(starts, known, axis=1)
     return known, (request < starts.shape[1] - 1) & (begin <= token)

@@ -275,7 +275,7 @@ class Step:
 def _as_stored(new: Any, scale: Any, dtype: Any) -> Any:
     """Quantise in float32: round to nearest for int8, and clip to the range of 8-bit types."""
     new = new.astype(jnp.float32)
-    new = new if scale is None else new / scale
+    new = new if scale is None else new / (scale[None] if scale.ndim < new.ndim else scale)
     if dtype == jnp.int8:
         return jnp.clip(jnp.round(jnp.where(new != new, 0.0, new)), -128, 127)
     if jnp.dtype(dtype).itemsize == 1:

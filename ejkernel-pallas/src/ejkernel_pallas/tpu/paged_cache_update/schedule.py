@@ -41,8 +41,8 @@ def make_runs(call: PagedCacheUpdateCall, starts: Any, lengths: Any, tables: Any
     batch, tokens = call.key.shape[:2]
     requests, width = tables.shape[1:]
     size, count = call.pages.page_size, -(-tokens // tile) * tile
-    token = jnp.arange(count, dtype=jnp.int32)
-    request = jnp.sum(starts[:, None, 1:] <= token[None, :, None], axis=2, dtype=jnp.int32)
+    token = jnp.arange(count, dtype=jnp.int32)[None]
+    request = jnp.sum(starts[:, None, 1:] <= token[..., None], axis=2, dtype=jnp.int32)
     known = jnp.minimum(request, requests - 1)
     begin, end, length = (jnp.take_along_axis(array, known, axis=1) for array in (starts[:, :-1], starts[:, 1:], lengths))
     position = length - end + token
@@ -60,8 +60,8 @@ def _sizes(page: Any, offset: Any, token: Any, tile: int) -> Any:
     follows = (page == jnp.roll(page, 1, axis=1)) & (offset == jnp.roll(offset, 1, axis=1) + 1) & (page >= 0)
     follows &= token % tile != 0
     first = jax.lax.cummax(jnp.where(follows, 0, token), axis=1)
-    ends = ~jnp.roll(follows, -1, axis=1) | (token == token.shape[0] - 1)
-    after = jax.lax.cummin(jnp.where(ends, token + 1, token.shape[0]), axis=1, reverse=True)
+    ends = ~jnp.roll(follows, -1, axis=1) | (token == token.shape[1] - 1)
+    after = jax.lax.cummin(jnp.where(ends, token + 1, token.shape[1]), axis=1, reverse=True)
     length, index = after - first, token - first
     found = jnp.zeros_like(page)
     for power in range(tile.bit_length()):
@@ -96,7 +96,7 @@ def make_chunks(call: PagedCacheUpdateCall, starts: Any, lengths: Any, tables: A
     there = (index < up_to[-1]) & (page >= 0) & (page < call.pages.pages)
     low, high = jnp.maximum(low[request] - first, 0), jnp.minimum(high[request] - first, rows)
     member, page, offset = request // requests, jnp.where(there, page, -1), first % size
-    token = jnp.clip(first[:, None] + jnp.arange(rows, dtype=jnp.int32) - shift[request][:, None], 0, tokens - 1)
+    token = jnp.clip(first[:, None] + jnp.arange(rows, dtype=jnp.int32)[None] - shift[request][:, None], 0, tokens - 1)
     member, page, offset, low, high = (column.astype(jnp.int32) for column in (member, page, offset, low, high))
     chunks = Chunks(member, page, offset, low, high, _shared(member, page, offset))
     return chunks, up_to[-1], token

@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax.core
+import numpy as np
+
 from ejkernel.call.arrays import ArraySpec
 from ejkernel.call.records import Call
 from ejkernel.errors import invalid, wrong_type
@@ -37,11 +40,18 @@ class RotaryCall(Call):
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """A checked rotation: cos and sin with a batch axis, and the facts of `RotaryCall` beside the arrays."""
+    """A checked rotation: arrays with a batch axis, and the facts of `RotaryCall` beside them."""
 
+    query: Any
+    key: Any
     cos: Any
     sin: Any
     facts: Mapping[str, Any]
+    packed: bool
+
+    def restored(self, array: Any) -> Any:
+        """A result with the axes that query was given with."""
+        return array[0] if self.packed else array
 
 
 def check_rotation(
@@ -53,20 +63,46 @@ def check_rotation(
     if not isinstance(interleaved, bool):
         raise wrong_type("interleaved", repr(interleaved), "a bool")
     heads_first = layout == "BHTD"
-    check_compute("query", query, ndim=4)
-    batch, length, width = query.shape[0], query.shape[2 if heads_first else 1], query.shape[3]
+    check_compute("query", query)
+    packed = query.ndim == 3
+    if query.ndim not in (3, 4):
+        raise invalid("query", f"shape {tuple(query.shape)} with {query.ndim} axes", "4 axes, or 3 without a batch")
     if key is not None:
-        check_compute("key", key, ndim=4)
-        if (key.shape[0], key.shape[2 if heads_first else 1], key.shape[3]) != (batch, length, width):
-            raise invalid(
-                "key", f"shape {tuple(key.shape)}", f"batch {batch}, length {length} and head size {width} as in query"
-            )
+        check_compute("key", key, ndim=query.ndim)
+    if packed:
+        query, key = query[None], None if key is None else key[None]
+    batch, length, width = query.shape[0], query.shape[2 if heads_first else 1], query.shape[3]
+    if key is not None and (key.shape[0], key.shape[2 if heads_first else 1], key.shape[3]) != (batch, length, width):
+        raise invalid("key", f"shape {tuple(key.shape)}", f"batch {batch}, length {length} and head size {width} as in query")
     rotary_dim = _check_rotary_dim(rotary_dim, width)
     cos, sin = (_check_angles(name, value, batch, length, rotary_dim) for name, value in (("cos", cos), ("sin", sin)))
     if sin.shape != cos.shape or sin.dtype != cos.dtype:
         raise invalid("sin", ArraySpec.of(sin), f"{ArraySpec.of(cos)} as cos")
     facts = {"rotary_dim": rotary_dim, "interleaved": interleaved, "heads_first": heads_first}
-    return Rotation(cos, sin, {"cos": ArraySpec.of(cos), "sin": ArraySpec.of(sin), **facts})
+    return Rotation(query, key, cos, sin, {"cos": ArraySpec.of(cos), "sin": ArraySpec.of(sin), **facts}, packed)
+
+
+def check_pairs(cos: Any, sin: Any, rotary_dim: int, interleaved: bool) -> None:
+    """Refuse tables per channel, if their numbers are known, whose channels are in the order of the other kind of pairs.
+
+    A table that repeats its first half is for pairs (i, i + rotary_dim / 2), one that repeats each number for pairs (2i, 2i + 1).
+    """
+    for name, table in (("cos", cos), ("sin", sin)):
+        per_channel = rotary_dim > 0 and rotary_dim % 2 == 0 and (0, *getattr(table, "shape", ()))[-1] == rotary_dim
+        if not per_channel or table.size == 0 or isinstance(table, jax.core.Tracer):
+            continue
+        if not getattr(table, "is_fully_addressable", True):
+            continue
+        row = np.asarray(table.reshape(-1, rotary_dim)[-1])
+        halves, neighbours = np.array_equal(row[: rotary_dim // 2], row[rotary_dim // 2 :]), np.array_equal(row[::2], row[1::2])
+        if halves != neighbours and (halves if interleaved else neighbours):
+            order, wanted = ("both halves alike", "neighbours") if halves else ("neighbours alike", "both halves")
+            raise invalid(
+                name,
+                f"a table with {order}",
+                f"{wanted} alike with interleaved={interleaved}",
+                remedy=f"LlamaRotaryEmbedding(dim, interleaved={interleaved}) makes it, or pass one number per pair",
+            )
 
 
 def head_dims(call: RotaryCall, key: ArraySpec | None) -> dict[str, str]:

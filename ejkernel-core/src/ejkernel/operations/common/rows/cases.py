@@ -11,12 +11,17 @@ from ejkernel.operations.common.case import Case, Toggle
 
 
 def norm_arrays(
-    *shape: int, axis: int = -1, scale: bool = True, offset: bool = False, magnitude: float = 1.0, shift: float = 0.0
+    *shape: int,
+    axis: int | tuple[int, ...] = -1,
+    scale: bool = True,
+    offset: bool = False,
+    magnitude: float = 1.0,
+    shift: float = 0.0,
 ) -> Callable[[np.random.Generator], Mapping[str, Any]]:
     """x, and the parameters that are asked for."""
 
     def make(rng: np.random.Generator) -> Mapping[str, Any]:
-        width = shape[axis]
+        width = [shape[one] for one in (axis if isinstance(axis, tuple) else (axis,))]
         arrays = {"x": (shift + magnitude * rng.standard_normal(shape)).astype(np.float32)}
         if scale:
             arrays["scale"] = (1 + 0.5 * rng.standard_normal(width)).astype(np.float32)
@@ -37,6 +42,9 @@ NORM_CASES = (
     Case("first-axis", norm_arrays(40, 6, axis=0, offset=True), {"axis": 0}),
     Case("one-axis", norm_arrays(37, offset=True)),
     Case("many-axes", norm_arrays(2, 1, 2, 1, 3, 1, 2, 1, 8, offset=True)),
+    Case("two-axes", norm_arrays(3, 5, 8, axis=(1, 2), offset=True), {"axis": (2, 1)}),
+    Case("outer-axes", norm_arrays(3, 5, 4, axis=(0, 2)), {"axis": (0, -1)}),
+    Case("all-axes", norm_arrays(3, 8, axis=(0, 1), offset=True), {"axis": (0, 1)}),
     Case("width-1", norm_arrays(5, 1), {"epsilon": 0.1}),
     Case("width-0", norm_arrays(5, 0, offset=True)),
     Case("no-rows", norm_arrays(0, 16, offset=True)),

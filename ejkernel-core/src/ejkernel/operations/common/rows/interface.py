@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +17,7 @@ from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
-from ejkernel.utils.checks import check_compute, check_shape, finite_number, normalise_axis
+from ejkernel.utils.checks import check_compute, check_shape, finite_number, normalise_axes
 
 
 class NormInputs(NamedTuple):
@@ -54,42 +55,64 @@ def row_dims(rank: int) -> tuple[str, ...]:
 
 
 class Rows(NamedTuple):
-    """Where the rows of an array lie."""
+    """Where the rows of an array lie: `axes`, rising, of an array of this shape."""
 
-    axis: int
-    ndim: int
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the axes; of the parameters too."""
+        return tuple(self.shape[axis] for axis in self.axes)
+
+    @property
+    def _moved(self) -> tuple[int, ...]:
+        """The shape with the axes last."""
+        return (*(size for axis, size in enumerate(self.shape) if axis not in self.axes), *self.sizes)
 
     def canonical(self, array: Any) -> Any:
-        """`[b, ..., d]`: the rows last, below at least one other axis."""
-        moved = jnp.moveaxis(array, self.axis, -1)
-        return moved[None] if self.ndim == 1 else moved
+        """`[b, ..., d]`: the axes last, as one, below at least one other axis."""
+        moved = jnp.moveaxis(array, self.axes, self._last)
+        if len(self.axes) > 1:
+            moved = moved.reshape(*moved.shape[: -len(self.axes)], math.prod(self.sizes))
+        return moved[None] if moved.ndim == 1 else moved
 
     def restored(self, array: Any) -> Any:
         """The inverse of `canonical`."""
-        return jnp.moveaxis(array[0] if self.ndim == 1 else array, -1, self.axis)
+        array = array[0] if len(self.axes) == len(self.shape) else array
+        moved = array.reshape(self._moved) if len(self.axes) > 1 else array
+        return jnp.moveaxis(moved, self._last, self.axes)
+
+    def parameter(self, array: Any) -> Any:
+        """`[1, d]` of a parameter shaped like the axes; None where absent."""
+        if array is None:
+            return None
+        return (array.reshape(math.prod(self.sizes)) if len(self.axes) > 1 else array)[None]
+
+    @property
+    def _last(self) -> tuple[int, ...]:
+        return tuple(range(len(self.shape) - len(self.axes), len(self.shape)))
 
 
-def check_rows(name: str, x: Any, axis: int) -> Rows:
-    """The rows of a floating array along `axis`."""
+def check_rows(name: str, x: Any, axis: int | tuple[int, ...]) -> Rows:
+    """The rows of a floating array along one axis or several."""
     check_compute(name, x)
-    if x.ndim == 0:
-        raise invalid(name, "shape ()", "at least one axis")
-    return Rows(normalise_axis(axis, x.ndim), x.ndim)
+    return Rows(normalise_axes(name, axis, x.ndim), tuple(x.shape))
 
 
 def check_scaling(
     parameters: Mapping[str, Any],
-    width: int,
+    sizes: tuple[int, ...],
     meaning: str,
     epsilon: Any,
     scale_offset: Any,
     scales: tuple[str, ...] = ("scale",),
 ) -> tuple[float, float]:
-    """epsilon and scale_offset as floats; every parameter that is there is a floating `[width]`.
+    """epsilon and scale_offset as floats; every parameter that is there is floating and has these sizes.
 
     Args:
         parameters: by name; None where absent.
-        width: of a row; `meaning` says which size that is.
+        sizes: of the axes of a row; `meaning` says which sizes they are.
         epsilon: added to the mean square or the variance.
         scale_offset: added to the parameters that `scales` names.
     """
@@ -98,7 +121,7 @@ def check_scaling(
     for name, value in parameters.items():
         if value is not None:
             check_compute(name, value)
-            check_shape(name, value, (width,), meaning)
+            check_shape(name, value, sizes, meaning)
     absent = next((name for name in scales if parameters[name] is None), None)
     if absent and scale_offset:
         raise invalid("scale_offset", scale_offset, f"0 without {absent}", remedy=f"pass {absent}, to which it is added")
@@ -120,22 +143,29 @@ class RowNorm(Operation, abc.ABC):
     flops: ClassVar[tuple[int, int]]
 
     def canonicalise(
-        self, x: Any, scale: Any = None, offset: Any = None, *, epsilon: float = 1e-6, axis: int = -1, scale_offset: float = 0.0
+        self,
+        x: Any,
+        scale: Any = None,
+        offset: Any = None,
+        *,
+        epsilon: float = 1e-6,
+        axis: int | tuple[int, ...] = -1,
+        scale_offset: float = 0.0,
     ) -> Bound:
-        """Check and bring the normalised axis last.
+        """Check and bring the normalised axes last, as one.
 
         Args:
             x: `[..., d, ...]`, floating, at least one axis.
-            scale: `[d]` or None (ones).
-            offset: `[d]` or None (zeros).
+            scale: `[d]` or None (ones); with several axes one axis for each of them, in the order of x.
+            offset: like scale, or None (zeros).
             epsilon: added to the mean square or the variance; >= 0.
-            axis: the axis of size d.
+            axis: the axis of size d, or several that are normalised together.
             scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1` (Gemma).
         """
         rows = check_rows("x", x, axis)
         parameters = {"scale": scale, "offset": offset}
-        epsilon, scale_offset = check_scaling(parameters, x.shape[rows.axis], ALONG_AXIS, epsilon, scale_offset)
-        inputs = NormInputs(rows.canonical(x), None if scale is None else scale[None], None if offset is None else offset[None])
+        epsilon, scale_offset = check_scaling(parameters, rows.sizes, ALONG_AXIS, epsilon, scale_offset)
+        inputs = NormInputs(rows.canonical(x), rows.parameter(scale), rows.parameter(offset))
         call = self.Call(
             x=ArraySpec.of(inputs.x),
             scale=None if scale is None else ArraySpec.of(inputs.scale),

@@ -1,0 +1,119 @@
+"""`flash_attention` over pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ejkernel.compositions.mesh import is_sharded, named_specs, over_mesh
+from ejkernel.errors import argument_names, invalid
+from ejkernel.masks import MaskInfo
+from ejkernel.operations.common.pages import check_starts, known_values
+from ejkernel.operations.flash_attention import bind
+from ejkernel.operations.paged_attention import forms as _paged
+from ejkernel.operations.paged_attention.by_table import rows_over_pages
+
+_UNSAID = ("dense", "query_segments", "key_segments", "query_positions", "key_positions", "window", "chunk_size", "prefix")
+
+
+def attend_over_pages(
+    arrays: Mapping[str, Any],
+    *,
+    mask_info: MaskInfo | None,
+    unserved: Mapping[str, tuple[Any, Any]],
+    causal: Any,
+    causal_alignment: Any,
+    sliding_window: Any,
+    settings: Mapping[str, Any],
+    positional: tuple[str, ...],
+    mesh: Any,
+    in_specs: Any,
+    out_specs: Any,
+) -> Any:
+    """`paged_attention` of rows whose keys `block_tables` names.
+
+    Args:
+        arrays: query, key and value (pages), softmax_aux, block_tables, cum_seqlens_q and cum_seqlens_k; None where absent.
+        mask_info: lengths of rows, and causality; no other part.
+        unserved: arguments that paged attention does not have: what each got and the value that says nothing.
+        causal, causal_alignment, sliding_window: as in `flash_attention`, but that queries are the last tokens of their rows.
+        settings: of `paged_attention`.
+        positional, mesh, in_specs, out_specs: see `over_mesh`.
+    """
+    for name, (value, plain) in unserved.items():
+        if (value is not None) if plain is None else (value != plain):
+            raise invalid(name, value if isinstance(value, (int, float)) else "an array", f"{plain} with block_tables")
+    info = MaskInfo() if mask_info is None else mask_info
+    said = [part for part in _UNSAID if getattr(info, part) is not None]
+    if said or info.causal_offset:
+        got = f"a mask with {said[0] if said else 'causal_offset'}"
+        raise invalid("mask_info", got, "lengths and causality alone with block_tables")
+    if arrays["cum_seqlens_k"] is None and info.key_lengths is None:
+        remedy = "it does not say how many keys each row has: pass cum_seqlens_k, or lengths in mask_info"
+        raise invalid("block_tables", "a page table", "None", remedy=f"{remedy}; unified_attention takes pages with lengths")
+    if causal_alignment not in (None, "bottom_right"):
+        meaning = "'bottom_right' with block_tables: queries are the last tokens of their rows"
+        raise invalid("causal_alignment", repr(causal_alignment), meaning)
+    _check_known(arrays, info)
+    causal = bind.as_flag("causal", causal) or info.causal
+    one_token = arrays["cum_seqlens_q"] is None and arrays["query"].shape[-3] == 1
+    causal, window = _window(sliding_window, causal, one_token)
+    given = {
+        "query": arrays["query"],
+        "key_pages": arrays["key"],
+        "value_pages": arrays["value"],
+        "softmax_aux": arrays["softmax_aux"],
+        "block_tables": arrays["block_tables"],
+        "cum_seqlens_q": arrays["cum_seqlens_q"],
+        "cum_seqlens_k": arrays["cum_seqlens_k"],
+        "query_lengths": info.query_lengths,
+        "key_lengths": info.key_lengths,
+    }
+    options = _paged.settings(**settings, causal=causal, sliding_window=window, form=rows_over_pages)
+    specs: dict[str, Any] = {"positional": tuple(given), "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    if is_sharded(mesh, in_specs, out_specs):
+        given, specs["in_specs"] = _split_rows(given, named_specs(arrays, positional, in_specs))
+    with argument_names(key_pages="key", value_pages="value", kv_lens="cum_seqlens_k", query_start_loc="cum_seqlens_q"):
+        return over_mesh(_paged.attend, given, options, **specs)
+
+
+def _check_known(arrays: Mapping[str, Any], info: MaskInfo) -> None:
+    """Lengths that are known must fit the tables and the query."""
+    counted = known_values(arrays["cum_seqlens_k"])
+    described = {"cum_seqlens_k": None if counted is None else np.diff(counted), "mask_info": info.key_lengths}
+    for name, lengths in described.items():
+        _paged.check_known(name, lengths, arrays["block_tables"], arrays["key"], "pthd")
+    if arrays["cum_seqlens_q"] is not None:
+        check_starts("cum_seqlens_q", arrays["cum_seqlens_q"], arrays["query"].shape[-3])
+
+
+def _split_rows(given: dict[str, Any], specs: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """Lengths of rows in place of cumulative ones, which cannot be split, and the specs of all arrays."""
+    rows = specs.get("query", PartitionSpec())[:1] if given["cum_seqlens_q"] is None else ()
+    if given["cum_seqlens_k"] is not None:
+        lengths = jnp.diff(given["cum_seqlens_k"])
+        known = given["key_lengths"]
+        given = {**given, "cum_seqlens_k": None, "key_lengths": lengths if known is None else jnp.minimum(lengths, known)}
+    public = {"key_pages": "key", "value_pages": "value"}
+    by_rows = {name: PartitionSpec(*rows) for name in ("block_tables", "query_lengths", "key_lengths")}
+    one_row = {name for name in ("query_lengths", "key_lengths") if given[name] is not None and given[name].shape[0] == 1}
+    ordered = {**by_rows, **dict.fromkeys(one_row), **specs}
+    return given, [ordered.get(public.get(name, name)) for name in given]
+
+
+def _window(sliding_window: Any, causal: bool, one_token: bool) -> tuple[bool, int | None]:
+    """Causality, and how many of the last keys a query sees: a window of paged attention ends at the query."""
+    sides = sliding_window if isinstance(sliding_window, (tuple, list)) else (sliding_window, sliding_window)
+    if len(sides) != 2:
+        raise invalid("sliding_window", sliding_window, "an int or (left, right)")
+    left, right = (None if side is None else bind.as_count("sliding_window", side, 0) for side in sides)
+    width = None if left is None else left + 1
+    if causal or one_token or right == 0:
+        return causal or (right == 0 and not one_token), width
+    if left is None and right is None:
+        return causal, None
+    raise invalid("sliding_window", sliding_window, "(left, 0) with block_tables, or causal=True")

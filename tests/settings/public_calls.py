@@ -1,0 +1,249 @@
+"""One small call of every public function, with the axes of its arrays: those that every setting of JAX is tried on."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import ejkernel
+
+SIZES = {
+    "b": 4,
+    "t": 8,
+    "h": 4,
+    "m": 32,
+    "k": 2,
+    "d": 16,
+    "v": 16,
+    "n": 6,
+    "r": 2,
+    "p": 4,
+    "s": 4,
+    "w": 2,
+    "g": 2,
+    "c": 8,
+    "e": 4,
+}
+"""Of named axes: batch, length, heads, many heads, key heads, channels, new tokens, requests, pages, page size, pages of a request,
+groups."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PublicCall:
+    """A call with its array arguments in order of the signature."""
+
+    name: str
+    arrays: dict[str, np.ndarray]
+    axes: dict[str, str]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def run(self, arrays: dict[str, Any]) -> Any:
+        return getattr(ejkernel, self.name)(**arrays, **self.options)
+
+    def in_dtype(self, dtype: Any) -> dict[str, Any]:
+        """The arrays in JAX, floating ones in this dtype."""
+        return {
+            name: jnp.asarray(value, dtype if value.dtype == np.float32 else value.dtype) for name, value in self.arrays.items()
+        }
+
+    @property
+    def floating(self) -> list[str]:
+        return [name for name, value in self.arrays.items() if value.dtype == np.float32]
+
+
+def _floats(name: str, axes: str) -> np.ndarray:
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    return np.asarray(rng.standard_normal([SIZES[axis] if axis in SIZES else int(axis) for axis in axes.split()]), np.float32)
+
+
+def _call(function: str, arrays: str, options: dict[str, Any] | None = None, **given: Any) -> PublicCall:
+    """A call whose arrays are written as `"query: b t h d, key: b t k d"`; `given` holds those that are not normal, by name:
+    values, or a function of what would be normal."""
+    axes = {name.strip(): each.strip() for name, _, each in (part.partition(":") for part in arrays.split(","))}
+    values = {}
+    for name, each in axes.items():
+        made = given.get(name)
+        values[name] = (
+            _floats(name, each) if made is None else made(_floats(name, each)) if callable(made) else np.asarray(made)
+        )
+    return PublicCall(function, values, axes, options or {})
+
+
+def _negative(value: np.ndarray) -> np.ndarray:
+    return -np.abs(value)
+
+
+def _share(value: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-value))
+
+
+def _unit(value: np.ndarray) -> np.ndarray:
+    return value / np.linalg.norm(value, axis=-1, keepdims=True)
+
+
+_QKV = "query: b t h d, key: b t k d, value: b t k d"
+_SEQUENCE = "query: b t h d, key: b t h d, value: b t h v"
+_ANGLES = "cos: t c, sin: t c"
+_NEW = "keys: n k d, values: n k d"
+_PAGES = "key_cache: p s k d, value_cache: p s k d"
+_SERVED = "kv_lens: r, block_tables: r w, query_start_loc: 3"
+_LATENT = "query: b t h 20, key_value: b t d, w_kc: d h 16, w_vc: d h v, b_k: b t e"
+
+_KV_LENS = np.array([6, 3], np.int32)
+_TABLES = np.array([[0, 2], [1, 3]], np.int32)
+_STARTS = np.array([0, 4, 6], np.int32)
+_SERVE = {"kv_lens": _KV_LENS, "block_tables": _TABLES, "query_start_loc": _STARTS}
+_FLAT = {**_SERVE, "block_tables": _TABLES.reshape(-1), "distribution": np.array([0, 2, 2], np.int32)}
+
+
+def _dense() -> list[PublicCall]:
+    return [
+        _call("rms_norm", "x: b t d, scale: d"),
+        _call("layer_norm", "x: b t d, scale: d, offset: d"),
+        _call("fused_add_rms_norm", "x: b t d, residual: b t d, scale: d"),
+        _call("softmax", "x: b t d"),
+        _call("rope", f"x: b t h d, {_ANGLES}"),
+        _call("llama_rope", f"q: b t h d, k: b t k d, {_ANGLES}"),
+        _call("fused_qk_norm_rope", f"q: b t h d, k: b t k d, {_ANGLES}, q_scale: d, k_scale: d"),
+        _call("mean_pooling", "x: b t d"),
+        _call("causal_conv1d", "x: b t d, weight: d 4, bias: d", {"activation": "silu"}),
+        _call("fused_cross_entropy", "logits: b t d, targets: b t", targets=lambda x: np.abs(x * 4).astype(np.int32)),
+        _call("fused_kl_divergence", "student_logits: b t d, teacher_logits: b t d"),
+        _call("grouped_matmul", "lhs: n d, rhs: g d v, group_sizes: g", group_sizes=np.array([4, 2], np.int32)),
+        _call(
+            "quantized_matmul",
+            "x: n 64, w: 64 8, scales: 64 1, zeros: 64 1",
+            {"group_size": 32, "bits": 8, "mode": "affine"},
+            w=lambda x: np.abs(x * 1000).astype(np.uint32),
+        ),
+        _call("flash_attention", _QKV, {"causal": True}),
+        _call("attention", _QKV, {"causal": True}),
+        _call("scaled_dot_product_attention", _QKV, {"causal": True}),
+        _call("flash_attn_varlen", "q: n h d, k: n k d, v: n k d, cu_seqlens_q: 3", {"causal": True}, cu_seqlens_q=_STARTS),
+        _call("blocksparse_attention", "query: b h t d, key: b k t d, value: b k t d"),
+        _call("ring_attention", _QKV, {"causal": True}),
+        _call("flash_mla", _LATENT, {"causal": True}),
+        _call("multi_head_latent_attention", _LATENT, {"causal": True}),
+        _call(
+            "deepseek_attn",
+            "query: b t h d, key_value: b t d, w_kc: d h 16, w_vc: d h v, query_index: b t h c, key_index: b t c, "
+            "index_weights: b t h",
+            {"index_topk": 4},
+        ),
+        *(
+            _call(name, f"{arrays}, g_cmp: b t m, g_slc: b t m", {"block_size": 4}, g_cmp=_share, g_slc=_share)
+            for name, arrays in (
+                ("native_sparse_attention", "query: b t m d, key: b t k d, value: b t k d"),
+                ("native_spare_attention", "q: b t m d, k: b t k d, v: b t k d"),
+            )
+        ),
+        _call(
+            "apply_native_sparse_attention",
+            "query: b t m d, key: b t k d, value: b t k d, block_indices: b t k 2",
+            {"block_size": 4},
+            block_indices=np.broadcast_to(np.array([0, 1], np.int32), (4, 8, 2, 2)),
+        ),
+    ]
+
+
+def _recurrences() -> list[PublicCall]:
+    return [
+        *(_call(name, f"{_SEQUENCE}, g: b t h d", g=_negative) for name in ("gla", "gla_attention")),
+        *(
+            _call(name, f"{_SEQUENCE}, g: b t h, gk: b t h d", g=_negative, gk=_negative)
+            for name in ("recurrent", "recurrent_attention")
+        ),
+        _call("retention", _SEQUENCE),
+        *(_call(name, _SEQUENCE, {"layer_idx": 1, "num_layers": 4}) for name in ("lightning_attention", "lightning_attn")),
+        *(
+            _call(name, f"{_SEQUENCE}, beta: b t h, decay: {decay}", beta=_share, decay=_negative)
+            for name, decay in (("gated_delta_rule", "b t h"), ("kernel_delta_attention", "b t h d"))
+        ),
+        _call("rwkv4", "w: d, u: d, k: b t d, v: b t d", w=_negative),
+        _call("rwkv6", "r: b t h d, k: b t h d, v: b t h v, w: b t h d, u: h d", w=_negative),
+        _call("rwkv7", "r: b t h d, w: b t h d, k: b t h d, v: b t h v, a: b t h d, b: b t h d", w=_negative, a=_unit, b=_unit),
+        _call(
+            "rwkv7_mul",
+            "r: b t h d, w: b t h d, k: b t h d, v: b t h v, kk: b t h d, a: b t h d",
+            w=_negative,
+            kk=_unit,
+            a=_share,
+        ),
+        _call("state_space_v1", "hidden_states: b t d, A: d c, B: b t c, C: b t c, D: d, dt: b t d", A=_negative, dt=np.abs),
+        _call(
+            "state_space_v2",
+            "x: b t h d, A: h, B: b t g c, C: b t g c, D: h, dt: b t h",
+            {"n_groups": 2},
+            A=_negative,
+            dt=np.abs,
+        ),
+        _call(
+            "ragged_gated_delta_rule",
+            "query: n h d, key: n h d, value: n h v, beta: n h, decay: n h, recurrent_state: 3 h d v, query_start_loc: 3, "
+            "state_indices: r",
+            beta=_share,
+            decay=_negative,
+            query_start_loc=_STARTS,
+            state_indices=np.array([1, 0], np.int32),
+        ),
+    ]
+
+
+def _serving() -> list[PublicCall]:
+    latent = "queries_nope: n h d, queries_pe: n h e, keys_values: n d, keys_pe: n e, kv_cache: p 4 1 256"
+    latent += ", kv_lens: r, block_tables: 4, query_start_loc: 3, distribution: 3"
+    return [
+        _call(
+            "page_attention",
+            f"query: r h d, {_PAGES}, context_lens: r, block_tables: r w",
+            {"layout": "pthd"},
+            context_lens=_KV_LENS,
+            block_tables=_TABLES,
+        ),
+        _call(
+            "prefill_page_attention",
+            f"query: n h d, {_PAGES}, context_len: , page_indices: w",
+            {"layout": "pthd"},
+            context_len=np.array(6, np.int32),
+            page_indices=np.array([1, 2], np.int32),
+        ),
+        _call("unified_attention", f"queries: n h d, {_PAGES}, {_SERVED}", **_SERVE),
+        _call(
+            "decode_attention",
+            "query: r h d, key_buffer: 16 k d, value_buffer: 16 k d, req_to_tokens: r 8, seq_lens: r",
+            req_to_tokens=np.arange(16, dtype=np.int32).reshape(2, 8),
+            seq_lens=_KV_LENS,
+        ),
+        _call(
+            "ragged_decode_attention",
+            "query: b h d, key: b t k d, value: b t k d, sequence_start: b, sequence_end: b",
+            sequence_start=np.array([0, 1, 2, 0], np.int32),
+            sequence_end=np.array([3, 8, 4, 6], np.int32),
+        ),
+        _call(
+            "ragged_page_attention_v2",
+            "queries: n h d, kv_pages: p s 4 d, context_lens: r, block_tables: r w, query_start_loc: 3, num_seqs: 1",
+            context_lens=_KV_LENS,
+            block_tables=_TABLES,
+            query_start_loc=_STARTS,
+            num_seqs=np.array([2], np.int32),
+        ),
+        _call(
+            "ragged_page_attention_v3",
+            f"queries: n h d, {_NEW}, kv_cache: p s 4 1 128, kv_lens: r, block_tables: 4, query_start_loc: 3, distribution: 3",
+            **_FLAT,
+        ),
+        _call("chunked_prefill_paged_decode", f"queries: n h d, {_NEW}, {_PAGES}, {_SERVED}", **_SERVE),
+        _call("paged_cache_update", f"{_NEW}, {_PAGES}, {_SERVED}", **_SERVE),
+        *(
+            _call(name, latent, **_FLAT)
+            for name in ("multi_latent_ragged_page_attention", "multi_latent_ragged_page_attention_v2")
+        ),
+    ]
+
+
+CALLS = {call.name: call for call in (*_dense(), *_recurrences(), *_serving())}

@@ -1,0 +1,137 @@
+"""Every public function under JAX's settings and meshes: values and gradients are those without them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from public_calls import CALLS, PublicCall
+
+from ejkernel._plugins.catalog import FUNCTIONS
+
+SPLIT = {"b": "data", "h": "model", "k": "model", "m": "model"}
+"""Mesh axes by the named axes of `public_calls`."""
+
+
+def test_every_public_function_is_called():
+    assert {*CALLS} == {*FUNCTIONS}
+
+
+def results(call: PublicCall, arrays: dict[str, Any]) -> Any:
+    """Outputs, and gradients of a fixed random projection of them."""
+
+    def loss(moving: dict[str, Any]) -> Any:
+        outputs = call.run({**arrays, **moving})
+        floating = [leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        rng = np.random.default_rng(0)
+        weights = [rng.standard_normal(leaf.shape).astype(np.float32) for leaf in floating]
+        return sum(jnp.sum(leaf.astype(jnp.float32) * w) for leaf, w in zip(floating, weights, strict=True)), outputs
+
+    gradients, outputs = jax.grad(loss, has_aux=True)({name: arrays[name] for name in call.floating})
+    return outputs, gradients
+
+
+@functools.cache
+def expected(name: str, dtype: str) -> Any:
+    call = CALLS[name]
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return jax.device_get(jax.jit(functools.partial(results, call))(call.in_dtype(dtype)))
+
+
+def check(got: Any, wanted: Any, tolerance: float = 2e-5) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(jax.device_get(got)), jax.tree.leaves(wanted), strict=True)
+    for (path, one), other in pairs:
+        one, other = (np.asarray(value, np.float64) for value in (one, other))
+        largest = np.max(np.abs(other), initial=1.0, where=np.isfinite(other))
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * largest, err_msg=jax.tree_util.keystr(path))
+
+
+def mesh_of(shape: tuple[int, int], kind: AxisType) -> Any:
+    if len(jax.devices()) < np.prod(shape):
+        pytest.skip(f"needs {np.prod(shape)} devices, this machine has {len(jax.devices())}")
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
+
+
+def placed(call: PublicCall, arrays: dict[str, Any], mesh: Any, leading: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """The arrays on a mesh, axes split as `SPLIT` says and before them `leading` ones."""
+
+    def spec(name: str) -> PartitionSpec:
+        axes = (SPLIT.get(axis) for axis in call.axes[name].split())
+        return PartitionSpec(*leading, *(None if axis in leading else axis for axis in axes))
+
+    return {name: jax.device_put(value, NamedSharding(mesh, spec(name))) for name, value in arrays.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CALLS)
+def test_no_implicit_promotion(name, dtype):
+    call = CALLS[name]
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        got = jax.jit(functools.partial(results, call))(call.in_dtype(dtype))
+    check(got, expected(name, dtype), 0)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_explicit_mesh(name, shape):
+    """Axes of one device are part of the types too; gradients are split as their inputs are."""
+    call, mesh = CALLS[name], mesh_of(shape, AxisType.Explicit)
+    arrays = placed(call, call.in_dtype("float32"), mesh)
+    with jax.set_mesh(mesh):
+        got = jax.jit(functools.partial(results, call))(arrays)
+    check(got, expected(name, "float32"))
+    assert {name: value.sharding.spec for name, value in got[1].items()} == {
+        name: arrays[name].sharding.spec for name in got[1]
+    }
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", CALLS)
+def test_arrays_that_are_not_on_the_mesh(name, kind):
+    call, mesh = CALLS[name], mesh_of((2, 2), kind)
+    with jax.set_mesh(mesh):
+        got = jax.jit(functools.partial(results, call))(call.in_dtype("float32"))
+    check(got, expected(name, "float32"))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_vmap_over_an_axis_that_is_split(name):
+    call, mesh = CALLS[name], mesh_of((2, 2), AxisType.Explicit)
+    twice = {name: jnp.stack([value, value]) for name, value in call.in_dtype("float32").items()}
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.vmap(functools.partial(results, call)))(placed(call, twice, mesh, ("data",)))
+    for member in range(2):
+        check(jax.tree.map(lambda leaf, member=member: jax.device_get(leaf)[member], got), expected(name, "float32"))
+
+
+FOR_ONE_NUMBER = {"ragged_decode_attention"}
+"""Whose plan is made for a number of requests."""
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, call in CALLS.items() if any("b" in axes.split() for axes in call.axes.values())]
+)
+def test_export_with_a_symbolic_batch(name):
+    call = CALLS[name]
+    arrays = call.in_dtype("float32")
+    scope = jax.export.SymbolicScope()
+
+    def described(name: str, array: Any) -> jax.ShapeDtypeStruct:
+        axes = zip(call.axes[name].split(), array.shape, strict=True)
+        text = ", ".join("b" if axis == "b" else str(size) for axis, size in axes)
+        return jax.ShapeDtypeStruct(jax.export.symbolic_shape(text, scope=scope), array.dtype)
+
+    shapes = {name: described(name, array) for name, array in arrays.items()}
+    export = jax.export.export(jax.jit(call.run))
+    if name in FOR_ONE_NUMBER:
+        with pytest.raises(ValueError, match="got a symbolic number of requests, b, expected a number"):
+            export(shapes)
+    else:
+        check(export(shapes).call(arrays), expected(name, "float32")[0])
