@@ -63,7 +63,8 @@ def _widest(query: Any, key: Any, value: Any) -> Any:
 def in_one_dtype(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     """The three in the widest of their dtypes, which holds the numbers of the others exactly; they are checked."""
     widest = _widest(query, key, value)
-    return query.astype(widest), key.astype(widest), value.astype(widest)
+    query, key, value = (x if x.dtype == widest else x.astype(widest) for x in (query, key, value))
+    return query, key, value
 
 
 def as_score_shaped(name: str, array: Any, sizes: tuple[int, int, int, int]) -> Any:
