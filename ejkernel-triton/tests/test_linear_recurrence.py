@@ -29,7 +29,7 @@ from ejkernel_triton.linear_recurrence import capability, config
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
-from ejkernel_triton.linear_recurrence import kernel
+from ejkernel_triton.linear_recurrence import forms, kernel
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
@@ -80,6 +80,30 @@ def check(call, inputs, choice, limits=(2e-6, 1e-5)):
 def test_several_segments(interpreted, name):
     limits = (1e-5, 2e-3) if name.startswith("extreme") else (2e-6, 1e-5)
     check(*bound_of(NAMED[name].arrays, NAMED[name].options), SEVERAL_SEGMENTS, limits)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("state", [False, True])
+def test_bonus(interpreted, state, reverse):
+    maker = arrays(2, 20, 1, 5, 4, query_heads=2, decays="gk", bonus=True, state=state)
+    check(*bound_of(maker, {"reverse": reverse, "return_state": True}), SEVERAL_SEGMENTS)
+
+
+def test_one_token_with_a_bonus(interpreted):
+    check(*bound_of(NAMED["bonus"].arrays, NAMED["bonus"].options), config.Config(32, 32, 16, 4, 1))
+    maker = arrays(2, 1, 2, 5, 4, decays="gk", bonus=True, state=True)
+    check(*bound_of(maker, {"return_state": True}), config.Config(16, 0, 16, 4, 1))
+
+
+@pytest.mark.parametrize("channels", [257, 272, 520])
+def test_wide_values_are_several_calls(interpreted, channels):
+    maker = arrays(1, 20, 1, 5, channels, decays="g", state=True)
+    call, inputs = bound_of(maker, {"return_state": True})
+    parts = [part.call.value.shape[3] for part in forms.parts_of(call)]
+    assert sum(parts) == channels and max(parts) <= 256 and len(parts) == -(-channels // 256)
+    check(call, inputs, SEVERAL_SEGMENTS)
+    wide, _ = bound_of(arrays(1, 4096, 4, 128, 512, decays="g"), {}, "bfloat16")
+    assert config.forward_heuristic(wide, H200) == config.forward_heuristic(forms.parts_of(wide)[0].call, H200)
 
 
 @pytest.mark.parametrize(("decays", "bounds"), [("gk", None), ("g", (0, 9, 9, 30)), ("gk g", (0, 17, 33))])
@@ -207,8 +231,10 @@ def test_supports():
     assert "query is float64" in str(ask(query=ArraySpec((2, 64, 4, 32), "float64")))
     assert "value bfloat16, needs one dtype" in str(ask(value=ArraySpec((2, 64, 4, 32), "bfloat16")))
     assert "9.0 or older" in str(ask(Target("gpu", "NVIDIA B200", "10.0")))
-    assert {"gv", "bonus"}.isdisjoint(ACCEPTS["linear_recurrence"])
-    assert "head size 257" in str(ask(value=ArraySpec((2, 64, 4, 257), "float32")))
+    assert "gv" not in ACCEPTS["linear_recurrence"]
+    assert "head size 257" in str(ask(query=ArraySpec((2, 64, 4, 257), "float32")))
+    packed = {"bonus": ArraySpec((1, 4, 32), "float32"), "cu_seqlens": ArraySpec((1, 3), "int32")}
+    assert "a bonus in packed sequences" in str(ask(**packed))
     assert "tokens are more than" in str(
         ask(**dict.fromkeys(("query", "key", "value"), ArraySpec((2, 2**30, 1, 1), "float32")))
     )

@@ -1,6 +1,8 @@
-"""`selective_scan` and `rwkv4` in Triton on a real GPU: numbers of every config, then times beside XLA and peers.
+"""Scans in Triton on a real GPU: numbers of every config, then times beside XLA and peers.
 
     python tests/device/scans.py --out results
+
+They are `selective_scan`, `rwkv4`, and `linear_recurrence` with a bonus or wide values.
 
 In bfloat16 (A, dt, w, u in float32, as models hold them): outputs and gradients of configs of the search spaces against XLA in
 float32, each config twice, bit by bit; device times by CUPTI, XLA's, and those of jax-linear-attention and flash-linear-attention
@@ -32,7 +34,7 @@ from ejkernel.plugin import current_target
 
 
 class Shape(NamedTuple):
-    """width: of the state of a channel; 0 for `rwkv4`."""
+    """width: of the state of a channel; 0 for `rwkv4`. heads: of `linear_recurrence`, with channels of value; else 0."""
 
     batch: int
     length: int
@@ -40,6 +42,12 @@ class Shape(NamedTuple):
     width: int = 0
     state: bool = False
     dtype: str = "bfloat16"
+    heads: int = 0
+    bonus: bool = False
+
+    @property
+    def operation(self) -> str:
+        return "linear_recurrence" if self.heads else "selective_scan" if self.width else "rwkv4"
 
 
 PROBLEMS = {
@@ -51,6 +59,8 @@ PROBLEMS = {
     "mamba-float32-b1-t2048-i2048-n16": Shape(1, 2048, 2048, 16, dtype="float32"),
     "rwkv4-b8-t4096-c2048": Shape(8, 4096, 2048),
     "rwkv4-b1-t8192-c4096": Shape(1, 8192, 4096),
+    "rwkv6-b2-t4096-h32-d64": Shape(2, 4096, 64, 64, heads=32, bonus=True),
+    "gla-b1-t4096-h16-d128-v512": Shape(1, 4096, 512, 128, heads=16),
     "mamba-step-b1-i4096-n16": Shape(1, 1, 4096, 16, True),
     "mamba-step-b64-i4096-n16": Shape(64, 1, 4096, 16, True),
     "mamba-step-b256-i4096-n16": Shape(256, 1, 4096, 16, True),
@@ -62,9 +72,10 @@ class Problem:
 
     def __init__(self, name: str) -> None:
         shape = self.shape = PROBLEMS[name]
-        self.name, self.operation = name, "selective_scan" if shape.width else "rwkv4"
+        self.name, self.operation = name, shape.operation
         owner = get_operation(self.operation)
-        bound = owner.canonicalise(**(_mamba if shape.width else _rwkv4)(shape))
+        make = {"linear_recurrence": _linear, "selective_scan": _mamba, "rwkv4": _rwkv4}[self.operation]
+        bound = owner.canonicalise(**make(shape))
         self.call, self.inputs, self.owner = bound.call, bound.inputs, owner
         specs = owner.output_specs(self.call)
         keys = iter(jax.random.split(jax.random.key(1), 2))
@@ -98,7 +109,7 @@ class Problem:
         """Compiled: a config of ours, None for XLA, "exact" for XLA from the same numbers in float32."""
         if cfg is not None and cfg != "exact":
             return self.function(phase, self.module("triton", "kernel"), cfg).lower(*self.values).compile()
-        xla, space = self.module("xla", "kernel"), self.module("xla", "config")
+        xla, space = self.module("xla", "kernel"), self.module("xla", "config").CONFIGS
         if cfg is None:
             return self.function(phase, xla, space.heuristic(self.call, current_target())).lower(*self.values).compile()
         names = [name for name in self.owner.differentiable if getattr(self.call, name) is not None]
@@ -112,7 +123,7 @@ class Problem:
 
 def _mamba(shape: Shape) -> dict[str, Any]:
     keys = iter(jax.random.split(jax.random.key(0), 8))
-    batch, length, channels, width, state, dtype = shape
+    batch, length, channels, width, state, dtype = shape[:6]
 
     def normal(*sizes: int) -> Any:
         return jax.random.normal(next(keys), sizes, jnp.float32)
@@ -135,6 +146,19 @@ def _rwkv4(shape: Shape) -> dict[str, Any]:
     tokens = shape.batch, shape.length, shape.channels
     made = {name: jax.random.normal(next(keys), (shape.channels,)) for name in ("w", "u")}
     return made | {name: jax.random.normal(next(keys), tokens).astype(shape.dtype) for name in ("k", "v")}
+
+
+def _linear(shape: Shape) -> dict[str, Any]:
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    tokens = shape.batch, shape.length, shape.heads
+    sizes = {"query": shape.width, "key": shape.width, "value": shape.channels}
+    made: dict[str, Any] = {
+        name: jax.random.normal(next(keys), (*tokens, size)).astype(shape.dtype) for name, size in sizes.items()
+    }
+    made["gk"] = -0.1 * jnp.abs(jax.random.normal(next(keys), (*tokens, shape.width)))
+    if shape.bonus:
+        made["bonus"] = jax.random.normal(next(keys), (shape.heads, shape.width))
+    return made
 
 
 def time_jla(report: Report, problem: Problem) -> None:
@@ -194,7 +218,7 @@ def chosen(problem: Problem, phase: str, options: argparse.Namespace) -> list[An
 
 
 def run(report: Report, options: argparse.Namespace) -> None:
-    """One problem after the other; the programs of the next ones are compiled meanwhile."""
+    """All programs are compiled by many threads, then run one by one."""
     problems = [Problem(name) for name in options.problems.split(",")]
     with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
         jobs = []
@@ -202,6 +226,7 @@ def run(report: Report, options: argparse.Namespace) -> None:
             for phase in problem.phases:
                 wanted = ["exact", *chosen(problem, phase, options)]
                 jobs.append((problem, phase, wanted, [pool.submit(compiled, problem, phase, cfg) for cfg in wanted]))
+        concurrent.futures.wait([job for *_, programs in jobs for job in programs])  # XLA times kernels when it compiles
         for problem, phase, wanted, programs in jobs:
             print(f"{problem.name} {phase}, at {time.monotonic() - report.started:.0f} s", flush=True)
             exact = programs[0].result()(*problem.values)
@@ -213,9 +238,10 @@ def run(report: Report, options: argparse.Namespace) -> None:
                     return
                 check_and_time(report, problem, phase, cfg, program.result(), exact, heuristic)
                 report.save()
-            if phase == problem.phases[-1] and "peers" not in options.skip and problem.shape.dtype == "bfloat16":
+            peer = {"selective_scan": time_jla, "rwkv4": time_fla}.get(problem.operation)
+            if phase == problem.phases[-1] and peer and "peers" not in options.skip and problem.shape.dtype == "bfloat16":
                 try:
-                    (time_jla if problem.shape.width else time_fla)(report, problem)
+                    peer(report, problem)
                 except Exception as error:  # noqa: BLE001 - a peer that does not run is a finding
                     print(f"  peer: {type(error).__name__}: {str(error)[:300]}", flush=True)
 

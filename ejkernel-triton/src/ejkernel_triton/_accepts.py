@@ -71,6 +71,7 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "g",
         "g_gamma",
         "gk",
+        "bonus",
         "initial_state",
         "cu_seqlens",
         "scale",

@@ -114,7 +114,7 @@ class _General(Problem):
 
     def prepare(self, *, keep: bool) -> _Prepared:
         x = self.inputs
-        most = 32 if self.rule.bfloat16 else 16
+        most = 64 if self.rule.bfloat16 else 16
         square = (*self.squares, self.chunk, self.chunk) if keep else (1,), self.dtype
         key, value, totals = self.key_tile, self.value_tile, ((*self.squares, self.width), jnp.float32)
         made = call_kernel(
@@ -124,7 +124,7 @@ class _General(Problem):
             grid=self.batch * self.chunks * self.call.heads,
             num_warps=4,
             BLOCK_K=min(dot_block(self.width), most),
-            BLOCK_V=min(dot_block(self.channels), 2 * most),
+            BLOCK_V=min(dot_block(self.channels), 64 if self.rule.bfloat16 else 32),
             LEVELS=self.levels,
             KEEP=keep,
             **self.launch,

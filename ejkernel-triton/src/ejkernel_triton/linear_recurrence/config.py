@@ -12,7 +12,7 @@ from ejkernel.plugin import ConfigSpace, Target
 from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_triton._blocks import MIN_DOT_SIZE, dot_block
 from ejkernel_triton._capability import shared_memory_limit
-from ejkernel_triton.linear_recurrence.params import product_precision
+from ejkernel_triton.linear_recurrence.params import WIDEST_VALUE, product_precision
 
 
 @renamed_knobs(chunk="chunk_size", segment="segment_size", block="block_v")
@@ -47,7 +47,7 @@ class _Model:
 
     def __init__(self, call: LinearRecurrenceCall, target: Target, *, backward: bool) -> None:
         self.call, self.backward = call, backward
-        self.width, self.channels = dot_block(call.query.shape[3]), dot_block(call.value.shape[3])
+        self.width, self.channels = dot_block(call.query.shape[3]), dot_block(min(call.value.shape[3], WIDEST_VALUE))
         self.itemsize = 4 if call.query.dtype == "float32" else 2
         self.wide = call.query.dtype != "bfloat16"
         self.exact = self.itemsize == 4 and product_precision(call) == "ieee"

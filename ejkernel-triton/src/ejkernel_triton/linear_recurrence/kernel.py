@@ -21,9 +21,11 @@ from ejkernel.operations.linear_recurrence.interface import (
 from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._chunks import chunks_of
 from ejkernel_triton._jax_triton import call_kernel
+from ejkernel_triton.linear_recurrence import forms
 from ejkernel_triton.linear_recurrence.config import Config
 from ejkernel_triton.linear_recurrence.fused_chunk import fused_chunk_kernel, scores_kernel
 from ejkernel_triton.linear_recurrence.params import (
+    WIDEST_VALUE,
     RecurrenceParams,
     forward_params,
     key_gradient_params,
@@ -274,11 +276,14 @@ def _zero_size(call: LinearRecurrenceCall) -> bool:
 
 
 def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: Config) -> LinearRecurrenceOutputs:
-    problem = _Problem(call, inputs, config)
-    batch, length, heads = problem.batch, problem.length, problem.heads
     if _zero_size(call):
-        out = vary_like(jnp.zeros((batch, length, heads, call.value.shape[3]), call.value.dtype), inputs)
-        return LinearRecurrenceOutputs(out, _initial(problem) if call.return_state else None)
+        return _zero_outputs(call, inputs)
+    if call.bonus is not None:
+        return forms.forward_with_bonus(forward, call, inputs, config)
+    if call.value.shape[3] > WIDEST_VALUE:
+        return forms.forward_in_parts(forward, call, inputs, config)
+    problem = _Problem(call, inputs, config)
+    length = problem.length
     params = prepared_params(problem.params)
     fused = call.cu_seqlens is None and (not config.segment_size or config.segment_size >= length)
     cut = problem.segments(
@@ -300,12 +305,18 @@ def _segment_of(config: Config) -> int:
     return 8 * config.chunk_size
 
 
-def _initial(problem: _Problem) -> Any:
-    given = problem.inputs.initial_state
+def _zero_outputs(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> LinearRecurrenceOutputs:
+    """Outputs if no token is in a sequence."""
+    (batch, length, _, width), heads, channels = call.query.shape, call.heads[1], call.value.shape[3]
+    out = vary_like(jnp.zeros((batch, length, heads, channels), call.value.dtype), inputs)
+    if not call.return_state:
+        return LinearRecurrenceOutputs(out)
+    given = inputs.initial_state
     if given is not None:
-        return given.astype(jnp.float32)
-    shape = (problem.batch, problem.call.sequences, problem.heads, *problem.state_shape)
-    return vary_like(jnp.zeros(shape, jnp.float32), problem.inputs)
+        return LinearRecurrenceOutputs(out, given.astype(jnp.float32))
+    return LinearRecurrenceOutputs(
+        out, vary_like(jnp.zeros((batch, call.sequences, heads, width, channels), jnp.float32), inputs)
+    )
 
 
 def backward(
@@ -315,10 +326,14 @@ def backward(
     cotangents: LinearRecurrenceOutputs,
     config: Config,
 ) -> LinearRecurrenceInputs:
-    problem = _Problem(call, inputs, config)
     d_final = cotangents.final_state
     if _zero_size(call):
-        return _zero_gradients(problem, d_final)
+        return _zero_gradients(inputs, d_final)
+    if call.bonus is not None:
+        return forms.backward_with_bonus(backward, call, inputs, outputs, cotangents, config)
+    if call.value.shape[3] > WIDEST_VALUE:
+        return forms.backward_in_parts(backward, call, inputs, outputs, cotangents, config)
+    problem = _Problem(call, inputs, config)
     d_out = cotangents.out
     cut = problem.segments(
         min(config.segment_size or _segment_of(config), -(-problem.length // config.chunk_size) * config.chunk_size)
@@ -386,9 +401,8 @@ def _shared(gradient: Any, like: Any, axis: int) -> Any:
     return gradient.astype(like.dtype)
 
 
-def _zero_gradients(problem: _Problem, d_final: Any) -> LinearRecurrenceInputs:
+def _zero_gradients(inputs: LinearRecurrenceInputs, d_final: Any) -> LinearRecurrenceInputs:
     """Gradients if no token is in a sequence."""
-    inputs = problem.inputs
     zeros = {
         name: None if x is None or name == "cu_seqlens" else vary_like(jnp.zeros(x.shape, x.dtype), inputs)
         for name, x in inputs._asdict().items()

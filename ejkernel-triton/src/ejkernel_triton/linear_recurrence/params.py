@@ -7,6 +7,9 @@ import dataclasses
 from ejkernel.operations.linear_recurrence.interface import LinearRecurrenceCall
 from ejkernel_triton._numerics import DotPrecision, dot_precision
 
+WIDEST_VALUE = 256
+"""Channels of value that one program's recurrence may have."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RecurrenceParams:
