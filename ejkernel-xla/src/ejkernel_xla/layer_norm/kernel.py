@@ -3,12 +3,11 @@ that leaves is the mean of the centred row, which is summed beside the squares."
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+from typing import Any
 
 from ejkernel.operations.layer_norm.interface import LayerNormCall, LayerNormInputs, LayerNormOutputs
 from ejkernel.utils.dtypes import accumulator
-from ejkernel_xla._rows import apply_parameters, mean_of_rows, parameter_gradient, scaled, square_unit
+from ejkernel_xla._rows import apply_parameters, inverse_norm, mean_of_rows, parameter_gradient, scaled, square_unit
 
 
 def forward(call: LayerNormCall, inputs: LayerNormInputs, config: None) -> LayerNormOutputs:
@@ -17,9 +16,9 @@ def forward(call: LayerNormCall, inputs: LayerNormInputs, config: None) -> Layer
     mean = mean_of_rows(wide)
     centred = wide - mean
     rest = mean_of_rows(centred)
-    variance = jnp.maximum(mean_of_rows((centred * unit) ** 2) - (rest * unit) ** 2, 0)
-    rstd = unit * jax.lax.rsqrt(variance + call.epsilon * unit * unit)
-    out = apply_parameters(call, (centred - rest) * rstd, inputs)
+    centred = centred - rest
+    rstd: Any = inverse_norm(centred, call.epsilon, unit)
+    out = apply_parameters(call, centred * rstd, inputs)
     if not call.save_residuals:
         return LayerNormOutputs(out)
     return LayerNormOutputs(out, mean[..., 0], rstd[..., 0])
