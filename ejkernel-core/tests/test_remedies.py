@@ -39,6 +39,20 @@ def test_higher_derivatives_name_plain_jax_code(derivative):
     assert jnp.abs(found).max() > 0
 
 
+@pytest.mark.parametrize("function", [ejkernel.rms_norm, ejkernel.layer_norm])
+def test_plain_jax_code_of_norms_has_finite_derivatives(function):
+    """Rows of a mean square near 1 and 0.01: nothing that is squared for range may overflow in a derivative."""
+
+    def total(x):
+        return (function(x) ** 2 * jnp.arange(8.0)).sum()
+
+    expected = jax.grad(total)(X)
+    with ejkernel.use("xla", custom_gradients=False):
+        assert jnp.allclose(jax.grad(total)(X), expected, atol=1e-4)
+        assert jnp.allclose(jax.jvp(total, (X,), (X,))[1], (expected * X).sum(), atol=1e-3)
+        assert jnp.isfinite(jax.hessian(total)(X)).all()
+
+
 def test_first_derivatives_under_every_transform_are_as_before():
     expected = jax.grad(loss)(X)
     assert jnp.allclose(jax.jit(jax.grad(loss))(X), expected, atol=1e-6)
