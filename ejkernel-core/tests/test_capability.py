@@ -17,6 +17,14 @@ from ejkernel.targets.nvidia import HALVES, GpuProperties, array_problem, device
         (Target("gpu", "", "12.0"), {}, None),
         (Target("gpu", "NVIDIA H200", "9.0"), {"oldest": (9, 0), "newest": (9, 0)}, None),
         (Target("cpu"), {}, "needs an NVIDIA GPU, the target is cpu"),
+        (
+            Target("gpu", "AMD Instinct MI300X", "gfx942"),
+            {},
+            "needs an NVIDIA GPU, the target is gpu (AMD Instinct MI300X, gfx942)",
+        ),
+        (Target("gpu", "", "gfx90a"), {}, "needs an NVIDIA GPU, the target is gpu (gfx90a)"),
+        (Target("gpu", "AMD"), {}, "needs an NVIDIA GPU, the target is gpu (AMD)"),
+        (Target("gpu", "", "unheard of"), {}, "the compute capability of gpu (unheard of) is unknown"),
         (Target("gpu"), {}, "the compute capability of gpu is unknown; say it with ejkernel.use(target="),
         (Target("gpu", "Tesla T4", "7.5"), {}, "needs compute capability 8.0 or newer, gpu (Tesla T4, sm_75) has 7.5"),
         (

@@ -52,7 +52,32 @@ def test_a_compiled_function_is_traced_again_for_another_target(asked: list[str]
     assert {*asked} == {"cpu", "tpu"}
 
 
-@pytest.mark.parametrize("value", ["gpuu", "gpu:", "gpu:nine", "gpu:9", "gpu:9.0.1"])
+@pytest.mark.parametrize(
+    ("value", "target"),
+    [
+        ("rocm:gfx942", Target("gpu", "", "gfx942")),
+        ("gpu:gfx90a", Target("gpu", "", "gfx90a")),
+        ("rocm", Target("gpu", "AMD")),
+        ("cuda:9.0", Target("gpu", "", "9.0")),
+    ],
+)
+def test_targets_by_name(value: str, target: Target):
+    assert as_target(value) == target
+    assert target.is_amd == value.startswith(("rocm", "gpu:gfx"))
+    assert (target.capability is None) == target.is_amd
+
+
+def test_no_plugin_is_broken_on_an_amd_gpu():
+    x = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+    with ejkernel.use(target=Target("gpu", "AMD Instinct MI300X", "gfx942")):
+        found = ejkernel.explain("rms_norm", x)
+    assert found.chosen == found.backward.chosen.id == "xla"
+    assert {v.verdict for d in (found.forward, found.backward) for v in d.verdicts} <= {"chosen", "refused", "available"}
+
+
+@pytest.mark.parametrize(
+    "value", ["gpuu", "gpu:", "gpu:nine", "gpu:9", "gpu:9.0.1", "cuda:gfx942", "rocm:9.0", "cpu:9.0", "tpu:gfx942", "gfx942"]
+)
 def test_other_texts_are_refused(value: str):
     with pytest.raises(ValueError, match=f"target: got '{value}'"):
         as_target(value)

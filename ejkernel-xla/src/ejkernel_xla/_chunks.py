@@ -51,11 +51,11 @@ class ChunkLoop:
         chunks_of = -(-(ends - starts) // self.size)
         up_to = jnp.cumsum(chunks_of)
         index = jnp.arange(self.count, dtype=jnp.int32)
-        sequence = jnp.sum(index[:, None] >= up_to, axis=1, dtype=jnp.int32)
+        sequence = jnp.sum(index[:, None] >= up_to[None], axis=1, dtype=jnp.int32)
         known = jnp.minimum(sequence, starts.shape[0] - 1)
         rank = index - (up_to - chunks_of)[known]
         busy = sequence < starts.shape[0]
-        position = rank[:, None] * self.size + jnp.arange(self.size, dtype=jnp.int32)
+        position = rank[:, None] * self.size + jnp.arange(self.size, dtype=jnp.int32)[None]
         token = ends[known, None] - 1 - position if self.reverse else starts[known, None] + position
         valid = busy[:, None] & (position < (ends - starts)[known, None])
         tokens = jnp.where(valid, token, self.length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -30,11 +31,41 @@ def square_unit(dtype: Any, epsilon: float) -> float:
     return 2.0 ** -min(max(least // 2, 0), 60)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def deviation(rows: Any, epsilon: float, unit: float) -> tuple[Any, Any]:
+    """The mean of rows `[..., 1]` and `1 / sqrt(variance + epsilon)`, in one pass over rows whose mean is near 0.
+
+    Its derivative is formed of normalised rows: powers of the variance of rows times a small unit would overflow.
+    """
+    mean = mean_of_rows(rows)
+    variance = jnp.maximum(mean_of_rows((rows * unit) ** 2) - (mean * unit) ** 2, 0)
+    return mean, unit * jax.lax.rsqrt(variance + epsilon * unit * unit)
+
+
+@deviation.defjvp
+def _deviation_jvp(epsilon: float, unit: float, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    mean, rstd = deviation(primals[0], epsilon, unit)
+    d_mean = mean_of_rows(tangents[0])
+    normalised = (primals[0] - mean) * rstd
+    return (mean, rstd), (d_mean, -rstd * mean_of_rows(normalised * ((tangents[0] - d_mean) * rstd)))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def inverse_rms(rows: Any, epsilon: float, unit: float) -> Any:
+    """`1 / sqrt(mean square + epsilon)` of rows `[..., 1]`; its derivative as that of `deviation`."""
+    return unit * jax.lax.rsqrt(mean_of_rows((rows * unit) ** 2) + epsilon * unit * unit)
+
+
+@inverse_rms.defjvp
+def _inverse_rms_jvp(epsilon: float, unit: float, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    rstd = inverse_rms(primals[0], epsilon, unit)
+    return rstd, -rstd * mean_of_rows((primals[0] * rstd) * (tangents[0] * rstd))
+
+
 def normalise(x: Any, epsilon: float) -> tuple[Any, Any]:
     """Rows divided by their root mean square, and its inverse `[..., 1]`, both in the accumulator dtype."""
     wide = x.astype(accumulator(x.dtype))
-    unit = square_unit(x.dtype, epsilon)
-    rstd = unit * jax.lax.rsqrt(mean_of_rows((wide * unit) ** 2) + epsilon * unit * unit)
+    rstd = inverse_rms(wide, epsilon, square_unit(x.dtype, epsilon))
     return wide * rstd, rstd
 
 

@@ -38,14 +38,15 @@ _warned: set[tuple[str, str, str]] = set()
 def _admitted(request: Request, phase: Phase) -> tuple[Decision, Candidate]:
     decision = decide(request, phase)
     if decision.chosen is None:
-        raise NoKernelError(f"{decision}\n{_next_step(request)}", decision)
+        raise NoKernelError(f"{decision}\n{_next_step(request, decision)}", decision)
     _warn_of_fallback(decision)
     return decision, decision.chosen
 
 
-def _next_step(request: Request) -> str:
+def _next_step(request: Request, decision: Decision) -> str:
     if request.policy.platforms or request.policy.forbid:
-        return "Widen or drop the platform setting, or install a plugin that supports this call; see `ejkernel doctor`."
+        step = "Widen or drop the platform setting, or install a plugin that supports this call; see `ejkernel doctor`."
+        return step + _other_target(request, decision)
     installed = {record.name: record.state for record in kernel_registry.records}
     if installed.get(FALLBACK) == "disabled":
         return f"Add {FALLBACK!r}, which runs everywhere, to EJKERNEL_PLUGINS, or unset the variable to load all that is installed."
@@ -53,6 +54,19 @@ def _next_step(request: Request) -> str:
     if FALLBACK in installed:
         everywhere = f"{FALLBACK!r} runs everywhere; it is installed and {installed[FALLBACK]}"
     return f"Install a plugin that supports this call ({everywhere}); see `ejkernel doctor`."
+
+
+def _other_target(request: Request, decision: Decision) -> str:
+    """How to say where the program will run, where the platforms asked for run elsewhere than this call does."""
+    asked = [v.candidate for v in decision.verdicts if v.verdict == "refused"]
+    backends = {backend for candidate in asked for backend in candidate.implementation.backends}
+    if request.policy.target is not None or not backends or backends & {"any", request.target.backend}:
+        return ""
+    elsewhere = "gpu:9.0" if "gpu" in backends else min(backends)
+    return (
+        f" This call is dispatched for {request.target}, where its arrays are or would be put. To lower or export a program for "
+        f"another device, say which: `with ejkernel.use(target={elsewhere!r}):`."
+    )
 
 
 def _warn_of_fallback(decision: Decision) -> None:

@@ -72,10 +72,16 @@ class Operation(Contract):
         invocation = _Invocation(
             self, form, static, policy, target, cfg, (*[_spelling(value) for _, value in static], _spelling(cfg))
         )
-        if explanation.capturing():
-            raise explanation.Captured(invocation.explain(arrays))
-        self.check_values(arrays)
-        return _invoke(invocation, dict(arrays))
+        try:
+            if explanation.capturing():
+                raise explanation.Captured(invocation.explain(arrays))
+            self.check_values(arrays)
+            return _invoke(invocation, dict(arrays))
+        except TypeError as error:
+            _refuse_foreign(arrays, error)
+            if _NO_JVP in str(error):
+                raise TypeError(f"{self.name}: {error} {_PLAIN_JAX}") from error
+            raise
 
     def run(self, request: Any, inputs: Any) -> Any:
         """Run a canonical request on canonical inputs; differentiable, batchable, partitionable. Returns Outputs."""
@@ -128,7 +134,7 @@ def _differentiable(request: Request, inputs: Any) -> Any:
 def _differentiable_forward(request: Request, inputs: Any) -> Any:
     from jax.ad_checkpoint import checkpoint_name
 
-    outputs = batched_forward(request.saving_residuals(), inputs)
+    outputs: Any = _once(batched_forward, request.saving_residuals(), inputs)
     tagged = {name: checkpoint_name(value, f"{request.operation.name}.{name}") for name, value in named(outputs)}
     outputs = request.operation.Outputs(**{**dict.fromkeys(outputs._fields), **tagged})
     return _public(request, outputs), (inputs, outputs)
@@ -137,8 +143,27 @@ def _differentiable_forward(request: Request, inputs: Any) -> Any:
 def _differentiable_backward(request: Request, residuals: Any, cotangents: Any) -> Any:
     inputs, outputs = residuals
     cotangents = type(cotangents)(*(one if one is not None and has_gradient(one) else None for one in cotangents))
-    return (batched_backward(request.saving_residuals(), inputs, outputs, cotangents),)
+    return (_once(batched_backward, request.saving_residuals(), inputs, outputs, cotangents),)
 
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _once(phase: Callable[..., Any], request: Request, *arrays: Any) -> Any:
+    """Run a phase of a call that is being differentiated; differentiating it again is refused, as kernels have no rule for it."""
+    return phase(request, *arrays)
+
+
+def _refuse_second_order(phase: Callable[..., Any], request: Request, primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        f"{request.operation.name}: its gradient was differentiated again, for which there is no kernel. {_PLAIN_JAX}"
+    )
+
+
+_once.defjvp(_refuse_second_order)
+_NO_JVP = "forward-mode autodiff (jvp) to a custom_vjp"
+_PLAIN_JAX = (
+    'For jvp, Hessians and gradients of gradients run the function under `with ejkernel.use("xla", custom_gradients=False):`, '
+    "which differentiates plain JAX code."
+)
 
 _differentiable.defvjp(_differentiable_forward, _differentiable_backward)
 
@@ -167,7 +192,8 @@ def _static(name: str, value: Any) -> Any:
     if isinstance(value, type):  # a dtype
         return value
     if isinstance(value, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
-        raise wrong_type(name, "a traced value", "a Python value known when the program is built")
+        remedy = "mark it static in jax.jit, or choose between values with jax.lax.switch"
+        raise wrong_type(name, "a traced value", "a Python value known when the program is built", remedy=remedy)
     if isinstance(value, (list, tuple)):
         return tuple([_static(name, item) for item in cast("Sequence[Any]", value)])
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
@@ -189,6 +215,23 @@ def _spelling(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return kind, tuple([_spelling(getattr(value, field.name)) for field in dataclasses.fields(value)])
     return kind
+
+
+def _refuse_foreign(arrays: Mapping[str, Any], error: TypeError) -> None:
+    """Name the argument that JAX takes for no array, such as another framework's tensor."""
+    for name, value in arrays.items():
+        for leaf in jax.tree.leaves(value):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                continue
+            try:
+                jax.typeof(leaf)
+            except TypeError:
+                kind = type(leaf)
+                exchanged = "jax.dlpack.from_dlpack" if hasattr(leaf, "__dlpack__") else "numpy.asarray"
+                remedy = f"convert it, for example by {exchanged}"
+                raise wrong_type(
+                    name, f"{kind.__module__}.{kind.__qualname__}", "an array of JAX or NumPy", remedy=remedy
+                ) from error
 
 
 def _demands(platform: PlatformChoice, cfg: Any) -> tuple[PlatformChoice, Any]:

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence, Sized
 from typing import Any
 
 import jax
@@ -140,6 +140,10 @@ def policy_for_call(operation: str, platform: PlatformChoice) -> Policy:
     forbidden = _environment_forbid()
     if forbidden:
         policy = dataclasses.replace(policy, forbid=policy.forbid | forbidden)
+    if platform is not None and not isinstance(platform, str) and isinstance(platform, Sized) and not len(platform):
+        raise invalid(
+            "platform", repr(platform), "at least one platform", remedy="None or 'auto' leaves the choice to ejkernel"
+        )
     names = () if platform is None else _as_names("platform", platform)
     if names:
         policy = dataclasses.replace(policy, platforms=names, source="argument")

@@ -143,7 +143,7 @@ def is_sharded(mesh: Any, in_specs: Any, out_specs: Any) -> bool:
     """Whether there is a mesh; specs belong to one, and it to them.
 
     Raises:
-        ValueError: one is given without the other.
+        ValueError: one is given without the other, or a spec names an axis that the mesh lacks.
         TypeError: what is given is no mesh.
     """
     if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
@@ -153,7 +153,17 @@ def is_sharded(mesh: Any, in_specs: Any, out_specs: Any) -> bool:
             raise invalid(name, specs, "None without a mesh", remedy="pass mesh= too")
         if mesh is not None and specs is None:
             raise invalid(name, None, "PartitionSpecs with mesh=")
+        if mesh is not None:
+            _check_axes(name, specs, mesh)
     return mesh is not None
+
+
+def _check_axes(name: str, specs: Any, mesh: Any) -> None:
+    """Refuse PartitionSpecs, in any pytree, that name an axis which the mesh lacks."""
+    for spec in jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)):
+        for axis in jax.tree.leaves(tuple(spec)) if isinstance(spec, PartitionSpec) else ():
+            if isinstance(axis, str) and axis not in mesh.axis_names:
+                raise invalid(name, f"axis {axis!r}", f"axes of the mesh, {', '.join(map(repr, mesh.axis_names))}")
 
 
 def named_specs(

@@ -109,11 +109,11 @@ def _selected(
     """Attention of each group of query heads over the tokens of its key head's blocks; groups are rows of a larger batch."""
     batch, _, heads, size = query.shape
     key_heads, length = key.shape[2], key.shape[1]
-    order = jnp.arange(block_indices.shape[3], dtype=jnp.int32)
+    order = jnp.arange(block_indices.shape[3], dtype=jnp.int32)[None, None, None]
     counts = jnp.full((batch, 1, key_heads), count, jnp.int32) if block_counts is None else block_counts.astype(jnp.int32)
     named = (block_indices >= 0) & (order < counts[..., None])
     blocks = distinct(jnp.where(named, block_indices.astype(jnp.int32), NOTHING))[:, 0]
-    tokens = blocks[..., None] * block_size + jnp.arange(block_size, dtype=jnp.int32)
+    tokens = blocks[..., None] * block_size + jnp.arange(block_size, dtype=jnp.int32)[None, None, None]
     seen = (blocks[..., None] >= 0) & (tokens <= position[:, None, None, None])
     flat = (batch, key_heads, blocks.shape[2] * block_size)
     tokens, seen = jnp.clip(tokens, 0, max(length - 1, 0)).reshape(flat), seen.reshape(flat)

@@ -261,7 +261,7 @@ def _installed(quarantine: Quarantine) -> bool:
 
 
 def _speaks_of(quarantine: Quarantine, call: Any, target: Any) -> bool:
-    capability = target.compute_capability
+    capability = target.compute_capability if target.capability is not None else None
     if quarantine.capability and (capability is None or not _requirements.admits(quarantine.capability, capability)):
         return False
     return _all_met(quarantine.call, call)

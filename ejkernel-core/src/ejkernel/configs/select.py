@@ -13,6 +13,7 @@ from typing import Any
 
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.registry import kernel_registry
+from ejkernel.call.arrays import with_known_sizes
 from ejkernel.call.policy import Policy
 from ejkernel.call.request import Request
 from ejkernel.configs import memory as _memory
@@ -167,6 +168,9 @@ def _config_of(entry: Entry | None, chosen: Candidate, space: ConfigSpace | None
 
 
 def _key(request: Request, phase: Phase, candidate: Candidate) -> Key | None:
+    """None for calls that nothing can be recorded of: with symbolic dimensions, or with fields that JSON does not know."""
+    if with_known_sizes(request.call) is not request.call:
+        return None
     try:
         return Key.of(request, phase, candidate)
     except TypeError as error:

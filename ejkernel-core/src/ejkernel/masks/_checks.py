@@ -49,7 +49,12 @@ def integers(name: str, value: Any, axes: str, *, remedy: str = "") -> Any:
     words = axes.split()
     if len(array.shape) != len(words):
         raise invalid(name, f"shape {tuple(array.shape)}", f"[{', '.join(words)}]")
-    if isinstance(array, np.ndarray) and array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
+    # ids of other types could wrap to padding; what is traced or of several hosts cannot be looked at
+    known = is_concrete(array) and getattr(array, "is_fully_addressable", True)
+    wide = jnp.iinfo(array.dtype).max >= 2**31
+    if wide and not known and jnp.issubdtype(array.dtype, jnp.unsignedinteger):
+        raise wrong_type(name, f"traced values of dtype {array.dtype}", "int32, which holds them", remedy="convert them before")
+    if wide and known and array.size and not -(2**31) <= int(array.min()) <= int(array.max()) < 2**31:
         raise invalid(name, f"values in [{array.min()}, {array.max()}]", "values that int32 can hold")
     return array if array.dtype == jnp.int32 and not isinstance(array, np.ndarray) else _cast(array, jnp.int32)
 

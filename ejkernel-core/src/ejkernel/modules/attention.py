@@ -15,6 +15,7 @@ from ejkernel.modules._frameworks import honours_masks, no_attention_function
 from ejkernel.modules._options import FlashAttentionOptions, VarlenOptions
 from ejkernel.modules._paged_flash import attend_over_pages
 from ejkernel.operations.common.dtypes import dtype_name
+from ejkernel.operations.flash_attention.bind import as_dropout_rate, as_flag
 from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, made_bias, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.operations.flash_attention.weights import with_weights
@@ -409,9 +410,10 @@ def attention(
     """
     if init_bias is not None:
         bias = made_bias(bias, init_bias)
+    dropout_prob = as_dropout_rate(dropout_prob)
     options = {
         "softmax_scale": softmax_scale,
-        "dropout_prob": 0.0 if deterministic else dropout_prob,
+        "dropout_prob": 0.0 if as_flag("deterministic", deterministic) else dropout_prob,
         "causal": causal,
         "causal_alignment": causal_alignment,
         "sliding_window": sliding_window,

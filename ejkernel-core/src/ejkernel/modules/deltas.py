@@ -11,7 +11,7 @@ from ejkernel.modules._class_api import class_form
 from ejkernel.modules._options import DeltaOptions, Rwkv7Options
 from ejkernel.operations.delta_rule.forms import by_removal, check_starts, chunked_by, delta, dims_of, ragged
 from ejkernel.operations.delta_rule.interface import OPERATION as _DELTA_RULE
-from ejkernel.utils.checks import check_array, check_compute, check_shape
+from ejkernel.utils.checks import check_array, check_compute, check_given, check_shape
 
 
 @overload
@@ -229,6 +229,7 @@ def kernel_delta_attention(
 
     Source: Kimi Team, Kimi Linear: An Expressive, Efficient Attention Architecture, 2025.
     """
+    check_given(query=query, key=key, value=value, beta=beta)
     arrays = {
         "query": query,
         "key": key,
@@ -297,6 +298,7 @@ def ragged_gated_delta_rule(
 
     Source: the rule as in `gated_delta_rule`; the pool of states is that of continuous batching.
     """
+    check_given(query=query, key=key, value=value, beta=beta)
     check_starts(query_start_loc, query)
     arrays = {
         "query": query,

@@ -16,6 +16,7 @@ from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, made_bias, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.operations.flash_attention.unbatched import unbatched
+from ejkernel.utils.checks import check_array
 
 _IMPLEMENTATIONS = {"xla": "xla", "cudnn": "cuda.cudnn"}
 """JAX's words, and ours."""
@@ -135,12 +136,13 @@ def scaled_dot_product_attention(
     arrays = given_arrays(query, key, value, bias, None, mask_info, None)
     options = {
         "softmax_scale": _one_of("scale", scale, "softmax_scale", softmax_scale),
-        "causal": is_causal or causal,
+        "causal": bind.as_flag("is_causal", is_causal) | bind.as_flag("causal", causal),
         "sliding_window": _one_of("local_window_size", local_window_size, "sliding_window", sliding_window),
         "return_lse": bind.as_flag("return_residual", return_residual),
     }
     lengths = {"query_lengths": query_seq_lengths, "key_lengths": key_value_seq_lengths}
     lengths = {name: given for name, given in lengths.items() if given is not None}
+    check_array("query", query, floating=False)
     form = unbatched if len(query.shape) == 3 else None
     if cum_seqlens_q is not None or cum_seqlens_k is not None:
         if lengths or mask is not None:

@@ -15,7 +15,7 @@ from ejkernel.errors import invalid
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.common.heads import repeat_heads
-from ejkernel.operations.flash_attention.bind import as_flag, host_seed
+from ejkernel.operations.flash_attention.bind import as_flag, as_precision, host_seed
 from ejkernel.operations.flash_attention.forms import check_cum_seqlens, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.utils.checks import check_array, check_compute, check_shape
@@ -117,6 +117,7 @@ def _latent(
     **rest: Any,
 ) -> Bound:
     """Canonicalise latent attention as `flash_attention`."""
+    precision = as_precision(precision)
     query, rotary = _split_query(query, key_value, w_kc, w_vc, b_q, b_k)
     parts = (query.shape[3], 0 if b_k is None else b_k.shape[2])
     scale = 1 / math.sqrt(sum(parts)) if softmax_scale is None else softmax_scale

@@ -236,7 +236,9 @@ def _cross_entropy(
         class_weights = jax.lax.stop_gradient(jnp.asarray(class_weights)).astype(lse.dtype)
     importance: Any = 1.0  # of the label's class
     if soft:
-        chosen = targets if class_weights is None else targets.astype(lse.dtype) * class_weights
+        chosen = (
+            targets if class_weights is None else targets.astype(lse.dtype) * jnp.broadcast_to(class_weights, targets.shape)
+        )
         mass, mean = entries.mean_under(chosen, kept, axes)
         loss = mass * lse - mean
     elif class_weights is not None:

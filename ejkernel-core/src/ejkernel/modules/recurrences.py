@@ -12,6 +12,7 @@ from ejkernel.modules._frameworks import no_attention_function, refuses_masks
 from ejkernel.modules._options import RecurrenceOptions, ShardedRecurrenceOptions
 from ejkernel.operations.linear_recurrence.forms import dims_of, recurrence
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
+from ejkernel.utils.checks import check_given
 
 
 @overload
@@ -355,6 +356,7 @@ def rwkv6(
 
     Source: Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, 2024.
     """
+    check_given(w=w, u=u)
     return _LINEAR_RECURRENCE.invoke(
         {
             "query": r,

@@ -64,7 +64,7 @@ def gpu_properties(target: Target) -> GpuProperties:
 
 def device_problem(target: Target, *, oldest: tuple[int, int] = (8, 0), newest: tuple[int, int] | None = None) -> str | None:
     """Why kernels for these compute capabilities, both ends included, cannot run there; None if they can."""
-    if target.backend != "gpu":
+    if target.backend != "gpu" or target.is_amd:
         return f"needs an NVIDIA GPU, the target is {target}"
     if target.capability is None:
         return f"the compute capability of {target} is unknown; say it with ejkernel.use(target=Target('gpu', ..., '9.0'))"

@@ -20,7 +20,8 @@ class Target:
     Attributes:
         backend: `"cpu"`, `"gpu"` or `"tpu"` (JAX's words).
         device_kind: the device's own name, e.g. `"NVIDIA H200"`; empty when unknown.
-        compute_capability: of a CUDA device as `"9.0"`; None elsewhere or when unknown.
+        compute_capability: of a CUDA device as `"9.0"`, of a ROCm device its architecture as `"gfx942"` (JAX has them in one
+            place); None elsewhere or when unknown.
     """
 
     backend: str
@@ -29,14 +30,24 @@ class Target:
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        """The compute capability as numbers, `(9, 0)`; None when unknown."""
-        if self.compute_capability is None:
+        """The compute capability as numbers, `(9, 0)`; None when unknown, and of devices that are not NVIDIA's."""
+        if self.compute_capability is None or not re.fullmatch(r"\d+(\.\d+)?", self.compute_capability):
             return None
         major, _, minor = self.compute_capability.partition(".")
         return int(major), int(minor or 0)
 
+    @property
+    def is_amd(self) -> bool:
+        """Whether it is an AMD GPU, as far as is known."""
+        return self.backend == "gpu" and (
+            self.device_kind.startswith("AMD") or (self.compute_capability or "").startswith("gfx")
+        )
+
     def __str__(self) -> str:
-        known = (self.device_kind, self.compute_capability and f"sm_{self.compute_capability.replace('.', '')}")
+        architecture = self.compute_capability
+        if architecture is not None and self.capability is not None:
+            architecture = f"sm_{architecture.replace('.', '')}"
+        known = (self.device_kind, architecture)
         details = ", ".join(item for item in known if item and item != self.backend)
         return f"{self.backend} ({details})" if details else self.backend
 
@@ -67,15 +78,19 @@ def current_target() -> Target:
 
 
 def as_target(value: Target | str | Any) -> Target:
-    """Accept a `Target`, a `jax.Device`, or a backend's name such as `"gpu"`, `"cuda"` or, with a capability, `"gpu:9.0"`."""
+    """Accept a `Target`, a `jax.Device`, or a backend's name such as `"gpu"`, `"cuda"`, `"rocm"`, or a GPU's name with its compute
+    capability or architecture: `"gpu:9.0"`, `"rocm:gfx942"`."""
     if isinstance(value, Target):
         return value
     if isinstance(value, str):
         name, separator, capability = value.partition(":")
-        if name not in _BACKEND_OF_PLATFORM or (separator and not re.fullmatch(r"\d+\.\d+", capability)):
+        architectures = {"gpu": r"\d+\.\d+|gfx[0-9a-f]+", "cuda": r"\d+\.\d+", "rocm": r"gfx[0-9a-f]+"}
+        if name not in _BACKEND_OF_PLATFORM or (separator and not re.fullmatch(architectures.get(name, r"(?!)"), capability)):
             names = ", ".join(sorted(_BACKEND_OF_PLATFORM))
-            raise ValueError(f"target: got {value!r}, expected one of {names}, or a GPU with its capability as 'gpu:9.0'")
-        return Target(_BACKEND_OF_PLATFORM[name], compute_capability=capability or None)
+            with_architecture = "'gpu:9.0' or 'rocm:gfx942'"
+            raise ValueError(f"target: got {value!r}, expected one of {names}, or a GPU with what it is as {with_architecture}")
+        kind = "AMD" if name == "rocm" and not capability else ""
+        return Target(_BACKEND_OF_PLATFORM[name], kind, capability or None)
     if hasattr(value, "device_kind"):
         return target_of_device(value)
     raise TypeError(f"target: got {type(value).__name__}, expected Target, jax.Device or a backend's name")

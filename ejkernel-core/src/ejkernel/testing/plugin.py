@@ -36,6 +36,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if "xla_force_host_platform_device_count" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={_DEVICES}".strip()
     config.stash[_REPORT] = Report(platform)
+    promote_nothing()
+
+
+def promote_nothing() -> None:
+    """Implicit promotion of ranks and dtypes is an error from here on, as in programs of users who want it so."""
+    import jax
+
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def _platform(config: pytest.Config) -> str:

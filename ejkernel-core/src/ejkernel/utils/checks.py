@@ -20,6 +20,13 @@ def check_array(name: str, value: Any, *, ndim: int | None = None, floating: boo
         raise wrong_type(name, f"dtype {value.dtype}", "a floating type")
 
 
+def check_given(**arguments: Any) -> None:
+    """Refuse None for what a function must be given, where the operation below would take it for absent."""
+    for name, value in arguments.items():
+        if value is None:
+            raise wrong_type(name, "None", "an array")
+
+
 def check_shape(name: str, value: Any, expected: tuple[int, ...], meaning: str) -> None:
     """Refuse an array of another shape; `meaning` says what the axes are, e.g. `"[channels]"`."""
     check_array(name, value, floating=False)

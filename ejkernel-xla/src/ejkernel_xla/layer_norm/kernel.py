@@ -3,22 +3,16 @@ that leaves is the mean of the centred row, which is summed beside the squares."
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
-
 from ejkernel.operations.layer_norm.interface import LayerNormCall, LayerNormInputs, LayerNormOutputs
 from ejkernel.utils.dtypes import accumulator
-from ejkernel_xla._rows import apply_parameters, mean_of_rows, parameter_gradient, scaled, square_unit
+from ejkernel_xla._rows import apply_parameters, deviation, mean_of_rows, parameter_gradient, scaled, square_unit
 
 
 def forward(call: LayerNormCall, inputs: LayerNormInputs, config: None) -> LayerNormOutputs:
-    unit = square_unit(inputs.x.dtype, call.epsilon)
     wide = inputs.x.astype(accumulator(inputs.x.dtype))
     mean = mean_of_rows(wide)
     centred = wide - mean
-    rest = mean_of_rows(centred)
-    variance = jnp.maximum(mean_of_rows((centred * unit) ** 2) - (rest * unit) ** 2, 0)
-    rstd = unit * jax.lax.rsqrt(variance + call.epsilon * unit * unit)
+    rest, rstd = deviation(centred, call.epsilon, square_unit(inputs.x.dtype, call.epsilon))
     out = apply_parameters(call, (centred - rest) * rstd, inputs)
     if not call.save_residuals:
         return LayerNormOutputs(out)

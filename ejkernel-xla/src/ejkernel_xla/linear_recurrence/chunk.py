@@ -75,7 +75,7 @@ class Chunk:
         tokens, nonfinite = _finite(tokens)
         logs = self._logs(tokens, shared, valid)
         out = self._read(state, tokens, shared, logs)
-        first = jnp.minimum(jnp.min(nonfinite.rows, axis=-1, keepdims=True), nonfinite.columns)
+        first = jnp.minimum(jnp.min(nonfinite.rows, axis=-1, keepdims=True, initial=self.size), nonfinite.columns)
         index = jax.lax.broadcasted_iota(jnp.int32, (1, self.size, 1, 1, 1), 1)
         return self._advance(state, tokens, logs, nonfinite), out + nan_where(index >= first, out.dtype)
 

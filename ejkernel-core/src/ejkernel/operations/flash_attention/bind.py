@@ -63,7 +63,8 @@ def _widest(query: Any, key: Any, value: Any) -> Any:
 def in_one_dtype(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
     """The three in the widest of their dtypes, which holds the numbers of the others exactly; they are checked."""
     widest = _widest(query, key, value)
-    return query.astype(widest), key.astype(widest), value.astype(widest)
+    query, key, value = (x if x.dtype == widest else x.astype(widest) for x in (query, key, value))
+    return query, key, value
 
 
 def as_score_shaped(name: str, array: Any, sizes: tuple[int, int, int, int]) -> Any:
@@ -182,7 +183,9 @@ def as_logits_dtype(value: Any, inputs_dtype: Any) -> str:
 
 def host_seed(seed: Any) -> Any:
     """A Python int seed as two uint32 words in NumPy, so that another seed is no other program; arrays as they are."""
-    if isinstance(seed, int) and not isinstance(seed, bool):
+    if isinstance(seed, (bool, float, complex, str)):
+        raise wrong_type("dropout_seed", repr(seed), "an int, an integer scalar or a jax PRNG key")
+    if isinstance(seed, int):
         if not 0 <= seed < 2**64:
             raise invalid("dropout_seed", seed, "a value in [0, 2**64)")
         return np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
@@ -213,9 +216,10 @@ def seed_words(seed: Any) -> Any:
 def dropout_streams(rate: float, seed: Any, batch: int, heads: int) -> Any:
     """The streams `[B, H, 2]` of a seed; None without dropout; seed 0 with one warning when no seed is given."""
     global _warned_of_fixed_seed
+    words = None if seed is None else seed_words(seed)  # checked where nothing is dropped, too
     if not rate:
         return None
-    if seed is None:
+    if words is None:
         if not _warned_of_fixed_seed:
             _warned_of_fixed_seed = True
             warnings.warn(
@@ -223,8 +227,8 @@ def dropout_streams(rate: float, seed: Any, batch: int, heads: int) -> Any:
                 EjkernelWarning,
                 stacklevel=2,
             )
-        seed = 0
-    return dropout.streams(seed_words(seed), batch, heads)
+        words = seed_words(0)
+    return dropout.streams(words, batch, heads)
 
 
 def check_dropout_streams(streams: Any, batch: int, heads: int) -> None:

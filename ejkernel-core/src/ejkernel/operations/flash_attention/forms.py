@@ -15,6 +15,7 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.interface import OPERATION, is_concrete
 from ejkernel.operations.flash_attention.visibility import check_alignment
+from ejkernel.utils.checks import check_array
 
 LAYOUTS: Mapping[str, tuple[int, int]] = {"thd": (3, 0), "htd": (3, 1), "bthd": (4, 1), "bhtd": (4, 2)}
 """Number of axes and axis of the tokens, by layout; t are the packed tokens and b has size 1."""
@@ -83,6 +84,7 @@ def add_packed(
         (1, query_lengths if key_lengths is None else key_lengths, "key", longest_key),
     )
     for side, lengths, name, longest in described:
+        check_array(name, arrays[name], floating=False)
         if len(arrays[name].shape) != axes:
             raise invalid(name, f"shape {tuple(arrays[name].shape)}", f"{axes} axes in layout {layout!r}")
         check_cum_seqlens(names[side], lengths, arrays[name].shape[axis], longest, names[2 + side])
@@ -166,6 +168,7 @@ def packed(
 def _as_batch(name: str, array: Any, layout: str) -> Any:
     """As `[1, t, h, d]`."""
     axes, tokens = LAYOUTS[layout]
+    check_array(name, array, floating=False)
     if len(array.shape) != axes:
         raise invalid(name, f"shape {tuple(array.shape)}", f"{axes} axes in layout {layout!r}")
     array = array if axes == 4 else array[None]

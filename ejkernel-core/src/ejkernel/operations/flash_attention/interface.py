@@ -200,7 +200,7 @@ class FlashAttention(Operation):
         rate = bind.as_dropout_rate(dropout_prob)
         if dropout_streams is not None and rate:
             bind.check_dropout_streams(dropout_streams, batch, heads)
-        elif rate:
+        elif dropout_streams is None:
             dropout_streams = bind.dropout_streams(rate, dropout_seed, batch, heads)
         inputs = FlashAttentionInputs(
             query=query,

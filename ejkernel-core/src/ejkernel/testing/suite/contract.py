@@ -31,6 +31,7 @@ TARGETS = (
     Target("gpu", "NVIDIA A100-SXM4-80GB", "8.0"),
     Target("gpu", "NVIDIA H200", "9.0"),
     Target("gpu", "NVIDIA B200", "10.0"),
+    Target("gpu", "AMD Instinct MI300X", "gfx942"),
     Target("tpu", "TPU v5 lite"),
     Target("tpu", "TPU v6 lite"),
 )
@@ -65,7 +66,7 @@ def test_supports_predicts_lowering(operation_name: str, platform_name: str, ext
             with use(target=target):
                 problem = Problem(operation_name, case, "float32", platform_name).in_what_runs()
                 if problem.refusal() is None:
-                    _lower(problem, _LOWERING_PLATFORM[target.backend])
+                    _lower(problem, "rocm" if target.is_amd else _LOWERING_PLATFORM[target.backend])
                     lowered += 1
     assert lowered, f"{platform_name} admits none of {len(cases)} cases of {operation_name} on any target"
 
