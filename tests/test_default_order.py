@@ -99,7 +99,10 @@ def test_what_runs_the_delta_rule_first_was_fastest(case, phase):
     decay = jax.ShapeDtypeStruct((*heads, shape["width"]) if shape["decay"] == "channel" else heads, jnp.float32)
     function = ejkernel.kernel_delta_attention if shape["decay"] == "channel" else ejkernel.gated_delta_rule
     beta = jax.ShapeDtypeStruct(heads, jnp.bfloat16)
-    call = ejkernel.explain(function, key, key, value, decay=decay, beta=beta).forward.call
+    if shape["decay"] == "general":
+        call = ejkernel.explain(ejkernel.rwkv7, key, key, key, value, key, key).forward.call
+    else:
+        call = ejkernel.explain(function, key, key, value, decay=decay, beta=beta).forward.call
     times = {name: DELTA_RULE_TIMES[case, phase, name] for name in ("xla", "triton")}
     first = max(times, key=lambda name: default_priority(name, "delta_rule", call, phase, H100).level)
     assert times[first] == min(times.values()), times
@@ -117,9 +120,16 @@ SCAN_TIMES = {
 def test_what_scans_first_was_fastest(case, phase):
     shape = SCANS["shapes"][case]
     channels, width = shape["channels"], shape["width"]
-    tokens = shape["batch"], shape["length"]
+    tokens = shape["batch"], shape["length"], *([shape["heads"]] if "heads" in shape else [])
     row, rates = jax.ShapeDtypeStruct((*tokens, channels), jnp.bfloat16), jax.ShapeDtypeStruct((channels,), jnp.float32)
-    if width:
+    if "heads" in shape:
+        key = jax.ShapeDtypeStruct((*tokens, width), jnp.bfloat16)
+        if shape["bonus"]:
+            bonus = jax.ShapeDtypeStruct((shape["heads"], width), jnp.float32)
+            call = ejkernel.explain(ejkernel.rwkv6, key, key, row, key, bonus).forward.call
+        else:
+            call = ejkernel.explain(ejkernel.recurrent_attention, key, key, row, gk=key).forward.call
+    elif width:
         matrix, read = (
             jax.ShapeDtypeStruct((channels, width), jnp.float32),
             jax.ShapeDtypeStruct((*tokens, width), jnp.bfloat16),
@@ -127,7 +137,7 @@ def test_what_scans_first_was_fastest(case, phase):
         call = ejkernel.explain(ejkernel.state_space_v1, row, matrix, read, read, rates, row).forward.call
     else:
         call = ejkernel.explain(ejkernel.rwkv4, rates, rates, row, row).forward.call
-    operation = "selective_scan" if width else "rwkv4"
+    operation = "linear_recurrence" if "heads" in shape else "selective_scan" if width else "rwkv4"
     times = {name: SCAN_TIMES[case, phase, name] for name in ("xla", "triton")}
     first = max(times, key=lambda name: default_priority(name, operation, call, phase, H100).level)
     assert times[first] == min(times.values()), times

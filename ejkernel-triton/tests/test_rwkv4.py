@@ -27,7 +27,7 @@ from ejkernel_triton.rwkv4 import kernel
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
 NAMED = {case.name: case for case in CASES}
-SMALL = [case.name for case in CASES if not case.tags & {"bench", "bench-cpu"}]
+SMALL = [case.name for case in CASES if not case.tags & {"bench", "bench-cpu", "nan"}]
 
 
 @pytest.fixture
@@ -95,6 +95,13 @@ def test_the_exponent_is_differentiated_through_the_token_it_is_of(interpreted, 
     """The largest key is in the first, the second or the last segment."""
     call, inputs = bound_of(arrays(1, 13, 4, state=True), {"return_state": True})
     check(call, inputs._replace(k=inputs.k.at[0, far].set(9.0)), config.Config(4, 2, 4, 1))
+
+
+def test_what_comes_later_is_not_seen(interpreted):
+    """Values that are NaN from a token on leave the outputs before it as they are."""
+    call, inputs = bound_of(NAMED["garbage-after"].arrays)
+    out = kernel.forward(call, inputs, config.Config(8, 2, 8, 1)).out
+    assert deviation(out[:, :7], reference.forward(call, wide(inputs)).out[:, :7]).norm < 2e-6
 
 
 def test_configs_say_what_is_wrong():

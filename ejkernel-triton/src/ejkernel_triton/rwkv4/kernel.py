@@ -17,6 +17,7 @@ from ejkernel_triton.rwkv4.config import Config
 from ejkernel_triton.rwkv4.gradients import gradient_kernel, head_kernel
 from ejkernel_triton.rwkv4.params import params_of
 from ejkernel_triton.rwkv4.scan import scan_kernel, segment_kernel
+from ejkernel_triton.rwkv4.tiles import FORGETS
 
 
 class _Problem:
@@ -104,7 +105,7 @@ def backward(
         **problem.launch,
     )
     return Rwkv4Inputs(
-        w=(_shared(d_log, w) * -jnp.exp(w.astype(jnp.float32))).astype(w.dtype),
+        w=(_shared(d_log, w) * -jnp.exp(jnp.minimum(w.astype(jnp.float32), FORGETS.value))).astype(w.dtype),
         u=_shared(d_u, u).astype(u.dtype),
         k=d_k,
         v=d_v,

@@ -8,6 +8,8 @@ import triton.language as tl
 
 NOTHING_SEEN = tl.constexpr(-1e30)
 """`ejkernel.operations.rwkv4.interface.NOTHING_SEEN`."""
+FORGETS = tl.constexpr(80.0)
+"""From this w on, which is `exp(80)` in the exponent, nothing is left; the exponent and its gradient stay finite in float32."""
 
 
 @triton.jit
@@ -55,7 +57,8 @@ def nothing_seen(P: tl.constexpr):
 @triton.jit
 def log_decay_of(p_w, i_batch, i_block, P: tl.constexpr):
     """Log decay of one token."""
-    return -tl.exp(load_number(p_w, i_batch if P.own_w else i_batch * 0, i_block, P))
+    b_w = load_number(p_w, i_batch if P.own_w else i_batch * 0, i_block, P)
+    return -tl.exp(tl.minimum(b_w, FORGETS, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit

@@ -17,7 +17,8 @@ def _delta_rule_on_triton(call: DeltaRuleCall, phase: Phase, target: Target) -> 
     decays per head, B1 T8192 H32 D128      forward 0.353, XLA 4.84    backward 1.06, XLA 16.8
     decays per head, B2 T4096 H16 D128      forward 0.180, XLA 2.32
     decays per channel, B1 T8192 H32 D128   forward 0.737, XLA 9.61    backward 2.32, XLA 40.2
-    general form, B2 T4096 H32 D64          forward 3.48, XLA 9.79 in another run
+    general form, B2 T4096 H32 D64          forward 0.645, XLA 7.80    backward 1.42, XLA 32.4
+    general form, B2 T4096 H16 D128         forward 0.858, XLA 7.36    backward 2.12, XLA 31.5
     one token, B64 H32 D128                 0.096: the state is read and written once, at 0.93 of the rate of a copy
     """
     if call.query.dtype != "bfloat16":
