@@ -7,9 +7,8 @@ import fnmatch
 import importlib
 from collections.abc import Sequence
 
-from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel.errors import invalid, suggestion
-from ejkernel.operations import get_operation
+from ejkernel.operations import OPERATIONS, get_operation
 from ejkernel.operations.common.case import Case
 from ejkernel_bench._settings import SIZES, Settings
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -45,10 +46,14 @@ def known_size(size: Any, unknown: int = STAND_IN) -> int:
 
 
 def with_known_sizes(call: Any) -> Any:
-    """A call, or a part of one, in which every symbolic dimension is a number: what heuristics and orders are asked about."""
+    """A call, or a part of one, in which every symbolic dimension is a number: what heuristics and orders are asked about.
+
+    The call itself where none is symbolic.
+    """
     if isinstance(call, tuple):
         parts = cast("tuple[Any, ...]", call)
-        return parts if hasattr(parts, "_fields") else tuple(map(with_known_sizes, parts))
+        known = parts if hasattr(parts, "_fields") else tuple(map(with_known_sizes, parts))
+        return parts if all(map(operator.is_, parts, known)) else known
     if isinstance(call, type):
         return call
     if dataclasses.is_dataclass(call):
