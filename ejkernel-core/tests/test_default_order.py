@@ -13,8 +13,10 @@ import pytest
 PLATFORMS = {"triton": "", "pallas": "mosaic_gpu", "xla": ""}
 
 EXPLAIN = """
-    import json, sys
+    import json, sys, types
     import jax
+    trusting = sys.modules["ejkernel._plugins.identity"] = types.ModuleType("identity")
+    trusting.complaint = lambda *claim: None  # who bears the platforms' names is not asked here
     import ejkernel
     from ejkernel._dispatch.explanation import Captured, capture
     from ejkernel.operations import get_operation

@@ -18,17 +18,18 @@ from ejkernel.call.partition import Layout, sharding_rule
 X = jax.random.normal(jax.random.key(0), (2, 3, 8))
 
 
-def count_stamps(jaxpr, stamp):
-    """Kernel calls in a program, by the name that dispatch stamps on them."""
+def count_stamps(jaxpr, stamp, inside=False):
+    """Kernel calls in a program, by the name that dispatch stamps on them, or on the function that they are in."""
     found = 0
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "rsqrt" and stamp in str(equation.source_info.name_stack):
+        here = inside or stamp in str(equation.source_info.name_stack)
+        if equation.primitive.name == "rsqrt" and here:
             found += 1
         for value in equation.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    found += count_stamps(inner, stamp)
+                    found += count_stamps(inner, stamp, here)
     return found
 
 

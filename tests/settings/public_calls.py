@@ -103,6 +103,7 @@ _FLAT = {**_SERVE, "block_tables": _TABLES.reshape(-1), "distribution": np.array
 def _dense() -> list[PublicCall]:
     return [
         _call("rms_norm", "x: b t d, scale: d"),
+        _call("gated_rms_norm", "x: b t d, gate: b t d, scale: d", {"norm_before_gate": False}),
         _call("layer_norm", "x: b t d, scale: d, offset: d"),
         _call("fused_add_rms_norm", "x: b t d, residual: b t d, scale: d"),
         _call("softmax", "x: b t d"),

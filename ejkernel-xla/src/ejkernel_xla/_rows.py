@@ -42,9 +42,9 @@ def deviation(rows: Any, epsilon: float, unit: float) -> tuple[Any, Any]:
     return mean, unit * jax.lax.rsqrt(variance + epsilon * unit * unit)
 
 
-@deviation.defjvp
 def _deviation_jvp(epsilon: float, unit: float, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    mean, rstd = deviation(primals[0], epsilon, unit)
+    found: Any = deviation(primals[0], epsilon, unit)
+    mean, rstd = found
     d_mean = mean_of_rows(tangents[0])
     normalised = (primals[0] - mean) * rstd
     return (mean, rstd), (d_mean, -rstd * mean_of_rows(normalised * ((tangents[0] - d_mean) * rstd)))
@@ -56,16 +56,19 @@ def inverse_rms(rows: Any, epsilon: float, unit: float) -> Any:
     return unit * jax.lax.rsqrt(mean_of_rows((rows * unit) ** 2) + epsilon * unit * unit)
 
 
-@inverse_rms.defjvp
 def _inverse_rms_jvp(epsilon: float, unit: float, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    rstd = inverse_rms(primals[0], epsilon, unit)
+    rstd: Any = inverse_rms(primals[0], epsilon, unit)
     return rstd, -rstd * mean_of_rows((primals[0] * rstd) * (tangents[0] * rstd))
+
+
+deviation.defjvp(_deviation_jvp)
+inverse_rms.defjvp(_inverse_rms_jvp)
 
 
 def normalise(x: Any, epsilon: float) -> tuple[Any, Any]:
     """Rows divided by their root mean square, and its inverse `[..., 1]`, both in the accumulator dtype."""
     wide = x.astype(accumulator(x.dtype))
-    rstd = inverse_rms(wide, epsilon, square_unit(x.dtype, epsilon))
+    rstd: Any = inverse_rms(wide, epsilon, square_unit(x.dtype, epsilon))
     return wide * rstd, rstd
 
 

@@ -3,6 +3,8 @@ that leaves is the mean of the centred row, which is summed beside the squares."
 
 from __future__ import annotations
 
+from typing import Any
+
 from ejkernel.operations.layer_norm.interface import LayerNormCall, LayerNormInputs, LayerNormOutputs
 from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla._rows import apply_parameters, deviation, mean_of_rows, parameter_gradient, scaled, square_unit
@@ -12,7 +14,8 @@ def forward(call: LayerNormCall, inputs: LayerNormInputs, config: None) -> Layer
     wide = inputs.x.astype(accumulator(inputs.x.dtype))
     mean = mean_of_rows(wide)
     centred = wide - mean
-    rest, rstd = deviation(centred, call.epsilon, square_unit(inputs.x.dtype, call.epsilon))
+    found: Any = deviation(centred, call.epsilon, square_unit(inputs.x.dtype, call.epsilon))
+    rest, rstd = found
     out = apply_parameters(call, (centred - rest) * rstd, inputs)
     if not call.save_residuals:
         return LayerNormOutputs(out)

@@ -48,9 +48,9 @@ _BENCH = frozenset({"bench"})
 _DOCUMENTS = (0, 3, 900, 901, 4000, 8192)
 
 CASES = (
+    Case("silu", arrays(3, 9, 5, 3), _SILU, tags=frozenset({"transforms"})),
     Case("state", arrays(state=True), _STATE, tags=frozenset({"transforms"})),
     Case("plain", arrays(bias=False)),
-    Case("silu", arrays(3, 9, 5, 3), _SILU, tags=frozenset({"transforms"})),
     Case("width-2", arrays(width=2, state=True), _STATE),
     Case("wide", arrays(1, 5, 3, 9, state=True), _STATE),
     Case("one-channel", arrays(1, 9, 1, 4), _SILU),
