@@ -80,6 +80,18 @@ def test_an_axis_that_the_mesh_lacks(function: str, argument: str) -> None:
         getattr(ejkernel, function)(**given, mesh=jax.make_mesh((1,), ("data",)), **specs)
 
 
+@pytest.mark.parametrize(
+    "function", ["flash_attention", "recurrent_attention", "gated_delta_rule", "scaled_dot_product_attention"]
+)
+def test_arrays_without_a_spec(function: str) -> None:
+    given = {name: jnp.asarray(value) for name, value in REQUIRED[function].items()}
+    with pytest.raises(
+        ValueError, match=r"^in_specs: got 2 entries, none for value.*, expected one for each of query, key, value"
+    ):
+        specs = {"in_specs": (PartitionSpec(),) * 2, "out_specs": PartitionSpec()}
+        getattr(ejkernel, function)(**given, mesh=jax.make_mesh((1,), ("data",)), **specs)
+
+
 @pytest.mark.parametrize("dtype", [jnp.uint32, np.uint32, np.int64])
 def test_ids_that_int32_cannot_hold(dtype: Any) -> None:
     ids = (jnp if dtype is jnp.uint32 else np).array([[7, 2**31]], dtype)

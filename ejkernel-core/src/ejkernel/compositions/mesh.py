@@ -166,6 +166,10 @@ def _check_axes(name: str, specs: Any, mesh: Any) -> None:
                 raise invalid(name, f"axis {axis!r}", f"axes of the mesh, {', '.join(map(repr, mesh.axis_names))}")
 
 
+_WHOLE_AT_THE_END = ("attention_mask", "block_tables", "class_weights", "cu_seqlens", "seg_ids")
+"""Arrays at the end that specs may stop short of, as those of clients do: they are whole then."""
+
+
 def named_specs(
     arrays: Mapping[str, Any], positional: Sequence[str], in_specs: Any, following: Sequence[str] = ()
 ) -> dict[str, PartitionSpec]:
@@ -177,6 +181,11 @@ def named_specs(
         raise invalid(
             "in_specs", f"{len(in_specs)} entries", f"at most {len(positional)}, one for each of {', '.join(positional)}"
         )
+    spare = {*following, *_WHOLE_AT_THE_END, "bias", "softmax_aux"}
+    lacking = [name for name in positional[len(in_specs) :] if arrays.get(name) is not None and name not in spare]
+    if lacking:
+        expected = f"one for each of {', '.join(positional[: positional.index(lacking[-1]) + 1])}; None = whole"
+        raise invalid("in_specs", f"{len(in_specs)} entries, none for {', '.join(lacking)}", expected)
     specs: dict[str, PartitionSpec] = {}
     for name, spec in zip(positional, in_specs, strict=False):
         if spec is not None and not isinstance(spec, PartitionSpec):

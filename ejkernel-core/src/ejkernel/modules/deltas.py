@@ -103,8 +103,8 @@ def gated_delta_rule(
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation: its dataclass, or a mapping of its fields.
         mesh: a mesh over which to split batch and heads, alike in all arrays, with in_specs and out_specs.
-        in_specs: a PartitionSpec or None for each of query, key, value, beta, decay, initial_state, seg_ids, cu_seqlens, or
-            for the first of them.
+        in_specs: a PartitionSpec or None for each of query, key, value, beta, decay, initial_state, seg_ids, cu_seqlens; the
+            last two may be left out.
         out_specs: a PartitionSpec for the result; a pair for result and state.
 
     Returns:
