@@ -85,10 +85,10 @@ def test_an_axis_that_the_mesh_lacks(function: str, argument: str) -> None:
 )
 def test_arrays_without_a_spec(function: str) -> None:
     given = {name: jnp.asarray(value) for name, value in REQUIRED[function].items()}
+    specs = {"in_specs": (PartitionSpec(),) * 2, "out_specs": PartitionSpec()}
     with pytest.raises(
         ValueError, match=r"^in_specs: got 2 entries, none for value.*, expected one for each of query, key, value"
     ):
-        specs = {"in_specs": (PartitionSpec(),) * 2, "out_specs": PartitionSpec()}
         getattr(ejkernel, function)(**given, mesh=jax.make_mesh((1,), ("data",)), **specs)
 
 
