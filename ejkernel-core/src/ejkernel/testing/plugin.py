@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +38,23 @@ def pytest_configure(config: pytest.Config) -> None:
     if "xla_force_host_platform_device_count" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={_DEVICES}".strip()
     config.stash[_REPORT] = Report(platform)
-    _promote_nothing()
+    config.add_cleanup(_promote_nothing())
 
 
-def _promote_nothing() -> None:
-    """Implicit promotion of ranks and dtypes is an error from here on, as in programs of users who want it so."""
+def _promote_nothing() -> Callable[[], None]:
+    """Implicit promotion of ranks and dtypes is an error from here on, as in programs of users who want it so; undone by what is
+    returned, for tests that run pytest inside of their own."""
     import jax
 
-    jax.config.update("jax_numpy_rank_promotion", "raise")
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    strict = {"jax_numpy_rank_promotion": "raise", "jax_numpy_dtype_promotion": "strict"}
+    before = {name: getattr(jax.config, name) for name in strict}
+
+    def update(values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            jax.config.update(name, value)
+
+    update(strict)
+    return functools.partial(update, before)
 
 
 def _platform(config: pytest.Config) -> str:

@@ -5,7 +5,7 @@ adds up: no atomics. A second one makes the gradient of x of it. (To form the w 
 kernel took twice as long: it is their exponentials and divisions that limit it.)
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false
 from typing import Any
 
 import jax.numpy as jnp

@@ -4,7 +4,7 @@ With g the gradient of a state `h_t = decay_t h_(t-1) + dt_t x_t B_t`, and `e = 
 C takes `d_out_t h_t` and B `g dt_t x_t`, summed over channels; dt takes `x_t (g . B_t) + e . A`, x `dt_t (g . B_t)`, A `e dt_t`.
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
 # ruff: noqa: RUF005 - in a kernel a tuple grows by addition alone
 

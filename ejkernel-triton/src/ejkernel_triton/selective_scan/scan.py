@@ -1,6 +1,6 @@
 """The scan itself, and what each segment does to a state, which lets segments run beside each other."""
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
 
 import triton
