@@ -148,7 +148,7 @@ class _Product:
         """Rows of a cotangent times the scale of their matrix."""
         if self.scale is None:
             return block
-        return block.astype(accumulator(self.dtype)) * self.scale[tile.matrix].astype(accumulator(self.dtype))
+        return block.astype(accumulator(self.dtype)) * self.scale[tile.matrix].astype(accumulator(self.dtype))[None]
 
     def _times(self, block: Any, matrix: Any, contracted: int) -> Any:
         return self.dot(block.astype(self.dtype), matrix.astype(self.dtype), (((1,), (contracted,)), ((), ())))
