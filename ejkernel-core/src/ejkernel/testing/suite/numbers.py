@@ -74,8 +74,9 @@ def test_gradients(problem: Problem, conformance_report: Report) -> None:
         return
     refusal = problem.refusal("backward")
     if refusal is not None:
-        with pytest.raises(NoKernelError, match=re.escape(problem.platform)):
-            problem.gradients()
+        if problem.explain().backward.chosen is None:  # else another platform runs it
+            with pytest.raises(NoKernelError, match=re.escape(problem.platform)):
+                problem.gradients()
         conformance_report.note(
             problem.operation, "numbers", f"{problem.case.name} gradients {problem.dtype}", f"refused: {refusal}"
         )
