@@ -97,6 +97,12 @@ def beyond(call: Any, *known: str) -> str | None:
     return f"does not do {', '.join(extra)}" if extra else None
 
 
+def same_heads(call: Any) -> str | None:
+    """Why a call is more than a package knows that has no groups of heads."""
+    heads = {spec.shape[2] for spec in (call.query, call.key, call.value)}
+    return None if len(heads) == 1 else "takes as many heads of keys as of values"
+
+
 def _importable(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None

@@ -8,12 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel_bench._program import Function
-from ejkernel_bench.peers._peer import Peer, beyond
-
-
-def _same_heads(call: Any) -> str | None:
-    heads = {spec.shape[2] for spec in (call.query, call.key, call.value)}
-    return None if len(heads) == 1 else "takes as many heads of keys as of values"
+from ejkernel_bench.peers._peer import Peer, beyond, same_heads
 
 
 def _documents(call: Any, inputs: Any) -> dict[str, Any]:
@@ -28,7 +23,7 @@ def _linear_recurrence(call: Any, inputs: Any) -> Function | str:
     from jla.ops import linear_attention
 
     decays = [name for name in ("g", "gk", "g_gamma") if getattr(call, name) is not None]
-    reason = beyond(call, "query", "key", "value", "g", "gk", "g_gamma", "bonus", "cu_seqlens", "scale") or _same_heads(call)
+    reason = beyond(call, "query", "key", "value", "g", "gk", "g_gamma", "bonus", "cu_seqlens", "scale") or same_heads(call)
     if reason or len(decays) != 1:
         return reason or "takes one kind of decay"
     if call.bonus is not None and call.gk is None:
@@ -52,7 +47,7 @@ def _delta_rule(call: Any, inputs: Any) -> Function | str:
     from jla.ops import linear_attention
 
     known = ("query", "key", "value", "beta", "decay", "a", "b", "cu_seqlens", "scale", "use_qk_l2norm")
-    reason = beyond(call, *known) or _same_heads(call)
+    reason = beyond(call, *known) or same_heads(call)
     if reason:
         return reason
     if call.a is not None or call.b is not None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_bench._program import Function
-from ejkernel_bench.peers._peer import Peer, beyond
+from ejkernel_bench.peers._peer import Peer, beyond, same_heads
 
 _CHUNK = 64
 
@@ -20,13 +20,8 @@ def _by_token(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, arrays: A
     return state, jnp.moveaxis(out, 0, 1)
 
 
-def _same_heads(call: Any) -> str | None:
-    heads = {spec.shape[2] for spec in (call.query, call.key, call.value)}
-    return None if len(heads) == 1 else "takes as many heads of keys as of values"
-
-
 def _linear_recurrence(call: Any, inputs: Any) -> Function | str:
-    reason = beyond(call, "query", "key", "value", "g", "g_gamma", "gk", "bonus", "scale") or _same_heads(call)
+    reason = beyond(call, "query", "key", "value", "g", "g_gamma", "gk", "bonus", "scale") or same_heads(call)
     if reason:
         return reason
 
@@ -55,7 +50,7 @@ def _log_decays(x: Any) -> Any:
 
 def _chunked_linear_recurrence(call: Any, inputs: Any) -> Function | str:
     """Inside of a chunk products of tokens by tokens, between chunks a state; decays per head only."""
-    reason = beyond(call, "query", "key", "value", "g", "g_gamma", "scale") or _same_heads(call)
+    reason = beyond(call, "query", "key", "value", "g", "g_gamma", "scale") or same_heads(call)
     if reason:
         return reason
 
@@ -90,7 +85,7 @@ def _chunked_linear_recurrence(call: Any, inputs: Any) -> Function | str:
 
 def _delta_rule(call: Any, inputs: Any) -> Function | str:
     known = ("query", "key", "value", "beta", "decay", "scale", "use_qk_l2norm", "chunked")
-    reason = beyond(call, *known) or _same_heads(call)
+    reason = beyond(call, *known) or same_heads(call)
     if reason:
         return reason
 

@@ -6,17 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ejkernel_bench._program import Function
-from ejkernel_bench.peers._peer import Built, Peer, beyond
-
-
-def _same_heads(call: Any) -> str | None:
-    heads = {spec.shape[2] for spec in (call.query, call.key, call.value)}
-    return None if len(heads) == 1 else "takes as many heads of keys as of values"
+from ejkernel_bench.peers._peer import Built, Peer, beyond, same_heads
 
 
 def _linear_recurrence(call: Any, inputs: Any) -> Function | str:
     decays = [name for name in ("g", "gk", "g_gamma") if getattr(call, name) is not None]
-    reason = beyond(call, "query", "key", "value", "g", "gk", "g_gamma", "scale") or _same_heads(call)
+    reason = beyond(call, "query", "key", "value", "g", "gk", "g_gamma", "scale") or same_heads(call)
     if reason or len(decays) != 1:
         return reason or "takes one kind of decay"
     if call.g_gamma is not None and call.g_gamma.shape[0] != 1:
@@ -35,7 +30,7 @@ def _linear_recurrence(call: Any, inputs: Any) -> Function | str:
 
 
 def _delta_rule(call: Any, inputs: Any) -> Function | Built | str:
-    reason = beyond(call, "query", "key", "value", "beta", "decay", "scale", "use_qk_l2norm") or _same_heads(call)
+    reason = beyond(call, "query", "key", "value", "beta", "decay", "scale", "use_qk_l2norm") or same_heads(call)
     if reason or call.beta is None:
         return reason or "needs beta"
     if call.query.dtype == "float32":

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.call import ArraySpec, vary_like
-from ejkernel.operations.common.packed import segment_starts
+from ejkernel.operations.common.packed import segment_starts, zero_outside
 from ejkernel.operations.delta_rule.interface import DeltaRuleCall, DeltaRuleInputs
 from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._chunks import chunks_of
@@ -105,4 +105,4 @@ def beside(tokens: Any, array: Any) -> Any:
 
 def where(tokens: Any, array: Any) -> Any:
     """An array with zeros at the other tokens."""
-    return jnp.where(beside(tokens, array), array, jnp.zeros((), array.dtype))
+    return zero_outside(tokens, array)[0]
