@@ -233,7 +233,7 @@ def test_compiles_without_spills(norm, monkeypatch, tmp_path, shape, dtype, kern
         if "persistent" in compilation.kernel.fn.__name__:
             assert taken.spilling <= TOLERATED
         else:
-            assert taken.stack == 0
+            assert taken.stack <= testing.tolerated_stack()
         if shape[-1] % 8 == 0:
             wide = ("ld.global.v4.b32", "cp.async.cg.shared.global")  # the second moves 16 bytes by definition
             assert any(load in compiled.asm["ptx"] for load in wide), "loads are not 16 bytes wide"

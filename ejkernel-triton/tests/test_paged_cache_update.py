@@ -130,7 +130,7 @@ def test_compiles_without_spills(monkeypatch, tmp_path, stored, capability_numbe
     with intercept_launches(recorder):
         jax.eval_shape(lambda inputs: kernel.forward(call, inputs, config.heuristic(call, H200)), inputs)
     (compilation,) = recorder.compilations
-    assert testing.resources(compilation.compile(capability_number)).stack == 0
+    assert testing.stack_bytes(compilation.compile(capability_number)) <= testing.tolerated_stack()
 
 
 def shapes(stored, tokens=64):

@@ -122,7 +122,7 @@ def test_compiles_within_the_limits(monkeypatch, tmp_path):
     launched = [launch for _, launch in recorded("rwkv4", NAMED["bench-b2-t512-c512"], "bfloat16", target_of(90))]
     names = [launch.kernel.fn.__name__ for launch in launched]
     assert names == ["segment_kernel", "scan_kernel", "segment_kernel", "head_kernel", "gradient_kernel"]
-    assert [testing.resources(launch.compile(90)).stack for launch in launched] == [0] * 5
+    assert max(testing.stack_bytes(launch.compile(90)) for launch in launched) <= testing.tolerated_stack()
 
 
 @needs_jax_triton

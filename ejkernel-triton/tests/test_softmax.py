@@ -206,7 +206,7 @@ def test_compiles_without_spills(monkeypatch, tmp_path, shape, where, kernels, d
         if shape[-1] >= 32768:
             assert taken.spilling <= TOLERATED
         else:
-            assert taken.stack == 0
+            assert taken.stack <= testing.tolerated_stack()
         wide_loads = ("ld.global.v4.b32", "cp.async.cg.shared.global")  # the second moves 16 bytes by definition
         assert any(load in compiled.asm["ptx"] for load in wide_loads), "loads are not 16 bytes wide"
 
