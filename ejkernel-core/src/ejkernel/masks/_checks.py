@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.errors import invalid, wrong_type
+from ejkernel.utils.tracing import STATIC_REMEDY
 
 Window = tuple[int | None, int | None]
 
@@ -108,6 +109,10 @@ def window(value: Any) -> Window | None:
 
 def integer(name: str, value: Any, least: int | None = None) -> int:
     """A Python int, refused if it is a bool, an array or below `least`."""
+    if isinstance(value, jax.core.Tracer):
+        function = {"window": "apply_sliding_window", "chunk_size": "apply_chunked"}.get(name)
+        remedy = f"MaskInfo.{function} takes traced values" if function else STATIC_REMEDY
+        raise wrong_type(name, "a traced value", "an int known when the program is built", remedy=remedy)
     if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, jax.Array):
         raise wrong_type(name, repr(value), "an int")
     number = operator.index(value)

@@ -75,13 +75,13 @@ def unified_attention(
     qq_bias: t.TreeBias | None = None,
     softmax_aux: t.Sinks | None = None,
     *,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     causal: t.Flag = True,
     sliding_window: t.Window | None = None,
-    chunk_size: t.Count | None = None,
+    chunk_size: t.TracedCount | None = None,
     logits_soft_cap: t.Number | None = None,
-    k_scale: t.CacheScale | None = None,
-    v_scale: t.CacheScale | None = None,
+    k_scale: t.StoredScale | None = None,
+    v_scale: t.StoredScale | None = None,
     layout: t.CacheLayout = "pthd",
     precision: t.PrecisionLike | None = None,
     return_lse: t.Flag = False,
@@ -115,7 +115,8 @@ def unified_attention(
         chunk_size: only keys of the token's own chunk of so many positions are visible (Llama 4); a multiple of page_size, causal,
             without qq_bias.
         logits_soft_cap: c > 0 turns scaled products into `c * tanh(product / c)`.
-        k_scale: factor of the stored keys, a number, a scalar array or `[K]`; None is 1.
+        k_scale: factor of the stored keys: a number, a scalar array, `[K]`, or in every layout `[pages, page_size, K]`, one for
+            each stored row, which `paged_cache_update` may have written; None is 1.
         v_scale: the same for values.
         layout: of the caches: "pthd" as above, "phtd" for `[pages, K, page_size, D]`, "hptd" for `[K, pages, page_size, D]`.
         precision: of the matrix products; None for the full precision of the dtype.
@@ -176,12 +177,12 @@ def ragged_page_attention_v2(
     num_seqs: t.RequestCount,
     softmax_aux: t.Sinks | None = None,
     *,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     logits_soft_cap: t.Number | None = None,
     sliding_window: t.Window | None = None,
-    chunk_size: t.Count | None = None,
-    k_scale: t.CacheScale | None = None,
-    v_scale: t.CacheScale | None = None,
+    chunk_size: t.TracedCount | None = None,
+    k_scale: t.StoredScale | None = None,
+    v_scale: t.StoredScale | None = None,
     compute_dtype: t.DTypeLike | None = None,
     optimized: bool = False,
     mask_value: t.Number | None = None,

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.errors import invalid, wrong_type
+from ejkernel.utils.tracing import refuse_traced
 
 
 def check_array(name: str, value: Any, *, ndim: int | None = None, floating: bool = True) -> None:
@@ -36,6 +37,7 @@ def check_shape(name: str, value: Any, expected: tuple[int, ...], meaning: str) 
 
 def normalise_axis(axis: int, ndim: int) -> int:
     """A non-negative axis of an array of rank `ndim`."""
+    refuse_traced("axis", axis)
     if not isinstance(axis, int) or isinstance(axis, bool):
         raise wrong_type("axis", repr(axis), "an int")
     if not -ndim <= axis < ndim:
@@ -62,6 +64,7 @@ def check_compute(name: str, value: Any, *, ndim: int | None = None) -> None:
 
 def finite_number(name: str, value: Any, *, at_least: float | None = None) -> float:
     """A Python float that is finite and not below `at_least`."""
+    refuse_traced(name, value, "a number known when the program is built")
     if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
         raise wrong_type(name, repr(value), "a number")
     number = float(value)

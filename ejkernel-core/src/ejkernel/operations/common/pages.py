@@ -175,8 +175,21 @@ def canonical_page_scale(name: str, scale: Any, key_heads: int) -> Any:
         check_array(name, scale)
     array = jnp.asarray(scale, jnp.float32)
     if array.shape not in ((), (1,), (key_heads,)):
-        raise invalid(name, f"shape {tuple(array.shape)}", f"a scalar or [K] with K = {key_heads} key heads")
+        stored = "paged_cache_update(k_scale_cache=, v_scale_cache=) stores a scale with each row" if array.ndim == 3 else ""
+        got = f"shape {tuple(array.shape)}"
+        raise invalid(name, got, f"a scalar or [K] with K = {key_heads} key heads", remedy=stored)
     return array.reshape(1, -1)
+
+
+def canonical_scales(name: str, scale: Any, key_heads: int, pages: PageShape) -> tuple[Any, Any]:
+    """A factor of stored values, as `[1, 1 or K]`, or as `[1, pages, page_size, 1 or K]` if each stored row has one of its own."""
+    if len(getattr(scale, "shape", ())) != 3:
+        return canonical_page_scale(name, scale, key_heads), None
+    check_array(name, scale)
+    allowed = [(pages.pages, pages.page_size, heads) for heads in (key_heads, 1)]
+    if tuple(scale.shape) not in allowed:
+        raise invalid(name, f"shape {tuple(scale.shape)}", f"[pages, page_size, K] = {allowed[0]}, a scalar or [K]")
+    return None, jnp.asarray(scale, jnp.float32)[None]
 
 
 def check_starts(name: str, starts: Any, tokens: int, active: Any = None) -> None:

@@ -159,7 +159,7 @@ def first_requests(starts: Any, lengths: Any, count: Any) -> tuple[Any, Any]:
     return starts, jnp.where(active[:-1] < count, lengths, 0)
 
 
-def window_of(sliding_window: Any) -> int | None:
+def window_of(sliding_window: Any) -> Any:
     """The last keys that are visible: an int counts them, a pair `(left, right)` means `left + 1`."""
     return as_window(sliding_window)
 
