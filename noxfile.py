@@ -47,6 +47,9 @@ CUDA_PART = "jax-cuda13-plugin"
 CLIENT_FILES = ("overrides.txt", "requirements.txt")
 """What the client's environment is made from."""
 
+SITE = ("zensical==0.0.73", "mkdocstrings[python]==1.0.8")
+"""What builds the documentation site."""
+
 CHECKERS = ("nox", "pyright[nodejs]==1.1.414", "ruff==0.17.5")
 
 nox.options.sessions = [
@@ -54,6 +57,7 @@ nox.options.sessions = [
     "types",
     "tests",
     "docs",
+    "site",
     "conformance(platform='xla')",
     "conformance(platform='triton')",
     "opaque",
@@ -227,7 +231,7 @@ FAST_COMPILATION = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 def _tests(session: nox.Session, python: Path, extent: str) -> None:
     """Every distribution is tested, also after one has failed."""
-    elsewhere = ("browser", "conformance", "device", "docs", "isolation", "opaque", "smoke", "typing")
+    elsewhere = ("browser", "conformance", "device", "docs", "isolation", "opaque", "site", "smoke", "typing")
     platforms = sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")})
     suites = [[f"{folder}/tests"] for folder in (*platforms, *COMMANDS)]
     failed = []
@@ -380,6 +384,14 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
+def site(session: nox.Session) -> None:
+    """The documentation site in build/site/html, without a warning or a dead link; with Chromium, its search too."""
+    python = main_environment(session)
+    session.run(*pip(python), "install", *SITE, "selenium>=4.20", external=True)
+    pytest(session, python, "-rs", "tests/site", "tests/browser/test_site.py")
+
+
+@nox.session(python=False)
 def client(session: nox.Session) -> None:
     """EasyDeL on this tree, on CPU, in an environment of its own; see tests/clients/easydel/README.md."""
     folder = "tests/clients/easydel"
@@ -433,9 +445,9 @@ def _bench(session: nox.Session, python: Path, out: Path, *options: str) -> None
 
 @nox.session(python=False)
 def browser(session: nox.Session) -> None:
-    """The page of a benchmark in headless Chromium; on Debian: apt-get install chromium chromium-driver."""
+    """The page of a benchmark and the site in headless Chromium; on Debian: apt-get install chromium chromium-driver."""
     python = main_environment(session)
-    session.run(*pip(python), "install", "selenium>=4.20", external=True)
+    session.run(*pip(python), "install", *SITE, "selenium>=4.20", external=True)
     pytest(session, python, "-rs", "tests/browser")
 
 
