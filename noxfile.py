@@ -231,7 +231,7 @@ FAST_COMPILATION = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 def _tests(session: nox.Session, python: Path, extent: str) -> None:
     """Every distribution is tested, also after one has failed."""
-    elsewhere = ("browser", "conformance", "device", "docs", "isolation", "opaque", "site", "smoke", "typing")
+    elsewhere = ("browser", "conformance", "device", "docs", "install", "isolation", "opaque", "site", "smoke", "typing")
     platforms = sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")})
     suites = [[f"{folder}/tests"] for folder in (*platforms, *COMMANDS)]
     failed = []
@@ -291,6 +291,12 @@ def example(session: nox.Session) -> None:
 def isolation(session: nox.Session) -> None:
     """Built wheels, and these in fresh environments."""
     pytest(session, main_environment(session), "tests/isolation")
+
+
+@nox.session(python=False)
+def install(session: nox.Session) -> None:
+    """What pip chooses on every supported Python, from the package index, works together. Downloads 1 GB; some minutes."""
+    pytest(session, main_environment(session), "tests/install")
 
 
 @nox.session(python=False)
@@ -389,6 +395,22 @@ def site(session: nox.Session) -> None:
     python = main_environment(session)
     session.run(*pip(python), "install", *SITE, "selenium>=4.20", external=True)
     pytest(session, python, "-rs", "tests/site", "tests/browser/test_site.py")
+
+
+@nox.session(python=False)
+def release(session: nox.Session) -> None:
+    """Source distributions and wheels of everything into dist/, each wheel from its source distribution, and checked.
+
+    Of ejkernel-cuda the source distribution: its wheel is built where it is published from, in a manylinux image with nvcc.
+    """
+    python = main_environment(session)
+    session.run(*pip(python), "install", "build", "twine>=6", external=True)
+    out = ROOT / "dist"
+    shutil.rmtree(out, ignore_errors=True)
+    for name in (*(f"ejkernel-{part}" for part in ("core", *PLATFORMS)), *COMMANDS):
+        parts = ("--sdist",) if name == "ejkernel-cuda" else ()
+        session.run(str(python), "-m", "build", *parts, "--outdir", str(out), str(ROOT / name), external=True, silent=True)
+    session.run(str(python), "-m", "twine", "check", "--strict", *map(str, sorted(out.iterdir())), external=True)
 
 
 @nox.session(python=False)

@@ -1,5 +1,4 @@
-"""Write the generated tables of the pages: in README.md the support matrix, from the plugins' records and the recorded conformance
-runs; in docs/evidence the recorded benchmarks on a CPU and on a GPU, and what the TPU compiler reported of kernels.
+"""Write the generated tables of the pages, from the plugins' records, the metadata and what is recorded in benchmarks/results.
 
 python tools/generated_tables.py            rewrite the pages
 python tools/generated_tables.py --check    exit 1 if one is out of date
@@ -8,10 +7,12 @@ python tools/generated_tables.py --check    exit 1 if one is out of date
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import json
 import statistics
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -236,8 +237,27 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
+def versions() -> str:
+    """The pairs of Python and jax that are tested, and what each distribution needs, in Markdown."""
+    text = (ROOT / "noxfile.py").read_text()
+    pairs = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PAIRS"
+    )
+    lines = ["| Python | jax |", "|---|---|", *(f"| {python} | {jax} |" for python, jax in pairs), ""]
+    lines += ["| distribution | needs | extras |", "|---|---|---|"]
+    for name in ("core", *PLATFORMS):
+        project = tomllib.loads((ROOT / f"ejkernel-{name}" / "pyproject.toml").read_text())["project"]
+        needs = ", ".join(f"`{need}`" for need in project["dependencies"])
+        extras = ", ".join(f"`{extra}`" for extra in project.get("optional-dependencies", {})) or "-"
+        lines.append(f"| `{project['name']}` | {needs} | {extras} |")
+    return "\n".join(lines)
+
+
 PAGES = {
     "README.md": {"support": support},
+    "docs/install.md": {"versions": versions},
     "docs/evidence/benchmarks_cpu.md": {"speed": speed},
     "docs/evidence/benchmarks_h200.md": {"cases on a GPU": cases_on_gpu},
     "docs/evidence/pallas_tpu.md": {"kernels compiled for TPU": compiled_for_tpu},

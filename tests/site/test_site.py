@@ -60,5 +60,7 @@ def test_every_public_name_is_described(site):
     described = set().union(*(page.identifiers for path, page in pages(site).items() if path.parent.name == "reference"))
     names = {f"ejkernel.{name}" for name in ejkernel.__all__ if name != "__version__"}
     names |= {f"ejkernel.plugin.{name}" for name in ejkernel.plugin.__all__}
-    missing = {name for name in names if name not in described and f"ejkernel.modules.operations.configs{name[8:]}" not in described}
+    missing = {
+        name for name in names if name not in described and f"ejkernel.modules.operations.configs{name[8:]}" not in described
+    }
     assert missing == set()
