@@ -486,5 +486,7 @@ def tuned(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def tables(session: nox.Session) -> None:
-    """Rewrite the tables of README and docs/evidence from the plugins' records and benchmarks/results."""
-    session.run(str(main_environment(session)), "tools/generated_tables.py", external=True)
+    """Rewrite the tables of README and docs, and the pictures of docs/masks.md."""
+    python = str(main_environment(session))
+    session.run(python, "tools/generated_tables.py", external=True)
+    session.run(python, "tools/draw_masks.py", external=True)
