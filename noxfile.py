@@ -47,6 +47,9 @@ CUDA_PART = "jax-cuda13-plugin"
 CLIENT_FILES = ("overrides.txt", "requirements.txt")
 """What the client's environment is made from."""
 
+FRAMEWORKS = ("equinox", "flax", "optax")
+"""What tutorials train with."""
+
 SITE = ("zensical==0.0.73", "mkdocstrings[python]==1.0.8")
 """What builds the documentation site."""
 
@@ -385,8 +388,11 @@ def tpu_aot(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def docs(session: nox.Session) -> None:
-    """The code in README, pages and docstrings."""
-    pytest(session, main_environment(session), "tests/docs")
+    """The code in README, pages and docstrings. The frameworks that a page shows leave the installed jax as it is."""
+    python = main_environment(session)
+    jax = session.run(str(python), "-c", "import jax; print(jax.__version__)", external=True, silent=True)
+    session.run(*pip(python), "install", f"jax=={str(jax).strip()}", *FRAMEWORKS, external=True)
+    pytest(session, python, "tests/docs")
 
 
 @nox.session(python=False)
