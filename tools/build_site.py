@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SETTINGS = ROOT / "mkdocs.yml"
 OUT = ROOT / "build" / "site"
-BESIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-"""Pages of the repository that are pages of the site too."""
+BESIDE = {"README.md": "overview.md", **{name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}}
+"""Pages of the repository that are pages of the site too, and their names there: a README would be taken for the home page."""
 
 LINK = re.compile(r"(!?)\[((?:[^\]\[]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -187,7 +187,7 @@ def staged_name(path: Path) -> str | None:
     """Where a page of the repository stands on the site."""
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
-    return path.name if path.parent == ROOT and path.name in BESIDE else None
+    return BESIDE.get(path.name) if path.parent == ROOT else None
 
 
 def with_links(page: Path, pages: Path) -> str:
