@@ -21,6 +21,7 @@ OPERATIONS: Mapping[str, str] = {
         "kl_divergence",
         "latent_paged_attention",
         "layer_norm",
+        "linear_cross_entropy",
         "linear_recurrence",
         "mean_pooling",
         "native_sparse_attention",
