@@ -71,6 +71,7 @@ out, keys, values = ejkernel.chunked_prefill_paged_decode(
 # Recurrences
 out = ejkernel.gated_delta_rule(query, query, query, rows, chunk_size=64)
 out, state = ejkernel.gated_delta_rule(query, query, query, rows, return_state=True)
+out, state = ejkernel.gated_delta_product(query, query, query, rows, num_householder=2, return_state=True)
 out, state = ejkernel.recurrent_attention(query, query, query, g=rows, return_state=True, reverse=True)
 out = ejkernel.lightning_attention(query, query, query, layer_idx=0, num_layers=2)
 out, state = ejkernel.lightning_attention(query, query, query, layer_idx=0, num_layers=2, return_state=True)

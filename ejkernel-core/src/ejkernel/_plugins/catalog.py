@@ -74,6 +74,7 @@ FUNCTIONS = (
     "fused_cross_entropy",
     "fused_kl_divergence",
     "fused_qk_norm_rope",
+    "gated_delta_product",
     "gated_delta_rule",
     "gated_rms_norm",
     "gla",

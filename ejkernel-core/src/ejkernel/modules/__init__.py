@@ -17,6 +17,7 @@ from ejkernel.modules.block_sparse import BlockSparseAttention, BlockSparseLayou
 from ejkernel.modules.collectives import AllGatherMatmul, ReduceScatterMatmul, all_gather_matmul, reduce_scatter_matmul
 from ejkernel.modules.constant_decays import LightningAttention, Retention, lightning_attention, lightning_attn, retention
 from ejkernel.modules.convolutions import CausalConv1d, causal_conv1d
+from ejkernel.modules.delta_products import GatedDeltaProduct, gated_delta_product
 from ejkernel.modules.deltas import (
     RWKV7,
     GatedDeltaRule,
@@ -145,6 +146,7 @@ __all__ = [
     "FusedKLDivergence",
     "FusedQkNormRope",
     "GLAttention",
+    "GatedDeltaProduct",
     "GatedDeltaRule",
     "GatedDeltaRuleConfig",
     "GatedLinearAttention",
@@ -208,6 +210,7 @@ __all__ = [
     "fused_cross_entropy",
     "fused_kl_divergence",
     "fused_qk_norm_rope",
+    "gated_delta_product",
     "gated_delta_rule",
     "gated_rms_norm",
     "gla",
