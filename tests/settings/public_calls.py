@@ -171,6 +171,7 @@ def _recurrences() -> list[PublicCall]:
             beta=_share,
             decay=_negative,
         ),
+        _call("mlstm", f"{_SEQUENCE}, input_gate: b t h, forget_gate: b t h"),
         _call("rwkv4", "w: d, u: d, k: b t d, v: b t d", w=_negative),
         _call("rwkv6", "r: b t h d, k: b t h d, v: b t h v, w: b t h d, u: h d", w=_negative),
         _call("rwkv7", "r: b t h d, w: b t h d, k: b t h d, v: b t h v, a: b t h d, b: b t h d", w=_negative, a=_unit, b=_unit),

@@ -69,6 +69,7 @@ from ejkernel._version import __version__ as __version__
 
 __all__ = [
     "EXPORT_DISABLED_CHECKS",
+    "MLSTM",
     "RWKV4",
     "RWKV6",
     "RWKV7",
@@ -185,6 +186,7 @@ __all__ = [
     "lightning_attn",
     "llama_rope",
     "mean_pooling",
+    "mlstm",
     "multi_head_latent_attention",
     "multi_latent_ragged_page_attention",
     "multi_latent_ragged_page_attention_v2",

@@ -86,6 +86,7 @@ FUNCTIONS = (
     "lightning_attn",
     "llama_rope",
     "mean_pooling",
+    "mlstm",
     "multi_head_latent_attention",
     "multi_latent_ragged_page_attention",
     "multi_latent_ragged_page_attention_v2",

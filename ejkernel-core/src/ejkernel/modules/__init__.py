@@ -117,9 +117,11 @@ from ejkernel.modules.sparse_attention import (
 )
 from ejkernel.modules.sparse_latent import DeepSeekAttention, deepseek_attn
 from ejkernel.modules.states import RWKV4, StateSpaceV1, StateSpaceV2, rwkv4, state_space_v1, state_space_v2
+from ejkernel.modules.xlstm import MLSTM, mlstm
 
 __all__ = [
     "FUNCTIONS",
+    "MLSTM",
     "RWKV4",
     "RWKV6",
     "RWKV7",
@@ -222,6 +224,7 @@ __all__ = [
     "lightning_attn",
     "llama_rope",
     "mean_pooling",
+    "mlstm",
     "multi_head_latent_attention",
     "multi_latent_ragged_page_attention",
     "multi_latent_ragged_page_attention_v2",
