@@ -69,6 +69,7 @@ from ejkernel._version import __version__ as __version__
 
 __all__ = [
     "EXPORT_DISABLED_CHECKS",
+    "MLSTM",
     "RWKV4",
     "RWKV6",
     "RWKV7",
@@ -98,6 +99,7 @@ __all__ = [
     "FusedKLDivergence",
     "FusedQkNormRope",
     "GLAttention",
+    "GatedDeltaProduct",
     "GatedDeltaRule",
     "GatedDeltaRuleConfig",
     "GatedLinearAttention",
@@ -171,6 +173,7 @@ __all__ = [
     "fused_cross_entropy",
     "fused_kl_divergence",
     "fused_qk_norm_rope",
+    "gated_delta_product",
     "gated_delta_rule",
     "gated_rms_norm",
     "gla",
@@ -183,6 +186,7 @@ __all__ = [
     "lightning_attn",
     "llama_rope",
     "mean_pooling",
+    "mlstm",
     "multi_head_latent_attention",
     "multi_latent_ragged_page_attention",
     "multi_latent_ragged_page_attention_v2",
