@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.operations.common.rows.interface import square_unit
 from ejkernel.operations.delta_rule.interface import NORM_EPSILON, DeltaRuleCall
 from ejkernel_xla._numerics import dot_precision, finite, finite_logs, first_nonfinite, nan_where
-from ejkernel_xla._rows import square_unit
 from ejkernel_xla.delta_rule.products import decayed_products, scan, sum_after, sum_before, unit_lower_inverse
 
 
