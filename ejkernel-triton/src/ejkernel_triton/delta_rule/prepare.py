@@ -14,10 +14,10 @@ from ejkernel_triton.delta_rule.tiles import (
     COARSE,
     FINE,
     KEY_LENGTH,
-    LARGE_SQUARES,
     QUERY_LENGTH,
     READ_KEY,
     READ_QUERY,
+    SHORTEST,
     WRITE_KEY,
     beta_of,
     chunk_of,
@@ -104,30 +104,31 @@ def prepare_kernel(
                 b_query_sum += squares_of(b_query, 1)
                 b_key_sum += squares_of(b_key, 1)
         b_write = beta_of(p_beta, i_token, i_head, rows, CHUNK, R)
-        b_pair_write = b_write  # what products of pairs are multiplied by, per column, and per row
         b_read_key = tl.full([CHUNK], 1.0, tl.float32)
-        b_pair_key = b_read_key
         b_read_query = tl.full([CHUNK], R.scale, tl.float32)
-        b_pair_query = b_read_query
+        large = False
         if R.normalised:
             b_query_length, b_key_length = inverse_length(b_query_sum), inverse_length(b_key_sum)
+            large = tl.min(tl.minimum(b_query_length, b_key_length), axis=0) < SHORTEST
             tl.store(numbers_of(p_rows, i_square, QUERY_LENGTH, CHUNK), b_query_length)
             tl.store(numbers_of(p_rows, i_square, KEY_LENGTH, CHUNK), b_key_length)
             b_read_key *= b_key_length
             b_read_query *= b_query_length
             b_write *= b_key_length
-            if tl.max(tl.maximum(b_query_sum, b_key_sum), axis=0) > LARGE_SQUARES:
-                b_keys, b_scores = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-                for i_row in range(0, WIDTH, BLOCK_K):
-                    b_query = load_tile(p_query, i_token, i_head, i_row, rows, R.query_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
-                    b_key = load_tile(p_key, i_token, i_head, i_row, rows, R.key_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
-                    b_right = tl.trans(narrow(b_key.to(tl.float32) * b_key_length[:, None], R))
-                    b_keys += product(tl.trans(b_right), b_right, R)
-                    b_scores += product(b_query.to(tl.float32) * b_query_length[:, None], b_right, R)
-            else:
-                b_pair_key, b_pair_query, b_pair_write = b_read_key, b_read_query, b_write
-        b_keys *= b_pair_key[:, None] * b_pair_write[None, :]
-        b_scores *= b_pair_query[:, None] * b_pair_write[None, :]
+        if large:  # products of rows may have overflowed
+            b_keys, b_scores = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+            for i_part in range(0, WIDTH, 16):
+                b_left = load_tile(p_query, i_token, i_head, i_part, rows, R.query_heads, R.width, 16, CHUNK, WHOLE, R)
+                b_right = load_tile(p_key, i_token, i_head, i_part, rows, R.key_heads, R.width, 16, CHUNK, WHOLE, R)
+                b_left = b_left.to(tl.float32) * b_read_query[:, None]
+                b_right = b_right.to(tl.float32) * b_read_key[:, None]
+                b_keys += product(b_right, tl.trans(b_right), R)
+                b_scores += product(b_left, tl.trans(b_right), R)
+            b_beta = beta_of(p_beta, i_token, i_head, rows, CHUNK, R)[None, :]
+            b_keys, b_scores = b_keys * b_beta, b_scores * b_beta
+        else:
+            b_keys *= b_read_key[:, None] * b_write[None, :]
+            b_scores *= b_read_query[:, None] * b_write[None, :]
         if R.decay == "scalar":
             b_coarse, b_fine, b_after = log_sums(p_decay, i_token, i_head, rows, CHUNK, R)
             tl.store(numbers_of(p_rows, i_square, COARSE, CHUNK), b_coarse)

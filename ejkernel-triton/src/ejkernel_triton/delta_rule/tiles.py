@@ -16,8 +16,8 @@ NORM_EPSILON = tl.constexpr(1e-6)
 """`ejkernel.operations.delta_rule.interface.NORM_EPSILON`."""
 SQUARE_UNIT = tl.constexpr(2.0**-41)
 """`square_unit` of float32 with this epsilon."""
-LARGE_SQUARES = tl.constexpr(2.0**40)
-"""Above this sum of squares times SQUARE_UNIT^2, products of a chunk's rows may overflow."""
+SHORTEST = tl.constexpr(2.0**-61)
+"""Below this one by the length of a row, products of rows may overflow."""
 LEAST_BETA = tl.constexpr(1e-10)
 """Smaller ones are taken for this: the gradient of beta is divided by it."""
 ROWS = tl.constexpr(7)
