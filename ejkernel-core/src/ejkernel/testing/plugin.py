@@ -83,7 +83,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for operation in operations
             for case in problems.sample_of(operation, step)
             for dtype in config.getoption("--ejkernel-dtype") or _dtypes(extent, operation, case)
-            if admitted(case.name) and not ("extreme" in case.tags and dtype != "float32")
+            if admitted(case.name) and case.fits(dtype)
         ]
         metafunc.parametrize("problem", found, ids=[f"{p.operation}-{p.case.name}-{p.dtype}" for p in found])
     if "transformed" in metafunc.fixturenames:
