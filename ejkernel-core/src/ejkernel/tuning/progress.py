@@ -1,9 +1,11 @@
-"""The tuner's progress bar: rich where it is installed and stderr is a terminal, silence elsewhere."""
+"""The progress bar of tuning and benchmarks: rich where it is installed and stderr is a terminal, silence elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
+from collections.abc import Generator
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +35,7 @@ class Progress:
         if self._bar is not None:
             if self._configs is not None:
                 self._bar.advance(self._calls)
+                self._bar.remove_task(self._configs)  # what is done would fill the terminal
             self._configs = self._bar.add_task(name, total=configs, best="checking")
 
     def advance(self) -> None:
@@ -45,11 +48,24 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._configs, best=text)
 
+    @contextlib.contextmanager
+    def paused(self) -> Generator[None]:
+        """Take the bar off the terminal while the block prints, or the bar's next frame would be drawn over what it printed."""
+        if self._bar is not None:
+            self._bar.stop()
+        try:
+            yield
+        finally:
+            if self._bar is not None:
+                self._bar.start()
+
 
 def _bar() -> Any:
+    """On stderr alone: what is printed to stdout meanwhile stays there, and may go to a file."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
-    text, best = TextColumn("{task.description}"), TextColumn("{task.fields[best]}")
-    columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), best)
-    return Progress(*columns, console=Console(stderr=True))
+    best = TextColumn("{task.fields[best]}", table_column=Column(ratio=1, no_wrap=True))
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn(), TimeElapsedColumn(), best)
+    return Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False, expand=True)
