@@ -18,17 +18,17 @@ class Progress:
         self._bar: Any = _bar() if shown and importlib.util.find_spec("rich") else None
         self._calls: Any = self._bar and self._bar.add_task("calls", total=calls, best="")
         self._configs: Any = None
+        self._live: Any = None
 
     def __enter__(self) -> Progress:
-        if self._bar is not None:
-            self._bar.start()
+        self._start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self._bar is not None:
             if kind is None:
                 self._bar.update(self._calls, completed=self._bar.tasks[self._calls].total)
-            self._bar.stop()
+        self._stop()
 
     def begin(self, name: str, configs: int) -> None:
         """The next call, with so many configs to try."""
@@ -51,13 +51,24 @@ class Progress:
     @contextlib.contextmanager
     def paused(self) -> Generator[None]:
         """Take the bar off the terminal while the block prints, or the bar's next frame would be drawn over what it printed."""
-        if self._bar is not None:
-            self._bar.stop()
+        self._stop()
         try:
             yield
         finally:
-            if self._bar is not None:
-                self._bar.start()
+            self._start()
+
+    def _start(self) -> None:
+        """Each time on a display of its own: one that is started again erases as many lines as it had drawn before."""
+        if self._bar is not None:
+            from rich.live import Live
+
+            options = {"transient": True, "redirect_stdout": False}
+            self._live = Live(console=self._bar.console, get_renderable=self._bar.get_renderable, **options)
+            self._live.start()
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
 
 
 def _bar() -> Any:
@@ -68,4 +79,4 @@ def _bar() -> Any:
 
     best = TextColumn("{task.fields[best]}", table_column=Column(ratio=1, no_wrap=True))
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn(), TimeElapsedColumn(), best)
-    return Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False, expand=True)
+    return Progress(*columns, console=Console(stderr=True), expand=True)
