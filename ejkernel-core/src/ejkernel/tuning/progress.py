@@ -25,9 +25,8 @@ class Progress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._bar is not None:
-            if kind is None:
-                self._bar.update(self._calls, completed=self._bar.tasks[self._calls].total)
+        if self._bar is not None and kind is None:
+            self._bar.update(self._calls, completed=self._bar.tasks[self._calls].total)
         self._stop()
 
     def begin(self, name: str, configs: int) -> None:
@@ -62,8 +61,8 @@ class Progress:
         if self._bar is not None:
             from rich.live import Live
 
-            options = {"transient": True, "redirect_stdout": False}
-            self._live = Live(console=self._bar.console, get_renderable=self._bar.get_renderable, **options)
+            screen, frame = self._bar.console, self._bar.get_renderable
+            self._live = Live(console=screen, get_renderable=frame, transient=True, redirect_stdout=False)
             self._live.start()
 
     def _stop(self) -> None:
