@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what `__getattr__` below finds at run time
@@ -281,4 +282,5 @@ def _discover() -> None:
     kernel_registry.load(discover())
 
 
-_discover()
+if not getattr(sys.modules.get("ejkernel_launcher"), "running", False):  # that program discovers plugins when a command runs
+    _discover()
