@@ -107,7 +107,7 @@ def test_strict_command_line_reports(site, python):
     site.plugin("old", api_level="0")
     program = site.path / "bin" / "ejkernel"
     program.parent.mkdir()
-    program.write_text("import sys\nfrom ejkernel.cli import main\nsys.exit(main())\n")
+    program.write_text("import sys\nfrom ejkernel_launcher import main\nsys.exit(main())\n")
     code = """
         import subprocess, sys
         for command, status in (("doctor", 1), ("list", 2)):

@@ -74,13 +74,14 @@ def test_wheel(distribution, wheel):
         names = archive.namelist()
         info = next(name.partition("/")[0] for name in names if ".dist-info/" in name)
         metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
-    assert {name.partition("/")[0] for name in names} == {distribution.package, info}
+    launcher = {"ejkernel_launcher.py"} & {file.name for file in (distribution.path / "src").iterdir()}
+    assert {name.partition("/")[0] for name in names} == {distribution.package, info, *launcher}
     assert f"{distribution.package}/py.typed" in names
     assert any(re.fullmatch(rf"{re.escape(info)}/(licenses/)?LICENSE", name) for name in names)
     assert not [name for name in names if "__pycache__" in name or "/tests/" in name or name.endswith((".pyc", ".cu", ".cc"))]
     source = distribution.path / "src" / distribution.package
     python = {f"{distribution.package}/{file.relative_to(source).as_posix()}" for file in source.rglob("*.py")}
-    assert {name for name in names if name.endswith(".py")} == python
+    assert {name for name in names if name.endswith(".py")} == python | launcher
     assert metadata["Name"] == distribution.name
     assert metadata["License-Expression"] == "Apache-2.0"
 
