@@ -65,8 +65,8 @@ REFERENCES = {
     ),
     "recurrences": Reference(
         "Recurrences",
-        "Linear attention, delta rules, RWKV, Mamba, short convolutions.",
-        homes=("recurrences", "constant_decays", "deltas", "convolutions", "states"),
+        "Linear attention, delta rules, RWKV, Mamba, xLSTM, short convolutions.",
+        homes=("recurrences", "constant_decays", "deltas", "delta_products", "xlstm", "convolutions", "states"),
     ),
     "rows": Reference(
         "Norms, softmax, rotary embedding, pooling",
