@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
 import re
 import struct
+import subprocess
 import sys
 import termios
 from collections.abc import Sequence
@@ -38,20 +40,26 @@ def see(
 ) -> Seen:
     """Run the program `ejkernel` in a terminal of that size; with `stdout`, what it prints there goes into a file."""
     code = "import sys; from ejkernel_launcher import main; sys.argv[0] = 'ejkernel'; sys.exit(main())"
-    child, terminal = pty.fork()
-    if child == 0:
-        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        if stdout is not None:
-            os.dup2(os.open(stdout, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
-        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-        variables = {**inherited, "TERM": "xterm-256color", "JAX_PLATFORMS": "cpu", **environment}
-        os.execve(sys.executable, [sys.executable, "-W", "ignore", "-c", code, *arguments], variables)
+    terminal, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    variables = {**inherited, "TERM": "xterm-256color", "JAX_PLATFORMS": "cpu", **environment}
+    with contextlib.ExitStack() as files:
+        # Not pty.fork: JAX warns of a fork, since its threads may hold locks.
+        program = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", code, *arguments],
+            env=variables,
+            stdin=end,
+            stdout=end if stdout is None else files.enter_context(stdout.open("wb")),
+            stderr=end,
+            start_new_session=True,
+        )
+    os.close(end)
     output = bytearray()
     while piece := _read(terminal):
         output += piece
     os.close(terminal)
-    _, ended = os.waitpid(child, 0)
-    return Seen(_drawn(output.decode(), columns), os.waitstatus_to_exitcode(ended))
+    return Seen(_drawn(output.decode(), columns), program.wait())
 
 
 def _read(terminal: int) -> bytes:
