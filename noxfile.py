@@ -47,6 +47,12 @@ CUDA_PART = "jax-cuda13-plugin"
 CLIENT_FILES = ("overrides.txt", "requirements.txt")
 """What the client's environment is made from."""
 
+FRAMEWORKS = ("equinox", "flax", "optax")
+"""What tutorials train with."""
+
+SITE = ("zensical==0.0.73", "mkdocstrings[python]==1.0.8")
+"""What builds the documentation site."""
+
 CHECKERS = ("nox", "pyright[nodejs]==1.1.414", "ruff==0.17.5")
 
 nox.options.sessions = [
@@ -54,6 +60,7 @@ nox.options.sessions = [
     "types",
     "tests",
     "docs",
+    "site",
     "conformance(platform='xla')",
     "conformance(platform='triton')",
     "opaque",
@@ -227,7 +234,7 @@ FAST_COMPILATION = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 def _tests(session: nox.Session, python: Path, extent: str) -> None:
     """Every distribution is tested, also after one has failed."""
-    elsewhere = ("browser", "conformance", "device", "docs", "isolation", "opaque", "smoke", "typing")
+    elsewhere = ("browser", "conformance", "device", "docs", "install", "isolation", "opaque", "site", "smoke", "typing")
     platforms = sorted({path.parts[-3] for path in ROOT.glob("ejkernel-*/tests/*")})
     suites = [[f"{folder}/tests"] for folder in (*platforms, *COMMANDS)]
     failed = []
@@ -287,6 +294,12 @@ def example(session: nox.Session) -> None:
 def isolation(session: nox.Session) -> None:
     """Built wheels, and these in fresh environments."""
     pytest(session, main_environment(session), "tests/isolation")
+
+
+@nox.session(python=False)
+def install(session: nox.Session) -> None:
+    """What pip chooses on every supported Python, from the package index, works together. Downloads 1 GB; some minutes."""
+    pytest(session, main_environment(session), "tests/install")
 
 
 @nox.session(python=False)
@@ -375,8 +388,35 @@ def tpu_aot(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def docs(session: nox.Session) -> None:
-    """The code in README, pages and docstrings."""
-    pytest(session, main_environment(session), "tests/docs")
+    """The code in README, pages and docstrings. The frameworks that a page shows leave the installed jax as it is."""
+    python = main_environment(session)
+    jax = session.run(str(python), "-c", "import jax; print(jax.__version__)", external=True, silent=True)
+    session.run(*pip(python), "install", f"jax=={str(jax).strip()}", *FRAMEWORKS, external=True)
+    pytest(session, python, "tests/docs")
+
+
+@nox.session(python=False)
+def site(session: nox.Session) -> None:
+    """The documentation site in build/site/html, without a warning or a dead link; with Chromium, its search too."""
+    python = main_environment(session)
+    session.run(*pip(python), "install", *SITE, "selenium>=4.20", external=True)
+    pytest(session, python, "-rs", "tests/site", "tests/browser/test_site.py")
+
+
+@nox.session(python=False)
+def release(session: nox.Session) -> None:
+    """Source distributions and wheels of everything into dist/, each wheel from its source distribution, and checked.
+
+    Of ejkernel-cuda the source distribution: its wheel is built where it is published from, in a manylinux image with nvcc.
+    """
+    python = main_environment(session)
+    session.run(*pip(python), "install", "build", "twine>=6", external=True)
+    out = ROOT / "dist"
+    shutil.rmtree(out, ignore_errors=True)
+    for name in (*(f"ejkernel-{part}" for part in ("core", *PLATFORMS)), *COMMANDS):
+        parts = ("--sdist",) if name == "ejkernel-cuda" else ()
+        session.run(str(python), "-m", "build", *parts, "--outdir", str(out), str(ROOT / name), external=True, silent=True)
+    session.run(str(python), "-m", "twine", "check", "--strict", *map(str, sorted(out.iterdir())), external=True)
 
 
 @nox.session(python=False)
@@ -433,9 +473,9 @@ def _bench(session: nox.Session, python: Path, out: Path, *options: str) -> None
 
 @nox.session(python=False)
 def browser(session: nox.Session) -> None:
-    """The page of a benchmark in headless Chromium; on Debian: apt-get install chromium chromium-driver."""
+    """The page of a benchmark and the site in headless Chromium; on Debian: apt-get install chromium chromium-driver."""
     python = main_environment(session)
-    session.run(*pip(python), "install", "selenium>=4.20", external=True)
+    session.run(*pip(python), "install", *SITE, "selenium>=4.20", external=True)
     pytest(session, python, "-rs", "tests/browser")
 
 
@@ -452,5 +492,7 @@ def tuned(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def tables(session: nox.Session) -> None:
-    """Rewrite the tables of README and docs/evidence from the plugins' records and benchmarks/results."""
-    session.run(str(main_environment(session)), "tools/generated_tables.py", external=True)
+    """Rewrite the tables of README and docs, and the pictures of docs/masks.md."""
+    python = str(main_environment(session))
+    session.run(python, "tools/generated_tables.py", external=True)
+    session.run(python, "tools/draw_masks.py", external=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,17 @@ class Distribution:
 def root() -> Path:
     """The repository."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def site() -> Path:
+    """The documentation site, built now; a warning is an error."""
+    pytest.importorskip("zensical", reason="needs zensical and mkdocstrings; run nox -s site")
+    command = [sys.executable, str(ROOT / "tools" / "build_site.py")]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-6000:]
+    assert not re.findall(r"^(?:griffe|mkdocstrings).*", result.stdout, re.MULTILINE)
+    return ROOT / "build" / "site" / "html"
 
 
 @pytest.fixture(params=DISTRIBUTIONS)

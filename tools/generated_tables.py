@@ -1,5 +1,4 @@
-"""Write the generated tables of the pages: in README.md the support matrix, from the plugins' records and the recorded conformance
-runs; in docs/evidence the recorded benchmarks on a CPU and on a GPU, and what the TPU compiler reported of kernels.
+"""Write the generated tables of the pages, from the plugins' records, the metadata and what is recorded in benchmarks/results.
 
 python tools/generated_tables.py            rewrite the pages
 python tools/generated_tables.py --check    exit 1 if one is out of date
@@ -8,16 +7,20 @@ python tools/generated_tables.py --check    exit 1 if one is out of date
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import json
 import statistics
 import sys
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ejkernel._plugins.settings import VARIABLES
 from ejkernel_bench._document import Case, Document, Run, read_document
 from ejkernel_bench._order import as_dispatched_now
-from ejkernel_bench._standing import standing
+from ejkernel_bench._standing import Standing, against, standing
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -236,8 +239,75 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
+def versions() -> str:
+    """The pairs of Python and jax that are tested, and what each distribution needs, in Markdown."""
+    text = (ROOT / "noxfile.py").read_text()
+    pairs = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PAIRS"
+    )
+    lines = ["| Python | jax |", "|---|---|", *(f"| {python} | {jax} |" for python, jax in pairs), ""]
+    lines += ["| distribution | needs | extras |", "|---|---|---|"]
+    for name in ("core", *PLATFORMS):
+        project = tomllib.loads((ROOT / f"ejkernel-{name}" / "pyproject.toml").read_text())["project"]
+        needs = ", ".join(f"`{need}`" for need in project["dependencies"])
+        extras = ", ".join(f"`{extra}`" for extra in project.get("optional-dependencies", {})) or "-"
+        lines.append(f"| `{project['name']}` | {needs} | {extras} |")
+    return "\n".join(lines)
+
+
+def variables() -> str:
+    """Every environment variable, in Markdown."""
+    lines = ["| variable | meaning | default |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| `{one.name}` | {one.meaning} | {one.default} |" for one in VARIABLES)])
+
+
+def losses() -> str:
+    """Cases that a peer runs faster, from every recorded benchmark, in Markdown."""
+    return "\n".join(lost_cases([(path.name, read_document(path)) for path in sorted(RESULTS.glob("bench_*.json"))]))
+
+
+def lost_cases(documents: Sequence[tuple[str, Document]]) -> list[str]:
+    """For each kind of device how many are lost, and a row for each with the fastest peer, worst first.
+
+    Of records of one case beside one peer the newest counts.
+    """
+    kinds: dict[str, dict[tuple[str, ...], tuple[str, Case, Standing]]] = {}
+    for name, document in sorted(documents, key=lambda pair: pair[1].date):
+        for case in as_dispatched_now(document).cases:
+            for peer in (run for run in case.runs if run.kind == "peer" and run.ok):
+                if (found := against(case, peer)).word != "alone":
+                    kinds.setdefault(document.kind, {})[*case.key, peer.name] = (name, case, found)
+    lines = []
+    for kind, newest in sorted(kinds.items()):
+        worst: dict[tuple[str, ...], tuple[str, Case, Standing]] = {}
+        for one in sorted(newest.values(), key=lambda one: one[2].ratio or 0):
+            worst.setdefault(one[1].key, one)
+        lost = [one for one in worst.values() if one[2].word == "loss"]
+        lines += ["", f"## {kind}", "", f"{len(lost)} of {len(worst)} cases that a peer runs too are lost.", ""]
+        lines += (
+            ["| case | dtype | phase | ours | its time / ours | faster | record |", "|---|---|---|---|---|---|---|"]
+            if lost
+            else []
+        )
+        lines += [_lost_row(*one) for one in lost]
+    return lines[1:]
+
+
+def _lost_row(record: str, case: Case, found: Standing) -> str:
+    assert case.ours and found.ratio and found.interval
+    low, high = found.interval
+    label = f"`{case.operation} {case.case.removeprefix('bench-')}` | {case.dtype} | {case.phase} | {case.ours.name}"
+    return f"| {label} | {found.ratio:.2f} ({low:.2f} to {high:.2f}) | {found.peer} | `{record}` |"
+
+
 PAGES = {
     "README.md": {"support": support},
+    "docs/support.md": {"support": support},
+    "docs/environment.md": {"variables": variables},
+    "docs/evidence/losses.md": {"losses": losses},
+    "docs/install.md": {"versions": versions},
     "docs/evidence/benchmarks_cpu.md": {"speed": speed},
     "docs/evidence/benchmarks_h200.md": {"cases on a GPU": cases_on_gpu},
     "docs/evidence/pallas_tpu.md": {"kernels compiled for TPU": compiled_for_tpu},

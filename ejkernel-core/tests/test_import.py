@@ -107,7 +107,7 @@ def test_strict_command_line_reports(site, python):
     site.plugin("old", api_level="0")
     program = site.path / "bin" / "ejkernel"
     program.parent.mkdir()
-    program.write_text("import sys\nfrom ejkernel.cli import main\nsys.exit(main())\n")
+    program.write_text("import sys\nfrom ejkernel_launcher import main\nsys.exit(main())\n")
     code = """
         import subprocess, sys
         for command, status in (("doctor", 1), ("list", 2)):
@@ -144,3 +144,24 @@ def test_third_party_plugin_is_visible_but_opt_in(site, python):
         EJKERNEL_PLUGINS="xla,acme",
     )
     assert output.strip() == "acme was called"
+
+
+def test_a_first_program_is_traced_once(python):
+    """Nothing that JAX keys compiled programs by comes into being while the first one is traced."""
+    output = python(
+        """
+        import jax, jax.numpy as jnp
+        import ejkernel
+        traced = []
+        def step(x):
+            traced.append(x.shape)
+            hidden = ejkernel.rms_norm(x)
+            return ejkernel.flash_attention(hidden, hidden, hidden, causal=True).sum()
+        for function in (jax.jit(step), jax.jit(jax.grad(step))):
+            for _ in range(3):
+                function(jnp.ones((1, 8, 2, 16)))
+        print(len(traced))
+        """,
+        JAX_PLATFORMS="cpu",
+    )
+    assert output.split()[-1] == "2"

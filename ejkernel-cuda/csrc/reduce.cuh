@@ -105,6 +105,14 @@ struct Reducer {
   }
 };
 
+// The power of two that rows of T are multiplied by before they are squared: `square_unit` of ejkernel.operations.common.rows.
+template <typename T>
+__host__ __device__ inline float square_unit(float epsilon) {
+  const int least = int(__builtin_bit_cast(uint32_t, epsilon) >> 23) - 126 + 102;  // epsilon is not negative
+  const int half = least < 0 ? 0 : least / 2 > 60 ? 60 : least / 2;
+  return std::is_same_v<T, __half> || epsilon == 0.f ? 1.f : __builtin_bit_cast(float, uint32_t(127 - half) << 23);
+}
+
 // K statistics of a row that a block holds whole.
 template <int K>
 struct BlockResult {

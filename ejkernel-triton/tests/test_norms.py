@@ -13,6 +13,7 @@ import pytest
 
 import ejkernel
 from ejkernel.call import ArraySpec
+from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
 from ejkernel.plugin import Target
 from ejkernel.testing.checks import relative_error, widened
 from ejkernel_triton._ahead_of_time import TOLERATED
@@ -128,6 +129,22 @@ def test_numbers_in_the_interpreter(norm, interpreted, kind, arguments, options)
         if value is not None:
             assert relative_error(value, exact_value) < limit, name
             assert value.dtype == getattr(inputs, name).dtype
+
+
+@pytest.mark.parametrize(("shift", "magnitude"), [(1449.5, 0.45), (-1e5, 3.0), (0.0, 3e19), (0.0, 1e-25)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_far_from_zero_and_large_squares(norm, interpreted, kind, shift, magnitude):
+    call, inputs, cotangents = norm.problem((2, 3, 300), offset=1)
+    x = np.random.default_rng(3).standard_normal((2, 3, 300))
+    inputs = inputs._replace(x=jnp.asarray(shift + magnitude * x, "float32"))
+    outputs = norm.kernel.forward(call, inputs, KINDS[kind][0])
+    exact = norm.reference.forward(call, widened(inputs))
+    check_close("out", outputs.out, exact.out, FORWARD["float32"])
+    check_close("rstd", outputs.rstd, exact.rstd, FORWARD["float32"])
+    wanted = norm.reference.backward(call, widened(inputs), exact, widened(cotangents))
+    gradients = norm.kernel.backward(call, inputs, outputs, cotangents, KINDS[kind][1])
+    for name, value in gradients._asdict().items():
+        check_close(name, value, getattr(wanted, name), GRADIENT["float32"])
 
 
 @pytest.mark.parametrize("shape", [(3, 24), (2, 2, 300)])

@@ -128,7 +128,9 @@ def test_compiles_within_the_limits(monkeypatch, tmp_path):
     launched = [launch for _, launch in recorded("selective_scan", NAMED["bench-b1-t512-i512-n16"], "bfloat16", target_of(90))]
     names = [launch.kernel.fn.__name__ for launch in launched]
     assert names == ["segment_kernel", "scan_kernel", "segment_kernel", "gradient_kernel"]
-    assert max(testing.stack_bytes(launch.compile(90)) for launch in launched) <= testing.tolerated_stack()
+    assert max(testing.stack_bytes(launch.compile(90)) for launch in launched) <= testing.tolerated_stack(
+        elsewhere=160
+    )  # 3.9's
 
 
 @needs_jax_triton

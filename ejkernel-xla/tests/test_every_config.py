@@ -65,6 +65,7 @@ PROBLEMS: dict[str, st.SearchStrategy[Drawn]] = {
     "grouped_matmul": grouped_matmul.problems().map(both),
     "kl_divergence": losses.divergences(),
     "latent_paged_attention": latent_paged.problems().map(lambda drawn: drawn[1:]),
+    "linear_cross_entropy": losses.sums(),
     "linear_recurrence": linear_recurrence.problems(),
     "native_sparse_attention": native_sparse.calls(),
     "paged_attention": paged.attention(),

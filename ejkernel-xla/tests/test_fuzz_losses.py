@@ -1,4 +1,4 @@
-"""Random searches of `cross_entropy` and `kl_divergence`: shapes, flags, dtypes and tiles; and `vmap` over any axes."""
+"""Random searches of the losses over a vocabulary: shapes, flags, dtypes and tiles; and `vmap` over any axes."""
 
 from __future__ import annotations
 
@@ -35,6 +35,18 @@ def cross_entropies(draw: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @st.composite
+def sums(draw: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`linear_cross_entropy`: a cross entropy with a head, weighted."""
+    arrays, options = draw(cross_entropies().filter(lambda drawn: "head" in drawn[0]))
+    rng = np.random.default_rng(draw(seeds))
+    del options["sum_logits"]
+    if draw(st.booleans()):
+        arrays["weights"] = rng.random(arrays["targets"].shape).astype(np.float32)
+    options["label_smoothing"], options["z_loss"] = draw(st.sampled_from((0.0, 0.3, 1.0))), draw(st.sampled_from((0.0, 0.01)))
+    return arrays, options
+
+
+@st.composite
 def divergences(draw: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     shape, transposed = draw(rows), draw(st.booleans())
     rng = np.random.default_rng(draw(seeds))
@@ -54,7 +66,7 @@ def divergences(draw: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return arrays, {**options, "transpose_heads": transposed and any(heads.values())}
 
 
-DRAWN = {"cross_entropy": cross_entropies(), "kl_divergence": divergences()}
+DRAWN = {"cross_entropy": cross_entropies(), "kl_divergence": divergences(), "linear_cross_entropy": sums()}
 
 
 def search(operation: str, settings: hypothesis.settings) -> None:

@@ -368,3 +368,53 @@ def test_refused(name):
     call, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         call()
+
+
+def _linear(options, mesh=None):
+    """Value and gradients of a loss of hidden states, and the operations that ran."""
+    hidden, head, bias = (normal(*shape) for shape in ((2, 24, D), (D, V), (V,)))
+    targets = np.arange(48, dtype=np.int32).reshape(2, 24) % V
+    sharded = {} if mesh is None else {"mesh": mesh, "in_specs": (None, P("x"), None, P("x"), P(), P()), "out_specs": P()}
+
+    def loss(hidden, head, bias):
+        arrays = {"targets": targets, "hidden": hidden, "lm_head_weight": head, "lm_head_bias": bias}
+        return cross_entropy(**arrays, z_loss=0.01, label_smoothing=0.1, **options, **sharded).loss
+
+    program = jax.value_and_grad(loss, (0, 1, 2))
+    text = jax.jit(program).lower(hidden, head, bias).as_text(debug_info=True)
+    return program(hidden, head, bias), "ejkernel.linear_cross_entropy" in text
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_formed_in_the_forward(monkeypatch, reduction):
+    """The sum of rows gives what the losses of rows give, on one device and over a mesh whose axes are split by hand."""
+    wanted, early = _linear({"reduction": reduction})
+    assert not early  # on several devices nothing says that XLA will not split the rows
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    got, early = _linear({"reduction": reduction})
+    assert early
+    assert_same(got, wanted)
+    monkeypatch.undo()
+    got, early = _linear({"reduction": reduction}, jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)))
+    assert early
+    assert_same(got, wanted)
+
+
+def test_three_products_where_the_gradient_is_formed_in_the_forward(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    hidden, head = normal(16, D), normal(D, V)
+
+    def products(function):
+        return jax.jit(function).lower(hidden, head).compile().as_text().count(" dot(")
+
+    def loss(hidden, head):
+        return cross_entropy(targets=np.zeros(16, np.int32), hidden=hidden, lm_head_weight=head).loss
+
+    assert products(loss) == 1 and products(jax.grad(loss, (0, 1))) == 3
+
+
+def test_float16_keeps_the_loss_scale_in_front_of_its_gradients(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    hidden, head = normal(16, D).astype(np.float16), normal(D, V).astype(np.float16)
+    text = jax.jit(lambda *x: cross_entropy(targets=np.zeros(16, np.int32), hidden=x[0], lm_head_weight=x[1]).loss)
+    assert "ejkernel.cross_entropy" in text.lower(hidden, head).as_text(debug_info=True)

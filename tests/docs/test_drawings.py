@@ -49,8 +49,9 @@ def test_nothing_else_is_drawn():
     assert drawings().keys() == DRAWN.keys()
 
 
-def test_tables_are_up_to_date():
+@pytest.mark.parametrize("tool", ["generated_tables", "draw_masks"])
+def test_tables_and_pictures_are_up_to_date(tool):
     check = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "generated_tables.py"), "--check"], capture_output=True, text=True, check=False
+        [sys.executable, str(ROOT / "tools" / f"{tool}.py"), "--check"], capture_output=True, text=True, check=False
     )
     assert check.returncode == 0, check.stderr

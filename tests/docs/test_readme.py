@@ -38,6 +38,8 @@ def test_page(page, tmp_path, monkeypatch):
     """The blocks of a page run in order and share their names, as for a reader who follows it."""
     monkeypatch.chdir(tmp_path)
     text = page.read_text()
+    for module in " ".join(re.findall(r"^<!-- needs: (.+) -->$", text, re.MULTILINE)).split():
+        pytest.importorskip(module, reason=f"the page needs {module}; nox -s docs installs it")
     namespace: dict[str, object] = {"__name__": "__main__"}
     for match in FENCE.finditer(text):
         before = "\n" * text.count("\n", 0, match.start(1))  # so that a traceback shows the page's line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_documents import document, runs_of
@@ -60,3 +61,22 @@ def test_every_case(tables):
     assert len(rows) == 1 and rows[0].endswith("| torch | 0.90 |")
     runs_of(found, "xla")[0].update(status="wrong", wall_s=None)
     assert any("| forward | **none** | - | - | torch | - |" in line for line in tables.every_case(parse_document(found)))
+
+
+def test_lost_cases(tables):
+    """The newest record beside a peer counts, and a record beside another peer takes nothing back."""
+    old, new = (parse_document(found) for found in (recorded("2026-01-01", 0.9), recorded("2026-02-01", 0.8)))
+    lines = tables.lost_cases([("new", new), ("old", old)])
+    assert lines[:3] == ["## A CPU, 2 cores, 8 GiB", "", "2 of 4 cases that a peer runs too are lost."]
+    rows = [line for line in lines if line.startswith("| `softmax T512` | float32 | forward | xla | 0.80 (")]
+    assert len(rows) == 1 and rows[0].endswith("| torch | `new` |")
+    without = recorded("2026-03-01", 0.8)
+    for case in without["cases"]:
+        case["runs"] = [run for run in case["runs"] if run["name"] != "torch"]
+    assert tables.lost_cases([("new", new), ("without", parse_document(without))]) == lines
+
+
+def recorded(date: str, torch: float) -> dict[str, Any]:
+    """A document in which torch is that much faster in softmax."""
+    slower = lambda operation, name: torch if (operation, name) == ("softmax", "torch") else times(operation, name)
+    return {**document(operations=("rms_norm", "softmax"), lengths=(512,), times=slower, noise=0.002), "date": date}

@@ -15,6 +15,8 @@ from ejkernel.plugin import FIRST_PARTY
 
 CLASSIFIERS = {"Typing :: Typed", *(f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13))}
 
+AUTHORS = re.compile(r"^  - name: (.+)$", re.MULTILINE)
+
 
 def test_versions_in_lockstep(distribution, root):
     core = tomllib.loads((root / "ejkernel-core" / "pyproject.toml").read_text())["project"]["version"]
@@ -26,8 +28,10 @@ def test_siblings_are_pinned(distribution):
     major, minor, _ = map(int, distribution.project["version"].split("."))
     siblings = [requirement for requirement in distribution.project["dependencies"] if requirement.startswith("ejkernel-")]
     extra = "[cli]" if distribution.name in OWNERS.values() else ""
-    expected = f"ejkernel-core{extra}>={major}.{minor},<{major}.{minor + 1}"
-    assert siblings == ([] if distribution.name == "ejkernel-core" else [expected])
+    versions = f">={major}.{minor},<{major}.{minor + 1}"
+    assert siblings == ([] if distribution.name == "ejkernel-core" else [f"ejkernel-core{extra}{versions}"])
+    extras = [item for items in distribution.project.get("optional-dependencies", {}).values() for item in items]
+    assert all(item.endswith(versions) for item in extras if item.startswith("ejkernel-"))
 
 
 def test_entry_points(distribution):
@@ -43,7 +47,11 @@ def test_metadata(distribution, root):
     assert project["requires-python"] == ">=3.11"
     assert project["license"] == "Apache-2.0"
     assert set(project["classifiers"]) >= CLASSIFIERS
-    assert (distribution.path / "README.md").read_text().startswith(f"# {distribution.name}\n")
+    assert project.get("urls", {}) == tomllib.loads((root / "pyproject.toml").read_text())["tool"]["ejkernel"]["urls"]
+    assert [author["name"] for author in project["authors"]] == AUTHORS.findall((root / "CITATION.cff").read_text())
+    description = (distribution.path / "README.md").read_text()
+    assert description.startswith(f"# {distribution.name}\n")
+    assert all(target.startswith(("https://", "#")) for target in re.findall(r"\]\(([^)\s]+)\)", description))
     assert (distribution.path / "LICENSE").read_text() == (root / "LICENSE").read_text()
     assert (distribution.path / "src" / distribution.package / "py.typed").is_file()
 
@@ -53,7 +61,11 @@ def test_core_extras(root):
     names = {extra: {re.match(r"[\w-]+", item)[0] for item in items} for extra, items in extras.items()}
     assert names == {
         "cli": {"rich", "typer"},
+        "cpu": {"ejkernel-xla"},
+        "cuda12": {"ejkernel-pallas", "ejkernel-triton", "ejkernel-xla", "jax"},
+        "cuda13": {*FIRST_PARTY.values(), "jax"},
         "testing": {"beartype", "flatbuffers", "hypothesis", "pytest"},
+        "tpu": {"ejkernel-pallas", "ejkernel-xla", "jax"},
     }
 
 
@@ -62,13 +74,14 @@ def test_wheel(distribution, wheel):
         names = archive.namelist()
         info = next(name.partition("/")[0] for name in names if ".dist-info/" in name)
         metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
-    assert {name.partition("/")[0] for name in names} == {distribution.package, info}
+    launcher = {"ejkernel_launcher.py"} & {file.name for file in (distribution.path / "src").iterdir()}
+    assert {name.partition("/")[0] for name in names} == {distribution.package, info, *launcher}
     assert f"{distribution.package}/py.typed" in names
     assert any(re.fullmatch(rf"{re.escape(info)}/(licenses/)?LICENSE", name) for name in names)
     assert not [name for name in names if "__pycache__" in name or "/tests/" in name or name.endswith((".pyc", ".cu", ".cc"))]
     source = distribution.path / "src" / distribution.package
     python = {f"{distribution.package}/{file.relative_to(source).as_posix()}" for file in source.rglob("*.py")}
-    assert {name for name in names if name.endswith(".py")} == python
+    assert {name for name in names if name.endswith(".py")} == python | launcher
     assert metadata["Name"] == distribution.name
     assert metadata["License-Expression"] == "Apache-2.0"
 
@@ -76,7 +89,7 @@ def test_wheel(distribution, wheel):
 def test_core_is_small(root, wheel):
     """No corpus, no page, no plots and no kernels of others: what few need is in distributions of its own."""
     built = wheel(root / "ejkernel-core")
-    assert built.stat().st_size <= 610_000
+    assert built.stat().st_size <= 630_000
     with zipfile.ZipFile(built) as archive:
         modules = [name for name in archive.namelist() if name.startswith("ejkernel/")]
         sources = {name: archive.read(name).decode() for name in modules}

@@ -164,6 +164,14 @@ def _recurrences() -> list[PublicCall]:
             _call(name, f"{_SEQUENCE}, beta: b t h, decay: {decay}", beta=_share, decay=_negative)
             for name, decay in (("gated_delta_rule", "b t h"), ("kernel_delta_attention", "b t h d"))
         ),
+        _call(
+            "gated_delta_product",
+            "query: b t h d, key: b 16 h d, value: b 16 h v, beta: b 16 h, decay: b t h",
+            {"num_householder": 2},
+            beta=_share,
+            decay=_negative,
+        ),
+        _call("mlstm", f"{_SEQUENCE}, input_gate: b t h, forget_gate: b t h"),
         _call("rwkv4", "w: d, u: d, k: b t d, v: b t d", w=_negative),
         _call("rwkv6", "r: b t h d, k: b t h d, v: b t h v, w: b t h d, u: h d", w=_negative),
         _call("rwkv7", "r: b t h d, w: b t h d, k: b t h d, v: b t h v, a: b t h d, b: b t h d", w=_negative, a=_unit, b=_unit),

@@ -27,9 +27,8 @@ def comparison_table(changes: Sequence[Change]) -> Any:
         )
         for change in changes
     ]
-    made = table(("verdict", "case", "run", "time", "now / before", "note"), rows, wrap=("case", "note"))
-    made.columns[1].min_width = 16
-    return made
+    wrap = ("case", "time", "now / before", "note")
+    return table(("verdict", "case", "run", "time", "now / before", "note"), rows, wrap=wrap)
 
 
 def _ratio(change: Change) -> str:

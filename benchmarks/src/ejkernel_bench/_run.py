@@ -98,7 +98,8 @@ def run(
                 case = bench_case(BenchProblem.of(one, phase, base), settings, peers, Limits.of(limits), clock, bar)
                 cases.append(case)
                 if each is not None:
-                    each(case)
+                    with bar.paused():
+                        each(case)
                 if save is not None:
                     save(result(complete=False))
     return result(complete=not interrupted.happened)

@@ -38,7 +38,7 @@ def select(settings: Settings) -> list[Selected]:
         for case in cases
         if fnmatch.fnmatchcase(case.name, settings.case)
         for dtype in settings.dtypes
-        if dtype == "float32" or "extreme" not in case.tags
+        if case.fits(dtype)
     ]
     if not found:
         _refuse(settings, sized)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what `__getattr__` below finds at run time
@@ -69,6 +70,7 @@ from ejkernel._version import __version__ as __version__
 
 __all__ = [
     "EXPORT_DISABLED_CHECKS",
+    "MLSTM",
     "RWKV4",
     "RWKV6",
     "RWKV7",
@@ -98,6 +100,7 @@ __all__ = [
     "FusedKLDivergence",
     "FusedQkNormRope",
     "GLAttention",
+    "GatedDeltaProduct",
     "GatedDeltaRule",
     "GatedDeltaRuleConfig",
     "GatedLinearAttention",
@@ -171,6 +174,7 @@ __all__ = [
     "fused_cross_entropy",
     "fused_kl_divergence",
     "fused_qk_norm_rope",
+    "gated_delta_product",
     "gated_delta_rule",
     "gated_rms_norm",
     "gla",
@@ -183,6 +187,7 @@ __all__ = [
     "lightning_attn",
     "llama_rope",
     "mean_pooling",
+    "mlstm",
     "multi_head_latent_attention",
     "multi_latent_ragged_page_attention",
     "multi_latent_ragged_page_attention_v2",
@@ -277,4 +282,5 @@ def _discover() -> None:
     kernel_registry.load(discover())
 
 
-_discover()
+if not getattr(sys.modules.get("ejkernel_launcher"), "running", False):  # that program discovers plugins when a command runs
+    _discover()

@@ -17,6 +17,7 @@ import numpy as np
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import _checks, _construct
 from ejkernel.utils.dtypes import accumulator
+from ejkernel.utils.sizes import cdiv
 
 __all__ = [
     "cdiv",
@@ -33,15 +34,6 @@ __all__ = [
     "prepare_token_indices",
     "reorder_sequence",
 ]
-
-
-def cdiv(a: Any, b: Any) -> Any:
-    """`a / b` rounded up, for integers or integer arrays; b positive.
-
-    >>> cdiv(7, 4)
-    2
-    """
-    return -(-a // b)
 
 
 def prepare_lens(cu_seqlens: Any) -> Any:

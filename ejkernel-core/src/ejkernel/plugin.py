@@ -54,9 +54,13 @@ FALLBACK = "xla"
 """The platform that implements every operation on every device."""
 
 Phase = Literal["forward", "backward"]
+"""Phases of an operation, each dispatched by itself."""
 
 hookspec = pluggy.HookspecMarker("ejkernel")
+"""Marks what core asks of plugins: the methods of `Hooks`."""
+
 hookimpl = pluggy.HookimplMarker("ejkernel")
+"""Marks a plugin's answers: `@hookimpl def ejkernel_plugin() -> Plugin`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,14 @@ def fresh_cli(site: Any):
     def run(*arguments: str, **environment: str) -> Answer:
         path = os.pathsep.join(filter(None, (str(site.path), os.environ.get("PYTHONPATH", ""))))
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", "import sys; from ejkernel.cli import main; sys.exit(main())", *arguments],
+            [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-c",
+                "import sys; from ejkernel_launcher import main; sys.exit(main())",
+                *arguments,
+            ],
             env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **environment},
             cwd=site.path,
             capture_output=True,

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+from ejkernel import kernel_registry
+from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel.cli import _probes
-from ejkernel.cli._diagnosis import _PROBLEMS, known_combinations
+from ejkernel.cli._diagnosis import _PROBLEMS, known_combinations, missing_plugins
+from ejkernel.cli._examination import _faster, _usual_request
+from ejkernel.targets import Target
 
 DIAGNOSE = "@hookimpl\ndef ejkernel_diagnose(report):\n    report('driver', '550.54')\n"
 
@@ -34,6 +38,7 @@ def test_healthy(site, fresh_cli):
             "cache",
             "devices",
         ),
+        *("references", "unknown_operations", "dispatch", "advice"),
         *("diagnoses", "known_combinations", "problems", "ok"),
     }
     assert {"python", "ejkernel-core", "jax", "jaxlib", "numpy", "ejkernel-xla"} <= set(report["versions"])
@@ -41,6 +46,51 @@ def test_healthy(site, fresh_cli):
     assert report["devices"]["devices"][0]["platform"] == "cpu"
     assert report["devices"]["error"] is None
     assert report["cache"]["entries"] == 0
+
+
+def test_what_runs_here(site, fresh_cli):
+    served = {row["operation"]: row["chosen"] for row in fresh_cli("doctor", "--json").json["dispatch"]["operations"]}
+    assert served == dict.fromkeys(OPERATIONS, "xla")
+
+
+def test_misspelt_operations_and_code_that_is_not_there_are_problems(site, fresh_cli):
+    """What `Healthy` was said of, although no call would reach it."""
+    wrong = (
+        "Implementation('rms_nrom', 'acme_light:forward'), Implementation('softmax', 'acme_light:absent', supports='gone:by')"
+    )
+    site.plugin("acme", implementations=f"({wrong},)", code="def forward(call, inputs, config): ...")
+    answer = fresh_cli("doctor", "--json", EJKERNEL_PLUGINS="xla,acme")
+    said = problems(answer.json)
+    assert (answer.status, len(answer.json["problems"])) == (1, 3)
+    assert "plugin acme (ejk-acme) implements 'rms_nrom', which is no operation; did you mean 'rms_norm'?" in said
+    assert (
+        "target 'acme_light:absent' of softmax (forward) cannot be imported: AttributeError: module 'acme_light' has no" in said
+    )
+    assert "supports 'gone:by' of softmax (forward) cannot be imported: ModuleNotFoundError: No module named 'gone'" in said
+
+
+def test_nothing_that_can_run_is_a_problem(fresh_cli):
+    answer = fresh_cli("doctor", "--json", EJKERNEL_PLUGINS="cuda")
+    assert answer.status == 1
+    assert problems(answer.json).startswith("no operation can run here: no usable plugin serves this device -> pip install")
+
+
+def test_advice_names_what_is_missing_for_the_device():
+    operations = [
+        {"operation": "rms_norm", "chosen": "xla", "error": None, "faster": ["triton", "xla"], "backend": "gpu"},
+        {"operation": "softmax", "chosen": "xla", "error": None, "faster": [], "backend": "gpu"},
+    ]
+    report = {"dispatch": {"operations": operations, "error": None}}
+    records = [record for record in kernel_registry.records if record.name != "triton"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_registry, "_records", tuple(records))
+        assert missing_plugins(report) == ["pip install ejkernel-triton: on this gpu it is faster for rms_norm"]
+
+
+def test_the_default_order_says_who_is_faster():
+    gpu = Target("gpu", "NVIDIA H200", "9.0")
+    assert _faster(_usual_request("rms_norm", gpu), "xla") == ["cuda", "triton"]
+    assert _faster(_usual_request("rms_norm", Target("cpu")), "xla") == []
 
 
 def test_screen(site, fresh_cli):

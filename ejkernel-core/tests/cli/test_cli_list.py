@@ -32,14 +32,25 @@ def test_list_of_one_operation_and_platform(cli):
 
 
 def test_list_joins_phases(cli):
-    lines = [line.split() for line in cli("list", "--operation", "rms_norm", "--platform", "xla").out.splitlines()]
-    assert ["rms_norm", "xla", "forward,", "backward", "any", "ejkernel-xla", "0.1.0", "ok"] in lines
+    lines = [line.split() for line in cli("list", "rms_norm", "--platform", "xla").out.splitlines()]
+    assert ["xla", "forward,", "backward", "any", "ejkernel-xla", "0.1.0", "ok"] in lines
+
+
+def test_the_former_spelling_of_the_operation(cli):
+    assert cli("list", "--operation", "rms_norm").out == cli("list", "rms_norm").out
+
+
+def test_list_says_what_is_peculiar(site, fresh_cli):
+    site.plugin("acme", implementations="(Implementation('rms_norm', 'acme_code:forward'),)")
+    lines = [" ".join(line.split()) for line in fresh_cli("list").out.splitlines()]
+    (norms,) = [line for line in lines if line.startswith("rms_norm ")]
+    assert "acme (forward, opt-in)" in norms and norms.endswith(" xla")
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--operation", "rmsnorm"), "did you mean 'rms_norm'?"),
+        (("rmsnorm",), "did you mean 'rms_norm'?"),
         (("--platform", "xlaa"), "did you mean 'xla'?"),
     ],
 )
@@ -88,6 +99,13 @@ def test_explain_case(cli):
     assert report["call"]["scale_offset"] == 1.0
 
 
+def test_explain_without_shapes(cli):
+    """The case that is benchmarked on the device that is explained for, in the dtype that is usual there."""
+    assert cli("explain", "rms_norm", "--json").json["call"]["x"] == "float32[2048,4096]"
+    assert cli("explain", "rms_norm", "--target", "gpu:9.0", "--json").json["call"]["x"] == "bfloat16[16384,4096]"
+    assert cli("explain", "rms_norm", "--dtype", "float16", "--json").json["call"]["x"] == "float16[2048,4096]"
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -104,6 +122,10 @@ def test_explain_case(cli):
         (("rms_norm", "--shape", "x=4", "--platform", "tritn"), "platform: got 'tritn'"),
         (("rms_norm", "--case", "gema"), "did you mean 'gemma'?"),
         (("rms_norm", "--case", "gemma", "--shape", "x=4"), "leave out --shape and --option"),
+        (("rms_norm", "--dtype", "float31"), "--dtype: got 'float31', expected one of float32"),
+        (("rms_norm", "--dtype", "float32", "--shape", "x=4"), "--dtype: is of a case"),
+        (("rms_norm", "--option", "epsilon=1.0"), "got no arrays, expected --shape name=sizes:dtype for each of x"),
+        (("flash_attn_varlen",), "got no arrays, expected --shape name=sizes:dtype for each of q, k, v, cu_seqlens_q"),
     ],
 )
 def test_explain_mistakes(cli, arguments: tuple[str, ...], expected: str):

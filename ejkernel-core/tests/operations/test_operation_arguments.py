@@ -134,6 +134,13 @@ REFUSED: dict[str, list[Any]] = {
         ((X, ROWS), {"logit_softcap": 0.0}, ValueError, "logits_soft_cap: got 0.0, expected a value > 0"),
         ((X, ROWS), {"precision": "best"}, ValueError, "precision: got 'best'"),
     ],
+    "linear_cross_entropy": [
+        ((X, ROWS, None), {}, TypeError, "head: got"),
+        ((X, ROWS, C), {}, ValueError, r"head: got shape \(5, 4\), expected \[D, V\] with D = 8 as in x"),
+        ((X, ROWS, X[0].T, None, ROWS[0] * 1.0), {}, ValueError, r"weights: got shape \(3,\), expected \(2, 3\)"),
+        ((X, ROWS, X[0].T), {"label_smoothing": 1.5}, ValueError, r"label_smoothing: got 1.5, expected a value in \[0, 1\]"),
+        ((X, ROWS, X[0].T), {"z_loss": -1.0}, ValueError, "z_loss: got -1.0, expected a value >= 0"),
+    ],
     "kl_divergence": [
         ((X, X[:1]), {}, ValueError, r"teacher: got rows \(1, 3\), expected \(2, 3\) as in student"),
         ((X, X[..., :7]), {}, ValueError, "teacher: got a vocabulary of 7, expected 8"),

@@ -138,6 +138,7 @@ __global__ void __launch_bounds__(kThreads, kMinNormBlocks<T, PACKED, SPAN>)
     rotations[i].template read<PER_PAIR>(angles, heads, here, coord);
     rotations[i].scale(factors);
   }
+  const float unit = square_unit<T>(epsilon);
   float squares[SPAN] = {};
 #pragma unroll
   for (uint32_t at = 0; at < SPAN; ++at) {
@@ -148,7 +149,10 @@ __global__ void __launch_bounds__(kThreads, kMinNormBlocks<T, PACKED, SPAN>)
       widen(values[at][i].second, second);
       float sum = 0.f;
 #pragma unroll
-      for (int j = 0; j < M; ++j) sum += first[j] * first[j] + second[j] * second[j];
+      for (int j = 0; j < M; ++j) {
+        const float a = first[j] * unit, b = second[j] * unit;
+        sum += a * a + b * b;
+      }
       squares[at] += coord_of<M>(i, heads).valid ? sum : 0.f;
     }
   }
@@ -157,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, kMinNormBlocks<T, PACKED, SPAN>)
 #pragma unroll
   for (uint32_t at = 0; at < SPAN; ++at) {
     const bool wanted = at < count;
-    const float inverse = rsqrtf(squares[at] * share + epsilon);
+    const float inverse = unit * rsqrtf(squares[at] * share + epsilon * unit * unit);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       const PackCoord coord = coord_of<M>(i, heads);

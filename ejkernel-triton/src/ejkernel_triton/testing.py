@@ -131,10 +131,10 @@ def spilling_of(disassembly: str) -> float:
     return max(shares, default=0.0)
 
 
-def tolerated_stack() -> int:
-    """Bytes per thread that may spill: none with the Triton version that the kernels were tuned with, a few with others, whose
-    register allocation differs."""
-    return 0 if triton.__version__.startswith("3.6.") else 16
+def tolerated_stack(elsewhere: int = 16) -> int:
+    """Bytes per thread that may spill: none with the Triton version that the kernels were tuned with, and `elsewhere` with others,
+    whose register allocation differs."""
+    return 0 if triton.__version__.startswith("3.6.") else elsewhere
 
 
 def stack_bytes(compiled: Any) -> int:

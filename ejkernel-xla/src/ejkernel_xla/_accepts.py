@@ -115,6 +115,15 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "scale_offset",
         "offset",
     ),
+    "linear_cross_entropy": (
+        "head_bias",
+        "weights",
+        "transpose_head",
+        "soft_cap",
+        "label_smoothing",
+        "z_loss",
+        "precision",
+    ),
     "linear_recurrence": (
         "g",
         "g_gamma",

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.operations.common.rows.interface import NormCall, NormInputs, per_row
+from ejkernel.operations.common.rows.interface import NormCall, NormInputs, per_row, square_unit
 from ejkernel.utils.dtypes import accumulator
 
 
 def mean_of_rows(values: Any) -> Any:
     """Mean over the last axis, keeping it; 0 for rows without elements."""
     return jnp.sum(values, axis=-1, keepdims=True) / max(values.shape[-1], 1)
-
-
-def square_unit(dtype: Any, epsilon: float) -> float:
-    """The power of two that rows are multiplied by before they are squared.
-
-    With epsilon below their mean, squares that float32 would round to 0 do not matter. So the range of squares moves up as far as
-    epsilon allows: with 1e-6 they overflow from 2^105 on rather than from 2^64 on. A factor known beforehand costs nothing; one
-    by the row's maximum would read the row once more.
-    """
-    if not epsilon or jnp.finfo(dtype).maxexp != 128:  # float32 and bfloat16; squares of float16 do not overflow
-        return 1.0
-    least = math.frexp(epsilon)[1] + 102  # binades of epsilon above float32's smallest normal number and its precision
-    return 2.0 ** -min(max(least // 2, 0), 60)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))

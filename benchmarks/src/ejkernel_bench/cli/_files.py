@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from ejkernel.cli.output import UserError, console, emit, user_mistakes
+from ejkernel.cli.output import UserError, console, emit, say, user_mistakes
 
 
 def show_comparison(old: Path, new: Path, *, everything: bool, as_json: bool) -> None:
@@ -22,9 +22,9 @@ def show_comparison(old: Path, new: Path, *, everything: bool, as_json: bool) ->
         emit(found.to_dict())
     else:
         screen, made = console(), found.table(everything=everything)
-        if made.row_count:
+        if made.rows:
             screen.print(made)
-        screen.print(found.summary(), markup=False, soft_wrap=True)
+        say(screen, found.summary())
     if found.regressions:
         raise typer.Exit(1)
 

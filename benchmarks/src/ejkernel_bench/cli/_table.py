@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.cli.output import table
+from ejkernel.cli.output import say, table
 from ejkernel_bench._document import Case, Run, parse_case
-from ejkernel_bench._standing import against
+from ejkernel_bench._standing import Standing, against
 from ejkernel_bench._units import three_digits
-
-_COLUMNS = ("run", "ms", "x ours", "rate", "of limit", "error", "compile s", "")
 
 
 def show_case(screen: Any, found: Mapping[str, Any]) -> None:
@@ -22,41 +20,48 @@ def show_case(screen: Any, found: Mapping[str, Any]) -> None:
     screen.print()
     against_whom = f"; errors against {found['reference']}" if found["reference"] else ""
     title = f"{case.label}  (limit {_milliseconds(case.limit_s)} ms{against_whom})"
-    screen.print(title, style="bold", markup=False, soft_wrap=True)
-    screen.print(table(_COLUMNS, rows or [("-", *[""] * 6, "nothing runs it here")]))
+    say(screen, title, style="bold")
+    unit = "TFLOP/s" if found["limited_by"] == "flops" else "GB/s"
+    columns = ("run", "verdict", "ms", unit, "limit", "error", "compile")
+    screen.print(table(columns, rows or [("-", "nothing runs it here", *[""] * 5)], wrap=("verdict",)))
+    for run in case.runs:
+        if run.status not in ("ok", "refused"):
+            say(screen, f"{run.status}: {run.name}: {run.reason}", style="bold red")
     refused = [f"{run.name} ({run.reason})" for run in case.runs if run.status == "refused"]
     if refused:
-        screen.print(f"refused: {'; '.join(refused)}", style="dim", markup=False, soft_wrap=True)
+        say(screen, f"refused: {'; '.join(refused)}", style="dim")
 
 
 def _row(case: Case, run: Run, limited_by: str) -> tuple[Any, ...]:
-    from rich.text import Text
-
-    name = f"ours: {run.name}" if run.kind == "ours" else run.name
     error = "" if run.largest_error is None else f"{run.largest_error:.1e}"
     if not run.ok:
-        return (name, "", "", "", "", error, "", Text(f"{run.status}: {run.reason}", style="bold red"))
-    found = against(case, run)
+        return (run.name, _verdict(run, None), "", "", "", error, "")
     low, high = np.quantile(run.samples, (0.25, 0.75))
-    work, unit = (1e-12 * case.flops, "TFLOP/s") if limited_by == "flops" else (1e-9 * case.bytes, "GB/s")
+    work = 1e-12 * case.flops if limited_by == "flops" else 1e-9 * case.bytes
     return (
-        name,
-        f"{_milliseconds(run.seconds)} ± {_milliseconds((high - low) / 2)}",
-        "" if found.ratio is None else f"{found.ratio:.2f}",
-        f"{work / run.seconds:.4g} {unit}",
-        f"{case.limit_s / run.seconds:.2f}",
+        run.name,
+        _verdict(run, against(case, run)),
+        f"{_milliseconds(run.seconds)} ±{(high - low) / 2 / run.seconds:.0%}",
+        f"{work / run.seconds:.4g}",
+        f"{case.limit_s / run.seconds:.0%}",
         error,
         "" if run.compile_s is None else f"{run.compile_s:.2f}",
-        _remark(run, found.word),
     )
 
 
-def _remark(run: Run, word: str) -> Any:
+def _verdict(run: Run, found: Standing | None) -> Any:
+    """Of ours, whether dispatch chooses it; of a peer its time over ours; of either what went wrong."""
     from rich.text import Text
 
+    if not run.ok:
+        return Text(run.status, style="bold red")
+    if run.chosen:
+        return Text("chosen", style="green")
+    ratio = f" x{found.ratio:.2f}" if found and found.ratio is not None else ""
     if run.kind == "ours":
-        return Text("chosen" if run.chosen else "", style="green")
-    return Text({"loss": "LOSS", "even": "even"}.get(word, ""), style="bold red" if word == "loss" else "dim")
+        return Text(f"ours{ratio}", style="green")
+    word = {"loss": "LOSS", "even": "even"}.get(found.word, "peer") if found else "peer"
+    return Text(f"{word}{ratio}", style="bold red" if word == "LOSS" else "dim")
 
 
 def _milliseconds(seconds: float) -> str:
@@ -69,7 +74,10 @@ def show_end(screen: Any, result: Mapping[str, Any]) -> None:
     rates = ", ".join(f"{dtype} {1e-12 * rate:.3g} TFLOP/s" for dtype, rate in limits["flops_per_s"].items())
     device = f"{result['device']['kind']}, {settings['clock']} time, {settings['rounds']} rounds"
     screen.print()
-    screen.print(f"{device}; limits: {rates}, {1e-9 * limits['bytes_per_s']:.4g} GB/s", markup=False, soft_wrap=True)
+    say(screen, f"{device}; limits: {rates}, {1e-9 * limits['bytes_per_s']:.4g} GB/s")
+    say(
+        screen, "x: time over that of the chosen one; limit: share of the fastest that the device could be; compile: in seconds"
+    )
     _show_losses(screen, [parse_case(case) for case in result["cases"]])
 
 

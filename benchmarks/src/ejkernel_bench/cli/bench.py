@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli.output import AsJson, UserError, console, emit, table, user_mistakes
+from ejkernel.cli.output import AsJson, UserError, console, emit, say, table, user_mistakes
 from ejkernel_bench.cli._files import draw, draw_file, show_comparison, what_plots_need
 
 
@@ -117,25 +117,28 @@ def _list(settings: Any, as_json: bool) -> None:
     from ejkernel_bench import select
     from ejkernel_bench.peers import known_peers
 
-    selected = select(settings.on(_backend()))
+    backend = _backend()
+    selected = select(settings.on(backend))
     peers = [peer for peer in known_peers() if settings.peers is None or peer.name in settings.peers]
+    states = {peer.name: peer.unable(backend) for peer in peers}
     rows = [
         {
             "operation": one.operation,
             "case": one.case.name,
             "dtype": one.dtype,
-            "peers": [peer.name for peer in peers if one.operation in peer.operations and not peer.missing()],
+            "peers": [peer.name for peer in peers if one.operation in peer.operations and not states[peer.name]],
         }
         for one in selected
     ]
-    states = {peer.name: peer.missing() for peer in peers}
     if as_json:
         emit({"cases": rows, "phases": list(settings.phases), "peers": states})
         return
     screen = console()
     columns = ("operation", "case", "dtype", "peers")
     screen.print(table(columns, [(r["operation"], r["case"], r["dtype"], ", ".join(r["peers"])) for r in rows]))
-    screen.print(table(("peer", "state"), [(name, reason or "there") for name, reason in states.items()]))
+    screen.print()
+    screen.print(table(("peer", "here"), [(name, reason or "can run") for name, reason in states.items()]))
+    say(screen, "A peer may still refuse a case, with the reason, when it is run.")
 
 
 def _backend() -> str:

@@ -71,6 +71,19 @@ class Peer:
                 return f"needs {name} >= {least}, {installed} is installed"
         return None
 
+    def unable(self, backend: str) -> str | None:
+        """Why it can run nothing on this backend here; None if it can. Of what is there, its framework is asked for a device."""
+        if reason := self.missing() or self._elsewhere(backend):
+            return reason
+        if self.framework == "torch" and backend == "gpu":
+            from ejkernel_bench.peers._torch import no_gpu
+
+            return no_gpu()
+        return None
+
+    def _elsewhere(self, backend: str) -> str | None:
+        return None if backend in self.backends else f"runs on {'/'.join(self.backends)}, the target is {backend}"
+
     def build(self, operation: str, call: Any, inputs: Any) -> Function | Built | str:
         """The function for a call, or why there is none."""
         return self.builders[operation](call, inputs)
@@ -78,8 +91,8 @@ class Peer:
     def program(self, problem: BenchProblem, sets: Sequence[Any], rounds: int) -> Program | str:
         """What is checked and timed, or why there is nothing."""
         backend = problem.request.target.backend
-        if backend not in self.backends:
-            return f"runs on {'/'.join(self.backends)}, the target is {backend}"
+        if reason := self._elsewhere(backend):
+            return reason
         built = self.build(problem.selected.operation, problem.request.call, problem.base)
         if isinstance(built, str):
             return built

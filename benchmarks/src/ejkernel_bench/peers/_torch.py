@@ -23,8 +23,8 @@ def torch_peer(problem: BenchProblem, built: Built, sets: Sequence[Any]) -> Prog
     import torch
 
     on_gpu = problem.request.target.backend == "gpu"
-    if on_gpu and not torch.cuda.is_available():
-        return "this torch has no CUDA"
+    if on_gpu and (reason := no_gpu()):
+        return reason
     if problem.phase == "backward" and built.refuses_backward:
         return built.refuses_backward
 
@@ -42,6 +42,13 @@ def torch_peer(problem: BenchProblem, built: Built, sets: Sequence[Any]) -> Prog
     spent = time.perf_counter() - start
     results = _results if problem.phase == "forward" else _gradients(problem, built, prepared[0])
     return Program(run, arguments, results, wait, (spent,), _temporary(torch, run, arguments[0]) if on_gpu else None)
+
+
+def no_gpu() -> str | None:
+    """Why torch cannot run on a GPU here; None if it can."""
+    import torch
+
+    return None if torch.cuda.is_available() else "this torch has no CUDA"
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel._dispatch.decisions import decide
+from ejkernel._dispatch.log import log_decision
 from ejkernel._dispatch.recording import note
 from ejkernel._plugins.containment import contained
 from ejkernel._plugins.records import Candidate
@@ -119,6 +120,7 @@ def _run_partitioned(request: Request, phase: Phase, arguments: tuple[Any, ...])
 
 def _run_local(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> Any:
     decision, chosen = _admitted(request, phase)
+    log_decision(decision)
     expected = _expected(request, phase, arguments)
     suffix = "" if phase == "forward" else ".backward"
     mark = note(request, decision)
@@ -137,14 +139,33 @@ def _run_local(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> An
 
 
 def _call(chosen: Candidate, phase: Phase, *arguments: Any) -> Any:
-    """Import and trace an implementation's code."""
+    """Import and trace an implementation's code; what either raises says whose it is."""
+    target, who = chosen.implementation.target, _who(chosen)
+    what = f"{target if isinstance(target, str) else chosen.id} ({chosen.implementation.operation} {phase}) of {who}"
     try:
-        return contained(f"{chosen.id} ({phase})", lambda: resolve(chosen.implementation.target)(*arguments))
-    except (Exception, KeyboardInterrupt):
+        code = contained(what, resolve, target)
+    except Exception as error:
+        remedy = "see `ejkernel doctor`, or choose another platform"
+        raise PluginError(f"{what} cannot be imported: {in_one_line(error)}; {remedy}") from error
+    try:
+        return contained(what, code, *arguments)
+    except Exception as error:
+        error.add_note(f"raised in {what}")
+        raise
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin that calls sys.exit() must not end the user's program
-        what = f"{chosen.id} ({phase}) of {chosen.distribution} raised {in_one_line(error)}"
-        raise PluginError(f"{what}; choose another platform, and report it to its authors") from error
+        remedy = "choose another platform, and report it to its authors"
+        raise PluginError(f"{what} raised {in_one_line(error)}; {remedy}") from error
+
+
+def _who(candidate: Candidate) -> str:
+    """The plugin, its distribution and its entry point."""
+    if candidate.origin == "registered":
+        return f"{candidate.id!r}, which this program registered"
+    found = (record for record in kernel_registry.records if record.name == candidate.platform and record.ok)
+    entry = next((f", entry point {record.name} = {record.value}" for record in found), "")
+    return f"plugin {candidate.platform!r} ({candidate.distribution} {candidate.version}{entry})"
 
 
 def _expected(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> Any:
@@ -173,7 +194,8 @@ def _check_type(chosen: Candidate, phase: Phase, results: Any, expected: Any) ->
 
 def _broken_contract(chosen: Candidate, phase: Phase, differences: list[str]) -> TypeError:
     return TypeError(
-        f"{chosen.id} ({phase}) breaks the contract of {chosen.implementation.operation}: {'; '.join(differences)}"
+        f"{chosen.id} ({phase}) breaks the contract of {chosen.implementation.operation}: {'; '.join(differences)}; "
+        f"it is of {_who(chosen)}"
     )
 
 

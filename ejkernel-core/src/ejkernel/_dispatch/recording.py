@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from ejkernel._plugins.records import Candidate
+from ejkernel._plugins.task_local import recording
 from ejkernel.call.decision import Decision
-from ejkernel.call.policy import recording
 from ejkernel.call.request import Request
 from ejkernel.plugin import Phase
 

@@ -1,8 +1,7 @@
 """Entry points -> `PluginRecord`, one isolated step per plugin.
 
-The loop is our own. pluggy's entry-point loader stops at the first plugin that raises and loads shadowed distributions, and
-`entry_points()` of the standard library loses everything when one distribution's metadata cannot be read; neither may happen
-here. pluggy validates hooks and calls them, with one manager per plugin so that none can disturb another.
+The loop is our own: pluggy's entry-point loader stops at the first plugin that raises and loads shadowed distributions. pluggy
+validates hooks and calls them, with one manager per plugin so that none can disturb another.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ import time
 import traceback
 import warnings
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import importlib_metadata
 import pluggy
-from importlib_metadata import Distribution
 
-from ejkernel._plugins import identity as _identities
 from ejkernel._plugins import requirements as _requirements
 from ejkernel._plugins import validation as _validation
+from ejkernel._plugins.claims import claims_of, ended
 from ejkernel._plugins.containment import contained, know_packages
 from ejkernel._plugins.records import PLUGIN_IMPORT_PATIENCE, PluginRecord, State
 from ejkernel._plugins.settings import is_on
@@ -34,13 +32,6 @@ from ejkernel.errors import PluginError, PluginWarning, suggestion
 from ejkernel.plugin import ENTRY_POINT_GROUP, FIRST_PARTY, Hooks, Plugin
 
 _VALUE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\s*:\s*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?")
-
-
-class _Copy(NamedTuple):
-    """One of several distributions of the same name."""
-
-    folder: str
-    version: str
 
 
 class _RejectedError(Exception):
@@ -58,15 +49,19 @@ def discover() -> tuple[PluginRecord, ...]:
     Each one that cannot be used gives one `PluginWarning`; those that `EJKERNEL_PLUGINS` leaves out give none.
 
     Raises:
-        PluginError: under `EJKERNEL_STRICT=1`, if any plugin cannot be used. The command `ejkernel` raises it later, so that
-            `ejkernel doctor` can say what is wrong.
+        PluginError: under `EJKERNEL_STRICT=1`, if any plugin cannot be used.
     """
+    records = examine_plugins()
+    _complain(complaints(records))
+    return records
+
+
+def examine_plugins() -> tuple[PluginRecord, ...]:
+    """As `discover`, without a word about plugins that cannot be used."""
     claims = [*claims_of(ENTRY_POINT_GROUP)]
     allowed = _allowed()
     know_packages({c.value.partition(".")[0].strip(): (c.distribution, not c.first_party) for c in claims if c.value})
-    records = [_examine(claim, claims, allowed) for claim in claims]
-    _complain(complaints(records))
-    return tuple(records)
+    return tuple(_examine(claim, claims, allowed) for claim in claims)
 
 
 def complaints(records: Iterable[PluginRecord]) -> list[str]:
@@ -82,94 +77,6 @@ def is_strict() -> bool:
     return is_on("EJKERNEL_STRICT")
 
 
-def installed_distributions(**options: str) -> Iterator[Distribution]:
-    """Everything installed; the library types what its finders return as less than they are."""
-    return cast("Iterator[Distribution]", iter(importlib_metadata.distributions(**options)))
-
-
-def claims_of(group: str) -> Iterator[PluginRecord]:
-    """A blank record per entry point of a group; of several copies of a distribution on the path only the first counts.
-
-    What cannot be taken at its word is marked so: it has no name, a copy of another version lies in the same folder, or it bears a
-    name of ours and is another's.
-    """
-    seen: dict[str, _Copy] = {}
-    for distribution in installed_distributions():
-        if group not in _text(distribution, "entry_points.txt"):
-            continue
-        name, version = _identity(distribution)
-        if name is None:
-            remains = _folder_name(distribution)
-            blank = PluginRecord(remains, remains, "", "", "ok")
-            yield _ended(
-                blank, "broken", "its METADATA is missing or names no distribution; reinstall it, or delete the folder"
-            )
-            continue
-        key, copy = _requirements.canonical(name), _Copy(str(distribution.locate_file("")), version)
-        blank, ours = PluginRecord(name, name, version, "", "ok"), key in FIRST_PARTY.values()
-        # Of ours, whichever is genuine counts, as an earlier one may be another's.
-        earlier = seen.get(key) or (None if ours else _first_copy(name))
-        if earlier is not None and earlier != copy:
-            if earlier.folder == copy.folder:
-                reason = f"version {earlier.version} of it lies in the same folder, {copy.folder}, and files of both are mixed"
-                yield _ended(blank, "conflict", f"{reason}; pip install --force-reinstall {name}")
-            continue
-        claims = [*_claims(distribution, blank, group)]
-        if not ours or any(claim.ok for claim in claims):
-            seen[key] = copy
-        yield from claims
-
-
-def _claims(distribution: Distribution, blank: PluginRecord, group: str) -> Iterator[PluginRecord]:
-    """The entry points of one distribution."""
-    try:
-        entries = [entry for entry in distribution.entry_points if entry.group == group]
-    except Exception:  # noqa: BLE001 - whatever the standard library makes of a malformed file, it is reported
-        yield _ended(blank, "broken", "its entry_points.txt cannot be read", with_traceback=True)
-        return
-    for entry in entries:
-        claim = dataclasses.replace(blank, name=entry.name, value=entry.value)
-        complaint = None
-        if group == ENTRY_POINT_GROUP and claim.first_party:
-            complaint = _identities.complaint(claim.name, distribution, claim.value, _other_copies(distribution, blank))
-        yield _ended(claim, "conflict", complaint) if complaint else claim
-
-
-def _other_copies(distribution: Distribution, blank: PluginRecord) -> list[str]:
-    """Folders of other distributions of the same name."""
-    places = (str(copy.locate_file("")) for copy in installed_distributions(name=blank.name) if _identity(copy)[0])
-    return sorted({*places} - {str(distribution.locate_file(""))})
-
-
-def _folder_name(distribution: Distribution) -> str:
-    """What a distribution without a name is known by: the folder of its metadata."""
-    return os.path.basename(str(getattr(distribution, "_path", ""))) or "(a distribution without a name)"
-
-
-def _text(distribution: Distribution, name: str) -> str:
-    """A metadata file; empty where it is missing or no text. What cannot be read cannot name a plugin."""
-    try:
-        return distribution.read_text(name) or ""
-    except (OSError, UnicodeError):
-        return ""
-
-
-def _identity(distribution: Distribution) -> tuple[str | None, str]:
-    """Name and version; no name where the metadata is gone, which an interrupted uninstallation leaves behind."""
-    text = _text(distribution, "METADATA") or _text(distribution, "PKG-INFO")
-    fields = dict(re.findall(r"^(Name|Version):[ \t]*(\S+)", text.partition("\n\n")[0], re.MULTILINE))
-    return fields.get("Name"), fields.get("Version", "")
-
-
-def _first_copy(name: str) -> _Copy | None:
-    """The first distribution of this name on the path, which hides all others."""
-    for found in installed_distributions(name=name):
-        first, version = _identity(found)
-        if first is not None:
-            return _Copy(str(found.locate_file("")), version)
-    return None
-
-
 def _allowed() -> tuple[str, ...] | None:
     """The allow-list `EJKERNEL_PLUGINS`; None where it is not set."""
     text = os.environ.get("EJKERNEL_PLUGINS")
@@ -178,7 +85,7 @@ def _allowed() -> tuple[str, ...] | None:
 
 def _examine(claim: PluginRecord, claims: Iterable[PluginRecord], allowed: tuple[str, ...] | None) -> PluginRecord:
     if allowed is not None and claim.name not in allowed:
-        return _ended(claim, "disabled", "EJKERNEL_PLUGINS does not name it")
+        return ended(claim, "disabled", "EJKERNEL_PLUGINS does not name it")
     if not claim.ok:
         return claim
     try:
@@ -189,7 +96,7 @@ def _examine(claim: PluginRecord, claims: Iterable[PluginRecord], allowed: tuple
         _refuse_unmet(plugin)
     except _RejectedError as rejected:
         # `raise _RejectedError from error` keeps the plugin's own exception, whose traceback its author needs
-        return _ended(claim, rejected.state, rejected.reason, with_traceback=rejected.__cause__ is not None)
+        return ended(claim, rejected.state, rejected.reason, with_traceback=rejected.__cause__ is not None)
     return claim
 
 
@@ -198,13 +105,6 @@ def _undisturbed() -> Generator[None]:
     """Keep what a plugin prints off the standard output, which belongs to the program, and its changes to warnings to itself."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr or io.StringIO()):
         yield
-
-
-def _ended(claim: PluginRecord, state: State, reason: str, *, with_traceback: bool = False) -> PluginRecord:
-    text = ""
-    if with_traceback and (error := sys.exception()) is not None:
-        text = "".join(traceback.format_exception(error.__cause__ or error))
-    return dataclasses.replace(claim, state=state, reason=reason, traceback=text)
 
 
 def _refuse_conflict(claim: PluginRecord, claims: Iterable[PluginRecord]) -> None:
@@ -336,13 +236,7 @@ def _unknown(allowed: tuple[str, ...], found: set[str]) -> Iterator[str]:
 
 
 def _complain(messages: list[str]) -> None:
-    if messages and is_strict() and not _is_command_line():
+    if messages and is_strict():
         raise PluginError("\n".join(messages))
     for message in messages:
         warnings.warn(message, PluginWarning, stacklevel=5)
-
-
-def _is_command_line() -> bool:
-    """Whether this process is the command `ejkernel`, whose own import of the package must not be what fails."""
-    program = getattr(sys, "argv", None) or [""]
-    return os.path.splitext(os.path.basename(program[0]))[0] == "ejkernel"

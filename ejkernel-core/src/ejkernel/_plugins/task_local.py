@@ -75,3 +75,12 @@ def follow_all() -> None:
     """Bring every setting of this thread in line with this task's values."""
     for setting in _all:
         setting.follow()
+
+
+# Made while ejkernel is imported: JAX keys compiled programs by every context that exists, so one that was made while a first
+# program is traced would have that program traced and compiled again.
+policy_in_force = TaskLocal("ejkernel_policy")
+"""The innermost policy of `ejkernel.use`."""
+
+recording: Any = jax.make_user_context(default_value=None)
+"""Set while `ejkernel.tuning.record_calls` traces a program."""

@@ -24,6 +24,7 @@ class Contract(abc.ABC):
         Inputs: NamedTuple of arrays (None where absent).
         Outputs: NamedTuple of what forward returns: the public outputs, then residuals (None unless `save_residuals`).
         differentiable: fields of `Inputs` that have a gradient, when they hold floats of two bytes or more.
+        constants: public outputs that count as constants under differentiation, whose cotangents backward ignores.
         shardable: factors along which the operation may be split over devices without communication, except sums of
             gradients over factors that an input lacks. An axis of a factor may have different sizes in different arrays
             (query heads and key heads) as long as each divides by the number of shards.
@@ -35,6 +36,7 @@ class Contract(abc.ABC):
     Inputs: ClassVar[type]
     Outputs: ClassVar[type]
     differentiable: ClassVar[tuple[str, ...]]
+    constants: ClassVar[tuple[str, ...]] = ()
     shardable: ClassVar[tuple[str, ...]] = ("b",)
     traceable: ClassVar[tuple[str, ...]] = ()
 

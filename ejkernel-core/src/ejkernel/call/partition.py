@@ -147,8 +147,7 @@ def shards(axes: Axes, mesh: Any) -> int:
 class _Phase:
     """A phase as a function of the arrays that have elements, flat.
 
-    Arrays without any stay out of what is split: XLA drops them from a manual computation but not from its list of shardings,
-    and its compiler then dies of a null pointer.
+    Arrays without any stay out of what is split, for the reason that `shard_map` names.
     """
 
     layout: Layout
@@ -192,12 +191,12 @@ class _Phase:
         found = jax.tree.leaves(outputs)
         return self.kept_results(_sum_parts(self.layout, found, self.result_shapes, assigned))
 
-    def whole(self, kept: Sequence[Any], empty: Callable[[ArraySpec], Any]) -> Any:
-        """The results in their tree; `empty` makes those without elements."""
+    def whole(self, kept: Sequence[Any], specs: Sequence[PartitionSpec], mesh: Any) -> Any:
+        """The results in their tree, with those that have no elements."""
         given = iter(kept)
-        return jax.tree.unflatten(
-            self.result_tree, [empty(result) if 0 in result.shape else next(given) for result in self.results]
-        )
+        pairs = zip(self.results, specs, strict=True)
+        leaves = [_empty(result, spec, mesh) if 0 in result.shape else next(given) for result, spec in pairs]
+        return jax.tree.unflatten(self.result_tree, leaves)
 
 
 def _local_shape(dims: Sequence[Dim], shape: Sequence[int], assigned: Mapping[str, tuple[str, ...]], mesh: Any) -> list[int]:
@@ -214,17 +213,15 @@ def run_explicit(layout: Layout, mesh: Any, run: Run, arguments: tuple[Any, ...]
     in_specs = phase.kept(layout.specs(layout.arguments, phase.shapes, assigned))
     kept = zip(phase.kept(phase.leaves), in_specs, strict=True)
     placed = [jax.sharding.reshard(leaf, NamedSharding(mesh, spec)) for leaf, spec in kept]
-    out_specs = phase.kept_results(layout.specs(layout.results, phase.result_shapes, assigned))
+    out_specs = layout.specs(layout.results, phase.result_shapes, assigned)
     sharded = jax.shard_map(
         lambda *leaves: phase.local(leaves, assigned, mesh),
         mesh=mesh,
         in_specs=in_specs,
-        out_specs=out_specs,
+        out_specs=phase.kept_results(out_specs),
         axis_names=_free_axes(mesh),
     )
-    whole = NamedSharding(mesh, PartitionSpec())
-    found = phase.whole(sharded(*placed), lambda result: jax.sharding.reshard(jnp.zeros(result.shape, result.dtype), whole))
-    return vary_like(found, arguments)
+    return vary_like(phase.whole(sharded(*placed), out_specs, mesh), arguments)
 
 
 def entries_of(array: Any) -> list[Axes]:
@@ -243,8 +240,67 @@ def map_shards(
 ) -> Any:
     """A function of the shards of arrays on an explicit mesh, split by their `entries`; `result` says how its result is split."""
     *in_specs, out_specs = (PartitionSpec(*(axes or None for axes in each)) for each in (*entries, result))
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=(*in_specs,), out_specs=out_specs, axis_names=_free_axes(mesh))
-    return mapped(*(placed_on(mesh, array, each) for array, each in zip(arrays, entries, strict=True)))
+    placed = [placed_on(mesh, array, each) for array, each in zip(arrays, entries, strict=True)]
+    return shard_map(function, placed, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=_free_axes(mesh))
+
+
+def shard_map(function: Run, arrays: Sequence[Any], *, mesh: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+    """`jax.shard_map(function, ...)(*arrays)` into which, and out of which, only arrays with elements go.
+
+    Those without any are made where they are needed: XLA drops them from a manual computation but not from its list of
+    shardings, and its compiler then dies of a null pointer.
+    """
+    arrays = tuple(arrays)
+    leaves, tree = jax.tree.flatten(arrays)
+    if all(math.prod(leaf.shape) for leaf in leaves):
+        return jax.shard_map(function, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, **options)(*arrays)
+    specs = _broadcast(tuple(in_specs), arrays)
+    kept = [(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True) if math.prod(leaf.shape)]
+
+    def local(*given: Any) -> Any:
+        rest = iter(given)
+        pairs = zip(leaves, specs, strict=True)
+        whole = [next(rest) if math.prod(leaf.shape) else _empty_shard(leaf, spec, mesh) for leaf, spec in pairs]
+        return function(*jax.tree.unflatten(tree, whole))
+
+    def mapped(local: Run, out_specs: Any) -> Run:
+        return jax.shard_map(local, mesh=mesh, in_specs=tuple(spec for _, spec in kept), out_specs=out_specs, **options)
+
+    given = [leaf for leaf, _ in kept]
+    results, result_tree = jax.tree.flatten(jax.eval_shape(mapped(local, out_specs), *given))
+    result_specs = _broadcast(out_specs, jax.tree.unflatten(result_tree, results))
+    full = [math.prod(result.shape) > 0 for result in results]
+
+    def local_with_elements(*given: Any) -> list[Any]:
+        return [leaf for leaf, is_full in zip(jax.tree.leaves(local(*given)), full, strict=True) if is_full]
+
+    full_specs = [spec for spec, is_full in zip(result_specs, full, strict=True) if is_full]
+    found = iter(mapped(local_with_elements, full_specs)(*given))
+    empty = (_empty(result, spec, mesh) for result, spec in zip(results, result_specs, strict=True))
+    made = [next(found) if is_full else zeros for is_full, zeros in zip(full, empty, strict=True)]
+    return jax.tree.unflatten(result_tree, made)
+
+
+def _broadcast(specs: Any, values: Any) -> list[PartitionSpec]:
+    """A spec for each leaf, from a prefix of the tree."""
+
+    def is_spec(node: Any) -> bool:
+        return isinstance(node, PartitionSpec)
+
+    return jax.tree.leaves(jax.tree.broadcast(specs, values, is_leaf=is_spec), is_leaf=is_spec)
+
+
+def _empty_shard(array: Any, spec: PartitionSpec, mesh: Any) -> Any:
+    """A device's part of an array without elements."""
+    entries = _padded(spec, len(array.shape))
+    shape = [size // shards(axes, mesh) for size, axes in zip(array.shape, entries, strict=True)]
+    return vary(jnp.zeros(shape, array.dtype), frozenset(itertools.chain.from_iterable(entries)))
+
+
+def _empty(result: Any, spec: PartitionSpec, mesh: Any) -> Any:
+    """A result without elements, split as the spec says where that is part of its type."""
+    zeros = jnp.zeros(result.shape, result.dtype)
+    return jax.sharding.reshard(zeros, NamedSharding(mesh, spec)) if mesh.explicit_axes else zeros
 
 
 def _free_axes(mesh: Any) -> frozenset[str]:
@@ -315,7 +371,7 @@ def run_auto(layout: Layout, run: Run, arguments: tuple[Any, ...], results: Any)
     partitioned = custom_partitioning(flat)
     rule = sharding_rule(restricted, shapes, result_shapes)
     partitioned.def_partition(partition, sharding_rule=rule.text, need_replication_factors=rule.whole, **cast(Any, rule.sizes))
-    return phase.whole(partitioned(*phase.kept(phase.leaves)), lambda result: jnp.zeros(result.shape, result.dtype))
+    return phase.whole(partitioned(*phase.kept(phase.leaves)), [PartitionSpec() for _ in phase.results], axes)
 
 
 def _mesh_like(mesh: Any, sharding: Any) -> Mesh:

@@ -12,10 +12,8 @@ import os
 from collections.abc import Generator, Iterable, Sequence, Sized
 from typing import Any
 
-import jax
-
 from ejkernel._plugins.registry import kernel_registry
-from ejkernel._plugins.task_local import TaskLocal
+from ejkernel._plugins.task_local import policy_in_force
 from ejkernel.errors import invalid, suggestion, wrong_type
 from ejkernel.plugin import FIRST_PARTY
 from ejkernel.targets.target import Target, as_target
@@ -46,20 +44,15 @@ class Policy:
     closed_tiers: frozenset[str] = frozenset()
 
 
-_in_force = TaskLocal("ejkernel_policy")
-recording = jax.make_user_context(default_value=None)
-"""Set while `ejkernel.tuning.record_calls` traces a program."""
-
-
 _DEFAULT = Policy()
 
 
 def current_policy() -> Policy:
     """The policy of the innermost `use(...)`, or the default."""
-    return _in_force.get() or _DEFAULT
+    return policy_in_force.get() or _DEFAULT
 
 
-holding = _in_force.holding
+holding = policy_in_force.holding
 """`with holding(policy):` puts a policy in force as it is."""
 
 

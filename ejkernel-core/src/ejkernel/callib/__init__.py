@@ -7,8 +7,7 @@ from typing import Any
 
 from ejkernel.callib._ejit import ejit
 from ejkernel.callib._triton import triton_call
-from ejkernel.packing import cdiv
-from ejkernel.utils.sizes import next_power_of_2
+from ejkernel.utils.sizes import cdiv, next_power_of_2
 
 _LAZY = {"pallas_call": "jax.experimental.pallas"}
 

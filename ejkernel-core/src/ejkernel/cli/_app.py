@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ejkernel._version import __version__
-from ejkernel.cli._commands import Commands
+from ejkernel.cli._commands import Commands, Preparation
 from ejkernel.cli.cache import cache_app
 from ejkernel.cli.doctor import doctor
 from ejkernel.cli.explain import explain
@@ -21,7 +21,7 @@ app = typer.Typer(
     name="ejkernel",
     cls=Commands,
     help="JAX kernels: what is installed, what runs, and why.",
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -40,25 +40,13 @@ def _root(
         print(__version__)
     elif context.invoked_subcommand is None:
         print(context.get_help())
-    elif context.invoked_subcommand != "doctor":
-        _refuse_under_strict()
 
 
-def _refuse_under_strict() -> None:
-    """What `import ejkernel` raises under `EJKERNEL_STRICT=1` in any other program; `doctor` reports it instead."""
-    from ejkernel._plugins import discovery
-    from ejkernel._plugins.registry import kernel_registry
-
-    found = discovery.complaints(kernel_registry.records) if discovery.is_strict() else []
-    if found:
-        raise UserError(f"{found[0]} (EJKERNEL_STRICT is set)")
-
-
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str], *, discovered: bool) -> int:
     """Run one command line; a user's mistake becomes one line on stderr and status 2."""
     command = typer.main.get_command(app)
     try:
-        status = command.main(args=list(arguments), prog_name="ejkernel", standalone_mode=False)
+        status = command.main(args=list(arguments), prog_name="ejkernel", standalone_mode=False, obj=Preparation(discovered))
     except (UserError, *_USAGE_ERRORS) as error:
         message = error.format_message() if hasattr(error, "format_message") else str(error)  # pyright: ignore
         print(f"ejkernel: {' '.join(message.split())}", file=sys.stderr)

@@ -2,12 +2,16 @@
 
 An entry point's name is the command, its value names a function or a typer application. Listing commands reads metadata alone;
 a command's module is imported when the command is called, and by `ejkernel doctor`.
+
+Help and completions need neither plugins nor JAX: plugins are discovered when a command runs.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
+import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal
@@ -17,7 +21,7 @@ import typer
 import typer.core
 from packaging.utils import canonicalize_name
 
-from ejkernel._plugins.discovery import claims_of
+from ejkernel._plugins.claims import claims_of
 from ejkernel._plugins.records import PluginRecord
 from ejkernel.cli.output import UserError
 
@@ -129,6 +133,33 @@ def _built(command: Command) -> Any:
     return typer.main.get_command(app)
 
 
+class Preparation:
+    """Whether plugins have been discovered in this process; the object that the command line's contexts carry."""
+
+    def __init__(self, discovered: bool) -> None:
+        self._discovered = discovered
+
+    def discover(self, command: str) -> None:
+        """Discover plugins, once, and say on stderr which cannot be used; `doctor` says so itself.
+
+        Raises:
+            UserError: under `EJKERNEL_STRICT=1`, if any plugin cannot be used and the command is not `doctor`.
+        """
+        from ejkernel._plugins import discovery
+        from ejkernel._plugins.registry import kernel_registry
+
+        first, self._discovered = not self._discovered, True
+        if first:
+            kernel_registry.load(discovery.examine_plugins())
+        if command == "doctor":
+            return
+        found = discovery.complaints(kernel_registry.records)
+        if found and discovery.is_strict():
+            raise UserError(f"{found[0]} (EJKERNEL_STRICT is set)")
+        for complaint in found if first else ():
+            print(f"ejkernel: {complaint}", file=sys.stderr)
+
+
 class Commands(typer.core.TyperGroup):
     """Core's commands, then those of other distributions, which are imported when they are called."""
 
@@ -149,23 +180,24 @@ class Commands(typer.core.TyperGroup):
         return typer.core.TyperCommand(cmd_name, short_help=f"({state}from {command.origin})")
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that is called, imported.
+        """The command that is called, imported; plugins are discovered when it runs, and for a third party's before its import.
 
         Raises:
             UserError: it cannot be used, or its distribution is not installed.
         """
-        name = args[0]
-        if name in self.commands:
-            return super().resolve_command(ctx, args)
-        command = self._named(name)
+        name, prepare = args[0], lambda: ctx.obj.discover(args[0])
+        command = None if name in self.commands else self._named(name)
         if command is None:
             if name in OWNERS:
                 raise UserError(f"the command {name!r} comes with {OWNERS[name]}; install it with: pip install {OWNERS[name]}")
-            return super().resolve_command(ctx, args)
+            name, found, rest = super().resolve_command(ctx, args)
+            return name, found and _prepared(found, prepare), rest
+        if name not in OWNERS:
+            prepare()
         command, loaded = load(command)
         if loaded is None:
             raise UserError(command.refusal)
-        return name, loaded, args[1:]
+        return name, _prepared(loaded, prepare), args[1:]
 
     @property
     def others(self) -> tuple[Command, ...]:
@@ -178,3 +210,15 @@ class Commands(typer.core.TyperGroup):
         """The command of that name; one that can be used before one that cannot."""
         named = [command for command in self.others if command.name == name]
         return min(named, key=lambda command: command.state != "ok", default=None)
+
+
+def _prepared(command: Any, prepare: Callable[[], None]) -> Any:
+    """A command that prepares before it runs; reading its arguments and showing its help does not run it."""
+    found, run = copy.copy(command), command.invoke
+
+    def invoke(ctx: Any) -> Any:
+        prepare()
+        return run(ctx)
+
+    found.invoke = invoke
+    return found

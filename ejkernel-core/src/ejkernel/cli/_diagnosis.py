@@ -10,6 +10,8 @@ from typing import Any
 import importlib_metadata
 from packaging.utils import canonicalize_name
 
+from ejkernel._dispatch.log import logged_topics
+from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel._plugins.records import PLUGIN_IMPORT_PATIENCE, PluginRecord
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel._plugins.settings import read_settings, unknown_settings
@@ -19,6 +21,7 @@ from ejkernel.cli._commands import Command, load
 from ejkernel.cli._foreign import OURS, foreign_distributions
 from ejkernel.cli.output import first_line
 from ejkernel.errors import suggestion
+from ejkernel.plugin import FALLBACK, FIRST_PARTY
 from ejkernel.utils.known_versions import matching
 
 _ALWAYS = (OURS, "jax", "jaxlib", "numpy")
@@ -33,13 +36,15 @@ def diagnose(commands: Sequence[Command], timeout: float = _probes.TIMEOUT) -> d
         timeout: seconds for each native probe.
 
     Returns:
-        The facts, and under `"problems"` what is broken among what was installed or asked for, each with a remedy; `"ok"` says
-        that there is none.
+        The facts; under `"problems"` what is broken among what was installed or asked for, and that nothing can run, each with a
+        remedy; `"ok"` says that there is none; under `"advice"` what would be faster here.
     """
     records = kernel_registry.records
     asked = [record for record in records if hasattr(record.module, "ejkernel_diagnose")]
     with ThreadPoolExecutor(max_workers=4) as pool:
         devices = pool.submit(_probes.probe_devices, timeout)
+        dispatch = pool.submit(_probes.probe_dispatch, timeout)
+        references = {r.name: pool.submit(_probes.probe_references, r.name, timeout) for r in records if r.ok}
         hooks = {record.name: pool.submit(_probes.probe_plugin, record.value, timeout) for record in asked}
         report: dict[str, Any] = {
             "versions": installed_versions(records),
@@ -51,9 +56,13 @@ def diagnose(commands: Sequence[Command], timeout: float = _probes.TIMEOUT) -> d
             "foreign_distributions": foreign_distributions(),
             "cache": cache_state(),
             "devices": devices.result(),
+            "references": {name: answer.result() for name, answer in references.items()},
+            "unknown_operations": unknown_operations(),
+            "dispatch": dispatch.result(),
             "diagnoses": {name: answer.result() for name, answer in hooks.items()},
         }
     report["known_combinations"] = known_combinations(report["versions"])
+    report["advice"] = missing_plugins(report)
     report["problems"] = [problem for find in _PROBLEMS for problem in find(report)]
     report["ok"] = not report["problems"]
     return report
@@ -91,6 +100,31 @@ def _name_of(code: Any) -> str:
     return f"{getattr(code, '__module__', '?')}.{name}"
 
 
+def unknown_operations() -> list[dict[str, str]]:
+    """Operations that plugins implement and core does not have, so that nothing calls them."""
+    wrong = dict.fromkeys(
+        (candidate.implementation.operation, candidate.platform, candidate.distribution)
+        for candidate in kernel_registry.list_implementations()
+        if candidate.origin != "registered" and candidate.implementation.operation not in OPERATIONS
+    )
+    return [dict(zip(("operation", "plugin", "distribution"), one, strict=True)) for one in wrong]
+
+
+def missing_plugins(report: dict[str, Any]) -> list[str]:
+    """First-party plugins that are not installed and that the default order puts first on the device that is here."""
+    found = {record.name for record in kernel_registry.records}
+    wanted: dict[str, list[str]] = {}
+    for one in report["dispatch"]["operations"]:
+        for name in one["faster"]:
+            if name in FIRST_PARTY and name not in found:
+                wanted.setdefault(name, []).append(one["operation"])
+    backend = next((one["backend"] for one in report["dispatch"]["operations"]), "")
+    return [
+        f"pip install {FIRST_PARTY[name]}: on this {backend} it is faster for {', '.join(operations)}"
+        for name, operations in sorted(wanted.items())
+    ]
+
+
 def known_combinations(versions: dict[str, str | None]) -> list[dict[str, Any]]:
     """Measured combinations that these versions amount to."""
     found = matching({name: version for name, version in versions.items() if version})
@@ -119,6 +153,42 @@ def _plugin_remedy(plugin: dict[str, Any]) -> str:
         "incompatible": f"pip install --upgrade {distribution} {OURS}",
         "conflict": "uninstall all but one of the distributions that claim this name",
     }.get(plugin["state"], f"see `ejkernel doctor --verbose`; pip install --force-reinstall {distribution}")
+
+
+def _reference_problems(report: dict[str, Any]) -> list[dict[str, str]]:
+    """Code that a plugin names and that cannot be imported; once for each reference, whatever the phases that share it."""
+    problems: dict[str, dict[str, str]] = {}
+    for p in report["plugins"]:
+        answer = report["references"].get(p["name"], {"findings": [], "error": None})
+        who, remedy = f"plugin {p['name']} ({p['distribution']} {p['version']})", _plugin_remedy(p)
+        for found in answer["findings"]:
+            where = f"{found['field']} {found['reference']!r} of {found['operation']} ({found['phase']})"
+            what = f"{who}: {where} cannot be imported: {found['error']}"
+            problems.setdefault(f"{p['name']} {found['reference']}", _problem(what, remedy))
+        if answer["error"]:
+            problems[p["name"]] = _problem(f"{who}: importing what it names failed: {answer['error']}", remedy)
+    return [*problems.values()]
+
+
+def _operation_problems(report: dict[str, Any]) -> list[dict[str, str]]:
+    return [
+        _problem(
+            f"plugin {one['plugin']} ({one['distribution']}) implements {one['operation']!r}, which is no operation"
+            + suggestion(one["operation"], OPERATIONS),
+            f"report it to the authors of {one['distribution']}",
+        )
+        for one in report["unknown_operations"]
+    ]
+
+
+def _dispatch_problems(report: dict[str, Any]) -> list[dict[str, str]]:
+    """That nothing can run, where the devices answer at all."""
+    answer = report["dispatch"]
+    if report["devices"]["error"] or any(one["chosen"] for one in answer["operations"]):
+        return []
+    reason = answer["error"] or next((one["error"] for one in answer["operations"] if one["error"]), None)
+    what = "no operation can run here" + (f": {reason}" if reason else ": no usable plugin serves this device")
+    return [_problem(what, f"pip install {FIRST_PARTY[FALLBACK]}, which runs everywhere, or correct what is named above")]
 
 
 def _registration_problems(report: dict[str, Any]) -> list[dict[str, str]]:
@@ -150,7 +220,7 @@ def _command_problems(report: dict[str, Any]) -> list[dict[str, str]]:
 
 def _setting_problems(report: dict[str, Any]) -> list[dict[str, str]]:
     problems = [
-        _problem(f"{name} is set, and nothing reads it", hint or "unset it; the settings are listed above")
+        _problem(f"{name} is set, and nothing reads it", hint or "unset it; `ejkernel doctor --verbose` lists the settings")
         for name, hint in report["unknown_settings"].items()
     ]
     found = {plugin["name"] for plugin in report["plugins"]}
@@ -161,6 +231,7 @@ def _setting_problems(report: dict[str, Any]) -> list[dict[str, str]]:
         if name and name not in found
     ]
     try:
+        logged_topics()
         policy_for_call("*", None)
     except (ValueError, TypeError) as error:
         problems.append(_problem(first_line(error), "correct or unset the variable"))
@@ -223,11 +294,14 @@ def _problem(what: str, remedy: str) -> dict[str, str]:
 _PROBLEMS: tuple[Callable[[dict[str, Any]], list[dict[str, str]]], ...] = (
     _foreign_problems,
     _plugin_problems,
+    _reference_problems,
+    _operation_problems,
     _registration_problems,
     _slow_problems,
     _command_problems,
     _setting_problems,
     _version_problems,
     _device_problems,
+    _dispatch_problems,
     _cache_problems,
 )

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, discovered: bool = True) -> int:
     """Run the command line and return its exit status.
 
     Args:
         arguments: what follows the program's name; None takes them from `sys.argv`.
+        discovered: whether plugins have been discovered; if not, they are before a command runs.
 
     Returns:
         0 for success, 1 where a check failed, 2 for a mistake in what was asked.
@@ -23,4 +24,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     from ejkernel.cli._app import run
 
-    return run(sys.argv[1:] if arguments is None else arguments)
+    return run(sys.argv[1:] if arguments is None else arguments, discovered=discovered)

@@ -7,7 +7,7 @@ import re
 from importlib_metadata import Distribution
 from packaging.utils import canonicalize_name
 
-from ejkernel._plugins.discovery import installed_distributions
+from ejkernel._plugins.claims import installed_distributions
 
 OURS, PACKAGE = "ejkernel-core", "ejkernel"
 

@@ -30,6 +30,16 @@ manager.register(pkgutil.resolve_name(argument))
 manager.hook.ejkernel_diagnose(report=lambda name, finding: tell({"name": str(name), "finding": str(finding)}))
 """
 
+_REFERENCES = """
+from ejkernel.cli._examination import examine_references
+examine_references(argument, tell)
+"""
+
+_DISPATCH = """
+from ejkernel.cli._examination import examine_dispatch
+examine_dispatch(tell)
+"""
+
 _PROLOGUE = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
@@ -50,6 +60,18 @@ def probe_plugin(value: str, timeout: float = TIMEOUT) -> dict[str, Any]:
     """What the `ejkernel_diagnose` of an entry point's value reports: `{"findings": [...], "error": str | None}`."""
     found, error = ask(_DIAGNOSE, value, timeout)
     return {"findings": found, "error": error}
+
+
+def probe_references(platform: str, timeout: float = TIMEOUT) -> dict[str, Any]:
+    """What a plugin's implementations name that cannot be imported: `{"findings": [...], "error": str | None}`."""
+    found, error = ask(_REFERENCES, platform, timeout)
+    return {"findings": found, "error": error}
+
+
+def probe_dispatch(timeout: float = TIMEOUT) -> dict[str, Any]:
+    """Who would run each operation here: `{"operations": [...], "error": str | None}`."""
+    found, error = ask(_DISPATCH, "", timeout)
+    return {"operations": found, "error": error}
 
 
 def ask(code: str, argument: str, timeout: float) -> tuple[list[dict[str, Any]], str | None]:

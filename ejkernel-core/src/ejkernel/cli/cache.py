@@ -12,11 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli.output import AsJson, UserError, console, emit, table, user_mistakes, verdict
+from ejkernel.cli._completion import FormerOperation, OneOperation
+from ejkernel.cli.output import AsJson, UserError, console, emit, say, table, user_mistakes, verdict
 
 cache_app = typer.Typer(help="Look after the cache of tuned configs and compiled kernels.", no_args_is_help=False)
-
-_Operation = Annotated[str | None, typer.Option(help="Only entries of this operation.")]
 
 
 @cache_app.callback(invoke_without_command=True)
@@ -26,37 +25,44 @@ def _root(context: typer.Context) -> None:
 
 
 @cache_app.command("show")
-def show(as_json: AsJson = False) -> None:
+def show(operation: OneOperation = None, as_json: AsJson = False) -> None:
     """Show where the cache is and what it holds."""
     from ejkernel.tuning import cache_entries
     from ejkernel.utils.kernel_store import stored_kernels
 
     state = describe_cache()
-    files = cache_entries()
+    files = [file for file in cache_entries() if operation in (None, file.key and file.key.operation)]
     kernels = stored_kernels()
     if as_json:
         emit({**state, "files": [file.to_dict() for file in files], "kernels": dataclasses.asdict(kernels)})
         return
     screen = console()
-    rows = [_row(file) for file in files]
-    if rows:
-        screen.print(table(("operation", "phase", "implementation", "arrays", "device", "config", "state"), rows))
+    calls: dict[str, list[tuple[Any, ...]]] = {}
+    for file in files:
+        title = f"{file.key.operation} {file.key.phase}: {file.key.arrays()}" if file.key else "cannot be read"
+        calls.setdefault(title, []).append(_row(file))
+    for title, rows in calls.items():
+        say(screen, title, style="bold")
+        screen.print(table(("implementation", "device", "state", "config"), rows, wrap=("device", "config")))
+        screen.print()
     counts = f"{state['entries']} entries ({state['quarantined']} quarantined), {state['bytes']} bytes"
-    screen.print(f"{state['directory']}: {counts}", markup=False, soft_wrap=True)
-    screen.print(f"compiled kernels: {kernels.count}, {kernels.bytes} bytes", markup=False, soft_wrap=True)
+    say(screen, f"{state['directory']}: {counts}")
+    say(screen, f"compiled kernels: {kernels.count}, {kernels.bytes} bytes")
 
 
 @cache_app.command("clear")
 def clear(
-    operation: _Operation = None,
+    operation: OneOperation = None,
+    former: FormerOperation = None,
     quarantine: Annotated[bool, typer.Option("--quarantine", help="Only quarantined configs, to try them again.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete tuned configs and, unless an operation is named, compiled kernels."""
+    """Delete entries; without an operation also compiled kernels."""
     from ejkernel.tuning import clear_cache
     from ejkernel.utils.kernel_store import clear_kernels
 
+    operation = operation or former
     kept = f" of {operation}" if operation else "" if quarantine else " and the compiled kernels"
     what = ("the quarantined configs" if quarantine else "the entries") + kept
     if not yes:
@@ -77,13 +83,16 @@ def clear(
 
 @cache_app.command("export")
 def export(
-    path: Annotated[Path, typer.Argument(help="The file to write.")], operation: _Operation = None, as_json: AsJson = False
+    path: Annotated[Path, typer.Argument(help="The file to write.")],
+    operation: OneOperation = None,
+    former: FormerOperation = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Write the readable entries to one JSON file, in the form of a table that a plugin ships."""
+    """Write the entries to a JSON file that a plugin can ship."""
     from ejkernel.tuning import export_cache
 
     with _file_mistakes(path):
-        count = export_cache(path, operation)
+        count = export_cache(path, operation or former)
     _say(as_json, "exported", count)
 
 
@@ -126,14 +135,13 @@ def _obstacle(directory: Path) -> str | None:
 
 def _row(file: Any) -> tuple[Any, ...]:
     if file.key is None:
-        return (file.path.name, "", "", file.reason, "", "", verdict(file.state))
+        return (file.path.name, "", verdict(file.state), file.reason)
     key, held = file.key, file.entry or file.quarantined
     config = ", ".join(f"{name}={value}" for name, value in (held.config or {}).items())
-    device = key.device_kind or key.backend
     state = verdict(file.state)
     if file.quarantined is not None:
         config, state = f"{config}: {file.quarantined.reason}", verdict("quarantined" if file.state == "ok" else file.state)
-    return (key.operation, key.phase, key.implementation, key.arrays(), device, config, state)
+    return (key.implementation, key.device_kind or key.backend, state, config)
 
 
 @contextlib.contextmanager

@@ -6,16 +6,19 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli.output import AsJson, console, emit, own_output, table, verdict
+from ejkernel.cli.output import AsJson, console, emit, own_output, say, table, verdict
 
 
 def doctor(
     context: typer.Context,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks of broken plugins and commands.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks, and what every setting means.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for each native probe.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Examine the installation; exit status 1 if something asked for is broken."""
+    """Examine the installation; status 0 only where something can run.
+
+    Status 1 if nothing can, or if something that was installed or asked for is broken.
+    """
     from ejkernel.cli._diagnosis import diagnose
 
     root: Any = context.find_root().command
@@ -40,6 +43,8 @@ def _render(report: dict[str, Any], verbose: bool) -> None:
     for found in report["known_combinations"]:
         names = ", ".join(f"{name} {report['versions'][name]}" for name in found["packages"])
         screen.print(verdict(found["verdict"]), f"combination {names}: {found['finding']}", markup=False)
+    if report["known_combinations"]:
+        screen.print()
     plugins = [
         (p["name"], verdict(p["state"]), f"{p['distribution']} {p['version']}", p["reason"] or _remark(p))
         for p in report["plugins"]
@@ -55,9 +60,12 @@ def _render(report: dict[str, Any], verbose: bool) -> None:
         section("Commands of other distributions", ("command", "state", "from", "reason"), commands)
     if verbose:
         _print_tracebacks(screen, [*report["plugins"], *report["commands"]])
-    settings = [(s["name"], _shown(s), s["source"], s["meaning"]) for s in report["settings"]]
-    section("Settings", ("setting", "value", "source", "meaning"), settings)
+    settings = [(s["name"], _shown(s), s["source"], *([s["meaning"]] if verbose else [])) for s in report["settings"]]
+    columns = ("setting", "value", "source", "meaning") if verbose else ("setting", "value", "source")
+    screen.print(table(columns, settings, title="Settings", wrap=("value", "meaning")))
+    screen.print()
     section("Devices", ("device", "kind", "capability"), _device_rows(report["devices"]["devices"]))
+    section("What runs here", ("implementation", "operations"), _served(report["dispatch"]))
     findings = [
         (name, finding["name"], finding["finding"])
         for name, answer in report["diagnoses"].items()
@@ -67,7 +75,9 @@ def _render(report: dict[str, Any], verbose: bool) -> None:
         section("What plugins found", ("plugin", "examined", "finding"), findings)
     cache = report["cache"]
     state = cache["error"] or f"{cache['entries']} entries"
-    screen.print(f"Tuning cache: {cache['directory']}: {state}", markup=False, soft_wrap=True)
+    say(screen, f"Tuning cache: {cache['directory']}: {state}")
+    for advice in report["advice"]:
+        say(screen, f"advice: {advice}", style="yellow")
     _print_verdict(screen, report["problems"])
 
 
@@ -83,6 +93,14 @@ def _shown(setting: dict[str, Any]) -> str:
     if setting["value"] is None:
         return setting["default"]
     return setting["value"] or "(empty)"
+
+
+def _served(dispatch: dict[str, Any]) -> list[tuple[str, str]]:
+    """Which operations each implementation would run, in their usual case."""
+    served: dict[str, list[str]] = {}
+    for one in dispatch["operations"]:
+        served.setdefault(one["chosen"] or "(nothing)", []).append(one["operation"])
+    return [(name, ", ".join(operations)) for name, operations in sorted(served.items())]
 
 
 def _device_rows(devices: list[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -102,5 +120,5 @@ def _print_verdict(screen: Any, problems: list[dict[str, str]]) -> None:
         return
     screen.print(f"{len(problems)} problem{'s' if len(problems) > 1 else ''}:", style="bold red")
     for problem in problems:
-        screen.print(f"  - {problem['problem']}", markup=False, soft_wrap=True)
-        screen.print(f"    remedy: {problem['remedy']}", markup=False, soft_wrap=True)
+        say(screen, f"  - {problem['problem']}")
+        say(screen, f"    remedy: {problem['remedy']}")

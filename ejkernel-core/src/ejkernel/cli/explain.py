@@ -4,38 +4,51 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
+import inspect
 from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli.output import AsJson, UserError, console, emit, own_output, table, user_mistakes, verdict
+from ejkernel.cli._completion import complete_function, complete_platform
+from ejkernel.cli.output import AsJson, UserError, console, emit, own_output, say, table, user_mistakes, verdict
 
 
 def explain(
-    operation: Annotated[str, typer.Argument(help="A public function, e.g. flash_attention.")],
+    operation: Annotated[
+        str, typer.Argument(help="A public function, e.g. flash_attention.", autocompletion=complete_function)
+    ],
     shape: Annotated[list[str] | None, typer.Option(help="An array argument: query=1,512,8,64:float32")] = None,
     option: Annotated[list[str] | None, typer.Option(help="Any other argument: causal=true")] = None,
     case: Annotated[str | None, typer.Option(help="A named case of the operation, in place of shapes and options.")] = None,
-    platform: Annotated[str | None, typer.Option(help="As platform=: one name, or several with commas.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the case: float32, bfloat16 or float16.")] = None,
+    platform: Annotated[
+        str | None, typer.Option(help="As platform=: one name, or several with commas.", autocompletion=complete_platform)
+    ] = None,
     target: Annotated[str | None, typer.Option(help="Explain for another device: cpu, gpu, gpu:9.0, tpu.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which implementation would run a call. Nothing is computed."""
+    """Say which implementation would run a call. Nothing is computed.
+
+    Without shapes, of a case of the size that is benchmarked on the device.
+    """
     if case is not None and (shape or option):
         raise UserError("--case: brings its own arrays and options; leave out --shape and --option")
+    if dtype is not None and shape:
+        raise UserError("--dtype: is of a case; write --shape name=sizes:dtype")
     chosen = tuple(platform.split(",")) if platform else None
     with user_mistakes(), own_output(), _target(target):
-        if case is not None:
-            explanation = _explain_case(operation, case, chosen)
+        if shape or option:
+            about, explanation = "", _explain_call(operation, shape or [], option or [], chosen)
         else:
-            explanation = _explain_call(operation, shape or [], option or [], chosen)
+            about, explanation = _explain_case(operation, case, dtype, chosen)
     if as_json:
         emit(explanation.to_dict())
         return
     screen = console()
+    if about:
+        say(screen, about, style="dim")
     call = ", ".join(f"{name}={value}" for name, value in explanation.to_dict()["call"].items())
-    screen.print(f"{explanation.forward.operation}({call})", markup=False, soft_wrap=True)
+    say(screen, f"{explanation.forward.operation}({call})")
     for decision in (explanation.forward, explanation.backward):
         _show_decision(screen, decision)
 
@@ -50,7 +63,6 @@ def _target(target: str | None) -> Any:
 
 def _explain_call(operation: str, shapes: list[str], options: list[str], platform: tuple[str, ...] | None) -> Any:
     from ejkernel._dispatch.explanation import explain
-    from ejkernel._plugins.catalog import public_function
 
     arguments: dict[str, Any] = {}
     for text in shapes:
@@ -60,8 +72,7 @@ def _explain_call(operation: str, shapes: list[str], options: list[str], platfor
         name, value = parse_option(text)
         _add(arguments, name, value)
     if not shapes:
-        public_function(operation)
-        raise UserError(f"{operation}: got no arrays, expected --shape name=sizes:dtype for each of them, or --case")
+        raise _no_arrays(operation)
     return explain(operation, platform=platform, **arguments)
 
 
@@ -103,42 +114,56 @@ def parse_option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _explain_case(operation: str, case: str, platform: tuple[str, ...] | None) -> Any:
-    import jax
-    import numpy as np
+def _no_arrays(operation: str) -> UserError:
+    """What to add to a call that is described without arrays."""
+    from ejkernel._plugins.catalog import public_function
 
+    parameters = inspect.signature(public_function(operation)).parameters.values()
+    wanted = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    return UserError(f"{operation}: got no arrays, expected --shape name=sizes:dtype for each of {', '.join(wanted)}")
+
+
+def _explain_case(operation: str, case: str | None, dtype: str | None, platform: tuple[str, ...] | None) -> tuple[str, Any]:
+    """What the case is, and the explanation of it."""
     from ejkernel._dispatch import explanation
-    from ejkernel.errors import invalid, suggestion
+    from ejkernel._plugins.catalog import OPERATIONS
+    from ejkernel.call.policy import policy_for_call
+    from ejkernel.cli import _cases
     from ejkernel.operations import get_operation
+    from ejkernel.targets import resolve_target
 
-    found = get_operation(operation)
-    cases = {known.name: known for known in importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES}
-    if case not in cases:
-        raise invalid("--case", repr(case), f"one of {', '.join(cases)}" + suggestion(case, cases))
-    arrays = cases[case].arrays(np.random.default_rng(0))
-    specs = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), dict(arrays))
+    if case is None and operation not in OPERATIONS:
+        raise _no_arrays(operation)
+    backend = (policy_for_call(operation, None).target or resolve_target(())).backend
+    known = _cases.cases_of(operation)
+    found = _cases.usual_case(operation, backend) if case is None else _cases.matching_cases(operation, [case])[0]
+    dtype = dtype or ("bfloat16" if case is None and backend != "cpu" else "float32")
+    about = f"the case {found.name}, one of {len(known)}; of your own: --shape name=sizes:dtype, --option name=value"
     with explanation.capture():
         try:
-            found.invoke(specs, cases[case].options, platform=platform)
+            get_operation(operation).invoke(_cases.shapes(found, dtype), found.options, platform=platform)
         except explanation.Captured as captured:
-            return captured.explanation
+            return "" if case else about, captured.explanation
     raise UserError(f"{operation}: does not dispatch")
 
 
 def _show_decision(screen: Any, decision: Any) -> None:
     chosen = decision.chosen.id if decision.chosen else "nothing"
-    title = f"{decision.phase} on {decision.target}: {chosen}" + (f", by {decision.setting}" if decision.chosen else "")
     screen.print()
-    screen.print(title, style="bold", markup=False, soft_wrap=True)
+    title = f"{decision.phase} on {decision.target}: {chosen}" + (f", by {decision.setting}" if decision.chosen else "")
+    say(screen, title, style="bold")
     if decision.config is not None:
-        screen.print(f"{decision.config} from {decision.tier}", markup=False, soft_wrap=True)
+        say(screen, f"{decision.config} from {decision.tier}")
     for line in decision.quarantined:
-        screen.print(f"quarantined: {line}", markup=False, soft_wrap=True)
-    rows = [
-        (v.candidate.id, verdict(v.verdict), f"{v.candidate.distribution} {v.candidate.version}".strip(), "; ".join(v.reasons))
-        for v in decision.verdicts
-    ]
-    rows += [(name, verdict(state), "", reason) for name, state, reason in decision.absent]
+        say(screen, f"quarantined: {line}")
+    rows = [(_name(v.candidate), verdict(v.verdict), "; ".join(v.reasons)) for v in decision.verdicts]
+    rows += [(name, verdict(state), reason) for name, state, reason in decision.absent]
     if not rows:
-        rows = [("-", "", "", "no installed plugin implements this phase")]
-    screen.print(table(("implementation", "verdict", "from", "reasons"), rows))
+        rows = [("-", "", "no installed plugin implements this phase")]
+    screen.print(table(("implementation", "verdict", "reasons"), rows, wrap=("implementation", "reasons")))
+
+
+def _name(candidate: Any) -> str:
+    """The implementation; where its name does not say who brings it, that too."""
+    origin = f" ({candidate.distribution} {candidate.version}".rstrip() + ")"
+    return candidate.id + ("" if candidate.origin == "first-party" else origin)

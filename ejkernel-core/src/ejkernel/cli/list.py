@@ -6,28 +6,48 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli.output import AsJson, console, emit, table, user_mistakes, verdict
+from ejkernel.cli._completion import FormerOperation, OneOperation, complete_platform
+from ejkernel.cli.output import AsJson, console, emit, say, table, user_mistakes, verdict
 
 
 def list_operations(
-    operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
-    platform: Annotated[str | None, typer.Option(help="Only this platform.")] = None,
+    operation: OneOperation = None,
+    former: FormerOperation = None,
+    platform: Annotated[str | None, typer.Option(help="Only this platform.", autocompletion=complete_platform)] = None,
     as_json: AsJson = False,
 ) -> None:
     """List operations and their implementations."""
+    operation = operation or former
     with user_mistakes():
         report = _collect(operation, platform)
     if as_json:
         emit(report)
         return
-    rows = []
-    for entry in report["operations"]:
-        lines = _lines(entry["implementations"])
-        rows += [(entry["operation"] if index == 0 else "", *line) for index, line in enumerate(lines)]
     screen = console()
-    screen.print(table(("operation", "implementation", "phases", "backends", "from", "state"), rows, wrap=("phases", "from")))
+    if operation is not None:
+        rows = _lines(report["operations"][0]["implementations"] if report["operations"] else [])
+        columns = ("implementation", "phases", "backends", "from", "state")
+        screen.print(table(columns, rows, title=operation, wrap=("phases", "from")))
+    else:
+        rows = [(entry["operation"], _summary(entry["implementations"])) for entry in report["operations"]]
+        screen.print(table(("operation", "implementations"), rows))
+        say(screen, "(forward): has no backward kernel; (opt-in): runs only where platform= asks for it")
+        say(screen, "more of one: ejkernel list OPERATION")
     for record in report["unusable_plugins"]:
-        screen.print(f"{record['name']} ({record['distribution']}): {record['state']}: {record['reason']}", markup=False)
+        say(screen, f"{record['name']} ({record['distribution']}): {record['state']}: {record['reason']}")
+
+
+def _summary(found: list[dict[str, Any]]) -> Any:
+    """The implementations of an operation in one cell."""
+    from rich.text import Text
+
+    names = []
+    for name, phases, _, _, state in _lines(found):
+        remarks = [phases] if phases in ("forward", "backward") else []
+        remarks += [state.plain] if state.plain not in ("ok", "none") else []
+        # Hard spaces: a name and what is remarked on it stay on one line.
+        names.append(name + (f"\N{NO-BREAK SPACE}({', '.join(remarks)})" if remarks else ""))
+    return Text(", ".join(names))
 
 
 def _lines(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -49,7 +69,7 @@ def _collect(operation: str | None, platform: str | None) -> dict[str, Any]:
 
     known = kernel_registry.list_operations()
     if operation is not None and operation not in known:
-        raise invalid("--operation", repr(operation), f"one of {', '.join(known)}" + suggestion(operation, known))
+        raise invalid("operation", repr(operation), f"one of {', '.join(known)}" + suggestion(operation, known))
     if platform is not None:
         kernel_registry.check_platform("--platform", platform)
     operations = []

@@ -13,6 +13,9 @@ import typer
 
 _FILE_WIDTH = 160
 
+_GAP = 2
+"""Blanks between the columns of a table."""
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
@@ -58,38 +61,81 @@ def console(*, stderr: bool = False) -> Any:
     return made
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str = "", wrap: Sequence[str] = ()) -> Any:
-    """A table without a frame.
+def say(screen: Any, text: str, *, style: str = "") -> None:
+    """Print a text as it is: broken between words on a terminal, each of its lines whole in a file."""
+    screen.print(text, style=style or None, markup=False, soft_wrap=not screen.is_terminal)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str = "", wrap: Sequence[str] = ()) -> Table:
+    """A table without a frame, of which nothing is cut however narrow the console is.
 
     Args:
         columns: their headings.
-        rows: cells: texts, in which markup is not read, or rich renderables such as `verdict(...)`.
+        rows: cells: texts, in which markup is not read, or rich texts such as `verdict(...)`.
         title: printed above.
-        wrap: columns that may be broken into lines; none means the last.
+        wrap: columns that may be broken into lines, between words; none means the last.
     """
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
+    return Table(columns, rows, title, wrap or columns[-1:])
 
-    made = Table(
-        box=SIMPLE_HEAD,
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
-        header_style="dim",
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
-    for name in columns:
-        made.add_column(name, overflow="fold", no_wrap=name not in (wrap or columns[-1:]))
-    for row in rows:
-        made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return made
+
+class Table:
+    """What `table` returns: drawn with rows side by side where their words fit, else one below another."""
+
+    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str, wrap: Sequence[str]) -> None:
+        from rich.text import Text
+
+        self.columns, self.title, self.wrap = columns, title, frozenset(wrap)
+        self.rows = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+
+    def __rich_console__(self, screen: Any, options: Any) -> Generator[Any]:
+        widths = [self._least_width(place) for place in range(len(self.columns))]
+        side_by_side = sum(widths) + _GAP * (len(widths) - 1) <= options.max_width
+        yield self._side_by_side(widths) if side_by_side else self._below_another()
+
+    def _least_width(self, place: int) -> int:
+        """Of a column: the whole of its cells, or their longest word where they may be broken."""
+        from rich.cells import cell_len
+
+        name = self.columns[place]
+        cells = [row[place].plain for row in self.rows]
+        parts = [word for cell in cells for word in (cell.split() if name in self.wrap else cell.splitlines())]
+        return max(map(cell_len, (name, *parts)))
+
+    def _side_by_side(self, widths: Sequence[int]) -> Any:
+        from rich import box, table
+
+        made = table.Table(
+            box=box.SIMPLE_HEAD,
+            title=self.title or None,
+            title_justify="left",
+            title_style="bold",
+            header_style="dim",
+            show_edge=False,
+            pad_edge=False,
+            padding=(0, _GAP - 1, 0, 0),
+        )
+        for name, width in zip(self.columns, widths, strict=True):
+            made.add_column(name, overflow="fold", no_wrap=name not in self.wrap, min_width=width)
+        for row in self.rows:
+            made.add_row(*row)
+        return made
+
+    def _below_another(self) -> Any:
+        """The first cell of a row, and below it the others that say something, with their headings."""
+        from rich.console import Group
+        from rich.padding import Padding
+        from rich.text import Text
+
+        lines: list[Any] = [Text(self.title, style="bold")] if self.title else []
+        for first, *others in self.rows:
+            lines.append(first)
+            named = zip(self.columns[1:], others, strict=True)
+            lines += [Padding(Text(f"{name}: ", style="dim") + cell, (0, 0, 0, 2)) for name, cell in named if cell.plain]
+        return Group(*lines)
 
 
 _STYLES = {
-    **dict.fromkeys(("ok", "chosen", "good", "yes"), "green"),
+    **dict.fromkeys(("ok", "chosen", "fastest", "good", "yes"), "green"),
     **dict.fromkeys(("broken", "conflict", "bad", "incompatible", "no"), "bold red"),
     **dict.fromkeys(("missing requirement", "refused", "forbidden", "none"), "yellow"),
     **dict.fromkeys(("opt-in", "available", "not asked for", "disabled"), "dim"),

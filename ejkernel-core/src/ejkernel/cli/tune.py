@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,13 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli.output import AsJson, UserError, console, emit, own_output, table, user_mistakes
+from ejkernel.cli._completion import complete_function, complete_platform
+from ejkernel.cli.output import AsJson, UserError, console, emit, own_output, say, table, user_mistakes, verdict
 
 _SPEC = re.compile(r"(\w+)\[([\d,\s]*)\]")
 
 
 def tune(
-    operation: Annotated[str, typer.Argument(help="A public function, e.g. flash_attention.")],
+    operation: Annotated[
+        str, typer.Argument(help="A public function, e.g. flash_attention.", autocompletion=complete_function)
+    ],
     shapes: Annotated[
         Path | None,
         typer.Option(help='JSON: a list of {"arrays": {"x": "float32[4,64]"}, "options": {}}, one for each call.'),
@@ -26,13 +28,15 @@ def tune(
     dtype: Annotated[str, typer.Option(help="Of the named cases: one, or several with commas.")] = "float32",
     out: Annotated[Path | None, typer.Option(help="Write the table here.")] = None,
     store: Annotated[bool, typer.Option("--store", help="Keep what is found in the user's cache.")] = False,
-    platform: Annotated[str | None, typer.Option(help="Only these platforms: one, or several with commas.")] = None,
+    platform: Annotated[
+        str | None, typer.Option(help="Only these platforms: one, or several with commas.", autocompletion=complete_platform)
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each config.")] = 10,
     retry: Annotated[bool, typer.Option("--retry", help="Also try configs that are quarantined on this machine.")] = False,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="Leave the backward phase out.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check and time every config of every platform that may run these calls."""
+    """Check and time every config that may run these calls."""
     if (shapes is None) == (not case):
         raise UserError("tune: give either --shapes FILE or --case NAME")
     if out is None and not store and not as_json:
@@ -83,24 +87,10 @@ def _calls_of(
 def _from_cases(
     operation: str, patterns: Sequence[str], dtypes: Sequence[str]
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    import importlib
+    from ejkernel.cli import _cases
 
-    from ejkernel.errors import invalid, suggestion
-    from ejkernel.operations import get_operation
-    from ejkernel.testing.problem import DTYPES
-    from ejkernel.testing.shapes import shapes_of
-
-    get_operation(operation)
-    for name in dtypes:
-        if name not in DTYPES:
-            raise invalid("--dtype", repr(name), f"one of {', '.join(DTYPES)}" + suggestion(name, DTYPES))
-    cases = {known.name: known for known in importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES}
-    names = {pattern: fnmatch.filter(cases, pattern) for pattern in patterns}
-    for pattern, matching in names.items():
-        if not matching:
-            raise invalid("--case", repr(pattern), f"one of {', '.join(cases)}" + suggestion(pattern, cases))
-    chosen = dict.fromkeys(name for matching in names.values() for name in matching)
-    return [(shapes_of(cases[name], dtype), cases[name].options) for name in chosen for dtype in dtypes]
+    chosen = _cases.matching_cases(operation, patterns)
+    return [(_cases.shapes(case, dtype), case.options) for case in chosen for dtype in dtypes]
 
 
 def _from_file(path: Path, operation: str) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
@@ -147,16 +137,20 @@ def _write(result: Any, out: Path) -> None:
 
 
 def _show(result: Any) -> None:
-    rows = [
-        (
-            f"{entry.key.operation} {entry.key.phase}",
-            entry.key.implementation + (" (fastest)" if entry.best == entry.key.implementation else ""),
+    """A table for each phase of a call, one line for each implementation."""
+    screen = console()
+    calls: dict[str, list[tuple[Any, ...]]] = {}
+    for entry in result.entries:
+        fastest = entry.best == entry.key.implementation
+        row = (
+            entry.key.implementation,
+            verdict("fastest" if fastest else ""),
             f"{1e3 * entry.seconds:.4g} ms",
-            ", ".join(f"{name}={value}" for name, value in (entry.config or {}).items()),
             f"{sum(not timing.failure for timing in entry.timings)} of {len(entry.timings)}",
-            entry.key.arrays(),
+            ", ".join(f"{name}={value}" for name, value in (entry.config or {}).items()),
         )
-        for entry in result.entries
-    ]
-    columns = ("call", "implementation", "median", "config", "right", "arrays")
-    console().print(table(columns, rows, wrap=("config", "arrays")))
+        calls.setdefault(f"{entry.key.operation} {entry.key.phase}: {entry.key.arrays()}", []).append(row)
+    for call, rows in calls.items():
+        say(screen, call, style="bold")
+        screen.print(table(("implementation", "", "median", "right", "config"), rows))
+        screen.print()

@@ -11,7 +11,11 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ejkernel._dispatch.explanation import capturing
+<<<<<<< HEAD
 from ejkernel.call.traced import split_traced, with_traced
+=======
+from ejkernel.call.partition import shard_map
+>>>>>>> main
 from ejkernel.errors import invalid, wrong_type
 
 
@@ -125,7 +129,7 @@ def shard(function: Callable[[Any], Any], arrays: Any, mesh: Any, in_specs: Any,
     in_specs = jax.tree.map(lambda spec: _without_single(spec, mesh), in_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     if AxisType.Explicit in mesh.axis_types:
         arrays = jax.tree.map(lambda leaf, spec: jax.sharding.reshard(leaf, NamedSharding(mesh, spec)), arrays, in_specs)
-    return jax.shard_map(function, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs)(arrays)
+    return shard_map(function, (arrays,), mesh=mesh, in_specs=(in_specs,), out_specs=out_specs)
 
 
 def with_rows(in_specs: Any, positional: Sequence[str]) -> Any:

@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel._plugins.registry import kernel_registry
 from ejkernel.call.arrays import statistics_dtype
+from ejkernel.call.policy import policy_for_call
 from ejkernel.compositions import mesh as _mesh
 from ejkernel.compositions.axes import Axes, check_mesh_axes
 from ejkernel.errors import invalid, wrong_type
+from ejkernel.operations.flash_attention.interface import is_concrete
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -38,6 +41,26 @@ def counted(rows: tuple[int, ...], weights: Any, attention_mask: Any) -> tuple[A
     if weights is None:
         return kept, kept.astype(jnp.float32)
     return kept, jnp.where(kept, jax.lax.stop_gradient(weights).astype(jnp.float32), 0)
+
+
+def forms_gradients_early(x: Any, platform: Any) -> bool:
+    """Whether a reduced loss of hidden states is asked of `linear_cross_entropy`, whose forward forms the gradients.
+
+    Not where XLA may split the rows, since each of its steps over rows would then sum the head's gradient over devices: on Auto
+    axes, or where a program of several devices says nothing of a mesh. Not in float16, where a loss is scaled so that gradients
+    do not vanish, and the scale comes after them. And not on a platform that has no such kernel.
+    """
+    if x.dtype == jnp.float16:
+        return False
+    platforms = policy_for_call("linear_cross_entropy", platform).platforms
+    if platforms and not {*platforms} & {*kernel_registry.list_platforms("linear_cross_entropy")}:
+        return False
+    mesh = jax.typeof(x).sharding.mesh
+    if not mesh.empty:
+        return not any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
+    if is_concrete(x):
+        return not isinstance(x, jax.Array) or len(x.devices()) == 1
+    return jax.device_count() == 1
 
 
 def summed(x: Any, axes: Axes) -> Any:

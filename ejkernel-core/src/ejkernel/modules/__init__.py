@@ -17,6 +17,7 @@ from ejkernel.modules.block_sparse import BlockSparseAttention, BlockSparseLayou
 from ejkernel.modules.collectives import AllGatherMatmul, ReduceScatterMatmul, all_gather_matmul, reduce_scatter_matmul
 from ejkernel.modules.constant_decays import LightningAttention, Retention, lightning_attention, lightning_attn, retention
 from ejkernel.modules.convolutions import CausalConv1d, causal_conv1d
+from ejkernel.modules.delta_products import GatedDeltaProduct, gated_delta_product
 from ejkernel.modules.deltas import (
     RWKV7,
     GatedDeltaRule,
@@ -116,9 +117,11 @@ from ejkernel.modules.sparse_attention import (
 )
 from ejkernel.modules.sparse_latent import DeepSeekAttention, deepseek_attn
 from ejkernel.modules.states import RWKV4, StateSpaceV1, StateSpaceV2, rwkv4, state_space_v1, state_space_v2
+from ejkernel.modules.xlstm import MLSTM, mlstm
 
 __all__ = [
     "FUNCTIONS",
+    "MLSTM",
     "RWKV4",
     "RWKV6",
     "RWKV7",
@@ -145,6 +148,7 @@ __all__ = [
     "FusedKLDivergence",
     "FusedQkNormRope",
     "GLAttention",
+    "GatedDeltaProduct",
     "GatedDeltaRule",
     "GatedDeltaRuleConfig",
     "GatedLinearAttention",
@@ -208,6 +212,7 @@ __all__ = [
     "fused_cross_entropy",
     "fused_kl_divergence",
     "fused_qk_norm_rope",
+    "gated_delta_product",
     "gated_delta_rule",
     "gated_rms_norm",
     "gla",
@@ -219,6 +224,7 @@ __all__ = [
     "lightning_attn",
     "llama_rope",
     "mean_pooling",
+    "mlstm",
     "multi_head_latent_attention",
     "multi_latent_ragged_page_attention",
     "multi_latent_ragged_page_attention_v2",

@@ -155,14 +155,25 @@ class LightningOptions(ShardedRecurrenceOptions, total=False):
     slopes: t.LayerSlopes
 
 
-class DeltaOptions(ShardedRecurrenceOptions, total=False):
-    """Of `gated_delta_rule` and `kernel_delta_attention`."""
-
+class _DeltaOptions(ShardingOptions, total=False):
+    softmax_scale: t.Number | None
     use_qk_l2norm: t.Flag
     use_chunked: t.Flag
     chunk_size: t.Count | None
     seg_ids: t.SegmentIds | None
     cu_seqlens: t.CumulativeLengths | None
+
+
+class DeltaOptions(_DeltaOptions, total=False):
+    """Of `gated_delta_rule` and `kernel_delta_attention`."""
+
+    reverse: t.Flag
+
+
+class DeltaProductOptions(_DeltaOptions, total=False):
+    """Of `gated_delta_product`."""
+
+    num_householder: Required[int | np.integer]
 
 
 class Rwkv7Options(RecurrenceOptions, total=False):

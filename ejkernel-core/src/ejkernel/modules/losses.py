@@ -16,6 +16,7 @@ from ejkernel.compositions.vocabulary_parallel import (
     Entries,
     check_reduction,
     counted,
+    forms_gradients_early,
     mesh_axes,
     over_vocabulary,
     reduced,
@@ -31,6 +32,7 @@ from ejkernel.operations.cross_entropy.interface import OPERATION as _CROSS_ENTR
 from ejkernel.operations.flash_attention.bind import as_count, as_flag, as_precision, as_soft_cap
 from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.operations.kl_divergence.interface import OPERATION as _KL_DIVERGENCE
+from ejkernel.operations.linear_cross_entropy.interface import OPERATION as _LINEAR_CROSS_ENTROPY
 from ejkernel.utils.checks import check_array, check_compute, check_shape, finite_number
 from ejkernel.utils.dtypes import common_dtype
 from ejkernel.utils.tracing import is_traced, traced_number, without_gradient
@@ -228,12 +230,19 @@ def _cross_entropy(
         "head_bias": lm_head_bias,
     }
     precision = settings.pop("precision")
-    options = {
-        "transpose_head": transpose_head,
-        "logit_softcap": logit_softcap,
-        "sum_logits": smoothed and class_weights is None,
-        "precision": precision,
-    }
+    options = {"transpose_head": transpose_head, "logit_softcap": logit_softcap, "precision": precision}
+    plain = not soft and class_weights is None and not axes and reduction != "none"
+    plain = plain and not is_traced(smoothing) and not is_traced(z_loss)
+    if plain and head is not None and forms_gradients_early(x, settings["platform"]):
+        weight_sum = summed(jnp.where(kept, scale, 0), row_axes)
+        arrays["weights"] = scale if reduction == "sum" else scale / jnp.where(weight_sum == 0, 1, weight_sum)
+        options |= {"label_smoothing": smoothing, "z_loss": z_loss}
+        with argument_names(x="hidden"):
+            total, penalty = _LINEAR_CROSS_ENTROPY.invoke(arrays, options, **settings)
+        if row_axes:
+            total, penalty = jax.lax.psum((total, penalty), row_axes)
+        return CrossEntropyOutput(total, jax.lax.stop_gradient(penalty), weight_sum)
+    options["sum_logits"] = smoothed and class_weights is None
     with argument_names(x="logits" if hidden is None else "hidden"):
         loss, lse, total = _CROSS_ENTROPY.invoke(arrays, options, **settings)
     if axes:

@@ -15,7 +15,7 @@ from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.modules._options import DispatchOptions
 from ejkernel.modules.norms import Activation, activation, gated_rms_norm
-from ejkernel.operations.common.packed import check_bounds, check_packed, check_segments, segment_starts, zero_outside
+from ejkernel.operations.common.packed import check_bounds, segment_starts, taking_part, zero_outside
 from ejkernel.operations.flash_attention.bind import as_flag
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 from ejkernel.operations.rwkv4.interface import OPERATION as _RWKV4
@@ -187,24 +187,11 @@ def _norm_order(norm: Mapping[str, Any], with_norm: bool) -> bool:
     return True
 
 
-def _part(segments: Any, cu_seqlens: Any, x: Any) -> Any:
-    """Which tokens of x `[B,T,...]` take part, `[1 or B, T]`; None for all."""
-    if segments is None and cu_seqlens is None:
-        return None
-    if segments is None:
-        check_packed(cu_seqlens, "x", x.shape[0])
-        return (jnp.arange(x.shape[1], dtype=jnp.int32) < jnp.asarray(cu_seqlens, jnp.int32)[-1])[None]
-    if cu_seqlens is not None:
-        raise invalid("segments", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end")
-    check_segments(segments, *x.shape[:2])
-    return jnp.asarray(segments) >= 0
-
-
 def _used_gate(gate: Any, out: Any, meaning: str, segments: Any, cu_seqlens: Any) -> Any:
     """The gate, 0 at tokens that take no part: out is 0 there, and 0 * NaN would not be."""
     check_compute("gate", gate)
     check_shape("gate", gate, out.shape, meaning)
-    part = _part(segments, cu_seqlens, out)
+    part = taking_part(segments, cu_seqlens, out, "x")
     return gate if part is None else zero_outside(part, gate)[0]
 
 
@@ -225,7 +212,7 @@ def _scan(*, x: Any, dt: Any, dt_bias: Any, dt_softplus: bool, **arrays: Any) ->
     check_compute("x", x, ndim=3)
     check_compute("dt", dt)
     check_shape("dt", dt, x.shape, "[B, T, I] as x")
-    if (part := _part(arrays["segments"], arrays["cu_seqlens"], x)) is not None:
+    if (part := taking_part(arrays["segments"], arrays["cu_seqlens"], x, "x")) is not None:
         (dt,) = zero_outside(part, dt)
     return _SELECTIVE_SCAN.canonicalise(x, dt=_steps(dt, dt_bias, dt_softplus, x, "I"), **arrays)
 
@@ -252,7 +239,7 @@ def _ssd(
     width = _check_groups(x, B, C, n_groups)
     check_compute("dt", dt)
     check_shape("dt", dt, (batch, length, heads), "[B, T, H]")
-    part, packed = _part(segments, cu_seqlens, x), cu_seqlens is not None
+    part, packed = taking_part(segments, cu_seqlens, x, "x"), cu_seqlens is not None
     per_head: dict[str, tuple[Any, tuple[int, ...], str]] = {"A": (A, (heads,), "[H]")}
     if D is not None:
         check_compute("D", D)

@@ -3,7 +3,28 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what `__getattr__` below finds at run time
+    from ejkernel.modules import Executor as Executor
+    from ejkernel.modules import create_default_executor as create_default_executor
+    from ejkernel.ops._caches import ConfigCache as ConfigCache
+    from ejkernel.ops._caches import PersistentCache as PersistentCache
+    from ejkernel.ops._caches import overlay_cache as overlay_cache
+    from ejkernel.ops._callable import Kernel as Kernel
+    from ejkernel.ops._kernel import Invocation as Invocation
+    from ejkernel.ops._policy import AutotunePolicy as AutotunePolicy
+    from ejkernel.ops._policy import policy_override as policy_override
+    from ejkernel.ops._selection import ConfigSelectorChain as ConfigSelectorChain
+    from ejkernel.tuning import AutotuningResult as AutotuningResult
+    from ejkernel.tuning import BwdParams as BwdParams
+    from ejkernel.tuning import Entry as Entry
+    from ejkernel.tuning import FwdParams as FwdParams
+    from ejkernel.tuning import Tuner as Tuner
+    from ejkernel.tuning import autotune as autotune
+    from ejkernel.tuning import forward_autotune_only as forward_autotune_only
+    from ejkernel.tuning import install_tuner as install_tuner
+    from ejkernel.tuning import record_calls as record_calls
 
 _LAZY = {
     "Invocation": "ejkernel.ops._kernel",
@@ -21,11 +42,12 @@ _LAZY = {
 
 __all__ = sorted(_LAZY)  # pyright: ignore[reportUnsupportedDunderAll]
 
+if not TYPE_CHECKING:  # checkers would take it to define every name, misspelt ones too
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'ejkernel.ops' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            return getattr(importlib.import_module(_LAZY[name]), name)
+        raise AttributeError(f"module 'ejkernel.ops' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -74,12 +74,13 @@ def warn_of_deprecated_options(config: pytest.Config) -> None:
 def sampled(items: list[pytest.Item], step: int) -> list[pytest.Item]:
     """Of each test the first set of parameters, and of the others one in `step`, always the same ones.
 
-    Tests marked `unsampled` keep all.
+    Of a test of problems it is the first of each operation, so that every operation is run. Tests marked `unsampled` keep all.
     """
-    seen: set[str] = set()
+    seen: set[tuple[str, str]] = set()
     kept: list[pytest.Item] = []
     for item in items:
-        function = item.nodeid.partition("[")[0]
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        function = item.nodeid.partition("[")[0], getattr(parameters.get("problem"), "operation", "")
         if (
             function not in seen
             or item.get_closest_marker("unsampled") is not None

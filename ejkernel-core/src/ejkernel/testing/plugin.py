@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +9,9 @@ import pytest
 
 from ejkernel.testing.extent import Extent, add_options, extent_of, keep, sampled, warn_of_deprecated_options
 from ejkernel.testing.report import Report
+from ejkernel.testing.settings import host_devices, promote_nothing
 
 _REPORT: pytest.StashKey[Report] = pytest.StashKey()
-_DEVICES = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,27 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
     platform = config.getoption("--ejkernel-platform")
     if platform is None:
         return
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_force_host_platform_device_count" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={_DEVICES}".strip()
+    host_devices()
     config.stash[_REPORT] = Report(platform)
-    config.add_cleanup(_promote_nothing())
-
-
-def _promote_nothing() -> Callable[[], None]:
-    """Implicit promotion of ranks and dtypes is an error from here on, as in programs of users who want it so; undone by what is
-    returned, for tests that run pytest inside of their own."""
-    import jax
-
-    strict = {"jax_numpy_rank_promotion": "raise", "jax_numpy_dtype_promotion": "strict"}
-    before = {name: getattr(jax.config, name) for name in strict}
-
-    def update(values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            jax.config.update(name, value)
-
-    update(strict)
-    return functools.partial(update, before)
+    config.add_cleanup(promote_nothing())
 
 
 def _platform(config: pytest.Config) -> str:
@@ -104,7 +83,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for operation in operations
             for case in problems.sample_of(operation, step)
             for dtype in config.getoption("--ejkernel-dtype") or _dtypes(extent, operation, case)
-            if admitted(case.name) and not ("extreme" in case.tags and dtype != "float32")
+            if admitted(case.name) and case.fits(dtype)
         ]
         metafunc.parametrize("problem", found, ids=[f"{p.operation}-{p.case.name}-{p.dtype}" for p in found])
     if "transformed" in metafunc.fixturenames:

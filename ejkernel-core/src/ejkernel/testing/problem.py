@@ -57,6 +57,18 @@ def sample_of(operation: str, step: int) -> list[Case]:
     return [case for index, case in enumerate(cases_of(operation)) if index % step == 0 or case in always]
 
 
+def with_empty_arrays(operation: str) -> tuple[Case, ...]:
+    """The cases in which arrays have no elements, those first in which others have some."""
+
+    def full(case: Case) -> list[bool]:
+        arrays = case.arrays(np.random.default_rng(seed_of(operation, case.name)))
+        return [np.size(leaf) > 0 for leaf in jax.tree.leaves(arrays)]
+
+    found = {case.name: full(case) for case in cases_of(operation)}
+    cases = (case for case in cases_of(operation) if not all(found[case.name]))
+    return tuple(sorted(cases, key=lambda case: not any(found[case.name])))
+
+
 def transformed_by(test: str, operation: str, step: int) -> tuple[Case, ...]:
     """The cases on which a test of a transform tries it: all of `representative`, or with a `step` above 1 one of them, which
     differs from test to test."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ejkernel.packing import cdiv
 from ejkernel.utils._devices import DeviceInformation, device_information
 from ejkernel.utils._inputs import VarlenMetadata, generate_block_indices, numeric_gen, varlen_input_helper
-from ejkernel.utils.sizes import next_power_of_2
+from ejkernel.utils.sizes import cdiv, next_power_of_2
 
 __all__ = [
     "DeviceInformation",

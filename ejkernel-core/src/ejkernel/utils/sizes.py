@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ejkernel.masks._checks import integer
+
+
+def cdiv(a: Any, b: Any) -> Any:
+    """`a / b` rounded up, for integers or integer arrays; b positive.
+
+    >>> cdiv(7, 4)
+    2
+    """
+    return -(-a // b)
 
 
 def next_power_of_2(x: int) -> int:

@@ -4,6 +4,8 @@ A single-pass program holds whole rows in registers, so every array is read once
 (`cooperative`), or one looped program reads them twice, the second time in reverse order, so that it starts with cached data.
 The persistent kernel for the widest rows (`persistent`) prefetches the next ones meanwhile. Statistics and sums are float32.
 
+Rows are centred twice: the mean of a row far from zero is rounded by more than the row may spread.
+
 In backward each program loops over its tiles in a fixed order and writes one partial sum of the parameters' gradients; a final
 reduction combines them, without atomics. For wide rows a first kernel computes the two row sums that the gradient of x needs;
 the second processes column tiles, last rows first, which are still cached.
@@ -18,13 +20,20 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from ejkernel.operations.common.rows.interface import NormCall, NormInputs
+from ejkernel.operations.common.rows.interface import NormCall, NormInputs, square_unit
 from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._rows.config import BackwardConfig, ForwardConfig, padded_width
 from ejkernel_triton._rows.cooperative import OPAQUE_ZERO, arrive_and_wait, spin_limit, splits_of, zero_counters
 from ejkernel_triton._rows.persistent import norm_forward_persistent_kernel
-from ejkernel_triton._rows.splits import combine_statistics, finish_split, store_partial_statistics, with_parameters
+from ejkernel_triton._rows.splits import (
+    combine_statistics,
+    finish_split,
+    inverse_deviation,
+    squares_of,
+    store_partial_statistics,
+    with_parameters,
+)
 
 ABSENT, SHARED, PER_BATCH = 0, 1, 2
 """How a parameter is stored: not at all, `[1, d]`, or `[b, d]` with b > 1."""
@@ -48,6 +57,7 @@ def norm_forward_kernel(
     OFFSET: tl.constexpr,
     SAVE: tl.constexpr,
     EPSILON: tl.constexpr,
+    UNIT: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
 ):
     i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
@@ -62,9 +72,13 @@ def norm_forward_kernel(
     if CENTRED:
         b_mean = tl.sum(b_x, axis=1) / WIDTH  # [ROWS]
         b_x = tl.where(m_width[None, :], b_x - b_mean[:, None], 0.0)
+        b_rest = tl.sum(b_x, axis=1) / WIDTH  # [ROWS], what the mean's rounding left
+        b_rstd = inverse_deviation(squares_of(b_x, 1, UNIT), b_rest, WIDTH, EPSILON, UNIT)  # [ROWS]
+        b_x -= b_rest[:, None]
         if SAVE:
-            tl.store(p_mean + i_row, b_mean, mask=m_row)
-    b_rstd = tl.rsqrt(tl.sum(b_x * b_x, axis=1) / WIDTH + EPSILON)  # [ROWS]
+            tl.store(p_mean + i_row, b_mean + b_rest, mask=m_row)
+    else:
+        b_rstd = inverse_deviation(squares_of(b_x, 1, UNIT), 0.0, WIDTH, EPSILON, UNIT)  # [ROWS]
     b_out = with_parameters(
         b_x * b_rstd[:, None], p_scale, p_offset, o_width, o_param, m_width, m_tile, SCALE, OFFSET, SCALE_OFFSET
     )
@@ -89,10 +103,14 @@ def norm_forward_looped_kernel(
     OFFSET: tl.constexpr,
     SAVE: tl.constexpr,
     EPSILON: tl.constexpr,
+    UNIT: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Each lane tracks mean and sum of squared differences of its columns (Welford); the lanes are combined at the end."""
+    """Each lane tracks mean and sum of squared differences of its columns (Welford); the lanes are combined at the end.
+
+    Centred rows are taken relative to the mean of a few columns: what is rounded is then small beside their spread.
+    """
     i_row = tl.program_id(0)
     o_row = i_row.to(tl.int64) * WIDTH
     o_param = (i_row // rows_per_batch).to(tl.int64) * WIDTH
@@ -100,30 +118,39 @@ def norm_forward_looped_kernel(
     STEPS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     b_lane_mean = tl.zeros([BLOCK], tl.float32)
     b_squares = tl.zeros([BLOCK], tl.float32)
+    b_pivot = 0.0
+    if CENTRED:
+        PIVOTS: tl.constexpr = 128 if BLOCK > 128 else BLOCK
+        o_pivot = tl.arange(0, PIVOTS)
+        b_pivots = tl.load(p_x + o_row + o_pivot, mask=o_pivot < WIDTH, other=0.0).to(tl.float32)  # [PIVOTS]
+        b_pivot = tl.sum(b_pivots) / (PIVOTS if WIDTH > PIVOTS else WIDTH)
     for i_step in tl.range(0, STEPS, num_stages=STAGES):
         o_width = i_step * BLOCK + o_block
         m_width = o_width < WIDTH
         b_x = tl.load(p_x + o_row + o_width, mask=m_width, other=0.0).to(tl.float32)  # [BLOCK]
         if CENTRED:
+            b_x -= b_pivot
             b_distance = b_x - b_lane_mean
             b_lane_mean = tl.where(m_width, b_lane_mean + b_distance / (i_step + 1), b_lane_mean)
-            b_squares = tl.where(m_width, b_squares + b_distance * (b_x - b_lane_mean), b_squares)
+            b_squares = tl.where(m_width, b_squares + (b_distance * UNIT) * ((b_x - b_lane_mean) * UNIT), b_squares)
         else:
+            b_x *= UNIT
             b_squares += b_x * b_x
 
     b_mean = 0.0
     if CENTRED:
         b_count = ((WIDTH - o_block + BLOCK - 1) // BLOCK).to(tl.float32)  # [BLOCK], columns of each lane
         b_mean = tl.sum(b_lane_mean * b_count) / WIDTH
-        b_squares += b_count * (b_lane_mean - b_mean) * (b_lane_mean - b_mean)
-    b_rstd = tl.rsqrt(tl.sum(b_squares) / WIDTH + EPSILON)
+        b_lane_mean = (b_lane_mean - b_mean) * UNIT
+        b_squares += b_count * b_lane_mean * b_lane_mean
+    b_rstd = inverse_deviation(tl.sum(b_squares), 0.0, WIDTH, EPSILON, UNIT)
 
     for i_back in tl.range(0, STEPS, num_stages=STAGES):
         o_width = (STEPS - 1 - i_back) * BLOCK + o_block
         m_width = o_width < WIDTH
         b_x = tl.load(p_x + o_row + o_width, mask=m_width, other=0.0).to(tl.float32)  # [BLOCK]
         b_out = with_parameters(
-            ((b_x - b_mean) * b_rstd)[None, :],
+            ((b_x - b_pivot - b_mean) * b_rstd)[None, :],
             p_scale,
             p_offset,
             o_width,
@@ -137,7 +164,7 @@ def norm_forward_looped_kernel(
         tl.store(p_out + (o_row + o_width)[None, :], b_out.to(p_out.dtype.element_ty), mask=m_width[None, :])
     if SAVE:
         if CENTRED:
-            tl.store(p_mean + i_row, b_mean)
+            tl.store(p_mean + i_row, b_pivot + b_mean)
         tl.store(p_rstd + i_row, b_rstd)
 
 
@@ -163,6 +190,7 @@ def norm_forward_cooperative_kernel(
     OFFSET: tl.constexpr,
     SAVE: tl.constexpr,
     EPSILON: tl.constexpr,
+    UNIT: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
 ):
     """A program holds one split of a row (`cooperative`). Its partial sums are the mean and the centred sum of squares."""
@@ -173,12 +201,12 @@ def norm_forward_cooperative_kernel(
     o_row = i_row.to(tl.int64) * WIDTH
     b_stored = tl.load(p_x + o_row + o_width, mask=o_width < WIDTH, other=0.0)  # [BLOCK]
     b_x = b_stored.to(tl.float32)
-    store_partial_statistics(b_x, b_stored, p_sums, items, tl.program_id(0), i_split, items >> 31, WIDTH, BLOCK, CENTRED)
+    store_partial_statistics(b_x, b_stored, p_sums, items, tl.program_id(0), i_split, items >> 31, WIDTH, BLOCK, CENTRED, UNIT)
     arrived, deferred, zero = arrive_and_wait(p_counters + i_row, i_split, SPLITS, SPIN_LIMIT)
     if arrived:
-        b_mean, b_rstd = combine_statistics(p_sums, items, i_row, WIDTH, BLOCK, SPLITS_BLOCK, CENTRED, EPSILON)
+        b_pivot, b_mean, b_rstd = combine_statistics(p_sums, items, i_row, WIDTH, BLOCK, SPLITS_BLOCK, CENTRED, EPSILON, UNIT)
         finish_split(
-            b_stored, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, i_split, zero, rows_per_batch,
+            b_stored, p_scale, p_offset, p_out, p_mean, p_rstd, b_pivot, b_mean, b_rstd, i_row, i_split, zero, rows_per_batch,
             WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
         )  # fmt: skip
         if deferred != 0:
@@ -187,8 +215,8 @@ def norm_forward_cooperative_kernel(
                     o_other = i_other * BLOCK + tl.arange(0, BLOCK)
                     b_other = tl.load(p_x + o_row + o_other, mask=o_other < WIDTH, other=0.0)
                     finish_split(
-                        b_other, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, i_other, zero, rows_per_batch,
-                        WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
+                        b_other, p_scale, p_offset, p_out, p_mean, p_rstd, b_pivot, b_mean, b_rstd, i_row, i_other, zero,
+                        rows_per_batch, WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
                     )  # fmt: skip
 
 
@@ -202,6 +230,7 @@ def norm_row_means_kernel(
     rows,
     p_mean_weighted,
     p_mean_product,
+    p_rest,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     CENTRED: tl.constexpr,
@@ -209,7 +238,8 @@ def norm_row_means_kernel(
     SCALE_OFFSET: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Row means of the weighted gradient, and of its product with the normalised row; `rows` rows share one scale."""
+    """Row means of the weighted gradient, of its product with the normalised row, and of the centred row; `rows` rows share one
+    scale."""
     i_row = tl.program_id(0)
     o_row = i_row.to(tl.int64) * WIDTH
     o_scale = (i_row // rows).to(tl.int64) * WIDTH if SCALE == 2 else 0
@@ -217,6 +247,7 @@ def norm_row_means_kernel(
     b_rstd = tl.load(p_rstd + i_row)
     b_weighted_sum = tl.zeros([BLOCK], tl.float32)
     b_product_sum = tl.zeros([BLOCK], tl.float32)
+    b_rest_sum = tl.zeros([BLOCK], tl.float32)
     for i_step in tl.range(0, (WIDTH + BLOCK - 1) // BLOCK, num_stages=STAGES):
         o_width = i_step * BLOCK + tl.arange(0, BLOCK)
         m_width = o_width < WIDTH
@@ -225,9 +256,18 @@ def norm_row_means_kernel(
         if SCALE != 0:
             b_weighted *= tl.load(p_scale + o_scale + o_width, mask=m_width, other=0.0).to(tl.float32) + SCALE_OFFSET
         b_weighted_sum += b_weighted
-        b_product_sum += b_weighted * ((b_x - b_mean) * b_rstd)
-    tl.store(p_mean_weighted + i_row, tl.sum(b_weighted_sum) / WIDTH)
-    tl.store(p_mean_product + i_row, tl.sum(b_product_sum) / WIDTH)
+        if CENTRED:
+            b_x = tl.where(m_width, b_x - b_mean, 0.0)
+            b_rest_sum += b_x
+        b_product_sum += b_weighted * (b_x * b_rstd)
+    b_weighted_mean = tl.sum(b_weighted_sum) / WIDTH
+    b_product_mean = tl.sum(b_product_sum) / WIDTH
+    if CENTRED:
+        b_rest = tl.sum(b_rest_sum) / WIDTH
+        b_product_mean -= b_rest * b_rstd * b_weighted_mean
+        tl.store(p_rest + i_row, b_rest)
+        tl.store(p_mean_weighted + i_row, b_weighted_mean)
+    tl.store(p_mean_product + i_row, b_product_mean)
 
 
 @triton.jit
@@ -239,6 +279,7 @@ def norm_backward_kernel(
     p_grad,
     p_mean_weighted,
     p_mean_product,
+    p_rest,
     rows,
     programs,
     p_dx,
@@ -278,24 +319,32 @@ def norm_backward_kernel(
         b_x = tl.load(p_x + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
         b_grad = tl.load(p_grad + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
         b_rstd = tl.load(p_rstd + i_row, mask=m_row, other=0.0)  # [ROWS]
-        if CENTRED:
-            b_x -= tl.load(p_mean + i_row, mask=m_row, other=0.0)[:, None]
-        b_normalised = b_x * b_rstd[:, None]
         b_weighted = b_grad
         if SCALE != 0:
             b_weighted = b_grad * b_scale[None, :]
-            b_dscale += b_grad * b_normalised
         if OFFSET:
             b_doffset += b_grad
+        if CENTRED:
+            b_x = tl.where(m_width[None, :], b_x - tl.load(p_mean + i_row, mask=m_row, other=0.0)[:, None], 0.0)
         if SPLIT:
             b_product = tl.load(p_mean_product + i_row, mask=m_row, other=0.0)  # [ROWS]
         else:
-            b_product = tl.sum(b_weighted * b_normalised, axis=1) / WIDTH  # [ROWS]
+            b_product = tl.sum(b_weighted * (b_x * b_rstd[:, None]), axis=1) / WIDTH  # [ROWS]
+        if CENTRED:
+            if SPLIT:
+                b_rest = tl.load(p_rest + i_row, mask=m_row, other=0.0)  # [ROWS]
+                b_mean_weighted = tl.load(p_mean_weighted + i_row, mask=m_row, other=0.0)  # [ROWS]
+            else:
+                b_rest = tl.sum(b_x, axis=1) / WIDTH  # [ROWS], what the mean's rounding left
+                b_mean_weighted = tl.sum(b_weighted, axis=1) / WIDTH  # [ROWS]
+                b_product -= b_rest * b_rstd * b_mean_weighted
+            b_x -= b_rest[:, None]
+        b_normalised = b_x * b_rstd[:, None]
+        if SCALE != 0:
+            b_dscale += b_grad * b_normalised
         b_dx = b_weighted - b_normalised * b_product[:, None]
-        if CENTRED and SPLIT:
-            b_dx -= tl.load(p_mean_weighted + i_row, mask=m_row, other=0.0)[:, None]
-        elif CENTRED:
-            b_dx -= (tl.sum(b_weighted, axis=1) / WIDTH)[:, None]
+        if CENTRED:
+            b_dx -= b_mean_weighted[:, None]
         tl.store(p_dx + o_tile, (b_dx * b_rstd[:, None]).to(p_dx.dtype.element_ty), mask=m_tile)
 
     o_partial = i_program.to(tl.int64) * WIDTH + o_width
@@ -328,7 +377,8 @@ def norm_forward(call: NormCall, inputs: NormInputs, config: ForwardConfig, *, c
     arrays = (x, x if scale is None else scale, x if offset is None else offset)
     constants = {
         "WIDTH": shape[-1], "CENTRED": centred, "SCALE": storage(scale), "OFFSET": storage(offset), "SAVE": save,
-        "EPSILON": call.epsilon, "SCALE_OFFSET": call.scale_offset, "num_warps": config.num_warps,
+        "EPSILON": call.epsilon, "UNIT": square_unit(x.dtype, call.epsilon), "SCALE_OFFSET": call.scale_offset,
+        "num_warps": config.num_warps,
     }  # fmt: skip
     results = ((shape, x.dtype), statistic if save and centred else absent, statistic if save else absent)
     out, mean, rstd, *_ = _launch_forward(arrays, results, shape, config, constants)
@@ -347,7 +397,7 @@ def _launch_forward(arrays: Any, results: Any, shape: Any, config: ForwardConfig
         return call_kernel(
             norm_forward_persistent_kernel if programs else norm_forward_cooperative_kernel,
             (*arrays, zero_counters(rows), *persistent, rows * splits, repetition, *opaque_zero),
-            (*results, ((rows,), jnp.int32), ((1 + constants["CENTRED"], rows * splits), jnp.float32), *deferred),
+            (*results, ((rows,), jnp.int32), ((1 + 2 * constants["CENTRED"], rows * splits), jnp.float32), *deferred),
             grid=(programs or rows) * splits,
             input_output_aliases={len(arrays): len(results)},
             BLOCK=config.block,
@@ -388,9 +438,10 @@ def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad
     partial = ((groups, programs, width), jnp.float32)
     absent = ((1,), jnp.float32)
     results = ((x.shape, x.dtype), absent if scale is None else partial, absent if offset is None else partial)
-    means = (rstd, rstd)
+    means = (rstd, rstd, rstd)
     if config.block:
-        sums = (((groups * rows,), jnp.float32),) * 2
+        of_rows = (groups * rows,), jnp.float32
+        sums = (of_rows if constants["CENTRED"] else absent, of_rows, of_rows if constants["CENTRED"] else absent)
         means = call_kernel(norm_row_means_kernel, (*arrays, rows), sums, grid=groups * rows, **constants)
     d_x, d_scale, d_offset = call_kernel(
         norm_backward_kernel,

@@ -41,6 +41,7 @@ def norm_forward_persistent_kernel(
     OFFSET: tl.constexpr,
     SAVE: tl.constexpr,
     EPSILON: tl.constexpr,
+    UNIT: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -59,7 +60,7 @@ def norm_forward_persistent_kernel(
         b_x = force_load(b_stored, zero)
         if zero == 0:  # always (`force_load`); outside of a branch, Triton would hoist code that depends on memory only
             store_partial_statistics(
-                b_x, b_stored, p_sums, items, i_row * SPLITS + i_split, i_split, zero >> 1, WIDTH, BLOCK, CENTRED
+                b_x, b_stored, p_sums, items, i_row * SPLITS + i_split, i_split, zero >> 1, WIDTH, BLOCK, CENTRED, UNIT
             )
             deferred = arrive(p_counters + i_row, SPLITS, SPIN_LIMIT)
             tl.store(p_deferred + i_row * SPLITS + i_split, deferred)
@@ -67,21 +68,21 @@ def norm_forward_persistent_kernel(
             if i_step > 0:
                 arrived, spin_limit = wait_or_defer(p_counters + i_row - programs, i_split, spin_limit, SPLITS, SPIN_LIMIT)
                 if arrived:
-                    b_mean, b_rstd = combine_statistics(
-                        p_sums, items, i_row - programs, WIDTH, BLOCK, SPLITS_BLOCK, CENTRED, EPSILON
+                    b_pivot, b_mean, b_rstd = combine_statistics(
+                        p_sums, items, i_row - programs, WIDTH, BLOCK, SPLITS_BLOCK, CENTRED, EPSILON, UNIT
                     )
                     finish_split(
-                        unpack_pairs(b_before, b_none), p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row - programs,
-                        i_split, zero, rows_per_batch, WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
+                        unpack_pairs(b_before, b_none), p_scale, p_offset, p_out, p_mean, p_rstd, b_pivot, b_mean, b_rstd,
+                        i_row - programs, i_split, zero, rows_per_batch, WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
                     )  # fmt: skip
         b_before = pack_pairs(b_stored)
     i_last = i_first + (tl.cdiv(rows - i_first, programs) - 1) * programs
     arrived, spin_limit = wait_or_defer(p_counters + i_last, i_split, spin_limit, SPLITS, SPIN_LIMIT)
     if arrived:
-        b_mean, b_rstd = combine_statistics(p_sums, items, i_last, WIDTH, BLOCK, SPLITS_BLOCK, CENTRED, EPSILON)
+        b_pivot, b_mean, b_rstd = combine_statistics(p_sums, items, i_last, WIDTH, BLOCK, SPLITS_BLOCK, CENTRED, EPSILON, UNIT)
         finish_split(
-            unpack_pairs(b_before, b_none), p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_last, i_split, zero,
-            rows_per_batch, WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
+            unpack_pairs(b_before, b_none), p_scale, p_offset, p_out, p_mean, p_rstd, b_pivot, b_mean, b_rstd, i_last, i_split,
+            zero, rows_per_batch, WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
         )  # fmt: skip
     if any_deferred != 0:
         tl.debug_barrier()  # one thread stored what all threads read now
@@ -89,13 +90,15 @@ def norm_forward_persistent_kernel(
             i_row = i_first + i_step * programs
             deferred = tl.load(p_deferred + i_row * SPLITS + i_split)
             if (deferred != 0) & all_arrived(p_counters + i_row, SPLITS):
-                b_mean, b_rstd = combine_statistics(p_sums, items, i_row, WIDTH, BLOCK, SPLITS_BLOCK, CENTRED, EPSILON)
+                b_pivot, b_mean, b_rstd = combine_statistics(
+                    p_sums, items, i_row, WIDTH, BLOCK, SPLITS_BLOCK, CENTRED, EPSILON, UNIT
+                )
                 for i_other in tl.range(0, SPLITS):
                     if ((deferred >> i_other) & 1) != 0:
                         o_other = i_other * BLOCK + tl.arange(0, BLOCK)
                         p_other = p_x + i_row.to(tl.int64) * WIDTH + o_other
                         b_other = tl.load(p_other, mask=o_other < WIDTH, other=0.0)
                         finish_split(
-                            b_other, p_scale, p_offset, p_out, p_mean, p_rstd, b_mean, b_rstd, i_row, i_other, zero,
+                            b_other, p_scale, p_offset, p_out, p_mean, p_rstd, b_pivot, b_mean, b_rstd, i_row, i_other, zero,
                             rows_per_batch, WIDTH, BLOCK, CENTRED, SCALE, OFFSET, SAVE, SCALE_OFFSET,
                         )  # fmt: skip

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.call import ArraySpec
-from ejkernel.operations.delta_rule.interface import NORM_EPSILON, DeltaRuleCall, DeltaRuleInputs, DeltaRuleOutputs
+from ejkernel.operations.delta_rule.interface import DeltaRuleCall, DeltaRuleInputs, DeltaRuleOutputs
+from ejkernel.operations.delta_rule.lengths import divided_by_length
 from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.delta_rule.config import Config, GradientConfig
@@ -60,7 +61,7 @@ def _plain(call: DeltaRuleCall, marks: tuple[Any, Any], arrays: dict[str, Any]) 
     wide = {name: array.astype(jnp.float32) for name, array in given.items()}
     query, key = wide["query"], wide["key"]
     if call.use_qk_l2norm:
-        query, key = (x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON) for x in (query, key))
+        query, key = divided_by_length(query), divided_by_length(key)
     decay = given.get("decay", jnp.zeros((1, 1, 1), dtype))
     decay = jnp.broadcast_to(decay if decay.ndim == 4 else decay[..., None], key.shape)
     if fresh is not None:

@@ -45,8 +45,14 @@ from ejkernel_triton.linear_recurrence.tiles import (
 @triton.jit
 def through_length(b_gradient, b_tile, b_length):
     """The gradient of rows that are multiplied by one by their length, from that where the length is a constant."""
-    b_along = tl.sum(b_gradient * b_tile, axis=1) * b_length * b_length
-    return b_gradient - b_tile * b_along[:, None]
+    b_tile *= b_length[:, None]
+    return b_gradient - b_tile * tl.sum(b_gradient * b_tile, axis=1)[:, None]
+
+
+@triton.jit
+def power_of_two(b_tile):
+    """The power of two below each number, which is positive."""
+    return (b_tile.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -119,9 +125,14 @@ def gradient_kernel(
         if R.normalised:
             b_query_length = tl.load(numbers_of(p_rows, i_square, QUERY_LENGTH, CHUNK))
             b_key_length = tl.load(numbers_of(p_rows, i_square, KEY_LENGTH, CHUNK))
-        b_write = b_beta * b_key_length
-        b_d_scores *= (b_query_length * R.scale)[:, None] * b_write[None, :]
-        b_d_keys *= b_key_length[:, None] * b_write[None, :]
+        b_query_power, b_key_power = power_of_two(b_query_length), power_of_two(b_key_length)
+        b_key_rest = b_key_length / b_key_power
+        b_d_scores *= (b_query_length / b_query_power * R.scale)[:, None] * (b_beta * b_key_rest)[None, :]
+        b_d_keys *= b_key_rest[:, None] * (b_beta * b_key_rest)[None, :]
+        b_unit_query, b_unit_key = b_query, b_key
+        if R.normalised:  # exact, and products of long or short rows do not leave the range of float32
+            b_unit_query = narrow(b_query.to(tl.float32) * b_query_power[:, None], R)
+            b_unit_key = narrow(b_key.to(tl.float32) * b_key_power[:, None], R)
         if R.decay == "scalar":
             b_coarse = tl.load(numbers_of(p_rows, i_square, COARSE, CHUNK))
             b_decay = pair_decays(b_coarse, tl.load(numbers_of(p_rows, i_square, FINE, CHUNK)), CHUNK)
@@ -135,35 +146,35 @@ def gradient_kernel(
             b_factor = tl.exp2(b_up_to)
             b_d_query *= b_factor * (b_query_length * R.scale)[:, None]
             b_d_read *= b_factor * -b_key_length[:, None]
-            b_d_write *= tl.exp2(b_after) * b_write[:, None]
+            b_d_write *= tl.exp2(b_after) * (b_beta * b_key_length)[:, None]
             b_last *= tl.sum(tl.where((o_row == CHUNK - 1)[:, None], b_factor, 0.0), axis=0)
             b_last += tl.sum(b_key.to(tl.float32) * b_d_write, axis=0)
             b_middle, most = middle_exponents(b_log, b_up_to, CHUNK, R)
             if most < MAX_MIDDLE_EXPONENT:
                 b_factor, b_inverse = tl.exp2(b_middle), tl.exp2(-b_middle)
-                b_right = narrow(b_key * b_inverse, R)
-                b_d_query += b_factor * product(b_d_scores, b_right, R)
-                b_d_read += b_factor * product(b_d_keys, b_right, R)
-                b_written = product(tl.trans(b_d_scores), b_query * b_factor, R)
-                b_written += product(tl.trans(b_d_keys), b_key * b_factor, R)
-                b_d_write += b_inverse * b_written
+                b_right = narrow(b_unit_key * b_inverse, R)
+                b_d_query += b_factor * product(b_d_scores, b_right, R) * b_query_power[:, None]
+                b_d_read += b_factor * product(b_d_keys, b_right, R) * b_key_power[:, None]
+                b_written = product(tl.trans(b_d_scores), b_unit_query * b_factor, R)
+                b_written += product(tl.trans(b_d_keys), b_unit_key * b_factor, R)
+                b_d_write += b_inverse * b_written * b_key_power[:, None]
             else:
                 b_strong = log_tile(p_decay, i_token, i_head, i_row, rows, BLOCK_K, CHUNK, WHOLE, R)
                 m_same = o_row[:, None] == o_row[None, :]
                 b_same = tl.sum(tl.where(m_same, b_d_scores.to(tl.float32), 0.0), axis=1)[:, None]
-                b_d_query += b_same * b_key
-                b_d_write += b_same * b_query
+                b_d_query += b_same * b_unit_key * b_query_power[:, None]
+                b_d_write += b_same * b_unit_query * b_key_power[:, None]
                 for i_level in range(LEVELS):
                     b_factor = level_decays(b_strong, i_level, CHUNK, R)
                     m_pairs = level_pairs(i_level, CHUNK, False)
                     b_scores = tl.where(m_pairs, b_d_scores, 0.0)
                     b_keys = tl.where(m_pairs, b_d_keys, 0.0)
-                    b_right = narrow(b_key * b_factor, R)
-                    b_d_query += b_factor * product(b_scores, b_right, R)
-                    b_d_read += b_factor * product(b_keys, b_right, R)
-                    b_written = product(tl.trans(b_scores), b_query * b_factor, R)
+                    b_right = narrow(b_unit_key * b_factor, R)
+                    b_d_query += b_factor * product(b_scores, b_right, R) * b_query_power[:, None]
+                    b_d_read += b_factor * product(b_keys, b_right, R) * b_key_power[:, None]
+                    b_written = product(tl.trans(b_scores), b_unit_query * b_factor, R)
                     b_written += product(tl.trans(b_keys), b_right, R)
-                    b_d_write += b_factor * b_written
+                    b_d_write += b_factor * b_written * b_key_power[:, None]
         else:
             b_d_query *= tl.load(numbers_of(p_rows, i_square, READ_QUERY, CHUNK))[:, None]
             b_d_read *= -tl.load(numbers_of(p_rows, i_square, READ_KEY, CHUNK))[:, None]
@@ -171,10 +182,10 @@ def gradient_kernel(
             if R.decay == "scalar":
                 last = tl.sum(b_last, axis=0) * tl.exp2(total_of(p_rows, i_square, CHUNK))
                 last += tl.sum(tl.sum(b_key.to(tl.float32) * b_d_write, axis=1), axis=0)
-            b_d_query += product(b_d_scores, b_key, R)
-            b_d_read += product(b_d_keys, b_key, R)
-            b_d_write += product(tl.trans(b_d_scores), b_query, R)
-            b_d_write += product(tl.trans(b_d_keys), b_key, R)
+            b_d_query += product(b_d_scores, b_unit_key, R) * b_query_power[:, None]
+            b_d_read += product(b_d_keys, b_unit_key, R) * b_key_power[:, None]
+            b_written = product(tl.trans(b_d_scores), b_unit_query, R)
+            b_d_write += (b_written + product(tl.trans(b_d_keys), b_unit_key, R)) * b_key_power[:, None]
         b_query, b_key = b_query.to(tl.float32), b_key.to(tl.float32)
         if R.beta_heads > 0:
             b_d_beta = tl.sum(b_key * b_d_write, axis=1) / b_beta

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ejkernel.call import vary_like
-from ejkernel.operations.delta_rule.interface import NORM_EPSILON, DeltaRuleCall, DeltaRuleInputs, DeltaRuleOutputs
+from ejkernel.operations.delta_rule.interface import DeltaRuleCall, DeltaRuleInputs, DeltaRuleOutputs
+from ejkernel.operations.delta_rule.lengths import divided_by_length
 from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.delta_rule import general
@@ -260,8 +261,8 @@ def _through_length(gradient: Any, array: Any) -> Any:
     """The gradient of rows that are divided by their length, from that where the length is a constant, for all heads."""
     heads = gradient.shape[2]
     array = (array if array.shape[2] == heads else jnp.repeat(array, heads // array.shape[2], axis=2)).astype(jnp.float32)
-    square = jnp.sum(array * array, axis=-1, keepdims=True) + NORM_EPSILON
-    return gradient - array * (jnp.sum(gradient * array, axis=-1, keepdims=True) / square)
+    array = divided_by_length(array)
+    return gradient - array * jnp.sum(gradient * array, axis=-1, keepdims=True)
 
 
 def _nothing(inputs: DeltaRuleInputs, d_final: Any) -> DeltaRuleInputs:

@@ -17,6 +17,7 @@ from ejkernel_triton.delta_rule.tiles import (
     QUERY_LENGTH,
     READ_KEY,
     READ_QUERY,
+    SHORTEST,
     WRITE_KEY,
     beta_of,
     chunk_of,
@@ -28,6 +29,7 @@ from ejkernel_triton.delta_rule.tiles import (
     pair_decays,
     product,
     square_of,
+    squares_of,
     unit_lower_inverse,
 )
 from ejkernel_triton.linear_recurrence.tiles import (
@@ -54,9 +56,8 @@ def lengths_of(
         for i_row in tl.static_range(0, WIDTH, BLOCK_K):
             b_query = load_tile(p_query, i_token, i_head, i_row, rows, R.query_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
             b_key = load_tile(p_key, i_token, i_head, i_row, rows, R.key_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
-            b_query, b_key = b_query.to(tl.float32), b_key.to(tl.float32)
-            b_query_sum += tl.sum(b_query * b_query, axis=1)
-            b_key_sum += tl.sum(b_key * b_key, axis=1)
+            b_query_sum += squares_of(b_query, 1)
+            b_key_sum += squares_of(b_key, 1)
         b_query_length, b_key_length = inverse_length(b_query_sum), inverse_length(b_key_sum)
     return b_query_length, b_key_length
 
@@ -100,21 +101,34 @@ def prepare_kernel(
             b_keys += product(b_key, tl.trans(b_key), R)  # [CHUNK, CHUNK]
             b_scores += product(b_query, tl.trans(b_key), R)
             if R.normalised:
-                b_query, b_key = b_query.to(tl.float32), b_key.to(tl.float32)
-                b_query_sum += tl.sum(b_query * b_query, axis=1)
-                b_key_sum += tl.sum(b_key * b_key, axis=1)
+                b_query_sum += squares_of(b_query, 1)
+                b_key_sum += squares_of(b_key, 1)
         b_write = beta_of(p_beta, i_token, i_head, rows, CHUNK, R)
         b_read_key = tl.full([CHUNK], 1.0, tl.float32)
         b_read_query = tl.full([CHUNK], R.scale, tl.float32)
+        large = False
         if R.normalised:
             b_query_length, b_key_length = inverse_length(b_query_sum), inverse_length(b_key_sum)
+            large = tl.min(tl.minimum(b_query_length, b_key_length), axis=0) < SHORTEST
             tl.store(numbers_of(p_rows, i_square, QUERY_LENGTH, CHUNK), b_query_length)
             tl.store(numbers_of(p_rows, i_square, KEY_LENGTH, CHUNK), b_key_length)
             b_read_key *= b_key_length
             b_read_query *= b_query_length
             b_write *= b_key_length
-        b_keys *= b_read_key[:, None] * b_write[None, :]
-        b_scores *= b_read_query[:, None] * b_write[None, :]
+        if large:  # products of rows may have overflowed
+            b_keys, b_scores = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+            for i_part in range(0, WIDTH, 16):
+                b_left = load_tile(p_query, i_token, i_head, i_part, rows, R.query_heads, R.width, 16, CHUNK, WHOLE, R)
+                b_right = load_tile(p_key, i_token, i_head, i_part, rows, R.key_heads, R.width, 16, CHUNK, WHOLE, R)
+                b_left = b_left.to(tl.float32) * b_read_query[:, None]
+                b_right = b_right.to(tl.float32) * b_read_key[:, None]
+                b_keys += product(b_right, tl.trans(b_right), R)
+                b_scores += product(b_left, tl.trans(b_right), R)
+            b_beta = beta_of(p_beta, i_token, i_head, rows, CHUNK, R)[None, :]
+            b_keys, b_scores = b_keys * b_beta, b_scores * b_beta
+        else:
+            b_keys *= b_read_key[:, None] * b_write[None, :]
+            b_scores *= b_read_query[:, None] * b_write[None, :]
         if R.decay == "scalar":
             b_coarse, b_fine, b_after = log_sums(p_decay, i_token, i_head, rows, CHUNK, R)
             tl.store(numbers_of(p_rows, i_square, COARSE, CHUNK), b_coarse)
@@ -206,18 +220,17 @@ def prepare_channels_kernel(
         if R.normalised:
             tl.store(numbers_of(p_rows, i_square, QUERY_LENGTH, CHUNK), b_query_length)
             tl.store(numbers_of(p_rows, i_square, KEY_LENGTH, CHUNK), b_key_length)
-            b_write *= b_key_length
-        b_read = b_query_length * R.scale
         for i_row in range(0, R.width, BLOCK_K):
             b_query = load_tile(p_query, i_token, i_head, i_row, rows, R.query_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
             b_key = load_tile(p_key, i_token, i_head, i_row, rows, R.key_heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
-            b_query, b_key = b_query.to(tl.float32), b_key.to(tl.float32)
+            b_query = b_query.to(tl.float32) * b_query_length[:, None]
+            b_key = b_key.to(tl.float32) * b_key_length[:, None]
             b_log = log_tile(p_decay, i_token, i_head, i_row, rows, BLOCK_K, CHUNK, WHOLE, R)
             b_up_to, b_after = channel_sums(b_log, CHUNK, R)
             b_factor = tl.exp2(b_up_to)
-            b_tile = b_query * b_factor * b_read[:, None]
+            b_tile = b_query * b_factor * R.scale
             store_tile(p_read_query, b_tile, i_token, i_head, i_row, rows, R.heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
-            b_tile = b_key * b_factor * b_key_length[:, None]
+            b_tile = b_key * b_factor
             store_tile(p_read_key, b_tile, i_token, i_head, i_row, rows, R.heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
             b_tile = b_key * tl.exp2(b_after) * b_write[:, None]
             store_tile(p_write_key, b_tile, i_token, i_head, i_row, rows, R.heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
@@ -239,10 +252,10 @@ def prepare_channels_kernel(
                     b_right = narrow(b_key * b_factor, R)
                     b_keys += tl.where(m_pairs, product(b_right, tl.trans(b_right), R), 0.0)
                     b_scores += tl.where(m_pairs, product(b_query * b_factor, tl.trans(b_right), R), 0.0)
-        b_scores *= b_read[:, None] * b_write[None, :]
+        b_scores *= (b_write * R.scale)[None, :]
         b_scores = tl.where(o_row[:, None] >= o_row[None, :], b_scores, 0.0)
         tl.store(square_of(p_scores, i_square, CHUNK), b_scores.to(p_scores.dtype.element_ty))
-        b_keys *= b_key_length[:, None] * b_write[None, :]
+        b_keys *= b_write[None, :]
         b_keys = tl.where(o_row[:, None] > o_row[None, :], b_keys, 0.0)
         b_inverse = unit_lower_inverse(b_keys, CHUNK, LEVELS, R)
         tl.store(square_of(p_inverse, i_square, CHUNK), b_inverse.to(p_inverse.dtype.element_ty))

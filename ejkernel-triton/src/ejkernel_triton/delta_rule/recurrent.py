@@ -7,7 +7,7 @@ value, with its part of the state in registers: for a few tokens, where reading 
 import triton
 import triton.language as tl
 
-from ejkernel_triton.delta_rule.tiles import first_token, inverse_length, load_state, sequence_of, store_state
+from ejkernel_triton.delta_rule.tiles import first_token, inverse_length, load_state, sequence_of, squares_of, store_state
 from ejkernel_triton.linear_recurrence.tiles import MIN_LOG
 
 
@@ -68,8 +68,8 @@ def recurrent_kernel(
             b_key = vector_of(p_key, i_token, i_head, 0, R.key_heads, R.width, BLOCK_K, R)
             b_value = vector_of(p_value, i_token, i_head, i_column, R.value_heads, R.channels, BLOCK_V, R)
             if R.normalised:
-                b_query *= inverse_length(tl.sum(b_query * b_query, axis=0))
-                b_key *= inverse_length(tl.sum(b_key * b_key, axis=0))
+                b_query *= inverse_length(squares_of(b_query, 0))
+                b_key *= inverse_length(squares_of(b_key, 0))
             if R.beta_heads > 0:
                 beta = tl.load(p_beta + i_token * R.beta_heads + i_head // (R.heads // R.beta_heads)).to(tl.float32)
             else:

@@ -14,6 +14,10 @@ from ejkernel_triton.linear_recurrence.tiles import LOG2_E, MIN_LOG, load_tile, 
 
 NORM_EPSILON = tl.constexpr(1e-6)
 """`ejkernel.operations.delta_rule.interface.NORM_EPSILON`."""
+SQUARE_UNIT = tl.constexpr(2.0**-41)
+"""`square_unit` of float32 with this epsilon."""
+SHORTEST = tl.constexpr(2.0**-61)
+"""Below this one by the length of a row, products of rows may overflow."""
 LEAST_BETA = tl.constexpr(1e-10)
 """Smaller ones are taken for this: the gradient of beta is divided by it."""
 ROWS = tl.constexpr(7)
@@ -163,9 +167,16 @@ def pair_decays(b_coarse, b_fine, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def inverse_length(b_tile):
-    """One by the length of each row `[CHUNK, BLOCK]`, from a sum of squares `[CHUNK]`."""
-    return 1.0 / tl.sqrt_rn(b_tile + NORM_EPSILON)
+def squares_of(b_tile, AXIS: tl.constexpr):
+    """The sums of squares of rows times SQUARE_UNIT, in float32."""
+    b_tile = b_tile.to(tl.float32) * SQUARE_UNIT
+    return tl.sum(b_tile * b_tile, axis=AXIS)
+
+
+@triton.jit
+def inverse_length(b_squares):
+    """One by the length of each row, from `squares_of`."""
+    return 1.0 / tl.sqrt_rn(b_squares + NORM_EPSILON * SQUARE_UNIT * SQUARE_UNIT) * SQUARE_UNIT
 
 
 @triton.jit

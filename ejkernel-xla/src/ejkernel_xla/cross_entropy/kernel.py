@@ -57,12 +57,12 @@ def _rows(call: CrossEntropyCall, tiles: Tiles, head: Head, x: Any, targets: Any
     state = Rows(zeros - jnp.inf, zeros, zeros, zeros if call.sum_logits else None)
 
     def update(rows: Rows, tile: Any) -> Rows:
-        logits, _ = _capped(call, tiles.logits(x, head, tile))
+        logits, _ = capped(call.soft_cap, tiles.logits(x, head, tile))
         columns, own = tiles.columns(tile)
         seen = logits if own is None else jnp.where(own, logits, -jnp.inf)
         # Any constant may be subtracted, so the maximum needs no derivative.
         largest = jnp.maximum(rows.largest, jax.lax.stop_gradient(jnp.max(seen, axis=-1)))
-        shift = _shift(largest)
+        shift = shift_of(largest)
         total = rows.total * jnp.exp(rows.largest - shift) + jnp.sum(jnp.exp(seen - shift[..., None]), axis=-1)
         if tiles.size == tiles.block:  # gather: comparing every logit kept XLA on CPU from fusing the sums
             found = jnp.take_along_axis(logits, jnp.clip(targets, 0, tiles.size - 1)[..., None], axis=-1)[..., 0]
@@ -77,24 +77,24 @@ def _rows(call: CrossEntropyCall, tiles: Tiles, head: Head, x: Any, targets: Any
         return Rows(largest, total, target, rows.logit_sum + jnp.sum(logits, axis=-1))
 
     rows = tiles.fold(update, state)
-    log_total, shift = jnp.log(rows.total), _shift(rows.largest)
+    log_total, shift = jnp.log(rows.total), shift_of(rows.largest)
     here = (targets >= 0) & (targets < tiles.size)
     loss = log_total + jnp.where(here, shift - rows.target, shift)
     outputs = CrossEntropyOutputs(loss, log_total + shift, rows.logit_sum)
     return CrossEntropyOutputs(*(None if value is None else jnp.where(valid, value, 0) for value in outputs))
 
 
-def _shift(largest: Any) -> Any:
+def shift_of(largest: Any) -> Any:
     """0 where every logit is -inf, since -inf - -inf is NaN."""
     return jnp.where(largest == -jnp.inf, 0, largest)
 
 
-def _capped(call: CrossEntropyCall, logits: Any) -> tuple[Any, Any]:
+def capped(soft_cap: float | None, logits: Any) -> tuple[Any, Any]:
     """Logits after the soft cap, and its slope; None for 1."""
-    if call.soft_cap is None:
+    if soft_cap is None:
         return logits, None
-    capped = jnp.tanh(logits / call.soft_cap)
-    return call.soft_cap * capped, 1 - capped * capped
+    bent = jnp.tanh(logits / soft_cap)
+    return soft_cap * bent, 1 - bent * bent
 
 
 def backward(
@@ -132,7 +132,7 @@ def _gradients(
     d_loss, d_lse, d_sum = (none if value is None else jnp.where(valid, value, 0)[..., None] for value in given)
 
     def d_logits_of(tile: Any) -> Any:
-        logits, slope = _capped(call, tiles.logits(clean, head, tile))
+        logits, slope = capped(call.soft_cap, tiles.logits(clean, head, tile))
         columns, own = tiles.columns(tile)
         found = jnp.exp(logits - lse[..., None]) * (d_loss + d_lse) + d_sum
         found = found - jnp.where(columns[None, None] == targets[..., None], d_loss, 0)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.operations.delta_rule.interface import NORM_EPSILON, DeltaRuleCall
+from ejkernel.operations.delta_rule.interface import DeltaRuleCall
+from ejkernel.operations.delta_rule.lengths import divided_by_length
 from ejkernel_xla._numerics import dot_precision, finite, finite_logs, first_nonfinite, nan_where
-from ejkernel_xla._rows import square_unit
 from ejkernel_xla.delta_rule.products import decayed_products, scan, sum_after, sum_before, unit_lower_inverse
 
 
@@ -59,12 +59,6 @@ class _Vectors(NamedTuple):
     decay: Any
 
 
-def _by_length(x: Any) -> Any:
-    unit = square_unit(x.dtype, NORM_EPSILON)
-    squares = jnp.sum((x * unit) ** 2, axis=-1, keepdims=True)
-    return x * (unit * jax.lax.rsqrt(squares + NORM_EPSILON * unit * unit))
-
-
 def _vectors(call: DeltaRuleCall, tokens: Tokens) -> _Vectors:
     dtype = jnp.dtype(call.state_dtype)
 
@@ -73,7 +67,7 @@ def _vectors(call: DeltaRuleCall, tokens: Tokens) -> _Vectors:
 
     query, key, value = (array.astype(dtype) for array in tokens[:3])
     if call.use_qk_l2norm:
-        query, key = _by_length(query), _by_length(key)
+        query, key = divided_by_length(query), divided_by_length(key)
     query, key, value = wide(query * call.scale), wide(key), wide(value)
     beta = jnp.ones_like(key[..., :1]) if tokens.beta is None else wide(tokens.beta.astype(dtype))[..., None]
     if tokens.decay is None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ejkernel.operations.common.rows.interface import square_unit
 from ejkernel.operations.layer_norm.interface import LayerNormCall, LayerNormInputs, LayerNormOutputs
 from ejkernel.utils.dtypes import accumulator
-from ejkernel_xla._rows import apply_parameters, deviation, mean_of_rows, parameter_gradient, scaled, square_unit
+from ejkernel_xla._rows import apply_parameters, deviation, mean_of_rows, parameter_gradient, scaled
 
 
 def forward(call: LayerNormCall, inputs: LayerNormInputs, config: None) -> LayerNormOutputs:

@@ -40,6 +40,7 @@ CASES = (
     Case("wide", _arrays(3, 4099)),
     Case("cancelling", _arrays(4, 64, apart=0.25), tags=frozenset({"extreme"})),
     Case("tiny-values", _arrays(4, 64, magnitude=1e-3), {"epsilon": 1e-6}),
+    Case("large-squares", _arrays(5, 64, magnitude=3e19), tags=frozenset({"wide-range"})),
     Case("bench-16384x4096", _arrays(16384, 4096), tags=frozenset({"bench"})),
     Case("bench-131072x128", _arrays(131072, 128), tags=frozenset({"bench"})),
     Case("bench-2048x4096", _arrays(2048, 4096), tags=frozenset({"bench-cpu"})),

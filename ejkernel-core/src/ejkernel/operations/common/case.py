@@ -18,8 +18,9 @@ class Case:
         arrays: makes the array arguments of the operation's `canonicalise` from a random generator; NumPy, floats in float32.
         options: its other arguments.
         tags: `"bench"` for problems of the size of an accelerator's benchmark, `"bench-cpu"` for a CPU's, `"bench-float8"` for
-            an accelerator's with operands in float8, `"extreme"` for those beyond low-precision dtypes, `"nan"` for those in
-            which the reference has NaN: an output is NaN exactly there, a gradient is compared elsewhere. And so on.
+            an accelerator's with operands in float8, `"extreme"` for those beyond low-precision dtypes, `"wide-range"` for those
+            beyond float16 only, `"nan"` for those in which the reference has NaN: an output is NaN exactly there, a gradient is
+            compared elsewhere. And so on.
     """
 
     name: str
@@ -31,6 +32,12 @@ class Case:
     def is_benchmark(self) -> bool:
         """Whether it is too large for tests."""
         return not self.tags.isdisjoint({"bench", "bench-cpu", "bench-float8"})
+
+    def fits(self, dtype: str) -> bool:
+        """Whether its values mean the same in this dtype."""
+        if "extreme" in self.tags:
+            return dtype in ("float32", "float64")
+        return "wide-range" not in self.tags or dtype != "float16"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,6 +53,19 @@ def check_bounds(cu_seqlens: Any, name: str, array: Any) -> None:
         )
 
 
+def taking_part(segments: Any, cu_seqlens: Any, array: Any, name: str) -> Any:
+    """Which tokens of an array `[B,T,...]` of this name take part, `[1 or B, T]`; None for all."""
+    if segments is None and cu_seqlens is None:
+        return None
+    if segments is None:
+        check_packed(cu_seqlens, name, array.shape[0])
+        return (jnp.arange(array.shape[1], dtype=jnp.int32) < jnp.asarray(cu_seqlens, jnp.int32)[-1])[None]
+    if cu_seqlens is not None:
+        raise invalid("segments", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end")
+    check_segments(segments, *array.shape[:2])
+    return jnp.asarray(segments) >= 0
+
+
 def segment_starts(ids: Any) -> tuple[Any, Any]:
     """Which tokens take part, and which of them begin a segment after another one, bool like the ids `[..., T]`.
 

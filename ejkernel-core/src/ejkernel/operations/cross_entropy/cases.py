@@ -10,7 +10,7 @@ import numpy as np
 from ejkernel.operations.common.case import Case, Toggle
 
 
-def _arrays(
+def arrays_of_rows(
     rows: tuple[int, ...],
     vocabulary: int,
     hidden: int | None = None,
@@ -44,26 +44,26 @@ _T = frozenset({"transforms"})
 _BENCH, _BENCH_CPU = frozenset({"bench"}), frozenset({"bench-cpu"})
 
 CASES = (
-    Case("logits", _arrays((3, 5), 33, ignored=0.3), {"sum_logits": True}, _T),
-    Case("logits-soft-cap", _arrays((4, 6), 20, magnitude=3.0), {"logit_softcap": 2.0}),
-    Case("logits-one-row", _arrays((), 7)),
-    Case("logits-elsewhere", _arrays((2, 9), 16, elsewhere=0.5)),
-    Case("logits-extreme", _arrays((5,), 40, magnitude=1e4), tags=frozenset({"extreme"})),
-    Case("head", _arrays((3, 5), 33, 8, bias=True, ignored=0.3), {"sum_logits": True}, _T),
-    Case("head-transposed", _arrays((17,), 40, 12, transpose=True, ignored=0.2), {"transpose_head": True}),
-    Case("head-square", _arrays((2, 4), 16, 16), {}),
-    Case("head-square-transposed", _arrays((2, 4), 16, 16, transpose=True), {"transpose_head": True}),
-    Case("head-soft-cap", _arrays((2, 3, 4), 21, 8, bias=True, magnitude=2.0), {"logit_softcap": 1.5}),
-    Case("head-elsewhere", _arrays((11,), 24, 8, elsewhere=0.4, ignored=0.2)),
-    Case("head-all-ignored", _arrays((2, 3), 12, 8, bias=True, ignored=1.1)),
-    Case("head-precision", _arrays((6,), 12, 8), {"precision": "highest"}),
-    Case("vocabulary-1", _arrays((4,), 1, 8)),
-    Case("no-rows", _arrays((0, 3), 12, 8)),
-    Case("several-tiles", _arrays((2, 35), 300, 8, bias=True, ignored=0.2), {"sum_logits": True}),
-    Case("bench-logits-8192x128256", _arrays((8192,), 128256), tags=_BENCH),
-    Case("bench-head-8192x4096x128256", _arrays((8192,), 128256, 4096), tags=_BENCH),
-    Case("bench-logits-256x32000", _arrays((256,), 32000), tags=_BENCH_CPU),
-    Case("bench-head-256x256x32000", _arrays((256,), 32000, 256), tags=_BENCH_CPU),
+    Case("logits", arrays_of_rows((3, 5), 33, ignored=0.3), {"sum_logits": True}, _T),
+    Case("logits-soft-cap", arrays_of_rows((4, 6), 20, magnitude=3.0), {"logit_softcap": 2.0}),
+    Case("logits-one-row", arrays_of_rows((), 7)),
+    Case("logits-elsewhere", arrays_of_rows((2, 9), 16, elsewhere=0.5)),
+    Case("logits-extreme", arrays_of_rows((5,), 40, magnitude=1e4), tags=frozenset({"extreme"})),
+    Case("head", arrays_of_rows((3, 5), 33, 8, bias=True, ignored=0.3), {"sum_logits": True}, _T),
+    Case("head-transposed", arrays_of_rows((17,), 40, 12, transpose=True, ignored=0.2), {"transpose_head": True}),
+    Case("head-square", arrays_of_rows((2, 4), 16, 16), {}),
+    Case("head-square-transposed", arrays_of_rows((2, 4), 16, 16, transpose=True), {"transpose_head": True}),
+    Case("head-soft-cap", arrays_of_rows((2, 3, 4), 21, 8, bias=True, magnitude=2.0), {"logit_softcap": 1.5}),
+    Case("head-elsewhere", arrays_of_rows((11,), 24, 8, elsewhere=0.4, ignored=0.2)),
+    Case("head-all-ignored", arrays_of_rows((2, 3), 12, 8, bias=True, ignored=1.1)),
+    Case("head-precision", arrays_of_rows((6,), 12, 8), {"precision": "highest"}),
+    Case("vocabulary-1", arrays_of_rows((4,), 1, 8)),
+    Case("no-rows", arrays_of_rows((0, 3), 12, 8)),
+    Case("several-tiles", arrays_of_rows((2, 35), 300, 8, bias=True, ignored=0.2), {"sum_logits": True}),
+    Case("bench-logits-8192x128256", arrays_of_rows((8192,), 128256), tags=_BENCH),
+    Case("bench-head-8192x4096x128256", arrays_of_rows((8192,), 128256, 4096), tags=_BENCH),
+    Case("bench-logits-256x32000", arrays_of_rows((256,), 32000), tags=_BENCH_CPU),
+    Case("bench-head-256x256x32000", arrays_of_rows((256,), 32000, 256), tags=_BENCH_CPU),
 )
 
 TOGGLES = {

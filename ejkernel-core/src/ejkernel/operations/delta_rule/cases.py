@@ -29,6 +29,8 @@ def arrays(
     extreme: bool = False,
     forget: bool = False,
     garbage: int | None = None,
+    magnitude: float = 1.0,
+    silent: int | None = None,
     poison: bool = True,
 ) -> Callable[[np.random.Generator], Mapping[str, Any]]:
     """A maker of arguments.
@@ -44,6 +46,8 @@ def arrays(
         extreme: of the decays a third are -50, a third 0.
         forget: that third is -inf, not -50.
         garbage: the first token whose values are NaN, as are all later ones.
+        magnitude: of queries and keys, beside their own.
+        silent: a token whose query and key are 0.
     """
     query_heads, key_heads = query_heads or heads, key_heads or heads
 
@@ -56,6 +60,10 @@ def arrays(
             "key": normal(key_heads, width) / np.float32(max(width, 1) ** 0.5),
             "value": normal(heads, channels),
         }
+        for name in ("query", "key"):
+            made[name] *= np.float32(magnitude)
+            if silent is not None:
+                made[name][:, silent] = 0
         if beta:
             made["beta"] = (strength * rng.random((batch, length, heads))).astype(np.float32)
         if decay:
@@ -105,6 +113,15 @@ CASES = (
     Case("write-alone", arrays(low_rank="a"), {"scale": 0.7}),
     Case("read-alone", arrays(low_rank="b", beta=False)),
     Case("normalised", arrays(strength=2.0), {"use_qk_l2norm": True}),
+    Case("normalised-zeros", arrays(1, 40, silent=7), {"use_qk_l2norm": True}),
+    Case("normalised-large", arrays(1, 40, magnitude=1e24), {"use_qk_l2norm": True}, tags=frozenset({"wide-range"})),
+    Case(
+        "normalised-large-by-channel",
+        arrays(1, 40, decay="channel", magnitude=1e24, silent=3),
+        {"use_qk_l2norm": True},
+        tags=frozenset({"wide-range"}),
+    ),
+    Case("normalised-large-steps", arrays(1, 5, magnitude=1e24), {"use_qk_l2norm": True}, tags=frozenset({"wide-range"})),
     Case("grouped", arrays(heads=2, key_heads=1, query_heads=4, state=True), _STATE),
     Case("segments", arrays(1, 20, ids=_IDS, state=True, poison=False), _STATE),
     Case(

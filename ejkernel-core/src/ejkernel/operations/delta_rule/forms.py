@@ -1,4 +1,4 @@
-"""Entry points to `delta_rule` beside its own: a pool of states, and RWKV-7's removal key."""
+"""Entry points to `delta_rule` beside its own: several steps of a token, a pool of states, and RWKV-7's removal key."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from ejkernel.call.partition import entries_of, explicit_mesh_of, is_mapped, map_shards, placed_on
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid, wrong_type
+from ejkernel.operations.common.packed import check_packed, check_segments
 from ejkernel.operations.delta_rule.interface import OPERATION
 from ejkernel.utils.checks import check_array, check_compute, check_shape
 from ejkernel.utils.dtypes import accumulator
@@ -35,6 +36,55 @@ def delta(*, seg_ids: Any, platform: Any, cfg: Any, **rest: Any) -> Any:
     names = ("query", "key", "value", "beta", "decay", "initial_state", "cu_seqlens")
     arrays = {**{name: rest.pop(name) for name in names}, "segments": seg_ids}
     return OPERATION.invoke(arrays, rest, platform=platform, cfg=cfg)
+
+
+def product(*, seg_ids: Any, platform: Any, cfg: Any, steps: int, **rest: Any) -> Any:
+    """`delta` with several steps of each token, for `over_mesh`."""
+    names = ("query", "key", "value", "beta", "decay", "initial_state", "cu_seqlens")
+    arrays = {**{name: rest.pop(name) for name in names}, "segments": seg_ids}
+    return OPERATION.invoke(arrays, {**rest, "steps": steps}, platform=platform, cfg=cfg, form=_by_steps)
+
+
+def _by_steps(
+    *, query: Any, key: Any, value: Any, beta: Any, decay: Any, segments: Any, cu_seqlens: Any, steps: int, **rest: Any
+) -> Bound:
+    """Canonicalise tokens of several steps as steps: the first decays, the last is read."""
+    check_compute("query", query, ndim=4)
+    batch, length = query.shape[:2]
+    for name, array, ndim in (("key", key, 4), ("value", value, 4), ("beta", beta, 3)):
+        check_compute(name, array, ndim=ndim)
+        if array.shape[:2] != (batch, length * steps):
+            expected = f"batch {batch} and {length * steps} = T * num_householder steps, T as in query"
+            raise invalid(name, f"shape {tuple(array.shape)}", expected)
+    if decay is not None:
+        check_compute("decay", decay, ndim=3)
+        check_shape("decay", decay, (batch, length, decay.shape[2]), "[B,T,H], one per token and head")
+
+    def at_step(array: Any, index: int) -> Any:
+        """`[B,T,...]` as `[B,T*n,...]`, zeros at the other steps."""
+        around = ((0, 0), (0, 0), (index, steps - 1 - index), *[(0, 0)] * (array.ndim - 2))
+        return jnp.pad(array[:, :, None], around).reshape(batch, length * steps, *array.shape[2:])
+
+    if segments is not None:
+        check_segments(segments, batch, length)
+    if cu_seqlens is not None:
+        check_packed(cu_seqlens, "query", batch)
+    bound = OPERATION.canonicalise(
+        at_step(query, steps - 1),
+        key,
+        value,
+        beta,
+        None if decay is None else at_step(decay, 0),
+        segments=None if segments is None else jnp.repeat(jnp.asarray(segments, jnp.int32), steps, axis=1),
+        cu_seqlens=None if cu_seqlens is None else jnp.asarray(cu_seqlens, jnp.int32) * steps,
+        **rest,
+    )
+
+    def finish(outputs: Any) -> Any:
+        out = outputs.out.reshape(batch, length, steps, *outputs.out.shape[2:])[:, :, -1]
+        return bound.finish(outputs._replace(out=out))
+
+    return Bound(bound.call, bound.inputs, finish)
 
 
 def dims_of(decay: Any, cu_seqlens: Any) -> dict[str, str]:

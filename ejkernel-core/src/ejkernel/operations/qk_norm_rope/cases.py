@@ -57,6 +57,7 @@ CASES = (
     Case("width-2", _arrays(2, 5, 1, 2, keys=1, angles=(5, 1)), {"epsilon": 0.1}),
     Case("odd-pairs", _arrays(1, 7, 3, 26, keys=3, angles=(7, 13))),
     Case("tiny-values", _arrays(2, 5, 4, 16, keys=2, angles=(5, 8), magnitude=1e-3), {"epsilon": 1e-6}),
+    Case("large-squares", _arrays(2, 5, 4, 16, keys=2, angles=(5, 8), magnitude=3e19), tags=frozenset({"wide-range"})),
     Case("bench-b4-t8192-h32-k8-d128", _arrays(4, 8192, 32, 128, keys=8, angles=(8192, 64)), tags=_BENCH),
     Case("bench-b1-t2048-h8-k2-d128", _arrays(1, 2048, 8, 128, keys=2, angles=(2048, 64)), tags=frozenset({"bench-cpu"})),
 )

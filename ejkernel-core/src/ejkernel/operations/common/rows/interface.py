@@ -205,3 +205,16 @@ class RowNorm(Operation, abc.ABC):
 def per_row(parameter: Any, ndim: int) -> Any:
     """A parameter `[1 or b, d]` shaped to broadcast against `[b, ..., d]`."""
     return parameter.reshape(parameter.shape[0], *[1] * (ndim - 2), parameter.shape[1])
+
+
+def square_unit(dtype: Any, epsilon: float) -> float:
+    """The power of two that rows are multiplied by before they are squared in float32.
+
+    With epsilon below their mean, squares that float32 would round to 0 do not matter. So the range of squares moves up as far as
+    epsilon allows: with 1e-6 they overflow from 2^105 on rather than from 2^64 on. A factor known beforehand costs nothing; one
+    by the row's maximum would read the row once more.
+    """
+    if not epsilon or jnp.finfo(dtype).maxexp != 128:  # float32 and bfloat16; squares of float16 do not overflow
+        return 1.0
+    least = math.frexp(epsilon)[1] + 102  # binades of epsilon above float32's smallest normal number and its precision
+    return 2.0 ** -min(max(least // 2, 0), 60)

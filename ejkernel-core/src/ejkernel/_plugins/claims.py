@@ -1,0 +1,124 @@
+"""Entry points of a group, each with the distribution that it comes from: metadata alone, nothing is imported.
+
+`entry_points()` of the standard library loses everything when one distribution's metadata cannot be read; here every distribution
+is read by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import NamedTuple, cast
+
+import importlib_metadata
+from importlib_metadata import Distribution
+
+from ejkernel._plugins import identity as _identities
+from ejkernel._plugins import requirements as _requirements
+from ejkernel._plugins.records import PluginRecord, State
+from ejkernel.plugin import ENTRY_POINT_GROUP, FIRST_PARTY
+
+
+class _Copy(NamedTuple):
+    """One of several distributions of the same name."""
+
+    folder: str
+    version: str
+
+
+def installed_distributions(**options: str) -> Iterator[Distribution]:
+    """Everything installed; the library types what its finders return as less than they are."""
+    return cast("Iterator[Distribution]", iter(importlib_metadata.distributions(**options)))
+
+
+def claims_of(group: str) -> Iterator[PluginRecord]:
+    """A blank record per entry point of a group; of several copies of a distribution on the path only the first counts.
+
+    What cannot be taken at its word is marked so: it has no name, a copy of another version lies in the same folder, or it bears a
+    name of ours and is another's.
+    """
+    seen: dict[str, _Copy] = {}
+    for distribution in installed_distributions():
+        if group not in _text(distribution, "entry_points.txt"):
+            continue
+        name, version = _identity(distribution)
+        if name is None:
+            remains = _folder_name(distribution)
+            blank = PluginRecord(remains, remains, "", "", "ok")
+            yield ended(blank, "broken", "its METADATA is missing or names no distribution; reinstall it, or delete the folder")
+            continue
+        key, copy = _requirements.canonical(name), _Copy(str(distribution.locate_file("")), version)
+        blank, ours = PluginRecord(name, name, version, "", "ok"), key in FIRST_PARTY.values()
+        # Of ours, whichever is genuine counts, as an earlier one may be another's.
+        earlier = seen.get(key) or (None if ours else _first_copy(name))
+        if earlier is not None and earlier != copy:
+            if earlier.folder == copy.folder:
+                reason = f"version {earlier.version} of it lies in the same folder, {copy.folder}, and files of both are mixed"
+                yield ended(blank, "conflict", f"{reason}; pip install --force-reinstall {name}")
+            continue
+        claims = [*_claims(distribution, blank, group)]
+        if not ours or any(claim.ok for claim in claims):
+            seen[key] = copy
+        yield from claims
+
+
+def _claims(distribution: Distribution, blank: PluginRecord, group: str) -> Iterator[PluginRecord]:
+    """The entry points of one distribution."""
+    try:
+        entries = [entry for entry in distribution.entry_points if entry.group == group]
+    except Exception:  # noqa: BLE001 - whatever the standard library makes of a malformed file, it is reported
+        yield ended(blank, "broken", "its entry_points.txt cannot be read", with_traceback=True)
+        return
+    for entry in entries:
+        claim = dataclasses.replace(blank, name=entry.name, value=entry.value)
+        complaint = None
+        if group == ENTRY_POINT_GROUP and claim.first_party:
+            complaint = _identities.complaint(claim.name, distribution, claim.value, _other_copies(distribution, blank))
+        yield ended(claim, "conflict", complaint) if complaint else claim
+
+
+def _other_copies(distribution: Distribution, blank: PluginRecord) -> list[str]:
+    """Folders of other distributions of the same name."""
+    places = (str(copy.locate_file("")) for copy in installed_distributions(name=blank.name) if _identity(copy)[0])
+    return sorted({*places} - {str(distribution.locate_file(""))})
+
+
+def _folder_name(distribution: Distribution) -> str:
+    """What a distribution without a name is known by: the folder of its metadata."""
+    return os.path.basename(str(getattr(distribution, "_path", ""))) or "(a distribution without a name)"
+
+
+def _text(distribution: Distribution, name: str) -> str:
+    """A metadata file; empty where it is missing or no text. What cannot be read cannot name a plugin."""
+    try:
+        return distribution.read_text(name) or ""
+    except (OSError, UnicodeError):
+        return ""
+
+
+def _identity(distribution: Distribution) -> tuple[str | None, str]:
+    """Name and version; no name where the metadata is gone, which an interrupted uninstallation leaves behind."""
+    text = _text(distribution, "METADATA") or _text(distribution, "PKG-INFO")
+    fields = dict(re.findall(r"^(Name|Version):[ \t]*(\S+)", text.partition("\n\n")[0], re.MULTILINE))
+    return fields.get("Name"), fields.get("Version", "")
+
+
+def _first_copy(name: str) -> _Copy | None:
+    """The first distribution of this name on the path, which hides all others."""
+    for found in installed_distributions(name=name):
+        first, version = _identity(found)
+        if first is not None:
+            return _Copy(str(found.locate_file("")), version)
+    return None
+
+
+def ended(claim: PluginRecord, state: State, reason: str, *, with_traceback: bool = False) -> PluginRecord:
+    """The record with the state that its examination ended in, with the traceback of the exception at hand if asked for."""
+    text = ""
+    if with_traceback and (error := sys.exception()) is not None:
+        text = "".join(traceback.format_exception(error.__cause__ or error))
+    return dataclasses.replace(claim, state=state, reason=reason, traceback=text)

@@ -1,0 +1,1 @@
+"""Cross entropy of hidden states and the head, summed over tokens."""

@@ -1,0 +1,67 @@
+"""The documentation site in a browser: its search, on a desk and on a phone."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import threading
+import time
+
+import pytest
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    """Where the site is served."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def until(found, seconds: float = 15):
+    """What a function finds, which it may take a while to."""
+    end = time.monotonic() + seconds
+    while not (result := found()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return result
+
+
+def test_search_finds_a_function(browser, address):
+    browser.set_window_size(1200, 900)
+    browser.get(f"{address}/index.html")
+    browser.find_element("css selector", ".md-search__button").click()
+    inside = (
+        "return [...document.querySelectorAll('*')].map((one) => one.shadowRoot).find((root) => root?.querySelector('input'))"
+    )
+    root = until(lambda: browser.execute_script(inside))
+    assert root, "no search field"
+    root.find_element("css selector", "input").send_keys("flash_attn_varlen")
+    results = until(lambda: [one.get_attribute("href") for one in root.find_elements("css selector", "[role=listbox] a")])
+    assert f"{address}/reference/attention.html" in {result.partition("#")[0].partition("?")[0] for result in results}
+
+
+@pytest.mark.parametrize("page", ["index", "reference/attention", "operations/attention", "evidence/benchmarks_cpu"])
+def test_a_phone_shows_a_page_without_scrolling_sideways(browser, address, page):
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+    )
+    try:
+        browser.get(f"{address}/{page}.html")
+        widths = browser.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
+        assert widths == [390, 390]
+        assert browser.find_element("css selector", "h1").is_displayed()
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_console_holds_nothing(browser, address):
+    browser.get_log("browser")
+    browser.get(f"{address}/reference/attention.html")
+    assert until(lambda: browser.execute_script("return document.readyState") == "complete")
+    assert browser.get_log("browser") == []

@@ -1,0 +1,57 @@
+"""What goes into the documentation site: which pages, in which order, and with which links."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The tool, which is a script."""
+    spec = importlib.util.spec_from_file_location("build_site", ROOT / "tools" / "build_site.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["build_site"] = module  # where its dataclass looks for its annotations
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_is_in_the_navigation_once(site, tmp_path):
+    site.stage(tmp_path / "site")
+    staged = {path.relative_to(tmp_path / "site" / "pages").as_posix() for path in tmp_path.rglob("*.md")}
+    listed = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(listed) == len({*listed})
+    assert {*listed} == staged
+
+
+def test_every_module_of_functions_is_in_the_reference(site):
+    import ejkernel.modules
+
+    homes = {home for page in site.REFERENCES.values() for home in page.homes}
+    modules = {getattr(getattr(ejkernel.modules, name), "__module__", "") for name in ejkernel.modules.__all__}
+    found = {name.removeprefix("ejkernel.modules.") for name in modules if name.startswith("ejkernel.modules.")}
+    assert found - homes == {"_class_api", "operations.configs"}
+    assert homes <= found
+
+
+def test_links_hold_on_the_site(site, tmp_path, monkeypatch):
+    monkeypatch.setattr(site, "ROOT", tmp_path)
+    monkeypatch.setattr(site, "DOCS", tmp_path / "docs")
+    page = tmp_path / "docs" / "inner" / "page.md"
+    page.parent.mkdir(parents=True)
+    (tmp_path / "picture.png").write_bytes(b"bits")
+    page.write_text(
+        "[a](../other.md#b) [`c`](../../CONTRIBUTING.md) [d](../../tests/x.py) ![e](../../picture.png) [f](https://x.org)\n"
+        "```text\n[g](../../tests/x.py)\n```\n"
+    )
+    assert site.with_links(page, tmp_path / "pages") == (
+        "[a](../other.md#b) [`c`](../CONTRIBUTING.md) d ![e](../pictures/picture.png) [f](https://x.org)\n"
+        "```text\n[g](../../tests/x.py)\n```\n"
+    )
+    assert (tmp_path / "pages" / "pictures" / "picture.png").read_bytes() == b"bits"

@@ -1,0 +1,75 @@
+"""Draw the masks of docs/masks.md: each picture NAME.svg shows the `MaskInfo` that the page's code calls NAME.
+
+python tools/draw_masks.py            write docs/pictures
+python tools/draw_masks.py --check    exit 1 if a picture is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from ejkernel import MaskInfo
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "masks.md"
+CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PICTURE = re.compile(r"!\[[^\]]+\]\(pictures/(\w+)\.svg\)")
+CELL = 16
+"""Pixels of a cell."""
+
+
+def masks() -> dict[str, np.ndarray]:
+    """Name of a picture -> visibility `[T, S]`, from the code of the page."""
+    text = PAGE.read_text()
+    names: dict[str, object] = {}
+    for block in CODE.findall(text):
+        exec(compile(block, str(PAGE), "exec"), names)
+    found: dict[str, np.ndarray] = {}
+    for name in PICTURE.findall(text):
+        mask = names[name]
+        assert isinstance(mask, MaskInfo), name
+        found[name] = np.asarray(mask.materialize())[0, 0]
+    return found
+
+
+def picture(visible: np.ndarray) -> str:
+    """A grid of cells that a light and a dark page can show; visible ones are filled."""
+    rows, columns = visible.shape
+    width, height = CELL * columns, CELL * rows
+    cells = [f"M{CELL * column} {CELL * row}h{CELL}v{CELL}h-{CELL}z" for row, column in np.argwhere(visible)]
+    lines = [f"M{CELL * column} 0v{height}" for column in range(columns + 1)]
+    lines += [f"M0 {CELL * row}h{width}" for row in range(rows + 1)]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 2}" height="{height + 2}" '
+        f'viewBox="-1 -1 {width + 2} {height + 2}">\n'
+        f'<path fill="#4a6fd4" d="{"".join(cells)}"/>\n<path stroke="#9a9a9a" d="{"".join(lines)}"/>\n</svg>\n'
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    folder = PAGE.parent / "pictures"
+    wanted = {folder / f"{name}.svg": picture(visible) for name, visible in masks().items()}
+    there = {path: path.read_text() for path in folder.glob("*.svg")}
+    if check:
+        outdated = sorted(path.name for path in wanted.keys() | there.keys() if wanted.get(path) != there.get(path))
+        if outdated:
+            print(f"{', '.join(outdated)}: out of date; run python tools/draw_masks.py", file=sys.stderr)
+        return int(bool(outdated))
+    folder.mkdir(exist_ok=True)
+    for path in there.keys() - wanted.keys():
+        path.unlink()
+    for path, text in wanted.items():
+        path.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
