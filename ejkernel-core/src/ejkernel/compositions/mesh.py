@@ -11,11 +11,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ejkernel._dispatch.explanation import capturing
-<<<<<<< HEAD
-from ejkernel.call.traced import split_traced, with_traced
-=======
 from ejkernel.call.partition import shard_map
->>>>>>> main
+from ejkernel.call.traced import split_traced, with_traced
 from ejkernel.errors import invalid, wrong_type
 
 
