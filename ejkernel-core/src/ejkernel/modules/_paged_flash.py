@@ -113,8 +113,10 @@ def _window(sliding_window: Any, causal: bool, one_token: bool) -> tuple[bool, A
         raise invalid("sliding_window", sliding_window, "an int or (left, right)")
     left, right = (side if side is None or is_traced(side) else bind.as_count("sliding_window", side, 0) for side in sides)
     width = _paged.window_of((left, right))
-    if causal or one_token or (not is_traced(right) and right == 0):
-        return causal or (right == 0 and not one_token), width
+    if causal or one_token:
+        return causal, width
+    if not is_traced(right) and right == 0:
+        return True, width
     if left is None and right is None:
         return causal, None
     got = "a traced value" if has_traced(sliding_window) else sliding_window
