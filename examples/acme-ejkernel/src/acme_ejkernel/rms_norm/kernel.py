@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from acme_ejkernel.rms_norm.configs import RowBlocks, row_count
-from ejkernel.operations.common.rows.interface import square_unit
 from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs, RmsNormOutputs
 
 
@@ -43,13 +42,14 @@ def _of_rows(parameter: Any, members: Any) -> Any:
 
 def forward(call: RmsNormCall, inputs: RmsNormInputs, config: RowBlocks) -> RmsNormOutputs:
     x, scale, offset = inputs
-    rows, unit = row_count(call), square_unit(x.dtype, call.epsilon)
+    rows = row_count(call)
 
     def block(arguments: tuple[Any, Any]) -> tuple[Any, Any]:
         x, members = arguments
         wide = x.astype(jnp.float32)  # [rows, d]
-        small = wide * unit  # its squares stay within float32's range
-        rstd = jax.lax.rsqrt(jnp.mean(small * small, axis=-1, keepdims=True) + call.epsilon * unit**2) * unit  # [rows, 1]
+        largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(jnp.abs(wide), axis=-1, keepdims=True), 1.0))  # [rows, 1]
+        small = wide / largest  # its squares stay within float32's range
+        rstd = jax.lax.rsqrt(jnp.mean(small * small, axis=-1, keepdims=True) + call.epsilon / largest**2) / largest
         out = wide * rstd
         if scale is not None:
             out = out * (_of_rows(scale, members) + call.scale_offset)
