@@ -271,7 +271,9 @@ def test_a_kernel_that_returns_something_else_in_a_field_is_named(platform):
 
 def test_a_kernel_that_ends_the_process_ends_its_call(platform):
     platform(raising(SystemExit(3)))
-    with pytest.raises(PluginError, match=r"acme \(forward\) of \(this process\) raised SystemExit: 3"):
+    with pytest.raises(
+        PluginError, match=r"acme \(rms_norm forward\) of 'acme', which this program registered raised SystemExit: 3"
+    ):
         ejkernel.rms_norm(X, platform="acme")
 
 

@@ -75,7 +75,10 @@ def test_backward_is_the_derivative_of_forward(name: str, case: Any) -> None:
     found = {key: value.shape for key, value in named(gradients) if key in differentiable}
     assert found == {key: value.shape for key, value in differentiable.items()}
     for key, value in differentiable.items():
-        direction = np.where(np.isfinite(value), rng.standard_normal(value.shape), 0)
+        moved = np.isfinite(value)
+        if "wide-range" in case.tags:  # a step as large as the others would leave 0 far behind
+            moved &= value != 0
+        direction = np.where(moved, rng.standard_normal(value.shape), 0)
         step = 1e-6 * max(1e-3, float(np.abs(value[np.isfinite(value)]).max(initial=0)))
         high, low = (reference.forward(call, inputs._replace(**{key: value + s * direction})) for s in (step, -step))
         moving = cotangents._replace(**dict.fromkeys(operation.constants))

@@ -349,6 +349,9 @@ def run_auto(layout: Layout, run: Run, arguments: tuple[Any, ...], results: Any)
     axes = mesh_of(arguments)
     restricted = dataclasses.replace(layout, arguments=phase.kept(layout.arguments), results=phase.kept_results(layout.results))
     shapes, result_shapes = phase.kept(phase.shapes), phase.kept_results(phase.result_shapes)
+    whole = [PartitionSpec() for _ in phase.results]
+    if not result_shapes:  # a computation without results has no rule
+        return phase.whole((), whole, axes)
 
     def flat(*leaves: Any) -> Any:
         return phase.local(leaves, {}, None)
@@ -371,7 +374,7 @@ def run_auto(layout: Layout, run: Run, arguments: tuple[Any, ...], results: Any)
     partitioned = custom_partitioning(flat)
     rule = sharding_rule(restricted, shapes, result_shapes)
     partitioned.def_partition(partition, sharding_rule=rule.text, need_replication_factors=rule.whole, **cast(Any, rule.sizes))
-    return phase.whole(partitioned(*phase.kept(phase.leaves)), [PartitionSpec() for _ in phase.results], axes)
+    return phase.whole(partitioned(*phase.kept(phase.leaves)), whole, axes)
 
 
 def _mesh_like(mesh: Any, sharding: Any) -> Mesh:

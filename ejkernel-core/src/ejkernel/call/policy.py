@@ -84,7 +84,7 @@ def use(
         ValueError: unknown platform, or one both asked for and forbidden.
 
     Example:
-        >>> import ejkernel
+        >>> import jax, ejkernel
         >>> with ejkernel.use("xla"):
         ...     ejkernel.softmax(jax.numpy.zeros((2, 4))).shape
         (2, 4)

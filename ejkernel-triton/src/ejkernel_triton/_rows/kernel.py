@@ -11,7 +11,7 @@ reduction combines them, without atomics. For wide rows a first kernel computes 
 the second processes column tiles, last rows first, which are still cached.
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
 
 import math
 from typing import Any

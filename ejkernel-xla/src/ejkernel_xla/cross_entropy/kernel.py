@@ -97,6 +97,14 @@ def capped(soft_cap: float | None, logits: Any) -> tuple[Any, Any]:
     return soft_cap * bent, 1 - bent * bent
 
 
+def logits_gradient(logits: Any, slope: Any, lse: Any, wanted: Any, kept: Any, d_loss: Any, d_lse: Any, d_sum: Any) -> Any:
+    """Of logits `[b, n, block]`, whose target is where `wanted` is; 0 but for those that are `kept`. The others are `[b, n, 1]`."""
+    found = jnp.exp(logits - lse) * (d_loss + d_lse) + d_sum
+    found = found - jnp.where(wanted, d_loss, 0)
+    found = found if slope is None else found * slope
+    return jnp.where(kept, found, 0)
+
+
 def backward(
     call: CrossEntropyCall,
     inputs: CrossEntropyInputs,
@@ -134,11 +142,9 @@ def _gradients(
     def d_logits_of(tile: Any) -> Any:
         logits, slope = capped(call.soft_cap, tiles.logits(clean, head, tile))
         columns, own = tiles.columns(tile)
-        found = jnp.exp(logits - lse[..., None]) * (d_loss + d_lse) + d_sum
-        found = found - jnp.where(columns[None, None] == targets[..., None], d_loss, 0)
-        found = found if slope is None else found * slope
         kept = valid[..., None] if own is None else valid[..., None] & own
-        return jnp.where(kept, found, 0)
+        wanted = columns[None, None] == targets[..., None]
+        return logits_gradient(logits, slope, lse[..., None], wanted, kept, d_loss, d_lse, d_sum)
 
     if head.matrix is None:
         return sums, d_logits_of((0, 0)).astype(x.dtype)

@@ -20,7 +20,7 @@ from ejkernel.plugin import ConfigSpace, Target
 from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla import cross_entropy
 from ejkernel_xla._vocabulary import Head, Tiles, VocabularyConfig, merged_rows, over_rows, row_steps, zero_head
-from ejkernel_xla.cross_entropy.kernel import capped, shift_of
+from ejkernel_xla.cross_entropy.kernel import capped, logits_gradient, shift_of
 
 _CPU_TILE, _TILE = 2**23, 2**28
 """Logits of one tile."""
@@ -131,13 +131,10 @@ def _gradients(
     if s:
         loss = loss - s * jnp.mean(logits, axis=-1)
     penalty = call.z_loss * lse * lse
-    d_loss, d_lse, d_sum = row_cotangents(call, lse, rows.weights)
-    d_logits = jnp.exp(logits - lse[..., None]) * (d_loss + d_lse)[..., None]
-    own = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
-    d_logits = d_logits - jnp.where(own, d_loss[..., None], 0)
-    d_logits = d_logits if d_sum is None else d_logits + d_sum[..., None]
-    d_logits = d_logits if slope is None else d_logits * slope
-    d_logits = jnp.where(valid[..., None], d_logits, 0)
+    none = jnp.zeros((), lse.dtype)
+    given = (none if value is None else value[..., None] for value in row_cotangents(call, lse, rows.weights))
+    wanted = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+    d_logits = logits_gradient(logits, slope, lse[..., None], wanted, valid[..., None], *given)
     sums = tiles.add_to_head(sums, x, d_logits, (0, 0))
     d_x = tiles.d_rows(d_logits, head, (0, 0)).astype(x.dtype)
     loss, penalty = (jnp.where(valid, value * rows.weights, 0) for value in (loss + penalty, penalty))

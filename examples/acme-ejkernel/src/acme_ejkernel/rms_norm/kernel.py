@@ -47,7 +47,9 @@ def forward(call: RmsNormCall, inputs: RmsNormInputs, config: RowBlocks) -> RmsN
     def block(arguments: tuple[Any, Any]) -> tuple[Any, Any]:
         x, members = arguments
         wide = x.astype(jnp.float32)  # [rows, d]
-        rstd = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + call.epsilon)  # [rows, 1]
+        largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(jnp.abs(wide), axis=-1, keepdims=True), 1.0))  # [rows, 1]
+        small = wide / largest  # its squares stay within float32's range
+        rstd = jax.lax.rsqrt(jnp.mean(small * small, axis=-1, keepdims=True) + call.epsilon / largest**2) / largest
         out = wide * rstd
         if scale is not None:
             out = out * (_of_rows(scale, members) + call.scale_offset)
