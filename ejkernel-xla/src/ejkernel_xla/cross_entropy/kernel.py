@@ -135,7 +135,7 @@ def _gradients(
         logits, slope = capped(call.soft_cap, tiles.logits(clean, head, tile))
         columns, own = tiles.columns(tile)
         found = jnp.exp(logits - lse[..., None]) * (d_loss + d_lse) + d_sum
-        found = found - jnp.where(columns[None, None] == targets[..., None], d_loss, 0)
+        found = found - jnp.where(columns == targets[..., None], d_loss, 0)
         found = found if slope is None else found * slope
         kept = valid[..., None] if own is None else valid[..., None] & own
         return jnp.where(kept, found, 0)
