@@ -200,6 +200,8 @@ def _check(arrays: dict[str, Any]) -> None:
     batch, length, heads, size = query.shape
     rank, key_heads, nope = arrays["w_kc"].shape
     index_heads, index_size = arrays["query_index"].shape[2:]
+    if index_size == 0:
+        raise invalid("query_index", "0 channels", "at least one")
     tokens, keys = length, "T"
     if (kv_lens := arrays["kv_lens"]) is not None:
         tokens, keys = arrays["key_value"].shape[1], "S"

@@ -223,7 +223,7 @@ def _by_input(call: PagedAttentionCall, member: PagedAttentionInputs, sums: _Sum
     if sums.key is None:
         return found
     if call.layout in FUSED:
-        both = jnp.stack([sums.key, sums.value], axis=3).reshape(*sums.key.shape[:2], -1, sums.key.shape[3])
+        both = jnp.stack([sums.key, sums.value], axis=3).reshape(*sums.key.shape[:2], 2 * sums.key.shape[2], sums.key.shape[3])
         whole = jax.eval_shape(lambda pages: alternating(pages, call.layout), member.key_pages).shape
         room = [(0, size - part) for size, part in zip(whole, both.shape, strict=True)]
         return {**found, "key_pages": jnp.pad(both, room).reshape(member.key_pages.shape)}

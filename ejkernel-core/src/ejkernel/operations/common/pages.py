@@ -115,6 +115,8 @@ def canonical_pages(name: str, pages: Any, layout: str) -> Any:
         jnp.issubdtype(pages.dtype, jnp.floating) and pages.dtype.itemsize > 1
     ):
         raise wrong_type(name, f"dtype {pages.dtype}", f"a floating type of two bytes or more, or {', '.join(_ONE_BYTE)}")
+    if PageShape.of((1, *pages.shape), layout).page_size == 0:
+        raise invalid(name, f"shape {tuple(pages.shape)}", f"pages of at least one token: {LAYOUTS[layout]}")
     odd = pages.shape[-1] % 2 if layout == "side_by_side" else layout in FUSED and np.prod(pages.shape[2:-1]) % 2
     if odd:
         raise invalid(name, f"shape {tuple(pages.shape)}", f"{LAYOUTS[layout]} in layout {layout!r}")

@@ -134,11 +134,11 @@ def check_distributed(
             raise wrong_type(name, f"dtype {array.dtype}", "integers")
     check_shape("distribution", distribution, (3,), "[3]")
     requests = kv_lens.shape[0]
-    if block_tables.shape[0] % max(requests, 1):
+    entries, rest = divmod(block_tables.shape[0], requests) if requests else (0, block_tables.shape[0])
+    if rest:
         got = f"{block_tables.shape[0]} entries"
         raise invalid("block_tables", got, f"the same number for each of the {requests} requests of kv_lens")
     _pages.check_count("distribution", distribution, requests)
-    entries = block_tables.shape[0] // max(requests, 1)
     meaning = f"what {entries} pages of {page_size} tokens hold"
     _pages.check_lengths("kv_lens", kv_lens, entries * page_size, meaning, distribution)
     _pages.check_starts("query_start_loc", query_start_loc, tokens, distribution)
