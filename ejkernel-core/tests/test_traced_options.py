@@ -73,7 +73,11 @@ WRONG = {
     "window of floats": ({"sliding_window": 1.5}, TypeError, "^sliding_window: got a traced value of dtype float32"),
     "chunks of floats": ({"chunk_size": 1.5}, TypeError, "^chunk_size: got a traced value of dtype float32"),
     "scale of booleans": ({"softmax_scale": True}, TypeError, "^softmax_scale: got a traced value of dtype bool"),
-    "several scales": ({"softmax_scale": jnp.ones(2)}, ValueError, r"^softmax_scale: got a traced value of shape \(2,\).*jax.vmap"),
+    "several scales": (
+        {"softmax_scale": jnp.ones(2)},
+        ValueError,
+        r"^softmax_scale: got a traced value of shape \(2,\).*jax.vmap",
+    ),
     "three sides": ({"sliding_window": (1, 2, 3)}, ValueError, "^sliding_window: got .*expected an int or a pair"),
 }
 
@@ -89,7 +93,9 @@ def test_traced_windows_of_paged_attention_that_end_elsewhere_are_refused():
     tables = jnp.zeros((1, 1), jnp.int32)
 
     def call(right):
-        return ejkernel.flash_attention(Q[:, :2], pages, pages, block_tables=tables, mask_info=lengths, sliding_window=(1, right))
+        return ejkernel.flash_attention(
+            Q[:, :2], pages, pages, block_tables=tables, mask_info=lengths, sliding_window=(1, right)
+        )
 
     with pytest.raises(ValueError, match=r"^sliding_window: got a traced value, expected \(left, 0\) with block_tables"):
         jax.jit(call)(0)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import ejkernel
 from ejkernel.operations.paged_attention.cases import cache_of
@@ -26,7 +27,7 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
 
 def new_rows() -> tuple[jax.Array, jax.Array]:
     """Rows whose magnitudes differ by up to a million: one scale for all of them would lose the small ones."""
-    sizes = 10.0 ** jnp.arange(-3, 3)
+    sizes = 10.0 ** jnp.arange(-3.0, 3.0)
     return normal(6, 2, 8) * sizes[:, None, None], normal(6, 2, 4, seed=1) * sizes[::-1, None, None]
 
 
@@ -77,11 +78,27 @@ def test_attention_reads_what_was_written(layout):
         query, key_cache, value_cache, **DESCRIBED, k_scale=k_scale, v_scale=v_scale, layout=layout
     )
     key, value = (
-        jnp.where(USED[..., None, None], cache.transpose(np.argsort(ORDERS[layout])) * scales[..., None], 0)
+        jnp.where(USED[..., None, None], cache.transpose(np.argsort(ORDERS[layout])).astype(jnp.float32) * scales[..., None], 0)
         for cache, scales in ((key_cache, k_scale), (value_cache, v_scale))
     )
     wanted = ejkernel.unified_attention(query, key, value, **DESCRIBED)
     assert jnp.allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(jnp.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("kind", ["rows", "heads", "whole"])
+@pytest.mark.parametrize("layout", ORDERS)
+def test_scales_are_split_over_a_mesh_as_their_cache(layout, kind):
+    key_cache, value_cache, *scales = written("int8", layout)
+    given = {"rows": scales, "heads": [jnp.array([0.01, 0.02])] * 2, "whole": [0.01, 0.02]}[kind]
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,))
+    heads, cache = PartitionSpec(None, "tp"), PartitionSpec(*("tp" if axis == 2 else None for axis in ORDERS[layout]))
+    over = {"mesh": mesh, "in_specs": (heads, cache, cache, None, None, None), "out_specs": heads}
+
+    def run(**over: Any) -> Any:
+        described = {**DESCRIBED, "k_scale": given[0], "v_scale": given[1]}
+        return ejkernel.unified_attention(normal(6, 4, 8, seed=3), key_cache, value_cache, **described, layout=layout, **over)
+
+    assert jnp.allclose(run(**over), run(), atol=1e-5)
 
 
 ROWS = jnp.asarray(np.random.default_rng(5).integers(-127, 128, (2, 12, 2, 8)), jnp.int8)
@@ -94,7 +111,7 @@ def test_a_dense_cache():
     found = ejkernel.ragged_decode_attention(query, ROWS, ROWS, *bounds, k_scale=ROW_SCALES, v_scale=ROW_SCALES)
     assert jnp.allclose(found, ejkernel.ragged_decode_attention(query, DEQUANTISED, DEQUANTISED, *bounds), atol=1e-5)
     whole = ejkernel.ragged_decode_attention(query, ROWS, ROWS, *bounds, k_scale=0.02, v_scale=jnp.array([0.01, 0.03]))
-    factors = jnp.array([0.01, 0.03])[:, None]
+    factors = jnp.array([0.01, 0.03])[None, None, :, None]
     floats = ROWS.astype(jnp.float32)
     assert jnp.allclose(whole, ejkernel.ragged_decode_attention(query, floats * 0.02, floats * factors, *bounds), atol=1e-5)
 
@@ -110,19 +127,30 @@ def test_a_flat_buffer():
 
 def test_other_platforms_are_refused_with_the_field():
     key_cache, value_cache, k_scale, _ = written("int8", "pthd")
-    described = ejkernel.explain("unified_attention", normal(6, 4, 8), key_cache, value_cache, **DESCRIBED, k_scale=k_scale)
-    assert described.to_dict()["phases"]["forward"]["chosen"] == "xla"
+    given = {**DESCRIBED, "k_scale": k_scale}
+    with ejkernel.use(target="gpu:9.0"):
+        described = ejkernel.explain("unified_attention", normal(6, 4, 8), key_cache, value_cache, **given)
+    assert described.forward.chosen.platform == "xla"
+    assert "key_token_scale" in str(described)
 
 
 WRONG = {
     "one of the two": ({"k_scale_cache": jnp.zeros((*USED.shape, 2))}, ValueError, "^v_scale_cache: got None"),
-    "another shape": (dict.fromkeys(("k_scale_cache", "v_scale_cache"), jnp.zeros((3, 2))), ValueError, "^k_scale_cache: got shape"),
+    "another shape": (
+        dict.fromkeys(("k_scale_cache", "v_scale_cache"), jnp.zeros((3, 2))),
+        ValueError,
+        "^k_scale_cache: got shape",
+    ),
     "two kinds of scales": (
         {**dict.fromkeys(("k_scale_cache", "v_scale_cache"), jnp.zeros((*USED.shape, 2))), "k_scale": 1.0},
         ValueError,
         "^k_scale: got a scale, expected None beside k_scale_cache",
     ),
-    "scales that would be written": ({"k_scale": jnp.zeros((*USED.shape, 2))}, ValueError, "^k_scale: got shape .*k_scale_cache="),
+    "scales that would be written": (
+        {"k_scale": jnp.zeros((*USED.shape, 2))},
+        ValueError,
+        "^k_scale: got shape .*k_scale_cache=",
+    ),
 }
 
 
@@ -135,7 +163,7 @@ def test_scales_that_do_not_fit(given, error, message):
 
 def test_floating_caches_need_no_scales():
     rows, cache, scales = normal(6, 2, 8), jnp.zeros((*USED.shape, 2, 8)), jnp.zeros((*USED.shape, 2))
-    with pytest.raises(TypeError, match="^k_scale_cache: got a cache of scales for float32 pages, .*leave out k_scale_cache"):
+    with pytest.raises(TypeError, match=r"^k_scale_cache: got a cache of scales for float32 pages, .*leave out k_scale_cache"):
         ejkernel.paged_cache_update(rows, rows, cache, cache, **DESCRIBED, k_scale_cache=scales, v_scale_cache=scales)
 
 

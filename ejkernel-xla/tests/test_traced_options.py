@@ -156,7 +156,13 @@ def test_rings(layout, given):
     name = next(name for name in given if name != "causal")
 
     def ring(query: Any, limit: Any, scale: Any) -> Any:
-        over = {"axis_name": "sp", "mesh": mesh_of((4,), ("sp",)), "in_specs": (specs,) * 3, "out_specs": specs, "layout": layout}
+        over = {
+            "axis_name": "sp",
+            "mesh": mesh_of((4,), ("sp",)),
+            "in_specs": (specs,) * 3,
+            "out_specs": specs,
+            "layout": layout,
+        }
         arrays = (order(array) for array in (query, key, value))
         return ejkernel.ring_attention(*arrays, **{**given, name: limit}, softmax_scale=scale, **over)
 
@@ -195,7 +201,14 @@ def test_paged_attention_over_a_mesh():
 STEPS = {
     "unified_attention": lambda limit, **o: ejkernel.unified_attention(QUERY[0, :6], **PAGES, **limit, **o),
     "page_attention": lambda limit, **o: ejkernel.page_attention(
-        QUERY[0, :3], PAGES["key_cache"], PAGES["value_cache"], PAGES["kv_lens"], PAGES["block_tables"], layout="pthd", **limit, **o
+        QUERY[0, :3],
+        PAGES["key_cache"],
+        PAGES["value_cache"],
+        PAGES["kv_lens"],
+        PAGES["block_tables"],
+        layout="pthd",
+        **limit,
+        **o,
     ),
     "prefill_page_attention": lambda limit, **o: ejkernel.prefill_page_attention(
         QUERY[0, :3],
@@ -270,6 +283,10 @@ SCALED = {
     "recurrent_attention": lambda s: ejkernel.recurrent_attention(*FOUR, softmax_scale=s),
     "lightning_attention": lambda s: ejkernel.lightning_attention(*FOUR, layer_idx=1, num_layers=3, softmax_scale=s),
     "gated_delta_rule": lambda s: ejkernel.gated_delta_rule(*FOUR, **DECAYS, use_qk_l2norm=True, softmax_scale=s),
+    "gated_delta_product": lambda s: ejkernel.gated_delta_product(
+        FOUR[0][:, :4], *FOUR[1:], DECAYS["beta"], num_householder=2, softmax_scale=s
+    ),
+    "mlstm": lambda s: ejkernel.mlstm(*FOUR, DECAYS["beta"], DECAYS["decay"], softmax_scale=s)[0],
     "softmax": lambda s: ejkernel.softmax(FOUR[0], scale=s),
 }
 

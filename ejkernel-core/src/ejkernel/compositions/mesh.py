@@ -40,6 +40,7 @@ def over_mesh(
     in_specs: Any = None,
     out_specs: Any = None,
     dims: Any = None,
+    derived: Callable[[Mapping[str, Any], Mapping[str, PartitionSpec]], Mapping[str, PartitionSpec]] | None = None,
 ) -> Any:
     """`function(**arrays, **options)`, inside `jax.shard_map` when there is a mesh.
 
@@ -53,10 +54,12 @@ def over_mesh(
         out_specs: a PartitionSpec, or a tuple of them for several results.
         dims: the axes of every positional array, as `"b t h d"`: b and h may be split, alike in all arrays; others may not.
             Without, any may.
+        derived: from all arrays and the specs of `positional` ones, specs of others; those it leaves out are whole.
     """
     if not is_sharded(mesh, in_specs, out_specs) or capturing():
         return function(**arrays, **options)
     specs = named_specs(arrays, positional, in_specs)
+    specs |= {} if derived is None else derived(arrays, specs)
     if dims is not None:
         _check_split(arrays, specs, mesh, dims)
     traced, options = split_traced(options)

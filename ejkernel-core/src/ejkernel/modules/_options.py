@@ -156,7 +156,7 @@ class LightningOptions(ShardedRecurrenceOptions, total=False):
 
 
 class _DeltaOptions(ShardingOptions, total=False):
-    softmax_scale: t.Number | None
+    softmax_scale: t.Scalar | None
     use_qk_l2norm: t.Flag
     use_chunked: t.Flag
     chunk_size: t.Count | None

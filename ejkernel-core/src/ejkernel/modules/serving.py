@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, Unpack, overload
 
 from ejkernel import typing as t
@@ -164,6 +165,7 @@ def unified_attention(
         cfg=cfg,
     )
     specs: dict[str, Any] = {"positional": tuple(arrays)[:9], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs["derived"] = functools.partial(_paged.scale_specs, layout)
     with argument_names(query="queries", key_pages="key_cache", value_pages="value_cache"):
         return over_mesh(_paged.attend, arrays, options, **specs)
 
@@ -250,6 +252,7 @@ def ragged_page_attention_v2(
         cfg=cfg,
     )
     specs: dict[str, Any] = {"positional": tuple(arrays)[:7], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs["derived"] = functools.partial(_paged.scale_specs, INTERLEAVED)
     with argument_names(query="queries", key_pages="kv_pages", kv_lens="context_lens"):
         return over_mesh(_paged.attend, arrays, options, **specs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -96,6 +97,7 @@ def decode_attention(
         cfg=cfg,
     )
     specs: dict[str, Any] = {"positional": tuple(arrays)[:5], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs["derived"] = functools.partial(_paged.scale_specs, "pthd")
     names = {"kv_lens": "seq_lens", "block_tables": "req_to_tokens"}
     with argument_names(key_pages="key_buffer", value_pages="value_buffer", **names):
         return over_mesh(_paged.attend, arrays, options, **specs)
@@ -181,6 +183,7 @@ def ragged_decode_attention(
         cfg=cfg,
     )
     specs: dict[str, Any] = {"positional": tuple(arrays)[:6], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs["derived"] = functools.partial(_paged.scale_specs, "pthd")
     with argument_names(key_pages="key", value_pages="value"):
         return over_mesh(_paged.attend, arrays, options, **specs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, overload
 
 from ejkernel import typing as t
@@ -212,6 +213,7 @@ def chunked_prefill_paged_decode(
         cfg=cfg,
     )
     specs: dict[str, Any] = {"positional": tuple(arrays)[:10], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs["derived"] = functools.partial(_paged.scale_specs, layout)
     with argument_names(query="queries", key="keys", value="values", key_pages="key_cache", value_pages="value_cache"):
         return over_mesh(_separate_caches, arrays, options, **specs)
 
@@ -304,6 +306,7 @@ def ragged_page_attention_v3(
         cfg=cfg,
     )
     specs: dict[str, Any] = {"positional": tuple(arrays)[:9], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs["derived"] = functools.partial(_paged.scale_specs, "packed")
     with argument_names(query="queries", key="keys", value="values", key_pages="kv_cache"):
         return over_mesh(_packed_cache, arrays, options, **specs)
 

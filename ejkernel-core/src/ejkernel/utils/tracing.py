@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, cast
 
 import jax
@@ -32,14 +31,16 @@ def has_traced(value: Any) -> bool:
     return is_traced(value)
 
 
-def refuse_traced(name: str, value: Any, expected: str = "a Python value known when the program is built") -> None:
+def refuse_traced(
+    name: str, value: Any, expected: str = "a Python value known when the program is built", *, remedy: str = STATIC_REMEDY
+) -> None:
     """Refuse a traced value where a static one is needed.
 
     Raises:
         TypeError: it is traced.
     """
     if is_traced(value):
-        raise wrong_type(name, "a traced value", expected, remedy=STATIC_REMEDY)
+        raise wrong_type(name, "a traced value", expected, remedy=remedy)
 
 
 def traced_count(name: str, value: Any, least: int) -> Any:
@@ -67,16 +68,22 @@ def _check_scalar(name: str, value: Any) -> None:
         )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def without_gradient(name: str, value: Any) -> Any:
     """A traced setting by which nothing is differentiated: a gradient is refused instead of being 0.
 
     Raises:
         TypeError: it is differentiated.
     """
+    return _undifferentiated(name, value)
+
+
+def _same(name: str, value: Any) -> Any:
     return value
 
 
-@without_gradient.defjvp
 def _refuse_gradient(name: str, primals: Any, tangents: Any) -> Any:
     raise TypeError(f"{name}: it has no gradient; pass jax.lax.stop_gradient({name}), or differentiate by other arguments only")
+
+
+_undifferentiated = jax.custom_jvp(_same, nondiff_argnums=(0,))
+_undifferentiated.defjvp(_refuse_gradient)

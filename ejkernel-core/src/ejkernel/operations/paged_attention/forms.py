@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from ejkernel._dispatch.explanation import capturing
 from ejkernel.call.records import Bound
@@ -18,6 +19,8 @@ from ejkernel.operations.paged_cache_update.interface import OPERATION as PAGED_
 from ejkernel.utils.checks import check_array, check_shape
 
 _PAGE_AXIS: Mapping[str, int] = {"phtd": 2, "hptd": 2}
+_SCALE_AXES: Mapping[str, tuple[int, ...]] = {"phtd": (0, 2, 1), "hptd": (1, 2, 0)}
+"""By layout, the axes of a cache in the order of its scales `[pages, page_size, K]`; first to last where it is not named."""
 
 
 def attend(*, form: Callable[..., Bound] | None = None, platform: Any = None, cfg: Any = None, **given: Any) -> Any:
@@ -39,6 +42,20 @@ _OPTIONS = (
     "precision",
     "return_lse",
 )
+
+
+def scale_specs(layout: str, arrays: Mapping[str, Any], specs: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
+    """Scales of stored heads, or of stored rows, are split over a mesh as their cache is."""
+    found: dict[str, PartitionSpec] = {}
+    for name, cache in (("k_scale", "key_pages"), ("v_scale", "value_pages")):
+        cache = next(each for each in (cache, "key_pages", "kv_cache") if arrays.get(each) is not None)
+        shape, axes = getattr(arrays.get(name), "shape", ()), arrays[cache].ndim
+        if shape in ((), (1,)):
+            continue
+        entries = (*specs.get(cache, PartitionSpec()), *[None] * axes)
+        order = _SCALE_AXES.get(layout, tuple(range(3 if layout in _pages.FUSED else axes - 1)))
+        found[name] = PartitionSpec(*(entries[axis] for axis in order[-len(shape) :]))
+    return found
 
 
 def update_and_attend(
