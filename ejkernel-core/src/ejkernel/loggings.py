@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -23,12 +24,10 @@ class _Terminal(logging.Handler):
 def _writer(stream: TextIO) -> logging.Handler:
     """Rich's handler on a terminal, where rich is installed; else the standard library's."""
     if stream.isatty():
-        try:
+        with contextlib.suppress(ImportError):
             from rich.console import Console
             from rich.logging import RichHandler
-        except ImportError:
-            pass
-        else:
+
             handler = RichHandler(console=Console(file=stream), show_time=False, show_path=False)
             handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
             return handler
