@@ -75,7 +75,7 @@ def test_screen(cli, small: Path):
 
 
 def test_a_disagreement_ends_with_status_1(cli, small: Path, monkeypatch: pytest.MonkeyPatch):
-    wrong = plain_primitives()._replace(norm=lambda x, scale: x * scale)
+    wrong = plain_primitives()._replace(norm=lambda x, scale: x * jnp.broadcast_to(scale, x.shape))
     monkeypatch.setattr(report, "plain_primitives", lambda: wrong)
     answer = cli("demo", "--steps", "3", "--out", str(small), "--json")
     assert answer.status == 1
