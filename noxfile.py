@@ -47,7 +47,7 @@ CUDA_PART = "jax-cuda13-plugin"
 CLIENT_FILES = ("overrides.txt", "requirements.txt")
 """What the client's environment is made from."""
 
-FRAMEWORKS = ("equinox", "flax", "optax")
+FRAMEWORKS = ("dm-haiku", "equinox", "flax", "optax")
 """What tutorials train with."""
 
 SITE = ("zensical==0.0.73", "mkdocstrings[python]==1.0.8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 from bench_documents import document, runs_of
 
@@ -216,8 +217,6 @@ def test_table_and_summary():
 
 def test_interval_covers_as_it_says():
     """The 90 % interval of a ratio of equal medians leaves out 1 in about a tenth of the draws."""
-    import numpy as np
-
     rng = np.random.default_rng(0)
     outside = 0
     for index in range(300):
@@ -228,6 +227,25 @@ def test_interval_covers_as_it_says():
     same = LogRatio.of([1.0, 2.0, 3.0], [2.0, 4.0, 6.0], "x")
     assert same.ratio == pytest.approx(0.5)
     assert LogRatio.mean([same, LogRatio(math.log(2.0), -same.draws)]).ratio == pytest.approx(1)
+
+
+def test_intervals_are_scipy_s():
+    """Percentile bootstrap of the ratio of medians: the ends lie where scipy's do, but for the luck of resampling."""
+    from scipy.stats import bootstrap
+
+    def log_ratio(one, other, axis):
+        return np.log(np.median(one, axis=axis) / np.median(other, axis=axis))
+
+    rng, apart = np.random.default_rng(5), []
+    for index in range(30):
+        samples = np.exp(0.05 * rng.standard_normal(15)), 1.1 * np.exp(0.05 * rng.standard_normal(9))
+        expected = bootstrap(samples, log_ratio, n_resamples=10_000, confidence_level=0.99, method="percentile", rng=rng)
+        low, high = expected.confidence_interval
+        ours = LogRatio.of(*samples, str(index))
+        assert ours.point == pytest.approx(log_ratio(*samples, axis=0))
+        apart.append((np.log(ours.interval(0.99)) - (low, high)) / (high - low))
+    assert np.abs(apart).mean() < 0.05
+    assert np.abs(np.mean(apart, axis=0)).max() < 0.03
 
 
 @pytest.mark.parametrize(("name", "value"), [("threshold", -0.1), ("threshold", math.nan), ("confidence", 1.0), ("samples", 0)])

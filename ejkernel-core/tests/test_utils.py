@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -129,17 +131,42 @@ def test_the_application_s_handlers_take_over():
     assert run(code) == "APP once\n"
 
 
-def test_colour_depends_on_the_terminal_and_the_user(monkeypatch):
-    class Terminal:
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert loggings._wants_colour(Terminal()) is True
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert loggings._wants_colour(Terminal()) is False
-    record = logging.LogRecord("a.b", logging.ERROR, "f", 1, "x", (), None)
-    assert loggings._line(record, coloured=True) == "\033[31mERROR\033[0m a.b: x"
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize(
+    ("rich", "no_colour", "coloured", "expected"),
+    [
+        (True, None, True, "ERROR    client.part: [b]x[/b]"),
+        (True, "1", False, "ERROR    client.part: [b]x[/b]"),
+        (False, None, False, "ERROR client.part: [b]x[/b]"),
+    ],
+)
+def test_a_terminal_s_line_is_rich_s_where_it_is_installed(monkeypatch, rich, no_colour, coloured, expected):
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    if no_colour:
+        monkeypatch.setenv("NO_COLOR", no_colour)
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.logging", None)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own are an application's
+    loggings.get_logger("client.part").error("[b]x[/b]")
+    written = terminal.getvalue()
+    assert re.sub(r"\033\[[\d;]*m", "", written).rstrip() == expected
+    assert ("\033[1;31mERROR" in written) == coloured
+
+
+def test_a_long_line_to_a_file_stays_one_line():
+    long = "x" * 300
+    assert (
+        run(f"from ejkernel.loggings import get_logger; get_logger('client').warning('{long}')") == f"WARNING client: {long}\n"
+    )
 
 
 def test_loggers_are_the_standard_library_s():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from bench_documents import document, runs_of
 
-from ejkernel_bench._document import parse_document
+from ejkernel_bench._document import parse_document, read_document
 from ejkernel_bench.report import write_page
 
 HOSTILE = "<img src=x onerror=\"document.title='changed'\"></script>"
@@ -194,6 +195,79 @@ def test_phone(page, scheme):
         assert contrast(colour, background) >= 4.5
     page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+OUT_OF_PLACE = """
+const found = [], slack = 0.5, box = new Map();
+const name = (node) => `${node.getAttribute("class") ?? node.tagName} ${node.textContent}`;
+const within = (a, b) => Math.min(a.left - b.left, b.right - a.right, a.top - b.top, b.bottom - a.bottom) >= -slack;
+const apart = (a, b) => Math.max(b.left - a.right, a.left - b.right, b.top - a.bottom, a.top - b.bottom) >= -slack;
+for (const chart of document.querySelectorAll("figure svg")) {
+  const of = (selector) => [...chart.querySelectorAll(selector)];
+  const texts = of("text"), marks = of(".mark line, .mark path, .limit, .bridge");
+  for (const node of [chart, ...texts, ...marks]) box.set(node, node.getBoundingClientRect());
+  for (const node of [...texts, ...marks]) {
+    if (!within(box.get(node), box.get(chart))) found.push(`outside: ${name(node)}`);
+    for (const text of texts) {
+      if (text !== node && !apart(box.get(node), box.get(text))) found.push(`over a text: ${name(node)} and ${name(text)}`);
+    }
+  }
+}
+return found;
+"""
+"""What the charts draw outside of their frame, or over a text."""
+
+
+def uneven() -> dict[str, Any]:
+    """Runs whose quartiles lie far from their medians, limits far from times, and names as long as they come."""
+    found = document(operations=("flash_attention", "paged_attention"), noise=0.3)
+    for factor, run in zip((1e-4, 3e-2, 30, 1e3), runs_of(found, "jax.nn"), strict=False):
+        run["wall_s"] = sorted(run["wall_s"])[:8] + [factor * seconds for seconds in run["wall_s"][8:]]
+    found["cases"][0]["case"] = "grouped-query-causal-sliding-window-packed-sequences-T65536"
+    found["cases"][1].update(limit_s=found["cases"][1]["limit_s"] * 1e-3, dtype="bfloat16")
+    return found
+
+
+@pytest.fixture(params=[(1280, 900), (390, 844)], ids=["desk", "phone"])
+def sized(browser, request):
+    """A screen of this size, light and dark by turns of the test."""
+    width, height = request.param
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    yield browser
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_cut_or_covered(sized, tmp_path, scheme):
+    """Whiskers, marks and texts lie inside their chart, whatever the metric, and the page does not scroll sideways."""
+    sized.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    sized.get(write_page(parse_document(uneven()), tmp_path / "page.html").as_uri())
+    for name in ("time", "flops", "gbs", "fraction", "ratio"):
+        metric(sized, name)
+        assert sized.execute_script(OUT_OF_PLACE) == [], name
+        assert sized.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    page_colour, *colours = sized.execute_script(
+        """
+        const mark = document.querySelector(".mark path"), colours = [getComputedStyle(document.body).backgroundColor];
+        for (let run = 0; run < 8; run++) {
+          mark.setAttribute("fill", `var(--run-${run})`);
+          colours.push(getComputedStyle(mark).fill);
+        }
+        return colours;
+        """
+    )
+    assert len({*colours}) == 8
+    assert min(contrast(colour, page_colour) for colour in colours) >= 3
+
+
+def test_names_of_cases_are_whole(sized, tmp_path):
+    """Every case of the record of an H200 can be told from the others."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    sized.get(write_page(read_document(results / "bench_h200.json"), tmp_path / "page.html").as_uri())
+    assert len(texts(sized, "figure svg text")) > 100
+    assert [text for text in texts(sized, "figure svg text") if "…" in text] == []
 
 
 def contrast(one: str, other: str) -> float:

@@ -37,6 +37,7 @@ def test_index_lists_every_page():
 def test_page(page, tmp_path, monkeypatch):
     """The blocks of a page run in order and share their names, as for a reader who follows it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))  # a page that stores leaves the user's alone
     text = page.read_text()
     for module in " ".join(re.findall(r"^<!-- needs: (.+) -->$", text, re.MULTILINE)).split():
         pytest.importorskip(module, reason=f"the page needs {module}; nox -s docs installs it")

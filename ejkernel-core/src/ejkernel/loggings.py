@@ -1,13 +1,12 @@
-"""Loggers whose coloured output is decided as each line is written, and gives way to the application's own logging."""
+"""Loggers that write to the terminal by themselves, and give way to the application's own logging."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-import os
 import sys
-from typing import Any, TextIO
-
-_COLOURS = {"DEBUG": 36, "INFO": 32, "WARNING": 33, "ERROR": 31, "CRITICAL": 35}
+from typing import TextIO
 
 
 class _Terminal(logging.Handler):
@@ -15,24 +14,32 @@ class _Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         top = logging.getLogger(record.name.partition(".")[0])
-        if logging.getLogger().handlers or any(handler is not self for handler in top.handlers):
+        stream: TextIO | None = sys.stderr  # None in a program without a console
+        if logging.getLogger().handlers or any(handler is not self for handler in top.handlers) or stream is None:
             return
-        stream: Any = sys.stderr
-        if stream is not None:
-            stream.write(_line(record, coloured=_wants_colour(stream)) + "\n")
+        _writer(stream).handle(record)
 
 
-def _wants_colour(stream: TextIO) -> bool:
-    return "NO_COLOR" not in os.environ and stream.isatty()
+@functools.lru_cache(maxsize=1)
+def _writer(stream: TextIO) -> logging.Handler:
+    """Rich's handler on a terminal, where rich is installed; else the standard library's."""
+    if stream.isatty():
+        with contextlib.suppress(ImportError):
+            from rich.console import Console
+            from rich.logging import RichHandler
 
-
-def _line(record: logging.LogRecord, *, coloured: bool) -> str:
-    level = f"\033[{_COLOURS.get(record.levelname, 0)}m{record.levelname}\033[0m" if coloured else record.levelname
-    return f"{level} {record.name}: {logging.Formatter().format(record)}"
+            handler = RichHandler(console=Console(file=stream), show_time=False, show_path=False)
+            handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+            return handler
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    return handler
 
 
 def get_logger(name: str, level: int | str | None = None) -> logging.Logger:
     """The standard library's logger of that name, with a terminal handler on its top-level package.
+
+    On a terminal lines are coloured where rich is installed (`ejkernel-core[cli]`).
 
     Args:
         name: usually `__name__`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,8 +214,35 @@ def test_bad_combination_is_a_problem():
     assert "jax-triton==0.3.1" in problem["remedy"]
 
 
-def test_a_probe_that_hangs_ends_and_keeps_what_it_told(tmp_path: Path):
+PROCESS = "import os\ntell({'process': os.getpid(), 'argument': argument})\n"
+
+
+def test_one_subprocess_answers_all_questions():
+    answers = _probes.ask([_probes.Question(PROCESS, "a"), _probes.Question(PROCESS, "b"), _probes.Question("", "")])
+    first, second, third = answers
+    assert [answer.error for answer in answers] == [None] * 3
+    assert (first.told[0]["argument"], second.told[0]["argument"], third.told) == ("a", "b", [])
+    assert first.told[0]["process"] == second.told[0]["process"]
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("import time\ntime.sleep(60)", "no answer within 2 s"),
+        ("os.kill(os.getpid(), 11)", "the probe was killed by SIGSEGV"),
+        ("raise OSError('no device')", "OSError: no device"),
+        ("os._exit(0)", "the probe ended with status 0"),
+        ("raise SystemExit", "the probe ended with status 0"),
+    ],
+    ids=["hang", "crash", "error", "end", "exit"],
+)
+@pytest.mark.unsampled
+def test_a_probe_that_ends_keeps_what_it_told_and_spoils_no_other(end, expected):
+    """What fails was asked first in its subprocess, and what comes after it is asked in another one."""
     start = time.monotonic()
-    told, error = _probes.ask("tell({'a': 1})\nimport time\ntime.sleep(60)", "", timeout=2)
-    assert (told, error) == ([{"a": 1}], "no answer within 2 s")
+    before, fatal, after = _probes.ask(
+        [_probes.Question(PROCESS), _probes.Question(PROCESS + end), _probes.Question(PROCESS)], 2
+    )
+    assert (before.error, fatal.error, after.error) == (None, expected, None)
+    assert len({answer.told[0]["process"] for answer in (before, fatal, after)}) == 3
     assert time.monotonic() - start < 20

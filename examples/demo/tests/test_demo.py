@@ -75,7 +75,7 @@ def test_screen(cli, small: Path):
 
 
 def test_a_disagreement_ends_with_status_1(cli, small: Path, monkeypatch: pytest.MonkeyPatch):
-    wrong = plain_primitives()._replace(norm=lambda x, scale: x * scale)
+    wrong = plain_primitives()._replace(norm=lambda x, scale: x * jnp.broadcast_to(scale, x.shape))
     monkeypatch.setattr(report, "plain_primitives", lambda: wrong)
     answer = cli("demo", "--steps", "3", "--out", str(small), "--json")
     assert answer.status == 1
@@ -155,6 +155,18 @@ def test_same_seed_same_run():
         losses.append(trainer.losses)
     assert losses[0] == losses[1]
     assert losses[0] != losses[2]
+
+
+def test_the_rate_rises_then_falls_along_a_cosine():
+    """With gradients of 1 Adam moves a parameter by the rate."""
+    adam = train._adam(train.Settings(steps=8, warmup=4, learning_rate=0.1))
+    state, moved = adam.init(jnp.zeros(())), []
+    for _ in range(10):
+        update, state = adam.update(jnp.ones(()), state)
+        moved.append(-float(update))
+    steps = np.arange(10)
+    expected = 0.1 * np.minimum((steps + 1) / 4, 1) * (0.55 + 0.45 * np.cos(np.pi * np.minimum(steps / 8, 1)))
+    np.testing.assert_allclose(moved, expected, rtol=1e-5)
 
 
 def test_gradients_agree_with_plain_jax():

@@ -10,7 +10,7 @@ from typing import Any
 from ejkernel.errors import EjkernelError
 from ejkernel_bench._document import Case, run_kinds
 
-COLOURS = ("#0072b2", "#d08700", "#009e73", "#c05a94", "#3aa0d8", "#7a5c1e", "#5b3fa0", "#6e7781")
+COLOURS = ("#0072b2", "#cc8400", "#009e73", "#c05a94", "#379bd2", "#7a5c1e", "#5b3fa0", "#6e7781")
 """Told apart with any kind of colour vision; orange-red is kept for losses."""
 
 PEER_SHAPES = ("s", "^", "D", "v")

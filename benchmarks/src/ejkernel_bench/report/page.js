@@ -20,6 +20,7 @@
     ratio: { label: "Ratio to ours", axis: "time / ours, logarithmic; right of 1 is slower than ours", log: true, text: (x) => `${three(x)}×`, of: (c, r, t) => (known(r.ratio) ? (r.ratio * t) / r.time : null) },
   };
   const value = (metric, c, r, t = r.time) => (known(t) ? METRICS[metric].of(c, r, t) : null);
+  const quartiles = (metric, c, r) => [r.low, r.high].map((t) => value(metric, c, r, t));
 
   // What is shown ----------------------------------------------------------
   const state = { metric: "time", operation: "", phase: "", dtype: "", losses: false, hidden: new Set(), sort: "operation", down: false };
@@ -115,10 +116,11 @@
     for (let index = 0; index * step <= high * 1.04; index++) ticks.push(index * step);
     return { at: (v) => left + (v / (high * 1.04)) * (right - left), ticks };
   }
+  const TICK = 11.5; // the size of their labels
   /** Tick labels that would touch their neighbour are left out. */
   function apart(ticks, at, text) {
     const kept = [];
-    for (const tick of ticks) if (!kept.length || at(tick) - at(kept[kept.length - 1]) > 10 + 6.2 * text(tick).length) kept.push(tick);
+    for (const tick of ticks) if (!kept.length || at(tick) - at(kept[kept.length - 1]) > 10 + widthOf(text(tick), TICK)) kept.push(tick);
     return kept;
   }
   const tickText = (metric) => (v) => {
@@ -131,31 +133,47 @@
     if (!known(c.ratio)) return "";
     return c.standing === "loss" ? `loss ${three(c.ratio)}×` : c.standing === "even" ? `even ${three(c.ratio)}×` : `${three(c.ratio)}×`;
   }
-  const shorten = (text, room) => (text.length > room ? `${text.slice(0, Math.max(1, room - 1))}…` : text);
+  const ruler = document.createElement("canvas").getContext("2d");
+  /** Of a text in a chart, in pixels. */
+  function widthOf(text, size = 12.5) {
+    ruler.font = `${size}px ${getComputedStyle(document.body).fontFamily}`;
+    return ruler.measureText(text).width;
+  }
+  function shorten(text, room) {
+    let kept = text;
+    while (kept.length > 1 && widthOf(kept) > room) kept = `${kept.slice(0, -2)}…`;
+    return kept;
+  }
 
   function chart(operation, cases, width) {
     const metric = state.metric, narrow = width < 640;
     const several = (field) => new Set(data.cases.map((c) => c[field])).size > 1;
-    const label = (c) => [c.case, several("dtype") && c.dtype, several("phase") && c.phase].filter(Boolean).join("  ");
-    const left = narrow ? 6 : Math.min(0.36 * width, 20 + 7 * Math.max(...cases.map((c) => label(c).length)));
-    const right = width - (narrow ? 10 : 96), row = narrow ? 44 : 27, top = 24;
+    const kind = (c) => [several("dtype") && c.dtype, several("phase") && c.phase].filter(Boolean).join(" ");
+    const label = (c) => `${c.case} ${kind(c)}`.trim();
+    const left = narrow ? 6 : Math.min(0.36 * width, 20 + Math.max(...cases.map((c) => widthOf(label(c)))));
+    const right = width - (narrow ? 10 : 96), room = narrow ? right - 86 : left - 10, top = 24;
+    const folded = narrow && cases.some((c) => widthOf(label(c)) > room), row = folded ? 59 : narrow ? 44 : 27;
     const points = cases.flatMap((c) => shownRuns(c).filter((r) => known(value(metric, c, r))).map((r) => ({ c, r, v: value(metric, c, r) })));
     const height = top + row * cases.length + 6;
     const figure = svg("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `${operation}: ${METRICS[metric].label} of ${cases.length} cases` });
     if (!points.length) return el("p", { class: "hint" }, "Nothing that is shown has a number here.");
-    const values = points.map((p) => p.v);
+    const values = points.flatMap(({ c, r, v }) => [v, ...quartiles(metric, c, r)]);
     if (metric === "time") values.push(...cases.map((c) => c.limit_s).filter((v) => known(v) && v > 0));
     const { at, ticks } = scale(metric, values, left + 8, right);
     const text = tickText(metric);
     for (const tick of apart(ticks, at, text)) {
-      figure.append(svg("line", { class: "grid", x1: at(tick), x2: at(tick), y1: top - 5, y2: height }), svg("text", { class: "tick", x: at(tick), y: top - 10, "text-anchor": "middle" }, text(tick)));
+      const half = widthOf(text(tick), TICK) / 2; // a label at the edge moves inwards
+      figure.append(svg("line", { class: "grid", x1: at(tick), x2: at(tick), y1: top - 5, y2: height }),
+        svg("text", { class: "tick", x: Math.max(half, Math.min(at(tick), width - half)), y: top - 10, "text-anchor": "middle" }, text(tick)));
     }
     if (metric === "ratio" || metric === "fraction") figure.append(svg("line", { class: "one", x1: at(1), x2: at(1), y1: top - 5, y2: height }));
     cases.forEach((c, index) => {
-      const y = top + row * index + (narrow ? 30 : row / 2), says = standingText(c);
-      const words = svg("text", { x: narrow ? 6 : left - 8, y: narrow ? y - 16 : y + 4, "text-anchor": narrow ? "start" : "end" }, shorten(label(c), narrow ? (width - 110) / 7 : left / 6.6));
+      const y = top + row * index + (narrow ? row - 14 : row / 2), says = standingText(c), line = narrow ? top + row * index + 14 : y + 4;
+      const short = shorten(c.case, folded ? room : room - widthOf(` ${kind(c)}`)); // of the kind nothing is left out
+      const words = svg("text", { x: narrow ? 6 : left - 8, y: line, "text-anchor": narrow ? "start" : "end" },
+        folded ? short : `${short} ${kind(c)}`, folded ? svg("tspan", { x: 6, dy: 15 }, kind(c)) : null);
       words.append(svg("title", {}, `${label(c)}: ${c.call}`));
-      figure.append(words, svg("text", { class: bad(c) ? "loss" : "minor", x: width - 4, y: narrow ? y - 16 : y + 4, "text-anchor": "end" }, says));
+      figure.append(words, svg("text", { class: bad(c) ? "loss" : "minor", x: width - 4, y: line, "text-anchor": "end" }, says));
       const here = points.filter((p) => p.c === c).sort((a, b) => a.v - b.v);
       if (metric === "time" && known(c.limit_s) && c.limit_s > 0) figure.append(svg("line", { class: "limit", x1: at(c.limit_s), x2: at(c.limit_s), y1: y - 7, y2: y + 7 }, svg("title", {}, `limit ${seconds(c.limit_s)}`)));
       const mine = here.find((p) => p.r.kind === "ours" && p.r.speaks), rival = here.filter((p) => p.r.kind === "peer").sort((a, b) => a.r.time - b.r.time)[0];
@@ -171,7 +189,7 @@
 
   function mark(p, at, y, row, place, metric) {
     const { c, r, v } = p, x = at(v);
-    const [low, high] = [r.low, r.high].map((t) => at(value(metric, c, r, t)));
+    const [low, high] = quartiles(metric, c, r).map(at);
     const node = svg("g", { class: "mark", role: "img", tabindex: "-1", "data-row": row, "data-place": place, "data-run": r.name, "aria-label": `${r.name}, ${c.operation} ${c.case} ${c.dtype} ${c.phase}: ${METRICS[metric].text(v)}${r.speaks ? `, ${standingText(c)}` : ""}` },
       svg("line", { x1: low, x2: high, y1: y, y2: y, stroke: colour(r.name), "stroke-width": 1.5 }),
       shape(r.name, x, y, r.kind === "ours" && !r.speaks), svg("circle", { class: "ring", cx: x, cy: y, r: 10 }));

@@ -43,7 +43,7 @@ def claims_of(group: str) -> Iterator[PluginRecord]:
     """
     seen: dict[str, _Copy] = {}
     for distribution in installed_distributions():
-        if group not in _text(distribution, "entry_points.txt"):
+        if group not in metadata_file(distribution, "entry_points.txt"):
             continue
         name, version = _identity(distribution)
         if name is None:
@@ -92,7 +92,7 @@ def _folder_name(distribution: Distribution) -> str:
     return os.path.basename(str(getattr(distribution, "_path", ""))) or "(a distribution without a name)"
 
 
-def _text(distribution: Distribution, name: str) -> str:
+def metadata_file(distribution: Distribution, name: str) -> str:
     """A metadata file; empty where it is missing or no text. What cannot be read cannot name a plugin."""
     try:
         return distribution.read_text(name) or ""
@@ -102,7 +102,7 @@ def _text(distribution: Distribution, name: str) -> str:
 
 def _identity(distribution: Distribution) -> tuple[str | None, str]:
     """Name and version; no name where the metadata is gone, which an interrupted uninstallation leaves behind."""
-    text = _text(distribution, "METADATA") or _text(distribution, "PKG-INFO")
+    text = metadata_file(distribution, "METADATA") or metadata_file(distribution, "PKG-INFO")
     fields = dict(re.findall(r"^(Name|Version):[ \t]*(\S+)", text.partition("\n\n")[0], re.MULTILINE))
     return fields.get("Name"), fields.get("Version", "")
 

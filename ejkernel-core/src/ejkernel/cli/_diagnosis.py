@@ -40,12 +40,11 @@ def diagnose(commands: Sequence[Command], timeout: float = _probes.TIMEOUT) -> d
         remedy; `"ok"` says that there is none; under `"advice"` what would be faster here.
     """
     records = kernel_registry.records
-    asked = [record for record in records if hasattr(record.module, "ejkernel_diagnose")]
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        devices = pool.submit(_probes.probe_devices, timeout)
-        dispatch = pool.submit(_probes.probe_dispatch, timeout)
-        references = {r.name: pool.submit(_probes.probe_references, r.name, timeout) for r in records if r.ok}
-        hooks = {record.name: pool.submit(_probes.probe_plugin, record.value, timeout) for record in asked}
+    examined = {record.name: _probes.references(record.name) for record in records if record.ok}
+    hooks = {r.name: _probes.diagnosis(r.value) for r in records if hasattr(r.module, "ejkernel_diagnose")}
+    with ThreadPoolExecutor(max_workers=2) as pool:  # two subprocesses, of which only the first makes JAX start its devices
+        machine = pool.submit(_probes.ask, [_probes.DEVICES, _probes.DISPATCH], timeout)
+        plugins = pool.submit(_probes.ask, [*examined.values(), *hooks.values()], timeout)
         report: dict[str, Any] = {
             "versions": installed_versions(records),
             "plugins": [record.to_dict() for record in records],
@@ -55,12 +54,14 @@ def diagnose(commands: Sequence[Command], timeout: float = _probes.TIMEOUT) -> d
             "unknown_settings": unknown_settings(),
             "foreign_distributions": foreign_distributions(),
             "cache": cache_state(),
-            "devices": devices.result(),
-            "references": {name: answer.result() for name, answer in references.items()},
             "unknown_operations": unknown_operations(),
-            "dispatch": dispatch.result(),
-            "diagnoses": {name: answer.result() for name, answer in hooks.items()},
         }
+    devices, dispatch = machine.result()
+    report["devices"] = {"devices": devices.told, "error": devices.error}
+    report["dispatch"] = {"operations": dispatch.told, "error": dispatch.error}
+    findings = [{"findings": answer.told, "error": answer.error} for answer in plugins.result()]
+    report["references"] = dict(zip(examined, findings[: len(examined)], strict=True))
+    report["diagnoses"] = dict(zip(hooks, findings[len(examined) :], strict=True))
     report["known_combinations"] = known_combinations(report["versions"])
     report["advice"] = missing_plugins(report)
     report["problems"] = [problem for find in _PROBLEMS for problem in find(report)]

@@ -7,7 +7,7 @@ import re
 from importlib_metadata import Distribution
 from packaging.utils import canonicalize_name
 
-from ejkernel._plugins.claims import installed_distributions
+from ejkernel._plugins.claims import installed_distributions, metadata_file
 
 OURS, PACKAGE = "ejkernel-core", "ejkernel"
 
@@ -27,23 +27,15 @@ def foreign_distributions() -> list[dict[str, str]]:
 
 def _owns(distribution: Distribution, name: str) -> bool:
     """Whether its name or its list of files says so; an editable installation lists no files."""
-    listed = _text(distribution, "RECORD") or _text(distribution, "installed-files.txt")
+    listed = metadata_file(distribution, "RECORD") or metadata_file(distribution, "installed-files.txt")
     return (
         canonicalize_name(name) == PACKAGE
-        or PACKAGE in _text(distribution, "top_level.txt").split()
+        or PACKAGE in metadata_file(distribution, "top_level.txt").split()
         or any(line.startswith(f"{PACKAGE}/") for line in listed.splitlines())
     )
 
 
 def _identity(distribution: Distribution) -> tuple[str, str]:
-    text = _text(distribution, "METADATA") or _text(distribution, "PKG-INFO")
+    text = metadata_file(distribution, "METADATA") or metadata_file(distribution, "PKG-INFO")
     fields = dict(re.findall(r"^(Name|Version):[ \t]*(\S+)", text.partition("\n\n")[0], re.MULTILINE))
     return fields.get("Name", ""), fields.get("Version", "")
-
-
-def _text(distribution: Distribution, name: str) -> str:
-    """A metadata file; empty where it is missing or cannot be read."""
-    try:
-        return distribution.read_text(name) or ""
-    except (OSError, UnicodeError):
-        return ""

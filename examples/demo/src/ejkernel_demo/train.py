@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from ejkernel_demo import data
 from ejkernel_demo.model import Parameters, Primitives, Shape, initialise, loss
@@ -49,13 +50,14 @@ class Trainer:
         self.losses: list[float] = []
         self.seconds: list[float] = []
         parameters = initialise(settings.shape, settings.seed)
-        self._state = (parameters, *(jax.tree.map(jnp.zeros_like, parameters) for _ in range(2)))
+        optimizer = _adam(settings)
+        self._state = (parameters, optimizer.init(parameters))
         window = jax.ShapeDtypeStruct((settings.batch, settings.shape.length + 1), jnp.int32)
         start = time.perf_counter()
-        step = jax.jit(_step(settings, primitives), donate_argnums=0)
+        step = jax.jit(_step(settings, primitives, optimizer), donate_argnums=0)
         # float32 products everywhere, so that accelerators do not compare TF32 with float32
         with jax.default_matmul_precision("float32"):
-            self._compiled = step.lower(self._state, window, jax.ShapeDtypeStruct((), jnp.float32)).compile()
+            self._compiled = step.lower(self._state, window).compile()
         self.compile_seconds = time.perf_counter() - start
         found = _STAMP.findall(self._compiled.as_text() or "")
         self.stamps = sorted({(operation, phase or "forward", name) for operation, phase, name in found})
@@ -66,9 +68,8 @@ class Trainer:
 
     def advance(self, window: np.ndarray) -> tuple[float, float]:
         """One step; returns its loss and its wall time in seconds."""
-        index = np.float32(min(len(self.losses), self.settings.steps))
         start = time.perf_counter()
-        self._state, value = self._compiled(self._state, window, index)
+        self._state, value = self._compiled(self._state, window)
         value = float(value)
         return value, time.perf_counter() - start
 
@@ -81,21 +82,19 @@ class Trainer:
             on_step(number, value)
 
 
-def _step(settings: Settings, primitives: Primitives) -> Callable[..., Any]:
-    def step(state: Any, window: jax.Array, index: jax.Array) -> tuple[Any, jax.Array]:
-        parameters, mean, square = state
+def _adam(settings: Settings) -> optax.GradientTransformation:
+    """Adam whose rate rises over the first steps, and falls along a cosine to a tenth at the last."""
+    rise = optax.linear_schedule(1 / settings.warmup, 1, settings.warmup - 1)
+    fall = optax.cosine_decay_schedule(settings.learning_rate, settings.steps, alpha=0.1)
+    return optax.adam(lambda count: rise(count) * fall(count), b2=0.99)
+
+
+def _step(settings: Settings, primitives: Primitives, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    def step(state: Any, window: jax.Array) -> tuple[Any, jax.Array]:
+        parameters, moments = state
         value, gradients = jax.value_and_grad(loss)(parameters, window, settings.shape, primitives)
-        count = index + 1
-        progress = jnp.minimum(index / settings.steps, 1)
-        rate = settings.learning_rate * jnp.minimum(count / settings.warmup, 1) * (0.55 + 0.45 * jnp.cos(jnp.pi * progress))
-        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, gradients)
-        square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g * g, square, gradients)
-        unbias_mean, unbias_square = 1 - 0.9**count, 1 - 0.99**count
-
-        def update(p: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:
-            return p - rate * (m / unbias_mean) / (jnp.sqrt(s / unbias_square) + 1e-8)
-
-        return (jax.tree.map(update, parameters, mean, square), mean, square), value
+        updates, moments = optimizer.update(gradients, moments)
+        return (optax.apply_updates(parameters, updates), moments), value
 
     return step
 

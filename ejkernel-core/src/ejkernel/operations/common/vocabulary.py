@@ -39,11 +39,6 @@ def check_rows(name: str, x: Any, head: Any, head_name: str, transpose_head: boo
     return head.shape[0 if transpose_head else 1]
 
 
-def canonical_rows(x: Any) -> Any:
-    """With a batch axis of 1 in front."""
-    return x[None]
-
-
 def vocabulary_of(x: ArraySpec, head: ArraySpec | None, transpose_head: bool) -> int:
     """The size of the vocabulary of canonical specs."""
     return x.shape[-1] if head is None else head.shape[1 if transpose_head else 2]

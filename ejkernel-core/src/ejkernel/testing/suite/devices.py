@@ -15,7 +15,7 @@ from ejkernel.call.arrays import has_gradient, named, parse_dims
 from ejkernel.call.partition import AUTO_ON_TPU
 from ejkernel.operations.common.tolerance import check_close
 from ejkernel.testing.problem import Problem, with_empty_arrays
-from ejkernel.testing.suite.transforms import SAME
+from ejkernel.testing.suite.transforms import SAME, skip_refused
 
 __all__ = [
     "test_arrays_not_on_the_mesh",
@@ -126,16 +126,10 @@ class _Sharded:
                 check_close(f"{kind} {name}", jax.device_get(value), jax.device_get(want[name]), SAME[self.problem.dtype])
 
 
-def _admitted(problem: Problem) -> None:
-    reason = problem.refusal() or problem.refusal("backward")
-    if reason is not None:
-        pytest.skip(f"{problem.platform} refuses {problem.case.name}: {reason}")
-
-
 @pytest.mark.ejkernel_level("transforms")
 def test_jit_over_sharded_inputs(transformed: Problem) -> None:
     """Auto mesh: inputs arrive sharded, nothing is said inside the program, and nothing is gathered."""
-    _admitted(transformed)
+    skip_refused(transformed)
     chosen = transformed.explain().forward.chosen
     on_tpu = transformed.request().target.backend == "tpu"
     if on_tpu and chosen is not None and chosen.implementation.partitioning != "native":
@@ -147,7 +141,7 @@ def test_jit_over_sharded_inputs(transformed: Problem) -> None:
 @pytest.mark.ejkernel_level("transforms")
 def test_explicit_mesh(transformed: Problem) -> None:
     """Explicit mesh: shardings are part of the types."""
-    _admitted(transformed)
+    skip_refused(transformed)
     sharded = _Sharded(transformed, AxisType.Explicit)
     sharded.check(sharded.pull, sharded.arguments(sharded=True))
 
@@ -155,7 +149,7 @@ def test_explicit_mesh(transformed: Problem) -> None:
 @pytest.mark.ejkernel_level("transforms")
 def test_explicit_mesh_of_one_device(transformed: Problem) -> None:
     """Axes of one device split nothing, and are part of the types all the same."""
-    _admitted(transformed)
+    skip_refused(transformed)
     sharded = _Sharded(transformed, AxisType.Explicit, (1, 1))
     sharded.check(sharded.pull, sharded.arguments(sharded=True))
 
@@ -163,7 +157,7 @@ def test_explicit_mesh_of_one_device(transformed: Problem) -> None:
 @pytest.mark.ejkernel_level("transforms")
 def test_arrays_not_on_the_mesh(transformed: Problem) -> None:
     """An Auto mesh is set, and arrays come from outside of it: whole, on one device."""
-    _admitted(transformed)
+    skip_refused(transformed)
     sharded = _Sharded(transformed, AxisType.Auto)
     if transformed.request().target.backend == "tpu":
         pytest.skip(AUTO_ON_TPU)
@@ -174,7 +168,7 @@ def test_arrays_not_on_the_mesh(transformed: Problem) -> None:
 @pytest.mark.ejkernel_level("transforms")
 def test_vmap_over_a_split_axis(transformed: Problem) -> None:
     """`jax.vmap` over an axis that an Explicit mesh splits: its mesh axis is taken for the operation inside."""
-    _admitted(transformed)
+    skip_refused(transformed)
     sharded = _Sharded(transformed, AxisType.Explicit, mapped=True)
     with jax.set_mesh(sharded.mesh):
         sharded.check(sharded.pull, sharded.arguments(sharded=True))
@@ -201,7 +195,7 @@ def test_arrays_without_elements(operation_name: str, kind: AxisType, platform_n
 @pytest.mark.ejkernel_level("transforms")
 def test_shard_map(transformed: Problem) -> None:
     """Inside `shard_map` with `check_vma=True`; gradients of replicated inputs are summed."""
-    _admitted(transformed)
+    skip_refused(transformed)
     sharded = _Sharded(transformed, AxisType.Auto)
     inputs, cotangents = sharded.arguments(sharded=False)
     in_specs = tuple({n: sharded.spec(n, a.shape) for n, a in values.items()} for values in (inputs, cotangents))

@@ -32,7 +32,8 @@ SAME = {**GRADIENT, "float32": Tolerance(2e-6, 2e-5)}
 _COPIES = 3
 
 
-def _skip_refused(problem: Problem) -> None:
+def skip_refused(problem: Problem) -> None:
+    """Skip a problem that the platform refuses in either phase."""
     reason = problem.refusal() or problem.refusal("backward")
     if reason is not None:
         pytest.skip(f"{problem.platform} refuses {problem.case.name}: {reason}")
@@ -99,7 +100,7 @@ def _stacked(copies: list[dict[str, Any]], names: tuple[str, ...], axis: int = 0
 
 @pytest.mark.ejkernel_level("transforms")
 def test_jit_and_eager_agree(transformed: Problem) -> None:
-    _skip_refused(transformed)
+    skip_refused(transformed)
     run = value_and_gradients(transformed)
     _assert_same("jit", transformed, jax.jit(run)(transformed.arrays), run(transformed.arrays))
 
@@ -107,7 +108,7 @@ def test_jit_and_eager_agree(transformed: Problem) -> None:
 @pytest.mark.ejkernel_level("transforms")
 def test_vmap_every_subset(transformed: Problem) -> None:
     """vmap over each single argument, over each left out, and over all, with gradients, equals a Python loop."""
-    _skip_refused(transformed)
+    skip_refused(transformed)
     run = value_and_gradients(transformed)
     alone = jax.jit(run)
     names = tuple(transformed.arrays)
@@ -124,7 +125,7 @@ def test_vmap_every_subset(transformed: Problem) -> None:
 @pytest.mark.ejkernel_level("transforms")
 def test_nested_vmap_other_axes(transformed: Problem) -> None:
     """vmap of vmap, the inner axis last, over different subsets."""
-    _skip_refused(transformed)
+    skip_refused(transformed)
     run = value_and_gradients(transformed)
     alone = jax.jit(run)
     names = _floating(transformed.arrays)
@@ -144,7 +145,7 @@ def test_nested_vmap_other_axes(transformed: Problem) -> None:
 
 @pytest.mark.ejkernel_level("transforms")
 def test_scan(transformed: Problem) -> None:
-    _skip_refused(transformed)
+    skip_refused(transformed)
     run = value_and_gradients(transformed)
     alone = jax.jit(run)
     names = tuple(_floating(transformed.arrays))
@@ -162,7 +163,7 @@ def test_scan(transformed: Problem) -> None:
 @pytest.mark.parametrize("policy", ["nothing", "named"])
 def test_checkpoint(transformed: Problem, policy: str) -> None:
     """Rematerialisation gives the same gradients, whether outputs and residuals are saved by name or not at all."""
-    _skip_refused(transformed)
+    skip_refused(transformed)
     owner = transformed.owner
     policies = {
         "nothing": jax.checkpoint_policies.nothing_saveable,
@@ -181,7 +182,7 @@ def test_checkpoint(transformed: Problem, policy: str) -> None:
 @pytest.mark.ejkernel_level("transforms")
 def test_export(transformed: Problem) -> None:
     """A program and its gradient survive `jax.export`, serialisation and a call in another function."""
-    _skip_refused(transformed)
+    skip_refused(transformed)
     run = jax.jit(value_and_gradients(transformed))
     leaves, tree = jax.tree.flatten(transformed.arrays)
 
@@ -201,7 +202,7 @@ def test_plain_jax_second_derivatives(transformed: Problem) -> None:
     )
     if not plain:
         pytest.skip(f"{transformed.platform} has no plain JAX code for {transformed.operation}; it would need plain_jax=True")
-    _skip_refused(transformed)
+    skip_refused(transformed)
     values = {name: transformed.arrays[name] for name in _floating(transformed.arrays)}
     rng = np.random.default_rng(seed_of("direction", transformed.operation))
     direction = {name: jnp.asarray(rng.standard_normal(value.shape), value.dtype) for name, value in values.items()}
