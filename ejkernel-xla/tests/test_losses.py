@@ -88,6 +88,22 @@ def test_cross_entropy_of_logits_and_its_parts():
     assert_same(ejkernel.fused_cross_entropy(logits[0, 0], targets[1, 0]).loss, expected(logits[0, 0], targets[1, 0]))
 
 
+@pytest.mark.parametrize("head", (False, True))
+@pytest.mark.parametrize("reduction", ("none", "mean"))
+def test_float64(head, reduction):
+    """Statistics and losses are as wide as what they are of."""
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (normal(3, D), normal(D, V), normal(V, D).T)]
+        hidden, matrix, other = wide
+        logits, targets = hidden @ matrix, jnp.array([3, 0, -100])
+        student = {"student_hidden": hidden, "student_head": matrix} if head else {"student_logits": logits}
+        given = {"hidden": hidden, "lm_head_weight": matrix} if head else {"logits": logits}
+        found = cross_entropy(targets=targets, z_loss=0.1, label_smoothing=0.1, reduction=reduction, **given).loss
+        assert_same(found, expected(logits, targets, None, 0.1, 0.1, reduction=reduction), 1e-12)
+        found = divergence(**student, teacher_logits=hidden @ other, reduction=reduction).loss
+        assert_same(found.mean(), kl_expected(logits, hidden @ other, "forward", 1.0), 1e-12)
+
+
 def test_small_losses_are_not_lost_in_the_log_sum():
     """A label that is all but certain: the loss is exp(-30), far below the spacing of float32 at the logits' size."""
     logits = jnp.array([[1000.0, 970.0]])

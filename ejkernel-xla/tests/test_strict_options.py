@@ -49,6 +49,9 @@ CALLS: dict[str, Callable[[], Any]] = {
             targets=X / 8, hidden=X, lm_head_weight=Q[0, 0, :, :].T @ Q[0, 0], lm_head_bias=EIGHT, class_weights=EIGHT
         ).loss
     ),
+    "targets' log-probabilities": lambda: ejkernel.token_logprobs(
+        X, Q[0, 0].T @ Q[0, 0], IDS, lm_head_bias=EIGHT, ignore_index=-1, temperature=0.7, attention_mask=IDS >= 0
+    ),
     "class weights": lambda: ejkernel.fused_cross_entropy(X, IDS, class_weights=EIGHT, ignore_index=-1).loss,
     "layer_norm": lambda: ejkernel.layer_norm(X, X[0], axis=(1, 2)),
     "rope": lambda: ejkernel.rope(Q[0], *ejkernel.LlamaRotaryEmbedding(8, per_pair=True)(jnp.arange(6))),

@@ -118,6 +118,12 @@ def _dense() -> list[PublicCall]:
         _call("mean_pooling", "x: b t d"),
         _call("causal_conv1d", "x: b t d, weight: d 4, bias: d", {"activation": "silu"}),
         _call("fused_cross_entropy", "logits: b t d, targets: b t", targets=lambda x: np.abs(x * 4).astype(np.int32)),
+        _call(
+            "token_logprobs",
+            "hidden: b t d, lm_head_weight: d v, targets: b t",
+            {"temperature": 0.7},
+            targets=lambda x: np.abs(x * 4).astype(np.int32),
+        ),
         _call("fused_kl_divergence", "student_logits: b t d, teacher_logits: b t d"),
         _call("grouped_matmul", "lhs: n d, rhs: g d v, group_sizes: g", group_sizes=np.array([4, 2], np.int32)),
         _call(

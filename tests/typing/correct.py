@@ -100,6 +100,7 @@ out = ejkernel.grouped_matmul(rows, pages, integers, group_offset=0, preferred_e
 out = ejkernel.quantized_matmul(rows, integers, rows, mode="nf4", bits=None)
 loss: jax.Array = ejkernel.fused_cross_entropy(rows, integers, reduction="sum", label_smoothing=0.1).loss
 loss, z_loss, weight = ejkernel.fused_cross_entropy(targets=integers, hidden=rows, lm_head_weight=rows)
+loss = ejkernel.token_logprobs(rows, rows, integers, temperature=0.7)
 loss, weight = ejkernel.fused_kl_divergence(rows, rows, direction="jsd", beta=0.5)
 
 # Class forms and the executor

@@ -34,6 +34,7 @@ ejkernel.lightning_attention(query, query, query, layer_idx=0)  # mistake
 ejkernel.ring_attention(query, query, query, layout="zig-zag")  # mistake
 ejkernel.fused_cross_entropy(rows, integers, reduction="average")  # mistake
 print(ejkernel.fused_cross_entropy(rows, integers).losses)  # mistake
+print(ejkernel.token_logprobs(rows, rows, integers).loss)  # mistake
 ejkernel.ragged_decode_attention(query, query, query, integers, integers, sliding_window=8)  # mistake
 ejkernel.quantized_matmul(rows, integers, rows, mode="int4")  # mistake
 ejkernel.rms_norm(rows, eps=1e-5)  # mistake

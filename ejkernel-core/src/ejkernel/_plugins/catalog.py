@@ -115,6 +115,7 @@ FUNCTIONS = (
     "softmax",
     "state_space_v1",
     "state_space_v2",
+    "token_logprobs",
     "unified_attention",
 )
 """The public functions, by the names that `explain`, `kernel_registry.get` and the command line accept."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from ejkernel.compositions import mesh as _mesh
 from ejkernel.compositions.axes import Axes, check_mesh_axes
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.flash_attention.interface import is_concrete
+from ejkernel.utils.checks import finite_number
+from ejkernel.utils.tracing import is_traced, traced_number, without_gradient
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -25,8 +27,8 @@ def check_reduction(reduction: Any) -> None:
         raise invalid("reduction", repr(reduction), f"one of {', '.join(REDUCTIONS)}")
 
 
-def counted(rows: tuple[int, ...], weights: Any, attention_mask: Any) -> tuple[Any, Any]:
-    """Which tokens count, bool, and how much, float32; both of the rows' shape. A token of weight 0 does not."""
+def counted(rows: tuple[int, ...], weights: Any, attention_mask: Any, dtype: Any) -> tuple[Any, Any]:
+    """Which tokens count, bool, and how much, in the losses' dtype; both of the rows' shape. A token of weight 0 does not."""
     kept = jnp.ones(rows, bool)
     for name, array in (("weights", weights), ("attention_mask", attention_mask)):
         if array is None:
@@ -39,8 +41,18 @@ def counted(rows: tuple[int, ...], weights: Any, attention_mask: Any) -> tuple[A
             raise wrong_type(name, f"dtype {array.dtype}", "real numbers or bool")
         kept = kept & array.astype(bool)
     if weights is None:
-        return kept, kept.astype(jnp.float32)
-    return kept, jnp.where(kept, jax.lax.stop_gradient(weights).astype(jnp.float32), 0)
+        return kept, kept.astype(dtype)
+    return kept, jnp.where(kept, jax.lax.stop_gradient(weights).astype(dtype), 0)
+
+
+def as_temperature(value: Any, dtype: Any) -> Any:
+    """A temperature > 0 of logits of this dtype. A traced one has no gradient, and nobody can check its value."""
+    if is_traced(value):
+        return without_gradient("temperature", traced_number("temperature", value, statistics_dtype(jnp.dtype(dtype).name)))
+    number = finite_number("temperature", value)
+    if number <= 0:
+        raise invalid("temperature", number, "a value > 0")
+    return number
 
 
 def forms_gradients_early(x: Any, platform: Any) -> bool:
@@ -125,6 +137,13 @@ def specs_of(
     if not _mesh.is_sharded(mesh, in_specs, out_specs):
         return {}
     return dict(_mesh.named_specs(arrays, positional, in_specs))
+
+
+def per_result(out_specs: Any, results: int) -> tuple[Any, ...]:
+    """One spec stands for all results but the last, the sum of the weights, which is whole."""
+    if isinstance(out_specs, jax.sharding.PartitionSpec) or not isinstance(out_specs, (tuple, list)):
+        return (*[out_specs] * (results - 1), jax.sharding.PartitionSpec())
+    return tuple(cast("tuple[Any, ...]", out_specs))
 
 
 def over_vocabulary(loss: Any, lse: Any, total: Any, here: Any, axes: Axes) -> tuple[Any, Any, Any]:

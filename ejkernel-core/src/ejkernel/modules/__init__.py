@@ -30,6 +30,7 @@ from ejkernel.modules.deltas import (
     rwkv7,
     rwkv7_mul,
 )
+from ejkernel.modules.divergences import FusedKLDivergence, KLDivergenceOutput, fused_kl_divergence
 from ejkernel.modules.dot_product import ScaledDotProductAttention, scaled_dot_product_attention
 from ejkernel.modules.latent import FlashMLA, MultiHeadLatentAttention, flash_mla, multi_head_latent_attention
 from ejkernel.modules.latent_serving import (
@@ -41,10 +42,9 @@ from ejkernel.modules.latent_serving import (
 from ejkernel.modules.losses import (
     CrossEntropyOutput,
     FusedCrossEntropy,
-    FusedKLDivergence,
-    KLDivergenceOutput,
+    TokenLogprobs,
     fused_cross_entropy,
-    fused_kl_divergence,
+    token_logprobs,
 )
 from ejkernel.modules.matmuls import GroupedMatmul, QuantizedMatmul, grouped_matmul, quantized_matmul
 from ejkernel.modules.norms import (
@@ -193,6 +193,7 @@ __all__ = [
     "Softmax",
     "StateSpaceV1",
     "StateSpaceV2",
+    "TokenLogprobs",
     "UnifiedAttention",
     "UnifiedAttentionConfig",
     "all_gather_matmul",
@@ -253,6 +254,7 @@ __all__ = [
     "softmax",
     "state_space_v1",
     "state_space_v2",
+    "token_logprobs",
     "unified_attention",
     "zigzag_shard",
     "zigzag_unshard",

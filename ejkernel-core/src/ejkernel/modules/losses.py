@@ -1,8 +1,9 @@
-"""Losses over a vocabulary."""
+"""Losses over a vocabulary, and the log-probabilities of its entries."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +15,15 @@ from ejkernel.compositions import mesh as _mesh
 from ejkernel.compositions.axes import Axes, as_axes, axis_size
 from ejkernel.compositions.vocabulary_parallel import (
     Entries,
+    as_temperature,
     check_reduction,
     counted,
     forms_gradients_early,
     mesh_axes,
     over_vocabulary,
+    per_result,
     reduced,
-    several,
     specs_of,
-    split_axes,
     summed,
 )
 from ejkernel.errors import argument_names, invalid, wrong_type
@@ -31,23 +32,13 @@ from ejkernel.operations.cross_entropy.interface import IGNORED
 from ejkernel.operations.cross_entropy.interface import OPERATION as _CROSS_ENTROPY
 from ejkernel.operations.flash_attention.bind import as_count, as_flag, as_precision, as_soft_cap
 from ejkernel.operations.flash_attention.interface import is_concrete
-from ejkernel.operations.kl_divergence.interface import OPERATION as _KL_DIVERGENCE
 from ejkernel.operations.linear_cross_entropy.interface import OPERATION as _LINEAR_CROSS_ENTROPY
 from ejkernel.utils.checks import check_array, check_compute, check_shape, finite_number
-from ejkernel.utils.dtypes import common_dtype
-from ejkernel.utils.tracing import is_traced, traced_number, without_gradient
+from ejkernel.utils.dtypes import common_dtype, multiplied
+from ejkernel.utils.tracing import is_traced, refuse_traced, traced_number
 
-_KL_ARRAYS = (
-    "student_logits",
-    "teacher_logits",
-    "weights",
-    "student_hidden",
-    "student_head",
-    "teacher_hidden",
-    "teacher_head",
-    "attention_mask",
-)
 _ARRAYS = ("logits", "targets", "weights", "hidden", "lm_head_weight", "lm_head_bias", "attention_mask", "class_weights")
+_LOGPROB_ARRAYS = ("hidden", "lm_head_weight", "targets", "logits", "lm_head_bias", "attention_mask")
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -145,33 +136,129 @@ def fused_cross_entropy(
     if not is_traced(smoothing) and smoothing > 1:
         raise invalid("label_smoothing", smoothing, "a value in [0, 1]")
     as_count("chunk_size", chunk_size, 0)
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, np.integer)):
-        raise wrong_type("ignore_index", repr(ignore_index), "an int")
-    _check_soft(arrays, int(ignore_index), logit_softcap, is_traced(smoothing) or smoothing > 0)
-    axes, row_axes = as_axes(vocab_parallel_axis), ()
-    specs = specs_of(arrays, _ARRAYS, mesh, in_specs, out_specs)
-    result_specs: Any = out_specs
-    if mesh is not None:
-        axes, row_axes = mesh_axes(axes, arrays, specs, mesh, transpose_head)
-        result_specs = CrossEntropyOutput(*_per_result(out_specs, 3))
-    if mesh is not None or not axes:
-        _check_labels(arrays, int(ignore_index), transpose_head)
+    ignored = _as_index(ignore_index)
+    _check_soft(arrays, ignored, logit_softcap, is_traced(smoothing) or smoothing > 0)
     options = {
-        "transpose_head": transpose_head,
         "logit_softcap": logit_softcap,
-        "ignore_index": int(ignore_index),
         "smoothing": smoothing,
         "z_loss": _weight("z_loss", z_loss),
         "reduction": reduction,
-        "axes": axes,
-        "row_axes": row_axes,
         "precision": precision,
         "platform": platform,
         "cfg": cfg,
     }
-    return _mesh.over_mesh(
-        _cross_entropy, arrays, options, positional=_ARRAYS, mesh=mesh, in_specs=in_specs, out_specs=result_specs
-    )
+    result_specs = out_specs if mesh is None else CrossEntropyOutput(*per_result(out_specs, 3))
+    fixed = (transpose_head, ignored, vocab_parallel_axis, mesh, in_specs)
+    return _over_mesh(_cross_entropy, arrays, options, _ARRAYS, *fixed, result_specs)
+
+
+def token_logprobs(
+    hidden: t.Hidden | None = None,
+    lm_head_weight: t.Head | None = None,
+    targets: t.Targets | None = None,
+    *,
+    logits: t.Logits | None = None,
+    lm_head_bias: t.HeadBias | None = None,
+    transpose_head: t.Flag = False,
+    logit_softcap: t.Number | None = None,
+    temperature: t.Scalar = 1.0,
+    attention_mask: t.TokenWeights | None = None,
+    ignore_index: int | np.integer = -100,
+    vocab_parallel_axis: t.AxisNames | None = None,
+    precision: t.PrecisionLike | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+    mesh: t.Mesh | None = None,
+    in_specs: t.InSpecs | None = None,
+    out_specs: t.OutSpecs | None = None,
+) -> t.TokenLogprobs:
+    """Log-probability of each target, from hidden states and the head without ever storing all logits; for DPO, GRPO and PPO.
+
+    For a token with target y, and l its logits after the soft cap: `l_y / T - log sum_v exp(l_v / T)` with T = temperature.
+    This is minus the loss of `fused_cross_entropy` with reduction "none". Each token's may have a cotangent of its own.
+
+    The result is 0, has no gradient, and does not depend on what the row holds, where the target is ignore_index or (if only
+    the running program knows it) outside of the vocabulary, and where attention_mask is 0.
+
+    Args:
+        hidden: `[..., D]`, float32, bfloat16 or float16; inside in float32. Or None beside logits.
+        lm_head_weight: `[D, V]`, or `[V, D]` with transpose_head.
+        targets: integers `[...]`; global ids, also where the vocabulary is split. Nothing is shifted: `targets[t]` is the token
+            that `hidden[t]` predicts.
+        logits: `[..., V]`, in the place of hidden.
+        lm_head_bias: `[V]`.
+        transpose_head: lm_head_weight is `[V, D]`, as an embedding is.
+        logit_softcap: c > 0 turns logits into `c * tanh(l / c)`, before the temperature.
+        temperature: T > 0; may be traced, but not beside logit_softcap. Unless it is 1, logits are divided by it in float32,
+            which copies narrower ones, and hidden states in their own dtype. It has no gradient, and differentiating by it is
+            refused.
+        attention_mask: `[...]`, bool or 0 and 1: which tokens count.
+        ignore_index: target of tokens that do not count.
+        vocab_parallel_axis: mesh axis, or axes, over which the vocabulary of logits, or of head and bias, is split. With `mesh`
+            it is read off in_specs where it is not given.
+        precision: of the products with the head; None = full precision of the dtype.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+        mesh: make the `jax.shard_map` here.
+        in_specs: one PartitionSpec or None for each of hidden, lm_head_weight, targets, logits, lm_head_bias, attention_mask;
+            the last may be left out.
+        out_specs: PartitionSpec of the result.
+
+    Returns:
+        `[...]` in float32, natural logarithms.
+
+    Raises:
+        ValueError: shapes, values or settings that do not fit; a known target outside of the vocabulary.
+        TypeError: a wrong type or dtype, or a gradient by temperature.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024; uses: Rafailov et al., Direct Preference
+        Optimization, 2023; Shao et al., DeepSeekMath (GRPO), 2024.
+    """
+    given = {
+        "hidden": hidden,
+        "lm_head_weight": lm_head_weight,
+        "targets": targets,
+        "logits": logits,
+        "lm_head_bias": lm_head_bias,
+        "attention_mask": attention_mask,
+    }
+    arrays: dict[str, Any] = {**dict.fromkeys(_ARRAYS), **given}
+    _check_sources(arrays, soft=False)
+    if logit_softcap is not None:
+        refuse_traced("temperature", temperature, "a number known when the program is built, beside logit_softcap")
+    options = {
+        "logit_softcap": logit_softcap,
+        "temperature": temperature,
+        "precision": precision,
+        "platform": platform,
+        "cfg": cfg,
+    }
+    fixed = (as_flag("transpose_head", transpose_head), _as_index(ignore_index), vocab_parallel_axis, mesh, in_specs)
+    return _over_mesh(_token_logprobs, arrays, options, _LOGPROB_ARRAYS, *fixed, out_specs)
+
+
+def _over_mesh(
+    function: Callable[..., Any],
+    arrays: dict[str, Any],
+    options: dict[str, Any],
+    positional: tuple[str, ...],
+    transpose_head: bool,
+    ignore_index: int,
+    vocab_parallel_axis: Any,
+    mesh: Any,
+    in_specs: Any,
+    out_specs: Any,
+) -> Any:
+    """The function of one device, over the devices of a mesh if there is one. `in_specs` are those of `positional`."""
+    axes, row_axes = as_axes(vocab_parallel_axis), ()
+    specs = specs_of(arrays, positional, mesh, in_specs, out_specs)
+    if mesh is not None:
+        axes, row_axes = mesh_axes(axes, arrays, specs, mesh, transpose_head)
+    if mesh is not None or not axes:
+        _check_labels(arrays, ignore_index, transpose_head)
+    options |= {"transpose_head": transpose_head, "ignore_index": ignore_index, "axes": axes, "row_axes": row_axes}
+    return _mesh.over_mesh(function, arrays, options, positional=positional, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 _OPERATION_NAMES = {
@@ -206,8 +293,9 @@ def _cross_entropy(
     """On one device."""
     x = logits if hidden is None else hidden
     smoothed = is_traced(smoothing) or smoothing > 0
+    wide = statistics_dtype(jnp.dtype(x.dtype).name)
     smoothing, z_loss = (
-        traced_number(name, number, statistics_dtype(jnp.dtype(x.dtype).name)) if is_traced(number) else number
+        traced_number(name, number, wide) if is_traced(number) else number
         for name, number in (("label_smoothing", smoothing), ("z_loss", z_loss))
     )
     head = None if hidden is None else lm_head_weight
@@ -215,7 +303,7 @@ def _cross_entropy(
     size = held * (axis_size(axes) if axes else 1)
     soft = jnp.issubdtype(targets.dtype, jnp.floating)
     _check_classes(targets if soft else None, class_weights, tuple(x.shape[:-1]), held)
-    kept, scale = counted(tuple(targets.shape[:-1] if soft else targets.shape), weights, attention_mask)
+    kept, scale = counted(tuple(targets.shape[:-1] if soft else targets.shape), weights, attention_mask, wide)
     here, labels = kept & False, jnp.full(kept.shape, held, jnp.int32)
     if not soft:
         # A number of the vocabulary's size, or ignore_index, may not fit into the labels' own type.
@@ -272,6 +360,23 @@ def _cross_entropy(
     return CrossEntropyOutput(reduced(loss, weight_sum, reduction, row_axes), penalty, weight_sum)
 
 
+@argument_names(**_OPERATION_NAMES)
+def _token_logprobs(*, temperature: Any, **given: Any) -> Any:
+    """On one device. `c tanh(l / c) / T` is the soft cap c / T of l / T, so nothing but the operands is divided."""
+    x = "logits" if given["hidden"] is None else "hidden"
+    temperature = as_temperature(temperature, given[x].dtype)
+    if is_traced(temperature) or temperature != 1:
+        wide = statistics_dtype(jnp.dtype(given[x].dtype).name)
+        factor = jnp.asarray(1 / temperature, wide)
+        if x == "logits":
+            given[x] = jnp.asarray(given[x]).astype(wide)
+        for name in (x, "lm_head_bias"):
+            given[name] = None if given[name] is None else multiplied(given[name], factor)
+        cap = as_soft_cap(given["logit_softcap"])
+        given["logit_softcap"] = None if cap is None else cap / temperature
+    return 0 - _cross_entropy(**given, smoothing=0.0, z_loss=0.0, reduction="none").loss
+
+
 def _check_classes(soft: Any, class_weights: Any, rows: tuple[int, ...], held: int) -> None:
     """Soft targets and class weights are floating, and have one number for each entry that this device holds."""
     if soft is not None:
@@ -282,14 +387,16 @@ def _check_classes(soft: Any, class_weights: Any, rows: tuple[int, ...], held: i
         check_shape("class_weights", class_weights, (held,), "[V]")
 
 
-def _check_sources(arrays: dict[str, Any]) -> None:
+def _check_sources(arrays: dict[str, Any], soft: bool = True) -> None:
+    """Refuse what is missing or too much, and what is no array; soft targets unless they are meant."""
     if arrays["targets"] is None:
-        raise invalid("targets", None, "integer labels, or soft targets [..., V]")
+        raise invalid("targets", None, "integer labels, or soft targets [..., V]" if soft else "integers [...]")
     for name, array in arrays.items():
         if array is not None and not hasattr(array, "dtype"):
             raise wrong_type(name, type(array).__name__, "an array")
-    if not any(jnp.issubdtype(arrays["targets"].dtype, kind) for kind in (jnp.integer, jnp.floating)):
-        raise wrong_type("targets", f"dtype {arrays['targets'].dtype}", "integers, or a floating type for soft targets")
+    if not any(jnp.issubdtype(arrays["targets"].dtype, kind) for kind in (jnp.integer, *[jnp.floating] * soft)):
+        wanted = "integers, or a floating type for soft targets" if soft else "integers"
+        raise wrong_type("targets", f"dtype {arrays['targets'].dtype}", wanted)
     if (arrays["logits"] is None) == (arrays["hidden"] is None):
         got = "neither logits nor hidden" if arrays["logits"] is None else "both logits and hidden"
         raise invalid("logits", got, "logits, or hidden with lm_head_weight")
@@ -302,6 +409,12 @@ def _check_sources(arrays: dict[str, Any]) -> None:
     for name in ("lm_head_weight", "lm_head_bias"):
         if arrays["logits"] is not None and arrays[name] is not None:
             raise invalid(name, "an array", "None beside logits", remedy="pass hidden= for hidden states")
+
+
+def _as_index(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise wrong_type("ignore_index", repr(value), "an int")
+    return int(value)
 
 
 def _weight(name: str, value: Any) -> Any:
@@ -333,188 +446,5 @@ def _check_labels(arrays: dict[str, Any], ignore_index: int, transpose_head: boo
         raise invalid("targets", wrong.ravel()[0], expected)
 
 
-def _per_result(out_specs: Any, results: int) -> tuple[Any, ...]:
-    """One spec stands for all results but the last, the sum of the weights, which is whole."""
-    if isinstance(out_specs, jax.sharding.PartitionSpec) or not isinstance(out_specs, (tuple, list)):
-        return (*[out_specs] * (results - 1), jax.sharding.PartitionSpec())
-    return tuple(cast("tuple[Any, ...]", out_specs))
-
-
-class KLDivergenceOutput(NamedTuple):
-    """loss, differentiable; weight_sum, the sum of the weights of the tokens that count."""
-
-    loss: t.Loss
-    weight_sum: t.Loss
-
-
-def fused_kl_divergence(
-    student_logits: t.Logits | None = None,
-    teacher_logits: t.Logits | None = None,
-    weights: t.TokenWeights | None = None,
-    *,
-    student_hidden: t.Hidden | None = None,
-    student_head: t.Head | None = None,
-    teacher_hidden: t.TeacherHidden | None = None,
-    teacher_head: t.Head | None = None,
-    transpose_heads: t.Flag = False,
-    attention_mask: t.TokenWeights | None = None,
-    reduction: t.Reduction = "mean",
-    direction: t.Divergence = "forward",
-    temperature: t.Scalar = 1.0,
-    beta: t.Number | None = None,
-    precision: t.PrecisionLike | None = None,
-    platform: t.Platforms = None,
-    cfg: t.ConfigLike | None = None,
-    mesh: t.Mesh | None = None,
-    in_specs: t.InSpecs | None = None,
-    out_specs: t.OutSpecs | None = None,
-) -> KLDivergenceOutput:
-    """Divergence of a student from a teacher, for distillation; from logits, or from hidden states without storing all logits.
-
-    With `s, t = softmax(student / T), softmax(teacher / T)` of each token and T = temperature, the loss is T^2 times
-
-    - "forward": `KL(t || s) = sum_v t_v log(t_v / s_v)`;
-    - "reverse": `KL(s || t)`;
-    - "jsd": `beta KL(t || m) + (1 - beta) KL(s || m)` with `m = beta t + (1 - beta) s`.
-
-    The teacher is a constant: it has no gradient. Tokens do not count, and what their rows hold has no effect, where
-    attention_mask or the weight is 0.
-
-    Args:
-        student_logits: `[..., V]`, float32, bfloat16 or float16; inside in float32. Or None beside student_hidden.
-        teacher_logits: `[..., V]`, or None beside teacher_hidden.
-        weights: `[...]`, factor on each token's loss; constants under differentiation.
-        student_hidden: `[..., D]`, with student_head `[D, V]`.
-        student_head: `[D, V]`, or `[V, D]` with transpose_heads; has a gradient.
-        teacher_hidden: `[..., D']`, with teacher_head `[D', V]`; another width than the student's will do.
-        teacher_head: `[D', V]`, or `[V, D']`.
-        transpose_heads: both heads are `[V, D]`, as embeddings are.
-        attention_mask: `[...]`, bool or 0 and 1: which tokens count.
-        reduction: "none", "sum" (of weighted losses) or "mean" (by the sum of weights; 0 where no token counts).
-        direction: "forward", "reverse" or "jsd".
-        temperature: T > 0; may be traced: logits are then divided by it in float32, hidden states in their own dtype. It has no
-            gradient, and differentiating by it is refused.
-        beta: weight of the teacher in the mixture, in [0, 1]; for "jsd" alone, None means 0.5. By convention 0 is "forward" and
-            1 is "reverse": the limits of the divergence divided by beta and by 1 - beta, where its own limit is 0.
-        precision: of the products with the heads; None = full precision of the dtype.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
-        mesh: make the `jax.shard_map` here; tokens may be split, the vocabulary may not; sums then run over all tokens.
-        in_specs: one PartitionSpec or None for each of student_logits, teacher_logits, weights, student_hidden, student_head,
-            teacher_hidden, teacher_head, attention_mask; the last may be left out.
-        out_specs: PartitionSpec of the loss, or a `KLDivergenceOutput` of them.
-
-    Returns:
-        `KLDivergenceOutput(loss, weight_sum)` in float32: scalars, or `[...]` loss with reduction "none".
-
-    Raises:
-        ValueError: shapes, values or settings that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
-    Source: Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, 2015; Agarwal et al., On-Policy Distillation
-        of Language Models, 2024 (reverse and jsd).
-    """
-    given = (
-        student_logits,
-        teacher_logits,
-        weights,
-        student_hidden,
-        student_head,
-        teacher_hidden,
-        teacher_head,
-        attention_mask,
-    )
-    arrays: dict[str, Any] = dict(zip(_KL_ARRAYS, given, strict=True))
-    for side in ("student", "teacher"):
-        _check_side(side, arrays)
-    check_reduction(reduction)
-    row_axes: Axes = ()
-    whole_axes: Axes = ()
-    specs = specs_of(arrays, _KL_ARRAYS, mesh, in_specs, out_specs)
-    result_specs: Any = out_specs
-    if mesh is not None:
-        for name, array in arrays.items():
-            if array is not None and name not in ("weights", "attention_mask"):
-                rows, last = split_axes(specs.get(name), len(array.shape))
-                whole = (*rows, *last) if name.endswith("head") else last
-                if several(whole, mesh):
-                    raise invalid("in_specs", f"{name} split over {whole}", "tokens split, vocabulary and channels whole")
-                whole_axes = tuple(dict.fromkeys((*whole_axes, *whole)))
-                row_axes = rows if name in ("student_logits", "student_hidden") else row_axes
-        result_specs = KLDivergenceOutput(*_per_result(out_specs, 2))
-    options = {
-        "transpose_heads": transpose_heads,
-        "reduction": reduction,
-        "direction": direction,
-        "temperature": temperature,
-        "beta": beta,
-        "row_axes": row_axes,
-        "whole_axes": whole_axes,
-        "precision": precision,
-        "platform": platform,
-        "cfg": cfg,
-    }
-    return _mesh.over_mesh(
-        _kl_divergence, arrays, options, positional=_KL_ARRAYS, mesh=mesh, in_specs=in_specs, out_specs=result_specs
-    )
-
-
-def _kl_divergence(
-    *,
-    student_logits: Any,
-    teacher_logits: Any,
-    weights: Any,
-    student_hidden: Any,
-    student_head: Any,
-    teacher_hidden: Any,
-    teacher_head: Any,
-    attention_mask: Any,
-    reduction: str,
-    row_axes: Axes,
-    whole_axes: Axes,
-    platform: Any,
-    cfg: Any,
-    **options: Any,
-) -> KLDivergenceOutput:
-    """On one device. `whole_axes` have one device each."""
-    student = student_logits if student_hidden is None else student_hidden
-    temperature: Any = options["temperature"]
-    if is_traced(temperature):
-        number = traced_number("temperature", temperature, statistics_dtype(jnp.dtype(student.dtype).name))
-        options["temperature"] = temperature = without_gradient("temperature", number)
-    else:
-        temperature = finite_number("temperature", temperature)
-    kept, scale = counted(tuple(student.shape[:-1]), weights, attention_mask)
-    arrays = {
-        "student": student,
-        "teacher": teacher_logits if teacher_hidden is None else teacher_hidden,
-        "student_head": student_head,
-        "teacher_head": teacher_head,
-        "valid": None if weights is None and attention_mask is None else kept,
-    }
-    student_name = "student_logits" if student_hidden is None else "student_hidden"
-    teacher_name = "teacher_logits" if teacher_hidden is None else "teacher_hidden"
-    with argument_names(student=student_name, teacher=teacher_name):
-        loss = _KL_DIVERGENCE.invoke(arrays, options, platform=platform, cfg=cfg)
-    loss = loss * scale * temperature**2
-    loss = jax.lax.psum(loss, whole_axes) if whole_axes else loss
-    weight_sum = summed(scale, row_axes)
-    return KLDivergenceOutput(reduced(loss, weight_sum, reduction, row_axes), weight_sum)
-
-
-def _check_side(side: str, arrays: dict[str, Any]) -> None:
-    logits, hidden, head = (arrays[f"{side}_{name}"] for name in ("logits", "hidden", "head"))
-    for name in (f"{side}_logits", f"{side}_hidden", f"{side}_head", "weights", "attention_mask"):
-        if arrays[name] is not None and not hasattr(arrays[name], "dtype"):
-            raise wrong_type(name, type(arrays[name]).__name__, "an array")
-    if (logits is None) == (hidden is None):
-        got = "neither logits nor hidden states" if logits is None else "both logits and hidden states"
-        raise invalid(f"{side}_logits", got, f"{side}_logits, or {side}_hidden with {side}_head")
-    if (hidden is None) != (head is None):
-        got = "None" if head is None else "an array"
-        raise invalid(f"{side}_head", got, f"a head with {side}_hidden, and None with {side}_logits")
-
-
-FusedKLDivergence = class_form("FusedKLDivergence", fused_kl_divergence)
 FusedCrossEntropy = class_form("FusedCrossEntropy", fused_cross_entropy)
+TokenLogprobs = class_form("TokenLogprobs", token_logprobs)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float, Int32
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
@@ -37,12 +37,12 @@ class CrossEntropyInputs(NamedTuple):
 
 
 class CrossEntropyOutputs(NamedTuple):
-    """Each `[b, ...]` in float32, 0 for an ignored row: `loss = lse - logit[target]`, `lse = log sum exp logits`, and the sum of
-    the logits. Backward reads lse; there is no other residual."""
+    """Each `[b, ...]` in float32 (float64 of float64), 0 for an ignored row: `loss = lse - logit[target]`,
+    `lse = log sum exp logits`, and the sum of the logits. Backward reads lse; there is no other residual."""
 
-    loss: Float32[Array, "*rows"]
-    lse: Float32[Array, "*rows"]
-    logit_sum: Float32[Array, "*rows"] = None
+    loss: Float[Array, "*rows"]
+    lse: Float[Array, "*rows"]
+    logit_sum: Float[Array, "*rows"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

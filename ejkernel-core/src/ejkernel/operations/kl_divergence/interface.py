@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Float32
+from jaxtyping import Bool, Float
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
@@ -40,13 +40,14 @@ class KlDivergenceInputs(NamedTuple):
 
 
 class KlDivergenceOutputs(NamedTuple):
-    """Each `[b, ...]` in float32, 0 for a row that is not valid: loss; and residuals: both log-sum-exps of `logits /
-    temperature`, and slope, the sum over the vocabulary of the derivatives of the loss's terms by the student's log-probability."""
+    """Each `[b, ...]` in float32 (float64 of float64), 0 for a row that is not valid: loss; and residuals: both log-sum-exps of
+    `logits / temperature`, and slope, the sum over the vocabulary of the derivatives of the loss's terms by the student's
+    log-probability."""
 
-    loss: Float32[Array, "*rows"]
-    student_lse: Float32[Array, "*rows"] = None
-    teacher_lse: Float32[Array, "*rows"] = None
-    slope: Float32[Array, "*rows"] = None
+    loss: Float[Array, "*rows"]
+    student_lse: Float[Array, "*rows"] = None
+    teacher_lse: Float[Array, "*rows"] = None
+    slope: Float[Array, "*rows"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float, Int32
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, has_gradient, named, statistics_dtype
@@ -25,21 +25,22 @@ from ejkernel.utils.checks import check_compute, check_shape, finite_number
 
 class LinearCrossEntropyInputs(NamedTuple):
     """x `[b, ..., d]`, hidden states; targets int32 `[b, ...]`; head `[1 or b, d, v]`, or `[1 or b, v, d]` with `transpose_head`;
-    head_bias `[1 or b, v]`; weights float32 `[b, ...]`, None for ones."""
+    head_bias `[1 or b, v]`; weights `[b, ...]` in float32 (float64 beside float64), None for ones."""
 
     x: Float[Array, "*rows d"]
     targets: Int32[Array, "*rows"]
     head: Float[Array, "#b _ _"]
     head_bias: Float[Array, "#b v"] = None
-    weights: Float32[Array, "*rows"] = None
+    weights: Float[Array, "*rows"] = None
 
 
 class LinearCrossEntropyOutputs(NamedTuple):
-    """total, penalty float32 `[b]`, the latter only with a z-loss. Residuals: the gradients of total by x `[b, ..., d]`, by head
-    `[b, d, v]` or `[b, v, d]`, and by its bias `[b, v]`, of every member of the batch also where members share the head."""
+    """total, penalty `[b]` in float32 (float64 of float64), the latter only with a z-loss. Residuals: the gradients of total by
+    x `[b, ..., d]`, by head `[b, d, v]` or `[b, v, d]`, and by its bias `[b, v]`, of every member of the batch also where members
+    share the head."""
 
-    total: Float32[Array, " b"]
-    penalty: Float32[Array, " b"] = None
+    total: Float[Array, " b"]
+    penalty: Float[Array, " b"] = None
     d_x: Float[Array, "*rows d"] = None
     d_head: Float[Array, "b _ _"] = None
     d_head_bias: Float[Array, "b v"] = None
