@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.compositions import mesh as _mesh
 from ejkernel.compositions.axes import Axes, as_axes, axis_size
 from ejkernel.compositions.vocabulary_parallel import (
@@ -56,6 +57,7 @@ class CrossEntropyOutput(NamedTuple):
     weight_sum: t.Loss
 
 
+@public()
 def fused_cross_entropy(
     logits: t.Logits | None = None,
     targets: t.Targets | t.SoftTargets | None = None,
@@ -334,6 +336,7 @@ class KLDivergenceOutput(NamedTuple):
     weight_sum: t.Loss
 
 
+@public()
 def fused_kl_divergence(
     student_logits: t.Logits | None = None,
     teacher_logits: t.Logits | None = None,

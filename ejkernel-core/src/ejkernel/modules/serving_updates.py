@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_form
@@ -13,6 +14,7 @@ from ejkernel.operations.paged_cache_update.interface import OPERATION as _PAGED
 from ejkernel.utils.checks import check_array
 
 
+@public()
 def paged_cache_update(
     keys: t.NewKeys,
     values: t.NewValues,
@@ -72,6 +74,7 @@ def paged_cache_update(
         return _PAGED_CACHE_UPDATE.invoke(arrays, {"layout": layout}, platform=platform)
 
 
+@public("alibi_slopes", "softmax_aux")
 def chunked_prefill_paged_decode(
     queries: t.TokenQueries,
     keys: t.NewKeys,
@@ -81,9 +84,9 @@ def chunked_prefill_paged_decode(
     kv_lens: t.ContextLengths,
     block_tables: t.BlockTables,
     query_start_loc: t.QueryStarts,
+    *,
     alibi_slopes: t.Slopes | None = None,
     softmax_aux: t.Sinks | None = None,
-    *,
     softmax_scale: t.Number | None = None,
     causal: t.Flag = True,
     sliding_window: t.Window | None = None,
@@ -158,6 +161,7 @@ def chunked_prefill_paged_decode(
         return over_mesh(_separate_caches, arrays, options, **specs)
 
 
+@public("softmax_aux")
 def ragged_page_attention_v3(
     queries: t.TokenQueries,
     keys: t.NewKeys,
@@ -167,8 +171,8 @@ def ragged_page_attention_v3(
     block_tables: t.FlatBlockTables,
     query_start_loc: t.QueryStarts,
     distribution: t.Distribution,
-    softmax_aux: t.Sinks | None = None,
     *,
+    softmax_aux: t.Sinks | None = None,
     softmax_scale: t.Number | None = None,
     logits_soft_cap: t.Number | None = None,
     sliding_window: t.Window | None = None,
